@@ -1,0 +1,33 @@
+# Every target sets up .venv first, once, and again when the pins or pyproject.toml change.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check bench
+
+help:  ## list the targets
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/make \1\t\2/' | expand -t 14
+
+demo: .venv/.installed  ## make sample photographs, train on them, compare loaders
+	$(BIN)/gpuflow samples data/photos -n 2000
+	$(BIN)/gpuflow train configs/demo.yaml
+	$(BIN)/gpuflow bench configs/demo.yaml --workers 1,2 --against dataloader --out plots/out
+
+test: .venv/.installed  ## run the tests
+	$(BIN)/python -m pytest
+
+check: .venv/.installed  ## lint, formatting, types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: .venv/.installed  ## measure the loaders: experiments/loader_cpu/results.csv
+	$(BIN)/python experiments/loader_cpu/run.py
+
+.venv/.installed: requirements.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "gpuflow needs Python 3.11 or newer, and $(PYTHON) is not; run for example make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install -r requirements.txt
+	$(BIN)/python -m pip install -e . --no-deps --no-build-isolation
+	@touch $@
