@@ -1,0 +1,318 @@
+"""Values only: what an image is at a place in a pipeline, what a stage promises, and a pipeline of stages.
+
+A stage says, before anything runs, what it makes of an `ImageSpec`, and is of one kind, so that the engine never asks
+which stage it is:
+
+    Decoder     the first stage: encoded bytes to a uint8 image, or to the region of it that the next stages need
+    Geometry    gives moves (`Crop`, `Flip`, `Resize`) for each sample; the engine folds them into few samplings
+    Pointwise   gives coefficients for each sample; maps pixels to pixels in place
+    Opaque      any callable on one image
+
+Arrays have one row a sample: [N]. Images are numpy arrays in HWC unless a name says otherwise.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpuflow.errors import ConfigError, Problem
+from gpuflow.order import key64
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "ENCODED",
+    "Crop",
+    "Decoder",
+    "Flip",
+    "Geometry",
+    "ImageSpec",
+    "Keys",
+    "Move",
+    "Opaque",
+    "Pipeline",
+    "Pointwise",
+    "Resize",
+    "Stage",
+    "StageKeys",
+    "require_pixels",
+]
+
+Dtype = Literal["uint8", "float16", "bfloat16", "float32"]
+Layout = Literal["encoded", "hwc", "nchw", "nhwc"]
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ImageSpec:
+    """What an image is at one place in a pipeline.
+
+    shape: (height, width, channels), in this order whatever the layout; None where it varies from sample to sample.
+    color: what the channels are: `rgb`, `bgr` or `gray`.
+    layout: `encoded` (bytes), `hwc` (rows of pixels), `nchw` (planes) or `nhwc` (planes in channels_last memory).
+    shorter: length in pixels of the shorter side, where that is known though the shape is not.
+    """
+
+    shape: tuple[int | None, int | None, int]
+    dtype: Dtype = "uint8"
+    layout: Layout = "hwc"
+    device: str = "cpu"
+    color: str = "rgb"
+    shorter: int | None = None
+
+    def __str__(self) -> str:
+        if self.layout == "encoded":
+            return "encoded bytes"
+        height, width, channels = ("?" if side is None else side for side in self.shape)
+        where = "" if self.device == "cpu" else f" on {self.device}"
+        return f"{self.dtype} {height}x{width}x{channels} {self.layout}{where}"
+
+    @property
+    def fixed(self) -> bool:
+        """Whether every sample has the same shape, so that a batch can hold them."""
+        return self.layout != "encoded" and None not in self.shape
+
+    def replace(self, **changes: Any) -> ImageSpec:
+        """A copy with these fields changed. A changed shape forgets `shorter` unless that is given too."""
+        if "shape" in changes:
+            changes.setdefault("shorter", None)
+        return dataclasses.replace(self, **changes)
+
+
+ENCODED = ImageSpec(shape=(None, None, 0), layout="encoded")
+"""What a source delivers and a pipeline starts from."""
+
+
+# --- randomness ----------------------------------------------------------------------------------------------------
+
+_PHILOX_M = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
+_PHILOX_W = (0x9E3779B9, 0xBB67AE85)
+_LOW32 = np.uint64(0xFFFFFFFF)
+_SHIFT32 = np.uint64(32)
+
+
+def _philox(counters: Sequence[NDArray[np.uint64]], key: int) -> list[NDArray[np.uint64]]:
+    """Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011), elementwise."""
+    c0, c1, c2, c3 = counters
+    k0, k1 = key & 0xFFFFFFFF, key >> 32
+    for _ in range(10):
+        p0, p1 = c0 * _PHILOX_M[0], c2 * _PHILOX_M[1]
+        c0, c1, c2, c3 = (
+            (p1 >> _SHIFT32) ^ c1 ^ np.uint64(k0),
+            p1 & _LOW32,
+            (p0 >> _SHIFT32) ^ c3 ^ np.uint64(k1),
+            p0 & _LOW32,
+        )
+        k0, k1 = (k0 + _PHILOX_W[0]) & 0xFFFFFFFF, (k1 + _PHILOX_W[1]) & 0xFFFFFFFF
+    return [c0, c1, c2, c3]
+
+
+@dataclass(frozen=True, slots=True)
+class StageKeys:
+    """The random numbers of one stage for some samples, a pure function of (seed, epoch, position, stage).
+
+    key: 64 bits from the seed and the stage's name and occurrence. epoch, positions [N]: the counter.
+    """
+
+    key: int
+    epoch: int
+    positions: Ints
+
+    def uniform(self, count: int) -> NDArray[np.float64]:
+        """`count` numbers a sample, in [0, 1) with 32 random bits each: float64 [N, count]."""
+        blocks = np.arange(-(-count // 4), dtype=np.uint64)[None, :]
+        place = self.positions.astype(np.uint64)[:, None]
+        shape = np.broadcast_shapes(place.shape, blocks.shape)
+        counters = (place & _LOW32, place >> _SHIFT32, np.full(shape, self.epoch, np.uint64), blocks)
+        words = np.stack(_philox([np.broadcast_to(c, shape) for c in counters], self.key), axis=-1)
+        return np.multiply(words.reshape(len(place), -1)[:, :count], 2.0**-32, dtype=np.float64)
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """The randomness of some samples: seed, epoch and positions [N]. Each stage gets its own by name and occurrence."""
+
+    seed: int
+    epoch: int
+    positions: Ints
+
+    def stage(self, name: str, occurrence: int) -> StageKeys:
+        return StageKeys(key64("stage", self.seed, name, occurrence), self.epoch, self.positions)
+
+    def __getitem__(self, i: int) -> Keys:
+        """The keys of sample i alone (N = 1)."""
+        return Keys(self.seed, self.epoch, self.positions[i : i + 1])
+
+
+# --- moves ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Crop:
+    """Keep the box (y, x, height, width), all [N], in pixels. It may reach `margin` pixels outside, which are black."""
+
+    y: Ints
+    x: Ints
+    height: Ints
+    width: Ints
+    margin: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Flip:
+    """Mirror left-right where `horizontal` [N] is set, top-bottom where `vertical` [N] is."""
+
+    horizontal: Bools
+    vertical: Bools
+
+
+@dataclass(frozen=True, slots=True)
+class Resize:
+    """Resample to (height, width), both [N], in pixels; the result is rounded to uint8 as torchvision does."""
+
+    height: Ints
+    width: Ints
+    interpolation: str
+    antialias: bool
+
+
+Move = Crop | Flip | Resize
+
+
+# --- stages --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """One named step of a pipeline: a frozen value that validates itself when it is made.
+
+    A stage is a final subclass of one of the four kinds below. `stage_name` is its key in YAML; `tolerance` is how far,
+    in levels of 0-255, its CPU, GPU and serving forms may be apart. `open_field` names the field that takes whatever
+    keys the others do not, as sorted (key, value) pairs.
+    """
+
+    stage_name: ClassVar[str]
+    tolerance: ClassVar[float] = 0.0
+    open_field: ClassVar[str | None] = None
+
+    def __post_init__(self) -> None:
+        name = self.stage_name
+        problems = [Problem(f"{name}.{field}" if field else name, text) for field, text in self.faults()]
+        if problems:
+            raise ConfigError(problems)
+
+    def faults(self) -> Iterator[tuple[str, str]]:
+        """(field, broken rule) for each parameter out of range."""
+        yield from ()
+
+    @property
+    def random(self) -> bool:
+        """Whether two samples with different keys may come out differently."""
+        return False
+
+    def output(self, spec: ImageSpec) -> ImageSpec:
+        """What this stage makes of such an image. Raises ValueError, in words, if it cannot take it."""
+        raise NotImplementedError
+
+    def torchvision(self) -> Any:
+        """The torchvision v2 transform of a PIL image or uint8 tensor that this stage equals, or None for a decoder."""
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        given = [
+            f"{field.name}={value!r}"
+            for field in dataclasses.fields(self)
+            if (value := getattr(self, field.name)) != field.default
+        ]
+        return f"{self.stage_name}({', '.join(given)})"
+
+
+class Decoder(Stage):
+    """Encoded bytes to a uint8 HWC image."""
+
+    color: str
+    backend: str
+    cpu_share: float
+    orientation: str
+    max_pixels: int
+
+
+class Geometry(Stage):
+    """Moves pixels about. `resizes` and `pads` say, before anything runs, which moves `draw` may return."""
+
+    resizes: ClassVar[bool] = False
+
+    @property
+    def pads(self) -> bool:
+        """Whether a crop of this stage may reach outside the image."""
+        return False
+
+    def draw(self, keys: StageKeys, height: Ints, width: Ints) -> tuple[Move, ...]:
+        """The moves of each sample, whose images have these sizes [N] in pixels."""
+        raise NotImplementedError
+
+
+class Pointwise(Stage):
+    """Maps pixels to pixels. `per_sample` coefficients come from `draw`."""
+
+    def draw(self, keys: StageKeys) -> NDArray[np.float64]:
+        """The coefficients of each sample, [N, K]; K may be 0."""
+        return np.empty((len(keys.positions), 0))
+
+    def apply(self, image: NDArray[Any], coefficients: NDArray[np.float64], out: NDArray[Any] | None) -> NDArray[Any]:
+        """The reference on one image with its coefficients [K]. Writes to `out`, where given, and returns it."""
+        raise NotImplementedError
+
+
+class Opaque(Stage):
+    """Any callable on one image. What it draws comes from a seed of its own."""
+
+    def apply(self, image: torch.Tensor, seed: int) -> torch.Tensor:
+        """The reference on one image, a CHW tensor in any memory format; `seed` is of 63 bits."""
+        raise NotImplementedError
+
+
+def require_pixels(stage: Stage, spec: ImageSpec) -> None:
+    """Raise ValueError unless `spec` is a decoded uint8 image, which is what geometry and colour stages take."""
+    if spec.layout == "encoded":
+        raise ValueError(f"takes an image but gets encoded bytes; put decode before {stage.stage_name}")
+    if spec.dtype != "uint8":
+        raise ValueError(f"takes uint8 pixels but gets {spec.dtype}; put {stage.stage_name} before normalize")
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """An ordered tuple of stages under a name: a value that can be compared, printed and hashed."""
+
+    name: str
+    stages: tuple[Stage, ...]
+
+    def __repr__(self) -> str:
+        return f"{self.name}: " + " -> ".join(map(repr, self.stages))
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 over every parameter of every stage, defaults included; the name does not count. 16 hex digits."""
+        digest = hashlib.sha256()
+        for stage in self.stages:
+            values = [(field.name, getattr(stage, field.name)) for field in dataclasses.fields(stage)]
+            digest.update(repr((stage.stage_name, values)).encode())
+        return digest.hexdigest()[:16]
+
+    def occurrences(self) -> list[int]:
+        """For each stage, how many of the same name stand before it."""
+        seen: dict[str, int] = {}
+        counts = []
+        for stage in self.stages:
+            counts.append(seen.get(stage.stage_name, 0))
+            seen[stage.stage_name] = counts[-1] + 1
+        return counts

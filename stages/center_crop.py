@@ -1,0 +1,78 @@
+"""center_crop: the middle of the image. An image smaller than the crop is centred on black, as torchvision does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from gpuflow import spec as s
+
+__all__ = ["CenterCrop", "check_fits", "size_faults", "size_pair"]
+
+
+def size_pair(size: int | tuple[int, int]) -> tuple[int, int]:
+    """(height, width) from an int or [height, width]."""
+    return (size, size) if isinstance(size, int) else size
+
+
+def size_faults(size: int | tuple[int, int]) -> Iterator[tuple[str, str]]:
+    """The fault of a `size` parameter that has a side below one pixel."""
+    if min(size_pair(size)) < 1:
+        yield "size", f"must be >= 1, got {size if isinstance(size, int) else list(size)}"
+
+
+def check_fits(size: tuple[int, int], spec: s.ImageSpec, margin: int = 0) -> None:
+    """Raise ValueError if a crop of `size` cannot fit into any image of this spec with `margin` around it."""
+    height, width = size
+    too_tall = spec.shape[0] is not None and height > spec.shape[0] + 2 * margin
+    too_wide = spec.shape[1] is not None and width > spec.shape[1] + 2 * margin
+    if too_tall or too_wide:
+        raise ValueError(
+            f"crops {height}x{width} from an image of {spec.shape[0]}x{spec.shape[1]}, which is smaller; "
+            "crop less or resize to more"
+        )
+    if spec.shorter is not None and min(size) > spec.shorter + 2 * margin:
+        raise ValueError(
+            f"crops {height}x{width} from an image whose shorter side is {spec.shorter}, which is smaller; "
+            "crop less or resize to more"
+        )
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class CenterCrop(s.Geometry):
+    """Keep the middle. size: pixels, int or [height, width]."""
+
+    stage_name: ClassVar[str] = "center_crop"
+
+    size: int | tuple[int, int]
+
+    @property
+    def pads(self) -> bool:
+        return True
+
+    def faults(self) -> Iterator[tuple[str, str]]:
+        yield from size_faults(self.size)
+
+    def output(self, spec: s.ImageSpec) -> s.ImageSpec:
+        s.require_pixels(self, spec)
+        check_fits(size_pair(self.size), spec)
+        return spec.replace(shape=(*size_pair(self.size), spec.shape[2]))
+
+    def torchvision(self) -> Any:
+        from torchvision.transforms import v2
+
+        return v2.CenterCrop(size_pair(self.size))
+
+    def draw(self, keys: s.StageKeys, height: s.Ints, width: s.Ints) -> tuple[s.Move, ...]:
+        crop_height, crop_width = size_pair(self.size)
+
+        def start(length: s.Ints, crop: int) -> s.Ints:
+            inside = np.rint((length - crop) / 2).astype(np.int64)
+            return np.where(length >= crop, inside, -((crop - length) // 2))
+
+        full = np.full_like
+        y, x = start(height, crop_height), start(width, crop_width)
+        return (s.Crop(y, x, full(height, crop_height), full(width, crop_width), margin=max(crop_height, crop_width)),)

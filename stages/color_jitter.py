@@ -1,0 +1,127 @@
+"""color_jitter: brightness, contrast, saturation and hue by random factors, in a random order for each sample."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import cv2
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from gpuflow import spec as s
+
+__all__ = ["ColorJitter"]
+
+_LEVELS = torch.arange(256, dtype=torch.uint8)
+_ADJUSTMENTS = ("brightness", "contrast", "saturation", "hue")
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class ColorJitter(s.Pointwise):
+    """Jitter colours as torchvision's v2 ColorJitter does, clamping and truncating to uint8 after each adjustment.
+
+    brightness, contrast, saturation: a factor within [max(0, 1 - v), 1 + v], or [low, high]. hue: a shift within
+    [-v, v] turns of the colour circle, or [low, high], at most half a turn. Gray images know no saturation and no hue.
+
+    Coefficients of a sample [8]: the four adjustments in the order of their turns, then their four factors.
+    """
+
+    stage_name: ClassVar[str] = "color_jitter"
+    tolerance: ClassVar[float] = 1.0
+
+    brightness: float | tuple[float, float] = 0.0
+    contrast: float | tuple[float, float] = 0.0
+    saturation: float | tuple[float, float] = 0.0
+    hue: float | tuple[float, float] = 0.0
+
+    @property
+    def random(self) -> bool:
+        return any(low != high for low, high in self._ranges())
+
+    def _ranges(self) -> list[tuple[float, float]]:
+        ranges = []
+        for name in _ADJUSTMENTS:
+            value, centre = getattr(self, name), 0.0 if name == "hue" else 1.0
+            if isinstance(value, tuple):
+                ranges.append(value)
+            else:
+                ranges.append((centre - value if name == "hue" else max(centre - value, 0.0), centre + value))
+        return ranges
+
+    def faults(self) -> Iterator[tuple[str, str]]:
+        for name, (low, high) in zip(_ADJUSTMENTS, self._ranges(), strict=True):
+            value = getattr(self, name)
+            if not isinstance(value, tuple) and value < 0:
+                yield name, f"must be >= 0 or [low, high], got {value}"
+            elif name == "hue" and not -0.5 <= low <= high <= 0.5:
+                yield name, f"must lie within [-0.5, 0.5], got {value}"
+            elif name != "hue" and not 0 <= low <= high:
+                yield name, f"must be [low, high] with 0 <= low <= high, got {list(value)}"
+
+    def output(self, spec: s.ImageSpec) -> s.ImageSpec:
+        s.require_pixels(self, spec)
+        if spec.color == "bgr":
+            raise ValueError("weighs red, green and blue but gets bgr images; decode with color: rgb")
+        return spec
+
+    def torchvision(self) -> Any:
+        from torchvision.transforms import v2
+
+        return v2.ColorJitter(self.brightness, self.contrast, self.saturation, self.hue)
+
+    def draw(self, keys: s.StageKeys) -> NDArray[np.float64]:
+        numbers = keys.uniform(8)
+        low, high = np.array(self._ranges()).T
+        return np.concatenate([numbers[:, :4].argsort(axis=1), low + numbers[:, 4:] * (high - low)], axis=1)
+
+    def apply(self, image: NDArray[Any], coefficients: NDArray[np.float64], out: NDArray[Any] | None) -> NDArray[Any]:
+        planes = torch.from_numpy(np.stack(cv2.split(image)))
+        factors = coefficients[4:].tolist()
+        for turn in coefficients[:4].astype(int).tolist():
+            low, high = self._ranges()[turn]
+            if low != high or low != (0.0 if turn == 3 else 1.0):
+                planes = _ADJUST[turn](planes, factors[turn])
+        result = cv2.merge(list(planes.numpy()), dst=out)
+        return result.reshape(image.shape)
+
+
+def _luma(planes: torch.Tensor) -> torch.Tensor:
+    """Rec. 601 luma rounded down, float32 [1, H, W]."""
+    if len(planes) == 1:
+        return planes.to(torch.float32)
+    r, g, b = planes
+    luma: torch.Tensor = r.mul(0.2989).add_(g, alpha=0.587).add_(b, alpha=0.114)
+    return luma.floor_()[None]
+
+
+def _lookup(planes: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    table = table.clamp_(0, 255).to(torch.uint8)
+    return torch.from_numpy(cv2.LUT(planes.numpy().reshape(-1, planes.shape[-1]), table.numpy())).view(planes.shape)
+
+
+def _brightness(planes: torch.Tensor, factor: float) -> torch.Tensor:
+    return _lookup(planes, _LEVELS.mul(factor))
+
+
+def _contrast(planes: torch.Tensor, factor: float) -> torch.Tensor:
+    return _lookup(planes, _LEVELS.mul(factor).add_(_luma(planes).mean(), alpha=1.0 - factor))
+
+
+def _saturation(planes: torch.Tensor, factor: float) -> torch.Tensor:
+    if len(planes) == 1:
+        return planes
+    blend: torch.Tensor = planes.mul(factor).add_(_luma(planes), alpha=1.0 - factor)
+    blend.clamp_(0, 255)
+    return blend.to(torch.uint8)
+
+
+def _hue(planes: torch.Tensor, shift: float) -> torch.Tensor:
+    from torchvision.transforms.v2.functional import adjust_hue_image
+
+    return adjust_hue_image(planes, shift)  # type: ignore[no-any-return]
+
+
+_ADJUST = (_brightness, _contrast, _saturation, _hue)

@@ -1,0 +1,43 @@
+"""flip: mirror left-right or top-bottom, each with its own probability."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from gpuflow import spec as s
+
+__all__ = ["Flip"]
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Flip(s.Geometry):
+    """Mirror an image. horizontal, vertical: probabilities, 0 to 1."""
+
+    stage_name: ClassVar[str] = "flip"
+
+    horizontal: float = 0.0
+    vertical: float = 0.0
+
+    @property
+    def random(self) -> bool:
+        return self.horizontal not in (0, 1) or self.vertical not in (0, 1)
+
+    def faults(self) -> Iterator[tuple[str, str]]:
+        for field in ("horizontal", "vertical"):
+            if not 0 <= (value := getattr(self, field)) <= 1:
+                yield field, f"must be a probability within [0, 1], got {value}"
+
+    def output(self, spec: s.ImageSpec) -> s.ImageSpec:
+        s.require_pixels(self, spec)
+        return spec
+
+    def torchvision(self) -> Any:
+        from torchvision.transforms import v2
+
+        return v2.Compose([v2.RandomHorizontalFlip(self.horizontal), v2.RandomVerticalFlip(self.vertical)])
+
+    def draw(self, keys: s.StageKeys, height: s.Ints, width: s.Ints) -> tuple[s.Move, ...]:
+        chance = keys.uniform(2)
+        return (s.Flip(chance[:, 0] < self.horizontal, chance[:, 1] < self.vertical),)

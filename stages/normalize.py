@@ -1,0 +1,88 @@
+"""normalize: uint8 pixels to (x / 255 - mean) / std, in the dtype and the memory layout that the model wants."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, ClassVar, Literal
+
+import cv2
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from gpuflow import spec as s
+
+__all__ = ["Normalize"]
+
+_IMAGENET = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Normalize(s.Pointwise):
+    """Normalize each channel.
+
+    mean, std: one number a channel in units of 0-1, or `imagenet`. dtype: of the result; computed in float32 and then
+    rounded. layout: `nchw`, or `nhwc` for channels_last memory; the tensor's axes are N, C, H, W in both.
+
+    A pixel has 256 values, so each channel is one table of 256 results: bit for bit what torchvision's ToDtype and
+    Normalize give, in one pass. 16-bit floats are handled as their bits.
+    """
+
+    stage_name: ClassVar[str] = "normalize"
+    tolerance: ClassVar[float] = 0.0
+
+    mean: Literal["imagenet"] | tuple[float, ...] = "imagenet"
+    std: Literal["imagenet"] | tuple[float, ...] = "imagenet"
+    dtype: Literal["float32", "float16", "bfloat16"] = "float32"
+    layout: Literal["nchw", "nhwc"] = "nchw"
+
+    def _values(self, field: str) -> tuple[float, ...]:
+        value = getattr(self, field)
+        return _IMAGENET[field] if value == "imagenet" else value
+
+    def faults(self) -> Iterator[tuple[str, str]]:
+        if len(self._values("mean")) != len(self._values("std")):
+            yield "std", f"must have as many values as mean, got {len(self._values('std'))}"
+        if min(self._values("std"), default=0) <= 0:
+            yield "std", f"must be > 0, got {list(self._values('std'))}"
+
+    def output(self, spec: s.ImageSpec) -> s.ImageSpec:
+        s.require_pixels(self, spec)
+        channels = spec.shape[2]
+        if len(self._values("mean")) != channels:
+            raise ValueError(f"has {len(self._values('mean'))} values of mean but gets {channels} channel(s)")
+        if spec.color == "bgr" and "imagenet" in (self.mean, self.std):
+            raise ValueError("knows imagenet in the order rgb but gets bgr images; give the numbers")
+        return spec.replace(dtype=self.dtype, layout=self.layout)
+
+    def torchvision(self) -> Any:
+        from torchvision.transforms import v2
+
+        normalize = v2.Normalize(list(self._values("mean")), list(self._values("std")))
+        steps = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), normalize]
+        return v2.Compose([*steps, v2.ToDtype(getattr(torch, self.dtype))] if self.dtype != "float32" else steps)
+
+    def table(self) -> NDArray[Any]:
+        """[C, 256] results, one row a channel: float32, or the bits of 16-bit floats as uint16."""
+        return _table(self._values("mean"), self._values("std"), self.dtype)
+
+    def apply(self, image: NDArray[Any], coefficients: NDArray[np.float64], out: NDArray[Any] | None) -> NDArray[Any]:
+        height, width, channels = image.shape
+        table = self.table()
+        if self.layout == "nhwc":
+            return cv2.LUT(image, table.T[None], dst=out).reshape(image.shape)
+        if out is None:
+            out = np.empty((channels, height, width), table.dtype)
+        for plane, row, target in zip(cv2.split(image), table, out, strict=True):
+            cv2.LUT(plane, row, dst=target)
+        return out
+
+
+@lru_cache(maxsize=64)
+def _table(mean: tuple[float, ...], std: tuple[float, ...], dtype: str) -> NDArray[Any]:
+    levels = torch.arange(256, dtype=torch.uint8).to(torch.float32).mul_(1.0 / 255)
+    columns = torch.tensor(mean)[:, None], torch.tensor(std)[:, None]
+    table = levels[None].sub(columns[0]).div_(columns[1]).to(getattr(torch, dtype))
+    return (table if dtype == "float32" else table.view(torch.uint16)).numpy()

@@ -1,0 +1,60 @@
+"""random_crop: a box of fixed size at a random place, optionally from an image padded with black."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from gpuflow import spec as s
+from gpuflow.stages.center_crop import check_fits, size_faults, size_pair
+
+__all__ = ["RandomCrop"]
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class RandomCrop(s.Geometry):
+    """Keep a random box. size: pixels, int or [height, width]; padding: black pixels added on every side first.
+
+    An image that is smaller than the box, padding included, is a bad sample.
+    """
+
+    stage_name: ClassVar[str] = "random_crop"
+
+    size: int | tuple[int, int]
+    padding: int = 0
+
+    @property
+    def random(self) -> bool:
+        return True
+
+    @property
+    def pads(self) -> bool:
+        return self.padding > 0
+
+    def faults(self) -> Iterator[tuple[str, str]]:
+        yield from size_faults(self.size)
+        if self.padding < 0:
+            yield "padding", f"must be >= 0, got {self.padding}"
+
+    def output(self, spec: s.ImageSpec) -> s.ImageSpec:
+        s.require_pixels(self, spec)
+        check_fits(size_pair(self.size), spec, self.padding)
+        return spec.replace(shape=(*size_pair(self.size), spec.shape[2]))
+
+    def torchvision(self) -> Any:
+        from torchvision.transforms import v2
+
+        return v2.RandomCrop(size_pair(self.size), padding=self.padding or None)
+
+    def draw(self, keys: s.StageKeys, height: s.Ints, width: s.Ints) -> tuple[s.Move, ...]:
+        crop_height, crop_width = size_pair(self.size)
+        place = keys.uniform(2)
+        room_y = np.maximum(height + 2 * self.padding - crop_height, 0) + 1
+        room_x = np.maximum(width + 2 * self.padding - crop_width, 0) + 1
+        y = (place[:, 0] * room_y).astype(np.int64) - self.padding
+        x = (place[:, 1] * room_x).astype(np.int64) - self.padding
+        full = np.full_like
+        return (s.Crop(y, x, full(height, crop_height), full(width, crop_width), margin=self.padding),)

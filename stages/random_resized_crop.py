@@ -1,0 +1,83 @@
+"""random_resized_crop: a box of random area and aspect ratio, resampled to a fixed size (the Inception crop)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from gpuflow import spec as s
+from gpuflow.stages.center_crop import size_faults, size_pair
+from gpuflow.stages.resize import Interpolation
+
+__all__ = ["RandomResizedCrop"]
+
+_ATTEMPTS = 10
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class RandomResizedCrop(s.Geometry):
+    """Keep a random box and resample it.
+
+    size: the result in pixels, int or [height, width]. scale: the box's area as a part of the image's. ratio: its
+    width over its height, drawn uniformly in the logarithm. Ten boxes are tried; where none fits, the middle of the
+    image at the nearest allowed ratio is taken. The algorithm is torchvision's RandomResizedCrop.
+    """
+
+    stage_name: ClassVar[str] = "random_resized_crop"
+    tolerance: ClassVar[float] = 1.0
+    resizes: ClassVar[bool] = True
+
+    size: int | tuple[int, int]
+    scale: tuple[float, float] = (0.08, 1.0)
+    ratio: tuple[float, float] = (3 / 4, 4 / 3)
+    interpolation: Interpolation = "bilinear"
+    antialias: bool = True
+
+    @property
+    def random(self) -> bool:
+        return True
+
+    def faults(self) -> Iterator[tuple[str, str]]:
+        yield from size_faults(self.size)
+        if not 0 < self.scale[0] <= self.scale[1] <= 1:
+            yield "scale", f"must be [low, high] with 0 < low <= high <= 1, got {list(self.scale)}"
+        if not 0 < self.ratio[0] <= self.ratio[1]:
+            yield "ratio", f"must be [low, high] with 0 < low <= high, got {list(self.ratio)}"
+
+    def output(self, spec: s.ImageSpec) -> s.ImageSpec:
+        s.require_pixels(self, spec)
+        return spec.replace(shape=(*size_pair(self.size), spec.shape[2]))
+
+    def torchvision(self) -> Any:
+        from torchvision.transforms import InterpolationMode, v2
+
+        mode = InterpolationMode(self.interpolation)
+        return v2.RandomResizedCrop(size_pair(self.size), self.scale, self.ratio, mode, antialias=self.antialias)
+
+    def draw(self, keys: s.StageKeys, height: s.Ints, width: s.Ints) -> tuple[s.Move, ...]:
+        numbers = keys.uniform(2 * _ATTEMPTS + 2)
+        H, W = height[:, None], width[:, None]
+        area = H * W * (self.scale[0] + numbers[:, :_ATTEMPTS] * (self.scale[1] - self.scale[0]))
+        low, high = np.log(self.ratio)
+        ratio = np.exp(low + numbers[:, _ATTEMPTS:-2] * (high - low))
+        box_w, box_h = np.rint(np.sqrt(area * ratio)), np.rint(np.sqrt(area / ratio))
+        fits = (box_w > 0) & (box_w <= W) & (box_h > 0) & (box_h <= H)
+        rows, first = np.arange(len(height)), fits.argmax(axis=1)
+        h, w = box_h[rows, first].astype(np.int64), box_w[rows, first].astype(np.int64)
+        y = (numbers[:, -2] * (height - h + 1)).astype(np.int64)
+        x = (numbers[:, -1] * (width - w + 1)).astype(np.int64)
+
+        none = ~fits.any(axis=1)
+        if none.any():
+            whole_ratio = width / height
+            h = np.where(none, np.where(whole_ratio < self.ratio[0], np.rint(width / self.ratio[0]), height), h)
+            w = np.where(none, np.where(whole_ratio > self.ratio[1], np.rint(height * self.ratio[1]), width), w)
+            h, w = np.clip(h.astype(np.int64), 1, height), np.clip(w.astype(np.int64), 1, width)
+            y, x = np.where(none, (height - h) // 2, y), np.where(none, (width - w) // 2, x)
+        out_height, out_width = size_pair(self.size)
+        full = np.full_like
+        resize = s.Resize(full(h, out_height), full(w, out_width), self.interpolation, self.antialias)
+        return (s.Crop(y, x, h, w), resize)

@@ -1,0 +1,79 @@
+"""resize: resample to a fixed size, or so that the shorter or the longer side has a given length."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+
+from gpuflow import spec as s
+
+__all__ = ["Interpolation", "Resize"]
+
+Interpolation = Literal["nearest", "bilinear", "bicubic"]
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Resize(s.Geometry):
+    """Resample an image; sides in pixels.
+
+    height, width: the result's size, both or neither; `shorter` or `longer`: the length of that side, the other one
+    follows the aspect ratio, rounded down as torchvision does.
+    antialias: widen the filter with the scale when shrinking, as PIL and torchvision do.
+    """
+
+    stage_name: ClassVar[str] = "resize"
+    tolerance: ClassVar[float] = 1.0
+    resizes: ClassVar[bool] = True
+
+    height: int | None = None
+    width: int | None = None
+    shorter: int | None = None
+    longer: int | None = None
+    interpolation: Interpolation = "bilinear"
+    antialias: bool = True
+
+    def faults(self) -> Iterator[tuple[str, str]]:
+        ways = [(self.height, self.width) != (None, None), self.shorter is not None, self.longer is not None]
+        if sum(ways) != 1 or (self.height is None) != (self.width is None):
+            yield "", "needs height and width, or shorter, or longer; give one of these"
+        for side in ("height", "width", "shorter", "longer"):
+            if (value := getattr(self, side)) is not None and value < 1:
+                yield side, f"must be >= 1, got {value}"
+
+    def output(self, spec: s.ImageSpec) -> s.ImageSpec:
+        s.require_pixels(self, spec)
+        height, width, channels = spec.shape
+        if self.height is not None:
+            return spec.replace(shape=(self.height, self.width, channels))
+        if height is None or width is None:
+            return spec.replace(shape=(None, None, channels), shorter=self.shorter)
+        out_height, out_width = self._size(np.array([height]), np.array([width]))
+        return spec.replace(shape=(int(out_height[0]), int(out_width[0]), channels))
+
+    def _size(self, height: s.Ints, width: s.Ints) -> tuple[s.Ints, s.Ints]:
+        if self.height is not None and self.width is not None:
+            return np.full_like(height, self.height), np.full_like(width, self.width)
+        if self.shorter is not None:
+            known, target = np.minimum(height, width), self.shorter
+        else:
+            assert self.longer is not None
+            known, target = np.maximum(height, width), self.longer
+        other_height, other_width = (
+            np.maximum((target * side / known).astype(np.int64), 1) for side in (height, width)
+        )
+        return np.where(height == known, target, other_height), np.where(width == known, target, other_width)
+
+    def torchvision(self) -> Any:
+        from torchvision.transforms import InterpolationMode, v2
+
+        mode = InterpolationMode(self.interpolation)
+        if self.height is not None and self.width is not None:
+            return v2.Resize((self.height, self.width), mode, antialias=self.antialias)
+        # torchvision fits the longer side through max_size alone.
+        return v2.Resize(self.shorter, mode, max_size=self.longer, antialias=self.antialias)
+
+    def draw(self, keys: s.StageKeys, height: s.Ints, width: s.Ints) -> tuple[s.Move, ...]:
+        return (s.Resize(*self._size(height, width), self.interpolation, self.antialias),)

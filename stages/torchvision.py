@@ -1,0 +1,155 @@
+"""torchvision: any torchvision v2 transform by its name, for whatever has no fast form here.
+
+A transform draws from torch's global generator, which other threads use too. Here every random operation that it calls
+is given a generator of the sample's own, so the same place in the epoch gets the same draw on any number of threads,
+and the user's generator is left alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, ClassVar
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gpuflow import spec as s
+from gpuflow.errors import did_you_mean
+
+__all__ = ["Torchvision"]
+
+_PROBES = ((61, 83), (97, 53))
+_CONTAINERS = {"Transform", "Compose", "Lambda", "RandomApply", "RandomChoice", "RandomOrder"}
+_DTYPES = {torch.uint8: "uint8", torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Torchvision(s.Opaque):
+    """Run `torchvision.transforms.v2.<name>(**parameters)` on each image.
+
+    name: a transform of one image. parameters: its keyword arguments; `interpolation` and `dtype` by name.
+    """
+
+    stage_name: ClassVar[str] = "torchvision"
+    open_field: ClassVar[str | None] = "parameters"
+
+    name: str
+    parameters: tuple[tuple[str, Any], ...] = ()
+
+    def faults(self) -> Iterator[tuple[str, str]]:
+        known = _transforms()
+        if self.name not in known:
+            yield (
+                "name",
+                f"must be a transform of one image in torchvision.transforms.v2, got {self.name!r}"
+                + (did_you_mean(self.name, known)),
+            )
+            return
+        try:
+            _build(self.name, self.parameters)
+        except (TypeError, ValueError, AttributeError) as error:
+            yield "", f"{self.name} does not take these parameters: {error}"
+
+    @property
+    def random(self) -> bool:
+        return _probe(self.name, self.parameters, (3, *_PROBES[0]), torch.uint8)[2]
+
+    def output(self, spec: s.ImageSpec) -> s.ImageSpec:
+        if spec.layout == "encoded":
+            raise ValueError("takes an image but gets encoded bytes; put decode before torchvision")
+        height, width, channels = spec.shape
+        dtype = getattr(torch, spec.dtype)
+        results = []
+        for probe_height, probe_width in _PROBES:
+            shape = (channels, height or probe_height, width or probe_width)
+            try:
+                results.append(_probe(self.name, self.parameters, shape, dtype))
+            except (TypeError, ValueError, RuntimeError) as error:
+                raise ValueError(f"{self.name} does not take {spec}: {error}") from error
+        (a, out_dtype, _), (b, _, _) = results
+        if out_dtype not in _DTYPES:
+            raise ValueError(f"{self.name} gives {out_dtype}; a batch holds {', '.join(_DTYPES.values())}")
+        sides = [x if x == y else None for x, y in zip(a[1:], b[1:], strict=True)]
+        layout = "hwc" if out_dtype == torch.uint8 else "nhwc" if spec.layout == "nhwc" else "nchw"
+        return spec.replace(shape=(sides[0], sides[1], a[0]), dtype=_DTYPES[out_dtype], layout=layout)
+
+    def torchvision(self) -> Any:
+        return _build(self.name, self.parameters)
+
+    def apply(self, image: torch.Tensor, seed: int) -> torch.Tensor:
+        transform = _build(self.name, self.parameters)
+        with _OwnGenerator(seed):
+            return transform(image)  # type: ignore[no-any-return]
+
+
+class _OwnGenerator(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Gives each random operation inside the block a generator seeded here. Holds for this thread alone."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.used = False
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **kwargs)
+        self.used = True
+        if func in _LIKE:
+            like = torch.empty_like(args[0], **kwargs)
+            return _LIKE[func](like, *args[1:], generator=self._generator)
+        if not any(argument.name == "generator" for argument in func._schema.arguments):
+            func = getattr(func.overloadpacket, _WITH_GENERATOR[func])
+        kwargs["generator"] = self._generator
+        return func(*args, **kwargs)
+
+
+_aten = torch.ops.aten
+_WITH_GENERATOR = {
+    _aten.rand.default: "generator",
+    _aten.randn.default: "generator",
+    _aten.randint.default: "generator",
+    _aten.randint.low: "low_generator",
+    _aten.randperm.default: "generator",
+}
+_LIKE: dict[Any, Any] = {
+    _aten.rand_like.default: lambda x, **kwargs: x.uniform_(0, 1, **kwargs),
+    _aten.randn_like.default: lambda x, **kwargs: x.normal_(0, 1, **kwargs),
+    _aten.randint_like.default: lambda x, high, **kwargs: x.random_(0, high, **kwargs),
+    _aten.randint_like.low_dtype: lambda x, low, high, **kwargs: x.random_(low, high, **kwargs),
+}
+
+
+@lru_cache(maxsize=1)
+def _transforms() -> frozenset[str]:
+    from torchvision.transforms import v2
+
+    classes = {name: value for name, value in vars(v2).items() if isinstance(value, type)}
+    return frozenset(name for name, value in classes.items() if issubclass(value, v2.Transform)) - _CONTAINERS
+
+
+@lru_cache(maxsize=256)
+def _build(name: str, parameters: tuple[tuple[str, Any], ...]) -> Any:
+    from torchvision.transforms import InterpolationMode, v2
+
+    arguments: dict[str, Any] = {key: list(value) if isinstance(value, tuple) else value for key, value in parameters}
+    if "interpolation" in arguments:
+        arguments["interpolation"] = InterpolationMode(arguments["interpolation"])
+    if "dtype" in arguments:
+        arguments["dtype"] = getattr(torch, arguments["dtype"])
+    return getattr(v2, name)(**arguments)
+
+
+@lru_cache(maxsize=256)
+def _probe(
+    name: str, parameters: tuple[tuple[str, Any], ...], shape: tuple[int, int, int], dtype: torch.dtype
+) -> tuple[tuple[int, int, int], torch.dtype, bool]:
+    """What the transform makes of a black image: the result's (C, H, W), its dtype, and whether it drew anything."""
+    with _OwnGenerator(0) as mode:
+        result = _build(name, parameters)(torch.zeros(shape, dtype=dtype))
+    if not isinstance(result, torch.Tensor) or result.ndim != 3:
+        raise ValueError("the result is not one CHW image")
+    channels, height, width = result.shape
+    return (channels, height, width), result.dtype, mode.used
