@@ -1,0 +1,67 @@
+"""A thread pool that never keeps the process alive and whose end is waited for no longer than asked.
+
+`concurrent.futures.ThreadPoolExecutor` joins its threads at exit without a limit: one read that hangs on a dead network
+mount would hang the interpreter.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from typing import ParamSpec, TypeVar
+
+__all__ = ["DaemonPool"]
+
+_SHUTDOWN_SECONDS = 10.0
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class DaemonPool(Executor):
+    """`threads` daemon threads that run what is submitted, in order."""
+
+    def __init__(self, threads: int, name: str) -> None:
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._closing = False
+        self._threads = [
+            threading.Thread(target=self._serve, name=f"gpuflow_{name}_{i}", daemon=True) for i in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _serve(self) -> None:
+        while (task := self._work.get()) is not None:
+            if not self._closing:
+                task()
+            del task
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        future: Future[T] = Future()
+
+        def task() -> None:
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(fn(*args, **kwargs))
+                except BaseException as error:
+                    future.set_exception(error)
+
+        self._work.put(task)
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = True) -> None:
+        self.end(timeout=_SHUTDOWN_SECONDS if wait else 0.0)
+
+    def end(self, timeout: float) -> bool:
+        """End the threads; what has not begun is dropped. Returns whether all ended within `timeout` seconds."""
+        self._closing = True
+        for _ in self._threads:
+            self._work.put(None)
+        deadline = time.monotonic() + timeout
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, deadline - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)

@@ -1,0 +1,292 @@
+"""Lowers a program to an SPDL thread pipeline: order -> chunks -> read -> work -> one batch a step.
+
+What travels is a chunk, a few samples of one batch: SPDL spends a third of a millisecond an item, whatever its size.
+No operation ever raises into SPDL, which would drop the item and shift every later sample: a fault is written into the
+batch and raised by the loader when that batch's turn has come.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TextIO
+
+import numpy as np
+from numpy.typing import NDArray
+from spdl.pipeline import Pipeline as SpdlPipeline
+from spdl.pipeline import PipelineBuilder
+from spdl.pipeline.defs import Aggregator
+
+from gpuflow.cpu import STORAGE, CpuRunner, slot_shape
+from gpuflow.errors import BadSampleError, TooManyBadSamples
+from gpuflow.fold import Program
+from gpuflow.memory import BytePool, SlotPool
+from gpuflow.order import Order, Steps
+from gpuflow.sources import Payload, Source
+from gpuflow.spec import Keys
+from gpuflow.stats import Meter
+from gpuflow.threads import DaemonPool
+
+__all__ = ["Assembly", "BadSamples", "Feed", "Run"]
+
+LOCAL_READERS, REMOTE_READERS = 2, 16
+_LARGEST_CHUNK = 32
+_START_SECONDS = 30.0
+
+
+class BadSamples:
+    """Which samples are bad, and whether there are too many of them.
+
+    Args:
+        policy: `raise`, `replace` or `skip`.
+        limit: distinct bad samples that are allowed, or None for any number.
+        path: a file to which each bad sample is appended once, as a JSON line (index, path, stage, reason).
+    """
+
+    def __init__(self, *, policy: str, limit: int | None, path: str | None) -> None:
+        self.policy, self.limit = policy, limit
+        self.count = 0
+        self._known: set[int] = set()
+        self._file: TextIO | None = open(path, "a", encoding="utf-8") if path else None  # noqa: SIM115
+        self._lock = threading.Lock()
+
+    @property
+    def distinct(self) -> int:
+        return len(self._known)
+
+    def record(self, fault: BadSampleError) -> None:
+        """Count one bad sample. Raises TooManyBadSamples above the limit."""
+        with self._lock:
+            self.count += 1
+            if fault.index not in self._known:
+                self._known.add(fault.index)
+                if self._file is not None:
+                    row = {"index": fault.index, "path": fault.path, "stage": fault.stage, "reason": fault.reason}
+                    self._file.write(json.dumps(row) + "\n")
+                    self._file.flush()
+        if self.limit is not None and self.distinct > self.limit:
+            raise TooManyBadSamples(
+                f"{self.distinct} bad samples are more than run.max_bad allows ({self.limit}); the last: {fault}; "
+                "run `gpuflow scan` to list them all"
+            ) from fault
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+@dataclass(slots=True)
+class Assembly:
+    """A batch while it is being filled. Rows are samples.
+
+    indices, labels, valid [B]: what each row holds. kept [B]: false where a bad sample was skipped.
+    slots [B, ...]: the pixels, allocated when the first chunk is read.
+    """
+
+    step: int
+    positions: NDArray[np.int64]
+    indices: NDArray[np.int64]
+    labels: NDArray[np.int64]
+    valid: NDArray[np.bool_]
+    kept: NDArray[np.bool_]
+    slots: NDArray[Any] | None = None
+    error: BaseException | None = None
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def fail(self, error: BaseException) -> None:
+        """Remember the first error; the loader raises it when this batch's turn has come."""
+        with self.lock:
+            self.error = self.error or error
+
+
+@dataclass(slots=True)
+class _Chunk:
+    """Rows [start, stop) of a batch: the item that travels through SPDL."""
+
+    batch: Assembly
+    start: int
+    stop: int
+    last: bool
+    payload: Payload | None = None
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+
+class _ByStep(Aggregator):
+    """Chunks arrive in order; the last one of a batch completes it."""
+
+    def accumulate(self, item: _Chunk) -> Assembly | None:
+        return item.batch if item.last else None
+
+    def flush(self) -> None:
+        return None
+
+
+class Run:
+    """One epoch's SPDL pipeline under way, with the threads that run its operations."""
+
+    def __init__(self, pipeline: SpdlPipeline[Assembly], pools: Sequence[DaemonPool]) -> None:
+        self._pipeline, self._pools = pipeline, pools
+
+    def get(self, timeout: float) -> Assembly:
+        """The next batch in order. Raises TimeoutError after so many seconds."""
+        return self._pipeline.get_item(timeout=timeout)
+
+    def stop(self, timeout: float) -> bool:
+        """End the pipeline and its threads; what is under way is waited for. Returns whether all ended in time."""
+        try:
+            self._pipeline.stop(timeout=timeout)
+        except TimeoutError:
+            return False
+        finally:
+            ended = [pool.end(timeout) for pool in self._pools]
+        return all(ended)
+
+
+class Feed:
+    """Builds the SPDL pipelines of one loader, one an epoch, and is their operations. Owns the buffers.
+
+    Args:
+        threads: threads that decode. remote: the source's reads wait for a network.
+        prefetch: finished batches that wait for the consumer.
+    """
+
+    def __init__(
+        self,
+        *,
+        program: Program,
+        source: Source,
+        order: Order,
+        seed: int,
+        batch_size: int,
+        threads: int,
+        prefetch: int,
+        bad: BadSamples,
+        remote: bool,
+    ) -> None:
+        self._program, self._source, self._order, self._seed = program, source, order, seed
+        self._bad, self._prefetch = bad, prefetch
+        self._chunk_size = max(1, min(_LARGEST_CHUNK, -(-batch_size // threads)))
+        self.read_meter = Meter("read", REMOTE_READERS if remote else LOCAL_READERS)
+        self.work_meter = Meter("decode", threads)
+        self._runners: list[CpuRunner] = []
+        self._bytes = BytePool()
+        shape = (batch_size, *slot_shape(program.result))
+        self._slots = SlotPool(shape, STORAGE[program.result.dtype], keep=prefetch + 2)
+
+    def start(self, epoch: int, steps: Steps) -> Run:
+        """Begin an epoch."""
+        builder: Any = PipelineBuilder()
+        builder.add_source(self._chunks(epoch, steps))
+        pools = []
+        for meter, operation in (self.read_meter, self._read), (self.work_meter, functools.partial(self._work, epoch)):
+            pools.append(DaemonPool(meter.threads, meter.name))
+            builder.pipe(
+                _never_raise(meter, operation),
+                executor=pools[-1],
+                concurrency=meter.threads,
+                output_order="input",
+                name=meter.name,
+            )
+        pipeline: SpdlPipeline[Assembly] = builder.aggregate(_ByStep()).add_sink(self._prefetch).build(num_threads=1)
+        pipeline.start(timeout=_START_SECONDS)
+        return Run(pipeline, pools)
+
+    async def _chunks(self, epoch: int, steps: Steps) -> AsyncIterator[_Chunk]:
+        for step in range(len(steps)):
+            positions, valid = steps.positions(step)
+            indices = self._order.indices(epoch, positions)
+            kept = np.ones(len(positions), bool)
+            batch = Assembly(step, positions, indices, self._source.labels[indices], valid, kept)
+            for start in range(0, len(positions), self._chunk_size):
+                stop = min(start + self._chunk_size, len(positions))
+                yield _Chunk(batch, start, stop, last=stop == len(positions))
+
+    def _read(self, chunk: _Chunk) -> None:
+        batch = chunk.batch
+        with batch.lock:
+            if batch.slots is None:
+                batch.slots = self._slots.take(len(batch.positions))
+        chunk.payload = self._source.read(batch.indices[chunk.start : chunk.stop].tolist(), self._bytes.take)
+        self.read_meter.add_bytes(sum(chunk.payload.sizes))
+
+    def _work(self, epoch: int, chunk: _Chunk) -> None:
+        batch, payload = chunk.batch, chunk.payload
+        if payload is None:
+            return
+        assert batch.slots is not None
+        rows = range(chunk.start, chunk.stop)
+        keys = Keys(self._seed, epoch, batch.positions[chunk.start : chunk.stop])
+        faults = self._run(payload, keys, batch.slots[chunk.start : chunk.stop])
+        self._bytes.give(payload.buffer)
+        chunk.payload = None
+        for i, (row, fault) in enumerate(zip(rows, faults, strict=True)):
+            if fault is not None:
+                self._judge(batch, row, epoch, keys[i], fault)
+
+    def _run(self, payload: Payload, keys: Keys, slots: NDArray[Any]) -> list[BadSampleError | None]:
+        """The program on what was read; an unreadable sample is bad without further ado."""
+        try:
+            runner = self._runners.pop()
+        except IndexError:
+            runner = CpuRunner(self._program)
+        faults = runner.run([payload.sample(i) for i in range(len(payload))], keys, slots)
+        self._runners.append(runner)
+        for i, error in enumerate(payload.errors):
+            if error is not None:
+                faults[i] = BadSampleError("read", error)
+        return faults
+
+    def _judge(self, batch: Assembly, row: int, epoch: int, keys: Keys, fault: BadSampleError) -> None:
+        """Apply the policy to one bad sample."""
+        index = int(batch.indices[row])
+        fault = fault.located(index, self._source.path(index))
+        if self._bad.policy == "raise":
+            raise fault
+        self._bad.record(fault)
+        if self._bad.policy == "skip":
+            batch.kept[row] = False
+            return
+        assert batch.slots is not None
+        for attempt in range(self._order.size):
+            index = self._order.replacement(epoch, int(batch.positions[row]), attempt)
+            payload = self._source.read([index], self._bytes.take)
+            (new_fault,) = self._run(payload, keys, batch.slots[row : row + 1])
+            self._bytes.give(payload.buffer)
+            if new_fault is None:
+                batch.indices[row], batch.labels[row] = index, self._source.labels[index]
+                return
+            self._bad.record(new_fault.located(index, self._source.path(index)))
+        raise TooManyBadSamples(
+            f"all {self._order.size} samples are bad, so none can stand in for {fault}; run `gpuflow scan` to list them"
+        )
+
+    def close(self) -> None:
+        """Let go of the buffers, the source's files and the list of bad samples."""
+        self._source.close()
+        self._slots.clear()
+        self._runners.clear()
+        self._bad.close()
+
+
+def _never_raise(meter: Meter, operation: Callable[[_Chunk], None]) -> Callable[[_Chunk], _Chunk]:
+    """An SPDL operation that meters its work and writes whatever it raises into the batch.
+
+    BaseException, because SPDL hangs on SystemExit and StopIteration from an operation.
+    """
+
+    def run(chunk: _Chunk) -> _Chunk:
+        if chunk.batch.error is None:
+            try:
+                with meter.work(len(chunk)):
+                    operation(chunk)
+            except BaseException as error:
+                chunk.batch.fail(error)
+        return chunk
+
+    return run
