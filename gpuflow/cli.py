@@ -1,0 +1,247 @@
+"""The command line. Every command reads its own `--help`; results go to stdout, progress and errors to stderr."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from gpuflow.errors import ConfigError, GpuflowError
+
+if TYPE_CHECKING:
+    from gpuflow.config import Config
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    help="How images get from disk into a training loop, at the speed of the hardware. One YAML file says it all.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+_out, _err = Console(highlight=False, soft_wrap=True), Console(stderr=True, highlight=False, soft_wrap=True)
+
+ConfigFile = Annotated[Path, typer.Argument(metavar="FILE", help="The YAML file, such as configs/photos.yaml.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[KEY.KEY=VALUE]...", help="Overrides of the file, such as run.threads=8."),
+]
+
+
+def main() -> None:
+    """The console script: located errors without a traceback, exit 1; Ctrl-C exits 130."""
+    try:
+        app()
+    except (GpuflowError, ValueError) as error:
+        problems = error.problems if isinstance(error, ConfigError) else (error,)
+        for problem in problems:
+            _err.print(f"[red]error:[/] {_escape(str(problem))}")
+        sys.exit(1)
+    except KeyboardInterrupt:
+        _err.print("interrupted")
+        sys.exit(130)
+
+
+def _escape(text: str) -> str:
+    return text.replace("[", "\\[")
+
+
+def _read(path: Path, overrides: list[str] | None) -> Config:
+    from gpuflow import stage_table
+    from gpuflow.config import read_config
+
+    return read_config(path, stage_table(), overrides or [])
+
+
+def _bar() -> Progress:
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[note]}"),
+        console=_err,
+    )
+
+
+@app.command()
+def samples(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where to put them: one directory a class.")],
+    count: Annotated[int, typer.Option("-n", "--count", min=1, help="How many photographs.")] = 2000,
+    seed: Annotated[int, typer.Option(min=0, help="Another seed gives other crops.")] = 0,
+) -> None:
+    """Make a small labelled data set: JPEGs of about 500x375 pixels, cut from photographs that Python packages ship.
+
+    The same count and seed give the same files, byte for byte.
+    """
+    from gpuflow.samples import make_samples
+
+    with _bar() as bar:
+        task = bar.add_task("photographs", total=count, note="")
+        summary = make_samples(directory, count, seed=seed, progress=lambda done, _: bar.update(task, completed=done))
+    _out.print(_escape(str(summary)))
+
+
+@app.command()
+def check(path: ConfigFile, overrides: Overrides = None) -> None:
+    """Check a file: says that it is valid, or lists every error with its place and exits 1. Reads no image."""
+    config = _read(path, overrides)
+    for name, program in config.programs.items():
+        _out.print(f"{name}: {_escape(repr(program.pipeline).partition(': ')[2])}  gives {program.result}")
+    _out.print(f"[green]valid:[/] {path}")
+
+
+@app.command()
+def explain(path: ConfigFile, overrides: Overrides = None) -> None:
+    """Show what a file resolves to: stages, what flows between them, folding, threads, the decoder and its version."""
+    from gpuflow.explain import explain as explanation
+
+    _out.print(explanation(_read(path, overrides)))
+
+
+@app.command()
+def train(
+    path: ConfigFile,
+    overrides: Overrides = None,
+    max_steps: Annotated[int | None, typer.Option(min=1, help="Stop after so many steps, with a checkpoint.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the checkpoint in train.out.")] = False,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; by default a GPU if there is one.")] = None,
+) -> None:
+    """Train the torchvision model that `train:` names on the pipeline `train`, and validate on `val`.
+
+    Writes <train.out>/last.pt after each epoch, with the weights, the loader's state and the preprocessing's hash.
+    """
+    from gpuflow.trainer import Accuracy, Trainer, TrainerEvents
+
+    class Bar(TrainerEvents):
+        task: TaskID
+
+        def begin_pass(self, name: str, epoch: int, steps: int) -> None:
+            self.task = bar.add_task(f"epoch {epoch + 1} {name:5}", total=steps, note="")
+
+        def step(self, loss: float, images_per_s: float) -> None:
+            bar.update(self.task, advance=1, note=f"loss {loss:.3f}  {images_per_s:,.0f} images/s")
+
+        def end_pass(self, name: str, epoch: int, result: Accuracy) -> None:
+            bar.remove_task(self.task)
+            _out.print(
+                f"epoch {epoch + 1}  {name:5}  loss {result.loss:.3f}  accuracy {result.accuracy:.3f}  "
+                f"{result.images_per_s:,.0f} images/s"
+            )
+
+    config = _read(path, overrides)
+    if config.train.size is not None:
+        config = _read(path, [*_sizes(config), *(overrides or [])])
+    trainer = Trainer(config, device=device, resume=resume)
+    with _bar() as bar:
+        trainer.run(Bar(), max_steps=max_steps)
+    _out.print(f"saved {trainer.checkpoint} at step {trainer.step}, preprocessing {trainer.preprocessing}")
+
+
+def _sizes(config: Config) -> list[str]:
+    """`train.size` as overrides: every stage of train and val that has a `size` gets this one."""
+    return [
+        f"pipelines.{name}.stages.{i}.{stage.stage_name}.size={config.train.size}"
+        for name in ("train", "val")
+        if name in config.pipelines
+        for i, stage in enumerate(config.programs[name].pipeline.stages)
+        if hasattr(stage, "size")
+    ]
+
+
+@app.command()
+def bench(
+    path: ConfigFile,
+    overrides: Overrides = None,
+    workers: Annotated[str, typer.Option(help="Numbers of workers, separated by commas.")] = "1,2",
+    against: Annotated[
+        str, typer.Option(help="What to compare with: dataloader, dataloader-uint8, spdl; separated by commas.")
+    ] = "dataloader",
+    pipeline: Annotated[str, typer.Option(help="Which pipeline to run.")] = "train",
+    repeats: Annotated[int, typer.Option(min=1, help="Measurements of each point; the median counts.")] = 3,
+    seconds: Annotated[float, typer.Option(min=0.1, help="Length of a measurement.")] = 4.0,
+    out: Annotated[Path, typer.Option(help="Where to write worker_scaling.csv, .png and .svg.")] = Path("plots/out"),
+) -> None:
+    """Measure images a second against the number of workers, for gpuflow and for others on the same job.
+
+    The arms take turns, each measurement in a fresh process. Writes a CSV and a plot of medians and spread.
+    """
+    from gpuflow import bench as b
+
+    counts = [int(word) if word.strip().isdigit() else 0 for word in workers.split(",")]
+    if min(counts) < 1:
+        raise ValueError(f"--workers: must be numbers >= 1 separated by commas, got {workers!r}")
+    arms = ["gpuflow", *(word.strip() for word in against.split(",") if word.strip())]
+    b.check_arms(arms)
+    config = _read(path, overrides)
+    config.program(pipeline)
+    jobs = [
+        b.Job(
+            arm=arm, path=str(path), overrides=tuple(overrides or ()), pipeline=pipeline, workers=count, seconds=seconds
+        )
+        for count in counts
+        for arm in arms
+    ]
+    with _bar() as bar:
+        task = bar.add_task("measurements", total=repeats * len(jobs), note="")
+
+        def note(job: b.Job, rate: float) -> None:
+            bar.update(task, advance=1, note=f"{job.arm}, {job.workers} worker(s): {rate:,.0f} images/s")
+
+        rates = b.measure(jobs, repeats=repeats, progress=note)
+    size = config.pipelines[pipeline].batch
+    workload = f"{path.stem} {pipeline}; batch={size.size or size.global_size}"
+    rows = [
+        b.row(job.arm, f"{workload}; workers={job.workers}", "images_per_s", values, "images/s")
+        for job, values in rates.items()
+    ]
+    results = out / "worker_scaling.csv"
+    b.write_results(results, rows)
+    for entry in rows:
+        _out.print(
+            f"{entry['arm']:18} {entry['workload']:40} {entry['value']:>6} images/s  ({entry['low']}-{entry['high']})"
+        )
+    _plot(results, out / "worker_scaling")
+
+
+def _plot(results: Path, stem: Path) -> None:
+    from gpuflow.errors import MissingExtra
+
+    try:
+        from gpuflow.plots import worker_scaling
+    except ImportError as error:
+        raise MissingExtra("the plot", "matplotlib", "plots") from error
+    for written in (results, *worker_scaling.draw(results, stem)):
+        _out.print(f"wrote {written}")
+
+
+@app.command()
+def scan(path: ConfigFile, overrides: Overrides = None) -> None:
+    """Read and decode the whole source once; print what is corrupt, oversize, CMYK or misnamed as JSON lines.
+
+    Exits 1 if any sample is bad, that is, cannot be decoded within the limits of the file's first decode stage.
+    """
+    from gpuflow.build import available_threads
+    from gpuflow.scan import scan as findings
+    from gpuflow.sources import open_source
+
+    config = _read(path, overrides)
+    source = open_source(config.source)
+    decoder = next(iter(config.programs.values())).decoder
+    threads = config.run.threads if config.run.threads != "auto" else available_threads()
+    bad = 0
+    with _bar() as bar:
+        task = bar.add_task("samples", total=len(source), note="")
+        for finding in findings(source, decoder, threads=threads, progress=lambda n: bar.update(task, advance=n)):
+            bad += finding.bad
+            print(json.dumps(finding.row()), flush=True)
+            bar.update(task, note=f"{bad} bad")
+    _err.print(f"{len(source):,} samples, {bad} bad")
+    source.close()
+    if bad:
+        raise typer.Exit(1)

@@ -1,0 +1,85 @@
+"""`gpuflow explain`: what a configuration resolves to, before anything runs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from gpuflow.build import available_threads, open_split
+from gpuflow.codecs import decoder_description
+from gpuflow.config import Config
+from gpuflow.cpu import STORAGE, slot_shape
+from gpuflow.errors import SourceError
+from gpuflow.fold import Call, Map, Program, Sample, Step
+
+__all__ = ["explain"]
+
+
+def explain(config: Config) -> RenderableType:
+    """The resolved pipelines: stages, the specs between them, folding, device, threads, decoder and its version."""
+    parts: list[RenderableType] = []
+    for name, program in config.programs.items():
+        parts += [Text(f"\n{name}", style="bold"), _stages(program), *_facts(config, name, program)]
+    return Group(*parts)
+
+
+def _stages(program: Program) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading in ("stage", "gives", "runs as"):
+        table.add_column(heading, overflow="fold")
+    runs_as = _runs_as(program)
+    for i, stage in enumerate(program.pipeline.stages):
+        table.add_row(Text(repr(stage)), Text(str(program.specs[i + 1])), runs_as[i])
+    return table
+
+
+def _runs_as(program: Program) -> list[str]:
+    """For each stage the step that it became part of."""
+    words = ["1 decode"]
+    for number, step in enumerate(program.steps, start=2):
+        words += [f"{number} {word}" for word in _step_words(step)]
+    return words
+
+
+def _step_words(step: Step) -> list[str]:
+    match step:
+        case Sample(stages):
+            return ["one sampling" if len(stages) > 1 else "sampling"] * len(stages)
+        case Map():
+            return ["pixel by pixel"]
+        case Call():
+            return ["a call an image"]
+
+
+def _facts(config: Config, name: str, program: Program) -> Iterator[Text]:
+    yield Text(f"  preprocessing  {program.pipeline.fingerprint}")
+    if name not in config.pipelines:
+        assert config.serve is not None
+        yield Text(f"  model          {config.serve.model.file} ({config.serve.model.engine})")
+        return
+    pipeline, run = config.pipelines[name], config.run
+    size = pipeline.batch.size or pipeline.batch.global_size or 0
+    slot = slot_shape(program.result)
+    megabytes = size * math.prod(slot) * np.dtype(STORAGE[program.result.dtype]).itemsize / 1e6
+    threads = run.threads if run.threads != "auto" else available_threads()
+    yield Text(f"  source         {_source(config, name)}")
+    yield Text(f"  batch          {size} images of {program.result} ({megabytes:.1f} MB), {run.prefetch} ahead")
+    yield Text(f"  order          {'shuffled' if pipeline.shuffle else 'as in the source'}, seed {config.source.seed}")
+    yield Text(f"  device         cpu, {threads} decode thread(s)")
+    yield Text(f"  decoder        {decoder_description()}")
+
+
+def _source(config: Config, name: str) -> str:
+    spec = config.source
+    where = spec.folder or spec.listing or spec.tar
+    try:
+        source = open_split(config, name)
+    except SourceError as error:
+        return f"{where}: {error}"
+    return f"{where}: {len(source):,} samples, {len(source.classes)} classes"

@@ -1,0 +1,180 @@
+"""Sample data without a download: JPEGs cut from the photographs that scikit-image and scikit-learn ship.
+
+One class a photograph. Each file is a pure function of (seed, its number, the photographs): a crop of 55 to 100% of the
+photograph's sides, resampled to one of a few sizes, a little brighter or darker, with some noise. Files already there
+are left alone, so an interrupted call goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import json
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gpuflow.errors import ConfigError, MissingExtra, Problem
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+__all__ = ["PHOTOS", "Samples", "make_samples"]
+
+PHOTOS: dict[str, tuple[str, str]] = {
+    "astronaut": ("skimage", "data/astronaut.png"),
+    "brick": ("skimage", "data/brick.png"),
+    "camera": ("skimage", "data/camera.png"),
+    "chelsea": ("skimage", "data/chelsea.png"),
+    "china": ("sklearn", "datasets/images/china.jpg"),
+    "coffee": ("skimage", "data/coffee.png"),
+    "flower": ("sklearn", "datasets/images/flower.jpg"),
+    "grass": ("skimage", "data/grass.png"),
+    "gravel": ("skimage", "data/gravel.png"),
+    "hubble": ("skimage", "data/hubble_deep_field.jpg"),
+    "moon": ("skimage", "data/moon.png"),
+    "motorcycle": ("skimage", "data/motorcycle_left.png"),
+    "retina": ("skimage", "data/retina.jpg"),
+    "rocket": ("skimage", "data/rocket.jpg"),
+    "tissue": ("skimage", "data/ihc.png"),
+}
+"""Class name -> (package, path inside it). Only files that stand in the wheels themselves."""
+
+_PROJECTS = {"PIL": "pillow", "skimage": "scikit-image", "sklearn": "scikit-learn"}
+_SIZES = ((500, 375), (375, 500), (500, 333), (500, 500))  # width, height in pixels
+_MARKER = ".samples.json"
+_RECIPE = 1  # a change of the pixels made here needs a new number
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Samples:
+    """What `make_samples` left behind: `made` of the `count` files are new, the others were there already."""
+
+    directory: Path
+    count: int
+    made: int
+    total_bytes: int
+    classes: tuple[str, ...]
+
+    def __str__(self) -> str:
+        size = f"{self.total_bytes / 1e6:.1f} MB"
+        return f"{self.directory}: {self.count} images, {len(self.classes)} classes, {size} ({self.made} new)"
+
+
+def make_samples(
+    directory: str | os.PathLike[str],
+    count: int,
+    *,
+    seed: int = 0,
+    progress: Callable[[int, int], object] | None = None,
+    num_threads: int | None = None,
+) -> Samples:
+    """Fill `directory` with `count` JPEGs, one folder a class: `coffee/000005.jpg`.
+
+    Args:
+        directory: absent, empty, or filled by the same call before.
+        count: number of files, spread evenly over the classes.
+        seed: another seed, other crops.
+        progress: called as `progress(files_done, count)`, in the caller's thread.
+        num_threads: threads that make files; as many as there are cores by default. Does not change the files.
+
+    Raises:
+        ConfigError: a parameter is out of range, or the directory holds something else.
+        MissingExtra: one of the `samples` packages is not installed.
+    """
+    root = Path(directory)
+    for name, value, least in (("count", count, 1), ("seed", seed, 0)):
+        if value < least:
+            raise ConfigError([Problem(f"samples.{name}", f"must be >= {least}, got {value}")])
+    photos = _load_photos()
+    classes = tuple(photos)
+    _claim(root, {"recipe": _RECIPE, "count": count, "seed": seed, "classes": list(classes)})
+    for name in classes[:count]:
+        (root / name).mkdir(exist_ok=True)
+
+    def make(i: int) -> tuple[bool, int]:
+        """File i: whether it is new, and its size in bytes."""
+        name = classes[i % len(classes)]
+        path = root / name / f"{i:06d}.jpg"
+        if path.exists():
+            return False, path.stat().st_size
+        return True, _write(path, _jpeg(photos[name], np.random.default_rng([seed, i])))
+
+    made = total_bytes = 0
+    with ThreadPoolExecutor(num_threads or os.cpu_count()) as pool:
+        for done, (new, size) in enumerate(pool.map(make, range(count)), start=1):
+            made += new
+            total_bytes += size
+            if progress is not None:
+                progress(done, count)
+    return Samples(directory=root, count=count, made=made, total_bytes=total_bytes, classes=classes[:count])
+
+
+def _load_photos() -> dict[str, Image.Image]:
+    """The photographs by class name, decoded. One that this version of its package lacks is left out."""
+    roots: dict[str, Path] = {}
+    for package, project in _PROJECTS.items():
+        spec = importlib.util.find_spec(package)  # finds the files without the cost of the import
+        if spec is None or spec.origin is None:
+            raise MissingExtra("gpuflow samples", project, "samples")
+        roots[package] = Path(spec.origin).parent
+    from PIL import Image
+
+    photos = {}
+    for name, (package, file) in PHOTOS.items():
+        if (path := roots[package] / file).exists():
+            with Image.open(path) as image:
+                photos[name] = image.convert("RGB")
+    return photos
+
+
+def _claim(root: Path, recipe: dict[str, Any]) -> None:
+    """Mark the directory as made by this recipe, unless it holds something else."""
+    marker = root / _MARKER
+    if marker.exists():
+        found = json.loads(marker.read_text())
+        differ = [key for key, value in recipe.items() if found.get(key) != value]
+        if differ:
+            other = ", ".join(f"{key}={found.get(key)!r} (not {recipe[key]!r})" for key in differ)
+            raise _occupied(root, f"samples made with {other}")
+        return
+    root.mkdir(parents=True, exist_ok=True)
+    if (entry := min(root.iterdir(), default=None)) is not None:
+        raise _occupied(root, repr(entry.name))
+    _write(marker, json.dumps(recipe).encode())
+
+
+def _occupied(root: Path, found: str) -> ConfigError:
+    rule = "must be absent, empty or filled by the same command before"
+    return ConfigError([Problem(str(root), f"{rule}, but holds {found}; name another directory or remove this one")])
+
+
+def _write(path: Path, data: bytes) -> int:
+    """Write a whole file or none; its size in bytes."""
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_bytes(data)
+    partial.replace(path)
+    return len(data)
+
+
+def _jpeg(photo: Image.Image, rng: np.random.Generator) -> bytes:
+    """One encoded crop. Integers only after the draws, so that every machine makes the same pixels."""
+    from PIL import Image
+
+    share, gain = rng.uniform(0.55, 1.0), rng.uniform(0.8, 1.2)
+    width, height = (int(side * share) for side in photo.size)
+    x, y = rng.integers(0, photo.width - width + 1), rng.integers(0, photo.height - height + 1)
+    size = _SIZES[rng.integers(len(_SIZES))]
+    quality = int(rng.integers(85, 95))
+    crop = photo.resize(size, Image.Resampling.LANCZOS, box=(int(x), int(y), int(x) + width, int(y) + height))
+    pixels_HWC = np.asarray(crop.point([min(int(level * gain), 255) for level in range(256)] * 3), np.int16)
+    noise_HWC = rng.integers(-7, 8, pixels_HWC.shape, dtype=np.int8)
+    noisy = Image.fromarray((pixels_HWC + noise_HWC).clip(0, 255).astype(np.uint8))
+    encoded = io.BytesIO()
+    noisy.save(encoded, "JPEG", quality=quality, subsampling="4:2:0")
+    return encoded.getvalue()
