@@ -1,0 +1,232 @@
+"""One look for every figure: fonts, one fixed colour an arm, reading results and writing files.
+
+A figure is a function of one results.csv: the same file gives the same bytes, with no date and no random id in them.
+plots/ reads CSV only and never imports gpuflow.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import itertools
+import math
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+__all__ = [
+    "ARMS",
+    "GRAY",
+    "INK",
+    "Arm",
+    "Result",
+    "arms_of",
+    "count_axis",
+    "figure_style",
+    "footer",
+    "main",
+    "read_results",
+    "save",
+    "split_workload",
+    "spread_apart",
+    "text_width",
+    "title",
+]
+
+INK = "#222222"
+GRAY = "#6b6b6b"
+_RULE = "#dddddd"
+
+_STYLE: Any = {
+    "axes.axisbelow": True,
+    "axes.edgecolor": GRAY,
+    "axes.labelcolor": INK,
+    "axes.linewidth": 0.8,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "figure.dpi": 100,
+    "figure.facecolor": "white",
+    "font.family": "DejaVu Sans",  # comes with matplotlib, so it is the same everywhere
+    "font.size": 13,
+    "grid.color": _RULE,
+    "grid.linewidth": 0.8,
+    "lines.linewidth": 2.6,
+    "lines.markersize": 7,
+    "savefig.dpi": 160,
+    "svg.fonttype": "path",
+    "svg.hashsalt": "gpuflow",
+    "text.color": INK,
+    "xtick.color": GRAY,
+    "xtick.labelcolor": INK,
+    "ytick.color": GRAY,
+    "ytick.labelcolor": INK,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """How one arm of a comparison is drawn, in every figure alike."""
+
+    label: str
+    color: str
+    marker: str
+
+
+# The colours of Okabe and Ito, which colour-blind readers can tell apart; darkened where text needs it.
+ARMS: dict[str, Arm] = {
+    "gpuflow": Arm("gpuflow", "#0072b2", "o"),
+    "gpuflow (no antialias)": Arm("gpuflow, no antialias", "#3d9fd9", "v"),
+    "dataloader": Arm("DataLoader", "#d55e00", "s"),
+    "spdl": Arm("SPDL", "#00845f", "D"),
+    "bare threads": Arm("bare threads", "#555555", "^"),
+}
+_SPARE = (("#b0578d", "P"), ("#a07400", "X"), ("#7a5195", "<"), ("#222222", ">"))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Result:
+    """One row of a results.csv: one figure with its spread over the repeats."""
+
+    arm: str
+    workload: str
+    metric: str
+    value: float
+    unit: str
+    low: float
+    high: float
+    repeats: int
+    machine: str
+    versions: str
+    commit: str
+    date: str
+
+
+def read_results(path: Path, *, metric: str) -> list[Result]:
+    """The rows of one metric, in the order of the file. An empty `low` or `high` is the value itself.
+
+    Raises:
+        ValueError: a column or the metric is missing, or a number cannot be read.
+    """
+    names = [field.name for field in fields(Result)]
+    texts = [name for name in names if name not in ("value", "low", "high", "repeats")]
+    with path.open(newline="") as file:
+        reader = csv.DictReader(file)
+        if missing := [name for name in names if name not in (reader.fieldnames or [])]:
+            raise ValueError(f"{path} must have the columns {', '.join(names)}; it lacks {', '.join(missing)}")
+        rows = [(reader.line_num, row) for row in reader if row["metric"] == metric]
+    if not rows:
+        raise ValueError(f"{path} must have rows of the metric {metric}, found none; run the experiment that writes it")
+    results = []
+    for line, row in rows:
+        try:
+            value = float(row["value"])
+            low, high = (float(row[side]) if row[side] else value for side in ("low", "high"))
+            words = {name: row[name] for name in texts}
+            results.append(Result(value=value, low=low, high=high, repeats=int(row["repeats"]), **words))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{path}:{line} value, low, high and repeats must be numbers: {error}") from error
+    return results
+
+
+def split_workload(workload: str) -> tuple[str, dict[str, str]]:
+    """`"train 224; batch=64; workers=2"` as the text before the settings, and the settings."""
+    parts = [part.strip() for part in workload.split(";")]
+    settings = dict(part.split("=", 1) for part in parts if "=" in part)
+    return "; ".join(part for part in parts if "=" not in part), settings
+
+
+def arms_of(results: Iterable[Result]) -> dict[str, Arm]:
+    """How to draw each arm of these results, known ones first. Unknown ones take spare colours in order."""
+    names = list(dict.fromkeys(result.arm for result in results))
+    spare = itertools.cycle(_SPARE)
+    known = {name: arm for name, arm in ARMS.items() if name in names}
+    return known | {name: Arm(name, *next(spare)) for name in names if name not in ARMS}
+
+
+@contextmanager
+def figure_style() -> Iterator[None]:
+    """Everything drawn and saved inside has the one look; nothing leaks out."""
+    with mpl.rc_context():
+        mpl.rcdefaults()
+        mpl.rcParams.update(_STYLE)
+        yield
+
+
+def title(figure: Figure, text: str, subtitle: str = "") -> None:
+    """A title at the figure's left edge, and a smaller line below it."""
+    height = figure.get_figheight()
+    figure.text(0.02, 1 - 0.14 / height, text, fontsize=17, fontweight="bold", va="top")
+    figure.text(0.02, 1 - 0.5 / height, subtitle, fontsize=12, color=GRAY, va="top")
+
+
+def footer(figure: Figure, results: Sequence[Result]) -> None:
+    """Where and when it was measured, small, at the lower left."""
+    parts = []
+    for name in ("machine", "versions", "date", "commit"):
+        values = dict.fromkeys(value for result in results if (value := str(getattr(result, name))))
+        parts += [", ".join(values)] if values else []
+    text = textwrap.fill("  |  ".join(parts), width=int(figure.get_figwidth() * 13.5))
+    figure.text(0.02, 0.08 / figure.get_figheight(), text, fontsize=9.5, color=GRAY, va="bottom", linespacing=1.35)
+
+
+def text_width(texts: Iterable[str]) -> float:
+    """About how many inches the longest of these takes in bold."""
+    return 0.11 * max(map(len, texts))
+
+
+def count_axis(axes: Axes, which: str) -> None:
+    """Thousands with commas, from zero, on the x or the y axis."""
+    axis = axes.xaxis if which == "x" else axes.yaxis
+    axis.set_major_locator(MaxNLocator(6, integer=True))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    axis.grid(True)
+
+
+def spread_apart(places: Sequence[float], gap: float, lowest: float = -math.inf) -> list[float]:
+    """The places moved as little as needed to be `gap` apart and not below `lowest`, in the same order of size."""
+    order = sorted(range(len(places)), key=places.__getitem__)
+    moved = list(places)
+    groups: list[list[int]] = []
+    for i in order:
+        group = [i]
+        while True:
+            half = (len(group) - 1) / 2 * gap
+            first = max(sum(places[j] for j in group) / len(group) - half, lowest)
+            for k, j in enumerate(group):
+                moved[j] = first + k * gap
+            if not groups or moved[groups[-1][-1]] + gap <= moved[group[0]]:
+                break
+            group = groups.pop() + group
+        groups.append(group)
+    return moved
+
+
+def save(figure: Figure, stem: Path) -> list[Path]:
+    """Write stem.svg and stem.png, byte for byte the same for the same figure."""
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    metadata: dict[str, dict[str, Any]] = {"svg": {"Date": None}, "png": {"Software": None}}
+    paths = [stem.with_name(f"{stem.name}.{ending}") for ending in metadata]
+    for path, values in zip(paths, metadata.values(), strict=True):
+        figure.savefig(path, metadata=values)
+    return paths
+
+
+def main(draw: Callable[[Path, Path], list[Path]], prog: str, arguments: Sequence[str] | None = None) -> None:
+    """The command line that every figure shares: RESULTS OUT_STEM."""
+    parser = argparse.ArgumentParser(prog=f"python -m {prog}", description="Draw results.csv as OUT_STEM.svg and .png.")
+    parser.add_argument("results", type=Path, help="a results.csv")
+    parser.add_argument("out_stem", type=Path, help="where to write, without the ending")
+    parsed = parser.parse_args(arguments)
+    try:
+        paths = draw(parsed.results, parsed.out_stem)
+    except (OSError, ValueError) as error:
+        parser.exit(1, f"{error}\n")
+    print(*paths, sep="\n")

@@ -1,0 +1,143 @@
+"""The README, the Makefile, CI, the pins and the command line say the same."""
+
+from __future__ import annotations
+
+import ast
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
+MAKEFILE = (ROOT / "Makefile").read_text()
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+FIRST_SCREEN = "\n".join(README.splitlines()[:40])
+
+pages = pytest.mark.parametrize("page", [README, CONTRIBUTING], ids=["README", "CONTRIBUTING"])
+
+
+def blocks(page: str, language: str) -> list[str]:
+    """The fenced code blocks of one language."""
+    return re.findall(rf"^```{language}\n(.*?)^```", page, flags=re.MULTILINE | re.DOTALL)
+
+
+def make_targets() -> set[str]:
+    return set(re.findall(r"^([a-z]+):", MAKEFILE, flags=re.MULTILINE))
+
+
+def pins() -> dict[str, str]:
+    lines = (ROOT / "requirements.txt").read_text().splitlines()
+    return dict(line.split("==") for line in lines if line and not line.startswith("#"))
+
+
+def base_name(requirement: str) -> str:
+    return re.split(r"[<>=!\[;]", requirement)[0].strip()
+
+
+def commands_in_readme() -> set[str]:
+    return set(re.findall(r"^\| `gpuflow ([a-z]+)[ `]", README, flags=re.MULTILINE))
+
+
+@pytest.mark.parametrize("command", ["make demo", "make test", "make check"])
+def test_first_screen_names_the_commands(command: str) -> None:
+    assert re.search(rf"^{command}\b", FIRST_SCREEN, flags=re.MULTILINE)
+
+
+@pages
+def test_every_make_command_is_a_target(page: str) -> None:
+    code = "\n".join([*blocks(page, "bash"), *re.findall(r"`([^`\n]+)`", page)])
+    named = set(re.findall(r"^make ([a-z]+)", code, flags=re.MULTILINE))
+    assert named
+    assert named <= make_targets()
+
+
+def test_help_lists_every_target() -> None:
+    described = set(re.findall(r"^([a-z]+):.*## \w", MAKEFILE, flags=re.MULTILINE))
+    phony = re.search(r"^\.PHONY: (.*)$", MAKEFILE, flags=re.MULTILINE)
+    assert phony is not None
+    assert described == make_targets() == set(phony[1].split())
+    assert ".DEFAULT_GOAL := help" in MAKEFILE
+
+
+def test_ci_runs_the_test_command_and_nothing_else() -> None:
+    script = ROOT / ".ci" / "run"
+    assert script.stat().st_mode & 0o111, "chmod +x .ci/run"
+    commands = [line for line in script.read_text().splitlines() if line and not line.startswith(("#", "set ", "cd "))]
+    assert commands == ["make test"]
+
+
+def test_pins_hold_the_tested_pair_and_every_dependency() -> None:
+    assert (pins()["torch"], pins()["torchvision"]) == ("2.11.0", "0.26.0")
+    extras = PROJECT["optional-dependencies"]
+    needed = [
+        *PROJECT["dependencies"],
+        *(entry for name in ("dev", "plots", "samples", "turbo") for entry in extras[name]),
+    ]
+    assert {base_name(requirement) for requirement in needed} <= set(pins())
+
+
+def test_extras_that_are_named_exist() -> None:
+    from gpuflow import errors
+
+    texts = [README, *(path.read_text() for path in sorted((ROOT / "gpuflow").rglob("*.py")))]
+    named = {
+        extra
+        for text in texts
+        for group in re.findall(r"(?:gpuflow|'\.)\[([a-z,]+)\]", text)
+        for extra in group.split(",")
+    }
+    raised = {
+        call.args[2].value
+        for text in texts[1:]
+        for call in ast.walk(ast.parse(text))
+        if isinstance(call, ast.Call)
+        and isinstance(call.func, ast.Name)
+        and call.func.id == errors.MissingExtra.__name__
+        and isinstance(call.args[2], ast.Constant)
+    }
+    assert {"remote", "samples"} <= named | raised
+    assert named | raised <= set(PROJECT["optional-dependencies"])
+
+
+@pages
+def test_relative_links_exist(page: str) -> None:
+    links = [link for link in re.findall(r"\]\(([^)]+)\)", page) if "://" not in link]
+    assert links
+    for link in links:
+        assert (ROOT / link.split("#")[0]).exists(), f"{link} is linked and does not exist"
+
+
+def test_commands_are_those_of_the_command_line() -> None:
+    import typer
+
+    from gpuflow import cli
+
+    [app] = [value for value in vars(cli).values() if isinstance(value, typer.Typer)]
+    command = typer.main.get_command(app)
+    assert commands_in_readme() == set(getattr(command, "commands"))  # noqa: B009
+
+
+def test_stages_are_those_of_the_table() -> None:
+    from gpuflow.stages import STAGES
+
+    section = README.split("## Stages")[1].split("\n## ")[0]
+    assert re.findall(r"^\| `([a-z_]+)` \|", section, flags=re.MULTILINE) == list(STAGES)
+
+
+@pytest.mark.parametrize("text", blocks(README, "yaml"))
+def test_yaml_blocks_are_valid_configs(text: str, tmp_path: Path) -> None:
+    from gpuflow.config import read_config
+    from gpuflow.stages import STAGES
+
+    assert isinstance(yaml.safe_load(text), dict)
+    (tmp_path / "readme.yaml").write_text(text)
+    read_config(tmp_path / "readme.yaml", STAGES)
+
+
+@pytest.mark.parametrize("text", blocks(README, "python"))
+def test_python_blocks_parse(text: str) -> None:
+    ast.parse(text)
