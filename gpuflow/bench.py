@@ -12,6 +12,7 @@ import io
 import json
 import os
 import platform
+import runpy
 import statistics
 import subprocess
 import sys
@@ -46,7 +47,10 @@ _PROCESS_SECONDS = 600.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """One measurement: an arm with so many workers, iterated for `seconds` after a warm-up of `warm_up` seconds."""
+    """One measurement: an arm with so many workers, iterated for `seconds` after a warm-up of `warm_up` seconds.
+
+    arm: a name of `ARMS`, or `path/to/file.py:function`, which takes the job and gives counts of images.
+    """
 
     arm: str
     path: str
@@ -194,6 +198,12 @@ ARMS: dict[str, Callable[[Job], Iterable[int]]] = {
 time by the consumer; SPDL with one sample an item. The others run the torchvision transforms that our stages equal."""
 
 
+def _arm(name: str) -> Callable[[Job], Iterable[int]]:
+    """The arm of this name, or the function that `path/to/file.py:function` names."""
+    path, colon, function = name.rpartition(":")
+    return runpy.run_path(path)[function] if colon else ARMS[name]  # type: ignore[no-any-return]
+
+
 def check_arms(names: Sequence[str]) -> None:
     """Raise ValueError for a name that is no arm."""
     for name in names:
@@ -277,7 +287,7 @@ def write_results(path: Path, rows: Iterable[dict[str, Any]]) -> None:
 def _main() -> None:
     fields = json.loads(sys.argv[1])
     job = Job(**{**fields, "overrides": tuple(fields["overrides"])})
-    result = rate(ARMS[job.arm](job), warm_up=job.warm_up, seconds=job.seconds)
+    result = rate(_arm(job.arm)(job), warm_up=job.warm_up, seconds=job.seconds)
     print(json.dumps(result), flush=True)
     os._exit(0)  # a persistent worker of another loader must not delay the next measurement
 

@@ -15,16 +15,20 @@ from typing import ParamSpec, TypeVar
 
 __all__ = ["DaemonPool"]
 
-_SHUTDOWN_SECONDS = 10.0
+_START_SECONDS, _SHUTDOWN_SECONDS = 30.0, 10.0
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 class DaemonPool(Executor):
-    """`threads` daemon threads that run what is submitted, in order."""
+    """`threads` daemon threads that run what is submitted, in order.
 
-    def __init__(self, threads: int, name: str) -> None:
+    initializer: called once on each thread, before the constructor returns.
+    """
+
+    def __init__(self, threads: int, name: str, initializer: Callable[[], None] = lambda: None) -> None:
+        self._initializer, self._ready = initializer, threading.Barrier(threads + 1)
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._closing = False
         self._threads = [
@@ -32,8 +36,11 @@ class DaemonPool(Executor):
         ]
         for thread in self._threads:
             thread.start()
+        self._ready.wait(timeout=_START_SECONDS)
 
     def _serve(self) -> None:
+        self._initializer()
+        self._ready.wait(timeout=_START_SECONDS)
         while (task := self._work.get()) is not None:
             if not self._closing:
                 task()

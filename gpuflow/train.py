@@ -10,14 +10,16 @@ from __future__ import annotations
 import functools
 import json
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TextIO
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from spdl.pipeline import Pipeline as SpdlPipeline
-from spdl.pipeline import PipelineBuilder
+from spdl.pipeline import AsyncQueue, PipelineBuilder
 from spdl.pipeline.defs import Aggregator
 
 from gpuflow.cpu import STORAGE, CpuRunner, slot_shape
@@ -130,8 +132,10 @@ class _ByStep(Aggregator):
 class Run:
     """One epoch's SPDL pipeline under way, with the threads that run its operations."""
 
-    def __init__(self, pipeline: SpdlPipeline[Assembly], pools: Sequence[DaemonPool]) -> None:
-        self._pipeline, self._pools = pipeline, pools
+    def __init__(
+        self, pipeline: SpdlPipeline[Assembly], pools: Sequence[DaemonPool], begun: threading.Event
+    ) -> None:
+        self._pipeline, self._pools, self._begun = pipeline, pools, begun
 
     def get(self, timeout: float) -> Assembly:
         """The next batch in order. Raises TimeoutError after so many seconds."""
@@ -139,12 +143,14 @@ class Run:
 
     def stop(self, timeout: float) -> bool:
         """End the pipeline and its threads; what is under way is waited for. Returns whether all ended in time."""
+        deadline = time.monotonic() + timeout
+        self._begun.wait(timeout)  # SPDL warns of coroutines that were never awaited when it is stopped before
         try:
             self._pipeline.stop(timeout=timeout)
         except TimeoutError:
             return False
         finally:
-            ended = [pool.end(timeout) for pool in self._pools]
+            ended = [pool.end(max(0.0, deadline - time.monotonic())) for pool in self._pools]
         return all(ended)
 
 
@@ -182,10 +188,11 @@ class Feed:
     def start(self, epoch: int, steps: Steps) -> Run:
         """Begin an epoch."""
         builder: Any = PipelineBuilder()
-        builder.add_source(self._chunks(epoch, steps))
+        begun = threading.Event()
+        builder.add_source(self._chunks(epoch, steps, begun))
         pools = []
         for meter, operation in (self.read_meter, self._read), (self.work_meter, functools.partial(self._work, epoch)):
-            pools.append(DaemonPool(meter.threads, meter.name))
+            pools.append(DaemonPool(meter.threads, meter.name, _work_alone))
             builder.pipe(
                 _never_raise(meter, operation),
                 executor=pools[-1],
@@ -193,11 +200,17 @@ class Feed:
                 output_order="input",
                 name=meter.name,
             )
-        pipeline: SpdlPipeline[Assembly] = builder.aggregate(_ByStep()).add_sink(self._prefetch).build(num_threads=1)
+        torch.set_num_threads(torch.get_num_threads())  # undo what _work_alone did to threads yet to come
+        builder.aggregate(_ByStep()).add_sink(self._prefetch)
+        # The meters tell what SPDL's own statistics would, which double its time an item.
+        pipeline: SpdlPipeline[Assembly] = builder.build(
+            num_threads=1, queue_class=AsyncQueue, task_hook_factory=lambda stage: []
+        )
         pipeline.start(timeout=_START_SECONDS)
-        return Run(pipeline, pools)
+        return Run(pipeline, pools, begun)
 
-    async def _chunks(self, epoch: int, steps: Steps) -> AsyncIterator[_Chunk]:
+    async def _chunks(self, epoch: int, steps: Steps, begun: threading.Event) -> AsyncIterator[_Chunk]:
+        begun.set()
         for step in range(len(steps)):
             positions, valid = steps.positions(step)
             indices = self._order.indices(epoch, positions)
@@ -272,6 +285,15 @@ class Feed:
         self._slots.clear()
         self._runners.clear()
         self._bad.close()
+
+
+def _work_alone() -> None:
+    """Keep torch's operators on this thread: a team of OpenMP threads for each worker would spin beside the others.
+
+    The first call ties this thread to the default, so that the second, which also changes the default, stays in force.
+    """
+    torch.get_num_threads()
+    torch.set_num_threads(1)
 
 
 def _never_raise(meter: Meter, operation: Callable[[_Chunk], None]) -> Callable[[_Chunk], _Chunk]:

@@ -1,0 +1,200 @@
+"""Compares loaders on this machine's CPU: `make bench`, or `python experiments/loader_cpu/run.py [--quick]`.
+
+Writes results.csv beside this file, all measurements of the throughput to scaling.csv, and the plot.
+README.md says what each metric means.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+CONFIG = HERE / "photos.yaml"
+DATA = Path("data/bench")
+TEN_THOUSAND = Path("data/bench_10k")
+WORKLOAD = "random_resized_crop 224, flip, normalize; batch=64"
+NO_ANTIALIAS = "pipelines.train.stages.random_resized_crop.antialias=false"
+
+ARMS = {
+    "gpuflow": ("gpuflow", ()),
+    "gpuflow (no antialias)": ("gpuflow", (NO_ANTIALIAS,)),
+    "dataloader": ("dataloader", ()),
+    "dataloader-uint8": ("dataloader-uint8", ()),
+    "dataloader-uint8-raw": ("dataloader-uint8-raw", ()),
+    "spdl": ("spdl", ()),
+    "bare threads": (f"{HERE / 'bare_threads.py'}:run", ()),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="two short repeats, to see that it runs")
+    quick = parser.parse_args().quick
+    data()
+    rows = [*throughput(quick), *first_batch(2 if quick else 7), *listing(2 if quick else 5), *order(), *memory(quick)]
+    from gpuflow.bench import write_results
+    from gpuflow.plots import loader_cpu
+
+    write_results(HERE / "results.csv", rows)
+    for path in loader_cpu.draw(HERE / "results.csv", Path("plots/out/loader_cpu")):
+        print("wrote", path)
+
+
+def data() -> None:
+    """2,000 sample photographs, and 10,000 files that are links to them."""
+    from gpuflow.samples import make_samples
+
+    print(make_samples(DATA, 2000))
+    for number in range(10_000):
+        link = TEN_THOUSAND / f"class_{number % 10}" / f"{number:05}.jpg"
+        if not link.exists():
+            link.parent.mkdir(parents=True, exist_ok=True)
+            link.hardlink_to(photographs()[number % 2000])
+
+
+def photographs() -> list[Path]:
+    return sorted(DATA.glob("*/*.jpg"))
+
+
+def throughput(quick: bool) -> Iterator[dict[str, Any]]:
+    """Every arm with several numbers of workers; each arm's best setting counts."""
+    from gpuflow.bench import Job, measure, row, write_results
+
+    cores = len(os.sched_getaffinity(0))
+    counts = sorted({cores, cores + 1}) if cores <= 4 else sorted({cores // 2, cores})
+    jobs = {
+        Job(
+            arm=arm, path=str(CONFIG), overrides=overrides, pipeline="train", workers=count, seconds=1 if quick else 4
+        ): name
+        for count in counts
+        for name, (arm, overrides) in ARMS.items()
+    }
+
+    def show(job: Job, rate: float) -> None:
+        print(f"{jobs[job]:24} {job.workers} workers  {rate:7.0f} images/s", flush=True)
+
+    rates = measure(list(jobs), repeats=2 if quick else 7, progress=show)
+    scaling = [
+        row(name, f"{WORKLOAD}; workers={job.workers}", "images_per_s", rates[job], "images/s")
+        for job, name in jobs.items()
+    ]
+    write_results(HERE / "scaling.csv", scaling)
+    for name in ARMS:
+        best = max((job for job in jobs if jobs[job] == name), key=lambda job: statistics.median(rates[job]))
+        print(f"{name}: best with {best.workers} workers")
+        yield row(name, WORKLOAD, "images_per_s", rates[best], "images/s")
+
+
+def first_batch(repeats: int) -> Iterator[dict[str, Any]]:
+    """Seconds from `load`, or from building the data set, to the first batch of 10,000 files; imports excluded."""
+    yield from alternate({"gpuflow": GPUFLOW_FIRST, "dataloader": DATALOADER_FIRST}, "10,000-file folder", repeats)
+
+
+def listing(repeats: int) -> Iterator[dict[str, Any]]:
+    """Loading a CSV of a million rows."""
+    path = Path("data/million.csv")
+    if not path.exists():
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("path,label\n" + "".join(f"shard_{n // 1000:04}/{n:07}.jpg,{n % 1000}\n" for n in range(10**6)))
+    yield from alternate({"gpuflow": LISTING}, "listing of 1,000,000 rows", repeats)
+
+
+def order() -> Iterator[dict[str, Any]]:
+    """Seeking position 10^9 of 10^12."""
+    yield from alternate({"gpuflow": ORDER}, "position 10^9 of 10^12", 3)
+
+
+def memory(quick: bool) -> Iterator[dict[str, Any]]:
+    """Growth of resident memory over 20 epochs, after three that do not count."""
+    yield from alternate({"gpuflow": MEMORY}, "20 epochs of 512 images", 1 if quick else 3)
+
+
+def alternate(scripts: dict[str, str], workload: str, repeats: int) -> Iterator[dict[str, Any]]:
+    """Run each script `repeats` times in turns, each in a fresh process, and yield a row a metric that it prints."""
+    from gpuflow.bench import row
+
+    found: dict[tuple[str, str, str], list[float]] = {}
+    for _ in range(repeats):
+        for arm, script in scripts.items():
+            code = script.replace("CONFIG", str(CONFIG)).replace("TEN_THOUSAND", str(TEN_THOUSAND))
+            done = subprocess.run(
+                [sys.executable, "-c", code], check=True, timeout=600, stdout=subprocess.PIPE, text=True
+            )
+            for metric, (value, unit) in json.loads(done.stdout.splitlines()[-1]).items():
+                found.setdefault((arm, metric, unit), []).append(value)
+    for (arm, metric, unit), values in found.items():
+        print(f"{arm:24} {metric}: {statistics.median(values):.4g} {unit}")
+        yield row(arm, workload, metric, values, unit)
+
+
+GPUFLOW_FIRST = """
+import gpuflow, json, time, os
+import gpuflow.build, gpuflow.stages
+start = time.perf_counter()
+loader = gpuflow.load("CONFIG", overrides=["source.folder=TEN_THOUSAND"])
+next(iter(loader))
+print(json.dumps({"first_batch_s": [time.perf_counter() - start, "s"]}), flush=True)
+os._exit(0)
+"""
+
+DATALOADER_FIRST = """
+import json, time, os, torch
+from torchvision import datasets, transforms as t
+start = time.perf_counter()
+normalize = t.Normalize([0.485, 0.456, 0.406], [0.229, 0.224, 0.225])
+steps = t.Compose([t.RandomResizedCrop(224), t.RandomHorizontalFlip(), t.ToTensor(), normalize])
+folder = datasets.ImageFolder("TEN_THOUSAND", steps)
+loader = torch.utils.data.DataLoader(folder, 64, shuffle=True, num_workers=len(os.sched_getaffinity(0)))
+next(iter(loader))
+print(json.dumps({"first_batch_s": [time.perf_counter() - start, "s"]}), flush=True)
+os._exit(0)
+"""
+
+LISTING = """
+import json, time
+from gpuflow.sources import SourceSpec, open_source
+def peak():
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")) / 1000
+before, start = peak(), time.perf_counter()
+source = open_source(SourceSpec(listing="data/million.csv"))
+seconds = time.perf_counter() - start
+assert len(source) == 1_000_000
+print(json.dumps({"listing_s": [seconds, "s"], "listing_mb": [peak() - before, "MB"]}))
+"""
+
+ORDER = """
+import json, time, statistics
+from gpuflow.order import ShuffledOrder
+def seek(epoch):
+    start = time.perf_counter()
+    ShuffledOrder(size=10**12, seed=0).indices(epoch, [10**9])
+    return time.perf_counter() - start
+seek(0)
+print(json.dumps({"seek_ms": [1000 * statistics.median(seek(epoch) for epoch in range(1, 101)), "ms"]}))
+"""
+
+MEMORY = """
+import json, gpuflow, numpy as np
+def rss_kb():
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmRSS"))
+loader = gpuflow.load("CONFIG", overrides=["source.split={train: 0.256}"])
+sizes = []
+for epoch in range(23):
+    for images, labels in loader:
+        pass
+    sizes.append(rss_kb())
+slope = np.polyfit(np.arange(20), sizes[3:], 1)[0]
+print(json.dumps({"rss_slope_kb": [float(slope), "kB/epoch"], "peak_rss_mb": [max(sizes) / 1000, "MB"]}))
+loader.close()
+"""
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""From labels as they are written, numbers or class names, to class names and places among them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpuflow.errors import SourceError
+from gpuflow.sources.hints import near_word
+
+__all__ = ["Codes", "resolve_labels"]
+
+_MAX_INFERRED = 1_000_000
+
+
+class Codes(dict[object, int]):
+    """Numbers distinct values in the order in which they come: `codes[value]` never fails."""
+
+    def __missing__(self, value: object) -> int:
+        code = self[value] = len(self)
+        return code
+
+
+def resolve_labels(
+    values: Sequence[str], classes: int | tuple[str, ...] | None, locate: Callable[[int], str], place: str
+) -> tuple[tuple[str, ...], NDArray[np.int64]]:
+    """The class names, and the label that each distinct value stands for.
+
+    The first value decides whether labels are names or numbers.
+
+    Args:
+        values: the distinct values as written, in the order in which they first come.
+        classes: how many classes there are, their names, or None: as many as occur.
+        locate: where `values[i]` comes first, for messages.
+        place: the source as a whole, for messages.
+    """
+    numeric = _integer(values[0]) is not None
+    if isinstance(classes, tuple):
+        if values[0] in classes or not numeric:
+            return classes, _named(values, classes, locate)
+        return classes, _numbered(values, len(classes), locate)
+    if numeric:
+        labels = _numbered(values, classes, locate)
+        count = classes if classes is not None else int(labels.max()) + 1
+        return tuple(map(str, range(count))), labels
+    names = tuple(sorted(set(values)))
+    labels = _named(values, names, locate)
+    if classes is not None and len(names) != classes:
+        raise SourceError(
+            f"{place}: labels must be {classes} class names (source.classes), found {len(names)}; "
+            f"give source.classes the names instead, or correct the labels"
+        )
+    return names, labels
+
+
+def _integer(text: str) -> int | None:
+    try:
+        return int(text)
+    except ValueError:
+        return None
+
+
+def _numbered(values: Sequence[str], count: int | None, locate: Callable[[int], str]) -> NDArray[np.int64]:
+    labels = np.empty(len(values), dtype=np.int64)
+    for code, text in enumerate(values):
+        label = _integer(text)
+        if label is None:
+            raise SourceError(
+                f"{locate(code)}: label must be an integer like the first one, got {text!r}; "
+                f"write every label as a number, or every label as a name"
+            )
+        if label < 0:
+            raise SourceError(f"{locate(code)}: label must be >= 0, got {label}; number the classes from 0")
+        if count is not None and label >= count:
+            raise SourceError(
+                f"{locate(code)}: label must be in 0..{count - 1}, got {label}; raise source.classes or correct it"
+            )
+        if count is None and label >= _MAX_INFERRED:
+            raise SourceError(
+                f"{locate(code)}: label must be below {_MAX_INFERRED} unless source.classes is given, got {label}; "
+                f"number the classes from 0 without gaps"
+            )
+        labels[code] = label
+    return labels
+
+
+def _named(values: Sequence[str], names: tuple[str, ...], locate: Callable[[int], str]) -> NDArray[np.int64]:
+    places = {name: label for label, name in enumerate(names)}
+    labels = np.empty(len(values), dtype=np.int64)
+    for code, text in enumerate(values):
+        if not text:
+            raise SourceError(f"{locate(code)}: label must not be empty; give a class name or a number")
+        if text not in places:
+            raise SourceError(
+                f"{locate(code)}: label must be one of source.classes, got {text!r}{near_word(text, names)}"
+            )
+        labels[code] = places[text]
+    return labels

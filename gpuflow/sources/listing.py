@@ -1,0 +1,298 @@
+"""A file that lists paths and labels: CSV, or JSON lines.
+
+It is read in thousands of rows at a time, checked as a whole; only when something is wrong is it read again row by row,
+to say where.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from typing import Any, NamedTuple, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpuflow.errors import SourceError
+from gpuflow.sources.base import Allocate, Payload, SourceSpec
+from gpuflow.sources.hints import missing_path
+from gpuflow.sources.labels import Codes, resolve_labels
+from gpuflow.sources.paths import PathTable, PathTableBuilder
+from gpuflow.sources.storage import Storage, is_remote, open_storage, parent_of
+
+__all__ = ["ListingSource", "open_listing"]
+
+_ROWS = 16_384
+"""Rows that are read at a time."""
+
+_BOM = b"\xef\xbb\xbf"
+_HEADER_WORDS = {
+    "class",
+    "category",
+    "class_id",
+    "class_name",
+    "file",
+    "filename",
+    "file_name",
+    "filepath",
+    "file_path",
+}
+_HEADER_WORDS |= {
+    "id",
+    "image",
+    "image_path",
+    "image_id",
+    "img",
+    "label_id",
+    "labels",
+    "name",
+    "target",
+    "target_id",
+    "url",
+}
+
+
+class Row(NamedTuple):
+    """One sample as it is written, and the line on which it starts."""
+
+    line: int
+    path: str
+    label: int | str
+
+
+@final
+class ListingSource:
+    """The samples that a file lists. `open_listing` makes one."""
+
+    shard_sizes = None
+
+    def __init__(self, storage: Storage, paths: PathTable, labels: NDArray[np.int64], classes: tuple[str, ...]) -> None:
+        self._storage, self._paths = storage, paths
+        self.labels, self.classes = labels, classes
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def path(self, index: int) -> str:
+        return self._paths[index]
+
+    def read(self, indices: Sequence[int], allocate: Allocate) -> Payload:
+        return self._storage.read(self._paths.take(indices), allocate)
+
+    def close(self) -> None:
+        self._storage.close()
+
+
+def open_listing(spec: SourceSpec) -> ListingSource:
+    """Indexes `spec.listing`. The order is the file's."""
+    assert spec.listing is not None
+    place = spec.listing if is_remote(spec.listing) else os.path.expanduser(spec.listing)
+    extension = os.path.splitext(place)[1].lower()
+    if extension not in _FORMATS:
+        raise SourceError(f"source.listing must end in {', '.join(_FORMATS)}, got {spec.listing!r}; rename the file")
+    chunks, rows = _FORMATS[extension]
+    data = _load(place)
+    table, codes, parts = PathTableBuilder(), Codes(), []
+    try:
+        for paths, labels in chunks(data):
+            if not set(map(type, labels)) <= {int, str}:
+                raise ValueError("a label is neither a number nor a name")
+            table.add(paths)
+            parts.append(np.fromiter(map(codes.__getitem__, labels), dtype=np.int32, count=len(labels)))
+    except (ValueError, KeyError, TypeError, csv.Error) as fault:
+        for _ in rows(data, place):
+            pass
+        raise AssertionError(f"{place}: read as a whole it is faulty, row by row it is not") from fault
+    if not codes:
+        raise SourceError(f"{place}: must list at least one sample, got none; add rows of path and label")
+    row_codes = np.concatenate(parts)
+    del parts
+
+    def locate(code: int) -> str:
+        first = int(np.argmax(row_codes == code))
+        return f"{place}:{next(islice(rows(data, place), first, None)).line}"
+
+    classes, values = resolve_labels([str(value).strip() for value in codes], spec.classes, locate, place)
+    root = spec.root if spec.root is not None else parent_of(place)
+    located = _resolved(table, root if is_remote(root) else os.path.expanduser(root), rows(data, place), place)
+    return ListingSource(open_storage(located[0]), located, values[row_codes], classes)
+
+
+def _load(place: str) -> bytes:
+    if not is_remote(place) and not os.path.exists(place):
+        raise SourceError(f"source.listing must be a file, got {place!r}, which does not exist{missing_path(place)}")
+    return open_storage(place).load(place).removeprefix(_BOM)
+
+
+def _resolved(table: PathTableBuilder, root: str, rows: Iterator[Row], place: str) -> PathTable:
+    """The table with relative paths put below `root`. All paths must live on one file system."""
+    prefix = os.path.join(root, "")
+    if not table.has_absolute:
+        return table.build(prefix)
+    resolved = PathTableBuilder()
+    schemes: list[str] = []
+    for chunk in table.chunks():
+        paths = [path if path[0] == "/" or is_remote(path) else prefix + path for path in chunk]
+        schemes += map(_scheme, paths)
+        resolved.add(paths)
+    stranger = next((i for i, scheme in enumerate(schemes) if scheme != schemes[0]), None)
+    if stranger is not None:
+        row = next(islice(rows, stranger, None))
+        raise SourceError(
+            f"{place}:{row.line}: path must be on the first row's file system ({schemes[0] or 'local'}), "
+            f"got {row.path!r}; copy the files to one place, or make a listing for each"
+        )
+    return resolved.build()
+
+
+def _scheme(path: str) -> str:
+    return path.partition("://")[0] if is_remote(path) else ""
+
+
+def _csv_lines(data: bytes) -> Any:
+    return csv.reader(io.TextIOWrapper(io.BytesIO(data), encoding="utf-8", newline=""), strict=True)
+
+
+def _columns(first: Sequence[str]) -> tuple[bool, int, int]:
+    """From the first row: is it a header, and where are the path and the label?"""
+    names = [name.strip().lower() for name in first]
+    if "path" in names and "label" in names:
+        return True, names.index("path"), names.index("label")
+    if "path" in names or "label" in names or _HEADER_WORDS.issuperset(names):
+        raise ValueError("a header without path or label")
+    return False, 0, 1
+
+
+def _csv_chunks(data: bytes) -> Iterator[tuple[list[str], list[str]]]:
+    """Paths and labels of some thousand rows at a time. Raises ValueError or csv.Error where anything is wrong."""
+    reader = _csv_lines(data)
+    first = next((row for row in reader if row), None)
+    if first is None:
+        return
+    header, path, label = _columns(first)
+    width = len(first) if header else 2
+    rows = [] if header else [first]
+    while chunk := list(islice(reader, _ROWS)):
+        rows += filter(None, chunk)
+        if set(map(len, rows)) - {width}:
+            raise ValueError("a row is too short or too long")
+        yield [row[path] for row in rows], [row[label] for row in rows]
+        rows = []
+    if rows:
+        if len(first) != width:
+            raise ValueError("a row is too short or too long")
+        yield [first[path]], [first[label]]
+
+
+def _csv_rows(data: bytes, place: str) -> Iterator[Row]:
+    """As `_csv_chunks`, a row at a time, with its line. Raises SourceError at the faulty row."""
+    reader = _csv_lines(data)
+    layout = None
+    start = 0
+    while True:
+        start = reader.line_num + 1
+        try:
+            row = next(reader, None)
+        except csv.Error as fault:
+            raise SourceError(f"{place}:{start}: row must be valid CSV, got: {fault}; check its quotes") from fault
+        except UnicodeDecodeError as fault:
+            raise _not_utf8(data, place) from fault
+        if row is None:
+            return
+        if not row:
+            continue
+        if layout is None:
+            try:
+                header, path, label = _columns(row)
+            except ValueError as fault:
+                raise SourceError(
+                    f"{place}:{start}: header must name the columns path and label, got {', '.join(row)}; "
+                    f"rename the columns that are meant"
+                ) from fault
+            layout = (path, label, len(row) if header else 2, header)
+            if header:
+                continue
+        path, label, width, header = layout
+        if len(row) != width:
+            rule = f"row must have the header's {width} fields" if header else "row must be path,label"
+            raise SourceError(
+                f"{place}:{start}: {rule}, got {len(row)} field{'s' * (len(row) != 1)}; quote a path that has a comma"
+            )
+        _check_path(row[path], f"{place}:{start}")
+        yield Row(start, row[path], row[label])
+
+
+def _json_lines(data: bytes) -> Iterator[tuple[list[str], list[int | str]]]:
+    """As `_csv_chunks`, for JSON lines."""
+    reader = io.BytesIO(data)
+    while lines := list(islice(reader, _ROWS)):
+        lines = [line for line in lines if not line.isspace()]
+        rows = json.loads(b"[" + b",".join(lines) + b"]")
+        if len(rows) != len(lines):
+            raise ValueError("a line is not one object")
+        yield [row["path"] for row in rows], [row["label"] for row in rows]
+
+
+def _json_rows(data: bytes, place: str) -> Iterator[Row]:
+    """As `_csv_rows`, for JSON lines."""
+    for number, line in enumerate(io.BytesIO(data), start=1):
+        if line.isspace():
+            continue
+        here = f"{place}:{number}"
+        try:
+            row = json.loads(line)
+        except UnicodeDecodeError as fault:
+            raise _not_utf8(data, place) from fault
+        except json.JSONDecodeError as fault:
+            raise SourceError(
+                f"{here}: line must be a JSON object, got invalid JSON ({fault.msg} at column {fault.colno}); "
+                f"write one object a line"
+            ) from fault
+        if not isinstance(row, dict):
+            raise SourceError(f"{here}: line must be a JSON object, got {type(row).__name__}; write one object a line")
+        lacking = [key for key in ("path", "label") if key not in row]
+        if lacking:
+            raise SourceError(
+                f"{here}: object must have the keys path and label, got {', '.join(row) or 'none'}; add {lacking[0]!r}"
+            )
+        if type(row["label"]) not in (int, str):
+            got = json.dumps(row["label"])
+            raise SourceError(f"{here}: label must be an integer or a class name, got {got}; correct it")
+        if not isinstance(row["path"], str):
+            raise SourceError(f"{here}: path must be a string, got {json.dumps(row['path'])}; correct it")
+        _check_path(row["path"], here)
+        yield Row(number, row["path"], row["label"])
+
+
+def _check_path(path: str, here: str) -> None:
+    if not path:
+        raise SourceError(f"{here}: path must not be empty; name a file or remove the row")
+    if "\0" in path:
+        raise SourceError(f"{here}: path must not hold a NUL, got {path!r}; correct it")
+    try:
+        os.fsencode(path)
+    except UnicodeEncodeError as fault:
+        raise SourceError(f"{here}: path must be valid Unicode, got {path!r}; correct it") from fault
+
+
+def _not_utf8(data: bytes, place: str) -> SourceError:
+    try:
+        data.decode()
+    except UnicodeDecodeError as fault:
+        line = data.count(b"\n", 0, fault.start) + 1
+        return SourceError(f"{place}:{line}: text must be UTF-8, got byte 0x{data[fault.start]:02x}; convert the file")
+    raise AssertionError("valid UTF-8 was refused")
+
+
+_Chunks = Callable[[bytes], Iterator[tuple[Sequence[str], Sequence[int | str]]]]
+_Rows = Callable[[bytes, str], Iterator[Row]]
+_FORMATS: dict[str, tuple[_Chunks, _Rows]] = {
+    ".csv": (_csv_chunks, _csv_rows),
+    ".jsonl": (_json_lines, _json_rows),
+    ".ndjson": (_json_lines, _json_rows),
+    ".json": (_json_lines, _json_rows),
+}

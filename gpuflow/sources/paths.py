@@ -1,0 +1,90 @@
+"""A million paths in two arrays: one blob of bytes and the offsets into it.
+
+A list of a million strings takes 100 MB and slows every garbage collection; this takes little more than the text itself
+and hands out `bytes`, which system calls take as they are.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from typing import final
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["PathTable", "PathTableBuilder"]
+
+
+@final
+class PathTable:
+    """Paths by index, each the common `prefix` and an entry of its own.
+
+    Args:
+        blob: the entries, each followed by a NUL.
+        starts: int64 of shape (n + 1,): where each entry starts in `blob`, and its end.
+        prefix: put before every entry.
+    """
+
+    __slots__ = ("blob", "prefix", "starts")
+
+    def __init__(self, blob: bytes, starts: NDArray[np.int64], prefix: str = "") -> None:
+        self.blob, self.starts, self.prefix = blob, starts, os.fsencode(prefix)
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    def __getitem__(self, index: int) -> str:
+        return os.fsdecode(self.take([index])[0])
+
+    def entries(self) -> list[str]:
+        """All entries as text, without the prefix."""
+        return os.fsdecode(self.blob[:-1]).split("\0") if len(self) else []
+
+    def take(self, indices: Sequence[int]) -> list[bytes]:
+        """The paths at these indices."""
+        blob, prefix = self.blob, self.prefix
+        places = np.asarray(indices, dtype=np.int64)
+        firsts, nexts = self.starts[places].tolist(), self.starts[places + 1].tolist()
+        return [prefix + blob[first : following - 1] for first, following in zip(firsts, nexts, strict=True)]
+
+
+@final
+class PathTableBuilder:
+    """Collects paths, some thousands at a time, into a table."""
+
+    def __init__(self) -> None:
+        self._blobs: list[bytes] = []
+        self._lengths: list[NDArray[np.int64]] = []
+        self._absolute = False
+
+    def add(self, paths: Sequence[str]) -> None:
+        """Appends paths. Raises ValueError when one is empty, holds a NUL or has no encoding."""
+        if not paths:
+            return
+        text = "\0".join(paths)
+        blob = text.encode("utf-8", "surrogateescape") + b"\0"
+        ends = np.flatnonzero(np.frombuffer(blob, dtype=np.uint8) == 0)
+        lengths = np.diff(ends, prepend=-1)
+        if len(ends) != len(paths) or lengths.min() == 1:
+            raise ValueError("a path is empty or holds a NUL")
+        self._blobs.append(blob)
+        self._lengths.append(lengths.astype(np.int64))
+        self._absolute = self._absolute or text[0] == "/" or "\0/" in text or "://" in text
+
+    @property
+    def has_absolute(self) -> bool:
+        """Whether a path starts with a slash or is a URL."""
+        return self._absolute
+
+    def chunks(self) -> Iterator[list[str]]:
+        """The paths as they were added."""
+        for blob in self._blobs:
+            yield os.fsdecode(blob[:-1]).split("\0")
+
+    def build(self, prefix: str = "") -> PathTable:
+        """The table of all paths that were added."""
+        starts = np.zeros(sum(map(len, self._lengths)) + 1, dtype=np.int64)
+        if self._lengths:
+            np.cumsum(np.concatenate(self._lengths), out=starts[1:])
+        return PathTable(b"".join(self._blobs), starts, prefix)

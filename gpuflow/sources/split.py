@@ -1,0 +1,124 @@
+"""Splits: disjoint parts of a source, seeded and stratified.
+
+Every class is divided in the same proportions as the whole: class c gives split s either the floor or the ceiling of
+fraction_s * n_c, and the splits' totals are exact. What the floors leave over goes, class by class, to the splits that
+are owed most (error diffusion), so that the rounding of one class is made good by the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpuflow.errors import SourceError
+from gpuflow.order import key64, permute
+from gpuflow.sources.base import Allocate, Payload, Source, SourceSpec
+
+__all__ = ["Subset", "split_counts", "split_indices", "subset"]
+
+
+@final
+class Subset:
+    """Some samples of a source, itself a source. Closing it closes the source that it is a part of.
+
+    Args:
+        source: the whole.
+        indices: which of its samples, sorted int64.
+    """
+
+    def __init__(self, source: Source, indices: NDArray[np.int64]) -> None:
+        self.source, self.indices = source, indices
+        self.labels: NDArray[np.int64] = source.labels[indices]
+        self.shard_sizes = _shard_sizes(source.shard_sizes, indices)
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        return self.source.classes
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def path(self, index: int) -> str:
+        return self.source.path(int(self.indices[index]))
+
+    def read(self, indices: Sequence[int], allocate: Allocate) -> Payload:
+        return self.source.read(self.indices[np.asarray(indices, dtype=np.int64)].tolist(), allocate)
+
+    def close(self) -> None:
+        self.source.close()
+
+
+def subset(source: Source, spec: SourceSpec, name: str) -> Source:
+    """The split called `name`, or the whole source where `spec` declares no such split."""
+    names = [split for split, _ in spec.fractions]
+    if name not in names:
+        return source
+    place = names.index(name)
+    indices = split_indices(source.labels, source.classes, [share for _, share in spec.fractions], spec.seed, place)
+    if not len(indices):
+        raise SourceError(
+            f"source.split.{name} must hold at least one sample, got none: "
+            f"{spec.fractions[place][1]:g} of {len(source)} samples; raise the fraction or add samples"
+        )
+    return Subset(source, indices)
+
+
+def split_indices(
+    labels: NDArray[np.int64], classes: Sequence[str], fractions: Sequence[float], seed: int, place: int
+) -> NDArray[np.int64]:
+    """The sorted indices of the split at `place`."""
+    class_sizes = np.bincount(labels, minlength=len(classes))
+    ends = np.cumsum(split_counts(class_sizes, fractions), axis=1)
+    members = np.argsort(labels, kind="stable")
+    class_ends = np.cumsum(class_sizes)
+    chosen = []
+    for label in np.flatnonzero(class_sizes).tolist():
+        size = int(class_sizes[label])
+        first = 0 if place == 0 else int(ends[label, place - 1])
+        turns = permute(np.arange(first, ends[label, place]), size, key64("split", seed, classes[label]))
+        chosen.append(members[class_ends[label] - size + turns])
+    return np.sort(np.concatenate(chosen)).astype(np.int64)
+
+
+def split_counts(class_sizes: NDArray[np.int64], fractions: Sequence[float]) -> NDArray[np.int64]:
+    """How many samples each class gives each split.
+
+    Args:
+        class_sizes: samples of each class, shape (C,).
+        fractions: of each split, S of them, summing to 1 or less.
+
+    Returns:
+        int64 of shape (C, S + 1); the last column is what no split takes. Rows sum to `class_sizes`; the first s
+        columns together hold round(sum(fractions[:s]) * n) samples of all n.
+    """
+    total = int(class_sizes.sum())
+    shares = np.append(fractions, max(0.0, 1.0 - sum(fractions)))
+    bounds = np.floor(np.cumsum(shares) * total + 0.5 + 1e-9).astype(np.int64)
+    bounds[-1] = total
+    ideal = np.outer(class_sizes, shares)
+    counts = np.floor(ideal + 1e-9).astype(np.int64)
+    still_owed = np.diff(np.minimum(bounds, total), prepend=0) - counts.sum(axis=0)
+    left_over = class_sizes - counts.sum(axis=1)
+    to_come = (ideal - counts).sum(axis=0)
+    for label in np.flatnonzero(left_over).tolist():
+        to_come -= ideal[label] - counts[label]
+        units = int(left_over[label])
+        while units:
+            due = np.where(still_owed > 0, still_owed - to_come, -np.inf)
+            takers = np.argsort(-due, kind="stable")[:units]
+            takers = takers[still_owed[takers] > 0]
+            counts[label, takers] += 1
+            still_owed[takers] -= 1
+            units -= len(takers)
+    return counts
+
+
+def _shard_sizes(sizes: tuple[int, ...] | None, indices: NDArray[np.int64]) -> tuple[int, ...] | None:
+    """Samples that `indices` leave in each shard; shards without any are gone."""
+    if sizes is None:
+        return None
+    held = np.diff(np.searchsorted(indices, np.cumsum(sizes)), prepend=0)
+    return tuple(held[held > 0].tolist())

@@ -1,0 +1,383 @@
+"""WebDataset-style shards: tar files whose members share a key, `0001.jpg` with `0001.cls` or `0001.json`.
+
+A key is a member's path up to the first dot of its file name. The headers are walked once; where each image lies is
+cached under `$XDG_CACHE_HOME/gpuflow`, and from then on a sample is one read at an offset.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import tarfile
+import tempfile
+import zipfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import NamedTuple, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpuflow.errors import SourceError
+from gpuflow.sources.base import Allocate, Payload, SourceSpec
+from gpuflow.sources.hints import missing_path
+from gpuflow.sources.labels import Codes, resolve_labels
+from gpuflow.sources.paths import PathTable, PathTableBuilder
+from gpuflow.sources.storage import ReadAt, Shard, Storage, is_remote, open_storage
+
+__all__ = ["IMAGE_EXTENSIONS", "TarSource", "expand_braces", "open_tar"]
+
+IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp", "bmp")
+
+_BLOCK_BYTES = 512
+_CACHE_FORMAT = 1
+_PAX_TYPES = (tarfile.XHDTYPE, tarfile.SOLARIS_XHDTYPE)
+_BRACES = re.compile(r"\{([^{}]*)\}")
+_RANGE = re.compile(r"(\d+)\.\.(\d+)")
+
+
+class Member(NamedTuple):
+    """A regular file in a tar, and where its bytes are."""
+
+    name: str
+    start: int
+    size: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Index:
+    """Where every sample is, as arrays.
+
+    images: the images' member names.
+    starts, sizes: each image's place in its shard, in bytes.
+    codes: each sample's label, as a place in `values`.
+    values: the distinct labels as written, in the order in which they first come.
+    shard_sizes: samples in each shard.
+    """
+
+    images: PathTable
+    starts: NDArray[np.int64]
+    sizes: NDArray[np.int64]
+    codes: NDArray[np.int64]
+    values: list[str]
+    shard_sizes: NDArray[np.int64]
+
+
+@final
+class TarSource:
+    """The samples of some shards. `open_tar` makes one."""
+
+    def __init__(
+        self,
+        storage: Storage,
+        shards: Sequence[Shard],
+        index: _Index,
+        classes: tuple[str, ...],
+        labels: NDArray[np.int64],
+    ) -> None:
+        self._storage, self._shards, self._index = storage, tuple(shards), index
+        self._ends = np.cumsum(index.shard_sizes)
+        self.classes, self.labels = classes, labels
+        self.shard_sizes: tuple[int, ...] = tuple(index.shard_sizes.tolist())
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def path(self, index: int) -> str:
+        shard = self._shards[int(np.searchsorted(self._ends, index, side="right"))]
+        return f"{shard.path}/{self._index.images[index]}"
+
+    def read(self, indices: Sequence[int], allocate: Allocate) -> Payload:
+        places = np.asarray(indices, dtype=np.int64)
+        shards = [self._shards[i] for i in np.searchsorted(self._ends, places, side="right").tolist()]
+        starts, sizes = self._index.starts[places].tolist(), self._index.sizes[places].tolist()
+        return self._storage.read_ranges(shards, starts, sizes, allocate)
+
+    def close(self) -> None:
+        self._storage.close()
+
+
+def open_tar(spec: SourceSpec) -> TarSource:
+    """Indexes `spec.tar`, or takes the index from the cache. The order is the shards', then the members'."""
+    assert spec.tar is not None
+    pattern = spec.tar if is_remote(spec.tar) else os.path.expanduser(spec.tar)
+    names = expand_braces(pattern)
+    storage = open_storage(pattern)
+    shards = _inspected(storage, names)
+    cache = _cache_path(shards)
+    index = _load_index(cache)
+    if index is None:
+        index = _build_index(storage, shards)
+        _save_index(cache, index)
+    if not len(index.codes):
+        raise SourceError(
+            f"{spec.tar}: must hold at least one image ({', '.join(IMAGE_EXTENSIONS)}), got none; check what is in it"
+        )
+    ends = np.cumsum(index.shard_sizes)
+
+    def locate(code: int) -> str:
+        first = int(np.argmax(index.codes == code))
+        return f"{shards[int(np.searchsorted(ends, first, side='right'))].path}/{index.images[first]}"
+
+    classes, labels = resolve_labels(index.values, spec.classes, locate, spec.tar)
+    return TarSource(storage, shards, index, classes, labels[index.codes])
+
+
+def expand_braces(pattern: str) -> list[str]:
+    """All paths that a pattern stands for: `{08..11}` counts with leading zeros, `{a,b}` lists, several multiply."""
+    parts = _BRACES.split(pattern)
+    if any("{" in text or "}" in text for text in parts[::2]):
+        raise SourceError(f"source.tar must have matching braces without nesting, got {pattern!r}; correct it")
+    choices = [_choices(part, pattern) if turn % 2 else [part] for turn, part in enumerate(parts)]
+    return ["".join(chosen) for chosen in product(*choices)]
+
+
+def _choices(body: str, pattern: str) -> list[str]:
+    span = _RANGE.fullmatch(body)
+    if span is None:
+        if "," not in body:
+            raise SourceError(
+                f"source.tar must have {{first..last}} or {{a,b}} in braces, got {{{body}}} in {pattern!r}; correct it"
+            )
+        return body.split(",")
+    first, last = span[1], span[2]
+    if int(first) > int(last):
+        raise SourceError(f"source.tar must count upwards, got {{{body}}} in {pattern!r}; swap the ends")
+    padded = first.startswith("0") or last.startswith("0")
+    width = max(len(first), len(last)) if padded else 0
+    return [f"{number:0{width}d}" for number in range(int(first), int(last) + 1)]
+
+
+def _inspected(storage: Storage, names: Sequence[str]) -> list[Shard]:
+    found = storage.inspect(names)
+    shards = [shard for shard in found if isinstance(shard, Shard)]
+    if len(shards) < len(names):
+        bad = [(name, why) for name, why in zip(names, found, strict=True) if isinstance(why, str)]
+        name, why = bad[0]
+        count = f" ({len(bad)} of {len(names)} shards cannot be read)" if len(names) > 1 else ""
+        hint = missing_path(name) if why == "no such file" and not is_remote(name) else "; check source.tar"
+        raise SourceError(f"{name}: {why}{count}{hint}")
+    return shards
+
+
+def _build_index(storage: Storage, shards: Sequence[Shard]) -> _Index:
+    images, codes, values = PathTableBuilder(), [], Codes()
+    starts: list[NDArray[np.int64]] = []
+    sizes: list[NDArray[np.int64]] = []
+    counts = []
+    for members, labels in storage.scan(shards, _scan_shard):
+        images.add([member.name for member in members])
+        starts.append(np.array([member.start for member in members], dtype=np.int64))
+        sizes.append(np.array([member.size for member in members], dtype=np.int64))
+        codes.append(np.array([values[label] for label in labels], dtype=np.int64))
+        counts.append(len(members))
+    return _Index(
+        images=images.build(),
+        starts=np.concatenate(starts),
+        sizes=np.concatenate(sizes),
+        codes=np.concatenate(codes),
+        values=[str(value) for value in values],
+        shard_sizes=np.array(counts, dtype=np.int64),
+    )
+
+
+def _scan_shard(shard: Shard, read_at: ReadAt) -> tuple[list[Member], list[str]]:
+    """The images of one shard and their labels as written."""
+    images: dict[str, Member] = {}
+    marks: dict[str, tuple[str, bytes]] = {}
+    notes: dict[str, tuple[str, bytes]] = {}
+    for member in _members(shard, read_at):
+        directory, slash, file = member.name.rpartition("/")
+        stem, dot, extension = file.partition(".")
+        extension = extension.lower()
+        if not stem or not dot:
+            continue
+        key = directory + slash + stem
+        if extension in IMAGE_EXTENSIONS:
+            if key in images:
+                raise _duplicate(shard, member.name, images[key].name)
+            images[key] = member
+        elif extension in ("cls", "json"):
+            texts = marks if extension == "cls" else notes
+            if key in texts:
+                raise _duplicate(shard, member.name, texts[key][0])
+            texts[key] = (member.name, read_at(member.start, member.size))
+    labels = []
+    for key, member in images.items():
+        label = _label(shard, marks.pop(key, None), notes.pop(key, None))
+        if label is None:
+            raise SourceError(
+                f"{shard.path}/{member.name}: image must have a label, got none; "
+                f'add {key}.cls, or {key}.json with the key "label" or "cls"'
+            )
+        labels.append(label)
+    for key, note in notes.items():
+        if key not in marks and _label(shard, None, note) is not None:
+            marks[key] = note
+    for name, _ in marks.values():
+        raise SourceError(
+            f"{shard.path}/{name}: label must have an image ({', '.join(IMAGE_EXTENSIONS)}), got none; add or remove it"
+        )
+    return list(images.values()), labels
+
+
+def _duplicate(shard: Shard, name: str, before: str) -> SourceError:
+    return SourceError(
+        f"{shard.path}/{name}: key must be unique in its shard, but {before} has the same; rename or remove one"
+    )
+
+
+def _label(shard: Shard, mark: tuple[str, bytes] | None, note: tuple[str, bytes] | None) -> str | None:
+    """The label as written in a .cls member, else in a .json member; None where there is neither."""
+    if mark is not None:
+        name, data = mark
+        try:
+            text = data.decode().strip()
+        except UnicodeDecodeError as fault:
+            raise SourceError(
+                f"{shard.path}/{name}: label must be UTF-8 text, got {data[:20]!r}; correct it"
+            ) from fault
+        if not text:
+            raise SourceError(f"{shard.path}/{name}: label must not be empty; give a class name or a number")
+        return text
+    if note is None:
+        return None
+    name, data = note
+    try:
+        value = json.loads(data)
+    except ValueError as fault:
+        raise SourceError(f"{shard.path}/{name}: must be valid JSON, got an error: {fault}; correct it") from fault
+    label = value.get("label", value.get("cls")) if isinstance(value, dict) else None
+    if label is not None and type(label) not in (int, str):
+        raise SourceError(
+            f"{shard.path}/{name}: label must be an integer or a class name, got {json.dumps(label)}; correct it"
+        )
+    return None if label is None else str(label).strip()
+
+
+def _members(shard: Shard, read_at: ReadAt) -> Iterator[Member]:
+    """The regular files of a tar, from its headers: ustar, GNU long names and pax."""
+    offset = 0
+    renamed: dict[str, str] = {}
+    everywhere: dict[str, str] = {}
+    while block := read_at(offset, _BLOCK_BYTES):
+        try:
+            header = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
+        except tarfile.HeaderError as fault:
+            if offset and block.count(0) == _BLOCK_BYTES:
+                return
+            if not offset:
+                if block.count(0) == _BLOCK_BYTES and shard.size % _BLOCK_BYTES == 0:
+                    return
+                raise SourceError(
+                    f"{shard.path}: must be an uncompressed tar, got a file that starts with {block[:8]!r}; "
+                    f"unpack or replace it"
+                ) from fault
+            if len(block) < _BLOCK_BYTES:
+                raise _truncated(shard, offset + _BLOCK_BYTES) from fault
+            raise SourceError(
+                f"{shard.path}: member header at byte {offset} must be valid, got: {fault}; the shard is damaged, "
+                f"make it again"
+            ) from fault
+        start = offset + _BLOCK_BYTES
+        attributes = everywhere | renamed
+        size = int(attributes.get("size", header.size)) if header.isreg() else header.size
+        has_data = header.isreg() or header.type not in tarfile.SUPPORTED_TYPES or header.type in _EXTRA_TYPES
+        offset = start + (-(-size // _BLOCK_BYTES) * _BLOCK_BYTES if has_data else 0)
+        if has_data and start + size > shard.size:
+            raise _truncated(shard, start + size)
+        if header.type == tarfile.GNUTYPE_LONGNAME:
+            renamed["path"] = _text(read_at(start, size).partition(b"\0")[0])
+        elif header.type in _PAX_TYPES:
+            renamed |= _pax(read_at(start, size), shard, start)
+        elif header.type == tarfile.XGLTYPE:
+            everywhere |= _pax(read_at(start, size), shard, start)
+        elif header.type != tarfile.GNUTYPE_LONGLINK:
+            name = attributes.get("path", header.name)
+            renamed = {}
+            if header.type == tarfile.GNUTYPE_SPARSE or any(key.startswith("GNU.sparse") for key in attributes):
+                raise SourceError(f"{shard.path}/{name}: member must not be sparse; make the shard without --sparse")
+            if header.isreg():
+                yield Member(name, start, size)
+    if not offset:
+        raise SourceError(f"{shard.path}: must be an uncompressed tar, got an empty file; replace it")
+
+
+_EXTRA_TYPES = (*_PAX_TYPES, tarfile.XGLTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK)
+
+
+def _text(data: bytes) -> str:
+    return data.decode("utf-8", "surrogateescape")
+
+
+def _pax(data: bytes, shard: Shard, start: int) -> dict[str, str]:
+    """The records of an extended header, each `length key=value` and a line end."""
+    records = {}
+    while data:
+        length = data.partition(b" ")[0]
+        if not length.isdigit() or not len(length) < int(length) <= len(data):
+            raise SourceError(f"{shard.path}: extended header at byte {start} must be valid; the shard is damaged")
+        key, _, value = data[len(length) + 1 : int(length) - 1].partition(b"=")
+        records[_text(key)] = _text(value)
+        data = data[int(length) :]
+    return records
+
+
+def _truncated(shard: Shard, needed: int) -> SourceError:
+    return SourceError(
+        f"{shard.path}: must be complete, but its last member ends at byte {needed} of {shard.size}; copy it again"
+    )
+
+
+def _cache_path(shards: Sequence[Shard]) -> str:
+    """One file for this very list of shards; another size or time of one of them is another file."""
+    files = [(s.path if is_remote(s.path) else os.path.abspath(s.path), s.size, s.stamp) for s in shards]
+    text = json.dumps([_CACHE_FORMAT, files])
+    home = os.environ.get("XDG_CACHE_HOME", "")
+    home = home if os.path.isabs(home) else os.path.expanduser("~/.cache")
+    return os.path.join(home, "gpuflow", f"tar-{hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}.npz")
+
+
+def _load_index(path: str) -> _Index | None:
+    """The cached index, or None where there is none or it is damaged."""
+    try:
+        with open(path, "rb") as file, np.load(file, allow_pickle=False) as arrays:
+            return _Index(
+                images=PathTable(arrays["images"].tobytes(), arrays["image_starts"]),
+                starts=arrays["starts"],
+                sizes=arrays["sizes"],
+                codes=arrays["codes"],
+                values=json.loads(arrays["values"].tobytes()),
+                shard_sizes=arrays["shard_sizes"],
+            )
+    except (OSError, ValueError, TypeError, KeyError, EOFError, RuntimeError, zipfile.BadZipFile):
+        return None
+
+
+def _save_index(path: str, index: _Index) -> None:
+    """Writes the cache in one step. A home that cannot be written to only costs the next run its time."""
+    values = json.dumps(index.values).encode()
+    try:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=os.path.dirname(path), suffix=".tmp", delete=False) as file:
+            try:
+                np.savez(
+                    file,
+                    images=np.frombuffer(index.images.blob, dtype=np.uint8),
+                    image_starts=index.images.starts,
+                    starts=index.starts,
+                    sizes=index.sizes,
+                    codes=index.codes,
+                    values=np.frombuffer(values, dtype=np.uint8),
+                    shard_sizes=index.shard_sizes,
+                )
+                file.flush()
+                os.replace(file.name, path)
+            except BaseException:
+                os.unlink(file.name)
+                raise
+    except OSError:
+        return

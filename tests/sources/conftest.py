@@ -1,0 +1,141 @@
+"""Real stand-ins for the tests of sources: a small HTTP server that can fail, and readers of payloads."""
+
+from __future__ import annotations
+
+import io
+import tarfile
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from gpuflow.sources import Source
+
+ReadAll = Callable[..., list[bytes | str]]
+WriteTar = Callable[..., Path]
+
+
+@pytest.fixture(autouse=True)
+def cache_home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache directory for every test."""
+    home = tmp_path_factory.mktemp("cache")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(home))
+    return home
+
+
+@pytest.fixture
+def read_all() -> ReadAll:
+    """Reads samples: their bytes, or the error text where there is one. Checks the payload's form."""
+
+    def read(source: Source, indices: Sequence[int] | None = None) -> list[bytes | str]:
+        wanted = range(len(source)) if indices is None else indices
+        asked: list[int] = []
+
+        def allocate(size: int) -> NDArray[np.uint8]:
+            asked.append(size)
+            return np.full(size + 7, 255, dtype=np.uint8)
+
+        payload = source.read(wanted, allocate)
+        assert len(asked) == 1
+        assert len(payload) == len(payload.offsets) == len(payload.errors) == len(wanted)
+        results: list[bytes | str] = []
+        for i, error in enumerate(payload.errors):
+            assert payload.offsets[i] + payload.sizes[i] <= asked[0]
+            assert error is None or payload.sizes[i] == 0
+            results.append(payload.sample(i).tobytes() if error is None else error)
+        return results
+
+    return read
+
+
+def tar_bytes(members: Sequence[tuple[str, bytes]], form: int = tarfile.USTAR_FORMAT) -> bytes:
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w", format=form) as archive:
+        for name, data in members:
+            header = tarfile.TarInfo(name)
+            header.size = len(data)
+            archive.addfile(header, io.BytesIO(data))
+    return stream.getvalue()
+
+
+@pytest.fixture
+def make_tar() -> Callable[..., bytes]:
+    return tar_bytes
+
+
+class FileServer:
+    """Serves `files` on loopback, with ranges and directory pages.
+
+    `failures[path]` answers are 500 before the file is served; `requests` counts what was asked for.
+    """
+
+    def __init__(self) -> None:
+        self.files: dict[str, bytes] = {}
+        self.failures: dict[str, int] = {}
+        self.ranges = True
+        self.requests: Counter[str] = Counter()
+        owner = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                owner.requests[self.path] += 1
+                if owner.failures.get(self.path, 0) > 0:
+                    owner.failures[self.path] -= 1
+                    return self._answer(500, b"")
+                data = owner.files.get(self.path)
+                if data is None:
+                    page = owner.page(self.path)
+                    return self._answer(200 if page else 404, page, {"Content-Type": "text/html"})
+                span = self.headers.get("Range")
+                if span is None or not owner.ranges:
+                    return self._answer(200, data)
+                first, last = (int(end) for end in span.removeprefix("bytes=").split("-"))
+                part = data[first : last + 1]
+                if not part:
+                    return self._answer(416, b"")
+                extra = {"Content-Range": f"bytes {first}-{first + len(part) - 1}/{len(data)}"}
+                return self._answer(206, part, extra)
+
+            do_HEAD = do_GET
+
+            def _answer(self, status: int, data: bytes, headers: Mapping[str, str] | None = None) -> None:
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(data)))
+                for name, value in (headers or {}).items():
+                    self.send_header(name, value)
+                self.end_headers()
+                if self.command == "GET":
+                    self.wfile.write(data)
+
+            def log_message(self, format: str, *args: object) -> None:
+                """Nothing: the tests' output is not a log."""
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02})
+        self._thread.start()
+
+    def page(self, path: str) -> bytes:
+        """Links to what lies right below a directory; nothing where there is no such directory."""
+        root = path.rstrip("/") + "/"
+        below = sorted({name[len(root) :].partition("/")[::2] for name in self.files if name.startswith(root)})
+        links = dict.fromkeys(f'<a href="{name}{"/" if rest else ""}">{name}</a>' for name, rest in below)
+        return f"<html><body>{''.join(links)}</body></html>".encode() if links else b""
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+
+@pytest.fixture
+def server() -> Iterator[FileServer]:
+    running = FileServer()
+    yield running
+    running.close()

@@ -1,0 +1,194 @@
+"""FolderSource: ImageFolder's samples in ImageFolder's order, and located errors."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from torchvision.datasets import ImageFolder
+from torchvision.datasets.folder import IMG_EXTENSIONS
+
+from gpuflow.errors import SourceError
+from gpuflow.sources import SourceSpec, open_source
+from gpuflow.sources.folder import EXTENSIONS
+from tests.sources.conftest import ReadAll
+
+
+def plant(root: Path, *names: str) -> Path:
+    """Files that hold their own names."""
+    for name in names:
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(name.encode())
+    return root
+
+
+def fails(text: str, **fields: object) -> None:
+    with pytest.raises(SourceError) as caught:
+        open_source(SourceSpec(**fields))  # type: ignore[arg-type]
+    assert str(caught.value) == text
+
+
+def test_order_and_labels_are_those_of_image_folder(tmp_path: Path, read_all: ReadAll) -> None:
+    root = plant(
+        tmp_path / "photos",
+        *("b/2.JPG", "b/10.png", "b/1.jpeg", "b/readme.txt", "a/z/1.webp", "a/z-1/1.bmp", "a/z/q/2.jpg", "a/y.ppm"),
+        *("a/Z.tif", "a/a.tiff", "a/é.jpg", "a/x.jpg/inner.pgm", "a/.jpg", "C/.hidden.jpg", "top.jpg", "a/b.jpg.txt"),
+    )
+    other = plant(tmp_path / "other", "linked/3.jpg", "linked/sub/4.jpg")
+    (root / "a" / "link").symlink_to(other / "linked")
+    (root / "d").symlink_to(other / "linked")
+    (root / "b" / "link.jpg").symlink_to(other / "linked" / "3.jpg")
+    (root / "b" / "odd\udcff.jpg").write_bytes(b"b/odd")
+    source, expected = open_source(SourceSpec(folder=str(root))), ImageFolder(str(root))
+    assert [(source.path(i), int(source.labels[i])) for i in range(len(source))] == expected.samples
+    assert list(source.classes) == expected.classes == ["C", "a", "b", "d"]
+    assert source.labels.dtype == np.int64
+    assert source.shard_sizes is None
+    assert read_all(source) == [Path(path).read_bytes() for path, _ in expected.samples]
+
+
+def test_extensions_are_those_of_image_folder() -> None:
+    assert EXTENSIONS == IMG_EXTENSIONS
+
+
+def test_a_trailing_slash_and_a_relative_root_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(tmp_path / "photos", "a/1.jpg")
+    monkeypatch.chdir(tmp_path)
+    assert open_source(SourceSpec(folder="photos/")).path(0) == "photos/a/1.jpg"
+    assert open_source(SourceSpec(folder="photos")).path(0) == "photos/a/1.jpg"
+
+
+def test_missing_root_names_its_nearest_sibling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(tmp_path / "photos", "a/1.jpg")
+    monkeypatch.chdir(tmp_path)
+    rule = "source.folder must be a directory, got"
+    fails(f"{rule} 'fotos', which does not exist; did you mean 'photos'?", folder="fotos")
+    fails(f"{rule} 'fotos/a', which does not exist; did you mean 'photos/a'?", folder="fotos/a")
+    fails(f"{rule} 'xyz', which does not exist; relative paths start from {tmp_path}", folder="xyz")
+    fails(f"{rule} '{tmp_path}/xyz', which does not exist; check the path", folder=f"{tmp_path}/xyz")
+
+
+def test_root_that_is_a_file(tmp_path: Path) -> None:
+    plant(tmp_path, "a.jpg", "list.csv", "s.tar")
+    rule = f"source.folder must be a directory, got '{tmp_path}/"
+    fails(
+        f"{rule}a.jpg', which is a file; name the directory that holds one directory per class",
+        folder=str(tmp_path / "a.jpg"),
+    )
+    fails(f"{rule}list.csv', which is a file; did you mean source.listing?", folder=str(tmp_path / "list.csv"))
+    fails(f"{rule}s.tar', which is a file; did you mean source.tar?", folder=str(tmp_path / "s.tar"))
+
+
+def test_no_class_directories(tmp_path: Path) -> None:
+    plant(tmp_path, "1.jpg", "2.jpg")
+    fails(
+        f"{tmp_path}: must hold one directory per class, got none (2 files); "
+        "move the images into class directories, or name them in a source.listing",
+        folder=str(tmp_path),
+    )
+
+
+def test_class_without_images(tmp_path: Path) -> None:
+    plant(tmp_path, "a/1.jpg", "b/readme.txt")
+    rule = (
+        f"{tmp_path}/b: a class directory must hold an image "
+        "(.jpg, .jpeg, .png, .ppm, .bmp, .pgm, .tif, .tiff, .webp), got none"
+    )
+    with pytest.raises(FileNotFoundError):
+        ImageFolder(str(tmp_path))
+    fails(f"{rule}; add images or remove the directory", folder=str(tmp_path))
+    (tmp_path / "c").mkdir()
+    (tmp_path / "d" / "x.jpg").mkdir(parents=True)
+    fails(f"{rule} (nor do 2 more classes); add images or remove the directory", folder=str(tmp_path))
+
+
+def test_what_cannot_be_read_is_an_error_of_its_own_sample(tmp_path: Path, read_all: ReadAll) -> None:
+    names = [f"a/{i}.jpg" for i in range(9)]
+    source = open_source(SourceSpec(folder=str(plant(tmp_path, *names))))
+    (tmp_path / "a/1.jpg").unlink()
+    (tmp_path / "a/2.jpg").unlink()
+    (tmp_path / "a/2.jpg").mkdir()
+    (tmp_path / "a/3.jpg").write_bytes(b"")
+    (tmp_path / "a/4.jpg").unlink()
+    os.mkfifo(tmp_path / "a/4.jpg")
+    (tmp_path / "a/5.jpg").unlink()
+    (tmp_path / "a/5.jpg").symlink_to("5.jpg")
+    (tmp_path / "a/6.jpg").unlink()
+    (tmp_path / "a/6.jpg").symlink_to("0.jpg/x")
+    (tmp_path / "a/7.jpg").chmod(0)
+    denied = "permission denied" if os.geteuid() else b"a/7.jpg"
+    before = len(os.listdir("/proc/self/fd"))
+    assert read_all(source) == [
+        *(b"a/0.jpg", "no such file", "is a directory", "empty file", "not a regular file", "too many symbolic links"),
+        *("no such file", denied, b"a/8.jpg"),
+    ]
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_order_of_the_indices_and_repeats(tmp_path: Path, read_all: ReadAll) -> None:
+    source = open_source(SourceSpec(folder=str(plant(tmp_path, *(f"a/{i:03}.jpg" for i in range(100))))))
+    wanted = [99, 0, 5, 5, *range(100)]
+    assert read_all(source, wanted) == [f"a/{i:03}.jpg".encode() for i in wanted]
+    assert read_all(source, []) == []
+    source.close()
+
+
+def test_a_short_lived_fault_is_retried(read_all: ReadAll) -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as directory:  # a socket's path must be short
+        root = plant(Path(directory), "a/1.jpg", "a/2.jpg", "a/3.jpg")
+        source = open_source(SourceSpec(folder=directory))
+        first, second = root / "a/1.jpg", root / "a/2.jpg"
+        first.unlink()
+        second.unlink()
+        with socket.socket(socket.AF_UNIX) as one, socket.socket(socket.AF_UNIX) as two:
+            one.bind(str(first))  # opening a socket fails with ENXIO, which is not one of the lasting faults
+            two.bind(str(second))
+
+            def heal() -> None:
+                (root / "new").write_bytes(b"back")
+                (root / "new").replace(first)
+
+            timer = threading.Timer(0.08, heal)
+            timer.start()
+            results = read_all(source)
+            timer.join()
+        assert results == [b"back", "no such device or address; tried 4 times", b"a/3.jpg"]
+
+
+def test_an_exception_of_the_allocator_leaves_no_file_open(tmp_path: Path) -> None:
+    source = open_source(SourceSpec(folder=str(plant(tmp_path, "a/1.jpg", "a/2.jpg"))))
+
+    def refuse(size: int) -> NDArray[np.uint8]:
+        raise MemoryError(size)
+
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(MemoryError):
+        source.read([0, 1], refuse)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_many_threads_with_few_descriptors(tmp_path: Path) -> None:
+    """Running out of descriptors slows reading down and spoils nothing."""
+    plant(tmp_path, *(f"a/{i:03}.jpg" for i in range(64)))
+    script = f"""
+import resource, numpy as np
+from concurrent.futures import ThreadPoolExecutor
+from gpuflow.sources import SourceSpec, open_source
+source = open_source(SourceSpec(folder={str(tmp_path)!r}))
+def read(turn):
+    return source.read(range(64), lambda size: np.empty(size, np.uint8)).errors
+with ThreadPoolExecutor(8) as threads:
+    list(threads.map(read, range(8)))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))
+    assert all(error is None for errors in threads.map(read, range(200)) for error in errors)
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=Path(__file__).parents[2])

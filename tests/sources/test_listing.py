@@ -1,0 +1,299 @@
+"""ListingSource: CSV and JSON lines, labels as numbers or names, and errors that name the line."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gpuflow.errors import SourceError
+from gpuflow.sources import Source, SourceSpec, open_source
+from tests.sources.conftest import ReadAll
+
+
+@pytest.fixture(autouse=True)
+def in_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.jpg", "b.jpg", "c, d.jpg", "sub/e.jpg"):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(name.encode())
+    return tmp_path
+
+
+def listing(text: str | bytes, *, name: str = "list.csv", **fields: object) -> Source:
+    Path(name).write_bytes(text.encode() if isinstance(text, str) else text)
+    return open_source(SourceSpec(listing=name, **fields))  # type: ignore[arg-type]
+
+
+def fails(message: str, text: str | bytes, *, name: str = "list.csv", **fields: object) -> None:
+    with pytest.raises(SourceError) as caught:
+        listing(text, name=name, **fields)
+    assert str(caught.value) == message
+
+
+def contents(source: Source) -> tuple[list[str], list[int], tuple[str, ...]]:
+    return [source.path(i) for i in range(len(source))], source.labels.tolist(), source.classes
+
+
+# What is read.
+
+
+def test_csv_without_a_header(read_all: ReadAll) -> None:
+    source = listing('a.jpg,2\nb.jpg,0\n"c, d.jpg",1\n')
+    assert contents(source) == (["a.jpg", "b.jpg", "c, d.jpg"], [2, 0, 1], ("0", "1", "2"))
+    assert source.labels.dtype == np.int64
+    assert source.shard_sizes is None
+    assert read_all(source, [2, 0]) == [b"c, d.jpg", b"a.jpg"]
+    source.close()
+
+
+def test_csv_with_a_header_and_other_columns(read_all: ReadAll) -> None:
+    source = listing("id,label,Path\r\n\r\n7,dog,a.jpg\r\n8,cat,sub/e.jpg\r\n")
+    assert contents(source) == (["a.jpg", "sub/e.jpg"], [1, 0], ("cat", "dog"))
+    assert read_all(source) == [b"a.jpg", b"sub/e.jpg"]
+
+
+def test_one_row_with_and_without_a_line_end() -> None:
+    assert contents(listing("a.jpg,0")) == (["a.jpg"], [0], ("0",))
+    assert contents(listing("path,label\na.jpg,0")) == (["a.jpg"], [0], ("0",))
+
+
+def test_a_byte_order_mark_is_no_part_of_the_header() -> None:
+    assert contents(listing(b"\xef\xbb\xbfpath,label\na.jpg,0\n"))[0] == ["a.jpg"]
+
+
+def test_blanks_around_labels_do_not_count() -> None:
+    assert contents(listing("a.jpg, 1\nb.jpg, 0\n"))[1:] == ([1, 0], ("0", "1"))
+    assert contents(listing("a.jpg, dog\nb.jpg,dog\n"))[1:] == ([0, 0], ("dog",))
+
+
+@pytest.mark.parametrize("name", ["list.jsonl", "list.json", "list.ndjson", "LIST.JSONL"])
+def test_json_lines(name: str, read_all: ReadAll) -> None:
+    text = '{"path": "a.jpg", "label": 1}\n\n{"label": 0, "path": "c, d.jpg", "width": 3}\n'
+    source = listing(text, name=name)
+    assert contents(source) == (["a.jpg", "c, d.jpg"], [1, 0], ("0", "1"))
+    assert read_all(source) == [b"a.jpg", b"c, d.jpg"]
+    assert contents(listing('{"path": "a.jpg", "label": "dog"}', name=name))[2] == ("dog",)
+
+
+def test_given_classes() -> None:
+    assert contents(listing("a.jpg,1\n", classes=3))[1:] == ([1], ("0", "1", "2"))
+    assert contents(listing("a.jpg,1\n", classes=("dog", "cat")))[1:] == ([1], ("dog", "cat"))
+    assert contents(listing("a.jpg,cat\n", classes=("dog", "cat")))[1:] == ([1], ("dog", "cat"))
+    assert contents(listing("a.jpg,10\n", classes=("20", "10")))[1:] == ([1], ("20", "10"))
+
+
+def test_relative_paths_start_from_the_listing_or_the_root(in_directory: Path, read_all: ReadAll) -> None:
+    (in_directory / "lists").mkdir()
+    assert listing("a.jpg,0\n", name="lists/list.csv").path(0) == "lists/a.jpg"
+    below = listing("e.jpg,0\n", name="lists/list.csv", root="sub/")
+    assert below.path(0) == "sub/e.jpg"
+    assert read_all(below) == [b"sub/e.jpg"]
+
+
+def test_absolute_and_relative_paths_together(in_directory: Path, read_all: ReadAll) -> None:
+    source = listing(f"sub/e.jpg,0\n{in_directory}/a.jpg,1\nb.jpg,1\n", root="../" + in_directory.name)
+    assert source.path(1) == f"{in_directory}/a.jpg"
+    assert read_all(source) == [b"sub/e.jpg", b"a.jpg", b"b.jpg"]
+
+
+def test_many_chunks_keep_their_order() -> None:
+    rows = [(f"x/{i}.jpg", i * 7 % 1000) for i in range(50_000)]
+    expected = ([path for path, _ in rows], [label for _, label in rows])
+    assert contents(listing("".join(f"{path},{label}\n" for path, label in rows)))[:2] == expected
+    text = "".join(f'{{"path": "{path}", "label": {label}}}\n' for path, label in rows)
+    assert contents(listing(text, name="list.jsonl"))[:2] == expected
+
+
+def test_what_is_listed_and_missing_is_an_error_of_its_own_sample(read_all: ReadAll) -> None:
+    assert read_all(listing("a.jpg,0\nnone.jpg,0\nb.jpg,1\n")) == [b"a.jpg", "no such file", b"b.jpg"]
+
+
+# What is refused.
+
+
+def test_labels_out_of_range() -> None:
+    rows = "path,label\n" + "a.jpg,3\n" * 15
+    fails(
+        "list.csv:17: label must be in 0..9, got 12; raise source.classes or correct it",
+        rows + "b.jpg,12\na.jpg,12\n",
+        classes=10,
+    )
+    fails("list.csv:17: label must be >= 0, got -1; number the classes from 0", rows + "b.jpg,-1\n")
+    fails(
+        "list.csv:1: label must be below 1000000 unless source.classes is given, got 1000000; "
+        "number the classes from 0 without gaps",
+        "a.jpg,1000000\n",
+    )
+    fails(
+        "list.csv:2: label must be in 0..1, got 2; raise source.classes or correct it",
+        "a.jpg,0\nb.jpg,2\n",
+        classes=("dog", "cat"),
+    )
+
+
+def test_names_and_numbers_mixed() -> None:
+    fails(
+        "list.csv:2: label must be an integer like the first one, got 'dog'; "
+        "write every label as a number, or every label as a name",
+        "a.jpg,0\nb.jpg,dog\n",
+    )
+
+
+def test_unknown_class_names() -> None:
+    names = ("dog", "cat")
+    rule = "list.csv:2: label must be one of source.classes, got"
+    fails(f"{rule} 'catt'; did you mean 'cat'?", "a.jpg,cat\nb.jpg,catt\n", classes=names)
+    fails(f"{rule} 'x'; known: cat, dog", "a.jpg,cat\nb.jpg,x\n", classes=names)
+    many = tuple(f"class{i}" for i in range(1000))
+    fails(f"{rule} 'clas77'; did you mean 'class77'?", "a.jpg,class1\nb.jpg,clas77\n", classes=many)
+    fails(f"{rule} 'x'", "a.jpg,class1\nb.jpg,x\n", classes=many)
+
+
+def test_number_of_class_names() -> None:
+    fails(
+        "list.csv: labels must be 3 class names (source.classes), found 2; "
+        "give source.classes the names instead, or correct the labels",
+        "a.jpg,cat\nb.jpg,dog\n",
+        classes=3,
+    )
+
+
+def test_empty_fields() -> None:
+    fails("list.csv:2: path must not be empty; name a file or remove the row", "a.jpg,0\n,0\n")
+    fails("list.csv:2: label must not be empty; give a class name or a number", "a.jpg,cat\nb.jpg,\n")
+    fails("list.csv:2: path must not hold a NUL, got 'b\\x00.jpg'; correct it", "a.jpg,0\nb\0.jpg,0\n")
+
+
+def test_headers() -> None:
+    rule = "header must name the columns path and label, got"
+    fails(f"list.csv:1: {rule} path, lable; rename the columns that are meant", "path,lable\na.jpg,0\n")
+    fails(f"list.csv:2: {rule} filename, class; rename the columns that are meant", "\nfilename,class\na.jpg,0\n")
+
+
+def test_number_of_fields() -> None:
+    rule = "row must be path,label, got"
+    fails(f"list.csv:1: {rule} 1 field; quote a path that has a comma", "a.jpg\n")
+    fails(f"list.csv:2: {rule} 3 fields; quote a path that has a comma", "a.jpg,0\nc, d.jpg,0\n")
+    fails(
+        "list.csv:3: row must have the header's 2 fields, got 3 fields; quote a path that has a comma",
+        "path,label\na.jpg,0\nc, d.jpg,0\n",
+    )
+
+
+def test_lines_are_counted_through_quoted_line_ends() -> None:
+    fails(
+        "list.csv:5: label must be >= 0, got -1; number the classes from 0",
+        'path,note,label\na.jpg,"one\n\ntwo",0\nb.jpg,,-1\n',
+    )
+
+
+def test_quotes() -> None:
+    fails(
+        "list.csv:2: row must be valid CSV, got: unexpected end of data; check its quotes",
+        'a.jpg,0\n"b.jpg,0\nc.jpg,0\n',
+    )
+
+
+def test_encoding() -> None:
+    fails("list.csv:2: text must be UTF-8, got byte 0xe9; convert the file", b"a.jpg,0\n\xe9.jpg,0\n")
+    fails(
+        "list.jsonl:2: text must be UTF-8, got byte 0xe9; convert the file",
+        b'{"path": "a", "label": 0}\n{"path": "\xe9", "label": 0}\n',
+        name="list.jsonl",
+    )
+
+
+@pytest.mark.parametrize("text", ["", "\n\n", "path,label\n"])
+def test_empty_csv(text: str) -> None:
+    fails("list.csv: must list at least one sample, got none; add rows of path and label", text)
+
+
+def test_empty_json_lines() -> None:
+    fails("list.jsonl: must list at least one sample, got none; add rows of path and label", "\n", name="list.jsonl")
+
+
+GOOD = '{"path": "a.jpg", "label": 0}\n'
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (
+            '{"path": "a.jpg" "label": 0}',
+            "line must be a JSON object, got invalid JSON (Expecting ',' delimiter at column 18); "
+            "write one object a line",
+        ),
+        ("[1]", "line must be a JSON object, got list; write one object a line"),
+        ('{"path": "a.jpg"}', "object must have the keys path and label, got path; add 'label'"),
+        ("{}", "object must have the keys path and label, got none; add 'path'"),
+        ('{"path": "a.jpg", "label": true}', "label must be an integer or a class name, got true; correct it"),
+        ('{"path": "a.jpg", "label": 1.5}', "label must be an integer or a class name, got 1.5; correct it"),
+        ('{"path": "a.jpg", "label": [1]}', "label must be an integer or a class name, got [1]; correct it"),
+        ('{"path": 3, "label": 1}', "path must be a string, got 3; correct it"),
+        ('{"path": "", "label": 1}', "path must not be empty; name a file or remove the row"),
+        ('{"path": "\\ud800", "label": 1}', "path must be valid Unicode, got '\\ud800'; correct it"),
+        ('{"path": "a", "label": 1}, {}', None),
+        ('{"path": "a"', None),
+    ],
+)
+def test_malformed_json_lines(line: str, message: str | None) -> None:
+    with pytest.raises(SourceError) as caught:
+        listing(GOOD * 2 + line + "\n" + GOOD, name="list.jsonl")
+    assert str(caught.value).startswith("list.jsonl:3: ")
+    assert message is None or str(caught.value) == f"list.jsonl:3: {message}"
+
+
+def test_files(in_directory: Path) -> None:
+    def refused(name: str) -> str:
+        with pytest.raises(SourceError) as caught:
+            open_source(SourceSpec(listing=name))
+        return str(caught.value)
+
+    listing("a.jpg,0\n")
+    assert refused("lst.csv") == (
+        "source.listing must be a file, got 'lst.csv', which does not exist; did you mean 'list.csv'?"
+    )
+    assert refused("list.txt") == (
+        "source.listing must end in .csv, .jsonl, .ndjson, .json, got 'list.txt'; rename the file"
+    )
+    (in_directory / "dir.csv").mkdir()
+    assert refused("dir.csv") == "dir.csv: is a directory; check that it can be read"
+
+
+def test_a_listing_of_two_file_systems() -> None:
+    fails(
+        "list.csv:2: path must be on the first row's file system (local), got 'memory://b.jpg'; "
+        "copy the files to one place, or make a listing for each",
+        "a.jpg,0\nmemory://b.jpg,0\n",
+    )
+
+
+# How fast.
+
+
+@pytest.mark.parametrize("name", ["big.csv", "big.jsonl"])
+def test_a_million_rows(name: str, in_directory: Path) -> None:
+    with open(name, "w") as file:
+        for i in range(1_000_000):
+            path, label = f"train/n{i % 1000:08d}/n{i % 1000:08d}_{i}.JPEG", i % 1000
+            file.write(f"{path},{label}\n" if name == "big.csv" else f'{{"path": "{path}", "label": {label}}}\n')
+    script = rf"""
+import re, time
+from gpuflow.sources import SourceSpec, open_source
+def memory_mb(name):
+    return int(re.search(name + r":\s+(\d+) kB", open("/proc/self/status").read())[1]) / 1e3
+before = memory_mb("VmRSS")
+start = time.perf_counter()
+source = open_source(SourceSpec(listing={str(in_directory / name)!r}))
+seconds = time.perf_counter() - start
+peak_mb = memory_mb("VmHWM") - before
+assert len(source) == 1_000_000 and source.path(999_999).endswith("n00000999_999999.JPEG")
+assert seconds < 3, seconds
+assert peak_mb < 250, peak_mb
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=Path(__file__).parents[2])

@@ -1,0 +1,376 @@
+"""TarSource: WebDataset's samples, the cached index, and shards that are damaged or change."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import tarfile
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gpuflow.errors import SourceError
+from gpuflow.order import ShardedOrder
+from gpuflow.sources import Source, SourceSpec, open_source
+from gpuflow.sources.tar import expand_braces
+from tests.sources.conftest import ReadAll
+
+MakeTar = Callable[..., bytes]
+Members = Sequence[tuple[str, bytes]]
+
+
+@pytest.fixture(autouse=True)
+def in_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def shard(make_tar: MakeTar) -> Callable[..., Source]:
+    """A source of one shard, s.tar."""
+
+    def make(members: Members, form: int = tarfile.USTAR_FORMAT, **fields: object) -> Source:
+        Path("s.tar").write_bytes(make_tar(members, form))
+        return open_source(SourceSpec(tar="s.tar", **fields))  # type: ignore[arg-type]
+
+    return make
+
+
+def write_shards(make_tar: MakeTar, count: int = 4, per_shard: int = 5) -> None:
+    for number in range(count):
+        members = []
+        for i in range(per_shard):
+            members += [(f"{i:04}.jpg", f"{number}/{i}".encode() * 300), (f"{i:04}.cls", str(i).encode())]
+        Path(f"{number:02}.tar").write_bytes(make_tar(members))
+
+
+def refused(**fields: object) -> str:
+    with pytest.raises(SourceError) as caught:
+        open_source(SourceSpec(**fields))  # type: ignore[arg-type]
+    return str(caught.value)
+
+
+# Names of shards.
+
+
+@pytest.mark.parametrize(
+    ("pattern", "paths"),
+    [
+        ("a.tar", ["a.tar"]),
+        ("{08..11}.tar", ["08.tar", "09.tar", "10.tar", "11.tar"]),
+        ("{8..11}.tar", ["8.tar", "9.tar", "10.tar", "11.tar"]),
+        ("{000..002}.tar", ["000.tar", "001.tar", "002.tar"]),
+        ("{b,a}.tar", ["b.tar", "a.tar"]),
+        ("x{,-more}.tar", ["x.tar", "x-more.tar"]),
+        ("{a,b}/{0..1}.tar", ["a/0.tar", "a/1.tar", "b/0.tar", "b/1.tar"]),
+        ("s3://bucket/{3..3}.tar", ["s3://bucket/3.tar"]),
+    ],
+)
+def test_braces(pattern: str, paths: list[str]) -> None:
+    assert expand_braces(pattern) == paths
+
+
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [
+        ("{0..1.tar", "source.tar must have matching braces without nesting, got '{0..1.tar'; correct it"),
+        ("{a,{b,c}}.tar", "source.tar must have matching braces without nesting, got '{a,{b,c}}.tar'; correct it"),
+        ("{01}.tar", "source.tar must have {first..last} or {a,b} in braces, got {01} in '{01}.tar'; correct it"),
+        ("{9..1}.tar", "source.tar must count upwards, got {9..1} in '{9..1}.tar'; swap the ends"),
+    ],
+)
+def test_wrong_braces(pattern: str, message: str) -> None:
+    assert refused(tar=pattern) == message
+
+
+# What is read.
+
+
+def test_keys_labels_and_order(shard: Callable[..., Source], read_all: ReadAll) -> None:
+    source = shard(
+        [
+            *(("b/2.cls", b"1\n"), ("b/2.jpg", b"two"), ("b/2.txt", b"a caption"), ("b/2.seg.png", b"a mask")),
+            *(("a.x/1.JPEG", b"one"), ("a.x/1.json", b'{"label": 0, "w": 3}'), ("._1.jpg", b"a resource fork")),
+            *(("3.webp", b"three"), ("3.json", b'{"cls": "2"}'), ("readme", b"text"), ("note.json", b"[1]")),
+            *(("4.png", b"four"), ("4.cls", b"1"), ("4.json", b"not looked at"), ("5.bmp", b""), ("5.cls", b"0")),
+        ]
+    )
+    assert [source.path(i) for i in range(len(source))] == [
+        f"s.tar/{name}" for name in ("b/2.jpg", "a.x/1.JPEG", "3.webp", "4.png", "5.bmp")
+    ]
+    assert source.labels.tolist() == [1, 0, 2, 1, 0]
+    assert source.labels.dtype == np.int64
+    assert source.classes == ("0", "1", "2")
+    assert source.shard_sizes == (5,)
+    assert read_all(source) == [b"two", b"one", b"three", b"four", "empty file"]
+    assert read_all(source, [3, 0, 0]) == [b"four", b"two", b"two"]
+    source.close()
+
+
+def test_class_names(shard: Callable[..., Source]) -> None:
+    members = [("1.jpg", b"x"), ("1.cls", b"dog"), ("2.jpg", b"x"), ("2.json", b'{"cls": "cat"}')]
+    assert shard(members).labels.tolist() == [1, 0]
+    given = shard(members, classes=("dog", "cat", "owl"))
+    assert (given.labels.tolist(), given.classes) == ([0, 1], ("dog", "cat", "owl"))
+
+
+LONG = "directory/" * 30 + "é" * 60
+
+
+@pytest.mark.parametrize("form", [tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+def test_long_names(form: int, shard: Callable[..., Source], read_all: ReadAll) -> None:
+    members = [("0.jpg", b"zero"), ("0.cls", b"0"), (f"{LONG}.jpg", b"one"), (f"{LONG}.cls", b"1"), ("2.jpg", b"two")]
+    source = shard([*members, ("2.cls", b"2")], form)
+    assert [source.path(i) for i in range(3)] == ["s.tar/0.jpg", f"s.tar/{LONG}.jpg", "s.tar/2.jpg"]
+    assert read_all(source) == [b"zero", b"one", b"two"]
+
+
+def test_members_that_are_no_files(read_all: ReadAll) -> None:
+    with tarfile.open("s.tar", "w", format=tarfile.PAX_FORMAT, pax_headers={"comment": "for all"}) as archive:
+        for name, kind in (("dir.jpg", tarfile.DIRTYPE), ("link.jpg", tarfile.SYMTYPE), ("pipe.jpg", tarfile.FIFOTYPE)):
+            header = tarfile.TarInfo(name)
+            header.type, header.linkname = kind, "dir.jpg/" + "x" * 200
+            archive.addfile(header)
+        for name, data in (("1.jpg", b"one"), ("1.cls", b"0")):
+            header = tarfile.TarInfo(name)
+            header.size, header.pax_headers = len(data), {"mtime": "1.5"}
+            archive.addfile(header, io.BytesIO(data))
+    source = open_source(SourceSpec(tar="s.tar"))
+    assert read_all(source) == [b"one"]
+    assert source.path(0) == "s.tar/1.jpg"
+
+
+def test_a_shard_without_end_blocks(make_tar: MakeTar, read_all: ReadAll) -> None:
+    Path("s.tar").write_bytes(make_tar([("1.jpg", b"one"), ("1.cls", b"0")])[: 4 * 512])
+    assert read_all(open_source(SourceSpec(tar="s.tar"))) == [b"one"]
+
+
+def test_several_shards(make_tar: MakeTar, read_all: ReadAll) -> None:
+    write_shards(make_tar)
+    Path("02.tar").write_bytes(make_tar([]))
+    source = open_source(SourceSpec(tar="{00..03}.tar"))
+    assert source.shard_sizes == (5, 5, 0, 5)
+    assert [source.path(i) for i in (0, 5, 10, 14)] == [
+        *("00.tar/0000.jpg", "01.tar/0000.jpg", "03.tar/0000.jpg", "03.tar/0004.jpg")
+    ]
+    assert read_all(source, [14, 0, 5]) == [b"3/4" * 300, b"0/0" * 300, b"1/0" * 300]
+    order = ShardedOrder(shard_sizes=source.shard_sizes, window=4)
+    assert sorted(order.indices(0, np.arange(15)).tolist()) == list(range(15))
+
+
+def test_open_files_are_bounded_shared_and_closed(make_tar: MakeTar, read_all: ReadAll) -> None:
+    write_shards(make_tar, count=80, per_shard=2)
+    source = open_source(SourceSpec(tar="{00..79}.tar"))
+    before = len(os.listdir("/proc/self/fd"))
+    rng = np.random.default_rng(0)
+
+    def read(turn: int) -> bool:
+        wanted = rng.permutation(160)[:40].tolist()
+        expected = [f"{i // 2}/{i % 2}".encode() * 300 for i in wanted]
+        return read_all(source, wanted) == expected
+
+    with ThreadPoolExecutor(8) as threads:
+        assert all(threads.map(read, range(100)))
+    assert len(os.listdir("/proc/self/fd")) - before <= 32
+    source.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+# The cache.
+
+
+def test_the_index_is_cached(make_tar: MakeTar, cache_home: Path, read_all: ReadAll) -> None:
+    write_shards(make_tar)
+    first = open_source(SourceSpec(tar="{00..03}.tar"))
+    [cache] = (cache_home / "gpuflow").iterdir()
+    assert cache.suffix == ".npz"
+    written = cache.stat().st_mtime_ns
+    again = open_source(SourceSpec(tar="{00..03}.tar", classes=10))
+    assert cache.stat().st_mtime_ns == written
+    assert len(again.classes) == 10
+    assert [again.path(i) for i in range(20)] == [first.path(i) for i in range(20)]
+    assert again.labels.tolist() == first.labels.tolist()
+    assert again.shard_sizes == first.shard_sizes
+    assert read_all(again) == read_all(first)
+
+
+def test_another_size_or_time_is_indexed_anew(make_tar: MakeTar, cache_home: Path) -> None:
+    write_shards(make_tar)
+    open_source(SourceSpec(tar="00.tar"))
+    Path("00.tar").write_bytes(make_tar([("x.jpg", b"x"), ("x.cls", b"0")]))
+    assert len(open_source(SourceSpec(tar="00.tar"))) == 1
+    os.utime("00.tar", ns=(1, 1))
+    open_source(SourceSpec(tar="00.tar"))
+    assert len(list((cache_home / "gpuflow").iterdir())) == 3
+
+
+@pytest.mark.parametrize("damage", [b"", b"garbage", b"\x80\x04N.", None])
+def test_a_damaged_cache_is_made_again(
+    damage: bytes | None, make_tar: MakeTar, cache_home: Path, read_all: ReadAll
+) -> None:
+    write_shards(make_tar)
+    expected = read_all(open_source(SourceSpec(tar="{00..03}.tar")))
+    [cache] = (cache_home / "gpuflow").iterdir()
+    whole = cache.read_bytes()
+    cache.write_bytes(whole[: len(whole) // 2] if damage is None else damage)
+    assert read_all(open_source(SourceSpec(tar="{00..03}.tar"))) == expected
+    assert cache.read_bytes() == whole
+
+
+def test_a_cache_of_other_arrays_is_made_again(make_tar: MakeTar, cache_home: Path) -> None:
+    write_shards(make_tar)
+    open_source(SourceSpec(tar="00.tar"))
+    [cache] = (cache_home / "gpuflow").iterdir()
+    with cache.open("wb") as file:
+        np.savez(file, images=np.array([{"an": "object"}], dtype=object))
+    assert len(open_source(SourceSpec(tar="00.tar"))) == 5
+
+
+def test_without_a_place_for_the_cache(make_tar: MakeTar, cache_home: Path) -> None:
+    write_shards(make_tar)
+    (cache_home / "gpuflow").write_bytes(b"in the way")
+    assert len(open_source(SourceSpec(tar="00.tar"))) == 5
+
+
+# Shards that change.
+
+
+def test_a_shard_cut_short_while_open(make_tar: MakeTar, read_all: ReadAll) -> None:
+    write_shards(make_tar)
+    source = open_source(SourceSpec(tar="{00..01}.tar"))
+    expected = read_all(source)
+    os.truncate("00.tar", 2 * 2048 + 512 + 300)
+    rule = "it shrank since it was indexed"
+    results = read_all(source)
+    assert results[:2] == expected[:2]
+    assert results[2] == f"its shard ends after 0 of 900 bytes; {rule}"
+    assert results[3:5] == [f"its shard ends after 0 of 900 bytes; {rule}"] * 2
+    assert results[5:] == expected[5:]
+
+
+def test_a_shard_that_changes_before_it_is_opened(make_tar: MakeTar, read_all: ReadAll) -> None:
+    write_shards(make_tar)
+    source = open_source(SourceSpec(tar="{00..02}.tar"))
+    size = os.path.getsize("00.tar")
+    os.truncate("00.tar", 5000)
+    os.unlink("01.tar")
+    results = read_all(source)
+    assert results[:5] == [f"its shard changed since it was indexed ({size} bytes then, 5000 now)"] * 5
+    assert results[5:10] == ["no such file"] * 5
+    assert results[10:] == [f"2/{i}".encode() * 300 for i in range(5)]
+
+
+# What is refused.
+
+
+def test_missing_shards(make_tar: MakeTar, in_directory: Path) -> None:
+    write_shards(make_tar)
+    assert refused(tar="0O.tar") == "0O.tar: no such file; did you mean '03.tar'?"
+    assert refused(tar="{00..06}.tar").startswith("04.tar: no such file (3 of 7 shards cannot be read); did you mean")
+    (in_directory / "dir.tar").mkdir()
+    assert refused(tar="dir.tar") == "dir.tar: is a directory; check source.tar"
+
+
+def test_files_that_are_no_tar(make_tar: MakeTar) -> None:
+    Path("s.tar").write_bytes(b"\x1f\x8b\x08 compressed" + bytes(600))
+    assert refused(tar="s.tar") == (
+        "s.tar: must be an uncompressed tar, got a file that starts with b'\\x1f\\x8b\\x08 comp'; unpack or replace it"
+    )
+    Path("s.tar").write_bytes(b"")
+    assert refused(tar="s.tar") == "s.tar: must be an uncompressed tar, got an empty file; replace it"
+    Path("s.tar").write_bytes(make_tar([]))
+    assert refused(tar="s.tar") == (
+        "s.tar: must hold at least one image (jpg, jpeg, png, webp, bmp), got none; check what is in it"
+    )
+
+
+def test_damaged_tars(make_tar: MakeTar) -> None:
+    whole = make_tar([("1.jpg", b"x" * 1000), ("1.cls", b"0")])
+    Path("s.tar").write_bytes(whole[:1000])
+    assert refused(tar="s.tar") == (
+        "s.tar: must be complete, but its last member ends at byte 1512 of 1000; copy it again"
+    )
+    Path("s.tar").write_bytes(whole[:1700])
+    assert refused(tar="s.tar") == (
+        "s.tar: must be complete, but its last member ends at byte 2048 of 1700; copy it again"
+    )
+    Path("s.tar").write_bytes(whole[:1600] + b"!" + whole[1601:])
+    assert refused(tar="s.tar") == (
+        "s.tar: member header at byte 1536 must be valid, got: bad checksum; the shard is damaged, make it again"
+    )
+
+
+def test_damaged_extended_header(make_tar: MakeTar) -> None:
+    whole = make_tar([(f"{LONG}.jpg", b"x"), (f"{LONG}.cls", b"0")], tarfile.PAX_FORMAT)
+    Path("s.tar").write_bytes(whole[:512] + b"x" + whole[513:])
+    assert refused(tar="s.tar") == "s.tar: extended header at byte 512 must be valid; the shard is damaged"
+
+
+@pytest.mark.parametrize(
+    ("members", "message"),
+    [
+        (
+            [("1.jpg", b"x"), ("1.cls", b"0"), ("d/2.jpg", b"x"), ("d/2.json", b'{"text": ""}')],
+            's.tar/d/2.jpg: image must have a label, got none; add d/2.cls, or d/2.json with the key "label" or "cls"',
+        ),
+        (
+            [("1.cls", b"0"), ("2.jpg", b"x"), ("2.cls", b"0")],
+            "s.tar/1.cls: label must have an image (jpg, jpeg, png, webp, bmp), got none; add or remove it",
+        ),
+        (
+            [("1.json", b'{"label": 3}'), ("2.jpg", b"x"), ("2.cls", b"0")],
+            "s.tar/1.json: label must have an image (jpg, jpeg, png, webp, bmp), got none; add or remove it",
+        ),
+        (
+            [("1.jpg", b"x"), ("1.cls", b"0"), ("1.png", b"x")],
+            "s.tar/1.png: key must be unique in its shard, but 1.jpg has the same; rename or remove one",
+        ),
+        (
+            [("1.jpg", b"x"), ("1.cls", b"0"), ("1.cls", b"1")],
+            "s.tar/1.cls: key must be unique in its shard, but 1.cls has the same; rename or remove one",
+        ),
+        ([("1.jpg", b"x"), ("1.cls", b" ")], "s.tar/1.cls: label must not be empty; give a class name or a number"),
+        ([("1.jpg", b"x"), ("1.cls", b"\xff")], "s.tar/1.cls: label must be UTF-8 text, got b'\\xff'; correct it"),
+        (
+            [("1.jpg", b"x"), ("1.json", b"{")],
+            "s.tar/1.json: must be valid JSON, got an error: "
+            "Expecting property name enclosed in double quotes: line 1 column 2 (char 1); correct it",
+        ),
+        (
+            [("1.jpg", b"x"), ("1.json", b'{"label": true}')],
+            "s.tar/1.json: label must be an integer or a class name, got true; correct it",
+        ),
+    ],
+)
+def test_located_errors(members: Members, message: str, make_tar: MakeTar) -> None:
+    Path("s.tar").write_bytes(make_tar(members))
+    assert refused(tar="s.tar") == message
+
+
+def test_labels_out_of_range_and_unknown(make_tar: MakeTar) -> None:
+    write_shards(make_tar)
+    assert refused(tar="{00..03}.tar", classes=3) == (
+        "00.tar/0003.jpg: label must be in 0..2, got 3; raise source.classes or correct it"
+    )
+    Path("s.tar").write_bytes(make_tar([("1.jpg", b"x"), ("1.cls", b"dgo")]))
+    assert refused(tar="s.tar", classes=("dog", "cat")) == (
+        "s.tar/1.jpg: label must be one of source.classes, got 'dgo'; did you mean 'dog'?"
+    )
+
+
+def test_sparse_members() -> None:
+    header = tarfile.TarInfo("1.jpg")
+    header.type = tarfile.GNUTYPE_SPARSE
+    Path("s.tar").write_bytes(header.tobuf(tarfile.GNU_FORMAT) + bytes(1024))
+    assert refused(tar="s.tar") == "s.tar/1.jpg: member must not be sparse; make the shard without --sparse"
+
+
+def test_labels_of_json_survive_the_cache(make_tar: MakeTar) -> None:
+    members = [("1.jpg", b"x"), ("1.json", json.dumps({"label": "chat à poil"}).encode())]
+    Path("s.tar").write_bytes(make_tar(members))
+    for _ in range(2):
+        assert open_source(SourceSpec(tar="s.tar")).classes == ("chat à poil",)
