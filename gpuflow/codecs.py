@@ -10,14 +10,14 @@ import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import cv2
 import numpy as np
 from numpy.typing import NDArray
 
 from gpuflow.errors import BadSampleError
-from gpuflow.turbojpeg import TurboJpeg, find_library
+from gpuflow.turbojpeg import Library, TurboJpeg, find_library
 
 __all__ = ["CpuDecoder", "Header", "decoder_description", "probe"]
 
@@ -25,6 +25,8 @@ _REGION_WORTH = 0.9
 """Decode only a region where it is at most this part of the image."""
 _SWAPPED = 5
 """From this EXIF orientation on, the image is turned by a quarter."""
+_BMP_CORE = 12
+"""Size in bytes of OS/2's BMP header, whose sides are of 16 bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,12 +127,12 @@ def _read_png(view: memoryview, orientation: bool) -> Header:
     width, height, bits, kind = struct.unpack_from(">IIBB", view, 16)
     if bits == 16:
         _bad("16 bits per channel; gpuflow decodes images of 8 bits, so convert this one")
-    if bytes(view[-8:-4]) != b"IEND" and b"IEND" not in bytes(view[-4096:]):
-        _bad(f"truncated: no IEND chunk at the end of {len(view)} bytes")
-    turn, at = 1, 8
-    while orientation and at + 8 <= len(view):
-        length, name = struct.unpack_from(">I4s", view, at)
-        if name == b"eXIf":
+    turn, at, name = 1, 8, b""
+    while name != b"IEND":
+        length, name = struct.unpack_from(">I4s", view, at) if at + 8 <= len(view) else (0, b"")
+        if at + 12 + length > len(view):  # OpenCV would make room for a chunk of up to 2 GiB, and fill it
+            _bad(f"truncated: no IEND chunk at the end of {len(view)} bytes")
+        if name == b"eXIf" and orientation:
             turn = _tiff_orientation(view[at + 8 : at + 8 + length])
         at += 12 + length
     return Header("png", width, height, {0: 1, 2: 3, 3: 3, 4: 2, 6: 4}.get(kind, 3), orientation=turn)
@@ -164,7 +166,8 @@ def _read_webp(view: memoryview, orientation: bool) -> Header:
 
 def _read_bmp(view: memoryview, orientation: bool) -> Header:
     (size,) = struct.unpack_from("<I", view, 2)
-    width, height, _, bits = struct.unpack_from("<iiHH", view, 18)
+    (kind,) = struct.unpack_from("<I", view, 14)
+    width, height, _, bits = struct.unpack_from("<HHHH" if kind == _BMP_CORE else "<iiHH", view, 18)
     if size > len(view):
         _bad(f"truncated: the header promises {size} bytes, there are {len(view)}")
     return Header("bmp", abs(width), abs(height), 1 if bits <= 8 else 3)
@@ -179,7 +182,11 @@ _READERS: tuple[tuple[Callable[[bytes], bool], Callable[[memoryview, bool], Head
 
 
 def _tiff_orientation(block: memoryview) -> int:
-    """The orientation tag (0x0112) of a TIFF block as EXIF embeds it; 1 where it is absent or malformed."""
+    """The orientation tag (0x0112) of a TIFF block as EXIF embeds it; 1 where it is absent or malformed.
+
+    PNG and WebP embed the bare block, but some programs write JPEG's prefix there too.
+    """
+    block = block[6:] if bytes(block[:6]) == b"Exif\0\0" else block
     try:
         order = {b"II": "<", b"MM": ">"}[bytes(block[:2])]
         (start,) = struct.unpack_from(order + "I", block, 4)
@@ -208,12 +215,15 @@ _OPENCV_FLAGS = {"rgb": cv2.IMREAD_COLOR_RGB, "bgr": cv2.IMREAD_COLOR_BGR, "gray
 
 
 class CpuDecoder:
-    """Decodes with libjpeg-turbo 3 where there is one and OpenCV otherwise. Keeps its buffer; one a thread."""
+    """Decodes with libjpeg-turbo 3 where there is one and OpenCV otherwise. Keeps its buffer; one a thread.
 
-    def __init__(self, color: str) -> None:
+    library: `auto` looks for libjpeg-turbo, None leaves everything to OpenCV.
+    """
+
+    def __init__(self, color: str, *, library: Library | Literal["auto"] | None = "auto") -> None:
         self._color = color
         self._channels = 1 if color == "gray" else 3
-        library = find_library()
+        library = find_library() if library == "auto" else library
         self._turbo = TurboJpeg(library) if library else None
         self._buffer = np.empty(0, np.uint8)
 
@@ -247,6 +257,9 @@ class CpuDecoder:
             if decoded is None:
                 _bad(f"the {header.format.upper()} decoder gave up; the data is damaged")
             image = decoded.reshape(*decoded.shape[:2], self._channels)
+            if image.shape[:2] != (height, width):
+                sizes = f"{width}x{height} and {image.shape[1]}x{image.shape[0]}"
+                _bad(f"damaged header: two sizes, {sizes} pixels")
         if header.orientation != 1:
             image = _upright(image, header.orientation)
         return image, region[:2] if region else (0, 0)
@@ -266,4 +279,4 @@ def decoder_description() -> str:
     opencv = f"OpenCV {cv2.__version__}"
     if library is None:
         return f"{opencv} (whole images; pip install 'gpuflow[turbo]' to decode only the region that a crop needs)"
-    return f"libjpeg-turbo 3 ({library.path.rpartition('/')[2]}; JPEG, region of the crop), {opencv} (the rest)"
+    return f"libjpeg-turbo {library.version} (JPEG, only the region of a crop), {opencv} (the rest)"

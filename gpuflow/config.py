@@ -6,6 +6,7 @@ The only file that imports yaml or pydantic. YAML is loaded safely: it names sta
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 import types
 import typing
@@ -31,7 +32,7 @@ Positive = Annotated[int, Field(ge=1)]
 
 
 class _Model(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, protected_namespaces=(), allow_inf_nan=False)
 
 
 class BatchSpec(_Model):
@@ -159,17 +160,18 @@ Key = str | int
 class _Yaml(yaml.SafeLoader):  # type: ignore[misc]
     """Safe YAML in which 1e-3 is a number and a key that stands twice is an error."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: dict[Any, yaml.Mark] = {}
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            if key_node.tag != "tag:yaml.org,2002:merge" and key in seen:
+    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        seen: dict[tuple[str, str], yaml.Mark] = {}
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode) or key.tag == "tag:yaml.org,2002:merge":
+                continue
+            if (first := seen.setdefault((key.tag, key.value), key.start_mark)) is not key.start_mark:
                 raise yaml.MarkedYAMLError(
-                    problem=f"key {key!r} stands twice, first on line {seen[key].line + 1}; keep one",
-                    problem_mark=key_node.start_mark,
+                    problem=f"key {key.value!r} stands twice, first on line {first.line + 1}; keep one",
+                    problem_mark=key.start_mark,
                 )
-            seen[key] = key_node.start_mark
-        return super().construct_mapping(node, deep=deep)  # type: ignore[no-any-return]
+        return node
 
 
 _Yaml.add_implicit_resolver(
@@ -179,16 +181,17 @@ _Yaml.add_implicit_resolver(
 )
 
 
-def _lines(node: yaml.Node | None, at: tuple[Key, ...] = ()) -> Iterator[tuple[tuple[Key, ...], int]]:
+def _lines(loader: _Yaml, node: yaml.Node | None, at: tuple[Key, ...] = ()) -> Iterator[tuple[tuple[Key, ...], int]]:
     """(path, line) of every value in a YAML tree; a key's line for a value in a mapping."""
     if isinstance(node, yaml.MappingNode):
-        for key, value in node.value:
-            yield (*at, key.value), key.start_mark.line + 1
-            yield from _lines(value, (*at, key.value))
+        for key_node, value in node.value:
+            key = loader.construct_object(key_node, deep=True)
+            yield (*at, key), key_node.start_mark.line + 1
+            yield from _lines(loader, value, (*at, key))
     elif isinstance(node, yaml.SequenceNode):
         for i, value in enumerate(node.value):
             yield (*at, i), value.start_mark.line + 1
-            yield from _lines(value, (*at, i))
+            yield from _lines(loader, value, (*at, i))
 
 
 def _dotted(at: Sequence[Key]) -> str:
@@ -201,11 +204,13 @@ class _Reader:
     def __init__(self, path: str, stages: Mapping[str, type[Stage]]) -> None:
         self._path, self._stages = path, stages
         self._lines: dict[tuple[Key, ...], int] = {}
-        self._overridden: dict[tuple[Key, ...], str] = {}
-        self._problems: list[Problem] = []
+        self._data: dict[str, Any] = {}
+        self._overridden: list[tuple[Any, Key, str]] = []
+        """(container, key, override): YAML's aliases share containers, so an override may show in several places."""
+        self._problems: list[tuple[float, Problem]] = []
 
     def read(self, overrides: Sequence[str]) -> Config:
-        data = self._parse()
+        data = self._data = self._parse()
         for override in overrides:
             self._override(data, override)
         self._stop_if_faulty()
@@ -231,7 +236,7 @@ class _Reader:
         source = document.source
         return Config(
             path=self._path,
-            source=SourceSpec(**{**source.model_dump(), "split": tuple(source.split.items())}),
+            source=_source_spec(source),
             pipelines=document.pipelines,
             programs=programs,
             train=document.train,
@@ -242,20 +247,34 @@ class _Reader:
     # --- problems ---------------------------------------------------------------------------------------------------
 
     def _report(self, at: Sequence[Key], message: str) -> None:
-        self._problems.append(Problem(self._place(at), message))
-
-    def _place(self, at: Sequence[Key]) -> str:
-        """`configs/x.yaml:12: pipelines.train.stages[2].resize.height`, or the override that set it."""
+        """Note a problem at `x.yaml:12: pipelines.train.stages[2].resize.height`, or the override that set it."""
         at = tuple(at)
-        for end in range(len(at), 0, -1):
-            if at[:end] in self._overridden:
-                return f"override {self._overridden[at[:end]]!r}: {_dotted(at)}"
+        if override := self._override_at(at):
+            self._complain(f"override {override!r}: {_dotted(at)}", message)
+            return
         line = next((self._lines[at[:end]] for end in range(len(at), 0, -1) if at[:end] in self._lines), None)
-        return f"{self._path}:{line}: {_dotted(at)}" if line else f"{self._path}: {_dotted(at)}".rstrip(": ")
+        place = f"{self._path}:{line}: {_dotted(at)}" if line else f"{self._path}: {_dotted(at)}"
+        self._complain(place.rstrip(), message, line or 0)
+
+    def _complain(self, place: str, message: str, line: float = math.inf) -> None:
+        self._problems.append((line, Problem(place, message)))
+
+    def _override_at(self, at: Sequence[Key]) -> str | None:
+        """The override that set the value at a place, or one that it lies in."""
+        found = None
+        value: Any = self._data
+        for key in at:
+            found = next((text for held, k, text in reversed(self._overridden) if held is value and k == key), found)
+            inside = key in value if isinstance(value, dict) else isinstance(value, list) and isinstance(key, int)
+            if not inside:
+                break
+            value = value[key]
+        return found
 
     def _stop_if_faulty(self) -> None:
+        """Raise what was found: in the order of the file's lines, then what overrides did."""
         if self._problems:
-            raise ConfigError(self._problems)
+            raise ConfigError([problem for _, problem in sorted(self._problems, key=lambda found: found[0])])
 
     # --- text to data -----------------------------------------------------------------------------------------------
 
@@ -264,8 +283,8 @@ class _Reader:
             text = Path(self._path).read_text(encoding="utf-8")
             loader = _Yaml(text)
             node = loader.get_single_node()
-            self._lines = dict(_lines(node))
             data = loader.construct_document(node) if node is not None else None
+            self._lines = dict(_lines(loader, node))
         except FileNotFoundError:
             siblings = sorted(str(p) for p in Path(self._path).parent.glob("*.yaml"))
             hint = did_you_mean(self._path, siblings) if siblings else "; give the path of a YAML file"
@@ -275,7 +294,10 @@ class _Reader:
         except yaml.MarkedYAMLError as error:
             line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
             raise ConfigError([Problem(f"{self._path}{line}:", f"is not valid YAML: {error.problem}")]) from error
-        except yaml.YAMLError as error:
+        except RecursionError:
+            text = "is nested too deeply, or an alias stands inside what it names"
+            raise ConfigError([Problem(f"{self._path}:", text)]) from None
+        except (yaml.YAMLError, ValueError) as error:
             raise ConfigError([Problem(f"{self._path}:", f"is not valid YAML: {error}")]) from error
         if not isinstance(data, dict):
             raise ConfigError(
@@ -288,41 +310,29 @@ class _Reader:
         dotted, equals, text = override.partition("=")
         place = f"override {override!r}:"
         if not equals or not dotted.strip():
-            self._problems.append(Problem(place, "must be of the form key.key=value, such as run.threads=8"))
+            self._complain(place, "must be of the form key.key=value, such as run.threads=8")
             return
         try:
             value = yaml.load(text, _Yaml) if text else ""
-        except yaml.YAMLError as error:
-            self._problems.append(Problem(place, f"the value is not valid YAML: {error}"))
+        except (yaml.YAMLError, ValueError) as error:
+            self._complain(place, f"the value is not valid YAML: {getattr(error, 'problem', None) or error}")
             return
         at: list[Key] = []
+        holder: Any = None
         target: Any = data
-        *parents, last = dotted.strip().split(".")
-        for word in parents:
-            key = _enter(target, word)
-            if key is None:
-                known = (
-                    [next(iter(x)) for x in target if isinstance(x, dict)] if isinstance(target, list) else ["mappings"]
-                )
-                self._problems.append(
-                    Problem(place, f"{_dotted(at) or 'the file'} has no {word!r}{did_you_mean(word, known)}")
-                )
+        for word in dotted.strip().split("."):
+            if target is None:
+                target = holder[at[-1]] = {}
+                self._overridden.append((holder, at[-1], override))
+            keys = _enter(target, word)
+            if isinstance(keys, str):
+                self._complain(place, f"{_dotted(at)} {keys}")
                 return
-            at.append(key)
-            if isinstance(target, dict) and target.get(key) is None:
-                target[key] = {}
-            target = target[key]
-            if isinstance(target, dict) and isinstance(key, int) and list(target) == [word]:
-                at.append(word)
-                target[word] = target[word] if target[word] is not None else {}
-                target = target[word]
-        key = _enter(target, last)
-        if key is None:
-            self._problems.append(Problem(place, f"{_dotted(at)} has no {last!r} that could be set"))
-            return
-        at.append(key)
-        target[key] = value
-        self._overridden[tuple(at)] = override
+            for key in keys:
+                at.append(key)
+                holder, target = target, target.get(key) if isinstance(target, dict) else target[key]
+        holder[at[-1]] = value
+        self._overridden.append((holder, at[-1], override))
 
     # --- stages -----------------------------------------------------------------------------------------------------
 
@@ -335,7 +345,7 @@ class _Reader:
             return fold(pipeline, trace(pipeline, place="", serving=at[0] == "serve"))
         except ConfigError as error:
             (problem,) = error.problems
-            number = re.match(r"\S*\[(\d+)\]", problem.place)
+            number = re.search(r"\[(\d+)\]\.[^]]*$", problem.place)
             where = (*at, int(number[1]), pipeline.stages[int(number[1])].stage_name) if number else at
             self._report(where, problem.message)
         return None
@@ -359,10 +369,13 @@ class _Reader:
         fields = {field.name: field for field in dataclasses.fields(stage) if field.name != stage.open_field}
         before = len(self._problems)
         if stage.open_field is not None:
-            rest = sorted((key, parameters.pop(key)) for key in list(parameters) if key not in fields)
+            rest = {key: parameters.pop(key) for key in list(parameters) if key not in fields}
+            for key in rest:
+                if not isinstance(key, str):
+                    self._report(at, f"takes keys that are text, got {_show(key)}")
             parameters[stage.open_field] = _hashable(rest)
         for key in parameters:
-            if key not in fields and key != stage.open_field:
+            if key not in fields and (key is None or key != stage.open_field):
                 self._report((*at, key), f"is not a key of {name}{did_you_mean(key, fields)}")
         hints = typing.get_type_hints(stage)
         for key, field in fields.items():
@@ -385,7 +398,7 @@ class _Reader:
     # --- rules between keys -----------------------------------------------------------------------------------------
 
     def _check_values(self, document: _Document) -> None:
-        source = document.source
+        source, before = document.source, len(self._problems)
         kinds = [kind for kind in ("folder", "listing", "tar") if getattr(source, kind) is not None]
         if len(kinds) != 1:
             got = " and ".join(kinds) or "none of them"
@@ -395,8 +408,16 @@ class _Reader:
                 self._report(("source", "split", name), f"must be a fraction within (0, 1], got {part}")
         if (total := sum(source.split.values())) > 1 + 1e-9:
             self._report(("source", "split"), f"must add up to at most 1, got {total:g}")
+        if len(self._problems) == before:
+            try:
+                _source_spec(source)
+            except ValueError as error:
+                place, _, rule = str(error).partition(" must ")
+                self._report(place.split("."), f"must {rule}")
         if not document.pipelines:
             self._report(("pipelines",), "must name at least one pipeline, such as train, got none")
+        if "serve" in document.pipelines:
+            self._report(("pipelines", "serve"), "takes the name of the block serve; give this pipeline another one")
         for name, pipeline in document.pipelines.items():
             batch = pipeline.batch
             if (batch.size is None) == (batch.global_size is None):
@@ -405,19 +426,32 @@ class _Reader:
                 )
 
 
+def _source_spec(source: _SourceModel) -> SourceSpec:
+    return SourceSpec(**{**source.model_dump(), "split": tuple(source.split.items())})
+
+
 def _items(value: Any) -> list[tuple[Any, Any]]:
     return list(value.items()) if isinstance(value, dict) else []
 
 
-def _enter(target: Any, word: str) -> Key | None:
-    """The key of `target` that a word of a dotted path means, or None."""
+def _enter(target: Any, word: str) -> list[Key] | str:
+    """The keys that lead from `target` to what a word of a dotted path means, or what is wrong with it.
+
+    A stage that stands in a list as no more than its name is given a mapping to hold parameters.
+    """
     if isinstance(target, dict):
-        return word
+        return [word]
     if not isinstance(target, list):
-        return None
-    if word.isdigit():
-        return int(word) if int(word) < len(target) else None
-    return next((i for i, entry in enumerate(target) if isinstance(entry, dict) and word in entry), None)
+        return f"is {_show(target)}, neither a mapping nor a list, and has no {word!r}"
+    if word.isdecimal():
+        entries = f"its entries are 0 to {len(target) - 1}" if target else "it is empty"
+        return [int(word)] if int(word) < len(target) else f"has no entry {word}; {entries}"
+    if word in target:
+        target[target.index(word)] = {word: None}
+    names = [str(name) for entry in target for name in (entry if isinstance(entry, dict) else [entry])]
+    if word not in names:
+        return f"has no {word!r}" + (did_you_mean(word, names) if names else "; it is empty")
+    return [next(i for i, entry in enumerate(target) if isinstance(entry, dict) and word in entry), word]
 
 
 def _tuples(value: Any) -> Any:
@@ -429,21 +463,30 @@ def _tuples(value: Any) -> Any:
     return value
 
 
+def _lists(value: Any) -> Any:
+    """The opposite of `_tuples`."""
+    if isinstance(value, (tuple, list)):
+        return list(map(_lists, value))
+    if isinstance(value, dict):
+        return {key: _lists(item) for key, item in value.items()}
+    return value
+
+
 def _hashable(value: Any) -> Any:
     if isinstance(value, dict):
-        return tuple(sorted((key, _hashable(item)) for key, item in value.items()))
+        return tuple((key, _hashable(value[key])) for key in sorted(value, key=str))
     return tuple(map(_hashable, value)) if isinstance(value, (list, tuple)) else value
 
 
 # --- types in words ---------------------------------------------------------------------------------------------------
 
+_BOUNDS = {"greater_than_equal": ("ge", ">="), "greater_than": ("gt", ">"), "less_than_equal": ("le", "<=")}
 _WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "text", type(None): "null"}
 
 
 def _show(value: Any) -> str:
     """A value as a reader of YAML knows it, cut to length."""
-    if isinstance(value, tuple):
-        value = list(value)
+    value = _lists(value)
     text = {True: "true", False: "false", None: "null"}.get(value) if isinstance(value, (bool, type(None))) else None
     text = text or repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
@@ -460,6 +503,8 @@ def _expected(hint: Any) -> str:
         return " or ".join(_expected(part) for part in arguments if part is not type(None))
     if origin is tuple:
         if arguments[-1] is Ellipsis:
+            if arguments[0] is Any:
+                return "a list"
             return f"a list, each {_expected(arguments[0])}"
         return f"[{', '.join(map(_expected, arguments))}]"
     if origin is dict:
@@ -472,7 +517,7 @@ def _expected(hint: Any) -> str:
 def _fits(value: Any, hint: Any) -> bool:
     """Whether pydantic, strictly, takes the value for the type."""
     try:
-        pydantic.TypeAdapter(hint, config=ConfigDict(strict=True)).validate_python(value)
+        pydantic.TypeAdapter(hint, config=ConfigDict(strict=True, allow_inf_nan=False)).validate_python(value)
     except pydantic.ValidationError:
         return False
     return True
@@ -484,7 +529,8 @@ def _group(error: pydantic.ValidationError, data: Any) -> list[Any]:
     A location names branches beside keys; the keys are the ones that lead into the data, or that are missing there.
     """
     by_place: dict[tuple[Key, ...], Any] = {}
-    for fault in error.errors():
+    faults = sorted(error.errors(), key=lambda fault: (len(fault["loc"]), fault["type"] not in _BOUNDS))
+    for fault in faults:
         at: list[Key] = []
         value = data
         for key in fault["loc"]:
@@ -493,7 +539,8 @@ def _group(error: pydantic.ValidationError, data: Any) -> list[Any]:
                 value = value[key]
             if inside or (fault["type"] == "missing" and key == fault["loc"][-1]):
                 at.append(key)
-        by_place.setdefault(tuple(at), {**fault, "loc": tuple(at), "input": value})
+        if fault["type"] == "missing" or not any(tuple(at[:end]) in by_place for end in range(len(at) + 1)):
+            by_place[tuple(at)] = {**fault, "loc": tuple(at), "input": value, "is_key": fault["loc"][-1:] == ("[key]",)}
     return list(by_place.values())
 
 
@@ -501,15 +548,16 @@ def _describe(fault: Any, model: type[BaseModel]) -> tuple[tuple[Key, ...], str]
     """(place, message) of one of pydantic's faults, in this project's words."""
     at, kind, value = fault["loc"], fault["type"], fault["input"]
     parent, hint = _hint_at(model, at)
+    if kind == "invalid_key" or fault["is_key"]:
+        return at, "is a key that is not text; put it in quotes"
     if kind == "extra_forbidden":
         assert parent is not None
         known = [field.alias or name for name, field in parent.model_fields.items()]
         return at, f"is not a key here{did_you_mean(at[-1], known)}"
     if kind == "missing":
         return at[:-1], f"needs the key {at[-1]!r}: {_expected(hint)}"
-    bounds = {"greater_than_equal": ("ge", ">="), "greater_than": ("gt", ">"), "less_than_equal": ("le", "<=")}
-    if kind in bounds:
-        name, sign = bounds[kind]
+    if kind in _BOUNDS:
+        name, sign = _BOUNDS[kind]
         return at, f"must be {sign} {fault['ctx'][name]:g}, got {_show(value)}"
     if kind == "literal_error" and isinstance(value, str) and hint is not None:
         words = re.findall(r"\w+", _expected(hint).replace("one of ", ""))
@@ -527,7 +575,8 @@ def _hint_at(model: type[BaseModel], at: Sequence[Key]) -> tuple[type[BaseModel]
     parent: type[BaseModel] | None = None
     hint: Any = model
     for key in at:
-        hint = next((part for part in typing.get_args(hint) if _is_model(part)), hint)
+        if typing.get_origin(hint) in (typing.Union, types.UnionType):
+            hint = next((part for part in typing.get_args(hint) if _is_model(part)), hint)
         if _is_model(hint):
             parent = hint
             hint = next((f.annotation for n, f in hint.model_fields.items() if key in (n, f.alias)), None)

@@ -70,11 +70,14 @@ class _Moves:
     def __init__(self, sampling: Sampling) -> None:
         self.sampling = sampling
         self.boxes, self.grids = sampling.box.tolist(), sampling.grid.tolist()
-        self.windows, self.flips = sampling.window.tolist(), sampling.flips.tolist()
+        self.shown, self.windows = sampling.shown.tolist(), sampling.window.tolist()
+        self.mirrors, self.flips = sampling.mirrors.tolist(), sampling.flips.tolist()
 
-    def complain(self, i: int, height: int, width: int) -> None:
-        for stage, misfits in self.sampling.misfits:
+    def complain(self, i: int) -> None:
+        """Raise BadSampleError if a crop asks for more than sample i has."""
+        for stage, misfits, sizes in self.sampling.misfits:
             if misfits[i]:
+                height, width = sizes[i].tolist()
                 raise BadSampleError(
                     stage, f"the crop is larger than the image, which has {height}x{width} pixels here"
                 )
@@ -148,7 +151,7 @@ class CpuRunner:
         steps = self._program.steps
         first = drawn[0] if steps and isinstance(steps[0], Sample) else None
         if first is not None:
-            first.complain(i, *header.upright_size)
+            first.complain(i)
         image, (top, left) = self._decoder.decode(data, header, tuple(first.boxes[i]) if first else None)
         for n, (step, draw) in enumerate(zip(steps, drawn, strict=True)):
             out = slot if n == len(steps) - 1 else None
@@ -156,7 +159,8 @@ class CpuRunner:
                 row = i
                 if draw is None:
                     draw, row = _Moves(step.draw(keys[i], *np.array(image.shape[:2])[:, None])), 0
-                    draw.complain(row, *image.shape[:2])
+                if draw is not first:
+                    draw.complain(row)
                 image = self._sample(image, draw, row, top, left, out, n)
                 top = left = 0
             elif isinstance(step, Map):
@@ -170,25 +174,27 @@ class CpuRunner:
         self, image: NDArray[np.uint8], moves: _Moves, i: int, top: int, left: int, out: NDArray[Any] | None, n: int
     ) -> NDArray[np.uint8]:
         """One sampling of an image that begins at (top, left) of what the moves speak of."""
-        (y, x, height, width), grid, window = moves.boxes[i], moves.grids[i], moves.windows[i]
-        vertical, horizontal = moves.flips[i]
+        (y, x, height, width), grid = moves.boxes[i], moves.grids[i]
+        shown, window = moves.shown[i], moves.windows[i]
         box = image[y - top : y - top + height, x - left : x - left + width]
+        if any(moves.mirrors[i]):
+            box = _mirror(box, moves.mirrors[i], self._room("mirrored", n, box.shape))
         filters = moves.sampling.interpolation, moves.sampling.antialias
         channels = image.shape[2]
-        flipped = vertical or horizontal
+        flipped = any(moves.flips[i])
         last = [out if out is not None else self._room("sampled", n, (window[2], window[3], channels))]
         if flipped:
             last.append(self._room("flipped", n, (window[2], window[3], channels)))
-        if window == [0, 0, *grid]:
+        if window == shown == [0, 0, *grid]:
             kept = resample(box, grid, *filters, last[-1])
         else:
             resized = box
             if grid != [height, width]:
                 resized = self._room("grid", n, (*grid, channels))
                 resample(box, grid, *filters, resized)
-            kept = _cut(resized, window, last[-1])
+            kept = _cut(resized, shown, window, last[-1])
         if flipped:
-            cv2.flip(kept, -1 if vertical and horizontal else 0 if vertical else 1, dst=last[0])
+            _mirror(kept, moves.flips[i], last[0])
         return last[0]
 
     def _room(self, name: str, n: int, shape: tuple[int, ...]) -> NDArray[np.uint8]:
@@ -206,10 +212,20 @@ def _call(step: Call, image: NDArray[Any], seed: int) -> NDArray[Any]:
     return (result.view(torch.uint16) if STORAGE[step.after.dtype] is np.uint16 else result).numpy()
 
 
-def _cut(image: NDArray[np.uint8], window: Sequence[int], out: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """The window (y, x, height, width) of an image, black where it reaches outside, into `out`."""
-    y, x, height, width = window
-    y0, x0, y1, x1 = max(y, 0), max(x, 0), min(y + height, image.shape[0]), min(x + width, image.shape[1])
+def _mirror(image: NDArray[np.uint8], flips: Sequence[bool], out: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """The image mirrored top-bottom, left-right (one of them at least) into `out`."""
+    vertical, horizontal = flips
+    cv2.flip(image, -1 if vertical and horizontal else 0 if vertical else 1, dst=out)
+    return out
+
+
+def _cut(
+    image: NDArray[np.uint8], shown: Sequence[int], window: Sequence[int], out: NDArray[np.uint8]
+) -> NDArray[np.uint8]:
+    """The window (y, x, height, width) of an image, black outside the box that is shown of it, into `out`."""
+    (y, x, height, width), (top, left, rows, columns) = window, shown
+    y0, x0 = max(y, top), max(x, left)
+    y1, x1 = max(min(y + height, top + rows), y0), max(min(x + width, left + columns), x0)
     if (y1 - y0, x1 - x0) != (height, width):
         out.fill(0)
     out[y0 - y : y1 - y, x0 - x : x1 - x] = image[y0:y1, x0:x1]

@@ -23,17 +23,21 @@ class Sampling:
     """How one sampling moves the pixels of N samples, in pixels.
 
     box [N, 4]: y, x, height, width taken from the image; nothing outside it is read.
+    mirrors [N, 2]: mirror the box top-bottom, left-right before it is resampled; `nearest` alone minds the order.
     grid [N, 2]: height, width that the box is resampled to.
+    shown [N, 4]: y, x, height, width of the grid that earlier crops left; the rest of it is black.
     window [N, 4]: y, x, height, width kept of the grid; where it reaches outside, the result is black.
     flips [N, 2]: mirror the window top-bottom, left-right.
-    misfits: (stage, [N] true where its crop asked for more than there is).
+    misfits: (stage, [N] true where its crop asked for more than there is, [N, 2] height and width of what there is).
     """
 
     box: s.Ints
+    mirrors: s.Bools
     grid: s.Ints
+    shown: s.Ints
     window: s.Ints
     flips: s.Bools
-    misfits: tuple[tuple[str, s.Bools], ...]
+    misfits: tuple[tuple[str, s.Bools, s.Ints], ...]
     interpolation: str
     antialias: bool
 
@@ -96,9 +100,9 @@ class _Path:
     def __init__(self, height: s.Ints, width: s.Ints) -> None:
         self._box = np.stack([np.zeros_like(height), np.zeros_like(width), height, width], axis=1)
         self._grid: s.Ints | None = None
-        self._window = self._box
-        self._flips = np.zeros((len(height), 2), bool)
-        self._misfits: list[tuple[str, s.Bools]] = []
+        self._shown = self._window = self._box
+        self._mirrors = self._flips = np.zeros((len(height), 2), bool)
+        self._misfits: list[tuple[str, s.Bools, s.Ints]] = []
         self._filter = ("bilinear", True)
 
     @property
@@ -110,7 +114,7 @@ class _Path:
         outside_y = (move.y < -move.margin) | (move.y + move.height > height + move.margin)
         outside_x = (move.x < -move.margin) | (move.x + move.width > width + move.margin)
         if (outside := outside_y | outside_x).any():
-            self._misfits.append((stage, outside))
+            self._misfits.append((stage, outside, self._window[:, 2:]))
         if move.margin and self._grid is None:
             self._fix_grid(height, width)
         y = np.where(self._flips[:, 0], height - move.y - move.height, move.y)
@@ -118,18 +122,22 @@ class _Path:
         self._window = np.stack([self._window[:, 0] + y, self._window[:, 1] + x, move.height, move.width], axis=1)
         if self._grid is None:
             self._box = self._window
+        else:
+            self._shown = _overlap(self._shown, self._window)
 
     def flip(self, move: s.Flip) -> None:
-        self._flips ^= np.stack([move.vertical, move.horizontal], axis=1)
+        self._flips = self._flips ^ np.stack([move.vertical, move.horizontal], axis=1)
 
     def resize(self, move: s.Resize) -> None:
         assert self._grid is None, "a second resize starts a new sampling"
         self._filter = (move.interpolation, move.antialias)
+        if move.interpolation == "nearest":
+            self._mirrors, self._flips = self._flips, np.zeros_like(self._flips)
         self._fix_grid(move.height, move.width)
 
     def _fix_grid(self, height: s.Ints, width: s.Ints) -> None:
         self._grid = np.stack([height, width], axis=1)
-        self._window = np.stack([np.zeros_like(height), np.zeros_like(width), height, width], axis=1)
+        self._shown = self._window = np.stack([np.zeros_like(height), np.zeros_like(width), height, width], axis=1)
 
     def sampling(self) -> Sampling:
         if self._grid is None:
@@ -138,13 +146,22 @@ class _Path:
         interpolation, antialias = self._filter
         return Sampling(
             box=self._box,
+            mirrors=self._mirrors,
             grid=self._grid,
+            shown=self._shown,
             window=self._window,
             flips=self._flips,
             misfits=tuple(self._misfits),
             interpolation=interpolation,
             antialias=antialias,
         )
+
+
+def _overlap(a: s.Ints, b: s.Ints) -> s.Ints:
+    """What two boxes [N, 4] have in common; a side of 0 where that is nothing."""
+    start = np.maximum(a[:, :2], b[:, :2])
+    end = np.minimum(a[:, :2] + a[:, 2:], b[:, :2] + b[:, 2:])
+    return np.concatenate([start, np.maximum(end - start, 0)], axis=1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

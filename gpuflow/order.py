@@ -49,6 +49,7 @@ def permute(positions: ArrayLike, size: int, key: int) -> NDArray[np.int64]:
         int64 array of the same shape: distinct positions give distinct values in [0, size).
     """
     x = np.array(positions, dtype=np.uint64)
+    shape, x = x.shape, x.reshape(-1)
     left_size = math.isqrt(size - 1) + 1
     right_size = -(-size // left_size)
     a, b, n = _U64(left_size), _U64(right_size), _U64(size)
@@ -65,7 +66,7 @@ def permute(positions: ArrayLike, size: int, key: int) -> NDArray[np.int64]:
         x = network(x)
         while (outside := x >= n).any():
             x[outside] = network(x[outside])
-    return x.astype(np.int64)
+    return x.astype(np.int64).reshape(shape)
 
 
 class Order(Protocol):

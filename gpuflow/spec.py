@@ -134,7 +134,7 @@ class StageKeys:
         shape = np.broadcast_shapes(place.shape, blocks.shape)
         counters = (place & _LOW32, place >> _SHIFT32, np.full(shape, self.epoch, np.uint64), blocks)
         words = np.stack(_philox([np.broadcast_to(c, shape) for c in counters], self.key), axis=-1)
-        return np.multiply(words.reshape(len(place), -1)[:, :count], 2.0**-32, dtype=np.float64)
+        return np.multiply(words.reshape(len(place), 4 * blocks.size)[:, :count], 2.0**-32, dtype=np.float64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,6 +289,13 @@ def require_pixels(stage: Stage, spec: ImageSpec) -> None:
         raise ValueError(f"takes uint8 pixels but gets {spec.dtype}; put {stage.stage_name} before normalize")
 
 
+def _canonical(value: Any) -> Any:
+    """The same text for values that compare equal: 1 for 1.0 and for True."""
+    if isinstance(value, tuple):
+        return tuple(map(_canonical, value))
+    return int(value) if isinstance(value, (bool, float)) and value == value // 1 else value
+
+
 @dataclass(frozen=True, slots=True)
 class Pipeline:
     """An ordered tuple of stages under a name: a value that can be compared, printed and hashed."""
@@ -304,7 +311,7 @@ class Pipeline:
         """SHA-256 over every parameter of every stage, defaults included; the name does not count. 16 hex digits."""
         digest = hashlib.sha256()
         for stage in self.stages:
-            values = [(field.name, getattr(stage, field.name)) for field in dataclasses.fields(stage)]
+            values = [(field.name, _canonical(getattr(stage, field.name))) for field in dataclasses.fields(stage)]
             digest.update(repr((stage.stage_name, values)).encode())
         return digest.hexdigest()[:16]
 

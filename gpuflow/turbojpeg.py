@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import ctypes.util
 import importlib.util
+import re
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -23,12 +24,12 @@ from numpy.typing import NDArray
 
 from gpuflow.errors import BadSampleError
 
-__all__ = ["PIXEL_FORMATS", "TurboJpeg", "find_library"]
+__all__ = ["PIXEL_FORMATS", "Library", "TurboJpeg", "find_library"]
 
 PIXEL_FORMATS = {"rgb": 0, "bgr": 1, "gray": 6}
 _BLOCK_WIDTHS = {0: 8, 1: 16, 2: 16, 3: 8, 4: 8, 5: 32, 6: 8}
 """Width in pixels of an interleaved block for each TJSAMP value: 4:4:4, 4:2:2, 4:2:0, gray, 4:4:0, 4:1:1, 4:4:1."""
-_INIT_DECOMPRESS, _PARAM_SUBSAMPLING, _ERROR_WARNING = 1, 4, 0
+_INIT_DECOMPRESS, _PARAM_SUBSAMPLING, _PARAM_WIDTH, _PARAM_HEIGHT, _ERROR_WARNING = 1, 4, 5, 6, 0
 
 
 class _Region(ctypes.Structure):
@@ -38,13 +39,13 @@ class _Region(ctypes.Structure):
 _WHOLE = _Region(0, 0, 0, 0)
 
 
-class _Calls:
-    """The library's functions. `decompress` releases the GIL; the others take a microsecond and keep it."""
+class Library:
+    """One libturbojpeg: its functions. `decompress` releases the GIL; the others take a microsecond and keep it."""
 
     def __init__(self, path: str) -> None:
         pointer, integer, size = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
         free, held = ctypes.CDLL(path), ctypes.PyDLL(path)
-        self.path = path
+        self.path, self.version = path, _version(path)
         self.decompress = free.tj3Decompress8
         self.decompress.argtypes = [pointer, pointer, size, pointer, integer, integer]
         self.init, self.destroy = held.tj3Init, held.tj3Destroy
@@ -62,7 +63,7 @@ class _Calls:
 class TurboJpeg:
     """One decompressor. Not for two threads at once."""
 
-    def __init__(self, calls: _Calls) -> None:
+    def __init__(self, calls: Library) -> None:
         self._calls = calls
         self._handle = calls.init(_INIT_DECOMPRESS)
         if not self._handle:
@@ -95,6 +96,11 @@ class TurboJpeg:
         calls, handle, address = self._calls, self._handle, data.ctypes.data
         if calls.header(handle, address, data.size) < 0 and calls.error_code(handle) != _ERROR_WARNING:
             raise BadSampleError("decode", self._error())
+        size = calls.get(handle, _PARAM_HEIGHT), calls.get(handle, _PARAM_WIDTH)
+        if size != (height, width):  # two readers of one header; `buffer` has room for ours
+            raise BadSampleError(
+                "decode", f"damaged header: two sizes, {width}x{height} and {size[1]}x{size[0]} pixels"
+            )
         block = _BLOCK_WIDTHS.get(calls.get(handle, _PARAM_SUBSAMPLING))
         if block is None:
             return None
@@ -112,6 +118,11 @@ class TurboJpeg:
         error = self._error() if fatal else ""
         if region is not None:
             calls.set_region(handle, _WHOLE)
+        if fatal and region is not None:
+            # The file is damaged, or its sampling factors are larger than its subsampling needs, as in 2x1, 2x1, 2x1:
+            # there the library finds no place to begin the region at.
+            whole = self.decode(data, color, height, width, None, buffer)
+            return None if whole is None else whole[y : y + box_height, x : x + box_width]
         if fatal:
             raise BadSampleError("decode", error)
         image = buffer[: box_height * pitch].reshape(box_height, right - left, channels)
@@ -119,6 +130,15 @@ class TurboJpeg:
 
     def _error(self) -> str:
         return str(self._calls.error_text(self._handle).decode(errors="replace"))
+
+
+def _version(path: str) -> str:
+    """The library's version; it has no call for that, but the text stands in the file."""
+    try:
+        text = re.search(rb"libjpeg-turbo version (\d[\w.]*)", Path(path).read_bytes())
+    except OSError:  # a bare name that the system's loader resolves
+        text = None
+    return text[1].decode() if text else "3, of unknown release"
 
 
 def _candidates() -> Iterator[str]:
@@ -129,7 +149,7 @@ def _candidates() -> Iterator[str]:
         yield system
 
 
-def _passes(calls: _Calls) -> bool:
+def _passes(calls: Library) -> bool:
     """Whether a region of a small image, decoded by this library, equals OpenCV's pixels."""
     pixels = np.random.default_rng(0).integers(0, 256, (40, 56, 3), dtype=np.uint8)
     data = cv2.imencode(".jpg", cv2.blur(pixels, (5, 5)))[1].reshape(-1)
@@ -140,11 +160,11 @@ def _passes(calls: _Calls) -> bool:
 
 
 @lru_cache(maxsize=1)
-def find_library() -> _Calls | None:
+def find_library() -> Library | None:
     """The first library of version 3 that passes its self-test, or None."""
     for path in _candidates():
         try:
-            calls = _Calls(path)
+            calls = Library(path)
             if _passes(calls):
                 return calls
         except (OSError, AttributeError, BadSampleError):

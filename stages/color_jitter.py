@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -54,12 +55,15 @@ class ColorJitter(s.Pointwise):
     def faults(self) -> Iterator[tuple[str, str]]:
         for name, (low, high) in zip(_ADJUSTMENTS, self._ranges(), strict=True):
             value = getattr(self, name)
-            if not isinstance(value, tuple) and value < 0:
-                yield name, f"must be >= 0 or [low, high], got {value}"
+            shown = list(value) if isinstance(value, tuple) else value
+            if not isinstance(value, tuple) and not value >= 0:
+                yield name, f"must be >= 0 or [low, high], got {shown}"
             elif name == "hue" and not -0.5 <= low <= high <= 0.5:
-                yield name, f"must lie within [-0.5, 0.5], got {value}"
+                yield name, f"must lie within [-0.5, 0.5], got {shown}"
             elif name != "hue" and not 0 <= low <= high:
-                yield name, f"must be [low, high] with 0 <= low <= high, got {list(value)}"
+                yield name, f"must be [low, high] with 0 <= low <= high, got {shown}"
+            elif not math.isfinite(high):
+                yield name, f"must be finite, got {shown}"
 
     def output(self, spec: s.ImageSpec) -> s.ImageSpec:
         s.require_pixels(self, spec)

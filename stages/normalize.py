@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -45,8 +46,10 @@ class Normalize(s.Pointwise):
     def faults(self) -> Iterator[tuple[str, str]]:
         if len(self._values("mean")) != len(self._values("std")):
             yield "std", f"must have as many values as mean, got {len(self._values('std'))}"
-        if min(self._values("std"), default=0) <= 0:
+        if not self._values("std") or not all(0 < value < math.inf for value in self._values("std")):
             yield "std", f"must be > 0, got {list(self._values('std'))}"
+        if not all(map(math.isfinite, self._values("mean"))):
+            yield "mean", f"must be finite, got {list(self._values('mean'))}"
 
     def output(self, spec: s.ImageSpec) -> s.ImageSpec:
         s.require_pixels(self, spec)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -44,7 +45,7 @@ class RandomResizedCrop(s.Geometry):
         yield from size_faults(self.size)
         if not 0 < self.scale[0] <= self.scale[1] <= 1:
             yield "scale", f"must be [low, high] with 0 < low <= high <= 1, got {list(self.scale)}"
-        if not 0 < self.ratio[0] <= self.ratio[1]:
+        if not 0 < self.ratio[0] <= self.ratio[1] < math.inf:
             yield "ratio", f"must be [low, high] with 0 < low <= high, got {list(self.ratio)}"
 
     def output(self, spec: s.ImageSpec) -> s.ImageSpec:

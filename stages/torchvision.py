@@ -21,6 +21,8 @@ from gpuflow.errors import did_you_mean
 __all__ = ["Torchvision"]
 
 _PROBES = ((61, 83), (97, 53))
+_PROBE_SEEDS = 16
+"""A transform that draws at random is probed this often, so that one which draws its size is found out."""
 _CONTAINERS = {"Transform", "Compose", "Lambda", "RandomApply", "RandomChoice", "RandomOrder"}
 _DTYPES = {torch.uint8: "uint8", torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
@@ -54,7 +56,12 @@ class Torchvision(s.Opaque):
 
     @property
     def random(self) -> bool:
-        return _probe(self.name, self.parameters, (3, *_PROBES[0]), torch.uint8)[2]
+        for channels, dtype in ((3, torch.uint8), (3, torch.float32), (1, torch.uint8), (1, torch.float32)):
+            try:
+                return _probe(self.name, self.parameters, (channels, *_PROBES[0]), dtype)[2]
+            except (TypeError, ValueError, RuntimeError):
+                continue
+        return False  # it takes no image at all, which `output` says
 
     def output(self, spec: s.ImageSpec) -> s.ImageSpec:
         if spec.layout == "encoded":
@@ -69,6 +76,8 @@ class Torchvision(s.Opaque):
             except (TypeError, ValueError, RuntimeError) as error:
                 raise ValueError(f"{self.name} does not take {spec}: {error}") from error
         (a, out_dtype, _), (b, _, _) = results
+        if a[0] is None:
+            raise ValueError(f"{self.name} gives a number of channels that varies from sample to sample")
         if out_dtype not in _DTYPES:
             raise ValueError(f"{self.name} gives {out_dtype}; a batch holds {', '.join(_DTYPES.values())}")
         sides = [x if x == y else None for x, y in zip(a[1:], b[1:], strict=True)]
@@ -145,11 +154,22 @@ def _build(name: str, parameters: tuple[tuple[str, Any], ...]) -> Any:
 @lru_cache(maxsize=256)
 def _probe(
     name: str, parameters: tuple[tuple[str, Any], ...], shape: tuple[int, int, int], dtype: torch.dtype
-) -> tuple[tuple[int, int, int], torch.dtype, bool]:
-    """What the transform makes of a black image: the result's (C, H, W), its dtype, and whether it drew anything."""
-    with _OwnGenerator(0) as mode:
-        result = _build(name, parameters)(torch.zeros(shape, dtype=dtype))
-    if not isinstance(result, torch.Tensor) or result.ndim != 3:
-        raise ValueError("the result is not one CHW image")
-    channels, height, width = result.shape
-    return (channels, height, width), result.dtype, mode.used
+) -> tuple[tuple[int | None, int | None, int | None], torch.dtype, bool]:
+    """What the transform makes of a black image: the result's (C, H, W), its dtype, and whether it drew anything.
+
+    A length is None where it varies with what was drawn.
+    """
+    shapes: set[tuple[int, ...]] = set()
+    out_dtype, drew = dtype, False
+    for seed in range(_PROBE_SEEDS):
+        with _OwnGenerator(seed) as mode:
+            result = _build(name, parameters)(torch.zeros(shape, dtype=dtype))
+        if not isinstance(result, torch.Tensor) or result.ndim != 3:
+            raise ValueError("the result is not one CHW image")
+        shapes.add(tuple(result.shape))
+        out_dtype, drew = result.dtype, mode.used
+        if not drew:
+            break
+    lengths = [set(side) for side in zip(*shapes, strict=True)]
+    channels, height, width = (side.pop() if len(side) == 1 else None for side in lengths)
+    return (channels, height, width), out_dtype, drew

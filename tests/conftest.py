@@ -1,0 +1,19 @@
+"""Fixtures and settings that every test may use."""
+
+from __future__ import annotations
+
+import hypothesis
+import pytest
+
+from tests.images import jpeg, photo
+
+hypothesis.settings.register_profile(
+    "stable", deadline=None, derandomize=True, database=None, max_examples=50, print_blob=False
+)
+hypothesis.settings.load_profile("stable")
+
+
+@pytest.fixture(scope="session")
+def photo_bytes() -> bytes:
+    """A photograph of 75x101 pixels (height x width), a JPEG with 4:2:0 chroma."""
+    return jpeg(photo(75, 101))

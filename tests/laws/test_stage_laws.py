@@ -1,0 +1,394 @@
+"""Laws over every stage: alone, in pipelines, and folded."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from gpuflow import spec as s
+from gpuflow.errors import ConfigError
+from gpuflow.stages import (
+    STAGES,
+    CenterCrop,
+    ColorJitter,
+    Decode,
+    Flip,
+    Normalize,
+    RandomCrop,
+    RandomResizedCrop,
+    Resize,
+    Torchvision,
+)
+from tests.images import encode, jpeg, photo, png
+from tests.running import RGB, by_torchvision, decoded, images, keys_of, levels_apart, program_of, run
+
+
+def torchvision(name: str, **parameters: Any) -> Torchvision:
+    return Torchvision(name=name, parameters=tuple(sorted(parameters.items())))
+
+
+EXAMPLES: tuple[s.Stage, ...] = (
+    Decode(),
+    Decode(color="bgr"),
+    Decode(color="gray", backend="cpu"),
+    Decode(orientation="apply", cpu_share=0.5, max_pixels=10**6),
+    Resize(height=20, width=31),
+    Resize(height=150, width=70, antialias=False),
+    Resize(shorter=24, interpolation="bicubic"),
+    Resize(longer=40, interpolation="nearest"),
+    CenterCrop(size=32),
+    CenterCrop(size=(20, 160)),
+    RandomCrop(size=(24, 30)),
+    RandomCrop(size=30, padding=7),
+    RandomResizedCrop(size=24),
+    RandomResizedCrop(size=(20, 28), scale=(0.2, 0.5), ratio=(1.0, 2.0), interpolation="bicubic", antialias=False),
+    Flip(),
+    Flip(horizontal=0.5),
+    Flip(vertical=1.0),
+    Flip(horizontal=0.5, vertical=0.25),
+    ColorJitter(brightness=0.4, contrast=0.4, saturation=0.4, hue=0.1),
+    ColorJitter(brightness=(1.3, 1.3)),
+    Normalize(),
+    Normalize(mean=(0.5, 0.4, 0.3), std=(0.2, 0.3, 0.4), dtype="bfloat16", layout="nhwc"),
+    Normalize(dtype="float16"),
+    Normalize(layout="nhwc"),
+    torchvision("GaussianBlur", kernel_size=3),
+    torchvision("Pad", padding=2),
+    torchvision("Grayscale"),
+    torchvision("RandomPosterize", bits=2),
+    torchvision("RandomResize", min_size=20, max_size=40),
+    torchvision("ToDtype", dtype="float32", scale=True),
+)
+
+OTHER: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
+    "decode": (
+        {},
+        {"color": "bgr", "backend": "cpu", "cpu_share": 0.5, "orientation": "apply", "max_pixels": 1000},
+    ),
+    "resize": ({"height": 8, "width": 9}, {"height": 9, "width": 8, "interpolation": "nearest", "antialias": False}),
+    "center_crop": ({"size": 8}, {"size": (8, 9)}),
+    "random_crop": ({"size": 8}, {"size": 9, "padding": 1}),
+    "random_resized_crop": (
+        {"size": 8},
+        {"size": 9, "scale": (0.5, 1.0), "ratio": (1.0, 1.0), "interpolation": "bicubic", "antialias": False},
+    ),
+    "flip": ({}, {"horizontal": 0.5, "vertical": 0.5}),
+    "color_jitter": ({}, {"brightness": 0.1, "contrast": 0.1, "saturation": (0.9, 1.0), "hue": 0.1}),
+    "normalize": ({}, {"mean": (0.5,) * 3, "std": (0.5,) * 3, "dtype": "float16", "layout": "nhwc"}),
+    "torchvision": (
+        {"name": "RandomHorizontalFlip", "parameters": (("p", 0.5),)},
+        {"name": "RandomVerticalFlip", "parameters": (("p", 0.6),)},
+    ),
+}
+"""For each stage the parameters of an example, and for each of its fields another value."""
+
+SAMPLES = (
+    jpeg(photo(64, 97), "4:2:0"),
+    jpeg(photo(83, 61), "4:4:4"),
+    jpeg(photo(50, 50)[..., 0]),
+    png(photo(45, 131)),
+    encode(photo(70, 52), "WEBP", lossless=True),
+    encode(Image.fromarray(photo(48, 49)).convert("CMYK"), "JPEG"),
+    jpeg(photo(90, 66), progressive=True),
+)
+KEYS = keys_of(len(SAMPLES), seed=3, epoch=2, first=10**10)
+
+every_example = pytest.mark.parametrize("stage", EXAMPLES, ids=repr)
+every_stage = pytest.mark.parametrize("name", STAGES)
+
+
+def pipeline_around(stage: s.Stage) -> tuple[s.Stage, ...]:
+    """A short pipeline with this stage in it, whose results a batch can hold."""
+    if isinstance(stage, s.Decoder):
+        return (stage, CenterCrop(size=60))
+    try:
+        return program_of(Decode(), stage).pipeline.stages
+    except ConfigError:  # images of varying size
+        if stage.output(RGB).dtype == "uint8":
+            return (Decode(), stage, CenterCrop(size=18))
+        return (Decode(), CenterCrop(size=(18, 21)), stage)
+
+
+def test_every_stage_has_an_example() -> None:
+    assert {type(stage) for stage in EXAMPLES} == set(STAGES.values())
+
+
+@every_stage
+def test_a_stage_is_named_as_the_table_says_and_is_of_one_kind(name: str) -> None:
+    assert STAGES[name].stage_name == name
+    kinds = (s.Decoder, s.Geometry, s.Pointwise, s.Opaque)
+    assert [issubclass(STAGES[name], kind) for kind in kinds].count(True) == 1
+    assert not STAGES[name].__subclasses__(), "stages are final"
+
+
+# --- 1: values -------------------------------------------------------------------------------------------------------
+
+
+@every_example
+def test_a_stage_is_a_frozen_value(stage: s.Stage) -> None:
+    twin = type(stage)(**{field.name: getattr(stage, field.name) for field in dataclasses.fields(stage)})
+    assert twin == stage
+    assert twin is not stage
+    assert hash(twin) == hash(stage)
+    assert {twin: 1}[stage] == 1
+    assert pickle.loads(pickle.dumps(stage)) == stage
+    for field in dataclasses.fields(stage):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(stage, field.name, getattr(stage, field.name))
+    assert [twin == other for other in EXAMPLES].count(True) == 1
+
+
+@every_example
+def test_repr_reads_as_the_yaml_does_and_evaluates(stage: s.Stage) -> None:
+    changed = [f.name for f in dataclasses.fields(stage) if getattr(stage, f.name) != f.default]
+    inside = ", ".join(f"{name}={getattr(stage, name)!r}" for name in changed)
+    assert repr(stage) == f"{stage.stage_name}({inside})"
+    assert eval(repr(stage), dict(STAGES)) == stage
+
+
+@every_stage
+def test_parameters_are_keywords(name: str) -> None:
+    parameters, _ = OTHER[name]
+    with pytest.raises(TypeError, match="positional argument"):
+        STAGES[name](*(parameters.values() or [1]))
+
+
+@every_stage
+def test_fingerprint_changes_with_every_parameter(name: str) -> None:
+    parameters, others = OTHER[name]
+    fields = {field.name for field in dataclasses.fields(STAGES[name])}
+    unreachable = {"resize": {"shorter", "longer"}}
+    assert set(others) == fields - unreachable.get(name, set())
+
+    def fingerprint(**values: Any) -> str:
+        return s.Pipeline("p", (STAGES[name](**values),)).fingerprint
+
+    prints = {fingerprint(**parameters)}
+    for field, value in others.items():
+        prints.add(fingerprint(**{**parameters, field: value}))
+    assert len(prints) == 1 + len(others)
+
+
+def test_fingerprint_tells_shorter_from_longer() -> None:
+    prints = {s.Pipeline("p", (stage,)).fingerprint for stage in EXAMPLES}
+    assert len(prints) == len(EXAMPLES)
+    assert s.Pipeline("p", (Resize(shorter=9),)).fingerprint != s.Pipeline("p", (Resize(longer=9),)).fingerprint
+
+
+# --- 2: the declared spec is the truth -------------------------------------------------------------------------------
+
+
+@every_example
+def test_the_declared_spec_is_the_truth(stage: s.Stage) -> None:
+    stages = pipeline_around(stage)
+    program = program_of(*stages)
+    batch = images(program, SAMPLES, KEYS)
+    height, width, channels = program.result.shape
+    assert batch.shape == (len(SAMPLES), channels, height, width)
+    assert str(batch.dtype) == f"torch.{program.result.dtype}"
+    planes = program.result.layout == "nchw"
+    assert batch.is_contiguous(memory_format=torch.contiguous_format if planes else torch.channels_last)
+    for i, after in enumerate(program.specs[1:], start=1):
+        if after.fixed:
+            assert images(program_of(*stages[:i]), SAMPLES, KEYS).shape[1:] == (
+                after.shape[2],
+                after.shape[0],
+                after.shape[1],
+            )
+
+
+@every_example
+def test_encoded_bytes_and_floats_are_refused_or_taken_in_words(stage: s.Stage) -> None:
+    for spec in (s.ENCODED, s.ImageSpec(shape=(20, 20, 3), dtype="float32", layout="nchw")):
+        try:
+            after = stage.output(spec)
+        except ValueError as error:
+            text = str(error)
+            assert text and "\n" not in text
+        else:
+            assert isinstance(after, s.ImageSpec)
+
+
+# --- 3: same keys, same output ---------------------------------------------------------------------------------------
+
+
+@every_example
+@pytest.mark.parametrize("chunk", [1, 3])
+def test_same_keys_same_output_whatever_the_grouping(stage: s.Stage, chunk: int) -> None:
+    program = program_of(*pipeline_around(stage))
+    whole, faults = run(program, SAMPLES, KEYS)
+    assert faults == [None] * len(SAMPLES)
+    assert torch.equal(run(program, SAMPLES, KEYS, chunk)[0], whole)
+
+
+@every_example
+def test_a_sample_does_not_depend_on_its_neighbours(stage: s.Stage) -> None:
+    program = program_of(*pipeline_around(stage))
+    whole = images(program, SAMPLES, KEYS)
+    backwards = s.Keys(KEYS.seed, KEYS.epoch, KEYS.positions[::-1].copy())
+    assert torch.equal(images(program, SAMPLES[::-1], backwards).flip(0), whole)
+    broken = [*SAMPLES[:2], b"not an image", *SAMPLES[3:]]
+    batch, faults = run(program, broken, KEYS)
+    assert [fault is None for fault in faults] == [i != 2 for i in range(len(SAMPLES))]
+    assert all(torch.equal(batch[i], whole[i]) for i in range(len(SAMPLES)) if i != 2)
+
+
+@every_example
+def test_random_says_whether_keys_matter(stage: s.Stage) -> None:
+    program = program_of(*pipeline_around(stage))
+    same = [SAMPLES[0]] * 24
+    batch = images(program, same, keys_of(len(same), seed=5))
+    assert (len({image.contiguous().view(torch.uint8).numpy().tobytes() for image in batch}) > 1) == stage.random
+    other_epoch = images(program, same, keys_of(len(same), seed=5, epoch=1))
+    other_seed = images(program, same, keys_of(len(same), seed=6))
+    assert torch.equal(batch, other_epoch) == torch.equal(batch, other_seed) == (not stage.random)
+
+
+NEUTRAL: tuple[s.Stage, ...] = (Flip(), torchvision("RandomHorizontalFlip", p=0.0), torchvision("RandomInvert", p=0.0))
+"""Stages that draw random numbers, and yet change nothing."""
+
+
+@pytest.mark.parametrize(
+    ("stage", "neutral"),
+    [(stage, neutral) for stage in EXAMPLES for neutral in NEUTRAL if type(stage) is not type(neutral)],
+    ids=repr,
+)
+def test_an_inserted_stage_changes_no_other_stages_draws(stage: s.Stage, neutral: s.Stage) -> None:
+    stages = pipeline_around(stage)
+    program = program_of(*stages)
+    expected = images(program, SAMPLES, KEYS)
+    for at in range(1, len(stages) + 1):
+        if program.specs[at].dtype == "uint8":
+            assert torch.equal(images(program_of(*stages[:at], neutral, *stages[at:]), SAMPLES, KEYS), expected)
+
+
+@every_example
+def test_namesakes_draw_numbers_of_their_own(stage: s.Stage) -> None:
+    turns = s.Pipeline("p", (Decode(), stage, stage)).occurrences()[1:]
+    assert turns[1] == turns[0] + 1
+    first, second = (keys_of(8).stage(stage.stage_name, turn).uniform(4) for turn in turns)
+    assert (first != second).all()
+
+
+# --- 4: torchvision is the reference ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "stage", [stage for stage in EXAMPLES if not stage.random and not isinstance(stage, s.Decoder)], ids=repr
+)
+def test_a_deterministic_stage_equals_its_torchvision_transform_bit_for_bit(stage: s.Stage) -> None:
+    for pixels in (photo(64, 97), photo(61, 53), photo(40, 40), photo(1, 1), photo(7, 130)):
+        data = png(pixels)
+        expected = stage.torchvision()(decoded(data))
+        height, width = expected.shape[1:]
+        sized = CenterCrop(size=(height, width)) if stage.output(RGB).dtype == "uint8" else None
+        around = (stage, sized) if sized else (CenterCrop(size=pixels.shape[:2]), stage)
+        (result,) = images(program_of(Decode(), *around), [data])
+        assert result.dtype == expected.dtype
+        assert torch.equal(result, expected)
+
+
+# --- 5: folding ------------------------------------------------------------------------------------------------------
+
+sides = st.integers(1, 48)
+filters = st.fixed_dictionaries(
+    {"interpolation": st.sampled_from(["nearest", "bilinear", "bicubic"]), "antialias": st.booleans()}
+)
+chances = st.sampled_from([0.0, 0.5, 1.0])
+geometry: st.SearchStrategy[s.Geometry] = st.one_of(
+    st.builds(lambda h, w, f: Resize(height=h, width=w, **f), sides, sides, filters),
+    st.builds(lambda n, f: Resize(shorter=n, **f), st.integers(8, 48), filters),
+    st.builds(lambda n, f: Resize(longer=n, **f), st.integers(8, 48), filters),
+    st.builds(lambda h, w: CenterCrop(size=(h, w)), sides, sides),
+    st.builds(lambda h, w, p: RandomCrop(size=(h, w), padding=p), sides, sides, st.sampled_from([0, 0, 3, 60])),
+    st.builds(lambda h, w, f: RandomResizedCrop(size=(h, w), **f), sides, sides, filters),
+    st.builds(lambda h, v: Flip(horizontal=h, vertical=v), chances, chances),
+)
+SOURCES = tuple(png(photo(*size)) for size in ((40, 40), (37, 61), (64, 23), (9, 90), (1, 1), (2, 3)))
+
+
+def one_by_one(pipeline: s.Pipeline, data: bytes, keys: s.Keys) -> torch.Tensor | None:
+    """Each stage by itself through torchvision; None where a crop asks for more than there is."""
+    image = decoded(data)
+    for stage, turn in zip(pipeline.stages[1:], pipeline.occurrences()[1:], strict=True):
+        assert isinstance(stage, s.Geometry)
+        if isinstance(stage, RandomCrop):
+            height, width = stage.size if isinstance(stage.size, tuple) else (stage.size, stage.size)
+            room = 2 * stage.padding
+            if height > image.shape[1] + room or width > image.shape[2] + room:
+                return None
+        image = by_torchvision(stage, image, keys.stage(stage.stage_name, turn))
+    return image
+
+
+def check_folding(stages: Sequence[s.Stage], seed: int) -> None:
+    program = program_of(Decode(), *stages)
+    keys = keys_of(len(SOURCES), seed=seed)
+    batch, faults = run(program, SOURCES, keys)
+    for i, data in enumerate(SOURCES):
+        expected = one_by_one(program.pipeline, data, keys[i])
+        assert (faults[i] is None) == (expected is not None)
+        if expected is not None:
+            assert levels_apart(batch[i], expected) <= 1
+
+
+def checks(stages: Sequence[s.Stage]) -> bool:
+    try:
+        program_of(Decode(), *stages)
+    except ConfigError:
+        return False
+    return True
+
+
+@settings(max_examples=300)
+@given(stages=st.lists(geometry, min_size=1, max_size=5), seed=st.integers(0, 2**32))
+def test_folded_geometry_equals_one_stage_after_the_other(stages: list[s.Stage], seed: int) -> None:
+    stages = stages if checks(stages) else [*stages, Resize(height=16, width=17)]
+    assume(checks(stages))
+    check_folding(stages, seed)
+
+
+@pytest.mark.parametrize(
+    "stages",
+    [
+        (CenterCrop(size=20), Resize(height=11, width=13)),
+        (Resize(height=33, width=41), CenterCrop(size=20)),
+        (RandomCrop(size=20, padding=20), Resize(height=11, width=13), RandomCrop(size=9)),
+        (Flip(horizontal=1.0), Resize(height=7, width=5, interpolation="nearest")),
+        (Resize(height=30, width=20), Flip(horizontal=1.0, vertical=0.5), RandomCrop(size=(9, 12)), Flip(vertical=0.5)),
+        (Resize(height=40, width=44), Resize(height=30, width=20), RandomCrop(size=(9, 12)), Resize(height=6, width=6)),
+        (Resize(height=40, width=44), CenterCrop(size=20), RandomCrop(size=20, padding=6)),
+        (CenterCrop(size=20), RandomCrop(size=20, padding=6), RandomCrop(size=24, padding=4)),
+        (RandomCrop(size=4, padding=60), Flip(horizontal=0.5)),
+        (RandomResizedCrop(size=24), RandomCrop(size=30, padding=3), RandomResizedCrop(size=24), Flip(horizontal=0.5)),
+    ],
+    ids=lambda stages: " -> ".join(map(repr, stages)),
+)
+def test_folding_of(stages: tuple[s.Stage, ...]) -> None:
+    for seed in range(20):
+        check_folding(stages, seed)
+
+
+def test_one_sampling_for_crop_resize_crop_and_flip() -> None:
+    stages = (RandomCrop(size=30), Resize(height=20, width=20), CenterCrop(size=10), Flip(horizontal=0.5), Normalize())
+    assert [type(step).__name__ for step in program_of(Decode(), *stages).steps] == ["Sample", "Map"]
+    again = (*stages[:4], Resize(height=5, width=5))
+    assert [type(step).__name__ for step in program_of(Decode(), *again).steps] == ["Sample", "Sample"]
+
+
+def test_a_colour_stage_between_crops_takes_part_in_no_fold() -> None:
+    jitter = ColorJitter(brightness=0.5)
+    stages = (Decode(), Resize(height=30, width=30), jitter, CenterCrop(size=20), Normalize())
+    program = program_of(*stages)
+    assert [type(step).__name__ for step in program.steps] == ["Sample", "Map", "Sample", "Map"]
+    batch = images(program, SAMPLES, KEYS)
+    before = images(program_of(*stages[:3]), SAMPLES, KEYS)
+    assert torch.equal(batch, torch.stack([Normalize().torchvision()(image[:, 5:25, 5:25]) for image in before]))

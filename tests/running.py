@@ -1,0 +1,102 @@
+"""Runs stages and pipelines on the CPU as users do, and torchvision beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import cv2
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torchvision.transforms import InterpolationMode
+from torchvision.transforms.v2 import functional as tv
+
+from gpuflow import spec as s
+from gpuflow.check import trace
+from gpuflow.cpu import STORAGE, CpuRunner, as_batch, slot_shape
+from gpuflow.errors import BadSampleError
+from gpuflow.fold import Program, fold
+from gpuflow.stages import Decode
+from tests.images import as_array
+
+RGB = s.ImageSpec(shape=(None, None, 3))
+Batch = tuple[torch.Tensor, list[BadSampleError | None]]
+
+
+def program_of(*stages: s.Stage, name: str = "test", serving: bool = False) -> Program:
+    pipeline = s.Pipeline(name, stages)
+    return fold(pipeline, trace(pipeline, serving=serving))
+
+
+def keys_of(count: int, *, seed: int = 0, epoch: int = 0, first: int = 0) -> s.Keys:
+    return s.Keys(seed, epoch, np.arange(first, first + count, dtype=np.int64))
+
+
+def run(program: Program, samples: Sequence[bytes], keys: s.Keys | None = None, chunk: int | None = None) -> Batch:
+    """A batch of these samples, in calls of `chunk` samples each, and why each sample is bad."""
+    keys = keys if keys is not None else keys_of(len(samples))
+    slots = np.zeros((len(samples), *slot_shape(program.result)), STORAGE[program.result.dtype])
+    runner = CpuRunner(program)
+    faults: list[BadSampleError | None] = []
+    step = chunk or max(len(samples), 1)
+    for at in range(0, len(samples), step):
+        part = s.Keys(keys.seed, keys.epoch, keys.positions[at : at + step])
+        faults += runner.run([as_array(data) for data in samples[at : at + step]], part, slots[at : at + step])
+    return as_batch(slots, program.result), faults
+
+
+def images(program: Program, samples: Sequence[bytes], keys: s.Keys | None = None) -> torch.Tensor:
+    """As `run`, where no sample may be bad: [N, C, H, W]."""
+    batch, faults = run(program, samples, keys)
+    assert faults == [None] * len(samples)
+    return batch
+
+
+def alone(stage: s.Stage, data: bytes, keys: s.Keys | None = None, *, color: str = "rgb") -> torch.Tensor:
+    """What a stage makes of one image right behind the decoder, [C, H, W]."""
+    return images(program_of(Decode(color=color), stage), [data], keys)[0]  # type: ignore[arg-type]
+
+
+def decoded(data: bytes, color: str = "rgb") -> torch.Tensor:
+    """OpenCV's pixels as a uint8 tensor [C, H, W]."""
+    flags = {"rgb": cv2.IMREAD_COLOR_RGB, "bgr": cv2.IMREAD_COLOR_BGR, "gray": cv2.IMREAD_GRAYSCALE}[color]
+    pixels: Any = cv2.imdecode(as_array(data), flags | cv2.IMREAD_IGNORE_ORIENTATION)
+    pixels = pixels if pixels.ndim == 3 else pixels[..., None]
+    return torch.from_numpy(pixels).permute(2, 0, 1).contiguous()
+
+
+def levels_apart(a: torch.Tensor, b: torch.Tensor) -> int:
+    """The largest difference between two uint8 images."""
+    assert a.dtype == b.dtype == torch.uint8
+    assert a.shape == b.shape
+    return int((a.to(torch.int16) - b.to(torch.int16)).abs().max()) if a.numel() else 0
+
+
+def size_of(image: torch.Tensor) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Height and width as the arrays [1] that `draw` takes."""
+    return np.array([image.shape[-2]], np.int64), np.array([image.shape[-1]], np.int64)
+
+
+def resized(image: torch.Tensor, size: tuple[int, int], interpolation: str, antialias: bool) -> torch.Tensor:
+    """torchvision's resize. To one pixel it goes channel by channel: torch 2.11 fails on three planes at once."""
+    planes = image.split(1) if size == (1, 1) else (image,)
+    mode = InterpolationMode(interpolation)
+    return torch.cat([tv.resize_image(plane, list(size), mode, antialias=antialias) for plane in planes])
+
+
+def by_torchvision(stage: s.Geometry, image: torch.Tensor, keys: s.StageKeys) -> torch.Tensor:
+    """The moves that a geometry stage draws, one after the other by torchvision's functions on a uint8 [C, H, W]."""
+    for move in stage.draw(keys, *size_of(image)):
+        match move:
+            case s.Crop():
+                y, x, height, width = (int(v[0]) for v in (move.y, move.x, move.height, move.width))
+                image = tv.pad_image(image, [move.margin] * 4) if move.margin else image
+                image = tv.crop_image(image, y + move.margin, x + move.margin, height, width)
+            case s.Flip():
+                image = tv.horizontal_flip_image(image) if move.horizontal[0] else image
+                image = tv.vertical_flip_image(image) if move.vertical[0] else image
+            case s.Resize():
+                size = int(move.height[0]), int(move.width[0])
+                image = resized(image, size, move.interpolation, move.antialias)
+    return image

@@ -1,0 +1,66 @@
+"""center_crop: torchvision's box, and its black border around small images."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torchvision.transforms.v2 import functional as tv
+
+from gpuflow.errors import ConfigError
+from gpuflow.stages import CenterCrop, Decode, Flip, Normalize, Resize
+from tests.images import jpeg, photo, png
+from tests.running import RGB, alone, decoded, images, program_of
+
+
+@given(
+    height=st.integers(1, 40), width=st.integers(1, 40), crop_height=st.integers(1, 44), crop_width=st.integers(1, 44)
+)
+def test_equals_torchvision_inside_and_outside(height: int, width: int, crop_height: int, crop_width: int) -> None:
+    data = png(photo(height, width))
+    result = alone(CenterCrop(size=(crop_height, crop_width)), data)
+    assert torch.equal(result, tv.center_crop(decoded(data), [crop_height, crop_width]))
+
+
+@pytest.mark.parametrize("color", ["rgb", "bgr", "gray"])
+def test_only_a_region_is_decoded_and_nobody_sees_it(color: str) -> None:
+    for size in ((75, 101), (64, 64), (33, 200)):
+        data = jpeg(photo(*size))
+        assert torch.equal(
+            alone(CenterCrop(size=31), data, color=color), tv.center_crop(decoded(data, color), [31, 31])
+        )
+
+
+def test_inside_a_pipeline(photo_bytes: bytes) -> None:
+    stages = (Resize(shorter=40), CenterCrop(size=(32, 30)), Flip(horizontal=1.0), Normalize())
+    (result,) = images(program_of(Decode(), *stages), [photo_bytes])
+    image = decoded(photo_bytes)
+    for stage in stages:
+        image = stage.torchvision()(image)
+    assert torch.equal(result, image)
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [
+        (0, "center_crop.size must be >= 1, got 0"),
+        ((3, 0), "center_crop.size must be >= 1, got [3, 0]"),
+    ],
+)
+def test_errors(size: int | tuple[int, int], text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        CenterCrop(size=size)
+    assert str(caught.value) == text
+
+
+def test_a_crop_that_can_never_fit() -> None:
+    with pytest.raises(ValueError, match="crops") as caught:
+        CenterCrop(size=9).output(RGB.replace(shape=(8, 20, 3)))
+    assert str(caught.value) == "crops 9x9 from an image of 8x20, which is smaller; crop less or resize to more"
+    with pytest.raises(ValueError, match="crops") as caught:
+        CenterCrop(size=(12, 30)).output(RGB.replace(shorter=10))
+    assert str(caught.value) == (
+        "crops 12x30 from an image whose shorter side is 10, which is smaller; crop less or resize to more"
+    )
+    assert CenterCrop(size=(10, 30)).output(RGB.replace(shorter=10)).shape == (10, 30, 3)

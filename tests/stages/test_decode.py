@@ -1,0 +1,60 @@
+"""decode: colours, and the errors of its parameters. The decoders themselves: tests/test_codecs.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from gpuflow.errors import ConfigError
+from gpuflow.spec import ENCODED
+from gpuflow.stages import CenterCrop, Decode, Normalize
+from tests.images import jpeg, photo, png, with_orientation
+from tests.running import RGB, decoded, images, program_of, run
+
+
+@pytest.mark.parametrize("color", ["rgb", "bgr", "gray"])
+def test_color(color: Any) -> None:
+    for data in (jpeg(photo(40, 50)), png(photo(40, 50))):
+        program = program_of(Decode(color=color), CenterCrop(size=(40, 50)))
+        assert torch.equal(images(program, [data])[0], decoded(data, color))
+        assert program.specs[1].color == color
+    tail = Normalize(mean=(0.5,) * program.specs[1].shape[2], std=(0.5,) * program.specs[1].shape[2])
+    (result,) = images(program_of(Decode(color=color), CenterCrop(size=30), tail), [data])
+    assert torch.equal(result, tail.torchvision()(decoded(data, color)[:, 5:35, 10:40]))
+
+
+def test_orientation_and_max_pixels_reach_the_decoder() -> None:
+    data = with_orientation(photo(30, 40), "JPEG", 6)
+    turned = program_of(Decode(orientation="apply"), CenterCrop(size=(40, 30)))
+    stored = program_of(Decode(), CenterCrop(size=(30, 40)))
+    assert torch.equal(images(turned, [data])[0], images(stored, [data])[0].rot90(-1, (1, 2)))
+    _, faults = run(program_of(Decode(max_pixels=1199), CenterCrop(size=30)), [data])
+    assert str(faults[0]) == "decode: 40x30 = 1,200 pixels are more than max_pixels = 1,199"
+
+
+def test_specs() -> None:
+    assert Decode().output(ENCODED) == RGB
+    assert str(Decode(color="gray").output(ENCODED)) == "uint8 ?x?x1 hwc"
+    with pytest.raises(ValueError, match="takes") as caught:
+        Decode().output(RGB)
+    assert str(caught.value) == "takes encoded bytes but gets uint8 ?x?x3 hwc"
+    assert Decode().torchvision() is None
+
+
+@pytest.mark.parametrize(
+    ("parameters", "text"),
+    [
+        ({"cpu_share": 1.5}, "decode.cpu_share must be within [0, 1], got 1.5"),
+        ({"max_pixels": 0}, "decode.max_pixels must be >= 1, got 0"),
+        (
+            {"cpu_share": -1.0, "max_pixels": -1},
+            "decode.cpu_share must be within [0, 1], got -1.0\ndecode.max_pixels must be >= 1, got -1",
+        ),
+    ],
+)
+def test_errors(parameters: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Decode(**parameters)
+    assert str(caught.value) == text

@@ -1,0 +1,97 @@
+"""resize: sizes and pixels are torchvision's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torchvision.transforms.v2 import functional as tv
+
+from gpuflow import spec as s
+from gpuflow.errors import ConfigError
+from gpuflow.stages import Decode, Normalize, Resize
+from tests.images import jpeg, photo, png
+from tests.running import RGB, alone, decoded, images, keys_of, levels_apart, program_of, resized, size_of
+
+NATIVE = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
+"""Elsewhere torchvision resizes bilinear images as floats, which rounds differently."""
+SOURCES = [(40, 40), (37, 61), (64, 23), (1, 1), (1, 9), (300, 7)]
+TARGETS = [(20, 20), (40, 40), (7, 11), (1, 1), (90, 133), (41, 60), (9, 200)]
+
+modes = pytest.mark.parametrize("interpolation", ["nearest", "bilinear", "bicubic"])
+smooth = pytest.mark.parametrize("antialias", [True, False], ids=["antialias", "sharp"])
+
+
+@modes
+@smooth
+@pytest.mark.parametrize("color", ["rgb", "bgr", "gray"])
+def test_pixels_are_those_of_torchvision(interpolation: Any, antialias: bool, color: str) -> None:
+    worst = 0
+    for source in SOURCES:
+        data = png(photo(*source))
+        for height, width in TARGETS:
+            stage = Resize(height=height, width=width, interpolation=interpolation, antialias=antialias)
+            expected = resized(decoded(data, color), (height, width), interpolation, antialias)
+            worst = max(worst, levels_apart(alone(stage, data, color=color), expected))
+    assert worst == 0 if NATIVE or interpolation != "bilinear" else worst <= 1
+
+
+@modes
+def test_pixels_inside_a_pipeline(interpolation: Any, photo_bytes: bytes) -> None:
+    stage = Resize(height=33, width=47, interpolation=interpolation)
+    (result,) = images(program_of(Decode(), stage, Normalize()), [photo_bytes])
+    assert torch.equal(result, Normalize().torchvision()(alone(stage, photo_bytes)))
+
+
+@given(height=st.integers(1, 700), width=st.integers(1, 700), side=st.integers(1, 700), shorter=st.booleans())
+def test_sizes_are_those_of_torchvision(height: int, width: int, side: int, shorter: bool) -> None:
+    stage = Resize(shorter=side) if shorter else Resize(longer=side)
+    after = stage.output(RGB.replace(shape=(height, width, 3)))
+    sizes = ([side], None) if shorter else (None, side)
+    expected = tv._geometry._compute_resized_output_size((height, width), size=sizes[0], max_size=sizes[1])
+    # torchvision's longer side leaves nothing of a thin image; here a side has one pixel at least.
+    assert after.shape == (*(max(n, 1) for n in expected), 3)
+    (move,) = stage.draw(keys_of(1).stage("resize", 0), *size_of(torch.empty(3, height, width)))
+    assert isinstance(move, s.Resize)
+    assert (int(move.height[0]), int(move.width[0])) == after.shape[:2]
+
+
+def test_sizes_in_a_pipeline() -> None:
+    for size, expected in [((30, 60), (10, 20)), ((60, 30), (20, 10)), ((31, 31), (10, 10)), ((1, 400), (10, 4000))]:
+        program = program_of(Decode(), Resize(shorter=10), Resize(height=4, width=4))
+        images(program, [jpeg(photo(*size))])
+        assert Resize(shorter=10).output(RGB.replace(shape=(*size, 3))).shape[:2] == expected
+
+
+def test_a_thin_image_keeps_one_pixel() -> None:
+    assert Resize(longer=10).output(RGB.replace(shape=(1, 400, 3))).shape == (1, 10, 3)
+
+
+def test_shorter_is_known_where_the_shape_is_not() -> None:
+    assert Resize(shorter=9).output(RGB) == RGB.replace(shape=(None, None, 3), shorter=9)
+    assert Resize(longer=9).output(RGB) == RGB
+
+
+@pytest.mark.parametrize(
+    ("parameters", "text"),
+    [
+        ({}, "resize needs height and width, or shorter, or longer; give one of these"),
+        ({"height": 3}, "resize needs height and width, or shorter, or longer; give one of these"),
+        ({"width": 3}, "resize needs height and width, or shorter, or longer; give one of these"),
+        ({"shorter": 3, "longer": 3}, "resize needs height and width, or shorter, or longer; give one of these"),
+        (
+            {"height": 3, "width": 3, "shorter": 3},
+            "resize needs height and width, or shorter, or longer; give one of these",
+        ),
+        ({"shorter": 0}, "resize.shorter must be >= 1, got 0"),
+        ({"longer": -2}, "resize.longer must be >= 1, got -2"),
+        ({"height": 0, "width": -1}, "resize.height must be >= 1, got 0\nresize.width must be >= 1, got -1"),
+    ],
+)
+def test_errors(parameters: dict[str, int], text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Resize(**parameters)
+    assert str(caught.value) == text
