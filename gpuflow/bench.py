@@ -109,7 +109,8 @@ class _Samples:
 
         config = read_config(job.path, gpuflow.stage_table(), job.overrides)
         self.source = open_split(config, job.pipeline)
-        self.batch_size = config.pipelines[job.pipeline].batch.size or 64
+        batch = config.pipelines[job.pipeline].batch
+        self.batch_size = batch.size or batch.global_size or 1
         self._pil = pil
         stages = config.programs[job.pipeline].pipeline.stages[1:]
         self._transforms = [stage.torchvision() for stage in stages if normalize or stage.stage_name != "normalize"]
@@ -146,7 +147,7 @@ def _dataloader(job: Job, *, pil: bool = True, normalize: bool = True) -> Iterab
         samples,  # type: ignore[arg-type]
         batch_size=samples.batch_size,
         shuffle=True,
-        drop_last=True,
+        drop_last=len(samples) >= samples.batch_size,
         num_workers=job.workers,
         prefetch_factor=4,
         persistent_workers=True,
@@ -201,7 +202,7 @@ time by the consumer; SPDL with one sample an item. The others run the torchvisi
 def _arm(name: str) -> Callable[[Job], Iterable[int]]:
     """The arm of this name, or the function that `path/to/file.py:function` names."""
     path, colon, function = name.rpartition(":")
-    return runpy.run_path(path)[function] if colon else ARMS[name]  # type: ignore[no-any-return]
+    return runpy.run_path(path)[function] if colon else ARMS[name]
 
 
 def check_arms(names: Sequence[str]) -> None:

@@ -60,7 +60,7 @@ def build_loader(config: Config, name: str, *, rank: int, world_size: int, devic
         threads=threads,
         prefetch=run.prefetch,
         timeout_seconds=run.timeout_s,
-        bad=BadSamples(policy=policy, limit=limit, path=run.bad_file),
+        bad=_bad_samples(config, policy, limit),
         remote="://" in str(config.source.folder or config.source.listing or config.source.tar),
         identity=_identity(config, name, source),
     )
@@ -101,6 +101,14 @@ def _device(device: str | torch.device | None) -> torch.device:
     if target.type == "cuda" and not torch.cuda.is_available():
         raise LoaderError(f"device {str(target)!r} needs CUDA, and torch sees no GPU here; use device='cpu'")
     return target
+
+
+def _bad_samples(config: Config, policy: str, limit: int | None) -> BadSamples:
+    try:
+        return BadSamples(policy=policy, limit=limit, path=config.run.bad_file)
+    except OSError as error:
+        problem = f"cannot be written: {error.strerror}: {error.filename!r}; name a file in a directory that exists"
+        raise ConfigError([Problem(f"{config.path}: run.bad_file", problem)]) from error
 
 
 def _identity(config: Config, name: str, source: Source) -> str:

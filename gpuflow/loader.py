@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import logging
+import sys
 import threading
 import time
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, Self
 
@@ -27,7 +29,7 @@ __all__ = ["Batch", "Loader"]
 
 _LOG = logging.getLogger(__name__)
 _MANY_BAD = 0.05
-_STOP_SECONDS = 10.0
+_STOP_SECONDS = 3.0
 
 
 class Batch(tuple[torch.Tensor, torch.Tensor]):
@@ -43,18 +45,10 @@ class Batch(tuple[torch.Tensor, torch.Tensor]):
     step: int
     epoch: int
 
-    def __new__(
-        cls,
-        images: torch.Tensor,
-        labels: torch.Tensor,
-        *,
-        valid: torch.Tensor,
-        indices: torch.Tensor,
-        step: int,
-        epoch: int,
-    ) -> Batch:
-        self = super().__new__(cls, (images, labels))
-        self.valid, self.indices, self.step, self.epoch = valid, indices, step, epoch
+    def __new__(cls, pair: Iterable[torch.Tensor], **known: Any) -> Batch:
+        """As `tuple(pair)`, for tools that rebuild a container around moved tensors; what else is known is then lost."""
+        self = super().__new__(cls, pair)
+        vars(self).update(known)
         return self
 
     @property
@@ -115,7 +109,7 @@ class Loader:
         self._next_epoch, self._next_start = 0, 0
         self._place = (0, 0)
         self._active: weakref.ref[_Epoch] | None = None
-        self._stopping: threading.Thread | None = None
+        self._stopping: list[threading.Thread] = []
         self._finalizer = weakref.finalize(self, self._feed.close)
 
     # --- what it is ---------------------------------------------------------------------------------------------
@@ -172,16 +166,14 @@ class Loader:
             raise ValueError(f"epoch must be >= 0, got {epoch}")
         if epoch != self._next_epoch:
             self._next_epoch, self._next_start = epoch, 0
-            if self._active is None or self._active() is None:
+            active = self._active() if self._active is not None else None
+            if active is None or active._end is not None:
                 self._place = (epoch, 0)
 
     def _end_active(self, reason: str) -> None:
         active = self._active() if self._active is not None else None
         if active is not None:
             active.close(reason)
-        if self._stopping is not None:
-            self._stopping.join()
-            self._stopping = None
 
     # --- state --------------------------------------------------------------------------------------------------
 
@@ -224,6 +216,8 @@ class Loader:
     def close(self) -> None:
         """End the threads and let go of the memory. Batches already handed over stay valid."""
         self._end_active("the loader was closed")
+        for thread in self._stopping:
+            thread.join()
         self._finalizer()
 
     def __enter__(self) -> Self:
@@ -241,29 +235,21 @@ class _Epoch(Iterator[Batch]):
     def __init__(self, loader: Loader, epoch: int, steps: Steps) -> None:
         self._loader, self._epoch, self._steps = loader, epoch, steps
         self._run = loader._feed.start(epoch, steps)
+        atexit.register(self._run.stop, _STOP_SECONDS)
         self._step = 0
         self._end: str | None = None
 
     def __next__(self) -> Batch:
         if self._end is None and self._step == len(self._steps):
-            self.close("over")
+            self._loader._place = (self._epoch + 1, 0)
+            self.close("over", wait=False)
         if self._end == "over":
             raise StopIteration
         if self._end is not None:
             raise LoaderError(f"epoch {self._epoch} was ended because {self._end}; iterate the loader anew")
         loader, start = self._loader, time.perf_counter()
         try:
-            assembly = self._run.get(timeout=loader._timeout)
-            if assembly.error is not None:
-                raise assembly.error
-            batch = self._batch(assembly)
-        except TimeoutError:
-            culprit = loader._stats.culprit()
-            self.close("a batch did not come in time")
-            raise LoaderTimeout(
-                f"no batch within run.timeout_s = {loader._timeout:g} s at step {self._step} of epoch {self._epoch}: "
-                f"{culprit}; raise run.timeout_s if that is to be expected"
-            ) from None
+            batch = self._batch(self._get())
         except BaseException:
             self.close("an error was raised")
             raise
@@ -275,22 +261,38 @@ class _Epoch(Iterator[Batch]):
         self._warn_of_many_bad()
         return batch
 
-    def _batch(self, assembly: Assembly) -> Batch:
+    def _get(self) -> Assembly:
         loader = self._loader
-        assert assembly.slots is not None
-        images = as_batch(assembly.slots, loader._program.result)
+        try:
+            assembly = self._run.get(timeout=loader._timeout)
+        except TimeoutError:
+            raise LoaderTimeout(
+                f"no batch within run.timeout_s = {loader._timeout:g} s at step {self._step} of epoch {self._epoch}: "
+                f"{loader._stats.culprit()}; raise run.timeout_s if that is to be expected"
+            ) from None
+        if isinstance(assembly.error, StopIteration):  # as itself it would end the consumer's `for` in silence
+            raise LoaderError(
+                f"a stage raised StopIteration at step {self._step} of epoch {self._epoch}; its cause is above"
+            ) from assembly.error
+        if assembly.error is not None:
+            raise assembly.error
+        return assembly
+
+    def _batch(self, assembly: Assembly) -> Batch:
+        loader, slots = self._loader, assembly.slots
+        assert slots is not None
         rows = [torch.from_numpy(x) for x in (assembly.labels, assembly.valid, assembly.indices)]
         if not assembly.kept.all():
-            kept = torch.from_numpy(np.flatnonzero(assembly.kept))
+            kept = np.flatnonzero(assembly.kept)
             if len(kept) == 0:
                 raise LoaderError(
                     f"step {assembly.step} of epoch {self._epoch} holds nothing but bad samples; "
                     "run `gpuflow scan` to list them, or set on_error: replace"
                 )
-            images, *rows = (x.index_select(0, kept) for x in (images, *rows))
+            slots, rows = slots[kept], [x[torch.from_numpy(kept)] for x in rows]
         labels, valid, indices = (x.to(loader._device) for x in rows)
-        images = images.to(loader._device)
-        return Batch(images, labels, valid=valid, indices=indices, step=assembly.step, epoch=self._epoch)
+        images = as_batch(slots, loader._program.result).to(loader._device)
+        return Batch((images, labels), valid=valid, indices=indices, step=assembly.step, epoch=self._epoch)
 
     def _warn_of_many_bad(self) -> None:
         loader = self._loader
@@ -302,22 +304,25 @@ class _Epoch(Iterator[Batch]):
                 stacklevel=3,
             )
 
-    def close(self, reason: str) -> None:
-        """Stop the pipeline once. At an epoch's regular end nothing is left to wait for, so that is not waited for."""
+    def close(self, reason: str, *, wait: bool = True) -> None:
+        """Stop the pipeline once, which takes a tenth of a second; without `wait` it goes on beside the caller."""
         if self._end is not None:
             return
         self._end = reason
         self._loader._stats.end_epoch()
-        if reason == "over":
-            self._loader._stopping = threading.Thread(target=self._stop, name="gpuflow_stop")
-            self._loader._stopping.start()
-        else:
+        if wait:
             self._stop()
+        else:
+            stopping = threading.Thread(target=self._stop, name="gpuflow_stop")
+            stopping.start()
+            self._loader._stopping = [*filter(threading.Thread.is_alive, self._loader._stopping), stopping]
 
     def _stop(self) -> None:
+        atexit.unregister(self._run.stop)
         if not self._run.stop(timeout=_STOP_SECONDS):
             _LOG.warning("a thread stays behind: %s", self._loader._stats.culprit())
 
     def __del__(self) -> None:
-        if hasattr(self, "_end"):
-            self.close("it was left")
+        """Does not wait: the collector may run this on a thread of the pipeline, and a Ctrl-C during it is lost."""
+        if hasattr(self, "_end") and not sys.is_finalizing():
+            self.close("it was left", wait=False)

@@ -12,14 +12,15 @@ import json
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TextIO
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from spdl.pipeline import Pipeline as SpdlPipeline
 from spdl.pipeline import AsyncQueue, PipelineBuilder
+from spdl.pipeline import Pipeline as SpdlPipeline
 from spdl.pipeline.defs import Aggregator
 
 from gpuflow.cpu import STORAGE, CpuRunner, slot_shape
@@ -132,9 +133,7 @@ class _ByStep(Aggregator):
 class Run:
     """One epoch's SPDL pipeline under way, with the threads that run its operations."""
 
-    def __init__(
-        self, pipeline: SpdlPipeline[Assembly], pools: Sequence[DaemonPool], begun: threading.Event
-    ) -> None:
+    def __init__(self, pipeline: SpdlPipeline[Assembly], pools: Sequence[DaemonPool], begun: threading.Event) -> None:
         self._pipeline, self._pools, self._begun = pipeline, pools, begun
 
     def get(self, timeout: float) -> Assembly:
@@ -186,7 +185,26 @@ class Feed:
         self._slots = SlotPool(shape, STORAGE[program.result.dtype], keep=prefetch + 2)
 
     def start(self, epoch: int, steps: Steps) -> Run:
-        """Begin an epoch."""
+        """Begin an epoch, on a thread aside: a Ctrl-C among the first steps would leave half of the threads behind."""
+        torch_threads = torch.get_num_threads()
+        started: Future[Run] = Future()
+
+        def start() -> None:
+            try:
+                started.set_result(self._start(epoch, steps))
+            except BaseException as error:
+                started.set_exception(error)
+
+        try:
+            threading.Thread(target=start, name="gpuflow_start").start()
+            return started.result(2 * _START_SECONDS)
+        except BaseException:
+            started.result(_START_SECONDS).stop(_START_SECONDS)
+            raise
+        finally:
+            torch.set_num_threads(torch_threads)  # undo what _work_alone did to threads yet to come
+
+    def _start(self, epoch: int, steps: Steps) -> Run:
         builder: Any = PipelineBuilder()
         begun = threading.Event()
         builder.add_source(self._chunks(epoch, steps, begun))
@@ -200,7 +218,6 @@ class Feed:
                 output_order="input",
                 name=meter.name,
             )
-        torch.set_num_threads(torch.get_num_threads())  # undo what _work_alone did to threads yet to come
         builder.aggregate(_ByStep()).add_sink(self._prefetch)
         # The meters tell what SPDL's own statistics would, which double its time an item.
         pipeline: SpdlPipeline[Assembly] = builder.build(

@@ -72,7 +72,7 @@ def throughput(quick: bool) -> Iterator[dict[str, Any]]:
     counts = sorted({cores, cores + 1}) if cores <= 4 else sorted({cores // 2, cores})
     jobs = {
         Job(
-            arm=arm, path=str(CONFIG), overrides=overrides, pipeline="train", workers=count, seconds=1 if quick else 4
+            arm=arm, path=str(CONFIG), overrides=overrides, pipeline="train", workers=count, seconds=1 if quick else 3
         ): name
         for count in counts
         for name, (arm, overrides) in ARMS.items()
@@ -81,7 +81,7 @@ def throughput(quick: bool) -> Iterator[dict[str, Any]]:
     def show(job: Job, rate: float) -> None:
         print(f"{jobs[job]:24} {job.workers} workers  {rate:7.0f} images/s", flush=True)
 
-    rates = measure(list(jobs), repeats=2 if quick else 7, progress=show)
+    rates = measure(list(jobs), repeats=2 if quick else 5, progress=show)
     scaling = [
         row(name, f"{WORKLOAD}; workers={job.workers}", "images_per_s", rates[job], "images/s")
         for job, name in jobs.items()

@@ -1,0 +1,85 @@
+"""Laws of the configurations that ship: each one checks and folds anywhere, without a GPU and without its data."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from gpuflow.config import Config, read_config
+from gpuflow.cpu import STORAGE, slot_shape
+from gpuflow.stages import STAGES
+from tests.datasets import python
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+
+each_config = pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+
+
+@pytest.fixture
+def config(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
+    monkeypatch.chdir(tmp_path)  # where none of the data is
+    return read_config(path, STAGES)
+
+
+def test_there_are_configs() -> None:
+    assert {"demo.yaml", "photos.yaml"} <= {path.name for path in CONFIGS}
+
+
+@each_config
+def test_checks_and_folds(path: Path, config: Config) -> None:
+    assert set(config.programs) == {*config.pipelines, *(["serve"] if config.serve else [])}
+    for program in config.programs.values():
+        assert program.result.fixed
+        assert slot_shape(program.result)
+        assert program.result.dtype in STORAGE
+
+
+@each_config
+def test_serving_sees_what_validation_sees(path: Path, config: Config) -> None:
+    if config.serve is not None and "val" in config.programs:
+        assert config.programs["serve"].pipeline.stages == config.programs["val"].pipeline.stages
+
+
+@each_config
+def test_reads_the_same_twice(path: Path, config: Config) -> None:
+    again = read_config(path, STAGES)
+    assert again == config
+    assert {name: program.pipeline.fingerprint for name, program in again.programs.items()} == {
+        name: program.pipeline.fingerprint for name, program in config.programs.items()
+    }
+
+
+@each_config
+def test_header_says_what_it_is_for(path: Path) -> None:
+    header = path.read_text().partition("\n\n")[0].splitlines()
+    assert all(line.startswith("#") for line in header)
+    words = [line[1:].split()[0] for line in header if line[1:].strip()]
+    assert [word for word in words if word in ("purpose", "hardware", "expected", "command")] == [
+        "purpose",
+        "hardware",
+        "expected",
+        "command",
+    ]
+    assert f"configs/{path.name}" in header[-1]
+
+
+def test_all_check_and_explain_in_a_process_that_sees_no_gpu(tmp_path: Path) -> None:
+    code = """
+import sys
+from gpuflow.cli import main
+for path in sys.argv[2:]:
+    for command in "check", "explain":
+        sys.argv[1:] = [command, path]
+        try:
+            main()
+        except SystemExit as end:
+            assert end.code in (None, 0), (command, path, end.code)
+"""
+    done = python(code, "-", *map(str, CONFIGS), cwd=tmp_path, CUDA_VISIBLE_DEVICES="", COLUMNS="200")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("valid: ") == len(CONFIGS)
+    assert done.stdout.count("does not exist") >= len(CONFIGS), "explain says that the data is not there"
+    assert os.listdir(tmp_path) == []

@@ -1,0 +1,124 @@
+"""Which way imports run: the engine knows no stage, one file a foreign library, figures know nothing but CSV."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gpuflow import spec
+from gpuflow.stages import STAGES
+
+ROOT = Path(__file__).parents[1]
+ENGINE = sorted(
+    path for path in [*(ROOT / "gpuflow").glob("*.py"), *(ROOT / "gpuflow" / "sources").glob("*.py")] if path.is_file()
+)
+STAGE_FILES = sorted((ROOT / "stages").glob("*.py"))
+PLOTS = sorted((ROOT / "plots").glob("*.py"))
+EXPERIMENTS = sorted((ROOT / "experiments").rglob("*.py"))
+
+
+def imports(path: Path) -> Iterator[str]:
+    """Every module that a file imports, anywhere in it; `from a import b` counts as a and as a.b."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            assert node.level == 0, f"{path}: imports are absolute"
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def importers(files: list[Path], package: str) -> set[str]:
+    """Names of the files that import a package or something in it."""
+    return {
+        str(path.relative_to(ROOT))
+        for path in files
+        if any(name == package or name.startswith(f"{package}.") for name in imports(path))
+    }
+
+
+def test_the_files_are_found() -> None:
+    assert len(ENGINE) > 25
+    assert len(STAGE_FILES) == len(STAGES) + 1
+    assert PLOTS and EXPERIMENTS
+
+
+@pytest.mark.parametrize("package", ["yaml", "pydantic"])
+def test_one_file_reads_yaml(package: str) -> None:
+    assert importers([*ENGINE, *STAGE_FILES, *PLOTS], package) == {"gpuflow/config.py"}
+
+
+def test_one_file_lowers_to_spdl() -> None:
+    """The benchmark runs SPDL as a loader to compare with."""
+    assert importers([*ENGINE, *STAGE_FILES, *PLOTS], "spdl") == {"gpuflow/train.py", "gpuflow/bench.py"}
+
+
+def test_the_engine_gets_the_table_of_stages_as_an_argument() -> None:
+    assert importers(ENGINE, "gpuflow.stages") == {"gpuflow/__init__.py"}
+    assert importers(ENGINE, "gpuflow.stage_table") <= {"gpuflow/cli.py", "gpuflow/bench.py"}
+
+
+def test_the_engine_mentions_no_stage_by_name() -> None:
+    """Neither a class of a stage nor its name where code compares or looks up. Texts for people may name one."""
+    classes = {stage.__name__ for stage in STAGES.values()} - set(spec.__all__)  # a move may be called as a stage
+    for path in ENGINE:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Name):
+                assert node.id not in classes, f"{path}:{node.lineno}: names the stage {node.id}"
+            if not isinstance(node, (ast.Compare, ast.Subscript)):
+                continue
+            for part in ast.walk(node):
+                if isinstance(part, ast.Constant) and part.value in STAGES:
+                    place = f"{path.relative_to(ROOT)}: {part.value}"
+                    assert place in EXCUSED, f"{path}:{node.lineno}: asks for the stage {part.value!r} by name"
+
+
+EXCUSED = {"gpuflow/bench.py: normalize"}
+"""The comparison normalizes by the batch, as people do who use the other loaders."""
+
+
+@pytest.mark.parametrize(
+    "module", ["loader", "train", "config", "build", "cli", "trainer", "scan", "bench", "explain", "sources"]
+)
+def test_stages_know_nothing_of_how_they_are_run(module: str) -> None:
+    assert importers(STAGE_FILES, f"gpuflow.{module}") == set()
+
+
+def test_figures_read_csv_and_nothing_of_ours() -> None:
+    for path in PLOTS:
+        ours = {name for name in imports(path) if name.split(".")[0] in ("gpuflow", "stages", "experiments", "tests")}
+        assert all(name.startswith("gpuflow.plots") for name in ours), f"{path}: imports {ours}"
+
+
+def test_nothing_imports_an_experiment_or_a_test() -> None:
+    files = [*ENGINE, *STAGE_FILES, *PLOTS, *EXPERIMENTS]
+    assert importers(files, "experiments") == importers(files, "tests") == set()
+
+
+LAYERS = [
+    {"errors"},
+    {"order", "threads", "memory", "stats", "turbojpeg"},
+    {"spec"},
+    {"check", "fold", "codecs", "sources"},
+    {"cpu", "config", "scan"},
+    {"train"},
+    {"loader"},
+    {"build"},
+    {"trainer", "explain"},
+]
+"""What stands in a layer imports from lower ones and its own, never from a higher one."""
+
+
+def test_the_engines_parts_stand_in_layers() -> None:
+    level = {f"gpuflow.{name}": number for number, layer in enumerate(LAYERS) for name in layer}
+    for path in ENGINE:
+        name = "gpuflow.sources" if path.parent.name == "sources" else f"gpuflow.{path.stem}"
+        if name not in level:
+            continue
+        for imported in imports(path):
+            target = ".".join(imported.split(".")[:2])
+            if target in level:
+                assert level[target] <= level[name], f"{path.relative_to(ROOT)} imports {imported}"

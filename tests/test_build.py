@@ -1,0 +1,117 @@
+"""From a checked file to a loader: what the parts are made of, and what cannot be built."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+import gpuflow
+from gpuflow.build import available_threads, build_loader, open_split
+from gpuflow.config import Config, read_config
+from gpuflow.errors import ConfigError, LoaderError, SourceError
+from gpuflow.stages import STAGES
+from tests.datasets import flat, make_photos, write_config
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("build")
+    make_photos(root / "photos", classes=2, each=10)
+    return write_config(root / "x.yaml", root / "photos")
+
+
+def read(config: Path, *overrides: str) -> Config:
+    return read_config(config, STAGES, overrides)
+
+
+def test_threads_are_the_cores_shared_among_the_hosts_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    cores = len(os.sched_getaffinity(0))
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert available_threads() == cores
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert available_threads() == max(1, cores // 2)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(64 * cores))
+    assert available_threads() == 1
+
+
+def test_a_pipeline_reads_the_split_of_its_name_else_everything(config: Path) -> None:
+    split = "source.split={train: 0.8, val: 0.2}"
+    assert [len(open_split(read(config, split), name)) for name in ("train", "val", "other")] == [16, 4, 20]
+    assert len(open_split(read(config), "train")) == 20
+    train, val = (open_split(read(config, split), name) for name in ("train", "val"))
+    paths = [{source.path(i) for i in range(len(source))} for source in (train, val)]
+    assert not paths[0] & paths[1]
+    with gpuflow.load(config, "val", overrides=[split]) as loader:
+        assert sorted(int(label) for _, labels in loader for label in labels) == [0, 0, 1, 1]
+
+
+def test_a_source_that_cannot_be_opened_names_the_file(config: Path, tmp_path: Path) -> None:
+    with pytest.raises(SourceError) as caught:
+        open_split(read(config, f"source.folder={tmp_path}/absent"), "train")
+    assert str(caught.value) == (
+        f"{config}: source: source.folder must be a directory, got '{tmp_path}/absent', which does not exist; "
+        "check the path"
+    )
+
+
+def test_an_unknown_pipeline_is_located_with_the_closest_name(config: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        gpuflow.load(config, "trian")
+    assert str(caught.value) == f"{config}: pipelines has no pipeline 'trian'; did you mean 'train'?"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_a_gpu_that_is_not_there(config: Path) -> None:
+    with pytest.raises(LoaderError) as caught:
+        gpuflow.load(config, device="cuda:1")
+    assert str(caught.value) == "device 'cuda:1' needs CUDA, and torch sees no GPU here; use device='cpu'"
+
+
+def test_decoding_on_a_gpu_is_not_there_yet(config: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        gpuflow.load(config, overrides=["pipelines.train.stages.decode.backend=gpu"])
+    assert str(caught.value) == (
+        f"{config}: pipelines.train.stages[0].decode.backend is gpu, which this version cannot do; use auto or cpu"
+    )
+
+
+def test_batches_are_on_the_device_asked_for(config: Path) -> None:
+    for device in None, "cpu", torch.device("cpu"):
+        with build_loader(read(config), "train", rank=0, world_size=1, device=device) as loader:
+            images, labels = next(iter(loader))
+            assert images.device == labels.device == torch.device("cpu")
+
+
+def test_the_preprocessing_is_the_stages_fingerprint(config: Path) -> None:
+    parsed = read(config)
+    with gpuflow.load(config, "val") as loader:
+        assert loader.preprocessing == parsed.programs["val"].pipeline.fingerprint
+        assert len(loader.preprocessing) == 16
+
+
+def test_shards_are_shuffled_within_windows(tmp_path: Path) -> None:
+    import io
+    import tarfile
+
+    from tests.datasets import jpeg
+
+    for shard in range(2):
+        with tarfile.open(tmp_path / f"{shard}.tar", "w") as tar:
+            for number in range(6):
+                for suffix, data in (("jpg", jpeg(0, number)), ("cls", b"0")):
+                    member = tarfile.TarInfo(f"{shard}{number:03d}.{suffix}")
+                    member.size = len(data)
+                    tar.addfile(member, io.BytesIO(data))
+    source = {"tar": str(tmp_path / "{0..1}.tar"), "window": 3}
+    config = write_config(tmp_path / "x.yaml", "", source=source, batch={"size": 3})
+    with gpuflow.load(config, "train") as loader:
+        orders = [[batch.indices.tolist() for batch in loader] for _ in range(2)]
+        assert orders[0] != orders[1]
+        for order in orders:
+            assert sorted(flat(order)) == list(range(12))
+            assert all(len({index // 6 for index in window}) == 1 for window in order), "a window stays in its shard"
+    with gpuflow.load(config, "val") as loader:
+        assert flat(batch.indices.tolist() for batch in loader) == list(range(12))

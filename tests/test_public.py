@@ -1,0 +1,216 @@
+"""The public surface: what can be imported, what importing costs, stages of other packages."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import pkgutil
+import types
+from pathlib import Path
+
+import pytest
+
+import gpuflow
+from tests.datasets import make_photos, python, write_config
+
+ROOT = Path(__file__).parents[1]
+MODULES = sorted(
+    module.name
+    for module in pkgutil.walk_packages(gpuflow.__path__, "gpuflow.")
+    if not module.name.startswith("gpuflow.plots")
+)
+
+
+def test_everything_public_is_listed_and_there() -> None:
+    assert gpuflow.__all__ == [
+        "BadSampleError",
+        "Batch",
+        "ConfigError",
+        "GpuflowError",
+        "Loader",
+        "LoaderError",
+        "LoaderTimeout",
+        "MissingExtra",
+        "SourceError",
+        "StateError",
+        "TooManyBadSamples",
+        "load",
+        "stage_table",
+    ]
+    for name in gpuflow.__all__:
+        assert getattr(gpuflow, name) is not None
+    public = {
+        name
+        for name, value in vars(gpuflow).items()
+        if not name.startswith("_") and not isinstance(value, types.ModuleType)
+    }
+    public -= {"TYPE_CHECKING", "annotations", "Path", "Sequence"}
+    assert public <= set(gpuflow.__all__)
+
+
+def test_a_star_import_gives_what_is_listed() -> None:
+    names: dict[str, object] = {}
+    exec("from gpuflow import *", names)
+    assert set(names) - {"__builtins__"} == set(gpuflow.__all__)
+
+
+def test_lazy_names_are_the_real_ones() -> None:
+    from gpuflow.loader import Batch, Loader
+
+    assert gpuflow.Batch is Batch
+    assert gpuflow.Loader is Loader
+    with pytest.raises(AttributeError) as caught:
+        getattr(gpuflow, "loda")  # noqa: B009
+    assert str(caught.value) == "module 'gpuflow' has no attribute 'loda'"
+
+
+def test_there_are_modules() -> None:
+    assert {"gpuflow.loader", "gpuflow.sources.tar", "gpuflow.stages.flip", "gpuflow.cli"} <= set(MODULES)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_every_module_lists_what_it_offers(name: str) -> None:
+    module = importlib.import_module(name)
+    assert len(set(module.__all__)) == len(module.__all__)
+    for public in module.__all__:
+        assert hasattr(module, public), f"{name}.__all__ names {public}, which is not there"
+    tree = ast.parse(Path(module.__file__ or "").read_text())
+    defined = {
+        node.name
+        for node in tree.body
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.AsyncFunctionDef)) and not node.name.startswith("_")
+    }
+    if name not in PARTLY_INTERNAL:
+        assert defined <= set(module.__all__), f"{name} defines {defined - set(module.__all__)}, which it does not list"
+
+
+PARTLY_INTERNAL = {
+    "gpuflow.bench",  # the command line uses its parts
+    "gpuflow.cli",  # one function a command
+    "gpuflow.config",  # models of blocks within blocks
+    "gpuflow.stages.center_crop",  # helpers of the other crops
+    "gpuflow.sources.listing",
+    "gpuflow.sources.tar",
+}
+
+
+def test_importing_is_cheap_and_changes_nothing() -> None:
+    code = """
+import os, sys, threading, warnings
+before = len(os.listdir("/proc/self/fd")), warnings.filters[:], dict(os.environ)
+import gpuflow, gpuflow.cli, gpuflow.errors
+assert threading.active_count() == 1
+assert (len(os.listdir("/proc/self/fd")), warnings.filters, dict(os.environ)) == before
+heavy = {"torch", "torchvision", "cv2", "spdl", "yaml", "pydantic", "matplotlib", "fsspec"} & set(sys.modules)
+assert not heavy, heavy
+"""
+    done = python(code)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_exception_tree_is_the_one_that_is_drawn() -> None:
+    from gpuflow import errors
+
+    drawn = [line for line in (errors.__doc__ or "").splitlines() if "GpuflowError" in line or "──" in line]
+    names = [line.replace("│", " ").replace("├──", "").replace("└──", "").split()[0] for line in drawn]
+    real = [
+        name for name in errors.__all__ if isinstance(getattr(errors, name), type) and name.endswith(("Error", "out"))
+    ]
+    assert set(names) >= set(real)
+    for name in names:
+        assert issubclass(getattr(errors, name), errors.GpuflowError)
+    bases = {
+        "ConfigError": ValueError,
+        "SourceError": ValueError,
+        "StateError": ValueError,
+        "LoaderError": RuntimeError,
+    }
+    bases |= {"LoaderTimeout": TimeoutError, "MissingExtra": ImportError, "BadSampleError": ValueError}
+    for name, base in bases.items():
+        assert issubclass(getattr(errors, name), base)
+
+
+# --- stages of other packages -----------------------------------------------------------------------------------------
+
+STAGE = '''
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from gpuflow.spec import ImageSpec, Pointwise, require_pixels
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Invert(Pointwise):
+    """Photographic negative."""
+
+    stage_name: ClassVar[str] = "invert"
+
+    strength: float = 1.0
+
+    def faults(self) -> Iterator[tuple[str, str]]:
+        if not 0 <= self.strength <= 1:
+            yield "strength", f"must be within [0, 1], got {self.strength}"
+
+    def output(self, spec: ImageSpec) -> ImageSpec:
+        require_pixels(self, spec)
+        return spec
+
+    def apply(self, image, coefficients, out):
+        return np.subtract(255, image, out=out)
+'''
+
+
+def distribution(root: Path, entry_points: str) -> Path:
+    """A distribution as pip would leave it: a module, and metadata with entry points."""
+    site = root / "site"
+    metadata = site / "negative-1.0.dist-info"
+    metadata.mkdir(parents=True)
+    (site / "negative.py").write_text(STAGE)
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: negative\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text(f"[gpuflow.stages]\n{entry_points}\n")
+    return site
+
+
+def test_another_packages_stage_stands_in_yaml_like_ours(tmp_path: Path) -> None:
+    site = distribution(tmp_path, "invert = negative:Invert")
+    make_photos(tmp_path / "photos", classes=1, each=4)
+    stages = [{"decode": {}}, {"resize": {"height": 24, "width": 24}}]
+    plain = write_config(tmp_path / "plain.yaml", tmp_path / "photos", val=stages)
+    inverted = write_config(tmp_path / "inverted.yaml", tmp_path / "photos", val=[*stages, {"invert": {}}])
+    faulty = write_config(tmp_path / "faulty.yaml", tmp_path / "photos", val=[*stages, {"invert": {"strength": 2}}])
+    code = """
+import sys, gpuflow, torch
+sys.path.insert(0, sys.argv[1])
+assert list(gpuflow.stage_table())[-1] == "invert"
+with gpuflow.load(sys.argv[2], "val") as plain, gpuflow.load(sys.argv[3], "val") as inverted:
+    for (a, _), (b, _) in zip(plain, inverted, strict=True):
+        assert torch.equal(255 - a, b)
+    print(repr(inverted).split(";")[0])
+try:
+    gpuflow.load(sys.argv[4], "val")
+except gpuflow.ConfigError as error:
+    print(error)
+"""
+    done = python(code, str(site), str(plain), str(inverted), str(faulty))
+    assert done.returncode == 0, done.stderr
+    shown, fault = done.stdout.splitlines()
+    assert shown == "<gpuflow.Loader val: decode() -> resize(height=24, width=24) -> invert()"
+    assert fault.startswith(f"{faulty}:")
+    assert "invert.strength must be within [0, 1], got 2" in fault
+
+
+def test_a_stage_name_that_is_taken_is_refused(tmp_path: Path) -> None:
+    site = distribution(tmp_path, "flip = negative:Invert")
+    code = """
+import sys, gpuflow
+sys.path.insert(0, sys.argv[1])
+try:
+    gpuflow.stage_table()
+except gpuflow.GpuflowError as error:
+    print(error)
+"""
+    done = python(code, str(site))
+    assert done.stdout == "stage 'flip' of negative:Invert is already known; rename it or uninstall its package\n"

@@ -1,0 +1,206 @@
+"""A loader's state: what it counts, what it refuses, how it goes on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import gpuflow
+from gpuflow.errors import LoaderError, StateError
+from tests.datasets import MemorySource, deadline, epoch_rows, loader_of, make_photos, write_config
+
+
+@pytest.fixture(autouse=True)
+def _in_time() -> Iterator[None]:
+    with deadline(60):
+        yield
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("state")
+    make_photos(root / "photos", classes=3, each=4)
+    return write_config(root / "x.yaml", root / "photos", batch={"size": 5})
+
+
+def take(loader: gpuflow.Loader, steps: int) -> None:
+    for step, _ in enumerate(loader, start=1):
+        if step == steps:
+            break
+
+
+def place(loader: gpuflow.Loader) -> tuple[int, int]:
+    state = loader.state_dict()
+    return state["epoch"], state["position"]
+
+
+def test_a_state_is_a_small_json_value(config: Path) -> None:
+    with gpuflow.load(config) as loader:
+        state = loader.state_dict()
+        assert list(state) == ["version", "seed", "epoch", "position", "config"]
+        assert json.loads(json.dumps(state)) == state
+        assert (state["version"], state["seed"], state["epoch"], state["position"]) == (1, 0, 0, 0)
+        assert len(state["config"]) == 16
+
+
+def test_a_state_counts_what_was_handed_over() -> None:
+    with loader_of(MemorySource.of(40), prefetch=4) as loader:
+        places = [place(loader)]
+        for _ in loader:
+            places.append(place(loader))
+    assert places == [(0, 4 * step) for step in range(10)] + [(1, 0)]
+
+
+def test_a_state_on_several_ranks_counts_all_of_them() -> None:
+    with loader_of(MemorySource.of(20), rank=1, world_size=2) as loader:
+        assert [place(loader) for _ in loader] == [(0, 8), (0, 16), (1, 0)]
+
+
+def test_a_new_for_begins_a_new_epoch_in_the_state() -> None:
+    with loader_of(MemorySource.of(12)) as loader:
+        take(loader, 2)
+        assert place(loader) == (0, 8)
+        epoch = iter(loader)
+        assert place(loader) == (1, 0)
+        next(epoch)
+        assert place(loader) == (1, 4)
+
+
+def test_set_epoch_shows_in_the_state() -> None:
+    with loader_of(MemorySource.of(12)) as loader:
+        loader.set_epoch(5)
+        assert place(loader) == (5, 0)
+
+
+def test_set_epoch_of_the_same_epoch_keeps_a_restored_position() -> None:
+    """The idiom `for epoch in range(start, n): loader.set_epoch(epoch)` must not spoil a resume."""
+    source = MemorySource.of(12)
+    with loader_of(source) as loader:
+        whole = epoch_rows(loader), epoch_rows(loader)
+        loader.set_epoch(0)
+        take(loader, 1)
+        state = loader.state_dict()
+    with loader_of(source) as loader:
+        loader.load_state_dict(state)
+        loader.set_epoch(0)
+        assert place(loader) == (0, 4)
+        assert epoch_rows(loader) == whole[0][1:]
+        loader.set_epoch(1)
+        assert epoch_rows(loader) == whole[1]
+        loader.load_state_dict(state)
+        loader.set_epoch(1)
+        assert place(loader) == (1, 0)
+        assert epoch_rows(loader) == whole[1]
+
+
+def test_loading_a_state_ends_the_epoch_under_way() -> None:
+    with loader_of(MemorySource.of(12)) as loader:
+        start = loader.state_dict()
+        epoch = iter(loader)
+        next(epoch)
+        loader.load_state_dict(start)
+        assert loader.state_dict() == start
+        with pytest.raises(LoaderError) as caught:
+            next(epoch)
+        assert str(caught.value) == "epoch 0 was ended because a state was loaded; iterate the loader anew"
+        assert [(batch.epoch, batch.step) for batch in loader] == [(0, 0), (0, 1), (0, 2)]
+
+
+def test_a_loaded_state_is_the_state() -> None:
+    with loader_of(MemorySource.of(12)) as loader:
+        take(loader, 2)
+        state = loader.state_dict()
+        with loader_of(MemorySource.of(12), threads=1, rank=1, world_size=2) as other:
+            other.load_state_dict(state)
+            assert other.state_dict() == state
+            assert "next epoch 0" in repr(other)
+
+
+def test_length_is_of_a_whole_epoch_also_after_a_resume() -> None:
+    with loader_of(MemorySource.of(12)) as loader:
+        loader.load_state_dict({**loader.state_dict(), "position": 8})
+        assert len(loader) == 3
+        assert len(list(loader)) == 1
+
+
+@pytest.mark.parametrize(("position", "drop_last", "world_size"), [(12, False, 1), (6, True, 3)])
+def test_where_nothing_is_left_of_an_epoch_the_next_one_follows(
+    position: int, drop_last: bool, world_size: int
+) -> None:
+    with loader_of(MemorySource.of(12), drop_last=drop_last, world_size=world_size) as loader:
+        loader.load_state_dict({**loader.state_dict(), "position": position})
+        assert list(loader) == []
+        assert place(loader) == (1, 0)
+        assert {batch.epoch for batch in loader} == {1}
+
+
+def test_the_batch_size_may_change_at_a_resume(config: Path) -> None:
+    with gpuflow.load(config) as loader:
+        order = [row[0] for step in epoch_rows(loader) for row in step]
+        loader.set_epoch(0)
+        take(loader, 1)
+        state = loader.state_dict()
+    with gpuflow.load(config, overrides=["pipelines.train.batch.size=2"]) as loader:
+        loader.load_state_dict(state)
+        assert [row[0] for step in epoch_rows(loader) for row in step] == order[5:]
+
+
+@pytest.mark.parametrize("override", ["run.threads=1", "run.prefetch=1", "run.on_error=skip", "train.epochs=3"])
+def test_how_it_runs_does_not_count(override: str, config: Path) -> None:
+    with gpuflow.load(config) as loader, gpuflow.load(config, overrides=[override]) as other:
+        other.load_state_dict(loader.state_dict())
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "source.seed=1",
+        "source.split={train: 0.5}",
+        "pipelines.train.shuffle=false",
+        "pipelines.train.stages.random_resized_crop.size=28",
+        "pipelines.train.stages.flip.horizontal=0.4",
+    ],
+)
+def test_what_comes_out_counts(override: str, config: Path) -> None:
+    with gpuflow.load(config) as loader, gpuflow.load(config, overrides=[override]) as other:
+        ours, theirs = loader.state_dict(), other.state_dict()
+        with pytest.raises(StateError) as caught:
+            other.load_state_dict(ours)
+    assert str(caught.value) == (
+        f"the state was taken with seed 0 and configuration {ours['config']}, this loader has seed "
+        f"{theirs['seed']} and {theirs['config']}; restore the source, stages and seed it was taken with, or start "
+        "a new epoch with set_epoch(1)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"version": 2}, "the state is of version 2, this gpuflow reads version 1; upgrade gpuflow"),
+        ({"position": 13}, "the state's position 13 is outside the epoch's 12 samples"),
+        ({"position": -1}, "the state's position -1 is outside the epoch's 12 samples"),
+        (
+            {"epoch": "soon"},
+            "not a loader's state: ValueError(\"invalid literal for int() with base 10: 'soon'\"); "
+            "pass what state_dict() returned",
+        ),
+    ],
+)
+def test_refuses_a_wrong_state(changes: dict[str, Any], text: str) -> None:
+    with loader_of(MemorySource.of(12)) as loader:
+        before = loader.state_dict()
+        with pytest.raises(StateError) as caught:
+            loader.load_state_dict({**before, **changes})
+        assert str(caught.value) == text
+        assert loader.state_dict() == before
+
+
+@pytest.mark.parametrize(("state", "what"), [({}, "KeyError('version')"), ({"version": 1}, "KeyError('seed')")])
+def test_refuses_what_is_no_state(state: dict[str, Any], what: str) -> None:
+    with loader_of(MemorySource.of(4)) as loader, pytest.raises(StateError) as caught:
+        loader.load_state_dict(state)
+    assert str(caught.value) == f"not a loader's state: {what}; pass what state_dict() returned"

@@ -1,0 +1,104 @@
+"""The thread pool: it runs what is submitted in order, and its end is never waited for longer than asked."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from gpuflow.threads import DaemonPool
+from tests.datasets import deadline, nothing_left_behind, python
+
+
+@pytest.fixture(autouse=True)
+def _in_time() -> Iterator[None]:
+    with deadline(30):
+        yield
+
+
+def test_results_and_exceptions_come_back() -> None:
+    pool = DaemonPool(2, "test")
+    assert pool.submit(pow, 2, 5).result(5) == 32
+    assert isinstance(pool.submit(int, "x").exception(5), ValueError)
+    assert isinstance(pool.submit(exec, "raise SystemExit(3)").exception(5), SystemExit)
+    assert pool.submit(pow, 2, 6).result(5) == 64, "the threads live on"
+    assert pool.end(5)
+
+
+def test_one_thread_runs_in_order() -> None:
+    pool = DaemonPool(1, "test")
+    seen: list[int] = []
+    for i in range(50):
+        pool.submit(seen.append, i)
+    pool.submit(int).result(5)
+    assert seen == list(range(50))
+    assert pool.end(5)
+
+
+def test_as_many_run_at_once_as_there_are_threads() -> None:
+    pool, meeting = DaemonPool(3, "test"), threading.Barrier(3)
+    futures = [pool.submit(meeting.wait, 5) for _ in range(3)]
+    assert sorted(future.result(5) for future in futures) == [0, 1, 2]
+    assert pool.end(5)
+
+
+def test_threads_are_daemons_with_names_and_leave() -> None:
+    with nothing_left_behind(seconds=0.5):
+        pool = DaemonPool(2, "name")
+        mine = [thread for thread in threading.enumerate() if thread.name.startswith("gpuflow_name_")]
+        assert [thread.daemon for thread in mine] == [True, True]
+        assert pool.end(5)
+
+
+def test_what_has_not_begun_is_dropped_at_the_end() -> None:
+    pool, release = DaemonPool(1, "test"), threading.Event()
+    ran: list[int] = []
+    first = pool.submit(release.wait, 10)
+    while not first.running():
+        time.sleep(0.001)
+    second = pool.submit(ran.append, 1)
+    threading.Timer(0.1, release.set).start()
+    assert pool.end(5)
+    assert first.result(1)
+    assert not ran and not second.done()
+
+
+def test_the_end_is_not_waited_for_longer_than_asked() -> None:
+    pool, release = DaemonPool(2, "test"), threading.Event()
+    stuck = pool.submit(release.wait)
+    while not stuck.running():
+        time.sleep(0.001)
+    start = time.monotonic()
+    assert not pool.end(0.2)
+    assert 0.15 < time.monotonic() - start < 1.0
+    release.set()
+    assert pool.end(5)
+
+
+def test_a_cancelled_future_does_not_run() -> None:
+    pool, release = DaemonPool(1, "test"), threading.Event()
+    ran: list[int] = []
+    pool.submit(release.wait)
+    waiting = pool.submit(ran.append, 1)
+    assert waiting.cancel()
+    release.set()
+    pool.submit(int).result(5)
+    assert not ran
+    pool.shutdown()
+
+
+def test_a_pool_may_end_on_its_own_thread() -> None:
+    pool = DaemonPool(1, "test")
+    assert pool.submit(pool.end, 1.0).result(5) is False
+    assert pool.end(5)
+
+
+def test_a_stuck_thread_does_not_keep_the_process() -> None:
+    start = time.monotonic()
+    done = python(
+        "import threading; from gpuflow.threads import DaemonPool as P; P(1, 'x').submit(threading.Event().wait)"
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert time.monotonic() - start < 10
