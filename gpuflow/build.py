@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 __all__ = ["available_threads", "build_loader", "open_split"]
 
+_REMOTE_READERS = 16
+
 
 def build_loader(config: Config, name: str, *, rank: int, world_size: int, device: str | torch.device | None) -> Loader:
     """The loader of one pipeline. See `gpuflow.load`."""
@@ -61,7 +63,7 @@ def build_loader(config: Config, name: str, *, rank: int, world_size: int, devic
         prefetch=run.prefetch,
         timeout_seconds=run.timeout_s,
         bad=_bad_samples(config, policy, limit),
-        remote="://" in str(config.source.folder or config.source.listing or config.source.tar),
+        readers=run.readers if run.readers != "auto" else _REMOTE_READERS if _is_remote(config.source) else 0,
         identity=_identity(config, name, source),
     )
 
@@ -94,6 +96,10 @@ def _batch_size(config: Config, name: str, batch: BatchSpec, world_size: int) ->
         place = f"{config.path}: pipelines.{name}.batch.global"
         raise ConfigError([Problem(place, f"must be divisible by the {world_size} ranks, got {batch.global_size}")])
     return batch.global_size // world_size
+
+
+def _is_remote(spec: SourceSpec) -> bool:
+    return "://" in str(spec.folder or spec.listing or spec.tar)
 
 
 def _device(device: str | torch.device | None) -> torch.device:

@@ -46,7 +46,7 @@ class Batch(tuple[torch.Tensor, torch.Tensor]):
     epoch: int
 
     def __new__(cls, pair: Iterable[torch.Tensor], **known: Any) -> Batch:
-        """As `tuple(pair)`, for tools that rebuild a container around moved tensors; what else is known is then lost."""
+        """As `tuple(pair)`, for tools that rebuild a container around moved tensors; other knowledge is then lost."""
         self = super().__new__(cls, pair)
         vars(self).update(known)
         return self
@@ -85,7 +85,7 @@ class Loader:
         prefetch: int,
         timeout_seconds: float,
         bad: BadSamples,
-        remote: bool,
+        readers: int,
         identity: str,
     ) -> None:
         self._program, self._source, self._order = program, source, order
@@ -103,7 +103,7 @@ class Loader:
             threads=threads,
             prefetch=prefetch,
             bad=bad,
-            remote=remote,
+            readers=readers,
         )
         self._stats = Stats(self._feed.read_meter, self._feed.work_meter)
         self._next_epoch, self._next_start = 0, 0

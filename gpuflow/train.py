@@ -35,7 +35,6 @@ from gpuflow.threads import DaemonPool
 
 __all__ = ["Assembly", "BadSamples", "Feed", "Run"]
 
-LOCAL_READERS, REMOTE_READERS = 2, 16
 _LARGEST_CHUNK = 32
 _START_SECONDS = 30.0
 
@@ -157,7 +156,8 @@ class Feed:
     """Builds the SPDL pipelines of one loader, one an epoch, and is their operations. Owns the buffers.
 
     Args:
-        threads: threads that decode. remote: the source's reads wait for a network.
+        threads: threads that decode. readers: threads that only read, for storage that is waited for; with 0 each
+            decoding thread reads its own chunks, which spares a hand-over.
         prefetch: finished batches that wait for the consumer.
     """
 
@@ -172,12 +172,13 @@ class Feed:
         threads: int,
         prefetch: int,
         bad: BadSamples,
-        remote: bool,
+        readers: int,
     ) -> None:
         self._program, self._source, self._order, self._seed = program, source, order, seed
         self._bad, self._prefetch = bad, prefetch
         self._chunk_size = max(1, min(_LARGEST_CHUNK, -(-batch_size // threads)))
-        self.read_meter = Meter("read", REMOTE_READERS if remote else LOCAL_READERS)
+        self._readers = readers
+        self.read_meter = Meter("read", readers or threads)
         self.work_meter = Meter("decode", threads)
         self._runners: list[CpuRunner] = []
         self._bytes = BytePool()
@@ -209,14 +210,15 @@ class Feed:
         begun = threading.Event()
         builder.add_source(self._chunks(epoch, steps, begun))
         pools = []
-        for meter, operation in (self.read_meter, self._read), (self.work_meter, functools.partial(self._work, epoch)):
+        read = _never_raise(self.read_meter, self._read)
+        work = _never_raise(self.work_meter, functools.partial(self._work, epoch))
+        stages = [(self.read_meter, read), (self.work_meter, work)]
+        if self._readers == 0:
+            stages = [(self.work_meter, lambda chunk: work(read(chunk)))]
+        for meter, operation in stages:
             pools.append(DaemonPool(meter.threads, meter.name, _work_alone))
             builder.pipe(
-                _never_raise(meter, operation),
-                executor=pools[-1],
-                concurrency=meter.threads,
-                output_order="input",
-                name=meter.name,
+                operation, executor=pools[-1], concurrency=meter.threads, output_order="input", name=meter.name
             )
         builder.aggregate(_ByStep()).add_sink(self._prefetch)
         # The meters tell what SPDL's own statistics would, which double its time an item.

@@ -246,7 +246,7 @@ def loader_of(
     limit: int | None = None,
     bad_file: Path | None = None,
     timeout: float = 20.0,
-    remote: bool = False,
+    readers: int = 0,
 ) -> Loader:
     """A loader on any source, put together as `build_loader` does."""
     return Loader(
@@ -263,7 +263,7 @@ def loader_of(
         prefetch=prefetch,
         timeout_seconds=timeout,
         bad=BadSamples(policy=policy, limit=limit, path=str(bad_file) if bad_file else None),
-        remote=remote,
+        readers=readers,
         identity="test",
     )
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 
+import fsspec
 import pytest
 import torch
 
@@ -115,3 +117,27 @@ def test_shards_are_shuffled_within_windows(tmp_path: Path) -> None:
             assert all(len({index // 6 for index in window}) == 1 for window in order), "a window stays in its shard"
     with gpuflow.load(config, "val") as loader:
         assert flat(batch.indices.tolist() for batch in loader) == list(range(12))
+
+
+@pytest.mark.parametrize(
+    ("source", "run", "readers"),
+    [("folder: photos", "{}", 0), ("folder: photos", "{readers: 3}", 3), ("folder: memory://photos", "{}", 16)],
+)
+def test_who_reads(source: str, run: str, readers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers read local files themselves; what is waited for is read by threads of its own."""
+    monkeypatch.chdir(tmp_path)
+    make_photos(tmp_path / "photos", classes=2, each=4)
+    if "memory://" in source:
+        remote = fsspec.filesystem("memory")
+        remote.put(str(tmp_path / "photos"), "/", recursive=True)
+    stages = "[decode, {resize: {height: 8, width: 8}}]"
+    path = tmp_path / "x.yaml"
+    path.write_text(
+        f"source: {{{source}}}\nrun: {run}\npipelines: {{train: {{stages: {stages}, batch: {{size: 4}}}}}}\n"
+    )
+    with gpuflow.load(path) as loader:
+        batches = iter(loader)
+        next(batches)
+        names = [thread.name for thread in threading.enumerate()]
+        assert sum(name.startswith("gpuflow_read") for name in names) == readers
+        assert sum(len(labels) for _, labels in batches) == 4

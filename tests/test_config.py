@@ -248,7 +248,7 @@ def test_a_tag_runs_nothing(here: Path) -> None:
 # --- keys and values -------------------------------------------------------------------------------------------------
 
 SOURCE_KEYS = "folder, listing, tar, root, classes, split, seed, window"
-RUN_KEYS = "threads, prefetch, on_error, max_bad, bad_file, timeout_s, memory_limit, deterministic"
+RUN_KEYS = "threads, readers, prefetch, on_error, max_bad, bad_file, timeout_s, memory_limit, deterministic"
 
 
 @pytest.mark.parametrize(

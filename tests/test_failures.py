@@ -335,7 +335,7 @@ def test_after_an_error_the_iterator_says_so_and_the_loader_goes_on() -> None:
 def test_a_stuck_read_ends_in_a_timeout_that_names_the_stage(remote: bool, caplog: pytest.LogCaptureFixture) -> None:
     tap = Block(BAD)
     source = TappedSource(MemorySource.of(24), tap)
-    with loader_of(source, shuffle=False, timeout=0.5, remote=remote) as loader:
+    with loader_of(source, shuffle=False, timeout=0.5, readers=16 if remote else 0) as loader:
         start = time.monotonic()
         steps, error = fault_of(loader)
         assert time.monotonic() - start < 0.5 + 4.5

@@ -39,12 +39,19 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="two short repeats, to see that it runs")
     quick = parser.parse_args().quick
     data()
-    rows = [*throughput(quick), *first_batch(2 if quick else 7), *listing(2 if quick else 5), *order(), *memory(quick)]
+    rows = [
+        *throughput(quick),
+        *profile(1 if quick else 3),
+        *first_batch(2 if quick else 7),
+        *listing(2 if quick else 5),
+        *order(),
+        *memory(quick),
+    ]
     from gpuflow.bench import write_results
     from gpuflow.plots import loader_cpu
 
     write_results(HERE / "results.csv", rows)
-    for path in loader_cpu.draw(HERE / "results.csv", Path("plots/out/loader_cpu")):
+    for path in loader_cpu.draw(HERE / "results.csv", HERE / "images_per_s"):
         print("wrote", path)
 
 
@@ -113,8 +120,13 @@ def order() -> Iterator[dict[str, Any]]:
 
 
 def memory(quick: bool) -> Iterator[dict[str, Any]]:
-    """Growth of resident memory over 20 epochs, after three that do not count."""
+    """Growth of resident memory over 20 epochs, after ten in which its pools fill."""
     yield from alternate({"gpuflow": MEMORY}, "20 epochs of 512 images", 1 if quick else 3)
+
+
+def profile(repeats: int) -> Iterator[dict[str, Any]]:
+    """Where the processor's time goes: microseconds an image by kind of thread, from the kernel's accounting."""
+    yield from alternate({"gpuflow": PROFILE, "bare threads": PROFILE_BARE}, "cpu time by thread", repeats)
 
 
 def alternate(scripts: dict[str, str], workload: str, repeats: int) -> Iterator[dict[str, Any]]:
@@ -187,13 +199,59 @@ def rss_kb():
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmRSS"))
 loader = gpuflow.load("CONFIG", overrides=["source.split={train: 0.256}"])
 sizes = []
-for epoch in range(23):
+for epoch in range(30):
     for images, labels in loader:
         pass
     sizes.append(rss_kb())
-slope = np.polyfit(np.arange(20), sizes[3:], 1)[0]
+slope = np.polyfit(np.arange(20), sizes[10:], 1)[0]
 print(json.dumps({"rss_slope_kb": [float(slope), "kB/epoch"], "peak_rss_mb": [max(sizes) / 1000, "MB"]}))
 loader.close()
+"""
+
+PROFILE = """
+import gpuflow, json, os, threading, time
+loader = gpuflow.load("CONFIG")
+def cpu():
+    tasks = os.listdir("/proc/self/task")
+    return {int(t): int(open(f"/proc/self/task/{t}/schedstat").read().split()[0]) / 1000 for t in tasks}
+kinds = {"MainThread": "consumer", "spdl_event_loop_thread": "spdl"}
+spent, count, seconds = {}, 0, 0.0
+for epoch in range(4):
+    batches = iter(loader)
+    for _ in range(4):
+        next(batches)
+    names = {thread.native_id: thread.name for thread in threading.enumerate()}
+    before, start = cpu(), time.perf_counter()
+    for _ in range(len(loader) - 8):
+        count += len(next(batches)[0])
+    seconds += time.perf_counter() - start
+    for task, now in cpu().items():
+        name = names.get(task, "other")
+        kind = kinds.get(name, name.removeprefix("gpuflow_").split("_")[0])
+        spent[kind] = spent.get(kind, 0.0) + now - before.get(task, now)
+figures = {f"cpu_us_{kind}": [used / count, "us/image"] for kind, used in spent.items() if used / count > 0.5}
+idle = len(os.sched_getaffinity(0)) * seconds * 1e6 / count - sum(spent.values()) / count
+print(json.dumps({**figures, "cpu_us_idle": [idle, "us/image"]}), flush=True)
+os._exit(0)
+"""
+
+PROFILE_BARE = """
+import json, os, sys, time
+sys.path.insert(0, ".")
+from experiments.loader_cpu.bare_threads import run
+from gpuflow.bench import Job
+cores = len(os.sched_getaffinity(0))
+counts = run(Job(arm="", path="CONFIG", overrides=(), pipeline="train", workers=cores, seconds=0))
+def work(seconds):
+    count, start, cpu = 0, time.perf_counter(), time.process_time()
+    while time.perf_counter() - start < seconds:
+        count += next(counts)
+    return count, time.perf_counter() - start, time.process_time() - cpu
+work(1.0)
+count, seconds, used = work(3.0)
+idle = (cores * seconds - used) * 1e6 / count
+print(json.dumps({"cpu_us_decode": [used * 1e6 / count, "us/image"], "cpu_us_idle": [idle, "us/image"]}), flush=True)
+os._exit(0)
 """
 
 if __name__ == "__main__":
