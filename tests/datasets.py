@@ -341,7 +341,9 @@ def open_things() -> tuple[set[int], dict[int, str], set[str]]:
     descriptors = {}
     for name in os.listdir("/proc/self/fd"):
         try:
-            descriptors[int(name)] = os.readlink(f"/proc/self/fd/{name}")
+            target = os.readlink(f"/proc/self/fd/{name}")
+            if not target.startswith("/dev/nvidia"):  # torch's look for a GPU opens the driver, once for the process
+                descriptors[int(name)] = target
         except FileNotFoundError:  # the descriptor of the listing itself
             continue
     return threads, descriptors, set(os.listdir("/dev/shm"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import csv
 import re
 import tomllib
 from pathlib import Path
@@ -141,3 +142,15 @@ def test_yaml_blocks_are_valid_configs(text: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", blocks(README, "python"))
 def test_python_blocks_parse(text: str) -> None:
     ast.parse(text)
+
+
+def test_measured_table_is_that_of_results_csv() -> None:
+    """Each figure of the README's table, and each ratio, comes from experiments/loader_cpu/results.csv."""
+    with (ROOT / "experiments/loader_cpu/results.csv").open(newline="") as file:
+        rates = {row["arm"]: float(row["value"]) for row in csv.DictReader(file) if row["metric"] == "images_per_s"}
+    section = README.split("## Measured", 1)[1].split("\n## ", 1)[0]
+    table = re.findall(r"^\| `([^`]+)`[^|]*\| ([\d,]+) \| ([\d.]+)x \|$", section, flags=re.MULTILINE)
+    assert len(table) == 6
+    for arm, rate, ratio in table:
+        assert rate == f"{rates[arm]:,.0f}"
+        assert ratio == f"{rates[arm] / rates['dataloader']:.2f}"
