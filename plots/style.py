@@ -85,10 +85,12 @@ ARMS: dict[str, Arm] = {
     "gpuflow": Arm("gpuflow", "#0072b2", "o"),
     "gpuflow (no antialias)": Arm("gpuflow, no antialias", "#3d9fd9", "v"),
     "dataloader": Arm("DataLoader", "#d55e00", "s"),
+    "dataloader-uint8": Arm("DataLoader, uint8", "#b0578d", "P"),
+    "dataloader-uint8-raw": Arm("DataLoader, uint8, late", "#a07400", "X"),
     "spdl": Arm("SPDL", "#00845f", "D"),
     "bare threads": Arm("bare threads", "#555555", "^"),
 }
-_SPARE = (("#b0578d", "P"), ("#a07400", "X"), ("#7a5195", "<"), ("#222222", ">"))
+_SPARE = (("#7a5195", "<"), ("#222222", ">"), ("#4f7a28", "h"), ("#8c564b", "d"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
