@@ -8,18 +8,20 @@ from typing import TYPE_CHECKING
 import torch
 
 from gpuflow.config import BatchSpec, Config
-from gpuflow.errors import ConfigError, LoaderError, Problem, SourceError
+from gpuflow.errors import ConfigError, LoaderError, MissingExtra, Problem, SourceError
 from gpuflow.loader import Loader
+from gpuflow.nvjpeg import NvjpegError
 from gpuflow.order import Order, ShardedOrder, ShuffledOrder, key64
 from gpuflow.sources import Source, SourceSpec, open_source, subset
 from gpuflow.train import BadSamples
 
 if TYPE_CHECKING:
     from gpuflow.config import PipelineSpec
+    from gpuflow.gpu import GpuRunner
 
 __all__ = ["available_threads", "build_loader", "open_split"]
 
-_REMOTE_READERS = 16
+_REMOTE_READERS, _GPU_READERS = 16, 2
 
 
 def build_loader(config: Config, name: str, *, rank: int, world_size: int, device: str | torch.device | None) -> Loader:
@@ -29,9 +31,7 @@ def build_loader(config: Config, name: str, *, rank: int, world_size: int, devic
     if not 0 <= rank < world_size:
         raise ValueError(f"rank must be within [0, world_size), got rank {rank} of {world_size}")
     target = _device(device)
-    if program.decoder.backend == "gpu":
-        place = f"{config.path}: pipelines.{name}.stages[0].decode.backend"
-        raise ConfigError([Problem(place, "is gpu, which this version cannot do; use auto or cpu")])
+    gpu = _gpu_runner(config, name, target)
     batch_size = _batch_size(config, name, pipeline.batch, world_size)
     source = open_split(config, name)
     if pipeline.batch.drop_last and len(source) < batch_size * world_size:
@@ -63,8 +63,9 @@ def build_loader(config: Config, name: str, *, rank: int, world_size: int, devic
         prefetch=run.prefetch,
         timeout_seconds=run.timeout_s,
         bad=_bad_samples(config, policy, limit),
-        readers=run.readers if run.readers != "auto" else _REMOTE_READERS if _is_remote(config.source) else 0,
+        readers=_readers(config, gpu) if run.readers == "auto" else run.readers,
         identity=_identity(config, name, source),
+        gpu=gpu,
     )
 
 
@@ -98,8 +99,12 @@ def _batch_size(config: Config, name: str, batch: BatchSpec, world_size: int) ->
     return batch.global_size // world_size
 
 
-def _is_remote(spec: SourceSpec) -> bool:
-    return "://" in str(spec.folder or spec.listing or spec.tar)
+def _readers(config: Config, gpu: GpuRunner | None) -> int:
+    """Threads that only read: many for a network, few beside the one thread that feeds the GPU, else none."""
+    spec = config.source
+    if "://" in str(spec.folder or spec.listing or spec.tar):
+        return _REMOTE_READERS
+    return 0 if gpu is None else _GPU_READERS
 
 
 def _device(device: str | torch.device | None) -> torch.device:
@@ -107,6 +112,26 @@ def _device(device: str | torch.device | None) -> torch.device:
     if target.type == "cuda" and not torch.cuda.is_available():
         raise LoaderError(f"device {str(target)!r} needs CUDA, and torch sees no GPU here; use device='cpu'")
     return target
+
+
+def _gpu_runner(config: Config, name: str, device: torch.device) -> GpuRunner | None:
+    """The engines' runner where the pipeline may and can use them. `backend: gpu` makes every refusal an error."""
+    program = config.programs[name]
+    backend = program.decoder.backend
+    refusal: str | None = "the loader's device is the CPU"
+    if device.type == "cuda" and backend != "cpu":
+        from gpuflow.gpu import GpuRunner, engine_refusal  # Triton, which CPU builds of torch lack
+
+        refusal = engine_refusal(program)
+        if refusal is None:
+            try:
+                return GpuRunner(program, torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
+            except (MissingExtra, NvjpegError) as error:
+                refusal = str(error)
+    if backend == "gpu":
+        place = f"{config.path}: pipelines.{name}.stages[0].decode.backend"
+        raise ConfigError([Problem(place, f"is gpu, but {refusal}; use auto or cpu")])
+    return None
 
 
 def _bad_samples(config: Config, policy: str, limit: int | None) -> BadSamples:

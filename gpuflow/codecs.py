@@ -25,6 +25,8 @@ _REGION_WORTH = 0.9
 """Decode only a region where it is at most this part of the image."""
 _SWAPPED = 5
 """From this EXIF orientation on, the image is turned by a quarter."""
+_ENGINE_SAMPLINGS = {(0x11,), *((first, 0x11, 0x11) for first in (0x11, 0x12, 0x21, 0x22))}
+"""Factors, horizontal and vertical by component, of gray, 4:4:4, 4:4:0, 4:2:2 and 4:2:0."""
 _BMP_CORE = 12
 """Size in bytes of OS/2's BMP header, whose sides are of 16 bits."""
 
@@ -35,6 +37,7 @@ class Header:
 
     format: `jpeg`, `png`, `webp` or `bmp`, by content. width, height: pixels as stored. channels: components in the
     file. progressive: a JPEG in several scans. orientation: the EXIF tag, 1 to 8, 1 where there is none.
+    engine: a JPEG that NVIDIA's JPEG engines take: one baseline scan, gray or YCbCr, of a common subsampling.
     """
 
     format: str
@@ -43,6 +46,7 @@ class Header:
     channels: int
     progressive: bool = False
     orientation: int = 1
+    engine: bool = False
 
     @property
     def upright_size(self) -> tuple[int, int]:
@@ -96,6 +100,8 @@ def _unknown_format(magic: bytes) -> str:
 def _read_jpeg(view: memoryview, orientation: bool) -> Header:
     """ITU-T T.81, annex B: walk the marker segments up to the first scan."""
     at, frame, turn = 2, None, 1
+    sampling: tuple[int, ...] = ()
+    ycbcr = True
     while True:
         if view[at] != 0xFF:
             _bad(f"damaged header: byte {at} should begin a marker but is {view[at]:#04x}")
@@ -110,6 +116,10 @@ def _read_jpeg(view: memoryview, orientation: bool) -> Header:
         (length,) = struct.unpack_from(">H", view, at + 2)
         if 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):
             frame = (marker, *struct.unpack_from(">BHHB", view, at + 4))
+            sampling = tuple(view[at + 11 : at + 10 + 3 * frame[4] : 3])
+            ycbcr = ycbcr and bytes(view[at + 10 : at + 19 : 3]) != b"RGB"
+        elif marker == 0xEE and bytes(view[at + 4 : at + 9]) == b"Adobe":
+            ycbcr = view[at + 15] != 0
         elif orientation and marker == 0xE1 and bytes(view[at + 4 : at + 10]) == b"Exif\0\0":
             turn = _tiff_orientation(view[at + 10 : at + 2 + length])
         at += 2 + length
@@ -120,7 +130,16 @@ def _read_jpeg(view: memoryview, orientation: bool) -> Header:
         _bad(f"{bits} bits per channel; gpuflow decodes images of 8 bits, so convert this one")
     if bytes(view[-2:]) != b"\xff\xd9" and bytes(view[at:]).rfind(b"\xff\xd9") < 0:
         _bad(f"truncated: no end-of-image marker within {len(view)} bytes")
-    return Header("jpeg", width, height, channels, progressive=kind not in (0xC0, 0xC1), orientation=turn)
+    plain = kind == 0xC0 and view[at + 4] == channels and turn == 1 and (ycbcr or channels == 1)
+    return Header(
+        "jpeg",
+        width,
+        height,
+        channels,
+        progressive=kind not in (0xC0, 0xC1),
+        orientation=turn,
+        engine=plain and sampling in _ENGINE_SAMPLINGS,
+    )
 
 
 def _read_png(view: memoryview, orientation: bool) -> Header:

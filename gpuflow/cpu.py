@@ -91,6 +91,10 @@ class CpuRunner:
         self._decoder = CpuDecoder(program.decoder.color)
         self._scratch: dict[tuple[Any, ...], NDArray[Any]] = {}
 
+    def release(self, buffer: NDArray[np.uint8]) -> tuple[NDArray[np.uint8], ...]:
+        """The buffers that may be used again now that what lay in this one is through: itself."""
+        return (buffer,)
+
     def run(
         self, samples: Sequence[NDArray[np.uint8]], keys: s.Keys, slots: NDArray[Any]
     ) -> list[BadSampleError | None]:

@@ -12,10 +12,11 @@ import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from gpuflow.cpu import as_batch
 from gpuflow.errors import LoaderError, LoaderTimeout, StateError
@@ -24,6 +25,9 @@ from gpuflow.order import Order, Steps
 from gpuflow.sources import Source
 from gpuflow.stats import Stats
 from gpuflow.train import Assembly, BadSamples, Feed
+
+if TYPE_CHECKING:
+    from gpuflow.gpu import GpuRunner
 
 __all__ = ["Batch", "Loader"]
 
@@ -87,6 +91,7 @@ class Loader:
         bad: BadSamples,
         readers: int,
         identity: str,
+        gpu: GpuRunner | None = None,
     ) -> None:
         self._program, self._source, self._order = program, source, order
         self._steps = Steps(
@@ -104,7 +109,9 @@ class Loader:
             prefetch=prefetch,
             bad=bad,
             readers=readers,
+            gpu=gpu,
         )
+        self._gpu = gpu
         self._stats = Stats(self._feed.read_meter, self._feed.work_meter)
         self._next_epoch, self._next_start = 0, 0
         self._place = (0, 0)
@@ -211,7 +218,10 @@ class Loader:
 
     def stats(self) -> dict[str, Any]:
         """What the stages did in this or the last epoch, the consumer's wait, the number of bad samples so far."""
-        return {**self._stats.read(), "bad": self._bad.count, "bad_distinct": self._bad.distinct}
+        shares = (
+            {} if self._gpu is None else {"engine_images": self._gpu.engine_images, "cpu_images": self._gpu.cpu_images}
+        )
+        return {**self._stats.read(), **shares, "bad": self._bad.count, "bad_distinct": self._bad.distinct}
 
     def close(self) -> None:
         """End the threads and let go of the memory. Batches already handed over stay valid."""
@@ -279,8 +289,8 @@ class _Epoch(Iterator[Batch]):
         return assembly
 
     def _batch(self, assembly: Assembly) -> Batch:
-        loader, slots = self._loader, assembly.slots
-        assert slots is not None
+        loader = self._loader
+        images = self._images(assembly)
         rows = [torch.from_numpy(x) for x in (assembly.labels, assembly.valid, assembly.indices)]
         if not assembly.kept.all():
             kept = np.flatnonzero(assembly.kept)
@@ -289,10 +299,20 @@ class _Epoch(Iterator[Batch]):
                     f"step {assembly.step} of epoch {self._epoch} holds nothing but bad samples; "
                     "run `gpuflow scan` to list them, or set on_error: replace"
                 )
-            slots, rows = slots[kept], [x[torch.from_numpy(kept)] for x in rows]
-        labels, valid, indices = (x.to(loader._device) for x in rows)
-        images = as_batch(slots, loader._program.result).to(loader._device)
+            images, rows = _select(images, kept), [x[torch.from_numpy(kept)] for x in rows]
+        labels, valid, indices = (x.to(loader._device, non_blocking=True) for x in rows)
+        images = images.to(loader._device)
         return Batch((images, labels), valid=valid, indices=indices, step=assembly.step, epoch=self._epoch)
+
+    def _images(self, assembly: Assembly) -> torch.Tensor:
+        """The batch's tensor [B, C, H, W]; on a GPU safe to use on the consumer's current stream."""
+        if assembly.ready is None:
+            return as_batch(assembly.slots, self._loader._program.result)
+        images: torch.Tensor = assembly.slots
+        stream = torch.cuda.current_stream(images.device)
+        stream.wait_event(assembly.ready)
+        images.record_stream(stream)
+        return images
 
     def _warn_of_many_bad(self) -> None:
         loader = self._loader
@@ -326,3 +346,10 @@ class _Epoch(Iterator[Batch]):
         """Does not wait: the collector may run this on a thread of the pipeline, and a Ctrl-C during it is lost."""
         if hasattr(self, "_end") and not sys.is_finalizing():
             self.close("it was left", wait=False)
+
+
+def _select(images: torch.Tensor, rows: NDArray[np.int64]) -> torch.Tensor:
+    """These rows of a batch, in the same memory format."""
+    channels_last = images.is_contiguous(memory_format=torch.channels_last) and not images.is_contiguous()
+    chosen = images[torch.from_numpy(rows)]
+    return chosen.contiguous(memory_format=torch.channels_last) if channels_last else chosen

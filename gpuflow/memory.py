@@ -17,10 +17,13 @@ __all__ = ["BytePool", "SlotPool"]
 
 
 class BytePool:
-    """Buffers for encoded bytes in power-of-two sizes; keeps at most `keep` bytes of free ones."""
+    """Buffers for encoded bytes in power-of-two sizes; keeps at most `keep` bytes of free ones.
 
-    def __init__(self, keep: int = 64 << 20) -> None:
-        self._keep, self._held = keep, 0
+    pinned: in memory that the GPU copies from directly.
+    """
+
+    def __init__(self, keep: int = 64 << 20, *, pinned: bool = False) -> None:
+        self._keep, self._held, self._pinned = keep, 0, pinned
         self._free: dict[int, list[NDArray[np.uint8]]] = {}
         self._lock = threading.Lock()
 
@@ -31,7 +34,11 @@ class BytePool:
             if free := self._free.get(size_class):
                 self._held -= size_class
                 return free.pop()
-        return np.empty(size_class, np.uint8)
+        if not self._pinned:
+            return np.empty(size_class, np.uint8)
+        import torch
+
+        return torch.empty(size_class, dtype=torch.uint8, pin_memory=True).numpy()
 
     def give(self, buffer: NDArray[np.uint8]) -> None:
         """Return a buffer that came from `take`."""
@@ -44,29 +51,28 @@ class BytePool:
 class SlotPool:
     """Memory for batches of one shape. Mapping fresh pages costs as much as filling them, so they are kept.
 
+    What was lent is looked through at the next `take`: a callback at its end could swallow a Ctrl-C.
+
     Args:
         shape: the slots of a full batch, [B, ...]. dtype: of an element. keep: free batches to hold on to.
     """
 
     def __init__(self, shape: tuple[int, ...], dtype: DTypeLike, keep: int) -> None:
         self._shape, self._dtype, self._keep = shape, np.dtype(dtype), keep
-        self._free: list[NDArray[Any]] = []
+        self._lent: list[tuple[weakref.ref[NDArray[Any]], NDArray[Any]]] = []
+        self._lock = threading.Lock()
 
     def take(self, count: int) -> NDArray[Any]:
-        """Slots for `count` samples, [count, ...]. The memory comes back when nothing refers to the array any more."""
-        try:
-            base = self._free.pop()
-        except IndexError:
-            base = np.empty(self._shape, self._dtype)
-        slots = base[:count]
-        weakref.finalize(slots, self._give, base).atexit = False
+        """Slots for `count` samples, [count, ...]. The memory is free again once nothing refers to the array."""
+        with self._lock:
+            free = [base for slots, base in self._lent if slots() is None][: self._keep]
+            self._lent = [pair for pair in self._lent if pair[0]() is not None or any(pair[1] is x for x in free[1:])]
+            base = free[0] if free else np.empty(self._shape, self._dtype)
+            slots = base[:count]
+            self._lent.append((weakref.ref(slots), base))
         return slots
 
-    def _give(self, base: NDArray[Any]) -> None:
-        if len(self._free) < self._keep:
-            self._free.append(base)
-
     def clear(self) -> None:
-        """Let go of the free memory; what is in use stays with its users and is not kept when it comes back."""
-        self._keep = 0
-        self._free.clear()
+        """Let go of the memory; what is in use stays with its users."""
+        with self._lock:
+            self._lent.clear()

@@ -14,7 +14,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import numpy as np
 import torch
@@ -33,9 +33,13 @@ from gpuflow.spec import Keys
 from gpuflow.stats import Meter
 from gpuflow.threads import DaemonPool
 
+if TYPE_CHECKING:
+    from gpuflow.gpu import GpuRunner
+
 __all__ = ["Assembly", "BadSamples", "Feed", "Run"]
 
-_LARGEST_CHUNK = 32
+_LARGEST_CHUNK, _LARGEST_GPU_CHUNK = 32, 256
+_KEPT_BYTES = 256 << 20
 _START_SECONDS = 30.0
 
 
@@ -86,7 +90,8 @@ class Assembly:
     """A batch while it is being filled. Rows are samples.
 
     indices, labels, valid [B]: what each row holds. kept [B]: false where a bad sample was skipped.
-    slots [B, ...]: the pixels, allocated when the first chunk is read.
+    slots [B, ...]: the pixels, allocated when the first chunk is read: an array, or a tensor on the GPU, which holds
+    them once its stream has passed `ready`.
     """
 
     step: int
@@ -95,7 +100,8 @@ class Assembly:
     labels: NDArray[np.int64]
     valid: NDArray[np.bool_]
     kept: NDArray[np.bool_]
-    slots: NDArray[Any] | None = None
+    slots: Any = None
+    ready: torch.cuda.Event | None = None
     error: BaseException | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -159,6 +165,7 @@ class Feed:
         threads: threads that decode. readers: threads that only read, for storage that is waited for; with 0 each
             decoding thread reads its own chunks, which spares a hand-over.
         prefetch: finished batches that wait for the consumer.
+        gpu: runs the chunks on the GPU; without it the CPU does.
     """
 
     def __init__(
@@ -173,15 +180,19 @@ class Feed:
         prefetch: int,
         bad: BadSamples,
         readers: int,
+        gpu: GpuRunner | None = None,
     ) -> None:
+        self._gpu = gpu
+        threads = threads if gpu is None else 1
         self._program, self._source, self._order, self._seed = program, source, order, seed
         self._bad, self._prefetch = bad, prefetch
-        self._chunk_size = max(1, min(_LARGEST_CHUNK, -(-batch_size // threads)))
+        largest = _LARGEST_CHUNK if gpu is None else _LARGEST_GPU_CHUNK
+        self._batch_size, self._chunk_size = batch_size, max(1, min(largest, -(-batch_size // threads)))
         self._readers = readers
         self.read_meter = Meter("read", readers or threads)
         self.work_meter = Meter("decode", threads)
-        self._runners: list[CpuRunner] = []
-        self._bytes = BytePool()
+        self._runners: list[CpuRunner | GpuRunner] = [] if gpu is None else [gpu]
+        self._bytes = BytePool(pinned=gpu is not None, keep=_KEPT_BYTES)
         shape = (batch_size, *slot_shape(program.result))
         self._slots = SlotPool(shape, STORAGE[program.result.dtype], keep=prefetch + 2)
 
@@ -243,7 +254,8 @@ class Feed:
         batch = chunk.batch
         with batch.lock:
             if batch.slots is None:
-                batch.slots = self._slots.take(len(batch.positions))
+                count = len(batch.positions)
+                batch.slots = self._slots.take(count) if self._gpu is None else self._gpu.slots(count)
         chunk.payload = self._source.read(batch.indices[chunk.start : chunk.stop].tolist(), self._bytes.take)
         self.read_meter.add_bytes(sum(chunk.payload.sizes))
 
@@ -255,19 +267,22 @@ class Feed:
         rows = range(chunk.start, chunk.stop)
         keys = Keys(self._seed, epoch, batch.positions[chunk.start : chunk.stop])
         faults = self._run(payload, keys, batch.slots[chunk.start : chunk.stop])
-        self._bytes.give(payload.buffer)
         chunk.payload = None
         for i, (row, fault) in enumerate(zip(rows, faults, strict=True)):
             if fault is not None:
                 self._judge(batch, row, epoch, keys[i], fault)
+        if self._gpu is not None and chunk.last:
+            batch.ready = self._gpu.mark()
 
-    def _run(self, payload: Payload, keys: Keys, slots: NDArray[Any]) -> list[BadSampleError | None]:
-        """The program on what was read; an unreadable sample is bad without further ado."""
+    def _run(self, payload: Payload, keys: Keys, slots: Any) -> list[BadSampleError | None]:
+        """The program on what was read; an unreadable sample is bad without further ado. Gives the bytes back."""
         try:
             runner = self._runners.pop()
         except IndexError:
             runner = CpuRunner(self._program)
         faults = runner.run([payload.sample(i) for i in range(len(payload))], keys, slots)
+        for buffer in runner.release(payload.buffer):
+            self._bytes.give(buffer)
         self._runners.append(runner)
         for i, error in enumerate(payload.errors):
             if error is not None:
@@ -289,7 +304,6 @@ class Feed:
             index = self._order.replacement(epoch, int(batch.positions[row]), attempt)
             payload = self._source.read([index], self._bytes.take)
             (new_fault,) = self._run(payload, keys, batch.slots[row : row + 1])
-            self._bytes.give(payload.buffer)
             if new_fault is None:
                 batch.indices[row], batch.labels[row] = index, self._source.labels[index]
                 return
@@ -303,6 +317,8 @@ class Feed:
         self._source.close()
         self._slots.clear()
         self._runners.clear()
+        if self._gpu is not None:
+            self._gpu.close()
         self._bad.close()
 
 

@@ -72,11 +72,12 @@ def test_a_gpu_that_is_not_there(config: Path) -> None:
     assert str(caught.value) == "device 'cuda:1' needs CUDA, and torch sees no GPU here; use device='cpu'"
 
 
-def test_decoding_on_a_gpu_is_not_there_yet(config: Path) -> None:
+def test_decoding_on_a_gpu_needs_one(config: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         gpuflow.load(config, overrides=["pipelines.train.stages.decode.backend=gpu"])
     assert str(caught.value) == (
-        f"{config}: pipelines.train.stages[0].decode.backend is gpu, which this version cannot do; use auto or cpu"
+        f"{config}: pipelines.train.stages[0].decode.backend is gpu, but the loader's device is the CPU; "
+        "use auto or cpu"
     )
 
 

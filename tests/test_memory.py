@@ -89,8 +89,9 @@ def test_no_more_free_slots_are_kept_than_allowed() -> None:
     held = [pool.take(1) for _ in range(4)]
     places = {slots.ctypes.data for slots in held}
     held.clear()
-    assert len(pool._free) == 2
-    again = [pool.take(1) for _ in range(2)]
+    again = [pool.take(1)]
+    assert len(pool._lent) == 2, "one in use and one free"
+    again.append(pool.take(1))
     assert {slots.ctypes.data for slots in again} <= places
 
 
@@ -103,7 +104,7 @@ def test_a_cleared_pool_keeps_nothing_but_takes_nothing_away() -> None:
     pool.clear()
     assert (slots == 7).all()
     del slots
-    assert pool._free == []
+    assert pool._lent == []
 
 
 def test_slots_outlive_their_pool() -> None:

@@ -1,0 +1,3 @@
+"""Triton kernels, each beside its plain-PyTorch reference."""
+
+__all__: list[str] = []

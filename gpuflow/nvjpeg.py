@@ -1,0 +1,158 @@
+"""A typed binding of nvJPEG's batched decode on the GPU's JPEG engines: one call a chunk, made without the GIL.
+
+Chroma is upsampled with libjpeg's triangle filter (NVJPEG_FLAGS_UPSAMPLING_WITH_INTERPOLATION), which keeps the pixels
+within one level of libjpeg-turbo. Source of the calls and constants: `nvjpeg.h` of CUDA 13.
+
+A batch is not pipelined over nvJPEG's own streams (NVJPEG_FLAGS_HW_DECODE_NO_PIPELINE): they would share hardware
+queues with the training, and each would wait for the other. experiments/gpu_path/NOTES.md has the measurements.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import ctypes.util
+import importlib.util
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpuflow.errors import GpuflowError, MissingExtra
+
+__all__ = ["FORMATS", "Engines", "Library", "NvjpegError", "find_library"]
+
+FORMATS = {"rgb": 5, "bgr": 6, "gray": 2}
+"""NVJPEG_OUTPUT_RGBI, _BGRI (interleaved) and _Y by the decoder's color."""
+_BACKEND_HARDWARE = 3
+_FLAG_NO_PIPELINE, _FLAG_INTERPOLATION = 1 << 0, 1 << 5
+_STATUS = {
+    1: "not initialized",
+    2: "invalid parameter",
+    3: "bad JPEG",
+    4: "JPEG not supported",
+    5: "allocation failed",
+    6: "execution failed",
+    7: "architecture mismatch",
+    8: "internal error",
+    9: "implementation not supported",
+    10: "incomplete bitstream",
+}
+
+
+class NvjpegError(GpuflowError, RuntimeError):
+    """A call of nvJPEG failed."""
+
+    def __init__(self, call: str, status: int) -> None:
+        self.status = status
+        super().__init__(f"nvJPEG: {call} returned {status} ({_STATUS.get(status, 'unknown')})")
+
+
+class Library:
+    """One libnvjpeg: its functions. All of them release the GIL."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        calls = ctypes.CDLL(path)
+        pointer, integer = ctypes.c_void_p, ctypes.c_int
+        self.create = calls.nvjpegCreateEx
+        self.create.argtypes = [integer, pointer, pointer, ctypes.c_uint, pointer]
+        self.create_state = calls.nvjpegJpegStateCreate
+        self.create_state.argtypes = [pointer, pointer]
+        self.initialize = calls.nvjpegDecodeBatchedInitialize
+        self.initialize.argtypes = [pointer, pointer, integer, integer, integer]
+        self.decode = calls.nvjpegDecodeBatched
+        self.decode.argtypes = [pointer, pointer, pointer, pointer, pointer, pointer]
+        self.destroy_state = calls.nvjpegJpegStateDestroy
+        self.destroy_state.argtypes = [pointer]
+        self.destroy = calls.nvjpegDestroy
+        self.destroy.argtypes = [pointer]
+        self._version = calls.nvjpegGetProperty
+        self._version.argtypes = [integer, pointer]
+
+    @property
+    def version(self) -> str:
+        numbers = []
+        for part in range(3):
+            value = ctypes.c_int()
+            self._version(part, ctypes.byref(value))
+            numbers.append(str(value.value))
+        return ".".join(numbers)
+
+
+class Engines:
+    """One decoder on the GPU's JPEG engines. Not for two threads at once.
+
+    Raises NvjpegError where the GPU has no engines (status 7 or 9).
+    """
+
+    def __init__(self, library: Library, color: str) -> None:
+        self._library, self._format = library, FORMATS[color]
+        self._handle, self._state = ctypes.c_void_p(), ctypes.c_void_p()
+        flags = _FLAG_INTERPOLATION | _FLAG_NO_PIPELINE
+        self._check("nvjpegCreateEx", library.create(_BACKEND_HARDWARE, None, None, flags, ctypes.byref(self._handle)))
+        self._check("nvjpegJpegStateCreate", library.create_state(self._handle, ctypes.byref(self._state)))
+        self.batch_size = 0
+        """Images in the last call. A call with another number makes the state anew: nothing may be under way then."""
+
+    def __del__(self) -> None:
+        if getattr(self, "_state", None):
+            self._library.destroy_state(self._state)
+        if getattr(self, "_handle", None):
+            self._library.destroy(self._handle)
+
+    def decode(
+        self, data: NDArray[np.uint64], lengths: NDArray[np.uint64], images: NDArray[np.uint64], stream: int
+    ) -> None:
+        """Decode a batch; the work is queued on `stream` and the bytes must stay until it is through.
+
+        Args:
+            data, lengths: address (pinned host memory) and bytes of each JPEG, [N].
+            images: for each where it goes, [N, 8]: four device addresses of channels, four pitches in bytes.
+            stream: a cudaStream_t.
+
+        Raises:
+            NvjpegError: the call failed; nothing can be said of any image of the batch.
+        """
+        if len(data) != self.batch_size:
+            status = self._library.initialize(self._handle, self._state, len(data), 1, self._format)
+            self._check("nvjpegDecodeBatchedInitialize", status)
+            self.batch_size = len(data)
+        status = self._library.decode(
+            self._handle, self._state, data.ctypes.data, lengths.ctypes.data, images.ctypes.data, stream
+        )
+        if status:
+            self.batch_size = 0  # the state is not to be trusted; initialize it anew
+        self._check("nvjpegDecodeBatched", status)
+
+    def _check(self, call: str, status: int) -> None:
+        if status:
+            raise NvjpegError(call, status)
+
+
+def _candidates() -> Iterator[str]:
+    """pip's nvidia-nvjpeg, CUDA's folder, the system, then the copy that torchvision's CUDA wheels carry."""
+    for package, pattern in (("nvidia", "*/lib/libnvjpeg.so.*"), ("torchvision", "../torchvision.libs/libnvjpeg.*")):
+        spec: Any = importlib.util.find_spec(package)
+        folders = list(spec.submodule_search_locations or ()) if spec is not None else []
+        found = [str(path) for folder in folders for path in sorted(Path(folder).glob(pattern))]
+        if package == "nvidia":
+            yield from found
+            yield from map(str, sorted(Path("/usr/local/cuda").glob("targets/*/lib/libnvjpeg.so.1?")))
+            if system := ctypes.util.find_library("nvjpeg"):
+                yield system
+        else:
+            yield from found
+
+
+@lru_cache(maxsize=1)
+def find_library() -> Library:
+    """The first libnvjpeg that loads. Raises MissingExtra if there is none."""
+    for path in _candidates():
+        try:
+            return Library(path)
+        except (OSError, AttributeError):
+            continue
+    raise MissingExtra("decoding on the GPU", "libnvjpeg", "gpu")

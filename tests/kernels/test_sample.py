@@ -1,0 +1,21 @@
+"""The sampling kernel in Triton's interpreter, which needs numpy < 2.4 and a process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+SCRIPT = Path(__file__).parent / "interpret_sample.py"
+
+
+def test_kernel_equals_its_reference() -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT)], env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    differences = {name: float(text) for name, text in (line.rsplit(": ", 1) for line in done.stdout.splitlines())}
+    assert len(differences) >= 32
+    assert {name: levels for name, levels in differences.items() if levels > 1} == {}
