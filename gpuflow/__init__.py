@@ -10,7 +10,6 @@ with gpuflow.load("configs/photos.yaml", "train") as loader:
 from __future__ import annotations
 
 import importlib.metadata
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,6 +21,8 @@ from gpuflow.errors import (
     LoaderError,
     LoaderTimeout,
     MissingExtra,
+    PredictorError,
+    PredictorTimeout,
     SourceError,
     StateError,
     TooManyBadSamples,
@@ -42,6 +43,8 @@ __all__ = [
     "LoaderError",
     "LoaderTimeout",
     "MissingExtra",
+    "PredictorError",
+    "PredictorTimeout",
     "SourceError",
     "StateError",
     "TooManyBadSamples",
@@ -94,25 +97,23 @@ def load(
         name: the pipeline: `train`, `val`, or whatever stands under `pipelines`.
         rank, world_size: this process among those that share the epochs; by default from torchrun's environment
             (RANK, WORLD_SIZE), else 0 of 1.
-        device: where batches are delivered; the CPU by default.
+        device: where batches are delivered; the CPU by default. `cuda` is the GPU of torchrun's LOCAL_RANK, else
+            the current one.
         overrides: dotted assignments such as `run.threads=8`.
 
     Raises:
-        ConfigError: the file, with every located problem.
+        ConfigError: the file, with every located problem, or torchrun's environment.
         SourceError: the source cannot be indexed.
     """
     from gpuflow.build import build_loader
     from gpuflow.config import read_config
+    from gpuflow.distributed import Ranks
 
+    ranks = Ranks.from_environment()
     return build_loader(
         read_config(path, stage_table(), overrides),
         name,
-        rank=_from_environment("RANK", 0) if rank is None else rank,
-        world_size=_from_environment("WORLD_SIZE", 1) if world_size is None else world_size,
+        rank=ranks.rank if rank is None else rank,
+        world_size=ranks.world_size if world_size is None else world_size,
         device=device,
     )
-
-
-def _from_environment(variable: str, default: int) -> int:
-    text = os.environ.get(variable, "")
-    return int(text) if text.isdigit() else default

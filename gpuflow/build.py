@@ -8,38 +8,48 @@ from typing import TYPE_CHECKING
 import torch
 
 from gpuflow.config import BatchSpec, Config
-from gpuflow.errors import ConfigError, LoaderError, MissingExtra, Problem, SourceError
+from gpuflow.distributed import Ranks
+from gpuflow.errors import ConfigError, Problem, SourceError
 from gpuflow.loader import Loader
-from gpuflow.nvjpeg import NvjpegError
 from gpuflow.order import Order, ShardedOrder, ShuffledOrder, key64
+from gpuflow.placement import Placement, place
 from gpuflow.sources import Source, SourceSpec, open_source, subset
 from gpuflow.train import BadSamples
 
 if TYPE_CHECKING:
     from gpuflow.config import PipelineSpec
-    from gpuflow.gpu import GpuRunner
 
-__all__ = ["available_threads", "build_loader", "open_split"]
+__all__ = ["available_threads", "build_loader", "open_split", "open_whole"]
 
 _REMOTE_READERS, _GPU_READERS = 16, 2
+_LAUNCHERS = 2
+"""Threads that give chunks to the GPU: one is in nvJPEG's call while the other does the rest."""
 
 
-def build_loader(config: Config, name: str, *, rank: int, world_size: int, device: str | torch.device | None) -> Loader:
-    """The loader of one pipeline. See `gpuflow.load`."""
+def build_loader(
+    config: Config,
+    name: str,
+    *,
+    rank: int,
+    world_size: int,
+    device: str | torch.device | None,
+    whole: Source | None = None,
+) -> Loader:
+    """The loader of one pipeline. See `gpuflow.load`. `whole`: the indexed source, if others read it too."""
     program = config.program(name)
     pipeline = config.pipelines[name]
     if not 0 <= rank < world_size:
         raise ValueError(f"rank must be within [0, world_size), got rank {rank} of {world_size}")
-    target = _device(device)
-    gpu = _gpu_runner(config, name, target)
+    target = Ranks.from_environment().device(device)
     batch_size = _batch_size(config, name, pipeline.batch, world_size)
-    source = open_split(config, name)
+    placement = place(config, name, target, batch_size)
+    source = open_split(config, name, whole)
     if pipeline.batch.drop_last and len(source) < batch_size * world_size:
-        place = f"{config.path}: pipelines.{name}.batch"
+        where = f"{config.path}: pipelines.{name}.batch"
         raise ConfigError(
             [
                 Problem(
-                    place,
+                    where,
                     f"leaves no step: {len(source)} samples do not fill one of {batch_size} x {world_size} rank(s); "
                     "take a smaller size or drop_last: false",
                 )
@@ -49,6 +59,7 @@ def build_loader(config: Config, name: str, *, rank: int, world_size: int, devic
     limit = run.max_bad if not isinstance(run.max_bad, float) else int(run.max_bad * len(source))
     policy = pipeline.on_error or ("skip" if name == "val" else run.on_error)
     threads = run.threads if run.threads != "auto" else available_threads()
+    readers = _readers(config, placement) if run.readers == "auto" else run.readers
     return Loader(
         program=program,
         source=source,
@@ -59,28 +70,37 @@ def build_loader(config: Config, name: str, *, rank: int, world_size: int, devic
         rank=rank,
         world_size=world_size,
         device=target,
-        threads=threads,
+        threads=threads if placement.gpu is None else _LAUNCHERS,
         prefetch=run.prefetch,
         timeout_seconds=run.timeout_s,
         bad=_bad_samples(config, policy, limit),
-        readers=_readers(config, gpu) if run.readers == "auto" else run.readers,
+        readers=readers,
         identity=_identity(config, name, source),
-        gpu=gpu,
+        delivery=placement.delivery,
+        gpu=placement.gpu,
     )
 
 
-def open_split(config: Config, name: str) -> Source:
+def open_split(config: Config, name: str, whole: Source | None = None) -> Source:
     """The source's split that a pipeline reads: the one of its name, else everything. Errors name the file."""
+    whole = open_whole(config) if whole is None else whole
     try:
-        return subset(open_source(config.source), config.source, name)
+        return subset(whole, config.source, name)
+    except SourceError as error:
+        raise SourceError(f"{config.path}: source: {error}") from error
+
+
+def open_whole(config: Config) -> Source:
+    """The source, indexed. Errors name the file."""
+    try:
+        return open_source(config.source)
     except SourceError as error:
         raise SourceError(f"{config.path}: source: {error}") from error
 
 
 def available_threads() -> int:
     """Threads for this process: the cores it may use, shared among the host's ranks."""
-    local_ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return max(1, len(os.sched_getaffinity(0)) // (int(local_ranks) if local_ranks.isdigit() else 1))
+    return max(1, len(os.sched_getaffinity(0)) // Ranks.from_environment().local_world_size)
 
 
 def _order(source: Source, spec: SourceSpec, seed: int, pipeline: PipelineSpec) -> Order:
@@ -94,44 +114,17 @@ def _batch_size(config: Config, name: str, batch: BatchSpec, world_size: int) ->
         return batch.size
     assert batch.global_size is not None
     if batch.global_size % world_size:
-        place = f"{config.path}: pipelines.{name}.batch.global"
-        raise ConfigError([Problem(place, f"must be divisible by the {world_size} ranks, got {batch.global_size}")])
+        where = f"{config.path}: pipelines.{name}.batch.global"
+        raise ConfigError([Problem(where, f"must be divisible by the {world_size} ranks, got {batch.global_size}")])
     return batch.global_size // world_size
 
 
-def _readers(config: Config, gpu: GpuRunner | None) -> int:
-    """Threads that only read: many for a network, few beside the one thread that feeds the GPU, else none."""
+def _readers(config: Config, placement: Placement) -> int:
+    """Threads that only read: many for a network; on a GPU two, which prepare chunks too; else none."""
     spec = config.source
     if "://" in str(spec.folder or spec.listing or spec.tar):
         return _REMOTE_READERS
-    return 0 if gpu is None else _GPU_READERS
-
-
-def _device(device: str | torch.device | None) -> torch.device:
-    target = torch.device(device or "cpu")
-    if target.type == "cuda" and not torch.cuda.is_available():
-        raise LoaderError(f"device {str(target)!r} needs CUDA, and torch sees no GPU here; use device='cpu'")
-    return target
-
-
-def _gpu_runner(config: Config, name: str, device: torch.device) -> GpuRunner | None:
-    """The engines' runner where the pipeline may and can use them. `backend: gpu` makes every refusal an error."""
-    program = config.programs[name]
-    backend = program.decoder.backend
-    refusal: str | None = "the loader's device is the CPU"
-    if device.type == "cuda" and backend != "cpu":
-        from gpuflow.gpu import GpuRunner, engine_refusal  # Triton, which CPU builds of torch lack
-
-        refusal = engine_refusal(program)
-        if refusal is None:
-            try:
-                return GpuRunner(program, torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
-            except (MissingExtra, NvjpegError) as error:
-                refusal = str(error)
-    if backend == "gpu":
-        place = f"{config.path}: pipelines.{name}.stages[0].decode.backend"
-        raise ConfigError([Problem(place, f"is gpu, but {refusal}; use auto or cpu")])
-    return None
+    return 0 if placement.gpu is None else _GPU_READERS
 
 
 def _bad_samples(config: Config, policy: str, limit: int | None) -> BadSamples:

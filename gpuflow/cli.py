@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -39,8 +41,9 @@ def main() -> None:
         app()
     except (GpuflowError, ValueError) as error:
         problems = error.problems if isinstance(error, ConfigError) else (error,)
+        rank = os.environ.get("RANK", "")  # torchrun lets all its processes print to one terminal
         for problem in problems:
-            _err.print(f"[red]error:[/] {_escape(str(problem))}")
+            _err.print(f"[red]error:[/] {_escape(f'rank {rank}: {problem}' if rank else str(problem))}")
         sys.exit(1)
     except KeyboardInterrupt:
         _err.print("interrupted")
@@ -58,14 +61,14 @@ def _read(path: Path, overrides: list[str] | None) -> Config:
     return read_config(path, stage_table(), overrides or [])
 
 
-def _bar() -> Progress:
+def _bar(console: Console = _err) -> Progress:
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
         TimeRemainingColumn(),
         TextColumn("{task.fields[note]}"),
-        console=_err,
+        console=console,
     )
 
 
@@ -105,6 +108,45 @@ def explain(path: ConfigFile, overrides: Overrides = None) -> None:
 
 
 @app.command()
+def doctor(
+    path: Annotated[
+        Path | None, typer.Argument(metavar="FILE", help="A YAML file, whose source is read and whose `run` counts.")
+    ] = None,
+    data: Annotated[Path | None, typer.Option(metavar="DIR", help="Images or tar shards to read instead.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print all values and findings as JSON.")] = False,
+) -> None:
+    """Look at this machine, measure how fast images are read and decoded, and say what to change.
+
+    The files that it reads are dropped from the page cache first, so that the disk is measured and not the memory.
+
+    Exits 1 if there is a problem: something that makes gpuflow fail, or far slower than it could be.
+    """
+    from gpuflow.doctor import judge, report
+    from gpuflow.machine import broken_modules, gather
+    from gpuflow.sources import SourceSpec
+
+    if data is not None and not data.is_dir():
+        raise ValueError(f"--data: must be a directory, got {str(data)!r}")
+    with _err.status("looking around") as status:
+        config = _read(path, None) if path is not None and not broken_modules() else None
+        source = SourceSpec(folder=str(data)) if data is not None else config.source if config is not None else None
+        threads, readers = (config.run.threads, config.run.readers) if config is not None else ("auto", "auto")
+        machine = gather(
+            source=source,
+            threads=None if threads == "auto" else threads,
+            readers=None if readers == "auto" else readers,
+            progress=status.update,
+        )
+    findings = judge(machine)
+    if as_json:
+        print(json.dumps({"machine": asdict(machine), "findings": [asdict(finding) for finding in findings]}, indent=2))
+    else:
+        _out.print(report(findings), soft_wrap=False)
+    if any(finding.status == "problem" for finding in findings):
+        raise typer.Exit(1)
+
+
+@app.command()
 def train(
     path: ConfigFile,
     overrides: Overrides = None,
@@ -115,7 +157,10 @@ def train(
     """Train the torchvision model that `train:` names on the pipeline `train`, and validate on `val`.
 
     Writes <train.out>/last.pt after each epoch, with the weights, the loader's state and the preprocessing's hash.
+
+    One process a GPU: torchrun --nproc-per-node 2 -m gpuflow train FILE. Batch sizes are those of a process.
     """
+    from gpuflow.distributed import Ranks
     from gpuflow.trainer import Accuracy, Trainer, TrainerEvents
 
     class Bar(TrainerEvents):
@@ -134,13 +179,16 @@ def train(
                 f"{result.images_per_s:,.0f} images/s"
             )
 
+    ranks = Ranks.from_environment()
     config = _read(path, overrides)
     if config.train.size is not None:
         config = _read(path, [*_sizes(config), *(overrides or [])])
-    trainer = Trainer(config, device=device, resume=resume)
-    with _bar() as bar:
-        trainer.run(Bar(), max_steps=max_steps)
-    _out.print(f"saved {trainer.checkpoint} at step {trainer.step}, preprocessing {trainer.preprocessing}")
+    trainer = Trainer(config, device=device, resume=resume, ranks=ranks)
+    first = ranks.rank == 0
+    with _bar(_err if first else Console(quiet=True)) as bar:
+        trainer.run(Bar() if first else TrainerEvents(), max_steps=max_steps)
+    if first:
+        _out.print(f"saved {trainer.checkpoint} at step {trainer.step}, preprocessing {trainer.preprocessing}")
 
 
 def _sizes(config: Config) -> list[str]:
@@ -149,7 +197,7 @@ def _sizes(config: Config) -> list[str]:
         f"pipelines.{name}.stages.{i}.{stage.stage_name}.size={config.train.size}"
         for name in ("train", "val")
         if name in config.pipelines
-        for i, stage in enumerate(config.programs[name].pipeline.stages)
+        for i, stage in enumerate(config.programs[name].pipeline.stages, start=-len(config.pipelines[name].head()))
         if hasattr(stage, "size")
     ]
 
@@ -245,3 +293,59 @@ def scan(path: ConfigFile, overrides: Overrides = None) -> None:
     source.close()
     if bad:
         raise typer.Exit(1)
+
+
+@app.command()
+def export(
+    path: ConfigFile,
+    overrides: Overrides = None,
+    onnx: Annotated[Path | None, typer.Option(metavar="OUT", help="Write the trained model as OUT.onnx.")] = None,
+    pt2: Annotated[Path | None, typer.Option(metavar="OUT", help="Write it as OUT.pt2, for torch.export.load.")] = None,
+    toml: Annotated[
+        Path | None, typer.Option(metavar="OUT", help="Write the block serve as a torchpipe graph, OUT.toml.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="Where the graph of --toml runs the model: cpu or cuda.")] = "cpu",
+    checkpoint: Annotated[
+        Path | None, typer.Option(metavar="CKPT", help="What to export; by default <train.out>/last.pt.")
+    ] = None,
+    fold_normalize: Annotated[
+        bool, typer.Option("--fold-normalize", help="Put normalize into the model, which then takes uint8 pixels.")
+    ] = False,
+    opset: Annotated[int | None, typer.Option(min=18, max=25, help="Of ONNX; torch's default otherwise.")] = None,
+    data: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Images to check the model on, instead of the file's source.")
+    ] = None,
+) -> None:
+    """Write what the file describes for serving: the model that `gpuflow train` left, or the graph that serves it.
+
+    A model has a dynamic batch axis, and is checked against torch on random images and on real ones that go through the
+    pipeline. If a logit is off by more than 1e-4 of the largest one, nothing is written and the exit code is 1.
+    """
+    given = {"--onnx": onnx, "--pt2": pt2, "--toml": toml}
+    chosen = [(option, out) for option, out in given.items() if out is not None]
+    if len(chosen) != 1:
+        got = " and ".join(option for option, _ in chosen) or "none of them"
+        raise ValueError(f"export: needs exactly one of {', '.join(given)}, got {got}")
+    ((option, out),) = chosen
+    if (suffix := option.replace("--", ".")) != out.suffix:
+        raise ValueError(f"{option}: must name a {suffix} file, got {str(out)!r}")
+    config = _read(path, overrides)
+    if option == "--toml":
+        from gpuflow.serve.lowering import lower, to_toml
+
+        graph = lower(config, device=device)
+        out.write_text(to_toml(graph, file=str(out)), encoding="utf-8")
+        _out.print(f"wrote {out}: preprocessing {graph.preprocessing}; its header says how to run it")
+        return
+    from gpuflow.serve.export import export_model
+
+    if config.train.size is not None:
+        config = _read(path, [*_sizes(config), *(overrides or [])])
+    done = export_model(config, out, checkpoint=checkpoint, fold_normalize=fold_normalize, opset=opset, data=data)
+    for line in done.checks:
+        _out.print(str(line))
+    height, width, channels = done.image.shape
+    takes = _escape(f"{done.image.dtype} [N, {channels}, {height}, {width}]")
+    _out.print(f"wrote {done.path}: takes {takes}, preprocessing {done.info.preprocessing}")
+    if done.info.folded is not None:
+        _out.print(f"{_escape(done.info.folded)} is inside: serve it with stages that end before it")

@@ -19,13 +19,13 @@ from numpy.typing import NDArray
 from gpuflow.errors import BadSampleError
 from gpuflow.turbojpeg import Library, TurboJpeg, find_library
 
-__all__ = ["CpuDecoder", "Header", "decoder_description", "probe"]
+__all__ = ["ENGINE_SAMPLINGS", "CpuDecoder", "Header", "decoder_description", "probe"]
 
 _REGION_WORTH = 0.9
 """Decode only a region where it is at most this part of the image."""
 _SWAPPED = 5
 """From this EXIF orientation on, the image is turned by a quarter."""
-_ENGINE_SAMPLINGS = {(0x11,), *((first, 0x11, 0x11) for first in (0x11, 0x12, 0x21, 0x22))}
+ENGINE_SAMPLINGS = {(0x11,), *((first, 0x11, 0x11) for first in (0x11, 0x12, 0x21, 0x22))}
 """Factors, horizontal and vertical by component, of gray, 4:4:4, 4:4:0, 4:2:2 and 4:2:0."""
 _BMP_CORE = 12
 """Size in bytes of OS/2's BMP header, whose sides are of 16 bits."""
@@ -138,7 +138,7 @@ def _read_jpeg(view: memoryview, orientation: bool) -> Header:
         channels,
         progressive=kind not in (0xC0, 0xC1),
         orientation=turn,
-        engine=plain and sampling in _ENGINE_SAMPLINGS,
+        engine=plain and sampling in ENGINE_SAMPLINGS,
     )
 
 

@@ -17,15 +17,16 @@ from typing import Annotated, Any, Literal
 
 import pydantic
 import yaml
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from gpuflow.check import trace
 from gpuflow.errors import ConfigError, Problem, did_you_mean
 from gpuflow.fold import Program, fold
+from gpuflow.presets import Preset
 from gpuflow.sources import SourceSpec
 from gpuflow.spec import Pipeline, Stage
 
-__all__ = ["BatchSpec", "Config", "PipelineSpec", "RunSpec", "ServeSpec", "TrainSpec", "read_config"]
+__all__ = ["BatchSpec", "Config", "ModelSpec", "PipelineSpec", "RunSpec", "ServeSpec", "TrainSpec", "read_config"]
 
 OnError = Literal["raise", "replace", "skip"]
 Positive = Annotated[int, Field(ge=1)]
@@ -43,15 +44,6 @@ class BatchSpec(_Model):
     drop_last: bool = False
 
 
-class PipelineSpec(_Model):
-    """One entry of `pipelines`."""
-
-    stages: tuple[Any, ...]
-    batch: BatchSpec = BatchSpec(size=64)
-    shuffle: bool = False
-    on_error: OnError | None = None
-
-
 class TrainSpec(_Model):
     """`train`: what `gpuflow train` needs."""
 
@@ -63,6 +55,14 @@ class TrainSpec(_Model):
     size: Positive | None = None
 
 
+class TensorrtSpec(_Model):
+    """`serve.model.tensorrt`: batch sizes that engines are built for, besides `batch`, and where they are kept."""
+
+    min_batch: Positive = 1
+    opt_batch: Positive | None = None
+    cache: str | None = None
+
+
 class ModelSpec(_Model):
     """`serve.model`."""
 
@@ -72,13 +72,105 @@ class ModelSpec(_Model):
     instances: Positive = 1
     timeout_ms: Annotated[float, Field(ge=0)] = 2.0
     compile: bool = False
+    cuda_graphs: bool = False
+    precision: Literal["float32", "float16", "bfloat16"] = "float32"
+    force: bool = False
+    via: Literal["python", "torchpipe"] = "python"
+    tensorrt: TensorrtSpec = TensorrtSpec()
+
+    @property
+    def runtime(self) -> str:
+        """`engine`, with `auto` decided by the file's suffix; empty where the suffix is none that an engine takes."""
+        takes = (name for name, suffixes in _SUFFIXES.items() if Path(self.file).suffix in suffixes)
+        return next(takes, "") if self.engine == "auto" else self.engine
+
+    def faults(self) -> Iterator[tuple[tuple[str, ...], str]]:
+        """(key, broken rule) for each rule between keys."""
+        suffix = Path(self.file).suffix
+        known = sorted({known for suffixes in _SUFFIXES.values() for known in suffixes})
+        if suffix not in known:
+            yield ("file",), f"must end in {', '.join(known[:-1])} or {known[-1]}, got {self.file!r}"
+            return
+        runtime = self.runtime
+        if suffix not in _SUFFIXES[runtime]:
+            takes = " and ".join(_SUFFIXES[runtime])
+            rule = f"is {runtime}, which takes {takes} files, but the model's file is {self.file!r}; use auto"
+            yield ("engine",), rule
+        for key in ("compile", "cuda_graphs"):
+            if getattr(self, key) and runtime != "torch":
+                yield (key,), f"is for the engine torch, but this one is {runtime}; remove it"
+        if self.precision != "float32" and runtime != "tensorrt" and suffix != ".pt":
+            rule = f"is {self.precision}, but {runtime} runs {suffix} files as they were exported; remove it"
+            yield ("precision",), rule
+        if self.via == "torchpipe" and runtime != "tensorrt":
+            yield ("via",), f"is for the engine tensorrt, but this one is {runtime}; remove it"
+        if self.via == "torchpipe" and self.precision == "bfloat16":
+            yield ("precision",), "is bfloat16, which torchpipe does not build; use float16, float32 or via: python"
+        low, best = self.tensorrt.min_batch, self.tensorrt.opt_batch
+        if low > self.batch:
+            yield ("tensorrt", "min_batch"), f"must be <= serve.model.batch, which is {self.batch}, got {low}"
+        elif best is not None and not low <= best <= self.batch:
+            yield ("tensorrt", "opt_batch"), f"must be within min_batch and batch, {low} to {self.batch}, got {best}"
+        if best is not None and self.via == "torchpipe":
+            yield ("tensorrt", "opt_batch"), "has no effect with via: torchpipe, which tunes for batch; remove it"
 
 
-class ServeSpec(_Model):
-    """`serve`: the stages that the served model sees, and the model."""
+_SUFFIXES = {"torch": (".pt", ".pt2"), "onnxruntime": (".onnx",), "tensorrt": (".onnx",)}
+"""The files that each engine takes; the first engine to take one is `auto`'s choice."""
+
+
+class PresetKeys(_Model):
+    """`preset` and its parameters, in a block with `stages`: torchpipe's own operators, which the stages follow."""
+
+    preset: Literal["torchpipe_cpu", "torchpipe_gpu"] | None = None
+    height: Positive | None = None
+    width: Positive | None = None
+    color: Literal["rgb", "bgr"] | None = None
+
+    def faults(self) -> Iterator[tuple[str, str]]:
+        """(key, broken rule) for each rule between keys."""
+        for key in ("height", "width"):
+            if self.preset is not None and getattr(self, key) is None:
+                yield "preset", f"needs the key {key!r} beside it: an integer"
+        for key in ("height", "width", "color"):
+            if self.preset is None and getattr(self, key) is not None:
+                yield key, "belongs to a preset, and there is none; remove it or add preset: torchpipe_cpu"
+
+    def head(self) -> tuple[Preset, ...]:
+        """The preset as the first stage of a pipeline; nothing where there is none."""
+        if self.preset is None:
+            return ()
+        assert self.height is not None and self.width is not None
+        return (Preset(name=self.preset, height=self.height, width=self.width, color=self.color or "rgb"),)
+
+
+class PipelineSpec(PresetKeys):
+    """One entry of `pipelines`."""
 
     stages: tuple[Any, ...]
-    model: ModelSpec
+    batch: BatchSpec = BatchSpec(size=64)
+    shuffle: bool = False
+    on_error: OnError | None = None
+
+
+class ServeSpec(PresetKeys):
+    """`serve`: the stages that the served model sees, and the model; without one only images are prepared."""
+
+    stages: tuple[Any, ...] = ()
+    model: ModelSpec | None = None
+
+
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
+
+
+def _bytes(value: Any) -> Any:
+    """`512MB`, `2 GiB` as a number of bytes."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)", value.strip()) if isinstance(value, str) else None
+    if match is not None and (unit := _UNITS.get(match[2].upper())):
+        return int(float(match[1]) * unit)
+    if value is None or (isinstance(value, int) and not isinstance(value, bool)):
+        return value
+    raise ValueError("bytes, or text with a unit such as 512MB or 2GiB")
 
 
 class RunSpec(_Model):
@@ -91,7 +183,7 @@ class RunSpec(_Model):
     max_bad: Annotated[int, Field(ge=0)] | Annotated[float, Field(ge=0, le=1)] | None = None
     bad_file: str | None = None
     timeout_s: Annotated[float, Field(gt=0)] = 120.0
-    memory_limit: str | Positive | None = None
+    memory_limit: Annotated[Positive | None, BeforeValidator(_bytes)] = None
     deterministic: bool = False
 
 
@@ -226,8 +318,10 @@ class _Reader:
         blocks = {("pipelines", name): block for name, block in _items(pipelines)} | {("serve",): data.get("serve")}
         programs: dict[str, Program] = {}
         for at, block in blocks.items():
-            if isinstance(block, dict) and isinstance(block.get("stages"), list):
-                program = self._program((*at, "stages"), str(at[-1]), block["stages"])
+            head = self._head(block) if isinstance(block, dict) and "preset" in block else ()
+            stages = block.get("stages", [] if head else None) if isinstance(block, dict) else None
+            if isinstance(stages, list):
+                program = self._program((*at, "stages"), str(at[-1]), stages, head)
                 if program is not None:
                     programs[str(at[-1])] = program
         if document is not None:
@@ -337,17 +431,37 @@ class _Reader:
 
     # --- stages -----------------------------------------------------------------------------------------------------
 
-    def _program(self, at: tuple[Key, ...], name: str, entries: list[Any]) -> Program | None:
-        made = [self._stage((*at, i), entry) for i, entry in enumerate(entries)]
-        if None in made:
-            return None
-        pipeline = Pipeline(name, tuple(made))  # type: ignore[arg-type]
+    def _head(self, block: dict[Any, Any]) -> tuple[Preset, ...] | None:
+        """What stands before a block's stages; None where its keys are at fault, which the document's check tells."""
+        known = {key: value for key, value in block.items() if key in PresetKeys.model_fields}
         try:
-            return fold(pipeline, trace(pipeline, place="", serving=at[0] == "serve"))
+            keys = PresetKeys.model_validate(known)
+        except pydantic.ValidationError:
+            return None
+        return None if list(keys.faults()) else keys.head()
+
+    def _program(
+        self, at: tuple[Key, ...], name: str, entries: list[Any], head: tuple[Preset, ...] | None
+    ) -> Program | None:
+        stages = [self._stage((*at, i), entry) for i, entry in enumerate(entries)]
+        made = [stage for stage in stages if stage is not None]
+        if len(made) < len(stages) or head is None:
+            return None
+        serving = at[0] == "serve"
+        for preset in head:
+            for i, stage in enumerate(made):
+                if (rule := preset.refuses(stage, serving=serving)) is not None:
+                    self._report((*at, i), rule)
+                    return None
+        pipeline = Pipeline(name, (*head, *made))
+        try:
+            return fold(pipeline, trace(pipeline, place="", serving=serving))
         except ConfigError as error:
             (problem,) = error.problems
             number = re.search(r"\[(\d+)\]\.[^]]*$", problem.place)
-            where = (*at, int(number[1]), pipeline.stages[int(number[1])].stage_name) if number else at
+            where = at
+            if number and (i := int(number[1])) >= len(head):
+                where = (*at, i - len(head), pipeline.stages[i].stage_name)
             self._report(where, problem.message)
         return None
 
@@ -425,6 +539,18 @@ class _Reader:
                 self._report(
                     ("pipelines", name, "batch"), "needs size (of a rank) or global (of all ranks), one of them"
                 )
+            for key, rule in pipeline.faults():
+                self._report(("pipelines", name, key), rule)
+        if document.serve is not None:
+            self._check_serve(document.serve)
+
+    def _check_serve(self, serve: ServeSpec) -> None:
+        if serve.preset is None and "stages" not in serve.model_fields_set:
+            self._report(("serve",), "needs the key 'stages': a list, or a preset")
+        for key, rule in serve.faults():
+            self._report(("serve", key), rule)
+        for at, rule in serve.model.faults() if serve.model is not None else ():
+            self._report(("serve", "model", *at), rule)
 
 
 def _source_spec(source: _SourceModel) -> SourceSpec:
@@ -563,6 +689,8 @@ def _describe(fault: Any, model: type[BaseModel]) -> tuple[tuple[Key, ...], str]
     if kind == "literal_error" and isinstance(value, str) and hint is not None:
         words = re.findall(r"\w+", _expected(hint).replace("one of ", ""))
         return at, f"must be {_expected(hint)}, got {_show(value)}{_close(value, words)}"
+    if kind == "value_error":
+        return at, f"must be {fault['ctx']['error']}, got {_show(value)}"
     return at, f"must be {_expected(hint)}, got {_show(value)}"
 
 

@@ -91,10 +91,6 @@ class CpuRunner:
         self._decoder = CpuDecoder(program.decoder.color)
         self._scratch: dict[tuple[Any, ...], NDArray[Any]] = {}
 
-    def release(self, buffer: NDArray[np.uint8]) -> tuple[NDArray[np.uint8], ...]:
-        """The buffers that may be used again now that what lay in this one is through: itself."""
-        return (buffer,)
-
     def run(
         self, samples: Sequence[NDArray[np.uint8]], keys: s.Keys, slots: NDArray[Any]
     ) -> list[BadSampleError | None]:
@@ -112,15 +108,17 @@ class CpuRunner:
         headers: list[Header | None] = [None] * len(samples)
         decoder = self._program.decoder
         orientation = decoder.orientation == "apply"
-        for i, data in enumerate(samples):
-            try:
-                headers[i] = probe(data, max_pixels=decoder.max_pixels, orientation=orientation)
-            except BadSampleError as fault:
-                faults[i] = fault
-        sizes = np.array([header.upright_size if header else (1, 1) for header in headers], np.int64).reshape(-1, 2)
+        if decoder.library is None:
+            for i, data in enumerate(samples):
+                try:
+                    headers[i] = probe(data, max_pixels=decoder.max_pixels, orientation=orientation)
+                except BadSampleError as fault:
+                    faults[i] = fault
+        known = self._program.specs[1].shape[:2] if decoder.library is not None else (1, 1)
+        sizes = np.array([header.upright_size if header else known for header in headers], np.int64).reshape(-1, 2)
         drawn = self._draw(keys, sizes[:, 0], sizes[:, 1])
         for i, header in enumerate(headers):
-            if header is not None:
+            if faults[i] is None:
                 try:
                     self._one(samples[i], header, i, drawn, keys, slots[i])
                 except BadSampleError as fault:
@@ -146,7 +144,7 @@ class CpuRunner:
     def _one(
         self,
         data: NDArray[np.uint8],
-        header: Header,
+        header: Header | None,
         i: int,
         drawn: Sequence[Any],
         keys: s.Keys,
@@ -156,7 +154,10 @@ class CpuRunner:
         first = drawn[0] if steps and isinstance(steps[0], Sample) else None
         if first is not None:
             first.complain(i)
-        image, (top, left) = self._decoder.decode(data, header, tuple(first.boxes[i]) if first else None)
+        if header is None:
+            image, (top, left) = self._program.decoder.decode(data), (0, 0)
+        else:
+            image, (top, left) = self._decoder.decode(data, header, tuple(first.boxes[i]) if first else None)
         for n, (step, draw) in enumerate(zip(steps, drawn, strict=True)):
             out = slot if n == len(steps) - 1 else None
             if isinstance(step, Sample):

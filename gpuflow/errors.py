@@ -8,6 +8,8 @@
     ├── LoaderError (RuntimeError)    the loader cannot go on
     │   ├── TooManyBadSamples         more bad samples than `run.max_bad`, or nothing left to replace one with
     │   └── LoaderTimeout (TimeoutError)  a batch did not come within `run.timeout_s`
+    ├── PredictorError (RuntimeError) the predictor cannot answer: it is closed, or its model failed
+    │   └── PredictorTimeout (TimeoutError)  an answer did not come within `run.timeout_s`
     └── MissingExtra (ImportError)    an optional dependency is used but not installed
 
 A text names the place, the rule, the value and the next action; tests pin them.
@@ -26,6 +28,8 @@ __all__ = [
     "LoaderError",
     "LoaderTimeout",
     "MissingExtra",
+    "PredictorError",
+    "PredictorTimeout",
     "Problem",
     "SourceError",
     "StateError",
@@ -92,6 +96,14 @@ class TooManyBadSamples(LoaderError):
 
 class LoaderTimeout(LoaderError, TimeoutError):
     """A batch did not come within `run.timeout_s`."""
+
+
+class PredictorError(GpuflowError, RuntimeError):
+    """The predictor cannot answer."""
+
+
+class PredictorTimeout(PredictorError, TimeoutError):
+    """An answer did not come within `run.timeout_s`."""
 
 
 class MissingExtra(GpuflowError, ImportError):

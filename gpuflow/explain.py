@@ -17,6 +17,7 @@ from gpuflow.config import Config
 from gpuflow.cpu import STORAGE, slot_shape
 from gpuflow.errors import SourceError
 from gpuflow.fold import Call, Map, Program, Sample, Step
+from gpuflow.placement import explain_gpu
 
 __all__ = ["explain"]
 
@@ -61,7 +62,8 @@ def _facts(config: Config, name: str, program: Program) -> Iterator[Text]:
     yield Text(f"  preprocessing  {program.pipeline.fingerprint}")
     if name not in config.pipelines:
         assert config.serve is not None
-        yield Text(f"  model          {config.serve.model.file} ({config.serve.model.engine})")
+        model = config.serve.model
+        yield Text(f"  model          {f'{model.file} ({model.engine})' if model is not None else 'none, images only'}")
         return
     pipeline, run = config.pipelines[name], config.run
     size = pipeline.batch.size or pipeline.batch.global_size or 0
@@ -72,7 +74,8 @@ def _facts(config: Config, name: str, program: Program) -> Iterator[Text]:
     yield Text(f"  batch          {size} images of {program.result} ({megabytes:.1f} MB), {run.prefetch} ahead")
     yield Text(f"  order          {'shuffled' if pipeline.shuffle else 'as in the source'}, seed {config.source.seed}")
     yield Text(f"  device         cpu, {threads} decode thread(s)")
-    yield Text(f"  decoder        {decoder_description()}")
+    yield Text(f"  decoder        {program.decoder.library or decoder_description()}")
+    yield Text(f"  on a GPU       {explain_gpu(config, name)}")
 
 
 def _source(config: Config, name: str) -> str:

@@ -185,6 +185,7 @@ def fold(pipeline: s.Pipeline, specs: Sequence[s.ImageSpec]) -> Program:
     """The steps of a pipeline that `check.trace` has passed, given the specs that it returned."""
     decoder, *rest = pipeline.stages
     assert isinstance(decoder, s.Decoder)
+    assert decoder.library is None or specs[1].fixed, "a decoder that decodes itself gives images of one size"
     steps: list[Step] = []
     run: list[tuple[s.Geometry, int]] = []
     fixed = False

@@ -1,13 +1,15 @@
-"""Runs a program on the GPU, a chunk at a time: the JPEG engines decode, one kernel does all the rest.
+"""Runs a program on the GPU, a chunk at a time: the JPEG engines decode, a few batched kernels do all the rest.
 
-What the engines do not take goes the CPU's way into the same slots: other formats, progressive or CMYK files, images
-to be turned by EXIF. A batched call that fails is tried again by halves; what fails alone is judged on the CPU.
+A chunk is prepared (headers, draws, and the CPU's way for what the engines do not take: other formats, progressive or
+CMYK files, images to be turned by EXIF) and then launched, each on threads of its own. A batched call that fails is
+tried again by halves; what fails alone is judged on the CPU, in the place that it has in the batch.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,218 +17,358 @@ import torch
 from numpy.typing import NDArray
 
 from gpuflow import spec as s
-from gpuflow.codecs import Header, probe
 from gpuflow.cpu import STORAGE, CpuRunner, slot_shape
+from gpuflow.delivery import Delivery
 from gpuflow.errors import BadSampleError
-from gpuflow.fold import Map, Program, Sample, Sampling
+from gpuflow.fold import Call, Map, Program, Sample, Sampling
+from gpuflow.headers import read_headers
+from gpuflow.kernels.color import adjust
 from gpuflow.kernels.sample import FIELDS, sample
-from gpuflow.nvjpeg import Engines, NvjpegError, find_library
+from gpuflow.memory import DecodeBuffers
+from gpuflow.nvjpeg import Engines, Library, NvjpegError
+from gpuflow.sources import Payload
 
-__all__ = ["GpuRunner", "engine_refusal", "plan_of"]
+__all__ = ["GpuRunner", "Pass", "Prepared", "passes_of", "plan_of"]
 
 _ALIGN = 256
-_DECODE_BUFFERS = 3
 
 
-def engine_refusal(program: Program) -> str | None:
-    """Why a program cannot run on the engines and the kernel, in words; None if it can."""
-    match program.steps:
-        case (Sample(),):
-            return None
-        case (Sample(), Map(stage)) if hasattr(stage, "table"):
-            return None
-    return "its stages are not one sampling followed by at most a table, such as normalize"
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """One batched pass over a chunk's images: a step, or None for none, then a table of 256 results a channel.
+
+    table: [C, 256] in the storage dtype, or None where levels stay as they are. result: what the images are then.
+    """
+
+    step: Sample | Map | Call | None
+    table: NDArray[Any] | None
+    result: s.ImageSpec
+
+
+def passes_of(program: Program) -> tuple[Pass, ...] | str:
+    """The passes that a program becomes behind the engines, or why it cannot run there, in words."""
+    if program.decoder.library is not None:
+        return f"{program.decoder!r} decodes by itself"
+    passes: list[Pass] = []
+    done = 1
+    for step in program.steps:
+        done += len(step.stages) if isinstance(step, Sample) else 1
+        result = program.specs[done]
+        if not passes and not isinstance(step, Sample):
+            return f"{step.stage!r} comes before the images have one size; put a crop or a resize to a fixed size first"
+        if not result.fixed:
+            return f"after {program.pipeline.stages[done - 1]!r} the images still differ in size"
+        if isinstance(step, Map) and (table := step.stage.table()) is not None:
+            last = passes[-1]
+            if last.table is None and not isinstance(last.step, Call):
+                passes[-1] = Pass(last.step, table, result)
+            else:
+                passes.append(Pass(None, table, result))
+        elif isinstance(step, Map) and step.stage.device_operations(step.draw(_NO_KEYS)) is None:
+            return f"{step.stage!r} has no form for the GPU"
+        else:
+            passes.append(Pass(step, None, result))
+    return tuple(passes) if passes else "its images differ in size; add a crop or a resize to a fixed size"
+
+
+_NO_KEYS = s.Keys(0, 0, np.empty(0, np.int64))
+
+
+@dataclass(frozen=True, slots=True)
+class _Finished:
+    """What the CPU has done: rows [m], images [m, *slot_shape(result)] in pinned memory."""
+
+    rows: NDArray[np.int64]
+    images: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A chunk, ready to be launched.
+
+    rows [n]: which of its samples the engines take. data, lengths [n]: where their bytes are. sizes [n, 2]: height and
+    width. draws: what each pass draws for them. finished: the other rows, done.
+    faults: of each sample None, or why it is bad.
+    """
+
+    samples: Sequence[NDArray[np.uint8]]
+    keys: s.Keys
+    rows: NDArray[np.int64]
+    data: NDArray[np.uint64]
+    lengths: NDArray[np.uint64]
+    sizes: NDArray[np.int64]
+    draws: list[Any]
+    finished: _Finished | None
+    faults: list[BadSampleError | None]
 
 
 class GpuRunner:
-    """Runs a program's chunks on one stream. Holds the engines and scratch memory; not for two threads at once.
+    """Runs a program's chunks on a delivery's stream. Any thread may call any method.
+
+    One thread at a time is in nvJPEG: two calls beside each other cost a training step far more than they gain. A
+    second thread in `launch` does what is to be done in Python meanwhile, so that the engines need not wait for it.
 
     Args:
-        program: one that `engine_refusal` passes.
-        stream: the loader's; everything here is queued on it and nothing waits for it.
+        program, passes: what `passes_of` made of it.
+        library: the nvJPEG to decode with. backend: of it, see `nvjpeg.BACKENDS`.
+        decode_bytes: decoded pixels that one of the buffers holds at most; one image may be larger.
 
     Raises:
-        MissingExtra: there is no libnvjpeg. NvjpegError: the GPU has no JPEG engines.
+        NvjpegError: the GPU has no JPEG engines.
     """
 
-    def __init__(self, program: Program, stream: torch.cuda.Stream) -> None:
-        self._program, self._stream = program, stream
-        self._color = program.decoder.color
-        self._channels = 1 if self._color == "gray" else 3
-        self._cpu = CpuRunner(program)
+    def __init__(
+        self,
+        program: Program,
+        passes: Sequence[Pass],
+        delivery: Delivery,
+        library: Library,
+        *,
+        backend: str,
+        decode_bytes: int,
+    ) -> None:
+        self._program, self._passes, self._delivery = program, tuple(passes), delivery
+        self._channels = 1 if program.decoder.color == "gray" else 3
+        self._decode_bytes = decode_bytes
+        self._cpu: list[CpuRunner] = []
+        self._lock, self._engines_turn = threading.Lock(), threading.Lock()
         self.engine_images, self.cpu_images = 0, 0
-        with torch.cuda.stream(stream):
-            self._engines = Engines(find_library(), self._color)
-            self._table = self._make_table().to(stream.device)
-        self._decoded: deque[tuple[torch.Tensor, torch.cuda.Event | None]] = deque(
-            [(torch.empty(0, dtype=torch.uint8, device=stream.device), None)] * _DECODE_BUFFERS
-        )
-        self._under_way: deque[tuple[torch.cuda.Event, Any]] = deque()
+        with delivery.queued():
+            self._engines = Engines(library, program.decoder.color, backend)
+            self._buffers = DecodeBuffers(delivery)
+            self._tables = [self._table(one).to(delivery.device) for one in self._passes]
+        delivery.synchronize()
 
-    def _make_table(self) -> torch.Tensor:
+    def _table(self, one: Pass) -> torch.Tensor:
         """[C, 256]: what each level becomes, in the dtype of the result."""
-        if len(self._program.steps) == 1:
-            return torch.arange(256, dtype=torch.uint8).expand(self._channels, 256).contiguous()
-        (_, last) = self._program.steps
-        assert isinstance(last, Map)
-        table = torch.from_numpy(last.stage.table())  # type: ignore[attr-defined]
-        return table.view(getattr(torch, self._program.result.dtype)) if table.dtype == torch.uint16 else table
+        if one.table is None:
+            return torch.arange(256, dtype=torch.uint8).expand(one.result.shape[2], 256).contiguous()
+        table = torch.from_numpy(one.table)
+        return table.view(getattr(torch, one.result.dtype)) if table.dtype == torch.uint16 else table
 
-    def run(
-        self, samples: Sequence[NDArray[np.uint8]], keys: s.Keys, slots: torch.Tensor
-    ) -> list[BadSampleError | None]:
-        """As `CpuRunner.run`, with slots [N, C, H, W] on the device; the work is queued when this returns.
+    # --- on any thread ----------------------------------------------------------------------------------------------
 
-        The samples' memory must be pinned and stay until `release` gives it back.
+    def prepare(self, payload: Payload, keys: s.Keys) -> Prepared:
+        """All that comes before the engines: headers, draws, and whole images where those are not for the engines.
+
+        The payload's memory must be pinned and stay until the launch is through on the GPU.
         """
-        faults: list[BadSampleError | None] = [None] * len(samples)
-        headers: list[Header | None] = [None] * len(samples)
         decoder = self._program.decoder
-        for i, data in enumerate(samples):
-            try:
-                headers[i] = probe(data, max_pixels=decoder.max_pixels, orientation=decoder.orientation == "apply")
-            except BadSampleError as fault:
-                faults[i] = fault
-        rows = [i for i, header in enumerate(headers) if header is not None and header.engine]
-        with torch.cuda.stream(self._stream):
-            refused = self._on_engines(rows, samples, headers, keys, slots) if rows else []
-            rest = [i for i, header in enumerate(headers) if header is not None and not header.engine] + refused
-            if rest:
-                self._on_cpu(sorted(rest), samples, keys, slots, faults)
-        self.engine_images += len(rows) - len(refused)
-        self.cpu_images += len(rest)
-        return faults
+        headers = read_headers(payload, max_pixels=decoder.max_pixels, orientation=decoder.orientation == "apply")
+        samples = [payload.sample(i) for i in range(len(payload))]
+        rows = np.flatnonzero(headers.engine)
+        draws = self._draw(_keys_of(keys, rows), headers.sizes[rows])
+        misfit = np.zeros(len(rows), bool)
+        for draw in draws:
+            for _, outside, _ in draw.misfits if isinstance(draw, Sampling) else ():
+                misfit |= outside
+        if misfit.any():  # the CPU will say of each what is wrong
+            rows = rows[~misfit]
+            draws = self._draw(_keys_of(keys, rows), headers.sizes[rows])
+        rest = np.array([fault is None for fault in headers.faults])
+        rest[rows] = False
+        others = np.flatnonzero(rest)
+        faults = headers.faults
+        finished = self._finish(others, samples, keys, faults) if len(others) else None
+        with self._lock:
+            self.engine_images += len(rows)
+            self.cpu_images += len(others)
+        return Prepared(
+            samples=samples,
+            keys=keys,
+            rows=rows,
+            data=np.asarray(payload.offsets, np.uint64)[rows] + np.uint64(payload.buffer.ctypes.data),
+            lengths=np.asarray(payload.sizes, np.uint64)[rows],
+            sizes=headers.sizes[rows],
+            draws=draws,
+            finished=finished,
+            faults=faults,
+        )
+
+    def _draw(self, keys: s.Keys, sizes: s.Ints) -> list[Any]:
+        """What each pass draws: a sampling, operations with their factors (none for a table alone), or seeds."""
+        draws: list[Any] = []
+        height, width = sizes.T
+        for one in self._passes:
+            if isinstance(one.step, Sample):
+                draws.append(one.step.draw(keys, height, width))
+            elif isinstance(one.step, Map):
+                draws.append(one.step.stage.device_operations(one.step.draw(keys)))
+            elif isinstance(one.step, Call):
+                draws.append(one.step.draw(keys))
+            else:
+                draws.append((np.empty((len(keys.positions), 0), np.int64), np.empty((len(keys.positions), 0))))
+            height, width = (np.full(len(keys.positions), side) for side in one.result.shape[:2])
+        return draws
+
+    def _finish(
+        self,
+        rows: NDArray[np.int64],
+        samples: Sequence[NDArray[np.uint8]],
+        keys: s.Keys,
+        faults: list[BadSampleError | None],
+    ) -> _Finished:
+        """The CPU's way for these rows, into pinned memory; what is bad is written into `faults`."""
+        result = self._program.result
+        staging = self._delivery.pinned((len(rows), *slot_shape(result)), getattr(torch, result.dtype))
+        held = staging.view(torch.uint16) if STORAGE[result.dtype] is np.uint16 else staging
+        try:
+            runner = self._cpu.pop()
+        except IndexError:
+            runner = CpuRunner(self._program)
+        for row, fault in zip(
+            rows.tolist(), runner.run([samples[i] for i in rows], _keys_of(keys, rows), held.numpy()), strict=True
+        ):
+            faults[row] = fault
+        self._cpu.append(runner)
+        return _Finished(rows, staging)
+
+    # --- on a launching thread --------------------------------------------------------------------------------------
 
     def slots(self, count: int) -> torch.Tensor:
         """Memory on the device for so many results: [count, C, H, W] in the result's dtype and memory format."""
-        result = self._program.result
-        with torch.cuda.stream(self._stream):
-            memory = torch.empty(
-                (count, *slot_shape(result)), dtype=getattr(torch, result.dtype), device=self._stream.device
-            )
-        return memory if result.layout == "nchw" else memory.permute(0, 3, 1, 2)
+        return self._images(count, self._program.result)
 
-    def release(self, buffer: NDArray[np.uint8]) -> list[NDArray[np.uint8]]:
-        """The buffers that may be used again: this one will be when what is queued so far is through."""
-        self._keep(buffer)
-        through = []
-        while self._under_way and self._under_way[0][0].query():  # type: ignore[no-untyped-call]
-            through.append(self._under_way.popleft()[1])
-        return [memory for memory in through if isinstance(memory, np.ndarray)]
+    def launch(self, chunk: Prepared, slots: torch.Tensor) -> list[BadSampleError | None]:
+        """Queue all that fills a chunk's slots [N, C, H, W]; returns for each sample None, or why it is bad."""
+        with self._delivery.queued():
+            refused = self._on_engines(chunk, slots) if len(chunk.rows) else chunk.rows
+            if chunk.finished is not None:
+                self._place(chunk.finished, slots)
+            if len(refused):
+                self._place(self._finish(refused, chunk.samples, chunk.keys, chunk.faults), slots)
+                with self._lock:
+                    self.engine_images -= len(refused)
+                    self.cpu_images += len(refused)
+        return chunk.faults
 
-    def mark(self) -> torch.cuda.Event:
-        """An event behind everything queued so far."""
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(self._stream)
-        return event
+    def _on_engines(self, chunk: Prepared, slots: torch.Tensor) -> NDArray[np.int64]:
+        """Decode a chunk and run every pass on it; returns the rows that were refused, whose slots hold nothing."""
+        last = len(self._passes) - 1
+        targets = [
+            slots if i == last else self._images(len(chunk.rows), one.result) for i, one in enumerate(self._passes)
+        ]
+        places = [chunk.rows if i == last else np.arange(len(chunk.rows)) for i in range(last + 1)]
+        good = self._decode(chunk, targets[0], places[0])
+        for i in range(1, last + 1):
+            self._run(i, chunk.draws[i], targets[i - 1], targets[i], places[i])
+        return chunk.rows[~good]
 
-    def close(self) -> None:
-        """Wait until the GPU has read all that it was given, and let go of it."""
-        self._stream.synchronize()
-        self._under_way.clear()
+    def _decode(self, chunk: Prepared, target: torch.Tensor, places: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Decode in as few calls as memory allows, each followed by the first pass; returns which were decoded."""
+        pitches = chunk.sizes[:, 1] * self._channels
+        sizes = -(-pitches * chunk.sizes[:, 0] // _ALIGN) * _ALIGN
+        good = np.ones(len(sizes), bool)
+        for start, stop in _groups(sizes, self._decode_bytes):
+            part = slice(start, stop)
+            with self._buffers.lend(int(sizes[part].sum())) as decoded:
+                images = np.zeros((stop - start, 8), np.uint64)
+                images[:, 0] = addresses = decoded.data_ptr() + np.cumsum(sizes[part]) - sizes[part]
+                images[:, 4] = pitches[part]
+                plan = self._plan(chunk.draws[0], addresses, pitches, places, part)
+                with self._engines_turn:
+                    good[part] = self._call(chunk.data[part], chunk.lengths[part], images)
+                self._sample(0, chunk.draws[0], plan, target)
+        return good
 
-    def _keep(self, memory: Any) -> None:
-        self._under_way.append((self.mark(), memory))
-
-    # --- the engines ------------------------------------------------------------------------------------------------
-
-    def _on_engines(
-        self,
-        rows: Sequence[int],
-        samples: Sequence[NDArray[np.uint8]],
-        headers: Sequence[Header | None],
-        keys: s.Keys,
-        slots: torch.Tensor,
-    ) -> list[int]:
-        """Decode these rows in one call and fill their slots in one launch; returns the rows that were refused."""
-        sizes = np.array([(h.height, h.width) for i in rows if (h := headers[i]) is not None], np.int64)
-        step = self._program.steps[0]
-        assert isinstance(step, Sample)
-        chosen = s.Keys(keys.seed, keys.epoch, keys.positions[list(rows)])
-        sampling = step.draw(chosen, sizes[:, 0], sizes[:, 1])
-        pitches = sizes[:, 1] * self._channels
-        ends = np.cumsum((pitches * sizes[:, 0] + _ALIGN - 1) // _ALIGN * _ALIGN)
-        decoded, read = self._decoded.popleft()
-        if read is not None:
-            read.synchronize()  # nvJPEG writes from streams of its own, which do not wait for what reads here
-        if ends[-1] > len(decoded):
-            decoded = torch.empty(int(ends[-1] * 5 // 4), dtype=torch.uint8, device=slots.device)
-        addresses = decoded.data_ptr() + np.concatenate([[0], ends[:-1]])
-        images = np.zeros((len(rows), 8), np.uint64)
-        images[:, 0], images[:, 4] = addresses, pitches
-        data = np.array([samples[i].ctypes.data for i in rows], np.uint64)
-        lengths = np.array([samples[i].size for i in rows], np.uint64)
-        misfit = np.zeros(len(rows), bool)
-        for _, outside, _ in sampling.misfits:
-            misfit |= outside
-        good = self._decode(data, lengths, images) & ~misfit
-        plan = plan_of(sampling, addresses, pitches, np.array(rows))[good]
-        if len(plan):
-            pinned = torch.from_numpy(plan).pin_memory()
-            self._keep(pinned)
-            sample(
-                pinned.to(slots.device, non_blocking=True),
-                self._table,
-                slots,
-                interpolation=sampling.interpolation,
-                antialias=sampling.antialias,
-            )
-        self._decoded.append((decoded, self.mark()))
-        return [row for row, ok in zip(rows, good.tolist(), strict=True) if not ok]
-
-    def _decode(
+    def _call(
         self, data: NDArray[np.uint64], lengths: NDArray[np.uint64], images: NDArray[np.uint64]
     ) -> NDArray[np.bool_]:
         """Which images a call decoded. A call that fails is split in two until the culprits stand alone."""
-        if self._engines.batch_size != len(data):
-            self._stream.synchronize()
+        if self._engines.batch_size not in (0, len(data)):
+            self._delivery.synchronize()
         try:
-            self._engines.decode(data, lengths, images, self._stream.cuda_stream)
+            self._engines.decode(data, lengths, images, self._delivery.handle)
         except NvjpegError:
             if len(data) == 1:
                 return np.array([False])
             middle = len(data) // 2
             halves = (slice(None, middle), slice(middle, None))
-            return np.concatenate([self._decode(*(x[half] for x in (data, lengths, images))) for half in halves])
+            return np.concatenate([self._call(*(x[half] for x in (data, lengths, images))) for half in halves])
         return np.ones(len(data), bool)
 
-    # --- the rest ---------------------------------------------------------------------------------------------------
+    def _run(self, i: int, draw: Any, images: torch.Tensor, target: torch.Tensor, places: NDArray[np.int64]) -> None:
+        """One pass behind the first, from images [n, C, H, W] to rows of the target."""
+        match self._passes[i].step:
+            case Sample():
+                pitch = images.stride(2)
+                addresses = images.data_ptr() + np.arange(len(images)) * images.stride(0)
+                plan = self._plan(draw, addresses, np.full(len(images), pitch), places, slice(None))
+                self._sample(i, draw, plan, target)
+            case Call(stage):
+                result = stage.apply_batch(images, draw)
+                target.index_copy_(0, self._send(places), result)
+            case _:
+                codes, factors = draw
+                adjust(images.permute(0, 2, 3, 1), places, codes, factors, self._tables[i], target)
 
-    def _on_cpu(
+    def _plan(
         self,
-        rows: Sequence[int],
-        samples: Sequence[NDArray[np.uint8]],
-        keys: s.Keys,
-        slots: torch.Tensor,
-        faults: list[BadSampleError | None],
-    ) -> None:
-        """The CPU's way for these rows, into pinned memory and from there into their slots."""
-        result = self._program.result
-        staging = torch.empty((len(rows), *slot_shape(result)), dtype=getattr(torch, result.dtype), pin_memory=True)
-        held = staging.view(torch.uint16) if STORAGE[result.dtype] is np.uint16 else staging
-        chosen = s.Keys(keys.seed, keys.epoch, keys.positions[list(rows)])
-        for place, fault in enumerate(self._cpu.run([samples[i] for i in rows], chosen, held.numpy())):
-            faults[rows[place]] = fault
-            if fault is None:
-                image = staging[place] if result.layout == "nchw" else staging[place].permute(2, 0, 1)
-                slots[rows[place]].copy_(image, non_blocking=True)
-        self._keep(staging)
+        sampling: Sampling,
+        addresses: NDArray[np.int64],
+        pitches: NDArray[np.int64],
+        places: NDArray[np.int64],
+        part: slice,
+    ) -> torch.Tensor:
+        """On the device: where the images of a part of the chunk lie, and what is to be done with them."""
+        return self._send(plan_of(sampling, addresses, pitches, places, part))
+
+    def _sample(self, i: int, sampling: Sampling, plan: torch.Tensor, target: torch.Tensor) -> None:
+        how = sampling.interpolation, sampling.antialias
+        sample(plan, self._tables[i], target, interpolation=how[0], antialias=how[1])
+
+    def _send(self, array: NDArray[np.int64]) -> torch.Tensor:
+        (there,) = self._delivery.send_all([array])
+        return there
+
+    def _images(self, count: int, spec: s.ImageSpec) -> torch.Tensor:
+        """Memory on the device for so many images: [count, C, H, W] in the spec's dtype and memory format."""
+        dtype = getattr(torch, spec.dtype)
+        with self._delivery.queued():
+            memory = torch.empty((count, *slot_shape(spec)), dtype=dtype, device=self._delivery.device)
+        return memory if spec.layout == "nchw" else memory.permute(0, 3, 1, 2)
+
+    def _place(self, finished: _Finished, slots: torch.Tensor) -> None:
+        """Put what the CPU finished into its slots: one transfer, one kernel."""
+        there = self._delivery.send(finished.images)
+        images = there if self._program.result.layout == "nchw" else there.permute(0, 3, 1, 2)
+        slots.index_copy_(0, self._send(finished.rows), images)
+
+
+def _keys_of(keys: s.Keys, rows: NDArray[np.int64]) -> s.Keys:
+    return s.Keys(keys.seed, keys.epoch, keys.positions[rows])
+
+
+def _groups(sizes: NDArray[np.int64], most: int) -> Iterator[tuple[int, int]]:
+    """Ranges of neighbours whose sizes add up to no more than `most`; one that is larger stands alone."""
+    start, total = 0, 0
+    for i, size in enumerate(sizes.tolist()):
+        if total and total + size > most:
+            yield start, i
+            start, total = i, 0
+        total += size
+    yield start, len(sizes)
 
 
 def plan_of(
-    sampling: Sampling, addresses: NDArray[np.int64], pitches: NDArray[np.int64], rows: NDArray[np.int64]
+    sampling: Sampling,
+    addresses: NDArray[np.int64],
+    pitches: NDArray[np.int64],
+    rows: NDArray[np.int64],
+    part: slice = slice(None),
 ) -> NDArray[np.int64]:
-    """A sampling as the kernel reads it: int64 [N, len(FIELDS)]."""
+    """A part of a sampling as the kernel reads it: int64 [n, len(FIELDS)]. addresses [n] are of that part alone."""
     parts = [
-        np.stack([addresses, pitches], axis=1),
-        sampling.box,
-        sampling.mirrors,
-        sampling.grid,
-        sampling.shown,
-        sampling.window,
-        sampling.flips,
-        rows[:, None],
+        addresses[:, None],
+        pitches[part, None],
+        sampling.box[part],
+        sampling.mirrors[part],
+        sampling.grid[part],
+        sampling.shown[part],
+        sampling.window[part],
+        sampling.flips[part],
+        rows[part, None],
     ]
-    plan = np.concatenate([np.asarray(part, np.int64) for part in parts], axis=1)
+    plan = np.concatenate([np.asarray(column, np.int64) for column in parts], axis=1)
     assert plan.shape[1] == len(FIELDS)
     return plan

@@ -27,6 +27,7 @@ from gpuflow.stats import Stats
 from gpuflow.train import Assembly, BadSamples, Feed
 
 if TYPE_CHECKING:
+    from gpuflow.delivery import Delivery
     from gpuflow.gpu import GpuRunner
 
 __all__ = ["Batch", "Loader"]
@@ -91,6 +92,7 @@ class Loader:
         bad: BadSamples,
         readers: int,
         identity: str,
+        delivery: Delivery | None = None,
         gpu: GpuRunner | None = None,
     ) -> None:
         self._program, self._source, self._order = program, source, order
@@ -109,6 +111,7 @@ class Loader:
             prefetch=prefetch,
             bad=bad,
             readers=readers,
+            delivery=delivery,
             gpu=gpu,
         )
         self._gpu = gpu
@@ -259,7 +262,8 @@ class _Epoch(Iterator[Batch]):
             raise LoaderError(f"epoch {self._epoch} was ended because {self._end}; iterate the loader anew")
         loader, start = self._loader, time.perf_counter()
         try:
-            batch = self._batch(self._get())
+            assembly = self._get()
+            batch = self._batch(assembly)
         except BaseException:
             self.close("an error was raised")
             raise
@@ -267,7 +271,7 @@ class _Epoch(Iterator[Batch]):
         s = self._steps
         over = self._step == len(s)
         loader._place = (self._epoch + 1, 0) if over else (self._epoch, s.start + self._step * s.stride)
-        loader._stats.hand_over(time.perf_counter() - start)
+        loader._stats.hand_over(time.perf_counter() - start, len(assembly.positions))
         self._warn_of_many_bad()
         return batch
 
@@ -289,9 +293,7 @@ class _Epoch(Iterator[Batch]):
         return assembly
 
     def _batch(self, assembly: Assembly) -> Batch:
-        loader = self._loader
-        images = self._images(assembly)
-        rows = [torch.from_numpy(x) for x in (assembly.labels, assembly.valid, assembly.indices)]
+        images, *rows = self._tensors(assembly)
         if not assembly.kept.all():
             kept = np.flatnonzero(assembly.kept)
             if len(kept) == 0:
@@ -300,19 +302,20 @@ class _Epoch(Iterator[Batch]):
                     "run `gpuflow scan` to list them, or set on_error: replace"
                 )
             images, rows = _select(images, kept), [x[torch.from_numpy(kept)] for x in rows]
-        labels, valid, indices = (x.to(loader._device, non_blocking=True) for x in rows)
-        images = images.to(loader._device)
+        labels, valid, indices = rows
         return Batch((images, labels), valid=valid, indices=indices, step=assembly.step, epoch=self._epoch)
 
-    def _images(self, assembly: Assembly) -> torch.Tensor:
-        """The batch's tensor [B, C, H, W]; on a GPU safe to use on the consumer's current stream."""
+    def _tensors(self, assembly: Assembly) -> list[torch.Tensor]:
+        """The batch's images [B, C, H, W], labels, valid, indices; on a GPU safe to use on the current stream."""
         if assembly.ready is None:
-            return as_batch(assembly.slots, self._loader._program.result)
-        images: torch.Tensor = assembly.slots
-        stream = torch.cuda.current_stream(images.device)
+            rows = (torch.from_numpy(x) for x in (assembly.labels, assembly.valid, assembly.indices))
+            return [as_batch(assembly.slots, self._loader._program.result), *rows]
+        tensors = [assembly.slots, *assembly.there]
+        stream = torch.cuda.current_stream(self._loader._device)
         stream.wait_event(assembly.ready)
-        images.record_stream(stream)
-        return images
+        for tensor in tensors:
+            tensor.record_stream(stream)
+        return tensors
 
     def _warn_of_many_bad(self) -> None:
         loader = self._loader

@@ -6,14 +6,34 @@ the consumer may keep a batch as long as it likes and nothing is ever overwritte
 
 from __future__ import annotations
 
+import math
+import queue
 import threading
 import weakref
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-__all__ = ["BytePool", "SlotPool"]
+if TYPE_CHECKING:
+    import torch
+
+    from gpuflow.delivery import Delivery
+
+__all__ = ["BUFFERS", "BytePool", "DecodeBuffers", "SlotPool", "pinned"]
+
+BUFFERS = 2
+"""Decode buffers that take turns."""
+_BLOCK, _WASTE, _TAKE_SECONDS = 1 << 20, 4, 60.0
+
+
+def pinned(size: int) -> NDArray[np.uint8]:
+    """So many bytes of memory that a GPU copies from directly."""
+    import torch
+
+    return torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy()
 
 
 class BytePool:
@@ -34,11 +54,7 @@ class BytePool:
             if free := self._free.get(size_class):
                 self._held -= size_class
                 return free.pop()
-        if not self._pinned:
-            return np.empty(size_class, np.uint8)
-        import torch
-
-        return torch.empty(size_class, dtype=torch.uint8, pin_memory=True).numpy()
+        return pinned(size_class) if self._pinned else np.empty(size_class, np.uint8)
 
     def give(self, buffer: NDArray[np.uint8]) -> None:
         """Return a buffer that came from `take`."""
@@ -55,10 +71,11 @@ class SlotPool:
 
     Args:
         shape: the slots of a full batch, [B, ...]. dtype: of an element. keep: free batches to hold on to.
+        pin: in memory that a GPU copies from directly.
     """
 
-    def __init__(self, shape: tuple[int, ...], dtype: DTypeLike, keep: int) -> None:
-        self._shape, self._dtype, self._keep = shape, np.dtype(dtype), keep
+    def __init__(self, shape: tuple[int, ...], dtype: DTypeLike, keep: int, *, pin: bool = False) -> None:
+        self._shape, self._dtype, self._keep, self._pin = shape, np.dtype(dtype), keep, pin
         self._lent: list[tuple[weakref.ref[NDArray[Any]], NDArray[Any]]] = []
         self._lock = threading.Lock()
 
@@ -67,12 +84,59 @@ class SlotPool:
         with self._lock:
             free = [base for slots, base in self._lent if slots() is None][: self._keep]
             self._lent = [pair for pair in self._lent if pair[0]() is not None or any(pair[1] is x for x in free[1:])]
-            base = free[0] if free else np.empty(self._shape, self._dtype)
+            base = free[0] if free else self._make()
             slots = base[:count]
             self._lent.append((weakref.ref(slots), base))
         return slots
+
+    def _make(self) -> NDArray[Any]:
+        if not self._pin:
+            return np.empty(self._shape, self._dtype)
+        return pinned(math.prod(self._shape) * self._dtype.itemsize).view(self._dtype).reshape(self._shape)
 
     def clear(self) -> None:
         """Let go of the memory; what is in use stays with its users."""
         with self._lock:
             self._lent.clear()
+
+
+class DecodeBuffers:
+    """Device memory that decoded images pass through: one is decoded into while another is read.
+
+    nvJPEG writes from streams of its own, which do not wait for what is queued on the caller's. So `lend` waits, on the
+    host, until the GPU has read what the buffer held before. Two threads may be in `lend` at a time.
+    """
+
+    def __init__(self, delivery: Delivery) -> None:
+        self._delivery = delivery
+        self._free: queue.SimpleQueue[tuple[torch.Tensor | None, torch.cuda.Event | None]] = queue.SimpleQueue()
+        for _ in range(BUFFERS):
+            self._free.put((None, None))
+
+    @contextmanager
+    def lend(self, size: int) -> Iterator[torch.Tensor]:
+        """A uint8 buffer of `size` bytes or more. What is queued when the block ends is the last to read it."""
+        buffer = self._take(size)
+        try:
+            yield buffer
+        finally:
+            self._free.put((buffer, self._delivery.mark(wait=True)))
+
+    def _take(self, size: int) -> torch.Tensor:
+        """A free buffer; one that is too small, or grew for a huge image, is exchanged."""
+        import torch
+
+        buffer, read = self._free.get(timeout=_TAKE_SECONDS)
+        if read is not None:
+            read.synchronize()
+        need = -(-size // _BLOCK) * _BLOCK
+        if buffer is None or len(buffer) < size or len(buffer) > _WASTE * need:
+            buffer = None  # gives the old one back before there is a new one
+            try:
+                with self._delivery.queued():
+                    buffer = torch.empty(need + need // 8, dtype=torch.uint8, device=self._delivery.device)
+            except torch.OutOfMemoryError:
+                self._free.put((None, None))
+                raise
+            self._delivery.synchronize()  # the memory may be another's, read by what is still queued
+        return buffer

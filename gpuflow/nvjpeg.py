@@ -1,10 +1,10 @@
-"""A typed binding of nvJPEG's batched decode on the GPU's JPEG engines: one call a chunk, made without the GIL.
+"""A typed binding of nvJPEG's batched decode: one call a chunk, made without the GIL.
 
 Chroma is upsampled with libjpeg's triangle filter (NVJPEG_FLAGS_UPSAMPLING_WITH_INTERPOLATION), which keeps the pixels
 within one level of libjpeg-turbo. Source of the calls and constants: `nvjpeg.h` of CUDA 13.
 
-A batch is not pipelined over nvJPEG's own streams (NVJPEG_FLAGS_HW_DECODE_NO_PIPELINE): they would share hardware
-queues with the training, and each would wait for the other. experiments/gpu_path/NOTES.md has the measurements.
+On the engines a batch is not pipelined over nvJPEG's own streams (NVJPEG_FLAGS_HW_DECODE_NO_PIPELINE): they would share
+hardware queues with the training, and each would wait for the other (measured in experiments/gpu_path/NOTES.md).
 """
 
 from __future__ import annotations
@@ -22,11 +22,15 @@ from numpy.typing import NDArray
 
 from gpuflow.errors import GpuflowError, MissingExtra
 
-__all__ = ["FORMATS", "Engines", "Library", "NvjpegError", "find_library"]
+__all__ = ["BACKENDS", "FORMATS", "Engines", "Library", "NvjpegError", "find_library"]
+
+BACKENDS = {"hardware": "JPEG engines", "cuda": "CUDA kernels"}
+"""What decodes, in words, in the order in which they are tried: engines, which not every GPU has, then kernels."""
+_BACKENDS = {"hardware": 3, "cuda": 2}
+"""NVJPEG_BACKEND_HARDWARE and _GPU_HYBRID."""
 
 FORMATS = {"rgb": 5, "bgr": 6, "gray": 2}
 """NVJPEG_OUTPUT_RGBI, _BGRI (interleaved) and _Y by the decoder's color."""
-_BACKEND_HARDWARE = 3
 _FLAG_NO_PIPELINE, _FLAG_INTERPOLATION = 1 << 0, 1 << 5
 _STATUS = {
     1: "not initialized",
@@ -83,16 +87,17 @@ class Library:
 
 
 class Engines:
-    """One decoder on the GPU's JPEG engines. Not for two threads at once.
+    """One batched decoder, by default on the GPU's JPEG engines. Not for two threads at once.
 
     Raises NvjpegError where the GPU has no engines (status 7 or 9).
     """
 
-    def __init__(self, library: Library, color: str) -> None:
+    def __init__(self, library: Library, color: str, backend: str = "hardware") -> None:
         self._library, self._format = library, FORMATS[color]
         self._handle, self._state = ctypes.c_void_p(), ctypes.c_void_p()
-        flags = _FLAG_INTERPOLATION | _FLAG_NO_PIPELINE
-        self._check("nvjpegCreateEx", library.create(_BACKEND_HARDWARE, None, None, flags, ctypes.byref(self._handle)))
+        flags = _FLAG_INTERPOLATION | (_FLAG_NO_PIPELINE if backend == "hardware" else 0)
+        status = library.create(_BACKENDS[backend], None, None, flags, ctypes.byref(self._handle))
+        self._check("nvjpegCreateEx", status)
         self._check("nvjpegJpegStateCreate", library.create_state(self._handle, ctypes.byref(self._state)))
         self.batch_size = 0
         """Images in the last call. A call with another number makes the state anew: nothing may be under way then."""

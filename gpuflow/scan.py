@@ -63,6 +63,9 @@ def scan(
                 findings.append(Finding(index, path, "unreadable", True, error))
                 continue
             try:
+                if decoder.library is not None:
+                    decoder.decode(payload.sample(i))
+                    continue
                 header = probe(payload.sample(i), max_pixels=decoder.max_pixels)
                 local.decoder.decode(payload.sample(i), header)
             except BadSampleError as fault:

@@ -14,6 +14,7 @@ Arrays have one row a sample: [N]. Images are numpy arrays in HWC unless a name 
 from __future__ import annotations
 
 import dataclasses
+import enum
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -38,6 +39,7 @@ __all__ = [
     "Keys",
     "Move",
     "Opaque",
+    "Operation",
     "Pipeline",
     "Pointwise",
     "Resize",
@@ -227,6 +229,10 @@ class Stage:
         """The torchvision v2 transform of a PIL image or uint8 tensor that this stage equals, or None for a decoder."""
         raise NotImplementedError
 
+    def module(self) -> Any:
+        """The same inside a model: a torch module from uint8 [N, C, H, W], or None for a stage that cannot be there."""
+        return None
+
     def __repr__(self) -> str:
         given = [
             f"{field.name}={value!r}"
@@ -237,13 +243,31 @@ class Stage:
 
 
 class Decoder(Stage):
-    """Encoded bytes to a uint8 HWC image."""
+    """Encoded bytes to a uint8 HWC image.
+
+    The engine decodes, as these fields say, unless the decoder names a `library`: then its own `decode` does.
+    """
 
     color: str
     backend: str
     cpu_share: float
     orientation: str
     max_pixels: int
+
+    @property
+    def library(self) -> str | None:
+        """What its own `decode` decodes with, for people; None where the engine decodes."""
+        return None
+
+    def decode(self, data: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        """Encoded bytes [n], of which nothing is known, to an image of the one size that `output` gives.
+
+        Any thread may call it.
+
+        Raises:
+            BadSampleError: these bytes it cannot decode.
+        """
+        raise NotImplementedError
 
 
 class Geometry(Stage):
@@ -261,8 +285,26 @@ class Geometry(Stage):
         raise NotImplementedError
 
 
+class Operation(enum.IntEnum):
+    """A colour adjustment of uint8 images by a factor, as torchvision v2's function adjust_<name> defines it.
+
+    BRIGHTNESS: times the factor. CONTRAST, SATURATION: at 0 the mean gray, or each pixel's gray; at 1 the image itself.
+    HUE: a shift by so many turns, -0.5 to 0.5. Gray images know no saturation and no hue. NONE leaves the image alone.
+    """
+
+    NONE = -1
+    BRIGHTNESS = 0
+    CONTRAST = 1
+    SATURATION = 2
+    HUE = 3
+
+
 class Pointwise(Stage):
-    """Maps pixels to pixels. `per_sample` coefficients come from `draw`."""
+    """Maps pixels to pixels, by coefficients of each sample that come from `draw`.
+
+    Of the batched GPU forms a stage has at most one: `table`, where a result depends on its channel's level and on
+    nothing else, or `device_operations`. A stage with neither runs on the CPU.
+    """
 
     def draw(self, keys: StageKeys) -> NDArray[np.float64]:
         """The coefficients of each sample, [N, K]; K may be 0."""
@@ -272,6 +314,21 @@ class Pointwise(Stage):
         """The reference on one image with its coefficients [K]. Writes to `out`, where given, and returns it."""
         raise NotImplementedError
 
+    def table(self) -> NDArray[Any] | None:
+        """What each level becomes: [C, 256] in the result's dtype, 16-bit floats as their bits in uint16."""
+        return None
+
+    def device_operations(
+        self, coefficients: NDArray[np.float64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.float64]] | None:
+        """Each sample's operations in their order, given the coefficients [N, K]; N may be 0.
+
+        Returns:
+            codes [N, M] of `Operation`, at most one CONTRAST a sample, and their factors [N, M]. M is the same whatever
+            the coefficients; 0 where the stage changes nothing.
+        """
+        return None
+
 
 class Opaque(Stage):
     """Any callable on one image. What it draws comes from a seed of its own."""
@@ -279,6 +336,14 @@ class Opaque(Stage):
     def apply(self, image: torch.Tensor, seed: int) -> torch.Tensor:
         """The reference on one image, a CHW tensor in any memory format; `seed` is of 63 bits."""
         raise NotImplementedError
+
+    def apply_batch(self, images: torch.Tensor, seeds: Ints) -> torch.Tensor:
+        """The same on images [N, C, H, W] on any device, in one call if nothing is drawn; each has its seed [N]."""
+        if not self.random:
+            return self.apply(images, 0)
+        import torch
+
+        return torch.stack([self.apply(image, seed) for image, seed in zip(images, seeds.tolist(), strict=True)])
 
 
 def require_pixels(stage: Stage, spec: ImageSpec) -> None:
@@ -314,6 +379,16 @@ class Pipeline:
             values = [(field.name, _canonical(getattr(stage, field.name))) for field in dataclasses.fields(stage)]
             digest.update(repr((stage.stage_name, values)).encode())
         return digest.hexdigest()[:16]
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """What the fingerprint covers, to be read: one line a stage with every parameter, defaults included."""
+        lines = []
+        for stage in self.stages:
+            values = {field.name: getattr(stage, field.name) for field in dataclasses.fields(stage)}
+            shown = {key: value if isinstance(value, bool) else _canonical(value) for key, value in values.items()}
+            lines.append(f"{stage.stage_name}({', '.join(f'{key}={value!r}' for key, value in shown.items())})")
+        return tuple(lines)
 
     def occurrences(self) -> list[int]:
         """For each stage, how many of the same name stand before it."""

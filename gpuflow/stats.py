@@ -8,32 +8,65 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["Meter", "Stats"]
+__all__ = ["Backlog", "Meter", "Stats"]
+
+
+class Backlog:
+    """Samples between two stages: done by one, not yet begun by the next."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.reset()
+
+    def reset(self) -> None:
+        self._start = self._last = time.perf_counter()
+        self._waiting, self._area = 0, 0.0
+
+    def change(self, samples: int) -> None:
+        """So many samples more, or fewer."""
+        with self._lock:
+            now = time.perf_counter()
+            self._area += self._waiting * (now - self._last)
+            self._waiting, self._last = max(0, self._waiting + samples), now
+
+    def mean(self) -> float:
+        """Samples that waited at a time, from the reset to the last change."""
+        elapsed = self._last - self._start
+        return self._area / elapsed if elapsed else 0.0
 
 
 class Meter:
-    """Counts the work of one stage, whose operations run on `threads` threads. Time is taken inside the operation."""
+    """Counts the work of one stage, whose operations run on `threads` threads. Time is taken inside the operation.
 
-    def __init__(self, name: str, threads: int) -> None:
+    after: what waits behind the stage. before: what waits in front of it, where that is another stage.
+    """
+
+    def __init__(self, name: str, threads: int, *, before: Backlog | None = None) -> None:
         self.name, self.threads = name, threads
+        self.before, self.after = before, Backlog()
         self._lock = threading.Lock()
         self._running: dict[int, float] = {}
         self.reset()
 
     def reset(self) -> None:
-        self._samples, self._bytes, self._busy = 0, 0, 0.0
+        self.after.reset()
+        self._samples, self._bytes, self._busy, self._cpu = 0, 0, 0.0, 0.0
 
     @contextmanager
     def work(self, samples: int) -> Iterator[None]:
         """Around one operation on so many samples."""
-        me, start = threading.get_ident(), time.perf_counter()
+        me, start, cpu = threading.get_ident(), time.perf_counter(), time.thread_time()
         self._running[me] = start
+        if self.before is not None:
+            self.before.change(-samples)
         try:
             yield
         finally:
             del self._running[me]
+            self.after.change(samples)
             with self._lock:
                 self._busy += time.perf_counter() - start
+                self._cpu += time.thread_time() - cpu
                 self._samples += samples
 
     def add_bytes(self, count: int) -> None:
@@ -46,15 +79,21 @@ class Meter:
         return time.perf_counter() - min(starts) if starts else None
 
     def read(self, elapsed: float) -> dict[str, Any]:
-        """samples; images_per_s over `elapsed` seconds; busy_share of the stage's threads, 0 to 1; bytes."""
+        """What the stage did in `elapsed` seconds.
+
+        samples; images_per_s; busy_share of its threads, 0 to 1; cpu_s, processor seconds; threads; bytes that it read;
+        waiting: samples that stood behind it on average, ready for the next stage or the consumer.
+        """
         busy = self._busy / (elapsed * self.threads) if elapsed else 0.0
         rate = self._samples / elapsed if elapsed else 0.0
         return {
             "samples": self._samples,
             "images_per_s": round(rate, 1),
             "busy_share": round(min(busy, 1.0), 4),
+            "cpu_s": round(self._cpu, 4),
             "threads": self.threads,
             "bytes": self._bytes,
+            "waiting": round(self.after.mean(), 1),
         }
 
 
@@ -72,10 +111,11 @@ class Stats:
         for meter in self.meters:
             meter.reset()
 
-    def hand_over(self, waited: float) -> None:
-        """One batch went to the consumer, who waited so many seconds for it."""
+    def hand_over(self, waited: float, samples: int) -> None:
+        """A batch of so many samples went to the consumer, who waited so many seconds for it."""
         self._batches += 1
         self._waited += waited
+        self.meters[-1].after.change(-samples)
 
     def end_epoch(self) -> None:
         self._end = time.perf_counter()

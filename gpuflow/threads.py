@@ -7,13 +7,14 @@ mount would hang the interpreter.
 from __future__ import annotations
 
 import queue
+import sys
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from typing import ParamSpec, TypeVar
 
-__all__ = ["DaemonPool"]
+__all__ = ["DaemonPool", "Gate", "QuickSwitching"]
 
 _START_SECONDS, _SHUTDOWN_SECONDS = 30.0, 10.0
 
@@ -72,3 +73,62 @@ class DaemonPool(Executor):
             if thread is not threading.current_thread():
                 thread.join(max(0.0, deadline - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
+
+
+class QuickSwitching:
+    """While any of these is on, Python's threads hand the interpreter over sooner.
+
+    A thread that comes back from the GPU waits for the interpreter as long as another one computes, up to the switch
+    interval, and the GPU waits with it. With 0.5 ms instead of 5 ms ResNet-18 keeps 0.977 of its speed and not 0.971.
+    """
+
+    _SECONDS = 0.0005
+    _lock = threading.Lock()
+    _count, _before = 0, 0.0
+
+    def __init__(self) -> None:
+        cls = QuickSwitching
+        with cls._lock:
+            if cls._count == 0:
+                cls._before = sys.getswitchinterval()
+                if cls._before > cls._SECONDS:
+                    sys.setswitchinterval(cls._SECONDS)
+            cls._count += 1
+        self._on = True
+
+    def end(self) -> None:
+        """Once; later calls do nothing. The last one restores what was set before."""
+        cls = QuickSwitching
+        with cls._lock:
+            if self._on:
+                self._on = False
+                cls._count -= 1
+                if cls._count == 0 and cls._before > cls._SECONDS:
+                    sys.setswitchinterval(cls._before)
+
+
+class Gate:
+    """Lets no more than `places` in at a time."""
+
+    def __init__(self, places: int) -> None:
+        self._free, self._closed = places, False
+        self._changed = threading.Condition()
+
+    def enter(self) -> bool:
+        """Wait for a place. False once the gate is closed."""
+        with self._changed:
+            while self._free == 0 and not self._closed:
+                self._changed.wait()  # `close` always comes: it is part of ending an epoch
+            self._free -= 1
+            return not self._closed
+
+    def leave(self) -> None:
+        with self._changed:
+            self._free += 1
+            self._changed.notify()
+
+    def close(self) -> None:
+        """Turn away whoever waits or comes."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()

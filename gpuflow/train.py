@@ -23,7 +23,7 @@ from spdl.pipeline import AsyncQueue, PipelineBuilder
 from spdl.pipeline import Pipeline as SpdlPipeline
 from spdl.pipeline.defs import Aggregator
 
-from gpuflow.cpu import STORAGE, CpuRunner, slot_shape
+from gpuflow.cpu import STORAGE, CpuRunner, as_batch, slot_shape
 from gpuflow.errors import BadSampleError, TooManyBadSamples
 from gpuflow.fold import Program
 from gpuflow.memory import BytePool, SlotPool
@@ -31,10 +31,11 @@ from gpuflow.order import Order, Steps
 from gpuflow.sources import Payload, Source
 from gpuflow.spec import Keys
 from gpuflow.stats import Meter
-from gpuflow.threads import DaemonPool
+from gpuflow.threads import DaemonPool, Gate, QuickSwitching
 
 if TYPE_CHECKING:
-    from gpuflow.gpu import GpuRunner
+    from gpuflow.delivery import Delivery
+    from gpuflow.gpu import GpuRunner, Prepared
 
 __all__ = ["Assembly", "BadSamples", "Feed", "Run"]
 
@@ -90,8 +91,9 @@ class Assembly:
     """A batch while it is being filled. Rows are samples.
 
     indices, labels, valid [B]: what each row holds. kept [B]: false where a bad sample was skipped.
-    slots [B, ...]: the pixels, allocated when the first chunk is read: an array, or a tensor on the GPU, which holds
-    them once its stream has passed `ready`.
+    unfinished: chunks that are still to come.
+    slots [B, ...]: the pixels, allocated when the first chunk is worked on: an array, or a tensor on the GPU.
+    there: labels, valid and indices on the GPU. They and the slots hold what they should once `ready` has passed.
     """
 
     step: int
@@ -100,7 +102,9 @@ class Assembly:
     labels: NDArray[np.int64]
     valid: NDArray[np.bool_]
     kept: NDArray[np.bool_]
+    unfinished: int
     slots: Any = None
+    there: Sequence[torch.Tensor] = ()
     ready: torch.cuda.Event | None = None
     error: BaseException | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -120,6 +124,7 @@ class _Chunk:
     stop: int
     last: bool
     payload: Payload | None = None
+    prepared: Prepared | None = None
 
     def __len__(self) -> int:
         return self.stop - self.start
@@ -138,16 +143,26 @@ class _ByStep(Aggregator):
 class Run:
     """One epoch's SPDL pipeline under way, with the threads that run its operations."""
 
-    def __init__(self, pipeline: SpdlPipeline[Assembly], pools: Sequence[DaemonPool], begun: threading.Event) -> None:
-        self._pipeline, self._pools, self._begun = pipeline, pools, begun
+    def __init__(
+        self,
+        pipeline: SpdlPipeline[Assembly],
+        pools: Sequence[DaemonPool],
+        begun: threading.Event,
+        gate: Gate,
+        switching: QuickSwitching | None,
+    ) -> None:
+        self._pipeline, self._pools, self._begun, self._gate, self._switching = pipeline, pools, begun, gate, switching
 
     def get(self, timeout: float) -> Assembly:
         """The next batch in order. Raises TimeoutError after so many seconds."""
-        return self._pipeline.get_item(timeout=timeout)
+        batch = self._pipeline.get_item(timeout=timeout)
+        self._gate.leave()
+        return batch
 
     def stop(self, timeout: float) -> bool:
         """End the pipeline and its threads; what is under way is waited for. Returns whether all ended in time."""
         deadline = time.monotonic() + timeout
+        self._gate.close()
         self._begun.wait(timeout)  # SPDL warns of coroutines that were never awaited when it is stopped before
         try:
             self._pipeline.stop(timeout=timeout)
@@ -155,6 +170,8 @@ class Run:
             return False
         finally:
             ended = [pool.end(max(0.0, deadline - time.monotonic())) for pool in self._pools]
+            if self._switching is not None:
+                self._switching.end()
         return all(ended)
 
 
@@ -165,6 +182,7 @@ class Feed:
         threads: threads that decode. readers: threads that only read, for storage that is waited for; with 0 each
             decoding thread reads its own chunks, which spares a hand-over.
         prefetch: finished batches that wait for the consumer.
+        delivery: to the GPU that batches are for, or None for the CPU.
         gpu: runs the chunks on the GPU; without it the CPU does.
     """
 
@@ -180,21 +198,22 @@ class Feed:
         prefetch: int,
         bad: BadSamples,
         readers: int,
+        delivery: Delivery | None = None,
         gpu: GpuRunner | None = None,
     ) -> None:
-        self._gpu = gpu
-        threads = threads if gpu is None else 1
+        self._delivery, self._gpu = delivery, gpu
         self._program, self._source, self._order, self._seed = program, source, order, seed
         self._bad, self._prefetch = bad, prefetch
         largest = _LARGEST_CHUNK if gpu is None else _LARGEST_GPU_CHUNK
-        self._batch_size, self._chunk_size = batch_size, max(1, min(largest, -(-batch_size // threads)))
+        parts = threads if gpu is None else 1
+        self._batch_size, self._chunk_size = batch_size, max(1, min(largest, -(-batch_size // parts)))
         self._readers = readers
         self.read_meter = Meter("read", readers or threads)
-        self.work_meter = Meter("decode", threads)
-        self._runners: list[CpuRunner | GpuRunner] = [] if gpu is None else [gpu]
+        self.work_meter = Meter("decode", threads, before=self.read_meter.after)
+        self._runners: list[CpuRunner] = []
         self._bytes = BytePool(pinned=gpu is not None, keep=_KEPT_BYTES)
         shape = (batch_size, *slot_shape(program.result))
-        self._slots = SlotPool(shape, STORAGE[program.result.dtype], keep=prefetch + 2)
+        self._slots = SlotPool(shape, STORAGE[program.result.dtype], keep=prefetch + 2, pin=delivery is not None)
 
     def start(self, epoch: int, steps: Steps) -> Run:
         """Begin an epoch, on a thread aside: a Ctrl-C among the first steps would leave half of the threads behind."""
@@ -214,20 +233,21 @@ class Feed:
             started.result(_START_SECONDS).stop(_START_SECONDS)
             raise
         finally:
-            torch.set_num_threads(torch_threads)  # undo what _work_alone did to threads yet to come
+            torch.set_num_threads(torch_threads)  # undo what _begin_thread did to threads yet to come
 
     def _start(self, epoch: int, steps: Steps) -> Run:
         builder: Any = PipelineBuilder()
-        begun = threading.Event()
+        begun, gate = threading.Event(), Gate(self._prefetch + 1)
         builder.add_source(self._chunks(epoch, steps, begun))
         pools = []
-        read = _never_raise(self.read_meter, self._read)
+        read = _never_raise(self.read_meter, functools.partial(self._read, epoch))
         work = _never_raise(self.work_meter, functools.partial(self._work, epoch))
-        stages = [(self.read_meter, read), (self.work_meter, work)]
         if self._readers == 0:
-            stages = [(self.work_meter, lambda chunk: work(read(chunk)))]
+            stages = [(self.work_meter, self._gated(gate, lambda chunk: work(read(chunk))))]
+        else:
+            stages = [(self.read_meter, read), (self.work_meter, self._gated(gate, work))]
         for meter, operation in stages:
-            pools.append(DaemonPool(meter.threads, meter.name, _work_alone))
+            pools.append(DaemonPool(meter.threads, meter.name, self._begin_thread))
             builder.pipe(
                 operation, executor=pools[-1], concurrency=meter.threads, output_order="input", name=meter.name
             )
@@ -237,7 +257,7 @@ class Feed:
             num_threads=1, queue_class=AsyncQueue, task_hook_factory=lambda stage: []
         )
         pipeline.start(timeout=_START_SECONDS)
-        return Run(pipeline, pools, begun)
+        return Run(pipeline, pools, begun, gate, QuickSwitching() if self._gpu is not None else None)
 
     async def _chunks(self, epoch: int, steps: Steps, begun: threading.Event) -> AsyncIterator[_Chunk]:
         begun.set()
@@ -245,49 +265,85 @@ class Feed:
             positions, valid = steps.positions(step)
             indices = self._order.indices(epoch, positions)
             kept = np.ones(len(positions), bool)
-            batch = Assembly(step, positions, indices, self._source.labels[indices], valid, kept)
+            chunks = -(-len(positions) // self._chunk_size)
+            batch = Assembly(step, positions, indices, self._source.labels[indices], valid, kept, chunks)
             for start in range(0, len(positions), self._chunk_size):
                 stop = min(start + self._chunk_size, len(positions))
                 yield _Chunk(batch, start, stop, last=stop == len(positions))
 
-    def _read(self, chunk: _Chunk) -> None:
+    def _read(self, epoch: int, chunk: _Chunk) -> None:
         batch = chunk.batch
-        with batch.lock:
-            if batch.slots is None:
-                count = len(batch.positions)
-                batch.slots = self._slots.take(count) if self._gpu is None else self._gpu.slots(count)
         chunk.payload = self._source.read(batch.indices[chunk.start : chunk.stop].tolist(), self._bytes.take)
         self.read_meter.add_bytes(sum(chunk.payload.sizes))
+        if self._gpu is not None:
+            chunk.prepared = self._gpu.prepare(chunk.payload, self._keys(epoch, chunk))
+
+    def _gated(self, gate: Gate, operation: Callable[[_Chunk], _Chunk]) -> Callable[[_Chunk], _Chunk]:
+        """An operation that waits until its batch may take memory. Nothing happens once the epoch is being ended."""
+
+        def run(chunk: _Chunk) -> _Chunk:
+            batch = chunk.batch
+            try:
+                with batch.lock:
+                    if batch.slots is None and batch.error is None:
+                        if not gate.enter():
+                            return chunk
+                        count = len(batch.positions)
+                        batch.slots = self._slots.take(count) if self._gpu is None else self._gpu.slots(count)
+            except BaseException as error:  # as in _never_raise
+                batch.fail(error)
+            return operation(chunk)
+
+        return run
+
+    def _keys(self, epoch: int, chunk: _Chunk) -> Keys:
+        return Keys(self._seed, epoch, chunk.batch.positions[chunk.start : chunk.stop])
 
     def _work(self, epoch: int, chunk: _Chunk) -> None:
         batch, payload = chunk.batch, chunk.payload
         if payload is None:
             return
         assert batch.slots is not None
-        rows = range(chunk.start, chunk.stop)
-        keys = Keys(self._seed, epoch, batch.positions[chunk.start : chunk.stop])
-        faults = self._run(payload, keys, batch.slots[chunk.start : chunk.stop])
-        chunk.payload = None
+        rows, keys = range(chunk.start, chunk.stop), self._keys(epoch, chunk)
+        faults = self._run(payload, keys, batch.slots[chunk.start : chunk.stop], chunk.prepared)
+        chunk.payload = chunk.prepared = None
         for i, (row, fault) in enumerate(zip(rows, faults, strict=True)):
             if fault is not None:
                 self._judge(batch, row, epoch, keys[i], fault)
-        if self._gpu is not None and chunk.last:
-            batch.ready = self._gpu.mark()
+        with batch.lock:
+            batch.unfinished -= 1
+            whole = batch.unfinished == 0
+        if whole and self._delivery is not None:
+            self._deliver(batch, self._delivery)
 
-    def _run(self, payload: Payload, keys: Keys, slots: Any) -> list[BadSampleError | None]:
+    def _run(
+        self, payload: Payload, keys: Keys, slots: Any, prepared: Prepared | None = None
+    ) -> list[BadSampleError | None]:
         """The program on what was read; an unreadable sample is bad without further ado. Gives the bytes back."""
+        if self._gpu is not None and self._delivery is not None:
+            faults = self._gpu.launch(prepared or self._gpu.prepare(payload, keys), slots)
+            self._delivery.keep(payload.buffer, self._bytes.give)
+            return faults
         try:
             runner = self._runners.pop()
         except IndexError:
             runner = CpuRunner(self._program)
         faults = runner.run([payload.sample(i) for i in range(len(payload))], keys, slots)
-        for buffer in runner.release(payload.buffer):
-            self._bytes.give(buffer)
+        self._bytes.give(payload.buffer)
         self._runners.append(runner)
         for i, error in enumerate(payload.errors):
             if error is not None:
                 faults[i] = BadSampleError("read", error)
         return faults
+
+    def _deliver(self, batch: Assembly, delivery: Delivery) -> None:
+        """Queue what is left of a batch's way to the GPU: its pixels if the CPU made them, and what is known of it."""
+        if self._gpu is None:
+            pixels = batch.slots
+            batch.slots = delivery.send(as_batch(pixels, self._program.result))
+            delivery.keep(pixels)
+        batch.there = delivery.send_all([batch.labels, batch.valid, batch.indices])
+        batch.ready = delivery.mark()
 
     def _judge(self, batch: Assembly, row: int, epoch: int, keys: Keys, fault: BadSampleError) -> None:
         """Apply the policy to one bad sample."""
@@ -317,18 +373,20 @@ class Feed:
         self._source.close()
         self._slots.clear()
         self._runners.clear()
-        if self._gpu is not None:
-            self._gpu.close()
+        if self._delivery is not None:
+            self._delivery.close()
         self._bad.close()
 
+    def _begin_thread(self) -> None:
+        """Keep torch's operators on this thread, and whatever it allocates off the other GPUs.
 
-def _work_alone() -> None:
-    """Keep torch's operators on this thread: a team of OpenMP threads for each worker would spin beside the others.
-
-    The first call ties this thread to the default, so that the second, which also changes the default, stays in force.
-    """
-    torch.get_num_threads()
-    torch.set_num_threads(1)
+        A team of OpenMP threads for each worker would spin beside the others. The first call ties this thread to the
+        default, so that the second, which also changes the default, stays in force.
+        """
+        torch.get_num_threads()
+        torch.set_num_threads(1)
+        if self._delivery is not None:
+            torch.cuda.set_device(self._delivery.device)
 
 
 def _never_raise(meter: Meter, operation: Callable[[_Chunk], None]) -> Callable[[_Chunk], _Chunk]:

@@ -88,9 +88,10 @@ ARMS: dict[str, Arm] = {
     "dataloader-uint8": Arm("DataLoader, uint8", "#b0578d", "P"),
     "dataloader-uint8-raw": Arm("DataLoader, uint8, late", "#a07400", "X"),
     "spdl": Arm("SPDL", "#00845f", "D"),
+    "dali": Arm("DALI 2.4", "#4f7a28", "h"),
     "bare threads": Arm("bare threads", "#555555", "^"),
 }
-_SPARE = (("#7a5195", "<"), ("#222222", ">"), ("#4f7a28", "h"), ("#8c564b", "d"))
+_SPARE = (("#7a5195", "<"), ("#222222", ">"), ("#8c564b", "d"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

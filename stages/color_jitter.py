@@ -18,6 +18,7 @@ __all__ = ["ColorJitter"]
 
 _LEVELS = torch.arange(256, dtype=torch.uint8)
 _ADJUSTMENTS = ("brightness", "contrast", "saturation", "hue")
+_OPERATIONS = np.array([s.Operation[name.upper()] for name in _ADJUSTMENTS])
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -52,6 +53,10 @@ class ColorJitter(s.Pointwise):
                 ranges.append((centre - value if name == "hue" else max(centre - value, 0.0), centre + value))
         return ranges
 
+    def _active(self) -> list[bool]:
+        """Which adjustments may change an image."""
+        return [not low == high == (0.0 if i == 3 else 1.0) for i, (low, high) in enumerate(self._ranges())]
+
     def faults(self) -> Iterator[tuple[str, str]]:
         for name, (low, high) in zip(_ADJUSTMENTS, self._ranges(), strict=True):
             value = getattr(self, name)
@@ -83,13 +88,18 @@ class ColorJitter(s.Pointwise):
 
     def apply(self, image: NDArray[Any], coefficients: NDArray[np.float64], out: NDArray[Any] | None) -> NDArray[Any]:
         planes = torch.from_numpy(np.stack(cv2.split(image)))
-        factors = coefficients[4:].tolist()
+        factors, active = coefficients[4:].tolist(), self._active()
         for turn in coefficients[:4].astype(int).tolist():
-            low, high = self._ranges()[turn]
-            if low != high or low != (0.0 if turn == 3 else 1.0):
+            if active[turn]:
                 planes = _ADJUST[turn](planes, factors[turn])
         result = cv2.merge(list(planes.numpy()), dst=out)
         return result.reshape(image.shape)
+
+    def device_operations(self, coefficients: NDArray[np.float64]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        turns, active = coefficients[:, :4].astype(int), np.array(self._active())
+        kept, shape = active[turns], (len(turns), int(active.sum()))
+        factors = np.take_along_axis(coefficients[:, 4:], turns, axis=1)
+        return _OPERATIONS[turns[kept]].reshape(shape), factors[kept].reshape(shape)
 
 
 def _luma(planes: torch.Tensor) -> torch.Tensor:

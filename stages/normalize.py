@@ -67,6 +67,10 @@ class Normalize(s.Pointwise):
         steps = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), normalize]
         return v2.Compose([*steps, v2.ToDtype(getattr(torch, self.dtype))] if self.dtype != "float32" else steps)
 
+    def module(self) -> torch.nn.Module:
+        """The same as part of a model: uint8 [N, C, H, W] on any device to the dtype, bit for bit on a CPU."""
+        return _Module(self._values("mean"), self._values("std"), getattr(torch, self.dtype))
+
     def table(self) -> NDArray[Any]:
         """[C, 256] results, one row a channel: float32, or the bits of 16-bit floats as uint16."""
         return _table(self._values("mean"), self._values("std"), self.dtype)
@@ -81,6 +85,22 @@ class Normalize(s.Pointwise):
         for plane, row, target in zip(cv2.split(image), table, out, strict=True):
             cv2.LUT(plane, row, dst=target)
         return out
+
+
+class _Module(torch.nn.Module):
+    """The arithmetic of `_table`, pixel by pixel."""
+
+    mean: torch.Tensor
+    std: torch.Tensor
+
+    def __init__(self, mean: tuple[float, ...], std: tuple[float, ...], dtype: torch.dtype) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.tensor(mean)[:, None, None])
+        self.register_buffer("std", torch.tensor(std)[:, None, None])
+        self._dtype = dtype
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return ((images.to(torch.float32) * (1.0 / 255) - self.mean) / self.std).to(self._dtype)
 
 
 @lru_cache(maxsize=64)

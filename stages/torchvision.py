@@ -94,7 +94,10 @@ class Torchvision(s.Opaque):
 
 
 class _OwnGenerator(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Gives each random operation inside the block a generator seeded here. Holds for this thread alone."""
+    """Gives each random operation inside the block a generator seeded here. Holds for this thread alone.
+
+    Numbers for a GPU are drawn on the CPU and copied, so that they are the same on both.
+    """
 
     def __init__(self, seed: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -107,12 +110,23 @@ class _OwnGenerator(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         self.used = True
         if func in _LIKE:
-            like = torch.empty_like(args[0], **kwargs)
-            return _LIKE[func](like, *args[1:], generator=self._generator)
+            like = torch.empty_like(args[0], **{**kwargs, "device": "cpu"})
+            return _LIKE[func](like, *args[1:], generator=self._generator).to(kwargs.get("device") or args[0].device)
+        device = args[0].device if args and isinstance(args[0], torch.Tensor) else kwargs.get("device")
+        if device is not None and torch.device(device).type != "cpu":
+            return self._draw_on_cpu(func, args, kwargs, torch.device(device))
         if not any(argument.name == "generator" for argument in func._schema.arguments):
             func = getattr(func.overloadpacket, _WITH_GENERATOR[func])
         kwargs["generator"] = self._generator
         return func(*args, **kwargs)
+
+    def _draw_on_cpu(self, func: Any, args: Any, kwargs: Any, device: torch.device) -> Any:
+        """The operation on CPU copies of its tensors, and its result on the device; in place if it was meant to be."""
+        moved = [x.cpu() if isinstance(x, torch.Tensor) else x for x in args]
+        result = self.__torch_dispatch__(
+            func, (), moved, {**kwargs, **({"device": "cpu"} if "device" in kwargs else {})}
+        )
+        return args[0].copy_(result) if result is moved[0] else result.to(device)
 
 
 _aten = torch.ops.aten

@@ -13,7 +13,9 @@ from gpuflow.stages import STAGES
 
 ROOT = Path(__file__).parents[1]
 ENGINE = sorted(
-    path for path in [*(ROOT / "gpuflow").glob("*.py"), *(ROOT / "gpuflow" / "sources").glob("*.py")] if path.is_file()
+    path
+    for directory in (".", "kernels", "serve", "serve/engines", "sources")
+    for path in (ROOT / "gpuflow" / directory).glob("*.py")
 )
 STAGE_FILES = sorted((ROOT / "stages").glob("*.py"))
 PLOTS = sorted((ROOT / "plots").glob("*.py"))
@@ -56,9 +58,17 @@ def test_one_file_lowers_to_spdl() -> None:
     assert importers([*ENGINE, *STAGE_FILES, *PLOTS], "spdl") == {"gpuflow/train.py", "gpuflow/bench.py"}
 
 
+def test_one_file_runs_torchpipe() -> None:
+    """omniback is its scheduler."""
+    for package in "torchpipe", "omniback":
+        assert importers([*ENGINE, *STAGE_FILES, *PLOTS], package) == {"gpuflow/serve/runtime.py"}
+
+
 def test_the_engine_gets_the_table_of_stages_as_an_argument() -> None:
+    """torchpipe makes the nodes of a graph, and hands them nothing but text."""
     assert importers(ENGINE, "gpuflow.stages") == {"gpuflow/__init__.py"}
-    assert importers(ENGINE, "gpuflow.stage_table") <= {"gpuflow/cli.py", "gpuflow/bench.py"}
+    fetch = {"cli.py", "bench.py", "serve/__init__.py", "serve/nodes.py"}
+    assert importers(ENGINE, "gpuflow.stage_table") <= {f"gpuflow/{name}" for name in fetch}
 
 
 def test_the_engine_mentions_no_stage_by_name() -> None:
@@ -100,7 +110,7 @@ def test_nothing_imports_an_experiment_or_a_test() -> None:
 
 LAYERS = [
     {"errors"},
-    {"order", "threads", "memory", "stats", "turbojpeg"},
+    {"distributed", "order", "threads", "memory", "stats", "turbojpeg"},
     {"spec"},
     {"check", "fold", "codecs", "sources"},
     {"cpu", "config", "scan"},

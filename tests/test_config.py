@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -248,6 +249,7 @@ def test_a_tag_runs_nothing(here: Path) -> None:
 # --- keys and values -------------------------------------------------------------------------------------------------
 
 SOURCE_KEYS = "folder, listing, tar, root, classes, split, seed, window"
+BYTES = "bytes, or text with a unit such as 512MB or 2GiB"
 RUN_KEYS = "threads, readers, prefetch, on_error, max_bad, bad_file, timeout_s, memory_limit, deterministic"
 
 
@@ -297,7 +299,8 @@ RUN_KEYS = "threads, readers, prefetch, on_error, max_bad, bad_file, timeout_s, 
         ("run: {max_bad: x}", "run.max_bad must be an integer or a number, got 'x'"),
         ("run: {bad_file: 3}", "run.bad_file must be text, got 3"),
         ("run: {deterministic: 1}", "run.deterministic must be true or false, got 1"),
-        ("run: {memory_limit: [1]}", "run.memory_limit must be text or an integer, got [1]"),
+        ("run: {memory_limit: [1]}", f"run.memory_limit must be {BYTES}, got [1]"),
+        ("run: {memory_limit: 3 parsecs}", f"run.memory_limit must be {BYTES}, got '3 parsecs'"),
         ("train: {lr: fast}", "train.lr must be a number, got 'fast'"),
         ("train: {lr: .nan}", "train.lr must be a number, got nan"),
         ("train: {lr: .inf}", "train.lr must be a number, got inf"),
@@ -316,13 +319,10 @@ RUN_KEYS = "threads, readers, prefetch, on_error, max_bad, bad_file, timeout_s, 
             "pipelines: {a: {stages: [decode, center_crop: {size: 8}], batch: 3}}",
             "pipelines.a.batch must be a mapping with size, global, drop_last, got 3",
         ),
-        ("serve: [1]", "serve must be a mapping with stages, model, got [1]"),
+        ("serve: [1]", "serve must be a mapping with preset, height, width, color, stages, model, got [1]"),
         # missing
         ("pipelines: {a: {}}", "pipelines.a needs the key 'stages': a list"),
-        (
-            "serve: {stages: [decode, center_crop: {size: 8}]}",
-            "serve needs the key 'model': a mapping with file, engine, batch, instances, timeout_ms, compile",
-        ),
+        ("serve: {}", "serve needs the key 'stages': a list, or a preset"),
         ("serve: {stages: [decode, center_crop: {size: 8}], model: {}}", "serve.model needs the key 'file': text"),
         # out of range
         ("run: {threads: 0}", "run.threads must be >= 1, got 0"),
@@ -578,7 +578,7 @@ def test_overrides() -> None:
         "pipelines.train.stages.torchvision.bits=3",
         "pipelines.train.batch={global: 64}",
         "source.folder=else=where",
-        "serve.model.engine=torch",
+        "serve.model.engine=onnxruntime",
         "run.bad_file=",
     )
     assert (config.run.threads, config.train.lr) == (8, 1e-4)
@@ -591,7 +591,7 @@ def test_overrides() -> None:
     )
     assert config.pipelines["train"].batch == BatchSpec(**{"global": 64})
     assert config.source.folder == "else=where"
-    assert config.serve is not None and config.serve.model.engine == "torch"
+    assert config.serve is not None and config.serve.model.engine == "onnxruntime"
     assert config.run.bad_file == ""
 
 
@@ -816,6 +816,77 @@ documents = st.fixed_dictionaries(
         "zzz": anything,
     },
 )
+
+
+# --- serve.model ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("keys", "runtime"),
+    [
+        ("file: a/m.onnx", "onnxruntime"),
+        ("file: m.pt", "torch"),
+        ("file: m.pt2", "torch"),
+        ("file: m.onnx, engine: onnxruntime", "onnxruntime"),
+        ("file: m.onnx, engine: tensorrt, precision: float16, via: torchpipe", "tensorrt"),
+        ("file: m.pt, engine: torch, precision: bfloat16, compile: true, cuda_graphs: true", "torch"),
+        ("file: m.onnx, engine: tensorrt, tensorrt: {min_batch: 16, opt_batch: 16, cache: engines}", "tensorrt"),
+    ],
+)
+def test_the_engine_of_a_file(keys: str, runtime: str) -> None:
+    config = read(with_block(f"serve: {{stages: [decode, center_crop: {{size: 8}}], model: {{{keys}}}}}"))
+    assert config.serve is not None and config.serve.model is not None
+    assert config.serve.model.runtime == runtime
+
+
+@pytest.mark.parametrize(
+    ("keys", "text"),
+    [
+        ("file: m.engine", "file must end in .onnx, .pt or .pt2, got 'm.engine'"),
+        (
+            "file: m.onnx, engine: torch",
+            "engine is torch, which takes .pt and .pt2 files, but the model's file is 'm.onnx'; use auto",
+        ),
+        (
+            "file: m.pt, engine: tensorrt",
+            "engine is tensorrt, which takes .onnx files, but the model's file is 'm.pt'; use auto",
+        ),
+        ("file: m.onnx, compile: true", "compile is for the engine torch, but this one is onnxruntime; remove it"),
+        (
+            "file: m.onnx, engine: tensorrt, cuda_graphs: true",
+            "cuda_graphs is for the engine torch, but this one is tensorrt; remove it",
+        ),
+        (
+            "file: m.pt2, precision: float16",
+            "precision is float16, but torch runs .pt2 files as they were exported; remove it",
+        ),
+        (
+            "file: m.onnx, precision: bfloat16",
+            "precision is bfloat16, but onnxruntime runs .onnx files as they were exported; remove it",
+        ),
+        ("file: m.onnx, via: torchpipe", "via is for the engine tensorrt, but this one is onnxruntime; remove it"),
+        (
+            "file: m.onnx, engine: tensorrt, via: torchpipe, precision: bfloat16",
+            "precision is bfloat16, which torchpipe does not build; use float16, float32 or via: python",
+        ),
+        (
+            "file: m.onnx, engine: tensorrt, via: torchpipe, tensorrt: {opt_batch: 8}",
+            "tensorrt.opt_batch has no effect with via: torchpipe, which tunes for batch; remove it",
+        ),
+        (
+            "file: m.onnx, engine: tensorrt, batch: 4, tensorrt: {min_batch: 5}",
+            "tensorrt.min_batch must be <= serve.model.batch, which is 4, got 5",
+        ),
+        (
+            "file: m.onnx, engine: tensorrt, batch: 4, tensorrt: {min_batch: 2, opt_batch: 8}",
+            "tensorrt.opt_batch must be within min_batch and batch, 2 to 4, got 8",
+        ),
+    ],
+)
+def test_rules_between_keys_of_a_model(keys: str, text: str) -> None:
+    block = f"serve: {{stages: [decode, center_crop: {{size: 8}}], model: {{{keys}}}}}"
+    found = fault(with_block(block))
+    assert re.sub(r"^x\.yaml:\d+: ", "", found) == f"serve.model.{text}"
 
 
 @settings(max_examples=250)

@@ -154,3 +154,22 @@ def test_measured_table_is_that_of_results_csv() -> None:
     for arm, rate, ratio in table:
         assert rate == f"{rates[arm]:,.0f}"
         assert ratio == f"{rates[arm] / rates['dataloader']:.2f}"
+
+
+def test_measured_table_on_a_gpu_is_that_of_results_csv() -> None:
+    with (ROOT / "experiments/gpu_path/results.csv").open(newline="") as file:
+        values = {
+            (row["arm"], row["metric"], row["workload"].partition(";")[0]): row["value"] for row in csv.DictReader(file)
+        }
+    section = README.split("| on a GPU |", 1)[1].split("\n\n", 1)[0]
+    table = re.findall(r"^\| (\S.*?) \| ([\d.,]+) \| ([\d.,]+) \|$", section, flags=re.MULTILINE)
+    loader = "random_resized_crop 224, flip, normalize to 16 bits nhwc"
+    metrics = [
+        ("images_per_s", loader, "{:,.0f}"),
+        ("step_ratio", "resnet18", "{:.3f}"),
+        ("step_ratio", "resnet50", "{:.3f}"),
+        ("cpu_s_per_1000_of_loader", "resnet50", "{:.3f}"),
+        ("gpu_mem_mb", loader, "{:,.0f}"),
+    ]
+    for (_, *shown), (metric, workload, form) in zip(table, metrics, strict=True):
+        assert shown == [form.format(float(values[arm, metric, workload])) for arm in ("gpuflow", "dali")]

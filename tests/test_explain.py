@@ -77,3 +77,8 @@ def test_splits_are_counted(config: Path) -> None:
     text = explained(config, "source.split={train: 0.75, val: 0.25}")
     assert "9 samples, 3 classes" in text
     assert "3 samples, 3 classes" in text
+
+
+def test_serving_may_end_with_the_images(config: Path) -> None:
+    lines = [" ".join(line.split()) for line in explained(config, "serve.model=null").splitlines()]
+    assert "model none, images only" in lines

@@ -12,8 +12,9 @@ import torch
 from PIL import Image
 
 import gpuflow
+import gpuflow.nvjpeg
 from tests import images
-from tests.datasets import TRAIN, nothing_left_behind, write_config
+from tests.datasets import nothing_left_behind, write_config
 
 pytestmark = [
     pytest.mark.gpu,
@@ -33,6 +34,14 @@ PIPELINES = {
     "uint8": CROPPED,
     "bicubic": [{"decode": {}}, BICUBIC, {"normalize": {"mean": MEAN, "std": STD}}],
     "gray": [{"decode": {"color": "gray"}}, BICUBIC],
+    "two samplings": [{"decode": {}}, BICUBIC, {"resize": {"height": 31, "width": 18}}, {"random_crop": {"size": 17}}],
+}
+JITTER = {"color_jitter": {"brightness": 0.4, "contrast": 0.4, "saturation": 0.4, "hue": 0.1}}
+COLOURED = [{"decode": {}}, *GEOMETRY, JITTER, {"normalize": {"mean": MEAN, "std": STD}}]
+TORCHVISION = {
+    "random": {"torchvision": {"name": "RandomPerspective", "distortion_scale": 0.3, "p": 0.7}},
+    "noise": {"torchvision": {"name": "RandomErasing", "p": 0.8, "value": 7}},
+    "fixed": {"torchvision": {"name": "GaussianBlur", "kernel_size": 3, "sigma": 0.8}},
 }
 
 
@@ -130,13 +139,83 @@ def test_a_broken_stream_spoils_no_neighbour(tmp_path: Path) -> None:
     assert all(torch.equal(whole[i], broken[i]) for i in whole if i not in (7, 23) and i in broken)
 
 
-def test_other_pipelines_take_the_cpus_way(folder: Path) -> None:
-    with load(folder, TRAIN, "cuda") as loader:
-        batch = next(iter(loader))
-        assert batch.images.device.type == "cuda" and "engine_images" not in loader.stats()
-    text = "is gpu, but its stages are not one sampling followed by at most a table, such as normalize; use auto or cpu"
+def test_colours_are_drawn_as_on_the_cpu(folder: Path) -> None:
+    """A level of the decoder may become a few once hue or contrast has stretched it; on average it does not."""
+    cpu, gpu, stats = both(folder, COLOURED)
+    assert stats["engine_images"] >= 100
+    for a, b in zip(cpu, gpu, strict=True):
+        difference = (a.images - b.images.cpu()).abs()
+        assert difference.mean() < 0.25 and (difference > 2).float().mean() < 0.005
+
+
+@pytest.mark.parametrize("name", TORCHVISION)
+def test_torchvision_stages_run_on_the_gpu_with_the_draws_of_the_cpu(name: str, folder: Path) -> None:
+    stages = [{"decode": {}}, *GEOMETRY, TORCHVISION[name], {"normalize": {"mean": MEAN, "std": STD}}]
+    cpu, gpu, stats = both(folder, stages)
+    assert stats["engine_images"] >= 100
+    for a, b in zip(cpu, gpu, strict=True):
+        difference = (a.images - b.images.cpu()).abs()
+        assert difference.mean() < 0.25 and (difference > 2).float().mean() < 0.01
+
+
+def test_a_pipeline_without_a_form_for_the_gpu_takes_the_cpus_way(folder: Path) -> None:
+    stages = [{"decode": {}}, JITTER, *STAGES[1:]]
+    cpu, gpu, stats = both(folder, stages)
+    assert "engine_images" not in stats
+    for a, b in zip(cpu, gpu, strict=True):
+        assert b.images.device.type == "cuda" and torch.equal(a.images, b.images.cpu())
+        assert torch.equal(a.labels, b.labels.cpu()) and torch.equal(a.valid, b.valid.cpu())
+    text = "is gpu, but color_jitter.* comes before the images have one size; .*; use auto or cpu"
     with pytest.raises(gpuflow.ConfigError, match=text):
-        load(folder, [{"decode": {"backend": "gpu"}}, *TRAIN[1:]], "cuda")
+        load(folder, [{"decode": {"backend": "gpu"}}, *stages[1:]], "cuda")
+
+
+def test_decoding_in_parts_gives_the_same_pixels(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with load(folder, STAGES, "cuda", "pipelines.train.batch.size=70") as loader:
+        whole = list(loader)
+    with load(folder, STAGES, "cuda", "pipelines.train.batch.size=70", "run.memory_limit=8MB") as loader:
+        parts = list(loader)
+    assert all(torch.equal(a.images, b.images) for a, b in zip(whole, parts, strict=True))
+
+
+def test_a_huge_image_leaves_no_huge_buffer(tmp_path: Path) -> None:
+    for number in range(40):
+        path = tmp_path / "photos" / "a" / f"{number:03}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        pixels = images.photo(90, 70, seed=number)
+        path.write_bytes(images.jpeg(np.tile(pixels, (80, 80, 1)) if number == 3 else pixels))
+    with load(
+        tmp_path / "photos", STAGES, "cuda", "pipelines.train.batch.size=4", "pipelines.train.shuffle=false"
+    ) as loader:
+        list(loader)
+        torch.cuda.synchronize()
+        assert torch.cuda.memory_allocated() < 100 << 20
+
+
+def test_out_of_memory_is_an_error_and_the_loader_works_on(folder: Path) -> None:
+    with load(folder, STAGES, "cuda") as loader:
+        expected = list(loader)
+        loader.set_epoch(0)
+        torch.cuda.empty_cache()
+        taken = torch.empty(torch.cuda.mem_get_info()[0] - (24 << 20), dtype=torch.uint8, device="cuda")
+        big = load(folder, [{"decode": {}}, {"resize": {"height": 2048, "width": 2048}}], "cuda")
+        with pytest.raises(torch.OutOfMemoryError):
+            list(big)
+        del taken
+        torch.cuda.empty_cache()
+        big.set_epoch(0)
+        assert sum(len(batch.images) for batch in big) == 207
+        big.close()
+        assert all(torch.equal(a.images, b.images) for a, b in zip(expected, loader, strict=True))
+
+
+def test_without_engines_cuda_kernels_decode(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU that has none: the first backend in the table is left out."""
+    monkeypatch.delitem(gpuflow.nvjpeg.BACKENDS, "hardware")
+    cpu, gpu, stats = both(folder, STAGES)
+    assert stats["engine_images"] >= 100
+    worst = max((a.images - b.images.cpu()).abs().max().item() for a, b in zip(cpu, gpu, strict=True))
+    assert worst <= 4
 
 
 def test_kept_batches_stay_as_they_are_whatever_the_consumer_does(folder: Path) -> None:
@@ -184,7 +263,7 @@ def test_cycles_leave_no_memory(folder: Path) -> None:
     torch.cuda.synchronize()
     before = torch.cuda.mem_get_info()[0]
     with nothing_left_behind():
-        for _ in range(60):
+        for _ in range(200):
             cycle()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()

@@ -31,6 +31,8 @@ def test_everything_public_is_listed_and_there() -> None:
         "LoaderError",
         "LoaderTimeout",
         "MissingExtra",
+        "PredictorError",
+        "PredictorTimeout",
         "SourceError",
         "StateError",
         "TooManyBadSamples",
@@ -124,6 +126,8 @@ def test_the_exception_tree_is_the_one_that_is_drawn() -> None:
         "SourceError": ValueError,
         "StateError": ValueError,
         "LoaderError": RuntimeError,
+        "PredictorError": RuntimeError,
+        "PredictorTimeout": TimeoutError,
     }
     bases |= {"LoaderTimeout": TimeoutError, "MissingExtra": ImportError, "BadSampleError": ValueError}
     for name, base in bases.items():

@@ -153,7 +153,16 @@ def test_equal_pipelines_have_equal_fingerprints() -> None:
     ]:
         assert one == other
         assert s.Pipeline("p", (one,)).fingerprint == s.Pipeline("p", (other,)).fingerprint
+        assert s.Pipeline("p", (one,)).lines == s.Pipeline("p", (other,)).lines
     assert s.Pipeline("p", (Flip(horizontal=0.5),)).fingerprint != s.Pipeline("p", (Flip(),)).fingerprint
+
+
+def test_lines_name_every_parameter() -> None:
+    """What a fingerprint covers, for a person who wants to know why two of them differ."""
+    assert s.Pipeline("p", (Resize(shorter=8), Normalize(mean=(0.5, 0, 0), std=(1, 1, 1.5)))).lines == (
+        "resize(height=None, width=None, shorter=8, longer=None, interpolation='bilinear', antialias=True)",
+        "normalize(mean=(0.5, 0, 0), std=(1, 1, 1.5), dtype='float32', layout='nchw')",
+    )
 
 
 def test_occurrences_count_earlier_namesakes() -> None:

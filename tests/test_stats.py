@@ -52,9 +52,38 @@ def test_before_any_time_has_passed() -> None:
         "samples": 0,
         "images_per_s": 0.0,
         "busy_share": 0.0,
+        "cpu_s": 0.0,
         "threads": 1,
         "bytes": 0,
+        "waiting": 0.0,
     }
+
+
+def test_what_waits_between_two_stages_and_before_the_consumer() -> None:
+    read = Meter("read", 1)
+    decode = Meter("decode", 1, before=read.after)
+    stats = Stats(read, decode)
+    stats.start_epoch(0)
+    with read.work(8):
+        pass
+    time.sleep(0.05)
+    with decode.work(8):
+        time.sleep(0.05)
+    time.sleep(0.05)
+    stats.hand_over(0.0, 8)
+    stages = stats.read()["stages"]
+    assert stages["read"]["waiting"] == pytest.approx(8, rel=0.2), "until decode began, when it last changed"
+    assert stages["decode"]["waiting"] == pytest.approx(8 / 3, rel=0.4)
+
+
+def test_processor_time_is_that_of_the_operation() -> None:
+    meter = Meter("decode", 1)
+    with meter.work(1):
+        time.sleep(0.05)
+        end = time.thread_time() + 0.03
+        while time.thread_time() < end:
+            pass
+    assert 0.03 <= meter.read(0.1)["cpu_s"] <= 0.05
 
 
 def test_the_culprit_is_the_stage_that_is_longest_at_one_operation() -> None:
@@ -74,13 +103,13 @@ def test_an_epoch_starts_from_zero_and_ends_its_clock() -> None:
     stats = Stats(meter)
     with meter.work(5):
         pass
-    stats.hand_over(0.5)
+    stats.hand_over(0.5, 5)
     stats.start_epoch(3)
     read = stats.read()
     assert (read["epoch"], read["batches"], read["consumer_wait_s"]) == (3, 0, 0.0)
     assert read["stages"]["read"]["samples"] == 0
-    stats.hand_over(0.25)
-    stats.hand_over(0.25)
+    stats.hand_over(0.25, 0)
+    stats.hand_over(0.25, 0)
     stats.end_epoch()
     at_end = stats.read()
     time.sleep(0.01)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Iterator
 
 import pytest
 
-from gpuflow.threads import DaemonPool
+from gpuflow.threads import DaemonPool, Gate, QuickSwitching
 from tests.datasets import deadline, nothing_left_behind, python
 
 
@@ -102,3 +103,65 @@ def test_a_stuck_thread_does_not_keep_the_process() -> None:
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert time.monotonic() - start < 10
+
+
+def test_a_gate_lets_in_no_more_than_it_has_places() -> None:
+    gate, inside, most = Gate(3), [0], [0]
+    lock = threading.Lock()
+
+    def work() -> None:
+        for _ in range(50):
+            assert gate.enter()
+            with lock:
+                inside[0] += 1
+                most[0] = max(most[0], inside[0])
+            time.sleep(0.0002)
+            with lock:
+                inside[0] -= 1
+            gate.leave()
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert most == [3] and inside == [0]
+
+
+def test_a_closed_gate_turns_away_whoever_waits_or_comes() -> None:
+    gate = Gate(1)
+    assert gate.enter()
+    answers: list[bool] = []
+    waiting = [threading.Thread(target=lambda: answers.append(gate.enter())) for _ in range(3)]
+    for thread in waiting:
+        thread.start()
+    time.sleep(0.05)
+    assert answers == []
+    gate.close()
+    for thread in waiting:
+        thread.join(5)
+    assert answers == [False] * 3 and not gate.enter()
+
+
+def test_quick_switching_ends_with_the_last_that_wants_it() -> None:
+    before = sys.getswitchinterval()
+    first, second = QuickSwitching(), QuickSwitching()
+    assert sys.getswitchinterval() == pytest.approx(0.0005)
+    first.end()
+    first.end()
+    assert sys.getswitchinterval() == pytest.approx(0.0005)
+    second.end()
+    assert sys.getswitchinterval() == pytest.approx(before)
+
+
+def test_quick_switching_slows_nothing_that_is_quicker_already() -> None:
+    before = sys.getswitchinterval()
+    try:
+        sys.setswitchinterval(0.0001)
+        quick = sys.getswitchinterval()
+        switching = QuickSwitching()
+        assert sys.getswitchinterval() == quick
+        switching.end()
+        assert sys.getswitchinterval() == quick
+    finally:
+        sys.setswitchinterval(before)

@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from gpuflow.config import Config, read_config
+from gpuflow.distributed import Group, Ranks
 from gpuflow.errors import ConfigError, StateError
+from gpuflow.sources import Subset
 from gpuflow.stages import STAGES
-from gpuflow.trainer import Accuracy, Trainer, TrainerEvents
+from gpuflow.trainer import Accuracy, Trainer, TrainerEvents, _Tally
 from tests.datasets import deadline, make_photos, nothing_left_behind, write_config
 
 STEPS = 6
@@ -130,6 +132,33 @@ def test_without_a_val_pipeline_there_is_no_validation(config_file: Path, tmp_pa
     assert trainer.run(record, max_steps=3) is None
     assert record.passes == [("train", 0, 3)]
     assert trainer.preprocessing == trainer.train_loader.preprocessing
+
+
+def test_the_source_is_indexed_once(config_file: Path) -> None:
+    whole = Trainer(read(config_file), device="cpu")
+    assert whole.val_loader is not None
+    assert whole.train_loader.dataset is whole.val_loader.dataset
+    split = Trainer(read(config_file, "source.split={train: 0.5, val: 0.5}"), device="cpu")
+    assert split.val_loader is not None
+    train, val = split.train_loader.dataset, split.val_loader.dataset
+    assert isinstance(train, Subset) and isinstance(val, Subset)
+    assert train.source is val.source
+    assert (len(train), len(val)) == (6, 6)
+
+
+def test_sums_stay_on_the_device_and_are_read_now_and_then() -> None:
+    tally = _Tally(torch.device("cpu"), world_size=2)
+    tally.add(torch.tensor(6.0), torch.tensor(1), 4)
+    loss, images_per_s = tally.so_far()
+    assert loss == 1.5
+    assert images_per_s > 0
+    tally.add(torch.tensor(3.0), torch.tensor(1), torch.tensor(2))
+    assert tally.so_far() == (loss, images_per_s), "half a second is not over"
+    tally._next_read = 0.0
+    tally.add(torch.tensor(9.0), torch.tensor(0), torch.tensor(0))
+    assert tally.so_far()[0] == 3.0
+    result = tally.result(Group(Ranks(), torch.device("cpu")))
+    assert (result.loss, result.accuracy) == (3.0, 2 / 6)
 
 
 def test_an_unknown_model_is_located(config_file: Path) -> None:

@@ -1,12 +1,18 @@
-"""The loader on a GPU: images a second alone, and training on it over training on a resident batch.
+"""Loaders on a GPU, beside each other: alone, and feeding a training step.
 
-    python experiments/gpu_path/run.py /dev/shm/photos
+    gpuflow samples /dev/shm/photos -n 32768
+    python experiments/gpu_path/run.py /dev/shm/photos [gpuflow] [dali]
 
-Prints and writes results.csv beside this file; batch 256, RandomResizedCrop 224, flip, normalize to bf16 channels_last.
+Each arm runs in a process of its own; ratios are taken within one. DALI runs at the hw_decoder_load that loads fastest
+alone. Writes results.csv beside this file. Batch 256, RandomResizedCrop 224, flip, normalize to 16-bit floats in
+channels_last memory. An epoch should take seconds: with a small folder the start of each one is measured too.
 """
 
 from __future__ import annotations
 
+import functools
+import json
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -14,83 +20,166 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torchvision
 
-import gpuflow
 from gpuflow.bench import row, write_results
 
 HERE = Path(__file__).parent
-BATCH, SECONDS, REPEATS = 256, 4.0, 3
-WORKLOAD = "random_resized_crop 224, flip, normalize to bf16 nhwc; batch=256"
+BATCH, SECONDS, REPEATS = 256, 3.0, 3
+WORKLOAD = "random_resized_crop 224, flip, normalize to 16 bits nhwc; batch=256"
+UNITS = {"images_per_s": "images/s", "step_ratio": "ratio", "gpu_mem_mb": "MB"}
+DALI_LOADS = (0.65, 0.8, 0.9)
+
+Batches = Iterator[torch.Tensor]
 
 
-def load(folder: str) -> gpuflow.Loader:
-    overrides = [f"source.folder={folder}", "pipelines.train.batch.size=256"]
-    return gpuflow.load(HERE / "photos.yaml", device="cuda", overrides=overrides)
+def rate(step: Callable[[], Any]) -> tuple[float, float]:
+    """(images a second, processor seconds of the whole process for 1,000 images)."""
+    for _ in range(8):
+        step()
+    torch.cuda.synchronize()
+    images, start, cpu = 0, time.perf_counter(), time.process_time()
+    while time.perf_counter() - start < SECONDS:
+        step()
+        images += BATCH
+    torch.cuda.synchronize()
+    return images / (time.perf_counter() - start), (time.process_time() - cpu) / images * 1000
 
 
-def batches(loader: gpuflow.Loader) -> Iterator[torch.Tensor]:
+# --- arms ------------------------------------------------------------------------------------------------------------
+
+
+def gpuflow_batches(folder: str) -> Batches:
+    import gpuflow
+
+    loader = gpuflow.load(HERE / "photos.yaml", device="cuda", overrides=[f"source.folder={folder}"])
     while True:
         for images, _ in loader:
             yield images
 
 
-def rate(step: Callable[[], Any]) -> float:
-    for _ in range(10):
-        step()
-    torch.cuda.synchronize()
-    count, start = 0, time.perf_counter()
-    while time.perf_counter() - start < SECONDS:
-        step()
-        count += BATCH
-    torch.cuda.synchronize()
-    return count / (time.perf_counter() - start)
+def dali_batches(folder: str, load: float) -> Batches:
+    from nvidia.dali import fn, pipeline_def, types
+    from nvidia.dali.plugin.pytorch import DALIGenericIterator
+
+    @pipeline_def
+    def pipeline() -> Any:
+        files, labels = fn.readers.file(file_root=folder, random_shuffle=True)
+        images = fn.decoders.image_random_crop(
+            files,
+            device="mixed",
+            output_type=types.RGB,
+            random_aspect_ratio=[3 / 4, 4 / 3],
+            random_area=[0.08, 1.0],
+            hw_decoder_load=load,
+        )
+        images = fn.resize(images, resize_x=224, resize_y=224, interp_type=types.INTERP_TRIANGULAR)
+        images = fn.crop_mirror_normalize(
+            images,
+            dtype=types.FLOAT16,
+            output_layout="HWC",
+            mirror=fn.random.coin_flip(),
+            mean=[123.675, 116.28, 103.53],
+            std=[58.395, 57.12, 57.375],
+        )
+        return images, labels.gpu()
+
+    pipe = pipeline(batch_size=BATCH, num_threads=16, device_id=0, prefetch_queue_depth=3)
+    pipe.build()
+    for (batch,) in DALIGenericIterator(pipe, ["images", "labels"], size=-1):
+        yield batch["images"].permute(0, 3, 1, 2)
 
 
-def train(name: str, stream: Iterator[torch.Tensor]) -> tuple[list[float], list[float]]:
-    """Of each repeat: training on the loader over training on a resident batch; processor seconds for 1,000 images."""
-    network = getattr(torchvision.models, name)().cuda().to(memory_format=torch.channels_last)
-    optimizer = torch.optim.SGD(network.parameters(), 0.1, momentum=0.9)
-    labels = torch.randint(0, 1000, (BATCH,), device="cuda")
-    resident = next(stream).clone(memory_format=torch.preserve_format)
-    training = torch.cuda.Stream(priority=-1)
+# --- measurements ----------------------------------------------------------------------------------------------------
 
-    def step(fed: bool) -> None:
-        with torch.cuda.stream(training):
-            images = next(stream) if fed else resident
+
+class Training:
+    """One step of a torchvision model: bf16 autocast, channels_last, SGD, on a stream of high priority."""
+
+    def __init__(self, model: str, like: torch.Tensor) -> None:
+        import torchvision
+
+        self._network = getattr(torchvision.models, model)().cuda().to(memory_format=torch.channels_last)
+        self._optimizer = torch.optim.SGD(self._network.parameters(), 0.1, momentum=0.9)
+        self._labels = torch.randint(0, 1000, (BATCH,), device="cuda")
+        self._resident = (
+            torch.randn(like.shape, device="cuda").to(like.dtype).contiguous(memory_format=torch.channels_last)
+        )
+        self._stream = torch.cuda.Stream(priority=-1)
+
+    def step(self, batches: Batches | None) -> None:
+        with torch.cuda.stream(self._stream):
+            images = next(batches) if batches is not None else self._resident
             with torch.autocast("cuda", torch.bfloat16):
-                loss = torch.nn.functional.cross_entropy(network(images), labels)
-            optimizer.zero_grad(set_to_none=True)
+                loss = torch.nn.functional.cross_entropy(self._network(images), self._labels)
+            self._optimizer.zero_grad(set_to_none=True)
             loss.backward()
-            optimizer.step()
+            self._optimizer.step()
 
-    rate(lambda: step(False))
-    ratios, cpu = [], []
+
+def batches_of(arm: str, folder: str) -> Batches:
+    """arm: `gpuflow`, or `dali` and its hw_decoder_load as in `dali:0.8`."""
+    name, _, load = arm.partition(":")
+    return gpuflow_batches(folder) if name == "gpuflow" else dali_batches(folder, float(load))
+
+
+def measure(arm: str, folder: str) -> Iterator[tuple[str, str, float]]:
+    """(workload, metric, value) of one arm."""
+    torch.zeros(1, device="cuda")
+    torch.backends.cudnn.benchmark = True
+    free = torch.cuda.mem_get_info()[0]
+    batches = batches_of(arm, folder)
     for _ in range(REPEATS):
-        alone = rate(lambda: step(False))
-        start = time.process_time()
-        fed = rate(lambda: step(True))
-        cpu.append((time.process_time() - start) / (fed * SECONDS) * 1000)
-        ratios.append(fed / alone)
-        print(f"{name}: resident {alone:,.0f}, fed {fed:,.0f} images/s, ratio {fed / alone:.3f}", flush=True)
-    return ratios, cpu
+        images_per_s, cpu = rate(functools.partial(next, batches))
+        yield WORKLOAD, "images_per_s", images_per_s
+        yield WORKLOAD, "cpu_s_per_1000", cpu
+    yield WORKLOAD, "gpu_mem_mb", (free - torch.cuda.mem_get_info()[0]) / 1e6
+    for model in ("resnet18", "resnet50"):
+        yield from train(arm, model, batches)
+
+
+def train(arm: str, model: str, batches: Batches) -> Iterator[tuple[str, str, float]]:
+    """(workload, metric, value) of a training on the batches, against one on a batch that stays on the GPU."""
+    workload = f"{model}; {WORKLOAD}"
+    training = Training(model, next(batches))
+    rate(functools.partial(training.step, None))
+    for _ in range(REPEATS):
+        alone, cpu_alone = rate(functools.partial(training.step, None))
+        fed, cpu_fed = rate(functools.partial(training.step, batches))
+        yield workload, "step_ratio", fed / alone
+        yield workload, "cpu_s_per_1000", cpu_fed
+        yield workload, "cpu_s_per_1000_of_loader", cpu_fed - cpu_alone
+        print(f"{arm} {model}: resident {alone:,.0f}, fed {fed:,.0f} images/s", file=sys.stderr, flush=True)
+
+
+def in_a_process(folder: str, *arguments: str) -> list[Any]:
+    """The lines of JSON that this script prints with these arguments."""
+    command = [sys.executable, __file__, folder, *arguments]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=600)
+    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 def main() -> None:
-    torch.backends.cudnn.benchmark = True
-    loader = load(sys.argv[1])
-    stream = batches(loader)
-    rates = [rate(lambda: next(stream)) for _ in range(REPEATS)]
-    print(f"loader alone: {', '.join(f'{value:,.0f}' for value in rates)} images/s", flush=True)
-    rows = [row("gpuflow", WORKLOAD, "images_per_s", rates, "images/s")]
-    for name in ("resnet18", "resnet50"):
-        ratios, cpu = train(name, stream)
-        rows.append(row("gpuflow", f"{name}; {WORKLOAD}", "step_ratio", ratios, "ratio"))
-        rows.append(row("gpuflow", f"{name}; {WORKLOAD}", "cpu_s_per_1000", cpu, "s"))
-    for entry in rows:
-        entry["machine"] = f"{torch.cuda.get_device_name()}, {entry['machine']}"
+    folder, *arms = sys.argv[1:]
+    if arms[:1] == ["--rate"]:
+        print(rate(functools.partial(next, batches_of(arms[1], folder)))[0])
+        return
+    if arms[:1] == ["--measure"]:
+        for found in measure(arms[1], folder):
+            print(json.dumps(found), flush=True)
+        return
+    rows = []
+    for arm in arms or ["gpuflow", "dali"]:
+        kinds = [f"dali:{load}" for load in DALI_LOADS] if arm == "dali" else [arm]
+        best = max(kinds, key=lambda kind: in_a_process(folder, "--rate", kind)[0])
+        values: dict[tuple[str, str], list[float]] = {}
+        for workload, metric, value in in_a_process(folder, "--measure", best):
+            values.setdefault((workload, metric), []).append(value)
+        for (workload, metric), numbers in values.items():
+            entry = row(arm, workload, metric, numbers, UNITS.get(metric, "s"))
+            entry["machine"] = f"{torch.cuda.get_device_name()}, {entry['machine']}"
+            rows.append(entry)
+            print(f"{best:8} {workload:78} {metric:24} {entry['value']:>9} ({entry['low']}-{entry['high']})")
     write_results(HERE / "results.csv", rows)
-    loader.close()
 
 
 if __name__ == "__main__":

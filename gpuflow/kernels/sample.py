@@ -29,13 +29,13 @@ FIELDS = (
 )  # fmt: skip
 """Columns of a chunk's plan, int64 [N, len(FIELDS)]: the image's device address, bytes a row of it, fold.Sampling's
 fields, and the row of the batch that it fills."""
-_BLOCK = 256
+ROWS, COLUMNS, WARPS = 4, 32, 1
 _NEAREST, _BILINEAR, _BICUBIC = 0, 1, 2
 _KINDS = {"nearest": _NEAREST, "bilinear": _BILINEAR, "bicubic": _BICUBIC}
 
 
 @triton.jit
-def _weight(distance, KIND: tl.constexpr, ANTIALIAS: tl.constexpr):
+def _filter(distance, KIND: tl.constexpr, ANTIALIAS: tl.constexpr):
     """The filter at a distance in units of its scale: triangle, or Keys's cubic, a = -0.5 (antialiased) or -0.75."""
     x = tl.abs(distance)
     if KIND == 1:
@@ -44,6 +44,23 @@ def _weight(distance, KIND: tl.constexpr, ANTIALIAS: tl.constexpr):
     near = ((a + 2.0) * x - (a + 3.0)) * x * x + 1.0
     far = (((x - 5.0) * x + 8.0) * x - 4.0) * a
     return tl.where(x < 1.0, near, tl.where(x < 2.0, far, 0.0))
+
+
+@triton.jit
+def _axis(at, box, grid, KIND: tl.constexpr, ANTIALIAS: tl.constexpr):
+    """For places of the grid along one axis: centre in the box, 1 / the filter's width, first tap; and taps of each."""
+    scale = box.to(tl.float32) / grid
+    wide = tl.maximum(scale, 1.0) if ANTIALIAS else scale * 0.0 + 1.0
+    center = (at.to(tl.float32) + 0.5) * scale
+    first = tl.floor(center - wide * KIND + 0.5).to(tl.int32)
+    return center, 1.0 / wide, first, tl.ceil(2.0 * wide * KIND).to(tl.int32)
+
+
+@triton.jit
+def _weight(tap, center, inverse, box, KIND: tl.constexpr, ANTIALIAS: tl.constexpr):
+    """A tap's weight. Beyond the box it has none if antialiased; else it stands for the pixel at the edge."""
+    weight = _filter((tap + 0.5 - center) * inverse, KIND, ANTIALIAS)
+    return tl.where((tap >= 0) & (tap < box), weight, 0.0) if ANTIALIAS else weight
 
 
 @triton.jit
@@ -56,87 +73,80 @@ def _level(value):
 def _sample(
     plan, table, out, stride_n, stride_c, stride_y, stride_x,
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr, CHANNELS: tl.constexpr, FIELD_COUNT: tl.constexpr,
-    KIND: tl.constexpr, ANTIALIAS: tl.constexpr, BLOCK: tl.constexpr,
+    KIND: tl.constexpr, ANTIALIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    n = tl.program_id(0)
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < HEIGHT * WIDTH
-    row, column = at // WIDTH, at % WIDTH
-    p = plan + n.to(tl.int64) * FIELD_COUNT
+    """A tile of ROWS by COLUMNS of one sample: lines of the box are resampled, then added to the rows they weigh in."""
+    tiles: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
+    row = tl.program_id(0) // tiles * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(0) % tiles * COLUMNS + tl.arange(0, COLUMNS)
+    inside = (row < HEIGHT)[:, None] & (column < WIDTH)[None, :]
+    p = plan + tl.program_id(1).to(tl.int64) * FIELD_COUNT
     image = tl.load(p).to(tl.pointer_type(tl.uint8))
     pitch = tl.load(p + 1)
-    out += tl.load(p + 20) * stride_n
     box_y, box_x = tl.load(p + 2).to(tl.int32), tl.load(p + 3).to(tl.int32)
     box_h, box_w = tl.load(p + 4).to(tl.int32), tl.load(p + 5).to(tl.int32)
     grid_h, grid_w = tl.load(p + 8).to(tl.int32), tl.load(p + 9).to(tl.int32)
     shown_y, shown_x = tl.load(p + 10).to(tl.int32), tl.load(p + 11).to(tl.int32)
     shown_h, shown_w = tl.load(p + 12).to(tl.int32), tl.load(p + 13).to(tl.int32)
+    target = out + tl.load(p + 20) * stride_n + row[:, None] * stride_y + column[None, :] * stride_x
+
     gy = tl.where(tl.load(p + 18) > 0, HEIGHT - 1 - row, row) + tl.load(p + 14).to(tl.int32)
     gx = tl.where(tl.load(p + 19) > 0, WIDTH - 1 - column, column) + tl.load(p + 15).to(tl.int32)
-    seen = inside & (gy >= shown_y) & (gy < shown_y + shown_h) & (gx >= shown_x) & (gx < shown_x + shown_w)
+    seen_y, seen_x = (gy >= shown_y) & (gy < shown_y + shown_h), (gx >= shown_x) & (gx < shown_x + shown_w)
+    seen = inside & seen_y[:, None] & seen_x[None, :]
 
-    scale_y, scale_x = box_h.to(tl.float32) / grid_h, box_w.to(tl.float32) / grid_w
     if KIND == 0:
-        y = tl.minimum((gy.to(tl.float32) * scale_y).to(tl.int32), box_h - 1)
-        x = tl.minimum((gx.to(tl.float32) * scale_x).to(tl.int32), box_w - 1)
+        y = tl.minimum((gy.to(tl.float32) * (box_h.to(tl.float32) / grid_h)).to(tl.int32), box_h - 1)
+        x = tl.minimum((gx.to(tl.float32) * (box_w.to(tl.float32) / grid_w)).to(tl.int32), box_w - 1)
         y = tl.where(tl.load(p + 6) > 0, box_h - 1 - y, y) + box_y
         x = tl.where(tl.load(p + 7) > 0, box_w - 1 - x, x) + box_x
+        pixel = image + y[:, None] * pitch + x[None, :] * CHANNELS
         for c in tl.static_range(CHANNELS):
-            level = tl.load(image + y * pitch + x * CHANNELS + c, seen, 0).to(tl.int32)
-            value = tl.load(table + c * 256 + level, inside)
-            tl.store(out + c * stride_c + row * stride_y + column * stride_x, value, inside)
+            level = tl.load(pixel + c, seen, 0).to(tl.int32)
+            tl.store(target + c * stride_c, tl.load(table + c * 256 + level), inside)
         return
 
-    wide_y = tl.maximum(scale_y, 1.0) if ANTIALIAS else scale_y * 0.0 + 1.0
-    wide_x = tl.maximum(scale_x, 1.0) if ANTIALIAS else scale_x * 0.0 + 1.0
-    reach_y, reach_x = wide_y * KIND, wide_x * KIND
-    center_y, center_x = (gy.to(tl.float32) + 0.5) * scale_y, (gx.to(tl.float32) + 0.5) * scale_x
-    if ANTIALIAS:
-        first_y = tl.maximum((center_y - reach_y + 0.5).to(tl.int32), 0)
-        first_x = tl.maximum((center_x - reach_x + 0.5).to(tl.int32), 0)
-        end_y = tl.minimum((center_y + reach_y + 0.5).to(tl.int32), box_h)
-        end_x = tl.minimum((center_x + reach_x + 0.5).to(tl.int32), box_w)
-    else:
-        first_y = tl.floor(center_y - 0.5).to(tl.int32) - (KIND - 1)
-        first_x = tl.floor(center_x - 0.5).to(tl.int32) - (KIND - 1)
-        end_y, end_x = first_y + 2 * KIND, first_x + 2 * KIND
-    taps_y = (2 * reach_y).to(tl.int32) + 2
-    taps_x = (2 * reach_x).to(tl.int32) + 2
-
-    sum_0 = tl.zeros([BLOCK], tl.float32)
-    sum_1 = tl.zeros([BLOCK], tl.float32)
-    sum_2 = tl.zeros([BLOCK], tl.float32)
-    total_y = tl.zeros([BLOCK], tl.float32)
-    for j in range(taps_y):
-        y = first_y + j
-        weight_y = tl.where(y < end_y, _weight((y.to(tl.float32) + 0.5 - center_y) / wide_y, KIND, ANTIALIAS), 0.0)
-        used = seen & (weight_y != 0.0)
-        line = image + (tl.minimum(tl.maximum(y, 0), box_h - 1) + box_y) * pitch
-        line_0 = tl.zeros([BLOCK], tl.float32)
-        line_1 = tl.zeros([BLOCK], tl.float32)
-        line_2 = tl.zeros([BLOCK], tl.float32)
-        total_x = tl.zeros([BLOCK], tl.float32)
+    gy = tl.minimum(tl.maximum(gy, 0), grid_h - 1)
+    gx = tl.minimum(tl.maximum(gx, 0), grid_w - 1)
+    center_y, inverse_y, first_y, taps_y = _axis(gy, box_h, grid_h, KIND, ANTIALIAS)
+    center_x, inverse_x, first_x, taps_x = _axis(gx, box_w, grid_w, KIND, ANTIALIAS)
+    total_x = tl.zeros([COLUMNS], tl.float32)
+    for i in range(taps_x):
+        total_x += _weight(first_x + i, center_x, inverse_x, box_w, KIND, ANTIALIAS)
+    share_x = 1.0 / total_x
+    red = tl.zeros([ROWS, COLUMNS], tl.float32)
+    green = tl.zeros([ROWS, COLUMNS], tl.float32)
+    blue = tl.zeros([ROWS, COLUMNS], tl.float32)
+    total_y = tl.zeros([ROWS], tl.float32)
+    image += box_y * pitch + box_x * CHANNELS
+    top = tl.min(first_y, 0)
+    for j in range(tl.max(first_y, 0) + taps_y - top):
+        y = top + j
+        line = image + tl.minimum(tl.maximum(y, 0), box_h - 1) * pitch
+        red_x = tl.zeros([COLUMNS], tl.float32)
+        green_x = tl.zeros([COLUMNS], tl.float32)
+        blue_x = tl.zeros([COLUMNS], tl.float32)
         for i in range(taps_x):
             x = first_x + i
-            weight = tl.where(x < end_x, _weight((x.to(tl.float32) + 0.5 - center_x) / wide_x, KIND, ANTIALIAS), 0.0)
-            tap = used & (weight != 0.0)
-            pixel = line + (tl.minimum(tl.maximum(x, 0), box_w - 1) + box_x) * CHANNELS
-            line_0 += weight * tl.load(pixel, tap, 0).to(tl.float32)
+            weight = _weight(x, center_x, inverse_x, box_w, KIND, ANTIALIAS)
+            pixel = line + tl.minimum(tl.maximum(x, 0), box_w - 1) * CHANNELS
+            red_x += weight * tl.load(pixel).to(tl.float32)
             if CHANNELS == 3:
-                line_1 += weight * tl.load(pixel + 1, tap, 0).to(tl.float32)
-                line_2 += weight * tl.load(pixel + 2, tap, 0).to(tl.float32)
-            total_x += weight
-        share = 1.0 / tl.where(used, total_x, 1.0)
-        sum_0 += weight_y * _level(line_0 * share)
-        sum_1 += weight_y * _level(line_1 * share)
-        sum_2 += weight_y * _level(line_2 * share)
-        total_y += weight_y
-    total_y = tl.where(seen, total_y, 1.0)
-    target = out + row * stride_y + column * stride_x
+                green_x += weight * tl.load(pixel + 1).to(tl.float32)
+                blue_x += weight * tl.load(pixel + 2).to(tl.float32)
+        weight = _weight(y, center_y, inverse_y, box_h, KIND, ANTIALIAS)
+        if not ANTIALIAS:
+            weight = tl.where((y >= first_y) & (y < first_y + taps_y), weight, 0.0)
+        total_y += weight
+        red += weight[:, None] * _level(red_x * share_x)[None, :]
+        if CHANNELS == 3:
+            green += weight[:, None] * _level(green_x * share_x)[None, :]
+            blue += weight[:, None] * _level(blue_x * share_x)[None, :]
+    share_y = (1.0 / total_y)[:, None]
     for c in tl.static_range(CHANNELS):
-        summed = sum_0 if c == 0 else (sum_1 if c == 1 else sum_2)
-        level = _level(summed / total_y).to(tl.int32)
-        tl.store(target + c * stride_c, tl.load(table + c * 256 + level, inside), inside)
+        total = red if c == 0 else (green if c == 1 else blue)
+        level = tl.where(seen, _level(total * share_y), 0.0).to(tl.int32)
+        tl.store(target + c * stride_c, tl.load(table + c * 256 + level), inside)
 
 
 def sample(plan: torch.Tensor, table: torch.Tensor, out: torch.Tensor, *, interpolation: str, antialias: bool) -> None:
@@ -148,11 +158,11 @@ def sample(plan: torch.Tensor, table: torch.Tensor, out: torch.Tensor, *, interp
         out: [B, C, H, W] with any strides; every sample's window is H by W. Rows that no plan names stay as they are.
     """
     _, channels, height, width = out.shape
-    grid: Any = (len(plan), triton.cdiv(height * width, _BLOCK))
+    grid: Any = (triton.cdiv(height, ROWS) * triton.cdiv(width, COLUMNS), len(plan))
     _sample[grid](
         plan, table, out, *out.stride(),
         HEIGHT=height, WIDTH=width, CHANNELS=channels, FIELD_COUNT=len(FIELDS),
-        KIND=_KINDS[interpolation], ANTIALIAS=antialias, BLOCK=_BLOCK,
+        KIND=_KINDS[interpolation], ANTIALIAS=antialias, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=WARPS,
     )  # fmt: skip
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import tomllib
 from pathlib import Path
 
 import pytest
 
 from gpuflow.config import Config, read_config
 from gpuflow.cpu import STORAGE, slot_shape
+from gpuflow.serve.lowering import lower, program_from_json, to_toml
 from gpuflow.stages import STAGES
 from tests.datasets import python
 
@@ -41,6 +43,16 @@ def test_checks_and_folds(path: Path, config: Config) -> None:
 def test_serving_sees_what_validation_sees(path: Path, config: Config) -> None:
     if config.serve is not None and "val" in config.programs:
         assert config.programs["serve"].pipeline.stages == config.programs["val"].pipeline.stages
+
+
+@each_config
+def test_lowers_to_a_serving_graph_without_its_model(path: Path, config: Config) -> None:
+    if config.serve is not None:
+        graph = lower(config)
+        assert list(graph.as_dict()) == ["preprocess", "model"]
+        assert tomllib.loads(to_toml(graph, file="x.toml")) == graph.as_dict()
+        stages = graph.as_dict()["model"]["stages"]
+        assert program_from_json(stages, STAGES).pipeline == config.programs["serve"].pipeline
 
 
 @each_config

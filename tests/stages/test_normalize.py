@@ -43,6 +43,21 @@ def test_any_numbers(mean: tuple[float, ...], std: tuple[float, ...], dtype: Any
     assert torch.equal(result, stage.torchvision()(decoded(png(EVERY_LEVEL))))
 
 
+@given(
+    mean=st.lists(st.floats(-2, 2), min_size=3, max_size=3).map(tuple),
+    std=st.lists(st.floats(1e-3, 10), min_size=3, max_size=3).map(tuple),
+    dtype=st.sampled_from(["float32", "float16", "bfloat16"]),
+)
+def test_inside_a_model_it_is_the_same(mean: tuple[float, ...], std: tuple[float, ...], dtype: Any) -> None:
+    """Bit for bit, at every level, and in the memory format in which pixels come."""
+    stage = Normalize(mean=mean, std=std, dtype=dtype, layout="nhwc")
+    stages = (Decode(), CenterCrop(size=16))
+    inside = stage.module()(images(program_of(*stages), [png(EVERY_LEVEL)] * 2))
+    outside = images(program_of(*stages, stage), [png(EVERY_LEVEL)] * 2)
+    assert torch.equal(inside, outside)
+    assert (inside.dtype, inside.stride()) == (outside.dtype, outside.stride())
+
+
 @pytest.mark.parametrize("layout", ["nchw", "nhwc"])
 def test_gray_and_bgr(layout: Any) -> None:
     data = png(photo(20, 24))

@@ -1,0 +1,89 @@
+"""The way onto a GPU: a loader's one stream, and what the GPU may still be reading of what it was given."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+__all__ = ["Delivery"]
+
+_ALIGN = 16
+
+
+class Delivery:
+    """One loader's stream. It has the lowest priority, so that a training step comes first where they compete.
+
+    Nothing here waits for the GPU but `synchronize` and `close`. Any thread may call any method.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device, priority=0)  # type: ignore[no-untyped-call]
+        self.device = self.stream.device
+        self._kept: deque[tuple[torch.cuda.Event, NDArray[Any], Callable[[NDArray[Any]], None] | None]] = deque()
+        self._lock = threading.Lock()
+
+    @property
+    def handle(self) -> int:
+        """The stream as CUDA's libraries take it, a cudaStream_t."""
+        return int(self.stream.cuda_stream)
+
+    @contextmanager
+    def queued(self) -> Iterator[None]:
+        """What the block does on the device is queued on the stream, and leaves no trace on another GPU."""
+        with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
+            yield
+
+    def mark(self, *, wait: bool = False) -> torch.cuda.Event:
+        """An event behind everything queued so far. wait: a thread that waits for it sleeps and does not spin."""
+        event = torch.cuda.Event(blocking=wait)  # type: ignore[no-untyped-call]
+        event.record(self.stream)
+        return event
+
+    def keep(self, memory: NDArray[Any], give: Callable[[NDArray[Any]], None] | None = None) -> None:
+        """Hold on to memory until what is queued so far is through; then `give` gets it, at some later call of this."""
+        passed = []
+        with self._lock:
+            self._kept.append((self.mark(), memory, give))
+            while self._kept and self._kept[0][0].query():  # type: ignore[no-untyped-call]
+                passed.append(self._kept.popleft())
+        for _, memory, give in passed:
+            if give is not None:
+                give(memory)
+
+    def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Host memory that the GPU copies from directly. torch keeps it until copies that it began are through."""
+        return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
+
+    def send(self, host: torch.Tensor) -> torch.Tensor:
+        """A copy on the device, which holds it once the stream has passed; of pinned memory without a wait."""
+        with self.queued():
+            return host.to(self.device, non_blocking=True)
+
+    def send_all(self, arrays: Sequence[NDArray[Any]]) -> list[torch.Tensor]:
+        """Copies of small arrays on the device, in one transfer: each a tensor of its dtype and shape."""
+        sizes = [-(-array.nbytes // _ALIGN) * _ALIGN for array in arrays]
+        starts = np.cumsum([0, *sizes]).tolist()
+        host = self.pinned([starts.pop()], torch.uint8)
+        views = []
+        for start, array in zip(starts, arrays, strict=True):
+            host.numpy()[start : start + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+            views.append((start, array.nbytes, torch.from_numpy(array).dtype, array.shape))
+        there = self.send(host)
+        return [there[start : start + size].view(dtype).view(shape) for start, size, dtype, shape in views]
+
+    def synchronize(self) -> None:
+        """Wait, on the host, until the GPU has done what is queued."""
+        self.stream.synchronize()
+
+    def close(self) -> None:
+        """Wait until the GPU has read all that it was given, and let go of it."""
+        self.synchronize()
+        with self._lock:
+            self._kept.clear()

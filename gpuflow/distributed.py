@@ -1,0 +1,179 @@
+"""The processes that train together: which one this is, its GPU, and the group that they form.
+
+torchrun starts them and says in the environment who each is: RANK of WORLD_SIZE among all, LOCAL_RANK of
+LOCAL_WORLD_SIZE among those of its host.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from gpuflow.errors import ConfigError, GpuflowError, LoaderError, Problem
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+__all__ = ["Group", "Ranks", "process_group"]
+
+_GLOO_GROUPS: list[object] = []
+"""Kept until the process ends. The last to let go of a group would otherwise be a model's reducer, which then waits for
+Gloo's threads and holds the GIL that they need to let go of a tensor: a deadlock, seen with torch 2.11."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ranks:
+    """One process among those that train together; by default the only one.
+
+    Args:
+        rank, world_size: this process among all.
+        local_rank: this process among those of its host, or None where nobody said.
+        local_world_size: how many run on its host.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int | None = None
+    local_world_size: int = 1
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Ranks:
+        """What torchrun set. What is not set, or empty, has its default.
+
+        Raises:
+            ConfigError: the variables are no numbers or do not fit each other.
+        """
+        problems: list[Problem] = []
+        given: dict[str, int] = {}
+        for name, least in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1)):
+            text = environment.get(name, "")
+            if text.isdecimal() and int(text) >= least:
+                given[name] = int(text)
+            elif text:
+                problems.append(_problem(name, f"must be a whole number >= {least}, got {text!r}"))
+        if not problems and ("RANK" in given) != ("WORLD_SIZE" in given):
+            absent, present = ("RANK", "WORLD_SIZE") if "WORLD_SIZE" in given else ("WORLD_SIZE", "RANK")
+            problems.append(_problem(absent, f"must be set, because {present} is ({given[present]})"))
+        for name, size in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
+            if name in given and size in given and given[name] >= given[size]:
+                problems.append(_problem(name, f"must be below {size}, got {given[name]} of {given[size]}"))
+        if problems:
+            raise ConfigError(problems)
+        return cls(**{name.lower(): number for name, number in given.items()})
+
+    def device(self, device: str | torch.device | None) -> torch.device:
+        """Where this process works. `cuda` without an index is the GPU of this local rank; None is the CPU.
+
+        Raises:
+            LoaderError: torch sees no GPU, or fewer than the host has ranks.
+        """
+        import torch
+
+        target = torch.device(device or "cpu")
+        if target.type != "cuda":
+            return target
+        if not torch.cuda.is_available():
+            raise LoaderError(f"device {str(target)!r} needs CUDA, and torch sees no GPU here; use device='cpu'")
+        if self.local_rank is None or str(target) != "cuda":
+            return target
+        return torch.device("cuda", self.gpu(torch.cuda.device_count()))
+
+    def gpu(self, visible: int) -> int:
+        """The index of this process's GPU among those that torch sees: its local rank."""
+        assert self.local_rank is not None
+        wanted = max(self.local_rank + 1, self.local_world_size)
+        if wanted > visible:
+            raise LoaderError(
+                f"device 'cuda' means a GPU for each of this host's {wanted} ranks, and torch sees {visible}; "
+                f"start {visible} (torchrun --nproc-per-node {visible}) or use device='cpu'"
+            )
+        return self.local_rank
+
+
+def _problem(variable: str, rule: str) -> Problem:
+    return Problem(f"environment variable {variable}", f"{rule}; let torchrun set it, or unset it")
+
+
+class Group:
+    """The processes of `process_group`. A process that is alone waits for nobody.
+
+    Args:
+        ranks: this process. device: where its model and what it shares lives.
+    """
+
+    def __init__(self, ranks: Ranks, device: torch.device) -> None:
+        self._alone, self._device = ranks.world_size == 1, device
+
+    def replicate(self, model: nn.Module) -> nn.Module:
+        """`model`, starting from rank 0's weights and with gradients that are averaged over the ranks."""
+        if self._alone:
+            return model
+        from torch.nn.parallel import DistributedDataParallel
+
+        return DistributedDataParallel(model, device_ids=[self._device] if self._device.type == "cuda" else None)
+
+    def sum(self, tensor: torch.Tensor) -> None:
+        """Replace `tensor` by its sum over the ranks."""
+        if not self._alone:
+            import torch.distributed as dist
+
+            dist.all_reduce(tensor)
+
+    def share(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Replace each tensor by rank 0's."""
+        if not self._alone:
+            import torch.distributed as dist
+
+            for tensor in tensors:
+                dist.broadcast(tensor, src=0)
+
+    def wait(self) -> None:
+        """Until every rank is here."""
+        if not self._alone:
+            import torch.distributed as dist
+
+            dist.barrier()
+
+
+@contextmanager
+def process_group(ranks: Ranks, device: torch.device, *, timeout_seconds: float) -> Iterator[Group]:
+    """The ranks' group while the block runs: NCCL between GPUs, Gloo between CPUs; none for a single process.
+
+    Args:
+        timeout_seconds: how long a rank waits for the others, at the start and in each exchange.
+
+    Raises:
+        GpuflowError: another rank ended, or did not come in time.
+    """
+    if ranks.world_size == 1:
+        yield Group(ranks, device)
+        return
+    import torch.distributed as dist
+
+    on_gpu = device.type == "cuda"
+    try:
+        dist.init_process_group(
+            "nccl" if on_gpu else "gloo",
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+            timeout=datetime.timedelta(seconds=timeout_seconds),
+            device_id=device if on_gpu else None,
+        )
+        if not on_gpu:
+            _GLOO_GROUPS.append(dist.group.WORLD)
+        yield Group(ranks, device)
+        dist.destroy_process_group()
+    except BaseException as error:
+        if dist.is_initialized():  # to destroy it would be to wait for the others, who may wait for this rank
+            dist.distributed_c10d._abort_process_group()
+        if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo/transport" in str(error)):
+            raise GpuflowError(
+                f"rank {ranks.rank} of {ranks.world_size} is cut off from the others: {str(error).splitlines()[0]}; "
+                "see the error of the rank that ended first, or raise run.timeout_s if one was only slow"
+            ) from error
+        raise

@@ -1,0 +1,119 @@
+"""Where a pipeline is decoded: by the GPU's JPEG engines, by CUDA kernels, or on the CPU, and why."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from gpuflow.config import Config
+from gpuflow.cpu import STORAGE, slot_shape
+from gpuflow.errors import ConfigError, MissingExtra, Problem
+from gpuflow.memory import BUFFERS
+from gpuflow.nvjpeg import BACKENDS, NvjpegError, find_library
+
+if TYPE_CHECKING:
+    from gpuflow.delivery import Delivery
+    from gpuflow.gpu import GpuRunner
+
+__all__ = ["Placement", "explain_gpu", "memory_for_decoding", "place"]
+
+_DECODE_BYTES = 1 << 29
+"""Decoded pixels that one buffer holds at most, unless run.memory_limit asks for less."""
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """delivery: to the GPU that batches are for, or None. gpu: what decodes there, or None.
+
+    reason: in words, what decodes, or why the CPU does.
+    """
+
+    delivery: Delivery | None
+    gpu: GpuRunner | None
+    reason: str
+
+
+def place(config: Config, name: str, device: torch.device, batch_size: int) -> Placement:
+    """Where a pipeline of a configuration runs on a device.
+
+    Raises:
+        ConfigError: `decode.backend` is gpu and cannot be had, or `run.memory_limit` is too small.
+    """
+    backend = config.programs[name].decoder.backend
+    if device.type != "cuda":
+        placement = Placement(None, None, "the loader's device is the CPU")
+    else:
+        from gpuflow.delivery import Delivery
+
+        delivery = Delivery(device)
+        placement = Placement(delivery, None, "its decode.backend is cpu")
+        if backend != "cpu":
+            placement = _on_gpu(config, name, delivery, memory_for_decoding(config, name, batch_size))
+    if backend == "gpu" and placement.gpu is None:
+        at = f"{config.path}: pipelines.{name}.stages[0].decode.backend"
+        raise ConfigError([Problem(at, f"is gpu, but {placement.reason}; use auto or cpu")])
+    return placement
+
+
+def explain_gpu(config: Config, name: str) -> str:
+    """What decodes a pipeline where batches are for a GPU: this machine's, or any if it has none."""
+    program = config.programs[name]
+    if program.decoder.backend == "cpu":
+        return "decoded on the CPU: its decode.backend is cpu"
+    if torch.cuda.is_available():
+        placement = place(config, name, torch.device("cuda"), 1)
+        return placement.reason if placement.gpu is not None else f"decoded on the CPU: {placement.reason}"
+    try:
+        from gpuflow.gpu import passes_of
+    except ImportError:  # Triton, which CPU builds of torch lack
+        return "not known: this torch is built without CUDA"
+    passes = passes_of(program)
+    if isinstance(passes, str):
+        return f"decoded on the CPU: {passes}"
+    return f"JPEG engines if it has them, else CUDA kernels; then {len(passes)} batched pass(es)"
+
+
+def _on_gpu(config: Config, name: str, delivery: Delivery, decode_bytes: int) -> Placement:
+    from gpuflow.gpu import GpuRunner, passes_of  # Triton, which CPU builds of torch lack
+
+    program = config.programs[name]
+    passes = passes_of(program)
+    if isinstance(passes, str):
+        return Placement(delivery, None, passes)
+    try:
+        library = find_library()
+    except MissingExtra as error:
+        return Placement(delivery, None, str(error))
+    refusals = []
+    for backend, what in BACKENDS.items():
+        try:
+            gpu = GpuRunner(program, passes, delivery, library, backend=backend, decode_bytes=decode_bytes)
+        except NvjpegError as error:
+            refusals.append(f"{what}: {error}")
+            continue
+        where = f"{what} of {torch.cuda.get_device_name(delivery.device)} (libnvjpeg {library.version})"
+        because = f"; no {'; no '.join(refusals)}" if refusals else ""
+        return Placement(delivery, gpu, f"{where}, then {len(passes)} batched pass(es){because}")
+    return Placement(delivery, None, "; ".join(refusals))
+
+
+def memory_for_decoding(config: Config, name: str, batch_size: int) -> int:
+    """What `run.memory_limit` leaves for each buffer of decoded pixels, beside the batches that exist at a time."""
+    limit = config.run.memory_limit
+    if limit is None:
+        return _DECODE_BYTES
+    result = config.programs[name].result
+    batch_bytes = batch_size * math.prod(slot_shape(result)) * np.dtype(STORAGE[result.dtype]).itemsize
+    batches = config.run.prefetch + 2  # and the one that the consumer holds
+    left = (limit - batches * batch_bytes) // BUFFERS
+    if left <= 0:
+        rule = (
+            f"must be more than {batches * batch_bytes:,} bytes, got {limit:,}: {batches} batches of {batch_bytes:,} "
+            f"bytes exist at a time in {name!r}; raise it, or lower run.prefetch or batch.size"
+        )
+        raise ConfigError([Problem(f"{config.path}: run.memory_limit", rule)])
+    return min(left, _DECODE_BYTES)

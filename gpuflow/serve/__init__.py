@@ -1,0 +1,85 @@
+"""The served life of a configuration: its block `serve` as a torchpipe graph, and what answers with it.
+
+import gpuflow.serve
+
+with gpuflow.serve.load("configs/photos.yaml") as predict:
+    print(predict("photo.jpg", top_k=3))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+    from gpuflow.serve.lowering import Graph, to_toml
+    from gpuflow.serve.predictor import Prediction, Predictor
+    from gpuflow.serve.runtime import register
+
+__all__ = ["Graph", "Prediction", "Predictor", "load", "lower", "register", "to_toml"]
+
+
+def __getattr__(name: str) -> object:
+    if name in ("Graph", "to_toml"):
+        from gpuflow.serve import lowering as module
+    elif name in ("Prediction", "Predictor"):
+        from gpuflow.serve import predictor as module  # type: ignore[no-redef]
+    elif name == "register":
+        from gpuflow.serve import runtime as module  # type: ignore[no-redef]
+    else:
+        raise AttributeError(f"module 'gpuflow.serve' has no attribute {name!r}")
+    found: object = getattr(module, name)
+    return found
+
+
+def lower(path: str | Path, *, device: str = "cpu", overrides: Sequence[str] = ()) -> Graph:
+    """The torchpipe graph of a file's block `serve`: `as_dict()` is what torchpipe takes, `to_toml` what it reads.
+
+    Neither torchpipe nor the model file is needed for that.
+
+    Args:
+        path: the YAML file. device: where the model runs, `cpu` or `cuda`. overrides: such as `serve.model.batch=8`.
+
+    Raises:
+        ConfigError: the file, with every located problem.
+    """
+    from gpuflow import stage_table
+    from gpuflow.config import read_config
+    from gpuflow.serve import lowering
+
+    return lowering.lower(read_config(path, stage_table(), overrides), device=device)
+
+
+def load(
+    path: str | Path,
+    *,
+    device: str | torch.device | None = None,
+    overrides: Sequence[str] = (),
+    model: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    preprocess_only: bool = False,
+) -> Predictor:
+    """A callable that answers for encoded images as a file's block `serve` says.
+
+    Args:
+        path: the YAML file.
+        device: where the model runs; the CPU by default.
+        overrides: dotted assignments such as `serve.model.instances=2`.
+        model: takes the place of `serve.model.file`: any callable of images [N, C, H, W] on the device that gives
+            logits [N, K]. A torch.nn.Module is moved there and set to eval(). One thread calls it.
+        preprocess_only: open no model; `preprocess` is all that works.
+
+    Raises:
+        ConfigError: the file, with every located problem; a model file that is missing, does not take such images, or
+            was trained with other preprocessing.
+        MissingExtra: torchpipe, or the model's library, is not installed.
+    """
+    from gpuflow import stage_table
+    from gpuflow.config import read_config
+    from gpuflow.serve.predictor import open_predictor
+
+    return open_predictor(
+        read_config(path, stage_table(), overrides), device=device, model=model, preprocess_only=preprocess_only
+    )

@@ -1,0 +1,274 @@
+"""`gpuflow export`: a trained checkpoint to ONNX or torch.export, with its classes and preprocessing, and checked.
+
+The check runs the written file by the engine that would serve it, against the checkpoint in torch: on random images,
+and on real ones that go through the pipeline. A file that fails it is never put in place.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import nn
+
+from gpuflow.build import open_split
+from gpuflow.check import trace
+from gpuflow.config import Config, ModelSpec
+from gpuflow.cpu import STORAGE, CpuRunner, as_batch, slot_shape
+from gpuflow.errors import ConfigError, GpuflowError, MissingExtra, Problem, SourceError
+from gpuflow.fold import Program, fold
+from gpuflow.serve.engines import ModelInfo, open_engine, refuse_other_preprocessing
+from gpuflow.serve.engines.base import METADATA_KEY, black_images
+from gpuflow.serve.engines.pytorch import EXTRA_FILE, load_checkpoint
+from gpuflow.sources.folder import EXTENSIONS
+from gpuflow.spec import ImageSpec, Keys, Pipeline
+
+__all__ = ["TOLERANCE", "Check", "Exported", "export_model"]
+
+TOLERANCE = 1e-4
+"""How far a logit may be off, as a share of the largest one, or of 1 where all are smaller."""
+_OPSETS = (18, 25)  # that torch's exporter writes
+_REAL_IMAGES, _RANDOM_IMAGES, _BATCH = 32, 5, 4
+_CPU = torch.device("cpu")
+
+Encoded = NDArray[np.uint8]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Check:
+    """The exported model against torch on some images.
+
+    difference: the largest one of a logit; allowed: what it may be. agree: images with the same top prediction.
+    """
+
+    images: str
+    count: int
+    difference: float
+    allowed: float
+    agree: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.count} {self.images} images: logits differ by at most {self.difference:.2g}, "
+            f"allowed {self.allowed:.2g}; top-1 agrees on {self.agree}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Exported:
+    """A model file that passed its checks. image: what it takes."""
+
+    path: Path
+    info: ModelInfo
+    image: ImageSpec
+    checks: tuple[Check, ...]
+
+
+def export_model(
+    config: Config,
+    out: Path,
+    *,
+    checkpoint: Path | None = None,
+    fold_normalize: bool = False,
+    opset: int | None = None,
+    data: Path | None = None,
+) -> Exported:
+    """Export what `gpuflow train` wrote, with a dynamic batch axis.
+
+    Args:
+        out: `.onnx` for ONNX, `.pt2` for torch.export. checkpoint: `<train.out>/last.pt` by default.
+        fold_normalize: put the pipeline's last stage into the model, which then takes uint8 pixels [N, C, H, W].
+        opset: of ONNX; torch's default otherwise. data: a directory of images to check on, instead of the source.
+
+    Raises:
+        ConfigError: checkpoint, options or data do not go with the file, or torch cannot export the model.
+        GpuflowError: the exported model computes something else. `out` is left as it was.
+    """
+    if opset is not None and not _OPSETS[0] <= opset <= _OPSETS[1]:
+        raise ConfigError([Problem("--opset", f"must be within {_OPSETS[0]} and {_OPSETS[1]}, got {opset}")])
+    path = str(checkpoint or Path(config.train.out) / "last.pt")
+    if not Path(path).is_file():
+        rule = "no such checkpoint; run gpuflow train first, or name one with --checkpoint"
+        raise ConfigError([Problem(f"{path}:", rule)])
+    trained, info = load_checkpoint(path)
+    whole = _program(config, info, path)
+    program, model = whole, trained
+    if fold_normalize:
+        program, model, info = _folded(config, whole, trained, info)
+    samples = _samples(config, whole, data)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    partial = out.with_name(f"{out.stem}.partial{out.suffix}")
+    try:
+        images = black_images(2, program.result, _CPU)
+        if out.suffix == ".onnx":
+            _write_onnx(model, images, partial, info, opset)
+        else:
+            _write_program(model, images, partial, info)
+        checks = _check(partial, program, whole, model, trained, samples)
+        for check in checks:
+            if not check.difference <= check.allowed:  # nor if it is no number
+                raise GpuflowError(f"{out}: is not what {path} computes, so it is not written: {check}")
+        partial.replace(out)
+    finally:
+        partial.unlink(missing_ok=True)
+    return Exported(path=out, info=info, image=program.result, checks=checks)
+
+
+def _program(config: Config, info: ModelInfo, path: str) -> Program:
+    """The pipeline that the checkpoint was trained for: what serves, or what validates."""
+    programs = [config.programs[name] for name in ("serve", "val") if name in config.programs]
+    if not programs:
+        rule = "must have a pipeline val or a block serve, whose stages the exported model goes with"
+        raise ConfigError([Problem(f"{config.path}:", rule)])
+    for program in programs:
+        if program.pipeline.fingerprint == info.preprocessing:
+            return program
+    model = config.serve.model if config.serve is not None else None
+    refuse_other_preprocessing(info, programs[0].pipeline, path, model is not None and model.force)
+    return programs[0]
+
+
+def _folded(config: Config, whole: Program, model: nn.Module, info: ModelInfo) -> tuple[Program, nn.Module, ModelInfo]:
+    """The pipeline without its last stage, and the model with it."""
+    *stages, last = whole.pipeline.stages
+    inside = last.module()
+    if inside is None:
+        rule = f"ends with {last!r}, which has no form inside a model; export without --fold-normalize"
+        raise ConfigError([Problem(f"{config.path}: the pipeline {whole.pipeline.name}", rule)])
+    pipeline = Pipeline(whole.pipeline.name, tuple(stages))
+    info = replace(info, folded=whole.pipeline.lines[-1])
+    if info.preprocessing == whole.pipeline.fingerprint:  # else forced: serving it will have to be, too
+        info = replace(info, preprocessing=pipeline.fingerprint, stages=pipeline.lines)
+    return fold(pipeline, trace(pipeline)), nn.Sequential(inside, model).eval(), info
+
+
+# --- writing ----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _exporting() -> Iterator[None]:
+    """Quiet torch's warnings about its own insides; whatever it raises, which has no common base, gets a place."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    except Exception as error:
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise ConfigError(
+            [Problem("torch", f"cannot export this model: {reason}; serve the checkpoint itself")]
+        ) from error
+
+
+def _write_program(model: nn.Module, images: torch.Tensor, path: Path, info: ModelInfo) -> None:
+    with _exporting():
+        batch = torch.export.Dim("batch")
+        program = torch.export.export(model, (images,), dynamic_shapes=({0: batch},))
+        torch.export.save(program, path, extra_files={EXTRA_FILE: info.to_json()})
+
+
+def _write_onnx(model: nn.Module, images: torch.Tensor, path: Path, info: ModelInfo, opset: int | None) -> None:
+    try:
+        import onnx  # noqa: F401
+        import onnxscript  # noqa: F401
+    except ImportError as error:
+        raise MissingExtra("exporting to ONNX", "onnxscript", "serve") from error
+    with _exporting():
+        batch = torch.export.Dim("batch")
+        program: Any = torch.onnx.export(
+            model,
+            (images,),
+            dynamo=True,
+            input_names=["images"],
+            output_names=["logits"],
+            dynamic_shapes=({0: batch},),
+            opset_version=opset,
+            verbose=False,
+        )
+        program.model.metadata_props[METADATA_KEY] = info.to_json()
+        program.save(path, external_data=False)
+    written = program.model.opset_imports[""]
+    if opset not in (None, written):
+        raise ConfigError([Problem("--opset", f"is {opset}, but torch could only write {written}; use that")])
+
+
+# --- checking ---------------------------------------------------------------------------------------------------------
+
+
+def _samples(config: Config, program: Program, data: Path | None) -> list[Encoded]:
+    """Some encoded images, spread evenly over the source, or over a directory. Bad ones are left out."""
+    if data is not None:
+        files = sorted(file for file in data.rglob("*") if file.suffix.lower() in EXTENSIONS)
+        found = [np.fromfile(files[i], np.uint8) for i in _spread(len(files))]
+        place = f"{data}:"
+    else:
+        try:
+            source = open_split(config, program.pipeline.name)
+        except SourceError as error:
+            raise SourceError(f"{error}; or name a directory of images to check the model on: --data") from error
+        payload = source.read(_spread(len(source)), lambda size: np.empty(size, np.uint8))
+        found = [payload.sample(i) for i, error in enumerate(payload.errors) if error is None]
+        source.close()
+        place = f"{config.path}: source"
+    good = _pixels(program, found)[1] if found else []
+    if not good:
+        raise ConfigError([Problem(place, "has no image that can be decoded to check the model on; try --data")])
+    return [found[i] for i in good]
+
+
+def _spread(count: int) -> list[int]:
+    return sorted({int(i) for i in np.linspace(0, max(count - 1, 0), min(count, _REAL_IMAGES))})
+
+
+def _pixels(program: Program, samples: list[Encoded]) -> tuple[torch.Tensor, list[int]]:
+    """The images [N, C, H, W] of those samples that can be decoded, and which these are."""
+    slots = np.zeros((len(samples), *slot_shape(program.result)), STORAGE[program.result.dtype])
+    faults = CpuRunner(program).run(samples, Keys(0, 0, np.arange(len(samples))), slots)
+    good = [i for i, fault in enumerate(faults) if fault is None]
+    return as_batch(slots, program.result)[good], good
+
+
+def _check(
+    path: Path, program: Program, whole: Program, model: nn.Module, trained: nn.Module, samples: list[Encoded]
+) -> tuple[Check, ...]:
+    """Compare the file at `path`, fed by `program`, with the checkpoint, fed by the whole pipeline."""
+    folded = program is not whole
+    real, full = _pixels(program, samples)[0], _pixels(whole, samples)[0]
+    if folded and not torch.equal(model[0](real), full):  # type: ignore[index]
+        raise GpuflowError(f"{whole.pipeline.lines[-1]}: its form inside a model differs from the stage itself")
+    shape = (_RANDOM_IMAGES, *real.shape[1:])
+    generator = torch.Generator().manual_seed(0)
+    if folded:
+        noise = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+        references = (noise, model), (full, trained)
+    else:
+        noise = torch.randn(shape, generator=generator).to(real.dtype)
+        references = (noise, trained), (full, trained)
+    engine = open_engine(ModelSpec(file=str(path), batch=_BATCH), image=program.result, device=_CPU)
+    checks = []
+    for name, given, (images, reference) in zip(("random", "real"), (noise, real), references, strict=True):
+        # One image first, so that a batch of one is among the sizes.
+        ours = torch.cat([engine.run(batch) for batch in (given[:1], *_batches(given[1:]))])
+        with torch.inference_mode():
+            theirs = torch.cat([reference(batch) for batch in _batches(images)]).float()
+        checks.append(
+            Check(
+                images=name,
+                count=len(images),
+                difference=float((ours - theirs).abs().max()),
+                allowed=TOLERANCE * max(1.0, float(theirs.abs().max())),
+                agree=int((ours.argmax(dim=1) == theirs.argmax(dim=1)).sum()),
+            )
+        )
+    engine.close()
+    return tuple(checks)
+
+
+def _batches(images: torch.Tensor) -> list[torch.Tensor]:
+    return [images[start : start + _BATCH] for start in range(0, len(images), _BATCH)]

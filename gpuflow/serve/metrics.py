@@ -1,0 +1,113 @@
+"""What a service counts, in Prometheus' text format.
+
+gpuflow_requests_total{route, status}   answers
+gpuflow_errors_total{kind}              refused requests, and images that cannot be decoded
+gpuflow_images_total                    images that were answered with predictions
+gpuflow_request_seconds{route}          from a request's headers to the end of its answer, where that was a 200
+gpuflow_batch_size                      images that the model ran on at a time
+gpuflow_queue_length                    images under way, and requests whose bodies are being read
+gpuflow_received_bytes_total, gpuflow_sent_bytes_total   bodies alone
+gpuflow_ready                           1 while requests are taken
+process_*                               CPU seconds, memory, files of this process
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
+from prometheus_client.core import HistogramMetricFamily
+from prometheus_client.registry import Collector
+
+__all__ = ["CONTENT_TYPE", "KINDS", "Metrics"]
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+KINDS = (
+    "bad_image",
+    "bad_request",
+    "disconnected",
+    "draining",
+    "internal",
+    "loading",
+    "method",
+    "model",
+    "no_picture",
+    "not_found",
+    "queue_full",
+    "slow_body",
+    "timeout",
+    "too_large",
+    "unsupported_type",
+)
+"""Of errors: what `error.kind` of an answer can be, and `disconnected` for clients that did not wait for theirs."""
+_ROUTES = ("/", "/healthz", "/metrics", "/openapi.json", "/predict", "/readyz", "/seen")
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+
+
+class Metrics:
+    """The counters of one service, on a registry of their own.
+
+    Args:
+        queue: how many images are under way. ready: whether requests are taken.
+        batches: how often the model ran on so many images at a time.
+    """
+
+    def __init__(
+        self, *, queue: Callable[[], int], ready: Callable[[], bool], batches: Callable[[], Mapping[int, int]]
+    ) -> None:
+        self._registry = registry = CollectorRegistry()
+        self._requests = Counter("gpuflow_requests", "Answers.", ["route", "status"], registry=registry)
+        self._errors = Counter("gpuflow_errors", "Refused requests and bad images.", ["kind"], registry=registry)
+        self.images = Counter("gpuflow_images", "Images answered with predictions.", registry=registry)
+        self._seconds = Histogram(
+            "gpuflow_request_seconds",
+            "From a request's headers to the end of its answer, where that was a 200.",
+            ["route"],
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        self._received = Counter("gpuflow_received_bytes", "Bytes of requests' bodies.", registry=registry)
+        self._sent = Counter("gpuflow_sent_bytes", "Bytes of answers' bodies.", registry=registry)
+        Gauge("gpuflow_queue_length", "Images under way.", registry=registry).set_function(queue)
+        Gauge("gpuflow_ready", "Whether requests are taken.", registry=registry).set_function(ready)
+        registry.register(_Batches(batches))
+        ProcessCollector(registry=registry)
+        for kind in KINDS:
+            self._errors.labels(kind)
+        for route in ("/predict", "/seen"):
+            self._seconds.labels(route)
+
+    def answer(self, path: str, *, status: int, seconds: float, received: int, sent: int) -> None:
+        """Count one answer. received, sent: bytes of the bodies."""
+        route = path if path in _ROUTES else "other"
+        self._requests.labels(route, str(status)).inc()
+        self._received.inc(received)
+        self._sent.inc(sent)
+        if status == 200 and route in ("/predict", "/seen"):
+            self._seconds.labels(route).observe(seconds)
+
+    def error(self, kind: str) -> None:
+        """Count one error. kind: one of KINDS."""
+        assert kind in KINDS
+        self._errors.labels(kind).inc()
+
+    def exposition(self) -> bytes:
+        """Everything in the text format, of the type CONTENT_TYPE."""
+        return generate_latest(self._registry)
+
+
+class _Batches(Collector):
+    """The predictor counts its batches itself; here they become a histogram."""
+
+    def __init__(self, batches: Callable[[], Mapping[int, int]]) -> None:
+        self._batches = batches
+
+    def collect(self) -> Iterator[HistogramMetricFamily]:
+        counts = self._batches()
+        buckets = [(str(size), sum(n for images, n in counts.items() if images <= size)) for size in _SIZES]
+        buckets.append(("+Inf", sum(counts.values())))
+        images = sum(images * n for images, n in counts.items())
+        yield HistogramMetricFamily(
+            "gpuflow_batch_size", "Images that the model ran on at a time.", buckets=buckets, sum_value=images
+        )

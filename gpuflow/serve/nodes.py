@@ -1,0 +1,276 @@
+"""What runs in a graph's nodes, as torchpipe wants it: classes without arguments, told everything as text.
+
+An item is a dict with `data`; a node writes `result`. What is wrong with one item is written into it as `error`, its
+result stays empty, and its neighbours go on: torchpipe fails a whole batch for what a node raises.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch.utils.dlpack import from_dlpack
+
+from gpuflow.cpu import STORAGE, CpuRunner, as_batch, slot_shape
+from gpuflow.errors import BadSampleError, PredictorError
+from gpuflow.fold import Program
+from gpuflow.presets import Preset
+from gpuflow.serve.lowering import program_from_json
+from gpuflow.spec import Keys
+
+if TYPE_CHECKING:
+    from gpuflow.serve.engines import Engine
+
+__all__ = ["SESSIONS", "ModelNode", "PreprocessNode", "Request", "Session"]
+
+Item = MutableMapping[str, Any]
+
+_QUEUED = 2
+"""How many images an instance takes at a time. With 1, torchpipe would let a caller wait until an instance is free."""
+_SECONDS = 30.0
+_EMPTY, _CANCELLED = torch.empty(0), "cancelled"
+_ONE = Keys(0, 0, np.zeros(1, np.int64))
+"""The keys of one image. Nothing is drawn where a model is served."""
+
+
+class Request:
+    """One image on its way through a graph; its item carries it as `request`.
+
+    future: what `wrap` makes of the logits [K]; of the image [C, H, W] that the model would get, if `wants_image`.
+    done: called once when the graph is through with it, whatever came out.
+    fault: what a node raised for it; torchpipe passes on the text alone.
+    """
+
+    def __init__(
+        self, done: Callable[[Request], None], *, wrap: Callable[[torch.Tensor], Any], wants_image: bool = False
+    ) -> None:
+        self.future: Future[Any] = Future()
+        self.wants_image, self.settled = wants_image, False
+        self.fault: Exception | None = None
+        self._wrap, self._done = wrap, done
+        self._wanted: bool | None = None
+
+    def begin(self) -> bool:
+        """From here on it cannot be cancelled. Returns whether it was not."""
+        if self._wanted is None:
+            self._wanted = self.future.set_running_or_notify_cancel()
+        return self._wanted
+
+    def settle(self, value: torch.Tensor | Exception) -> None:
+        """Give the answer, if it is still wanted."""
+        self.settled = True
+        if self.begin():
+            if isinstance(value, Exception):
+                self.future.set_exception(value)
+            else:
+                self.future.set_result(self._wrap(value))
+        self._done(self)
+
+
+class Session:
+    """What the instances of one graph's nodes share.
+
+    engines: one for each instance of the model; none where the images are all that is wanted.
+    batches: how often the model ran on so many images at a time.
+    """
+
+    def __init__(self, engines: Sequence[Engine]) -> None:
+        self.engines = tuple(engines)
+        self.batches: Counter[int] = Counter()
+        self._lock = threading.Lock()
+        self._nodes: list[PreprocessNode | ModelNode] = []
+
+    def join(self, node: PreprocessNode | ModelNode) -> None:
+        self._nodes.append(node)
+
+    def count(self, images: int) -> None:
+        with self._lock:
+            self.batches[images] += 1
+
+    def close(self) -> None:
+        """Let go of engines and buffers; no item may be under way. torchpipe keeps the nodes themselves for ever."""
+        for node in self._nodes:
+            node.release()
+        for engine in self.engines:
+            engine.close()
+        self._nodes.clear()
+        self.engines = ()
+
+
+SESSIONS: dict[str, Session] = {}
+"""By the nodes' parameter `session`. Nodes of a graph that torchpipe reads from a file have none and open their own."""
+_lock = threading.Lock()
+
+
+def _session(parameters: Mapping[str, str], program: Program) -> Session:
+    with _lock:
+        name = parameters.get("session") or f"of node {parameters['node_name']}"
+        if name not in SESSIONS:
+            SESSIONS[name] = Session(_engines(parameters, program))
+        return SESSIONS[name]
+
+
+def _engines(parameters: Mapping[str, str], program: Program) -> Sequence[Engine]:
+    """The engines of a model node that stands in a file, ready to run."""
+    if "model" not in parameters:
+        return ()
+    from gpuflow.config import ModelSpec
+    from gpuflow.serve.engines import open_engines, read_info, refuse_other_preprocessing
+
+    model = ModelSpec.model_validate_json(parameters["model"])
+    refuse_other_preprocessing(read_info(model.file), program.pipeline, model.file, model.force)
+    engines = open_engines(model, image=program.result, device=torch.device(parameters["device"]))
+    for engine in engines:
+        engine.warm_up()
+    return engines
+
+
+def _program(parameters: Mapping[str, str]) -> Program:
+    from gpuflow import stage_table  # torchpipe makes the nodes, so nobody can hand the table in
+
+    return program_from_json(parameters["stages"], stage_table())
+
+
+class PreprocessNode:
+    """Encoded bytes to an image, by the code that validation runs: a tensor [1, C, H, W] as the pipeline gives it.
+
+    Parameters: stages (JSON), device of the image, on_error: `pass` or `raise`, session.
+    """
+
+    def init(self, params: Any, options: object = None) -> None:
+        parameters = dict(params.items())
+        _use_one_torch_thread()
+        program = _program(parameters)
+        self._spec, self._device = program.result, torch.device(parameters["device"])
+        self._raises = parameters["on_error"] == "raise"
+        self._runner: CpuRunner | None = CpuRunner(program)
+        if "session" in parameters:
+            _session(parameters, program).join(self)
+
+    def max(self) -> int:
+        return 1 if self._raises else _QUEUED
+
+    def forward(self, items: Sequence[Item]) -> None:
+        for item in items:
+            if "request" in item and item["request"].future.cancelled():
+                item["error"], item["result"] = _CANCELLED, _EMPTY
+                continue
+            try:
+                item["result"] = self._image(item["data"])
+            except BaseException as error:  # somebody waits for each item, whatever is raised
+                fault = error if isinstance(error, BadSampleError) else BadSampleError("preprocess", repr(error))
+                if self._raises:
+                    if "request" in item:
+                        item["request"].fault = fault
+                    raise fault from error
+                item["error"], item["result"] = str(fault), _EMPTY
+
+    def _image(self, data: bytes) -> torch.Tensor:
+        assert self._runner is not None, "a graph that was closed gets no items"
+        slots = np.empty((1, *slot_shape(self._spec)), STORAGE[self._spec.dtype])
+        (fault,) = self._runner.run([np.frombuffer(data, np.uint8)], _ONE, slots)
+        if fault is not None:
+            raise fault
+        return as_batch(slots, self._spec).to(self._device)
+
+    def release(self) -> None:
+        self._runner = None
+
+
+class ModelNode:
+    """A batch of images through the model: logits [K] for each item. Without a model, the images themselves.
+
+    Parameters: stages (JSON), batch, device of the model, model (JSON of `serve.model`), session.
+    """
+
+    def init(self, params: Any, options: object = None) -> None:
+        parameters = dict(params.items())
+        program = _program(parameters)
+        self._session = _session(parameters, program)
+        self._session.join(self)
+        engines, self._batch = self._session.engines, int(parameters["batch"])
+        self._engine = engines[int(parameters["_independent_index"])] if engines else None
+        self._device, self._result = torch.device(parameters["device"]), program.result
+        self._preset: list[torch.nn.Module] | None = None
+        if isinstance(program.decoder, Preset):
+            self._preset = [stage.module() for stage in program.pipeline.stages[1:]]
+
+    def max(self) -> int:
+        return self._batch
+
+    def forward(self, items: Sequence[Item]) -> None:
+        items = list(items)
+        for item in items:
+            if "request" in item and not item["request"].begin():
+                item["error"] = _CANCELLED
+        for item, answer in zip(items, self._answers(items), strict=True):
+            if isinstance(answer, Exception):
+                item["error"], item["result"] = str(answer), _EMPTY
+            else:
+                item["result"] = answer
+            if "request" in item:
+                item["request"].settle(answer)
+
+    def _answers(self, items: Sequence[Item]) -> list[torch.Tensor | Exception]:
+        """For each item its logits [K], its image [C, H, W] where it wants that, or what is wrong with it."""
+        good = [item for item in items if "error" not in item]
+        found: Iterator[torch.Tensor | Exception]
+        try:
+            found = iter(self._run(good) if good else ())
+        except BaseException as error:  # somebody waits for each item, whatever is raised
+            failed = PredictorError(f"the model failed on a batch of {len(good)}: {error!r}")
+            failed.__cause__ = error
+            found = itertools.repeat(failed)
+        return [_bad_sample(item["error"]) if "error" in item else next(found) for item in items]
+
+    @torch.no_grad()
+    def _run(self, items: Sequence[Item]) -> list[torch.Tensor]:
+        images = self._images([from_dlpack(item["data"]) for item in items])
+        answers = list(images)
+        rows = [row for row, item in enumerate(items) if not ("request" in item and item["request"].wants_image)]
+        if self._engine is not None and rows:
+            batch = images if len(rows) == len(items) else images[rows]
+            logits = self._engine.run(batch.to(self._device)).clone()  # no inference tensors, which users cannot change
+            self._session.count(len(rows))
+            for row, answer in zip(rows, logits, strict=True):
+                answers[row] = answer
+        return answers
+
+    def _images(self, images: Sequence[torch.Tensor]) -> torch.Tensor:
+        """What the model gets: [N, C, H, W] in the pipeline's dtype and memory format."""
+        if self._preset is None:
+            return torch.cat(list(images)) if len(images) > 1 else images[0]
+        batch = torch.cat([image if image.ndim == 4 else image.permute(2, 0, 1)[None] for image in images])
+        if self._result.dtype == "uint8":
+            batch = batch.round().to(torch.uint8)
+        for module in self._preset:
+            batch = module.to(batch.device)(batch)
+        planes = self._result.layout == "nchw"
+        return batch.contiguous(memory_format=torch.contiguous_format if planes else torch.channels_last)
+
+    def release(self) -> None:
+        self._engine = None
+
+
+def _bad_sample(text: str) -> BadSampleError:
+    """The error whose text an item carries."""
+    stage, _, reason = text.partition(": ")
+    return BadSampleError(stage, reason)
+
+
+def _use_one_torch_thread() -> None:
+    """Keep torch's operators on this thread: a team of OpenMP threads for each instance would spin beside the others.
+
+    What torch sets counts for this thread and for all threads yet to come, so another thread sets it back for those.
+    """
+    with _lock, ThreadPoolExecutor(1, "gpuflow_torch_threads") as other:
+        count = other.submit(torch.get_num_threads).result(_SECONDS)
+        torch.get_num_threads()  # ties this thread to the default, so that what is set next stays in force
+        torch.set_num_threads(1)
+        other.submit(torch.set_num_threads, count).result(_SECONDS)

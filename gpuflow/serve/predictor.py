@@ -1,0 +1,361 @@
+"""A configuration's block `serve` in this process: encoded images in, logits out."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
+
+import torch
+
+from gpuflow.build import available_threads
+from gpuflow.distributed import Ranks
+from gpuflow.errors import BadSampleError, ConfigError, PredictorError, PredictorTimeout, Problem
+from gpuflow.serve.engines import Engine, ModelInfo, open_engines, read_info, refuse_other_preprocessing
+from gpuflow.serve.lowering import DEFAULT_BATCH, MODEL, Graph, chain
+from gpuflow.serve.runtime import RunningGraph
+from gpuflow.spec import ImageSpec, Pipeline
+
+if TYPE_CHECKING:
+    from gpuflow.config import Config
+
+__all__ = ["Image", "Labels", "OwnModel", "Prediction", "Predictor", "open_predictor"]
+
+Image = bytes | bytearray | memoryview | str | os.PathLike[str]
+"""One encoded image: its bytes, or the path of its file."""
+Labels = tuple[tuple[str, float], ...]
+"""(label, probability), the likeliest first."""
+
+_ROUNDS_AHEAD = 4
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Prediction:
+    """What the model says of one image. logits: float32 [K]. classes: the names of its K outputs, or None."""
+
+    logits: torch.Tensor
+    classes: tuple[str, ...] | None = None
+
+    def top(self, k: int) -> Labels:
+        """The k likeliest labels by softmax, or all where there are fewer. Without names a label is its number."""
+        return tuple((label, probability) for _, label, probability in self.ranked(k))
+
+    def ranked(self, k: int) -> tuple[tuple[int, str, float], ...]:
+        """As `top`, with the output's number first: (index, label, probability)."""
+        values, rows = self.logits.softmax(dim=0).topk(min(k, len(self.logits)))
+        names = self.classes or tuple(map(str, range(len(self.logits))))
+        return tuple((row, names[row], value) for row, value in zip(rows.tolist(), values.tolist(), strict=True))
+
+
+class Predictor:
+    """Answers for encoded images, in batches over all that ask. Any thread may call any method.
+
+    A list is worked on by all instances at once, some rounds of them ahead. Load once, not once a request: torchpipe
+    never ends a graph's threads. Where other threads are busy in Python, the interpreter lets an instance wait for 5 ms
+    at a time; a service sets `sys.setswitchinterval(0.0005)`, which a library must not.
+
+    Args:
+        graph: of `lower` or `chain`. engines: warmed up, one for each instance of its model node; none if the graph
+            ends with images, or torchpipe runs the model.
+        image: what the model gets. pipeline: the stages that make it, for those who show it to people.
+        classes: the names of its outputs. timeout_seconds: for any one answer.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        engines: Sequence[Engine] = (),
+        *,
+        image: ImageSpec,
+        pipeline: Pipeline | None = None,
+        classes: tuple[str, ...] | None = None,
+        timeout_seconds: float = 120.0,
+    ) -> None:
+        self.image, self.pipeline = image, pipeline
+        self.classes, self.preprocessing = classes, graph.preprocessing
+        self._graph, self._timeout = graph, timeout_seconds
+        self._described = [engine.describe() for engine in engines]
+        first, last = (dict(node.parameters) for node in graph.nodes)
+        self._gives_images = last["backend"] == MODEL
+        self._has_model = bool(engines) or not self._gives_images
+        per_round = int(first["instance_num"]) + int(last["instance_num"]) * int(last.get("batch", 1))
+        self._window = _ROUNDS_AHEAD * per_round
+        self._running = RunningGraph(graph, engines)
+
+    @overload
+    def __call__(self, images: Image, *, top_k: None = None) -> torch.Tensor: ...
+    @overload
+    def __call__(self, images: Image, *, top_k: int) -> Labels: ...  # type: ignore[overload-overlap]  # str is iterable
+    @overload
+    def __call__(self, images: Iterable[Image], *, top_k: None = None) -> torch.Tensor: ...
+    @overload
+    def __call__(self, images: Iterable[Image], *, top_k: int) -> list[Labels]: ...
+    def __call__(
+        self, images: Image | Iterable[Image], *, top_k: int | None = None
+    ) -> torch.Tensor | Labels | list[Labels]:
+        """Logits of one image, float32 [K], or of several, [N, K]; with `top_k`, the likeliest labels instead.
+
+        Raises:
+            BadSampleError: the first image that cannot be read or decoded. `predict` gives the others nevertheless.
+            PredictorError: the predictor is closed or has no model, or the model failed.
+            PredictorTimeout: an answer did not come in time.
+        """
+        several, is_one = _several(images)
+        found = self._each(several, self._submit)
+        if top_k is not None:
+            labels = [prediction.top(top_k) for prediction in found]
+            return labels[0] if is_one else labels
+        logits = [prediction.logits for prediction in found]
+        if is_one:
+            return logits[0]
+        return torch.stack(logits) if logits else torch.empty(0, len(self.classes or ()))
+
+    def predict(self, images: Iterable[Image]) -> list[Prediction | BadSampleError]:
+        """What the model says of each image, or why that image cannot be read or decoded. Raises PredictorError."""
+        answers = self._answers(images, self._submit)
+        return list(answers)
+
+    def submit(self, data: bytes) -> Future[Prediction]:
+        """What the model will say of one image. Does not wait, and takes no path: made for services.
+
+        The future raises BadSampleError or PredictorError. If it is cancelled before the model begins, the image is
+        dropped.
+
+        Raises:
+            TypeError: these are no bytes. PredictorError: the predictor is closed or has no model.
+        """
+        if not isinstance(data, (bytes, bytearray, memoryview)):
+            raise TypeError(f"submit takes the bytes of one encoded image, got {type(data).__name__}")
+        return self._submit(bytes(data))
+
+    def submit_image(self, data: bytes) -> Future[torch.Tensor]:
+        """What the model would get of one image, [C, H, W]. Otherwise as `submit`; needs no model."""
+        self._require_images()
+        return self._running.submit(bytes(data), wrap=_as_it_is, wants_image=True)
+
+    def preprocess(self, images: Image | Iterable[Image]) -> torch.Tensor:
+        """What the model gets: one image [C, H, W], or several [N, C, H, W], in the pipeline's dtype and memory format.
+
+        They come out of the graph, bit for bit as validation has them. Raises as a call does.
+        """
+        self._require_images()
+        several, is_one = _several(images)
+        found = self._each(several, self.submit_image)
+        if is_one:
+            return found[0]
+        height, width, channels = self.image.shape
+        assert height is not None and width is not None
+        batch = torch.empty(
+            (len(found), channels, height, width),
+            dtype=getattr(torch, self.image.dtype),
+            device=found[0].device if found else None,
+        )
+        if self.image.layout != "nchw":
+            batch = batch.to(memory_format=torch.channels_last)
+        return torch.stack(found, out=batch) if found else batch
+
+    # --- what goes on -----------------------------------------------------------------------------------------------
+
+    @property
+    def in_flight(self) -> int:
+        """How many images are under way."""
+        return self._running.in_flight
+
+    @property
+    def batches(self) -> dict[int, int]:
+        """How often the model has run on so many images at a time."""
+        return self._running.batches
+
+    def describe(self) -> dict[str, Any]:
+        """Configuration, preprocessing's fingerprint, what it gives, and each engine: plain values for reports."""
+        return {
+            "file": self._graph.origin,
+            "preprocessing": self.preprocessing,
+            "image": str(self.image),
+            "threads": int(dict(self._graph.nodes[0].parameters)["instance_num"]),
+            "engines": self._described,
+        }
+
+    # --- waiting ----------------------------------------------------------------------------------------------------
+
+    def _submit(self, data: bytes) -> Future[Prediction]:
+        if not self._has_model:
+            raise PredictorError(f"{self._graph.origin}: was loaded without a model; only preprocess works")
+        return self._running.submit(data, wrap=self._prediction)
+
+    def _require_images(self) -> None:
+        if not self._gives_images:
+            raise PredictorError("torchpipe's TensorrtTensor shows nobody its images; set serve.model.via=python")
+
+    def _prediction(self, logits: torch.Tensor) -> Prediction:
+        return Prediction(logits=logits, classes=self.classes)
+
+    def _each(self, images: Iterable[Image], submit: Callable[[bytes], Future[T]]) -> list[T]:
+        """The answers in order. Raises the first error."""
+        found: list[T] = []
+        for answer in self._answers(images, submit):
+            if isinstance(answer, BadSampleError):
+                raise answer
+            found.append(answer)
+        return found
+
+    def _answers(self, images: Iterable[Image], submit: Callable[[bytes], Future[T]]) -> Iterator[T | BadSampleError]:
+        """The answers in order, with a limited number of images under way. What nobody waits for is cancelled."""
+        waiting: deque[tuple[int, str, Future[T]]] = deque()
+        try:
+            for index, image in enumerate(images):
+                path = os.fspath(image) if isinstance(image, (str, os.PathLike)) else "bytes"
+                waiting.append((index, path, _begin(image, submit)))
+                if len(waiting) == self._window:
+                    answer = self._wait(*waiting.popleft())
+                    yield answer
+            while waiting:
+                answer = self._wait(*waiting.popleft())
+                yield answer
+        finally:
+            for *_, future in waiting:
+                future.cancel()
+
+    def _wait(self, index: int, path: str, future: Future[T]) -> T | BadSampleError:
+        try:
+            return future.result(self._timeout)
+        except BadSampleError as error:
+            return error.located(index, path)
+        except TimeoutError:
+            future.cancel()
+            raise PredictorTimeout(
+                f"no answer within {self._timeout:g} s, with {self.in_flight} images under way; raise run.timeout_s "
+                "or ask for less at a time"
+            ) from None
+
+    # --- the end ----------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Take no more images, answer those under way, let go of the model. Again does nothing.
+
+        Raises PredictorTimeout if that takes longer than an answer may; the model is then kept.
+        """
+        if not self._running.close(self._timeout):
+            raise PredictorTimeout(
+                f"{self.in_flight} images are still under way after {self._timeout:g} s; the model is kept"
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _several(images: Image | Iterable[Image]) -> tuple[Iterable[Image], bool]:
+    """The images, and whether it is one alone."""
+    if isinstance(images, (bytes, bytearray, memoryview, str, os.PathLike)):
+        return [images], True
+    return images, False
+
+
+def _as_it_is(value: torch.Tensor) -> torch.Tensor:
+    return value
+
+
+def _begin(image: Image, submit: Callable[[bytes], Future[T]]) -> Future[T]:
+    """Submit an image; what cannot be read is bad like what cannot be decoded."""
+    if not isinstance(image, (str, os.PathLike)):
+        return submit(bytes(image))
+    try:
+        return submit(Path(image).read_bytes())
+    except OSError as error:
+        unread: Future[T] = Future()
+        unread.set_exception(BadSampleError("read", error.strerror or str(error)))
+        return unread
+
+
+# --- from a configuration ---------------------------------------------------------------------------------------------
+
+
+class OwnModel:
+    """An engine around a user's callable: images [N, C, H, W] on the device to logits [N, K] on any."""
+
+    info = ModelInfo()
+
+    def __init__(
+        self, model: Callable[[torch.Tensor], torch.Tensor], *, image: ImageSpec, device: torch.device, batch: int
+    ) -> None:
+        if isinstance(model, torch.nn.Module):
+            model.to(device).eval()
+        self._model: Callable[[torch.Tensor], torch.Tensor] | None = model
+        self._name, self._image, self._device, self.batch = type(model).__name__, image, device, batch
+
+    def warm_up(self) -> None:
+        height, width, channels = self._image.shape
+        assert height is not None and width is not None
+        for count in (1, self.batch):
+            self.run(torch.zeros((count, channels, height, width), dtype=getattr(torch, self._image.dtype)))
+
+    @torch.inference_mode()
+    def run(self, images: torch.Tensor) -> torch.Tensor:
+        assert self._model is not None, "an engine that was closed does not run"
+        logits = self._model(images.to(self._device))
+        return logits.float().cpu()
+
+    def describe(self) -> dict[str, Any]:
+        return {"engine": "own", "model": self._name, "device": str(self._device), "batch": self.batch}
+
+    def close(self) -> None:
+        self._model = None
+
+
+def open_predictor(
+    config: Config,
+    *,
+    device: str | torch.device | None = None,
+    model: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    preprocess_only: bool = False,
+) -> Predictor:
+    """The predictor of a configuration's block `serve`. See `gpuflow.serve.load`."""
+    if config.serve is None:
+        raise ConfigError([Problem(f"{config.path}:", "has no block serve; add serve: {stages: ..., model: ...}")])
+    program, block = config.programs["serve"], config.serve.model
+    if block is None and model is None and not preprocess_only:
+        problem = "has no model; add model: {file: ...}, or load it with model= or preprocess_only=True"
+        raise ConfigError([Problem(f"{config.path}: serve", problem)])
+    target = Ranks.from_environment().device(device)
+    engines: Sequence[Engine] = ()
+    info = ModelInfo()
+    platform = None
+    if preprocess_only:
+        block = None
+    elif model is not None:
+        block = block.model_copy(update={"instances": 1, "via": "python"}) if block is not None else None
+        batch = block.batch if block is not None else DEFAULT_BATCH
+        engines = [OwnModel(model, image=program.result, device=target, batch=batch)]
+    else:
+        assert block is not None
+        info = read_info(block.file)
+        refuse_other_preprocessing(info, program.pipeline, block.file, block.force)
+        if block.via == "torchpipe":
+            from gpuflow.serve.engines.tensorrt import platform_of
+
+            platform = platform_of(target)
+        else:
+            engines = open_engines(block, image=program.result, device=target)
+    for engine in engines:
+        engine.warm_up()
+    threads = config.run.threads if config.run.threads != "auto" else available_threads()
+    graph = chain(program, block, origin=config.path, threads=threads, device=str(target), platform=platform)
+    return Predictor(
+        graph,
+        engines,
+        image=program.result,
+        pipeline=program.pipeline,
+        classes=info.classes,
+        timeout_seconds=config.run.timeout_s,
+    )

@@ -1,0 +1,317 @@
+"""export: what is written, how it is checked, and that a file which fails the check is never put in place."""
+
+from __future__ import annotations
+
+import json
+import sys
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+import onnx
+import pytest
+import torch
+import yaml
+from numpy.typing import NDArray
+from torch import nn
+
+import gpuflow
+from gpuflow import spec as s
+from gpuflow.cli import main
+from gpuflow.config import Config, read_config
+from gpuflow.errors import ConfigError, GpuflowError, MissingExtra, SourceError
+from gpuflow.serve.export import TOLERANCE, Check, export_model
+from gpuflow.spec import Pipeline
+from gpuflow.stages import STAGES
+from tests.datasets import make_photos, truncate
+from tests.serve.models import SIDE, UINT8, Models, engine
+
+
+class Done(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+Run = Callable[..., Done]
+
+
+@pytest.fixture
+def gpuflow_export(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Runs `gpuflow export` in this process."""
+
+    def run(*arguments: object) -> Done:
+        monkeypatch.setattr(sys, "argv", ["gpuflow", "export", *map(str, arguments)])
+        with pytest.raises(SystemExit) as end:
+            main()
+        code = end.value.code
+        return Done(code if isinstance(code, int) else 0, *capsys.readouterr())
+
+    return run
+
+
+def fault(act: Callable[[], object], kind: type[Exception] = ConfigError) -> str:
+    with pytest.raises(kind) as caught:
+        act()
+    return str(caught.value)
+
+
+# --- what is written --------------------------------------------------------------------------------------------------
+
+
+def test_the_command_says_what_it_checked(models: Models, gpuflow_export: Run, tmp_path: Path) -> None:
+    out = tmp_path / "made" / "m.onnx"
+    done = gpuflow_export(models.config, "--onnx", out, "--fold-normalize", "--opset", 19)
+    assert (done.code, done.err) == (0, "")
+    random, real, wrote, folded = done.out.splitlines()
+    assert random.startswith("5 random images: logits differ by at most ") and random.endswith("top-1 agrees on 5")
+    assert real.startswith("12 real images: logits differ by at most ") and real.endswith("top-1 agrees on 12")
+    pipeline = Pipeline("serve", models.read().programs["serve"].pipeline.stages[:-1])
+    assert wrote == f"wrote {out}: takes uint8 [N, 3, 32, 32], preprocessing {pipeline.fingerprint}"
+    assert folded == (
+        "normalize(mean='imagenet', std='imagenet', dtype='float32', layout='nchw') is inside: "
+        "serve it with stages that end before it"
+    )
+    assert [path.name for path in out.parent.iterdir()] == ["m.onnx"]
+    model = onnx.load(out)
+    assert [entry.version for entry in model.opset_import if entry.domain == ""] == [19]
+    (images,), (logits,) = model.graph.input, model.graph.output
+    assert (images.name, logits.name) == ("images", "logits")
+    assert images.type.tensor_type.elem_type == onnx.TensorProto.UINT8
+    batch, *sides = images.type.tensor_type.shape.dim
+    assert (batch.dim_param, [side.dim_value for side in sides]) == ("batch", [3, SIDE, SIDE])
+    onnx.checker.check_model(model)
+
+
+def test_metadata_is_in_the_files(models: Models) -> None:
+    pipeline = models.read().programs["serve"].pipeline
+    expected = {
+        "gpuflow": gpuflow.__version__,
+        "classes": ["class_0", "class_1", "class_2"],
+        "preprocessing": pipeline.fingerprint,
+        "stages": list(pipeline.lines),
+        "folded": None,
+    }
+    properties = {entry.key: entry.value for entry in onnx.load(models.onnx).metadata_props}
+    assert json.loads(properties["gpuflow"]) == expected
+    with zipfile.ZipFile(models.pt2) as archive:
+        (name,) = [name for name in archive.namelist() if name.endswith("gpuflow.json")]
+        assert json.loads(archive.read(name)) == expected
+
+
+def test_a_checkpoint_lists_the_stages_of_validation(models: Models) -> None:
+    state = torch.load(models.checkpoint, weights_only=True)
+    assert state["stages"] == list(models.read().programs["val"].pipeline.lines)
+
+
+def test_a_program_has_a_dynamic_batch(models: Models) -> None:
+    program = torch.export.load(models.pt2).module()
+    for count in (1, 2, 7):
+        assert program(torch.zeros(count, 3, SIDE, SIDE)).shape == (count, 3)
+
+
+# --- which stages -----------------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_of_other_stages_is_refused(models: Models, tmp_path: Path) -> None:
+    config = models.read("pipelines.val.stages.resize.shorter=40", "serve.stages.resize.shorter=40")
+    text = fault(lambda: export_model(config, tmp_path / "m.pt2"))
+    assert text.startswith(f"{models.checkpoint}: was trained with preprocessing ")
+    assert "\n-resize(height=None, width=None, shorter=36," in text
+    assert "\n+resize(height=None, width=None, shorter=40," in text
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("folded", [False, True])
+def test_a_forced_export_says_what_it_was_trained_with(models: Models, folded: bool, tmp_path: Path) -> None:
+    overrides = ["pipelines.val.stages.resize.shorter=40", "serve.stages.resize.shorter=40", "serve.model.force=true"]
+    done = export_model(models.read(*overrides), tmp_path / "m.pt2", fold_normalize=folded)
+    trained = models.read().programs["val"].pipeline
+    assert (done.info.preprocessing, done.info.stages) == (trained.fingerprint, trained.lines)
+    assert (done.info.folded is not None) is folded
+
+
+def test_a_file_that_already_serves_a_folded_model_exports_by_val(models: Models, tmp_path: Path) -> None:
+    document = yaml.safe_load(models.config.read_text())
+    del document["serve"]["stages"][-1]
+    (tmp_path / "x.yaml").write_text(yaml.safe_dump(document))
+    done = export_model(read_config(tmp_path / "x.yaml", STAGES), tmp_path / "m.pt2", fold_normalize=True)
+    assert engine(done.path, UINT8).info == done.info
+    assert done.info.preprocessing == read_config(tmp_path / "x.yaml", STAGES).programs["serve"].pipeline.fingerprint
+
+
+def without(models: Models, tmp_path: Path, change: Callable[[dict[str, Any]], None]) -> Config:
+    """The configuration with something changed."""
+    document = yaml.safe_load(models.config.read_text())
+    change(document)
+    (tmp_path / "x.yaml").write_text(yaml.safe_dump(document))
+    return read_config(tmp_path / "x.yaml", STAGES)
+
+
+def test_there_must_be_stages_that_the_model_goes_with(models: Models, tmp_path: Path) -> None:
+    def change(document: dict[str, Any]) -> None:
+        del document["serve"], document["pipelines"]["val"]
+
+    config = without(models, tmp_path, change)
+    assert fault(lambda: export_model(config, tmp_path / "m.pt2")) == (
+        f"{config.path}: must have a pipeline val or a block serve, whose stages the exported model goes with"
+    )
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Invert(s.Pointwise):
+    """A stage without a form inside a model; below, ones whose form is wrong."""
+
+    stage_name: ClassVar[str] = "invert"
+
+    def output(self, spec: s.ImageSpec) -> s.ImageSpec:
+        return spec.replace(dtype="float32", layout="hwc")
+
+    def apply(self, image: NDArray[Any], coefficients: NDArray[np.float64], out: NDArray[Any] | None) -> NDArray[Any]:
+        return np.subtract(255, image, out=out, dtype=np.float32)
+
+
+class Float(nn.Module):
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return images.float()
+
+
+class Wrong(Invert):
+    def module(self) -> nn.Module:
+        return Float()
+
+
+class Bytes(Invert):
+    def module(self) -> nn.Module:
+        return nn.Identity()
+
+
+@pytest.mark.parametrize(
+    ("stage", "kind", "text"),
+    [
+        (
+            Invert,
+            ConfigError,
+            "{path}: the pipeline serve ends with invert(), which has no form inside a model; "
+            "export without --fold-normalize",
+        ),
+        (
+            Bytes,
+            ConfigError,
+            "torch cannot export this model: Input type (unsigned char) and bias type (float) should be the same; "
+            "serve the checkpoint itself",
+        ),
+        (Wrong, GpuflowError, "invert(): its form inside a model differs from the stage itself"),
+    ],
+)
+def test_a_last_stage_that_cannot_be_folded(
+    stage: type[Invert], kind: type[Exception], text: str, models: Models, tmp_path: Path
+) -> None:
+    document = yaml.safe_load(models.config.read_text())
+    for block in (document["serve"], document["pipelines"]["val"]):
+        block["stages"][-1] = {"invert": {}}
+    document["serve"]["model"]["force"] = True
+    (tmp_path / "x.yaml").write_text(yaml.safe_dump(document))
+    config = read_config(tmp_path / "x.yaml", {**STAGES, "invert": stage})
+    found = fault(lambda: export_model(config, tmp_path / "m.pt2", fold_normalize=True), kind)
+    assert found == text.format(path=config.path)
+
+
+# --- checking ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_model_that_fails_the_check_is_not_written(models: Models, gpuflow_export: Run, tmp_path: Path) -> None:
+    """Weights that are no numbers: no logit is within any tolerance."""
+    state = torch.load(models.checkpoint, weights_only=True)
+    state["model"]["classifier.1.bias"][0] = torch.nan
+    broken, out = tmp_path / "broken.pt", tmp_path / "m.pt2"
+    torch.save(state, broken)
+    out.write_bytes(b"an earlier one")
+    done = gpuflow_export(models.config, "--pt2", out, "--checkpoint", broken)
+    assert (done.code, done.out) == (1, "")
+    assert done.err == (
+        f"error: {out}: is not what {broken} computes, so it is not written: 5 random images: "
+        "logits differ by at most nan, allowed 0.0001; top-1 agrees on 5\n"
+    )
+    assert out.read_bytes() == b"an earlier one"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["broken.pt", "m.pt2"]
+
+
+def test_the_tolerance_is_stated_in_each_check(models: Models, tmp_path: Path) -> None:
+    done = export_model(models.read(), tmp_path / "m.pt2")
+    assert [check.images for check in done.checks] == ["random", "real"]
+    for check in done.checks:
+        assert 0 <= check.difference <= check.allowed
+        assert check.allowed >= TOLERANCE
+    check = Check(images="real", count=8, difference=1.26e-6, allowed=3e-4, agree=7)
+    assert str(check) == "8 real images: logits differ by at most 1.3e-06, allowed 0.0003; top-1 agrees on 7"
+
+
+def test_images_from_a_directory(models: Models, tmp_path: Path) -> None:
+    """Instead of the source, which may be elsewhere; what cannot be decoded is left out."""
+    files = make_photos(tmp_path / "images", classes=2, each=3)
+    truncate(files[0])
+    (tmp_path / "images" / "notes.txt").write_text("no image")
+    config = models.read("source.folder=/no/where")
+    done = export_model(config, tmp_path / "m.pt2", data=tmp_path / "images")
+    assert done.checks[1].count == 5
+
+
+def test_no_images_to_check_on(models: Models, tmp_path: Path) -> None:
+    out = tmp_path / "m.pt2"
+    config = models.read("source.folder=/no/where")
+    text = fault(lambda: export_model(config, out), SourceError)
+    assert text.endswith("; check the path; or name a directory of images to check the model on: --data")
+    (tmp_path / "empty").mkdir()
+    assert fault(lambda: export_model(config, out, data=tmp_path / "empty")) == (
+        f"{tmp_path}/empty: has no image that can be decoded to check the model on; try --data"
+    )
+    (file, *_) = make_photos(tmp_path / "bad", classes=1, each=1)
+    truncate(file)
+    bad = models.read(f"source.folder={tmp_path}/bad")
+    assert fault(lambda: export_model(bad, out)) == (
+        f"{bad.path}: source has no image that can be decoded to check the model on; try --data"
+    )
+
+
+# --- options ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ((), "export: needs exactly one of --onnx, --pt2"),
+        (("--onnx", "a.onnx", "--pt2", "a.pt2"), "export: needs exactly one of --onnx, --pt2"),
+        (("--onnx", "a.pt2"), "--onnx: must name a .onnx file, got 'a.pt2'"),
+        (("--pt2", "a"), "--pt2: must name a .pt2 file, got 'a'"),
+    ],
+)
+def test_one_output(arguments: tuple[str, ...], text: str, models: Models, gpuflow_export: Run) -> None:
+    done = gpuflow_export(models.config, *arguments)
+    assert (done.code, done.out) == (1, "")
+    assert done.err.startswith(f"error: {text}")
+
+
+def test_there_must_be_a_checkpoint(models: Models, tmp_path: Path) -> None:
+    config = models.read(f"train.out={tmp_path}/none")
+    assert fault(lambda: export_model(config, tmp_path / "m.pt2")) == (
+        f"{tmp_path}/none/last.pt: no such checkpoint; run gpuflow train first, or name one with --checkpoint"
+    )
+
+
+def test_opsets_that_torch_writes(models: Models, tmp_path: Path, gpuflow_export: Run) -> None:
+    for opset in (17, 26):
+        assert fault(lambda opset=opset: export_model(models.read(), tmp_path / "m.onnx", opset=opset)) == (  # type: ignore[misc]
+            f"--opset must be within 18 and 25, got {opset}"
+        )
+    assert gpuflow_export(models.config, "--onnx", tmp_path / "m.onnx", "--opset", 17).code == 2
+
+
+def test_exporting_to_onnx_is_an_extra(models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "onnxscript", None)
+    assert fault(lambda: export_model(models.read(), tmp_path / "m.onnx"), MissingExtra) == (
+        "exporting to ONNX needs onnxscript, which is not installed; pip install 'gpuflow[serve]'"
+    )

@@ -1,0 +1,355 @@
+"""`gpuflow.serve.load`: images in, logits out; lists, labels, faults, timeouts, whose model it is, the end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import gpuflow
+import gpuflow.serve
+from gpuflow.errors import BadSampleError, ConfigError, PredictorError, PredictorTimeout
+from gpuflow.serve.lowering import chain
+from gpuflow.serve.predictor import Prediction, Predictor
+from tests.datasets import VAL, deadline, make_photos, program, python, write_config
+from tests.hostile import BAD
+from tests.serve.fakes import CLASSES, FakeEngine, Gate, Nap, mean_color
+from tests.serve.models import Models
+
+TEXT, REASON = BAD["text"]
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With a block `serve` that names no model."""
+    root = tmp_path_factory.mktemp("predictor")
+    make_photos(root / "photos", classes=3, each=4)
+    return write_config(root / "x.yaml", root / "photos", serve={"stages": list(VAL)})
+
+
+@pytest.fixture(scope="module")
+def files(config: Path) -> list[Path]:
+    return sorted((config.parent / "photos").rglob("*.jpg"))
+
+
+@pytest.fixture(scope="module")
+def predictor(config: Path) -> Iterator[Predictor]:
+    """The mean colour of what the model gets."""
+    with gpuflow.serve.load(config, model=mean_color) as made:
+        yield made
+
+
+def predictor_of(engine: FakeEngine, *, seconds: float = 20.0) -> Predictor:
+    folded = program(VAL)
+    graph = chain(folded, None, origin="x.yaml", threads=1, device="cpu")
+    return Predictor(graph, [engine], image=folded.result, classes=CLASSES, timeout_seconds=seconds)
+
+
+# --- asking -----------------------------------------------------------------------------------------------------------
+
+
+def test_bytes_a_path_or_several_of_them(predictor: Predictor, files: list[Path]) -> None:
+    one = predictor(files[0])
+    assert (one.shape, one.dtype) == ((3,), torch.float32)
+    data = files[0].read_bytes()
+    for same in (data, bytearray(data), memoryview(data), str(files[0])):
+        assert torch.equal(predictor(same), one)
+    several = predictor([files[1], data, str(files[2])])
+    assert several.shape == (3, 3)
+    assert torch.equal(several[1], one)
+    assert predictor(iter(files)).shape == (12, 3)
+    assert predictor([]).shape == (0, 0)
+
+
+def test_logits_are_the_models_on_validations_images(config: Path, files: list[Path]) -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(3 * 24 * 24, 5), nn.Dropout(0.9))
+    with gpuflow.serve.load(config, model=model) as predictor, gpuflow.load(config, "val") as validation:
+        assert not model.training
+        assert predictor.preprocessing == validation.preprocessing
+        for batch in validation:
+            images, _ = batch
+            with torch.no_grad():
+                expected = model(images)
+            torch.testing.assert_close(predictor([files[index] for index in batch.indices]), expected)
+
+
+def test_labels_by_probability() -> None:
+    logits = torch.tensor([0.0, 2.0, 1.0])
+    named = Prediction(logits=logits, classes=CLASSES).top(2)
+    assert [label for label, _ in named] == ["green", "blue"]
+    assert [probability for _, probability in named] == pytest.approx(logits.softmax(dim=0)[[1, 2]].tolist())
+    assert [label for label, _ in Prediction(logits=logits).top(9)] == ["1", "2", "0"]
+
+
+def test_labels_instead_of_logits(files: list[Path]) -> None:
+    with predictor_of(FakeEngine()) as predictor:
+        one, several = predictor(files[0], top_k=2), predictor(files[:3], top_k=1)
+        assert len(one) == 2 and one[0][1] >= one[1][1]
+        assert {label for label, _ in one} <= set(CLASSES)
+        assert several[0] == one[:1] and len(several) == 3
+        assert predictor([], top_k=1) == []
+        assert predictor([]).shape == (0, 3)
+
+
+def test_what_cannot_be_read_or_decoded_is_located(predictor: Predictor, files: list[Path], tmp_path: Path) -> None:
+    absent = tmp_path / "absent.jpg"
+    found = predictor.predict([files[0], TEXT, absent, tmp_path, files[1]])
+    assert [str(answer) for answer in found[1:4]] == [
+        f"bytes (sample 1): {REASON}",
+        f"{absent} (sample 2): read: No such file or directory",
+        f"{tmp_path} (sample 3): read: Is a directory",
+    ]
+    for answer, file in ((found[0], files[0]), (found[4], files[1])):
+        assert isinstance(answer, Prediction)
+        assert torch.equal(answer.logits, predictor(file))
+    with pytest.raises(BadSampleError) as caught:
+        predictor([files[0], TEXT, absent])
+    assert (caught.value.index, caught.value.stage) == (1, "decode")
+    with pytest.raises(BadSampleError, match="No such file"):
+        predictor(absent, top_k=1)
+    with pytest.raises(BadSampleError):
+        predictor.preprocess([TEXT])
+
+
+def test_what_the_model_gets(predictor: Predictor, files: list[Path]) -> None:
+    images = predictor.preprocess(files)
+    assert (images.shape, images.dtype) == ((12, 3, 24, 24), torch.float32)
+    assert torch.equal(predictor.preprocess(files[3]), images[3])
+    assert predictor.preprocess([]).shape == (0, 3, 24, 24)
+    assert torch.equal(mean_color(images[:1])[0], predictor(files[0]))
+
+
+def test_answers_may_be_changed(predictor: Predictor, files: list[Path]) -> None:
+    image, logits = predictor.preprocess(files[0]), predictor(files[0])
+    image += 1
+    logits += 1
+    assert torch.equal(predictor.preprocess(files[0]) + 1, image)
+    assert torch.equal(predictor(files[0]) + 1, logits)
+
+
+# --- many at a time ---------------------------------------------------------------------------------------------------
+
+
+def test_threads_share_batches(files: list[Path]) -> None:
+    engine = FakeEngine(before=Nap(0.02), batch=16)
+    data = [file.read_bytes() for file in files]
+    with predictor_of(engine) as predictor:
+        alone = [predictor(each) for each in data]
+        with ThreadPoolExecutor(12) as pool:
+            for _ in range(3):
+                together = list(pool.map(predictor, data))
+                assert all(torch.equal(a, b) for a, b in zip(alone, together, strict=True))
+        assert max(engine.counts) > 2
+        assert sum(count * times for count, times in predictor.batches.items()) == len(alone) + 36
+        assert predictor.in_flight == 0
+
+
+def test_a_long_list_is_under_way_only_in_part(files: list[Path]) -> None:
+    gate = Gate()
+    begun = 0
+
+    def images() -> Iterator[bytes]:
+        nonlocal begun
+        for begun in range(1, 1001):  # noqa: B007
+            yield data
+
+    data = files[0].read_bytes()
+    with predictor_of(FakeEngine(before=gate, batch=16)) as predictor, ThreadPoolExecutor(1) as pool:
+        future = pool.submit(predictor, images())
+        assert gate.reached.wait(timeout=20)
+        assert begun < 200
+        gate.open()
+        assert future.result(timeout=60).shape == (1000, 3)
+
+
+def test_submit_is_for_services(predictor: Predictor, files: list[Path]) -> None:
+    data = files[0].read_bytes()
+
+    async def ask() -> list[Prediction | BaseException]:
+        futures = [asyncio.wrap_future(predictor.submit(each)) for each in (data, TEXT, data)]
+        return await asyncio.gather(*futures, return_exceptions=True)
+
+    first, fault, second = asyncio.run(ask())
+    assert isinstance(first, Prediction) and isinstance(second, Prediction)
+    assert torch.equal(first.logits, second.logits)
+    assert str(fault) == REASON
+    with pytest.raises(TypeError) as caught:
+        predictor.submit(str(files[0]))  # type: ignore[arg-type]
+    assert str(caught.value) == "submit takes the bytes of one encoded image, got str"
+
+
+def test_an_answer_that_does_not_come_in_time(files: list[Path]) -> None:
+    gate = Gate()
+    engine = FakeEngine(before=gate)
+    predictor = predictor_of(engine, seconds=0.3)
+    first = predictor.submit(files[0].read_bytes())
+    assert gate.reached.wait(timeout=20)
+    with deadline(10), pytest.raises(PredictorTimeout) as caught:
+        predictor(files[1:4])
+    assert str(caught.value) == (
+        "no answer within 0.3 s, with 4 images under way; raise run.timeout_s or ask for less at a time"
+    )
+    with deadline(10), pytest.raises(PredictorTimeout) as caught:
+        predictor.close()
+    assert str(caught.value).endswith("images are still under way after 0.3 s; the model is kept")
+    gate.open()
+    predictor.close()
+    assert engine.closed
+    assert first.done()
+    assert engine.counts == [1], "nobody waited for the others any more"
+
+
+def test_a_model_that_fails(files: list[Path]) -> None:
+    def model(images: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("no memory")
+
+    with predictor_of(FakeEngine(model)) as predictor:
+        with pytest.raises(PredictorError) as caught:
+            predictor(files[0])
+        assert str(caught.value) == "the model failed on a batch of 1: RuntimeError('no memory')"
+        with pytest.raises(PredictorError):
+            predictor.predict(files)
+
+
+# --- whose model ------------------------------------------------------------------------------------------------------
+
+
+def test_the_model_of_the_file(models: Models) -> None:
+    files = sorted(models.photos.rglob("*.jpg"))[:3]
+    for overrides in [], ["serve.model.instances=2", "serve.model.batch=2"], [f"serve.model.file={models.onnx}"]:
+        with gpuflow.serve.load(models.config, overrides=overrides) as predictor:
+            images = predictor.preprocess(files)
+            with torch.no_grad():
+                expected = models.module()(images)
+            torch.testing.assert_close(predictor(files), expected, atol=1e-4, rtol=1e-4)
+            assert predictor.classes == ("class_0", "class_1", "class_2")
+            assert predictor(files[0], top_k=1)[0][0] in predictor.classes
+            described = predictor.describe()
+            assert len(described["engines"]) == (2 if overrides[:1] == ["serve.model.instances=2"] else 1)
+            assert described["preprocessing"] == predictor.preprocessing
+            assert described["image"] == "float32 32x32x3 nchw"
+
+
+def test_a_model_that_was_trained_on_other_images_is_refused(models: Models) -> None:
+    with pytest.raises(ConfigError) as caught:
+        gpuflow.serve.load(models.config, overrides=["serve.stages.resize.shorter=40"])
+    assert "was trained with preprocessing" in str(caught.value)
+    assert "shorter=40" in str(caught.value)
+    overrides = ["serve.stages.resize.shorter=40", "serve.model.force=true"]
+    gpuflow.serve.load(models.config, overrides=overrides).close()
+
+
+def test_only_the_images(config: Path, files: list[Path]) -> None:
+    with gpuflow.serve.load(config, preprocess_only=True) as predictor:
+        assert predictor.preprocess(files[:2]).shape == (2, 3, 24, 24)
+        for ask in predictor, predictor.submit:
+            with pytest.raises(PredictorError) as caught:
+                ask(files[0].read_bytes())
+            assert str(caught.value) == f"{config}: was loaded without a model; only preprocess works"
+
+
+def test_torchpipes_own_operators(tmp_path: Path, files: list[Path]) -> None:
+    """As somebody's old deployment has them: OpenCV's decoder and its bilinear resize without antialiasing."""
+    import cv2
+    import numpy as np
+
+    serve = {"preset": "torchpipe_cpu", "height": 20, "width": 30}
+    config = write_config(tmp_path / "x.yaml", "photos", serve=serve)
+    pixels = cv2.cvtColor(cv2.resize(cv2.imread(str(files[0])), (30, 20)), cv2.COLOR_BGR2RGB)
+    expected = torch.from_numpy(np.ascontiguousarray(pixels.transpose(2, 0, 1)))
+    with gpuflow.serve.load(config, model=mean_color) as predictor:
+        assert torch.equal(predictor.preprocess(files[0]), expected)
+        torch.testing.assert_close(predictor(files[0]), mean_color(expected[None])[0])
+        found = predictor.predict([files[0], TEXT, files[1]])
+        assert [type(answer) for answer in found] == [Prediction, BadSampleError, Prediction]
+        assert str(found[1]) == "bytes (sample 1): preprocess: torchpipe: Sequential: no result in DecodeMat"
+
+
+# --- faults of the configuration --------------------------------------------------------------------------------------
+
+
+def test_a_file_without_the_block_or_without_a_model(config: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        gpuflow.serve.load(config)
+    assert str(caught.value) == (
+        f"{config}: serve has no model; add model: {{file: ...}}, or load it with model= or preprocess_only=True"
+    )
+    bare = write_config(tmp_path / "bare.yaml", "photos")
+    with pytest.raises(ConfigError) as caught:
+        gpuflow.serve.load(bare)
+    assert str(caught.value) == f"{bare}: has no block serve; add serve: {{stages: ..., model: ...}}"
+
+
+def test_torchpipe_that_is_not_installed(config: Path) -> None:
+    code = """
+import importlib.abc, sys
+
+class Absent(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name in ("omniback", "torchpipe"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Absent())
+import gpuflow, gpuflow.serve
+try:
+    gpuflow.serve.load(sys.argv[1], preprocess_only=True)
+except gpuflow.MissingExtra as error:
+    print(error)
+"""
+    done = python(code, str(config))
+    assert done.stdout == "serving needs torchpipe, which is not installed; pip install 'gpuflow[serve]'\n", done.stderr
+
+
+# --- the public surface -----------------------------------------------------------------------------------------------
+
+
+def test_lazy_names_are_the_real_ones() -> None:
+    from gpuflow.serve import lowering, runtime
+
+    assert gpuflow.serve.Predictor is Predictor
+    assert gpuflow.serve.Prediction is Prediction
+    assert gpuflow.serve.Graph is lowering.Graph
+    assert gpuflow.serve.to_toml is lowering.to_toml
+    assert gpuflow.serve.register is runtime.register
+    with pytest.raises(AttributeError) as caught:
+        getattr(gpuflow.serve, "laod")  # noqa: B009
+    assert str(caught.value) == "module 'gpuflow.serve' has no attribute 'laod'"
+
+
+def test_importing_is_cheap() -> None:
+    code = """
+import sys
+import gpuflow.serve
+heavy = {"torch", "torchpipe", "omniback", "fastapi", "yaml"} & set(sys.modules)
+assert not heavy, heavy
+"""
+    done = python(code)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_header_of_an_exported_graph_says_how_to_run_it(models: Models, tmp_path: Path) -> None:
+    """Its lines, in another directory and process, print what the predictor gives."""
+    photo = next(models.photos.rglob("*.jpg"))
+    (tmp_path / "photo.jpg").write_bytes(photo.read_bytes())
+    done = python(
+        "import sys; from gpuflow.cli import main; main()",
+        *("export", str(models.config), "--toml", "graph.toml", f"serve.model.file={models.onnx}"),
+        cwd=tmp_path,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    graph = gpuflow.serve.lower(models.config)
+    assert done.stdout == f"wrote graph.toml: preprocessing {graph.preprocessing}; its header says how to run it\n"
+    header = (tmp_path / "graph.toml").read_text().partition("\n\n")[0].splitlines()
+    lines = [line.removeprefix("#     ") for line in header if line.startswith("#     ")]
+    done = python("\n".join(lines), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    with gpuflow.serve.load(models.config, overrides=[f"serve.model.file={models.onnx}"]) as predictor:
+        assert done.stdout == f"{predictor(photo)}\n"
+    done = python("\n".join(lines).replace("photo.jpg", "graph.toml"), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("decode: not an image: begins with 23 20 41 20")
