@@ -12,6 +12,7 @@ import torch
 from gpuflow.config import Config
 from gpuflow.cpu import STORAGE, slot_shape
 from gpuflow.errors import ConfigError, MissingExtra, Problem
+from gpuflow.fold import Program
 from gpuflow.memory import BUFFERS
 from gpuflow.nvjpeg import BACKENDS, NvjpegError, find_library
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from gpuflow.delivery import Delivery
     from gpuflow.gpu import GpuRunner
 
-__all__ = ["Placement", "explain_gpu", "memory_for_decoding", "place"]
+__all__ = ["Placement", "explain_gpu", "memory_for_decoding", "on_gpu", "place"]
 
 _DECODE_BYTES = 1 << 29
 """Decoded pixels that one buffer holds at most, unless run.memory_limit asks for less."""
@@ -52,7 +53,7 @@ def place(config: Config, name: str, device: torch.device, batch_size: int) -> P
         delivery = Delivery(device)
         placement = Placement(delivery, None, "its decode.backend is cpu")
         if backend != "cpu":
-            placement = _on_gpu(config, name, delivery, memory_for_decoding(config, name, batch_size))
+            placement = on_gpu(config.programs[name], delivery, memory_for_decoding(config, name, batch_size))
     if backend == "gpu" and placement.gpu is None:
         at = f"{config.path}: pipelines.{name}.stages[0].decode.backend"
         raise ConfigError([Problem(at, f"is gpu, but {placement.reason}; use auto or cpu")])
@@ -77,10 +78,10 @@ def explain_gpu(config: Config, name: str) -> str:
     return f"JPEG engines if it has them, else CUDA kernels; then {len(passes)} batched pass(es)"
 
 
-def _on_gpu(config: Config, name: str, delivery: Delivery, decode_bytes: int) -> Placement:
+def on_gpu(program: Program, delivery: Delivery, decode_bytes: int = _DECODE_BYTES) -> Placement:
+    """What decodes a program on the delivery's GPU, engines or kernels, or why nothing does."""
     from gpuflow.gpu import GpuRunner, passes_of  # Triton, which CPU builds of torch lack
 
-    program = config.programs[name]
     passes = passes_of(program)
     if isinstance(passes, str):
         return Placement(delivery, None, passes)

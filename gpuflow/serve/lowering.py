@@ -41,6 +41,8 @@ PREPROCESS, MODEL = "GpuflowPreprocess", "GpuflowModel"
 """Under which names torchpipe knows gpuflow's nodes."""
 DEFAULT_BATCH = 16
 _DEFAULT_TIMEOUT_MS = 2.0
+_GPU_INSTANCES = 2
+"""Instances that preprocess on a GPU, in batches: while one is at work there, the other gets the next one ready."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,11 +135,14 @@ def chain(
         }
         if model is not None:
             last["model"] = model.model_dump_json(exclude_defaults=True)
-        images = {"device": "cpu", "on_error": "pass"}
+        images = {"device": device, "on_error": "pass"}
     if isinstance(program.decoder, Preset):
         first = {"backend": program.decoder.operators(), **program.decoder.parameters()}
     else:
         first = {"backend": PREPROCESS, "batching_timeout": "1", **images, "stages": stages}
+    if images["device"] != "cpu" and not isinstance(program.decoder, Preset):
+        first["batch"] = str(DEFAULT_BATCH if model is None else model.batch)
+        threads = min(threads, _GPU_INSTANCES)
     first["instance_num"] = str(threads)
     return Graph(
         nodes=(

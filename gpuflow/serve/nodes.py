@@ -26,6 +26,7 @@ from gpuflow.spec import Keys
 
 if TYPE_CHECKING:
     from gpuflow.serve.engines import Engine
+    from gpuflow.serve.on_gpu import GpuPreprocessor
 
 __all__ = ["SESSIONS", "ModelNode", "PreprocessNode", "Request", "Session"]
 
@@ -85,6 +86,7 @@ class Session:
         self.batches: Counter[int] = Counter()
         self._lock = threading.Lock()
         self._nodes: list[PreprocessNode | ModelNode] = []
+        self._gpu: list[GpuPreprocessor | None] = []
 
     def join(self, node: PreprocessNode | ModelNode) -> None:
         self._nodes.append(node)
@@ -93,13 +95,24 @@ class Session:
         with self._lock:
             self.batches[images] += 1
 
+    def on_gpu(self, program: Program, device: torch.device) -> GpuPreprocessor | None:
+        """What all instances preprocess with on a GPU, made by the first; None where the CPU has to."""
+        with self._lock:
+            if not self._gpu:
+                self._gpu.append(_gpu_preprocessor(program, device))
+            return self._gpu[0]
+
     def close(self) -> None:
         """Let go of engines and buffers; no item may be under way. torchpipe keeps the nodes themselves for ever."""
         for node in self._nodes:
             node.release()
         for engine in self.engines:
             engine.close()
+        for gpu in self._gpu:
+            if gpu is not None:
+                gpu.close()
         self._nodes.clear()
+        self._gpu.clear()
         self.engines = ()
 
 
@@ -140,7 +153,8 @@ def _program(parameters: Mapping[str, str]) -> Program:
 class PreprocessNode:
     """Encoded bytes to an image, by the code that validation runs: a tensor [1, C, H, W] as the pipeline gives it.
 
-    Parameters: stages (JSON), device of the image, on_error: `pass` or `raise`, session.
+    Parameters: stages (JSON), device of the image, batch: images at a time on a GPU, on_error: `pass` or `raise`,
+    session.
     """
 
     def init(self, params: Any, options: object = None) -> None:
@@ -150,37 +164,76 @@ class PreprocessNode:
         self._spec, self._device = program.result, torch.device(parameters["device"])
         self._raises = parameters["on_error"] == "raise"
         self._runner: CpuRunner | None = CpuRunner(program)
-        if "session" in parameters:
-            _session(parameters, program).join(self)
+        on_gpu = self._device.type == "cuda"
+        session = _session(parameters, program) if on_gpu or "session" in parameters else None
+        if session is not None:
+            session.join(self)
+        self._gpu = session.on_gpu(program, self._device) if on_gpu and session is not None else None
+        self._at_a_time = 1 if self._raises else _QUEUED if self._gpu is None else int(parameters["batch"])
 
     def max(self) -> int:
-        return 1 if self._raises else _QUEUED
+        return self._at_a_time
 
     def forward(self, items: Sequence[Item]) -> None:
+        wanted = []
         for item in items:
             if "request" in item and item["request"].future.cancelled():
                 item["error"], item["result"] = _CANCELLED, _EMPTY
-                continue
-            try:
-                item["result"] = self._image(item["data"])
-            except BaseException as error:  # somebody waits for each item, whatever is raised
-                fault = error if isinstance(error, BadSampleError) else BadSampleError("preprocess", repr(error))
-                if self._raises:
-                    if "request" in item:
-                        item["request"].fault = fault
-                    raise fault from error
-                item["error"], item["result"] = str(fault), _EMPTY
+            else:
+                wanted.append(item)
+        for item, image in zip(wanted, self._images([item["data"] for item in wanted]), strict=True):
+            if isinstance(image, torch.Tensor):
+                item["result"] = image
+            elif self._raises:
+                if "request" in item:
+                    item["request"].fault = image
+                raise image
+            else:
+                item["error"], item["result"] = str(image), _EMPTY
 
-    def _image(self, data: bytes) -> torch.Tensor:
+    def _images(self, files: Sequence[bytes]) -> Sequence[torch.Tensor | BadSampleError]:
+        """For each file its image, or what is wrong with it."""
+        if self._gpu is None or not files:
+            return [self._image(data) for data in files]
+        try:
+            return self._gpu.run(files)
+        except BaseException as error:  # somebody waits for each item, whatever is raised
+            return [_failed(error)] * len(files)
+
+    def _image(self, data: bytes) -> torch.Tensor | BadSampleError:
         assert self._runner is not None, "a graph that was closed gets no items"
         slots = np.empty((1, *slot_shape(self._spec)), STORAGE[self._spec.dtype])
-        (fault,) = self._runner.run([np.frombuffer(data, np.uint8)], _ONE, slots)
-        if fault is not None:
-            raise fault
-        return as_batch(slots, self._spec).to(self._device)
+        try:
+            (fault,) = self._runner.run([np.frombuffer(data, np.uint8)], _ONE, slots)
+            return fault if fault is not None else as_batch(slots, self._spec).to(self._device)
+        except BaseException as error:  # as above
+            return _failed(error)
 
     def release(self) -> None:
-        self._runner = None
+        self._runner = self._gpu = None
+
+
+def _failed(error: BaseException) -> BadSampleError:
+    """An unforeseen error as one of the sample."""
+    fault = error if isinstance(error, BadSampleError) else BadSampleError("preprocess", repr(error))
+    if fault is not error:
+        fault.__cause__ = error
+    return fault
+
+
+def _gpu_preprocessor(program: Program, device: torch.device) -> GpuPreprocessor | None:
+    """What preprocesses on a GPU, or None where it cannot: the CPU does then."""
+    from gpuflow.delivery import Delivery
+    from gpuflow.memory import BytePool
+    from gpuflow.placement import on_gpu
+    from gpuflow.serve.on_gpu import GpuPreprocessor
+
+    if program.decoder.backend == "cpu":
+        return None
+    delivery = Delivery(device)
+    runner = on_gpu(program, delivery).gpu
+    pool = BytePool(pinned=True)
+    return GpuPreprocessor(runner, delivery, take=pool.take, give=pool.give) if runner is not None else None
 
 
 class ModelNode:
@@ -232,7 +285,7 @@ class ModelNode:
     @torch.no_grad()
     def _run(self, items: Sequence[Item]) -> list[torch.Tensor]:
         images = self._images([from_dlpack(item["data"]) for item in items])
-        answers = list(images)
+        answers = list(images.clone() if images.is_cuda else images)  # preprocessing uses its memory again
         rows = [row for row, item in enumerate(items) if not ("request" in item and item["request"].wants_image)]
         if self._engine is not None and rows:
             batch = images if len(rows) == len(items) else images[rows]

@@ -24,6 +24,7 @@ from gpuflow.cpu import STORAGE, CpuRunner, as_batch, slot_shape
 from gpuflow.errors import BadSampleError
 from gpuflow.fold import fold
 from gpuflow.gpu import GpuRunner, passes_of
+from gpuflow.serve.on_gpu import GpuPreprocessor
 from gpuflow.sources import Payload
 from gpuflow.spec import Keys, Pipeline, Stage
 from gpuflow.stages import (
@@ -189,6 +190,32 @@ def cases() -> Iterator[dict[str, Any]]:
             }
 
 
+def served() -> dict[str, Any]:
+    """The same runner behind a service: several files at a time, then one."""
+    pipeline = Pipeline("serve", PIPELINES["levels"])
+    program = fold(pipeline, trace(pipeline))
+    passes = passes_of(program)
+    assert not isinstance(passes, str), passes
+    delivery, lent = CpuDelivery(), list[Any]()
+    substitutes: Any = (delivery, CpuLibrary(3))
+    runner = GpuRunner(program, passes, *substitutes, backend="hardware", decode_bytes=1 << 20)
+    serving = GpuPreprocessor(runner, substitutes[0], take=lambda n: np.empty(n + 9, np.uint8), give=lent.append)
+    contents = [*files(), b""]
+    found = [*serving.run(contents), *serving.run(contents[:1])]
+    expected = np.zeros((len(contents), *slot_shape(program.result)), STORAGE[program.result.dtype])
+    arrays = [np.frombuffer(data, np.uint8) for data in contents]
+    rights = CpuRunner(program).run(arrays, Keys(0, 0, np.zeros(len(contents), np.int64)), expected)
+    images = [*as_batch(expected, program.result), as_batch(expected, program.result)[0]]
+    faults, worst = [], 0.0
+    for mine, right, image in zip(found, [*rights, rights[0]], images, strict=True):
+        if isinstance(mine, torch.Tensor):
+            assert mine.shape == (1, 3, 16, 16)
+            worst = max(worst, float((mine[0].double() - image.double()).abs().max()))
+        if str(right) != (str(None) if isinstance(mine, torch.Tensor) else str(mine)):
+            faults.append(str(mine))
+    return {"case": "served", "faults": faults, "max": worst, "mean": 0.0, "given_back": len(lent), "good": len(found)}
+
+
 if __name__ == "__main__":
-    for case in cases():
+    for case in [*cases(), served()]:
         print(json.dumps(case), flush=True)

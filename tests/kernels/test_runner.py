@@ -24,7 +24,7 @@ def cases() -> dict[str, dict[str, Any]]:
 
 
 def test_pixels_and_faults_are_those_of_the_cpu(cases: dict[str, dict[str, Any]]) -> None:
-    assert len(cases) == 14
+    assert len(cases) == 15
     for case in cases.values():
         assert case["faults"] == [], case
         assert case["max"] <= 1 and case["mean"] < 0.01, case
@@ -33,7 +33,7 @@ def test_pixels_and_faults_are_those_of_the_cpu(cases: dict[str, dict[str, Any]]
 def test_what_the_engines_refuse_is_decoded_by_the_cpu(cases: dict[str, dict[str, Any]]) -> None:
     """Of 12 samples 3 are bad; a PNG, a progressive JPEG and one that makes the call fail are the CPU's."""
     for name, case in cases.items():
-        if not name.startswith("misfits"):
+        if not name.startswith(("misfits", "served")):
             assert (case["good"], case["engines"], case["cpu"]) == (9, 6, 3), case
 
 
@@ -53,3 +53,7 @@ def test_less_memory_means_more_calls_and_the_same_pixels(cases: dict[str, dict[
         whole, parts = cases[f"{name}, 1048576 bytes"], cases[f"{name}, 6000 bytes"]
         assert parts["copies"] > whole["copies"]
         assert (parts["max"], parts["mean"]) == (whole["max"], whole["mean"])
+
+
+def test_a_service_gets_the_same_images_and_gives_its_memory_back(cases: dict[str, dict[str, Any]]) -> None:
+    assert cases["served"]["given_back"] == 2

@@ -35,7 +35,7 @@ def lowered(tmp_path: Path, serve: dict[str, Any], *overrides: str, device: str 
 
 def test_the_dict_is_preprocessing_then_the_model(tmp_path: Path) -> None:
     serve = {"stages": list(VAL), "model": {**FILE, "batch": 8, "instances": 2, "timeout_ms": 5}}
-    graph = lowered(tmp_path, serve, device="cuda")
+    graph = lowered(tmp_path, serve)
     assert graph.as_dict() == {
         "preprocess": {
             "backend": "GpuflowPreprocess",
@@ -51,13 +51,20 @@ def test_the_dict_is_preprocessing_then_the_model(tmp_path: Path) -> None:
             "instance_num": "2",
             "batching_timeout": "5",
             "batch": "8",
-            "device": "cuda",
+            "device": "cpu",
             "stages": STAGES_JSON,
             "model": '{"file":"m.onnx","batch":8,"instances":2,"timeout_ms":5.0}',
         },
     }
     assert not graph.native
     assert len(graph.preprocessing) == 16
+
+
+def test_on_a_gpu_two_instances_preprocess_in_batches(tmp_path: Path) -> None:
+    nodes = lowered(tmp_path, {"stages": list(VAL), "model": {**FILE, "batch": 8}}, device="cuda").as_dict()
+    preprocess = nodes["preprocess"]
+    assert (preprocess["device"], preprocess["batch"], preprocess["instance_num"]) == ("cuda", "8", "2")
+    assert nodes["model"]["device"] == "cuda"
 
 
 def test_a_dict_is_the_callers_own(tmp_path: Path) -> None:

@@ -1,0 +1,61 @@
+"""Preprocessing on the GPU where a model is served: by the runner that feeds training, so with the same pixels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from gpuflow.errors import BadSampleError
+from gpuflow.sources import Payload
+from gpuflow.spec import Keys
+
+if TYPE_CHECKING:
+    from gpuflow.delivery import Delivery
+    from gpuflow.gpu import GpuRunner
+
+__all__ = ["GpuPreprocessor"]
+
+
+class GpuPreprocessor:
+    """Encoded images to images on the GPU, several at a time. Any thread may call it.
+
+    Args:
+        runner, delivery: as training has them; this one's own.
+        take, give: lend pinned memory of at least so many bytes, and take it back.
+    """
+
+    def __init__(
+        self,
+        runner: GpuRunner,
+        delivery: Delivery,
+        *,
+        take: Callable[[int], NDArray[np.uint8]],
+        give: Callable[[NDArray[np.uint8]], None],
+    ) -> None:
+        self._runner, self._delivery, self._take, self._give = runner, delivery, take, give
+
+    def run(self, files: Sequence[bytes]) -> list[torch.Tensor | BadSampleError]:
+        """For each file its image [1, C, H, W], ready for any stream, or why it is bad. Waits for the GPU."""
+        sizes = [len(data) for data in files]
+        offsets = [0, *accumulate(sizes)]
+        buffer = self._take(offsets[-1])
+        for offset, data in zip(offsets, files, strict=False):
+            buffer[offset : offset + len(data)] = np.frombuffer(data, np.uint8)
+        payload = Payload(buffer=buffer, offsets=offsets[:-1], sizes=sizes, errors=[None] * len(files))
+        slots = self._runner.slots(len(files))
+        try:
+            prepared = self._runner.prepare(payload, Keys(0, 0, np.zeros(len(files), np.int64)))
+            faults = self._runner.launch(prepared, slots)
+        finally:
+            self._delivery.mark(wait=True).synchronize()  # the bytes are read, and the images written
+            self._give(buffer)
+        return [slots[i : i + 1] if fault is None else fault for i, fault in enumerate(faults)]
+
+    def close(self) -> None:
+        """Wait until nothing is queued any more."""
+        self._delivery.close()
