@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ from gpuflow.config import BatchSpec, Config
 from gpuflow.distributed import Ranks
 from gpuflow.errors import ConfigError, Problem, SourceError
 from gpuflow.loader import Loader
+from gpuflow.machine import cpu_quota
 from gpuflow.order import Order, ShardedOrder, ShuffledOrder, key64
 from gpuflow.placement import Placement, place
 from gpuflow.sources import Source, SourceSpec, open_source, subset
@@ -19,7 +21,7 @@ from gpuflow.train import BadSamples
 if TYPE_CHECKING:
     from gpuflow.config import PipelineSpec
 
-__all__ = ["available_threads", "build_loader", "open_split", "open_whole"]
+__all__ = ["available_threads", "build_loader", "open_split", "open_whole", "share_of_cores"]
 
 _REMOTE_READERS, _GPU_READERS = 16, 2
 _LAUNCHERS = 2
@@ -99,8 +101,14 @@ def open_whole(config: Config) -> Source:
 
 
 def available_threads() -> int:
-    """Threads for this process: the cores it may use, shared among the host's ranks."""
-    return max(1, len(os.sched_getaffinity(0)) // Ranks.from_environment().local_world_size)
+    """Threads for this process: the cores that it may use and is granted, shared among the host's ranks."""
+    return share_of_cores(len(os.sched_getaffinity(0)), cpu_quota(), Ranks.from_environment().local_world_size)
+
+
+def share_of_cores(cores: int, quota: float | None, ranks: int) -> int:
+    """Threads of one of so many ranks. quota: cores' worth of time that control groups grant."""
+    granted = cores if quota is None else min(cores, math.ceil(quota))
+    return max(1, granted // ranks)
 
 
 def _order(source: Source, spec: SourceSpec, seed: int, pipeline: PipelineSpec) -> Order:

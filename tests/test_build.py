@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import gpuflow
-from gpuflow.build import available_threads, build_loader, open_split
+from gpuflow.build import available_threads, build_loader, open_split, share_of_cores
 from gpuflow.config import Config, read_config
 from gpuflow.errors import ConfigError, LoaderError, SourceError
 from gpuflow.stages import STAGES
@@ -37,6 +37,24 @@ def test_threads_are_the_cores_shared_among_the_hosts_ranks(monkeypatch: pytest.
     assert available_threads() == max(1, cores // 2)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(64 * cores))
     assert available_threads() == 1
+
+
+@pytest.mark.parametrize(
+    ("cores", "quota", "ranks", "threads"),
+    [
+        (64, None, 1, 64),
+        (64, 4.0, 1, 4),
+        (64, 3.5, 1, 4),
+        (2, 4.0, 1, 2),
+        (64, 0.5, 1, 1),
+        (64, 8.0, 4, 2),
+        (2, None, 8, 1),
+    ],
+)
+def test_threads_are_no_more_than_the_control_groups_grant(
+    cores: int, quota: float | None, ranks: int, threads: int
+) -> None:
+    assert share_of_cores(cores, quota, ranks) == threads
 
 
 def test_a_pipeline_reads_the_split_of_its_name_else_everything(config: Path) -> None:

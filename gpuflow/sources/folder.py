@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from typing import final
+from collections.abc import Iterator
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gpuflow.errors import SourceError
-from gpuflow.sources.base import Allocate, Payload, SourceSpec
+from gpuflow.sources.base import SourceSpec
+from gpuflow.sources.files import FileSource
 from gpuflow.sources.hints import missing_path
-from gpuflow.sources.paths import PathTable, PathTableBuilder
+from gpuflow.sources.paths import PathTableBuilder
 from gpuflow.sources.storage import LocalStorage, RemoteStorage, Storage, is_remote
 
-__all__ = ["EXTENSIONS", "FolderSource", "open_folder"]
+__all__ = ["EXTENSIONS", "open_folder"]
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 """ImageFolder's, in its order; case does not matter."""
@@ -23,30 +22,7 @@ EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", 
 _OTHER_KINDS = {".csv": "listing", ".jsonl": "listing", ".ndjson": "listing", ".json": "listing", ".tar": "tar"}
 
 
-@final
-class FolderSource:
-    """The images of a directory tree. `open_folder` makes one."""
-
-    shard_sizes = None
-
-    def __init__(self, storage: Storage, paths: PathTable, labels: NDArray[np.int64], classes: tuple[str, ...]) -> None:
-        self._storage, self._paths = storage, paths
-        self.labels, self.classes = labels, classes
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def path(self, index: int) -> str:
-        return self._paths[index]
-
-    def read(self, indices: Sequence[int], allocate: Allocate) -> Payload:
-        return self._storage.read(self._paths.take(indices), allocate)
-
-    def close(self) -> None:
-        self._storage.close()
-
-
-def open_folder(spec: SourceSpec) -> FolderSource:
+def open_folder(spec: SourceSpec) -> FileSource:
     """Indexes `spec.folder`. The order is by class, then by directory, then by file name."""
     assert spec.folder is not None
     storage: Storage
@@ -71,7 +47,7 @@ def open_folder(spec: SourceSpec) -> FolderSource:
             f"add images or remove the directory"
         )
     labels = np.repeat(np.arange(len(classes), dtype=np.int64), counts)
-    return FolderSource(storage, table.build(os.path.join(root, "")), labels, tuple(classes))
+    return FileSource(storage, table.build(os.path.join(root, "")), labels, tuple(classes))
 
 
 def _local_tree(root: str) -> Iterator[tuple[str, list[str]]]:

@@ -12,19 +12,19 @@ import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gpuflow.errors import SourceError
-from gpuflow.sources.base import Allocate, Payload, SourceSpec
+from gpuflow.sources.base import SourceSpec
+from gpuflow.sources.files import FileSource
 from gpuflow.sources.hints import missing_path
 from gpuflow.sources.labels import Codes, resolve_labels
 from gpuflow.sources.paths import PathTable, PathTableBuilder
-from gpuflow.sources.storage import Storage, is_remote, open_storage, parent_of
+from gpuflow.sources.storage import is_remote, open_storage, parent_of
 
-__all__ = ["ListingSource", "open_listing"]
+__all__ = ["open_listing"]
 
 _ROWS = 16_384
 """Rows that are read at a time."""
@@ -64,30 +64,7 @@ class Row(NamedTuple):
     label: int | str
 
 
-@final
-class ListingSource:
-    """The samples that a file lists. `open_listing` makes one."""
-
-    shard_sizes = None
-
-    def __init__(self, storage: Storage, paths: PathTable, labels: NDArray[np.int64], classes: tuple[str, ...]) -> None:
-        self._storage, self._paths = storage, paths
-        self.labels, self.classes = labels, classes
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def path(self, index: int) -> str:
-        return self._paths[index]
-
-    def read(self, indices: Sequence[int], allocate: Allocate) -> Payload:
-        return self._storage.read(self._paths.take(indices), allocate)
-
-    def close(self) -> None:
-        self._storage.close()
-
-
-def open_listing(spec: SourceSpec) -> ListingSource:
+def open_listing(spec: SourceSpec) -> FileSource:
     """Indexes `spec.listing`. The order is the file's."""
     assert spec.listing is not None
     place = spec.listing if is_remote(spec.listing) else os.path.expanduser(spec.listing)
@@ -119,7 +96,7 @@ def open_listing(spec: SourceSpec) -> ListingSource:
     classes, values = resolve_labels([str(value).strip() for value in codes], spec.classes, locate, place)
     root = spec.root if spec.root is not None else parent_of(place)
     located = _resolved(table, root if is_remote(root) else os.path.expanduser(root), rows(data, place), place)
-    return ListingSource(open_storage(located[0]), located, values[row_codes], classes)
+    return FileSource(open_storage(located[0]), located, values[row_codes], classes)
 
 
 def _load(place: str) -> bytes:

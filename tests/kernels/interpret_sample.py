@@ -55,7 +55,7 @@ if __name__ == "__main__":
     for name, stages in pipelines():
         print(f"{name}, 3 channels nchw float32: {difference(stages, 3, 'nchw', torch.float32)}", flush=True)
     stages = pipelines()[4][1]
-    dtypes = (torch.float32, torch.float16, torch.uint8)
+    dtypes = (torch.float32, torch.float16, torch.bfloat16, torch.uint8)
     for channels, layout, dtype in itertools.product((1, 3), ("nchw", "nhwc"), dtypes):
         if dtype == torch.float32 or channels == 1:
             print(f"{channels} {layout} {dtype}: {difference(stages, channels, layout, dtype)}", flush=True)

@@ -1,4 +1,4 @@
-"""FolderSource: ImageFolder's samples in ImageFolder's order, and located errors."""
+"""ImageFolder's samples in ImageFolder's order, and located errors."""
 
 from __future__ import annotations
 

@@ -1,0 +1,38 @@
+"""Samples that are files of their own: what a folder and a listing become once they are indexed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpuflow.sources.base import Allocate, Payload
+from gpuflow.sources.paths import PathTable
+from gpuflow.sources.storage import Storage
+
+__all__ = ["FileSource"]
+
+
+@final
+class FileSource:
+    """One file a sample, at these paths on one storage. `open_folder` and `open_listing` make one."""
+
+    shard_sizes = None
+
+    def __init__(self, storage: Storage, paths: PathTable, labels: NDArray[np.int64], classes: tuple[str, ...]) -> None:
+        self._storage, self._paths = storage, paths
+        self.labels, self.classes = labels, classes
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def path(self, index: int) -> str:
+        return self._paths[index]
+
+    def read(self, indices: Sequence[int], allocate: Allocate) -> Payload:
+        return self._storage.read(self._paths.take(indices), allocate)
+
+    def close(self) -> None:
+        self._storage.close()

@@ -1,0 +1,73 @@
+"""Serving on an NVIDIA GPU: the images of validation there, bad ones among good ones, many callers."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+import gpuflow
+import gpuflow.serve
+from gpuflow.errors import BadSampleError
+from tests import images
+from tests.datasets import write_config
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no NVIDIA GPU"),
+]
+
+STAGES = [{"decode": {}}, {"resize": {"shorter": 40}}, {"center_crop": {"size": 32}}, {"normalize": {}}]
+KINDS = ("4:2:0", "4:2:2", "4:4:4", "4:4:0")
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    """40 photographs, of which some are progressive or PNG."""
+    for number in range(40):
+        pixels = images.photo(50 + number, 90 - number, seed=number)
+        path = tmp_path / "photos" / "a" / f"{number:02}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if number % 10 == 7:
+            path.write_bytes(images.png(pixels))
+        else:
+            path.write_bytes(images.jpeg(pixels, KINDS[number % 4], progressive=number % 10 == 3))
+    return write_config(
+        tmp_path / "x.yaml", tmp_path / "photos", val=STAGES, serve={"stages": STAGES}, batch={"size": 16}
+    )
+
+
+def test_serving_gives_the_images_of_validation(config: Path, tmp_path: Path) -> None:
+    with gpuflow.load(config, "val", device="cuda") as loader:
+        expected = torch.cat([batch.images for batch in loader])
+        assert loader.stats()["engine_images"] > 0
+    files = sorted((tmp_path / "photos" / "a").iterdir())
+    with gpuflow.serve.load(config, device="cuda", preprocess_only=True) as predictor:
+        assert torch.equal(predictor.preprocess(files), expected)
+        for file, image in zip(files[:9], expected, strict=False):
+            assert torch.equal(predictor.preprocess(file), image)
+
+
+def test_bad_images_spoil_no_neighbours(config: Path, tmp_path: Path) -> None:
+    files = [path.read_bytes() for path in sorted((tmp_path / "photos" / "a").iterdir())]
+    mixed = [*files[:5], b"no image", *files[5:9], files[9][:200], b"", *files[10:]]
+    with gpuflow.serve.load(config, device="cuda", model=torch.nn.Flatten()) as predictor:
+        answers = predictor.predict(mixed)
+        again = predictor.predict(files)
+    bad = [i for i, answer in enumerate(answers) if isinstance(answer, BadSampleError)]
+    assert bad == [5, 10, 11]
+    good = [answer for answer in answers if not isinstance(answer, BadSampleError)]
+    kept = [answer for i, answer in enumerate(again) if i != 9 and not isinstance(answer, BadSampleError)]
+    assert all(torch.equal(a.logits, b.logits) for a, b in zip(good, kept, strict=True))
+
+
+def test_many_callers_get_their_own_answers(config: Path, tmp_path: Path) -> None:
+    files = [path.read_bytes() for path in sorted((tmp_path / "photos" / "a").iterdir())]
+    with gpuflow.serve.load(config, device="cuda", model=torch.nn.Flatten()) as predictor:
+        expected = [predictor(data) for data in files]
+        with ThreadPoolExecutor(20) as callers:
+            for _ in range(10):
+                found = list(callers.map(predictor, files, timeout=60))
+                assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
