@@ -75,6 +75,12 @@ def test_calls_in_order_with_their_arguments() -> None:
     ]
 
 
+def test_cuda_kernels_are_asked_for_the_same_pixels() -> None:
+    library = FakeLibrary()
+    Engines(library, "rgb", "cuda")
+    assert library.calls[0] == ("create", 2, 1 << 5)
+
+
 def test_a_gpu_without_engines() -> None:
     library = FakeLibrary(create_status=7)
     with pytest.raises(NvjpegError, match=r"^nvJPEG: nvjpegCreateEx returned 7 \(architecture mismatch\)$"):
