@@ -68,12 +68,12 @@ class Delivery:
 
     def send_all(self, arrays: Sequence[NDArray[Any]]) -> list[torch.Tensor]:
         """Copies of small arrays on the device, in one transfer: each a tensor of its dtype and shape."""
-        sizes = [-(-array.nbytes // _ALIGN) * _ALIGN for array in arrays]
-        starts = np.cumsum([0, *sizes]).tolist()
+        arrays = [np.ascontiguousarray(array) for array in arrays]
+        starts = np.cumsum([0, *(-(-array.nbytes // _ALIGN) * _ALIGN for array in arrays)]).tolist()
         host = self.pinned([starts.pop()], torch.uint8)
         views = []
         for start, array in zip(starts, arrays, strict=True):
-            host.numpy()[start : start + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+            host.numpy()[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
             views.append((start, array.nbytes, torch.from_numpy(array).dtype, array.shape))
         there = self.send(host)
         return [there[start : start + size].view(dtype).view(shape) for start, size, dtype, shape in views]

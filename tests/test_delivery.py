@@ -1,0 +1,38 @@
+"""What is packed for the GPU in one transfer; the rest of a delivery needs one: tests/test_gpu.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from gpuflow.delivery import Delivery
+
+
+class OnCpu:
+    """What `send_all` needs of a delivery, with the CPU as the device."""
+
+    def __init__(self) -> None:
+        self.transfers = 0
+
+    def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.full(tuple(shape), 77, dtype=dtype)
+
+    def send(self, host: torch.Tensor) -> torch.Tensor:
+        self.transfers += 1
+        return host.clone()
+
+
+@pytest.mark.parametrize("count", [0, 1, 3, 7, 50, 256])
+def test_arrays_of_any_dtype_and_shape_go_in_one_transfer(count: int) -> None:
+    labels, plan = np.arange(count), np.arange(count * 21).reshape(count, 21)
+    arrays = [labels, labels % 2 == 0, labels[::-1], plan, plan[:, ::3].astype(np.float64)]
+    device: Any = OnCpu()
+    sent = Delivery.send_all(device, arrays)
+    assert device.transfers == 1
+    for array, tensor in zip(arrays, sent, strict=True):
+        expected = torch.from_numpy(array.copy())
+        assert tensor.dtype == expected.dtype and torch.equal(tensor, expected)
