@@ -68,7 +68,7 @@ class Delivery:
 
     def send_all(self, arrays: Sequence[NDArray[Any]]) -> list[torch.Tensor]:
         """Copies of small arrays on the device, in one transfer: each a tensor of its dtype and shape."""
-        arrays = [np.ascontiguousarray(array) for array in arrays]
+        arrays = [np.array(array, order="C") for array in arrays]
         starts = np.cumsum([0, *(-(-array.nbytes // _ALIGN) * _ALIGN for array in arrays)]).tolist()
         host = self.pinned([starts.pop()], torch.uint8)
         views = []
