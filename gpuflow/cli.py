@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
+import shlex
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -221,9 +223,7 @@ def bench(
     """
     from gpuflow import bench as b
 
-    counts = [int(word) if word.strip().isdigit() else 0 for word in workers.split(",")]
-    if min(counts) < 1:
-        raise ValueError(f"--workers: must be numbers >= 1 separated by commas, got {workers!r}")
+    counts = _counts("--workers", workers)
     arms = ["gpuflow", *(word.strip() for word in against.split(",") if word.strip())]
     b.check_arms(arms)
     config = _read(path, overrides)
@@ -254,17 +254,26 @@ def bench(
         _out.print(
             f"{entry['arm']:18} {entry['workload']:40} {entry['value']:>6} images/s  ({entry['low']}-{entry['high']})"
         )
-    _plot(results, out / "worker_scaling")
+    _plot("worker_scaling", results)
 
 
-def _plot(results: Path, stem: Path) -> None:
+def _counts(option: str, text: str) -> list[int]:
+    """`1,2,4` as numbers."""
+    counts = [int(word) if word.strip().isdecimal() else 0 for word in text.split(",")]
+    if min(counts) < 1:
+        raise ValueError(f"{option}: must be numbers >= 1 separated by commas, got {text!r}")
+    return counts
+
+
+def _plot(figure: str, results: Path) -> None:
+    """Draw results beside their file, by the module of this name in plots."""
     from gpuflow.errors import MissingExtra
 
     try:
-        from gpuflow.plots import worker_scaling
+        draw = importlib.import_module(f"gpuflow.plots.{figure}").draw
     except ImportError as error:
         raise MissingExtra("the plot", "matplotlib", "plots") from error
-    for written in (results, *worker_scaling.draw(results, stem)):
+    for written in (results, *draw(results, results.with_suffix(""))):
         _out.print(f"wrote {written}")
 
 
@@ -349,3 +358,130 @@ def export(
     _out.print(f"wrote {done.path}: takes {takes}, preprocessing {done.info.preprocessing}")
     if done.info.folded is not None:
         _out.print(f"{_escape(done.info.folded)} is inside: serve it with stages that end before it")
+
+
+@app.command()
+def parity(
+    path: ConfigFile,
+    overrides: Overrides = None,
+    data: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Images to compare on, instead of the file's source.")
+    ] = None,
+    images: Annotated[int, typer.Option(min=0, help="How many of them; 0 leaves the hostile ones alone.")] = 64,
+    against: Annotated[
+        tuple[str, str] | None, typer.Option(metavar="A B", help="Two ways to compare, and no others: val opencv.")
+    ] = None,
+    tolerance: Annotated[
+        float | None, typer.Option(min=0, help="Levels that the two of --against may be apart; by default none.")
+    ] = None,
+    model: Annotated[
+        Path | None, typer.Option(metavar="MODEL", help="What gives the logits; by default the file's serve.model.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Where to write parity.json and report.html.")] = Path("runs/parity"),
+) -> None:
+    """Prove that training and serving give the same tensors, and show what other ways would have cost.
+
+    Runs the pipeline val, the serving graph and their forms on a GPU, and torchvision beside them, over images of yours
+    and hostile ones; stage by stage, in levels of 0-255. Then common ways to write the same stages down twice.
+
+    Ways: val, serve, val@cuda, serve@cuda, torchvision, pillow, opencv, torchpipe_cpu, torchpipe_gpu, torchvision@cuda.
+
+    Exits 1 on a breach: val and serve differ on one device, the CPU and a GPU by more than 2 levels, or val and
+    torchvision by more than the stages declare.
+    """
+    from gpuflow.parity import render, study, write_report
+    from gpuflow.serve.runtime import skip_cleanup
+
+    if tolerance is not None and against is None:
+        raise ValueError(f"--tolerance: goes with --against A B, got {tolerance:g} alone")
+    config = _read(path, overrides)
+    if config.train.size is not None:
+        config = _read(path, [*_sizes(config), *(overrides or [])])
+    with _bar() as bar:
+        task = bar.add_task("images", total=None, note="", visible=False)
+        report = study(
+            config,
+            count=images,
+            data=data,
+            against=against,
+            tolerance=tolerance or 0.0,
+            model=model,
+            command=shlex.join(["gpuflow", *sys.argv[1:]]),
+            progress=lambda done, total, stage: bar.update(task, completed=done, total=total, note=stage, visible=True),
+        )
+    _out.print(render(report), soft_wrap=False)
+    for written in write_report(report, out):
+        _out.print(f"wrote {written}")
+    skip_cleanup()
+    if report.breach:
+        raise typer.Exit(1)
+
+
+@app.command()
+def serve(
+    path: ConfigFile,
+    overrides: Overrides = None,
+    host: Annotated[str, typer.Option(help="Where to listen; 0.0.0.0 lets other machines in.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes one that is free.")] = 8888,
+    device: Annotated[str | None, typer.Option(help="Where the model runs: cpu, cuda or cuda:1.")] = None,
+    max_queue: Annotated[int, typer.Option(min=1, help="Images under way at a time; more are refused by a 503.")] = 256,
+    max_body_mb: Annotated[float, typer.Option(min=0.001, help="Of one request; more is refused by a 413.")] = 32.0,
+    timeout_s: Annotated[float, typer.Option(min=0.001, help="For a request to arrive, and for its answer.")] = 30.0,
+    access_log: Annotated[bool, typer.Option("--access-log", help="Log every request.")] = False,
+) -> None:
+    """Serve the file's block `serve` over HTTP: POST an image to /predict, or open the page at /.
+
+    The first Ctrl-C or SIGTERM answers what was taken and then exits 0; the second exits at once.
+    """
+    from gpuflow.serve.predictor import open_predictor
+    from gpuflow.serve.server import run
+    from gpuflow.serve.service import Limits
+
+    config = _read(path, overrides)
+    limits = Limits(max_body_bytes=round(max_body_mb * 1e6), max_queue=max_queue, timeout_s=timeout_s)
+    run(
+        lambda: open_predictor(config, device=device),
+        name=str(path),
+        host=host,
+        port=port,
+        limits=limits,
+        access_log=access_log,
+        say=lambda text: _err.print(_escape(text)),
+    )
+
+
+@app.command(name="load-test")
+def load_test(
+    data: Annotated[Path, typer.Option(metavar="DIR", help="Images to send, also from the directories below.")],
+    url: Annotated[str, typer.Option(help="Of the service that is asked.")] = "http://127.0.0.1:8888",
+    clients: Annotated[str, typer.Option(help="Numbers of clients, separated by commas.")] = "1,5,10,20",
+    request_batch: Annotated[int, typer.Option(min=1, help="Images in a request; several are sent as a form.")] = 1,
+    seconds: Annotated[float, typer.Option(min=0.1, help="Length of a measurement.")] = 10.0,
+    pid: Annotated[
+        list[int] | None, typer.Option(help="A process of the service; by default what listens there, if it is here.")
+    ] = None,
+    name: Annotated[str, typer.Option(help="What the service is called in results and plot.")] = "service",
+    out: Annotated[Path, typer.Option(help="Where to write load_test.csv, .png and .svg.")] = Path("plots/out"),
+) -> None:
+    """Ask a service for predictions, by several numbers of clients, and measure how fast it answers.
+
+    A closed loop: each client sends its next request when it has the answer to the last one. Prints and writes requests
+    a second, latencies (TP99: 99% of the requests took no longer), errors, and what the service took of this machine.
+    """
+    from gpuflow.bench import write_results
+    from gpuflow.serve import loadtest
+
+    counts, files, points = _counts("--clients", clients), loadtest.choose_files(data), []
+    with _bar() as bar:
+        task = bar.add_task("measurements", total=len(counts), note="")
+        for count in counts:
+            bar.update(task, note=f"{count} client(s)")
+            load = loadtest.Load(url=url, clients=count, request_batch=request_batch, seconds=seconds)
+            points.append(loadtest.measure(load, files, pids=pid))
+            bar.update(task, advance=1)
+    _out.print(loadtest.render(points), soft_wrap=False)
+    for note in loadtest.notes(points):
+        _out.print(_escape(note))
+    results = out / "load_test.csv"
+    write_results(results, loadtest.rows(points, arm=name, workload=data.name))
+    _plot("load_test", results)

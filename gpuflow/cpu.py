@@ -18,7 +18,7 @@ from gpuflow.codecs import CpuDecoder, Header, probe
 from gpuflow.errors import BadSampleError
 from gpuflow.fold import Call, Map, Program, Sample, Sampling
 
-__all__ = ["STORAGE", "CpuRunner", "as_batch", "resample", "slot_shape"]
+__all__ = ["STORAGE", "CpuRunner", "as_batch", "call_opaque", "resample", "slot_shape"]
 
 STORAGE = {"uint8": np.uint8, "float32": np.float32, "float16": np.uint16, "bfloat16": np.uint16}
 """How numpy holds each dtype: 16-bit floats as their bits."""
@@ -171,7 +171,7 @@ class CpuRunner:
             elif isinstance(step, Map):
                 image = step.stage.apply(image, draw[i], out)
             else:
-                image = _call(step, image, int(draw[i]))
+                image = call_opaque(step, image, int(draw[i]))
         if image is not slot:
             np.copyto(slot, image.reshape(slot.shape))
 
@@ -210,7 +210,7 @@ class CpuRunner:
         return held
 
 
-def _call(step: Call, image: NDArray[Any], seed: int) -> NDArray[Any]:
+def call_opaque(step: Call, image: NDArray[Any], seed: int) -> NDArray[Any]:
     """Run an opaque stage on one image, held as its specs before and after say."""
     result = step.stage.apply(as_batch(image[None], step.before)[0], seed)
     result = (result if step.after.layout == "nchw" else result.permute(1, 2, 0)).contiguous()

@@ -1,4 +1,4 @@
-"""The way onto a GPU: a loader's one stream, and what the GPU may still be reading of what it was given."""
+"""The way onto a GPU: a loader's one stream, what the GPU may still be reading of it, and what runs chunks there."""
 
 from __future__ import annotations
 
@@ -6,13 +6,18 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-__all__ = ["Delivery"]
+if TYPE_CHECKING:
+    from gpuflow.errors import BadSampleError
+    from gpuflow.sources import Payload
+    from gpuflow.spec import Keys
+
+__all__ = ["ChunkRunner", "Delivery"]
 
 _ALIGN = 16
 
@@ -87,3 +92,24 @@ class Delivery:
         self.synchronize()
         with self._lock:
             self._kept.clear()
+
+
+class ChunkRunner(Protocol):
+    """What runs chunks on a delivery's device in the CPU's place. Any thread may call any method.
+
+    engine_images, cpu_images: how many images were decoded there, and how many the CPU had to.
+    """
+
+    engine_images: int
+    cpu_images: int
+
+    def prepare(self, payload: Payload, keys: Keys) -> Any:
+        """All of a chunk that can be done before it has its slots. The payload's memory stays until it is launched."""
+
+    def slots(self, count: int) -> torch.Tensor:
+        """Memory on the device for so many results: [count, C, H, W] in the result's dtype and memory format."""
+        ...
+
+    def launch(self, chunk: Any, slots: torch.Tensor) -> list[BadSampleError | None]:
+        """Queue what fills a prepared chunk's slots; returns for each sample None, or why it is bad."""
+        ...

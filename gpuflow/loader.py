@@ -27,8 +27,7 @@ from gpuflow.stats import Stats
 from gpuflow.train import Assembly, BadSamples, Feed
 
 if TYPE_CHECKING:
-    from gpuflow.delivery import Delivery
-    from gpuflow.gpu import GpuRunner
+    from gpuflow.delivery import ChunkRunner, Delivery
 
 __all__ = ["Batch", "Loader"]
 
@@ -93,7 +92,7 @@ class Loader:
         readers: int,
         identity: str,
         delivery: Delivery | None = None,
-        gpu: GpuRunner | None = None,
+        gpu: ChunkRunner | None = None,
     ) -> None:
         self._program, self._source, self._order = program, source, order
         self._steps = Steps(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -15,10 +16,10 @@ from gpuflow.errors import ConfigError, MissingExtra, Problem
 from gpuflow.fold import Program
 from gpuflow.memory import BUFFERS
 from gpuflow.nvjpeg import BACKENDS, NvjpegError, find_library
+from gpuflow.presets import Preset
 
 if TYPE_CHECKING:
-    from gpuflow.delivery import Delivery
-    from gpuflow.gpu import GpuRunner
+    from gpuflow.delivery import ChunkRunner, Delivery
 
 __all__ = ["Placement", "explain_gpu", "memory_for_decoding", "on_gpu", "place"]
 
@@ -34,7 +35,7 @@ class Placement:
     """
 
     delivery: Delivery | None
-    gpu: GpuRunner | None
+    gpu: ChunkRunner | None
     reason: str
 
 
@@ -42,9 +43,13 @@ def place(config: Config, name: str, device: torch.device, batch_size: int) -> P
     """Where a pipeline of a configuration runs on a device.
 
     Raises:
-        ConfigError: `decode.backend` is gpu and cannot be had, or `run.memory_limit` is too small.
+        ConfigError: `decode.backend` is gpu and cannot be had, or a preset's GPU cannot; or `run.memory_limit` is too
+            small.
     """
-    backend = config.programs[name].decoder.backend
+    decoder = config.programs[name].decoder
+    if isinstance(decoder, Preset) and decoder.device == "cuda":
+        return _by_torchpipe(config, name, decoder, device)
+    backend = decoder.backend
     if device.type != "cuda":
         placement = Placement(None, None, "the loader's device is the CPU")
     else:
@@ -63,6 +68,8 @@ def place(config: Config, name: str, device: torch.device, batch_size: int) -> P
 def explain_gpu(config: Config, name: str) -> str:
     """What decodes a pipeline where batches are for a GPU: this machine's, or any if it has none."""
     program = config.programs[name]
+    if isinstance(program.decoder, Preset) and program.decoder.device == "cuda":
+        return program.decoder.library
     if program.decoder.backend == "cpu":
         return "decoded on the CPU: its decode.backend is cpu"
     if torch.cuda.is_available():
@@ -76,6 +83,35 @@ def explain_gpu(config: Config, name: str) -> str:
     if isinstance(passes, str):
         return f"decoded on the CPU: {passes}"
     return f"JPEG engines if it has them, else CUDA kernels; then {len(passes)} batched pass(es)"
+
+
+def _by_torchpipe(config: Config, name: str, preset: Preset, device: torch.device) -> Placement:
+    """A preset that runs on a GPU has no other place."""
+
+    def fault(rule: str) -> ConfigError:
+        return ConfigError([Problem(f"{config.path}: pipelines.{name}.preset", f"is {preset.name}, {rule}")])
+
+    if device.type != "cuda":
+        raise fault("which needs a GPU, but the loader's device is the CPU; use device cuda, or torchpipe_cpu")
+    if device.index not in (None, 0):
+        raise fault(
+            f"which knows the first GPU alone, but the device is {device}; set CUDA_VISIBLE_DEVICES to that one"
+        )
+    if importlib.util.find_spec("torchpipe") is None:
+        raise fault("which needs torchpipe, and that is not installed; pip install 'gpuflow[serve]'")
+    from gpuflow.build import available_threads
+    from gpuflow.delivery import Delivery
+    from gpuflow.serve.training import PresetRunner
+
+    delivery, run = Delivery(device), config.run
+    runner = PresetRunner(
+        config.programs[name],
+        delivery,
+        origin=config.path,
+        threads=run.threads if run.threads != "auto" else available_threads(),
+        timeout_seconds=run.timeout_s,
+    )
+    return Placement(delivery, runner, preset.library)
 
 
 def on_gpu(program: Program, delivery: Delivery, decode_bytes: int = _DECODE_BYTES) -> Placement:

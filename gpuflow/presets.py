@@ -58,7 +58,7 @@ class Preset(s.Decoder):
         return "torchpipe's DecodeTensor and ResizeTensor"
 
     def decode(self, data: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """As `torchpipe_cpu`: DecodeMat is OpenCV's imdecode, which turns by EXIF, and ResizeMat its bilinear resize."""
+        """As `torchpipe_cpu`: DecodeMat is OpenCV's imdecode, which turns by EXIF; ResizeMat its bilinear resize."""
         assert self.name == "torchpipe_cpu", "the GPU's operators run in torchpipe alone"
         if len(data) == 0:
             raise BadSampleError(self.stage_name, "empty: the file has no bytes")
@@ -71,8 +71,10 @@ class Preset(s.Decoder):
             raise BadSampleError(self.stage_name, f"OpenCV refuses it: {error.err}") from error
         if image is None:
             raise BadSampleError(self.stage_name, "OpenCV cannot decode it")
-        resized = cv2.resize(image, (self.width, self.height))
-        return resized if self.color == "bgr" else cv2.cvtColor(resized, cv2.COLOR_BGR2RGB)
+        resized: NDArray[np.uint8] = cv2.resize(image, (self.width, self.height))
+        if self.color == "rgb":
+            cv2.cvtColor(resized, cv2.COLOR_BGR2RGB, dst=resized)
+        return resized
 
     def refuses(self, stage: s.Stage, *, serving: bool) -> str | None:
         """Why a stage cannot follow, in words; None where it can.

@@ -34,8 +34,7 @@ from gpuflow.stats import Meter
 from gpuflow.threads import DaemonPool, Gate, QuickSwitching
 
 if TYPE_CHECKING:
-    from gpuflow.delivery import Delivery
-    from gpuflow.gpu import GpuRunner, Prepared
+    from gpuflow.delivery import ChunkRunner, Delivery
 
 __all__ = ["Assembly", "BadSamples", "Feed", "Run"]
 
@@ -124,7 +123,7 @@ class _Chunk:
     stop: int
     last: bool
     payload: Payload | None = None
-    prepared: Prepared | None = None
+    prepared: Any = None
 
     def __len__(self) -> int:
         return self.stop - self.start
@@ -199,7 +198,7 @@ class Feed:
         bad: BadSamples,
         readers: int,
         delivery: Delivery | None = None,
-        gpu: GpuRunner | None = None,
+        gpu: ChunkRunner | None = None,
     ) -> None:
         self._delivery, self._gpu = delivery, gpu
         self._program, self._source, self._order, self._seed = program, source, order, seed
@@ -316,9 +315,7 @@ class Feed:
         if whole and self._delivery is not None:
             self._deliver(batch, self._delivery)
 
-    def _run(
-        self, payload: Payload, keys: Keys, slots: Any, prepared: Prepared | None = None
-    ) -> list[BadSampleError | None]:
+    def _run(self, payload: Payload, keys: Keys, slots: Any, prepared: Any = None) -> list[BadSampleError | None]:
         """The program on what was read; an unreadable sample is bad without further ado. Gives the bytes back."""
         if self._gpu is not None and self._delivery is not None:
             faults = self._gpu.launch(prepared or self._gpu.prepare(payload, keys), slots)

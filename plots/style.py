@@ -90,6 +90,10 @@ ARMS: dict[str, Arm] = {
     "spdl": Arm("SPDL", "#00845f", "D"),
     "dali": Arm("DALI 2.4", "#4f7a28", "h"),
     "bare threads": Arm("bare threads", "#555555", "^"),
+    "plain": Arm("cv2, one lock", "#c23b22", "s"),
+    "graph-cpu": Arm("graph, CPU decode", "#5b7fc7", "o"),
+    "graph-gpu": Arm("graph, GPU decode", "#1b3a8a", "D"),
+    "service": Arm("service", "#2a7f9e", "o"),
 }
 _SPARE = (("#7a5195", "<"), ("#222222", ">"), ("#8c564b", "d"))
 

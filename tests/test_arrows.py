@@ -14,7 +14,7 @@ from gpuflow.stages import STAGES
 ROOT = Path(__file__).parents[1]
 ENGINE = sorted(
     path
-    for directory in (".", "kernels", "serve", "serve/engines", "sources")
+    for directory in (".", "kernels", "parity", "serve", "serve/engines", "sources")
     for path in (ROOT / "gpuflow" / directory).glob("*.py")
 )
 STAGE_FILES = sorted((ROOT / "stages").glob("*.py"))

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from gpuflow.cli import app, main
 from tests.datasets import deadline, make_photos, truncate, write_config
 
-COMMANDS = ["samples", "check", "explain", "train", "bench", "scan"]
+COMMANDS = ["samples", "check", "explain", "train", "bench", "scan", "load-test"]
 MAIN = "from gpuflow.cli import main; main()"
 
 

@@ -311,9 +311,13 @@ RUN_KEYS = "threads, readers, prefetch, on_error, max_bad, bad_file, timeout_s, 
         ),
         (
             "pipelines: 3",
-            "pipelines must be a mapping, each value a mapping with stages, batch, shuffle, on_error, got 3",
+            "pipelines must be a mapping, each value a mapping with "
+            "preset, height, width, color, stages, batch, shuffle, on_error, got 3",
         ),
-        ("pipelines: {a: 3}", "pipelines.a must be a mapping with stages, batch, shuffle, on_error, got 3"),
+        (
+            "pipelines: {a: 3}",
+            "pipelines.a must be a mapping with preset, height, width, color, stages, batch, shuffle, on_error, got 3",
+        ),
         ("pipelines: {a: {stages: 3}}", "pipelines.a.stages must be a list, got 3"),
         (
             "pipelines: {a: {stages: [decode, center_crop: {size: 8}], batch: 3}}",
@@ -377,7 +381,8 @@ def test_values(block: str, expected: str) -> None:
 def test_blocks_that_are_missing() -> None:
     assert fault("run: {}\n") == (
         "x.yaml: needs the key 'source': a mapping with " + SOURCE_KEYS + "\n"
-        "x.yaml: needs the key 'pipelines': a mapping, each value a mapping with stages, batch, shuffle, on_error"
+        "x.yaml: needs the key 'pipelines': a mapping, each value a mapping with "
+        "preset, height, width, color, stages, batch, shuffle, on_error"
     )
 
 

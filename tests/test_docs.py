@@ -40,7 +40,7 @@ def base_name(requirement: str) -> str:
 
 
 def commands_in_readme() -> set[str]:
-    return set(re.findall(r"^\| `gpuflow ([a-z]+)[ `]", README, flags=re.MULTILINE))
+    return set(re.findall(r"^\| `gpuflow ([a-z-]+)[ `]", README, flags=re.MULTILINE))
 
 
 @pytest.mark.parametrize("command", ["make demo", "make test", "make check"])

@@ -8,23 +8,27 @@ dropped, within bounds, before the connection may close.
 from __future__ import annotations
 
 import asyncio
-import sys
 import time
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+from python_multipart.exceptions import FormParserError
+from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.exceptions import HTTPException
-from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gpuflow.serve.metrics import Metrics
 
-__all__ = ["Edge", "Limits", "Refused", "check_type", "read_images"]
+if TYPE_CHECKING:
+    from python_multipart.multipart import MultipartCallbacks
+
+__all__ = ["Edge", "Limits", "Refused", "check_headers", "read_images"]
 
 _TAKEN = "image/*, application/octet-stream, multipart/form-data"
 _DROPPED_BODIES, _DROPPED_BYTES = 8, 64_000_000
-_DROPPING_SECONDS = 10.0
+_DROPPING_SECONDS, _LAST_SECONDS = 30.0, 3.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,7 +66,7 @@ class Refused(HTTPException):
 # --- reading ----------------------------------------------------------------------------------------------------------
 
 
-def check_type(request: Request, limits: Limits) -> None:
+def check_headers(request: Request, limits: Limits) -> None:
     """Refuse by its headers what need not be read: 413, 415."""
     kind = _media_type(request)
     if kind not in ("", "application/octet-stream", "multipart/form-data") and not kind.startswith("image/"):
@@ -112,37 +116,77 @@ async def _pieces(request: Request, limits: Limits, hold: Callable[[int], None])
         yield piece
 
 
-class _Form(MultiPartParser):
-    """A form whose files stay in memory, and which knows whether it came to its end."""
+async def _files(request: Request, pieces: AsyncGenerator[bytes, None], limits: Limits) -> list[bytes]:
+    _, options = parse_options_header(request.headers["content-type"])
+    if b"boundary" not in options:
+        raise _bad_form("its Content-Type names no boundary")
+    form = _Form(most=min(limits.max_images, limits.max_queue))
+    try:
+        parser = MultipartParser(options[b"boundary"], form.callbacks())
+        async for piece in pieces:
+            parser.write(piece)
+    except FormParserError as error:
+        raise _bad_form(str(error)) from error
+    if not form.ended:
+        raise _bad_form("it ends before its closing boundary")
+    if not form.files:
+        raise Refused(422, "bad_image", "the form has no file")
+    return [bytes(file) for file in form.files]
 
-    spool_max_size = sys.maxsize
-    ended = False
 
-    def on_end(self) -> None:
+class _Form:
+    """Collects the files of a form, at most so many."""
+
+    def __init__(self, *, most: int) -> None:
+        self.files: list[bytearray] = []
+        self.ended = False
+        self._most = most
+        self._header, self._value, self._disposition = bytearray(), bytearray(), b""
+
+    def callbacks(self) -> MultipartCallbacks:
+        return {
+            "on_part_begin": self._begin_part,
+            "on_header_field": self._more_header,
+            "on_header_value": self._more_value,
+            "on_header_end": self._end_header,
+            "on_headers_finished": self._begin_file,
+            "on_part_data": self._more_data,
+            "on_end": self._end,
+        }
+
+    def _begin_part(self) -> None:
+        self._disposition = b""
+        if len(self.files) == self._most:
+            raise Refused(413, "too_large", f"a request may have {self._most} images, and this one has more")
+
+    def _more_header(self, data: bytes, start: int, end: int) -> None:
+        self._header += data[start:end]
+
+    def _more_value(self, data: bytes, start: int, end: int) -> None:
+        self._value += data[start:end]
+
+    def _end_header(self) -> None:
+        if self._header.lower() == b"content-disposition":
+            self._disposition = bytes(self._value)
+        self._header.clear()
+        self._value.clear()
+
+    def _begin_file(self) -> None:
+        _, options = parse_options_header(self._disposition)
+        if b"filename" not in options:
+            name = options.get(b"name", b"").decode(errors="replace")
+            raise _bad_form(f"its field {name!r} is no file; files have a filename, parameters belong into the URL")
+        self.files.append(bytearray())
+
+    def _more_data(self, data: bytes, start: int, end: int) -> None:
+        self.files[-1] += data[start:end]
+
+    def _end(self) -> None:
         self.ended = True
 
 
-async def _files(request: Request, pieces: AsyncGenerator[bytes, None], limits: Limits) -> list[bytes]:
-    most = min(limits.max_images, limits.max_queue)
-    parser = _Form(request.headers, pieces, max_files=limits.max_body_bytes, max_fields=most)
-    try:
-        form = await parser.parse()
-    except MultiPartException as error:
-        raise Refused(400, "bad_request", f"the form cannot be read: {error.message}") from error
-    async with form:
-        images = []
-        for name, part in form.multi_items():
-            if isinstance(part, str):
-                reason = f"the form's field {name!r} is no file; files have a filename, parameters belong into the URL"
-                raise Refused(400, "bad_request", reason)
-            images.append(await part.read())
-    if not parser.ended:
-        raise Refused(400, "bad_request", "the form ends before its closing boundary")
-    if not images:
-        raise Refused(422, "bad_image", "the form has no file")
-    if len(images) > most:
-        raise Refused(413, "too_large", f"a request may have {most} images, and this one has {len(images)}")
-    return images
+def _bad_form(reason: str) -> Refused:
+    return Refused(400, "bad_request", f"the form cannot be read: {reason}")
 
 
 # --- reading off ------------------------------------------------------------------------------------------------------
@@ -223,7 +267,7 @@ class _Exchange:
 
     async def _read_off(self) -> None:
         try:
-            async with asyncio.timeout(_DROPPING_SECONDS):
+            async with asyncio.timeout(_LAST_SECONDS if self._closing() else _DROPPING_SECONDS):
                 while not self.over and self.received < self._most:
                     await self.receive()
         except TimeoutError:

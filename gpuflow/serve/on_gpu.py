@@ -15,8 +15,7 @@ from gpuflow.sources import Payload
 from gpuflow.spec import Keys
 
 if TYPE_CHECKING:
-    from gpuflow.delivery import Delivery
-    from gpuflow.gpu import GpuRunner
+    from gpuflow.delivery import ChunkRunner, Delivery
 
 __all__ = ["GpuPreprocessor"]
 
@@ -31,7 +30,7 @@ class GpuPreprocessor:
 
     def __init__(
         self,
-        runner: GpuRunner,
+        runner: ChunkRunner,
         delivery: Delivery,
         *,
         take: Callable[[int], NDArray[np.uint8]],

@@ -65,6 +65,8 @@ class Predictor:
             ends with images, or torchpipe runs the model.
         image: what the model gets. pipeline: the stages that make it, for those who show it to people.
         classes: the names of its outputs. timeout_seconds: for any one answer.
+
+    gives_images: whether its graph lets anybody see what the model gets.
     """
 
     def __init__(
@@ -82,8 +84,8 @@ class Predictor:
         self._graph, self._timeout = graph, timeout_seconds
         self._described = [engine.describe() for engine in engines]
         first, last = (dict(node.parameters) for node in graph.nodes)
-        self._gives_images = last["backend"] == MODEL
-        self._has_model = bool(engines) or not self._gives_images
+        self.gives_images = last["backend"] == MODEL
+        self._has_model = bool(engines) or not self.gives_images
         per_round = int(first["instance_num"]) + int(last["instance_num"]) * int(last.get("batch", 1))
         self._window = _ROUNDS_AHEAD * per_round
         self._running = RunningGraph(graph, engines)
@@ -190,7 +192,7 @@ class Predictor:
         return self._running.submit(data, wrap=self._prediction)
 
     def _require_images(self) -> None:
-        if not self._gives_images:
+        if not self.gives_images:
             raise PredictorError("torchpipe's TensorrtTensor shows nobody its images; set serve.model.via=python")
 
     def _prediction(self, logits: torch.Tensor) -> Prediction:

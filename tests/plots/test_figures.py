@@ -12,11 +12,15 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from plots import gpu_path, loader_cpu, style, worker_scaling
+from plots import gpu_path, load_test, loader_cpu, style, worker_scaling
 
 Draw = Callable[[Path, Path], list[Path]]
 ARMS = {**dict.fromkeys(style.ARMS), "an arm of its own": None}
-RATES = dict(zip(ARMS, (1500.0, 1495.0, 500.0, 495.0, 490.0, 10.0, 480.0, 12_345.0, 0.0), strict=True))
+LOADERS = (1500.0, 1495.0, 500.0, 495.0, 490.0, 10.0, 480.0, 12_345.0)
+RATES = dict(zip(ARMS, (*LOADERS, 50.0, 96.0, 1234.0, 95.0, 0.0), strict=True))
+METRICS = {"images_per_s": 1.0, "qps": 1.0, "tp50_ms": 2.0, "tp99_ms": 30.0}
+"""Metric -> by how much it is larger than the rate."""
+SERVED = ("plain", "graph-cpu", "graph-gpu")
 
 
 def results(path: Path, *workloads: str, arms: tuple[str, ...] = tuple(ARMS)) -> Path:
@@ -24,11 +28,12 @@ def results(path: Path, *workloads: str, arms: tuple[str, ...] = tuple(ARMS)) ->
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(style.Result.__slots__)
-        for (i, workload), arm in itertools.product(enumerate(workloads, start=1), arms):
-            rate = RATES[arm] * i
+        numbered = enumerate(workloads, start=1)
+        for (i, workload), arm, (metric, factor) in itertools.product(numbered, arms, METRICS.items()):
+            rate = RATES[arm] * i * factor
             machine, versions = "a machine with a rather long name, " * 3, "torch 2.11.0, spdl 0.8.0"
             spread = [rate, "images/s", rate * 0.9, rate * 1.2]
-            writer.writerow([arm, workload, "images_per_s", *spread, 3, machine, versions, "abc1234", "2030-01-01"])
+            writer.writerow([arm, workload, metric, *spread, 3, machine, versions, "abc1234", "2030-01-01"])
     return path
 
 
@@ -38,18 +43,20 @@ def texts(svg: Path) -> set[str]:
 
 
 CASES = {
-    "scaling": (worker_scaling.draw, [f"train 128; batch=64; workers={n}" for n in (1, 2, 4, 8)]),
-    "one number of workers": (worker_scaling.draw, ["train; workers=4"]),
-    "bars": (loader_cpu.draw, ["train 128; workers=2"]),
-    "gpu": (gpu_path.draw, ["random_resized_crop 224; batch=256"]),
-    "panels": (loader_cpu.draw, ["train 128; workers=2", "val 128; workers=2", "val 224; workers=2"]),
+    "scaling": (worker_scaling.draw, [f"train 128; batch=64; workers={n}" for n in (1, 2, 4, 8)], tuple(ARMS)),
+    "one number of workers": (worker_scaling.draw, ["train; workers=4"], tuple(ARMS)),
+    "bars": (loader_cpu.draw, ["train 128; workers=2"], tuple(ARMS)),
+    "gpu": (gpu_path.draw, ["random_resized_crop 224; batch=256"], tuple(ARMS)),
+    "panels": (loader_cpu.draw, ["train 128; workers=2", "val 128; workers=2", "val 224; workers=2"], tuple(ARMS)),
+    "load": (load_test.draw, [f"{size}; clients={n}" for size in ("small", "large") for n in (1, 5, 40)], SERVED),
+    "one number of clients": (load_test.draw, ["photos; batch=1; clients=10"], ("service",)),
 }
-cases = pytest.mark.parametrize(("draw", "workloads"), CASES.values(), ids=CASES)
+cases = pytest.mark.parametrize(("draw", "workloads", "arms"), CASES.values(), ids=CASES)
 
 
 @cases
-def test_same_results_same_bytes(draw: Draw, workloads: list[str], tmp_path: Path) -> None:
-    path = results(tmp_path / "results.csv", *workloads)
+def test_same_results_same_bytes(draw: Draw, workloads: list[str], arms: tuple[str, ...], tmp_path: Path) -> None:
+    path = results(tmp_path / "results.csv", *workloads, arms=arms)
     first = draw(path, tmp_path / "a" / "figure.v1")
     second = draw(path, tmp_path / "b" / "figure.v1")
     assert [file.name for file in first] == ["figure.v1.svg", "figure.v1.png"]
@@ -58,9 +65,9 @@ def test_same_results_same_bytes(draw: Draw, workloads: list[str], tmp_path: Pat
 
 
 @cases
-def test_nothing_is_clipped(draw: Draw, workloads: list[str], tmp_path: Path) -> None:
+def test_nothing_is_clipped(draw: Draw, workloads: list[str], arms: tuple[str, ...], tmp_path: Path) -> None:
     """A text that runs off the page leaves ink at its edge."""
-    _, png = draw(results(tmp_path / "results.csv", *workloads), tmp_path / "figure")
+    _, png = draw(results(tmp_path / "results.csv", *workloads, arms=arms), tmp_path / "figure")
     with Image.open(png) as image:
         pixels_HWC = np.asarray(image.convert("RGB"))
     ink_HW = (pixels_HWC != 255).any(axis=2)
@@ -78,6 +85,24 @@ def test_lines_are_labelled_with_their_last_value(tmp_path: Path) -> None:
     workloads, arms = [f"train; workers={n}" for n in (1, 2, 4)], ("gpuflow", "spdl")
     svg, _ = worker_scaling.draw(results(tmp_path / "results.csv", *workloads, arms=arms), tmp_path / "figure")
     assert {"gpuflow  4,500", "SPDL  30", "ideal scaling"} <= texts(svg)
+
+
+def test_loads_are_labelled_with_their_last_values(tmp_path: Path) -> None:
+    workloads = [f"{size}; batch=1; clients={n}" for size in ("small", "large") for n in (1, 5, 10)]
+    svg, _ = load_test.draw(results(tmp_path / "results.csv", *workloads, arms=SERVED), tmp_path / "figure")
+    found = texts(svg)
+    assert {"small; batch=1", "large; batch=1"} <= found, "a row of panels each"
+    assert {"cv2, one lock  150", "graph, GPU decode  3,702", "TP50  300", "TP99  4,500"} <= found
+    assert {"cv2, one lock  300", "TP99  222,120"} <= found
+
+
+def test_a_load_without_any_answer_has_no_latency(tmp_path: Path) -> None:
+    path = results(tmp_path / "results.csv", "w; clients=1", "w; clients=5", arms=("service", "plain"))
+    lines = path.read_text().splitlines()
+    kept = [line for line in lines if not ("_ms" in line and "clients=5" in line and line.startswith("service"))]
+    path.write_text("\n".join(kept) + "\n")
+    svg, _ = load_test.draw(path, tmp_path / "figure")
+    assert {"service  190", "TP50  190", "TP50  200"} <= texts(svg)
 
 
 @pytest.mark.parametrize(
@@ -98,6 +123,12 @@ def test_lines_are_labelled_with_their_last_value(tmp_path: Path) -> None:
             loader_cpu.draw,
             ["train; workers=1", "train; workers=1"],
             "must have one row for 'gpuflow' in 'train; workers=1', got several",
+        ),
+        (load_test.draw, ["photos"], "workload must end in `; clients=N`, got 'photos'"),
+        (
+            load_test.draw,
+            ["photos; clients=1", "photos; clients=1"],
+            "must have one row for 'gpuflow' in 'photos; clients=1', got several",
         ),
     ],
 )

@@ -1,0 +1,189 @@
+"""The images that ways are compared on: some of the user's own, and hostile ones made on the spot.
+
+Hostile images are those on which decoders and resizers are known to part. Bad ones are none: all must refuse them.
+"""
+
+from __future__ import annotations
+
+import io
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, final
+
+import cv2
+import numpy as np
+from numpy.typing import NDArray
+
+from gpuflow.build import open_split
+from gpuflow.config import Config
+from gpuflow.errors import ConfigError, Problem, SourceError
+from gpuflow.sources import Allocate, Payload
+from gpuflow.sources.folder import EXTENSIONS
+
+__all__ = ["Encoded", "InMemory", "Kind", "Sample", "hostile_images", "own_images"]
+
+Encoded = NDArray[np.uint8]
+"""The bytes of one file, [n]."""
+Kind = Literal["own", "hostile", "bad"]
+
+_SUBSAMPLINGS = {
+    "4:4:4": cv2.IMWRITE_JPEG_SAMPLING_FACTOR_444,
+    "4:2:2": cv2.IMWRITE_JPEG_SAMPLING_FACTOR_422,
+    "4:2:0": cv2.IMWRITE_JPEG_SAMPLING_FACTOR_420,
+    "4:4:0": cv2.IMWRITE_JPEG_SAMPLING_FACTOR_440,
+    "4:1:1": cv2.IMWRITE_JPEG_SAMPLING_FACTOR_411,
+}
+_QUALITY = (cv2.IMWRITE_JPEG_QUALITY, 90)
+_ORIENTATION = 0x0112
+_HUGE = 60_000
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sample:
+    """One encoded image. kind: the user's `own`, `hostile`, or `bad`, which is no image."""
+
+    name: str
+    kind: Kind
+    data: Encoded
+
+
+def own_images(config: Config, name: str, count: int, *, data: Path | None = None) -> list[Sample]:
+    """At most `count` encoded images, spread evenly over a pipeline's source or over a directory.
+
+    Raises:
+        SourceError: the source cannot be indexed. ConfigError: there is no image.
+    """
+    if count == 0:
+        return []
+    if data is not None:
+        files = sorted(file for file in data.rglob("*") if file.suffix.lower() in EXTENSIONS)
+        if not files:
+            raise ConfigError([Problem("--data", f"must be a directory with images, got {str(data)!r}")])
+        chosen = [files[i] for i in _spread(len(files), count)]
+        return [Sample(str(file.relative_to(data)), "own", np.fromfile(file, np.uint8)) for file in chosen]
+    try:
+        source = open_split(config, name)
+    except SourceError as error:
+        raise SourceError(f"{error}; or name a directory of images: --data, or take none: --images 0") from error
+    indices = _spread(len(source), count)
+    payload = source.read(indices, lambda size: np.empty(size, np.uint8))
+    names = [source.path(index) for index in indices]
+    source.close()
+    found = [Sample(names[i], "own", payload.sample(i)) for i, error in enumerate(payload.errors) if error is None]
+    if not found:
+        raise ConfigError([Problem(f"{config.path}: source", f"cannot be read: {payload.errors[0]}; try --data")])
+    return found
+
+
+def _spread(total: int, count: int) -> list[int]:
+    return sorted({int(i) for i in np.linspace(0, max(total - 1, 0), min(total, count))})
+
+
+@final
+class InMemory:
+    """A source of these images. All have one label."""
+
+    shard_sizes = None
+    classes = ("image",)
+
+    def __init__(self, images: Sequence[Encoded]) -> None:
+        self._images = images
+        self.labels = np.zeros(len(images), np.int64)
+
+    def __len__(self) -> int:
+        return len(self._images)
+
+    def path(self, index: int) -> str:
+        return str(index)
+
+    def read(self, indices: Sequence[int], allocate: Allocate) -> Payload:
+        found = [self._images[index] for index in indices]
+        sizes = [len(data) for data in found]
+        buffer = allocate(sum(sizes))
+        offsets = np.cumsum([0, *sizes]).tolist()
+        for offset, size, data in zip(offsets, sizes, found, strict=False):
+            buffer[offset : offset + size] = data
+        return Payload(buffer=buffer, offsets=offsets[:-1], sizes=sizes, errors=[None] * len(sizes))
+
+    def close(self) -> None:
+        pass
+
+
+# --- hostile ones -----------------------------------------------------------------------------------------------------
+
+
+def hostile_images() -> list[Sample]:
+    """Every subsampling, odd sizes, gray, CMYK, EXIF 1-8, progressive, 1x1, huge ratios, upscales, other formats; bad.
+
+    The same bytes each time.
+    """
+    kinds: tuple[tuple[Kind, Iterator[tuple[str, bytes]]], ...] = (("hostile", _hostile()), ("bad", _bad()))
+    return [Sample(name, kind, np.frombuffer(data, np.uint8)) for kind, made in kinds for name, data in made]
+
+
+def _hostile() -> Iterator[tuple[str, bytes]]:
+    for i, name in enumerate(_SUBSAMPLINGS):
+        yield f"jpeg {name}", _jpeg(_picture(61, 83, seed=i), name)
+    for name in ("4:4:4", "4:2:0"):
+        yield f"jpeg {name}, progressive", _jpeg(_picture(61, 83), name, (cv2.IMWRITE_JPEG_PROGRESSIVE, 1))
+    for height, width in ((1, 1), (2, 1), (5, 7), (33, 17), (480, 641)):
+        yield f"jpeg {width}x{height}", _jpeg(_picture(height, width))
+    yield "jpeg 400x3", _jpeg(_picture(3, 400))
+    yield "jpeg 2x300", _jpeg(_picture(300, 2))
+    yield "jpeg 16x16, upscaled", _jpeg(_picture(16, 16), "4:4:4")
+    yield "jpeg gray", _jpeg(_picture(50, 70)[..., 0])
+    yield "jpeg CMYK", _by_pillow(_picture(48, 49), "JPEG", mode="CMYK")
+    yield "jpeg quality 5", _jpeg(_picture(64, 64), "4:2:0", (cv2.IMWRITE_JPEG_QUALITY, 5))
+    yield "jpeg with restarts", _jpeg(_picture(64, 80), "4:2:0", (cv2.IMWRITE_JPEG_RST_INTERVAL, 3))
+    for turn in range(1, 9):
+        yield f"jpeg EXIF {turn}", _by_pillow(_picture(40, 60), "JPEG", turn=turn, quality=90)
+    yield "png", _by_pillow(_picture(45, 71), "PNG")
+    yield "png gray", _by_pillow(_picture(45, 71), "PNG", mode="L")
+    yield "png with alpha", _by_pillow(_picture(45, 71), "PNG", mode="RGBA")
+    yield "png with a palette", _by_pillow(_picture(45, 71), "PNG", mode="P")
+    yield "png EXIF 6", _by_pillow(_picture(40, 60), "PNG", turn=6)
+    yield "webp", _by_pillow(_picture(52, 70), "WEBP")
+    yield "webp lossless", _by_pillow(_picture(52, 70), "WEBP", lossless=True)
+    yield "bmp", _by_pillow(_picture(31, 29), "BMP")
+
+
+def _bad() -> Iterator[tuple[str, bytes]]:
+    whole = _jpeg(_picture(375, 500))
+    yield "empty file", b""
+    yield "text", b"hello, world"
+    yield "jpeg cut short", whole[: len(whole) // 2]
+    frame = whole.index(b"\xff\xc0") + 5
+    yield f"jpeg of {_HUGE}x{_HUGE}", whole[:frame] + struct.pack(">HH", _HUGE, _HUGE) + whole[frame + 4 :]
+
+
+def _picture(height: int, width: int, *, seed: int = 0) -> NDArray[np.uint8]:
+    """RGB pixels with gradients, a hard coloured edge and some noise: uint8 [height, width, 3]."""
+    rng = np.random.default_rng((seed, height, width))
+    y, x = np.mgrid[:height, :width]
+    waves = np.stack([np.sin(x / rng.uniform(3, 17) + y / rng.uniform(3, 17) + k) for k in range(3)], axis=-1)
+    pixels = 128 + 90 * waves + rng.normal(0, 10, (height, width, 3))
+    pixels[height // 4 : height // 2, width // 3 : 2 * width // 3] = rng.integers(0, 256, 3)
+    return np.clip(pixels, 0, 255).astype(np.uint8)
+
+
+def _jpeg(pixels: NDArray[np.uint8], subsampling: str = "4:2:0", option: tuple[int, int] = _QUALITY) -> bytes:
+    """A JPEG of RGB pixels, or a gray one of [H, W]. option: one of OpenCV's, by default quality 90."""
+    factors = (cv2.IMWRITE_JPEG_SAMPLING_FACTOR, _SUBSAMPLINGS[subsampling])
+    bgr = pixels if pixels.ndim == 2 else np.ascontiguousarray(pixels[..., ::-1])
+    return cv2.imencode(".jpg", bgr, [*factors, *option])[1].tobytes()
+
+
+def _by_pillow(pixels: NDArray[np.uint8], form: str, *, mode: str = "RGB", turn: int = 0, **options: Any) -> bytes:
+    """What Pillow writes. turn: the EXIF orientation; 0 for no such tag."""
+    from PIL import Image
+
+    image = Image.fromarray(pixels)
+    if turn:
+        exif = Image.Exif()
+        exif[_ORIENTATION] = turn
+        options["exif"] = exif
+    stream = io.BytesIO()
+    (image if mode == "RGB" else image.convert(mode)).save(stream, form, **options)
+    return stream.getvalue()

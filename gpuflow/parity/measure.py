@@ -1,0 +1,113 @@
+"""How far two images are apart, in levels of 0-255, and the same over many images."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import cv2
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from gpuflow.cpu import STORAGE, CpuRunner, as_batch, slot_shape
+from gpuflow.fold import Program
+from gpuflow.presets import Preset
+from gpuflow.spec import Keys
+
+__all__ = ["Differences", "Levels", "Scale", "Tally", "levels_apart"]
+
+Differences = NDArray[np.uint8] | NDArray[np.float32]
+
+_STEPS = 64
+_LARGEST = 255
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Levels:
+    """Differences over all values of all images, in levels. p999: 99.9% of the values are no further apart, to 1/64."""
+
+    max: float
+    mean: float
+    p999: float
+
+
+class Tally:
+    """Gathers differences, in memory that does not grow with them."""
+
+    def __init__(self) -> None:
+        self.images, self.differ = 0, 0
+        """How many images were compared, and in how many of them any value differs."""
+        self._counts = np.zeros(_LARGEST * _STEPS + 1, np.int64)
+        self._max, self._sum = 0.0, 0.0
+
+    def add(self, levels: Differences) -> None:
+        """The differences of one image's values, of any shape."""
+        levels = levels.reshape(-1)
+        self.images += 1
+        self.differ += bool(levels.any())
+        self._max = max(self._max, float(levels.max(initial=0)))
+        self._sum += float(levels.sum(dtype=np.float64))
+        if levels.dtype == np.uint8:
+            self._counts[::_STEPS] += np.bincount(levels, minlength=_LARGEST + 1)
+        else:
+            steps = np.rint(levels * np.float32(_STEPS)).clip(max=len(self._counts) - 1).astype(np.int64)
+            self._counts += np.bincount(steps, minlength=len(self._counts))
+
+    def result(self) -> Levels | None:
+        """None where no value was compared."""
+        count = int(self._counts.sum())
+        if count == 0:
+            return None
+        place = int(np.searchsorted(np.cumsum(self._counts), -(-999 * count // 1000)))
+        return Levels(max=self._max, mean=self._sum / count, p999=min(place / _STEPS, self._max))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scale:
+    """What a program's results are in levels: (value - black) / unit, both float64 [C, 1, 1].
+
+    noise: by how many levels rounding to the result's dtype may set two values further apart.
+    """
+
+    black: torch.Tensor
+    unit: torch.Tensor
+    noise: float
+
+    @classmethod
+    def of(cls, program: Program) -> Scale:
+        """From what the program makes of a black and a white image."""
+        height, width, channels = program.result.shape
+        assert height is not None and width is not None
+        if program.result.dtype == "uint8":
+            shape = channels, 1, 1
+            return cls(torch.zeros(shape, dtype=torch.float64), torch.ones(shape, dtype=torch.float64), 0.0)
+        side = 2 * max(height, width)
+        samples = [cv2.imencode(".png", np.full((side, side, 3), level, np.uint8))[1] for level in (0, 255)]
+        slots = np.empty((2, *slot_shape(program.result)), STORAGE[program.result.dtype])
+        if isinstance(program.decoder, Preset):  # plain images come out of all presets alike
+            program = replace(program, decoder=replace(program.decoder, name="torchpipe_cpu"))
+        faults = CpuRunner(program).run(samples, Keys(0, 0, np.arange(2)), slots)
+        assert faults == [None, None], "a plain image can be decoded"
+        plain = as_batch(slots, program.result).double().flatten(2).median(dim=2).values[..., None, None]
+        unit = (plain[1] - plain[0]) / 255
+        unit = unit.where(unit != 0, 1.0)
+        rounding = torch.finfo(getattr(torch, program.result.dtype)).eps
+        return cls(plain[0], unit, float((plain.abs().amax(dim=0) / unit.abs()).max() * rounding))
+
+    def levels(self, image: torch.Tensor) -> NDArray[np.uint8]:
+        """An image [C, H, W] to be looked at: uint8 HWC, as near as there are levels."""
+        levels = (image.double().cpu() - self.black) / self.unit
+        shown: NDArray[np.uint8] = levels.round().clamp(0, 255).to(torch.uint8).permute(1, 2, 0).numpy()
+        return shown
+
+
+def levels_apart(a: torch.Tensor, b: torch.Tensor, scale: Scale) -> Differences:
+    """The difference of each value of two images [C, H, W] of one shape and dtype, in levels.
+
+    What is no number in one of them alone is 255 levels away.
+    """
+    if a.dtype == torch.uint8:
+        return torch.where(a > b, a - b, b - a).numpy()
+    apart = ((a.double() - b.double()) / scale.unit).abs()
+    apart = apart.where((a != b) & ~(a.isnan() & b.isnan()), 0.0).nan_to_num(nan=_LARGEST, posinf=_LARGEST)
+    return apart.numpy().astype(np.float32)

@@ -1,0 +1,238 @@
+"""The ways of others: the reference, and what people share between training and serving without a second look."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import io
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+import cv2
+import numpy as np
+import torch
+
+from gpuflow import spec as s
+from gpuflow.check import trace
+from gpuflow.codecs import probe
+from gpuflow.config import Config
+from gpuflow.cpu import as_batch, call_opaque, slot_shape
+from gpuflow.errors import BadSampleError
+from gpuflow.fold import Map, Program, Sample, fold
+from gpuflow.parity.base import Result, Results, missing_gpu, missing_torchpipe, served
+from gpuflow.parity.images import Encoded
+from gpuflow.parity.prefixes import Prefix
+from gpuflow.presets import Preset
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+__all__ = ["OpenCv", "Reference", "TorchpipeOperators"]
+
+_FORMATS = ("JPEG", "PNG", "WEBP", "BMP")
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """Each stage's torchvision form, one after the other.
+
+    on: what they transform: uint8 tensors or PIL images, both decoded by Pillow; or, on `cuda`, what torchvision's
+    decode_jpeg gives there.
+    """
+
+    program: Program
+    on: Literal["tensor", "pil", "cuda"]
+
+    def describe(self) -> str:
+        import PIL
+        import torchvision
+        from PIL import features
+
+        transforms = f"torchvision {torchvision.__version__.partition('+')[0]}"
+        if self.on == "cuda":
+            return f"{transforms}: decode_jpeg on the GPU (nvJPEG), transforms there"
+        pillow = f"Pillow {PIL.__version__} (libjpeg-turbo {features.version('libjpeg_turbo')})"
+        return f"{pillow}, {transforms} on {'uint8 tensors' if self.on == 'tensor' else 'PIL images'}"
+
+    def missing(self) -> str | None:
+        if (reason := missing_gpu(self.on)) is not None:
+            return reason
+        if self.program.decoder.library is not None:
+            return f"{self.program.decoder!r} is not torchvision's"
+        for stage in self.program.pipeline.stages[1:]:
+            if stage.random:
+                return f"{stage!r} is random, so torchvision draws something else"
+            try:
+                stage.torchvision()
+            except NotImplementedError:
+                return f"{stage!r} names no transform of torchvision"
+        return None
+
+    def refuses(self, prefix: Prefix) -> str | None:
+        return None
+
+    def run(self, prefix: Prefix, images: Sequence[Encoded]) -> Results:
+        from PIL import Image
+
+        transforms = [stage.torchvision() for stage in prefix.program.pipeline.stages[1:]]
+        for data in images:
+            with warnings.catch_warnings():  # of large images, odd palettes, filters that PIL images do not have
+                warnings.simplefilter("ignore")
+                try:
+                    result: Result = self._image(data, prefix.program.decoder, transforms)
+                except (OSError, ValueError, RuntimeError, Image.DecompressionBombError) as error:
+                    result = BadSampleError("torchvision", str(error).strip().partition("\n")[0])
+            yield result
+
+    def _image(self, data: Encoded, decoder: s.Decoder, transforms: Sequence[Callable[[Any], Any]]) -> torch.Tensor:
+        from PIL import Image
+        from torchvision.transforms.v2 import functional
+
+        image = _by_nvjpeg(data, decoder) if self.on == "cuda" else _by_pillow(data, decoder)
+        image = functional.pil_to_tensor(image) if self.on == "tensor" else image
+        for transform in transforms:
+            image = transform(image)
+        image = functional.pil_to_tensor(image) if isinstance(image, Image.Image) else image
+        tensor: torch.Tensor = image.as_subclass(torch.Tensor)
+        return tensor
+
+
+def _by_pillow(data: Encoded, decoder: s.Decoder) -> Any:
+    """Pillow's image in the decoder's color and orientation, of the formats that gpuflow knows."""
+    from PIL import Image, ImageOps
+
+    with Image.open(io.BytesIO(data.tobytes()), formats=_FORMATS) as image:
+        if decoder.color == "gray":
+            image.draft("L", image.size)  # a JPEG's own luma
+        if decoder.orientation == "apply":
+            ImageOps.exif_transpose(image, in_place=True)
+        shown = image.convert("L" if decoder.color == "gray" else "RGB")
+    return Image.merge("RGB", shown.split()[::-1]) if decoder.color == "bgr" else shown
+
+
+def _by_nvjpeg(data: Encoded, decoder: s.Decoder) -> torch.Tensor:
+    """uint8 [C, H, W] on the GPU. It takes JPEGs alone, and turns none. Absurd sizes never get there."""
+    from torchvision.io import ImageReadMode, decode_jpeg
+
+    probe(data, max_pixels=decoder.max_pixels)
+    mode = ImageReadMode.GRAY if decoder.color == "gray" else ImageReadMode.RGB
+    image: torch.Tensor = decode_jpeg(torch.from_numpy(data.copy()), mode=mode, device="cuda")
+    return image.flip(0) if decoder.color == "bgr" else image
+
+
+# --- OpenCV -----------------------------------------------------------------------------------------------------------
+
+_FILTERS = {"nearest": cv2.INTER_NEAREST, "bilinear": cv2.INTER_LINEAR, "bicubic": cv2.INTER_CUBIC}
+
+
+@dataclass(frozen=True, slots=True)
+class OpenCv:
+    """What a few lines with OpenCV do: the stages' own moves, but its decoding, which turns by EXIF, and its resize."""
+
+    program: Program
+    seed: int
+
+    def describe(self) -> str:
+        return f"OpenCV {cv2.__version__}: imdecode, resize, then the stages themselves"
+
+    def missing(self) -> str | None:
+        decoder = self.program.decoder
+        return f"{decoder!r} decodes and resizes by itself" if decoder.library is not None else None
+
+    def refuses(self, prefix: Prefix) -> str | None:
+        return None
+
+    def run(self, prefix: Prefix, images: Sequence[Encoded]) -> Results:
+        for i, data in enumerate(images):
+            try:
+                pixels = self._image(prefix.program, data, s.Keys(self.seed, 0, np.array([i])))
+            except cv2.error as error:
+                yield BadSampleError("decode", f"OpenCV: {error.err}")
+                continue
+            yield pixels if pixels is not None else BadSampleError("decode", "OpenCV: no image")
+
+    def _image(self, program: Program, data: Encoded, keys: s.Keys) -> torch.Tensor | None:
+        color = program.decoder.color
+        flags = {"rgb": cv2.IMREAD_COLOR_RGB, "bgr": cv2.IMREAD_COLOR, "gray": cv2.IMREAD_GRAYSCALE}
+        image: Any = cv2.imdecode(data, flags[color])
+        if image is None:
+            return None
+        image = image.reshape(*image.shape[:2], -1)
+        for step in program.steps:
+            if isinstance(step, Sample):
+                for stage, turn in zip(step.stages, step.turns, strict=True):
+                    height, width = np.array(image.shape[:2])[:, None]
+                    for move in stage.draw(keys.stage(stage.stage_name, turn), height, width):
+                        image = _moved(image, move)
+            elif isinstance(step, Map):
+                image = step.stage.apply(image, step.draw(keys)[0], None)
+            else:
+                image = call_opaque(step, np.ascontiguousarray(image), int(step.draw(keys)[0]))
+        slots = np.ascontiguousarray(image).reshape(1, *slot_shape(program.result))
+        return as_batch(slots, program.result)[0]
+
+
+def _moved(image: NDArray[Any], move: s.Move) -> NDArray[Any]:
+    """One move of one image, by OpenCV."""
+    match move:
+        case s.Resize():
+            size = int(move.width[0]), int(move.height[0])
+            resized = cv2.resize(image, size, interpolation=_FILTERS[move.interpolation])
+            return resized.reshape(*resized.shape[:2], -1)
+        case s.Flip():
+            return image[:: -1 if move.vertical[0] else 1, :: -1 if move.horizontal[0] else 1]
+        case s.Crop():
+            y, x, height, width = (int(side[0]) for side in (move.y, move.x, move.height, move.width))
+            margin = move.margin
+            padded = cv2.copyMakeBorder(image, margin, margin, margin, margin, cv2.BORDER_CONSTANT)
+            padded = padded.reshape(*padded.shape[:2], -1)
+            return padded[y + margin : y + margin + height, x + margin : x + margin + width]
+
+
+# --- torchpipe --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class TorchpipeOperators:
+    """torchpipe's own operators straight to the final size, then the stages behind that a model can hold.
+
+    They know neither crops nor sides that follow the aspect ratio, so pictures come out stretched.
+    """
+
+    config: Config
+    program: Program
+    preset: Literal["torchpipe_cpu", "torchpipe_gpu"]
+
+    def _head(self) -> Preset:
+        height, width, _ = self.program.result.shape
+        if isinstance(self.program.decoder, Preset):
+            return replace(self.program.decoder, name=self.preset)
+        assert height is not None and width is not None
+        color: Any = self.program.decoder.color
+        return Preset(name=self.preset, height=height, width=width, color=color)
+
+    def describe(self) -> str:
+        head = self._head()
+        version = importlib.metadata.version("torchpipe")
+        return f"torchpipe {version}: {head.operators()} straight to {head.height}x{head.width}, without crops"
+
+    def missing(self) -> str | None:
+        if self.program.decoder.color == "gray":
+            return "torchpipe's operators give no gray images"
+        if self.program.decoder == self._head():
+            return "the pipeline itself begins with it"
+        return missing_torchpipe("a preset") or missing_gpu(self._head().device)
+
+    def refuses(self, prefix: Prefix) -> str | None:
+        whole = prefix.program.pipeline.stages == self.program.pipeline.stages
+        return None if whole else "its operators have no such stages"
+
+    def run(self, prefix: Prefix, images: Sequence[Encoded]) -> Results:
+        head, stages = self._head(), self.program.pipeline.stages
+        behind = len(stages)
+        while behind > 1 and head.refuses(stages[behind - 1], serving=True) is None:
+            behind -= 1
+        pipeline = s.Pipeline(self.preset, (head, *stages[behind:]))
+        program = fold(pipeline, trace(pipeline))
+        yield from served(self.config, program, head.device, images)

@@ -1,0 +1,133 @@
+"""gpuflow's own ways: training's loader, and the serving graph."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import tempfile
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from gpuflow.build import build_loader
+from gpuflow.codecs import decoder_description
+from gpuflow.config import BatchSpec, Config, PipelineSpec
+from gpuflow.errors import BadSampleError
+from gpuflow.fold import Program
+from gpuflow.parity.base import BATCH, Results, missing_gpu, missing_torchpipe, served
+from gpuflow.parity.images import Encoded, InMemory
+from gpuflow.parity.prefixes import Prefix
+from gpuflow.placement import explain_gpu
+from gpuflow.presets import Preset
+
+__all__ = ["Serving", "Training"]
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """The loader of a pipeline, in batches as training has them."""
+
+    config: Config
+    name: str
+    device: str
+
+    def describe(self) -> str:
+        if self.device == "cuda":
+            return explain_gpu(self.config, self.name)
+        decoder = self.config.programs[self.name].decoder
+        return decoder.library or decoder_description()
+
+    def missing(self) -> str | None:
+        decoder = self.config.programs[self.name].decoder
+        by_torchpipe = isinstance(decoder, Preset) and decoder.device == "cuda"
+        if self.device == "cpu" and (by_torchpipe or decoder.backend == "gpu"):
+            return f"{decoder!r} is for a GPU"
+        return missing_gpu(self.device) or (missing_torchpipe("a preset") if by_torchpipe else None)
+
+    def refuses(self, prefix: Prefix) -> str | None:
+        return None
+
+    def run(self, prefix: Prefix, images: Sequence[Encoded]) -> Results:
+        """What is bad is replaced, and the list of bad samples says why."""
+        with tempfile.TemporaryDirectory(prefix="gpuflow_") as folder:
+            listed = Path(folder) / "bad.jsonl"
+            stages = PipelineSpec(stages=(), batch=BatchSpec(size=BATCH), on_error="replace")
+            config = replace(
+                self.config,
+                source=replace(self.config.source, split=()),
+                pipelines={self.name: stages},
+                programs={self.name: prefix.program},
+                run=self.config.run.model_copy(update={"bad_file": str(listed), "max_bad": None}),
+            )
+            source = InMemory(images)
+            with build_loader(config, self.name, rank=0, world_size=1, device=self.device, whole=source) as loader:
+                batches, done = iter(loader), 0
+                while done < len(images):
+                    with warnings.catch_warnings():  # that many are bad, which is what they are for
+                        warnings.simplefilter("ignore", UserWarning)
+                        batch = next(batches)
+                    for i, index in enumerate(batch.indices.tolist(), start=done):
+                        yield batch.images[i - done] if index == i else _fault(listed, i)
+                    done += len(batch.indices)
+
+
+def _fault(listed: Path, index: int) -> BadSampleError:
+    """Why a sample is bad, of a list that the loader wrote."""
+    rows = map(json.loads, listed.read_text(encoding="utf-8").splitlines())
+    return next(BadSampleError(row["stage"], row["reason"]) for row in rows if row["index"] == index)
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """The graph of the block `serve`, asked by as many at a time as training has images in a batch."""
+
+    config: Config
+    name: str
+    device: str
+
+    def describe(self) -> str:
+        decoder = self.config.programs["serve"].decoder
+        if isinstance(decoder, Preset):
+            what = decoder.operators()
+        else:
+            what = explain_gpu(self.config, "serve") if self.device == "cuda" else decoder_description()
+        return f"torchpipe {importlib.metadata.version('torchpipe')}: {what}"
+
+    def missing(self) -> str | None:
+        if self.config.serve is None:
+            return f"{self.config.path} has no block serve"
+        decoder = self.config.programs["serve"].decoder
+        if self.device == "cpu" and isinstance(decoder, Preset) and decoder.device == "cuda":
+            return f"{decoder!r} is for a GPU"
+        return missing_torchpipe("serving") or missing_gpu(self.device)
+
+    def refuses(self, prefix: Prefix) -> str | None:
+        program = self._program(prefix)
+        if isinstance(program, str):
+            return program
+        fixed = prefix.program.specs[prefix.count].fixed
+        return None if fixed else "a graph gives images of one size, and here they differ"
+
+    def _program(self, prefix: Prefix) -> Program | str:
+        """What the graph runs up to there; or why it never stands there, in words.
+
+        Where the two part, what is served is set against the whole of what is trained.
+        """
+        serve, stages = self.config.programs["serve"], self.config.programs[self.name].pipeline.stages
+        served, count = serve.pipeline.stages, prefix.count
+        if served == stages[:count]:
+            return serve
+        if served == stages[: len(served)] and count > len(served):
+            return "what is served ends before: the model does the rest"
+        if count == len(stages):
+            return serve
+        if served[:count] == stages[:count]:
+            return prefix.program
+        other = next(ours for ours, theirs in zip(served, stages, strict=False) if ours != theirs)
+        return f"what is served has {other!r} there"
+
+    def run(self, prefix: Prefix, images: Sequence[Encoded]) -> Results:
+        program = self._program(prefix)
+        assert isinstance(program, Program)
+        yield from served(self.config, program, self.device, images)

@@ -1,0 +1,210 @@
+"""Which ways are held against each other, to what, and the gathering of what is found about two of them."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from gpuflow.errors import BadSampleError, GpuflowError, did_you_mean
+from gpuflow.parity.base import Result, Way
+from gpuflow.parity.images import Sample
+from gpuflow.parity.measure import Scale, Tally, levels_apart
+from gpuflow.parity.model import Answers, LogitTally
+from gpuflow.parity.prefixes import Prefix
+from gpuflow.parity.report import Pair, Picture, Row
+from gpuflow.parity.ways import NAIVE
+from gpuflow.spec import Stage
+
+__all__ = ["CPU_AND_GPU", "Gathered", "Rule", "pairs_of"]
+
+CPU_AND_GPU = 2.0
+"""Levels that the CPU and a GPU may be apart."""
+
+_OURS = (("val", "serve"), ("val", "val@cuda"), ("val@cuda", "serve@cuda"))
+_REFERENCE = "torchvision"
+_PICTURES = 2
+"""So many images of each kind are shown for a pair."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What two ways are held to. kind: as `ours` and ours, as the `reference`, as `asked` for, or to `nothing`."""
+
+    kind: Literal["ours", "reference", "asked", "nothing"]
+    levels: float = 0.0
+
+    def allowed(self, stages: Sequence[Stage], *, same_device: bool) -> float | None:
+        """Levels after these stages; 0 for equal, None for no limit."""
+        match self.kind:
+            case "ours":
+                return 0.0 if same_device else CPU_AND_GPU
+            case "reference":
+                return sum(stage.tolerance for stage in stages)
+            case "asked":
+                return self.levels
+            case "nothing":
+                return None
+
+    def words(self, *, same_device: bool) -> str:
+        """For people; empty for nothing."""
+        match self.kind:
+            case "ours" if same_device:
+                return "equal: both are made on the same device"
+            case "ours":
+                return f"at most {CPU_AND_GPU:g} levels: one is made on the CPU, one on a GPU"
+            case "reference":
+                return "at most what the stages declare, added up"
+            case "asked":
+                return f"at most {self.levels:g} levels, as asked for" if self.levels else "equal, as asked for"
+            case "nothing":
+                return ""
+
+
+def pairs_of(
+    ways: Mapping[str, Way], against: tuple[str, str] | None, tolerance: float
+) -> tuple[list[Gathered], dict[str, str | None]]:
+    """The pairs that can be compared here; and for each way that is wanted why it cannot run here, or None.
+
+    Args:
+        ways: by name. against: the two that are asked for, and by how many levels they may be apart: tolerance.
+
+    Raises:
+        GpuflowError: a way that is asked for is not known or cannot run, or nothing is left to hold to anything.
+    """
+    if against is not None:
+        for way in against:
+            if way not in ways:
+                raise GpuflowError(f"--against: there is no way {way!r}{did_you_mean(way, ways)}")
+            if (reason := ways[way].missing()) is not None:
+                raise GpuflowError(f"--against: {way} cannot run here: {reason}")
+        return [Gathered(*against, Rule("asked", tolerance))], dict.fromkeys(against)
+    missing = {name: way.missing() for name, way in ways.items()}
+    base = "val" if missing["val"] is None else "val@cuda"
+    wanted = [*((a, b, Rule("ours")) for a, b in _OURS), (base, _REFERENCE, Rule("reference"))]
+    pairs = [Gathered(a, b, rule) for a, b, rule in wanted if missing[a] is missing[b] is None]
+    if not pairs:
+        reasons = "; ".join(f"{way}: {reason}" for way, reason in missing.items() if reason and way not in NAIVE)
+        raise GpuflowError(f"parity: no two ways can be held against each other here: {reasons}")
+    return [*pairs, *(Gathered(base, way, Rule("nothing")) for way in NAIVE if missing[way] is None)], missing
+
+
+class Gathered:
+    """What is found about a pair, while it is found: `begin`, `add` and `end` for each stage, then `result`."""
+
+    def __init__(self, a: str, b: str, rule: Rule) -> None:
+        self.a, self.b, self._rule = a, b, rule
+        self._rows: list[Row] = []
+        self._skipped: list[tuple[str, str]] = []
+        self._logits = {"own": LogitTally(), "hostile": LogitTally()}
+        self._same_device = True
+        self._order = itertools.count()
+
+    def begin(self, prefix: Prefix, scale: Scale, refusals: Mapping[str, str | None]) -> bool:
+        """Begin a stage. Returns whether both ways show it. refusals: for each way why it does not, or None."""
+        stage = prefix.program.pipeline.stages[prefix.count - 1]
+        for way in (self.a, self.b):
+            if (reason := refusals[way]) is not None:
+                self._skipped.append((stage.stage_name, reason))
+                return False
+        self._prefix, self._stage, self._scale = prefix, stage, scale
+        self._tallies = {"own": Tally(), "hostile": Tally()}
+        self._refused: list[str] = []
+        self._alone: list[tuple[str, str]] = []
+        self._beyond: list[tuple[str, str]] = []
+        self._worst: dict[str, list[tuple[float, int, Picture]]] = {"own": [], "hostile": []}
+        return True
+
+    def add(self, samples: Sequence[Sample], sizes: Sequence[tuple[int, int] | None], *both: Sequence[Result]) -> None:
+        """Some images both ways. sizes: the rows and columns of each that count, None for all."""
+        for sample, size, a, b in zip(samples, sizes, *both, strict=True):
+            if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+                if (a.shape, a.dtype) == (b.shape, b.dtype):
+                    self._compare(sample, size, a, b)
+                else:
+                    self._alone.append((sample.name, f"{self.a} gives {_form(a)}, {self.b} gives {_form(b)}"))
+                continue
+            faults = {way: x for way, x in ((self.a, a), (self.b, b)) if isinstance(x, BadSampleError)}
+            if len(faults) == 2:
+                self._refused.append(sample.name)
+                continue
+            ((way, fault),) = faults.items()
+            listed = self._beyond if (self._rule.kind, way) == ("reference", self.b) else self._alone
+            listed.append((sample.name, f"{way} refuses it: {fault.stage}: {fault.reason}"))
+
+    def _compare(self, sample: Sample, size: tuple[int, int] | None, a: torch.Tensor, b: torch.Tensor) -> None:
+        self._same_device = self._same_device and a.device.type == b.device.type
+        rows, columns = size or a.shape[1:]
+        a, b = a[:, :rows, :columns].cpu(), b[:, :rows, :columns].cpu()
+        levels = levels_apart(a, b, self._scale)
+        kind = _kind(sample)
+        self._tallies[kind].add(levels)
+        if not self._prefix.program.specs[self._prefix.count].fixed:
+            return
+        score, worst = float(levels.mean() if self._rule.kind == "nothing" else levels.max()), self._worst[kind]
+        if len(worst) < _PICTURES or score > worst[0][0]:
+            color = self._prefix.program.decoder.color
+            shown = [_rgb(self._scale.levels(image), color) for image in (a, b)]
+            picture = Picture(sample.name, shown[0], shown[1], levels.max(axis=0).astype(np.float32))
+            push = heapq.heappush if len(worst) < _PICTURES else heapq.heapreplace
+            push(worst, (score, -next(self._order), picture))
+
+    def add_logits(self, samples: Sequence[Sample], ours: Answers, theirs: Answers) -> None:
+        """What the model makes of some images, both ways."""
+        for sample, a, b in zip(samples, ours, theirs, strict=True):
+            if a is not None and b is not None:
+                self._logits[_kind(sample)].add(a, b)
+
+    def end(self) -> None:
+        """All images are through."""
+        own, hostile = self._tallies["own"], self._tallies["hostile"]
+        stages = self._prefix.program.pipeline.stages[: self._prefix.count]
+        self._rows.append(
+            Row(
+                stage=self._stage.stage_name,
+                number=self._prefix.count,
+                allowed=self._rule.allowed(stages, same_device=self._same_device),
+                noise=self._scale.noise,
+                images=own.images + hostile.images,
+                differ=own.differ + hostile.differ,
+                own=own.result(),
+                hostile=hostile.result(),
+                refused=tuple(self._refused),
+                alone=tuple(self._alone),
+                beyond=tuple(self._beyond),
+            )
+        )
+
+    def result(self) -> Pair:
+        """The pair, with pictures of its last stage."""
+        worst = [entry for kind in ("own", "hostile") for entry in sorted(self._worst[kind], reverse=True)]
+        return Pair(
+            a=self.a,
+            b=self.b,
+            asked=self._rule.words(same_device=self._same_device),
+            rows=tuple(self._rows),
+            logits=tuple(one for kind, tally in self._logits.items() if (one := tally.result(kind)) is not None),
+            skipped=tuple(self._skipped),
+            pictures=tuple(picture for _, _, picture in worst),
+        )
+
+
+def _kind(sample: Sample) -> str:
+    return "own" if sample.kind == "own" else "hostile"
+
+
+def _form(image: torch.Tensor) -> str:
+    return f"{str(image.dtype).removeprefix('torch.')} {'x'.join(map(str, image.shape))}"
+
+
+def _rgb(image: NDArray[np.uint8], color: str) -> NDArray[np.uint8]:
+    """HWC pixels as RGB; of another number of channels than three, the first one as gray."""
+    if image.shape[2] != 3:
+        return np.repeat(image[..., :1], 3, axis=2)
+    return np.ascontiguousarray(image[..., ::-1]) if color == "bgr" else image

@@ -1,0 +1,112 @@
+"""A pipeline up to each of its stages, as programs that any way can run: images that differ in size get one canvas."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from gpuflow import spec as s
+from gpuflow.check import trace
+from gpuflow.codecs import probe
+from gpuflow.errors import BadSampleError
+from gpuflow.fold import Map, Program, Sample, fold
+from gpuflow.parity.images import Encoded
+
+__all__ = ["LARGEST_CANVAS", "Canvas", "Prefix", "prefixes_of"]
+
+LARGEST_CANVAS = 1024
+"""Of larger images, this many pixels from the upper left corner on are compared, each way."""
+
+Size = tuple[int, int]
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Canvas(s.Geometry):
+    """Keep what is at the upper left, height x width pixels; black where the image is smaller."""
+
+    stage_name: ClassVar[str] = "canvas"
+
+    height: int
+    width: int
+
+    @property
+    def pads(self) -> bool:
+        return True
+
+    def output(self, spec: s.ImageSpec) -> s.ImageSpec:
+        s.require_pixels(self, spec)
+        return spec.replace(shape=(self.height, self.width, spec.shape[2]))
+
+    def torchvision(self) -> Any:
+        from torchvision.transforms.v2 import functional
+
+        return functools.partial(functional.crop, top=0, left=0, height=self.height, width=self.width)
+
+    def draw(self, keys: s.StageKeys, height: s.Ints, width: s.Ints) -> tuple[s.Move, ...]:
+        corner = np.zeros_like(height)
+        size = np.full_like(height, self.height), np.full_like(width, self.width)
+        return (s.Crop(corner, corner, *size, margin=max(self.height, self.width)),)
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """The first `count` stages of a pipeline. program: they, and a canvas where images differ in size.
+
+    sizes: of each sample the rows and columns that count; None for one that cannot be decoded.
+    """
+
+    count: int
+    program: Program
+    sizes: tuple[Size | None, ...]
+
+
+def prefixes_of(program: Program, samples: Sequence[Encoded], *, seed: int = 0) -> Iterator[Prefix]:
+    """Every prefix, the shortest first. One whose sizes are not known before it has run is left out.
+
+    Args:
+        program: the whole pipeline. samples: in the order in which they will run, from position 0 on. seed: of draws.
+    """
+    stages, name = program.pipeline.stages, program.pipeline.name
+    decoded = [_decoded_size(program.decoder, data) for data in samples]
+    for count in range(1, len(stages) + 1):
+        spec = program.specs[count]
+        if spec.fixed:
+            height, width, _ = spec.shape
+            assert height is not None and width is not None
+            pipeline = s.Pipeline(name, stages[:count])
+            sizes = [size and (height, width) for size in decoded]
+            yield Prefix(count, fold(pipeline, trace(pipeline)), tuple(sizes))
+            continue
+        steps = fold(s.Pipeline(name, stages[:count]), program.specs[: count + 1]).steps
+        if spec.dtype != "uint8" or not all(isinstance(step, Sample | Map) for step in steps):
+            continue
+        sizes = []
+        for i, size in enumerate(decoded):
+            keys = s.Keys(seed, 0, np.array([i]))
+            for step in steps:
+                if size is not None and isinstance(step, Sample):
+                    window = step.draw(keys, *np.array(size)[:, None]).window[0]
+                    size = int(window[2]), int(window[3])
+            sizes.append(size)
+        sides = [min(max(known), LARGEST_CANVAS) for known in zip(*filter(None, sizes), strict=True)] or [1, 1]
+        canvas = Canvas(height=sides[0], width=sides[1])
+        pipeline = s.Pipeline(name, (*stages[:count], canvas))
+        seen = [size and (min(size[0], canvas.height), min(size[1], canvas.width)) for size in sizes]
+        yield Prefix(count, fold(pipeline, trace(pipeline)), tuple(seen))
+
+
+def _decoded_size(decoder: s.Decoder, data: Encoded) -> Size | None:
+    """(height, width) of what the decoder gives; of the header alone."""
+    if decoder.library is not None:
+        height, width, _ = decoder.output(s.ENCODED).shape
+        assert height is not None and width is not None
+        return height, width
+    try:
+        header = probe(data, max_pixels=decoder.max_pixels, orientation=decoder.orientation == "apply")
+    except BadSampleError:
+        return None
+    return header.upright_size

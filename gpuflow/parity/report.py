@@ -1,0 +1,173 @@
+"""What a study found: values only, and the same as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpuflow.parity.measure import Levels
+
+__all__ = ["Logits", "Pair", "Picture", "Report", "Row", "WayNote"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """Two ways after one of the stages.
+
+    stage, number: that stage, and how many stages stand up to there. images: how many were compared; differ: how many
+    of these are not equal. own, hostile: over all images of that kind; None where there are none.
+    allowed: levels, 0 for equal, None where nothing is asked for. noise: levels that rounding to 16 or 32 bits may add.
+    refused: images that both refuse. alone: images that one alone refuses, or gives another shape or dtype, and why.
+    beyond: images that the reference alone refuses, and why; nothing is known against the other way.
+    """
+
+    stage: str
+    number: int
+    allowed: float | None
+    noise: float
+    images: int
+    differ: int
+    own: Levels | None
+    hostile: Levels | None
+    refused: tuple[str, ...]
+    alone: tuple[tuple[str, str], ...]
+    beyond: tuple[tuple[str, str], ...]
+
+    @property
+    def max(self) -> float:
+        """The largest difference, in levels."""
+        return max((levels.max for levels in (self.own, self.hostile) if levels is not None), default=0.0)
+
+    @property
+    def breach(self) -> bool:
+        """Whether the two are further apart than allowed, or do not take the same images."""
+        if self.allowed is None:
+            return False
+        apart = self.differ > 0 if self.allowed == 0 else not self.max <= self.allowed + self.noise
+        return apart or bool(self.alone)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Logits:
+    """What a model makes of two ways' images of one kind, `own` or `hostile`.
+
+    max, mean: of the differences of logits. flips: of how many of the `images` the top prediction differs.
+    """
+
+    kind: str
+    images: int
+    max: float
+    mean: float
+    flips: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Picture:
+    """One image both ways, uint8 HWC in RGB, and the largest difference of each pixel's channels, in levels [H, W]."""
+
+    name: str
+    a: NDArray[np.uint8]
+    b: NDArray[np.uint8]
+    difference: NDArray[np.float32]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pair:
+    """Two ways, stage by stage; the last row is the whole.
+
+    asked: what the two are held to, in words; empty where they only show what that way costs.
+    skipped: stages that one of them cannot show, and why. pictures: where they differ most.
+    """
+
+    a: str
+    b: str
+    asked: str
+    rows: tuple[Row, ...]
+    logits: tuple[Logits, ...] = ()
+    skipped: tuple[tuple[str, str], ...] = ()
+    pictures: tuple[Picture, ...] = ()
+
+    @property
+    def breach(self) -> bool:
+        return any(row.breach for row in self.rows)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything but the pictures, as plain values."""
+        return {
+            "a": self.a,
+            "b": self.b,
+            "asked": self.asked,
+            "verdict": ("breach" if self.breach else "pass") if self.asked else None,
+            "rows": [
+                {**asdict(row), "alone": dict(row.alone), "beyond": dict(row.beyond), "breach": row.breach}
+                for row in self.rows
+            ],
+            "logits": [asdict(logits) for logits in self.logits],
+            "skipped": [{"stage": stage, "reason": reason} for stage, reason in self.skipped],
+        }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WayNote:
+    """One way. about: what decodes and resizes, with versions. missing: why it did not run here, None if it did."""
+
+    name: str
+    about: str
+    missing: str | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Report:
+    """All that was found.
+
+    stages, preprocessing: the pipeline's lines and its fingerprint. images: how many of each kind, `own`, `hostile` and
+    `bad`. model: what gave the logits, or why nothing did.
+    """
+
+    file: str
+    pipeline: str
+    stages: tuple[str, ...]
+    preprocessing: str
+    pairs: tuple[Pair, ...]
+    ways: tuple[WayNote, ...]
+    images: Mapping[str, int]
+    model: str
+    versions: Mapping[str, str]
+    date: str
+    command: str
+
+    @property
+    def breach(self) -> bool:
+        return any(pair.breach for pair in self.pairs)
+
+    @property
+    def judged(self) -> tuple[Pair, ...]:
+        """The pairs of which something is asked."""
+        return tuple(pair for pair in self.pairs if pair.asked)
+
+    @property
+    def naive(self) -> tuple[Pair, ...]:
+        """The pairs that only show what a way costs."""
+        return tuple(pair for pair in self.pairs if not pair.asked)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything but the pictures, as plain values for JSON."""
+        return {
+            "version": 1,
+            "verdict": "breach" if self.breach else "pass",
+            "file": self.file,
+            "pipeline": self.pipeline,
+            "stages": self.stages,
+            "preprocessing": self.preprocessing,
+            "images": dict(self.images),
+            "model": self.model,
+            "pairs": [pair.as_dict() for pair in self.pairs],
+            "ways": [asdict(way) for way in self.ways],
+            "versions": dict(self.versions),
+            "date": self.date,
+            "command": self.command,
+        }

@@ -1,0 +1,165 @@
+"""Runs ways side by side over the same images, stage by stage, and gathers how far each two of them are apart."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import platform
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
+from itertools import islice
+from pathlib import Path
+
+import cv2
+import torch
+
+from gpuflow.config import Config
+from gpuflow.errors import GpuflowError, MissingExtra
+from gpuflow.nvjpeg import find_library as find_nvjpeg
+from gpuflow.parity.base import Result, Way
+from gpuflow.parity.images import Sample, hostile_images, own_images
+from gpuflow.parity.measure import Scale
+from gpuflow.parity.model import Classifier, find_model
+from gpuflow.parity.pairs import Gathered, pairs_of
+from gpuflow.parity.prefixes import Prefix, prefixes_of
+from gpuflow.parity.report import Report, WayNote
+from gpuflow.parity.ways import NAIVE, ways_of
+from gpuflow.turbojpeg import find_library as find_turbojpeg
+
+__all__ = ["study"]
+
+_CHUNK = 16
+_FAILURES = (GpuflowError, ImportError, OSError, RuntimeError)
+"""What a naive way may fail with: the libraries behind them have no common base."""
+_PACKAGES = ("torch", "torchvision", "pillow", "numpy", "torchpipe", "onnxruntime")
+
+
+def study(
+    config: Config,
+    name: str = "val",
+    *,
+    count: int = 64,
+    data: Path | None = None,
+    against: tuple[str, str] | None = None,
+    tolerance: float = 0.0,
+    model: Path | None = None,
+    ways: Mapping[str, Way] | None = None,
+    command: str = "",
+    progress: Callable[[int, int, str], None] = lambda done, total, stage: None,
+) -> Report:
+    """Run the ways over images and compare them.
+
+    Args:
+        config: a checked configuration. name: the pipeline that validates.
+        count: how many of the user's own images. data: a directory to take them from instead of the source.
+        against: two ways to compare, and no others. tolerance: levels that these may be apart; 0 means equal.
+        model: what gives the logits; by default `serve.model.file` where it exists.
+        ways: by name; by default all there are. command: for the report.
+        progress: told how many images of how many are through, and up to which stage.
+
+    Raises:
+        ConfigError: the file lacks what is asked for, or the model was trained with other preprocessing.
+        SourceError: the source cannot be indexed. GpuflowError: a way that is asked for cannot run here.
+    """
+    program = config.program(name)
+    ways = ways_of(config, name) if ways is None else ways
+    pairs, missing = pairs_of(ways, against, tolerance)
+    fed, model_note = find_model(config, program, model)
+    samples = [*own_images(config, name, count, data=data), *hostile_images()]
+    prefixes = list(prefixes_of(program, [sample.data for sample in samples], seed=config.source.seed))
+    done, total = 0, len(prefixes) * len(samples)
+    for prefix in prefixes:
+        with ExitStack() as stack:
+            classify = None
+            if fed is not None and fed.count == prefix.count:
+                classify = stack.enter_context(Classifier(fed.file, prefix.program, batch=_CHUNK))
+            for images in _measure(prefix, samples, pairs, ways, missing, classify, may_fail=() if against else NAIVE):
+                done += images
+                progress(done, total, program.pipeline.stages[prefix.count - 1].stage_name)
+        pairs = [pair for pair in pairs if missing[pair.a] is missing[pair.b] is None]
+    found = tuple(pair.result() for pair in pairs)
+    for pair in found:
+        if pair.asked and not pair.rows:
+            reasons = "; ".join(f"after {stage}: {reason}" for stage, reason in pair.skipped)
+            raise GpuflowError(f"parity: {pair.a} and {pair.b} have no stage in common: {reasons}")
+    kinds = [sample.kind for sample in samples]
+    return Report(
+        file=config.path,
+        pipeline=name,
+        stages=program.pipeline.lines,
+        preprocessing=program.pipeline.fingerprint,
+        pairs=found,
+        ways=tuple(
+            WayNote(name=way, about=ways[way].describe() if reason is None else "", missing=reason)
+            for way, reason in missing.items()
+        ),
+        images={kind: kinds.count(kind) for kind in dict.fromkeys(kinds)},
+        model=model_note,
+        versions=_versions(),
+        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        command=command,
+    )
+
+
+def _measure(
+    prefix: Prefix,
+    samples: Sequence[Sample],
+    pairs: Sequence[Gathered],
+    ways: Mapping[str, Way],
+    missing: dict[str, str | None],
+    classify: Classifier | None,
+    *,
+    may_fail: Sequence[str],
+) -> Iterator[int]:
+    """Run all ways up to one stage, a few images at a time, and compare what comes out. Yields how many are through.
+
+    A way that may fail and does is noted in `missing`, and its pairs do not end.
+    """
+    scale = Scale.of(prefix.program)
+    refusals = {name: ways[name].refuses(prefix) for name, reason in missing.items() if reason is None}
+    pairs = [pair for pair in pairs if pair.begin(prefix, scale, refusals)]
+    data = [sample.data for sample in samples]
+    with ExitStack() as stack:
+        names = dict.fromkeys(name for pair in pairs for name in (pair.a, pair.b))
+        running = {name: stack.enter_context(closing(ways[name].run(prefix, data))) for name in names}
+        for start in range(0, len(samples), _CHUNK):
+            part = slice(start, start + _CHUNK)
+            found: dict[str, Sequence[Result]] = {}
+            for name, run in running.items():
+                try:
+                    found[name] = list(islice(run, len(samples[part])))
+                except _FAILURES as error:
+                    if name not in may_fail:
+                        raise
+                    missing[name] = f"failed: {error}"
+            running = {name: run for name, run in running.items() if name in found}
+            pairs = [pair for pair in pairs if pair.a in found and pair.b in found]
+            answers = {name: classify(results) for name, results in found.items()} if classify is not None else {}
+            for pair in pairs:
+                pair.add(samples[part], prefix.sizes[part], found[pair.a], found[pair.b])
+                if classify is not None:
+                    pair.add_logits(samples[part], answers[pair.a], answers[pair.b])
+            yield len(samples[part])
+    for pair in pairs:
+        pair.end()
+
+
+def _versions() -> dict[str, str]:
+    """Of everything that has a say in pixels."""
+    from gpuflow import __version__
+
+    found = {"gpuflow": __version__, "python": platform.python_version(), "opencv": cv2.__version__}
+    for package in _PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    if (turbojpeg := find_turbojpeg()) is not None:
+        found["libjpeg-turbo"] = turbojpeg.version
+    if torch.cuda.is_available():
+        found["GPU"], found["CUDA"] = torch.cuda.get_device_name(), str(torch.version.cuda)
+        try:
+            found["nvjpeg"] = find_nvjpeg().version
+        except MissingExtra:
+            found["nvjpeg"] = "none"
+    return found

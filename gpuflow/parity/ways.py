@@ -1,0 +1,41 @@
+"""The ways in which an encoded image can become a tensor: gpuflow's own, the reference, and those of the unwary.
+
+val, val@cuda           training's loader on a device
+serve, serve@cuda       the serving graph on a device
+torchvision             the reference: Pillow decodes, torchvision's v2 transforms of uint8 tensors do the stages
+pillow                  the same transforms of PIL images, as most training scripts have them
+opencv                  cv2.imdecode and cv2.resize, with the very moves of the stages
+torchpipe_cpu, _gpu     torchpipe's own operators, straight to the final size
+torchvision@cuda        torchvision's decode_jpeg on the GPU, then its transforms there
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from gpuflow.config import Config
+from gpuflow.parity.base import Way
+from gpuflow.parity.others import OpenCv, Reference, TorchpipeOperators
+from gpuflow.parity.ours import Serving, Training
+
+__all__ = ["NAIVE", "ways_of"]
+
+NAIVE = ("pillow", "opencv", "torchpipe_cpu", "torchpipe_gpu", "torchvision@cuda")
+"""What people share between training and serving without a second look."""
+
+
+def ways_of(config: Config, name: str) -> Mapping[str, Way]:
+    """Every way to run a pipeline of a configuration, by name."""
+    program = config.programs[name]
+    return {
+        "val": Training(config, name, "cpu"),
+        "serve": Serving(config, name, "cpu"),
+        "val@cuda": Training(config, name, "cuda"),
+        "serve@cuda": Serving(config, name, "cuda"),
+        "torchvision": Reference(program, "tensor"),
+        "pillow": Reference(program, "pil"),
+        "opencv": OpenCv(program, config.source.seed),
+        "torchpipe_cpu": TorchpipeOperators(config, program, "torchpipe_cpu"),
+        "torchpipe_gpu": TorchpipeOperators(config, program, "torchpipe_gpu"),
+        "torchvision@cuda": Reference(program, "cuda"),
+    }

@@ -1,0 +1,83 @@
+"""Levels, exactly, on arrays made for it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from gpuflow.parity.measure import Levels, Scale, Tally, levels_apart
+from gpuflow.presets import Preset
+from gpuflow.stages import CenterCrop, Decode, Normalize, Torchvision
+from tests.running import program_of
+
+PLAIN = Scale.of(program_of(Decode(color="gray"), CenterCrop(size=4)))
+
+
+def test_levels_of_pixels() -> None:
+    a = torch.tensor([[[0, 255], [7, 9]]], dtype=torch.uint8)
+    b = torch.tensor([[[255, 0], [9, 7]]], dtype=torch.uint8)
+    assert levels_apart(a, b, PLAIN).tolist() == [[[255, 255], [2, 2]]]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_levels_of_normalized_values_are_those_of_their_pixels(dtype: str) -> None:
+    stage = Normalize(mean=(0.1, 0.5, 0.9), std=(0.2, 0.25, 2.0), dtype=dtype)  # type: ignore[arg-type]
+    scale = Scale.of(program_of(Decode(), CenterCrop(size=4), stage))
+    table = torch.from_numpy(stage.table())
+    table = table if dtype == "float32" else table.view(getattr(torch, dtype))
+    a, b = table[:, :200, None], table[:, 56:, None]
+    apart = levels_apart(a, b, scale)
+    assert np.abs(apart - 56).max() <= scale.noise + 1e-4
+    assert scale.noise < {"float32": 1e-3, "float16": 0.5, "bfloat16": 5}[dtype]
+    whole = scale.levels(table[:, :, None])
+    assert np.abs(whole[..., 0, :].astype(int) - np.arange(256)[:, None]).max() <= scale.noise
+
+
+def test_levels_of_a_stage_that_only_scales() -> None:
+    stage = Torchvision(name="ToDtype", parameters=(("dtype", "float32"), ("scale", True)))
+    scale = Scale.of(program_of(Decode(), CenterCrop(size=4), stage))
+    assert scale.unit.flatten().tolist() == pytest.approx([1 / 255] * 3)
+    assert levels_apart(torch.ones(3, 1, 1), torch.zeros(3, 1, 1), scale).flatten().tolist() == [255] * 3
+
+
+def test_a_preset_of_the_gpu_is_measured_without_one() -> None:
+    scale = Scale.of(program_of(Preset(name="torchpipe_gpu", height=4, width=5), Normalize()))
+    assert scale.unit.flatten().tolist() == pytest.approx([1 / 255 / std for std in (0.229, 0.224, 0.225)])
+
+
+def test_what_is_no_number_is_far_away_from_any_number() -> None:
+    nan, inf = float("nan"), float("inf")
+    a, b = torch.tensor([nan, nan, inf, inf, 1.0]), torch.tensor([nan, 0.0, inf, 0.0, 1.0])
+    assert levels_apart(a[None, None], b[None, None], PLAIN).flatten().tolist() == [0, 255, 0, 255, 0]
+
+
+def test_a_tally_of_pixels() -> None:
+    tally = Tally()
+    levels = np.zeros((3, 20, 50), np.uint8)  # 3,000 values: 3 of them are 0.1%
+    levels[0, 0, :3] = 9, 40, 200
+    tally.add(levels)
+    assert tally.result() == Levels(max=200, mean=249 / 3000, p999=0)
+    levels[0, 0, 3] = 5  # 7 of 9,000 values are above 0
+    tally.add(np.zeros_like(levels))
+    tally.add(levels)
+    assert tally.result() == Levels(max=200, mean=(249 + 254) / 9000, p999=0)
+    assert (tally.images, tally.differ) == (3, 2)
+    many = Tally()
+    levels[0, 0, :10] = range(10, 20)
+    many.add(levels)
+    assert many.result() == Levels(max=19, mean=145 / 3000, p999=16)  # 3 of 3,000 values are above
+
+
+def test_a_tally_of_fractions() -> None:
+    tally = Tally()
+    tally.add(np.array([0.25, 0.5, 300.5], np.float32))
+    assert tally.result() == Levels(max=300.5, mean=pytest.approx(301.25 / 3), p999=255)
+    tiny = Tally()
+    tiny.add(np.full(2000, 1e-6, np.float32))
+    assert tiny.result() == Levels(max=pytest.approx(1e-6), mean=pytest.approx(1e-6), p999=0)
+    assert tiny.differ == 1
+
+
+def test_an_empty_tally() -> None:
+    assert Tally().result() is None

@@ -1,0 +1,391 @@
+"""Whole studies: what agrees passes, what does not is a breach that names the stage, and naive ways never are."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from gpuflow.config import Config, read_config
+from gpuflow.errors import BadSampleError, ConfigError, GpuflowError
+from gpuflow.parity import Report, study
+from gpuflow.parity.base import Result, Results, Way
+from gpuflow.parity.images import Encoded
+from gpuflow.parity.measure import Levels
+from gpuflow.parity.pairs import Rule
+from gpuflow.parity.prefixes import Prefix
+from gpuflow.parity.report import Pair, Row
+from gpuflow.parity.text import breaches, verdict
+from gpuflow.parity.ways import ways_of
+from gpuflow.stages import STAGES
+from tests.datasets import RAW, VAL, Entries
+from tests.parity.conftest import read
+from tests.serve.models import save_program
+
+no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+BAD = ("empty file", "jpeg cut short", "jpeg of 60000x60000", "text")
+
+
+class Changed:
+    """A way that does to another one's results what `change` says; `number` counts images."""
+
+    def __init__(self, way: Way, change: Callable[[int, Result], Result]) -> None:
+        self._way, self._change = way, change
+
+    def describe(self) -> str:
+        return f"changed {self._way.describe()}"
+
+    def missing(self) -> str | None:
+        return None
+
+    def refuses(self, prefix: Prefix) -> str | None:
+        return None
+
+    def run(self, prefix: Prefix, images: Sequence[Encoded]) -> Results:
+        for number, result in enumerate(self._way.run(prefix, images)):
+            yield self._change(number, result)
+
+
+class Failing:
+    """A way that gives three images and then fails."""
+
+    def describe(self) -> str:
+        return "fails"
+
+    def missing(self) -> str | None:
+        return None
+
+    def refuses(self, prefix: Prefix) -> str | None:
+        return None
+
+    def run(self, prefix: Prefix, images: Sequence[Encoded]) -> Results:
+        yield from [BadSampleError("decode", "so it goes")] * 3
+        raise GpuflowError("out of luck")
+
+
+def changed(config: Config, change: Callable[[int, Result], Result], name: str = "serve") -> Report:
+    """A study of val against another way, which is val changed."""
+    ways = dict(ways_of(config, "val"))
+    return study(config, count=3, against=("val", name), ways={**ways, name: Changed(ways["val"], change)})
+
+
+def pair(report: Report, b: str) -> Pair:
+    return next(one for one in report.pairs if one.b == b)
+
+
+def largest(row: Row) -> float:
+    return round(row.max, 3)
+
+
+# --- what agrees ------------------------------------------------------------------------------------------------------
+
+
+@no_gpu
+def test_one_list_of_stages_passes(photos: Path, tmp_path: Path) -> None:
+    told: list[tuple[int, int, str]] = []
+    report = study(
+        read(photos, tmp_path, serve=VAL), count=5, progress=lambda *so_far: told.append(so_far), command="gpuflow x"
+    )
+    assert not report.breach
+    assert verdict(report) == (
+        "PASS: val and serve, val and torchvision agree as they must; skipped: val@cuda, serve@cuda"
+    )
+    assert [(one.a, one.b, bool(one.asked)) for one in report.pairs] == [
+        ("val", "serve", True),
+        ("val", "torchvision", True),
+        ("val", "pillow", False),
+        ("val", "opencv", False),
+        ("val", "torchpipe_cpu", False),
+    ]
+    serve = pair(report, "serve")
+    assert [(row.stage, row.number, row.allowed, row.images, row.differ) for row in serve.rows] == [
+        ("center_crop", 3, 0, 40, 0),
+        ("normalize", 4, 0, 40, 0),
+    ]
+    assert all(sorted(row.refused) == list(BAD) and row.alone == row.beyond == () for row in serve.rows)
+    assert serve.skipped == tuple(
+        (stage, "a graph gives images of one size, and here they differ") for stage in ("decode", "resize")
+    )
+    reference = pair(report, "torchvision")
+    assert [(row.stage, row.allowed) for row in reference.rows] == [
+        ("decode", 1),
+        ("resize", 2),
+        ("center_crop", 2),
+        ("normalize", 2),
+    ]
+    assert reference.rows[-1].own is not None and reference.rows[-1].own.max == 0
+    assert [largest(row) for row in reference.rows] == [1, 1, 1, 1]  # CMYK
+    assert pair(report, "opencv").rows[-1].max > 50
+    assert report.images == {"own": 5, "hostile": 35, "bad": 4}
+    assert report.preprocessing == read(photos, tmp_path).programs["val"].pipeline.fingerprint
+    assert told[-1] == (4 * 44, 4 * 44, "normalize")
+    assert [so_far[0] for so_far in told] == sorted(so_far[0] for so_far in told)
+    missing = {way.name: way.missing for way in report.ways if way.missing is not None}
+    assert set(missing) == {"val@cuda", "serve@cuda", "torchpipe_gpu", "torchvision@cuda"}
+    assert {"gpuflow", "torch", "opencv", "pillow", "torchpipe"} <= set(report.versions)
+
+
+RESIZED = {"resize": {"height": 30, "width": 21, "interpolation": "bicubic"}}
+STAGES_OF_ALL_KINDS: dict[str, list[dict[str, Any]]] = {
+    "turned, bfloat16": [
+        {"decode": {"orientation": "apply", "color": "bgr"}},
+        RESIZED,
+        {"normalize": {"mean": [0.5] * 3, "std": [0.2] * 3, "dtype": "bfloat16", "layout": "nhwc"}},
+    ],
+    "gray, longer side": [{"decode": {"color": "gray"}}, {"resize": {"longer": 24}}, {"center_crop": {"size": 16}}],
+    "torchvision's own": [
+        {"decode": {}},
+        {"torchvision": {"name": "Pad", "padding": 2}},
+        RESIZED,
+        {"torchvision": {"name": "ToDtype", "dtype": "float32", "scale": True}},
+    ],
+}
+
+
+@pytest.mark.parametrize("stages", STAGES_OF_ALL_KINDS.values(), ids=STAGES_OF_ALL_KINDS)
+def test_other_stages_pass_too(stages: Entries, photos: Path, tmp_path: Path) -> None:
+    report = study(read(photos, tmp_path, stages, stages), count=2)
+    assert not report.breach, verdict(report)
+    assert all(row.images >= 35 for one in report.judged for row in one.rows)
+
+
+def test_what_the_reference_alone_refuses_is_no_breach(photos: Path, tmp_path: Path) -> None:
+    """torchvision makes no image of height 0, which the longer side would leave of one that is 400x3."""
+    stages = STAGES_OF_ALL_KINDS["gray, longer side"]
+    (decode, resize, _) = pair(study(read(photos, tmp_path, stages), count=0), "torchvision").rows
+    assert decode.beyond == ()
+    assert {name for name, _ in resize.beyond} == {"jpeg 400x3", "jpeg 2x300"}
+    assert resize.beyond[0][1].startswith("torchvision refuses it: torchvision: ")
+
+
+def test_a_preset_is_trained_and_served_alike(photos: Path, tmp_path: Path) -> None:
+    block = "{preset: torchpipe_cpu, height: 20, width: 30, stages: [normalize]}"
+    path = tmp_path / "x.yaml"
+    path.write_text(f"source: {{folder: {photos}}}\npipelines: {{val: {block}}}\nserve: {block}\n")
+    report = study(read_config(path, STAGES), count=2)
+    assert not report.breach
+    (one,) = report.judged
+    assert [(row.stage, row.images, row.differ) for row in one.rows] == [("preset", 35, 0), ("normalize", 35, 0)]
+    assert set(one.rows[0].refused) == {*BAD, "webp", "webp lossless"}
+
+
+# --- what does not ----------------------------------------------------------------------------------------------------
+
+
+def test_another_filter_is_a_breach(photos: Path, tmp_path: Path) -> None:
+    other = [VAL[0], {"resize": {"shorter": 32, "interpolation": "bicubic"}}, *VAL[2:]]
+    report = study(read(photos, tmp_path, VAL, other), count=3)
+    assert report.breach
+    serve = pair(report, "serve")
+    assert serve.breach and not pair(report, "torchvision").breach
+    (row,) = serve.rows
+    assert (row.number, row.images, row.breach) == (4, 38, True)
+    assert row.differ > 30
+    assert verdict(report) == f"BREACH: val against serve after normalize: {largest(row):.0f} levels apart, limit equal"
+
+
+def test_another_size_is_a_breach(photos: Path, tmp_path: Path) -> None:
+    report = study(read(photos, tmp_path, RAW, [*RAW[:2], {"center_crop": {"size": 20}}]), count=1)
+    (row,) = pair(report, "serve").rows
+    assert (row.images, row.differ, len(row.alone)) == (0, 0, 36)
+    assert row.alone[0][1] == "val gives uint8 3x24x24, serve gives uint8 3x20x20"
+    expected = "val against serve after center_crop: 36 images that only one of them gives so"
+    assert list(breaches(pair(report, "serve"))) == [expected]
+
+
+def test_one_level_in_one_pixel_is_a_breach_of_equality(photos: Path, tmp_path: Path) -> None:
+    def change(number: int, result: Result) -> Result:
+        if number == 1 and isinstance(result, torch.Tensor):
+            result = result.clone()
+            result[0, 5, 5] += 1 if result.dtype == torch.uint8 else 1 / 255 / 0.229
+        return result
+
+    report = changed(read(photos, tmp_path), change)
+    (one,) = report.pairs
+    assert (one.asked, one.breach) == ("equal, as asked for", True)
+    decode, *_, whole = one.rows
+    assert (decode.differ, decode.hostile and decode.hostile.max) == (1, 0)
+    assert decode.own is not None and (decode.own.max, decode.own.p999) == (1, 0)
+    assert whole.own is not None and whole.own.max == pytest.approx(1, abs=1e-4)
+    assert whole.own.mean == pytest.approx(1 / (3 * 3 * 24 * 24), abs=1e-7)
+    picture = one.pictures[0]
+    assert picture.name.endswith(".jpg")
+    assert picture.difference.sum() == picture.difference[5, 5] == pytest.approx(1, abs=1e-4)
+
+
+def test_an_image_that_one_alone_gives_is_a_breach(photos: Path, tmp_path: Path) -> None:
+    def change(number: int, result: Result) -> Result:
+        return BadSampleError("decode", "not today") if number == 4 else result
+
+    report = changed(read(photos, tmp_path), change)
+    (one,) = report.pairs
+    assert one.rows[0].alone == (("jpeg 4:2:2", "serve refuses it: decode: not today"),)
+    assert all(row.breach for row in one.rows)
+    only_gives = changed(
+        read(photos, tmp_path), lambda _, x: x if isinstance(x, torch.Tensor) else torch.zeros(3, 2, 2)
+    )
+    assert {name for name, _ in only_gives.pairs[0].rows[-1].alone} == set(BAD)
+
+
+def test_a_naive_way_is_never_a_breach_unless_asked_for(photos: Path, tmp_path: Path) -> None:
+    config = read(photos, tmp_path)
+    assert not study(config, count=1).breach
+    asked = study(config, count=1, against=("pillow", "opencv"))
+    assert asked.breach
+    assert [(one.a, one.b, one.asked) for one in asked.pairs] == [("pillow", "opencv", "equal, as asked for")]
+    assert [way.name for way in asked.ways] == ["pillow", "opencv"]
+    near = study(config, count=1, against=("val", "pillow"), tolerance=2)
+    assert not near.breach
+    assert near.pairs[0].asked == "at most 2 levels, as asked for"
+    assert study(config, count=1, against=("val", "pillow"), tolerance=1).breach
+
+
+def test_a_naive_way_that_fails_is_noted(photos: Path, tmp_path: Path) -> None:
+    config = read(photos, tmp_path)
+    report = study(config, count=1, ways={**ways_of(config, "val"), "opencv": Failing()})
+    assert not report.breach
+    assert "opencv" not in {one.b for one in report.pairs}
+    assert next(way.missing for way in report.ways if way.name == "opencv") == "failed: out of luck"
+
+
+def test_a_naive_way_that_is_asked_for_may_not_fail(photos: Path, tmp_path: Path) -> None:
+    config = read(photos, tmp_path)
+    with pytest.raises(GpuflowError, match="out of luck"):
+        study(config, count=1, against=("val", "opencv"), ways={**ways_of(config, "val"), "opencv": Failing()})
+
+
+def test_two_ways_that_never_meet(photos: Path, tmp_path: Path) -> None:
+    with pytest.raises(GpuflowError) as caught:
+        study(read(photos, tmp_path, VAL, RAW), count=0, against=("serve", "torchpipe_cpu"))
+    assert str(caught.value) == (
+        "parity: serve and torchpipe_cpu have no stage in common: "
+        "after decode: a graph gives images of one size, and here they differ; "
+        "after resize: a graph gives images of one size, and here they differ; "
+        "after center_crop: its operators have no such stages; "
+        "after normalize: what is served ends before: the model does the rest"
+    )
+
+
+def test_a_way_of_ours_that_fails_fails_the_study(photos: Path, tmp_path: Path) -> None:
+    config = read(photos, tmp_path, serve=VAL)
+    with pytest.raises(GpuflowError, match="out of luck"):
+        study(config, count=1, ways={**ways_of(config, "val"), "serve": Failing()})
+
+
+def test_nothing_to_compare(photos: Path, tmp_path: Path) -> None:
+    config = read(photos, tmp_path, [*RAW, {"flip": {"horizontal": 0.5}}])
+    ways = {name: way for name, way in ways_of(config, "val").items() if not name.endswith("cuda")}
+    ways |= {name: ways_of(config, "val")["serve"] for name in ("val@cuda", "serve@cuda")}
+    with pytest.raises(GpuflowError) as caught:
+        study(config, ways=ways)
+    assert str(caught.value) == (
+        f"parity: no two ways can be held against each other here: serve: {tmp_path}/y.yaml has no block serve; "
+        "torchvision: flip(horizontal=0.5) is random, so torchvision draws something else; "
+        f"val@cuda: {tmp_path}/y.yaml has no block serve; serve@cuda: {tmp_path}/y.yaml has no block serve"
+    )
+
+
+def test_ways_that_cannot_be_asked_for(photos: Path, tmp_path: Path) -> None:
+    config = read(photos, tmp_path)
+    with pytest.raises(GpuflowError) as caught:
+        study(config, against=("val", "open_cv"))
+    assert str(caught.value) == "--against: there is no way 'open_cv'; did you mean 'opencv'?"
+    with pytest.raises(GpuflowError) as caught:
+        study(config, against=("val", "serve"))
+    assert str(caught.value) == f"--against: serve cannot run here: {tmp_path}/y.yaml has no block serve"
+
+
+def test_a_file_without_val(photos: Path, tmp_path: Path) -> None:
+    config = dataclasses.replace(read(photos, tmp_path), pipelines={})
+    with pytest.raises(ConfigError, match="has no pipeline 'val'"):
+        study(config)
+
+
+# --- rules ------------------------------------------------------------------------------------------------------------
+
+
+def test_what_each_rule_allows() -> None:
+    stages = [STAGES["decode"](), STAGES["resize"](shorter=3), STAGES["center_crop"](size=2)]  # type: ignore[call-arg]
+    ours = Rule("ours")
+    assert (ours.allowed(stages, same_device=True), ours.allowed(stages, same_device=False)) == (0, 2)
+    assert Rule("reference").allowed(stages[:1], same_device=True) == 1
+    assert Rule("reference").allowed(stages, same_device=False) == 2
+    assert Rule("asked", 3.5).allowed(stages, same_device=True) == 3.5
+    assert Rule("nothing").allowed(stages, same_device=True) is None
+    words = {
+        (kind, same): Rule(kind, 3.5).words(same_device=same)  # type: ignore[arg-type]
+        for kind in ("ours", "reference", "asked", "nothing")
+        for same in (True, False)
+    }
+    assert words[("ours", True)] == "equal: both are made on the same device"
+    assert words[("ours", False)] == "at most 2 levels: one is made on the CPU, one on a GPU"
+    assert words[("reference", True)] == "at most what the stages declare, added up"
+    assert words[("asked", False)] == "at most 3.5 levels, as asked for"
+    assert words[("nothing", True)] == ""
+
+
+def test_rounding_to_16_bits_is_no_breach() -> None:
+    row = Row(
+        stage="normalize", number=1, allowed=2, noise=0.9, images=1, differ=1, own=None, hostile=None, refused=(),
+        alone=(), beyond=(),
+    )  # fmt: skip
+
+    def apart(levels: float, **changes: Any) -> bool:
+        return dataclasses.replace(row, own=Levels(max=levels, mean=0, p999=0), **changes).breach
+
+    assert not apart(2.8)
+    assert apart(3)
+    assert apart(0.5, allowed=0)
+    assert not apart(100, allowed=None)
+    assert apart(0, alone=(("x", "y"),))
+
+
+# --- logits -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A linear classifier of the pixels, which says nothing of its preprocessing."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Flatten(), nn.Linear(3 * 24 * 24, 5))
+    return save_program(tmp_path_factory.mktemp("model") / "m.pt2", module, torch.zeros(2, 3, 24, 24))
+
+
+def test_logits_and_flips(model: Path, photos: Path, tmp_path: Path) -> None:
+    report = study(read(photos, tmp_path, serve=VAL), count=4, model=model)
+    assert report.model == f"{model}, on the CPU, on what comes out of normalize"
+    own, hostile = pair(report, "serve").logits
+    assert (own.kind, own.images, own.max, own.flips) == ("own", 4, 0, 0)
+    assert (hostile.kind, hostile.images, hostile.max, hostile.flips) == ("hostile", 35, 0, 0)
+    _, hostile = pair(report, "torchpipe_cpu").logits
+    assert hostile.images == 33  # no WebP
+    assert hostile.flips > 0 and hostile.max > hostile.mean > 0
+
+
+def test_the_served_model_is_taken_by_itself(model: Path, photos: Path, tmp_path: Path) -> None:
+    config = read(photos, tmp_path, serve=VAL)
+    assert config.serve is not None
+    blocks = config.serve.model_dump() | {"model": {"file": str(model)}}
+    served = dataclasses.replace(config, serve=type(config.serve).model_validate(blocks))
+    assert pair(study(served, count=0, against=("val", "serve")), "serve").logits[0].images == 35
+    gone = dataclasses.replace(
+        config, serve=type(config.serve).model_validate(blocks | {"model": {"file": "gone.onnx"}})
+    )
+    report = study(gone, count=0, against=("val", "serve"))
+    assert report.model == "none: gone.onnx is not there; train or export it, or name another one with --model"
+    assert report.pairs[0].logits == ()
+    assert study(config, count=0, against=("val", "serve")).model == (
+        "none: the file names no model; name one with --model"
+    )
+
+
+def test_a_model_that_does_not_fit(model: Path, photos: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^--model: must end in \.onnx, \.pt or \.pt2, got 'x\.txt'$"):
+        study(read(photos, tmp_path), count=0, model=Path("x.txt"))
+    with pytest.raises(ConfigError, match=r"takes images of float32 3x24x24 .*, serve\.stages give uint8 3x24x24"):
+        study(read(photos, tmp_path, RAW), count=0, model=model)

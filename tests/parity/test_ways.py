@@ -1,0 +1,222 @@
+"""Each way alone: it makes of an image what the library behind it makes, and says why where it cannot run."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import cv2
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torchvision.transforms import v2
+from torchvision.transforms.v2 import functional as tv
+
+from gpuflow.codecs import decoder_description
+from gpuflow.errors import BadSampleError
+from gpuflow.parity.base import Result, Way
+from gpuflow.parity.images import Encoded, hostile_images
+from gpuflow.parity.prefixes import Prefix, prefixes_of
+from gpuflow.parity.ways import NAIVE, ways_of
+from gpuflow.stages import Normalize
+from tests.datasets import RAW, VAL, Entries
+from tests.parity.conftest import read
+from tests.running import images as cpu_images
+
+SAMPLES = {sample.name: sample.data for sample in hostile_images()}
+SOME = ["jpeg 4:2:0", "jpeg EXIF 6", "text", "jpeg gray", "png with alpha", "jpeg cut short", "jpeg 400x3"]
+GOOD = [name for name in SOME if name not in ("text", "jpeg cut short")]
+no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path
+
+
+def setup(folder: Path, val: Entries = VAL, serve: Entries | None = VAL) -> tuple[dict[str, Way], list[Prefix]]:
+    """Every way of such a file, and the prefixes over `SOME`."""
+    config = read(folder / "photos", folder, val, serve)
+    return dict(ways_of(config, "val")), list(prefixes_of(config.programs["val"], encoded()))
+
+
+def encoded() -> list[Encoded]:
+    return [SAMPLES[name] for name in SOME]
+
+
+def results(way: Way, prefix: Prefix) -> dict[str, Result]:
+    found = dict(zip(SOME, way.run(prefix, encoded()), strict=True))
+    for name, size in zip(SOME, prefix.sizes, strict=True):
+        result = found[name]
+        if size is not None and isinstance(result, torch.Tensor):
+            found[name] = result[:, : size[0], : size[1]]
+    return found
+
+
+def tensors(way: Way, prefix: Prefix) -> dict[str, torch.Tensor]:
+    return {name: result for name, result in results(way, prefix).items() if isinstance(result, torch.Tensor)}
+
+
+# --- ours -------------------------------------------------------------------------------------------------------------
+
+
+def test_val_is_the_pipeline(folder: Path) -> None:
+    ways, prefixes = setup(folder)
+    found = results(ways["val"], prefixes[-1])
+    good = torch.stack([found[name] for name in GOOD])  # type: ignore[misc]
+    assert torch.equal(good, cpu_images(prefixes[-1].program, [SAMPLES[name].tobytes() for name in GOOD]))
+    for name, reason in (("text", "decode: not an image"), ("jpeg cut short", "decode: truncated: no end-of-image")):
+        assert isinstance(found[name], BadSampleError)
+        assert str(found[name]).startswith(reason)
+    assert ways["val"].describe() == decoder_description()
+
+
+def test_val_gives_results_that_outlive_their_batch(folder: Path) -> None:
+    ways, prefixes = setup(folder)
+    many = encoded() * 20
+    found = list(ways["val"].run(prefixes[-1], many))
+    first, last = found[0], found[-len(SOME)]
+    assert isinstance(first, torch.Tensor) and isinstance(last, torch.Tensor)
+    assert torch.equal(first, last)
+
+
+def test_serve_is_the_graph_up_to_each_stage_of_one_size(folder: Path) -> None:
+    ways, prefixes = setup(folder)
+    refusals = [ways["serve"].refuses(prefix) for prefix in prefixes]
+    assert refusals == ["a graph gives images of one size, and here they differ"] * 2 + [None, None]
+    for prefix in prefixes[2:]:
+        found, expected = results(ways["serve"], prefix), results(ways["val"], prefix)
+        assert list(found) == list(expected)
+        assert all(torch.equal(found[name], expected[name]) for name in GOOD)  # type: ignore[arg-type]
+        assert {name for name in SOME if isinstance(found[name], BadSampleError)} == {"text", "jpeg cut short"}
+    assert ways["serve"].describe().startswith("torchpipe 0.")
+
+
+def test_where_serving_has_other_stages_its_whole_counts(folder: Path) -> None:
+    other = [*VAL[:2], {"center_crop": {"size": [24, 20]}}, VAL[3]]
+    ways, prefixes = setup(folder, serve=other)
+    assert ways["serve"].refuses(prefixes[2]) == "what is served has center_crop(size=(24, 20)) there"
+    assert ways["serve"].refuses(prefixes[3]) is None
+    assert tensors(ways["serve"], prefixes[3])["jpeg gray"].shape == (3, 24, 20)
+
+
+def test_where_the_model_does_the_rest(folder: Path) -> None:
+    ways, prefixes = setup(folder, serve=RAW)
+    assert ways["serve"].refuses(prefixes[2]) is None
+    assert ways["serve"].refuses(prefixes[3]) == "what is served ends before: the model does the rest"
+    assert tensors(ways["serve"], prefixes[2])["jpeg gray"].dtype == torch.uint8
+
+
+def test_where_serving_has_more_stages(folder: Path) -> None:
+    ways, prefixes = setup(folder, val=RAW, serve=VAL)
+    assert tensors(ways["serve"], prefixes[2])["jpeg gray"].dtype == torch.float32
+
+
+# --- others -----------------------------------------------------------------------------------------------------------
+
+
+def pil(name: str) -> Image.Image:
+    return Image.open(io.BytesIO(SAMPLES[name].tobytes())).convert("RGB")
+
+
+def test_torchvision_transforms_tensors_and_pillow_pil_images(folder: Path) -> None:
+    ways, prefixes = setup(folder)
+    transform = v2.Compose([v2.Resize(32), v2.CenterCrop(24), Normalize().torchvision()])
+    for way, prepare in (("torchvision", tv.pil_to_tensor), ("pillow", lambda image: image)):
+        found = results(ways[way], prefixes[3])
+        assert {name for name in SOME if isinstance(found[name], BadSampleError)} == {"text", "jpeg cut short"}
+        for name in GOOD:
+            assert torch.equal(found[name], transform(prepare(pil(name))))  # type: ignore[arg-type]
+            assert type(found[name]) is torch.Tensor
+    decoded = tensors(ways["pillow"], prefixes[0])["jpeg EXIF 6"]
+    assert torch.equal(decoded, tv.pil_to_tensor(pil("jpeg EXIF 6")))
+
+
+@pytest.mark.parametrize("color", ["gray", "bgr"])
+def test_torchvision_decodes_as_the_decoder_says(color: str, folder: Path) -> None:
+    ways, prefixes = setup(folder, val=[{"decode": {"color": color, "orientation": "apply"}}, *RAW[1:]], serve=None)
+    found, ours = tensors(ways["torchvision"], prefixes[0]), tensors(ways["val"], prefixes[0])
+    for name in GOOD:
+        assert (found[name].int() - ours[name].int()).abs().max() <= 1, name
+    assert ours["jpeg EXIF 6"].shape == (1 if color == "gray" else 3, 60, 40)
+
+
+def test_filters_that_pil_images_do_not_have_are_passed_over_in_silence(folder: Path) -> None:
+    resize = {"resize": {"height": 20, "width": 20, "antialias": False}}
+    ways, prefixes = setup(folder, val=[{"decode": {}}, resize], serve=None)
+    assert len(tensors(ways["pillow"], prefixes[1])) == len(GOOD)  # warnings are errors here
+
+
+def test_opencv_is_imdecode_and_resize(folder: Path) -> None:
+    ways, prefixes = setup(folder)
+    decode, resize, crop, whole = (tensors(ways["opencv"], prefix) for prefix in prefixes)
+    pixels: Any = cv2.imdecode(SAMPLES["jpeg 4:2:0"], cv2.IMREAD_COLOR_RGB)
+    assert np.array_equal(decode["jpeg 4:2:0"].permute(1, 2, 0).numpy(), pixels)
+    small = cv2.resize(pixels, (43, 32))
+    assert np.array_equal(resize["jpeg 4:2:0"].permute(1, 2, 0).numpy(), small)
+    assert np.array_equal(crop["jpeg 4:2:0"].permute(1, 2, 0).numpy(), small[4:28, 10:34])
+    assert torch.equal(whole["jpeg 4:2:0"], Normalize().torchvision()(crop["jpeg 4:2:0"]).as_subclass(torch.Tensor))
+    turned: Any = cv2.imdecode(SAMPLES["jpeg EXIF 6"], cv2.IMREAD_COLOR_RGB)
+    assert np.array_equal(decode["jpeg EXIF 6"].permute(1, 2, 0).numpy()[:, :40], turned[:40])
+    assert isinstance(results(ways["opencv"], prefixes[0])["text"], BadSampleError)
+
+
+def test_opencv_makes_every_move_and_runs_every_stage(folder: Path) -> None:
+    flip, grayscale = {"flip": {"horizontal": 1.0, "vertical": 1.0}}, {"torchvision": {"name": "Grayscale"}}
+    padded = {"center_crop": {"size": [90, 100]}}
+    ways, prefixes = setup(folder, val=[{"decode": {}}, flip, padded, grayscale], serve=None)
+    found, ours = (tensors(ways[way], prefixes[-1]) for way in ("opencv", "val"))
+    for name in ("jpeg 4:2:0", "jpeg gray", "png with alpha"):
+        assert torch.equal(found[name], ours[name])
+
+
+def test_torchpipes_operators_go_straight_to_the_final_size(folder: Path) -> None:
+    ways, prefixes = setup(folder)
+    assert [ways["torchpipe_cpu"].refuses(prefix) is None for prefix in prefixes] == [False, False, False, True]
+    found = tensors(ways["torchpipe_cpu"], prefixes[3])
+    pixels = cv2.resize(cv2.imdecode(SAMPLES["jpeg 4:2:0"], cv2.IMREAD_COLOR_RGB), (24, 24))
+    expected = Normalize().torchvision()(torch.from_numpy(pixels).permute(2, 0, 1))
+    assert torch.equal(found["jpeg 4:2:0"], expected)
+    operators = "S[DecodeMat,ResizeMat,CvtColorMat,Mat2Tensor]"
+    assert ways["torchpipe_cpu"].describe().endswith(f"{operators} straight to 24x24, without crops")
+
+
+# --- what cannot run --------------------------------------------------------------------------------------------------
+
+
+@no_gpu
+def test_what_needs_a_gpu(folder: Path) -> None:
+    ways, _ = setup(folder)
+    missing = {name: way.missing() for name, way in ways.items()}
+    gpu = ("val@cuda", "serve@cuda", "torchpipe_gpu", "torchvision@cuda")
+    assert missing == {name: "torch sees no NVIDIA GPU here" if name in gpu else None for name in ways}
+    assert set(NAIVE) < set(ways)
+
+
+def test_what_a_pipeline_does_not_go_with(folder: Path) -> None:
+    ways, _ = setup(folder, val=[{"decode": {"color": "gray"}}, *RAW[1:]], serve=None)
+    assert ways["torchpipe_cpu"].missing() == "torchpipe's operators give no gray images"
+    assert ways["serve"].missing() == f"{folder}/y.yaml has no block serve"
+    ways, _ = setup(folder, val=[{"decode": {"backend": "gpu"}}, *RAW[1:]], serve=None)
+    assert ways["val"].missing() == "decode(backend='gpu') is for a GPU"
+    ways, _ = setup(folder, val=[{"decode": {}}, {"random_crop": {"size": 2}}], serve=None)
+    assert ways["torchvision"].missing() == "random_crop(size=2) is random, so torchvision draws something else"
+
+
+@pytest.mark.parametrize("name", ["torchpipe_cpu", "torchpipe_gpu"])
+def test_a_pipeline_that_begins_with_a_preset(name: str, photos: Path, tmp_path: Path) -> None:
+    from gpuflow.config import read_config
+    from gpuflow.stages import STAGES
+
+    block = f"{{preset: {name}, height: 20, width: 30, stages: [normalize]}}"
+    path = tmp_path / "x.yaml"
+    path.write_text(f"source: {{folder: {photos}}}\npipelines: {{val: {block}}}\nserve: {block}\n")
+    ways = ways_of(read_config(path, STAGES), "val")
+    head = f"preset(name='{name}', height=20, width=30)"
+    assert ways["torchvision"].missing() == f"{head} is not torchvision's"
+    assert ways["opencv"].missing() == f"{head} decodes and resizes by itself"
+    assert ways[name].missing() == "the pipeline itself begins with it"
+    for way in "val", "serve":
+        assert ways[way].missing() == (None if name == "torchpipe_cpu" else f"{head} is for a GPU")

@@ -1,0 +1,263 @@
+"""Services to ask: in this process behind a real socket, or as processes of their own that get real signals."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self, final
+
+import requests
+import uvicorn
+
+from gpuflow import cli
+from gpuflow.config import ModelSpec
+from gpuflow.serve.engines import Engine
+from gpuflow.serve.lowering import chain
+from gpuflow.serve.predictor import Predictor
+from gpuflow.serve.server import run
+from gpuflow.serve.service import Limits, Service, create_app
+from tests.datasets import VAL, Entries, program
+from tests.serve.fakes import CLASSES, FakeEngine, Gate, Nap
+
+ROOT = Path(__file__).parents[2]
+SECONDS = 20.0
+
+
+def predictor_of(
+    engine: Engine, *, stages: Entries = VAL, classes: tuple[str, ...] | None = CLASSES, threads: int = 1
+) -> Predictor:
+    """A predictor around a fake engine."""
+    folded = program(stages)
+    model = ModelSpec(file="x.pt", batch=engine.batch)
+    graph = chain(folded, model, origin="x.yaml", threads=threads, device="cpu")
+    return Predictor(graph, [engine], image=folded.result, pipeline=folded.pipeline, classes=classes)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Live:
+    """A service that runs."""
+
+    url: str
+    service: Service
+    predictor: Predictor | None = None
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rpartition(":")[2])
+
+    def ask(self, data: Any, path: str = "/predict", **headers: str) -> requests.Response:
+        """Post a body."""
+        sent = {"Content-Type": "image/jpeg"} | {name.replace("_", "-"): value for name, value in headers.items()}
+        return requests.post(self.url + path, data=data, headers=sent, timeout=SECONDS)
+
+    def form(self, *files: bytes, path: str = "/predict") -> requests.Response:
+        """Post a form of files."""
+        parts = [(f"file{i}", (f"{i}.jpg", data)) for i, data in enumerate(files)]
+        return requests.post(self.url + path, files=parts, timeout=SECONDS)
+
+    def get(self, path: str) -> requests.Response:
+        return requests.get(self.url + path, timeout=SECONDS)
+
+    def connect(self, text: str = "", body: bytes = b"") -> socket.socket:
+        """A connection on which these lines of a request, and some bytes, have been sent."""
+        connection = socket.create_connection(("127.0.0.1", self.port), timeout=SECONDS)
+        if text:
+            lines = [*text.strip().split("\n"), "Host: x", "", ""]
+            connection.sendall("\r\n".join(lines).encode() + body)
+        return connection
+
+    @property
+    def queue_length(self) -> float:
+        """Asked for by HTTP: from another thread an image may be seen in two places."""
+        return queue_length(self.url)
+
+
+def wait(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come to that"
+        time.sleep(0.005)
+
+
+def queue_length(url: str) -> float:
+    lines = requests.get(f"{url}/metrics", timeout=SECONDS).text.splitlines()
+    return next(float(line.split()[1]) for line in lines if line.startswith("gpuflow_queue_length "))
+
+
+@contextmanager
+def served(predictor: Predictor | Future[Predictor] | Engine, limits: Limits | None = None) -> Iterator[Live]:
+    """A service on a thread, behind uvicorn. An engine gets a predictor, which is closed in the end."""
+    own = None
+    if not isinstance(predictor, (Predictor, Future)):
+        predictor = own = predictor_of(predictor)
+    app = create_app(predictor, limits if limits is not None else Limits())
+    config = uvicorn.Config(app, port=0, lifespan="off", ws="none", log_config=None, timeout_graceful_shutdown=2)
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    wait(lambda: server.started)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    try:
+        known = predictor if isinstance(predictor, Predictor) else None
+        yield Live(url=f"http://127.0.0.1:{port}", service=app.state.service, predictor=known)
+    finally:
+        server.should_exit = True
+        thread.join(SECONDS)
+        assert not thread.is_alive()
+        if own is not None:
+            own.close()
+
+
+def answer_of(connection: socket.socket) -> tuple[int, dict[str, str], bytes]:
+    """Status, headers and body of the answer on a connection."""
+    data = b""
+    while b"\r\n\r\n" not in data:
+        data += _more(connection)
+    head, _, body = data.partition(b"\r\n\r\n")
+    first, *lines = head.decode().split("\r\n")
+    headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    while len(body) < int(headers["content-length"]):
+        body += _more(connection)
+    return int(first.split()[1]), headers, body
+
+
+def _more(connection: socket.socket) -> bytes:
+    data = connection.recv(65536)
+    assert data, "the connection was closed before the answer was whole"
+    return data
+
+
+# --- processes --------------------------------------------------------------------------------------------------------
+
+
+@final
+class Nursery:
+    """Starts services as processes of their own, soon: they are forked from one that has imported everything."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory, self._children = directory, 0
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        self._mother = subprocess.Popen(
+            [sys.executable, "-m", "tests.serve.services"],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def start(self, *command: str) -> Process:
+        """`gpuflow` with these arguments, or one of the SCENES."""
+        self._children += 1
+        log = self._directory / f"{self._children}.log"
+        log.touch()
+        pid = self._tell(command=command, log=str(log))
+        return Process(pid, log, lambda: self._tell(wait=pid))
+
+    def _tell(self, **order: Any) -> int:
+        assert self._mother.stdin is not None and self._mother.stdout is not None
+        self._mother.stdin.write(json.dumps(order) + "\n")
+        self._mother.stdin.flush()
+        return int(self._mother.stdout.readline())
+
+    def close(self) -> None:
+        self._mother.communicate(timeout=SECONDS)
+
+
+@final
+class Process:
+    """A service that says where it listens."""
+
+    def __init__(self, pid: int, log: Path, wait: Callable[[], int]) -> None:
+        self._pid, self._log, self._wait = pid, log, wait
+        self._code: int | None = None
+
+    @property
+    def lines(self) -> list[str]:
+        """What it has said on stdout and stderr."""
+        return self._log.read_text().splitlines()
+
+    @property
+    def url(self) -> str:
+        """Waits until it listens."""
+        wait(lambda: "\n" in self._log.read_text())
+        assert " at http://" in self.lines[0], self.lines
+        return self.lines[0].partition(" at ")[2].partition(";")[0]
+
+    def ready(self) -> Self:
+        wait(lambda: requests.get(f"{self.url}/readyz", timeout=SECONDS).ok)
+        return self
+
+    def signal(self, number: signal.Signals = signal.SIGTERM) -> None:
+        os.kill(self._pid, number)
+
+    def wait(self) -> int:
+        """The exit code."""
+        if self._code is None:
+            self._code = self._wait()
+        return self._code
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Where a test failed before the end, the process has none of its own."""
+        if self._code is None:
+            self.signal(signal.SIGKILL)
+            self.wait()
+
+
+def _naps() -> Predictor:
+    return predictor_of(FakeEngine(before=Nap(0.15), batch=8))
+
+
+def _hangs() -> Predictor:
+    return predictor_of(FakeEngine(before=Gate()))
+
+
+def _loads_for_ever() -> Predictor:
+    time.sleep(600)
+    raise AssertionError
+
+
+SCENES: dict[str, tuple[Callable[[], Predictor], Limits]] = {
+    "naps": (_naps, Limits(max_body_bytes=1_000_000)),
+    "hangs": (_hangs, Limits()),
+    "hangs, and an answer may take a second": (_hangs, Limits(timeout_s=1.0)),
+    "loads for ever": (_loads_for_ever, Limits()),
+}
+
+
+def mother() -> None:
+    """Orders from stdin, numbers to stdout. Returns in the children that are to be the command `gpuflow`."""
+    for line in sys.stdin:
+        order = json.loads(line)
+        if "wait" in order:
+            _, status = os.waitpid(order["wait"], 0)
+            print(os.waitstatus_to_exitcode(status), flush=True)
+            continue
+        if (pid := os.fork()) == 0:
+            log = os.open(order["log"], os.O_WRONLY | os.O_APPEND)
+            for descriptor in (1, 2):
+                os.dup2(log, descriptor)
+            sys.argv = ["gpuflow", *order["command"]]
+            if sys.argv[1] in SCENES:
+                load, limits = SCENES[sys.argv[1]]
+                run(load, name="x.yaml", port=0, limits=limits, say=lambda text: print(text, flush=True))
+            return cli.main()
+        print(pid, flush=True)
+
+
+if __name__ == "__main__":
+    mother()
