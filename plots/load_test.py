@@ -42,10 +42,10 @@ def draw(results_path: Path, out_stem: Path) -> list[Path]:
         grid = figure.subplots(rows, 2, squeeze=False)
         names = style.text_width(f"{arms[result.arm].label}  {result.value:,.0f}" for result in rates)
         numbers = style.text_width(f"TP99  {result.value:,.0f}" for results in found.values() for result in results)
-        between, width = names + _LEFT, (_WIDTH - 2 * _LEFT - names - numbers - 0.1) / 2
+        between, width = names + _LEFT, (_WIDTH - 2 * _LEFT - names - numbers - 0.2) / 2
         figure.subplots_adjust(
             left=_LEFT / _WIDTH,
-            right=1 - (numbers + 0.1) / _WIDTH,
+            right=1 - (numbers + 0.2) / _WIDTH,
             top=1 - _TOP / height,
             bottom=_BOTTOM / height,
             wspace=between / width,
@@ -121,15 +121,16 @@ def _latencies(axes: Axes, arms: dict[str, style.Arm], metrics: dict[str, Series
         for p in points.values()
         for value in (p.low, p.high)
     ]
-    low, high = math.log10(min(values)) - 0.08, math.log10(max(values)) + 0.08
+    least = max((tick for tick in _TICKS if tick <= min(values)), default=_TICKS[0])
+    most = min((tick for tick in _TICKS if tick > max(values)), default=_TICKS[-1])
     axes.set_yscale("log")
-    axes.set_ylim(10**low, 10**high)
-    axes.yaxis.set_major_locator(FixedLocator([tick for tick in _TICKS if low <= math.log10(tick) <= high]))
+    axes.set_ylim(least, most)
+    axes.yaxis.set_major_locator(FixedLocator([tick for tick in _TICKS if least <= tick <= most]))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: _milliseconds(value)))
     axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_minor_formatter(NullFormatter())
     axes.yaxis.grid(True)
-    heights = [(math.log10(value) - low) / (high - low) for *_, value in ends]
+    heights = [math.log(value / least) / math.log(most / least) for *_, value in ends]
     _label(axes, ends, style.spread_apart(heights, gap=0.085, lowest=0))
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import gpuflow
+from gpuflow.cli import _sizes
 from gpuflow.config import Config, read_config
 from gpuflow.errors import BadSampleError, ConfigError
 from gpuflow.gpu import passes_of
@@ -229,6 +230,13 @@ def test_a_gpus_preset_does_not_train_on_a_cpu(tmp_path: Path) -> None:
         "x.yaml: pipelines.train.preset is torchpipe_gpu, which needs a GPU, but the loader's device is the CPU; "
         "use device cuda, or torchpipe_cpu"
     )
+
+
+def test_a_size_to_train_at_finds_its_stages() -> None:
+    read_train("torchpipe_cpu", "[flip, random_crop: {size: 16}]")
+    config = read_config("x.yaml", STAGES, ["train.size=12"])
+    assert _sizes(config) == ["pipelines.train.stages.1.random_crop.size=12"]
+    assert read_config("x.yaml", STAGES, _sizes(config)).programs["train"].result.shape == (12, 12, 3)
 
 
 def test_what_explain_and_scan_say(tmp_path: Path) -> None:

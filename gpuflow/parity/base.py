@@ -42,10 +42,12 @@ class Way(Protocol):
 
 
 def missing_gpu(device: str) -> str | None:
+    """Why nothing runs on a device, `cpu` or `cuda`, in words; None if something does."""
     return "torch sees no NVIDIA GPU here" if device == "cuda" and not torch.cuda.is_available() else None
 
 
 def missing_torchpipe(feature: str) -> str | None:
+    """Why torchpipe cannot run, in words; None if it can. feature: what needs it."""
     return str(MissingExtra(feature, "torchpipe", "serve")) if importlib.util.find_spec("torchpipe") is None else None
 
 

@@ -58,7 +58,7 @@ class Training:
                 source=replace(self.config.source, split=()),
                 pipelines={self.name: stages},
                 programs={self.name: prefix.program},
-                run=self.config.run.model_copy(update={"bad_file": str(listed), "max_bad": None}),
+                run=self.config.run.model_copy(update={"bad_file": str(listed), "max_bad": None, "memory_limit": None}),
             )
             source = InMemory(images)
             with build_loader(config, self.name, rank=0, world_size=1, device=self.device, whole=source) as loader:

@@ -103,6 +103,7 @@ class Gathered:
         self._rows: list[Row] = []
         self._skipped: list[tuple[str, str]] = []
         self._logits = {"own": LogitTally(), "hostile": LogitTally()}
+        self._worst: dict[str, list[tuple[float, int, Picture]]] = {"own": [], "hostile": []}
         self._same_device = True
         self._order = itertools.count()
 
@@ -118,7 +119,7 @@ class Gathered:
         self._refused: list[str] = []
         self._alone: list[tuple[str, str]] = []
         self._beyond: list[tuple[str, str]] = []
-        self._worst: dict[str, list[tuple[float, int, Picture]]] = {"own": [], "hostile": []}
+        self._worst = {"own": [], "hostile": []}
         return True
 
     def add(self, samples: Sequence[Sample], sizes: Sequence[tuple[int, int] | None], *both: Sequence[Result]) -> None:

@@ -310,8 +310,8 @@ def render(points: Sequence[Point]) -> Table:
 
     several = points[0].load.request_batch > 1
     heads = ["clients", "req/s", *(["images/s"] if several else []), "mean", "TP50", "TP90", "TP99", "errors"]
-    heads += ["CPU %", "MB", "GPU %", "clients CPU %"]
-    units = "latencies in ms, memory in MB; a busy core is 100% CPU"
+    heads += ["CPU %", "MB", "GPU %", "own CPU %"]
+    units = "latencies in ms, memory in MB, CPU 100% for a busy core; own: of the clients"
     table = Table(*heads, box=None, pad_edge=False, collapse_padding=True, caption=units, caption_justify="left")
     for column in table.columns:
         column.justify = "right"

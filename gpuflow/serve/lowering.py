@@ -135,12 +135,12 @@ def chain(
         }
         if model is not None:
             last["model"] = model.model_dump_json(exclude_defaults=True)
-        images = {"device": device, "on_error": "pass"}
+        images = {"device": device if program.decoder.backend != "cpu" else "cpu", "on_error": "pass"}
     if isinstance(program.decoder, Preset):
         first = {"backend": program.decoder.operators(), **program.decoder.parameters()}
     else:
         first = {"backend": PREPROCESS, "batching_timeout": "1", **images, "stages": stages}
-    if images["device"] != "cpu" and not isinstance(program.decoder, Preset):
+    if images["device"] != "cpu" and program.decoder.backend != "cpu" and not isinstance(program.decoder, Preset):
         first["batch"] = str(DEFAULT_BATCH if model is None else model.batch)
         threads = min(threads, _GPU_INSTANCES)
     first["instance_num"] = str(threads)

@@ -284,12 +284,12 @@ class ModelNode:
 
     @torch.no_grad()
     def _run(self, items: Sequence[Item]) -> list[torch.Tensor]:
-        images = self._images([from_dlpack(item["data"]) for item in items])
+        images = self._images([from_dlpack(item["data"]) for item in items]).to(self._device)
         answers = list(images.clone() if images.is_cuda else images)  # preprocessing uses its memory again
         rows = [row for row, item in enumerate(items) if not ("request" in item and item["request"].wants_image)]
         if self._engine is not None and rows:
             batch = images if len(rows) == len(items) else images[rows]
-            logits = self._engine.run(batch.to(self._device)).clone()  # no inference tensors, which users cannot change
+            logits = self._engine.run(batch).clone()  # no inference tensors, which users cannot change
             self._session.count(len(rows))
             for row, answer in zip(rows, logits, strict=True):
                 answers[row] = answer

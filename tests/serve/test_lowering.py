@@ -67,6 +67,15 @@ def test_on_a_gpu_two_instances_preprocess_in_batches(tmp_path: Path) -> None:
     assert nodes["model"]["device"] == "cuda"
 
 
+def test_where_the_cpu_is_to_decode_all_threads_do_and_batches_go_to_the_gpu(tmp_path: Path) -> None:
+    stages = [{"decode": {"backend": "cpu"}}, *VAL[1:]]
+    nodes = lowered(tmp_path, {"stages": stages, "model": {**FILE, "batch": 8}}, device="cuda").as_dict()
+    preprocess = nodes["preprocess"]
+    assert (preprocess["device"], preprocess["instance_num"]) == ("cpu", "3")
+    assert "batch" not in preprocess
+    assert nodes["model"]["device"] == "cuda"
+
+
 def test_a_dict_is_the_callers_own(tmp_path: Path) -> None:
     """torchpipe writes into what it is given."""
     graph = lowered(tmp_path, {"stages": list(VAL), "model": FILE})

@@ -12,14 +12,19 @@ import torch
 
 import gpuflow
 import gpuflow.serve
+from gpuflow.config import read_config
 from gpuflow.errors import BadSampleError, LoaderTimeout
 from gpuflow.fold import Program
 from gpuflow.presets import Preset
+from gpuflow.serve.engines.pytorch import load_checkpoint
 from gpuflow.serve.training import PresetRunner
 from gpuflow.sources import Payload
-from gpuflow.stages import Flip, Normalize, RandomCrop
+from gpuflow.stages import STAGES, Flip, Normalize, RandomCrop
+from gpuflow.trainer import Trainer, TrainerEvents
+from tests.datasets import make_photos
 from tests.hostile import BAD, HOSTILE
 from tests.running import keys_of, program_of, run
+from tests.serve.models import ARCH
 
 FILES = {**HOSTILE, **{name: data for name, (data, _) in BAD.items()}}
 UNKNOWN = {"webp", "webp lossless", "empty", "text", "cut short", "huge"}
@@ -77,6 +82,28 @@ def test_the_loader_gives_what_torchpipes_nodes_give(
                 predictor.preprocess(FILES[name])
     assert torch.equal(torch.stack(list(trained.values())), served)
     assert served.stride()[1:] == batches[0].images.stride()[1:]
+
+
+def test_a_model_trained_on_a_preset_is_served_on_it(tmp_path: Path) -> None:
+    make_photos(tmp_path / "photos", classes=2, each=4)
+    preset = "preset: torchpipe_cpu, height: 32, width: 32, stages"
+    path = tmp_path / "x.yaml"
+    path.write_text(
+        f"source: {{folder: {tmp_path}/photos}}\n"
+        "pipelines:\n"
+        f"  train: {{{preset}: [flip: {{horizontal: 0.5}}, normalize], batch: {{size: 4}}, shuffle: true}}\n"
+        f"  val: {{{preset}: [normalize], batch: {{size: 8}}}}\n"
+        f"train: {{model: {ARCH}, epochs: 1, lr: 0.01, out: {tmp_path}/run}}\n"
+        f"serve: {{{preset}: [normalize], model: {{file: {tmp_path}/run/last.pt}}}}\n"
+        "run: {threads: 2}\n"
+    )
+    Trainer(read_config(path, STAGES), device="cpu").run(TrainerEvents(), max_steps=1)
+    with gpuflow.load(path, "val") as loader, gpuflow.serve.load(path) as predictor:
+        ((images, _),) = loader
+        logits = predictor(sorted((tmp_path / "photos").rglob("*.jpg")))
+    with torch.inference_mode():
+        expected = load_checkpoint(f"{tmp_path}/run/last.pt")[0](images)
+    assert torch.allclose(logits, expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("layout", ["nchw", "nhwc"])

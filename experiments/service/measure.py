@@ -1,0 +1,311 @@
+"""One arm in a process of its own, which run.py starts: `python experiments/service/measure.py JOB`, JSON in and out.
+
+What comes out: the device's name, and metrics by workload, such as `{"500x375; clients=10": {"qps": 97.0, ...}}`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+Predict = Callable[[bytes], object]
+Figures = Iterator[tuple[str, dict[str, float]]]
+"""Workload, metrics."""
+
+_WARM_UP, _SAMPLE, _ANSWER = 0.4, 0.1, 60.0  # seconds
+_PREPROCESSING_CALLERS = 16
+QUIET_PERCENT = 15
+"""Of a core: what others may take."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """What one process measures.
+
+    arm: a name of `ARMS`. photographs: directories. clients: numbers of threads that ask. seconds: of each measurement.
+    cores: so many of the processor's are used, or all. tries: how often a closed loop is measured at most, until others
+    leave the machine alone.
+    """
+
+    arm: str
+    config: str
+    overrides: tuple[str, ...]
+    device: str
+    photographs: tuple[str, ...]
+    clients: tuple[int, ...]
+    seconds: float
+    cores: int | None = None
+    tries: int = 1
+
+
+def main() -> None:
+    fields = json.loads(sys.argv[1])
+    job = Job(**{key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()})
+    if job.cores is not None:  # before any library counts them
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: job.cores])
+    from gpuflow.threads import QuickSwitching
+
+    QuickSwitching()  # as `gpuflow serve` does
+    figures = dict(ARMS[job.arm](job))
+    print(json.dumps({"device": _name_of(job.device), "figures": figures}), flush=True)
+    os._exit(0)  # threads that nobody waits for must not delay the next measurement
+
+
+def _name_of(device: str) -> str:
+    if device == "cpu":
+        return "cpu"
+    import torch
+
+    return torch.cuda.get_device_name(device)
+
+
+# --- the arms ---------------------------------------------------------------------------------------------------------
+
+
+def plain(job: Job) -> Figures:
+    """(a) cv2 in each client's thread, then the model under one lock."""
+    from plain import Plain
+
+    _, _, (engine,) = _engines(job, "serve.model.instances=1")
+    yield from _closed_loops(job, Plain(engine, _device(job)))
+
+
+def graph(job: Job) -> Figures:
+    """(b) on a CPU, (c) on a GPU: what `gpuflow serve` runs behind HTTP."""
+    import gpuflow.serve
+
+    predictor = gpuflow.serve.load(job.config, device=job.device, overrides=job.overrides)
+    yield from _closed_loops(
+        job, lambda data: predictor.submit(data).result(_ANSWER), batches=lambda: predictor.batches
+    )
+
+
+def graph_cpu(job: Job) -> Figures:
+    """(b) the graph that decodes on the CPU."""
+    return graph(_decoding_on_the_cpu(job))
+
+
+def engine_only(job: Job) -> Figures:
+    """Batches of one size, back to back on all instances, of images that are there already."""
+    from gpuflow.serve.engines.base import black_images
+
+    config, image, engines = _engines(job)
+    assert config.serve is not None and config.serve.model is not None
+    batch = config.serve.model.batch
+    for count in sorted({1, 2, 4, 8, 16, batch}):
+        if count <= batch:
+            images = black_images(count, image, _device(job))
+            callers = [partial(engine.run, images) for engine in engines]
+            yield f"batch={count}", {"bound_per_s": count * _rate(callers, job.seconds)}
+
+
+def decode_only(job: Job) -> Figures:
+    """The graph without a model."""
+    import gpuflow.serve
+
+    predictor = gpuflow.serve.load(job.config, device=job.device, overrides=job.overrides, preprocess_only=True)
+    for directory in job.photographs:
+        images = _images(directory)
+        callers = [_in_turns(predictor.preprocess, images, caller) for caller in range(_PREPROCESSING_CALLERS)]
+        yield Path(directory).name, {"bound_per_s": _rate(callers, job.seconds)}
+
+
+def decode_cpu_only(job: Job) -> Figures:
+    return decode_only(_decoding_on_the_cpu(job))
+
+
+def scheduler_only(job: Job) -> Figures:
+    """The graph on the CPU with next to nothing to do: an image of 8x8 pixels, a model that looks at nothing."""
+    import cv2
+    import numpy as np
+    import torch
+
+    import gpuflow.serve
+
+    stages = ("serve.stages.resize.shorter=8", "serve.stages.center_crop.size=8")
+    predictor = gpuflow.serve.load(
+        job.config, overrides=[*job.overrides, *stages], model=lambda images: torch.zeros(len(images), 10)
+    )
+    done, encoded = cv2.imencode(".bmp", np.zeros((8, 8, 3), np.uint8))
+    assert done
+    data = encoded.tobytes()
+    for clients in job.clients:
+        callers = [lambda: predictor.submit(data).result(_ANSWER)] * clients
+        yield f"clients={clients}", {"bound_per_s": _rate(callers, job.seconds)}
+
+
+ARMS: dict[str, Callable[[Job], Figures]] = {
+    "plain": plain,
+    "graph-cpu": graph_cpu,
+    "graph-gpu": graph,
+    "engine only": engine_only,
+    "CPU decode only": decode_cpu_only,
+    "GPU decode only": decode_only,
+    "scheduler only": scheduler_only,
+}
+
+
+def _decoding_on_the_cpu(job: Job) -> Job:
+    """`force`: the model was "trained" with `backend: auto`, and the CPU's pixels differ from the GPU's by a level."""
+    on_cpu = ("serve.stages.decode.backend=cpu", "serve.model.force=true") if job.device != "cpu" else ()
+    return replace(job, overrides=(*job.overrides, *on_cpu))
+
+
+def _engines(job: Job, *overrides: str) -> Any:
+    """The configuration, what its pipeline gives, and its engines, warmed up."""
+    from gpuflow import stage_table
+    from gpuflow.config import read_config
+    from gpuflow.serve.engines import open_engines
+
+    config = read_config(job.config, stage_table(), (*job.overrides, *overrides))
+    assert config.serve is not None and config.serve.model is not None
+    image = config.programs["serve"].result
+    engines = open_engines(config.serve.model, image=image, device=_device(job))
+    for engine in engines:
+        engine.warm_up()
+    return config, image, engines
+
+
+def _device(job: Job) -> torch.device:
+    import torch
+
+    return torch.device(job.device)
+
+
+def _images(directory: str) -> list[bytes]:
+    return [path.read_bytes() for path in sorted(Path(directory).glob("*.jpg"))]
+
+
+# --- measuring --------------------------------------------------------------------------------------------------------
+
+
+def _closed_loops(job: Job, predict: Predict, batches: Callable[[], dict[int, int]] = dict) -> Figures:
+    for directory in job.photographs:
+        images = _images(directory)
+        _first_requests(predict, images, max(job.clients))
+        for clients in job.clients:
+            for _ in range(job.tries):
+                before = batches()
+                figures = closed_loop(predict, images, clients=clients, seconds=job.seconds)
+                if figures["others_cpu_percent"] < QUIET_PERCENT:
+                    break
+            counts = {size: count - before.get(size, 0) for size, count in batches().items()}
+            if runs := sum(counts.values()):
+                figures["mean_batch"] = sum(size * count for size, count in counts.items()) / runs
+            yield f"{Path(directory).name}; clients={clients}", figures
+
+
+def _first_requests(predict: Predict, images: Sequence[bytes], clients: int) -> None:
+    """What is compiled or allocated once does not count: one request, then as many at a time as there will be."""
+    predict(images[0])
+    with ThreadPoolExecutor(clients) as pool:
+        for answer in [pool.submit(predict, images[number % len(images)]) for number in range(2 * clients)]:
+            answer.result(_ANSWER)
+
+
+def closed_loop(predict: Predict, images: Sequence[bytes], *, clients: int, seconds: float) -> dict[str, float]:
+    """Threads that each ask again when they have their answer. What is answered within `seconds` counts."""
+    from gpuflow.serve.loadtest import Latency
+    from gpuflow.serve.usage import Gpus, usage_of
+
+    begin = time.perf_counter() + _WARM_UP
+    end = begin + seconds
+    latencies: list[list[float]] = [[] for _ in range(clients)]
+    failures: list[BaseException] = []
+
+    def client(number: int) -> None:
+        ask = _in_turns(predict, images, number)
+        try:
+            while (sent := time.perf_counter()) < end:
+                ask()
+                if begin <= (answered := time.perf_counter()) < end:
+                    latencies[number].append((answered - sent) * 1000)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=client, args=(number,), daemon=True) for number in range(clients)]
+    for thread in threads:
+        thread.start()
+    gpus, rates, memory = Gpus(), [], 0
+    time.sleep(max(0.0, begin - time.perf_counter()))
+    cpu, machine = time.process_time(), _machine_cpu()
+    while (left := end - time.perf_counter()) > 0:
+        time.sleep(min(_SAMPLE, left))
+        rates.append(gpus.percents())
+        used = usage_of([os.getpid()])
+        memory = max(memory, used.rss_bytes if used is not None else 0)
+    cpu, machine = time.process_time() - cpu, _machine_cpu() - machine
+    for thread in threads:
+        thread.join(_ANSWER)
+    if failures:
+        raise failures[0]
+    found = [latency for each in latencies for latency in each]
+    latency = Latency.of(found)
+    if latency is None:
+        raise RuntimeError(f"no answer within {seconds:g} s; use more --seconds")
+    means = [sum(rate) / len(rates) for rate in zip(*rates, strict=True)]
+    return {
+        "qps": len(found) / seconds,
+        "mean_ms": latency.mean_ms,
+        "tp50_ms": latency.tp50_ms,
+        "tp90_ms": latency.tp90_ms,
+        "tp99_ms": latency.tp99_ms,
+        "cpu_percent": 100 * cpu / seconds,
+        "others_cpu_percent": max(0.0, 100 * (machine - cpu) / seconds),
+        "rss_mb": memory / 1e6,
+        **({"gpu_percent": max(means)} if means else {}),
+    }
+
+
+def _in_turns(predict: Predict, images: Sequence[bytes], number: int) -> Callable[[], object]:
+    """Asks for the next image each time; clients begin at different ones."""
+    place = number * 7919
+
+    def ask() -> object:
+        nonlocal place
+        place += 1
+        return predict(images[place % len(images)])
+
+    return ask
+
+
+def _rate(callers: Sequence[Callable[[], object]], seconds: float) -> float:
+    """Calls a second of so many threads, each calling over again, after a warm-up."""
+    begin = time.perf_counter() + _WARM_UP
+    end = begin + seconds
+    counts = [0] * len(callers)
+
+    def repeat(number: int) -> None:
+        while (now := time.perf_counter()) < end:
+            callers[number]()
+            counts[number] += begin <= now
+
+    threads = [threading.Thread(target=repeat, args=(number,), daemon=True) for number in range(len(callers))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(_ANSWER)
+    return sum(counts) / (time.perf_counter() - begin)
+
+
+def _machine_cpu() -> float:
+    """Processor seconds that anybody has used on this machine, by proc(5)."""
+    with open("/proc/stat") as file:
+        user, nice, system, _, _, irq, softirq, *_ = map(int, file.readline().split()[1:])
+    return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
+
+
+if __name__ == "__main__":
+    main()

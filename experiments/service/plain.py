@@ -1,0 +1,34 @@
+"""The plain way, as guides for beginners write it: OpenCV and numpy, then the model under one lock."""
+
+from __future__ import annotations
+
+import threading
+
+import cv2
+import numpy as np
+import torch
+
+from gpuflow.serve.engines import Engine
+
+MEAN = np.array([0.485, 0.456, 0.406], np.float32)
+STD = np.array([0.229, 0.224, 0.225], np.float32)
+
+
+class Plain:
+    """Logits of one image at a time. Any thread may call it; the engine is taken in turns."""
+
+    def __init__(self, engine: Engine, device: torch.device) -> None:
+        self._engine, self._device, self._lock = engine, device, threading.Lock()
+
+    def __call__(self, data: bytes) -> torch.Tensor:
+        image = cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_COLOR)
+        image = cv2.cvtColor(image, cv2.COLOR_BGR2RGB)
+        height, width = image.shape[:2]
+        scale = 256 / min(height, width)
+        image = cv2.resize(image, (round(width * scale), round(height * scale)))
+        top, left = (image.shape[0] - 224) // 2, (image.shape[1] - 224) // 2
+        image = image[top : top + 224, left : left + 224]
+        pixels = (image.astype(np.float32) / 255 - MEAN) / STD
+        batch = torch.from_numpy(np.ascontiguousarray(pixels.transpose(2, 0, 1)))[None]
+        with self._lock:
+            return self._engine.run(batch.to(self._device))[0]

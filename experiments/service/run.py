@@ -1,0 +1,268 @@
+"""The served graph against the plain way, with the same engine: `python experiments/service/run.py [--quick]`.
+
+On a machine with an NVIDIA GPU: `--device cuda`, and once more with `--cores 3`. Writes results.csv beside this file
+after every round, keeping what it holds of other machines and settings, and the chart. README.md says what is what.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import io
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+CONFIG = HERE / "photos.yaml"
+DATA = Path("data/service")
+SIZES = {"500x375": (500, 375), "1080x1080": (1080, 1080)}
+PHOTOGRAPHS = 128
+UNITS = {"qps": "requests/s", "rss_mb": "MB", "mean_batch": "images", "bound_per_s": "1/s"}
+ARMS = {"cpu": ("plain", "graph-cpu"), "cuda": ("plain", "graph-cpu", "graph-gpu")}
+BOUNDS = {
+    "cpu": ("engine only", "CPU decode only", "scheduler only"),
+    "cuda": ("engine only", "CPU decode only", "GPU decode only", "scheduler only"),
+}
+GPU_MODEL = ("serve.model.batch=32", "serve.model.instances=2", "serve.model.precision=bfloat16")
+"""Of the model on a GPU; `--set serve.model.cuda_graphs=true` and the like change it, for every arm alike."""
+_PROCESS_SECONDS = 600.0
+_QUIET_PERCENT = 15
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Model:
+    """What is served. name: of results. photographs: that are sent."""
+
+    name: str
+    overrides: tuple[str, ...]
+    photographs: tuple[str, ...]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--arch", help="a torchvision model; by default resnet18 on a CPU, resnet50 on a GPU")
+    parser.add_argument("--cores", type=int, help="so many cores of the processor are used; by default all")
+    parser.add_argument("--engines", default="", help="torch, onnxruntime; by default both on a CPU, torch on a GPU")
+    parser.add_argument("--arms", help="plain, graph-cpu, graph-gpu, separated by commas; by default all")
+    parser.add_argument("--photographs", default=",".join(SIZES), help="sizes; a CPU's onnxruntime gets the first")
+    parser.add_argument("--clients", default="1,5,10,20,40")
+    parser.add_argument("--seconds", type=float, default=2.5, help="of each measurement")
+    parser.add_argument("--repeats", type=int, default=3, help="rounds; 0 measures the bounds alone")
+    parser.add_argument("--bounds", type=int, default=2, help="rounds of the engine, decoding and scheduler alone")
+    parser.add_argument(
+        "--tries", type=int, default=1, help="of a measurement at most, until others leave the cores alone"
+    )
+    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="overrides of photos.yaml")
+    parser.add_argument("--label", default="", help="goes behind the model's name, such as 'CUDA graphs'")
+    parser.add_argument("--out", type=Path, default=HERE / "results.csv")
+    parser.add_argument("--quick", action="store_true", help="one short round, to see that it runs")
+    options = parser.parse_args()
+    if options.quick:
+        options.seconds, options.repeats, options.bounds, options.clients = 0.5, 1, 1, "1,4"
+    sizes = options.photographs.split(",")
+    photographs = {size: str(make_photographs(size)) for size in sizes}
+    rounds = Rounds(options, models(options, photographs))
+    arms = tuple(options.arms.split(",")) if options.arms else ARMS[options.device]
+    for repeat in range(options.repeats):
+        rounds.measure(arms if repeat % 2 == 0 else tuple(reversed(arms)))
+    for _ in range(options.bounds):
+        rounds.measure(BOUNDS[options.device])
+    for line in compare(rounds.rows()):
+        print(line)
+    from gpuflow.plots import load_test
+
+    for path in load_test.draw(options.out, options.out.with_name("service")):
+        print("wrote", path)
+
+
+class Rounds:
+    """Measures arms by turns, and writes what there is after every round."""
+
+    def __init__(self, options: argparse.Namespace, models: Sequence[Model]) -> None:
+        self._options, self._models = options, models
+        self._found: dict[tuple[str, str, str], list[float]] = {}
+        self._device = "cpu"
+
+    def measure(self, arms: Iterable[str]) -> None:
+        """Each arm once with each model, in a process of its own; what needs no model, with the first alone."""
+        options = self._options
+        for arm in arms:
+            for number, model in enumerate(self._models):
+                if number and arm.endswith(("decode only", "scheduler only")):
+                    continue
+                job = {
+                    "arm": arm,
+                    "config": str(CONFIG),
+                    "overrides": [*model.overrides, *options.set],
+                    "device": options.device,
+                    "photographs": model.photographs,
+                    "clients": [int(word) for word in options.clients.split(",")],
+                    "seconds": options.seconds,
+                    "cores": options.cores,
+                    "tries": options.tries,
+                }
+                answer = run(job)
+                self._device = answer["device"]
+                title = self._title(model.name if arm in (*ARMS["cuda"], "engine only") else "")
+                for workload, figures in answer["figures"].items():
+                    print(f"{arm:16} {title}; {workload:24} {_brief(figures)}", flush=True)
+                    for metric, value in figures.items():
+                        self._found.setdefault((arm, f"{title}; {workload}", metric), []).append(value)
+        write(options.out, self.rows())
+
+    def _title(self, model: str) -> str:
+        options = self._options
+        label = f"{model} ({options.label})" if model and options.label else model
+        cores = options.cores or len(os.sched_getaffinity(0))
+        gpu = [self._device.removeprefix("NVIDIA ").split()[0]] if options.device == "cuda" else []
+        return ", ".join([*filter(None, [label]), *gpu, f"{cores} cores"])
+
+    def rows(self) -> list[dict[str, Any]]:
+        from gpuflow.bench import machine, row
+
+        where = machine() if self._device == "cpu" else f"{self._device}, {machine()}"
+        made = []
+        for (arm, workload, metric), values in self._found.items():
+            unit = UNITS.get(metric) or ("%" if metric.endswith("percent") else "ms")
+            made.append({**row(arm, workload, metric, values, unit), "machine": where})
+        return made
+
+
+def run(job: dict[str, Any]) -> dict[str, Any]:
+    command = [sys.executable, str(HERE / "measure.py"), json.dumps(job)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_PROCESS_SECONDS, check=False)
+    if done.returncode != 0:
+        sys.exit(f"{job['arm']} failed:\n{done.stderr.strip()[-4000:]}")
+    return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]
+
+
+def _brief(figures: dict[str, float]) -> str:
+    names = {"bound_per_s": "{:.0f}/s", "qps": "{:.1f}/s", "tp50_ms": "TP50 {:.1f}", "tp99_ms": "TP99 {:.1f} ms"}
+    words = [text.format(figures[name]) for name, text in names.items() if name in figures]
+    if figures.get("others_cpu_percent", 0) > _QUIET_PERCENT:
+        words.append(f"NOT QUIET: others took {figures['others_cpu_percent']:.0f}% of a core")
+    return "  ".join(words)
+
+
+def write(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """Write results, in the place of earlier ones of the same workloads on the same machine."""
+    from gpuflow.bench import write_results
+
+    new = {(row["workload"], row["arm"], row["machine"]) for row in rows}
+    kept: list[dict[str, Any]] = []
+    if path.exists():
+        with path.open(newline="", encoding="utf-8") as file:
+            kept = [row for row in csv.DictReader(file) if (row["workload"], row["arm"], row["machine"]) not in new]
+    write_results(path, [*kept, *rows])
+
+
+def compare(rows: Iterable[dict[str, Any]]) -> Iterator[str]:
+    """The graph against the plain way: ratios of throughput and latency."""
+    values = {(row["workload"], row["arm"], row["metric"]): float(row["value"]) for row in rows}
+    for (workload, arm, metric), qps in values.items():
+        if arm == "plain" or metric != "qps":
+            continue
+        ours, plain = (
+            {name: values.get((workload, which, name), float("nan")) for name in ("qps", "tp50_ms", "tp99_ms")}
+            for which in (arm, "plain")
+        )
+        tp50, tp99 = (ours[name] / plain[name] for name in ("tp50_ms", "tp99_ms"))
+        rate = qps / plain["qps"]
+        yield f"{workload:44} {arm:10} throughput {rate:.2f}x  TP50 {tp50:.2f}x  TP99 {tp99:.2f}x of plain"
+
+
+# --- what is served and sent ------------------------------------------------------------------------------------------
+
+
+def models(options: argparse.Namespace, photographs: dict[str, str]) -> list[Model]:
+    """The model as each engine takes it."""
+    arch = options.arch or ("resnet18" if options.device == "cpu" else "resnet50")
+    engines = options.engines or ("torch,onnxruntime" if options.device == "cpu" else "torch")
+    checkpoint = make_checkpoint(arch)
+    found = []
+    for engine in engines.split(","):
+        path = checkpoint if engine == "torch" else make_onnx(checkpoint, next(iter(photographs.values())))
+        first_alone = engine == "onnxruntime" and options.device == "cpu"
+        found.append(
+            Model(
+                name=f"{arch} by {engine}",
+                overrides=(f"serve.model.file={path}", *(GPU_MODEL if options.device == "cuda" else ())),
+                photographs=tuple(photographs.values())[: 1 if first_alone else None],
+            )
+        )
+    return found
+
+
+def make_photographs(size: str) -> Path:
+    """JPEGs of one size: sample photographs scaled, cropped, with noise that keeps their bytes a pixel usual."""
+    import numpy as np
+    from PIL import Image
+
+    from gpuflow.samples import make_samples
+
+    directory, (width, height) = DATA / size, SIZES[size]
+    if directory.exists():
+        return directory
+    make_samples(DATA / "samples", PHOTOGRAPHS)
+    made = directory.with_name(f"{size}.partial")
+    made.mkdir(exist_ok=True)
+    for number, path in enumerate(sorted((DATA / "samples").glob("*/*.jpg"))):
+        with Image.open(path) as image:
+            photo = image.convert("RGB")
+        scale = max(width / photo.width, height / photo.height)
+        sides = max(width, round(photo.width * scale)), max(height, round(photo.height * scale))
+        photo = photo.resize(sides, Image.Resampling.LANCZOS).crop((0, 0, width, height))
+        noise_HWC = np.random.default_rng(number).integers(-5, 6, (height, width, 3))
+        pixels_HWC = (np.asarray(photo, np.int16) + noise_HWC).clip(0, 255).astype(np.uint8)
+        encoded = io.BytesIO()
+        Image.fromarray(pixels_HWC).save(encoded, "JPEG", quality=90)
+        (made / f"{number:03}.jpg").write_bytes(encoded.getvalue())
+    made.rename(directory)
+    return directory
+
+
+def make_checkpoint(arch: str) -> Path:
+    """A model with random weights, as `gpuflow train` writes it."""
+    import torch
+    from torchvision import models as torchvision_models
+
+    from gpuflow import stage_table
+    from gpuflow.config import read_config
+
+    path = DATA / f"{arch}.pt"
+    pipeline = read_config(CONFIG, stage_table(), []).programs["serve"].pipeline
+    torch.manual_seed(0)
+    state = {
+        "arch": arch,
+        "classes": [str(number) for number in range(1000)],
+        "model": torchvision_models.get_model_builder(arch)(weights=None).state_dict(),
+        "preprocessing": pipeline.fingerprint,
+        "stages": pipeline.lines,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save(state, path)
+    return path
+
+
+def make_onnx(checkpoint: Path, photographs: str) -> Path:
+    """The same model as `gpuflow export --onnx` writes it, checked against torch."""
+    from gpuflow import stage_table
+    from gpuflow.config import read_config
+    from gpuflow.serve.export import export_model
+
+    path = checkpoint.with_suffix(".onnx")
+    config = read_config(CONFIG, stage_table(), [f"source.folder={photographs}"])
+    export_model(config, path, checkpoint=checkpoint, data=Path(photographs))
+    return path
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""experiments/service: its commands start, its arms measure, its rows are kept and compared."""
+
+from __future__ import annotations
+
+import csv
+import runpy
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from gpuflow.bench import COLUMNS
+from tests import images
+from tests.datasets import make_photos
+
+ROOT = Path(__file__).parents[2]
+HERE = ROOT / "experiments" / "service"
+RUN, MEASURE, PLAIN = (runpy.run_path(str(HERE / f"{name}.py")) for name in ("run", "measure", "plain"))
+
+
+def row(workload: str, arm: str, metric: str, value: float, machine: str = "here") -> dict[str, Any]:
+    blank = dict.fromkeys(COLUMNS, "")
+    return {**blank, "workload": workload, "arm": arm, "metric": metric, "value": str(value), "machine": machine}
+
+
+def test_help() -> None:
+    command = [sys.executable, "experiments/service/run.py", "--help"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    assert "the same engine" in done.stdout
+    assert {"--device", "--cores", "--repeats"} <= set(done.stdout.replace("[", " ").split())
+
+
+def test_every_arm_of_the_run_is_one_that_measures() -> None:
+    named = {arm for arms in (*RUN["ARMS"].values(), *RUN["BOUNDS"].values()) for arm in arms}
+    assert named == set(MEASURE["ARMS"])
+
+
+def test_the_plain_way_gives_the_engine_what_torchvision_gives_within_its_resize() -> None:
+    """OpenCV resizes without antialiasing, but a flat image has nothing to filter."""
+    seen: list[torch.Tensor] = []
+
+    class Engine:
+        def run(self, batch: torch.Tensor) -> torch.Tensor:
+            seen.append(batch)
+            return batch.mean(dim=(2, 3))
+
+    flat = np.full((300, 400, 3), (200, 100, 50), np.uint8)
+    logits = PLAIN["Plain"](Engine(), torch.device("cpu"))(images.png(flat))
+    assert seen[0].shape == (1, 3, 224, 224)
+    expected = (torch.tensor([200, 100, 50]) / 255 - torch.tensor(PLAIN["MEAN"])) / torch.tensor(PLAIN["STD"])
+    torch.testing.assert_close(logits, expected)
+
+
+def test_a_closed_loop() -> None:
+    """Three clients of something that takes 10 ms."""
+    figures = MEASURE["closed_loop"](lambda data: time.sleep(0.01), [b"a", b"b"], clients=3, seconds=0.4)
+    assert 10 <= figures["tp50_ms"] <= figures["tp90_ms"] <= figures["tp99_ms"]
+    assert figures["qps"] <= 300
+    assert 0.5 * 3000 / figures["mean_ms"] < figures["qps"] < 1.5 * 3000 / figures["mean_ms"], "Little's law"
+    assert figures["rss_mb"] > 50
+    assert figures["cpu_percent"] < 90, "it sleeps"
+
+
+def test_a_failure_ends_the_measurement() -> None:
+    def fail(data: bytes) -> None:
+        raise RuntimeError("broken")
+
+    with pytest.raises(RuntimeError, match="broken"):
+        MEASURE["closed_loop"](fail, [b"a"], clients=2, seconds=0.1)
+
+
+@pytest.mark.parametrize("arm", ["graph-cpu", "engine only"])
+def test_an_arm_in_a_process_of_its_own(arm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_photos(tmp_path / "photos", classes=1, each=2)
+    job = {
+        "arm": arm,
+        "config": str(RUN["CONFIG"]),
+        "overrides": [f"serve.model.file={RUN['make_checkpoint']('squeezenet1_1')}", "serve.model.batch=2"],
+        "device": "cpu",
+        "photographs": [str(tmp_path / "photos" / "class_0")],
+        "clients": [1, 2],
+        "seconds": 0.2,
+        "cores": 1,
+    }
+    answer = RUN["run"](job)
+    assert answer["device"] == "cpu"
+    if arm == "engine only":
+        assert list(answer["figures"]) == ["batch=1", "batch=2"]
+        assert all(figures["bound_per_s"] > 0 for figures in answer["figures"].values())
+        return
+    assert list(answer["figures"]) == ["class_0; clients=1", "class_0; clients=2"]
+    for figures in answer["figures"].values():
+        assert figures["qps"] > 0
+        assert 1 <= figures["mean_batch"] <= 2
+        assert figures["cpu_percent"] < 130, "one core, and a warm-up's tail"
+
+
+def test_results_of_other_machines_are_kept(tmp_path: Path) -> None:
+    path = tmp_path / "results.csv"
+    RUN["write"](path, [row("w", "plain", "qps", 1), row("w", "plain", "qps", 2, machine="there")])
+    RUN["write"](path, [row("w", "plain", "qps", 3), row("v", "plain", "qps", 4)])
+    with path.open(newline="") as file:
+        kept = [(entry["workload"], entry["machine"], entry["value"]) for entry in csv.DictReader(file)]
+    assert kept == [("w", "there", "2"), ("w", "here", "3"), ("v", "here", "4")]
+
+
+def test_arms_are_compared_with_the_plain_way() -> None:
+    figures = {
+        "plain": {"qps": 50, "tp50_ms": 20, "tp99_ms": 80},
+        "graph-cpu": {"qps": 100, "tp50_ms": 10, "tp99_ms": 20},
+    }
+    rows = [row("w", arm, metric, value) for arm, metrics in figures.items() for metric, value in metrics.items()]
+    [line] = RUN["compare"](rows)
+    assert " ".join(line.split()) == "w graph-cpu throughput 2.00x TP50 0.50x TP99 0.25x of plain"
