@@ -311,7 +311,7 @@ def render(points: Sequence[Point]) -> Table:
     several = points[0].load.request_batch > 1
     heads = ["clients", "req/s", *(["images/s"] if several else []), "mean", "TP50", "TP90", "TP99", "errors"]
     heads += ["CPU %", "MB", "GPU %", "own CPU %"]
-    units = "latencies in ms, memory in MB, CPU 100% for a busy core; own: of the clients"
+    units = "latencies in ms; CPU: 100% is a busy core; own: of the clients"
     table = Table(*heads, box=None, pad_edge=False, collapse_padding=True, caption=units, caption_justify="left")
     for column in table.columns:
         column.justify = "right"
