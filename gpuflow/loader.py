@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import atexit
 import dataclasses
-import logging
 import sys
-import threading
 import time
 import warnings
 import weakref
@@ -31,9 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Batch", "Loader"]
 
-_LOG = logging.getLogger(__name__)
 _MANY_BAD = 0.05
-_STOP_SECONDS = 3.0
 
 
 class Batch(tuple[torch.Tensor, torch.Tensor]):
@@ -118,7 +113,6 @@ class Loader:
         self._next_epoch, self._next_start = 0, 0
         self._place = (0, 0)
         self._active: weakref.ref[_Epoch] | None = None
-        self._stopping: list[threading.Thread] = []
         self._finalizer = weakref.finalize(self, self._feed.close)
 
     # --- what it is ---------------------------------------------------------------------------------------------
@@ -228,8 +222,7 @@ class Loader:
     def close(self) -> None:
         """End the threads and let go of the memory. Batches already handed over stay valid."""
         self._end_active("the loader was closed")
-        for thread in self._stopping:
-            thread.join()
+        self._feed.wait()
         self._finalizer()
 
     def __enter__(self) -> Self:
@@ -247,7 +240,6 @@ class _Epoch(Iterator[Batch]):
     def __init__(self, loader: Loader, epoch: int, steps: Steps) -> None:
         self._loader, self._epoch, self._steps = loader, epoch, steps
         self._run = loader._feed.start(epoch, steps)
-        atexit.register(self._run.stop, _STOP_SECONDS)
         self._step = 0
         self._end: str | None = None
 
@@ -281,7 +273,7 @@ class _Epoch(Iterator[Batch]):
         except TimeoutError:
             raise LoaderTimeout(
                 f"no batch within run.timeout_s = {loader._timeout:g} s at step {self._step} of epoch {self._epoch}: "
-                f"{loader._stats.culprit()}; raise run.timeout_s if that is to be expected"
+                f"{loader._feed.culprit()}; raise run.timeout_s if that is to be expected"
             ) from None
         if isinstance(assembly.error, StopIteration):  # as itself it would end the consumer's `for` in silence
             raise LoaderError(
@@ -327,22 +319,15 @@ class _Epoch(Iterator[Batch]):
             )
 
     def close(self, reason: str, *, wait: bool = True) -> None:
-        """Stop the pipeline once, which takes a tenth of a second; without `wait` it goes on beside the caller."""
+        """End the epoch once, which takes a tenth of a second; without `wait` it goes on beside the caller."""
         if self._end is not None:
             return
         self._end = reason
         self._loader._stats.end_epoch()
         if wait:
-            self._stop()
+            self._run.stop()
         else:
-            stopping = threading.Thread(target=self._stop, name="gpuflow_stop")
-            stopping.start()
-            self._loader._stopping = [*filter(threading.Thread.is_alive, self._loader._stopping), stopping]
-
-    def _stop(self) -> None:
-        atexit.unregister(self._run.stop)
-        if not self._run.stop(timeout=_STOP_SECONDS):
-            _LOG.warning("a thread stays behind: %s", self._loader._stats.culprit())
+            self._run.let_go()
 
     def __del__(self) -> None:
         """Does not wait: the collector may run this on a thread of the pipeline, and a Ctrl-C during it is lost."""

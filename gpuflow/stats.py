@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["Backlog", "Meter", "Stats"]
+__all__ = ["Backlog", "Meter", "Stats", "culprit"]
 
 
 class Backlog:
@@ -97,6 +97,15 @@ class Meter:
         }
 
 
+def culprit(*meters: Meter) -> str:
+    """Which stage has been at one operation for the longest time, in words."""
+    running = [(seconds, meter.name) for meter in meters if (seconds := meter.longest_running()) is not None]
+    if not running:
+        return "no stage is at work"
+    seconds, name = max(running)
+    return f"the stage {name!r} has been at one operation for {seconds:.1f} s"
+
+
 class Stats:
     """The meters of a loader's stages, and how long its consumer waited. Counts run from the start of an epoch."""
 
@@ -119,14 +128,6 @@ class Stats:
 
     def end_epoch(self) -> None:
         self._end = time.perf_counter()
-
-    def culprit(self) -> str:
-        """Which stage has been at one operation for the longest time, in words."""
-        running = [(seconds, meter.name) for meter in self.meters if (seconds := meter.longest_running()) is not None]
-        if not running:
-            return "no stage is at work"
-        seconds, name = max(running)
-        return f"the stage {name!r} has been at one operation for {seconds:.1f} s"
 
     def read(self) -> dict[str, Any]:
         elapsed = (self._end or time.perf_counter()) - self._start

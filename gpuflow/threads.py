@@ -108,27 +108,25 @@ class QuickSwitching:
 
 
 class Gate:
-    """Lets no more than `places` in at a time."""
+    """Lets no more than `places` in at a time. Made of one queue, which a Ctrl-C cannot leave half locked."""
 
     def __init__(self, places: int) -> None:
-        self._free, self._closed = places, False
-        self._changed = threading.Condition()
+        self._places: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._closed = False
+        for _ in range(places):
+            self.leave()
 
     def enter(self) -> bool:
-        """Wait for a place. False once the gate is closed."""
-        with self._changed:
-            while self._free == 0 and not self._closed:
-                self._changed.wait()  # `close` always comes: it is part of ending an epoch
-            self._free -= 1
-            return not self._closed
+        """Wait for a place. False once the gate is closed, and it always is at the end of an epoch."""
+        self._places.get()
+        if self._closed:
+            self.leave()  # for the next one who waits
+        return not self._closed
 
     def leave(self) -> None:
-        with self._changed:
-            self._free += 1
-            self._changed.notify()
+        self._places.put(None)
 
     def close(self) -> None:
         """Turn away whoever waits or comes."""
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
+        self._closed = True
+        self.leave()

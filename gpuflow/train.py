@@ -7,12 +7,15 @@ batch and raised by the loader when that batch's turn has come.
 
 from __future__ import annotations
 
+import atexit
 import functools
 import json
+import logging
+import queue
 import threading
 import time
+import weakref
 from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -30,7 +33,7 @@ from gpuflow.memory import BytePool, SlotPool
 from gpuflow.order import Order, Steps
 from gpuflow.sources import Payload, Source
 from gpuflow.spec import Keys
-from gpuflow.stats import Meter
+from gpuflow.stats import Meter, culprit
 from gpuflow.threads import DaemonPool, Gate, QuickSwitching
 
 if TYPE_CHECKING:
@@ -41,6 +44,8 @@ __all__ = ["Assembly", "BadSamples", "Feed", "Run"]
 _LARGEST_CHUNK, _LARGEST_GPU_CHUNK = 32, 256
 _KEPT_BYTES = 256 << 20
 _START_SECONDS = 30.0
+_STOP_SECONDS = 3.0
+_LOG = logging.getLogger(__name__)
 
 
 class BadSamples:
@@ -139,39 +144,100 @@ class _ByStep(Aggregator):
         return None
 
 
-class Run:
-    """One epoch's SPDL pipeline under way, with the threads that run its operations."""
+@dataclass(frozen=True, slots=True)
+class _Machinery:
+    """What runs one epoch.
 
-    def __init__(
-        self,
-        pipeline: SpdlPipeline[Assembly],
-        pools: Sequence[DaemonPool],
-        begun: threading.Event,
-        gate: Gate,
-        switching: QuickSwitching | None,
-    ) -> None:
-        self._pipeline, self._pools, self._begun, self._gate, self._switching = pipeline, pools, begun, gate, switching
+    finished: its batches in order, or what kept the next one from coming. begun: SPDL has asked for the first chunk.
+    """
 
-    def get(self, timeout: float) -> Assembly:
-        """The next batch in order. Raises TimeoutError after so many seconds."""
-        batch = self._pipeline.get_item(timeout=timeout)
-        self._gate.leave()
-        return batch
+    pipeline: SpdlPipeline[None]
+    finished: queue.SimpleQueue[Assembly | Exception]
+    pools: Sequence[DaemonPool]
+    begun: threading.Event
+    gate: Gate
+    switching: QuickSwitching | None
 
     def stop(self, timeout: float) -> bool:
         """End the pipeline and its threads; what is under way is waited for. Returns whether all ended in time."""
         deadline = time.monotonic() + timeout
-        self._gate.close()
-        self._begun.wait(timeout)  # SPDL warns of coroutines that were never awaited when it is stopped before
+        self.gate.close()
+        self.begun.wait(timeout)  # SPDL warns of coroutines that were never awaited when it is stopped before
         try:
-            self._pipeline.stop(timeout=timeout)
+            self.pipeline.stop(timeout=timeout)
         except TimeoutError:
             return False
         finally:
-            ended = [pool.end(max(0.0, deadline - time.monotonic())) for pool in self._pools]
-            if self._switching is not None:
-                self._switching.end()
+            ended = [pool.end(max(0.0, deadline - time.monotonic())) for pool in self.pools]
+            if self.switching is not None:
+                self.switching.end()
         return all(ended)
+
+
+class Run:
+    """One epoch's pipeline under way. Letting go of it, on purpose or by dropping it, ends it.
+
+    A thread of its own begins and ends the machinery: a Ctrl-C in the middle of either, or several in a row, would
+    leave threads behind.
+
+    Raises whatever keeps it from beginning.
+    """
+
+    def __init__(self, begin: Callable[[], _Machinery], culprit: Callable[[], str]) -> None:
+        begun: queue.SimpleQueue[_Machinery | BaseException] = queue.SimpleQueue()
+        end: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self.owner = threading.Thread(target=_own, args=(begin, culprit, begun, end), name="gpuflow_epoch", daemon=True)
+        self.let_go = weakref.finalize(self, end.put, None)
+        """Ends the epoch, and does not wait for that."""
+        self.let_go.atexit = False  # the owner's own handler waits, too
+        self.owner.start()
+        machinery = begun.get(timeout=2 * _START_SECONDS)
+        if isinstance(machinery, BaseException):
+            raise machinery
+        self._machinery = machinery
+
+    def stop(self) -> None:
+        """End the epoch and wait for that, within limits; what is under way comes to its end."""
+        self.let_go()
+        self.owner.join(2 * _STOP_SECONDS)
+
+    def get(self, timeout: float) -> Assembly:
+        """The next batch in order. Raises TimeoutError after so many seconds."""
+        try:
+            batch = self._machinery.finished.get(timeout=timeout)
+        except queue.Empty:
+            raise TimeoutError from None
+        self._machinery.gate.leave()
+        if isinstance(batch, Exception):
+            raise batch
+        return batch
+
+
+def _own(
+    begin: Callable[[], _Machinery],
+    culprit: Callable[[], str],
+    begun: queue.SimpleQueue[_Machinery | BaseException],
+    end: queue.SimpleQueue[None],
+) -> None:
+    """The life of an epoch, on its owner's thread."""
+    owner = threading.current_thread()
+
+    def leave() -> None:
+        end.put(None)
+        owner.join(2 * _STOP_SECONDS)
+
+    atexit.register(leave)
+    try:
+        machinery = begin()
+    except BaseException as error:
+        begun.put(error)
+    else:
+        begun.put(machinery)
+        end.get()  # comes when the Run is collected, if not before
+        if not machinery.stop(_STOP_SECONDS):
+            _LOG.warning("a thread stays behind: %s", culprit())
+    finally:
+        atexit.unregister(leave)
 
 
 class Feed:
@@ -210,34 +276,39 @@ class Feed:
         self.read_meter = Meter("read", readers or threads)
         self.work_meter = Meter("decode", threads, before=self.read_meter.after)
         self._runners: list[CpuRunner] = []
+        self._owners: list[threading.Thread] = []
         self._bytes = BytePool(pinned=gpu is not None, keep=_KEPT_BYTES)
         shape = (batch_size, *slot_shape(program.result))
         self._slots = SlotPool(shape, STORAGE[program.result.dtype], keep=prefetch + 2, pin=delivery is not None)
 
     def start(self, epoch: int, steps: Steps) -> Run:
-        """Begin an epoch, on a thread aside: a Ctrl-C among the first steps would leave half of the threads behind."""
+        """Begin an epoch."""
         torch_threads = torch.get_num_threads()
-        started: Future[Run] = Future()
-
-        def start() -> None:
-            try:
-                started.set_result(self._start(epoch, steps))
-            except BaseException as error:
-                started.set_exception(error)
-
         try:
-            threading.Thread(target=start, name="gpuflow_start").start()
-            return started.result(2 * _START_SECONDS)
-        except BaseException:
-            started.result(_START_SECONDS).stop(_START_SECONDS)
-            raise
+            run = Run(functools.partial(self._begin, epoch, steps), self.culprit)
         finally:
             torch.set_num_threads(torch_threads)  # undo what _begin_thread did to threads yet to come
+        self._owners = [*filter(threading.Thread.is_alive, self._owners), run.owner]
+        return run
 
-    def _start(self, epoch: int, steps: Steps) -> Run:
+    def wait(self) -> None:
+        """For the ends of the epochs that were let go of."""
+        for owner in self._owners:
+            owner.join(2 * _STOP_SECONDS)
+
+    def culprit(self) -> str:
+        """Which stage has been at one operation for the longest time, in words."""
+        return culprit(self.read_meter, self.work_meter)
+
+    def _begin(self, epoch: int, steps: Steps) -> _Machinery:
         builder: Any = PipelineBuilder()
         begun, gate = threading.Event(), Gate(self._prefetch + 1)
-        builder.add_source(self._chunks(epoch, steps, begun))
+        finished: queue.SimpleQueue[Assembly | Exception] = queue.SimpleQueue()
+
+        async def hand_over(batch: Assembly) -> None:
+            finished.put(batch)  # taken at once where it waits: a batch of SPDL's sink comes by way of its event loop
+
+        builder.add_source(self._chunks(epoch, steps, begun, finished))
         pools = []
         read = _never_raise(self.read_meter, functools.partial(self._read, epoch))
         work = _never_raise(self.work_meter, functools.partial(self._work, epoch))
@@ -250,25 +321,34 @@ class Feed:
             builder.pipe(
                 operation, executor=pools[-1], concurrency=meter.threads, output_order="input", name=meter.name
             )
-        builder.aggregate(_ByStep()).add_sink(self._prefetch)
+        builder.aggregate(_ByStep()).pipe(hand_over).add_sink(1)
         # The meters tell what SPDL's own statistics would, which double its time an item.
-        pipeline: SpdlPipeline[Assembly] = builder.build(
+        pipeline: SpdlPipeline[None] = builder.build(
             num_threads=1, queue_class=AsyncQueue, task_hook_factory=lambda stage: []
         )
         pipeline.start(timeout=_START_SECONDS)
-        return Run(pipeline, pools, begun, gate, QuickSwitching() if self._gpu is not None else None)
+        return _Machinery(pipeline, finished, pools, begun, gate, QuickSwitching() if self._gpu is not None else None)
 
-    async def _chunks(self, epoch: int, steps: Steps, begun: threading.Event) -> AsyncIterator[_Chunk]:
+    async def _chunks(
+        self,
+        epoch: int,
+        steps: Steps,
+        begun: threading.Event,
+        finished: queue.SimpleQueue[Assembly | Exception],
+    ) -> AsyncIterator[_Chunk]:
         begun.set()
-        for step in range(len(steps)):
-            positions, valid = steps.positions(step)
-            indices = self._order.indices(epoch, positions)
-            kept = np.ones(len(positions), bool)
-            chunks = -(-len(positions) // self._chunk_size)
-            batch = Assembly(step, positions, indices, self._source.labels[indices], valid, kept, chunks)
-            for start in range(0, len(positions), self._chunk_size):
-                stop = min(start + self._chunk_size, len(positions))
-                yield _Chunk(batch, start, stop, last=stop == len(positions))
+        try:
+            for step in range(len(steps)):
+                positions, valid = steps.positions(step)
+                indices = self._order.indices(epoch, positions)
+                kept = np.ones(len(positions), bool)
+                chunks = -(-len(positions) // self._chunk_size)
+                batch = Assembly(step, positions, indices, self._source.labels[indices], valid, kept, chunks)
+                for start in range(0, len(positions), self._chunk_size):
+                    stop = min(start + self._chunk_size, len(positions))
+                    yield _Chunk(batch, start, stop, last=stop == len(positions))
+        except Exception as error:
+            finished.put(error)
 
     def _read(self, epoch: int, chunk: _Chunk) -> None:
         batch = chunk.batch
