@@ -11,12 +11,16 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
 
-__all__ = ["DaemonPool", "Gate", "QuickSwitching"]
+import torch
+
+__all__ = ["DaemonPool", "Gate", "QuickSwitching", "use_torch_threads"]
 
 _START_SECONDS, _SHUTDOWN_SECONDS = 30.0, 10.0
+
+_torch_lock = threading.Lock()
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -73,6 +77,19 @@ class DaemonPool(Executor):
             if thread is not threading.current_thread():
                 thread.join(max(0.0, deadline - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
+
+
+def use_torch_threads(count: int) -> None:
+    """Let what torch computes on this thread use so many. A team of OpenMP threads spins for a while after its work.
+
+    What torch sets counts for this thread and for all threads yet to come, so another thread sets it back for those.
+    """
+    if torch.get_num_threads() == count:  # which also ties this thread to the default, so that what is set next stays
+        return
+    with _torch_lock, ThreadPoolExecutor(1, "gpuflow_torch_threads") as other:
+        default = other.submit(torch.get_num_threads).result(_START_SECONDS)
+        torch.set_num_threads(count)
+        other.submit(torch.set_num_threads, default).result(_START_SECONDS)
 
 
 class QuickSwitching:

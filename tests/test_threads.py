@@ -8,8 +8,9 @@ import time
 from collections.abc import Iterator
 
 import pytest
+import torch
 
-from gpuflow.threads import DaemonPool, Gate, QuickSwitching
+from gpuflow.threads import DaemonPool, Gate, QuickSwitching, use_torch_threads
 from tests.datasets import deadline, nothing_left_behind, python
 
 
@@ -165,3 +166,24 @@ def test_quick_switching_slows_nothing_that_is_quicker_already() -> None:
         assert sys.getswitchinterval() == quick
     finally:
         sys.setswitchinterval(before)
+
+
+def test_torchs_threads_are_those_of_one_thread_alone() -> None:
+    before = torch.get_num_threads()
+    wanted = before + 1
+    found: list[int] = []
+
+    def work() -> None:
+        use_torch_threads(wanted)
+        use_torch_threads(wanted)
+        found.append(torch.get_num_threads())
+
+    for _ in range(2):
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join(20)
+    other = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
+    other.start()
+    other.join(20)
+    assert found == [wanted, wanted, before]
+    assert torch.get_num_threads() == before

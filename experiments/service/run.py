@@ -22,6 +22,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 CONFIG = HERE / "photos.yaml"
 DATA = Path("data/service")
+RESULTS = HERE / "results.csv"
 SIZES = {"500x375": (500, 375), "1080x1080": (1080, 1080)}
 PHOTOGRAPHS = 128
 UNITS = {"qps": "requests/s", "rss_mb": "MB", "mean_batch": "images", "bound_per_s": "1/s"}
@@ -54,7 +55,7 @@ def main() -> None:
     parser.add_argument("--arms", help="plain, graph-cpu, graph-gpu, separated by commas; by default all")
     parser.add_argument("--photographs", default=",".join(SIZES), help="sizes; a CPU's onnxruntime gets the first")
     parser.add_argument("--clients", default="1,5,10,20,40")
-    parser.add_argument("--seconds", type=float, default=2.5, help="of each measurement")
+    parser.add_argument("--seconds", type=float, default=4.0, help="of each measurement")
     parser.add_argument("--repeats", type=int, default=3, help="rounds; 0 measures the bounds alone")
     parser.add_argument("--bounds", type=int, default=2, help="rounds of the engine, decoding and scheduler alone")
     parser.add_argument(
@@ -62,11 +63,12 @@ def main() -> None:
     )
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="overrides of photos.yaml")
     parser.add_argument("--label", default="", help="goes behind the model's name, such as 'CUDA graphs'")
-    parser.add_argument("--out", type=Path, default=HERE / "results.csv")
-    parser.add_argument("--quick", action="store_true", help="one short round, to see that it runs")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--quick", action="store_true", help=f"one short round, into {DATA}, to see that it runs")
     options = parser.parse_args()
     if options.quick:
         options.seconds, options.repeats, options.bounds, options.clients = 0.5, 1, 1, "1,4"
+        options.out = DATA / "quick.csv" if options.out == RESULTS else options.out
     sizes = options.photographs.split(",")
     photographs = {size: str(make_photographs(size)) for size in sizes}
     rounds = Rounds(options, models(options, photographs))
@@ -168,7 +170,7 @@ def compare(rows: Iterable[dict[str, Any]]) -> Iterator[str]:
     """The graph against the plain way: ratios of throughput and latency."""
     values = {(row["workload"], row["arm"], row["metric"]): float(row["value"]) for row in rows}
     for (workload, arm, metric), qps in values.items():
-        if arm == "plain" or metric != "qps":
+        if arm == "plain" or metric != "qps" or (workload, "plain", metric) not in values:
             continue
         ours, plain = (
             {name: values.get((workload, which, name), float("nan")) for name in ("qps", "tp50_ms", "tp99_ms")}

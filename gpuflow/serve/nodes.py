@@ -10,7 +10,7 @@ import itertools
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,6 +23,7 @@ from gpuflow.fold import Program
 from gpuflow.presets import Preset
 from gpuflow.serve.lowering import program_from_json
 from gpuflow.spec import Keys
+from gpuflow.threads import use_torch_threads
 
 if TYPE_CHECKING:
     from gpuflow.serve.engines import Engine
@@ -34,7 +35,6 @@ Item = MutableMapping[str, Any]
 
 _QUEUED = 2
 """How many images an instance takes at a time. With 1, torchpipe would let a caller wait until an instance is free."""
-_SECONDS = 30.0
 _EMPTY, _CANCELLED = torch.empty(0), "cancelled"
 _ONE = Keys(0, 0, np.zeros(1, np.int64))
 """The keys of one image. Nothing is drawn where a model is served."""
@@ -159,7 +159,7 @@ class PreprocessNode:
 
     def init(self, params: Any, options: object = None) -> None:
         parameters = dict(params.items())
-        _use_one_torch_thread()
+        use_torch_threads(1)
         program = _program(parameters)
         self._spec, self._device = program.result, torch.device(parameters["device"])
         self._raises = parameters["on_error"] == "raise"
@@ -244,6 +244,7 @@ class ModelNode:
 
     def init(self, params: Any, options: object = None) -> None:
         parameters = dict(params.items())
+        use_torch_threads(1)  # until the engine says otherwise
         program = _program(parameters)
         self._session = _session(parameters, program)
         self._session.join(self)
@@ -284,28 +285,33 @@ class ModelNode:
 
     @torch.no_grad()
     def _run(self, items: Sequence[Item]) -> list[torch.Tensor]:
-        images = self._images([from_dlpack(item["data"]) for item in items]).to(self._device)
-        answers = list(images.clone() if images.is_cuda else images)  # preprocessing uses its memory again
-        rows = [row for row, item in enumerate(items) if not ("request" in item and item["request"].wants_image)]
+        images = self._images([from_dlpack(item["data"]) for item in items])
+        wanted = [self._engine is None or ("request" in item and item["request"].wants_image) for item in items]
+        rows = [row for row, image_wanted in enumerate(wanted) if not image_wanted]
+        answers = {
+            row: image.to(self._device, copy=image.is_cuda)[0]  # preprocessing uses its memory again
+            for row, image in enumerate(images)
+            if wanted[row]
+        }
         if self._engine is not None and rows:
-            batch = images if len(rows) == len(items) else images[rows]
-            logits = self._engine.run(batch).clone()  # no inference tensors, which users cannot change
+            batch = torch.cat([images[row] for row in rows]) if len(rows) > 1 else images[rows[0]]
+            logits = self._engine.run(batch.to(self._device)).clone()  # no inference tensors, which users cannot change
             self._session.count(len(rows))
-            for row, answer in zip(rows, logits, strict=True):
-                answers[row] = answer
-        return answers
+            answers |= zip(rows, logits, strict=True)
+        return [answers[row] for row in range(len(items))]
 
-    def _images(self, images: Sequence[torch.Tensor]) -> torch.Tensor:
-        """What the model gets: [N, C, H, W] in the pipeline's dtype and memory format."""
+    def _images(self, images: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """What the model gets: for each image [1, C, H, W] in the pipeline's dtype and memory format."""
         if self._preset is None:
-            return torch.cat(list(images)) if len(images) > 1 else images[0]
+            return images
         batch = torch.cat([image if image.ndim == 4 else image.permute(2, 0, 1)[None] for image in images])
         if self._result.dtype == "uint8":
             batch = batch.round().to(torch.uint8)
         for module in self._preset:
             batch = module.to(batch.device)(batch)
         planes = self._result.layout == "nchw"
-        return batch.contiguous(memory_format=torch.contiguous_format if planes else torch.channels_last)
+        batch = batch.contiguous(memory_format=torch.contiguous_format if planes else torch.channels_last)
+        return [batch[row : row + 1] for row in range(len(batch))]
 
     def release(self) -> None:
         self._engine = None
@@ -315,15 +321,3 @@ def _bad_sample(text: str) -> BadSampleError:
     """The error whose text an item carries."""
     stage, _, reason = text.partition(": ")
     return BadSampleError(stage, reason)
-
-
-def _use_one_torch_thread() -> None:
-    """Keep torch's operators on this thread: a team of OpenMP threads for each instance would spin beside the others.
-
-    What torch sets counts for this thread and for all threads yet to come, so another thread sets it back for those.
-    """
-    with _lock, ThreadPoolExecutor(1, "gpuflow_torch_threads") as other:
-        count = other.submit(torch.get_num_threads).result(_SECONDS)
-        torch.get_num_threads()  # ties this thread to the default, so that what is set next stays in force
-        torch.set_num_threads(1)
-        other.submit(torch.set_num_threads, count).result(_SECONDS)

@@ -20,6 +20,7 @@ from gpuflow.serve.engines import Engine, ModelInfo, open_engines, read_info, re
 from gpuflow.serve.lowering import DEFAULT_BATCH, MODEL, Graph, chain
 from gpuflow.serve.runtime import RunningGraph
 from gpuflow.spec import ImageSpec, Pipeline
+from gpuflow.threads import use_torch_threads
 
 if TYPE_CHECKING:
     from gpuflow.config import Config
@@ -295,6 +296,7 @@ class OwnModel:
             model.to(device).eval()
         self._model: Callable[[torch.Tensor], torch.Tensor] | None = model
         self._name, self._image, self._device, self.batch = type(model).__name__, image, device, batch
+        self._threads = torch.get_num_threads()
 
     def warm_up(self) -> None:
         height, width, channels = self._image.shape
@@ -305,6 +307,7 @@ class OwnModel:
     @torch.inference_mode()
     def run(self, images: torch.Tensor) -> torch.Tensor:
         assert self._model is not None, "an engine that was closed does not run"
+        use_torch_threads(self._threads)
         logits = self._model(images.to(self._device))
         return logits.float().cpu()
 

@@ -253,6 +253,18 @@ def test_only_the_images(config: Path, files: list[Path]) -> None:
             assert str(caught.value) == f"{config}: was loaded without a model; only preprocess works"
 
 
+def test_a_model_of_ones_own_has_torchs_threads(config: Path, files: list[Path]) -> None:
+    threads: list[int] = []
+
+    def model(images: torch.Tensor) -> torch.Tensor:
+        threads.append(torch.get_num_threads())
+        return mean_color(images)
+
+    with gpuflow.serve.load(config, model=model) as predictor:
+        predictor(files)
+    assert set(threads) == {torch.get_num_threads()}
+
+
 def test_torchpipes_own_operators(tmp_path: Path, files: list[Path]) -> None:
     """As somebody's old deployment has them: OpenCV's decoder and its bilinear resize without antialiasing."""
     import cv2

@@ -32,7 +32,7 @@ from gpuflow.serve.engines.base import (
     read_model,
 )
 from gpuflow.spec import ImageSpec
-from gpuflow.threads import DaemonPool
+from gpuflow.threads import DaemonPool, use_torch_threads
 
 __all__ = ["EXTRA_FILE", "TorchEngine", "info_of", "load_checkpoint", "open_all", "padded_sizes"]
 
@@ -86,7 +86,7 @@ class TorchEngine:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._graphs: dict[int, _Captured] | None = {} if cuda_graphs else None
         self._pool: Any = None
-        self._threads, self._tied = threads, threading.local()
+        self._threads = threads
         self._about = {"file": file, "precision": precision or "as it is", "compile": compiled is not None}
 
     def warm_up(self) -> None:
@@ -97,11 +97,15 @@ class TorchEngine:
         for size in sorted(self._sizes or {1, self.batch}, reverse=True):
             if self._graphs is not None:
                 on_thread(partial(self._capture, size))
-            on_thread(partial(self.run, black_images(size, self._image, self._device)))
+            on_thread(partial(self._run_once, size))
+
+    def _run_once(self, size: int) -> None:
+        self.run(black_images(size, self._image, self._device))
 
     def run(self, images: torch.Tensor) -> torch.Tensor:
         check_batch(images, self._image, self.batch)
-        self._tie_threads()
+        if self._threads is not None:
+            use_torch_threads(self._threads)
         with torch.inference_mode():
             if self._stream is None:
                 logits = self._forward(images).float()
@@ -133,7 +137,8 @@ class TorchEngine:
         The graphs of an engine share their memory: one at a time runs, and its logits leave before the next one does.
         """
         assert self._graphs is not None and self._module is not None and self._stream is not None
-        self._tie_threads()
+        if self._threads is not None:
+            use_torch_threads(self._threads)
         images = black_images(size, self._image, self._device).to(self._dtype)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with _CAPTURE, torch.cuda.stream(self._stream):
@@ -145,17 +150,6 @@ class TorchEngine:
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
                 logits = self._module(images)
             self._graphs[size] = _Captured(graph, images, logits)
-
-    def _tie_threads(self) -> None:
-        """Give this thread its share of the cores, once. The default, which torch changes too, is put back."""
-        if self._threads is None or getattr(self._tied, "done", False):
-            return
-        self._tied.done = True
-        if (default := torch.get_num_threads()) != self._threads:
-            torch.set_num_threads(self._threads)
-            restore = threading.Thread(target=torch.set_num_threads, args=(default,))
-            restore.start()
-            restore.join()
 
     def describe(self) -> dict[str, Any]:
         name = torch.cuda.get_device_name(self._device) if self._stream is not None else "cpu"
