@@ -173,3 +173,37 @@ def test_measured_table_on_a_gpu_is_that_of_results_csv() -> None:
     ]
     for (_, *shown), (metric, workload, form) in zip(table, metrics, strict=True):
         assert shown == [form.format(float(values[arm, metric, workload])) for arm in ("gpuflow", "dali")]
+
+
+def service_figures() -> dict[tuple[str, str, str, str], float]:
+    """By arm, engine, clients and metric: of experiments/service/results.csv, ResNet-18, photographs of 500x375."""
+    form = re.compile(r"resnet18 by (\w+), 2 cores; 500x375; clients=(\d+)")
+    with (ROOT / "experiments/service/results.csv").open(newline="") as file:
+        return {
+            (row["arm"], *found.groups(), row["metric"]): float(row["value"])
+            for row in csv.DictReader(file)
+            if (found := form.fullmatch(row["workload"]))
+        }
+
+
+def test_measured_table_of_serving_is_that_of_results_csv() -> None:
+    values = service_figures()
+    section = README.split("| the same model |", 1)[1].split("\n\n", 1)[0]
+    table = re.findall(r"^\| (\S.*), (\w+) \| ([\d.]+) \| ([\d.]+) \|$", section, flags=re.MULTILINE)
+    assert len(table) == 4
+    for name, engine, *shown in table:
+        arm = "graph-cpu" if "gpuflow" in name else "plain"
+        assert shown == [f"{values[arm, engine, '10', metric]:.1f}" for metric in ("qps", "tp99_ms")]
+
+
+def test_table_of_experiments_service_is_that_of_results_csv() -> None:
+    values = service_figures()
+    text = (ROOT / "experiments/service/README.md").read_text()
+    table = re.findall(r"^\| (\d+) \| (\w+) \|" + r" ([\d.]+) \|" * 6 + "$", text, flags=re.MULTILINE)
+    assert len(table) == 6
+    for clients, engine, *shown in table:
+        expected: list[str] = []
+        for metric in ("qps", "tp99_ms"):
+            plain, graph = (values[arm, engine, clients, metric] for arm in ("plain", "graph-cpu"))
+            expected += [f"{plain:.1f}", f"{graph:.1f}", f"{graph / plain:.2f}"]
+        assert shown == expected
