@@ -19,9 +19,9 @@ from gpuflow.sources import Source, SourceSpec, open_source, subset
 from gpuflow.train import BadSamples
 
 if TYPE_CHECKING:
-    from gpuflow.config import PipelineSpec
+    from gpuflow.config import PipelineSpec, RunSpec
 
-__all__ = ["available_threads", "build_loader", "open_split", "open_whole", "share_of_cores"]
+__all__ = ["available_threads", "build_loader", "open_split", "open_whole", "share_of_cores", "threads_of"]
 
 _REMOTE_READERS, _GPU_READERS = 16, 2
 _LAUNCHERS = 2
@@ -60,7 +60,6 @@ def build_loader(
     run, seed = config.run, config.source.seed
     limit = run.max_bad if not isinstance(run.max_bad, float) else int(run.max_bad * len(source))
     policy = pipeline.on_error or ("skip" if name == "val" else run.on_error)
-    threads = run.threads if run.threads != "auto" else available_threads()
     readers = _readers(config, placement) if run.readers == "auto" else run.readers
     return Loader(
         program=program,
@@ -72,7 +71,7 @@ def build_loader(
         rank=rank,
         world_size=world_size,
         device=target,
-        threads=threads if placement.gpu is None else _LAUNCHERS,
+        threads=threads_of(run) if placement.gpu is None else _LAUNCHERS,
         prefetch=run.prefetch,
         timeout_seconds=run.timeout_s,
         bad=_bad_samples(config, policy, limit),
@@ -103,6 +102,11 @@ def open_whole(config: Config) -> Source:
 def available_threads() -> int:
     """Threads for this process: the cores that it may use and is granted, shared among the host's ranks."""
     return share_of_cores(len(os.sched_getaffinity(0)), cpu_quota(), Ranks.from_environment().local_world_size)
+
+
+def threads_of(run: RunSpec) -> int:
+    """`run.threads`; where that is auto, all that this process may use."""
+    return available_threads() if run.threads == "auto" else run.threads
 
 
 def share_of_cores(cores: int, quota: float | None, ranks: int) -> int:

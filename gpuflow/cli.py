@@ -283,14 +283,14 @@ def scan(path: ConfigFile, overrides: Overrides = None) -> None:
 
     Exits 1 if any sample is bad, that is, cannot be decoded within the limits of the file's first decode stage.
     """
-    from gpuflow.build import available_threads
+    from gpuflow.build import threads_of
     from gpuflow.scan import scan as findings
     from gpuflow.sources import open_source
 
     config = _read(path, overrides)
     source = open_source(config.source)
     decoder = next(iter(config.programs.values())).decoder
-    threads = config.run.threads if config.run.threads != "auto" else available_threads()
+    threads = threads_of(config.run)
     bad = 0
     with _bar() as bar:
         task = bar.add_task("samples", total=len(source), note="")

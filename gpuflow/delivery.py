@@ -12,12 +12,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from gpuflow.cpu import slot_shape
+
 if TYPE_CHECKING:
     from gpuflow.errors import BadSampleError
     from gpuflow.sources import Payload
-    from gpuflow.spec import Keys
+    from gpuflow.spec import ImageSpec, Keys
 
-__all__ = ["ChunkRunner", "Delivery"]
+__all__ = ["ChunkRunner", "Delivery", "slots_on"]
 
 _ALIGN = 16
 
@@ -92,6 +94,13 @@ class Delivery:
         self.synchronize()
         with self._lock:
             self._kept.clear()
+
+
+def slots_on(delivery: Delivery, count: int, spec: ImageSpec) -> torch.Tensor:
+    """Memory on the device for so many images: [count, C, H, W] in the spec's dtype and memory format."""
+    with delivery.queued():
+        memory = torch.empty((count, *slot_shape(spec)), dtype=getattr(torch, spec.dtype), device=delivery.device)
+    return memory if spec.layout == "nchw" else memory.permute(0, 3, 1, 2)
 
 
 class ChunkRunner(Protocol):

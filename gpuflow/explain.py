@@ -11,7 +11,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from gpuflow.build import available_threads, open_split
+from gpuflow.build import open_split, threads_of
 from gpuflow.codecs import decoder_description
 from gpuflow.config import Config
 from gpuflow.cpu import STORAGE, slot_shape
@@ -69,11 +69,10 @@ def _facts(config: Config, name: str, program: Program) -> Iterator[Text]:
     size = pipeline.batch.size or pipeline.batch.global_size or 0
     slot = slot_shape(program.result)
     megabytes = size * math.prod(slot) * np.dtype(STORAGE[program.result.dtype]).itemsize / 1e6
-    threads = run.threads if run.threads != "auto" else available_threads()
     yield Text(f"  source         {_source(config, name)}")
     yield Text(f"  batch          {size} images of {program.result} ({megabytes:.1f} MB), {run.prefetch} ahead")
     yield Text(f"  order          {'shuffled' if pipeline.shuffle else 'as in the source'}, seed {config.source.seed}")
-    yield Text(f"  device         cpu, {threads} decode thread(s)")
+    yield Text(f"  device         cpu, {threads_of(run)} decode thread(s)")
     yield Text(f"  decoder        {program.decoder.library or decoder_description()}")
     yield Text(f"  on a GPU       {explain_gpu(config, name)}")
 

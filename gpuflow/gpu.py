@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from gpuflow import spec as s
 from gpuflow.cpu import STORAGE, CpuRunner, slot_shape
-from gpuflow.delivery import Delivery
+from gpuflow.delivery import Delivery, slots_on
 from gpuflow.errors import BadSampleError
 from gpuflow.fold import Call, Map, Program, Sample, Sampling
 from gpuflow.headers import read_headers
@@ -227,7 +227,7 @@ class GpuRunner:
 
     def slots(self, count: int) -> torch.Tensor:
         """Memory on the device for so many results: [count, C, H, W] in the result's dtype and memory format."""
-        return self._images(count, self._program.result)
+        return slots_on(self._delivery, count, self._program.result)
 
     def launch(self, chunk: Prepared, slots: torch.Tensor) -> list[BadSampleError | None]:
         """Queue all that fills a chunk's slots [N, C, H, W]; returns for each sample None, or why it is bad."""
@@ -246,7 +246,8 @@ class GpuRunner:
         """Decode a chunk and run every pass on it; returns the rows that were refused, whose slots hold nothing."""
         last = len(self._passes) - 1
         targets = [
-            slots if i == last else self._images(len(chunk.rows), one.result) for i, one in enumerate(self._passes)
+            slots if i == last else slots_on(self._delivery, len(chunk.rows), one.result)
+            for i, one in enumerate(self._passes)
         ]
         places = [chunk.rows if i == last else np.arange(len(chunk.rows)) for i in range(last + 1)]
         good = self._decode(chunk, targets[0], places[0])
@@ -320,13 +321,6 @@ class GpuRunner:
     def _send(self, array: NDArray[np.int64]) -> torch.Tensor:
         (there,) = self._delivery.send_all([array])
         return there
-
-    def _images(self, count: int, spec: s.ImageSpec) -> torch.Tensor:
-        """Memory on the device for so many images: [count, C, H, W] in the spec's dtype and memory format."""
-        dtype = getattr(torch, spec.dtype)
-        with self._delivery.queued():
-            memory = torch.empty((count, *slot_shape(spec)), dtype=dtype, device=self._delivery.device)
-        return memory if spec.layout == "nchw" else memory.permute(0, 3, 1, 2)
 
     def _place(self, finished: _Finished, slots: torch.Tensor) -> None:
         """Put what the CPU finished into its slots: one transfer, one kernel."""

@@ -16,7 +16,7 @@ from gpuflow.errors import ConfigError, MissingExtra, Problem
 from gpuflow.fold import Program
 from gpuflow.memory import BUFFERS
 from gpuflow.nvjpeg import BACKENDS, NvjpegError, find_library
-from gpuflow.presets import Preset
+from gpuflow.presets import Preset, is_preset_on_gpu
 
 if TYPE_CHECKING:
     from gpuflow.delivery import ChunkRunner, Delivery
@@ -47,7 +47,7 @@ def place(config: Config, name: str, device: torch.device, batch_size: int) -> P
             small.
     """
     decoder = config.programs[name].decoder
-    if isinstance(decoder, Preset) and decoder.device == "cuda":
+    if is_preset_on_gpu(decoder):
         return _by_torchpipe(config, name, decoder, device)
     backend = decoder.backend
     if device.type != "cuda":
@@ -68,7 +68,7 @@ def place(config: Config, name: str, device: torch.device, batch_size: int) -> P
 def explain_gpu(config: Config, name: str) -> str:
     """What decodes a pipeline where batches are for a GPU: this machine's, or any if it has none."""
     program = config.programs[name]
-    if isinstance(program.decoder, Preset) and program.decoder.device == "cuda":
+    if is_preset_on_gpu(program.decoder):
         return program.decoder.library
     if program.decoder.backend == "cpu":
         return "decoded on the CPU: its decode.backend is cpu"
@@ -99,7 +99,7 @@ def _by_torchpipe(config: Config, name: str, preset: Preset, device: torch.devic
         )
     if importlib.util.find_spec("torchpipe") is None:
         raise fault("which needs torchpipe, and that is not installed; pip install 'gpuflow[serve]'")
-    from gpuflow.build import available_threads
+    from gpuflow.build import threads_of
     from gpuflow.delivery import Delivery
     from gpuflow.serve.training import PresetRunner
 
@@ -108,7 +108,7 @@ def _by_torchpipe(config: Config, name: str, preset: Preset, device: torch.devic
         config.programs[name],
         delivery,
         origin=config.path,
-        threads=run.threads if run.threads != "auto" else available_threads(),
+        threads=threads_of(run),
         timeout_seconds=run.timeout_s,
     )
     return Placement(delivery, runner, preset.library)

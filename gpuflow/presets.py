@@ -9,7 +9,7 @@ A served model has them from torchpipe. Training on the CPU has the same pixels 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeGuard
 
 import cv2
 import numpy as np
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from gpuflow import spec as s
 from gpuflow.errors import BadSampleError
 
-__all__ = ["Preset"]
+__all__ = ["Preset", "is_preset_on_gpu"]
 
 _UNKNOWN = ((8, b"WEBP", "WebP"), (4, b"ftyp", "AVIF"))
 """What torchpipe's build of OpenCV does not decode: (offset, four bytes there, name)."""
@@ -101,3 +101,8 @@ class Preset(s.Decoder):
         """What the operators are told: torchpipe knows strings only."""
         size = {"resize_h": str(self.height), "resize_w": str(self.width)}
         return {"device": self.device, "color": self.color, **size}
+
+
+def is_preset_on_gpu(decoder: s.Decoder) -> TypeGuard[Preset]:
+    """Whether it runs on a GPU or nowhere."""
+    return isinstance(decoder, Preset) and decoder.device == "cuda"

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future
 from typing import ParamSpec, TypeVar
 
 import torch
@@ -86,7 +86,7 @@ def use_torch_threads(count: int) -> None:
     """
     if torch.get_num_threads() == count:  # which also ties this thread to the default, so that what is set next stays
         return
-    with _torch_lock, ThreadPoolExecutor(1, "gpuflow_torch_threads") as other:
+    with _torch_lock, DaemonPool(1, "torch_threads") as other:
         default = other.submit(torch.get_num_threads).result(_START_SECONDS)
         torch.set_num_threads(count)
         other.submit(torch.set_num_threads, default).result(_START_SECONDS)

@@ -148,11 +148,11 @@ class _ByStep(Aggregator):
 class _Machinery:
     """What runs one epoch.
 
-    finished: its batches in order, or what kept the next one from coming. begun: SPDL has asked for the first chunk.
+    finished: its batches in order. begun: SPDL has asked for the first chunk.
     """
 
     pipeline: SpdlPipeline[None]
-    finished: queue.SimpleQueue[Assembly | Exception]
+    finished: queue.SimpleQueue[Assembly]
     pools: Sequence[DaemonPool]
     begun: threading.Event
     gate: Gate
@@ -208,8 +208,6 @@ class Run:
         except queue.Empty:
             raise TimeoutError from None
         self._machinery.gate.leave()
-        if isinstance(batch, Exception):
-            raise batch
         return batch
 
 
@@ -303,12 +301,12 @@ class Feed:
     def _begin(self, epoch: int, steps: Steps) -> _Machinery:
         builder: Any = PipelineBuilder()
         begun, gate = threading.Event(), Gate(self._prefetch + 1)
-        finished: queue.SimpleQueue[Assembly | Exception] = queue.SimpleQueue()
+        finished: queue.SimpleQueue[Assembly] = queue.SimpleQueue()
 
         async def hand_over(batch: Assembly) -> None:
             finished.put(batch)  # taken at once where it waits: a batch of SPDL's sink comes by way of its event loop
 
-        builder.add_source(self._chunks(epoch, steps, begun, finished))
+        builder.add_source(self._chunks(epoch, steps, begun))
         pools = []
         read = _never_raise(self.read_meter, functools.partial(self._read, epoch))
         work = _never_raise(self.work_meter, functools.partial(self._work, epoch))
@@ -329,26 +327,26 @@ class Feed:
         pipeline.start(timeout=_START_SECONDS)
         return _Machinery(pipeline, finished, pools, begun, gate, QuickSwitching() if self._gpu is not None else None)
 
-    async def _chunks(
-        self,
-        epoch: int,
-        steps: Steps,
-        begun: threading.Event,
-        finished: queue.SimpleQueue[Assembly | Exception],
-    ) -> AsyncIterator[_Chunk]:
+    async def _chunks(self, epoch: int, steps: Steps, begun: threading.Event) -> AsyncIterator[_Chunk]:
         begun.set()
+        for step in range(len(steps)):
+            batch = self._assembly(epoch, step, steps)
+            count = len(batch.positions)
+            for start in range(0, max(count, 1), self._chunk_size):
+                stop = min(start + self._chunk_size, count)
+                yield _Chunk(batch, start, stop, last=stop == count)
+
+    def _assembly(self, epoch: int, step: int, steps: Steps) -> Assembly:
+        """A batch, empty as yet; or without rows, and with what keeps it from having them."""
         try:
-            for step in range(len(steps)):
-                positions, valid = steps.positions(step)
-                indices = self._order.indices(epoch, positions)
-                kept = np.ones(len(positions), bool)
-                chunks = -(-len(positions) // self._chunk_size)
-                batch = Assembly(step, positions, indices, self._source.labels[indices], valid, kept, chunks)
-                for start in range(0, len(positions), self._chunk_size):
-                    stop = min(start + self._chunk_size, len(positions))
-                    yield _Chunk(batch, start, stop, last=stop == len(positions))
+            positions, valid = steps.positions(step)
+            indices = self._order.indices(epoch, positions)
+            labels = self._source.labels[indices]
         except Exception as error:
-            finished.put(error)
+            none = np.empty(0, np.int64)
+            return Assembly(step, none, none, none, none.astype(bool), none.astype(bool), 1, error=error)
+        chunks = -(-len(positions) // self._chunk_size)
+        return Assembly(step, positions, indices, labels, valid, np.ones(len(positions), bool), chunks)
 
     def _read(self, epoch: int, chunk: _Chunk) -> None:
         batch = chunk.batch

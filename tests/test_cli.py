@@ -9,30 +9,19 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
-from gpuflow.cli import app, main
+from gpuflow.cli import app
+from tests.commands import Run, command_here
 from tests.datasets import deadline, make_photos, truncate, write_config
 
 COMMANDS = ["samples", "check", "explain", "train", "bench", "scan", "load-test"]
 MAIN = "from gpuflow.cli import main; main()"
-
-
-class Done(NamedTuple):
-    """How a command ended."""
-
-    code: int
-    out: str
-    err: str
-
-
-Run = Callable[..., Done]
 
 
 @pytest.fixture(autouse=True)
@@ -44,15 +33,7 @@ def _in_time() -> Iterator[None]:
 @pytest.fixture
 def gpuflow(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
     """Runs the console script in this process."""
-
-    def run(*arguments: object) -> Done:
-        monkeypatch.setattr(sys, "argv", ["gpuflow", *map(str, arguments)])
-        with pytest.raises(SystemExit) as end:
-            main()
-        code = end.value.code
-        return Done(code if isinstance(code, int) else 0, *capsys.readouterr())
-
-    return run
+    return command_here(monkeypatch, capsys)
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from tests.datasets import (
     Block,
     MemorySource,
     Raise,
+    Slow,
     TappedSource,
     deadline,
     enlarge,
@@ -244,6 +245,15 @@ def test_where_every_sample_is_bad_replacing_ends() -> None:
         "all 4 samples are bad, so none can stand in for memory/0.jpg (sample 0): decode: empty: the file has no "
         "bytes; run `gpuflow scan` to list them",
     )
+
+
+def test_a_source_that_breaks_its_contract_does_so_at_its_step() -> None:
+    """Batches before it come whole, however much later they are decoded."""
+    source = MemorySource.of(24)
+    source.labels = source.labels[:10]
+    with loader_of(TappedSource(source, Slow(0.02)), shuffle=False, batch_size=4) as loader:
+        steps, error = fault_of(loader)
+    assert (steps, type(error)) == (2, IndexError)
 
 
 @many_bad

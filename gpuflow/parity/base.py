@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 
-from gpuflow.build import available_threads
+from gpuflow.build import threads_of
 from gpuflow.config import Config
 from gpuflow.errors import BadSampleError, MissingExtra
 from gpuflow.fold import Program
@@ -56,8 +56,7 @@ def served(config: Config, program: Program, device: str, images: Sequence[Encod
     from gpuflow.serve.lowering import chain
     from gpuflow.serve.predictor import Predictor
 
-    threads = config.run.threads if config.run.threads != "auto" else available_threads()
-    graph = chain(program, None, origin=config.path, threads=threads, device=device)
+    graph = chain(program, None, origin=config.path, threads=threads_of(config.run), device=device)
     with Predictor(graph, image=program.result, timeout_seconds=config.run.timeout_s) as predictor:
 
         def ask(data: Encoded) -> Result:

@@ -20,7 +20,7 @@ from gpuflow.build import open_split
 from gpuflow.config import Config
 from gpuflow.errors import ConfigError, Problem, SourceError
 from gpuflow.sources import Allocate, Payload
-from gpuflow.sources.folder import EXTENSIONS
+from gpuflow.sources.choose import images_below, spread
 
 __all__ = ["Encoded", "InMemory", "Kind", "Sample", "hostile_images", "own_images"]
 
@@ -58,16 +58,16 @@ def own_images(config: Config, name: str, count: int, *, data: Path | None = Non
     if count == 0:
         return []
     if data is not None:
-        files = sorted(file for file in data.rglob("*") if file.suffix.lower() in EXTENSIONS)
+        files = images_below(data)
         if not files:
             raise ConfigError([Problem("--data", f"must be a directory with images, got {str(data)!r}")])
-        chosen = [files[i] for i in _spread(len(files), count)]
+        chosen = [files[i] for i in spread(len(files), count)]
         return [Sample(str(file.relative_to(data)), "own", np.fromfile(file, np.uint8)) for file in chosen]
     try:
         source = open_split(config, name)
     except SourceError as error:
         raise SourceError(f"{error}; or name a directory of images: --data, or take none: --images 0") from error
-    indices = _spread(len(source), count)
+    indices = spread(len(source), count)
     payload = source.read(indices, lambda size: np.empty(size, np.uint8))
     names = [source.path(index) for index in indices]
     source.close()
@@ -75,10 +75,6 @@ def own_images(config: Config, name: str, count: int, *, data: Path | None = Non
     if not found:
         raise ConfigError([Problem(f"{config.path}: source", f"cannot be read: {payload.errors[0]}; try --data")])
     return found
-
-
-def _spread(total: int, count: int) -> list[int]:
-    return sorted({int(i) for i in np.linspace(0, max(total - 1, 0), min(total, count))})
 
 
 @final
@@ -99,13 +95,7 @@ class InMemory:
         return str(index)
 
     def read(self, indices: Sequence[int], allocate: Allocate) -> Payload:
-        found = [self._images[index] for index in indices]
-        sizes = [len(data) for data in found]
-        buffer = allocate(sum(sizes))
-        offsets = np.cumsum([0, *sizes]).tolist()
-        for offset, size, data in zip(offsets, sizes, found, strict=False):
-            buffer[offset : offset + size] = data
-        return Payload(buffer=buffer, offsets=offsets[:-1], sizes=sizes, errors=[None] * len(sizes))
+        return Payload.of([self._images[index] for index in indices], allocate)
 
     def close(self) -> None:
         pass

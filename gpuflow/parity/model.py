@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from gpuflow.parity.report import Logits
 from gpuflow.serve.engines import Engine, open_engine, read_info, refuse_other_preprocessing
 from gpuflow.serve.engines.base import black_images
 from gpuflow.spec import Pipeline
+from gpuflow.threads import DaemonPool
 
 __all__ = ["Answers", "Classifier", "Fed", "LogitTally", "find_model"]
 
@@ -73,7 +73,7 @@ class Classifier:
     def __init__(self, file: str, program: Program, *, batch: int) -> None:
         model = ModelSpec(file=file, batch=batch)
         self._image, self._batch = program.result, batch
-        self._thread = ThreadPoolExecutor(1, "gpuflow_parity_model")  # an engine ties its thread to the cores
+        self._thread = DaemonPool(1, "parity_model")  # an engine ties its thread to the cores
         try:
             opening = self._thread.submit(open_engine, model, image=self._image, device=_CPU)
             self._engine: Engine = opening.result(_SECONDS)

@@ -19,7 +19,7 @@ from gpuflow.parity.base import BATCH, Results, missing_gpu, missing_torchpipe, 
 from gpuflow.parity.images import Encoded, InMemory
 from gpuflow.parity.prefixes import Prefix
 from gpuflow.placement import explain_gpu
-from gpuflow.presets import Preset
+from gpuflow.presets import Preset, is_preset_on_gpu
 
 __all__ = ["Serving", "Training"]
 
@@ -40,7 +40,7 @@ class Training:
 
     def missing(self) -> str | None:
         decoder = self.config.programs[self.name].decoder
-        by_torchpipe = isinstance(decoder, Preset) and decoder.device == "cuda"
+        by_torchpipe = is_preset_on_gpu(decoder)
         if self.device == "cpu" and (by_torchpipe or decoder.backend == "gpu"):
             return f"{decoder!r} is for a GPU"
         return missing_gpu(self.device) or (missing_torchpipe("a preset") if by_torchpipe else None)
@@ -98,7 +98,7 @@ class Serving:
         if self.config.serve is None:
             return f"{self.config.path} has no block serve"
         decoder = self.config.programs["serve"].decoder
-        if self.device == "cpu" and isinstance(decoder, Preset) and decoder.device == "cuda":
+        if self.device == "cpu" and is_preset_on_gpu(decoder):
             return f"{decoder!r} is for a GPU"
         return missing_torchpipe("serving") or missing_gpu(self.device)
 

@@ -13,9 +13,8 @@ import cv2
 import numpy as np
 from numpy.typing import NDArray
 
-from gpuflow.parity.measure import Levels
 from gpuflow.parity.report import Logits, Pair, Picture, Report
-from gpuflow.parity.text import NAIVE_TITLE, notes, show_allowed, show_levels, stage_of, verdict
+from gpuflow.parity.text import NAIVE_TITLE, notes, show_allowed, show_figures, show_levels, stage_of, verdict
 
 __all__ = ["page", "write_report"]
 
@@ -106,7 +105,12 @@ def _heads(name: str, figures: Sequence[str], rest: Sequence[str]) -> list[list[
 def _pair(report: Report, pair: Pair) -> str:
     rows = []
     for row in pair.rows:
-        cells = [stage_of(row, report), *_figures(row.own), *_figures(row.hostile), f"{row.differ} of {row.images}"]
+        cells = [
+            stage_of(row, report),
+            *show_figures(row.own),
+            *show_figures(row.hostile),
+            f"{row.differ} of {row.images}",
+        ]
         cells += [show_allowed(row)] if pair.asked else []
         rows.append(("breach" if row.breach else "", [html.escape(cell) for cell in cells]))
     badge = ""
@@ -124,10 +128,6 @@ def _pair(report: Report, pair: Pair) -> str:
     differing = [picture for picture in pair.pictures if picture.difference.any()]
     parts += [_picture(pair, picture) for picture in differing or pair.pictures[:1]]
     return f"<section>{''.join(parts)}</section>"
-
-
-def _figures(levels: Levels | None) -> list[str]:
-    return ["-"] * 3 if levels is None else [show_levels(x) for x in (levels.max, levels.p999, levels.mean)]
 
 
 def _logit_figures(logits: Logits | None) -> list[str]:

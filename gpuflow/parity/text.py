@@ -14,7 +14,17 @@ from gpuflow.parity.measure import Levels
 from gpuflow.parity.report import Logits, Pair, Report, Row
 from gpuflow.parity.ways import NAIVE
 
-__all__ = ["NAIVE_TITLE", "breaches", "notes", "render", "show_allowed", "show_levels", "stage_of", "verdict"]
+__all__ = [
+    "NAIVE_TITLE",
+    "breaches",
+    "notes",
+    "render",
+    "show_allowed",
+    "show_figures",
+    "show_levels",
+    "stage_of",
+    "verdict",
+]
 
 NAIVE_TITLE = "What naive sharing would have cost"
 _LISTED = 6
@@ -86,6 +96,11 @@ def show_levels(value: float) -> str:
     return "<0.001" if value < 0.001 else f"{value:.3f}" if value < 1 else f"{value:.4g}"
 
 
+def show_figures(levels: Levels | None) -> list[str]:
+    """Max, 99.9 percentile and mean."""
+    return ["-"] * 3 if levels is None else [show_levels(x) for x in (levels.max, levels.p999, levels.mean)]
+
+
 def show_allowed(row: Row) -> str:
     """What a row is held to; empty for nothing."""
     return "" if row.allowed is None else f"{row.allowed:g}" if row.allowed else "equal"
@@ -110,7 +125,12 @@ def _pairs(report: Report, pairs: Sequence[Pair]) -> Iterator[RenderableType]:
         yield title
         table = _table()
         for row in pair.rows:
-            cells = [*_cells(row.own), *_cells(row.hostile), f"{row.differ}/{row.images}", show_allowed(row)]
+            cells = [
+                *show_figures(row.own),
+                *show_figures(row.hostile),
+                f"{row.differ}/{row.images}",
+                show_allowed(row),
+            ]
             table.add_row(f"  {stage_of(row, report)}", *cells, style="red" if row.breach else "")
         found = {logits.kind: logits for logits in pair.logits}
         if found:
@@ -125,10 +145,6 @@ def _table() -> Table:
     for i, width in enumerate(_WIDTHS):
         table.add_column(width=width, justify="left" if i == 0 else "right", overflow="fold")
     return table
-
-
-def _cells(levels: Levels | None) -> list[str]:
-    return ["-"] * 3 if levels is None else [show_levels(x) for x in (levels.max, levels.p999, levels.mean)]
 
 
 def _logit_cells(logits: Logits | None) -> list[str]:

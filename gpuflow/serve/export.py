@@ -27,7 +27,7 @@ from gpuflow.fold import Program, fold
 from gpuflow.serve.engines import ModelInfo, open_engine, refuse_other_preprocessing
 from gpuflow.serve.engines.base import METADATA_KEY, black_images
 from gpuflow.serve.engines.pytorch import EXTRA_FILE, load_checkpoint
-from gpuflow.sources.folder import EXTENSIONS
+from gpuflow.sources.choose import images_below, spread
 from gpuflow.spec import ImageSpec, Keys, Pipeline
 
 __all__ = ["TOLERANCE", "Check", "Exported", "export_model"]
@@ -204,15 +204,15 @@ def _write_onnx(model: nn.Module, images: torch.Tensor, path: Path, info: ModelI
 def _samples(config: Config, program: Program, data: Path | None) -> list[Encoded]:
     """Some encoded images, spread evenly over the source, or over a directory. Bad ones are left out."""
     if data is not None:
-        files = sorted(file for file in data.rglob("*") if file.suffix.lower() in EXTENSIONS)
-        found = [np.fromfile(files[i], np.uint8) for i in _spread(len(files))]
+        files = images_below(data)
+        found = [np.fromfile(files[i], np.uint8) for i in spread(len(files), _REAL_IMAGES)]
         place = f"{data}:"
     else:
         try:
             source = open_split(config, program.pipeline.name)
         except SourceError as error:
             raise SourceError(f"{error}; or name a directory of images to check the model on: --data") from error
-        payload = source.read(_spread(len(source)), lambda size: np.empty(size, np.uint8))
+        payload = source.read(spread(len(source), _REAL_IMAGES), lambda size: np.empty(size, np.uint8))
         found = [payload.sample(i) for i, error in enumerate(payload.errors) if error is None]
         source.close()
         place = f"{config.path}: source"
@@ -220,10 +220,6 @@ def _samples(config: Config, program: Program, data: Path | None) -> list[Encode
     if not good:
         raise ConfigError([Problem(place, "has no image that can be decoded to check the model on; try --data")])
     return [found[i] for i in good]
-
-
-def _spread(count: int) -> list[int]:
-    return sorted({int(i) for i in np.linspace(0, max(count - 1, 0), min(count, _REAL_IMAGES))})
 
 
 def _pixels(program: Program, samples: list[Encoded]) -> tuple[torch.Tensor, list[int]]:

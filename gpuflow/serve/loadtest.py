@@ -147,9 +147,10 @@ def choose_files(directory: Path) -> tuple[str, ...]:
     Raises:
         ValueError: there are none.
     """
+    from gpuflow.sources.choose import images_below
     from gpuflow.sources.folder import EXTENSIONS
 
-    found = sorted(path for path in directory.rglob("*") if path.suffix.lower() in EXTENSIONS and path.is_file())
+    found = images_below(directory)
     if not found:
         raise ValueError(f"--data: must be a directory of images ({', '.join(EXTENSIONS)}), got {str(directory)!r}")
     count = min(len(found), _MOST_FILES)

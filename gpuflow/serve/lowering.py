@@ -88,11 +88,11 @@ def lower(config: Config, *, device: str = "cpu") -> Graph:
     Raises:
         ConfigError: there is no block `serve`; or torchpipe is to run a model (`via: torchpipe`) that it cannot.
     """
-    from gpuflow.build import available_threads
+    from gpuflow.build import threads_of
 
     if config.serve is None:
         raise ConfigError([Problem(f"{config.path}:", "has no block serve; add serve: {stages: ..., model: ...}")])
-    threads = config.run.threads if config.run.threads != "auto" else available_threads()
+    threads = threads_of(config.run)
     return chain(config.programs["serve"], config.serve.model, origin=config.path, threads=threads, device=device)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -40,19 +39,14 @@ class GpuPreprocessor:
 
     def run(self, files: Sequence[bytes]) -> list[torch.Tensor | BadSampleError]:
         """For each file its image [1, C, H, W], ready for any stream, or why it is bad. Waits for the GPU."""
-        sizes = [len(data) for data in files]
-        offsets = [0, *accumulate(sizes)]
-        buffer = self._take(offsets[-1])
-        for offset, data in zip(offsets, files, strict=False):
-            buffer[offset : offset + len(data)] = np.frombuffer(data, np.uint8)
-        payload = Payload(buffer=buffer, offsets=offsets[:-1], sizes=sizes, errors=[None] * len(files))
+        payload = Payload.of(files, self._take)
         slots = self._runner.slots(len(files))
         try:
             prepared = self._runner.prepare(payload, Keys(0, 0, np.zeros(len(files), np.int64)))
             faults = self._runner.launch(prepared, slots)
         finally:
             self._delivery.mark(wait=True).synchronize()  # the bytes are read, and the images written
-            self._give(buffer)
+            self._give(payload.buffer)
         return [slots[i : i + 1] if fault is None else fault for i, fault in enumerate(faults)]
 
     def close(self) -> None:

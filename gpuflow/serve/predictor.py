@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
 
 import torch
 
-from gpuflow.build import available_threads
+from gpuflow.build import threads_of
 from gpuflow.distributed import Ranks
 from gpuflow.errors import BadSampleError, ConfigError, PredictorError, PredictorTimeout, Problem
 from gpuflow.serve.engines import Engine, ModelInfo, open_engines, read_info, refuse_other_preprocessing
+from gpuflow.serve.engines.base import black_images
 from gpuflow.serve.lowering import DEFAULT_BATCH, MODEL, Graph, chain
 from gpuflow.serve.runtime import RunningGraph
 from gpuflow.spec import ImageSpec, Pipeline
@@ -299,10 +300,8 @@ class OwnModel:
         self._threads = torch.get_num_threads()
 
     def warm_up(self) -> None:
-        height, width, channels = self._image.shape
-        assert height is not None and width is not None
         for count in (1, self.batch):
-            self.run(torch.zeros((count, channels, height, width), dtype=getattr(torch, self._image.dtype)))
+            self.run(black_images(count, self._image, self._device))
 
     @torch.inference_mode()
     def run(self, images: torch.Tensor) -> torch.Tensor:
@@ -354,8 +353,9 @@ def open_predictor(
             engines = open_engines(block, image=program.result, device=target)
     for engine in engines:
         engine.warm_up()
-    threads = config.run.threads if config.run.threads != "auto" else available_threads()
-    graph = chain(program, block, origin=config.path, threads=threads, device=str(target), platform=platform)
+    graph = chain(
+        program, block, origin=config.path, threads=threads_of(config.run), device=str(target), platform=platform
+    )
     return Predictor(
         graph,
         engines,

@@ -11,8 +11,7 @@ import numpy as np
 import torch
 
 from gpuflow.check import trace
-from gpuflow.cpu import slot_shape
-from gpuflow.delivery import Delivery
+from gpuflow.delivery import Delivery, slots_on
 from gpuflow.errors import BadSampleError, LoaderTimeout
 from gpuflow.fold import Program, Sample, Sampling, fold
 from gpuflow.serve.lowering import chain
@@ -91,12 +90,7 @@ class PresetRunner:
 
     def slots(self, count: int) -> torch.Tensor:
         """Memory on the device for so many results: [count, C, H, W] in the result's dtype and memory format."""
-        result = self._program.result
-        with self._delivery.queued():
-            memory = torch.empty(
-                (count, *slot_shape(result)), dtype=getattr(torch, result.dtype), device=self._delivery.device
-            )
-        return memory if result.layout == "nchw" else memory.permute(0, 3, 1, 2)
+        return slots_on(self._delivery, count, self._program.result)
 
     def launch(self, chunk: _Prepared, slots: torch.Tensor) -> list[BadSampleError | None]:
         """Queue the moves, into the slots [N, C, H, W]; returns for each sample None, or why it is bad."""

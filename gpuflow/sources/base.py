@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from itertools import accumulate
+from typing import Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +34,16 @@ class Payload:
     offsets: Sequence[int]
     sizes: Sequence[int]
     errors: Sequence[str | None]
+
+    @classmethod
+    def of(cls, files: Sequence[bytes | NDArray[np.uint8]], allocate: Allocate) -> Self:
+        """Files that are in memory, copied into a buffer of `allocate`."""
+        sizes = [len(data) for data in files]
+        *offsets, end = accumulate(sizes, initial=0)
+        buffer = allocate(end)
+        for offset, data in zip(offsets, files, strict=True):
+            buffer[offset : offset + len(data)] = np.frombuffer(data, np.uint8)
+        return cls(buffer=buffer, offsets=offsets, sizes=sizes, errors=[None] * len(sizes))
 
     def __len__(self) -> int:
         return len(self.sizes)

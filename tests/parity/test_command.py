@@ -3,28 +3,16 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 from typer.testing import CliRunner
 
-from gpuflow.cli import app, main
+from gpuflow.cli import app
+from tests.commands import Run, command_here
 from tests.datasets import deadline, python
-
-
-class Done(NamedTuple):
-    """How a command ended."""
-
-    code: int
-    out: str
-    err: str
-
-
-Run = Callable[..., Done]
 
 
 @pytest.fixture(autouse=True)
@@ -36,16 +24,7 @@ def _in_time() -> Iterator[None]:
 @pytest.fixture
 def parity(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], config: Path, tmp_path: Path) -> Run:
     """Runs the command in this process, on the file and into a folder of its own."""
-
-    def run(*arguments: object) -> Done:
-        options = ["parity", str(config), "--out", str(tmp_path / "out"), *map(str, arguments)]
-        monkeypatch.setattr(sys, "argv", ["gpuflow", *options])
-        with pytest.raises(SystemExit) as end:
-            main()
-        code = end.value.code
-        return Done(code if isinstance(code, int) else 0, *capsys.readouterr())
-
-    return run
+    return command_here(monkeypatch, capsys, "parity", config, "--out", tmp_path / "out")
 
 
 def test_help() -> None:

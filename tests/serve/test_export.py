@@ -8,7 +8,7 @@ import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import numpy as np
 import onnx
@@ -20,37 +20,20 @@ from torch import nn
 
 import gpuflow
 from gpuflow import spec as s
-from gpuflow.cli import main
 from gpuflow.config import Config, read_config
 from gpuflow.errors import ConfigError, GpuflowError, MissingExtra, SourceError
 from gpuflow.serve.export import TOLERANCE, Check, export_model
 from gpuflow.spec import Pipeline
 from gpuflow.stages import STAGES
+from tests.commands import Run, command_here
 from tests.datasets import make_photos, truncate
 from tests.serve.models import SIDE, UINT8, Models, engine
-
-
-class Done(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
-Run = Callable[..., Done]
 
 
 @pytest.fixture
 def gpuflow_export(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
     """Runs `gpuflow export` in this process."""
-
-    def run(*arguments: object) -> Done:
-        monkeypatch.setattr(sys, "argv", ["gpuflow", "export", *map(str, arguments)])
-        with pytest.raises(SystemExit) as end:
-            main()
-        code = end.value.code
-        return Done(code if isinstance(code, int) else 0, *capsys.readouterr())
-
-    return run
+    return command_here(monkeypatch, capsys, "export")
 
 
 def fault(act: Callable[[], object], kind: type[Exception] = ConfigError) -> str:
