@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from gpuflow.errors import BadSampleError
 from gpuflow.turbojpeg import Library, TurboJpeg, find_library
 
-__all__ = ["ENGINE_SAMPLINGS", "CpuDecoder", "Header", "decoder_description", "probe"]
+__all__ = ["ENGINE_SAMPLINGS", "ENGINE_WIDTH", "CpuDecoder", "Header", "decoder_description", "probe"]
 
 _REGION_WORTH = 0.9
 """Decode only a region where it is at most this part of the image."""
@@ -27,6 +27,9 @@ _SWAPPED = 5
 """From this EXIF orientation on, the image is turned by a quarter."""
 ENGINE_SAMPLINGS = {(0x11,), *((first, 0x11, 0x11) for first in (0x11, 0x12, 0x21, 0x22))}
 """Factors, horizontal and vertical by component, of gray, 4:4:4, 4:4:0, 4:2:2 and 4:2:0."""
+ENGINE_WIDTH = 5
+"""The least width for the engines: where chroma is at most 2 samples wide, libjpeg-turbo repeats it (jdsample.c), while
+nvJPEG interpolates."""
 _BMP_CORE = 12
 """Size in bytes of OS/2's BMP header, whose sides are of 16 bits."""
 
@@ -37,7 +40,7 @@ class Header:
 
     format: `jpeg`, `png`, `webp` or `bmp`, by content. width, height: pixels as stored. channels: components in the
     file. progressive: a JPEG in several scans. orientation: the EXIF tag, 1 to 8, 1 where there is none.
-    engine: a JPEG that NVIDIA's JPEG engines take: one baseline scan, gray or YCbCr, of a common subsampling.
+    engine: a JPEG for NVIDIA's JPEG engines: one baseline scan, gray or YCbCr, of a common subsampling, not too narrow.
     """
 
     format: str
@@ -138,7 +141,7 @@ def _read_jpeg(view: memoryview, orientation: bool) -> Header:
         channels,
         progressive=kind not in (0xC0, 0xC1),
         orientation=turn,
-        engine=plain and sampling in ENGINE_SAMPLINGS,
+        engine=plain and sampling in ENGINE_SAMPLINGS and width >= ENGINE_WIDTH,
     )
 
 

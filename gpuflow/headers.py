@@ -11,12 +11,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from gpuflow.codecs import ENGINE_SAMPLINGS, Header, probe
+from gpuflow.codecs import ENGINE_SAMPLINGS, ENGINE_WIDTH, Header, probe
 from gpuflow.errors import BadSampleError
 from gpuflow.sources import Payload
 
 __all__ = ["Headers", "read_headers"]
 
+_FEW = 32
+"""So many files are left to `probe` at once: a walk takes as long as probing 40, however few there are."""
 _LONGEST_WALK = 24
 """Marker segments before the scan; a file with more is left to `probe`."""
 _LOOK = 20
@@ -46,8 +48,11 @@ class Headers:
 def read_headers(payload: Payload, *, max_pixels: int, orientation: bool) -> Headers:
     """What `probe` says of each file. Unreadable files (of size 0) are faults of the stage `read`."""
     count = len(payload)
-    sizes, engine = _walk(payload, orientation)
-    engine &= sizes.prod(axis=1) <= max_pixels
+    if count > _FEW:
+        sizes, engine = _walk(payload, orientation)
+        engine &= sizes.prod(axis=1) <= max_pixels
+    else:
+        sizes, engine = np.zeros((count, 2), np.int64), np.zeros(count, bool)
     others: dict[int, Header] = {}
     faults: list[BadSampleError | None] = [None] * count
     for i in np.flatnonzero(~engine).tolist():
@@ -106,6 +111,6 @@ def _taken_by_engines(head: NDArray[np.int64]) -> NDArray[np.bool_]:
     gray = (head[:, 9] == 1) & (head[:, 11] == 0x11)
     rgb = (head[:, 10] == ord("R")) & (head[:, 13] == ord("G")) & (head[:, 16] == ord("B"))
     color = (head[:, 9] == 3) & _LUMA[head[:, 11]] & (head[:, 14] == 0x11) & (head[:, 17] == 0x11) & ~rgb
-    sized = head[:, 5:7].any(axis=1) & head[:, 7:9].any(axis=1)
+    sized = head[:, 5:7].any(axis=1) & (head[:, 7] << 8 | head[:, 8] >= ENGINE_WIDTH)
     sound: NDArray[np.bool_] = (head[:, 4] == 8) & sized & (gray | color)
     return sound

@@ -364,6 +364,19 @@ def test_max_pixels_is_the_largest_that_passes() -> None:
     assert str(caught.value) == "decode: 53x37 = 1,961 pixels are more than max_pixels = 1,960"
 
 
+@pytest.mark.skipif(find_library() is None, reason="OpenCV may have another libjpeg")
+@pytest.mark.parametrize("subsampling", ["4:2:2", "4:2:0"])
+def test_images_are_too_narrow_for_the_engines_where_the_cpu_repeats_chroma(subsampling: str) -> None:
+    for width in range(2, 9):
+        pixels = 64 + photo(30, width, seed=width) // 2  # so that no color leaves the range of RGB
+        data = as_array(jpeg(pixels, subsampling))
+        header = probe(data)
+        decoded, _ = CpuDecoder("rgb").decode(data, header)
+        red = cv2.cvtColor(decoded, cv2.COLOR_RGB2YCrCb)[:, : width // 2 * 2, 1].astype(int)
+        repeated = np.abs(red[:, ::2] - red[:, 1::2]).max() <= 1  # level that rounding may cost
+        assert header.engine != repeated, width
+
+
 # --- noise -----------------------------------------------------------------------------------------------------------
 
 

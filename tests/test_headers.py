@@ -12,7 +12,7 @@ from PIL import Image
 
 from gpuflow.codecs import Header, probe
 from gpuflow.errors import BadSampleError
-from gpuflow.headers import read_headers
+from gpuflow.headers import _FEW, read_headers
 from gpuflow.sources import Payload
 from tests import images
 
@@ -54,7 +54,7 @@ def assert_as_probe(files: Sequence[bytes], orientation: bool) -> int:
 def kinds() -> list[bytes]:
     """Files of every kind, sizes odd and even."""
     found = []
-    for number, (height, width) in enumerate([(40, 60), (33, 51), (1, 1), (8, 200), (200, 201)]):
+    for number, (height, width) in enumerate([(40, 60), (33, 51), (1, 1), (7, 5), (8, 200), (200, 201)]):
         pixels = images.photo(height, width, seed=number)
         found += [images.jpeg(pixels, sampling) for sampling in ("4:2:0", "4:2:2", "4:4:0", "4:4:4")]
         found += [images.jpeg(pixels, progressive=True), images.png(pixels)]
@@ -84,6 +84,22 @@ def test_damaged_files_are_read_as_probe_reads_them(seed: int) -> None:
             )
         files.append(bytes(damaged[: rng.choice([len(damaged), len(damaged), rng.randrange(len(damaged))])]))
     assert_as_probe(files, orientation=bool(seed % 2))
+
+
+def narrow() -> list[bytes]:
+    """Every subsampling and gray, 1 to 6 pixels wide."""
+    sized = [images.photo(300, width, seed=width) for width in range(1, 7)]
+    colored = [images.jpeg(pixels, sampling) for pixels in sized for sampling in images.SUBSAMPLINGS]
+    return colored + [images.jpeg(pixels[..., 0]) for pixels in sized]
+
+
+@pytest.mark.parametrize("orientation", [False, True])
+def test_narrow_files_are_the_cpus_in_chunks_of_every_size(orientation: bool) -> None:
+    """Of two widths go to the engines: 4:4:4, 4:2:2, 4:2:0, 4:4:0 and gray."""
+    files = narrow()
+    assert len(files) > _FEW
+    assert assert_as_probe(files, orientation) == 2 * 5
+    assert sum(assert_as_probe(files[i : i + _FEW], orientation) for i in range(0, len(files), _FEW)) == 2 * 5
 
 
 def test_a_file_of_more_segments_than_usual_is_read_too() -> None:
