@@ -15,16 +15,18 @@ from gpuflow.cpu import STORAGE, slot_shape
 from gpuflow.errors import ConfigError, MissingExtra, Problem
 from gpuflow.fold import Program
 from gpuflow.memory import BUFFERS
-from gpuflow.nvjpeg import BACKENDS, NvjpegError, find_library
+from gpuflow.nvjpeg import BACKENDS, Library, NvjpegError, find_library
 from gpuflow.presets import Preset, is_preset_on_gpu
 
 if TYPE_CHECKING:
     from gpuflow.delivery import ChunkRunner, Delivery
+    from gpuflow.gpu import Pass
 
-__all__ = ["Placement", "explain_gpu", "memory_for_decoding", "on_gpu", "place"]
+__all__ = ["Placement", "explain_gpu", "means_on_gpu", "memory_for_decoding", "on_gpu", "place"]
 
 _DECODE_BYTES = 1 << 29
 """Decoded pixels that one buffer holds at most, unless run.memory_limit asks for less."""
+_CPU_ASKED_FOR = "its decode.backend is cpu"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +58,7 @@ def place(config: Config, name: str, device: torch.device, batch_size: int) -> P
         from gpuflow.delivery import Delivery
 
         delivery = Delivery(device)
-        placement = Placement(delivery, None, "its decode.backend is cpu")
+        placement = Placement(delivery, None, _CPU_ASKED_FOR)
         if backend != "cpu":
             placement = on_gpu(config.programs[name], delivery, memory_for_decoding(config, name, batch_size))
     if backend == "gpu" and placement.gpu is None:
@@ -71,7 +73,7 @@ def explain_gpu(config: Config, name: str) -> str:
     if is_preset_on_gpu(program.decoder):
         return program.decoder.library
     if program.decoder.backend == "cpu":
-        return "decoded on the CPU: its decode.backend is cpu"
+        return f"decoded on the CPU: {_CPU_ASKED_FOR}"
     if torch.cuda.is_available():
         placement = place(config, name, torch.device("cuda"), 1)
         return placement.reason if placement.gpu is not None else f"decoded on the CPU: {placement.reason}"
@@ -114,17 +116,29 @@ def _by_torchpipe(config: Config, name: str, preset: Preset, device: torch.devic
     return Placement(delivery, runner, preset.library)
 
 
-def on_gpu(program: Program, delivery: Delivery, decode_bytes: int = _DECODE_BYTES) -> Placement:
-    """What decodes a program on the delivery's GPU, engines or kernels, or why nothing does."""
-    from gpuflow.gpu import GpuRunner, passes_of  # Triton, which CPU builds of torch lack
+def means_on_gpu(program: Program) -> tuple[tuple[Pass, ...], Library] | str:
+    """What a GPU decodes a program with, or in words why none does. The GPU itself is not asked."""
+    if program.decoder.backend == "cpu":
+        return _CPU_ASKED_FOR
+    from gpuflow.gpu import passes_of  # Triton, which CPU builds of torch lack
 
     passes = passes_of(program)
     if isinstance(passes, str):
-        return Placement(delivery, None, passes)
+        return passes
     try:
-        library = find_library()
+        return passes, find_library()
     except MissingExtra as error:
-        return Placement(delivery, None, str(error))
+        return str(error)
+
+
+def on_gpu(program: Program, delivery: Delivery, decode_bytes: int = _DECODE_BYTES) -> Placement:
+    """What decodes a program on the delivery's GPU, engines or kernels, or why nothing does."""
+    means = means_on_gpu(program)
+    if isinstance(means, str):
+        return Placement(delivery, None, means)
+    from gpuflow.gpu import GpuRunner
+
+    passes, library = means
     refusals = []
     for backend, what in BACKENDS.items():
         try:

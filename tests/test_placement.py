@@ -12,7 +12,7 @@ from gpuflow.config import Config, read_config
 from gpuflow.errors import ConfigError
 from gpuflow.fold import Call, Map, Sample
 from gpuflow.gpu import passes_of
-from gpuflow.placement import explain_gpu, memory_for_decoding
+from gpuflow.placement import explain_gpu, means_on_gpu, memory_for_decoding
 from gpuflow.stages import STAGES
 from tests.datasets import write_config
 
@@ -57,7 +57,7 @@ def test_a_table_joins_the_pass_before_it(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_what_runs_nowhere_but_on_the_cpu(tmp_path: Path, stages: list[Any], reason: str) -> None:
     read = config(tmp_path, stages)
-    assert passes_of(read.programs["train"]) == reason
+    assert passes_of(read.programs["train"]) == means_on_gpu(read.programs["train"]) == reason
     if not torch.cuda.is_available():
         assert explain_gpu(read, "train") == f"decoded on the CPU: {reason}"
 
@@ -68,6 +68,7 @@ def test_explains_what_a_gpu_would_do(tmp_path: Path) -> None:
     assert explain_gpu(config(tmp_path, [CROP, JITTER, HALF]), "train") == text
     refused = config(tmp_path, [CROP, HALF], "pipelines.train.stages.decode.backend=cpu")
     assert explain_gpu(refused, "train") == "decoded on the CPU: its decode.backend is cpu"
+    assert means_on_gpu(refused.programs["train"]) == "its decode.backend is cpu"
 
 
 def test_the_memory_limit_is_shared_by_batches_and_decoding(tmp_path: Path) -> None:

@@ -31,7 +31,12 @@ BOUNDS = {
     "cpu": ("engine only", "CPU decode only", "scheduler only"),
     "cuda": ("engine only", "CPU decode only", "GPU decode only", "scheduler only"),
 }
-GPU_MODEL = ("serve.model.batch=32", "serve.model.instances=2", "serve.model.precision=bfloat16")
+GPU_MODEL = (
+    "serve.model.batch=32",
+    "serve.model.instances=1",
+    "serve.model.timeout_ms=1",
+    "serve.model.precision=bfloat16",
+)
 """Of the model on a GPU; `--set serve.model.cuda_graphs=true` and the like change it, for every arm alike."""
 _PROCESS_SECONDS = 600.0
 _QUIET_PERCENT = 15

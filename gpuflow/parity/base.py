@@ -9,7 +9,6 @@ from typing import Protocol
 
 import torch
 
-from gpuflow.build import threads_of
 from gpuflow.config import Config
 from gpuflow.errors import BadSampleError, MissingExtra
 from gpuflow.fold import Program
@@ -53,10 +52,9 @@ def missing_torchpipe(feature: str) -> str | None:
 
 def served(config: Config, program: Program, device: str, images: Sequence[Encoded]) -> Results:
     """What comes out of a program's graph, without a model."""
-    from gpuflow.serve.lowering import chain
-    from gpuflow.serve.predictor import Predictor
+    from gpuflow.serve.predictor import Predictor, chain_here
 
-    graph = chain(program, None, origin=config.path, threads=threads_of(config.run), device=device)
+    graph = chain_here(config, program, None, device=device)
     with Predictor(graph, image=program.result, timeout_seconds=config.run.timeout_s) as predictor:
 
         def ask(data: Encoded) -> Result:

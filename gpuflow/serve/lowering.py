@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 __all__ = [
     "DEFAULT_BATCH",
     "MODEL",
+    "OURS",
     "PREPROCESS",
+    "TOGETHER",
     "Graph",
     "Node",
     "chain",
@@ -39,10 +41,14 @@ __all__ = [
 
 PREPROCESS, MODEL = "GpuflowPreprocess", "GpuflowModel"
 """Under which names torchpipe knows gpuflow's nodes."""
+TOGETHER = f"S[{PREPROCESS},{MODEL}]"
+"""Both as one node, one after the other on the same batch. On a GPU neither is long at work, and what they do in Python
+they would do by turns: as two nodes they split the requests into smaller batches, and each waits for the other."""
+OURS = (PREPROCESS, MODEL, TOGETHER)
 DEFAULT_BATCH = 16
 _DEFAULT_TIMEOUT_MS = 2.0
 _GPU_INSTANCES = 2
-"""Instances that preprocess on a GPU, in batches: while one is at work there, the other gets the next one ready."""
+"""Instances that preprocess on a GPU for a model that torchpipe runs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,7 +62,7 @@ class Node:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Graph:
-    """A chain of nodes. `origin`: the configuration's file. `preprocessing`: the fingerprint of its stages."""
+    """A chain of nodes, or one. `origin`: the configuration's file. `preprocessing`: the fingerprint of its stages."""
 
     nodes: tuple[Node, ...]
     origin: str
@@ -65,7 +71,7 @@ class Graph:
     @property
     def native(self) -> bool:
         """Whether some node runs torchpipe's own operators."""
-        return any(dict(node.parameters)["backend"] not in (PREPROCESS, MODEL) for node in self.nodes)
+        return any(dict(node.parameters)["backend"] not in OURS for node in self.nodes)
 
     def as_dict(self, prefix: str = "") -> dict[str, dict[str, str]]:
         """What torchpipe takes; a new dict each time, because torchpipe writes into it.
@@ -104,14 +110,17 @@ def chain(
     threads: int,
     device: str,
     platform: Platform | None = None,
+    gpu_decodes: bool = True,
 ) -> Graph:
-    """Preprocessing, then the model.
+    """Preprocessing, then the model: two nodes, or one where the GPU does both.
 
     Args:
         program: of the block `serve`. model: its `model`; None where there is none, or code says what it is.
         origin: the configuration's file. threads: instances that preprocess. device: where the model runs.
         platform: what an engine that torchpipe builds is tied to; without it the engine is not kept.
+        gpu_decodes: whether a GPU can, where the stages leave it to it.
     """
+    gpu_decodes = gpu_decodes and program.decoder.backend != "cpu" and not isinstance(program.decoder, Preset)
     stages = stages_to_json(program.pipeline.stages)
     if model is not None and model.via == "torchpipe":
         if isinstance(program.decoder, Preset):
@@ -122,6 +131,8 @@ def chain(
         last = torchpipe_node(model, image=program.result, platform=platform)
         # It takes images on the GPU, and has no place for requests that have failed before.
         images = {"device": "cuda", "on_error": "raise"}
+        if gpu_decodes:
+            threads = min(threads, _GPU_INSTANCES)
     else:
         timeout_ms = _DEFAULT_TIMEOUT_MS if model is None else model.timeout_ms
         last = {
@@ -135,14 +146,15 @@ def chain(
         }
         if model is not None:
             last["model"] = model.model_dump_json(exclude_defaults=True)
-        images = {"device": device if program.decoder.backend != "cpu" else "cpu", "on_error": "pass"}
+        if device != "cpu" and gpu_decodes:
+            both = {**last, "backend": TOGETHER, "on_error": "pass"}
+            node = Node(name="serve", parameters=tuple(both.items()))
+            return Graph(nodes=(node,), origin=origin, preprocessing=program.pipeline.fingerprint)
+        images = {"device": "cpu", "on_error": "pass"}
     if isinstance(program.decoder, Preset):
         first = {"backend": program.decoder.operators(), **program.decoder.parameters()}
     else:
         first = {"backend": PREPROCESS, "batching_timeout": "1", **images, "stages": stages}
-    if images["device"] != "cpu" and program.decoder.backend != "cpu" and not isinstance(program.decoder, Preset):
-        first["batch"] = str(DEFAULT_BATCH if model is None else model.batch)
-        threads = min(threads, _GPU_INSTANCES)
     first["instance_num"] = str(threads)
     return Graph(
         nodes=(

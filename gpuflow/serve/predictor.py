@@ -16,17 +16,20 @@ import torch
 from gpuflow.build import threads_of
 from gpuflow.distributed import Ranks
 from gpuflow.errors import BadSampleError, ConfigError, PredictorError, PredictorTimeout, Problem
+from gpuflow.placement import means_on_gpu
 from gpuflow.serve.engines import Engine, ModelInfo, open_engines, read_info, refuse_other_preprocessing
 from gpuflow.serve.engines.base import black_images
-from gpuflow.serve.lowering import DEFAULT_BATCH, MODEL, Graph, chain
+from gpuflow.serve.lowering import DEFAULT_BATCH, MODEL, TOGETHER, Graph, chain
 from gpuflow.serve.runtime import RunningGraph
 from gpuflow.spec import ImageSpec, Pipeline
 from gpuflow.threads import use_torch_threads
 
 if TYPE_CHECKING:
-    from gpuflow.config import Config
+    from gpuflow.config import Config, ModelSpec
+    from gpuflow.fold import Program
+    from gpuflow.serve.engines.plans import Platform
 
-__all__ = ["Image", "Labels", "OwnModel", "Prediction", "Predictor", "open_predictor"]
+__all__ = ["Image", "Labels", "OwnModel", "Prediction", "Predictor", "chain_here", "open_predictor"]
 
 Image = bytes | bytearray | memoryview | str | os.PathLike[str]
 """One encoded image: its bytes, or the path of its file."""
@@ -85,8 +88,8 @@ class Predictor:
         self.classes, self.preprocessing = classes, graph.preprocessing
         self._graph, self._timeout = graph, timeout_seconds
         self._described = [engine.describe() for engine in engines]
-        first, last = (dict(node.parameters) for node in graph.nodes)
-        self.gives_images = last["backend"] == MODEL
+        first, last = (dict(node.parameters) for node in (graph.nodes[0], graph.nodes[-1]))
+        self.gives_images = last["backend"] in (MODEL, TOGETHER)
         self._has_model = bool(engines) or not self.gives_images
         per_round = int(first["instance_num"]) + int(last["instance_num"]) * int(last.get("batch", 1))
         self._window = _ROUNDS_AHEAD * per_round
@@ -317,6 +320,21 @@ class OwnModel:
         self._model = None
 
 
+def chain_here(
+    config: Config, program: Program, model: ModelSpec | None, *, device: str, platform: Platform | None = None
+) -> Graph:
+    """`chain` for this machine: where its GPU cannot decode the program, all threads do, in a node of their own."""
+    return chain(
+        program,
+        model,
+        origin=config.path,
+        threads=threads_of(config.run),
+        device=device,
+        platform=platform,
+        gpu_decodes=device != "cpu" and not isinstance(means_on_gpu(program), str),
+    )
+
+
 def open_predictor(
     config: Config,
     *,
@@ -353,9 +371,7 @@ def open_predictor(
             engines = open_engines(block, image=program.result, device=target)
     for engine in engines:
         engine.warm_up()
-    graph = chain(
-        program, block, origin=config.path, threads=threads_of(config.run), device=str(target), platform=platform
-    )
+    graph = chain_here(config, program, block, device=str(target), platform=platform)
     return Predictor(
         graph,
         engines,

@@ -28,7 +28,7 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from gpuflow.errors import BadSampleError, MissingExtra, PredictorError
-from gpuflow.serve.lowering import MODEL, PREPROCESS, Graph
+from gpuflow.serve.lowering import MODEL, OURS, PREPROCESS, Graph
 from gpuflow.serve.nodes import SESSIONS, ModelNode, PreprocessNode, Request, Session
 from gpuflow.threads import DaemonPool
 
@@ -131,7 +131,7 @@ class RunningGraph:
         name = f"gpuflow{next(_numbers)}"
         nodes = graph.as_dict(f"{name}.")
         for node in nodes.values():
-            if node["backend"] in (PREPROCESS, MODEL):
+            if node["backend"] in OURS:
                 node["session"] = name
         self._pid = os.getpid()
         self._idle, self._closed = threading.Condition(), False

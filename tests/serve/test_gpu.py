@@ -50,6 +50,20 @@ def test_serving_gives_the_images_of_validation(config: Path, tmp_path: Path) ->
             assert torch.equal(predictor.preprocess(file), image)
 
 
+def test_what_the_gpu_cannot_decode_all_threads_do(config: Path, tmp_path: Path) -> None:
+    files = sorted((tmp_path / "photos" / "a").iterdir())
+    pad = {"torchvision": {"name": "Pad", "padding": 2}}
+    stages = [STAGES[0], pad, *STAGES[1:]]
+    padded = write_config(
+        tmp_path / "y.yaml", tmp_path / "photos", val=stages, serve={"stages": stages}, batch={"size": 40}
+    )
+    with gpuflow.load(padded, "val", device="cpu") as loader:
+        (expected,) = [batch.images for batch in loader]
+    with gpuflow.serve.load(padded, device="cuda", preprocess_only=True, overrides=["run.threads=3"]) as predictor:
+        assert predictor.describe()["threads"] == 3
+        assert torch.equal(predictor.preprocess(files).cpu(), expected)
+
+
 def test_bad_images_spoil_no_neighbours(config: Path, tmp_path: Path) -> None:
     files = [path.read_bytes() for path in sorted((tmp_path / "photos" / "a").iterdir())]
     mixed = [*files[:5], b"no image", *files[5:9], files[9][:200], b"", *files[10:]]

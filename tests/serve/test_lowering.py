@@ -11,11 +11,12 @@ import pytest
 
 import gpuflow.serve
 from gpuflow.build import available_threads
+from gpuflow.config import ModelSpec
 from gpuflow.errors import ConfigError
-from gpuflow.serve.lowering import Graph, Node, program_from_json, stages_to_json, to_toml
+from gpuflow.serve.lowering import Graph, Node, chain, program_from_json, stages_to_json, to_toml
 from gpuflow.spec import Pipeline
 from gpuflow.stages import STAGES
-from tests.datasets import VAL, python, write_config
+from tests.datasets import VAL, program, python, write_config
 from tests.laws.test_stage_laws import EXAMPLES, pipeline_around
 
 FILE = {"file": "m.onnx"}
@@ -60,11 +61,22 @@ def test_the_dict_is_preprocessing_then_the_model(tmp_path: Path) -> None:
     assert len(graph.preprocessing) == 16
 
 
-def test_on_a_gpu_two_instances_preprocess_in_batches(tmp_path: Path) -> None:
-    nodes = lowered(tmp_path, {"stages": list(VAL), "model": {**FILE, "batch": 8}}, device="cuda").as_dict()
-    preprocess = nodes["preprocess"]
-    assert (preprocess["device"], preprocess["batch"], preprocess["instance_num"]) == ("cuda", "8", "2")
-    assert nodes["model"]["device"] == "cuda"
+def test_on_a_gpu_one_node_does_both(tmp_path: Path) -> None:
+    serve = {"stages": list(VAL), "model": {**FILE, "batch": 8, "instances": 2}}
+    graph = lowered(tmp_path, serve, device="cuda")
+    assert graph.as_dict() == {
+        "serve": {
+            "backend": "S[GpuflowPreprocess,GpuflowModel]",
+            "instance_num": "2",
+            "batching_timeout": "2",
+            "batch": "8",
+            "device": "cuda",
+            "stages": STAGES_JSON,
+            "model": '{"file":"m.onnx","batch":8,"instances":2}',
+            "on_error": "pass",
+        }
+    }
+    assert not graph.native
 
 
 def test_where_the_cpu_is_to_decode_all_threads_do_and_batches_go_to_the_gpu(tmp_path: Path) -> None:
@@ -74,6 +86,17 @@ def test_where_the_cpu_is_to_decode_all_threads_do_and_batches_go_to_the_gpu(tmp
     assert (preprocess["device"], preprocess["instance_num"]) == ("cpu", "3")
     assert "batch" not in preprocess
     assert nodes["model"]["device"] == "cuda"
+
+
+@pytest.mark.parametrize(("via", "images_on"), [("python", "cpu"), ("torchpipe", "cuda")])
+def test_where_the_gpu_cannot_decode_all_threads_do(via: str, images_on: str) -> None:
+    """As with `decode.backend: cpu`, but the preprocessing is what the file says."""
+    stages = program(VAL)
+    model = ModelSpec.model_validate({**FILE, "engine": "tensorrt", "via": via})
+    graph = chain(stages, model, origin="x.yaml", threads=5, device="cuda", gpu_decodes=False)
+    preprocess = graph.as_dict()["preprocess"]
+    assert (preprocess["device"], preprocess["instance_num"], preprocess["next"]) == (images_on, "5", "model")
+    assert graph.preprocessing == stages.pipeline.fingerprint
 
 
 def test_a_dict_is_the_callers_own(tmp_path: Path) -> None:

@@ -13,10 +13,13 @@ from torch import nn
 
 import gpuflow
 import gpuflow.serve
-from gpuflow.errors import BadSampleError, ConfigError, PredictorError, PredictorTimeout
+from gpuflow import placement
+from gpuflow.config import read_config
+from gpuflow.errors import BadSampleError, ConfigError, MissingExtra, PredictorError, PredictorTimeout
 from gpuflow.serve.lowering import chain
-from gpuflow.serve.predictor import Prediction, Predictor
-from tests.datasets import VAL, deadline, make_photos, program, python, write_config
+from gpuflow.serve.predictor import Prediction, Predictor, chain_here
+from gpuflow.stages import STAGES
+from tests.datasets import VAL, Entries, deadline, make_photos, program, python, write_config
 from tests.hostile import BAD
 from tests.serve.fakes import CLASSES, FakeEngine, Gate, Nap, mean_color
 from tests.serve.models import Models
@@ -280,6 +283,49 @@ def test_torchpipes_own_operators(tmp_path: Path, files: list[Path]) -> None:
         found = predictor.predict([files[0], TEXT, files[1]])
         assert [type(answer) for answer in found] == [Prediction, BadSampleError, Prediction]
         assert str(found[1]) == "bytes (sample 1): preprocess: torchpipe: Sequential: no result in DecodeMat"
+
+
+# --- which graph ------------------------------------------------------------------------------------------------------
+
+
+PAD = {"torchvision": {"name": "Pad", "padding": 2}}
+
+
+@pytest.mark.parametrize(
+    ("backend", "library", "first", "decodes"),
+    [
+        ("auto", True, [], True),
+        ("gpu", True, [], True),
+        ("cpu", True, [], False),
+        ("auto", False, [], False),
+        ("auto", True, [PAD], False),
+    ],
+    ids=["auto", "gpu", "cpu", "no libnvjpeg", "before the images have one size"],
+)
+def test_where_a_gpu_cannot_decode_a_node_with_all_threads_does(
+    backend: str, library: bool, first: Entries, decodes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def find_library() -> object:
+        if library:
+            return object()
+        raise MissingExtra("decoding on the GPU", "libnvjpeg", "gpu")
+
+    monkeypatch.setattr(placement, "find_library", find_library)
+    stages = [{"decode": {"backend": backend}}, *first, *VAL[1:]]
+    path = write_config(tmp_path / "x.yaml", "photos", serve={"stages": stages}, run={"threads": 3})
+    config = read_config(path, STAGES)
+    graph = chain_here(config, config.programs["serve"], None, device="cuda:1")
+    found = [(node["device"], node["instance_num"]) for node in graph.as_dict().values()]
+    assert found == ([("cuda:1", "1")] if decodes else [("cpu", "3"), ("cuda:1", "1")])
+    assert chain_here(config, config.programs["serve"], None, device="cpu") == gpuflow.serve.lower(path)
+
+
+def test_a_graph_for_another_machine_asks_nothing_of_this_one(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def find_library() -> object:
+        raise AssertionError("looked for libnvjpeg")
+
+    monkeypatch.setattr(placement, "find_library", find_library)
+    assert len(gpuflow.serve.lower(config, device="cuda").nodes) == 1
 
 
 # --- faults of the configuration --------------------------------------------------------------------------------------

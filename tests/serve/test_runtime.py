@@ -15,7 +15,7 @@ import torch
 from gpuflow.errors import BadSampleError, PredictorError
 from gpuflow.presets import Preset
 from gpuflow.serve.engines import Engine
-from gpuflow.serve.lowering import Graph, Node, chain
+from gpuflow.serve.lowering import TOGETHER, Graph, Node, chain
 from gpuflow.serve.runtime import RunningGraph, register
 from tests.datasets import deadline, jpeg, program, python
 from tests.running import program_of
@@ -32,6 +32,13 @@ def graph_of(*, threads: int = 2, instances: int = 1, batch: int = 4, timeout_ms
     told = {"instance_num": str(instances), "batch": str(batch), "batching_timeout": str(timeout_ms)}
     last = Node(name=last.name, parameters=tuple({**dict(last.parameters), **told}.items()))
     return Graph(nodes=(first, last), origin=graph.origin, preprocessing=graph.preprocessing)
+
+
+def together(graph: Graph) -> Graph:
+    """The same as one node, as on a GPU."""
+    first, last = (dict(node.parameters) for node in graph.nodes)
+    node = Node(name="serve", parameters=tuple({**first, **last, "backend": TOGETHER}.items()))
+    return Graph(nodes=(node,), origin=graph.origin, preprocessing=graph.preprocessing)
 
 
 def start(engines: Sequence[Engine], **shape: int) -> RunningGraph:
@@ -55,6 +62,26 @@ def test_graphs_of_the_same_configuration_live_side_by_side() -> None:
 def test_registering_again_does_nothing() -> None:
     register()
     register()
+
+
+def test_one_node_that_does_both_gives_the_same() -> None:
+    gate = Gate()
+    two, engine = start([FakeEngine()], timeout_ms=1), FakeEngine(before=gate)
+    one = RunningGraph(together(graph_of(timeout_ms=1)), [engine])
+    first = submit(one, DATA[0])
+    assert gate.reached.wait(timeout=20)
+    rest = [submit(one, data) for data in [b"no image", *DATA[1:3]]] + [submit(one, DATA[3], wants_image=True)]
+    dropped = submit(one, DATA[4])
+    dropped.cancel()
+    gate.open()
+    assert isinstance(rest[0].exception(20), BadSampleError)
+    for mine, data in zip([first, *rest[1:3]], DATA, strict=False):
+        assert torch.equal(mine.result(20), submit(two, data).result(20))
+    wanted = submit(two, DATA[3], wants_image=True)
+    assert torch.equal(rest[3].result(20), wanted.result(20))
+    assert (one.close(20), two.close(20), one.in_flight) == (True, True, 0)
+    assert engine.counts == [1, 2]
+    assert engine.closed
 
 
 def test_what_comes_while_the_model_runs_becomes_a_batch() -> None:
