@@ -85,6 +85,14 @@ class Delivery:
         there = self.send(host)
         return [there[start : start + size].view(dtype).view(shape) for start, size, dtype, shape in views]
 
+    def branch(self) -> torch.cuda.Stream:
+        """A stream beside this one, of the same priority."""
+        return torch.cuda.Stream(self.device, priority=0)  # type: ignore[no-untyped-call]
+
+    def join(self, branch: torch.cuda.Stream) -> None:
+        """What is queued from now on begins when the branch has done what it was given so far."""
+        self.stream.wait_stream(branch)
+
     def synchronize(self) -> None:
         """Wait, on the host, until the GPU has done what is queued."""
         self.stream.synchronize()
@@ -111,6 +119,9 @@ class ChunkRunner(Protocol):
 
     engine_images: int
     cpu_images: int
+
+    def hurry(self, on: bool) -> None:
+        """Whether the consumer waits for a batch: what would slow its own work on the device down does not now."""
 
     def prepare(self, payload: Payload, keys: Keys) -> Any:
         """All of a chunk that can be done before it has its slots. The payload's memory stays until it is launched."""

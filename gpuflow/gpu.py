@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from gpuflow import spec as s
 from gpuflow.cpu import STORAGE, CpuRunner, slot_shape
+from gpuflow.decoders import Decoders
 from gpuflow.delivery import Delivery, slots_on
 from gpuflow.errors import BadSampleError
 from gpuflow.fold import Call, Map, Program, Sample, Sampling
@@ -25,12 +26,15 @@ from gpuflow.headers import read_headers
 from gpuflow.kernels.color import adjust
 from gpuflow.kernels.sample import FIELDS, sample
 from gpuflow.memory import DecodeBuffers
-from gpuflow.nvjpeg import Engines, Library, NvjpegError
+from gpuflow.nvjpeg import Library
 from gpuflow.sources import Payload
 
 __all__ = ["GpuRunner", "Pass", "Prepared", "passes_of", "plan_of"]
 
 _ALIGN = 256
+_CALL_IMAGES = 128
+"""Images in one call of nvJPEG at most. It and the decode buffers need memory for all of them; with 64 a training step
+would lose 7% of its speed instead of 3% (measured in experiments/gpu_path/NOTES.md)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +87,21 @@ class _Finished:
 
 
 @dataclass(frozen=True, slots=True)
+class _Call:
+    """Images [start, stop) of a chunk, decoded by one call into one buffer of so many bytes."""
+
+    start: int
+    stop: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
 class Prepared:
     """A chunk, ready to be launched.
 
-    rows [n]: which of its samples the engines take. data, lengths [n]: where their bytes are. sizes [n, 2]: height and
-    width. draws: what each pass draws for them. finished: the other rows, done.
+    rows [n]: which of its samples the engines take. data, lengths [n]: where their bytes are. calls: which go together.
+    images [n, 8]: where nvJPEG is to put them, plan [n, len(FIELDS)]: what becomes of them, addresses in both relative
+    to the buffer of their call. draws: what each pass draws for them. finished: the other rows, done.
     faults: of each sample None, or why it is bad.
     """
 
@@ -96,7 +110,9 @@ class Prepared:
     rows: NDArray[np.int64]
     data: NDArray[np.uint64]
     lengths: NDArray[np.uint64]
-    sizes: NDArray[np.int64]
+    calls: list[_Call]
+    images: NDArray[np.uint64]
+    plan: NDArray[np.int64]
     draws: list[Any]
     finished: _Finished | None
     faults: list[BadSampleError | None]
@@ -105,8 +121,8 @@ class Prepared:
 class GpuRunner:
     """Runs a program's chunks on a delivery's stream. Any thread may call any method.
 
-    One thread at a time is in nvJPEG: two calls beside each other cost a training step far more than they gain. A
-    second thread in `launch` does what is to be done in Python meanwhile, so that the engines need not wait for it.
+    While one thread in `launch` is in nvJPEG, a second one does what is to be done in Python meanwhile, so that the
+    engines need not wait for it; see `Decoders` for when both may be in nvJPEG.
 
     Args:
         program, passes: what `passes_of` made of it.
@@ -131,10 +147,10 @@ class GpuRunner:
         self._channels = 1 if program.decoder.color == "gray" else 3
         self._decode_bytes = decode_bytes
         self._cpu: list[CpuRunner] = []
-        self._lock, self._engines_turn = threading.Lock(), threading.Lock()
+        self._lock = threading.Lock()
         self.engine_images, self.cpu_images = 0, 0
         with delivery.queued():
-            self._engines = Engines(library, program.decoder.color, backend)
+            self._decoders = Decoders(delivery, library, program.decoder.color, backend)
             self._buffers = DecodeBuffers(delivery)
             self._tables = [self._table(one).to(delivery.device) for one in self._passes]
         delivery.synchronize()
@@ -147,6 +163,10 @@ class GpuRunner:
         return table.view(getattr(torch, one.result.dtype)) if table.dtype == torch.uint16 else table
 
     # --- on any thread ----------------------------------------------------------------------------------------------
+
+    def hurry(self, on: bool) -> None:
+        """Whether the consumer waits for a batch; see `Decoders`."""
+        self._decoders.hurry(on)
 
     def prepare(self, payload: Payload, keys: s.Keys) -> Prepared:
         """All that comes before the engines: headers, draws, and whole images where those are not for the engines.
@@ -173,17 +193,38 @@ class GpuRunner:
         with self._lock:
             self.engine_images += len(rows)
             self.cpu_images += len(others)
+        calls, images, plan = self._layout(headers.sizes[rows], draws[0], rows)
         return Prepared(
             samples=samples,
             keys=keys,
             rows=rows,
             data=np.asarray(payload.offsets, np.uint64)[rows] + np.uint64(payload.buffer.ctypes.data),
             lengths=np.asarray(payload.sizes, np.uint64)[rows],
-            sizes=headers.sizes[rows],
+            calls=calls,
+            images=images,
+            plan=plan,
             draws=draws,
             finished=finished,
             faults=faults,
         )
+
+    def _layout(
+        self, sizes: NDArray[np.int64], sampling: Sampling, rows: NDArray[np.int64]
+    ) -> tuple[list[_Call], NDArray[np.uint64], NDArray[np.int64]]:
+        """Where images of these sizes [n, 2] go, as `Prepared` has it."""
+        pitches = sizes[:, 1] * self._channels
+        spaces = -(-pitches * sizes[:, 0] // _ALIGN) * _ALIGN
+        calls = list(_calls(spaces, _CALL_IMAGES, self._decode_bytes))
+        offsets = np.cumsum(spaces) - spaces
+        for call in calls:
+            offsets[call.start : call.stop] -= offsets[call.start]
+        images = np.zeros((len(rows), 8), np.uint64)
+        images[:, 0], images[:, 4] = offsets, pitches
+        return calls, images, plan_of(sampling, offsets, pitches, self._places(0, rows))
+
+    def _places(self, i: int, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Where pass i puts what it makes of these rows: the last one into their slots, others side by side."""
+        return rows if i == len(self._passes) - 1 else np.arange(len(rows))
 
     def _draw(self, keys: s.Keys, sizes: s.Ints) -> list[Any]:
         """What each pass draws: a sampling, operations with their factors (none for a table alone), or seeds."""
@@ -244,49 +285,26 @@ class GpuRunner:
 
     def _on_engines(self, chunk: Prepared, slots: torch.Tensor) -> NDArray[np.int64]:
         """Decode a chunk and run every pass on it; returns the rows that were refused, whose slots hold nothing."""
-        last = len(self._passes) - 1
-        targets = [
-            slots if i == last else slots_on(self._delivery, len(chunk.rows), one.result)
-            for i, one in enumerate(self._passes)
-        ]
-        places = [chunk.rows if i == last else np.arange(len(chunk.rows)) for i in range(last + 1)]
-        good = self._decode(chunk, targets[0], places[0])
-        for i in range(1, last + 1):
-            self._run(i, chunk.draws[i], targets[i - 1], targets[i], places[i])
+        targets = [slots_on(self._delivery, len(chunk.rows), one.result) for one in self._passes[:-1]] + [slots]
+        good = self._decode(chunk, targets[0])
+        for i in range(1, len(self._passes)):
+            self._run(i, chunk.draws[i], targets[i - 1], targets[i], self._places(i, chunk.rows))
         return chunk.rows[~good]
 
-    def _decode(self, chunk: Prepared, target: torch.Tensor, places: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Decode in as few calls as memory allows, each followed by the first pass; returns which were decoded."""
-        pitches = chunk.sizes[:, 1] * self._channels
-        sizes = -(-pitches * chunk.sizes[:, 0] // _ALIGN) * _ALIGN
-        good = np.ones(len(sizes), bool)
-        for start, stop in _groups(sizes, self._decode_bytes):
-            part = slice(start, stop)
-            with self._buffers.lend(int(sizes[part].sum())) as decoded:
-                images = np.zeros((stop - start, 8), np.uint64)
-                images[:, 0] = addresses = decoded.data_ptr() + np.cumsum(sizes[part]) - sizes[part]
-                images[:, 4] = pitches[part]
-                plan = self._plan(chunk.draws[0], addresses, pitches, places, part)
-                with self._engines_turn:
-                    good[part] = self._call(chunk.data[part], chunk.lengths[part], images)
-                self._sample(0, chunk.draws[0], plan, target)
+    def _decode(self, chunk: Prepared, target: torch.Tensor) -> NDArray[np.bool_]:
+        """Decode in as few calls as may be, each followed by the first pass; returns which were decoded."""
+        good = np.ones(len(chunk.rows), bool)
+        for call in chunk.calls:
+            part = slice(call.start, call.stop)
+            with self._buffers.lend(call.size) as decoded:
+                images, plan = chunk.images[part].copy(), chunk.plan[part].copy()
+                images[:, 0] += np.uint64(decoded.data_ptr())
+                plan[:, 0] += decoded.data_ptr()
+                there = self._send(plan)
+                with self._decoders.lend() as decoder:
+                    good[part] = decoder.decode(chunk.data[part], chunk.lengths[part], images)
+                self._sample(0, chunk.draws[0], there, target)
         return good
-
-    def _call(
-        self, data: NDArray[np.uint64], lengths: NDArray[np.uint64], images: NDArray[np.uint64]
-    ) -> NDArray[np.bool_]:
-        """Which images a call decoded. A call that fails is split in two until the culprits stand alone."""
-        if self._engines.batch_size not in (0, len(data)):
-            self._delivery.synchronize()
-        try:
-            self._engines.decode(data, lengths, images, self._delivery.handle)
-        except NvjpegError:
-            if len(data) == 1:
-                return np.array([False])
-            middle = len(data) // 2
-            halves = (slice(None, middle), slice(middle, None))
-            return np.concatenate([self._call(*(x[half] for x in (data, lengths, images))) for half in halves])
-        return np.ones(len(data), bool)
 
     def _run(self, i: int, draw: Any, images: torch.Tensor, target: torch.Tensor, places: NDArray[np.int64]) -> None:
         """One pass behind the first, from images [n, C, H, W] to rows of the target."""
@@ -294,25 +312,14 @@ class GpuRunner:
             case Sample():
                 pitch = images.stride(2)
                 addresses = images.data_ptr() + np.arange(len(images)) * images.stride(0)
-                plan = self._plan(draw, addresses, np.full(len(images), pitch), places, slice(None))
-                self._sample(i, draw, plan, target)
+                plan = plan_of(draw, addresses, np.full(len(images), pitch), places)
+                self._sample(i, draw, self._send(plan), target)
             case Call(stage):
                 result = stage.apply_batch(images, draw)
                 target.index_copy_(0, self._send(places), result)
             case _:
                 codes, factors = draw
                 adjust(images.permute(0, 2, 3, 1), places, codes, factors, self._tables[i], target)
-
-    def _plan(
-        self,
-        sampling: Sampling,
-        addresses: NDArray[np.int64],
-        pitches: NDArray[np.int64],
-        places: NDArray[np.int64],
-        part: slice,
-    ) -> torch.Tensor:
-        """On the device: where the images of a part of the chunk lie, and what is to be done with them."""
-        return self._send(plan_of(sampling, addresses, pitches, places, part))
 
     def _sample(self, i: int, sampling: Sampling, plan: torch.Tensor, target: torch.Tensor) -> None:
         how = sampling.interpolation, sampling.antialias
@@ -333,35 +340,34 @@ def _keys_of(keys: s.Keys, rows: NDArray[np.int64]) -> s.Keys:
     return s.Keys(keys.seed, keys.epoch, keys.positions[rows])
 
 
-def _groups(sizes: NDArray[np.int64], most: int) -> Iterator[tuple[int, int]]:
-    """Ranges of neighbours whose sizes add up to no more than `most`; one that is larger stands alone."""
+def _calls(spaces: NDArray[np.int64], most: int, most_bytes: int) -> Iterator[_Call]:
+    """Neighbours in calls of one size, none with more images or bytes than allowed; one that is larger stands alone."""
+    count = len(spaces)
+    even = -(-count // max(1, -(-count // most)))
     start, total = 0, 0
-    for i, size in enumerate(sizes.tolist()):
-        if total and total + size > most:
-            yield start, i
+    for i, space in enumerate(spaces.tolist()):
+        if i - start == even or (total and total + space > most_bytes):
+            yield _Call(start, i, total)
             start, total = i, 0
-        total += size
-    yield start, len(sizes)
+        total += space
+    if count:
+        yield _Call(start, count, total)
 
 
 def plan_of(
-    sampling: Sampling,
-    addresses: NDArray[np.int64],
-    pitches: NDArray[np.int64],
-    rows: NDArray[np.int64],
-    part: slice = slice(None),
+    sampling: Sampling, addresses: NDArray[np.int64], pitches: NDArray[np.int64], rows: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """A part of a sampling as the kernel reads it: int64 [n, len(FIELDS)]. addresses [n] are of that part alone."""
+    """A sampling as the kernel reads it: int64 [n, len(FIELDS)]."""
     parts = [
         addresses[:, None],
-        pitches[part, None],
-        sampling.box[part],
-        sampling.mirrors[part],
-        sampling.grid[part],
-        sampling.shown[part],
-        sampling.window[part],
-        sampling.flips[part],
-        rows[part, None],
+        pitches[:, None],
+        sampling.box,
+        sampling.mirrors,
+        sampling.grid,
+        sampling.shown,
+        sampling.window,
+        sampling.flips,
+        rows[:, None],
     ]
     plan = np.concatenate([np.asarray(column, np.int64) for column in parts], axis=1)
     assert plan.shape[1] == len(FIELDS)

@@ -134,7 +134,7 @@ class DecodeBuffers:
             buffer = None  # gives the old one back before there is a new one
             try:
                 with self._delivery.queued():
-                    buffer = torch.empty(need + need // 8, dtype=torch.uint8, device=self._delivery.device)
+                    buffer = torch.empty(need + need // 16, dtype=torch.uint8, device=self._delivery.device)
             except torch.OutOfMemoryError:
                 self._free.put((None, None))
                 raise

@@ -148,7 +148,7 @@ class _ByStep(Aggregator):
 class _Machinery:
     """What runs one epoch.
 
-    finished: its batches in order. begun: SPDL has asked for the first chunk.
+    finished: its batches in order. begun: SPDL has asked for the first chunk. gpu: runs chunks, if the CPU does not.
     """
 
     pipeline: SpdlPipeline[None]
@@ -156,6 +156,7 @@ class _Machinery:
     pools: Sequence[DaemonPool]
     begun: threading.Event
     gate: Gate
+    gpu: ChunkRunner | None
     switching: QuickSwitching | None
 
     def stop(self, timeout: float) -> bool:
@@ -203,12 +204,22 @@ class Run:
 
     def get(self, timeout: float) -> Assembly:
         """The next batch in order. Raises TimeoutError after so many seconds."""
-        try:
-            batch = self._machinery.finished.get(timeout=timeout)
-        except queue.Empty:
-            raise TimeoutError from None
+        finished = self._machinery.finished
+        batch = self._wait(timeout) if finished.empty() else finished.get(timeout=timeout)
         self._machinery.gate.leave()
         return batch
+
+    def _wait(self, timeout: float) -> Assembly:
+        finished, gpu = self._machinery.finished, self._machinery.gpu
+        try:
+            if gpu is not None:
+                gpu.hurry(True)
+            return finished.get(timeout=timeout)
+        except queue.Empty:
+            raise TimeoutError from None
+        finally:
+            if gpu is not None:
+                gpu.hurry(False)
 
 
 def _own(
@@ -325,7 +336,8 @@ class Feed:
             num_threads=1, queue_class=AsyncQueue, task_hook_factory=lambda stage: []
         )
         pipeline.start(timeout=_START_SECONDS)
-        return _Machinery(pipeline, finished, pools, begun, gate, QuickSwitching() if self._gpu is not None else None)
+        switching = QuickSwitching() if self._gpu is not None else None
+        return _Machinery(pipeline, finished, pools, begun, gate, self._gpu, switching)
 
     async def _chunks(self, epoch: int, steps: Steps, begun: threading.Event) -> AsyncIterator[_Chunk]:
         begun.set()

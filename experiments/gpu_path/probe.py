@@ -2,11 +2,15 @@
 
     gpuflow samples /dev/shm/photos -n 1024
     python experiments/gpu_path/probe.py /dev/shm/photos [--model resnet18] [--connections 32] [VARIANT ...]
+    python experiments/gpu_path/probe.py /dev/shm/photos --engines
 
 One chunk is worked on a step, by another thread (or process), and nothing is done with it. Each line gives a variant,
 the training's rate over its rate on a resident batch alone, the variant's rate alone, and the time of a call beside the
 training.
 CUDA reads the number of hardware queues once, so another number needs another run.
+
+With --engines the engines alone: how many images a second one, two and three callers decode at most, each with a
+decoder and a stream of its own, going round chunks of different files.
 """
 
 from __future__ import annotations
@@ -15,17 +19,20 @@ import argparse
 import ctypes
 import multiprocessing
 import os
+import random
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from run import BATCH, rate
 
-BATCH, SECONDS = 256, 2.5
+SECONDS, CHUNKS = 2.5, 8
 HARDWARE, HARDWARE_DEVICE = 3, 5
 NO_PIPELINE, INTERPOLATION = 1 << 0, 1 << 5
 UNCHANGED, YUV, Y, RGB, RGBI, NV12 = 0, 1, 2, 3, 5, 8
@@ -106,13 +113,15 @@ class Decoder:
             images[:, channel], images[:, 4 + channel] = start + channel * plane, pitch
         return images
 
-    def queue(self, stream: Any) -> None:
+    def queue(self, stream: Any, chunk: Decoder | None = None) -> None:
+        """Decode the files of this decoder, or of another one."""
         import torch
 
         if self.device is not None:
             with torch.cuda.stream(stream):
                 self.device.copy_(self.pinned, non_blocking=True)
-        pointers = (ctypes.c_void_p(array.ctypes.data) for array in (self._data, self._lengths, self._images))
+        of = chunk or self
+        pointers = (ctypes.c_void_p(array.ctypes.data) for array in (of._data, of._lengths, of._images))
         self._check(
             self._calls.nvjpegDecodeBatched(self._handle, self._state, *pointers, ctypes.c_void_p(stream.cuda_stream))
         )
@@ -176,20 +185,6 @@ def training(model: str) -> Callable[[], None]:
     return step
 
 
-def rate(step: Callable[[], None]) -> float:
-    import torch
-
-    for _ in range(8):
-        step()
-    torch.cuda.synchronize()
-    count, start = 0, time.perf_counter()
-    while time.perf_counter() - start < SECONDS:
-        step()
-        count += BATCH
-    torch.cuda.synchronize()
-    return count / (time.perf_counter() - start)
-
-
 @contextmanager
 def beside(work: Work, note: dict[str, float]) -> Iterator[Callable[[], None]]:
     """A thread that works on a chunk each time the yielded function is called, which first waits for the one before."""
@@ -249,17 +244,58 @@ def other_process(files: list[Path], name: str, pipe: Any) -> None:
         pipe.send(1)
 
 
+def engines_alone(files: list[Path]) -> None:
+    """Prints what callers beside each other decode, pipelined by nvJPEG or not, in calls of two sizes."""
+    import torch
+
+    def caller(size: int, flags: int, first: int) -> Callable[[float], int]:
+        starts = [(first + i) * size % (len(files) - size + 1) for i in range(CHUNKS)]
+        chunks = [Decoder(files[start : start + size], RGBI, flags, HARDWARE) for start in starts]
+        stream = torch.cuda.Stream()
+
+        def work(end: float) -> int:
+            count = 0
+            while time.perf_counter() < end:
+                chunks[0].queue(stream, chunks[count % CHUNKS])
+                stream.synchronize()
+                count += 1
+            return count * size
+
+        work(time.perf_counter() + 0.3)
+        return work
+
+    def measure(size: int, flags: int, callers: int) -> None:
+        works = [caller(size, flags, i * CHUNKS) for i in range(callers)]
+        with ThreadPoolExecutor(callers) as pool:
+            start = time.perf_counter()
+            images = sum(pool.map(lambda work: work(start + SECONDS), works))
+            spent = time.perf_counter() - start
+        how = "not pipelined" if flags & NO_PIPELINE else "pipelined"
+        print(f"{callers} callers, calls of {size}, {how:13}  {images / spent:8,.0f} images/s", flush=True)
+
+    for size in (256, 128):
+        for flags in (NO_PIPELINE | INTERPOLATION, INTERPOLATION):
+            for callers in (1, 2, 3):
+                measure(size, flags, callers)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("photos", type=Path)
     parser.add_argument("variants", nargs="*", help="by default all")
     parser.add_argument("--model", default="resnet18")
     parser.add_argument("--connections", type=int, default=8)
+    parser.add_argument("--engines", action="store_true")
     options = parser.parse_intermixed_args()
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = str(options.connections)
-    files = sorted(options.photos.glob("*/*.jpg"))[:BATCH]
+    files = sorted(options.photos.glob("*/*.jpg"))
+    if options.engines:
+        random.Random(0).shuffle(files)  # a folder's first files are alike
+        engines_alone(files)
+        os._exit(0)
+    files = files[:BATCH]
     step = training(options.model)
-    resident = rate(step)
+    resident, _ = rate(step)
     print(f"{options.model}, {options.connections} connections, resident batch: {resident:,.0f} images/s", flush=True)
     works = {name: decoding(files, name) for name in DECODES} | substitutes()
     for name in options.variants or [*works, "RGB in another process"]:
@@ -267,7 +303,7 @@ def main() -> None:
         try:
             if name in works:
                 with beside(works[name], note) as turn:
-                    trained = rate(lambda: (turn(), step())[1])
+                    trained, _ = rate(lambda: (turn(), step())[1])
             else:
                 trained = _beside_process(files, step)
         except RuntimeError as error:
@@ -291,7 +327,7 @@ def _beside_process(files: list[Path], step: Callable[[], None]) -> float:
         ours.send(1)
         step()
 
-    trained = rate(both)
+    trained, _ = rate(both)
     process.kill()
     return trained
 

@@ -1,11 +1,12 @@
 """Loaders on a GPU, beside each other: alone, and feeding a training step.
 
     gpuflow samples /dev/shm/photos -n 32768
-    python experiments/gpu_path/run.py /dev/shm/photos [gpuflow] [dali]
+    python experiments/gpu_path/run.py /dev/shm/photos [gpuflow] [gpuflow:run.prefetch=1] [dali]
 
-Each arm runs in a process of its own; ratios are taken within one. DALI runs at the hw_decoder_load that loads fastest
-alone. Writes results.csv beside this file. Batch 256, RandomResizedCrop 224, flip, normalize to 16-bit floats in
-channels_last memory. An epoch should take seconds: with a small folder the start of each one is measured too.
+Behind a colon stands what overrides photos.yaml. Each arm runs in a process of its own; ratios are taken within one.
+DALI runs at the hw_decoder_load that loads fastest alone. Writes results.csv beside this file. Batch 256,
+RandomResizedCrop 224, flip, normalize to 16-bit floats in channels_last memory. An epoch should take seconds: with a
+small folder the start of each one is measured too.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,10 +49,10 @@ def rate(step: Callable[[], Any]) -> tuple[float, float]:
 # --- arms ------------------------------------------------------------------------------------------------------------
 
 
-def gpuflow_batches(folder: str) -> Batches:
+def gpuflow_batches(folder: str, overrides: Sequence[str]) -> Batches:
     import gpuflow
 
-    loader = gpuflow.load(HERE / "photos.yaml", device="cuda", overrides=[f"source.folder={folder}"])
+    loader = gpuflow.load(HERE / "photos.yaml", device="cuda", overrides=[f"source.folder={folder}", *overrides])
     while True:
         for images, _ in loader:
             yield images
@@ -117,9 +118,11 @@ class Training:
 
 
 def batches_of(arm: str, folder: str) -> Batches:
-    """arm: `gpuflow`, or `dali` and its hw_decoder_load as in `dali:0.8`."""
-    name, _, load = arm.partition(":")
-    return gpuflow_batches(folder) if name == "gpuflow" else dali_batches(folder, float(load))
+    """arm: `gpuflow`, also with an override; or `dali` and its hw_decoder_load, as in `dali:0.8`."""
+    name, _, rest = arm.partition(":")
+    if name == "gpuflow":
+        return gpuflow_batches(folder, [rest] if rest else [])
+    return dali_batches(folder, float(rest))
 
 
 def measure(arm: str, folder: str) -> Iterator[tuple[str, str, float]]:

@@ -56,6 +56,9 @@ class PresetRunner:
         self.engine_images, self.cpu_images = 0, 0
         """torchpipe does not say which images its operators for the CPU stood in for; all count as the GPU's."""
 
+    def hurry(self, on: bool) -> None:
+        """Nothing waits here."""
+
     def prepare(self, payload: Payload, keys: Keys) -> _Prepared:
         """Everything but the moves; waits for it."""
         waiting: list[Future[torch.Tensor] | BadSampleError] = [

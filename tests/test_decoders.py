@@ -1,0 +1,155 @@
+"""Who may be in nvJPEG at a time, with a library that takes its time."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gpuflow.decoders import Decoders
+from gpuflow.threads import Gate
+from gpuflow.train import Run, _Machinery
+
+
+class Stream:
+    cuda_stream = 5
+
+    def synchronize(self) -> None:
+        pass
+
+
+class Delivery:
+    """Stands where gpuflow.delivery.Delivery does, and notes what was joined."""
+
+    handle = 7
+
+    def __init__(self) -> None:
+        self.branches: list[Stream] = []
+        self.joined: list[Stream] = []
+
+    def branch(self) -> Stream:
+        self.branches.append(Stream())
+        return self.branches[-1]
+
+    def join(self, stream: Stream) -> None:
+        self.joined.append(stream)
+
+    def synchronize(self) -> None:
+        pass
+
+
+class SlowLibrary:
+    """Counts how many calls are under way on each stream and in all."""
+
+    def __init__(self) -> None:
+        self._lock, self._inside = threading.Lock(), 0
+        self.most, self.calls, self.made = 0, 0, 0
+        self.streams: set[int] = set()
+
+    def create(self, *arguments: Any) -> int:
+        self.made += 1
+        return 0
+
+    def create_state(self, *arguments: Any) -> int:
+        return 0
+
+    initialize = create_state
+
+    def decode(self, handle: Any, state: Any, data: int, lengths: int, images: int, stream: int) -> int:
+        with self._lock:
+            self._inside += 1
+            self.calls += 1
+            self.most = max(self.most, self._inside)
+            self.streams.add(stream)
+        time.sleep(0.002)
+        with self._lock:
+            self._inside -= 1
+        return 0
+
+
+def work(decoders: Decoders, threads: int = 3, turns: int = 12, between: Callable[[], None] = lambda: None) -> None:
+    faults: list[BaseException] = []
+
+    def one() -> None:
+        try:
+            for _ in range(turns):
+                between()
+                with decoders.lend() as decoder:
+                    numbers = np.ones(4, np.uint64)
+                    assert decoder.decode(numbers, numbers, np.ones((4, 8), np.uint64)).all()
+        except BaseException as fault:
+            faults.append(fault)
+
+    running = [threading.Thread(target=one) for _ in range(threads)]
+    for thread in running:
+        thread.start()
+    for thread in running:
+        thread.join(30)
+    assert not faults
+
+
+@pytest.mark.parametrize(("backend", "hurried", "most"), [("hardware", 2, 2), ("cuda", 1, 1)])
+def test_a_second_call_beside_the_first_only_in_a_hurry(backend: str, hurried: int, most: int) -> None:
+    library, delivery = SlowLibrary(), Delivery()
+    substitutes: Any = (delivery, library)
+    decoders = Decoders(*substitutes, "rgb", backend)
+    work(decoders)
+    assert (library.most, library.made, library.streams) == (1, 1, {7}), "nobody waits: one call at a time"
+    decoders.hurry(True)
+    work(decoders)
+    assert (library.most, library.made) == (most, hurried)
+    assert len(delivery.branches) == hurried - 1, "it has a stream of its own"
+    assert bool(delivery.joined) == (hurried == 2), "what is queued later waits for it"
+    decoders.hurry(False)
+    library.most = 0
+    work(decoders)
+    assert library.most == 1
+
+
+def test_hurrying_on_and_off_loses_no_turn() -> None:
+    library = SlowLibrary()
+    substitutes: Any = (Delivery(), library)
+    decoders = Decoders(*substitutes, "rgb", "hardware")
+    switches = iter(range(10_000))
+    work(decoders, threads=4, turns=40, between=lambda: decoders.hurry(next(switches) % 3 == 0))
+    assert library.calls == 160
+    decoders.hurry(True)
+    library.most = 0
+    work(decoders)
+    assert library.most == 2
+
+
+class Idle:
+    """Stands where SPDL's pipeline and the GPU's runner do."""
+
+    def __init__(self) -> None:
+        self.hurried: list[bool] = []
+
+    def stop(self, timeout: float) -> None:
+        pass
+
+    def hurry(self, on: bool) -> None:
+        self.hurried.append(on)
+
+
+def test_who_waits_for_a_batch_hurries_and_who_finds_one_does_not() -> None:
+    finished: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    idle: Any = Idle()
+    begun = threading.Event()
+    begun.set()
+    run = Run(lambda: _Machinery(idle, finished, (), begun, Gate(2), idle, None), lambda: "nobody")
+    finished.put("a batch")
+    assert run.get(1.0) == "a batch"
+    assert idle.hurried == []
+    with pytest.raises(TimeoutError):
+        run.get(0.01)
+    assert idle.hurried == [True, False]
+    threading.Timer(0.05, finished.put, ["another"]).start()
+    assert run.get(10.0) == "another"
+    assert idle.hurried == [True, False] * 2
+    run.stop()
