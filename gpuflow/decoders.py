@@ -1,6 +1,6 @@
 """Who may be in nvJPEG: one thread, and a second one while somebody waits for a batch.
 
-Two calls beside each other decode a quarter more images than one, but they cost a training step a sixth of its speed
+Two calls beside each other decode a fifth more images than one, but they cost a training step a sixth of its speed
 (measured in experiments/gpu_path/NOTES.md). So the second comes in only while no step is fed.
 """
 

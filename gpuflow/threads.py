@@ -125,20 +125,40 @@ class QuickSwitching:
 
 
 class Gate:
-    """Lets no more than `places` in at a time. Made of one queue, which a Ctrl-C cannot leave half locked."""
+    """Lets turns 0, 1, 2, ... in, each once so many have left that no more than `places` are inside.
+
+    In their order, whoever comes first: a later turn that took the place of an earlier one would wait for it for ever.
+    `leave` is one call of a queue, which a Ctrl-C cannot leave half done; only threads without signals should `enter`.
+    """
 
     def __init__(self, places: int) -> None:
         self._places: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self._closed = False
+        self._change = threading.Condition()
+        self._open, self._watched, self._closed = 0, False, False
         for _ in range(places):
             self.leave()
 
-    def enter(self) -> bool:
-        """Wait for a place. False once the gate is closed, and it always is at the end of an epoch."""
-        self._places.get()
-        if self._closed:
-            self.leave()  # for the next one who waits
+    def enter(self, turn: int) -> bool:
+        """Wait until it is this turn. False once the gate is closed, and it always is at the end of an epoch."""
+        with self._change:
+            while self._open <= turn and not self._closed:
+                if self._watched:
+                    self._change.wait()
+                else:
+                    self._watch()
         return not self._closed
+
+    def _watch(self) -> None:
+        """Wait for one more place, for all who wait. The lock is held before and after, not meanwhile."""
+        self._watched = True
+        self._change.release()
+        try:
+            self._places.get()
+        finally:
+            self._change.acquire()
+            self._watched = False
+            self._open += 1
+            self._change.notify_all()
 
     def leave(self) -> None:
         self._places.put(None)

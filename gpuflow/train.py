@@ -375,7 +375,7 @@ class Feed:
             try:
                 with batch.lock:
                     if batch.slots is None and batch.error is None:
-                        if not gate.enter():
+                        if not gate.enter(batch.step):
                             return chunk
                         count = len(batch.positions)
                         batch.slots = self._slots.take(count) if self._gpu is None else self._gpu.slots(count)

@@ -18,6 +18,7 @@ import torch
 import gpuflow
 from gpuflow.errors import ConfigError, LoaderError
 from gpuflow.loader import Batch
+from gpuflow.threads import Gate
 from tests.datasets import (
     COLOURS,
     RAW,
@@ -299,6 +300,19 @@ def test_batches_stay_as_they_are_while_more_are_taken() -> None:
         assert [row[3] for row in before] == [
             image.contiguous().view(torch.uint8).numpy().tobytes() for image in images
         ]
+
+
+def test_a_thread_that_is_late_finds_memory_for_its_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other threads, with later batches, came first; the consumer waits for the late one alone."""
+    enter = Gate.enter
+
+    def late(gate: Gate, turn: int) -> bool:
+        time.sleep(0.3 if turn == 1 else 0)
+        return enter(gate, turn)
+
+    monkeypatch.setattr(Gate, "enter", late)
+    with loader_of(MemorySource.of(24), batch_size=2, prefetch=1, threads=6, shuffle=False) as loader:
+        assert order_of(loader) == list(range(24))
 
 
 def test_a_view_of_a_batch_holds_its_memory() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import queue
 import sys
 import threading
 import time
@@ -108,11 +110,11 @@ def test_a_stuck_thread_does_not_keep_the_process() -> None:
 
 def test_a_gate_lets_in_no_more_than_it_has_places() -> None:
     gate, inside, most = Gate(3), [0], [0]
-    lock = threading.Lock()
+    lock, turns = threading.Lock(), itertools.count()
 
     def work() -> None:
         for _ in range(50):
-            assert gate.enter()
+            assert gate.enter(next(turns))
             with lock:
                 inside[0] += 1
                 most[0] = max(most[0], inside[0])
@@ -129,11 +131,31 @@ def test_a_gate_lets_in_no_more_than_it_has_places() -> None:
     assert most == [3] and inside == [0]
 
 
+def test_no_turn_takes_the_place_of_an_earlier_one() -> None:
+    """Else the earlier one would wait for the later ones, and they for whoever wants the earlier one first."""
+    gate, inside = Gate(2), list[int]()
+    entered = queue.SimpleQueue[int]()
+
+    def work(turn: int) -> None:
+        assert gate.enter(turn)
+        entered.put(turn)
+
+    threads = [threading.Thread(target=work, args=(turn,), daemon=True) for turn in (4, 3, 2, 1, 0)]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.02)
+    for left in range(5):
+        while len(inside) < min(left + 2, 5):
+            inside.append(entered.get(timeout=10))
+        assert sorted(inside) == list(range(min(left + 2, 5))) and entered.empty()
+        gate.leave()
+
+
 def test_a_closed_gate_turns_away_whoever_waits_or_comes() -> None:
     gate = Gate(1)
-    assert gate.enter()
+    assert gate.enter(0)
     answers: list[bool] = []
-    waiting = [threading.Thread(target=lambda: answers.append(gate.enter())) for _ in range(3)]
+    waiting = [threading.Thread(target=lambda turn=turn: answers.append(gate.enter(turn))) for turn in (1, 2, 3)]
     for thread in waiting:
         thread.start()
     time.sleep(0.05)
@@ -141,7 +163,7 @@ def test_a_closed_gate_turns_away_whoever_waits_or_comes() -> None:
     gate.close()
     for thread in waiting:
         thread.join(5)
-    assert answers == [False] * 3 and not gate.enter()
+    assert answers == [False] * 3 and not gate.enter(4)
 
 
 def test_quick_switching_ends_with_the_last_that_wants_it() -> None:

@@ -1,7 +1,7 @@
 """The served graph against the plain way, with the same engine: `python experiments/service/run.py [--quick]`.
 
 On a machine with an NVIDIA GPU: `--device cuda`, and once more with `--cores 3`. Writes results.csv beside this file
-after every round, keeping what it holds of other machines and settings, and the chart. README.md says what is what.
+after every process, keeping what it holds of other machines and settings, and the chart. README.md says what is what.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def main() -> None:
 
 
 class Rounds:
-    """Measures arms by turns, and writes what there is after every round."""
+    """Measures arms by turns, and writes what there is after each of them."""
 
     def __init__(self, options: argparse.Namespace, models: Sequence[Model]) -> None:
         self._options, self._models = options, models
@@ -123,7 +123,7 @@ class Rounds:
                     print(f"{arm:16} {title}; {workload:24} {_brief(figures)}", flush=True)
                     for metric, value in figures.items():
                         self._found.setdefault((arm, f"{title}; {workload}", metric), []).append(value)
-        write(options.out, self.rows())
+                write(options.out, self.rows())
 
     def _title(self, model: str) -> str:
         options = self._options
