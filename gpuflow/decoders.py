@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from gpuflow.errors import LoaderTimeout
 from gpuflow.nvjpeg import Engines, Library, NvjpegError
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ class Decoders:
 
     @contextmanager
     def lend(self) -> Iterator[Decoder]:
-        """A decoder, once it is this thread's turn."""
+        """A decoder, once it is this thread's turn. Raises LoaderTimeout where a call before does not end."""
         place = self._take()
         try:
             yield self._decoder(place)
@@ -101,7 +102,13 @@ class Decoders:
 
     def _take(self) -> int:
         while True:
-            place = self._turns.get(timeout=_TURN_SECONDS)
+            try:
+                place = self._turns.get(timeout=_TURN_SECONDS)
+            except queue.Empty:
+                rule = (
+                    f"nvJPEG did not end a call within {_TURN_SECONDS:g} s; see `nvidia-smi` for what else runs there"
+                )
+                raise LoaderTimeout(rule) from None
             if place == 0 or self._hurried:
                 return place
             self._spare.put(place)

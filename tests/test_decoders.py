@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from gpuflow.decoders import Decoders
+from gpuflow.errors import LoaderTimeout
 from gpuflow.threads import Gate
 from gpuflow.train import Run, _Machinery
 
@@ -122,6 +123,15 @@ def test_hurrying_on_and_off_loses_no_turn() -> None:
     library.most = 0
     work(decoders)
     assert library.most == 2
+
+
+def test_a_call_that_does_not_end_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpuflow.decoders._TURN_SECONDS", 0.05)
+    substitutes: Any = (Delivery(), SlowLibrary())
+    decoders = Decoders(*substitutes, "rgb", "hardware")
+    named = pytest.raises(LoaderTimeout, match=r"nvJPEG did not end a call within 0\.05 s")
+    with decoders.lend(), named, decoders.lend():
+        pass
 
 
 class Idle:
