@@ -36,7 +36,7 @@ class Decoder:
 
     def __init__(self, delivery: Delivery, library: Library, color: str, backend: str, *, beside: bool) -> None:
         self._delivery, self._engines = delivery, Engines(library, color, backend)
-        self._stream = delivery.branch() if beside else None
+        self._stream = delivery.branch() if beside else delivery.stream
 
     def decode(
         self, data: NDArray[np.uint64], lengths: NDArray[np.uint64], images: NDArray[np.uint64]
@@ -46,19 +46,16 @@ class Decoder:
         A call that fails is split in two until the culprits stand alone. Returns which images were decoded, [N].
         """
         good = self._halving(data, lengths, images)
-        if self._stream is not None:
-            self._delivery.join(self._stream)
+        self._delivery.join(self._stream)
         return good
 
     def _halving(
         self, data: NDArray[np.uint64], lengths: NDArray[np.uint64], images: NDArray[np.uint64]
     ) -> NDArray[np.bool_]:
-        stream = self._stream
         if self._engines.batch_size not in (0, len(data)):
-            (self._delivery if stream is None else stream).synchronize()
+            self._stream.synchronize()
         try:
-            handle = self._delivery.handle if stream is None else stream.cuda_stream
-            self._engines.decode(data, lengths, images, handle)
+            self._engines.decode(data, lengths, images, self._stream.cuda_stream)
         except NvjpegError:
             if len(data) == 1:
                 return np.array([False])
@@ -105,10 +102,9 @@ class Decoders:
             try:
                 place = self._turns.get(timeout=_TURN_SECONDS)
             except queue.Empty:
-                rule = (
-                    f"nvJPEG did not end a call within {_TURN_SECONDS:g} s; see `nvidia-smi` for what else runs there"
-                )
-                raise LoaderTimeout(rule) from None
+                raise LoaderTimeout(
+                    f"nvJPEG did not end a call within {_TURN_SECONDS:g} s; `nvidia-smi` tells what else runs there"
+                ) from None
             if place == 0 or self._hurried:
                 return place
             self._spare.put(place)

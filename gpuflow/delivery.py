@@ -36,11 +36,6 @@ class Delivery:
         self._kept: deque[tuple[torch.cuda.Event, NDArray[Any], Callable[[NDArray[Any]], None] | None]] = deque()
         self._lock = threading.Lock()
 
-    @property
-    def handle(self) -> int:
-        """The stream as CUDA's libraries take it, a cudaStream_t."""
-        return int(self.stream.cuda_stream)
-
     @contextmanager
     def queued(self) -> Iterator[None]:
         """What the block does on the device is queued on the stream, and leaves no trace on another GPU."""
@@ -91,7 +86,8 @@ class Delivery:
 
     def join(self, branch: torch.cuda.Stream) -> None:
         """What is queued from now on begins when the branch has done what it was given so far."""
-        self.stream.wait_stream(branch)
+        if branch is not self.stream:
+            self.stream.wait_stream(branch)
 
     def synchronize(self) -> None:
         """Wait, on the host, until the GPU has done what is queued."""

@@ -322,8 +322,8 @@ class GpuRunner:
                 adjust(images.permute(0, 2, 3, 1), places, codes, factors, self._tables[i], target)
 
     def _sample(self, i: int, sampling: Sampling, plan: torch.Tensor, target: torch.Tensor) -> None:
-        how = sampling.interpolation, sampling.antialias
-        sample(plan, self._tables[i], target, interpolation=how[0], antialias=how[1])
+        table = self._tables[i]
+        sample(plan, table, target, interpolation=sampling.interpolation, antialias=sampling.antialias)
 
     def _send(self, array: NDArray[np.int64]) -> torch.Tensor:
         (there,) = self._delivery.send_all([array])

@@ -148,7 +148,7 @@ class _ByStep(Aggregator):
 class _Machinery:
     """What runs one epoch.
 
-    finished: its batches in order. begun: SPDL has asked for the first chunk. gpu: runs chunks, if the CPU does not.
+    finished: its batches in order. begun: SPDL has asked for the first chunk. hurry: told whether the consumer waits.
     """
 
     pipeline: SpdlPipeline[None]
@@ -156,7 +156,7 @@ class _Machinery:
     pools: Sequence[DaemonPool]
     begun: threading.Event
     gate: Gate
-    gpu: ChunkRunner | None
+    hurry: Callable[[bool], None]
     switching: QuickSwitching | None
 
     def stop(self, timeout: float) -> bool:
@@ -210,16 +210,14 @@ class Run:
         return batch
 
     def _wait(self, timeout: float) -> Assembly:
-        finished, gpu = self._machinery.finished, self._machinery.gpu
+        machinery = self._machinery
         try:
-            if gpu is not None:
-                gpu.hurry(True)
-            return finished.get(timeout=timeout)
+            machinery.hurry(True)
+            return machinery.finished.get(timeout=timeout)
         except queue.Empty:
             raise TimeoutError from None
         finally:
-            if gpu is not None:
-                gpu.hurry(False)
+            machinery.hurry(False)
 
 
 def _own(
@@ -336,8 +334,9 @@ class Feed:
             num_threads=1, queue_class=AsyncQueue, task_hook_factory=lambda stage: []
         )
         pipeline.start(timeout=_START_SECONDS)
-        switching = QuickSwitching() if self._gpu is not None else None
-        return _Machinery(pipeline, finished, pools, begun, gate, self._gpu, switching)
+        if self._gpu is None:
+            return _Machinery(pipeline, finished, pools, begun, gate, hurry=lambda on: None, switching=None)
+        return _Machinery(pipeline, finished, pools, begun, gate, self._gpu.hurry, QuickSwitching())
 
     async def _chunks(self, epoch: int, steps: Steps, begun: threading.Event) -> AsyncIterator[_Chunk]:
         begun.set()

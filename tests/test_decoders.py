@@ -18,7 +18,8 @@ from gpuflow.train import Run, _Machinery
 
 
 class Stream:
-    cuda_stream = 5
+    def __init__(self, handle: int) -> None:
+        self.cuda_stream = handle
 
     def synchronize(self) -> None:
         pass
@@ -27,21 +28,18 @@ class Stream:
 class Delivery:
     """Stands where gpuflow.delivery.Delivery does, and notes what was joined."""
 
-    handle = 7
-
     def __init__(self) -> None:
+        self.stream = Stream(7)
         self.branches: list[Stream] = []
         self.joined: list[Stream] = []
 
     def branch(self) -> Stream:
-        self.branches.append(Stream())
+        self.branches.append(Stream(5))
         return self.branches[-1]
 
     def join(self, stream: Stream) -> None:
-        self.joined.append(stream)
-
-    def synchronize(self) -> None:
-        pass
+        if stream is not self.stream:
+            self.joined.append(stream)
 
 
 class SlowLibrary:
@@ -152,7 +150,7 @@ def test_who_waits_for_a_batch_hurries_and_who_finds_one_does_not() -> None:
     idle: Any = Idle()
     begun = threading.Event()
     begun.set()
-    run = Run(lambda: _Machinery(idle, finished, (), begun, Gate(2), idle, None), lambda: "nobody")
+    run = Run(lambda: _Machinery(idle, finished, (), begun, Gate(2), idle.hurry, None), lambda: "nobody")
     finished.put("a batch")
     assert run.get(1.0) == "a batch"
     assert idle.hurried == []

@@ -238,8 +238,6 @@ def _gpu_preprocessor(program: Program, device: torch.device) -> GpuPreprocessor
     from gpuflow.placement import on_gpu
     from gpuflow.serve.on_gpu import GpuPreprocessor
 
-    if program.decoder.backend == "cpu":
-        return None
     delivery = Delivery(device)
     runner = on_gpu(program, delivery).gpu
     pool = BytePool(pinned=True)

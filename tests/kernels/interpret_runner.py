@@ -44,12 +44,16 @@ REFUSED = b"the engines refuse this"
 
 
 class CpuDelivery:
-    """Stands where `Delivery` does. What it queues is done at once."""
+    """Stands where `Delivery` does, and for its stream. What it queues is done at once."""
 
-    device, handle = torch.device("cpu"), 7
+    device, cuda_stream = torch.device("cpu"), 7
 
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
+        self.stream = self
+
+    def join(self, branch: CpuDelivery) -> None:
+        assert branch is self, "one thread needs no second decoder"
 
     def queued(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
