@@ -34,7 +34,6 @@ BOUNDS = {
 GPU_MODEL = (
     "serve.model.batch=32",
     "serve.model.instances=1",
-    "serve.model.timeout_ms=1",
     "serve.model.precision=bfloat16",
 )
 """Of the model on a GPU; `--set serve.model.cuda_graphs=true` and the like change it, for every arm alike."""

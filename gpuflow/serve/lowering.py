@@ -147,7 +147,9 @@ def chain(
         if model is not None:
             last["model"] = model.model_dump_json(exclude_defaults=True)
         if device != "cpu" and gpu_decodes:
-            both = {**last, "backend": TOGETHER, "on_error": "pass"}
+            both = {**last, "backend": TOGETHER, "on_error": "pass", "patience": str(math.ceil(timeout_ms))}
+            if last["instance_num"] == "1":  # its next batch then begins when it is idle, with all that are there
+                both["batching_timeout"] = str(2 * int(last["batching_timeout"]))
             node = Node(name="serve", parameters=tuple(both.items()))
             return Graph(nodes=(node,), origin=origin, preprocessing=program.pipeline.fingerprint)
         images = {"device": "cpu", "on_error": "pass"}

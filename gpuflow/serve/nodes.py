@@ -79,13 +79,15 @@ class Session:
     """What the instances of one graph's nodes share.
 
     engines: one for each instance of the model; none where the images are all that is wanted.
-    batches: how often the model ran on so many images at a time.
+    batches: how often the model ran on so many images at a time. arrived: how many requests have come so far.
     """
 
     def __init__(self, engines: Sequence[Engine]) -> None:
         self.engines = tuple(engines)
         self.batches: Counter[int] = Counter()
         self._lock = threading.Lock()
+        self.arrived = 0
+        self._arrival, self._awaited = threading.Condition(), set[int]()
         self._nodes: list[PreprocessNode | ModelNode] = []
         self._gpu: list[GpuPreprocessor | None] = []
 
@@ -95,6 +97,20 @@ class Session:
     def count(self, images: int) -> None:
         with self._lock:
             self.batches[images] += 1
+
+    def arrive(self) -> None:
+        """A request has come, and is where a batch finds it."""
+        with self._arrival:
+            self.arrived += 1
+            if self.arrived in self._awaited:
+                self._arrival.notify_all()
+
+    def await_arrivals(self, total: int, seconds: float) -> None:
+        """Wait until `arrived` is so many, for so long at most."""
+        with self._arrival:
+            self._awaited.add(total)
+            self._arrival.wait_for(lambda: self.arrived >= total, seconds)
+            self._awaited.discard(total)
 
     def on_gpu(self, program: Program, device: torch.device) -> GpuPreprocessor | None:
         """What all instances preprocess with on a GPU, made by the first; None where the CPU has to."""
@@ -247,7 +263,9 @@ def _gpu_preprocessor(program: Program, device: torch.device) -> GpuPreprocessor
 class ModelNode:
     """A batch of images through the model: logits [K] for each item. Without a model, the images themselves.
 
-    Parameters: stages (JSON), batch, device of the model, model (JSON of `serve.model`), session.
+    Parameters: stages (JSON), batch, device of the model, model (JSON of `serve.model`), session. patience:
+    milliseconds that those who have their answers are given to ask again, before the next batch is taken. Without it
+    they would miss that batch, and all that ask would split in two halves that run by turns.
     """
 
     def init(self, params: Any, options: object = None) -> None:
@@ -260,6 +278,7 @@ class ModelNode:
         engines, self._batch = self._session.engines, int(parameters["batch"])
         self._engine = engines[int(parameters["_independent_index"])] if engines else None
         self._device, self._result = torch.device(parameters["device"]), program.result
+        self._patience = int(parameters.get("patience", 0)) / 1000
         self._preset: list[torch.nn.Module] | None = None
         if isinstance(program.decoder, Preset):
             self._preset = [stage.module() for stage in program.pipeline.stages[1:]]
@@ -272,13 +291,17 @@ class ModelNode:
         for item in items:
             if "request" in item and not item["request"].begin():
                 item["error"] = _CANCELLED
-        for item, answer in zip(items, self._answers(items), strict=True):
+        answers = self._answers(items)
+        arrived = self._session.arrived
+        for item, answer in zip(items, answers, strict=True):
             if isinstance(answer, Exception):
                 item["error"], item["result"] = str(answer), _EMPTY
             else:
                 item["result"] = answer
             if "request" in item:
                 item["request"].settle(answer)
+        if self._patience and len(items) < self._batch and (len(items) > 1 or self._session.arrived > arrived):
+            self._session.await_arrivals(arrived + len(items), self._patience)
 
     def _answers(self, items: Sequence[Item]) -> list[torch.Tensor | Exception]:
         """For each item its logits [K], its image [C, H, W] where it wants that, or what is wrong with it."""

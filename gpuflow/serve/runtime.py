@@ -179,6 +179,7 @@ class RunningGraph:
         except BaseException:
             self._done(request)
             raise
+        self._session.arrive()
         return request.future
 
     def _call(self, item: dict[str, Any], request: Request) -> None:

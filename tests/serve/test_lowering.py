@@ -74,9 +74,18 @@ def test_on_a_gpu_one_node_does_both(tmp_path: Path) -> None:
             "stages": STAGES_JSON,
             "model": '{"file":"m.onnx","batch":8,"instances":2}',
             "on_error": "pass",
+            "patience": "2",
         }
     }
     assert not graph.native
+
+
+@pytest.mark.parametrize(("given", "patience", "timeout"), [(0, "0", "2"), (1.5, "2", "4")])
+def test_one_instance_on_a_gpu_begins_when_those_who_ask_again_have(
+    given: float, patience: str, timeout: str, tmp_path: Path
+) -> None:
+    node = lowered(tmp_path, {"stages": list(VAL), "model": {**FILE, "timeout_ms": given}}, device="cuda").as_dict()
+    assert (node["serve"]["patience"], node["serve"]["batching_timeout"]) == (patience, timeout)
 
 
 def test_where_the_cpu_is_to_decode_all_threads_do_and_batches_go_to_the_gpu(tmp_path: Path) -> None:

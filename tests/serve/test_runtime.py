@@ -6,7 +6,7 @@ import gc
 import time
 import weakref
 from collections.abc import Sequence
-from concurrent.futures import CancelledError, Future, wait
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import pytest
@@ -34,10 +34,10 @@ def graph_of(*, threads: int = 2, instances: int = 1, batch: int = 4, timeout_ms
     return Graph(nodes=(first, last), origin=graph.origin, preprocessing=graph.preprocessing)
 
 
-def together(graph: Graph) -> Graph:
+def together(graph: Graph, **told: str) -> Graph:
     """The same as one node, as on a GPU."""
     first, last = (dict(node.parameters) for node in graph.nodes)
-    node = Node(name="serve", parameters=tuple({**first, **last, "backend": TOGETHER}.items()))
+    node = Node(name="serve", parameters=tuple({**first, **last, "backend": TOGETHER, **told}.items()))
     return Graph(nodes=(node,), origin=graph.origin, preprocessing=graph.preprocessing)
 
 
@@ -82,6 +82,23 @@ def test_one_node_that_does_both_gives_the_same() -> None:
     assert (one.close(20), two.close(20), one.in_flight) == (True, True, 0)
     assert engine.counts == [1, 2]
     assert engine.closed
+
+
+@pytest.mark.parametrize("patience", [0, 2000])
+def test_those_who_have_their_answers_may_ask_again_before_the_next_batch(patience: int) -> None:
+    engine = FakeEngine(before=Nap(0.02))
+    graph = together(graph_of(batch=8), batching_timeout="4000", patience=str(patience))
+    running = RunningGraph(graph, [engine])
+
+    def ask(number: int) -> None:
+        for _ in range(12):
+            submit(running, DATA[number]).result(timeout=20)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(ask, range(4)))
+    full = engine.counts.count(4)
+    assert full >= 9 if patience else full <= 8, engine.counts
+    assert running.close(20)
 
 
 def test_what_comes_while_the_model_runs_becomes_a_batch() -> None:

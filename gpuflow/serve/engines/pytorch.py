@@ -1,6 +1,7 @@
 """The engine `torch`: a checkpoint of `gpuflow train` (`.pt`) or a program of `torch.export` (`.pt2`).
 
-With `compile` or `cuda_graphs` only a few batch sizes ever run, and smaller batches are padded up to them.
+On a GPU and with `compile` only a few batch sizes ever run, and smaller batches are padded up to them: for a size that
+it has not met cuDNN chooses its kernels anew, which takes a ResNet-50 a tenth of a second.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _CAPTURE = threading.Lock()  # CUDA refuses a device's synchronization, which be
 
 
 def padded_sizes(batch: int) -> tuple[int, ...]:
-    """The batch sizes that are compiled or captured, ascending: `batch`, its half, and so on; at most eight."""
+    """The batch sizes that run on a GPU or are compiled, ascending: `batch`, its half, and so on; at most eight."""
     return tuple(sorted({-(-batch >> halvings) for halvings in range(_MOST_SIZES)}))
 
 
@@ -215,7 +216,7 @@ def open_all(model: ModelSpec, *, image: ImageSpec, device: torch.device) -> lis
             device=device,
             info=info,
             precision=precision,
-            sizes=padded_sizes(model.batch) if model.compile or model.cuda_graphs else None,
+            sizes=padded_sizes(model.batch) if model.compile or device.type == "cuda" else None,
             cuda_graphs=model.cuda_graphs,
             compiled=compiled,
             threads=threads,
