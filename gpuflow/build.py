@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 __all__ = ["available_threads", "build_loader", "open_split", "open_whole", "share_of_cores", "threads_of"]
 
 _REMOTE_READERS, _GPU_READERS = 16, 2
-_LAUNCHERS = 2
-"""Threads that give chunks to the GPU: one is in nvJPEG's call while the other does the rest."""
+_LAUNCHERS = 3
+"""Threads that give chunks to the GPU: two may be in nvJPEG's calls, and one does the rest meanwhile."""
 
 
 def build_loader(
@@ -61,6 +61,8 @@ def build_loader(
     limit = run.max_bad if not isinstance(run.max_bad, float) else int(run.max_bad * len(source))
     policy = pipeline.on_error or ("skip" if name == "val" else run.on_error)
     readers = _readers(config, placement) if run.readers == "auto" else run.readers
+    if placement.gpu is not None:
+        source.read_in_processes(readers)
     return Loader(
         program=program,
         source=source,

@@ -1,7 +1,7 @@
-"""Who may be in nvJPEG: one thread, and a second one while somebody waits for a batch.
+"""Who may be in nvJPEG: one thread, and a second one while the consumer's GPU has nothing to do without a batch.
 
 Two calls beside each other decode a fifth more images than one, but they cost a training step a sixth of its speed
-(measured in experiments/gpu_path/NOTES.md). So the second comes in only while no step is fed.
+(measured in experiments/gpu_path/NOTES.md). So the second comes in only while no step is at work.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Decoders:
             self._spare.put(place)
 
     def hurry(self, on: bool) -> None:
-        """Whether somebody waits for what is decoded. Takes effect at the next `lend`."""
+        """Whether the GPU waits for what is decoded. Takes effect at the next `lend`."""
         self._hurried = on
         if on:
             with suppress(queue.Empty):

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from gpuflow.sources import Payload
     from gpuflow.spec import ImageSpec, Keys
 
-__all__ = ["ChunkRunner", "Delivery", "slots_on"]
+__all__ = ["ChunkRunner", "Delivery", "slots_on", "starved"]
 
 _ALIGN = 16
 
@@ -107,6 +107,19 @@ def slots_on(delivery: Delivery, count: int, spec: ImageSpec) -> torch.Tensor:
     return memory if spec.layout == "nchw" else memory.permute(0, 3, 1, 2)
 
 
+def starved(consumer: torch.cuda.Stream, last: tuple[torch.cuda.Event, torch.cuda.Event] | None) -> bool:
+    """Whether the consumer's stream has done all that it was asked to, or waits for the batch that it was given last.
+
+    A training step queues its work ahead of the GPU. That it asks for a batch does not say that the GPU needs it yet.
+
+    Args:
+        last: of that batch, an event behind what the consumer had queued before, and one behind what the loader had.
+    """
+    if consumer.query():
+        return True
+    return last is not None and last[0].query() and not last[1].query()  # type: ignore[no-untyped-call]
+
+
 class ChunkRunner(Protocol):
     """What runs chunks on a delivery's device in the CPU's place. Any thread may call any method.
 
@@ -117,7 +130,7 @@ class ChunkRunner(Protocol):
     cpu_images: int
 
     def hurry(self, on: bool) -> None:
-        """Whether the consumer waits for a batch: what would slow its own work on the device down does not now."""
+        """Whether the device has nothing to do without the next batch: what would slow other work down does not now."""
 
     def prepare(self, payload: Payload, keys: Keys) -> Any:
         """All of a chunk that can be done before it has its slots. The payload's memory stays until it is launched."""

@@ -165,7 +165,7 @@ class GpuRunner:
     # --- on any thread ----------------------------------------------------------------------------------------------
 
     def hurry(self, on: bool) -> None:
-        """Whether the consumer waits for a batch; see `Decoders`."""
+        """Whether the GPU waits for the next batch; see `Decoders`."""
         self._decoders.hurry(on)
 
     def prepare(self, payload: Payload, keys: s.Keys) -> Prepared:

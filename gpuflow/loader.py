@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from gpuflow.cpu import as_batch
+from gpuflow.delivery import starved
 from gpuflow.errors import LoaderError, LoaderTimeout, StateError
 from gpuflow.fold import Program
 from gpuflow.order import Order, Steps
@@ -242,6 +243,7 @@ class _Epoch(Iterator[Batch]):
         self._run = loader._feed.start(epoch, steps)
         self._step = 0
         self._end: str | None = None
+        self._last: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
 
     def __next__(self) -> Batch:
         if self._end is None and self._step == len(self._steps):
@@ -269,7 +271,7 @@ class _Epoch(Iterator[Batch]):
     def _get(self) -> Assembly:
         loader = self._loader
         try:
-            assembly = self._run.get(timeout=loader._timeout)
+            assembly = self._run.get(loader._timeout, None if loader._gpu is None else self._starved)
         except TimeoutError:
             raise LoaderTimeout(
                 f"no batch within run.timeout_s = {loader._timeout:g} s at step {self._step} of epoch {self._epoch}: "
@@ -303,10 +305,14 @@ class _Epoch(Iterator[Batch]):
             return [as_batch(assembly.slots, self._loader._program.result), *rows]
         tensors = [assembly.slots, *assembly.there]
         stream = torch.cuda.current_stream(self._loader._device)
+        self._last = stream.record_event(), assembly.ready
         stream.wait_event(assembly.ready)
         for tensor in tensors:
             tensor.record_stream(stream)
         return tensors
+
+    def _starved(self) -> bool:
+        return starved(torch.cuda.current_stream(self._loader._device), self._last)
 
     def _warn_of_many_bad(self) -> None:
         loader = self._loader

@@ -6,12 +6,16 @@ the consumer may keep a batch as long as it likes and nothing is ever overwritte
 
 from __future__ import annotations
 
+import itertools
 import math
+import mmap
+import os
 import queue
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,11 +26,26 @@ if TYPE_CHECKING:
 
     from gpuflow.delivery import Delivery
 
-__all__ = ["BUFFERS", "BytePool", "DecodeBuffers", "SlotPool", "pinned"]
+__all__ = [
+    "BUFFERS",
+    "BytePool",
+    "DecodeBuffers",
+    "SharedBlock",
+    "SlotPool",
+    "pinned",
+    "shared",
+    "shared_and_pinned",
+    "shared_block",
+    "shared_keys",
+]
 
-BUFFERS = 2
-"""Decode buffers that take turns."""
+BUFFERS = 3
+"""Decode buffers that take turns, one for each thread that launches."""
 _BLOCK, _WASTE, _TAKE_SECONDS = 1 << 20, 4, 60.0
+
+
+def _heap(size: int) -> NDArray[np.uint8]:
+    return np.empty(size, np.uint8)
 
 
 def pinned(size: int) -> NDArray[np.uint8]:
@@ -36,14 +55,73 @@ def pinned(size: int) -> NDArray[np.uint8]:
     return torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy()
 
 
+@dataclass(frozen=True, slots=True)
+class SharedBlock:
+    """Memory that other processes can map by its descriptor. key: never used again in this process."""
+
+    key: int
+    descriptor: int
+
+
+_shared: dict[int, SharedBlock] = {}
+"""By the address of the first byte."""
+_keys = itertools.count()
+
+
+def shared(size: int) -> NDArray[np.uint8]:
+    """So many bytes that other processes can map, see `shared_block`. Raises OSError where there are none."""
+    return _share(size)[0]
+
+
+def shared_and_pinned(size: int) -> NDArray[np.uint8]:
+    """The same, that the current GPU copies from directly. Where its driver refuses, it is `pinned` alone."""
+    import torch
+
+    memory, address = _share(size)
+    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    if int(runtime.cudaHostRegister(address, size, 0)):
+        return pinned(size)
+    weakref.finalize(memory, runtime.cudaHostUnregister, address).atexit = False
+    return memory
+
+
+def shared_block(memory: NDArray[np.uint8]) -> SharedBlock | None:
+    """By what other processes can map this array, or None where it is not what `shared` gave."""
+    return _shared.get(memory.ctypes.data)
+
+
+def shared_keys() -> set[int]:
+    """Of all that there is now."""
+    return {block.key for block in list(_shared.values())}
+
+
+def _share(size: int) -> tuple[NDArray[np.uint8], int]:
+    """(the memory, where it is)."""
+    descriptor = os.memfd_create("gpuflow")
+    try:
+        os.ftruncate(descriptor, size)
+        memory = np.frombuffer(mmap.mmap(descriptor, size), np.uint8)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    address = memory.ctypes.data
+    _shared[address] = SharedBlock(next(_keys), descriptor)
+    weakref.finalize(memory, _unshare, address).atexit = False  # views of it keep it
+    return memory, address
+
+
+def _unshare(address: int) -> None:
+    os.close(_shared.pop(address).descriptor)
+
+
 class BytePool:
     """Buffers for encoded bytes in power-of-two sizes; keeps at most `keep` bytes of free ones.
 
-    pinned: in memory that the GPU copies from directly.
+    make: gives new ones of so many bytes.
     """
 
-    def __init__(self, keep: int = 64 << 20, *, pinned: bool = False) -> None:
-        self._keep, self._held, self._pinned = keep, 0, pinned
+    def __init__(self, keep: int = 64 << 20, *, make: Callable[[int], NDArray[np.uint8]] = _heap) -> None:
+        self._keep, self._held, self._make = keep, 0, make
         self._free: dict[int, list[NDArray[np.uint8]]] = {}
         self._lock = threading.Lock()
 
@@ -54,7 +132,7 @@ class BytePool:
             if free := self._free.get(size_class):
                 self._held -= size_class
                 return free.pop()
-        return pinned(size_class) if self._pinned else np.empty(size_class, np.uint8)
+        return self._make(size_class)
 
     def give(self, buffer: NDArray[np.uint8]) -> None:
         """Return a buffer that came from `take`."""
@@ -104,7 +182,7 @@ class DecodeBuffers:
     """Device memory that decoded images pass through: one is decoded into while another is read.
 
     nvJPEG writes from streams of its own, which do not wait for what is queued on the caller's. So `lend` waits, on the
-    host, until the GPU has read what the buffer held before. Two threads may be in `lend` at a time.
+    host, until the GPU has read what the buffer held before. So many threads may be in `lend` at a time.
     """
 
     def __init__(self, delivery: Delivery) -> None:

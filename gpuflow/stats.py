@@ -69,9 +69,11 @@ class Meter:
                 self._cpu += time.thread_time() - cpu
                 self._samples += samples
 
-    def add_bytes(self, count: int) -> None:
+    def add(self, *, read_bytes: int, cpu_s: float) -> None:
+        """Bytes that an operation read, and processor seconds that another process spent on it."""
         with self._lock:
-            self._bytes += count
+            self._bytes += read_bytes
+            self._cpu += cpu_s
 
     def longest_running(self) -> float | None:
         """Seconds since the oldest operation still under way began, or None."""

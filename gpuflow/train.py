@@ -16,6 +16,7 @@ import threading
 import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -29,7 +30,7 @@ from spdl.pipeline.defs import Aggregator
 from gpuflow.cpu import STORAGE, CpuRunner, as_batch, slot_shape
 from gpuflow.errors import BadSampleError, TooManyBadSamples
 from gpuflow.fold import Program
-from gpuflow.memory import BytePool, SlotPool
+from gpuflow.memory import BytePool, SlotPool, shared_and_pinned
 from gpuflow.order import Order, Steps
 from gpuflow.sources import Payload, Source
 from gpuflow.spec import Keys
@@ -45,6 +46,7 @@ _LARGEST_CHUNK, _LARGEST_GPU_CHUNK = 32, 256
 _KEPT_BYTES = 256 << 20
 _START_SECONDS = 30.0
 _STOP_SECONDS = 3.0
+_LOOK_SECONDS = 0.002
 _LOG = logging.getLogger(__name__)
 
 
@@ -148,7 +150,7 @@ class _ByStep(Aggregator):
 class _Machinery:
     """What runs one epoch.
 
-    finished: its batches in order. begun: SPDL has asked for the first chunk. hurry: told whether the consumer waits.
+    finished: its batches in order. begun: SPDL has asked for the first chunk. hurry: told whether the GPU waits for it.
     """
 
     pipeline: SpdlPipeline[None]
@@ -202,20 +204,32 @@ class Run:
         self.let_go()
         self.owner.join(2 * _STOP_SECONDS)
 
-    def get(self, timeout: float) -> Assembly:
-        """The next batch in order. Raises TimeoutError after so many seconds."""
+    def get(self, timeout: float, starved: Callable[[], bool] | None = None) -> Assembly:
+        """The next batch in order.
+
+        starved: whether a GPU has nothing to do without it. Asked while there is none, and then the machinery hurries.
+
+        Raises TimeoutError after so many seconds.
+        """
         finished = self._machinery.finished
-        batch = self._wait(timeout) if finished.empty() else finished.get(timeout=timeout)
+        try:
+            if starved is None or not finished.empty():
+                batch = finished.get(timeout=timeout)
+            else:
+                batch = self._wait(timeout, starved)
+        except queue.Empty:
+            raise TimeoutError from None
         self._machinery.gate.leave()
         return batch
 
-    def _wait(self, timeout: float) -> Assembly:
-        machinery = self._machinery
+    def _wait(self, timeout: float, starved: Callable[[], bool]) -> Assembly:
+        machinery, deadline = self._machinery, time.monotonic() + timeout
         try:
-            machinery.hurry(True)
-            return machinery.finished.get(timeout=timeout)
-        except queue.Empty:
-            raise TimeoutError from None
+            while (left := deadline - time.monotonic()) > _LOOK_SECONDS:
+                machinery.hurry(starved())
+                with suppress(queue.Empty):
+                    return machinery.finished.get(timeout=_LOOK_SECONDS)
+            return machinery.finished.get(timeout=max(0.0, left))
         finally:
             machinery.hurry(False)
 
@@ -284,7 +298,7 @@ class Feed:
         self.work_meter = Meter("decode", threads, before=self.read_meter.after)
         self._runners: list[CpuRunner] = []
         self._owners: list[threading.Thread] = []
-        self._bytes = BytePool(pinned=gpu is not None, keep=_KEPT_BYTES)
+        self._bytes = BytePool(keep=_KEPT_BYTES, **({} if gpu is None else {"make": shared_and_pinned}))
         shape = (batch_size, *slot_shape(program.result))
         self._slots = SlotPool(shape, STORAGE[program.result.dtype], keep=prefetch + 2, pin=delivery is not None)
 
@@ -362,7 +376,7 @@ class Feed:
     def _read(self, epoch: int, chunk: _Chunk) -> None:
         batch = chunk.batch
         chunk.payload = self._source.read(batch.indices[chunk.start : chunk.stop].tolist(), self._bytes.take)
-        self.read_meter.add_bytes(sum(chunk.payload.sizes))
+        self.read_meter.add(read_bytes=sum(chunk.payload.sizes), cpu_s=chunk.payload.cpu_s)
         if self._gpu is not None:
             chunk.prepared = self._gpu.prepare(chunk.payload, self._keys(epoch, chunk))
 

@@ -157,6 +157,9 @@ class MemorySource:
         errors = [None if data is not None else "no such file" for data in found]
         return Payload(buffer=buffer, offsets=offsets, sizes=sizes, errors=errors)
 
+    def read_in_processes(self, count: int) -> None:
+        """It is in memory."""
+
     def close(self) -> None:
         self.closed = True
 
@@ -179,6 +182,9 @@ class TappedSource:
         for index in indices:
             self.before(index)
         return self.source.read(indices, allocate)
+
+    def read_in_processes(self, count: int) -> None:
+        self.source.read_in_processes(count)
 
     def close(self) -> None:
         self.source.close()

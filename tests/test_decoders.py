@@ -145,19 +145,26 @@ class Idle:
         self.hurried.append(on)
 
 
-def test_who_waits_for_a_batch_hurries_and_who_finds_one_does_not() -> None:
+def test_a_batch_that_the_gpu_waits_for_is_hurried_and_no_other() -> None:
     finished: queue.SimpleQueue[Any] = queue.SimpleQueue()
     idle: Any = Idle()
     begun = threading.Event()
     begun.set()
     run = Run(lambda: _Machinery(idle, finished, (), begun, Gate(2), idle.hurry, None), lambda: "nobody")
     finished.put("a batch")
-    assert run.get(1.0) == "a batch"
-    assert idle.hurried == []
+    assert run.get(1.0, starved=lambda: True) == "a batch"
+    assert idle.hurried == [], "nobody had to wait"
+    answers = iter([False, False, True, True])
+    with pytest.raises(TimeoutError):
+        run.get(0.05, starved=lambda: next(answers, True))
+    assert idle.hurried[:4] == [False, False, True, True]
+    assert idle.hurried[-1] is False, "nobody waits any more"
+    idle.hurried.clear()
+    threading.Timer(0.05, finished.put, ["another"]).start()
+    assert run.get(10.0, starved=lambda: False) == "another"
+    assert set(idle.hurried) == {False}, "the GPU had work"
+    idle.hurried.clear()
     with pytest.raises(TimeoutError):
         run.get(0.01)
-    assert idle.hurried == [True, False]
-    threading.Timer(0.05, finished.put, ["another"]).start()
-    assert run.get(10.0) == "another"
-    assert idle.hurried == [True, False] * 2
+    assert idle.hurried == [], "no GPU"
     run.stop()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from gpuflow.delivery import Delivery
+from gpuflow.delivery import Delivery, starved
 
 
 class OnCpu:
@@ -36,3 +36,29 @@ def test_arrays_of_any_dtype_and_shape_go_in_one_transfer(count: int) -> None:
     for array, tensor in zip(arrays, sent, strict=True):
         expected = torch.from_numpy(array.copy())
         assert tensor.dtype == expected.dtype and torch.equal(tensor, expected)
+
+
+class Passed:
+    """A stream or an event that has been reached, or not."""
+
+    def __init__(self, passed: bool) -> None:
+        self.query = lambda: passed
+
+
+@pytest.mark.parametrize(
+    ("idle", "last", "expected"),
+    [
+        (True, None, True),
+        (True, (True, True), True),
+        (False, None, False),
+        (False, (False, False), False),  # an earlier step is still at work
+        (False, (True, True), False),  # the last batch's step is
+        (False, (True, False), True),  # it waits for the last batch
+    ],
+)
+def test_a_consumer_starves_when_its_stream_has_nothing_to_do_or_waits_for_us(
+    idle: bool, last: tuple[bool, bool] | None, expected: bool
+) -> None:
+    stream: Any = Passed(idle)
+    events: Any = None if last is None else tuple(map(Passed, last))
+    assert starved(stream, events) is expected

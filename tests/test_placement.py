@@ -72,9 +72,9 @@ def test_explains_what_a_gpu_would_do(tmp_path: Path) -> None:
 
 
 def test_the_memory_limit_is_shared_by_batches_and_decoding(tmp_path: Path) -> None:
-    """5 batches (3 ahead, one at work, one with the consumer) of 10 x 384 bytes; two buffers have the rest."""
+    """5 batches (3 ahead, one at work, one with the consumer) of 10 x 384 bytes; three buffers have the rest."""
     read = config(tmp_path, [CROP, HALF], "run.memory_limit=100KB")
-    assert memory_for_decoding(read, "train", 10) == (100_000 - 5 * 3840) // 2
+    assert memory_for_decoding(read, "train", 10) == (100_000 - 5 * 3840) // 3
     assert memory_for_decoding(config(tmp_path, [CROP, HALF]), "train", 10) == 1 << 29
     assert memory_for_decoding(config(tmp_path, [CROP, HALF], "run.memory_limit=9GiB"), "train", 10) == 1 << 29
     text = (

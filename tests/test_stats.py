@@ -17,7 +17,7 @@ def test_a_meter_counts_samples_bytes_and_time() -> None:
         time.sleep(0.02)
     with meter.work(2):
         pass
-    meter.add_bytes(100)
+    meter.add(read_bytes=100, cpu_s=0.0)
     read = meter.read(0.1)
     assert (read["samples"], read["bytes"], read["threads"], read["images_per_s"]) == (5, 100, 2, 50.0)
     assert 0.02 / 0.2 <= read["busy_share"] < 0.2

@@ -97,6 +97,9 @@ class InMemory:
     def read(self, indices: Sequence[int], allocate: Allocate) -> Payload:
         return Payload.of([self._images[index] for index in indices], allocate)
 
+    def read_in_processes(self, count: int) -> None:
+        pass
+
     def close(self) -> None:
         pass
 

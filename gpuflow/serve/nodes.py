@@ -250,13 +250,13 @@ def _failed(error: BaseException) -> BadSampleError:
 def _gpu_preprocessor(program: Program, device: torch.device) -> GpuPreprocessor | None:
     """What preprocesses on a GPU, or None where it cannot: the CPU does then."""
     from gpuflow.delivery import Delivery
-    from gpuflow.memory import BytePool
+    from gpuflow.memory import BytePool, pinned
     from gpuflow.placement import on_gpu
     from gpuflow.serve.on_gpu import GpuPreprocessor
 
     delivery = Delivery(device)
     runner = on_gpu(program, delivery).gpu
-    pool = BytePool(pinned=True)
+    pool = BytePool(make=pinned)
     return GpuPreprocessor(runner, delivery, take=pool.take, give=pool.give) if runner is not None else None
 
 

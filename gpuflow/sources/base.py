@@ -28,12 +28,14 @@ class Payload:
     buffer: uint8 array, possibly longer than what is used.
     offsets, sizes: one a sample, in bytes; sample i is buffer[offsets[i] : offsets[i] + sizes[i]].
     errors: one a sample: None, or why it cannot be read (its size is then 0).
+    cpu_s: processor seconds that another process spent on it.
     """
 
     buffer: NDArray[np.uint8]
     offsets: Sequence[int]
     sizes: Sequence[int]
     errors: Sequence[str | None]
+    cpu_s: float = 0.0
 
     @classmethod
     def of(cls, files: Sequence[bytes | NDArray[np.uint8]], allocate: Allocate) -> Self:
@@ -77,8 +79,11 @@ class Source(Protocol):
         """The bytes of these samples, in this order. A sample that cannot be read is an error in the payload, never
         an exception; a short-lived fault is retried first. `allocate` is called once."""
 
+    def read_in_processes(self, count: int) -> None:
+        """From now on `read` may leave the work to so many processes, where they read faster than threads."""
+
     def close(self) -> None:
-        """Gives back open files. The source must not be read afterwards."""
+        """Gives back open files and ends those processes. The source must not be read afterwards."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from gpuflow.sources.base import Allocate, Payload
 from gpuflow.sources.paths import PathTable
+from gpuflow.sources.processes import in_processes
 from gpuflow.sources.storage import Storage
 
 __all__ = ["FileSource"]
@@ -33,6 +34,9 @@ class FileSource:
 
     def read(self, indices: Sequence[int], allocate: Allocate) -> Payload:
         return self._storage.read(self._paths.take(indices), allocate)
+
+    def read_in_processes(self, count: int) -> None:
+        self._storage = in_processes(self._storage, count)
 
     def close(self) -> None:
         self._storage.close()

@@ -47,6 +47,9 @@ class Subset:
     def read(self, indices: Sequence[int], allocate: Allocate) -> Payload:
         return self.source.read(self.indices[np.asarray(indices, dtype=np.int64)].tolist(), allocate)
 
+    def read_in_processes(self, count: int) -> None:
+        self.source.read_in_processes(count)
+
     def close(self) -> None:
         self.source.close()
 

@@ -26,6 +26,7 @@ from gpuflow.sources.base import Allocate, Payload, SourceSpec
 from gpuflow.sources.hints import missing_path
 from gpuflow.sources.labels import Codes, resolve_labels
 from gpuflow.sources.paths import PathTable, PathTableBuilder
+from gpuflow.sources.processes import in_processes
 from gpuflow.sources.storage import ReadAt, Shard, Storage, is_remote, open_storage
 
 __all__ = ["IMAGE_EXTENSIONS", "TarSource", "expand_braces", "open_tar"]
@@ -95,6 +96,9 @@ class TarSource:
         shards = [self._shards[i] for i in np.searchsorted(self._ends, places, side="right").tolist()]
         starts, sizes = self._index.starts[places].tolist(), self._index.sizes[places].tolist()
         return self._storage.read_ranges(shards, starts, sizes, allocate)
+
+    def read_in_processes(self, count: int) -> None:
+        self._storage = in_processes(self._storage, count)
 
     def close(self) -> None:
         self._storage.close()

@@ -40,6 +40,9 @@ class MemorySource:
         buffer[: sum(sizes)] = np.frombuffer(b"".join(texts), dtype=np.uint8)
         return Payload(buffer=buffer, offsets=offsets, sizes=sizes, errors=[None] * len(sizes))
 
+    def read_in_processes(self, count: int) -> None:
+        self.processes = count
+
     def close(self) -> None:
         self.closed = True
 
