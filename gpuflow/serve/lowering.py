@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from gpuflow.check import trace
 from gpuflow.errors import ConfigError, Problem
 from gpuflow.fold import Program, fold
-from gpuflow.presets import Preset
+from gpuflow.presets import Preset, is_preset_on_gpu
 from gpuflow.spec import Pipeline, Stage
 
 if TYPE_CHECKING:
@@ -49,6 +49,8 @@ DEFAULT_BATCH = 16
 _DEFAULT_TIMEOUT_MS = 2.0
 _GPU_INSTANCES = 2
 """Instances that preprocess on a GPU for a model that torchpipe runs."""
+_PRESET_INSTANCES = 4
+"""Instances of torchpipe's GPU decoder at most. Each takes more than a second to be made, one after the other."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -155,6 +157,8 @@ def chain(
         images = {"device": "cpu", "on_error": "pass"}
     if isinstance(program.decoder, Preset):
         first = {"backend": program.decoder.operators(), **program.decoder.parameters()}
+        if is_preset_on_gpu(program.decoder):
+            threads = min(threads, _PRESET_INSTANCES)
     else:
         first = {"backend": PREPROCESS, "batching_timeout": "1", **images, "stages": stages}
     first["instance_num"] = str(threads)

@@ -152,7 +152,8 @@ def test_a_preset_is_torchpipes_own_operators(tmp_path: Path) -> None:
     }
     (preset, parameters), *_ = json.loads(graph.as_dict()["model"]["stages"])
     assert (preset, parameters["name"]) == ("preset", "torchpipe_cpu")
-    gpu = lowered(tmp_path, {**PRESET, "preset": "torchpipe_gpu"}).as_dict()["preprocess"]
+    gpu = lowered(tmp_path, {**PRESET, "preset": "torchpipe_gpu"}, "run.threads=16").as_dict()["preprocess"]
+    assert gpu["instance_num"] == "4", "each takes more than a second to be made"
     assert gpu["backend"] == "S[DecodeTensor,(or)S[DecodeMat,Mat2Tensor],ResizeTensor,CvtColorTensor,SyncTensor]"
 
 
