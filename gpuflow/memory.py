@@ -74,11 +74,14 @@ def shared(size: int) -> NDArray[np.uint8]:
 
 
 def shared_and_pinned(size: int) -> NDArray[np.uint8]:
-    """The same, that the current GPU copies from directly. Where its driver refuses, it is `pinned` alone."""
+    """The same, that the current GPU copies from directly. Where that cannot be had, it is `pinned` alone."""
     import torch
 
-    memory, address = _share(size)
     runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    try:
+        memory, address = _share(size)
+    except OSError:
+        return pinned(size)
     if int(runtime.cudaHostRegister(address, size, 0)):
         return pinned(size)
     weakref.finalize(memory, runtime.cudaHostUnregister, address).atexit = False
@@ -104,14 +107,16 @@ def _share(size: int) -> tuple[NDArray[np.uint8], int]:
     except BaseException:
         os.close(descriptor)
         raise
-    address = memory.ctypes.data
-    _shared[address] = SharedBlock(next(_keys), descriptor)
-    weakref.finalize(memory, _unshare, address).atexit = False  # views of it keep it
+    address, block = memory.ctypes.data, SharedBlock(next(_keys), descriptor)
+    _shared[address] = block
+    weakref.finalize(memory, _unshare, address, block).atexit = False  # views of it keep it
     return memory, address
 
 
-def _unshare(address: int) -> None:
-    os.close(_shared.pop(address).descriptor)
+def _unshare(address: int, block: SharedBlock) -> None:
+    if _shared.get(address) is block:
+        del _shared[address]
+    os.close(block.descriptor)
 
 
 class BytePool:

@@ -34,7 +34,7 @@ from gpuflow.memory import shared_block, shared_keys
 from gpuflow.sources.base import Allocate, Payload
 from gpuflow.sources.storage import LocalStorage, ReadAt, Shard, Storage
 
-__all__ = ["ProcessStorage", "in_processes"]
+__all__ = ["ProcessStorage", "in_processes", "work"]
 
 T = TypeVar("T")
 
