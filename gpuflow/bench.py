@@ -94,9 +94,12 @@ def _gpuflow(job: Job) -> Iterable[int]:
     import gpuflow
 
     loader = gpuflow.load(job.path, job.pipeline, overrides=[*job.overrides, f"run.threads={job.workers}"])
+    started = False
     while True:
         for images, _ in loader:
-            yield len(images)
+            started = started or not loader.stats().get("processes", {}).get("starting")
+            if started:
+                yield len(images)
 
 
 class _Samples:

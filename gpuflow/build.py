@@ -21,9 +21,21 @@ from gpuflow.train import BadSamples
 if TYPE_CHECKING:
     from gpuflow.config import PipelineSpec, RunSpec
 
-__all__ = ["available_threads", "build_loader", "open_split", "open_whole", "share_of_cores", "threads_of"]
+__all__ = [
+    "available_threads",
+    "build_loader",
+    "open_split",
+    "open_whole",
+    "processes_of",
+    "share_of_cores",
+    "threads_of",
+]
 
 _REMOTE_READERS, _GPU_READERS = 16, 2
+_THREADS_EACH = 4
+"""Threads that decode in one process: more of them would wait for the interpreter longer than they gain."""
+_WORTH_PROCESSES = 10_000
+"""Samples. A process takes seconds to start."""
 _LAUNCHERS = 3
 """Threads that give chunks to the GPU: two may be in nvJPEG's calls, and one does the rest meanwhile."""
 
@@ -78,6 +90,7 @@ def build_loader(
         timeout_seconds=run.timeout_s,
         bad=_bad_samples(config, policy, limit),
         readers=readers,
+        processes=0 if readers or placement.gpu is not None else processes_of(run, len(source)),
         identity=_identity(config, name, source),
         delivery=placement.delivery,
         gpu=placement.gpu,
@@ -109,6 +122,14 @@ def available_threads() -> int:
 def threads_of(run: RunSpec) -> int:
     """`run.threads`; where that is auto, all that this process may use."""
     return available_threads() if run.threads == "auto" else run.threads
+
+
+def processes_of(run: RunSpec, samples: int) -> int:
+    """`run.processes`; where that is auto, none for few threads or samples, else one for every four threads."""
+    threads = threads_of(run)
+    if run.processes != "auto":
+        return min(run.processes, threads)
+    return 0 if threads <= _THREADS_EACH or samples < _WORTH_PROCESSES else -(-threads // _THREADS_EACH)
 
 
 def share_of_cores(cores: int, quota: float | None, ranks: int) -> int:

@@ -178,6 +178,7 @@ class RunSpec(_Model):
 
     threads: Positive | Literal["auto"] = "auto"
     readers: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
+    processes: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
     prefetch: Positive = 3
     on_error: OnError = "replace"
     max_bad: Annotated[int, Field(ge=0)] | Annotated[float, Field(ge=0, le=1)] | None = None

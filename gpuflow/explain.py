@@ -11,7 +11,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from gpuflow.build import open_split, threads_of
+from gpuflow.build import open_split, processes_of, threads_of
 from gpuflow.codecs import decoder_description
 from gpuflow.config import Config
 from gpuflow.cpu import STORAGE, slot_shape
@@ -69,19 +69,23 @@ def _facts(config: Config, name: str, program: Program) -> Iterator[Text]:
     size = pipeline.batch.size or pipeline.batch.global_size or 0
     slot = slot_shape(program.result)
     megabytes = size * math.prod(slot) * np.dtype(STORAGE[program.result.dtype]).itemsize / 1e6
-    yield Text(f"  source         {_source(config, name)}")
+    where, samples = _source(config, name)
+    yield Text(f"  source         {where}")
     yield Text(f"  batch          {size} images of {program.result} ({megabytes:.1f} MB), {run.prefetch} ahead")
     yield Text(f"  order          {'shuffled' if pipeline.shuffle else 'as in the source'}, seed {config.source.seed}")
-    yield Text(f"  device         cpu, {threads_of(run)} decode thread(s)")
+    processes = 0 if run.readers not in ("auto", 0) else processes_of(run, samples)
+    beside = f", and {processes} process(es) that they leave decoding to" if processes else ""
+    yield Text(f"  device         cpu, {threads_of(run)} decode thread(s){beside}")
     yield Text(f"  decoder        {program.decoder.library or decoder_description()}")
     yield Text(f"  on a GPU       {explain_gpu(config, name)}")
 
 
-def _source(config: Config, name: str) -> str:
+def _source(config: Config, name: str) -> tuple[str, int]:
+    """In words, and how many samples it has."""
     spec = config.source
     where = spec.folder or spec.listing or spec.tar
     try:
         source = open_split(config, name)
     except SourceError as error:
-        return f"{where}: {error}"
-    return f"{where}: {len(source):,} samples, {len(source.classes)} classes"
+        return f"{where}: {error}", 0
+    return f"{where}: {len(source):,} samples, {len(source.classes)} classes", len(source)

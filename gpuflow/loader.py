@@ -86,6 +86,7 @@ class Loader:
         timeout_seconds: float,
         bad: BadSamples,
         readers: int,
+        processes: int = 0,
         identity: str,
         delivery: Delivery | None = None,
         gpu: ChunkRunner | None = None,
@@ -106,6 +107,7 @@ class Loader:
             prefetch=prefetch,
             bad=bad,
             readers=readers,
+            processes=processes,
             delivery=delivery,
             gpu=gpu,
         )
@@ -215,9 +217,11 @@ class Loader:
 
     def stats(self) -> dict[str, Any]:
         """What the stages did in this or the last epoch, the consumer's wait, the number of bad samples so far."""
-        shares = (
-            {} if self._gpu is None else {"engine_images": self._gpu.engine_images, "cpu_images": self._gpu.cpu_images}
-        )
+        shares: dict[str, Any] = {}
+        if self._gpu is not None:
+            shares = {"engine_images": self._gpu.engine_images, "cpu_images": self._gpu.cpu_images}
+        elif processes := self._feed.processes():
+            shares = {"processes": processes}
         return {**self._stats.read(), **shares, "bad": self._bad.count, "bad_distinct": self._bad.distinct}
 
     def close(self) -> None:

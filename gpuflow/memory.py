@@ -32,6 +32,7 @@ __all__ = [
     "DecodeBuffers",
     "SharedBlock",
     "SlotPool",
+    "heap",
     "pinned",
     "shared",
     "shared_and_pinned",
@@ -44,7 +45,8 @@ BUFFERS = 3
 _BLOCK, _WASTE, _TAKE_SECONDS = 1 << 20, 4, 60.0
 
 
-def _heap(size: int) -> NDArray[np.uint8]:
+def heap(size: int) -> NDArray[np.uint8]:
+    """So many bytes of ordinary memory."""
     return np.empty(size, np.uint8)
 
 
@@ -57,10 +59,11 @@ def pinned(size: int) -> NDArray[np.uint8]:
 
 @dataclass(frozen=True, slots=True)
 class SharedBlock:
-    """Memory that other processes can map by its descriptor. key: never used again in this process."""
+    """Memory that other processes can map by its descriptor. key: never used again in this process. size: in bytes."""
 
     key: int
     descriptor: int
+    size: int
 
 
 _shared: dict[int, SharedBlock] = {}
@@ -88,8 +91,8 @@ def shared_and_pinned(size: int) -> NDArray[np.uint8]:
     return memory
 
 
-def shared_block(memory: NDArray[np.uint8]) -> SharedBlock | None:
-    """By what other processes can map this array, or None where it is not what `shared` gave."""
+def shared_block(memory: NDArray[Any]) -> SharedBlock | None:
+    """By what other processes can map this array, or None where it does not begin where one of `shared` does."""
     return _shared.get(memory.ctypes.data)
 
 
@@ -107,7 +110,7 @@ def _share(size: int) -> tuple[NDArray[np.uint8], int]:
     except BaseException:
         os.close(descriptor)
         raise
-    address, block = memory.ctypes.data, SharedBlock(next(_keys), descriptor)
+    address, block = memory.ctypes.data, SharedBlock(next(_keys), descriptor, size)
     _shared[address] = block
     weakref.finalize(memory, _unshare, address, block).atexit = False  # views of it keep it
     return memory, address
@@ -125,7 +128,7 @@ class BytePool:
     make: gives new ones of so many bytes.
     """
 
-    def __init__(self, keep: int = 64 << 20, *, make: Callable[[int], NDArray[np.uint8]] = _heap) -> None:
+    def __init__(self, keep: int = 64 << 20, *, make: Callable[[int], NDArray[np.uint8]] = heap) -> None:
         self._keep, self._held, self._make = keep, 0, make
         self._free: dict[int, list[NDArray[np.uint8]]] = {}
         self._lock = threading.Lock()
@@ -154,11 +157,13 @@ class SlotPool:
 
     Args:
         shape: the slots of a full batch, [B, ...]. dtype: of an element. keep: free batches to hold on to.
-        pin: in memory that a GPU copies from directly.
+        make: gives memory of so many bytes.
     """
 
-    def __init__(self, shape: tuple[int, ...], dtype: DTypeLike, keep: int, *, pin: bool = False) -> None:
-        self._shape, self._dtype, self._keep, self._pin = shape, np.dtype(dtype), keep, pin
+    def __init__(
+        self, shape: tuple[int, ...], dtype: DTypeLike, keep: int, *, make: Callable[[int], NDArray[np.uint8]] = heap
+    ) -> None:
+        self._shape, self._dtype, self._keep, self._make = shape, np.dtype(dtype), keep, make
         self._lent: list[tuple[weakref.ref[NDArray[Any]], NDArray[Any]]] = []
         self._lock = threading.Lock()
 
@@ -167,15 +172,13 @@ class SlotPool:
         with self._lock:
             free = [base for slots, base in self._lent if slots() is None][: self._keep]
             self._lent = [pair for pair in self._lent if pair[0]() is not None or any(pair[1] is x for x in free[1:])]
-            base = free[0] if free else self._make()
+            base = free[0] if free else self._new()
             slots = base[:count]
             self._lent.append((weakref.ref(slots), base))
         return slots
 
-    def _make(self) -> NDArray[Any]:
-        if not self._pin:
-            return np.empty(self._shape, self._dtype)
-        return pinned(math.prod(self._shape) * self._dtype.itemsize).view(self._dtype).reshape(self._shape)
+    def _new(self) -> NDArray[Any]:
+        return self._make(math.prod(self._shape) * self._dtype.itemsize).view(self._dtype).reshape(self._shape)
 
     def clear(self) -> None:
         """Let go of the memory; what is in use stays with its users."""

@@ -69,10 +69,12 @@ class Meter:
                 self._cpu += time.thread_time() - cpu
                 self._samples += samples
 
-    def add(self, *, read_bytes: int, cpu_s: float) -> None:
-        """Bytes that an operation read, and processor seconds that another process spent on it."""
+    def add(self, *, samples: int = 0, read_bytes: int = 0, busy_s: float = 0.0, cpu_s: float = 0.0) -> None:
+        """What an operation did beside what `work` has seen of it: in another process, or as part of another stage."""
         with self._lock:
+            self._samples += samples
             self._bytes += read_bytes
+            self._busy += busy_s
             self._cpu += cpu_s
 
     def longest_running(self) -> float | None:

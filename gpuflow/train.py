@@ -30,12 +30,13 @@ from spdl.pipeline.defs import Aggregator
 from gpuflow.cpu import STORAGE, CpuRunner, as_batch, slot_shape
 from gpuflow.errors import BadSampleError, TooManyBadSamples
 from gpuflow.fold import Program
-from gpuflow.memory import BytePool, SlotPool, shared_and_pinned
+from gpuflow.memory import BytePool, SlotPool, heap, pinned, shared, shared_and_pinned
 from gpuflow.order import Order, Steps
 from gpuflow.sources import Payload, Source
 from gpuflow.spec import Keys
 from gpuflow.stats import Meter, culprit
 from gpuflow.threads import DaemonPool, Gate, QuickSwitching
+from gpuflow.workers import Workers, decode
 
 if TYPE_CHECKING:
     from gpuflow.delivery import ChunkRunner, Delivery
@@ -267,6 +268,7 @@ class Feed:
     Args:
         threads: threads that decode. readers: threads that only read, for storage that is waited for; with 0 each
             decoding thread reads its own chunks, which spares a hand-over.
+        processes: that the decoding threads leave their chunks to; they read them, too.
         prefetch: finished batches that wait for the consumer.
         delivery: to the GPU that batches are for, or None for the CPU.
         gpu: runs the chunks on the GPU; without it the CPU does.
@@ -284,26 +286,38 @@ class Feed:
         prefetch: int,
         bad: BadSamples,
         readers: int,
+        processes: int = 0,
         delivery: Delivery | None = None,
         gpu: ChunkRunner | None = None,
     ) -> None:
         self._delivery, self._gpu = delivery, gpu
         self._program, self._source, self._order, self._seed = program, source, order, seed
         self._bad, self._prefetch = bad, prefetch
-        largest = _LARGEST_CHUNK if gpu is None else _LARGEST_GPU_CHUNK
-        parts = threads if gpu is None else 1
-        self._batch_size, self._chunk_size = batch_size, max(1, min(largest, -(-batch_size // parts)))
+        self._batch_size = batch_size
+        if gpu is not None:
+            self._chunk_size = min(_LARGEST_GPU_CHUNK, batch_size)
+        else:  # with processes, threads work on several batches at a time: fewer items for SPDL
+            batches = prefetch + 1 if processes else 1
+            self._chunk_size = min(_LARGEST_CHUNK, batch_size, -(-batch_size * batches // threads))
         self._readers = readers
         self.read_meter = Meter("read", readers or threads)
         self.work_meter = Meter("decode", threads, before=self.read_meter.after)
         self._runners: list[CpuRunner] = []
         self._owners: list[threading.Thread] = []
-        self._bytes = BytePool(keep=_KEPT_BYTES, **({} if gpu is None else {"make": shared_and_pinned}))
+        self._bytes = BytePool(keep=_KEPT_BYTES, make=heap if gpu is None else shared_and_pinned)
+        self._threads, self._processes = threads, processes
+        self._workers: Workers | None = None
+        if processes:
+            make = shared if delivery is None else shared_and_pinned
+        else:
+            make = heap if delivery is None else pinned
         shape = (batch_size, *slot_shape(program.result))
-        self._slots = SlotPool(shape, STORAGE[program.result.dtype], keep=prefetch + 2, pin=delivery is not None)
+        self._slots = SlotPool(shape, STORAGE[program.result.dtype], keep=prefetch + 2, make=make)
 
     def start(self, epoch: int, steps: Steps) -> Run:
-        """Begin an epoch."""
+        """Begin an epoch. The first one starts the processes, and does not wait for them."""
+        if self._processes and self._workers is None:
+            self._workers = Workers(self._program, self._source, threads=self._threads, processes=self._processes)
         torch_threads = torch.get_num_threads()
         try:
             run = Run(functools.partial(self._begin, epoch, steps), self.culprit)
@@ -316,6 +330,10 @@ class Feed:
         """For the ends of the epochs that were let go of."""
         for owner in self._owners:
             owner.join(2 * _STOP_SECONDS)
+
+    def processes(self) -> dict[str, int]:
+        """The processes that decode, see `Workers.counts`; nothing where there are to be none."""
+        return self._workers.counts() if self._workers is not None else {}
 
     def culprit(self) -> str:
         """Which stage has been at one operation for the longest time, in words."""
@@ -334,7 +352,8 @@ class Feed:
         read = _never_raise(self.read_meter, functools.partial(self._read, epoch))
         work = _never_raise(self.work_meter, functools.partial(self._work, epoch))
         if self._readers == 0:
-            stages = [(self.work_meter, self._gated(gate, lambda chunk: work(read(chunk))))]
+            whole = work if self._workers is not None else lambda chunk: work(read(chunk))
+            stages = [(self.work_meter, self._gated(gate, whole))]
         else:
             stages = [(self.read_meter, read), (self.work_meter, self._gated(gate, work))]
         for meter, operation in stages:
@@ -402,13 +421,17 @@ class Feed:
         return Keys(self._seed, epoch, chunk.batch.positions[chunk.start : chunk.stop])
 
     def _work(self, epoch: int, chunk: _Chunk) -> None:
-        batch, payload = chunk.batch, chunk.payload
-        if payload is None:
-            return
+        batch, keys = chunk.batch, self._keys(epoch, chunk)
         assert batch.slots is not None
-        rows, keys = range(chunk.start, chunk.stop), self._keys(epoch, chunk)
-        faults = self._run(payload, keys, batch.slots[chunk.start : chunk.stop], chunk.prepared)
+        faults = self._by_process(chunk, keys)
+        if faults is None:
+            if chunk.payload is None:
+                with self.read_meter.work(len(chunk)):
+                    self._read(epoch, chunk)
+            assert chunk.payload is not None
+            faults = self._run(chunk.payload, keys, batch.slots[chunk.start : chunk.stop], chunk.prepared)
         chunk.payload = chunk.prepared = None
+        rows = range(chunk.start, chunk.stop)
         for i, (row, fault) in enumerate(zip(rows, faults, strict=True)):
             if fault is not None:
                 self._judge(batch, row, epoch, keys[i], fault)
@@ -417,6 +440,18 @@ class Feed:
             whole = batch.unfinished == 0
         if whole and self._delivery is not None:
             self._deliver(batch, self._delivery)
+
+    def _by_process(self, chunk: _Chunk, keys: Keys) -> list[BadSampleError | None] | None:
+        """Read and decode a chunk elsewhere; None where that cannot be done just now."""
+        if self._workers is None:
+            return None
+        batch = chunk.batch
+        outcome = self._workers.run(batch.indices[chunk.start : chunk.stop].tolist(), keys, batch.slots, chunk.start)
+        if outcome is None:
+            return None
+        self.read_meter.add(samples=len(chunk), read_bytes=outcome.read_bytes, busy_s=outcome.read_s)
+        self.work_meter.add(busy_s=-outcome.read_s, cpu_s=outcome.cpu_s)
+        return outcome.errors()
 
     def _run(self, payload: Payload, keys: Keys, slots: Any, prepared: Any = None) -> list[BadSampleError | None]:
         """The program on what was read; an unreadable sample is bad without further ado. Gives the bytes back."""
@@ -428,12 +463,9 @@ class Feed:
             runner = self._runners.pop()
         except IndexError:
             runner = CpuRunner(self._program)
-        faults = runner.run([payload.sample(i) for i in range(len(payload))], keys, slots)
+        faults = decode(runner, payload, keys, slots)
         self._bytes.give(payload.buffer)
         self._runners.append(runner)
-        for i, error in enumerate(payload.errors):
-            if error is not None:
-                faults[i] = BadSampleError("read", error)
         return faults
 
     def _deliver(self, batch: Assembly, delivery: Delivery) -> None:
@@ -470,6 +502,8 @@ class Feed:
 
     def close(self) -> None:
         """Let go of the buffers, the source's files and the list of bad samples."""
+        if self._workers is not None:
+            self._workers.close()
         self._source.close()
         self._slots.clear()
         self._runners.clear()

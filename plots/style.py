@@ -83,6 +83,7 @@ class Arm:
 # The colours of Okabe and Ito, which colour-blind readers can tell apart; darkened where text needs it.
 ARMS: dict[str, Arm] = {
     "gpuflow": Arm("gpuflow", "#0072b2", "o"),
+    "gpuflow (processes)": Arm("gpuflow, processes", "#004c7a", "p"),
     "gpuflow (no antialias)": Arm("gpuflow, no antialias", "#3d9fd9", "v"),
     "dataloader": Arm("DataLoader", "#d55e00", "s"),
     "dataloader-uint8": Arm("DataLoader, uint8", "#b0578d", "P"),

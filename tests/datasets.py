@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import accumulate
 from pathlib import Path
 from types import FrameType
@@ -253,6 +253,7 @@ def loader_of(
     bad_file: Path | None = None,
     timeout: float = 20.0,
     readers: int = 0,
+    processes: int = 0,
 ) -> Loader:
     """A loader on any source, put together as `build_loader` does."""
     return Loader(
@@ -270,6 +271,7 @@ def loader_of(
         timeout_seconds=timeout,
         bad=BadSamples(policy=policy, limit=limit, path=str(bad_file) if bad_file else None),
         readers=readers,
+        processes=processes,
         identity="test",
     )
 
@@ -368,6 +370,15 @@ def nothing_left_behind(seconds: float = 5.0) -> Iterator[None]:
     assert set(after[1].values()) <= set(before[1].values())
     assert len(after[1]) <= len(before[1])
     assert after[2] <= before[2]
+
+
+def children() -> set[int]:
+    """The processes that this one has started and that are alive, by proc(5)."""
+    found: set[int] = set()
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(OSError):  # a thread that has ended
+            found |= set(map(int, (task / "children").read_text().split()))
+    return found
 
 
 def resident_kib() -> int:

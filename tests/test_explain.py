@@ -63,6 +63,12 @@ def test_says_where_and_on_what_it_runs(config: Path, tmp_path: Path) -> None:
         assert expected in lines
 
 
+def test_says_who_decodes(config: Path) -> None:
+    beside = "3 decode thread(s), and 2 process(es) that they leave decoding to"
+    assert beside in explained(config, "run.threads=3", "run.processes=2")
+    assert "process(es)" not in explained(config, "run.threads=3", "run.processes=2", "run.readers=1")
+
+
 def test_an_opaque_stage_runs_an_image_at_a_time(config: Path) -> None:
     text = explained(config, "pipelines.val.stages.3={torchvision: {name: RandomInvert}}")
     assert "a call an image" in text

@@ -25,6 +25,7 @@ NO_ANTIALIAS = "pipelines.train.stages.random_resized_crop.antialias=false"
 
 ARMS = {
     "gpuflow": ("gpuflow", ()),
+    "gpuflow (processes)": ("gpuflow", ("run.processes=1000",)),
     "gpuflow (no antialias)": ("gpuflow", (NO_ANTIALIAS,)),
     "dataloader": ("dataloader", ()),
     "dataloader-uint8": ("dataloader-uint8", ()),

@@ -133,6 +133,9 @@ class LocalStorage:
     def __init__(self) -> None:
         self._pool = _FilePool()
 
+    def __reduce__(self) -> tuple[type[LocalStorage], tuple[()]]:
+        return LocalStorage, ()  # another process opens its own files
+
     def read(self, paths: Sequence[bytes], allocate: Allocate) -> Payload:
         count = len(paths)
         descriptors = [-1] * count

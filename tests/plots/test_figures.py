@@ -16,7 +16,7 @@ from plots import gpu_path, load_test, loader_cpu, style, worker_scaling
 
 Draw = Callable[[Path, Path], list[Path]]
 ARMS = {**dict.fromkeys(style.ARMS), "an arm of its own": None}
-LOADERS = (1500.0, 1495.0, 500.0, 495.0, 490.0, 10.0, 480.0, 12_345.0)
+LOADERS = (1500.0, 1510.0, 1495.0, 500.0, 495.0, 490.0, 10.0, 480.0, 12_345.0)
 RATES = dict(zip(ARMS, (*LOADERS, 50.0, 96.0, 1234.0, 95.0, 0.0), strict=True))
 METRICS = {"images_per_s": 1.0, "qps": 1.0, "tp50_ms": 2.0, "tp99_ms": 30.0}
 """Metric -> by how much it is larger than the rate."""

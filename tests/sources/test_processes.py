@@ -21,6 +21,7 @@ from gpuflow.memory import BytePool, shared, shared_block, shared_keys
 from gpuflow.sources import Payload, SourceSpec, open_source
 from gpuflow.sources.processes import ProcessStorage, in_processes
 from gpuflow.sources.storage import LocalStorage, Shard, open_storage
+from tests.datasets import children
 
 
 @pytest.fixture
@@ -41,14 +42,6 @@ def storage() -> Iterator[ProcessStorage]:
     storage = ProcessStorage(LocalStorage(), 2)
     yield storage
     storage.close()
-
-
-def children() -> set[int]:
-    """This process's children that are alive."""
-    found = set()
-    for task in Path("/proc/self/task").iterdir():
-        found |= set(map(int, (task / "children").read_text().split()))
-    return found
 
 
 def alive(process: int) -> bool:

@@ -1,0 +1,204 @@
+"""Chunks that processes read and decode, straight into the slots of a batch.
+
+A thread that decodes needs the interpreter a dozen times an image, a tenth of its time. Where more than a few threads
+do, they spend more time on getting it than on images. So a loader with many threads has processes beside it, each with
+a few threads, and hands chunks to them once they have started; until then, and where they cannot run the pipeline,
+its own threads do the work. Either way it is `CpuRunner`'s, and the pixels are the same.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from gpuflow.cpu import STORAGE, CpuRunner, slot_shape
+from gpuflow.errors import BadSampleError
+from gpuflow.fold import Program
+from gpuflow.memory import BytePool
+from gpuflow.processes import Channel, Child, Peer
+from gpuflow.sources import Payload, Source
+from gpuflow.spec import Keys
+
+__all__ = ["Outcome", "Workers", "decode", "work"]
+
+_LOG = logging.getLogger(__name__)
+_READY = "ready"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a chunk's samples.
+
+    faults [n]: None, or the stage and the reason. read_bytes, read_s: of the source. cpu_s: processor seconds in all.
+    """
+
+    faults: list[tuple[str, str] | None]
+    read_bytes: int
+    read_s: float
+    cpu_s: float
+
+    def errors(self) -> list[BadSampleError | None]:
+        return [None if fault is None else BadSampleError(*fault) for fault in self.faults]
+
+
+def decode(runner: CpuRunner, payload: Payload, keys: Keys, slots: NDArray[Any]) -> list[BadSampleError | None]:
+    """A payload's samples into their slots, as `CpuRunner.run`; an unreadable one is bad without further ado."""
+    faults = runner.run([payload.sample(i) for i in range(len(payload))], keys, slots)
+    for i, error in enumerate(payload.errors):
+        if error is not None:
+            faults[i] = BadSampleError("read", error)
+    return faults
+
+
+class Workers:
+    """Processes for one loader. Any thread may call any method.
+
+    Args:
+        threads: chunks at a time, of all of them together. processes: that share those.
+    """
+
+    def __init__(self, program: Program, source: Source, *, threads: int, processes: int) -> None:
+        self._pid, self._lock = os.getpid(), threading.Lock()
+        self._starting: list[Channel] = []
+        self._idle: queue.SimpleQueue[Channel] = queue.SimpleQueue()
+        self._children = children = list[Child]()
+        try:
+            setup = pickle.dumps((source, program), pickle.HIGHEST_PROTOCOL)
+            for number in range(processes):
+                share = len(range(number, threads, processes))
+                children.append(Child(__name__, connections=share, setup=setup))
+                self._starting += children[-1].channels
+        except Exception as error:  # whatever a source or a stage raises when it is pickled
+            _LOG.warning("no process to decode with: %s; threads decode instead", error)
+        self._end = weakref.finalize(self, _end, tuple(children))
+
+    def run(self, indices: Sequence[int], keys: Keys, slots: NDArray[Any], start: int) -> Outcome | None:
+        """Read and decode samples into slots [start, start + n) of a batch's; None where no process can just now.
+
+        Then the slots hold anything, and the caller has to do it. Raises what ends the caller's wait only.
+        """
+        channel = self._free()
+        if channel is None:
+            return None
+        try:
+            channel.send((indices, keys, start))
+            outcome: Outcome | None = channel.answer() if channel.share(slots) else None
+        except (OSError, EOFError) as error:
+            self._lose(channel, error)
+            return None
+        except BaseException:
+            channel.child.end()  # in the middle of an answer that nobody will take
+            raise
+        self._idle.put(channel)
+        return outcome
+
+    def counts(self) -> dict[str, int]:
+        """Processes `at_work`, and `starting`: not yet ready for chunks."""
+        starting = {channel.child for channel in list(self._starting)}
+        return {"at_work": len(self._children) - len(starting), "starting": len(starting)}
+
+    def _free(self) -> Channel | None:
+        """A channel to a thread that waits for work."""
+        if os.getpid() != self._pid:  # a forked child, whose parent speaks with the processes
+            return None
+        if self._starting:
+            with self._lock:
+                for channel in filter(Channel.answered, list(self._starting)):
+                    self._starting.remove(channel)
+                    self._welcome(channel)
+        try:
+            return self._idle.get_nowait()
+        except queue.Empty:
+            return None
+
+    def _welcome(self, channel: Channel) -> None:
+        try:
+            word = channel.answer()
+        except (OSError, EOFError) as error:
+            self._lose(channel, error)
+            return
+        if word == _READY:
+            self._idle.put(channel)
+        else:
+            _LOG.warning("a process cannot decode: %s; a thread decodes instead", word)
+            with suppress(ValueError):
+                self._children.remove(channel.child)
+
+    def _lose(self, channel: Channel, error: Exception) -> None:
+        """Do without a process. Its other channels are lost with it, each when it is used."""
+        channel.child.end()
+        with suppress(ValueError):
+            self._children.remove(channel.child)
+            if self._end.alive:
+                _LOG.warning("a process that decodes has ended: %r; threads decode instead", error)
+
+    def close(self) -> None:
+        """End the processes, whatever they are at."""
+        self._end()
+
+
+def _end(children: Sequence[Child]) -> None:
+    for child in children:
+        child.end()
+
+
+# --- in the process ---------------------------------------------------------------------------------------------------
+
+_opening = threading.Lock()
+
+
+@lru_cache(maxsize=1)
+def _open(setup: bytes) -> tuple[Source, Program]:
+    return pickle.loads(setup)  # type: ignore[no-any-return]
+
+
+def work(peer: Peer, setup: bytes) -> None:
+    """Reads and decodes what it is told to until nobody tells it any more."""
+    torch.set_num_threads(1)
+    try:
+        with _opening:
+            source, program = _open(setup)
+        runner, pool = CpuRunner(program), BytePool()
+    except Exception as error:  # a stage of the script that started us, for one, is not to be found here
+        peer.send(repr(error))
+        return
+    shape, dtype = slot_shape(program.result), np.dtype(STORAGE[program.result.dtype])
+    size = int(np.prod(shape)) * dtype.itemsize
+    peer.send(_READY)
+    while True:
+        indices, keys, start = peer.recv()
+        memory = peer.memory()
+        if memory is None:
+            continue
+        slots = memory[start * size : (start + len(indices)) * size].view(dtype).reshape(-1, *shape)
+        try:
+            outcome = _run(source, runner, pool, indices, keys, slots)
+        except Exception:  # it will be raised again where it is seen, by the thread that does this instead
+            outcome = None
+        peer.send(outcome)
+
+
+def _run(
+    source: Source, runner: CpuRunner, pool: BytePool, indices: Sequence[int], keys: Keys, slots: NDArray[Any]
+) -> Outcome:
+    begun, cpu = time.perf_counter(), time.thread_time()
+    payload = source.read(indices, pool.take)
+    read_s = time.perf_counter() - begun
+    faults = decode(runner, payload, keys, slots)
+    pool.give(payload.buffer)
+    told = [None if fault is None else (fault.stage, fault.reason) for fault in faults]
+    return Outcome(told, sum(payload.sizes), read_s, time.thread_time() - cpu)
