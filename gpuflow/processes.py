@@ -71,10 +71,8 @@ class Child:
         return self._process.pid
 
     def end(self) -> None:
-        """Whatever it is at. It holds nothing that could be lost."""
+        """Whatever it is at. It holds nothing that could be lost. Who waits at a channel of it learns of its end."""
         self._process.kill()
-        for channel in self.channels:
-            channel.close()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_SECONDS)
 
@@ -116,6 +114,7 @@ class Channel:
         return True
 
     def close(self) -> None:
+        """By the thread that uses it alone: another one would go on with whatever gets its descriptor next."""
         self._connection.close()
 
 

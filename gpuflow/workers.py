@@ -100,8 +100,8 @@ class Workers:
         except (OSError, EOFError) as error:
             self._lose(channel, error)
             return None
-        except BaseException:
-            channel.child.end()  # in the middle of an answer that nobody will take
+        except BaseException as error:
+            self._lose(channel, error)  # in the middle of an answer that nobody will take
             raise
         self._idle.put(channel)
         return outcome
@@ -134,13 +134,15 @@ class Workers:
         if word == _READY:
             self._idle.put(channel)
         else:
+            channel.close()
             _LOG.warning("a process cannot decode: %s; a thread decodes instead", word)
             with suppress(ValueError):
                 self._children.remove(channel.child)
 
-    def _lose(self, channel: Channel, error: Exception) -> None:
+    def _lose(self, channel: Channel, error: BaseException) -> None:
         """Do without a process. Its other channels are lost with it, each when it is used."""
         channel.child.end()
+        channel.close()
         with suppress(ValueError):
             self._children.remove(channel.child)
             if self._end.alive:
@@ -149,6 +151,13 @@ class Workers:
     def close(self) -> None:
         """End the processes, whatever they are at."""
         self._end()
+        with self._lock:
+            for channel in self._starting:
+                channel.close()
+            self._starting.clear()
+        with suppress(queue.Empty):
+            while True:
+                self._idle.get_nowait().close()
 
 
 def _end(children: Sequence[Child]) -> None:

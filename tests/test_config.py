@@ -250,7 +250,7 @@ def test_a_tag_runs_nothing(here: Path) -> None:
 
 SOURCE_KEYS = "folder, listing, tar, root, classes, split, seed, window"
 BYTES = "bytes, or text with a unit such as 512MB or 2GiB"
-RUN_KEYS = "threads, readers, prefetch, on_error, max_bad, bad_file, timeout_s, memory_limit, deterministic"
+RUN_KEYS = "threads, readers, processes, prefetch, on_error, max_bad, bad_file, timeout_s, memory_limit, deterministic"
 
 
 @pytest.mark.parametrize(

@@ -200,7 +200,7 @@ def test_table_of_experiments_service_is_that_of_results_csv() -> None:
     values = service_figures()
     text = (ROOT / "experiments/service/README.md").read_text()
     table = re.findall(r"^\| (\d+) \| (\w+) \|" + r" ([\d.]+) \|" * 6 + "$", text, flags=re.MULTILINE)
-    assert len(table) == 7
+    assert len(table) == 6
     for clients, engine, *shown in table:
         expected: list[str] = []
         for metric in ("qps", "tp99_ms"):

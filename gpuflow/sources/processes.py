@@ -85,13 +85,13 @@ class ProcessStorage:
         try:
             payload = _read_there(channel, name, arguments, take)
         except (OSError, EOFError) as error:
-            channel.child.end()
+            _let_go(channel)
             if not self._end.alive:
                 raise
             _LOG.warning("a process that reads has ended: %r; a thread reads instead", error)
             return here(*arguments, take)
         except BaseException:
-            channel.child.end()  # in the middle of an answer that nobody will take
+            _let_go(channel)  # in the middle of an answer that nobody will take
             raise
         self._idle.put(channel)
         return payload if payload is not None else here(*arguments, take)
@@ -107,7 +107,15 @@ class ProcessStorage:
 
     def close(self) -> None:
         self._end()
+        with suppress(queue.Empty):
+            while True:
+                self._idle.get_nowait().close()
         self._local.close()
+
+
+def _let_go(channel: Channel) -> None:
+    channel.child.end()
+    channel.close()
 
 
 def _end(children: Sequence[Child]) -> None:
