@@ -80,7 +80,7 @@ def test_one_node_that_does_both_gives_the_same() -> None:
     wanted = submit(two, DATA[3], wants_image=True)
     assert torch.equal(rest[3].result(20), wanted.result(20))
     assert (one.close(20), two.close(20), one.in_flight) == (True, True, 0)
-    assert engine.counts == [1, 2]
+    assert (engine.counts[0], sum(engine.counts)) == (1, 3)
     assert engine.closed
 
 
