@@ -10,10 +10,12 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import queue
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib import import_module
 from multiprocessing import Pipe
@@ -26,7 +28,7 @@ from numpy.typing import NDArray
 
 from gpuflow.memory import SharedBlock, shared_block, shared_keys
 
-__all__ = ["Channel", "Child", "Peer", "serve"]
+__all__ = ["Channel", "Child", "Crew", "Peer", "serve"]
 
 _PROGRAM = """\
 import json, sys
@@ -116,6 +118,68 @@ class Channel:
     def close(self) -> None:
         """By the thread that uses it alone: another one would go on with whatever gets its descriptor next."""
         self._connection.close()
+
+
+class Crew:
+    """Processes that threads ask by turns: who takes a channel has it alone until it gives it back or loses it.
+
+    Any thread may call any method. They end with the crew.
+    """
+
+    def __init__(self) -> None:
+        self._pid, self._children = os.getpid(), list[Child]()
+        self._idle: queue.SimpleQueue[Channel] = queue.SimpleQueue()
+        self._end = weakref.finalize(self, _end, self._children)
+
+    def __len__(self) -> int:
+        """Processes that were not lost."""
+        return len(self._children)
+
+    @property
+    def closed(self) -> bool:
+        return not self._end.alive
+
+    @property
+    def here(self) -> bool:
+        """Whether this is the process that they work for, and not a forked child of it."""
+        return os.getpid() == self._pid
+
+    def hire(self, module: str, *, connections: int = 1, setup: bytes = b"") -> list[Channel]:
+        """Start one, see `Child`. Its channels are taken; `give` them once they can be asked."""
+        child = Child(module, connections=connections, setup=setup)
+        self._children.append(child)
+        return child.channels
+
+    def take(self) -> Channel | None:
+        """A channel that nobody has, or None."""
+        try:
+            return self._idle.get_nowait() if self.here else None
+        except queue.Empty:
+            return None
+
+    def give(self, channel: Channel) -> None:
+        self._idle.put(channel)
+
+    def lose(self, channel: Channel) -> bool:
+        """Do without the process of a taken channel: its other channels fail when they are used. Returns whether it is
+        the first of them, and the crew not closed: whether it is news."""
+        channel.child.end()
+        channel.close()
+        with suppress(ValueError):
+            self._children.remove(channel.child)
+            return not self.closed
+        return False
+
+    def close(self) -> None:
+        """End the processes, whatever they are at."""
+        self._end()
+        while (channel := self.take()) is not None:
+            channel.close()
+
+
+def _end(children: Sequence[Child]) -> None:
+    for child in tuple(children):
+        child.end()
 
 
 # --- in the process ---------------------------------------------------------------------------------------------------

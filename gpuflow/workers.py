@@ -9,14 +9,10 @@ its own threads do the work. Either way it is `CpuRunner`'s, and the pixels are 
 from __future__ import annotations
 
 import logging
-import os
 import pickle
-import queue
 import threading
 import time
-import weakref
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -29,7 +25,7 @@ from gpuflow.cpu import STORAGE, CpuRunner, slot_shape
 from gpuflow.errors import BadSampleError
 from gpuflow.fold import Program
 from gpuflow.memory import BytePool
-from gpuflow.processes import Channel, Child, Peer
+from gpuflow.processes import Channel, Crew, Peer
 from gpuflow.sources import Payload, Source
 from gpuflow.spec import Keys
 
@@ -72,19 +68,15 @@ class Workers:
     """
 
     def __init__(self, program: Program, source: Source, *, threads: int, processes: int) -> None:
-        self._pid, self._lock = os.getpid(), threading.Lock()
+        self._crew, self._lock = Crew(), threading.Lock()
         self._starting: list[Channel] = []
-        self._idle: queue.SimpleQueue[Channel] = queue.SimpleQueue()
-        self._children = children = list[Child]()
         try:
             setup = pickle.dumps((source, program), pickle.HIGHEST_PROTOCOL)
             for number in range(processes):
                 share = len(range(number, threads, processes))
-                children.append(Child(__name__, connections=share, setup=setup))
-                self._starting += children[-1].channels
+                self._starting += self._crew.hire(__name__, connections=share, setup=setup)
         except Exception as error:  # whatever a source or a stage raises when it is pickled
             _LOG.warning("no process to decode with: %s; threads decode instead", error)
-        self._end = weakref.finalize(self, _end, tuple(children))
 
     def run(self, indices: Sequence[int], keys: Keys, slots: NDArray[Any], start: int) -> Outcome | None:
         """Read and decode samples into slots [start, start + n) of a batch's; None where no process can just now.
@@ -103,27 +95,22 @@ class Workers:
         except BaseException as error:
             self._lose(channel, error)  # in the middle of an answer that nobody will take
             raise
-        self._idle.put(channel)
+        self._crew.give(channel)
         return outcome
 
     def counts(self) -> dict[str, int]:
         """Processes `at_work`, and `starting`: not yet ready for chunks."""
         starting = {channel.child for channel in list(self._starting)}
-        return {"at_work": len(self._children) - len(starting), "starting": len(starting)}
+        return {"at_work": len(self._crew) - len(starting), "starting": len(starting)}
 
     def _free(self) -> Channel | None:
         """A channel to a thread that waits for work."""
-        if os.getpid() != self._pid:  # a forked child, whose parent speaks with the processes
-            return None
-        if self._starting:
+        if self._starting and self._crew.here:
             with self._lock:
                 for channel in filter(Channel.answered, list(self._starting)):
                     self._starting.remove(channel)
                     self._welcome(channel)
-        try:
-            return self._idle.get_nowait()
-        except queue.Empty:
-            return None
+        return self._crew.take()
 
     def _welcome(self, channel: Channel) -> None:
         try:
@@ -132,37 +119,21 @@ class Workers:
             self._lose(channel, error)
             return
         if word == _READY:
-            self._idle.put(channel)
-        else:
-            channel.close()
-            _LOG.warning("a process cannot decode: %s; a thread decodes instead", word)
-            with suppress(ValueError):
-                self._children.remove(channel.child)
+            self._crew.give(channel)
+        elif self._crew.lose(channel):
+            _LOG.warning("a process cannot decode: %s; threads decode instead", word)
 
     def _lose(self, channel: Channel, error: BaseException) -> None:
-        """Do without a process. Its other channels are lost with it, each when it is used."""
-        channel.child.end()
-        channel.close()
-        with suppress(ValueError):
-            self._children.remove(channel.child)
-            if self._end.alive:
-                _LOG.warning("a process that decodes has ended: %r; threads decode instead", error)
+        if self._crew.lose(channel):
+            _LOG.warning("a process that decodes has ended: %r; threads decode instead", error)
 
     def close(self) -> None:
         """End the processes, whatever they are at."""
-        self._end()
+        self._crew.close()
         with self._lock:
             for channel in self._starting:
                 channel.close()
             self._starting.clear()
-        with suppress(queue.Empty):
-            while True:
-                self._idle.get_nowait().close()
-
-
-def _end(children: Sequence[Child]) -> None:
-    for child in children:
-        child.end()
 
 
 # --- in the process ---------------------------------------------------------------------------------------------------

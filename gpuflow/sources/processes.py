@@ -12,10 +12,7 @@ A process that ends, or cannot be started, spoils no read: what it should have r
 from __future__ import annotations
 
 import logging
-import os
-import queue
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, TypeVar, final
@@ -23,7 +20,7 @@ from typing import Any, TypeVar, final
 import numpy as np
 from numpy.typing import NDArray
 
-from gpuflow.processes import Channel, Child, Peer
+from gpuflow.processes import Channel, Crew, Peer
 from gpuflow.sources.base import Allocate, Payload
 from gpuflow.sources.storage import LocalStorage, ReadAt, Shard, Storage
 
@@ -48,17 +45,13 @@ class ProcessStorage:
     """
 
     def __init__(self, local: LocalStorage, count: int) -> None:
-        self._local, self._pid = local, os.getpid()
-        self._idle: queue.SimpleQueue[Channel] = queue.SimpleQueue()
-        children = []
-        for _ in range(count):
-            try:
-                children.append(Child(__name__))
-            except OSError as error:
-                _LOG.warning("no process to read with: %s; a thread reads instead", error)
-                break
-            self._idle.put(children[-1].channels[0])
-        self._end = weakref.finalize(self, _end, children)
+        self._local, self._crew = local, Crew()
+        try:
+            for _ in range(count):
+                (channel,) = self._crew.hire(__name__)
+                self._crew.give(channel)
+        except OSError as error:
+            _LOG.warning("no process to read with: %s; a thread reads instead", error)
 
     def read(self, paths: Sequence[bytes], allocate: Allocate) -> Payload:
         return self._ask("read", (list(paths),), self._local.read, allocate)
@@ -69,11 +62,8 @@ class ProcessStorage:
         return self._ask("read_ranges", (list(shards), list(starts), list(sizes)), self._local.read_ranges, allocate)
 
     def _ask(self, name: str, arguments: tuple[Any, ...], here: Callable[..., Payload], allocate: Allocate) -> Payload:
-        try:
-            if os.getpid() != self._pid:  # a forked child, whose parent speaks with the processes
-                raise queue.Empty
-            channel = self._idle.get_nowait()
-        except queue.Empty:
+        channel = self._crew.take()
+        if channel is None:
             return here(*arguments, allocate)
         taken: list[NDArray[np.uint8]] = []
 
@@ -85,15 +75,15 @@ class ProcessStorage:
         try:
             payload = _read_there(channel, name, arguments, take)
         except (OSError, EOFError) as error:
-            _let_go(channel)
-            if not self._end.alive:
+            self._crew.lose(channel)
+            if self._crew.closed:
                 raise
             _LOG.warning("a process that reads has ended: %r; a thread reads instead", error)
             return here(*arguments, take)
         except BaseException:
-            _let_go(channel)  # in the middle of an answer that nobody will take
+            self._crew.lose(channel)  # in the middle of an answer that nobody will take
             raise
-        self._idle.put(channel)
+        self._crew.give(channel)
         return payload if payload is not None else here(*arguments, take)
 
     def load(self, path: str) -> bytes:
@@ -106,21 +96,8 @@ class ProcessStorage:
         return self._local.scan(shards, scanner)
 
     def close(self) -> None:
-        self._end()
-        with suppress(queue.Empty):
-            while True:
-                self._idle.get_nowait().close()
+        self._crew.close()
         self._local.close()
-
-
-def _let_go(channel: Channel) -> None:
-    channel.child.end()
-    channel.close()
-
-
-def _end(children: Sequence[Child]) -> None:
-    for child in children:
-        child.end()
 
 
 def _read_there(channel: Channel, name: str, arguments: tuple[Any, ...], allocate: Allocate) -> Payload | None:
