@@ -14,8 +14,9 @@ from gpuflow.errors import ConfigError, Problem, SourceError
 from gpuflow.loader import Loader
 from gpuflow.machine import cpu_quota
 from gpuflow.order import Order, ShardedOrder, ShuffledOrder, key64
-from gpuflow.placement import Placement, place
+from gpuflow.placement import place
 from gpuflow.sources import Source, SourceSpec, open_source, subset
+from gpuflow.sources.storage import is_remote
 from gpuflow.train import BadSamples
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ __all__ = [
     "build_loader",
     "open_split",
     "open_whole",
+    "processes_beside",
     "processes_of",
     "share_of_cores",
     "threads_of",
@@ -72,7 +74,7 @@ def build_loader(
     run, seed = config.run, config.source.seed
     limit = run.max_bad if not isinstance(run.max_bad, float) else int(run.max_bad * len(source))
     policy = pipeline.on_error or ("skip" if name == "val" else run.on_error)
-    readers = _readers(config, placement) if run.readers == "auto" else run.readers
+    readers = _readers(config, gpu=placement.gpu is not None)
     if placement.gpu is not None:
         source.read_in_processes(readers)
     return Loader(
@@ -90,7 +92,7 @@ def build_loader(
         timeout_seconds=run.timeout_s,
         bad=_bad_samples(config, policy, limit),
         readers=readers,
-        processes=0 if readers or placement.gpu is not None else processes_of(run, len(source)),
+        processes=processes_beside(config, len(source)) if placement.gpu is None else 0,
         identity=_identity(config, name, source),
         delivery=placement.delivery,
         gpu=placement.gpu,
@@ -132,6 +134,11 @@ def processes_of(run: RunSpec, samples: int) -> int:
     return 0 if threads <= _THREADS_EACH or samples < _WORTH_PROCESSES else -(-threads // _THREADS_EACH)
 
 
+def processes_beside(config: Config, samples: int) -> int:
+    """Processes that decode for a loader on the CPU: none where threads of their own read, see `processes_of`."""
+    return 0 if _readers(config, gpu=False) else processes_of(config.run, samples)
+
+
 def share_of_cores(cores: int, quota: float | None, ranks: int) -> int:
     """Threads of one of so many ranks. quota: cores' worth of time that control groups grant."""
     granted = cores if quota is None else min(cores, math.ceil(quota))
@@ -154,12 +161,14 @@ def _batch_size(config: Config, name: str, batch: BatchSpec, world_size: int) ->
     return batch.global_size // world_size
 
 
-def _readers(config: Config, placement: Placement) -> int:
-    """Threads that only read: many for a network; on a GPU two, which prepare chunks too; else none."""
+def _readers(config: Config, *, gpu: bool) -> int:
+    """`run.readers`; where that is auto, many for a network; on a GPU two, which prepare chunks too; else none."""
     spec = config.source
-    if "://" in str(spec.folder or spec.listing or spec.tar):
+    if config.run.readers != "auto":
+        return config.run.readers
+    if is_remote(str(spec.folder or spec.listing or spec.tar)):
         return _REMOTE_READERS
-    return 0 if placement.gpu is None else _GPU_READERS
+    return _GPU_READERS if gpu else 0
 
 
 def _bad_samples(config: Config, policy: str, limit: int | None) -> BadSamples:

@@ -11,7 +11,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from gpuflow.build import open_split, processes_of, threads_of
+from gpuflow.build import open_split, processes_beside, threads_of
 from gpuflow.codecs import decoder_description
 from gpuflow.config import Config
 from gpuflow.cpu import STORAGE, slot_shape
@@ -73,7 +73,7 @@ def _facts(config: Config, name: str, program: Program) -> Iterator[Text]:
     yield Text(f"  source         {where}")
     yield Text(f"  batch          {size} images of {program.result} ({megabytes:.1f} MB), {run.prefetch} ahead")
     yield Text(f"  order          {'shuffled' if pipeline.shuffle else 'as in the source'}, seed {config.source.seed}")
-    processes = 0 if run.readers not in ("auto", 0) else processes_of(run, samples)
+    processes = processes_beside(config, samples)
     beside = f", and {processes} process(es) that they leave decoding to" if processes else ""
     yield Text(f"  device         cpu, {threads_of(run)} decode thread(s){beside}")
     yield Text(f"  decoder        {program.decoder.library or decoder_description()}")

@@ -67,6 +67,9 @@ def test_says_who_decodes(config: Path) -> None:
     beside = "3 decode thread(s), and 2 process(es) that they leave decoding to"
     assert beside in explained(config, "run.threads=3", "run.processes=2")
     assert "process(es)" not in explained(config, "run.threads=3", "run.processes=2", "run.readers=1")
+    assert "process(es)" not in explained(config, "run.processes=2", "source.folder=memory://photos"), (
+        "threads read URLs"
+    )
 
 
 def test_an_opaque_stage_runs_an_image_at_a_time(config: Path) -> None:
