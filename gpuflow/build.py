@@ -34,8 +34,8 @@ __all__ = [
 ]
 
 _REMOTE_READERS, _GPU_READERS = 16, 2
-_THREADS_EACH = 4
-"""Threads that decode in one process: more of them would wait for the interpreter longer than they gain."""
+_FEW_THREADS = 4
+"""So many do without processes. More of them wait for the interpreter longer than they work (experiments/loader_cpu)."""
 _WORTH_PROCESSES = 10_000
 """Samples. A process takes seconds to start."""
 _LAUNCHERS = 3
@@ -127,11 +127,11 @@ def threads_of(run: RunSpec) -> int:
 
 
 def processes_of(run: RunSpec, samples: int) -> int:
-    """`run.processes`; where that is auto, none for few threads or samples, else one for every four threads."""
+    """`run.processes`; where that is auto, none for few threads or samples, else one for each thread."""
     threads = threads_of(run)
     if run.processes != "auto":
         return min(run.processes, threads)
-    return 0 if threads <= _THREADS_EACH or samples < _WORTH_PROCESSES else -(-threads // _THREADS_EACH)
+    return 0 if threads <= _FEW_THREADS or samples < _WORTH_PROCESSES else threads
 
 
 def processes_beside(config: Config, samples: int) -> int:

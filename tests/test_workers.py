@@ -257,8 +257,8 @@ print(open(f"/proc/self/task/{os.getpid()}/children").read().split())
     ("threads", "processes", "samples", "expected"),
     [
         (4, "auto", 1_000_000, 0),
-        (5, "auto", 1_000_000, 2),
-        (16, "auto", 10_000, 4),
+        (5, "auto", 1_000_000, 5),
+        (16, "auto", 10_000, 16),
         (16, "auto", 9_999, 0),
         (16, 0, 1_000_000, 0),
         (16, 3, 10, 3),
