@@ -1,4 +1,4 @@
-# mypy: disable-error-code="import-untyped, no-untyped-def, untyped-decorator"
+# mypy: disable-error-code="assignment, import-untyped, no-untyped-def, untyped-decorator"
 """One launch a chunk: crop, resample, flip, and a table of 256 results a channel, from decoded images to a batch.
 
 The kernel follows torch's antialiased interpolation (aten/native/UpSample.h): centres at (i + 0.5) * scale, a triangle
@@ -32,6 +32,8 @@ fields, and the row of the batch that it fills."""
 ROWS, COLUMNS, WARPS = 4, 32, 1
 _NEAREST, _BILINEAR, _BICUBIC = 0, 1, 2
 _KINDS = {"nearest": _NEAREST, "bilinear": _BILINEAR, "bicubic": _BICUBIC}
+_KEPT = {"nearest": 0, "bilinear": 4, "bicubic": 8}
+"""Taps whose weights are computed once for all lines: as many as an image has that shrinks to half its size."""
 
 
 @triton.jit
@@ -64,16 +66,23 @@ def _weight(tap, center, inverse, box, KIND: tl.constexpr, ANTIALIAS: tl.constex
 
 
 @triton.jit
-def _level(value):
-    """Rounded to a level of 0-255, still as a float."""
-    return tl.minimum(tl.maximum(tl.floor(value + 0.5), 0.0), 255.0)
+def _float(level):
+    """A uint8 as a float32, by its bits: the GPU converts whole numbers at an eighth of the rate at which it adds."""
+    return (level.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0  # 2 ** 23
+
+
+@triton.jit
+def _level(value, KIND: tl.constexpr):
+    """Rounded to a level of 0-255, still as a float. Only cubic weights, some of them negative, lead beyond."""
+    level = tl.floor(value + 0.5)
+    return tl.minimum(tl.maximum(level, 0.0), 255.0) if KIND == 2 else level
 
 
 @triton.jit
 def _sample(
     plan, table, out, stride_n, stride_c, stride_y, stride_x,
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr, CHANNELS: tl.constexpr, FIELD_COUNT: tl.constexpr,
-    KIND: tl.constexpr, ANTIALIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    KIND: tl.constexpr, ANTIALIAS: tl.constexpr, KEPT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """A tile of ROWS by COLUMNS of one sample: lines of the box are resampled, then added to the rows they weigh in."""
     tiles: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
@@ -111,7 +120,13 @@ def _sample(
     center_y, inverse_y, first_y, taps_y = _axis(gy, box_h, grid_h, KIND, ANTIALIAS)
     center_x, inverse_x, first_x, taps_x = _axis(gx, box_w, grid_w, KIND, ANTIALIAS)
     total_x = tl.zeros([COLUMNS], tl.float32)
-    for i in range(taps_x):
+    weights, places = (), ()  # of the first taps, kept for all lines
+    for i in tl.static_range(KEPT):
+        weight_x = _weight(first_x + i, center_x, inverse_x, box_w, KIND, ANTIALIAS)
+        weights += (tl.where(i < taps_x, weight_x, 0.0),)
+        places += (tl.minimum(tl.maximum(first_x + i, 0), box_w - 1) * CHANNELS,)
+        total_x += weights[i]
+    for i in range(KEPT, taps_x):
         total_x += _weight(first_x + i, center_x, inverse_x, box_w, KIND, ANTIALIAS)
     share_x = 1.0 / total_x
     red = tl.zeros([ROWS, COLUMNS], tl.float32)
@@ -119,33 +134,40 @@ def _sample(
     blue = tl.zeros([ROWS, COLUMNS], tl.float32)
     total_y = tl.zeros([ROWS], tl.float32)
     image += box_y * pitch + box_x * CHANNELS
-    top = tl.min(first_y, 0)
-    for j in range(tl.max(first_y, 0) + taps_y - top):
-        y = top + j
+    top, bottom = tl.min(first_y, 0), tl.max(first_y, 0) + taps_y
+    if ANTIALIAS:  # lines beyond the box weigh nothing
+        top, bottom = tl.maximum(top, 0), tl.minimum(bottom, box_h)
+    for y in range(top, bottom):
         line = image + tl.minimum(tl.maximum(y, 0), box_h - 1) * pitch
         red_x = tl.zeros([COLUMNS], tl.float32)
         green_x = tl.zeros([COLUMNS], tl.float32)
         blue_x = tl.zeros([COLUMNS], tl.float32)
-        for i in range(taps_x):
-            x = first_x + i
-            weight = _weight(x, center_x, inverse_x, box_w, KIND, ANTIALIAS)
-            pixel = line + tl.minimum(tl.maximum(x, 0), box_w - 1) * CHANNELS
-            red_x += weight * tl.load(pixel).to(tl.float32)
+        for i in tl.static_range(KEPT):
+            pixel = line + places[i]
+            red_x += weights[i] * _float(tl.load(pixel))
             if CHANNELS == 3:
-                green_x += weight * tl.load(pixel + 1).to(tl.float32)
-                blue_x += weight * tl.load(pixel + 2).to(tl.float32)
-        weight = _weight(y, center_y, inverse_y, box_h, KIND, ANTIALIAS)
+                green_x += weights[i] * _float(tl.load(pixel + 1))
+                blue_x += weights[i] * _float(tl.load(pixel + 2))
+        for i in range(KEPT, taps_x):
+            x = first_x + i
+            weight_x = _weight(x, center_x, inverse_x, box_w, KIND, ANTIALIAS)
+            pixel = line + tl.minimum(tl.maximum(x, 0), box_w - 1) * CHANNELS
+            red_x += weight_x * _float(tl.load(pixel))
+            if CHANNELS == 3:
+                green_x += weight_x * _float(tl.load(pixel + 1))
+                blue_x += weight_x * _float(tl.load(pixel + 2))
+        weight = _filter((y + 0.5 - center_y) * inverse_y, KIND, ANTIALIAS)
         if not ANTIALIAS:
             weight = tl.where((y >= first_y) & (y < first_y + taps_y), weight, 0.0)
         total_y += weight
-        red += weight[:, None] * _level(red_x * share_x)[None, :]
+        red += weight[:, None] * _level(red_x * share_x, KIND)[None, :]
         if CHANNELS == 3:
-            green += weight[:, None] * _level(green_x * share_x)[None, :]
-            blue += weight[:, None] * _level(blue_x * share_x)[None, :]
+            green += weight[:, None] * _level(green_x * share_x, KIND)[None, :]
+            blue += weight[:, None] * _level(blue_x * share_x, KIND)[None, :]
     share_y = (1.0 / total_y)[:, None]
     for c in tl.static_range(CHANNELS):
         total = red if c == 0 else (green if c == 1 else blue)
-        level = tl.where(seen, _level(total * share_y), 0.0).to(tl.int32)
+        level = tl.where(seen, _level(total * share_y, KIND), 0.0).to(tl.int32)
         tl.store(target + c * stride_c, tl.load(table + c * 256 + level), inside)
 
 
@@ -162,7 +184,8 @@ def sample(plan: torch.Tensor, table: torch.Tensor, out: torch.Tensor, *, interp
     _sample[grid](
         plan, table, out, *out.stride(),
         HEIGHT=height, WIDTH=width, CHANNELS=channels, FIELD_COUNT=len(FIELDS),
-        KIND=_KINDS[interpolation], ANTIALIAS=antialias, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=WARPS,
+        KIND=_KINDS[interpolation], ANTIALIAS=antialias, KEPT=_KEPT[interpolation],
+        ROWS=ROWS, COLUMNS=COLUMNS, num_warps=WARPS,
     )  # fmt: skip
 
 
