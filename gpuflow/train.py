@@ -189,11 +189,14 @@ class Run:
 
     def __init__(self, begin: Callable[[], _Machinery], culprit: Callable[[], str]) -> None:
         begun: queue.SimpleQueue[_Machinery | BaseException] = queue.SimpleQueue()
-        end: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self.owner = threading.Thread(target=_own, args=(begin, culprit, begun, end), name="gpuflow_epoch", daemon=True)
-        self.let_go = weakref.finalize(self, end.put, None)
+        end: queue.SimpleQueue[object] = queue.SimpleQueue()
+        # No frame of Python's, at whose beginning a Ctrl-C could come in between. The owner keeps the reference.
+        collected = weakref.ref(self, end.put)
+        self.let_go: Callable[[], None] = functools.partial(end.put, None)
         """Ends the epoch, and does not wait for that."""
-        self.let_go.atexit = False  # the owner's own handler waits, too
+        self.owner = threading.Thread(
+            target=_own, args=(begin, culprit, begun, end, collected), name="gpuflow_epoch", daemon=True
+        )
         self.owner.start()
         machinery = begun.get(timeout=2 * _START_SECONDS)
         if isinstance(machinery, BaseException):
@@ -239,9 +242,10 @@ def _own(
     begin: Callable[[], _Machinery],
     culprit: Callable[[], str],
     begun: queue.SimpleQueue[_Machinery | BaseException],
-    end: queue.SimpleQueue[None],
+    end: queue.SimpleQueue[object],
+    collected: weakref.ref[Run],
 ) -> None:
-    """The life of an epoch, on its owner's thread."""
+    """The life of an epoch, on its owner's thread. It ends when something is put in `end`."""
     owner = threading.current_thread()
 
     def leave() -> None:
@@ -255,7 +259,7 @@ def _own(
         begun.put(error)
     else:
         begun.put(machinery)
-        end.get()  # comes when the Run is collected, if not before
+        end.get()
         if not machinery.stop(_STOP_SECONDS):
             _LOG.warning("a thread stays behind: %s", culprit())
     finally:
