@@ -35,7 +35,7 @@ __all__ = [
 
 _REMOTE_READERS, _GPU_READERS = 16, 2
 _FEW_THREADS = 4
-"""So many do without processes. More of them wait for the interpreter longer than they work (experiments/loader_cpu)."""
+"""So many do without processes; more wait for the interpreter longer than they work (experiments/loader_cpu)."""
 _WORTH_PROCESSES = 10_000
 """Samples. A process takes seconds to start."""
 _LAUNCHERS = 3

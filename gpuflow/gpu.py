@@ -25,7 +25,7 @@ from gpuflow.fold import Call, Map, Program, Sample, Sampling
 from gpuflow.headers import read_headers
 from gpuflow.kernels.color import adjust
 from gpuflow.kernels.sample import FIELDS, sample
-from gpuflow.memory import DecodeBuffers
+from gpuflow.memory import BUFFERS, DecodeBuffers
 from gpuflow.nvjpeg import Library
 from gpuflow.sources import Payload
 
@@ -128,6 +128,7 @@ class GpuRunner:
         program, passes: what `passes_of` made of it.
         library: the nvJPEG to decode with. backend: of it, see `nvjpeg.BACKENDS`.
         decode_bytes: decoded pixels that one of the buffers holds at most; one image may be larger.
+        buffers: of decoded pixels to begin with, which is how many chunks are launched at a time; see `hurry`.
 
     Raises:
         NvjpegError: the GPU has no JPEG engines.
@@ -142,6 +143,7 @@ class GpuRunner:
         *,
         backend: str,
         decode_bytes: int,
+        buffers: int = BUFFERS,
     ) -> None:
         self._program, self._passes, self._delivery = program, tuple(passes), delivery
         self._channels = 1 if program.decoder.color == "gray" else 3
@@ -151,7 +153,7 @@ class GpuRunner:
         self.engine_images, self.cpu_images = 0, 0
         with delivery.queued():
             self._decoders = Decoders(delivery, library, program.decoder.color, backend)
-            self._buffers = DecodeBuffers(delivery)
+            self._buffers = DecodeBuffers(delivery, buffers)
             self._tables = [self._table(one).to(delivery.device) for one in self._passes]
         delivery.synchronize()
 
@@ -165,8 +167,10 @@ class GpuRunner:
     # --- on any thread ----------------------------------------------------------------------------------------------
 
     def hurry(self, on: bool) -> None:
-        """Whether the GPU waits for the next batch; see `Decoders`."""
+        """Whether the GPU waits for batches: each time it does, one more decode buffer; for calls see `Decoders`."""
         self._decoders.hurry(on)
+        if on:
+            self._buffers.more()
 
     def prepare(self, payload: Payload, keys: s.Keys) -> Prepared:
         """All that comes before the engines: headers, draws, and whole images where those are not for the engines.

@@ -291,6 +291,8 @@ class _Epoch(Iterator[Batch]):
 
     def _batch(self, assembly: Assembly) -> Batch:
         images, *rows = self._tensors(assembly)
+        if self._step > 0:  # the batch before is not needed any more, once the GPU has come as far as this one
+            self._run.leave(None if assembly.ready is None else self._stream().record_event())
         if not assembly.kept.all():
             kept = np.flatnonzero(assembly.kept)
             if len(kept) == 0:
@@ -308,7 +310,7 @@ class _Epoch(Iterator[Batch]):
             rows = (torch.from_numpy(x) for x in (assembly.labels, assembly.valid, assembly.indices))
             return [as_batch(assembly.slots, self._loader._program.result), *rows]
         tensors = [assembly.slots, *assembly.there]
-        stream = torch.cuda.current_stream(self._loader._device)
+        stream = self._stream()
         self._last = stream.record_event(), assembly.ready
         stream.wait_event(assembly.ready)
         for tensor in tensors:
@@ -316,7 +318,11 @@ class _Epoch(Iterator[Batch]):
         return tensors
 
     def _starved(self) -> bool:
-        return starved(torch.cuda.current_stream(self._loader._device), self._last)
+        return starved(self._stream(), self._last)
+
+    def _stream(self) -> torch.cuda.Stream:
+        """The consumer's."""
+        return torch.cuda.current_stream(self._loader._device)
 
     def _warn_of_many_bad(self) -> None:
         loader = self._loader

@@ -14,7 +14,7 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +41,7 @@ __all__ = [
 ]
 
 BUFFERS = 3
-"""Decode buffers that take turns, one for each thread that launches."""
+"""Decode buffers at most, one for each thread that launches."""
 _BLOCK, _WASTE, _TAKE_SECONDS = 1 << 20, 4, 60.0
 
 
@@ -190,14 +190,23 @@ class DecodeBuffers:
     """Device memory that decoded images pass through: one is decoded into while another is read.
 
     nvJPEG writes from streams of its own, which do not wait for what is queued on the caller's. So `lend` waits, on the
-    host, until the GPU has read what the buffer held before. So many threads may be in `lend` at a time.
+    host, until the GPU has read what the buffer held before. As many threads may be in `lend` as there are buffers.
+
+    Args:
+        count: buffers that take turns, until `more` allows further ones.
     """
 
-    def __init__(self, delivery: Delivery) -> None:
+    def __init__(self, delivery: Delivery, count: int = BUFFERS) -> None:
         self._delivery = delivery
         self._free: queue.SimpleQueue[tuple[torch.Tensor | None, torch.cuda.Event | None]] = queue.SimpleQueue()
-        for _ in range(BUFFERS):
-            self._free.put((None, None))
+        self._spare: queue.SimpleQueue[tuple[None, None]] = queue.SimpleQueue()
+        for place in range(BUFFERS):
+            (self._free if place < count else self._spare).put((None, None))
+
+    def more(self) -> None:
+        """Allow one more, if there are not BUFFERS yet."""
+        with suppress(queue.Empty):
+            self._free.put(self._spare.get_nowait())
 
     @contextmanager
     def lend(self, size: int) -> Iterator[torch.Tensor]:

@@ -60,7 +60,8 @@ def place(config: Config, name: str, device: torch.device, batch_size: int) -> P
         delivery = Delivery(device)
         placement = Placement(delivery, None, _CPU_ASKED_FOR)
         if backend != "cpu":
-            placement = on_gpu(config.programs[name], delivery, memory_for_decoding(config, name, batch_size))
+            decode_bytes = memory_for_decoding(config, name, batch_size)
+            placement = on_gpu(config.programs[name], delivery, decode_bytes, buffers=1)
     if backend == "gpu" and placement.gpu is None:
         at = f"{config.path}: pipelines.{name}.stages[0].decode.backend"
         raise ConfigError([Problem(at, f"is gpu, but {placement.reason}; use auto or cpu")])
@@ -131,8 +132,10 @@ def means_on_gpu(program: Program) -> tuple[tuple[Pass, ...], Library] | str:
         return str(error)
 
 
-def on_gpu(program: Program, delivery: Delivery, decode_bytes: int = _DECODE_BYTES) -> Placement:
-    """What decodes a program on the delivery's GPU, engines or kernels, or why nothing does."""
+def on_gpu(
+    program: Program, delivery: Delivery, decode_bytes: int = _DECODE_BYTES, *, buffers: int = BUFFERS
+) -> Placement:
+    """What decodes a program on the delivery's GPU, engines or kernels, see `GpuRunner`, or why nothing does."""
     means = means_on_gpu(program)
     if isinstance(means, str):
         return Placement(delivery, None, means)
@@ -142,7 +145,9 @@ def on_gpu(program: Program, delivery: Delivery, decode_bytes: int = _DECODE_BYT
     refusals = []
     for backend, what in BACKENDS.items():
         try:
-            gpu = GpuRunner(program, passes, delivery, library, backend=backend, decode_bytes=decode_bytes)
+            gpu = GpuRunner(
+                program, passes, delivery, library, backend=backend, decode_bytes=decode_bytes, buffers=buffers
+            )
         except NvjpegError as error:
             refusals.append(f"{what}: {error}")
             continue

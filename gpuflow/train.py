@@ -35,7 +35,7 @@ from gpuflow.order import Order, Steps
 from gpuflow.sources import Payload, Source
 from gpuflow.spec import Keys
 from gpuflow.stats import Meter, culprit
-from gpuflow.threads import DaemonPool, Gate, QuickSwitching
+from gpuflow.threads import DaemonPool, Gate, Passing, QuickSwitching
 from gpuflow.workers import Workers, decode
 
 if TYPE_CHECKING:
@@ -48,6 +48,11 @@ _KEPT_BYTES = 256 << 20
 _START_SECONDS = 30.0
 _STOP_SECONDS = 3.0
 _LOOK_SECONDS = 0.002
+_PATIENCE = 8
+"""Batches that a GPU has waited for, one after the other, before the machinery hurries. The first of an epoch are late
+in any case."""
+_BATCHES_AT_EASE = 3
+"""On the GPU while nothing hurries: in the consumer's hands, ready, and in the making."""
 _LOG = logging.getLogger(__name__)
 
 
@@ -151,7 +156,8 @@ class _ByStep(Aggregator):
 class _Machinery:
     """What runs one epoch.
 
-    finished: its batches in order. begun: SPDL has asked for the first chunk. hurry: told whether the GPU waits for it.
+    finished: its batches in order. begun: SPDL has asked for the first chunk. gate: how many may exist.
+    hurry: told whether the GPU keeps waiting for batches.
     """
 
     pipeline: SpdlPipeline[None]
@@ -202,6 +208,7 @@ class Run:
         if isinstance(machinery, BaseException):
             raise machinery
         self._machinery = machinery
+        self._hunger = 0
 
     def stop(self) -> None:
         """End the epoch and wait for that, within limits; what is under way comes to its end."""
@@ -209,33 +216,42 @@ class Run:
         self.owner.join(2 * _STOP_SECONDS)
 
     def get(self, timeout: float, starved: Callable[[], bool] | None = None) -> Assembly:
-        """The next batch in order.
+        """The next batch in order. It takes a place of the gate, which `leave` frees.
 
-        starved: whether a GPU has nothing to do without it. Asked while there is none, and then the machinery hurries.
+        starved: whether a GPU has nothing to do without it. Asked while there is none. Once that has been so for
+            several batches, the machinery hurries.
 
         Raises TimeoutError after so many seconds.
         """
         finished = self._machinery.finished
         try:
-            if starved is None or not finished.empty():
-                batch = finished.get(timeout=timeout)
-            else:
-                batch = self._wait(timeout, starved)
+            if starved is None:
+                return finished.get(timeout=timeout)
+            if finished.empty():
+                return self._wait(timeout, starved)
+            self._hunger = max(0, self._hunger - 1)
+            return finished.get(timeout=timeout)
         except queue.Empty:
             raise TimeoutError from None
-        self._machinery.gate.leave()
-        return batch
 
     def _wait(self, timeout: float, starved: Callable[[], bool]) -> Assembly:
         machinery, deadline = self._machinery, time.monotonic() + timeout
+        hungry = False
         try:
             while (left := deadline - time.monotonic()) > _LOOK_SECONDS:
-                machinery.hurry(starved())
+                starving = starved()
+                hungry = hungry or starving
+                machinery.hurry(starving and self._hunger >= _PATIENCE)
                 with suppress(queue.Empty):
                     return machinery.finished.get(timeout=_LOOK_SECONDS)
             return machinery.finished.get(timeout=max(0.0, left))
         finally:
             machinery.hurry(False)
+            self._hunger = min(2 * _PATIENCE, self._hunger + 1) if hungry else max(0, self._hunger - 1)
+
+    def leave(self, passing: Passing | None = None) -> None:
+        """A batch is not needed any more: now, or once that has come to pass."""
+        self._machinery.gate.leave(passing)
 
 
 def _own(
@@ -345,7 +361,9 @@ class Feed:
 
     def _begin(self, epoch: int, steps: Steps) -> _Machinery:
         builder: Any = PipelineBuilder()
-        begun, gate = threading.Event(), Gate(self._prefetch + 1)
+        begun, places = threading.Event(), self._prefetch + 2
+        at_ease = places if self._gpu is None else min(places, _BATCHES_AT_EASE)
+        gate = Gate(at_ease, spare=places - at_ease)
         finished: queue.SimpleQueue[Assembly] = queue.SimpleQueue()
 
         async def hand_over(batch: Assembly) -> None:
@@ -373,7 +391,8 @@ class Feed:
         pipeline.start(timeout=_START_SECONDS)
         if self._gpu is None:
             return _Machinery(pipeline, finished, pools, begun, gate, hurry=lambda on: None, switching=None)
-        return _Machinery(pipeline, finished, pools, begun, gate, self._gpu.hurry, QuickSwitching())
+        hurry = functools.partial(_hurry, self._gpu, gate)
+        return _Machinery(pipeline, finished, pools, begun, gate, hurry, QuickSwitching())
 
     async def _chunks(self, epoch: int, steps: Steps, begun: threading.Event) -> AsyncIterator[_Chunk]:
         begun.set()
@@ -525,6 +544,12 @@ class Feed:
         torch.set_num_threads(1)
         if self._delivery is not None:
             torch.cuda.set_device(self._delivery.device)
+
+
+def _hurry(gpu: ChunkRunner, gate: Gate, on: bool) -> None:
+    gpu.hurry(on)
+    if on:
+        gate.widen()
 
 
 def _never_raise(meter: Meter, operation: Callable[[_Chunk], None]) -> Callable[[_Chunk], _Chunk]:

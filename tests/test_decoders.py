@@ -14,7 +14,7 @@ import pytest
 from gpuflow.decoders import Decoders
 from gpuflow.errors import LoaderTimeout
 from gpuflow.threads import Gate
-from gpuflow.train import Run, _Machinery
+from gpuflow.train import _PATIENCE, Run, _Machinery
 
 
 class Stream:
@@ -145,26 +145,49 @@ class Idle:
         self.hurried.append(on)
 
 
-def test_a_batch_that_the_gpu_waits_for_is_hurried_and_no_other() -> None:
-    finished: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    idle: Any = Idle()
-    begun = threading.Event()
-    begun.set()
-    run = Run(lambda: _Machinery(idle, finished, (), begun, Gate(2), idle.hurry, None), lambda: "nobody")
-    finished.put("a batch")
-    assert run.get(1.0, starved=lambda: True) == "a batch"
-    assert idle.hurried == [], "nobody had to wait"
-    answers = iter([False, False, True, True])
-    with pytest.raises(TimeoutError):
-        run.get(0.05, starved=lambda: next(answers, True))
-    assert idle.hurried[:4] == [False, False, True, True]
-    assert idle.hurried[-1] is False, "nobody waits any more"
-    idle.hurried.clear()
-    threading.Timer(0.05, finished.put, ["another"]).start()
-    assert run.get(10.0, starved=lambda: False) == "another"
-    assert set(idle.hurried) == {False}, "the GPU had work"
-    idle.hurried.clear()
-    with pytest.raises(TimeoutError):
-        run.get(0.01)
-    assert idle.hurried == [], "no GPU"
-    run.stop()
+class Consumer:
+    """Asks a run for batches, each of which is there at once or after a while."""
+
+    def __init__(self) -> None:
+        self._finished: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._idle: Any = Idle()
+        begun = threading.Event()
+        begun.set()
+        idle, finished = self._idle, self._finished
+        self.run = Run(lambda: _Machinery(idle, finished, (), begun, Gate(2), idle.hurry, None), lambda: "nobody")
+
+    def get(self, starved: Callable[[], bool] | None, *, late: bool = True) -> list[bool]:
+        """What the machinery was told meanwhile."""
+        self._idle.hurried.clear()
+        if not late:
+            self._finished.put("a batch")
+        else:
+            threading.Timer(0.03, self._finished.put, ["a batch"]).start()
+        assert self.run.get(10.0, starved) == "a batch"
+        return list(self._idle.hurried)
+
+
+def test_the_machinery_hurries_once_the_gpu_has_waited_for_many_batches() -> None:
+    consumer = Consumer()
+    assert consumer.get(lambda: True, late=False) == [], "nobody had to wait"
+    for _ in range(_PATIENCE):
+        assert True not in consumer.get(lambda: True), "the first batches of an epoch are late in any case"
+    told = consumer.get(lambda: True)
+    assert told[0] is True and told[-1] is False, "nobody waits any more"
+    answers = iter([False, False, True])
+    assert consumer.get(lambda: next(answers, True))[:4] == [False, False, True, True]
+    assert consumer.get(None) == [], "no GPU"
+    for _ in range(2):
+        assert True not in consumer.get(lambda: False), "the GPU has work"
+    for _ in range(2):
+        assert consumer.get(lambda: True, late=False) == []
+    assert True not in consumer.get(lambda: True), "it has not waited lately"
+    consumer.run.stop()
+
+
+def test_a_batch_that_does_not_come_is_given_up() -> None:
+    consumer = Consumer()
+    for starved in (lambda: True), (lambda: False), None:
+        with pytest.raises(TimeoutError):
+            consumer.run.get(0.01, starved)
+    consumer.run.stop()

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from gpuflow.memory import BytePool, SlotPool
+from gpuflow.memory import BUFFERS, BytePool, DecodeBuffers, SlotPool
 
 
 @pytest.mark.parametrize("size", [0, 1, 65_536, 65_537, 200_000, 1 << 20])
@@ -114,3 +116,34 @@ def test_slots_outlive_their_pool() -> None:
     del pool
     gc.collect()
     assert (slots == 5).all()
+
+
+class OnCpu:
+    """Stands where `Delivery` does, and for its events. What it queues is done at once."""
+
+    device = torch.device("cpu")
+
+    def queued(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def mark(self, *, wait: bool) -> OnCpu:
+        return self
+
+    def synchronize(self) -> None:
+        pass
+
+
+def test_one_decode_buffer_does_until_more_are_asked_for() -> None:
+    here: Any = OnCpu()
+    buffers = DecodeBuffers(here, 1)
+    addresses = set()
+    for _ in range(4):
+        with buffers.lend(1 << 20) as buffer:
+            addresses.add(buffer.data_ptr())
+    assert len(addresses) == 1
+    for _ in range(BUFFERS + 2):
+        buffers.more()
+    with contextlib.ExitStack() as held:
+        lent = [held.enter_context(buffers.lend(1 << 20)).data_ptr() for _ in range(BUFFERS)]
+        assert len(set(lent)) == BUFFERS
+        assert buffers._free.empty(), "and no more than that"

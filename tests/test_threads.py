@@ -166,6 +166,57 @@ def test_a_closed_gate_turns_away_whoever_waits_or_comes() -> None:
     assert answers == [False] * 3 and not gate.enter(4)
 
 
+class Later:
+    """Comes to pass when told."""
+
+    passed = False
+
+    def query(self) -> bool:
+        return self.passed
+
+
+def test_a_place_is_free_once_what_it_waits_for_has_passed() -> None:
+    gate, later, entered = Gate(1), Later(), threading.Event()
+    assert gate.enter(0)
+    gate.leave(later)
+    waiting = threading.Thread(target=lambda: gate.enter(1) and entered.set())
+    waiting.start()
+    assert not entered.wait(0.05)
+    later.passed = True
+    assert entered.wait(5)
+    waiting.join(5)
+
+
+def test_a_gate_closes_over_what_never_comes_to_pass() -> None:
+    gate, answers = Gate(0), list[bool]()
+    gate.leave(Later())
+    waiting = threading.Thread(target=lambda: answers.append(gate.enter(0)))
+    waiting.start()
+    time.sleep(0.02)
+    gate.close()
+    waiting.join(5)
+    assert answers == [False]
+
+
+def test_a_gate_widens_by_its_spare_places_and_no_more() -> None:
+    gate, inside = Gate(1, spare=2), queue.SimpleQueue[int]()
+
+    def work() -> None:
+        for turn in range(5):
+            if gate.enter(turn):
+                inside.put(turn)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    for widened in range(5):
+        assert inside.get(timeout=5) == widened if widened < 3 else inside.empty()
+        time.sleep(0.02)
+        gate.widen()
+    gate.close()
+    thread.join(5)
+    assert inside.empty()
+
+
 def test_quick_switching_ends_with_the_last_that_wants_it() -> None:
     before = sys.getswitchinterval()
     first, second = QuickSwitching(), QuickSwitching()
