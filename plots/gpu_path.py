@@ -21,7 +21,8 @@ PANELS = (
     ("ResNet-18 training: part of its speed on a resident batch", "step_ratio", "resnet18; ", "{:.3f}"),
     ("ResNet-50 training: part of its speed on a resident batch", "step_ratio", "resnet50; ", "{:.3f}"),
     ("ResNet-50 training: processor seconds of the loader for 1,000 images", _LOADER_CPU, "resnet50; ", "{:.3f}"),
-    ("GPU memory of the loader, MB", "gpu_mem_mb", "", "{:,.0f}"),
+    ("GPU memory of the loader in both trainings, MB", "gpu_mem_mb", "resnet50; ", "{:,.0f}"),
+    ("GPU memory of the loader alone, MB", "gpu_mem_mb", "", "{:,.0f}"),
 )  # fmt: skip
 """(heading, metric, how the workload begins, how a value is written)."""
 

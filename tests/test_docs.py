@@ -169,6 +169,7 @@ def test_measured_table_on_a_gpu_is_that_of_results_csv() -> None:
         ("step_ratio", "resnet18", "{:.3f}"),
         ("step_ratio", "resnet50", "{:.3f}"),
         ("cpu_s_per_1000_of_loader", "resnet50", "{:.3f}"),
+        ("gpu_mem_mb", "resnet50", "{:,.0f}"),
         ("gpu_mem_mb", loader, "{:,.0f}"),
     ]
     for (_, *shown), (metric, workload, form) in zip(table, metrics, strict=True):

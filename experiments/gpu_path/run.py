@@ -3,7 +3,8 @@
     gpuflow samples /dev/shm/photos -n 32768
     python experiments/gpu_path/run.py /dev/shm/photos [gpuflow] [gpuflow:run.prefetch=1] [dali]
 
-Behind a colon stands what overrides photos.yaml. Each arm runs in a process of its own; ratios are taken within one.
+Behind a colon stands what overrides photos.yaml. Each arm runs in a process of its own, in which a new loader feeds
+ResNet-18, then ResNet-50, then nobody but a loop that asks for batches. Ratios are taken within it.
 DALI runs at the hw_decoder_load that loads fastest alone, or at a given one: dali:0.8. Writes results.csv beside this
 file. Batch 256, RandomResizedCrop 224, flip, normalize to 16-bit floats in channels_last memory. An epoch should take
 many seconds: with a small folder the start of each one is measured too.
@@ -18,6 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +32,7 @@ BATCH, SECONDS, REPEATS = 256, 3.0, 3
 WORKLOAD = "random_resized_crop 224, flip, normalize to 16 bits nhwc; batch=256"
 UNITS = {"images_per_s": "images/s", "step_ratio": "ratio", "gpu_mem_mb": "MB"}
 DALI_LOADS = (0.65, 0.8, 0.9)
+DTYPES = {"gpuflow": torch.bfloat16, "dali": torch.float16}
 
 Batches = Iterator[torch.Tensor]
 
@@ -107,19 +110,18 @@ def dali_batches(folder: str, load: float) -> Batches:
 class Training:
     """One step of a torchvision model: bf16 autocast, channels_last, SGD, on a stream of high priority."""
 
-    def __init__(self, model: str, like: torch.Tensor) -> None:
+    def __init__(self, model: str, dtype: torch.dtype) -> None:
         import torchvision
 
         self._network = getattr(torchvision.models, model)().cuda().to(memory_format=torch.channels_last)
         self._optimizer = torch.optim.SGD(self._network.parameters(), 0.1, momentum=0.9)
         self._labels = torch.randint(0, 1000, (BATCH,), device="cuda")
-        self._resident = (
-            torch.randn(like.shape, device="cuda").to(like.dtype).contiguous(memory_format=torch.channels_last)
-        )
-        self._stream = torch.cuda.Stream(priority=-1)
+        images = torch.randn((BATCH, 3, 224, 224), device="cuda")
+        self._resident = images.to(dtype).contiguous(memory_format=torch.channels_last)
+        self.stream = torch.cuda.Stream(priority=-1)
 
     def step(self, batches: Batches | None) -> None:
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self.stream):
             images = next(batches) if batches is not None else self._resident
             with torch.autocast("cuda", torch.bfloat16):
                 loss = torch.nn.functional.cross_entropy(self._network(images), self._labels)
@@ -136,33 +138,50 @@ def batches_of(arm: str, folder: str) -> Batches:
     return dali_batches(folder, float(rest))
 
 
+class Memory:
+    """GPU memory that was taken while it was watched, by whatever library. mb: so far."""
+
+    def __init__(self) -> None:
+        self.mb = 0.0
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        free = torch.cuda.mem_get_info()[0]
+        yield
+        self.mb += (free - torch.cuda.mem_get_info()[0]) / 1e6
+
+
 def measure(arm: str, folder: str) -> Iterator[tuple[str, str, float]]:
     """(workload, metric, value) of one arm."""
-    torch.zeros(1, device="cuda")
     torch.backends.cudnn.benchmark = True
-    free = torch.cuda.mem_get_info()[0]
-    batches = batches_of(arm, folder)
-    for _ in range(REPEATS):
-        images_per_s, cpu = rate(functools.partial(next, batches))
-        yield WORKLOAD, "images_per_s", images_per_s
-        yield WORKLOAD, "cpu_s_per_1000", cpu
-    yield WORKLOAD, "gpu_mem_mb", (free - torch.cuda.mem_get_info()[0]) / 1e6
+    batches, memory = batches_of(arm, folder), Memory()
     for model in ("resnet18", "resnet50"):
-        yield from train(arm, model, batches)
+        yield from train(arm, model, batches, memory)
+    with memory.watched():
+        for _ in range(REPEATS):
+            images_per_s, cpu = rate(functools.partial(next, batches))
+            yield WORKLOAD, "images_per_s", images_per_s
+            yield WORKLOAD, "cpu_s_per_1000", cpu
+    yield WORKLOAD, "gpu_mem_mb", memory.mb
 
 
-def train(arm: str, model: str, batches: Batches) -> Iterator[tuple[str, str, float]]:
-    """(workload, metric, value) of a training on the batches, against one on a batch that stays on the GPU."""
+def train(arm: str, model: str, batches: Batches, memory: Memory) -> Iterator[tuple[str, str, float]]:
+    """(workload, metric, value) of a training on the batches, against one on a batch that stays on the GPU.
+
+    The training takes its own memory before the first batch is asked for.
+    """
     workload = f"{model}; {WORKLOAD}"
-    training = Training(model, next(batches))
+    training = Training(model, DTYPES[arm.partition(":")[0]])
     rate(functools.partial(training.step, None))
     for _ in range(REPEATS):
         alone, cpu_alone = rate(functools.partial(training.step, None))
-        fed, cpu_fed = rate(functools.partial(training.step, batches))
+        with memory.watched():
+            fed, cpu_fed = rate(functools.partial(training.step, batches))
         yield workload, "step_ratio", fed / alone
         yield workload, "cpu_s_per_1000", cpu_fed
         yield workload, "cpu_s_per_1000_of_loader", cpu_fed - cpu_alone
         print(f"{arm} {model}: resident {alone:,.0f}, fed {fed:,.0f} images/s", file=sys.stderr, flush=True)
+    yield workload, "gpu_mem_mb", memory.mb
 
 
 def in_a_process(folder: str, *arguments: str) -> list[Any]:

@@ -1,0 +1,114 @@
+"""Where a training step's time goes: intervals between steps on the GPU, fed by the loader in several variants.
+
+    python experiments/gpu_path/intervals.py /dev/shm/photos [VARIANT ...]
+
+For each variant, by turns: the ratio to a resident batch; median, 99th percentile and maximum of the intervals in ms;
+the part of the time in intervals more than a tenth above the median; how long the loop waited for a batch and how long
+it took to launch a step (median, maximum). A window of 2.5 s begins with an idle GPU. Medians tell what the loader
+costs the GPU; the excess, what the threads cost each other.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import itertools
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from run import BATCH, DTYPES, HERE, Batches, Training
+
+import gpuflow
+
+SECONDS, TURNS = 2.5, 2
+
+VARIANTS: dict[str, Sequence[tuple[str, Any]]] = {
+    "full": (),
+    "without sampling": (("gpuflow.gpu.sample", lambda *arguments, **options: None),),
+    "without decoding": (("gpuflow.nvjpeg.Engines.decode", lambda *arguments: time.sleep(0.004)),),
+    "five batches": (("gpuflow.train._BATCHES_AT_EASE", 5),),
+    "hurried": (("gpuflow.train._BATCHES_AT_EASE", 5), ("gpuflow.train._PATIENCE", 0)),
+    "threads read": (("gpuflow.sources.files.in_processes", lambda storage, count: storage),),
+}
+"""What is put in the place of what. Without decoding, a call lasts as long as one on an idle GPU."""
+
+Step = tuple[torch.cuda.Event, float, float]
+"""An event behind the step, seconds until its batch was there, seconds until it was launched."""
+
+
+def timed(training: Training, batches: Batches | None) -> Step:
+    start, waited = time.perf_counter(), 0.0
+
+    def watched() -> Iterator[torch.Tensor]:
+        nonlocal waited
+        assert batches is not None
+        images = next(batches)
+        waited = time.perf_counter() - start
+        yield images
+
+    training.step(watched() if batches is not None else None)
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(training.stream)
+    return event, waited, time.perf_counter() - start - waited
+
+
+def window(step: Callable[[], Step]) -> tuple[float, list[Step]]:
+    """(images a second, the steps)."""
+    for _ in range(8):
+        step()
+    torch.cuda.synchronize()
+    steps, start = [], time.perf_counter()
+    while time.perf_counter() - start < SECONDS:
+        steps.append(step())
+    torch.cuda.synchronize()
+    return len(steps) * BATCH / (time.perf_counter() - start), steps
+
+
+def show(name: str, found: tuple[float, list[Step]], base: float) -> None:
+    rate, steps = found
+    ms = np.array([a[0].elapsed_time(b[0]) for a, b in itertools.pairwise(steps)])
+    median = np.median(ms)
+    excess = (ms[ms > 1.1 * median] - median).sum() / ms.sum()
+    waited, launched = (np.array([step[i] for step in steps]) * 1000 for i in (1, 2))
+    print(
+        f"{name:18} ratio {rate / base:.4f}  interval {median:.2f} {np.quantile(ms, 0.99):.2f} {ms.max():.1f}  "
+        f"excess {excess:.4f}  waited {np.median(waited):.2f} {waited.max():.1f}  "
+        f"launched {np.median(launched):.2f} {launched.max():.1f}",
+        flush=True,
+    )
+
+
+def main() -> None:
+    folder, *names = sys.argv[1:]
+    torch.backends.cudnn.benchmark = True
+    training = Training("resnet18", DTYPES["gpuflow"])
+    resident = functools.partial(timed, training, None)
+    window(resident)
+    base = (found := window(resident))[0]
+    show("resident", found, base)
+    for _ in range(TURNS):
+        for name in names or VARIANTS:
+            gc.collect()
+            torch.cuda.empty_cache()
+            with ExitStack() as patches:
+                for place, stand_in in VARIANTS[name]:
+                    patches.enter_context(patch(place, stand_in))
+                loader = gpuflow.load(HERE / "photos.yaml", device="cuda", overrides=[f"source.folder={folder}"])
+                batches = (images for _ in itertools.count() for images, _ in loader)
+                for _ in range(2):
+                    show(name, window(functools.partial(timed, training, batches)), base)
+                batches.close()
+                loader.close()
+    show("resident", window(resident), base)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
