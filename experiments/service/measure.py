@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -55,9 +56,6 @@ def main() -> None:
     job = Job(**{key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()})
     if job.cores is not None:  # before any library counts them
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: job.cores])
-    from gpuflow.threads import QuickSwitching
-
-    QuickSwitching()  # as `gpuflow serve` does
     figures = dict(ARMS[job.arm](job))
     print(json.dumps({"device": _name_of(job.device), "figures": figures}), flush=True)
     os._exit(0)  # threads that nobody waits for must not delay the next measurement
@@ -85,7 +83,9 @@ def plain(job: Job) -> Figures:
 def graph(job: Job) -> Figures:
     """(b) on a CPU, (c) on a GPU: what `gpuflow serve` runs behind HTTP."""
     import gpuflow.serve
+    from gpuflow.threads import QuickSwitching
 
+    QuickSwitching()  # as `gpuflow serve` does
     predictor = gpuflow.serve.load(job.config, device=job.device, overrides=job.overrides)
     yield from _closed_loops(
         job, lambda data: predictor.submit(data).result(_ANSWER), batches=lambda: predictor.batches
@@ -216,28 +216,43 @@ def _first_requests(predict: Predict, images: Sequence[bytes], clients: int) -> 
 
 
 def closed_loop(predict: Predict, images: Sequence[bytes], *, clients: int, seconds: float) -> dict[str, float]:
-    """Threads that each ask again when they have their answer. What is answered within `seconds` counts."""
+    """Threads that each ask again when they have their answer. What is answered within `seconds` counts.
+
+    Each has had an answer before: where the model runs on the client's thread, torch chooses cuDNN's kernels for that
+    thread anew, which takes it longer than many answers.
+    """
     from gpuflow.serve.loadtest import Latency
     from gpuflow.serve.usage import Gpus, usage_of
 
-    begin = time.perf_counter() + _WARM_UP
-    end = begin + seconds
+    begin = end = 0.0
     latencies: list[list[float]] = [[] for _ in range(clients)]
     failures: list[BaseException] = []
+
+    def start() -> None:
+        nonlocal begin, end
+        begin = time.perf_counter() + _WARM_UP
+        end = begin + seconds
+
+    ready = threading.Barrier(clients + 1, start)
 
     def client(number: int) -> None:
         ask = _in_turns(predict, images, number)
         try:
+            ask()
+            ready.wait(_ANSWER)
             while (sent := time.perf_counter()) < end:
                 ask()
                 if begin <= (answered := time.perf_counter()) < end:
                     latencies[number].append((answered - sent) * 1000)
         except BaseException as error:
             failures.append(error)
+            ready.abort()
 
     threads = [threading.Thread(target=client, args=(number,), daemon=True) for number in range(clients)]
     for thread in threads:
         thread.start()
+    with suppress(threading.BrokenBarrierError):  # of a failure, which is raised below
+        ready.wait(_ANSWER)
     gpus, rates, memory = Gpus(), [], 0
     time.sleep(max(0.0, begin - time.perf_counter()))
     cpu, machine = time.process_time(), _machine_cpu()

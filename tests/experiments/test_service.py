@@ -6,6 +6,7 @@ import csv
 import runpy
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,16 @@ def test_a_closed_loop() -> None:
     assert 0.5 * 3000 / figures["mean_ms"] < figures["qps"] < 1.5 * 3000 / figures["mean_ms"], "Little's law"
     assert figures["rss_mb"] > 50
     assert figures["cpu_percent"] < 90, "it sleeps"
+
+
+def test_what_a_clients_thread_does_once_is_not_measured() -> None:
+    known = threading.local()
+
+    def predict(data: bytes) -> None:
+        time.sleep(0.01 if hasattr(known, "before") else 0.6)
+        known.before = True
+
+    assert MEASURE["closed_loop"](predict, [b"a"], clients=2, seconds=0.2)["tp99_ms"] < 300
 
 
 def test_a_failure_ends_the_measurement() -> None:
