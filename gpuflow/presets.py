@@ -16,9 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpuflow import spec as s
+from gpuflow.codecs import probe
 from gpuflow.errors import BadSampleError
 
-__all__ = ["Preset", "is_preset_on_gpu"]
+__all__ = ["Preset", "check_jpeg", "is_preset_on_gpu"]
 
 _UNKNOWN = ((8, b"WEBP", "WebP"), (4, b"ftyp", "AVIF"))
 """What torchpipe's build of OpenCV does not decode: (offset, four bytes there, name)."""
@@ -101,6 +102,15 @@ class Preset(s.Decoder):
         """What the operators are told: torchpipe knows strings only."""
         size = {"resize_h": str(self.height), "resize_w": str(self.width)}
         return {"device": self.device, "color": self.color, **size}
+
+
+def check_jpeg(data: bytes) -> None:
+    """Before torchpipe's decoder on the GPU sees it, a JPEG's header, size and end; OpenCV looks at those of the rest.
+
+    Raises BadSampleError for one that is damaged, cut short or has more than 2 ** 30 pixels, OpenCV's limit.
+    """
+    if data.startswith(b"\xff\xd8"):
+        probe(np.frombuffer(data, np.uint8), max_pixels=Preset.max_pixels)
 
 
 def is_preset_on_gpu(decoder: s.Decoder) -> TypeGuard[Preset]:

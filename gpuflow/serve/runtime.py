@@ -28,6 +28,7 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from gpuflow.errors import BadSampleError, MissingExtra, PredictorError
+from gpuflow.presets import check_jpeg
 from gpuflow.serve.lowering import MODEL, OURS, PREPROCESS, Graph
 from gpuflow.serve.nodes import SESSIONS, ModelNode, PreprocessNode, Request, Session
 from gpuflow.threads import DaemonPool
@@ -146,7 +147,9 @@ class RunningGraph:
         # Errors of torchpipe's own operators reach only those who wait in the call.
         callers = sum(int(node["instance_num"]) * int(node.get("batch", 1)) for node in nodes.values())
         self._callers = DaemonPool(min(callers, _MOST_CALLERS), "serve") if graph.native else None
-        self._native_head = next(iter(nodes.values()))["backend"] != PREPROCESS
+        head = next(iter(nodes.values()))
+        self._native_head = head["backend"] != PREPROCESS
+        self._native_gpu = self._native_head and head["device"] == "cuda"
         self._release = weakref.finalize(self, _release, name)  # nothing is under way once nobody knows the graph
         self._release.atexit = False
         _open.add(self)
@@ -186,9 +189,13 @@ class RunningGraph:
         """Run an item and wait, for graphs with nodes that know nothing of requests."""
         answer: torch.Tensor | Exception
         try:
+            if self._native_gpu:
+                check_jpeg(item["data"])
             items = _omniback.Dict(item)
             self._pipe(items)
             answer = from_dlpack(items["result"])
+        except BadSampleError as fault:
+            answer = fault
         except Exception as error:
             reason = f"torchpipe: {str(error).strip().splitlines()[-1]}"
             answer = BadSampleError("preprocess", reason) if self._native_head else PredictorError(reason)

@@ -18,6 +18,7 @@ from gpuflow.serve.engines import Engine
 from gpuflow.serve.lowering import TOGETHER, Graph, Node, chain
 from gpuflow.serve.runtime import RunningGraph, register
 from tests.datasets import deadline, jpeg, program, python
+from tests.hostile import BAD
 from tests.running import program_of
 from tests.serve.fakes import Break, FakeEngine, Gate, Nap, mean_color
 
@@ -57,6 +58,17 @@ def test_graphs_of_the_same_configuration_live_side_by_side() -> None:
     assert [engine.counts for engine in engines] == [[1], [1]]
     for graph in graphs:
         assert graph.close(20)
+
+
+@pytest.mark.parametrize("apart", [True, False])
+def test_an_engine_settles_on_the_thread_that_runs_it(apart: bool) -> None:
+    engine = FakeEngine()
+    running = RunningGraph(graph_of() if apart else together(graph_of()), [engine])
+    assert engine.settled, "before the first request"
+    for future in [submit(running, data) for data in DATA]:
+        future.result(timeout=20)
+    assert engine.threads == {engine.settled}
+    assert running.close(20)
 
 
 def test_registering_again_does_nothing() -> None:
@@ -268,6 +280,20 @@ def preset() -> RunningGraph:
     head = Preset(name="torchpipe_cpu", height=12, width=10)
     graph = chain(program_of(head, serving=True), None, origin="x.yaml", threads=2, device="cpu")
     return RunningGraph(graph)
+
+
+def test_a_damaged_or_huge_jpeg_does_not_reach_the_decoder_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    running = preset()
+    monkeypatch.setattr(running, "_native_gpu", True)
+    huge, _ = BAD["huge"]
+    futures = [submit(running, data) for data in (huge, DATA[0][:-40], DATA[0], b"junk")]
+    wait(futures, timeout=20)
+    reasons = [str(future.exception()) for future in (*futures[:2], futures[3])]
+    assert "pixels are more than max_pixels = 1,073,741,824" in reasons[0]
+    assert reasons[1].startswith("decode: truncated: ")
+    assert reasons[2].startswith("preprocess: torchpipe: "), "what is no JPEG is its own to refuse"
+    assert futures[2].result().shape == (3, 12, 10)
+    assert running.close(20)
 
 
 def test_a_native_node_may_be_the_first() -> None:
