@@ -279,6 +279,8 @@ class ModelNode:
         self._engine = engines[int(parameters["_independent_index"])] if engines else None
         self._device, self._result = torch.device(parameters["device"]), program.result
         self._patience = int(parameters.get("patience", 0)) / 1000
+        if self._engine is not None:
+            self._engine.settle()
         self._preset: list[torch.nn.Module] | None = None
         if isinstance(program.decoder, Preset):
             self._preset = [stage.module() for stage in program.pipeline.stages[1:]]

@@ -306,6 +306,11 @@ class OwnModel:
         for count in (1, self.batch):
             self.run(black_images(count, self._image, self._device))
 
+    def settle(self) -> None:
+        """On a GPU, what torch keeps for each thread."""
+        if self._device.type == "cuda":
+            self.warm_up()
+
     @torch.inference_mode()
     def run(self, images: torch.Tensor) -> torch.Tensor:
         assert self._model is not None, "an engine that was closed does not run"

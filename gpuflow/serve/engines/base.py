@@ -86,7 +86,10 @@ class Engine(Protocol):
     """The largest batch that `run` takes."""
 
     def warm_up(self) -> None:
-        """Run what `run` will run, so that the first request is not a slow one."""
+        """Run what `run` will run, so that the first request is not a slow one. On any thread."""
+
+    def settle(self) -> None:
+        """Make what libraries keep for each thread. On the thread that is to call `run`, once the engine is warm."""
 
     def run(self, images: torch.Tensor) -> torch.Tensor:
         """Images [N, C, H, W] as the pipeline gives them, on the engine's device, to float32 logits [N, K] on the CPU.

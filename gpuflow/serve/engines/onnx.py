@@ -65,6 +65,11 @@ class OnnxEngine:
         for size in {1, self.batch}:
             self.run(black_images(size, self._image, self._device))
 
+    def settle(self) -> None:
+        """On a GPU, the libraries' handles, of which onnxruntime has some for each thread."""
+        if self._device.type == "cuda":
+            self.warm_up()
+
     def run(self, images: torch.Tensor) -> torch.Tensor:
         check_batch(images, self._image, self.batch)
         images = images.contiguous()

@@ -100,6 +100,12 @@ class TorchEngine:
                 on_thread(partial(self._capture, size))
             on_thread(partial(self._run_once, size))
 
+    def settle(self) -> None:
+        """cuDNN's kernels, which torch chooses for each thread anew, a tenth of a second a size; graphs have theirs."""
+        if self._stream is not None and self._graphs is None:
+            for size in reversed(self._sizes or (1, self.batch)):
+                self._run_once(size)
+
     def _run_once(self, size: int) -> None:
         self.run(black_images(size, self._image, self._device))
 

@@ -139,6 +139,9 @@ class TensorrtEngine:
         for size in {self._low, self.batch}:
             self.run(black_images(size, self._image, self._device))
 
+    def settle(self) -> None:
+        """TensorRT keeps nothing for a thread."""
+
     def run(self, images: torch.Tensor) -> torch.Tensor:
         check_batch(images, self._image, self.batch)
         count = len(images)
