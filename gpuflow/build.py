@@ -163,10 +163,9 @@ def _batch_size(config: Config, name: str, batch: BatchSpec, world_size: int) ->
 
 def _readers(config: Config, *, gpu: bool) -> int:
     """`run.readers`; where that is auto, many for a network; on a GPU two, which prepare chunks too; else none."""
-    spec = config.source
     if config.run.readers != "auto":
         return config.run.readers
-    if is_remote(str(spec.folder or spec.listing or spec.tar)):
+    if is_remote(config.source.where):
         return _REMOTE_READERS
     return _GPU_READERS if gpu else 0
 

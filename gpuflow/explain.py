@@ -82,8 +82,7 @@ def _facts(config: Config, name: str, program: Program) -> Iterator[Text]:
 
 def _source(config: Config, name: str) -> tuple[str, int]:
     """In words, and how many samples it has."""
-    spec = config.source
-    where = spec.folder or spec.listing or spec.tar
+    where = config.source.where
     try:
         source = open_split(config, name)
     except SourceError as error:

@@ -246,7 +246,7 @@ def gather(
         cores=_cores(threads, broken),
         limits=_limits(),
         shared_memory=_shared_memory(),
-        source=None if source is None else source.folder or source.listing or source.tar,
+        source=None if source is None else source.where,
     )
     return machine if broken else _measured(machine, source, readers, progress)
 

@@ -91,8 +91,7 @@ def disk_rates(spec: SourceSpec, *, readers: Sequence[int]) -> tuple[tuple[DiskR
     Raises:
         SourceError: there is nothing to read, or the storage does not answer.
     """
-    where = str(spec.folder or spec.listing or spec.tar)
-    [extents] = at_once([partial(find_images, spec, limit=_MOST_IMAGES)], where)
+    [extents] = at_once([partial(find_images, spec, limit=_MOST_IMAGES)], spec.where)
     rates, files = [], []
     for number, count in enumerate(readers):
         portion = extents[number :: len(readers)]
@@ -100,11 +99,11 @@ def disk_rates(spec: SourceSpec, *, readers: Sequence[int]) -> tuple[tuple[DiskR
         if not shares:
             break
         deadline = time.perf_counter() + _DROP_SECONDS
-        shares = at_once([partial(_dropped, share, deadline) for share in shares], where)
+        shares = at_once([partial(_dropped, share, deadline) for share in shares], spec.where)
         start = time.perf_counter()
         deadline = start + _READ_SECONDS
         keep = _KEPT_IMAGES // len(shares) + 1, _KEPT_BYTES // len(shares)
-        done = at_once([partial(_read, share, deadline, keep) for share in shares], where)
+        done = at_once([partial(_read, share, deadline, keep) for share in shares], spec.where)
         seconds = time.perf_counter() - start
         cached = [part.cached for part in done if part.cached is not None]
         files += [file for part in done for file in part.files]
@@ -143,7 +142,7 @@ def find_images(spec: SourceSpec, *, limit: int, seconds: float = _SEARCH_SECOND
     except OSError as fault:
         raise SourceError(f"{fault.filename}: {str(fault.strerror).lower()}; check the path") from fault
     if not found:
-        raise SourceError(f"{spec.folder or spec.listing or spec.tar}: holds no images; name a folder that does")
+        raise SourceError(f"{spec.where}: holds no images; name a folder that does")
     chance.shuffle(found)
     return found
 

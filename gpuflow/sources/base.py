@@ -147,6 +147,11 @@ class SourceSpec:
         return "folder" if self.folder is not None else "listing" if self.listing is not None else "tar"
 
     @property
+    def where(self) -> str:
+        """The path or URL that is given."""
+        return str(getattr(self, self.kind))
+
+    @property
     def fractions(self) -> tuple[tuple[str, float], ...]:
         """The splits as pairs."""
         return _pairs(self.split)
