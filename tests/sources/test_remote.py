@@ -22,10 +22,14 @@ FILES = {"/photos/b/2.jpg": b"b2", "/photos/a/1.jpg": b"a1", "/photos/a/z/3.png"
 
 @pytest.fixture
 def memory() -> Iterator[fsspec.AbstractFileSystem]:
+    def clear() -> None:
+        system.store.clear()
+        system.pseudo_dirs[:] = [""]
+
     system = fsspec.filesystem("memory")
+    clear()  # of what other files' tests left there
     yield system
-    system.store.clear()
-    system.pseudo_dirs[:] = [""]
+    clear()
 
 
 def refused(**fields: object) -> str:
