@@ -1,16 +1,18 @@
 """Processes of gpuflow's own: started beside this one, spoken with over connections, given memory to write into.
 
-For what threads cannot do beside each other because each of them needs the interpreter too often. They are started
-anew, not forked, and do not import the script that started this one. A Ctrl-C in the terminal is not theirs. They end
-when their connections do, so with this process in any case.
+For what threads cannot do beside each other because each of them needs the interpreter too often. One is started anew,
+does not import the script that started this one, and forks the others, so that all share what it has imported and
+unpickled. A Ctrl-C in the terminal is not theirs. They end when their connections do, so with this process in any case.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import mmap
 import os
 import queue
+import signal
 import subprocess
 import sys
 import threading
@@ -28,7 +30,7 @@ from numpy.typing import NDArray
 
 from gpuflow.memory import SharedBlock, shared_block, shared_keys
 
-__all__ = ["Channel", "Child", "Crew", "Peer", "serve"]
+__all__ = ["Channel", "Crew", "Family", "Peer", "serve"]
 
 _PROGRAM = """\
 import json, sys
@@ -36,47 +38,69 @@ sys.path[:] = json.loads(sys.argv[1])
 from gpuflow.processes import serve
 serve(*sys.argv[2:])
 """
-_ANSWER_SECONDS, _END_SECONDS = 300.0, 2.0
+_ANSWER_SECONDS, _END_SECONDS, _MOST_NUMBERS = 300.0, 2.0, 1 << 16
 
 
-class Child:
-    """A process. Raises OSError where it cannot be started.
+class Family:
+    """Processes that were forked from one. Raises OSError where that cannot be started.
 
     Args:
-        module: its `work(peer, setup)` runs there, on a thread for each connection.
-        connections: how many. setup: bytes that each of them gets.
+        module: its `prepare(setup)` runs in the first of them before it forks, its `work(peer, prepared)` in each, on a
+            thread for each connection.
+        connections: how many each process has. setup: bytes.
     """
 
-    def __init__(self, module: str, *, connections: int = 1, setup: bytes = b"") -> None:
-        pairs = [Pipe() for _ in range(connections)]
-        numbers = [there.fileno() for _, there in pairs]
-        told = os.memfd_create("gpuflow_setup")
+    def __init__(self, module: str, *, connections: Sequence[int], setup: bytes = b"") -> None:
+        pairs = [(member, Pipe()) for member, count in enumerate(connections) for _ in range(count)]
+        descriptors = [there.fileno() for _, (_, there) in pairs]
+        shares = [[there.fileno() for of, (_, there) in pairs if of == member] for member in range(len(connections))]
+        told = os.memfd_create("gpuflow_setup")  # the setup, then the processes' numbers
         try:
             with open(told, "wb", closefd=False) as file:
                 file.write(setup)
             command = [sys.executable or "python3", "-c", _PROGRAM, json.dumps(sys.path), module, str(told)]
             self._process = subprocess.Popen(
-                [*command, *map(str, numbers)],
+                [*command, json.dumps(shares)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                pass_fds=[told, *numbers],
+                pass_fds=[told, *descriptors],
                 start_new_session=True,
             )
-        finally:
+        except BaseException:
             os.close(told)
-            for _, there in pairs:
+            raise
+        finally:
+            for _, (_, there) in pairs:
                 there.close()
-        self.channels = [Channel(here, self) for here, _ in pairs]
+        self.channels = [Channel(here, self, member) for member, (here, _) in pairs]
+        self._numbers, self._close = (told, len(setup)), weakref.finalize(self, os.close, told)
+        self._ending = threading.RLock()  # the collector may end them on a thread that kills one
 
-    @property
-    def pid(self) -> int:
-        return self._process.pid
+    def kill(self, member: int) -> None:
+        """One of them, whatever it is at; all if they have not parted yet. Who waits at its channels learns of it."""
+        told, start = self._numbers
+        group = self._process.pid  # nobody else's: the first of them is not waited for before the end
+        with self._ending, suppress(ProcessLookupError):
+            if not self._close.alive:
+                return
+            try:
+                pid: int = json.loads(os.pread(told, _MOST_NUMBERS, start))[member]
+            except ValueError:
+                os.killpg(group, signal.SIGKILL)
+            else:
+                if os.getpgid(pid) == group:
+                    os.kill(pid, signal.SIGKILL)
 
     def end(self) -> None:
-        """Whatever it is at. It holds nothing that could be lost. Who waits at a channel of it learns of its end."""
-        self._process.kill()
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(_END_SECONDS)
+        """All of them, whatever they are at. They hold nothing that could be lost. Again does nothing."""
+        with self._ending:
+            if not self._close.alive:
+                return
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(_END_SECONDS)
+            self._close()
 
 
 class Channel:
@@ -85,8 +109,8 @@ class Channel:
     Raises OSError or EOFError where the process has ended or does not answer.
     """
 
-    def __init__(self, connection: Connection[Any, Any], child: Child) -> None:
-        self._connection, self.child = connection, child
+    def __init__(self, connection: Connection[Any, Any], family: Family, member: int) -> None:
+        self._connection, self.process = connection, (family, member)
         self._known: set[int] = set()
 
     def send(self, value: object) -> None:
@@ -112,7 +136,7 @@ class Channel:
         self._known = self._known - gone | {block.key}
         self.send((block, known, gone))
         if not known:
-            send_handle(self._connection, block.descriptor, self.child.pid)
+            send_handle(self._connection, block.descriptor, 0)  # Linux does not ask whose it will be
         return True
 
     def close(self) -> None:
@@ -127,13 +151,14 @@ class Crew:
     """
 
     def __init__(self) -> None:
-        self._pid, self._children = os.getpid(), list[Child]()
+        self._pid, self._families = os.getpid(), list[Family]()
+        self._processes: set[tuple[Family, int]] = set()
         self._idle: queue.SimpleQueue[Channel] = queue.SimpleQueue()
-        self._end = weakref.finalize(self, _end, self._children)
+        self._end = weakref.finalize(self, _end, self._families, self._pid)
 
     def __len__(self) -> int:
-        """Processes that were not lost."""
-        return len(self._children)
+        """Processes of which no channel was lost."""
+        return len(self._processes)
 
     @property
     def closed(self) -> bool:
@@ -144,11 +169,12 @@ class Crew:
         """Whether this is the process that they work for, and not a forked child of it."""
         return os.getpid() == self._pid
 
-    def hire(self, module: str, *, connections: int = 1, setup: bytes = b"") -> list[Channel]:
-        """Start one, see `Child`. Its channels are taken; `give` them once they can be asked."""
-        child = Child(module, connections=connections, setup=setup)
-        self._children.append(child)
-        return child.channels
+    def hire(self, module: str, *, connections: Sequence[int], setup: bytes = b"") -> list[Channel]:
+        """Start some, see `Family`. Their channels are taken; `give` them once they can be asked."""
+        family = Family(module, connections=connections, setup=setup)
+        self._families.append(family)
+        self._processes |= {channel.process for channel in family.channels}
+        return family.channels
 
     def take(self) -> Channel | None:
         """A channel that nobody has, or None."""
@@ -163,12 +189,16 @@ class Crew:
     def lose(self, channel: Channel) -> bool:
         """Do without the process of a taken channel: its other channels fail when they are used. Returns whether it is
         the first of them, and the crew not closed: whether it is news."""
-        channel.child.end()
+        family, member = channel.process
+        family.kill(member)
         channel.close()
-        with suppress(ValueError):
-            self._children.remove(channel.child)
-            return not self.closed
-        return False
+        try:
+            self._processes.remove(channel.process)
+        except KeyError:
+            return False
+        if not any(other is family for other, _ in list(self._processes)):
+            family.end()
+        return not self.closed
 
     def close(self) -> None:
         """End the processes, whatever they are at."""
@@ -177,23 +207,27 @@ class Crew:
             channel.close()
 
 
-def _end(children: Sequence[Child]) -> None:
-    for child in tuple(children):
-        child.end()
+def _end(families: Sequence[Family], owner: int) -> None:
+    for family in tuple(families):
+        if os.getpid() == owner:  # and not a forked child, at its exit
+            family.end()
 
 
 # --- in the process ---------------------------------------------------------------------------------------------------
 
 
-def serve(module: str, setup: str, *connections: str) -> None:
-    """The life of a process, told on its command line: the module and the descriptors."""
-    work: Callable[[Peer, bytes], None] = import_module(module).work
-    with open(int(setup), "rb") as file:
+def serve(name: str, setup: str, connections: str) -> None:
+    """The life of a process, told on its command line: the module, and the descriptors, those of each process apart."""
+    module = import_module(name)
+    with open(int(setup), "rb", closefd=False) as file:
         file.seek(0)
-        told = file.read()
+        prepared = module.prepare(file.read())
+    shares: list[list[int]] = json.loads(connections)
+    mine = _fork(shares, int(setup))
+    for descriptor in itertools.chain(*(share for share in shares if share is not mine)):
+        os.close(descriptor)  # else nobody would learn of the other's end
     threads = [
-        threading.Thread(target=_converse, args=(work, int(descriptor), told), daemon=True)
-        for descriptor in connections
+        threading.Thread(target=_converse, args=(module.work, descriptor, prepared), daemon=True) for descriptor in mine
     ]
     for thread in threads:
         thread.start()
@@ -202,9 +236,23 @@ def serve(module: str, setup: str, *connections: str) -> None:
     os._exit(0)
 
 
-def _converse(work: Callable[[Peer, bytes], None], descriptor: int, setup: bytes) -> None:
+def _fork(shares: Sequence[list[int]], told: int) -> list[int]:
+    """One process for each share; returns which is this one's. Their numbers go behind the setup. No other thread may
+    be there yet."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
+    numbers = [os.getpid()]
+    for share in shares[1:]:
+        if (number := os.fork()) == 0:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            return share
+        numbers.append(number)
+    os.write(told, json.dumps(numbers).encode())
+    return shares[0]
+
+
+def _converse(work: Callable[[Peer, Any], None], descriptor: int, prepared: Any) -> None:
     with suppress(EOFError, OSError), Connection(descriptor) as connection:
-        work(Peer(connection), setup)
+        work(Peer(connection), prepared)
 
 
 class Peer:

@@ -1,9 +1,9 @@
 """Chunks that processes read and decode, straight into the slots of a batch.
 
 A thread that decodes needs the interpreter a dozen times an image, a tenth of its time. Where more than a few threads
-do, they spend more time on getting it than on images. So a loader with many threads has processes beside it, each with
-a few threads, and hands chunks to them once they have started; until then, and where they cannot run the pipeline,
-its own threads do the work. Either way it is `CpuRunner`'s, and the pixels are the same.
+do, they spend more time on getting it than on images. So a loader with many threads has processes beside it and hands
+chunks to them once they have started; until then, and where they cannot run the pipeline, its own threads do the work.
+Either way it is `CpuRunner`'s, and the pixels are the same.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -29,7 +28,7 @@ from gpuflow.processes import Channel, Crew, Peer
 from gpuflow.sources import Payload, Source
 from gpuflow.spec import Keys
 
-__all__ = ["Outcome", "Workers", "decode", "work"]
+__all__ = ["Outcome", "Workers", "decode", "prepare", "work"]
 
 _LOG = logging.getLogger(__name__)
 _READY = "ready"
@@ -72,9 +71,8 @@ class Workers:
         self._starting: list[Channel] = []
         try:
             setup = pickle.dumps((source, program), pickle.HIGHEST_PROTOCOL)
-            for number in range(processes):
-                share = len(range(number, threads, processes))
-                self._starting += self._crew.hire(__name__, connections=share, setup=setup)
+            shares = [len(range(number, threads, processes)) for number in range(processes)]
+            self._starting += self._crew.hire(__name__, connections=shares, setup=setup)
         except Exception as error:  # whatever a source or a stage raises when it is pickled
             _LOG.warning("no process to decode with: %s; threads decode instead", error)
 
@@ -100,7 +98,7 @@ class Workers:
 
     def counts(self) -> dict[str, int]:
         """Processes `at_work`, and `starting`: not yet ready for chunks."""
-        starting = {channel.child for channel in list(self._starting)}
+        starting = {channel.process for channel in list(self._starting)}
         return {"at_work": len(self._crew) - len(starting), "starting": len(starting)}
 
     def _free(self) -> Channel | None:
@@ -138,22 +136,27 @@ class Workers:
 
 # --- in the process ---------------------------------------------------------------------------------------------------
 
-_opening = threading.Lock()
 
-
-@lru_cache(maxsize=1)
-def _open(setup: bytes) -> tuple[Source, Program]:
-    return pickle.loads(setup)  # type: ignore[no-any-return]
-
-
-def work(peer: Peer, setup: bytes) -> None:
-    """Reads and decodes what it is told to until nobody tells it any more."""
+def prepare(setup: bytes) -> tuple[Source, Program] | str:
+    """The source and the program, or what keeps them from being opened, in words. Leaves no thread behind."""
     torch.set_num_threads(1)
     try:
-        with _opening:
-            source, program = _open(setup)
-        runner, pool = CpuRunner(program), BytePool()
+        opened: tuple[Source, Program] = pickle.loads(setup)
     except Exception as error:  # a stage of the script that started us, for one, is not to be found here
+        return repr(error)
+    return opened
+
+
+def work(peer: Peer, prepared: tuple[Source, Program] | str) -> None:
+    """Reads and decodes what it is told to until nobody tells it any more."""
+    if isinstance(prepared, str):
+        peer.send(prepared)
+        return
+    torch.set_num_threads(1)
+    source, program = prepared
+    try:
+        runner, pool = CpuRunner(program), BytePool()
+    except Exception as error:
         peer.send(repr(error))
         return
     shape, dtype = slot_shape(program.result), np.dtype(STORAGE[program.result.dtype])

@@ -373,12 +373,24 @@ def nothing_left_behind(seconds: float = 5.0) -> Iterator[None]:
 
 
 def children() -> set[int]:
-    """The processes that this one has started and that are alive, by proc(5)."""
+    """The processes that this one has started, or those have, and that are alive, by proc(5)."""
     found: set[int] = set()
-    for task in Path("/proc/self/task").iterdir():
-        with suppress(OSError):  # a thread that has ended
-            found |= set(map(int, (task / "children").read_text().split()))
+    parents = [os.getpid()]
+    while parents:
+        for task in Path(f"/proc/{parents.pop()}/task").glob("*"):
+            with suppress(OSError):  # a thread or a process that has ended
+                parents += (new := set(map(int, (task / "children").read_text().split())))
+                found |= new
     return found
+
+
+def await_children(count: int, before: set[int]) -> set[int]:
+    """The new ones, once there are so many: the first of some processes forks the others when it is ready."""
+    end = time.monotonic() + 30
+    while len(new := children() - before) != count and time.monotonic() < end:
+        time.sleep(0.05)
+    assert len(new) == count
+    return new
 
 
 def resident_kib() -> int:

@@ -51,12 +51,14 @@ def rate(step: Callable[[], Any]) -> tuple[float, float]:
 
 
 def cpu_seconds() -> float:
-    """Of this process and the children that it has, by proc(5)."""
-    seconds = time.process_time()
-    for children in Path("/proc/self/task").glob("*/children"):
-        for child in children.read_text().split():
-            ticks = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[11:13]
-            seconds += sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
+    """Of this process and the descendants that it has, by proc(5)."""
+    seconds, parents = time.process_time(), ["self"]
+    while parents:
+        for children in Path(f"/proc/{parents.pop()}/task").glob("*/children"):
+            for child in children.read_text().split():
+                ticks = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[11:13]
+                seconds += sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
+                parents.append(child)
     return seconds
 
 

@@ -24,7 +24,7 @@ from gpuflow.processes import Channel, Crew, Peer
 from gpuflow.sources.base import Allocate, Payload
 from gpuflow.sources.storage import LocalStorage, ReadAt, Shard, Storage
 
-__all__ = ["ProcessStorage", "in_processes", "work"]
+__all__ = ["ProcessStorage", "in_processes", "prepare", "work"]
 
 T = TypeVar("T")
 
@@ -47,8 +47,7 @@ class ProcessStorage:
     def __init__(self, local: LocalStorage, count: int) -> None:
         self._local, self._crew = local, Crew()
         try:
-            for _ in range(count):
-                (channel,) = self._crew.hire(__name__)
+            for channel in self._crew.hire(__name__, connections=[1] * count):
                 self._crew.give(channel)
         except OSError as error:
             _LOG.warning("no process to read with: %s; a thread reads instead", error)
@@ -117,7 +116,11 @@ class _Refused(Exception):
     """The buffer is not shared memory."""
 
 
-def work(peer: Peer, setup: bytes) -> None:
+def prepare(setup: bytes) -> None:
+    """There is nothing to be told."""
+
+
+def work(peer: Peer, prepared: None) -> None:
     """Answers until nobody asks any more."""
     storage = LocalStorage()
 
