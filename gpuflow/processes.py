@@ -51,9 +51,8 @@ class Family:
     """
 
     def __init__(self, module: str, *, connections: Sequence[int], setup: bytes = b"") -> None:
-        pairs = [(member, Pipe()) for member, count in enumerate(connections) for _ in range(count)]
-        descriptors = [there.fileno() for _, (_, there) in pairs]
-        shares = [[there.fileno() for of, (_, there) in pairs if of == member] for member in range(len(connections))]
+        pipes = [[Pipe() for _ in range(count)] for count in connections]
+        shares = [[there.fileno() for _, there in own] for own in pipes]
         told = os.memfd_create("gpuflow_setup")  # the setup, then the processes' numbers
         try:
             with open(told, "wb", closefd=False) as file:
@@ -63,16 +62,16 @@ class Family:
                 [*command, json.dumps(shares)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                pass_fds=[told, *descriptors],
+                pass_fds=[told, *itertools.chain(*shares)],
                 start_new_session=True,
             )
         except BaseException:
             os.close(told)
             raise
         finally:
-            for _, (_, there) in pairs:
+            for _, there in itertools.chain(*pipes):
                 there.close()
-        self.channels = [Channel(here, self, member) for member, (here, _) in pairs]
+        self.channels = [Channel(here, self, member) for member, own in enumerate(pipes) for here, _ in own]
         self._numbers, self._close = (told, len(setup)), weakref.finalize(self, os.close, told)
         self._ending = threading.RLock()  # the collector may end them on a thread that kills one
 
