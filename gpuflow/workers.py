@@ -69,6 +69,7 @@ class Workers:
     def __init__(self, program: Program, source: Source, *, threads: int, processes: int) -> None:
         self._crew, self._lock = Crew(), threading.Lock()
         self._starting: list[Channel] = []
+        self._refusals: set[str] = set()
         try:
             setup = pickle.dumps((source, program), pickle.HIGHEST_PROTOCOL)
             shares = [len(range(number, threads, processes)) for number in range(processes)]
@@ -118,7 +119,8 @@ class Workers:
             return
         if word == _READY:
             self._crew.give(channel)
-        elif self._crew.lose(channel):
+        elif self._crew.lose(channel) and word not in self._refusals:  # all mostly have the same reason
+            self._refusals.add(word)
             _LOG.warning("a process cannot decode: %s; threads decode instead", word)
 
     def _lose(self, channel: Channel, error: BaseException) -> None:

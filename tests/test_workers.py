@@ -175,7 +175,7 @@ from tests.datasets import *
 class Mine(MemorySource): pass
 if __name__ == "__main__":
     import logging; logging.basicConfig()
-    with loader_of(Mine.of(9), processes=1, threads=2) as loader:
+    with loader_of(Mine.of(9), processes=3, threads=4) as loader:
         end = time.monotonic() + 30
         while loader._feed._workers is None or (loader._feed._workers._starting and time.monotonic() < end):
             assert len(epoch_rows(loader)) == 3
@@ -184,6 +184,7 @@ if __name__ == "__main__":
     done = python(code, cwd=ROOT, seconds=60)
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
     assert "a process cannot decode: AttributeError(" in done.stderr
+    assert done.stderr.count("a process cannot decode") == 1, "three have the same reason"
 
 
 def test_what_a_stage_raises_is_raised_at_its_step(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
