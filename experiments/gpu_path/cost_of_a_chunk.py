@@ -13,6 +13,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -40,7 +41,7 @@ def allocations() -> Counter[str]:
     return Counter({name: int(stats[name]) for name in ALLOCATIONS})
 
 
-def step(batches: object) -> None:
+def step(batches: Iterator[torch.Tensor]) -> None:
     next(batches)
     torch.cuda._sleep(STEP_CYCLES)
 
