@@ -199,12 +199,14 @@ class Stage:
 
     A stage is a final subclass of one of the four kinds below. `stage_name` is its key in YAML; `tolerance` is how far,
     in levels of 0-255, its CPU, GPU and serving forms may be apart. `open_field` names the field that takes whatever
-    keys the others do not, as sorted (key, value) pairs.
+    keys the others do not, as sorted (key, value) pairs. `where_fields` are those that say where it runs, and not what
+    comes out.
     """
 
     stage_name: ClassVar[str]
     tolerance: ClassVar[float] = 0.0
     open_field: ClassVar[str | None] = None
+    where_fields: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
         name = self.stage_name
@@ -232,6 +234,11 @@ class Stage:
     def module(self) -> Any:
         """The same inside a model: a torch module from uint8 [N, C, H, W], or None for a stage that cannot be there."""
         return None
+
+    def what(self) -> dict[str, Any]:
+        """The parameters that decide what comes out, defaults included."""
+        names = (field.name for field in dataclasses.fields(self) if field.name not in self.where_fields)
+        return {name: getattr(self, name) for name in names}
 
     def __repr__(self) -> str:
         given = [
@@ -373,20 +380,20 @@ class Pipeline:
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 over every parameter of every stage, defaults included; the name does not count. 16 hex digits."""
+        """SHA-256 over all that decides what comes out, so neither the name nor where a stage runs. 16 hex digits."""
         digest = hashlib.sha256()
         for stage in self.stages:
-            values = [(field.name, _canonical(getattr(stage, field.name))) for field in dataclasses.fields(stage)]
+            values = [(name, _canonical(value)) for name, value in stage.what().items()]
             digest.update(repr((stage.stage_name, values)).encode())
         return digest.hexdigest()[:16]
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """What the fingerprint covers, to be read: one line a stage with every parameter, defaults included."""
+        """What the fingerprint covers, to be read: one line a stage with its parameters, defaults included."""
         lines = []
         for stage in self.stages:
-            values = {field.name: getattr(stage, field.name) for field in dataclasses.fields(stage)}
-            shown = {key: value if isinstance(value, bool) else _canonical(value) for key, value in values.items()}
+            values = stage.what().items()
+            shown = {key: value if isinstance(value, bool) else _canonical(value) for key, value in values}
             lines.append(f"{stage.stage_name}({', '.join(f'{key}={value!r}' for key, value in shown.items())})")
         return tuple(lines)
 

@@ -24,6 +24,7 @@ class Decode(Decoder):
 
     stage_name: ClassVar[str] = "decode"
     tolerance: ClassVar[float] = 1.0
+    where_fields: ClassVar[tuple[str, ...]] = ("backend", "cpu_share")
 
     color: Literal["rgb", "bgr", "gray"] = "rgb"
     backend: Literal["auto", "cpu", "gpu"] = "auto"

@@ -149,7 +149,17 @@ def test_the_batch_size_may_change_at_a_resume(config: Path) -> None:
         assert [row[0] for step in epoch_rows(loader) for row in step] == order[5:]
 
 
-@pytest.mark.parametrize("override", ["run.threads=1", "run.prefetch=1", "run.on_error=skip", "train.epochs=3"])
+@pytest.mark.parametrize(
+    "override",
+    [
+        "run.threads=1",
+        "run.prefetch=1",
+        "run.on_error=skip",
+        "train.epochs=3",
+        "pipelines.train.stages.decode.backend=cpu",
+        "pipelines.train.stages.decode.cpu_share=0.1",
+    ],
+)
 def test_how_it_runs_does_not_count(override: str, config: Path) -> None:
     with gpuflow.load(config) as loader, gpuflow.load(config, overrides=[override]) as other:
         other.load_state_dict(loader.state_dict())
