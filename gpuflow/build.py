@@ -15,6 +15,7 @@ from gpuflow.loader import Loader
 from gpuflow.machine import cpu_quota
 from gpuflow.order import Order, ShardedOrder, ShuffledOrder, key64
 from gpuflow.placement import place
+from gpuflow.share import Share
 from gpuflow.sources import Source, SourceSpec, open_source, subset
 from gpuflow.sources.storage import is_remote
 from gpuflow.train import BadSamples
@@ -29,6 +30,7 @@ __all__ = [
     "open_whole",
     "processes_beside",
     "processes_of",
+    "share_of",
     "share_of_cores",
     "threads_of",
 ]
@@ -40,6 +42,8 @@ _WORTH_PROCESSES = 10_000
 """Samples. A process takes seconds to start."""
 _LAUNCHERS = 3
 """Threads that give chunks to the GPU: two may be in nvJPEG's calls, and one does the rest meanwhile."""
+_CORES_FOR_ONE_THAT_SHARES = 4
+"""More slow what launches, reads and trains by more than they add (measured in experiments/gpu_path/NOTES.md)."""
 
 
 def build_loader(
@@ -75,8 +79,10 @@ def build_loader(
     limit = run.max_bad if not isinstance(run.max_bad, float) else int(run.max_bad * len(source))
     policy = pipeline.on_error or ("skip" if name == "val" else run.on_error)
     readers = _readers(config, gpu=placement.gpu is not None)
+    share = None
     if placement.gpu is not None:
         source.read_in_processes(readers)
+        share = share_of(config, name)
     return Loader(
         program=program,
         source=source,
@@ -92,7 +98,8 @@ def build_loader(
         timeout_seconds=run.timeout_s,
         bad=_bad_samples(config, policy, limit),
         readers=readers,
-        processes=processes_beside(config, len(source)) if placement.gpu is None else 0,
+        processes=processes_beside(config, len(source), share) if placement.gpu is None or share else 0,
+        share=share,
         identity=_identity(config, name, source),
         delivery=placement.delivery,
         gpu=placement.gpu,
@@ -134,9 +141,23 @@ def processes_of(run: RunSpec, samples: int) -> int:
     return 0 if threads <= _FEW_THREADS or samples < _WORTH_PROCESSES else threads
 
 
-def processes_beside(config: Config, samples: int) -> int:
-    """Processes that decode for a loader on the CPU: none where threads of their own read, see `processes_of`."""
-    return 0 if _readers(config, gpu=False) else processes_of(config.run, samples)
+def processes_beside(config: Config, samples: int, share: Share | None = None) -> int:
+    """Processes that decode for a loader on the CPU: none where threads of their own read, see `processes_of`.
+
+    Of the CPU's share one for each thread, however few: what launches work on the GPU needs the interpreter, too.
+    """
+    if share is None:
+        return 0 if _readers(config, gpu=False) else processes_of(config.run, samples)
+    if is_remote(config.source.where) or (config.run.processes == "auto" and samples < _WORTH_PROCESSES):
+        return 0
+    return share.threads if config.run.processes == "auto" else min(config.run.processes, share.threads)
+
+
+def share_of(config: Config, name: str) -> Share | None:
+    """What the CPU decodes of each batch beside a GPU's engines, `decode.cpu_share`; None for nothing."""
+    part, run = config.programs[name].decoder.cpu_share, config.run
+    threads = max(1, available_threads() // _CORES_FOR_ONE_THAT_SHARES) if run.threads == "auto" else run.threads
+    return Share(part, threads=threads, adapts=not run.deterministic) if part else None
 
 
 def share_of_cores(cores: int, quota: float | None, ranks: int) -> int:

@@ -68,6 +68,11 @@ class Delivery:
         with self.queued():
             return host.to(self.device, non_blocking=True)
 
+    def fill(self, there: torch.Tensor, host: torch.Tensor) -> None:
+        """Queue a copy into memory on the device, of the same shape and strides; of pinned memory without a wait."""
+        with self.queued():
+            there.copy_(host, non_blocking=True)
+
     def send_all(self, arrays: Sequence[NDArray[Any]]) -> list[torch.Tensor]:
         """Copies of small arrays on the device, in one transfer: each a tensor of its dtype and shape."""
         arrays = [np.array(array, order="C") for array in arrays]

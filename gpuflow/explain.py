@@ -11,7 +11,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from gpuflow.build import open_split, processes_beside, threads_of
+from gpuflow.build import open_split, processes_beside, share_of, threads_of
 from gpuflow.codecs import decoder_description
 from gpuflow.config import Config
 from gpuflow.cpu import STORAGE, slot_shape
@@ -77,7 +77,16 @@ def _facts(config: Config, name: str, program: Program) -> Iterator[Text]:
     beside = f", and {processes} process(es) that they leave decoding to" if processes else ""
     yield Text(f"  device         cpu, {threads_of(run)} decode thread(s){beside}")
     yield Text(f"  decoder        {program.decoder.library or decoder_description()}")
-    yield Text(f"  on a GPU       {explain_gpu(config, name)}")
+    yield Text(f"  on a GPU       {explain_gpu(config, name)}{_beside_gpu(config, name, samples)}")
+
+
+def _beside_gpu(config: Config, name: str, samples: int) -> str:
+    share = share_of(config, name)
+    if share is None:
+        return ""
+    processes = processes_beside(config, samples, share)
+    who = f"{processes} process(es)" if processes else f"{share.threads} thread(s)"
+    return f"; {share.part:.0%} of each batch {'at first ' * share.adapts}on the CPU, by {who}"
 
 
 def _source(config: Config, name: str) -> tuple[str, int]:

@@ -26,6 +26,7 @@ from gpuflow.train import Assembly, BadSamples, Feed
 
 if TYPE_CHECKING:
     from gpuflow.delivery import ChunkRunner, Delivery
+    from gpuflow.share import Share
 
 __all__ = ["Batch", "Loader"]
 
@@ -87,6 +88,7 @@ class Loader:
         bad: BadSamples,
         readers: int,
         processes: int = 0,
+        share: Share | None = None,
         identity: str,
         delivery: Delivery | None = None,
         gpu: ChunkRunner | None = None,
@@ -108,11 +110,12 @@ class Loader:
             bad=bad,
             readers=readers,
             processes=processes,
+            share=share,
             delivery=delivery,
             gpu=gpu,
         )
         self._gpu = gpu
-        self._stats = Stats(self._feed.read_meter, self._feed.work_meter)
+        self._stats = Stats(*self._feed.meters)
         self._next_epoch, self._next_start = 0, 0
         self._place = (0, 0)
         self._active: weakref.ref[_Epoch] | None = None
@@ -220,8 +223,10 @@ class Loader:
         shares: dict[str, Any] = {}
         if self._gpu is not None:
             shares = {"engine_images": self._gpu.engine_images, "cpu_images": self._gpu.cpu_images}
-        elif processes := self._feed.processes():
-            shares = {"processes": processes}
+        if self._feed.share is not None:
+            shares["cpu_share"] = round(self._feed.share.part, 4)
+        if processes := self._feed.processes():
+            shares["processes"] = processes
         return {**self._stats.read(), **shares, "bad": self._bad.count, "bad_distinct": self._bad.distinct}
 
     def close(self) -> None:

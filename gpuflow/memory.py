@@ -149,6 +149,12 @@ class BytePool:
                 self._held += len(buffer)
                 self._free.setdefault(len(buffer), []).append(buffer)
 
+    def clear(self) -> None:
+        """Let go of the free ones."""
+        with self._lock:
+            self._free.clear()
+            self._held = 0
+
 
 class SlotPool:
     """Memory for batches of one shape. Mapping fresh pages costs as much as filling them, so they are kept.

@@ -38,12 +38,13 @@ class Backlog:
 class Meter:
     """Counts the work of one stage, whose operations run on `threads` threads. Time is taken inside the operation.
 
-    after: what waits behind the stage. before: what waits in front of it, where that is another stage.
+    after: what waits behind the stage, also behind another one where two give to the same. before: what waits in front
+    of it, where that is another stage.
     """
 
-    def __init__(self, name: str, threads: int, *, before: Backlog | None = None) -> None:
+    def __init__(self, name: str, threads: int, *, before: Backlog | None = None, after: Backlog | None = None) -> None:
         self.name, self.threads = name, threads
-        self.before, self.after = before, Backlog()
+        self.before, self.after = before, after or Backlog()
         self._lock = threading.Lock()
         self._running: dict[int, float] = {}
         self.reset()
@@ -81,6 +82,10 @@ class Meter:
         """Seconds since the oldest operation still under way began, or None."""
         starts = list(self._running.values())
         return time.perf_counter() - min(starts) if starts else None
+
+    def capacity(self) -> float:
+        """Samples a second that its threads would do if they never waited."""
+        return self._samples / self._busy * self.threads if self._busy else 0.0
 
     def read(self, elapsed: float) -> dict[str, Any]:
         """What the stage did in `elapsed` seconds.

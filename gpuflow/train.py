@@ -1,21 +1,25 @@
 """Lowers a program to an SPDL thread pipeline: order -> chunks -> read -> work -> one batch a step.
 
 What travels is a chunk, a few samples of one batch: SPDL spends a third of a millisecond an item, whatever its size.
+What the CPU decodes beside a GPU (see `Share`) does not travel; its batch waits for it at the end.
 No operation ever raises into SPDL, which would drop the item and shift every later sample: a fault is written into the
 batch and raised by the loader when that batch's turn has come.
 """
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import functools
 import json
 import logging
+import math
 import queue
 import threading
 import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TextIO
@@ -32,6 +36,7 @@ from gpuflow.errors import BadSampleError, TooManyBadSamples
 from gpuflow.fold import Program
 from gpuflow.memory import BytePool, SlotPool, heap, pinned, shared, shared_and_pinned
 from gpuflow.order import Order, Steps
+from gpuflow.share import Share
 from gpuflow.sources import Payload, Source
 from gpuflow.spec import Keys
 from gpuflow.stats import Meter, culprit
@@ -43,8 +48,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Assembly", "BadSamples", "Feed", "Run"]
 
-_LARGEST_CHUNK, _LARGEST_GPU_CHUNK = 32, 256
-_KEPT_BYTES = 256 << 20
+_LARGEST_CHUNK, _LARGEST_GPU_CHUNK, _LARGEST_SHARED_CHUNK = 32, 256, 16
+_KEPT_BYTES, _KEPT_SHARED_BYTES = 256 << 20, 1 << 30
+_SHARED_AHEAD = 8
+"""Batches. A core needs five times as long for a chunk as the engines for a batch."""
 _START_SECONDS = 30.0
 _STOP_SECONDS = 3.0
 _LOOK_SECONDS = 0.002
@@ -54,6 +61,10 @@ in any case."""
 _BATCHES_AT_EASE = 3
 """On the GPU while nothing hurries: in the consumer's hands, ready, and in the making."""
 _LOG = logging.getLogger(__name__)
+
+
+_Runner = Callable[[Payload, Keys, Any], list[BadSampleError | None]]
+"""Runs the program on what was read, into slots; returns for each sample None, or why it is bad."""
 
 
 class BadSamples:
@@ -105,7 +116,9 @@ class Assembly:
     indices, labels, valid [B]: what each row holds. kept [B]: false where a bad sample was skipped.
     unfinished: chunks that are still to come.
     slots [B, ...]: the pixels, allocated when the first chunk is worked on: an array, or a tensor on the GPU.
+    shared: the last rows, so many, are the CPU's beside a GPU. memory: where it puts them.
     there: labels, valid and indices on the GPU. They and the slots hold what they should once `ready` has passed.
+    over: no chunk is to come any more, or there is an error, or the epoch is being ended.
     """
 
     step: int
@@ -116,15 +129,29 @@ class Assembly:
     kept: NDArray[np.bool_]
     unfinished: int
     slots: Any = None
+    shared: int = 0
+    memory: NDArray[np.uint8] | None = None
     there: Sequence[torch.Tensor] = ()
     ready: torch.cuda.Event | None = None
     error: BaseException | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
+    over: Future[None] = field(default_factory=Future)
+
+    @property
+    def own(self) -> int:
+        """Rows that are not shared."""
+        return len(self.positions) - self.shared
 
     def fail(self, error: BaseException) -> None:
         """Remember the first error; the loader raises it when this batch's turn has come."""
         with self.lock:
             self.error = self.error or error
+        self.end()
+
+    def end(self) -> None:
+        """No chunk is waited for any more. Again does nothing."""
+        with suppress(InvalidStateError):
+            self.over.set_result(None)
 
 
 @dataclass(slots=True)
@@ -157,7 +184,7 @@ class _Machinery:
     """What runs one epoch.
 
     finished: its batches in order. begun: SPDL has asked for the first chunk. gate: how many may exist.
-    hurry: told whether the GPU keeps waiting for batches.
+    ahead: how many the CPU may have begun to share in. hurry: told whether the GPU keeps waiting for batches.
     """
 
     pipeline: SpdlPipeline[None]
@@ -165,6 +192,7 @@ class _Machinery:
     pools: Sequence[DaemonPool]
     begun: threading.Event
     gate: Gate
+    ahead: Gate
     hurry: Callable[[bool], None]
     switching: QuickSwitching | None
 
@@ -172,6 +200,7 @@ class _Machinery:
         """End the pipeline and its threads; what is under way is waited for. Returns whether all ended in time."""
         deadline = time.monotonic() + timeout
         self.gate.close()
+        self.ahead.close()
         self.begun.wait(timeout)  # SPDL warns of coroutines that were never awaited when it is stopped before
         try:
             self.pipeline.stop(timeout=timeout)
@@ -288,7 +317,8 @@ class Feed:
     Args:
         threads: threads that decode. readers: threads that only read, for storage that is waited for; with 0 each
             decoding thread reads its own chunks, which spares a hand-over.
-        processes: that the decoding threads leave their chunks to; they read them, too.
+        share: of each batch that the CPU decodes beside `gpu`, on threads of its own, or None.
+        processes: that the decoding threads leave their chunks to, those of the share if there is one; they read, too.
         prefetch: finished batches that wait for the consumer.
         delivery: to the GPU that batches are for, or None for the CPU.
         gpu: runs the chunks on the GPU; without it the CPU does.
@@ -307,10 +337,12 @@ class Feed:
         bad: BadSamples,
         readers: int,
         processes: int = 0,
+        share: Share | None = None,
         delivery: Delivery | None = None,
         gpu: ChunkRunner | None = None,
     ) -> None:
-        self._delivery, self._gpu = delivery, gpu
+        self._delivery, self._gpu, self.share = delivery, gpu, share
+        self._hurried = False
         self._program, self._source, self._order, self._seed = program, source, order, seed
         self._bad, self._prefetch = bad, prefetch
         self._batch_size = batch_size
@@ -322,22 +354,29 @@ class Feed:
         self._readers = readers
         self.read_meter = Meter("read", readers or threads)
         self.work_meter = Meter("decode", threads, before=self.read_meter.after)
+        self._share_meter = Meter("decode_cpu", share.threads if share else 0, after=self.work_meter.after)
+        self.meters = (self.read_meter, *[self._share_meter] * (share is not None), self.work_meter)
         self._runners: list[CpuRunner] = []
         self._owners: list[threading.Thread] = []
         self._bytes = BytePool(keep=_KEPT_BYTES, make=heap if gpu is None else shared_and_pinned)
-        self._threads, self._processes = threads, processes
+        self._pinned = BytePool(keep=_KEPT_SHARED_BYTES, make=shared_and_pinned)
+        self._threads, self._processes = share.threads if share else threads, processes
         self._workers: Workers | None = None
         if processes:
             make = shared if delivery is None else shared_and_pinned
         else:
             make = heap if delivery is None else pinned
-        shape = (batch_size, *slot_shape(program.result))
-        self._slots = SlotPool(shape, STORAGE[program.result.dtype], keep=prefetch + 2, make=make)
+        self._slot = slot_shape(program.result), np.dtype(STORAGE[program.result.dtype])
+        shape, dtype = self._slot
+        self._slots = SlotPool((batch_size, *shape), dtype, keep=prefetch + 2, make=make)
 
     def start(self, epoch: int, steps: Steps) -> Run:
         """Begin an epoch. The first one starts the processes, and does not wait for them."""
         if self._processes and self._workers is None:
-            self._workers = Workers(self._program, self._source, threads=self._threads, processes=self._processes)
+            beside = self.share is not None
+            self._workers = Workers(
+                self._program, self._source, threads=self._threads, processes=self._processes, idle=beside
+            )
         torch_threads = torch.get_num_threads()
         try:
             run = Run(functools.partial(self._begin, epoch, steps), self.culprit)
@@ -357,20 +396,28 @@ class Feed:
 
     def culprit(self) -> str:
         """Which stage has been at one operation for the longest time, in words."""
-        return culprit(self.read_meter, self.work_meter)
+        return culprit(*self.meters)
 
     def _begin(self, epoch: int, steps: Steps) -> _Machinery:
         builder: Any = PipelineBuilder()
         begun, places = threading.Event(), self._prefetch + 2
         at_ease = places if self._gpu is None else min(places, _BATCHES_AT_EASE)
-        gate = Gate(at_ease, spare=places - at_ease)
+        gate, ahead = Gate(at_ease, spare=places - at_ease), Gate(_SHARED_AHEAD)
         finished: queue.SimpleQueue[Assembly] = queue.SimpleQueue()
 
         async def hand_over(batch: Assembly) -> None:
+            if self.share is not None and batch.shared and batch.error is None:
+                late = not batch.over.done()
+                await asyncio.wrap_future(batch.over)
+                self.share.follow(batch.own, late=late, wanted=self._hurried, rate=self._share_meter.capacity())
+            ahead.leave()
             finished.put(batch)  # taken at once where it waits: a batch of SPDL's sink comes by way of its event loop
 
-        builder.add_source(self._chunks(epoch, steps, begun))
         pools = []
+        if self.share is not None:
+            self.share.begin()
+            pools.append(DaemonPool(self._share_meter.threads, "share", self._begin_thread))
+        builder.add_source(self._chunks(epoch, steps, begun, ahead, *pools))
         read = _never_raise(self.read_meter, functools.partial(self._read, epoch))
         work = _never_raise(self.work_meter, functools.partial(self._work, epoch))
         if self._readers == 0:
@@ -390,18 +437,37 @@ class Feed:
         )
         pipeline.start(timeout=_START_SECONDS)
         if self._gpu is None:
-            return _Machinery(pipeline, finished, pools, begun, gate, hurry=lambda on: None, switching=None)
-        hurry = functools.partial(_hurry, self._gpu, gate)
-        return _Machinery(pipeline, finished, pools, begun, gate, hurry, QuickSwitching())
+            return _Machinery(pipeline, finished, pools, begun, gate, ahead, hurry=lambda on: None, switching=None)
+        hurry = functools.partial(self._hurry, self._gpu, gate)
+        return _Machinery(pipeline, finished, pools, begun, gate, ahead, hurry, QuickSwitching())
 
-    async def _chunks(self, epoch: int, steps: Steps, begun: threading.Event) -> AsyncIterator[_Chunk]:
+    def _hurry(self, gpu: ChunkRunner, gate: Gate, on: bool) -> None:
+        self._hurried = on
+        gpu.hurry(on)
+        if on:
+            gate.widen()
+
+    async def _chunks(
+        self, epoch: int, steps: Steps, begun: threading.Event, ahead: Gate, share: DaemonPool | None = None
+    ) -> AsyncIterator[_Chunk]:
+        """What travels; the CPU's share of each batch goes to its own threads at the same time."""
         begun.set()
+        work = _never_raise(self._share_meter, functools.partial(self._work_on_share, epoch))
+
+        def on_cpu(chunk: _Chunk) -> None:
+            if ahead.enter(chunk.batch.step):
+                work(chunk)
+
         for step in range(len(steps)):
             batch = self._assembly(epoch, step, steps)
             count = len(batch.positions)
-            for start in range(0, max(count, 1), self._chunk_size):
-                stop = min(start + self._chunk_size, count)
-                yield _Chunk(batch, start, stop, last=stop == count)
+            if share is not None:
+                for start in range(batch.own, count, _LARGEST_SHARED_CHUNK):
+                    chunk = _Chunk(batch, start, min(start + _LARGEST_SHARED_CHUNK, count), last=False)
+                    share.submit(on_cpu, chunk)
+            for start in range(0, max(batch.own, 1), self._chunk_size):
+                stop = min(start + self._chunk_size, batch.own)
+                yield _Chunk(batch, start, stop, last=stop == batch.own)
 
     def _assembly(self, epoch: int, step: int, steps: Steps) -> Assembly:
         """A batch, empty as yet; or without rows, and with what keeps it from having them."""
@@ -412,8 +478,15 @@ class Feed:
         except Exception as error:
             none = np.empty(0, np.int64)
             return Assembly(step, none, none, none, none.astype(bool), none.astype(bool), 1, error=error)
-        chunks = -(-len(positions) // self._chunk_size)
-        return Assembly(step, positions, indices, labels, valid, np.ones(len(positions), bool), chunks)
+        count, shared = len(positions), self._shared_rows(len(positions))
+        chunks = -(-(count - shared) // self._chunk_size) - (-shared // _LARGEST_SHARED_CHUNK)
+        return Assembly(step, positions, indices, labels, valid, np.ones(count, bool), chunks, shared=shared)
+
+    def _shared_rows(self, count: int) -> int:
+        """The CPU's share of a batch of so many: nothing before there are processes, if it may change at all."""
+        if self.share is None or (self.share.adapts and self._workers is not None and not self._workers.ready()):
+            return 0
+        return self.share.rows(count)
 
     def _read(self, epoch: int, chunk: _Chunk) -> None:
         batch = chunk.batch
@@ -446,7 +519,9 @@ class Feed:
     def _work(self, epoch: int, chunk: _Chunk) -> None:
         batch, keys = chunk.batch, self._keys(epoch, chunk)
         assert batch.slots is not None
-        faults = self._by_process(chunk, keys)
+        faults = None
+        if self._gpu is None:  # else whatever processes there are have the share to do
+            faults = self._by_process(chunk, keys, self.work_meter, batch.slots, chunk.start)
         if faults is None:
             if chunk.payload is None:
                 with self.read_meter.work(len(chunk)):
@@ -454,34 +529,74 @@ class Feed:
             assert chunk.payload is not None
             faults = self._run(chunk.payload, keys, batch.slots[chunk.start : chunk.stop], chunk.prepared)
         chunk.payload = chunk.prepared = None
-        rows = range(chunk.start, chunk.stop)
-        for i, (row, fault) in enumerate(zip(rows, faults, strict=True)):
+        self._finish(epoch, chunk, keys, faults, self._run, batch.slots[chunk.start : chunk.stop])
+
+    def _work_on_share(self, epoch: int, chunk: _Chunk) -> None:
+        """Read and decode a chunk of the CPU's share, on one of its threads."""
+        batch, keys = chunk.batch, self._keys(epoch, chunk)
+        start, pixels = chunk.start - batch.own, self._pixels(batch)
+        faults = self._by_process(chunk, keys, self._share_meter, pixels, start)
+        pixels = pixels[start : start + len(chunk)]
+        if faults is None:
+            payload = self._source.read(batch.indices[chunk.start : chunk.stop].tolist(), self._bytes.take)
+            self.read_meter.add(samples=len(chunk), read_bytes=sum(payload.sizes), cpu_s=payload.cpu_s)
+            faults = self._run_on_cpu(payload, keys, pixels)
+        self._finish(epoch, chunk, keys, faults, self._run_on_cpu, pixels)
+
+    def _pixels(self, batch: Assembly) -> NDArray[Any]:
+        """Where the CPU puts its share of a batch: [shared, ...], which processes map and the GPU copies from."""
+        shape, dtype = self._slot
+        size = batch.shared * math.prod(shape) * dtype.itemsize
+        with batch.lock:
+            if batch.memory is None:
+                batch.memory = self._pinned.take(size)
+        return batch.memory[:size].view(dtype).reshape(-1, *shape)
+
+    def _finish(
+        self,
+        epoch: int,
+        chunk: _Chunk,
+        keys: Keys,
+        faults: Sequence[BadSampleError | None],
+        run: _Runner,
+        slots: Any,
+    ) -> None:
+        """A chunk is done, but for its bad samples. What replaces them is run into its slots."""
+        batch = chunk.batch
+        for i, fault in enumerate(faults):
             if fault is not None:
-                self._judge(batch, row, epoch, keys[i], fault)
+                self._judge(batch, chunk.start + i, epoch, fault, run, keys[i], slots[i : i + 1])
         with batch.lock:
             batch.unfinished -= 1
             whole = batch.unfinished == 0
-        if whole and self._delivery is not None:
-            self._deliver(batch, self._delivery)
+        if whole:
+            if self._delivery is not None:
+                self._deliver(batch, self._delivery)
+            batch.end()
 
-    def _by_process(self, chunk: _Chunk, keys: Keys) -> list[BadSampleError | None] | None:
-        """Read and decode a chunk elsewhere; None where that cannot be done just now."""
+    def _by_process(
+        self, chunk: _Chunk, keys: Keys, meter: Meter, slots: NDArray[Any], start: int
+    ) -> list[BadSampleError | None] | None:
+        """Read and decode a chunk elsewhere, into slots from `start` on; None where that cannot be done just now."""
         if self._workers is None:
             return None
-        batch = chunk.batch
-        outcome = self._workers.run(batch.indices[chunk.start : chunk.stop].tolist(), keys, batch.slots, chunk.start)
+        indices = chunk.batch.indices[chunk.start : chunk.stop].tolist()
+        outcome = self._workers.run(indices, keys, slots, start)
         if outcome is None:
             return None
         self.read_meter.add(samples=len(chunk), read_bytes=outcome.read_bytes, busy_s=outcome.read_s)
-        self.work_meter.add(busy_s=-outcome.read_s, cpu_s=outcome.cpu_s)
+        meter.add(busy_s=-outcome.read_s, cpu_s=outcome.cpu_s)
         return outcome.errors()
 
     def _run(self, payload: Payload, keys: Keys, slots: Any, prepared: Any = None) -> list[BadSampleError | None]:
         """The program on what was read; an unreadable sample is bad without further ado. Gives the bytes back."""
-        if self._gpu is not None and self._delivery is not None:
-            faults = self._gpu.launch(prepared or self._gpu.prepare(payload, keys), slots)
-            self._delivery.keep(payload.buffer, self._bytes.give)
-            return faults
+        if self._gpu is None or self._delivery is None:
+            return self._run_on_cpu(payload, keys, slots)
+        faults = self._gpu.launch(prepared or self._gpu.prepare(payload, keys), slots)
+        self._delivery.keep(payload.buffer, self._bytes.give)
+        return faults
+
+    def _run_on_cpu(self, payload: Payload, keys: Keys, slots: NDArray[Any]) -> list[BadSampleError | None]:
         try:
             runner = self._runners.pop()
         except IndexError:
@@ -492,16 +607,29 @@ class Feed:
         return faults
 
     def _deliver(self, batch: Assembly, delivery: Delivery) -> None:
-        """Queue what is left of a batch's way to the GPU: its pixels if the CPU made them, and what is known of it."""
+        """Queue what is left of a batch's way to the GPU: the pixels that the CPU made, and what is known of it."""
         if self._gpu is None:
             pixels = batch.slots
             batch.slots = delivery.send(as_batch(pixels, self._program.result))
             delivery.keep(pixels)
+        elif batch.memory is not None:
+            delivery.fill(batch.slots[batch.own :], as_batch(self._pixels(batch), self._program.result))
+            delivery.keep(batch.memory, self._pinned.give)
+            batch.memory = None
         batch.there = delivery.send_all([batch.labels, batch.valid, batch.indices])
         batch.ready = delivery.mark()
 
-    def _judge(self, batch: Assembly, row: int, epoch: int, keys: Keys, fault: BadSampleError) -> None:
-        """Apply the policy to one bad sample."""
+    def _judge(
+        self,
+        batch: Assembly,
+        row: int,
+        epoch: int,
+        fault: BadSampleError,
+        run: _Runner,
+        keys: Keys,
+        slot: Any,
+    ) -> None:
+        """Apply the policy to one bad sample. What replaces it is run into its slot."""
         index = int(batch.indices[row])
         fault = fault.located(index, self._source.path(index))
         if self._bad.policy == "raise":
@@ -510,11 +638,10 @@ class Feed:
         if self._bad.policy == "skip":
             batch.kept[row] = False
             return
-        assert batch.slots is not None
         for attempt in range(self._order.size):
             index = self._order.replacement(epoch, int(batch.positions[row]), attempt)
             payload = self._source.read([index], self._bytes.take)
-            (new_fault,) = self._run(payload, keys, batch.slots[row : row + 1])
+            (new_fault,) = run(payload, keys, slot)
             if new_fault is None:
                 batch.indices[row], batch.labels[row] = index, self._source.labels[index]
                 return
@@ -528,7 +655,8 @@ class Feed:
         if self._workers is not None:
             self._workers.close()
         self._source.close()
-        self._slots.clear()
+        for pool in (self._slots, self._bytes, self._pinned):
+            pool.clear()
         self._runners.clear()
         if self._delivery is not None:
             self._delivery.close()
@@ -544,12 +672,6 @@ class Feed:
         torch.set_num_threads(1)
         if self._delivery is not None:
             torch.cuda.set_device(self._delivery.device)
-
-
-def _hurry(gpu: ChunkRunner, gate: Gate, on: bool) -> None:
-    gpu.hurry(on)
-    if on:
-        gate.widen()
 
 
 def _never_raise(meter: Meter, operation: Callable[[_Chunk], None]) -> Callable[[_Chunk], _Chunk]:

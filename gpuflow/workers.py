@@ -9,6 +9,7 @@ Either way it is `CpuRunner`'s, and the pixels are the same.
 from __future__ import annotations
 
 import logging
+import os
 import pickle
 import threading
 import time
@@ -64,14 +65,15 @@ class Workers:
 
     Args:
         threads: chunks at a time, of all of them together. processes: that share those.
+        idle: they get what nobody else wants of the cores, and give it back at once.
     """
 
-    def __init__(self, program: Program, source: Source, *, threads: int, processes: int) -> None:
+    def __init__(self, program: Program, source: Source, *, threads: int, processes: int, idle: bool = False) -> None:
         self._crew, self._lock = Crew(), threading.Lock()
         self._starting: list[Channel] = []
         self._refusals: set[str] = set()
         try:
-            setup = pickle.dumps((source, program), pickle.HIGHEST_PROTOCOL)
+            setup = pickle.dumps((source, program, idle), pickle.HIGHEST_PROTOCOL)
             shares = [len(range(number, threads, processes)) for number in range(processes)]
             self._starting += self._crew.hire(__name__, connections=shares, setup=setup)
         except Exception as error:  # whatever a source or a stage raises when it is pickled
@@ -97,6 +99,11 @@ class Workers:
         self._crew.give(channel)
         return outcome
 
+    def ready(self) -> bool:
+        """Whether there is a process that can be asked."""
+        self._look()
+        return self.counts()["at_work"] > 0
+
     def counts(self) -> dict[str, int]:
         """Processes `at_work`, and `starting`: not yet ready for chunks."""
         starting = {channel.process for channel in list(self._starting)}
@@ -104,12 +111,16 @@ class Workers:
 
     def _free(self) -> Channel | None:
         """A channel to a thread that waits for work."""
+        self._look()
+        return self._crew.take()
+
+    def _look(self) -> None:
+        """Which of those that were starting can be asked by now?"""
         if self._starting and self._crew.here:
             with self._lock:
                 for channel in filter(Channel.answered, list(self._starting)):
                     self._starting.remove(channel)
                     self._welcome(channel)
-        return self._crew.take()
 
     def _welcome(self, channel: Channel) -> None:
         try:
@@ -139,23 +150,28 @@ class Workers:
 # --- in the process ---------------------------------------------------------------------------------------------------
 
 
-def prepare(setup: bytes) -> tuple[Source, Program] | str:
-    """The source and the program, or what keeps them from being opened, in words. Leaves no thread behind."""
+Setup = tuple[Source, Program, bool]
+
+
+def prepare(setup: bytes) -> Setup | str:
+    """What `Workers` was told, or what keeps it from being opened, in words. Leaves no thread behind."""
     torch.set_num_threads(1)
     try:
-        opened: tuple[Source, Program] = pickle.loads(setup)
+        opened: Setup = pickle.loads(setup)
     except Exception as error:  # a stage of the script that started us, for one, is not to be found here
         return repr(error)
     return opened
 
 
-def work(peer: Peer, prepared: tuple[Source, Program] | str) -> None:
+def work(peer: Peer, prepared: Setup | str) -> None:
     """Reads and decodes what it is told to until nobody tells it any more."""
     if isinstance(prepared, str):
         peer.send(prepared)
         return
     torch.set_num_threads(1)
-    source, program = prepared
+    source, program, idle = prepared
+    if idle:
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # of this thread
     try:
         runner, pool = CpuRunner(program), BytePool()
     except Exception as error:

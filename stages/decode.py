@@ -17,7 +17,8 @@ class Decode(Decoder):
 
     color: order of the channels, or one channel of luma (`gray`). CMYK and gray files are converted.
     backend: `auto` takes the GPU's engines where there are some and the CPU elsewhere.
-    cpu_share: part of each batch that the CPU decodes beside the GPU, 0 to 1.
+    cpu_share: part of each batch that the CPU decodes beside the GPU, 0 to 1. While the GPU waits for batches, it goes
+        to where both need the same time; `run.deterministic` keeps it where it is.
     orientation: `apply` turns the image as its EXIF tag says, `ignore` leaves it as stored (as PIL and torchvision do).
     max_pixels: larger images are bad samples; checked in the header, before anything is decoded.
     """

@@ -154,7 +154,7 @@ class Consumer:
         begun = threading.Event()
         begun.set()
         idle, finished = self._idle, self._finished
-        self.run = Run(lambda: _Machinery(idle, finished, (), begun, Gate(2), idle.hurry, None), lambda: "nobody")
+        self.run = Run(lambda: _Machinery(idle, finished, (), begun, Gate(2), Gate(1), idle.hurry, None), lambda: "nobody")
 
     def get(self, starved: Callable[[], bool] | None, *, late: bool = True) -> list[bool]:
         """What the machinery was told meanwhile."""

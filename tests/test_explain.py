@@ -72,6 +72,14 @@ def test_says_who_decodes(config: Path) -> None:
     )
 
 
+def test_says_what_the_cpu_shares_in(config: Path) -> None:
+    share = "pipelines.train.stages.decode.cpu_share=0.25"
+    assert "; 25% of each batch at first on the CPU, by 2 thread(s)" in explained(config, share)
+    fixed = explained(config, share, "run.processes=1", "run.deterministic=true")
+    assert "; 25% of each batch on the CPU, by 1 process(es)" in fixed
+    assert "of each batch" not in explained(config)
+
+
 def test_an_opaque_stage_runs_an_image_at_a_time(config: Path) -> None:
     text = explained(config, "pipelines.val.stages.3={torchvision: {name: RandomInvert}}")
     assert "a call an image" in text

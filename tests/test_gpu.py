@@ -111,11 +111,33 @@ def test_a_bad_file_is_replaced_by_the_same_sample_as_on_the_cpu(tmp_path: Path)
         path.parent.mkdir(parents=True, exist_ok=True)
         data = images.jpeg(images.photo(60, 80, seed=number))
         path.write_bytes(data[: len(data) // 2] if number in (5, 31) else data)
-    cpu, gpu, stats = both(folder, STAGES)
-    assert stats["bad_distinct"] == 2
-    for a, b in zip(cpu, gpu, strict=True):
-        assert torch.equal(a.indices, b.indices.cpu())
-        assert (a.images - b.images.cpu()).abs().max() <= 2
+    for stages in (STAGES, [{"decode": {"cpu_share": 0.6}}, *STAGES[1:]]):
+        cpu, gpu, stats = both(folder, stages)
+        assert stats["bad_distinct"] == 2
+        for a, b in zip(cpu, gpu, strict=True):
+            assert torch.equal(a.indices, b.indices.cpu())
+            assert (a.images - b.images.cpu()).abs().max() <= 2
+
+
+@pytest.mark.parametrize("name", ["train", "channels_last", "uint8"])
+@pytest.mark.parametrize("processes", [0, 2])
+def test_the_cpus_share_of_a_batch(name: str, processes: int, folder: Path, tmp_path: Path) -> None:
+    """Half of each batch is the CPU's, to the bit; the order and the other half are as without it."""
+    first, *rest = PIPELINES[name]
+    half = [{"decode": {**first["decode"], "cpu_share": 0.5}}, *rest]
+    cpu, gpu, _ = both(folder, PIPELINES[name])
+    with load(folder, half, "cuda", "run.deterministic=true", f"run.processes={processes}") as loader:
+        for _ in range(2):
+            loader.set_epoch(0)
+            shared = list(loader)
+        stats = loader.stats()
+    assert stats["cpu_share"] == 0.5 and stats["stages"]["decode_cpu"]["samples"] == 4 * 25 + 4
+    for a, b, c in zip(cpu, gpu, shared, strict=True):
+        own = len(a.images) - round(0.5 * len(a.images))
+        assert torch.equal(a.indices, c.indices.cpu()) and torch.equal(a.labels, c.labels.cpu())
+        assert c.images.stride() == b.images.stride()
+        assert torch.equal(b.images[:own], c.images[:own])
+        assert torch.equal(a.images[own:], c.images[own:].cpu())
 
 
 def test_a_broken_stream_spoils_no_neighbour(tmp_path: Path) -> None:
@@ -252,9 +274,12 @@ def test_resumed_on_the_gpu_equals_uninterrupted(folder: Path) -> None:
     assert all(torch.equal(a.images, b.images) for a, b in zip(whole[1:], rest, strict=True))
 
 
-def test_cycles_leave_no_memory(folder: Path) -> None:
+@pytest.mark.parametrize("share", [0.0, 0.4])
+def test_cycles_leave_no_memory(share: float, folder: Path) -> None:
+    stages = [{"decode": {"cpu_share": share}}, *STAGES[1:]]
+
     def cycle() -> None:
-        with load(folder, STAGES, "cuda") as loader:
+        with load(folder, stages, "cuda") as loader:
             for _ in loader:
                 break
 

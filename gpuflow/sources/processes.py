@@ -52,6 +52,9 @@ class ProcessStorage:
         except OSError as error:
             _LOG.warning("no process to read with: %s; a thread reads instead", error)
 
+    def __reduce__(self) -> tuple[type[LocalStorage], tuple[()]]:
+        return LocalStorage, ()  # in another process it needs none
+
     def read(self, paths: Sequence[bytes], allocate: Allocate) -> Payload:
         return self._ask("read", (list(paths),), self._local.read, allocate)
 

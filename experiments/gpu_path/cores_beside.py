@@ -1,0 +1,86 @@
+"""What can `decode.cpu_share` gain at most? The engines' loader beside processes that decode on their own.
+
+    python experiments/gpu_path/cores_beside.py /dev/shm/photos [0 2 4 8 12]
+
+Those processes are told nothing and hand nothing over, so that no way of sharing a batch could do better. Each of them
+reads, decodes, crops and normalizes as one of the share's does. Prints images a second of both, by their number.
+"""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from run import HERE, Batches, gpuflow_batches, rate
+
+CHUNK, START_SECONDS, REPEATS = 16, 60.0, 2
+
+
+def decode(folder: str, path: str, number: int) -> None:
+    """One of the processes: counts the images that it has decoded, until it is killed."""
+    from gpuflow.config import read_config
+    from gpuflow.cpu import STORAGE, CpuRunner, slot_shape
+    from gpuflow.memory import BytePool
+    from gpuflow.sources import open_source
+    from gpuflow.spec import Keys
+    from gpuflow.stages import STAGES
+    from gpuflow.workers import decode
+
+    torch.set_num_threads(1)
+    config = read_config(HERE / "photos.yaml", STAGES, [f"source.folder={folder}"])
+    source, program, pool = open_source(config.source), config.programs["train"], BytePool()
+    runner, rng = CpuRunner(program), np.random.default_rng(number)
+    slots = np.empty((CHUNK, *slot_shape(program.result)), STORAGE[program.result.dtype])
+    counts = np.memmap(path, np.int64, "r+")
+    while True:
+        indices = rng.integers(len(source), size=CHUNK).tolist()
+        payload = source.read(indices, pool.take)
+        decode(runner, payload, Keys(0, 0, np.asarray(indices)), slots)
+        pool.give(payload.buffer)
+        counts[number] += CHUNK
+
+
+def beside(folder: str, batches: Batches, processes: int) -> None:
+    with tempfile.NamedTemporaryFile() as file:
+        counts = np.memmap(file.name, np.int64, "w+", shape=(max(processes, 1),))
+        command = [sys.executable, __file__, folder, "--decode", file.name]
+        crew = [subprocess.Popen([*command, str(number)]) for number in range(processes)]
+        try:
+            end = time.monotonic() + START_SECONDS
+            while not counts[:processes].all():
+                if time.monotonic() > end:
+                    raise TimeoutError(f"{processes} processes have not begun within {START_SECONDS:g} s")
+                next(batches)
+            for _ in range(REPEATS):
+                before, start = counts.sum(), time.perf_counter()
+                engines, _ = rate(functools.partial(next, batches))
+                cores = (counts.sum() - before) / (time.perf_counter() - start)
+                print(
+                    f"{processes:3} processes: engines {engines:7,.0f}, cores {cores:6,.0f}, "
+                    f"together {engines + cores:7,.0f} images/s",
+                    flush=True,
+                )
+        finally:
+            for process in crew:
+                process.kill()
+                process.wait()
+
+
+def main() -> None:
+    folder, *told = sys.argv[1:]
+    if told[:1] == ["--decode"]:
+        decode(folder, told[1], int(told[2]))
+    batches = gpuflow_batches(folder, [])
+    print(f"{torch.cuda.get_device_name()}, {Path('/proc/cpuinfo').read_text().count('processor')} cores")
+    for processes in map(int, told or ["0", "2", "4", "8", "12"]):
+        beside(folder, batches, processes)
+
+
+if __name__ == "__main__":
+    main()
