@@ -184,19 +184,22 @@ def test_measured_table_on_a_gpu_is_that_of_results_csv() -> None:
         assert shown == [form.format(float(values[arm, metric, workload])) for arm in ("gpuflow", "dali")]
 
 
-def service_figures() -> dict[tuple[str, str, str, str], float]:
-    """By arm, engine, clients and metric: of experiments/service/results.csv, ResNet-18, photographs of 500x375."""
-    form = re.compile(r"resnet18 by (\w+), 2 cores; 500x375; clients=(\d+)")
+def service_figures(form: str) -> dict[tuple[str, ...], float]:
+    """By arm, groups of the workload's form, and metric: of experiments/service/results.csv."""
     with (ROOT / "experiments/service/results.csv").open(newline="") as file:
         return {
             (row["arm"], *found.groups(), row["metric"]): float(row["value"])
             for row in csv.DictReader(file)
-            if (found := form.fullmatch(row["workload"]))
+            if (found := re.fullmatch(form, row["workload"]))
         }
 
 
+ON_TWO_CORES = r"resnet18 by (\w+), 2 cores; 500x375; clients=(\d+)"
+ON_A_GPU = r"resnet50 by torch( \(CUDA graphs\))?, H100, (\d+) cores; (\w+); clients=(\d+)"
+
+
 def test_measured_table_of_serving_is_that_of_results_csv() -> None:
-    values = service_figures()
+    values = service_figures(ON_TWO_CORES)
     section = README.split("| the same model |", 1)[1].split("\n\n", 1)[0]
     table = re.findall(r"^\| (\S.*), (\w+) \| ([\d.]+) \| ([\d.]+) \|$", section, flags=re.MULTILINE)
     assert len(table) == 4
@@ -206,7 +209,7 @@ def test_measured_table_of_serving_is_that_of_results_csv() -> None:
 
 
 def test_table_of_experiments_service_is_that_of_results_csv() -> None:
-    values = service_figures()
+    values = service_figures(ON_TWO_CORES)
     text = (ROOT / "experiments/service/README.md").read_text()
     table = re.findall(r"^\| (\d+) \| (\w+) \|" + r" ([\d.]+) \|" * 6 + "$", text, flags=re.MULTILINE)
     assert len(table) == 6
@@ -214,5 +217,22 @@ def test_table_of_experiments_service_is_that_of_results_csv() -> None:
         expected: list[str] = []
         for metric in ("qps", "tp99_ms"):
             plain, graph = (values[arm, engine, clients, metric] for arm in ("plain", "graph-cpu"))
+            expected += [f"{plain:.1f}", f"{graph:.1f}", f"{graph / plain:.2f}"]
+        assert shown == expected
+
+
+def test_table_of_a_service_on_a_gpu_is_that_of_results_csv() -> None:
+    values = service_figures(ON_A_GPU)
+    text = (ROOT / "experiments/service/README.md").read_text()
+    table = re.findall(
+        r"^\| (\d+) \| (\d+x\d+) \| (torch|CUDA graphs), (\d+) \|" + r" ([\d.]+) \|" * 6 + "$", text, flags=re.MULTILINE
+    )
+    assert len(table) == 22
+    for clients, photographs, engine, cores, *shown in table:
+        label = None if engine == "torch" else " (CUDA graphs)"
+        expected: list[str] = []
+        for metric in ("qps", "tp99_ms"):
+            where = label, cores, photographs, clients, metric
+            plain, graph = (values[arm, *where] for arm in ("plain", "graph-gpu"))
             expected += [f"{plain:.1f}", f"{graph:.1f}", f"{graph / plain:.2f}"]
         assert shown == expected
