@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from gpuflow.bad import BadSamples
 from gpuflow.config import BatchSpec, Config
 from gpuflow.distributed import Ranks
 from gpuflow.errors import ConfigError, Problem, SourceError
@@ -18,7 +19,6 @@ from gpuflow.placement import place
 from gpuflow.share import Share
 from gpuflow.sources import Source, SourceSpec, open_source, subset
 from gpuflow.sources.storage import is_remote
-from gpuflow.train import BadSamples
 
 if TYPE_CHECKING:
     from gpuflow.config import PipelineSpec, RunSpec

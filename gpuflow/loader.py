@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from gpuflow.bad import BadSamples
+from gpuflow.batches import Assembly
 from gpuflow.cpu import as_batch
 from gpuflow.delivery import starved
 from gpuflow.errors import LoaderError, LoaderTimeout, StateError
@@ -22,7 +24,7 @@ from gpuflow.fold import Program
 from gpuflow.order import Order, Steps
 from gpuflow.sources import Source
 from gpuflow.stats import Stats
-from gpuflow.train import Assembly, BadSamples, Feed
+from gpuflow.train import Feed
 
 if TYPE_CHECKING:
     from gpuflow.delivery import ChunkRunner, Delivery

@@ -9,20 +9,12 @@ batch and raised by the loader when that batch's turn has come.
 from __future__ import annotations
 
 import asyncio
-import atexit
 import functools
-import json
-import logging
 import math
 import queue
 import threading
-import time
-import weakref
 from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import Future, InvalidStateError
-from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -31,7 +23,10 @@ from spdl.pipeline import AsyncQueue, PipelineBuilder
 from spdl.pipeline import Pipeline as SpdlPipeline
 from spdl.pipeline.defs import Aggregator
 
+from gpuflow.bad import BadSamples
+from gpuflow.batches import Assembly, Chunk
 from gpuflow.cpu import STORAGE, CpuRunner, as_batch, slot_shape
+from gpuflow.epoch import START_SECONDS, STOP_SECONDS, Machinery, Run
 from gpuflow.errors import BadSampleError, TooManyBadSamples
 from gpuflow.fold import Program
 from gpuflow.memory import BytePool, SlotPool, heap, pinned, shared, shared_and_pinned
@@ -40,275 +35,33 @@ from gpuflow.share import Share
 from gpuflow.sources import Payload, Source
 from gpuflow.spec import Keys
 from gpuflow.stats import Meter, culprit
-from gpuflow.threads import DaemonPool, Gate, Passing, QuickSwitching
+from gpuflow.threads import DaemonPool, Gate, QuickSwitching
 from gpuflow.workers import Workers, decode
 
 if TYPE_CHECKING:
     from gpuflow.delivery import ChunkRunner, Delivery
 
-__all__ = ["Assembly", "BadSamples", "Feed", "Run"]
+__all__ = ["Feed"]
 
 _LARGEST_CHUNK, _LARGEST_GPU_CHUNK, _LARGEST_SHARED_CHUNK = 32, 256, 16
 _KEPT_BYTES, _KEPT_SHARED_BYTES = 256 << 20, 1 << 30
 _SHARED_AHEAD = 8
 """Batches. A core needs five times as long for a chunk as the engines for a batch."""
-_START_SECONDS = 30.0
-_STOP_SECONDS = 3.0
-_LOOK_SECONDS = 0.002
-_PATIENCE = 8
-"""Batches that a GPU has waited for, one after the other, before the machinery hurries. The first of an epoch are late
-in any case."""
 _BATCHES_AT_EASE = 3
 """On the GPU while nothing hurries: in the consumer's hands, ready, and in the making."""
-_LOG = logging.getLogger(__name__)
-
 
 _Runner = Callable[[Payload, Keys, Any], list[BadSampleError | None]]
 """Runs the program on what was read, into slots; returns for each sample None, or why it is bad."""
 
 
-class BadSamples:
-    """Which samples are bad, and whether there are too many of them.
-
-    Args:
-        policy: `raise`, `replace` or `skip`.
-        limit: distinct bad samples that are allowed, or None for any number.
-        path: a file to which each bad sample is appended once, as a JSON line (index, path, stage, reason).
-    """
-
-    def __init__(self, *, policy: str, limit: int | None, path: str | None) -> None:
-        self.policy, self.limit = policy, limit
-        self.count = 0
-        self._known: set[int] = set()
-        self._file: TextIO | None = open(path, "a", encoding="utf-8") if path else None  # noqa: SIM115
-        self._lock = threading.Lock()
-
-    @property
-    def distinct(self) -> int:
-        return len(self._known)
-
-    def record(self, fault: BadSampleError) -> None:
-        """Count one bad sample. Raises TooManyBadSamples above the limit."""
-        with self._lock:
-            self.count += 1
-            if fault.index not in self._known:
-                self._known.add(fault.index)
-                if self._file is not None:
-                    row = {"index": fault.index, "path": fault.path, "stage": fault.stage, "reason": fault.reason}
-                    self._file.write(json.dumps(row) + "\n")
-                    self._file.flush()
-        if self.limit is not None and self.distinct > self.limit:
-            raise TooManyBadSamples(
-                f"{self.distinct} bad samples are more than run.max_bad allows ({self.limit}); the last: {fault}; "
-                "run `gpuflow scan` to list them all"
-            ) from fault
-
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-
-
-@dataclass(slots=True)
-class Assembly:
-    """A batch while it is being filled. Rows are samples.
-
-    indices, labels, valid [B]: what each row holds. kept [B]: false where a bad sample was skipped.
-    unfinished: chunks that are still to come.
-    slots [B, ...]: the pixels, allocated when the first chunk is worked on: an array, or a tensor on the GPU.
-    shared: the last rows, so many, are the CPU's beside a GPU. memory: where it puts them.
-    there: labels, valid and indices on the GPU. They and the slots hold what they should once `ready` has passed.
-    over: no chunk is to come any more, or there is an error, or the epoch is being ended.
-    """
-
-    step: int
-    positions: NDArray[np.int64]
-    indices: NDArray[np.int64]
-    labels: NDArray[np.int64]
-    valid: NDArray[np.bool_]
-    kept: NDArray[np.bool_]
-    unfinished: int
-    slots: Any = None
-    shared: int = 0
-    memory: NDArray[np.uint8] | None = None
-    there: Sequence[torch.Tensor] = ()
-    ready: torch.cuda.Event | None = None
-    error: BaseException | None = None
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    over: Future[None] = field(default_factory=Future)
-
-    @property
-    def own(self) -> int:
-        """Rows that are not shared."""
-        return len(self.positions) - self.shared
-
-    def fail(self, error: BaseException) -> None:
-        """Remember the first error; the loader raises it when this batch's turn has come."""
-        with self.lock:
-            self.error = self.error or error
-        self.end()
-
-    def end(self) -> None:
-        """No chunk is waited for any more. Again does nothing."""
-        with suppress(InvalidStateError):
-            self.over.set_result(None)
-
-
-@dataclass(slots=True)
-class _Chunk:
-    """Rows [start, stop) of a batch: the item that travels through SPDL."""
-
-    batch: Assembly
-    start: int
-    stop: int
-    last: bool
-    payload: Payload | None = None
-    prepared: Any = None
-
-    def __len__(self) -> int:
-        return self.stop - self.start
-
-
 class _ByStep(Aggregator):
     """Chunks arrive in order; the last one of a batch completes it."""
 
-    def accumulate(self, item: _Chunk) -> Assembly | None:
+    def accumulate(self, item: Chunk) -> Assembly | None:
         return item.batch if item.last else None
 
     def flush(self) -> None:
         return None
-
-
-@dataclass(frozen=True, slots=True)
-class _Machinery:
-    """What runs one epoch.
-
-    finished: its batches in order. begun: SPDL has asked for the first chunk. gate: how many may exist.
-    ahead: how many the CPU may have begun to share in. hurry: told whether the GPU keeps waiting for batches.
-    """
-
-    pipeline: SpdlPipeline[None]
-    finished: queue.SimpleQueue[Assembly]
-    pools: Sequence[DaemonPool]
-    begun: threading.Event
-    gate: Gate
-    ahead: Gate
-    hurry: Callable[[bool], None]
-    switching: QuickSwitching | None
-
-    def stop(self, timeout: float) -> bool:
-        """End the pipeline and its threads; what is under way is waited for. Returns whether all ended in time."""
-        deadline = time.monotonic() + timeout
-        self.gate.close()
-        self.ahead.close()
-        self.begun.wait(timeout)  # SPDL warns of coroutines that were never awaited when it is stopped before
-        try:
-            self.pipeline.stop(timeout=timeout)
-        except TimeoutError:
-            return False
-        finally:
-            ended = [pool.end(max(0.0, deadline - time.monotonic())) for pool in self.pools]
-            if self.switching is not None:
-                self.switching.end()
-        return all(ended)
-
-
-class Run:
-    """One epoch's pipeline under way. Letting go of it, on purpose or by dropping it, ends it.
-
-    A thread of its own begins and ends the machinery: a Ctrl-C in the middle of either, or several in a row, would
-    leave threads behind.
-
-    Raises whatever keeps it from beginning.
-    """
-
-    def __init__(self, begin: Callable[[], _Machinery], culprit: Callable[[], str]) -> None:
-        begun: queue.SimpleQueue[_Machinery | BaseException] = queue.SimpleQueue()
-        end: queue.SimpleQueue[object] = queue.SimpleQueue()
-        # No frame of Python's, at whose beginning a Ctrl-C could come in between. The owner keeps the reference.
-        collected = weakref.ref(self, end.put)
-        self.let_go: Callable[[], None] = functools.partial(end.put, None)
-        """Ends the epoch, and does not wait for that."""
-        self.owner = threading.Thread(
-            target=_own, args=(begin, culprit, begun, end, collected), name="gpuflow_epoch", daemon=True
-        )
-        self.owner.start()
-        machinery = begun.get(timeout=2 * _START_SECONDS)
-        if isinstance(machinery, BaseException):
-            raise machinery
-        self._machinery = machinery
-        self._hunger = 0
-
-    def stop(self) -> None:
-        """End the epoch and wait for that, within limits; what is under way comes to its end."""
-        self.let_go()
-        self.owner.join(2 * _STOP_SECONDS)
-
-    def get(self, timeout: float, starved: Callable[[], bool] | None = None) -> Assembly:
-        """The next batch in order. It takes a place of the gate, which `leave` frees.
-
-        starved: whether a GPU has nothing to do without it. Asked while there is none. Once that has been so for
-            several batches, the machinery hurries.
-
-        Raises TimeoutError after so many seconds.
-        """
-        finished = self._machinery.finished
-        try:
-            if starved is None:
-                return finished.get(timeout=timeout)
-            if finished.empty():
-                return self._wait(timeout, starved)
-            self._hunger = max(0, self._hunger - 1)
-            return finished.get(timeout=timeout)
-        except queue.Empty:
-            raise TimeoutError from None
-
-    def _wait(self, timeout: float, starved: Callable[[], bool]) -> Assembly:
-        machinery, deadline = self._machinery, time.monotonic() + timeout
-        hungry = False
-        try:
-            while (left := deadline - time.monotonic()) > _LOOK_SECONDS:
-                starving = starved()
-                hungry = hungry or starving
-                machinery.hurry(starving and self._hunger >= _PATIENCE)
-                with suppress(queue.Empty):
-                    return machinery.finished.get(timeout=_LOOK_SECONDS)
-            return machinery.finished.get(timeout=max(0.0, left))
-        finally:
-            machinery.hurry(False)
-            self._hunger = min(2 * _PATIENCE, self._hunger + 1) if hungry else max(0, self._hunger - 1)
-
-    def leave(self, passing: Passing | None = None) -> None:
-        """A batch is not needed any more: now, or once that has come to pass."""
-        self._machinery.gate.leave(passing)
-
-
-def _own(
-    begin: Callable[[], _Machinery],
-    culprit: Callable[[], str],
-    begun: queue.SimpleQueue[_Machinery | BaseException],
-    end: queue.SimpleQueue[object],
-    collected: weakref.ref[Run],
-) -> None:
-    """The life of an epoch, on its owner's thread. It ends when something is put in `end`."""
-    owner = threading.current_thread()
-
-    def leave() -> None:
-        end.put(None)
-        owner.join(2 * _STOP_SECONDS)
-
-    atexit.register(leave)
-    try:
-        machinery = begin()
-    except BaseException as error:
-        begun.put(error)
-    else:
-        begun.put(machinery)
-        end.get()
-        if not machinery.stop(_STOP_SECONDS):
-            _LOG.warning("a thread stays behind: %s", culprit())
-    finally:
-        atexit.unregister(leave)
 
 
 class Feed:
@@ -388,7 +141,7 @@ class Feed:
     def wait(self) -> None:
         """For the ends of the epochs that were let go of."""
         for owner in self._owners:
-            owner.join(2 * _STOP_SECONDS)
+            owner.join(2 * STOP_SECONDS)
 
     def processes(self) -> dict[str, int]:
         """The processes that decode, see `Workers.counts`; nothing where there are to be none."""
@@ -398,7 +151,7 @@ class Feed:
         """Which stage has been at one operation for the longest time, in words."""
         return culprit(*self.meters)
 
-    def _begin(self, epoch: int, steps: Steps) -> _Machinery:
+    def _begin(self, epoch: int, steps: Steps) -> Machinery:
         builder: Any = PipelineBuilder()
         begun, places = threading.Event(), self._prefetch + 2
         at_ease = places if self._gpu is None else min(places, _BATCHES_AT_EASE)
@@ -435,11 +188,11 @@ class Feed:
         pipeline: SpdlPipeline[None] = builder.build(
             num_threads=1, queue_class=AsyncQueue, task_hook_factory=lambda stage: []
         )
-        pipeline.start(timeout=_START_SECONDS)
+        pipeline.start(timeout=START_SECONDS)
         if self._gpu is None:
-            return _Machinery(pipeline, finished, pools, begun, gate, ahead, hurry=lambda on: None, switching=None)
+            return Machinery(pipeline, finished, pools, begun, gate, ahead, hurry=lambda on: None, switching=None)
         hurry = functools.partial(self._hurry, self._gpu, gate)
-        return _Machinery(pipeline, finished, pools, begun, gate, ahead, hurry, QuickSwitching())
+        return Machinery(pipeline, finished, pools, begun, gate, ahead, hurry, QuickSwitching())
 
     def _hurry(self, gpu: ChunkRunner, gate: Gate, on: bool) -> None:
         self._hurried = on
@@ -449,12 +202,12 @@ class Feed:
 
     async def _chunks(
         self, epoch: int, steps: Steps, begun: threading.Event, ahead: Gate, share: DaemonPool | None = None
-    ) -> AsyncIterator[_Chunk]:
+    ) -> AsyncIterator[Chunk]:
         """What travels; the CPU's share of each batch goes to its own threads at the same time."""
         begun.set()
         work = _never_raise(self._share_meter, functools.partial(self._work_on_share, epoch))
 
-        def on_cpu(chunk: _Chunk) -> None:
+        def on_cpu(chunk: Chunk) -> None:
             if ahead.enter(chunk.batch.step):
                 work(chunk)
 
@@ -463,11 +216,11 @@ class Feed:
             count = len(batch.positions)
             if share is not None:
                 for start in range(batch.own, count, _LARGEST_SHARED_CHUNK):
-                    chunk = _Chunk(batch, start, min(start + _LARGEST_SHARED_CHUNK, count), last=False)
+                    chunk = Chunk(batch, start, min(start + _LARGEST_SHARED_CHUNK, count), last=False)
                     share.submit(on_cpu, chunk)
             for start in range(0, max(batch.own, 1), self._chunk_size):
                 stop = min(start + self._chunk_size, batch.own)
-                yield _Chunk(batch, start, stop, last=stop == batch.own)
+                yield Chunk(batch, start, stop, last=stop == batch.own)
 
     def _assembly(self, epoch: int, step: int, steps: Steps) -> Assembly:
         """A batch, empty as yet; or without rows, and with what keeps it from having them."""
@@ -488,17 +241,17 @@ class Feed:
             return 0
         return self.share.rows(count)
 
-    def _read(self, epoch: int, chunk: _Chunk) -> None:
+    def _read(self, epoch: int, chunk: Chunk) -> None:
         batch = chunk.batch
         chunk.payload = self._source.read(batch.indices[chunk.start : chunk.stop].tolist(), self._bytes.take)
         self.read_meter.add(read_bytes=sum(chunk.payload.sizes), cpu_s=chunk.payload.cpu_s)
         if self._gpu is not None:
             chunk.prepared = self._gpu.prepare(chunk.payload, self._keys(epoch, chunk))
 
-    def _gated(self, gate: Gate, operation: Callable[[_Chunk], _Chunk]) -> Callable[[_Chunk], _Chunk]:
+    def _gated(self, gate: Gate, operation: Callable[[Chunk], Chunk]) -> Callable[[Chunk], Chunk]:
         """An operation that waits until its batch may take memory. Nothing happens once the epoch is being ended."""
 
-        def run(chunk: _Chunk) -> _Chunk:
+        def run(chunk: Chunk) -> Chunk:
             batch = chunk.batch
             try:
                 with batch.lock:
@@ -513,10 +266,10 @@ class Feed:
 
         return run
 
-    def _keys(self, epoch: int, chunk: _Chunk) -> Keys:
+    def _keys(self, epoch: int, chunk: Chunk) -> Keys:
         return Keys(self._seed, epoch, chunk.batch.positions[chunk.start : chunk.stop])
 
-    def _work(self, epoch: int, chunk: _Chunk) -> None:
+    def _work(self, epoch: int, chunk: Chunk) -> None:
         batch, keys = chunk.batch, self._keys(epoch, chunk)
         assert batch.slots is not None
         faults = None
@@ -531,7 +284,7 @@ class Feed:
         chunk.payload = chunk.prepared = None
         self._finish(epoch, chunk, keys, faults, self._run, batch.slots[chunk.start : chunk.stop])
 
-    def _work_on_share(self, epoch: int, chunk: _Chunk) -> None:
+    def _work_on_share(self, epoch: int, chunk: Chunk) -> None:
         """Read and decode a chunk of the CPU's share, on one of its threads."""
         batch, keys = chunk.batch, self._keys(epoch, chunk)
         start, pixels = chunk.start - batch.own, self._pixels(batch)
@@ -555,7 +308,7 @@ class Feed:
     def _finish(
         self,
         epoch: int,
-        chunk: _Chunk,
+        chunk: Chunk,
         keys: Keys,
         faults: Sequence[BadSampleError | None],
         run: _Runner,
@@ -575,7 +328,7 @@ class Feed:
             batch.end()
 
     def _by_process(
-        self, chunk: _Chunk, keys: Keys, meter: Meter, slots: NDArray[Any], start: int
+        self, chunk: Chunk, keys: Keys, meter: Meter, slots: NDArray[Any], start: int
     ) -> list[BadSampleError | None] | None:
         """Read and decode a chunk elsewhere, into slots from `start` on; None where that cannot be done just now."""
         if self._workers is None:
@@ -674,13 +427,13 @@ class Feed:
             torch.cuda.set_device(self._delivery.device)
 
 
-def _never_raise(meter: Meter, operation: Callable[[_Chunk], None]) -> Callable[[_Chunk], _Chunk]:
+def _never_raise(meter: Meter, operation: Callable[[Chunk], None]) -> Callable[[Chunk], Chunk]:
     """An SPDL operation that meters its work and writes whatever it raises into the batch.
 
     BaseException, because SPDL hangs on SystemExit and StopIteration from an operation.
     """
 
-    def run(chunk: _Chunk) -> _Chunk:
+    def run(chunk: Chunk) -> Chunk:
         if chunk.batch.error is None:
             try:
                 with meter.work(len(chunk)):

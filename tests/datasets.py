@@ -28,6 +28,7 @@ import yaml
 from numpy.typing import NDArray
 
 import gpuflow
+from gpuflow.bad import BadSamples
 from gpuflow.check import trace
 from gpuflow.fold import Program, fold
 from gpuflow.loader import Loader
@@ -35,7 +36,6 @@ from gpuflow.order import ShuffledOrder
 from gpuflow.sources import Allocate, Payload, Source
 from gpuflow.spec import Pipeline
 from gpuflow.stages import STAGES
-from gpuflow.train import BadSamples
 
 Entries = Sequence[Mapping[str, Any]]
 

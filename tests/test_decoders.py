@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from gpuflow.decoders import Decoders
+from gpuflow.epoch import _PATIENCE, Machinery, Run
 from gpuflow.errors import LoaderTimeout
 from gpuflow.threads import Gate
-from gpuflow.train import _PATIENCE, Run, _Machinery
 
 
 class Stream:
@@ -154,7 +154,9 @@ class Consumer:
         begun = threading.Event()
         begun.set()
         idle, finished = self._idle, self._finished
-        self.run = Run(lambda: _Machinery(idle, finished, (), begun, Gate(2), Gate(1), idle.hurry, None), lambda: "nobody")
+        self.run = Run(
+            lambda: Machinery(idle, finished, (), begun, Gate(2), Gate(1), idle.hurry, None), lambda: "nobody"
+        )
 
     def get(self, starved: Callable[[], bool] | None, *, late: bool = True) -> list[bool]:
         """What the machinery was told meanwhile."""

@@ -15,6 +15,8 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from gpuflow.bad import BadSamples
+from gpuflow.batches import Assembly
 from gpuflow.build import processes_beside, share_of
 from gpuflow.config import read_config
 from gpuflow.cpu import STORAGE, CpuRunner, as_batch, slot_shape
@@ -25,7 +27,7 @@ from gpuflow.share import Share
 from gpuflow.sources import Payload, Source, SourceSpec, open_source
 from gpuflow.spec import Keys
 from gpuflow.stages import STAGES
-from gpuflow.train import Assembly, BadSamples, Feed
+from gpuflow.train import Feed
 from gpuflow.workers import decode
 from tests.datasets import (
     Raise,
