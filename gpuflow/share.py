@@ -13,6 +13,7 @@ __all__ = ["Share"]
 _SLOWLY = 1 / 16
 """A change shows only once the batches that have been begun are done: some ten of them."""
 _BACK = 1 / 64
+"""Of the part, given back for each batch for which the CPU was late."""
 
 
 class Share:

@@ -14,6 +14,7 @@ import pickle
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -171,7 +172,8 @@ def work(peer: Peer, prepared: Setup | str) -> None:
     torch.set_num_threads(1)
     source, program, idle = prepared
     if idle:
-        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # of this thread
+        with suppress(OSError):  # in a container that does not let us
+            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # of this thread
     try:
         runner, pool = CpuRunner(program), BytePool()
     except Exception as error:

@@ -295,6 +295,15 @@ def test_the_engines_do_all_until_there_are_processes(source: Source) -> None:
         assert next(epoch(0)).shared > 0
 
 
+def test_its_processes_run_where_cores_are_idle(source: Source) -> None:
+    before = children()
+    with feed_of(source, Share(0.5, threads=2, adapts=True), processes=2) as (feed, _, epoch):
+        await_processes(feed, epoch)
+        for child in await_children(2, before):
+            threads = [int(thread) for thread in os.listdir(f"/proc/{child}/task")]
+            assert os.SCHED_IDLE in map(os.sched_getscheduler, threads)
+
+
 def test_a_killed_process_is_done_without(source: Source, caplog: pytest.LogCaptureFixture) -> None:
     with loader_of(source, NHWC, batch_size=20) as loader:
         expected = epoch_rows(loader)
