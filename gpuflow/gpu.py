@@ -105,7 +105,7 @@ class Prepared:
     faults: of each sample None, or why it is bad.
     """
 
-    samples: Sequence[NDArray[np.uint8]]
+    payload: Payload
     keys: s.Keys
     rows: NDArray[np.int64]
     data: NDArray[np.uint64]
@@ -179,7 +179,6 @@ class GpuRunner:
         """
         decoder = self._program.decoder
         headers = read_headers(payload, max_pixels=decoder.max_pixels, orientation=decoder.orientation == "apply")
-        samples = [payload.sample(i) for i in range(len(payload))]
         rows = np.flatnonzero(headers.engine)
         draws = self._draw(_keys_of(keys, rows), headers.sizes[rows])
         misfit = np.zeros(len(rows), bool)
@@ -193,13 +192,13 @@ class GpuRunner:
         rest[rows] = False
         others = np.flatnonzero(rest)
         faults = headers.faults
-        finished = self._finish(others, samples, keys, faults) if len(others) else None
+        finished = self._finish(others, payload, keys, faults) if len(others) else None
         with self._lock:
             self.engine_images += len(rows)
             self.cpu_images += len(others)
         calls, images, plan = self._layout(headers.sizes[rows], draws[0], rows)
         return Prepared(
-            samples=samples,
+            payload=payload,
             keys=keys,
             rows=rows,
             data=np.asarray(payload.offsets, np.uint64)[rows] + np.uint64(payload.buffer.ctypes.data),
@@ -249,7 +248,7 @@ class GpuRunner:
     def _finish(
         self,
         rows: NDArray[np.int64],
-        samples: Sequence[NDArray[np.uint8]],
+        payload: Payload,
         keys: s.Keys,
         faults: list[BadSampleError | None],
     ) -> _Finished:
@@ -261,9 +260,8 @@ class GpuRunner:
             runner = self._cpu.pop()
         except IndexError:
             runner = CpuRunner(self._program)
-        for row, fault in zip(
-            rows.tolist(), runner.run([samples[i] for i in rows], _keys_of(keys, rows), held.numpy()), strict=True
-        ):
+        samples = [payload.sample(i) for i in rows.tolist()]
+        for row, fault in zip(rows.tolist(), runner.run(samples, _keys_of(keys, rows), held.numpy()), strict=True):
             faults[row] = fault
         self._cpu.append(runner)
         return _Finished(rows, staging)
@@ -281,7 +279,7 @@ class GpuRunner:
             if chunk.finished is not None:
                 self._place(chunk.finished, slots)
             if len(refused):
-                self._place(self._finish(refused, chunk.samples, chunk.keys, chunk.faults), slots)
+                self._place(self._finish(refused, chunk.payload, chunk.keys, chunk.faults), slots)
                 with self._lock:
                     self.engine_images -= len(refused)
                     self.cpu_images += len(refused)
