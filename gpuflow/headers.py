@@ -82,27 +82,31 @@ def _walk(payload: Payload, orientation: bool) -> tuple[NDArray[np.int64], NDArr
     rows = np.flatnonzero(end - begin > _LOOK)
     marks = data[begin[rows]], data[begin[rows] + 1], data[end[rows] - 2], data[end[rows] - 1]
     rows = rows[(marks[0] == 0xFF) & (marks[1] == 0xD8) & (marks[2] == 0xFF) & (marks[3] == 0xD9)]
-    at = begin + 2
+    at, last = begin[rows] + 2, end[rows] - _LOOK
     for _ in range(_LONGEST_WALK):
-        rows = rows[at[rows] + _LOOK <= end[rows]]
+        if (over := at > last).any():
+            rows, at, last = rows[~over], at[~over], last[~over]
         if not len(rows):
             break
-        place = at[rows]
-        marker = data[place + 1]
-        sound = (data[place] == 0xFF) & _ORDINARY[marker]
+        segment = data[at[:, None] + np.arange(5)]  # FF, marker, two bytes of length, and a scan's components
+        marker = segment[:, 1]
+        sound = (segment[:, 0] == 0xFF) & _ORDINARY[marker]
         if orientation:
             sound &= marker != _EXIF
-        sound &= (marker != _ADOBE) | (data[place + 15] != 0)  # 0 may be RGB
+        if (adobe := marker == _ADOBE).any():
+            sound &= ~adobe | (data[at + 15] != 0)  # 0 may be RGB
         if (frames := np.flatnonzero(marker == _FRAME)).size:
             which = rows[frames]
-            head = data[place[frames, None] + np.arange(_LOOK)].astype(np.int64)
+            head = data[at[frames, None] + np.arange(_LOOK)].astype(np.int64)
             sound[frames] &= _taken_by_engines(head) & (components[which] == 0)
             sizes[which] = head[:, [5, 7]] << 8 | head[:, [6, 8]]
             components[which] = head[:, 9]
-        scans = marker == _SCAN
-        taken[rows[scans & sound & (data[place + 4] == components[rows])]] = True
-        at[rows] = place + 2 + (data[place + 2].astype(np.int64) << 8 | data[place + 3])
-        rows = rows[sound & ~scans]
+        if (scans := marker == _SCAN).any():
+            taken[rows[scans & sound & (segment[:, 4] == components[rows])]] = True
+            sound &= ~scans
+        at = at + 2 + (segment[:, 2].astype(np.int64) << 8 | segment[:, 3])
+        if not sound.all():
+            rows, at, last = rows[sound], at[sound], last[sound]
     return sizes, taken
 
 
