@@ -15,6 +15,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+import gpuflow
 from gpuflow.bad import BadSamples
 from gpuflow.batches import Assembly
 from gpuflow.build import processes_beside, share_of
@@ -29,6 +30,7 @@ from gpuflow.spec import Keys
 from gpuflow.stages import STAGES
 from gpuflow.train import Feed
 from gpuflow.workers import decode
+from tests import datasets
 from tests.datasets import (
     Raise,
     Row,
@@ -136,13 +138,11 @@ def feed_of(
 
 
 def rows(batch: Assembly) -> list[Row]:
-    return [
-        (int(index), int(label), bool(valid), image.contiguous().view(torch.uint8).numpy().tobytes())
-        for index, label, valid, image, kept in zip(
-            batch.indices, batch.labels, batch.valid, batch.slots, batch.kept, strict=True
-        )
-        if kept
-    ]
+    images, labels, valid, indices = (
+        torch.as_tensor(x)[torch.from_numpy(batch.kept)]
+        for x in (batch.slots, batch.labels, batch.valid, batch.indices)
+    )
+    return datasets.rows(gpuflow.Batch((images, labels), valid=valid, indices=indices))
 
 
 def await_processes(feed: Feed, epoch: Callable[[int], Iterator[Assembly]]) -> None:
