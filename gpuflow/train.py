@@ -249,15 +249,18 @@ class Feed:
             chunk.prepared = self._gpu.prepare(chunk.payload, self._keys(epoch, chunk))
 
     def _gated(self, gate: Gate, operation: Callable[[Chunk], Chunk]) -> Callable[[Chunk], Chunk]:
-        """An operation that waits until its batch may take memory. Nothing happens once the epoch is being ended."""
+        """An operation that waits until its batch may take memory. Nothing happens once the epoch is being ended.
+
+        The batch is not locked meanwhile: the CPU may be at its share of it.
+        """
 
         def run(chunk: Chunk) -> Chunk:
             batch = chunk.batch
             try:
+                if batch.slots is None and batch.error is None and not gate.enter(batch.step):
+                    return chunk
                 with batch.lock:
                     if batch.slots is None and batch.error is None:
-                        if not gate.enter(batch.step):
-                            return chunk
                         count = len(batch.positions)
                         batch.slots = self._slots.take(count) if self._gpu is None else self._gpu.slots(count)
             except BaseException as error:  # as in _never_raise

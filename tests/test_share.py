@@ -316,6 +316,16 @@ def test_a_killed_process_is_done_without(source: Source, caplog: pytest.LogCapt
     assert "a process that decodes has ended" in caplog.text
 
 
+def test_it_is_made_ahead_of_batches_that_wait_for_their_memory(source: Source) -> None:
+    """Nobody takes a batch, so launching threads wait for places; the CPU goes on until it is eight batches ahead."""
+    with feed_of(source, fixed(0.5), batch_size=4) as (feed, _, _):
+        run = feed.start(0, Steps(size=len(source), batch_size=4, rank=0, world_size=1, drop_last=False))
+        with deadline(20):
+            while feed.meters[1].read(1.0)["samples"] < 8 * 2:
+                time.sleep(0.01)
+        run.stop()
+
+
 def test_the_memory_is_used_again(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[int] = []
     monkeypatch.setattr("gpuflow.train.shared_and_pinned", lambda size: taken.append(size) or shared(size))
