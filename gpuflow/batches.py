@@ -76,3 +76,9 @@ class Chunk:
 
     def __len__(self) -> int:
         return self.stop - self.start
+
+    @property
+    def indices(self) -> list[int]:
+        """Which samples its rows hold."""
+        found: list[int] = self.batch.indices[self.start : self.stop].tolist()
+        return found

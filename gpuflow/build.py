@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 __all__ = [
     "available_threads",
     "build_loader",
+    "cpu_share_of",
     "open_split",
     "open_whole",
     "processes_beside",
     "processes_of",
-    "share_of",
     "share_of_cores",
     "threads_of",
 ]
@@ -82,7 +82,7 @@ def build_loader(
     share = None
     if placement.gpu is not None:
         source.read_in_processes(readers)
-        share = share_of(config, name)
+        share = cpu_share_of(config, name)
     return Loader(
         program=program,
         source=source,
@@ -148,12 +148,14 @@ def processes_beside(config: Config, samples: int, share: Share | None = None) -
     """
     if share is None:
         return 0 if _readers(config, gpu=False) else processes_of(config.run, samples)
-    if is_remote(config.source.where) or (config.run.processes == "auto" and samples < _WORTH_PROCESSES):
+    if is_remote(config.source.where):
         return 0
-    return share.threads if config.run.processes == "auto" else min(config.run.processes, share.threads)
+    if config.run.processes != "auto":
+        return min(config.run.processes, share.threads)
+    return share.threads if samples >= _WORTH_PROCESSES else 0
 
 
-def share_of(config: Config, name: str) -> Share | None:
+def cpu_share_of(config: Config, name: str) -> Share | None:
     """What the CPU decodes of each batch beside a GPU's engines, `decode.cpu_share`; None for nothing."""
     part, run = config.programs[name].decoder.cpu_share, config.run
     threads = max(1, available_threads() // _CORES_FOR_ONE_THAT_SHARES) if run.threads == "auto" else run.threads

@@ -11,7 +11,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from gpuflow.build import open_split, processes_beside, share_of, threads_of
+from gpuflow.build import cpu_share_of, open_split, processes_beside, threads_of
 from gpuflow.codecs import decoder_description
 from gpuflow.config import Config
 from gpuflow.cpu import STORAGE, slot_shape
@@ -81,7 +81,7 @@ def _facts(config: Config, name: str, program: Program) -> Iterator[Text]:
 
 
 def _beside_gpu(config: Config, name: str, samples: int) -> str:
-    share = share_of(config, name)
+    share = cpu_share_of(config, name)
     if share is None:
         return ""
     processes = processes_beside(config, samples, share)

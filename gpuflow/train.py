@@ -126,9 +126,9 @@ class Feed:
     def start(self, epoch: int, steps: Steps) -> Run:
         """Begin an epoch. The first one starts the processes, and does not wait for them."""
         if self._processes and self._workers is None:
-            beside = self.share is not None
+            idle = self.share is not None
             self._workers = Workers(
-                self._program, self._source, threads=self._threads, processes=self._processes, idle=beside
+                self._program, self._source, threads=self._threads, processes=self._processes, idle=idle
             )
         torch_threads = torch.get_num_threads()
         try:
@@ -163,14 +163,16 @@ class Feed:
                 late = not batch.over.done()
                 await asyncio.wrap_future(batch.over)
                 self.share.follow(batch.own, late=late, wanted=self._hurried, rate=self._share_meter.capacity())
-            ahead.leave()
+            if beside is not None:
+                ahead.leave()
             finished.put(batch)  # taken at once where it waits: a batch of SPDL's sink comes by way of its event loop
 
-        pools = []
+        beside: DaemonPool | None = None
         if self.share is not None:
             self.share.begin()
-            pools.append(DaemonPool(self._share_meter.threads, "share", self._begin_thread))
-        builder.add_source(self._chunks(epoch, steps, begun, ahead, *pools))
+            beside = DaemonPool(self._share_meter.threads, "share", self._begin_thread)
+        pools = [beside] if beside is not None else []
+        builder.add_source(self._chunks(epoch, steps, begun, ahead, beside))
         read = _never_raise(self.read_meter, functools.partial(self._read, epoch))
         work = _never_raise(self.work_meter, functools.partial(self._work, epoch))
         if self._readers == 0:
@@ -201,9 +203,9 @@ class Feed:
             gate.widen()
 
     async def _chunks(
-        self, epoch: int, steps: Steps, begun: threading.Event, ahead: Gate, share: DaemonPool | None = None
+        self, epoch: int, steps: Steps, begun: threading.Event, ahead: Gate, beside: DaemonPool | None
     ) -> AsyncIterator[Chunk]:
-        """What travels; the CPU's share of each batch goes to its own threads at the same time."""
+        """What travels; the CPU's share of each batch goes to the threads beside at the same time."""
         begun.set()
         work = _never_raise(self._share_meter, functools.partial(self._work_on_share, epoch))
 
@@ -214,10 +216,10 @@ class Feed:
         for step in range(len(steps)):
             batch = self._assembly(epoch, step, steps)
             count = len(batch.positions)
-            if share is not None:
+            if beside is not None:
                 for start in range(batch.own, count, _LARGEST_SHARED_CHUNK):
                     chunk = Chunk(batch, start, min(start + _LARGEST_SHARED_CHUNK, count), last=False)
-                    share.submit(on_cpu, chunk)
+                    beside.submit(on_cpu, chunk)
             for start in range(0, max(batch.own, 1), self._chunk_size):
                 stop = min(start + self._chunk_size, batch.own)
                 yield Chunk(batch, start, stop, last=stop == batch.own)
@@ -242,8 +244,7 @@ class Feed:
         return self.share.rows(count)
 
     def _read(self, epoch: int, chunk: Chunk) -> None:
-        batch = chunk.batch
-        chunk.payload = self._source.read(batch.indices[chunk.start : chunk.stop].tolist(), self._bytes.take)
+        chunk.payload = self._source.read(chunk.indices, self._bytes.take)
         self.read_meter.add(read_bytes=sum(chunk.payload.sizes), cpu_s=chunk.payload.cpu_s)
         if self._gpu is not None:
             chunk.prepared = self._gpu.prepare(chunk.payload, self._keys(epoch, chunk))
@@ -294,7 +295,7 @@ class Feed:
         faults = self._by_process(chunk, keys, self._share_meter, pixels, start)
         pixels = pixels[start : start + len(chunk)]
         if faults is None:
-            payload = self._source.read(batch.indices[chunk.start : chunk.stop].tolist(), self._bytes.take)
+            payload = self._source.read(chunk.indices, self._bytes.take)
             self.read_meter.add(samples=len(chunk), read_bytes=sum(payload.sizes), cpu_s=payload.cpu_s)
             faults = self._run_on_cpu(payload, keys, pixels)
         self._finish(epoch, chunk, keys, faults, self._run_on_cpu, pixels)
@@ -336,8 +337,7 @@ class Feed:
         """Read and decode a chunk elsewhere, into slots from `start` on; None where that cannot be done just now."""
         if self._workers is None:
             return None
-        indices = chunk.batch.indices[chunk.start : chunk.stop].tolist()
-        outcome = self._workers.run(indices, keys, slots, start)
+        outcome = self._workers.run(chunk.indices, keys, slots, start)
         if outcome is None:
             return None
         self.read_meter.add(samples=len(chunk), read_bytes=outcome.read_bytes, busy_s=outcome.read_s)

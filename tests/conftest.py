@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import hypothesis
 import pytest
 
+from gpuflow.sources import Source, SourceSpec, open_source
 from tests.images import jpeg, photo
 
 hypothesis.settings.register_profile(
@@ -19,6 +21,12 @@ hypothesis.settings.load_profile("stable")
 def photo_bytes() -> bytes:
     """A photograph of 75x101 pixels (height x width), a JPEG with 4:2:0 chroma."""
     return jpeg(photo(75, 101))
+
+
+@pytest.fixture
+def source(folder: Path) -> Source:
+    """The photographs of a test's own fixture `folder`."""
+    return open_source(SourceSpec(folder=str(folder)))
 
 
 def pytest_unconfigure() -> None:

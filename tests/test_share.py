@@ -18,14 +18,14 @@ from numpy.typing import NDArray
 import gpuflow
 from gpuflow.bad import BadSamples
 from gpuflow.batches import Assembly
-from gpuflow.build import processes_beside, share_of
+from gpuflow.build import cpu_share_of, processes_beside
 from gpuflow.config import read_config
 from gpuflow.cpu import STORAGE, CpuRunner, as_batch, slot_shape
 from gpuflow.errors import BadSampleError
 from gpuflow.memory import shared
 from gpuflow.order import ShuffledOrder, Steps
 from gpuflow.share import Share
-from gpuflow.sources import Payload, Source, SourceSpec, open_source
+from gpuflow.sources import Payload, Source
 from gpuflow.spec import Keys
 from gpuflow.stages import STAGES
 from gpuflow.train import Feed
@@ -164,11 +164,6 @@ def _host_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def folder(tmp_path: Path) -> Path:
     make_photos(tmp_path / "photos", classes=3, each=29)
     return tmp_path / "photos"
-
-
-@pytest.fixture
-def source(folder: Path) -> Source:
-    return open_source(SourceSpec(folder=str(folder)))
 
 
 def fixed(part: float, threads: int = 2) -> Share:
@@ -359,7 +354,7 @@ def test_what_the_configuration_asks_for(folder: Path, tmp_path: Path) -> None:
         train = [{"decode": {"cpu_share": share}}, *NHWC[1:]]
         path = write_config(tmp_path / "x.yaml", folder, train=train, run={"threads": 6})
         config = read_config(str(path), STAGES, list(overrides))
-        found = share_of(config, "train")
+        found = cpu_share_of(config, "train")
         return found, processes_beside(config, 20_000, found)
 
     assert told(0.0)[0] is None

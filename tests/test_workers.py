@@ -21,7 +21,7 @@ from gpuflow.build import processes_of
 from gpuflow.config import RunSpec
 from gpuflow.errors import BadSampleError
 from gpuflow.loader import Loader
-from gpuflow.sources import Allocate, Payload, Source, SourceSpec, open_source
+from gpuflow.sources import Allocate, Payload, Source
 from gpuflow.spec import Keys
 from gpuflow.workers import Outcome, Workers
 from tests.datasets import (
@@ -57,11 +57,6 @@ COLOURED = [
 def folder(tmp_path: Path) -> Path:
     make_photos(tmp_path / "photos", classes=3, each=14)
     return tmp_path / "photos"
-
-
-@pytest.fixture
-def source(folder: Path) -> Source:
-    return open_source(SourceSpec(folder=str(folder)))
 
 
 def made_elsewhere(loader: Loader, monkeypatch: pytest.MonkeyPatch) -> list[bool]:

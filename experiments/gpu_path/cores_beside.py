@@ -22,7 +22,7 @@ from run import HERE, Batches, gpuflow_batches, rate
 CHUNK, START_SECONDS, REPEATS = 16, 60.0, 2
 
 
-def decode(folder: str, path: str, number: int) -> None:
+def decode_on(folder: str, path: str, number: int) -> None:
     """One of the processes: counts the images that it has decoded, until it is killed."""
     from gpuflow.config import read_config
     from gpuflow.cpu import STORAGE, CpuRunner, slot_shape
@@ -75,7 +75,7 @@ def beside(folder: str, batches: Batches, processes: int) -> None:
 def main() -> None:
     folder, *told = sys.argv[1:]
     if told[:1] == ["--decode"]:
-        decode(folder, told[1], int(told[2]))
+        decode_on(folder, told[1], int(told[2]))
     batches = gpuflow_batches(folder, [])
     print(f"{torch.cuda.get_device_name()}, {Path('/proc/cpuinfo').read_text().count('processor')} cores")
     for processes in map(int, told or ["0", "2", "4", "8", "12"]):
