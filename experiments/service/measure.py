@@ -82,11 +82,7 @@ def plain(job: Job) -> Figures:
 
 def graph(job: Job) -> Figures:
     """(b) on a CPU, (c) on a GPU: what `gpuflow serve` runs behind HTTP."""
-    import gpuflow.serve
-    from gpuflow.threads import QuickSwitching
-
-    QuickSwitching()  # as `gpuflow serve` does
-    predictor = gpuflow.serve.load(job.config, device=job.device, overrides=job.overrides)
+    predictor = _load(job)
     yield from _closed_loops(
         job, lambda data: predictor.submit(data).result(_ANSWER), batches=lambda: predictor.batches
     )
@@ -113,11 +109,10 @@ def engine_only(job: Job) -> Figures:
 
 def decode_only(job: Job) -> Figures:
     """The graph without a model."""
-    import gpuflow.serve
-
-    predictor = gpuflow.serve.load(job.config, device=job.device, overrides=job.overrides, preprocess_only=True)
+    predictor = _load(job, preprocess_only=True)
     for directory in job.photographs:
         images = _images(directory)
+        _first_requests(predictor.preprocess, images, _PREPROCESSING_CALLERS)
         callers = [_in_turns(predictor.preprocess, images, caller) for caller in range(_PREPROCESSING_CALLERS)]
         yield Path(directory).name, {"bound_per_s": _rate(callers, job.seconds)}
 
@@ -132,12 +127,9 @@ def scheduler_only(job: Job) -> Figures:
     import numpy as np
     import torch
 
-    import gpuflow.serve
-
     stages = ("serve.stages.resize.shorter=8", "serve.stages.center_crop.size=8")
-    predictor = gpuflow.serve.load(
-        job.config, overrides=[*job.overrides, *stages], model=lambda images: torch.zeros(len(images), 10)
-    )
+    small = replace(job, device="cpu", overrides=(*job.overrides, *stages))
+    predictor = _load(small, model=lambda images: torch.zeros(len(images), 10))
     done, encoded = cv2.imencode(".bmp", np.zeros((8, 8, 3), np.uint8))
     assert done
     data = encoded.tobytes()
@@ -161,6 +153,15 @@ def _decoding_on_the_cpu(job: Job) -> Job:
     """`force`: the model was "trained" with `backend: auto`, and the CPU's pixels differ from the GPU's by a level."""
     on_cpu = ("serve.stages.decode.backend=cpu", "serve.model.force=true") if job.device != "cpu" else ()
     return replace(job, overrides=(*job.overrides, *on_cpu))
+
+
+def _load(job: Job, **more: Any) -> Any:
+    """The predictor that `gpuflow serve` runs behind HTTP."""
+    import gpuflow.serve
+    from gpuflow.threads import QuickSwitching
+
+    QuickSwitching()  # as `gpuflow serve` does
+    return gpuflow.serve.load(job.config, device=job.device, overrides=job.overrides, **more)
 
 
 def _engines(job: Job, *overrides: str) -> Any:

@@ -28,8 +28,8 @@ __all__ = [
     "DEFAULT_BATCH",
     "MODEL",
     "OURS",
+    "PREDICT",
     "PREPROCESS",
-    "TOGETHER",
     "Graph",
     "Node",
     "chain",
@@ -39,12 +39,10 @@ __all__ = [
     "to_toml",
 ]
 
-PREPROCESS, MODEL = "GpuflowPreprocess", "GpuflowModel"
-"""Under which names torchpipe knows gpuflow's nodes."""
-TOGETHER = f"S[{PREPROCESS},{MODEL}]"
-"""Both as one node, one after the other on the same batch. On a GPU neither is long at work, and what they do in Python
-they would do by turns: as two nodes they split the requests into smaller batches, and each waits for the other."""
-OURS = (PREPROCESS, MODEL, TOGETHER)
+PREPROCESS, MODEL, PREDICT = OURS = ("GpuflowPreprocess", "GpuflowModel", "GpuflowPredict")
+"""Under which names torchpipe knows gpuflow's nodes. The last one does what the first two do: on a GPU neither is long
+at work, and what they do in Python they would do by turns. As two nodes they split the requests into smaller batches,
+and each waits for the other."""
 DEFAULT_BATCH = 16
 _DEFAULT_TIMEOUT_MS = 2.0
 _GPU_INSTANCES = 2
@@ -149,9 +147,7 @@ def chain(
         if model is not None:
             last["model"] = model.model_dump_json(exclude_defaults=True)
         if device != "cpu" and gpu_decodes:
-            both = {**last, "backend": TOGETHER, "on_error": "pass", "patience": str(math.ceil(timeout_ms))}
-            if last["instance_num"] == "1":  # its next batch then begins when it is idle, with all that are there
-                both["batching_timeout"] = str(2 * int(last["batching_timeout"]))
+            both = {**last, "backend": PREDICT, "on_error": "pass", "patience": str(math.ceil(timeout_ms))}
             node = Node(name="serve", parameters=tuple(both.items()))
             return Graph(nodes=(node,), origin=origin, preprocessing=program.pipeline.fingerprint)
         images = {"device": "cpu", "on_error": "pass"}

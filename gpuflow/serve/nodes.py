@@ -7,10 +7,9 @@ result stays empty, and its neighbours go on: torchpipe fails a whole batch for 
 from __future__ import annotations
 
 import ctypes
-import itertools
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +21,7 @@ from gpuflow.cpu import STORAGE, CpuRunner, as_batch, slot_shape
 from gpuflow.errors import BadSampleError, PredictorError
 from gpuflow.fold import Program
 from gpuflow.presets import Preset
+from gpuflow.serve.backlog import Backlog, Waiting
 from gpuflow.serve.lowering import program_from_json
 from gpuflow.spec import Keys
 from gpuflow.threads import use_torch_threads
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
     from gpuflow.serve.engines import Engine
     from gpuflow.serve.on_gpu import GpuPreprocessor
 
-__all__ = ["SESSIONS", "ModelNode", "PreprocessNode", "Request", "Session"]
+__all__ = ["SESSIONS", "ModelNode", "PredictNode", "PreprocessNode", "Request", "Session"]
 
 Item = MutableMapping[str, Any]
 
 _QUEUED = 2
 """How many images an instance takes at a time. With 1, torchpipe would let a caller wait until an instance is free."""
-_EMPTY, _CANCELLED = torch.empty(0), "cancelled"
+_EMPTY, _CANCELLED = torch.empty(0), PredictorError("cancelled")
 _ONE = Keys(0, 0, np.zeros(1, np.int64))
 """The keys of one image. Nothing is drawn where a model is served."""
 
@@ -79,15 +79,16 @@ class Session:
     """What the instances of one graph's nodes share.
 
     engines: one for each instance of the model; none where the images are all that is wanted.
-    batches: how often the model ran on so many images at a time. arrived: how many requests have come so far.
+    batches: how often the model ran on so many images at a time. backlog: of a node that does everything, where
+    requests come from a `RunningGraph`.
     """
+
+    backlog: Backlog | None = None
 
     def __init__(self, engines: Sequence[Engine]) -> None:
         self.engines = tuple(engines)
         self.batches: Counter[int] = Counter()
         self._lock = threading.Lock()
-        self.arrived = 0
-        self._arrival, self._awaited = threading.Condition(), set[int]()
         self._nodes: list[PreprocessNode | ModelNode] = []
         self._gpu: list[GpuPreprocessor | None] = []
 
@@ -97,20 +98,6 @@ class Session:
     def count(self, images: int) -> None:
         with self._lock:
             self.batches[images] += 1
-
-    def arrive(self) -> None:
-        """A request has come, and is where a batch finds it."""
-        with self._arrival:
-            self.arrived += 1
-            if self.arrived in self._awaited:
-                self._arrival.notify_all()
-
-    def await_arrivals(self, total: int, seconds: float) -> None:
-        """Wait until `arrived` is so many, for so long at most."""
-        with self._arrival:
-            self._awaited.add(total)
-            self._arrival.wait_for(lambda: self.arrived >= total, seconds)
-            self._awaited.discard(total)
 
     def on_gpu(self, program: Program, device: torch.device) -> GpuPreprocessor | None:
         """What all instances preprocess with on a GPU, made by the first; None where the CPU has to."""
@@ -178,8 +165,7 @@ def _program(parameters: Mapping[str, str]) -> Program:
 class PreprocessNode:
     """Encoded bytes to an image, by the code that validation runs: a tensor [1, C, H, W] as the pipeline gives it.
 
-    Parameters: stages (JSON), device of the image, batch: images at a time where the model follows in the same node,
-    on_error: `pass` or `raise`, session.
+    Parameters: stages (JSON), device of the image, on_error: `pass` or `raise`, session.
     """
 
     def init(self, params: Any, options: object = None) -> None:
@@ -195,7 +181,7 @@ class PreprocessNode:
         if session is not None:
             session.join(self)
         self._gpu = session.on_gpu(program, self._device) if on_gpu and session is not None else None
-        self._at_a_time = 1 if self._raises else int(parameters.get("batch", _QUEUED))
+        self._at_a_time = 1 if self._raises else _QUEUED
 
     def max(self) -> int:
         return self._at_a_time
@@ -204,21 +190,18 @@ class PreprocessNode:
         wanted = []
         for item in items:
             if "request" in item and item["request"].future.cancelled():
-                item["error"], item["result"] = _CANCELLED, _EMPTY
+                _write(item, _CANCELLED)
             else:
                 wanted.append(item)
-        for item, image in zip(wanted, self._images([item["data"] for item in wanted]), strict=True):
-            if isinstance(image, torch.Tensor):
-                item["result"] = image
-            elif self._raises:
+        for item, image in zip(wanted, self.images([item["data"] for item in wanted]), strict=True):
+            if self._raises and isinstance(image, BadSampleError):
                 if "request" in item:
                     item["request"].fault = image
                 raise image
-            else:
-                item["error"], item["result"] = str(image), _EMPTY
+            _write(item, image)
 
-    def _images(self, files: Sequence[bytes]) -> Sequence[torch.Tensor | BadSampleError]:
-        """For each file its image, or what is wrong with it."""
+    def images(self, files: Sequence[bytes]) -> Sequence[torch.Tensor | BadSampleError]:
+        """For each file its image [1, C, H, W], or what is wrong with it. Raises nothing."""
         if self._gpu is None or not files:
             return [self._image(data) for data in files]
         try:
@@ -263,9 +246,7 @@ def _gpu_preprocessor(program: Program, device: torch.device) -> GpuPreprocessor
 class ModelNode:
     """A batch of images through the model: logits [K] for each item. Without a model, the images themselves.
 
-    Parameters: stages (JSON), batch, device of the model, model (JSON of `serve.model`), session. patience:
-    milliseconds that those who have their answers are given to ask again, before the next batch is taken. Without it
-    they would miss that batch, and all that ask would split in two halves that run by turns.
+    Parameters: stages (JSON), batch, device of the model, model (JSON of `serve.model`), session.
     """
 
     def init(self, params: Any, options: object = None) -> None:
@@ -278,7 +259,6 @@ class ModelNode:
         engines, self._batch = self._session.engines, int(parameters["batch"])
         self._engine = engines[int(parameters["_independent_index"])] if engines else None
         self._device, self._result = torch.device(parameters["device"]), program.result
-        self._patience = int(parameters.get("patience", 0)) / 1000
         if self._engine is not None:
             self._engine.settle()
         self._preset: list[torch.nn.Module] | None = None
@@ -290,37 +270,47 @@ class ModelNode:
 
     def forward(self, items: Sequence[Item]) -> None:
         items = list(items)
-        for item in items:
-            if "request" in item and not item["request"].begin():
-                item["error"] = _CANCELLED
-        answers = self._answers(items)
-        arrived = self._session.arrived
-        for item, answer in zip(items, answers, strict=True):
-            if isinstance(answer, Exception):
-                item["error"], item["result"] = str(answer), _EMPTY
-            else:
-                item["result"] = answer
-            if "request" in item:
-                item["request"].settle(answer)
-        if self._patience and len(items) < self._batch and (len(items) > 1 or self._session.arrived > arrived):
-            self._session.await_arrivals(arrived + len(items), self._patience)
+        images = [_bad_sample(item["error"]) if "error" in item else from_dlpack(item["data"]) for item in items]
+        requests = [item["request"] if "request" in item else None for item in items]  # noqa: SIM401  # not a dict
+        for item, answer in zip(items, self.answer(images, requests), strict=True):
+            _write(item, answer)
 
-    def _answers(self, items: Sequence[Item]) -> list[torch.Tensor | Exception]:
-        """For each item its logits [K], its image [C, H, W] where it wants that, or what is wrong with it."""
-        good = [item for item in items if "error" not in item]
-        found: Iterator[torch.Tensor | Exception]
+    def answer(
+        self, images: Sequence[torch.Tensor | Exception], requests: Sequence[Request | None]
+    ) -> list[torch.Tensor | Exception]:
+        """For each image its logits [K], or itself [C, H, W] where that is wanted, or what is wrong with it.
+
+        Those who ask are told.
+        """
+        begun = [request is None or request.begin() for request in requests]
+        wanted = [image if begins else _CANCELLED for image, begins in zip(images, begun, strict=True)]
+        answers = self._answers(wanted, [request is not None and request.wants_image for request in requests])
+        for request, answer in zip(requests, answers, strict=True):
+            if request is not None:
+                request.settle(answer)
+        return answers
+
+    def _answers(
+        self, images: Sequence[torch.Tensor | Exception], as_images: Sequence[bool]
+    ) -> list[torch.Tensor | Exception]:
+        answers = list(images)
+        rows = [row for row, image in enumerate(images) if isinstance(image, torch.Tensor)]
+        found: Iterable[torch.Tensor | Exception] = ()
         try:
-            found = iter(self._run(good) if good else ())
+            if rows:
+                found = self._run([images[row] for row in rows], [as_images[row] for row in rows])  # type: ignore[misc]
         except BaseException as error:  # somebody waits for each item, whatever is raised
-            failed = PredictorError(f"the model failed on a batch of {len(good)}: {error!r}")
+            failed = PredictorError(f"the model failed on a batch of {len(rows)}: {error!r}")
             failed.__cause__ = error
-            found = itertools.repeat(failed)
-        return [_bad_sample(item["error"]) if "error" in item else next(found) for item in items]
+            found = [failed] * len(rows)
+        for row, answer in zip(rows, found, strict=True):
+            answers[row] = answer
+        return answers
 
     @torch.no_grad()
-    def _run(self, items: Sequence[Item]) -> list[torch.Tensor]:
-        images = self._images([from_dlpack(item["data"]) for item in items])
-        wanted = [self._engine is None or ("request" in item and item["request"].wants_image) for item in items]
+    def _run(self, images: Sequence[torch.Tensor], as_images: Sequence[bool]) -> list[torch.Tensor]:
+        images = self._images(images)
+        wanted = [self._engine is None or as_image for as_image in as_images]
         rows = [row for row, image_wanted in enumerate(wanted) if not image_wanted]
         answers = {
             row: image.to(self._device, copy=image.is_cuda)[0]  # preprocessing uses its memory again
@@ -332,7 +322,7 @@ class ModelNode:
             logits = self._engine.run(batch.to(self._device)).clone()  # no inference tensors, which users cannot change
             self._session.count(len(rows))
             answers |= zip(rows, logits, strict=True)
-        return [answers[row] for row in range(len(items))]
+        return [answers[row] for row in range(len(images))]
 
     def _images(self, images: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """What the model gets: for each image [1, C, H, W] in the pipeline's dtype and memory format."""
@@ -349,6 +339,52 @@ class ModelNode:
 
     def release(self) -> None:
         self._engine = None
+
+
+class PredictNode(ModelNode):
+    """Encoded bytes to logits [K]: both of the above, one after the other on the same batch.
+
+    Parameters: of both, and patience: milliseconds that those who have their answers are given to ask again, before the
+    next batch is taken. Without it they would miss that batch, and all that ask would split in two halves that run by
+    turns.
+    """
+
+    def init(self, params: Any, options: object = None) -> None:
+        self._preprocess = PreprocessNode()
+        self._preprocess.init(params)
+        super().init(params)
+        self._patience = int(params["patience"]) / 1000
+
+    def forward(self, items: Sequence[Item]) -> None:
+        items = list(items)
+        backlog = self._session.backlog
+        if backlog is None:
+            for item, answer in zip(items, self._predict([(item["data"], None) for item in items]), strict=True):
+                _write(item, answer)
+            return
+        backlog.begin(len(items))
+        batch: list[Waiting] = [(item["data"], item["request"]) for item in items]
+        while batch:
+            arrived = backlog.arrived
+            self._predict(batch)
+            batch = backlog.take(arrived=arrived + len(batch), seconds=self._patience)
+
+    def _predict(self, batch: Sequence[tuple[bytes, Request | None]]) -> list[torch.Tensor | Exception]:
+        """As `answer`. What was cancelled meanwhile is not decoded."""
+        wanted = [request is None or not request.future.cancelled() for _, request in batch]
+        images = iter(
+            self._preprocess.images([data for (data, _), is_wanted in zip(batch, wanted, strict=True) if is_wanted])
+        )
+        return self.answer(
+            [next(images) if is_wanted else _CANCELLED for is_wanted in wanted], [request for _, request in batch]
+        )
+
+
+def _write(item: Item, answer: torch.Tensor | Exception) -> None:
+    if isinstance(answer, Exception):
+        item["error"], item["result"] = str(answer), _EMPTY
+    else:
+        item["result"] = answer
 
 
 def _bad_sample(text: str) -> BadSampleError:

@@ -19,7 +19,7 @@ from gpuflow.errors import BadSampleError, ConfigError, PredictorError, Predicto
 from gpuflow.placement import means_on_gpu
 from gpuflow.serve.engines import Engine, ModelInfo, open_engines, read_info, refuse_other_preprocessing
 from gpuflow.serve.engines.base import black_images
-from gpuflow.serve.lowering import DEFAULT_BATCH, MODEL, TOGETHER, Graph, chain
+from gpuflow.serve.lowering import DEFAULT_BATCH, MODEL, PREDICT, Graph, chain
 from gpuflow.serve.runtime import RunningGraph
 from gpuflow.spec import ImageSpec, Pipeline
 from gpuflow.threads import use_torch_threads
@@ -89,7 +89,7 @@ class Predictor:
         self._graph, self._timeout = graph, timeout_seconds
         self._described = [engine.describe() for engine in engines]
         first, last = (dict(node.parameters) for node in (graph.nodes[0], graph.nodes[-1]))
-        self.gives_images = last["backend"] in (MODEL, TOGETHER)
+        self.gives_images = last["backend"] in (MODEL, PREDICT)
         self._has_model = bool(engines) or not self.gives_images
         per_round = int(first["instance_num"]) + int(last["instance_num"]) * int(last.get("batch", 1))
         self._window = _ROUNDS_AHEAD * per_round

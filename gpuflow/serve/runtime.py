@@ -22,6 +22,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -29,8 +30,9 @@ from torch.utils.dlpack import from_dlpack
 
 from gpuflow.errors import BadSampleError, MissingExtra, PredictorError
 from gpuflow.presets import check_jpeg
-from gpuflow.serve.lowering import MODEL, OURS, PREPROCESS, Graph
-from gpuflow.serve.nodes import SESSIONS, ModelNode, PreprocessNode, Request, Session
+from gpuflow.serve.backlog import Backlog
+from gpuflow.serve.lowering import OURS, PREDICT, Graph
+from gpuflow.serve.nodes import SESSIONS, ModelNode, PredictNode, PreprocessNode, Request, Session
 from gpuflow.threads import DaemonPool
 
 if TYPE_CHECKING:
@@ -67,8 +69,8 @@ def register() -> None:
             except ModuleNotFoundError as error:
                 raise _missing(error) from error
             _silence(omniback)
-            omniback.register(PREPROCESS, PreprocessNode)
-            omniback.register(MODEL, ModelNode)
+            for node, kind in zip(OURS, (PreprocessNode, ModelNode, PredictNode), strict=True):
+                omniback.register(node, kind)
             os.register_at_fork(after_in_child=skip_cleanup)
             atexit.register(_close_all)  # after omniback's own clean-up was registered, so it runs before that
             _omniback = omniback
@@ -112,6 +114,11 @@ def _release(name: str) -> None:
     SESSIONS.pop(name).close()
 
 
+def _start(pipe: Any, data: bytes, request: Request) -> None:
+    """Hand a request to a graph of gpuflow's own nodes, and do not wait for it."""
+    pipe(_omniback.Dict({"data": data, "request": request, "event": _omniback.Event()}))
+
+
 class RunningGraph:
     """A graph at work. Any thread may submit.
 
@@ -134,6 +141,8 @@ class RunningGraph:
         for node in nodes.values():
             if node["backend"] in OURS:
                 node["session"] = name
+            if node["backend"] == PREDICT:
+                node["batching_timeout"] = "0"  # off: a request starts an instance, or waits in the backlog
         self._pid = os.getpid()
         self._idle, self._closed = threading.Condition(), False
         self._under_way: set[Request] = set()
@@ -148,7 +157,10 @@ class RunningGraph:
         callers = sum(int(node["instance_num"]) * int(node.get("batch", 1)) for node in nodes.values())
         self._callers = DaemonPool(min(callers, _MOST_CALLERS), "serve") if graph.native else None
         head = next(iter(nodes.values()))
-        self._native_head = head["backend"] != PREPROCESS
+        if head["backend"] == PREDICT:
+            instances, batch = int(head["instance_num"]), int(head["batch"])
+            self._session.backlog = Backlog(partial(_start, self._pipe), instances=instances, batch=batch)
+        self._native_head = head["backend"] not in OURS
         self._native_gpu = self._native_head and head["device"] == "cuda"
         self._release = weakref.finalize(self, _release, name)  # nothing is under way once nobody knows the graph
         self._release.atexit = False
@@ -173,16 +185,16 @@ class RunningGraph:
             if self._closed:
                 raise PredictorError("the predictor is closed; load it again")
             self._under_way.add(request)
-        item = {"data": data, "request": request}
         try:
-            if self._callers is None:
-                self._pipe(_omniback.Dict(item | {"event": _omniback.Event()}))
+            if self._session.backlog is not None:
+                self._session.backlog.add(data, request)
+            elif self._callers is None:
+                _start(self._pipe, data, request)
             else:
-                self._callers.submit(self._call, item, request)
+                self._callers.submit(self._call, {"data": data, "request": request}, request)
         except BaseException:
             self._done(request)
             raise
-        self._session.arrive()
         return request.future
 
     def _call(self, item: dict[str, Any], request: Request) -> None:

@@ -66,7 +66,7 @@ def test_on_a_gpu_one_node_does_both(tmp_path: Path) -> None:
     graph = lowered(tmp_path, serve, device="cuda")
     assert graph.as_dict() == {
         "serve": {
-            "backend": "S[GpuflowPreprocess,GpuflowModel]",
+            "backend": "GpuflowPredict",
             "instance_num": "2",
             "batching_timeout": "2",
             "batch": "8",
@@ -80,8 +80,8 @@ def test_on_a_gpu_one_node_does_both(tmp_path: Path) -> None:
     assert not graph.native
 
 
-@pytest.mark.parametrize(("given", "patience", "timeout"), [(0, "0", "2"), (1.5, "2", "4")])
-def test_one_instance_on_a_gpu_begins_when_those_who_ask_again_have(
+@pytest.mark.parametrize(("given", "patience", "timeout"), [(0, "0", "1"), (1.5, "2", "2")])
+def test_on_a_gpu_those_who_have_their_answers_are_given_the_timeout_to_ask_again(
     given: float, patience: str, timeout: str, tmp_path: Path
 ) -> None:
     node = lowered(tmp_path, {"stages": list(VAL), "model": {**FILE, "timeout_ms": given}}, device="cuda").as_dict()

@@ -15,7 +15,7 @@ import torch
 from gpuflow.errors import BadSampleError, PredictorError
 from gpuflow.presets import Preset
 from gpuflow.serve.engines import Engine
-from gpuflow.serve.lowering import TOGETHER, Graph, Node, chain
+from gpuflow.serve.lowering import PREDICT, Graph, Node, chain
 from gpuflow.serve.runtime import RunningGraph, register
 from tests.datasets import deadline, jpeg, program, python
 from tests.hostile import BAD
@@ -38,7 +38,8 @@ def graph_of(*, threads: int = 2, instances: int = 1, batch: int = 4, timeout_ms
 def together(graph: Graph, **told: str) -> Graph:
     """The same as one node, as on a GPU."""
     first, last = (dict(node.parameters) for node in graph.nodes)
-    node = Node(name="serve", parameters=tuple({**first, **last, "backend": TOGETHER, **told}.items()))
+    told = {"backend": PREDICT, "patience": "20", **told}
+    node = Node(name="serve", parameters=tuple({**first, **last, **told}.items()))
     return Graph(nodes=(node,), origin=graph.origin, preprocessing=graph.preprocessing)
 
 
@@ -98,8 +99,7 @@ def test_one_node_that_does_both_gives_the_same() -> None:
 
 def test_those_who_have_their_answers_may_ask_again_before_the_next_batch() -> None:
     engine = FakeEngine(before=Nap(0.02))
-    graph = together(graph_of(batch=8), batching_timeout="4000", patience="2000")
-    running = RunningGraph(graph, [engine])
+    running = RunningGraph(together(graph_of(batch=8), patience="2000"), [engine])
 
     def ask(number: int) -> None:
         for _ in range(12):
@@ -108,6 +108,35 @@ def test_those_who_have_their_answers_may_ask_again_before_the_next_batch() -> N
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(ask, range(4)))
     assert engine.counts.count(4) >= 9, engine.counts
+    assert running.close(20)
+
+
+def test_nobody_waits_for_those_who_do_not_ask_again() -> None:
+    engine = FakeEngine()
+    running = RunningGraph(together(graph_of(), patience="1000"), [engine])
+    begun = time.monotonic()
+    for data in DATA:
+        submit(running, data).result(timeout=20)
+    assert time.monotonic() - begun < 1
+    assert engine.counts == [1] * 6
+    assert running.close(20)
+
+
+def test_instances_that_do_both_share_what_comes() -> None:
+    gates = [Gate(), Gate()]
+    engines = [FakeEngine(before=gate) for gate in gates]
+    running = RunningGraph(together(graph_of(instances=2)), engines)
+    futures = [submit(running, data) for data in DATA[:2]]
+    assert all(gate.reached.wait(timeout=20) for gate in gates), "each has begun with one"
+    futures += [submit(running, data) for data in DATA * 2]
+    gates[0].open()
+    wait(futures[2:], timeout=20)
+    assert engines[0].counts == [1, 4, 4, 4]
+    gates[1].open()
+    assert [len(engine.counts) for engine in engines] == [4, 1]
+    expected = mean_color(torch.cat([submit(running, data, wants_image=True).result(20)[None] for data in DATA]))
+    answers = torch.stack([future.result(20) for future in futures])
+    assert torch.allclose(answers, expected[[0, 1, *range(6), *range(6)]])
     assert running.close(20)
 
 
