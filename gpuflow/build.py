@@ -81,7 +81,7 @@ def build_loader(
     readers = _readers(config, gpu=placement.gpu is not None)
     share = None
     if placement.gpu is not None:
-        source.read_in_processes(readers)
+        source.read_in_processes(readers, placement.gpu.look)
         share = cpu_share_of(config, name)
     return Loader(
         program=program,

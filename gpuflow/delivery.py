@@ -16,7 +16,7 @@ from gpuflow.cpu import slot_shape
 
 if TYPE_CHECKING:
     from gpuflow.errors import BadSampleError
-    from gpuflow.sources import Payload
+    from gpuflow.sources import Look, Payload
     from gpuflow.spec import ImageSpec, Keys
 
 __all__ = ["ChunkRunner", "Delivery", "slots_on", "starved"]
@@ -136,6 +136,10 @@ class ChunkRunner(Protocol):
 
     def hurry(self, on: bool) -> None:
         """Whether the device has nothing to do without the next batch: what would slow other work down does not now."""
+
+    @property
+    def look(self) -> Look | None:
+        """What may be found out of a payload elsewhere, before `prepare` gets it; nothing where this is None."""
 
     def prepare(self, payload: Payload, keys: Keys) -> Any:
         """All of a chunk that can be done before it has its slots. The payload's memory stays until it is launched."""

@@ -7,6 +7,7 @@ tried again by halves; what fails alone is judged on the CPU, in the place that 
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -22,12 +23,12 @@ from gpuflow.decoders import Decoders
 from gpuflow.delivery import Delivery, slots_on
 from gpuflow.errors import BadSampleError
 from gpuflow.fold import Call, Map, Program, Sample, Sampling
-from gpuflow.headers import read_headers
+from gpuflow.headers import read_headers, walk
 from gpuflow.kernels.color import adjust
 from gpuflow.kernels.sample import FIELDS, sample
 from gpuflow.memory import BUFFERS, DecodeBuffers
 from gpuflow.nvjpeg import Library
-from gpuflow.sources import Payload
+from gpuflow.sources import Look, Payload
 
 __all__ = ["GpuRunner", "Pass", "Prepared", "passes_of", "plan_of"]
 
@@ -147,6 +148,7 @@ class GpuRunner:
     ) -> None:
         self._program, self._passes, self._delivery = program, tuple(passes), delivery
         self._channels = 1 if program.decoder.color == "gray" else 3
+        self._turns = program.decoder.orientation == "apply"
         self._decode_bytes = decode_bytes
         self._cpu: list[CpuRunner] = []
         self._lock = threading.Lock()
@@ -172,13 +174,18 @@ class GpuRunner:
         if on:
             self._buffers.more()
 
+    @property
+    def look(self) -> Look:
+        """The headers of ordinary files, most of what `prepare` would need the interpreter for."""
+        return functools.partial(walk, orientation=self._turns)
+
     def prepare(self, payload: Payload, keys: s.Keys) -> Prepared:
         """All that comes before the engines: headers, draws, and whole images where those are not for the engines.
 
         The payload's memory must be pinned and stay until the launch is through on the GPU.
         """
         decoder = self._program.decoder
-        headers = read_headers(payload, max_pixels=decoder.max_pixels, orientation=decoder.orientation == "apply")
+        headers = read_headers(payload, max_pixels=decoder.max_pixels, orientation=self._turns)
         rows = np.flatnonzero(headers.engine)
         draws = self._draw(_keys_of(keys, rows), headers.sizes[rows])
         misfit = np.zeros(len(rows), bool)

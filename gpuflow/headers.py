@@ -15,7 +15,7 @@ from gpuflow.codecs import ENGINE_SAMPLINGS, ENGINE_WIDTH, Header, probe
 from gpuflow.errors import BadSampleError
 from gpuflow.sources import Payload
 
-__all__ = ["Headers", "read_headers"]
+__all__ = ["Headers", "Walked", "read_headers", "walk"]
 
 _FEW = 32
 """So many files are left to `probe` at once: a walk takes as long as probing 40, however few there are."""
@@ -45,14 +45,19 @@ class Headers:
     faults: list[BadSampleError | None]
 
 
+Walked = tuple[NDArray[np.int64], NDArray[np.bool_]]
+"""(sizes [N, 2], [N] true where a file is an ordinary baseline JPEG that the engines take)."""
+
+
 def read_headers(payload: Payload, *, max_pixels: int, orientation: bool) -> Headers:
-    """What `probe` says of each file. Unreadable files (of size 0) are faults of the stage `read`."""
+    """What `probe` says of each file. Unreadable files (of size 0) are faults of the stage `read`.
+
+    The payload may bring what `walk` found.
+    """
     count = len(payload)
-    if count > _FEW:
-        sizes, engine = _walk(payload, orientation)
-        engine &= sizes.prod(axis=1) <= max_pixels
-    else:
-        sizes, engine = np.zeros((count, 2), np.int64), np.zeros(count, bool)
+    walked: Walked = payload.found if payload.found is not None else walk(payload, orientation=orientation)
+    sizes, engine = walked
+    engine = engine & (sizes.prod(axis=1) <= max_pixels)
     others: dict[int, Header] = {}
     faults: list[BadSampleError | None] = [None] * count
     for i in np.flatnonzero(~engine).tolist():
@@ -71,8 +76,10 @@ def read_headers(payload: Payload, *, max_pixels: int, orientation: bool) -> Hea
     return Headers(sizes, engine, others, faults)
 
 
-def _walk(payload: Payload, orientation: bool) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """(sizes [N, 2], [N] true where a file is an ordinary baseline JPEG that the engines take)."""
+def walk(payload: Payload, *, orientation: bool) -> Walked:
+    """The sizes of ordinary JPEGs; what is no such file, or one of few, is left to `probe`."""
+    if len(payload) <= _FEW:
+        return np.zeros((len(payload), 2), np.int64), np.zeros(len(payload), bool)
     data = payload.buffer
     begin = np.asarray(payload.offsets, np.int64)
     end = begin + np.asarray(payload.sizes, np.int64)

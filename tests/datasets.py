@@ -33,7 +33,7 @@ from gpuflow.check import trace
 from gpuflow.fold import Program, fold
 from gpuflow.loader import Loader
 from gpuflow.order import ShuffledOrder
-from gpuflow.sources import Allocate, Payload, Source
+from gpuflow.sources import Allocate, Look, Payload, Source
 from gpuflow.spec import Pipeline
 from gpuflow.stages import STAGES
 
@@ -157,7 +157,7 @@ class MemorySource:
         errors = [None if data is not None else "no such file" for data in found]
         return Payload(buffer=buffer, offsets=offsets, sizes=sizes, errors=errors)
 
-    def read_in_processes(self, count: int) -> None:
+    def read_in_processes(self, count: int, look: Look | None = None) -> None:
         """It is in memory."""
 
     def close(self) -> None:
@@ -183,8 +183,8 @@ class TappedSource:
             self.before(index)
         return self.source.read(indices, allocate)
 
-    def read_in_processes(self, count: int) -> None:
-        self.source.read_in_processes(count)
+    def read_in_processes(self, count: int, look: Look | None = None) -> None:
+        self.source.read_in_processes(count, look)
 
     def close(self) -> None:
         self.source.close()

@@ -54,7 +54,7 @@ NHWC = [{"decode": {}}, {"random_resized_crop": {"size": 24}}, {"normalize": {"d
 class StandIn:
     """A GPU and the way to it: its memory is the host's, and what decodes there is the CPU's code."""
 
-    device = torch.device("cpu")
+    device, look = torch.device("cpu"), None
 
     def __init__(self, entries: Any, delay: float = 0.0) -> None:
         self.program, self.delay = program(entries), delay

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from gpuflow.build import open_split
 from gpuflow.config import Config
 from gpuflow.errors import ConfigError, Problem, SourceError
-from gpuflow.sources import Allocate, Payload
+from gpuflow.sources import Allocate, Look, Payload
 from gpuflow.sources.choose import images_below, spread
 
 __all__ = ["Encoded", "InMemory", "Kind", "Sample", "hostile_images", "own_images"]
@@ -97,7 +97,7 @@ class InMemory:
     def read(self, indices: Sequence[int], allocate: Allocate) -> Payload:
         return Payload.of([self._images[index] for index in indices], allocate)
 
-    def read_in_processes(self, count: int) -> None:
+    def read_in_processes(self, count: int, look: Look | None = None) -> None:
         pass
 
     def close(self) -> None:

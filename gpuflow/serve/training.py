@@ -43,6 +43,8 @@ class PresetRunner:
         MissingExtra: torchpipe is not installed. PredictorError: it does not take the operators.
     """
 
+    look = None
+
     def __init__(
         self, program: Program, delivery: Delivery, *, origin: str, threads: int, timeout_seconds: float
     ) -> None:

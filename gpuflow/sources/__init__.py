@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from gpuflow.sources.base import Allocate, Payload, Source, SourceSpec
+from gpuflow.sources.base import Allocate, Look, Payload, Source, SourceSpec
 from gpuflow.sources.folder import open_folder
 from gpuflow.sources.listing import open_listing
 from gpuflow.sources.split import Subset, subset
 from gpuflow.sources.tar import open_tar
 
-__all__ = ["KINDS", "Allocate", "Payload", "Source", "SourceSpec", "Subset", "open_source", "subset"]
+__all__ = ["KINDS", "Allocate", "Look", "Payload", "Source", "SourceSpec", "Subset", "open_source", "subset"]
 
 KINDS: dict[str, Callable[[SourceSpec], Source]] = {
     "folder": open_folder,

@@ -10,12 +10,12 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Allocate", "Payload", "Source", "SourceSpec"]
+__all__ = ["Allocate", "Look", "Payload", "Source", "SourceSpec"]
 
 Allocate = Callable[[int], NDArray[np.uint8]]
 """Gives a writable uint8 array of at least so many bytes; the source fills it and returns it in its payload."""
@@ -28,6 +28,7 @@ class Payload:
     buffer: uint8 array, possibly longer than what is used.
     offsets, sizes: one a sample, in bytes; sample i is buffer[offsets[i] : offsets[i] + sizes[i]].
     errors: one a sample: None, or why it cannot be read (its size is then 0).
+    found: what a `Look` found in them in the process that read them; None where none did.
     cpu_s: processor seconds that another process spent on it.
     """
 
@@ -35,6 +36,7 @@ class Payload:
     offsets: Sequence[int]
     sizes: Sequence[int]
     errors: Sequence[str | None]
+    found: Any = None
     cpu_s: float = 0.0
 
     @classmethod
@@ -53,6 +55,10 @@ class Payload:
     def sample(self, i: int) -> NDArray[np.uint8]:
         """A view of sample i's bytes."""
         return self.buffer[self.offsets[i] : self.offsets[i] + self.sizes[i]]
+
+
+Look = Callable[[Payload], Any]
+"""What a decoder wants to know of a payload before it decodes it. Can be pickled, and so can what it gives."""
 
 
 class Source(Protocol):
@@ -79,8 +85,9 @@ class Source(Protocol):
         """The bytes of these samples, in this order. A sample that cannot be read is an error in the payload, never
         an exception; a short-lived fault is retried first. `allocate` is called once."""
 
-    def read_in_processes(self, count: int) -> None:
-        """From now on `read` may leave the work to so many processes, where they read faster than threads."""
+    def read_in_processes(self, count: int, look: Look | None = None) -> None:
+        """From now on `read` may leave the work to so many processes, where they read faster than threads; `look` then
+        is called there."""
 
     def close(self) -> None:
         """Gives back open files and ends those processes. The source must not be read afterwards."""

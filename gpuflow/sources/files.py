@@ -8,7 +8,7 @@ from typing import final
 import numpy as np
 from numpy.typing import NDArray
 
-from gpuflow.sources.base import Allocate, Payload
+from gpuflow.sources.base import Allocate, Look, Payload
 from gpuflow.sources.paths import PathTable
 from gpuflow.sources.processes import in_processes
 from gpuflow.sources.storage import Storage
@@ -35,8 +35,8 @@ class FileSource:
     def read(self, indices: Sequence[int], allocate: Allocate) -> Payload:
         return self._storage.read(self._paths.take(indices), allocate)
 
-    def read_in_processes(self, count: int) -> None:
-        self._storage = in_processes(self._storage, count)
+    def read_in_processes(self, count: int, look: Look | None = None) -> None:
+        self._storage = in_processes(self._storage, count, look)
 
     def close(self) -> None:
         self._storage.close()

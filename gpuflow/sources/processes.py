@@ -4,7 +4,7 @@ A thread that reads lets go of the interpreter four times a file, and must get i
 launch work on a GPU and from a training step that does the same. More such threads read no faster; processes do
 (measured in experiments/gpu_path/NOTES.md). So where a GPU decodes, each reading thread hands its files to a process,
 which reads them by the very code of `LocalStorage`. It waits twice: until the process knows how much memory it needs,
-and until it has read.
+and until it has read. What a decoder wants to know of the bytes beforehand is found out there too.
 
 A process that ends, or cannot be started, spoils no read: what it should have read is read here.
 """
@@ -12,6 +12,7 @@ A process that ends, or cannot be started, spoils no read: what it should have r
 from __future__ import annotations
 
 import logging
+import pickle
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -21,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpuflow.processes import Channel, Crew, Peer
-from gpuflow.sources.base import Allocate, Payload
+from gpuflow.sources.base import Allocate, Look, Payload
 from gpuflow.sources.storage import LocalStorage, ReadAt, Shard, Storage
 
 __all__ = ["ProcessStorage", "in_processes", "prepare", "work"]
@@ -31,9 +32,9 @@ T = TypeVar("T")
 _LOG = logging.getLogger(__name__)
 
 
-def in_processes(storage: Storage, count: int) -> Storage:
+def in_processes(storage: Storage, count: int, look: Look | None = None) -> Storage:
     """The storage, read by `count` processes where it is this machine's; another one is waited for anyway."""
-    return ProcessStorage(storage, count) if isinstance(storage, LocalStorage) else storage
+    return ProcessStorage(storage, count, look) if isinstance(storage, LocalStorage) else storage
 
 
 @final
@@ -41,13 +42,15 @@ class ProcessStorage:
     """A local storage whose files are read by processes, as long as their buffers are of `memory.shared`.
 
     Args:
-        local: reads where no process is free, or none can. count: processes to start.
+        local: reads where no process is free, or none can. count: processes to start. look: what each does with what
+            it has read.
     """
 
-    def __init__(self, local: LocalStorage, count: int) -> None:
+    def __init__(self, local: LocalStorage, count: int, look: Look | None = None) -> None:
         self._local, self._crew = local, Crew()
+        setup = pickle.dumps(look, pickle.HIGHEST_PROTOCOL)
         try:
-            for channel in self._crew.hire(__name__, connections=[1] * count):
+            for channel in self._crew.hire(__name__, connections=[1] * count, setup=setup):
                 self._crew.give(channel)
         except OSError as error:
             _LOG.warning("no process to read with: %s; a thread reads instead", error)
@@ -108,8 +111,8 @@ def _read_there(channel: Channel, name: str, arguments: tuple[Any, ...], allocat
     buffer = allocate(channel.answer())
     if not channel.share(buffer):
         return None
-    offsets, sizes, errors, cpu_s = channel.answer()
-    return Payload(buffer=buffer, offsets=offsets, sizes=sizes, errors=errors, cpu_s=cpu_s)
+    offsets, sizes, errors, found, cpu_s = channel.answer()
+    return Payload(buffer=buffer, offsets=offsets, sizes=sizes, errors=errors, found=found, cpu_s=cpu_s)
 
 
 # --- in the process ---------------------------------------------------------------------------------------------------
@@ -119,11 +122,13 @@ class _Refused(Exception):
     """The buffer is not shared memory."""
 
 
-def prepare(setup: bytes) -> None:
-    """There is nothing to be told."""
+def prepare(setup: bytes) -> Look | None:
+    """What is to be done with what is read."""
+    look: Look | None = pickle.loads(setup)
+    return look
 
 
-def work(peer: Peer, prepared: None) -> None:
+def work(peer: Peer, look: Look | None) -> None:
     """Answers until nobody asks any more."""
     storage = LocalStorage()
 
@@ -139,4 +144,5 @@ def work(peer: Peer, prepared: None) -> None:
         begun = time.thread_time()
         with suppress(_Refused):
             payload: Payload = getattr(storage, name)(*arguments, take)
-            peer.send((payload.offsets, payload.sizes, payload.errors, time.thread_time() - begun))
+            found = look(payload) if look is not None else None
+            peer.send((payload.offsets, payload.sizes, payload.errors, found, time.thread_time() - begun))

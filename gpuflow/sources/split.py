@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from gpuflow.errors import SourceError
 from gpuflow.order import key64, permute
-from gpuflow.sources.base import Allocate, Payload, Source, SourceSpec
+from gpuflow.sources.base import Allocate, Look, Payload, Source, SourceSpec
 
 __all__ = ["Subset", "split_counts", "split_indices", "subset"]
 
@@ -47,8 +47,8 @@ class Subset:
     def read(self, indices: Sequence[int], allocate: Allocate) -> Payload:
         return self.source.read(self.indices[np.asarray(indices, dtype=np.int64)].tolist(), allocate)
 
-    def read_in_processes(self, count: int) -> None:
-        self.source.read_in_processes(count)
+    def read_in_processes(self, count: int, look: Look | None = None) -> None:
+        self.source.read_in_processes(count, look)
 
     def close(self) -> None:
         self.source.close()

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpuflow.errors import SourceError
-from gpuflow.sources.base import Allocate, Payload, SourceSpec
+from gpuflow.sources.base import Allocate, Look, Payload, SourceSpec
 from gpuflow.sources.hints import missing_path
 from gpuflow.sources.labels import Codes, resolve_labels
 from gpuflow.sources.paths import PathTable, PathTableBuilder
@@ -97,8 +97,8 @@ class TarSource:
         starts, sizes = self._index.starts[places].tolist(), self._index.sizes[places].tolist()
         return self._storage.read_ranges(shards, starts, sizes, allocate)
 
-    def read_in_processes(self, count: int) -> None:
-        self._storage = in_processes(self._storage, count)
+    def read_in_processes(self, count: int, look: Look | None = None) -> None:
+        self._storage = in_processes(self._storage, count, look)
 
     def close(self) -> None:
         self._storage.close()

@@ -11,16 +11,19 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from gpuflow.headers import read_headers, walk
 from gpuflow.memory import BytePool, shared, shared_block, shared_keys
 from gpuflow.sources import Payload, SourceSpec, open_source
 from gpuflow.sources.processes import ProcessStorage, in_processes
 from gpuflow.sources.storage import LocalStorage, Shard, open_storage
+from tests import images
 from tests.datasets import await_children, children
 
 
@@ -275,6 +278,40 @@ def test_closing_does_not_wait_for_a_read(tmp_path: Path) -> None:
     hold.set()
     thread.join(20)
     assert len(faults) == 1
+
+
+def test_what_a_decoder_wants_to_know_is_found_out_there(tmp_path: Path) -> None:
+    listing, names = tmp_path / "list.csv", [f"{i}.jpg" for i in range(50)]
+    for i, name in enumerate(names):
+        pixels = images.photo(20 + i, 90 - i, seed=i)
+        (tmp_path / name).write_bytes(images.jpeg(pixels, "4:2:0", progressive=i % 10 == 3))
+    listing.write_text("path,label\n" + "".join(f"{name},{i % 2}\n" for i, name in enumerate(names)))
+    source, look = open_source(SourceSpec(listing=str(listing))), partial(walk, orientation=False)
+    plain = source.read(range(50), Taken())
+    source.read_in_processes(1, look)
+    read = source.read(range(50), Taken())
+    source.close()
+    assert plain.found is None
+    for there, here in zip(read.found, look(plain), strict=True):
+        assert np.array_equal(there, here)
+    headers = [read_headers(payload, max_pixels=2_500, orientation=False) for payload in (read, plain)]
+    assert np.array_equal(headers[0].engine, headers[1].engine)
+    assert headers[0].engine.sum() == sum((20 + i) * (90 - i) <= 2_500 and i % 10 != 3 for i in range(50))
+    assert list(headers[0].others) == list(headers[1].others)
+    assert list(map(str, headers[0].faults)) == list(map(str, headers[1].faults))
+
+
+def stumble(payload: Payload) -> None:
+    raise RuntimeError("this look fails")
+
+
+def test_a_look_that_fails_spoils_no_read(files: list[bytes]) -> None:
+    storage = ProcessStorage(LocalStorage(), 1, stumble)
+    for _ in range(2):
+        read = storage.read(files, Taken())
+        assert samples(read) == read_here(files)
+        assert read.found is None
+    storage.close()
 
 
 def test_sources_on_this_machine_leave_their_reading_to_processes(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from gpuflow.errors import SourceError
-from gpuflow.sources import Allocate, Payload, SourceSpec, Subset, open_source, subset
+from gpuflow.sources import Allocate, Look, Payload, SourceSpec, Subset, open_source, subset
 from gpuflow.sources.split import split_counts, split_indices
 from tests.sources.conftest import ReadAll
 
@@ -40,8 +40,8 @@ class MemorySource:
         buffer[: sum(sizes)] = np.frombuffer(b"".join(texts), dtype=np.uint8)
         return Payload(buffer=buffer, offsets=offsets, sizes=sizes, errors=[None] * len(sizes))
 
-    def read_in_processes(self, count: int) -> None:
-        self.processes = count
+    def read_in_processes(self, count: int, look: Look | None = None) -> None:
+        self.processes = count, look
 
     def close(self) -> None:
         self.closed = True
