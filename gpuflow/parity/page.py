@@ -14,7 +14,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpuflow.parity.report import Logits, Pair, Picture, Report
-from gpuflow.parity.text import NAIVE_TITLE, notes, show_allowed, show_figures, show_levels, stage_of, verdict
+from gpuflow.parity.text import (
+    NAIVE_TITLE,
+    notes,
+    show_allowed,
+    show_figures,
+    show_levels,
+    show_logit,
+    stage_of,
+    verdict,
+)
 
 __all__ = ["page", "write_report"]
 
@@ -133,7 +142,7 @@ def _pair(report: Report, pair: Pair) -> str:
 def _logit_figures(logits: Logits | None) -> list[str]:
     if logits is None:
         return ["-"] * 3
-    return [f"{logits.max:.3g}", f"{logits.mean:.3g}", f"{logits.flips} of {logits.images}"]
+    return [show_logit(logits.max), show_logit(logits.mean), f"{logits.flips} of {logits.images}"]
 
 
 def _summary(pairs: Sequence[Pair]) -> str:

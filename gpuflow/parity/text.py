@@ -22,6 +22,7 @@ __all__ = [
     "show_allowed",
     "show_figures",
     "show_levels",
+    "show_logit",
     "stage_of",
     "verdict",
 ]
@@ -111,6 +112,13 @@ def stage_of(row: Row, report: Report) -> str:
     return f"{row.stage}, whole" if row.number == len(report.stages) else row.stage
 
 
+def show_logit(difference: float) -> str:
+    """A difference of logits in six characters: two digits that count, or one where it is small."""
+    if difference >= 10:
+        return f"{difference:.0f}"
+    return f"{difference:.2g}" if difference >= 0.001 or not difference else f"{difference:.0e}"
+
+
 def _pairs(report: Report, pairs: Sequence[Pair]) -> Iterator[RenderableType]:
     heading = _table()
     for line in _HEADINGS:
@@ -148,7 +156,7 @@ def _table() -> Table:
 
 
 def _logit_cells(logits: Logits | None) -> list[str]:
-    return ["-", "", "-"] if logits is None else [f"{logits.max:.2g}", "", f"{logits.mean:.2g}"]
+    return ["-", "", "-"] if logits is None else [show_logit(logits.max), "", show_logit(logits.mean)]
 
 
 def _flips(logits: Logits | None) -> str:

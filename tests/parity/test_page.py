@@ -18,7 +18,7 @@ from gpuflow.parity import Report, render, write_report
 from gpuflow.parity.measure import Levels
 from gpuflow.parity.page import page
 from gpuflow.parity.report import Logits, Pair, Picture, Row, WayNote
-from gpuflow.parity.text import show_levels
+from gpuflow.parity.text import show_levels, show_logit
 
 BLACK = np.zeros((4, 6, 3), np.uint8)
 SPOT = np.zeros((4, 6), np.float32)
@@ -216,3 +216,12 @@ def test_a_long_list_of_images_is_cut() -> None:
 )
 def test_levels_in_words(value: float, text: str) -> None:
     assert show_levels(value) == text
+
+
+@pytest.mark.parametrize(
+    ("difference", "shown"),
+    [(0, "0"), (2.4e-5, "2e-05"), (0.00087, "9e-04"), (0.0254, "0.025"), (3.94, "3.9"), (99.6, "100"), (163.2, "163")],
+)
+def test_a_difference_of_logits_fits_its_column(difference: float, shown: str) -> None:
+    assert show_logit(difference) == shown
+    assert len(shown) <= 6
