@@ -54,8 +54,10 @@ class Prediction:
     def ranked(self, k: int) -> tuple[tuple[int, str, float], ...]:
         """As `top`, with the output's number first: (index, label, probability)."""
         values, rows = self.logits.softmax(dim=0).topk(min(k, len(self.logits)))
-        names = self.classes or tuple(map(str, range(len(self.logits))))
-        return tuple((row, names[row], value) for row, value in zip(rows.tolist(), values.tolist(), strict=True))
+        return tuple(
+            (row, self.classes[row] if self.classes else str(row), value)
+            for row, value in zip(rows.tolist(), values.tolist(), strict=True)
+        )
 
 
 class Predictor:
