@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
@@ -293,17 +293,17 @@ class ModelNode:
     def _answers(
         self, images: Sequence[torch.Tensor | Exception], as_images: Sequence[bool]
     ) -> list[torch.Tensor | Exception]:
-        answers = list(images)
-        rows = [row for row, image in enumerate(images) if isinstance(image, torch.Tensor)]
-        found: Iterable[torch.Tensor | Exception] = ()
+        good = {row: image for row, image in enumerate(images) if isinstance(image, torch.Tensor)}
+        found: Sequence[torch.Tensor | Exception] = ()
         try:
-            if rows:
-                found = self._run([images[row] for row in rows], [as_images[row] for row in rows])  # type: ignore[misc]
+            if good:
+                found = self._run(list(good.values()), [as_images[row] for row in good])
         except BaseException as error:  # somebody waits for each item, whatever is raised
-            failed = PredictorError(f"the model failed on a batch of {len(rows)}: {error!r}")
+            failed = PredictorError(f"the model failed on a batch of {len(good)}: {error!r}")
             failed.__cause__ = error
-            found = [failed] * len(rows)
-        for row, answer in zip(rows, found, strict=True):
+            found = [failed] * len(good)
+        answers = list(images)
+        for row, answer in zip(good, found, strict=True):
             answers[row] = answer
         return answers
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import random
 import time
 import weakref
 from collections.abc import Sequence
@@ -109,6 +110,35 @@ def test_those_who_have_their_answers_may_ask_again_before_the_next_batch() -> N
         list(pool.map(ask, range(4)))
     assert engine.counts.count(4) >= 9, engine.counts
     assert running.close(20)
+
+
+@pytest.mark.parametrize("instances", [1, 2])
+def test_many_callers_of_one_node_get_their_own_answers(instances: int) -> None:
+    engines = [FakeEngine(before=Nap(0.002)) for _ in range(instances)]
+    running = RunningGraph(together(graph_of(instances=instances), patience="2"), engines)
+    expected = [submit(running, data).result(timeout=20) for data in DATA]
+
+    def ask(number: int) -> None:
+        rng = random.Random(number)
+        for _ in range(60):
+            several = [rng.choice([*range(6), "bad", "cancelled"]) for _ in range(rng.randint(1, 5))]
+            futures = [
+                submit(running, b"junk" if one == "bad" else DATA[0 if one == "cancelled" else one]) for one in several
+            ]
+            for one, future in zip(several, futures, strict=True):
+                if one == "cancelled":
+                    future.cancel()
+            for one, future in zip(several, futures, strict=True):
+                if one == "bad":
+                    assert isinstance(future.exception(timeout=20), BadSampleError)
+                elif one != "cancelled":
+                    assert torch.equal(future.result(timeout=20), expected[one])
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(ask, range(8)))
+    assert running.close(20)
+    assert running.in_flight == 0
+    assert max(max(engine.counts) for engine in engines) == 4
 
 
 def test_nobody_waits_for_those_who_do_not_ask_again() -> None:
