@@ -18,18 +18,14 @@ from numpy.typing import NDArray
 
 from gpuflow.errors import BadSampleError
 from gpuflow.turbojpeg import Library, TurboJpeg, find_library
+from gpuflow.walk import ENGINE_SAMPLINGS, ENGINE_WIDTH
 
-__all__ = ["ENGINE_SAMPLINGS", "ENGINE_WIDTH", "CpuDecoder", "Header", "decoder_description", "probe"]
+__all__ = ["CpuDecoder", "Header", "decoder_description", "probe"]
 
 _REGION_WORTH = 0.9
 """Decode only a region where it is at most this part of the image."""
 _SWAPPED = 5
 """From this EXIF orientation on, the image is turned by a quarter."""
-ENGINE_SAMPLINGS = {(0x11,), *((first, 0x11, 0x11) for first in (0x11, 0x12, 0x21, 0x22))}
-"""Factors, horizontal and vertical by component, of gray, 4:4:4, 4:4:0, 4:2:2 and 4:2:0."""
-ENGINE_WIDTH = 5
-"""The least width for the engines: where chroma is at most 2 samples wide, libjpeg-turbo repeats it (jdsample.c), while
-nvJPEG interpolates."""
 _BMP_CORE = 12
 """Size in bytes of OS/2's BMP header, whose sides are of 16 bits."""
 

@@ -23,12 +23,13 @@ from gpuflow.decoders import Decoders
 from gpuflow.delivery import Delivery, slots_on
 from gpuflow.errors import BadSampleError
 from gpuflow.fold import Call, Map, Program, Sample, Sampling
-from gpuflow.headers import read_headers, walk
+from gpuflow.headers import read_headers
 from gpuflow.kernels.color import adjust
 from gpuflow.kernels.sample import FIELDS, sample
 from gpuflow.memory import BUFFERS, DecodeBuffers
 from gpuflow.nvjpeg import Library
 from gpuflow.sources import Look, Payload
+from gpuflow.walk import walk
 
 __all__ = ["GpuRunner", "Pass", "Prepared", "passes_of", "plan_of"]
 

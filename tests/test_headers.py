@@ -12,8 +12,9 @@ from PIL import Image
 
 from gpuflow.codecs import Header, probe
 from gpuflow.errors import BadSampleError
-from gpuflow.headers import _FEW, read_headers
+from gpuflow.headers import read_headers
 from gpuflow.sources import Payload
+from gpuflow.walk import _FEW
 from tests import images
 
 MAX_PIXELS = 40_000

@@ -18,11 +18,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from gpuflow.headers import read_headers, walk
+from gpuflow.headers import read_headers
 from gpuflow.memory import BytePool, shared, shared_block, shared_keys
 from gpuflow.sources import Payload, SourceSpec, open_source
 from gpuflow.sources.processes import ProcessStorage, in_processes
 from gpuflow.sources.storage import LocalStorage, Shard, open_storage
+from gpuflow.walk import walk
 from tests import images
 from tests.datasets import await_children, children
 
