@@ -141,6 +141,11 @@ def processes_of(run: RunSpec, samples: int) -> int:
     return 0 if threads <= _FEW_THREADS or samples < _WORTH_PROCESSES else threads
 
 
+def serving_processes_of(run: RunSpec) -> int:
+    """Processes that preprocess where the CPU decodes what is served: those of `run.processes`, by default none."""
+    return 0 if run.processes == "auto" else processes_of(run, 0)
+
+
 def processes_beside(config: Config, samples: int, share: Share | None = None) -> int:
     """Processes that decode for a loader on the CPU: none where threads of their own read, see `processes_of`.
 

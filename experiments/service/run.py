@@ -83,10 +83,11 @@ def main() -> None:
         rounds.measure(BOUNDS[options.device])
     for line in compare(rounds.rows()):
         print(line)
-    from gpuflow.plots import load_test
+    if options.repeats:  # the chart shows no bounds
+        from gpuflow.plots import load_test
 
-    for path in load_test.draw(options.out, options.out.with_name("service")):
-        print("wrote", path)
+        for path in load_test.draw(options.out, options.out.with_name("service")):
+            print("wrote", path)
 
 
 class Rounds:

@@ -94,12 +94,18 @@ def lower(config: Config, *, device: str = "cpu") -> Graph:
     Raises:
         ConfigError: there is no block `serve`; or torchpipe is to run a model (`via: torchpipe`) that it cannot.
     """
-    from gpuflow.build import threads_of
+    from gpuflow.build import serving_processes_of, threads_of
 
     if config.serve is None:
         raise ConfigError([Problem(f"{config.path}:", "has no block serve; add serve: {stages: ..., model: ...}")])
-    threads = threads_of(config.run)
-    return chain(config.programs["serve"], config.serve.model, origin=config.path, threads=threads, device=device)
+    return chain(
+        config.programs["serve"],
+        config.serve.model,
+        origin=config.path,
+        threads=threads_of(config.run),
+        processes=serving_processes_of(config.run),
+        device=device,
+    )
 
 
 def chain(
@@ -111,14 +117,15 @@ def chain(
     device: str,
     platform: Platform | None = None,
     gpu_decodes: bool = True,
+    processes: int = 0,
 ) -> Graph:
-    """Preprocessing, then the model: two nodes, or one where the GPU does both.
+    """Preprocessing, then the model: two nodes, or one where the GPU does both or processes preprocess.
 
     Args:
         program: of the block `serve`. model: its `model`; None where there is none, or code says what it is.
         origin: the configuration's file. threads: instances that preprocess. device: where the model runs.
         platform: what an engine that torchpipe builds is tied to; without it the engine is not kept.
-        gpu_decodes: whether a GPU can, where the stages leave it to it.
+        gpu_decodes: whether a GPU can, where the stages leave it to it. processes: that preprocess where it does not.
     """
     gpu_decodes = gpu_decodes and program.decoder.backend != "cpu" and not isinstance(program.decoder, Preset)
     stages = stages_to_json(program.pipeline.stages)
@@ -146,8 +153,11 @@ def chain(
         }
         if model is not None:
             last["model"] = model.model_dump_json(exclude_defaults=True)
-        if device != "cpu" and gpu_decodes:
+        on_gpu = device != "cpu" and gpu_decodes
+        if on_gpu or (processes and not isinstance(program.decoder, Preset)):
             both = {**last, "backend": PREDICT, "on_error": "pass", "patience": str(math.ceil(timeout_ms))}
+            if not on_gpu:
+                both["processes"] = str(processes)
             node = Node(name="serve", parameters=tuple(both.items()))
             return Graph(nodes=(node,), origin=origin, preprocessing=program.pipeline.fingerprint)
         images = {"device": "cpu", "on_error": "pass"}

@@ -11,7 +11,8 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -28,7 +29,6 @@ from gpuflow.threads import use_torch_threads
 
 if TYPE_CHECKING:
     from gpuflow.serve.engines import Engine
-    from gpuflow.serve.on_gpu import GpuPreprocessor
 
 __all__ = ["SESSIONS", "ModelNode", "PredictNode", "PreprocessNode", "Request", "Session"]
 
@@ -75,6 +75,16 @@ class Request:
         self._done(self)
 
 
+class Preprocessor(Protocol):
+    """What preprocesses several images at a time. Any thread may call any method."""
+
+    def run(self, files: Sequence[bytes]) -> list[torch.Tensor | BadSampleError]:
+        """For each file its image [1, C, H, W], or why it is bad."""
+        ...
+
+    def close(self) -> None: ...
+
+
 class Session:
     """What the instances of one graph's nodes share.
 
@@ -90,7 +100,7 @@ class Session:
         self.batches: Counter[int] = Counter()
         self._lock = threading.Lock()
         self._nodes: list[PreprocessNode | ModelNode] = []
-        self._gpu: list[GpuPreprocessor | None] = []
+        self._preprocessors: list[Preprocessor | None] = []
 
     def join(self, node: PreprocessNode | ModelNode) -> None:
         self._nodes.append(node)
@@ -99,12 +109,12 @@ class Session:
         with self._lock:
             self.batches[images] += 1
 
-    def on_gpu(self, program: Program, device: torch.device) -> GpuPreprocessor | None:
-        """What all instances preprocess with on a GPU, made by the first; None where the CPU has to."""
+    def preprocessor(self, make: Callable[[], Preprocessor | None]) -> Preprocessor | None:
+        """What all instances preprocess with, made by the first; None where each has to by itself."""
         with self._lock:
-            if not self._gpu:
-                self._gpu.append(_gpu_preprocessor(program, device))
-            return self._gpu[0]
+            if not self._preprocessors:
+                self._preprocessors.append(make())
+            return self._preprocessors[0]
 
     def close(self) -> None:
         """Let go of engines and buffers; no item may be under way. torchpipe keeps the nodes themselves for ever."""
@@ -112,11 +122,11 @@ class Session:
             node.release()
         for engine in self.engines:
             engine.close()
-        for gpu in self._gpu:
-            if gpu is not None:
-                gpu.close()
+        for preprocessor in self._preprocessors:
+            if preprocessor is not None:
+                preprocessor.close()
         self._nodes.clear()
-        self._gpu.clear()
+        self._preprocessors.clear()
         self.engines = ()
 
 
@@ -165,7 +175,8 @@ def _program(parameters: Mapping[str, str]) -> Program:
 class PreprocessNode:
     """Encoded bytes to an image, by the code that validation runs: a tensor [1, C, H, W] as the pipeline gives it.
 
-    Parameters: stages (JSON), device of the image, on_error: `pass` or `raise`, session.
+    Parameters: stages (JSON), device of the image, on_error: `pass` or `raise`, session. processes: that do it in this
+    thread's place, for batches of `batch` at most; then the images are on the CPU.
     """
 
     def init(self, params: Any, options: object = None) -> None:
@@ -173,14 +184,20 @@ class PreprocessNode:
         _stay_known()
         use_torch_threads(1)
         program = _program(parameters)
-        self._spec, self._device = program.result, torch.device(parameters["device"])
+        processes = int(parameters.get("processes", 0))
+        self._spec, self._device = program.result, torch.device("cpu" if processes else parameters["device"])
         self._raises = parameters["on_error"] == "raise"
         self._runner: CpuRunner | None = CpuRunner(program)
         on_gpu = self._device.type == "cuda"
-        session = _session(parameters, program) if on_gpu or "session" in parameters else None
+        session = _session(parameters, program) if on_gpu or processes or "session" in parameters else None
+        self._batched: Preprocessor | None = None
         if session is not None:
             session.join(self)
-        self._gpu = session.on_gpu(program, self._device) if on_gpu and session is not None else None
+            if on_gpu:
+                self._batched = session.preprocessor(partial(_gpu_preprocessor, program, self._device))
+            elif processes:
+                batch = int(parameters["batch"])
+                self._batched = session.preprocessor(partial(_cpu_preprocessor, program, batch, processes))
         self._at_a_time = 1 if self._raises else _QUEUED
 
     def max(self) -> int:
@@ -202,10 +219,10 @@ class PreprocessNode:
 
     def images(self, files: Sequence[bytes]) -> Sequence[torch.Tensor | BadSampleError]:
         """For each file its image [1, C, H, W], or what is wrong with it. Raises nothing."""
-        if self._gpu is None or not files:
+        if self._batched is None or not files:
             return [self._image(data) for data in files]
         try:
-            return self._gpu.run(files)
+            return self._batched.run(files)
         except BaseException as error:  # somebody waits for each item, whatever is raised
             return [_failed(error)] * len(files)
 
@@ -219,7 +236,7 @@ class PreprocessNode:
             return _failed(error)
 
     def release(self) -> None:
-        self._runner = self._gpu = None
+        self._runner = self._batched = None
 
 
 def _failed(error: BaseException) -> BadSampleError:
@@ -230,7 +247,13 @@ def _failed(error: BaseException) -> BadSampleError:
     return fault
 
 
-def _gpu_preprocessor(program: Program, device: torch.device) -> GpuPreprocessor | None:
+def _cpu_preprocessor(program: Program, batch: int, processes: int) -> Preprocessor:
+    from gpuflow.serve.on_cpu import CpuPreprocessor
+
+    return CpuPreprocessor(program, batch=batch, processes=processes)
+
+
+def _gpu_preprocessor(program: Program, device: torch.device) -> Preprocessor | None:
     """What preprocesses on a GPU, or None where it cannot: the CPU does then."""
     from gpuflow.delivery import Delivery
     from gpuflow.memory import BytePool, pinned

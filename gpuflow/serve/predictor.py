@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
 
 import torch
 
-from gpuflow.build import threads_of
+from gpuflow.build import serving_processes_of, threads_of
 from gpuflow.distributed import Ranks
 from gpuflow.errors import BadSampleError, ConfigError, PredictorError, PredictorTimeout, Problem
 from gpuflow.placement import means_on_gpu
@@ -183,11 +183,13 @@ class Predictor:
 
     def describe(self) -> dict[str, Any]:
         """Configuration, preprocessing's fingerprint, what it gives, and each engine: plain values for reports."""
+        first = dict(self._graph.nodes[0].parameters)
         return {
             "file": self._graph.origin,
             "preprocessing": self.preprocessing,
             "image": str(self.image),
-            "threads": int(dict(self._graph.nodes[0].parameters)["instance_num"]),
+            "threads": int(first["instance_num"]),
+            "processes": int(first.get("processes", 0)),
             "engines": self._described,
         }
 
@@ -336,6 +338,7 @@ def chain_here(
         model,
         origin=config.path,
         threads=threads_of(config.run),
+        processes=serving_processes_of(config.run),
         device=device,
         platform=platform,
         gpu_decodes=device != "cpu" and not isinstance(means_on_gpu(program), str),

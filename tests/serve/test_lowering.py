@@ -97,6 +97,20 @@ def test_where_the_cpu_is_to_decode_all_threads_do_and_batches_go_to_the_gpu(tmp
     assert nodes["model"]["device"] == "cuda"
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_processes_preprocess_in_one_node_with_the_model(device: str, tmp_path: Path) -> None:
+    stages = [{"decode": {"backend": "cpu"}}, *VAL[1:]]
+    serve = {"stages": stages, "model": {**FILE, "batch": 8, "instances": 1}}
+    node = lowered(tmp_path, serve, "run.processes=2", device=device).as_dict()["serve"]
+    assert (node["backend"], node["processes"], node["instance_num"]) == ("GpuflowPredict", "2", "1")
+    assert (node["device"], node["batch"], node["patience"]) == (device, "8", "2")
+
+
+def test_where_the_gpu_decodes_processes_do_not(tmp_path: Path) -> None:
+    serve = {"stages": list(VAL), "model": {**FILE, "batch": 8}}
+    assert "processes" not in lowered(tmp_path, serve, "run.processes=2", device="cuda").as_dict()["serve"]
+
+
 @pytest.mark.parametrize(("via", "images_on"), [("python", "cpu"), ("torchpipe", "cuda")])
 def test_where_the_gpu_cannot_decode_all_threads_do(via: str, images_on: str) -> None:
     """As with `decode.backend: cpu`, but the preprocessing is what the file says."""
