@@ -31,6 +31,7 @@ __all__ = [
     "open_whole",
     "processes_beside",
     "processes_of",
+    "serving_processes_of",
     "share_of_cores",
     "threads_of",
 ]

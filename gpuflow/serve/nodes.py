@@ -30,7 +30,7 @@ from gpuflow.threads import use_torch_threads
 if TYPE_CHECKING:
     from gpuflow.serve.engines import Engine
 
-__all__ = ["SESSIONS", "ModelNode", "PredictNode", "PreprocessNode", "Request", "Session"]
+__all__ = ["SESSIONS", "ModelNode", "PredictNode", "PreprocessNode", "Preprocessor", "Request", "Session"]
 
 Item = MutableMapping[str, Any]
 
