@@ -18,7 +18,7 @@ from gpuflow.codecs import CpuDecoder, Header, probe
 from gpuflow.errors import BadSampleError
 from gpuflow.fold import Call, Map, Program, Sample, Sampling
 
-__all__ = ["STORAGE", "CpuRunner", "as_batch", "call_opaque", "resample", "slot_shape"]
+__all__ = ["STORAGE", "CpuRunner", "CpuRunners", "as_batch", "call_opaque", "resample", "slot_shape"]
 
 STORAGE = {"uint8": np.uint8, "float32": np.float32, "float16": np.uint16, "bfloat16": np.uint16}
 """How numpy holds each dtype: 16-bit floats as their bits."""
@@ -208,6 +208,29 @@ class CpuRunner:
         if held is None or held.shape != shape:
             held = self._scratch[name, n] = np.empty(shape, np.uint8)
         return held
+
+
+class CpuRunners:
+    """Runs a program's steps on any thread: each call has a runner to itself."""
+
+    def __init__(self, program: Program) -> None:
+        self._program, self._idle = program, list[CpuRunner]()
+
+    def run(
+        self, samples: Sequence[NDArray[np.uint8]], keys: s.Keys, slots: NDArray[Any]
+    ) -> list[BadSampleError | None]:
+        """As `CpuRunner.run`."""
+        try:
+            runner = self._idle.pop()
+        except IndexError:
+            runner = CpuRunner(self._program)
+        faults = runner.run(samples, keys, slots)
+        self._idle.append(runner)
+        return faults
+
+    def clear(self) -> None:
+        """Let go of their memory."""
+        self._idle.clear()
 
 
 def call_opaque(step: Call, image: NDArray[Any], seed: int) -> NDArray[Any]:

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from gpuflow import spec as s
-from gpuflow.cpu import STORAGE, CpuRunner, slot_shape
+from gpuflow.cpu import STORAGE, CpuRunners, slot_shape
 from gpuflow.decoders import Decoders
 from gpuflow.delivery import Delivery, slots_on
 from gpuflow.errors import BadSampleError
@@ -151,7 +151,7 @@ class GpuRunner:
         self._channels = 1 if program.decoder.color == "gray" else 3
         self._turns = program.decoder.orientation == "apply"
         self._decode_bytes = decode_bytes
-        self._cpu: list[CpuRunner] = []
+        self._cpu = CpuRunners(program)
         self._lock = threading.Lock()
         self.engine_images, self.cpu_images = 0, 0
         with delivery.queued():
@@ -264,14 +264,9 @@ class GpuRunner:
         result = self._program.result
         staging = self._delivery.pinned((len(rows), *slot_shape(result)), getattr(torch, result.dtype))
         held = staging.view(torch.uint16) if STORAGE[result.dtype] is np.uint16 else staging
-        try:
-            runner = self._cpu.pop()
-        except IndexError:
-            runner = CpuRunner(self._program)
         samples = [payload.sample(i) for i in rows.tolist()]
-        for row, fault in zip(rows.tolist(), runner.run(samples, _keys_of(keys, rows), held.numpy()), strict=True):
+        for row, fault in zip(rows.tolist(), self._cpu.run(samples, _keys_of(keys, rows), held.numpy()), strict=True):
             faults[row] = fault
-        self._cpu.append(runner)
         return _Finished(rows, staging)
 
     # --- on a launching thread --------------------------------------------------------------------------------------

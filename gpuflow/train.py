@@ -25,7 +25,7 @@ from spdl.pipeline.defs import Aggregator
 
 from gpuflow.bad import BadSamples
 from gpuflow.batches import Assembly, Chunk
-from gpuflow.cpu import STORAGE, CpuRunner, as_batch, slot_shape
+from gpuflow.cpu import STORAGE, CpuRunners, as_batch, slot_shape
 from gpuflow.epoch import START_SECONDS, STOP_SECONDS, Machinery, Run
 from gpuflow.errors import BadSampleError, TooManyBadSamples
 from gpuflow.fold import Program
@@ -109,7 +109,7 @@ class Feed:
         self.work_meter = Meter("decode", threads, before=self.read_meter.after)
         self._share_meter = Meter("decode_cpu", share.threads if share else 0, after=self.work_meter.after)
         self.meters = (self.read_meter, *[self._share_meter] * (share is not None), self.work_meter)
-        self._runners: list[CpuRunner] = []
+        self._runners = CpuRunners(program)
         self._owners: list[threading.Thread] = []
         self._bytes = BytePool(keep=_KEPT_BYTES, make=heap if gpu is None else shared_and_pinned)
         self._pinned = BytePool(keep=_KEPT_SHARED_BYTES, make=shared_and_pinned)
@@ -353,13 +353,8 @@ class Feed:
         return faults
 
     def _run_on_cpu(self, payload: Payload, keys: Keys, slots: NDArray[Any]) -> list[BadSampleError | None]:
-        try:
-            runner = self._runners.pop()
-        except IndexError:
-            runner = CpuRunner(self._program)
-        faults = decode(runner, payload, keys, slots)
+        faults = decode(self._runners, payload, keys, slots)
         self._bytes.give(payload.buffer)
-        self._runners.append(runner)
         return faults
 
     def _deliver(self, batch: Assembly, delivery: Delivery) -> None:

@@ -9,6 +9,7 @@ Either way it is `CpuRunner`'s, and the pixels are the same.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import pickle
 import threading
@@ -22,7 +23,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gpuflow.cpu import STORAGE, CpuRunner, slot_shape
+from gpuflow.cpu import STORAGE, CpuRunner, CpuRunners, slot_shape
 from gpuflow.errors import BadSampleError
 from gpuflow.fold import Program
 from gpuflow.memory import BytePool
@@ -30,10 +31,25 @@ from gpuflow.processes import Channel, Crew, Peer
 from gpuflow.sources import Payload, Source
 from gpuflow.spec import Keys
 
-__all__ = ["Outcome", "Workers", "decode", "prepare", "work"]
+__all__ = [
+    "READY",
+    "Outcome",
+    "Told",
+    "Workers",
+    "decode",
+    "faults_of",
+    "open_runner",
+    "prepare",
+    "slots_in",
+    "told",
+    "work",
+]
 
 _LOG = logging.getLogger(__name__)
-_READY = "ready"
+READY = "ready"
+"""What a process says once it can be asked."""
+Told = tuple[str, str] | None
+"""Of a sample: None, or the stage and the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,16 +59,18 @@ class Outcome:
     faults [n]: None, or the stage and the reason. read_bytes, read_s: of the source. cpu_s: processor seconds in all.
     """
 
-    faults: list[tuple[str, str] | None]
+    faults: list[Told]
     read_bytes: int
     read_s: float
     cpu_s: float
 
     def errors(self) -> list[BadSampleError | None]:
-        return [None if fault is None else BadSampleError(*fault) for fault in self.faults]
+        return faults_of(self.faults)
 
 
-def decode(runner: CpuRunner, payload: Payload, keys: Keys, slots: NDArray[Any]) -> list[BadSampleError | None]:
+def decode(
+    runner: CpuRunner | CpuRunners, payload: Payload, keys: Keys, slots: NDArray[Any]
+) -> list[BadSampleError | None]:
     """A payload's samples into their slots, as `CpuRunner.run`; an unreadable one is bad without further ado."""
     faults = runner.run([payload.sample(i) for i in range(len(payload))], keys, slots)
     for i, error in enumerate(payload.errors):
@@ -129,7 +147,7 @@ class Workers:
         except (OSError, EOFError) as error:
             self._lose(channel, error)
             return
-        if word == _READY:
+        if word == READY:
             self._crew.give(channel)
         elif self._crew.lose(channel) and word not in self._refusals:  # all mostly have the same reason
             self._refusals.add(word)
@@ -154,14 +172,13 @@ class Workers:
 Setup = tuple[Source, Program, bool]
 
 
-def prepare(setup: bytes) -> Setup | str:
-    """What `Workers` was told, or what keeps it from being opened, in words. Leaves no thread behind."""
+def prepare(setup: bytes) -> Any:
+    """What was pickled, or what keeps it from being opened, in words. Leaves no thread behind."""
     torch.set_num_threads(1)
     try:
-        opened: Setup = pickle.loads(setup)
+        return pickle.loads(setup)
     except Exception as error:  # a stage of the script that started us, for one, is not to be found here
         return repr(error)
-    return opened
 
 
 def work(peer: Peer, prepared: Setup | str) -> None:
@@ -169,30 +186,50 @@ def work(peer: Peer, prepared: Setup | str) -> None:
     if isinstance(prepared, str):
         peer.send(prepared)
         return
-    torch.set_num_threads(1)
     source, program, idle = prepared
     if idle:
         with suppress(OSError):  # in a container that does not let us
             os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # of this thread
-    try:
-        runner, pool = CpuRunner(program), BytePool()
-    except Exception as error:
-        peer.send(repr(error))
-        return
-    shape, dtype = slot_shape(program.result), np.dtype(STORAGE[program.result.dtype])
-    size = int(np.prod(shape)) * dtype.itemsize
-    peer.send(_READY)
-    while True:
+    runner, pool = open_runner(peer, program), BytePool()
+    while runner is not None:
         indices, keys, start = peer.recv()
         memory = peer.memory()
         if memory is None:
             continue
-        slots = memory[start * size : (start + len(indices)) * size].view(dtype).reshape(-1, *shape)
+        slots = slots_in(memory, program, start, len(indices))
         try:
             outcome = _run(source, runner, pool, indices, keys, slots)
         except Exception:  # it will be raised again where it is seen, by the thread that does this instead
             outcome = None
         peer.send(outcome)
+
+
+def open_runner(peer: Peer, program: Program) -> CpuRunner | None:
+    """A runner for this thread; None where none can be made. Says READY, or why not."""
+    torch.set_num_threads(1)
+    try:
+        runner = CpuRunner(program)
+    except Exception as error:
+        peer.send(repr(error))
+        return None
+    peer.send(READY)
+    return runner
+
+
+def slots_in(memory: NDArray[np.uint8], program: Program, start: int, count: int) -> NDArray[Any]:
+    """The slots [start, start + count) of a batch's memory."""
+    shape, dtype = slot_shape(program.result), np.dtype(STORAGE[program.result.dtype])
+    size = math.prod(shape) * dtype.itemsize
+    return memory[start * size : (start + count) * size].view(dtype).reshape(-1, *shape)
+
+
+def told(faults: Sequence[BadSampleError | None]) -> list[Told]:
+    """What `faults_of` makes the same faults of in another process."""
+    return [None if fault is None else (fault.stage, fault.reason) for fault in faults]
+
+
+def faults_of(told: Sequence[Told]) -> list[BadSampleError | None]:
+    return [None if fault is None else BadSampleError(*fault) for fault in told]
 
 
 def _run(
@@ -203,5 +240,4 @@ def _run(
     read_s = time.perf_counter() - begun
     faults = decode(runner, payload, keys, slots)
     pool.give(payload.buffer)
-    told = [None if fault is None else (fault.stage, fault.reason) for fault in faults]
-    return Outcome(told, sum(payload.sizes), read_s, time.thread_time() - cpu)
+    return Outcome(told(faults), sum(payload.sizes), read_s, time.thread_time() - cpu)

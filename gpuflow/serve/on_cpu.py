@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import math
 import pickle
 import time
 from collections.abc import Iterator, Sequence
@@ -19,7 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gpuflow.cpu import STORAGE, CpuRunner, as_batch, slot_shape
+from gpuflow.cpu import STORAGE, CpuRunners, as_batch, slot_shape
 from gpuflow.errors import BadSampleError
 from gpuflow.fold import Program
 from gpuflow.memory import BytePool, SlotPool, shared
@@ -27,11 +26,12 @@ from gpuflow.processes import Channel, Crew, Peer
 from gpuflow.sources import Payload
 from gpuflow.spec import Keys
 from gpuflow.threads import use_torch_threads
+from gpuflow.workers import READY, Told, faults_of, open_runner, prepare, slots_in, told
 
 __all__ = ["CpuPreprocessor", "prepare", "work"]
 
 _LOG = logging.getLogger(__name__)
-_START_SECONDS, _LOOK_SECONDS, _READY = 30.0, 0.02, "ready"
+_START_SECONDS, _LOOK_SECONDS = 30.0, 0.02
 _KEPT_BATCHES = 4
 
 
@@ -47,7 +47,7 @@ class CpuPreprocessor:
 
     def __init__(self, program: Program, *, batch: int, processes: int) -> None:
         self._program = program
-        self._runners: list[CpuRunner] = []
+        self._runners = CpuRunners(program)
         self._bytes = BytePool(make=shared)
         dtype = np.dtype(STORAGE[program.result.dtype])
         self._slots = SlotPool((batch, *slot_shape(program.result)), dtype, keep=_KEPT_BATCHES, make=shared)
@@ -68,7 +68,7 @@ class CpuPreprocessor:
                 word = channel.answer() if channel.answered() else f"it did not start within {_START_SECONDS:g} s"
             except (OSError, EOFError) as error:
                 word = repr(error)
-            if word == _READY:
+            if word == READY:
                 self._crew.give(channel)
             elif self._crew.lose(channel):
                 _LOG.warning("a process cannot decode: %s; threads decode instead", word)
@@ -90,8 +90,8 @@ class CpuPreprocessor:
                 faults[part] = self._run(payload, part, slots)
             while asked:
                 channel, part = asked.pop()
-                told = self._answer(channel)
-                faults[part] = told if told is not None else self._run(payload, part, slots)
+                answer = self._answer(channel)
+                faults[part] = answer if answer is not None else self._run(payload, part, slots)
         except BaseException:
             for channel, _ in asked:
                 self._crew.lose(channel)  # nobody will take their answers
@@ -111,12 +111,12 @@ class CpuPreprocessor:
     def _answer(self, channel: Channel) -> list[BadSampleError | None] | None:
         """What became of a part; None where its process is gone."""
         try:
-            told = channel.answer()
+            answer: list[Told] | None = channel.answer()
         except (OSError, EOFError) as error:
             self._lose(channel, error)
             return None
         self._crew.give(channel)
-        return None if told is None else [None if fault is None else BadSampleError(*fault) for fault in told]
+        return None if answer is None else faults_of(answer)
 
     def _lose(self, channel: Channel, error: BaseException) -> None:
         if self._crew.lose(channel):
@@ -125,14 +125,8 @@ class CpuPreprocessor:
     def _run(self, payload: Payload, part: slice, slots: NDArray[Any]) -> list[BadSampleError | None]:
         """A part of the files on this thread."""
         use_torch_threads(1)
-        try:
-            runner = self._runners.pop()
-        except IndexError:
-            runner = CpuRunner(self._program)
         samples = [payload.sample(i) for i in range(part.start, part.stop)]
-        faults = runner.run(samples, _keys(len(samples)), slots[part])
-        self._runners.append(runner)
-        return faults
+        return self._runners.run(samples, _keys(len(samples)), slots[part])
 
     def close(self) -> None:
         """End the processes, and let go of the memory."""
@@ -157,39 +151,19 @@ def _keys(count: int) -> Keys:
 # --- in the process ---------------------------------------------------------------------------------------------------
 
 
-def prepare(setup: bytes) -> Program | str:
-    """The program, or what keeps it from being unpickled, in words."""
-    torch.set_num_threads(1)
-    try:
-        program: Program = pickle.loads(setup)
-    except Exception as error:  # a stage of the script that started us, for one, is not to be found here
-        return repr(error)
-    return program
-
-
 def work(peer: Peer, program: Program | str) -> None:
     """Decodes what it is told to until nobody tells it any more."""
     if isinstance(program, str):
         peer.send(program)
         return
-    torch.set_num_threads(1)
-    try:
-        runner = CpuRunner(program)
-    except Exception as error:
-        peer.send(repr(error))
-        return
-    shape, dtype = slot_shape(program.result), np.dtype(STORAGE[program.result.dtype])
-    size = math.prod(shape) * dtype.itemsize
-    peer.send(_READY)
-    while True:
+    runner = open_runner(peer, program)
+    while runner is not None:
         start, offsets, sizes = peer.recv()
         encoded, pixels = peer.memory(), peer.memory()
         assert encoded is not None and pixels is not None
         samples = [encoded[offset : offset + length] for offset, length in zip(offsets, sizes, strict=True)]
-        slots = pixels[start * size : (start + len(samples)) * size].view(dtype).reshape(-1, *shape)
         try:
-            faults = runner.run(samples, _keys(len(samples)), slots)
+            answer = told(runner.run(samples, _keys(len(samples)), slots_in(pixels, program, start, len(samples))))
         except Exception:  # it will be raised again where it is seen, by the thread that does this instead
-            peer.send(None)
-            continue
-        peer.send([None if fault is None else (fault.stage, fault.reason) for fault in faults])
+            answer = None
+        peer.send(answer)
