@@ -11,6 +11,7 @@ import torch
 
 from gpuflow.errors import BadSampleError, PredictorError
 from gpuflow.presets import Preset
+from gpuflow.serve import nodes as serve_nodes
 from gpuflow.serve.lowering import stages_to_json
 from gpuflow.serve.nodes import SESSIONS, ModelNode, PreprocessNode, Request, Session
 from gpuflow.spec import Stage
@@ -245,6 +246,33 @@ def test_closing_lets_go_of_engines_and_buffers(on_thread: OnThread) -> None:
     with pytest.raises(AssertionError):
         preprocess._image(GOOD)
     assert model._engine is None
+
+
+def test_instances_on_a_gpu_share_one_preprocessor(on_thread: OnThread, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[OnGpu] = []
+
+    class OnGpu:
+        closed = False
+
+        def __init__(self, program: object, device: torch.device) -> None:
+            made.append(self)
+            self.device = device
+
+        def run(self, files: Sequence[bytes]) -> list[torch.Tensor | BadSampleError]:
+            return [torch.full((1, 3, 16, 16), float(len(data))) for data in files]
+
+        def close(self) -> None:
+            self.closed = True
+
+    monkeypatch.setattr(serve_nodes, "_gpu_preprocessor", OnGpu)
+    SESSIONS["test"] = Session([])
+    instances = [preprocess_node(on_thread, device="cuda", session="test") for _ in range(2)]
+    for node in instances:
+        items = [item_of(GOOD), item_of(OTHER)]
+        on_thread(node.forward, items)
+        assert [item["result"][0, 0, 0, 0] for item in items] == [len(GOOD), len(OTHER)]
+    SESSIONS["test"].close()
+    assert [(one.device.type, one.closed) for one in made] == [("cuda", True)]
 
 
 def test_instances_of_a_node_from_a_file_share_one_opening_of_its_model(models: Any) -> None:
