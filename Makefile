@@ -13,13 +13,14 @@ demo: .venv/.installed  ## make sample photographs, train on them, compare loade
 	$(BIN)/gpuflow train configs/demo.yaml
 	$(BIN)/gpuflow bench configs/demo.yaml --workers 1,2 --against dataloader --out plots/out
 
-test: .venv/.installed  ## run the tests
-	$(BIN)/python -m pytest
+test: .venv/.installed  ## run the tests, a file at a time on each core
+	$(BIN)/python -m pytest --numprocesses auto --dist loadfile
 
-check: .venv/.installed  ## lint, formatting, types
+check: .venv/.installed  ## lint, formatting, types, which package imports which
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
 
 bench: .venv/.installed  ## measure the loaders: experiments/loader_cpu/results.csv
 	$(BIN)/python experiments/loader_cpu/run.py

@@ -9,7 +9,6 @@ with gpuflow.load("configs/photos.yaml", "train") as loader:
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,12 +26,13 @@ from gpuflow.errors import (
     StateError,
     TooManyBadSamples,
 )
+from gpuflow.version import __version__ as __version__
+from gpuflow.vocabulary import stage_table
 
 if TYPE_CHECKING:
     import torch
 
-    from gpuflow.loader import Batch, Loader
-    from gpuflow.spec import Stage
+    from gpuflow.loader.loader import Batch, Loader
 
 __all__ = [
     "BadSampleError",
@@ -52,33 +52,13 @@ __all__ = [
     "stage_table",
 ]
 
-__version__ = importlib.metadata.version("gpuflow")
-
 
 def __getattr__(name: str) -> object:
     if name in ("Batch", "Loader"):
-        from gpuflow import loader
+        from gpuflow.loader import loader
 
         return getattr(loader, name)
     raise AttributeError(f"module 'gpuflow' has no attribute {name!r}")
-
-
-def stage_table() -> dict[str, type[Stage]]:
-    """The vocabulary: gpuflow's own stages, then what other packages offer as entry points `gpuflow.stages`.
-
-    Raises:
-        GpuflowError: two packages offer a stage of the same name.
-    """
-    from gpuflow.stages import STAGES
-
-    table = dict(STAGES)
-    for entry in importlib.metadata.entry_points(group="gpuflow.stages"):
-        if entry.name in table:
-            raise GpuflowError(
-                f"stage {entry.name!r} of {entry.value} is already known; rename it or uninstall its package"
-            )
-        table[entry.name] = entry.load()
-    return table
 
 
 def load(
@@ -105,9 +85,9 @@ def load(
         ConfigError: the file, with every located problem, or torchrun's environment.
         SourceError: the source cannot be indexed.
     """
-    from gpuflow.build import build_loader
     from gpuflow.config import read_config
-    from gpuflow.distributed import Ranks
+    from gpuflow.loader.assemble import build_loader
+    from gpuflow.runtime.ranks import Ranks
 
     ranks = Ranks.from_environment()
     return build_loader(

@@ -57,8 +57,8 @@ def _escape(text: str) -> str:
 
 
 def _read(path: Path, overrides: list[str] | None) -> Config:
-    from gpuflow import stage_table
     from gpuflow.config import read_config
+    from gpuflow.vocabulary import stage_table
 
     return read_config(path, stage_table(), overrides or [])
 
@@ -84,7 +84,7 @@ def samples(
 
     The same count and seed give the same files, byte for byte.
     """
-    from gpuflow.samples import make_samples
+    from gpuflow.tools.samples import make_samples
 
     with _bar() as bar:
         task = bar.add_task("photographs", total=count, note="")
@@ -104,7 +104,7 @@ def check(path: ConfigFile, overrides: Overrides = None) -> None:
 @app.command()
 def explain(path: ConfigFile, overrides: Overrides = None) -> None:
     """Show what a file resolves to: stages, what flows between them, folding, threads, the decoder and its version."""
-    from gpuflow.explain import explain as explanation
+    from gpuflow.tools.explain import explain as explanation
 
     _out.print(explanation(_read(path, overrides)))
 
@@ -123,9 +123,9 @@ def doctor(
 
     Exits 1 if there is a problem: something that makes gpuflow fail, or far slower than it could be.
     """
-    from gpuflow.doctor import judge, report
-    from gpuflow.machine import broken_modules, gather
     from gpuflow.sources import SourceSpec
+    from gpuflow.tools.doctor import judge, report
+    from gpuflow.tools.gather import broken_modules, gather
 
     if data is not None and not data.is_dir():
         raise ValueError(f"--data: must be a directory, got {str(data)!r}")
@@ -162,8 +162,8 @@ def train(
 
     One process a GPU: torchrun --nproc-per-node 2 -m gpuflow train FILE. Batch sizes are those of a process.
     """
-    from gpuflow.distributed import Ranks
-    from gpuflow.trainer import Accuracy, Trainer, TrainerEvents
+    from gpuflow.runtime.ranks import Ranks
+    from gpuflow.training.trainer import Accuracy, Trainer, TrainerEvents
 
     class Bar(TrainerEvents):
         task: TaskID
@@ -221,7 +221,7 @@ def bench(
 
     The arms take turns, each measurement in a fresh process. Writes a CSV and a plot of medians and spread.
     """
-    from gpuflow import bench as b
+    from gpuflow.tools import bench as b
 
     counts = _counts("--workers", workers)
     arms = ["gpuflow", *(word.strip() for word in against.split(",") if word.strip())]
@@ -283,9 +283,9 @@ def scan(path: ConfigFile, overrides: Overrides = None) -> None:
 
     Exits 1 if any sample is bad, that is, cannot be decoded within the limits of the file's first decode stage.
     """
-    from gpuflow.build import threads_of
-    from gpuflow.scan import scan as findings
+    from gpuflow.config.resources import threads_of
     from gpuflow.sources import open_source
+    from gpuflow.tools.scan import scan as findings
 
     config = _read(path, overrides)
     source = open_source(config.source)
@@ -340,7 +340,7 @@ def export(
         raise ValueError(f"{option}: must name a {suffix} file, got {str(out)!r}")
     config = _read(path, overrides)
     if option == "--toml":
-        from gpuflow.serve.lowering import lower, to_toml
+        from gpuflow.torchpipe.graph import lower, to_toml
 
         graph = lower(config, device=device)
         out.write_text(to_toml(graph, file=str(out)), encoding="utf-8")
@@ -390,7 +390,7 @@ def parity(
     torchvision by more than the stages declare.
     """
     from gpuflow.parity import render, study, write_report
-    from gpuflow.serve.runtime import skip_cleanup
+    from gpuflow.torchpipe.running_graph import skip_cleanup
 
     if tolerance is not None and against is None:
         raise ValueError(f"--tolerance: goes with --against A B, got {tolerance:g} alone")
@@ -433,9 +433,9 @@ def serve(
 
     The first Ctrl-C or SIGTERM answers what was taken and then exits 0; the second exits at once.
     """
+    from gpuflow.serve.http.app import Limits
+    from gpuflow.serve.http.server import run
     from gpuflow.serve.predictor import open_predictor
-    from gpuflow.serve.server import run
-    from gpuflow.serve.service import Limits
 
     config = _read(path, overrides)
     limits = Limits(max_body_bytes=round(max_body_mb * 1e6), max_queue=max_queue, timeout_s=timeout_s)
@@ -468,8 +468,8 @@ def load_test(
     A closed loop: each client sends its next request when it has the answer to the last one. Prints and writes requests
     a second, latencies (TP99: 99% of the requests took no longer), errors, and what the service took of this machine.
     """
-    from gpuflow.bench import write_results
-    from gpuflow.serve import loadtest
+    from gpuflow.tools import load_test as loadtest
+    from gpuflow.tools.bench import write_results
 
     counts, files, points = _counts("--clients", clients), loadtest.choose_files(data), []
     with _bar() as bar:

@@ -10,6 +10,7 @@
     │   └── LoaderTimeout (TimeoutError)  a batch did not come within `run.timeout_s`
     ├── PredictorError (RuntimeError) the predictor cannot answer: it is closed, or its model failed
     │   └── PredictorTimeout (TimeoutError)  an answer did not come within `run.timeout_s`
+    ├── DecoderError (RuntimeError)   a decoder of this process fails on gpuflow's own test image
     └── MissingExtra (ImportError)    an optional dependency is used but not installed
 
 A text names the place, the rule, the value and the next action; tests pin them.
@@ -24,6 +25,7 @@ from dataclasses import dataclass
 __all__ = [
     "BadSampleError",
     "ConfigError",
+    "DecoderError",
     "GpuflowError",
     "LoaderError",
     "LoaderTimeout",
@@ -104,6 +106,10 @@ class PredictorError(GpuflowError, RuntimeError):
 
 class PredictorTimeout(PredictorError, TimeoutError):
     """An answer did not come within `run.timeout_s`."""
+
+
+class DecoderError(GpuflowError, RuntimeError):
+    """A decoder of this process fails on gpuflow's own test image, so that its verdict on other images is worthless."""
 
 
 class MissingExtra(GpuflowError, ImportError):

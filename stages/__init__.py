@@ -1,6 +1,6 @@
 """The vocabulary: one file a stage. `STAGES` maps each key of a YAML list of stages to its class."""
 
-from gpuflow.spec import Stage
+from gpuflow.pipeline.stage import Stage
 from gpuflow.stages.center_crop import CenterCrop
 from gpuflow.stages.color_jitter import ColorJitter
 from gpuflow.stages.decode import Decode

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from gpuflow import spec as s
+from gpuflow.pipeline import stage as s
 
 __all__ = ["CenterCrop", "check_fits", "size_faults", "size_pair"]
 

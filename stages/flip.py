@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from gpuflow import spec as s
+from gpuflow.pipeline import stage as s
 
 __all__ = ["Flip"]
 

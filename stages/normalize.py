@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gpuflow import spec as s
+from gpuflow.pipeline import stage as s
 
 __all__ = ["Normalize"]
 

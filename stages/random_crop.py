@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from gpuflow import spec as s
+from gpuflow.pipeline import stage as s
 from gpuflow.stages.center_crop import check_fits, size_faults, size_pair
 
 __all__ = ["RandomCrop"]

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from gpuflow import spec as s
+from gpuflow.pipeline import stage as s
 from gpuflow.stages.center_crop import size_faults, size_pair
 from gpuflow.stages.resize import Interpolation
 

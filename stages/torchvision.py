@@ -15,8 +15,8 @@ from typing import Any, ClassVar
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gpuflow import spec as s
 from gpuflow.errors import did_you_mean
+from gpuflow.pipeline import stage as s
 
 __all__ = ["Torchvision"]
 

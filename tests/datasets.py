@@ -28,13 +28,14 @@ import yaml
 from numpy.typing import NDArray
 
 import gpuflow
-from gpuflow.bad import BadSamples
-from gpuflow.check import trace
-from gpuflow.fold import Program, fold
-from gpuflow.loader import Loader
-from gpuflow.order import ShuffledOrder
-from gpuflow.sources import Allocate, Look, Payload, Source
-from gpuflow.spec import Pipeline
+from gpuflow.loader.bad_samples import BadSamples
+from gpuflow.loader.loader import Loader
+from gpuflow.loader.sampler import ShuffledOrder
+from gpuflow.pipeline.program import Program, fold
+from gpuflow.pipeline.stage import Pipeline
+from gpuflow.pipeline.validate import trace
+from gpuflow.sources import Allocate, Payload, Source
+from gpuflow.sources.storage import Storage
 from gpuflow.stages import STAGES
 
 Entries = Sequence[Mapping[str, Any]]
@@ -157,8 +158,10 @@ class MemorySource:
         errors = [None if data is not None else "no such file" for data in found]
         return Payload(buffer=buffer, offsets=offsets, sizes=sizes, errors=errors)
 
-    def read_in_processes(self, count: int, look: Look | None = None) -> None:
-        """It is in memory."""
+    storage = None
+
+    def on(self, storage: Storage) -> MemorySource:
+        return self
 
     def close(self) -> None:
         self.closed = True
@@ -183,8 +186,12 @@ class TappedSource:
             self.before(index)
         return self.source.read(indices, allocate)
 
-    def read_in_processes(self, count: int, look: Look | None = None) -> None:
-        self.source.read_in_processes(count, look)
+    @property
+    def storage(self) -> Storage | None:
+        return self.source.storage
+
+    def on(self, storage: Storage) -> TappedSource:
+        return TappedSource(self.source.on(storage), self.before)
 
     def close(self) -> None:
         self.source.close()

@@ -25,9 +25,9 @@ from torch import nn
 
 import gpuflow
 from gpuflow.config import read_config
-from gpuflow.distributed import Ranks
+from gpuflow.runtime.ranks import Ranks
 from gpuflow.stages import STAGES
-from gpuflow.trainer import Accuracy, Trainer, TrainerEvents
+from gpuflow.training.trainer import Accuracy, Trainer, TrainerEvents
 
 ROOT = Path(__file__).parents[1]
 _MARK = "GPUFLOW_TEST"

@@ -12,11 +12,12 @@ from numpy.typing import NDArray
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional as tv
 
-from gpuflow import spec as s
-from gpuflow.check import trace
-from gpuflow.cpu import STORAGE, CpuRunner, as_batch, slot_shape
 from gpuflow.errors import BadSampleError
-from gpuflow.fold import Program, fold
+from gpuflow.execute.cpu import CpuRunner
+from gpuflow.pipeline import stage as s
+from gpuflow.pipeline.image_spec import STORAGE, as_batch, slot_shape
+from gpuflow.pipeline.program import Program, fold
+from gpuflow.pipeline.validate import trace
 from gpuflow.stages import Decode
 from tests.images import as_array
 

@@ -64,11 +64,11 @@ def test_help_lists_every_target() -> None:
     assert ".DEFAULT_GOAL := help" in MAKEFILE
 
 
-def test_ci_runs_the_test_command_and_nothing_else() -> None:
+def test_ci_runs_the_checks_and_the_tests() -> None:
     script = ROOT / ".ci" / "run"
     assert script.stat().st_mode & 0o111, "chmod +x .ci/run"
     commands = [line for line in script.read_text().splitlines() if line and not line.startswith(("#", "set ", "cd "))]
-    assert commands == ["make test"]
+    assert commands == ["make check", "make test"]
 
 
 def test_pins_hold_the_tested_pair_and_every_dependency() -> None:

@@ -25,12 +25,13 @@ CHUNK, START_SECONDS, REPEATS = 16, 60.0, 2
 def decode_on(folder: str, path: str, number: int) -> None:
     """One of the processes: counts the images that it has decoded, until it is killed."""
     from gpuflow.config import read_config
-    from gpuflow.cpu import STORAGE, CpuRunner, slot_shape
-    from gpuflow.memory import BytePool
+    from gpuflow.execute.cpu import CpuRunner
+    from gpuflow.loader.decode_workers import decode
+    from gpuflow.pipeline.image_spec import STORAGE, slot_shape
+    from gpuflow.pipeline.stage import Keys
+    from gpuflow.runtime.buffers import BytePool
     from gpuflow.sources import open_source
-    from gpuflow.spec import Keys
     from gpuflow.stages import STAGES
-    from gpuflow.workers import decode
 
     torch.set_num_threads(1)
     config = read_config(HERE / "photos.yaml", STAGES, [f"source.folder={folder}"])

@@ -14,10 +14,10 @@ import threading
 import time
 from pathlib import Path
 
-from gpuflow.memory import BytePool, shared
-from gpuflow.sources.processes import in_processes
+from gpuflow.loader.read_workers import in_processes
+from gpuflow.runtime.buffers import BytePool, shared
+from gpuflow.runtime.threads import QuickSwitching
 from gpuflow.sources.storage import LocalStorage, Storage
-from gpuflow.threads import QuickSwitching
 
 CHUNK, SECONDS = 256, 2.0
 COUNTS = (1, 2, 3, 4)

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from gpuflow.bench import row, write_results
+from gpuflow.tools.bench import row, write_results
 
 HERE = Path(__file__).parent
 BATCH, SECONDS, REPEATS = 256, 3.0, 3

@@ -13,11 +13,11 @@ import cv2
 import numpy as np
 import torch
 
-from gpuflow.bench import Job
-from gpuflow.codecs import CpuDecoder, probe
-from gpuflow.cpu import resample
-from gpuflow.spec import Keys
+from gpuflow.decode.codecs import CpuDecoder, probe
+from gpuflow.execute.cpu import resample
+from gpuflow.pipeline.stage import Keys
 from gpuflow.stages import Normalize, RandomResizedCrop
+from gpuflow.tools.bench import Job
 
 __all__ = ["run"]
 

@@ -24,8 +24,8 @@ WARM_UP, SECONDS = 1.0, 4.0
 
 def stand_in() -> None:
     """In this process, put the sleeps in the places of libjpeg-turbo's and torch's calls."""
-    import gpuflow.cpu
-    from gpuflow.turbojpeg import find_library
+    import gpuflow.execute.cpu
+    from gpuflow.decode.libjpeg_turbo import find_library
 
     library, sleep = find_library(), ctypes.CDLL(None).usleep
     if library is None:
@@ -38,18 +38,18 @@ def stand_in() -> None:
         sleep(RESAMPLE_US)
         return out
 
-    library.decompress = decompress  # type: ignore[assignment]
-    gpuflow.cpu.resample = resample
+    library._decompress = decompress  # type: ignore[assignment]
+    gpuflow.execute.cpu.resample = resample
 
 
 def measure(folder: str, threads: int, processes: int) -> float:
     """Images a second, once the processes are at work."""
     import gpuflow
-    import gpuflow.processes
+    import gpuflow.runtime.worker_pool
 
-    begin = "from gpuflow.processes import serve\n"
+    begin = "from gpuflow.runtime.worker_pool import serve\n"
     there = f"sys.path.insert(0, {str(HERE)!r})\nfrom many_threads import stand_in\nstand_in()\n"
-    gpuflow.processes._PROGRAM = gpuflow.processes._PROGRAM.replace(begin, there + begin)
+    gpuflow.runtime.worker_pool._PROGRAM = gpuflow.runtime.worker_pool._PROGRAM.replace(begin, there + begin)
     stand_in()
     overrides = [f"source.folder={folder}", f"run.threads={threads}", f"run.processes={processes}"]
     loader = gpuflow.load(HERE / "photos.yaml", overrides=overrides)

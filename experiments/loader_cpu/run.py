@@ -48,8 +48,8 @@ def main() -> None:
         *order(),
         *memory(quick),
     ]
-    from gpuflow.bench import write_results
     from gpuflow.plots import loader_cpu
+    from gpuflow.tools.bench import write_results
 
     write_results(HERE / "results.csv", rows)
     for path in loader_cpu.draw(HERE / "results.csv", HERE / "images_per_s"):
@@ -58,7 +58,7 @@ def main() -> None:
 
 def data() -> None:
     """2,000 sample photographs, and 10,000 files that are links to them."""
-    from gpuflow.samples import make_samples
+    from gpuflow.tools.samples import make_samples
 
     print(make_samples(DATA, 2000))
     for number in range(10_000):
@@ -74,7 +74,7 @@ def photographs() -> list[Path]:
 
 def throughput(quick: bool) -> Iterator[dict[str, Any]]:
     """Every arm with several numbers of workers; each arm's best setting counts."""
-    from gpuflow.bench import Job, measure, row, write_results
+    from gpuflow.tools.bench import Job, measure, row, write_results
 
     cores = len(os.sched_getaffinity(0))
     counts = sorted({cores, cores + 1}) if cores <= 4 else sorted({cores // 2, cores})
@@ -132,7 +132,7 @@ def profile(repeats: int) -> Iterator[dict[str, Any]]:
 
 def alternate(scripts: dict[str, str], workload: str, repeats: int) -> Iterator[dict[str, Any]]:
     """Run each script `repeats` times in turns, each in a fresh process, and yield a row a metric that it prints."""
-    from gpuflow.bench import row
+    from gpuflow.tools.bench import row
 
     found: dict[tuple[str, str, str], list[float]] = {}
     for _ in range(repeats):
@@ -150,7 +150,7 @@ def alternate(scripts: dict[str, str], workload: str, repeats: int) -> Iterator[
 
 GPUFLOW_FIRST = """
 import gpuflow, json, time, os
-import gpuflow.build, gpuflow.stages
+import gpuflow.loader.assemble, gpuflow.stages
 start = time.perf_counter()
 loader = gpuflow.load("CONFIG", overrides=["source.folder=TEN_THOUSAND"])
 next(iter(loader))
@@ -185,7 +185,7 @@ print(json.dumps({"listing_s": [seconds, "s"], "listing_mb": [peak() - before, "
 
 ORDER = """
 import json, time, statistics
-from gpuflow.order import ShuffledOrder
+from gpuflow.loader.sampler import ShuffledOrder
 def seek(epoch):
     start = time.perf_counter()
     ShuffledOrder(size=10**12, seed=0).indices(epoch, [10**9])
@@ -240,7 +240,7 @@ PROFILE_BARE = """
 import json, os, sys, time
 sys.path.insert(0, ".")
 from experiments.loader_cpu.bare_threads import run
-from gpuflow.bench import Job
+from gpuflow.tools.bench import Job
 cores = len(os.sched_getaffinity(0))
 counts = run(Job(arm="", path="CONFIG", overrides=(), pipeline="train", workers=cores, seconds=0))
 def work(seconds):

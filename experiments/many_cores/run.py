@@ -13,7 +13,7 @@ import os
 import sys
 from pathlib import Path
 
-from gpuflow.bench import Job, measure, row, write_results
+from gpuflow.tools.bench import Job, measure, row, write_results
 
 HERE = Path(__file__).parent
 LOADER_CPU = HERE.parent / "loader_cpu"

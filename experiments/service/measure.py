@@ -95,7 +95,7 @@ def graph_cpu(job: Job) -> Figures:
 
 def engine_only(job: Job) -> Figures:
     """Batches of one size, back to back on all instances, of images that are there already."""
-    from gpuflow.serve.engines.base import black_images
+    from gpuflow.engines.base import black_images
 
     config, image, engines = _engines(job)
     assert config.serve is not None and config.serve.model is not None
@@ -158,7 +158,7 @@ def _decoding_on_the_cpu(job: Job) -> Job:
 def _load(job: Job, **more: Any) -> Any:
     """The predictor that `gpuflow serve` runs behind HTTP."""
     import gpuflow.serve
-    from gpuflow.threads import QuickSwitching
+    from gpuflow.runtime.threads import QuickSwitching
 
     QuickSwitching()  # as `gpuflow serve` does
     return gpuflow.serve.load(job.config, device=job.device, overrides=job.overrides, **more)
@@ -168,7 +168,7 @@ def _engines(job: Job, *overrides: str) -> Any:
     """The configuration, what its pipeline gives, and its engines, warmed up."""
     from gpuflow import stage_table
     from gpuflow.config import read_config
-    from gpuflow.serve.engines import open_engines
+    from gpuflow.engines import open_engines
 
     config = read_config(job.config, stage_table(), (*job.overrides, *overrides))
     assert config.serve is not None and config.serve.model is not None
@@ -222,8 +222,8 @@ def closed_loop(predict: Predict, images: Sequence[bytes], *, clients: int, seco
     Each has had an answer before: where the model runs on the client's thread, torch chooses cuDNN's kernels for that
     thread anew, which takes it longer than many answers.
     """
-    from gpuflow.serve.loadtest import Latency
-    from gpuflow.serve.usage import Gpus, usage_of
+    from gpuflow.tools.load_test import Latency
+    from gpuflow.tools.usage import Gpus, usage_of
 
     begin = end = 0.0
     latencies: list[list[float]] = [[] for _ in range(clients)]

@@ -8,7 +8,7 @@ import cv2
 import numpy as np
 import torch
 
-from gpuflow.serve.engines import Engine
+from gpuflow.engines import Engine
 
 MEAN = np.array([0.485, 0.456, 0.406], np.float32)
 STD = np.array([0.229, 0.224, 0.225], np.float32)

@@ -133,7 +133,7 @@ class Rounds:
         return ", ".join([*filter(None, [label]), *gpu, f"{cores} cores"])
 
     def rows(self) -> list[dict[str, Any]]:
-        from gpuflow.bench import machine, row
+        from gpuflow.tools.bench import machine, row
 
         where = machine() if self._device == "cpu" else f"{self._device}, {machine()}"
         made = []
@@ -161,7 +161,7 @@ def _brief(figures: dict[str, float]) -> str:
 
 def write(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     """Write results, in the place of earlier ones of the same workloads on the same machine."""
-    from gpuflow.bench import write_results
+    from gpuflow.tools.bench import write_results
 
     new = {(row["workload"], row["arm"], row["machine"]) for row in rows}
     kept: list[dict[str, Any]] = []
@@ -213,7 +213,7 @@ def make_photographs(size: str) -> Path:
     import numpy as np
     from PIL import Image
 
-    from gpuflow.samples import make_samples
+    from gpuflow.tools.samples import make_samples
 
     directory, (width, height) = DATA / size, SIZES[size]
     if directory.exists():

@@ -11,9 +11,9 @@ import torch
 
 from gpuflow.config import Config
 from gpuflow.errors import BadSampleError, MissingExtra
-from gpuflow.fold import Program
 from gpuflow.parity.images import Encoded
 from gpuflow.parity.prefixes import Prefix
+from gpuflow.pipeline.program import Program
 
 __all__ = ["BATCH", "Result", "Results", "Way", "missing_gpu", "missing_torchpipe", "served"]
 

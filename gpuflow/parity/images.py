@@ -16,11 +16,12 @@ import cv2
 import numpy as np
 from numpy.typing import NDArray
 
-from gpuflow.build import open_split
 from gpuflow.config import Config
 from gpuflow.errors import ConfigError, Problem, SourceError
-from gpuflow.sources import Allocate, Look, Payload
+from gpuflow.loader.assemble import open_split
+from gpuflow.sources import Allocate, Payload
 from gpuflow.sources.choose import images_below, spread
+from gpuflow.sources.storage import Storage
 
 __all__ = ["Encoded", "InMemory", "Kind", "Sample", "hostile_images", "own_images"]
 
@@ -81,7 +82,7 @@ def own_images(config: Config, name: str, count: int, *, data: Path | None = Non
 class InMemory:
     """A source of these images. All have one label."""
 
-    shard_sizes = None
+    shard_sizes = storage = None
     classes = ("image",)
 
     def __init__(self, images: Sequence[Encoded]) -> None:
@@ -97,8 +98,8 @@ class InMemory:
     def read(self, indices: Sequence[int], allocate: Allocate) -> Payload:
         return Payload.of([self._images[index] for index in indices], allocate)
 
-    def read_in_processes(self, count: int, look: Look | None = None) -> None:
-        pass
+    def on(self, storage: Storage) -> InMemory:
+        return self
 
     def close(self) -> None:
         pass

@@ -9,10 +9,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gpuflow.cpu import STORAGE, CpuRunner, as_batch, slot_shape
-from gpuflow.fold import Program
-from gpuflow.presets import Preset
-from gpuflow.spec import Keys
+from gpuflow.decode.preset import Preset
+from gpuflow.execute.cpu import CpuRunner
+from gpuflow.pipeline.image_spec import STORAGE, as_batch, slot_shape
+from gpuflow.pipeline.program import Program
+from gpuflow.pipeline.stage import Keys
 
 __all__ = ["Differences", "Levels", "Scale", "Tally", "levels_apart"]
 

@@ -9,14 +9,14 @@ from pathlib import Path
 import torch
 
 from gpuflow.config import Config, ModelSpec
+from gpuflow.engines import Engine, open_engine, read_info, refuse_other_preprocessing
+from gpuflow.engines.base import black_images
 from gpuflow.errors import ConfigError, MissingExtra, Problem
-from gpuflow.fold import Program
 from gpuflow.parity.base import Result
 from gpuflow.parity.report import Logits
-from gpuflow.serve.engines import Engine, open_engine, read_info, refuse_other_preprocessing
-from gpuflow.serve.engines.base import black_images
-from gpuflow.spec import Pipeline
-from gpuflow.threads import DaemonPool
+from gpuflow.pipeline.program import Program
+from gpuflow.pipeline.stage import Pipeline
+from gpuflow.runtime.threads import DaemonPool
 
 __all__ = ["Answers", "Classifier", "Fed", "LogitTally", "find_model"]
 

@@ -13,17 +13,19 @@ import cv2
 import numpy as np
 import torch
 
-from gpuflow import spec as s
-from gpuflow.check import trace
-from gpuflow.codecs import probe
 from gpuflow.config import Config
-from gpuflow.cpu import as_batch, call_opaque, slot_shape
+from gpuflow.decode.codecs import probe
+from gpuflow.decode.preset import Preset
 from gpuflow.errors import BadSampleError
-from gpuflow.fold import Map, Program, Sample, fold
+from gpuflow.execute.cpu import call_opaque
 from gpuflow.parity.base import Result, Results, missing_gpu, missing_torchpipe, served
 from gpuflow.parity.images import Encoded
 from gpuflow.parity.prefixes import Prefix
-from gpuflow.presets import Preset
+from gpuflow.pipeline import stage as s
+from gpuflow.pipeline.image_spec import as_batch, slot_shape
+from gpuflow.pipeline.program import Map, Program, Sample, fold
+from gpuflow.pipeline.validate import trace
+from gpuflow.torchpipe.graph import PRESET_OPERATORS
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -115,7 +117,7 @@ def _by_nvjpeg(data: Encoded, decoder: s.Decoder) -> torch.Tensor:
     """uint8 [C, H, W] on the GPU. It takes JPEGs alone, and turns none. Absurd sizes never get there."""
     from torchvision.io import ImageReadMode, decode_jpeg
 
-    probe(data, max_pixels=decoder.max_pixels)
+    probe(data, max_pixels=decoder.max_pixels, max_scans=decoder.max_scans)
     mode = ImageReadMode.GRAY if decoder.color == "gray" else ImageReadMode.RGB
     image: torch.Tensor = decode_jpeg(torch.from_numpy(data.copy()), mode=mode, device="cuda")
     return image.flip(0) if decoder.color == "bgr" else image
@@ -215,7 +217,9 @@ class TorchpipeOperators:
     def describe(self) -> str:
         head = self._head()
         version = importlib.metadata.version("torchpipe")
-        return f"torchpipe {version}: {head.operators()} straight to {head.height}x{head.width}, without crops"
+        return (
+            f"torchpipe {version}: {PRESET_OPERATORS[head.name]} straight to {head.height}x{head.width}, without crops"
+        )
 
     def missing(self) -> str | None:
         if self.program.decoder.color == "gray":

@@ -10,16 +10,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from gpuflow.build import build_loader
-from gpuflow.codecs import decoder_description
 from gpuflow.config import BatchSpec, Config, PipelineSpec
+from gpuflow.decode.codecs import decoder_description
+from gpuflow.decode.preset import Preset, is_preset_on_gpu
 from gpuflow.errors import BadSampleError
-from gpuflow.fold import Program
+from gpuflow.loader.assemble import build_loader
+from gpuflow.loader.placement import explain_gpu
 from gpuflow.parity.base import BATCH, Results, missing_gpu, missing_torchpipe, served
 from gpuflow.parity.images import Encoded, InMemory
 from gpuflow.parity.prefixes import Prefix
-from gpuflow.placement import explain_gpu
-from gpuflow.presets import Preset, is_preset_on_gpu
+from gpuflow.pipeline.program import Program
+from gpuflow.torchpipe.graph import PRESET_OPERATORS
 
 __all__ = ["Serving", "Training"]
 
@@ -89,7 +90,7 @@ class Serving:
     def describe(self) -> str:
         decoder = self.config.programs["serve"].decoder
         if isinstance(decoder, Preset):
-            what = decoder.operators()
+            what = PRESET_OPERATORS[decoder.name]
         else:
             what = explain_gpu(self.config, "serve") if self.device == "cuda" else decoder_description()
         return f"torchpipe {importlib.metadata.version('torchpipe')}: {what}"

@@ -20,7 +20,7 @@ from gpuflow.parity.model import Answers, LogitTally
 from gpuflow.parity.prefixes import Prefix
 from gpuflow.parity.report import Pair, Picture, Row
 from gpuflow.parity.ways import NAIVE
-from gpuflow.spec import Stage
+from gpuflow.pipeline.stage import Stage
 
 __all__ = ["CPU_AND_GPU", "Gathered", "Rule", "pairs_of"]
 

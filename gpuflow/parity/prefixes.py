@@ -9,12 +9,12 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from gpuflow import spec as s
-from gpuflow.check import trace
-from gpuflow.codecs import probe
+from gpuflow.decode.codecs import probe
 from gpuflow.errors import BadSampleError
-from gpuflow.fold import Map, Program, Sample, fold
 from gpuflow.parity.images import Encoded
+from gpuflow.pipeline import stage as s
+from gpuflow.pipeline.program import Map, Program, Sample, fold
+from gpuflow.pipeline.validate import trace
 
 __all__ = ["LARGEST_CANVAS", "Canvas", "Prefix", "prefixes_of"]
 
@@ -106,7 +106,12 @@ def _decoded_size(decoder: s.Decoder, data: Encoded) -> Size | None:
         assert height is not None and width is not None
         return height, width
     try:
-        header = probe(data, max_pixels=decoder.max_pixels, orientation=decoder.orientation == "apply")
+        header = probe(
+            data,
+            max_pixels=decoder.max_pixels,
+            max_scans=decoder.max_scans,
+            orientation=decoder.orientation == "apply",
+        )
     except BadSampleError:
         return None
     return header.upright_size

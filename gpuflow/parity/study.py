@@ -14,8 +14,9 @@ import cv2
 import torch
 
 from gpuflow.config import Config
+from gpuflow.decode.libjpeg_turbo import find_library as find_turbojpeg
+from gpuflow.decode.nvjpeg import find_library as find_nvjpeg
 from gpuflow.errors import GpuflowError, MissingExtra
-from gpuflow.nvjpeg import find_library as find_nvjpeg
 from gpuflow.parity.base import Result, Way
 from gpuflow.parity.images import Sample, hostile_images, own_images
 from gpuflow.parity.measure import Scale
@@ -24,7 +25,6 @@ from gpuflow.parity.pairs import Gathered, pairs_of
 from gpuflow.parity.prefixes import Prefix, prefixes_of
 from gpuflow.parity.report import Report, WayNote
 from gpuflow.parity.ways import NAIVE, ways_of
-from gpuflow.turbojpeg import find_library as find_turbojpeg
 
 __all__ = ["study"]
 
@@ -146,7 +146,7 @@ def _measure(
 
 def _versions() -> dict[str, str]:
     """Of everything that has a say in pixels."""
-    from gpuflow import __version__
+    from gpuflow.version import __version__
 
     found = {"gpuflow": __version__, "python": platform.python_version(), "opencv": cv2.__version__}
     for package in _PACKAGES:

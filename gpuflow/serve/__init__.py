@@ -15,20 +15,20 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-    from gpuflow.serve.lowering import Graph, to_toml
     from gpuflow.serve.predictor import Prediction, Predictor
-    from gpuflow.serve.runtime import register
+    from gpuflow.torchpipe.graph import Graph, to_toml
+    from gpuflow.torchpipe.running_graph import register
 
 __all__ = ["Graph", "Prediction", "Predictor", "load", "lower", "register", "to_toml"]
 
 
 def __getattr__(name: str) -> object:
     if name in ("Graph", "to_toml"):
-        from gpuflow.serve import lowering as module
+        from gpuflow.torchpipe import graph as module
     elif name in ("Prediction", "Predictor"):
         from gpuflow.serve import predictor as module  # type: ignore[no-redef]
     elif name == "register":
-        from gpuflow.serve import runtime as module  # type: ignore[no-redef]
+        from gpuflow.torchpipe import running_graph as module  # type: ignore[no-redef]
     else:
         raise AttributeError(f"module 'gpuflow.serve' has no attribute {name!r}")
     found: object = getattr(module, name)
@@ -46,9 +46,9 @@ def lower(path: str | Path, *, device: str = "cpu", overrides: Sequence[str] = (
     Raises:
         ConfigError: the file, with every located problem.
     """
-    from gpuflow import stage_table
     from gpuflow.config import read_config
-    from gpuflow.serve import lowering
+    from gpuflow.torchpipe import graph as lowering
+    from gpuflow.vocabulary import stage_table
 
     return lowering.lower(read_config(path, stage_table(), overrides), device=device)
 
@@ -76,9 +76,9 @@ def load(
             was trained with other preprocessing.
         MissingExtra: torchpipe, or the model's library, is not installed.
     """
-    from gpuflow import stage_table
     from gpuflow.config import read_config
     from gpuflow.serve.predictor import open_predictor
+    from gpuflow.vocabulary import stage_table
 
     return open_predictor(
         read_config(path, stage_table(), overrides), device=device, model=model, preprocess_only=preprocess_only

@@ -18,17 +18,18 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from gpuflow.build import open_split
-from gpuflow.check import trace
 from gpuflow.config import Config, ModelSpec
-from gpuflow.cpu import STORAGE, CpuRunner, as_batch, slot_shape
+from gpuflow.engines import ModelInfo, open_engine, refuse_other_preprocessing
+from gpuflow.engines.base import METADATA_KEY, black_images
+from gpuflow.engines.pytorch import EXTRA_FILE, load_checkpoint
 from gpuflow.errors import ConfigError, GpuflowError, MissingExtra, Problem, SourceError
-from gpuflow.fold import Program, fold
-from gpuflow.serve.engines import ModelInfo, open_engine, refuse_other_preprocessing
-from gpuflow.serve.engines.base import METADATA_KEY, black_images
-from gpuflow.serve.engines.pytorch import EXTRA_FILE, load_checkpoint
+from gpuflow.execute.cpu import CpuRunner
+from gpuflow.loader.assemble import open_split
+from gpuflow.pipeline.image_spec import STORAGE, as_batch, slot_shape
+from gpuflow.pipeline.program import Program, fold
+from gpuflow.pipeline.stage import ImageSpec, Keys, Pipeline
+from gpuflow.pipeline.validate import trace
 from gpuflow.sources.choose import images_below, spread
-from gpuflow.spec import ImageSpec, Keys, Pipeline
 
 __all__ = ["TOLERANCE", "Check", "Exported", "export_model"]
 

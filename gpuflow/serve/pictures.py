@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gpuflow.check import trace
-from gpuflow.spec import ImageSpec, Pipeline
+from gpuflow.pipeline.stage import ImageSpec, Pipeline
+from gpuflow.pipeline.validate import trace
 
 __all__ = ["Pictures"]
 

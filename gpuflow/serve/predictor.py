@@ -13,21 +13,21 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
 
 import torch
 
-from gpuflow.build import serving_processes_of, threads_of
-from gpuflow.distributed import Ranks
+from gpuflow.config.resources import serving_processes_of, threads_of
+from gpuflow.engines import Engine, ModelInfo, open_engines, read_info, refuse_other_preprocessing
+from gpuflow.engines.base import black_images
 from gpuflow.errors import BadSampleError, ConfigError, PredictorError, PredictorTimeout, Problem
-from gpuflow.placement import means_on_gpu
-from gpuflow.serve.engines import Engine, ModelInfo, open_engines, read_info, refuse_other_preprocessing
-from gpuflow.serve.engines.base import black_images
-from gpuflow.serve.lowering import DEFAULT_BATCH, MODEL, PREDICT, Graph, chain
-from gpuflow.serve.runtime import RunningGraph
-from gpuflow.spec import ImageSpec, Pipeline
-from gpuflow.threads import use_torch_threads
+from gpuflow.execute.gpu_backend import means_on_gpu
+from gpuflow.pipeline.stage import ImageSpec, Pipeline
+from gpuflow.runtime.ranks import Ranks
+from gpuflow.runtime.threads import use_torch_threads
+from gpuflow.torchpipe.graph import DEFAULT_BATCH, MODEL, PREDICT, Graph, chain
+from gpuflow.torchpipe.running_graph import RunningGraph
 
 if TYPE_CHECKING:
     from gpuflow.config import Config, ModelSpec
-    from gpuflow.fold import Program
-    from gpuflow.serve.engines.plans import Platform
+    from gpuflow.engines.plans import Platform
+    from gpuflow.pipeline.program import Program
 
 __all__ = ["Image", "Labels", "OwnModel", "Prediction", "Predictor", "chain_here", "open_predictor"]
 
@@ -180,6 +180,14 @@ class Predictor:
     def batches(self) -> dict[int, int]:
         """How often the model has run on so many images at a time."""
         return self._running.batches
+
+    def check(self) -> None:
+        """Have every instance that decodes decode gpuflow's own test image, beside the requests under way.
+
+        Raises:
+            DecoderError: one fails, also after a new start.
+        """
+        self._running.check()
 
     def describe(self) -> dict[str, Any]:
         """Configuration, preprocessing's fingerprint, what it gives, and each engine: plain values for reports."""
@@ -374,7 +382,7 @@ def open_predictor(
         info = read_info(block.file)
         refuse_other_preprocessing(info, program.pipeline, block.file, block.force)
         if block.via == "torchpipe":
-            from gpuflow.serve.engines.tensorrt import platform_of
+            from gpuflow.engines.tensorrt import platform_of
 
             platform = platform_of(target)
         else:

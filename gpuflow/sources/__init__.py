@@ -7,13 +7,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from gpuflow.sources.base import Allocate, Look, Payload, Source, SourceSpec
+from gpuflow.sources.base import Source, SourceSpec
 from gpuflow.sources.folder import open_folder
 from gpuflow.sources.listing import open_listing
+from gpuflow.sources.payload import SPARE_BYTES, Allocate, Payload, lay_out
 from gpuflow.sources.split import Subset, subset
 from gpuflow.sources.tar import open_tar
 
-__all__ = ["KINDS", "Allocate", "Look", "Payload", "Source", "SourceSpec", "Subset", "open_source", "subset"]
+__all__ = [
+    "KINDS",
+    "SPARE_BYTES",
+    "Allocate",
+    "Payload",
+    "Source",
+    "SourceSpec",
+    "Subset",
+    "lay_out",
+    "open_source",
+    "subset",
+]
 
 KINDS: dict[str, Callable[[SourceSpec], Source]] = {
     "folder": open_folder,

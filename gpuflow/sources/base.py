@@ -7,58 +7,17 @@ labels and paths, never pixels; what the bytes mean is the decoder's business.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from typing import Any, Protocol, Self
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Allocate", "Look", "Payload", "Source", "SourceSpec"]
+from gpuflow.sources.payload import Allocate, Payload
+from gpuflow.sources.storage import Storage
 
-Allocate = Callable[[int], NDArray[np.uint8]]
-"""Gives a writable uint8 array of at least so many bytes; the source fills it and returns it in its payload."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Payload:
-    """The encoded bytes of some samples, back to back in one buffer.
-
-    buffer: uint8 array, possibly longer than what is used.
-    offsets, sizes: one a sample, in bytes; sample i is buffer[offsets[i] : offsets[i] + sizes[i]].
-    errors: one a sample: None, or why it cannot be read (its size is then 0).
-    found: what a `Look` found in them in the process that read them; None where none did.
-    cpu_s: processor seconds that another process spent on it.
-    """
-
-    buffer: NDArray[np.uint8]
-    offsets: Sequence[int]
-    sizes: Sequence[int]
-    errors: Sequence[str | None]
-    found: Any = None
-    cpu_s: float = 0.0
-
-    @classmethod
-    def of(cls, files: Sequence[bytes | NDArray[np.uint8]], allocate: Allocate) -> Self:
-        """Files that are in memory, copied into a buffer of `allocate`."""
-        sizes = [len(data) for data in files]
-        *offsets, end = accumulate(sizes, initial=0)
-        buffer = allocate(end)
-        for offset, data in zip(offsets, files, strict=True):
-            buffer[offset : offset + len(data)] = np.frombuffer(data, np.uint8)
-        return cls(buffer=buffer, offsets=offsets, sizes=sizes, errors=[None] * len(sizes))
-
-    def __len__(self) -> int:
-        return len(self.sizes)
-
-    def sample(self, i: int) -> NDArray[np.uint8]:
-        """A view of sample i's bytes."""
-        return self.buffer[self.offsets[i] : self.offsets[i] + self.sizes[i]]
-
-
-Look = Callable[[Payload], Any]
-"""What a decoder wants to know of a payload before it decodes it. Can be pickled, and so can what it gives."""
+__all__ = ["Source", "SourceSpec"]
 
 
 class Source(Protocol):
@@ -76,6 +35,13 @@ class Source(Protocol):
     def shard_sizes(self) -> tuple[int, ...] | None:
         """Samples in each shard where neighbours are cheap to read together, else None."""
 
+    @property
+    def storage(self) -> Storage | None:
+        """The file system that its samples are read from; None where they are in memory."""
+
+    def on(self, storage: Storage) -> Source:
+        """The same samples, read through another storage, such as one that leaves reading to worker processes."""
+
     def __len__(self) -> int: ...
 
     def path(self, index: int) -> str:
@@ -85,12 +51,8 @@ class Source(Protocol):
         """The bytes of these samples, in this order. A sample that cannot be read is an error in the payload, never
         an exception; a short-lived fault is retried first. `allocate` is called once."""
 
-    def read_in_processes(self, count: int, look: Look | None = None) -> None:
-        """From now on `read` may leave the work to so many processes, where they read faster than threads; `look` then
-        is called there."""
-
     def close(self) -> None:
-        """Gives back open files and ends those processes. The source must not be read afterwards."""
+        """Closes its storage. The source must not be read afterwards."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

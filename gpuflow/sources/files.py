@@ -8,9 +8,8 @@ from typing import final
 import numpy as np
 from numpy.typing import NDArray
 
-from gpuflow.sources.base import Allocate, Look, Payload
 from gpuflow.sources.paths import PathTable
-from gpuflow.sources.processes import in_processes
+from gpuflow.sources.payload import Allocate, Payload
 from gpuflow.sources.storage import Storage
 
 __all__ = ["FileSource"]
@@ -23,7 +22,7 @@ class FileSource:
     shard_sizes = None
 
     def __init__(self, storage: Storage, paths: PathTable, labels: NDArray[np.int64], classes: tuple[str, ...]) -> None:
-        self._storage, self._paths = storage, paths
+        self.storage, self._paths = storage, paths
         self.labels, self.classes = labels, classes
 
     def __len__(self) -> int:
@@ -33,10 +32,10 @@ class FileSource:
         return self._paths[index]
 
     def read(self, indices: Sequence[int], allocate: Allocate) -> Payload:
-        return self._storage.read(self._paths.take(indices), allocate)
+        return self.storage.read(self._paths.take(indices), allocate)
 
-    def read_in_processes(self, count: int, look: Look | None = None) -> None:
-        self._storage = in_processes(self._storage, count, look)
+    def on(self, storage: Storage) -> FileSource:
+        return FileSource(storage, self._paths, self.labels, self.classes)
 
     def close(self) -> None:
-        self._storage.close()
+        self.storage.close()

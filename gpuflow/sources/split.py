@@ -14,8 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpuflow.errors import SourceError
-from gpuflow.order import key64, permute
-from gpuflow.sources.base import Allocate, Look, Payload, Source, SourceSpec
+from gpuflow.pipeline.rng import key64, permute
+from gpuflow.sources.base import Source, SourceSpec
+from gpuflow.sources.payload import Allocate, Payload
+from gpuflow.sources.storage import Storage
 
 __all__ = ["Subset", "split_counts", "split_indices", "subset"]
 
@@ -47,8 +49,12 @@ class Subset:
     def read(self, indices: Sequence[int], allocate: Allocate) -> Payload:
         return self.source.read(self.indices[np.asarray(indices, dtype=np.int64)].tolist(), allocate)
 
-    def read_in_processes(self, count: int, look: Look | None = None) -> None:
-        self.source.read_in_processes(count, look)
+    @property
+    def storage(self) -> Storage | None:
+        return self.source.storage
+
+    def on(self, storage: Storage) -> Subset:
+        return Subset(self.source.on(storage), self.indices)
 
     def close(self) -> None:
         self.source.close()

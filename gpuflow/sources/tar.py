@@ -22,11 +22,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpuflow.errors import SourceError
-from gpuflow.sources.base import Allocate, Look, Payload, SourceSpec
+from gpuflow.sources.base import SourceSpec
 from gpuflow.sources.hints import missing_path
 from gpuflow.sources.labels import Codes, resolve_labels
 from gpuflow.sources.paths import PathTable, PathTableBuilder
-from gpuflow.sources.processes import in_processes
+from gpuflow.sources.payload import Allocate, Payload
 from gpuflow.sources.storage import ReadAt, Shard, Storage, is_remote, open_storage
 
 __all__ = ["IMAGE_EXTENSIONS", "TarSource", "expand_braces", "open_tar"]
@@ -79,7 +79,7 @@ class TarSource:
         classes: tuple[str, ...],
         labels: NDArray[np.int64],
     ) -> None:
-        self._storage, self._shards, self._index = storage, tuple(shards), index
+        self.storage, self._shards, self._index = storage, tuple(shards), index
         self._ends = np.cumsum(index.shard_sizes)
         self.classes, self.labels = classes, labels
         self.shard_sizes: tuple[int, ...] = tuple(index.shard_sizes.tolist())
@@ -95,13 +95,13 @@ class TarSource:
         places = np.asarray(indices, dtype=np.int64)
         shards = [self._shards[i] for i in np.searchsorted(self._ends, places, side="right").tolist()]
         starts, sizes = self._index.starts[places].tolist(), self._index.sizes[places].tolist()
-        return self._storage.read_ranges(shards, starts, sizes, allocate)
+        return self.storage.read_ranges(shards, starts, sizes, allocate)
 
-    def read_in_processes(self, count: int, look: Look | None = None) -> None:
-        self._storage = in_processes(self._storage, count, look)
+    def on(self, storage: Storage) -> TarSource:
+        return TarSource(storage, self._shards, self._index, self.classes, self.labels)
 
     def close(self) -> None:
-        self._storage.close()
+        self.storage.close()
 
 
 def open_tar(spec: SourceSpec) -> TarSource:

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from gpuflow.bench import COLUMNS
+from gpuflow.tools.bench import COLUMNS
 from tests import images
 from tests.datasets import make_photos
 

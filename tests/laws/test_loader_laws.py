@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gpuflow
-from gpuflow.order import ShuffledOrder
+from gpuflow.loader.sampler import ShuffledOrder
 from tests.datasets import (
     RAW,
     Entries,

@@ -11,9 +11,9 @@ import torch
 
 import gpuflow
 import gpuflow.serve
-from gpuflow.serve.lowering import chain
+from gpuflow.pipeline.stage import Stage
 from gpuflow.serve.predictor import Predictor
-from gpuflow.spec import Stage
+from gpuflow.torchpipe.graph import chain
 from tests.datasets import write_config
 from tests.hostile import BAD, HOSTILE
 from tests.laws.test_stage_laws import EXAMPLES, SAMPLES, pipeline_around

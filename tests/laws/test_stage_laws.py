@@ -13,8 +13,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from gpuflow import spec as s
 from gpuflow.errors import ConfigError
+from gpuflow.pipeline import stage as s
 from gpuflow.stages import (
     STAGES,
     CenterCrop,
@@ -71,7 +71,14 @@ EXAMPLES: tuple[s.Stage, ...] = (
 OTHER: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
     "decode": (
         {},
-        {"color": "bgr", "backend": "cpu", "cpu_share": 0.5, "orientation": "apply", "max_pixels": 1000},
+        {
+            "color": "bgr",
+            "backend": "cpu",
+            "cpu_share": 0.5,
+            "orientation": "apply",
+            "max_pixels": 1000,
+            "max_scans": 9,
+        },
     ),
     "resize": ({"height": 8, "width": 9}, {"height": 9, "width": 8, "interpolation": "nearest", "antialias": False}),
     "center_crop": ({"size": 8}, {"size": (8, 9)}),

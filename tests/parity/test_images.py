@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gpuflow.codecs import Header, probe
+from gpuflow.decode.codecs import Header, probe
 from gpuflow.errors import BadSampleError, ConfigError, SourceError
 from gpuflow.parity.images import InMemory, Sample, hostile_images, own_images
 from gpuflow.sources import SourceSpec

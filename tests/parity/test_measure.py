@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from gpuflow.decode.preset import Preset
 from gpuflow.parity.measure import Levels, Scale, Tally, levels_apart
-from gpuflow.presets import Preset
 from gpuflow.stages import CenterCrop, Decode, Normalize, Torchvision
 from tests.running import program_of
 

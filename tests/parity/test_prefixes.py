@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from gpuflow import spec as s
+from gpuflow.decode.preset import Preset
 from gpuflow.parity.images import hostile_images
 from gpuflow.parity.prefixes import LARGEST_CANVAS, Prefix, prefixes_of
-from gpuflow.presets import Preset
+from gpuflow.pipeline import stage as s
 from gpuflow.stages import CenterCrop, Decode, Flip, Normalize, RandomCrop, Resize, Torchvision
 from tests.images import as_array, jpeg, photo
 from tests.running import alone, decoded, keys_of, program_of, run

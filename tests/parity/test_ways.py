@@ -14,7 +14,7 @@ from PIL import Image
 from torchvision.transforms import v2
 from torchvision.transforms.v2 import functional as tv
 
-from gpuflow.codecs import decoder_description
+from gpuflow.decode.codecs import decoder_description
 from gpuflow.errors import BadSampleError
 from gpuflow.parity.base import Result, Way
 from gpuflow.parity.images import Encoded, hostile_images

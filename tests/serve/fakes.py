@@ -10,7 +10,7 @@ from typing import Any, final
 
 import torch
 
-from gpuflow.serve.engines import ModelInfo
+from gpuflow.engines import ModelInfo
 
 CLASSES = ("red", "green", "blue")
 

@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from gpuflow.config import Config, ModelSpec, read_config
-from gpuflow.serve.engines import Engine, open_engines
-from gpuflow.serve.engines.pytorch import load_checkpoint
+from gpuflow.engines import Engine, open_engines
+from gpuflow.engines.pytorch import load_checkpoint
+from gpuflow.pipeline.stage import ImageSpec
 from gpuflow.serve.export import export_model
-from gpuflow.spec import ImageSpec
 from gpuflow.stages import STAGES
-from gpuflow.trainer import Trainer, TrainerEvents
+from gpuflow.training.trainer import Trainer, TrainerEvents
 from tests.datasets import make_photos, write_config
 
 CPU = torch.device("cpu")

@@ -22,11 +22,11 @@ import uvicorn
 
 from gpuflow import cli
 from gpuflow.config import ModelSpec
-from gpuflow.serve.engines import Engine
-from gpuflow.serve.lowering import chain
+from gpuflow.engines import Engine
+from gpuflow.serve.http.app import Limits, Service, create_app
+from gpuflow.serve.http.server import run
 from gpuflow.serve.predictor import Predictor
-from gpuflow.serve.server import run
-from gpuflow.serve.service import Limits, Service, create_app
+from gpuflow.torchpipe.graph import chain
 from tests.datasets import VAL, Entries, program
 from tests.serve.fakes import CLASSES, FakeEngine, Gate, Nap
 

@@ -19,11 +19,11 @@ from numpy.typing import NDArray
 from torch import nn
 
 import gpuflow
-from gpuflow import spec as s
 from gpuflow.config import Config, read_config
 from gpuflow.errors import ConfigError, GpuflowError, MissingExtra, SourceError
+from gpuflow.pipeline import stage as s
+from gpuflow.pipeline.stage import Pipeline
 from gpuflow.serve.export import TOLERANCE, Check, export_model
-from gpuflow.spec import Pipeline
 from gpuflow.stages import STAGES
 from tests.commands import Run, command_here
 from tests.datasets import make_photos, truncate

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from gpuflow.pipeline.stage import Stage
 from gpuflow.serve.pictures import Pictures
-from gpuflow.spec import Stage
 from gpuflow.stages import CenterCrop, Decode, Normalize, Resize, Torchvision
 from tests.images import jpeg, photo
 from tests.running import images, program_of

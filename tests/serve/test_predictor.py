@@ -13,12 +13,13 @@ from torch import nn
 
 import gpuflow
 import gpuflow.serve
-from gpuflow import placement
 from gpuflow.config import read_config
+from gpuflow.decode.preset import CANNOT_DECODE
 from gpuflow.errors import BadSampleError, ConfigError, MissingExtra, PredictorError, PredictorTimeout
-from gpuflow.serve.lowering import chain
+from gpuflow.execute import gpu_backend
 from gpuflow.serve.predictor import Prediction, Predictor, chain_here
 from gpuflow.stages import STAGES
+from gpuflow.torchpipe.graph import chain
 from tests.datasets import VAL, Entries, deadline, make_photos, program, python, write_config
 from tests.hostile import BAD
 from tests.serve.fakes import CLASSES, FakeEngine, Gate, Nap, mean_color
@@ -282,7 +283,7 @@ def test_torchpipes_own_operators(tmp_path: Path, files: list[Path]) -> None:
         torch.testing.assert_close(predictor(files[0]), mean_color(expected[None])[0])
         found = predictor.predict([files[0], TEXT, files[1]])
         assert [type(answer) for answer in found] == [Prediction, BadSampleError, Prediction]
-        assert str(found[1]) == "bytes (sample 1): preprocess: torchpipe: Sequential: no result in DecodeMat"
+        assert str(found[1]) == f"bytes (sample 1): preset: {CANNOT_DECODE}"
 
 
 # --- which graph ------------------------------------------------------------------------------------------------------
@@ -310,7 +311,7 @@ def test_where_a_gpu_cannot_decode_a_node_with_all_threads_does(
             return object()
         raise MissingExtra("decoding on the GPU", "libnvjpeg", "gpu")
 
-    monkeypatch.setattr(placement, "find_library", find_library)
+    monkeypatch.setattr(gpu_backend, "find_library", find_library)
     stages = [{"decode": {"backend": backend}}, *first, *VAL[1:]]
     path = write_config(tmp_path / "x.yaml", "photos", serve={"stages": stages}, run={"threads": 3})
     config = read_config(path, STAGES)
@@ -324,7 +325,7 @@ def test_a_graph_for_another_machine_asks_nothing_of_this_one(config: Path, monk
     def find_library() -> object:
         raise AssertionError("looked for libnvjpeg")
 
-    monkeypatch.setattr(placement, "find_library", find_library)
+    monkeypatch.setattr(gpu_backend, "find_library", find_library)
     assert len(gpuflow.serve.lower(config, device="cuda").nodes) == 1
 
 
@@ -367,7 +368,8 @@ except gpuflow.MissingExtra as error:
 
 
 def test_lazy_names_are_the_real_ones() -> None:
-    from gpuflow.serve import lowering, runtime
+    from gpuflow.torchpipe import graph as lowering
+    from gpuflow.torchpipe import running_graph as runtime
 
     assert gpuflow.serve.Predictor is Predictor
     assert gpuflow.serve.Prediction is Prediction

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from gpuflow.errors import SourceError
-from gpuflow.sources import Allocate, Look, Payload, SourceSpec, Subset, open_source, subset
+from gpuflow.sources import Allocate, Payload, SourceSpec, Subset, open_source, subset
 from gpuflow.sources.split import split_counts, split_indices
+from gpuflow.sources.storage import LocalStorage, Storage
 from tests.sources.conftest import ReadAll
 
 
@@ -40,8 +41,11 @@ class MemorySource:
         buffer[: sum(sizes)] = np.frombuffer(b"".join(texts), dtype=np.uint8)
         return Payload(buffer=buffer, offsets=offsets, sizes=sizes, errors=[None] * len(sizes))
 
-    def read_in_processes(self, count: int, look: Look | None = None) -> None:
-        self.processes = count, look
+    storage = None
+
+    def on(self, storage: Storage) -> MemorySource:
+        self.moved_to = storage
+        return self
 
     def close(self) -> None:
         self.closed = True
@@ -106,6 +110,10 @@ def test_subset_is_a_source(read_all: ReadAll) -> None:
     assert val.shard_sizes is not None and sum(val.shard_sizes) == 3 and 0 not in val.shard_sizes
     assert read_all(val, [2, 0]) == [str(val.indices[2]).encode(), str(val.indices[0]).encode()]
     assert val.path(1) == f"memory/{val.indices[1]}"
+    storage = LocalStorage()
+    moved = val.on(storage)
+    assert isinstance(moved, Subset) and np.array_equal(moved.indices, val.indices)
+    assert source.moved_to is storage
     val.close()
     assert source.closed
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from gpuflow.errors import SourceError
-from gpuflow.order import ShardedOrder
+from gpuflow.loader.sampler import ShardedOrder
 from gpuflow.sources import Source, SourceSpec, open_source
 from gpuflow.sources.tar import expand_braces
 from tests.sources.conftest import ReadAll

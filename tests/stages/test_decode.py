@@ -1,4 +1,4 @@
-"""decode: colours, and the errors of its parameters. The decoders themselves: tests/test_codecs.py."""
+"""decode: colours, and the errors of its parameters. The decoders themselves: tests/decode/test_codecs.py."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gpuflow.errors import ConfigError
-from gpuflow.spec import ENCODED
+from gpuflow.pipeline.stage import ENCODED
 from gpuflow.stages import CenterCrop, Decode, Normalize
 from tests.images import jpeg, photo, png, with_orientation
 from tests.running import RGB, decoded, images, program_of, run

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torchvision.transforms.v2 import functional as tv
 
-from gpuflow import spec as s
 from gpuflow.errors import ConfigError
+from gpuflow.pipeline import stage as s
 from gpuflow.stages import CenterCrop, Decode, Flip, Normalize
 from tests.images import jpeg, photo
 from tests.running import alone, decoded, images, keys_of, program_of

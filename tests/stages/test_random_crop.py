@@ -7,8 +7,8 @@ import pytest
 import torch
 from torchvision.transforms.v2 import functional as tv
 
-from gpuflow import spec as s
 from gpuflow.errors import ConfigError
+from gpuflow.pipeline import stage as s
 from gpuflow.stages import Decode, Normalize, RandomCrop
 from tests.images import jpeg, photo, png
 from tests.running import RGB, decoded, images, keys_of, program_of, run

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torchvision.transforms import InterpolationMode, v2
 from torchvision.transforms.v2 import functional as tv
 
-from gpuflow import spec as s
 from gpuflow.errors import ConfigError
+from gpuflow.pipeline import stage as s
 from gpuflow.stages import Decode, Normalize, RandomResizedCrop
 from tests.images import jpeg, photo, png
 from tests.running import decoded, images, keys_of, levels_apart, program_of

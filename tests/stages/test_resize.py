@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torchvision.transforms.v2 import functional as tv
 
-from gpuflow import spec as s
 from gpuflow.errors import ConfigError
+from gpuflow.pipeline import stage as s
 from gpuflow.stages import Decode, Normalize, Resize
 from tests.images import jpeg, photo, png
 from tests.running import RGB, alone, decoded, images, keys_of, levels_apart, program_of, resized, size_of

@@ -1,0 +1,25 @@
+"""YAML to a checked configuration."""
+
+from gpuflow.config.reader import (
+    BatchSpec,
+    Config,
+    ModelSpec,
+    PipelineSpec,
+    RunSpec,
+    ServeSpec,
+    TensorrtSpec,
+    TrainSpec,
+    read_config,
+)
+
+__all__ = [
+    "BatchSpec",
+    "Config",
+    "ModelSpec",
+    "PipelineSpec",
+    "RunSpec",
+    "ServeSpec",
+    "TensorrtSpec",
+    "TrainSpec",
+    "read_config",
+]

@@ -1,0 +1,73 @@
+"""Who gets how many threads and processes of the cores that this process may use: the policy, in one place."""
+
+from __future__ import annotations
+
+from gpuflow.config.reader import Config, RunSpec
+from gpuflow.runtime.cpu_budget import available_threads
+from gpuflow.sources.storage import is_remote
+
+__all__ = [
+    "decode_processes_of",
+    "processes_of",
+    "readers_of",
+    "serving_processes_of",
+    "share_threads_of",
+    "threads_of",
+]
+
+_REMOTE_READERS, _GPU_READERS = 16, 2
+_FEW_THREADS = 4
+"""Up to this many threads, no processes are started; more threads wait for the interpreter longer than they work
+(measured in experiments/loader_cpu)."""
+_WORTH_PROCESSES = 10_000
+"""Samples from which on processes are started, which takes seconds."""
+_CORES_FOR_ONE_SHARE_THREAD = 4
+"""More threads slow down what launches, reads and trains by more than they add (experiments/gpu_path/NOTES.md)."""
+
+
+def threads_of(run: RunSpec) -> int:
+    """`run.threads`; where that is auto, all that this process may use."""
+    return available_threads() if run.threads == "auto" else run.threads
+
+
+def processes_of(run: RunSpec, samples: int) -> int:
+    """`run.processes`; where that is auto, none for few threads or samples, else one for each thread."""
+    threads = threads_of(run)
+    if run.processes != "auto":
+        return min(run.processes, threads)
+    return 0 if threads <= _FEW_THREADS or samples < _WORTH_PROCESSES else threads
+
+
+def serving_processes_of(run: RunSpec) -> int:
+    """Processes that preprocess where the CPU decodes what is served: those of `run.processes`, by default none."""
+    return 0 if run.processes == "auto" else processes_of(run, 0)
+
+
+def decode_processes_of(config: Config, samples: int, share_threads: int | None = None) -> int:
+    """Worker processes that decode on the CPU for a loader of so many samples.
+
+    share_threads: threads that decode the CPU's part of each batch next to a GPU (`cpu_share`); None without a GPU.
+    Each of those gets a process, however few they are: launching work on the GPU needs the interpreter, too. Without a
+    GPU there are none where separate threads read, else as many as `processes_of` says.
+    """
+    if share_threads is None:
+        return 0 if readers_of(config, gpu=False) else processes_of(config.run, samples)
+    if is_remote(config.source.where):
+        return 0
+    if config.run.processes != "auto":
+        return min(config.run.processes, share_threads)
+    return share_threads if samples >= _WORTH_PROCESSES else 0
+
+
+def readers_of(config: Config, *, gpu: bool) -> int:
+    """`run.readers`; where that is auto, many for a network; on a GPU two, which prepare chunks too; else none."""
+    if config.run.readers != "auto":
+        return config.run.readers
+    if is_remote(config.source.where):
+        return _REMOTE_READERS
+    return _GPU_READERS if gpu else 0
+
+
+def share_threads_of(run: RunSpec) -> int:
+    """Threads that decode the CPU's part of each batch next to a GPU (`cpu_share`)."""
+    return max(1, available_threads() // _CORES_FOR_ONE_SHARE_THREAD) if run.threads == "auto" else run.threads

@@ -1,0 +1,494 @@
+"""Encoded bytes to pixels on the CPU: the header first, then the decoder.
+
+Whether a sample is bad is a property of its bytes and is decided here: header, size, format, end marker, then the
+decoder itself. Damage to the entropy-coded data that libjpeg decodes without complaint cannot be detected.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import struct
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal, NoReturn
+
+import cv2
+import numpy as np
+from numpy.typing import NDArray
+
+from gpuflow.decode import self_test
+from gpuflow.decode.header_scan import (
+    ALL_CODES,
+    CODE_SHARES,
+    DC_SYMBOLS,
+    ENGINE_SAMPLINGS,
+    ENGINE_WIDTH,
+    ORDINARY,
+    RESTART_INTERVAL,
+)
+from gpuflow.decode.libjpeg_turbo import Library, find_library
+from gpuflow.errors import BadSampleError, DecoderError
+
+__all__ = [
+    "MAX_SCANS",
+    "CpuDecoder",
+    "Header",
+    "check_scans",
+    "decoder_description",
+    "engine_sampling",
+    "imdecode",
+    "probe",
+]
+
+_LOG = logging.getLogger(__name__)
+MAX_SCANS = 100
+"""Scans of one JPEG by default. Encoders write at most about twenty; each one may cost the time of a whole image."""
+
+_REGION_WORTH = 0.9
+"""Decode only a region where it is at most this part of the image."""
+_SWAPPED = 5
+"""From this EXIF orientation on, the image is turned by a quarter."""
+_BMP_CORE = 12
+"""Size in bytes of OS/2's BMP header, whose sides are of 16 bits."""
+_MOST_SIDE = 1 << 20
+"""Pixels a side that OpenCV decodes at most."""
+_MANY_REFUSED = 32
+"""Files refused one after the other, after which a decoder is tested."""
+_MOST_SEGMENTS, _MOST_CHUNKS = 10_000, 200_000
+"""Marker segments of a JPEG before its first scan, and chunks of a PNG. Files of more would only cost time to read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What an image's header says.
+
+    format: `jpeg`, `png`, `webp` or `bmp`, by content. width, height: pixels as stored. channels: components in the
+    file. progressive: a JPEG in several scans. orientation: the EXIF tag, 1 to 8, 1 where there is none.
+    """
+
+    format: str
+    width: int
+    height: int
+    channels: int
+    progressive: bool = False
+    orientation: int = 1
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """(height, width) as stored."""
+        return self.height, self.width
+
+    @property
+    def upright_size(self) -> tuple[int, int]:
+        """(height, width) once the orientation is applied."""
+        return (self.width, self.height) if self.orientation >= _SWAPPED else (self.height, self.width)
+
+
+def _bad(reason: str) -> NoReturn:
+    raise BadSampleError("decode", reason)
+
+
+def probe(
+    data: NDArray[np.uint8],
+    *,
+    max_pixels: int = 179_000_000,
+    max_scans: int = MAX_SCANS,
+    orientation: bool = False,
+) -> Header:
+    """Read and check an image's header and its end marker; nothing is decoded.
+
+    Args:
+        data: the encoded bytes, uint8 [n].
+        max_pixels: the largest width * height that passes. max_scans: the most scans of a JPEG that pass.
+        orientation: look for the EXIF orientation too.
+
+    Raises:
+        BadSampleError: the bytes are empty, of an unknown format, cut short, too large, deeper than 8 bits, or made of
+            more scans or segments than any encoder writes.
+    """
+    view = data.data
+    if len(view) == 0:
+        _bad("empty: the file has no bytes")
+    magic = bytes(view[:12])
+    read = next((reader for test, reader in _READERS if test(magic)), None)
+    if read is None:
+        _bad(_unknown_format(magic))
+    try:
+        header = read(view, orientation, max_scans)
+    except (struct.error, IndexError):
+        _bad(f"truncated: the header breaks off after {len(view)} bytes")
+    if header.width < 1 or header.height < 1:
+        _bad(f"the header gives a size of {header.width}x{header.height} pixels")
+    if (pixels := header.width * header.height) > max_pixels:
+        _bad(f"{header.width}x{header.height} = {pixels:,} pixels are more than max_pixels = {max_pixels:,}")
+    if max(header.width, header.height) > _MOST_SIDE:
+        _bad(f"{header.width}x{header.height} pixels; OpenCV decodes at most {_MOST_SIDE:,} a side")
+    return header
+
+
+def _unknown_format(magic: bytes) -> str:
+    known = {b"GIF8": "GIF", b"II*\0": "TIFF", b"MM\0*": "TIFF", b"%PDF": "PDF", b"8BPS": "PSD", b"P6": "PPM"}
+    for start, name in known.items():
+        if magic.startswith(start):
+            return f"{name} is not supported; gpuflow decodes JPEG, PNG, WebP and BMP"
+    if magic[4:8] == b"ftyp":
+        return "AVIF/HEIF is not supported; gpuflow decodes JPEG, PNG, WebP and BMP"
+    return f"not an image: begins with {magic[:4].hex(' ')}; gpuflow decodes JPEG, PNG, WebP and BMP"
+
+
+def _segments(view: memoryview) -> Iterator[tuple[int, int, int]]:
+    """(marker, place, length) of a JPEG's segments up to the first scan's header, which is the last one."""
+    at = 2
+    for _ in range(_MOST_SEGMENTS):
+        if view[at] != 0xFF:
+            _bad(f"damaged header: byte {at} should begin a marker but is {view[at]:#04x}")
+        marker = view[at + 1]
+        if marker == 0xFF:
+            fill = _NOT_FILL.search(view, at)
+            if fill is None:
+                raise IndexError
+            at = fill.start() - 1
+            marker = view[at + 1]
+        if marker == 0xD9:
+            _bad("damaged header: the image ends before its first scan")
+        length = view[at + 2] << 8 | view[at + 3]
+        yield marker, at, length
+        if marker == 0xDA:
+            return
+        at += 2 + length
+    _bad(f"more than {_MOST_SEGMENTS:,} marker segments before the first scan")
+
+
+def _read_jpeg(view: memoryview, orientation: bool, max_scans: int) -> Header:
+    """ITU-T T.81, annex B: walk the marker segments up to the first scan."""
+    frame, turn, at = None, 1, 0
+    for marker, at, length in _segments(view):
+        if marker in _FRAMES:
+            frame = (marker, *struct.unpack_from(">BHHB", view, at + 4))
+        elif orientation and marker == 0xE1 and bytes(view[at + 4 : at + 10]) == b"Exif\0\0":
+            turn = _tiff_orientation(view[at + 10 : at + 2 + length])
+    if frame is None:
+        _bad("damaged header: a scan begins before the image's size is given")
+    kind, bits, height, width, channels = frame
+    if bits != 8:
+        _bad(f"{bits} bits per channel; gpuflow decodes images of 8 bits, so convert this one")
+    if bytes(view[-2:]) != b"\xff\xd9" and bytes(view[at:]).rfind(b"\xff\xd9") < 0:
+        _bad(f"truncated: no end-of-image marker within {len(view)} bytes")
+    if kind != 0xC0 or view[at + 4] != channels:
+        _check_scans(view, at, max_scans)
+    return Header("jpeg", width, height, channels, progressive=kind not in (0xC0, 0xC1), orientation=turn)
+
+
+_FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
+"""Markers of frame headers."""
+
+
+def engine_sampling(data: NDArray[np.uint8], header: Header) -> int | None:
+    """Whether NVIDIA's JPEG engines get a file whose header passed `probe`, and its sampling.
+
+    They get what is certain to be decoded alike by them and by the CPU: one baseline scan, gray or YCbCr, of a common
+    subsampling, not too narrow, not to be turned, with all the tables that it uses and no segment that libjpeg refuses.
+
+    Returns:
+        Factors of the first component, horizontal * 16 + vertical, or 0 for a gray image; None if they do not get it.
+    """
+    if header.format != "jpeg" or header.progressive or header.orientation != 1 or header.width < ENGINE_WIDTH:
+        return None
+    view, channels = data.data, header.channels
+    quantisation, huffman, frames = set[int](), set[int](), list[tuple[int, int, int]]()
+    at = length = 0
+    for marker, at, length in _segments(view):
+        body = view[at + 4 : at + 2 + length]
+        if not ORDINARY[marker] or (marker == RESTART_INTERVAL and length != 4):
+            return None
+        if marker in _FRAMES:
+            frames.append((marker, at, length))
+        elif marker == 0xDB:
+            quantisation |= _quantisation_tables(body)
+        elif marker == 0xC4:
+            huffman |= _huffman_tables(body)
+        elif marker == 0xEE and bytes(body[:5]) == b"Adobe" and view[at + 15] == 0 and channels != 1:
+            return None  # it may be RGB
+    if len(frames) != 1 or frames[0][2] != 8 + 3 * channels or frames[0][0] != 0xC0:
+        return None
+    components = view[frames[0][1] + 10 : frames[0][1] + 10 + 3 * channels]
+    numbers, sampling, used = (components[offset::3].tolist() for offset in range(3))
+    scan = view[at + 4 : at + 2 + length]
+    coded = {table for both in scan[2 : 1 + 2 * channels : 2] for table in (both >> 4, both & 15 | 16)}
+    sound = len(scan) == 4 + 2 * channels and scan[0] == channels and scan[1 : 1 + 2 * channels : 2].tolist() == numbers
+    sound = sound and bytes(scan[-3:]) == b"\0\x3f\0" and set(used) <= quantisation and coded <= huffman
+    sound = sound and len(set(numbers)) == channels and bytes(numbers) != b"RGB" and tuple(sampling) in ENGINE_SAMPLINGS
+    return (sampling[0] if channels == 3 else 0) if sound else None
+
+
+def check_scans(data: NDArray[np.uint8], max_scans: int = MAX_SCANS) -> None:
+    """Raise BadSampleError for a JPEG of more scans, if these bytes are one. Nothing else is checked."""
+    view = data.data
+    if len(view) > 2 and view[0] == 0xFF and view[1] == 0xD8:
+        _check_scans(view, 2, max_scans)
+
+
+def _check_scans(view: memoryview, at: int, max_scans: int) -> None:
+    """Raise BadSampleError if there are more scans, or far more segments, from a marker on to the end of the image."""
+    scans = 0
+    for _ in range(_MOST_SEGMENTS):
+        found = _MARKER.search(view, at)
+        if found is None or (marker := view[found.end() - 1]) == 0xD9:
+            return
+        scans += marker == 0xDA
+        if scans > max_scans:
+            _bad(f"more than max_scans = {max_scans} scans")
+        at = found.end() + max(2, int.from_bytes(view[found.end() : found.end() + 2]))
+    _bad(f"more than {_MOST_SEGMENTS:,} marker segments")
+
+
+_MARKER = re.compile(rb"\xff[^\x00\x01\xd0-\xd8\xff]")
+"""A marker that a segment follows, or the end of the image; in a scan, 0xFF is followed by 0 or a restart marker."""
+_NOT_FILL = re.compile(rb"[^\xff]")
+"""What follows a marker's 0xFF, of which there may be several."""
+
+
+def _quantisation_tables(body: memoryview) -> set[int]:
+    """The numbers of a DQT segment's tables of 8 bits; those of 16 bits are not for the engines."""
+    found, at = set[int](), 0
+    while at < len(body):
+        wide, number = divmod(body[at], 16)
+        at += 1 + (128 if wide else 64)
+        if not wide:
+            found.add(number)
+    return found if at == len(body) else set()
+
+
+def _huffman_tables(body: memoryview) -> set[int]:
+    """The numbers of a DHT segment's valid tables, those for AC coefficients with 16 added."""
+    found, at = set[int](), 0
+    while at + 17 <= len(body):
+        number, counts = body[at], body[at + 1 : at + 17]
+        symbols = body[at + 17 : at + 17 + sum(counts)]
+        at += 17 + sum(counts)
+        used = sum(count * share for count, share in zip(counts, CODE_SHARES.tolist(), strict=True))
+        if used < ALL_CODES and (number >= 16 or max(symbols, default=0) < DC_SYMBOLS):
+            found.add(number)
+        else:
+            found.discard(number)
+    return found if at == len(body) else set()
+
+
+def _read_png(view: memoryview, orientation: bool, max_scans: int) -> Header:
+    width, height, bits, kind = struct.unpack_from(">IIBB", view, 16)
+    if bits == 16:
+        _bad("16 bits per channel; gpuflow decodes images of 8 bits, so convert this one")
+    turn, at, name = 1, 8, b""
+    for _ in range(_MOST_CHUNKS):
+        length, name = struct.unpack_from(">I4s", view, at) if at + 8 <= len(view) else (0, b"")
+        if at + 12 + length > len(view):  # OpenCV would make room for a chunk of up to 2 GiB, and fill it
+            _bad(f"truncated: no IEND chunk at the end of {len(view)} bytes")
+        if name == b"IEND":
+            break
+        if name == b"eXIf" and orientation:
+            turn = _tiff_orientation(view[at + 8 : at + 8 + length])
+        at += 12 + length
+    else:
+        _bad(f"more than {_MOST_CHUNKS:,} chunks")
+    return Header("png", width, height, {0: 1, 2: 3, 3: 3, 4: 2, 6: 4}.get(kind, 3), orientation=turn)
+
+
+def _read_webp(view: memoryview, orientation: bool, max_scans: int) -> Header:
+    (size,) = struct.unpack_from("<I", view, 4)
+    if size + 8 > len(view):
+        _bad(f"truncated: the header promises {size + 8} bytes, there are {len(view)}")
+    kind, turn = bytes(view[12:16]), 1
+    if kind == b"VP8 ":
+        width, height = (side & 0x3FFF for side in struct.unpack_from("<HH", view, 26))
+    elif kind == b"VP8L":
+        (bits,) = struct.unpack_from("<I", view, 21)
+        width, height = (bits & 0x3FFF) + 1, (bits >> 14 & 0x3FFF) + 1
+    elif kind == b"VP8X":
+        width = int.from_bytes(view[24:27], "little") + 1
+        height = int.from_bytes(view[27:30], "little") + 1
+        if view[20] & 0x02:
+            _bad("an animation; gpuflow decodes still images")
+        at = 12
+        while orientation and at + 8 <= len(view):
+            name, length = struct.unpack_from("<4sI", view, at)
+            if name == b"EXIF":
+                turn = _tiff_orientation(view[at + 8 : at + 8 + length])
+            at += 8 + length + length % 2
+    else:
+        _bad(f"damaged header: unknown WebP chunk {kind!r}")
+    return Header("webp", width, height, 3, orientation=turn)
+
+
+def _read_bmp(view: memoryview, orientation: bool, max_scans: int) -> Header:
+    (size,) = struct.unpack_from("<I", view, 2)
+    (kind,) = struct.unpack_from("<I", view, 14)
+    width, height, _, bits = struct.unpack_from("<HHHH" if kind == _BMP_CORE else "<iiHH", view, 18)
+    if size > len(view):
+        _bad(f"truncated: the header promises {size} bytes, there are {len(view)}")
+    return Header("bmp", abs(width), abs(height), 1 if bits <= 8 else 3)
+
+
+_READERS: tuple[tuple[Callable[[bytes], bool], Callable[[memoryview, bool, int], Header]], ...] = (
+    (lambda magic: magic.startswith(b"\xff\xd8\xff"), _read_jpeg),
+    (lambda magic: magic.startswith(b"\x89PNG\r\n\x1a\n"), _read_png),
+    (lambda magic: magic.startswith(b"RIFF") and magic[8:12] == b"WEBP", _read_webp),
+    (lambda magic: magic.startswith(b"BM"), _read_bmp),
+)
+
+
+def _tiff_orientation(block: memoryview) -> int:
+    """The orientation tag (0x0112) of a TIFF block as EXIF embeds it; 1 where it is absent or malformed.
+
+    PNG and WebP embed the bare block, but some programs write JPEG's prefix there too.
+    """
+    block = block[6:] if bytes(block[:6]) == b"Exif\0\0" else block
+    try:
+        order = {b"II": "<", b"MM": ">"}[bytes(block[:2])]
+        (start,) = struct.unpack_from(order + "I", block, 4)
+        (count,) = struct.unpack_from(order + "H", block, start)
+        for entry in range(count):
+            tag, kind, _, value = struct.unpack_from(order + "HHIH", block, start + 2 + 12 * entry)
+            if tag == 0x0112 and kind == 3:
+                return value if 1 <= value <= 8 else 1
+    except (KeyError, struct.error):
+        return 1
+    return 1
+
+
+def _upright(image: NDArray[np.uint8], orientation: int) -> NDArray[np.uint8]:
+    """Apply an EXIF orientation (JEITA CP-3451, tag 0x0112) to an HWC image."""
+    if orientation >= _SWAPPED:
+        image = image.transpose(1, 0, 2)
+    if orientation in (3, 4, 7, 8):
+        image = image[::-1]
+    if orientation in (2, 3, 6, 7):
+        image = image[:, ::-1]
+    return np.ascontiguousarray(image)
+
+
+_OPENCV_FLAGS = {"rgb": cv2.IMREAD_COLOR_RGB, "bgr": cv2.IMREAD_COLOR_BGR, "gray": cv2.IMREAD_GRAYSCALE}
+
+
+class CpuDecoder:
+    """Decodes with libjpeg-turbo 3 where there is one and OpenCV otherwise. Keeps its buffer; one a thread.
+
+    What it gives for some bytes depends on these bytes alone, not on what it decoded before. A file that libjpeg-turbo
+    does not decode without a complaint is left to OpenCV, which decides whether it is bad.
+
+    library: `auto` looks for libjpeg-turbo, None leaves everything to OpenCV.
+    """
+
+    def __init__(self, color: str, *, library: Library | Literal["auto"] | None = "auto") -> None:
+        self._color = color
+        self._channels = 1 if color == "gray" else 3
+        self._library = find_library() if library == "auto" else library
+        self._buffer = np.empty(0, np.uint8)
+        self._refused = 0
+
+    def decode(
+        self, data: NDArray[np.uint8], header: Header, region: tuple[int, int, int, int] | None = None
+    ) -> tuple[NDArray[np.uint8], tuple[int, int]]:
+        """Decode an image whose header passed `probe`.
+
+        Args:
+            data: the encoded bytes, uint8 [n].
+            region: (y, x, height, width) in the upright image, where the caller needs no more than that.
+
+        Returns:
+            The image, uint8 HWC, valid until the next call, and the (y, x) in the upright image where it begins:
+            the region's corner if only the region was decoded, else (0, 0).
+
+        Raises:
+            BadSampleError: the decoder gave up. MemoryError: there is not enough for the image.
+            DecoderError: it gives up on everything, gpuflow's own test image included.
+        """
+        try:
+            decoded = self._decode(data, header, region)
+        except BadSampleError:
+            self._refused += 1
+            if self._refused >= _MANY_REFUSED:
+                self._refused = 0
+                self.check()
+            raise
+        self._refused = 0
+        return decoded
+
+    def check(self) -> None:
+        """Decode gpuflow's own test image. A libjpeg-turbo that fails at it is not used any more.
+
+        Raises:
+            DecoderError: OpenCV fails too.
+        """
+        size = self_test.HEIGHT, self_test.WIDTH
+        if self._library is not None:
+            room = self._room(self_test.HEIGHT * self_test.WIDTH)
+            image = self._library.decode(self_test.JPEG, self._color, size, None, room)
+            if not self_test.is_right(image, self._color):
+                _LOG.warning("libjpeg-turbo does not decode gpuflow's test image any more; OpenCV decodes instead")
+                self._library = None
+        image = imdecode(self_test.JPEG, _OPENCV_FLAGS[self._color])
+        if not self_test.is_right(image, self._color):
+            raise DecoderError("OpenCV does not decode gpuflow's test image; end this process and start another one")
+
+    def _decode(
+        self, data: NDArray[np.uint8], header: Header, region: tuple[int, int, int, int] | None
+    ) -> tuple[NDArray[np.uint8], tuple[int, int]]:
+        height, width = header.height, header.width
+        if region is not None:
+            worth = region[2] * region[3] <= _REGION_WORTH * height * width
+            if not worth or header.progressive or header.orientation != 1:
+                region = None
+        image: NDArray[np.uint8] | None = None
+        if header.format == "jpeg" and header.channels in (1, 3) and self._library is not None:
+            image = self._library.decode(data, self._color, (height, width), region, self._room(height * width))
+        if image is None:
+            region = None
+            image = self._whole(data, header)
+        if header.orientation != 1:
+            image = _upright(image, header.orientation)
+        return image, region[:2] if region else (0, 0)
+
+    def _whole(self, data: NDArray[np.uint8], header: Header) -> NDArray[np.uint8]:
+        """What OpenCV makes of a file."""
+        flags = _OPENCV_FLAGS[self._color] | cv2.IMREAD_IGNORE_ORIENTATION
+        decoded = imdecode(data, flags)
+        if decoded is None:
+            _bad(f"the {header.format.upper()} decoder gave up; the data is damaged")
+        image: NDArray[np.uint8] = decoded.reshape(*decoded.shape[:2], self._channels)
+        if image.shape[:2] != (header.height, header.width):
+            sizes = f"{header.width}x{header.height} and {image.shape[1]}x{image.shape[0]}"
+            _bad(f"damaged header: two sizes, {sizes} pixels")
+        return image
+
+    def _room(self, pixels: int) -> NDArray[np.uint8]:
+        """The buffer, grown to hold so many pixels; one that grew for a huge image shrinks at the next small one."""
+        need, have = pixels * self._channels, len(self._buffer)
+        if need > have or have > max(16 * need, 1 << 26):
+            self._buffer = np.empty(max(need, 1 << 20), np.uint8)
+        return self._buffer
+
+
+def imdecode(data: NDArray[np.uint8], flags: int) -> NDArray[np.uint8] | None:
+    """OpenCV's `imdecode`: the image, uint8 HWC or HW, or None where it refuses the bytes, in either of its two ways.
+
+    Raises MemoryError where there is not enough for the image.
+    """
+    try:
+        image: NDArray[np.uint8] | None = cv2.imdecode(data, flags)  # type: ignore[assignment]  # it may be None
+    except cv2.error as error:
+        if error.code == cv2.Error.StsNoMem:
+            raise MemoryError(f"not enough memory to decode an image of {len(data):,} bytes") from error
+        return None
+    return image
+
+
+@lru_cache(maxsize=1)
+def decoder_description() -> str:
+    """The CPU decoders in use with their versions, for people and reports."""
+    library = find_library()
+    opencv = f"OpenCV {cv2.__version__}"
+    if library is None:
+        return f"{opencv} (whole images; pip install 'gpuflow[turbo]' to decode only the region that a crop needs)"
+    return f"libjpeg-turbo {library.version} (JPEG, only the region of a crop), {opencv} (the rest)"

@@ -1,0 +1,58 @@
+"""A small image that every sound decoder decodes. Where a decoder is in doubt, it decodes this one.
+
+A baseline JPEG of 64x48 pixels, 4:2:0, with waves and an edge.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from functools import cache
+
+import cv2
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["HEIGHT", "JPEG", "SAMPLING", "WIDTH", "cut_off", "is_right", "pixels"]
+
+HEIGHT, WIDTH, SAMPLING = 48, 64, 0x22
+JPEG = np.frombuffer(
+    base64.b64decode(
+        "/9j/4AAQSkZJRgABAQAAAQABAAD/2wBDABcQERQRDhcUEhQaGBcbIjklIh8fIkYyNSk5UkhXVVFIUE5bZoNvW2F8Yk5QcptzfIeLkpSSWG2grJ+O"
+        "qoOPko3/2wBDARgaGiIeIkMlJUONXlBejY2NjY2NjY2NjY2NjY2NjY2NjY2NjY2NjY2NjY2NjY2NjY2NjY2NjY2NjY2NjY2NjY3/wAARCAAwAEAD"
+        "ASIAAhEBAxEB/8QAGQAAAgMBAAAAAAAAAAAAAAAAAwQAAQIF/8QAJRAAAwEAAQEIAwEAAAAAAAAAAAECAwQREhMhMWFxobEUQlKB/8QAGgEAAwAD"
+        "AQAAAAAAAAAAAAAAAwQFAAECBv/EAB0RAQADAQADAQEAAAAAAAAAAAEAAgMRBBIxIXH/2gAMAwEAAhEDEQA/AOpFIKrRzp2NPf1OjLkNXFCO1ohf"
+        "TVCmnJ9Rd71ddmfFs215FdqcjV6oz3iFXOz/AE+UWo2/n5QC52IetV+x2KQeKRzVo5rpXg0HjYUtmrKeGH52AVMxWjDPNgdIZZtclO1gIvpoyuJb"
+        "fLhe/wBE0hk4kNcuH7/QG1xJM8i41Z0yEILyLE9m/wAiv8+i5bC3l2tWy+6YWlRnqfGQyr/CP1kL6ZD1tC2jQk6rJ+uqRG8jM5Oa6z4MafQkpGFl"
+        "k62isHM6Pzr4Dxi35hM5Q1EoKLGMq1fpF54/oaeI2kjFNBqqR109a8J//9k="
+    ),
+    np.uint8,
+)
+_SHA256 = {
+    "rgb": "cf80df5c29c7dea96ad42b339d81b42ab150e485abd6e49dae5b0cb0244f383c",
+    "gray": "052fc57fb2fd284873a1822d6e02823e408bd6ee368b49756671aacf1f8ca708",
+}
+"""Of the pixels that libjpeg-turbo gives."""
+
+
+def is_right(image: NDArray[np.uint8] | None, color: str) -> bool:
+    """Whether this is what a CPU decodes of JPEG, uint8 [HEIGHT, WIDTH, C]."""
+    if image is None or image.shape[:2] != (HEIGHT, WIDTH):
+        return False
+    ordered = np.ascontiguousarray(image[..., ::-1] if color == "bgr" else image)
+    return hashlib.sha256(ordered.tobytes()).hexdigest() == _SHA256["gray" if color == "gray" else "rgb"]
+
+
+@cache
+def pixels(color: str) -> NDArray[np.uint8]:
+    """What OpenCV decodes of it: uint8 [HEIGHT, WIDTH, C]. `color`: rgb, bgr or gray."""
+    flags = {"rgb": cv2.IMREAD_COLOR_RGB, "bgr": cv2.IMREAD_COLOR_BGR, "gray": cv2.IMREAD_GRAYSCALE}
+    image = np.asarray(cv2.imdecode(JPEG, flags[color]), np.uint8)
+    return image.reshape(HEIGHT, WIDTH, -1)
+
+
+def cut_off() -> NDArray[np.uint8]:
+    """The same file with half of its data: its lower part is missing, though its end marker is there."""
+    data = JPEG.tobytes()
+    scan = data.index(b"\xff\xda")
+    return np.frombuffer(data[: (scan + len(data)) // 2] + b"\xff\xd9", np.uint8)

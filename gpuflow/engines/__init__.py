@@ -1,0 +1,11 @@
+"""Model engines: what turns a batch of images into logits. One small interface, three libraries.
+
+pytorch    a gpuflow checkpoint (`.pt`) or an exported program (`.pt2`), optionally compiled or as CUDA graphs
+onnx       `.onnx` by onnxruntime, on its CPU or CUDA provider
+tensorrt   `.onnx` built into a TensorRT engine, here or inside torchpipe's node
+"""
+
+from gpuflow.engines.base import Engine, ModelInfo, refuse_other_preprocessing
+from gpuflow.engines.factory import open_engine, open_engines, read_info
+
+__all__ = ["Engine", "ModelInfo", "open_engine", "open_engines", "read_info", "refuse_other_preprocessing"]

@@ -1,0 +1,69 @@
+"""Opens the engine that runs a model file, by the file's kind, and checks that it gives logits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from gpuflow.config import ModelSpec
+from gpuflow.engines.base import Engine, ModelInfo, aside, check_classes, model_error
+from gpuflow.errors import ConfigError, Problem
+from gpuflow.pipeline.stage import ImageSpec
+
+__all__ = ["open_engine", "open_engines", "read_info"]
+
+
+def open_engine(model: ModelSpec, *, image: ImageSpec, device: torch.device) -> Engine:
+    """One engine that has the whole machine. See `open_engines`."""
+    return open_engines(model.model_copy(update={"instances": 1}), image=image, device=device)[0]
+
+
+def open_engines(model: ModelSpec, *, image: ImageSpec, device: torch.device) -> tuple[Engine, ...]:
+    """`model.instances` engines, not warmed up yet, which share the cores and, where the library can, the weights.
+
+    Args:
+        model: the block `serve.model`. image: what the pipeline gives. device: where the model runs.
+
+    Raises:
+        ConfigError: the file is missing, is no model, does not take such images, or contradicts itself.
+        MissingExtra: the engine's library is not installed.
+    """
+    faults = [Problem(f"serve.model.{'.'.join(at)}", rule) for at, rule in model.faults()]
+    if faults:
+        raise ConfigError(faults)
+    _require_file(model.file)
+    engines: Sequence[Engine]
+    match model.runtime:
+        case "torch":
+            from gpuflow.engines import pytorch
+
+            engines = aside(lambda: pytorch.open_all(model, image=image, device=device))
+        case "onnxruntime":
+            from gpuflow.engines import onnx
+
+            engines = onnx.open_all(model, image=image, device=device)
+        case _:
+            from gpuflow.engines import tensorrt
+
+            engines = tensorrt.open_all(model, image=image, device=device)
+    check_classes(engines[0], model.file, image, device)
+    return tuple(engines)
+
+
+def read_info(path: str) -> ModelInfo:
+    """What a model file says of itself, without opening an engine. Raises as `open_engines`."""
+    _require_file(path)
+    if path.endswith(".onnx"):
+        from gpuflow.engines import onnx
+
+        return onnx.info_of(path)
+    from gpuflow.engines import pytorch
+
+    return pytorch.info_of(path)
+
+
+def _require_file(path: str) -> None:
+    if not Path(path).is_file():
+        raise model_error(path, "no such file; train or export the model, or name it in serve.model.file")

@@ -1,0 +1,138 @@
+"""The engine `onnxruntime`: an `.onnx` file on onnxruntime's CPU or CUDA provider."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from gpuflow.config import ModelSpec
+from gpuflow.engines.base import (
+    METADATA_KEY,
+    ModelInfo,
+    black_images,
+    check_batch,
+    check_input,
+    cores_each,
+    model_error,
+    read_model,
+)
+from gpuflow.errors import ConfigError, MissingExtra, Problem
+from gpuflow.pipeline.stage import ImageSpec
+
+__all__ = ["OnnxEngine", "info_of", "open_all"]
+
+_DTYPES = {"tensor(float)": "float32", "tensor(float16)": "float16", "tensor(uint8)": "uint8"}
+_WHAT = "an ONNX model"
+
+
+class OnnxEngine:
+    """One session of onnxruntime.
+
+    Args:
+        path: the model. image: what the pipeline gives. batch: the largest one.
+        device: `cpu`, or `cuda` for onnxruntime's CUDA provider. threads: of an operator, on a CPU.
+    """
+
+    def __init__(self, path: str, *, image: ImageSpec, batch: int, device: torch.device, threads: int) -> None:
+        ort = _onnxruntime()
+        self.batch = batch
+        self._path, self._image, self._device, self._threads = path, image, device, threads
+        options = ort.SessionOptions()
+        options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
+        options.log_severity_level = 3  # errors
+        providers = _providers(ort, device)
+        self._session: Any = read_model(path, lambda: ort.InferenceSession(path, options, providers=providers), _WHAT)
+        self.info = ModelInfo.from_json(self._session.get_modelmeta().custom_metadata_map.get(METADATA_KEY))
+        self._input, self._output = self._check_ends()
+        if device.type == "cuda" and self._session.get_providers()[0] != providers[0][0]:
+            raise model_error(path, "cannot run on onnxruntime's CUDA provider here; its log on stderr says why")
+
+    def _check_ends(self) -> tuple[str, str]:
+        """The names of the one input and the first output."""
+        inputs = self._session.get_inputs()
+        if len(inputs) != 1:
+            raise model_error(self._path, f"must take one input, images [N, C, H, W], takes {len(inputs)}")
+        (entry,) = inputs
+        dtype = _DTYPES.get(entry.type, entry.type)
+        check_input(self._path, self._image, self.info, shape=entry.shape, dtype=dtype)
+        fixed = entry.shape[0] if isinstance(entry.shape[0], int) else None
+        if fixed is not None:
+            raise model_error(self._path, f"takes batches of {fixed} alone; export it with a dynamic batch axis")
+        return entry.name, self._session.get_outputs()[0].name
+
+    def warm_up(self) -> None:
+        for size in {1, self.batch}:
+            self.run(black_images(size, self._image, self._device))
+
+    def settle(self) -> None:
+        """On a GPU, the libraries' handles, of which onnxruntime has some for each thread."""
+        if self._device.type == "cuda":
+            self.warm_up()
+
+    def run(self, images: torch.Tensor) -> torch.Tensor:
+        check_batch(images, self._image, self.batch)
+        images = images.contiguous()
+        if self._device.type == "cpu":
+            (logits,) = self._session.run([self._output], {self._input: images.numpy()})
+            return torch.from_numpy(logits).float()
+        binding = self._session.io_binding()
+        torch.cuda.current_stream(self._device).synchronize()  # onnxruntime works on a stream of its own
+        dtype = images.new_empty(0, device="cpu").numpy().dtype
+        at = self._device.index or 0
+        binding.bind_input(self._input, "cuda", at, dtype, tuple(images.shape), images.data_ptr())
+        binding.bind_output(self._output, "cpu")
+        self._session.run_with_iobinding(binding)
+        return torch.from_numpy(binding.copy_outputs_to_cpu()[0]).float()
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "engine": "onnxruntime",
+            "onnxruntime": _onnxruntime().__version__,
+            "device": "cpu" if self._device.type == "cpu" else torch.cuda.get_device_name(self._device),
+            "batch": self.batch,
+            "precision": "as exported",
+            "providers": self._session.get_providers(),
+            "threads": self._threads,
+            "file": self._path,
+        }
+
+    def close(self) -> None:
+        self._session = None
+
+
+def open_all(model: ModelSpec, *, image: ImageSpec, device: torch.device) -> list[OnnxEngine]:
+    """See `open_engines`. A session each: onnxruntime's threads belong to a session."""
+    threads = cores_each(model.instances)
+    return [
+        OnnxEngine(model.file, image=image, batch=model.batch, device=device, threads=threads)
+        for _ in range(model.instances)
+    ]
+
+
+def info_of(path: str) -> ModelInfo:
+    """What an `.onnx` file says of itself."""
+    try:
+        import onnx
+    except ImportError as error:
+        raise MissingExtra("reading an .onnx file", "onnx", "serve") from error
+    model = read_model(path, lambda: onnx.load(path, load_external_data=False), _WHAT)
+    found = {entry.key: entry.value for entry in model.metadata_props}
+    return ModelInfo.from_json(found.get(METADATA_KEY))
+
+
+def _onnxruntime() -> Any:
+    try:
+        import onnxruntime
+    except ImportError as error:
+        raise MissingExtra("the engine onnxruntime", "onnxruntime", "serve") from error
+    return onnxruntime
+
+
+def _providers(ort: Any, device: torch.device) -> list[tuple[str, dict[str, Any]]]:
+    if device.type == "cpu":
+        return [("CPUExecutionProvider", {})]
+    if "CUDAExecutionProvider" not in ort.get_available_providers():
+        rule = "is onnxruntime, which has no CUDA here; install onnxruntime-gpu in its place, or serve on the CPU"
+        raise ConfigError([Problem("serve.model.engine", rule)])
+    return [("CUDAExecutionProvider", {"device_id": device.index or 0}), ("CPUExecutionProvider", {})]

@@ -1,0 +1,147 @@
+"""Built TensorRT engines on disk: named by a hash of all that they depend on, and never used when cut or renamed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from gpuflow.config import ModelSpec
+from gpuflow.errors import ConfigError, Problem
+from gpuflow.pipeline.stage import ImageSpec
+
+__all__ = ["PlanCache", "Platform", "Settings", "cache_directory", "cache_key", "timing_key"]
+
+_FORMAT = 1  # of the files; part of every key
+_DIGEST_BYTES = 32
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Platform:
+    """What a built engine is tied to besides model and settings. capability: (major, minor) of the GPU."""
+
+    tensorrt: str
+    cuda: str
+    gpu: str
+    capability: tuple[int, int]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """How an engine is built.
+
+    shape: (C, H, W) of an image. low, high: the batch sizes that it takes; best: the one that it is tuned for.
+    maker: `python` or `torchpipe`, whose engines differ in their profiles. instances: profiles that torchpipe makes.
+    """
+
+    precision: str
+    shape: tuple[int, int, int]
+    low: int
+    best: int
+    high: int
+    maker: str = "python"
+    instances: int = 1
+
+    @classmethod
+    def of(cls, model: ModelSpec, image: ImageSpec) -> Settings:
+        height, width, channels = image.shape
+        assert height is not None and width is not None
+        return cls(
+            precision=model.precision,
+            shape=(channels, height, width),
+            low=model.tensorrt.min_batch,
+            best=model.tensorrt.opt_batch or model.batch,
+            high=model.batch,
+            maker=model.via,
+            instances=model.instances if model.via == "torchpipe" else 1,
+        )
+
+
+def cache_key(path: str, settings: Settings, platform: Platform) -> str:
+    """SHA-256 over the model's bytes, weights in files of their own included, and all that the engine is built for."""
+    digest = hashlib.sha256(json.dumps([_FORMAT, asdict(settings), asdict(platform)]).encode())
+    for file in (Path(path), *_side_files(path)):
+        digest.update(f"\0{file.stat().st_size}\0".encode())
+        with file.open("rb") as stream:
+            while block := stream.read(1 << 20):
+                digest.update(block)
+    return digest.hexdigest()
+
+
+def timing_key(platform: Platform) -> str:
+    """What TensorRT measured of its kernels holds for any model on a platform."""
+    return hashlib.sha256(json.dumps([_FORMAT, asdict(platform)]).encode()).hexdigest()
+
+
+def _side_files(path: str) -> list[Path]:
+    """The files beside an ONNX model that hold weights of it, in order of their names."""
+    import onnx
+
+    def tensors(graph: Any) -> Iterator[Any]:
+        yield from graph.initializer
+        for node in graph.node:
+            for attribute in node.attribute:
+                yield from (attribute.t, *attribute.tensors)
+                for inner in (attribute.g, *attribute.graphs):
+                    yield from tensors(inner)
+
+    names = {
+        entry.value
+        for tensor in tensors(onnx.load(path, load_external_data=False).graph)
+        for entry in tensor.external_data
+        if entry.key == "location"
+    }
+    return [Path(path).parent / name for name in sorted(names)]
+
+
+def cache_directory(model: ModelSpec) -> Path:
+    """Where built engines are kept: `serve.model.tensorrt.cache`, else `gpuflow/tensorrt` in the user's cache."""
+    if model.tensorrt.cache is not None:
+        return Path(model.tensorrt.cache)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gpuflow" / "tensorrt"
+
+
+class PlanCache:
+    """Files by key: a digest of key and content, then the content. One that is cut or renamed is as good as none."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def path(self, key: str, kind: str = "engine") -> Path:
+        return self.directory / f"{key}.{kind}"
+
+    def load(self, key: str, kind: str = "engine") -> bytes | None:
+        """The content under this key, or None."""
+        try:
+            data = self.path(key, kind).read_bytes()
+        except FileNotFoundError:
+            return None
+        content = data[_DIGEST_BYTES:]
+        return content if data[:_DIGEST_BYTES] == _digest(key, content) else None
+
+    def store(self, key: str, content: bytes, kind: str = "engine") -> None:
+        """Write whole or not at all: beside the place, to disk, then renamed. Raises ConfigError where it cannot."""
+        partial: Path | None = None
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(dir=self.directory, prefix=".", delete=False) as file:
+                partial = Path(file.name)
+                file.write(_digest(key, content) + content)
+                file.flush()
+                os.fsync(file.fileno())
+            partial.replace(self.path(key, kind))
+        except OSError as error:
+            rule = f"cannot be written: {error.strerror}: {str(self.directory)!r}; name a directory of yours"
+            raise ConfigError([Problem("serve.model.tensorrt.cache", rule)]) from error
+        finally:
+            if partial is not None:
+                partial.unlink(missing_ok=True)
+
+
+def _digest(key: str, content: bytes) -> bytes:
+    return hashlib.sha256(key.encode() + content).digest()

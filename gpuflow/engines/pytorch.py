@@ -1,0 +1,299 @@
+"""The engine `torch`: a checkpoint of `gpuflow train` (`.pt`) or a program of `torch.export` (`.pt2`).
+
+On a GPU and with `compile` only a few batch sizes ever run, and smaller batches are padded up to them: for a size that
+it has not met cuDNN chooses its kernels anew, which takes a ResNet-50 a tenth of a second.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+import zipfile
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from pathlib import PurePath
+from typing import Any
+
+import torch
+from torch import nn
+
+from gpuflow.config import ModelSpec
+from gpuflow.engines.base import (
+    METADATA_KEY,
+    ModelInfo,
+    aside,
+    black_images,
+    check_batch,
+    check_input,
+    cores_each,
+    model_error,
+    read_model,
+)
+from gpuflow.errors import ConfigError, Problem
+from gpuflow.pipeline.stage import ImageSpec
+from gpuflow.runtime.threads import DaemonPool, use_torch_threads
+
+__all__ = ["EXTRA_FILE", "TorchEngine", "info_of", "load_checkpoint", "open_all", "padded_sizes"]
+
+EXTRA_FILE = f"{METADATA_KEY}.json"
+"""The file inside a `.pt2` that holds its `ModelInfo`."""
+_MOST_SIZES = 8  # torch.compile gives up on a function after as many variants
+_RUNS_BEFORE_CAPTURE = 3
+_COMPILE_SECONDS = 1800.0
+_CAPTURE = threading.Lock()  # CUDA refuses a device's synchronization, which begins a capture, while another one runs
+
+
+def padded_sizes(batch: int) -> tuple[int, ...]:
+    """The batch sizes that run on a GPU or are compiled, ascending: `batch`, its half, and so on; at most eight."""
+    return tuple(sorted({-(-batch >> halvings) for halvings in range(_MOST_SIZES)}))
+
+
+class TorchEngine:
+    """Runs a module. Its thread uses `threads` of the cores from then on; on a GPU it has a stream of its own.
+
+    Args:
+        module: in eval mode; it is moved to the device. image: what the pipeline gives. batch: the largest one.
+        info: what is known of the module. precision: what weights and images are cast to; None leaves them as they are.
+        sizes: batch sizes to pad to, ascending up to `batch`; None runs every batch as it comes.
+        cuda_graphs: `warm_up` captures each of `sizes` as a CUDA graph; until then batches run as they are.
+        compiled: what `torch.compile` made of the module, which takes its place in `warm_up`.
+        threads: that torch may use; None leaves its setting alone. file: where the module came from.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        image: ImageSpec,
+        batch: int,
+        device: torch.device,
+        info: ModelInfo | None = None,
+        precision: str | None = None,
+        sizes: tuple[int, ...] | None = None,
+        cuda_graphs: bool = False,
+        compiled: nn.Module | None = None,
+        threads: int | None = None,
+        file: str = "",
+    ) -> None:
+        assert sizes is None or sizes[-1] == batch
+        assert sizes is not None or not cuda_graphs
+        self.info, self.batch = info or ModelInfo(), batch
+        self._image, self._device, self._sizes = image, device, sizes
+        self._dtype: torch.dtype = getattr(torch, precision or image.dtype)
+        self._module: nn.Module | None = module.to(device, self._dtype) if precision else module.to(device)
+        self._compiled = compiled
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._graphs: dict[int, _Captured] | None = {} if cuda_graphs else None
+        self._pool: Any = None
+        self._threads = threads
+        self._about = {"file": file, "precision": precision or "as it is", "compile": compiled is not None}
+
+    def warm_up(self) -> None:
+        """Also compiles, and captures the graphs. The largest batch first: its memory serves the others."""
+        on_thread: Callable[[Callable[[], object]], object] = aside
+        if self._compiled is not None:
+            self._module, on_thread = self._compiled, _on_compilers_thread
+        for size in sorted(self._sizes or {1, self.batch}, reverse=True):
+            if self._graphs is not None:
+                on_thread(partial(self._capture, size))
+            on_thread(partial(self._run_once, size))
+
+    def settle(self) -> None:
+        """cuDNN's kernels, which torch chooses for each thread anew, a tenth of a second a size; graphs have theirs."""
+        if self._stream is not None and self._graphs is None:
+            for size in reversed(self._sizes or (1, self.batch)):
+                self._run_once(size)
+
+    def _run_once(self, size: int) -> None:
+        self.run(black_images(size, self._image, self._device))
+
+    def run(self, images: torch.Tensor) -> torch.Tensor:
+        check_batch(images, self._image, self.batch)
+        if self._threads is not None:
+            use_torch_threads(self._threads)
+        with torch.inference_mode():
+            if self._stream is None:
+                logits = self._forward(images).float()
+            else:
+                self._stream.wait_stream(torch.cuda.current_stream(self._device))
+                with torch.cuda.stream(self._stream):
+                    images.record_stream(self._stream)
+                    logits = self._forward(images).float().cpu()
+        return logits[: len(images)].clone()  # a plain tensor, which may be written to outside of inference mode
+
+    def _forward(self, images: torch.Tensor) -> torch.Tensor:
+        """Logits of at least so many images; what follows them is of padding."""
+        assert self._module is not None, "a closed engine does not run"
+        count = len(images)
+        size = count if self._sizes is None else self._sizes[bisect_left(self._sizes, count)]
+        if self._graphs is not None and (graph := self._graphs.get(size)) is not None:
+            graph.images[:count].copy_(images)
+            graph.graph.replay()
+            return graph.logits
+        if size > count:
+            images = nn.functional.pad(images, (0, 0, 0, 0, 0, 0, 0, size - count))
+        logits: torch.Tensor = self._module(images.to(self._dtype))
+        return logits
+
+    @torch.inference_mode()
+    def _capture(self, size: int) -> None:
+        """Record the work on `size` images, after a few runs that allocate and choose kernels.
+
+        The graphs of an engine share their memory: one at a time runs, and its logits leave before the next one does.
+        """
+        assert self._graphs is not None and self._module is not None and self._stream is not None
+        if self._threads is not None:
+            use_torch_threads(self._threads)
+        images = black_images(size, self._image, self._device).to(self._dtype)
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with _CAPTURE, torch.cuda.stream(self._stream):
+            for _ in range(_RUNS_BEFORE_CAPTURE):
+                self._module(images)
+            if self._pool is None:
+                self._pool = torch.cuda.graph_pool_handle()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                logits = self._module(images)
+            self._graphs[size] = _Captured(graph, images, logits)
+
+    def describe(self) -> dict[str, Any]:
+        name = torch.cuda.get_device_name(self._device) if self._stream is not None else "cpu"
+        return {
+            "engine": "torch",
+            "torch": torch.__version__,
+            "device": name,
+            "batch": self.batch,
+            "cuda_graphs": self._graphs is not None,
+            "threads": self._threads,
+            **self._about,
+        }
+
+    def close(self) -> None:
+        self._module, self._compiled, self._graphs, self._pool = None, None, None, None
+
+
+@lru_cache(maxsize=1)
+def _compilers_thread() -> DaemonPool:
+    return DaemonPool(1, "compiler")
+
+
+def _on_compilers_thread(work: Callable[[], object]) -> object:
+    """Run on the one thread that compiles, which never ends.
+
+    Once a thread that has compiled is gone, torch 2.11 crashes when another one compiles. What is compiled runs on any
+    thread to which torch gives as many cores; on another it would be compiled again.
+    """
+    return _compilers_thread().submit(work).result(_COMPILE_SECONDS)
+
+
+@dataclass(frozen=True, slots=True)
+class _Captured:
+    """One batch size as a CUDA graph: what it reads, what it writes. images [N, C, H, W], logits [N, K]."""
+
+    graph: torch.cuda.CUDAGraph
+    images: torch.Tensor
+    logits: torch.Tensor
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+def open_all(model: ModelSpec, *, image: ImageSpec, device: torch.device) -> list[TorchEngine]:
+    """See `open_engines`. All engines run one module, which holds no state."""
+    path, precision = model.file, None
+    if model.cuda_graphs and device.type != "cuda":
+        rule = f"needs an NVIDIA GPU, but the device is {device}; remove it"
+        raise ConfigError([Problem("serve.model.cuda_graphs", rule)])
+    if path.endswith(".pt"):
+        module, info = load_checkpoint(path)
+        precision = model.precision
+    else:
+        info = info_of(path)
+        module = _load_program(path, image, info, device)
+    compiled: Any = torch.compile(module, dynamic=False) if model.compile else None
+    threads = cores_each(model.instances) if device.type == "cpu" or model.compile else None
+    return [
+        TorchEngine(
+            module,
+            image=image,
+            batch=model.batch,
+            device=device,
+            info=info,
+            precision=precision,
+            sizes=padded_sizes(model.batch) if model.compile or device.type == "cuda" else None,
+            cuda_graphs=model.cuda_graphs,
+            compiled=compiled,
+            threads=threads,
+            file=path,
+        )
+        for _ in range(model.instances)
+    ]
+
+
+def info_of(path: str) -> ModelInfo:
+    """What a `.pt` or `.pt2` file says of itself."""
+    if path.endswith(".pt"):
+        return _checkpoint_info(_read_checkpoint(path))
+    return read_model(path, lambda: _program_info(path), "a program of torch.export")
+
+
+def load_checkpoint(path: str) -> tuple[nn.Module, ModelInfo]:
+    """The torchvision model of a checkpoint with its weights, in eval mode and in the memory format of training."""
+    state = _read_checkpoint(path)
+
+    def build() -> nn.Module:
+        from torchvision import models
+
+        module: nn.Module = models.get_model_builder(state["arch"])(weights=None, num_classes=len(state["classes"]))
+        module.load_state_dict(state["model"])
+        return module.eval().to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
+
+    return read_model(path, build, f"a checkpoint of {state['arch']}"), _checkpoint_info(state)
+
+
+def _read_checkpoint(path: str) -> dict[str, Any]:
+    what = "a checkpoint of gpuflow train"
+    state = read_model(path, lambda: torch.load(path, map_location="cpu", weights_only=True), what)
+    keys = ("arch", "classes", "model", "preprocessing")
+    missing = [key for key in keys if not isinstance(state, dict) or key not in state]
+    if missing:
+        raise model_error(path, f"is not {what}: it has no {', '.join(missing)}; export a model of your own as .pt2")
+    return state  # type: ignore[no-any-return]
+
+
+def _checkpoint_info(state: dict[str, Any]) -> ModelInfo:
+    stages = state.get("stages")
+    return ModelInfo(
+        classes=tuple(state["classes"]),
+        preprocessing=state["preprocessing"],
+        stages=None if stages is None else tuple(stages),
+    )
+
+
+def _program_info(path: str) -> ModelInfo:
+    with zipfile.ZipFile(path) as archive:
+        names = [name for name in archive.namelist() if PurePath(name).name == EXTRA_FILE]
+        return ModelInfo.from_json(archive.read(names[0]).decode() if names else None)
+
+
+def _load_program(path: str, image: ImageSpec, info: ModelInfo, device: torch.device) -> nn.Module:
+    def load() -> torch.export.ExportedProgram:
+        with warnings.catch_warnings():
+            # torch maps the weights read-only and warns about it; nothing writes to them.
+            warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)
+            return torch.export.load(path)
+
+    program = read_model(path, load, "a program of torch.export")
+    inputs = [node for node in program.graph.nodes if node.name in program.graph_signature.user_inputs]
+    if len(inputs) != 1:
+        raise model_error(path, f"must take one input, images [N, C, H, W], takes {len(inputs)}")
+    example = inputs[0].meta["val"]
+    shape = [side if isinstance(side, int) else None for side in example.shape]
+    check_input(path, image, info, shape=shape, dtype=str(example.dtype).removeprefix("torch."))
+    if device.type != "cpu":
+        from torch.export.passes import move_to_device_pass
+
+        program = move_to_device_pass(program, device)
+    return program.module()

@@ -1,0 +1,267 @@
+"""The engine `tensorrt`: an `.onnx` file built into an engine for this GPU, by TensorRT's Python API or by torchpipe.
+
+A built engine is kept in a file that is named by a hash of everything that it depends on, so that it is never used for
+another model, other settings, another version or another GPU. Source of the calls: TensorRT 10's Python API reference;
+of torchpipe's parameters: its tensorrt_helper.cpp, 0.2.25.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any, Protocol
+
+import torch
+
+from gpuflow.config import ModelSpec
+from gpuflow.engines.base import ModelInfo, black_images, check_batch, check_input, model_error
+from gpuflow.engines.onnx import info_of
+from gpuflow.engines.plans import PlanCache, Platform, Settings, cache_directory, cache_key, timing_key
+from gpuflow.errors import ConfigError, GpuflowError, MissingExtra, Problem
+from gpuflow.pipeline.stage import ImageSpec
+
+__all__ = ["Stream", "TensorrtEngine", "build", "open_all", "open_on", "platform_of", "torchpipe_node"]
+
+_MAJOR = 10
+_WORKSPACE_BYTES = 2 << 30
+_DTYPES = {"FLOAT": torch.float32, "HALF": torch.float16, "BF16": torch.bfloat16, "UINT8": torch.uint8}
+_TORCHPIPE_PRECISION = {"float32": "fp32", "float16": "fp16"}
+
+
+def platform_of(device: torch.device) -> Platform:
+    """What engines for a GPU here are tied to. Raises MissingExtra without TensorRT, ConfigError without a GPU."""
+    if device.type != "cuda":
+        rule = f"is tensorrt, which needs an NVIDIA GPU, but the device is {device}; use onnxruntime or torch"
+        raise ConfigError([Problem("serve.model.engine", rule)])
+    return Platform(
+        tensorrt=_tensorrt().__version__,
+        cuda=str(torch.version.cuda),
+        gpu=torch.cuda.get_device_name(device),
+        capability=torch.cuda.get_device_capability(device),
+    )
+
+
+# --- building ---------------------------------------------------------------------------------------------------------
+
+
+def build(path: str, settings: Settings, timing: bytes) -> tuple[bytes, bytes]:
+    """Build an engine.
+
+    Args:
+        timing: what TensorRT measured of its kernels in earlier builds; empty the first time.
+
+    Returns:
+        The serialized engine, and the measurements with those of this build.
+
+    Raises:
+        ConfigError: TensorRT cannot parse or build the model.
+    """
+    trt = _tensorrt()
+    logger = trt.Logger(trt.Logger.WARNING)
+    builder = trt.Builder(logger)
+    network = builder.create_network(0)  # TensorRT 10 knows explicit batches only
+    parser = trt.OnnxParser(network, logger)
+    if not parser.parse_from_file(path):
+        reasons = "; ".join(str(parser.get_error(i)) for i in range(parser.num_errors))
+        raise model_error(path, f"cannot be parsed by TensorRT {trt.__version__}: {reasons}")
+    if network.num_inputs != 1:
+        raise model_error(path, f"must take one input, images [N, C, H, W], takes {network.num_inputs}")
+    config = builder.create_builder_config()
+    config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, _WORKSPACE_BYTES)
+    match settings.precision:
+        case "float16":
+            config.set_flag(trt.BuilderFlag.FP16)
+        case "bfloat16":
+            config.set_flag(trt.BuilderFlag.BF16)
+        case _:
+            config.clear_flag(trt.BuilderFlag.TF32)  # on by default, with 10 bits of mantissa
+    measured = config.create_timing_cache(timing)
+    config.set_timing_cache(measured, ignore_mismatch=False)
+    profile = builder.create_optimization_profile()
+    low, best, high = ((count, *settings.shape) for count in (settings.low, settings.best, settings.high))
+    profile.set_shape(network.get_input(0).name, low, best, high)
+    config.add_optimization_profile(profile)
+    content = builder.build_serialized_network(network, config)
+    if content is None:
+        raise model_error(path, f"cannot be built by TensorRT {trt.__version__}; its log on stderr says why")
+    return bytes(content), bytes(config.get_timing_cache().serialize())
+
+
+# --- running ----------------------------------------------------------------------------------------------------------
+
+
+class Stream(Protocol):
+    """What the engine needs of `torch.cuda.Stream`."""
+
+    cuda_stream: int
+
+    def synchronize(self) -> None: ...
+
+
+class TensorrtEngine:
+    """One execution context of a built engine.
+
+    Args:
+        built: the deserialized engine (`tensorrt.ICudaEngine`), which contexts share. info: what its model says.
+        image: what the pipeline gives. low, high: the batch sizes that it was built for.
+        device: where tensors live. stream: where the work is queued. about: what `describe` adds.
+    """
+
+    def __init__(
+        self,
+        built: Any,
+        *,
+        info: ModelInfo,
+        image: ImageSpec,
+        low: int,
+        high: int,
+        device: torch.device,
+        stream: Stream,
+        about: dict[str, Any],
+    ) -> None:
+        trt = _tensorrt()
+        self.info, self.batch = info, high
+        self._image, self._low, self._device, self._stream, self._about = image, low, device, stream, about
+        names = [built.get_tensor_name(i) for i in range(built.num_io_tensors)]
+        self._input = next(name for name in names if built.get_tensor_mode(name) == trt.TensorIOMode.INPUT)
+        self._outputs = [name for name in names if built.get_tensor_mode(name) == trt.TensorIOMode.OUTPUT]
+        dtypes = {name: built.get_tensor_dtype(name).name for name in names}
+        shape = [None if side == -1 else int(side) for side in built.get_tensor_shape(self._input)]
+        dtype = _torch_dtype(about["file"], dtypes[self._input])
+        check_input(about["file"], image, info, shape=shape, dtype=str(dtype).removeprefix("torch."))
+        self._dtypes = {name: _torch_dtype(about["file"], dtypes[name]) for name in self._outputs}
+        self._context: Any = built.create_execution_context()
+        if self._context is None:
+            raise model_error(about["file"], "leaves TensorRT no memory for an instance; lower serve.model.batch")
+
+    def warm_up(self) -> None:
+        for size in {self._low, self.batch}:
+            self.run(black_images(size, self._image, self._device))
+
+    def settle(self) -> None:
+        """TensorRT keeps nothing for a thread."""
+
+    def run(self, images: torch.Tensor) -> torch.Tensor:
+        check_batch(images, self._image, self.batch)
+        count = len(images)
+        size = max(count, self._low)
+        if size > count:
+            images = torch.nn.functional.pad(images, (0, 0, 0, 0, 0, 0, 0, size - count))
+        images = images.contiguous()
+        context = self._context
+        _done(context.set_input_shape(self._input, tuple(images.shape)), "set_input_shape")
+        _done(context.set_tensor_address(self._input, images.data_ptr()), "set_tensor_address")
+        outputs = []
+        for name in self._outputs:
+            shape = tuple(context.get_tensor_shape(name))
+            outputs.append(torch.empty(shape, dtype=self._dtypes[name], device=self._device))
+            _done(context.set_tensor_address(name, outputs[-1].data_ptr()), "set_tensor_address")
+        with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
+            if self._device.type == "cuda":  # until the images are there, and what was in `outputs` is through
+                torch.cuda.current_stream(self._device).synchronize()
+            _done(context.execute_async_v3(self._stream.cuda_stream), "execute_async_v3")
+            self._stream.synchronize()
+        return outputs[0][:count].float().cpu()
+
+    def describe(self) -> dict[str, Any]:
+        return {"engine": "tensorrt", "tensorrt": _tensorrt().__version__, "batch": self.batch, **self._about}
+
+    def close(self) -> None:
+        self._context = None
+
+
+def _torch_dtype(path: str, name: str) -> torch.dtype:
+    if name not in _DTYPES:
+        raise model_error(path, f"has an input or output of {name}; known: {', '.join(_DTYPES)}")
+    return _DTYPES[name]
+
+
+def _done(success: bool, call: str) -> None:
+    if not success:
+        raise GpuflowError(f"TensorRT: {call} failed; its log on stderr says why")
+
+
+def open_all(model: ModelSpec, *, image: ImageSpec, device: torch.device) -> list[TensorrtEngine]:
+    """See `open_engines`. The engines are contexts of one built engine, each on a stream of its own."""
+    platform = platform_of(device)
+    streams = [torch.cuda.Stream(device) for _ in range(model.instances)]  # type: ignore[no-untyped-call]
+    with torch.cuda.device(device):
+        return open_on(model, image=image, device=device, platform=platform, streams=streams)
+
+
+def open_on(
+    model: ModelSpec, *, image: ImageSpec, device: torch.device, platform: Platform, streams: Sequence[Stream]
+) -> list[TensorrtEngine]:
+    """One engine a stream, from the cache if it was built before."""
+    trt = _tensorrt()
+    path, info, settings = model.file, info_of(model.file), Settings.of(model, image)
+    cache, key, start = PlanCache(cache_directory(model)), cache_key(path, settings, platform), time.perf_counter()
+    content = cache.load(key)
+    cached = content is not None
+    if content is None:
+        content, timing = build(path, settings, cache.load(timing_key(platform), "timing") or b"")
+        cache.store(timing_key(platform), timing, "timing")
+        if cache_key(path, settings, platform) == key:  # the file did not change while it was built
+            cache.store(key, content)
+    built = trt.Runtime(trt.Logger(trt.Logger.WARNING)).deserialize_cuda_engine(content)
+    if built is None:
+        raise model_error(path, f"cannot be loaded by TensorRT from {cache.path(key)}; delete that file")
+    about = {
+        "file": path,
+        "device": platform.gpu,
+        "cuda": platform.cuda,
+        "precision": model.precision,
+        "batches": [settings.low, settings.best, settings.high],
+        "cached": cached,
+        "ready_seconds": round(time.perf_counter() - start, 1),
+    }
+    low, high = settings.low, settings.high
+    return [
+        TensorrtEngine(built, info=info, image=image, low=low, high=high, device=device, stream=stream, about=about)
+        for stream in streams
+    ]
+
+
+def _tensorrt() -> Any:
+    try:
+        import tensorrt
+    except ImportError as error:
+        raise MissingExtra("the engine tensorrt", "tensorrt", "tensorrt") from error
+    if tensorrt.__version__.split(".")[0] != str(_MAJOR):
+        raise GpuflowError(
+            f"gpuflow runs TensorRT {_MAJOR}, found {tensorrt.__version__}; pip install 'gpuflow[tensorrt]'"
+        )
+    return tensorrt
+
+
+# --- torchpipe --------------------------------------------------------------------------------------------------------
+
+
+def torchpipe_node(model: ModelSpec, *, image: ImageSpec, platform: Platform | None = None) -> dict[str, str]:
+    """The parameters of a torchpipe node that builds and runs the model itself, by `TensorrtTensor`. All are text.
+
+    It takes CUDA tensors [1, C, H, W] in `data`, and tunes for the largest batch. torchpipe reuses a cached engine on
+    existence alone, so the cache's name holds the hash; without a platform there is none, and each start builds anew.
+
+    Raises:
+        ConfigError: torchpipe's node does not take such a model.
+    """
+    if image.dtype not in ("float32", "float16"):
+        export = ", or export the model without --fold-normalize" if info_of(model.file).folded else ""
+        rule = (
+            f"takes {image.dtype} images, which torchpipe's TensorrtTensor does not; use serve.model.via=python{export}"
+        )
+        raise model_error(model.file, rule)
+    node = {
+        "backend": "S[TensorrtTensor,SyncTensor]",
+        "model": model.file,
+        "precision": _TORCHPIPE_PRECISION[model.precision],
+        "min": str(model.tensorrt.min_batch),
+        "max": str(model.batch),
+        "instance_num": str(model.instances),
+    }
+    if platform is not None:
+        key = cache_key(model.file, Settings.of(model, image), platform)
+        node["model::cache"] = str(PlanCache(cache_directory(model)).path(key, "torchpipe.trt"))
+    return node

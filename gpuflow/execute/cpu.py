@@ -1,0 +1,264 @@
+"""Runs a program on the CPU, one image at a time: the reference that every other lowering is measured against.
+
+Training and serving call this very code, so on a CPU they are equal bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import cv2
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from gpuflow.decode.codecs import CpuDecoder, Header, probe
+from gpuflow.errors import BadSampleError
+from gpuflow.pipeline import stage as s
+from gpuflow.pipeline.image_spec import STORAGE, as_batch
+from gpuflow.pipeline.program import Call, Map, Program, Sample, Sampling
+
+__all__ = [
+    "CpuRunner",
+    "CpuRunners",
+    "call_opaque",
+    "resample",
+]
+
+
+def resample(
+    image: NDArray[np.uint8], size: Sequence[int], interpolation: str, antialias: bool, out: NDArray[np.uint8]
+) -> NDArray[np.uint8]:
+    """Resample a uint8 HWC image to size = (height, width) into `out`, as torchvision v2 does on uint8 tensors.
+
+    The operators are the ones that torchvision calls, writing in place: fixed-point weights rounded to uint8.
+    """
+    height, width = size
+    if image.shape[:2] == (height, width):
+        np.copyto(out, image)
+        return out
+    nn: Any = torch._C._nn
+    source = torch.from_numpy(image).permute(2, 0, 1)[None]
+    target = torch.from_numpy(out).permute(2, 0, 1)[None]
+    if interpolation == "nearest":
+        nn.upsample_nearest2d(source, (height, width), None, None, out=target)
+    elif antialias:
+        smooth = {"bilinear": nn._upsample_bilinear2d_aa, "bicubic": nn._upsample_bicubic2d_aa}
+        smooth[interpolation](source, (height, width), False, None, None, out=target)
+    else:
+        sharp = {"bilinear": nn.upsample_bilinear2d, "bicubic": nn.upsample_bicubic2d}
+        sharp[interpolation](source, (height, width), False, None, None, out=target)
+    return out
+
+
+class _Moves:
+    """One sampling's moves as plain integers, a row a sample."""
+
+    def __init__(self, sampling: Sampling) -> None:
+        self.sampling = sampling
+        self.boxes, self.grids = sampling.box.tolist(), sampling.grid.tolist()
+        self.shown, self.windows = sampling.shown.tolist(), sampling.window.tolist()
+        self.mirrors, self.flips = sampling.mirrors.tolist(), sampling.flips.tolist()
+
+    def complain(self, i: int) -> None:
+        """Raise BadSampleError if a crop asks for more than sample i has."""
+        for stage, misfits, sizes in self.sampling.misfits:
+            if misfits[i]:
+                height, width = sizes[i].tolist()
+                raise BadSampleError(
+                    stage, f"the crop is larger than the image, which has {height}x{width} pixels here"
+                )
+
+
+class CpuRunner:
+    """Runs a program's steps. Holds scratch memory: one runner a thread."""
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self._decoder = CpuDecoder(program.decoder.color)
+        self._scratch: dict[tuple[Any, ...], NDArray[Any]] = {}
+
+    def check(self) -> None:
+        """Decode gpuflow's own test image. Raises DecoderError where that fails."""
+        if self._program.decoder.library is None:
+            self._decoder.check()
+
+    def run(
+        self, samples: Sequence[NDArray[np.uint8]], keys: s.Keys, slots: NDArray[Any]
+    ) -> list[BadSampleError | None]:
+        """Turn encoded images into pixels.
+
+        Args:
+            samples: the encoded bytes of each sample, uint8 [n_i].
+            keys: their keys (N = len(samples)).
+            slots: where the results go: [N, *slot_shape(program.result)] in the storage dtype.
+
+        Returns:
+            For each sample None, or why it is bad; then its slot holds nothing of use.
+        """
+        faults: list[BadSampleError | None] = [None] * len(samples)
+        headers: list[Header | None] = [None] * len(samples)
+        decoder = self._program.decoder
+        orientation = decoder.orientation == "apply"
+        if decoder.library is None:
+            for i, data in enumerate(samples):
+                try:
+                    headers[i] = probe(
+                        data, max_pixels=decoder.max_pixels, max_scans=decoder.max_scans, orientation=orientation
+                    )
+                except BadSampleError as fault:
+                    faults[i] = fault
+        known = self._program.specs[1].shape[:2] if decoder.library is not None else (1, 1)
+        sizes = np.array([header.upright_size if header else known for header in headers], np.int64).reshape(-1, 2)
+        drawn = self._draw(keys, sizes[:, 0], sizes[:, 1])
+        for i, header in enumerate(headers):
+            if faults[i] is None:
+                try:
+                    self._one(samples[i], header, i, drawn, keys, slots[i])
+                except BadSampleError as fault:
+                    faults[i] = fault
+        return faults
+
+    def _draw(self, keys: s.Keys, height: s.Ints, width: s.Ints) -> list[Any]:
+        """What each step draws for all samples; None from the first sampling on whose image sizes are not yet known."""
+        drawn: list[Any] = []
+        known = True
+        for step in self._program.steps:
+            if not isinstance(step, Sample):
+                drawn.append(step.draw(keys))
+                known = known and isinstance(step, Map)
+            elif known:
+                moves = _Moves(step.draw(keys, height, width))
+                height, width = moves.sampling.window[:, 2], moves.sampling.window[:, 3]
+                drawn.append(moves)
+            else:
+                drawn.append(None)
+        return drawn
+
+    def _one(
+        self,
+        data: NDArray[np.uint8],
+        header: Header | None,
+        i: int,
+        drawn: Sequence[Any],
+        keys: s.Keys,
+        slot: NDArray[Any],
+    ) -> None:
+        steps = self._program.steps
+        first = drawn[0] if steps and isinstance(steps[0], Sample) else None
+        if first is not None:
+            first.complain(i)
+        if header is None:
+            image, (top, left) = self._program.decoder.decode(data), (0, 0)
+        else:
+            image, (top, left) = self._decoder.decode(data, header, tuple(first.boxes[i]) if first else None)
+        for n, (step, draw) in enumerate(zip(steps, drawn, strict=True)):
+            out = slot if n == len(steps) - 1 else None
+            if isinstance(step, Sample):
+                row = i
+                if draw is None:
+                    draw, row = _Moves(step.draw(keys[i], *np.array(image.shape[:2])[:, None])), 0
+                if draw is not first:
+                    draw.complain(row)
+                image = self._sample(image, draw, row, top, left, out, n)
+                top = left = 0
+            elif isinstance(step, Map):
+                image = step.stage.apply(image, draw[i], out)
+            else:
+                image = call_opaque(step, image, int(draw[i]))
+        if image is not slot:
+            np.copyto(slot, image.reshape(slot.shape))
+
+    def _sample(
+        self, image: NDArray[np.uint8], moves: _Moves, i: int, top: int, left: int, out: NDArray[Any] | None, n: int
+    ) -> NDArray[np.uint8]:
+        """One sampling of an image that begins at (top, left) of what the moves speak of."""
+        (y, x, height, width), grid = moves.boxes[i], moves.grids[i]
+        shown, window = moves.shown[i], moves.windows[i]
+        box = image[y - top : y - top + height, x - left : x - left + width]
+        if any(moves.mirrors[i]):
+            box = _mirror(box, moves.mirrors[i], self._room("mirrored", n, box.shape))
+        filters = moves.sampling.interpolation, moves.sampling.antialias
+        channels = image.shape[2]
+        flipped = any(moves.flips[i])
+        last = [out if out is not None else self._room("sampled", n, (window[2], window[3], channels))]
+        if flipped:
+            last.append(self._room("flipped", n, (window[2], window[3], channels)))
+        if window == shown == [0, 0, *grid]:
+            kept = resample(box, grid, *filters, last[-1])
+        else:
+            resized = box
+            if grid != [height, width]:
+                resized = self._room("grid", n, (*grid, channels))
+                resample(box, grid, *filters, resized)
+            kept = _cut(resized, shown, window, last[-1])
+        if flipped:
+            _mirror(kept, moves.flips[i], last[0])
+        return last[0]
+
+    def _room(self, name: str, n: int, shape: tuple[int, ...]) -> NDArray[np.uint8]:
+        """Scratch of this shape for step n, kept for the next image where the shape is the same."""
+        held = self._scratch.get((name, n))
+        if held is None or held.shape != shape:
+            held = self._scratch[name, n] = np.empty(shape, np.uint8)
+        return held
+
+
+class CpuRunners:
+    """Runs a program's steps on any thread: each call has a runner to itself."""
+
+    def __init__(self, program: Program) -> None:
+        self._program, self._idle = program, list[CpuRunner]()
+
+    def run(
+        self, samples: Sequence[NDArray[np.uint8]], keys: s.Keys, slots: NDArray[Any]
+    ) -> list[BadSampleError | None]:
+        """As `CpuRunner.run`."""
+        runner = self._take()
+        faults = runner.run(samples, keys, slots)
+        self._idle.append(runner)
+        return faults
+
+    def check(self) -> None:
+        """Have each idle runner, or a new one, decode gpuflow's own test image. Raises DecoderError where one fails."""
+        for runner in [self._take() for _ in range(max(1, len(self._idle)))]:
+            runner.check()
+            self._idle.append(runner)
+
+    def _take(self) -> CpuRunner:
+        try:
+            return self._idle.pop()
+        except IndexError:
+            return CpuRunner(self._program)
+
+    def clear(self) -> None:
+        """Let go of their memory."""
+        self._idle.clear()
+
+
+def call_opaque(step: Call, image: NDArray[Any], seed: int) -> NDArray[Any]:
+    """Run an opaque stage on one image, held as its specs before and after say."""
+    result = step.stage.apply(as_batch(image[None], step.before)[0], seed)
+    result = (result if step.after.layout == "nchw" else result.permute(1, 2, 0)).contiguous()
+    return (result.view(torch.uint16) if STORAGE[step.after.dtype] is np.uint16 else result).numpy()
+
+
+def _mirror(image: NDArray[np.uint8], flips: Sequence[bool], out: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """The image mirrored top-bottom, left-right (one of them at least) into `out`."""
+    vertical, horizontal = flips
+    cv2.flip(image, -1 if vertical and horizontal else 0 if vertical else 1, dst=out)
+    return out
+
+
+def _cut(
+    image: NDArray[np.uint8], shown: Sequence[int], window: Sequence[int], out: NDArray[np.uint8]
+) -> NDArray[np.uint8]:
+    """The window (y, x, height, width) of an image, black outside the box that is shown of it, into `out`."""
+    (y, x, height, width), (top, left, rows, columns) = window, shown
+    y0, x0 = max(y, top), max(x, left)
+    y1, x1 = max(min(y + height, top + rows), y0), max(min(x + width, left + columns), x0)
+    if (y1 - y0, x1 - x0) != (height, width):
+        out.fill(0)
+    out[y0 - y : y1 - y, x0 - x : x1 - x] = image[y0:y1, x0:x1]
+    return out

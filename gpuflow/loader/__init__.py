@@ -1,0 +1,3 @@
+"""What users iterate: sampling order, reading, batch assembly, epochs, state and placement."""
+
+__all__: list[str] = []

@@ -1,0 +1,141 @@
+"""Puts a loader together from a checked configuration: the one place where every part meets."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from gpuflow.config import BatchSpec, Config
+from gpuflow.config.resources import decode_processes_of, readers_of, threads_of
+from gpuflow.errors import ConfigError, Problem, SourceError
+from gpuflow.loader.bad_samples import BadSamples
+from gpuflow.loader.cpu_share import cpu_share_of
+from gpuflow.loader.loader import Loader
+from gpuflow.loader.placement import place
+from gpuflow.loader.read_workers import ProcessStorage
+from gpuflow.loader.sampler import Order, ShardedOrder, ShuffledOrder
+from gpuflow.pipeline.rng import key64
+from gpuflow.runtime.ranks import Ranks
+from gpuflow.sources import Source, SourceSpec, open_source, subset
+from gpuflow.sources.storage import LocalStorage
+
+if TYPE_CHECKING:
+    from gpuflow.config import PipelineSpec
+
+__all__ = ["build_loader", "open_split", "open_whole"]
+
+_LAUNCHERS = 3
+"""Threads that give chunks to the GPU: two may be in nvJPEG's calls, and one does the rest meanwhile."""
+
+
+def build_loader(
+    config: Config,
+    name: str,
+    *,
+    rank: int,
+    world_size: int,
+    device: str | torch.device | None,
+    whole: Source | None = None,
+) -> Loader:
+    """The loader of one pipeline. See `gpuflow.load`. `whole`: the indexed source, if others read it too."""
+    program = config.program(name)
+    pipeline = config.pipelines[name]
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank must be within [0, world_size), got rank {rank} of {world_size}")
+    target = Ranks.from_environment().device(device)
+    batch_size = _batch_size(config, name, pipeline.batch, world_size)
+    placement = place(config, name, target, batch_size)
+    source = open_split(config, name, whole)
+    if pipeline.batch.drop_last and len(source) < batch_size * world_size:
+        where = f"{config.path}: pipelines.{name}.batch"
+        raise ConfigError(
+            [
+                Problem(
+                    where,
+                    f"leaves no step: {len(source)} samples do not fill one of {batch_size} x {world_size} rank(s); "
+                    "take a smaller size or drop_last: false",
+                )
+            ]
+        )
+    run, seed = config.run, config.source.seed
+    limit = run.max_bad if not isinstance(run.max_bad, float) else int(run.max_bad * len(source))
+    policy = pipeline.on_error or ("skip" if name == "val" else run.on_error)
+    readers = readers_of(config, gpu=placement.gpu is not None)
+    share = None
+    if placement.gpu is not None:
+        if isinstance(source.storage, LocalStorage) and readers:
+            source = source.on(ProcessStorage(readers, placement.gpu.prescan))
+        share = cpu_share_of(config, name)
+    return Loader(
+        program=program,
+        source=source,
+        order=_order(source, config.source, seed, pipeline),
+        seed=seed,
+        batch_size=batch_size,
+        drop_last=pipeline.batch.drop_last,
+        rank=rank,
+        world_size=world_size,
+        device=target,
+        threads=threads_of(run) if placement.gpu is None else _LAUNCHERS,
+        prefetch=run.prefetch,
+        timeout_seconds=run.timeout_s,
+        bad=_bad_samples(config, policy, limit),
+        readers=readers,
+        processes=decode_processes_of(config, len(source), share.threads if share else None)
+        if placement.gpu is None or share
+        else 0,
+        share=share,
+        identity=_identity(config, name, source),
+        delivery=placement.delivery,
+        gpu=placement.gpu,
+    )
+
+
+def open_split(config: Config, name: str, whole: Source | None = None) -> Source:
+    """The source's split that a pipeline reads: the one of its name, else everything. Errors name the file."""
+    whole = open_whole(config) if whole is None else whole
+    try:
+        return subset(whole, config.source, name)
+    except SourceError as error:
+        raise SourceError(f"{config.path}: source: {error}") from error
+
+
+def open_whole(config: Config) -> Source:
+    """The source, indexed. Errors name the file."""
+    try:
+        return open_source(config.source)
+    except SourceError as error:
+        raise SourceError(f"{config.path}: source: {error}") from error
+
+
+def _order(source: Source, spec: SourceSpec, seed: int, pipeline: PipelineSpec) -> Order:
+    if source.shard_sizes is not None and pipeline.shuffle:
+        return ShardedOrder(shard_sizes=source.shard_sizes, seed=seed, window=spec.window)
+    return ShuffledOrder(size=len(source), seed=seed, shuffle=pipeline.shuffle)
+
+
+def _batch_size(config: Config, name: str, batch: BatchSpec, world_size: int) -> int:
+    if batch.size is not None:
+        return batch.size
+    assert batch.global_size is not None
+    if batch.global_size % world_size:
+        where = f"{config.path}: pipelines.{name}.batch.global"
+        raise ConfigError([Problem(where, f"must be divisible by the {world_size} ranks, got {batch.global_size}")])
+    return batch.global_size // world_size
+
+
+def _bad_samples(config: Config, policy: str, limit: int | None) -> BadSamples:
+    try:
+        return BadSamples(policy=policy, limit=limit, path=config.run.bad_file)
+    except OSError as error:
+        problem = f"cannot be written: {error.strerror}: {error.filename!r}; name a file in a directory that exists"
+        raise ConfigError([Problem(f"{config.path}: run.bad_file", problem)]) from error
+
+
+def _identity(config: Config, name: str, source: Source) -> str:
+    """A name for all that decides which samples come when and as what: stages, source, split and shuffle."""
+    spec = config.source
+    kind = (spec.folder, spec.listing, spec.tar, spec.split, spec.window if source.shard_sizes else None)
+    shuffle = config.pipelines[name].shuffle
+    return f"{key64(name, kind, len(source), shuffle, config.programs[name].pipeline.fingerprint):016x}"

@@ -1,0 +1,68 @@
+"""The part of each batch that the CPU decodes beside the GPU's engines, so that idle cores add to what those can do.
+
+It is a part of every batch, and not every so many batches, so that nobody waits for the slower of the two for long:
+the engines take a batch's first rows, the CPU the others, a few at a time and some batches ahead.
+"""
+
+from __future__ import annotations
+
+import time
+
+from gpuflow.config import Config
+from gpuflow.config.resources import share_threads_of
+
+__all__ = ["Share", "cpu_share_of"]
+
+_SLOWLY = 1 / 16
+"""A change shows only once the batches that have been begun are done: some ten of them."""
+_BACK = 1 / 64
+"""Of the part, given back for each batch for which the CPU was late."""
+
+
+class Share:
+    """How large the part is. While somebody waits, it goes where the engines and the CPU need the same time.
+
+    For one thread.
+
+    Args:
+        part: to begin with, 0 to 1. threads: that decode it. adapts: false leaves the part as it is.
+    """
+
+    def __init__(self, part: float, *, threads: int, adapts: bool) -> None:
+        self.part, self.threads, self.adapts = part, threads, adapts
+        self._images, self._seconds = 0.0, 0.0
+        self.begin()
+
+    def begin(self) -> None:
+        """An epoch begins."""
+        self._last: float | None = None
+
+    def rows(self, count: int) -> int:
+        """The CPU's rows of a batch of so many. One at least is left to the engines."""
+        return max(0, min(round(self.part * count), count - 1))
+
+    def follow(self, own: int, *, late: bool, wanted: bool, rate: float) -> None:
+        """After each batch, of which the engines had `own` rows.
+
+        late: the CPU's rows were the last. wanted: the consumer's GPU has nothing to do without the batch.
+        rate: images a second that the CPU's threads would decode if they never waited.
+        """
+        now, last = time.perf_counter(), self._last
+        bound_by_engines = wanted and not late
+        self._last = now if bound_by_engines else None
+        if not self.adapts:
+            return
+        if late:
+            self.part -= _BACK * self.part
+        elif bound_by_engines and last is not None and rate:
+            self._images += own - _SLOWLY * self._images
+            self._seconds += now - last - _SLOWLY * self._seconds
+            if self._seconds:
+                engines = self._images / self._seconds
+                self.part += _SLOWLY * (rate / (rate + engines) - self.part)
+
+
+def cpu_share_of(config: Config, name: str) -> Share | None:
+    """What the CPU decodes of each batch next to a GPU's engines, `decode.cpu_share`; None for nothing."""
+    part, run = config.programs[name].decoder.cpu_share, config.run
+    return Share(part, threads=share_threads_of(run), adapts=not run.deterministic) if part else None

@@ -1,0 +1,116 @@
+"""Where a pipeline is decoded: by the GPU's JPEG engines, by CUDA kernels, or on the CPU, and why."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from gpuflow.config import Config
+from gpuflow.decode.preset import Preset, is_preset_on_gpu
+from gpuflow.errors import ConfigError, Problem
+from gpuflow.execute.decode_buffers import BUFFERS
+from gpuflow.execute.gpu_backend import CPU_ASKED_FOR, DECODE_BYTES, Placement, on_gpu
+from gpuflow.pipeline.image_spec import STORAGE, slot_shape
+
+if TYPE_CHECKING:
+    pass
+
+__all__ = ["explain_gpu", "memory_for_decoding", "place"]
+
+
+def place(config: Config, name: str, device: torch.device, batch_size: int) -> Placement:
+    """Where a pipeline of a configuration runs on a device.
+
+    Raises:
+        ConfigError: `decode.backend` is gpu and cannot be had, or a preset's GPU cannot; or `run.memory_limit` is too
+            small.
+    """
+    decoder = config.programs[name].decoder
+    if is_preset_on_gpu(decoder):
+        return _by_torchpipe(config, name, decoder, device)
+    backend = decoder.backend
+    if device.type != "cuda":
+        placement = Placement(None, None, "the loader's device is the CPU")
+    else:
+        from gpuflow.execute.device_stream import Delivery
+
+        delivery = Delivery(device)
+        placement = Placement(delivery, None, CPU_ASKED_FOR)
+        if backend != "cpu":
+            decode_bytes = memory_for_decoding(config, name, batch_size)
+            placement = on_gpu(config.programs[name], delivery, decode_bytes, buffers=1)
+    if backend == "gpu" and placement.gpu is None:
+        at = f"{config.path}: pipelines.{name}.stages[0].decode.backend"
+        raise ConfigError([Problem(at, f"is gpu, but {placement.reason}; use auto or cpu")])
+    return placement
+
+
+def explain_gpu(config: Config, name: str) -> str:
+    """What decodes a pipeline where batches are for a GPU: this machine's, or any if it has none."""
+    program = config.programs[name]
+    if is_preset_on_gpu(program.decoder):
+        return program.decoder.library
+    if program.decoder.backend == "cpu":
+        return f"decoded on the CPU: {CPU_ASKED_FOR}"
+    if torch.cuda.is_available():
+        placement = place(config, name, torch.device("cuda"), 1)
+        return placement.reason if placement.gpu is not None else f"decoded on the CPU: {placement.reason}"
+    try:
+        from gpuflow.execute.gpu import passes_of
+    except ImportError:  # Triton, which CPU builds of torch lack
+        return "not known: this torch is built without CUDA"
+    passes = passes_of(program)
+    if isinstance(passes, str):
+        return f"decoded on the CPU: {passes}"
+    return f"JPEG engines if it has them, else CUDA kernels; then {len(passes)} batched pass(es)"
+
+
+def _by_torchpipe(config: Config, name: str, preset: Preset, device: torch.device) -> Placement:
+    """A preset that runs on a GPU has no other place."""
+
+    def fault(rule: str) -> ConfigError:
+        return ConfigError([Problem(f"{config.path}: pipelines.{name}.preset", f"is {preset.name}, {rule}")])
+
+    if device.type != "cuda":
+        raise fault("which needs a GPU, but the loader's device is the CPU; use device cuda, or torchpipe_cpu")
+    if device.index not in (None, 0):
+        raise fault(
+            f"which knows the first GPU alone, but the device is {device}; set CUDA_VISIBLE_DEVICES to that one"
+        )
+    if importlib.util.find_spec("torchpipe") is None:
+        raise fault("which needs torchpipe, and that is not installed; pip install 'gpuflow[serve]'")
+    from gpuflow.config.resources import threads_of
+    from gpuflow.execute.device_stream import Delivery
+    from gpuflow.torchpipe.preset_runner import PresetRunner
+
+    delivery, run = Delivery(device), config.run
+    runner = PresetRunner(
+        config.programs[name],
+        delivery,
+        origin=config.path,
+        threads=threads_of(run),
+        timeout_seconds=run.timeout_s,
+    )
+    return Placement(delivery, runner, preset.library)
+
+
+def memory_for_decoding(config: Config, name: str, batch_size: int) -> int:
+    """What `run.memory_limit` leaves for each buffer of decoded pixels, beside the batches that exist at a time."""
+    limit = config.run.memory_limit
+    if limit is None:
+        return DECODE_BYTES
+    result = config.programs[name].result
+    batch_bytes = batch_size * math.prod(slot_shape(result)) * np.dtype(STORAGE[result.dtype]).itemsize
+    batches = config.run.prefetch + 2  # and the one that the consumer holds
+    left = (limit - batches * batch_bytes) // BUFFERS
+    if left <= 0:
+        rule = (
+            f"must be more than {batches * batch_bytes:,} bytes, got {limit:,}: {batches} batches of {batch_bytes:,} "
+            f"bytes exist at a time in {name!r}; raise it, or lower run.prefetch or batch.size"
+        )
+        raise ConfigError([Problem(f"{config.path}: run.memory_limit", rule)])
+    return min(left, DECODE_BYTES)

@@ -1,0 +1,79 @@
+"""What an image is at one place in a pipeline, and how a batch of such images lies in memory."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["ENCODED", "STORAGE", "ImageSpec", "as_batch", "slot_shape"]
+
+Dtype = Literal["uint8", "float16", "bfloat16", "float32"]
+
+Layout = Literal["encoded", "hwc", "nchw", "nhwc"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ImageSpec:
+    """What an image is at one place in a pipeline.
+
+    shape: (height, width, channels), in this order whatever the layout; None where it varies from sample to sample.
+    color: what the channels are: `rgb`, `bgr` or `gray`.
+    layout: `encoded` (bytes), `hwc` (rows of pixels), `nchw` (planes) or `nhwc` (planes in channels_last memory).
+    shorter: length in pixels of the shorter side, where that is known though the shape is not.
+    """
+
+    shape: tuple[int | None, int | None, int]
+    dtype: Dtype = "uint8"
+    layout: Layout = "hwc"
+    device: str = "cpu"
+    color: str = "rgb"
+    shorter: int | None = None
+
+    def __str__(self) -> str:
+        if self.layout == "encoded":
+            return "encoded bytes"
+        height, width, channels = ("?" if side is None else side for side in self.shape)
+        where = "" if self.device == "cpu" else f" on {self.device}"
+        return f"{self.dtype} {height}x{width}x{channels} {self.layout}{where}"
+
+    @property
+    def fixed(self) -> bool:
+        """Whether every sample has the same shape, so that a batch can hold them."""
+        return self.layout != "encoded" and None not in self.shape
+
+    def replace(self, **changes: Any) -> ImageSpec:
+        """A copy with these fields changed. A changed shape forgets `shorter` unless that is given too."""
+        if "shape" in changes:
+            changes.setdefault("shorter", None)
+        return dataclasses.replace(self, **changes)
+
+
+ENCODED = ImageSpec(shape=(None, None, 0), layout="encoded")
+"""What a source delivers and a pipeline starts from."""
+
+STORAGE = {"uint8": np.uint8, "float32": np.float32, "float16": np.uint16, "bfloat16": np.uint16}
+"""How numpy holds each dtype: 16-bit floats as their bits."""
+
+
+def slot_shape(spec: ImageSpec) -> tuple[int, int, int]:
+    """The shape of one image in a batch's memory: [C, H, W] for `nchw`, [H, W, C] for `nhwc` and `hwc`."""
+    height, width, channels = spec.shape
+    assert height is not None and width is not None
+    return (channels, height, width) if spec.layout == "nchw" else (height, width, channels)
+
+
+def as_batch(slots: NDArray[Any], spec: ImageSpec) -> torch.Tensor:
+    """Slots [N, *slot_shape] as a tensor with axes N, C, H, W, sharing memory; channels_last unless `nchw`."""
+    import torch
+
+    tensor = torch.from_numpy(slots)
+    if tensor.dtype == torch.uint16:
+        tensor = tensor.view(getattr(torch, spec.dtype))
+    return tensor if spec.layout == "nchw" else tensor.permute(0, 3, 1, 2)

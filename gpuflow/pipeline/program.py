@@ -1,0 +1,216 @@
+"""Folds a pipeline into the few steps that run: one sampling for each run of geometry stages, then the rest.
+
+Crops, flips and one resize become one sampling. A crop before the resize clamps the filter at the crop's edge; a crop
+after it does not, and only selects from the resized grid. A second resize, or one after a crop that may pad, starts a
+new sampling. The steps are values: every lowering runs the same ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpuflow.pipeline import stage as s
+
+__all__ = ["Call", "Map", "Program", "Sample", "Sampling", "Step", "fold"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sampling:
+    """How one sampling moves the pixels of N samples, in pixels.
+
+    box [N, 4]: y, x, height, width taken from the image; nothing outside it is read.
+    mirrors [N, 2]: mirror the box top-bottom, left-right before it is resampled; `nearest` alone minds the order.
+    grid [N, 2]: height, width that the box is resampled to.
+    shown [N, 4]: y, x, height, width of the grid that earlier crops left; the rest of it is black.
+    window [N, 4]: y, x, height, width kept of the grid; where it reaches outside, the result is black.
+    flips [N, 2]: mirror the window top-bottom, left-right.
+    misfits: (stage, [N] true where its crop asked for more than there is, [N, 2] height and width of what there is).
+    """
+
+    box: s.Ints
+    mirrors: s.Bools
+    grid: s.Ints
+    shown: s.Ints
+    window: s.Ints
+    flips: s.Bools
+    misfits: tuple[tuple[str, s.Bools, s.Ints], ...]
+    interpolation: str
+    antialias: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Geometry stages that become one sampling. `turns` counts each stage's earlier namesakes."""
+
+    stages: tuple[s.Geometry, ...]
+    turns: tuple[int, ...]
+
+    def draw(self, keys: s.Keys, height: s.Ints, width: s.Ints) -> Sampling:
+        """The sampling of each sample, whose images have these sizes [N]."""
+        path = _Path(height, width)
+        for stage, turn in zip(self.stages, self.turns, strict=True):
+            for move in stage.draw(keys.stage(stage.stage_name, turn), *path.size):
+                match move:
+                    case s.Crop():
+                        path.crop(move, stage.stage_name)
+                    case s.Flip():
+                        path.flip(move)
+                    case s.Resize():
+                        path.resize(move)
+        return path.sampling()
+
+
+@dataclass(frozen=True, slots=True)
+class Map:
+    """One pointwise stage."""
+
+    stage: s.Pointwise
+    turn: int
+
+    def draw(self, keys: s.Keys) -> NDArray[np.float64]:
+        """The coefficients of each sample, [N, K]."""
+        return self.stage.draw(keys.stage(self.stage.stage_name, self.turn))
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One opaque stage, with the specs of what it takes and gives."""
+
+    stage: s.Opaque
+    turn: int
+    before: s.ImageSpec
+    after: s.ImageSpec
+
+    def draw(self, keys: s.Keys) -> s.Ints:
+        """A 62-bit seed for each sample, [N]."""
+        halves = (keys.stage(self.stage.stage_name, self.turn).uniform(2) * 2.0**31).astype(np.int64)
+        return halves[:, 0] << 31 | halves[:, 1]
+
+
+Step = Sample | Map | Call
+
+
+class _Path:
+    """The moves so far of N samples, as one sampling. Every [N, 4] is y, x, height, width."""
+
+    def __init__(self, height: s.Ints, width: s.Ints) -> None:
+        self._box = np.stack([np.zeros_like(height), np.zeros_like(width), height, width], axis=1)
+        self._grid: s.Ints | None = None
+        self._shown = self._window = self._box
+        self._mirrors = self._flips = np.zeros((len(height), 2), bool)
+        self._misfits: list[tuple[str, s.Bools, s.Ints]] = []
+        self._filter = ("bilinear", True)
+
+    @property
+    def size(self) -> tuple[s.Ints, s.Ints]:
+        return self._window[:, 2], self._window[:, 3]
+
+    def crop(self, move: s.Crop, stage: str) -> None:
+        height, width = self.size
+        outside_y = (move.y < -move.margin) | (move.y + move.height > height + move.margin)
+        outside_x = (move.x < -move.margin) | (move.x + move.width > width + move.margin)
+        if (outside := outside_y | outside_x).any():
+            self._misfits.append((stage, outside, self._window[:, 2:]))
+        if move.margin and self._grid is None:
+            self._fix_grid(height, width)
+        y = np.where(self._flips[:, 0], height - move.y - move.height, move.y)
+        x = np.where(self._flips[:, 1], width - move.x - move.width, move.x)
+        self._window = np.stack([self._window[:, 0] + y, self._window[:, 1] + x, move.height, move.width], axis=1)
+        if self._grid is None:
+            self._box = self._window
+        else:
+            self._shown = _overlap(self._shown, self._window)
+
+    def flip(self, move: s.Flip) -> None:
+        self._flips = self._flips ^ np.stack([move.vertical, move.horizontal], axis=1)
+
+    def resize(self, move: s.Resize) -> None:
+        assert self._grid is None, "a second resize starts a new sampling"
+        self._filter = (move.interpolation, move.antialias)
+        if move.interpolation == "nearest":
+            self._mirrors, self._flips = self._flips, np.zeros_like(self._flips)
+        self._fix_grid(move.height, move.width)
+
+    def _fix_grid(self, height: s.Ints, width: s.Ints) -> None:
+        self._grid = np.stack([height, width], axis=1)
+        self._shown = self._window = np.stack([np.zeros_like(height), np.zeros_like(width), height, width], axis=1)
+
+    def sampling(self) -> Sampling:
+        if self._grid is None:
+            self._fix_grid(*self.size)
+        assert self._grid is not None
+        interpolation, antialias = self._filter
+        return Sampling(
+            box=self._box,
+            mirrors=self._mirrors,
+            grid=self._grid,
+            shown=self._shown,
+            window=self._window,
+            flips=self._flips,
+            misfits=tuple(self._misfits),
+            interpolation=interpolation,
+            antialias=antialias,
+        )
+
+
+def _overlap(a: s.Ints, b: s.Ints) -> s.Ints:
+    """What two boxes [N, 4] have in common; a side of 0 where that is nothing."""
+    start = np.maximum(a[:, :2], b[:, :2])
+    end = np.minimum(a[:, :2] + a[:, 2:], b[:, :2] + b[:, 2:])
+    return np.concatenate([start, np.maximum(end - start, 0)], axis=1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Program:
+    """A pipeline folded into steps, with the specs between its stages.
+
+    specs[0] is the encoded input; specs[-1] is what a batch holds.
+    """
+
+    pipeline: s.Pipeline
+    specs: tuple[s.ImageSpec, ...]
+    decoder: s.Decoder
+    steps: tuple[Step, ...]
+
+    @property
+    def result(self) -> s.ImageSpec:
+        return self.specs[-1]
+
+
+def fold(pipeline: s.Pipeline, specs: Sequence[s.ImageSpec]) -> Program:
+    """The steps of a pipeline that `check.trace` has passed, given the specs that it returned."""
+    decoder, *rest = pipeline.stages
+    assert isinstance(decoder, s.Decoder)
+    assert decoder.library is None or specs[1].fixed, "a decoder that decodes itself gives images of one size"
+    steps: list[Step] = []
+    run: list[tuple[s.Geometry, int]] = []
+    fixed = False
+
+    def flush() -> None:
+        if run:
+            stages, turns = zip(*run, strict=True)
+            steps.append(Sample(stages, turns))
+            run.clear()
+
+    turns = pipeline.occurrences()
+    for i, stage in enumerate(rest, start=1):
+        if isinstance(stage, s.Geometry):
+            if stage.resizes and fixed:
+                flush()
+                fixed = False
+            fixed = fixed or stage.resizes or stage.pads
+            run.append((stage, turns[i]))
+            continue
+        flush()
+        fixed = False
+        if isinstance(stage, s.Pointwise):
+            steps.append(Map(stage, turns[i]))
+        else:
+            assert isinstance(stage, s.Opaque)
+            steps.append(Call(stage, turns[i], specs[i], specs[i + 1]))
+    flush()
+    return Program(pipeline=pipeline, specs=tuple(specs), decoder=decoder, steps=tuple(steps))

@@ -1,0 +1,131 @@
+"""Random numbers, keys and permutations as pure functions of counters: the same in every process.
+
+The numbers are those of Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
+
+The permutation is an alternating unbalanced Feistel network over the mixed radix a*b >= n, with cycle walking (Black
+and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002). Its round function is the finaliser of SplitMix64
+(Steele, Lea and Flood, OOPSLA 2014). One position costs the same among 10 samples as among 10^12.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+__all__ = ["Keys", "StageKeys", "key64", "permute"]
+
+_ROUNDS = 8
+
+_U64 = np.uint64
+
+
+def key64(*parts: object) -> int:
+    """A 64-bit key from any printable parts, the same in every process (BLAKE2b)."""
+    text = "\x1f".join(str(part) for part in parts)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """SplitMix64's finaliser, elementwise, modulo 2^64."""
+    x = (x ^ (x >> _U64(30))) * _U64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> _U64(27))) * _U64(0x94D049BB133111EB)
+    return x ^ (x >> _U64(31))
+
+
+def permute(positions: ArrayLike, size: int, key: int) -> NDArray[np.int64]:
+    """Where each position of range(size) lands under the permutation that `key` names.
+
+    Args:
+        positions: int64 array of any shape, each in [0, size).
+        size: number of elements, 1 to 2^62.
+        key: 64-bit key; another key is another permutation.
+
+    Returns:
+        int64 array of the same shape: distinct positions give distinct values in [0, size).
+    """
+    x = np.array(positions, dtype=np.uint64)
+    shape, x = x.shape, x.reshape(-1)
+    left_size = math.isqrt(size - 1) + 1
+    right_size = -(-size // left_size)
+    a, b, n = _U64(left_size), _U64(right_size), _U64(size)
+    round_keys = _mix(np.arange(1, _ROUNDS + 1, dtype=np.uint64) * _U64(0x9E3779B97F4A7C15) + _U64(key))
+
+    def network(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        left, right = values // b, values % b
+        for turn in range(0, _ROUNDS, 2):
+            left = (left + _mix(right ^ round_keys[turn]) % a) % a
+            right = (right + _mix(left ^ round_keys[turn + 1]) % b) % b
+        return left * b + right
+
+    with np.errstate(over="ignore"):
+        x = network(x)
+        while (outside := x >= n).any():
+            x[outside] = network(x[outside])
+    return x.astype(np.int64).reshape(shape)
+
+
+_PHILOX_M = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
+
+_PHILOX_W = (0x9E3779B9, 0xBB67AE85)
+
+_LOW32 = np.uint64(0xFFFFFFFF)
+
+_SHIFT32 = np.uint64(32)
+
+
+def _philox(counters: Sequence[NDArray[np.uint64]], key: int) -> list[NDArray[np.uint64]]:
+    """Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011), elementwise."""
+    c0, c1, c2, c3 = counters
+    k0, k1 = key & 0xFFFFFFFF, key >> 32
+    for _ in range(10):
+        p0, p1 = c0 * _PHILOX_M[0], c2 * _PHILOX_M[1]
+        c0, c1, c2, c3 = (
+            (p1 >> _SHIFT32) ^ c1 ^ np.uint64(k0),
+            p1 & _LOW32,
+            (p0 >> _SHIFT32) ^ c3 ^ np.uint64(k1),
+            p0 & _LOW32,
+        )
+        k0, k1 = (k0 + _PHILOX_W[0]) & 0xFFFFFFFF, (k1 + _PHILOX_W[1]) & 0xFFFFFFFF
+    return [c0, c1, c2, c3]
+
+
+@dataclass(frozen=True, slots=True)
+class StageKeys:
+    """The random numbers of one stage for some samples, a pure function of (seed, epoch, position, stage).
+
+    key: 64 bits from the seed and the stage's name and occurrence. epoch, positions [N]: the counter.
+    """
+
+    key: int
+    epoch: int
+    positions: NDArray[np.int64]
+
+    def uniform(self, count: int) -> NDArray[np.float64]:
+        """`count` numbers a sample, in [0, 1) with 32 random bits each: float64 [N, count]."""
+        blocks = np.arange(-(-count // 4), dtype=np.uint64)[None, :]
+        place = self.positions.astype(np.uint64)[:, None]
+        shape = np.broadcast_shapes(place.shape, blocks.shape)
+        counters = (place & _LOW32, place >> _SHIFT32, np.full(shape, self.epoch, np.uint64), blocks)
+        words = np.stack(_philox([np.broadcast_to(c, shape) for c in counters], self.key), axis=-1)
+        return np.multiply(words.reshape(len(place), 4 * blocks.size)[:, :count], 2.0**-32, dtype=np.float64)
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """The randomness of some samples: seed, epoch and positions [N]. Each stage gets its own by name and occurrence."""
+
+    seed: int
+    epoch: int
+    positions: NDArray[np.int64]
+
+    def stage(self, name: str, occurrence: int) -> StageKeys:
+        return StageKeys(key64("stage", self.seed, name, occurrence), self.epoch, self.positions)
+
+    def __getitem__(self, i: int) -> Keys:
+        """The keys of sample i alone (N = 1)."""
+        return Keys(self.seed, self.epoch, self.positions[i : i + 1])

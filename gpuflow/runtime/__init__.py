@@ -1,0 +1,3 @@
+"""Threads, worker processes, shared memory, admission, the CPU budget and metrics. Knows no image."""
+
+__all__: list[str] = []

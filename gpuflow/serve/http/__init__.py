@@ -1,0 +1,3 @@
+"""The HTTP service."""
+
+__all__: list[str] = []

@@ -1,0 +1,289 @@
+"""Files of this machine: the hot path of the whole loader.
+
+A file costs open, fstat, preadv straight into the caller's buffer and close, and nothing else.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from stat import S_IFDIR, S_IFMT, S_IFREG
+from typing import TypeVar, final
+
+from gpuflow.errors import SourceError
+from gpuflow.sources.payload import Allocate, Payload, lay_out
+from gpuflow.sources.storage.base import ReadAt, Shard
+from gpuflow.sources.storage.retry import AFTER_RETRIES, retry, retry_each
+
+__all__ = ["LocalStorage"]
+
+T = TypeVar("T")
+
+_KEPT_OPEN = 32
+"""Files that one call holds open at once; a chunk of more opens the others when their turn comes."""
+
+_OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
+
+_READ_ONLY = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # O_NONBLOCK: opening a named pipe must not wait for its writer
+
+_LASTING = {
+    errno.ENOENT: "no such file",
+    errno.ENOTDIR: "no such file",
+    errno.EISDIR: "is a directory",
+    errno.EACCES: "permission denied",
+    errno.EPERM: "permission denied",
+    errno.ELOOP: "too many symbolic links",
+    errno.ENAMETOOLONG: "file name too long",
+}
+
+
+@final
+class LocalStorage:
+    """Files of this machine, or of a network file system that is mounted here."""
+
+    def __init__(self) -> None:
+        self._pool = _FilePool()
+
+    def __reduce__(self) -> tuple[type[LocalStorage], tuple[()]]:
+        return LocalStorage, ()  # another process opens its own files
+
+    def read(self, paths: Sequence[bytes], allocate: Allocate) -> Payload:
+        count = len(paths)
+        descriptors = [-1] * count
+        sizes = [0] * count
+        errors: list[str | None] = [None] * count
+
+        def close(i: int) -> None:
+            if descriptors[i] >= 0:
+                os.close(descriptors[i])
+                descriptors[i] = -1
+
+        def measure(i: int) -> None:
+            if i < _KEPT_OPEN:
+                try:
+                    descriptors[i] = os.open(paths[i], _READ_ONLY)
+                    status = os.fstat(descriptors[i])
+                except OSError as fault:
+                    if fault.errno not in _OUT_OF_DESCRIPTORS:
+                        raise
+                    status = os.stat(paths[i])
+            else:
+                status = os.stat(paths[i])
+            if S_IFMT(status.st_mode) != S_IFREG:
+                errors[i] = "is a directory" if S_IFMT(status.st_mode) == S_IFDIR else "not a regular file"
+            elif not status.st_size:
+                errors[i] = "empty file"
+            else:
+                sizes[i] = status.st_size
+
+        def fetch(i: int) -> None:
+            if descriptors[i] < 0:
+                descriptors[i] = os.open(paths[i], _READ_ONLY)
+            start, size = offsets[i], sizes[i]
+            got = os.preadv(descriptors[i], [view[start : start + size]], 0)
+            if got < size:
+                got += _read_rest(descriptors[i], view[start + got : start + size], got)
+                if got < size:
+                    errors[i] = f"ends after {got} of {size} bytes"
+            close(i)
+
+        try:
+            _each(measure, close, errors, range(count))
+            offsets, end = lay_out(sizes)
+            buffer = allocate(end)
+            view = buffer.data
+            _each(fetch, close, errors, [i for i in range(count) if sizes[i]])
+        finally:
+            for i in range(count):
+                close(i)
+        return Payload(buffer=buffer, offsets=offsets, sizes=_readable(sizes, errors), errors=errors)
+
+    def read_ranges(
+        self, shards: Sequence[Shard], starts: Sequence[int], sizes: Sequence[int], allocate: Allocate
+    ) -> Payload:
+        errors: list[str | None] = [None if size else "empty file" for size in sizes]
+        offsets, end = lay_out(sizes)
+        buffer = allocate(end)
+        view = buffer.data
+
+        def fetch(i: int) -> None:
+            try:
+                file = self._pool.acquire(shards[i])
+            except _Changed as change:
+                errors[i] = str(change)
+                return
+            start, size = offsets[i], sizes[i]
+            try:
+                got = _read_rest(file.descriptor, view[start : start + size], starts[i])
+            except OSError:
+                file.broken = True
+                raise
+            finally:
+                self._pool.release(file)
+            if got < size:
+                errors[i] = f"its shard ends after {got} of {size} bytes; it shrank since it was indexed"
+
+        _each(fetch, lambda i: None, errors, [i for i, size in enumerate(sizes) if size])
+        return Payload(buffer=buffer, offsets=offsets, sizes=_readable(sizes, errors), errors=errors)
+
+    def load(self, path: str) -> bytes:
+        def action() -> bytes:
+            with open(path, "rb", buffering=0) as file:
+                return file.read()
+
+        lasting = (FileNotFoundError, IsADirectoryError, PermissionError, NotADirectoryError)
+        try:
+            return retry(action, lasting)
+        except OSError as fault:
+            raise SourceError(f"{path}: {_reason(fault)}; check that it can be read") from fault
+
+    def inspect(self, paths: Sequence[str]) -> list[Shard | str]:
+        return [self._inspect(path) for path in paths]
+
+    def _inspect(self, path: str) -> Shard | str:
+        try:
+            status = os.stat(path)
+        except OSError as fault:
+            return _reason(fault)
+        if S_IFMT(status.st_mode) != S_IFREG:
+            return "is a directory" if S_IFMT(status.st_mode) == S_IFDIR else "not a regular file"
+        return Shard(path=path, size=status.st_size, stamp=str(status.st_mtime_ns))
+
+    def scan(self, shards: Sequence[Shard], scanner: Callable[[Shard, ReadAt], T]) -> Iterator[T]:
+        for shard in shards:
+            try:
+                descriptor = os.open(shard.path, _READ_ONLY)
+            except OSError as fault:
+                raise SourceError(f"{shard.path}: {_reason(fault)}; check that it can be read") from fault
+            try:
+                yield scanner(shard, _reader(descriptor))
+            finally:
+                os.close(descriptor)
+
+    def close(self) -> None:
+        self._pool.close()
+
+
+class _Changed(Exception):
+    """A shard is no longer the file that was indexed."""
+
+
+class _OpenFile:
+    """A descriptor, how many calls read from it just now, and whether a read from it failed."""
+
+    __slots__ = ("broken", "descriptor", "key", "users")
+
+    def __init__(self, key: Shard, descriptor: int) -> None:
+        self.key, self.descriptor, self.users, self.broken = key, descriptor, 0, False
+
+
+@final
+class _FilePool:
+    """Open shards, shared by threads: at most `limit` of them idle, the longest unused closed first."""
+
+    def __init__(self, limit: int = 32) -> None:
+        self._limit = limit
+        self._lock = threading.Lock()
+        self._files: OrderedDict[Shard, _OpenFile] = OrderedDict()
+
+    def acquire(self, shard: Shard) -> _OpenFile:
+        with self._lock:
+            file = self._files.get(shard)
+            if file is not None:
+                file.users += 1
+                self._files.move_to_end(shard)
+                return file
+        opened = _OpenFile(shard, _open_unchanged(shard))
+        with self._lock:
+            file = self._files.setdefault(shard, opened)
+            file.users += 1
+        if file is not opened:
+            os.close(opened.descriptor)
+        return file
+
+    def release(self, file: _OpenFile) -> None:
+        with self._lock:
+            file.users -= 1
+            if file.broken and self._files.get(file.key) is file:
+                del self._files[file.key]
+            if self._files.get(file.key) is not file:
+                if not file.users:
+                    os.close(file.descriptor)
+                return
+            if len(self._files) > self._limit:
+                idle = next((other for other in self._files.values() if not other.users), None)
+                if idle is not None:
+                    del self._files[idle.key]
+                    os.close(idle.descriptor)
+
+    def close(self) -> None:
+        with self._lock:
+            for file in self._files.values():
+                if not file.users:
+                    os.close(file.descriptor)
+            self._files.clear()
+
+
+def _open_unchanged(shard: Shard) -> int:
+    descriptor = os.open(shard.path, _READ_ONLY)
+    try:
+        status = os.fstat(descriptor)
+        if (status.st_size, str(status.st_mtime_ns)) != (shard.size, shard.stamp):
+            raise _Changed(f"its shard changed since it was indexed ({shard.size} bytes then, {status.st_size} now)")
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _readable(sizes: Sequence[int], errors: Sequence[str | None]) -> list[int]:
+    """The sizes, 0 where there is an error."""
+    return [size if error is None else 0 for size, error in zip(sizes, errors, strict=True)]
+
+
+def _reader(descriptor: int) -> ReadAt:
+    def read_at(offset: int, size: int) -> bytes:
+        return os.pread(descriptor, size, offset)
+
+    return read_at
+
+
+def _read_rest(descriptor: int, target: memoryview, start: int) -> int:
+    """Fills `target` from `start` on and gives the number of bytes that there were."""
+    got = 0
+    while got < len(target):
+        more = os.preadv(descriptor, [target[got:]], start + got)
+        if not more:
+            break
+        got += more
+    return got
+
+
+def _reason(fault: OSError) -> str:
+    if fault.errno in _LASTING:
+        return _LASTING[fault.errno]
+    return (fault.strerror or str(fault)).lower() + AFTER_RETRIES
+
+
+def _each(
+    step: Callable[[int], None], undo: Callable[[int], None], errors: list[str | None], items: Sequence[int]
+) -> None:
+    """Runs `step` for each item. Faults become texts in `errors`; short-lived ones are tried again, all together."""
+
+    def attempt(items: Sequence[int]) -> Sequence[int]:
+        again = []
+        for i in items:
+            errors[i] = None
+            try:
+                step(i)
+            except OSError as fault:
+                undo(i)
+                errors[i] = _reason(fault)
+                if fault.errno not in _LASTING:
+                    again.append(i)
+        return again
+
+    retry_each(items, attempt)

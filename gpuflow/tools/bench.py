@@ -1,0 +1,303 @@
+"""`gpuflow bench`: images a second against the number of workers, for this loader and for others on the same job.
+
+Every measurement is a fresh process; the arms take turns within each repeat, so that a machine that slows down slows
+all of them. Run as `python -m gpuflow.tools.bench JOB`, this module is that process.
+"""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import io
+import json
+import os
+import platform
+import runpy
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gpuflow.errors import GpuflowError, did_you_mean
+
+__all__ = ["ARMS", "COLUMNS", "Job", "machine", "measure", "versions", "write_results"]
+
+COLUMNS = [
+    "arm",
+    "workload",
+    "metric",
+    "value",
+    "unit",
+    "low",
+    "high",
+    "repeats",
+    "machine",
+    "versions",
+    "commit",
+    "date",
+]
+_PROCESS_SECONDS = 600.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """One measurement: an arm with so many workers, iterated for `seconds` after a warm-up of `warm_up` seconds.
+
+    arm: a name of `ARMS`, or `path/to/file.py:function`, which takes the job and gives counts of images.
+    """
+
+    arm: str
+    path: str
+    overrides: tuple[str, ...]
+    pipeline: str
+    workers: int
+    seconds: float
+    warm_up: float = 1.5
+
+
+def measure(
+    jobs: Sequence[Job], *, repeats: int, progress: Callable[[Job, float], None] = lambda job, rate: None
+) -> dict[Job, list[float]]:
+    """Images a second of each job, `repeats` times, the jobs interleaved, each in a process of its own."""
+    rates: dict[Job, list[float]] = {job: [] for job in jobs}
+    for repeat in range(repeats):
+        for job in jobs if repeat % 2 == 0 else reversed(jobs):
+            rate = _in_process(job)
+            rates[job].append(rate)
+            progress(job, rate)
+    return rates
+
+
+def _in_process(job: Job) -> float:
+    command = [sys.executable, "-m", "gpuflow.tools.bench", json.dumps(asdict(job))]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_PROCESS_SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        raise GpuflowError(
+            f"bench: {job.arm} with {job.workers} worker(s) took more than {_PROCESS_SECONDS:g} s"
+        ) from None
+    if done.returncode != 0:
+        raise GpuflowError(f"bench: {job.arm} with {job.workers} worker(s) failed:\n{done.stderr.strip()[-2000:]}")
+    return float(json.loads(done.stdout.splitlines()[-1]))
+
+
+# --- the arms ---------------------------------------------------------------------------------------------------------
+
+
+def _gpuflow(job: Job) -> Iterable[int]:
+    from gpuflow.config import read_config
+    from gpuflow.loader.assemble import build_loader
+    from gpuflow.vocabulary import stage_table
+
+    config = read_config(job.path, stage_table(), [*job.overrides, f"run.threads={job.workers}"])
+    loader = build_loader(config, job.pipeline, rank=0, world_size=1, device=None)
+    started = False
+    while True:
+        for images, _ in loader:
+            started = started or not loader.stats().get("processes", {}).get("starting")
+            if started:
+                yield len(images)
+
+
+class _Samples:
+    """A PyTorch data set of the same samples: decode to a PIL image or a uint8 tensor, then torchvision transforms."""
+
+    def __init__(self, job: Job, *, pil: bool, normalize: bool) -> None:
+        from gpuflow.config import read_config
+        from gpuflow.loader.assemble import open_split
+        from gpuflow.vocabulary import stage_table
+
+        config = read_config(job.path, stage_table(), job.overrides)
+        self.source = open_split(config, job.pipeline)
+        batch = config.pipelines[job.pipeline].batch
+        self.batch_size = batch.size or batch.global_size or 1
+        self._pil = pil
+        stages = config.programs[job.pipeline].pipeline.stages[1:]
+        self._transforms = [stage.torchvision() for stage in stages if normalize or stage.stage_name != "normalize"]
+        self.rest = [stage.torchvision() for stage in stages if not normalize and stage.stage_name == "normalize"]
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        import torch
+        from PIL import Image
+        from torchvision.io import ImageReadMode, decode_image
+
+        path = self.source.path(index)
+        if os.path.isfile(path):
+            with open(path, "rb") as file:
+                data = file.read()
+        else:
+            data = self.source.read([index], lambda size: np.empty(size, np.uint8)).sample(0).tobytes()
+        if self._pil:
+            image: Any = Image.open(io.BytesIO(data)).convert("RGB")
+        else:
+            image = decode_image(torch.frombuffer(bytearray(data), dtype=torch.uint8), ImageReadMode.RGB)
+        for transform in self._transforms:
+            image = transform(image)
+        return image, int(self.source.labels[index])
+
+
+def _dataloader(job: Job, *, pil: bool = True, normalize: bool = True) -> Iterable[int]:
+    import torch
+
+    samples = _Samples(job, pil=pil, normalize=normalize)
+    loader: Any = torch.utils.data.DataLoader(
+        samples,  # type: ignore[arg-type]
+        batch_size=samples.batch_size,
+        shuffle=True,
+        drop_last=len(samples) >= samples.batch_size,
+        num_workers=job.workers,
+        prefetch_factor=4,
+        persistent_workers=True,
+    )
+    while True:
+        for images, _ in loader:
+            for transform in samples.rest:
+                images = transform(images)
+            yield len(images)
+
+
+def _spdl(job: Job) -> Iterable[int]:
+    """SPDL as its introduction shows it: one sample an item, a concurrent decode, an aggregate, a collate."""
+    import torch
+    from spdl.pipeline import PipelineBuilder
+
+    samples = _Samples(job, pil=False, normalize=True)
+
+    def indices() -> Iterator[int]:
+        while True:
+            yield from np.random.default_rng(0).permutation(len(samples)).tolist()
+
+    def collate(items: list[tuple[Any, int]]) -> Any:
+        images, labels = zip(*items, strict=True)
+        return torch.stack(images), torch.tensor(labels)
+
+    builder: Any = PipelineBuilder()
+    pipeline = (
+        builder.add_source(indices())
+        .pipe(samples.__getitem__, concurrency=job.workers)
+        .aggregate(samples.batch_size)
+        .pipe(collate)
+        .add_sink(3)
+        .build(num_threads=job.workers)
+    )
+    with pipeline.auto_stop():
+        for images, _ in pipeline.get_iterator(timeout=60):
+            yield len(images)
+
+
+ARMS: dict[str, Callable[[Job], Iterable[int]]] = {
+    "gpuflow": _gpuflow,
+    "dataloader": _dataloader,
+    "dataloader-uint8": lambda job: _dataloader(job, pil=False, normalize=True),
+    "dataloader-uint8-raw": lambda job: _dataloader(job, pil=False, normalize=False),
+    "spdl": _spdl,
+}
+"""gpuflow; DataLoader with PIL images; with uint8 tensors, normalized in the workers; likewise, normalized a batch at a
+time by the consumer; SPDL with one sample an item. The others run the torchvision transforms that our stages equal."""
+
+
+def _arm(name: str) -> Callable[[Job], Iterable[int]]:
+    """The arm of this name, or the function that `path/to/file.py:function` names."""
+    path, colon, function = name.rpartition(":")
+    return runpy.run_path(path)[function] if colon else ARMS[name]
+
+
+def check_arms(names: Sequence[str]) -> None:
+    """Raise ValueError for a name that is no arm."""
+    for name in names:
+        if name not in ARMS:
+            raise ValueError(f"--against: {name!r} is nothing to compare with{did_you_mean(name, ARMS)}")
+
+
+def rate(batches: Iterable[int], *, warm_up: float, seconds: float) -> float:
+    """Items a second over `seconds`, after `warm_up` seconds that do not count."""
+    iterator = iter(batches)
+    next(iterator)
+    start = time.perf_counter()
+    while time.perf_counter() - start < warm_up:
+        next(iterator)
+    count, start = 0, time.perf_counter()
+    while (elapsed := time.perf_counter() - start) < seconds:
+        count += next(iterator)
+    return count / elapsed
+
+
+# --- results ----------------------------------------------------------------------------------------------------------
+
+
+def machine() -> str:
+    """This machine in words: cores that the process may use, processor, memory."""
+    model = platform.processor() or platform.machine()
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            model = next((line.partition(":")[2].strip() for line in file if line.startswith("model name")), model)
+    except OSError:
+        pass
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return f"{len(os.sched_getaffinity(0))} cores of {model}, {memory:.0f} GiB"
+
+
+def versions() -> str:
+    """The versions that the figures depend on."""
+    from importlib.metadata import version
+
+    packages = {"torch": "torch", "torchvision": "torchvision", "spdl": "spdl-core", "opencv": "opencv-python-headless"}
+    words = [f"{name} {version(package)}" for name, package in packages.items()]
+    return " ".join([f"python {platform.python_version()}", *words])
+
+
+def commit() -> str:
+    """The commit of the working directory, with a + if it has changes; empty outside a repository."""
+    command = ["git", "describe", "--always", "--dirty=+", "--abbrev=9"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip()
+
+
+def row(arm: str, workload: str, metric: str, values: Sequence[float], unit: str) -> dict[str, Any]:
+    """One figure with its spread: the median of `values`, the lowest and the highest."""
+    numbers = {"value": statistics.median(values), "low": min(values), "high": max(values)}
+    return {
+        "arm": arm,
+        "workload": workload,
+        "metric": metric,
+        "unit": unit,
+        **{key: f"{number:.5g}" if abs(number) < 1000 else f"{number:.0f}" for key, number in numbers.items()},
+        "repeats": len(values),
+        "machine": machine(),
+        "versions": versions(),
+        "commit": commit(),
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+def write_results(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    """Write rows as a tidy CSV."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def _main() -> None:
+    fields = json.loads(sys.argv[1])
+    job = Job(**{**fields, "overrides": tuple(fields["overrides"])})
+    result = rate(_arm(job.arm)(job), warm_up=job.warm_up, seconds=job.seconds)
+    print(json.dumps(result), flush=True)
+    os._exit(0)  # a persistent worker of another loader must not delay the next measurement
+
+
+if __name__ == "__main__":
+    _main()

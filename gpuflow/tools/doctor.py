@@ -1,0 +1,514 @@
+"""`gpuflow doctor`: what a machine's figures mean for loading images, and what to change, in plain words.
+
+Pure functions, one a topic, from the values of `gpuflow.tools.machine` to findings.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Literal
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from gpuflow.sources.storage import is_remote
+from gpuflow.tools.machine import (
+    MODULES,
+    Cores,
+    CpuDecoders,
+    Data,
+    DecodeRate,
+    DiskRate,
+    Driver,
+    Gpu,
+    JpegEngines,
+    Limits,
+    Machine,
+    Memory,
+    Software,
+)
+
+__all__ = ["FILES_A_THREAD", "TESTED", "Finding", "Status", "judge", "report"]
+
+Status = Literal["ok", "note", "problem"]
+
+TESTED = {"torch": "2.11.0", "torchvision": "0.26.0"}
+"""The pair that gpuflow is tested with."""
+FILES_A_THREAD = 32
+"""Files that a thread of the loader holds open at once."""
+
+_SPARE_FILES = 64
+"""Descriptors for the rest of the process: pipes, libraries, checkpoints."""
+_SMALL_SHARED_MEMORY = 1 << 30
+_HARDWARE_QUEUES = 8
+_FEW_IMAGES, _SHORT_SECONDS = 200, 0.4
+_MUCH_FASTER, _FAIR_SHARE = 1.3, 0.75
+_IN_MEMORY = ("tmpfs", "ramfs")
+_NETWORK = ("nfs", "cifs", "smb", "lustre", "ceph", "gpfs", "beegfs", "glusterfs", "fuse", "9p", "afs", "virtiofs")
+_NEARER = "copy the data to local NVMe, or pack it into tar shards, which saves opening each file"
+_FASTER = "keep the data on a faster disk, such as local NVMe; what fits into memory is cached after the first epoch"
+_HOW_TO_MEND = {
+    "torch": "pip install --force-reinstall {pair}",
+    "torchvision": "pip install --force-reinstall {pair}; the two must be built for each other",
+    "cv2": "pip uninstall opencv-python, then pip install --force-reinstall opencv-python-headless, which needs no "
+    "libraries of the desktop",
+    "spdl.pipeline": "pip install --force-reinstall spdl-core",
+}
+_SOFTWARE, _HOST, _MEASURED = "Software and GPU", "Cores and limits", "Measured here, about a second each"
+_HEADINGS = {
+    **dict.fromkeys(("cores", "open files", "shared memory", "locked memory"), _HOST),
+    **dict.fromkeys(("images", "disk", "cores' rate", "GPU's rate", "limit"), _MEASURED),
+}
+_COLOURS: dict[Status, str] = {"ok": "green", "note": "yellow", "problem": "bold red"}
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What was found about one topic.
+
+    status: `ok`; `note`, worth knowing or better otherwise; `problem`, gpuflow fails or is far slower than it could be.
+    advice: what to change, None where there is nothing.
+    """
+
+    topic: str
+    status: Status
+    text: str
+    advice: str | None = None
+
+
+def judge(machine: Machine) -> list[Finding]:
+    """All findings, topic by topic; the comparison of the rates comes last."""
+    has_gpu = bool(machine.gpus)
+    findings = [
+        *_software(machine.software),
+        *_gpu(machine.driver, machine.gpus, machine.gpu_error, machine.software, machine.environment),
+        *_engines(machine.engines, has_gpu),
+        *_decoder(machine.decoders),
+        *_environment(machine.environment, has_gpu),
+        *_cores(machine.cores),
+        *_open_files(machine.limits, machine.cores.threads),
+        *_shared_memory(machine.shared_memory),
+        *_locked_memory(machine.limits, has_gpu),
+    ]
+    if machine.software.broken:  # then nothing was measured
+        return findings
+    return [
+        *findings,
+        *_data(machine.data, machine.data_error, has_gpu),
+        *_disk(machine.disk, machine.source),
+        *_core_rates(machine.core_rates, machine.cores),
+        *_gpu_rate(machine.engines),
+        *_limit(machine.disk, machine.core_rates, machine.engines),
+    ]
+
+
+# --- software and GPU -------------------------------------------------------------------------------------------------
+
+
+def _software(software: Software) -> Iterator[Finding]:
+    pair = " ".join(f"{name}=={version}" for name, version in TESTED.items())
+    yield Finding("Python", "ok", software.python)
+    versions = {name: software.versions.get(name, "none").partition("+")[0] for name in TESTED}
+    found = ", ".join(f"{name} {software.versions.get(name, 'none')}" for name in TESTED)
+    if versions == TESTED:
+        yield Finding("torch", "ok", f"{found}: the tested pair")
+    else:
+        tested = " and ".join(f"{name} {version}" for name, version in TESTED.items())
+        yield Finding(
+            "torch", "note", f"{found}; gpuflow is tested with {tested}", f"if something fails: pip install {pair}"
+        )
+    yield Finding("SPDL", "ok", f"spdl-core {software.versions.get('spdl-core', 'none')}")
+    for module, error in software.broken.items():
+        yield Finding(
+            MODULES[module], "problem", f"{module} cannot be imported: {error}", _HOW_TO_MEND[module].format(pair=pair)
+        )
+
+
+def _gpu(
+    driver: Driver | None,
+    gpus: Sequence[Gpu],
+    gpu_error: str | None,
+    software: Software,
+    environment: Mapping[str, str],
+) -> Iterator[Finding]:
+    if driver is not None and driver.error is None:
+        yield Finding("driver", "ok", f"NVIDIA {driver.version}, for CUDA up to {driver.cuda}")
+    elif driver is not None:
+        yield Finding(
+            "driver",
+            "problem",
+            f"the NVIDIA driver does not answer: {driver.error}",
+            "restart the machine if the driver was just updated; in a container, update the image's libraries",
+        )
+    if gpus:
+        built = f"; torch is built for CUDA {software.cuda}"
+        yield Finding("GPU", "ok", f"{_gpu_names(gpus)}{built}")
+    elif not software.broken:
+        yield _no_gpu(driver, gpu_error, software, environment)
+
+
+def _gpu_names(gpus: Sequence[Gpu]) -> str:
+    kinds = Counter((gpu.name, f"{gpu.memory_bytes / 2**30:.0f} GiB") for gpu in gpus)
+    return ", ".join(f"{count} x {name}, {memory}" for (name, memory), count in kinds.items())
+
+
+def _no_gpu(
+    driver: Driver | None, gpu_error: str | None, software: Software, environment: Mapping[str, str]
+) -> Finding:
+    """Why torch sees no GPU."""
+    if driver is None or not driver.gpus:
+        return Finding("GPU", "ok", "none here; gpuflow runs on the CPU")
+    idle = _many(driver.gpus, "GPU")
+    if software.cuda is None:
+        pair = " ".join(f"{name}=={version}" for name, version in TESTED.items())
+        return Finding(
+            "GPU",
+            "problem",
+            f"this torch is built without CUDA, so {idle} cannot be used",
+            f"pip install --force-reinstall {pair}, not from an index of CPU builds",
+        )
+    if environment.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        hidden = f"CUDA_VISIBLE_DEVICES={environment['CUDA_VISIBLE_DEVICES']!r} hides {idle}"
+        return Finding("GPU", "note", f"{hidden}; gpuflow runs on the CPU", "unset it to use the GPU")
+    if driver.cuda and int(driver.cuda.partition(".")[0]) < int(software.cuda.partition(".")[0]):
+        return Finding(
+            "GPU",
+            "problem",
+            f"the driver runs CUDA up to {driver.cuda}, and torch is built for CUDA {software.cuda}, so {idle} cannot "
+            "be used",
+            f"update the driver, or install a torch that is built for CUDA {driver.cuda.partition('.')[0]}",
+        )
+    why = gpu_error or "it does not say why"
+    return Finding(
+        "GPU",
+        "problem",
+        f"torch cannot use {idle}: {why}",
+        "see whether nvidia-smi works; start a container with --gpus all",
+    )
+
+
+def _engines(engines: JpegEngines | None, has_gpu: bool) -> Iterator[Finding]:
+    if engines is None:
+        return
+    library = f"libnvjpeg {engines.version}, {engines.path}"
+    if not has_gpu:
+        text = f"libnvjpeg {engines.version}, unused without a GPU" if engines.path else "none without a GPU"
+        yield Finding("JPEG engines", "ok", text)
+    elif not engines.path:
+        yield Finding(
+            "JPEG engines",
+            "problem",
+            "no libnvjpeg, so the cores decode while the GPU's engines stay idle",
+            "pip install 'gpuflow[gpu]'",
+        )
+    elif engines.error is not None:
+        yield Finding(
+            "JPEG engines",
+            "note",
+            f"{library}: cannot be used: {engines.error}; the cores decode",
+            "look who else uses the GPU (nvidia-smi)",
+        )
+    elif engines.backend != "hardware":
+        text = f"none on this GPU: its kernels decode ({library}), which the training shares"
+        yield Finding("JPEG engines", "note", text, "A100, H100 and H200 are GPUs with engines")
+    elif engines.rate is None:
+        yield Finding("JPEG engines", "ok", f"{library}: not tried, for they take none of the images")
+    else:
+        yield Finding("JPEG engines", "ok", library)
+
+
+def _decoder(decoders: CpuDecoders | None) -> Iterator[Finding]:
+    if decoders is None:
+        return
+    if decoders.libjpeg_turbo is None:
+        yield Finding(
+            "CPU decoder",
+            "note",
+            f"OpenCV {decoders.opencv}, which decodes whole images",
+            "pip install 'gpuflow[turbo]' for a decoder of just the region that a crop needs",
+        )
+    else:
+        yield Finding(
+            "CPU decoder",
+            "ok",
+            f"libjpeg-turbo {decoders.libjpeg_turbo} (JPEG, only the region of a crop), OpenCV {decoders.opencv} "
+            "(the rest)",
+        )
+
+
+def _environment(environment: Mapping[str, str], has_gpu: bool) -> Iterator[Finding]:
+    if not has_gpu:
+        return
+    if environment.get("CUDA_LAUNCH_BLOCKING") == "1":
+        yield Finding(
+            "environment", "problem", "CUDA_LAUNCH_BLOCKING=1 makes every kernel wait for the last one", "unset it"
+        )
+    if environment.get("TRITON_INTERPRET") == "1":
+        yield Finding(
+            "environment", "problem", "TRITON_INTERPRET=1 runs the kernels in Python instead of on the GPU", "unset it"
+        )
+    if environment.get("PYTORCH_NO_CUDA_MEMORY_CACHING") == "1":
+        yield Finding(
+            "environment",
+            "problem",
+            "PYTORCH_NO_CUDA_MEMORY_CACHING=1 makes every tensor wait for the GPU's allocator",
+            "unset it",
+        )
+    queues = environment.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
+    if queues.isdigit() and int(queues) < _HARDWARE_QUEUES:
+        yield Finding(
+            "environment",
+            "note",
+            f"CUDA_DEVICE_MAX_CONNECTIONS={queues}: decoding and training may share a hardware queue and wait for "
+            "each other",
+            f"unset it, or set it to {_HARDWARE_QUEUES} (the default) or more, unless the training needs it",
+        )
+
+
+# --- cores and limits -------------------------------------------------------------------------------------------------
+
+
+def _cores(cores: Cores) -> Iterator[Finding]:
+    have = _many(cores.usable, "core")
+    if cores.usable < cores.present:
+        have = f"{cores.usable} of {_many(cores.present, 'core')}"
+    threads = _many(cores.threads, "thread")
+    if cores.ranks > 1:
+        threads += f" in each of {cores.ranks} ranks"
+    if cores.quota is not None and cores.threads * cores.ranks > max(1.0, cores.quota):
+        yield Finding(
+            "cores",
+            "problem",
+            f"{have}, but a control group grants the time of {cores.quota:g}; gpuflow decodes with {threads}, and "
+            "Linux halts all of the process again and again",
+            f"set run.threads: {max(1, int(cores.quota / cores.ranks))}, or raise the container's CPU limit",
+        )
+        return
+    granted = "" if cores.quota is None else f", of which a control group grants the time of {cores.quota:g}"
+    text = f"{have}{granted}; gpuflow decodes with {threads}"
+    if cores.threads > cores.usable:
+        yield Finding("cores", "note", f"{text}, more than there are cores", "set run.threads: auto")
+    elif cores.usable < cores.present:
+        yield Finding(
+            "cores",
+            "note",
+            text,
+            "if decoding is the limit, ask for more: Slurm's --cpus-per-task, a container's cpuset, taskset",
+        )
+    else:
+        yield Finding("cores", "ok", text)
+
+
+def _open_files(limits: Limits, threads: int) -> Iterator[Finding]:
+    soft, hard, others = limits.open_files, limits.open_files_hard, limits.open_now + _SPARE_FILES
+    least, most = threads + others, threads * FILES_A_THREAD + others
+    if soft is None or soft >= most:
+        yield Finding("open files", "ok", f"{_limit_of(soft)}; gpuflow needs at most {most:,}")
+        return
+    advice = f"ulimit -n {most}"
+    if hard is not None and hard < most:
+        advice = (
+            f"the hard limit is {hard:,}: raise nofile in /etc/security/limits.conf, or start the container with "
+            f"--ulimit nofile={most}"
+        )
+    have = f"{_limit_of(soft)}; {_many(threads, 'thread')}"
+    if soft < least:
+        text = f"{have} need at least {least:,}, and a file that cannot be opened counts as a bad sample"
+        yield Finding("open files", "problem", text, advice)
+    else:
+        yield Finding("open files", "note", f"{have} hold up to {most:,}, and wait where there are fewer", advice)
+
+
+def _limit_of(limit: int | None) -> str:
+    return "no limit" if limit is None else f"limit {limit:,}"
+
+
+def _shared_memory(memory: Memory | None) -> Iterator[Finding]:
+    if memory is None:
+        return
+    text = f"/dev/shm: {_gib(memory.free_bytes)} free of {_gib(memory.size_bytes)}"
+    if memory.free_bytes >= _SMALL_SHARED_MEMORY:
+        yield Finding("shared memory", "ok", text)
+    else:
+        yield Finding(
+            "shared memory",
+            "note",
+            f"{text}; gpuflow needs none, but DataLoader's workers and NCCL fail where there is too little",
+            "start the container with --shm-size=8g, or delete what is left over in /dev/shm",
+        )
+
+
+def _locked_memory(limits: Limits, has_gpu: bool) -> Iterator[Finding]:
+    if has_gpu:
+        limit = "no limit" if limits.locked_bytes is None else f"limit {_gib(limits.locked_bytes)}"
+        yield Finding("locked memory", "ok", f"{limit}; CUDA's pinned memory does not count, NCCL's on InfiniBand does")
+
+
+# --- rates ------------------------------------------------------------------------------------------------------------
+
+
+def _data(data: Data | None, error: str | None, has_gpu: bool) -> Iterator[Finding]:
+    if error is not None:
+        yield Finding("images", "problem", error)
+    if data is None:
+        return
+    size = f"{data.width}x{data.height} pixels (median), {data.mean_bytes / 1000:.0f} kB (mean)"
+    text = f"{data.images} {f'of {data.where}' if data.where else 'made for the measurement'}, {size}"
+    if data.bad:
+        status: Status = "problem" if data.bad == data.images else "note"
+        yield Finding(
+            "images", status, f"{text}; {data.bad} of them cannot be decoded", "gpuflow scan FILE lists what is bad"
+        )
+    elif has_gpu and data.for_engines < data.images:
+        rest = data.images - data.for_engines
+        yield Finding(
+            "images",
+            "note",
+            f"{text}; {rest} of them are not for the JPEG engines, and the cores decode those",
+            "save them as baseline JPEGs (not progressive, PNG, CMYK or turned by EXIF) if decoding is the limit",
+        )
+    else:
+        yield Finding("images", "ok", text)
+
+
+def _disk(disk: Sequence[DiskRate], source: str | None) -> Iterator[Finding]:
+    if source is None:
+        yield Finding("disk", "note", "not measured", "gpuflow doctor FILE, or --data DIR, measures it")
+    elif is_remote(source):
+        yield Finding("disk", "note", f"not measured: {source} is remote", "gpuflow bench FILE measures all of it")
+    for rate in disk:
+        if rate.images == 0:
+            yield Finding(
+                "disk",
+                "problem",
+                f"none of {_many(rate.unreadable, 'image')} could be read",
+                "check that the files exist and that you may read them",
+            )
+            continue
+        text = (
+            f"{_rate(rate.images_per_s)} images/s, {_rate(rate.bytes_per_s / 1e6)} MB/s: {rate.images:,} read by "
+            f"{_many(rate.readers, 'thread')} from {rate.filesystem}, {_coldness(rate)}"
+        )
+        if rate.unreadable:
+            yield Finding("disk", "note", f"{text}; {rate.unreadable} could not be read", "gpuflow scan FILE says why")
+        else:
+            yield Finding("disk", "ok", text)
+
+
+def _coldness(rate: DiskRate) -> str:
+    """Where the bytes came from. Nobody but root can empty the page cache; what is dropped from it is up to Linux."""
+    if rate.filesystem in _IN_MEMORY:
+        return "which is in memory"
+    if rate.cached is None:
+        return "which does not tell whether they were cached"
+    if rate.cached == 0:
+        return "cold (dropped from the page cache first)"
+    if rate.cached == rate.images:
+        return "all of them still in the page cache"
+    return f"{rate.cached / rate.images:.0%} of them from the page cache"
+
+
+def _core_rates(rates: Sequence[DecodeRate], cores: Cores) -> Iterator[Finding]:
+    for rate in rates:
+        text = f"{_rate(rate.images_per_s)} images/s decoded whole by {_many(rate.at_once, 'thread')}"
+        due = min(rate.at_once, cores.usable, cores.quota or cores.usable)
+        if rate is rates[-1] and rate.cores is not None and rate.cores < _FAIR_SHARE * due:
+            yield Finding(
+                "cores' rate",
+                "note",
+                f"{text}, which got the time of {rate.cores:.1f} cores instead of {due:g}",
+                "look what else runs here (top), or whether the machine limits this process; then measure again",
+            )
+        else:
+            yield Finding("cores' rate", "ok", text)
+
+
+def _gpu_rate(engines: JpegEngines | None) -> Iterator[Finding]:
+    if engines is not None and engines.rate is not None:
+        rate = engines.rate
+        yield Finding(
+            "GPU's rate",
+            "ok",
+            f"{_rate(rate.images_per_s)} images/s decoded whole on the GPU, {rate.at_once} a call from pinned memory",
+        )
+
+
+def _limit(
+    disk: Sequence[DiskRate], core_rates: Sequence[DecodeRate], engines: JpegEngines | None
+) -> Iterator[Finding]:
+    """Which of disk and decoder is slower."""
+    if not disk or not core_rates or disk[0].images == 0:
+        return
+    decoder, who = core_rates[-1], "the cores"
+    if engines is not None and engines.rate is not None:
+        decoder, who = engines.rate, "the engines" if engines.backend == "hardware" else "the GPU's kernels"
+    first, best = disk[0], max(disk, key=lambda rate: rate.images_per_s)
+    read, decoded = first.images_per_s, decoder.images_per_s
+    if first.images < _FEW_IMAGES and first.images / read < _SHORT_SECONDS:
+        yield Finding(
+            "limit",
+            "note",
+            f"{_many(first.images, 'image')} are too few to compare disk and decoder",
+            f"name a source with more; {2 * _FEW_IMAGES} are enough",
+        )
+    elif read >= decoded:
+        text = f"decoding: the disk delivers {_rate(read)} images/s, more than the {_rate(decoded)} that {who} decode"
+        if first.cached and first.filesystem not in _IN_MEMORY:
+            text += "; a disk that is not cached may deliver fewer"
+        yield Finding("limit", "ok", f"{text}; gpuflow bench FILE measures it with crops and all")
+    else:
+        text = f"the disk: it delivers {_rate(read)} images/s, fewer than the {_rate(decoded)} that {who} decode"
+        if best.images_per_s > _MUCH_FASTER * read:
+            advice = f"set run.readers: {best.readers}; so many threads read {_rate(best.images_per_s)} images/s"
+        else:
+            advice = _NEARER if first.filesystem.startswith(_NETWORK) else _FASTER
+        if decoder is not core_rates[-1] and read < core_rates[-1].images_per_s:
+            advice += "; without that decoding on the GPU gains nothing"
+        yield Finding("limit", "note", text, advice)
+
+
+# --- words ------------------------------------------------------------------------------------------------------------
+
+
+def _many(count: int, noun: str) -> str:
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def _rate(value: float) -> str:
+    """Three digits: no more of a short measurement can be trusted."""
+    return f"{float(f'{value:.3g}'):,.0f}" if value >= 10 else f"{value:.2g}"
+
+
+def _gib(count: int) -> str:
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
+
+
+def report(findings: Sequence[Finding]) -> RenderableType:
+    """Findings under headings, the advice below each, and how many problems and notes there are."""
+    width = max(len(finding.topic) for finding in findings)
+    parts: list[RenderableType] = []
+    for heading, group in groupby(findings, lambda finding: _HEADINGS.get(finding.topic, _SOFTWARE)):
+        table = Table.grid(padding=(0, 2, 0, 0))
+        table.add_column(width=len("problem"))
+        table.add_column(width=width)
+        table.add_column(overflow="fold")
+        for topic, same in groupby(group, lambda finding: finding.topic):
+            for i, finding in enumerate(same):
+                status = Text(finding.status, style=_COLOURS[finding.status])
+                table.add_row(status, Text("" if i else topic), _words(finding))
+        parts += [Text(heading, style="bold"), table, Text()]
+    counts = Counter(finding.status for finding in findings)
+    return Group(*parts, Text(", ".join(_many(counts[status], status) for status in ("problem", "note"))))
+
+
+def _words(finding: Finding) -> RenderableType:
+    """The text; below it the advice behind an arrow."""
+    if finding.advice is None:
+        return Text(finding.text)
+    advice = Table.grid(padding=(0, 1, 0, 0))
+    advice.add_row(Text("->"), Text(finding.advice, style="bold", overflow="fold"))
+    return Group(Text(finding.text), advice)

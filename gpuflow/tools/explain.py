@@ -1,0 +1,101 @@
+"""`gpuflow explain`: what a configuration resolves to, before anything runs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from gpuflow.config import Config
+from gpuflow.config.resources import decode_processes_of, threads_of
+from gpuflow.decode.codecs import decoder_description
+from gpuflow.errors import SourceError
+from gpuflow.loader.assemble import open_split
+from gpuflow.loader.cpu_share import cpu_share_of
+from gpuflow.loader.placement import explain_gpu
+from gpuflow.pipeline.image_spec import STORAGE, slot_shape
+from gpuflow.pipeline.program import Call, Map, Program, Sample, Step
+
+__all__ = ["explain"]
+
+
+def explain(config: Config) -> RenderableType:
+    """The resolved pipelines: stages, the specs between them, folding, device, threads, decoder and its version."""
+    parts: list[RenderableType] = []
+    for name, program in config.programs.items():
+        parts += [Text(f"\n{name}", style="bold"), _stages(program), *_facts(config, name, program)]
+    return Group(*parts)
+
+
+def _stages(program: Program) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading in ("stage", "gives", "runs as"):
+        table.add_column(heading, overflow="fold")
+    runs_as = _runs_as(program)
+    for i, stage in enumerate(program.pipeline.stages):
+        table.add_row(Text(repr(stage)), Text(str(program.specs[i + 1])), runs_as[i])
+    return table
+
+
+def _runs_as(program: Program) -> list[str]:
+    """For each stage the step that it became part of."""
+    words = ["1 decode"]
+    for number, step in enumerate(program.steps, start=2):
+        words += [f"{number} {word}" for word in _step_words(step)]
+    return words
+
+
+def _step_words(step: Step) -> list[str]:
+    match step:
+        case Sample(stages):
+            return ["one sampling" if len(stages) > 1 else "sampling"] * len(stages)
+        case Map():
+            return ["pixel by pixel"]
+        case Call():
+            return ["a call an image"]
+
+
+def _facts(config: Config, name: str, program: Program) -> Iterator[Text]:
+    yield Text(f"  preprocessing  {program.pipeline.fingerprint}")
+    if name not in config.pipelines:
+        assert config.serve is not None
+        model = config.serve.model
+        yield Text(f"  model          {f'{model.file} ({model.engine})' if model is not None else 'none, images only'}")
+        return
+    pipeline, run = config.pipelines[name], config.run
+    size = pipeline.batch.size or pipeline.batch.global_size or 0
+    slot = slot_shape(program.result)
+    megabytes = size * math.prod(slot) * np.dtype(STORAGE[program.result.dtype]).itemsize / 1e6
+    where, samples = _source(config, name)
+    yield Text(f"  source         {where}")
+    yield Text(f"  batch          {size} images of {program.result} ({megabytes:.1f} MB), {run.prefetch} ahead")
+    yield Text(f"  order          {'shuffled' if pipeline.shuffle else 'as in the source'}, seed {config.source.seed}")
+    processes = decode_processes_of(config, samples)
+    beside = f", and {processes} process(es) that they leave decoding to" if processes else ""
+    yield Text(f"  device         cpu, {threads_of(run)} decode thread(s){beside}")
+    yield Text(f"  decoder        {program.decoder.library or decoder_description()}")
+    yield Text(f"  on a GPU       {explain_gpu(config, name)}{_beside_gpu(config, name, samples)}")
+
+
+def _beside_gpu(config: Config, name: str, samples: int) -> str:
+    share = cpu_share_of(config, name)
+    if share is None:
+        return ""
+    processes = decode_processes_of(config, samples, share.threads)
+    who = f"{processes} process(es)" if processes else f"{share.threads} thread(s)"
+    return f"; {share.part:.0%} of each batch {'at first ' * share.adapts}on the CPU, by {who}"
+
+
+def _source(config: Config, name: str) -> tuple[str, int]:
+    """In words, and how many samples it has."""
+    where = config.source.where
+    try:
+        source = open_split(config, name)
+    except SourceError as error:
+        return f"{where}: {error}", 0
+    return f"{where}: {len(source):,} samples, {len(source.classes)} classes", len(source)

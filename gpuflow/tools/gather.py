@@ -1,0 +1,207 @@
+"""Reads what this machine is, and has `gpuflow.tools.rates` measure what must be measured."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import importlib.metadata
+import os
+import platform
+import resource
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpuflow.errors import SourceError
+from gpuflow.runtime.cpu_budget import available_threads, cpu_quota
+from gpuflow.sources import SourceSpec
+from gpuflow.sources.storage import is_remote
+from gpuflow.tools.machine import (
+    MODULES,
+    VARIABLES,
+    Cores,
+    DiskRate,
+    Driver,
+    Gpu,
+    Limits,
+    Machine,
+    Memory,
+    Software,
+)
+
+__all__ = ["broken_modules", "gather", "nvidia_driver"]
+
+_NVML_NOT_LOADED = 9
+
+
+def gather(
+    *,
+    source: SourceSpec | None = None,
+    threads: int | None = None,
+    readers: int | None = None,
+    progress: Callable[[str], object] = lambda doing: None,
+) -> Machine:
+    """Look at this machine and measure it, in about ten seconds at most.
+
+    Args:
+        source: whose images are read; without one the decoders get images made on the spot.
+        threads, readers: of a file; by default as many as gpuflow would start.
+        progress: told what is being done.
+    """
+    progress("looking around")
+    broken = broken_modules()
+    gpus, gpu_error = ((), None) if broken else _gpus()
+    machine = Machine(
+        software=_software(broken),
+        driver=nvidia_driver(),
+        gpus=gpus,
+        gpu_error=gpu_error,
+        environment={name: os.environ[name] for name in VARIABLES if name in os.environ},
+        cores=_cores(threads, broken),
+        limits=_limits(),
+        shared_memory=_shared_memory(),
+        source=None if source is None else source.where,
+    )
+    return machine if broken else _measured(machine, source, readers, progress)
+
+
+def _measured(
+    machine: Machine, source: SourceSpec | None, readers: int | None, progress: Callable[[str], object]
+) -> Machine:
+    """The machine with its rates."""
+    from gpuflow.tools import rates
+
+    threads = machine.cores.threads
+    readers = readers or (max(rates.GPU_READERS, threads // 4) if machine.gpus else threads)
+    decoders = rates.cpu_decoders()
+    disk, files, error = tuple[DiskRate, ...](), list[NDArray[np.uint8]](), None
+    if source is not None and not is_remote(str(source.root or machine.source)):
+        progress("reading images")
+        try:
+            disk, files = rates.disk_rates(source, readers=sorted({readers, max(readers, rates.MANY_READERS)}))
+        except SourceError as fault:
+            error = str(fault)
+    progress("decoding on the cores")
+    images = rates.probed(files or rates.photographs())
+    core_rates, bad = rates.core_rates(images, threads=sorted({1, threads}))
+    if machine.gpus:
+        progress("decoding on the GPU")
+    return replace(
+        machine,
+        decoders=decoders,
+        engines=rates.jpeg_engines(images if machine.gpus else ()),
+        data=rates.data(images, bad=bad, where=machine.source if files else None),
+        data_error=error,
+        disk=disk,
+        core_rates=core_rates,
+    )
+
+
+def broken_modules() -> dict[str, str]:
+    """Each module of `MODULES` that cannot be imported, and why. A mended installation needs a new process."""
+    broken = {}
+    for module in MODULES:
+        try:
+            importlib.import_module(module)
+        except (ImportError, OSError, RuntimeError, AttributeError) as error:  # what mismatched libraries raise
+            broken[module] = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    return broken
+
+
+def _software(broken: Mapping[str, str]) -> Software:
+    versions = {}
+    for distribution in MODULES.values():
+        try:
+            versions[distribution] = importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:  # OpenCV comes under several names
+            continue
+    cuda = None
+    if "torch" not in broken:
+        import torch
+
+        versions["torch"], cuda = torch.__version__, torch.version.cuda
+    return Software(python=platform.python_version(), versions=versions, broken=broken, cuda=cuda)
+
+
+def nvidia_driver(load: Callable[[str], Any] = ctypes.CDLL) -> Driver | None:
+    """What the driver's own library, NVML, says of it; None where there is none. Source of the calls: `nvml.h`."""
+    try:
+        nvml = load("libnvidia-ml.so.1")
+    except OSError:
+        return None
+    if status := nvml.nvmlInit_v2():
+        nvml.nvmlErrorString.restype = ctypes.c_char_p
+        return None if status == _NVML_NOT_LOADED else Driver(error=nvml.nvmlErrorString(status).decode())
+    version, cuda, gpus = ctypes.create_string_buffer(96), ctypes.c_int(), ctypes.c_uint()
+    nvml.nvmlSystemGetDriverVersion(version, len(version))
+    nvml.nvmlSystemGetCudaDriverVersion_v2(ctypes.byref(cuda))
+    nvml.nvmlDeviceGetCount_v2(ctypes.byref(gpus))
+    nvml.nvmlShutdown()
+    return Driver(
+        version=version.value.decode(), cuda=f"{cuda.value // 1000}.{cuda.value % 1000 // 10}", gpus=gpus.value
+    )
+
+
+def _gpus() -> tuple[tuple[Gpu, ...], str | None]:
+    """The GPUs that torch can use; if there are none, what it says about that."""
+    import torch
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count == 0:
+        return (), str(caught[0].message).partition("\n")[0] if caught else None
+    try:
+        found = [torch.cuda.get_device_properties(i) for i in range(count)]
+    except RuntimeError as error:
+        return (), str(error).partition("\n")[0]
+    return tuple(Gpu(name=gpu.name, memory_bytes=gpu.total_memory) for gpu in found), None
+
+
+def _cores(named: int | None, broken: Mapping[str, str]) -> Cores:
+    usable = len(os.sched_getaffinity(0))
+    threads = named or usable
+    if named is None and not broken:
+        threads = available_threads()
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return Cores(
+        present=os.cpu_count() or usable,
+        usable=usable,
+        quota=cpu_quota(),
+        threads=threads,
+        ranks=int(ranks) if ranks.isdigit() else 1,
+    )
+
+
+def _text(path: Path) -> str | None:
+    try:
+        return path.read_text()
+    except OSError:
+        return None
+
+
+def _limits() -> Limits:
+    def known(limit: int) -> int | None:
+        return None if limit == resource.RLIM_INFINITY else limit
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return Limits(
+        open_files=known(soft),
+        open_files_hard=known(hard),
+        open_now=len(os.listdir("/proc/self/fd")),
+        locked_bytes=known(locked),
+    )
+
+
+def _shared_memory(path: str = "/dev/shm") -> Memory | None:
+    try:
+        status = os.statvfs(path)
+    except OSError:
+        return None
+    return Memory(size_bytes=status.f_blocks * status.f_frsize, free_bytes=status.f_bavail * status.f_frsize)

@@ -1,0 +1,429 @@
+"""Measures for `gpuflow doctor`: how fast images are read here, and how fast cores and JPEG engines decode them.
+
+Each takes a second or so, with the very readers and decoders that the loader uses.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import tarfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import cycle, islice
+from typing import NamedTuple, TypeVar
+
+import cv2
+import numpy as np
+from numpy.typing import NDArray
+
+from gpuflow.decode.codecs import CpuDecoder, Header, engine_sampling, probe
+from gpuflow.decode.libjpeg_turbo import find_library as find_libjpeg_turbo
+from gpuflow.errors import BadSampleError, MissingExtra, SourceError
+from gpuflow.runtime.threads import DaemonPool
+from gpuflow.sources import SourceSpec, open_source
+from gpuflow.sources.folder import EXTENSIONS
+from gpuflow.sources.tar import IMAGE_EXTENSIONS, expand_braces
+from gpuflow.tools.machine import CpuDecoders, Data, DecodeRate, DiskRate, JpegEngines
+
+__all__ = [
+    "GPU_READERS",
+    "MANY_READERS",
+    "Encoded",
+    "Extent",
+    "at_once",
+    "core_rates",
+    "cpu_decoders",
+    "data",
+    "disk_rates",
+    "filesystem_of",
+    "find_images",
+    "jpeg_engines",
+    "photographs",
+    "probed",
+]
+
+GPU_READERS, MANY_READERS = 2, 16
+"""Threads that read: at least so many beside a GPU, and what storage that is waited for wants."""
+
+_MOST_IMAGES, _KEPT_IMAGES, _KEPT_BYTES = 4096, 256, 64 << 20
+_SEARCH_SECONDS, _DROP_SECONDS, _READ_SECONDS, _DECODE_SECONDS = 1.0, 0.8, 0.8, 0.6
+_PATIENCE_SECONDS = 10.0
+"""Storage that does not answer for so long is given up."""
+_READ_ONLY = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # opening a named pipe must not wait for its writer
+_ENGINE_BATCH, _DECODED_BYTES, _ALIGN = 256, 1 << 30, 256
+
+T = TypeVar("T")
+
+
+# --- the disk ---------------------------------------------------------------------------------------------------------
+
+
+class Extent(NamedTuple):
+    """Where an image is: `size` bytes of a file from `start` on, or all of it (None)."""
+
+    path: str
+    start: int = 0
+    size: int | None = None
+
+
+class _Read(NamedTuple):
+    """What one reader did. cached: images that came from the page cache, None if that cannot be told."""
+
+    files: list[NDArray[np.uint8]]
+    images: int
+    bytes: int
+    cached: int | None
+    unreadable: int
+
+
+def disk_rates(spec: SourceSpec, *, readers: Sequence[int]) -> tuple[tuple[DiskRate, ...], list[NDArray[np.uint8]]]:
+    """Read images of a local source in random order, by so many threads at once, other images for each number.
+
+    Their pages are dropped from the page cache first, as far as the system does that.
+
+    Returns:
+        A rate for each number of readers, and the bytes of some of the images, uint8 [n].
+
+    Raises:
+        SourceError: there is nothing to read, or the storage does not answer.
+    """
+    [extents] = at_once([partial(find_images, spec, limit=_MOST_IMAGES)], spec.where)
+    rates, files = [], []
+    for number, count in enumerate(readers):
+        portion = extents[number :: len(readers)]
+        shares = [share for i in range(count) if (share := portion[i::count])]
+        if not shares:
+            break
+        deadline = time.perf_counter() + _DROP_SECONDS
+        shares = at_once([partial(_dropped, share, deadline) for share in shares], spec.where)
+        start = time.perf_counter()
+        deadline = start + _READ_SECONDS
+        keep = _KEPT_IMAGES // len(shares) + 1, _KEPT_BYTES // len(shares)
+        done = at_once([partial(_read, share, deadline, keep) for share in shares], spec.where)
+        seconds = time.perf_counter() - start
+        cached = [part.cached for part in done if part.cached is not None]
+        files += [file for part in done for file in part.files]
+        rates.append(
+            DiskRate(
+                filesystem=filesystem_of(extents[0].path),
+                readers=count,
+                images=sum(part.images for part in done),
+                images_per_s=sum(part.images for part in done) / seconds,
+                bytes_per_s=sum(part.bytes for part in done) / seconds,
+                cached=sum(cached) if len(cached) == len(done) else None,
+                unreadable=sum(part.unreadable for part in done),
+            )
+        )
+    return tuple(rates), files[:_KEPT_IMAGES]
+
+
+def find_images(spec: SourceSpec, *, limit: int, seconds: float = _SEARCH_SECONDS) -> list[Extent]:
+    """Images of a local source in random order, the same in each call, without a look at all of it.
+
+    A folder may also be flat, or hold tar shards. The search ends after `seconds`.
+
+    Raises:
+        SourceError: there are none, or they cannot be listed.
+    """
+    deadline, chance = time.monotonic() + seconds, random.Random(0)
+    try:
+        if spec.listing is not None:
+            source = open_source(spec)
+            found = [Extent(source.path(i)) for i in chance.sample(range(len(source)), min(limit, len(source)))]
+            source.close()
+        elif spec.tar is not None:
+            found = _in_shards(expand_braces(os.path.expanduser(spec.tar)), limit, deadline, chance)
+        else:
+            found = _in_folder(os.path.expanduser(str(spec.folder)), limit, deadline, chance)
+    except OSError as fault:
+        raise SourceError(f"{fault.filename}: {str(fault.strerror).lower()}; check the path") from fault
+    if not found:
+        raise SourceError(f"{spec.where}: holds no images; name a folder that does")
+    chance.shuffle(found)
+    return found
+
+
+def _in_folder(root: str, limit: int, deadline: float, chance: random.Random) -> list[Extent]:
+    waiting, shards = [root], list[str]()
+    images: list[Extent] = []
+    while waiting and len(images) < limit and time.monotonic() < deadline:
+        with os.scandir(waiting.pop(chance.randrange(len(waiting)))) as entries:
+            for entry in islice(entries, limit):
+                if entry.is_dir():
+                    waiting.append(entry.path)
+                elif entry.name.lower().endswith(EXTENSIONS):
+                    images.append(Extent(entry.path))
+                elif entry.name.endswith(".tar"):
+                    shards.append(entry.path)
+    return images or _in_shards(shards, limit, deadline, chance)
+
+
+def _in_shards(shards: Sequence[str], limit: int, deadline: float, chance: random.Random) -> list[Extent]:
+    images: list[Extent] = []
+    for path in chance.sample(shards, len(shards)):
+        try:
+            with tarfile.open(path, "r:") as shard:
+                for member in shard:
+                    if member.isreg() and member.name.lower().endswith(IMAGE_EXTENSIONS):
+                        images.append(Extent(path, member.offset_data, member.size))
+                    if len(images) == limit or time.monotonic() > deadline:
+                        return images
+        except tarfile.TarError as fault:
+            raise SourceError(f"{path}: not a tar file ({fault}); check what it is") from fault
+    return images
+
+
+def _dropped(extents: Sequence[Extent], deadline: float) -> list[Extent]:
+    """Ask the system to forget what these files hold, until the deadline; those of which that was asked.
+
+    It keeps what others have mapped, what is yet to be written, and files that are in memory.
+    """
+    asked: set[str] = set()
+    for number, extent in enumerate(extents):
+        if time.perf_counter() > deadline:
+            return list(extents[:number])
+        if extent.path in asked:
+            continue
+        asked.add(extent.path)
+        try:
+            descriptor = os.open(extent.path, _READ_ONLY)
+        except OSError:
+            continue  # counted when it is read
+        try:
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(descriptor)
+    return list(extents)
+
+
+def _read(extents: Sequence[Extent], deadline: float, keep: tuple[int, int]) -> _Read:
+    """Read until the deadline; give back the first images, as many and as many bytes as `keep` says."""
+    files: list[NDArray[np.uint8]] = []
+    images = total = cached = unreadable = 0
+    told, room = True, keep[1]
+    buffer = memoryview(bytearray(1 << 20))
+    for path, start, size in extents:
+        if time.perf_counter() > deadline:
+            break
+        try:
+            descriptor = os.open(path, _READ_ONLY)
+            try:
+                size = os.fstat(descriptor).st_size if size is None else size
+                if size > len(buffer):
+                    buffer = memoryview(bytearray(2 * size))
+                ready = _read_cached(descriptor, buffer[:size], start)
+                got = ready or 0
+                while got < size and (more := os.preadv(descriptor, [buffer[got:size]], start + got)):
+                    got += more
+            finally:
+                os.close(descriptor)
+        except OSError:
+            unreadable += 1
+            continue
+        images, total = images + 1, total + got
+        told = told and ready is not None
+        cached += ready == size
+        if len(files) < keep[0] and got <= room:
+            room -= got
+            files.append(np.frombuffer(bytes(buffer[:got]), np.uint8))
+    return _Read(files, images, total, cached if told else None, unreadable)
+
+
+def _read_cached(descriptor: int, buffer: memoryview, start: int) -> int | None:
+    """Read what is in the page cache: how many bytes; None if the file system does not tell."""
+    try:
+        return os.preadv(descriptor, [buffer], start, os.RWF_NOWAIT)
+    except BlockingIOError:
+        return 0
+    except OSError as fault:
+        if fault.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+            raise
+        return None
+
+
+def filesystem_of(path: str, mounts: str = "/proc/self/mountinfo") -> str:
+    """The kind of file system that a path is on: `ext4`, `nfs4`, `tmpfs`. Source of the format: proc(5)."""
+    path, best, kind = os.path.realpath(path), "", "unknown"
+    with open(mounts, encoding="utf-8") as file:
+        for line in file:
+            mount, _, rest = line.partition(" - ")
+            point = mount.split()[4].replace(r"\040", " ")
+            if len(point) >= len(best) and os.path.join(path, "").startswith(os.path.join(point, "")):
+                best, kind = point, rest.split()[0]
+    return kind
+
+
+# --- the decoders -----------------------------------------------------------------------------------------------------
+
+
+class Encoded(NamedTuple):
+    """An encoded image, uint8 [n], whose header passed; without one it is bad."""
+
+    data: NDArray[np.uint8]
+    header: Header | None
+
+    @property
+    def for_engines(self) -> bool:
+        return self.header is not None and engine_sampling(self.data, self.header) is not None
+
+
+def probed(files: Sequence[NDArray[np.uint8]]) -> list[Encoded]:
+    """The files with their headers."""
+
+    def header(data: NDArray[np.uint8]) -> Header | None:
+        try:
+            return probe(data, orientation=True)
+        except BadSampleError:
+            return None
+
+    return [Encoded(data, header(data)) for data in files]
+
+
+def photographs(count: int = 32) -> list[NDArray[np.uint8]]:
+    """JPEGs of 500x375 pixels, 4:2:0, with as much detail as photographs have: about 60 kB each."""
+    files = []
+    for seed in range(count):
+        noise = np.random.default_rng(seed)
+        image = 128 + noise.normal(0, 6, (375, 500, 3))
+        for octave in range(1, 9):
+            coarse = noise.normal(0, 60 / 1.5**octave, (3 * 2**octave // 4, 2**octave, 3))
+            image += cv2.resize(coarse, (500, 375), interpolation=cv2.INTER_CUBIC)
+        levels = np.clip(image, 0, 255).astype(np.uint8)
+        files.append(cv2.imencode(".jpg", levels, [cv2.IMWRITE_JPEG_QUALITY, 90])[1])
+    return files
+
+
+def cpu_decoders() -> CpuDecoders:
+    """The libraries that decode on the cores."""
+    library = find_libjpeg_turbo()
+    return CpuDecoders(libjpeg_turbo=library.version if library else None, opencv=cv2.__version__)
+
+
+def core_rates(images: Sequence[Encoded], *, threads: Sequence[int]) -> tuple[tuple[DecodeRate, ...], int]:
+    """Decode the images over and over, by so many threads at once.
+
+    Returns:
+        A rate for each number of threads, and how many of the images are bad.
+    """
+    good = [(image.data, image.header) for image in images if image.header is not None]
+    bad: set[int] = set()
+
+    def decode(first: int, deadline: float) -> int:
+        decoder, decoded = CpuDecoder("rgb"), 0
+        for i in islice(cycle(range(len(good))), first, None):
+            if time.perf_counter() > deadline or len(bad) == len(good):
+                break
+            try:
+                decoder.decode(*good[i])
+                decoded += 1
+            except BadSampleError:
+                bad.add(i)
+        return decoded
+
+    rates = []
+    for count in threads if good else ():
+        start, cpu_start = time.perf_counter(), time.process_time()
+        tasks = [partial(decode, i * len(good) // count, start + _DECODE_SECONDS) for i in range(count)]
+        decoded = sum(at_once(tasks, "decoding"))
+        seconds = time.perf_counter() - start
+        cores = (time.process_time() - cpu_start) / seconds
+        rates.append(DecodeRate(images_per_s=decoded / seconds, at_once=count, cores=cores))
+    return tuple(rates), len(images) - len(good) + len(bad)
+
+
+def jpeg_engines(images: Sequence[Encoded]) -> JpegEngines:
+    """Find libnvjpeg and decode on the current GPU, on its engines if it has any; without images only find it."""
+    from gpuflow.decode.nvjpeg import BACKENDS, find_library
+
+    try:
+        library = find_library()
+    except MissingExtra as error:
+        return JpegEngines(error=str(error))
+    found = JpegEngines(path=os.path.normpath(library.path), version=library.version)
+    batch = _engine_batch(images)
+    for backend in BACKENDS if batch else ():
+        try:
+            return replace(found, backend=backend, error=None, rate=_gpu_rate(batch, backend))
+        except RuntimeError as fault:  # of nvJPEG or CUDA, or the GPU's memory is taken
+            found = replace(found, error=str(fault).partition("\n")[0])
+    return found
+
+
+def _engine_batch(images: Sequence[Encoded]) -> list[tuple[NDArray[np.uint8], int, int]]:
+    """As many images, with height and width, as the loader gives the engines at a time; repeated if there are fewer."""
+    suited = [(image.data, image.header) for image in images if image.header is not None and image.for_engines]
+    batch, room = [], _DECODED_BYTES
+    for data, header in islice(cycle(suited), _ENGINE_BATCH):
+        room -= 3 * header.height * header.width + _ALIGN
+        if room < 0:
+            break
+        batch.append((data, header.height, header.width))
+    return batch
+
+
+def _gpu_rate(batch: Sequence[tuple[NDArray[np.uint8], int, int]], backend: str) -> DecodeRate:
+    """Decode one batch over and over, one call after the other. The only place that knows how nvJPEG is called."""
+    import torch
+
+    from gpuflow.decode.nvjpeg import Engines, find_library
+
+    lengths = np.array([data.size for data, _, _ in batch], np.uint64)
+    starts = np.cumsum(lengths) - lengths
+    pinned = torch.empty(int(lengths.sum()), dtype=torch.uint8, pin_memory=True)
+    np.concatenate([data for data, _, _ in batch], out=pinned.numpy())
+    rows = np.array([(height, 3 * width) for _, height, width in batch], np.uint64)
+    sizes = (rows[:, 0] * rows[:, 1] + np.uint64(_ALIGN - 1)) // np.uint64(_ALIGN) * np.uint64(_ALIGN)
+    pixels = torch.empty(int(sizes.sum()), dtype=torch.uint8, device="cuda")
+    images = np.zeros((len(batch), 8), np.uint64)
+    images[:, 0], images[:, 4] = np.uint64(pixels.data_ptr()) + np.cumsum(sizes) - sizes, rows[:, 1]
+    addresses = np.uint64(pinned.data_ptr()) + starts
+    engines, stream = Engines(find_library(), "rgb", backend), torch.cuda.current_stream()
+
+    def decode() -> int:
+        engines.decode(addresses, lengths, images, stream.cuda_stream)
+        torch.cuda.synchronize()
+        return len(batch)
+
+    for _ in range(3):
+        decode()
+    decoded, start = 0, time.perf_counter()
+    while (seconds := time.perf_counter() - start) < _DECODE_SECONDS:
+        decoded += decode()
+    return DecodeRate(images_per_s=decoded / seconds, at_once=len(batch))
+
+
+def data(images: Sequence[Encoded], *, bad: int, where: str | None) -> Data:
+    """The images in figures."""
+    headers = [image.header for image in images if image.header is not None]
+    by_area = sorted((header.width * header.height, header.width, header.height) for header in headers)
+    _, width, height = by_area[len(by_area) // 2] if by_area else (0, 0, 0)
+    return Data(
+        where=where,
+        images=len(images),
+        mean_bytes=sum(image.data.size for image in images) / len(images),
+        width=width,
+        height=height,
+        bad=bad,
+        for_engines=sum(image.for_engines for image in images),
+    )
+
+
+def at_once(tasks: Sequence[Callable[[], T]], where: str, *, patience: float = _PATIENCE_SECONDS) -> list[T]:
+    """Run each task on a thread of its own.
+
+    Raises:
+        SourceError: one takes longer than `patience` seconds, as on a dead network mount.
+    """
+    pool = DaemonPool(len(tasks), "doctor")
+    deadline = time.monotonic() + patience
+    try:
+        futures = [pool.submit(task) for task in tasks]
+        return [future.result(max(0.0, deadline - time.monotonic())) for future in futures]
+    except TimeoutError as fault:
+        raise SourceError(f"{where}: no answer within {patience:g} s; check that the storage is there") from fault
+    finally:
+        pool.end(timeout=1.0)

@@ -1,0 +1,274 @@
+"""A checked configuration to a torchpipe graph: a value, as a dict and as TOML. torchpipe itself is not needed here.
+
+torchpipe schedules: instances of a node, dynamic batches, one node after the other. What runs in the nodes is gpuflow's
+own code (`nodes.py`), so that serving gives the pixels of validation bit for bit. A preset's operators are torchpipe's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from gpuflow.decode.preset import Preset, is_preset_on_gpu
+from gpuflow.errors import ConfigError, Problem
+from gpuflow.pipeline.program import Program, fold
+from gpuflow.pipeline.stage import Pipeline, Stage
+from gpuflow.pipeline.validate import trace
+
+if TYPE_CHECKING:
+    from gpuflow.config import Config, ModelSpec
+    from gpuflow.engines.plans import Platform
+
+__all__ = [
+    "DEFAULT_BATCH",
+    "MODEL",
+    "OURS",
+    "PREDICT",
+    "PREPROCESS",
+    "PRESET_OPERATORS",
+    "Graph",
+    "Node",
+    "chain",
+    "lower",
+    "preset_parameters",
+    "program_from_json",
+    "stages_to_json",
+    "to_toml",
+]
+
+PREPROCESS, MODEL, PREDICT = OURS = ("GpuflowPreprocess", "GpuflowModel", "GpuflowPredict")
+"""Under which names torchpipe knows gpuflow's nodes. The last one does what the first two do: on a GPU neither is long
+at work, and what they do in Python they would do by turns. As two nodes they split the requests into smaller batches,
+and each waits for the other."""
+DEFAULT_BATCH = 16
+_DEFAULT_TIMEOUT_MS = 2.0
+_GPU_INSTANCES = 2
+"""Instances that preprocess on a GPU for a model that torchpipe runs."""
+_PRESET_INSTANCES = 4
+"""Instances of torchpipe's GPU decoder at most. Each takes more than a second to be made, one after the other."""
+
+
+PRESET_OPERATORS = {
+    "torchpipe_cpu": "S[DecodeMat,ResizeMat,CvtColorMat,Mat2Tensor]",
+    "torchpipe_gpu": "S[DecodeTensor,(or)S[DecodeMat,Mat2Tensor],ResizeTensor,CvtColorTensor,SyncTensor]",
+}
+"""torchpipe's operators of each preset, in their order. All of a node's operators share its parameters."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Node:
+    """One node: its name within the graph, the node behind it, and torchpipe's parameters, all of them text."""
+
+    name: str
+    parameters: tuple[tuple[str, str], ...]
+    next: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Graph:
+    """A chain of nodes, or one. `origin`: the configuration's file. `preprocessing`: the fingerprint of its stages.
+    `preset`: whose operators the first node runs, if it is not gpuflow's own."""
+
+    nodes: tuple[Node, ...]
+    origin: str
+    preprocessing: str
+    preset: Preset | None = None
+
+    @property
+    def native(self) -> bool:
+        """Whether some node runs torchpipe's own operators."""
+        return any(dict(node.parameters)["backend"] not in OURS for node in self.nodes)
+
+    def as_dict(self, prefix: str = "") -> dict[str, dict[str, str]]:
+        """What torchpipe takes; a new dict each time, because torchpipe writes into it.
+
+        prefix: goes before the names of the nodes, which are global to a process and never freed.
+        """
+        return {
+            prefix + node.name: dict(node.parameters) | ({"next": prefix + node.next} if node.next is not None else {})
+            for node in self.nodes
+        }
+
+
+def lower(config: Config, *, device: str = "cpu") -> Graph:
+    """The graph of a configuration's block `serve`.
+
+    Args:
+        config: a checked configuration. Without `serve.model` the graph ends with the images.
+        device: where the model runs, `cpu` or `cuda`.
+
+    Raises:
+        ConfigError: there is no block `serve`; or torchpipe is to run a model (`via: torchpipe`) that it cannot.
+    """
+    from gpuflow.config.resources import serving_processes_of, threads_of
+
+    if config.serve is None:
+        raise ConfigError([Problem(f"{config.path}:", "has no block serve; add serve: {stages: ..., model: ...}")])
+    return chain(
+        config.programs["serve"],
+        config.serve.model,
+        origin=config.path,
+        threads=threads_of(config.run),
+        processes=serving_processes_of(config.run),
+        device=device,
+    )
+
+
+def chain(
+    program: Program,
+    model: ModelSpec | None,
+    *,
+    origin: str,
+    threads: int,
+    device: str,
+    platform: Platform | None = None,
+    gpu_decodes: bool = True,
+    processes: int = 0,
+) -> Graph:
+    """Preprocessing, then the model: two nodes, or one where the GPU does both or processes preprocess.
+
+    Args:
+        program: of the block `serve`. model: its `model`; None where there is none, or code says what it is.
+        origin: the configuration's file. threads: instances that preprocess. device: where the model runs.
+        platform: what an engine that torchpipe builds is tied to; without it the engine is not kept.
+        gpu_decodes: whether a GPU can, where the stages leave it to it. processes: that preprocess where it does not.
+    """
+    gpu_decodes = gpu_decodes and program.decoder.backend != "cpu" and not isinstance(program.decoder, Preset)
+    stages = stages_to_json(program.pipeline.stages)
+    if model is not None and model.via == "torchpipe":
+        if isinstance(program.decoder, Preset):
+            problem = "is torchpipe, which has no node for the stages behind a preset; use python"
+            raise ConfigError([Problem(f"{origin}: serve.model.via", problem)])
+        from gpuflow.engines.tensorrt import torchpipe_node
+
+        last = torchpipe_node(model, image=program.result, platform=platform)
+        # It takes images on the GPU, and has no place for requests that have failed before.
+        images = {"device": "cuda", "on_error": "raise"}
+        if gpu_decodes:
+            threads = min(threads, _GPU_INSTANCES)
+    else:
+        timeout_ms = _DEFAULT_TIMEOUT_MS if model is None else model.timeout_ms
+        last = {
+            "backend": MODEL,
+            "instance_num": str(1 if model is None else model.instances),
+            # torchpipe counts in whole milliseconds, and 0 turns its batches off.
+            "batching_timeout": str(max(1, math.ceil(timeout_ms))),
+            "batch": str(DEFAULT_BATCH if model is None else model.batch),
+            "device": device,
+            "stages": stages,
+        }
+        if model is not None:
+            last["model"] = model.model_dump_json(exclude_defaults=True)
+        on_gpu = device != "cpu" and gpu_decodes
+        if on_gpu or (processes and not isinstance(program.decoder, Preset)):
+            both = {**last, "backend": PREDICT, "on_error": "pass", "patience": str(math.ceil(timeout_ms))}
+            if not on_gpu:
+                both["processes"] = str(processes)
+            node = Node(name="serve", parameters=tuple(both.items()))
+            return Graph(nodes=(node,), origin=origin, preprocessing=program.pipeline.fingerprint)
+        images = {"device": "cpu", "on_error": "pass"}
+    if isinstance(program.decoder, Preset):
+        first = {"backend": PRESET_OPERATORS[program.decoder.name], **preset_parameters(program.decoder)}
+        if is_preset_on_gpu(program.decoder):
+            threads = min(threads, _PRESET_INSTANCES)
+    else:
+        first = {"backend": PREPROCESS, "batching_timeout": "1", **images, "stages": stages}
+    first["instance_num"] = str(threads)
+    return Graph(
+        nodes=(
+            Node(name="preprocess", next="model", parameters=tuple(first.items())),
+            Node(name="model", parameters=tuple(last.items())),
+        ),
+        origin=origin,
+        preprocessing=program.pipeline.fingerprint,
+        preset=program.decoder if isinstance(program.decoder, Preset) else None,
+    )
+
+
+def preset_parameters(preset: Preset) -> dict[str, str]:
+    """The parameters of a preset's node: torchpipe knows strings only."""
+    size = {"resize_h": str(preset.height), "resize_w": str(preset.width)}
+    return {"device": preset.device, "color": preset.color, **size}
+
+
+# --- stages as text ---------------------------------------------------------------------------------------------------
+
+
+def stages_to_json(stages: Sequence[Stage]) -> str:
+    """Every stage with every parameter, so that a graph needs no other file: `[["resize", {"shorter": 256, ...}]]`."""
+    fields = ({field.name: getattr(stage, field.name) for field in dataclasses.fields(stage)} for stage in stages)
+    names = (stage.stage_name for stage in stages)
+    return json.dumps(list(zip(names, fields, strict=True)), ensure_ascii=False)
+
+
+def program_from_json(text: str, stages: Mapping[str, type[Stage]]) -> Program:
+    """The opposite of `stages_to_json`, checked and folded.
+
+    Args:
+        stages: the vocabulary, name to class.
+
+    Raises:
+        ConfigError: an unknown stage, or stages that do not fit each other.
+    """
+    known = {**stages, Preset.stage_name: Preset}
+    made = []
+    for name, parameters in json.loads(text):
+        if name not in known:
+            problem = f"has the stage {name!r}, which is not known here; install the package that brings it"
+            raise ConfigError([Problem("the graph", problem)])
+        made.append(known[name](**{key: _tuples(value) for key, value in parameters.items()}))
+    pipeline = Pipeline("serve", tuple(made))
+    return fold(pipeline, trace(pipeline, serving=True))
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+
+
+# --- TOML -------------------------------------------------------------------------------------------------------------
+
+_HEADER = """\
+A torchpipe graph of {origin}, written by gpuflow {version}. Preprocessing {preprocessing}.
+
+Run it, with gpuflow[serve] installed:
+
+    import gpuflow.serve, torch, torchpipe
+
+    gpuflow.serve.register()
+    graph = torchpipe.pipe({file!r})
+    request = {{"data": open("photo.jpg", "rb").read()}}
+    graph(request)
+    print(request["error"] if "error" in request else torch.from_dlpack(request["result"]))
+
+Open this file once in a process: torchpipe never frees the names of nodes. Then call the graph from any thread; what
+threads ask for at the same time becomes one batch. A relative model file is looked for from the working directory.
+"""
+
+
+def to_toml(graph: Graph, *, file: str) -> str:
+    """A graph as torchpipe reads it, with a header that says how to run it. `file`: where the text will be."""
+    from gpuflow.version import __version__
+
+    header = _HEADER.format(
+        origin=graph.origin, version=__version__, preprocessing=graph.preprocessing, file=file
+    ).splitlines()
+    lines = [f"# {line}".rstrip() for line in header]
+    for name, parameters in graph.as_dict().items():
+        lines += ["", f"[{name}]", *(f"{_key(key)} = {_string(value)}" for key, value in parameters.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _key(text: str) -> str:
+    return text if re.fullmatch(r"[A-Za-z0-9_-]+", text) else _string(text)
+
+
+def _string(text: str) -> str:
+    """A TOML string, literal if it can be. The escapes of JSON are TOML's too, but JSON leaves DEL as it is."""
+    if text.isprintable() and "'" not in text and '"' in text:
+        return f"'{text}'"
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")

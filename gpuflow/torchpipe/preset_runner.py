@@ -1,0 +1,130 @@
+"""A preset that runs on a GPU, in training: the images of the serving graph itself, then what training draws."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from gpuflow.errors import BadSampleError, LoaderTimeout
+from gpuflow.execute.device_stream import Delivery, slots_on
+from gpuflow.pipeline.program import Program, Sample, Sampling, fold
+from gpuflow.pipeline.stage import Geometry, Keys, Pipeline
+from gpuflow.pipeline.validate import trace
+from gpuflow.sources import Payload
+from gpuflow.torchpipe.graph import chain
+from gpuflow.torchpipe.running_graph import RunningGraph
+
+__all__ = ["PresetRunner"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """images: of each sample, [C, H, W] as a served model gets it, or why it is bad. draws: what picks its pixels."""
+
+    images: Sequence[torch.Tensor | BadSampleError]
+    draws: Sequence[Sampling]
+
+
+class PresetRunner:
+    """Runs a program that begins with a preset, as `gpu.GpuRunner` runs others. Any thread may call any method.
+
+    Crops and flips come behind the pointwise stages here: these are modules in the graph, and mind no pixel's place.
+
+    Args:
+        program: its stages pass `Preset.refuses`. delivery: to the device that the preset's operators run on.
+        origin: the configuration's file. threads: instances of the operators. timeout_seconds: for any one image.
+
+    Raises:
+        MissingExtra: torchpipe is not installed. PredictorError: it does not take the operators.
+    """
+
+    prescan = None
+
+    def __init__(
+        self, program: Program, delivery: Delivery, *, origin: str, threads: int, timeout_seconds: float
+    ) -> None:
+        self._program, self._delivery, self._timeout = program, delivery, timeout_seconds
+        served = tuple(stage for stage in program.pipeline.stages if not isinstance(stage, Geometry))
+        pipeline = Pipeline(program.pipeline.name, served)
+        graph = fold(pipeline, trace(pipeline))
+        self._graph = RunningGraph(chain(graph, None, origin=origin, threads=threads, device=delivery.device.type))
+        self._moves = [step for step in program.steps if isinstance(step, Sample)]
+        self._lock = threading.Lock()
+        self.engine_images, self.cpu_images = 0, 0
+        """torchpipe does not say which images its operators for the CPU stood in for; all count as the GPU's."""
+
+    def check(self) -> None:
+        """Have torchpipe's operators decode gpuflow's own test image. Raises DecoderError where that fails."""
+        self._graph.check()
+
+    def hurry(self, on: bool) -> None:
+        """Nothing waits here."""
+
+    def prepare(self, payload: Payload, keys: Keys, indices: Sequence[int] | None = None) -> _Prepared:
+        """Everything but the moves; waits for it."""
+        waiting: list[Future[torch.Tensor] | BadSampleError] = [
+            BadSampleError("read", error)
+            if (error := payload.errors[i]) is not None
+            else self._graph.submit(payload.sample(i).tobytes(), wrap=_finished, wants_image=True)
+            for i in range(len(payload))
+        ]
+        height, width, _ = self._program.specs[1].shape
+        assert height is not None and width is not None
+        sizes = np.full(len(payload), height), np.full(len(payload), width)
+        draws = []
+        for step in self._moves:
+            draws.append(step.draw(keys, *sizes))
+            sizes = draws[-1].box[:, 2], draws[-1].box[:, 3]
+        images = [self._image(one) for one in waiting]
+        with self._lock:
+            self.engine_images += sum(isinstance(image, torch.Tensor) for image in images)
+        return _Prepared(images, draws)
+
+    def _image(self, waiting: Future[torch.Tensor] | BadSampleError) -> torch.Tensor | BadSampleError:
+        if isinstance(waiting, BadSampleError):
+            return waiting
+        try:
+            return waiting.result(self._timeout)
+        except BadSampleError as fault:
+            return fault
+        except TimeoutError:
+            raise LoaderTimeout(
+                f"torchpipe gave no image within run.timeout_s = {self._timeout:g} s; raise that if it is too short"
+            ) from None
+
+    def slots(self, count: int) -> torch.Tensor:
+        """Memory on the device for so many results: [count, C, H, W] in the result's dtype and memory format."""
+        return slots_on(self._delivery, count, self._program.result)
+
+    def launch(self, chunk: _Prepared, slots: torch.Tensor) -> list[BadSampleError | None]:
+        """Queue the moves, into the slots [N, C, H, W]; returns for each sample None, or why it is bad."""
+        with self._delivery.queued():
+            for i, image in enumerate(chunk.images):
+                if isinstance(image, BadSampleError):
+                    continue
+                if image.is_cuda:
+                    image.record_stream(torch.cuda.current_stream(image.device))
+                for draw in chunk.draws:
+                    image = _moved(image, draw, i)
+                slots[i].copy_(image)
+        return [image if isinstance(image, BadSampleError) else None for image in chunk.images]
+
+
+def _finished(image: torch.Tensor) -> torch.Tensor:
+    """The image once the GPU is through with it: whoever gets it works on a stream of its own."""
+    if image.is_cuda:
+        torch.cuda.current_stream(image.device).synchronize()
+    return image
+
+
+def _moved(image: torch.Tensor, sampling: Sampling, i: int) -> torch.Tensor:
+    """Sample i's crop and flips of an image [C, H, W]; nothing is resampled."""
+    y, x, height, width = sampling.box[i].tolist()
+    dims = [dim for dim, flip in zip((1, 2), sampling.flips[i].tolist(), strict=True) if flip]
+    cropped = image[:, y : y + height, x : x + width]
+    return cropped.flip(dims) if dims else cropped

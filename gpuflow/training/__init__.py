@@ -1,0 +1,3 @@
+"""`gpuflow train`."""
+
+__all__: list[str] = []

@@ -1,0 +1,301 @@
+"""`gpuflow train`: a torchvision classification model on a loader's batches, with checkpoints that can be resumed."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from gpuflow.config import Config
+from gpuflow.errors import ConfigError, LoaderError, Problem, StateError, did_you_mean
+from gpuflow.loader.assemble import build_loader, open_whole
+from gpuflow.loader.sampler import Steps
+from gpuflow.pipeline.rng import key64
+from gpuflow.runtime.ranks import Group, Ranks, process_group
+
+__all__ = ["Accuracy", "Trainer", "TrainerEvents"]
+
+_CHECKPOINT_VERSION = 1
+_READ_SECONDS = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Accuracy:
+    """Of one pass over a pipeline, all ranks together: mean loss, share of correct predictions, images a second."""
+
+    loss: float
+    accuracy: float
+    images_per_s: float
+
+
+class TrainerEvents:
+    """What a trainer tells while it runs; this one keeps quiet. The command line shows a progress bar."""
+
+    def begin_pass(self, name: str, epoch: int, steps: int) -> None: ...
+
+    def step(self, loss: float, images_per_s: float) -> None: ...
+
+    def end_pass(self, name: str, epoch: int, result: Accuracy) -> None: ...
+
+
+class Trainer:
+    """Trains what `train:` names on the pipeline `train`, validates on `val` where there is one.
+
+    SGD with momentum 0.9, learning rate warmed up over the first 5% of the steps and then on a cosine. On the CPU a run
+    that is interrupted at any step and resumed ends with the same weights as one that is not.
+
+    Several processes train one model: each takes its rank's batches and their gradients are averaged. A checkpoint is
+    written by rank 0, read by all, and the same on any number of ranks.
+
+    Args:
+        config: a checked configuration. device: where to train; by default a GPU if torch sees one.
+        resume: go on from `<train.out>/last.pt`.
+        ranks: this process among those that train together; by default it is alone.
+
+    Raises:
+        ConfigError, SourceError, StateError, LoaderError: what is asked for cannot be trained or resumed.
+    """
+
+    def __init__(
+        self, config: Config, *, device: str | None = None, resume: bool = False, ranks: Ranks | None = None
+    ) -> None:
+        self._config, self._spec, self._ranks = config, config.train, ranks or Ranks()
+        self.device = _device(device, self._ranks)
+        self.checkpoint = Path(self._spec.out) / "last.pt"
+        whole = open_whole(config)
+        loaders = {
+            name: build_loader(
+                config,
+                name,
+                rank=self._ranks.rank,
+                world_size=self._ranks.world_size,
+                device=self.device,
+                whole=whole,
+            )
+            for name in ("train", "val")
+            if name == "train" or name in config.pipelines
+        }
+        self.train_loader, self.val_loader = loaders["train"], loaders.get("val")
+        classes = self.train_loader.classes
+        torch.manual_seed(config.source.seed)
+        self.model: nn.Module = _model(config, len(classes)).to(self.device)
+        self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self._optimizer = torch.optim.SGD(
+            self.model.parameters(), lr=self._spec.lr, momentum=0.9, weight_decay=self._spec.weight_decay, nesterov=True
+        )
+        self._steps_in_all = self._spec.epochs * len(self.train_loader)
+        self.step, self.epoch = 0, 0
+        self.preprocessing = (self.val_loader or self.train_loader).preprocessing
+        if resume:
+            self._resume()
+
+    def run(self, events: TrainerEvents, *, max_steps: int | None = None) -> Accuracy | None:
+        """Train to the end, or for `max_steps` steps; checkpoint after each epoch and at the end.
+
+        Returns:
+            The last validation's result, or None where there was none.
+
+        Raises:
+            GpuflowError: another rank ended, or did not come within twice `run.timeout_s`, so that a rank whose
+                loader stalls says so first.
+        """
+        last_step = min(self._steps_in_all, self.step + max_steps if max_steps is not None else self._steps_in_all)
+        timeout = 2 * self._config.run.timeout_s
+        result = None
+        with self._closing(), process_group(self._ranks, self.device, timeout_seconds=timeout) as group:
+            replica = group.replicate(self.model)
+            while self.step < last_step:
+                whole = self._train_epoch(replica, group, events, last_step)
+                if self._ranks.rank == 0:
+                    self.save()
+                group.wait()
+                if whole and self.val_loader is not None:
+                    result = self._validate(group, events)
+        return result
+
+    @contextmanager
+    def _closing(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            for loader in (self.train_loader, self.val_loader):
+                if loader is not None:
+                    loader.close()
+
+    def _train_epoch(self, replica: nn.Module, group: Group, events: TrainerEvents, last_step: int) -> bool:
+        """Train until the epoch ends or `last_step` is reached; returns whether the epoch ended."""
+        loader = self.train_loader
+        self.epoch = loader.state_dict()["epoch"]
+        replica.train()
+        tally = _Tally(self.device, self._ranks.world_size)
+        events.begin_pass("train", self.epoch, min((self.epoch + 1) * len(loader), last_step) - self.step)
+        for images, labels in loader:
+            for parameters in self._optimizer.param_groups:
+                parameters["lr"] = self._learning_rate()
+            self._seed_step()
+            logits = replica(images)
+            loss = F.cross_entropy(logits, labels)
+            self._optimizer.zero_grad(set_to_none=True)
+            loss.backward()  # type: ignore[no-untyped-call]
+            self._optimizer.step()
+            self.step += 1
+            tally.add(loss.detach() * len(labels), (logits.argmax(dim=1) == labels).sum(), len(labels))
+            events.step(*tally.so_far())
+            if self.step >= last_step:
+                break
+        events.end_pass("train", self.epoch, tally.result(group))
+        return bool(loader.state_dict()["epoch"] != self.epoch)
+
+    @torch.no_grad()
+    def _validate(self, group: Group, events: TrainerEvents) -> Accuracy:
+        """Every sample counts once, also where ranks wrap around to fill their last step."""
+        assert self.val_loader is not None
+        group.share(self.model.buffers())  # each rank has batch statistics of its own; rank 0's are in the checkpoint
+        self.model.eval()
+        tally = _Tally(self.device, self._ranks.world_size)
+        events.begin_pass("val", self.epoch, len(self.val_loader))
+        for batch in self.val_loader:
+            images, labels = batch
+            logits = self.model(images)
+            losses = F.cross_entropy(logits, labels, reduction="none").where(batch.valid, 0)
+            tally.add(losses.sum(), ((logits.argmax(dim=1) == labels) & batch.valid).sum(), batch.valid.sum())
+            events.step(*tally.so_far())
+        result = tally.result(group)
+        events.end_pass("val", self.epoch, result)
+        return result
+
+    def _learning_rate(self) -> float:
+        warm = max(1, round(0.05 * self._steps_in_all))
+        if self.step < warm:
+            return self._spec.lr * (self.step + 1) / warm
+        done = (self.step - warm) / max(1, self._steps_in_all - warm)
+        return self._spec.lr * 0.5 * (1 + math.cos(math.pi * done))
+
+    def _seed_step(self) -> None:
+        """Let what a model draws, such as dropout, depend on the step and rank alone, not on what came before."""
+        torch.manual_seed(key64("step", self._config.source.seed, self.step, self._ranks.rank))
+
+    # --- checkpoints ------------------------------------------------------------------------------------------------
+
+    def save(self) -> Path:
+        """Write `last.pt`, whole or not at all: weights, optimizer, the loader's state, the preprocessing's hash."""
+        state = {
+            "version": _CHECKPOINT_VERSION,
+            "arch": self._spec.model,
+            "classes": list(self.train_loader.classes),
+            "model": self.model.state_dict(),
+            "optimizer": self._optimizer.state_dict(),
+            "loader": self.train_loader.state_dict(),
+            "step": self.step,
+            "preprocessing": self.preprocessing,
+            "stages": list(self._config.programs["val" if self.val_loader else "train"].pipeline.lines),
+            "train_preprocessing": self.train_loader.preprocessing,
+        }
+        self.checkpoint.parent.mkdir(parents=True, exist_ok=True)
+        partial = self.checkpoint.with_suffix(".pt.partial")
+        torch.save(state, partial)
+        partial.replace(self.checkpoint)
+        return self.checkpoint
+
+    def _resume(self) -> None:
+        try:
+            state: dict[str, Any] = torch.load(self.checkpoint, map_location=self.device, weights_only=True)
+        except FileNotFoundError:
+            raise StateError(f"{self.checkpoint}: no checkpoint to resume; train without --resume first") from None
+        for key, ours in (("arch", self._spec.model), ("classes", list(self.train_loader.classes))):
+            if state[key] != ours:
+                raise StateError(
+                    f"{self.checkpoint}: was trained with {key} {state[key]}, the configuration says {ours}; "
+                    "restore the configuration or set another train.out"
+                )
+        if state["preprocessing"] != self.preprocessing:
+            raise StateError(
+                f"{self.checkpoint}: was trained with preprocessing {state['preprocessing']}, the configuration's is "
+                f"{self.preprocessing}; restore the stages or set another train.out"
+            )
+        self.model.load_state_dict(state["model"])
+        self._optimizer.load_state_dict(state["optimizer"])
+        self.train_loader.load_state_dict(state["loader"])
+        self.step = self._steps_done()
+
+    def _steps_done(self) -> int:
+        """Where the training stands, in steps of as many ranks as there are now."""
+        loader, stand = self.train_loader, self.train_loader.state_dict()
+        left = len(
+            Steps(
+                size=len(loader.dataset),
+                batch_size=loader.batch_size,
+                world_size=self._ranks.world_size,
+                drop_last=self._config.pipelines["train"].batch.drop_last,
+                start=stand["position"],
+            )
+        )
+        if left == 0:  # what other ranks left of the epoch fills no step of these
+            loader.set_epoch(stand["epoch"] + 1)
+        return int((stand["epoch"] + 1) * len(loader) - left)
+
+
+class _Tally:
+    """Sums over the batches of a pass. They are kept on the device, because reading them waits for all its work.
+
+    Args:
+        device: where the batches are. world_size: how many ranks make the same pass.
+    """
+
+    def __init__(self, device: torch.device, world_size: int) -> None:
+        self._sums = torch.zeros(3, dtype=torch.float64, device=device)
+        self._world_size, self._start = world_size, time.perf_counter()
+        self._so_far, self._next_read = (0.0, 0.0), self._start
+
+    def add(self, loss: torch.Tensor, correct: torch.Tensor, images: torch.Tensor | int) -> None:
+        """Of one batch: the sum of its losses, correct predictions, images."""
+        for i, value in enumerate((loss, correct, images)):
+            self._sums[i].add_(value)
+
+    def so_far(self) -> tuple[float, float]:
+        """This rank's mean loss, and images a second of all ranks; half a second old at most."""
+        if (now := time.perf_counter()) >= self._next_read:
+            loss, _, images = self._sums.tolist()
+            self._so_far = loss / max(1, images), self._world_size * images / (time.perf_counter() - self._start)
+            self._next_read = now + _READ_SECONDS
+        return self._so_far
+
+    def result(self, group: Group) -> Accuracy:
+        """Of all ranks together."""
+        group.sum(self._sums)
+        loss, correct, images = self._sums.tolist()
+        return Accuracy(loss / max(1, images), correct / max(1, images), images / (time.perf_counter() - self._start))
+
+
+def _device(device: str | None, ranks: Ranks) -> torch.device:
+    """Where this process trains; from here on it touches no other GPU."""
+    asked = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if ranks.world_size > 1 and asked.type == "cuda" and asked.index not in (None, ranks.local_rank):
+        raise LoaderError(
+            f"--device must leave the GPU to LOCAL_RANK where {ranks.world_size} ranks train, got {str(asked)!r}; "
+            "use --device cuda"
+        )
+    target = ranks.device(asked)
+    if target.type == "cuda" and target.index is not None:
+        torch.cuda.set_device(target)
+    return target
+
+
+def _model(config: Config, classes: int) -> nn.Module:
+    from torchvision import models
+
+    known = models.list_models(module=models)
+    name = config.train.model
+    if name not in known:
+        problem = Problem(f"{config.path}: train.model", f"is not a torchvision classification model, got {name!r}")
+        raise ConfigError([Problem(problem.place, problem.message + did_you_mean(name, known))])
+    build: Callable[..., nn.Module] = models.get_model_builder(name)
+    return build(weights=None, num_classes=classes)

@@ -1,0 +1,31 @@
+"""Which stages there are: gpuflow's own and those of other packages."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from typing import TYPE_CHECKING
+
+from gpuflow.errors import GpuflowError
+
+if TYPE_CHECKING:
+    from gpuflow.pipeline.stage import Stage
+
+__all__ = ["stage_table"]
+
+
+def stage_table() -> dict[str, type[Stage]]:
+    """The vocabulary: gpuflow's own stages, then what other packages offer as entry points `gpuflow.stages`.
+
+    Raises:
+        GpuflowError: two packages offer a stage of the same name.
+    """
+    from gpuflow.stages import STAGES
+
+    table = dict(STAGES)
+    for entry in importlib.metadata.entry_points(group="gpuflow.stages"):
+        if entry.name in table:
+            raise GpuflowError(
+                f"stage {entry.name!r} of {entry.value} is already known; rename it or uninstall its package"
+            )
+        table[entry.name] = entry.load()
+    return table

@@ -1,0 +1,142 @@
+"""A chunk's headers at once against `probe`, file by file: on every kind of file, whole, cut and damaged."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from itertools import accumulate
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from gpuflow.decode.chunk_headers import read_headers
+from gpuflow.decode.codecs import MAX_SCANS, CpuDecoder, Header, engine_sampling, probe
+from gpuflow.decode.header_scan import _FEW
+from gpuflow.errors import BadSampleError
+from gpuflow.sources import Payload
+from tests import damaged, images
+
+MAX_PIXELS = 40_000
+
+
+def payload(files: Sequence[bytes], errors: Sequence[str | None] = ()) -> Payload:
+    """The files back to back, with rubbish behind the last."""
+    sizes = [len(data) for data in files]
+    buffer = np.frombuffer(b"".join(files) + b"\xff\xd8" * 40, np.uint8)
+    offsets = [0, *accumulate(sizes)][:-1]
+    return Payload(buffer=buffer, offsets=offsets, sizes=sizes, errors=errors or [None] * len(files))
+
+
+def expected(data: bytes, orientation: bool) -> Header | str:
+    try:
+        return probe(np.frombuffer(data, np.uint8), max_pixels=MAX_PIXELS, orientation=orientation)
+    except BadSampleError as fault:
+        return fault.reason
+
+
+def assert_as_probe(files: Sequence[bytes], orientation: bool) -> int:
+    """Returns how many are for the engines."""
+    headers = read_headers(payload(files), max_pixels=MAX_PIXELS, max_scans=MAX_SCANS, orientation=orientation)
+    for i, data in enumerate(files):
+        match expected(data, orientation):
+            case str(reason):
+                fault = headers.faults[i]
+                assert fault is not None and fault.reason == reason, (i, headers.faults[i])
+                assert not headers.engine[i]
+            case header:
+                assert headers.faults[i] is None, (i, headers.faults[i])
+                factors = engine_sampling(np.frombuffer(data, np.uint8), header)
+                assert headers.engine[i] == (factors is not None)
+                assert headers.sampling[i] == (factors or 0)
+                assert (i in headers.others) == (factors is None)
+                assert headers.sizes[i].tolist() == [header.height, header.width]
+    return int(headers.engine.sum())
+
+
+def kinds() -> list[bytes]:
+    """Files of every kind, sizes odd and even."""
+    found = []
+    for number, (height, width) in enumerate([(40, 60), (33, 51), (1, 1), (7, 5), (8, 200), (200, 201)]):
+        pixels = images.photo(height, width, seed=number)
+        found += [images.jpeg(pixels, sampling) for sampling in ("4:2:0", "4:2:2", "4:4:0", "4:4:4")]
+        found += [images.jpeg(pixels, progressive=True), images.png(pixels)]
+        found += [images.encode(Image.fromarray(pixels).convert(mode), "JPEG") for mode in ("L", "CMYK")]
+        exif = Image.Exif()
+        exif[0x0112] = 6
+        found.append(images.encode(Image.fromarray(pixels), "JPEG", exif=exif.tobytes()))
+        found.append(images.encode(Image.fromarray(pixels), "JPEG", comment=b"x" * 3000, optimize=True))
+        found.append(images.encode(Image.fromarray(pixels), "JPEG", keep_rgb=True))
+    return found
+
+
+@pytest.mark.parametrize("orientation", [False, True])
+def test_every_kind_is_read_as_probe_reads_it(orientation: bool) -> None:
+    assert assert_as_probe(kinds(), orientation) >= 20
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_damaged_files_are_read_as_probe_reads_them(seed: int) -> None:
+    rng = random.Random(seed)
+    files = []
+    for data in kinds():
+        damaged = bytearray(data)
+        for _ in range(rng.randint(0, 3)):
+            damaged[rng.randrange(min(len(damaged), 700))] = rng.choice(
+                [0, 0xFF, 0xD9, 0xDA, 0xC0, 0xEE, rng.randrange(256)]
+            )
+        files.append(bytes(damaged[: rng.choice([len(damaged), len(damaged), rng.randrange(len(damaged))])]))
+    assert_as_probe(files, orientation=bool(seed % 2))
+
+
+def narrow() -> list[bytes]:
+    """Every subsampling and gray, 1 to 6 pixels wide."""
+    sized = [images.photo(300, width, seed=width) for width in range(1, 7)]
+    colored = [images.jpeg(pixels, sampling) for pixels in sized for sampling in images.SUBSAMPLINGS]
+    return colored + [images.jpeg(pixels[..., 0]) for pixels in sized]
+
+
+@pytest.mark.parametrize("orientation", [False, True])
+def test_narrow_files_are_the_cpus_in_chunks_of_every_size(orientation: bool) -> None:
+    """Of two widths go to the engines: 4:4:4, 4:2:2, 4:2:0, 4:4:0 and gray."""
+    files = narrow()
+    assert len(files) > _FEW
+    assert assert_as_probe(files, orientation) == 2 * 5
+    assert sum(assert_as_probe(files[i : i + _FEW], orientation) for i in range(0, len(files), _FEW)) == 2 * 5
+
+
+def test_a_file_of_more_segments_than_usual_is_read_too() -> None:
+    data = images.jpeg(images.photo(40, 60, seed=0))
+    assert assert_as_probe([data[:2] + b"\xff\xfe\x00\x04ab" * 40 + data[2:]], orientation=False) == 1
+
+
+def test_unreadable_files_are_faults_of_reading() -> None:
+    data = images.jpeg(images.photo(40, 60, seed=0))
+    chunk = payload([data, b"", data], [None, "no such file", None])
+    headers = read_headers(chunk, max_pixels=MAX_PIXELS, max_scans=MAX_SCANS, orientation=False)
+    fault = headers.faults[1]
+    assert fault is not None and (fault.stage, fault.reason) == ("read", "no such file")
+    assert headers.engine.tolist() == [True, False, True]
+
+
+def test_what_the_engines_get_the_cpu_decodes_too(capfd: pytest.CaptureFixture[str]) -> None:
+    """Of one bit flipped in a header, in 20,000 ways: a file that libjpeg refuses does not go to the engines."""
+    rng, decoder = random.Random(0), CpuDecoder("rgb")
+    sound = [images.jpeg(images.photo(40, 56), sampling) for sampling in ("4:2:0", "4:4:4", "4:2:2")]
+    sound += [
+        images.jpeg(images.photo(40, 56)[..., 0]),
+        images.encode(images.photo(40, 56), "JPEG", restart_marker_rows=1),
+    ]
+    taken = 0
+    for _ in range(20_000):
+        data = rng.choice(sound)
+        noisy = images.as_array(damaged.flipped(data, 2, damaged.first(data, damaged.SCAN)[1], rng))
+        try:
+            header = probe(noisy, max_pixels=10**6)
+        except BadSampleError:
+            continue
+        if engine_sampling(noisy, header) is not None:
+            taken += 1
+            decoder.decode(noisy, header)
+    assert taken > 12_000
+    capfd.readouterr()  # the libraries' own complaints

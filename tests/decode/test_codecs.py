@@ -1,0 +1,460 @@
+"""Decoding on the CPU: every good kind gives OpenCV's and Pillow's pixels, every bad one says why."""
+
+from __future__ import annotations
+
+import io
+import re
+import struct
+from collections.abc import Iterator
+from typing import Any
+
+import cv2
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from PIL import Image, ImageOps
+
+from gpuflow.decode.codecs import CpuDecoder, Header, decoder_description, engine_sampling, probe
+from gpuflow.decode.libjpeg_turbo import find_library
+from gpuflow.errors import BadSampleError
+from tests.images import (
+    SUBSAMPLINGS,
+    as_array,
+    core_bmp,
+    encode,
+    interlaced_png,
+    jpeg,
+    patch_jpeg,
+    patch_png,
+    photo,
+    pillow,
+    png,
+    png_bytes,
+    segment,
+    tiny_jpeg,
+    with_orientation,
+)
+
+PIXELS = photo(37, 53)
+FLAGS = {"rgb": cv2.IMREAD_COLOR_RGB, "bgr": cv2.IMREAD_COLOR_BGR, "gray": cv2.IMREAD_GRAYSCALE}
+RGBA = np.dstack([PIXELS, PIXELS[..., 1]])
+
+GOOD: dict[str, bytes] = {
+    **{f"jpeg {name}": jpeg(PIXELS, name) for name in SUBSAMPLINGS},
+    **{f"jpeg {name}, progressive": jpeg(PIXELS, name, progressive=True) for name in SUBSAMPLINGS},
+    **{f"jpeg of {h}x{w}": jpeg(photo(h, w)) for h, w in ((1, 1), (1, 17), (17, 1), (2, 3), (8, 8), (16, 33))},
+    "jpeg of quality 1": jpeg(PIXELS, quality=1),
+    "jpeg, gray": jpeg(PIXELS[..., 0]),
+    "jpeg, gray, progressive": jpeg(PIXELS[..., 0], progressive=True),
+    "jpeg, CMYK": encode(Image.fromarray(PIXELS).convert("CMYK"), "JPEG"),
+    "jpeg, kept as RGB": encode(PIXELS, "JPEG", keep_rgb=True),
+    "jpeg, optimised, with restarts": encode(PIXELS, "JPEG", optimize=True, restart_marker_blocks=2),
+    "jpeg, comment and bytes behind the end": jpeg(PIXELS)[:2] + segment(0xFE, b"hello") + jpeg(PIXELS)[2:] + b"\0" * 9,
+    "jpeg, fill bytes between markers": jpeg(PIXELS)[:2] + b"\xff\xff\xff" + jpeg(PIXELS)[2:],
+    "jpeg, factors 2x1 all over": tiny_jpeg(53, 37, [(2, 1)] * 3),
+    "jpeg, factors 4x2": tiny_jpeg(53, 37, [(4, 2), (1, 1), (1, 1)]),
+    "png": png(PIXELS),
+    "png of 1x1": png(photo(1, 1)),
+    "png, gray": png(PIXELS[..., 0]),
+    "png, gray and alpha": encode(Image.fromarray(PIXELS).convert("LA"), "PNG"),
+    "png, alpha": encode(RGBA, "PNG"),
+    "png, palette": encode(Image.fromarray(PIXELS).quantize(40), "PNG"),
+    "png, palette with transparency": encode(Image.fromarray(PIXELS).quantize(40), "PNG", transparency=3),
+    "png of 1 bit": encode(Image.fromarray(PIXELS).convert("1"), "PNG"),
+    "png, interlaced": interlaced_png(PIXELS),
+    "webp": encode(PIXELS, "WEBP"),
+    "webp, lossless": encode(PIXELS, "WEBP", lossless=True),
+    "webp, alpha": encode(RGBA, "WEBP"),
+    "webp, extended": encode(PIXELS, "WEBP", exif=b"Exif\0\0II*\0\x08\0\0\0\0\0\0\0\0\0"),
+    "bmp": encode(PIXELS, "BMP"),
+    "bmp, gray": encode(PIXELS[..., 0], "BMP"),
+    "bmp of OS/2": core_bmp(PIXELS),
+}
+ALPHA = {name for name in GOOD if "alpha" in name or "transparency" in name}
+
+
+def decode(
+    data: bytes, color: str = "rgb", *, turbo: bool = True, orientation: bool = False, **options: Any
+) -> NDArray[np.uint8]:
+    header = probe(as_array(data), orientation=orientation)
+    decoder = CpuDecoder(color) if turbo else CpuDecoder(color, library=None)
+    image, (top, left) = decoder.decode(as_array(data), header, **options)
+    region = options.get("region")
+    if region is None:
+        assert (top, left) == (0, 0)
+        assert image.shape[:2] == header.upright_size
+    assert image.dtype == np.uint8
+    assert image.shape[2] == (1 if color == "gray" else 3)
+    return image
+
+
+def opencv(data: bytes, color: str) -> NDArray[Any]:
+    image: Any = cv2.imdecode(as_array(data), FLAGS[color] | cv2.IMREAD_IGNORE_ORIENTATION)
+    return np.asarray(image if image.ndim == 3 else image[..., None])
+
+
+# --- what is good ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", GOOD)
+@pytest.mark.parametrize("color", FLAGS)
+@pytest.mark.parametrize("turbo", [True, False], ids=["turbo", "opencv"])
+def test_pixels_are_opencvs(name: str, color: str, turbo: bool) -> None:
+    assert np.array_equal(decode(GOOD[name], color, turbo=turbo), opencv(GOOD[name], color))
+
+
+@pytest.mark.parametrize("name", sorted(GOOD.keys() - ALPHA))
+def test_pixels_are_pillows(name: str) -> None:
+    """CMYK is converted by other formulas, within one level."""
+    apart = decode(GOOD[name]).astype(int) - pillow(GOOD[name])
+    assert np.abs(apart).max() <= (1 if "CMYK" in name else 0)
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_headers(name: str) -> None:
+    header = probe(as_array(GOOD[name]))
+    with Image.open(io.BytesIO(GOOD[name])) as image:
+        assert (header.width, header.height) == image.size
+        assert header.format == ("bmp" if image.format == "DIB" else str(image.format).lower())
+        assert header.progressive == bool(image.info.get("progressive"))
+    assert header.orientation == 1
+    if header.format == "jpeg":
+        assert header.channels == len(image.getbands())
+
+
+def test_the_format_goes_by_content_for_a_name_is_never_seen() -> None:
+    assert [probe(as_array(GOOD[name])).format for name in ("jpeg 4:2:0", "png", "webp", "bmp")] == [
+        "jpeg",
+        "png",
+        "webp",
+        "bmp",
+    ]
+
+
+# --- orientation -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("color", ["rgb", "gray"])
+def test_orientation_is_applied_as_pillow_does(form: str, orientation: int, color: str) -> None:
+    data = with_orientation(PIXELS, form, orientation, **({"lossless": True} if form == "WEBP" else {}))
+    header = probe(as_array(data), orientation=True)
+    assert header.orientation == orientation
+    assert header.upright_size == ((53, 37) if orientation >= 5 else (37, 53))
+    if color == "rgb":
+        with Image.open(io.BytesIO(data)) as image:
+            upright = np.asarray(ImageOps.exif_transpose(image).convert("RGB"))
+        assert np.array_equal(decode(data, orientation=True), upright)
+    assert np.array_equal(decode(data, color), opencv(data, color))
+    upright = decode(data, color, orientation=True)
+    if orientation != 1:  # then the whole is decoded
+        assert np.array_equal(decode(data, color, orientation=True, region=(3, 5, 9, 11)), upright)
+
+
+def tiff(entry: bytes, order: str = "<", count: int = 1) -> bytes:
+    return struct.pack(order + "2sHIH", b"II" if order == "<" else b"MM", 42, 8, count) + entry
+
+
+@pytest.mark.parametrize(
+    ("block", "orientation"),
+    [
+        (tiff(struct.pack("<HHIHH", 0x0112, 3, 1, 6, 0)), 6),
+        (tiff(struct.pack(">HHIHH", 0x0112, 3, 1, 8, 0), ">"), 8),
+        (tiff(struct.pack("<HHII", 0x0100, 4, 1, 9) + struct.pack("<HHIHH", 0x0112, 3, 1, 3, 0), count=2), 3),
+        (tiff(struct.pack("<HHIHH", 0x0112, 3, 1, 9, 0)), 1),
+        (tiff(struct.pack("<HHIHH", 0x0112, 3, 1, 0, 0)), 1),
+        (tiff(struct.pack("<HHIHH", 0x0112, 2, 1, 6, 0)), 1),
+        (tiff(b"", count=9), 1),
+        (b"II*\0\xff\xff\xff\xff", 1),
+        (b"XX*\0\x08\0\0\0", 1),
+        (b"", 1),
+    ],
+)
+def test_exif_blocks(block: bytes, orientation: int) -> None:
+    data = jpeg(PIXELS)[:2] + segment(0xE1, b"Exif\0\0" + block) + jpeg(PIXELS)[2:]
+    assert probe(as_array(data), orientation=True).orientation == orientation
+    assert probe(as_array(data)).orientation == 1
+    body = encode(PIXELS, "WEBP")[12:]
+    head = b"VP8X" + struct.pack("<IB3x", 10, 0x08) + (52).to_bytes(3, "little") + (36).to_bytes(3, "little")
+    for prefix in (b"", b"Exif\0\0"):
+        exif = prefix + block
+        chunk = b"EXIF" + struct.pack("<I", len(exif)) + exif + b"\0" * (len(exif) % 2)
+        riff = b"WEBP" + head + body + chunk
+        webp = b"RIFF" + struct.pack("<I", len(riff)) + riff
+        assert probe(as_array(webp), orientation=True).orientation == orientation
+
+
+# --- regions ---------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=120)
+@given(name=st.sampled_from(sorted(GOOD)), color=st.sampled_from(sorted(FLAGS)), turbo=st.booleans(), data=st.data())
+def test_a_region_is_the_whole_images_crop(name: str, color: str, turbo: bool, data: st.DataObject) -> None:
+    whole = opencv(GOOD[name], color)
+    y, x = (data.draw(st.integers(0, side - 1)) for side in whole.shape[:2])
+    h, w = (data.draw(st.integers(1, side - at)) for side, at in zip(whole.shape[:2], (y, x), strict=True))
+    header = probe(as_array(GOOD[name]))
+    decoder = CpuDecoder(color) if turbo else CpuDecoder(color, library=None)
+    image, (top, left) = decoder.decode(as_array(GOOD[name]), header, (y, x, h, w))
+    assert np.array_equal(image[y - top : y - top + h, x - left : x - left + w], whole[y : y + h, x : x + w])
+
+
+@pytest.mark.skipif(find_library() is None, reason="no libjpeg-turbo 3 here: pip install 'gpuflow[turbo]'")
+def test_a_region_alone_is_decoded_where_that_is_worth_it() -> None:
+    box = (8, 9, 20, 21)
+    assert decode(GOOD["jpeg 4:2:0"], region=box).shape == (20, 21, 3)
+    for name in ("jpeg 4:2:0, progressive", "png", "jpeg, CMYK", "jpeg, factors 4x2"):
+        assert decode(GOOD[name], region=box).shape == (37, 53, 3)
+    assert decode(GOOD["jpeg 4:2:0"], region=(0, 0, 36, 52)).shape == (37, 53, 3)
+    assert decode(GOOD["jpeg 4:2:0"], turbo=False, region=box).shape == (37, 53, 3)
+
+
+def test_a_decoder_that_saw_a_huge_image_gives_its_memory_back() -> None:
+    decoder = CpuDecoder("rgb")
+    huge, small = as_array(jpeg(np.zeros((5000, 6000), np.uint8))), as_array(GOOD["jpeg 4:2:0"])
+    assert decoder.decode(huge, probe(huge))[0].shape == (5000, 6000, 3)
+    image, _ = decoder.decode(small, probe(small))
+    assert np.array_equal(image, opencv(GOOD["jpeg 4:2:0"], "rgb"))
+    assert image.base is not None and image.base.nbytes <= 1 << 20
+
+
+# --- what is bad -----------------------------------------------------------------------------------------------------
+
+JPEG, PNG, WEBP, BMP = (GOOD[name] for name in ("jpeg 4:2:0", "png", "webp", "bmp"))
+SCAN = JPEG.index(b"\xff\xda")
+FRAME = JPEG.index(b"\xff\xc0")
+KNOWN = "gpuflow decodes JPEG, PNG, WebP and BMP"
+TINY_FRAME = segment(0xC0, struct.pack(">BHHB", 8, 8, 8, 3) + bytes((1, 0x11, 0, 2, 0x11, 1, 3, 0x11, 1)))
+
+
+def two_faced() -> bytes:
+    """A JPEG in which libjpeg finds the true size, and a reader that takes RST for a marker with a length another."""
+    true_frame = JPEG[FRAME : FRAME + 19]
+    hidden = segment(0xFE, TINY_FRAME)
+    leap = b"\xff\xd0" + struct.pack(">H", 2 + len(true_frame) + 4)
+    return JPEG[:FRAME] + leap + true_frame + hidden + JPEG[FRAME + 19 :]
+
+
+BAD: dict[str, tuple[bytes, str]] = {
+    "empty": (b"", "empty: the file has no bytes"),
+    "text": (b"hello, world\n", f"not an image: begins with 68 65 6c 6c; {KNOWN}"),
+    "one byte": (b"\xff", f"not an image: begins with ff; {KNOWN}"),
+    "html": (b"<html>", f"not an image: begins with 3c 68 74 6d; {KNOWN}"),
+    "gif": (encode(PIXELS, "GIF"), f"GIF is not supported; {KNOWN}"),
+    "tiff": (encode(PIXELS, "TIFF"), f"TIFF is not supported; {KNOWN}"),
+    "tiff, big-endian": (b"MM\0*\0\0\0\x08", f"TIFF is not supported; {KNOWN}"),
+    "pdf": (b"%PDF-1.4", f"PDF is not supported; {KNOWN}"),
+    "psd": (b"8BPS\0\x01", f"PSD is not supported; {KNOWN}"),
+    "ppm": (encode(PIXELS, "PPM"), f"PPM is not supported; {KNOWN}"),
+    "avif": (b"\0\0\0\x1cftypavif", f"AVIF/HEIF is not supported; {KNOWN}"),
+    "jpeg, no more than its magic": (JPEG[:3], "truncated: the header breaks off after 3 bytes"),
+    "jpeg, half a header": (JPEG[: FRAME + 5], f"truncated: the header breaks off after {FRAME + 5} bytes"),
+    "jpeg, half a scan": (
+        JPEG[: SCAN + 200],
+        f"truncated: no end-of-image marker within {SCAN + 200} bytes",
+    ),
+    "jpeg, one byte short": (JPEG[:-1], f"truncated: no end-of-image marker within {len(JPEG) - 1} bytes"),
+    "jpeg of 60000x60000": (
+        patch_jpeg(JPEG, width=60_000, height=60_000),
+        "60000x60000 = 3,600,000,000 pixels are more than max_pixels = 179,000,000",
+    ),
+    "jpeg without height": (patch_jpeg(JPEG, height=0), "the header gives a size of 53x0 pixels"),
+    "jpeg without width": (patch_jpeg(JPEG, width=0), "the header gives a size of 0x37 pixels"),
+    "jpeg of 12 bits": (
+        patch_jpeg(JPEG, bits=12),
+        "12 bits per channel; gpuflow decodes images of 8 bits, so convert this one",
+    ),
+    "jpeg, damaged marker": (
+        JPEG[:2] + b"\xff\xfe\0\x02abcd" + JPEG[2:],
+        "damaged header: byte 6 should begin a marker but is 0x61",
+    ),
+    "jpeg, end before the scan": (b"\xff\xd8\xff\xd9", "damaged header: the image ends before its first scan"),
+    "jpeg, scan before the frame": (
+        JPEG[:FRAME] + JPEG[SCAN:],
+        "damaged header: a scan begins before the image's size is given",
+    ),
+    "png, no more than its magic": (PNG[:8], "truncated: the header breaks off after 8 bytes"),
+    "png, half": (PNG[:200], "truncated: no IEND chunk at the end of 200 bytes"),
+    "png, a chunk that promises a gigabyte": (
+        PNG[:33] + b"\x40\0\0\0" + PNG[37:],
+        f"truncated: no IEND chunk at the end of {len(PNG)} bytes",
+    ),
+    "png, four bytes short": (PNG[:-4], f"truncated: no IEND chunk at the end of {len(PNG) - 4} bytes"),
+    "png of 16 bits": (
+        encode(Image.fromarray(PIXELS[..., 0].astype(np.uint16) * 256), "PNG"),
+        "16 bits per channel; gpuflow decodes images of 8 bits, so convert this one",
+    ),
+    "png of 60000x60000": (
+        patch_png(PNG, width=60_000, height=60_000),
+        "60000x60000 = 3,600,000,000 pixels are more than max_pixels = 179,000,000",
+    ),
+    "png, a side that OpenCV refuses": (
+        png_bytes(2_000_000, 1),
+        "2000000x1 pixels; OpenCV decodes at most 1,048,576 a side",
+    ),
+    "png of nothing": (png_bytes(0, 5), "the header gives a size of 0x5 pixels"),
+    "webp, half": (WEBP[:200], f"truncated: the header promises {len(WEBP)} bytes, there are 200"),
+    "webp, no more than its magic": (WEBP[:12], f"truncated: the header promises {len(WEBP)} bytes, there are 12"),
+    "webp, animated": (
+        encode(PIXELS, "WEBP", save_all=True, append_images=[Image.fromarray(255 - PIXELS)]),
+        "an animation; gpuflow decodes still images",
+    ),
+    "webp, unknown chunk": (
+        WEBP[:12] + b"VP9 " + WEBP[16:],
+        "damaged header: unknown WebP chunk b'VP9 '",
+    ),
+    "bmp, half": (BMP[:200], f"truncated: the header promises {len(BMP)} bytes, there are 200"),
+    "bmp, no more than its magic": (BMP[:10], "truncated: the header breaks off after 10 bytes"),
+}
+UNDECODABLE: dict[str, tuple[bytes, str]] = {
+    "jpeg, no tables": (
+        JPEG[:2] + JPEG[FRAME:].replace(b"\xff\xc4", b"\xff\xfe"),
+        "the JPEG decoder gave up; the data is damaged",
+    ),
+    "jpeg, two sizes": (two_faced(), "damaged header: two sizes, 8x8 and 53x37 pixels"),
+    "png, no rows": (png_bytes(9, 9), "the PNG decoder gave up; the data is damaged"),
+    "png, header damaged": (
+        PNG[:19] + b"\x36" + PNG[20:],
+        "the PNG decoder gave up; the data is damaged",
+    ),
+    "webp, no data": (
+        b"RIFF" + struct.pack("<I", 32) + WEBP[8:16] + struct.pack("<I", 20) + WEBP[20:40],
+        "the WEBP decoder gave up; the data is damaged",
+    ),
+    "bmp of no known kind": (
+        BMP[:28] + b"\x07" + BMP[29:],
+        "the BMP decoder gave up; the data is damaged",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+@pytest.mark.parametrize("orientation", [False, True])
+def test_what_the_header_tells(name: str, orientation: bool) -> None:
+    data, reason = BAD[name]
+    with pytest.raises(BadSampleError) as caught:
+        probe(as_array(data), orientation=orientation)
+    assert str(caught.value) == f"decode: {reason}"
+    assert (caught.value.stage, caught.value.reason) == ("decode", reason)
+
+
+@pytest.mark.parametrize("name", UNDECODABLE)
+def test_what_the_decoder_tells(name: str) -> None:
+    data, reason = UNDECODABLE[name]
+    header = probe(as_array(data))
+    for region in (None, (0, 0, 3, 3)):
+        with pytest.raises(BadSampleError) as caught:
+            CpuDecoder("rgb").decode(as_array(data), header, region)
+        assert str(caught.value) == f"decode: {reason}"
+
+
+def test_opencv_too_gives_up_on_two_sizes() -> None:
+    data = as_array(two_faced())
+    with pytest.raises(BadSampleError) as caught:
+        CpuDecoder("rgb", library=None).decode(data, probe(data))
+    assert str(caught.value) == "decode: damaged header: two sizes, 8x8 and 53x37 pixels"
+
+
+def test_max_pixels_is_the_largest_that_passes() -> None:
+    assert probe(as_array(JPEG), max_pixels=37 * 53) == Header("jpeg", 53, 37, 3)
+    with pytest.raises(BadSampleError) as caught:
+        probe(as_array(JPEG), max_pixels=37 * 53 - 1)
+    assert str(caught.value) == "decode: 53x37 = 1,961 pixels are more than max_pixels = 1,960"
+
+
+@pytest.mark.skipif(find_library() is None, reason="OpenCV may have another libjpeg")
+@pytest.mark.parametrize("subsampling", ["4:2:2", "4:2:0"])
+def test_images_are_too_narrow_for_the_engines_where_the_cpu_repeats_chroma(subsampling: str) -> None:
+    for width in range(2, 9):
+        pixels = 64 + photo(30, width, seed=width) // 2  # so that no color leaves the range of RGB
+        data = as_array(jpeg(pixels, subsampling))
+        header = probe(data)
+        decoded, _ = CpuDecoder("rgb").decode(data, header)
+        red = cv2.cvtColor(decoded, cv2.COLOR_RGB2YCrCb)[:, : width // 2 * 2, 1].astype(int)
+        repeated = np.abs(red[:, ::2] - red[:, 1::2]).max() <= 1  # level that rounding may cost
+        assert (engine_sampling(data, header) is not None) != repeated, width
+
+
+# --- noise -----------------------------------------------------------------------------------------------------------
+
+
+def attempt(data: bytes, color: str, region: tuple[int, int, int, int] | None) -> bool:
+    """Whether such bytes decode. Anything but BadSampleError fails the test."""
+    try:
+        header = probe(as_array(data), max_pixels=10**6, orientation=True)
+        height, width = header.upright_size
+        if region is not None:
+            y, x, h, w = region
+            region = (y % height, x % width, 1 + h % (height - y % height), 1 + w % (width - x % width))
+        image, (top, left) = CpuDecoder(color).decode(as_array(data), header, region)
+    except BadSampleError as error:
+        assert error.stage == "decode"  # noqa: PT017
+        assert error.reason  # noqa: PT017
+        return False
+    y, x, h, w = region or (0, 0, height, width)
+    assert image[y - top : y - top + h, x - left : x - left + w].shape[:2] == (h, w)
+    return True
+
+
+def damaged(data: bytes, rng: np.random.Generator) -> Iterator[bytes]:
+    """The file cut short, with bytes changed, and with a piece left out or doubled."""
+    for _ in range(12):
+        yield data[: rng.integers(0, len(data))]
+    for _ in range(40):
+        noisy = bytearray(data)
+        reach = len(data) if rng.random() < 0.5 else min(len(data), 700)
+        for place in rng.integers(0, reach, rng.integers(1, 6)):
+            noisy[place] = rng.integers(0, 256)
+        yield bytes(noisy)
+    for _ in range(12):
+        start, end = sorted(rng.integers(0, len(data), 2))
+        yield data[:start] + data[end:]
+        yield data[:end] + data[start:]
+
+
+@pytest.mark.parametrize("name", GOOD)
+def test_noise_is_decoded_or_bad_and_nothing_else(name: str, capfd: pytest.CaptureFixture[str]) -> None:
+    rng = np.random.default_rng(list(name.encode()))
+    decoded = 0
+    for data in damaged(GOOD[name], rng):
+        box = tuple(int(n) for n in rng.integers(0, 50, 4)) if rng.random() < 0.5 else None
+        decoded += attempt(data, rng.choice(list(FLAGS)), box)  # type: ignore[arg-type]
+    capfd.readouterr()  # the libraries' own complaints
+    assert attempt(GOOD[name], "rgb", None)
+
+
+@settings(max_examples=200)
+@given(magic=st.sampled_from([b"", b"\xff\xd8\xff", PNG[:16], PNG[:29], WEBP[:12], WEBP[:20], b"BM"]), body=st.binary())
+def test_random_bytes_are_bad_and_nothing_else(magic: bytes, body: bytes) -> None:
+    attempt(magic + body, "rgb", None)
+
+
+def test_a_header_without_end_takes_no_longer_than_its_length() -> None:
+    for filler in (b"\xff" * 200_000, b"\xff\xfe\0\0" * 50_000, b"\xff\xfe\0\2" * 50_000):
+        with pytest.raises(BadSampleError):
+            probe(as_array(b"\xff\xd8" + filler))
+    endless = b"RIFF" + struct.pack("<I", 400_004) + b"WEBP" + b"VP8X" + bytes((10, 0, 0, 0, 8, *[0] * 9))
+    with pytest.raises(BadSampleError):
+        decode(endless + b"\0" * 400_000, orientation=True)
+
+
+# --- which decoders --------------------------------------------------------------------------------------------------
+
+
+def test_description_names_the_decoders() -> None:
+    text = decoder_description()
+    assert f"OpenCV {cv2.__version__}" in text
+    if find_library() is None:
+        assert text == (
+            f"OpenCV {cv2.__version__} (whole images; pip install 'gpuflow[turbo]' to decode only the region "
+            "that a crop needs)"
+        )
+    else:
+        version = re.match(r"libjpeg-turbo (\d+\.\d+\.\d+) ", text)
+        assert version is not None
+        assert text == (
+            f"libjpeg-turbo {version[1]} (JPEG, only the region of a crop), OpenCV {cv2.__version__} (the rest)"
+        )

@@ -1,0 +1,518 @@
+"""Engines: the same logits from every file, what they check before they run, and what their errors say."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+import torch
+from torch import nn
+
+from gpuflow.config import ModelSpec
+from gpuflow.engines import Engine, ModelInfo, open_engines, read_info, refuse_other_preprocessing
+from gpuflow.engines.base import METADATA_KEY, aside
+from gpuflow.engines.onnx import OnnxEngine
+from gpuflow.engines.pytorch import TorchEngine, load_checkpoint, padded_sizes
+from gpuflow.errors import ConfigError, MissingExtra
+from gpuflow.pipeline.stage import ImageSpec, Pipeline
+from gpuflow.runtime.threads import DaemonPool
+from gpuflow.stages import CenterCrop, Decode, Normalize, Resize
+from tests.datasets import deadline, python
+from tests.serve.models import CPU, FLOAT, SIDE, UINT8, Models, engine, noise, save_program
+
+ROOT = Path(__file__).parents[2]
+FILES = ("checkpoint", "pt2", "onnx")
+each_file = pytest.mark.parametrize("file", FILES)
+
+
+def file_of(models: Models, name: str) -> Path:
+    path = getattr(models, name)
+    assert isinstance(path, Path)
+    return path
+
+
+def fault(act: Callable[[], object]) -> str:
+    with pytest.raises(ConfigError) as caught:
+        act()
+    return str(caught.value)
+
+
+# --- logits -----------------------------------------------------------------------------------------------------------
+
+
+@each_file
+@pytest.mark.parametrize("layout", ["nchw", "nhwc"])
+def test_every_file_gives_the_logits_of_torch(models: Models, file: str, layout: Any) -> None:
+    image = replace(FLOAT, layout=layout)
+    with torch.inference_mode():
+        expected = [models.module()(noise(count, image)) for count in (1, 2, 5)]
+    running = engine(file_of(models, file), image, batch=5)
+    for count, logits in zip((1, 2, 5), expected, strict=True):
+        ours = running.run(noise(count, image))
+        assert (ours.dtype, ours.device, ours.shape) == (torch.float32, CPU, (count, 3))
+        torch.testing.assert_close(ours, logits, rtol=0, atol=1e-4)
+        ours += 1  # a plain tensor: it can be written to
+    running.close()
+
+
+@pytest.mark.parametrize("file", ["folded_pt2", "folded_onnx"])
+def test_a_folded_model_takes_pixels(models: Models, file: str) -> None:
+    images = noise(5, UINT8)
+    with torch.inference_mode():
+        expected = models.module()(Normalize().module()(images))
+    ours = engine(file_of(models, file), UINT8).run(images)
+    torch.testing.assert_close(ours, expected, rtol=0, atol=1e-4)
+
+
+@each_file
+def test_ready_within_20_seconds(models: Models, file: str) -> None:
+    with deadline(100):
+        start = time.perf_counter()
+        running = engine(file_of(models, file))
+        running.warm_up()
+        assert time.perf_counter() - start < 20
+        running.run(noise(1))
+
+
+@each_file
+def test_instances_run_side_by_side(models: Models, file: str) -> None:
+    model = ModelSpec(file=str(file_of(models, file)), instances=2, batch=4)
+    with torch.inference_mode():
+        expected = models.module()(noise(4))
+    engines = open_engines(model, image=FLOAT, device=CPU)
+    assert len(engines) == 2
+
+    def work(running: Engine) -> None:
+        for _ in range(5):
+            torch.testing.assert_close(running.run(noise(4)), expected, rtol=0, atol=1e-4)
+
+    pool = DaemonPool(2, "test")
+    done = [pool.submit(work, running) for running in engines]
+    for future in done:
+        future.result(60)
+    pool.shutdown()
+
+
+@pytest.mark.parametrize("precision", ["float16", "bfloat16"])
+def test_a_checkpoint_may_run_in_16_bits(models: Models, precision: str) -> None:
+    with torch.inference_mode():
+        expected = models.module()(noise(2))
+    running = engine(models.checkpoint, precision=precision)
+    torch.testing.assert_close(running.run(noise(2)), expected, rtol=0, atol=0.05)
+    assert not torch.equal(running.run(noise(2)), expected)
+    assert running.describe()["precision"] == precision
+
+
+# --- what they say ----------------------------------------------------------------------------------------------------
+
+
+def test_describe_of_torch(models: Models) -> None:
+    import os
+
+    (first, _) = open_engines(ModelSpec(file=str(models.checkpoint), instances=2, batch=8), image=FLOAT, device=CPU)
+    assert first.describe() == {
+        "engine": "torch",
+        "torch": torch.__version__,
+        "device": "cpu",
+        "batch": 8,
+        "cuda_graphs": False,
+        "threads": max(1, len(os.sched_getaffinity(0)) // 2),
+        "file": str(models.checkpoint),
+        "precision": "float32",
+        "compile": False,
+    }
+    assert engine(models.pt2).describe()["precision"] == "as it is"
+
+
+def test_describe_of_onnxruntime(models: Models) -> None:
+    import os
+
+    import onnxruntime
+
+    assert engine(models.onnx, batch=8).describe() == {
+        "engine": "onnxruntime",
+        "onnxruntime": onnxruntime.__version__,
+        "device": "cpu",
+        "batch": 8,
+        "precision": "as exported",
+        "providers": ["CPUExecutionProvider"],
+        "threads": max(1, len(os.sched_getaffinity(0)) // 2),
+        "file": str(models.onnx),
+    }
+
+
+@pytest.mark.parametrize("file", [*FILES, "folded_pt2", "folded_onnx"])
+def test_files_say_what_they_were_trained_with(models: Models, file: str) -> None:
+    pipeline = models.read().programs["serve"].pipeline
+    folded = file.startswith("folded")
+    before = Pipeline("serve", pipeline.stages[:-1]) if folded else pipeline
+    info = ModelInfo(
+        classes=("class_0", "class_1", "class_2"),
+        preprocessing=before.fingerprint,
+        stages=before.lines,
+        folded=pipeline.lines[-1] if folded else None,
+    )
+    assert engine(file_of(models, file), UINT8 if folded else FLOAT).info == info
+    assert read_info(str(file_of(models, file))) == info
+
+
+def test_a_file_of_somebody_else_says_nothing(models: Models, tmp_path: Path) -> None:
+    plain = onnx.load(models.onnx)
+    del plain.metadata_props[:]
+    onnx.save(plain, tmp_path / "plain.onnx")
+    module = models.module().to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
+    program = save_program(tmp_path / "plain.pt2", module, noise(2))
+    for path in (tmp_path / "plain.onnx", program):
+        assert engine(path).info == read_info(str(path)) == ModelInfo()
+
+
+def test_info_survives_json() -> None:
+    info = ModelInfo(classes=("é", "b"), preprocessing="0" * 16, stages=("decode()",), folded="normalize()")
+    assert ModelInfo.from_json(info.to_json()) == info
+    assert ModelInfo.from_json(ModelInfo().to_json()) == ModelInfo.from_json(None) == ModelInfo.from_json("")
+    assert '"gpuflow": "' in info.to_json()
+
+
+# --- other preprocessing ----------------------------------------------------------------------------------------------
+
+
+def test_other_preprocessing_is_refused_with_a_diff() -> None:
+    trained = Pipeline("val", (Decode(), Resize(shorter=256), CenterCrop(size=224), Normalize()))
+    ours = Pipeline("serve", (Decode(), Resize(shorter=224, antialias=False), CenterCrop(size=224)))
+    info = ModelInfo(preprocessing=trained.fingerprint, stages=trained.lines)
+    decode = "decode(color='rgb', orientation='ignore', max_pixels=179000000)"
+    assert trained.lines[0] == decode
+    head = (
+        f"m.onnx: was trained with preprocessing {trained.fingerprint}, the stages of serve are {ours.fingerprint}; "
+        "take the stages that it was trained with, or set serve.model.force=true"
+    )
+    assert fault(lambda: refuse_other_preprocessing(info, ours, "m.onnx", False)).splitlines() == [
+        head,
+        "--- what the model was trained with",
+        "+++ the stages of serve",
+        "@@ -1,4 +1,3 @@",
+        " " + decode,
+        "-resize(height=None, width=None, shorter=256, longer=None, interpolation='bilinear', antialias=True)",
+        "+resize(height=None, width=None, shorter=224, longer=None, interpolation='bilinear', antialias=False)",
+        " center_crop(size=224)",
+        "-normalize(mean='imagenet', std='imagenet', dtype='float32', layout='nchw')",
+    ]
+    unlisted = ModelInfo(preprocessing=trained.fingerprint)
+    assert fault(lambda: refuse_other_preprocessing(unlisted, ours, "m.onnx", False)) == head
+
+
+def test_the_stage_that_is_inside_the_model_is_named_in_words() -> None:
+    whole = Pipeline("serve", (Decode(), CenterCrop(size=8), Normalize()))
+    before = Pipeline("serve", whole.stages[:-1])
+    info = ModelInfo(preprocessing=before.fingerprint, stages=before.lines, folded=whole.lines[-1])
+    refuse_other_preprocessing(info, before, "m.onnx", False)
+    assert fault(lambda: refuse_other_preprocessing(info, whole, "m.onnx", False)) == (
+        "m.onnx: has normalize(mean='imagenet', std='imagenet', dtype='float32', layout='nchw') inside and takes "
+        "uint8 pixels; remove that stage from serve.stages"
+    )
+    other = Pipeline("serve", (Decode(), CenterCrop(size=9), Normalize()))
+    assert "\n-center_crop(size=8)\n" in fault(lambda: refuse_other_preprocessing(info, other, "m.onnx", False))
+
+
+def test_the_same_forced_or_unknown_preprocessing_passes() -> None:
+    pipeline = Pipeline("serve", (Decode(), CenterCrop(size=8)))
+    same = ModelInfo(preprocessing=Pipeline("val", pipeline.stages).fingerprint)
+    refuse_other_preprocessing(same, pipeline, "m.pt", False)
+    refuse_other_preprocessing(ModelInfo(), pipeline, "m.pt", False)
+    refuse_other_preprocessing(ModelInfo(preprocessing="0" * 16), pipeline, "m.pt", True)
+
+
+# --- batches ----------------------------------------------------------------------------------------------------------
+
+
+@each_file
+def test_batch_limits(models: Models, file: str) -> None:
+    running = engine(file_of(models, file), batch=3)
+    assert running.batch == 3
+    assert len(running.run(noise(3))) == 3
+    for count in (0, 4):
+        with pytest.raises(ValueError, match="1 to 3 images") as caught:
+            running.run(torch.zeros(count, 3, SIDE, SIDE))
+        assert str(caught.value) == f"an engine takes 1 to 3 images, its serve.model.batch, got {count}"
+
+
+@each_file
+def test_images_of_another_shape_or_dtype(models: Models, file: str) -> None:
+    running = engine(file_of(models, file))
+    for images, got in (
+        (torch.zeros(2, 3, SIDE, SIDE + 1), "float32 [2, 3, 32, 33]"),
+        (torch.zeros(2, SIDE, SIDE, 3), "float32 [2, 32, 32, 3]"),
+        (torch.zeros(2, 3, SIDE, SIDE, dtype=torch.uint8), "uint8 [2, 3, 32, 32]"),
+    ):
+        with pytest.raises(ValueError, match="an engine takes") as caught:
+            running.run(images)
+        assert str(caught.value) == f"an engine takes float32 [N, 3, 32, 32], got {got}"
+
+
+@pytest.mark.parametrize(
+    ("batch", "sizes"),
+    [
+        (1, (1,)),
+        (3, (1, 2, 3)),
+        (16, (1, 2, 4, 8, 16)),
+        (24, (1, 2, 3, 6, 12, 24)),
+        (256, (2, 4, 8, 16, 32, 64, 128, 256)),
+    ],
+)
+def test_sizes_that_are_compiled_or_captured(batch: int, sizes: tuple[int, ...]) -> None:
+    assert padded_sizes(batch) == sizes
+
+
+class Recorder(nn.Module):
+    """Adds up each image; remembers the batches it saw."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[torch.Tensor] = []
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        self.seen.append(images.clone())
+        return images.float().sum(dim=(2, 3))
+
+
+@pytest.mark.parametrize("image", [FLOAT, UINT8], ids=["float32", "uint8"])
+def test_batches_are_padded_to_the_next_size(image: ImageSpec) -> None:
+    module = Recorder()
+    running = TorchEngine(module, image=image, batch=12, device=CPU, sizes=padded_sizes(12))
+    for count in range(1, 13):
+        images = noise(count, image)
+        logits = running.run(images)
+        torch.testing.assert_close(logits, images.float().sum(dim=(2, 3)))
+        seen = module.seen.pop()
+        assert len(seen) == min(size for size in padded_sizes(12) if size >= count)
+        assert torch.equal(seen[:count], images) and not seen[count:].any()
+        assert seen.stride()[1:] == images.stride()[1:]
+    running.warm_up()
+    assert [len(seen) for seen in module.seen] == sorted(padded_sizes(12), reverse=True)
+    running.close()
+
+
+def test_what_is_compiled_runs_on_any_thread() -> None:
+    """It is compiled once, on a thread that stays: torch crashes if one that has compiled is gone and another does.
+
+    Without a code generator (`eager`), which would take most of a minute; the crash is in what comes before it.
+    """
+    code = """
+import sys, torch
+from gpuflow.engines.base import aside
+from gpuflow.engines.pytorch import TorchEngine, padded_sizes
+from tests.serve.models import CPU, FLOAT, noise
+
+class Sum(torch.nn.Module):
+    def forward(self, images):
+        return images.relu().sum(dim=(2, 3))
+
+def engine(module):
+    compiled = torch.compile(module, backend="eager", dynamic=False)
+    sizes = padded_sizes(2)
+    return TorchEngine(module, image=FLOAT, batch=2, device=CPU, sizes=sizes, compiled=compiled, threads=2)
+
+for _ in range(2):
+    running = engine(Sum())
+    for count in (1, 2):
+        eager = running.run(noise(count))
+    running.warm_up()
+    before = dict(torch._dynamo.utils.counters["frames"])
+    for count in (1, 2):
+        torch.testing.assert_close(aside(lambda: running.run(noise(count))), noise(count).relu().sum(dim=(2, 3)))
+    assert dict(torch._dynamo.utils.counters["frames"]) == before, "compiled again"
+assert running.describe()["compile"]
+print(before)
+"""
+    done = python(code, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "{'total': 2, 'ok': 2}\n"
+
+
+def test_a_module_of_ones_own(models: Models) -> None:
+    module = models.module()
+    running = TorchEngine(module, image=FLOAT, batch=4, device=CPU)
+    with torch.inference_mode():
+        assert torch.equal(running.run(noise(4)), module(noise(4)))
+    assert running.info == ModelInfo()
+
+
+def test_a_callers_thread_keeps_its_cores(models: Models) -> None:
+    """The engine's thread gets its share; the caller's, and those yet to come, keep torch's setting."""
+    before, default = torch.get_num_threads(), aside(torch.get_num_threads)
+    running = TorchEngine(models.module(), image=FLOAT, batch=4, device=CPU, threads=default + 1)
+    running.warm_up()
+    assert torch.get_num_threads() == before
+
+    def work() -> tuple[int, int]:
+        running.run(noise(1))
+        return torch.get_num_threads(), aside(torch.get_num_threads)
+
+    assert aside(work) == (default + 1, default)
+    assert torch.get_num_threads() == before
+
+
+# --- files that cannot be served --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["no.pt", "no.pt2", "no.onnx"])
+def test_a_missing_file(name: str) -> None:
+    expected = f"{name}: no such file; train or export the model, or name it in serve.model.file"
+    assert fault(lambda: engine(name)) == expected
+    assert fault(lambda: read_info(name)) == expected
+
+
+def test_rules_between_keys_hold_here_too() -> None:
+    assert fault(lambda: engine("m.engine")) == "serve.model.file must end in .onnx, .pt or .pt2, got 'm.engine'"
+
+
+def test_cuda_graphs_need_a_gpu(models: Models) -> None:
+    assert fault(lambda: engine(models.checkpoint, cuda_graphs=True)) == (
+        "serve.model.cuda_graphs needs an NVIDIA GPU, but the device is cpu; remove it"
+    )
+
+
+@pytest.mark.parametrize("name", ["bad.pt", "bad.pt2", "bad.onnx"])
+@pytest.mark.parametrize("content", [b"", b"nonsense"], ids=["empty", "nonsense"])
+def test_a_file_that_is_no_model(name: str, content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    what = {".pt": "a checkpoint of gpuflow train", ".pt2": "a program of torch.export", ".onnx": "an ONNX model"}
+    assert fault(lambda: engine(path)).startswith(f"{path}: cannot be read as {what[path.suffix]}: ")
+
+
+def test_a_checkpoint_that_is_none_of_ours(models: Models, tmp_path: Path) -> None:
+    path = tmp_path / "own.pt"
+    torch.save({"arch": "resnet18", "model": {}}, path)
+    assert fault(lambda: engine(path)) == (
+        f"{path}: is not a checkpoint of gpuflow train: it has no classes, preprocessing; "
+        "export a model of your own as .pt2"
+    )
+    state = torch.load(models.checkpoint, weights_only=True)
+    torch.save({**state, "classes": ["a", "b"]}, path)
+    assert fault(lambda: engine(path)).startswith(f"{path}: cannot be read as a checkpoint of squeezenet1_1: Error(s)")
+    torch.save({**state, "arch": "resnet81"}, path)
+    assert fault(lambda: engine(path)) == f"{path}: cannot be read as a checkpoint of resnet81: Unknown model resnet81"
+
+
+def test_a_checkpoint_from_before_stages_were_listed(models: Models, tmp_path: Path) -> None:
+    state = torch.load(models.checkpoint, weights_only=True)
+    del state["stages"]
+    torch.save(state, tmp_path / "old.pt")
+    _, info = load_checkpoint(str(tmp_path / "old.pt"))
+    assert info.stages is None
+    assert info.preprocessing == models.read().programs["val"].pipeline.fingerprint
+
+
+@pytest.mark.parametrize("file", ["pt2", "onnx"])
+def test_a_model_for_other_images(models: Models, file: str) -> None:
+    path = file_of(models, file)
+    for image, gives in (
+        (replace(FLOAT, shape=(SIDE, 48, 3)), "float32 3x32x48"),
+        (replace(FLOAT, dtype="float16"), "float16 3x32x32"),
+        (UINT8, "uint8 3x32x32"),
+    ):
+        assert fault(lambda image=image: engine(path, image)) == (  # type: ignore[misc]
+            f"{path}: takes images of float32 3x32x32 (channels x height x width), serve.stages give {gives}; "
+            "change the stages or export the model for them"
+        )
+
+
+@pytest.mark.parametrize("file", ["folded_pt2", "folded_onnx"])
+def test_a_folded_model_behind_the_stage_that_is_inside_it(models: Models, file: str) -> None:
+    path = file_of(models, file)
+    assert fault(lambda: engine(path, FLOAT)) == (
+        f"{path}: has normalize(mean='imagenet', std='imagenet', dtype='float32', layout='nchw') inside and takes "
+        "uint8 pixels; remove that stage from serve.stages"
+    )
+
+
+def test_a_checkpoint_that_fails_on_such_images(models: Models) -> None:
+    gray = replace(FLOAT, shape=(SIDE, SIDE, 1))
+    assert fault(lambda: engine(models.checkpoint, gray)).startswith(
+        f"{models.checkpoint}: fails on an image of float32 1x32x32: Given groups=1, weight of size"
+    )
+
+
+def test_classes_and_logits_that_do_not_go_together(models: Models, tmp_path: Path) -> None:
+    model, path = onnx.load(models.onnx), tmp_path / "two.onnx"
+    (entry,) = [entry for entry in model.metadata_props if entry.key == METADATA_KEY]
+    entry.value = ModelInfo(classes=("a", "b")).to_json()
+    onnx.save(model, path)
+    assert fault(lambda: engine(path)) == f"{path}: names 2 classes but gives 3 logits; export it again"
+
+
+def test_a_model_that_gives_no_logits(tmp_path: Path) -> None:
+    path = save_program(tmp_path / "map.pt2", nn.Conv2d(3, 2, 1), noise(2))
+    assert fault(lambda: engine(path)) == f"{path}: must give logits [N, classes], gives 4 axes: [1, 2, 32, 32]"
+
+
+class Two(nn.Module):
+    def forward(self, images: torch.Tensor, masks: torch.Tensor) -> torch.Tensor:
+        return (images * masks).sum(dim=(2, 3))
+
+
+def export_onnx(path: Path, module: nn.Module, *inputs: torch.Tensor, dynamic: bool) -> Path:
+    batch = {0: torch.export.Dim("batch")} if dynamic else None
+    shapes = tuple(batch for _ in inputs)
+    program: Any = torch.onnx.export(module, inputs, dynamo=True, dynamic_shapes=shapes, verbose=False)
+    program.save(path)
+    return path
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch's exporter
+def test_a_model_of_two_inputs_or_one_batch_size(tmp_path: Path) -> None:
+    two = save_program(tmp_path / "two.pt2", Two(), noise(2), noise(2))
+    two_onnx = export_onnx(tmp_path / "two.onnx", Two(), noise(2), noise(2), dynamic=True)
+    for path in (two, two_onnx):
+        assert fault(lambda path=path: engine(path)) == (  # type: ignore[misc]
+            f"{path}: must take one input, images [N, C, H, W], takes 2"
+        )
+    fixed = export_onnx(tmp_path / "fixed.onnx", nn.AdaptiveAvgPool2d(1), noise(2), dynamic=False)
+    expected = f"{fixed}: takes batches of 2 alone; export it with a dynamic batch axis"
+    assert fault(lambda: engine(fixed)) == expected
+
+
+# --- what is not installed --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("module", "act", "text"),
+    [
+        ("onnxruntime", engine, "the engine onnxruntime needs onnxruntime"),
+        ("onnx", lambda path: read_info(str(path)), "reading an .onnx file needs onnx"),
+    ],
+)
+def test_a_missing_library_names_its_extra(
+    module: str, act: Callable[[Path], object], text: str, models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(MissingExtra) as caught:
+        act(models.onnx)
+    assert str(caught.value) == f"{text}, which is not installed; pip install 'gpuflow[serve]'"
+
+
+def test_no_cuda_in_onnxruntime(models: Models) -> None:
+    cuda = torch.device("cuda")
+    assert fault(lambda: OnnxEngine(str(models.onnx), image=FLOAT, batch=1, device=cuda, threads=1)) == (
+        "serve.model.engine is onnxruntime, which has no CUDA here; install onnxruntime-gpu in its place, "
+        "or serve on the CPU"
+    )
+
+
+def test_importing_brings_no_engines_library() -> None:
+    code = """
+import sys
+import gpuflow.engines, gpuflow.engines.onnx, gpuflow.engines.tensorrt
+heavy = {"onnx", "onnxruntime", "onnxscript", "tensorrt", "torchpipe", "torchvision"} & set(sys.modules)
+assert not heavy, heavy
+"""
+    done = python(code)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -1,0 +1,159 @@
+"""Run by test_color.py with TRITON_INTERPRET=1, in a process of its own: the kernels against their references.
+
+Prints one line a case: its name and the largest difference.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import quick_interpreter  # noqa: F401  # halves the time
+import torch
+from numpy.typing import NDArray
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+from gpuflow.execute.kernels.color import adjust, adjust_reference
+from gpuflow.pipeline.stage import Keys, Operation
+from gpuflow.stages import ColorJitter, Normalize
+
+SIZES = ((48, 37), (17, 31), (1, 48), (1, 1))
+ADJUSTMENTS = (Operation.BRIGHTNESS, Operation.CONTRAST, Operation.SATURATION, Operation.HUE)
+ORDERS = np.array(list(itertools.permutations(ADJUSTMENTS)))
+FACTORS = (0.0, 0.004, 0.3, 0.7, 1.0, 1.4, 2.5, 300.0)
+SHIFTS = (-0.5, -1 / 3, -0.1, -1e-9, 0.0, 1e-9, 0.25, 0.5)
+FUSED = ((20, 152, 7), (40, 252, 80), (110, 111, 26), (140, 236, 23), (190, 175, 206), (230, 225, 177), (250, 247, 99))
+"""Colours whose luma is another level if a multiply-add rounds twice."""
+Case = tuple[str, float]
+
+
+def fma(self: InterpreterBuilder, x: TensorHandle, y: TensorHandle, z: TensorHandle) -> TensorHandle:
+    """x * y + z rounded once, as a GPU does and the interpreter does not: float64 holds these sums exactly."""
+    exact = x.data.astype(np.float64) * y.data.astype(np.float64) + z.data
+    return TensorHandle(exact.astype(z.data.dtype), z.dtype.scalar)
+
+
+def pictures(count: int, size: tuple[int, int], channels: int) -> torch.Tensor:
+    """Any levels in one half, few in the other, so that channels are often equal, black or white."""
+    rng = np.random.default_rng((count, *size))
+    pixels = rng.integers(0, 256, (count, *size, channels), dtype=np.uint8)
+    pixels[::2] = rng.choice(np.array([0, 1, 100, 254, 255], np.uint8), (len(pixels[::2]), *size, channels))
+    return torch.from_numpy(pixels)
+
+
+def factors_of(codes: NDArray[np.int64], high: float = 2.0) -> NDArray[np.float64]:
+    rng = np.random.default_rng(codes.shape)
+    return np.where(codes == Operation.HUE, rng.uniform(-0.5, 0.5, codes.shape), rng.uniform(0, high, codes.shape))
+
+
+def levels(channels: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """A table in which a step is a level, and the channels differ."""
+    return torch.stack([torch.arange(256.0) + 256 * c for c in range(channels)]).to(dtype)
+
+
+def batch(count: int, channels: int, size: tuple[int, int], dtype: torch.dtype, layout: str) -> torch.Tensor:
+    """[count, C, H, W] of sevens: planes, channels_last memory, or every third column of something larger."""
+    height, width = size
+    if layout == "strided":
+        return torch.full((count, channels, height + 2, 3 * width), 7).to(dtype)[:, :, 1:-1, ::3]
+    memory = torch.channels_last if layout == "nhwc" else torch.contiguous_format
+    return torch.full((count, channels, *size), 7).to(dtype).contiguous(memory_format=memory)
+
+
+def apart(a: torch.Tensor, b: torch.Tensor) -> float:
+    assert a.dtype == b.dtype and a.shape == b.shape
+    return float((a.float() - b.float()).abs().max())
+
+
+def compare(
+    images: torch.Tensor,
+    codes: NDArray[np.int64],
+    factors: NDArray[np.float64],
+    layout: str = "nchw",
+    dtype: torch.dtype = torch.float32,
+) -> float:
+    """The largest difference from the reference, and from 7 in a row that no image fills."""
+    count, height, width, channels = images.shape
+    table = levels(channels, dtype)
+    out = batch(count + 1, channels, (height, width), dtype, layout)
+    rows = np.arange(count)[::-1].copy()
+    adjust(images, rows, codes, factors, table, out)
+    untouched = apart(out[count:], torch.full_like(out[count:], 7))
+    return max(apart(out[rows.tolist()], adjust_reference(images, codes, factors, table)), untouched)
+
+
+def one_operation() -> Iterator[Case]:
+    for operation, channels, size in itertools.product(ADJUSTMENTS, (1, 3), SIZES):
+        factors = np.array(SHIFTS if operation == Operation.HUE else FACTORS)[:, None]
+        codes = np.full(factors.shape, operation)
+        images = pictures(len(codes), size, channels)
+        yield f"{operation.name}, {channels} of {size}", compare(images, codes, factors)
+
+
+def orders() -> Iterator[Case]:
+    for channels, size, high in ((1, SIZES[1], 1.4), (3, SIZES[1], 1.4), (3, SIZES[1], 3.0), (3, SIZES[3], 1.4)):
+        images = pictures(len(ORDERS), size, channels)
+        yield f"24 orders, factors to {high}, {channels} of {size}", compare(images, ORDERS, factors_of(ORDERS, high))
+
+
+def fused_luma() -> Iterator[Case]:
+    images = torch.tensor(FUSED, dtype=torch.uint8)[None, None]
+    for operation in (Operation.CONTRAST, Operation.SATURATION):
+        yield f"{operation.name} of fused colours", compare(images, np.array([[operation]]), np.zeros((1, 1)))
+
+
+def some_left_out() -> Iterator[Case]:
+    """Samples with and without contrast in one chunk, gaps before and after it, the same operation twice."""
+    codes = np.array(
+        [
+            [Operation.NONE, Operation.CONTRAST, Operation.NONE, Operation.HUE],
+            [Operation.NONE] * 4,
+            [Operation.SATURATION, Operation.NONE, Operation.NONE, Operation.CONTRAST],
+            [Operation.BRIGHTNESS, Operation.BRIGHTNESS, Operation.HUE, Operation.HUE],
+        ]
+    )
+    for channels in (1, 3):
+        yield f"gaps, {channels}", compare(pictures(len(codes), SIZES[0], channels), codes, factors_of(codes))
+
+
+def layouts() -> Iterator[Case]:
+    dtypes = (torch.float32, torch.float16, torch.bfloat16, torch.uint8)
+    for dtype, layout, channels in itertools.product(dtypes, ("nchw", "nhwc", "strided"), (1, 3)):
+        codes = ORDERS[9:10]
+        images = pictures(1, SIZES[1], channels)
+        yield f"{dtype} {layout} {channels}", compare(images, codes, factors_of(codes), layout, dtype)
+        nothing = compare(images, codes[:, :0], np.empty((1, 0)), layout, dtype)
+        yield f"{dtype} {layout} {channels}, the table alone", nothing
+
+
+def as_stages() -> Iterator[Case]:
+    """Two jitters, the first in place, and normalize: each stage's `apply` is the reference."""
+    stages = ColorJitter(brightness=0.4, contrast=0.4, saturation=0.4, hue=0.1), ColorJitter(contrast=0.9, hue=0.5)
+    normalize = Normalize(mean=(0.0,) * 3, std=(1 / 255,) * 3)
+    count = 8
+    images = pictures(count, SIZES[1], 3)
+    drawn = [stage.draw(Keys(3, 1, np.arange(count)).stage("color_jitter", i)) for i, stage in enumerate(stages)]
+    expected = []
+    for i, image in enumerate(images.numpy().copy()):
+        for stage, coefficients in zip(stages, drawn, strict=True):
+            image = stage.apply(image, coefficients[i], None)
+        expected.append(torch.from_numpy(normalize.apply(image, np.empty(0), None)))
+    out = batch(count, 3, SIZES[1], torch.float32, "nchw")
+    same = torch.arange(256, dtype=torch.uint8).expand(3, 256).contiguous()
+    steps: list[tuple[torch.Tensor, torch.Tensor]] = [
+        (same, images.permute(0, 3, 1, 2)),
+        (torch.from_numpy(normalize.table()), out),
+    ]
+    for stage, coefficients, (table, target) in zip(stages, drawn, steps, strict=True):
+        operations: Any = stage.device_operations(coefficients)
+        adjust(images, np.arange(count), *operations, table, target)
+    yield "two jitters and normalize as stages", apart(out, torch.stack(expected))
+
+
+if __name__ == "__main__":
+    InterpreterBuilder.create_fma = fma
+    for cases in (one_operation, orders, fused_luma, some_left_out, layouts, as_stages):
+        for name, difference in cases():
+            print(f"{name}: {difference}", flush=True)

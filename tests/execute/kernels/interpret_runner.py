@@ -1,0 +1,305 @@
+"""Run by test_runner.py with TRITON_INTERPRET=1, in a process of its own: the GPU's runner on a CPU that stands in.
+
+A delivery whose device is the CPU and a libnvjpeg that decodes with OpenCV take the places of CUDA's; all else is real.
+Prints one line of JSON a case: what differs from the CPU's runner, and what was called.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import random
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import cv2
+import numpy as np
+import quick_interpreter  # noqa: F401  # halves the time
+import torch
+from PIL import Image
+
+from gpuflow.decode.libjpeg_turbo import find_library
+from gpuflow.errors import BadSampleError
+from gpuflow.execute.cpu import CpuRunner
+from gpuflow.execute.gpu import GpuRunner, passes_of
+from gpuflow.pipeline.image_spec import STORAGE, as_batch, slot_shape
+from gpuflow.pipeline.program import fold
+from gpuflow.pipeline.stage import Keys, Pipeline, Stage
+from gpuflow.pipeline.validate import trace
+from gpuflow.sources import Payload, lay_out
+from gpuflow.stages import (
+    CenterCrop,
+    ColorJitter,
+    Decode,
+    Flip,
+    Normalize,
+    RandomCrop,
+    RandomResizedCrop,
+    Resize,
+    Torchvision,
+)
+from gpuflow.torchpipe.gpu_preprocessor import GpuPreprocessor
+from tests import images
+
+REFUSED = b"the engines refuse this"
+
+
+class CpuDelivery:
+    """Stands where `Delivery` does, and for its stream. What it queues is done at once."""
+
+    device, cuda_stream = torch.device("cpu"), 7
+
+    def __init__(self) -> None:
+        self.calls: Counter[str] = Counter()
+        self.stream = self
+
+    def join(self, branch: CpuDelivery) -> None:
+        assert branch is self, "one thread needs no second decoder"
+
+    def queued(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def mark(self, *, wait: bool = False) -> CpuDelivery:
+        return self
+
+    def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(tuple(shape), dtype=dtype)
+
+    def send(self, host: torch.Tensor) -> torch.Tensor:
+        self.calls["copies"] += 1
+        return host.clone()
+
+    def send_all(self, arrays: Sequence[Any]) -> list[torch.Tensor]:
+        self.calls["copies"] += 1
+        return [torch.from_numpy(array).clone() for array in arrays]
+
+    def synchronize(self) -> None:
+        """As an event too: what it stands for has passed."""
+        self.calls["synchronize"] += 1
+
+
+class CpuLibrary:
+    """Stands where `nvjpeg.Library` does, and fails as a whole where one file is not to its taste.
+
+    As NVIDIA's engines do, it decodes a call's images by turns into `ENGINES` memories, leaves the lower half of a
+    damaged one as it is there, and copies all of it into the result.
+    """
+
+    ENGINES = 3
+
+    def __init__(self, channels: int) -> None:
+        self._flag = cv2.IMREAD_GRAYSCALE if channels == 1 else cv2.IMREAD_COLOR_RGB
+        self._size, self.calls = 0, Counter[str]()
+        self._memories = [np.zeros((400, 400, channels), np.uint8) for _ in range(self.ENGINES)]
+
+    def create(self, backend: int, device: None, pinned: None, flags: int, handle: Any) -> int:
+        handle._obj.value = 11
+        return 0
+
+    def create_state(self, handle: Any, state: Any) -> int:
+        state._obj.value = 22
+        return 0
+
+    def initialize(self, handle: Any, state: Any, size: int, threads: int, output: int) -> int:
+        self._size = size
+        return 0
+
+    def decode(self, handle: Any, state: Any, data: int, lengths: int, images: int, stream: int) -> int:
+        self.calls["decode"] += 1
+        starts, sizes = (np.ctypeslib.as_array((ctypes.c_uint64 * self._size).from_address(x)) for x in (data, lengths))
+        targets = np.ctypeslib.as_array((ctypes.c_uint64 * (8 * self._size)).from_address(images)).reshape(-1, 8)
+        files = [ctypes.string_at(int(a), int(n)) for a, n in zip(starts, sizes, strict=True)]
+        if any(REFUSED in file for file in files):
+            return 6
+        self.calls["images"] += len(files)
+        for place, (file, target) in enumerate(zip(files, targets, strict=True)):
+            pixels = cv2.imdecode(np.frombuffer(file, np.uint8), self._flag)
+            assert pixels is not None and int(target[4]) == pixels[0].nbytes
+            height, width = pixels.shape[:2]
+            memory = self._memories[place % self.ENGINES]
+            written = height if complete(file, height, width) else height // 2
+            memory[:written, :width] = pixels.reshape(height, width, -1)[:written]
+            shown = np.ascontiguousarray(memory[:height, :width])
+            ctypes.memmove(int(target[0]), shown.ctypes.data, shown.nbytes)
+        return 0
+
+    def destroy_state(self, state: Any) -> int:
+        return 0
+
+    def destroy(self, handle: Any) -> int:
+        return 0
+
+
+def complete(file: bytes, height: int, width: int) -> bool:
+    """Whether a JPEG decodes without a complaint."""
+    data, buffer = np.frombuffer(file.rstrip(b"\0"), np.uint8), np.empty(height * width * 3, np.uint8)
+    library = find_library()
+    return library is None or library.decode(data, "rgb", (height, width), None, buffer) is not None
+
+
+def files() -> list[bytes]:
+    """What a chunk may hold: all that the engines take, what they do not, what nobody takes."""
+    found = [
+        images.jpeg(images.photo(30 + 3 * i, 44 - 2 * i, seed=i), kind)
+        for i, kind in enumerate(["4:2:0", "4:2:2", "4:4:4", "4:4:0", "4:2:0"])
+    ]
+    pixels = images.photo(33, 29, seed=9)
+    found += [images.png(pixels), images.jpeg(pixels, progressive=True), images.jpeg(pixels)[:300], b"no image"]
+    found.append(images.encode(Image.fromarray(pixels), "JPEG", comment=REFUSED))
+    found.append(images.jpeg(images.photo(31, 27, seed=10)))
+    return found
+
+
+def payload(contents: Sequence[bytes]) -> Payload:
+    sizes = [len(data) for data in contents]
+    errors = [None] * (len(contents) - 1) + ["permission denied"]
+    offsets, end = lay_out(sizes)
+    buffer = np.full(end, 0xAB, np.uint8)
+    for offset, data in zip(offsets, contents, strict=True):
+        buffer[offset : offset + len(data)] = np.frombuffer(data, np.uint8)
+    return Payload(buffer=buffer, offsets=offsets, sizes=sizes, errors=errors)
+
+
+PIPELINES: dict[str, tuple[Stage, ...]] = {
+    "crop": (Decode(), RandomResizedCrop(size=13), Flip(horizontal=0.5), Normalize(mean=(0,) * 3, std=(1 / 255,) * 3)),
+    "levels": (Decode(), Resize(shorter=16), CenterCrop(size=16)),
+    "gray": (Decode(color="gray"), Resize(height=9, width=11)),
+    "two samplings": (Decode(), Resize(height=20, width=17), Resize(height=9, width=12), RandomCrop(size=8)),
+    "colours": (
+        Decode(),
+        RandomResizedCrop(size=12),
+        ColorJitter(brightness=0.4, contrast=0.4, saturation=0.3, hue=0.1),
+        Normalize(mean=(0,) * 3, std=(1 / 255,) * 3, dtype="float16", layout="nhwc"),
+    ),
+    "torchvision": (
+        Decode(),
+        RandomResizedCrop(size=12),
+        Torchvision(name="RandomErasing", parameters=(("p", 0.9), ("value", 3))),
+        Torchvision(name="GaussianBlur", parameters=(("kernel_size", 3), ("sigma", 0.7))),
+        Normalize(),
+    ),
+    "misfits": (Decode(), RandomCrop(size=30)),
+}
+
+
+TWICE = ("crop", "misfits")
+"""Run a second time, when the engines know the files."""
+
+
+def cases() -> Iterator[dict[str, Any]]:
+    for name, stages in PIPELINES.items():
+        for decode_bytes in (1 << 20, 6000):
+            pipeline = Pipeline(name, stages)
+            program = fold(pipeline, trace(pipeline))
+            passes = passes_of(program)
+            assert not isinstance(passes, str), passes
+            delivery, library = CpuDelivery(), CpuLibrary(1 if name == "gray" else 3)
+            chunk = payload([*files(), b"\0" * 40])
+            keys = Keys(0, 1, np.arange(100, 100 + len(chunk)))
+            substitutes: Any = (delivery, library)
+            runner = GpuRunner(program, passes, *substitutes, backend="hardware", decode_bytes=decode_bytes)
+            slots = runner.slots(len(chunk)).fill_(0)
+            library.calls.clear()
+            delivery.calls.clear()
+            indices = list(range(50, 50 + len(chunk)))
+            faults = runner.launch(runner.prepare(chunk, keys, indices), slots)
+            decodes, first = library.calls["decode"], (runner.engine_images, runner.cpu_images)
+            calls, copies = [library.calls["images"]], [delivery.calls["copies"]]
+            again = slots
+            if name in TWICE:
+                again = runner.slots(len(chunk)).fill_(0)
+                runner.launch(runner.prepare(chunk, keys, indices), again)
+                calls.append(library.calls["images"] - calls[0])
+                copies.append(delivery.calls["copies"] - copies[0])
+            expected = np.zeros((len(chunk), *slot_shape(program.result)), STORAGE[program.result.dtype])
+            rights = CpuRunner(program).run([chunk.sample(i) for i in range(len(chunk))], keys, expected)
+            rights[-1] = BadSampleError("read", "permission denied")
+            good = [i for i, fault in enumerate(rights) if fault is None]
+            assert torch.equal(slots[good], again[good])
+            difference = (slots[good].double() - as_batch(expected, program.result)[good].double()).abs()
+            yield {
+                "case": f"{name}, {decode_bytes} bytes",
+                "faults": [str(a) for a, b in zip(faults, rights, strict=True) if str(a) != str(b)],
+                "good": len(good),
+                "max": float(difference.max()),
+                "mean": float(difference.mean()),
+                "engines": first[0],
+                "cpu": first[1],
+                "decodes": decodes,
+                "images": calls,
+                "copies": copies,
+            }
+
+
+def served() -> dict[str, Any]:
+    """The same runner behind a service: several files at a time, then one."""
+    pipeline = Pipeline("serve", PIPELINES["levels"])
+    program = fold(pipeline, trace(pipeline))
+    passes = passes_of(program)
+    assert not isinstance(passes, str), passes
+    delivery, lent = CpuDelivery(), list[Any]()
+    substitutes: Any = (delivery, CpuLibrary(3))
+    runner = GpuRunner(program, passes, *substitutes, backend="hardware", decode_bytes=1 << 20)
+    serving = GpuPreprocessor(runner, substitutes[0], take=lambda n: np.empty(n + 9, np.uint8), give=lent.append)
+    contents = [*files(), b""]
+    found = [*serving.run(contents), *serving.run(contents[:1])]
+    expected = np.zeros((len(contents), *slot_shape(program.result)), STORAGE[program.result.dtype])
+    arrays = [np.frombuffer(data, np.uint8) for data in contents]
+    rights = CpuRunner(program).run(arrays, Keys(0, 0, np.zeros(len(contents), np.int64)), expected)
+    images = [*as_batch(expected, program.result), as_batch(expected, program.result)[0]]
+    faults, worst = [], 0.0
+    for mine, right, image in zip(found, [*rights, rights[0]], images, strict=True):
+        if isinstance(mine, torch.Tensor):
+            assert mine.shape == (1, 3, 16, 16)
+            worst = max(worst, float((mine[0].double() - image.double()).abs().max()))
+        if str(right) != (str(None) if isinstance(mine, torch.Tensor) else str(mine)):
+            faults.append(str(mine))
+    return {"case": "served", "faults": faults, "max": worst, "mean": 0.0, "given_back": len(lent), "good": len(found)}
+
+
+def histories() -> dict[str, Any]:
+    """Chunks of sound and damaged files in several orders: what becomes of each, and what a new runner makes of it."""
+    pipeline = Pipeline("history", PIPELINES["levels"])
+    program = fold(pipeline, trace(pipeline))
+    passes = passes_of(program)
+    assert not isinstance(passes, str), passes
+    rng = random.Random(0)
+    pool = []
+    for number in range(10):
+        size = rng.randint(17, 40), rng.randint(17, 40)
+        data = images.jpeg(images.photo(*size, seed=number), rng.choice(["4:2:0", "4:2:0", "4:2:2", "4:4:4"]))
+        scan = data.index(b"\xff\xda") + 14
+        cut = data[: rng.randint(scan, len(data) - 3)] + b"\xff\xd9"
+        pool.append(cut if number % 2 else data)
+
+    def new() -> GpuRunner:
+        substitutes: Any = (CpuDelivery(), CpuLibrary(3))
+        return GpuRunner(program, passes, *substitutes, backend="hardware", decode_bytes=1 << 20)
+
+    def run(runner: GpuRunner, chosen: Sequence[int]) -> torch.Tensor:
+        chunk = Payload.of([pool[i] for i in chosen], lambda size: np.full(size, 0xAB, np.uint8))
+        keys = Keys(0, 0, np.zeros(len(chunk), np.int64))
+        slots = runner.slots(len(chunk)).fill_(7)
+        assert runner.launch(runner.prepare(chunk, keys, chosen), slots) == [None] * len(chunk)
+        return slots
+
+    fresh = {i: run(new(), [i])[0] for i in range(len(pool))}
+    expected = np.zeros((len(pool), *slot_shape(program.result)), np.uint8)
+    CpuRunner(program).run(
+        [np.frombuffer(x, np.uint8) for x in pool], Keys(0, 0, np.zeros(len(pool), np.int64)), expected
+    )
+    apart = [
+        (fresh[i].int() - as_batch(expected, program.result)[i].int()).abs().max().item() for i in range(len(pool))
+    ]
+    runner, wrong = new(), 0
+    for _ in range(6):
+        chosen = [rng.randrange(len(pool)) for _ in range(rng.randint(1, 9))]
+        wrong += sum(not torch.equal(image, fresh[i]) for i, image in zip(chosen, run(runner, chosen), strict=True))
+    return {"case": "histories", "faults": [], "max": max(apart), "mean": 0.0, "wrong": wrong, "cpu": runner.cpu_images}
+
+
+if __name__ == "__main__":
+    for case in [*cases(), served(), histories()]:
+        print(json.dumps(case), flush=True)

@@ -1,0 +1,62 @@
+"""Run by test_sample.py with TRITON_INTERPRET=1, in a process of its own: the kernel against its reference.
+
+Prints one line a case: its name and the largest difference in levels.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import quick_interpreter  # noqa: F401  # halves the time
+import torch
+
+from gpuflow.execute.gpu import plan_of
+from gpuflow.execute.kernels.sample import sample, sample_reference
+from gpuflow.pipeline.program import Sample
+from gpuflow.pipeline.stage import Geometry, Keys
+from gpuflow.stages import CenterCrop, Flip, RandomCrop, RandomResizedCrop, Resize
+
+SIZES = ((48, 37), (1, 1), (17, 48), (5, 3))
+
+
+def pipelines() -> list[tuple[str, tuple[Geometry, ...]]]:
+    """Geometry runs of every interpolation: shrinking, growing, crops before and after, flips, padding."""
+    found: list[tuple[str, tuple[Geometry, ...]]] = []
+    for kind, antialias in itertools.product(("nearest", "bilinear", "bicubic"), (True, False)):
+        name = f"{kind} antialias={antialias}"
+        shared = {"interpolation": kind, "antialias": antialias}
+        flip = Flip(horizontal=0.5, vertical=0.5)
+        found.append((f"crop {name}", (RandomResizedCrop(size=(13, 9), **shared), flip)))
+        found.append((f"grow {name}", (flip, Resize(height=40, width=31, **shared))))
+        found.append((f"window {name}", (Resize(shorter=12, **shared), CenterCrop(size=12), flip)))
+        found.append((f"pad {name}", (Resize(height=8, width=9, **shared), RandomCrop(size=11, padding=3), flip)))
+    return found
+
+
+def difference(stages: tuple[Geometry, ...], channels: int, layout: str, dtype: torch.dtype) -> float:
+    rng = np.random.default_rng(0)
+    images = [torch.from_numpy(rng.integers(0, 256, (*size, channels), dtype=np.uint8)) for size in SIZES]
+    heights, widths = np.array(SIZES).T
+    sampling = Sample(stages, (0,) * len(stages)).draw(Keys(0, 0, np.arange(len(SIZES))), heights, widths)
+    rows = np.arange(len(SIZES))[::-1].copy()
+    addresses = np.array([image.data_ptr() for image in images])
+    plan = torch.from_numpy(plan_of(sampling, addresses, widths * channels, rows))
+    table = torch.stack([torch.arange(256.0) + 256 * c for c in range(channels)]).to(dtype)
+    height, width = sampling.window[0, 2:].tolist()
+    memory = torch.channels_last if layout == "nhwc" else torch.contiguous_format
+    out = torch.full((len(SIZES), channels, height, width), -1.0).to(dtype).contiguous(memory_format=memory)
+    how = {"interpolation": sampling.interpolation, "antialias": sampling.antialias}
+    sample(plan, table, out, **how)
+    expected = sample_reference(images, plan, table, **how)
+    return float((out[rows.tolist()].float() - expected.float()).abs().max())
+
+
+if __name__ == "__main__":
+    for name, stages in pipelines():
+        print(f"{name}, 3 channels nchw float32: {difference(stages, 3, 'nchw', torch.float32)}", flush=True)
+    stages = pipelines()[4][1]
+    dtypes = (torch.float32, torch.float16, torch.bfloat16, torch.uint8)
+    for channels, layout, dtype in itertools.product((1, 3), ("nchw", "nhwc"), dtypes):
+        if dtype == torch.float32 or channels == 1:
+            print(f"{channels} {layout} {dtype}: {difference(stages, channels, layout, dtype)}", flush=True)

@@ -1,0 +1,60 @@
+"""The colour kernels in Triton's interpreter, which needs numpy < 2.4 and its own process; what stages feed them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from gpuflow.pipeline.stage import Keys, Operation, StageKeys
+from gpuflow.stages import ColorJitter, Normalize
+
+SCRIPT = Path(__file__).parent / "interpret_color.py"
+
+
+def test_kernels_equal_their_references_bit_for_bit() -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT)], env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    differences = {name: float(text) for name, text in (line.rsplit(": ", 1) for line in done.stdout.splitlines())}
+    assert len(differences) == 32 + 4 + 2 + 2 + 48 + 1
+    assert {name: difference for name, difference in differences.items() if difference} == {}
+
+
+def drawn(count: int) -> StageKeys:
+    return Keys(0, 0, np.arange(count)).stage("color_jitter", 0)
+
+
+def test_a_jitter_gives_its_operations_in_each_samples_order() -> None:
+    stage = ColorJitter(brightness=0.4, contrast=0.5, saturation=0.6, hue=0.1)
+    coefficients = stage.draw(drawn(500))
+    codes, factors = stage.device_operations(coefficients)
+    assert len({tuple(row) for row in codes.tolist()}) == 24
+    for operation, column in zip(list(Operation)[1:], coefficients[:, 4:].T, strict=True):
+        assert np.array_equal(factors[codes == operation], column)
+
+
+def test_a_jitter_gives_no_operation_that_it_was_not_asked_for() -> None:
+    stage = ColorJitter(contrast=(0.5, 0.5), hue=0.1)
+    codes, factors = stage.device_operations(stage.draw(drawn(50)))
+    assert {tuple(row) for row in codes.tolist()} == {
+        (Operation.CONTRAST, Operation.HUE),
+        (Operation.HUE, Operation.CONTRAST),
+    }
+    assert (factors[codes == Operation.CONTRAST] == 0.5).all()
+    codes, factors = ColorJitter().device_operations(ColorJitter().draw(drawn(50)))
+    assert codes.shape == factors.shape == (50, 0)
+
+
+def test_the_form_is_known_before_anything_is_drawn() -> None:
+    stage = ColorJitter(brightness=0.4, hue=0.1)
+    codes, factors = stage.device_operations(stage.draw(drawn(0)))
+    assert codes.shape == factors.shape == (0, 2)
+    assert stage.table() is None
+    assert Normalize().table().shape == (3, 256)
+    assert Normalize().device_operations(np.empty((0, 0))) is None

@@ -1,0 +1,75 @@
+"""The GPU runner in Triton's interpreter, with stand-ins for the stream and libnvjpeg: see interpret_runner.py."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpuflow.decode.libjpeg_turbo import find_library
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="module")
+def cases() -> dict[str, dict[str, Any]]:
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(Path(__file__).parent / "interpret_runner.py")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    return {case["case"]: case for case in map(json.loads, done.stdout.splitlines())}
+
+
+def test_pixels_and_faults_are_those_of_the_cpu(cases: dict[str, dict[str, Any]]) -> None:
+    assert len(cases) == 16
+    for case in cases.values():
+        assert case["faults"] == [], case
+        assert case["max"] <= 1 and case["mean"] < 0.01, case
+
+
+def test_what_the_engines_refuse_is_decoded_by_the_cpu(cases: dict[str, dict[str, Any]]) -> None:
+    """Of 12 samples 3 are bad; a PNG, a progressive JPEG and one that makes the call fail are the CPU's."""
+    for name, case in cases.items():
+        if not name.startswith(("misfits", "served", "histories")):
+            assert (case["good"], case["engines"], case["cpu"]) == (9, 6, 3), case
+
+
+def test_a_crop_that_does_not_fit_is_judged_by_the_cpu(cases: dict[str, dict[str, Any]]) -> None:
+    case = cases["misfits, 1048576 bytes"]
+    assert (case["good"], case["engines"], case["cpu"]) == (5, 5, 4)
+
+
+def test_calls_and_copies_do_not_depend_on_the_number_of_images(cases: dict[str, dict[str, Any]]) -> None:
+    """One call for all, then halves around the one of 7 that fails. Copies: a table, a plan, twice pixels and rows, and
+    at the first time what is to be looked at."""
+    assert (cases["crop, 1048576 bytes"]["decodes"], cases["crop, 1048576 bytes"]["copies"]) == (7, [6, 6])
+    assert (cases["misfits, 1048576 bytes"]["decodes"], cases["misfits, 1048576 bytes"]["copies"]) == (1, [4, 3])
+
+
+def test_blank_images_go_before_those_that_were_never_decoded_completely(cases: dict[str, dict[str, Any]]) -> None:
+    """Five images on three engines behind six blank ones, and alone once they are known."""
+    assert cases["misfits, 1048576 bytes"]["images"] == [5 + 6, 5]
+
+
+@pytest.mark.skipif(find_library() is None, reason="its stand-in for engines needs libjpeg-turbo: gpuflow[turbo]")
+def test_a_file_gives_what_it_gives_a_new_decoder_whatever_was_decoded_before(cases: dict[str, dict[str, Any]]) -> None:
+    case = cases["histories"]
+    assert case["wrong"] == 0
+    assert case["max"] <= 1, "a damaged file is the CPU's"
+    assert case["cpu"] >= 8
+
+
+def test_less_memory_means_more_calls_and_the_same_pixels(cases: dict[str, dict[str, Any]]) -> None:
+    for name in ("crop", "two samplings", "colours", "torchvision"):
+        whole, parts = cases[f"{name}, 1048576 bytes"], cases[f"{name}, 6000 bytes"]
+        assert parts["copies"] > whole["copies"]
+        assert (parts["max"], parts["mean"]) == (whole["max"], whole["mean"])
+
+
+def test_a_service_gets_the_same_images_and_gives_its_memory_back(cases: dict[str, dict[str, Any]]) -> None:
+    assert cases["served"]["given_back"] == 2

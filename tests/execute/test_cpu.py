@@ -1,0 +1,200 @@
+"""The CPU runner: faults that stay where they are, memory that belongs to nobody else, whole pipelines."""
+
+from __future__ import annotations
+
+import threading
+
+import cv2
+import numpy as np
+import pytest
+import torch
+
+from gpuflow.execute.cpu import CpuRunner, resample
+from gpuflow.pipeline import stage as s
+from gpuflow.pipeline.image_spec import STORAGE, as_batch, slot_shape
+from gpuflow.stages import (
+    CenterCrop,
+    ColorJitter,
+    Decode,
+    Flip,
+    Normalize,
+    RandomCrop,
+    RandomResizedCrop,
+    Resize,
+    Torchvision,
+)
+from tests.images import as_array, jpeg, photo, png
+from tests.running import alone, decoded, images, keys_of, levels_apart, program_of, resized, run
+
+TRAIN = (
+    Decode(),
+    RandomResizedCrop(size=32),
+    Flip(horizontal=0.5),
+    ColorJitter(brightness=0.2, contrast=0.2, saturation=0.2),
+    Normalize(),
+)
+VAL = (Decode(), Resize(shorter=40), CenterCrop(size=32), Normalize())
+SAMPLES = tuple(jpeg(photo(40 + 7 * i, 90 - 5 * i, seed=i)) for i in range(8))
+
+
+@pytest.mark.parametrize("stages", [TRAIN, VAL], ids=["train", "val"])
+def test_a_runner_gives_the_same_however_often_and_on_any_thread(stages: tuple[s.Stage, ...]) -> None:
+    program = program_of(*stages)
+    expected = images(program, SAMPLES)
+    results: dict[int, torch.Tensor] = {}
+
+    def work(number: int) -> None:
+        results[number] = images(program, SAMPLES)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert all(torch.equal(results[number], expected) for number in range(4))
+    runner, slots = CpuRunner(program), np.empty((8, 3, 32, 32), np.float32)
+    for _ in range(3):
+        slots.fill(np.nan)
+        assert runner.run([as_array(data) for data in SAMPLES], keys_of(8), slots) == [None] * 8
+        assert torch.equal(torch.from_numpy(slots), expected)
+
+
+def test_val_is_torchvisions() -> None:
+    for data, result in zip(SAMPLES, images(program_of(*VAL), SAMPLES), strict=True):
+        image = decoded(data)
+        for stage in VAL[1:]:
+            image = stage.torchvision()(image)
+        assert torch.equal(result, image)
+
+
+def test_no_samples() -> None:
+    batch, faults = run(program_of(*TRAIN), [])
+    assert batch.shape == (0, 3, 32, 32)
+    assert faults == []
+
+
+def test_slots_hold_the_batch_and_nothing_else_is_written() -> None:
+    program = program_of(*VAL)
+    memory = np.full((10, *slot_shape(program.result)), 7, np.float32)
+    CpuRunner(program).run([as_array(data) for data in SAMPLES], keys_of(8), memory[1:9])
+    assert (memory[[0, 9]] == 7).all()
+    assert torch.equal(torch.from_numpy(memory[1:9]), images(program, SAMPLES))
+
+
+def test_results_do_not_share_scratch_memory() -> None:
+    """The decoder's buffer and the resizer's are used again for the next image."""
+    for stages in (VAL[:3], (Decode(), CenterCrop(size=32)), (*VAL[:3], Torchvision(name="Identity"))):
+        program = program_of(*stages)
+        runner = CpuRunner(program)
+        slots = [np.zeros((1, *slot_shape(program.result)), np.uint8) for _ in SAMPLES]
+        for data, slot in zip(SAMPLES, slots, strict=True):
+            runner.run([as_array(data)], keys_of(1), slot)
+        assert torch.equal(as_batch(np.concatenate(slots), program.result), images(program, SAMPLES))
+
+
+def test_encoded_bytes_stay_as_they_are() -> None:
+    samples = [as_array(data).copy() for data in SAMPLES]
+    for sample in samples:
+        sample.flags.writeable = False
+    program = program_of(*TRAIN)
+    CpuRunner(program).run(samples, keys_of(8), np.empty((8, 3, 32, 32), np.float32))
+    assert [bytes(sample) for sample in samples] == list(SAMPLES)
+
+
+@pytest.mark.parametrize("place", range(8))
+def test_a_bad_sample_changes_no_other(place: int) -> None:
+    program = program_of(*TRAIN)
+    expected = images(program, SAMPLES)
+    for bad in (b"", b"text", SAMPLES[place][:-30], SAMPLES[place][:40]):
+        broken = [*SAMPLES[:place], bad, *SAMPLES[place + 1 :]]
+        batch, faults = run(program, broken)
+        assert [i for i, fault in enumerate(faults) if fault] == [place]
+        assert all(torch.equal(batch[i], expected[i]) for i in range(8) if i != place)
+
+
+def test_nothing_but_bad_samples() -> None:
+    _, faults = run(program_of(*TRAIN), [b"", b"no", b"\xff\xd8\xff"])
+    assert list(map(str, faults)) == [
+        "decode: empty: the file has no bytes",
+        "decode: not an image: begins with 6e 6f; gpuflow decodes JPEG, PNG, WebP and BMP",
+        "decode: truncated: the header breaks off after 3 bytes",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("stages", "size"),
+    [
+        ((RandomCrop(size=30),), "20x90"),
+        ((Flip(), RandomCrop(size=30)), "20x90"),
+        ((Resize(longer=45), RandomCrop(size=30)), "10x45"),
+        ((Resize(longer=80), Resize(longer=45), RandomCrop(size=30)), "9x45"),
+        ((ColorJitter(), RandomCrop(size=30)), "20x90"),
+        ((ColorJitter(), Resize(longer=45), ColorJitter(), RandomCrop(size=30)), "10x45"),
+        ((Torchvision(name="Pad", parameters=(("padding", 1),)), RandomCrop(size=30)), "22x92"),
+        ((Torchvision(name="Identity"), Resize(longer=45), ColorJitter(), RandomCrop(size=30)), "10x45"),
+    ],
+    ids=str,
+)
+def test_a_crop_that_does_not_fit_names_the_size_it_met(stages: tuple[s.Stage, ...], size: str) -> None:
+    _, faults = run(program_of(Decode(), *stages), [jpeg(photo(20, 90)), png(photo(90, 90))])
+    assert str(faults[0]) == f"random_crop: the crop is larger than the image, which has {size} pixels here"
+    assert faults[1] is None
+
+
+@pytest.mark.parametrize("dtype", STORAGE)
+@pytest.mark.parametrize("layout", ["nchw", "nhwc"])
+def test_slots_and_batches(dtype: str, layout: str) -> None:
+    spec = s.ImageSpec(shape=(4, 5, 3), dtype=dtype, layout=layout)  # type: ignore[arg-type]
+    slots = np.zeros((2, *slot_shape(spec)), STORAGE[dtype])
+    assert slots.shape == ((2, 3, 4, 5) if layout == "nchw" else (2, 4, 5, 3))
+    batch = as_batch(slots, spec)
+    assert batch.shape == (2, 3, 4, 5)
+    assert batch.dtype == getattr(torch, dtype)
+    slots[1] = 1
+    assert (batch[1] != 0).all()
+    assert (batch[0] == 0).all()
+
+
+@pytest.mark.parametrize("interpolation", ["nearest", "bilinear", "bicubic"])
+@pytest.mark.parametrize("channels", [1, 3])
+def test_resample_takes_strided_images_and_targets(interpolation: str, channels: int) -> None:
+    rng = np.random.default_rng(0)
+    image = rng.integers(0, 256, (60, 80, channels), dtype=np.uint8)[7:40, 11:60]
+    planes = torch.from_numpy(np.ascontiguousarray(image)).permute(2, 0, 1).contiguous()
+    for size in ((20, 20), (70, 31), (1, 1), (33, 49), (1, 30), (30, 1)):
+        out = np.full((size[0] + 2, *size[1:], channels), 9, np.uint8)
+        result = resample(image, size, interpolation, True, out[1:-1])
+        assert np.shares_memory(result, out)
+        expected = resized(planes, size, interpolation, True)
+        assert levels_apart(torch.from_numpy(out[1:-1]).permute(2, 0, 1), expected) == 0
+        assert (out[[0, -1]] == 9).all()
+
+
+def test_one_pixel_images_go_through_everything() -> None:
+    for size in ((1, 1), (1, 2), (2, 1), (1, 300), (300, 1)):
+        for data in (jpeg(photo(*size)), png(photo(*size))):
+            for stages in (TRAIN, (*TRAIN[:1], Resize(shorter=33), *TRAIN[1:]), VAL):
+                batch = images(program_of(*stages), [data] * 4)
+                assert batch.isfinite().all()
+
+
+def test_the_order_of_stages_is_kept() -> None:
+    data = png(photo(40, 60))
+    jitter = ColorJitter(contrast=(2.0, 2.0))
+    (first,) = images(program_of(Decode(), jitter, CenterCrop(size=20)), [data])
+    (second,) = images(program_of(Decode(), CenterCrop(size=20), jitter), [data])
+    assert not torch.equal(first, second)
+    assert torch.equal(first, jitter.torchvision()(decoded(data))[:, 10:30, 20:40])
+    assert torch.equal(second, jitter.torchvision()(alone(CenterCrop(size=20), data)))
+
+
+def test_opencvs_number_of_threads_does_not_matter() -> None:
+    program = program_of(*VAL)
+    before = cv2.getNumThreads()
+    expected = images(program, SAMPLES)
+    try:
+        for threads in (0, 1, 2):
+            cv2.setNumThreads(threads)
+            assert torch.equal(images(program, SAMPLES), expected)
+    finally:
+        cv2.setNumThreads(before)

@@ -1,0 +1,64 @@
+"""What is packed for the GPU in one transfer; the rest of a delivery needs one: tests/execute/test_gpu.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from gpuflow.execute.device_stream import Delivery, starved
+
+
+class OnCpu:
+    """What `send_all` needs of a delivery, with the CPU as the device."""
+
+    def __init__(self) -> None:
+        self.transfers = 0
+
+    def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.full(tuple(shape), 77, dtype=dtype)
+
+    def send(self, host: torch.Tensor) -> torch.Tensor:
+        self.transfers += 1
+        return host.clone()
+
+
+@pytest.mark.parametrize("count", [0, 1, 3, 7, 50, 256])
+def test_arrays_of_any_dtype_and_shape_go_in_one_transfer(count: int) -> None:
+    labels, plan = np.arange(count), np.arange(count * 21).reshape(count, 21)
+    arrays = [labels, labels % 2 == 0, labels[::-1], plan, plan[:, ::3].astype(np.float64)]
+    device: Any = OnCpu()
+    sent = Delivery.send_all(device, arrays)
+    assert device.transfers == 1
+    for array, tensor in zip(arrays, sent, strict=True):
+        expected = torch.from_numpy(array.copy())
+        assert tensor.dtype == expected.dtype and torch.equal(tensor, expected)
+
+
+class Passed:
+    """A stream or an event that has been reached, or not."""
+
+    def __init__(self, passed: bool) -> None:
+        self.query = lambda: passed
+
+
+@pytest.mark.parametrize(
+    ("idle", "last", "expected"),
+    [
+        (True, None, True),
+        (True, (True, True), True),
+        (False, None, False),
+        (False, (False, False), False),  # an earlier step is still at work
+        (False, (True, True), False),  # the last batch's step is
+        (False, (True, False), True),  # it waits for the last batch
+    ],
+)
+def test_a_consumer_starves_when_its_stream_has_nothing_to_do_or_waits_for_us(
+    idle: bool, last: tuple[bool, bool] | None, expected: bool
+) -> None:
+    stream: Any = Passed(idle)
+    events: Any = None if last is None else tuple(map(Passed, last))
+    assert starved(stream, events) is expected

@@ -1,0 +1,295 @@
+"""The GPU's way against the CPU's on an NVIDIA GPU: pixels, mixed batches, bad files, resume, memory, shutdown."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import gpuflow
+import gpuflow.decode.nvjpeg
+from tests import images
+from tests.datasets import nothing_left_behind, write_config
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no NVIDIA GPU"),
+]
+
+MEAN, STD = [0.0, 0.0, 0.0], [1 / 255] * 3  # so that a difference of 1 is a level
+GEOMETRY = [{"random_resized_crop": {"size": 32}}, {"flip": {"horizontal": 0.5, "vertical": 0.5}}]
+STAGES = [{"decode": {}}, *GEOMETRY, {"normalize": {"mean": MEAN, "std": STD}}]
+BICUBIC = {"resize": {"height": 20, "width": 27, "interpolation": "bicubic"}}
+CROPPED = [{"decode": {}}, {"resize": {"shorter": 40}}, {"center_crop": {"size": 40}}]
+NHWC = {"normalize": {"mean": MEAN, "std": STD, "layout": "nhwc", "dtype": "float16"}}
+PIPELINES = {
+    "train": STAGES,
+    "windowed": [*CROPPED, {"normalize": {"mean": MEAN, "std": STD}}],
+    "channels_last": [*CROPPED, NHWC],
+    "uint8": CROPPED,
+    "bicubic": [{"decode": {}}, BICUBIC, {"normalize": {"mean": MEAN, "std": STD}}],
+    "gray": [{"decode": {"color": "gray"}}, BICUBIC],
+    "two samplings": [{"decode": {}}, BICUBIC, {"resize": {"height": 31, "width": 18}}, {"random_crop": {"size": 17}}],
+}
+JITTER = {"color_jitter": {"brightness": 0.4, "contrast": 0.4, "saturation": 0.4, "hue": 0.1}}
+COLOURED = [{"decode": {}}, *GEOMETRY, JITTER, {"normalize": {"mean": MEAN, "std": STD}}]
+TORCHVISION = {
+    "random": {"torchvision": {"name": "RandomPerspective", "distortion_scale": 0.3, "p": 0.7}},
+    "noise": {"torchvision": {"name": "RandomErasing", "p": 0.8, "value": 7}},
+    "fixed": {"torchvision": {"name": "GaussianBlur", "kernel_size": 3, "sigma": 0.8}},
+}
+
+
+def encoded(number: int) -> tuple[str, bytes]:
+    """(suffix, bytes) of one image: every subsampling and kind in turn, sizes odd and even."""
+    rng = random.Random(number)
+    pixels = images.photo(rng.randint(20, 300), rng.randint(20, 300), seed=number)
+    kinds = ["4:2:0", "4:2:0", "4:2:2", "4:4:4", "4:4:0", "progressive", "gray", "png", "cmyk"]
+    match kinds[number % len(kinds)]:
+        case "progressive":
+            return "jpg", images.jpeg(pixels, progressive=True)
+        case "gray":
+            return "jpg", images.encode(Image.fromarray(pixels).convert("L"), "JPEG")
+        case "png":
+            return "png", images.png(pixels)
+        case "cmyk":
+            return "jpg", images.encode(Image.fromarray(pixels).convert("CMYK"), "JPEG")
+        case subsampling:
+            return "jpg", images.jpeg(pixels, subsampling)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("kinds") / "photos"
+    for number in range(207):
+        suffix, data = encoded(number)
+        path = root / f"class_{number % 3}" / f"{number:03}.{suffix}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+    return root
+
+
+def load(folder: Path, stages: Any, device: str, *overrides: str, **settings: Any) -> gpuflow.Loader:
+    path = write_config(folder.parent / "x.yaml", folder, train=stages, batch={"size": 50}, **settings)
+    return gpuflow.load(path, device=device, overrides=["pipelines.train.shuffle=true", *overrides])
+
+
+def both(folder: Path, stages: Any, *overrides: str) -> tuple[list[gpuflow.Batch], list[gpuflow.Batch], dict[str, Any]]:
+    with load(folder, stages, "cpu", *overrides) as loader:
+        cpu = list(loader)
+    with load(folder, stages, "cuda", *overrides) as loader:
+        gpu = list(loader)
+        stats = loader.stats()
+    return cpu, gpu, stats
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_pixels_are_within_two_levels_of_the_cpu(name: str, folder: Path) -> None:
+    cpu, gpu, stats = both(folder, PIPELINES[name])
+    assert stats["engine_images"] >= 100 and stats["cpu_images"] >= 60, stats
+    assert stats["engine_images"] + stats["cpu_images"] == 207
+    for a, b in zip(cpu, gpu, strict=True):
+        assert b.images.device.type == "cuda" and b.labels.device.type == "cuda"
+        assert torch.equal(a.labels, b.labels.cpu()) and torch.equal(a.indices, b.indices.cpu())
+        assert (a.images.shape, a.images.dtype, a.images.stride()) == (
+            b.images.shape,
+            b.images.dtype,
+            b.images.stride(),
+        )
+        assert (a.images.float() - b.images.cpu().float()).abs().max() <= 2
+
+
+def test_a_bad_file_is_replaced_by_the_same_sample_as_on_the_cpu(tmp_path: Path) -> None:
+    folder = tmp_path / "photos"
+    for number in range(60):
+        path = folder / "a" / f"{number:03}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        data = images.jpeg(images.photo(60, 80, seed=number))
+        path.write_bytes(data[: len(data) // 2] if number in (5, 31) else data)
+    for stages in (STAGES, [{"decode": {"cpu_share": 0.6}}, *STAGES[1:]]):
+        cpu, gpu, stats = both(folder, stages)
+        assert stats["bad_distinct"] == 2
+        for a, b in zip(cpu, gpu, strict=True):
+            assert torch.equal(a.indices, b.indices.cpu())
+            assert (a.images - b.images.cpu()).abs().max() <= 2
+
+
+@pytest.mark.parametrize("name", ["train", "channels_last", "uint8"])
+@pytest.mark.parametrize("processes", [0, 2])
+def test_the_cpus_share_of_a_batch(name: str, processes: int, folder: Path, tmp_path: Path) -> None:
+    """Half of each batch is the CPU's, to the bit; the order and the other half are as without it."""
+    first, *rest = PIPELINES[name]
+    half = [{"decode": {**first["decode"], "cpu_share": 0.5}}, *rest]
+    cpu, gpu, _ = both(folder, PIPELINES[name])
+    with load(folder, half, "cuda", "run.deterministic=true", f"run.processes={processes}") as loader:
+        for _ in range(2):
+            loader.set_epoch(0)
+            shared = list(loader)
+        stats = loader.stats()
+    assert stats["cpu_share"] == 0.5 and stats["stages"]["decode_cpu"]["samples"] == 4 * 25 + 4
+    for a, b, c in zip(cpu, gpu, shared, strict=True):
+        own = len(a.images) - round(0.5 * len(a.images))
+        assert torch.equal(a.indices, c.indices.cpu()) and torch.equal(a.labels, c.labels.cpu())
+        assert c.images.stride() == b.images.stride()
+        assert torch.equal(b.images[:own], c.images[:own])
+        assert torch.equal(a.images[own:], c.images[own:].cpu())
+
+
+def test_a_broken_stream_spoils_no_neighbour(tmp_path: Path) -> None:
+    """Headers and end markers are whole, the entropy-coded data is not; whatever the engines say of it."""
+    rng = np.random.default_rng(0)
+    for broken, folder in ((False, tmp_path / "whole" / "photos"), (True, tmp_path / "broken" / "photos")):
+        for number in range(50):
+            data = bytearray(images.jpeg(images.photo(90, 70, seed=number)))
+            if broken and number in (7, 23):
+                middle = len(data) // 2
+                data[middle : middle + 60] = rng.integers(1, 255, 60, dtype=np.uint8).tobytes()
+            path = folder / "a" / f"{number:03}.jpg"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(bytes(data))
+    results = []
+    for folder in (tmp_path / "whole" / "photos", tmp_path / "broken" / "photos"):
+        with load(folder, STAGES, "cuda") as loader:
+            (batch,) = loader
+            results.append(dict(zip(batch.indices.tolist(), batch.images.cpu(), strict=True)))
+    whole, broken = results
+    assert all(torch.equal(whole[i], broken[i]) for i in whole if i not in (7, 23) and i in broken)
+
+
+def test_colours_are_drawn_as_on_the_cpu(folder: Path) -> None:
+    """A level of the decoder may become a few once hue or contrast has stretched it; on average it does not."""
+    cpu, gpu, stats = both(folder, COLOURED)
+    assert stats["engine_images"] >= 100
+    for a, b in zip(cpu, gpu, strict=True):
+        difference = (a.images - b.images.cpu()).abs()
+        assert difference.mean() < 0.25 and (difference > 2).float().mean() < 0.005
+
+
+@pytest.mark.parametrize("name", TORCHVISION)
+def test_torchvision_stages_run_on_the_gpu_with_the_draws_of_the_cpu(name: str, folder: Path) -> None:
+    stages = [{"decode": {}}, *GEOMETRY, TORCHVISION[name], {"normalize": {"mean": MEAN, "std": STD}}]
+    cpu, gpu, stats = both(folder, stages)
+    assert stats["engine_images"] >= 100
+    for a, b in zip(cpu, gpu, strict=True):
+        difference = (a.images - b.images.cpu()).abs()
+        assert difference.mean() < 0.25 and (difference > 2).float().mean() < 0.01
+
+
+def test_a_pipeline_without_a_form_for_the_gpu_takes_the_cpus_way(folder: Path) -> None:
+    stages = [{"decode": {}}, JITTER, *STAGES[1:]]
+    cpu, gpu, stats = both(folder, stages)
+    assert "engine_images" not in stats
+    for a, b in zip(cpu, gpu, strict=True):
+        assert b.images.device.type == "cuda" and torch.equal(a.images, b.images.cpu())
+        assert torch.equal(a.labels, b.labels.cpu()) and torch.equal(a.valid, b.valid.cpu())
+    text = "is gpu, but color_jitter.* comes before the images have one size; .*; use auto or cpu"
+    with pytest.raises(gpuflow.ConfigError, match=text):
+        load(folder, [{"decode": {"backend": "gpu"}}, *stages[1:]], "cuda")
+
+
+def test_decoding_in_parts_gives_the_same_pixels(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with load(folder, STAGES, "cuda", "pipelines.train.batch.size=70") as loader:
+        whole = list(loader)
+    with load(folder, STAGES, "cuda", "pipelines.train.batch.size=70", "run.memory_limit=8MB") as loader:
+        parts = list(loader)
+    assert all(torch.equal(a.images, b.images) for a, b in zip(whole, parts, strict=True))
+
+
+def test_a_huge_image_leaves_no_huge_buffer(tmp_path: Path) -> None:
+    for number in range(40):
+        path = tmp_path / "photos" / "a" / f"{number:03}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        pixels = images.photo(90, 70, seed=number)
+        path.write_bytes(images.jpeg(np.tile(pixels, (80, 80, 1)) if number == 3 else pixels))
+    with load(
+        tmp_path / "photos", STAGES, "cuda", "pipelines.train.batch.size=4", "pipelines.train.shuffle=false"
+    ) as loader:
+        list(loader)
+        torch.cuda.synchronize()
+        assert torch.cuda.memory_allocated() < 100 << 20
+
+
+def test_out_of_memory_is_an_error_and_the_loader_works_on(folder: Path) -> None:
+    with load(folder, STAGES, "cuda") as loader:
+        expected = list(loader)
+        loader.set_epoch(0)
+        torch.cuda.empty_cache()
+        taken = torch.empty(torch.cuda.mem_get_info()[0] - (24 << 20), dtype=torch.uint8, device="cuda")
+        big = load(folder, [{"decode": {}}, {"resize": {"height": 2048, "width": 2048}}], "cuda")
+        with pytest.raises(torch.OutOfMemoryError):
+            list(big)
+        del taken
+        torch.cuda.empty_cache()
+        big.set_epoch(0)
+        assert sum(len(batch.images) for batch in big) == 207
+        big.close()
+        assert all(torch.equal(a.images, b.images) for a, b in zip(expected, loader, strict=True))
+
+
+def test_without_engines_cuda_kernels_decode(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU that has none: the first backend in the table is left out."""
+    monkeypatch.delitem(gpuflow.decode.nvjpeg.BACKENDS, "hardware")
+    cpu, gpu, stats = both(folder, STAGES)
+    assert stats["engine_images"] >= 100
+    worst = max((a.images - b.images.cpu()).abs().max().item() for a, b in zip(cpu, gpu, strict=True))
+    assert worst <= 4
+
+
+def test_kept_batches_stay_as_they_are_whatever_the_consumer_does(folder: Path) -> None:
+    """Batches are kept, read on a side stream, by a consumer slower and then faster than the loader."""
+    with load(folder, STAGES, "cuda", "pipelines.train.batch.size=8") as loader:
+        kept, sums = [], []
+        for epoch in range(3):
+            side = torch.cuda.Stream()
+            for batch in loader:
+                side.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(side):
+                    if epoch != 1:
+                        torch.cuda._sleep(2_000_000)
+                    sums.append(batch.images.double().sum())
+                batch.images.record_stream(side)
+                kept.append(batch)
+        torch.cuda.synchronize()
+        assert [batch.images.double().sum().item() for batch in kept] == [total.item() for total in sums]
+        loader.set_epoch(0)
+        assert all(torch.equal(a.images, b.images) for a, b in zip(loader, kept, strict=False))
+
+
+def test_resumed_on_the_gpu_equals_uninterrupted(folder: Path) -> None:
+    with load(folder, STAGES, "cuda") as loader:
+        whole = list(loader)
+    with load(folder, STAGES, "cuda") as loader:
+        batches = iter(loader)
+        next(batches)
+        state = loader.state_dict()
+    with load(folder, STAGES, "cuda") as loader:
+        loader.load_state_dict(state)
+        rest = list(loader)
+    assert len(rest) == len(whole) - 1
+    assert all(torch.equal(a.images, b.images) for a, b in zip(whole[1:], rest, strict=True))
+
+
+@pytest.mark.parametrize(("share", "cycles"), [(0.0, 200), (0.4, 40)])  # processes take a second to start
+def test_cycles_leave_no_memory(share: float, cycles: int, folder: Path) -> None:
+    stages = [{"decode": {"cpu_share": share}}, *STAGES[1:]]
+
+    def cycle() -> None:
+        with load(folder, stages, "cuda") as loader:
+            for _ in loader:
+                break
+
+    for _ in range(5):
+        cycle()
+    torch.cuda.synchronize()
+    before = torch.cuda.mem_get_info()[0]
+    with nothing_left_behind():
+        for _ in range(cycles):
+            cycle()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    assert torch.cuda.mem_get_info()[0] >= before - (8 << 20)

@@ -1,0 +1,184 @@
+"""On an NVIDIA GPU too, what a file gives depends on its bytes alone: on engines, with kernels, in a service.
+
+A decoder that has seen nothing is costly to make here, so most files are compared between two decoders of different
+histories, and some with a new one.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import gpuflow
+import gpuflow.serve
+from gpuflow.errors import BadSampleError
+from gpuflow.pipeline.stage import Keys
+from gpuflow.sources import Payload
+from gpuflow.stages import CenterCrop, Decode, Resize
+from tests import damaged
+from tests.datasets import write_config
+from tests.images import jpeg, photo
+from tests.running import program_of, run
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no NVIDIA GPU"),
+]
+
+PROGRAM = program_of(Decode(), Resize(shorter=64), CenterCrop(size=64))
+
+
+@cache
+def pool() -> tuple[bytes, ...]:
+    """Photographs of many sizes and samplings, sound ones and damaged ones, and some of other formats."""
+    rng = random.Random(0)
+    found: list[bytes] = []
+    for number in range(24):
+        sampling = rng.choice(["4:2:0", "4:2:0", "4:2:0", "4:4:4", "4:2:2", "4:4:0"])
+        data = jpeg(photo(rng.randint(17, 400), rng.randint(17, 500), seed=number), sampling)
+        found += [
+            data,
+            jpeg(photo(60, 90, seed=number)[..., 0]),
+            *damaged.damages(data, rng),
+            *damaged.damages(data, rng),
+        ]
+        found += [
+            damaged.without(data, damaged.QUANTISATION),
+            damaged.without(data, damaged.QUANTISATION, slice(1, None)),
+        ]
+        found.append(damaged.without(data, damaged.HUFFMAN, slice(2, None)))
+    found += damaged.pool(60)
+    rng.shuffle(found)
+    return tuple(found)
+
+
+def new_runner(backend: str) -> Any:
+    from gpuflow.decode.nvjpeg import NvjpegError, find_library
+    from gpuflow.execute.device_stream import Delivery
+    from gpuflow.execute.gpu import GpuRunner, passes_of
+
+    passes = passes_of(PROGRAM)
+    assert not isinstance(passes, str)
+    delivery = Delivery(torch.device("cuda"))
+    try:
+        return GpuRunner(PROGRAM, passes, delivery, find_library(), backend=backend, decode_bytes=1 << 27)
+    except NvjpegError as error:
+        pytest.skip(f"this GPU has no {backend} backend of nvJPEG: {error}")
+
+
+def decode(runner: Any, numbers: Sequence[int], *, known: bool) -> list[torch.Tensor | str]:
+    """What a runner makes of files of the pool. known: it is told which ones they are."""
+    delivery = runner._delivery
+    payload = Payload.of([pool()[i] for i in numbers], lambda size: delivery.pinned([size], torch.uint8).numpy())
+    prepared = runner.prepare(payload, Keys(0, 0, np.zeros(len(numbers), np.int64)), numbers if known else None)
+    slots = runner.slots(len(numbers))
+    faults = runner.launch(prepared, slots)
+    delivery.synchronize()
+    images = slots.cpu()
+    return [image if fault is None else str(fault) for image, fault in zip(images, faults, strict=True)]
+
+
+def same(a: torch.Tensor | str, b: torch.Tensor | str) -> bool:
+    if isinstance(a, str) or isinstance(b, str):
+        return a == b
+    return torch.equal(a, b)
+
+
+@pytest.mark.parametrize("backend", ["hardware", "cuda"])
+def test_a_file_gives_what_it_gives_a_new_decoder(backend: str) -> None:
+    rng, first, second = random.Random(1), new_runner(backend), new_runner(backend)
+    everything = list(range(len(pool())))
+    expected: dict[int, torch.Tensor | str] = {}
+    for runner, known in ((first, False), (second, True), (first, True), (second, True)):
+        rng.shuffle(everything)
+        start = 0
+        while start < len(everything):
+            numbers = everything[start : start + rng.choice([1, 3, 40, 100, 128])]
+            start += len(numbers)
+            for number, image in zip(numbers, decode(runner, numbers, known=known), strict=True):
+                assert same(expected.setdefault(number, image), image), (number, len(pool()[number]))
+    assert first.engine_images > 100, "they did take part"
+    for number in rng.sample(everything, 10):
+        (alone,) = decode(new_runner(backend), [number], known=False)
+        assert same(alone, expected[number]), number
+
+
+@pytest.mark.parametrize("backend", ["hardware", "cuda"])
+def test_damaged_files_are_the_cpus(backend: str) -> None:
+    """What the engines leave unwritten, and what they refuse, is decoded by the CPU, and only that is equal to it."""
+    runner = new_runner(backend)
+    images, faults = run(PROGRAM, pool())
+    apart = []
+    for number, mine in enumerate(decode(runner, range(len(pool())), known=True)):
+        fault = faults[number]
+        if isinstance(mine, str) or fault is not None:
+            assert str(fault) == mine, number
+        else:
+            apart.append(float((images[number].int() - mine.int()).abs().max()))
+    assert np.mean(np.array(apart) <= 2) > 0.7
+    print(f"{backend}: {len(apart)} images, {np.mean(np.array(apart) <= 2):.3f} within two levels of the CPU")
+
+
+def test_two_calls_at_a_time_keep_their_images_apart() -> None:
+    runner = new_runner("hardware")
+    expected = dict(enumerate(decode(runner, range(len(pool())), known=False)))
+    runner.hurry(True)
+    wrong: list[int] = []
+
+    def work(seed: int) -> None:
+        rng = random.Random(seed)
+        for _ in range(12):
+            numbers = [rng.randrange(len(pool())) for _ in range(rng.choice([5, 60, 128]))]
+            found = decode(runner, numbers, known=False)
+            wrong.extend(i for i, image in zip(numbers, found, strict=True) if not same(expected[i], image))
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert wrong == []
+
+
+def served(tmp_path: Path, block: dict[str, Any]) -> Path:
+    folder = tmp_path / "photos" / "a"
+    folder.mkdir(parents=True)
+    (folder / "0.jpg").write_bytes(jpeg(photo(40, 50)))
+    return write_config(tmp_path / "x.yaml", folder.parent, serve=block)
+
+
+def outcomes(predictor: gpuflow.serve.Predictor, numbers: Sequence[int], callers: int) -> list[torch.Tensor | str]:
+    def ask(number: int) -> torch.Tensor | str:
+        try:
+            return predictor.submit_image(pool()[number]).result(60).cpu()
+        except BadSampleError as fault:
+            return str(fault)
+
+    with ThreadPoolExecutor(callers) as threads:
+        return list(threads.map(ask, numbers))
+
+
+@pytest.mark.parametrize("kind", ["gpuflow", "torchpipe_gpu"])
+def test_callers_of_a_service_get_their_own_images(kind: str, tmp_path: Path) -> None:
+    pytest.importorskip("torchpipe")
+    block: dict[str, Any] = {"stages": [{"decode": {}}, {"resize": {"shorter": 64}}, {"center_crop": {"size": 64}}]}
+    if kind != "gpuflow":
+        block = {"preset": kind, "height": 64, "width": 64}
+    path, rng = served(tmp_path, block), random.Random(2)
+    numbers = list(range(len(pool())))
+    found: dict[int, torch.Tensor | str] = {}
+    with gpuflow.serve.load(path, device="cuda", preprocess_only=True) as predictor:
+        for callers in (1, 20, 20):
+            rng.shuffle(numbers)
+            for number, mine in zip(numbers, outcomes(predictor, numbers, callers), strict=True):
+                assert same(found.setdefault(number, mine), mine), number
+        predictor.check()

@@ -1,0 +1,203 @@
+"""Who may be in nvJPEG at a time, with a library that takes its time."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gpuflow.errors import LoaderTimeout
+from gpuflow.execute.nvjpeg_decoders import Decoders, Files
+from gpuflow.loader.epoch import _PATIENCE, Machinery, Run
+from gpuflow.runtime.threads import Gate
+
+
+class Stream:
+    def __init__(self, handle: int) -> None:
+        self.cuda_stream = handle
+
+    def synchronize(self) -> None:
+        pass
+
+
+class Delivery:
+    """Stands where gpuflow.execute.device_stream.Delivery does, and notes what was joined."""
+
+    def __init__(self) -> None:
+        self.stream = Stream(7)
+        self.branches: list[Stream] = []
+        self.joined: list[Stream] = []
+
+    def branch(self) -> Stream:
+        self.branches.append(Stream(5))
+        return self.branches[-1]
+
+    def join(self, stream: Stream) -> None:
+        if stream is not self.stream:
+            self.joined.append(stream)
+
+
+class SlowLibrary:
+    """Counts how many calls are under way on each stream and in all."""
+
+    def __init__(self) -> None:
+        self._lock, self._inside = threading.Lock(), 0
+        self.most, self.calls, self.made = 0, 0, 0
+        self.streams: set[int] = set()
+
+    def create(self, *arguments: Any) -> int:
+        self.made += 1
+        return 0
+
+    def create_state(self, *arguments: Any) -> int:
+        return 0
+
+    initialize = create_state
+
+    def decode(self, handle: Any, state: Any, data: int, lengths: int, images: int, stream: int) -> int:
+        with self._lock:
+            self._inside += 1
+            self.calls += 1
+            self.most = max(self.most, self._inside)
+            self.streams.add(stream)
+        time.sleep(0.002)
+        with self._lock:
+            self._inside -= 1
+        return 0
+
+
+FRAMES = np.ones((4, 3), np.int64)
+
+
+def no_engines(decoder: Any) -> int:
+    """A library that decodes nothing leaves nothing unwritten either."""
+    return 0
+
+
+def work(decoders: Decoders, threads: int = 3, turns: int = 12, between: Callable[[], None] = lambda: None) -> None:
+    faults: list[BaseException] = []
+
+    def one() -> None:
+        try:
+            for _ in range(turns):
+                between()
+                with decoders.lend() as decoder:
+                    numbers = np.ones(4, np.uint64)
+                    assert decoder.decode(Files(numbers, numbers, np.ones((4, 8), np.uint64), FRAMES)).all()
+        except BaseException as fault:
+            faults.append(fault)
+
+    running = [threading.Thread(target=one) for _ in range(threads)]
+    for thread in running:
+        thread.start()
+    for thread in running:
+        thread.join(30)
+    assert not faults
+
+
+@pytest.mark.parametrize(("backend", "hurried", "most"), [("hardware", 2, 2), ("cuda", 1, 1)])
+def test_a_second_call_beside_the_first_only_in_a_hurry(backend: str, hurried: int, most: int) -> None:
+    library, delivery = SlowLibrary(), Delivery()
+    substitutes: Any = (delivery, library)
+    decoders = Decoders(*substitutes, "rgb", backend, count=no_engines)
+    work(decoders)
+    assert (library.most, library.made, library.streams) == (1, 1, {7}), "nobody waits: one call at a time"
+    decoders.hurry(True)
+    work(decoders)
+    assert (library.most, library.made) == (most, hurried)
+    assert len(delivery.branches) == hurried - 1, "it has a stream of its own"
+    assert bool(delivery.joined) == (hurried == 2), "what is queued later waits for it"
+    decoders.hurry(False)
+    library.most = 0
+    work(decoders)
+    assert library.most == 1
+
+
+def test_hurrying_on_and_off_loses_no_turn() -> None:
+    library = SlowLibrary()
+    substitutes: Any = (Delivery(), library)
+    decoders = Decoders(*substitutes, "rgb", "hardware", count=no_engines)
+    switches = iter(range(10_000))
+    work(decoders, threads=4, turns=40, between=lambda: decoders.hurry(next(switches) % 3 == 0))
+    assert library.calls == 160
+    decoders.hurry(True)
+    library.most = 0
+    work(decoders)
+    assert library.most == 2
+
+
+def test_a_call_that_does_not_end_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpuflow.execute.nvjpeg_decoders._TURN_SECONDS", 0.05)
+    substitutes: Any = (Delivery(), SlowLibrary())
+    decoders = Decoders(*substitutes, "rgb", "hardware", count=no_engines)
+    named = pytest.raises(LoaderTimeout, match=r"nvJPEG did not end a call within 0\.05 s")
+    with decoders.lend(), named, decoders.lend():
+        pass
+
+
+class Idle:
+    """Stands where SPDL's pipeline and the GPU's runner do."""
+
+    def __init__(self) -> None:
+        self.hurried: list[bool] = []
+
+    def stop(self, timeout: float) -> None:
+        pass
+
+    def hurry(self, on: bool) -> None:
+        self.hurried.append(on)
+
+
+class Consumer:
+    """Asks a run for batches, each of which is there at once or after a while."""
+
+    def __init__(self) -> None:
+        self._finished: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._idle: Any = Idle()
+        begun = threading.Event()
+        begun.set()
+        idle, finished = self._idle, self._finished
+        self.run = Run(
+            lambda: Machinery(idle, finished, (), begun, Gate(2), Gate(1), idle.hurry, None), lambda: "nobody"
+        )
+
+    def get(self, starved: Callable[[], bool] | None, *, late: bool = True) -> list[bool]:
+        """What the machinery was told meanwhile."""
+        self._idle.hurried.clear()
+        if not late:
+            self._finished.put("a batch")
+        else:
+            threading.Timer(0.03, self._finished.put, ["a batch"]).start()
+        assert self.run.get(10.0, starved) == "a batch"
+        return list(self._idle.hurried)
+
+
+def test_the_machinery_hurries_once_the_gpu_has_waited_for_many_batches() -> None:
+    consumer = Consumer()
+    assert consumer.get(lambda: True, late=False) == [], "nobody had to wait"
+    for _ in range(_PATIENCE):
+        assert True not in consumer.get(lambda: True), "the first batches of an epoch are late in any case"
+    told = consumer.get(lambda: True)
+    assert told[0] is True and told[-1] is False, "nobody waits any more"
+    answers = iter([False, False, True])
+    assert consumer.get(lambda: next(answers, True))[:4] == [False, False, True, True]
+    assert consumer.get(None) == [], "no GPU"
+    for _ in range(2):
+        assert True not in consumer.get(lambda: False), "the GPU has work"
+    for _ in range(2):
+        assert consumer.get(lambda: True, late=False) == []
+    assert True not in consumer.get(lambda: True), "it has not waited lately"
+    consumer.run.stop()
+
+
+def test_a_batch_that_does_not_come_is_given_up() -> None:
+    consumer = Consumer()
+    for starved in (lambda: True), (lambda: False), None:
+        with pytest.raises(TimeoutError):
+            consumer.run.get(0.01, starved)
+    consumer.run.stop()

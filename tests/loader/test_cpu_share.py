@@ -1,0 +1,367 @@
+"""The CPU's share of a batch beside a GPU, which a stand-in plays: the same samples and faults, whoever decodes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+import gpuflow
+from gpuflow.config import read_config
+from gpuflow.config.resources import decode_processes_of
+from gpuflow.errors import BadSampleError
+from gpuflow.execute.cpu import CpuRunner
+from gpuflow.loader.bad_samples import BadSamples
+from gpuflow.loader.batch import Assembly
+from gpuflow.loader.cpu_share import Share, cpu_share_of
+from gpuflow.loader.decode_workers import decode
+from gpuflow.loader.lowering import Feed
+from gpuflow.loader.sampler import ShuffledOrder, Steps
+from gpuflow.pipeline.image_spec import STORAGE, as_batch, slot_shape
+from gpuflow.pipeline.stage import Keys
+from gpuflow.runtime.buffers import shared
+from gpuflow.sources import Payload, Source
+from gpuflow.stages import STAGES
+from tests import datasets
+from tests.datasets import (
+    Raise,
+    Row,
+    Slow,
+    TappedSource,
+    await_children,
+    children,
+    deadline,
+    epoch_rows,
+    loader_of,
+    make_photos,
+    nothing_left_behind,
+    program,
+    truncate,
+    write_config,
+)
+
+NHWC = [{"decode": {}}, {"random_resized_crop": {"size": 24}}, {"normalize": {"dtype": "float16", "layout": "nhwc"}}]
+
+
+class StandIn:
+    """A GPU and the way to it: its memory is the host's, and what decodes there is the CPU's code."""
+
+    device, prescan = torch.device("cpu"), None
+
+    def __init__(self, entries: Any, delay: float = 0.0) -> None:
+        self.program, self.delay = program(entries), delay
+        self.runner, self.engine_images, self.cpu_images, self.fills = CpuRunner(self.program), 0, 0, 0
+
+    def hurry(self, on: bool) -> None: ...
+
+    def prepare(self, payload: Payload, keys: Keys, indices: object = None) -> tuple[Payload, Keys]:
+        return payload, keys
+
+    def slots(self, count: int) -> torch.Tensor:
+        result = self.program.result
+        return as_batch(np.zeros((count, *slot_shape(result)), STORAGE[result.dtype]), result)
+
+    def launch(self, chunk: tuple[Payload, Keys], slots: torch.Tensor) -> list[BadSampleError | None]:
+        made = np.empty((len(slots), *slot_shape(self.program.result)), STORAGE[self.program.result.dtype])
+        faults = decode(CpuRunner(self.program), *chunk, made)
+        slots.copy_(as_batch(made, self.program.result))
+        self.engine_images += len(slots)
+        time.sleep(self.delay)
+        return faults
+
+    def mark(self) -> None: ...
+
+    def keep(self, memory: NDArray[Any], give: Callable[[NDArray[Any]], None] | None = None) -> None:
+        if give is not None:
+            give(memory)
+
+    def fill(self, there: torch.Tensor, host: torch.Tensor) -> None:
+        assert there.stride() == host.stride(), "one copy of bytes"
+        self.fills += 1
+        there.copy_(host)
+
+    def send_all(self, arrays: Sequence[NDArray[Any]]) -> list[torch.Tensor]:
+        return [torch.from_numpy(array) for array in arrays]
+
+    def close(self) -> None: ...
+
+
+@contextlib.contextmanager
+def feed_of(
+    source: Source, share: Share | None, entries: Any = NHWC, *, delay: float = 0.0, batch_size: int = 20, **told: Any
+) -> Iterator[tuple[Feed, StandIn, Callable[[int], Iterator[Assembly]]]]:
+    """A feed for the stand-in, and what iterates an epoch of it."""
+    gpu = StandIn(entries, delay)
+    order = ShuffledOrder(size=len(source), seed=0, shuffle=told.pop("shuffle", True))
+    substitutes: dict[str, Any] = {"gpu": gpu, "delivery": gpu}
+    feed = Feed(
+        program=gpu.program,
+        source=source,
+        order=order,
+        seed=0,
+        batch_size=batch_size,
+        threads=told.pop("threads", 3),
+        prefetch=2,
+        bad=BadSamples(policy=told.pop("policy", "replace"), limit=None, path=None),
+        readers=2,
+        share=share,
+        **substitutes,
+        **told,
+    )
+
+    def epoch(number: int) -> Iterator[Assembly]:
+        steps = Steps(size=len(source), batch_size=batch_size, rank=0, world_size=1, drop_last=False)
+        run = feed.start(number, steps)
+        try:
+            for _ in range(len(steps)):
+                batch = run.get(20)
+                run.leave()
+                if batch.error is not None:
+                    raise batch.error
+                yield batch
+        finally:
+            run.stop()
+
+    try:
+        yield feed, gpu, epoch
+    finally:
+        feed.wait()
+        feed.close()
+
+
+def rows(batch: Assembly) -> list[Row]:
+    images, labels, valid, indices = (
+        torch.as_tensor(x)[torch.from_numpy(batch.kept)]
+        for x in (batch.slots, batch.labels, batch.valid, batch.indices)
+    )
+    return datasets.rows(gpuflow.Batch((images, labels), valid=valid, indices=indices))
+
+
+def await_processes(feed: Feed, epoch: Callable[[int], Iterator[Assembly]]) -> None:
+    with deadline(60):
+        while feed._workers is None or feed._workers._starting or not feed._workers.ready():
+            for _ in epoch(0):
+                time.sleep(0.01)
+
+
+@pytest.fixture(autouse=True)
+def _host_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr("gpuflow.loader.lowering.shared_and_pinned", shared)
+    monkeypatch.setattr("torch.cuda.set_device", lambda device: None)
+    with deadline(120):
+        yield
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    make_photos(tmp_path / "photos", classes=3, each=29)
+    return tmp_path / "photos"
+
+
+def fixed(part: float, threads: int = 2) -> Share:
+    return Share(part, threads=threads, adapts=False)
+
+
+# --- how large it is --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("part", "count", "rows"), [(0.25, 256, 64), (0.3, 10, 3), (1.0, 8, 7), (0.9, 1, 0), (0.5, 0, 0), (0.001, 64, 0)]
+)
+def test_the_engines_keep_a_row_at_least(part: float, count: int, rows: int) -> None:
+    assert fixed(part).rows(count) == rows
+
+
+@pytest.mark.parametrize("part", [0.05, 0.6])
+def test_it_goes_where_both_need_the_same_time(part: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines that do 30,000 images a second beside cores that do 10,000: a quarter. Batches come in pairs."""
+    share, now = Share(part, threads=1, adapts=True), [0.0]
+    monkeypatch.setattr("gpuflow.loader.cpu_share.time.perf_counter", lambda: now[0])
+    for number in range(400):
+        rows = share.rows(256)
+        late = rows / 10_000 > (256 - rows) / 30_000
+        share.follow(256 - rows, late=late, wanted=True, rate=10_000)
+        now[0] += 2 * max(rows / 10_000, (256 - rows) / 30_000) * (number % 2)
+    assert 0.22 < share.part < 0.26
+
+
+def test_it_stays_where_nobody_waits() -> None:
+    share = Share(0.25, threads=1, adapts=True)
+    for _ in range(10):
+        share.follow(192, late=False, wanted=False, rate=10_000)
+    assert share.part == 0.25
+
+
+def test_it_stays_where_it_is_not_to_adapt() -> None:
+    share = fixed(0.25)
+    for _ in range(10):
+        share.follow(192, late=True, wanted=True, rate=10_000)
+        share.follow(192, late=False, wanted=True, rate=10_000)
+    assert share.part == 0.25
+
+
+@pytest.mark.parametrize(("delay", "slow", "smaller"), [(0.0, 0.02, True), (0.02, 0.0, False)])
+def test_the_slower_one_gets_less(delay: float, slow: float, smaller: bool, source: Source) -> None:
+    """Which of the two is slow is said by a sleep; and somebody waits for every batch."""
+    share = Share(0.5, threads=2, adapts=True)
+    with feed_of(source, share, delay=delay, batch_size=4) as (feed, _, epoch):
+        work = feed._run_on_cpu
+
+        def slowly(*told: Any) -> Any:
+            time.sleep(slow)
+            return work(*told)
+
+        feed._run_on_cpu = slowly  # type: ignore[method-assign]
+        feed._hurried = True
+        for _ in epoch(0):
+            pass
+        assert share.part < 0.5 if smaller else share.part > 0.5
+
+
+# --- what comes out ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("part", [0.3, 1.0])
+@pytest.mark.parametrize("processes", [0, 2])
+def test_batches_are_those_of_the_cpu(part: float, processes: int, source: Source) -> None:
+    """In each batch of 20 one chunk is the engines', up to two are the CPU's; in the last one of 7 too."""
+    with loader_of(source, NHWC, batch_size=20) as loader:
+        expected = [epoch_rows(loader) for _ in range(2)]
+    with feed_of(source, fixed(part), processes=processes) as (feed, gpu, epoch):
+        if processes:
+            await_processes(feed, epoch)
+        gpu.engine_images = gpu.fills = 0
+        assert [[rows(batch) for batch in epoch(number)] for number in range(2)] == expected
+        assert gpu.engine_images == 2 * {0.3: 4 * 14 + 5, 1.0: 4 + 1}[part]
+        assert gpu.fills == 2 * 5, "one copy a batch"
+        read, decode_cpu, work = (meter.read(1.0) for meter in feed.meters)
+        assert decode_cpu["samples"] + work["samples"] >= 2 * 87
+        assert read["samples"] == decode_cpu["samples"] + work["samples"]
+
+
+@pytest.mark.parametrize("policy", ["replace", "skip"])
+def test_bad_samples_are_judged_as_on_the_cpu(policy: str, folder: Path, source: Source) -> None:
+    """Sample 4 is the engines', 15 and 18 the CPU's."""
+    files = sorted(folder.rglob("*.jpg"))
+    for number in (4, 15):
+        truncate(files[number])
+    files[18].unlink()
+    with loader_of(source, NHWC, batch_size=20, shuffle=False, policy=policy) as loader:
+        expected = epoch_rows(loader)
+    with feed_of(source, fixed(0.5), shuffle=False, policy=policy) as (feed, _, epoch):
+        assert [rows(batch) for batch in epoch(0)] == expected
+        assert feed._bad.distinct == 3
+
+
+def test_a_bad_sample_of_the_share_is_raised(folder: Path, source: Source) -> None:
+    truncate(sorted(folder.rglob("*.jpg"))[38])
+    with feed_of(source, fixed(0.5), shuffle=False, policy="raise") as (_, _, epoch):
+        steps = epoch(0)
+        next(steps)
+        with pytest.raises(BadSampleError, match=r"sample 38.*truncated"):
+            next(steps)
+
+
+def test_what_a_source_raises_is_raised_at_its_step(source: Source) -> None:
+    broken = TappedSource(source, Raise(38, lambda: OSError("the disk is gone")))
+    with feed_of(broken, fixed(0.5), shuffle=False) as (_, _, epoch):
+        steps = epoch(0)
+        assert next(steps).step == 0
+        with pytest.raises(OSError, match="the disk is gone"):
+            next(steps)
+
+
+# --- processes --------------------------------------------------------------------------------------------------------
+
+
+def test_the_engines_do_all_until_there_are_processes(source: Source) -> None:
+    with feed_of(source, Share(0.5, threads=2, adapts=True), processes=2) as (feed, gpu, epoch):
+        first = next(epoch(0))
+        assert first.shared == 0 and gpu.fills == 0
+        await_processes(feed, epoch)
+        assert next(epoch(0)).shared > 0
+
+
+def test_its_processes_run_where_cores_are_idle(source: Source) -> None:
+    before = children()
+    with feed_of(source, Share(0.5, threads=2, adapts=True), processes=2) as (feed, _, epoch):
+        await_processes(feed, epoch)
+        for child in await_children(2, before):
+            threads = [int(thread) for thread in os.listdir(f"/proc/{child}/task")]
+            assert os.SCHED_IDLE in map(os.sched_getscheduler, threads)
+
+
+def test_a_killed_process_is_done_without(source: Source, caplog: pytest.LogCaptureFixture) -> None:
+    with loader_of(source, NHWC, batch_size=20) as loader:
+        expected = epoch_rows(loader)
+    before = children()
+    with feed_of(source, Share(0.5, threads=2, adapts=True), processes=2) as (feed, _, epoch):
+        await_processes(feed, epoch)
+        for child in await_children(2, before):
+            os.kill(child, signal.SIGKILL)
+        assert [rows(batch) for batch in epoch(0)] == expected
+    assert "a process that decodes has ended" in caplog.text
+
+
+def test_it_is_made_ahead_of_batches_that_wait_for_their_memory(source: Source) -> None:
+    """Nobody takes a batch, so launching threads wait for places; the CPU goes on until it is eight batches ahead."""
+    with feed_of(source, fixed(0.5), batch_size=4) as (feed, _, _):
+        run = feed.start(0, Steps(size=len(source), batch_size=4, rank=0, world_size=1, drop_last=False))
+        with deadline(20):
+            while feed.meters[1].read(1.0)["samples"] < 8 * 2:
+                time.sleep(0.01)
+        run.stop()
+
+
+def test_the_memory_is_used_again(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[int] = []
+    monkeypatch.setattr("gpuflow.loader.lowering.shared_and_pinned", lambda size: taken.append(size) or shared(size))
+    with feed_of(source, fixed(0.5), batch_size=2) as (feed, _, epoch):
+        for _ in epoch(0):
+            pass
+        first = len(taken)
+        for _ in epoch(1):
+            pass
+        assert len(taken) - first <= 8, "of 44 batches, whose bytes and pixels need memory"
+        assert feed._pinned._held > 0
+
+
+# --- the end of an epoch ----------------------------------------------------------------------------------------------
+
+
+def test_a_break_in_the_middle_leaves_nothing(source: Source) -> None:
+    slow = TappedSource(source, Slow(0.002))
+    with nothing_left_behind(), feed_of(slow, fixed(0.9), batch_size=4) as (_, _, epoch):
+        for number in range(3):
+            steps = epoch(number)
+            next(steps)
+            steps.close()  # type: ignore[attr-defined]
+
+
+# --- what the configuration says --------------------------------------------------------------------------------------
+
+
+def test_what_the_configuration_asks_for(folder: Path, tmp_path: Path) -> None:
+    def told(share: float, *overrides: str) -> tuple[Any, int]:
+        train = [{"decode": {"cpu_share": share}}, *NHWC[1:]]
+        path = write_config(tmp_path / "x.yaml", folder, train=train, run={"threads": 6})
+        config = read_config(str(path), STAGES, list(overrides))
+        found = cpu_share_of(config, "train")
+        return found, decode_processes_of(config, 20_000, found.threads if found else None)
+
+    assert told(0.0)[0] is None
+    share, processes = told(0.25)
+    assert (share.part, share.threads, share.adapts, processes) == (0.25, 6, True, 6)
+    assert told(0.25, "run.processes=2")[1] == 2
+    assert told(0.25, "run.processes=9")[1] == 6
+    assert told(0.25, "run.readers=3")[1] == 6
+    assert not told(0.25, "run.deterministic=true")[0].adapts

@@ -1,0 +1,312 @@
+"""Chunks decoded by processes: the same batches and faults, whatever happens to a process, and nothing left of any."""
+
+from __future__ import annotations
+
+import gc
+import os
+import pickle
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from numpy.typing import NDArray
+
+import gpuflow
+from gpuflow.config import RunSpec
+from gpuflow.config.resources import processes_of
+from gpuflow.errors import BadSampleError
+from gpuflow.loader.decode_workers import Outcome, Workers
+from gpuflow.loader.loader import Loader
+from gpuflow.pipeline.stage import Keys
+from gpuflow.sources import Allocate, Payload, Source
+from tests.datasets import (
+    MemorySource,
+    Raise,
+    TappedSource,
+    await_children,
+    children,
+    deadline,
+    epoch_rows,
+    fault_of,
+    loader_of,
+    make_photos,
+    nothing_left_behind,
+    program,
+    python,
+    truncate,
+    write_config,
+)
+
+ROOT = Path(__file__).parents[2]
+COLOURED = [
+    {"decode": {}},
+    {"random_resized_crop": {"size": 24}},
+    {"flip": {"horizontal": 0.5}},
+    {"color_jitter": {"brightness": 0.4, "hue": 0.1}},
+    {"torchvision": {"name": "RandomPerspective", "parameters": (("p", 0.7),)}},
+    {"normalize": {"dtype": "bfloat16", "layout": "nhwc"}},
+]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    make_photos(tmp_path / "photos", classes=3, each=14)
+    return tmp_path / "photos"
+
+
+def made_elsewhere(loader: Loader, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether each chunk from now on was decoded by a process."""
+    found: list[bool] = []
+    run = Workers.run
+
+    def told(self: Workers, indices: Sequence[int], keys: Keys, slots: NDArray[Any], start: int) -> Outcome | None:
+        outcome = run(self, indices, keys, slots, start)
+        found.append(outcome is not None)
+        return outcome
+
+    monkeypatch.setattr(Workers, "run", told)
+    with deadline(60):
+        while loader._feed._workers is None or loader._feed._workers._starting:  # until then threads decode
+            with suppress(BadSampleError):
+                for _ in loader:
+                    time.sleep(0.02)
+    found.clear()
+    loader.set_epoch(0)
+    return found
+
+
+@pytest.mark.parametrize("entries", [None, COLOURED], ids=["float32", "coloured"])
+def test_batches_are_those_of_threads(entries: Any, source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = {} if entries is None else {"entries": entries}
+    with loader_of(source, threads=2, **told) as by_threads:
+        expected = [epoch_rows(by_threads) for _ in range(2)]
+    with loader_of(source, threads=5, processes=2, batch_size=4, prefetch=3, **told) as loader:
+        elsewhere = made_elsewhere(loader, monkeypatch)
+        assert [epoch_rows(loader) for _ in range(2)] == expected
+        assert sum(elsewhere) >= 0.9 * len(elsewhere), "hardly any by a thread that found no process free"
+        stages = loader.stats()["stages"]
+        assert stages["read"]["samples"] == stages["decode"]["samples"] == 42
+        assert stages["read"]["bytes"] > 0 < stages["decode"]["cpu_s"]
+        assert stages["decode"]["busy_share"] > 0
+
+
+@pytest.mark.filterwarnings("ignore:3 of 42 samples are bad")
+@pytest.mark.parametrize("policy", ["replace", "skip", "raise"])
+def test_bad_samples_are_those_of_threads(
+    policy: str, folder: Path, source: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = sorted(folder.rglob("*.jpg"))
+    truncate(files[3])
+    files[20].unlink()
+    files[30].write_bytes(b"no image")
+
+    def result(loader: Loader) -> Any:
+        if policy != "raise":
+            return epoch_rows(loader)
+        step, fault = fault_of(loader)
+        return step, type(fault), str(fault)
+
+    with loader_of(source, shuffle=False, policy=policy) as loader:
+        expected = result(loader)
+    with loader_of(source, shuffle=False, policy=policy, processes=2) as loader:
+        elsewhere = made_elsewhere(loader, monkeypatch)
+        assert result(loader) == expected
+        assert sum(elsewhere) >= 0.8 * len(elsewhere)
+        assert loader.stats()["bad_distinct"] == (0 if policy == "raise" else 3)
+
+
+def test_an_epoch_can_be_resumed(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+    with loader_of(source) as loader:
+        expected = epoch_rows(loader)
+    with loader_of(source, threads=4, processes=2) as loader:
+        made_elsewhere(loader, monkeypatch)
+        iterator = iter(loader)
+        for _ in range(3):
+            next(iterator)
+        state = loader.state_dict()
+        loader.load_state_dict(state)
+        assert epoch_rows(loader) == expected[3:]
+
+
+def test_a_killed_process_is_done_without(
+    source: Source, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with loader_of(source) as loader:
+        expected = epoch_rows(loader)
+    before = children()
+    with loader_of(source, threads=4, processes=2) as loader:
+        elsewhere = made_elsewhere(loader, monkeypatch)
+        assert loader.stats()["processes"] == {"at_work": 2, "starting": 0}
+        for number, _ in enumerate(loader):
+            if number == 2:
+                for child in await_children(2, before):
+                    os.kill(child, signal.SIGKILL)
+        loader.set_epoch(0)
+        elsewhere.clear()
+        assert epoch_rows(loader) == expected
+        assert not any(elsewhere)
+        assert loader.stats()["processes"] == {"at_work": 0, "starting": 0}
+    assert caplog.text.count("a process that decodes has ended") == 2
+    assert "a process that decodes has ended" in caplog.text
+    assert children() == before
+
+
+def test_what_a_process_cannot_do_a_thread_does(source: Source, caplog: pytest.LogCaptureFixture) -> None:
+    """A source with a lock, which no process can be told of; and one whose class is not to be found there."""
+    photos = MemorySource.of(9)
+    with loader_of(photos) as loader:
+        expected = epoch_rows(loader)
+    photos.lock = threading.Lock()  # type: ignore[attr-defined]
+    with loader_of(photos, processes=2) as loader:
+        assert epoch_rows(loader) == expected
+    assert "no process to decode with: cannot pickle '_thread.lock' object" in caplog.text
+    code = """
+from tests.datasets import *
+class Mine(MemorySource): pass
+if __name__ == "__main__":
+    import logging; logging.basicConfig()
+    with loader_of(Mine.of(9), processes=3, threads=4) as loader:
+        end = time.monotonic() + 30
+        while loader._feed._workers is None or (loader._feed._workers._starting and time.monotonic() < end):
+            assert len(epoch_rows(loader)) == 3
+    print("done")
+"""
+    done = python(code, cwd=ROOT, seconds=60)
+    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
+    assert "a process cannot decode: AttributeError(" in done.stderr
+    assert done.stderr.count("a process cannot decode") == 1, "three have the same reason"
+
+
+def test_what_a_stage_raises_is_raised_at_its_step(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+    tapped = TappedSource(source, Raise(21, lambda: OSError("the disk is gone")))
+    with loader_of(tapped, shuffle=False) as loader:
+        expected = fault_of(loader)
+    monkeypatch.setattr("gpuflow.loader.lowering.Workers.__init__", fixed_setup)
+    with loader_of(tapped, threads=4, processes=2, shuffle=False) as loader:
+        step, fault = fault_of(loader)
+    assert (step, repr(fault)) == (expected[0], repr(expected[1]))
+
+
+def fixed_setup(self: Workers, program: Any, source: Any, **told: int) -> None:
+    """A lambda cannot be pickled: the processes get a source that raises by itself."""
+    real_init(self, program, Faulty(source.source), **told)
+
+
+real_init = Workers.__init__
+
+
+class Faulty:
+    """Raises where the sample 21 is read."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+
+    def read(self, indices: Sequence[int], allocate: Allocate) -> Payload:
+        if 21 in indices:
+            raise OSError("the disk is gone")
+        return self.source.read(indices, allocate)
+
+
+def test_nothing_is_left_behind(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = children()
+    with nothing_left_behind():
+        loader = loader_of(source, threads=4, processes=2)
+        assert children() == before, "nothing before the first epoch"
+        made_elsewhere(loader, monkeypatch)
+        next(iter(loader))
+        loader.close()
+        assert children() == before
+    with nothing_left_behind():
+        loader = loader_of(source, threads=4, processes=2)
+        iterator = iter(loader)
+        next(iterator)
+        await_children(2, before)
+        del iterator, loader
+        gc.collect()
+    assert children() == before
+
+
+def test_processes_share_what_they_have_imported(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that was started by itself has 280 MB of its own, nearly all torch's."""
+    before = children()
+    with loader_of(source, threads=4, processes=3) as loader:
+        made_elsewhere(loader, monkeypatch)
+        for child in await_children(3, before):
+            rows = (line.split() for line in Path(f"/proc/{child}/smaps_rollup").read_text().splitlines()[1:])
+            kib = {name: int(value) for name, value, *_ in rows}
+            assert kib["Private_Dirty:"] + kib["Private_Clean:"] < 0.3 * kib["Rss:"]
+
+
+def test_ctrl_c_ends_a_loop_and_leaves_no_process(folder: Path, tmp_path: Path) -> None:
+    config = write_config(tmp_path / "x.yaml", folder, run={"threads": 4, "processes": 2})
+    code = """
+import os, signal, sys, threading, time
+import gpuflow
+with gpuflow.load(sys.argv[1]) as loader:
+    threading.Timer(4, os.kill, [os.getpid(), signal.SIGINT]).start()
+    try:
+        while True:
+            for batch in loader:
+                time.sleep(0.01)
+    except KeyboardInterrupt:
+        print("interrupted")
+print(open(f"/proc/self/task/{os.getpid()}/children").read().split())
+"""
+    done = python(code, str(config), cwd=ROOT, seconds=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "interrupted\n[]\n", "")
+
+
+@pytest.mark.parametrize(
+    ("threads", "processes", "samples", "expected"),
+    [
+        (4, "auto", 1_000_000, 0),
+        (5, "auto", 1_000_000, 5),
+        (16, "auto", 10_000, 16),
+        (16, "auto", 9_999, 0),
+        (16, 0, 1_000_000, 0),
+        (16, 3, 10, 3),
+        (2, 5, 10, 2),
+    ],
+)
+def test_how_many_processes(threads: int, processes: Any, samples: int, expected: int) -> None:
+    assert processes_of(RunSpec(threads=threads, processes=processes), samples) == expected
+
+
+def test_the_configuration_says_how_many(folder: Path, tmp_path: Path) -> None:
+    config = write_config(tmp_path / "x.yaml", folder)
+    before = children()
+    for overrides, expected in ((["run.processes=1"], 1), ([], 0), (["run.processes=2", "run.readers=1"], 0)):
+        with gpuflow.load(config, overrides=overrides) as loader:
+            epoch_rows(loader)
+            await_children(expected, before)
+
+
+def test_slots_in_the_middle_of_a_batch(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With more threads than chunks of one batch, and chunks that do not divide it."""
+    told = {"batch_size": 10, "drop_last": False}
+    with loader_of(source, **told) as loader:
+        expected = epoch_rows(loader)
+    with loader_of(source, threads=7, processes=1, prefetch=1, **told) as loader:
+        assert loader._feed._chunk_size == 3
+        made_elsewhere(loader, monkeypatch)
+        assert epoch_rows(loader) == expected
+
+
+def test_an_outcome_names_faults_again() -> None:
+    outcome = Outcome([None, ("decode", "truncated")], 10, 0.1, 0.2)
+    sound, fault = outcome.errors()
+    assert sound is None
+    assert str(fault) == "decode: truncated"
+
+
+@pytest.mark.parametrize(
+    "entries", [COLOURED, [{"decode": {}}, {"resize": {"shorter": 30}}, {"center_crop": {"size": 20}}]]
+)
+def test_a_program_can_be_told_to_a_process(entries: Any) -> None:
+    made = program(entries)
+    assert repr(pickle.loads(pickle.dumps(made))) == repr(made)

@@ -1,0 +1,404 @@
+"""What goes wrong with samples and their reading: every kind of fault under every policy, no wait without end."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import gpuflow
+from gpuflow.errors import BadSampleError, ConfigError, LoaderError, LoaderTimeout, TooManyBadSamples
+from tests.datasets import (
+    RAW,
+    Block,
+    MemorySource,
+    Raise,
+    Slow,
+    TappedSource,
+    deadline,
+    enlarge,
+    epoch_rows,
+    fault_of,
+    jpeg,
+    loader_of,
+    make_photos,
+    python,
+    truncate,
+    write_config,
+)
+
+ROOT = Path(__file__).parents[2]
+EACH = 8
+BAD = 9
+"""The bad sample: the second of the third batch of four."""
+
+many_bad = pytest.mark.filterwarnings("ignore:.* samples are bad so far:UserWarning")
+
+
+@pytest.fixture(autouse=True)
+def _in_time() -> Iterator[None]:
+    with deadline(60):
+        yield
+
+
+def empty(file: Path) -> None:
+    file.write_bytes(b"")
+
+
+def become_directory(file: Path) -> None:
+    file.unlink()
+    file.mkdir()
+
+
+def become_text(file: Path) -> None:
+    file.write_text("<html>")
+
+
+def become_gif(file: Path) -> None:
+    file.write_bytes(b"GIF89a" + bytes(100))
+
+
+def cut_header(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:25])
+
+
+KINDS: dict[str, tuple[Callable[[Path], None], str, str]] = {
+    "truncated": (truncate, "decode", r"truncated: no end-of-image marker within \d+ bytes"),
+    "cut header": (cut_header, "decode", r"truncated: the header breaks off after 25 bytes"),
+    "empty": (empty, "read", r"empty file"),
+    "enormous": (
+        enlarge,
+        "decode",
+        r"60000x60000 = 3,600,000,000 pixels are more than max_pixels = 179,000,000",
+    ),
+    "deleted": (Path.unlink, "read", r"no such file"),
+    "directory": (become_directory, "read", r"is a directory"),
+    "text": (
+        become_text,
+        "decode",
+        r"not an image: begins with 3c 68 74 6d; gpuflow decodes JPEG, PNG, WebP and BMP",
+    ),
+    "gif": (become_gif, "decode", r"GIF is not supported; gpuflow decodes JPEG, PNG, WebP and BMP"),
+}
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> list[Path]:
+    """Photographs on disk; of 24 samples one bad one stays below the warning."""
+    return make_photos(tmp_path / "photos", classes=3, each=EACH)
+
+
+@pytest.fixture
+def config(files: list[Path], tmp_path: Path) -> Path:
+    return write_config(tmp_path / "x.yaml", tmp_path / "photos")
+
+
+each_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+@each_kind
+def test_raise_names_the_sample_at_its_step(kind: str, files: list[Path], config: Path) -> None:
+    damage, stage, reason = KINDS[kind]
+    with gpuflow.load(config, "val", overrides=["run.on_error=raise", "pipelines.val.on_error=raise"]) as loader:
+        damage(files[BAD])
+        steps, error = fault_of(loader)
+        assert steps == 2
+        assert isinstance(error, BadSampleError)
+        assert re.fullmatch(f"{files[BAD]} \\(sample {BAD}\\): {stage}: {reason}", str(error))
+        assert (error.index, error.path, error.stage) == (BAD, str(files[BAD]), stage)
+        assert re.fullmatch(reason, error.reason)
+
+
+@each_kind
+@pytest.mark.parametrize("policy", ["replace", "skip"])
+def test_bad_samples_are_counted_and_listed(
+    kind: str, policy: str, files: list[Path], config: Path, tmp_path: Path
+) -> None:
+    damage, stage, reason = KINDS[kind]
+    listed = tmp_path / "bad.jsonl"
+    overrides = [f"pipelines.val.on_error={policy}", f"run.bad_file={listed}"]
+    with gpuflow.load(config, "val", overrides=overrides) as loader:
+        damage(files[BAD])
+        for epoch in range(2):
+            steps = epoch_rows(loader)
+            assert [len(step) for step in steps] == [4, 4, 4 if policy == "replace" else 3, 4, 4, 4]
+            indices = [row[0] for step in steps for row in step]
+            assert BAD not in indices
+            assert set(range(24)) - set(indices) == {BAD}
+            assert [row[1] for step in steps for row in step] == [index // EACH for index in indices]
+            assert (loader.stats()["bad"], loader.stats()["bad_distinct"]) == (epoch + 1, 1)
+    (row,) = map(json.loads, listed.read_text().splitlines())
+    assert list(row) == ["index", "path", "stage", "reason"]
+    assert (row["index"], row["path"], row["stage"]) == (BAD, str(files[BAD]), stage)
+    assert re.fullmatch(reason, row["reason"])
+
+
+def test_replace_is_the_default_and_skip_that_of_val(files: list[Path], config: Path) -> None:
+    truncate(files[BAD])
+    with gpuflow.load(config, "train") as train, gpuflow.load(config, "val") as val:
+        assert [len(labels) for _, labels in train] == [4] * 6
+        assert [len(labels) for _, labels in val] == [4, 4, 3, 4, 4, 4]
+
+
+def test_a_pipelines_own_policy_comes_first(files: list[Path], config: Path) -> None:
+    truncate(files[BAD])
+    with gpuflow.load(config, overrides=["run.on_error=raise", "pipelines.train.on_error=skip"]) as loader:
+        assert sum(len(labels) for _, labels in loader) == 23
+
+
+def test_a_listing_with_a_directory_among_its_images(files: list[Path], tmp_path: Path) -> None:
+    (tmp_path / "x.jpg").mkdir()
+    listing = tmp_path / "list.csv"
+    listing.write_text("path,label\n" + "".join(f"{file},0\n" for file in [*files[:3], tmp_path / "x.jpg"]))
+    config = write_config(tmp_path / "y.yaml", "", source={"listing": str(listing)})
+    with gpuflow.load(config, "val", overrides=["pipelines.val.on_error=raise"]) as loader:
+        steps, error = fault_of(loader)
+    assert (steps, str(error)) == (0, f"{tmp_path / 'x.jpg'} (sample 3): read: is a directory")
+
+
+@many_bad
+def test_a_source_that_shrinks_between_epochs(files: list[Path], config: Path) -> None:
+    with gpuflow.load(config, "train") as loader:
+        assert loader.stats()["bad"] == 0
+        epoch_rows(loader)
+        for file in files[:EACH]:
+            file.unlink()
+        steps = epoch_rows(loader)
+        assert [len(step) for step in steps] == [4] * 6
+        assert {row[1] for step in steps for row in step} == {1, 2}
+        assert loader.stats()["bad_distinct"] == EACH
+
+
+def test_an_image_that_is_too_small_for_a_crop(tmp_path: Path) -> None:
+    make_photos(tmp_path / "photos", classes=1, each=4)
+    stages = [{"decode": {}}, {"random_crop": {"size": 45}}]
+    config = write_config(tmp_path / "x.yaml", tmp_path / "photos", val=stages)
+    with gpuflow.load(config, "val", overrides=["pipelines.val.on_error=raise"]) as loader:
+        _, error = fault_of(loader)
+    assert str(error) == (
+        f"{tmp_path / 'photos/class_0/000.jpg'} (sample 0): random_crop: the crop is larger than the image, "
+        "which has 40x48 pixels here"
+    )
+
+
+# --- too many ---------------------------------------------------------------------------------------------------------
+
+
+@many_bad
+@pytest.mark.parametrize(("max_bad", "limit"), [("1", 1), ("0", 0), ("0.1", 2), ("0.0", 0)])
+def test_more_than_max_bad(max_bad: str, limit: int, files: list[Path], config: Path) -> None:
+    overrides = [f"run.max_bad={max_bad}", "run.threads=1"]
+    with gpuflow.load(config, "val", overrides=overrides) as loader:
+        for file in files[: limit + 1]:
+            file.unlink()
+        steps, error = fault_of(loader)
+    assert isinstance(error, TooManyBadSamples)
+    assert (steps, str(error)) == (
+        0,
+        f"{limit + 1} bad samples are more than run.max_bad allows ({limit}); the last: "
+        f"{files[limit]} (sample {limit}): read: no such file; run `gpuflow scan` to list them all",
+    )
+
+
+@many_bad
+def test_max_bad_counts_each_sample_once(files: list[Path], config: Path) -> None:
+    with gpuflow.load(config, "train", overrides=["run.max_bad=2"]) as loader:
+        for file in files[:2]:
+            file.unlink()
+        for _ in range(3):
+            epoch_rows(loader)
+        assert loader.stats()["bad_distinct"] == 2
+        assert loader.stats()["bad"] >= 6
+
+
+def test_a_warning_above_five_percent_once() -> None:
+    """What is prefetched counts: the read of a third bad sample waits until two batches have come."""
+    tap = Block(39)
+    images = [jpeg(i % 3, i) if i not in (0, 1, 39) else None for i in range(40)]
+    source = TappedSource(MemorySource(images), tap)
+    with loader_of(source, RAW, shuffle=False, policy="skip") as loader:
+        batches = iter(loader)
+        for _ in range(9):
+            next(batches)  # two of 40 are just 5%
+        tap.release.set()
+        with pytest.warns(UserWarning, match="bad so far") as caught:
+            for _ in batches:
+                pass
+        assert [str(warning.message) for warning in caught] == [
+            "3 of 40 samples are bad so far; run `gpuflow scan` to list them, or set run.max_bad"
+        ]
+        assert caught[0].filename == __file__
+        epoch_rows(loader)
+
+
+@many_bad
+def test_where_every_sample_is_bad_replacing_ends() -> None:
+    with loader_of(MemorySource([b"", None, b"GIF8", None]), shuffle=False, threads=1) as loader:
+        steps, error = fault_of(loader)
+    assert isinstance(error, TooManyBadSamples)
+    assert (steps, str(error)) == (
+        0,
+        "all 4 samples are bad, so none can stand in for memory/0.jpg (sample 0): decode: empty: the file has no "
+        "bytes; run `gpuflow scan` to list them",
+    )
+
+
+def test_a_source_that_breaks_its_contract_does_so_at_its_step() -> None:
+    """Batches before it come whole, however much later they are decoded."""
+    source = MemorySource.of(24)
+    source.labels = source.labels[:10]
+    with loader_of(TappedSource(source, Slow(0.02)), shuffle=False, batch_size=4) as loader:
+        steps, error = fault_of(loader)
+    assert (steps, type(error)) == (2, IndexError)
+
+
+@many_bad
+def test_a_batch_of_nothing_but_bad_samples_raises() -> None:
+    images = [jpeg(0, i) if i < 4 else None for i in range(12)]
+    with loader_of(MemorySource(images, [0] * 12), shuffle=False, policy="skip") as loader:
+        steps, error = fault_of(loader)
+    assert type(error) is LoaderError
+    assert (steps, str(error)) == (
+        1,
+        "step 1 of epoch 0 holds nothing but bad samples; run `gpuflow scan` to list them, or set on_error: replace",
+    )
+
+
+@many_bad
+def test_replacing_goes_on_until_one_is_sound() -> None:
+    images = [jpeg(0, 0) if i == 7 else None for i in range(12)]
+    with loader_of(MemorySource(images)) as loader:
+        assert [[row[0] for row in step] for step in epoch_rows(loader)] == [[7] * 4] * 3
+
+
+def test_a_bad_file_that_cannot_be_written_is_located(config: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        gpuflow.load(config, overrides=[f"run.bad_file={tmp_path}/nowhere/bad.jsonl"])
+    assert str(caught.value) == (
+        f"{config}: run.bad_file cannot be written: No such file or directory: '{tmp_path}/nowhere/bad.jsonl'; "
+        "name a file in a directory that exists"
+    )
+
+
+# --- what a source raises against its contract ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: OSError("the disk is gone"),
+        lambda: TimeoutError("the network is slow"),
+        lambda: SystemExit(3),
+        lambda: KeyboardInterrupt(),
+        lambda: GeneratorExit(),
+        lambda: MemoryError(),
+        lambda: RuntimeError("cannot schedule new futures after shutdown"),
+    ],
+    ids=lambda make: type(make()).__name__,
+)
+@pytest.mark.parametrize("threads", [1, 3])
+def test_what_a_read_raises_comes_out_at_its_step(threads: int, make: Callable[[], BaseException]) -> None:
+    raised: list[BaseException] = []
+
+    def remember() -> BaseException:
+        raised.append(make())
+        return raised[-1]
+
+    source = TappedSource(MemorySource.of(24), Raise(BAD, remember))
+    with loader_of(source, shuffle=False, threads=threads, policy="skip") as loader:
+        start = time.monotonic()
+        steps, error = fault_of(loader)
+        assert (steps, error) == (2, raised[0])
+        assert time.monotonic() - start < 3
+
+
+def test_stop_iteration_does_not_pass_for_the_end_of_an_epoch() -> None:
+    with loader_of(TappedSource(MemorySource.of(24), Raise(BAD, StopIteration)), shuffle=False) as loader:
+        steps, error = fault_of(loader)
+    assert type(error) is LoaderError
+    assert isinstance(error.__cause__, StopIteration)
+    assert (steps, str(error)) == (2, "a stage raised StopIteration at step 2 of epoch 0; its cause is above")
+
+
+def test_after_an_error_the_iterator_says_so_and_the_loader_goes_on() -> None:
+    faults = Raise(BAD, lambda: OSError("the disk is gone"))
+    with loader_of(TappedSource(MemorySource.of(24), faults), shuffle=False) as loader:
+        epoch = iter(loader)
+        with pytest.raises(OSError, match="the disk is gone"):
+            list(epoch)
+        with pytest.raises(LoaderError) as caught:
+            next(epoch)
+        assert str(caught.value) == "epoch 0 was ended because an error was raised; iterate the loader anew"
+        assert loader.state_dict()["position"] == 8
+        faults.index = -1
+        assert [batch.epoch for batch in loader] == [1] * 6
+
+
+# --- waits ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_a_stuck_read_ends_in_a_timeout_that_names_the_stage(remote: bool, caplog: pytest.LogCaptureFixture) -> None:
+    tap = Block(BAD)
+    source = TappedSource(MemorySource.of(24), tap)
+    with loader_of(source, shuffle=False, timeout=0.5, readers=16 if remote else 0) as loader:
+        start = time.monotonic()
+        steps, error = fault_of(loader)
+        assert time.monotonic() - start < 0.5 + 4.5
+        assert steps == 2
+        assert isinstance(error, LoaderTimeout) and isinstance(error, TimeoutError)
+        assert re.fullmatch(
+            r"no batch within run.timeout_s = 0.5 s at step 2 of epoch 0: the stage 'read' has been at one operation "
+            r"for \d\.\d s; raise run.timeout_s if that is to be expected",
+            str(error),
+        )
+        assert re.fullmatch(
+            r"a thread stays behind: the stage 'read' has been at one operation for \d\.\d s", caplog.messages[-1]
+        )
+        tap.release.set()
+        tap.index = -1
+        assert [batch.epoch for batch in loader] == [1] * 6, "the next epoch has threads of its own"
+
+
+def test_timeout_is_that_of_a_batch_not_of_an_epoch() -> None:
+    with loader_of(MemorySource.of(12), timeout=0.5) as loader:
+        for _ in loader:
+            time.sleep(0.3)
+
+
+def test_a_process_with_a_stuck_read_can_exit() -> None:
+    code = """
+from tests.datasets import *
+loader = loader_of(TappedSource(MemorySource.of(24), Block(9)), shuffle=False, timeout=0.5)
+try:
+    for _ in loader: pass
+except gpuflow.LoaderTimeout as error:
+    print(type(error).__name__)
+    raise SystemExit(7)
+"""
+    start = time.monotonic()
+    done = python(code, cwd=ROOT, seconds=30)
+    assert (done.returncode, done.stdout) == (7, "LoaderTimeout\n"), done.stderr
+    assert time.monotonic() - start < 15
+    assert "Traceback" not in done.stderr
+
+
+def test_the_place_of_a_failure_does_not_depend_on_what_was_prefetched() -> None:
+    """Two faults in one epoch: the earlier step's comes out, though the later one's is there first."""
+    tap = Block(0)
+
+    def before(index: int) -> None:
+        if index == 1:
+            tap.release.set()
+            raise OSError("later")
+        tap(index)
+        raise OSError("earlier")
+
+    source = TappedSource(MemorySource.of(24), before)
+    with loader_of(source, shuffle=False, batch_size=1) as loader:
+        steps, error = fault_of(loader)
+    assert (steps, str(error)) == (0, "earlier")

@@ -1,0 +1,420 @@
+"""Closing, breaking, Ctrl-C and an exception in the loop leave nothing behind, and memory does not grow."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import gpuflow
+from tests.datasets import (
+    Entries,
+    MemorySource,
+    TappedSource,
+    deadline,
+    epoch_rows,
+    loader_of,
+    make_photos,
+    nothing_left_behind,
+    python,
+    resident_kib,
+    write_config,
+)
+
+ROOT = Path(__file__).parents[2]
+CTRL_C_SECONDS = 5.0
+
+
+@pytest.fixture(autouse=True)
+def _in_time() -> Iterator[None]:
+    with deadline(120):
+        yield
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("lifecycle")
+    make_photos(root / "photos", classes=3, each=8)
+    return write_config(root / "x.yaml", root / "photos")
+
+
+# --- the ways in which a loop ends ------------------------------------------------------------------------------------
+
+
+class Unexpected(Exception):
+    """Raised by a loop's body."""
+
+
+def whole_epoch(loader: gpuflow.Loader) -> None:
+    epoch_rows(loader)
+    loader.close()
+
+
+def left_by_break(loader: gpuflow.Loader) -> None:
+    for _ in loader:
+        break
+    loader.close()
+
+
+def exception_in_the_body(loader: gpuflow.Loader) -> None:
+    def loop() -> None:
+        with loader:
+            for _ in loader:
+                raise Unexpected
+
+    with pytest.raises(Unexpected):
+        loop()
+
+
+def closed_in_the_body(loader: gpuflow.Loader) -> None:
+    batches = iter(loader)
+    next(batches)
+    loader.close()
+    with pytest.raises(gpuflow.LoaderError, match="the loader was closed"):
+        next(batches)
+
+
+def never_iterated(loader: gpuflow.Loader) -> None:
+    loader.close()
+
+
+def closed_at_once(loader: gpuflow.Loader) -> None:
+    iter(loader)
+    epoch = iter(loader)
+    loader.close()
+    del epoch
+
+
+def forgotten_after_an_epoch(loader: gpuflow.Loader) -> None:
+    epoch_rows(loader)
+
+
+def forgotten_after_a_break(loader: gpuflow.Loader) -> None:
+    for _ in loader:
+        break
+
+
+def forgotten_in_an_epoch(loader: gpuflow.Loader) -> None:
+    next(iter(loader))
+
+
+def forgotten_in_a_cycle(loader: gpuflow.Loader) -> None:
+    cycle: list[object] = [loader, iter(loader)]
+    cycle.append(cycle)
+
+
+def over_after_a_restored_state(loader: gpuflow.Loader) -> None:
+    loader.load_state_dict({**loader.state_dict(), "position": 20})
+    whole_epoch(loader)
+
+
+ENDS = [
+    whole_epoch,
+    left_by_break,
+    exception_in_the_body,
+    closed_in_the_body,
+    never_iterated,
+    closed_at_once,
+    forgotten_after_an_epoch,
+    forgotten_after_a_break,
+    forgotten_in_an_epoch,
+    forgotten_in_a_cycle,
+    over_after_a_restored_state,
+]
+
+
+@pytest.mark.parametrize("end", ENDS, ids=lambda end: end.__name__)
+def test_nothing_is_left_behind(end: Callable[[gpuflow.Loader], None], config: Path, tmp_path: Path) -> None:
+    with nothing_left_behind():
+        end(gpuflow.load(config, overrides=[f"run.bad_file={tmp_path / 'bad.jsonl'}"]))
+
+
+def test_a_break_ends_the_threads_and_does_not_wait_for_them(config: Path) -> None:
+    with gpuflow.load(config) as loader:
+        with nothing_left_behind(seconds=1.0):
+            waits = []
+            for _ in range(5):
+                start = 0.0
+                for _batch in loader:
+                    assert threading.active_count() > 1
+                    start = time.monotonic()
+                    break
+                waits.append(time.monotonic() - start)
+            assert min(waits) < 0.05
+        with nothing_left_behind(seconds=0.0):
+            for _ in loader:
+                break
+            loader.close()
+
+
+class CollectingOrder:
+    """An order that runs Python's garbage collector on the thread that asks for indices."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.armed = size, False
+
+    def indices(self, epoch: int, positions: object) -> object:
+        if self.armed:
+            gc.collect()
+        return np.array(positions)
+
+    def replacement(self, epoch: int, position: int, attempt: int) -> int:
+        return attempt
+
+
+@pytest.mark.parametrize("where", ["in the pipeline's event loop", "in a reading thread"])
+def test_an_epoch_may_be_collected_on_the_pipelines_own_threads(where: str) -> None:
+    """A forgotten epoch in a reference cycle is collected on whatever thread allocates next."""
+    order = CollectingOrder(4000)
+
+    def before(index: int) -> None:
+        time.sleep(0.002)
+        if order.armed and where == "in a reading thread":
+            gc.collect()
+
+    source = TappedSource(repeated(40, 100), before)
+    with nothing_left_behind():
+        loader = loader_of(source, shuffle=False)
+        if where != "in a reading thread":
+            loader._order = loader._feed._order = order  # type: ignore[assignment]
+        gc.collect()
+        gc.disable()
+        try:
+            cycle: list[object] = [iter(loader)]
+            cycle.append(cycle)
+            del cycle
+            order.armed = True
+            end = time.monotonic() + 10
+            while loader._active is not None and loader._active() is not None and time.monotonic() < end:
+                time.sleep(0.01)
+            assert loader._active is None or loader._active() is None
+        finally:
+            gc.enable()
+        loader.close()
+
+
+def repeated(count: int, times: int) -> MemorySource:
+    """`count` photographs, over and over."""
+    return MemorySource(MemorySource.of(count).images * times)
+
+
+# --- many cycles ------------------------------------------------------------------------------------------------------
+
+MEASURE = """
+import json, threading
+from tests.datasets import *
+
+def measure():
+    gc.collect()
+    return [threading.active_count(), len(os.listdir("/proc/self/fd")), resident_kib()]
+"""
+
+
+def measured(code: str, config: Path) -> list[list[int]]:
+    done = python(MEASURE + code, str(config), cwd=ROOT, seconds=110)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    return [list(map(int, row)) for row in json.loads(done.stdout)]
+
+
+def test_two_hundred_cycles_leave_nothing(config: Path) -> None:
+    code = """
+import sys
+rows = []
+for cycle in range(200):
+    with gpuflow.load(sys.argv[1]) as loader:
+        for _ in loader:
+            break
+    if cycle % 10 == 9:
+        rows.append(measure())
+print(json.dumps(rows))
+"""
+    rows = measured(code, config)
+    assert {threads for threads, _, _ in rows} == {1}
+    assert len({descriptors for _, descriptors, _ in rows}) == 1
+    kib = [kib for _, _, kib in rows]
+    assert np.median(kib[-5:]) - np.median(kib[2:7]) < 6_000, kib
+
+
+def test_memory_has_no_slope_over_epochs(config: Path) -> None:
+    code = """
+import sys
+rows = []
+with gpuflow.load(sys.argv[1], overrides=["run.threads=2"]) as loader:
+    for epoch in range(23):
+        for images, labels in loader:
+            pass
+        rows.append(measure())
+print(json.dumps(rows))
+"""
+    kib = np.array([kib for _, _, kib in measured(code, config)][3:])
+    slope = np.polyfit(np.arange(len(kib)), kib, 1)[0]
+    assert slope < 150, f"grows by {slope:.0f} KiB an epoch: {kib.tolist()}"
+
+
+def test_memory_does_not_grow_with_what_the_consumer_lets_go() -> None:
+    """400 batches of 2.4 MB would be nearly a gigabyte."""
+    stages: Entries = ({"decode": {}}, {"resize": {"height": 256, "width": 256}}, {"normalize": {}})
+    source = repeated(40, 30)
+    with loader_of(source, stages, batch_size=3, threads=1) as loader:
+        batches = iter(loader)
+        for _ in range(30):
+            next(batches)
+        before = resident_kib()
+        for _ in range(100):
+            next(batches)
+        assert resident_kib() - before < 60_000
+
+
+# --- Ctrl-C -----------------------------------------------------------------------------------------------------------
+
+CTRL_C = """
+from tests.datasets import *
+seconds, where = {seconds}, {where!r}
+loader = loader_of(TappedSource(MemorySource.of(600), Slow(seconds)), batch_size=8, timeout=60)
+if where == "first batch":
+    threading.Timer(0.1, lambda: print("ready", flush=True)).start()
+for epoch in range(1000):
+    for images, labels in loader:
+        if where == "iterating" and epoch == 0:
+            print("ready", flush=True)
+            where = ""
+        if where == "body":
+            print("ready", flush=True)
+            time.sleep(60)
+"""
+
+
+def shared_memory() -> set[str]:
+    return set(os.listdir("/dev/shm"))
+
+
+@pytest.mark.parametrize(
+    ("where", "seconds", "delay"),
+    [("first batch", 0.4, 0.0), ("body", 0.0, 0.05), ("iterating", 0.0005, 0.0), ("iterating", 0.0, 0.33)],
+)
+def test_ctrl_c_ends_the_process(where: str, seconds: float, delay: float) -> None:
+    before = shared_memory()
+    process = subprocess.Popen(
+        [sys.executable, "-c", CTRL_C.format(seconds=seconds, where=where)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        time.sleep(delay)
+        start = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        _, noise = process.communicate(timeout=30)
+        took = time.monotonic() - start
+    finally:
+        process.kill()
+        process.wait()
+    assert took < CTRL_C_SECONDS
+    assert process.returncode == -signal.SIGINT
+    lines = noise.strip().splitlines()
+    assert lines[0] == "Traceback (most recent call last):"
+    assert lines[-1] == "KeyboardInterrupt"
+    assert noise.count("Traceback") == 1, noise
+    assert shared_memory() <= before
+
+
+def test_ctrl_c_at_any_moment_leaves_nothing(config: Path) -> None:
+    """Interrupts 40 loops of one process, each a little later and each three times, as an impatient user does.
+
+    The later ones meet the cleaning up after the first. What was interrupted can go on.
+    """
+    code = """
+import signal, sys
+from tests.datasets import *
+loader = gpuflow.load(sys.argv[1])
+epoch_rows(loader)
+before = set(os.listdir("/proc/self/fd"))
+left = done = 0
+
+def ring(*_):
+    global left
+    if left:
+        left -= 1
+        signal.raise_signal(signal.SIGINT)
+
+def absorb(depth):
+    try:
+        if depth:
+            absorb(depth - 1)
+        while left:
+            for batch in loader:
+                if not left:
+                    break
+    except KeyboardInterrupt:
+        pass
+
+signal.signal(signal.SIGALRM, ring)
+for trial in range(40):
+    left = 3
+    signal.setitimer(signal.ITIMER_REAL, 0.001 + 0.003 * trial, 0.02)
+    absorb(3)
+    done += left == 0
+signal.setitimer(signal.ITIMER_REAL, 0)
+assert len(epoch_rows(loader)) == 6
+loader.close()
+gc.collect()
+end = time.monotonic() + 8
+while threading.active_count() > 1 and time.monotonic() < end:
+    time.sleep(0.05)
+print(done, [thread.name for thread in threading.enumerate()], len(set(os.listdir("/proc/self/fd")) - before))
+"""
+    done = python(code, str(config), cwd=ROOT, seconds=100)
+    assert (done.returncode, done.stdout) == (0, "40 ['MainThread'] 0\n"), done.stdout + done.stderr
+    assert "never awaited" not in done.stderr
+
+
+@pytest.mark.parametrize("end", ["", "raise SystemExit(0)", "import sys; sys.exit()"])
+def test_a_script_may_end_in_the_middle_of_an_epoch(end: str) -> None:
+    code = f"""
+from tests.datasets import *
+loader = loader_of(TappedSource(MemorySource.of(200), Slow(0.002)))
+epoch = iter(loader)
+next(epoch)
+{end}
+"""
+    start = time.monotonic()
+    done = python(code, cwd=ROOT, seconds=30)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert time.monotonic() - start < 10
+
+
+def test_a_script_that_fails_shows_its_own_error_alone() -> None:
+    code = """
+from tests.datasets import *
+loader = loader_of(TappedSource(MemorySource.of(200), Slow(0.002)))
+for images, labels in loader:
+    raise ValueError("mine")
+"""
+    done = python(code, cwd=ROOT, seconds=30)
+    assert done.returncode == 1
+    assert done.stderr.count("Traceback") == 1
+    assert done.stderr.splitlines()[-1] == "ValueError: mine"
+
+
+def test_torchs_threads_are_left_as_they_are(config: Path) -> None:
+    before = torch.get_num_threads()
+    with gpuflow.load(config) as loader:
+        for _ in loader:
+            assert torch.get_num_threads() == before
+    assert torch.get_num_threads() == before

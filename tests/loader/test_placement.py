@@ -1,0 +1,86 @@
+"""Where a pipeline would be decoded, why, and what it may hold there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gpuflow.config import Config, read_config
+from gpuflow.errors import ConfigError
+from gpuflow.execute.gpu import passes_of
+from gpuflow.execute.gpu_backend import means_on_gpu
+from gpuflow.loader.placement import explain_gpu, memory_for_decoding
+from gpuflow.pipeline.program import Call, Map, Sample
+from gpuflow.stages import STAGES
+from tests.datasets import write_config
+
+CROP = {"random_resized_crop": {"size": 8}}
+JITTER = {"color_jitter": {"contrast": 0.2}}
+HALF = {"normalize": {"dtype": "float16", "layout": "nhwc"}}
+BLUR = {"torchvision": {"name": "GaussianBlur", "kernel_size": 3}}
+SECOND = {"resize": {"height": 6, "width": 5}}
+
+
+FIX = "put a crop or a resize to a fixed size first"
+
+
+def config(tmp_path: Path, stages: list[Any], *overrides: str) -> Config:
+    path = write_config(tmp_path / "x.yaml", tmp_path / "photos", train=[{"decode": {}}, *stages])
+    return read_config(path, STAGES, overrides)
+
+
+def kinds(tmp_path: Path, *stages: Any) -> list[tuple[Any, bool, str]]:
+    passes = passes_of(config(tmp_path, list(stages)).programs["train"])
+    assert not isinstance(passes, str), passes
+    return [(type(one.step), one.table is not None, str(one.result)) for one in passes]
+
+
+def test_a_table_joins_the_pass_before_it(tmp_path: Path) -> None:
+    assert kinds(tmp_path, CROP, HALF) == [(Sample, True, "float16 8x8x3 nhwc")]
+    assert kinds(tmp_path, CROP) == [(Sample, False, "uint8 8x8x3 hwc")]
+    jittered = [(Sample, False, "uint8 8x8x3 hwc"), (Map, True, "float16 8x8x3 nhwc")]
+    assert kinds(tmp_path, CROP, JITTER, HALF) == jittered
+    assert kinds(tmp_path, CROP, {"flip": {"horizontal": 0.5}}, JITTER, HALF) == jittered
+    blurred = [(Sample, False), (Call, False), (type(None), True)]
+    assert [kind[:2] for kind in kinds(tmp_path, CROP, BLUR, HALF)] == blurred
+    assert [kind[:2] for kind in kinds(tmp_path, CROP, SECOND, HALF)] == [(Sample, False), (Sample, True)]
+
+
+@pytest.mark.parametrize(
+    ("stages", "reason"),
+    [
+        ([JITTER, CROP], f"color_jitter(contrast=0.2) comes before the images have one size; {FIX}"),
+        ([{"resize": {"shorter": 9}}, JITTER, CROP], "after resize(shorter=9) the images still differ in size"),
+    ],
+)  # fmt: skip
+def test_what_runs_nowhere_but_on_the_cpu(tmp_path: Path, stages: list[Any], reason: str) -> None:
+    read = config(tmp_path, stages)
+    assert passes_of(read.programs["train"]) == means_on_gpu(read.programs["train"]) == reason
+    if not torch.cuda.is_available():
+        assert explain_gpu(read, "train") == f"decoded on the CPU: {reason}"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what this machine has where it has a GPU")
+def test_explains_what_a_gpu_would_do(tmp_path: Path) -> None:
+    text = "JPEG engines if it has them, else CUDA kernels; then 2 batched pass(es)"
+    assert explain_gpu(config(tmp_path, [CROP, JITTER, HALF]), "train") == text
+    refused = config(tmp_path, [CROP, HALF], "pipelines.train.stages.decode.backend=cpu")
+    assert explain_gpu(refused, "train") == "decoded on the CPU: its decode.backend is cpu"
+    assert means_on_gpu(refused.programs["train"]) == "its decode.backend is cpu"
+
+
+def test_the_memory_limit_is_shared_by_batches_and_decoding(tmp_path: Path) -> None:
+    """5 batches (3 ahead, one at work, one with the consumer) of 10 x 384 bytes; three buffers have the rest."""
+    read = config(tmp_path, [CROP, HALF], "run.memory_limit=100KB")
+    assert memory_for_decoding(read, "train", 10) == (100_000 - 5 * 3840) // 3
+    assert memory_for_decoding(config(tmp_path, [CROP, HALF]), "train", 10) == 1 << 29
+    assert memory_for_decoding(config(tmp_path, [CROP, HALF], "run.memory_limit=9GiB"), "train", 10) == 1 << 29
+    text = (
+        r"x\.yaml: run\.memory_limit must be more than 19,200 bytes, got 19,200: 5 batches of 3,840 bytes exist "
+        r"at a time in 'train'; raise it, or lower run\.prefetch or batch\.size"
+    )
+    with pytest.raises(ConfigError, match=text):
+        memory_for_decoding(config(tmp_path, [CROP, HALF], "run.memory_limit=19200"), "train", 10)

@@ -1,0 +1,329 @@
+"""Files read by processes: the same payloads, whatever happens to a process, and nothing left of any."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from gpuflow.decode.chunk_headers import read_headers
+from gpuflow.decode.header_scan import walk
+from gpuflow.loader.read_workers import ProcessStorage
+from gpuflow.runtime.buffers import BytePool, shared, shared_block, shared_keys
+from gpuflow.sources import SPARE_BYTES, Payload, SourceSpec, open_source
+from gpuflow.sources.storage import LocalStorage, Shard
+from tests import images
+from tests.datasets import await_children, children
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> list[bytes]:
+    """Files of many sizes, and what is no file or cannot be read."""
+    rng = np.random.default_rng(0)
+    for i in range(40):
+        (tmp_path / f"{i}.jpg").write_bytes(rng.bytes(1 + 977 * i))
+    (tmp_path / "empty.jpg").touch()
+    (tmp_path / "directory.jpg").mkdir()
+    names = [f"{i}.jpg" for i in range(40)]
+    names[7:7] = ["empty.jpg", "directory.jpg", "missing.jpg"]
+    return [os.fsencode(tmp_path / name) for name in names]
+
+
+@pytest.fixture
+def storage() -> Iterator[ProcessStorage]:
+    storage = ProcessStorage(2)
+    yield storage
+    storage.close()
+
+
+def alive(process: int) -> bool:
+    try:
+        return "State:\tZ" not in Path(f"/proc/{process}/status").read_text()
+    except OSError:
+        return False
+
+
+def samples(payload: Payload) -> list[bytes | str]:
+    return [error or payload.sample(i).tobytes() for i, error in enumerate(payload.errors)]
+
+
+def read_here(paths: list[bytes]) -> list[bytes | str]:
+    return samples(LocalStorage().read(paths, lambda size: np.empty(size, np.uint8)))
+
+
+class Taken:
+    """Counts what is asked for. Raises where it is to fail."""
+
+    def __init__(self, failure: BaseException | None = None) -> None:
+        self.sizes: list[int] = []
+        self.failure = failure
+
+    def __call__(self, size: int) -> NDArray[np.uint8]:
+        self.sizes.append(size)
+        if self.failure is not None:
+            raise self.failure
+        return shared(size + 9)
+
+
+def test_files_are_read_elsewhere_into_memory_that_is_here(storage: ProcessStorage, files: list[bytes]) -> None:
+    taken = Taken()
+    payload = storage.read(files, taken)
+    assert samples(payload) == read_here(files)
+    assert payload.errors[7:10] == ["empty file", "is a directory", "no such file"]
+    assert taken.sizes == [sum(payload.sizes) + SPARE_BYTES * len(payload)]
+    assert shared_block(payload.buffer) is not None
+    assert payload.cpu_s > 0, "this process did not read"
+
+
+def test_ranges_are_read_elsewhere(storage: ProcessStorage, files: list[bytes]) -> None:
+    status = os.stat(files[-1])
+    shard = Shard(path=os.fsdecode(files[-1]), size=status.st_size, stamp=str(status.st_mtime_ns))
+    other = Shard(path=shard.path, size=shard.size, stamp="0")
+    ranges = ([shard, shard, other], [5, 20_000, 0], [1000, 7, 10])
+    payload = storage.read_ranges(*ranges, Taken())
+    here = LocalStorage().read_ranges(*ranges, lambda size: np.empty(size, np.uint8))
+    assert samples(payload) == samples(here)
+    assert "changed since it was indexed" in str(payload.errors[2])
+    assert payload.cpu_s > 0
+
+
+def test_many_threads_read_at_a_time_also_more_than_there_are_processes(
+    storage: ProcessStorage, files: list[bytes]
+) -> None:
+    pool = BytePool(make=shared)
+
+    def work(number: int) -> tuple[int, list[bytes | str]]:
+        payload = storage.read(files[number:], pool.take)
+        found = samples(payload)
+        pool.give(payload.buffer)
+        return number, found
+
+    with ThreadPoolExecutor(6) as threads:
+        for number, found in threads.map(work, [*range(20)] * 10):
+            assert found == read_here(files[number:])
+
+
+def test_memory_that_no_other_process_can_map_is_filled_here(storage: ProcessStorage, files: list[bytes]) -> None:
+    for _ in range(3):
+        payload = storage.read(files, lambda size: np.empty(size, np.uint8))
+        assert samples(payload) == read_here(files)
+        assert payload.cpu_s == 0
+    assert storage.read(files, Taken()).cpu_s > 0, "the process is still of use"
+
+
+def test_what_is_let_go_of_is_let_go_of_everywhere(files: list[bytes]) -> None:
+    before = children()
+    storage = ProcessStorage(1)
+    (child,) = children() - before
+    descriptors = len(os.listdir("/proc/self/fd"))
+    for _ in range(20):
+        storage.read(files, Taken())
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) <= descriptors + 1
+    storage.read(files, Taken())  # tells the process
+    maps = Path(f"/proc/{child}/maps").read_text()
+    assert maps.count("memfd:gpuflow") <= 2
+    storage.close()
+
+
+def test_a_buffer_is_as_long_as_its_views() -> None:
+    buffer = shared(100_000)
+    block = shared_block(buffer)
+    assert block is not None and block.key in shared_keys()
+    view = buffer[10:]
+    del buffer
+    gc.collect()
+    assert block.key in shared_keys()
+    view[:] = 1
+    del view
+    gc.collect()
+    assert block.key not in shared_keys()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(block.descriptor)
+
+
+def test_what_a_killed_process_should_have_read_is_read_here(
+    files: list[bytes], caplog: pytest.LogCaptureFixture
+) -> None:
+    before = children()
+    storage = ProcessStorage(1)
+    (child,) = children() - before
+    assert storage.read(files, Taken()).cpu_s > 0
+    os.kill(child, signal.SIGKILL)
+    taken = Taken()
+    assert samples(storage.read(files, taken)) == read_here(files)
+    assert len(taken.sizes) == 1
+    assert "a process that reads has ended" in caplog.text
+    caplog.clear()
+    assert samples(storage.read(files, Taken())) == read_here(files)
+    assert not caplog.text
+    storage.close()
+    assert children() == before
+
+
+def test_a_process_that_dies_with_a_buffer_in_its_hands(files: list[bytes], caplog: pytest.LogCaptureFixture) -> None:
+    before = children()
+    storage = ProcessStorage(1)
+    (child,) = children() - before
+    sizes = []
+
+    def take(size: int) -> NDArray[np.uint8]:
+        sizes.append(size)
+        os.kill(child, signal.SIGKILL)
+        return shared(size)
+
+    assert samples(storage.read(files, take)) == read_here(files)
+    assert len(sizes) == 1, "the buffer is not lost"
+    assert "a process that reads has ended" in caplog.text
+    storage.close()
+
+
+def test_an_error_of_the_caller_ends_the_process_that_waits_for_it(files: list[bytes]) -> None:
+    before = children()
+    storage = ProcessStorage(1)
+    with pytest.raises(MemoryError, match="no more"):
+        storage.read(files, Taken(MemoryError("no more")))
+    assert children() == before
+    assert samples(storage.read(files, Taken())) == read_here(files)
+    storage.close()
+
+
+def test_where_no_process_can_be_started_a_thread_reads(
+    files: list[bytes], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    storage = ProcessStorage(2)
+    assert "no process to read with" in caplog.text
+    assert samples(storage.read(files, Taken())) == read_here(files)
+    storage.close()
+
+
+def test_processes_end_with_their_storage_and_with_this_process(files: list[bytes], tmp_path: Path) -> None:
+    before = children()
+    storage = ProcessStorage(2)
+    await_children(2, before)
+    storage.close()
+    assert children() == before
+    storage = ProcessStorage(2)
+    await_children(2, before)
+    del storage
+    gc.collect()
+    assert children() == before
+    script = tmp_path / "script.py"  # without a guard around what it does
+    script.write_text(
+        "import os\n"
+        "from gpuflow.runtime.buffers import shared\n"
+        "from gpuflow.loader.read_workers import ProcessStorage\n"
+        "from gpuflow.sources.storage import LocalStorage\n"
+        "storage = ProcessStorage(1)\n"
+        f"assert storage.read([{files[-1]!r}], shared).cpu_s > 0\n"
+        "print(open(f'/proc/self/task/{os.getpid()}/children').read(), flush=True)\n"
+        "os.kill(os.getpid(), 9)\n"
+    )
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60, check=False)
+    child = int(done.stdout)
+    deadline = time.monotonic() + 10
+    while alive(child) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not alive(child), done.stderr
+
+
+def test_a_forked_child_reads_by_itself(storage: ProcessStorage, files: list[bytes]) -> None:
+    storage.read(files, Taken())
+    child = os.fork()
+    if not child:
+        payload = storage.read(files, Taken())
+        storage.close()  # which ends no process of the parent's
+        os._exit(0 if payload.cpu_s == 0 and samples(payload) == read_here(files) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert storage.read(files, Taken()).cpu_s > 0
+
+
+def test_closing_does_not_wait_for_a_read(tmp_path: Path) -> None:
+    """One that never ends, of a pipe that nobody writes into; its thread learns that there is no more to do."""
+    storage = ProcessStorage(1)
+    path = tmp_path / "0.jpg"
+    path.write_bytes(b"image")
+    reached, faults = threading.Event(), []
+    hold = threading.Event()
+
+    def take(size: int) -> NDArray[np.uint8]:
+        reached.set()
+        hold.wait(20)
+        return shared(size)
+
+    def work() -> None:
+        try:
+            storage.read([os.fsencode(path)], take)
+        except (OSError, EOFError) as error:
+            faults.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    assert reached.wait(20)
+    begun = time.monotonic()
+    storage.close()
+    assert time.monotonic() - begun < 2
+    hold.set()
+    thread.join(20)
+    assert len(faults) == 1
+
+
+def test_what_a_decoder_wants_to_know_is_found_out_there(tmp_path: Path) -> None:
+    listing, names = tmp_path / "list.csv", [f"{i}.jpg" for i in range(50)]
+    for i, name in enumerate(names):
+        pixels = images.photo(20 + i, 90 - i, seed=i)
+        (tmp_path / name).write_bytes(images.jpeg(pixels, "4:2:0", progressive=i % 10 == 3))
+    listing.write_text("path,label\n" + "".join(f"{name},{i % 2}\n" for i, name in enumerate(names)))
+    source, prescan = open_source(SourceSpec(listing=str(listing))), partial(walk, orientation=False)
+    plain = source.read(range(50), Taken())
+    source = source.on(ProcessStorage(1, prescan))
+    read = source.read(range(50), Taken())
+    source.close()
+    assert plain.prescan is None
+    for there, here in zip(read.prescan, prescan(plain), strict=True):
+        assert np.array_equal(there, here)
+    headers = [read_headers(payload, max_pixels=2_500, max_scans=9, orientation=False) for payload in (read, plain)]
+    assert np.array_equal(headers[0].engine, headers[1].engine)
+    assert headers[0].engine.sum() == sum((20 + i) * (90 - i) <= 2_500 and i % 10 != 3 for i in range(50))
+    assert list(headers[0].others) == list(headers[1].others)
+    assert list(map(str, headers[0].faults)) == list(map(str, headers[1].faults))
+
+
+def stumble(payload: Payload) -> None:
+    raise RuntimeError("this prescan fails")
+
+
+def test_a_look_that_fails_spoils_no_read(files: list[bytes]) -> None:
+    storage = ProcessStorage(1, stumble)
+    for _ in range(2):
+        read = storage.read(files, Taken())
+        assert samples(read) == read_here(files)
+        assert read.prescan is None
+    storage.close()
+
+
+def test_sources_on_this_machine_leave_their_reading_to_processes(
+    storage: ProcessStorage, files: list[bytes], tmp_path: Path
+) -> None:
+    listing = tmp_path / "list.csv"
+    listing.write_text("path,label\n" + "".join(f"{i}.jpg,{i % 2}\n" for i in range(40)))
+    source = open_source(SourceSpec(listing=str(listing)))
+    plain = source.read(range(40), Taken())
+    source = source.on(storage)
+    read = source.read(range(40), Taken())
+    assert samples(read) == samples(plain)
+    assert (plain.cpu_s, read.cpu_s > 0) == (0, True)
+    source.close()

@@ -1,0 +1,139 @@
+"""fold: which steps a pipeline becomes, and what one sampling says. That pixels stay the same is a law of stages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gpuflow.pipeline import stage as s
+from gpuflow.pipeline.program import Call, Map, Sample, Sampling
+from gpuflow.stages import (
+    CenterCrop,
+    ColorJitter,
+    Decode,
+    Flip,
+    Normalize,
+    RandomCrop,
+    RandomResizedCrop,
+    Resize,
+    Torchvision,
+)
+from tests.running import keys_of, program_of
+
+BLUR = Torchvision(name="GaussianBlur", parameters=(("kernel_size", 3),))
+
+
+def steps(*stages: s.Stage) -> list[str]:
+    """Each step as the names of its stages."""
+    program = program_of(Decode(), *stages, name="p")
+    return [
+        " ".join(stage.stage_name for stage in step.stages) if isinstance(step, Sample) else step.stage.stage_name
+        for step in program.steps
+    ]
+
+
+@pytest.mark.parametrize(
+    ("stages", "expected"),
+    [
+        ((Resize(shorter=9), CenterCrop(size=8), Normalize()), ["resize center_crop", "normalize"]),
+        ((RandomResizedCrop(size=8), Flip(), Normalize()), ["random_resized_crop flip", "normalize"]),
+        ((RandomCrop(size=8), Resize(height=3, width=3), Flip()), ["random_crop resize flip"]),
+        ((Flip(), RandomCrop(size=8), Flip(), RandomCrop(size=3)), ["flip random_crop flip random_crop"]),
+        ((Resize(shorter=9), Resize(height=3, width=3)), ["resize", "resize"]),
+        ((CenterCrop(size=8), Resize(height=3, width=3)), ["center_crop", "resize"]),
+        ((RandomCrop(size=8, padding=1), Resize(height=3, width=3)), ["random_crop", "resize"]),
+        ((RandomResizedCrop(size=8), RandomResizedCrop(size=8)), ["random_resized_crop", "random_resized_crop"]),
+        ((ColorJitter(), CenterCrop(size=8)), ["color_jitter", "center_crop"]),
+        ((CenterCrop(size=8), ColorJitter(), Flip()), ["center_crop", "color_jitter", "flip"]),
+        ((BLUR, CenterCrop(size=8), BLUR, Normalize()), ["torchvision", "center_crop", "torchvision", "normalize"]),
+    ],
+    ids=str,
+)
+def test_steps(stages: tuple[s.Stage, ...], expected: list[str]) -> None:
+    assert steps(*stages) == expected
+
+
+def test_a_program_is_a_value_with_its_specs() -> None:
+    program = program_of(Decode(), CenterCrop(size=8), BLUR, Normalize())
+    assert program == program_of(Decode(), CenterCrop(size=8), BLUR, Normalize())
+    assert program.decoder == Decode()
+    assert program.result == program.specs[-1]
+    assert [str(spec) for spec in program.specs] == [
+        "encoded bytes",
+        "uint8 ?x?x3 hwc",
+        "uint8 8x8x3 hwc",
+        "uint8 8x8x3 hwc",
+        "float32 8x8x3 nchw",
+    ]
+    call = program.steps[1]
+    assert isinstance(call, Call)
+    assert (call.before, call.after) == program.specs[2:4]
+    assert isinstance(program.steps[2], Map)
+
+
+def sampling(height: int, width: int, *stages: s.Stage) -> Sampling:
+    (step,) = program_of(Decode(), *stages).steps
+    assert isinstance(step, Sample)
+    return step.draw(keys_of(1), np.array([height]), np.array([width]))
+
+
+def test_a_crop_before_the_resize_bounds_the_box_and_one_after_it_selects_from_the_grid() -> None:
+    before = sampling(50, 60, RandomCrop(size=20), Resize(height=10, width=12))
+    assert before.box[0, 2:].tolist() == [20, 20]
+    assert before.grid.tolist() == [[10, 12]]
+    assert before.window.tolist() == before.shown.tolist() == [[0, 0, 10, 12]]
+    after = sampling(50, 60, Resize(height=10, width=12), CenterCrop(size=(4, 6)))
+    assert after.box.tolist() == [[0, 0, 50, 60]]
+    assert after.grid.tolist() == [[10, 12]]
+    assert after.window.tolist() == [[3, 3, 4, 6]]
+
+
+def test_flips_turn_later_crops_around() -> None:
+    plain = sampling(50, 60, CenterCrop(size=(4, 6)))
+    flipped = sampling(50, 61, Flip(horizontal=1.0), CenterCrop(size=(4, 6)))
+    assert plain.window.tolist() == [[23, 27, 4, 6]]
+    assert flipped.window.tolist() == [[23, 61 - 28 - 6, 4, 6]]
+    assert flipped.flips.tolist() == [[False, True]]
+    twice = sampling(50, 60, Flip(horizontal=1.0, vertical=1.0), RandomCrop(size=4), Flip(horizontal=1.0))
+    assert twice.flips.tolist() == [[True, False]]
+
+
+@pytest.mark.parametrize(
+    ("interpolation", "mirrors", "flips"),
+    [
+        ("nearest", [[False, True]], [[False, False]]),
+        ("bilinear", [[False, False]], [[False, True]]),
+        ("bicubic", [[False, False]], [[False, True]]),
+    ],
+)
+def test_nearest_alone_minds_whether_a_flip_comes_first(
+    interpolation: Any, mirrors: list[list[bool]], flips: list[list[bool]]
+) -> None:
+    result = sampling(50, 60, Flip(horizontal=1.0), Resize(height=7, width=5, interpolation=interpolation))
+    assert (result.mirrors.tolist(), result.flips.tolist()) == (mirrors, flips)
+    assert (result.interpolation, result.antialias) == (interpolation, True)
+
+
+def test_what_an_earlier_crop_left_out_stays_black() -> None:
+    result = sampling(50, 60, CenterCrop(size=20), RandomCrop(size=20, padding=6))
+    assert result.shown.tolist()[0] != result.window.tolist()[0]
+    top, left, height, width = result.shown[0].tolist()
+    assert top >= 15 and left >= 20 and top + height <= 35 and left + width <= 40
+
+
+def test_misfits_name_the_stage_and_the_size_that_it_met() -> None:
+    result = sampling(50, 60, Resize(longer=30), RandomCrop(size=28))
+    ((stage, outside, sizes),) = result.misfits
+    assert (stage, outside.tolist(), sizes.tolist()) == ("random_crop", [True], [[25, 30]])
+    assert sampling(50, 60, RandomCrop(size=50)).misfits == ()
+
+
+def test_seeds_of_opaque_stages_differ_and_fit_torch() -> None:
+    step = program_of(Decode(), CenterCrop(size=8), BLUR).steps[1]
+    assert isinstance(step, Call)
+    seeds = step.draw(keys_of(10_000))
+    assert seeds.dtype == np.int64
+    assert len(set(seeds.tolist())) == 10_000
+    assert seeds.min() >= 0 and seeds.max() < 2**62 and seeds.max() > 2**61

@@ -1,0 +1,116 @@
+"""Meters: what a stage did, what it is at, and whose fault a wait is."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+
+import pytest
+
+from gpuflow.runtime.metrics import Meter, Stats, culprit
+
+
+def test_a_meter_counts_samples_bytes_and_time() -> None:
+    meter = Meter("decode", 2)
+    with meter.work(3):
+        time.sleep(0.02)
+    with meter.work(2):
+        pass
+    meter.add(read_bytes=100, cpu_s=0.0)
+    read = meter.read(0.1)
+    assert (read["samples"], read["bytes"], read["threads"], read["images_per_s"]) == (5, 100, 2, 50.0)
+    assert 0.02 / 0.2 <= read["busy_share"] < 0.2
+
+
+def test_a_meter_counts_work_that_failed() -> None:
+    meter = Meter("decode", 1)
+    with pytest.raises(KeyError), meter.work(3):
+        raise KeyError
+    assert meter.read(1.0)["samples"] == 3
+    assert meter.longest_running() is None
+
+
+def test_a_meters_share_is_of_all_its_threads_and_never_above_one() -> None:
+    meter = Meter("decode", 4)
+
+    def work() -> None:
+        with meter.work(1):
+            time.sleep(0.05)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert meter.read(0.04)["busy_share"] == 1.0
+    assert 0.2 <= meter.read(0.2)["busy_share"] <= 0.5
+
+
+def test_before_any_time_has_passed() -> None:
+    assert Meter("decode", 1).read(0.0) == {
+        "samples": 0,
+        "images_per_s": 0.0,
+        "busy_share": 0.0,
+        "cpu_s": 0.0,
+        "threads": 1,
+        "bytes": 0,
+        "waiting": 0.0,
+    }
+
+
+def test_what_waits_between_two_stages_and_before_the_consumer() -> None:
+    read = Meter("read", 1)
+    decode = Meter("decode", 1, before=read.after)
+    stats = Stats(read, decode)
+    stats.start_epoch(0)
+    with read.work(8):
+        pass
+    time.sleep(0.05)
+    with decode.work(8):
+        time.sleep(0.05)
+    time.sleep(0.05)
+    stats.hand_over(0.0, 8)
+    stages = stats.read()["stages"]
+    assert stages["read"]["waiting"] == pytest.approx(8, rel=0.2), "until decode began, when it last changed"
+    assert stages["decode"]["waiting"] == pytest.approx(8 / 3, rel=0.4)
+
+
+def test_processor_time_is_that_of_the_operation() -> None:
+    meter = Meter("decode", 1)
+    with meter.work(1):
+        time.sleep(0.05)
+        end = time.thread_time() + 0.03
+        while time.thread_time() < end:
+            pass
+    assert 0.03 <= meter.read(0.1)["cpu_s"] <= 0.05
+
+
+def test_the_culprit_is_the_stage_that_is_longest_at_one_operation() -> None:
+    read, decode = Meter("read", 1), Meter("decode", 1)
+    assert culprit(read, decode) == "no stage is at work"
+    with decode.work(1):
+        time.sleep(0.15)
+        with read.work(1):
+            pattern = r"the stage 'decode' has been at one operation for 0\.\d s"
+            assert re.fullmatch(pattern, culprit(read, decode))
+    assert culprit(read, decode) == "no stage is at work"
+
+
+def test_an_epoch_starts_from_zero_and_ends_its_clock() -> None:
+    meter = Meter("read", 1)
+    stats = Stats(meter)
+    with meter.work(5):
+        pass
+    stats.hand_over(0.5, 5)
+    stats.start_epoch(3)
+    read = stats.read()
+    assert (read["epoch"], read["batches"], read["consumer_wait_s"]) == (3, 0, 0.0)
+    assert read["stages"]["read"]["samples"] == 0
+    stats.hand_over(0.25, 0)
+    stats.hand_over(0.25, 0)
+    stats.end_epoch()
+    at_end = stats.read()
+    time.sleep(0.01)
+    assert stats.read() == at_end
+    assert (at_end["batches"], at_end["consumer_wait_s"]) == (2, 0.5)

@@ -1,0 +1,263 @@
+"""The thread pool: it runs what is submitted in order, and its end is never waited for longer than asked."""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from gpuflow.runtime.threads import DaemonPool, Gate, QuickSwitching, use_torch_threads
+from tests.datasets import deadline, nothing_left_behind, python
+
+
+@pytest.fixture(autouse=True)
+def _in_time() -> Iterator[None]:
+    with deadline(30):
+        yield
+
+
+def test_results_and_exceptions_come_back() -> None:
+    pool = DaemonPool(2, "test")
+    assert pool.submit(pow, 2, 5).result(5) == 32
+    assert isinstance(pool.submit(int, "x").exception(5), ValueError)
+    assert isinstance(pool.submit(exec, "raise SystemExit(3)").exception(5), SystemExit)
+    assert pool.submit(pow, 2, 6).result(5) == 64, "the threads live on"
+    assert pool.end(5)
+
+
+def test_one_thread_runs_in_order() -> None:
+    pool = DaemonPool(1, "test")
+    seen: list[int] = []
+    for i in range(50):
+        pool.submit(seen.append, i)
+    pool.submit(int).result(5)
+    assert seen == list(range(50))
+    assert pool.end(5)
+
+
+def test_as_many_run_at_once_as_there_are_threads() -> None:
+    pool, meeting = DaemonPool(3, "test"), threading.Barrier(3)
+    futures = [pool.submit(meeting.wait, 5) for _ in range(3)]
+    assert sorted(future.result(5) for future in futures) == [0, 1, 2]
+    assert pool.end(5)
+
+
+def test_threads_are_daemons_with_names_and_leave() -> None:
+    with nothing_left_behind(seconds=0.5):
+        pool = DaemonPool(2, "name")
+        mine = [thread for thread in threading.enumerate() if thread.name.startswith("gpuflow_name_")]
+        assert [thread.daemon for thread in mine] == [True, True]
+        assert pool.end(5)
+
+
+def test_what_has_not_begun_is_dropped_at_the_end() -> None:
+    pool, release = DaemonPool(1, "test"), threading.Event()
+    ran: list[int] = []
+    first = pool.submit(release.wait, 10)
+    while not first.running():
+        time.sleep(0.001)
+    second = pool.submit(ran.append, 1)
+    threading.Timer(0.1, release.set).start()
+    assert pool.end(5)
+    assert first.result(1)
+    assert not ran and not second.done()
+
+
+def test_the_end_is_not_waited_for_longer_than_asked() -> None:
+    pool, release = DaemonPool(2, "test"), threading.Event()
+    stuck = pool.submit(release.wait)
+    while not stuck.running():
+        time.sleep(0.001)
+    start = time.monotonic()
+    assert not pool.end(0.2)
+    assert 0.15 < time.monotonic() - start < 1.0
+    release.set()
+    assert pool.end(5)
+
+
+def test_a_cancelled_future_does_not_run() -> None:
+    pool, release = DaemonPool(1, "test"), threading.Event()
+    ran: list[int] = []
+    pool.submit(release.wait)
+    waiting = pool.submit(ran.append, 1)
+    assert waiting.cancel()
+    release.set()
+    pool.submit(int).result(5)
+    assert not ran
+    pool.shutdown()
+
+
+def test_a_pool_may_end_on_its_own_thread() -> None:
+    pool = DaemonPool(1, "test")
+    assert pool.submit(pool.end, 1.0).result(5) is False
+    assert pool.end(5)
+
+
+def test_a_stuck_thread_does_not_keep_the_process() -> None:
+    start = time.monotonic()
+    done = python(
+        "import threading; from gpuflow.runtime.threads import DaemonPool; "
+        "DaemonPool(1, 'x').submit(threading.Event().wait)"
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert time.monotonic() - start < 10
+
+
+def test_a_gate_lets_in_no_more_than_it_has_places() -> None:
+    gate, inside, most = Gate(3), [0], [0]
+    lock, turns = threading.Lock(), itertools.count()
+
+    def work() -> None:
+        for _ in range(50):
+            assert gate.enter(next(turns))
+            with lock:
+                inside[0] += 1
+                most[0] = max(most[0], inside[0])
+            time.sleep(0.0002)
+            with lock:
+                inside[0] -= 1
+            gate.leave()
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert most == [3] and inside == [0]
+
+
+def test_no_turn_takes_the_place_of_an_earlier_one() -> None:
+    """Else the earlier one would wait for the later ones, and they for whoever wants the earlier one first."""
+    gate, inside = Gate(2), list[int]()
+    entered = queue.SimpleQueue[int]()
+
+    def work(turn: int) -> None:
+        assert gate.enter(turn)
+        entered.put(turn)
+
+    threads = [threading.Thread(target=work, args=(turn,), daemon=True) for turn in (4, 3, 2, 1, 0)]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.02)
+    for left in range(5):
+        while len(inside) < min(left + 2, 5):
+            inside.append(entered.get(timeout=10))
+        assert sorted(inside) == list(range(min(left + 2, 5))) and entered.empty()
+        gate.leave()
+
+
+def test_a_closed_gate_turns_away_whoever_waits_or_comes() -> None:
+    gate = Gate(1)
+    assert gate.enter(0)
+    answers: list[bool] = []
+    waiting = [threading.Thread(target=lambda turn=turn: answers.append(gate.enter(turn))) for turn in (1, 2, 3)]
+    for thread in waiting:
+        thread.start()
+    time.sleep(0.05)
+    assert answers == []
+    gate.close()
+    for thread in waiting:
+        thread.join(5)
+    assert answers == [False] * 3 and not gate.enter(4)
+
+
+class Later:
+    """Comes to pass when told."""
+
+    passed = False
+
+    def query(self) -> bool:
+        return self.passed
+
+
+def test_a_place_is_free_once_what_it_waits_for_has_passed() -> None:
+    gate, later, entered = Gate(1), Later(), threading.Event()
+    assert gate.enter(0)
+    gate.leave(later)
+    waiting = threading.Thread(target=lambda: gate.enter(1) and entered.set())
+    waiting.start()
+    assert not entered.wait(0.05)
+    later.passed = True
+    assert entered.wait(5)
+    waiting.join(5)
+
+
+def test_a_gate_closes_over_what_never_comes_to_pass() -> None:
+    gate, answers = Gate(0), list[bool]()
+    gate.leave(Later())
+    waiting = threading.Thread(target=lambda: answers.append(gate.enter(0)))
+    waiting.start()
+    time.sleep(0.02)
+    gate.close()
+    waiting.join(5)
+    assert answers == [False]
+
+
+def test_a_gate_widens_by_its_spare_places_and_no_more() -> None:
+    gate, inside = Gate(1, spare=2), queue.SimpleQueue[int]()
+
+    def work() -> None:
+        for turn in range(5):
+            if gate.enter(turn):
+                inside.put(turn)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    for widened in range(5):
+        assert inside.get(timeout=5) == widened if widened < 3 else inside.empty()
+        time.sleep(0.02)
+        gate.widen()
+    gate.close()
+    thread.join(5)
+    assert inside.empty()
+
+
+def test_quick_switching_ends_with_the_last_that_wants_it() -> None:
+    before = sys.getswitchinterval()
+    first, second = QuickSwitching(), QuickSwitching()
+    assert sys.getswitchinterval() == pytest.approx(0.0005)
+    first.end()
+    first.end()
+    assert sys.getswitchinterval() == pytest.approx(0.0005)
+    second.end()
+    assert sys.getswitchinterval() == pytest.approx(before)
+
+
+def test_quick_switching_slows_nothing_that_is_quicker_already() -> None:
+    before = sys.getswitchinterval()
+    try:
+        sys.setswitchinterval(0.0001)
+        quick = sys.getswitchinterval()
+        switching = QuickSwitching()
+        assert sys.getswitchinterval() == quick
+        switching.end()
+        assert sys.getswitchinterval() == quick
+    finally:
+        sys.setswitchinterval(before)
+
+
+def test_torchs_threads_are_those_of_one_thread_alone() -> None:
+    before = torch.get_num_threads()
+    wanted = before + 1
+    found: list[int] = []
+
+    def work() -> None:
+        use_torch_threads(wanted)
+        use_torch_threads(wanted)
+        found.append(torch.get_num_threads())
+
+    for _ in range(2):
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join(20)
+    other = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
+    other.start()
+    other.join(20)
+    assert found == [wanted, wanted, before]
+    assert torch.get_num_threads() == before

@@ -1,0 +1,558 @@
+"""The service: images in, labels out; what is refused, and how; the queue, time limits, lost clients, counters."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import cv2
+import numpy as np
+import pytest
+import requests
+import torch
+from prometheus_client.parser import text_string_to_metric_families
+
+from gpuflow.serve.http.app import Limits
+from gpuflow.serve.predictor import Predictor
+from gpuflow.torchpipe.graph import Graph, Node, chain
+from tests.datasets import RAW, VAL, deadline, jpeg, program, python
+from tests.hostile import BAD, HOSTILE
+from tests.serve.fakes import CLASSES, Break, FakeEngine, Gate
+from tests.serve.services import Live, answer_of, predictor_of, served, wait
+
+PHOTO = jpeg(0, 0)
+TYPES = "image/*, application/octet-stream, multipart/form-data"
+
+
+@pytest.fixture(autouse=True)
+def _in_time() -> Iterator[None]:
+    with deadline(60):
+        yield
+
+
+@pytest.fixture(scope="module")
+def live() -> Iterator[Live]:
+    """The mean colour of what the model gets."""
+    with served(FakeEngine(batch=8)) as service:
+        yield service
+
+
+@pytest.fixture(scope="module")
+def small() -> Iterator[Live]:
+    """The same, for bodies up to 10 kB and three images."""
+    with served(FakeEngine(), Limits(max_body_bytes=10_000, max_images=3)) as service:
+        yield service
+
+
+def error(answer: requests.Response) -> tuple[int, str, str]:
+    """Status, kind and reason of a refused request."""
+    content = answer.json()
+    return answer.status_code, content["error"]["kind"], content["error"]["reason"]
+
+
+def samples(live: Live) -> dict[tuple[str, ...], float]:
+    """Every metric by its name and the values of its labels, in their order."""
+    answer = live.get("/metrics")
+    assert answer.headers["Content-Type"] == "text/plain; version=0.0.4; charset=utf-8"
+    found = {}
+    for family in text_string_to_metric_families(answer.text):
+        for sample in family.samples:
+            found[sample.name, *(value for _, value in sorted(sample.labels.items()))] = sample.value
+    return found
+
+
+# --- predictions ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["image/jpeg", "image/png", "IMAGE/JPEG; x=y", "application/octet-stream", ""])
+def test_an_image_as_the_body(live: Live, kind: str) -> None:
+    answer = live.ask(PHOTO, Content_Type=kind)
+    assert answer.status_code == 200
+    assert live.predictor is not None
+    expected = live.predictor(PHOTO, top_k=5)
+    predictions = answer.json()["predictions"]
+    assert answer.json() == {"predictions": predictions}
+    assert [(entry["label"], entry["probability"]) for entry in predictions] == list(expected)
+    assert [CLASSES[entry["index"]] for entry in predictions] == [label for label, _ in expected]
+    assert answer.headers["Server-Timing"].startswith("total;dur=")
+
+
+def test_as_many_labels_as_are_asked_for(live: Live) -> None:
+    assert len(live.ask(PHOTO, "/predict?top_k=2").json()["predictions"]) == 2
+    assert len(live.ask(PHOTO, "/predict?top_k=1000").json()["predictions"]) == 3
+
+
+def test_a_form_gives_results_in_its_order(live: Live) -> None:
+    photos = [jpeg(i % 3, i) for i in range(6)]
+    answer = live.form(*photos, path="/predict?top_k=3")
+    assert answer.status_code == 200
+    assert answer.json() == {"results": [live.ask(photo).json() for photo in photos]}
+    assert list(live.form(PHOTO).json()) == ["results"]
+
+
+def test_bad_images_among_hostile_ones(live: Live) -> None:
+    """Every file gets what it gets alone."""
+    files = [(name, data, "") for name, data in HOSTILE.items()] + [(name, *BAD[name]) for name in BAD]
+    order = np.random.default_rng(0).permutation(len(files))
+    answer = live.form(*(files[i][1] for i in order))
+    assert answer.status_code == 200
+    for i, result in zip(order, answer.json()["results"], strict=True):
+        name, data, reason = files[i]
+        if reason:
+            stage, _, text = reason.partition(": ")
+            assert result == {"error": {"kind": "bad_image", "stage": stage, "reason": text}}
+        else:
+            assert result == live.ask(data).json(), name
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_image_alone(live: Live, name: str) -> None:
+    data, reason = BAD[name]
+    stage, _, text = reason.partition(": ")
+    expected = {"error": {"kind": "bad_image", "stage": stage, "reason": text}}
+    answer = live.ask(data)
+    assert (answer.status_code, answer.json()) == (422, expected)
+    answer = live.form(data)
+    assert (answer.status_code, answer.json()) == (422, expected | {"results": [expected]})
+
+
+def test_a_form_of_bad_images_only(live: Live) -> None:
+    answer = live.form(b"", b"hello")
+    assert error(answer) == (422, "bad_image", "none of 2 files is an image")
+    assert [result["error"]["stage"] for result in answer.json()["results"]] == ["decode", "decode"]
+
+
+@pytest.mark.parametrize("text", ["/etc/passwd", "file:///etc/passwd", "http://127.0.0.1/x.jpg"])
+def test_no_path_and_no_url_is_read(live: Live, text: str) -> None:
+    for answer in (live.ask(text.encode()), live.form(text.encode())):
+        assert answer.status_code == 422
+        assert answer.json()["error"]["reason"].startswith("not an image: begins with ")
+    parts = {"x": (text, PHOTO)}
+    assert requests.post(f"{live.url}/predict", files=parts, timeout=20).status_code == 200
+    assert error(live.ask(b"", f"/predict?url={text}"))[:2] == (400, "bad_request")
+
+
+# --- what the model saw -----------------------------------------------------------------------------------------------
+
+
+def test_what_the_model_saw(live: Live) -> None:
+    """The pixels that normalize got."""
+    with predictor_of(FakeEngine(), stages=RAW) as raw:
+        expected = raw.preprocess(PHOTO)
+    for answer in (live.ask(PHOTO, "/seen"), live.form(PHOTO, path="/seen")):
+        assert (answer.status_code, answer.headers["Content-Type"]) == (200, "image/png")
+        pixels = cv2.imdecode(np.frombuffer(answer.content, np.uint8), cv2.IMREAD_COLOR_RGB)
+        assert torch.equal(torch.from_numpy(pixels).permute(2, 0, 1), expected)
+
+
+def test_one_image_at_a_time_is_shown(live: Live) -> None:
+    assert error(live.form(PHOTO, PHOTO, path="/seen")) == (400, "bad_request", "one image at a time is shown, got 2")
+    assert error(live.ask(b"", "/seen")) == (422, "bad_image", "empty: the file has no bytes")
+
+
+def test_a_model_inside_torchpipe_shows_nobody_its_images() -> None:
+    folded = program(VAL)
+    first, _ = chain(folded, None, origin="x.yaml", threads=1, device="cpu").nodes
+    last = Node(name="model", parameters=(("backend", "Identity"), ("instance_num", "1")))
+    graph = Graph(nodes=(first, last), origin="x.yaml", preprocessing="0" * 16)
+    with Predictor(graph, image=folded.result) as predictor, served(predictor) as live:
+        reason = "the model runs inside torchpipe, which shows nobody its images"
+        assert error(live.ask(PHOTO, "/seen")) == (501, "no_picture", reason)
+        assert live.ask(PHOTO).status_code == 200
+
+
+# --- refused ----------------------------------------------------------------------------------------------------------
+
+PNG, FORM = "image/png", "multipart/form-data"
+CURL = "application/x-www-form-urlencoded"
+REFUSED = [
+    ("POST", "/predict?topk=2", PNG, 400, "/predict has no parameter 'topk'; did you mean 'top_k'?"),
+    ("POST", "/seen?top_k=2", PNG, 400, "/seen has no parameter 'top_k'"),
+    ("POST", "/predict?top_k=0", PNG, 400, "top_k: input should be greater than or equal to 1, got '0'"),
+    ("POST", "/predict", FORM, 400, "the form cannot be read: its Content-Type names no boundary"),
+    ("POST", "/predict", "text/plain", 415, f"Content-Type must be one of {TYPES}, got 'text/plain'"),
+    ("POST", "/predict", CURL, 415, f"Content-Type must be one of {TYPES}, got '{CURL}'; with curl use -F image=@FILE"),
+    ("GET", "/predict", "", 405, "GET /predict: Method Not Allowed"),
+    ("POST", "/metrics", "", 405, "POST /metrics: Method Not Allowed"),
+    ("POST", "/perdict", PNG, 404, "POST /perdict: Not Found"),
+    ("GET", "/docs", "", 404, "GET /docs: Not Found"),
+]
+KINDS = {400: "bad_request", 404: "not_found", 405: "method", 413: "too_large", 415: "unsupported_type"}
+
+
+@pytest.mark.parametrize(("method", "path", "kind", "status", "reason"), REFUSED)
+def test_refused(live: Live, method: str, path: str, kind: str, status: int, reason: str) -> None:
+    headers = {"Content-Type": kind} if kind else {}
+    answer = requests.request(method, live.url + path, data=PHOTO, headers=headers, timeout=20)
+    assert error(answer) == (status, KINDS[status], reason)
+    assert ("Accept-Post" in answer.headers) == (status == 415)
+    assert ("Allow" in answer.headers) == (status == 405)
+
+
+def form(*parts: str, end: str = "--x--\r\n") -> bytes:
+    """The body of a form whose boundary is x."""
+    return ("".join(f"--x\r\nContent-Disposition: form-data; {part}\r\n" for part in parts) + end).encode()
+
+
+FILE, FIELD = 'name="a"; filename="a.jpg"\r\n\r\nabc', 'name="top_k"\r\n\r\n5'
+FORMS = [
+    (form(FILE, end=""), 400, "the form cannot be read: it ends before its closing boundary"),
+    (
+        form(FILE, FIELD),
+        400,
+        "the form cannot be read: its field 'top_k' is no file; files have a filename, parameters belong into the URL",
+    ),
+    (form("abc"), 400, "the form cannot be read: "),
+    (PHOTO, 400, "the form cannot be read: "),
+    (form(*[FILE] * 4), 413, "a request may have 3 images, and this one has more"),
+    (form(), 422, "the form has no file"),
+]
+
+
+@pytest.mark.parametrize(("body", "status", "reason"), FORMS)
+def test_refused_forms(small: Live, body: bytes, status: int, reason: str) -> None:
+    answer = small.ask(body, Content_Type=f"{FORM}; boundary=x")
+    assert error(answer)[:2] == (status, KINDS.get(status, "bad_image"))
+    assert error(answer)[2].startswith(reason)
+
+
+# --- bodies that are too large ----------------------------------------------------------------------------------------
+
+TOO_LARGE = (413, "too_large", "a body may have 10,000 bytes, and this one has more")
+
+
+@pytest.mark.parametrize("size", [10_001, 5_000_000])
+def test_a_body_that_is_too_large(small: Live, size: int) -> None:
+    """The client sends it all before it reads, sees the answer, and goes on with the same connection."""
+    with requests.Session() as session:
+        for _ in range(2):
+            answer = session.post(
+                f"{small.url}/predict", data=bytes(size), headers={"Content-Type": "image/png"}, timeout=20
+            )
+            assert error(answer) == TOO_LARGE
+        assert session.post(f"{small.url}/predict", data=PHOTO, headers={"Content-Type": "image/png"}, timeout=20).ok
+    assert small.service.held == small.service.active == small.service.reserved == 0
+
+
+@pytest.mark.parametrize("kind", ["image/png", "multipart/form-data; boundary=x"])
+def test_a_body_of_chunks_that_is_too_large(small: Live, kind: str) -> None:
+    """Its size is not known before."""
+    head = form('name="a"; filename="a.jpg"\r\n\r\n', end="") if "boundary" in kind else b""
+    answer = small.ask(iter([head, *[bytes(100_000)] * 50]), Content_Type=kind)
+    assert error(answer) == TOO_LARGE
+    assert answer.headers["Connection"] == "close"
+
+
+def test_a_client_that_asks_before_it_sends_is_told_no(small: Live) -> None:
+    request = "POST /predict HTTP/1.1\nContent-Type: image/png\nContent-Length: 20000\nExpect: 100-continue"
+    with small.connect(request) as connection:
+        status, headers, _ = answer_of(connection)
+        assert (status, headers["connection"]) == (413, "close")
+        assert connection.recv(1) == b""
+
+
+def test_a_client_that_never_stops_sending_is_cut_off(small: Live) -> None:
+    """It has its answer long before."""
+    request = "POST /predict HTTP/1.1\nContent-Type: image/png\nContent-Length: 900000000"
+    with small.connect(request) as connection:
+        status, headers, _ = answer_of(connection)
+        assert (status, headers["connection"]) == (413, "close")
+        sent = 0
+        with contextlib.suppress(ConnectionError):
+            while sent < 500_000_000:
+                sent += connection.send(bytes(1_000_000))
+        assert 60_000_000 < sent < 500_000_000
+
+
+def test_other_early_answers_are_seen_too(small: Live) -> None:
+    """The body is read off for whatever is refused without reading it."""
+    for path, kind, status in (("/nothing", "image/png", 404), ("/predict", "text/plain", 415)):
+        answer = small.ask(bytes(5_000_000), path, Content_Type=kind, Connection="close")
+        assert answer.status_code == status
+
+
+# --- the queue --------------------------------------------------------------------------------------------------------
+
+
+def test_a_full_queue() -> None:
+    gate = Gate()
+    with (
+        served(FakeEngine(before=gate, batch=1), Limits(max_queue=3, max_images=9)) as live,
+        ThreadPoolExecutor(4) as pool,
+    ):
+        taken = [pool.submit(live.ask, PHOTO), pool.submit(live.form, PHOTO)]
+        wait(lambda: live.queue_length == 2)
+        answer = live.form(PHOTO, PHOTO)
+        assert error(answer) == (503, "queue_full", "the queue is full: 3 of 3 places taken")
+        assert answer.headers["Retry-After"] == "1"
+        assert error(live.form(*[PHOTO] * 4))[:2] == (413, "too_large"), "would never fit"
+        taken.append(pool.submit(live.ask, PHOTO))
+        wait(lambda: live.queue_length == 3)
+        for answer in (live.ask(PHOTO), live.ask(PHOTO, "/seen")):
+            assert error(answer) == (503, "queue_full", "the queue is full: 3 of 3 places taken")
+        assert live.get("/readyz").ok
+        gate.open()
+        assert [future.result(timeout=20).status_code for future in taken] == [200, 200, 200]
+        assert live.ask(PHOTO).ok
+        assert live.service.queue_length == live.service.active == 0
+
+
+def test_a_client_that_sends_slowly_has_a_place_for_a_while() -> None:
+    with served(FakeEngine(), Limits(max_queue=1, timeout_s=0.5)) as live:
+        request = "POST /predict HTTP/1.1\nContent-Type: image/jpeg\nContent-Length: 1000"
+        with live.connect(request, bytes(10)) as connection:
+            wait(lambda: live.queue_length == 1)
+            assert error(live.ask(PHOTO))[:2] == (503, "queue_full")
+            status, headers, body = answer_of(connection)
+        assert (status, headers["connection"]) == (408, "close")
+        assert json.loads(body)["error"] == {"kind": "slow_body", "reason": "the body did not arrive within 0.5 s"}
+        assert live.ask(PHOTO).ok
+
+
+def test_bodies_are_held_up_to_a_limit() -> None:
+    with served(FakeEngine(), Limits(max_held_bytes=30_000)) as live:
+        request = "POST /predict HTTP/1.1\nContent-Type: image/jpeg\nContent-Length: 25000"
+        with live.connect(request, bytes(24_000)) as connection:
+            wait(lambda: live.service.held == 24_000)
+            answer = live.ask(bytes(10_000))
+            assert error(answer) == (503, "queue_full", "requests hold 24,000 of 30,000 bytes")
+            connection.sendall(bytes(1000))
+            assert answer_of(connection)[0] == 422
+        assert live.service.held == 0
+        assert live.ask(bytes(40_000)).status_code == 422, "one alone is always taken"
+
+
+def test_limits_that_make_no_sense() -> None:
+    for name, value, text in (
+        ("max_queue", 0, "Limits.max_queue must be >= 1, got 0"),
+        ("max_body_bytes", -1, "Limits.max_body_bytes must be >= 1, got -1"),
+        ("timeout_s", 0.0, "Limits.timeout_s must be a number of seconds > 0, got 0.0"),
+        ("timeout_s", float("inf"), "Limits.timeout_s must be a number of seconds > 0, got inf"),
+    ):
+        with pytest.raises(ValueError, match=r"^Limits\.") as caught:
+            Limits(**{name: value})  # type: ignore[arg-type]
+        assert str(caught.value) == text
+
+
+# --- answers that do not come -----------------------------------------------------------------------------------------
+
+
+def test_an_answer_that_does_not_come_in_time() -> None:
+    gate = Gate()
+    engine = FakeEngine(before=gate, batch=1)
+    with served(engine, Limits(timeout_s=0.3)) as live, ThreadPoolExecutor(3) as pool:
+        answers = list(pool.map(live.ask, [PHOTO] * 3))
+        assert {error(answer)[:2] for answer in answers} == {(504, "timeout")}
+        assert answers[0].json()["error"]["reason"].startswith("no answer within 0.3 s, with ")
+        assert samples(live)["gpuflow_queue_length",] >= 1, "the model is still at the first"
+        gate.open()
+        wait(lambda: live.queue_length == 0)
+        assert live.ask(PHOTO).ok
+    assert engine.counts == [1, 1], "nobody waited for the others any more"
+
+
+def test_a_client_that_leaves() -> None:
+    gate = Gate()
+    engine = FakeEngine(before=gate, batch=1)
+    request = f"POST /predict HTTP/1.1\nContent-Type: image/jpeg\nContent-Length: {len(PHOTO)}"
+    with served(engine) as live, ThreadPoolExecutor(1) as pool:
+        first = pool.submit(live.ask, PHOTO)
+        assert gate.reached.wait(timeout=20)
+        with live.connect(request, PHOTO), live.connect(request, PHOTO[:100]):
+            wait(lambda: live.service.active == 3)
+        wait(lambda: live.service.active == 1)
+        gate.open()
+        assert first.result(timeout=20).ok
+        wait(lambda: live.queue_length == 0)
+        counts = samples(live)
+        assert counts["gpuflow_errors_total", "disconnected"] == 2
+        assert counts["gpuflow_requests_total", "/predict", "499"] == 2
+    assert engine.counts == [1], "what nobody waits for is dropped"
+
+
+def test_a_model_that_fails() -> None:
+    broken = Break(RuntimeError("no memory"))
+    with served(FakeEngine(before=broken)) as live:
+        expected = "the model failed on a batch of 1: RuntimeError('no memory')"
+        assert error(live.ask(PHOTO)) == (500, "model", expected)
+        assert error(live.form(PHOTO, b""))[:2] == (500, "model")
+        broken.error = KeyboardInterrupt()
+        assert error(live.ask(PHOTO))[:2] == (500, "model")
+        assert live.ask(b"").status_code == 422
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_model_that_gives_no_numbers(value: float) -> None:
+    with served(FakeEngine(lambda images: torch.full((len(images), 3), value))) as live:
+        expected = (500, "model", "the model gave logits that are no finite numbers")
+        assert error(live.ask(PHOTO)) == expected
+        assert live.get("/healthz").ok
+
+
+def test_a_fault_of_the_service_itself(caplog: pytest.LogCaptureFixture) -> None:
+    """Here: fewer names than outputs. The log has the traceback, the client has not."""
+    with predictor_of(FakeEngine(), classes=("red",)) as predictor, served(predictor) as live:
+        expected = (500, "internal", "an error inside the service, which its log shows")
+        assert error(live.ask(PHOTO)) == expected
+        assert samples(live)["gpuflow_errors_total", "internal"] == 1
+        assert samples(live)["gpuflow_requests_total", "/predict", "500"] == 1
+        wait(lambda: "IndexError" in caplog.text)
+
+
+def test_a_closed_predictor() -> None:
+    predictor = predictor_of(FakeEngine())
+    predictor.close()
+    with served(predictor) as live:
+        assert error(live.ask(PHOTO)) == (500, "model", "the predictor is closed; load it again")
+        assert live.service.queue_length == 0
+
+
+# --- from loading to the end ------------------------------------------------------------------------------------------
+
+
+def test_while_the_model_is_loaded() -> None:
+    loading: Future[Predictor] = Future()
+    with served(loading) as live, predictor_of(FakeEngine()) as predictor:
+        assert live.get("/healthz").json() == {"status": "alive"}
+        assert live.get("/").ok
+        answer = live.get("/readyz")
+        assert (answer.status_code, answer.json()) == (503, {"status": "loading"})
+        answer = live.ask(PHOTO)
+        assert error(answer) == (503, "loading", "the model is still being loaded")
+        assert answer.headers["Retry-After"] == "5"
+        assert samples(live)["gpuflow_ready",] == 0
+        loading.set_result(predictor)
+        ready = {"status": "ready", "image": "float32 24x24x3 nchw", "preprocessing": predictor.preprocessing}
+        assert live.get("/readyz").json() == ready
+        assert samples(live)["gpuflow_ready",] == 1
+        assert live.ask(PHOTO).ok
+
+
+def test_while_the_service_ends() -> None:
+    gate = Gate()
+    with served(FakeEngine(before=gate)) as live, ThreadPoolExecutor(1) as pool:
+        taken = pool.submit(live.ask, PHOTO)
+        assert gate.reached.wait(timeout=20)
+        live.service.draining = True
+        answer = live.get("/readyz")
+        assert (answer.status_code, answer.json()) == (503, {"status": "draining"})
+        answer = live.ask(PHOTO)
+        assert error(answer) == (503, "draining", "the service is ending; ask another one, or later")
+        assert (answer.headers["Retry-After"], answer.headers["Connection"]) == ("5", "close")
+        assert live.get("/healthz").ok
+        gate.open()
+        assert taken.result(timeout=20).ok
+
+
+# --- counters ---------------------------------------------------------------------------------------------------------
+
+
+def test_every_answer_is_counted() -> None:
+    engine = FakeEngine(batch=4)
+    with served(engine, Limits(max_body_bytes=20_000)) as live:
+        files = [jpeg(i % 3, i) for i in range(5)]
+        sent = 0
+        bodies = 0
+        for answer in (
+            live.form(*files, b"hello"),
+            live.ask(PHOTO),
+            live.ask(b""),
+            live.ask(bytes(30_000)),
+            live.ask(PHOTO, Content_Type="text/html"),
+            live.ask(PHOTO, "/seen"),
+            live.get("/nowhere"),
+            requests.head(f"{live.url}/healthz", timeout=20),
+        ):
+            sent += len(answer.content)
+            bodies += int(answer.request.headers.get("Content-Length", 0))
+        counts = samples(live)
+    requests_counted = {key[1:]: value for key, value in counts.items() if key[0] == "gpuflow_requests_total"}
+    assert requests_counted == {
+        ("/predict", "200"): 2,
+        ("/predict", "422"): 1,
+        ("/predict", "413"): 1,
+        ("/predict", "415"): 1,
+        ("/seen", "200"): 1,
+        ("other", "404"): 1,
+        ("/healthz", "200"): 1,
+    }
+    errors = {key[1]: value for key, value in counts.items() if key[0] == "gpuflow_errors_total" and value}
+    assert errors == {"bad_image": 2, "too_large": 1, "unsupported_type": 1, "not_found": 1}
+    assert counts["gpuflow_images_total",] == 6
+    assert counts["gpuflow_request_seconds_count", "/predict"] == 2
+    assert 0 < counts["gpuflow_request_seconds_sum", "/predict"] < 20
+    assert counts["gpuflow_request_seconds_bucket", "+Inf", "/seen"] == 1
+    assert counts["gpuflow_batch_size_sum",] == sum(engine.counts) == 6
+    assert counts["gpuflow_batch_size_count",] == len(engine.counts)
+    for size in (1, 2, 4):
+        assert counts["gpuflow_batch_size_bucket", str(float(size))] == sum(n <= size for n in engine.counts)
+    assert counts["gpuflow_received_bytes_total",] == bodies
+    assert counts["gpuflow_sent_bytes_total",] == sent + len('{"status":"alive"}')
+    assert counts["gpuflow_queue_length",] == 0
+    assert counts["process_resident_memory_bytes",] > 1e6
+
+
+def test_the_openapi_description(live: Live) -> None:
+    described: dict[str, Any] = live.get("/openapi.json").json()
+    assert {path: list(methods) for path, methods in described["paths"].items()} == {
+        "/predict": ["post"],
+        "/seen": ["post"],
+    }
+    body = described["paths"]["/predict"]["post"]["requestBody"]
+    assert list(body["content"]) == ["image/*", "application/octet-stream", "multipart/form-data"]
+
+
+def test_fifty_clients_at_a_time(live: Live) -> None:
+    """Good and bad requests in one another's company: each gets what it gets alone."""
+    assert live.predictor is not None
+    photos = [jpeg(i % 3, i) for i in range(5)]
+    expected = [live.ask(photo).json() for photo in photos]
+    before = time.monotonic()
+
+    def client(number: int) -> None:
+        for turn in range(4):
+            which = (number + turn) % 8
+            if which < 5:
+                assert live.ask(photos[which]).json() == expected[which]
+            elif which == 5:
+                assert live.ask(b"nothing").status_code == 422
+            elif which == 6:
+                assert live.ask(PHOTO, Content_Type="text/plain").status_code == 415
+            else:
+                answer = live.form(photos[0], b"", photos[1])
+                assert [answer.json()["results"][i] for i in (0, 2)] == expected[:2]
+
+    with ThreadPoolExecutor(50) as pool:
+        list(pool.map(client, range(50)))
+    assert time.monotonic() - before < 30
+    assert max(live.predictor.batches) > 1, "requests share batches"
+    assert live.service.active == live.service.queue_length == live.service.held == 0
+
+
+def test_libraries_that_are_not_installed() -> None:
+    code = """
+import importlib.abc, sys
+
+class Absent(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == absent:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+absent = ""
+sys.meta_path.insert(0, Absent())
+import gpuflow
+for absent in ("fastapi", "uvicorn"):
+    try:
+        import gpuflow.serve.http.server
+    except gpuflow.MissingExtra as error:
+        print(error)
+"""
+    done = python(code)
+    assert done.stdout.splitlines() == [
+        f"the service needs {name}, which is not installed; pip install 'gpuflow[serve]'"
+        for name in ("fastapi", "uvicorn")
+    ]

@@ -1,0 +1,170 @@
+"""`gpuflow serve` as a process, from its first line to its exit code: real signals, clients that do not stop."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import requests
+from typer.testing import CliRunner
+
+import gpuflow.serve
+from gpuflow.cli import app
+from gpuflow.serve.http.server import run
+from gpuflow.serve.predictor import Predictor
+from tests.datasets import deadline, jpeg
+from tests.serve.models import Models
+from tests.serve.services import Nursery, queue_length, wait
+
+PHOTO = jpeg(0, 0)
+TERM = "SIGTERM: no more requests, {} to be answered; once more ends at once"
+
+
+@pytest.fixture(autouse=True)
+def _in_time() -> Iterator[None]:
+    with deadline(60):
+        yield
+
+
+@pytest.fixture(scope="module")
+def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
+    made = Nursery(tmp_path_factory.mktemp("services"))
+    yield made
+    made.close()
+
+
+def post(url: str, data: bytes = PHOTO, kind: str = "image/jpeg") -> requests.Response:
+    return requests.post(f"{url}/predict", data=data, headers={"Content-Type": kind}, timeout=20)
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def test_the_command_from_start_to_end(models: Models, nursery: Nursery) -> None:
+    with nursery.start("serve", str(models.config), "--port", "0", "--access-log") as process:
+        url = process.url
+        assert url.startswith("http://127.0.0.1:")
+        assert requests.get(f"{url}/healthz", timeout=20).ok
+        process.ready()
+        photo = next(models.photos.rglob("*.jpg")).read_bytes()
+        with gpuflow.serve.load(models.config) as predictor:
+            expected = predictor(photo, top_k=5)
+        found = post(url, photo).json()["predictions"]
+        assert [entry["label"] for entry in found] == [label for label, _ in expected]
+        assert [entry["probability"] for entry in found] == pytest.approx([p for _, p in expected], abs=1e-5)
+        with requests.Session() as session:
+            begun = time.monotonic()
+            for _ in range(50):
+                assert session.get(f"{url}/healthz", timeout=20).ok
+            assert time.monotonic() - begun < 50 * 0.03, "answers wait for acknowledgements: Nagle's algorithm"
+        process.signal()
+        assert process.wait() == 0
+        served = [line for line in process.lines if " HTTP/1.1" in line]
+        assert sum('"POST /predict HTTP/1.1" 200' in line for line in served) == 1
+        first, ready, *last = [line for line in process.lines if line not in served]
+    assert first == f"serving {models.config} at {url}; loading the model"
+    assert ready.startswith("ready after ")
+    assert ready.endswith(f" s: the model gets float32 32x32x3 nchw, preprocessing {predictor.preprocessing}")
+    assert last == [TERM.format(0), "stopped; all requests answered"]
+
+
+def test_a_model_file_that_is_missing(models: Models, nursery: Nursery) -> None:
+    with nursery.start("serve", str(models.config), "--port", "0", "serve.model.file=absent.onnx") as process:
+        assert process.wait() == 1
+        error = process.lines[-1]
+    assert error.startswith("error: ")
+    assert "absent.onnx" in error
+
+
+@pytest.mark.parametrize("option", ["--max-queue=0", "--max-body-mb=0", "--timeout-s=-1", "--port=70000"])
+def test_options_out_of_range(option: str) -> None:
+    done = CliRunner().invoke(app, ["serve", "x.yaml", option])
+    assert done.exit_code == 2
+    assert option.partition("=")[0] in done.output
+
+
+# --- the end ----------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_that_was_taken_is_lost(nursery: Nursery) -> None:
+    """Fifty requests at a time, bad ones among them, when the signal comes."""
+
+    def client(number: int) -> int:
+        bodies = {7: b"", 8: b"nothing", 9: bytes(3_000_000)}
+        return post(url, bodies.get(number % 10, PHOTO)).status_code
+
+    with nursery.start("naps") as process, ThreadPoolExecutor(51) as pool:
+        url = process.ready().url
+        answers = [pool.submit(client, number) for number in range(50)]
+        wait(lambda: queue_length(url) >= 20)
+        process.signal()
+        wait(lambda: requests.get(f"{url}/readyz", timeout=20).json() == {"status": "draining"})
+        refused = post(url)
+        assert (refused.status_code, refused.json()["error"]["kind"]) == (503, "draining")
+        assert (refused.headers["Retry-After"], refused.headers["Connection"]) == ("5", "close")
+        assert requests.get(f"{url}/healthz", timeout=20).ok
+        codes = [answer.result(timeout=20) for answer in answers]
+        assert process.wait() == 0
+        assert process.lines[-1] == "stopped; all requests answered"
+    expected = {7: 422, 8: 422, 9: 413}
+    taken = [number for number in range(50) if codes[number] != 503]
+    assert [codes[number] for number in taken] == [expected.get(number % 10, 200) for number in taken]
+    assert len(taken) >= 20
+
+
+def test_a_second_signal_ends_at_once(nursery: Nursery) -> None:
+    with nursery.start("hangs") as process, ThreadPoolExecutor(1) as pool:
+        url = process.ready().url
+        lost = pool.submit(post, url)
+        wait(lambda: queue_length(url) == 1)
+        process.signal()
+        wait(lambda: requests.get(f"{url}/readyz", timeout=20).json() == {"status": "draining"})
+        process.signal(signal.SIGINT)
+        assert process.wait() == 128 + signal.SIGINT
+        assert isinstance(lost.exception(timeout=20), requests.ConnectionError)
+        assert process.lines[-2:] == [TERM.format(1), "SIGINT again: ending at once, 1 requests unanswered"]
+
+
+def test_a_model_that_hangs_does_not_keep_the_process(nursery: Nursery) -> None:
+    with nursery.start("hangs, and an answer may take a second") as process, ThreadPoolExecutor(1) as pool:
+        url = process.ready().url
+        late = pool.submit(post, url)
+        wait(lambda: queue_length(url) == 1)
+        process.signal(signal.SIGINT)
+        time.sleep(0.6)
+        assert post(url).status_code == 503, "it still says no to others"
+        assert late.result(timeout=20).status_code == 504
+        assert process.wait() == 0
+        assert process.lines[-1] == "stopped; all requests answered"
+
+
+def test_a_signal_while_the_model_is_loaded(nursery: Nursery) -> None:
+    with nursery.start("loads for ever") as process:
+        answer = post(process.url)
+        assert (answer.status_code, answer.json()["error"]["kind"]) == (503, "loading")
+        process.signal()
+        assert process.wait() == 0
+        assert process.lines[1:] == [TERM.format(0), "stopped; all requests answered"]
+
+
+# --- faults at the start ----------------------------------------------------------------------------------------------
+
+
+def never() -> Predictor:
+    raise AssertionError("nothing is loaded")
+
+
+def test_a_port_that_is_taken_and_a_host_that_is_none() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ValueError, match="address already in use") as caught:
+            run(never, name="x.yaml", port=port, say=print)
+    rest = "; choose others by --host, --port"
+    assert str(caught.value) == f"cannot listen on 127.0.0.1, port {port}: address already in use{rest}"
+    with pytest.raises(ValueError, match=r"nowhere\.invalid") as caught:
+        run(never, name="x.yaml", host="nowhere.invalid", port=0, say=print)
+    assert str(caught.value).startswith("cannot listen on nowhere.invalid, port 0: ")

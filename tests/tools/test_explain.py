@@ -1,0 +1,101 @@
+"""What `gpuflow explain` says of a file: stages, specs, folding, and where and on what it will run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from gpuflow.config import read_config
+from gpuflow.decode.codecs import decoder_description
+from gpuflow.stages import STAGES
+from gpuflow.tools.explain import explain
+from tests.datasets import make_photos, write_config
+
+
+def explained(path: Path, *overrides: str) -> str:
+    console = Console(width=220, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    try:
+        console.print(explain(read_config(path, STAGES, overrides)), soft_wrap=True)
+        return console.export_text()
+    finally:
+        console.file.close()
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    make_photos(tmp_path / "photos", classes=3, each=4)
+    val = [{"decode": {}}, {"resize": {"shorter": 32}}, {"center_crop": {"size": 24}}, {"normalize": {}}]
+    serve = {"stages": val, "model": {"file": "model.onnx"}}
+    return write_config(tmp_path / "x.yaml", tmp_path / "photos", val=val, serve=serve)
+
+
+def test_names_every_stage_with_what_it_gives_and_runs_as(config: Path) -> None:
+    lines = [line.split() for line in explained(config).splitlines()]
+    table = [" ".join(line) for line in lines]
+    for expected in (
+        "stage gives runs as",
+        "decode() uint8 ?x?x3 hwc 1 decode",
+        "random_resized_crop(size=24) uint8 24x24x3 hwc 2 one sampling",
+        "flip(horizontal=0.5) uint8 24x24x3 hwc 2 one sampling",
+        "color_jitter(brightness=0.2, contrast=0.2) uint8 24x24x3 hwc 3 pixel by pixel",
+        "normalize() float32 24x24x3 nchw 4 pixel by pixel",
+        "resize(shorter=32) uint8 ?x?x3 hwc 2 one sampling",
+    ):
+        assert expected in table
+
+
+def test_says_where_and_on_what_it_runs(config: Path, tmp_path: Path) -> None:
+    lines = [" ".join(line.split()) for line in explained(config).splitlines()]
+    programs = read_config(config, STAGES).programs
+    for expected in (
+        f"preprocessing {programs['train'].pipeline.fingerprint}",
+        f"preprocessing {programs['val'].pipeline.fingerprint}",
+        f"source {tmp_path}/photos: 12 samples, 3 classes",
+        "batch 4 images of float32 24x24x3 nchw (0.0 MB), 3 ahead",
+        "order shuffled, seed 0",
+        "order as in the source, seed 0",
+        "device cpu, 2 decode thread(s)",
+        f"decoder {decoder_description()}",
+        "model model.onnx (auto)",
+    ):
+        assert expected in lines
+
+
+def test_says_who_decodes(config: Path) -> None:
+    beside = "3 decode thread(s), and 2 process(es) that they leave decoding to"
+    assert beside in explained(config, "run.threads=3", "run.processes=2")
+    assert "process(es)" not in explained(config, "run.threads=3", "run.processes=2", "run.readers=1")
+    assert "process(es)" not in explained(config, "run.processes=2", "source.folder=memory://photos"), (
+        "threads read URLs"
+    )
+
+
+def test_says_what_the_cpu_shares_in(config: Path) -> None:
+    share = "pipelines.train.stages.decode.cpu_share=0.25"
+    assert "; 25% of each batch at first on the CPU, by 2 thread(s)" in explained(config, share)
+    fixed = explained(config, share, "run.processes=1", "run.deterministic=true")
+    assert "; 25% of each batch on the CPU, by 1 process(es)" in fixed
+    assert "of each batch" not in explained(config)
+
+
+def test_an_opaque_stage_runs_an_image_at_a_time(config: Path) -> None:
+    text = explained(config, "pipelines.val.stages.3={torchvision: {name: RandomInvert}}")
+    assert "a call an image" in text
+
+
+def test_a_source_that_is_not_there_is_no_error(config: Path, tmp_path: Path) -> None:
+    text = explained(config, f"source.folder={tmp_path}/absent")
+    assert f"source.folder must be a directory, got '{tmp_path}/absent', which does not exist; check the path" in text
+
+
+def test_splits_are_counted(config: Path) -> None:
+    text = explained(config, "source.split={train: 0.75, val: 0.25}")
+    assert "9 samples, 3 classes" in text
+    assert "3 samples, 3 classes" in text
+
+
+def test_serving_may_end_with_the_images(config: Path) -> None:
+    lines = [" ".join(line.split()) for line in explained(config, "serve.model=null").splitlines()]
+    assert "model none, images only" in lines

@@ -1,0 +1,192 @@
+"""How a machine's values are read: from /proc and control groups, NVML, torch, the environment."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gpuflow.runtime.cpu_budget import available_threads, cpu_quota
+from gpuflow.sources import SourceSpec
+from gpuflow.tools.gather import broken_modules, gather, nvidia_driver
+from gpuflow.tools.machine import Driver
+from gpuflow.tools.rates import MANY_READERS
+from tests.datasets import deadline, make_photos, nothing_left_behind
+
+
+def files(root: Path, **contents: str) -> Path:
+    """Files below `root`, by path: `sys__cpu_DOT_max` is sys/cpu.max."""
+    for name, text in contents.items():
+        path = root / name.replace("__", "/").replace("_DOT_", ".")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+# --- control groups ---------------------------------------------------------------------------------------------------
+
+
+def test_no_control_group_sets_a_limit(tmp_path: Path) -> None:
+    assert cpu_quota(tmp_path) is None
+    files(tmp_path, proc__self__cgroup="0::/\n", sys__fs__cgroup__cpu_DOT_max="max 100000\n")
+    assert cpu_quota(tmp_path) is None
+
+
+def test_a_containers_limit_version_2(tmp_path: Path) -> None:
+    files(tmp_path, proc__self__cgroup="0::/\n", sys__fs__cgroup__cpu_DOT_max="150000 100000\n")
+    assert cpu_quota(tmp_path) == 1.5
+
+
+def test_the_least_of_the_groups_around_counts(tmp_path: Path) -> None:
+    files(
+        tmp_path,
+        proc__self__cgroup="0::/slurm/job/step\n",
+        sys__fs__cgroup__slurm__job__step__cpu_DOT_max="max 100000\n",
+        sys__fs__cgroup__slurm__job__cpu_DOT_max="400000 100000\n",
+        sys__fs__cgroup__slurm__cpu_DOT_max="1600000 100000\n",
+    )
+    assert cpu_quota(tmp_path) == 4.0
+
+
+@pytest.mark.parametrize("mount", ["cpu", "cpu,cpuacct"])
+@pytest.mark.parametrize("group", ["", "docker/abc/"])
+def test_version_1(tmp_path: Path, mount: str, group: str) -> None:
+    """Inside a container the path is often the host's while the mount shows the container's group as the root."""
+    folder = f"sys__fs__cgroup__{mount}__{group.replace('/', '__')}"
+    files(
+        tmp_path,
+        proc__self__cgroup="4:memory:/x\n3:cpu,cpuacct:/docker/abc\n0::/\n",
+        **{f"{folder}cpu_DOT_cfs_quota_us": "250000\n"},
+    )
+    assert cpu_quota(tmp_path) == 2.5
+    files(tmp_path, **{f"{folder}cpu_DOT_cfs_period_us": "50000\n"})
+    assert cpu_quota(tmp_path) == 5.0
+    files(tmp_path, **{f"{folder}cpu_DOT_cfs_quota_us": "-1\n"})
+    assert cpu_quota(tmp_path) is None
+
+
+# --- the driver -------------------------------------------------------------------------------------------------------
+
+
+class FakeText:
+    """A function of a library that returns a text."""
+
+    restype: Any = None
+
+    def __init__(self, text: bytes) -> None:
+        self._text = text
+
+    def __call__(self, status: int) -> bytes:
+        assert self.restype is ctypes.c_char_p
+        return self._text
+
+
+class FakeNvml:
+    """Stands where NVML does: driver 580.65.06, CUDA 13.0, two GPUs. status: what it answers at first."""
+
+    def __init__(self, status: int = 0) -> None:
+        self._status = status
+        self.nvmlErrorString = FakeText(b"Driver/library version mismatch")
+        self.shut = False
+
+    def nvmlInit_v2(self) -> int:
+        return self._status
+
+    def nvmlSystemGetDriverVersion(self, text: Any, length: int) -> int:
+        assert length >= 80
+        text.value = b"580.65.06"
+        return 0
+
+    def nvmlSystemGetCudaDriverVersion_v2(self, version: Any) -> int:
+        version._obj.value = 13000
+        return 0
+
+    def nvmlDeviceGetCount_v2(self, count: Any) -> int:
+        count._obj.value = 2
+        return 0
+
+    def nvmlShutdown(self) -> int:
+        self.shut = True
+        return 0
+
+
+def test_the_driver_is_asked() -> None:
+    nvml, asked = FakeNvml(), []
+
+    def load(name: str) -> FakeNvml:
+        asked.append(name)
+        return nvml
+
+    assert nvidia_driver(load) == Driver(version="580.65.06", cuda="13.0", gpus=2)
+    assert asked == ["libnvidia-ml.so.1"]
+    assert nvml.shut
+
+
+def test_no_driver() -> None:
+    def load(name: str) -> FakeNvml:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    assert nvidia_driver(load) is None
+    assert nvidia_driver(lambda name: FakeNvml(status=9)) is None, "not loaded"
+
+
+def test_a_driver_with_an_error() -> None:
+    assert nvidia_driver(lambda name: FakeNvml(status=18)) == Driver(error="Driver/library version mismatch")
+
+
+# --- this machine -----------------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_broken_here() -> None:
+    assert broken_modules() == {}
+
+
+def test_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_photos(tmp_path, classes=2, each=20)
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "4")
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    done: list[str] = []
+    with deadline(60), nothing_left_behind():
+        machine = gather(source=SourceSpec(folder=str(tmp_path)), progress=done.append)
+    on_gpu = ["decoding on the GPU"] if machine.gpus else []
+    assert done == ["looking around", "reading images", "decoding on the cores", *on_gpu]
+    assert machine.software.versions["torch"] == torch.__version__
+    assert machine.software.cuda == torch.version.cuda
+    assert machine.environment == {"CUDA_DEVICE_MAX_CONNECTIONS": "4"}
+    assert len(machine.gpus) == (torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    assert machine.cores == replace(
+        machine.cores, present=os.cpu_count(), usable=len(os.sched_getaffinity(0)), threads=available_threads(), ranks=1
+    )
+    assert machine.limits.open_files == resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    assert 3 <= machine.limits.open_now < 10_000
+    assert machine.shared_memory is not None and machine.shared_memory.free_bytes <= machine.shared_memory.size_bytes
+    assert machine.source == str(tmp_path)
+    assert machine.data is not None and (machine.data.where, machine.data.images) == (str(tmp_path), 40)
+    assert machine.disk[-1].readers == MANY_READERS
+    assert sum(rate.images for rate in machine.disk) == 40
+    assert [rate.at_once for rate in machine.core_rates] == sorted({1, available_threads()})
+    assert machine.data_error is None
+
+
+def test_what_a_file_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with deadline(60):
+        machine = gather(threads=3, source=SourceSpec(folder="s3://bucket/photos"))
+    assert (machine.cores.threads, machine.cores.ranks) == (3, 2)
+    assert [rate.at_once for rate in machine.core_rates] == [1, 3]
+    assert (machine.source, machine.disk, machine.data_error) == ("s3://bucket/photos", (), None)
+    assert machine.data is not None and machine.data.where is None
+
+
+def test_images_that_are_not_there_are_an_error_in_the_values(tmp_path: Path) -> None:
+    with deadline(60):
+        machine = gather(source=SourceSpec(folder=str(tmp_path / "absent")))
+    assert machine.data_error == f"{tmp_path}/absent: no such file or directory; check the path"
+    assert machine.disk == ()
+    assert machine.core_rates

@@ -1,0 +1,96 @@
+"""Scanning a source: what is bad, what is odd, in order, on any number of threads."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from gpuflow.sources import SourceSpec, open_source
+from gpuflow.stages import STAGES
+from gpuflow.tools.scan import Finding, scan
+from tests.datasets import MemorySource, deadline, enlarge, jpeg, make_photos, nothing_left_behind, pixels, truncate
+
+DECODER = STAGES["decode"]()
+
+
+@pytest.fixture(autouse=True)
+def _in_time() -> Iterator[None]:
+    with deadline(60):
+        yield
+
+
+def encoded(kind: str, mode: str = "RGB") -> bytes:
+    stream = io.BytesIO()
+    Image.fromarray(pixels(0, 3)).convert(mode).save(stream, kind)
+    return stream.getvalue()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """24 photographs of which seven are worth a look."""
+    files = make_photos(tmp_path / "photos", classes=3, each=8)
+    truncate(files[1])
+    files[2].write_bytes(b"")
+    enlarge(files[5])
+    files[9].write_bytes(encoded("JPEG", "CMYK"))
+    files[10].write_bytes(encoded("PNG"))
+    files[12].write_bytes(b"hello")
+    files[20].write_bytes(encoded("GIF"))
+    return tmp_path / "photos"
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_findings_come_in_order(threads: int, folder: Path) -> None:
+    source = open_source(SourceSpec(folder=str(folder)))
+    seen: list[int] = []
+    with nothing_left_behind():
+        findings = list(scan(source, DECODER, threads=threads, progress=seen.append))  # type: ignore[arg-type]
+    assert [(f.index, f.kind, f.bad) for f in findings] == [
+        (1, "corrupt", True),
+        (2, "unreadable", True),
+        (5, "oversize", True),
+        (9, "cmyk", False),
+        (10, "misnamed", False),
+        (12, "corrupt", True),
+        (20, "corrupt", True),
+    ]
+    assert [f.path for f in findings] == [source.path(f.index) for f in findings]
+    assert [f.reason for f in findings][1:] == [
+        "empty file",
+        "60000x60000 = 3,600,000,000 pixels are more than max_pixels = 179,000,000",
+        "CMYK JPEG; it is converted to RGB, other decoders may refuse it",
+        "is PNG but is named .jpg",
+        "not an image: begins with 68 65 6c 6c; gpuflow decodes JPEG, PNG, WebP and BMP",
+        "GIF is not supported; gpuflow decodes JPEG, PNG, WebP and BMP",
+    ]
+    assert findings[0].reason.startswith("truncated: no end-of-image marker within ")
+    assert sum(seen) == 24
+
+
+def test_the_decoders_limit_counts() -> None:
+    source = MemorySource.of(3)
+    small = STAGES["decode"](max_pixels=60 * 50)  # type: ignore[call-arg]
+    findings = list(scan(source, small, threads=1))  # type: ignore[arg-type]
+    assert {f.kind for f in findings} == {"oversize"}
+    assert findings[-1].reason == "70x54 = 3,780 pixels are more than max_pixels = 3,000"
+
+
+def test_a_clean_source_has_no_findings() -> None:
+    assert list(scan(MemorySource.of(70), DECODER, threads=3)) == []  # type: ignore[arg-type]
+
+
+def test_a_row_is_json() -> None:
+    finding = Finding(3, "a.jpg", "corrupt", True, "why")
+    assert finding.row() == {"index": 3, "path": "a.jpg", "kind": "corrupt", "bad": True, "reason": "why"}
+
+
+def test_a_scan_that_is_left_ends_its_threads() -> None:
+    images = [b"" if i == 0 else jpeg(0, i) for i in range(400)]
+    with nothing_left_behind():
+        findings = scan(MemorySource(images), DECODER, threads=2)  # type: ignore[arg-type]
+        assert next(findings).index == 0
+        findings.close()  # type: ignore[attr-defined]

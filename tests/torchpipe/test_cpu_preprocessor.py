@@ -1,0 +1,119 @@
+"""Preprocessing by processes where a model is served: the pixels of threads, whatever happens to a process."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+import gpuflow.serve
+from gpuflow.errors import BadSampleError
+from gpuflow.parity.images import hostile_images
+from gpuflow.torchpipe import cpu_preprocessor as on_cpu
+from gpuflow.torchpipe.cpu_preprocessor import CpuPreprocessor, _parts
+from tests.datasets import await_children, children, jpeg, program, write_config
+from tests.running import images
+from tests.serve.fakes import mean_color
+
+STAGES = [{"decode": {}}, {"resize": {"shorter": 40}}, {"center_crop": {"size": 32}}, {"normalize": {"layout": "nhwc"}}]
+DATA = [jpeg(i % 3, i) for i in range(12)]
+
+
+@pytest.fixture(scope="module")
+def preprocessor() -> Iterator[CpuPreprocessor]:
+    preprocessor = CpuPreprocessor(program(STAGES), batch=16, processes=2)
+    yield preprocessor
+    preprocessor.close()
+
+
+def expected(files: list[bytes]) -> torch.Tensor:
+    return images(program(STAGES), files)
+
+
+def test_the_images_are_those_of_one_thread(preprocessor: CpuPreprocessor) -> None:
+    whole = expected(DATA)
+    for count in (1, 2, 3, 12):
+        found = preprocessor.run(DATA[:count])
+        assert torch.equal(torch.cat(found), whole[:count])  # type: ignore[arg-type]
+        assert found[0].is_contiguous(memory_format=torch.channels_last)  # type: ignore[union-attr]
+
+
+def test_images_are_not_overwritten_while_somebody_has_them(preprocessor: CpuPreprocessor) -> None:
+    whole, kept = expected(DATA), []
+    for i in range(12):
+        kept += preprocessor.run([DATA[i], b"no image", DATA[0]])[:1]
+    assert torch.equal(torch.cat(kept), whole)  # type: ignore[arg-type]
+
+
+def test_many_threads_get_their_own_images(preprocessor: CpuPreprocessor) -> None:
+    whole = expected(DATA)
+
+    def ask(number: int) -> bool:
+        rows = [(number * 5 + i) % 12 for i in range(1 + number % 4)]
+        return torch.equal(torch.cat(preprocessor.run([DATA[row] for row in rows])), whole[rows])  # type: ignore[arg-type]
+
+    with ThreadPoolExecutor(6) as pool:
+        assert all(pool.map(ask, range(60)))
+
+
+def test_a_killed_process_spoils_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    before, whole = children(), expected(DATA)
+    preprocessor = CpuPreprocessor(program(STAGES), batch=16, processes=2)
+    mine = sorted(children() - before)
+    with caplog.at_level(logging.WARNING):
+        for process in mine:
+            os.kill(process, signal.SIGKILL)
+            for _ in range(3):
+                assert torch.equal(torch.cat(preprocessor.run(DATA)), whole)  # type: ignore[arg-type]
+    assert "threads decode instead" in caplog.text
+    preprocessor.close()
+    await_children(0, before)
+
+
+def test_a_program_that_cannot_be_told_is_run_by_threads(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(program: object) -> bytes:
+        raise TypeError("cannot pickle this stage")
+
+    monkeypatch.setattr(on_cpu.pickle, "dumps", refuse)
+    with caplog.at_level(logging.WARNING):
+        preprocessor = CpuPreprocessor(program(STAGES), batch=4, processes=1)
+    assert "cannot pickle this stage; threads decode instead" in caplog.text
+    assert torch.equal(torch.cat(preprocessor.run(DATA[:3])), expected(DATA[:3]))  # type: ignore[arg-type]
+    preprocessor.close()
+
+
+@pytest.mark.parametrize(("count", "most"), [(1, 4), (4, 4), (5, 4), (16, 3), (0, 2)])
+def test_parts_are_even_and_in_order(count: int, most: int) -> None:
+    parts = list(_parts(count, most))
+    assert [i for part in parts for i in range(part.start, part.stop)] == list(range(count))
+    lengths = {part.stop - part.start for part in parts}
+    assert len(parts) <= most and (not lengths or max(lengths) - min(lengths) <= 1)
+
+
+def test_a_served_file_gives_the_same_with_processes(tmp_path: Path) -> None:
+    (tmp_path / "photos" / "a").mkdir(parents=True)
+    (tmp_path / "photos" / "a" / "0.jpg").write_bytes(DATA[0])
+    config = write_config(tmp_path / "x.yaml", tmp_path / "photos", val=STAGES, serve={"stages": STAGES})
+    files = [image.data for image in hostile_images()]
+    before, answers = children(), []
+    for processes in (0, 2):
+        overrides = [f"run.processes={processes}", "run.threads=2"]
+        with gpuflow.serve.load(config, device="cpu", model=mean_color, overrides=overrides) as predictor:
+            assert predictor.describe()["processes"] == processes
+            answers.append((predictor.predict(files), predictor.preprocess(DATA)))
+    for one, other in zip(*(found for found, _ in answers), strict=True):
+        if isinstance(one, BadSampleError):
+            assert str(one) == str(other)
+        else:
+            assert not isinstance(other, BadSampleError) and torch.equal(one.logits, other.logits)
+    assert torch.equal(*(made for _, made in answers))
+    assert torch.equal(answers[1][1], expected(DATA))
+    await_children(0, before)

@@ -1,0 +1,295 @@
+"""The nodes alone, on plain dicts: what they write, and that one item's fault is its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from gpuflow.decode.preset import Preset
+from gpuflow.errors import BadSampleError, PredictorError
+from gpuflow.pipeline.stage import Stage
+from gpuflow.stages import CenterCrop, Decode, Normalize, Resize
+from gpuflow.torchpipe import nodes as serve_nodes
+from gpuflow.torchpipe.graph import stages_to_json
+from gpuflow.torchpipe.nodes import SESSIONS, ModelNode, PreprocessNode, Session
+from gpuflow.torchpipe.request_queue import Request
+from tests.hostile import BAD
+from tests.images import jpeg, photo
+from tests.running import images, program_of
+from tests.serve.fakes import CLASSES, Break, FakeEngine, mean_color, threads_of_a_new_thread
+
+STAGES = (Decode(), Resize(shorter=20), CenterCrop(size=16), Normalize())
+GOOD, OTHER = jpeg(photo(30, 40)), jpeg(photo(33, 33))
+OnThread = Callable[..., Any]
+
+
+@pytest.fixture
+def on_thread() -> Iterator[OnThread]:
+    """Calls a function on one thread, as torchpipe makes and runs an instance; preprocessing ties torch to it."""
+    with ThreadPoolExecutor(1) as pool:
+        yield lambda function, *arguments: pool.submit(function, *arguments).result(timeout=60)
+
+
+@pytest.fixture(autouse=True)
+def no_sessions() -> Iterator[None]:
+    yield
+    SESSIONS.pop("test", None)
+
+
+def preprocess_node(on_thread: OnThread, stages: Sequence[Stage] = STAGES, **parameters: str) -> PreprocessNode:
+    node = PreprocessNode()
+    on_thread(node.init, {"stages": stages_to_json(stages), "device": "cpu", "on_error": "pass", **parameters})
+    return node
+
+
+def model_node(engine: FakeEngine | None = None, stages: Sequence[Stage] = STAGES) -> ModelNode:
+    SESSIONS["test"] = Session([engine] if engine is not None else [])
+    node = ModelNode()
+    parameters = {"stages": stages_to_json(stages), "device": "cpu", "batch": "4", "session": "test"}
+    node.init({**parameters, "_independent_index": "0"})
+    return node
+
+
+def item_of(data: bytes | torch.Tensor, **more: Any) -> dict[str, Any]:
+    return {"data": data, **more}
+
+
+def request() -> tuple[Request, list[Request]]:
+    done: list[Request] = []
+    return Request(done.append, wrap=lambda value: value), done
+
+
+# --- preprocessing ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("normalize", [Normalize(), Normalize(layout="nhwc", dtype="bfloat16")], ids=repr)
+def test_an_image_is_what_validation_makes_of_it(normalize: Normalize, on_thread: OnThread) -> None:
+    stages = (*STAGES[:-1], normalize)
+    item = item_of(GOOD)
+    on_thread(preprocess_node(on_thread, stages).forward, [item])
+    expected = images(program_of(*stages), [GOOD])
+    assert torch.equal(item["result"], expected)
+    assert item["result"].dtype == expected.dtype
+    assert item["result"].stride() == expected.stride()
+    assert "error" not in item
+
+
+def test_what_is_wrong_with_an_image_is_written_into_its_item_alone(on_thread: OnThread) -> None:
+    items = [item_of(data) for data in [GOOD, *(data for data, _ in BAD.values()), OTHER]]
+    on_thread(preprocess_node(on_thread).forward, items)
+    assert [item.get("error") for item in items] == [None, *(reason for _, reason in BAD.values()), None]
+    assert all(item["result"].numel() == 0 for item in items[1:-1])
+    assert torch.equal(torch.cat([items[0]["result"], items[-1]["result"]]), images(program_of(*STAGES), [GOOD, OTHER]))
+
+
+def test_data_of_a_wrong_type_is_a_fault_of_its_item_too(on_thread: OnThread) -> None:
+    items = [item_of("photo.jpg"), item_of(GOOD)]  # type: ignore[arg-type]
+    on_thread(preprocess_node(on_thread).forward, items)
+    assert items[0]["error"].startswith("preprocess: TypeError(")
+    assert items[1]["result"].shape == (1, 3, 16, 16)
+
+
+def test_a_node_that_raises_takes_one_image_at_a_time(on_thread: OnThread) -> None:
+    node = preprocess_node(on_thread, on_error="raise")
+    assert (node.max(), preprocess_node(on_thread).max()) == (1, 2)
+    with pytest.raises(BadSampleError) as caught:
+        on_thread(node.forward, [item_of(b"")])
+    assert str(caught.value) == "decode: empty: the file has no bytes"
+
+
+def test_a_cancelled_request_is_not_decoded(on_thread: OnThread) -> None:
+    asked, done = request()
+    asked.future.cancel()
+    item = item_of(GOOD, request=asked)
+    on_thread(preprocess_node(on_thread).forward, [item])
+    assert (item["error"], item["result"].numel(), done) == ("cancelled", 0, [])
+
+
+def test_torch_stays_on_the_nodes_thread_and_other_threads_keep_theirs(on_thread: OnThread) -> None:
+    before = torch.get_num_threads(), threads_of_a_new_thread()
+    for _ in range(2):
+        preprocess_node(on_thread)
+        assert on_thread(torch.get_num_threads) == 1
+        assert (torch.get_num_threads(), threads_of_a_new_thread()) == before
+
+
+# --- the model --------------------------------------------------------------------------------------------------------
+
+
+def test_items_become_one_batch() -> None:
+    engine = FakeEngine()
+    batch = torch.randn(3, 3, 16, 16)
+    items = [item_of(image[None]) for image in batch]
+    model_node(engine).forward(items)
+    assert engine.counts == [3]
+    assert torch.equal(torch.stack([item["result"] for item in items]), mean_color(batch))
+    assert SESSIONS["test"].batches == {3: 1}
+
+
+def test_the_batch_keeps_the_memory_format() -> None:
+    formats = []
+
+    def model(given: torch.Tensor) -> torch.Tensor:
+        formats.append(given.is_contiguous(memory_format=torch.channels_last))
+        return mean_color(given)
+
+    node = model_node(FakeEngine(model), (*STAGES[:-1], Normalize(layout="nhwc")))
+    batch = torch.randn(3, 3, 16, 16).to(memory_format=torch.channels_last)
+    node.forward([item_of(batch[i : i + 1]) for i in range(3)])
+    node.forward([item_of(batch[:1])])
+    assert formats == [True, True]
+
+
+def test_a_bad_item_leaves_the_batch_and_its_neighbours_are_served() -> None:
+    engine = FakeEngine()
+    batch = torch.randn(2, 3, 16, 16)
+    bad = item_of(torch.empty(0), error="decode: truncated: 1: 2")
+    items = [item_of(batch[:1]), bad, item_of(batch[1:])]
+    requests = [request() for _ in items]
+    for item, (asked, _) in zip(items, requests, strict=True):
+        item["request"] = asked
+    model_node(engine).forward(items)
+    assert engine.counts == [2]
+    assert torch.equal(torch.stack([items[0]["result"], items[2]["result"]]), mean_color(batch))
+    fault = requests[1][0].future.exception(0)
+    assert isinstance(fault, BadSampleError)
+    assert (fault.stage, fault.reason, str(fault)) == ("decode", "truncated: 1: 2", "decode: truncated: 1: 2")
+    assert torch.equal(requests[2][0].future.result(0), items[2]["result"])
+    assert all(done == [asked] for asked, done in requests)
+
+
+def test_a_batch_of_nothing_but_bad_items_does_not_run() -> None:
+    engine = FakeEngine()
+    model_node(engine).forward([item_of(torch.empty(0), error="decode: x")])
+    assert engine.counts == []
+
+
+@pytest.mark.parametrize("error", [RuntimeError("out of memory"), SystemExit(3)], ids=repr)
+def test_a_model_that_fails_is_told_to_everyone_in_the_batch(error: BaseException) -> None:
+    node = model_node(FakeEngine(before=Break(error)))
+    items = [item_of(torch.randn(1, 3, 16, 16), request=request()[0]) for _ in range(2)]
+    node.forward(items)
+    for item in items:
+        fault = item["request"].future.exception(0)
+        assert isinstance(fault, PredictorError)
+        assert str(fault) == item["error"] == f"the model failed on a batch of 2: {error!r}"
+        assert fault.__cause__ is error
+
+
+def test_logits_may_be_changed_by_whoever_gets_them() -> None:
+    with torch.inference_mode():
+        constant = torch.zeros(1, 3)
+    item = item_of(torch.randn(1, 3, 16, 16))
+    model_node(FakeEngine(lambda given: constant)).forward([item])
+    item["result"] += 1
+    assert constant.sum() == 0
+    assert not item["result"].is_inference()
+
+
+def test_who_wants_the_image_gets_it_and_the_others_run() -> None:
+    engine = FakeEngine()
+    batch = torch.randn(3, 3, 16, 16)
+    items = [item_of(image[None]) for image in batch]
+    items[1]["request"] = Request(lambda request: None, wrap=lambda value: value, wants_image=True)
+    model_node(engine).forward(items)
+    assert engine.counts == [2]
+    assert torch.equal(items[1]["result"], batch[1])
+    assert torch.equal(items[2]["result"], mean_color(batch)[2])
+
+
+def test_without_a_model_the_images_are_the_result() -> None:
+    batch = torch.randn(2, 3, 16, 16)
+    items = [item_of(image[None]) for image in batch]
+    model_node().forward(items)
+    assert torch.equal(torch.stack([item["result"] for item in items]), batch)
+
+
+def test_what_torchpipes_operators_give_becomes_what_the_model_takes() -> None:
+    """On the CPU [H, W, 3] of uint8; on the GPU [1, 3, H, W] of floats, or [H, W, 3] where DecodeMat stood in."""
+    head = Preset(name="torchpipe_gpu", height=5, width=7)
+    levels = torch.rand(2, 3, 5, 7) * 255
+    items = [item_of(levels[:1]), item_of(levels[1].permute(1, 2, 0))]
+    model_node(None, (head, Normalize(layout="nhwc"))).forward(items)
+    expected = Normalize().module()(levels)
+    assert torch.equal(torch.stack([item["result"] for item in items]), expected)
+    rounded = item_of(levels[:1])
+    model_node(None, (head,)).forward([rounded])
+    assert torch.equal(rounded["result"], levels[0].round().to(torch.uint8))
+    pixels = torch.from_numpy(photo(5, 7))
+    whole = item_of(pixels)
+    model_node(None, (Preset(name="torchpipe_cpu", height=5, width=7),)).forward([whole])
+    assert torch.equal(whole["result"], pixels.permute(2, 0, 1))
+
+
+def test_a_cancelled_request_gets_no_answer_but_is_done() -> None:
+    asked, done = request()
+    item = item_of(torch.randn(1, 3, 16, 16), request=asked)
+    asked.future.cancel()
+    model_node(FakeEngine()).forward([item])
+    assert asked.future.cancelled()
+    assert done == [asked]
+
+
+# --- sessions ---------------------------------------------------------------------------------------------------------
+
+
+def test_closing_lets_go_of_engines_and_buffers(on_thread: OnThread) -> None:
+    engine = FakeEngine()
+    model = model_node(engine)
+    preprocess = preprocess_node(on_thread, session="test")
+    SESSIONS["test"].close()
+    assert engine.closed
+    assert SESSIONS["test"].engines == ()
+    with pytest.raises(AssertionError):
+        preprocess._image(GOOD)
+    assert model._engine is None
+
+
+def test_instances_on_a_gpu_share_one_preprocessor(on_thread: OnThread, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[OnGpu] = []
+
+    class OnGpu:
+        closed = False
+
+        def __init__(self, program: object, device: torch.device) -> None:
+            made.append(self)
+            self.device = device
+
+        def run(self, files: Sequence[bytes]) -> list[torch.Tensor | BadSampleError]:
+            return [torch.full((1, 3, 16, 16), float(len(data))) for data in files]
+
+        def close(self) -> None:
+            self.closed = True
+
+    monkeypatch.setattr(serve_nodes, "_gpu_preprocessor", OnGpu)
+    SESSIONS["test"] = Session([])
+    instances = [preprocess_node(on_thread, device="cuda", session="test") for _ in range(2)]
+    for node in instances:
+        items = [item_of(GOOD), item_of(OTHER)]
+        on_thread(node.forward, items)
+        assert [item["result"][0, 0, 0, 0] for item in items] == [len(GOOD), len(OTHER)]
+    SESSIONS["test"].close()
+    assert [(one.device.type, one.closed) for one in made] == [("cuda", True)]
+
+
+def test_instances_of_a_node_from_a_file_share_one_opening_of_its_model(models: Any) -> None:
+    config = models.read("serve.model.instances=2", "serve.model.batch=2")
+    from gpuflow.torchpipe.graph import lower
+
+    parameters = lower(config).as_dict()["model"]
+    nodes = []
+    for index in range(2):
+        nodes.append(ModelNode())
+        nodes[-1].init({**parameters, "node_name": "model", "_independent_index": str(index)})
+    engines = SESSIONS.pop("of node model").engines
+    assert len(engines) == 2
+    assert [node._engine for node in nodes] == list(engines)
+    assert engines[0].info.classes is not None and len(engines[0].info.classes) == len(CLASSES)
+    photo_of = images(config.programs["serve"], [GOOD])
+    item = item_of(photo_of)
+    nodes[1].forward([item])
+    assert torch.allclose(item["result"], models.module()(photo_of)[0], atol=1e-4)

@@ -1,0 +1,472 @@
+"""Graphs on torchpipe: names, batches, faults, the end. What concerns a whole process runs in one of its own."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import random
+import time
+import weakref
+from collections.abc import Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
+from typing import Any, Literal
+
+import pytest
+import torch
+
+from gpuflow.decode.preset import CANNOT_DECODE, Preset
+from gpuflow.engines import Engine
+from gpuflow.errors import BadSampleError, PredictorError
+from gpuflow.torchpipe.graph import PREDICT, Graph, Node, chain
+from gpuflow.torchpipe.running_graph import RunningGraph, register
+from tests.datasets import deadline, jpeg, program, python
+from tests.hostile import BAD
+from tests.running import program_of
+from tests.serve.fakes import Break, FakeEngine, Gate, Nap, mean_color
+
+STAGES = ({"decode": {}}, {"resize": {"shorter": 20}}, {"center_crop": {"size": 16}}, {"normalize": {}})
+DATA = [jpeg(i % 3, i) for i in range(6)]
+
+
+def graph_of(*, threads: int = 2, instances: int = 1, batch: int = 4, timeout_ms: int = 20) -> Graph:
+    """Preprocessing, then fake engines."""
+    graph = chain(program(STAGES), None, origin="x.yaml", threads=threads, device="cpu")
+    first, last = graph.nodes
+    told = {"instance_num": str(instances), "batch": str(batch), "batching_timeout": str(timeout_ms)}
+    last = Node(name=last.name, parameters=tuple({**dict(last.parameters), **told}.items()))
+    return Graph(nodes=(first, last), origin=graph.origin, preprocessing=graph.preprocessing)
+
+
+def together(graph: Graph, **told: str) -> Graph:
+    """The same as one node, as on a GPU."""
+    first, last = (dict(node.parameters) for node in graph.nodes)
+    told = {"backend": PREDICT, "patience": "20", **told}
+    node = Node(name="serve", parameters=tuple({**first, **last, **told}.items()))
+    return Graph(nodes=(node,), origin=graph.origin, preprocessing=graph.preprocessing)
+
+
+def start(engines: Sequence[Engine], **shape: int) -> RunningGraph:
+    return RunningGraph(graph_of(instances=len(engines), **shape), engines)
+
+
+def submit(running: RunningGraph, data: bytes, *, wants_image: bool = False) -> Future[torch.Tensor]:
+    return running.submit(data, wrap=lambda value: value, wants_image=wants_image)
+
+
+def test_graphs_of_the_same_configuration_live_side_by_side() -> None:
+    engines = [FakeEngine(), FakeEngine()]
+    graphs = [start([engine]) for engine in engines]
+    answers = [submit(graph, DATA[0]).result(timeout=20) for graph in graphs]
+    assert torch.equal(*answers)
+    assert [engine.counts for engine in engines] == [[1], [1]]
+    for graph in graphs:
+        assert graph.close(20)
+
+
+@pytest.mark.parametrize("apart", [True, False])
+def test_an_engine_settles_on_the_thread_that_runs_it(apart: bool) -> None:
+    engine = FakeEngine()
+    running = RunningGraph(graph_of() if apart else together(graph_of()), [engine])
+    assert engine.settled, "before the first request"
+    for future in [submit(running, data) for data in DATA]:
+        future.result(timeout=20)
+    assert engine.threads == {engine.settled}
+    assert running.close(20)
+
+
+def test_registering_again_does_nothing() -> None:
+    register()
+    register()
+
+
+def test_one_node_that_does_both_gives_the_same() -> None:
+    gate = Gate()
+    two, engine = start([FakeEngine()], timeout_ms=1), FakeEngine(before=gate)
+    one = RunningGraph(together(graph_of(timeout_ms=1)), [engine])
+    first = submit(one, DATA[0])
+    assert gate.reached.wait(timeout=20)
+    rest = [submit(one, data) for data in [b"no image", *DATA[1:3]]] + [submit(one, DATA[3], wants_image=True)]
+    dropped = submit(one, DATA[4])
+    dropped.cancel()
+    gate.open()
+    assert isinstance(rest[0].exception(20), BadSampleError)
+    for mine, data in zip([first, *rest[1:3]], DATA, strict=False):
+        assert torch.equal(mine.result(20), submit(two, data).result(20))
+    wanted = submit(two, DATA[3], wants_image=True)
+    assert torch.equal(rest[3].result(20), wanted.result(20))
+    assert (one.close(20), two.close(20), one.in_flight) == (True, True, 0)
+    assert (engine.counts[0], sum(engine.counts)) == (1, 3)
+    assert engine.closed
+
+
+def test_those_who_have_their_answers_may_ask_again_before_the_next_batch() -> None:
+    engine = FakeEngine(before=Nap(0.02))
+    running = RunningGraph(together(graph_of(batch=8), patience="2000"), [engine])
+
+    def ask(number: int) -> None:
+        for _ in range(12):
+            submit(running, DATA[number]).result(timeout=20)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(ask, range(4)))
+    assert engine.counts.count(4) >= 9, engine.counts
+    assert running.close(20)
+
+
+@pytest.mark.parametrize("instances", [1, 2])
+def test_many_callers_of_one_node_get_their_own_answers(instances: int) -> None:
+    engines = [FakeEngine(before=Nap(0.002)) for _ in range(instances)]
+    running = RunningGraph(together(graph_of(instances=instances), patience="2"), engines)
+    expected = [submit(running, data).result(timeout=20) for data in DATA]
+
+    def ask(number: int) -> None:
+        rng = random.Random(number)
+        for _ in range(60):
+            several = [rng.choice([*range(6), "bad", "cancelled"]) for _ in range(rng.randint(1, 5))]
+            futures = [
+                submit(running, b"junk" if one == "bad" else DATA[0 if one == "cancelled" else one]) for one in several
+            ]
+            for one, future in zip(several, futures, strict=True):
+                if one == "cancelled":
+                    future.cancel()
+            for one, future in zip(several, futures, strict=True):
+                if one == "bad":
+                    assert isinstance(future.exception(timeout=20), BadSampleError)
+                elif one != "cancelled":
+                    assert torch.equal(future.result(timeout=20), expected[one])
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(ask, range(8)))
+    assert running.close(20)
+    assert running.in_flight == 0
+    assert max(max(engine.counts) for engine in engines) == 4
+
+
+def test_nobody_waits_for_those_who_do_not_ask_again() -> None:
+    engine = FakeEngine()
+    running = RunningGraph(together(graph_of(), patience="1000"), [engine])
+    begun = time.monotonic()
+    for data in DATA:
+        submit(running, data).result(timeout=20)
+    assert time.monotonic() - begun < 1
+    assert engine.counts == [1] * 6
+    assert running.close(20)
+
+
+def test_instances_that_do_both_share_what_comes() -> None:
+    gates = [Gate(), Gate()]
+    engines = [FakeEngine(before=gate) for gate in gates]
+    running = RunningGraph(together(graph_of(instances=2)), engines)
+    futures = [submit(running, data) for data in DATA[:2]]
+    assert all(gate.reached.wait(timeout=20) for gate in gates), "each has begun with one"
+    futures += [submit(running, data) for data in DATA * 2]
+    gates[0].open()
+    wait(futures[2:], timeout=20)
+    assert engines[0].counts == [1, 4, 4, 4]
+    gates[1].open()
+    assert [len(engine.counts) for engine in engines] == [4, 1]
+    expected = mean_color(torch.cat([submit(running, data, wants_image=True).result(20)[None] for data in DATA]))
+    answers = torch.stack([future.result(20) for future in futures])
+    assert torch.allclose(answers, expected[[0, 1, *range(6), *range(6)]])
+    assert running.close(20)
+
+
+def test_what_comes_while_the_model_runs_becomes_a_batch() -> None:
+    gate = Gate()
+    engine = FakeEngine(before=gate)
+    running = start([engine])
+    first = submit(running, DATA[0])
+    assert gate.reached.wait(timeout=20)
+    rest = [submit(running, data) for data in DATA[1:5]]
+    assert running.in_flight == 5
+    time.sleep(0.2)  # for the preprocessing
+    gate.open()
+    wait([first, *rest], timeout=20)
+    assert engine.counts == [1, 4]
+    assert running.batches == {1: 1, 4: 1}
+    assert running.close(20)
+
+
+def test_every_instance_has_an_engine_and_a_thread() -> None:
+    engines = [FakeEngine(before=Nap(0.03), batch=1) for _ in range(3)]
+    running = start(engines, batch=1)
+    futures = [submit(running, data) for data in DATA * 3]
+    assert len(wait(futures, timeout=20).done) == 18
+    assert all(engine.counts for engine in engines)
+    threads = [engine.threads for engine in engines]
+    assert all(len(each) == 1 for each in threads) and len(set.union(*threads)) == 3
+    assert all(engine.torch_threads == 1 for engine in engines), "an engine that wants more says so"
+    assert running.close(20)
+
+
+def test_submitting_does_not_wait_for_a_free_instance() -> None:
+    gate = Gate()
+    running = start([FakeEngine(before=gate)], threads=1)
+    begun = time.monotonic()
+    futures = [submit(running, data) for data in DATA * 20]
+    assert time.monotonic() - begun < 5
+    assert sum(future.done() for future in futures) == 0
+    gate.open()
+    assert len(wait(futures, timeout=20).done) == 120
+    assert running.close(20)
+
+
+def test_a_bad_image_among_good_ones() -> None:
+    running = start([FakeEngine()])
+    futures = [submit(running, data) for data in (DATA[0], b"", DATA[1], b"junk", DATA[2])]
+    wait(futures, timeout=20)
+    assert [type(future.exception()) for future in futures] == [
+        type(None),
+        BadSampleError,
+        type(None),
+        BadSampleError,
+        type(None),
+    ]
+    assert str(futures[1].exception()) == "decode: empty: the file has no bytes"
+    assert running.close(20)
+
+
+def test_a_model_that_fails_serves_the_next_batch() -> None:
+    broken = Break(RuntimeError("no memory"))
+    engine = FakeEngine(before=broken)
+    running = start([engine])
+    assert isinstance(submit(running, DATA[0]).exception(timeout=20), PredictorError)
+    broken.error = KeyboardInterrupt()
+    assert isinstance(submit(running, DATA[0]).exception(timeout=20), PredictorError)
+    engine._before = lambda count: None
+    assert submit(running, DATA[0]).result(timeout=20).shape == (3,)
+    assert running.close(20)
+
+
+def test_what_is_cancelled_in_time_never_reaches_the_model() -> None:
+    gate = Gate()
+    engine = FakeEngine(before=gate)
+    running = start([engine])
+    first = submit(running, DATA[0])
+    assert gate.reached.wait(timeout=20)
+    rest = [submit(running, data) for data in DATA[1:4]]
+    assert not first.cancel(), "it has begun"
+    assert all(future.cancel() for future in rest[:2])
+    gate.open()
+    assert rest[2].result(timeout=20).shape == (3,)
+    with pytest.raises(CancelledError):
+        rest[0].result(timeout=20)
+    assert sum(engine.counts) == 2
+    assert running.close(20)
+    assert running.in_flight == 0
+
+
+# --- the end ----------------------------------------------------------------------------------------------------------
+
+
+def test_closing_waits_for_what_was_accepted() -> None:
+    engine = FakeEngine(before=Nap(0.05))
+    running = start([engine])
+    futures = [submit(running, data) for data in DATA]
+    assert running.close(20)
+    assert all(future.done() and future.exception() is None for future in futures)
+    assert engine.closed
+    assert running.close(20), "again does nothing"
+    with pytest.raises(PredictorError) as caught:
+        submit(running, DATA[0])
+    assert str(caught.value) == "the predictor is closed; load it again"
+
+
+def test_a_model_that_hangs_is_not_waited_for_longer_than_asked() -> None:
+    gate = Gate()
+    engine = FakeEngine(before=gate)
+    running = start([engine])
+    future = submit(running, DATA[0])
+    assert gate.reached.wait(timeout=20)
+    with deadline(5):
+        assert not running.close(0.1)
+    assert not engine.closed
+    gate.open()
+    assert future.result(timeout=20).shape == (3,)
+    assert running.close(20)
+    assert engine.closed
+
+
+def test_a_graph_that_nobody_knows_any_more_lets_go_of_its_model() -> None:
+    engine = FakeEngine()
+    running = start([engine])
+    future = submit(running, DATA[0])
+    future.result(timeout=20)
+    forgotten = weakref.ref(running)
+    del running, future
+    end = time.monotonic() + 10
+    while not engine.closed and time.monotonic() < end:
+        gc.collect()
+        time.sleep(0.02)
+    assert forgotten() is None
+    assert engine.closed
+
+
+# --- torchpipe's own operators ----------------------------------------------------------------------------------------
+
+
+def native(backend: str) -> RunningGraph:
+    """Preprocessing, then a node of torchpipe's that knows nothing of requests."""
+    (first, _) = graph_of().nodes
+    first = Node(
+        name="preprocess", next="model", parameters=tuple({**dict(first.parameters), "on_error": "raise"}.items())
+    )
+    last = Node(name="model", parameters=(("backend", backend), ("instance_num", "1")))
+    return RunningGraph(Graph(nodes=(first, last), origin="x.yaml", preprocessing="0" * 16))
+
+
+def test_a_native_node_may_be_the_last() -> None:
+    running = native("Identity")
+    futures = [submit(running, data) for data in (DATA[0], b"", DATA[1])]
+    wait(futures, timeout=20)
+    assert futures[0].result().shape == (3 * 16 * 16,)
+    assert str(futures[1].exception()) == "decode: empty: the file has no bytes"
+    assert isinstance(futures[1].exception(), BadSampleError)
+    assert futures[2].exception() is None
+    assert running.in_flight == 0
+    assert running.close(20)
+
+
+def test_a_native_model_that_fails() -> None:
+    running = native("DecodeMat")
+    fault = submit(running, DATA[0]).exception(timeout=20)
+    assert isinstance(fault, PredictorError)
+    assert str(fault).startswith("torchpipe: ")
+    assert running.close(20)
+
+
+def preset(name: Literal["torchpipe_cpu", "torchpipe_gpu"] = "torchpipe_cpu") -> RunningGraph:
+    """torchpipe's own preprocessing on the CPU, then the images. name: of the preset whose checks go before."""
+    head = Preset(name="torchpipe_cpu", height=12, width=10)
+    graph = chain(program_of(head, serving=True), None, origin="x.yaml", threads=2, device="cpu")
+    return RunningGraph(dataclasses.replace(graph, preset=Preset(name=name, height=12, width=10)))
+
+
+def test_a_damaged_or_huge_jpeg_does_not_reach_the_decoder_of_a_gpu() -> None:
+    running = preset("torchpipe_gpu")
+    huge, _ = BAD["huge"]
+    futures = [submit(running, data) for data in (huge, DATA[0][:-40], DATA[0], b"junk")]
+    wait(futures, timeout=20)
+    reasons = [str(future.exception()) for future in (*futures[:2], futures[3])]
+    assert "pixels are more than max_pixels = 1,073,741,824" in reasons[0]
+    assert reasons[1].startswith("decode: truncated: ")
+    assert reasons[2] == f"preset: {CANNOT_DECODE}"
+    assert futures[2].result().shape == (3, 12, 10)
+    assert running.close(20)
+
+
+def test_a_native_node_may_be_the_first() -> None:
+    running = preset()
+    futures = [submit(running, data) for data in (DATA[0], b"", b"junk", DATA[1])]
+    wait(futures, timeout=20)
+    assert futures[0].result().shape == (3, 12, 10)
+    reasons = [str(future.exception()) for future in futures[1:3]]
+    assert reasons == ["preset: empty: the file has no bytes", f"preset: {CANNOT_DECODE}"]
+    assert futures[3].exception() is None
+    assert running.close(20)
+
+
+def test_a_graph_that_torchpipe_does_not_know() -> None:
+    with pytest.raises(PredictorError) as caught:
+        native("NoSuchBackend")
+    assert str(caught.value).startswith("torchpipe does not take the graph of x.yaml: ")
+    assert "NoSuchBackend" in str(caught.value)
+
+
+# --- the process ------------------------------------------------------------------------------------------------------
+
+PRELUDE = """
+import os, sys, threading, time
+from tests.serve.fakes import FakeEngine, Gate, Nap
+from tests.torchpipe.test_running_graph import DATA, start, submit
+"""
+
+
+def script(body: str, **options: Any) -> Any:
+    return python(PRELUDE + body, seconds=60, **options)
+
+
+def test_stdout_stays_clean_and_the_process_ends_by_itself() -> None:
+    """Neither the making of a graph, nor bad requests, nor its end print a line."""
+    done = script("""
+from tests.torchpipe.test_running_graph import preset
+running, other = start([FakeEngine()]), preset()
+submit(running, DATA[0]).result(20), submit(running, b"x").exception(20), submit(other, b"x").exception(20)
+print("done")
+""")
+    assert (done.returncode, done.stdout) == (0, "done\n")
+
+
+def test_exit_cancels_what_waits_and_ends_what_runs() -> None:
+    done = script("""
+engine = FakeEngine(before=Nap(0.5), batch=1)
+running = start([engine], batch=1)
+futures = [submit(running, DATA[0]) for _ in range(200)]
+time.sleep(0.2)
+sys.exit(3)
+""")
+    assert (done.returncode, done.stdout) == (3, "")
+    assert "Traceback" not in done.stderr
+
+
+def test_exit_does_not_wait_for_a_model_that_hangs() -> None:
+    done = script("""
+import gpuflow.torchpipe.running_graph as runtime
+runtime._EXIT_SECONDS = 0.5
+gate = Gate()
+running = start([FakeEngine(before=gate)])
+submit(running, DATA[0])
+gate.reached.wait(20)
+sys.exit(3)
+""")
+    assert done.returncode == 3
+
+
+def test_ctrl_c_while_waiting_ends_the_process() -> None:
+    done = script("""
+import signal
+running = start([FakeEngine(before=Nap(0.5))])
+threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+[submit(running, data) for data in DATA * 4][-1].result(20)
+""")
+    assert done.returncode == -2 or done.returncode == 130
+    assert done.stderr.strip().endswith("KeyboardInterrupt")
+
+
+def test_a_forked_child_is_told_and_can_exit() -> None:
+    done = script("""
+from gpuflow.errors import PredictorError
+running = start([FakeEngine()])
+submit(running, DATA[0]).result(20)
+parent, child = os.getpid(), os.fork()
+if child == 0:
+    try:
+        submit(running, DATA[0])
+    except PredictorError as error:
+        print(str(error).replace(str(parent), "P").replace(str(os.getpid()), "C"), running.close(1), flush=True)
+    sys.exit(5)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+submit(running, DATA[0]).result(20)
+""")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == (
+        "the predictor was made in process P and does not work in its forked child C; "
+        "load it after the fork, or start processes by spawn True\n5\n"
+    )
+
+
+def test_memory_of_requests_is_given_back() -> None:
+    from tests.datasets import resident_kib
+
+    running = start([FakeEngine(mean_color)])
+    big = DATA[0] + bytes(1 << 20)  # libjpeg does not mind what comes behind the end
+
+    def work() -> int:
+        wait([submit(running, big) for _ in range(50)], timeout=60)
+        time.sleep(0.2)
+        return resident_kib()
+
+    work()
+    before = work()
+    assert work() - before < 50 * 1024 / 2
+    assert running.close(20)
