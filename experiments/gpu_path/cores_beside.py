@@ -41,9 +41,9 @@ def decode_on(folder: str, path: str, number: int) -> None:
     counts = np.memmap(path, np.int64, "r+")
     while True:
         indices = rng.integers(len(source), size=CHUNK).tolist()
-        payload = source.read(indices, pool.take)
+        payload = source.read(indices, pool.acquire)
         decode(runner, payload, Keys(0, 0, np.asarray(indices)), slots)
-        pool.give(payload.buffer)
+        pool.release(payload.buffer)
         counts[number] += CHUNK
 
 

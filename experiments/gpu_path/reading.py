@@ -15,7 +15,8 @@ import time
 from pathlib import Path
 
 from gpuflow.loader.read_workers import in_processes
-from gpuflow.runtime.buffers import BytePool, shared
+from gpuflow.runtime.buffers import BytePool
+from gpuflow.runtime.memory import shared
 from gpuflow.runtime.threads import QuickSwitching
 from gpuflow.sources.storage import LocalStorage, Storage
 
@@ -33,8 +34,8 @@ def rate(storage: Storage, paths: list[bytes], threads: int) -> float:
         place = number * 7919
         while (now := time.perf_counter()) < end:
             place = (place + CHUNK) % max(1, len(paths) - CHUNK)
-            payload = storage.read(paths[place : place + CHUNK], pool.take)
-            pool.give(payload.buffer)
+            payload = storage.read(paths[place : place + CHUNK], pool.acquire)
+            pool.release(payload.buffer)
             counts[number] += len(payload) if now >= begin else 0
 
     workers = [threading.Thread(target=work, args=(number,)) for number in range(threads)]

@@ -1,4 +1,4 @@
-"""What worker processes that decode on the CPU share: how they say that they are ready, and how faults travel."""
+"""Worker processes that decode on the CPU: what a loader's and a service's have in common."""
 
 from __future__ import annotations
 
@@ -15,26 +15,42 @@ from gpuflow.errors import BadSampleError
 from gpuflow.execute.cpu import CpuRunner
 from gpuflow.pipeline.image_spec import STORAGE, slot_shape
 from gpuflow.pipeline.program import Program
-from gpuflow.runtime.worker_pool import Peer
+from gpuflow.runtime.worker_pool import READY, ParentConnection
 
-__all__ = ["READY", "Told", "faults_of", "open_runner", "prepare", "slots_in", "told"]
+__all__ = ["PlainFault", "faults_of", "open_runner", "plain_faults", "prepare", "slots_in"]
 
-READY = "ready"
-"""What a process says once it can be asked."""
-
-Told = tuple[str, str] | None
-"""Of a sample: None, or the stage and the reason."""
+PlainFault = tuple[str, str] | None
+"""What became of a sample, as a message between processes: None, or the stage that gave it up and the reason."""
 
 
-def open_runner(peer: Peer, program: Program) -> CpuRunner | None:
-    """A runner for this thread; None where none can be made. Says READY, or why not."""
+def plain_faults(faults: Sequence[BadSampleError | None]) -> list[PlainFault]:
+    """Faults as values that another process turns back with `faults_of`."""
+    return [None if fault is None else (fault.stage, fault.reason) for fault in faults]
+
+
+def faults_of(plain: Sequence[PlainFault]) -> list[BadSampleError | None]:
+    """The opposite of `plain_faults`."""
+    return [None if fault is None else BadSampleError(*fault) for fault in plain]
+
+
+def prepare(setup: bytes) -> Any:
+    """The unpickled setup, or why it cannot be unpickled, as text. Starts no thread."""
+    torch.set_num_threads(1)
+    try:
+        return pickle.loads(setup)
+    except Exception as error:  # such as a stage that is defined in the script that started the loader
+        return repr(error)
+
+
+def open_runner(connection: ParentConnection, program: Program) -> CpuRunner | None:
+    """A runner for this thread, or None if that fails. Sends READY, or the reason."""
     torch.set_num_threads(1)
     try:
         runner = CpuRunner(program)
     except Exception as error:
-        peer.send(repr(error))
+        connection.send(repr(error))
         return None
-    peer.send(READY)
+    connection.send(READY)
     return runner
 
 
@@ -43,21 +59,3 @@ def slots_in(memory: NDArray[np.uint8], program: Program, start: int, count: int
     shape, dtype = slot_shape(program.result), np.dtype(STORAGE[program.result.dtype])
     size = math.prod(shape) * dtype.itemsize
     return memory[start * size : (start + count) * size].view(dtype).reshape(-1, *shape)
-
-
-def told(faults: Sequence[BadSampleError | None]) -> list[Told]:
-    """What `faults_of` makes the same faults of in another process."""
-    return [None if fault is None else (fault.stage, fault.reason) for fault in faults]
-
-
-def faults_of(told: Sequence[Told]) -> list[BadSampleError | None]:
-    return [None if fault is None else BadSampleError(*fault) for fault in told]
-
-
-def prepare(setup: bytes) -> Any:
-    """What was pickled, or what keeps it from being opened, in words. Leaves no thread behind."""
-    torch.set_num_threads(1)
-    try:
-        return pickle.loads(setup)
-    except Exception as error:  # a stage of the script that started us, for one, is not to be found here
-        return repr(error)

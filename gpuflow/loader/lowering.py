@@ -28,13 +28,14 @@ from gpuflow.execute.cpu import CpuRunners
 from gpuflow.loader.bad_samples import BadSamples
 from gpuflow.loader.batch import Assembly, Chunk
 from gpuflow.loader.cpu_share import Share
-from gpuflow.loader.decode_workers import Workers, decode
+from gpuflow.loader.decode_workers import DecodeWorkers, decode
 from gpuflow.loader.epoch import START_SECONDS, STOP_SECONDS, Machinery, Run
 from gpuflow.loader.sampler import Order, Steps
 from gpuflow.pipeline.image_spec import STORAGE, as_batch, slot_shape
 from gpuflow.pipeline.program import Program
 from gpuflow.pipeline.stage import Keys
-from gpuflow.runtime.buffers import BytePool, SlotPool, heap, pinned, shared, shared_and_pinned
+from gpuflow.runtime.buffers import BytePool, SlotPool
+from gpuflow.runtime.memory import heap, pinned, shared, shared_and_pinned
 from gpuflow.runtime.metrics import Meter, culprit
 from gpuflow.runtime.threads import DaemonPool, Gate, QuickSwitching
 from gpuflow.sources import Payload, Source
@@ -115,7 +116,7 @@ class Feed:
         self._bytes = BytePool(keep=_KEPT_BYTES, make=heap if gpu is None else shared_and_pinned)
         self._pinned = BytePool(keep=_KEPT_SHARED_BYTES, make=shared_and_pinned)
         self._threads, self._processes = share.threads if share else threads, processes
-        self._workers: Workers | None = None
+        self._workers: DecodeWorkers | None = None
         if processes:
             make = shared if delivery is None else shared_and_pinned
         else:
@@ -128,7 +129,7 @@ class Feed:
         """Begin an epoch. The first one starts the processes, and does not wait for them."""
         if self._processes and self._workers is None:
             idle = self.share is not None
-            self._workers = Workers(
+            self._workers = DecodeWorkers(
                 self._program, self._source, threads=self._threads, processes=self._processes, idle=idle
             )
         torch_threads = torch.get_num_threads()
@@ -145,7 +146,7 @@ class Feed:
             owner.join(2 * STOP_SECONDS)
 
     def processes(self) -> dict[str, int]:
-        """The processes that decode, see `Workers.counts`; nothing where there are to be none."""
+        """The processes that decode, see `DecodeWorkers.counts`; nothing where there are to be none."""
         return self._workers.counts() if self._workers is not None else {}
 
     def culprit(self) -> str:
@@ -245,7 +246,7 @@ class Feed:
         return self.share.rows(count)
 
     def _read(self, epoch: int, chunk: Chunk) -> None:
-        chunk.payload = self._source.read(chunk.indices, self._bytes.take)
+        chunk.payload = self._source.read(chunk.indices, self._bytes.acquire)
         self.read_meter.add(read_bytes=sum(chunk.payload.sizes), cpu_s=chunk.payload.cpu_s)
         if self._gpu is not None:
             chunk.prepared = self._gpu.prepare(chunk.payload, self._keys(epoch, chunk), chunk.indices)
@@ -264,7 +265,7 @@ class Feed:
                 with batch.lock:
                     if batch.slots is None and batch.error is None:
                         count = len(batch.positions)
-                        batch.slots = self._slots.take(count) if self._gpu is None else self._gpu.slots(count)
+                        batch.slots = self._slots.acquire(count) if self._gpu is None else self._gpu.slots(count)
             except BaseException as error:  # as in _never_raise
                 batch.fail(error)
             return operation(chunk)
@@ -296,7 +297,7 @@ class Feed:
         faults = self._by_process(chunk, keys, self._share_meter, pixels, start)
         pixels = pixels[start : start + len(chunk)]
         if faults is None:
-            payload = self._source.read(chunk.indices, self._bytes.take)
+            payload = self._source.read(chunk.indices, self._bytes.acquire)
             self.read_meter.add(samples=len(chunk), read_bytes=sum(payload.sizes), cpu_s=payload.cpu_s)
             faults = self._run_on_cpu(payload, keys, pixels)
         self._finish(epoch, chunk, keys, faults, self._run_on_cpu, pixels)
@@ -307,7 +308,7 @@ class Feed:
         size = batch.shared * math.prod(shape) * dtype.itemsize
         with batch.lock:
             if batch.memory is None:
-                batch.memory = self._pinned.take(size)
+                batch.memory = self._pinned.acquire(size)
         return batch.memory[:size].view(dtype).reshape(-1, *shape)
 
     def _finish(
@@ -350,12 +351,12 @@ class Feed:
         if self._gpu is None or self._delivery is None:
             return self._run_on_cpu(payload, keys, slots)
         faults = self._gpu.launch(prepared or self._gpu.prepare(payload, keys), slots)
-        self._delivery.keep(payload.buffer, self._bytes.give)
+        self._delivery.keep(payload.buffer, self._bytes.release)
         return faults
 
     def _run_on_cpu(self, payload: Payload, keys: Keys, slots: NDArray[Any]) -> list[BadSampleError | None]:
         faults = decode(self._runners, payload, keys, slots)
-        self._bytes.give(payload.buffer)
+        self._bytes.release(payload.buffer)
         return faults
 
     def _deliver(self, batch: Assembly, delivery: Delivery) -> None:
@@ -366,7 +367,7 @@ class Feed:
             delivery.keep(pixels)
         elif batch.memory is not None:
             delivery.fill(batch.slots[batch.own :], as_batch(self._pixels(batch), self._program.result))
-            delivery.keep(batch.memory, self._pinned.give)
+            delivery.keep(batch.memory, self._pinned.release)
             batch.memory = None
         batch.there = delivery.send_all([batch.labels, batch.valid, batch.indices])
         batch.ready = delivery.mark()
@@ -392,7 +393,7 @@ class Feed:
             return
         for attempt in range(self._order.size):
             index = self._order.replacement(epoch, int(batch.positions[row]), attempt)
-            payload = self._source.read([index], self._bytes.take)
+            payload = self._source.read([index], self._bytes.acquire)
             (new_fault,) = run(payload, keys, slot)
             if new_fault is None:
                 batch.indices[row], batch.labels[row] = index, self._source.labels[index]

@@ -1,17 +1,14 @@
-"""Local files read by processes of their own, straight into memory that they share with this one.
+"""Local files read by worker processes, straight into memory that they share with this one.
 
-A thread that reads lets go of the interpreter four times a file, and must get it back each time, from threads that
+A thread that reads releases the interpreter four times a file, and must get it back each time, from threads that
 launch work on a GPU and from a training step that does the same. More such threads read no faster; processes do
-(measured in experiments/gpu_path/NOTES.md). So where a GPU decodes, each reading thread hands its files to a process,
-which reads them by the very code of `LocalStorage`. It waits twice: until the process knows how much memory it needs,
-and until it has read. What a decoder wants to know of the bytes beforehand is found out there too.
-
-A process that ends, or cannot be started, spoils no read: what it should have read is read here.
+(measured in experiments/gpu_path/NOTES.md). So where a GPU decodes, each reading thread hands its files to a worker,
+which reads them with the code of `LocalStorage`. The thread waits twice: until the worker knows how much memory it
+needs, and until it has read. The worker also reads the images' headers for the decoder (`Prescan`).
 """
 
 from __future__ import annotations
 
-import logging
 import pickle
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpuflow.decode.header_scan import Prescan
-from gpuflow.runtime.worker_pool import Channel, Crew, Peer
+from gpuflow.runtime.worker_pool import ParentConnection, WorkerConnection, WorkerPool
 from gpuflow.sources.payload import Allocate, Payload
 from gpuflow.sources.storage import LocalStorage, ReadAt, Shard
 
@@ -30,61 +27,56 @@ __all__ = ["ProcessStorage", "prepare", "work"]
 
 T = TypeVar("T")
 
-_LOG = logging.getLogger(__name__)
-
 
 @final
 class ProcessStorage:
-    """A local storage whose files are read by processes, as long as their buffers are of `memory.shared`.
+    """A local storage whose files are read by worker processes into buffers of `memory.shared`.
+
+    A request that no worker can take, or that is for a buffer that cannot be shared, is read on the caller's thread.
 
     Args:
-        count: processes to start. prescan: what each does with what it has read; can be pickled, with its results.
+        count: workers to start. prescan: what each does with what it has read; can be pickled, and so can its results.
     """
 
     def __init__(self, count: int, prescan: Prescan | None = None) -> None:
-        self._local, self._crew = LocalStorage(), Crew()
-        setup = pickle.dumps(prescan, pickle.HIGHEST_PROTOCOL)
-        try:
-            for channel in self._crew.hire(__name__, connections=[1] * count, setup=setup):
-                self._crew.give(channel)
-        except OSError as error:
-            _LOG.warning("no process to read with: %s; a thread reads instead", error)
+        self._local = LocalStorage()
+        self._pool = WorkerPool(__name__, connections=[1] * count, setup=prescan, task="read", handshake=False)
 
     def __reduce__(self) -> tuple[type[LocalStorage], tuple[()]]:
-        return LocalStorage, ()  # in another process it needs none
+        return LocalStorage, ()  # in another process it needs no workers
 
     def read(self, paths: Sequence[bytes], allocate: Allocate) -> Payload:
-        return self._ask("read", (list(paths),), self._local.read, allocate)
+        return self._request("read", (list(paths),), self._local.read, allocate)
 
     def read_ranges(
         self, shards: Sequence[Shard], starts: Sequence[int], sizes: Sequence[int], allocate: Allocate
     ) -> Payload:
-        return self._ask("read_ranges", (list(shards), list(starts), list(sizes)), self._local.read_ranges, allocate)
+        arguments = (list(shards), list(starts), list(sizes))
+        return self._request("read_ranges", arguments, self._local.read_ranges, allocate)
 
-    def _ask(self, name: str, arguments: tuple[Any, ...], here: Callable[..., Payload], allocate: Allocate) -> Payload:
-        channel = self._crew.take()
-        if channel is None:
-            return here(*arguments, allocate)
-        taken: list[NDArray[np.uint8]] = []
+    def _request(
+        self, method: str, arguments: tuple[Any, ...], read_here: Callable[..., Payload], allocate: Allocate
+    ) -> Payload:
+        allocated: list[NDArray[np.uint8]] = []
 
-        def take(size: int) -> NDArray[np.uint8]:
-            if not taken:
-                taken.append(allocate(size))
-            return taken[0] if len(taken[0]) >= size else allocate(size)
+        def allocate_once(size: int) -> NDArray[np.uint8]:
+            """The buffer that a lost worker was to fill is not lost."""
+            if not allocated:
+                allocated.append(allocate(size))
+            return allocated[0] if len(allocated[0]) >= size else allocate(size)
 
-        try:
-            payload = _read_there(channel, name, arguments, take)
-        except (OSError, EOFError) as error:
-            self._crew.lose(channel)
-            if self._crew.closed:
-                raise
-            _LOG.warning("a process that reads has ended: %r; a thread reads instead", error)
-            return here(*arguments, take)
-        except BaseException:
-            self._crew.lose(channel)  # in the middle of an answer that nobody will take
-            raise
-        self._crew.give(channel)
-        return payload if payload is not None else here(*arguments, take)
+        def exchange(worker: WorkerConnection) -> Payload | None:
+            worker.send((method, arguments))
+            buffer = allocate_once(worker.answer())
+            if not worker.share(buffer):
+                return None
+            offsets, sizes, errors, prescan, cpu_s = worker.answer()
+            return Payload(buffer=buffer, offsets=offsets, sizes=sizes, errors=errors, prescan=prescan, cpu_s=cpu_s)
+
+        payload = self._pool.request(exchange)
+        if payload is None and self._pool.closed:
+            raise ConnectionAbortedError("this storage was closed while a worker process read from it")
+        return payload if payload is not None else read_here(*arguments, allocate_once)
 
     def load(self, path: str) -> bytes:
         return self._local.load(path)
@@ -96,48 +88,38 @@ class ProcessStorage:
         return self._local.scan(shards, scanner)
 
     def close(self) -> None:
-        self._crew.close()
+        self._pool.close()
         self._local.close()
 
 
-def _read_there(channel: Channel, name: str, arguments: tuple[Any, ...], allocate: Allocate) -> Payload | None:
-    """What `LocalStorage` answers there, in a buffer of `allocate`; None if that is not shared memory."""
-    channel.send((name, arguments))
-    buffer = allocate(channel.answer())
-    if not channel.share(buffer):
-        return None
-    offsets, sizes, errors, prescan, cpu_s = channel.answer()
-    return Payload(buffer=buffer, offsets=offsets, sizes=sizes, errors=errors, prescan=prescan, cpu_s=cpu_s)
+# --- the worker -------------------------------------------------------------------------------------------------------
 
 
-# --- in the process ---------------------------------------------------------------------------------------------------
-
-
-class _Refused(Exception):
+class _NotShared(Exception):
     """The buffer is not shared memory."""
 
 
 def prepare(setup: bytes) -> Prescan | None:
-    """What is to be done with what is read."""
+    """The unpickled prescan."""
     prescan: Prescan | None = pickle.loads(setup)
     return prescan
 
 
-def work(peer: Peer, prescan: Prescan | None) -> None:
-    """Answers until nobody asks any more."""
+def work(connection: ParentConnection, prescan: Prescan | None) -> None:
+    """Answers requests until the connection is closed."""
     storage = LocalStorage()
 
-    def take(size: int) -> NDArray[np.uint8]:
-        peer.send(size)
-        memory = peer.memory()
+    def allocate(size: int) -> NDArray[np.uint8]:
+        connection.send(size)
+        memory = connection.memory()
         if memory is None:
-            raise _Refused
+            raise _NotShared
         return memory
 
     while True:
-        name, arguments = peer.recv()
-        begun = time.thread_time()
-        with suppress(_Refused):
-            payload: Payload = getattr(storage, name)(*arguments, take)
+        method, arguments = connection.recv()
+        start = time.thread_time()
+        with suppress(_NotShared):
+            payload: Payload = getattr(storage, method)(*arguments, allocate)
             found = prescan(payload) if prescan is not None else None
-            peer.send((payload.offsets, payload.sizes, payload.errors, found, time.thread_time() - begun))
+            connection.send((payload.offsets, payload.sizes, payload.errors, found, time.thread_time() - start))

@@ -252,13 +252,14 @@ def _gpu_preprocessor(program: Program, device: torch.device) -> Preprocessor | 
     """What preprocesses on a GPU, or None where it cannot: the CPU does then."""
     from gpuflow.execute.device_stream import Delivery
     from gpuflow.execute.gpu_backend import on_gpu
-    from gpuflow.runtime.buffers import BytePool, pinned
+    from gpuflow.runtime.buffers import BytePool
+    from gpuflow.runtime.memory import pinned
     from gpuflow.torchpipe.gpu_preprocessor import GpuPreprocessor
 
     delivery = Delivery(device)
     runner = on_gpu(program, delivery).gpu
     pool = BytePool(make=pinned)
-    return GpuPreprocessor(runner, delivery, take=pool.take, give=pool.give) if runner is not None else None
+    return GpuPreprocessor(runner, delivery, take=pool.acquire, give=pool.release) if runner is not None else None
 
 
 class ModelNode:

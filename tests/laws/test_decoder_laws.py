@@ -27,9 +27,9 @@ from gpuflow.decode.libjpeg_turbo import find_library
 from gpuflow.decode.preset import Preset
 from gpuflow.errors import BadSampleError, DecoderError
 from gpuflow.execute.cpu import CpuRunners
-from gpuflow.loader.decode_workers import Workers
+from gpuflow.loader.decode_workers import DecodeWorkers
 from gpuflow.pipeline.program import Program
-from gpuflow.runtime.buffers import shared
+from gpuflow.runtime.memory import shared
 from gpuflow.stages import Decode, Normalize, RandomResizedCrop, Resize
 from gpuflow.torchpipe.cpu_preprocessor import CpuPreprocessor
 from gpuflow.torchpipe.graph import chain
@@ -107,7 +107,7 @@ class Processes:
     program = "region"
 
     def __init__(self) -> None:
-        self._workers = Workers(REGION, MemorySource(list(POOL)), threads=2, processes=2)
+        self._workers = DecodeWorkers(REGION, MemorySource(list(POOL)), threads=2, processes=2)
 
     def run(self, numbers: Sequence[int]) -> list[Outcome]:
         found = []

@@ -28,7 +28,7 @@ from gpuflow.loader.lowering import Feed
 from gpuflow.loader.sampler import ShuffledOrder, Steps
 from gpuflow.pipeline.image_spec import STORAGE, as_batch, slot_shape
 from gpuflow.pipeline.stage import Keys
-from gpuflow.runtime.buffers import shared
+from gpuflow.runtime.memory import shared
 from gpuflow.sources import Payload, Source
 from gpuflow.stages import STAGES
 from tests import datasets
@@ -148,7 +148,7 @@ def rows(batch: Assembly) -> list[Row]:
 
 def await_processes(feed: Feed, epoch: Callable[[int], Iterator[Assembly]]) -> None:
     with deadline(60):
-        while feed._workers is None or feed._workers._starting or not feed._workers.ready():
+        while feed._workers is None or feed._workers.counts()["starting"] or not feed._workers.ready():
             for _ in epoch(0):
                 time.sleep(0.01)
 

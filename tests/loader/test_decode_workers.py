@@ -20,7 +20,7 @@ import gpuflow
 from gpuflow.config import RunSpec
 from gpuflow.config.resources import processes_of
 from gpuflow.errors import BadSampleError
-from gpuflow.loader.decode_workers import Outcome, Workers
+from gpuflow.loader.decode_workers import DecodeWorkers, Outcome
 from gpuflow.loader.loader import Loader
 from gpuflow.pipeline.stage import Keys
 from gpuflow.sources import Allocate, Payload, Source
@@ -62,16 +62,18 @@ def folder(tmp_path: Path) -> Path:
 def made_elsewhere(loader: Loader, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Whether each chunk from now on was decoded by a process."""
     found: list[bool] = []
-    run = Workers.run
+    run = DecodeWorkers.run
 
-    def told(self: Workers, indices: Sequence[int], keys: Keys, slots: NDArray[Any], start: int) -> Outcome | None:
+    def told(
+        self: DecodeWorkers, indices: Sequence[int], keys: Keys, slots: NDArray[Any], start: int
+    ) -> Outcome | None:
         outcome = run(self, indices, keys, slots, start)
         found.append(outcome is not None)
         return outcome
 
-    monkeypatch.setattr(Workers, "run", told)
+    monkeypatch.setattr(DecodeWorkers, "run", told)
     with deadline(60):
-        while loader._feed._workers is None or loader._feed._workers._starting:  # until then threads decode
+        while loader._feed._workers is None or loader._feed._workers.counts()["starting"]:  # until then threads decode
             with suppress(BadSampleError):
                 for _ in loader:
                     time.sleep(0.02)
@@ -172,7 +174,7 @@ if __name__ == "__main__":
     import logging; logging.basicConfig()
     with loader_of(Mine.of(9), processes=3, threads=4) as loader:
         end = time.monotonic() + 30
-        while loader._feed._workers is None or (loader._feed._workers._starting and time.monotonic() < end):
+        while loader._feed._workers is None or (loader._feed._workers.counts()["starting"] and time.monotonic() < end):
             assert len(epoch_rows(loader)) == 3
     print("done")
 """
@@ -186,18 +188,18 @@ def test_what_a_stage_raises_is_raised_at_its_step(source: Source, monkeypatch: 
     tapped = TappedSource(source, Raise(21, lambda: OSError("the disk is gone")))
     with loader_of(tapped, shuffle=False) as loader:
         expected = fault_of(loader)
-    monkeypatch.setattr("gpuflow.loader.lowering.Workers.__init__", fixed_setup)
+    monkeypatch.setattr("gpuflow.loader.lowering.DecodeWorkers.__init__", fixed_setup)
     with loader_of(tapped, threads=4, processes=2, shuffle=False) as loader:
         step, fault = fault_of(loader)
     assert (step, repr(fault)) == (expected[0], repr(expected[1]))
 
 
-def fixed_setup(self: Workers, program: Any, source: Any, **told: int) -> None:
+def fixed_setup(self: DecodeWorkers, program: Any, source: Any, **told: int) -> None:
     """A lambda cannot be pickled: the processes get a source that raises by itself."""
     real_init(self, program, Faulty(source.source), **told)
 
 
-real_init = Workers.__init__
+real_init = DecodeWorkers.__init__
 
 
 class Faulty:

@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 from gpuflow.decode.chunk_headers import read_headers
 from gpuflow.decode.header_scan import walk
 from gpuflow.loader.read_workers import ProcessStorage
-from gpuflow.runtime.buffers import BytePool, shared, shared_block, shared_keys
+from gpuflow.runtime.buffers import BytePool
+from gpuflow.runtime.memory import shared, shared_block, shared_keys
 from gpuflow.sources import SPARE_BYTES, Payload, SourceSpec, open_source
 from gpuflow.sources.storage import LocalStorage, Shard
 from tests import images
@@ -105,9 +106,9 @@ def test_many_threads_read_at_a_time_also_more_than_there_are_processes(
     pool = BytePool(make=shared)
 
     def work(number: int) -> tuple[int, list[bytes | str]]:
-        payload = storage.read(files[number:], pool.take)
+        payload = storage.read(files[number:], pool.acquire)
         found = samples(payload)
-        pool.give(payload.buffer)
+        pool.release(payload.buffer)
         return number, found
 
     with ThreadPoolExecutor(6) as threads:
@@ -224,7 +225,7 @@ def test_processes_end_with_their_storage_and_with_this_process(files: list[byte
     script = tmp_path / "script.py"  # without a guard around what it does
     script.write_text(
         "import os\n"
-        "from gpuflow.runtime.buffers import shared\n"
+        "from gpuflow.runtime.memory import shared\n"
         "from gpuflow.loader.read_workers import ProcessStorage\n"
         "from gpuflow.sources.storage import LocalStorage\n"
         "storage = ProcessStorage(1)\n"
