@@ -32,7 +32,8 @@ from gpuflow.vocabulary import stage_table
 if TYPE_CHECKING:
     import torch
 
-    from gpuflow.loader.loader import Batch, Loader
+    from gpuflow.loader.batch import Batch
+    from gpuflow.loader.loader import Loader
 
 __all__ = [
     "BadSampleError",
@@ -54,10 +55,14 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    if name in ("Batch", "Loader"):
-        from gpuflow.loader import loader
+    if name == "Batch":
+        from gpuflow.loader.batch import Batch
 
-        return getattr(loader, name)
+        return Batch
+    if name == "Loader":
+        from gpuflow.loader.loader import Loader
+
+        return Loader
     raise AttributeError(f"module 'gpuflow' has no attribute {name!r}")
 
 

@@ -30,7 +30,8 @@ from numpy.typing import NDArray
 import gpuflow
 from gpuflow.loader.bad_samples import BadSamples
 from gpuflow.loader.loader import Loader
-from gpuflow.loader.sampler import ShuffledOrder
+from gpuflow.loader.plan import LoaderPlan
+from gpuflow.loader.sampler import Order, ShuffledOrder
 from gpuflow.pipeline.program import Program, fold
 from gpuflow.pipeline.stage import Pipeline
 from gpuflow.pipeline.validate import trace
@@ -261,12 +262,13 @@ def loader_of(
     timeout: float = 20.0,
     readers: int = 0,
     processes: int = 0,
+    order: Order | None = None,
 ) -> Loader:
     """A loader on any source, put together as `build_loader` does."""
-    return Loader(
+    plan = LoaderPlan(
         program=program(entries),
         source=source,
-        order=ShuffledOrder(size=len(source), seed=seed, shuffle=shuffle),
+        order=order or ShuffledOrder(size=len(source), seed=seed, shuffle=shuffle),
         seed=seed,
         batch_size=batch_size,
         drop_last=drop_last,
@@ -281,6 +283,7 @@ def loader_of(
         processes=processes,
         identity="test",
     )
+    return Loader(plan)
 
 
 T = TypeVar("T")

@@ -57,7 +57,8 @@ def test_a_star_import_gives_what_is_listed() -> None:
 
 
 def test_lazy_names_are_the_real_ones() -> None:
-    from gpuflow.loader.loader import Batch, Loader
+    from gpuflow.loader.batch import Batch
+    from gpuflow.loader.loader import Loader
 
     assert gpuflow.Batch is Batch
     assert gpuflow.Loader is Loader

@@ -13,6 +13,7 @@ from gpuflow.loader.bad_samples import BadSamples
 from gpuflow.loader.cpu_share import cpu_share_of
 from gpuflow.loader.loader import Loader
 from gpuflow.loader.placement import place
+from gpuflow.loader.plan import LoaderPlan
 from gpuflow.loader.read_workers import ProcessStorage
 from gpuflow.loader.sampler import Order, ShardedOrder, ShuffledOrder
 from gpuflow.pipeline.rng import key64
@@ -67,7 +68,7 @@ def build_loader(
         if isinstance(source.storage, LocalStorage) and readers:
             source = source.on(ProcessStorage(readers, placement.gpu.prescan))
         share = cpu_share_of(config, name)
-    return Loader(
+    plan = LoaderPlan(
         program=program,
         source=source,
         order=_order(source, config.source, seed, pipeline),
@@ -90,6 +91,7 @@ def build_loader(
         delivery=placement.delivery,
         gpu=placement.gpu,
     )
+    return Loader(plan)
 
 
 def open_split(config: Config, name: str, whole: Source | None = None) -> Source:

@@ -1,9 +1,9 @@
-"""A batch while it is being filled, and the chunks that fill it."""
+"""What the loop gets (`Batch`), the same while it is being filled (`Assembly`), and the chunks that fill it."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -15,19 +15,47 @@ from numpy.typing import NDArray
 
 from gpuflow.sources import Payload
 
-__all__ = ["Assembly", "Chunk"]
+__all__ = ["Assembly", "Batch", "Chunk"]
+
+
+class Batch(tuple[torch.Tensor, torch.Tensor]):
+    """The pair (images, labels), which is what a training loop unpacks, and what else is known of it.
+
+    images: [N, C, H, W] in the dtype and memory layout that the pipeline ends with. labels: int64 [N].
+    valid: bool [N], false where a sample was wrapped around to fill the last step of several ranks.
+    indices: int64 [N], each sample's index in the source. step: of the epoch, from 0. epoch: from 0.
+    """
+
+    valid: torch.Tensor
+    indices: torch.Tensor
+    step: int
+    epoch: int
+
+    def __new__(cls, pair: Iterable[torch.Tensor], **known: Any) -> Batch:
+        """As `tuple(pair)`, for tools that rebuild a container around moved tensors; other knowledge is then lost."""
+        self = super().__new__(cls, pair)
+        vars(self).update(known)
+        return self
+
+    @property
+    def images(self) -> torch.Tensor:
+        return self[0]
+
+    @property
+    def labels(self) -> torch.Tensor:
+        return self[1]
 
 
 @dataclass(slots=True)
 class Assembly:
     """A batch while it is being filled. Rows are samples.
 
-    indices, labels, valid [B]: what each row holds. kept [B]: false where a bad sample was skipped.
-    unfinished: chunks that are still to come.
-    slots [B, ...]: the pixels, allocated when the first chunk is worked on: an array, or a tensor on the GPU.
-    shared: the last rows, so many, are the CPU's beside a GPU. memory: where it puts them.
-    there: labels, valid and indices on the GPU. They and the slots hold what they should once `ready` has passed.
-    over: no chunk is to come any more, or there is an error, or the epoch is being ended.
+    indices, labels, valid [B]: of each row's sample. kept [B]: false where a bad sample was skipped.
+    unfinished: chunks that are not decoded yet.
+    slots [B, ...]: the pixels, allocated for the first chunk: an array, or a tensor on the GPU.
+    shared: the number of last rows that the CPU decodes next to a GPU. memory: where it decodes them to.
+    there: labels, valid and indices on the GPU. They and the slots are complete once the event `ready` has passed.
+    over: done once all chunks are decoded, or there is an error, or the epoch is being ended.
     """
 
     step: int

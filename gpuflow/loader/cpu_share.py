@@ -1,7 +1,7 @@
-"""The part of each batch that the CPU decodes beside the GPU's engines, so that idle cores add to what those can do.
+"""How large a part of each batch the CPU decodes next to the GPU's engines, so that idle cores add to their speed.
 
-It is a part of every batch, and not every so many batches, so that nobody waits for the slower of the two for long:
-the engines take a batch's first rows, the CPU the others, a few at a time and some batches ahead.
+It is a part of each batch, not a batch from time to time, so that neither waits long for the slower one: the engines
+take a batch's first rows, the CPU the others, a few at a time and some batches ahead.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _BACK = 1 / 64
 
 
 class Share:
-    """How large the part is. While somebody waits, it goes where the engines and the CPU need the same time.
+    """How large the part is. While the consumer waits, it moves to where the engines and the CPU need the same time.
 
     For one thread.
 
@@ -38,10 +38,10 @@ class Share:
         self._last: float | None = None
 
     def rows(self, count: int) -> int:
-        """The CPU's rows of a batch of so many. One at least is left to the engines."""
+        """Rows that the CPU decodes of a batch of `count`. One at least is left to the engines."""
         return max(0, min(round(self.part * count), count - 1))
 
-    def follow(self, own: int, *, late: bool, wanted: bool, rate: float) -> None:
+    def update(self, own: int, *, late: bool, wanted: bool, rate: float) -> None:
         """After each batch, of which the engines had `own` rows.
 
         late: the CPU's rows were the last. wanted: the consumer's GPU has nothing to do without the batch.

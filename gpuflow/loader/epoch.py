@@ -1,4 +1,4 @@
-"""One epoch under way: what runs it, who ends it, and how its batches are waited for."""
+"""One epoch under way: the pipeline that runs it, the thread that ends it, and waiting for its batches."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from gpuflow.loader.batch import Assembly
-from gpuflow.runtime.threads import DaemonPool, Gate, Passing, QuickSwitching
+from gpuflow.runtime.admission import Admission, Completion
+from gpuflow.runtime.threads import DaemonPool, QuickSwitching
 
-__all__ = ["START_SECONDS", "STOP_SECONDS", "Machinery", "Run"]
+__all__ = ["START_SECONDS", "STOP_SECONDS", "EpochRun", "RunningPipeline"]
 
 START_SECONDS, STOP_SECONDS = 30.0, 3.0
-_LOOK_SECONDS = 0.002
-_PATIENCE = 8
-"""Batches that a GPU has waited for, one after the other, before the machinery hurries. The first of an epoch are late
-in any case."""
+_POLL_SECONDS = 0.002
+_LATE_BATCHES = 8
+"""Batches in a row that a GPU waits for before the pipeline is told. The first of an epoch are late in any case."""
 _LOG = logging.getLogger(__name__)
 
 
@@ -35,26 +35,27 @@ class _Stoppable(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Machinery:
-    """What runs one epoch.
+class RunningPipeline:
+    """The pipeline of one epoch and its threads.
 
-    finished: its batches in order. begun: SPDL has asked for the first chunk. gate: how many may exist.
-    ahead: how many the CPU may have begun to share in. hurry: told whether the GPU keeps waiting for batches.
+    finished: its batches in order. begun: SPDL has asked for the first chunk. admission: of batches into memory.
+    ahead: of batches whose share the CPU may begin. set_starved: is called with whether the consumer's GPU keeps
+    waiting for batches; None without a GPU that decodes.
     """
 
     pipeline: _Stoppable
     finished: queue.SimpleQueue[Assembly]
     pools: Sequence[DaemonPool]
     begun: threading.Event
-    gate: Gate
-    ahead: Gate
-    hurry: Callable[[bool], None]
+    admission: Admission
+    ahead: Admission
+    set_starved: Callable[[bool], None] | None
     switching: QuickSwitching | None
 
     def stop(self, timeout: float) -> bool:
-        """End the pipeline and its threads; what is under way is waited for. Returns whether all ended in time."""
+        """End the pipeline and its threads, and wait for operations under way. Returns whether all ended in time."""
         deadline = time.monotonic() + timeout
-        self.gate.close()
+        self.admission.close()
         self.ahead.close()
         self.begun.wait(timeout)  # SPDL warns of coroutines that were never awaited when it is stopped before
         try:
@@ -68,99 +69,100 @@ class Machinery:
         return all(ended)
 
 
-class Run:
-    """One epoch's pipeline under way. Letting go of it, on purpose or by dropping it, ends it.
+class EpochRun:
+    """The pipeline of one epoch, from its start to its end. Dropping this, or `request_stop`, ends it.
 
-    A thread of its own begins and ends the machinery: a Ctrl-C in the middle of either, or several in a row, would
+    A thread of its own starts and ends the pipeline: a Ctrl-C in the middle of either, or several in a row, would
     leave threads behind.
 
-    Raises whatever keeps it from beginning.
+    Raises whatever keeps the pipeline from starting.
     """
 
-    def __init__(self, begin: Callable[[], Machinery], culprit: Callable[[], str]) -> None:
-        begun: queue.SimpleQueue[Machinery | BaseException] = queue.SimpleQueue()
+    def __init__(self, begin: Callable[[], RunningPipeline], culprit: Callable[[], str]) -> None:
+        begun: queue.SimpleQueue[RunningPipeline | BaseException] = queue.SimpleQueue()
         end: queue.SimpleQueue[object] = queue.SimpleQueue()
-        # No frame of Python's, at whose beginning a Ctrl-C could come in between. The owner keeps the reference.
+        # Neither callback runs a Python frame, where a Ctrl-C could be raised. The thread keeps the reference.
         collected = weakref.ref(self, end.put)
-        self.let_go: Callable[[], None] = functools.partial(end.put, None)
-        """Ends the epoch, and does not wait for that."""
+        self.request_stop: Callable[[], None] = functools.partial(end.put, None)
+        """Ends the epoch, without waiting for that."""
         self.owner = threading.Thread(
             target=_own, args=(begin, culprit, begun, end, collected), name="gpuflow_epoch", daemon=True
         )
         self.owner.start()
-        machinery = begun.get(timeout=2 * START_SECONDS)
-        if isinstance(machinery, BaseException):
-            raise machinery
-        self._machinery = machinery
-        self._hunger = 0
+        running = begun.get(timeout=2 * START_SECONDS)
+        if isinstance(running, BaseException):
+            raise running
+        self._running = running
+        self._late = 0
 
     def stop(self) -> None:
-        """End the epoch and wait for that, within limits; what is under way comes to its end."""
-        self.let_go()
+        """End the epoch and wait for that, within limits; operations under way are finished."""
+        self.request_stop()
         self.owner.join(2 * STOP_SECONDS)
 
-    def get(self, timeout: float, starved: Callable[[], bool] | None = None) -> Assembly:
-        """The next batch in order. It takes a place of the gate, which `leave` frees.
+    def get(self, timeout: float, gpu_is_idle: Callable[[], bool] | None = None) -> Assembly:
+        """The next batch in order. It stays in flight until `release`.
 
-        starved: whether a GPU has nothing to do without it. Asked while there is none. Once that has been so for
-            several batches, the machinery hurries.
+        gpu_is_idle: whether the consumer's GPU has nothing queued. Called while no batch is ready; once it was idle
+            for several batches in a row, the pipeline is told that the GPU is starved.
 
-        Raises TimeoutError after so many seconds.
+        Raises TimeoutError after `timeout` seconds.
         """
-        finished = self._machinery.finished
+        finished = self._running.finished
         try:
-            if starved is None:
+            if gpu_is_idle is None:
                 return finished.get(timeout=timeout)
             if finished.empty():
-                return self._wait(timeout, starved)
-            self._hunger = max(0, self._hunger - 1)
+                return self._wait(timeout, gpu_is_idle)
+            self._late = max(0, self._late - 1)
             return finished.get(timeout=timeout)
         except queue.Empty:
             raise TimeoutError from None
 
-    def _wait(self, timeout: float, starved: Callable[[], bool]) -> Assembly:
-        machinery, deadline = self._machinery, time.monotonic() + timeout
-        hungry = False
+    def _wait(self, timeout: float, gpu_is_idle: Callable[[], bool]) -> Assembly:
+        running, deadline = self._running, time.monotonic() + timeout
+        set_starved = running.set_starved or (lambda starved: None)
+        was_idle = False
         try:
-            while (left := deadline - time.monotonic()) > _LOOK_SECONDS:
-                starving = starved()
-                hungry = hungry or starving
-                machinery.hurry(starving and self._hunger >= _PATIENCE)
+            while (left := deadline - time.monotonic()) > _POLL_SECONDS:
+                idle = gpu_is_idle()
+                was_idle = was_idle or idle
+                set_starved(idle and self._late >= _LATE_BATCHES)
                 with suppress(queue.Empty):
-                    return machinery.finished.get(timeout=_LOOK_SECONDS)
-            return machinery.finished.get(timeout=max(0.0, left))
+                    return running.finished.get(timeout=_POLL_SECONDS)
+            return running.finished.get(timeout=max(0.0, left))
         finally:
-            machinery.hurry(False)
-            self._hunger = min(2 * _PATIENCE, self._hunger + 1) if hungry else max(0, self._hunger - 1)
+            set_starved(False)
+            self._late = min(2 * _LATE_BATCHES, self._late + 1) if was_idle else max(0, self._late - 1)
 
-    def leave(self, passing: Passing | None = None) -> None:
-        """A batch is not needed any more: now, or once that has come to pass."""
-        self._machinery.gate.leave(passing)
+    def release(self, completion: Completion | None = None) -> None:
+        """A batch is not in flight any more: now, or once `completion` is done."""
+        self._running.admission.release(completion)
 
 
 def _own(
-    begin: Callable[[], Machinery],
+    begin: Callable[[], RunningPipeline],
     culprit: Callable[[], str],
-    begun: queue.SimpleQueue[Machinery | BaseException],
+    begun: queue.SimpleQueue[RunningPipeline | BaseException],
     end: queue.SimpleQueue[object],
-    collected: weakref.ref[Run],
+    collected: weakref.ref[EpochRun],
 ) -> None:
-    """The life of an epoch, on its owner's thread. It ends when something is put in `end`."""
+    """The thread of an epoch: starts its pipeline, waits until something is put in `end`, and ends it."""
     owner = threading.current_thread()
 
-    def leave() -> None:
+    def stop_at_exit() -> None:
         end.put(None)
         owner.join(2 * STOP_SECONDS)
 
-    atexit.register(leave)
+    atexit.register(stop_at_exit)
     try:
-        machinery = begin()
+        running = begin()
     except BaseException as error:
         begun.put(error)
     else:
-        begun.put(machinery)
+        begun.put(running)
         end.get()
-        if not machinery.stop(STOP_SECONDS):
+        if not running.stop(STOP_SECONDS):
             _LOG.warning("a thread stays behind: %s", culprit())
     finally:
-        atexit.unregister(leave)
+        atexit.unregister(stop_at_exit)

@@ -129,8 +129,8 @@ class Stats:
         for meter in self.meters:
             meter.reset()
 
-    def hand_over(self, waited: float, samples: int) -> None:
-        """A batch of so many samples went to the consumer, who waited so many seconds for it."""
+    def count_batch(self, waited: float, samples: int) -> None:
+        """Count a batch of `samples` that the consumer got after waiting `waited` seconds."""
         self._batches += 1
         self._waited += waited
         self.meters[-1].after.change(-samples)

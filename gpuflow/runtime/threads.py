@@ -12,12 +12,11 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
-from contextlib import suppress
-from typing import ParamSpec, Protocol, TypeVar
+from typing import ParamSpec, TypeVar
 
 import torch
 
-__all__ = ["DaemonPool", "Gate", "Passing", "QuickSwitching", "use_torch_threads"]
+__all__ = ["DaemonPool", "QuickSwitching", "use_torch_threads"]
 
 _START_SECONDS, _SHUTDOWN_SECONDS, _LOOK_SECONDS = 30.0, 10.0, 0.001
 
@@ -123,67 +122,3 @@ class QuickSwitching:
                 cls._count -= 1
                 if cls._count == 0 and cls._before > cls._SECONDS:
                     sys.setswitchinterval(cls._before)
-
-
-class Passing(Protocol):
-    """What comes to pass at some time, as a `torch.cuda.Event` does."""
-
-    def query(self) -> bool: ...
-
-
-class Gate:
-    """Lets turns 0, 1, 2, ... in, each once so many have left that no more than `places` are inside.
-
-    In their order, whoever comes first: a later turn that took the place of an earlier one would wait for it for ever.
-    `leave` is one call of a queue, which a Ctrl-C cannot leave half done; only threads without signals should `enter`.
-
-    spare: further places, which `widen` opens one by one.
-    """
-
-    def __init__(self, places: int, spare: int = 0) -> None:
-        self._places: queue.SimpleQueue[Passing | None] = queue.SimpleQueue()
-        self._spare: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self._change = threading.Condition()
-        self._open, self._watched, self._closed = 0, False, False
-        for _ in range(places):
-            self.leave()
-        for _ in range(spare):
-            self._spare.put(None)
-
-    def enter(self, turn: int) -> bool:
-        """Wait until it is this turn. False once the gate is closed, and it always is at the end of an epoch."""
-        with self._change:
-            while self._open <= turn and not self._closed:
-                if self._watched:
-                    self._change.wait()
-                else:
-                    self._watch()
-        return not self._closed
-
-    def _watch(self) -> None:
-        """Wait for one more place, for all who wait. The lock is held before and after, not meanwhile."""
-        self._watched = True
-        self._change.release()
-        try:
-            passing = self._places.get()
-            while passing is not None and not passing.query() and not self._closed:
-                time.sleep(_LOOK_SECONDS)
-        finally:
-            self._change.acquire()
-            self._watched = False
-            self._open += 1
-            self._change.notify_all()
-
-    def leave(self, passing: Passing | None = None) -> None:
-        """Free a place: now, or once that has come to pass."""
-        self._places.put(passing)
-
-    def widen(self) -> None:
-        """Open a spare place for good, if there is one left."""
-        with suppress(queue.Empty):
-            self._places.put(self._spare.get_nowait())
-
-    def close(self) -> None:
-        """Turn away whoever waits or comes."""
-        self._closed = True
-        self.leave()

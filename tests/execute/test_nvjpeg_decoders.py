@@ -13,8 +13,8 @@ import pytest
 
 from gpuflow.errors import LoaderTimeout
 from gpuflow.execute.nvjpeg_decoders import Decoders, Files
-from gpuflow.loader.epoch import _PATIENCE, Machinery, Run
-from gpuflow.runtime.threads import Gate
+from gpuflow.loader.epoch import _LATE_BATCHES, EpochRun, RunningPipeline
+from gpuflow.runtime.admission import Admission
 
 
 class Stream:
@@ -162,8 +162,9 @@ class Consumer:
         begun = threading.Event()
         begun.set()
         idle, finished = self._idle, self._finished
-        self.run = Run(
-            lambda: Machinery(idle, finished, (), begun, Gate(2), Gate(1), idle.hurry, None), lambda: "nobody"
+        self.run = EpochRun(
+            lambda: RunningPipeline(idle, finished, (), begun, Admission(2), Admission(1), idle.hurry, None),
+            lambda: "nobody",
         )
 
     def get(self, starved: Callable[[], bool] | None, *, late: bool = True) -> list[bool]:
@@ -180,7 +181,7 @@ class Consumer:
 def test_the_machinery_hurries_once_the_gpu_has_waited_for_many_batches() -> None:
     consumer = Consumer()
     assert consumer.get(lambda: True, late=False) == [], "nobody had to wait"
-    for _ in range(_PATIENCE):
+    for _ in range(_LATE_BATCHES):
         assert True not in consumer.get(lambda: True), "the first batches of an epoch are late in any case"
     told = consumer.get(lambda: True)
     assert told[0] is True and told[-1] is False, "nobody waits any more"

@@ -25,6 +25,7 @@ from gpuflow.loader.batch import Assembly
 from gpuflow.loader.cpu_share import Share, cpu_share_of
 from gpuflow.loader.decode_workers import decode
 from gpuflow.loader.lowering import Feed
+from gpuflow.loader.plan import LoaderPlan
 from gpuflow.loader.sampler import ShuffledOrder, Steps
 from gpuflow.pipeline.image_spec import STORAGE, as_batch, slot_shape
 from gpuflow.pipeline.stage import Keys
@@ -103,7 +104,7 @@ def feed_of(
     gpu = StandIn(entries, delay)
     order = ShuffledOrder(size=len(source), seed=0, shuffle=told.pop("shuffle", True))
     substitutes: dict[str, Any] = {"gpu": gpu, "delivery": gpu}
-    feed = Feed(
+    plan = LoaderPlan(
         program=gpu.program,
         source=source,
         order=order,
@@ -114,9 +115,11 @@ def feed_of(
         bad=BadSamples(policy=told.pop("policy", "replace"), limit=None, path=None),
         readers=2,
         share=share,
+        device=torch.device("cpu"),
         **substitutes,
         **told,
     )
+    feed = Feed(plan)
 
     def epoch(number: int) -> Iterator[Assembly]:
         steps = Steps(size=len(source), batch_size=batch_size, rank=0, world_size=1, drop_last=False)
@@ -124,7 +127,7 @@ def feed_of(
         try:
             for _ in range(len(steps)):
                 batch = run.get(20)
-                run.leave()
+                run.release()
                 if batch.error is not None:
                     raise batch.error
                 yield batch
@@ -148,14 +151,14 @@ def rows(batch: Assembly) -> list[Row]:
 
 def await_processes(feed: Feed, epoch: Callable[[int], Iterator[Assembly]]) -> None:
     with deadline(60):
-        while feed._workers is None or feed._workers.counts()["starting"] or not feed._workers.ready():
+        while not feed.workers.started or feed.workers.counts()["starting"] or not feed.workers.ready():
             for _ in epoch(0):
                 time.sleep(0.01)
 
 
 @pytest.fixture(autouse=True)
 def _host_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr("gpuflow.loader.lowering.shared_and_pinned", shared)
+    monkeypatch.setattr("gpuflow.runtime.memory.shared_and_pinned", shared)
     monkeypatch.setattr("torch.cuda.set_device", lambda device: None)
     with deadline(120):
         yield
@@ -189,7 +192,7 @@ def test_it_goes_where_both_need_the_same_time(part: float, monkeypatch: pytest.
     for number in range(400):
         rows = share.rows(256)
         late = rows / 10_000 > (256 - rows) / 30_000
-        share.follow(256 - rows, late=late, wanted=True, rate=10_000)
+        share.update(256 - rows, late=late, wanted=True, rate=10_000)
         now[0] += 2 * max(rows / 10_000, (256 - rows) / 30_000) * (number % 2)
     assert 0.22 < share.part < 0.26
 
@@ -197,15 +200,15 @@ def test_it_goes_where_both_need_the_same_time(part: float, monkeypatch: pytest.
 def test_it_stays_where_nobody_waits() -> None:
     share = Share(0.25, threads=1, adapts=True)
     for _ in range(10):
-        share.follow(192, late=False, wanted=False, rate=10_000)
+        share.update(192, late=False, wanted=False, rate=10_000)
     assert share.part == 0.25
 
 
 def test_it_stays_where_it_is_not_to_adapt() -> None:
     share = fixed(0.25)
     for _ in range(10):
-        share.follow(192, late=True, wanted=True, rate=10_000)
-        share.follow(192, late=False, wanted=True, rate=10_000)
+        share.update(192, late=True, wanted=True, rate=10_000)
+        share.update(192, late=False, wanted=True, rate=10_000)
     assert share.part == 0.25
 
 
@@ -214,14 +217,14 @@ def test_the_slower_one_gets_less(delay: float, slow: float, smaller: bool, sour
     """Which of the two is slow is said by a sleep; and somebody waits for every batch."""
     share = Share(0.5, threads=2, adapts=True)
     with feed_of(source, share, delay=delay, batch_size=4) as (feed, _, epoch):
-        work = feed._run_on_cpu
+        work = feed._decoder.run_on_cpu
 
         def slowly(*told: Any) -> Any:
             time.sleep(slow)
             return work(*told)
 
-        feed._run_on_cpu = slowly  # type: ignore[method-assign]
-        feed._hurried = True
+        feed._decoder.run_on_cpu = slowly  # type: ignore[method-assign]
+        feed._gpu_is_idle = True
         for _ in epoch(0):
             pass
         assert share.part < 0.5 if smaller else share.part > 0.5
@@ -259,7 +262,7 @@ def test_bad_samples_are_judged_as_on_the_cpu(policy: str, folder: Path, source:
         expected = epoch_rows(loader)
     with feed_of(source, fixed(0.5), shuffle=False, policy=policy) as (feed, _, epoch):
         assert [rows(batch) for batch in epoch(0)] == expected
-        assert feed._bad.distinct == 3
+        assert feed._plan.bad.distinct == 3
 
 
 def test_a_bad_sample_of_the_share_is_raised(folder: Path, source: Source) -> None:
@@ -324,7 +327,7 @@ def test_it_is_made_ahead_of_batches_that_wait_for_their_memory(source: Source) 
 
 def test_the_memory_is_used_again(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[int] = []
-    monkeypatch.setattr("gpuflow.loader.lowering.shared_and_pinned", lambda size: taken.append(size) or shared(size))
+    monkeypatch.setattr("gpuflow.runtime.memory.shared_and_pinned", lambda size: taken.append(size) or shared(size))
     with feed_of(source, fixed(0.5), batch_size=2) as (feed, _, epoch):
         for _ in epoch(0):
             pass
@@ -332,7 +335,7 @@ def test_the_memory_is_used_again(source: Source, monkeypatch: pytest.MonkeyPatc
         for _ in epoch(1):
             pass
         assert len(taken) - first <= 8, "of 44 batches, whose bytes and pixels need memory"
-        assert feed._pinned._held > 0
+        assert feed._offload._pinned._held > 0
 
 
 # --- the end of an epoch ----------------------------------------------------------------------------------------------

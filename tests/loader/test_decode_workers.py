@@ -73,7 +73,7 @@ def made_elsewhere(loader: Loader, monkeypatch: pytest.MonkeyPatch) -> list[bool
 
     monkeypatch.setattr(DecodeWorkers, "run", told)
     with deadline(60):
-        while loader._feed._workers is None or loader._feed._workers.counts()["starting"]:  # until then threads decode
+        while not loader._feed.workers.started or loader._feed.workers.counts()["starting"]:
             with suppress(BadSampleError):
                 for _ in loader:
                     time.sleep(0.02)
@@ -173,8 +173,8 @@ class Mine(MemorySource): pass
 if __name__ == "__main__":
     import logging; logging.basicConfig()
     with loader_of(Mine.of(9), processes=3, threads=4) as loader:
-        end = time.monotonic() + 30
-        while loader._feed._workers is None or (loader._feed._workers.counts()["starting"] and time.monotonic() < end):
+        workers, end = loader._feed.workers, time.monotonic() + 30
+        while not workers.started or (workers.counts()["starting"] and time.monotonic() < end):
             assert len(epoch_rows(loader)) == 3
     print("done")
 """
@@ -188,7 +188,7 @@ def test_what_a_stage_raises_is_raised_at_its_step(source: Source, monkeypatch: 
     tapped = TappedSource(source, Raise(21, lambda: OSError("the disk is gone")))
     with loader_of(tapped, shuffle=False) as loader:
         expected = fault_of(loader)
-    monkeypatch.setattr("gpuflow.loader.lowering.DecodeWorkers.__init__", fixed_setup)
+    monkeypatch.setattr("gpuflow.loader.decode_workers.DecodeWorkers.__init__", fixed_setup)
     with loader_of(tapped, threads=4, processes=2, shuffle=False) as loader:
         step, fault = fault_of(loader)
     assert (step, repr(fault)) == (expected[0], repr(expected[1]))

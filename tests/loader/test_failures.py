@@ -242,7 +242,7 @@ def test_where_every_sample_is_bad_replacing_ends() -> None:
     assert isinstance(error, TooManyBadSamples)
     assert (steps, str(error)) == (
         0,
-        "all 4 samples are bad, so none can stand in for memory/0.jpg (sample 0): decode: empty: the file has no "
+        "all 4 samples are bad, so none can replace memory/0.jpg (sample 0): decode: empty: the file has no "
         "bytes; run `gpuflow scan` to list them",
     )
 

@@ -185,9 +185,7 @@ def test_an_epoch_may_be_collected_on_the_pipelines_own_threads(where: str) -> N
 
     source = TappedSource(repeated(40, 100), before)
     with nothing_left_behind():
-        loader = loader_of(source, shuffle=False)
-        if where != "in a reading thread":
-            loader._order = loader._feed._order = order  # type: ignore[assignment]
+        loader = loader_of(source, shuffle=False, order=None if where == "in a reading thread" else order)
         gc.collect()
         gc.disable()
         try:

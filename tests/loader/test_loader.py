@@ -17,8 +17,8 @@ import torch
 
 import gpuflow
 from gpuflow.errors import ConfigError, LoaderError
-from gpuflow.loader.loader import Batch
-from gpuflow.runtime.threads import Gate
+from gpuflow.loader.batch import Batch
+from gpuflow.runtime.admission import Admission
 from tests.datasets import (
     COLOURS,
     RAW,
@@ -304,13 +304,13 @@ def test_batches_stay_as_they_are_while_more_are_taken() -> None:
 
 def test_a_thread_that_is_late_finds_memory_for_its_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other threads, with later batches, came first; the consumer waits for the late one alone."""
-    enter = Gate.enter
+    acquire = Admission.acquire
 
-    def late(gate: Gate, turn: int) -> bool:
-        time.sleep(0.3 if turn == 1 else 0)
-        return enter(gate, turn)
+    def late(admission: Admission, number: int) -> bool:
+        time.sleep(0.3 if number == 1 else 0)
+        return acquire(admission, number)
 
-    monkeypatch.setattr(Gate, "enter", late)
+    monkeypatch.setattr(Admission, "acquire", late)
     with loader_of(MemorySource.of(24), batch_size=2, prefetch=1, threads=6, shuffle=False) as loader:
         assert order_of(loader) == list(range(24))
 

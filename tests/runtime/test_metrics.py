@@ -70,7 +70,7 @@ def test_what_waits_between_two_stages_and_before_the_consumer() -> None:
     with decode.work(8):
         time.sleep(0.05)
     time.sleep(0.05)
-    stats.hand_over(0.0, 8)
+    stats.count_batch(0.0, 8)
     stages = stats.read()["stages"]
     assert stages["read"]["waiting"] == pytest.approx(8, rel=0.2), "until decode began, when it last changed"
     assert stages["decode"]["waiting"] == pytest.approx(8 / 3, rel=0.4)
@@ -102,13 +102,13 @@ def test_an_epoch_starts_from_zero_and_ends_its_clock() -> None:
     stats = Stats(meter)
     with meter.work(5):
         pass
-    stats.hand_over(0.5, 5)
+    stats.count_batch(0.5, 5)
     stats.start_epoch(3)
     read = stats.read()
     assert (read["epoch"], read["batches"], read["consumer_wait_s"]) == (3, 0, 0.0)
     assert read["stages"]["read"]["samples"] == 0
-    stats.hand_over(0.25, 0)
-    stats.hand_over(0.25, 0)
+    stats.count_batch(0.25, 0)
+    stats.count_batch(0.25, 0)
     stats.end_epoch()
     at_end = stats.read()
     time.sleep(0.01)

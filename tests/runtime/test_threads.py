@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import queue
 import sys
 import threading
 import time
@@ -12,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from gpuflow.runtime.threads import DaemonPool, Gate, QuickSwitching, use_torch_threads
+from gpuflow.runtime.threads import DaemonPool, QuickSwitching, use_torch_threads
 from tests.datasets import deadline, nothing_left_behind, python
 
 
@@ -107,115 +105,6 @@ def test_a_stuck_thread_does_not_keep_the_process() -> None:
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert time.monotonic() - start < 10
-
-
-def test_a_gate_lets_in_no_more_than_it_has_places() -> None:
-    gate, inside, most = Gate(3), [0], [0]
-    lock, turns = threading.Lock(), itertools.count()
-
-    def work() -> None:
-        for _ in range(50):
-            assert gate.enter(next(turns))
-            with lock:
-                inside[0] += 1
-                most[0] = max(most[0], inside[0])
-            time.sleep(0.0002)
-            with lock:
-                inside[0] -= 1
-            gate.leave()
-
-    threads = [threading.Thread(target=work) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-    assert most == [3] and inside == [0]
-
-
-def test_no_turn_takes_the_place_of_an_earlier_one() -> None:
-    """Else the earlier one would wait for the later ones, and they for whoever wants the earlier one first."""
-    gate, inside = Gate(2), list[int]()
-    entered = queue.SimpleQueue[int]()
-
-    def work(turn: int) -> None:
-        assert gate.enter(turn)
-        entered.put(turn)
-
-    threads = [threading.Thread(target=work, args=(turn,), daemon=True) for turn in (4, 3, 2, 1, 0)]
-    for thread in threads:
-        thread.start()
-        time.sleep(0.02)
-    for left in range(5):
-        while len(inside) < min(left + 2, 5):
-            inside.append(entered.get(timeout=10))
-        assert sorted(inside) == list(range(min(left + 2, 5))) and entered.empty()
-        gate.leave()
-
-
-def test_a_closed_gate_turns_away_whoever_waits_or_comes() -> None:
-    gate = Gate(1)
-    assert gate.enter(0)
-    answers: list[bool] = []
-    waiting = [threading.Thread(target=lambda turn=turn: answers.append(gate.enter(turn))) for turn in (1, 2, 3)]
-    for thread in waiting:
-        thread.start()
-    time.sleep(0.05)
-    assert answers == []
-    gate.close()
-    for thread in waiting:
-        thread.join(5)
-    assert answers == [False] * 3 and not gate.enter(4)
-
-
-class Later:
-    """Comes to pass when told."""
-
-    passed = False
-
-    def query(self) -> bool:
-        return self.passed
-
-
-def test_a_place_is_free_once_what_it_waits_for_has_passed() -> None:
-    gate, later, entered = Gate(1), Later(), threading.Event()
-    assert gate.enter(0)
-    gate.leave(later)
-    waiting = threading.Thread(target=lambda: gate.enter(1) and entered.set())
-    waiting.start()
-    assert not entered.wait(0.05)
-    later.passed = True
-    assert entered.wait(5)
-    waiting.join(5)
-
-
-def test_a_gate_closes_over_what_never_comes_to_pass() -> None:
-    gate, answers = Gate(0), list[bool]()
-    gate.leave(Later())
-    waiting = threading.Thread(target=lambda: answers.append(gate.enter(0)))
-    waiting.start()
-    time.sleep(0.02)
-    gate.close()
-    waiting.join(5)
-    assert answers == [False]
-
-
-def test_a_gate_widens_by_its_spare_places_and_no_more() -> None:
-    gate, inside = Gate(1, spare=2), queue.SimpleQueue[int]()
-
-    def work() -> None:
-        for turn in range(5):
-            if gate.enter(turn):
-                inside.put(turn)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    for widened in range(5):
-        assert inside.get(timeout=5) == widened if widened < 3 else inside.empty()
-        time.sleep(0.02)
-        gate.widen()
-    gate.close()
-    thread.join(5)
-    assert inside.empty()
 
 
 def test_quick_switching_ends_with_the_last_that_wants_it() -> None:

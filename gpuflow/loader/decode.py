@@ -1,0 +1,139 @@
+"""Decoding: the program on a chunk's bytes, into the slots of its batch, on the GPU, by a worker or on this thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpuflow.errors import BadSampleError
+from gpuflow.execute.cpu import CpuRunners
+from gpuflow.loader.batch import Assembly, Chunk
+from gpuflow.loader.decode_workers import DecodeWorkers, decode
+from gpuflow.loader.plan import LoaderPlan
+from gpuflow.loader.read import ChunkReader
+from gpuflow.pipeline.image_spec import STORAGE, slot_shape
+from gpuflow.pipeline.stage import Keys
+from gpuflow.runtime import memory
+from gpuflow.runtime.buffers import SlotPool
+from gpuflow.runtime.metrics import Meter
+from gpuflow.sources import Payload
+
+__all__ = ["ChunkDecoder", "Faults", "Run", "WorkerDecoder"]
+
+Faults = list[BadSampleError | None]
+"""For each sample None, or why it is bad."""
+Run = Callable[[Payload, Keys, Any], Faults]
+"""Runs the program on what was read, into slots, and releases the bytes."""
+
+
+class WorkerDecoder:
+    """Worker processes that read and decode chunks for one loader, from its first epoch on.
+
+    meter: of reading; the workers' reading is added to it.
+    """
+
+    def __init__(self, plan: LoaderPlan, meter: Meter) -> None:
+        self._plan, self._meter = plan, meter
+        self._workers: DecodeWorkers | None = None
+
+    @property
+    def started(self) -> bool:
+        return self._workers is not None
+
+    def start(self) -> None:
+        """Start the workers, without waiting for them; only once, and only if the plan has any."""
+        plan = self._plan
+        if plan.processes and self._workers is None:
+            self._workers = DecodeWorkers(
+                plan.program,
+                plan.source,
+                threads=plan.decode_threads,
+                processes=plan.processes,
+                idle=plan.share is not None,
+            )
+
+    def decode(self, chunk: Chunk, keys: Keys, meter: Meter, slots: NDArray[Any], start: int) -> Faults | None:
+        """Have a worker read and decode a chunk, into slots from `start` on; None if none can now.
+
+        meter: gets the processor time of decoding.
+        """
+        if self._workers is None:
+            return None
+        outcome = self._workers.run(chunk.indices, keys, slots, start)
+        if outcome is None:
+            return None
+        self._meter.add(samples=len(chunk), read_bytes=outcome.read_bytes, busy_s=outcome.read_s)
+        meter.add(busy_s=-outcome.read_s, cpu_s=outcome.cpu_s)
+        return outcome.errors()
+
+    def ready(self) -> bool:
+        """Whether a worker can be asked."""
+        return self._workers is not None and self._workers.ready()
+
+    def counts(self) -> dict[str, int]:
+        """See `DecodeWorkers.counts`; empty before the first epoch, and without workers."""
+        return self._workers.counts() if self._workers is not None else {}
+
+    def close(self) -> None:
+        """Kill the workers."""
+        if self._workers is not None:
+            self._workers.close()
+
+
+class ChunkDecoder:
+    """Decodes chunks for one loader, on any thread. `meter` counts what it did. Owns the slots of batches."""
+
+    def __init__(self, plan: LoaderPlan, reader: ChunkReader, workers: WorkerDecoder) -> None:
+        self._plan, self._reader, self._workers = plan, reader, workers
+        self.meter = Meter("decode", plan.threads, before=reader.meter.after)
+        self._runners = CpuRunners(plan.program)
+        on_gpu = plan.delivery is not None
+        if plan.processes:
+            make = memory.shared_and_pinned if on_gpu else memory.shared
+        else:
+            make = memory.pinned if on_gpu else memory.heap
+        shape, dtype = slot_shape(plan.program.result), np.dtype(STORAGE[plan.program.result.dtype])
+        self._slots = SlotPool((plan.batch_size, *shape), dtype, keep=plan.prefetch + 2, make=make)
+
+    def allocate(self, batch: Assembly) -> None:
+        """Give a batch its slots."""
+        count, gpu = len(batch.positions), self._plan.gpu
+        batch.slots = self._slots.acquire(count) if gpu is None else gpu.slots(count)
+
+    def decode(self, chunk: Chunk, keys: Keys, read: Callable[[Chunk], None]) -> Faults:
+        """Decode a chunk into its slots. `read`: fills in its payload, where that was not read before."""
+        slots = chunk.batch.slots
+        assert slots is not None
+        if self._plan.gpu is None:  # workers next to a GPU decode the CPU's share
+            faults = self._workers.decode(chunk, keys, self.meter, slots, chunk.start)
+            if faults is not None:
+                return faults
+        if chunk.payload is None:
+            read(chunk)
+        assert chunk.payload is not None
+        faults = self.run(chunk.payload, keys, slots[chunk.start : chunk.stop], chunk.prepared)
+        chunk.payload = chunk.prepared = None
+        return faults
+
+    def run(self, payload: Payload, keys: Keys, slots: Any, prepared: Any = None) -> Faults:
+        """The program on what was read, into slots, where the plan says. Releases the bytes."""
+        gpu, delivery = self._plan.gpu, self._plan.delivery
+        if gpu is None or delivery is None:
+            return self.run_on_cpu(payload, keys, slots)
+        faults = gpu.launch(prepared or gpu.prepare(payload, keys), slots)
+        delivery.keep(payload.buffer, self._reader.release)
+        return faults
+
+    def run_on_cpu(self, payload: Payload, keys: Keys, slots: NDArray[Any]) -> Faults:
+        """The program on what was read, into slots, on this thread. Releases the bytes."""
+        faults = decode(self._runners, payload, keys, slots)
+        self._reader.release(payload.buffer)
+        return faults
+
+    def close(self) -> None:
+        """Free the slots that no batch holds, and what decoders keep."""
+        self._slots.clear()
+        self._runners.clear()

@@ -1,0 +1,164 @@
+"""One epoch as the loop sees it: waits for batches, counts them, warns of bad samples, ends the epoch."""
+
+from __future__ import annotations
+
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from gpuflow.errors import LoaderError, LoaderTimeout
+from gpuflow.execute.device_stream import starved
+from gpuflow.loader.batch import Assembly, Batch
+from gpuflow.loader.lowering import Feed
+from gpuflow.loader.plan import LoaderPlan
+from gpuflow.loader.sampler import Steps
+from gpuflow.pipeline.image_spec import as_batch
+from gpuflow.runtime.metrics import Stats
+
+__all__ = ["EpochIterator", "Progress"]
+
+_MANY_BAD = 0.05
+
+
+@dataclass(slots=True)
+class Progress:
+    """How far the consumer is: the epoch, and the position within it, of the next sample that it gets."""
+
+    epoch: int = 0
+    position: int = 0
+    warned_of_many_bad: bool = False
+
+    def move_to(self, epoch: int, position: int) -> None:
+        self.epoch, self.position = epoch, position
+
+
+class EpochIterator(Iterator[Batch]):
+    """The batches of one epoch. The loader refers to it weakly, so that a `break` ends it."""
+
+    def __init__(
+        self, plan: LoaderPlan, feed: Feed, stats: Stats, progress: Progress, epoch: int, steps: Steps
+    ) -> None:
+        self._plan, self._feed, self._stats, self._progress = plan, feed, stats, progress
+        self._epoch, self._steps = epoch, steps
+        self._run = feed.start(epoch, steps)
+        self._step = 0
+        self._end: str | None = None
+        self._last: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+
+    @property
+    def ended(self) -> bool:
+        """Whether it gives no more batches."""
+        return self._end is not None
+
+    def __next__(self) -> Batch:
+        if self._end is None and self._step == len(self._steps):
+            self._progress.move_to(self._epoch + 1, 0)
+            self.close("over", wait=False)
+        if self._end == "over":
+            raise StopIteration
+        if self._end is not None:
+            raise LoaderError(f"epoch {self._epoch} was ended because {self._end}; iterate the loader anew")
+        start = time.perf_counter()
+        try:
+            assembly = self._get()
+            batch = self._batch(assembly)
+        except BaseException:
+            self.close("an error was raised")
+            raise
+        self._step += 1
+        s = self._steps
+        over = self._step == len(s)
+        self._progress.move_to(*((self._epoch + 1, 0) if over else (self._epoch, s.start + self._step * s.stride)))
+        self._stats.count_batch(time.perf_counter() - start, len(assembly.positions))
+        self._warn_of_many_bad()
+        return batch
+
+    def _get(self) -> Assembly:
+        timeout = self._plan.timeout_seconds
+        try:
+            assembly = self._run.get(timeout, None if self._plan.gpu is None else self._gpu_is_idle)
+        except TimeoutError:
+            raise LoaderTimeout(
+                f"no batch within run.timeout_s = {timeout:g} s at step {self._step} of epoch {self._epoch}: "
+                f"{self._feed.culprit()}; raise run.timeout_s if that is to be expected"
+            ) from None
+        if isinstance(assembly.error, StopIteration):  # as itself it would end the consumer's `for` in silence
+            raise LoaderError(
+                f"a stage raised StopIteration at step {self._step} of epoch {self._epoch}; its cause is above"
+            ) from assembly.error
+        if assembly.error is not None:
+            raise assembly.error
+        return assembly
+
+    def _batch(self, assembly: Assembly) -> Batch:
+        images, *rows = self._tensors(assembly)
+        if self._step > 0:  # the batch before is not needed any more, once the GPU has come as far as this one
+            self._run.release(None if assembly.ready is None else self._stream().record_event())
+        if not assembly.kept.all():
+            kept = np.flatnonzero(assembly.kept)
+            if len(kept) == 0:
+                raise LoaderError(
+                    f"step {assembly.step} of epoch {self._epoch} holds nothing but bad samples; "
+                    "run `gpuflow scan` to list them, or set on_error: replace"
+                )
+            images, rows = _select(images, kept), [x[torch.from_numpy(kept)] for x in rows]
+        labels, valid, indices = rows
+        return Batch((images, labels), valid=valid, indices=indices, step=assembly.step, epoch=self._epoch)
+
+    def _tensors(self, assembly: Assembly) -> list[torch.Tensor]:
+        """The batch's images [B, C, H, W], labels, valid, indices; on a GPU safe to use on the current stream."""
+        if assembly.ready is None:
+            rows = (torch.from_numpy(x) for x in (assembly.labels, assembly.valid, assembly.indices))
+            return [as_batch(assembly.slots, self._plan.program.result), *rows]
+        tensors = [assembly.slots, *assembly.there]
+        stream = self._stream()
+        self._last = stream.record_event(), assembly.ready
+        stream.wait_event(assembly.ready)
+        for tensor in tensors:
+            tensor.record_stream(stream)
+        return tensors
+
+    def _gpu_is_idle(self) -> bool:
+        return starved(self._stream(), self._last)
+
+    def _stream(self) -> torch.cuda.Stream:
+        """The consumer's."""
+        return torch.cuda.current_stream(self._plan.device)
+
+    def _warn_of_many_bad(self) -> None:
+        distinct, size = self._plan.bad.distinct, self._steps.size
+        if not self._progress.warned_of_many_bad and distinct > _MANY_BAD * size:
+            self._progress.warned_of_many_bad = True
+            warnings.warn(
+                f"{distinct} of {size} samples are bad so far; run `gpuflow scan` to list them, or set run.max_bad",
+                stacklevel=3,
+            )
+
+    def close(self, reason: str, *, wait: bool = True) -> None:
+        """End the epoch once, which takes a tenth of a second; without `wait` that happens in the background."""
+        if self._end is not None:
+            return
+        self._end = reason
+        self._stats.end_epoch()
+        if wait:
+            self._run.stop()
+        else:
+            self._run.request_stop()
+
+    def __del__(self) -> None:
+        """Does not wait: the collector may run this on a thread of the pipeline, and a Ctrl-C during it is lost."""
+        if hasattr(self, "_end") and not sys.is_finalizing():
+            self.close("it was left", wait=False)
+
+
+def _select(images: torch.Tensor, rows: NDArray[np.int64]) -> torch.Tensor:
+    """These rows of a batch, in the same memory format."""
+    channels_last = images.is_contiguous(memory_format=torch.channels_last) and not images.is_contiguous()
+    chosen = images[torch.from_numpy(rows)]
+    return chosen.contiguous(memory_format=torch.channels_last) if channels_last else chosen

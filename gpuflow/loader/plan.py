@@ -1,0 +1,75 @@
+"""Everything that decides how a loader runs, as one value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from gpuflow.loader.bad_samples import BadSamples
+from gpuflow.loader.cpu_share import Share
+from gpuflow.loader.sampler import Order, Steps
+from gpuflow.pipeline.program import Program
+from gpuflow.sources import Source
+
+if TYPE_CHECKING:
+    from gpuflow.execute.device_stream import ChunkRunner, Delivery
+
+__all__ = ["LoaderPlan"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoaderPlan:
+    """What a loader delivers, and with what means. `gpuflow.loader.assemble` makes it from a configuration.
+
+    Args:
+        program, source: what is done to which samples. order: which sample comes when. seed: of all random draws.
+        batch_size: samples a step. drop_last: leave out an incomplete last step. rank, world_size: of this process.
+        device: where batches are delivered. delivery: to that device if it is a GPU, else None.
+        gpu: decodes on the GPU; None where the CPU decodes.
+        threads: that decode, or that launch work on the GPU. readers: threads that only read, for storage that is
+            waited for; with 0 each decoding thread reads its own chunks, which spares a hand-over.
+        processes: worker processes that the decoding threads (those of `share` if there is one) leave chunks to; they
+            read, too.
+        share: the part of each batch that the CPU decodes next to `gpu`, on threads of its own, or None.
+        prefetch: finished batches that wait for the consumer. timeout_seconds: how long the consumer waits for one.
+        bad: counts bad samples and says what becomes of them.
+        identity: names all that decides which samples come when and as what; states of other loaders are refused by it.
+    """
+
+    program: Program
+    source: Source
+    order: Order
+    seed: int
+    batch_size: int
+    drop_last: bool = False
+    rank: int = 0
+    world_size: int = 1
+    device: torch.device
+    delivery: Delivery | None = None
+    gpu: ChunkRunner | None = None
+    threads: int
+    readers: int = 0
+    processes: int = 0
+    share: Share | None = None
+    prefetch: int
+    timeout_seconds: float = 120.0
+    bad: BadSamples
+    identity: str = ""
+
+    @property
+    def steps(self) -> Steps:
+        """Of a whole epoch."""
+        return Steps(
+            size=self.order.size,
+            batch_size=self.batch_size,
+            rank=self.rank,
+            world_size=self.world_size,
+            drop_last=self.drop_last,
+        )
+
+    @property
+    def decode_threads(self) -> int:
+        """Threads that decode on the CPU."""
+        return self.share.threads if self.share is not None else self.threads

@@ -1,0 +1,54 @@
+"""Reading: the encoded bytes of a chunk's samples, into memory that is used again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpuflow.loader.batch import Chunk
+from gpuflow.loader.plan import LoaderPlan
+from gpuflow.pipeline.stage import Keys
+from gpuflow.runtime import memory
+from gpuflow.runtime.buffers import BytePool
+from gpuflow.runtime.metrics import Meter
+from gpuflow.sources import Payload
+
+__all__ = ["ChunkReader", "keys_of"]
+
+_KEPT_BYTES = 256 << 20
+
+
+def keys_of(plan: LoaderPlan, epoch: int, chunk: Chunk) -> Keys:
+    """The random keys of a chunk's samples."""
+    return Keys(plan.seed, epoch, chunk.batch.positions[chunk.start : chunk.stop])
+
+
+class ChunkReader:
+    """Reads for one loader, on any thread. `meter` counts what it did."""
+
+    def __init__(self, plan: LoaderPlan) -> None:
+        self._plan = plan
+        self.meter = Meter("read", plan.readers or plan.threads)
+        self._bytes = BytePool(keep=_KEPT_BYTES, make=memory.heap if plan.gpu is None else memory.shared_and_pinned)
+
+    def read(self, indices: Sequence[int]) -> Payload:
+        """The bytes of these samples. `release` the payload's buffer once they are decoded."""
+        return self._plan.source.read(indices, self._bytes.acquire)
+
+    def read_chunk(self, epoch: int, chunk: Chunk) -> None:
+        """Read a chunk's samples into its payload and prepare that for the GPU, if there is one."""
+        chunk.payload = self.read(chunk.indices)
+        self.meter.add(read_bytes=sum(chunk.payload.sizes), cpu_s=chunk.payload.cpu_s)
+        if self._plan.gpu is not None:
+            chunk.prepared = self._plan.gpu.prepare(chunk.payload, keys_of(self._plan, epoch, chunk), chunk.indices)
+
+    def release(self, buffer: NDArray[np.uint8]) -> None:
+        """Use a payload's buffer again."""
+        self._bytes.release(buffer)
+
+    def close(self) -> None:
+        """Free the buffers, and close the source."""
+        self._bytes.clear()
+        self._plan.source.close()

@@ -1,0 +1,56 @@
+"""What becomes of bad samples: raised, replaced by others, or skipped, as `on_error` says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from gpuflow.errors import BadSampleError, TooManyBadSamples
+from gpuflow.loader.batch import Assembly, Chunk
+from gpuflow.loader.decode import Run
+from gpuflow.loader.plan import LoaderPlan
+from gpuflow.loader.read import ChunkReader
+from gpuflow.pipeline.stage import Keys
+
+__all__ = ["BadSampleResolver"]
+
+
+class BadSampleResolver:
+    """Applies a loader's policy to its bad samples, on any thread."""
+
+    def __init__(self, plan: LoaderPlan, reader: ChunkReader) -> None:
+        self._plan, self._reader = plan, reader
+
+    def resolve(
+        self, epoch: int, chunk: Chunk, keys: Keys, faults: Sequence[BadSampleError | None], run: Run, slots: Any
+    ) -> None:
+        """Resolve a chunk's bad samples. `run` decodes what replaces them into their slots.
+
+        Raises BadSampleError under `raise`, TooManyBadSamples above the limit or if every sample is bad.
+        """
+        for i, fault in enumerate(faults):
+            if fault is not None:
+                self._resolve(chunk.batch, chunk.start + i, epoch, fault, run, keys[i], slots[i : i + 1])
+
+    def _resolve(
+        self, batch: Assembly, row: int, epoch: int, fault: BadSampleError, run: Run, keys: Keys, slot: Any
+    ) -> None:
+        source, order, bad = self._plan.source, self._plan.order, self._plan.bad
+        index = int(batch.indices[row])
+        fault = fault.located(index, source.path(index))
+        if bad.policy == "raise":
+            raise fault
+        bad.record(fault)
+        if bad.policy == "skip":
+            batch.kept[row] = False
+            return
+        for attempt in range(order.size):
+            index = order.replacement(epoch, int(batch.positions[row]), attempt)
+            (new_fault,) = run(self._reader.read([index]), keys, slot)
+            if new_fault is None:
+                batch.indices[row], batch.labels[row] = index, source.labels[index]
+                return
+            bad.record(new_fault.located(index, source.path(index)))
+        raise TooManyBadSamples(
+            f"all {order.size} samples are bad, so none can replace {fault}; run `gpuflow scan` to list them"
+        )

@@ -1,0 +1,79 @@
+"""How many batches may exist at a time: an ordered semaphore that GPU events can release."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from contextlib import suppress
+from typing import Protocol
+
+__all__ = ["Admission", "Completion"]
+
+_POLL_SECONDS = 0.001
+
+
+class Completion(Protocol):
+    """Something that is done at some time, such as a `torch.cuda.Event`."""
+
+    def query(self) -> bool:
+        """Whether it is done."""
+
+
+class Admission:
+    """Ordered semaphore: admits batch n once fewer than `capacity` of the batches before it are in flight.
+
+    Batches are admitted in order, whichever thread comes first: a later batch that took the place of an earlier one
+    would wait for it for ever. `release` is one call of a queue, which a Ctrl-C cannot interrupt halfway; only threads
+    that get no signals should call `acquire`.
+
+    capacity: batches in flight. spare: how far `grow` can raise that.
+    """
+
+    def __init__(self, capacity: int, spare: int = 0) -> None:
+        self._places: queue.SimpleQueue[Completion | None] = queue.SimpleQueue()
+        self._spare: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._change = threading.Condition()
+        self._admitted, self._watched, self._closed = 0, False, False
+        for _ in range(capacity):
+            self.release()
+        for _ in range(spare):
+            self._spare.put(None)
+
+    def acquire(self, number: int) -> bool:
+        """Wait until batch `number` is admitted. False once this is closed, as it always is at the end of an epoch."""
+        with self._change:
+            while self._admitted <= number and not self._closed:
+                if self._watched:
+                    self._change.wait()
+                else:
+                    self._watch()
+        return not self._closed
+
+    def _watch(self) -> None:
+        """Wait for one more place, on behalf of all waiting threads. Holds the lock before and after, not meanwhile."""
+        self._watched = True
+        self._change.release()
+        try:
+            completion = self._places.get()
+            while completion is not None and not completion.query() and not self._closed:
+                time.sleep(_POLL_SECONDS)
+        finally:
+            self._change.acquire()
+            self._watched = False
+            self._admitted += 1
+            self._change.notify_all()
+
+    def release(self, completion: Completion | None = None) -> None:
+        """A batch is not in flight any more: now, or once `completion` is done."""
+        self._places.put(completion)
+
+    def grow(self) -> None:
+        """Raise the capacity by one for good, if there is a spare place left."""
+        with suppress(queue.Empty):
+            self._places.put(self._spare.get_nowait())
+
+    def close(self) -> None:
+        """Refuse all threads that wait or will come."""
+        self._closed = True
+        self.release()

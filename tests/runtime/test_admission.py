@@ -1,0 +1,119 @@
+"""How many batches are in flight: order, capacity, completion, closing."""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import threading
+import time
+
+from gpuflow.runtime.admission import Admission
+
+
+def test_no_more_are_admitted_than_the_capacity() -> None:
+    admission, inside, most = Admission(3), [0], [0]
+    lock, turns = threading.Lock(), itertools.count()
+
+    def work() -> None:
+        for _ in range(50):
+            assert admission.acquire(next(turns))
+            with lock:
+                inside[0] += 1
+                most[0] = max(most[0], inside[0])
+            time.sleep(0.0002)
+            with lock:
+                inside[0] -= 1
+            admission.release()
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert most == [3] and inside == [0]
+
+
+def test_no_batch_takes_the_place_of_an_earlier_one() -> None:
+    """Else the earlier one would wait for the later ones, and they for whoever wants the earlier one first."""
+    admission, inside = Admission(2), list[int]()
+    entered = queue.SimpleQueue[int]()
+
+    def work(turn: int) -> None:
+        assert admission.acquire(turn)
+        entered.put(turn)
+
+    threads = [threading.Thread(target=work, args=(turn,), daemon=True) for turn in (4, 3, 2, 1, 0)]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.02)
+    for left in range(5):
+        while len(inside) < min(left + 2, 5):
+            inside.append(entered.get(timeout=10))
+        assert sorted(inside) == list(range(min(left + 2, 5))) and entered.empty()
+        admission.release()
+
+
+def test_a_closed_admission_turns_away_whoever_waits_or_comes() -> None:
+    admission = Admission(1)
+    assert admission.acquire(0)
+    answers: list[bool] = []
+    waiting = [threading.Thread(target=lambda turn=turn: answers.append(admission.acquire(turn))) for turn in (1, 2, 3)]
+    for thread in waiting:
+        thread.start()
+    time.sleep(0.05)
+    assert answers == []
+    admission.close()
+    for thread in waiting:
+        thread.join(5)
+    assert answers == [False] * 3 and not admission.acquire(4)
+
+
+class Later:
+    """Comes to pass when told."""
+
+    passed = False
+
+    def query(self) -> bool:
+        return self.passed
+
+
+def test_a_place_is_free_once_its_completion_is_done() -> None:
+    admission, later, entered = Admission(1), Later(), threading.Event()
+    assert admission.acquire(0)
+    admission.release(later)
+    waiting = threading.Thread(target=lambda: admission.acquire(1) and entered.set())
+    waiting.start()
+    assert not entered.wait(0.05)
+    later.passed = True
+    assert entered.wait(5)
+    waiting.join(5)
+
+
+def test_a_admission_closes_over_what_never_comes_to_pass() -> None:
+    admission, answers = Admission(0), list[bool]()
+    admission.release(Later())
+    waiting = threading.Thread(target=lambda: answers.append(admission.acquire(0)))
+    waiting.start()
+    time.sleep(0.02)
+    admission.close()
+    waiting.join(5)
+    assert answers == [False]
+
+
+def test_the_capacity_grows_by_its_spare_places_and_no_more() -> None:
+    admission, inside = Admission(1, spare=2), queue.SimpleQueue[int]()
+
+    def work() -> None:
+        for turn in range(5):
+            if admission.acquire(turn):
+                inside.put(turn)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    for widened in range(5):
+        assert inside.get(timeout=5) == widened if widened < 3 else inside.empty()
+        time.sleep(0.02)
+        admission.grow()
+    admission.close()
+    thread.join(5)
+    assert inside.empty()
