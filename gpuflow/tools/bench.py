@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from gpuflow.errors import GpuflowError, did_you_mean
+from gpuflow.runtime.files import atomic_write
 
 __all__ = ["ARMS", "COLUMNS", "Job", "machine", "measure", "versions", "write_results"]
 
@@ -285,7 +286,7 @@ def row(arm: str, workload: str, metric: str, values: Sequence[float], unit: str
 def write_results(path: Path, rows: Iterable[dict[str, Any]]) -> None:
     """Write rows as a tidy CSV."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="", encoding="utf-8") as file:
+    with atomic_write(path, text=True) as file:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
