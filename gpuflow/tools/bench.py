@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 
 from gpuflow.errors import GpuflowError, did_you_mean
 from gpuflow.runtime.files import atomic_write
@@ -243,7 +244,7 @@ def machine() -> str:
             model = next((line.partition(":")[2].strip() for line in file if line.startswith("model name")), model)
     except OSError:
         pass
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    memory = psutil.virtual_memory().total / 2**30
     return f"{len(os.sched_getaffinity(0))} cores of {model}, {memory:.0f} GiB"
 
 
