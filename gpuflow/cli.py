@@ -470,6 +470,7 @@ def load_test(
     """
     from gpuflow.tools import load_test as loadtest
     from gpuflow.tools.bench import write_results
+    from gpuflow.tools.nvml import load_nvml
 
     counts, files, points = _counts("--clients", clients), loadtest.choose_files(data), []
     with _bar() as bar:
@@ -480,7 +481,7 @@ def load_test(
             points.append(loadtest.measure(load, files, pids=pid))
             bar.update(task, advance=1)
     _out.print(loadtest.render(points), soft_wrap=False)
-    for note in loadtest.notes(points):
+    for note in loadtest.notes(points, gpus_asked=load_nvml() is not None):
         _out.print(_escape(note))
     results = out / "load_test.csv"
     write_results(results, loadtest.rows(points, arm=name, workload=data.name))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,6 +12,7 @@ from typing import Any
 from gpuflow.config import ModelSpec
 from gpuflow.errors import ConfigError, Problem
 from gpuflow.pipeline.stage import ImageSpec
+from gpuflow.runtime.files import atomic_write, cache_folder
 
 __all__ = ["PlanCache", "Platform", "Settings", "cache_directory", "cache_key", "timing_key"]
 
@@ -103,7 +102,7 @@ def cache_directory(model: ModelSpec) -> Path:
     """Where built engines are kept: `serve.model.tensorrt.cache`, else `gpuflow/tensorrt` in the user's cache."""
     if model.tensorrt.cache is not None:
         return Path(model.tensorrt.cache)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gpuflow" / "tensorrt"
+    return cache_folder() / "tensorrt"
 
 
 class PlanCache:
@@ -125,22 +124,14 @@ class PlanCache:
         return content if data[:_DIGEST_BYTES] == _digest(key, content) else None
 
     def store(self, key: str, content: bytes, kind: str = "engine") -> None:
-        """Write whole or not at all: beside the place, to disk, then renamed. Raises ConfigError where it cannot."""
-        partial: Path | None = None
+        """Write the content whole or not at all. Raises ConfigError where the directory cannot be written."""
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(dir=self.directory, prefix=".", delete=False) as file:
-                partial = Path(file.name)
+            with atomic_write(self.path(key, kind)) as file:
                 file.write(_digest(key, content) + content)
-                file.flush()
-                os.fsync(file.fileno())
-            partial.replace(self.path(key, kind))
         except OSError as error:
             rule = f"cannot be written: {error.strerror}: {str(self.directory)!r}; name a directory of yours"
             raise ConfigError([Problem("serve.model.tensorrt.cache", rule)]) from error
-        finally:
-            if partial is not None:
-                partial.unlink(missing_ok=True)
 
 
 def _digest(key: str, content: bytes) -> bytes:

@@ -24,6 +24,7 @@ from gpuflow.parity.text import (
     stage_of,
     verdict,
 )
+from gpuflow.runtime.files import atomic_write
 
 __all__ = ["page", "write_report"]
 
@@ -34,8 +35,9 @@ def write_report(report: Report, folder: Path) -> tuple[Path, Path]:
     """Write parity.json and report.html into a folder, which is made where it does not exist."""
     folder.mkdir(parents=True, exist_ok=True)
     figures, shown = folder / "parity.json", folder / "report.html"
-    figures.write_text(json.dumps(report.as_dict(), indent=2) + "\n", encoding="utf-8")
-    shown.write_text(page(report), encoding="utf-8")
+    for path, text in ((figures, json.dumps(report.as_dict(), indent=2) + "\n"), (shown, page(report))):
+        with atomic_write(path, text=True) as file:
+            file.write(text)
     return figures, shown
 
 

@@ -29,6 +29,7 @@ from gpuflow.pipeline.image_spec import STORAGE, as_batch, slot_shape
 from gpuflow.pipeline.program import Program, fold
 from gpuflow.pipeline.stage import ImageSpec, Keys, Pipeline
 from gpuflow.pipeline.validate import trace
+from gpuflow.runtime.files import atomic_write
 from gpuflow.sources.choose import images_below, spread
 
 __all__ = ["TOLERANCE", "Check", "Exported", "export_model"]
@@ -105,8 +106,8 @@ def export_model(
         program, model, info = _folded(config, whole, trained, info)
     samples = _samples(config, whole, data)
     out.parent.mkdir(parents=True, exist_ok=True)
-    partial = out.with_name(f"{out.stem}.partial{out.suffix}")
-    try:
+    with atomic_write(out, suffix=out.suffix) as file:
+        partial = Path(file.name)
         images = black_images(2, program.result, _CPU)
         if out.suffix == ".onnx":
             _write_onnx(model, images, partial, info, opset)
@@ -116,9 +117,6 @@ def export_model(
         for check in checks:
             if not check.difference <= check.allowed:  # nor if it is no number
                 raise GpuflowError(f"{out}: is not what {path} computes, so it is not written: {check}")
-        partial.replace(out)
-    finally:
-        partial.unlink(missing_ok=True)
     return Exported(path=out, info=info, image=program.result, checks=checks)
 
 

@@ -1,7 +1,7 @@
 """WebDataset-style shards: tar files whose members share a key, `0001.jpg` with `0001.cls` or `0001.json`.
 
 A key is a member's path up to the first dot of its file name. The headers are walked once; where each image lies is
-cached under `$XDG_CACHE_HOME/gpuflow`, and from then on a sample is one read at an offset.
+cached in the user's cache folder (`~/.cache/gpuflow`), and from then on a sample is one read at an offset.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import json
 import os
 import re
 import tarfile
-import tempfile
 import zipfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpuflow.errors import SourceError
+from gpuflow.runtime.files import atomic_write, cache_folder
 from gpuflow.sources.base import SourceSpec
 from gpuflow.sources.hints import missing_path
 from gpuflow.sources.labels import Codes, resolve_labels
@@ -340,9 +340,7 @@ def _cache_path(shards: Sequence[Shard]) -> str:
     """One file for this very list of shards; another size or time of one of them is another file."""
     files = [(s.path if is_remote(s.path) else os.path.abspath(s.path), s.size, s.stamp) for s in shards]
     text = json.dumps([_CACHE_FORMAT, files])
-    home = os.environ.get("XDG_CACHE_HOME", "")
-    home = home if os.path.isabs(home) else os.path.expanduser("~/.cache")
-    return os.path.join(home, "gpuflow", f"tar-{hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}.npz")
+    return str(cache_folder() / f"tar-{hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}.npz")
 
 
 def _load_index(path: str) -> _Index | None:
@@ -362,26 +360,20 @@ def _load_index(path: str) -> _Index | None:
 
 
 def _save_index(path: str, index: _Index) -> None:
-    """Writes the cache in one step. A home that cannot be written to only costs the next run its time."""
+    """Writes the cache. Where that fails the next run indexes the shards again."""
     values = json.dumps(index.values).encode()
     try:
         os.makedirs(os.path.dirname(path), exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=os.path.dirname(path), suffix=".tmp", delete=False) as file:
-            try:
-                np.savez(
-                    file,
-                    images=np.frombuffer(index.images.blob, dtype=np.uint8),
-                    image_starts=index.images.starts,
-                    starts=index.starts,
-                    sizes=index.sizes,
-                    codes=index.codes,
-                    values=np.frombuffer(values, dtype=np.uint8),
-                    shard_sizes=index.shard_sizes,
-                )
-                file.flush()
-                os.replace(file.name, path)
-            except BaseException:
-                os.unlink(file.name)
-                raise
+        with atomic_write(path) as file:
+            np.savez(
+                file,
+                images=np.frombuffer(index.images.blob, dtype=np.uint8),
+                image_starts=index.images.starts,
+                starts=index.starts,
+                sizes=index.sizes,
+                codes=index.codes,
+                values=np.frombuffer(values, dtype=np.uint8),
+                shard_sizes=index.shard_sizes,
+            )
     except OSError:
         return

@@ -23,8 +23,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 
 from gpuflow.errors import GpuflowError, did_you_mean
+from gpuflow.runtime.files import atomic_write
 
 __all__ = ["ARMS", "COLUMNS", "Job", "machine", "measure", "versions", "write_results"]
 
@@ -242,7 +244,7 @@ def machine() -> str:
             model = next((line.partition(":")[2].strip() for line in file if line.startswith("model name")), model)
     except OSError:
         pass
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    memory = psutil.virtual_memory().total / 2**30
     return f"{len(os.sched_getaffinity(0))} cores of {model}, {memory:.0f} GiB"
 
 
@@ -285,7 +287,7 @@ def row(arm: str, workload: str, metric: str, values: Sequence[float], unit: str
 def write_results(path: Path, rows: Iterable[dict[str, Any]]) -> None:
     """Write rows as a tidy CSV."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="", encoding="utf-8") as file:
+    with atomic_write(path, text=True) as file:
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)

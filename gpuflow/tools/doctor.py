@@ -51,6 +51,7 @@ _IN_MEMORY = ("tmpfs", "ramfs")
 _NETWORK = ("nfs", "cifs", "smb", "lustre", "ceph", "gpfs", "beegfs", "glusterfs", "fuse", "9p", "afs", "virtiofs")
 _NEARER = "copy the data to local NVMe, or pack it into tar shards, which saves opening each file"
 _FASTER = "keep the data on a faster disk, such as local NVMe; what fits into memory is cached after the first epoch"
+_GPU_ADVICE = "see whether nvidia-smi works; start a container with --gpus all"
 _HOW_TO_MEND = {
     "torch": "pip install --force-reinstall {pair}",
     "torchvision": "pip install --force-reinstall {pair}; the two must be built for each other",
@@ -135,7 +136,14 @@ def _gpu(
     software: Software,
     environment: Mapping[str, str],
 ) -> Iterator[Finding]:
-    if driver is not None and driver.error is None:
+    if driver is not None and not driver.asked:
+        yield Finding(
+            "driver",
+            "note",
+            "not asked, because nvidia-ml-py is not installed",
+            "pip install 'gpuflow[gpu]' if this machine has an NVIDIA GPU",
+        )
+    elif driver is not None and driver.error is None:
         yield Finding("driver", "ok", f"NVIDIA {driver.version}, for CUDA up to {driver.cuda}")
     elif driver is not None:
         yield Finding(
@@ -160,6 +168,10 @@ def _no_gpu(
     driver: Driver | None, gpu_error: str | None, software: Software, environment: Mapping[str, str]
 ) -> Finding:
     """Why torch sees no GPU."""
+    if driver is not None and not driver.asked:
+        if gpu_error is None:
+            return Finding("GPU", "ok", "none that torch can use; gpuflow runs on the CPU")
+        return Finding("GPU", "problem", f"torch can use none: {gpu_error}", _GPU_ADVICE)
     if driver is None or not driver.gpus:
         return Finding("GPU", "ok", "none here; gpuflow runs on the CPU")
     idle = _many(driver.gpus, "GPU")
@@ -183,12 +195,7 @@ def _no_gpu(
             f"update the driver, or install a torch that is built for CUDA {driver.cuda.partition('.')[0]}",
         )
     why = gpu_error or "it does not say why"
-    return Finding(
-        "GPU",
-        "problem",
-        f"torch cannot use {idle}: {why}",
-        "see whether nvidia-smi works; start a container with --gpus all",
-    )
+    return Finding("GPU", "problem", f"torch cannot use {idle}: {why}", _GPU_ADVICE)
 
 
 def _engines(engines: JpegEngines | None, has_gpu: bool) -> Iterator[Finding]:

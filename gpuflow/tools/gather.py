@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import importlib.metadata
 import os
@@ -12,9 +11,9 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+import psutil
 from numpy.typing import NDArray
 
 from gpuflow.errors import SourceError
@@ -26,17 +25,15 @@ from gpuflow.tools.machine import (
     VARIABLES,
     Cores,
     DiskRate,
-    Driver,
     Gpu,
     Limits,
     Machine,
     Memory,
     Software,
 )
+from gpuflow.tools.nvml import load_nvml, nvidia_driver
 
-__all__ = ["broken_modules", "gather", "nvidia_driver"]
-
-_NVML_NOT_LOADED = 9
+__all__ = ["broken_modules", "gather"]
 
 
 def gather(
@@ -58,7 +55,7 @@ def gather(
     gpus, gpu_error = ((), None) if broken else _gpus()
     machine = Machine(
         software=_software(broken),
-        driver=nvidia_driver(),
+        driver=nvidia_driver(load_nvml()),
         gpus=gpus,
         gpu_error=gpu_error,
         environment={name: os.environ[name] for name in VARIABLES if name in os.environ},
@@ -128,25 +125,6 @@ def _software(broken: Mapping[str, str]) -> Software:
     return Software(python=platform.python_version(), versions=versions, broken=broken, cuda=cuda)
 
 
-def nvidia_driver(load: Callable[[str], Any] = ctypes.CDLL) -> Driver | None:
-    """What the driver's own library, NVML, says of it; None where there is none. Source of the calls: `nvml.h`."""
-    try:
-        nvml = load("libnvidia-ml.so.1")
-    except OSError:
-        return None
-    if status := nvml.nvmlInit_v2():
-        nvml.nvmlErrorString.restype = ctypes.c_char_p
-        return None if status == _NVML_NOT_LOADED else Driver(error=nvml.nvmlErrorString(status).decode())
-    version, cuda, gpus = ctypes.create_string_buffer(96), ctypes.c_int(), ctypes.c_uint()
-    nvml.nvmlSystemGetDriverVersion(version, len(version))
-    nvml.nvmlSystemGetCudaDriverVersion_v2(ctypes.byref(cuda))
-    nvml.nvmlDeviceGetCount_v2(ctypes.byref(gpus))
-    nvml.nvmlShutdown()
-    return Driver(
-        version=version.value.decode(), cuda=f"{cuda.value // 1000}.{cuda.value % 1000 // 10}", gpus=gpus.value
-    )
-
-
 def _gpus() -> tuple[tuple[Gpu, ...], str | None]:
     """The GPUs that torch can use; if there are none, what it says about that."""
     import torch
@@ -194,7 +172,7 @@ def _limits() -> Limits:
     return Limits(
         open_files=known(soft),
         open_files_hard=known(hard),
-        open_now=len(os.listdir("/proc/self/fd")),
+        open_now=psutil.Process().num_fds(),
         locked_bytes=known(locked),
     )
 

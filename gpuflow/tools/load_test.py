@@ -22,7 +22,7 @@ import time
 from asyncio.subprocess import PIPE, Process
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -256,16 +256,17 @@ async def _result(process: Process) -> dict[str, Any]:
 
 async def _watch(pids: Sequence[int], begin: float, end: float) -> dict[str, float | None]:
     """What the service takes from `begin` to `end`: cpu_percent, rss_mb and gpu_percent."""
-    from gpuflow.tools.usage import Gpus, usage_of
+    from gpuflow.tools.nvml import GpuUtilization, load_nvml
+    from gpuflow.tools.usage import usage_of
 
-    gpus = Gpus()
-    await asyncio.sleep(begin - time.monotonic())
-    first, rates, most = usage_of(pids), [], 0
-    while time.monotonic() < end:
-        await asyncio.sleep(min(_SAMPLE_SECONDS, max(0.0, end - time.monotonic())))
-        rates.append(gpus.percents())
-        most = max(most, used.rss_bytes if (used := usage_of(pids)) is not None else 0)
-    last = usage_of(pids)
+    with closing(GpuUtilization(load_nvml())) as gpus:
+        await asyncio.sleep(begin - time.monotonic())
+        first, rates, most = usage_of(pids), [], 0
+        while time.monotonic() < end:
+            await asyncio.sleep(min(_SAMPLE_SECONDS, max(0.0, end - time.monotonic())))
+            rates.append(gpus.percents())
+            most = max(most, used.rss_bytes if (used := usage_of(pids)) is not None else 0)
+        last = usage_of(pids)
     if not pids or first is None or last is None:
         return {}
     means = [math.fsum(rate) / len(rates) for rate in zip(*rates, strict=False)]
@@ -326,8 +327,8 @@ def _text(value: float | None) -> str:
     return "-" if value is None else f"{value:,.0f}" if value >= 100 or value == round(value) else f"{value:.1f}"
 
 
-def notes(points: Sequence[Point]) -> list[str]:
-    """What one should know about these figures."""
+def notes(points: Sequence[Point], *, gpus_asked: bool = True) -> list[str]:
+    """What one should know about these figures. gpus_asked: whether nvidia-ml-py, which asks the GPUs, is installed."""
     made = []
     for point in points:
         if point.errors:
@@ -336,6 +337,8 @@ def notes(points: Sequence[Point]) -> list[str]:
     if all(point.cpu_percent is None for point in points):
         made.append("CPU, memory and GPU of the service are left out: no process here is known to be it (--pid)")
         return made
+    if not gpus_asked:
+        made.append("GPU % is left out: nvidia-ml-py is not installed; pip install 'gpuflow[gpu]'")
     cores = len(os.sched_getaffinity(0))
     most = max(point.clients_cpu_percent for point in points)
     if most > _WORTH_MENTIONING * 100 * cores:

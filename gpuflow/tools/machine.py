@@ -58,12 +58,14 @@ class Software:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Driver:
-    """The NVIDIA driver. cuda: the newest CUDA version that it runs. error: what it says where it does not answer."""
+    """The NVIDIA driver. cuda: the newest CUDA version that it runs. error: what it says where it does not answer.
+    asked: False where nvidia-ml-py, which asks it, is not installed; then nothing is known about it."""
 
     version: str = ""
     cuda: str = ""
     gpus: int = 0
     error: str | None = None
+    asked: bool = True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,6 +18,7 @@ from typing import NamedTuple, TypeVar
 
 import cv2
 import numpy as np
+import psutil
 from numpy.typing import NDArray
 
 from gpuflow.decode.codecs import CpuDecoder, Header, engine_sampling, probe
@@ -245,15 +246,18 @@ def _read_cached(descriptor: int, buffer: memoryview, start: int) -> int | None:
         return None
 
 
-def filesystem_of(path: str, mounts: str = "/proc/self/mountinfo") -> str:
-    """The kind of file system that a path is on: `ext4`, `nfs4`, `tmpfs`. Source of the format: proc(5)."""
+def filesystem_of(path: str, mounts: Sequence[tuple[str, str]] | None = None) -> str:
+    """The kind of file system that a path is on: `ext4`, `nfs4`, `tmpfs`; `unknown` where no mount holds it.
+
+    Args:
+        mounts: directory and kind of each mounted file system, in the order of mounting; by default this machine's.
+    """
+    if mounts is None:
+        mounts = [(mount.mountpoint, mount.fstype) for mount in psutil.disk_partitions(all=True)]
     path, best, kind = os.path.realpath(path), "", "unknown"
-    with open(mounts, encoding="utf-8") as file:
-        for line in file:
-            mount, _, rest = line.partition(" - ")
-            point = mount.split()[4].replace(r"\040", " ")
-            if len(point) >= len(best) and os.path.join(path, "").startswith(os.path.join(point, "")):
-                best, kind = point, rest.split()[0]
+    for directory, mounted in mounts:
+        if len(directory) >= len(best) and os.path.join(path, "").startswith(os.path.join(directory, "")):
+            best, kind = directory, mounted
     return kind
 
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gpuflow.errors import ConfigError, MissingExtra, Problem
+from gpuflow.runtime.files import atomic_write
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -156,9 +157,8 @@ def _occupied(root: Path, found: str) -> ConfigError:
 
 def _write(path: Path, data: bytes) -> int:
     """Write a whole file or none; its size in bytes."""
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_bytes(data)
-    partial.replace(path)
+    with atomic_write(path) as file:
+        file.write(data)
     return len(data)
 
 

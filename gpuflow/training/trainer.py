@@ -19,6 +19,7 @@ from gpuflow.errors import ConfigError, LoaderError, Problem, StateError, did_yo
 from gpuflow.loader.assemble import build_loader, open_whole
 from gpuflow.loader.sampler import Steps
 from gpuflow.pipeline.rng import key64
+from gpuflow.runtime.files import atomic_write
 from gpuflow.runtime.ranks import Group, Ranks, process_group
 
 __all__ = ["Accuracy", "Trainer", "TrainerEvents"]
@@ -200,9 +201,8 @@ class Trainer:
             "train_preprocessing": self.train_loader.preprocessing,
         }
         self.checkpoint.parent.mkdir(parents=True, exist_ok=True)
-        partial = self.checkpoint.with_suffix(".pt.partial")
-        torch.save(state, partial)
-        partial.replace(self.checkpoint)
+        with atomic_write(self.checkpoint) as file:
+            torch.save(state, file)
         return self.checkpoint
 
     def _resume(self) -> None:

@@ -236,6 +236,34 @@ def test_why_torch_sees_no_gpu(changes: dict[str, Any], expected: Finding) -> No
     assert only("GPU", replace(machine, **changes)) == expected
 
 
+@pytest.mark.parametrize(
+    ("gpu_error", "expected"),
+    [
+        (None, Finding("GPU", "ok", "none that torch can use; gpuflow runs on the CPU")),
+        (
+            "CUDA unknown error",
+            Finding(
+                "GPU",
+                "problem",
+                "torch can use none: CUDA unknown error",
+                "see whether nvidia-smi works; start a container with --gpus all",
+            ),
+        ),
+    ],
+)
+def test_a_driver_that_was_not_asked(gpu_error: str | None, expected: Finding) -> None:
+    unasked = Finding(
+        "driver",
+        "note",
+        "not asked, because nvidia-ml-py is not installed",
+        "pip install 'gpuflow[gpu]' if this machine has an NVIDIA GPU",
+    )
+    machine = replace(NO_GPU, driver=Driver(asked=False), gpu_error=gpu_error)
+    assert (only("driver", machine), only("GPU", machine)) == (unasked, expected)
+    machine = replace(H100, driver=Driver(asked=False))
+    assert (only("driver", machine), only("GPU", machine)) == (unasked, only("GPU", H100))
+
+
 def test_a_driver_that_does_not_answer() -> None:
     machine = replace(NO_GPU, driver=Driver(error="Driver/library version mismatch"))
     assert only("driver", machine) == Finding(

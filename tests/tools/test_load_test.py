@@ -384,6 +384,9 @@ def test_notes() -> None:
         f"the clients took up to {5 * cores + 1}% of the {100 * cores}% that they share with the service; "
         "with a machine or cores of their own they would leave it more",
     ]
+    assert loadtest.notes([made_up(5)], gpus_asked=False) == [
+        "GPU % is left out: nvidia-ml-py is not installed; pip install 'gpuflow[gpu]'"
+    ]
     far = made_up(5, cpu_percent=None, rss_mb=None, clients_cpu_percent=90.0 * cores)
     assert loadtest.notes([far]) == [
         "CPU, memory and GPU of the service are left out: no process here is known to be it (--pid)"

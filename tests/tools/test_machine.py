@@ -1,21 +1,18 @@
-"""How a machine's values are read: from /proc and control groups, NVML, torch, the environment."""
+"""How a machine's values are read: from control groups, torch, the system, the environment."""
 
 from __future__ import annotations
 
-import ctypes
 import os
 import resource
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from gpuflow.runtime.cpu_budget import available_threads, cpu_quota
 from gpuflow.sources import SourceSpec
-from gpuflow.tools.gather import broken_modules, gather, nvidia_driver
-from gpuflow.tools.machine import Driver
+from gpuflow.tools.gather import broken_modules, gather
 from gpuflow.tools.rates import MANY_READERS
 from tests.datasets import deadline, make_photos, nothing_left_behind
 
@@ -69,75 +66,6 @@ def test_version_1(tmp_path: Path, mount: str, group: str) -> None:
     assert cpu_quota(tmp_path) == 5.0
     files(tmp_path, **{f"{folder}cpu_DOT_cfs_quota_us": "-1\n"})
     assert cpu_quota(tmp_path) is None
-
-
-# --- the driver -------------------------------------------------------------------------------------------------------
-
-
-class FakeText:
-    """A function of a library that returns a text."""
-
-    restype: Any = None
-
-    def __init__(self, text: bytes) -> None:
-        self._text = text
-
-    def __call__(self, status: int) -> bytes:
-        assert self.restype is ctypes.c_char_p
-        return self._text
-
-
-class FakeNvml:
-    """Stands where NVML does: driver 580.65.06, CUDA 13.0, two GPUs. status: what it answers at first."""
-
-    def __init__(self, status: int = 0) -> None:
-        self._status = status
-        self.nvmlErrorString = FakeText(b"Driver/library version mismatch")
-        self.shut = False
-
-    def nvmlInit_v2(self) -> int:
-        return self._status
-
-    def nvmlSystemGetDriverVersion(self, text: Any, length: int) -> int:
-        assert length >= 80
-        text.value = b"580.65.06"
-        return 0
-
-    def nvmlSystemGetCudaDriverVersion_v2(self, version: Any) -> int:
-        version._obj.value = 13000
-        return 0
-
-    def nvmlDeviceGetCount_v2(self, count: Any) -> int:
-        count._obj.value = 2
-        return 0
-
-    def nvmlShutdown(self) -> int:
-        self.shut = True
-        return 0
-
-
-def test_the_driver_is_asked() -> None:
-    nvml, asked = FakeNvml(), []
-
-    def load(name: str) -> FakeNvml:
-        asked.append(name)
-        return nvml
-
-    assert nvidia_driver(load) == Driver(version="580.65.06", cuda="13.0", gpus=2)
-    assert asked == ["libnvidia-ml.so.1"]
-    assert nvml.shut
-
-
-def test_no_driver() -> None:
-    def load(name: str) -> FakeNvml:
-        raise OSError(f"{name}: cannot open shared object file")
-
-    assert nvidia_driver(load) is None
-    assert nvidia_driver(lambda name: FakeNvml(status=9)) is None, "not loaded"
-
-
-def test_a_driver_with_an_error() -> None:
-    assert nvidia_driver(lambda name: FakeNvml(status=18)) == Driver(error="Driver/library version mismatch")
 
 
 # --- this machine -----------------------------------------------------------------------------------------------------

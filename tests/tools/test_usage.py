@@ -1,16 +1,16 @@
-"""What processes take: this one, which is known to work and to listen; GPUs by a stand-in for NVML."""
+"""Processor time and memory of processes, and which of them listen: asked of this one, where both are known."""
 
 from __future__ import annotations
 
-import ctypes
 import os
 import socket
+import subprocess
+import sys
 import time
-from typing import Any, final
 
 import pytest
 
-from gpuflow.tools.usage import Gpus, listeners, usage_of
+from gpuflow.tools.usage import listeners, usage_of
 
 
 def test_processor_time_and_memory_of_this_process() -> None:
@@ -51,45 +51,24 @@ def test_who_listens(family: socket.AddressFamily) -> None:
     assert listeners("localhost", port) == ()
 
 
+def test_all_processes_that_share_a_socket_listen() -> None:
+    code = "import socket, sys; shared = socket.socket(fileno=int(sys.argv[1])); print(flush=True); sys.stdin.read()"
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        child = subprocess.Popen(
+            [sys.executable, "-c", code, str(server.fileno())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,  # a warning about the socket that it leaves open
+            pass_fds=[server.fileno()],
+        )
+        with child:
+            assert child.stdout is not None
+            child.stdout.readline()
+            assert listeners("localhost", server.getsockname()[1]) == tuple(sorted([os.getpid(), child.pid]))
+        assert listeners("localhost", server.getsockname()[1]) == (os.getpid(),)
+
+
 def test_other_machines_are_not_looked_at() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         assert listeners("192.0.2.1", server.getsockname()[1]) == ()
         assert listeners("no.such.host.invalid", server.getsockname()[1]) == ()
-
-
-@final
-class FakeNvml:
-    """Three GPUs that are busy for 10%, 20% and 30%. lost: one that answers no more. status: of the start."""
-
-    def __init__(self, *, status: int = 0, lost: int | None = None) -> None:
-        self._status, self._lost = status, lost
-
-    def nvmlInit_v2(self) -> int:
-        return self._status
-
-    def nvmlDeviceGetCount_v2(self, count: Any) -> int:
-        count._obj.value = 3
-        return 0
-
-    def nvmlDeviceGetHandleByIndex_v2(self, index: int, handle: Any) -> int:
-        handle._obj.value = 1000 + index
-        return 0
-
-    def nvmlDeviceGetUtilizationRates(self, handle: ctypes.c_void_p, rates: Any) -> int:
-        assert handle.value is not None
-        index = handle.value - 1000
-        rates._obj[0], rates._obj[1] = 10 * (index + 1), 99
-        return 15 if index == self._lost else 0
-
-
-def test_gpus() -> None:
-    assert Gpus(lambda name: FakeNvml()).percents() == [10, 20, 30]
-    assert Gpus(lambda name: FakeNvml(lost=1)).percents() == [10, 30]
-
-
-def test_no_gpus() -> None:
-    def absent(name: str) -> Any:
-        raise OSError(name)
-
-    assert Gpus(absent).percents() == []
-    assert Gpus(lambda name: FakeNvml(status=9)).percents() == []

@@ -1,0 +1,81 @@
+"""Writes a file whole or not at all, and names the folder for cached files."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import stat
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import IO, Any, BinaryIO, Literal, TextIO, overload
+
+import platformdirs
+
+__all__ = ["atomic_write", "cache_folder"]
+
+
+def cache_folder() -> Path:
+    """The folder for files that can be made again: `gpuflow` in `$XDG_CACHE_HOME`, by default in `~/.cache`."""
+    return platformdirs.user_cache_path("gpuflow", appauthor=False)
+
+
+@overload
+def atomic_write(
+    path: str | os.PathLike[str], *, text: Literal[False] = False, suffix: str = ...
+) -> AbstractContextManager[BinaryIO]: ...
+
+
+@overload
+def atomic_write(
+    path: str | os.PathLike[str], *, text: Literal[True], suffix: str = ...
+) -> AbstractContextManager[TextIO]: ...
+
+
+def atomic_write(
+    path: str | os.PathLike[str], *, text: bool = False, suffix: str = ".partial"
+) -> AbstractContextManager[Any]:
+    """Open a temporary file in the directory of `path`, which replaces `path` when the block ends without an exception.
+
+    Readers see the old file or the new one, never a part, and so does a machine that loses power. After an exception of
+    any kind the old file is as it was and the temporary one is gone. Where several write at once, the last to end wins.
+    The new file has the permissions of the old one; without an old one, those that the umask gives.
+
+    Args:
+        path: the file to write. Its directory must exist.
+        text: open it for text in UTF-8, newlines as written; otherwise for bytes.
+        suffix: how the temporary file's name ends, for writers that open `file.name` and choose a format by it.
+    """
+    return _replacing(Path(path), text, suffix)
+
+
+@contextmanager
+def _replacing(path: Path, text: bool, suffix: str) -> Iterator[IO[Any]]:
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}{suffix}")
+    mode = _mode(path)
+
+    def create(name: str, flags: int) -> int:
+        """Where the mode is that of an old file, nobody else may read the new one before it has that mode."""
+        return os.open(name, flags, 0o666 if mode is None else 0o600)
+
+    form = {"mode": "x", "encoding": "utf-8", "newline": ""} if text else {"mode": "xb"}
+    file: IO[Any] = open(partial, **form, opener=create)  # type: ignore[call-overload]  # noqa: SIM115
+    try:
+        with file:
+            yield file
+            file.flush()
+            if mode is not None:
+                partial.chmod(mode)
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def _mode(path: Path) -> int | None:
+    """A file's permissions; None if there is no such file."""
+    try:
+        return stat.S_IMODE(path.stat().st_mode)
+    except FileNotFoundError:
+        return None
