@@ -390,7 +390,7 @@ def parity(
     torchvision by more than the stages declare.
     """
     from gpuflow.parity import render, study, write_report
-    from gpuflow.torchpipe.running_graph import skip_cleanup
+    from gpuflow.torchpipe.adapter import skip_cleanup
 
     if tolerance is not None and against is None:
         raise ValueError(f"--tolerance: goes with --against A B, got {tolerance:g} alone")

@@ -6,7 +6,6 @@ result stays empty, and its neighbours go on: torchpipe fails a whole batch for 
 
 from __future__ import annotations
 
-import ctypes
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
@@ -24,6 +23,7 @@ from gpuflow.pipeline.image_spec import STORAGE, as_batch, slot_shape
 from gpuflow.pipeline.program import Program
 from gpuflow.pipeline.stage import Keys
 from gpuflow.runtime.threads import use_torch_threads
+from gpuflow.torchpipe.adapter import keep_thread_state
 from gpuflow.torchpipe.graph import program_from_json
 from gpuflow.torchpipe.request_queue import Backlog, Request, Waiting
 
@@ -135,14 +135,6 @@ def _engines(parameters: Mapping[str, str], program: Program) -> Sequence[Engine
     return engines
 
 
-def _stay_known() -> None:
-    """Let Python keep what it knows of this thread, one of torchpipe's, on which an instance is made and runs.
-
-    It would make that anew for each batch, with memory from the system: a fifth fewer requests a second.
-    """
-    ctypes.pythonapi.PyGILState_Ensure()  # and no PyGILState_Release: these threads last as long as the process
-
-
 def _program(parameters: Mapping[str, str]) -> Program:
     from gpuflow.vocabulary import stage_table  # torchpipe makes the nodes, so nobody can hand the table in
 
@@ -158,7 +150,7 @@ class PreprocessNode:
 
     def init(self, params: Any, options: object = None) -> None:
         parameters = dict(params.items())
-        _stay_known()
+        keep_thread_state()
         use_torch_threads(1)
         program = _program(parameters)
         processes = int(parameters.get("processes", 0))
@@ -269,7 +261,7 @@ class ModelNode:
 
     def init(self, params: Any, options: object = None) -> None:
         parameters = dict(params.items())
-        _stay_known()
+        keep_thread_state()
         use_torch_threads(1)  # until the engine says otherwise
         program = _program(parameters)
         self._session = _session(parameters, program)

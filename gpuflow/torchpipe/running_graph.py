@@ -1,22 +1,7 @@
-"""Runs graphs on torchpipe. The only file that imports it, and the place where its traps are dealt with:
-
-- The names of nodes are global to a process; neither they nor their threads are ever freed. Each graph gets a prefix of
-  its own. A closed one lets go of models and buffers, and its threads sleep on.
-- Freeing a graph joins its threads with the GIL held, which they may be waiting for, and takes half a second. None is.
-- It logs on stdout, errors of requests too. Its logger is turned off; what goes wrong is raised anyway.
-- A forked child waits for threads that it does not have, at its exit at the latest.
-
-Its scheduler is the package omniback, which is all that gpuflow's own nodes need. torchpipe, whose operators presets
-and TensorRT need, compiles parts of itself when it is first imported where there is a GPU.
-"""
+"""Runs a graph: submits requests to torchpipe, tracks them until they are answered, closes the graph."""
 
 from __future__ import annotations
 
-import atexit
-import ctypes
-import importlib.metadata
-import importlib.util
-import itertools
 import os
 import threading
 import weakref
@@ -31,8 +16,16 @@ from torch.utils.dlpack import from_dlpack
 
 from gpuflow.decode import self_test
 from gpuflow.decode.preset import CANNOT_DECODE
-from gpuflow.errors import BadSampleError, DecoderError, MissingExtra, PredictorError
+from gpuflow.errors import BadSampleError, DecoderError, PredictorError
 from gpuflow.runtime.threads import DaemonPool
+from gpuflow.torchpipe.adapter import (
+    Pipe,
+    import_operators,
+    register_nodes,
+    skip_cleanup,
+    turn_off_batching,
+    unique_prefix,
+)
 from gpuflow.torchpipe.graph import OURS, PREDICT, Graph
 from gpuflow.torchpipe.nodes import SESSIONS, ModelNode, PredictNode, PreprocessNode, Session
 from gpuflow.torchpipe.request_queue import Backlog, Request
@@ -40,73 +33,28 @@ from gpuflow.torchpipe.request_queue import Backlog, Request
 if TYPE_CHECKING:
     from gpuflow.engines import Engine
 
-__all__ = ["RunningGraph", "register", "skip_cleanup"]
+__all__ = ["RunningGraph", "register"]
 
 T = TypeVar("T")
 
 _EXIT_SECONDS = 10.0
 _MOST_CALLERS = 64
-_LOGGER_LEVELS = {"0.2.24": 64}
-"""By omniback's version, where in spdlog's logger its level is, in bytes: after a vtable, a string and a vector."""
-_LEVEL_INFO, _LEVEL_OFF = 2, 6
 
-_lock = threading.Lock()
-_numbers = itertools.count()
-_omniback: Any = None
 _open: weakref.WeakSet[RunningGraph] = weakref.WeakSet()
 
 
 def register() -> None:
-    """Make gpuflow's nodes known to torchpipe, which a graph that it reads from a file needs. Again does nothing.
+    """Make gpuflow's nodes known to torchpipe, which a graph that it reads from a file needs. Later calls do nothing.
 
     Raises:
         MissingExtra: torchpipe is not installed.
     """
-    global _omniback
-    with _lock:
-        if _omniback is None:
-            os.environ.setdefault("TORCHPIPE_SKIP_TENSORRT", str(int(importlib.util.find_spec("tensorrt") is None)))
-            try:
-                import omniback
-            except ModuleNotFoundError as error:
-                raise _missing(error) from error
-            _silence(omniback)
-            for node, kind in zip(OURS, (PreprocessNode, ModelNode, PredictNode), strict=True):
-                omniback.register(node, kind)
-            os.register_at_fork(after_in_child=skip_cleanup)
-            atexit.register(_close_all)  # after omniback's own clean-up was registered, so it runs before that
-            _omniback = omniback
-
-
-def _missing(error: ModuleNotFoundError) -> ImportError:
-    """What to raise where torchpipe, or something that it needs, is not installed."""
-    return MissingExtra("serving", "torchpipe", "serve") if error.name in ("omniback", "torchpipe") else error
-
-
-def _silence(omniback: Any) -> None:
-    """Turn its logger off. It has no setting for that; where the level is in memory is known for some versions."""
-    offset = _LOGGER_LEVELS.get(importlib.metadata.version("omniback"))
-    if offset is not None:
-        logger = omniback.libomniback._ZN2om18default_logger_rawEv
-        logger.restype = ctypes.c_void_p
-        level = ctypes.c_int.from_address(logger() + offset)
-        if level.value == _LEVEL_INFO:
-            level.value = _LEVEL_OFF
-
-
-def skip_cleanup() -> None:
-    """Let this process exit without torchpipe's clean-up, which waits 0.1 s for each thread, one after the other.
-
-    Other C libraries' handlers are skipped with it, so this is for processes of our own, after `close`.
-    """
-    if _omniback is not None:
-        atexit.unregister(_omniback.ffi.cleanup)
-        libc = ctypes.CDLL(None)
-        libc.on_exit(libc._exit, None)  # before the destructors, which would wait too
+    classes = (PreprocessNode, ModelNode, PredictNode)
+    register_nodes(dict(zip(OURS, classes, strict=True)), at_exit=_close_all)
 
 
 def _close_all() -> None:
-    """At exit: what waits is cancelled, what runs may end. A model that hangs does not keep the process."""
+    """At exit: cancel what waits and let what runs finish. A model that hangs does not keep the process alive."""
     ended = [graph.close(_EXIT_SECONDS, cancel=True) for graph in list(_open)]
     if not all(ended):
         skip_cleanup()
@@ -116,9 +64,9 @@ def _release(name: str) -> None:
     SESSIONS.pop(name).close()
 
 
-def _start(pipe: Any, data: bytes, request: Request) -> None:
-    """Hand a request to a graph of gpuflow's own nodes, and do not wait for it."""
-    pipe(_omniback.Dict({"data": data, "request": request, "event": _omniback.Event()}))
+def _start(pipe: Pipe, data: bytes, request: Request) -> None:
+    """Pass a request to a graph of gpuflow's own nodes, without waiting for it."""
+    pipe.start({"data": data, "request": request})
 
 
 class RunningGraph:
@@ -134,27 +82,23 @@ class RunningGraph:
     def __init__(self, graph: Graph, engines: Sequence[Engine] = ()) -> None:
         register()
         if graph.native:
-            try:
-                import torchpipe  # noqa: F401  # brings its operators
-            except ModuleNotFoundError as error:
-                raise _missing(error) from error
-        name = f"gpuflow{next(_numbers)}"
+            import_operators()
+        name = unique_prefix()
         nodes = graph.as_dict(f"{name}.")
         for node in nodes.values():
             if node["backend"] in OURS:
                 node["session"] = name
             if node["backend"] == PREDICT:
-                node["batching_timeout"] = "0"  # off: a request starts an instance, or waits in the backlog
+                turn_off_batching(node)  # a request starts an instance, or waits in the backlog
         self._pid = os.getpid()
         self._idle, self._closed = threading.Condition(), False
         self._under_way: set[Request] = set()
         self._session = SESSIONS[name] = Session(engines)
         try:
-            self._pipe = _omniback.pipe(nodes)
+            self._pipe = Pipe(nodes)
         except Exception as error:
             del SESSIONS[name]
             raise PredictorError(f"torchpipe does not take the graph of {graph.origin}: {error}") from error
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._pipe))  # kept for ever, also when the interpreter ends
         # Errors of torchpipe's own operators reach only those who wait in the call.
         callers = sum(int(node["instance_num"]) * int(node.get("batch", 1)) for node in nodes.values())
         self._callers = DaemonPool(min(callers, _MOST_CALLERS), "serve") if graph.native else None
@@ -204,9 +148,7 @@ class RunningGraph:
         try:
             if self._preset is not None:
                 self._preset.check(np.frombuffer(item["data"], np.uint8))
-            items = _omniback.Dict(item)
-            self._pipe(items)
-            answer = from_dlpack(items["result"])
+            answer = from_dlpack(self._pipe.run(item))
         except BadSampleError as fault:
             answer = fault
         except Exception as error:
@@ -227,7 +169,7 @@ class RunningGraph:
         self._session.check()
         if self._preset is not None:
             try:
-                self._pipe(_omniback.Dict({"data": self_test.JPEG.tobytes()}))  # through the model, too
+                self._pipe.run({"data": self_test.JPEG.tobytes()})  # through the model, too
             except Exception as error:  # whatever torchpipe's operators raise
                 raise DecoderError(
                     "torchpipe does not decode gpuflow's test image; end this process and start another one"
