@@ -83,7 +83,7 @@ class Engine(Protocol):
     def warm_up(self) -> None:
         """Run what `run` will run, so that the first request is not a slow one. On any thread."""
 
-    def settle(self) -> None:
+    def bind_thread(self) -> None:
         """Make what libraries keep for each thread. On the thread that is to call `run`, once the engine is warm."""
 
     def run(self, images: torch.Tensor) -> torch.Tensor:

@@ -65,7 +65,7 @@ class OnnxEngine:
         for size in {1, self.batch}:
             self.run(black_images(size, self._image, self._device))
 
-    def settle(self) -> None:
+    def bind_thread(self) -> None:
         """On a GPU, the libraries' handles, of which onnxruntime has some for each thread."""
         if self._device.type == "cuda":
             self.warm_up()

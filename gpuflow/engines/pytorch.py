@@ -100,7 +100,7 @@ class TorchEngine:
                 on_thread(partial(self._capture, size))
             on_thread(partial(self._run_once, size))
 
-    def settle(self) -> None:
+    def bind_thread(self) -> None:
         """cuDNN's kernels, which torch chooses for each thread anew, a tenth of a second a size; graphs have theirs."""
         if self._stream is not None and self._graphs is None:
             for size in reversed(self._sizes or (1, self.batch)):

@@ -139,7 +139,7 @@ class TensorrtEngine:
         for size in {self._low, self.batch}:
             self.run(black_images(size, self._image, self._device))
 
-    def settle(self) -> None:
+    def bind_thread(self) -> None:
         """TensorRT keeps nothing for a thread."""
 
     def run(self, images: torch.Tensor) -> torch.Tensor:

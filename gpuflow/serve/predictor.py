@@ -318,7 +318,7 @@ class OwnModel:
         for count in (1, self.batch):
             self.run(black_images(count, self._image, self._device))
 
-    def settle(self) -> None:
+    def bind_thread(self) -> None:
         """On a GPU, what torch keeps for each thread."""
         if self._device.type == "cuda":
             self.warm_up()

@@ -28,7 +28,7 @@ from gpuflow.torchpipe.adapter import (
 )
 from gpuflow.torchpipe.graph import OURS, PREDICT, Graph
 from gpuflow.torchpipe.nodes import SESSIONS, ModelNode, PredictNode, PreprocessNode, Session
-from gpuflow.torchpipe.request_queue import Backlog, Request
+from gpuflow.torchpipe.request_queue import Request, RequestQueue
 
 if TYPE_CHECKING:
     from gpuflow.engines import Engine
@@ -38,7 +38,7 @@ __all__ = ["RunningGraph", "register"]
 T = TypeVar("T")
 
 _EXIT_SECONDS = 10.0
-_MOST_CALLERS = 64
+_MAX_CALLERS = 64
 
 _open: weakref.WeakSet[RunningGraph] = weakref.WeakSet()
 
@@ -60,7 +60,7 @@ def _close_all() -> None:
         skip_cleanup()
 
 
-def _release(name: str) -> None:
+def _close_session(name: str) -> None:
     SESSIONS.pop(name).close()
 
 
@@ -70,7 +70,7 @@ def _start(pipe: Pipe, data: bytes, request: Request) -> None:
 
 
 class RunningGraph:
-    """A graph at work. Any thread may submit.
+    """A graph that torchpipe runs. Any thread may submit.
 
     Args:
         graph: what to run. engines: one for each instance of its model node, warmed up; none if it ends with images.
@@ -89,33 +89,35 @@ class RunningGraph:
             if node["backend"] in OURS:
                 node["session"] = name
             if node["backend"] == PREDICT:
-                turn_off_batching(node)  # a request starts an instance, or waits in the backlog
+                turn_off_batching(node)  # a request starts an instance, or waits in the RequestQueue
         self._pid = os.getpid()
         self._idle, self._closed = threading.Condition(), False
-        self._under_way: set[Request] = set()
+        self._requests: set[Request] = set()
         self._session = SESSIONS[name] = Session(engines)
         try:
             self._pipe = Pipe(nodes)
         except Exception as error:
             del SESSIONS[name]
             raise PredictorError(f"torchpipe does not take the graph of {graph.origin}: {error}") from error
-        # Errors of torchpipe's own operators reach only those who wait in the call.
+        # torchpipe reports errors of its own operators only to the thread that waits in the call.
         callers = sum(int(node["instance_num"]) * int(node.get("batch", 1)) for node in nodes.values())
-        self._callers = DaemonPool(min(callers, _MOST_CALLERS), "serve") if graph.native else None
+        self._callers = DaemonPool(min(callers, _MAX_CALLERS), "serve") if graph.native else None
         head = next(iter(nodes.values()))
         if head["backend"] == PREDICT:
             instances, batch = int(head["instance_num"]), int(head["batch"])
-            self._session.backlog = Backlog(partial(_start, self._pipe), instances=instances, batch=batch)
+            self._session.queue = RequestQueue(partial(_start, self._pipe), instances=instances, batch=batch)
         self._preset = graph.preset
-        self._release = weakref.finalize(self, _release, name)  # nothing is under way once nobody knows the graph
+        self._release = weakref.finalize(
+            self, _close_session, name
+        )  # no request is in flight once no reference is left
         self._release.atexit = False
         _open.add(self)
 
     def submit(self, data: bytes, *, wrap: Callable[[torch.Tensor], T], wants_image: bool = False) -> Future[T]:
-        """What `wrap` makes of the logits [K] of one image, or of the image itself as the model gets it, [C, H, W].
+        """What `wrap` returns for the logits [K] of one image, or for the image [C, H, W] that the model gets.
 
-        The future raises BadSampleError for bytes that are no image, PredictorError where the model failed. Cancelled
-        before the model has begun, the image is dropped.
+        The future raises BadSampleError for bytes that are no image, PredictorError where the model failed. A request
+        that is cancelled before the model starts on it is dropped.
 
         Raises:
             PredictorError: the graph is closed, or was made in the parent of this process.
@@ -129,10 +131,10 @@ class RunningGraph:
         with self._idle:
             if self._closed:
                 raise PredictorError("the predictor is closed; load it again")
-            self._under_way.add(request)
+            self._requests.add(request)
         try:
-            if self._session.backlog is not None:
-                self._session.backlog.add(data, request)
+            if self._session.queue is not None:
+                self._session.queue.add(data, request)
             elif self._callers is None:
                 _start(self._pipe, data, request)
             else:
@@ -143,7 +145,7 @@ class RunningGraph:
         return request.future
 
     def _call(self, item: dict[str, Any], request: Request) -> None:
-        """Run an item and wait, for graphs with nodes that know nothing of requests."""
+        """Run an item and wait. For graphs with torchpipe's own operators, which do not answer requests."""
         answer: torch.Tensor | Exception
         try:
             if self._preset is not None:
@@ -157,14 +159,14 @@ class RunningGraph:
                 answer.__cause__ = error
             else:
                 answer = request.fault or PredictorError(f"torchpipe: {str(error).strip().splitlines()[-1]}")
-        if not request.settled:
-            request.settle(answer if isinstance(answer, Exception) else answer.float().cpu().flatten())
+        if not request.answered:
+            request.set_result(answer if isinstance(answer, Exception) else answer.float().cpu().flatten())
 
     def check(self) -> None:
         """Have every instance that decodes decode gpuflow's own test image.
 
         Raises:
-            DecoderError: one fails, also after a new start.
+            DecoderError: one fails, also with a new decoder.
         """
         self._session.check()
         if self._preset is not None:
@@ -177,38 +179,38 @@ class RunningGraph:
 
     def _done(self, request: Request) -> None:
         with self._idle:
-            self._under_way.discard(request)
-            if not self._under_way:
+            self._requests.discard(request)
+            if not self._requests:
                 self._idle.notify_all()
 
     @property
     def in_flight(self) -> int:
-        """How many images are under way."""
-        return len(self._under_way)
+        """Number of images that are submitted and not answered yet."""
+        return len(self._requests)
 
     @property
     def batches(self) -> dict[int, int]:
-        """How often the model ran on so many images at a time."""
+        """How often the model ran, by batch size."""
         return dict(self._session.batches)
 
     def close(self, timeout: float, *, cancel: bool = False) -> bool:
-        """Take no more images, let those under way end, then let go of models and buffers. Again does nothing.
+        """Refuse new images, wait for those in flight, then release models and buffers. Later calls do nothing.
 
         Args:
-            timeout: seconds. cancel: what the model has not begun is dropped.
+            timeout: seconds. cancel: drop what the model has not started on.
 
         Returns:
-            Whether all ended in time. If not, nothing is let go of.
+            Whether all ended in time. If not, nothing is released.
         """
         if os.getpid() != self._pid:
             return True
         with self._idle:
             self._closed = True
-            waiting = list(self._under_way) if cancel else []
+            waiting = list(self._requests) if cancel else []
         for request in waiting:
             request.future.cancel()
         with self._idle:
-            if not self._idle.wait_for(lambda: not self._under_way, timeout):
+            if not self._idle.wait_for(lambda: not self._requests, timeout):
                 return False
         self._release()
         if self._callers is not None:

@@ -42,14 +42,14 @@ class FakeEngine:
         self._model, self._before, self.batch = model, before, batch
         self.counts: list[int] = []
         self.threads: set[int] = set()
-        self.torch_threads = self.settled = 0
+        self.torch_threads = self.bound_thread = 0
         self.closed = self.warm = False
 
     def warm_up(self) -> None:
         self.warm = True
 
-    def settle(self) -> None:
-        self.settled = threading.get_native_id()
+    def bind_thread(self) -> None:
+        self.bound_thread = threading.get_native_id()
 
     def run(self, images: torch.Tensor) -> torch.Tensor:
         assert not self.closed and 1 <= len(images) <= self.batch
