@@ -319,7 +319,7 @@ class OwnModel:
             self.run(black_images(count, self._image, self._device))
 
     def bind_thread(self) -> None:
-        """On a GPU, what torch keeps for each thread."""
+        """On a GPU, torch initialises libraries at a thread's first run."""
         if self._device.type == "cuda":
             self.warm_up()
 

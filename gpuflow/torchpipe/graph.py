@@ -50,7 +50,7 @@ _DEFAULT_TIMEOUT_MS = 2.0
 _GPU_INSTANCES = 2
 """Largest number of instances that preprocess on a GPU for a model that torchpipe runs."""
 _PRESET_INSTANCES = 4
-"""Largest number of instances of torchpipe's GPU decoder. They start one after the other, a second each."""
+"""Largest number of instances of torchpipe's GPU decoder. They start one by one, each in more than a second."""
 
 
 PRESET_OPERATORS = {
