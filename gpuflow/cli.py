@@ -433,12 +433,12 @@ def serve(
 
     The first Ctrl-C or SIGTERM answers what was taken and then exits 0; the second exits at once.
     """
-    from gpuflow.serve.http.app import Limits
+    from gpuflow.serve.http.app import RequestLimits
     from gpuflow.serve.http.server import run
     from gpuflow.serve.predictor import open_predictor
 
     config = _read(path, overrides)
-    limits = Limits(max_body_bytes=round(max_body_mb * 1e6), max_queue=max_queue, timeout_s=timeout_s)
+    limits = RequestLimits(max_body_bytes=round(max_body_mb * 1e6), max_queue=max_queue, timeout_s=timeout_s)
     run(
         lambda: open_predictor(config, device=device),
         name=str(path),
@@ -446,7 +446,7 @@ def serve(
         port=port,
         limits=limits,
         access_log=access_log,
-        say=lambda text: _err.print(_escape(text)),
+        report=lambda text: _err.print(_escape(text)),
     )
 
 
