@@ -390,7 +390,7 @@ def parity(
     torchvision by more than the stages declare.
     """
     from gpuflow.parity import render, study, write_report
-    from gpuflow.torchpipe.running_graph import skip_cleanup
+    from gpuflow.torchpipe.adapter import skip_cleanup
 
     if tolerance is not None and against is None:
         raise ValueError(f"--tolerance: goes with --against A B, got {tolerance:g} alone")
@@ -433,12 +433,12 @@ def serve(
 
     The first Ctrl-C or SIGTERM answers what was taken and then exits 0; the second exits at once.
     """
-    from gpuflow.serve.http.app import Limits
+    from gpuflow.serve.http.app import RequestLimits
     from gpuflow.serve.http.server import run
     from gpuflow.serve.predictor import open_predictor
 
     config = _read(path, overrides)
-    limits = Limits(max_body_bytes=round(max_body_mb * 1e6), max_queue=max_queue, timeout_s=timeout_s)
+    limits = RequestLimits(max_body_bytes=round(max_body_mb * 1e6), max_queue=max_queue, timeout_s=timeout_s)
     run(
         lambda: open_predictor(config, device=device),
         name=str(path),
@@ -446,7 +446,7 @@ def serve(
         port=port,
         limits=limits,
         access_log=access_log,
-        say=lambda text: _err.print(_escape(text)),
+        report=lambda text: _err.print(_escape(text)),
     )
 
 

@@ -31,5 +31,5 @@ def source(folder: Path) -> Source:
 
 def pytest_unconfigure() -> None:
     """Exit at once: torchpipe would wait 0.1 s for each thread of each graph that a test has made."""
-    if "gpuflow.torchpipe.running_graph" in sys.modules:
-        sys.modules["gpuflow.torchpipe.running_graph"].skip_cleanup()
+    if "gpuflow.torchpipe.adapter" in sys.modules:
+        sys.modules["gpuflow.torchpipe.adapter"].skip_cleanup()

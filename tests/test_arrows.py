@@ -69,7 +69,7 @@ def test_one_file_lowers_to_spdl() -> None:
 def test_one_file_runs_torchpipe() -> None:
     """omniback is its scheduler."""
     for package in "torchpipe", "omniback":
-        assert importers([*ENGINE, *STAGE_FILES, *PLOTS], package) == {"gpuflow/torchpipe/running_graph.py"}
+        assert importers([*ENGINE, *STAGE_FILES, *PLOTS], package) == {"gpuflow/torchpipe/adapter.py"}
 
 
 def test_the_engine_gets_the_table_of_stages_as_an_argument() -> None:

@@ -1,4 +1,4 @@
-"""Model engines: what turns a batch of images into logits. One small interface, three libraries.
+"""Model engines: turn a batch of images into logits. One small interface, three libraries.
 
 pytorch    a gpuflow checkpoint (`.pt`) or an exported program (`.pt2`), optionally compiled or as CUDA graphs
 onnx       `.onnx` by onnxruntime, on its CPU or CUDA provider

@@ -1,4 +1,4 @@
-"""The interface of a model engine, what a model file says of itself, and what is checked before one runs."""
+"""The interface of a model engine, the metadata of a model file, and the checks before a model runs."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ __all__ = [
     "METADATA_KEY",
     "Engine",
     "ModelInfo",
-    "aside",
     "black_images",
     "check_batch",
     "check_classes",
     "check_input",
-    "cores_each",
+    "cores_per_instance",
     "model_error",
     "read_model",
     "refuse_other_preprocessing",
+    "run_in_thread",
 ]
 
 METADATA_KEY = "gpuflow"
-"""Under which name an exported file carries its `ModelInfo`, as JSON."""
+"""The key under which an exported file holds its `ModelInfo`, as JSON."""
 
-_ASIDE_SECONDS = 1800.0
+_THREAD_SECONDS = 1800.0
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelInfo:
-    """What a model file says of itself; None where it does not.
+    """The metadata of a model file; None for what the file does not state.
 
-    classes: names of the outputs. preprocessing, stages: `Pipeline.fingerprint` and `Pipeline.lines` of what must stand
-    before the model. folded: the line of the stage that is inside the model, which then takes its uint8 images.
+    classes: names of the outputs. preprocessing, stages: `Pipeline.fingerprint` and `Pipeline.lines` of the pipeline
+    before the model. folded: the line of a stage that is inside the model, which then takes uint8 images.
     """
 
     classes: tuple[str, ...] | None = None
@@ -52,14 +52,14 @@ class ModelInfo:
     folded: str | None = None
 
     def to_json(self) -> str:
-        """With the version of gpuflow that writes it."""
+        """As JSON, with the version of gpuflow that writes it."""
         from gpuflow.version import __version__
 
         return json.dumps({"gpuflow": __version__, **asdict(self)}, ensure_ascii=False)
 
     @classmethod
     def from_json(cls, text: str | None) -> ModelInfo:
-        """The opposite of `to_json`; keys of later versions are passed over. None and "" say nothing."""
+        """From what `to_json` wrote; unknown keys are ignored. None and "" give an empty `ModelInfo`."""
         fields = json.loads(text) if text else {}
         classes, stages = fields.get("classes"), fields.get("stages")
         return cls(
@@ -73,7 +73,8 @@ class ModelInfo:
 class Engine(Protocol):
     """A loaded model. One thread at a time uses an engine; several engines may share weights.
 
-    torch computes with one thread where a graph calls it, unless it asks for more (`use_torch_threads`).
+    A graph calls it on a thread where torch computes with one core; an engine that needs more sets it by
+    `use_torch_threads`.
     """
 
     info: ModelInfo
@@ -81,10 +82,10 @@ class Engine(Protocol):
     """The largest batch that `run` takes."""
 
     def warm_up(self) -> None:
-        """Run what `run` will run, so that the first request is not a slow one. On any thread."""
+        """Run once what requests will run, so that the first request is not slow. On any thread."""
 
-    def settle(self) -> None:
-        """Make what libraries keep for each thread. On the thread that is to call `run`, once the engine is warm."""
+    def bind_thread(self) -> None:
+        """Initialise per-thread library state, on the thread that will call `run`, after `warm_up`."""
 
     def run(self, images: torch.Tensor) -> torch.Tensor:
         """Images [N, C, H, W] as the pipeline gives them, on the engine's device, to float32 logits [N, K] on the CPU.
@@ -98,26 +99,27 @@ class Engine(Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of the model. An engine that was closed does not run again."""
+        """Release the model. A closed engine cannot run again."""
 
 
 # --- helpers of engines -----------------------------------------------------------------------------------------------
 
 
-def cores_each(instances: int) -> int:
-    """Threads for each of so many engines: the cores that this process may use, shared among them."""
+def cores_per_instance(instances: int) -> int:
+    """Threads for each of several engines, which share the cores that this process may use."""
     return max(1, len(os.sched_getaffinity(0)) // instances)
 
 
-def aside(work: Callable[[], T]) -> T:
-    """What `work` gives on a thread of its own.
+def run_in_thread(work: Callable[[], T]) -> T:
+    """Call `work` on a new thread, and return its result.
 
-    An engine binds the thread that runs it to its share of the cores. And OpenMP's threads, of which torch keeps a team
-    for each thread that ever used one, spin only while there are no more of them than cores: a ResNet-18 on two cores
-    takes 16 ms instead of 12 where the main thread has such a team besides.
+    An engine limits the thread that runs it to its share of the cores, which must not change the caller's thread. And
+    torch keeps a team of OpenMP threads for each thread that ever computed in parallel; these spin, and so react fast,
+    only while there are no more of them than cores. A ResNet-18 on two cores takes 16 ms instead of 12 if the main
+    thread has such a team too.
     """
     with DaemonPool(1, "engine") as pool:
-        return pool.submit(work).result(_ASIDE_SECONDS)
+        return pool.submit(work).result(_THREAD_SECONDS)
 
 
 def black_images(count: int, image: ImageSpec, device: torch.device) -> torch.Tensor:
@@ -132,12 +134,12 @@ def black_images(count: int, image: ImageSpec, device: torch.device) -> torch.Te
 
 
 def model_error(path: str, text: str) -> ConfigError:
-    """A fault of a model file."""
+    """The error that a model file cannot be used."""
     return ConfigError([Problem(f"{path}:", text)])
 
 
 def read_model(path: str, read: Callable[[], T], what: str) -> T:
-    """What `read` makes of the file. Whatever the library raises, which has no common base, becomes a located error."""
+    """What `read` returns for the file. Any exception of the library, which have no common base, names the file."""
     try:
         return read()
     except Exception as error:
@@ -146,9 +148,9 @@ def read_model(path: str, read: Callable[[], T], what: str) -> T:
 
 
 def check_input(path: str, image: ImageSpec, info: ModelInfo, *, shape: Sequence[int | None], dtype: str) -> None:
-    """Raise ConfigError unless a model that declares this input, shape [N, C, H, W], takes what the pipeline gives.
+    """Raise ConfigError unless a model with this input, shape [N, C, H, W], takes the images of the pipeline.
 
-    None in the shape, or a name, stands for any length.
+    None, or a name, in the shape means any length.
     """
     height, width, channels = image.shape
     gives = f"{image.dtype} {channels}x{height}x{width}"
@@ -159,7 +161,7 @@ def check_input(path: str, image: ImageSpec, info: ModelInfo, *, shape: Sequence
     if fits and dtype == image.dtype:
         return
     if info.folded is not None and dtype == "uint8" != image.dtype:
-        raise _twice(path, info.folded, "serve")
+        raise _folded_stage_repeated(path, info.folded, "serve")
     takes = "x".join(str(side) if isinstance(side, int) else "?" for side in shape[1:])
     raise model_error(
         path,
@@ -169,7 +171,7 @@ def check_input(path: str, image: ImageSpec, info: ModelInfo, *, shape: Sequence
 
 
 def check_batch(images: torch.Tensor, image: ImageSpec, batch: int) -> None:
-    """Raise ValueError unless these are 1 to `batch` images [N, C, H, W] of what the pipeline gives."""
+    """Raise ValueError unless these are 1 to `batch` images [N, C, H, W] with the pipeline's shape and dtype."""
     height, width, channels = image.shape
     count = images.shape[0]
     if images.shape[1:] != (channels, height, width) or images.dtype != getattr(torch, image.dtype):
@@ -180,10 +182,10 @@ def check_batch(images: torch.Tensor, image: ImageSpec, batch: int) -> None:
 
 
 def check_classes(engine: Engine, path: str, image: ImageSpec, device: torch.device) -> None:
-    """Run one black image. Raise ConfigError unless that gives logits, one for each class that the file names."""
+    """Run one black image. Raise ConfigError unless the result is logits, one for each class that the file names."""
     height, width, channels = image.shape
     try:
-        logits = aside(lambda: engine.run(black_images(1, image, device)))
+        logits = run_in_thread(lambda: engine.run(black_images(1, image, device)))
     except (RuntimeError, ValueError, AssertionError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise model_error(path, f"fails on an image of {image.dtype} {channels}x{height}x{width}: {reason}") from error
@@ -195,16 +197,16 @@ def check_classes(engine: Engine, path: str, image: ImageSpec, device: torch.dev
 
 
 def refuse_other_preprocessing(info: ModelInfo, pipeline: Pipeline, path: str, force: bool) -> None:
-    """Raise ConfigError, with a diff, where a model is to get other images than it was trained with.
+    """Raise ConfigError, with a diff, if the pipeline is not the one that the model was trained with.
 
     Args:
-        info: what the model's file says; one that does not name its preprocessing passes.
-        pipeline: what the model would get. path: the model's file. force: let it pass.
+        info: the file's metadata; a file that does not name its preprocessing passes.
+        pipeline: runs before the model. path: the model's file. force: accept any pipeline.
     """
     if force or info.preprocessing in (None, pipeline.fingerprint):
         return
     if info.folded is not None and pipeline.lines == (*(info.stages or ()), info.folded):
-        raise _twice(path, info.folded, pipeline.name)
+        raise _folded_stage_repeated(path, info.folded, pipeline.name)
     lines = [
         f"was trained with preprocessing {info.preprocessing}, the stages of {pipeline.name} are "
         f"{pipeline.fingerprint}; take the stages that it was trained with, or set serve.model.force=true"
@@ -216,6 +218,6 @@ def refuse_other_preprocessing(info: ModelInfo, pipeline: Pipeline, path: str, f
     raise model_error(path, "\n".join(lines))
 
 
-def _twice(path: str, folded: str, pipeline: str) -> ConfigError:
-    """A stage stands in a pipeline and is inside the model behind it."""
+def _folded_stage_repeated(path: str, folded: str, pipeline: str) -> ConfigError:
+    """The error that a pipeline contains a stage that is also inside the model."""
     return model_error(path, f"has {folded} inside and takes uint8 pixels; remove that stage from {pipeline}.stages")

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from gpuflow.config import ModelSpec
-from gpuflow.engines.base import Engine, ModelInfo, aside, check_classes, model_error
+from gpuflow.engines.base import Engine, ModelInfo, check_classes, model_error, run_in_thread
 from gpuflow.errors import ConfigError, Problem
 from gpuflow.pipeline.stage import ImageSpec
 
@@ -16,12 +16,12 @@ __all__ = ["open_engine", "open_engines", "read_info"]
 
 
 def open_engine(model: ModelSpec, *, image: ImageSpec, device: torch.device) -> Engine:
-    """One engine that has the whole machine. See `open_engines`."""
+    """One engine that may use all cores. See `open_engines`."""
     return open_engines(model.model_copy(update={"instances": 1}), image=image, device=device)[0]
 
 
 def open_engines(model: ModelSpec, *, image: ImageSpec, device: torch.device) -> tuple[Engine, ...]:
-    """`model.instances` engines, not warmed up yet, which share the cores and, where the library can, the weights.
+    """`model.instances` engines, not warmed up yet, which share the cores and, if the library supports it, the weights.
 
     Args:
         model: the block `serve.model`. image: what the pipeline gives. device: where the model runs.
@@ -39,7 +39,7 @@ def open_engines(model: ModelSpec, *, image: ImageSpec, device: torch.device) ->
         case "torch":
             from gpuflow.engines import pytorch
 
-            engines = aside(lambda: pytorch.open_all(model, image=image, device=device))
+            engines = run_in_thread(lambda: pytorch.open_all(model, image=image, device=device))
         case "onnxruntime":
             from gpuflow.engines import onnx
 
@@ -53,7 +53,7 @@ def open_engines(model: ModelSpec, *, image: ImageSpec, device: torch.device) ->
 
 
 def read_info(path: str) -> ModelInfo:
-    """What a model file says of itself, without opening an engine. Raises as `open_engines`."""
+    """The metadata of a model file, without opening an engine. Raises as `open_engines`."""
     _require_file(path)
     if path.endswith(".onnx"):
         from gpuflow.engines import onnx

@@ -13,7 +13,7 @@ from gpuflow.engines.base import (
     black_images,
     check_batch,
     check_input,
-    cores_each,
+    cores_per_instance,
     model_error,
     read_model,
 )
@@ -23,7 +23,7 @@ from gpuflow.pipeline.stage import ImageSpec
 __all__ = ["OnnxEngine", "info_of", "open_all"]
 
 _DTYPES = {"tensor(float)": "float32", "tensor(float16)": "float16", "tensor(uint8)": "uint8"}
-_WHAT = "an ONNX model"
+_KIND = "an ONNX model"
 
 
 class OnnxEngine:
@@ -42,14 +42,14 @@ class OnnxEngine:
         options.intra_op_num_threads, options.inter_op_num_threads = threads, 1
         options.log_severity_level = 3  # errors
         providers = _providers(ort, device)
-        self._session: Any = read_model(path, lambda: ort.InferenceSession(path, options, providers=providers), _WHAT)
+        self._session: Any = read_model(path, lambda: ort.InferenceSession(path, options, providers=providers), _KIND)
         self.info = ModelInfo.from_json(self._session.get_modelmeta().custom_metadata_map.get(METADATA_KEY))
-        self._input, self._output = self._check_ends()
+        self._input, self._output = self._input_and_output()
         if device.type == "cuda" and self._session.get_providers()[0] != providers[0][0]:
             raise model_error(path, "cannot run on onnxruntime's CUDA provider here; its log on stderr says why")
 
-    def _check_ends(self) -> tuple[str, str]:
-        """The names of the one input and the first output."""
+    def _input_and_output(self) -> tuple[str, str]:
+        """The names of the one input and the first output. Raises ConfigError unless the input takes the images."""
         inputs = self._session.get_inputs()
         if len(inputs) != 1:
             raise model_error(self._path, f"must take one input, images [N, C, H, W], takes {len(inputs)}")
@@ -58,15 +58,15 @@ class OnnxEngine:
         check_input(self._path, self._image, self.info, shape=entry.shape, dtype=dtype)
         fixed = entry.shape[0] if isinstance(entry.shape[0], int) else None
         if fixed is not None:
-            raise model_error(self._path, f"takes batches of {fixed} alone; export it with a dynamic batch axis")
+            raise model_error(self._path, f"takes only batches of {fixed}; export it with a dynamic batch axis")
         return entry.name, self._session.get_outputs()[0].name
 
     def warm_up(self) -> None:
         for size in {1, self.batch}:
             self.run(black_images(size, self._image, self._device))
 
-    def settle(self) -> None:
-        """On a GPU, the libraries' handles, of which onnxruntime has some for each thread."""
+    def bind_thread(self) -> None:
+        """On a GPU, onnxruntime creates library handles at a thread's first run."""
         if self._device.type == "cuda":
             self.warm_up()
 
@@ -77,10 +77,10 @@ class OnnxEngine:
             (logits,) = self._session.run([self._output], {self._input: images.numpy()})
             return torch.from_numpy(logits).float()
         binding = self._session.io_binding()
-        torch.cuda.current_stream(self._device).synchronize()  # onnxruntime works on a stream of its own
+        torch.cuda.current_stream(self._device).synchronize()  # onnxruntime uses a stream of its own
         dtype = images.new_empty(0, device="cpu").numpy().dtype
-        at = self._device.index or 0
-        binding.bind_input(self._input, "cuda", at, dtype, tuple(images.shape), images.data_ptr())
+        device_id = self._device.index or 0
+        binding.bind_input(self._input, "cuda", device_id, dtype, tuple(images.shape), images.data_ptr())
         binding.bind_output(self._output, "cpu")
         self._session.run_with_iobinding(binding)
         return torch.from_numpy(binding.copy_outputs_to_cpu()[0]).float()
@@ -102,8 +102,8 @@ class OnnxEngine:
 
 
 def open_all(model: ModelSpec, *, image: ImageSpec, device: torch.device) -> list[OnnxEngine]:
-    """See `open_engines`. A session each: onnxruntime's threads belong to a session."""
-    threads = cores_each(model.instances)
+    """See `open_engines`. Each engine has a session of its own, because onnxruntime's threads belong to a session."""
+    threads = cores_per_instance(model.instances)
     return [
         OnnxEngine(model.file, image=image, batch=model.batch, device=device, threads=threads)
         for _ in range(model.instances)
@@ -111,12 +111,12 @@ def open_all(model: ModelSpec, *, image: ImageSpec, device: torch.device) -> lis
 
 
 def info_of(path: str) -> ModelInfo:
-    """What an `.onnx` file says of itself."""
+    """The metadata of an `.onnx` file."""
     try:
         import onnx
     except ImportError as error:
         raise MissingExtra("reading an .onnx file", "onnx", "serve") from error
-    model = read_model(path, lambda: onnx.load(path, load_external_data=False), _WHAT)
+    model = read_model(path, lambda: onnx.load(path, load_external_data=False), _KIND)
     found = {entry.key: entry.value for entry in model.metadata_props}
     return ModelInfo.from_json(found.get(METADATA_KEY))
 

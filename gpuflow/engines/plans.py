@@ -1,4 +1,4 @@
-"""Built TensorRT engines on disk: named by a hash of all that they depend on, and never used when cut or renamed."""
+"""The cache of built TensorRT engines ("plans"): files named by a hash of everything that the engine depends on."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _DIGEST_BYTES = 32
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Platform:
-    """What a built engine is tied to besides model and settings. capability: (major, minor) of the GPU."""
+    """The versions and the GPU that a built engine is tied to. capability: (major, minor) of the GPU."""
 
     tensorrt: str
     cuda: str
@@ -34,7 +34,7 @@ class Platform:
 class Settings:
     """How an engine is built.
 
-    shape: (C, H, W) of an image. low, high: the batch sizes that it takes; best: the one that it is tuned for.
+    shape: (C, H, W) of an image. low, high: the smallest and largest batch; best: the batch that it is tuned for.
     maker: `python` or `torchpipe`, whose engines differ in their profiles. instances: profiles that torchpipe makes.
     """
 
@@ -62,7 +62,7 @@ class Settings:
 
 
 def cache_key(path: str, settings: Settings, platform: Platform) -> str:
-    """SHA-256 over the model's bytes, weights in files of their own included, and all that the engine is built for."""
+    """SHA-256 over the model's bytes, including weights in separate files, and all that the engine is built for."""
     digest = hashlib.sha256(json.dumps([_FORMAT, asdict(settings), asdict(platform)]).encode())
     for file in (Path(path), *_side_files(path)):
         digest.update(f"\0{file.stat().st_size}\0".encode())
@@ -73,12 +73,12 @@ def cache_key(path: str, settings: Settings, platform: Platform) -> str:
 
 
 def timing_key(platform: Platform) -> str:
-    """What TensorRT measured of its kernels holds for any model on a platform."""
+    """The key of TensorRT's measured kernel times, which are valid for any model on a platform."""
     return hashlib.sha256(json.dumps([_FORMAT, asdict(platform)]).encode()).hexdigest()
 
 
 def _side_files(path: str) -> list[Path]:
-    """The files beside an ONNX model that hold weights of it, in order of their names."""
+    """The separate files with weights of an ONNX model, in order of their names."""
     import onnx
 
     def tensors(graph: Any) -> Iterator[Any]:
@@ -106,7 +106,7 @@ def cache_directory(model: ModelSpec) -> Path:
 
 
 class PlanCache:
-    """Files by key: a digest of key and content, then the content. One that is cut or renamed is as good as none."""
+    """Files by key: a digest of key and content, then the content. A truncated or renamed file counts as missing."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -115,7 +115,7 @@ class PlanCache:
         return self.directory / f"{key}.{kind}"
 
     def load(self, key: str, kind: str = "engine") -> bytes | None:
-        """The content under this key, or None."""
+        """The content of this key, or None."""
         try:
             data = self.path(key, kind).read_bytes()
         except FileNotFoundError:

@@ -1,7 +1,7 @@
 """The engine `torch`: a checkpoint of `gpuflow train` (`.pt`) or a program of `torch.export` (`.pt2`).
 
-On a GPU and with `compile` only a few batch sizes ever run, and smaller batches are padded up to them: for a size that
-it has not met cuDNN chooses its kernels anew, which takes a ResNet-50 a tenth of a second.
+On a GPU and with `compile` only a few batch sizes run, and smaller batches are padded up to them: for each new size
+cuDNN selects kernels again, which takes a tenth of a second with a ResNet-50.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from gpuflow.config import ModelSpec
 from gpuflow.engines.base import (
     METADATA_KEY,
     ModelInfo,
-    aside,
     black_images,
     check_batch,
     check_input,
-    cores_each,
+    cores_per_instance,
     model_error,
     read_model,
+    run_in_thread,
 )
 from gpuflow.errors import ConfigError, Problem
 from gpuflow.pipeline.stage import ImageSpec
@@ -39,27 +39,27 @@ __all__ = ["EXTRA_FILE", "TorchEngine", "info_of", "load_checkpoint", "open_all"
 
 EXTRA_FILE = f"{METADATA_KEY}.json"
 """The file inside a `.pt2` that holds its `ModelInfo`."""
-_MOST_SIZES = 8  # torch.compile gives up on a function after as many variants
+_MAX_SIZES = 8  # torch.compile stops compiling a function after this many variants
 _RUNS_BEFORE_CAPTURE = 3
 _COMPILE_SECONDS = 1800.0
-_CAPTURE = threading.Lock()  # CUDA refuses a device's synchronization, which begins a capture, while another one runs
+_CAPTURE = threading.Lock()  # a capture begins with a device synchronization, which CUDA refuses during another capture
 
 
 def padded_sizes(batch: int) -> tuple[int, ...]:
-    """The batch sizes that run on a GPU or are compiled, ascending: `batch`, its half, and so on; at most eight."""
-    return tuple(sorted({-(-batch >> halvings) for halvings in range(_MOST_SIZES)}))
+    """The batch sizes that run on a GPU or are compiled, ascending: `batch`, half of it, and so on; at most eight."""
+    return tuple(sorted({-(-batch >> halvings) for halvings in range(_MAX_SIZES)}))
 
 
 class TorchEngine:
-    """Runs a module. Its thread uses `threads` of the cores from then on; on a GPU it has a stream of its own.
+    """Runs a module, on a GPU on a stream of its own. `run` sets the number of torch's threads of the calling thread.
 
     Args:
         module: in eval mode; it is moved to the device. image: what the pipeline gives. batch: the largest one.
-        info: what is known of the module. precision: what weights and images are cast to; None leaves them as they are.
-        sizes: batch sizes to pad to, ascending up to `batch`; None runs every batch as it comes.
-        cuda_graphs: `warm_up` captures each of `sizes` as a CUDA graph; until then batches run as they are.
-        compiled: what `torch.compile` made of the module, which takes its place in `warm_up`.
-        threads: that torch may use; None leaves its setting alone. file: where the module came from.
+        info: metadata of the module. precision: dtype to which weights and images are cast; None casts nothing.
+        sizes: batch sizes to pad to, ascending up to `batch`; None pads nothing.
+        cuda_graphs: `warm_up` captures each of `sizes` as a CUDA graph; batches before that run without.
+        compiled: the result of `torch.compile` of the module, which replaces the module in `warm_up`.
+        threads: that torch may use; None leaves its setting alone. file: that the module was loaded from.
     """
 
     def __init__(
@@ -91,17 +91,17 @@ class TorchEngine:
         self._about = {"file": file, "precision": precision or "as it is", "compile": compiled is not None}
 
     def warm_up(self) -> None:
-        """Also compiles, and captures the graphs. The largest batch first: its memory serves the others."""
-        on_thread: Callable[[Callable[[], object]], object] = aside
+        """Also compiles, and captures the graphs, from the largest batch down, whose memory the others reuse."""
+        call: Callable[[Callable[[], object]], object] = run_in_thread
         if self._compiled is not None:
-            self._module, on_thread = self._compiled, _on_compilers_thread
+            self._module, call = self._compiled, _run_in_compiler_thread
         for size in sorted(self._sizes or {1, self.batch}, reverse=True):
             if self._graphs is not None:
-                on_thread(partial(self._capture, size))
-            on_thread(partial(self._run_once, size))
+                call(partial(self._capture, size))
+            call(partial(self._run_once, size))
 
-    def settle(self) -> None:
-        """cuDNN's kernels, which torch chooses for each thread anew, a tenth of a second a size; graphs have theirs."""
+    def bind_thread(self) -> None:
+        """torch selects cuDNN's kernels again on each thread, in 0.1 s for each size; a CUDA graph contains them."""
         if self._stream is not None and self._graphs is None:
             for size in reversed(self._sizes or (1, self.batch)):
                 self._run_once(size)
@@ -121,10 +121,10 @@ class TorchEngine:
                 with torch.cuda.stream(self._stream):
                     images.record_stream(self._stream)
                     logits = self._forward(images).float().cpu()
-        return logits[: len(images)].clone()  # a plain tensor, which may be written to outside of inference mode
+        return logits[: len(images)].clone()  # an inference tensor could not be written to outside of inference mode
 
     def _forward(self, images: torch.Tensor) -> torch.Tensor:
-        """Logits of at least so many images; what follows them is of padding."""
+        """Logits of the images, followed by those of the padding."""
         assert self._module is not None, "a closed engine does not run"
         count = len(images)
         size = count if self._sizes is None else self._sizes[bisect_left(self._sizes, count)]
@@ -139,9 +139,9 @@ class TorchEngine:
 
     @torch.inference_mode()
     def _capture(self, size: int) -> None:
-        """Record the work on `size` images, after a few runs that allocate and choose kernels.
+        """Capture the work on `size` images as a CUDA graph, after a few runs that allocate and select kernels.
 
-        The graphs of an engine share their memory: one at a time runs, and its logits leave before the next one does.
+        The graphs of an engine share memory: one runs at a time, and its logits are copied before the next one runs.
         """
         assert self._graphs is not None and self._module is not None and self._stream is not None
         if self._threads is not None:
@@ -175,22 +175,22 @@ class TorchEngine:
 
 
 @lru_cache(maxsize=1)
-def _compilers_thread() -> DaemonPool:
+def _compiler_thread() -> DaemonPool:
     return DaemonPool(1, "compiler")
 
 
-def _on_compilers_thread(work: Callable[[], object]) -> object:
-    """Run on the one thread that compiles, which never ends.
+def _run_in_compiler_thread(work: Callable[[], object]) -> object:
+    """Call `work` on the one thread that compiles, which never ends.
 
-    Once a thread that has compiled is gone, torch 2.11 crashes when another one compiles. What is compiled runs on any
-    thread to which torch gives as many cores; on another it would be compiled again.
+    torch 2.11 crashes if a thread compiles after another thread that has compiled ended. Compiled code runs on any
+    thread with the same number of torch's threads; with another number torch would compile it again.
     """
-    return _compilers_thread().submit(work).result(_COMPILE_SECONDS)
+    return _compiler_thread().submit(work).result(_COMPILE_SECONDS)
 
 
 @dataclass(frozen=True, slots=True)
 class _Captured:
-    """One batch size as a CUDA graph: what it reads, what it writes. images [N, C, H, W], logits [N, K]."""
+    """The CUDA graph of one batch size. images: its input [N, C, H, W]. logits: its output [N, K]."""
 
     graph: torch.cuda.CUDAGraph
     images: torch.Tensor
@@ -201,7 +201,7 @@ class _Captured:
 
 
 def open_all(model: ModelSpec, *, image: ImageSpec, device: torch.device) -> list[TorchEngine]:
-    """See `open_engines`. All engines run one module, which holds no state."""
+    """See `open_engines`. All engines share one module, which has no state."""
     path, precision = model.file, None
     if model.cuda_graphs and device.type != "cuda":
         rule = f"needs an NVIDIA GPU, but the device is {device}; remove it"
@@ -213,7 +213,7 @@ def open_all(model: ModelSpec, *, image: ImageSpec, device: torch.device) -> lis
         info = info_of(path)
         module = _load_program(path, image, info, device)
     compiled: Any = torch.compile(module, dynamic=False) if model.compile else None
-    threads = cores_each(model.instances) if device.type == "cpu" or model.compile else None
+    threads = cores_per_instance(model.instances) if device.type == "cpu" or model.compile else None
     return [
         TorchEngine(
             module,
@@ -233,7 +233,7 @@ def open_all(model: ModelSpec, *, image: ImageSpec, device: torch.device) -> lis
 
 
 def info_of(path: str) -> ModelInfo:
-    """What a `.pt` or `.pt2` file says of itself."""
+    """The metadata of a `.pt` or `.pt2` file."""
     if path.endswith(".pt"):
         return _checkpoint_info(_read_checkpoint(path))
     return read_model(path, lambda: _program_info(path), "a program of torch.export")

@@ -1,8 +1,8 @@
 """The engine `tensorrt`: an `.onnx` file built into an engine for this GPU, by TensorRT's Python API or by torchpipe.
 
-A built engine is kept in a file that is named by a hash of everything that it depends on, so that it is never used for
-another model, other settings, another version or another GPU. Source of the calls: TensorRT 10's Python API reference;
-of torchpipe's parameters: its tensorrt_helper.cpp, 0.2.25.
+A built engine is stored in a file named by a hash of everything that it depends on, so that it is never used for
+another model, other settings, another version or another GPU. The calls follow TensorRT 10's Python API reference;
+torchpipe's parameters follow its tensorrt_helper.cpp, version 0.2.25.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from gpuflow.engines.plans import PlanCache, Platform, Settings, cache_directory
 from gpuflow.errors import ConfigError, GpuflowError, MissingExtra, Problem
 from gpuflow.pipeline.stage import ImageSpec
 
-__all__ = ["Stream", "TensorrtEngine", "build", "open_all", "open_on", "platform_of", "torchpipe_node"]
+__all__ = ["Stream", "TensorrtEngine", "build", "open_all", "open_on_streams", "platform_of", "torchpipe_node"]
 
 _MAJOR = 10
 _WORKSPACE_BYTES = 2 << 30
@@ -30,7 +30,7 @@ _TORCHPIPE_PRECISION = {"float32": "fp32", "float16": "fp16"}
 
 
 def platform_of(device: torch.device) -> Platform:
-    """What engines for a GPU here are tied to. Raises MissingExtra without TensorRT, ConfigError without a GPU."""
+    """The platform of engines for this GPU. Raises MissingExtra without TensorRT, ConfigError without a GPU."""
     if device.type != "cuda":
         rule = f"is tensorrt, which needs an NVIDIA GPU, but the device is {device}; use onnxruntime or torch"
         raise ConfigError([Problem("serve.model.engine", rule)])
@@ -49,10 +49,10 @@ def build(path: str, settings: Settings, timing: bytes) -> tuple[bytes, bytes]:
     """Build an engine.
 
     Args:
-        timing: what TensorRT measured of its kernels in earlier builds; empty the first time.
+        timing: kernel times that TensorRT measured in earlier builds; empty the first time.
 
     Returns:
-        The serialized engine, and the measurements with those of this build.
+        The serialized engine, and the kernel times including those of this build.
 
     Raises:
         ConfigError: TensorRT cannot parse or build the model.
@@ -92,7 +92,7 @@ def build(path: str, settings: Settings, timing: bytes) -> tuple[bytes, bytes]:
 
 
 class Stream(Protocol):
-    """What the engine needs of `torch.cuda.Stream`."""
+    """The part of `torch.cuda.Stream` that the engine uses."""
 
     cuda_stream: int
 
@@ -103,9 +103,9 @@ class TensorrtEngine:
     """One execution context of a built engine.
 
     Args:
-        built: the deserialized engine (`tensorrt.ICudaEngine`), which contexts share. info: what its model says.
-        image: what the pipeline gives. low, high: the batch sizes that it was built for.
-        device: where tensors live. stream: where the work is queued. about: what `describe` adds.
+        built: the deserialized engine (`tensorrt.ICudaEngine`), which contexts share. info: its model's metadata.
+        image: what the pipeline gives. low, high: the smallest and largest batch that it was built for.
+        device: of the tensors. stream: that runs the work. about: values that `describe` adds.
     """
 
     def __init__(
@@ -139,8 +139,8 @@ class TensorrtEngine:
         for size in {self._low, self.batch}:
             self.run(black_images(size, self._image, self._device))
 
-    def settle(self) -> None:
-        """TensorRT keeps nothing for a thread."""
+    def bind_thread(self) -> None:
+        """Does nothing: TensorRT has no per-thread state."""
 
     def run(self, images: torch.Tensor) -> torch.Tensor:
         check_batch(images, self._image, self.batch)
@@ -150,17 +150,17 @@ class TensorrtEngine:
             images = torch.nn.functional.pad(images, (0, 0, 0, 0, 0, 0, 0, size - count))
         images = images.contiguous()
         context = self._context
-        _done(context.set_input_shape(self._input, tuple(images.shape)), "set_input_shape")
-        _done(context.set_tensor_address(self._input, images.data_ptr()), "set_tensor_address")
+        _require_success(context.set_input_shape(self._input, tuple(images.shape)), "set_input_shape")
+        _require_success(context.set_tensor_address(self._input, images.data_ptr()), "set_tensor_address")
         outputs = []
         for name in self._outputs:
             shape = tuple(context.get_tensor_shape(name))
             outputs.append(torch.empty(shape, dtype=self._dtypes[name], device=self._device))
-            _done(context.set_tensor_address(name, outputs[-1].data_ptr()), "set_tensor_address")
+            _require_success(context.set_tensor_address(name, outputs[-1].data_ptr()), "set_tensor_address")
         with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
-            if self._device.type == "cuda":  # until the images are there, and what was in `outputs` is through
+            if self._device.type == "cuda":  # until the images are ready and the memory of `outputs` is free
                 torch.cuda.current_stream(self._device).synchronize()
-            _done(context.execute_async_v3(self._stream.cuda_stream), "execute_async_v3")
+            _require_success(context.execute_async_v3(self._stream.cuda_stream), "execute_async_v3")
             self._stream.synchronize()
         return outputs[0][:count].float().cpu()
 
@@ -177,7 +177,7 @@ def _torch_dtype(path: str, name: str) -> torch.dtype:
     return _DTYPES[name]
 
 
-def _done(success: bool, call: str) -> None:
+def _require_success(success: bool, call: str) -> None:
     if not success:
         raise GpuflowError(f"TensorRT: {call} failed; its log on stderr says why")
 
@@ -187,13 +187,13 @@ def open_all(model: ModelSpec, *, image: ImageSpec, device: torch.device) -> lis
     platform = platform_of(device)
     streams = [torch.cuda.Stream(device) for _ in range(model.instances)]  # type: ignore[no-untyped-call]
     with torch.cuda.device(device):
-        return open_on(model, image=image, device=device, platform=platform, streams=streams)
+        return open_on_streams(model, image=image, device=device, platform=platform, streams=streams)
 
 
-def open_on(
+def open_on_streams(
     model: ModelSpec, *, image: ImageSpec, device: torch.device, platform: Platform, streams: Sequence[Stream]
 ) -> list[TensorrtEngine]:
-    """One engine a stream, from the cache if it was built before."""
+    """One engine for each stream, from the cache if it was built before."""
     trt = _tensorrt()
     path, info, settings = model.file, info_of(model.file), Settings.of(model, image)
     cache, key, start = PlanCache(cache_directory(model)), cache_key(path, settings, platform), time.perf_counter()
@@ -239,13 +239,13 @@ def _tensorrt() -> Any:
 
 
 def torchpipe_node(model: ModelSpec, *, image: ImageSpec, platform: Platform | None = None) -> dict[str, str]:
-    """The parameters of a torchpipe node that builds and runs the model itself, by `TensorrtTensor`. All are text.
+    """The parameters, as strings, of a torchpipe node that builds and runs the model itself, by `TensorrtTensor`.
 
-    It takes CUDA tensors [1, C, H, W] in `data`, and tunes for the largest batch. torchpipe reuses a cached engine on
-    existence alone, so the cache's name holds the hash; without a platform there is none, and each start builds anew.
+    It takes CUDA tensors [1, C, H, W] in `data`, and tunes for the largest batch. torchpipe uses a cached engine if the
+    file exists, so the file's name contains the hash; without a platform, each start builds the engine again.
 
     Raises:
-        ConfigError: torchpipe's node does not take such a model.
+        ConfigError: torchpipe's node cannot run such a model.
     """
     if image.dtype not in ("float32", "float16"):
         export = ", or export the model without --fold-normalize" if info_of(model.file).folded else ""

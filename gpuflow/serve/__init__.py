@@ -1,4 +1,4 @@
-"""The served life of a configuration: its block `serve` as a torchpipe graph, and what answers with it.
+"""Serving: the block `serve` of a configuration as a torchpipe graph, and a predictor that runs it.
 
 import gpuflow.serve
 
@@ -36,9 +36,9 @@ def __getattr__(name: str) -> object:
 
 
 def lower(path: str | Path, *, device: str = "cpu", overrides: Sequence[str] = ()) -> Graph:
-    """The torchpipe graph of a file's block `serve`: `as_dict()` is what torchpipe takes, `to_toml` what it reads.
+    """The torchpipe graph of a file's block `serve`: `as_dict()` for `torchpipe.pipe`, `to_toml` for a file.
 
-    Neither torchpipe nor the model file is needed for that.
+    Needs neither torchpipe nor the model file.
 
     Args:
         path: the YAML file. device: where the model runs, `cpu` or `cuda`. overrides: such as `serve.model.batch=8`.
@@ -61,15 +61,15 @@ def load(
     model: Callable[[torch.Tensor], torch.Tensor] | None = None,
     preprocess_only: bool = False,
 ) -> Predictor:
-    """A callable that answers for encoded images as a file's block `serve` says.
+    """A predictor of encoded images, as a file's block `serve` describes it.
 
     Args:
         path: the YAML file.
         device: where the model runs; the CPU by default.
         overrides: dotted assignments such as `serve.model.instances=2`.
-        model: takes the place of `serve.model.file`: any callable of images [N, C, H, W] on the device that gives
-            logits [N, K]. A torch.nn.Module is moved there and set to eval(). One thread calls it.
-        preprocess_only: open no model; `preprocess` is all that works.
+        model: replaces `serve.model.file`: any callable that takes images [N, C, H, W] on the device and returns
+            logits [N, K]. A torch.nn.Module is moved to the device and set to eval(). One thread calls it.
+        preprocess_only: open no model; only `preprocess` works then.
 
     Raises:
         ConfigError: the file, with every located problem; a model file that is missing, does not take such images, or

@@ -1,7 +1,7 @@
-"""`gpuflow export`: a trained checkpoint to ONNX or torch.export, with its classes and preprocessing, and checked.
+"""`gpuflow export`: writes a trained checkpoint as ONNX or torch.export, with its metadata, and checks the result.
 
-The check runs the written file by the engine that would serve it, against the checkpoint in torch: on random images,
-and on real ones that go through the pipeline. A file that fails it is never put in place.
+The check compares the written file, run by the engine that would serve it, with the checkpoint in torch: on random
+images, and on real ones that pass through the pipeline. A file that fails is deleted, and an earlier one stays.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from gpuflow.sources.choose import images_below, spread
 __all__ = ["TOLERANCE", "Check", "Exported", "export_model"]
 
 TOLERANCE = 1e-4
-"""How far a logit may be off, as a share of the largest one, or of 1 where all are smaller."""
-_OPSETS = (18, 25)  # that torch's exporter writes
+"""The largest difference of a logit, relative to the largest logit or to 1, whichever is greater."""
+_OPSETS = (18, 25)  # the lowest and highest that torch's exporter writes
 _REAL_IMAGES, _RANDOM_IMAGES, _BATCH = 32, 5, 4
 _CPU = torch.device("cpu")
 
@@ -45,9 +45,9 @@ Encoded = NDArray[np.uint8]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Check:
-    """The exported model against torch on some images.
+    """A comparison of the exported model with torch on some images.
 
-    difference: the largest one of a logit; allowed: what it may be. agree: images with the same top prediction.
+    difference: the largest of any logit; allowed: its limit. agree: images with the same top prediction.
     """
 
     images: str
@@ -65,7 +65,7 @@ class Check:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exported:
-    """A model file that passed its checks. image: what it takes."""
+    """A model file that passed its checks. image: its input."""
 
     path: Path
     info: ModelInfo
@@ -82,7 +82,7 @@ def export_model(
     opset: int | None = None,
     data: Path | None = None,
 ) -> Exported:
-    """Export what `gpuflow train` wrote, with a dynamic batch axis.
+    """Export a checkpoint of `gpuflow train`, with a dynamic batch axis.
 
     Args:
         out: `.onnx` for ONNX, `.pt2` for torch.export. checkpoint: `<train.out>/last.pt` by default.
@@ -90,8 +90,8 @@ def export_model(
         opset: of ONNX; torch's default otherwise. data: a directory of images to check on, instead of the source.
 
     Raises:
-        ConfigError: checkpoint, options or data do not go with the file, or torch cannot export the model.
-        GpuflowError: the exported model computes something else. `out` is left as it was.
+        ConfigError: checkpoint, options or data do not fit the configuration, or torch cannot export the model.
+        GpuflowError: the exported model gives other logits. `out` is not changed.
     """
     if opset is not None and not _OPSETS[0] <= opset <= _OPSETS[1]:
         raise ConfigError([Problem("--opset", f"must be within {_OPSETS[0]} and {_OPSETS[1]}, got {opset}")])
@@ -115,13 +115,13 @@ def export_model(
             _write_program(model, images, partial, info)
         checks = _check(partial, program, whole, model, trained, samples)
         for check in checks:
-            if not check.difference <= check.allowed:  # nor if it is no number
+            if not check.difference <= check.allowed:  # also true for NaN
                 raise GpuflowError(f"{out}: is not what {path} computes, so it is not written: {check}")
     return Exported(path=out, info=info, image=program.result, checks=checks)
 
 
 def _program(config: Config, info: ModelInfo, path: str) -> Program:
-    """The pipeline that the checkpoint was trained for: what serves, or what validates."""
+    """The pipeline that the checkpoint was trained for: that of `serve` or of `val`."""
     programs = [config.programs[name] for name in ("serve", "val") if name in config.programs]
     if not programs:
         rule = "must have a pipeline val or a block serve, whose stages the exported model goes with"
@@ -143,7 +143,9 @@ def _folded(config: Config, whole: Program, model: nn.Module, info: ModelInfo) -
         raise ConfigError([Problem(f"{config.path}: the pipeline {whole.pipeline.name}", rule)])
     pipeline = Pipeline(whole.pipeline.name, tuple(stages))
     info = replace(info, folded=whole.pipeline.lines[-1])
-    if info.preprocessing == whole.pipeline.fingerprint:  # else forced: serving it will have to be, too
+    if (
+        info.preprocessing == whole.pipeline.fingerprint
+    ):  # otherwise the export was forced, and serving must be forced too
         info = replace(info, preprocessing=pipeline.fingerprint, stages=pipeline.lines)
     return fold(pipeline, trace(pipeline)), nn.Sequential(inside, model).eval(), info
 
@@ -153,7 +155,7 @@ def _folded(config: Config, whole: Program, model: nn.Module, info: ModelInfo) -
 
 @contextmanager
 def _exporting() -> Iterator[None]:
-    """Quiet torch's warnings about its own insides; whatever it raises, which has no common base, gets a place."""
+    """Hide torch's warnings about its own code, and locate its exceptions, which have no common base class."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -201,7 +203,7 @@ def _write_onnx(model: nn.Module, images: torch.Tensor, path: Path, info: ModelI
 
 
 def _samples(config: Config, program: Program, data: Path | None) -> list[Encoded]:
-    """Some encoded images, spread evenly over the source, or over a directory. Bad ones are left out."""
+    """Some encoded images, spread evenly over the source or over a directory, without bad ones."""
     if data is not None:
         files = images_below(data)
         found = [np.fromfile(files[i], np.uint8) for i in spread(len(files), _REAL_IMAGES)]
@@ -222,7 +224,7 @@ def _samples(config: Config, program: Program, data: Path | None) -> list[Encode
 
 
 def _pixels(program: Program, samples: list[Encoded]) -> tuple[torch.Tensor, list[int]]:
-    """The images [N, C, H, W] of those samples that can be decoded, and which these are."""
+    """The images [N, C, H, W] of the samples that can be decoded, and the indices of these samples."""
     slots = np.zeros((len(samples), *slot_shape(program.result)), STORAGE[program.result.dtype])
     faults = CpuRunner(program).run(samples, Keys(0, 0, np.arange(len(samples))), slots)
     good = [i for i, fault in enumerate(faults) if fault is None]
@@ -248,7 +250,7 @@ def _check(
     engine = open_engine(ModelSpec(file=str(path), batch=_BATCH), image=program.result, device=_CPU)
     checks = []
     for name, given, (images, reference) in zip(("random", "real"), (noise, real), references, strict=True):
-        # One image first, so that a batch of one is among the sizes.
+        # One image first, so that a batch of one is checked too.
         ours = torch.cat([engine.run(batch) for batch in (given[:1], *_batches(given[1:]))])
         with torch.inference_mode():
             theirs = torch.cat([reference(batch) for batch in _batches(images)]).float()

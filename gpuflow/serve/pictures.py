@@ -1,4 +1,4 @@
-"""What a model gets, as a picture for people: the tensor with the last stages of its pipeline undone."""
+"""Pictures of a model's input: turns the tensor back into pixels by undoing the last stages of its pipeline."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ __all__ = ["Pictures"]
 
 
 class Pictures:
-    """Images [C, H, W] as a pipeline gives them to pixels, uint8 [H, W, 3] in RGB.
+    """Turns images [C, H, W] of a pipeline into pixels, uint8 [H, W, 3] in RGB.
 
-    Stages that can stand inside a model are undone exactly: each pixel is the level whose value is nearest. The values
-    of others have no known way back and are stretched, the smallest to black and the largest to white.
+    Stages that have a form inside a model are undone exactly: each pixel is the level whose value is nearest. Other
+    stages cannot be undone; their values are scaled, the smallest to black and the largest to white.
 
     Args:
-        image: what the pipeline gives. pipeline: its stages; without them values are stretched.
+        image: what the pipeline gives. pipeline: its stages; without them values are scaled.
     """
 
     def __init__(self, image: ImageSpec, pipeline: Pipeline | None) -> None:
@@ -42,14 +42,14 @@ class Pictures:
         return np.ascontiguousarray(color.permute(1, 2, 0).numpy())
 
     def png(self, image: torch.Tensor) -> bytes:
-        """The same as a PNG file."""
+        """The pixels as a PNG file."""
         done, data = cv2.imencode(".png", self.pixels(image)[..., ::-1])
         assert done, "OpenCV writes PNG"
         return data.tobytes()
 
 
 def _values_of_levels(pipeline: Pipeline) -> torch.Tensor | None:
-    """What the stages behind the last uint8 image make of each level: float32 [C, 256], rising; None if not known."""
+    """Each level's value after the stages that follow the last uint8 image: float32 [C, 256]; None if not monotonic."""
     specs = trace(pipeline)
     last = max(i for i, spec in enumerate(specs) if spec.dtype == "uint8")
     modules: list[Any] = [stage.module() for stage in pipeline.stages[last:]]

@@ -1,4 +1,4 @@
-"""A configuration's block `serve` in this process: encoded images in, logits out."""
+"""The predictor: runs a configuration's block `serve` in this process, from encoded images to logits."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
     from gpuflow.engines.plans import Platform
     from gpuflow.pipeline.program import Program
 
-__all__ = ["Image", "Labels", "OwnModel", "Prediction", "Predictor", "chain_here", "open_predictor"]
+__all__ = ["CallableEngine", "Image", "Labels", "Prediction", "Predictor", "chain_here", "open_predictor"]
 
 Image = bytes | bytearray | memoryview | str | os.PathLike[str]
 """One encoded image: its bytes, or the path of its file."""
 Labels = tuple[tuple[str, float], ...]
-"""(label, probability), the likeliest first."""
+"""(label, probability), the most likely first."""
 
 _ROUNDS_AHEAD = 4
 T = TypeVar("T")
@@ -42,17 +42,17 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Prediction:
-    """What the model says of one image. logits: float32 [K]. classes: the names of its K outputs, or None."""
+    """The model's output for one image. logits: float32 [K]. classes: the names of the K outputs, or None."""
 
     logits: torch.Tensor
     classes: tuple[str, ...] | None = None
 
     def top(self, k: int) -> Labels:
-        """The k likeliest labels by softmax, or all where there are fewer. Without names a label is its number."""
+        """The k most likely labels by softmax, or all if there are fewer. Without names a label is its index."""
         return tuple((label, probability) for _, label, probability in self.ranked(k))
 
     def ranked(self, k: int) -> tuple[tuple[int, str, float], ...]:
-        """As `top`, with the output's number first: (index, label, probability)."""
+        """As `top`, with the output's index first: (index, label, probability)."""
         values, rows = self.logits.softmax(dim=0).topk(min(k, len(self.logits)))
         return tuple(
             (row, self.classes[row] if self.classes else str(row), value)
@@ -61,19 +61,19 @@ class Prediction:
 
 
 class Predictor:
-    """Answers for encoded images, in batches over all that ask. Any thread may call any method.
+    """Predicts from encoded images, in batches over all callers. Any thread may call any method.
 
-    A list is worked on by all instances at once, some rounds of them ahead. Load once, not once a request: torchpipe
-    never ends a graph's threads. Where other threads are busy in Python, the interpreter lets an instance wait for 5 ms
-    at a time; a service sets `sys.setswitchinterval(0.0005)`, which a library must not.
+    All instances work on a list at the same time, a few batches ahead of its answers. Load a predictor once, not for
+    each request: torchpipe never ends a graph's threads. While other threads run Python code, an instance waits up to
+    5 ms for the interpreter each time; a service sets `sys.setswitchinterval(0.0005)`, which a library must not.
 
     Args:
-        graph: of `lower` or `chain`. engines: warmed up, one for each instance of its model node; none if the graph
+        graph: of `lower` or `chain`. engines: warmed up, one for each instance of the model node; none if the graph
             ends with images, or torchpipe runs the model.
-        image: what the model gets. pipeline: the stages that make it, for those who show it to people.
-        classes: the names of its outputs. timeout_seconds: for any one answer.
+        image: the model's input. pipeline: the stages before the model, for showing that input as a picture.
+        classes: the names of the model's outputs. timeout_seconds: limit for each answer.
 
-    gives_images: whether its graph lets anybody see what the model gets.
+    gives_images: whether the graph can return the model's input.
     """
 
     def __init__(
@@ -108,10 +108,10 @@ class Predictor:
     def __call__(
         self, images: Image | Iterable[Image], *, top_k: int | None = None
     ) -> torch.Tensor | Labels | list[Labels]:
-        """Logits of one image, float32 [K], or of several, [N, K]; with `top_k`, the likeliest labels instead.
+        """Logits of one image, float32 [K], or of several, [N, K]; with `top_k`, the most likely labels instead.
 
         Raises:
-            BadSampleError: the first image that cannot be read or decoded. `predict` gives the others nevertheless.
+            BadSampleError: the first image that cannot be read or decoded. `predict` still returns the others.
             PredictorError: the predictor is closed or has no model, or the model failed.
             PredictorTimeout: an answer did not come in time.
         """
@@ -126,32 +126,32 @@ class Predictor:
         return torch.stack(logits) if logits else torch.empty(0, len(self.classes or ()))
 
     def predict(self, images: Iterable[Image]) -> list[Prediction | BadSampleError]:
-        """What the model says of each image, or why that image cannot be read or decoded. Raises PredictorError."""
+        """The prediction for each image, or why it cannot be read or decoded. Raises PredictorError."""
         answers = self._answers(images, self._submit)
         return list(answers)
 
     def submit(self, data: bytes) -> Future[Prediction]:
-        """What the model will say of one image. Does not wait, and takes no path: made for services.
+        """The prediction for one image, as a future. Does not wait, and accepts no path: for services.
 
-        The future raises BadSampleError or PredictorError. If it is cancelled before the model begins, the image is
+        The future raises BadSampleError or PredictorError. If it is cancelled before the model starts, the image is
         dropped.
 
         Raises:
-            TypeError: these are no bytes. PredictorError: the predictor is closed or has no model.
+            TypeError: `data` is not bytes. PredictorError: the predictor is closed or has no model.
         """
         if not isinstance(data, (bytes, bytearray, memoryview)):
             raise TypeError(f"submit takes the bytes of one encoded image, got {type(data).__name__}")
         return self._submit(bytes(data))
 
     def submit_image(self, data: bytes) -> Future[torch.Tensor]:
-        """What the model would get of one image, [C, H, W]. Otherwise as `submit`; needs no model."""
+        """The model's input for one image, [C, H, W]. Otherwise as `submit`; needs no model."""
         self._require_images()
-        return self._running.submit(bytes(data), wrap=_as_it_is, wants_image=True)
+        return self._running.submit(bytes(data), wrap=_unchanged, wants_image=True)
 
     def preprocess(self, images: Image | Iterable[Image]) -> torch.Tensor:
-        """What the model gets: one image [C, H, W], or several [N, C, H, W], in the pipeline's dtype and memory format.
+        """The model's input: one image [C, H, W], or several [N, C, H, W], in the pipeline's dtype and memory format.
 
-        They come out of the graph, bit for bit as validation has them. Raises as a call does.
+        They are the graph's own images, bit for bit those of validation. Raises as a call does.
         """
         self._require_images()
         several, is_one = _several(images)
@@ -169,28 +169,28 @@ class Predictor:
             batch = batch.to(memory_format=torch.channels_last)
         return torch.stack(found, out=batch) if found else batch
 
-    # --- what goes on -----------------------------------------------------------------------------------------------
+    # --- state ------------------------------------------------------------------------------------------------------
 
     @property
     def in_flight(self) -> int:
-        """How many images are under way."""
+        """Number of images that are submitted and not answered yet."""
         return self._running.in_flight
 
     @property
     def batches(self) -> dict[int, int]:
-        """How often the model has run on so many images at a time."""
+        """How often the model has run, by batch size."""
         return self._running.batches
 
     def check(self) -> None:
-        """Have every instance that decodes decode gpuflow's own test image, beside the requests under way.
+        """Have every instance that decodes decode gpuflow's own test image, while requests go on.
 
         Raises:
-            DecoderError: one fails, also after a new start.
+            DecoderError: one fails, also with a new decoder.
         """
         self._running.check()
 
     def describe(self) -> dict[str, Any]:
-        """Configuration, preprocessing's fingerprint, what it gives, and each engine: plain values for reports."""
+        """The file, the preprocessing's fingerprint and result, and each engine: plain values for reports."""
         first = dict(self._graph.nodes[0].parameters)
         return {
             "file": self._graph.origin,
@@ -201,7 +201,7 @@ class Predictor:
             "engines": self._described,
         }
 
-    # --- waiting ----------------------------------------------------------------------------------------------------
+    # --- answers ----------------------------------------------------------------------------------------------------
 
     def _submit(self, data: bytes) -> Future[Prediction]:
         if not self._has_model:
@@ -210,7 +210,7 @@ class Predictor:
 
     def _require_images(self) -> None:
         if not self.gives_images:
-            raise PredictorError("torchpipe's TensorrtTensor shows nobody its images; set serve.model.via=python")
+            raise PredictorError("torchpipe's TensorrtTensor does not return its input; set serve.model.via=python")
 
     def _prediction(self, logits: torch.Tensor) -> Prediction:
         return Prediction(logits=logits, classes=self.classes)
@@ -225,7 +225,7 @@ class Predictor:
         return found
 
     def _answers(self, images: Iterable[Image], submit: Callable[[bytes], Future[T]]) -> Iterator[T | BadSampleError]:
-        """The answers in order, with a limited number of images under way. What nobody waits for is cancelled."""
+        """The answers in order, with a limited number of images in flight. Requests left at the end are cancelled."""
         waiting: deque[tuple[int, str, Future[T]]] = deque()
         try:
             for index, image in enumerate(images):
@@ -249,20 +249,20 @@ class Predictor:
         except TimeoutError:
             future.cancel()
             raise PredictorTimeout(
-                f"no answer within {self._timeout:g} s, with {self.in_flight} images under way; raise run.timeout_s "
-                "or ask for less at a time"
+                f"no answer within {self._timeout:g} s, with {self.in_flight} images in flight; raise run.timeout_s "
+                "or send fewer images at a time"
             ) from None
 
-    # --- the end ----------------------------------------------------------------------------------------------------
+    # --- closing ----------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Take no more images, answer those under way, let go of the model. Again does nothing.
+        """Refuse new images, answer those in flight, release the model. Later calls do nothing.
 
-        Raises PredictorTimeout if that takes longer than an answer may; the model is then kept.
+        Raises PredictorTimeout if that takes longer than the limit for an answer; the model is not released then.
         """
         if not self._running.close(self._timeout):
             raise PredictorTimeout(
-                f"{self.in_flight} images are still under way after {self._timeout:g} s; the model is kept"
+                f"{self.in_flight} images are still in flight after {self._timeout:g} s; the model is not released"
             )
 
     def __enter__(self) -> Self:
@@ -275,18 +275,18 @@ class Predictor:
 
 
 def _several(images: Image | Iterable[Image]) -> tuple[Iterable[Image], bool]:
-    """The images, and whether it is one alone."""
+    """The images, and whether a single one was given."""
     if isinstance(images, (bytes, bytearray, memoryview, str, os.PathLike)):
         return [images], True
     return images, False
 
 
-def _as_it_is(value: torch.Tensor) -> torch.Tensor:
+def _unchanged(value: torch.Tensor) -> torch.Tensor:
     return value
 
 
 def _begin(image: Image, submit: Callable[[bytes], Future[T]]) -> Future[T]:
-    """Submit an image; what cannot be read is bad like what cannot be decoded."""
+    """Submit an image. A file that cannot be read is a bad sample, as one that cannot be decoded."""
     if not isinstance(image, (str, os.PathLike)):
         return submit(bytes(image))
     try:
@@ -300,8 +300,8 @@ def _begin(image: Image, submit: Callable[[bytes], Future[T]]) -> Future[T]:
 # --- from a configuration ---------------------------------------------------------------------------------------------
 
 
-class OwnModel:
-    """An engine around a user's callable: images [N, C, H, W] on the device to logits [N, K] on any."""
+class CallableEngine:
+    """An engine around a user's callable: images [N, C, H, W] on the device to logits [N, K] on any device."""
 
     info = ModelInfo()
 
@@ -318,14 +318,14 @@ class OwnModel:
         for count in (1, self.batch):
             self.run(black_images(count, self._image, self._device))
 
-    def settle(self) -> None:
-        """On a GPU, what torch keeps for each thread."""
+    def bind_thread(self) -> None:
+        """On a GPU, torch initialises libraries at a thread's first run."""
         if self._device.type == "cuda":
             self.warm_up()
 
     @torch.inference_mode()
     def run(self, images: torch.Tensor) -> torch.Tensor:
-        assert self._model is not None, "an engine that was closed does not run"
+        assert self._model is not None, "a closed engine does not run"
         use_torch_threads(self._threads)
         logits = self._model(images.to(self._device))
         return logits.float().cpu()
@@ -340,7 +340,7 @@ class OwnModel:
 def chain_here(
     config: Config, program: Program, model: ModelSpec | None, *, device: str, platform: Platform | None = None
 ) -> Graph:
-    """`chain` for this machine: where its GPU cannot decode the program, all threads do, in a node of their own."""
+    """`chain` for this machine: if its GPU cannot run the program, all threads preprocess, in a node of their own."""
     return chain(
         program,
         model,
@@ -376,7 +376,7 @@ def open_predictor(
     elif model is not None:
         block = block.model_copy(update={"instances": 1, "via": "python"}) if block is not None else None
         batch = block.batch if block is not None else DEFAULT_BATCH
-        engines = [OwnModel(model, image=program.result, device=target, batch=batch)]
+        engines = [CallableEngine(model, image=program.result, device=target, batch=batch)]
     else:
         assert block is not None
         info = read_info(block.file)

@@ -1,3 +1,3 @@
-"""Everything that touches torchpipe: the graph, its nodes, its own decoders as a preset, and the adapter."""
+"""Serving by torchpipe: the graph, its nodes, torchpipe's own decoders as a preset, and the adapter to torchpipe."""
 
 __all__: list[str] = []

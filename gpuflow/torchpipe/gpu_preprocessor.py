@@ -1,4 +1,4 @@
-"""Preprocessing on the GPU where a model is served: by the runner that feeds training, so with the same pixels."""
+"""Preprocesses images on the GPU for serving, with the runner that feeds training, so the pixels are the same."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ __all__ = ["GpuPreprocessor"]
 
 
 class GpuPreprocessor:
-    """Encoded images to images on the GPU, several at a time. Any thread may call it.
+    """Encoded images to images on the GPU, several at a time. Any thread may call any method.
 
     Args:
-        runner, delivery: as training has them; this one's own.
-        take, give: lend pinned memory of at least so many bytes, and take it back.
+        runner, delivery: as in training; used by this preprocessor alone.
+        acquire, release: get pinned memory of at least that many bytes, and return it.
     """
 
     def __init__(
@@ -32,27 +32,27 @@ class GpuPreprocessor:
         runner: ChunkRunner,
         delivery: Delivery,
         *,
-        take: Callable[[int], NDArray[np.uint8]],
-        give: Callable[[NDArray[np.uint8]], None],
+        acquire: Callable[[int], NDArray[np.uint8]],
+        release: Callable[[NDArray[np.uint8]], None],
     ) -> None:
-        self._runner, self._delivery, self._take, self._give = runner, delivery, take, give
+        self._runner, self._delivery, self._acquire, self._release = runner, delivery, acquire, release
 
     def run(self, files: Sequence[bytes]) -> list[torch.Tensor | BadSampleError]:
-        """For each file its image [1, C, H, W], ready for any stream, or why it is bad. Waits for the GPU."""
-        payload = Payload.of(files, self._take)
+        """Each file's image [1, C, H, W], ready for any stream, or why it is bad. Waits for the GPU."""
+        payload = Payload.of(files, self._acquire)
         slots = self._runner.slots(len(files))
         try:
             prepared = self._runner.prepare(payload, Keys(0, 0, np.zeros(len(files), np.int64)))
             faults = self._runner.launch(prepared, slots)
         finally:
-            self._delivery.mark(wait=True).synchronize()  # the bytes are read, and the images written
-            self._give(payload.buffer)
+            self._delivery.mark(wait=True).synchronize()  # the GPU has read the bytes and written the images
+            self._release(payload.buffer)
         return [slots[i : i + 1] if fault is None else fault for i, fault in enumerate(faults)]
 
     def check(self) -> None:
-        """Have the runner decode gpuflow's own test image. Raises DecoderError where that fails."""
+        """Decode gpuflow's own test image. Raises DecoderError if that fails."""
         self._runner.check()
 
     def close(self) -> None:
-        """Wait until nothing is queued any more."""
+        """Wait until the GPU has finished all queued work."""
         self._delivery.close()

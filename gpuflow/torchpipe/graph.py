@@ -1,7 +1,7 @@
-"""A checked configuration to a torchpipe graph: a value, as a dict and as TOML. torchpipe itself is not needed here.
+"""The torchpipe graph of a configuration, as a value, a dict and TOML. Does not need torchpipe itself.
 
-torchpipe schedules: instances of a node, dynamic batches, one node after the other. What runs in the nodes is gpuflow's
-own code (`nodes.py`), so that serving gives the pixels of validation bit for bit. A preset's operators are torchpipe's.
+torchpipe schedules: instances of a node, dynamic batches, one node after the other. The nodes run gpuflow's own code
+(`nodes.py`), so that serving gives the pixels of validation bit for bit; only a preset's operators are torchpipe's.
 """
 
 from __future__ import annotations
@@ -42,27 +42,27 @@ __all__ = [
 ]
 
 PREPROCESS, MODEL, PREDICT = OURS = ("GpuflowPreprocess", "GpuflowModel", "GpuflowPredict")
-"""Under which names torchpipe knows gpuflow's nodes. The last one does what the first two do: on a GPU neither is long
-at work, and what they do in Python they would do by turns. As two nodes they split the requests into smaller batches,
-and each waits for the other."""
+"""The names of gpuflow's nodes in torchpipe. The last one does the work of the first two: on a GPU each of these is
+short, and their Python parts cannot run at the same time. As two nodes they would split the requests into smaller
+batches, and each would wait for the other."""
 DEFAULT_BATCH = 16
 _DEFAULT_TIMEOUT_MS = 2.0
 _GPU_INSTANCES = 2
-"""Instances that preprocess on a GPU for a model that torchpipe runs."""
+"""Largest number of instances that preprocess on a GPU for a model that torchpipe runs."""
 _PRESET_INSTANCES = 4
-"""Instances of torchpipe's GPU decoder at most. Each takes more than a second to be made, one after the other."""
+"""Largest number of instances of torchpipe's GPU decoder. They start one by one, each in more than a second."""
 
 
 PRESET_OPERATORS = {
     "torchpipe_cpu": "S[DecodeMat,ResizeMat,CvtColorMat,Mat2Tensor]",
     "torchpipe_gpu": "S[DecodeTensor,(or)S[DecodeMat,Mat2Tensor],ResizeTensor,CvtColorTensor,SyncTensor]",
 }
-"""torchpipe's operators of each preset, in their order. All of a node's operators share its parameters."""
+"""torchpipe's operators of each preset, in their order. All operators of a node share its parameters."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Node:
-    """One node: its name within the graph, the node behind it, and torchpipe's parameters, all of them text."""
+    """One node: its name within the graph, torchpipe's parameters, all of them text, and the name of the next node."""
 
     name: str
     parameters: tuple[tuple[str, str], ...]
@@ -72,7 +72,7 @@ class Node:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Graph:
     """A chain of nodes, or one. `origin`: the configuration's file. `preprocessing`: the fingerprint of its stages.
-    `preset`: whose operators the first node runs, if it is not gpuflow's own."""
+    `preset`: the one whose operators the first node runs; None if it runs gpuflow's own code."""
 
     nodes: tuple[Node, ...]
     origin: str
@@ -85,9 +85,9 @@ class Graph:
         return any(dict(node.parameters)["backend"] not in OURS for node in self.nodes)
 
     def as_dict(self, prefix: str = "") -> dict[str, dict[str, str]]:
-        """What torchpipe takes; a new dict each time, because torchpipe writes into it.
+        """Parameters by node name, as `torchpipe.pipe` takes them; a new dict each time, because that changes it.
 
-        prefix: goes before the names of the nodes, which are global to a process and never freed.
+        prefix: of the node names, which are global to a process and never freed.
         """
         return {
             prefix + node.name: dict(node.parameters) | ({"next": prefix + node.next} if node.next is not None else {})
@@ -103,7 +103,7 @@ def lower(config: Config, *, device: str = "cpu") -> Graph:
         device: where the model runs, `cpu` or `cuda`.
 
     Raises:
-        ConfigError: there is no block `serve`; or torchpipe is to run a model (`via: torchpipe`) that it cannot.
+        ConfigError: there is no block `serve`, or its model has `via: torchpipe` and torchpipe cannot run it.
     """
     from gpuflow.config.resources import serving_processes_of, threads_of
 
@@ -130,13 +130,14 @@ def chain(
     gpu_decodes: bool = True,
     processes: int = 0,
 ) -> Graph:
-    """Preprocessing, then the model: two nodes, or one where the GPU does both or processes preprocess.
+    """The graph that preprocesses and then runs the model: one node if a GPU or processes preprocess, otherwise two.
 
     Args:
-        program: of the block `serve`. model: its `model`; None where there is none, or code says what it is.
+        program: of the block `serve`. model: its `model`; None if it has none or the caller brings the model.
         origin: the configuration's file. threads: instances that preprocess. device: where the model runs.
         platform: what an engine that torchpipe builds is tied to; without it the engine is not kept.
-        gpu_decodes: whether a GPU can, where the stages leave it to it. processes: that preprocess where it does not.
+        gpu_decodes: whether this GPU can run the program; used unless the stages set `backend: cpu`.
+        processes: that preprocess if the GPU does not.
     """
     gpu_decodes = gpu_decodes and program.decoder.backend != "cpu" and not isinstance(program.decoder, Preset)
     stages = stages_to_json(program.pipeline.stages)
@@ -147,7 +148,7 @@ def chain(
         from gpuflow.engines.tensorrt import torchpipe_node
 
         last = torchpipe_node(model, image=program.result, platform=platform)
-        # It takes images on the GPU, and has no place for requests that have failed before.
+        # torchpipe's node takes images on the GPU and cannot skip items that failed before.
         images = {"device": "cuda", "on_error": "raise"}
         if gpu_decodes:
             threads = min(threads, _GPU_INSTANCES)
@@ -156,7 +157,7 @@ def chain(
         last = {
             "backend": MODEL,
             "instance_num": str(1 if model is None else model.instances),
-            # torchpipe counts in whole milliseconds, and 0 turns its batches off.
+            # torchpipe takes whole milliseconds, and 0 turns batching off.
             "batching_timeout": str(max(1, math.ceil(timeout_ms))),
             "batch": str(DEFAULT_BATCH if model is None else model.batch),
             "device": device,
@@ -191,7 +192,7 @@ def chain(
 
 
 def preset_parameters(preset: Preset) -> dict[str, str]:
-    """The parameters of a preset's node: torchpipe knows strings only."""
+    """The parameters of a preset's node, as strings."""
     size = {"resize_h": str(preset.height), "resize_w": str(preset.width)}
     return {"device": preset.device, "color": preset.color, **size}
 
@@ -207,10 +208,10 @@ def stages_to_json(stages: Sequence[Stage]) -> str:
 
 
 def program_from_json(text: str, stages: Mapping[str, type[Stage]]) -> Program:
-    """The opposite of `stages_to_json`, checked and folded.
+    """The program of stages that `stages_to_json` wrote, validated and folded.
 
     Args:
-        stages: the vocabulary, name to class.
+        stages: the known stage classes by name.
 
     Raises:
         ConfigError: an unknown stage, or stages that do not fit each other.
@@ -245,13 +246,13 @@ Run it, with gpuflow[serve] installed:
     graph(request)
     print(request["error"] if "error" in request else torch.from_dlpack(request["result"]))
 
-Open this file once in a process: torchpipe never frees the names of nodes. Then call the graph from any thread; what
-threads ask for at the same time becomes one batch. A relative model file is looked for from the working directory.
+Open this file once in a process: torchpipe never frees node names. Then call the graph from any thread; requests that
+arrive at the same time become one batch. A relative path of the model file starts at the working directory.
 """
 
 
 def to_toml(graph: Graph, *, file: str) -> str:
-    """A graph as torchpipe reads it, with a header that says how to run it. `file`: where the text will be."""
+    """A graph as torchpipe reads it, with a header that says how to run it. `file`: where the text will be saved."""
     from gpuflow.version import __version__
 
     header = _HEADER.format(
@@ -268,7 +269,7 @@ def _key(text: str) -> str:
 
 
 def _string(text: str) -> str:
-    """A TOML string, literal if it can be. The escapes of JSON are TOML's too, but JSON leaves DEL as it is."""
+    """A TOML string, literal if possible. JSON's escapes are valid in TOML too, but JSON does not escape DEL."""
     if text.isprintable() and "'" not in text and '"' in text:
         return f"'{text}'"
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")

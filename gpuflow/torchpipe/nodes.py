@@ -1,12 +1,12 @@
-"""What runs in a graph's nodes, as torchpipe wants it: classes without arguments, told everything as text.
+"""gpuflow's nodes of a torchpipe graph: preprocess, run the model, or both.
 
-An item is a dict with `data`; a node writes `result`. What is wrong with one item is written into it as `error`, its
-result stays empty, and its neighbours go on: torchpipe fails a whole batch for what a node raises.
+torchpipe constructs a node class without arguments and then passes its parameters, all of them text, to `init`. An item
+is a dict with `data`; a node writes `result`. An error of one item is written into that item as `error` and its result
+stays empty, because torchpipe fails a whole batch for an exception that a node raises.
 """
 
 from __future__ import annotations
 
-import ctypes
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
@@ -24,8 +24,9 @@ from gpuflow.pipeline.image_spec import STORAGE, as_batch, slot_shape
 from gpuflow.pipeline.program import Program
 from gpuflow.pipeline.stage import Keys
 from gpuflow.runtime.threads import use_torch_threads
+from gpuflow.torchpipe.adapter import keep_thread_state
 from gpuflow.torchpipe.graph import program_from_json
-from gpuflow.torchpipe.request_queue import Backlog, Request, Waiting
+from gpuflow.torchpipe.request_queue import Request, RequestQueue, Waiting
 
 if TYPE_CHECKING:
     from gpuflow.engines import Engine
@@ -34,35 +35,34 @@ __all__ = ["SESSIONS", "ModelNode", "PredictNode", "PreprocessNode", "Preprocess
 
 Item = MutableMapping[str, Any]
 
-_QUEUED = 2
-"""How many images an instance takes at a time. With 1, torchpipe would let a caller wait until an instance is free."""
+_MAX_BATCH = 2
+"""Images that an instance accepts at a time. With 1, torchpipe blocks the caller until an instance is free."""
 _EMPTY, _CANCELLED = torch.empty(0), PredictorError("cancelled")
 _ONE = Keys(0, 0, np.zeros(1, np.int64))
-"""The keys of one image. Nothing is drawn where a model is served."""
+"""The random keys of one image, which serving stages do not use."""
 
 
 class Preprocessor(Protocol):
-    """What preprocesses several images at a time. Any thread may call any method."""
+    """Preprocesses several images at a time. Any thread may call any method."""
 
     def run(self, files: Sequence[bytes]) -> list[torch.Tensor | BadSampleError]:
-        """For each file its image [1, C, H, W], or why it is bad."""
+        """Each file's image [1, C, H, W], or why it is bad."""
         ...
 
     def check(self) -> None:
-        """Have it decode gpuflow's own test image. Raises DecoderError where that fails."""
+        """Decode gpuflow's own test image. Raises DecoderError if that fails."""
 
     def close(self) -> None: ...
 
 
 class Session:
-    """What the instances of one graph's nodes share.
+    """State that the instances of one graph's nodes share.
 
-    engines: one for each instance of the model; none where the images are all that is wanted.
-    batches: how often the model ran on so many images at a time. backlog: of a node that does everything, where
-    requests come from a `RunningGraph`.
+    engines: one for each instance of the model; none if the graph ends with images. batches: how often the model ran,
+    by batch size. queue: of a `PredictNode` that gets its requests from a `RunningGraph`.
     """
 
-    backlog: Backlog | None = None
+    queue: RequestQueue | None = None
 
     def __init__(self, engines: Sequence[Engine]) -> None:
         self.engines = tuple(engines)
@@ -71,22 +71,22 @@ class Session:
         self._nodes: list[PreprocessNode | ModelNode] = []
         self._preprocessors: list[Preprocessor | None] = []
 
-    def join(self, node: PreprocessNode | ModelNode) -> None:
+    def add_node(self, node: PreprocessNode | ModelNode) -> None:
         self._nodes.append(node)
 
-    def count(self, images: int) -> None:
+    def count_batch(self, images: int) -> None:
         with self._lock:
             self.batches[images] += 1
 
     def preprocessor(self, make: Callable[[], Preprocessor | None]) -> Preprocessor | None:
-        """What all instances preprocess with, made by the first; None where each has to by itself."""
+        """The preprocessor that all instances share, made by the first; None if each instance has its own decoder."""
         with self._lock:
             if not self._preprocessors:
                 self._preprocessors.append(make())
             return self._preprocessors[0]
 
     def check(self) -> None:
-        """Have every instance that decodes decode gpuflow's own test image. Raises DecoderError where one fails."""
+        """Have every instance that decodes decode gpuflow's own test image. Raises DecoderError if one fails."""
         for node in tuple(self._nodes):
             node.check()
         for preprocessor in tuple(self._preprocessors):
@@ -94,7 +94,7 @@ class Session:
                 preprocessor.check()
 
     def close(self) -> None:
-        """Let go of engines and buffers; no item may be under way. torchpipe keeps the nodes themselves for ever."""
+        """Release engines and buffers; no item may be in flight. torchpipe never frees the nodes themselves."""
         for node in self._nodes:
             node.release()
         for engine in self.engines:
@@ -108,7 +108,7 @@ class Session:
 
 
 SESSIONS: dict[str, Session] = {}
-"""By the nodes' parameter `session`. Nodes of a graph that torchpipe reads from a file have none and open their own."""
+"""By the nodes' parameter `session`. Nodes of a graph that torchpipe reads from a file lack it and open their own."""
 _lock = threading.Lock()
 
 
@@ -121,7 +121,7 @@ def _session(parameters: Mapping[str, str], program: Program) -> Session:
 
 
 def _engines(parameters: Mapping[str, str], program: Program) -> Sequence[Engine]:
-    """The engines of a model node that stands in a file, ready to run."""
+    """The engines of a model node that torchpipe reads from a file, warmed up."""
     if "model" not in parameters:
         return ()
     from gpuflow.config import ModelSpec
@@ -135,30 +135,22 @@ def _engines(parameters: Mapping[str, str], program: Program) -> Sequence[Engine
     return engines
 
 
-def _stay_known() -> None:
-    """Let Python keep what it knows of this thread, one of torchpipe's, on which an instance is made and runs.
-
-    It would make that anew for each batch, with memory from the system: a fifth fewer requests a second.
-    """
-    ctypes.pythonapi.PyGILState_Ensure()  # and no PyGILState_Release: these threads last as long as the process
-
-
 def _program(parameters: Mapping[str, str]) -> Program:
-    from gpuflow.vocabulary import stage_table  # torchpipe makes the nodes, so nobody can hand the table in
+    from gpuflow.vocabulary import stage_table  # torchpipe makes the nodes, so it cannot be an argument
 
     return program_from_json(parameters["stages"], stage_table())
 
 
 class PreprocessNode:
-    """Encoded bytes to an image, by the code that validation runs: a tensor [1, C, H, W] as the pipeline gives it.
+    """Encoded bytes to an image [1, C, H, W] in the pipeline's dtype and layout, by the code that validation runs.
 
-    Parameters: stages (JSON), device of the image, on_error: `pass` or `raise`, session. processes: that do it in this
-    thread's place, for batches of `batch` at most; then the images are on the CPU.
+    Parameters: stages (JSON), device of the image, on_error: `pass` or `raise`, session. processes: if given, worker
+    processes preprocess batches of at most `batch` instead of this thread, and the images are on the CPU.
     """
 
     def init(self, params: Any, options: object = None) -> None:
         parameters = dict(params.items())
-        _stay_known()
+        keep_thread_state()
         use_torch_threads(1)
         program = _program(parameters)
         processes = int(parameters.get("processes", 0))
@@ -170,13 +162,13 @@ class PreprocessNode:
         session = _session(parameters, program) if on_gpu or processes or "session" in parameters else None
         self._batched: Preprocessor | None = None
         if session is not None:
-            session.join(self)
+            session.add_node(self)
             if on_gpu:
                 self._batched = session.preprocessor(partial(_gpu_preprocessor, program, self._device))
             elif processes:
                 batch = int(parameters["batch"])
                 self._batched = session.preprocessor(partial(_cpu_preprocessor, program, batch, processes))
-        self._at_a_time = 1 if self._raises else _QUEUED
+        self._at_a_time = 1 if self._raises else _MAX_BATCH
 
     def max(self) -> int:
         return self._at_a_time
@@ -197,12 +189,12 @@ class PreprocessNode:
             _write(item, image)
 
     def images(self, files: Sequence[bytes]) -> Sequence[torch.Tensor | Exception]:
-        """For each file its image [1, C, H, W], or what is wrong with it. Raises nothing."""
+        """Each file's image [1, C, H, W], or its error. Raises nothing."""
         if self._batched is None or not files:
             return [self._image(data) for data in files]
         try:
             return self._batched.run(files)
-        except BaseException as error:  # somebody waits for each item, whatever is raised
+        except BaseException as error:  # a caller waits for each item, so every error becomes an answer
             return [_failed(error)] * len(files)
 
     def _image(self, data: bytes) -> torch.Tensor | Exception:
@@ -216,7 +208,7 @@ class PreprocessNode:
             return _failed(error)
 
     def check(self) -> None:
-        """Decode gpuflow's own test image, with a new runner if need be. Raises DecoderError where that fails too."""
+        """Decode gpuflow's own test image, with a new runner if this one fails. Raises DecoderError if both fail."""
         with self._lock:
             if self._runner is None or self._batched is not None:
                 return
@@ -231,7 +223,7 @@ class PreprocessNode:
 
 
 def _failed(error: BaseException) -> Exception:
-    """An unforeseen error as one of the sample, unless it says nothing of the sample."""
+    """An unexpected exception as an error of the image, or of the predictor if the image cannot be its cause."""
     if isinstance(error, BadSampleError):
         return error
     if isinstance(error, (DecoderError, MemoryError, OSError)):
@@ -249,7 +241,7 @@ def _cpu_preprocessor(program: Program, batch: int, processes: int) -> Preproces
 
 
 def _gpu_preprocessor(program: Program, device: torch.device) -> Preprocessor | None:
-    """What preprocesses on a GPU, or None where it cannot: the CPU does then."""
+    """The preprocessor on a GPU, or None if the GPU cannot run the program; the CPU preprocesses then."""
     from gpuflow.execute.device_stream import Delivery
     from gpuflow.execute.gpu_backend import on_gpu
     from gpuflow.runtime.buffers import BytePool
@@ -259,27 +251,27 @@ def _gpu_preprocessor(program: Program, device: torch.device) -> Preprocessor | 
     delivery = Delivery(device)
     runner = on_gpu(program, delivery).gpu
     pool = BytePool(make=pinned)
-    return GpuPreprocessor(runner, delivery, take=pool.acquire, give=pool.release) if runner is not None else None
+    return GpuPreprocessor(runner, delivery, acquire=pool.acquire, release=pool.release) if runner is not None else None
 
 
 class ModelNode:
-    """A batch of images through the model: logits [K] for each item. Without a model, the images themselves.
+    """Runs the model on a batch of images: logits [K] for each item. Without a model, the images themselves.
 
     Parameters: stages (JSON), batch, device of the model, model (JSON of `serve.model`), session.
     """
 
     def init(self, params: Any, options: object = None) -> None:
         parameters = dict(params.items())
-        _stay_known()
-        use_torch_threads(1)  # until the engine says otherwise
+        keep_thread_state()
+        use_torch_threads(1)  # an engine that needs more sets it in `run`
         program = _program(parameters)
         self._session = _session(parameters, program)
-        self._session.join(self)
+        self._session.add_node(self)
         engines, self._batch = self._session.engines, int(parameters["batch"])
         self._engine = engines[int(parameters["_independent_index"])] if engines else None
         self._device, self._result = torch.device(parameters["device"]), program.result
         if self._engine is not None:
-            self._engine.settle()
+            self._engine.bind_thread()
         self._preset: list[torch.nn.Module] | None = None
         if isinstance(program.decoder, Preset):
             self._preset = [stage.module() for stage in program.pipeline.stages[1:]]
@@ -297,16 +289,16 @@ class ModelNode:
     def answer(
         self, images: Sequence[torch.Tensor | Exception], requests: Sequence[Request | None]
     ) -> list[torch.Tensor | Exception]:
-        """For each image its logits [K], or itself [C, H, W] where that is wanted, or what is wrong with it.
+        """Each image's logits [K], or the image [C, H, W] if its request wants that, or its error.
 
-        Those who ask are told.
+        Also sets the results of the requests.
         """
         begun = [request is None or request.begin() for request in requests]
         wanted = [image if begins else _CANCELLED for image, begins in zip(images, begun, strict=True)]
         answers = self._answers(wanted, [request is not None and request.wants_image for request in requests])
         for request, answer in zip(requests, answers, strict=True):
             if request is not None:
-                request.settle(answer)
+                request.set_result(answer)
         return answers
 
     def _answers(
@@ -317,7 +309,7 @@ class ModelNode:
         try:
             if good:
                 found = self._run(list(good.values()), [as_images[row] for row in good])
-        except BaseException as error:  # somebody waits for each item, whatever is raised
+        except BaseException as error:  # a caller waits for each item, so every error becomes an answer
             failed = PredictorError(f"the model failed on a batch of {len(good)}: {error!r}")
             failed.__cause__ = error
             found = [failed] * len(good)
@@ -332,19 +324,21 @@ class ModelNode:
         wanted = [self._engine is None or as_image for as_image in as_images]
         rows = [row for row, image_wanted in enumerate(wanted) if not image_wanted]
         answers = {
-            row: image.to(self._device, copy=image.is_cuda)[0]  # preprocessing uses its memory again
+            row: image.to(self._device, copy=image.is_cuda)[0]  # preprocessing reuses its memory
             for row, image in enumerate(images)
             if wanted[row]
         }
         if self._engine is not None and rows:
             batch = torch.cat([images[row] for row in rows]) if len(rows) > 1 else images[rows[0]]
-            logits = self._engine.run(batch.to(self._device)).clone()  # no inference tensors, which users cannot change
-            self._session.count(len(rows))
+            logits = self._engine.run(
+                batch.to(self._device)
+            ).clone()  # inference tensors could not be modified by users
+            self._session.count_batch(len(rows))
             answers |= zip(rows, logits, strict=True)
         return [answers[row] for row in range(len(images))]
 
     def _images(self, images: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """What the model gets: for each image [1, C, H, W] in the pipeline's dtype and memory format."""
+        """The model's input: each image [1, C, H, W] in the pipeline's dtype and memory format."""
         if self._preset is None:
             return images
         batch = torch.cat([image if image.ndim == 4 else image.permute(2, 0, 1)[None] for image in images])
@@ -357,18 +351,18 @@ class ModelNode:
         return [batch[row : row + 1] for row in range(len(batch))]
 
     def check(self) -> None:
-        """It decodes nothing."""
+        """Nothing to check: this node decodes nothing."""
 
     def release(self) -> None:
         self._engine = None
 
 
 class PredictNode(ModelNode):
-    """Encoded bytes to logits [K]: both of the above, one after the other on the same batch.
+    """Encoded bytes to logits [K]: preprocesses a batch, then runs the model on it.
 
-    Parameters: of both, and patience: milliseconds that those who have their answers are given to ask again, before the
-    next batch is taken. Without it they would miss that batch, and all that ask would split in two halves that run by
-    turns.
+    Parameters: those of both nodes, and patience: milliseconds that callers who just got an answer have to send their
+    next request before the next batch starts. Without it they would miss that batch, and the callers would split into
+    two halves that alternate in batches of half the size.
     """
 
     def init(self, params: Any, options: object = None) -> None:
@@ -379,20 +373,20 @@ class PredictNode(ModelNode):
 
     def forward(self, items: Sequence[Item]) -> None:
         items = list(items)
-        backlog = self._session.backlog
-        if backlog is None:
+        queue = self._session.queue
+        if queue is None:
             for item, answer in zip(items, self._predict([(item["data"], None) for item in items]), strict=True):
                 _write(item, answer)
             return
-        backlog.begin(len(items))
+        queue.mark_started(len(items))
         batch: list[Waiting] = [(item["data"], item["request"]) for item in items]
         while batch:
-            arrived = backlog.arrived
+            arrived = queue.arrived
             self._predict(batch)
-            batch = backlog.take(arrived=arrived + len(batch), seconds=self._patience)
+            batch = queue.next_batch(arrived=arrived + len(batch), seconds=self._patience)
 
     def _predict(self, batch: Sequence[tuple[bytes, Request | None]]) -> list[torch.Tensor | Exception]:
-        """As `answer`. What was cancelled meanwhile is not decoded."""
+        """As `answer`, for encoded images. Requests that were cancelled are not decoded."""
         wanted = [request is None or not request.future.cancelled() for _, request in batch]
         images = iter(
             self._preprocess.images([data for (data, _), is_wanted in zip(batch, wanted, strict=True) if is_wanted])
@@ -410,7 +404,7 @@ def _write(item: Item, answer: torch.Tensor | Exception) -> None:
 
 
 def _fault_of(item: Item) -> Exception:
-    """What the node before raised for an item, or what its text says of that."""
+    """The exception that the previous node raised for an item, or one made from its text."""
     if "request" in item and item["request"].fault is not None:
         fault: Exception = item["request"].fault
         return fault

@@ -1,4 +1,4 @@
-"""A preset that runs on a GPU, in training: the images of the serving graph itself, then what training draws."""
+"""Runs a preset on a GPU in training: images by the operators of the serving graph, then random crops and flips."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ __all__ = ["PresetRunner"]
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
-    """images: of each sample, [C, H, W] as a served model gets it, or why it is bad. draws: what picks its pixels."""
+    """images: of each sample, [C, H, W] as a served model gets it, or why it is bad. draws: its crops and flips."""
 
     images: Sequence[torch.Tensor | BadSampleError]
     draws: Sequence[Sampling]
 
 
 class PresetRunner:
-    """Runs a program that begins with a preset, as `gpu.GpuRunner` runs others. Any thread may call any method.
+    """Runs a program that begins with a preset, with the interface of `GpuRunner`. Any thread may call any method.
 
-    Crops and flips come behind the pointwise stages here: these are modules in the graph, and mind no pixel's place.
+    Crops and flips run after the pointwise stages here: these are modules in the graph, and treat each pixel alike.
 
     Args:
         program: its stages pass `Preset.refuses`. delivery: to the device that the preset's operators run on.
-        origin: the configuration's file. threads: instances of the operators. timeout_seconds: for any one image.
+        origin: the configuration's file. threads: instances of the operators. timeout_seconds: limit for each image.
 
     Raises:
         MissingExtra: torchpipe is not installed. PredictorError: it does not take the operators.
@@ -56,21 +56,21 @@ class PresetRunner:
         self._moves = [step for step in program.steps if isinstance(step, Sample)]
         self._lock = threading.Lock()
         self.engine_images, self.cpu_images = 0, 0
-        """torchpipe does not say which images its operators for the CPU stood in for; all count as the GPU's."""
+        """torchpipe does not say which images it decoded on the CPU instead; all are counted as the GPU's."""
 
     def check(self) -> None:
-        """Have torchpipe's operators decode gpuflow's own test image. Raises DecoderError where that fails."""
+        """Decode gpuflow's own test image by torchpipe's operators. Raises DecoderError if that fails."""
         self._graph.check()
 
     def hurry(self, on: bool) -> None:
-        """Nothing waits here."""
+        """Does nothing: no work is delayed here."""
 
     def prepare(self, payload: Payload, keys: Keys, indices: Sequence[int] | None = None) -> _Prepared:
-        """Everything but the moves; waits for it."""
+        """Run everything but the crops and flips, and wait for it."""
         waiting: list[Future[torch.Tensor] | BadSampleError] = [
             BadSampleError("read", error)
             if (error := payload.errors[i]) is not None
-            else self._graph.submit(payload.sample(i).tobytes(), wrap=_finished, wants_image=True)
+            else self._graph.submit(payload.sample(i).tobytes(), wrap=_wait_for_gpu, wants_image=True)
             for i in range(len(payload))
         ]
         height, width, _ = self._program.specs[1].shape
@@ -98,11 +98,11 @@ class PresetRunner:
             ) from None
 
     def slots(self, count: int) -> torch.Tensor:
-        """Memory on the device for so many results: [count, C, H, W] in the result's dtype and memory format."""
+        """Memory on the device for `count` results: [count, C, H, W] in the result's dtype and memory format."""
         return slots_on(self._delivery, count, self._program.result)
 
     def launch(self, chunk: _Prepared, slots: torch.Tensor) -> list[BadSampleError | None]:
-        """Queue the moves, into the slots [N, C, H, W]; returns for each sample None, or why it is bad."""
+        """Queue the crops and flips, into the slots [N, C, H, W]; returns None, or why it is bad, for each sample."""
         with self._delivery.queued():
             for i, image in enumerate(chunk.images):
                 if isinstance(image, BadSampleError):
@@ -110,20 +110,20 @@ class PresetRunner:
                 if image.is_cuda:
                     image.record_stream(torch.cuda.current_stream(image.device))
                 for draw in chunk.draws:
-                    image = _moved(image, draw, i)
+                    image = _crop_and_flip(image, draw, i)
                 slots[i].copy_(image)
         return [image if isinstance(image, BadSampleError) else None for image in chunk.images]
 
 
-def _finished(image: torch.Tensor) -> torch.Tensor:
-    """The image once the GPU is through with it: whoever gets it works on a stream of its own."""
+def _wait_for_gpu(image: torch.Tensor) -> torch.Tensor:
+    """The image after the GPU has finished it, because its user works on another stream."""
     if image.is_cuda:
         torch.cuda.current_stream(image.device).synchronize()
     return image
 
 
-def _moved(image: torch.Tensor, sampling: Sampling, i: int) -> torch.Tensor:
-    """Sample i's crop and flips of an image [C, H, W]; nothing is resampled."""
+def _crop_and_flip(image: torch.Tensor, sampling: Sampling, i: int) -> torch.Tensor:
+    """Sample i's crop and flips applied to an image [C, H, W], without resampling."""
     y, x, height, width = sampling.box[i].tolist()
     dims = [dim for dim, flip in zip((1, 2), sampling.flips[i].tolist(), strict=True) if flip]
     cropped = image[:, y : y + height, x : x + width]

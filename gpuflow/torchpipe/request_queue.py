@@ -1,4 +1,4 @@
-"""Requests that wait in Python for a node that does all the work, instead of in torchpipe's queue."""
+"""A queue for requests that wait for a busy node, in Python instead of in torchpipe."""
 
 from __future__ import annotations
 
@@ -10,35 +10,35 @@ from typing import Any
 
 import torch
 
-__all__ = ["Backlog", "Request", "Waiting"]
+__all__ = ["Request", "RequestQueue", "Waiting"]
 
 
 class Request:
-    """One image on its way through a graph; its item carries it as `request`.
+    """One image on its way through a graph; the item that torchpipe carries has it as `request`.
 
-    future: what `wrap` makes of the logits [K]; of the image [C, H, W] that the model would get, if `wants_image`.
-    done: called once when the graph is through with it, whatever came out.
-    fault: what a node raised for it; torchpipe passes on the text alone.
+    future: what `wrap` returns for the logits [K], or for the image [C, H, W] that the model gets if `wants_image`.
+    done: called once when the graph has finished with the request, whatever the outcome.
+    answered: whether `set_result` was called. fault: what a node raised for it; torchpipe passes on only its text.
     """
 
     def __init__(
         self, done: Callable[[Request], None], *, wrap: Callable[[torch.Tensor], Any], wants_image: bool = False
     ) -> None:
         self.future: Future[Any] = Future()
-        self.wants_image, self.settled = wants_image, False
+        self.wants_image, self.answered = wants_image, False
         self.fault: Exception | None = None
         self._wrap, self._done = wrap, done
         self._wanted: bool | None = None
 
     def begin(self) -> bool:
-        """From here on it cannot be cancelled. Returns whether it was not."""
+        """Mark the request as running, after which it cannot be cancelled. Returns False if it was cancelled before."""
         if self._wanted is None:
             self._wanted = self.future.set_running_or_notify_cancel()
         return self._wanted
 
-    def settle(self, value: torch.Tensor | Exception) -> None:
-        """Give the answer, if it is still wanted."""
-        self.settled = True
+    def set_result(self, value: torch.Tensor | Exception) -> None:
+        """Set the future's result or exception unless it was cancelled, then call `done`."""
+        self.answered = True
         if self.begin():
             if isinstance(value, Exception):
                 self.future.set_exception(value)
@@ -51,18 +51,18 @@ Waiting = tuple[bytes, Request]
 """An encoded image and the request for it."""
 
 
-class Backlog:
-    """What has come while all instances of a node are at work, in order. Any thread may call any method.
+class RequestQueue:
+    """Requests that arrived while all instances of a node were busy, in order. Any thread may call any method.
 
-    torchpipe would keep it too. But as long as something is in its queue and no instance is free, its thread looks
-    there without a pause, and whoever puts a request in waits for the same lock: for the whole batching timeout, if it
-    comes to that. So torchpipe gets a request only where an instance is free. That instance then goes on with what has
-    come meanwhile, until nothing is left.
+    torchpipe has a queue of its own. But while that queue holds an item and no instance is free, torchpipe's thread
+    polls it without a pause, and each caller that adds a request waits for the same lock, for as long as the batching
+    timeout. So torchpipe gets a request only when an instance is free. That instance then takes further batches from
+    here until none is left.
 
     Args:
-        start: hands one request to torchpipe and does not wait. instances: of the node. batch: what one takes at most.
+        start: passes one request to torchpipe and does not wait. instances: of the node. batch: its largest batch.
 
-    arrived: how many requests have come so far.
+    arrived: how many requests have been added so far.
     """
 
     def __init__(self, start: Callable[[bytes, Request], object], *, instances: int, batch: int) -> None:
@@ -73,7 +73,7 @@ class Backlog:
         self._arrival, self._awaited = threading.Condition(), set[int]()
 
     def add(self, data: bytes, request: Request) -> None:
-        """A request has come: it starts an instance, or waits. Raises what `start` does."""
+        """Start an instance with a request, or let the request wait. Raises what `start` does."""
         with self._arrival:
             starts = self._started < self._free
             if starts:
@@ -91,21 +91,21 @@ class Backlog:
                     self._started -= 1
                 raise
 
-    def begin(self, requests: int) -> None:
-        """An instance has got so many from torchpipe. It is at work until `take` gives it nothing."""
+    def mark_started(self, requests: int) -> None:
+        """An instance received this many requests from torchpipe. It is busy until `next_batch` returns none."""
         with self._arrival:
             self._started -= requests
             self._free -= 1
 
-    def take(self, *, arrived: int, seconds: float) -> list[Waiting]:
-        """What an instance goes on with: a batch, or nothing.
+    def next_batch(self, *, arrived: int, seconds: float) -> list[Waiting]:
+        """The requests that a busy instance runs next; empty if none waits, which frees the instance.
 
-        Waits until so many have `arrived` or the batch is full, but for so many seconds at most.
+        Waits until `arrived` requests have been added or the batch is full, but no longer than `seconds`.
         """
         with self._arrival:
             self._awaited.add(arrived)
             self._arrival.wait_for(lambda: self.arrived >= arrived or len(self._waiting) >= self._batch, seconds)
             self._awaited.discard(arrived)
-            taken = [self._waiting.popleft() for _ in range(min(self._batch, len(self._waiting)))]
-            self._free += not taken
-        return taken
+            batch = [self._waiting.popleft() for _ in range(min(self._batch, len(self._waiting)))]
+            self._free += not batch
+        return batch

@@ -1,22 +1,7 @@
-"""Runs graphs on torchpipe. The only file that imports it, and the place where its traps are dealt with:
-
-- The names of nodes are global to a process; neither they nor their threads are ever freed. Each graph gets a prefix of
-  its own. A closed one lets go of models and buffers, and its threads sleep on.
-- Freeing a graph joins its threads with the GIL held, which they may be waiting for, and takes half a second. None is.
-- It logs on stdout, errors of requests too. Its logger is turned off; what goes wrong is raised anyway.
-- A forked child waits for threads that it does not have, at its exit at the latest.
-
-Its scheduler is the package omniback, which is all that gpuflow's own nodes need. torchpipe, whose operators presets
-and TensorRT need, compiles parts of itself when it is first imported where there is a GPU.
-"""
+"""Runs a graph: submits requests to torchpipe, tracks them until they are answered, closes the graph."""
 
 from __future__ import annotations
 
-import atexit
-import ctypes
-import importlib.metadata
-import importlib.util
-import itertools
 import os
 import threading
 import weakref
@@ -31,98 +16,61 @@ from torch.utils.dlpack import from_dlpack
 
 from gpuflow.decode import self_test
 from gpuflow.decode.preset import CANNOT_DECODE
-from gpuflow.errors import BadSampleError, DecoderError, MissingExtra, PredictorError
+from gpuflow.errors import BadSampleError, DecoderError, PredictorError
 from gpuflow.runtime.threads import DaemonPool
+from gpuflow.torchpipe.adapter import (
+    Pipe,
+    import_operators,
+    register_nodes,
+    skip_cleanup,
+    turn_off_batching,
+    unique_prefix,
+)
 from gpuflow.torchpipe.graph import OURS, PREDICT, Graph
 from gpuflow.torchpipe.nodes import SESSIONS, ModelNode, PredictNode, PreprocessNode, Session
-from gpuflow.torchpipe.request_queue import Backlog, Request
+from gpuflow.torchpipe.request_queue import Request, RequestQueue
 
 if TYPE_CHECKING:
     from gpuflow.engines import Engine
 
-__all__ = ["RunningGraph", "register", "skip_cleanup"]
+__all__ = ["RunningGraph", "register"]
 
 T = TypeVar("T")
 
 _EXIT_SECONDS = 10.0
-_MOST_CALLERS = 64
-_LOGGER_LEVELS = {"0.2.24": 64}
-"""By omniback's version, where in spdlog's logger its level is, in bytes: after a vtable, a string and a vector."""
-_LEVEL_INFO, _LEVEL_OFF = 2, 6
+_MAX_CALLERS = 64
 
-_lock = threading.Lock()
-_numbers = itertools.count()
-_omniback: Any = None
 _open: weakref.WeakSet[RunningGraph] = weakref.WeakSet()
 
 
 def register() -> None:
-    """Make gpuflow's nodes known to torchpipe, which a graph that it reads from a file needs. Again does nothing.
+    """Make gpuflow's nodes known to torchpipe, which a graph that it reads from a file needs. Later calls do nothing.
 
     Raises:
         MissingExtra: torchpipe is not installed.
     """
-    global _omniback
-    with _lock:
-        if _omniback is None:
-            os.environ.setdefault("TORCHPIPE_SKIP_TENSORRT", str(int(importlib.util.find_spec("tensorrt") is None)))
-            try:
-                import omniback
-            except ModuleNotFoundError as error:
-                raise _missing(error) from error
-            _silence(omniback)
-            for node, kind in zip(OURS, (PreprocessNode, ModelNode, PredictNode), strict=True):
-                omniback.register(node, kind)
-            os.register_at_fork(after_in_child=skip_cleanup)
-            atexit.register(_close_all)  # after omniback's own clean-up was registered, so it runs before that
-            _omniback = omniback
-
-
-def _missing(error: ModuleNotFoundError) -> ImportError:
-    """What to raise where torchpipe, or something that it needs, is not installed."""
-    return MissingExtra("serving", "torchpipe", "serve") if error.name in ("omniback", "torchpipe") else error
-
-
-def _silence(omniback: Any) -> None:
-    """Turn its logger off. It has no setting for that; where the level is in memory is known for some versions."""
-    offset = _LOGGER_LEVELS.get(importlib.metadata.version("omniback"))
-    if offset is not None:
-        logger = omniback.libomniback._ZN2om18default_logger_rawEv
-        logger.restype = ctypes.c_void_p
-        level = ctypes.c_int.from_address(logger() + offset)
-        if level.value == _LEVEL_INFO:
-            level.value = _LEVEL_OFF
-
-
-def skip_cleanup() -> None:
-    """Let this process exit without torchpipe's clean-up, which waits 0.1 s for each thread, one after the other.
-
-    Other C libraries' handlers are skipped with it, so this is for processes of our own, after `close`.
-    """
-    if _omniback is not None:
-        atexit.unregister(_omniback.ffi.cleanup)
-        libc = ctypes.CDLL(None)
-        libc.on_exit(libc._exit, None)  # before the destructors, which would wait too
+    classes = (PreprocessNode, ModelNode, PredictNode)
+    register_nodes(dict(zip(OURS, classes, strict=True)), at_exit=_close_all)
 
 
 def _close_all() -> None:
-    """At exit: what waits is cancelled, what runs may end. A model that hangs does not keep the process."""
+    """At exit: cancel what waits and let what runs finish. A model that hangs does not keep the process alive."""
     ended = [graph.close(_EXIT_SECONDS, cancel=True) for graph in list(_open)]
     if not all(ended):
         skip_cleanup()
 
 
-def _release(name: str) -> None:
+def _close_session(name: str) -> None:
     SESSIONS.pop(name).close()
 
 
-def _start(pipe: Any, data: bytes, request: Request) -> None:
-    """Hand a request to a graph of gpuflow's own nodes, and do not wait for it."""
-    pipe(_omniback.Dict({"data": data, "request": request, "event": _omniback.Event()}))
+def _start(pipe: Pipe, data: bytes, request: Request) -> None:
+    """Pass a request to a graph of gpuflow's own nodes, without waiting for it."""
+    pipe.start({"data": data, "request": request})
 
 
 class RunningGraph:
-    """A graph at work. Any thread may submit.
+    """A graph that torchpipe runs. Any thread may submit.
 
     Args:
         graph: what to run. engines: one for each instance of its model node, warmed up; none if it ends with images.
@@ -134,44 +82,42 @@ class RunningGraph:
     def __init__(self, graph: Graph, engines: Sequence[Engine] = ()) -> None:
         register()
         if graph.native:
-            try:
-                import torchpipe  # noqa: F401  # brings its operators
-            except ModuleNotFoundError as error:
-                raise _missing(error) from error
-        name = f"gpuflow{next(_numbers)}"
+            import_operators()
+        name = unique_prefix()
         nodes = graph.as_dict(f"{name}.")
         for node in nodes.values():
             if node["backend"] in OURS:
                 node["session"] = name
             if node["backend"] == PREDICT:
-                node["batching_timeout"] = "0"  # off: a request starts an instance, or waits in the backlog
+                turn_off_batching(node)  # a request starts an instance, or waits in the RequestQueue
         self._pid = os.getpid()
         self._idle, self._closed = threading.Condition(), False
-        self._under_way: set[Request] = set()
+        self._requests: set[Request] = set()
         self._session = SESSIONS[name] = Session(engines)
         try:
-            self._pipe = _omniback.pipe(nodes)
+            self._pipe = Pipe(nodes)
         except Exception as error:
             del SESSIONS[name]
             raise PredictorError(f"torchpipe does not take the graph of {graph.origin}: {error}") from error
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._pipe))  # kept for ever, also when the interpreter ends
-        # Errors of torchpipe's own operators reach only those who wait in the call.
+        # torchpipe reports errors of its own operators only to the thread that waits in the call.
         callers = sum(int(node["instance_num"]) * int(node.get("batch", 1)) for node in nodes.values())
-        self._callers = DaemonPool(min(callers, _MOST_CALLERS), "serve") if graph.native else None
+        self._callers = DaemonPool(min(callers, _MAX_CALLERS), "serve") if graph.native else None
         head = next(iter(nodes.values()))
         if head["backend"] == PREDICT:
             instances, batch = int(head["instance_num"]), int(head["batch"])
-            self._session.backlog = Backlog(partial(_start, self._pipe), instances=instances, batch=batch)
+            self._session.queue = RequestQueue(partial(_start, self._pipe), instances=instances, batch=batch)
         self._preset = graph.preset
-        self._release = weakref.finalize(self, _release, name)  # nothing is under way once nobody knows the graph
+        self._release = weakref.finalize(
+            self, _close_session, name
+        )  # no request is in flight once no reference is left
         self._release.atexit = False
         _open.add(self)
 
     def submit(self, data: bytes, *, wrap: Callable[[torch.Tensor], T], wants_image: bool = False) -> Future[T]:
-        """What `wrap` makes of the logits [K] of one image, or of the image itself as the model gets it, [C, H, W].
+        """What `wrap` returns for the logits [K] of one image, or for the image [C, H, W] that the model gets.
 
-        The future raises BadSampleError for bytes that are no image, PredictorError where the model failed. Cancelled
-        before the model has begun, the image is dropped.
+        The future raises BadSampleError for bytes that are no image, PredictorError where the model failed. A request
+        that is cancelled before the model starts on it is dropped.
 
         Raises:
             PredictorError: the graph is closed, or was made in the parent of this process.
@@ -185,10 +131,10 @@ class RunningGraph:
         with self._idle:
             if self._closed:
                 raise PredictorError("the predictor is closed; load it again")
-            self._under_way.add(request)
+            self._requests.add(request)
         try:
-            if self._session.backlog is not None:
-                self._session.backlog.add(data, request)
+            if self._session.queue is not None:
+                self._session.queue.add(data, request)
             elif self._callers is None:
                 _start(self._pipe, data, request)
             else:
@@ -199,14 +145,12 @@ class RunningGraph:
         return request.future
 
     def _call(self, item: dict[str, Any], request: Request) -> None:
-        """Run an item and wait, for graphs with nodes that know nothing of requests."""
+        """Run an item and wait. For graphs with torchpipe's own operators, which do not answer requests."""
         answer: torch.Tensor | Exception
         try:
             if self._preset is not None:
                 self._preset.check(np.frombuffer(item["data"], np.uint8))
-            items = _omniback.Dict(item)
-            self._pipe(items)
-            answer = from_dlpack(items["result"])
+            answer = from_dlpack(self._pipe.run(item))
         except BadSampleError as fault:
             answer = fault
         except Exception as error:
@@ -215,19 +159,19 @@ class RunningGraph:
                 answer.__cause__ = error
             else:
                 answer = request.fault or PredictorError(f"torchpipe: {str(error).strip().splitlines()[-1]}")
-        if not request.settled:
-            request.settle(answer if isinstance(answer, Exception) else answer.float().cpu().flatten())
+        if not request.answered:
+            request.set_result(answer if isinstance(answer, Exception) else answer.float().cpu().flatten())
 
     def check(self) -> None:
         """Have every instance that decodes decode gpuflow's own test image.
 
         Raises:
-            DecoderError: one fails, also after a new start.
+            DecoderError: one fails, also with a new decoder.
         """
         self._session.check()
         if self._preset is not None:
             try:
-                self._pipe(_omniback.Dict({"data": self_test.JPEG.tobytes()}))  # through the model, too
+                self._pipe.run({"data": self_test.JPEG.tobytes()})  # through the model, too
             except Exception as error:  # whatever torchpipe's operators raise
                 raise DecoderError(
                     "torchpipe does not decode gpuflow's test image; end this process and start another one"
@@ -235,38 +179,38 @@ class RunningGraph:
 
     def _done(self, request: Request) -> None:
         with self._idle:
-            self._under_way.discard(request)
-            if not self._under_way:
+            self._requests.discard(request)
+            if not self._requests:
                 self._idle.notify_all()
 
     @property
     def in_flight(self) -> int:
-        """How many images are under way."""
-        return len(self._under_way)
+        """Number of images that are submitted and not answered yet."""
+        return len(self._requests)
 
     @property
     def batches(self) -> dict[int, int]:
-        """How often the model ran on so many images at a time."""
+        """How often the model ran, by batch size."""
         return dict(self._session.batches)
 
     def close(self, timeout: float, *, cancel: bool = False) -> bool:
-        """Take no more images, let those under way end, then let go of models and buffers. Again does nothing.
+        """Refuse new images, wait for those in flight, then release models and buffers. Later calls do nothing.
 
         Args:
-            timeout: seconds. cancel: what the model has not begun is dropped.
+            timeout: seconds. cancel: drop what the model has not started on.
 
         Returns:
-            Whether all ended in time. If not, nothing is let go of.
+            Whether all ended in time. If not, nothing is released.
         """
         if os.getpid() != self._pid:
             return True
         with self._idle:
             self._closed = True
-            waiting = list(self._under_way) if cancel else []
+            waiting = list(self._requests) if cancel else []
         for request in waiting:
             request.future.cancel()
         with self._idle:
-            if not self._idle.wait_for(lambda: not self._under_way, timeout):
+            if not self._idle.wait_for(lambda: not self._requests, timeout):
                 return False
         self._release()
         if self._callers is not None:

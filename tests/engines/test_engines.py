@@ -1,4 +1,4 @@
-"""Engines: the same logits from every file, what they check before they run, and what their errors say."""
+"""Engines: the same logits from every file format, the checks before a model runs, and the texts of errors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import nn
 
 from gpuflow.config import ModelSpec
 from gpuflow.engines import Engine, ModelInfo, open_engines, read_info, refuse_other_preprocessing
-from gpuflow.engines.base import METADATA_KEY, aside
+from gpuflow.engines.base import METADATA_KEY, run_in_thread
 from gpuflow.engines.onnx import OnnxEngine
 from gpuflow.engines.pytorch import TorchEngine, load_checkpoint, padded_sizes
 from gpuflow.errors import ConfigError, MissingExtra
@@ -80,7 +80,7 @@ def test_ready_within_20_seconds(models: Models, file: str) -> None:
 
 
 @each_file
-def test_instances_run_side_by_side(models: Models, file: str) -> None:
+def test_instances_run_at_the_same_time(models: Models, file: str) -> None:
     model = ModelSpec(file=str(file_of(models, file)), instances=2, batch=4)
     with torch.inference_mode():
         expected = models.module()(noise(4))
@@ -108,7 +108,7 @@ def test_a_checkpoint_may_run_in_16_bits(models: Models, precision: str) -> None
     assert running.describe()["precision"] == precision
 
 
-# --- what they say ----------------------------------------------------------------------------------------------------
+# --- metadata ---------------------------------------------------------------------------------------------------------
 
 
 def test_describe_of_torch(models: Models) -> None:
@@ -147,7 +147,7 @@ def test_describe_of_onnxruntime(models: Models) -> None:
 
 
 @pytest.mark.parametrize("file", [*FILES, "folded_pt2", "folded_onnx"])
-def test_files_say_what_they_were_trained_with(models: Models, file: str) -> None:
+def test_files_state_their_preprocessing(models: Models, file: str) -> None:
     pipeline = models.read().programs["serve"].pipeline
     folded = file.startswith("folded")
     before = Pipeline("serve", pipeline.stages[:-1]) if folded else pipeline
@@ -161,7 +161,7 @@ def test_files_say_what_they_were_trained_with(models: Models, file: str) -> Non
     assert read_info(str(file_of(models, file))) == info
 
 
-def test_a_file_of_somebody_else_says_nothing(models: Models, tmp_path: Path) -> None:
+def test_a_file_without_metadata(models: Models, tmp_path: Path) -> None:
     plain = onnx.load(models.onnx)
     del plain.metadata_props[:]
     onnx.save(plain, tmp_path / "plain.onnx")
@@ -264,12 +264,12 @@ def test_images_of_another_shape_or_dtype(models: Models, file: str) -> None:
         (256, (2, 4, 8, 16, 32, 64, 128, 256)),
     ],
 )
-def test_sizes_that_are_compiled_or_captured(batch: int, sizes: tuple[int, ...]) -> None:
+def test_batch_sizes_that_are_compiled_or_captured(batch: int, sizes: tuple[int, ...]) -> None:
     assert padded_sizes(batch) == sizes
 
 
 class Recorder(nn.Module):
-    """Adds up each image; remembers the batches it saw."""
+    """Sums each image, and records the batches that it gets."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -297,14 +297,14 @@ def test_batches_are_padded_to_the_next_size(image: ImageSpec) -> None:
     running.close()
 
 
-def test_what_is_compiled_runs_on_any_thread() -> None:
-    """It is compiled once, on a thread that stays: torch crashes if one that has compiled is gone and another does.
+def test_compiled_code_runs_on_any_thread() -> None:
+    """It is compiled once, on a thread that never ends: torch crashes if one thread compiles after another one ended.
 
-    Without a code generator (`eager`), which would take most of a minute; the crash is in what comes before it.
+    With the backend `eager`, because a code generator takes most of a minute and the crash happens before it.
     """
     code = """
 import sys, torch
-from gpuflow.engines.base import aside
+from gpuflow.engines.base import run_in_thread
 from gpuflow.engines.pytorch import TorchEngine, padded_sizes
 from tests.serve.models import CPU, FLOAT, noise
 
@@ -324,7 +324,8 @@ for _ in range(2):
     running.warm_up()
     before = dict(torch._dynamo.utils.counters["frames"])
     for count in (1, 2):
-        torch.testing.assert_close(aside(lambda: running.run(noise(count))), noise(count).relu().sum(dim=(2, 3)))
+        logits = run_in_thread(lambda: running.run(noise(count)))
+        torch.testing.assert_close(logits, noise(count).relu().sum(dim=(2, 3)))
     assert dict(torch._dynamo.utils.counters["frames"]) == before, "compiled again"
 assert running.describe()["compile"]
 print(before)
@@ -334,7 +335,7 @@ print(before)
     assert done.stdout == "{'total': 2, 'ok': 2}\n"
 
 
-def test_a_module_of_ones_own(models: Models) -> None:
+def test_a_users_own_module(models: Models) -> None:
     module = models.module()
     running = TorchEngine(module, image=FLOAT, batch=4, device=CPU)
     with torch.inference_mode():
@@ -343,17 +344,17 @@ def test_a_module_of_ones_own(models: Models) -> None:
 
 
 def test_a_callers_thread_keeps_its_cores(models: Models) -> None:
-    """The engine's thread gets its share; the caller's, and those yet to come, keep torch's setting."""
-    before, default = torch.get_num_threads(), aside(torch.get_num_threads)
+    """The engine's thread gets its share of the cores; the caller's thread and new threads keep torch's setting."""
+    before, default = torch.get_num_threads(), run_in_thread(torch.get_num_threads)
     running = TorchEngine(models.module(), image=FLOAT, batch=4, device=CPU, threads=default + 1)
     running.warm_up()
     assert torch.get_num_threads() == before
 
     def work() -> tuple[int, int]:
         running.run(noise(1))
-        return torch.get_num_threads(), aside(torch.get_num_threads)
+        return torch.get_num_threads(), run_in_thread(torch.get_num_threads)
 
-    assert aside(work) == (default + 1, default)
+    assert run_in_thread(work) == (default + 1, default)
     assert torch.get_num_threads() == before
 
 
@@ -367,7 +368,7 @@ def test_a_missing_file(name: str) -> None:
     assert fault(lambda: read_info(name)) == expected
 
 
-def test_rules_between_keys_hold_here_too() -> None:
+def test_rules_between_keys_are_checked_too() -> None:
     assert fault(lambda: engine("m.engine")) == "serve.model.file must end in .onnx, .pt or .pt2, got 'm.engine'"
 
 
@@ -386,7 +387,7 @@ def test_a_file_that_is_no_model(name: str, content: bytes, tmp_path: Path) -> N
     assert fault(lambda: engine(path)).startswith(f"{path}: cannot be read as {what[path.suffix]}: ")
 
 
-def test_a_checkpoint_that_is_none_of_ours(models: Models, tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_program(models: Models, tmp_path: Path) -> None:
     path = tmp_path / "own.pt"
     torch.save({"arch": "resnet18", "model": {}}, path)
     assert fault(lambda: engine(path)) == (
@@ -400,7 +401,7 @@ def test_a_checkpoint_that_is_none_of_ours(models: Models, tmp_path: Path) -> No
     assert fault(lambda: engine(path)) == f"{path}: cannot be read as a checkpoint of resnet81: Unknown model resnet81"
 
 
-def test_a_checkpoint_from_before_stages_were_listed(models: Models, tmp_path: Path) -> None:
+def test_an_old_checkpoint_without_its_stages(models: Models, tmp_path: Path) -> None:
     state = torch.load(models.checkpoint, weights_only=True)
     del state["stages"]
     torch.save(state, tmp_path / "old.pt")
@@ -474,7 +475,7 @@ def test_a_model_of_two_inputs_or_one_batch_size(tmp_path: Path) -> None:
             f"{path}: must take one input, images [N, C, H, W], takes 2"
         )
     fixed = export_onnx(tmp_path / "fixed.onnx", nn.AdaptiveAvgPool2d(1), noise(2), dynamic=False)
-    expected = f"{fixed}: takes batches of 2 alone; export it with a dynamic batch axis"
+    expected = f"{fixed}: takes only batches of 2; export it with a dynamic batch axis"
     assert fault(lambda: engine(fixed)) == expected
 
 
@@ -507,7 +508,7 @@ def test_no_cuda_in_onnxruntime(models: Models) -> None:
     )
 
 
-def test_importing_brings_no_engines_library() -> None:
+def test_importing_loads_no_engines_library() -> None:
     code = """
 import sys
 import gpuflow.engines, gpuflow.engines.onnx, gpuflow.engines.tensorrt

@@ -1,4 +1,4 @@
-"""Engines on an NVIDIA GPU: the CPU's logits, CUDA graphs, compilation, instances side by side."""
+"""Engines on an NVIDIA GPU: the CPU's logits, CUDA graphs, compilation, instances at the same time."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_folded_model(models: Models) -> None:
 @pytest.mark.parametrize("file", ["checkpoint", "pt2"])
 @pytest.mark.parametrize("warm", [True, False])
 def test_cuda_graphs_give_the_same_logits(file: str, warm: bool, models: Models) -> None:
-    """At every batch size, in any order, with what is left of earlier batches in the padding."""
+    """At every batch size, in any order, with earlier batches' images left in the padding."""
     eager, graphs = on_gpu(getattr(models, file), batch=12), on_gpu(getattr(models, file), batch=12, cuda_graphs=True)
     assert graphs.describe()["cuda_graphs"]
     if warm:
@@ -84,8 +84,8 @@ def test_compiled(cuda_graphs: bool, models: Models) -> None:
 
 
 @pytest.mark.parametrize("cuda_graphs", [True, False])
-def test_instances_side_by_side(cuda_graphs: bool, models: Models) -> None:
-    """Each thread makes its images on a stream of its own, right before the engine reads them."""
+def test_instances_at_the_same_time(cuda_graphs: bool, models: Models) -> None:
+    """Each thread makes its images on a stream of its own, just before the engine reads them."""
     settings = {"instances": 3, "batch": 8, "cuda_graphs": cuda_graphs}
     model = ModelSpec.model_validate({"file": str(models.checkpoint), **settings})
     engines = open_engines(model, image=FLOAT, device=GPU)

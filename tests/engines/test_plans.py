@@ -1,4 +1,4 @@
-"""Built engines on disk: everything that an engine depends on changes its key, and no cut or renamed file is used."""
+"""The cache of built engines: all that an engine depends on changes its key; damaged or renamed files are not used."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KEY = "0" * 64
 
 
 def save_model(path: Path, value: float = 1.0, *, external: str | None = None, nested: bool = False) -> Path:
-    """y = x + value; the value in a file of its own where `external` names one, in a branch where it is `nested`."""
+    """y = x + value; the value is in a separate file if `external` names one, and in a branch if `nested`."""
     weight = onnx.numpy_helper.from_array(np.full(64, value, np.float32), "w")
     ends = [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [64]) for name in ("x", "y")]
     node = onnx.helper.make_node("Add", ["x", "w"], ["y"])
@@ -81,7 +81,7 @@ def test_the_platform_changes_both_keys(change: dict[str, object], model: Path) 
     assert timing_key(other) != timing_key(PLATFORM)
 
 
-def test_the_cases_above_are_all_there_is() -> None:
+def test_the_cases_above_cover_every_field() -> None:
     assert set(Settings.__slots__) == {"precision", "shape", "low", "best", "high", "maker", "instances"}
     assert set(Platform.__slots__) == {"tensorrt", "cuda", "gpu", "capability"}
 
@@ -93,7 +93,7 @@ def test_the_models_bytes_change_the_key(model: Path) -> None:
 
 
 @pytest.mark.parametrize("nested", [False, True])
-def test_weights_in_files_of_their_own_change_the_key(nested: bool, tmp_path: Path) -> None:
+def test_weights_in_separate_files_change_the_key(nested: bool, tmp_path: Path) -> None:
     path = save_model(tmp_path / "m.onnx", external="weights.bin", nested=nested)
     before, graph = cache_key(str(path), SETTINGS, PLATFORM), path.read_bytes()
     weights = bytearray((tmp_path / "weights.bin").read_bytes())
@@ -110,7 +110,7 @@ def test_settings_of_a_block() -> None:
     assert Settings.of(model, FLOAT) == replace(SETTINGS, low=2, best=4, maker="torchpipe", instances=3)
 
 
-def test_where_engines_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_cache_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     model = ModelSpec(file="m.onnx", engine="tensorrt")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert cache_directory(model) == tmp_path / "gpuflow" / "tensorrt"
@@ -125,7 +125,7 @@ def test_where_engines_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 
 
 @given(content=st.binary(max_size=200))
-def test_what_is_stored_is_loaded(content: bytes, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_stored_content_is_loaded(content: bytes, tmp_path_factory: pytest.TempPathFactory) -> None:
     cache = PlanCache(tmp_path_factory.mktemp("cache") / "made")
     assert cache.load(KEY) is None
     cache.store(KEY, content)
@@ -135,7 +135,7 @@ def test_what_is_stored_is_loaded(content: bytes, tmp_path_factory: pytest.TempP
 
 
 @pytest.mark.parametrize("length", [0, 1, 31, 32, 40, 131])
-def test_a_cut_file_is_not_used(length: int, tmp_path: Path) -> None:
+def test_a_truncated_file_is_not_used(length: int, tmp_path: Path) -> None:
     cache = PlanCache(tmp_path)
     cache.store(KEY, bytes(100))
     cache.path(KEY).write_bytes(cache.path(KEY).read_bytes()[:length])

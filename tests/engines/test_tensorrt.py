@@ -1,7 +1,7 @@
-"""The engine tensorrt against a stand-in for TensorRT: its calls, their order and arguments, and what is cached.
+"""The engine tensorrt against a fake TensorRT: its calls, their order and arguments, and what is cached.
 
-The stand-in (fake_tensorrt) knows TensorRT 10's Python API as far as gpuflow calls it and runs on the CPU. What a real
-TensorRT makes of these calls is tested where there is one.
+The fake (fake_tensorrt) has the part of TensorRT 10's Python API that gpuflow calls, and runs on the CPU. The last test
+uses the real TensorRT, if it is installed.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from torch import nn
 from gpuflow.config import ModelSpec
 from gpuflow.engines import open_engine
 from gpuflow.engines.plans import PlanCache, Platform, Settings, cache_key
-from gpuflow.engines.tensorrt import TensorrtEngine, open_on, torchpipe_node
+from gpuflow.engines.tensorrt import TensorrtEngine, open_on_streams, torchpipe_node
 from gpuflow.errors import ConfigError, GpuflowError, MissingExtra
 from gpuflow.pipeline.stage import ImageSpec
 from gpuflow.stages import Normalize
 from tests.serve.models import CPU, FLOAT, UINT8, Models, engine, noise
 
 PLATFORM = Platform(tensorrt="10.16.1.11", cuda="13.0", gpu="NVIDIA H100 80GB HBM3", capability=(9, 0))
-LOG_TELLS = "its log on stderr says why"
+SEE_LOG = "its log on stderr says why"
 
 
 @pytest.fixture
 def trt(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The stand-in in TensorRT's place, with an empty log and no faults."""
+    """The fake TensorRT, with an empty log and no faults."""
     monkeypatch.syspath_prepend(str(Path(__file__).parent / "fake_tensorrt"))
     monkeypatch.delitem(sys.modules, "tensorrt", raising=False)
     import tensorrt
@@ -55,9 +55,9 @@ def spec(models: Models, tmp_path: Path) -> Callable[..., ModelSpec]:
 
 
 def open_fake(trt: Any, model: ModelSpec, image: ImageSpec = FLOAT, **changes: Any) -> list[TensorrtEngine]:
-    """Engines on the stand-in's streams, whose handles count from 1."""
+    """Engines on the fake's streams, whose handles are 1, 2, ..."""
     streams = [trt.Stream(number + 1) for number in range(model.instances)]
-    return open_on(model, image=image, device=CPU, platform=replace(PLATFORM, **changes), streams=streams)
+    return open_on_streams(model, image=image, device=CPU, platform=replace(PLATFORM, **changes), streams=streams)
 
 
 def names(trt: Any) -> list[str]:
@@ -180,7 +180,7 @@ def test_an_engine_is_built_once(trt: Any, spec: Any) -> None:
         ({}, {"capability": (10, 0)}),
     ],
 )
-def test_an_engine_for_anything_else_is_built_anew(settings: Any, platform: Any, trt: Any, spec: Any) -> None:
+def test_an_engine_for_other_settings_is_built_again(settings: Any, platform: Any, trt: Any, spec: Any) -> None:
     open_fake(trt, spec())
     (other,) = open_fake(trt, spec(**settings), **platform)
     assert names(trt).count("build_serialized_network") == 2
@@ -202,7 +202,7 @@ def test_another_model_under_the_same_name_is_built_anew(trt: Any, spec: Any, mo
 
 
 @pytest.mark.parametrize("damage", ["cut", "empty", "stale"])
-def test_a_file_that_is_not_this_engine_is_built_anew(damage: str, trt: Any, spec: Any, models: Models) -> None:
+def test_an_engine_whose_file_is_damaged_is_built_again(damage: str, trt: Any, spec: Any, models: Models) -> None:
     open_fake(trt, spec())
     settings = Settings.of(spec(), FLOAT)
     cache = PlanCache(Path(spec().tensorrt.cache))
@@ -228,8 +228,8 @@ def test_a_build_that_fails_leaves_no_file(trt: Any, spec: Any) -> None:
     assert not Path(spec().tensorrt.cache).exists()
 
 
-def test_measurements_of_kernels_are_kept_for_the_next_model(trt: Any, spec: Any) -> None:
-    """By platform: what was measured on one GPU says nothing of another."""
+def test_kernel_times_are_reused_for_the_next_model(trt: Any, spec: Any) -> None:
+    """For each platform, because kernel times of one GPU are not valid on another."""
     open_fake(trt, spec())
     open_fake(trt, spec(batch=8))
     open_fake(trt, spec(batch=8), gpu="NVIDIA H200")
@@ -246,11 +246,11 @@ def test_measurements_of_kernels_are_kept_for_the_next_model(trt: Any, spec: Any
             "parse_from_file",
             "{file}: cannot be parsed by TensorRT 10.16.1.11: node 0: no importer; node 1: no importer",
         ),
-        ("build_serialized_network", "{file}: cannot be built by TensorRT 10.16.1.11; " + LOG_TELLS),
+        ("build_serialized_network", "{file}: cannot be built by TensorRT 10.16.1.11; " + SEE_LOG),
         ("create_execution_context", "{file}: leaves TensorRT no memory for an instance; lower serve.model.batch"),
     ],
 )
-def test_what_tensorrt_refuses(call: str, text: str, trt: Any, spec: Any, models: Models) -> None:
+def test_errors_of_tensorrt(call: str, text: str, trt: Any, spec: Any, models: Models) -> None:
     trt.faults.add(call)
     assert fault(lambda: open_fake(trt, spec())) == text.format(file=models.onnx)
 
@@ -268,7 +268,7 @@ def test_an_engine_that_cannot_be_loaded_names_its_file(trt: Any, spec: Any, mod
 def test_a_run_that_fails(call: str, trt: Any, spec: Any) -> None:
     (running,) = open_fake(trt, spec())
     trt.faults.add(call)
-    assert fault(lambda: running.run(noise(1)), GpuflowError) == f"TensorRT: {call} failed; {LOG_TELLS}"
+    assert fault(lambda: running.run(noise(1)), GpuflowError) == f"TensorRT: {call} failed; {SEE_LOG}"
 
 
 def test_a_model_for_other_images(trt: Any, spec: Any, models: Models) -> None:
@@ -309,9 +309,9 @@ def test_a_cpu(spec: Any) -> None:
 
 def test_tensorrt_is_an_extra(spec: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tensorrt", None)
-    assert fault(lambda: open_on(spec(), image=FLOAT, device=CPU, platform=PLATFORM, streams=[]), MissingExtra) == (
-        "the engine tensorrt needs tensorrt, which is not installed; pip install 'gpuflow[tensorrt]'"
-    )
+    assert fault(
+        lambda: open_on_streams(spec(), image=FLOAT, device=CPU, platform=PLATFORM, streams=[]), MissingExtra
+    ) == ("the engine tensorrt needs tensorrt, which is not installed; pip install 'gpuflow[tensorrt]'")
 
 
 # --- torchpipe --------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from tests.serve.models import Models, make_models
 
 @pytest.fixture(autouse=True)
 def _torch_threads() -> Iterator[None]:
-    """An engine that runs on a test's own thread leaves it with that engine's share of the cores."""
+    """Restore torch's number of threads, which an engine that runs on a test's own thread changes."""
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)

@@ -1,4 +1,4 @@
-"""Real stand-ins for models: engines that do little, slowly, wrongly or never."""
+"""Fake engines, which compute little, and hooks that make them slow, hang or fail."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def mean_color(images: torch.Tensor) -> torch.Tensor:
 
 
 def threads_of_a_new_thread() -> int:
-    """How many threads torch's operators take on a thread that nobody has told anything."""
+    """How many threads torch's operators use on a new thread."""
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(torch.get_num_threads).result(timeout=30)
 
 
 @final
 class FakeEngine:
-    """Gives `model` of the images after `before(count)`, and remembers what it did."""
+    """Calls `before(count)`, returns `model(images)`, and records the calls."""
 
     info = ModelInfo(classes=CLASSES)
 
@@ -42,14 +42,14 @@ class FakeEngine:
         self._model, self._before, self.batch = model, before, batch
         self.counts: list[int] = []
         self.threads: set[int] = set()
-        self.torch_threads = self.settled = 0
+        self.torch_threads = self.bound_thread = 0
         self.closed = self.warm = False
 
     def warm_up(self) -> None:
         self.warm = True
 
-    def settle(self) -> None:
-        self.settled = threading.get_native_id()
+    def bind_thread(self) -> None:
+        self.bound_thread = threading.get_native_id()
 
     def run(self, images: torch.Tensor) -> torch.Tensor:
         assert not self.closed and 1 <= len(images) <= self.batch
@@ -69,7 +69,7 @@ class FakeEngine:
 
 @final
 class Gate:
-    """For `before`: the model waits until it is opened. `reached` is set once it waits."""
+    """For `before`: the model waits until `open` is called. `reached` is set when it waits."""
 
     def __init__(self) -> None:
         self.reached, self._opened = threading.Event(), threading.Event()
@@ -84,7 +84,7 @@ class Gate:
 
 @final
 class Nap:
-    """For `before`: every batch takes so many seconds."""
+    """For `before`: every batch takes `seconds`."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds

@@ -28,7 +28,7 @@ STAGES_TRAIN = [{"decode": {}}, {"random_resized_crop": {"size": SIDE}}, {"norma
 
 @dataclass(frozen=True, kw_only=True)
 class Models:
-    """A configuration and the files of its model. `folded` ones take uint8 pixels."""
+    """A configuration and the files of its model. The `folded` files take uint8 pixels."""
 
     config: Path
     photos: Path
@@ -68,13 +68,13 @@ def make_models(root: Path) -> Models:
 
 
 def engine(file: Path | str, image: ImageSpec = FLOAT, **settings: object) -> Engine:
-    """One engine on the CPU, with half of the cores, so that tests beside it do not wait for spinning threads."""
+    """One engine on the CPU with half of the cores, so that its spinning threads do not slow other tests."""
     model = ModelSpec.model_validate({"file": str(file), "instances": 2, **settings})
     return open_engines(model, image=image, device=CPU)[0]
 
 
 def noise(count: int, image: ImageSpec = FLOAT) -> torch.Tensor:
-    """Random images [count, C, H, W] as a pipeline with this result would give them."""
+    """Random images [count, C, H, W] in the dtype and layout of a pipeline's result."""
     generator = torch.Generator().manual_seed(count)
     assert image.shape[0] is not None and image.shape[1] is not None
     shape = (count, image.shape[2], image.shape[0], image.shape[1])
@@ -86,7 +86,7 @@ def noise(count: int, image: ImageSpec = FLOAT) -> torch.Tensor:
 
 
 def save_program(path: Path, module: nn.Module, *inputs: torch.Tensor, dynamic: bool = True) -> Path:
-    """Somebody's own model as `.pt2`."""
+    """A model that gpuflow did not export, as `.pt2`."""
     batch = {0: torch.export.Dim("batch")} if dynamic else None
     program = torch.export.export(module.eval(), inputs, dynamic_shapes=tuple(batch for _ in inputs))
     torch.export.save(program, path)

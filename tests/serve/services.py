@@ -1,4 +1,4 @@
-"""Services to ask: in this process behind a real socket, or as processes of their own that get real signals."""
+"""Services for tests: in this process behind a real socket, or as processes of their own that get real signals."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ import uvicorn
 from gpuflow import cli
 from gpuflow.config import ModelSpec
 from gpuflow.engines import Engine
-from gpuflow.serve.http.app import Limits, Service, create_app
+from gpuflow.serve.http.app import RequestLimits, Service, create_app
 from gpuflow.serve.http.server import run
 from gpuflow.serve.predictor import Predictor
 from gpuflow.torchpipe.graph import chain
@@ -47,7 +47,7 @@ def predictor_of(
 @final
 @dataclass(frozen=True, kw_only=True)
 class Live:
-    """A service that runs."""
+    """A running service."""
 
     url: str
     service: Service
@@ -71,7 +71,7 @@ class Live:
         return requests.get(self.url + path, timeout=SECONDS)
 
     def connect(self, text: str = "", body: bytes = b"") -> socket.socket:
-        """A connection on which these lines of a request, and some bytes, have been sent."""
+        """A connection on which the lines of a request, and part of its body, have been sent."""
         connection = socket.create_connection(("127.0.0.1", self.port), timeout=SECONDS)
         if text:
             lines = [*text.strip().split("\n"), "Host: x", "", ""]
@@ -80,14 +80,14 @@ class Live:
 
     @property
     def queue_length(self) -> float:
-        """Asked for by HTTP: from another thread an image may be seen in two places."""
+        """By HTTP, because another thread could count an image twice."""
         return queue_length(self.url)
 
 
 def wait(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + SECONDS
     while not condition():
-        assert time.monotonic() < deadline, "it did not come to that"
+        assert time.monotonic() < deadline, "the condition was never true"
         time.sleep(0.005)
 
 
@@ -97,12 +97,12 @@ def queue_length(url: str) -> float:
 
 
 @contextmanager
-def served(predictor: Predictor | Future[Predictor] | Engine, limits: Limits | None = None) -> Iterator[Live]:
-    """A service on a thread, behind uvicorn. An engine gets a predictor, which is closed in the end."""
+def served(predictor: Predictor | Future[Predictor] | Engine, limits: RequestLimits | None = None) -> Iterator[Live]:
+    """A service on a thread, behind uvicorn. For an engine a predictor is made, and closed at the end."""
     own = None
     if not isinstance(predictor, (Predictor, Future)):
         predictor = own = predictor_of(predictor)
-    app = create_app(predictor, limits if limits is not None else Limits())
+    app = create_app(predictor, limits if limits is not None else RequestLimits())
     config = uvicorn.Config(app, port=0, lifespan="off", ws="none", log_config=None, timeout_graceful_shutdown=2)
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
@@ -143,13 +143,13 @@ def _more(connection: socket.socket) -> bytes:
 
 
 @final
-class Nursery:
-    """Starts services as processes of their own, soon: they are forked from one that has imported everything."""
+class ServiceStarter:
+    """Starts services as processes of their own, quickly: a parent process that has imported everything forks them."""
 
     def __init__(self, directory: Path) -> None:
         self._directory, self._children = directory, 0
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        self._mother = subprocess.Popen(
+        self._parent = subprocess.Popen(
             [sys.executable, "-m", "tests.serve.services"],
             env=environment,
             stdin=subprocess.PIPE,
@@ -158,26 +158,26 @@ class Nursery:
         )
 
     def start(self, *command: str) -> Process:
-        """`gpuflow` with these arguments, or one of the SCENES."""
+        """Run `gpuflow` with these arguments, or one of SERVICES."""
         self._children += 1
         log = self._directory / f"{self._children}.log"
         log.touch()
-        pid = self._tell(command=command, log=str(log))
-        return Process(pid, log, lambda: self._tell(wait=pid))
+        pid = self._send(command=command, log=str(log))
+        return Process(pid, log, lambda: self._send(wait=pid))
 
-    def _tell(self, **order: Any) -> int:
-        assert self._mother.stdin is not None and self._mother.stdout is not None
-        self._mother.stdin.write(json.dumps(order) + "\n")
-        self._mother.stdin.flush()
-        return int(self._mother.stdout.readline())
+    def _send(self, **order: Any) -> int:
+        assert self._parent.stdin is not None and self._parent.stdout is not None
+        self._parent.stdin.write(json.dumps(order) + "\n")
+        self._parent.stdin.flush()
+        return int(self._parent.stdout.readline())
 
     def close(self) -> None:
-        self._mother.communicate(timeout=SECONDS)
+        self._parent.communicate(timeout=SECONDS)
 
 
 @final
 class Process:
-    """A service that says where it listens."""
+    """A service as a process. Its first line has its address."""
 
     def __init__(self, pid: int, log: Path, wait: Callable[[], int]) -> None:
         self._pid, self._log, self._wait = pid, log, wait
@@ -185,12 +185,12 @@ class Process:
 
     @property
     def lines(self) -> list[str]:
-        """What it has said on stdout and stderr."""
+        """Its lines on stdout and stderr."""
         return self._log.read_text().splitlines()
 
     @property
     def url(self) -> str:
-        """Waits until it listens."""
+        """Its address; waits until it listens."""
         wait(lambda: "\n" in self._log.read_text())
         assert " at http://" in self.lines[0], self.lines
         return self.lines[0].partition(" at ")[2].partition(";")[0]
@@ -212,35 +212,35 @@ class Process:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Where a test failed before the end, the process has none of its own."""
+        """Kill the process if a test failed before it ended."""
         if self._code is None:
             self.signal(signal.SIGKILL)
             self.wait()
 
 
-def _naps() -> Predictor:
+def _slow_model() -> Predictor:
     return predictor_of(FakeEngine(before=Nap(0.15), batch=8))
 
 
-def _hangs() -> Predictor:
+def _hanging_model() -> Predictor:
     return predictor_of(FakeEngine(before=Gate()))
 
 
-def _loads_for_ever() -> Predictor:
+def _endless_load() -> Predictor:
     time.sleep(600)
     raise AssertionError
 
 
-SCENES: dict[str, tuple[Callable[[], Predictor], Limits]] = {
-    "naps": (_naps, Limits(max_body_bytes=1_000_000)),
-    "hangs": (_hangs, Limits()),
-    "hangs, and an answer may take a second": (_hangs, Limits(timeout_s=1.0)),
-    "loads for ever": (_loads_for_ever, Limits()),
+SERVICES: dict[str, tuple[Callable[[], Predictor], RequestLimits]] = {
+    "slow model": (_slow_model, RequestLimits(max_body_bytes=1_000_000)),
+    "hanging model": (_hanging_model, RequestLimits()),
+    "hanging model, timeout 1 s": (_hanging_model, RequestLimits(timeout_s=1.0)),
+    "endless load": (_endless_load, RequestLimits()),
 }
 
 
-def mother() -> None:
-    """Orders from stdin, numbers to stdout. Returns in the children that are to be the command `gpuflow`."""
+def parent() -> None:
+    """Read orders from stdin, write numbers to stdout. Forks children; those that run the command `gpuflow` return."""
     for line in sys.stdin:
         order = json.loads(line)
         if "wait" in order:
@@ -252,12 +252,12 @@ def mother() -> None:
             for descriptor in (1, 2):
                 os.dup2(log, descriptor)
             sys.argv = ["gpuflow", *order["command"]]
-            if sys.argv[1] in SCENES:
-                load, limits = SCENES[sys.argv[1]]
-                run(load, name="x.yaml", port=0, limits=limits, say=lambda text: print(text, flush=True))
+            if sys.argv[1] in SERVICES:
+                load, limits = SERVICES[sys.argv[1]]
+                run(load, name="x.yaml", port=0, limits=limits, report=lambda text: print(text, flush=True))
             return cli.main()
         print(pid, flush=True)
 
 
 if __name__ == "__main__":
-    mother()
+    parent()

@@ -1,4 +1,4 @@
-"""export: what is written, how it is checked, and that a file which fails the check is never put in place."""
+"""`gpuflow export`: the files that it writes, their checks, and that a file which fails them is not kept."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ def fault(act: Callable[[], object], kind: type[Exception] = ConfigError) -> str
     return str(caught.value)
 
 
-# --- what is written --------------------------------------------------------------------------------------------------
+# --- files ------------------------------------------------------------------------------------------------------------
 
 
-def test_the_command_says_what_it_checked(models: Models, gpuflow_export: Run, tmp_path: Path) -> None:
+def test_the_command_reports_its_checks(models: Models, gpuflow_export: Run, tmp_path: Path) -> None:
     out = tmp_path / "made" / "m.onnx"
     done = gpuflow_export(models.config, "--onnx", out, "--fold-normalize", "--opset", 19)
     assert (done.code, done.err) == (0, "")
@@ -69,7 +69,7 @@ def test_the_command_says_what_it_checked(models: Models, gpuflow_export: Run, t
     onnx.checker.check_model(model)
 
 
-def test_metadata_is_in_the_files(models: Models) -> None:
+def test_the_files_contain_their_metadata(models: Models) -> None:
     pipeline = models.read().programs["serve"].pipeline
     expected = {
         "gpuflow": gpuflow.__version__,
@@ -109,7 +109,7 @@ def test_a_checkpoint_of_other_stages_is_refused(models: Models, tmp_path: Path)
 
 
 @pytest.mark.parametrize("folded", [False, True])
-def test_a_forced_export_says_what_it_was_trained_with(models: Models, folded: bool, tmp_path: Path) -> None:
+def test_a_forced_export_states_the_stages_of_training(models: Models, folded: bool, tmp_path: Path) -> None:
     overrides = ["pipelines.val.stages.resize.shorter=40", "serve.stages.resize.shorter=40", "serve.model.force=true"]
     done = export_model(models.read(*overrides), tmp_path / "m.pt2", fold_normalize=folded)
     trained = models.read().programs["val"].pipeline
@@ -127,14 +127,14 @@ def test_a_file_that_already_serves_a_folded_model_exports_by_val(models: Models
 
 
 def without(models: Models, tmp_path: Path, change: Callable[[dict[str, Any]], None]) -> Config:
-    """The configuration with something changed."""
+    """The configuration after `change`."""
     document = yaml.safe_load(models.config.read_text())
     change(document)
     (tmp_path / "x.yaml").write_text(yaml.safe_dump(document))
     return read_config(tmp_path / "x.yaml", STAGES)
 
 
-def test_there_must_be_stages_that_the_model_goes_with(models: Models, tmp_path: Path) -> None:
+def test_a_configuration_without_stages_for_the_model(models: Models, tmp_path: Path) -> None:
     def change(document: dict[str, Any]) -> None:
         del document["serve"], document["pipelines"]["val"]
 
@@ -146,7 +146,7 @@ def test_there_must_be_stages_that_the_model_goes_with(models: Models, tmp_path:
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Invert(s.Pointwise):
-    """A stage without a form inside a model; below, ones whose form is wrong."""
+    """A stage without a form inside a model; its subclasses have a wrong form."""
 
     stage_name: ClassVar[str] = "invert"
 
@@ -207,7 +207,7 @@ def test_a_last_stage_that_cannot_be_folded(
 
 
 def test_a_model_that_fails_the_check_is_not_written(models: Models, gpuflow_export: Run, tmp_path: Path) -> None:
-    """Weights that are no numbers: no logit is within any tolerance."""
+    """With a NaN among the weights, no logit is within the tolerance."""
     state = torch.load(models.checkpoint, weights_only=True)
     state["model"]["classifier.1.bias"][0] = torch.nan
     broken, out = tmp_path / "broken.pt", tmp_path / "m.pt2"
@@ -234,7 +234,7 @@ def test_the_tolerance_is_stated_in_each_check(models: Models, tmp_path: Path) -
 
 
 def test_images_from_a_directory(models: Models, tmp_path: Path) -> None:
-    """Instead of the source, which may be elsewhere; what cannot be decoded is left out."""
+    """In place of the source, which may be on another machine; files that cannot be decoded are left out."""
     files = make_photos(tmp_path / "images", classes=2, each=3)
     truncate(files[0])
     (tmp_path / "images" / "notes.txt").write_text("no image")
@@ -272,13 +272,13 @@ def test_no_images_to_check_on(models: Models, tmp_path: Path) -> None:
         (("--pt2", "a"), "--pt2: must name a .pt2 file, got 'a'"),
     ],
 )
-def test_one_output(arguments: tuple[str, ...], text: str, models: Models, gpuflow_export: Run) -> None:
+def test_exactly_one_output(arguments: tuple[str, ...], text: str, models: Models, gpuflow_export: Run) -> None:
     done = gpuflow_export(models.config, *arguments)
     assert (done.code, done.out) == (1, "")
     assert done.err.startswith(f"error: {text}")
 
 
-def test_there_must_be_a_checkpoint(models: Models, tmp_path: Path) -> None:
+def test_a_missing_checkpoint(models: Models, tmp_path: Path) -> None:
     config = models.read(f"train.out={tmp_path}/none")
     assert fault(lambda: export_model(config, tmp_path / "m.pt2")) == (
         f"{tmp_path}/none/last.pt: no such checkpoint; run gpuflow train first, or name one with --checkpoint"

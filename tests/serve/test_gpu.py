@@ -1,4 +1,4 @@
-"""Serving on an NVIDIA GPU: the images of validation there, bad ones among good ones, many callers."""
+"""Serving on an NVIDIA GPU: the same images as validation, bad images among good ones, many callers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def config(tmp_path: Path) -> Path:
     )
 
 
-def test_serving_gives_the_images_of_validation(config: Path, tmp_path: Path) -> None:
+def test_images_equal_those_of_validation(config: Path, tmp_path: Path) -> None:
     with gpuflow.load(config, "val", device="cuda") as loader:
         expected = torch.cat([batch.images for batch in loader])
         assert loader.stats()["engine_images"] > 0
@@ -50,7 +50,7 @@ def test_serving_gives_the_images_of_validation(config: Path, tmp_path: Path) ->
             assert torch.equal(predictor.preprocess(file), image)
 
 
-def test_what_the_gpu_cannot_decode_all_threads_do(config: Path, tmp_path: Path) -> None:
+def test_all_threads_preprocess_if_the_gpu_cannot(config: Path, tmp_path: Path) -> None:
     files = sorted((tmp_path / "photos" / "a").iterdir())
     pad = {"torchvision": {"name": "Pad", "padding": 2}}
     stages = [STAGES[0], pad, *STAGES[1:]]
@@ -64,7 +64,7 @@ def test_what_the_gpu_cannot_decode_all_threads_do(config: Path, tmp_path: Path)
         assert torch.equal(predictor.preprocess(files).cpu(), expected)
 
 
-def test_bad_images_spoil_no_neighbours(config: Path, tmp_path: Path) -> None:
+def test_bad_images_leave_the_others_alone(config: Path, tmp_path: Path) -> None:
     files = [path.read_bytes() for path in sorted((tmp_path / "photos" / "a").iterdir())]
     mixed = [*files[:5], b"no image", *files[5:9], files[9][:200], b"", *files[10:]]
     with gpuflow.serve.load(config, device="cuda", model=torch.nn.Flatten()) as predictor:

@@ -1,4 +1,4 @@
-"""Many callers of one service, with sound and damaged files: each gets what a new decoder makes of its own file."""
+"""Earlier requests do not change later ones: each answer equals that of a new decoder, among damaged files."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PROGRAM = program(RAW)
 
 @cache
 def expected(number: int) -> tuple[int, Any, Any]:
-    """The status, and what is answered by /predict and by /seen, as a new decoder has it."""
+    """The status and the answers of /predict and /seen, by a new decoder."""
     (image,), (fault,) = run(PROGRAM, [POOL[number]])
     if fault is not None:
         error = {"error": {"kind": "bad_image", "stage": fault.stage, "reason": fault.reason}}
@@ -52,7 +52,7 @@ def url(request: pytest.FixtureRequest) -> Iterator[str]:
         yield live.url
 
 
-def test_each_caller_gets_what_a_new_decoder_makes_of_its_file(url: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_each_answer_equals_that_of_a_new_decoder(url: str, capfd: pytest.CaptureFixture[str]) -> None:
     def call(caller: int) -> int:
         rng, session = random.Random(caller), requests.Session()
         for _ in range(REQUESTS):
@@ -75,7 +75,7 @@ def test_each_caller_gets_what_a_new_decoder_makes_of_its_file(url: str, capfd: 
     with ThreadPoolExecutor(CALLERS) as pool:
         assert sum(pool.map(call, range(CALLERS))) == CALLERS * REQUESTS
     assert requests.get(f"{url}/readyz", timeout=SECONDS).json()["status"] == "ready"
-    capfd.readouterr()  # the libraries' own complaints
+    capfd.readouterr()  # the libraries' own warnings
 
 
 def test_a_service_whose_decoder_fails_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,15 +125,15 @@ def test_an_instance_whose_decoder_fails_gets_a_new_one(monkeypatch: pytest.Monk
         predictor.check()
         predictor.check()
         assert len(broken) == 1, "the first one was replaced"
-        (image,) = predictor.preprocess([_sound()])
-        assert torch.equal(image, run(PROGRAM, [_sound()])[0][0])
+        (image,) = predictor.preprocess([_good_file()])
+        assert torch.equal(image, run(PROGRAM, [_good_file()])[0][0])
 
 
-def _sound() -> bytes:
+def _good_file() -> bytes:
     return next(data for i, data in enumerate(POOL) if expected(i)[0] == 200)
 
 
-def test_the_environments_faults_are_no_fault_of_an_image(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_the_environment_is_not_an_error_of_the_image(monkeypatch: pytest.MonkeyPatch) -> None:
     from gpuflow.execute.cpu import CpuRunner
 
     def run_out(*arguments: Any) -> Any:
@@ -142,5 +142,5 @@ def test_the_environments_faults_are_no_fault_of_an_image(monkeypatch: pytest.Mo
     with Predictor(chain(PROGRAM, None, origin="x.yaml", threads=1, device="cpu"), image=PROGRAM.result) as predictor:
         monkeypatch.setattr(CpuRunner, "run", run_out)
         with pytest.raises(Exception, match=r"preprocessing failed: MemoryError") as caught:
-            predictor.preprocess([_sound()])
+            predictor.preprocess([_good_file()])
         assert not isinstance(caught.value, BadSampleError)

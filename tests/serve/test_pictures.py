@@ -1,4 +1,4 @@
-"""What a model gets, as a picture: the pixels before the last stages, whatever dtype, layout and colour they have."""
+"""Pictures of a model's input: the pixels before the last stages, for every dtype, layout and colour order."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def picture(stages: Sequence[Stage]) -> np.ndarray:
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("layout", ["nchw", "nhwc"])
 def test_normalize_is_undone(dtype: str, layout: str) -> None:
-    """Exactly, but for levels that bfloat16 cannot tell apart."""
+    """Exactly, except for levels that are equal in bfloat16."""
     pixels = picture(head())
     found = picture([*head(), Normalize(dtype=dtype, layout=layout)])  # type: ignore[arg-type]
     assert (found.shape, found.dtype) == ((16, 16, 3), np.uint8)
@@ -46,14 +46,14 @@ def test_pixels_are_shown_as_they_are() -> None:
 
 
 def test_colors() -> None:
-    """Channels in another order, or one alone, look as they do in RGB."""
+    """Channels in another order, or a single channel, give the same picture as RGB."""
     assert np.array_equal(picture([*head("bgr"), BGR]), picture(head()))
     gray = picture([*head("gray"), GRAY])
     assert np.array_equal(gray, picture(head("gray")))
     assert np.array_equal(gray[..., 0], gray[..., 2])
 
 
-def test_values_without_a_known_way_back_are_stretched() -> None:
+def test_values_of_stages_that_cannot_be_undone_are_scaled() -> None:
     stages = [*head(), Torchvision(name="ToDtype", parameters=(("dtype", "float32"), ("scale", True)))]
     pixels, found = picture(head()).astype(float), picture(stages)
     low, high = pixels.min(), pixels.max()

@@ -1,4 +1,4 @@
-"""`gpuflow.serve.load`: images in, logits out; lists, labels, faults, timeouts, whose model it is, the end."""
+"""`gpuflow.serve.load`: logits and labels of images and lists, errors, timeouts, models, closing."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TEXT, REASON = BAD["text"]
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With a block `serve` that names no model."""
+    """A configuration whose block `serve` names no model."""
     root = tmp_path_factory.mktemp("predictor")
     make_photos(root / "photos", classes=3, each=4)
     return write_config(root / "x.yaml", root / "photos", serve={"stages": list(VAL)})
@@ -100,7 +100,9 @@ def test_labels_instead_of_logits(files: list[Path]) -> None:
         assert predictor([]).shape == (0, 3)
 
 
-def test_what_cannot_be_read_or_decoded_is_located(predictor: Predictor, files: list[Path], tmp_path: Path) -> None:
+def test_images_that_cannot_be_read_or_decoded_are_located(
+    predictor: Predictor, files: list[Path], tmp_path: Path
+) -> None:
     absent = tmp_path / "absent.jpg"
     found = predictor.predict([files[0], TEXT, absent, tmp_path, files[1]])
     assert [str(answer) for answer in found[1:4]] == [
@@ -120,7 +122,7 @@ def test_what_cannot_be_read_or_decoded_is_located(predictor: Predictor, files: 
         predictor.preprocess([TEXT])
 
 
-def test_what_the_model_gets(predictor: Predictor, files: list[Path]) -> None:
+def test_the_models_input(predictor: Predictor, files: list[Path]) -> None:
     images = predictor.preprocess(files)
     assert (images.shape, images.dtype) == ((12, 3, 24, 24), torch.float32)
     assert torch.equal(predictor.preprocess(files[3]), images[3])
@@ -128,7 +130,7 @@ def test_what_the_model_gets(predictor: Predictor, files: list[Path]) -> None:
     assert torch.equal(mean_color(images[:1])[0], predictor(files[0]))
 
 
-def test_answers_may_be_changed(predictor: Predictor, files: list[Path]) -> None:
+def test_answers_may_be_modified(predictor: Predictor, files: list[Path]) -> None:
     image, logits = predictor.preprocess(files[0]), predictor(files[0])
     image += 1
     logits += 1
@@ -153,7 +155,7 @@ def test_threads_share_batches(files: list[Path]) -> None:
         assert predictor.in_flight == 0
 
 
-def test_a_long_list_is_under_way_only_in_part(files: list[Path]) -> None:
+def test_only_part_of_a_long_list_is_in_flight(files: list[Path]) -> None:
     gate = Gate()
     begun = 0
 
@@ -187,7 +189,7 @@ def test_submit_is_for_services(predictor: Predictor, files: list[Path]) -> None
     assert str(caught.value) == "submit takes the bytes of one encoded image, got str"
 
 
-def test_an_answer_that_does_not_come_in_time(files: list[Path]) -> None:
+def test_an_answer_that_does_not_arrive_in_time(files: list[Path]) -> None:
     gate = Gate()
     engine = FakeEngine(before=gate)
     predictor = predictor_of(engine, seconds=0.3)
@@ -196,16 +198,16 @@ def test_an_answer_that_does_not_come_in_time(files: list[Path]) -> None:
     with deadline(10), pytest.raises(PredictorTimeout) as caught:
         predictor(files[1:4])
     assert str(caught.value) == (
-        "no answer within 0.3 s, with 4 images under way; raise run.timeout_s or ask for less at a time"
+        "no answer within 0.3 s, with 4 images in flight; raise run.timeout_s or send fewer images at a time"
     )
     with deadline(10), pytest.raises(PredictorTimeout) as caught:
         predictor.close()
-    assert str(caught.value).endswith("images are still under way after 0.3 s; the model is kept")
+    assert str(caught.value).endswith("images are still in flight after 0.3 s; the model is not released")
     gate.open()
     predictor.close()
     assert engine.closed
     assert first.done()
-    assert engine.counts == [1], "nobody waited for the others any more"
+    assert engine.counts == [1], "the others were cancelled"
 
 
 def test_a_model_that_fails(files: list[Path]) -> None:
@@ -220,7 +222,7 @@ def test_a_model_that_fails(files: list[Path]) -> None:
             predictor.predict(files)
 
 
-# --- whose model ------------------------------------------------------------------------------------------------------
+# --- the model --------------------------------------------------------------------------------------------------------
 
 
 def test_the_model_of_the_file(models: Models) -> None:
@@ -257,7 +259,7 @@ def test_only_the_images(config: Path, files: list[Path]) -> None:
             assert str(caught.value) == f"{config}: was loaded without a model; only preprocess works"
 
 
-def test_a_model_of_ones_own_has_torchs_threads(config: Path, files: list[Path]) -> None:
+def test_a_users_own_model_has_torchs_threads(config: Path, files: list[Path]) -> None:
     threads: list[int] = []
 
     def model(images: torch.Tensor) -> torch.Tensor:
@@ -270,7 +272,7 @@ def test_a_model_of_ones_own_has_torchs_threads(config: Path, files: list[Path])
 
 
 def test_torchpipes_own_operators(tmp_path: Path, files: list[Path]) -> None:
-    """As somebody's old deployment has them: OpenCV's decoder and its bilinear resize without antialiasing."""
+    """As in an older deployment: OpenCV's decoder and its bilinear resize without antialiasing."""
     import cv2
     import numpy as np
 
@@ -286,7 +288,7 @@ def test_torchpipes_own_operators(tmp_path: Path, files: list[Path]) -> None:
         assert str(found[1]) == f"bytes (sample 1): preset: {CANNOT_DECODE}"
 
 
-# --- which graph ------------------------------------------------------------------------------------------------------
+# --- the graph --------------------------------------------------------------------------------------------------------
 
 
 PAD = {"torchvision": {"name": "Pad", "padding": 2}}
@@ -303,7 +305,7 @@ PAD = {"torchvision": {"name": "Pad", "padding": 2}}
     ],
     ids=["auto", "gpu", "cpu", "no libnvjpeg", "before the images have one size"],
 )
-def test_where_a_gpu_cannot_decode_a_node_with_all_threads_does(
+def test_a_node_with_all_threads_preprocesses_if_the_gpu_cannot(
     backend: str, library: bool, first: Entries, decodes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def find_library() -> object:
@@ -321,15 +323,15 @@ def test_where_a_gpu_cannot_decode_a_node_with_all_threads_does(
     assert chain_here(config, config.programs["serve"], None, device="cpu") == gpuflow.serve.lower(path)
 
 
-def test_a_graph_for_another_machine_asks_nothing_of_this_one(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_graph_for_another_machine_does_not_look_at_this_one(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def find_library() -> object:
-        raise AssertionError("looked for libnvjpeg")
+        raise AssertionError("must not look for libnvjpeg")
 
     monkeypatch.setattr(gpu_backend, "find_library", find_library)
     assert len(gpuflow.serve.lower(config, device="cuda").nodes) == 1
 
 
-# --- faults of the configuration --------------------------------------------------------------------------------------
+# --- errors of the configuration --------------------------------------------------------------------------------------
 
 
 def test_a_file_without_the_block_or_without_a_model(config: Path, tmp_path: Path) -> None:
@@ -393,7 +395,7 @@ assert not heavy, heavy
 
 
 def test_the_header_of_an_exported_graph_says_how_to_run_it(models: Models, tmp_path: Path) -> None:
-    """Its lines, in another directory and process, print what the predictor gives."""
+    """Its lines, in another directory and process, print the predictor's logits."""
     photo = next(models.photos.rglob("*.jpg"))
     (tmp_path / "photo.jpg").write_bytes(photo.read_bytes())
     done = python(

@@ -1,4 +1,4 @@
-"""A configuration as a torchpipe graph: the dict, the TOML, stages as text, and what cannot be lowered."""
+"""A configuration as a torchpipe graph: the dict, the TOML, stages as text, and what is refused."""
 
 from __future__ import annotations
 
@@ -81,14 +81,14 @@ def test_on_a_gpu_one_node_does_both(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("given", "patience", "timeout"), [(0, "0", "1"), (1.5, "2", "2")])
-def test_on_a_gpu_those_who_have_their_answers_are_given_the_timeout_to_ask_again(
+def test_on_a_gpu_the_timeout_is_the_time_for_callers_to_send_again(
     given: float, patience: str, timeout: str, tmp_path: Path
 ) -> None:
     node = lowered(tmp_path, {"stages": list(VAL), "model": {**FILE, "timeout_ms": given}}, device="cuda").as_dict()
     assert (node["serve"]["patience"], node["serve"]["batching_timeout"]) == (patience, timeout)
 
 
-def test_where_the_cpu_is_to_decode_all_threads_do_and_batches_go_to_the_gpu(tmp_path: Path) -> None:
+def test_with_backend_cpu_all_threads_decode_and_batches_go_to_the_gpu(tmp_path: Path) -> None:
     stages = [{"decode": {"backend": "cpu"}}, *VAL[1:]]
     nodes = lowered(tmp_path, {"stages": stages, "model": {**FILE, "batch": 8}}, device="cuda").as_dict()
     preprocess = nodes["preprocess"]
@@ -98,7 +98,7 @@ def test_where_the_cpu_is_to_decode_all_threads_do_and_batches_go_to_the_gpu(tmp
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_processes_preprocess_in_one_node_with_the_model(device: str, tmp_path: Path) -> None:
+def test_one_node_preprocesses_by_processes_and_runs_the_model(device: str, tmp_path: Path) -> None:
     stages = [{"decode": {"backend": "cpu"}}, *VAL[1:]]
     serve = {"stages": stages, "model": {**FILE, "batch": 8, "instances": 1}}
     node = lowered(tmp_path, serve, "run.processes=2", device=device).as_dict()["serve"]
@@ -106,14 +106,14 @@ def test_processes_preprocess_in_one_node_with_the_model(device: str, tmp_path: 
     assert (node["device"], node["batch"], node["patience"]) == (device, "8", "2")
 
 
-def test_where_the_gpu_decodes_processes_do_not(tmp_path: Path) -> None:
+def test_without_processes_if_the_gpu_decodes(tmp_path: Path) -> None:
     serve = {"stages": list(VAL), "model": {**FILE, "batch": 8}}
     assert "processes" not in lowered(tmp_path, serve, "run.processes=2", device="cuda").as_dict()["serve"]
 
 
 @pytest.mark.parametrize(("via", "images_on"), [("python", "cpu"), ("torchpipe", "cuda")])
-def test_where_the_gpu_cannot_decode_all_threads_do(via: str, images_on: str) -> None:
-    """As with `decode.backend: cpu`, but the preprocessing is what the file says."""
+def test_all_threads_decode_if_the_gpu_cannot(via: str, images_on: str) -> None:
+    """As with `decode.backend: cpu`, but the fingerprint is that of the file's own stages."""
     stages = program(VAL)
     model = ModelSpec.model_validate({**FILE, "engine": "tensorrt", "via": via})
     graph = chain(stages, model, origin="x.yaml", threads=5, device="cuda", gpu_decodes=False)
@@ -122,8 +122,8 @@ def test_where_the_gpu_cannot_decode_all_threads_do(via: str, images_on: str) ->
     assert graph.preprocessing == stages.pipeline.fingerprint
 
 
-def test_a_dict_is_the_callers_own(tmp_path: Path) -> None:
-    """torchpipe writes into what it is given."""
+def test_each_dict_is_a_new_one(tmp_path: Path) -> None:
+    """torchpipe changes the dict that it is given."""
     graph = lowered(tmp_path, {"stages": list(VAL), "model": FILE})
     graph.as_dict()["model"]["batch"] = "1"
     assert graph.as_dict()["model"]["batch"] == "16"
@@ -136,11 +136,11 @@ def test_a_prefix_goes_before_every_name(tmp_path: Path) -> None:
     assert nodes["a.preprocess"]["next"] == "a.model"
 
 
-@pytest.mark.parametrize(("given", "told"), [(0, "1"), (0.2, "1"), (2, "2"), (2.1, "3")])
-def test_timeouts_are_whole_milliseconds_and_never_0(given: float, told: str, tmp_path: Path) -> None:
-    """With 0 torchpipe makes no batches."""
+@pytest.mark.parametrize(("given", "passed"), [(0, "1"), (0.2, "1"), (2, "2"), (2.1, "3")])
+def test_timeouts_are_whole_milliseconds_and_never_0(given: float, passed: str, tmp_path: Path) -> None:
+    """0 would turn torchpipe's batching off."""
     graph = lowered(tmp_path, {"stages": list(VAL), "model": {**FILE, "timeout_ms": given}})
-    assert graph.as_dict()["model"]["batching_timeout"] == told
+    assert graph.as_dict()["model"]["batching_timeout"] == passed
 
 
 def test_threads_are_the_cores_unless_the_file_says_otherwise(tmp_path: Path) -> None:
@@ -167,7 +167,7 @@ def test_a_preset_is_torchpipes_own_operators(tmp_path: Path) -> None:
     (preset, parameters), *_ = json.loads(graph.as_dict()["model"]["stages"])
     assert (preset, parameters["name"]) == ("preset", "torchpipe_cpu")
     gpu = lowered(tmp_path, {**PRESET, "preset": "torchpipe_gpu"}, "run.threads=16").as_dict()["preprocess"]
-    assert gpu["instance_num"] == "4", "each takes more than a second to be made"
+    assert gpu["instance_num"] == "4", "each takes more than a second to start"
     assert gpu["backend"] == "S[DecodeTensor,(or)S[DecodeMat,Mat2Tensor],ResizeTensor,CvtColorTensor,SyncTensor]"
 
 
@@ -201,7 +201,7 @@ def test_a_file_without_the_block(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stage", [stage for stage in EXAMPLES if not stage.random], ids=repr)
-def test_stages_come_back_from_text(stage: Any) -> None:
+def test_stages_survive_being_written_and_read(stage: Any) -> None:
     stages = pipeline_around(stage)
     text = stages_to_json(stages)
     pipeline = program_from_json(text, STAGES).pipeline
@@ -221,7 +221,7 @@ def test_a_stage_of_a_package_that_is_not_installed() -> None:
 # --- TOML -------------------------------------------------------------------------------------------------------------
 
 
-def test_toml_says_what_the_dict_says(tmp_path: Path) -> None:
+def test_toml_equals_the_dict(tmp_path: Path) -> None:
     graph = lowered(tmp_path, {"stages": list(VAL), "model": FILE})
     text = to_toml(graph, file="out.toml")
     assert tomllib.loads(text) == graph.as_dict()

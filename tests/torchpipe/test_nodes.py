@@ -1,4 +1,4 @@
-"""The nodes alone, on plain dicts: what they write, and that one item's fault is its own."""
+"""The nodes without torchpipe, on plain dicts: what they write, and that one item's error leaves the others alone."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OnThread = Callable[..., Any]
 
 @pytest.fixture
 def on_thread() -> Iterator[OnThread]:
-    """Calls a function on one thread, as torchpipe makes and runs an instance; preprocessing ties torch to it."""
+    """Calls functions on one thread, as torchpipe does; preprocessing sets torch's threads there."""
     with ThreadPoolExecutor(1) as pool:
         yield lambda function, *arguments: pool.submit(function, *arguments).result(timeout=60)
 
@@ -67,7 +67,7 @@ def request() -> tuple[Request, list[Request]]:
 
 
 @pytest.mark.parametrize("normalize", [Normalize(), Normalize(layout="nhwc", dtype="bfloat16")], ids=repr)
-def test_an_image_is_what_validation_makes_of_it(normalize: Normalize, on_thread: OnThread) -> None:
+def test_an_image_equals_that_of_validation(normalize: Normalize, on_thread: OnThread) -> None:
     stages = (*STAGES[:-1], normalize)
     item = item_of(GOOD)
     on_thread(preprocess_node(on_thread, stages).forward, [item])
@@ -78,7 +78,7 @@ def test_an_image_is_what_validation_makes_of_it(normalize: Normalize, on_thread
     assert "error" not in item
 
 
-def test_what_is_wrong_with_an_image_is_written_into_its_item_alone(on_thread: OnThread) -> None:
+def test_the_error_of_an_image_is_written_into_its_item_alone(on_thread: OnThread) -> None:
     items = [item_of(data) for data in [GOOD, *(data for data, _ in BAD.values()), OTHER]]
     on_thread(preprocess_node(on_thread).forward, items)
     assert [item.get("error") for item in items] == [None, *(reason for _, reason in BAD.values()), None]
@@ -86,7 +86,7 @@ def test_what_is_wrong_with_an_image_is_written_into_its_item_alone(on_thread: O
     assert torch.equal(torch.cat([items[0]["result"], items[-1]["result"]]), images(program_of(*STAGES), [GOOD, OTHER]))
 
 
-def test_data_of_a_wrong_type_is_a_fault_of_its_item_too(on_thread: OnThread) -> None:
+def test_data_of_a_wrong_type_is_an_error_of_its_item_too(on_thread: OnThread) -> None:
     items = [item_of("photo.jpg"), item_of(GOOD)]  # type: ignore[arg-type]
     on_thread(preprocess_node(on_thread).forward, items)
     assert items[0]["error"].startswith("preprocess: TypeError(")
@@ -102,14 +102,14 @@ def test_a_node_that_raises_takes_one_image_at_a_time(on_thread: OnThread) -> No
 
 
 def test_a_cancelled_request_is_not_decoded(on_thread: OnThread) -> None:
-    asked, done = request()
-    asked.future.cancel()
-    item = item_of(GOOD, request=asked)
+    made, done = request()
+    made.future.cancel()
+    item = item_of(GOOD, request=made)
     on_thread(preprocess_node(on_thread).forward, [item])
     assert (item["error"], item["result"].numel(), done) == ("cancelled", 0, [])
 
 
-def test_torch_stays_on_the_nodes_thread_and_other_threads_keep_theirs(on_thread: OnThread) -> None:
+def test_one_torch_thread_for_the_nodes_thread_and_other_threads_unchanged(on_thread: OnThread) -> None:
     before = torch.get_num_threads(), threads_of_a_new_thread()
     for _ in range(2):
         preprocess_node(on_thread)
@@ -150,8 +150,8 @@ def test_a_bad_item_leaves_the_batch_and_its_neighbours_are_served() -> None:
     bad = item_of(torch.empty(0), error="decode: truncated: 1: 2")
     items = [item_of(batch[:1]), bad, item_of(batch[1:])]
     requests = [request() for _ in items]
-    for item, (asked, _) in zip(items, requests, strict=True):
-        item["request"] = asked
+    for item, (made, _) in zip(items, requests, strict=True):
+        item["request"] = made
     model_node(engine).forward(items)
     assert engine.counts == [2]
     assert torch.equal(torch.stack([items[0]["result"], items[2]["result"]]), mean_color(batch))
@@ -159,7 +159,7 @@ def test_a_bad_item_leaves_the_batch_and_its_neighbours_are_served() -> None:
     assert isinstance(fault, BadSampleError)
     assert (fault.stage, fault.reason, str(fault)) == ("decode", "truncated: 1: 2", "decode: truncated: 1: 2")
     assert torch.equal(requests[2][0].future.result(0), items[2]["result"])
-    assert all(done == [asked] for asked, done in requests)
+    assert all(done == [made] for made, done in requests)
 
 
 def test_a_batch_of_nothing_but_bad_items_does_not_run() -> None:
@@ -169,7 +169,7 @@ def test_a_batch_of_nothing_but_bad_items_does_not_run() -> None:
 
 
 @pytest.mark.parametrize("error", [RuntimeError("out of memory"), SystemExit(3)], ids=repr)
-def test_a_model_that_fails_is_told_to_everyone_in_the_batch(error: BaseException) -> None:
+def test_a_model_that_fails_fails_every_request_of_the_batch(error: BaseException) -> None:
     node = model_node(FakeEngine(before=Break(error)))
     items = [item_of(torch.randn(1, 3, 16, 16), request=request()[0]) for _ in range(2)]
     node.forward(items)
@@ -180,7 +180,7 @@ def test_a_model_that_fails_is_told_to_everyone_in_the_batch(error: BaseExceptio
         assert fault.__cause__ is error
 
 
-def test_logits_may_be_changed_by_whoever_gets_them() -> None:
+def test_logits_may_be_modified() -> None:
     with torch.inference_mode():
         constant = torch.zeros(1, 3)
     item = item_of(torch.randn(1, 3, 16, 16))
@@ -190,7 +190,7 @@ def test_logits_may_be_changed_by_whoever_gets_them() -> None:
     assert not item["result"].is_inference()
 
 
-def test_who_wants_the_image_gets_it_and_the_others_run() -> None:
+def test_a_request_for_the_image_gets_it_and_the_others_run() -> None:
     engine = FakeEngine()
     batch = torch.randn(3, 3, 16, 16)
     items = [item_of(image[None]) for image in batch]
@@ -208,8 +208,8 @@ def test_without_a_model_the_images_are_the_result() -> None:
     assert torch.equal(torch.stack([item["result"] for item in items]), batch)
 
 
-def test_what_torchpipes_operators_give_becomes_what_the_model_takes() -> None:
-    """On the CPU [H, W, 3] of uint8; on the GPU [1, 3, H, W] of floats, or [H, W, 3] where DecodeMat stood in."""
+def test_images_of_torchpipes_operators_become_the_models_input() -> None:
+    """On the CPU [H, W, 3] of uint8; on the GPU [1, 3, H, W] of floats, or [H, W, 3] if DecodeMat decoded."""
     head = Preset(name="torchpipe_gpu", height=5, width=7)
     levels = torch.rand(2, 3, 5, 7) * 255
     items = [item_of(levels[:1]), item_of(levels[1].permute(1, 2, 0))]
@@ -226,18 +226,18 @@ def test_what_torchpipes_operators_give_becomes_what_the_model_takes() -> None:
 
 
 def test_a_cancelled_request_gets_no_answer_but_is_done() -> None:
-    asked, done = request()
-    item = item_of(torch.randn(1, 3, 16, 16), request=asked)
-    asked.future.cancel()
+    made, done = request()
+    item = item_of(torch.randn(1, 3, 16, 16), request=made)
+    made.future.cancel()
     model_node(FakeEngine()).forward([item])
-    assert asked.future.cancelled()
-    assert done == [asked]
+    assert made.future.cancelled()
+    assert done == [made]
 
 
 # --- sessions ---------------------------------------------------------------------------------------------------------
 
 
-def test_closing_lets_go_of_engines_and_buffers(on_thread: OnThread) -> None:
+def test_closing_releases_engines_and_buffers(on_thread: OnThread) -> None:
     engine = FakeEngine()
     model = model_node(engine)
     preprocess = preprocess_node(on_thread, session="test")

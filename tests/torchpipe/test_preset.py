@@ -1,4 +1,4 @@
-"""A preset: torchpipe's own operators as the head of a pipeline, served and trained, and every fault of its keys."""
+"""A preset (torchpipe's own operators as the first stage): in serving, in training, and every error of its keys."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def fault(serve: str, *overrides: str) -> str:
 
 
 @pytest.mark.parametrize(("name", "device"), [("torchpipe_cpu", "cpu"), ("torchpipe_gpu", "cuda")])
-def test_a_preset_is_the_head_of_the_pipeline(name: str, device: str) -> None:
+def test_a_preset_is_the_first_stage_of_the_pipeline(name: str, device: str) -> None:
     program = read(f"preset: {name}\nheight: 20\nwidth: 30\nstages: [normalize: {{layout: nhwc}}]").programs["serve"]
     head = program.pipeline.stages[0]
     assert head == program.decoder == Preset(name=name, height=20, width=30)  # type: ignore[arg-type]
@@ -56,7 +56,7 @@ def test_a_preset_is_the_head_of_the_pipeline(name: str, device: str) -> None:
     assert str(program.result) == "float32 20x30x3 nhwc"
 
 
-def test_its_parameters_count_in_the_fingerprint() -> None:
+def test_its_parameters_change_the_fingerprint() -> None:
     serve = "preset: torchpipe_cpu\nheight: 20\nwidth: 30"
     other = ["serve.preset=torchpipe_gpu", "serve.height=21", "serve.width=31", "serve.color=bgr"]
     prints = {
@@ -72,17 +72,17 @@ def test_stages_and_model_may_be_left_out() -> None:
     assert (str(result), result.color) == ("uint8 20x30x3 hwc", "bgr")
 
 
-def test_what_its_operators_are_told() -> None:
-    told = {"resize_h": "20", "resize_w": "30", "color": "bgr"}
+def test_parameters_of_its_operators() -> None:
+    common = {"resize_h": "20", "resize_w": "30", "color": "bgr"}
     cpu = Preset(name="torchpipe_cpu", height=20, width=30, color="bgr")
     gpu = Preset(name="torchpipe_gpu", height=20, width=30, color="bgr")
     assert (PRESET_OPERATORS[cpu.name], preset_parameters(cpu)) == (
         "S[DecodeMat,ResizeMat,CvtColorMat,Mat2Tensor]",
-        {**told, "device": "cpu"},
+        {**common, "device": "cpu"},
     )
     assert (PRESET_OPERATORS[gpu.name], preset_parameters(gpu)) == (
         "S[DecodeTensor,(or)S[DecodeMat,Mat2Tensor],ResizeTensor,CvtColorTensor,SyncTensor]",
-        {**told, "device": "cuda"},
+        {**common, "device": "cuda"},
     )
     assert cpu.output(ENCODED).fixed and not cpu.random
 
@@ -137,7 +137,7 @@ def test_a_pipeline_of_the_loader_begins_with_a_preset() -> None:
     assert read_train("torchpipe_cpu", "[normalize]").programs["train"].pipeline.lines == served.pipeline.lines
 
 
-def test_behind_the_gpus_operators_only_pixels_are_picked() -> None:
+def test_after_the_gpus_operators_only_crops_flips_and_normalize_may_follow() -> None:
     stages = "[flip: {horizontal: 0.5}, random_crop: {size: 16}, normalize]"
     assert str(read_train("torchpipe_gpu", stages).programs["train"].result) == "float32 16x16x3 nchw"
     rule = "cannot follow torchpipe_gpu, after which only flips, crops that do not pad and normalize may come"
@@ -197,14 +197,14 @@ def test_it_decodes_as_opencv_does(color: str) -> None:
     ],
     ids=["empty", "text", "webp", "avif", "huge"],
 )
-def test_what_it_does_not_decode(data: bytes, reason: str) -> None:
+def test_files_that_it_does_not_decode(data: bytes, reason: str) -> None:
     with pytest.raises(BadSampleError) as caught:
         Preset(name="torchpipe_cpu", height=20, width=30).decode(as_array(data))
     assert (caught.value.stage, caught.value.reason) == ("preset", reason)
 
 
 def test_an_epoch_of_training(tmp_path: Path) -> None:
-    """Draws are those of the sample's place, and an unreadable or bad file is replaced as ever."""
+    """Random draws depend on the sample's position, and a bad file is replaced, as without a preset."""
     make_photos(tmp_path / "photos", classes=2, each=4)
     (tmp_path / "photos" / "class_0" / "001.jpg").write_bytes(b"no image")
     block = "{preset: torchpipe_cpu, height: 20, width: 30, stages: [flip: {horizontal: 0.5}, normalize], "
@@ -233,14 +233,14 @@ def test_a_gpus_preset_does_not_train_on_a_cpu(tmp_path: Path) -> None:
     )
 
 
-def test_a_size_to_train_at_finds_its_stages() -> None:
+def test_train_size_changes_the_stages_that_set_a_size() -> None:
     read_train("torchpipe_cpu", "[flip, random_crop: {size: 16}]")
     config = read_config("x.yaml", STAGES, ["train.size=12"])
     assert _sizes(config) == ["pipelines.train.stages.1.random_crop.size=12"]
     assert read_config("x.yaml", STAGES, _sizes(config)).programs["train"].result.shape == (12, 12, 3)
 
 
-def test_what_explain_and_scan_say(tmp_path: Path) -> None:
+def test_explain_and_scan(tmp_path: Path) -> None:
     config = read_train("torchpipe_gpu", "[normalize]")
     assert explain_gpu(config, "train") == "torchpipe's DecodeTensor and ResizeTensor"
     config = read_train("torchpipe_cpu", "[normalize]")

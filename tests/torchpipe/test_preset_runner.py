@@ -1,4 +1,4 @@
-"""Training on torchpipe's operators: the very pixels of torchpipe's own nodes, whatever the image."""
+"""Training on torchpipe's operators: exactly the pixels that torchpipe's own nodes give, for every kind of file."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ UNKNOWN = {"webp", "webp lossless", "empty", "text", "cut short", "huge"}
 
 
 class CpuDelivery:
-    """Stands where `Delivery` does. What it queues is done at once."""
+    """A `Delivery` to the CPU, where queued work is done at once."""
 
     device = torch.device("cpu")
 
@@ -54,7 +54,7 @@ def payload(files: list[bytes], *, unreadable: int | None = None) -> Payload:
     ("height", "width", "color", "stages"),
     [(40, 30, "rgb", "[]"), (128, 101, "bgr", "[]"), (64, 64, "rgb", "[normalize: {dtype: float16, layout: nhwc}]")],
 )
-def test_the_loader_gives_what_torchpipes_nodes_give(
+def test_the_loaders_images_equal_those_of_torchpipes_nodes(
     height: int, width: int, color: str, stages: str, tmp_path: Path
 ) -> None:
     folder = tmp_path / "photos" / "all"
@@ -107,8 +107,8 @@ def test_a_model_trained_on_a_preset_is_served_on_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("layout", ["nchw", "nhwc"])
-def test_the_graphs_images_with_training_moves_are_the_pipelines(layout: str) -> None:
-    """On a CPU, where torchpipe_cpu stands in for the operators of a GPU."""
+def test_images_with_random_crops_and_flips_equal_those_of_the_cpu(layout: str) -> None:
+    """On a CPU, with torchpipe_cpu in place of the GPU's operators."""
     program = program_of(
         Preset(name="torchpipe_cpu", height=40, width=50),
         Flip(horizontal=0.5, vertical=0.5),

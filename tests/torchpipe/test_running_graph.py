@@ -1,4 +1,4 @@
-"""Graphs on torchpipe: names, batches, faults, the end. What concerns a whole process runs in one of its own."""
+"""RunningGraph: names, batches, errors, closing. Tests that concern a whole process run in a process of their own."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ def graph_of(*, threads: int = 2, instances: int = 1, batch: int = 4, timeout_ms
     """Preprocessing, then fake engines."""
     graph = chain(program(STAGES), None, origin="x.yaml", threads=threads, device="cpu")
     first, last = graph.nodes
-    told = {"instance_num": str(instances), "batch": str(batch), "batching_timeout": str(timeout_ms)}
-    last = Node(name=last.name, parameters=tuple({**dict(last.parameters), **told}.items()))
+    changes = {"instance_num": str(instances), "batch": str(batch), "batching_timeout": str(timeout_ms)}
+    last = Node(name=last.name, parameters=tuple({**dict(last.parameters), **changes}.items()))
     return Graph(nodes=(first, last), origin=graph.origin, preprocessing=graph.preprocessing)
 
 
-def together(graph: Graph, **told: str) -> Graph:
+def fused(graph: Graph, **changes: str) -> Graph:
     """The same as one node, as on a GPU."""
     first, last = (dict(node.parameters) for node in graph.nodes)
-    told = {"backend": PREDICT, "patience": "20", **told}
-    node = Node(name="serve", parameters=tuple({**first, **last, **told}.items()))
+    changes = {"backend": PREDICT, "patience": "20", **changes}
+    node = Node(name="serve", parameters=tuple({**first, **last, **changes}.items()))
     return Graph(nodes=(node,), origin=graph.origin, preprocessing=graph.preprocessing)
 
 
@@ -53,7 +53,7 @@ def submit(running: RunningGraph, data: bytes, *, wants_image: bool = False) -> 
     return running.submit(data, wrap=lambda value: value, wants_image=wants_image)
 
 
-def test_graphs_of_the_same_configuration_live_side_by_side() -> None:
+def test_graphs_of_the_same_configuration_run_in_one_process() -> None:
     engines = [FakeEngine(), FakeEngine()]
     graphs = [start([engine]) for engine in engines]
     answers = [submit(graph, DATA[0]).result(timeout=20) for graph in graphs]
@@ -63,14 +63,14 @@ def test_graphs_of_the_same_configuration_live_side_by_side() -> None:
         assert graph.close(20)
 
 
-@pytest.mark.parametrize("apart", [True, False])
-def test_an_engine_settles_on_the_thread_that_runs_it(apart: bool) -> None:
+@pytest.mark.parametrize("two_nodes", [True, False])
+def test_an_engine_is_bound_to_the_thread_that_runs_it(two_nodes: bool) -> None:
     engine = FakeEngine()
-    running = RunningGraph(graph_of() if apart else together(graph_of()), [engine])
-    assert engine.settled, "before the first request"
+    running = RunningGraph(graph_of() if two_nodes else fused(graph_of()), [engine])
+    assert engine.bound_thread, "before the first request"
     for future in [submit(running, data) for data in DATA]:
         future.result(timeout=20)
-    assert engine.threads == {engine.settled}
+    assert engine.threads == {engine.bound_thread}
     assert running.close(20)
 
 
@@ -82,7 +82,7 @@ def test_registering_again_does_nothing() -> None:
 def test_one_node_that_does_both_gives_the_same() -> None:
     gate = Gate()
     two, engine = start([FakeEngine()], timeout_ms=1), FakeEngine(before=gate)
-    one = RunningGraph(together(graph_of(timeout_ms=1)), [engine])
+    one = RunningGraph(fused(graph_of(timeout_ms=1)), [engine])
     first = submit(one, DATA[0])
     assert gate.reached.wait(timeout=20)
     rest = [submit(one, data) for data in [b"no image", *DATA[1:3]]] + [submit(one, DATA[3], wants_image=True)]
@@ -99,9 +99,9 @@ def test_one_node_that_does_both_gives_the_same() -> None:
     assert engine.closed
 
 
-def test_those_who_have_their_answers_may_ask_again_before_the_next_batch() -> None:
+def test_callers_with_an_answer_may_send_again_before_the_next_batch() -> None:
     engine = FakeEngine(before=Nap(0.02))
-    running = RunningGraph(together(graph_of(batch=8), patience="2000"), [engine])
+    running = RunningGraph(fused(graph_of(batch=8), patience="2000"), [engine])
 
     def ask(number: int) -> None:
         for _ in range(12):
@@ -116,7 +116,7 @@ def test_those_who_have_their_answers_may_ask_again_before_the_next_batch() -> N
 @pytest.mark.parametrize("instances", [1, 2])
 def test_many_callers_of_one_node_get_their_own_answers(instances: int) -> None:
     engines = [FakeEngine(before=Nap(0.002)) for _ in range(instances)]
-    running = RunningGraph(together(graph_of(instances=instances), patience="2"), engines)
+    running = RunningGraph(fused(graph_of(instances=instances), patience="2"), engines)
     expected = [submit(running, data).result(timeout=20) for data in DATA]
 
     def ask(number: int) -> None:
@@ -142,9 +142,9 @@ def test_many_callers_of_one_node_get_their_own_answers(instances: int) -> None:
     assert max(max(engine.counts) for engine in engines) == 4
 
 
-def test_nobody_waits_for_those_who_do_not_ask_again() -> None:
+def test_a_batch_does_not_wait_for_callers_that_send_nothing() -> None:
     engine = FakeEngine()
-    running = RunningGraph(together(graph_of(), patience="1000"), [engine])
+    running = RunningGraph(fused(graph_of(), patience="1000"), [engine])
     begun = time.monotonic()
     for data in DATA:
         submit(running, data).result(timeout=20)
@@ -153,12 +153,12 @@ def test_nobody_waits_for_those_who_do_not_ask_again() -> None:
     assert running.close(20)
 
 
-def test_instances_that_do_both_share_what_comes() -> None:
+def test_instances_of_one_node_share_the_requests() -> None:
     gates = [Gate(), Gate()]
     engines = [FakeEngine(before=gate) for gate in gates]
-    running = RunningGraph(together(graph_of(instances=2)), engines)
+    running = RunningGraph(fused(graph_of(instances=2)), engines)
     futures = [submit(running, data) for data in DATA[:2]]
-    assert all(gate.reached.wait(timeout=20) for gate in gates), "each has begun with one"
+    assert all(gate.reached.wait(timeout=20) for gate in gates), "each has started on one request"
     futures += [submit(running, data) for data in DATA * 2]
     gates[0].open()
     wait(futures[2:], timeout=20)
@@ -171,7 +171,7 @@ def test_instances_that_do_both_share_what_comes() -> None:
     assert running.close(20)
 
 
-def test_what_comes_while_the_model_runs_becomes_a_batch() -> None:
+def test_requests_that_arrive_while_the_model_runs_become_a_batch() -> None:
     gate = Gate()
     engine = FakeEngine(before=gate)
     running = start([engine])
@@ -195,7 +195,7 @@ def test_every_instance_has_an_engine_and_a_thread() -> None:
     assert all(engine.counts for engine in engines)
     threads = [engine.threads for engine in engines]
     assert all(len(each) == 1 for each in threads) and len(set.union(*threads)) == 3
-    assert all(engine.torch_threads == 1 for engine in engines), "an engine that wants more says so"
+    assert all(engine.torch_threads == 1 for engine in engines), "an engine that needs more sets it itself"
     assert running.close(20)
 
 
@@ -238,14 +238,14 @@ def test_a_model_that_fails_serves_the_next_batch() -> None:
     assert running.close(20)
 
 
-def test_what_is_cancelled_in_time_never_reaches_the_model() -> None:
+def test_a_request_cancelled_in_time_never_reaches_the_model() -> None:
     gate = Gate()
     engine = FakeEngine(before=gate)
     running = start([engine])
     first = submit(running, DATA[0])
     assert gate.reached.wait(timeout=20)
     rest = [submit(running, data) for data in DATA[1:4]]
-    assert not first.cancel(), "it has begun"
+    assert not first.cancel(), "it is running"
     assert all(future.cancel() for future in rest[:2])
     gate.open()
     assert rest[2].result(timeout=20).shape == (3,)
@@ -256,23 +256,23 @@ def test_what_is_cancelled_in_time_never_reaches_the_model() -> None:
     assert running.in_flight == 0
 
 
-# --- the end ----------------------------------------------------------------------------------------------------------
+# --- closing --------------------------------------------------------------------------------------------------------
 
 
-def test_closing_waits_for_what_was_accepted() -> None:
+def test_closing_waits_for_accepted_requests() -> None:
     engine = FakeEngine(before=Nap(0.05))
     running = start([engine])
     futures = [submit(running, data) for data in DATA]
     assert running.close(20)
     assert all(future.done() and future.exception() is None for future in futures)
     assert engine.closed
-    assert running.close(20), "again does nothing"
+    assert running.close(20), "closing again does nothing"
     with pytest.raises(PredictorError) as caught:
         submit(running, DATA[0])
     assert str(caught.value) == "the predictor is closed; load it again"
 
 
-def test_a_model_that_hangs_is_not_waited_for_longer_than_asked() -> None:
+def test_closing_waits_for_a_model_that_hangs_no_longer_than_its_timeout() -> None:
     gate = Gate()
     engine = FakeEngine(before=gate)
     running = start([engine])
@@ -287,18 +287,18 @@ def test_a_model_that_hangs_is_not_waited_for_longer_than_asked() -> None:
     assert engine.closed
 
 
-def test_a_graph_that_nobody_knows_any_more_lets_go_of_its_model() -> None:
+def test_a_graph_without_references_releases_its_model() -> None:
     engine = FakeEngine()
     running = start([engine])
     future = submit(running, DATA[0])
     future.result(timeout=20)
-    forgotten = weakref.ref(running)
+    collected = weakref.ref(running)
     del running, future
     end = time.monotonic() + 10
     while not engine.closed and time.monotonic() < end:
         gc.collect()
         time.sleep(0.02)
-    assert forgotten() is None
+    assert collected() is None
     assert engine.closed
 
 
@@ -306,7 +306,7 @@ def test_a_graph_that_nobody_knows_any_more_lets_go_of_its_model() -> None:
 
 
 def native(backend: str) -> RunningGraph:
-    """Preprocessing, then a node of torchpipe's that knows nothing of requests."""
+    """Preprocessing, then a node of torchpipe's own, which does not answer requests."""
     (first, _) = graph_of().nodes
     first = Node(
         name="preprocess", next="model", parameters=tuple({**dict(first.parameters), "on_error": "raise"}.items())
@@ -336,7 +336,7 @@ def test_a_native_model_that_fails() -> None:
 
 
 def preset(name: Literal["torchpipe_cpu", "torchpipe_gpu"] = "torchpipe_cpu") -> RunningGraph:
-    """torchpipe's own preprocessing on the CPU, then the images. name: of the preset whose checks go before."""
+    """torchpipe's own preprocessing on the CPU, then the images. name: of the preset whose checks run first."""
     head = Preset(name="torchpipe_cpu", height=12, width=10)
     graph = chain(program_of(head, serving=True), None, origin="x.yaml", threads=2, device="cpu")
     return RunningGraph(dataclasses.replace(graph, preset=Preset(name=name, height=12, width=10)))
@@ -386,8 +386,8 @@ def script(body: str, **options: Any) -> Any:
     return python(PRELUDE + body, seconds=60, **options)
 
 
-def test_stdout_stays_clean_and_the_process_ends_by_itself() -> None:
-    """Neither the making of a graph, nor bad requests, nor its end print a line."""
+def test_stdout_stays_empty_and_the_process_exits() -> None:
+    """Neither making a graph, nor bad requests, nor closing it print a line."""
     done = script("""
 from tests.torchpipe.test_running_graph import preset
 running, other = start([FakeEngine()]), preset()
@@ -397,7 +397,7 @@ print("done")
     assert (done.returncode, done.stdout) == (0, "done\n")
 
 
-def test_exit_cancels_what_waits_and_ends_what_runs() -> None:
+def test_exit_cancels_waiting_requests_and_finishes_running_ones() -> None:
     done = script("""
 engine = FakeEngine(before=Nap(0.5), batch=1)
 running = start([engine], batch=1)
@@ -433,7 +433,7 @@ threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
     assert done.stderr.strip().endswith("KeyboardInterrupt")
 
 
-def test_a_forked_child_is_told_and_can_exit() -> None:
+def test_a_forked_child_gets_an_error_and_can_exit() -> None:
     done = script("""
 from gpuflow.errors import PredictorError
 running = start([FakeEngine()])
@@ -455,11 +455,11 @@ submit(running, DATA[0]).result(20)
     )
 
 
-def test_memory_of_requests_is_given_back() -> None:
+def test_memory_of_requests_is_freed() -> None:
     from tests.datasets import resident_kib
 
     running = start([FakeEngine(mean_color)])
-    big = DATA[0] + bytes(1 << 20)  # libjpeg does not mind what comes behind the end
+    big = DATA[0] + bytes(1 << 20)  # libjpeg ignores bytes after the end of the image
 
     def work() -> int:
         wait([submit(running, big) for _ in range(50)], timeout=60)

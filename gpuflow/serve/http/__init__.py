@@ -1,3 +1,3 @@
-"""The HTTP service."""
+"""The HTTP service of `gpuflow serve`."""
 
 __all__: list[str] = []

@@ -1,15 +1,15 @@
-"""A predictor behind HTTP.
+"""The HTTP application around a predictor: routes, admission, answers.
 
     POST /predict?top_k=5   an image as the body: {"predictions": [{"label", "index", "probability"}, ...]}
                             a form with files: {"results": [one such object, or {"error": {...}}, for each file]}
-    POST /seen              an image as the body: a PNG of what the model gets
-    GET  /healthz, /readyz, /metrics, /openapi.json, and / for people
+    POST /seen              an image as the body: a PNG of the image that the model gets
+    GET  /healthz, /readyz, /metrics, /openapi.json, and / for a web page
 
-Whatever goes wrong is answered by {"error": {"kind", "reason"}}: 400 a request that cannot be read, 408 a body that
-does not arrive, 413 too large, 415 of another type, 422 no image, 500 the model failed, 503 with Retry-After while the
-service is full, loading or ending, 504 no answer in time. A form is a 422 only if none of its files is an image.
+Every error is answered by {"error": {"kind", "reason"}}: 400 a malformed request, 408 a body that does not arrive, 413
+too large, 415 another media type, 422 not an image, 500 the model failed, 503 with Retry-After while the service is
+full, loading or shutting down, 504 no answer in time. A form is a 422 only if none of its files is an image.
 
-Nothing is ever read from a path or a URL that a client names.
+The service never reads a path or a URL that a client names.
 """
 
 from __future__ import annotations
@@ -40,26 +40,26 @@ except ModuleNotFoundError as error:
     raise MissingExtra("the service", str(error.name), "serve") from error
 
 from gpuflow.runtime.threads import DaemonPool
-from gpuflow.serve.http.body import Edge, Limits, Refused, check_headers, read_images
+from gpuflow.serve.http.body import BodyMiddleware, Refused, RequestLimits, check_headers, read_images
 from gpuflow.serve.http.metrics import CONTENT_TYPE, Metrics
 from gpuflow.serve.pictures import Pictures
 from gpuflow.serve.predictor import Prediction, Predictor
 
-__all__ = ["Health", "Limits", "Service", "create_app"]
+__all__ = ["Health", "RequestLimits", "Service", "create_app"]
 
 _CHECK_SECONDS, _ANSWER_SECONDS = 5.0, 10.0
-"""Between two looks at the decoders, and for one of them."""
+"""The time between two checks of the decoders, and the limit for one of them."""
 _RETRY_SECONDS = {"queue_full": "1", "loading": "5", "draining": "5"}
-_GONE = 499
-"""What is counted, as nginx does, for a client that did not wait for its answer."""
+_DISCONNECTED = 499
+"""The status that is counted, as nginx does, for a client that closed the connection before its answer."""
 
 T = TypeVar("T")
 
 
-def create_app(predictor: Predictor | Future[Predictor], limits: Limits = Limits()) -> FastAPI:  # noqa: B008
-    """The application; its `state.service` is the Service. Whoever made the predictor closes it.
+def create_app(predictor: Predictor | Future[Predictor], limits: RequestLimits = RequestLimits()) -> FastAPI:  # noqa: B008
+    """The application; its `state.service` is the Service. It does not close the predictor.
 
-    predictor: or one that is still being loaded; until then requests are refused.
+    predictor: may be a future while the model is loaded; until it is done, requests are refused.
     """
     if isinstance(predictor, Predictor):
         loaded: Future[Predictor] = Future()
@@ -68,7 +68,7 @@ def create_app(predictor: Predictor | Future[Predictor], limits: Limits = Limits
     service = Service(predictor, limits)
     app = FastAPI(title="gpuflow", docs_url=None, redoc_url=None)
     app.state.service = service
-    app.add_middleware(Edge, metrics=service.metrics, limits=limits, closing=lambda: service.draining)
+    app.add_middleware(BodyMiddleware, metrics=service.metrics, limits=limits, closing=lambda: service.draining)
     app.add_exception_handler(HTTPException, service.refusal)
     app.add_exception_handler(RequestValidationError, service.refusal)
     app.add_exception_handler(ClientDisconnect, service.refusal)
@@ -83,16 +83,16 @@ def create_app(predictor: Predictor | Future[Predictor], limits: Limits = Limits
 
 
 class Service:
-    """What stands between requests and a predictor: a bounded queue, and answers for all that can go wrong.
+    """Handles requests by a predictor: admits a bounded number of images, and answers every error.
 
-    draining: set it to refuse new requests. active: requests that were taken and are not answered yet.
-    reserved: their places in the queue, as far as the predictor does not count them. held: bytes of their bodies.
+    draining: set it to refuse new requests. active: requests that are admitted and not answered yet.
+    reserved: their images that the predictor does not count yet. held_bytes: size of their bodies.
     """
 
-    def __init__(self, predictor: Future[Predictor], limits: Limits) -> None:
+    def __init__(self, predictor: Future[Predictor], limits: RequestLimits) -> None:
         self.limits, self.draining = limits, False
         self._health = Health(lambda: predictor.result().check())
-        self.active = self.reserved = self.held = 0
+        self.active = self.reserved = self.held_bytes = 0
         self._loading = predictor
         self.metrics = Metrics(
             queue=lambda: self.queue_length,
@@ -106,20 +106,20 @@ class Service:
 
     @property
     def queue_length(self) -> int:
-        """Images under way, and places of requests whose bodies are being read."""
+        """Images in flight, and places reserved by requests whose bodies are being read."""
         return self.reserved + (self._loading.result().in_flight if self.loaded else 0)
 
     # --- routes -----------------------------------------------------------------------------------------------------
 
     async def predict(self, request: Request, top_k: Annotated[int, Query(ge=1)] = 5) -> Response:
-        """The likeliest labels of one image, or of every file of a form."""
+        """The most likely labels of one image, or of every file of a form."""
         begun = time.perf_counter()
         _refuse_unknown(request, {"top_k"})
         check_headers(request, self.limits)
-        with self._admitted() as places:
-            images, several = await read_images(request, self.limits, places.hold)
-            places.extend(len(images))
-            futures = self._submitted(images, places, self._loading.result().submit)
+        with self._admitted() as reservation:
+            images, several = await read_images(request, self.limits, reservation.hold_bytes)
+            reservation.reserve(len(images))
+            futures = self._submit(images, reservation, self._loading.result().submit)
             answers = await self._answers(request, futures)
         found = [self._result(answer, top_k) for answer in answers]
         bad = sum("error" in result for result in found)
@@ -135,32 +135,36 @@ class Service:
         )
 
     async def seen(self, request: Request) -> Response:
-        """What the model gets of one image, as a PNG; see Pictures."""
+        """The image that the model gets, as a PNG; see Pictures."""
         _refuse_unknown(request, set())
         check_headers(request, self.limits)
-        with self._admitted() as places:
-            images, _ = await read_images(request, self.limits, places.hold)
+        with self._admitted() as reservation:
+            images, _ = await read_images(request, self.limits, reservation.hold_bytes)
             if len(images) > 1:
-                raise Refused(400, "bad_request", f"one image at a time is shown, got {len(images)}")
+                raise Refused(400, "bad_request", f"/seen takes one image, got {len(images)}")
             predictor = self._loading.result()
             if not predictor.gives_images:
-                raise Refused(501, "no_picture", "the model runs inside torchpipe, which shows nobody its images")
-            (answer,) = await self._answers(request, self._submitted(images, places, predictor.submit_image))
+                raise Refused(
+                    501,
+                    "no_picture",
+                    "the model runs inside torchpipe, which does not return its input; set serve.model.via=python",
+                )
+            (answer,) = await self._answers(request, self._submit(images, reservation, predictor.submit_image))
         if isinstance(answer, BadSampleError):
-            return JSONResponse(self._bad(answer), status_code=422)
+            return JSONResponse(self._bad_image(answer), status_code=422)
         pictures = Pictures(predictor.image, predictor.pipeline)
         return Response(await asyncio.to_thread(pictures.png, answer), media_type="image/png")
 
     async def healthz(self, request: Request) -> Response:
-        """200 while the process lives."""
+        """200 while the process runs."""
         return JSONResponse({"status": "alive"})
 
     async def readyz(self, request: Request) -> Response:
-        """200 while requests are taken and every decoder decodes a test image, otherwise 503."""
+        """200 while requests are admitted and every decoder decodes a test image, otherwise 503."""
         refused = self._refusal()
         if refused is not None:
             return JSONResponse({"status": refused.kind}, status_code=503, headers=refused.headers)
-        if (fault := await self._health.look()) is not None:
+        if (fault := await self._health.refresh()) is not None:
             return JSONResponse({"status": "failing", "reason": fault}, status_code=503)
         predictor = self._loading.result()
         described = {"image": str(predictor.image), "preprocessing": predictor.preprocessing}
@@ -173,54 +177,54 @@ class Service:
     # --- the queue --------------------------------------------------------------------------------------------------
 
     def _refusal(self) -> Refused | None:
-        """Why no request is taken now, apart from a full queue."""
+        """Why no request is admitted now, other than a full queue."""
         if self.draining:
-            return _busy("draining", "the service is ending; ask another one, or later")
+            return _busy("draining", "the service is shutting down; retry later or on another server")
         if not self.loaded:
             return _busy("loading", "the model is still being loaded")
         return None
 
     @contextmanager
-    def _admitted(self) -> Iterator[_Places]:
-        """A request in the queue, with one place at first."""
+    def _admitted(self) -> Iterator[_Reservation]:
+        """A place in the queue for a request, as long as it lasts. Raises Refused."""
         refused = self._refusal()
         if refused is not None:
             raise refused
-        places = _Places(self)
-        places.extend(1)
+        reservation = _Reservation(self)
+        reservation.reserve(1)
         self.active += 1
         try:
-            yield places
+            yield reservation
         finally:
             self.active -= 1
-            places.give_back()
+            reservation.release()
 
-    def _submitted(
-        self, images: Sequence[bytes], places: _Places, submit: Callable[[bytes], Future[T]]
+    def _submit(
+        self, images: Sequence[bytes], reservation: _Reservation, submit: Callable[[bytes], Future[T]]
     ) -> list[asyncio.Future[T]]:
         futures = []
         try:
             for data in images:
-                places.hand_over()
+                reservation.release_one()
                 futures.append(asyncio.wrap_future(submit(data)))
         except PredictorError as error:
             raise Refused(500, "model", str(error)) from error
         return futures
 
     async def _answers(self, request: Request, futures: Sequence[asyncio.Future[T]]) -> list[T | BadSampleError]:
-        """What each came to. Raises Refused: the model failed, or not all came in time. Then the rest is dropped."""
+        """The answer for each image. Raises Refused if the model failed or time ran out, and cancels the others."""
         everything = asyncio.gather(*futures, return_exceptions=True)
-        left = asyncio.ensure_future(_disconnected(request))
+        disconnected = asyncio.ensure_future(_disconnected(request))
         try:
-            either: set[asyncio.Future[Any]] = {everything, left}
+            either: set[asyncio.Future[Any]] = {everything, disconnected}
             await asyncio.wait(either, timeout=self.limits.timeout_s, return_when=asyncio.FIRST_COMPLETED)
             if not everything.done():
-                if left.done():
+                if disconnected.done():
                     raise ClientDisconnect
-                waited = f"no answer within {self.limits.timeout_s:g} s, with {self.queue_length} images under way"
+                waited = f"no answer within {self.limits.timeout_s:g} s, with {self.queue_length} images in flight"
                 raise Refused(504, "timeout", waited)
         finally:
-            left.cancel()
+            disconnected.cancel()
             everything.cancel()
         found: list[T | BadSampleError] = []
         for answer in everything.result():
@@ -235,22 +239,22 @@ class Service:
 
     def _result(self, answer: Prediction | BadSampleError, top_k: int) -> dict[str, Any]:
         if isinstance(answer, BadSampleError):
-            return self._bad(answer)
+            return self._bad_image(answer)
         ranked = answer.ranked(top_k)
         if not all(math.isfinite(probability) for *_, probability in ranked):
-            raise Refused(500, "model", "the model gave logits that are no finite numbers")
+            raise Refused(500, "model", "the model gave logits that are not finite numbers")
         return {
             "predictions": [
                 {"label": label, "index": index, "probability": probability} for index, label, probability in ranked
             ]
         }
 
-    def _bad(self, error: BadSampleError) -> dict[str, Any]:
+    def _bad_image(self, error: BadSampleError) -> dict[str, Any]:
         self.metrics.error("bad_image")
         return _error("bad_image", error.reason, stage=error.stage)
 
     async def refusal(self, request: Request, error: Exception) -> Response:
-        """The answer to a request that gets no predictions, counted by its kind."""
+        """The answer to a refused request, counted by its kind."""
         if isinstance(error, Refused):
             refused = error
         elif isinstance(error, RequestValidationError):
@@ -262,7 +266,7 @@ class Service:
             refused = Refused(error.status_code, kind, reason, dict(error.headers or {}))
         else:
             assert isinstance(error, ClientDisconnect)
-            refused = Refused(_GONE, "disconnected", "the client did not wait")
+            refused = Refused(_DISCONNECTED, "disconnected", "the client closed the connection")
         self.metrics.error(refused.kind)
         return JSONResponse(
             _error(refused.kind, refused.detail), status_code=refused.status_code, headers=refused.headers
@@ -270,26 +274,26 @@ class Service:
 
 
 class Health:
-    """Whether a service's decoders work, looked at from time to time by those who ask.
+    """Whether a service's decoders work, checked at most every few seconds when a client asks for it.
 
-    check: raises DecoderError where one does not. fault: why not, when it was last looked at; None if all do.
+    check: raises DecoderError if a decoder does not work. fault: its text at the last check; None if all work.
     """
 
     def __init__(self, check: Callable[[], None]) -> None:
         self.fault: str | None = None
         self._check, self._checked = check, -math.inf
-        self._looking = asyncio.Lock()
+        self._lock = asyncio.Lock()
         self._pool: DaemonPool | None = None
 
-    async def look(self) -> str | None:
-        """The fault, looked at anew if that was some time ago."""
-        async with self._looking:
+    async def refresh(self) -> str | None:
+        """The fault, checked again if the last check is some seconds old."""
+        async with self._lock:
             if time.monotonic() - self._checked >= _CHECK_SECONDS:
-                self.fault = await self._looked()
+                self.fault = await self._run_check()
                 self._checked = time.monotonic()
         return self.fault
 
-    async def _looked(self) -> str | None:
+    async def _run_check(self) -> str | None:
         if self._pool is None:
             self._pool = DaemonPool(1, "check")
         try:
@@ -301,40 +305,41 @@ class Health:
         return None
 
 
-class _Places:
-    """One request's share of a service's queue and memory."""
+class _Reservation:
+    """One request's places in a service's queue, and its bytes in memory."""
 
     def __init__(self, service: Service) -> None:
         self._service, self._images, self._bytes = service, 0, 0
 
-    def extend(self, images: int) -> None:
-        """Have places for so many images. Raises Refused."""
+    def reserve(self, images: int) -> None:
+        """Change the number of places to that of the images. Raises Refused if the queue is full."""
         service, limits = self._service, self._service.limits
         if service.queue_length + images - self._images > limits.max_queue:
             raise _busy("queue_full", f"the queue is full: {service.queue_length} of {limits.max_queue} places taken")
         service.reserved += images - self._images
         self._images = images
 
-    def hold(self, size: int) -> None:
-        """Keep so many more bytes of the body. Raises Refused."""
+    def hold_bytes(self, size: int) -> None:
+        """Count bytes of the body that were read. Raises Refused if all requests together hold too many."""
         service, limits = self._service, self._service.limits
-        if service.held + size > limits.max_held_bytes and service.held > self._bytes:
-            raise _busy("queue_full", f"requests hold {service.held:,} of {limits.max_held_bytes:,} bytes")
-        service.held += size
+        if service.held_bytes + size > limits.max_held_bytes and service.held_bytes > self._bytes:
+            raise _busy("queue_full", f"request bodies take {service.held_bytes:,} of {limits.max_held_bytes:,} bytes")
+        service.held_bytes += size
         self._bytes += size
 
-    def hand_over(self) -> None:
-        """From here on the predictor counts one of the images."""
+    def release_one(self) -> None:
+        """Release the place of an image that is submitted: from now on the predictor counts it."""
         self._service.reserved -= 1
         self._images -= 1
 
-    def give_back(self) -> None:
+    def release(self) -> None:
+        """Release all places and bytes."""
         self._service.reserved -= self._images
-        self._service.held -= self._bytes
+        self._service.held_bytes -= self._bytes
 
 
 async def _disconnected(request: Request) -> None:
-    """Wait until the client is gone."""
+    """Wait until the client closes the connection."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
@@ -348,8 +353,8 @@ def _error(kind: str, reason: str, **more: str) -> dict[str, Any]:
 
 
 async def _internal(request: Request, error: Exception) -> Response:
-    """Starlette passes the exception on to the server's log afterwards."""
-    return JSONResponse(_error("internal", "an error inside the service, which its log shows"), status_code=500)
+    """Starlette writes the exception to the server's log afterwards."""
+    return JSONResponse(_error("internal", "internal error; the log of the service has the traceback"), status_code=500)
 
 
 def _refuse_unknown(request: Request, known: set[str]) -> None:
@@ -363,7 +368,7 @@ def _refuse_unknown(request: Request, known: set[str]) -> None:
 
 
 def _page() -> Any:
-    """The route of the page. It may run the script and the style that it brings, and ask this server, nothing else."""
+    """The route of the page, whose policy allows only its own script and style, and requests to this server."""
     text = resources.files("gpuflow.serve.http").joinpath("page.html").read_text(encoding="utf-8")
     script, style = (_hashes(text, tag) for tag in ("script", "style"))
     policy = (
@@ -380,13 +385,13 @@ def _page() -> Any:
 
 
 def _hashes(text: str, tag: str) -> str:
-    """What a Content-Security-Policy says of the page's own scripts or styles."""
+    """The hashes that allow the page's own scripts or styles in a Content-Security-Policy."""
     parts = re.findall(f"<{tag}>(.*?)</{tag}>", text, flags=re.DOTALL)
     digests = (base64.b64encode(hashlib.sha256(part.encode()).digest()).decode() for part in parts)
     return " ".join(f"'sha256-{digest}'" for digest in digests)
 
 
-# --- what /openapi.json says ------------------------------------------------------------------------------------------
+# --- for /openapi.json ------------------------------------------------------------------------------------------------
 
 _BYTES = {"schema": {"type": "string", "format": "binary"}}
 _FILES = {"schema": {"type": "object", "additionalProperties": {"type": "string", "format": "binary"}}}
@@ -399,7 +404,7 @@ _BODY: dict[str, Any] = {
 _ONE: Mapping[str, Any] = {"predictions": [{"label": "tench", "index": 0, "probability": 0.93}]}
 _ANSWERS: dict[int | str, dict[str, Any]] = {
     200: {
-        "description": "Of one image, or of each file of a form.",
+        "description": "Predictions for one image, or for each file of a form.",
         "content": {
             "application/json": {
                 "examples": {
@@ -409,7 +414,7 @@ _ANSWERS: dict[int | str, dict[str, Any]] = {
             }
         },
     },
-    422: {"description": "No image.", "content": {"application/json": {"example": _error("bad_image", "...")}}},
-    503: {"description": "Full, loading or ending; see Retry-After."},
+    422: {"description": "Not an image.", "content": {"application/json": {"example": _error("bad_image", "...")}}},
+    503: {"description": "Full, loading or shutting down; see Retry-After."},
 }
 _PICTURE: dict[int | str, dict[str, Any]] = {200: {"description": "A PNG.", "content": {"image/png": _BYTES}}}

@@ -1,8 +1,8 @@
-"""Bodies of requests: read within limits into encoded images, or read off.
+"""Request bodies: read within limits into encoded images, or discarded.
 
-A server that closes a connection on which bytes are still to come makes the kernel reset it, and a client that is busy
-sending never sees its answer. So an answer that comes early is sent whole, and what the client still sends is read and
-dropped, within bounds, before the connection may close.
+If a server closes a connection while the client still sends, the kernel resets the connection and the client never sees
+its answer. So an answer that is ready before the body has arrived is sent at once, and the rest of the body is read and
+discarded, within limits, before the connection may close.
 """
 
 from __future__ import annotations
@@ -24,21 +24,22 @@ from gpuflow.serve.http.metrics import Metrics
 if TYPE_CHECKING:
     from python_multipart.multipart import MultipartCallbacks
 
-__all__ = ["Edge", "Limits", "Refused", "check_headers", "read_images"]
+__all__ = ["BodyMiddleware", "Refused", "RequestLimits", "check_headers", "read_images"]
 
-_TAKEN = "image/*, application/octet-stream, multipart/form-data"
-_DROPPED_BODIES, _DROPPED_BYTES = 8, 64_000_000
-_DROPPING_SECONDS, _LAST_SECONDS = 30.0, 3.0
+_ACCEPTED = "image/*, application/octet-stream, multipart/form-data"
+_DISCARDED_BODIES, _DISCARDED_BYTES = 8, 64_000_000
+"""How much of a body is discarded at most: this multiple of the largest body, and no less than these bytes."""
+_DISCARD_SECONDS, _SHUTDOWN_DISCARD_SECONDS = 30.0, 3.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Limits:
-    """What a service takes.
+class RequestLimits:
+    """Limits on the requests of a service.
 
     max_body_bytes: of one request. max_images: in one request.
-    max_queue: images under way at a time; a request whose body is being read counts as one.
-    max_held_bytes: of all bodies at a time; one alone is always taken.
-    timeout_s: seconds that a body may take to arrive, and from then on its answer.
+    max_queue: images in flight at a time; a request whose body is being read counts as one.
+    max_held_bytes: of all bodies in memory at a time; a single one is always accepted.
+    timeout_s: seconds for a body to arrive, and again as many for its answer.
     """
 
     max_body_bytes: int = 32_000_000
@@ -50,13 +51,13 @@ class Limits:
     def __post_init__(self) -> None:
         for name in ("max_body_bytes", "max_images", "max_queue", "max_held_bytes"):
             if getattr(self, name) < 1:
-                raise ValueError(f"Limits.{name} must be >= 1, got {getattr(self, name)}")
+                raise ValueError(f"RequestLimits.{name} must be >= 1, got {getattr(self, name)}")
         if not 0 < self.timeout_s < float("inf"):
-            raise ValueError(f"Limits.timeout_s must be a number of seconds > 0, got {self.timeout_s}")
+            raise ValueError(f"RequestLimits.timeout_s must be a number of seconds > 0, got {self.timeout_s}")
 
 
 class Refused(HTTPException):
-    """A request that gets no predictions. kind: one of metrics.KINDS. reason: the rule, the value, what to do."""
+    """A request is refused. kind: one of metrics.KINDS. reason: the rule, the value and the next action."""
 
     def __init__(self, status: int, kind: str, reason: str, headers: dict[str, str] | None = None) -> None:
         self.kind = kind
@@ -66,26 +67,26 @@ class Refused(HTTPException):
 # --- reading ----------------------------------------------------------------------------------------------------------
 
 
-def check_headers(request: Request, limits: Limits) -> None:
-    """Refuse by its headers what need not be read: 413, 415."""
+def check_headers(request: Request, limits: RequestLimits) -> None:
+    """Refuse a request by its headers alone, before its body is read: 413, 415."""
     kind = _media_type(request)
     if kind not in ("", "application/octet-stream", "multipart/form-data") and not kind.startswith("image/"):
         hint = "; with curl use -F image=@FILE" if kind == "application/x-www-form-urlencoded" else ""
-        reason = f"Content-Type must be one of {_TAKEN}, got {kind!r}{hint}"
-        raise Refused(415, "unsupported_type", reason, {"Accept-Post": _TAKEN})
+        reason = f"Content-Type must be one of {_ACCEPTED}, got {kind!r}{hint}"
+        raise Refused(415, "unsupported_type", reason, {"Accept-Post": _ACCEPTED})
     announced = request.headers.get("content-length", "0")
     if announced.isdecimal() and int(announced) > limits.max_body_bytes:
         raise _too_large(limits)
 
 
-async def read_images(request: Request, limits: Limits, hold: Callable[[int], None]) -> tuple[list[bytes], bool]:
-    """The encoded images of a request, and whether it may have several: a form rather than an image.
+async def read_images(request: Request, limits: RequestLimits, hold: Callable[[int], None]) -> tuple[list[bytes], bool]:
+    """The encoded images of a request, and whether it is a form, which may have several, rather than one image.
 
     Args:
-        hold: told the number of bytes of each piece, before the next one is read; may refuse.
+        hold: called with the size of each part of the body, before the next one is read; may raise Refused.
 
     Raises:
-        Refused: 400, 408, 413 or 422. ClientDisconnect: nobody is there any more.
+        Refused: 400, 408, 413 or 422. ClientDisconnect: the client has closed the connection.
     """
     pieces = _pieces(request, limits, hold)
     try:
@@ -102,11 +103,15 @@ def _media_type(request: Request) -> str:
     return request.headers.get("content-type", "").partition(";")[0].strip().lower()
 
 
-def _too_large(limits: Limits) -> Refused:
-    return Refused(413, "too_large", f"a body may have {limits.max_body_bytes:,} bytes, and this one has more")
+def _too_large(limits: RequestLimits) -> Refused:
+    return Refused(
+        413,
+        "too_large",
+        f"the body must have at most {limits.max_body_bytes:,} bytes; send a smaller file or fewer files",
+    )
 
 
-async def _pieces(request: Request, limits: Limits, hold: Callable[[int], None]) -> AsyncGenerator[bytes, None]:
+async def _pieces(request: Request, limits: RequestLimits, hold: Callable[[int], None]) -> AsyncGenerator[bytes, None]:
     size = 0
     async for piece in request.stream():
         size += len(piece)
@@ -116,11 +121,11 @@ async def _pieces(request: Request, limits: Limits, hold: Callable[[int], None])
         yield piece
 
 
-async def _files(request: Request, pieces: AsyncGenerator[bytes, None], limits: Limits) -> list[bytes]:
+async def _files(request: Request, pieces: AsyncGenerator[bytes, None], limits: RequestLimits) -> list[bytes]:
     _, options = parse_options_header(request.headers["content-type"])
     if b"boundary" not in options:
         raise _bad_form("its Content-Type names no boundary")
-    form = _Form(most=min(limits.max_images, limits.max_queue))
+    form = _Form(max_files=min(limits.max_images, limits.max_queue))
     try:
         parser = MultipartParser(options[b"boundary"], form.callbacks())
         async for piece in pieces:
@@ -135,12 +140,12 @@ async def _files(request: Request, pieces: AsyncGenerator[bytes, None], limits: 
 
 
 class _Form:
-    """Collects the files of a form, at most so many."""
+    """Collects the files of a form, at most `max_files`."""
 
-    def __init__(self, *, most: int) -> None:
+    def __init__(self, *, max_files: int) -> None:
         self.files: list[bytearray] = []
         self.ended = False
-        self._most = most
+        self._max_files = max_files
         self._header, self._value, self._disposition = bytearray(), bytearray(), b""
 
     def callbacks(self) -> MultipartCallbacks:
@@ -156,8 +161,10 @@ class _Form:
 
     def _begin_part(self) -> None:
         self._disposition = b""
-        if len(self.files) == self._most:
-            raise Refused(413, "too_large", f"a request may have {self._most} images, and this one has more")
+        if len(self.files) == self._max_files:
+            raise Refused(
+                413, "too_large", f"a request must have at most {self._max_files} images; send several requests"
+            )
 
     def _more_header(self, data: bytes, start: int, end: int) -> None:
         self._header += data[start:end]
@@ -175,7 +182,7 @@ class _Form:
         _, options = parse_options_header(self._disposition)
         if b"filename" not in options:
             name = options.get(b"name", b"").decode(errors="replace")
-            raise _bad_form(f"its field {name!r} is no file; files have a filename, parameters belong into the URL")
+            raise _bad_form(f"its field {name!r} is not a file; give files a filename, parameters belong in the URL")
         self.files.append(bytearray())
 
     def _more_data(self, data: bytes, start: int, end: int) -> None:
@@ -189,25 +196,25 @@ def _bad_form(reason: str) -> Refused:
     return Refused(400, "bad_request", f"the form cannot be read: {reason}")
 
 
-# --- reading off ------------------------------------------------------------------------------------------------------
+# --- discarding -------------------------------------------------------------------------------------------------------
 
 
-class Edge:
-    """Around an app: counts what comes and goes, and reads off what clients still send when they are answered.
+class BodyMiddleware:
+    """Wraps an app: counts requests and bytes, and discards what a client still sends after its answer.
 
-    closing: whether connections are to end with their answer.
+    closing: whether each connection shall be closed after its answer.
     """
 
-    def __init__(self, app: ASGIApp, *, metrics: Metrics, limits: Limits, closing: Callable[[], bool]) -> None:
+    def __init__(self, app: ASGIApp, *, metrics: Metrics, limits: RequestLimits, closing: Callable[[], bool]) -> None:
         self._app, self._metrics, self._closing = app, metrics, closing
-        self._most = max(_DROPPED_BODIES * limits.max_body_bytes, _DROPPED_BYTES)
+        self._max_discarded = max(_DISCARDED_BODIES * limits.max_body_bytes, _DISCARDED_BYTES)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         begun = time.perf_counter()
-        exchange = _Exchange(scope, receive, send, most=self._most, closing=self._closing)
+        exchange = _Exchange(scope, receive, send, max_bytes=self._max_discarded, closing=self._closing)
         try:
             await self._app(scope, exchange.receive, exchange.send)
         except Exception:
@@ -225,53 +232,55 @@ class Edge:
 
 
 class _Exchange:
-    """One request and its answer. over: whether nothing more of the body is to come."""
+    """One request and its answer. body_ended: whether nothing more of the body will arrive."""
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, *, most: int, closing: Callable[[], bool]) -> None:
-        self._receive, self._send, self._most, self._closing = receive, send, most, closing
+    def __init__(
+        self, scope: Scope, receive: Receive, send: Send, *, max_bytes: int, closing: Callable[[], bool]
+    ) -> None:
+        self._receive, self._send, self._max_bytes, self._closing = receive, send, max_bytes, closing
         headers = dict(scope["headers"])
         self._chunked = b"transfer-encoding" in headers
         self._announced = int(headers.get(b"content-length", b"0"))
-        self._asks_first = b"100-continue" in headers.get(b"expect", b"").lower()
-        self.over = not self._chunked and self._announced == 0
+        self._expects_continue = b"100-continue" in headers.get(b"expect", b"").lower()
+        self.body_ended = not self._chunked and self._announced == 0
         self.received = self.sent = self.status = 0
         self.answered = 0.0
 
     async def receive(self) -> Message:
-        self._asks_first = False
+        self._expects_continue = False
         message = await self._receive()
         if message["type"] == "http.request":
             self.received += len(message.get("body", b""))
-            self.over = not message.get("more_body", False)
+            self.body_ended = not message.get("more_body", False)
         else:
-            self.over = True
+            self.body_ended = True
         return message
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            if self._asks_first:  # and is told no: the body does not come
-                self.over = True
+            if self._expects_continue:  # and is refused, so that it does not send the body
+                self.body_ended = True
                 message = _with_close(message)
-            elif self._closing() or (not self.over and (self._chunked or self._announced > self._most)):
+            elif self._closing() or (not self.body_ended and (self._chunked or self._announced > self._max_bytes)):
                 message = _with_close(message)
         else:
             self.sent += len(message.get("body", b""))
             if not message.get("more_body", False):
                 self.answered = time.perf_counter()
-                if not self.over:
+                if not self.body_ended:
                     await self._send({**message, "more_body": True})
-                    await self._read_off()
+                    await self._discard_body()
                     message = {"type": "http.response.body", "body": b"", "more_body": False}
         await self._send(message)
 
-    async def _read_off(self) -> None:
+    async def _discard_body(self) -> None:
         try:
-            async with asyncio.timeout(_LAST_SECONDS if self._closing() else _DROPPING_SECONDS):
-                while not self.over and self.received < self._most:
+            async with asyncio.timeout(_SHUTDOWN_DISCARD_SECONDS if self._closing() else _DISCARD_SECONDS):
+                while not self.body_ended and self.received < self._max_bytes:
                     await self.receive()
         except TimeoutError:
-            pass  # the client has had its answer for as long
+            pass  # the client has had its answer all that time
 
 
 def _with_close(message: Message) -> Message:

@@ -1,14 +1,14 @@
-"""What a service counts, in Prometheus' text format.
+"""The metrics of a service, in Prometheus' text format.
 
 gpuflow_requests_total{route, status}   answers
 gpuflow_errors_total{kind}              refused requests, and images that cannot be decoded
-gpuflow_images_total                    images that were answered with predictions
-gpuflow_request_seconds{route}          from a request's headers to the end of its answer, where that was a 200
-gpuflow_batch_size                      images that the model ran on at a time
-gpuflow_queue_length                    images under way, and requests whose bodies are being read
-gpuflow_received_bytes_total, gpuflow_sent_bytes_total   bodies alone
-gpuflow_ready                           1 while requests are taken
-process_*                               CPU seconds, memory, files of this process
+gpuflow_images_total                    images answered with predictions
+gpuflow_request_seconds{route}          from a request's headers to the end of its answer, if that was a 200
+gpuflow_batch_size                      images in a batch of the model
+gpuflow_queue_length                    images in flight, and requests whose bodies are being read
+gpuflow_received_bytes_total, gpuflow_sent_bytes_total   bodies without headers
+gpuflow_ready                           1 while requests are admitted
+process_*                               CPU seconds, memory and files of this process
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ KINDS = (
     "too_large",
     "unsupported_type",
 )
-"""Of errors: what `error.kind` of an answer can be, and `disconnected` for clients that did not wait for theirs."""
+"""The values of `error.kind` in an answer, and `disconnected` for clients that closed the connection before it."""
 _ROUTES = ("/", "/healthz", "/metrics", "/openapi.json", "/predict", "/readyz", "/seen")
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 _SIZES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0)
@@ -49,8 +49,8 @@ class Metrics:
     """The counters of one service, on a registry of their own.
 
     Args:
-        queue: how many images are under way. ready: whether requests are taken.
-        batches: how often the model ran on so many images at a time.
+        queue: number of images in flight. ready: whether requests are admitted.
+        batches: how often the model ran, by batch size.
     """
 
     def __init__(
@@ -62,15 +62,15 @@ class Metrics:
         self.images = Counter("gpuflow_images", "Images answered with predictions.", registry=registry)
         self._seconds = Histogram(
             "gpuflow_request_seconds",
-            "From a request's headers to the end of its answer, where that was a 200.",
+            "From a request's headers to the end of its answer, if that was a 200.",
             ["route"],
             buckets=_SECONDS,
             registry=registry,
         )
         self._received = Counter("gpuflow_received_bytes", "Bytes of requests' bodies.", registry=registry)
         self._sent = Counter("gpuflow_sent_bytes", "Bytes of answers' bodies.", registry=registry)
-        Gauge("gpuflow_queue_length", "Images under way.", registry=registry).set_function(queue)
-        Gauge("gpuflow_ready", "Whether requests are taken.", registry=registry).set_function(ready)
+        Gauge("gpuflow_queue_length", "Images in flight.", registry=registry).set_function(queue)
+        Gauge("gpuflow_ready", "Whether requests are admitted.", registry=registry).set_function(ready)
         registry.register(_Batches(batches))
         ProcessCollector(registry=registry)
         for kind in KINDS:
@@ -93,12 +93,12 @@ class Metrics:
         self._errors.labels(kind).inc()
 
     def exposition(self) -> bytes:
-        """Everything in the text format, of the type CONTENT_TYPE."""
+        """All metrics in the text format, of the type CONTENT_TYPE."""
         return generate_latest(self._registry)
 
 
 class _Batches(Collector):
-    """The predictor counts its batches itself; here they become a histogram."""
+    """The predictor's own counts of batches, as a histogram."""
 
     def __init__(self, batches: Callable[[], Mapping[int, int]]) -> None:
         self._batches = batches
@@ -109,5 +109,5 @@ class _Batches(Collector):
         buckets.append(("+Inf", sum(counts.values())))
         images = sum(images * n for images, n in counts.items())
         yield HistogramMetricFamily(
-            "gpuflow_batch_size", "Images that the model ran on at a time.", buckets=buckets, sum_value=images
+            "gpuflow_batch_size", "Images in a batch of the model.", buckets=buckets, sum_value=images
         )

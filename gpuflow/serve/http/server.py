@@ -1,7 +1,7 @@
-"""The process of `gpuflow serve`: a socket, a model that is loaded beside it, signals, and an end that loses nothing.
+"""The process of `gpuflow serve`: opens the port, loads the model, and answers all admitted requests before it ends.
 
-The port is open before the model is loaded. The first SIGTERM or Ctrl-C refuses new requests and answers those that
-were taken, each within its time limits; the second ends the process at once.
+The port is open before the model is loaded. After the first SIGTERM or Ctrl-C new requests are refused and admitted
+ones are answered, each within its time limits; the second signal ends the process at once.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 
 from gpuflow.errors import MissingExtra
 from gpuflow.runtime.threads import DaemonPool, QuickSwitching
-from gpuflow.serve.http.app import Limits, Service, create_app
+from gpuflow.serve.http.app import RequestLimits, Service, create_app
 from gpuflow.serve.predictor import Predictor
 
 try:
@@ -32,8 +32,8 @@ __all__ = ["run"]
 
 _BACKLOG = 2048
 _IDLE_SECONDS = 75
-_GOODBYE_SECONDS, _CLOSING_SECONDS = 0.2, 5
-"""At the end: in which requests on their way are still refused politely, and in which connections may close."""
+_REFUSE_SECONDS, _CLOSE_SECONDS = 0.2, 5
+"""At the end: how long late requests still get a 503, and how long connections may take to close."""
 _LOGGING: dict[str, Any] = {
     "version": 1,
     "disable_existing_loggers": False,
@@ -52,22 +52,22 @@ def run(
     name: str,
     host: str = "127.0.0.1",
     port: int = 8888,
-    limits: Limits = Limits(),  # noqa: B008
+    limits: RequestLimits = RequestLimits(),  # noqa: B008
     access_log: bool = False,
-    say: Callable[[str], None],
+    report: Callable[[str], None],
 ) -> NoReturn:
     """Serve until a signal comes, then end the process with code 0.
 
     Args:
-        load: makes the predictor; called on a thread. name: of the configuration. port: 0 takes one that is free.
-        say: gets a line at the start, when the model is loaded, at the first signal and at the end.
+        load: makes the predictor; called on a thread. name: of the configuration. port: 0 selects a free one.
+        report: gets a line at the start, when the model is loaded, at each signal and at the end.
 
     Raises:
-        ValueError: host and port cannot be listened on. Whatever `load` raises.
+        ValueError: host and port cannot be listened on. Also anything that `load` raises.
     """
     listener = _listen(host, port)
     prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
-    QuickSwitching()  # for good
+    QuickSwitching()  # until the process ends
     loading = DaemonPool(1, "load").submit(load)
     app = create_app(loading, limits)
     service: Service = app.state.service
@@ -82,15 +82,15 @@ def run(
             server_header=False,
             backlog=_BACKLOG,
             timeout_keep_alive=_IDLE_SECONDS,
-            timeout_graceful_shutdown=_CLOSING_SECONDS,
+            timeout_graceful_shutdown=_CLOSE_SECONDS,
         )
     )
-    say(f"serving {name} at {_url(listener)}; loading the model")
+    report(f"serving {name} at {_url(listener)}; loading the model")
     with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
-        runner.run(_serve(server, listener, service, loading, say))
+        runner.run(_serve(server, listener, service, loading, report))
     if loading.done():
         loading.result()
-    _end(0)  # Python's own end would wait for threads that load or hang, or abort some that come back to it
+    _end(0)  # Python's own exit would wait for threads that load or hang, or abort threads that return to Python
 
 
 async def _serve(
@@ -98,45 +98,47 @@ async def _serve(
     listener: socket.socket,
     service: Service,
     loading: Future[Predictor],
-    say: Callable[[str], None],
+    report: Callable[[str], None],
 ) -> None:
-    """Until a signal has come and everything taken is answered, or the model cannot be loaded."""
+    """Serve until a signal arrives and all admitted requests are answered, or the model cannot be loaded."""
     loop, begun = asyncio.get_running_loop(), time.monotonic()
-    asked = asyncio.Event()
+    signalled = asyncio.Event()
 
     def on_signal(number: signal.Signals) -> None:
-        if asked.is_set():
-            say(f"{number.name} again: ending at once, {service.active} requests unanswered")
+        if signalled.is_set():
+            report(f"{number.name} again: exiting at once, {service.active} requests unanswered")
             _end(128 + number)
-        say(f"{number.name}: no more requests, {service.active} to be answered; once more ends at once")
+        report(
+            f"{number.name}: new requests are refused, {service.active} still to answer; send it again to exit at once"
+        )
         service.draining = True
-        asked.set()
+        signalled.set()
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal, number)
-    serving, asking = loop.create_task(server.serve([listener])), loop.create_task(asked.wait())
+    serving, stopping = loop.create_task(server.serve([listener])), loop.create_task(signalled.wait())
     loaded = asyncio.wrap_future(loading)
-    events: set[asyncio.Future[Any]] = {serving, asking, loaded}
+    events: set[asyncio.Future[Any]] = {serving, stopping, loaded}
     await asyncio.wait(events, return_when=asyncio.FIRST_COMPLETED)
     if loaded.done() and loaded.exception() is None:
         predictor = loaded.result()
         took = f"ready after {time.monotonic() - begun:.1f} s"
-        say(f"{took}: the model gets {predictor.image}, preprocessing {predictor.preprocessing}")
+        report(f"{took}: the model gets {predictor.image}, preprocessing {predictor.preprocessing}")
         await asyncio.wait(events - {loaded}, return_when=asyncio.FIRST_COMPLETED)
-    if asked.is_set():
-        deadline = time.monotonic() + 2 * service.limits.timeout_s + _CLOSING_SECONDS
+    if signalled.is_set():
+        deadline = time.monotonic() + 2 * service.limits.timeout_s + _CLOSE_SECONDS
         while service.active and time.monotonic() < deadline:
             await asyncio.sleep(0.01)
-        await asyncio.sleep(_GOODBYE_SECONDS)
+        await asyncio.sleep(_REFUSE_SECONDS)
     server.should_exit = True
     await serving
-    asking.cancel()
-    if asked.is_set():
-        say("stopped; " + (f"{service.active} requests unanswered" if service.active else "all requests answered"))
+    stopping.cancel()
+    if signalled.is_set():
+        report("stopped; " + (f"{service.active} requests unanswered" if service.active else "all requests answered"))
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals alone: uvicorn stops listening at the first one, and dies of it in the end."""
+    """Does not handle signals: uvicorn would stop listening at the first one, and raise it again at the end."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

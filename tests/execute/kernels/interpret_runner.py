@@ -242,7 +242,7 @@ def served() -> dict[str, Any]:
     delivery, lent = CpuDelivery(), list[Any]()
     substitutes: Any = (delivery, CpuLibrary(3))
     runner = GpuRunner(program, passes, *substitutes, backend="hardware", decode_bytes=1 << 20)
-    serving = GpuPreprocessor(runner, substitutes[0], take=lambda n: np.empty(n + 9, np.uint8), give=lent.append)
+    serving = GpuPreprocessor(runner, substitutes[0], acquire=lambda n: np.empty(n + 9, np.uint8), release=lent.append)
     contents = [*files(), b""]
     found = [*serving.run(contents), *serving.run(contents[:1])]
     expected = np.zeros((len(contents), *slot_shape(program.result)), STORAGE[program.result.dtype])

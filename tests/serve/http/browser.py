@@ -1,4 +1,4 @@
-"""Headless Chromium, told what to do over its DevTools pipe: no driver, no socket."""
+"""Headless Chromium, controlled over its DevTools pipe: without a driver and without a socket."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ _SECONDS = 20.0
 
 @final
 class Browser:
-    """One tab. Methods of the DevTools protocol by `send`; `complaints` are what pages wrote to the console."""
+    """One tab. `send` calls methods of the DevTools protocol; `messages` lists console messages of the pages."""
 
     def __init__(self, profile: Path) -> None:
         assert CHROMIUM is not None
-        theirs_in, self._out = os.pipe()
-        self._in, theirs_out = os.pipe()
+        browser_in, self._out = os.pipe()
+        self._in, browser_out = os.pipe()
         options = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--remote-debugging-pipe"]
         quiet = ["--no-first-run", "--disable-background-networking", "--disable-component-update", "--mute-audio"]
         # The browser reads from descriptor 3 and writes to 4; high numbers first, so that neither is overwritten.
-        redirect = f'exec "$@" 8<&{theirs_in} 9>&{theirs_out} 3<&8 4>&9'
+        redirect = f'exec "$@" 8<&{browser_in} 9>&{browser_out} 3<&8 4>&9'
         self._process = subprocess.Popen(
             ["bash", "-c", redirect, "bash", CHROMIUM, *options, *quiet, f"--user-data-dir={profile}", "about:blank"],
-            pass_fds=(theirs_in, theirs_out),
+            pass_fds=(browser_in, browser_out),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
-        os.close(theirs_in)
-        os.close(theirs_out)
+        os.close(browser_in)
+        os.close(browser_out)
         self._buffer, self._number, self._session = b"", 0, ""
-        self.complaints: list[str] = []
+        self.messages: list[str] = []
         targets = self.send("Target.getTargets")["targetInfos"]
         page = next(target["targetId"] for target in targets if target["type"] == "page")
         self._session = self.send("Target.attachToTarget", targetId=page, flatten=True)["sessionId"]
@@ -55,9 +55,9 @@ class Browser:
         os.write(self._out, json.dumps(message).encode() + b"\0")
         while (answer := self._read()).get("id") != self._number:
             if answer.get("method") == "Log.entryAdded":
-                self.complaints.append(answer["params"]["entry"]["text"])
+                self.messages.append(answer["params"]["entry"]["text"])
             elif answer.get("method") == "Runtime.exceptionThrown":
-                self.complaints.append(json.dumps(answer["params"]["exceptionDetails"]))
+                self.messages.append(json.dumps(answer["params"]["exceptionDetails"]))
         assert "error" not in answer, f"{method}: {answer['error']}"
         result: dict[str, Any] = answer["result"]
         return result
@@ -75,7 +75,7 @@ class Browser:
         return message
 
     def open(self, url: str) -> None:
-        self.complaints.clear()
+        self.messages.clear()
         self.send("Page.navigate", url=url)
         self.wait("document.readyState === 'complete'")
 
@@ -86,14 +86,14 @@ class Browser:
         return done["result"].get("value")
 
     def wait(self, condition: str) -> None:
-        """Until an expression is true."""
+        """Wait until an expression is true."""
         deadline = time.monotonic() + _SECONDS
         while not self.run(condition):
-            assert time.monotonic() < deadline, f"{condition} did not come true; the page: {self.text()}"
+            assert time.monotonic() < deadline, f"{condition} was never true; the page: {self.text()}"
             time.sleep(0.02)
 
     def text(self) -> str:
-        """What a person reads."""
+        """The visible text of the page."""
         return str(self.run("document.body.innerText"))
 
     def choose(self, selector: str, *files: Path) -> None:
@@ -102,8 +102,8 @@ class Browser:
         node = self.send("DOM.querySelector", nodeId=document, selector=selector)["nodeId"]
         self.send("DOM.setFileInputFiles", nodeId=node, files=[str(file) for file in files])
 
-    def look(self, *, width: int = 1100, height: int = 760, dark: bool = False) -> None:
-        """Size of the screen in CSS pixels, and the colour scheme that the person prefers."""
+    def set_screen(self, *, width: int = 1100, height: int = 760, dark: bool = False) -> None:
+        """Set the size of the screen in CSS pixels, and the preferred colour scheme."""
         self.send("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=True)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.send("Emulation.setEmulatedMedia", features=[scheme])

@@ -1,4 +1,4 @@
-"""The service: images in, labels out; what is refused, and how; the queue, time limits, lost clients, counters."""
+"""The HTTP service: predictions, refused requests, the queue, time limits, disconnected clients, metrics."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import requests
 import torch
 from prometheus_client.parser import text_string_to_metric_families
 
-from gpuflow.serve.http.app import Limits
+from gpuflow.serve.http.app import RequestLimits
 from gpuflow.serve.predictor import Predictor
 from gpuflow.torchpipe.graph import Graph, Node, chain
 from tests.datasets import RAW, VAL, deadline, jpeg, program, python
@@ -36,15 +36,15 @@ def _in_time() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def live() -> Iterator[Live]:
-    """The mean colour of what the model gets."""
+    """A service whose logits are the mean colour of the image."""
     with served(FakeEngine(batch=8)) as service:
         yield service
 
 
 @pytest.fixture(scope="module")
 def small() -> Iterator[Live]:
-    """The same, for bodies up to 10 kB and three images."""
-    with served(FakeEngine(), Limits(max_body_bytes=10_000, max_images=3)) as service:
+    """The same, with bodies of at most 10 kB and three images."""
+    with served(FakeEngine(), RequestLimits(max_body_bytes=10_000, max_images=3)) as service:
         yield service
 
 
@@ -81,7 +81,7 @@ def test_an_image_as_the_body(live: Live, kind: str) -> None:
     assert answer.headers["Server-Timing"].startswith("total;dur=")
 
 
-def test_as_many_labels_as_are_asked_for(live: Live) -> None:
+def test_the_number_of_labels(live: Live) -> None:
     assert len(live.ask(PHOTO, "/predict?top_k=2").json()["predictions"]) == 2
     assert len(live.ask(PHOTO, "/predict?top_k=1000").json()["predictions"]) == 3
 
@@ -95,7 +95,7 @@ def test_a_form_gives_results_in_its_order(live: Live) -> None:
 
 
 def test_bad_images_among_hostile_ones(live: Live) -> None:
-    """Every file gets what it gets alone."""
+    """Each file gets the same answer as alone."""
     files = [(name, data, "") for name, data in HOSTILE.items()] + [(name, *BAD[name]) for name in BAD]
     order = np.random.default_rng(0).permutation(len(files))
     answer = live.form(*(files[i][1] for i in order))
@@ -136,10 +136,10 @@ def test_no_path_and_no_url_is_read(live: Live, text: str) -> None:
     assert error(live.ask(b"", f"/predict?url={text}"))[:2] == (400, "bad_request")
 
 
-# --- what the model saw -----------------------------------------------------------------------------------------------
+# --- the picture ------------------------------------------------------------------------------------------------------
 
 
-def test_what_the_model_saw(live: Live) -> None:
+def test_the_picture_of_the_models_input(live: Live) -> None:
     """The pixels that normalize got."""
     with predictor_of(FakeEngine(), stages=RAW) as raw:
         expected = raw.preprocess(PHOTO)
@@ -149,18 +149,18 @@ def test_what_the_model_saw(live: Live) -> None:
         assert torch.equal(torch.from_numpy(pixels).permute(2, 0, 1), expected)
 
 
-def test_one_image_at_a_time_is_shown(live: Live) -> None:
-    assert error(live.form(PHOTO, PHOTO, path="/seen")) == (400, "bad_request", "one image at a time is shown, got 2")
+def test_seen_takes_one_image(live: Live) -> None:
+    assert error(live.form(PHOTO, PHOTO, path="/seen")) == (400, "bad_request", "/seen takes one image, got 2")
     assert error(live.ask(b"", "/seen")) == (422, "bad_image", "empty: the file has no bytes")
 
 
-def test_a_model_inside_torchpipe_shows_nobody_its_images() -> None:
+def test_a_model_inside_torchpipe_has_no_picture() -> None:
     folded = program(VAL)
     first, _ = chain(folded, None, origin="x.yaml", threads=1, device="cpu").nodes
     last = Node(name="model", parameters=(("backend", "Identity"), ("instance_num", "1")))
     graph = Graph(nodes=(first, last), origin="x.yaml", preprocessing="0" * 16)
     with Predictor(graph, image=folded.result) as predictor, served(predictor) as live:
-        reason = "the model runs inside torchpipe, which shows nobody its images"
+        reason = "the model runs inside torchpipe, which does not return its input; set serve.model.via=python"
         assert error(live.ask(PHOTO, "/seen")) == (501, "no_picture", reason)
         assert live.ask(PHOTO).status_code == 200
 
@@ -204,11 +204,11 @@ FORMS = [
     (
         form(FILE, FIELD),
         400,
-        "the form cannot be read: its field 'top_k' is no file; files have a filename, parameters belong into the URL",
+        "the form cannot be read: its field 'top_k' is not a file; give files a filename, parameters belong in the URL",
     ),
     (form("abc"), 400, "the form cannot be read: "),
     (PHOTO, 400, "the form cannot be read: "),
-    (form(*[FILE] * 4), 413, "a request may have 3 images, and this one has more"),
+    (form(*[FILE] * 4), 413, "a request must have at most 3 images; send several requests"),
     (form(), 422, "the form has no file"),
 ]
 
@@ -222,12 +222,12 @@ def test_refused_forms(small: Live, body: bytes, status: int, reason: str) -> No
 
 # --- bodies that are too large ----------------------------------------------------------------------------------------
 
-TOO_LARGE = (413, "too_large", "a body may have 10,000 bytes, and this one has more")
+TOO_LARGE = (413, "too_large", "the body must have at most 10,000 bytes; send a smaller file or fewer files")
 
 
 @pytest.mark.parametrize("size", [10_001, 5_000_000])
 def test_a_body_that_is_too_large(small: Live, size: int) -> None:
-    """The client sends it all before it reads, sees the answer, and goes on with the same connection."""
+    """The client sends all of it before it reads, gets the answer, and continues on the same connection."""
     with requests.Session() as session:
         for _ in range(2):
             answer = session.post(
@@ -235,19 +235,19 @@ def test_a_body_that_is_too_large(small: Live, size: int) -> None:
             )
             assert error(answer) == TOO_LARGE
         assert session.post(f"{small.url}/predict", data=PHOTO, headers={"Content-Type": "image/png"}, timeout=20).ok
-    assert small.service.held == small.service.active == small.service.reserved == 0
+    assert small.service.held_bytes == small.service.active == small.service.reserved == 0
 
 
 @pytest.mark.parametrize("kind", ["image/png", "multipart/form-data; boundary=x"])
 def test_a_body_of_chunks_that_is_too_large(small: Live, kind: str) -> None:
-    """Its size is not known before."""
+    """Its size is not announced."""
     head = form('name="a"; filename="a.jpg"\r\n\r\n', end="") if "boundary" in kind else b""
     answer = small.ask(iter([head, *[bytes(100_000)] * 50]), Content_Type=kind)
     assert error(answer) == TOO_LARGE
     assert answer.headers["Connection"] == "close"
 
 
-def test_a_client_that_asks_before_it_sends_is_told_no(small: Live) -> None:
+def test_a_client_that_expects_continue_is_refused_before_it_sends(small: Live) -> None:
     request = "POST /predict HTTP/1.1\nContent-Type: image/png\nContent-Length: 20000\nExpect: 100-continue"
     with small.connect(request) as connection:
         status, headers, _ = answer_of(connection)
@@ -255,8 +255,8 @@ def test_a_client_that_asks_before_it_sends_is_told_no(small: Live) -> None:
         assert connection.recv(1) == b""
 
 
-def test_a_client_that_never_stops_sending_is_cut_off(small: Live) -> None:
-    """It has its answer long before."""
+def test_a_client_that_never_stops_sending_is_disconnected(small: Live) -> None:
+    """It has got its answer long before."""
     request = "POST /predict HTTP/1.1\nContent-Type: image/png\nContent-Length: 900000000"
     with small.connect(request) as connection:
         status, headers, _ = answer_of(connection)
@@ -268,8 +268,8 @@ def test_a_client_that_never_stops_sending_is_cut_off(small: Live) -> None:
         assert 60_000_000 < sent < 500_000_000
 
 
-def test_other_early_answers_are_seen_too(small: Live) -> None:
-    """The body is read off for whatever is refused without reading it."""
+def test_other_early_answers_reach_the_client_too(small: Live) -> None:
+    """The body is discarded for every request that is refused without reading it."""
     for path, kind, status in (("/nothing", "image/png", 404), ("/predict", "text/plain", 415)):
         answer = small.ask(bytes(5_000_000), path, Content_Type=kind, Connection="close")
         assert answer.status_code == status
@@ -281,7 +281,7 @@ def test_other_early_answers_are_seen_too(small: Live) -> None:
 def test_a_full_queue() -> None:
     gate = Gate()
     with (
-        served(FakeEngine(before=gate, batch=1), Limits(max_queue=3, max_images=9)) as live,
+        served(FakeEngine(before=gate, batch=1), RequestLimits(max_queue=3, max_images=9)) as live,
         ThreadPoolExecutor(4) as pool,
     ):
         taken = [pool.submit(live.ask, PHOTO), pool.submit(live.form, PHOTO)]
@@ -301,8 +301,8 @@ def test_a_full_queue() -> None:
         assert live.service.queue_length == live.service.active == 0
 
 
-def test_a_client_that_sends_slowly_has_a_place_for_a_while() -> None:
-    with served(FakeEngine(), Limits(max_queue=1, timeout_s=0.5)) as live:
+def test_a_slow_client_has_a_place_for_a_limited_time() -> None:
+    with served(FakeEngine(), RequestLimits(max_queue=1, timeout_s=0.5)) as live:
         request = "POST /predict HTTP/1.1\nContent-Type: image/jpeg\nContent-Length: 1000"
         with live.connect(request, bytes(10)) as connection:
             wait(lambda: live.queue_length == 1)
@@ -313,49 +313,49 @@ def test_a_client_that_sends_slowly_has_a_place_for_a_while() -> None:
         assert live.ask(PHOTO).ok
 
 
-def test_bodies_are_held_up_to_a_limit() -> None:
-    with served(FakeEngine(), Limits(max_held_bytes=30_000)) as live:
+def test_bodies_in_memory_are_limited() -> None:
+    with served(FakeEngine(), RequestLimits(max_held_bytes=30_000)) as live:
         request = "POST /predict HTTP/1.1\nContent-Type: image/jpeg\nContent-Length: 25000"
         with live.connect(request, bytes(24_000)) as connection:
-            wait(lambda: live.service.held == 24_000)
+            wait(lambda: live.service.held_bytes == 24_000)
             answer = live.ask(bytes(10_000))
-            assert error(answer) == (503, "queue_full", "requests hold 24,000 of 30,000 bytes")
+            assert error(answer) == (503, "queue_full", "request bodies take 24,000 of 30,000 bytes")
             connection.sendall(bytes(1000))
             assert answer_of(connection)[0] == 422
-        assert live.service.held == 0
-        assert live.ask(bytes(40_000)).status_code == 422, "one alone is always taken"
+        assert live.service.held_bytes == 0
+        assert live.ask(bytes(40_000)).status_code == 422, "a single one is always accepted"
 
 
-def test_limits_that_make_no_sense() -> None:
+def test_invalid_limits() -> None:
     for name, value, text in (
-        ("max_queue", 0, "Limits.max_queue must be >= 1, got 0"),
-        ("max_body_bytes", -1, "Limits.max_body_bytes must be >= 1, got -1"),
-        ("timeout_s", 0.0, "Limits.timeout_s must be a number of seconds > 0, got 0.0"),
-        ("timeout_s", float("inf"), "Limits.timeout_s must be a number of seconds > 0, got inf"),
+        ("max_queue", 0, "RequestLimits.max_queue must be >= 1, got 0"),
+        ("max_body_bytes", -1, "RequestLimits.max_body_bytes must be >= 1, got -1"),
+        ("timeout_s", 0.0, "RequestLimits.timeout_s must be a number of seconds > 0, got 0.0"),
+        ("timeout_s", float("inf"), "RequestLimits.timeout_s must be a number of seconds > 0, got inf"),
     ):
-        with pytest.raises(ValueError, match=r"^Limits\.") as caught:
-            Limits(**{name: value})  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=r"^RequestLimits\.") as caught:
+            RequestLimits(**{name: value})  # type: ignore[arg-type]
         assert str(caught.value) == text
 
 
-# --- answers that do not come -----------------------------------------------------------------------------------------
+# --- answers that do not arrive ---------------------------------------------------------------------------------------
 
 
-def test_an_answer_that_does_not_come_in_time() -> None:
+def test_an_answer_that_does_not_arrive_in_time() -> None:
     gate = Gate()
     engine = FakeEngine(before=gate, batch=1)
-    with served(engine, Limits(timeout_s=0.3)) as live, ThreadPoolExecutor(3) as pool:
+    with served(engine, RequestLimits(timeout_s=0.3)) as live, ThreadPoolExecutor(3) as pool:
         answers = list(pool.map(live.ask, [PHOTO] * 3))
         assert {error(answer)[:2] for answer in answers} == {(504, "timeout")}
         assert answers[0].json()["error"]["reason"].startswith("no answer within 0.3 s, with ")
-        assert samples(live)["gpuflow_queue_length",] >= 1, "the model is still at the first"
+        assert samples(live)["gpuflow_queue_length",] >= 1, "the model still runs the first"
         gate.open()
         wait(lambda: live.queue_length == 0)
         assert live.ask(PHOTO).ok
-    assert engine.counts == [1, 1], "nobody waited for the others any more"
+    assert engine.counts == [1, 1], "the others were cancelled"
 
 
-def test_a_client_that_leaves() -> None:
+def test_a_client_that_disconnects() -> None:
     gate = Gate()
     engine = FakeEngine(before=gate, batch=1)
     request = f"POST /predict HTTP/1.1\nContent-Type: image/jpeg\nContent-Length: {len(PHOTO)}"
@@ -371,7 +371,7 @@ def test_a_client_that_leaves() -> None:
         counts = samples(live)
         assert counts["gpuflow_errors_total", "disconnected"] == 2
         assert counts["gpuflow_requests_total", "/predict", "499"] == 2
-    assert engine.counts == [1], "what nobody waits for is dropped"
+    assert engine.counts == [1], "requests of disconnected clients are dropped"
 
 
 def test_a_model_that_fails() -> None:
@@ -386,17 +386,17 @@ def test_a_model_that_fails() -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_model_that_gives_no_numbers(value: float) -> None:
+def test_logits_that_are_not_finite(value: float) -> None:
     with served(FakeEngine(lambda images: torch.full((len(images), 3), value))) as live:
-        expected = (500, "model", "the model gave logits that are no finite numbers")
+        expected = (500, "model", "the model gave logits that are not finite numbers")
         assert error(live.ask(PHOTO)) == expected
         assert live.get("/healthz").ok
 
 
-def test_a_fault_of_the_service_itself(caplog: pytest.LogCaptureFixture) -> None:
-    """Here: fewer names than outputs. The log has the traceback, the client has not."""
+def test_an_error_in_the_service_itself(caplog: pytest.LogCaptureFixture) -> None:
+    """Here: fewer names than outputs. The traceback is in the log, not in the answer."""
     with predictor_of(FakeEngine(), classes=("red",)) as predictor, served(predictor) as live:
-        expected = (500, "internal", "an error inside the service, which its log shows")
+        expected = (500, "internal", "internal error; the log of the service has the traceback")
         assert error(live.ask(PHOTO)) == expected
         assert samples(live)["gpuflow_errors_total", "internal"] == 1
         assert samples(live)["gpuflow_requests_total", "/predict", "500"] == 1
@@ -411,7 +411,7 @@ def test_a_closed_predictor() -> None:
         assert live.service.queue_length == 0
 
 
-# --- from loading to the end ------------------------------------------------------------------------------------------
+# --- loading and shutting down ----------------------------------------------------------------------------------------
 
 
 def test_while_the_model_is_loaded() -> None:
@@ -432,7 +432,7 @@ def test_while_the_model_is_loaded() -> None:
         assert live.ask(PHOTO).ok
 
 
-def test_while_the_service_ends() -> None:
+def test_while_the_service_shuts_down() -> None:
     gate = Gate()
     with served(FakeEngine(before=gate)) as live, ThreadPoolExecutor(1) as pool:
         taken = pool.submit(live.ask, PHOTO)
@@ -441,19 +441,19 @@ def test_while_the_service_ends() -> None:
         answer = live.get("/readyz")
         assert (answer.status_code, answer.json()) == (503, {"status": "draining"})
         answer = live.ask(PHOTO)
-        assert error(answer) == (503, "draining", "the service is ending; ask another one, or later")
+        assert error(answer) == (503, "draining", "the service is shutting down; retry later or on another server")
         assert (answer.headers["Retry-After"], answer.headers["Connection"]) == ("5", "close")
         assert live.get("/healthz").ok
         gate.open()
         assert taken.result(timeout=20).ok
 
 
-# --- counters ---------------------------------------------------------------------------------------------------------
+# --- metrics ----------------------------------------------------------------------------------------------------------
 
 
 def test_every_answer_is_counted() -> None:
     engine = FakeEngine(batch=4)
-    with served(engine, Limits(max_body_bytes=20_000)) as live:
+    with served(engine, RequestLimits(max_body_bytes=20_000)) as live:
         files = [jpeg(i % 3, i) for i in range(5)]
         sent = 0
         bodies = 0
@@ -507,7 +507,7 @@ def test_the_openapi_description(live: Live) -> None:
 
 
 def test_fifty_clients_at_a_time(live: Live) -> None:
-    """Good and bad requests in one another's company: each gets what it gets alone."""
+    """Good and bad requests together: each gets the same answer as alone."""
     assert live.predictor is not None
     photos = [jpeg(i % 3, i) for i in range(5)]
     expected = [live.ask(photo).json() for photo in photos]
@@ -530,7 +530,7 @@ def test_fifty_clients_at_a_time(live: Live) -> None:
         list(pool.map(client, range(50)))
     assert time.monotonic() - before < 30
     assert max(live.predictor.batches) > 1, "requests share batches"
-    assert live.service.active == live.service.queue_length == live.service.held == 0
+    assert live.service.active == live.service.queue_length == live.service.held_bytes == 0
 
 
 def test_libraries_that_are_not_installed() -> None:

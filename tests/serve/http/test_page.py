@@ -1,4 +1,4 @@
-"""The page for people, in headless Chromium: ways to give it an image, what it shows, and what it says of faults."""
+"""The web page, in headless Chromium: ways to choose an image, what the page shows, and its error messages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import cv2
 import numpy as np
 import pytest
 
-from gpuflow.serve.http.app import Limits
+from gpuflow.serve.http.app import RequestLimits
 from gpuflow.serve.predictor import Predictor
 from tests.datasets import deadline, jpeg
 from tests.hostile import HOSTILE
@@ -34,7 +34,7 @@ def _in_time() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def live() -> Iterator[Live]:
-    with served(FakeEngine(), Limits(max_body_bytes=20_000)) as service:
+    with served(FakeEngine(), RequestLimits(max_body_bytes=20_000)) as service:
         yield service
 
 
@@ -55,14 +55,14 @@ def photo(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def page(browser: Browser, live: Live) -> Browser:
-    browser.look()
+    browser.set_screen()
     browser.open(live.url)
     browser.wait("document.querySelector('#state').textContent == 'ready'")
     return browser
 
 
 def rows(predictions: list[dict[str, object]]) -> list[str]:
-    """What the page is to show of them."""
+    """The lines that the page should show."""
     return [f"{entry['label']} {100 * float(str(entry['probability'])):.1f} %" for entry in predictions]
 
 
@@ -73,21 +73,23 @@ def shown(page: Browser) -> list[str]:
 # --- without a browser ------------------------------------------------------------------------------------------------
 
 
-def test_the_page_brings_all_that_it_needs(live: Live) -> None:
+def test_the_page_loads_nothing_from_elsewhere(live: Live) -> None:
     answer = live.get("/")
     assert answer.headers["Content-Type"] == "text/html; charset=utf-8"
     assert answer.headers["X-Content-Type-Options"] == "nosniff"
     policy = answer.headers["Content-Security-Policy"]
     assert policy.startswith("default-src 'none'; script-src 'sha256-")
     assert "unsafe" not in policy
-    assert re.findall(r"https?://[^\s'\"]+", answer.text) == ["http://www.w3.org/2000/svg"], "the name of a format"
+    assert re.findall(r"https?://[^\s'\"]+", answer.text) == ["http://www.w3.org/2000/svg"], (
+        "the name of a format, not an address"
+    )
     assert re.findall(r"<(?:script|link|img)\b[^>]*?(?:src|href)=.(\w+)", answer.text) == ["data"]
 
 
 # --- an image ---------------------------------------------------------------------------------------------------------
 
 
-def give(page: Browser, how: str, data: bytes, name: str) -> None:
+def put(page: Browser, how: str, data: bytes, name: str) -> None:
     """Drop or paste a file, as a person would."""
     encoded = base64.b64encode(data).decode()
     event = {
@@ -99,15 +101,15 @@ def give(page: Browser, how: str, data: bytes, name: str) -> None:
         f"files.items.add(new File([Uint8Array.from(atob('{encoded}'), c => c.charCodeAt(0))], '{name}'));"
         f"document.body.dispatchEvent({event})}}"
     )
-    assert went_on == (how == "paste"), "a browser that is not stopped opens what is dropped"
+    assert went_on == (how == "paste"), "unless the page prevents it, a browser opens a dropped file"
 
 
 @pytest.mark.parametrize("how", ["choose", "drop", "paste"])
-def test_an_image_that_is_given(page: Browser, live: Live, photo: Path, how: str) -> None:
+def test_an_image_that_is_chosen_dropped_or_pasted(page: Browser, live: Live, photo: Path, how: str) -> None:
     if how == "choose":
         page.choose("#file", photo)
     else:
-        give(page, how, PHOTO, "photo.jpg")
+        put(page, how, PHOTO, "photo.jpg")
     page.wait(SHOWN)
     assert shown(page) == rows(live.ask(PHOTO).json()["predictions"])
     page.wait(SEEN)
@@ -120,7 +122,7 @@ def test_an_image_that_is_given(page: Browser, live: Live, photo: Path, how: str
     bars = page.run("[...document.querySelectorAll('#classes i')].map(bar => bar.style.getPropertyValue('--share'))")
     probabilities = [entry["probability"] for entry in live.ask(PHOTO).json()["predictions"]]
     assert [float(bar.rstrip("%")) for bar in bars] == pytest.approx([100 * p for p in probabilities])
-    assert page.complaints == []
+    assert page.messages == []
 
 
 def test_the_picture_is_what_the_model_saw(page: Browser, live: Live, photo: Path) -> None:
@@ -135,24 +137,24 @@ def test_the_picture_is_what_the_model_saw(page: Browser, live: Live, photo: Pat
     assert np.array_equal(np.array(pixels, np.uint8).reshape(24, 24, 4)[..., :3], expected)
 
 
-def test_what_the_browser_cannot_show(page: Browser) -> None:
-    give(page, "drop", b"hello", "x.jpg")
+def test_a_file_that_the_browser_cannot_display(page: Browser) -> None:
+    put(page, "drop", b"hello", "x.jpg")
     page.wait(FAILED)
     page.wait("!document.querySelector('#unshown').hidden")
-    assert "the browser cannot show it" in page.text()
+    assert "the browser cannot display this file" in page.text()
 
 
-# --- faults -----------------------------------------------------------------------------------------------------------
+# --- errors -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_file_that_is_no_image(page: Browser, photo: Path, tmp_path: Path) -> None:
+def test_a_file_that_is_not_an_image(page: Browser, photo: Path, tmp_path: Path) -> None:
     page.choose("#file", photo)
     page.wait(SHOWN)
     (tmp_path / "notes.txt").write_text("hello")
     page.choose("#file", tmp_path / "notes.txt")
     page.wait(FAILED)
     assert "This file cannot be used\nnot an image: begins with 68 65 6c 6c" in page.text()
-    assert page.run("document.querySelector('#classes').hidden"), "the prediction before is gone"
+    assert page.run("document.querySelector('#classes').hidden"), "the earlier prediction is hidden"
     assert page.run("document.querySelector('#error').role") == "alert"
     page.choose("#file", photo)
     page.wait(SHOWN)
@@ -160,9 +162,12 @@ def test_a_file_that_is_no_image(page: Browser, photo: Path, tmp_path: Path) -> 
 
 
 def test_a_file_that_is_too_large(page: Browser) -> None:
-    give(page, "drop", bytes(300_000), "large.jpg")
+    put(page, "drop", bytes(300_000), "large.jpg")
     page.wait(FAILED)
-    assert "This file is too large\na body may have 20,000 bytes, and this one has more" in page.text()
+    assert (
+        "This file is too large\nthe body must have at most 20,000 bytes; send a smaller file or fewer files"
+        in page.text()
+    )
 
 
 def test_a_service_that_loads_its_model(browser: Browser, photo: Path) -> None:
@@ -172,7 +177,7 @@ def test_a_service_that_loads_its_model(browser: Browser, photo: Path) -> None:
         browser.wait("document.querySelector('#state').textContent == 'loading'")
         browser.choose("#file", photo)
         browser.wait(FAILED)
-        assert "Not now\nthe model is still being loaded; try again in 5 s" in browser.text()
+        assert "Not available now\nthe model is still being loaded; try again in 5 s" in browser.text()
         with predictor_of(FakeEngine()) as predictor:
             loading.set_result(predictor)
             browser.wait("document.querySelector('#state').textContent == 'ready'")
@@ -180,7 +185,7 @@ def test_a_service_that_loads_its_model(browser: Browser, photo: Path) -> None:
             browser.wait(SHOWN)
 
 
-def test_a_service_that_is_gone(browser: Browser, photo: Path) -> None:
+def test_a_service_that_has_stopped(browser: Browser, photo: Path) -> None:
     with served(FakeEngine()) as live:
         browser.open(live.url)
         browser.wait("document.querySelector('#state').textContent == 'ready'")
@@ -189,17 +194,17 @@ def test_a_service_that_is_gone(browser: Browser, photo: Path) -> None:
     assert "No answer\nThe service cannot be reached. Is it still running?" in browser.text()
 
 
-def test_the_last_image_counts(browser: Browser) -> None:
-    """An answer that comes late does not take the place of a newer one."""
+def test_the_last_image_is_shown(browser: Browser) -> None:
+    """A late answer does not replace a newer one."""
     gate = Gate()
     with served(FakeEngine(before=gate, batch=1)) as live:
         browser.open(live.url)
-        give(browser, "drop", jpeg(0, 0), "first.jpg")
+        put(browser, "drop", jpeg(0, 0), "first.jpg")
         assert gate.reached.wait(timeout=20)
-        give(browser, "drop", jpeg(2, 1), "second.jpg")
+        put(browser, "drop", jpeg(2, 1), "second.jpg")
         wait(lambda: live.queue_length == 2)
-        given_up = 'gpuflow_errors_total{kind="disconnected"} 1.0'
-        wait(lambda: given_up in live.get("/metrics").text)
+        cancelled = 'gpuflow_errors_total{kind="disconnected"} 1.0'
+        wait(lambda: cancelled in live.get("/metrics").text)
         gate.open()
         browser.wait(SHOWN)
         expected = rows(live.ask(jpeg(2, 1)).json()["predictions"])
@@ -213,8 +218,8 @@ def test_the_last_image_counts(browser: Browser) -> None:
 @pytest.mark.parametrize("dark", [False, True])
 @pytest.mark.parametrize("width", [340, 1100])
 def test_it_fits_the_screen_and_follows_the_scheme(page: Browser, width: int, dark: bool) -> None:
-    page.look(width=width, dark=dark)
-    give(page, "drop", HOSTILE["jpeg 700x3"], f"{'a_very_long_name' * 8}.jpg")
+    page.set_screen(width=width, dark=dark)
+    put(page, "drop", HOSTILE["jpeg 700x3"], f"{'a_very_long_name' * 8}.jpg")
     page.wait(SHOWN)
     page.wait(SEEN)
     assert page.run("document.documentElement.scrollWidth <= document.documentElement.clientWidth")

@@ -1,4 +1,4 @@
-"""`gpuflow serve` as a process, from its first line to its exit code: real signals, clients that do not stop."""
+"""`gpuflow serve` as a process, from its first line to its exit code, with real signals and busy clients."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from gpuflow.serve.http.server import run
 from gpuflow.serve.predictor import Predictor
 from tests.datasets import deadline, jpeg
 from tests.serve.models import Models
-from tests.serve.services import Nursery, queue_length, wait
+from tests.serve.services import ServiceStarter, queue_length, wait
 
 PHOTO = jpeg(0, 0)
-TERM = "SIGTERM: no more requests, {} to be answered; once more ends at once"
+TERM = "SIGTERM: new requests are refused, {} still to answer; send it again to exit at once"
 
 
 @pytest.fixture(autouse=True)
@@ -31,8 +31,8 @@ def _in_time() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
-    made = Nursery(tmp_path_factory.mktemp("services"))
+def starter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceStarter]:
+    made = ServiceStarter(tmp_path_factory.mktemp("services"))
     yield made
     made.close()
 
@@ -44,8 +44,8 @@ def post(url: str, data: bytes = PHOTO, kind: str = "image/jpeg") -> requests.Re
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
-def test_the_command_from_start_to_end(models: Models, nursery: Nursery) -> None:
-    with nursery.start("serve", str(models.config), "--port", "0", "--access-log") as process:
+def test_the_command_from_start_to_end(models: Models, starter: ServiceStarter) -> None:
+    with starter.start("serve", str(models.config), "--port", "0", "--access-log") as process:
         url = process.url
         assert url.startswith("http://127.0.0.1:")
         assert requests.get(f"{url}/healthz", timeout=20).ok
@@ -72,8 +72,8 @@ def test_the_command_from_start_to_end(models: Models, nursery: Nursery) -> None
     assert last == [TERM.format(0), "stopped; all requests answered"]
 
 
-def test_a_model_file_that_is_missing(models: Models, nursery: Nursery) -> None:
-    with nursery.start("serve", str(models.config), "--port", "0", "serve.model.file=absent.onnx") as process:
+def test_a_model_file_that_is_missing(models: Models, starter: ServiceStarter) -> None:
+    with starter.start("serve", str(models.config), "--port", "0", "serve.model.file=absent.onnx") as process:
         assert process.wait() == 1
         error = process.lines[-1]
     assert error.startswith("error: ")
@@ -87,17 +87,17 @@ def test_options_out_of_range(option: str) -> None:
     assert option.partition("=")[0] in done.output
 
 
-# --- the end ----------------------------------------------------------------------------------------------------------
+# --- signals ----------------------------------------------------------------------------------------------------------
 
 
-def test_nothing_that_was_taken_is_lost(nursery: Nursery) -> None:
-    """Fifty requests at a time, bad ones among them, when the signal comes."""
+def test_no_admitted_request_is_lost(starter: ServiceStarter) -> None:
+    """The signal arrives while fifty requests are in progress, bad ones among them."""
 
     def client(number: int) -> int:
         bodies = {7: b"", 8: b"nothing", 9: bytes(3_000_000)}
         return post(url, bodies.get(number % 10, PHOTO)).status_code
 
-    with nursery.start("naps") as process, ThreadPoolExecutor(51) as pool:
+    with starter.start("slow model") as process, ThreadPoolExecutor(51) as pool:
         url = process.ready().url
         answers = [pool.submit(client, number) for number in range(50)]
         wait(lambda: queue_length(url) >= 20)
@@ -116,8 +116,8 @@ def test_nothing_that_was_taken_is_lost(nursery: Nursery) -> None:
     assert len(taken) >= 20
 
 
-def test_a_second_signal_ends_at_once(nursery: Nursery) -> None:
-    with nursery.start("hangs") as process, ThreadPoolExecutor(1) as pool:
+def test_a_second_signal_exits_at_once(starter: ServiceStarter) -> None:
+    with starter.start("hanging model") as process, ThreadPoolExecutor(1) as pool:
         url = process.ready().url
         lost = pool.submit(post, url)
         wait(lambda: queue_length(url) == 1)
@@ -126,24 +126,24 @@ def test_a_second_signal_ends_at_once(nursery: Nursery) -> None:
         process.signal(signal.SIGINT)
         assert process.wait() == 128 + signal.SIGINT
         assert isinstance(lost.exception(timeout=20), requests.ConnectionError)
-        assert process.lines[-2:] == [TERM.format(1), "SIGINT again: ending at once, 1 requests unanswered"]
+        assert process.lines[-2:] == [TERM.format(1), "SIGINT again: exiting at once, 1 requests unanswered"]
 
 
-def test_a_model_that_hangs_does_not_keep_the_process(nursery: Nursery) -> None:
-    with nursery.start("hangs, and an answer may take a second") as process, ThreadPoolExecutor(1) as pool:
+def test_a_model_that_hangs_does_not_keep_the_process(starter: ServiceStarter) -> None:
+    with starter.start("hanging model, timeout 1 s") as process, ThreadPoolExecutor(1) as pool:
         url = process.ready().url
         late = pool.submit(post, url)
         wait(lambda: queue_length(url) == 1)
         process.signal(signal.SIGINT)
         time.sleep(0.6)
-        assert post(url).status_code == 503, "it still says no to others"
+        assert post(url).status_code == 503, "other requests are still refused"
         assert late.result(timeout=20).status_code == 504
         assert process.wait() == 0
         assert process.lines[-1] == "stopped; all requests answered"
 
 
-def test_a_signal_while_the_model_is_loaded(nursery: Nursery) -> None:
-    with nursery.start("loads for ever") as process:
+def test_a_signal_while_the_model_is_loaded(starter: ServiceStarter) -> None:
+    with starter.start("endless load") as process:
         answer = post(process.url)
         assert (answer.status_code, answer.json()["error"]["kind"]) == (503, "loading")
         process.signal()
@@ -151,20 +151,20 @@ def test_a_signal_while_the_model_is_loaded(nursery: Nursery) -> None:
         assert process.lines[1:] == [TERM.format(0), "stopped; all requests answered"]
 
 
-# --- faults at the start ----------------------------------------------------------------------------------------------
+# --- errors at the start ----------------------------------------------------------------------------------------------
 
 
 def never() -> Predictor:
-    raise AssertionError("nothing is loaded")
+    raise AssertionError("must not be called")
 
 
-def test_a_port_that_is_taken_and_a_host_that_is_none() -> None:
+def test_a_port_in_use_and_an_unknown_host() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ValueError, match="address already in use") as caught:
-            run(never, name="x.yaml", port=port, say=print)
+            run(never, name="x.yaml", port=port, report=print)
     rest = "; choose others by --host, --port"
     assert str(caught.value) == f"cannot listen on 127.0.0.1, port {port}: address already in use{rest}"
     with pytest.raises(ValueError, match=r"nowhere\.invalid") as caught:
-        run(never, name="x.yaml", host="nowhere.invalid", port=0, say=print)
+        run(never, name="x.yaml", host="nowhere.invalid", port=0, report=print)
     assert str(caught.value).startswith("cannot listen on nowhere.invalid, port 0: ")

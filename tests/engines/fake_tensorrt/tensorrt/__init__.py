@@ -1,8 +1,8 @@
-"""A stand-in for TensorRT 10's Python package, on the CPU: the calls that gpuflow makes, with their rules.
+"""A fake of TensorRT 10's Python package, on the CPU: the calls that gpuflow makes, with their rules.
 
-An engine is the model's bytes with its profile; it runs them by onnxruntime, on addresses in host memory, when the
-stream it was queued on is waited for. Calls out of order, or with arguments that TensorRT does not have, fail.
-`log` is what was called, in order. `faults` names calls that are to fail as TensorRT's do: by False or None.
+An engine is the model's bytes with its profile. It runs them by onnxruntime, on addresses in host memory, when its
+stream is synchronized. Calls out of order, or with arguments that TensorRT does not have, fail.
+`log` lists the calls in order. `faults` names calls that shall fail as TensorRT's do: by returning False or None.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __version__ = "10.16.1.11"
 log: list[tuple[Any, ...]] = []
 faults: set[str] = set()
 queued: dict[int, list[Callable[[], None]]] = {}
-"""What waits on each stream, by its handle."""
+"""Queued work by the handle of its stream."""
 
 
 class MemoryPoolType(enum.Enum):
