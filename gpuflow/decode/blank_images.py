@@ -7,21 +7,18 @@ right behind a blank image of its size on the same engine: what it leaves unwrit
 finds it.
 
 A call spreads its images over the engines in turn, and begins with the first one: image i and image i + `engines` are
-decoded by the same one. How many engines there are differs from GPU to GPU; `Decoder` finds out.
+decoded by the same one. How many engines there are differs from GPU to GPU; `NvjpegDecoder` finds out.
 """
 
 from __future__ import annotations
 
 import struct
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    pass
-
-__all__ = ["BLANK_COLOR", "BLANK_LEVEL", "SIZE_STEP", "Placed", "blank_jpeg", "interleave", "round_up"]
+__all__ = ["BLANK_COLOR", "BLANK_LEVEL", "SIZE_STEP", "BlankLayout", "blank_jpeg", "interleave", "round_up"]
 
 BLANK_LEVEL = 96
 """Of luma and of both chroma channels, so that every byte that an engine writes is the same, whatever its layout."""
@@ -60,7 +57,7 @@ def round_up(sizes: NDArray[np.int64]) -> NDArray[np.int64]:
     return -(-sizes // SIZE_STEP) * SIZE_STEP
 
 
-class Placed(NamedTuple):
+class BlankLayout(NamedTuple):
     """Which image of a call stands where. total: of photographs and blanks. photographs [n]: their places.
     blanks [m]: the places of blanks. shapes [m]: for each blank the photograph whose size it has."""
 
@@ -70,12 +67,12 @@ class Placed(NamedTuple):
     shapes: NDArray[np.int64]
 
 
-def interleave(count: int, engines: int) -> Placed:
+def interleave(count: int, engines: int) -> BlankLayout:
     """Places in one call for `count` photographs, each with a blank right before it on the same one of the engines."""
     photographs = np.arange(count)
     rounds = -(-count // engines)
     blanks = np.arange(rounds * engines)
-    return Placed(
+    return BlankLayout(
         count + len(blanks),
         photographs + (photographs // engines + 1) * engines,
         blanks + blanks // engines * engines,

@@ -28,7 +28,7 @@ from gpuflow.decode.header_scan import (
     ORDINARY,
     RESTART_INTERVAL,
 )
-from gpuflow.decode.libjpeg_turbo import Library, find_library
+from gpuflow.decode.libjpeg_turbo import LibjpegTurbo, find_libjpeg_turbo
 from gpuflow.errors import BadSampleError, DecoderError
 
 __all__ = [
@@ -52,11 +52,11 @@ _SWAPPED = 5
 """From this EXIF orientation on, the image is turned by a quarter."""
 _BMP_CORE = 12
 """Size in bytes of OS/2's BMP header, whose sides are of 16 bits."""
-_MOST_SIDE = 1 << 20
+_MAX_SIDE = 1 << 20
 """Pixels a side that OpenCV decodes at most."""
 _MANY_REFUSED = 32
 """Files refused one after the other, after which a decoder is tested."""
-_MOST_SEGMENTS, _MOST_CHUNKS = 10_000, 200_000
+_MAX_SEGMENTS, _MAX_CHUNKS = 10_000, 200_000
 """Marker segments of a JPEG before its first scan, and chunks of a PNG. Files of more would only cost time to read."""
 
 
@@ -123,8 +123,8 @@ def probe(
         _bad(f"the header gives a size of {header.width}x{header.height} pixels")
     if (pixels := header.width * header.height) > max_pixels:
         _bad(f"{header.width}x{header.height} = {pixels:,} pixels are more than max_pixels = {max_pixels:,}")
-    if max(header.width, header.height) > _MOST_SIDE:
-        _bad(f"{header.width}x{header.height} pixels; OpenCV decodes at most {_MOST_SIDE:,} a side")
+    if max(header.width, header.height) > _MAX_SIDE:
+        _bad(f"{header.width}x{header.height} pixels; OpenCV decodes at most {_MAX_SIDE:,} a side")
     return header
 
 
@@ -141,7 +141,7 @@ def _unknown_format(magic: bytes) -> str:
 def _segments(view: memoryview) -> Iterator[tuple[int, int, int]]:
     """(marker, place, length) of a JPEG's segments up to the first scan's header, which is the last one."""
     at = 2
-    for _ in range(_MOST_SEGMENTS):
+    for _ in range(_MAX_SEGMENTS):
         if view[at] != 0xFF:
             _bad(f"damaged header: byte {at} should begin a marker but is {view[at]:#04x}")
         marker = view[at + 1]
@@ -158,7 +158,7 @@ def _segments(view: memoryview) -> Iterator[tuple[int, int, int]]:
         if marker == 0xDA:
             return
         at += 2 + length
-    _bad(f"more than {_MOST_SEGMENTS:,} marker segments before the first scan")
+    _bad(f"more than {_MAX_SEGMENTS:,} marker segments before the first scan")
 
 
 def _read_jpeg(view: memoryview, orientation: bool, max_scans: int) -> Header:
@@ -233,7 +233,7 @@ def check_scans(data: NDArray[np.uint8], max_scans: int = MAX_SCANS) -> None:
 def _check_scans(view: memoryview, at: int, max_scans: int) -> None:
     """Raise BadSampleError if there are more scans, or far more segments, from a marker on to the end of the image."""
     scans = 0
-    for _ in range(_MOST_SEGMENTS):
+    for _ in range(_MAX_SEGMENTS):
         found = _MARKER.search(view, at)
         if found is None or (marker := view[found.end() - 1]) == 0xD9:
             return
@@ -241,7 +241,7 @@ def _check_scans(view: memoryview, at: int, max_scans: int) -> None:
         if scans > max_scans:
             _bad(f"more than max_scans = {max_scans} scans")
         at = found.end() + max(2, int.from_bytes(view[found.end() : found.end() + 2]))
-    _bad(f"more than {_MOST_SEGMENTS:,} marker segments")
+    _bad(f"more than {_MAX_SEGMENTS:,} marker segments")
 
 
 _MARKER = re.compile(rb"\xff[^\x00\x01\xd0-\xd8\xff]")
@@ -281,7 +281,7 @@ def _read_png(view: memoryview, orientation: bool, max_scans: int) -> Header:
     if bits == 16:
         _bad("16 bits per channel; gpuflow decodes images of 8 bits, so convert this one")
     turn, at, name = 1, 8, b""
-    for _ in range(_MOST_CHUNKS):
+    for _ in range(_MAX_CHUNKS):
         length, name = struct.unpack_from(">I4s", view, at) if at + 8 <= len(view) else (0, b"")
         if at + 12 + length > len(view):  # OpenCV would make room for a chunk of up to 2 GiB, and fill it
             _bad(f"truncated: no IEND chunk at the end of {len(view)} bytes")
@@ -291,7 +291,7 @@ def _read_png(view: memoryview, orientation: bool, max_scans: int) -> Header:
             turn = _tiff_orientation(view[at + 8 : at + 8 + length])
         at += 12 + length
     else:
-        _bad(f"more than {_MOST_CHUNKS:,} chunks")
+        _bad(f"more than {_MAX_CHUNKS:,} chunks")
     return Header("png", width, height, {0: 1, 2: 3, 3: 3, 4: 2, 6: 4}.get(kind, 3), orientation=turn)
 
 
@@ -380,10 +380,10 @@ class CpuDecoder:
     library: `auto` looks for libjpeg-turbo, None leaves everything to OpenCV.
     """
 
-    def __init__(self, color: str, *, library: Library | Literal["auto"] | None = "auto") -> None:
+    def __init__(self, color: str, *, library: LibjpegTurbo | Literal["auto"] | None = "auto") -> None:
         self._color = color
         self._channels = 1 if color == "gray" else 3
-        self._library = find_library() if library == "auto" else library
+        self._library = find_libjpeg_turbo() if library == "auto" else library
         self._buffer = np.empty(0, np.uint8)
         self._refused = 0
 
@@ -423,8 +423,8 @@ class CpuDecoder:
         """
         size = self_test.HEIGHT, self_test.WIDTH
         if self._library is not None:
-            room = self._room(self_test.HEIGHT * self_test.WIDTH)
-            image = self._library.decode(self_test.JPEG, self._color, size, None, room)
+            buffer = self._buffer_for(self_test.HEIGHT * self_test.WIDTH)
+            image = self._library.decode(self_test.JPEG, self._color, size, None, buffer)
             if not self_test.is_right(image, self._color):
                 _LOG.warning("libjpeg-turbo does not decode gpuflow's test image any more; OpenCV decodes instead")
                 self._library = None
@@ -442,15 +442,15 @@ class CpuDecoder:
                 region = None
         image: NDArray[np.uint8] | None = None
         if header.format == "jpeg" and header.channels in (1, 3) and self._library is not None:
-            image = self._library.decode(data, self._color, (height, width), region, self._room(height * width))
+            image = self._library.decode(data, self._color, (height, width), region, self._buffer_for(height * width))
         if image is None:
             region = None
-            image = self._whole(data, header)
+            image = self._by_opencv(data, header)
         if header.orientation != 1:
             image = _upright(image, header.orientation)
         return image, region[:2] if region else (0, 0)
 
-    def _whole(self, data: NDArray[np.uint8], header: Header) -> NDArray[np.uint8]:
+    def _by_opencv(self, data: NDArray[np.uint8], header: Header) -> NDArray[np.uint8]:
         """What OpenCV makes of a file."""
         flags = _OPENCV_FLAGS[self._color] | cv2.IMREAD_IGNORE_ORIENTATION
         decoded = imdecode(data, flags)
@@ -462,7 +462,7 @@ class CpuDecoder:
             _bad(f"damaged header: two sizes, {sizes} pixels")
         return image
 
-    def _room(self, pixels: int) -> NDArray[np.uint8]:
+    def _buffer_for(self, pixels: int) -> NDArray[np.uint8]:
         """The buffer, grown to hold so many pixels; one that grew for a huge image shrinks at the next small one."""
         need, have = pixels * self._channels, len(self._buffer)
         if need > have or have > max(16 * need, 1 << 26):
@@ -487,7 +487,7 @@ def imdecode(data: NDArray[np.uint8], flags: int) -> NDArray[np.uint8] | None:
 @lru_cache(maxsize=1)
 def decoder_description() -> str:
     """The CPU decoders in use with their versions, for people and reports."""
-    library = find_library()
+    library = find_libjpeg_turbo()
     opencv = f"OpenCV {cv2.__version__}"
     if library is None:
         return f"{opencv} (whole images; pip install 'gpuflow[turbo]' to decode only the region that a crop needs)"

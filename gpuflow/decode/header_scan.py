@@ -22,9 +22,9 @@ __all__ = [
     "ENGINE_WIDTH",
     "ORDINARY",
     "RESTART_INTERVAL",
+    "HeaderScan",
     "Prescan",
-    "Walked",
-    "walk",
+    "scan_headers",
 ]
 
 ENGINE_SAMPLINGS = {(0x11,), *((first, 0x11, 0x11) for first in (0x11, 0x12, 0x21, 0x22))}
@@ -35,19 +35,19 @@ nvJPEG interpolates."""
 
 Prescan = Callable[[Payload], Any]
 """What a worker that reads finds out of a payload for the decoder. It and its result can be pickled."""
-Walked = tuple[NDArray[np.int64], NDArray[np.bool_], NDArray[np.uint8]]
+HeaderScan = tuple[NDArray[np.int64], NDArray[np.bool_], NDArray[np.uint8]]
 """(sizes [N, 2], [N] true where a file is an ordinary baseline JPEG that the engines take, [N] sampling
 factors of its first component, 0 if it is gray)."""
 
-_FEW = 32
+_MIN_FILES = 32
 """So many files are left to `codecs.probe` at once: a walk takes as long as probing 40, however few there are."""
-_LONGEST_WALK = 24
+_MAX_SEGMENTS = 24
 """Marker segments before the scan; a file with more is left to `probe`."""
-_LOOK = 20
+_STEP_BYTES = 20
 """Bytes from a marker on that a step looks at: a frame header of three components."""
 _FRAME, _SCAN, _EXIF, _ADOBE, _QUANTISATION, _HUFFMAN = 0xC0, 0xDA, 0xE1, 0xEE, 0xDB, 0xC4
 RESTART_INTERVAL = 0xDD
-_QUANTISATION_BYTES, _MOST_TABLES = 65, 4
+_QUANTISATION_BYTES, _MAX_TABLES = 65, 4
 """Of a quantisation table of 8 bits with its number, and in one segment: a file with more is left to `probe`."""
 ORDINARY = np.zeros(256, bool)
 """Markers of a baseline JPEG: tables, comments, application data, the frame and the scan."""
@@ -57,22 +57,22 @@ _LUMA = np.zeros(256, bool)
 _LUMA[[factors[0] for factors in ENGINE_SAMPLINGS if factors[1:] == (0x11, 0x11)]] = True
 
 
-def walk(payload: Payload, *, orientation: bool) -> Walked:
+def scan_headers(payload: Payload, *, orientation: bool) -> HeaderScan:
     """The sizes of ordinary JPEGs; what is no such file, or one of few, is left to `probe`."""
     count = len(payload)
     sizes, taken, sampling = np.zeros((count, 2), np.int64), np.zeros(count, bool), np.zeros(count, np.uint8)
-    if count <= _FEW:
+    if count <= _MIN_FILES:
         return sizes, taken, sampling
     data = payload.buffer
     begin = np.asarray(payload.offsets, np.int64)
     end = begin + np.asarray(payload.sizes, np.int64)
     components, numbers = np.zeros(count, np.int64), np.zeros((count, 3), np.int64)
     tables, needed = np.zeros(count, np.int64), np.zeros(count, np.int64)
-    rows = np.flatnonzero(end - begin > _LOOK)
+    rows = np.flatnonzero(end - begin > _STEP_BYTES)
     marks = data[begin[rows]], data[begin[rows] + 1], data[end[rows] - 2], data[end[rows] - 1]
     rows = rows[(marks[0] == 0xFF) & (marks[1] == 0xD8) & (marks[2] == 0xFF) & (marks[3] == 0xD9)]
-    at, last = begin[rows] + 2, end[rows] - _LOOK
-    for _ in range(_LONGEST_WALK):
+    at, last = begin[rows] + 2, end[rows] - _STEP_BYTES
+    for _ in range(_MAX_SEGMENTS):
         if (over := at > last).any():
             rows, at, last = rows[~over], at[~over], last[~over]
         if not len(rows):
@@ -94,7 +94,7 @@ def walk(payload: Payload, *, orientation: bool) -> Walked:
                 sound[found] &= whole
         if (frames := np.flatnonzero(marker == _FRAME)).size:
             which = rows[frames]
-            head = data[at[frames, None] + np.arange(_LOOK)].astype(np.int64)
+            head = data[at[frames, None] + np.arange(_STEP_BYTES)].astype(np.int64)
             sound[frames] &= after[frames] - at[frames] == 10 + 3 * head[:, 9]
             sound[frames] &= _taken_by_engines(head) & (components[which] == 0)
             sizes[which] = head[:, [5, 7]] << 8 | head[:, [6, 8]]
@@ -140,7 +140,7 @@ def _quantisation_tables(
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
     """The tables of DQT segments whose bodies are data[at : end], as bits [M], and which bodies are made of such."""
     found = np.zeros(len(at), np.int64)
-    for _ in range(_MOST_TABLES):
+    for _ in range(_MAX_TABLES):
         more = at < end
         if not more.any():
             break
@@ -155,7 +155,7 @@ def _huffman_tables(
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
     """The same of DHT segments."""
     found = np.zeros(len(at), np.int64)
-    for _ in range(_MOST_TABLES):
+    for _ in range(_MAX_TABLES):
         more = at + 17 <= end
         if not more.any():
             break
@@ -173,7 +173,7 @@ def _huffman_tables(
 
 
 def _taken_by_engines(head: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Which frame headers, [M, _LOOK] from their markers on, are of a kind that the engines take."""
+    """Which frame headers, [M, _STEP_BYTES] from their markers on, are of a kind that the engines take."""
     gray = (head[:, 9] == 1) & (head[:, 11] == 0x11)
     rgb = (head[:, 10] == ord("R")) & (head[:, 13] == ord("G")) & (head[:, 16] == ord("B"))
     color = (head[:, 9] == 3) & _LUMA[head[:, 11]] & (head[:, 14] == 0x11) & (head[:, 17] == 0x11) & ~rgb

@@ -26,7 +26,7 @@ import cv2
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["PIXEL_FORMATS", "Library", "find_library"]
+__all__ = ["PIXEL_FORMATS", "LibjpegTurbo", "find_libjpeg_turbo"]
 
 PIXEL_FORMATS = {"rgb": 0, "bgr": 1, "gray": 6}
 _BLOCK_WIDTHS = {0: 8, 1: 16, 2: 16, 3: 8, 4: 8, 5: 32, 6: 8}
@@ -34,7 +34,7 @@ _BLOCK_WIDTHS = {0: 8, 1: 16, 2: 16, 3: 8, 4: 8, 5: 32, 6: 8}
 _INIT_DECOMPRESS = 1
 _STOP_ON_WARNING, _SUBSAMPLING, _WIDTH, _HEIGHT = 0, 4, 5, 6
 """TJPARAM values."""
-_OLDEST = (3, 0)
+_MIN_VERSION = (3, 0)
 """Releases before 3.0, its betas (2.1.90 and later) included, are not used."""
 
 
@@ -49,7 +49,7 @@ class _Scale(ctypes.Structure):
 _EIGHTH = _Scale(1, 8)
 
 
-class Library:
+class LibjpegTurbo:
     """One libjpeg-turbo. Any thread may call `decode`, which keeps nothing from one call to the next.
 
     Raises:
@@ -154,7 +154,7 @@ def _version(path: str) -> str:
 
 def _is_current(version: str) -> bool:
     numbers = re.findall(r"\d+", version)
-    return tuple(map(int, numbers[:2])) >= _OLDEST
+    return tuple(map(int, numbers[:2])) >= _MIN_VERSION
 
 
 def _candidates() -> Iterator[str]:
@@ -172,7 +172,7 @@ def _loaded_files() -> set[str]:
     return {line[line.index("/") :] for line in lines if "/" in line}
 
 
-def _passes(library: Library) -> bool:
+def _passes(library: LibjpegTurbo) -> bool:
     """Whether a region of a small image, decoded by this library, equals OpenCV's pixels."""
     pixels = np.random.default_rng(0).integers(0, 256, (40, 56, 3), dtype=np.uint8)
     data = cv2.imencode(".jpg", cv2.blur(pixels, (5, 5)))[1].reshape(-1)
@@ -182,11 +182,11 @@ def _passes(library: Library) -> bool:
 
 
 @lru_cache(maxsize=1)
-def find_library() -> Library | None:
+def find_libjpeg_turbo() -> LibjpegTurbo | None:
     """The first library of release 3.0 or later that passes its self-test, or None."""
     for path in _candidates():
         try:
-            library = Library(path)
+            library = LibjpegTurbo(path)
         except (OSError, AttributeError):
             continue
         if _is_current(library.version) and _passes(library):

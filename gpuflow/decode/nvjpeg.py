@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from gpuflow.errors import GpuflowError, MissingExtra
 
-__all__ = ["BACKENDS", "FORMATS", "Engines", "Library", "NvjpegError", "find_library"]
+__all__ = ["BACKENDS", "FORMATS", "BatchedDecoder", "NvjpegError", "NvjpegLibrary", "find_nvjpeg"]
 
 BACKENDS = {"hardware": "JPEG engines", "cuda": "CUDA kernels"}
 """What decodes, in words, in the order in which they are tried: engines, which not every GPU has, then kernels."""
@@ -54,7 +54,7 @@ class NvjpegError(GpuflowError, RuntimeError):
         super().__init__(f"nvJPEG: {call} returned {status} ({_STATUS.get(status, 'unknown')})")
 
 
-class Library:
+class NvjpegLibrary:
     """One libnvjpeg: its functions. All of them release the GIL."""
 
     def __init__(self, path: str) -> None:
@@ -86,13 +86,13 @@ class Library:
         return ".".join(numbers)
 
 
-class Engines:
+class BatchedDecoder:
     """One batched decoder, by default on the GPU's JPEG engines. Not for two threads at once.
 
     Raises NvjpegError where the GPU has no engines (status 7 or 9).
     """
 
-    def __init__(self, library: Library, color: str, backend: str = "hardware") -> None:
+    def __init__(self, library: NvjpegLibrary, color: str, backend: str = "hardware") -> None:
         self._library, self._format = library, FORMATS[color]
         self._handle, self._state = ctypes.c_void_p(), ctypes.c_void_p()
         flags = _FLAG_INTERPOLATION | (_FLAG_NO_PIPELINE if backend == "hardware" else 0)
@@ -153,11 +153,11 @@ def _candidates() -> Iterator[str]:
 
 
 @lru_cache(maxsize=1)
-def find_library() -> Library:
+def find_nvjpeg() -> NvjpegLibrary:
     """The first libnvjpeg that loads. Raises MissingExtra if there is none."""
     for path in _candidates():
         try:
-            return Library(path)
+            return NvjpegLibrary(path)
         except (OSError, AttributeError):
             continue
     raise MissingExtra("decoding on the GPU", "libnvjpeg", "gpu")

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpuflow.decode.codecs import MAX_SCANS, check_scans, imdecode, probe
-from gpuflow.decode.libjpeg_turbo import find_library
+from gpuflow.decode.libjpeg_turbo import find_libjpeg_turbo
 from gpuflow.errors import BadSampleError
 from gpuflow.pipeline import stage as s
 
@@ -93,7 +93,7 @@ class Preset(s.Decoder):
                 raise BadSampleError(self.stage_name, f"{form} is not supported: torchpipe does not decode it")
         check_scans(data)
         if self.device == "cuda" and data[:2].tobytes() == b"\xff\xd8":
-            header, library = probe(data, max_pixels=self.max_pixels), find_library()
+            header, library = probe(data, max_pixels=self.max_pixels), find_libjpeg_turbo()
             if library is not None and header.channels in (1, 3) and not library.accepts(data, header.size):
                 raise BadSampleError(self.stage_name, DAMAGED)
 

@@ -17,7 +17,7 @@ from gpuflow.decode.codecs import CpuDecoder, Header, probe
 from gpuflow.errors import BadSampleError
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.image_spec import STORAGE, as_batch
-from gpuflow.pipeline.program import Call, Map, Program, Sample, Sampling
+from gpuflow.pipeline.program import OpaqueStep, PointwiseStep, Program, Sampling, SamplingStep
 
 __all__ = [
     "CpuRunner",
@@ -125,9 +125,9 @@ class CpuRunner:
         drawn: list[Any] = []
         known = True
         for step in self._program.steps:
-            if not isinstance(step, Sample):
+            if not isinstance(step, SamplingStep):
                 drawn.append(step.draw(keys))
-                known = known and isinstance(step, Map)
+                known = known and isinstance(step, PointwiseStep)
             elif known:
                 moves = _Moves(step.draw(keys, height, width))
                 height, width = moves.sampling.window[:, 2], moves.sampling.window[:, 3]
@@ -146,7 +146,7 @@ class CpuRunner:
         slot: NDArray[Any],
     ) -> None:
         steps = self._program.steps
-        first = drawn[0] if steps and isinstance(steps[0], Sample) else None
+        first = drawn[0] if steps and isinstance(steps[0], SamplingStep) else None
         if first is not None:
             first.complain(i)
         if header is None:
@@ -155,7 +155,7 @@ class CpuRunner:
             image, (top, left) = self._decoder.decode(data, header, tuple(first.boxes[i]) if first else None)
         for n, (step, draw) in enumerate(zip(steps, drawn, strict=True)):
             out = slot if n == len(steps) - 1 else None
-            if isinstance(step, Sample):
+            if isinstance(step, SamplingStep):
                 row = i
                 if draw is None:
                     draw, row = _Moves(step.draw(keys[i], *np.array(image.shape[:2])[:, None])), 0
@@ -163,7 +163,7 @@ class CpuRunner:
                     draw.complain(row)
                 image = self._sample(image, draw, row, top, left, out, n)
                 top = left = 0
-            elif isinstance(step, Map):
+            elif isinstance(step, PointwiseStep):
                 image = step.stage.apply(image, draw[i], out)
             else:
                 image = call_opaque(step, image, int(draw[i]))
@@ -215,18 +215,18 @@ class CpuRunners:
         self, samples: Sequence[NDArray[np.uint8]], keys: s.Keys, slots: NDArray[Any]
     ) -> list[BadSampleError | None]:
         """As `CpuRunner.run`."""
-        runner = self._take()
+        runner = self._acquire()
         faults = runner.run(samples, keys, slots)
         self._idle.append(runner)
         return faults
 
     def check(self) -> None:
         """Have each idle runner, or a new one, decode gpuflow's own test image. Raises DecoderError where one fails."""
-        for runner in [self._take() for _ in range(max(1, len(self._idle)))]:
+        for runner in [self._acquire() for _ in range(max(1, len(self._idle)))]:
             runner.check()
             self._idle.append(runner)
 
-    def _take(self) -> CpuRunner:
+    def _acquire(self) -> CpuRunner:
         try:
             return self._idle.pop()
         except IndexError:
@@ -237,7 +237,7 @@ class CpuRunners:
         self._idle.clear()
 
 
-def call_opaque(step: Call, image: NDArray[Any], seed: int) -> NDArray[Any]:
+def call_opaque(step: OpaqueStep, image: NDArray[Any], seed: int) -> NDArray[Any]:
     """Run an opaque stage on one image, held as its specs before and after say."""
     result = step.stage.apply(as_batch(image[None], step.before)[0], seed)
     result = (result if step.after.layout == "nchw" else result.permute(1, 2, 0)).contiguous()

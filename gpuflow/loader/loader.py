@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from gpuflow.errors import LoaderError, LoaderTimeout, StateError
-from gpuflow.execute.device_stream import starved
+from gpuflow.execute.device_stream import gpu_is_idle
 from gpuflow.loader.bad_samples import BadSamples
 from gpuflow.loader.batch import Assembly
 from gpuflow.loader.lowering import Feed
@@ -27,7 +27,7 @@ from gpuflow.runtime.metrics import Stats
 from gpuflow.sources import Source
 
 if TYPE_CHECKING:
-    from gpuflow.execute.device_stream import ChunkRunner, Delivery
+    from gpuflow.execute.device_stream import ChunkRunner, DeviceStream
     from gpuflow.loader.cpu_share import Share
 
 __all__ = ["Batch", "Loader"]
@@ -92,7 +92,7 @@ class Loader:
         processes: int = 0,
         share: Share | None = None,
         identity: str,
-        delivery: Delivery | None = None,
+        device_stream: DeviceStream | None = None,
         gpu: ChunkRunner | None = None,
     ) -> None:
         self._program, self._source, self._order = program, source, order
@@ -113,7 +113,7 @@ class Loader:
             readers=readers,
             processes=processes,
             share=share,
-            delivery=delivery,
+            device_stream=device_stream,
             gpu=gpu,
         )
         self._gpu = gpu
@@ -325,7 +325,7 @@ class _Epoch(Iterator[Batch]):
         return tensors
 
     def _starved(self) -> bool:
-        return starved(self._stream(), self._last)
+        return gpu_is_idle(self._stream(), self._last)
 
     def _stream(self) -> torch.cuda.Stream:
         """The consumer's."""

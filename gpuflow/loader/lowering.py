@@ -41,7 +41,7 @@ from gpuflow.runtime.threads import DaemonPool, Gate, QuickSwitching
 from gpuflow.sources import Payload, Source
 
 if TYPE_CHECKING:
-    from gpuflow.execute.device_stream import ChunkRunner, Delivery
+    from gpuflow.execute.device_stream import ChunkRunner, DeviceStream
 
 __all__ = ["Feed"]
 
@@ -75,7 +75,7 @@ class Feed:
         share: of each batch that the CPU decodes beside `gpu`, on threads of its own, or None.
         processes: that the decoding threads leave their chunks to, those of the share if there is one; they read, too.
         prefetch: finished batches that wait for the consumer.
-        delivery: to the GPU that batches are for, or None for the CPU.
+        device_stream: to the GPU that batches are for, or None for the CPU.
         gpu: runs the chunks on the GPU; without it the CPU does.
     """
 
@@ -93,10 +93,10 @@ class Feed:
         readers: int,
         processes: int = 0,
         share: Share | None = None,
-        delivery: Delivery | None = None,
+        device_stream: DeviceStream | None = None,
         gpu: ChunkRunner | None = None,
     ) -> None:
-        self._delivery, self._gpu, self.share = delivery, gpu, share
+        self._device_stream, self._gpu, self.share = device_stream, gpu, share
         self._hurried = False
         self._program, self._source, self._order, self._seed = program, source, order, seed
         self._bad, self._prefetch = bad, prefetch
@@ -118,9 +118,9 @@ class Feed:
         self._threads, self._processes = share.threads if share else threads, processes
         self._workers: DecodeWorkers | None = None
         if processes:
-            make = shared if delivery is None else shared_and_pinned
+            make = shared if device_stream is None else shared_and_pinned
         else:
-            make = heap if delivery is None else pinned
+            make = heap if device_stream is None else pinned
         self._slot = slot_shape(program.result), np.dtype(STORAGE[program.result.dtype])
         shape, dtype = self._slot
         self._slots = SlotPool((batch_size, *shape), dtype, keep=prefetch + 2, make=make)
@@ -200,7 +200,7 @@ class Feed:
 
     def _hurry(self, gpu: ChunkRunner, gate: Gate, on: bool) -> None:
         self._hurried = on
-        gpu.hurry(on)
+        gpu.set_starved(on)
         if on:
             gate.widen()
 
@@ -329,8 +329,8 @@ class Feed:
             batch.unfinished -= 1
             whole = batch.unfinished == 0
         if whole:
-            if self._delivery is not None:
-                self._deliver(batch, self._delivery)
+            if self._device_stream is not None:
+                self._deliver(batch, self._device_stream)
             batch.end()
 
     def _by_process(
@@ -348,10 +348,10 @@ class Feed:
 
     def _run(self, payload: Payload, keys: Keys, slots: Any, prepared: Any = None) -> list[BadSampleError | None]:
         """The program on what was read; an unreadable sample is bad without further ado. Gives the bytes back."""
-        if self._gpu is None or self._delivery is None:
+        if self._gpu is None or self._device_stream is None:
             return self._run_on_cpu(payload, keys, slots)
         faults = self._gpu.launch(prepared or self._gpu.prepare(payload, keys), slots)
-        self._delivery.keep(payload.buffer, self._bytes.release)
+        self._device_stream.retain_until_done(payload.buffer, self._bytes.release)
         return faults
 
     def _run_on_cpu(self, payload: Payload, keys: Keys, slots: NDArray[Any]) -> list[BadSampleError | None]:
@@ -359,18 +359,18 @@ class Feed:
         self._bytes.release(payload.buffer)
         return faults
 
-    def _deliver(self, batch: Assembly, delivery: Delivery) -> None:
+    def _deliver(self, batch: Assembly, device_stream: DeviceStream) -> None:
         """Queue what is left of a batch's way to the GPU: the pixels that the CPU made, and what is known of it."""
         if self._gpu is None:
             pixels = batch.slots
-            batch.slots = delivery.send(as_batch(pixels, self._program.result))
-            delivery.keep(pixels)
+            batch.slots = device_stream.send(as_batch(pixels, self._program.result))
+            device_stream.retain_until_done(pixels)
         elif batch.memory is not None:
-            delivery.fill(batch.slots[batch.own :], as_batch(self._pixels(batch), self._program.result))
-            delivery.keep(batch.memory, self._pinned.release)
+            device_stream.copy_into(batch.slots[batch.own :], as_batch(self._pixels(batch), self._program.result))
+            device_stream.retain_until_done(batch.memory, self._pinned.release)
             batch.memory = None
-        batch.there = delivery.send_all([batch.labels, batch.valid, batch.indices])
-        batch.ready = delivery.mark()
+        batch.there = device_stream.send_all([batch.labels, batch.valid, batch.indices])
+        batch.ready = device_stream.record_event()
 
     def _judge(
         self,
@@ -411,8 +411,8 @@ class Feed:
         for pool in (self._slots, self._bytes, self._pinned):
             pool.clear()
         self._runners.clear()
-        if self._delivery is not None:
-            self._delivery.close()
+        if self._device_stream is not None:
+            self._device_stream.close()
         self._bad.close()
 
     def _begin_thread(self) -> None:
@@ -423,8 +423,8 @@ class Feed:
         """
         torch.get_num_threads()
         torch.set_num_threads(1)
-        if self._delivery is not None:
-            torch.cuda.set_device(self._delivery.device)
+        if self._device_stream is not None:
+            torch.cuda.set_device(self._device_stream.device)
 
 
 def _never_raise(meter: Meter, operation: Callable[[Chunk], None]) -> Callable[[Chunk], Chunk]:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from gpuflow.pipeline import stage as s
 
-__all__ = ["Call", "Map", "Program", "Sample", "Sampling", "Step", "fold"]
+__all__ = ["OpaqueStep", "PointwiseStep", "Program", "Sampling", "SamplingStep", "Step", "fold"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,58 +43,58 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
-    """Geometry stages that become one sampling. `turns` counts each stage's earlier namesakes."""
+class SamplingStep:
+    """Geometry stages that become one sampling. `occurrences` counts each stage's earlier namesakes."""
 
     stages: tuple[s.Geometry, ...]
-    turns: tuple[int, ...]
+    occurrences: tuple[int, ...]
 
     def draw(self, keys: s.Keys, height: s.Ints, width: s.Ints) -> Sampling:
         """The sampling of each sample, whose images have these sizes [N]."""
-        path = _Path(height, width)
-        for stage, turn in zip(self.stages, self.turns, strict=True):
-            for move in stage.draw(keys.stage(stage.stage_name, turn), *path.size):
+        builder = _SamplingBuilder(height, width)
+        for stage, occurrence in zip(self.stages, self.occurrences, strict=True):
+            for move in stage.draw(keys.stage(stage.stage_name, occurrence), *builder.size):
                 match move:
                     case s.Crop():
-                        path.crop(move, stage.stage_name)
+                        builder.crop(move, stage.stage_name)
                     case s.Flip():
-                        path.flip(move)
+                        builder.flip(move)
                     case s.Resize():
-                        path.resize(move)
-        return path.sampling()
+                        builder.resize(move)
+        return builder.sampling()
 
 
 @dataclass(frozen=True, slots=True)
-class Map:
+class PointwiseStep:
     """One pointwise stage."""
 
     stage: s.Pointwise
-    turn: int
+    occurrence: int
 
     def draw(self, keys: s.Keys) -> NDArray[np.float64]:
         """The coefficients of each sample, [N, K]."""
-        return self.stage.draw(keys.stage(self.stage.stage_name, self.turn))
+        return self.stage.draw(keys.stage(self.stage.stage_name, self.occurrence))
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class OpaqueStep:
     """One opaque stage, with the specs of what it takes and gives."""
 
     stage: s.Opaque
-    turn: int
+    occurrence: int
     before: s.ImageSpec
     after: s.ImageSpec
 
     def draw(self, keys: s.Keys) -> s.Ints:
         """A 62-bit seed for each sample, [N]."""
-        halves = (keys.stage(self.stage.stage_name, self.turn).uniform(2) * 2.0**31).astype(np.int64)
+        halves = (keys.stage(self.stage.stage_name, self.occurrence).uniform(2) * 2.0**31).astype(np.int64)
         return halves[:, 0] << 31 | halves[:, 1]
 
 
-Step = Sample | Map | Call
+Step = SamplingStep | PointwiseStep | OpaqueStep
 
 
-class _Path:
+class _SamplingBuilder:
     """The moves so far of N samples, as one sampling. Every [N, 4] is y, x, height, width."""
 
     def __init__(self, height: s.Ints, width: s.Ints) -> None:
@@ -192,25 +192,25 @@ def fold(pipeline: s.Pipeline, specs: Sequence[s.ImageSpec]) -> Program:
 
     def flush() -> None:
         if run:
-            stages, turns = zip(*run, strict=True)
-            steps.append(Sample(stages, turns))
+            stages, occurrences = zip(*run, strict=True)
+            steps.append(SamplingStep(stages, occurrences))
             run.clear()
 
-    turns = pipeline.occurrences()
+    counts = pipeline.occurrences()
     for i, stage in enumerate(rest, start=1):
         if isinstance(stage, s.Geometry):
             if stage.resizes and fixed:
                 flush()
                 fixed = False
             fixed = fixed or stage.resizes or stage.pads
-            run.append((stage, turns[i]))
+            run.append((stage, counts[i]))
             continue
         flush()
         fixed = False
         if isinstance(stage, s.Pointwise):
-            steps.append(Map(stage, turns[i]))
+            steps.append(PointwiseStep(stage, counts[i]))
         else:
             assert isinstance(stage, s.Opaque)
-            steps.append(Call(stage, turns[i], specs[i], specs[i + 1]))
+            steps.append(OpaqueStep(stage, counts[i], specs[i], specs[i + 1]))
     flush()
     return Program(pipeline=pipeline, specs=tuple(specs), decoder=decoder, steps=tuple(steps))

@@ -136,7 +136,7 @@ class Stage:
         """The same inside a model: a torch module from uint8 [N, C, H, W], or None for a stage that cannot be there."""
         return None
 
-    def what(self) -> dict[str, Any]:
+    def params(self) -> dict[str, Any]:
         """The parameters that decide what comes out, defaults included."""
         names = (field.name for field in dataclasses.fields(self) if field.name not in self.where_fields)
         return {name: getattr(self, name) for name in names}
@@ -285,7 +285,7 @@ class Pipeline:
         """SHA-256 over all that decides what comes out, so neither the name nor where a stage runs. 16 hex digits."""
         digest = hashlib.sha256()
         for stage in self.stages:
-            values = [(name, _canonical(value)) for name, value in stage.what().items()]
+            values = [(name, _canonical(value)) for name, value in stage.params().items()]
             digest.update(repr((stage.stage_name, values)).encode())
         return digest.hexdigest()[:16]
 
@@ -294,7 +294,7 @@ class Pipeline:
         """What the fingerprint covers, to be read: one line a stage with its parameters, defaults included."""
         lines = []
         for stage in self.stages:
-            values = stage.what().items()
+            values = stage.params().items()
             shown = {key: value if isinstance(value, bool) else _canonical(value) for key, value in values}
             lines.append(f"{stage.stage_name}({', '.join(f'{key}={value!r}' for key, value in shown.items())})")
         return tuple(lines)

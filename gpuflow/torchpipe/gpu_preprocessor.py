@@ -14,7 +14,7 @@ from gpuflow.pipeline.stage import Keys
 from gpuflow.sources import Payload
 
 if TYPE_CHECKING:
-    from gpuflow.execute.device_stream import ChunkRunner, Delivery
+    from gpuflow.execute.device_stream import ChunkRunner, DeviceStream
 
 __all__ = ["GpuPreprocessor"]
 
@@ -23,19 +23,19 @@ class GpuPreprocessor:
     """Encoded images to images on the GPU, several at a time. Any thread may call it.
 
     Args:
-        runner, delivery: as training has them; this one's own.
+        runner, device_stream: as training has them; this one's own.
         take, give: lend pinned memory of at least so many bytes, and take it back.
     """
 
     def __init__(
         self,
         runner: ChunkRunner,
-        delivery: Delivery,
+        device_stream: DeviceStream,
         *,
         take: Callable[[int], NDArray[np.uint8]],
         give: Callable[[NDArray[np.uint8]], None],
     ) -> None:
-        self._runner, self._delivery, self._take, self._give = runner, delivery, take, give
+        self._runner, self._device_stream, self._take, self._give = runner, device_stream, take, give
 
     def run(self, files: Sequence[bytes]) -> list[torch.Tensor | BadSampleError]:
         """For each file its image [1, C, H, W], ready for any stream, or why it is bad. Waits for the GPU."""
@@ -45,7 +45,7 @@ class GpuPreprocessor:
             prepared = self._runner.prepare(payload, Keys(0, 0, np.zeros(len(files), np.int64)))
             faults = self._runner.launch(prepared, slots)
         finally:
-            self._delivery.mark(wait=True).synchronize()  # the bytes are read, and the images written
+            self._device_stream.record_event(blocking=True).synchronize()  # the bytes are read, and the images written
             self._give(payload.buffer)
         return [slots[i : i + 1] if fault is None else fault for i, fault in enumerate(faults)]
 
@@ -55,4 +55,4 @@ class GpuPreprocessor:
 
     def close(self) -> None:
         """Wait until nothing is queued any more."""
-        self._delivery.close()
+        self._device_stream.close()

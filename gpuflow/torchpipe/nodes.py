@@ -250,16 +250,16 @@ def _cpu_preprocessor(program: Program, batch: int, processes: int) -> Preproces
 
 def _gpu_preprocessor(program: Program, device: torch.device) -> Preprocessor | None:
     """What preprocesses on a GPU, or None where it cannot: the CPU does then."""
-    from gpuflow.execute.device_stream import Delivery
-    from gpuflow.execute.gpu_backend import on_gpu
+    from gpuflow.execute.device_stream import DeviceStream
+    from gpuflow.execute.gpu_backend import place_on_gpu
     from gpuflow.runtime.buffers import BytePool
     from gpuflow.runtime.memory import pinned
     from gpuflow.torchpipe.gpu_preprocessor import GpuPreprocessor
 
-    delivery = Delivery(device)
-    runner = on_gpu(program, delivery).gpu
+    device_stream = DeviceStream(device)
+    runner = place_on_gpu(program, device_stream).gpu
     pool = BytePool(make=pinned)
-    return GpuPreprocessor(runner, delivery, take=pool.acquire, give=pool.release) if runner is not None else None
+    return GpuPreprocessor(runner, device_stream, take=pool.acquire, give=pool.release) if runner is not None else None
 
 
 class ModelNode:

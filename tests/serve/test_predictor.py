@@ -306,12 +306,12 @@ PAD = {"torchvision": {"name": "Pad", "padding": 2}}
 def test_where_a_gpu_cannot_decode_a_node_with_all_threads_does(
     backend: str, library: bool, first: Entries, decodes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def find_library() -> object:
+    def find_nvjpeg() -> object:
         if library:
             return object()
         raise MissingExtra("decoding on the GPU", "libnvjpeg", "gpu")
 
-    monkeypatch.setattr(gpu_backend, "find_library", find_library)
+    monkeypatch.setattr(gpu_backend, "find_nvjpeg", find_nvjpeg)
     stages = [{"decode": {"backend": backend}}, *first, *VAL[1:]]
     path = write_config(tmp_path / "x.yaml", "photos", serve={"stages": stages}, run={"threads": 3})
     config = read_config(path, STAGES)
@@ -322,10 +322,10 @@ def test_where_a_gpu_cannot_decode_a_node_with_all_threads_does(
 
 
 def test_a_graph_for_another_machine_asks_nothing_of_this_one(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def find_library() -> object:
+    def find_nvjpeg() -> object:
         raise AssertionError("looked for libnvjpeg")
 
-    monkeypatch.setattr(gpu_backend, "find_library", find_library)
+    monkeypatch.setattr(gpu_backend, "find_nvjpeg", find_nvjpeg)
     assert len(gpuflow.serve.lower(config, device="cuda").nodes) == 1
 
 
