@@ -353,7 +353,7 @@ def test_a_library_that_fails_at_the_test_image_is_left_aside(caplog: pytest.Log
             decoder.decode(junk, probe(junk))
     assert library.calls == 33, "32 in a row, and the test image"
     assert [record.getMessage() for record in caplog.records] == [
-        "libjpeg-turbo does not decode gpuflow's test image any more; OpenCV decodes instead"
+        "libjpeg-turbo no longer decodes gpuflow's test image; OpenCV decodes instead"
     ]
     assert attempt(decoder, SOUND, None) == attempt(CpuDecoder("rgb"), SOUND, None)
 
