@@ -1,4 +1,4 @@
-"""The vocabulary: one file a stage. `STAGES` maps each key of a YAML list of stages to its class."""
+"""gpuflow's own stages, one file per stage. `STAGES` maps each key of a YAML list of stages to its class."""
 
 from gpuflow.pipeline.stage import Stage
 from gpuflow.stages.center_crop import CenterCrop

@@ -1,4 +1,4 @@
-"""center_crop: the middle of the image. An image smaller than the crop is centred on black, as torchvision does."""
+"""center_crop: crops the centre of the image. A smaller image is centred on black, as in torchvision."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def size_faults(size: int | tuple[int, int]) -> Iterator[tuple[str, str]]:
 
 
 def check_fits(size: tuple[int, int], spec: s.ImageSpec, margin: int = 0) -> None:
-    """Raise ValueError if a crop of `size` cannot fit into any image of this spec with `margin` around it."""
+    """Raise ValueError if no image of this spec, with `margin` pixels added on each side, can hold a crop of `size`."""
     height, width = size
     too_tall = spec.shape[0] is not None and height > spec.shape[0] + 2 * margin
     too_wide = spec.shape[1] is not None and width > spec.shape[1] + 2 * margin
@@ -43,7 +43,7 @@ def check_fits(size: tuple[int, int], spec: s.ImageSpec, margin: int = 0) -> Non
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class CenterCrop(s.Geometry):
-    """Keep the middle. size: pixels, int or [height, width]."""
+    """Crop the centre. size: pixels, int or [height, width]."""
 
     stage_name: ClassVar[str] = "center_crop"
 

@@ -1,4 +1,4 @@
-"""color_jitter: brightness, contrast, saturation and hue by random factors, in a random order for each sample."""
+"""color_jitter: changes brightness, contrast, saturation and hue by random factors, in random order for each sample."""
 
 from __future__ import annotations
 
@@ -23,12 +23,14 @@ _OPERATIONS = np.array([s.Operation[name.upper()] for name in _ADJUSTMENTS])
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class ColorJitter(s.Pointwise):
-    """Jitter colours as torchvision's v2 ColorJitter does, clamping and truncating to uint8 after each adjustment.
+    """Jitter colours as torchvision's v2 ColorJitter does: clamp and truncate to uint8 after each adjustment.
 
     brightness, contrast, saturation: a factor within [max(0, 1 - v), 1 + v], or [low, high]. hue: a shift within
-    [-v, v] turns of the colour circle, or [low, high], at most half a turn. Gray images know no saturation and no hue.
+    [-v, v] turns of the colour circle, or [low, high], at most half a turn. Saturation and hue do not change gray
+    images.
 
-    Coefficients of a sample [8]: the four adjustments in the order of their turns, then their four factors.
+    Coefficients of a sample [8]: the indices of the four adjustments in the order in which they run, then the factors
+    of brightness, contrast, saturation and hue.
     """
 
     stage_name: ClassVar[str] = "color_jitter"
@@ -89,17 +91,17 @@ class ColorJitter(s.Pointwise):
     def apply(self, image: NDArray[Any], coefficients: NDArray[np.float64], out: NDArray[Any] | None) -> NDArray[Any]:
         planes = torch.from_numpy(np.stack(cv2.split(image)))
         factors, active = coefficients[4:].tolist(), self._active()
-        for turn in coefficients[:4].astype(int).tolist():
-            if active[turn]:
-                planes = _ADJUST[turn](planes, factors[turn])
+        for index in coefficients[:4].astype(int).tolist():
+            if active[index]:
+                planes = _ADJUST[index](planes, factors[index])
         result = cv2.merge(list(planes.numpy()), dst=out)
         return result.reshape(image.shape)
 
     def device_operations(self, coefficients: NDArray[np.float64]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        turns, active = coefficients[:, :4].astype(int), np.array(self._active())
-        kept, shape = active[turns], (len(turns), int(active.sum()))
-        factors = np.take_along_axis(coefficients[:, 4:], turns, axis=1)
-        return _OPERATIONS[turns[kept]].reshape(shape), factors[kept].reshape(shape)
+        order, active = coefficients[:, :4].astype(int), np.array(self._active())
+        kept, shape = active[order], (len(order), int(active.sum()))
+        factors = np.take_along_axis(coefficients[:, 4:], order, axis=1)
+        return _OPERATIONS[order[kept]].reshape(shape), factors[kept].reshape(shape)
 
 
 def _luma(planes: torch.Tensor) -> torch.Tensor:

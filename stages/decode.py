@@ -1,4 +1,4 @@
-"""decode: encoded bytes to a uint8 image. Format by content, not by extension: JPEG, PNG, WebP, BMP."""
+"""decode: decodes bytes to a uint8 image. Detects the format by content, not extension: JPEG, PNG, WebP, BMP."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class Decode(Decoder):
     """Decode one image.
 
     color: order of the channels, or one channel of luma (`gray`). CMYK and gray files are converted.
-    backend: `auto` takes the GPU's engines where there are some and the CPU elsewhere.
-    cpu_share: part of each batch that the CPU decodes beside the GPU, 0 to 1. While the GPU waits for batches, it goes
-        to where both need the same time; `run.deterministic` keeps it where it is.
-    orientation: `apply` turns the image as its EXIF tag says, `ignore` leaves it as stored (as PIL and torchvision do).
-    max_pixels: larger images are bad samples; checked in the header, before anything is decoded.
-    max_scans: JPEGs of more scans are bad samples: each scan may take as long as a whole image.
+    backend: `auto` decodes on the GPU if it can, and on the CPU otherwise.
+    cpu_share: fraction of each batch that the CPU decodes while the GPU decodes the rest, 0 to 1. While the GPU waits
+        for batches, the fraction adapts until both need the same time; `run.deterministic` keeps it fixed.
+    orientation: `apply` rotates the image as its EXIF tag says; `ignore` leaves it as stored, like PIL and torchvision.
+    max_pixels: images with more pixels are bad samples; the header is checked before anything is decoded.
+    max_scans: JPEGs with more scans are bad samples, because each scan may take as long as a whole image.
     """
 
     stage_name: ClassVar[str] = "decode"

@@ -1,4 +1,4 @@
-"""flip: mirror left-right or top-bottom, each with its own probability."""
+"""flip: mirrors left-right or top-bottom, each with its own probability."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Flip"]
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Flip(s.Geometry):
-    """Mirror an image. horizontal, vertical: probabilities, 0 to 1."""
+    """Mirror an image. horizontal, vertical: probabilities of mirroring left-right and top-bottom, 0 to 1."""
 
     stage_name: ClassVar[str] = "flip"
 

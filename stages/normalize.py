@@ -1,4 +1,4 @@
-"""normalize: uint8 pixels to (x / 255 - mean) / std, in the dtype and the memory layout that the model wants."""
+"""normalize: uint8 pixels to (x / 255 - mean) / std, in the dtype and memory layout that the model needs."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _IMAGENET = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
 class Normalize(s.Pointwise):
     """Normalize each channel.
 
-    mean, std: one number a channel in units of 0-1, or `imagenet`. dtype: of the result; computed in float32 and then
-    rounded. layout: `nchw`, or `nhwc` for channels_last memory; the tensor's axes are N, C, H, W in both.
+    mean, std: one number per channel in units of 0-1, or `imagenet`. dtype: the dtype of the result, which is computed
+    in float32 and then rounded. layout: `nchw`, or `nhwc` for channels_last memory; the axes are N, C, H, W in both.
 
-    A pixel has 256 values, so each channel is one table of 256 results: bit for bit what torchvision's ToDtype and
-    Normalize give, in one pass. 16-bit floats are handled as their bits.
+    A uint8 pixel has 256 values, so each channel needs one table of 256 results: one pass gives the same bits as
+    torchvision's ToDtype and Normalize. 16-bit floats are handled as their bits.
     """
 
     stage_name: ClassVar[str] = "normalize"
@@ -68,11 +68,11 @@ class Normalize(s.Pointwise):
         return v2.Compose([*steps, v2.ToDtype(getattr(torch, self.dtype))] if self.dtype != "float32" else steps)
 
     def module(self) -> torch.nn.Module:
-        """The same as part of a model: uint8 [N, C, H, W] on any device to the dtype, bit for bit on a CPU."""
+        """The stage as part of a model: uint8 [N, C, H, W] on any device to the dtype, bit for bit equal on a CPU."""
         return _Module(self._values("mean"), self._values("std"), getattr(torch, self.dtype))
 
     def table(self) -> NDArray[Any]:
-        """[C, 256] results, one row a channel: float32, or the bits of 16-bit floats as uint16."""
+        """[C, 256] results, one row per channel: float32, or the bits of 16-bit floats as uint16."""
         return _table(self._values("mean"), self._values("std"), self.dtype)
 
     def apply(self, image: NDArray[Any], coefficients: NDArray[np.float64], out: NDArray[Any] | None) -> NDArray[Any]:
@@ -88,7 +88,7 @@ class Normalize(s.Pointwise):
 
 
 class _Module(torch.nn.Module):
-    """The arithmetic of `_table`, pixel by pixel."""
+    """Computes what `_table` holds, for each pixel."""
 
     mean: torch.Tensor
     std: torch.Tensor

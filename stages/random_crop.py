@@ -1,4 +1,4 @@
-"""random_crop: a box of fixed size at a random place, optionally from an image padded with black."""
+"""random_crop: crops a box of fixed size at a random place, optionally after padding the image with black."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ __all__ = ["RandomCrop"]
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class RandomCrop(s.Geometry):
-    """Keep a random box. size: pixels, int or [height, width]; padding: black pixels added on every side first.
+    """Crop a random box. size: pixels, int or [height, width]. padding: black pixels added on every side first.
 
-    An image that is smaller than the box, padding included, is a bad sample.
+    An image that is smaller than the box even with padding is a bad sample.
     """
 
     stage_name: ClassVar[str] = "random_crop"
@@ -52,9 +52,9 @@ class RandomCrop(s.Geometry):
     def draw(self, keys: s.StageKeys, height: s.Ints, width: s.Ints) -> tuple[s.Move, ...]:
         crop_height, crop_width = size_pair(self.size)
         place = keys.uniform(2)
-        room_y = np.maximum(height + 2 * self.padding - crop_height, 0) + 1
-        room_x = np.maximum(width + 2 * self.padding - crop_width, 0) + 1
-        y = (place[:, 0] * room_y).astype(np.int64) - self.padding
-        x = (place[:, 1] * room_x).astype(np.int64) - self.padding
+        choices_y = np.maximum(height + 2 * self.padding - crop_height, 0) + 1
+        choices_x = np.maximum(width + 2 * self.padding - crop_width, 0) + 1
+        y = (place[:, 0] * choices_y).astype(np.int64) - self.padding
+        x = (place[:, 1] * choices_x).astype(np.int64) - self.padding
         full = np.full_like
         return (s.Crop(y, x, full(height, crop_height), full(width, crop_width), margin=self.padding),)

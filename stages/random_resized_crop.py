@@ -1,4 +1,4 @@
-"""random_resized_crop: a box of random area and aspect ratio, resampled to a fixed size (the Inception crop)."""
+"""random_resized_crop: crops a box of random area and aspect ratio and resamples it (the Inception crop)."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ _ATTEMPTS = 10
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class RandomResizedCrop(s.Geometry):
-    """Keep a random box and resample it.
+    """Crop a random box and resample it.
 
-    size: the result in pixels, int or [height, width]. scale: the box's area as a part of the image's. ratio: its
-    width over its height, drawn uniformly in the logarithm. Ten boxes are tried; where none fits, the middle of the
-    image at the nearest allowed ratio is taken. The algorithm is torchvision's RandomResizedCrop.
+    size: the result's size in pixels, int or [height, width]. scale: range of the box's area as a fraction of the
+    image's area. ratio: range of the box's width / height, drawn uniformly in the logarithm. Ten boxes are drawn; if
+    none fits, the result is the centre of the image at the nearest allowed ratio. The algorithm is that of
+    torchvision's RandomResizedCrop.
     """
 
     stage_name: ClassVar[str] = "random_resized_crop"

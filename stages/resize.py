@@ -1,4 +1,4 @@
-"""resize: resample to a fixed size, or so that the shorter or the longer side has a given length."""
+"""resize: resamples to a fixed size, or so that the shorter or the longer side gets a given length."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ Interpolation = Literal["nearest", "bilinear", "bicubic"]
 class Resize(s.Geometry):
     """Resample an image; sides in pixels.
 
-    height, width: the result's size, both or neither; `shorter` or `longer`: the length of that side, the other one
-    follows the aspect ratio, rounded down as torchvision does.
+    height, width: the result's size; give both or neither. shorter, longer: the length of that side; the other side
+    follows from the aspect ratio, rounded down as in torchvision.
     antialias: widen the filter with the scale when shrinking, as PIL and torchvision do.
     """
 
@@ -72,7 +72,7 @@ class Resize(s.Geometry):
         mode = InterpolationMode(self.interpolation)
         if self.height is not None and self.width is not None:
             return v2.Resize((self.height, self.width), mode, antialias=self.antialias)
-        # torchvision fits the longer side through max_size alone.
+        # torchvision sets the longer side only through max_size.
         return v2.Resize(self.shorter, mode, max_size=self.longer, antialias=self.antialias)
 
     def draw(self, keys: s.StageKeys, height: s.Ints, width: s.Ints) -> tuple[s.Move, ...]:

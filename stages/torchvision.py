@@ -1,8 +1,8 @@
-"""torchvision: any torchvision v2 transform by its name, for whatever has no fast form here.
+"""torchvision: runs any torchvision v2 transform by name, for operations that have no fast form in gpuflow.
 
-A transform draws from torch's global generator, which other threads use too. Here every random operation that it calls
-is given a generator of the sample's own, so the same place in the epoch gets the same draw on any number of threads,
-and the user's generator is left alone.
+A transform draws from torch's global generator, which other threads also use. Here each random operation that it calls
+gets a generator that belongs to the sample. So the same position in the epoch gets the same draw on any number of
+threads, and the state of the user's generator does not change.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["Torchvision"]
 
 _PROBES = ((61, 83), (97, 53))
 _PROBE_SEEDS = 16
-"""A transform that draws at random is probed this often, so that one which draws its size is found out."""
+"""A random transform is probed this many times, to detect that its result has a random size."""
 _CONTAINERS = {"Transform", "Compose", "Lambda", "RandomApply", "RandomChoice", "RandomOrder"}
 _DTYPES = {torch.uint8: "uint8", torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
@@ -61,7 +61,7 @@ class Torchvision(s.Opaque):
                 return _probe(self.name, self.parameters, (channels, *_PROBES[0]), dtype)[2]
             except (TypeError, ValueError, RuntimeError):
                 continue
-        return False  # it takes no image at all, which `output` says
+        return False  # it accepts no image; `output` raises the error
 
     def output(self, spec: s.ImageSpec) -> s.ImageSpec:
         if spec.layout == "encoded":
@@ -94,9 +94,9 @@ class Torchvision(s.Opaque):
 
 
 class _OwnGenerator(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Gives each random operation inside the block a generator seeded here. Holds for this thread alone.
+    """Passes each random operation inside the block a generator seeded here. Affects only this thread.
 
-    Numbers for a GPU are drawn on the CPU and copied, so that they are the same on both.
+    Numbers for a GPU are drawn on the CPU and copied, so that both devices get the same numbers.
     """
 
     def __init__(self, seed: int) -> None:
@@ -121,7 +121,8 @@ class _OwnGenerator(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
 
     def _draw_on_cpu(self, func: Any, args: Any, kwargs: Any, device: torch.device) -> Any:
-        """The operation on CPU copies of its tensors, and its result on the device; in place if it was meant to be."""
+        """Run the operation on CPU copies of its tensors and copy the result to the device; in-place operations stay
+        in place."""
         moved = [x.cpu() if isinstance(x, torch.Tensor) else x for x in args]
         result = self.__torch_dispatch__(
             func, (), moved, {**kwargs, **({"device": "cpu"} if "device" in kwargs else {})}
@@ -169,9 +170,9 @@ def _build(name: str, parameters: tuple[tuple[str, Any], ...]) -> Any:
 def _probe(
     name: str, parameters: tuple[tuple[str, Any], ...], shape: tuple[int, int, int], dtype: torch.dtype
 ) -> tuple[tuple[int | None, int | None, int | None], torch.dtype, bool]:
-    """What the transform makes of a black image: the result's (C, H, W), its dtype, and whether it drew anything.
+    """Run the transform on a black image: returns the result's (C, H, W), its dtype, and whether it is random.
 
-    A length is None where it varies with what was drawn.
+    A length is None if it varies with the random numbers.
     """
     shapes: set[tuple[int, ...]] = set()
     out_dtype, drew = dtype, False

@@ -22,10 +22,10 @@ import numpy as np
 import torch
 
 from gpuflow.decode.blank_images import round_up
-from gpuflow.decode.nvjpeg import NvjpegError, find_library
-from gpuflow.execute.device_stream import Delivery
+from gpuflow.decode.nvjpeg import NvjpegError, find_nvjpeg
+from gpuflow.execute.device_stream import DeviceStream
 from gpuflow.execute.kernels.unwritten import unwritten
-from gpuflow.execute.nvjpeg_decoders import Decoders, Files
+from gpuflow.execute.nvjpeg_decoders import JpegBatch, NvjpegDecoderPool
 from gpuflow.tools.bench import row, write_results
 
 HERE = Path(__file__).parent
@@ -83,8 +83,8 @@ class Arm:
     """One decoder and its history: photographs that go before each batch."""
 
     def __init__(self, backend: str, blanks: bool, seeds: range) -> None:
-        self._delivery = Delivery(torch.device("cuda"))
-        self._decoders = Decoders(self._delivery, find_library(), "rgb", backend)
+        self._device_stream = DeviceStream(torch.device("cuda"))
+        self._decoders = NvjpegDecoderPool(self._device_stream, find_nvjpeg(), "rgb", backend)
         self._blanks, self._history = blanks, [photograph(seed) for seed in seeds]
         blank = int(np.prod(round_up(np.array([HEIGHT, WIDTH])))) * 3
         self._memory = torch.zeros(BATCH * SPACE + blank, dtype=torch.uint8, device="cuda")
@@ -95,7 +95,7 @@ class Arm:
         return self._call(files, blanks=self._blanks)
 
     def _call(self, files: Sequence[bytes], *, blanks: bool) -> Any:
-        delivery, count, spare = self._delivery, len(files), 16 if blanks else 0
+        device_stream, count, spare = self._device_stream, len(files), 16 if blanks else 0
         encoded = torch.frombuffer(bytearray(b"".join(data + bytes(spare) for data in files)), dtype=torch.uint8)
         encoded = encoded.pin_memory()
         lengths = np.array([len(data) + spare for data in files], np.uint64)
@@ -104,14 +104,14 @@ class Arm:
         frames = np.array([[HEIGHT, WIDTH, 0x22]], np.int64).repeat(count, axis=0)
         data = np.cumsum(lengths) - lengths + np.uint64(encoded.data_ptr())
         incomplete = np.zeros(count, bool)
-        with delivery.queued():
-            with self._decoders.lend() as decoder:
+        with device_stream.queued():
+            with self._decoders.acquire() as decoder:
                 blank = self._memory.data_ptr() + BATCH * SPACE if blanks else None
-                good = decoder.decode(Files(data, lengths, images, frames), blank)
+                good = decoder.decode(JpegBatch(data, lengths, images, frames), blank)
             if blanks:
                 described = np.column_stack([images[:, [0, 4]].astype(np.int64), frames[:, :2], frames[:, 2] == 0])
                 incomplete = unwritten(torch.from_numpy(described).cuda(), HEIGHT, color="rgb").cpu().numpy() > 0
-        delivery.synchronize()
+        device_stream.synchronize()
         return self._memory[: count * SPACE].reshape(count, HEIGHT, WIDTH, 3).clone(), good, incomplete
 
 
@@ -157,7 +157,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--files", type=int, default=64)
     files = parser.parse_args().files
-    print(f"{torch.cuda.get_device_name()}, libnvjpeg {find_library().version}", flush=True)
+    print(f"{torch.cuda.get_device_name()}, libnvjpeg {find_nvjpeg().version}", flush=True)
     write_results(HERE / "results.csv", [line for arm in ARMS for line in measure(*arm, files)])
 
 

@@ -25,9 +25,9 @@ WARM_UP, SECONDS = 1.0, 4.0
 def stand_in() -> None:
     """In this process, put the sleeps in the places of libjpeg-turbo's and torch's calls."""
     import gpuflow.execute.cpu
-    from gpuflow.decode.libjpeg_turbo import find_library
+    from gpuflow.decode.libjpeg_turbo import find_libjpeg_turbo
 
-    library, sleep = find_library(), ctypes.CDLL(None).usleep
+    library, sleep = find_libjpeg_turbo(), ctypes.CDLL(None).usleep
     if library is None:
         sys.exit("needs libturbojpeg: pip install 'gpuflow[turbo]'")
 

@@ -1,3 +1,3 @@
-"""Encoded bytes to pixels: header checks, CPU decoders, and the binding of nvJPEG."""
+"""Decodes encoded bytes to pixels: header checks, CPU decoders, and the nvJPEG binding."""
 
 __all__: list[str] = []

@@ -1,6 +1,6 @@
-"""The headers of a whole chunk: what `codecs.probe` says of each file.
+"""Reads the headers of a whole chunk: for each file, the result of `codecs.probe`.
 
-Ordinary JPEGs are walked over all at once. Whatever is out of the ordinary is left to `probe`, so the two never differ.
+`header_scan` reads the headers of ordinary JPEGs together. `probe` reads every other file, so the results are equal.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpuflow.decode.codecs import Header, engine_sampling, probe
-from gpuflow.decode.header_scan import Walked, walk
+from gpuflow.decode.header_scan import HeaderScan, scan_headers
 from gpuflow.errors import BadSampleError
 from gpuflow.sources import Payload
 
@@ -20,10 +20,11 @@ __all__ = ["Headers", "read_headers"]
 
 @dataclass(frozen=True, slots=True)
 class Headers:
-    """Of each file of a chunk. sizes [N, 2]: height, width as stored, in pixels. engine [N]: the JPEG engines take it.
-    sampling [N]: see `engine_sampling`, 0 for others.
+    """The headers of a chunk's N files.
 
-    others: the header of each file that is sound but not for the engines. faults: why a file is bad, or None.
+    sizes [N, 2]: height, width as stored, in pixels. engine [N]: whether the JPEG engines decode the file.
+    sampling [N]: see `engine_sampling`; 0 for files that the engines do not decode.
+    others: the header of each valid file that the engines do not decode. faults [N]: why a file is bad, or None.
     """
 
     sizes: NDArray[np.int64]
@@ -34,13 +35,13 @@ class Headers:
 
 
 def read_headers(payload: Payload, *, max_pixels: int, max_scans: int, orientation: bool) -> Headers:
-    """What `probe` says of each file. Unreadable files (of size 0) are faults of the stage `read`.
+    """The header of each file. Unreadable files (of size 0) are faults of the stage `read`.
 
-    The payload may bring what `walk` found.
+    `payload.prescan` may hold the result of `scan_headers`, computed by the worker that read the files.
     """
     count = len(payload)
-    walked: Walked = payload.prescan if payload.prescan is not None else walk(payload, orientation=orientation)
-    sizes, engine, sampling = walked
+    scan: HeaderScan | None = payload.prescan
+    sizes, engine, sampling = scan if scan is not None else scan_headers(payload, orientation=orientation)
     engine = engine & (sizes.prod(axis=1) <= max_pixels)
     others: dict[int, Header] = {}
     faults: list[BadSampleError | None] = [None] * count

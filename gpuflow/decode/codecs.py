@@ -1,7 +1,7 @@
-"""Encoded bytes to pixels on the CPU: the header first, then the decoder.
+"""Decodes images on the CPU: checks the header first, then calls the decoder.
 
 Whether a sample is bad is a property of its bytes and is decided here: header, size, format, end marker, then the
-decoder itself. Damage to the entropy-coded data that libjpeg decodes without complaint cannot be detected.
+decoder itself. Damage to entropy-coded data that libjpeg decodes without an error or a warning cannot be detected.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from gpuflow.decode.header_scan import (
     ORDINARY,
     RESTART_INTERVAL,
 )
-from gpuflow.decode.libjpeg_turbo import Library, find_library
+from gpuflow.decode.libjpeg_turbo import LibjpegTurbo, find_libjpeg_turbo
 from gpuflow.errors import BadSampleError, DecoderError
 
 __all__ = [
@@ -44,28 +44,30 @@ __all__ = [
 
 _LOG = logging.getLogger(__name__)
 MAX_SCANS = 100
-"""Scans of one JPEG by default. Encoders write at most about twenty; each one may cost the time of a whole image."""
+"""The default limit on the scans of one JPEG. Encoders write at most about twenty; each may take as long as a whole
+image to decode."""
 
 _REGION_WORTH = 0.9
-"""Decode only a region where it is at most this part of the image."""
+"""Decode only a region if its area is at most this fraction of the image."""
 _SWAPPED = 5
-"""From this EXIF orientation on, the image is turned by a quarter."""
+"""EXIF orientations from this value on rotate the image by 90 degrees, so they swap height and width."""
 _BMP_CORE = 12
-"""Size in bytes of OS/2's BMP header, whose sides are of 16 bits."""
-_MOST_SIDE = 1 << 20
-"""Pixels a side that OpenCV decodes at most."""
+"""Size in bytes of OS/2's BMP header, which stores height and width in 16 bits each."""
+_MAX_SIDE = 1 << 20
+"""The largest height or width in pixels that OpenCV decodes."""
 _MANY_REFUSED = 32
-"""Files refused one after the other, after which a decoder is tested."""
-_MOST_SEGMENTS, _MOST_CHUNKS = 10_000, 200_000
-"""Marker segments of a JPEG before its first scan, and chunks of a PNG. Files of more would only cost time to read."""
+"""Number of consecutive files refused after which a decoder is tested."""
+_MAX_SEGMENTS, _MAX_CHUNKS = 10_000, 200_000
+"""The largest number of marker segments of a JPEG before its first scan, and of chunks of a PNG. A file with more is
+bad: reading it would only take time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What an image's header says.
+    """The header of an image file.
 
     format: `jpeg`, `png`, `webp` or `bmp`, by content. width, height: pixels as stored. channels: components in the
-    file. progressive: a JPEG in several scans. orientation: the EXIF tag, 1 to 8, 1 where there is none.
+    file. progressive: true for a JPEG with several scans. orientation: the EXIF tag, 1 to 8; 1 if there is none.
     """
 
     format: str
@@ -82,7 +84,7 @@ class Header:
 
     @property
     def upright_size(self) -> tuple[int, int]:
-        """(height, width) once the orientation is applied."""
+        """(height, width) after the orientation is applied."""
         return (self.width, self.height) if self.orientation >= _SWAPPED else (self.height, self.width)
 
 
@@ -97,15 +99,15 @@ def probe(
     max_scans: int = MAX_SCANS,
     orientation: bool = False,
 ) -> Header:
-    """Read and check an image's header and its end marker; nothing is decoded.
+    """Read and check an image's header and its end marker. Decodes nothing.
 
     Args:
         data: the encoded bytes, uint8 [n].
-        max_pixels: the largest width * height that passes. max_scans: the most scans of a JPEG that pass.
-        orientation: look for the EXIF orientation too.
+        max_pixels: the largest allowed width * height. max_scans: the largest allowed number of scans of a JPEG.
+        orientation: also read the EXIF orientation.
 
     Raises:
-        BadSampleError: the bytes are empty, of an unknown format, cut short, too large, deeper than 8 bits, or made of
+        BadSampleError: the bytes are empty, of an unknown format, truncated, too large, deeper than 8 bits, or have
             more scans or segments than any encoder writes.
     """
     view = data.data
@@ -123,8 +125,8 @@ def probe(
         _bad(f"the header gives a size of {header.width}x{header.height} pixels")
     if (pixels := header.width * header.height) > max_pixels:
         _bad(f"{header.width}x{header.height} = {pixels:,} pixels are more than max_pixels = {max_pixels:,}")
-    if max(header.width, header.height) > _MOST_SIDE:
-        _bad(f"{header.width}x{header.height} pixels; OpenCV decodes at most {_MOST_SIDE:,} a side")
+    if max(header.width, header.height) > _MAX_SIDE:
+        _bad(f"{header.width}x{header.height} pixels; OpenCV decodes at most {_MAX_SIDE:,} a side")
     return header
 
 
@@ -139,9 +141,9 @@ def _unknown_format(magic: bytes) -> str:
 
 
 def _segments(view: memoryview) -> Iterator[tuple[int, int, int]]:
-    """(marker, place, length) of a JPEG's segments up to the first scan's header, which is the last one."""
+    """Yield (marker, offset, length) of a JPEG's segments, up to and including the first scan's header."""
     at = 2
-    for _ in range(_MOST_SEGMENTS):
+    for _ in range(_MAX_SEGMENTS):
         if view[at] != 0xFF:
             _bad(f"damaged header: byte {at} should begin a marker but is {view[at]:#04x}")
         marker = view[at + 1]
@@ -158,11 +160,11 @@ def _segments(view: memoryview) -> Iterator[tuple[int, int, int]]:
         if marker == 0xDA:
             return
         at += 2 + length
-    _bad(f"more than {_MOST_SEGMENTS:,} marker segments before the first scan")
+    _bad(f"more than {_MAX_SEGMENTS:,} marker segments before the first scan")
 
 
 def _read_jpeg(view: memoryview, orientation: bool, max_scans: int) -> Header:
-    """ITU-T T.81, annex B: walk the marker segments up to the first scan."""
+    """Read the marker segments up to the first scan (ITU-T T.81, annex B)."""
     frame, turn, at = None, 1, 0
     for marker, at, length in _segments(view):
         if marker in _FRAMES:
@@ -182,17 +184,19 @@ def _read_jpeg(view: memoryview, orientation: bool, max_scans: int) -> Header:
 
 
 _FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
-"""Markers of frame headers."""
+"""The markers of frame headers."""
 
 
 def engine_sampling(data: NDArray[np.uint8], header: Header) -> int | None:
-    """Whether NVIDIA's JPEG engines get a file whose header passed `probe`, and its sampling.
+    """Whether NVIDIA's JPEG engines may decode a file whose header passed `probe`, and its chroma sampling.
 
-    They get what is certain to be decoded alike by them and by the CPU: one baseline scan, gray or YCbCr, of a common
-    subsampling, not too narrow, not to be turned, with all the tables that it uses and no segment that libjpeg refuses.
+    They decode only files for which they certainly give the CPU's pixels, within one level: one baseline scan, gray or
+    YCbCr, with a common subsampling, not too narrow, without rotation, with all the tables that it uses and no segment
+    that libjpeg refuses.
 
     Returns:
-        Factors of the first component, horizontal * 16 + vertical, or 0 for a gray image; None if they do not get it.
+        Factors of the first component, horizontal * 16 + vertical; 0 for a gray image; None if the engines may not
+        decode the file.
     """
     if header.format != "jpeg" or header.progressive or header.orientation != 1 or header.width < ENGINE_WIDTH:
         return None
@@ -210,7 +214,7 @@ def engine_sampling(data: NDArray[np.uint8], header: Header) -> int | None:
         elif marker == 0xC4:
             huffman |= _huffman_tables(body)
         elif marker == 0xEE and bytes(body[:5]) == b"Adobe" and view[at + 15] == 0 and channels != 1:
-            return None  # it may be RGB
+            return None  # transform 0 may mean RGB
     if len(frames) != 1 or frames[0][2] != 8 + 3 * channels or frames[0][0] != 0xC0:
         return None
     components = view[frames[0][1] + 10 : frames[0][1] + 10 + 3 * channels]
@@ -224,16 +228,16 @@ def engine_sampling(data: NDArray[np.uint8], header: Header) -> int | None:
 
 
 def check_scans(data: NDArray[np.uint8], max_scans: int = MAX_SCANS) -> None:
-    """Raise BadSampleError for a JPEG of more scans, if these bytes are one. Nothing else is checked."""
+    """Raise BadSampleError if these bytes are a JPEG with more than `max_scans` scans. Checks nothing else."""
     view = data.data
     if len(view) > 2 and view[0] == 0xFF and view[1] == 0xD8:
         _check_scans(view, 2, max_scans)
 
 
 def _check_scans(view: memoryview, at: int, max_scans: int) -> None:
-    """Raise BadSampleError if there are more scans, or far more segments, from a marker on to the end of the image."""
+    """Raise BadSampleError if more than `max_scans` scans, or far too many segments, follow from a marker on."""
     scans = 0
-    for _ in range(_MOST_SEGMENTS):
+    for _ in range(_MAX_SEGMENTS):
         found = _MARKER.search(view, at)
         if found is None or (marker := view[found.end() - 1]) == 0xD9:
             return
@@ -241,17 +245,17 @@ def _check_scans(view: memoryview, at: int, max_scans: int) -> None:
         if scans > max_scans:
             _bad(f"more than max_scans = {max_scans} scans")
         at = found.end() + max(2, int.from_bytes(view[found.end() : found.end() + 2]))
-    _bad(f"more than {_MOST_SEGMENTS:,} marker segments")
+    _bad(f"more than {_MAX_SEGMENTS:,} marker segments")
 
 
 _MARKER = re.compile(rb"\xff[^\x00\x01\xd0-\xd8\xff]")
-"""A marker that a segment follows, or the end of the image; in a scan, 0xFF is followed by 0 or a restart marker."""
+"""A marker that begins a segment or ends the image. Inside a scan, 0xFF is followed only by 0 or a restart marker."""
 _NOT_FILL = re.compile(rb"[^\xff]")
-"""What follows a marker's 0xFF, of which there may be several."""
+"""The first byte after a marker's 0xFF bytes, of which there may be several."""
 
 
 def _quantisation_tables(body: memoryview) -> set[int]:
-    """The numbers of a DQT segment's tables of 8 bits; those of 16 bits are not for the engines."""
+    """The numbers of a DQT segment's 8-bit tables. The engines may not decode files that need 16-bit tables."""
     found, at = set[int](), 0
     while at < len(body):
         wide, number = divmod(body[at], 16)
@@ -262,7 +266,7 @@ def _quantisation_tables(body: memoryview) -> set[int]:
 
 
 def _huffman_tables(body: memoryview) -> set[int]:
-    """The numbers of a DHT segment's valid tables, those for AC coefficients with 16 added."""
+    """The numbers of a DHT segment's valid tables; 16 is added to the numbers of AC tables."""
     found, at = set[int](), 0
     while at + 17 <= len(body):
         number, counts = body[at], body[at + 1 : at + 17]
@@ -281,9 +285,9 @@ def _read_png(view: memoryview, orientation: bool, max_scans: int) -> Header:
     if bits == 16:
         _bad("16 bits per channel; gpuflow decodes images of 8 bits, so convert this one")
     turn, at, name = 1, 8, b""
-    for _ in range(_MOST_CHUNKS):
+    for _ in range(_MAX_CHUNKS):
         length, name = struct.unpack_from(">I4s", view, at) if at + 8 <= len(view) else (0, b"")
-        if at + 12 + length > len(view):  # OpenCV would make room for a chunk of up to 2 GiB, and fill it
+        if at + 12 + length > len(view):  # OpenCV would allocate and fill up to 2 GiB for the chunk
             _bad(f"truncated: no IEND chunk at the end of {len(view)} bytes")
         if name == b"IEND":
             break
@@ -291,7 +295,7 @@ def _read_png(view: memoryview, orientation: bool, max_scans: int) -> Header:
             turn = _tiff_orientation(view[at + 8 : at + 8 + length])
         at += 12 + length
     else:
-        _bad(f"more than {_MOST_CHUNKS:,} chunks")
+        _bad(f"more than {_MAX_CHUNKS:,} chunks")
     return Header("png", width, height, {0: 1, 2: 3, 3: 3, 4: 2, 6: 4}.get(kind, 3), orientation=turn)
 
 
@@ -339,9 +343,9 @@ _READERS: tuple[tuple[Callable[[bytes], bool], Callable[[memoryview, bool, int],
 
 
 def _tiff_orientation(block: memoryview) -> int:
-    """The orientation tag (0x0112) of a TIFF block as EXIF embeds it; 1 where it is absent or malformed.
+    """The orientation tag (0x0112) of a TIFF block in EXIF data; 1 if it is absent or malformed.
 
-    PNG and WebP embed the bare block, but some programs write JPEG's prefix there too.
+    PNG and WebP embed the block without JPEG's prefix, but some programs write the prefix there too.
     """
     block = block[6:] if bytes(block[:6]) == b"Exif\0\0" else block
     try:
@@ -372,18 +376,18 @@ _OPENCV_FLAGS = {"rgb": cv2.IMREAD_COLOR_RGB, "bgr": cv2.IMREAD_COLOR_BGR, "gray
 
 
 class CpuDecoder:
-    """Decodes with libjpeg-turbo 3 where there is one and OpenCV otherwise. Keeps its buffer; one a thread.
+    """Decodes with libjpeg-turbo 3 if it is installed, and with OpenCV otherwise. Reuses its buffer: one per thread.
 
-    What it gives for some bytes depends on these bytes alone, not on what it decoded before. A file that libjpeg-turbo
-    does not decode without a complaint is left to OpenCV, which decides whether it is bad.
+    The pixels depend only on the file's bytes, not on files decoded before. If libjpeg-turbo gives an error or a
+    warning for a file, OpenCV decodes it and decides whether it is bad.
 
-    library: `auto` looks for libjpeg-turbo, None leaves everything to OpenCV.
+    library: `auto` searches libjpeg-turbo; None decodes everything with OpenCV.
     """
 
-    def __init__(self, color: str, *, library: Library | Literal["auto"] | None = "auto") -> None:
+    def __init__(self, color: str, *, library: LibjpegTurbo | Literal["auto"] | None = "auto") -> None:
         self._color = color
         self._channels = 1 if color == "gray" else 3
-        self._library = find_library() if library == "auto" else library
+        self._library = find_libjpeg_turbo() if library == "auto" else library
         self._buffer = np.empty(0, np.uint8)
         self._refused = 0
 
@@ -394,15 +398,15 @@ class CpuDecoder:
 
         Args:
             data: the encoded bytes, uint8 [n].
-            region: (y, x, height, width) in the upright image, where the caller needs no more than that.
+            region: (y, x, height, width) in the upright image, if the caller needs only this region.
 
         Returns:
-            The image, uint8 HWC, valid until the next call, and the (y, x) in the upright image where it begins:
-            the region's corner if only the region was decoded, else (0, 0).
+            The image, uint8 HWC, valid until the next call, and the position (y, x) of its corner in the upright image:
+            that of the region if only the region was decoded, else (0, 0).
 
         Raises:
-            BadSampleError: the decoder gave up. MemoryError: there is not enough for the image.
-            DecoderError: it gives up on everything, gpuflow's own test image included.
+            BadSampleError: the decoder refused the file. MemoryError: there is not enough memory for the image.
+            DecoderError: the decoder fails on gpuflow's own test image too.
         """
         try:
             decoded = self._decode(data, header, region)
@@ -416,17 +420,17 @@ class CpuDecoder:
         return decoded
 
     def check(self) -> None:
-        """Decode gpuflow's own test image. A libjpeg-turbo that fails at it is not used any more.
+        """Decode gpuflow's own test image. If libjpeg-turbo fails, it is not used again.
 
         Raises:
-            DecoderError: OpenCV fails too.
+            DecoderError: OpenCV fails.
         """
         size = self_test.HEIGHT, self_test.WIDTH
         if self._library is not None:
-            room = self._room(self_test.HEIGHT * self_test.WIDTH)
-            image = self._library.decode(self_test.JPEG, self._color, size, None, room)
+            buffer = self._buffer_for(self_test.HEIGHT * self_test.WIDTH)
+            image = self._library.decode(self_test.JPEG, self._color, size, None, buffer)
             if not self_test.is_right(image, self._color):
-                _LOG.warning("libjpeg-turbo does not decode gpuflow's test image any more; OpenCV decodes instead")
+                _LOG.warning("libjpeg-turbo no longer decodes gpuflow's test image; OpenCV decodes instead")
                 self._library = None
         image = imdecode(self_test.JPEG, _OPENCV_FLAGS[self._color])
         if not self_test.is_right(image, self._color):
@@ -442,16 +446,16 @@ class CpuDecoder:
                 region = None
         image: NDArray[np.uint8] | None = None
         if header.format == "jpeg" and header.channels in (1, 3) and self._library is not None:
-            image = self._library.decode(data, self._color, (height, width), region, self._room(height * width))
+            image = self._library.decode(data, self._color, (height, width), region, self._buffer_for(height * width))
         if image is None:
             region = None
-            image = self._whole(data, header)
+            image = self._by_opencv(data, header)
         if header.orientation != 1:
             image = _upright(image, header.orientation)
         return image, region[:2] if region else (0, 0)
 
-    def _whole(self, data: NDArray[np.uint8], header: Header) -> NDArray[np.uint8]:
-        """What OpenCV makes of a file."""
+    def _by_opencv(self, data: NDArray[np.uint8], header: Header) -> NDArray[np.uint8]:
+        """Decode a whole file with OpenCV."""
         flags = _OPENCV_FLAGS[self._color] | cv2.IMREAD_IGNORE_ORIENTATION
         decoded = imdecode(data, flags)
         if decoded is None:
@@ -462,8 +466,8 @@ class CpuDecoder:
             _bad(f"damaged header: two sizes, {sizes} pixels")
         return image
 
-    def _room(self, pixels: int) -> NDArray[np.uint8]:
-        """The buffer, grown to hold so many pixels; one that grew for a huge image shrinks at the next small one."""
+    def _buffer_for(self, pixels: int) -> NDArray[np.uint8]:
+        """The buffer, grown to hold `pixels` pixels. After a huge image, the next small one shrinks it again."""
         need, have = pixels * self._channels, len(self._buffer)
         if need > have or have > max(16 * need, 1 << 26):
             self._buffer = np.empty(max(need, 1 << 20), np.uint8)
@@ -471,9 +475,9 @@ class CpuDecoder:
 
 
 def imdecode(data: NDArray[np.uint8], flags: int) -> NDArray[np.uint8] | None:
-    """OpenCV's `imdecode`: the image, uint8 HWC or HW, or None where it refuses the bytes, in either of its two ways.
+    """Decode with OpenCV: the image, uint8 HWC or HW, or None if OpenCV returns None or raises an error.
 
-    Raises MemoryError where there is not enough for the image.
+    Raises MemoryError if there is not enough memory for the image.
     """
     try:
         image: NDArray[np.uint8] | None = cv2.imdecode(data, flags)  # type: ignore[assignment]  # it may be None
@@ -486,8 +490,8 @@ def imdecode(data: NDArray[np.uint8], flags: int) -> NDArray[np.uint8] | None:
 
 @lru_cache(maxsize=1)
 def decoder_description() -> str:
-    """The CPU decoders in use with their versions, for people and reports."""
-    library = find_library()
+    """The CPU decoders in use with their versions, as a text for messages and reports."""
+    library = find_libjpeg_turbo()
     opencv = f"OpenCV {cv2.__version__}"
     if library is None:
         return f"{opencv} (whole images; pip install 'gpuflow[turbo]' to decode only the region that a crop needs)"

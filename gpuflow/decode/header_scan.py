@@ -1,7 +1,7 @@
-"""The headers of a chunk's ordinary JPEGs at once, without a Python loop over their bytes.
+"""Scans the headers of a chunk's ordinary JPEGs together, as arrays, without a Python loop over files or bytes.
 
-A JPEG as cameras and libraries write it is a walk over about ten marker segments. Here all files of a chunk take each
-step of that walk together, as arrays. Needs no decoder, so that a process that only reads starts fast.
+The header of a JPEG from a camera or a library has about ten marker segments. Each step of the scan reads one segment
+of every file. This module imports no decoder, so a process that only reads files starts fast.
 """
 
 from __future__ import annotations
@@ -22,62 +22,63 @@ __all__ = [
     "ENGINE_WIDTH",
     "ORDINARY",
     "RESTART_INTERVAL",
+    "HeaderScan",
     "Prescan",
-    "Walked",
-    "walk",
+    "scan_headers",
 ]
 
 ENGINE_SAMPLINGS = {(0x11,), *((first, 0x11, 0x11) for first in (0x11, 0x12, 0x21, 0x22))}
-"""Factors, horizontal and vertical by component, of gray, 4:4:4, 4:4:0, 4:2:2 and 4:2:0."""
+"""Sampling factors of each component, horizontal * 16 + vertical: gray, 4:4:4, 4:4:0, 4:2:2 and 4:2:0."""
 ENGINE_WIDTH = 5
-"""The least width for the engines: where chroma is at most 2 samples wide, libjpeg-turbo repeats it (jdsample.c), while
+"""The smallest width for the engines: if chroma is at most 2 samples wide, libjpeg-turbo repeats it (jdsample.c), but
 nvJPEG interpolates."""
 
 Prescan = Callable[[Payload], Any]
-"""What a worker that reads finds out of a payload for the decoder. It and its result can be pickled."""
-Walked = tuple[NDArray[np.int64], NDArray[np.bool_], NDArray[np.uint8]]
-"""(sizes [N, 2], [N] true where a file is an ordinary baseline JPEG that the engines take, [N] sampling
-factors of its first component, 0 if it is gray)."""
+"""A function that a reading worker calls on a payload to save the decoder work. It and its result can be pickled."""
+HeaderScan = tuple[NDArray[np.int64], NDArray[np.bool_], NDArray[np.uint8]]
+"""(sizes [N, 2] as height and width, [N] true if the file is an ordinary baseline JPEG that the engines decode, [N]
+sampling factors of its first component, 0 if it is gray)."""
 
-_FEW = 32
-"""So many files are left to `codecs.probe` at once: a walk takes as long as probing 40, however few there are."""
-_LONGEST_WALK = 24
-"""Marker segments before the scan; a file with more is left to `probe`."""
-_LOOK = 20
-"""Bytes from a marker on that a step looks at: a frame header of three components."""
+_MIN_FILES = 32
+"""Chunks of at most this many files are left to `codecs.probe`: any scan takes as long as probing 40 files."""
+_MAX_SEGMENTS = 24
+"""The largest number of marker segments before the first scan; a file with more is left to `probe`."""
+_STEP_BYTES = 20
+"""Bytes that a step reads from a marker on: the length of a frame header with three components."""
 _FRAME, _SCAN, _EXIF, _ADOBE, _QUANTISATION, _HUFFMAN = 0xC0, 0xDA, 0xE1, 0xEE, 0xDB, 0xC4
 RESTART_INTERVAL = 0xDD
-_QUANTISATION_BYTES, _MOST_TABLES = 65, 4
-"""Of a quantisation table of 8 bits with its number, and in one segment: a file with more is left to `probe`."""
+_QUANTISATION_BYTES, _MAX_TABLES = 65, 4
+"""Bytes of an 8-bit quantisation table with its number, and the largest number of tables in one segment; a file with
+more is left to `probe`."""
 ORDINARY = np.zeros(256, bool)
-"""Markers of a baseline JPEG: tables, comments, application data, the frame and the scan."""
+"""[256] true for the markers of a baseline JPEG: tables, comments, application data, the frame and the scan."""
 ORDINARY[[0xC4, 0xDB, 0xDD, 0xFE, *range(0xE0, 0xF0), _FRAME, _SCAN]] = True
 _LUMA = np.zeros(256, bool)
-"""Sampling factors of a first component that the engines take beside chroma of 1x1."""
+"""[256] true for sampling factors of a first component that the engines decode with chroma of 1x1."""
 _LUMA[[factors[0] for factors in ENGINE_SAMPLINGS if factors[1:] == (0x11, 0x11)]] = True
 
 
-def walk(payload: Payload, *, orientation: bool) -> Walked:
-    """The sizes of ordinary JPEGs; what is no such file, or one of few, is left to `probe`."""
+def scan_headers(payload: Payload, *, orientation: bool) -> HeaderScan:
+    """Scan a payload's headers. Other files than ordinary JPEGs, and small chunks, are left to `probe`."""
     count = len(payload)
     sizes, taken, sampling = np.zeros((count, 2), np.int64), np.zeros(count, bool), np.zeros(count, np.uint8)
-    if count <= _FEW:
+    if count <= _MIN_FILES:
         return sizes, taken, sampling
     data = payload.buffer
     begin = np.asarray(payload.offsets, np.int64)
     end = begin + np.asarray(payload.sizes, np.int64)
     components, numbers = np.zeros(count, np.int64), np.zeros((count, 3), np.int64)
     tables, needed = np.zeros(count, np.int64), np.zeros(count, np.int64)
-    rows = np.flatnonzero(end - begin > _LOOK)
+    rows = np.flatnonzero(end - begin > _STEP_BYTES)
     marks = data[begin[rows]], data[begin[rows] + 1], data[end[rows] - 2], data[end[rows] - 1]
     rows = rows[(marks[0] == 0xFF) & (marks[1] == 0xD8) & (marks[2] == 0xFF) & (marks[3] == 0xD9)]
-    at, last = begin[rows] + 2, end[rows] - _LOOK
-    for _ in range(_LONGEST_WALK):
+    at, last = begin[rows] + 2, end[rows] - _STEP_BYTES
+    for _ in range(_MAX_SEGMENTS):
         if (over := at > last).any():
             rows, at, last = rows[~over], at[~over], last[~over]
         if not len(rows):
             break
-        segment = data[at[:, None] + np.arange(5)]  # FF, marker, two bytes of length, and a scan's components
+        segment = data[at[:, None] + np.arange(5)]  # FF, marker, two bytes of length, number of components in a scan
         marker = segment[:, 1]
         sound = (segment[:, 0] == 0xFF) & ORDINARY[marker]
         after = at + 2 + (segment[:, 2].astype(np.int64) << 8 | segment[:, 3])
@@ -85,7 +86,7 @@ def walk(payload: Payload, *, orientation: bool) -> Walked:
         if orientation:
             sound &= marker != _EXIF
         if (adobe := marker == _ADOBE).any():
-            sound &= ~adobe | (data[at + 15] != 0)  # 0 may be RGB
+            sound &= ~adobe | (data[at + 15] != 0)  # transform 0 may mean RGB
         for kind, read in ((_QUANTISATION, _quantisation_tables), (_HUFFMAN, _huffman_tables)):
             if (found := np.flatnonzero(marker == kind)).size:
                 found = found[sound[found] & (after[found] <= last[found])]
@@ -94,7 +95,7 @@ def walk(payload: Payload, *, orientation: bool) -> Walked:
                 sound[found] &= whole
         if (frames := np.flatnonzero(marker == _FRAME)).size:
             which = rows[frames]
-            head = data[at[frames, None] + np.arange(_LOOK)].astype(np.int64)
+            head = data[at[frames, None] + np.arange(_STEP_BYTES)].astype(np.int64)
             sound[frames] &= after[frames] - at[frames] == 10 + 3 * head[:, 9]
             sound[frames] &= _taken_by_engines(head) & (components[which] == 0)
             sizes[which] = head[:, [5, 7]] << 8 | head[:, [6, 8]]
@@ -124,23 +125,24 @@ def walk(payload: Payload, *, orientation: bool) -> Walked:
 
 
 _SPECTRUM = np.array([0, 63, 0])
-"""The last bytes of a baseline scan's header: all coefficients, in one go."""
+"""The last bytes of a baseline scan's header: it holds all coefficients at full precision."""
 CODE_SHARES, ALL_CODES = 1 << np.arange(15, -1, -1), 1 << 16
-"""Of all codes of 16 bits, how many begin with a code of each length; a table may not use all of them."""
+"""The number of 16-bit codes that begin with a code of each length 1-16, and of all 16-bit codes. A valid table
+must not use all of them."""
 _SHARES_AND_ONES = np.column_stack([CODE_SHARES, np.ones(16)]).astype(np.float64)
 DC_SYMBOLS = 16
-"""Categories of DC differences that there are. A table with others is left to `probe`."""
+"""The number of categories of DC differences. A table with other symbols is left to `probe`."""
 _DC, _AC, _NONE = 1 << 4, 1 << 8, 1 << 12
-"""Bits in a set of tables: the first Huffman table for DC and for AC coefficients, after four quantisation tables, and
-one for a table that no file has."""
+"""Bits in a set of tables. Bits 0-3 are the quantisation tables; then come the first Huffman table for DC and the first
+one for AC coefficients; the last bit stands for a table that no file has."""
 
 
 def _quantisation_tables(
     data: NDArray[np.uint8], at: NDArray[np.int64], end: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """The tables of DQT segments whose bodies are data[at : end], as bits [M], and which bodies are made of such."""
+    """Read DQT segments with bodies data[at : end]: the tables that each defines, as bits [M], and which are valid."""
     found = np.zeros(len(at), np.int64)
-    for _ in range(_MOST_TABLES):
+    for _ in range(_MAX_TABLES):
         more = at < end
         if not more.any():
             break
@@ -153,9 +155,9 @@ def _quantisation_tables(
 def _huffman_tables(
     data: NDArray[np.uint8], at: NDArray[np.int64], end: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-    """The same of DHT segments."""
+    """Read DHT segments in the same way."""
     found = np.zeros(len(at), np.int64)
-    for _ in range(_MOST_TABLES):
+    for _ in range(_MAX_TABLES):
         more = at + 17 <= end
         if not more.any():
             break
@@ -173,7 +175,7 @@ def _huffman_tables(
 
 
 def _taken_by_engines(head: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Which frame headers, [M, _LOOK] from their markers on, are of a kind that the engines take."""
+    """Which frame headers, [M, _STEP_BYTES] from their markers on, describe images that the engines decode."""
     gray = (head[:, 9] == 1) & (head[:, 11] == 0x11)
     rgb = (head[:, 10] == ord("R")) & (head[:, 13] == ord("G")) & (head[:, 16] == ord("B"))
     color = (head[:, 9] == 3) & _LUMA[head[:, 11]] & (head[:, 14] == 0x11) & (head[:, 17] == 0x11) & ~rgb

@@ -1,14 +1,14 @@
-"""A typed binding of the few TurboJPEG 3 calls that decode a JPEG, or a region of it, into memory of ours.
+"""Binds the TurboJPEG 3 functions that decode a JPEG, or a region of it, into a given buffer.
 
-OpenCV decodes whole images. A random crop needs half of one on average, and libjpeg-turbo can leave out the inverse
-transform, the upsampling and the colour conversion of the rest. The library is optional: where there is none, or one
-that fails its self-test, OpenCV decodes everything and the pixels are the same.
+OpenCV decodes whole images. A random crop needs half of an image on average, and libjpeg-turbo can skip the inverse
+transform, the upsampling and the colour conversion of the rest. The library is optional: if it is missing or fails its
+self-test, OpenCV decodes everything and the pixels are the same.
 
-libjpeg-turbo's decompressor keeps tables and state from one file to the next, so that a damaged file can change what
-the next one gives. Here each file gets a new decompressor (0.7 us), and only a file that it decodes without an error or
-a warning counts as decoded.
+libjpeg-turbo's decompressor keeps tables and state from one file to the next, so a damaged file can change the result
+of the next file. Here each file gets a new decompressor (0.7 us), and a file counts as decoded only if there was no
+error and no warning.
 
-The library is looked for in the wheel `pylibjxl` (`pip install gpuflow[turbo]`), then on the system's path.
+The library is searched in the wheel `pylibjxl` (`pip install gpuflow[turbo]`), then on the system's path.
 Source of the calls and constants: libjpeg-turbo's `turbojpeg.h`, version 3.
 """
 
@@ -26,7 +26,7 @@ import cv2
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["PIXEL_FORMATS", "Library", "find_library"]
+__all__ = ["PIXEL_FORMATS", "LibjpegTurbo", "find_libjpeg_turbo"]
 
 PIXEL_FORMATS = {"rgb": 0, "bgr": 1, "gray": 6}
 _BLOCK_WIDTHS = {0: 8, 1: 16, 2: 16, 3: 8, 4: 8, 5: 32, 6: 8}
@@ -34,8 +34,8 @@ _BLOCK_WIDTHS = {0: 8, 1: 16, 2: 16, 3: 8, 4: 8, 5: 32, 6: 8}
 _INIT_DECOMPRESS = 1
 _STOP_ON_WARNING, _SUBSAMPLING, _WIDTH, _HEIGHT = 0, 4, 5, 6
 """TJPARAM values."""
-_OLDEST = (3, 0)
-"""Releases before 3.0, its betas (2.1.90 and later) included, are not used."""
+_MIN_VERSION = (3, 0)
+"""Earlier releases are not used, nor are the betas of 3.0 (2.1.90 and later)."""
 
 
 class _Region(ctypes.Structure):
@@ -49,8 +49,8 @@ class _Scale(ctypes.Structure):
 _EIGHTH = _Scale(1, 8)
 
 
-class Library:
-    """One libjpeg-turbo. Any thread may call `decode`, which keeps nothing from one call to the next.
+class LibjpegTurbo:
+    """A loaded libjpeg-turbo library. Any thread may call `decode`, which keeps no state between calls.
 
     Raises:
         OSError: there is no library at this path. AttributeError: it lacks TurboJPEG 3's functions.
@@ -58,7 +58,7 @@ class Library:
 
     def __init__(self, path: str) -> None:
         pointer, integer, size = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
-        # CDLL releases the interpreter's lock for a call; PyDLL keeps it, for calls of a microsecond.
+        # CDLL releases the GIL during a call; PyDLL holds it, which is cheaper for calls of a microsecond.
         free, held = ctypes.CDLL(path), ctypes.PyDLL(path)
         self.path, self.version = path, _version(path)
         self._decompress = free.tj3Decompress8
@@ -84,16 +84,16 @@ class Library:
     ) -> NDArray[np.uint8] | None:
         """Decode a JPEG, or the region (y, x, height, width) of it, into `buffer`.
 
-        The region is decoded with one block to the left and right of it, because interpolated chroma there needs its
-        neighbours, and then cut to size: the pixels are those of the whole image, bit for bit.
+        The region is decoded together with one block to its left and right, because interpolated chroma needs its
+        neighbours, and then cut to size: its pixels equal those of the whole image, bit for bit.
 
         Args:
             data: the encoded bytes, uint8 [n]. color: one of PIXEL_FORMATS.
-            size: (height, width) that the file's header gives. buffer: room for as many pixels, uint8.
+            size: (height, width) in the file's header. buffer: uint8, large enough for all pixels of that size.
 
         Returns:
-            uint8 [height, width, C] on `buffer`. None where libjpeg-turbo raises an error or a warning, finds another
-            size, or cannot decode the subsampling; `buffer` then holds nothing of use.
+            uint8 [height, width, C], a view of `buffer`. None if libjpeg-turbo gives an error or a warning, finds
+            another size, or cannot decode the subsampling; the content of `buffer` is then undefined.
         """
         handle = self._init(_INIT_DECOMPRESS)
         if not handle:
@@ -104,7 +104,7 @@ class Library:
             if self._header(handle, encoded, data.size):
                 return None
             if (self._get(handle, _HEIGHT), self._get(handle, _WIDTH)) != size:
-                return None  # the buffer may be too small for it
+                return None  # the buffer may be too small for this size
             block = _BLOCK_WIDTHS.get(self._get(handle, _SUBSAMPLING))
             if block is None:
                 return None
@@ -121,9 +121,9 @@ class Library:
         return image[:, x - left : x - left + width]
 
     def accepts(self, data: NDArray[np.uint8], size: tuple[int, int]) -> bool:
-        """Whether it decodes a whole JPEG of this (height, width) without an error or a warning. Gives no pixels.
+        """Whether a whole JPEG of this (height, width) decodes without an error or a warning. Returns no pixels.
 
-        Takes two thirds of the time of `decode`: it decodes luma at an eighth of the size.
+        It takes two thirds of the time of `decode`, because it decodes only luma, at an eighth of the size.
         """
         handle = self._init(_INIT_DECOMPRESS)
         if not handle:
@@ -144,7 +144,7 @@ class Library:
 
 
 def _version(path: str) -> str:
-    """The library's version, empty if unknown; it has no call for that, but the text stands in the file."""
+    """The library's version, empty if unknown. No function returns it, so it is read from the library's file."""
     try:
         text = re.search(rb"version (\d+\.\d+[\w.]*) \(build \d+\)", Path(path).read_bytes())
     except OSError:
@@ -154,7 +154,7 @@ def _version(path: str) -> str:
 
 def _is_current(version: str) -> bool:
     numbers = re.findall(r"\d+", version)
-    return tuple(map(int, numbers[:2])) >= _OLDEST
+    return tuple(map(int, numbers[:2])) >= _MIN_VERSION
 
 
 def _candidates() -> Iterator[str]:
@@ -162,17 +162,17 @@ def _candidates() -> Iterator[str]:
     if spec is not None and spec.origin is not None:
         yield from map(str, sorted(Path(spec.origin).parent.glob("_pylibjxl*.so")))
     if system := ctypes.util.find_library("turbojpeg"):
-        ctypes.CDLL(system)  # which makes its path known
+        ctypes.CDLL(system)  # loads it, so that its path appears in /proc/self/maps
         yield from (path for path in _loaded_files() if Path(path).name.startswith("libturbojpeg"))
 
 
 def _loaded_files() -> set[str]:
-    """Paths of the files that are mapped into this process."""
+    """The paths of the files that are mapped into this process."""
     lines = Path("/proc/self/maps").read_text().splitlines()
     return {line[line.index("/") :] for line in lines if "/" in line}
 
 
-def _passes(library: Library) -> bool:
+def _passes(library: LibjpegTurbo) -> bool:
     """Whether a region of a small image, decoded by this library, equals OpenCV's pixels."""
     pixels = np.random.default_rng(0).integers(0, 256, (40, 56, 3), dtype=np.uint8)
     data = cv2.imencode(".jpg", cv2.blur(pixels, (5, 5)))[1].reshape(-1)
@@ -182,11 +182,11 @@ def _passes(library: Library) -> bool:
 
 
 @lru_cache(maxsize=1)
-def find_library() -> Library | None:
+def find_libjpeg_turbo() -> LibjpegTurbo | None:
     """The first library of release 3.0 or later that passes its self-test, or None."""
     for path in _candidates():
         try:
-            library = Library(path)
+            library = LibjpegTurbo(path)
         except (OSError, AttributeError):
             continue
         if _is_current(library.version) and _passes(library):

@@ -1,10 +1,11 @@
-"""A typed binding of nvJPEG's batched decode: one call a chunk, made without the GIL.
+"""Binds nvJPEG's batched decode: one call decodes many images and releases the GIL.
 
 Chroma is upsampled with libjpeg's triangle filter (NVJPEG_FLAGS_UPSAMPLING_WITH_INTERPOLATION), which keeps the pixels
 within one level of libjpeg-turbo. Source of the calls and constants: `nvjpeg.h` of CUDA 13.
 
-On the engines a batch is not pipelined over nvJPEG's own streams (NVJPEG_FLAGS_HW_DECODE_NO_PIPELINE): they would share
-hardware queues with the training, and each would wait for the other (measured in experiments/gpu_path/NOTES.md).
+On the engines a batch is not pipelined over nvJPEG's own streams (NVJPEG_FLAGS_HW_DECODE_NO_PIPELINE): those streams
+would share hardware queues with the training, and each would wait for the other (measured in
+experiments/gpu_path/NOTES.md).
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from numpy.typing import NDArray
 
 from gpuflow.errors import GpuflowError, MissingExtra
 
-__all__ = ["BACKENDS", "FORMATS", "Engines", "Library", "NvjpegError", "find_library"]
+__all__ = ["BACKENDS", "FORMATS", "BatchedDecoder", "NvjpegError", "NvjpegLibrary", "find_nvjpeg"]
 
 BACKENDS = {"hardware": "JPEG engines", "cuda": "CUDA kernels"}
-"""What decodes, in words, in the order in which they are tried: engines, which not every GPU has, then kernels."""
+"""Names of the backends for messages, in the order in which they are tried: engines, which not every GPU has, first."""
 _BACKENDS = {"hardware": 3, "cuda": 2}
 """NVJPEG_BACKEND_HARDWARE and _GPU_HYBRID."""
 
@@ -54,8 +55,8 @@ class NvjpegError(GpuflowError, RuntimeError):
         super().__init__(f"nvJPEG: {call} returned {status} ({_STATUS.get(status, 'unknown')})")
 
 
-class Library:
-    """One libnvjpeg: its functions. All of them release the GIL."""
+class NvjpegLibrary:
+    """The functions of a loaded libnvjpeg. All of them release the GIL."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -86,13 +87,13 @@ class Library:
         return ".".join(numbers)
 
 
-class Engines:
-    """One batched decoder, by default on the GPU's JPEG engines. Not for two threads at once.
+class BatchedDecoder:
+    """One batched nvJPEG decoder, by default on the GPU's JPEG engines. Not thread-safe.
 
-    Raises NvjpegError where the GPU has no engines (status 7 or 9).
+    Raises NvjpegError if the GPU has no engines (status 7 or 9).
     """
 
-    def __init__(self, library: Library, color: str, backend: str = "hardware") -> None:
+    def __init__(self, library: NvjpegLibrary, color: str, backend: str = "hardware") -> None:
         self._library, self._format = library, FORMATS[color]
         self._handle, self._state = ctypes.c_void_p(), ctypes.c_void_p()
         flags = _FLAG_INTERPOLATION | (_FLAG_NO_PIPELINE if backend == "hardware" else 0)
@@ -100,7 +101,8 @@ class Engines:
         self._check("nvjpegCreateEx", status)
         self._check("nvjpegJpegStateCreate", library.create_state(self._handle, ctypes.byref(self._state)))
         self.batch_size = 0
-        """Images in the last call. A call with another number makes the state anew: nothing may be under way then."""
+        """Number of images in the last call. A call with another number initializes the state again; no earlier call
+        may still be running then."""
 
     def __del__(self) -> None:
         if getattr(self, "_state", None):
@@ -111,15 +113,15 @@ class Engines:
     def decode(
         self, data: NDArray[np.uint64], lengths: NDArray[np.uint64], images: NDArray[np.uint64], stream: int
     ) -> None:
-        """Decode a batch; the work is queued on `stream` and the bytes must stay until it is through.
+        """Queue the decoding of a batch on `stream`. The encoded bytes must stay valid until that work is done.
 
         Args:
-            data, lengths: address (pinned host memory) and bytes of each JPEG, [N].
-            images: for each where it goes, [N, 8]: four device addresses of channels, four pitches in bytes.
+            data, lengths: address in pinned host memory and size in bytes of each JPEG, [N].
+            images: where each image is written, [N, 8]: four device addresses of channels, four pitches in bytes.
             stream: a cudaStream_t.
 
         Raises:
-            NvjpegError: the call failed; nothing can be said of any image of the batch.
+            NvjpegError: the call failed; any image may be the cause, and the state of every image is unknown.
         """
         if len(data) != self.batch_size:
             status = self._library.initialize(self._handle, self._state, len(data), 1, self._format)
@@ -129,7 +131,7 @@ class Engines:
             self._handle, self._state, data.ctypes.data, lengths.ctypes.data, images.ctypes.data, stream
         )
         if status:
-            self.batch_size = 0  # the state is not to be trusted; initialize it anew
+            self.batch_size = 0  # the state may be corrupt, so the next call initializes it again
         self._check("nvjpegDecodeBatched", status)
 
     def _check(self, call: str, status: int) -> None:
@@ -138,7 +140,7 @@ class Engines:
 
 
 def _candidates() -> Iterator[str]:
-    """pip's nvidia-nvjpeg, CUDA's folder, the system, then the copy that torchvision's CUDA wheels carry."""
+    """Paths to try: pip's nvidia-nvjpeg, CUDA's folder, the system, then the copy in torchvision's CUDA wheels."""
     for package, pattern in (("nvidia", "*/lib/libnvjpeg.so.*"), ("torchvision", "../torchvision.libs/libnvjpeg.*")):
         spec: Any = importlib.util.find_spec(package)
         folders = list(spec.submodule_search_locations or ()) if spec is not None else []
@@ -153,11 +155,11 @@ def _candidates() -> Iterator[str]:
 
 
 @lru_cache(maxsize=1)
-def find_library() -> Library:
+def find_nvjpeg() -> NvjpegLibrary:
     """The first libnvjpeg that loads. Raises MissingExtra if there is none."""
     for path in _candidates():
         try:
-            return Library(path)
+            return NvjpegLibrary(path)
         except (OSError, AttributeError):
             continue
     raise MissingExtra("decoding on the GPU", "libnvjpeg", "gpu")

@@ -1,9 +1,9 @@
-"""torchpipe's own operators as the head of a pipeline, for those who must match an old deployment.
+"""Presets: torchpipe's own decode and resize operators at the start of a pipeline, to match an existing deployment.
 
-They decode and resize to a fixed size. Their pixels are their own: no antialiasing, JPEGs turned by EXIF on the CPU but
-not on the GPU, chroma upsampled another way on the GPU. A pipeline's own stages differ from them by up to 128 levels.
+They decode and resize to a fixed size. Their pixels differ from those of gpuflow's stages by up to 128 levels: they do
+not antialias, rotate JPEGs by EXIF on the CPU but not on the GPU, and upsample chroma differently on the GPU.
 
-A served model has them from torchpipe. Training on the CPU has the same pixels from OpenCV, bit for bit.
+A served model runs them in torchpipe. Training on the CPU gets the same pixels from OpenCV, bit for bit.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpuflow.decode.codecs import MAX_SCANS, check_scans, imdecode, probe
-from gpuflow.decode.libjpeg_turbo import find_library
+from gpuflow.decode.libjpeg_turbo import find_libjpeg_turbo
 from gpuflow.errors import BadSampleError
 from gpuflow.pipeline import stage as s
 
 __all__ = ["CANNOT_DECODE", "DAMAGED", "Preset", "is_preset_on_gpu"]
 
 CANNOT_DECODE = "the data is damaged, or of a format or size that torchpipe does not decode"
-"""The reason where torchpipe's operators, or OpenCV in their place, refuse the bytes."""
-DAMAGED = "the data is damaged; what torchpipe's decoder on the GPU makes of it would depend on other images"
+"""The reason of a bad sample that torchpipe's operators, or OpenCV in their place, cannot decode."""
+DAMAGED = "the data is damaged; the pixels of torchpipe's GPU decoder would depend on images decoded before"
 
 _UNKNOWN = ((8, b"WEBP", "WebP"), (4, b"ftyp", "AVIF"))
-"""What torchpipe's build of OpenCV does not decode: (offset, four bytes there, name)."""
+"""Formats that torchpipe's build of OpenCV does not decode: (offset, four bytes at it, name)."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Preset(s.Decoder):
-    """Encoded bytes to an image of height x width.
+    """Decode to an image of height x width with torchpipe's operators.
 
     name: `torchpipe_cpu` (DecodeMat, ResizeMat, CvtColorMat) gives uint8; `torchpipe_gpu` (DecodeTensor, ResizeTensor,
-    CvtColorTensor; DecodeMat where DecodeTensor refuses) gives float32 levels of 0-255 that are not rounded.
+    CvtColorTensor; DecodeMat for files that DecodeTensor refuses) gives float32 levels of 0-255 that are not rounded.
     """
 
     stage_name: ClassVar[str] = "preset"
@@ -52,7 +52,7 @@ class Preset(s.Decoder):
 
     @property
     def device(self) -> str:
-        """Where its operators run: `cpu` or `cuda`."""
+        """The device that its operators run on: `cpu` or `cuda`."""
         return "cpu" if self.name == "torchpipe_cpu" else "cuda"
 
     def output(self, spec: s.ImageSpec) -> s.ImageSpec:
@@ -65,8 +65,9 @@ class Preset(s.Decoder):
         return "torchpipe's DecodeTensor and ResizeTensor"
 
     def decode(self, data: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """As `torchpipe_cpu`: DecodeMat is OpenCV's imdecode, which turns by EXIF; ResizeMat its bilinear resize."""
-        assert self.name == "torchpipe_cpu", "the GPU's operators run in torchpipe alone"
+        """Decode as `torchpipe_cpu` does: DecodeMat is OpenCV's imdecode, which applies EXIF rotation; ResizeMat is
+        OpenCV's bilinear resize."""
+        assert self.name == "torchpipe_cpu", "the GPU operators run only in torchpipe"
         self.check(data)
         image = imdecode(data, cv2.IMREAD_COLOR)
         if image is None:
@@ -77,14 +78,14 @@ class Preset(s.Decoder):
         return resized
 
     def check(self, data: NDArray[np.uint8]) -> None:
-        """What is checked before torchpipe's operators, or OpenCV in their place, get encoded bytes [n].
+        """Check encoded bytes [n] before torchpipe's operators, or OpenCV in their place, decode them.
 
-        Before its decoder on the GPU also a JPEG's header, size and end, which OpenCV looks at by itself, and whether
-        libjpeg-turbo, where it is installed, decodes it without a complaint: what that decoder makes of a damaged JPEG
-        depends on what it decoded before.
+        For the GPU decoder, this also checks a JPEG's header, size and end marker, which OpenCV checks itself, and that
+        libjpeg-turbo, if installed, decodes the JPEG without an error or a warning: the GPU decoder's pixels for a
+        damaged JPEG depend on images that it decoded before.
 
         Raises:
-            BadSampleError: they do not decode these bytes, or would need too much time or memory for them.
+            BadSampleError: the operators cannot decode these bytes, or would need too much time or memory.
         """
         if len(data) == 0:
             raise BadSampleError(self.stage_name, "empty: the file has no bytes")
@@ -93,26 +94,27 @@ class Preset(s.Decoder):
                 raise BadSampleError(self.stage_name, f"{form} is not supported: torchpipe does not decode it")
         check_scans(data)
         if self.device == "cuda" and data[:2].tobytes() == b"\xff\xd8":
-            header, library = probe(data, max_pixels=self.max_pixels), find_library()
+            header, library = probe(data, max_pixels=self.max_pixels), find_libjpeg_turbo()
             if library is not None and header.channels in (1, 3) and not library.accepts(data, header.size):
                 raise BadSampleError(self.stage_name, DAMAGED)
 
     def refuses(self, stage: s.Stage, *, serving: bool) -> str | None:
-        """Why a stage cannot follow, in words; None where it can.
+        """A text that says why a stage cannot follow this preset; None if it can.
 
-        What is served passes through torchpipe's graph in batches, where modules run. What is trained on a GPU comes
-        out of that graph; then pixels may still be picked, which pointwise modules before do not mind.
+        In serving, images pass through torchpipe's graph in batches, where only modules run. In training on a GPU, the
+        images come from that graph. Crops and flips may still follow there: they give the same pixels before and after
+        pointwise modules.
         """
         if serving:
-            known = stage.module() is not None
-            return None if known else "cannot follow a preset, after which only stages such as normalize may come"
-        picks = isinstance(stage, s.Geometry) and not stage.resizes and not stage.pads
-        maps = isinstance(stage, s.Pointwise) and stage.module() is not None
-        if self.device == "cpu" or picks or maps:
+            has_module = stage.module() is not None
+            return None if has_module else "cannot follow a preset, after which only stages such as normalize may come"
+        selects_pixels = isinstance(stage, s.Geometry) and not stage.resizes and not stage.pads
+        has_module = isinstance(stage, s.Pointwise) and stage.module() is not None
+        if self.device == "cpu" or selects_pixels or has_module:
             return None
         return f"cannot follow {self.name}, after which only flips, crops that do not pad and normalize may come"
 
 
 def is_preset_on_gpu(decoder: s.Decoder) -> TypeGuard[Preset]:
-    """Whether it runs on a GPU or nowhere."""
+    """Whether a decoder is a preset that runs only on a GPU."""
     return isinstance(decoder, Preset) and decoder.device == "cuda"

@@ -1,6 +1,7 @@
-"""A small image that every sound decoder decodes. Where a decoder is in doubt, it decodes this one.
+"""The test image that shows whether a decoder still works.
 
-A baseline JPEG of 64x48 pixels, 4:2:0, with waves and an edge.
+It is a baseline JPEG of 64x48 pixels, 4:2:0, with waves and an edge. A decoder that refuses many files in a row is
+tested on it.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ _SHA256 = {
     "rgb": "cf80df5c29c7dea96ad42b339d81b42ab150e485abd6e49dae5b0cb0244f383c",
     "gray": "052fc57fb2fd284873a1822d6e02823e408bd6ee368b49756671aacf1f8ca708",
 }
-"""Of the pixels that libjpeg-turbo gives."""
+"""SHA-256 of the pixels that libjpeg-turbo gives."""
 
 
 def is_right(image: NDArray[np.uint8] | None, color: str) -> bool:
-    """Whether this is what a CPU decodes of JPEG, uint8 [HEIGHT, WIDTH, C]."""
+    """Whether an image equals the CPU decoders' pixels of JPEG, uint8 [HEIGHT, WIDTH, C]."""
     if image is None or image.shape[:2] != (HEIGHT, WIDTH):
         return False
     ordered = np.ascontiguousarray(image[..., ::-1] if color == "bgr" else image)
@@ -45,14 +46,14 @@ def is_right(image: NDArray[np.uint8] | None, color: str) -> bool:
 
 @cache
 def pixels(color: str) -> NDArray[np.uint8]:
-    """What OpenCV decodes of it: uint8 [HEIGHT, WIDTH, C]. `color`: rgb, bgr or gray."""
+    """OpenCV's pixels of the test image: uint8 [HEIGHT, WIDTH, C]. `color`: rgb, bgr or gray."""
     flags = {"rgb": cv2.IMREAD_COLOR_RGB, "bgr": cv2.IMREAD_COLOR_BGR, "gray": cv2.IMREAD_GRAYSCALE}
     image = np.asarray(cv2.imdecode(JPEG, flags[color]), np.uint8)
     return image.reshape(HEIGHT, WIDTH, -1)
 
 
 def cut_off() -> NDArray[np.uint8]:
-    """The same file with half of its data: its lower part is missing, though its end marker is there."""
+    """The test image with half of its data removed: its lower part is missing, but it has an end marker."""
     data = JPEG.tobytes()
     scan = data.index(b"\xff\xda")
     return np.frombuffer(data[: (scan + len(data)) // 2] + b"\xff\xd9", np.uint8)

@@ -1,4 +1,4 @@
-"""Blank JPEG files in memory that a GPU's decoder reads from, one for each size and chroma sampling."""
+"""Caches blank JPEG files in pinned memory for the GPU's decoder, one for each size and chroma sampling."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ import torch
 from numpy.typing import NDArray
 
 from gpuflow.decode.blank_images import blank_jpeg
-from gpuflow.execute.device_stream import Delivery
+from gpuflow.execute.device_stream import DeviceStream
 
-__all__ = ["Blanks"]
+__all__ = ["BlankFiles"]
 
-_MOST_KEPT = 4096
+_MAX_FILES = 4096
 
 
-class Blanks:
-    """Blank files in memory that the delivery's GPU copies from, kept by size. For one thread."""
+class BlankFiles:
+    """Blank JPEG files in pinned memory, cached by size and sampling. Not thread-safe."""
 
-    def __init__(self, delivery: Delivery) -> None:
-        self._delivery = delivery
+    def __init__(self, device_stream: DeviceStream) -> None:
+        self._device_stream = device_stream
         self._files: dict[tuple[int, int, int], NDArray[np.uint8]] = {}
 
     def files(self, frames: NDArray[np.int64]) -> tuple[NDArray[np.uint64], NDArray[np.uint64]]:
         """(addresses [M], lengths [M]) of blank JPEGs of these heights, widths and samplings, [M, 3]."""
-        if len(self._files) > _MOST_KEPT:
-            self._delivery.synchronize()  # until the GPU has read them
+        if len(self._files) > _MAX_FILES:
+            self._device_stream.synchronize()  # the GPU may still be reading them
             self._files.clear()
         found = [self._file(*frame) for frame in frames.tolist()]
         return np.array([x.ctypes.data for x in found], np.uint64), np.array([len(x) for x in found], np.uint64)
@@ -33,6 +33,6 @@ class Blanks:
         key = height, width, sampling
         if key not in self._files:
             data = np.frombuffer(blank_jpeg(*key), np.uint8)
-            self._files[key] = memory = self._delivery.pinned([len(data)], torch.uint8).numpy()
+            self._files[key] = memory = self._device_stream.pinned([len(data)], torch.uint8).numpy()
             memory[:] = data
         return self._files[key]

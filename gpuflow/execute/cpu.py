@@ -1,6 +1,6 @@
-"""Runs a program on the CPU, one image at a time: the reference that every other lowering is measured against.
+"""Runs a program on the CPU, one image at a time: the reference for every other lowering.
 
-Training and serving call this very code, so on a CPU they are equal bit for bit.
+Training and serving both call this code, so on a CPU their results are equal bit for bit.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from gpuflow.decode.codecs import CpuDecoder, Header, probe
 from gpuflow.errors import BadSampleError
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.image_spec import STORAGE, as_batch
-from gpuflow.pipeline.program import Call, Map, Program, Sample, Sampling
+from gpuflow.pipeline.program import OpaqueStep, PointwiseStep, Program, Sampling, SamplingStep
 
 __all__ = [
     "CpuRunner",
@@ -32,7 +32,8 @@ def resample(
 ) -> NDArray[np.uint8]:
     """Resample a uint8 HWC image to size = (height, width) into `out`, as torchvision v2 does on uint8 tensors.
 
-    The operators are the ones that torchvision calls, writing in place: fixed-point weights rounded to uint8.
+    It calls the same operators as torchvision, with their results written in place: fixed-point weights, rounded to
+    uint8.
     """
     height, width = size
     if image.shape[:2] == (height, width):
@@ -53,7 +54,7 @@ def resample(
 
 
 class _Moves:
-    """One sampling's moves as plain integers, a row a sample."""
+    """One sampling as lists of Python integers, with one row per sample."""
 
     def __init__(self, sampling: Sampling) -> None:
         self.sampling = sampling
@@ -61,8 +62,8 @@ class _Moves:
         self.shown, self.windows = sampling.shown.tolist(), sampling.window.tolist()
         self.mirrors, self.flips = sampling.mirrors.tolist(), sampling.flips.tolist()
 
-    def complain(self, i: int) -> None:
-        """Raise BadSampleError if a crop asks for more than sample i has."""
+    def check_crops(self, i: int) -> None:
+        """Raise BadSampleError if a crop is larger than sample i."""
         for stage, misfits, sizes in self.sampling.misfits:
             if misfits[i]:
                 height, width = sizes[i].tolist()
@@ -72,7 +73,7 @@ class _Moves:
 
 
 class CpuRunner:
-    """Runs a program's steps. Holds scratch memory: one runner a thread."""
+    """Runs a program's steps. It owns scratch memory, so each thread needs its own runner."""
 
     def __init__(self, program: Program) -> None:
         self._program = program
@@ -80,22 +81,22 @@ class CpuRunner:
         self._scratch: dict[tuple[Any, ...], NDArray[Any]] = {}
 
     def check(self) -> None:
-        """Decode gpuflow's own test image. Raises DecoderError where that fails."""
+        """Decode gpuflow's own test image. Raises DecoderError if that fails."""
         if self._program.decoder.library is None:
             self._decoder.check()
 
     def run(
         self, samples: Sequence[NDArray[np.uint8]], keys: s.Keys, slots: NDArray[Any]
     ) -> list[BadSampleError | None]:
-        """Turn encoded images into pixels.
+        """Decode N samples and run all steps on them.
 
         Args:
             samples: the encoded bytes of each sample, uint8 [n_i].
-            keys: their keys (N = len(samples)).
-            slots: where the results go: [N, *slot_shape(program.result)] in the storage dtype.
+            keys: the samples' random keys (N = len(samples)).
+            slots: receives the results: [N, *slot_shape(program.result)] in the storage dtype.
 
         Returns:
-            For each sample None, or why it is bad; then its slot holds nothing of use.
+            For each sample None, or why it is bad; the content of a bad sample's slot is undefined.
         """
         faults: list[BadSampleError | None] = [None] * len(samples)
         headers: list[Header | None] = [None] * len(samples)
@@ -121,13 +122,13 @@ class CpuRunner:
         return faults
 
     def _draw(self, keys: s.Keys, height: s.Ints, width: s.Ints) -> list[Any]:
-        """What each step draws for all samples; None from the first sampling on whose image sizes are not yet known."""
+        """Each step's random parameters for all samples; None for samplings whose input sizes are not known yet."""
         drawn: list[Any] = []
         known = True
         for step in self._program.steps:
-            if not isinstance(step, Sample):
+            if not isinstance(step, SamplingStep):
                 drawn.append(step.draw(keys))
-                known = known and isinstance(step, Map)
+                known = known and isinstance(step, PointwiseStep)
             elif known:
                 moves = _Moves(step.draw(keys, height, width))
                 height, width = moves.sampling.window[:, 2], moves.sampling.window[:, 3]
@@ -146,24 +147,24 @@ class CpuRunner:
         slot: NDArray[Any],
     ) -> None:
         steps = self._program.steps
-        first = drawn[0] if steps and isinstance(steps[0], Sample) else None
+        first = drawn[0] if steps and isinstance(steps[0], SamplingStep) else None
         if first is not None:
-            first.complain(i)
+            first.check_crops(i)
         if header is None:
             image, (top, left) = self._program.decoder.decode(data), (0, 0)
         else:
             image, (top, left) = self._decoder.decode(data, header, tuple(first.boxes[i]) if first else None)
         for n, (step, draw) in enumerate(zip(steps, drawn, strict=True)):
             out = slot if n == len(steps) - 1 else None
-            if isinstance(step, Sample):
+            if isinstance(step, SamplingStep):
                 row = i
                 if draw is None:
                     draw, row = _Moves(step.draw(keys[i], *np.array(image.shape[:2])[:, None])), 0
                 if draw is not first:
-                    draw.complain(row)
+                    draw.check_crops(row)
                 image = self._sample(image, draw, row, top, left, out, n)
                 top = left = 0
-            elif isinstance(step, Map):
+            elif isinstance(step, PointwiseStep):
                 image = step.stage.apply(image, draw[i], out)
             else:
                 image = call_opaque(step, image, int(draw[i]))
@@ -173,32 +174,32 @@ class CpuRunner:
     def _sample(
         self, image: NDArray[np.uint8], moves: _Moves, i: int, top: int, left: int, out: NDArray[Any] | None, n: int
     ) -> NDArray[np.uint8]:
-        """One sampling of an image that begins at (top, left) of what the moves speak of."""
+        """Run one sampling. `image` is the region of the upright image that begins at (top, left)."""
         (y, x, height, width), grid = moves.boxes[i], moves.grids[i]
         shown, window = moves.shown[i], moves.windows[i]
         box = image[y - top : y - top + height, x - left : x - left + width]
         if any(moves.mirrors[i]):
-            box = _mirror(box, moves.mirrors[i], self._room("mirrored", n, box.shape))
+            box = _mirror(box, moves.mirrors[i], self._buffer("mirrored", n, box.shape))
         filters = moves.sampling.interpolation, moves.sampling.antialias
         channels = image.shape[2]
         flipped = any(moves.flips[i])
-        last = [out if out is not None else self._room("sampled", n, (window[2], window[3], channels))]
+        last = [out if out is not None else self._buffer("sampled", n, (window[2], window[3], channels))]
         if flipped:
-            last.append(self._room("flipped", n, (window[2], window[3], channels)))
+            last.append(self._buffer("flipped", n, (window[2], window[3], channels)))
         if window == shown == [0, 0, *grid]:
             kept = resample(box, grid, *filters, last[-1])
         else:
             resized = box
             if grid != [height, width]:
-                resized = self._room("grid", n, (*grid, channels))
+                resized = self._buffer("grid", n, (*grid, channels))
                 resample(box, grid, *filters, resized)
             kept = _cut(resized, shown, window, last[-1])
         if flipped:
             _mirror(kept, moves.flips[i], last[0])
         return last[0]
 
-    def _room(self, name: str, n: int, shape: tuple[int, ...]) -> NDArray[np.uint8]:
-        """Scratch of this shape for step n, kept for the next image where the shape is the same."""
+    def _buffer(self, name: str, n: int, shape: tuple[int, ...]) -> NDArray[np.uint8]:
+        """Scratch memory of this shape for step n, reused by the next image of the same shape."""
         held = self._scratch.get((name, n))
         if held is None or held.shape != shape:
             held = self._scratch[name, n] = np.empty(shape, np.uint8)
@@ -206,7 +207,7 @@ class CpuRunner:
 
 
 class CpuRunners:
-    """Runs a program's steps on any thread: each call has a runner to itself."""
+    """A pool of runners: any thread may call `run`, and each call uses a runner that no other call uses."""
 
     def __init__(self, program: Program) -> None:
         self._program, self._idle = program, list[CpuRunner]()
@@ -214,38 +215,38 @@ class CpuRunners:
     def run(
         self, samples: Sequence[NDArray[np.uint8]], keys: s.Keys, slots: NDArray[Any]
     ) -> list[BadSampleError | None]:
-        """As `CpuRunner.run`."""
-        runner = self._take()
+        """See `CpuRunner.run`."""
+        runner = self._acquire()
         faults = runner.run(samples, keys, slots)
         self._idle.append(runner)
         return faults
 
     def check(self) -> None:
-        """Have each idle runner, or a new one, decode gpuflow's own test image. Raises DecoderError where one fails."""
-        for runner in [self._take() for _ in range(max(1, len(self._idle)))]:
+        """Decode gpuflow's own test image with each idle runner, or a new one. Raises DecoderError if one fails."""
+        for runner in [self._acquire() for _ in range(max(1, len(self._idle)))]:
             runner.check()
             self._idle.append(runner)
 
-    def _take(self) -> CpuRunner:
+    def _acquire(self) -> CpuRunner:
         try:
             return self._idle.pop()
         except IndexError:
             return CpuRunner(self._program)
 
     def clear(self) -> None:
-        """Let go of their memory."""
+        """Free the memory of idle runners."""
         self._idle.clear()
 
 
-def call_opaque(step: Call, image: NDArray[Any], seed: int) -> NDArray[Any]:
-    """Run an opaque stage on one image, held as its specs before and after say."""
+def call_opaque(step: OpaqueStep, image: NDArray[Any], seed: int) -> NDArray[Any]:
+    """Run an opaque stage on one image. `step.before` and `step.after` say how the images lie in memory."""
     result = step.stage.apply(as_batch(image[None], step.before)[0], seed)
     result = (result if step.after.layout == "nchw" else result.permute(1, 2, 0)).contiguous()
     return (result.view(torch.uint16) if STORAGE[step.after.dtype] is np.uint16 else result).numpy()
 
 
 def _mirror(image: NDArray[np.uint8], flips: Sequence[bool], out: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """The image mirrored top-bottom, left-right (one of them at least) into `out`."""
+    """Mirror an image top-bottom, left-right, or both, into `out`. At least one of the two flips must be set."""
     vertical, horizontal = flips
     cv2.flip(image, -1 if vertical and horizontal else 0 if vertical else 1, dst=out)
     return out
@@ -254,7 +255,7 @@ def _mirror(image: NDArray[np.uint8], flips: Sequence[bool], out: NDArray[np.uin
 def _cut(
     image: NDArray[np.uint8], shown: Sequence[int], window: Sequence[int], out: NDArray[np.uint8]
 ) -> NDArray[np.uint8]:
-    """The window (y, x, height, width) of an image, black outside the box that is shown of it, into `out`."""
+    """Copy the window (y, x, height, width) of an image into `out`. Pixels outside the box `shown` are black."""
     (y, x, height, width), (top, left, rows, columns) = window, shown
     y0, x0 = max(y, top), max(x, left)
     y1, x1 = max(min(y + height, top + rows), y0), max(min(x + width, left + columns), x0)

@@ -1,4 +1,4 @@
-"""Device memory that decoded images pass through on their way into a batch."""
+"""Buffers in device memory that hold decoded images until the kernels have read them."""
 
 from __future__ import annotations
 
@@ -8,60 +8,61 @@ from contextlib import contextmanager, suppress
 
 import torch
 
-from gpuflow.execute.device_stream import Delivery
+from gpuflow.execute.device_stream import DeviceStream
 
 __all__ = ["BUFFERS", "DecodeBuffers"]
 
 BUFFERS = 3
-"""Decode buffers at most, one for each thread that launches."""
+"""The largest number of decode buffers, one for each thread that launches chunks."""
 
-_BLOCK, _WASTE, _TAKE_SECONDS = 1 << 20, 4, 60.0
+_BLOCK, _WASTE, _ACQUIRE_SECONDS = 1 << 20, 4, 60.0
 
 
 class DecodeBuffers:
-    """Device memory that decoded images pass through: one is decoded into while another is read.
+    """A pool of device buffers for decoded images: nvJPEG writes one while kernels read another.
 
-    nvJPEG writes from streams of its own, which do not wait for what is queued on the caller's. So `lend` waits, on the
-    host, until the GPU has read what the buffer held before. As many threads may be in `lend` as there are buffers.
+    nvJPEG writes from streams of its own, which do not wait for work queued on the caller's stream. So `acquire` blocks
+    the host until the GPU has read the buffer's previous contents. At most as many threads as there are buffers may
+    hold one at a time.
 
     Args:
-        count: buffers that take turns, until `more` allows further ones.
+        count: the number of buffers, until `grow` adds more.
     """
 
-    def __init__(self, delivery: Delivery, count: int = BUFFERS) -> None:
-        self._delivery = delivery
+    def __init__(self, device_stream: DeviceStream, count: int = BUFFERS) -> None:
+        self._device_stream = device_stream
         self._free: queue.SimpleQueue[tuple[torch.Tensor | None, torch.cuda.Event | None]] = queue.SimpleQueue()
         self._spare: queue.SimpleQueue[tuple[None, None]] = queue.SimpleQueue()
         for place in range(BUFFERS):
             (self._free if place < count else self._spare).put((None, None))
 
-    def more(self) -> None:
-        """Allow one more, if there are not BUFFERS yet."""
+    def grow(self) -> None:
+        """Add one buffer, up to BUFFERS."""
         with suppress(queue.Empty):
             self._free.put(self._spare.get_nowait())
 
     @contextmanager
-    def lend(self, size: int) -> Iterator[torch.Tensor]:
-        """A uint8 buffer of `size` bytes or more. What is queued when the block ends is the last to read it."""
-        buffer = self._take(size)
+    def acquire(self, size: int) -> Iterator[torch.Tensor]:
+        """A uint8 buffer of at least `size` bytes. Work that reads it must be queued before the block ends."""
+        buffer = self._free_buffer(size)
         try:
             yield buffer
         finally:
-            self._free.put((buffer, self._delivery.mark(wait=True)))
+            self._free.put((buffer, self._device_stream.record_event(blocking=True)))
 
-    def _take(self, size: int) -> torch.Tensor:
-        """A free buffer; one that is too small, or grew for a huge image, is exchanged."""
-        buffer, read = self._free.get(timeout=_TAKE_SECONDS)
+    def _free_buffer(self, size: int) -> torch.Tensor:
+        """A free buffer. One that is too small, or far too large after a huge image, is replaced."""
+        buffer, read = self._free.get(timeout=_ACQUIRE_SECONDS)
         if read is not None:
             read.synchronize()
         need = -(-size // _BLOCK) * _BLOCK
         if buffer is None or len(buffer) < size or len(buffer) > _WASTE * need:
-            buffer = None  # gives the old one back before there is a new one
+            buffer = None  # frees the old memory before the new memory is allocated
             try:
-                with self._delivery.queued():
-                    buffer = torch.empty(need + need // 16, dtype=torch.uint8, device=self._delivery.device)
+                with self._device_stream.queued():
+                    buffer = torch.empty(need + need // 16, dtype=torch.uint8, device=self._device_stream.device)
             except torch.OutOfMemoryError:
                 self._free.put((None, None))
                 raise
-            self._delivery.synchronize()  # the memory may be another's, read by what is still queued
+            self._device_stream.synchronize()  # work still queued may read this memory under its previous owner
         return buffer

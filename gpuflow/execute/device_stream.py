@@ -1,4 +1,4 @@
-"""The way onto a GPU: a loader's one stream, what the GPU may still be reading of it, and what runs chunks there."""
+"""A loader's CUDA stream, the memory that work on it still needs, and the protocol of what runs chunks on it."""
 
 from __future__ import annotations
 
@@ -20,62 +20,62 @@ if TYPE_CHECKING:
     from gpuflow.pipeline.stage import ImageSpec, Keys
     from gpuflow.sources import Payload
 
-__all__ = ["ChunkRunner", "Delivery", "slots_on", "starved"]
+__all__ = ["ChunkRunner", "DeviceStream", "allocate_slots", "gpu_is_idle"]
 
 _ALIGN = 16
 
 
-class Delivery:
-    """One loader's stream. It has the lowest priority, so that a training step comes first where they compete.
+class DeviceStream:
+    """A loader's CUDA stream. It has the lowest priority: a training step that competes for the GPU runs first.
 
-    Nothing here waits for the GPU but `synchronize` and `close`. Any thread may call any method.
+    Only `synchronize` and `close` wait for the GPU. Any thread may call any method.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device, priority=0)  # type: ignore[no-untyped-call]
         self.device = self.stream.device
-        self._kept: deque[tuple[torch.cuda.Event, NDArray[Any], Callable[[NDArray[Any]], None] | None]] = deque()
+        self._retained: deque[tuple[torch.cuda.Event, NDArray[Any], Callable[[NDArray[Any]], None] | None]] = deque()
         self._lock = threading.Lock()
 
     @contextmanager
     def queued(self) -> Iterator[None]:
-        """What the block does on the device is queued on the stream, and leaves no trace on another GPU."""
+        """Makes this stream and its device current, so that the block's device work is queued here and nowhere else."""
         with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
             yield
 
-    def mark(self, *, wait: bool = False) -> torch.cuda.Event:
-        """An event behind everything queued so far. wait: a thread that waits for it sleeps and does not spin."""
-        event = torch.cuda.Event(blocking=wait)  # type: ignore[no-untyped-call]
+    def record_event(self, *, blocking: bool = False) -> torch.cuda.Event:
+        """An event after all work queued so far. blocking: a thread that waits for the event sleeps, not spins."""
+        event = torch.cuda.Event(blocking=blocking)  # type: ignore[no-untyped-call]
         event.record(self.stream)
         return event
 
-    def keep(self, memory: NDArray[Any], give: Callable[[NDArray[Any]], None] | None = None) -> None:
-        """Hold on to memory until what is queued so far is through; then `give` gets it, at some later call of this."""
-        passed = []
+    def retain_until_done(self, memory: NDArray[Any], on_done: Callable[[NDArray[Any]], None] | None = None) -> None:
+        """Retain memory until all work queued so far is done; a later call of this method then calls `on_done`."""
+        done = []
         with self._lock:
-            self._kept.append((self.mark(), memory, give))
-            while self._kept and self._kept[0][0].query():  # type: ignore[no-untyped-call]
-                passed.append(self._kept.popleft())
-        for _, memory, give in passed:
-            if give is not None:
-                give(memory)
+            self._retained.append((self.record_event(), memory, on_done))
+            while self._retained and self._retained[0][0].query():  # type: ignore[no-untyped-call]
+                done.append(self._retained.popleft())
+        for _, memory, on_done in done:
+            if on_done is not None:
+                on_done(memory)
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Host memory that the GPU copies from directly. torch keeps it until copies that it began are through."""
+        """Pinned host memory, which the GPU copies from directly. torch keeps it until copies begun by torch end."""
         return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
 
     def send(self, host: torch.Tensor) -> torch.Tensor:
-        """A copy on the device, which holds it once the stream has passed; of pinned memory without a wait."""
+        """Queue a copy to the device and return it; copying from pinned memory does not block the host."""
         with self.queued():
             return host.to(self.device, non_blocking=True)
 
-    def fill(self, there: torch.Tensor, host: torch.Tensor) -> None:
-        """Queue a copy into memory on the device, of the same shape and strides; of pinned memory without a wait."""
+    def copy_into(self, target: torch.Tensor, host: torch.Tensor) -> None:
+        """Queue a copy into device memory of the same shape and strides; from pinned memory it does not block."""
         with self.queued():
-            there.copy_(host, non_blocking=True)
+            target.copy_(host, non_blocking=True)
 
     def send_all(self, arrays: Sequence[NDArray[Any]]) -> list[torch.Tensor]:
-        """Copies of small arrays on the device, in one transfer: each a tensor of its dtype and shape."""
+        """Copy small arrays to the device in one transfer: for each array a tensor of its dtype and shape."""
         arrays = [np.array(array, order="C") for array in arrays]
         starts = np.cumsum([0, *(-(-array.nbytes // _ALIGN) * _ALIGN for array in arrays)]).tolist()
         host = self.pinned([starts.pop()], torch.uint8)
@@ -83,43 +83,44 @@ class Delivery:
         for start, array in zip(starts, arrays, strict=True):
             host.numpy()[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
             views.append((start, array.nbytes, torch.from_numpy(array).dtype, array.shape))
-        there = self.send(host)
-        return [there[start : start + size].view(dtype).view(shape) for start, size, dtype, shape in views]
+        sent = self.send(host)
+        return [sent[start : start + size].view(dtype).view(shape) for start, size, dtype, shape in views]
 
-    def branch(self) -> torch.cuda.Stream:
-        """A stream beside this one, of the same priority."""
+    def new_stream(self) -> torch.cuda.Stream:
+        """Another stream on the same device, with the same priority."""
         return torch.cuda.Stream(self.device, priority=0)  # type: ignore[no-untyped-call]
 
-    def join(self, branch: torch.cuda.Stream) -> None:
-        """What is queued from now on begins when the branch has done what it was given so far."""
-        if branch is not self.stream:
-            self.stream.wait_stream(branch)
+    def wait_stream(self, other: torch.cuda.Stream) -> None:
+        """Work queued from now on begins once the other stream has finished what was queued there so far."""
+        if other is not self.stream:
+            self.stream.wait_stream(other)
 
     def synchronize(self) -> None:
-        """Wait, on the host, until the GPU has done what is queued."""
+        """Block the host until the GPU has finished all queued work."""
         self.stream.synchronize()
 
     def close(self) -> None:
-        """Wait until the GPU has read all that it was given, and let go of it."""
+        """Wait until all queued work is done, then release the retained memory."""
         self.synchronize()
         with self._lock:
-            self._kept.clear()
+            self._retained.clear()
 
 
-def slots_on(delivery: Delivery, count: int, spec: ImageSpec) -> torch.Tensor:
-    """Memory on the device for so many images: [count, C, H, W] in the spec's dtype and memory format."""
-    with delivery.queued():
-        memory = torch.empty((count, *slot_shape(spec)), dtype=getattr(torch, spec.dtype), device=delivery.device)
+def allocate_slots(device_stream: DeviceStream, count: int, spec: ImageSpec) -> torch.Tensor:
+    """Allocate device memory for `count` images: [count, C, H, W] in the spec's dtype and memory format."""
+    with device_stream.queued():
+        memory = torch.empty((count, *slot_shape(spec)), dtype=getattr(torch, spec.dtype), device=device_stream.device)
     return memory if spec.layout == "nchw" else memory.permute(0, 3, 1, 2)
 
 
-def starved(consumer: torch.cuda.Stream, last: tuple[torch.cuda.Event, torch.cuda.Event] | None) -> bool:
-    """Whether the consumer's stream has done all that it was asked to, or waits for the batch that it was given last.
+def gpu_is_idle(consumer: torch.cuda.Stream, last: tuple[torch.cuda.Event, torch.cuda.Event] | None) -> bool:
+    """Whether the consumer's stream has nothing left to do, or only waits for the last batch that it received.
 
-    A training step queues its work ahead of the GPU. That it asks for a batch does not say that the GPU needs it yet.
+    A training step queues its work ahead of the GPU. So a request for a batch does not mean that the GPU needs it yet.
 
     Args:
-        last: of that batch, an event behind what the consumer had queued before, and one behind what the loader had.
+        last: two events recorded when the last batch was handed over: one after the consumer's work queued before it,
+            one after the loader's work on it. None before the first batch.
     """
     if consumer.query():
         return True
@@ -127,34 +128,34 @@ def starved(consumer: torch.cuda.Stream, last: tuple[torch.cuda.Event, torch.cud
 
 
 class ChunkRunner(Protocol):
-    """What runs chunks on a delivery's device in the CPU's place. Any thread may call any method.
+    """Runs chunks on the device of a `DeviceStream`. Any thread may call any method.
 
-    engine_images, cpu_images: how many images were decoded there, and how many the CPU had to.
+    engine_images, cpu_images: how many images were decoded on the device, and how many on the CPU instead.
     """
 
     engine_images: int
     cpu_images: int
 
-    def hurry(self, on: bool) -> None:
-        """Whether the device has nothing to do without the next batch: what would slow other work down does not now."""
+    def set_starved(self, starved: bool) -> None:
+        """Says whether the device idles until the next batch: then there is no other work that decoding could slow."""
 
     def check(self) -> None:
-        """Have it decode gpuflow's own test image. Raises DecoderError where that fails."""
+        """Decode gpuflow's own test image. Raises DecoderError if that fails."""
 
     @property
     def prescan(self) -> Prescan | None:
-        """What a worker that reads may find out of a payload before `prepare` gets it; None for nothing."""
+        """A function that a reading worker calls on a payload to save work in `prepare`; None if there is none."""
 
     def prepare(self, payload: Payload, keys: Keys, indices: Sequence[int] | None = None) -> Any:
-        """All of a chunk that can be done before it has its slots. The payload's memory stays until it is launched.
+        """Do all work on a chunk that needs no slots. The payload's memory must stay valid until it is launched.
 
-        indices: which samples of the source it holds, where it holds such.
+        indices: the indices in the source of the chunk's samples, or None if they are not from a source.
         """
 
     def slots(self, count: int) -> torch.Tensor:
-        """Memory on the device for so many results: [count, C, H, W] in the result's dtype and memory format."""
+        """Allocate device memory for `count` results: [count, C, H, W] in the result's dtype and memory format."""
         ...
 
     def launch(self, chunk: Any, slots: torch.Tensor) -> list[BadSampleError | None]:
-        """Queue what fills a prepared chunk's slots; returns for each sample None, or why it is bad."""
+        """Queue the work that fills a prepared chunk's slots; returns for each sample None, or why it is bad."""
         ...

@@ -1,4 +1,4 @@
-"""Which of a GPU's decoders runs a program: its JPEG engines, CUDA kernels, or none, and why."""
+"""Selects the GPU decoder that runs a program: JPEG engines, CUDA kernels, or none, with the reason."""
 
 from __future__ import annotations
 
@@ -7,37 +7,38 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from gpuflow.decode.nvjpeg import BACKENDS, Library, NvjpegError, find_library
+from gpuflow.decode.nvjpeg import BACKENDS, NvjpegError, NvjpegLibrary, find_nvjpeg
 from gpuflow.errors import MissingExtra
 from gpuflow.execute.decode_buffers import BUFFERS
 from gpuflow.pipeline.program import Program
 
 if TYPE_CHECKING:
-    from gpuflow.execute.device_stream import ChunkRunner, Delivery
+    from gpuflow.execute.device_stream import ChunkRunner, DeviceStream
     from gpuflow.execute.gpu import Pass
 
-__all__ = ["CPU_ASKED_FOR", "DECODE_BYTES", "Placement", "means_on_gpu", "on_gpu"]
+__all__ = ["CPU_ASKED_FOR", "DECODE_BYTES", "Placement", "gpu_passes_and_library", "place_on_gpu"]
 
 DECODE_BYTES = 1 << 29
-"""Decoded pixels that one buffer holds at most, unless run.memory_limit asks for less."""
+"""The largest size of one buffer for decoded pixels, in bytes, unless run.memory_limit asks for less."""
 
 CPU_ASKED_FOR = "its decode.backend is cpu"
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """delivery: to the GPU that batches are for, or None. gpu: what decodes there, or None.
+    """Where a program runs.
 
-    reason: in words, what decodes, or why the CPU does.
+    device_stream: the stream of the GPU that batches go to, or None. gpu: the runner that decodes there, or None.
+    reason: a text that says what decodes, or why the CPU does.
     """
 
-    delivery: Delivery | None
+    device_stream: DeviceStream | None
     gpu: ChunkRunner | None
     reason: str
 
 
-def means_on_gpu(program: Program) -> tuple[tuple[Pass, ...], Library] | str:
-    """What a GPU decodes a program with, or in words why none does. The GPU itself is not asked."""
+def gpu_passes_and_library(program: Program) -> tuple[tuple[Pass, ...], NvjpegLibrary] | str:
+    """The passes and the library to run a program on a GPU, or a text that says why no GPU can. Opens no GPU."""
     if program.decoder.backend == "cpu":
         return CPU_ASKED_FOR
     from gpuflow.execute.gpu import passes_of  # Triton, which CPU builds of torch lack
@@ -46,31 +47,34 @@ def means_on_gpu(program: Program) -> tuple[tuple[Pass, ...], Library] | str:
     if isinstance(passes, str):
         return passes
     try:
-        return passes, find_library()
+        return passes, find_nvjpeg()
     except MissingExtra as error:
         return str(error)
 
 
-def on_gpu(
-    program: Program, delivery: Delivery, decode_bytes: int = DECODE_BYTES, *, buffers: int = BUFFERS
+def place_on_gpu(
+    program: Program, device_stream: DeviceStream, decode_bytes: int = DECODE_BYTES, *, buffers: int = BUFFERS
 ) -> Placement:
-    """What decodes a program on the delivery's GPU, engines or kernels, see `GpuRunner`, or why nothing does."""
-    means = means_on_gpu(program)
-    if isinstance(means, str):
-        return Placement(delivery, None, means)
+    """Create the runner for a program on the stream's GPU, on engines or kernels; or say why none can run it.
+
+    decode_bytes, buffers: see `GpuRunner`.
+    """
+    found = gpu_passes_and_library(program)
+    if isinstance(found, str):
+        return Placement(device_stream, None, found)
     from gpuflow.execute.gpu import GpuRunner
 
-    passes, library = means
+    passes, library = found
     refusals = []
-    for backend, what in BACKENDS.items():
+    for backend, description in BACKENDS.items():
         try:
             gpu = GpuRunner(
-                program, passes, delivery, library, backend=backend, decode_bytes=decode_bytes, buffers=buffers
+                program, passes, device_stream, library, backend=backend, decode_bytes=decode_bytes, buffers=buffers
             )
         except NvjpegError as error:
-            refusals.append(f"{what}: {error}")
+            refusals.append(f"{description}: {error}")
             continue
-        where = f"{what} of {torch.cuda.get_device_name(delivery.device)} (libnvjpeg {library.version})"
+        where = f"{description} of {torch.cuda.get_device_name(device_stream.device)} (libnvjpeg {library.version})"
         because = f"; no {'; no '.join(refusals)}" if refusals else ""
-        return Placement(delivery, gpu, f"{where}, then {len(passes)} batched pass(es){because}")
-    return Placement(delivery, None, "; ".join(refusals))
+        return Placement(device_stream, gpu, f"{where}, then {len(passes)} batched pass(es){because}")
+    return Placement(device_stream, None, "; ".join(refusals))

@@ -1,7 +1,7 @@
-"""nvJPEG's decoders of one loader: at most one call at a time, or two while the consumer's GPU waits for a batch.
+"""A loader's nvJPEG decoders: limits concurrent nvJPEG calls to one, or two while the GPU waits for a batch.
 
-Two calls at once decode a fifth more images than one, but they cost a training step a sixth of its speed
-(measured in experiments/gpu_path/NOTES.md). So the second is allowed only while no step is running.
+Two concurrent calls decode a fifth more images than one, but they cost a training step a sixth of its speed
+(measured in experiments/gpu_path/NOTES.md). So a second call is allowed only while no step is running.
 """
 
 from __future__ import annotations
@@ -19,30 +19,32 @@ from numpy.typing import NDArray
 
 from gpuflow.decode import self_test
 from gpuflow.decode.blank_images import BLANK_COLOR, BLANK_LEVEL, interleave, round_up
-from gpuflow.decode.nvjpeg import Engines, Library, NvjpegError
+from gpuflow.decode.nvjpeg import BatchedDecoder, NvjpegError, NvjpegLibrary
 from gpuflow.errors import DecoderError, LoaderTimeout
-from gpuflow.execute.blank_files import Blanks
+from gpuflow.execute.blank_files import BlankFiles
 
 if TYPE_CHECKING:
-    from gpuflow.execute.device_stream import Delivery
+    from gpuflow.execute.device_stream import DeviceStream
 
-__all__ = ["Decoder", "Decoders", "Files", "count_engines"]
+__all__ = ["JpegBatch", "NvjpegDecoder", "NvjpegDecoderPool", "count_engines"]
 
 _LOG = logging.getLogger(__name__)
-_MOST = {"hardware": 2, "cuda": 1}
-"""Concurrent calls, by nvJPEG's backend."""
-_TURN_SECONDS = 60.0
-_MOST_ENGINES = 16
+_MAX_CALLS = {"hardware": 2, "cuda": 1}
+"""The largest number of concurrent calls for each nvJPEG backend."""
+_CALL_SECONDS = 60.0
+_MAX_ENGINES = 16
 _MANY_REFUSED = 64
-"""Files refused one after the other, after which a decoder is tested."""
+"""Number of consecutive files refused after which a decoder is tested."""
 _TOLERANCE = 3
-"""Levels by which nvJPEG's kernels may differ from the CPU."""
+"""Levels of 0-255 by which nvJPEG's kernels may differ from the CPU."""
 
 
-class Files(NamedTuple):
-    """JPEGs of one call. data, lengths [N]: address (pinned host memory) and bytes of each.
+class JpegBatch(NamedTuple):
+    """The N JPEG files of one nvJPEG call.
 
-    images [N, 8]: where each goes, as `Engines.decode` takes it. frames [N, 3]: height, width, sampling of each.
+    data, lengths [N]: address in pinned host memory and size in bytes of each file.
+    images [N, 8]: where each image is written, as `BatchedDecoder.decode` takes it.
+    frames [N, 3]: height, width and sampling of each image.
     """
 
     data: NDArray[np.uint64]
@@ -50,64 +52,64 @@ class Files(NamedTuple):
     images: NDArray[np.uint64]
     frames: NDArray[np.int64]
 
-    def part(self, which: slice) -> Files:
-        return Files(self.data[which], self.lengths[which], self.images[which], self.frames[which])
+    def part(self, which: slice) -> JpegBatch:
+        return JpegBatch(self.data[which], self.lengths[which], self.images[which], self.frames[which])
 
 
-class Decoder:
-    """One nvJPEG decoder that works for a delivery, on its stream or on a second one. Not for two threads at once.
+class NvjpegDecoder:
+    """One nvJPEG decoder that queues its work on a loader's stream, or on a second stream. Not thread-safe.
 
-    count: finds out over how many engines a call is spread; 0 where a damaged file shows nothing of other images.
-    engines: what it found.
+    count: measures over how many engines a call is spread; 0 if a damaged file never shows pixels of other images.
+    engines: the result of `count` for the hardware backend, 0 for others.
 
-    Raises NvjpegError where the GPU does not have the backend.
+    Raises NvjpegError if the GPU does not have the backend.
     """
 
     def __init__(
         self,
-        delivery: Delivery,
-        library: Library,
+        device_stream: DeviceStream,
+        library: NvjpegLibrary,
         color: str,
         backend: str,
         *,
         second: bool,
-        count: Callable[[Decoder], int],
+        count: Callable[[NvjpegDecoder], int],
     ) -> None:
-        self._delivery, self._color, self._refused = delivery, color, 0
-        self._make = partial(Engines, library, color, backend)
+        self._device_stream, self._color, self._refused = device_stream, color, 0
+        self._make = partial(BatchedDecoder, library, color, backend)
         self._engines = self._make()
-        self._stream = delivery.branch() if second else delivery.stream
-        self._blanks = Blanks(delivery)
+        self._stream = device_stream.new_stream() if second else device_stream.stream
+        self._blanks = BlankFiles(device_stream)
         self.engines = 0
         if backend == "hardware":
             self.engines = count(self)
 
-    def decode(self, files: Files, blank: int | None = None) -> NDArray[np.bool_]:
-        """Decode files; what is queued on the delivery from now on sees the pixels.
+    def decode(self, files: JpegBatch, blank: int | None = None) -> NDArray[np.bool_]:
+        """Decode files. Work queued on the loader's stream from now on sees the pixels.
 
-        A call that fails is split in two until the culprits stand alone.
+        A call that fails is retried by halves until each damaged file is in a call of its own.
 
         Args:
-            blank: device memory for one blank image, an address: then each file is decoded right after a blank image
-                of its size on the same engine.
+            blank: address of device memory for one blank image. If given, each file is decoded right after a blank
+                image of its size on the same engine.
 
         Returns:
             Which files were decoded, [N].
 
         Raises:
-            DecoderError: the decoder refuses everything, gpuflow's own test image included, also after a new start.
+            DecoderError: the decoder fails on gpuflow's own test image too, even after it was replaced.
         """
-        good = self._halving(files, blank)
-        self._delivery.join(self._stream)
+        good = self._decode_by_halves(files, blank)
+        self._device_stream.wait_stream(self._stream)
         self._refused = self._refused + len(good) if not good.any() else 0
         if self._refused >= _MANY_REFUSED:
             self._refused = 0
             self.check()
         return good
 
-    def _halving(self, files: Files, blank: int | None) -> NDArray[np.bool_]:
+    def _decode_by_halves(self, files: JpegBatch, blank: int | None) -> NDArray[np.bool_]:
         count = len(files.data)
-        data, lengths, images = files[:3] if blank is None else self._behind_blanks(files, blank)
+        data, lengths, images = files[:3] if blank is None else self._with_blanks(files, blank)
         if self._engines.batch_size not in (0, len(data)):
             self._stream.synchronize()
         try:
@@ -117,19 +119,19 @@ class Decoder:
                 return np.array([False])
             middle = count // 2
             halves = (slice(None, middle), slice(middle, None))
-            return np.concatenate([self._halving(files.part(half), blank) for half in halves])
+            return np.concatenate([self._decode_by_halves(files.part(half), blank) for half in halves])
         return np.ones(count, bool)
 
-    def _behind_blanks(self, files: Files, blank: int) -> tuple[NDArray[np.uint64], ...]:
-        """data, lengths and images of a call with blank images in between."""
-        placed = interleave(len(files.data), self.engines)
-        frames = files.frames[placed.shapes]
+    def _with_blanks(self, files: JpegBatch, blank: int) -> tuple[NDArray[np.uint64], ...]:
+        """data, lengths and images of a call that decodes a blank image before each file."""
+        layout = interleave(len(files.data), self.engines)
+        frames = files.frames[layout.shapes]
         frames[:, :2] = round_up(frames[:, :2])
-        data, lengths = (np.empty(placed.total, np.uint64) for _ in range(2))
-        images = np.zeros((placed.total, 8), np.uint64)
-        data[placed.photographs], lengths[placed.photographs], images[placed.photographs] = files[:3]
-        data[placed.blanks], lengths[placed.blanks] = self._blanks.files(frames)
-        images[placed.blanks, 0], images[placed.blanks, 4] = blank, frames[:, 1] * self.channels
+        data, lengths = (np.empty(layout.total, np.uint64) for _ in range(2))
+        images = np.zeros((layout.total, 8), np.uint64)
+        data[layout.photographs], lengths[layout.photographs], images[layout.photographs] = files[:3]
+        data[layout.blanks], lengths[layout.blanks] = self._blanks.files(frames)
+        images[layout.blanks, 0], images[layout.blanks, 4] = blank, frames[:, 1] * self.channels
         return data, lengths, images
 
     @property
@@ -137,10 +139,10 @@ class Decoder:
         return 1 if self._color == "gray" else 3
 
     def check(self) -> None:
-        """Decode gpuflow's own test image; a decoder that fails is replaced. Raises DecoderError if that fails too."""
+        """Decode gpuflow's own test image; replace a decoder that fails. Raises DecoderError if the new one fails."""
         if self._passes():
             return
-        _LOG.warning("nvJPEG does not decode gpuflow's test image any more; its decoder is made anew")
+        _LOG.warning("nvJPEG no longer decodes gpuflow's test image; its decoder is replaced")
         try:
             self._engines = self._make()
             if self._passes():
@@ -153,48 +155,48 @@ class Decoder:
         (image,) = self.test_images([self_test.JPEG])
         if image is None:
             return False
-        apart = image.astype(np.int64) - self_test.pixels(self._color)
-        return int(np.abs(apart).max()) <= _TOLERANCE
+        difference = image.astype(np.int64) - self_test.pixels(self._color)
+        return int(np.abs(difference).max()) <= _TOLERANCE
 
     def test_images(self, files: list[NDArray[np.uint8]], engines: int | None = None) -> list[NDArray[np.uint8] | None]:
-        """What it makes of files of the test image's size, uint8 [HEIGHT, WIDTH, C] each, or None for those refused.
+        """Decode files of the test image's size: for each file uint8 [HEIGHT, WIDTH, C], or None if it was refused.
 
-        engines: over how many to spread blank images; None for no blank images.
+        engines: the number of engines to spread blank images over; None for no blank images.
         """
-        delivery, pitch = self._delivery, self_test.WIDTH * self.channels
+        device_stream, pitch = self._device_stream, self_test.WIDTH * self.channels
         space = self_test.HEIGHT * pitch
-        encoded = delivery.pinned([sum(map(len, files))], torch.uint8).numpy()
+        encoded = device_stream.pinned([sum(map(len, files))], torch.uint8).numpy()
         np.concatenate(files, out=encoded)
         lengths = np.array([len(data) for data in files], np.uint64)
-        with delivery.queued():
+        with device_stream.queued():
             blank_space = int(np.prod(round_up(np.array([self_test.HEIGHT, self_test.WIDTH])))) * self.channels
-            memory = torch.zeros(len(files) * space + blank_space, dtype=torch.uint8, device=delivery.device)
-        delivery.synchronize()
+            memory = torch.zeros(len(files) * space + blank_space, dtype=torch.uint8, device=device_stream.device)
+        device_stream.synchronize()
         images = np.zeros((len(files), 8), np.uint64)
         images[:, 0], images[:, 4] = memory.data_ptr() + blank_space + space * np.arange(len(files)), pitch
         frame = np.array([[self_test.HEIGHT, self_test.WIDTH, self_test.SAMPLING]], np.int64)
         data = np.cumsum(lengths) - lengths + np.uint64(encoded.ctypes.data)
-        call = Files(data, lengths, images, frame.repeat(len(files), axis=0))
+        call = JpegBatch(data, lengths, images, frame.repeat(len(files), axis=0))
         before, self.engines = self.engines, engines or 0
         try:
-            good = self._halving(call, memory.data_ptr() if engines else None)
+            good = self._decode_by_halves(call, memory.data_ptr() if engines else None)
         finally:
             self.engines = before
-        delivery.join(self._stream)
-        delivery.synchronize()
+        device_stream.wait_stream(self._stream)
+        device_stream.synchronize()
         pixels = memory[blank_space:].cpu().numpy().reshape(len(files), self_test.HEIGHT, self_test.WIDTH, -1)
         return [image if decoded else None for image, decoded in zip(pixels, good.tolist(), strict=True)]
 
 
-def count_engines(decoder: Decoder) -> int:
-    """Over how many engines a call is spread, by what damaged files show behind blank images.
+def count_engines(decoder: NvjpegDecoder) -> int:
+    """Count the engines that a call is spread over, from the pixels that damaged files show after blank images.
 
-    Raises NvjpegError where that cannot be found out.
+    Raises NvjpegError if no count up to the maximum explains these pixels.
     """
     sound, damaged = self_test.JPEG, self_test.cut_off()
     level = np.array([BLANK_LEVEL] if decoder.channels == 1 else BLANK_COLOR)
     colors = (level, level[::-1])
-    for engines in range(1, _MOST_ENGINES + 1):
+    for engines in range(1, _MAX_ENGINES + 1):
         files = [sound if i % 3 else damaged for i in range(3 * engines)] + [damaged] * engines
         decoder.test_images([sound] * len(files))
         images = decoder.test_images(files, engines)
@@ -206,63 +208,65 @@ def count_engines(decoder: Decoder) -> int:
     raise NvjpegError("a test of how images are spread over the engines", 9)
 
 
-class Decoders:
-    """The decoders of one runner. Any thread may call any method. Made of queues, which a Ctrl-C cannot leave locked.
+class NvjpegDecoderPool:
+    """The decoders of one runner. Any thread may call any method.
 
-    Raises NvjpegError where the GPU does not have the backend.
+    It uses queues instead of locks, because a Ctrl-C cannot leave a queue locked.
+
+    Raises NvjpegError if the GPU does not have the backend.
     """
 
     def __init__(
         self,
-        delivery: Delivery,
-        library: Library,
+        device_stream: DeviceStream,
+        library: NvjpegLibrary,
         color: str,
         backend: str,
         *,
-        count: Callable[[Decoder], int] = count_engines,
+        count: Callable[[NvjpegDecoder], int] = count_engines,
     ) -> None:
-        self._make = partial(Decoder, delivery, library, color, backend, count=count)
+        self._make = partial(NvjpegDecoder, device_stream, library, color, backend, count=count)
         first = self._make(second=False)
         self.engines = first.engines
-        """Over how many engines a call is spread; 0 where a damaged file shows nothing of other images."""
-        self._decoders: list[Decoder | None] = [first, *[None] * (_MOST[backend] - 1)]
-        self._gpu_is_idle = False
-        self._turns: queue.SimpleQueue[int] = queue.SimpleQueue()
-        self._turns.put(0)
+        """The number of engines that a call is spread over; 0 if a damaged file never shows pixels of other images."""
+        self._decoders: list[NvjpegDecoder | None] = [first, *[None] * (_MAX_CALLS[backend] - 1)]
+        self._starved = False
+        self._free: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._free.put(0)
         self._spare: queue.SimpleQueue[int] = queue.SimpleQueue()
         for place in range(1, len(self._decoders)):
             self._spare.put(place)
 
-    def hurry(self, on: bool) -> None:
-        """Whether the GPU waits for what is decoded. Takes effect at the next `lend`."""
-        self._gpu_is_idle = on
-        if on:
+    def set_starved(self, starved: bool) -> None:
+        """Says whether the GPU waits for decoded images. Takes effect at the next `acquire`."""
+        self._starved = starved
+        if starved:
             with suppress(queue.Empty):
-                self._turns.put(self._spare.get_nowait())
+                self._free.put(self._spare.get_nowait())
 
     @contextmanager
-    def lend(self) -> Iterator[Decoder]:
-        """A decoder, once it is this thread's turn. Raises LoaderTimeout where a call before does not end."""
-        place = self._take()
+    def acquire(self) -> Iterator[NvjpegDecoder]:
+        """A decoder, once one is free. Raises LoaderTimeout if an earlier call does not end."""
+        place = self._acquire_place()
         try:
             yield self._decoder(place)
         finally:
-            self._turns.put(place)
+            self._free.put(place)
 
-    def _take(self) -> int:
+    def _acquire_place(self) -> int:
         while True:
             try:
-                place = self._turns.get(timeout=_TURN_SECONDS)
+                place = self._free.get(timeout=_CALL_SECONDS)
             except queue.Empty:
                 raise LoaderTimeout(
-                    f"nvJPEG did not end a call within {_TURN_SECONDS:g} s; `nvidia-smi` tells what else runs there"
+                    f"nvJPEG did not end a call within {_CALL_SECONDS:g} s; `nvidia-smi` tells what else runs there"
                 ) from None
-            if place == 0 or self._gpu_is_idle:
+            if place == 0 or self._starved:
                 return place
             self._spare.put(place)
 
-    def _decoder(self, place: int) -> Decoder:
-        """The second one is made when it is first needed: it takes as much of the GPU's memory as the first."""
+    def _decoder(self, place: int) -> NvjpegDecoder:
+        """The decoder at this place. The second is created on first use: it needs as much GPU memory as the first."""
         decoder = self._decoders[place]
         if decoder is None:
             decoder = self._decoders[place] = self._make(second=True)

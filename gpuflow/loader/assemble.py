@@ -88,7 +88,7 @@ def build_loader(
         else 0,
         share=share,
         identity=_identity(config, name, source),
-        delivery=placement.delivery,
+        device_stream=placement.device_stream,
         gpu=placement.gpu,
     )
     return Loader(plan)

@@ -58,10 +58,10 @@ class CpuOffload:
 
     def send(self, batch: Assembly) -> None:
         """Queue the copy of a batch's pixels that the CPU decoded into its slots on the GPU."""
-        delivery = self._plan.delivery
-        if batch.memory is not None and delivery is not None:
-            delivery.fill(batch.slots[batch.own :], as_batch(self._pixels(batch), self._plan.program.result))
-            delivery.keep(batch.memory, self._pinned.release)
+        device_stream = self._plan.device_stream
+        if batch.memory is not None and device_stream is not None:
+            device_stream.copy_into(batch.slots[batch.own :], as_batch(self._pixels(batch), self._plan.program.result))
+            device_stream.retain_until_done(batch.memory, self._pinned.release)
             batch.memory = None
 
     def _pixels(self, batch: Assembly) -> NDArray[Any]:

@@ -90,7 +90,7 @@ class ChunkDecoder:
         self._plan, self._reader, self._workers = plan, reader, workers
         self.meter = Meter("decode", plan.threads, before=reader.meter.after)
         self._runners = CpuRunners(plan.program)
-        on_gpu = plan.delivery is not None
+        on_gpu = plan.device_stream is not None
         if plan.processes:
             make = memory.shared_and_pinned if on_gpu else memory.shared
         else:
@@ -120,11 +120,11 @@ class ChunkDecoder:
 
     def run(self, payload: Payload, keys: Keys, slots: Any, prepared: Any = None) -> Faults:
         """The program on what was read, into slots, where the plan says. Releases the bytes."""
-        gpu, delivery = self._plan.gpu, self._plan.delivery
-        if gpu is None or delivery is None:
+        gpu, device_stream = self._plan.gpu, self._plan.device_stream
+        if gpu is None or device_stream is None:
             return self.run_on_cpu(payload, keys, slots)
         faults = gpu.launch(prepared or gpu.prepare(payload, keys), slots)
-        delivery.keep(payload.buffer, self._reader.release)
+        device_stream.retain_until_done(payload.buffer, self._reader.release)
         return faults
 
     def run_on_cpu(self, payload: Payload, keys: Keys, slots: NDArray[Any]) -> Faults:

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from gpuflow.errors import LoaderError, LoaderTimeout
-from gpuflow.execute.device_stream import starved
+from gpuflow.execute.device_stream import gpu_is_idle
 from gpuflow.loader.batch import Assembly, Batch
 from gpuflow.loader.lowering import Feed
 from gpuflow.loader.plan import LoaderPlan
@@ -125,7 +125,7 @@ class EpochIterator(Iterator[Batch]):
         return tensors
 
     def _gpu_is_idle(self) -> bool:
-        return starved(self._stream(), self._last)
+        return gpu_is_idle(self._stream(), self._last)
 
     def _stream(self) -> torch.cuda.Stream:
         """The consumer's."""

@@ -106,8 +106,8 @@ class Feed:
         self._decoder.close()
         if self._offload is not None:
             self._offload.close()
-        if self._plan.delivery is not None:
-            self._plan.delivery.close()
+        if self._plan.device_stream is not None:
+            self._plan.device_stream.close()
         self._plan.bad.close()
 
     # --- the pipeline of an epoch -------------------------------------------------------------------------------
@@ -161,7 +161,7 @@ class Feed:
     def _set_starved(self, gpu: ChunkRunner, admission: Admission, on: bool) -> None:
         """Whether the consumer's GPU keeps waiting for batches: then more of them may be in flight."""
         self._gpu_is_idle = on
-        gpu.hurry(on)
+        gpu.set_starved(on)
         if on:
             admission.grow()
 
@@ -253,17 +253,17 @@ class Feed:
 
     def _deliver(self, batch: Assembly) -> None:
         """Queue the rest of a batch's way to the GPU: the pixels that the CPU decoded, labels, indices and masks."""
-        delivery = self._plan.delivery
-        if delivery is None:
+        device_stream = self._plan.device_stream
+        if device_stream is None:
             return
         if self._plan.gpu is None:
             pixels = batch.slots
-            batch.slots = delivery.send(as_batch(pixels, self._plan.program.result))
-            delivery.keep(pixels)
+            batch.slots = device_stream.send(as_batch(pixels, self._plan.program.result))
+            device_stream.retain_until_done(pixels)
         elif self._offload is not None:
             self._offload.send(batch)
-        batch.there = delivery.send_all([batch.labels, batch.valid, batch.indices])
-        batch.ready = delivery.mark()
+        batch.there = device_stream.send_all([batch.labels, batch.valid, batch.indices])
+        batch.ready = device_stream.record_event()
 
     def _begin_thread(self) -> None:
         """Keep torch's operators on this thread, and whatever it allocates off the other GPUs.
@@ -273,8 +273,8 @@ class Feed:
         """
         torch.get_num_threads()
         torch.set_num_threads(1)
-        if self._plan.delivery is not None:
-            torch.cuda.set_device(self._plan.delivery.device)
+        if self._plan.device_stream is not None:
+            torch.cuda.set_device(self._plan.device_stream.device)
 
 
 def _never_raise(meter: Meter, operation: Callable[[Chunk], None]) -> Callable[[Chunk], Chunk]:

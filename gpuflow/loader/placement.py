@@ -13,7 +13,7 @@ from gpuflow.config import Config
 from gpuflow.decode.preset import Preset, is_preset_on_gpu
 from gpuflow.errors import ConfigError, Problem
 from gpuflow.execute.decode_buffers import BUFFERS
-from gpuflow.execute.gpu_backend import CPU_ASKED_FOR, DECODE_BYTES, Placement, on_gpu
+from gpuflow.execute.gpu_backend import CPU_ASKED_FOR, DECODE_BYTES, Placement, place_on_gpu
 from gpuflow.pipeline.image_spec import STORAGE, slot_shape
 
 if TYPE_CHECKING:
@@ -36,13 +36,13 @@ def place(config: Config, name: str, device: torch.device, batch_size: int) -> P
     if device.type != "cuda":
         placement = Placement(None, None, "the loader's device is the CPU")
     else:
-        from gpuflow.execute.device_stream import Delivery
+        from gpuflow.execute.device_stream import DeviceStream
 
-        delivery = Delivery(device)
-        placement = Placement(delivery, None, CPU_ASKED_FOR)
+        device_stream = DeviceStream(device)
+        placement = Placement(device_stream, None, CPU_ASKED_FOR)
         if backend != "cpu":
             decode_bytes = memory_for_decoding(config, name, batch_size)
-            placement = on_gpu(config.programs[name], delivery, decode_bytes, buffers=1)
+            placement = place_on_gpu(config.programs[name], device_stream, decode_bytes, buffers=1)
     if backend == "gpu" and placement.gpu is None:
         at = f"{config.path}: pipelines.{name}.stages[0].decode.backend"
         raise ConfigError([Problem(at, f"is gpu, but {placement.reason}; use auto or cpu")])
@@ -84,18 +84,18 @@ def _by_torchpipe(config: Config, name: str, preset: Preset, device: torch.devic
     if importlib.util.find_spec("torchpipe") is None:
         raise fault("which needs torchpipe, and that is not installed; pip install 'gpuflow[serve]'")
     from gpuflow.config.resources import threads_of
-    from gpuflow.execute.device_stream import Delivery
+    from gpuflow.execute.device_stream import DeviceStream
     from gpuflow.torchpipe.preset_runner import PresetRunner
 
-    delivery, run = Delivery(device), config.run
+    device_stream, run = DeviceStream(device), config.run
     runner = PresetRunner(
         config.programs[name],
-        delivery,
+        device_stream,
         origin=config.path,
         threads=threads_of(run),
         timeout_seconds=run.timeout_s,
     )
-    return Placement(delivery, runner, preset.library)
+    return Placement(device_stream, runner, preset.library)
 
 
 def memory_for_decoding(config: Config, name: str, batch_size: int) -> int:

@@ -14,7 +14,7 @@ from gpuflow.pipeline.program import Program
 from gpuflow.sources import Source
 
 if TYPE_CHECKING:
-    from gpuflow.execute.device_stream import ChunkRunner, Delivery
+    from gpuflow.execute.device_stream import ChunkRunner, DeviceStream
 
 __all__ = ["LoaderPlan"]
 
@@ -26,7 +26,7 @@ class LoaderPlan:
     Args:
         program, source: what is done to which samples. order: which sample comes when. seed: of all random draws.
         batch_size: samples a step. drop_last: leave out an incomplete last step. rank, world_size: of this process.
-        device: where batches are delivered. delivery: to that device if it is a GPU, else None.
+        device: where batches are delivered. device_stream: to that device if it is a GPU, else None.
         gpu: decodes on the GPU; None where the CPU decodes.
         threads: that decode, or that launch work on the GPU. readers: threads that only read, for storage that is
             waited for; with 0 each decoding thread reads its own chunks, which spares a hand-over.
@@ -47,7 +47,7 @@ class LoaderPlan:
     rank: int = 0
     world_size: int = 1
     device: torch.device
-    delivery: Delivery | None = None
+    device_stream: DeviceStream | None = None
     gpu: ChunkRunner | None = None
     threads: int
     readers: int = 0

@@ -23,7 +23,7 @@ from gpuflow.sources import Allocate, Payload
 from gpuflow.sources.choose import images_below, spread
 from gpuflow.sources.storage import Storage
 
-__all__ = ["Encoded", "InMemory", "Kind", "Sample", "hostile_images", "own_images"]
+__all__ = ["Encoded", "InMemory", "Kind", "ParityImage", "hostile_images", "own_images"]
 
 Encoded = NDArray[np.uint8]
 """The bytes of one file, [n]."""
@@ -42,7 +42,7 @@ _HUGE = 60_000
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Sample:
+class ParityImage:
     """One encoded image. kind: the user's `own`, `hostile`, or `bad`, which is no image."""
 
     name: str
@@ -50,7 +50,7 @@ class Sample:
     data: Encoded
 
 
-def own_images(config: Config, name: str, count: int, *, data: Path | None = None) -> list[Sample]:
+def own_images(config: Config, name: str, count: int, *, data: Path | None = None) -> list[ParityImage]:
     """At most `count` encoded images, spread evenly over a pipeline's source or over a directory.
 
     Raises:
@@ -63,7 +63,7 @@ def own_images(config: Config, name: str, count: int, *, data: Path | None = Non
         if not files:
             raise ConfigError([Problem("--data", f"must be a directory with images, got {str(data)!r}")])
         chosen = [files[i] for i in spread(len(files), count)]
-        return [Sample(str(file.relative_to(data)), "own", np.fromfile(file, np.uint8)) for file in chosen]
+        return [ParityImage(str(file.relative_to(data)), "own", np.fromfile(file, np.uint8)) for file in chosen]
     try:
         source = open_split(config, name)
     except SourceError as error:
@@ -72,7 +72,7 @@ def own_images(config: Config, name: str, count: int, *, data: Path | None = Non
     payload = source.read(indices, lambda size: np.empty(size, np.uint8))
     names = [source.path(index) for index in indices]
     source.close()
-    found = [Sample(names[i], "own", payload.sample(i)) for i, error in enumerate(payload.errors) if error is None]
+    found = [ParityImage(names[i], "own", payload.sample(i)) for i, error in enumerate(payload.errors) if error is None]
     if not found:
         raise ConfigError([Problem(f"{config.path}: source", f"cannot be read: {payload.errors[0]}; try --data")])
     return found
@@ -108,13 +108,13 @@ class InMemory:
 # --- hostile ones -----------------------------------------------------------------------------------------------------
 
 
-def hostile_images() -> list[Sample]:
+def hostile_images() -> list[ParityImage]:
     """Every subsampling, odd sizes, gray, CMYK, EXIF 1-8, progressive, 1x1, huge ratios, upscales, other formats; bad.
 
     The same bytes each time.
     """
     kinds: tuple[tuple[Kind, Iterator[tuple[str, bytes]]], ...] = (("hostile", _hostile()), ("bad", _bad()))
-    return [Sample(name, kind, np.frombuffer(data, np.uint8)) for kind, made in kinds for name, data in made]
+    return [ParityImage(name, kind, np.frombuffer(data, np.uint8)) for kind, made in kinds for name, data in made]
 
 
 def _hostile() -> Iterator[tuple[str, bytes]]:

@@ -23,7 +23,7 @@ from gpuflow.parity.images import Encoded
 from gpuflow.parity.prefixes import Prefix
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.image_spec import as_batch, slot_shape
-from gpuflow.pipeline.program import Map, Program, Sample, fold
+from gpuflow.pipeline.program import PointwiseStep, Program, SamplingStep, fold
 from gpuflow.pipeline.validate import trace
 from gpuflow.torchpipe.graph import PRESET_OPERATORS
 
@@ -162,12 +162,12 @@ class OpenCv:
             return None
         image = image.reshape(*image.shape[:2], -1)
         for step in program.steps:
-            if isinstance(step, Sample):
-                for stage, turn in zip(step.stages, step.turns, strict=True):
+            if isinstance(step, SamplingStep):
+                for stage, occurrence in zip(step.stages, step.occurrences, strict=True):
                     height, width = np.array(image.shape[:2])[:, None]
-                    for move in stage.draw(keys.stage(stage.stage_name, turn), height, width):
+                    for move in stage.draw(keys.stage(stage.stage_name, occurrence), height, width):
                         image = _moved(image, move)
-            elif isinstance(step, Map):
+            elif isinstance(step, PointwiseStep):
                 image = step.stage.apply(image, step.draw(keys)[0], None)
             else:
                 image = call_opaque(step, np.ascontiguousarray(image), int(step.draw(keys)[0]))

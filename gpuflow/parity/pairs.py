@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from gpuflow.errors import BadSampleError, GpuflowError, did_you_mean
 from gpuflow.parity.base import Result, Way
-from gpuflow.parity.images import Sample
+from gpuflow.parity.images import ParityImage
 from gpuflow.parity.measure import Scale, Tally, levels_apart
 from gpuflow.parity.model import Answers, LogitTally
 from gpuflow.parity.prefixes import Prefix
@@ -122,7 +122,9 @@ class Gathered:
         self._worst = {"own": [], "hostile": []}
         return True
 
-    def add(self, samples: Sequence[Sample], sizes: Sequence[tuple[int, int] | None], *both: Sequence[Result]) -> None:
+    def add(
+        self, samples: Sequence[ParityImage], sizes: Sequence[tuple[int, int] | None], *both: Sequence[Result]
+    ) -> None:
         """Some images both ways. sizes: the rows and columns of each that count, None for all."""
         for sample, size, a, b in zip(samples, sizes, *both, strict=True):
             if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
@@ -139,7 +141,7 @@ class Gathered:
             listed = self._beyond if (self._rule.kind, way) == ("reference", self.b) else self._alone
             listed.append((sample.name, f"{way} refuses it: {fault.stage}: {fault.reason}"))
 
-    def _compare(self, sample: Sample, size: tuple[int, int] | None, a: torch.Tensor, b: torch.Tensor) -> None:
+    def _compare(self, sample: ParityImage, size: tuple[int, int] | None, a: torch.Tensor, b: torch.Tensor) -> None:
         self._same_device = self._same_device and a.device.type == b.device.type
         rows, columns = size or a.shape[1:]
         a, b = a[:, :rows, :columns].cpu(), b[:, :rows, :columns].cpu()
@@ -156,7 +158,7 @@ class Gathered:
             push = heapq.heappush if len(worst) < _PICTURES else heapq.heapreplace
             push(worst, (score, -next(self._order), picture))
 
-    def add_logits(self, samples: Sequence[Sample], ours: Answers, theirs: Answers) -> None:
+    def add_logits(self, samples: Sequence[ParityImage], ours: Answers, theirs: Answers) -> None:
         """What the model makes of some images, both ways."""
         for sample, a, b in zip(samples, ours, theirs, strict=True):
             if a is not None and b is not None:
@@ -196,7 +198,7 @@ class Gathered:
         )
 
 
-def _kind(sample: Sample) -> str:
+def _kind(sample: ParityImage) -> str:
     return "own" if sample.kind == "own" else "hostile"
 
 

@@ -14,11 +14,11 @@ import cv2
 import torch
 
 from gpuflow.config import Config
-from gpuflow.decode.libjpeg_turbo import find_library as find_turbojpeg
-from gpuflow.decode.nvjpeg import find_library as find_nvjpeg
+from gpuflow.decode.libjpeg_turbo import find_libjpeg_turbo
+from gpuflow.decode.nvjpeg import find_nvjpeg
 from gpuflow.errors import GpuflowError, MissingExtra
 from gpuflow.parity.base import Result, Way
-from gpuflow.parity.images import Sample, hostile_images, own_images
+from gpuflow.parity.images import ParityImage, hostile_images, own_images
 from gpuflow.parity.measure import Scale
 from gpuflow.parity.model import Classifier, find_model
 from gpuflow.parity.pairs import Gathered, pairs_of
@@ -103,7 +103,7 @@ def study(
 
 def _measure(
     prefix: Prefix,
-    samples: Sequence[Sample],
+    samples: Sequence[ParityImage],
     pairs: Sequence[Gathered],
     ways: Mapping[str, Way],
     missing: dict[str, str | None],
@@ -154,7 +154,7 @@ def _versions() -> dict[str, str]:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
-    if (turbojpeg := find_turbojpeg()) is not None:
+    if (turbojpeg := find_libjpeg_turbo()) is not None:
         found["libjpeg-turbo"] = turbojpeg.version
     if torch.cuda.is_available():
         found["GPU"], found["CUDA"] = torch.cuda.get_device_name(), str(torch.version.cuda)

@@ -1,3 +1,3 @@
-"""Values: what an image is, what a stage promises, pipelines, random keys, and programs folded from pipelines."""
+"""Values that describe preprocessing: image specs, stages, pipelines, random keys, and folded programs."""
 
 __all__: list[str] = []

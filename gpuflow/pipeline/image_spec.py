@@ -1,4 +1,4 @@
-"""What an image is at one place in a pipeline, and how a batch of such images lies in memory."""
+"""The spec of an image (shape, dtype, layout) at one place in a pipeline, and its memory layout in a batch."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ Layout = Literal["encoded", "hwc", "nchw", "nhwc"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImageSpec:
-    """What an image is at one place in a pipeline.
+    """The form of an image at one place in a pipeline.
 
-    shape: (height, width, channels), in this order whatever the layout; None where it varies from sample to sample.
-    color: what the channels are: `rgb`, `bgr` or `gray`.
+    shape: (height, width, channels), in this order for every layout; None for a side that varies between samples.
+    color: the meaning of the channels: `rgb`, `bgr` or `gray`.
     layout: `encoded` (bytes), `hwc` (rows of pixels), `nchw` (planes) or `nhwc` (planes in channels_last memory).
-    shorter: length in pixels of the shorter side, where that is known though the shape is not.
+    shorter: length in pixels of the shorter side, if it is known although the shape is not.
     """
 
     shape: tuple[int | None, int | None, int]
@@ -45,32 +45,32 @@ class ImageSpec:
 
     @property
     def fixed(self) -> bool:
-        """Whether every sample has the same shape, so that a batch can hold them."""
+        """Whether all samples have the same shape, so that a batch can hold them."""
         return self.layout != "encoded" and None not in self.shape
 
     def replace(self, **changes: Any) -> ImageSpec:
-        """A copy with these fields changed. A changed shape forgets `shorter` unless that is given too."""
+        """A copy with these fields changed. A changed shape resets `shorter` unless that is given too."""
         if "shape" in changes:
             changes.setdefault("shorter", None)
         return dataclasses.replace(self, **changes)
 
 
 ENCODED = ImageSpec(shape=(None, None, 0), layout="encoded")
-"""What a source delivers and a pipeline starts from."""
+"""The spec of the encoded bytes that a source delivers and a pipeline starts from."""
 
 STORAGE = {"uint8": np.uint8, "float32": np.float32, "float16": np.uint16, "bfloat16": np.uint16}
-"""How numpy holds each dtype: 16-bit floats as their bits."""
+"""The numpy dtype that stores each dtype; 16-bit floats are stored as their bits."""
 
 
 def slot_shape(spec: ImageSpec) -> tuple[int, int, int]:
-    """The shape of one image in a batch's memory: [C, H, W] for `nchw`, [H, W, C] for `nhwc` and `hwc`."""
+    """The shape of one image in a batch's memory: [C, H, W] for `nchw`; [H, W, C] for `nhwc` and `hwc`."""
     height, width, channels = spec.shape
     assert height is not None and width is not None
     return (channels, height, width) if spec.layout == "nchw" else (height, width, channels)
 
 
 def as_batch(slots: NDArray[Any], spec: ImageSpec) -> torch.Tensor:
-    """Slots [N, *slot_shape] as a tensor with axes N, C, H, W, sharing memory; channels_last unless `nchw`."""
+    """View slots [N, *slot_shape] as a tensor with axes N, C, H, W that shares memory; channels_last unless `nchw`."""
     import torch
 
     tensor = torch.from_numpy(slots)

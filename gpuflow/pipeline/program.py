@@ -1,8 +1,8 @@
-"""Folds a pipeline into the few steps that run: one sampling for each run of geometry stages, then the rest.
+"""Folds a pipeline into a program of few steps: one sampling for each run of geometry stages, one step per other stage.
 
 Crops, flips and one resize become one sampling. A crop before the resize clamps the filter at the crop's edge; a crop
-after it does not, and only selects from the resized grid. A second resize, or one after a crop that may pad, starts a
-new sampling. The steps are values: every lowering runs the same ones.
+after it does not, and only selects from the resized grid. A second resize, or a resize after a crop that may pad,
+starts a new sampling. The steps are values: every lowering runs the same steps.
 """
 
 from __future__ import annotations
@@ -15,20 +15,21 @@ from numpy.typing import NDArray
 
 from gpuflow.pipeline import stage as s
 
-__all__ = ["Call", "Map", "Program", "Sample", "Sampling", "Step", "fold"]
+__all__ = ["OpaqueStep", "PointwiseStep", "Program", "Sampling", "SamplingStep", "Step", "fold"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampling:
-    """How one sampling moves the pixels of N samples, in pixels.
+    """The geometry of one sampling for N samples, in pixels.
 
-    box [N, 4]: y, x, height, width taken from the image; nothing outside it is read.
-    mirrors [N, 2]: mirror the box top-bottom, left-right before it is resampled; `nearest` alone minds the order.
+    box [N, 4]: y, x, height, width of the region of the image that is resampled; no pixel outside it is read.
+    mirrors [N, 2]: whether to mirror the box top-bottom, left-right before resampling. Only `nearest` uses it, because
+        only there the result depends on the order of mirroring and resampling.
     grid [N, 2]: height, width that the box is resampled to.
-    shown [N, 4]: y, x, height, width of the grid that earlier crops left; the rest of it is black.
-    window [N, 4]: y, x, height, width kept of the grid; where it reaches outside, the result is black.
-    flips [N, 2]: mirror the window top-bottom, left-right.
-    misfits: (stage, [N] true where its crop asked for more than there is, [N, 2] height and width of what there is).
+    shown [N, 4]: y, x, height, width of the part of the grid that earlier crops kept; the rest of it is black.
+    window [N, 4]: y, x, height, width of the part of the grid that is the result; outside the grid it is black.
+    flips [N, 2]: whether to mirror the window top-bottom, left-right.
+    misfits: (stage, [N] true if its crop is larger than the image at that point, [N, 2] that image's height and width).
     """
 
     box: s.Ints
@@ -43,59 +44,59 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
-    """Geometry stages that become one sampling. `turns` counts each stage's earlier namesakes."""
+class SamplingStep:
+    """Geometry stages that run as one sampling. `occurrences`: for each stage, how many of the same name precede it."""
 
     stages: tuple[s.Geometry, ...]
-    turns: tuple[int, ...]
+    occurrences: tuple[int, ...]
 
     def draw(self, keys: s.Keys, height: s.Ints, width: s.Ints) -> Sampling:
-        """The sampling of each sample, whose images have these sizes [N]."""
-        path = _Path(height, width)
-        for stage, turn in zip(self.stages, self.turns, strict=True):
-            for move in stage.draw(keys.stage(stage.stage_name, turn), *path.size):
+        """The sampling for samples whose images have these sizes [N]."""
+        builder = _SamplingBuilder(height, width)
+        for stage, occurrence in zip(self.stages, self.occurrences, strict=True):
+            for move in stage.draw(keys.stage(stage.stage_name, occurrence), *builder.size):
                 match move:
                     case s.Crop():
-                        path.crop(move, stage.stage_name)
+                        builder.crop(move, stage.stage_name)
                     case s.Flip():
-                        path.flip(move)
+                        builder.flip(move)
                     case s.Resize():
-                        path.resize(move)
-        return path.sampling()
+                        builder.resize(move)
+        return builder.sampling()
 
 
 @dataclass(frozen=True, slots=True)
-class Map:
+class PointwiseStep:
     """One pointwise stage."""
 
     stage: s.Pointwise
-    turn: int
+    occurrence: int
 
     def draw(self, keys: s.Keys) -> NDArray[np.float64]:
         """The coefficients of each sample, [N, K]."""
-        return self.stage.draw(keys.stage(self.stage.stage_name, self.turn))
+        return self.stage.draw(keys.stage(self.stage.stage_name, self.occurrence))
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
-    """One opaque stage, with the specs of what it takes and gives."""
+class OpaqueStep:
+    """One opaque stage, with the specs of its input and its output."""
 
     stage: s.Opaque
-    turn: int
+    occurrence: int
     before: s.ImageSpec
     after: s.ImageSpec
 
     def draw(self, keys: s.Keys) -> s.Ints:
         """A 62-bit seed for each sample, [N]."""
-        halves = (keys.stage(self.stage.stage_name, self.turn).uniform(2) * 2.0**31).astype(np.int64)
+        halves = (keys.stage(self.stage.stage_name, self.occurrence).uniform(2) * 2.0**31).astype(np.int64)
         return halves[:, 0] << 31 | halves[:, 1]
 
 
-Step = Sample | Map | Call
+Step = SamplingStep | PointwiseStep | OpaqueStep
 
 
-class _Path:
-    """The moves so far of N samples, as one sampling. Every [N, 4] is y, x, height, width."""
+class _SamplingBuilder:
+    """Combines the moves of N samples into one sampling. Every [N, 4] is y, x, height, width."""
 
     def __init__(self, height: s.Ints, width: s.Ints) -> None:
         self._box = np.stack([np.zeros_like(height), np.zeros_like(width), height, width], axis=1)
@@ -158,7 +159,7 @@ class _Path:
 
 
 def _overlap(a: s.Ints, b: s.Ints) -> s.Ints:
-    """What two boxes [N, 4] have in common; a side of 0 where that is nothing."""
+    """The intersection of boxes [N, 4]; its sides are 0 if it is empty."""
     start = np.maximum(a[:, :2], b[:, :2])
     end = np.minimum(a[:, :2] + a[:, 2:], b[:, :2] + b[:, 2:])
     return np.concatenate([start, np.maximum(end - start, 0)], axis=1)
@@ -168,7 +169,7 @@ def _overlap(a: s.Ints, b: s.Ints) -> s.Ints:
 class Program:
     """A pipeline folded into steps, with the specs between its stages.
 
-    specs[0] is the encoded input; specs[-1] is what a batch holds.
+    specs[0] is the encoded input; specs[-1] is the spec of the images in a batch.
     """
 
     pipeline: s.Pipeline
@@ -182,35 +183,35 @@ class Program:
 
 
 def fold(pipeline: s.Pipeline, specs: Sequence[s.ImageSpec]) -> Program:
-    """The steps of a pipeline that `check.trace` has passed, given the specs that it returned."""
+    """Fold a pipeline that `validate.trace` accepted, given the specs that `trace` returned."""
     decoder, *rest = pipeline.stages
     assert isinstance(decoder, s.Decoder)
-    assert decoder.library is None or specs[1].fixed, "a decoder that decodes itself gives images of one size"
+    assert decoder.library is None or specs[1].fixed, "a decoder with its own library gives images of one size"
     steps: list[Step] = []
     run: list[tuple[s.Geometry, int]] = []
     fixed = False
 
     def flush() -> None:
         if run:
-            stages, turns = zip(*run, strict=True)
-            steps.append(Sample(stages, turns))
+            stages, occurrences = zip(*run, strict=True)
+            steps.append(SamplingStep(stages, occurrences))
             run.clear()
 
-    turns = pipeline.occurrences()
+    counts = pipeline.occurrences()
     for i, stage in enumerate(rest, start=1):
         if isinstance(stage, s.Geometry):
             if stage.resizes and fixed:
                 flush()
                 fixed = False
             fixed = fixed or stage.resizes or stage.pads
-            run.append((stage, turns[i]))
+            run.append((stage, counts[i]))
             continue
         flush()
         fixed = False
         if isinstance(stage, s.Pointwise):
-            steps.append(Map(stage, turns[i]))
+            steps.append(PointwiseStep(stage, counts[i]))
         else:
             assert isinstance(stage, s.Opaque)
-            steps.append(Call(stage, turns[i], specs[i], specs[i + 1]))
+            steps.append(OpaqueStep(stage, counts[i], specs[i], specs[i + 1]))
     flush()
     return Program(pipeline=pipeline, specs=tuple(specs), decoder=decoder, steps=tuple(steps))

@@ -1,10 +1,10 @@
-"""Random numbers, keys and permutations as pure functions of counters: the same in every process.
+"""Random numbers, keys and permutations as pure functions of counters, equal in every process.
 
 The numbers are those of Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
 
 The permutation is an alternating unbalanced Feistel network over the mixed radix a*b >= n, with cycle walking (Black
 and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002). Its round function is the finaliser of SplitMix64
-(Steele, Lea and Flood, OOPSLA 2014). One position costs the same among 10 samples as among 10^12.
+(Steele, Lea and Flood, OOPSLA 2014). One position takes the same time among 10 samples as among 10^12.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def permute(positions: ArrayLike, size: int, key: int) -> NDArray[np.int64]:
-    """Where each position of range(size) lands under the permutation that `key` names.
+    """Map positions in range(size) by the permutation that `key` selects.
 
     Args:
         positions: int64 array of any shape, each in [0, size).
         size: number of elements, 1 to 2^62.
-        key: 64-bit key; another key is another permutation.
+        key: 64-bit key; each key selects another permutation.
 
     Returns:
         int64 array of the same shape: distinct positions give distinct values in [0, size).
@@ -96,7 +96,7 @@ def _philox(counters: Sequence[NDArray[np.uint64]], key: int) -> list[NDArray[np
 
 @dataclass(frozen=True, slots=True)
 class StageKeys:
-    """The random numbers of one stage for some samples, a pure function of (seed, epoch, position, stage).
+    """The random numbers of one stage for N samples, a pure function of (seed, epoch, position, stage).
 
     key: 64 bits from the seed and the stage's name and occurrence. epoch, positions [N]: the counter.
     """
@@ -106,7 +106,7 @@ class StageKeys:
     positions: NDArray[np.int64]
 
     def uniform(self, count: int) -> NDArray[np.float64]:
-        """`count` numbers a sample, in [0, 1) with 32 random bits each: float64 [N, count]."""
+        """`count` numbers per sample, in [0, 1) with 32 random bits each: float64 [N, count]."""
         blocks = np.arange(-(-count // 4), dtype=np.uint64)[None, :]
         place = self.positions.astype(np.uint64)[:, None]
         shape = np.broadcast_shapes(place.shape, blocks.shape)
@@ -117,7 +117,7 @@ class StageKeys:
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """The randomness of some samples: seed, epoch and positions [N]. Each stage gets its own by name and occurrence."""
+    """The random keys of N samples: seed, epoch and positions [N]. Each stage has its own, by name and occurrence."""
 
     seed: int
     epoch: int
@@ -127,5 +127,5 @@ class Keys:
         return StageKeys(key64("stage", self.seed, name, occurrence), self.epoch, self.positions)
 
     def __getitem__(self, i: int) -> Keys:
-        """The keys of sample i alone (N = 1)."""
+        """The keys of sample i only (N = 1)."""
         return Keys(self.seed, self.epoch, self.positions[i : i + 1])

@@ -1,14 +1,14 @@
-"""Values only: what an image is at a place in a pipeline, what a stage promises, and a pipeline of stages.
+"""The stage kinds, the moves that geometry stages return, and a pipeline of stages: values only.
 
-A stage says, before anything runs, what it makes of an `ImageSpec`, and is of one kind, so that the engine never asks
-which stage it is:
+A stage declares, before anything runs, its output spec for an input `ImageSpec`. It is of one kind, so that the engine
+never asks which stage it is:
 
-    Decoder     the first stage: encoded bytes to a uint8 image, or to the region of it that the next stages need
-    Geometry    gives moves (`Crop`, `Flip`, `Resize`) for each sample; the engine folds them into few samplings
-    Pointwise   gives coefficients for each sample; maps pixels to pixels in place
+    Decoder     the first stage: decodes bytes to a uint8 image, or to the region of it that the next stages need
+    Geometry    returns moves (`Crop`, `Flip`, `Resize`) for each sample; the engine folds them into few samplings
+    Pointwise   returns coefficients for each sample; maps pixels to pixels in place
     Opaque      any callable on one image
 
-Arrays have one row a sample: [N]. Images are numpy arrays in HWC unless a name says otherwise.
+Arrays have one row per sample: [N]. Images are numpy arrays in HWC unless a name says otherwise.
 """
 
 from __future__ import annotations
@@ -53,15 +53,13 @@ Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 
 
-# --- randomness ----------------------------------------------------------------------------------------------------
-
-
 # --- moves ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Crop:
-    """Keep the box (y, x, height, width), all [N], in pixels. It may reach `margin` pixels outside, which are black."""
+    """Keep the box (y, x, height, width), all [N], in pixels. It may extend `margin` pixels outside the image, where
+    the result is black."""
 
     y: Ints
     x: Ints
@@ -72,7 +70,7 @@ class Crop:
 
 @dataclass(frozen=True, slots=True)
 class Flip:
-    """Mirror left-right where `horizontal` [N] is set, top-bottom where `vertical` [N] is."""
+    """Mirror samples left-right if `horizontal` [N] is set, and top-bottom if `vertical` [N] is set."""
 
     horizontal: Bools
     vertical: Bools
@@ -80,7 +78,7 @@ class Flip:
 
 @dataclass(frozen=True, slots=True)
 class Resize:
-    """Resample to (height, width), both [N], in pixels; the result is rounded to uint8 as torchvision does."""
+    """Resample to (height, width), both [N], in pixels. The result is rounded to uint8, as in torchvision."""
 
     height: Ints
     width: Ints
@@ -96,12 +94,14 @@ Move = Crop | Flip | Resize
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """One named step of a pipeline: a frozen value that validates itself when it is made.
+    """One named step of a pipeline: a frozen value that validates itself when it is constructed.
 
-    A stage is a final subclass of one of the four kinds below. `stage_name` is its key in YAML; `tolerance` is how far,
-    in levels of 0-255, its CPU, GPU and serving forms may be apart. `open_field` names the field that takes whatever
-    keys the others do not, as sorted (key, value) pairs. `where_fields` are those that say where it runs, or what it
-    refuses to spend time on, and not what comes out.
+    A stage is a final subclass of one of the four kinds below.
+
+    stage_name: its key in YAML.
+    tolerance: the largest difference between its CPU, GPU and serving forms, in levels of 0-255.
+    open_field: the name of the field that receives all other keys, as sorted (key, value) pairs; None if there is none.
+    where_fields: the fields that select where it runs or limit its work, and do not change the pixels.
     """
 
     stage_name: ClassVar[str]
@@ -121,7 +121,7 @@ class Stage:
 
     @property
     def random(self) -> bool:
-        """Whether two samples with different keys may come out differently."""
+        """Whether the result depends on the sample's random keys."""
         return False
 
     def output(self, spec: ImageSpec) -> ImageSpec:
@@ -129,15 +129,15 @@ class Stage:
         raise NotImplementedError
 
     def torchvision(self) -> Any:
-        """The torchvision v2 transform of a PIL image or uint8 tensor that this stage equals, or None for a decoder."""
+        """The torchvision v2 transform of a PIL image or uint8 tensor that equals this stage; None for a decoder."""
         raise NotImplementedError
 
     def module(self) -> Any:
-        """The same inside a model: a torch module from uint8 [N, C, H, W], or None for a stage that cannot be there."""
+        """The stage as a torch module of uint8 [N, C, H, W] that a model can contain; None if it has no such form."""
         return None
 
-    def what(self) -> dict[str, Any]:
-        """The parameters that decide what comes out, defaults included."""
+    def params(self) -> dict[str, Any]:
+        """The parameters that affect the pixels, defaults included."""
         names = (field.name for field in dataclasses.fields(self) if field.name not in self.where_fields)
         return {name: getattr(self, name) for name in names}
 
@@ -151,9 +151,9 @@ class Stage:
 
 
 class Decoder(Stage):
-    """Encoded bytes to a uint8 HWC image.
+    """Decodes encoded bytes to a uint8 HWC image.
 
-    The engine decodes, as these fields say, unless the decoder names a `library`: then its own `decode` does.
+    The engine decodes according to these fields, unless the decoder names a `library`: then the engine calls `decode`.
     """
 
     color: str
@@ -165,28 +165,28 @@ class Decoder(Stage):
 
     @property
     def library(self) -> str | None:
-        """What its own `decode` decodes with, for people; None where the engine decodes."""
+        """A text that names the library behind this class's own `decode`; None if the engine decodes."""
         return None
 
     def decode(self, data: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """Encoded bytes [n], of which nothing is known, to an image of the one size that `output` gives.
+        """Decode unchecked bytes [n] to an image of the fixed size that `output` declares.
 
         Any thread may call it.
 
         Raises:
-            BadSampleError: these bytes it cannot decode.
+            BadSampleError: it cannot decode these bytes.
         """
         raise NotImplementedError
 
 
 class Geometry(Stage):
-    """Moves pixels about. `resizes` and `pads` say, before anything runs, which moves `draw` may return."""
+    """Moves pixels. `resizes` and `pads` declare, before anything runs, which moves `draw` may return."""
 
     resizes: ClassVar[bool] = False
 
     @property
     def pads(self) -> bool:
-        """Whether a crop of this stage may reach outside the image."""
+        """Whether a crop of this stage may extend outside the image."""
         return False
 
     def draw(self, keys: StageKeys, height: Ints, width: Ints) -> tuple[Move, ...]:
@@ -195,10 +195,11 @@ class Geometry(Stage):
 
 
 class Operation(enum.IntEnum):
-    """A colour adjustment of uint8 images by a factor, as torchvision v2's function adjust_<name> defines it.
+    """A colour adjustment of uint8 images by a factor, as defined by torchvision v2's function adjust_<name>.
 
-    BRIGHTNESS: times the factor. CONTRAST, SATURATION: at 0 the mean gray, or each pixel's gray; at 1 the image itself.
-    HUE: a shift by so many turns, -0.5 to 0.5. Gray images know no saturation and no hue. NONE leaves the image alone.
+    BRIGHTNESS: multiplies by the factor. CONTRAST, SATURATION: 0 gives the mean gray or each pixel's gray, and 1 the
+    image itself. HUE: shifts by the factor in turns of the colour circle, -0.5 to 0.5. SATURATION and HUE do not change
+    gray images. NONE does not change any image.
     """
 
     NONE = -1
@@ -209,45 +210,45 @@ class Operation(enum.IntEnum):
 
 
 class Pointwise(Stage):
-    """Maps pixels to pixels, by coefficients of each sample that come from `draw`.
+    """Maps pixels to pixels, with coefficients for each sample from `draw`.
 
-    Of the batched GPU forms a stage has at most one: `table`, where a result depends on its channel's level and on
-    nothing else, or `device_operations`. A stage with neither runs on the CPU.
+    A stage has at most one batched GPU form: `table`, if each result depends only on its channel's level, or
+    `device_operations`. A stage with neither runs on the CPU.
     """
 
     def draw(self, keys: StageKeys) -> NDArray[np.float64]:
-        """The coefficients of each sample, [N, K]; K may be 0."""
+        """The coefficients of N samples, [N, K]; K may be 0."""
         return np.empty((len(keys.positions), 0))
 
     def apply(self, image: NDArray[Any], coefficients: NDArray[np.float64], out: NDArray[Any] | None) -> NDArray[Any]:
-        """The reference on one image with its coefficients [K]. Writes to `out`, where given, and returns it."""
+        """The reference form: one image with its coefficients [K]. Writes to `out`, if given, and returns it."""
         raise NotImplementedError
 
     def table(self) -> NDArray[Any] | None:
-        """What each level becomes: [C, 256] in the result's dtype, 16-bit floats as their bits in uint16."""
+        """The result for each level: [C, 256] in the result's dtype, 16-bit floats as their bits in uint16."""
         return None
 
     def device_operations(
         self, coefficients: NDArray[np.float64]
     ) -> tuple[NDArray[np.int64], NDArray[np.float64]] | None:
-        """Each sample's operations in their order, given the coefficients [N, K]; N may be 0.
+        """Each sample's operations in order, for coefficients [N, K]; N may be 0.
 
         Returns:
-            codes [N, M] of `Operation`, at most one CONTRAST a sample, and their factors [N, M]. M is the same whatever
-            the coefficients; 0 where the stage changes nothing.
+            codes [N, M] of `Operation`, at most one CONTRAST per sample, and their factors [N, M]. M does not depend on
+            the coefficients; it is 0 if the stage changes nothing.
         """
         return None
 
 
 class Opaque(Stage):
-    """Any callable on one image. What it draws comes from a seed of its own."""
+    """Any callable on one image. Its random numbers come from a seed that each sample has."""
 
     def apply(self, image: torch.Tensor, seed: int) -> torch.Tensor:
-        """The reference on one image, a CHW tensor in any memory format; `seed` is of 63 bits."""
+        """The reference form: one image, a CHW tensor in any memory format. `seed` has 62 bits."""
         raise NotImplementedError
 
     def apply_batch(self, images: torch.Tensor, seeds: Ints) -> torch.Tensor:
-        """The same on images [N, C, H, W] on any device, in one call if nothing is drawn; each has its seed [N]."""
+        """The same for images [N, C, H, W] on any device with seeds [N]; in one call if the stage is not random."""
         if not self.random:
             return self.apply(images, 0)
         import torch
@@ -264,7 +265,7 @@ def require_pixels(stage: Stage, spec: ImageSpec) -> None:
 
 
 def _canonical(value: Any) -> Any:
-    """The same text for values that compare equal: 1 for 1.0 and for True."""
+    """A value whose text is the same for values that compare equal: 1 for 1.0 and for True."""
     if isinstance(value, tuple):
         return tuple(map(_canonical, value))
     return int(value) if isinstance(value, (bool, float)) and value == value // 1 else value
@@ -282,25 +283,25 @@ class Pipeline:
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 over all that decides what comes out, so neither the name nor where a stage runs. 16 hex digits."""
+        """SHA-256 of everything that affects the pixels, in 16 hex digits; not of the name or of where stages run."""
         digest = hashlib.sha256()
         for stage in self.stages:
-            values = [(name, _canonical(value)) for name, value in stage.what().items()]
+            values = [(name, _canonical(value)) for name, value in stage.params().items()]
             digest.update(repr((stage.stage_name, values)).encode())
         return digest.hexdigest()[:16]
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """What the fingerprint covers, to be read: one line a stage with its parameters, defaults included."""
+        """The parameters that the fingerprint covers, as text: one line per stage, defaults included."""
         lines = []
         for stage in self.stages:
-            values = stage.what().items()
+            values = stage.params().items()
             shown = {key: value if isinstance(value, bool) else _canonical(value) for key, value in values}
             lines.append(f"{stage.stage_name}({', '.join(f'{key}={value!r}' for key, value in shown.items())})")
         return tuple(lines)
 
     def occurrences(self) -> list[int]:
-        """For each stage, how many of the same name stand before it."""
+        """For each stage, how many stages of the same name precede it."""
         seen: dict[str, int] = {}
         counts = []
         for stage in self.stages:

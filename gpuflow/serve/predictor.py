@@ -17,7 +17,7 @@ from gpuflow.config.resources import serving_processes_of, threads_of
 from gpuflow.engines import Engine, ModelInfo, open_engines, read_info, refuse_other_preprocessing
 from gpuflow.engines.base import black_images
 from gpuflow.errors import BadSampleError, ConfigError, PredictorError, PredictorTimeout, Problem
-from gpuflow.execute.gpu_backend import means_on_gpu
+from gpuflow.execute.gpu_backend import gpu_passes_and_library
 from gpuflow.pipeline.stage import ImageSpec, Pipeline
 from gpuflow.runtime.ranks import Ranks
 from gpuflow.runtime.threads import use_torch_threads
@@ -349,7 +349,7 @@ def chain_here(
         processes=serving_processes_of(config.run),
         device=device,
         platform=platform,
-        gpu_decodes=device != "cpu" and not isinstance(means_on_gpu(program), str),
+        gpu_decodes=device != "cpu" and not isinstance(gpu_passes_and_library(program), str),
     )
 
 

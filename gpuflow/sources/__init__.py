@@ -1,6 +1,7 @@
-"""Sources: an index to (bytes, label), wherever the bytes live.
+"""Sources: for each index the encoded bytes and the label of a sample, from local or remote files.
 
-`open_source` indexes what a `SourceSpec` describes; `subset` picks one of its splits. Both give a `Source`.
+`open_source` indexes the files that a `SourceSpec` describes; `subset` selects one of its splits. Both return a
+`Source`.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ KINDS: dict[str, Callable[[SourceSpec], Source]] = {
 
 
 def open_source(spec: SourceSpec) -> Source:
-    """Indexes the whole source that `spec` describes, all splits together.
+    """Index the whole source that `spec` describes, all splits together.
 
     Raises:
-        SourceError: it cannot be indexed; the text says where and why.
+        SourceError: it cannot be indexed; the message says where and why.
         MissingExtra: the path is a URL and fsspec is not installed.
     """
     return KINDS[spec.kind](spec)

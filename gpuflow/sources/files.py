@@ -1,4 +1,4 @@
-"""Samples that are files of their own: what a folder and a listing become once they are indexed."""
+"""A source with one file per sample: the result of indexing a folder or a listing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["FileSource"]
 
 @final
 class FileSource:
-    """One file a sample, at these paths on one storage. `open_folder` and `open_listing` make one."""
+    """A source with one file per sample, all on one storage. `open_folder` and `open_listing` create it."""
 
     shard_sizes = None
 

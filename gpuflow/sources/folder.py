@@ -1,4 +1,4 @@
-"""A directory with one directory per class, in the very order and with the labels of torchvision's ImageFolder."""
+"""The folder source: one directory per class, with the order and the labels of torchvision's ImageFolder."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from gpuflow.sources.storage import LocalStorage, RemoteStorage, Storage, is_rem
 __all__ = ["EXTENSIONS", "open_folder"]
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
-"""ImageFolder's, in its order; case does not matter."""
+"""The extensions of ImageFolder, in its order; upper and lower case are equal."""
 
 _OTHER_KINDS = {".csv": "listing", ".jsonl": "listing", ".ndjson": "listing", ".json": "listing", ".tar": "tar"}
 
 
 def open_folder(spec: SourceSpec) -> FileSource:
-    """Indexes `spec.folder`. The order is by class, then by directory, then by file name."""
+    """Index `spec.folder`, ordered by class, then by directory, then by file name."""
     assert spec.folder is not None
     storage: Storage
     if is_remote(spec.folder):
@@ -51,7 +51,7 @@ def open_folder(spec: SourceSpec) -> FileSource:
 
 
 def _local_tree(root: str) -> Iterator[tuple[str, list[str]]]:
-    """Each class and its images, as paths relative to the root."""
+    """Yield each class and its images, as paths relative to the root."""
     try:
         with os.scandir(root) as entries:
             known = [(entry.name, entry.is_dir()) for entry in entries]
@@ -81,7 +81,7 @@ def _local_tree(root: str) -> Iterator[tuple[str, list[str]]]:
 
 
 def _remote_tree(storage: RemoteStorage, root: str) -> Iterator[tuple[str, list[str]]]:
-    """As `_local_tree`; a class is whatever directory holds a file, for object stores know no other directories."""
+    """Like `_local_tree`. A class is a directory that holds a file, because object stores have no other directories."""
     classes: dict[str, list[tuple[str, str]]] = {}
     found = storage.find(root)
     for path in found:

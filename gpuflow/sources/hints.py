@@ -1,4 +1,4 @@
-"""Clauses that end an error text: what was probably meant."""
+"""Hints at the end of error messages: the name or path that was probably meant."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ __all__ = ["missing_path", "near_word"]
 
 
 def near_word(word: str, known: Collection[str]) -> str:
-    """The closest known word as a clause; the known words where there are few; else nothing."""
+    """A clause that suggests the closest known word, or lists the known words if they are few; else empty."""
     if len(known) > 20:
         known = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
     return did_you_mean(word, known) if known else ""
 
 
 def missing_path(path: str) -> str:
-    """A clause for a local path that does not exist: its nearest sibling, or where relative paths start."""
+    """A clause for a local path that does not exist: suggests a similar name, or says where relative paths start."""
     parent, name = os.path.split(path.rstrip("/"))
     while parent and not os.path.isdir(parent):
         parent, name = os.path.split(parent)

@@ -1,4 +1,4 @@
-"""From labels as they are written, numbers or class names, to class names and places among them."""
+"""Resolves labels as written, numbers or class names, to class names and label numbers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MAX_INFERRED = 1_000_000
 
 
 class Codes(dict[object, int]):
-    """Numbers distinct values in the order in which they come: `codes[value]` never fails."""
+    """Numbers distinct values in order of first use: `codes[value]` assigns the next number to a new value."""
 
     def __missing__(self, value: object) -> int:
         code = self[value] = len(self)
@@ -26,15 +26,15 @@ class Codes(dict[object, int]):
 def resolve_labels(
     values: Sequence[str], classes: int | tuple[str, ...] | None, locate: Callable[[int], str], place: str
 ) -> tuple[tuple[str, ...], NDArray[np.int64]]:
-    """The class names, and the label that each distinct value stands for.
+    """Return the class names, and the label of each distinct value.
 
     The first value decides whether labels are names or numbers.
 
     Args:
-        values: the distinct values as written, in the order in which they first come.
-        classes: how many classes there are, their names, or None: as many as occur.
-        locate: where `values[i]` comes first, for messages.
-        place: the source as a whole, for messages.
+        values: the distinct values as written, in order of first occurrence.
+        classes: the number of classes, their names, or None for as many classes as occur.
+        locate: returns the place where `values[i]` first occurs, for messages.
+        place: the place of the whole source, for messages.
     """
     numeric = _integer(values[0]) is not None
     if isinstance(classes, tuple):

@@ -1,7 +1,7 @@
-"""A file that lists paths and labels: CSV, or JSON lines.
+"""The listing source: a CSV or JSON-lines file of paths and labels.
 
-It is read in thousands of rows at a time, checked as a whole; only when something is wrong is it read again row by row,
-to say where.
+The file is read and checked in blocks of thousands of rows. Only if a check fails, it is read again row by row to find
+the faulty row.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from gpuflow.sources.storage import is_remote, open_storage, parent_of
 __all__ = ["open_listing"]
 
 _ROWS = 16_384
-"""Rows that are read at a time."""
+"""Number of rows in one block."""
 
 _BOM = b"\xef\xbb\xbf"
 _HEADER_WORDS = {
@@ -57,7 +57,7 @@ _HEADER_WORDS |= {
 
 
 class Row(NamedTuple):
-    """One sample as it is written, and the line on which it starts."""
+    """One sample as written in the file, and the line on which it starts."""
 
     line: int
     path: str
@@ -65,7 +65,7 @@ class Row(NamedTuple):
 
 
 def open_listing(spec: SourceSpec) -> FileSource:
-    """Indexes `spec.listing`. The order is the file's."""
+    """Index `spec.listing`. Samples have the order of its rows."""
     assert spec.listing is not None
     place = spec.listing if is_remote(spec.listing) else os.path.expanduser(spec.listing)
     extension = os.path.splitext(place)[1].lower()
@@ -83,7 +83,7 @@ def open_listing(spec: SourceSpec) -> FileSource:
     except (ValueError, KeyError, TypeError, csv.Error) as fault:
         for _ in rows(data, place):
             pass
-        raise AssertionError(f"{place}: read as a whole it is faulty, row by row it is not") from fault
+        raise AssertionError(f"{place}: a check of blocks failed, but no row is faulty") from fault
     if not codes:
         raise SourceError(f"{place}: must list at least one sample, got none; add rows of path and label")
     row_codes = np.concatenate(parts)
@@ -106,7 +106,7 @@ def _load(place: str) -> bytes:
 
 
 def _resolved(table: PathTableBuilder, root: str, rows: Iterator[Row], place: str) -> PathTable:
-    """The table with relative paths put below `root`. All paths must live on one file system."""
+    """Build the table with relative paths prefixed by `root`. All paths must be on one file system."""
     prefix = os.path.join(root, "")
     if not table.has_absolute:
         return table.build(prefix)
@@ -116,9 +116,9 @@ def _resolved(table: PathTableBuilder, root: str, rows: Iterator[Row], place: st
         paths = [path if path[0] == "/" or is_remote(path) else prefix + path for path in chunk]
         schemes += map(_scheme, paths)
         resolved.add(paths)
-    stranger = next((i for i, scheme in enumerate(schemes) if scheme != schemes[0]), None)
-    if stranger is not None:
-        row = next(islice(rows, stranger, None))
+    other = next((i for i, scheme in enumerate(schemes) if scheme != schemes[0]), None)
+    if other is not None:
+        row = next(islice(rows, other, None))
         raise SourceError(
             f"{place}:{row.line}: path must be on the first row's file system ({schemes[0] or 'local'}), "
             f"got {row.path!r}; copy the files to one place, or make a listing for each"
@@ -135,7 +135,7 @@ def _csv_lines(data: bytes) -> Any:
 
 
 def _columns(first: Sequence[str]) -> tuple[bool, int, int]:
-    """From the first row: is it a header, and where are the path and the label?"""
+    """From the first row: whether it is a header, and the columns of path and label."""
     names = [name.strip().lower() for name in first]
     if "path" in names and "label" in names:
         return True, names.index("path"), names.index("label")
@@ -145,7 +145,7 @@ def _columns(first: Sequence[str]) -> tuple[bool, int, int]:
 
 
 def _csv_chunks(data: bytes) -> Iterator[tuple[list[str], list[str]]]:
-    """Paths and labels of some thousand rows at a time. Raises ValueError or csv.Error where anything is wrong."""
+    """Yield paths and labels in blocks of rows. Raises ValueError or csv.Error if anything is wrong."""
     reader = _csv_lines(data)
     first = next((row for row in reader if row), None)
     if first is None:
@@ -166,7 +166,7 @@ def _csv_chunks(data: bytes) -> Iterator[tuple[list[str], list[str]]]:
 
 
 def _csv_rows(data: bytes, place: str) -> Iterator[Row]:
-    """As `_csv_chunks`, a row at a time, with its line. Raises SourceError at the faulty row."""
+    """Like `_csv_chunks`, but yields single rows with their lines. Raises SourceError at the faulty row."""
     reader = _csv_lines(data)
     layout = None
     start = 0
@@ -204,7 +204,7 @@ def _csv_rows(data: bytes, place: str) -> Iterator[Row]:
 
 
 def _json_lines(data: bytes) -> Iterator[tuple[list[str], list[int | str]]]:
-    """As `_csv_chunks`, for JSON lines."""
+    """Like `_csv_chunks`, for JSON lines."""
     reader = io.BytesIO(data)
     while lines := list(islice(reader, _ROWS)):
         lines = [line for line in lines if not line.isspace()]
@@ -215,7 +215,7 @@ def _json_lines(data: bytes) -> Iterator[tuple[list[str], list[int | str]]]:
 
 
 def _json_rows(data: bytes, place: str) -> Iterator[Row]:
-    """As `_csv_rows`, for JSON lines."""
+    """Like `_csv_rows`, for JSON lines."""
     for number, line in enumerate(io.BytesIO(data), start=1):
         if line.isspace():
             continue

@@ -1,7 +1,7 @@
-"""A million paths in two arrays: one blob of bytes and the offsets into it.
+"""Stores millions of paths compactly: one bytes object with all of them, and an array of offsets.
 
-A list of a million strings takes 100 MB and slows every garbage collection; this takes little more than the text itself
-and hands out `bytes`, which system calls take as they are.
+A list of a million strings takes 100 MB and slows each garbage collection. This table takes little more memory than the
+text itself, and returns `bytes`, which system calls accept without conversion.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ __all__ = ["PathTable", "PathTableBuilder"]
 
 @final
 class PathTable:
-    """Paths by index, each the common `prefix` and an entry of its own.
+    """Paths by index. Each path is the common `prefix` followed by an entry.
 
     Args:
         blob: the entries, each followed by a NUL.
-        starts: int64 of shape (n + 1,): where each entry starts in `blob`, and its end.
-        prefix: put before every entry.
+        starts: int64 of shape (n + 1,): the offset of each entry in `blob`, and the length of `blob`.
+        prefix: precedes every entry.
     """
 
     __slots__ = ("blob", "prefix", "starts")
@@ -51,7 +51,7 @@ class PathTable:
 
 @final
 class PathTableBuilder:
-    """Collects paths, some thousands at a time, into a table."""
+    """Builds a table from blocks of paths."""
 
     def __init__(self) -> None:
         self._blobs: list[bytes] = []
@@ -59,7 +59,7 @@ class PathTableBuilder:
         self._absolute = False
 
     def add(self, paths: Sequence[str]) -> None:
-        """Appends paths. Raises ValueError when one is empty, holds a NUL or has no encoding."""
+        """Append paths. Raises ValueError if one is empty, contains a NUL or cannot be encoded."""
         if not paths:
             return
         text = "\0".join(paths)
@@ -74,16 +74,16 @@ class PathTableBuilder:
 
     @property
     def has_absolute(self) -> bool:
-        """Whether a path starts with a slash or is a URL."""
+        """Whether any path starts with a slash or is a URL."""
         return self._absolute
 
     def chunks(self) -> Iterator[list[str]]:
-        """The paths as they were added."""
+        """Yield the blocks of paths as they were added."""
         for blob in self._blobs:
             yield os.fsdecode(blob[:-1]).split("\0")
 
     def build(self, prefix: str = "") -> PathTable:
-        """The table of all paths that were added."""
+        """Build the table of all paths that were added."""
         starts = np.zeros(sum(map(len, self._lengths)) + 1, dtype=np.int64)
         if self._lengths:
             np.cumsum(np.concatenate(self._lengths), out=starts[1:])

@@ -1,4 +1,4 @@
-"""The encoded bytes of some samples in one buffer, and how they lie in it."""
+"""The encoded bytes of several samples in one buffer, and their layout."""
 
 from __future__ import annotations
 
@@ -13,27 +13,28 @@ from numpy.typing import NDArray
 __all__ = ["SPARE_BYTES", "Allocate", "Payload", "lay_out"]
 
 Allocate = Callable[[int], NDArray[np.uint8]]
-"""Gives a writable uint8 array of at least so many bytes; the source fills it and returns it in its payload."""
+"""Returns a writable uint8 array of at least the given number of bytes; the source fills it and returns it in its
+payload."""
 
 SPARE_BYTES = 16
-"""Free bytes behind each sample, where a decoder that reads a little ahead finds zeros instead of another sample."""
+"""Unused bytes after each sample, so that a decoder that reads a little ahead reads zeros, not another sample."""
 
 
 def lay_out(sizes: Sequence[int]) -> tuple[list[int], int]:
-    """Where each sample of so many bytes begins in a payload's buffer, and how many bytes the buffer needs."""
+    """Lay out samples of these sizes in a payload's buffer: each sample's offset, and the buffer's size in bytes."""
     *offsets, end = accumulate((size + SPARE_BYTES for size in sizes), initial=0)
     return offsets, end
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Payload:
-    """The encoded bytes of some samples, one behind the other in one buffer, as `lay_out` says.
+    """The encoded bytes of several samples in one buffer, laid out by `lay_out`.
 
-    buffer: uint8 array, possibly longer than what is used.
-    offsets, sizes: one a sample, in bytes; sample i is buffer[offsets[i] : offsets[i] + sizes[i]].
-    errors: one a sample: None, or why it cannot be read (its size is then 0).
-    prescan: what the worker that read them found in their headers; None where it did not look.
-    cpu_s: processor seconds that another process spent on it.
+    buffer: uint8 array, which may be longer than needed.
+    offsets, sizes: for each sample, in bytes; sample i is buffer[offsets[i] : offsets[i] + sizes[i]].
+    errors: for each sample None, or why it cannot be read (its size is then 0).
+    prescan: the result of the prescan that the reading worker ran on the payload; None if it ran none.
+    cpu_s: processor seconds that another process spent on reading it.
     """
 
     buffer: NDArray[np.uint8]
@@ -45,7 +46,7 @@ class Payload:
 
     @classmethod
     def of(cls, files: Sequence[bytes | NDArray[np.uint8]], allocate: Allocate) -> Self:
-        """Files that are in memory, copied into a buffer of `allocate`."""
+        """Copy files that are in memory into a buffer from `allocate`."""
         sizes = [len(data) for data in files]
         offsets, end = lay_out(sizes)
         buffer = allocate(end)
@@ -57,5 +58,5 @@ class Payload:
         return len(self.sizes)
 
     def sample(self, i: int) -> NDArray[np.uint8]:
-        """A view of sample i's bytes."""
+        """A view of the bytes of sample i."""
         return self.buffer[self.offsets[i] : self.offsets[i] + self.sizes[i]]

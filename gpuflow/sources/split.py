@@ -1,8 +1,9 @@
-"""Splits: disjoint parts of a source, seeded and stratified.
+"""Splits a source into disjoint parts, seeded and stratified.
 
-Every class is divided in the same proportions as the whole: class c gives split s either the floor or the ceiling of
-fraction_s * n_c, and the splits' totals are exact. What the floors leave over goes, class by class, to the splits that
-are owed most (error diffusion), so that the rounding of one class is made good by the next.
+Every class is divided in the same proportions as the whole: split s gets the floor or the ceiling of fraction_s * n_c
+samples of class c, and the totals of the splits are exact. The samples that the floors leave over go, class by class,
+to the splits that are furthest below their totals (error diffusion), so each class compensates the rounding of earlier
+classes.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ __all__ = ["Subset", "split_counts", "split_indices", "subset"]
 
 @final
 class Subset:
-    """Some samples of a source, itself a source. Closing it closes the source that it is a part of.
+    """A source that holds some samples of another source. Closing it closes the other source.
 
     Args:
-        source: the whole.
-        indices: which of its samples, sorted int64.
+        source: the other source.
+        indices: the indices of the samples, sorted int64.
     """
 
     def __init__(self, source: Source, indices: NDArray[np.int64]) -> None:
@@ -78,7 +79,7 @@ def subset(source: Source, spec: SourceSpec, name: str) -> Source:
 def split_indices(
     labels: NDArray[np.int64], classes: Sequence[str], fractions: Sequence[float], seed: int, place: int
 ) -> NDArray[np.int64]:
-    """The sorted indices of the split at `place`."""
+    """The sorted indices of the samples in split number `place`."""
     class_sizes = np.bincount(labels, minlength=len(classes))
     ends = np.cumsum(split_counts(class_sizes, fractions), axis=1)
     members = np.argsort(labels, kind="stable")
@@ -87,21 +88,21 @@ def split_indices(
     for label in np.flatnonzero(class_sizes).tolist():
         size = int(class_sizes[label])
         first = 0 if place == 0 else int(ends[label, place - 1])
-        turns = permute(np.arange(first, ends[label, place]), size, key64("split", seed, classes[label]))
-        chosen.append(members[class_ends[label] - size + turns])
+        picked = permute(np.arange(first, ends[label, place]), size, key64("split", seed, classes[label]))
+        chosen.append(members[class_ends[label] - size + picked])
     return np.sort(np.concatenate(chosen)).astype(np.int64)
 
 
 def split_counts(class_sizes: NDArray[np.int64], fractions: Sequence[float]) -> NDArray[np.int64]:
-    """How many samples each class gives each split.
+    """Compute how many samples of each class go to each split.
 
     Args:
-        class_sizes: samples of each class, shape (C,).
-        fractions: of each split, S of them, summing to 1 or less.
+        class_sizes: number of samples of each class, shape (C,).
+        fractions: fraction of each of the S splits; their sum is at most 1.
 
     Returns:
-        int64 of shape (C, S + 1); the last column is what no split takes. Rows sum to `class_sizes`; the first s
-        columns together hold round(sum(fractions[:s]) * n) samples of all n.
+        int64 of shape (C, S + 1); the last column counts samples that are in no split. Rows sum to `class_sizes`; the
+        first s columns together hold round(sum(fractions[:s]) * n) of all n samples.
     """
     total = int(class_sizes.sum())
     shares = np.append(fractions, max(0.0, 1.0 - sum(fractions)))
@@ -126,7 +127,7 @@ def split_counts(class_sizes: NDArray[np.int64], fractions: Sequence[float]) -> 
 
 
 def _shard_sizes(sizes: tuple[int, ...] | None, indices: NDArray[np.int64]) -> tuple[int, ...] | None:
-    """Samples that `indices` leave in each shard; shards without any are gone."""
+    """The number of samples in `indices` from each shard, without shards that have none."""
     if sizes is None:
         return None
     held = np.diff(np.searchsorted(indices, np.cumsum(sizes)), prepend=0)

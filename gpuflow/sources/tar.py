@@ -1,4 +1,4 @@
-"""WebDataset-style shards: tar files whose members share a key, `0001.jpg` with `0001.cls` or `0001.json`.
+"""The tar source: WebDataset-style shards whose members share a key, `0001.jpg` with `0001.cls` or `0001.json`.
 
 A key is a member's path up to the first dot of its file name. The headers are walked once; where each image lies is
 cached in the user's cache folder (`~/.cache/gpuflow`), and from then on a sample is one read at an offset.
@@ -41,7 +41,7 @@ _RANGE = re.compile(r"(\d+)\.\.(\d+)")
 
 
 class Member(NamedTuple):
-    """A regular file in a tar, and where its bytes are."""
+    """A regular file in a tar, and the place of its bytes."""
 
     name: str
     start: int
@@ -50,13 +50,13 @@ class Member(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Index:
-    """Where every sample is, as arrays.
+    """The places and labels of all samples, as arrays.
 
     images: the images' member names.
-    starts, sizes: each image's place in its shard, in bytes.
-    codes: each sample's label, as a place in `values`.
-    values: the distinct labels as written, in the order in which they first come.
-    shard_sizes: samples in each shard.
+    starts, sizes: each image's offset and size in its shard, in bytes.
+    codes: each sample's label, as an index into `values`.
+    values: the distinct labels as written, in order of first occurrence.
+    shard_sizes: number of samples in each shard.
     """
 
     images: PathTable
@@ -69,7 +69,7 @@ class _Index:
 
 @final
 class TarSource:
-    """The samples of some shards. `open_tar` makes one."""
+    """The samples of one or more shards. `open_tar` creates it."""
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class TarSource:
 
 
 def open_tar(spec: SourceSpec) -> TarSource:
-    """Indexes `spec.tar`, or takes the index from the cache. The order is the shards', then the members'."""
+    """Index `spec.tar`, or load the index from the cache. Samples have the order of shards, then of members."""
     assert spec.tar is not None
     pattern = spec.tar if is_remote(spec.tar) else os.path.expanduser(spec.tar)
     names = expand_braces(pattern)
@@ -131,11 +131,11 @@ def open_tar(spec: SourceSpec) -> TarSource:
 
 
 def expand_braces(pattern: str) -> list[str]:
-    """All paths that a pattern stands for: `{08..11}` counts with leading zeros, `{a,b}` lists, several multiply."""
+    """Expand a pattern to paths: `{08..11}` counts with leading zeros, `{a,b}` lists names; several braces combine."""
     parts = _BRACES.split(pattern)
     if any("{" in text or "}" in text for text in parts[::2]):
         raise SourceError(f"source.tar must have matching braces without nesting, got {pattern!r}; correct it")
-    choices = [_choices(part, pattern) if turn % 2 else [part] for turn, part in enumerate(parts)]
+    choices = [_choices(part, pattern) if i % 2 else [part] for i, part in enumerate(parts)]
     return ["".join(chosen) for chosen in product(*choices)]
 
 
@@ -191,8 +191,8 @@ def _build_index(storage: Storage, shards: Sequence[Shard]) -> _Index:
 def _scan_shard(shard: Shard, read_at: ReadAt) -> tuple[list[Member], list[str]]:
     """The images of one shard and their labels as written."""
     images: dict[str, Member] = {}
-    marks: dict[str, tuple[str, bytes]] = {}
-    notes: dict[str, tuple[str, bytes]] = {}
+    cls_members: dict[str, tuple[str, bytes]] = {}
+    json_members: dict[str, tuple[str, bytes]] = {}
     for member in _members(shard, read_at):
         directory, slash, file = member.name.rpartition("/")
         stem, dot, extension = file.partition(".")
@@ -205,23 +205,23 @@ def _scan_shard(shard: Shard, read_at: ReadAt) -> tuple[list[Member], list[str]]
                 raise _duplicate(shard, member.name, images[key].name)
             images[key] = member
         elif extension in ("cls", "json"):
-            texts = marks if extension == "cls" else notes
+            texts = cls_members if extension == "cls" else json_members
             if key in texts:
                 raise _duplicate(shard, member.name, texts[key][0])
             texts[key] = (member.name, read_at(member.start, member.size))
     labels = []
     for key, member in images.items():
-        label = _label(shard, marks.pop(key, None), notes.pop(key, None))
+        label = _label(shard, cls_members.pop(key, None), json_members.pop(key, None))
         if label is None:
             raise SourceError(
                 f"{shard.path}/{member.name}: image must have a label, got none; "
                 f'add {key}.cls, or {key}.json with the key "label" or "cls"'
             )
         labels.append(label)
-    for key, note in notes.items():
-        if key not in marks and _label(shard, None, note) is not None:
-            marks[key] = note
-    for name, _ in marks.values():
+    for key, member_json in json_members.items():
+        if key not in cls_members and _label(shard, None, member_json) is not None:
+            cls_members[key] = member_json
+    for name, _ in cls_members.values():
         raise SourceError(
             f"{shard.path}/{name}: label must have an image ({', '.join(IMAGE_EXTENSIONS)}), got none; add or remove it"
         )
@@ -234,10 +234,10 @@ def _duplicate(shard: Shard, name: str, before: str) -> SourceError:
     )
 
 
-def _label(shard: Shard, mark: tuple[str, bytes] | None, note: tuple[str, bytes] | None) -> str | None:
-    """The label as written in a .cls member, else in a .json member; None where there is neither."""
-    if mark is not None:
-        name, data = mark
+def _label(shard: Shard, cls: tuple[str, bytes] | None, json_member: tuple[str, bytes] | None) -> str | None:
+    """The label as written in a .cls member, else in a .json member; None if there is neither."""
+    if cls is not None:
+        name, data = cls
         try:
             text = data.decode().strip()
         except UnicodeDecodeError as fault:
@@ -247,9 +247,9 @@ def _label(shard: Shard, mark: tuple[str, bytes] | None, note: tuple[str, bytes]
         if not text:
             raise SourceError(f"{shard.path}/{name}: label must not be empty; give a class name or a number")
         return text
-    if note is None:
+    if json_member is None:
         return None
-    name, data = note
+    name, data = json_member
     try:
         value = json.loads(data)
     except ValueError as fault:
@@ -263,7 +263,7 @@ def _label(shard: Shard, mark: tuple[str, bytes] | None, note: tuple[str, bytes]
 
 
 def _members(shard: Shard, read_at: ReadAt) -> Iterator[Member]:
-    """The regular files of a tar, from its headers: ustar, GNU long names and pax."""
+    """Yield the regular files of a tar from its headers: ustar, GNU long names and pax."""
     offset = 0
     renamed: dict[str, str] = {}
     everywhere: dict[str, str] = {}
@@ -318,7 +318,7 @@ def _text(data: bytes) -> str:
 
 
 def _pax(data: bytes, shard: Shard, start: int) -> dict[str, str]:
-    """The records of an extended header, each `length key=value` and a line end."""
+    """Parse the records of an extended header, each `length key=value` and a line end."""
     records = {}
     while data:
         length = data.partition(b" ")[0]

@@ -19,7 +19,7 @@ from gpuflow.loader.assemble import open_split
 from gpuflow.loader.cpu_share import cpu_share_of
 from gpuflow.loader.placement import explain_gpu
 from gpuflow.pipeline.image_spec import STORAGE, slot_shape
-from gpuflow.pipeline.program import Call, Map, Program, Sample, Step
+from gpuflow.pipeline.program import OpaqueStep, PointwiseStep, Program, SamplingStep, Step
 
 __all__ = ["explain"]
 
@@ -52,11 +52,11 @@ def _runs_as(program: Program) -> list[str]:
 
 def _step_words(step: Step) -> list[str]:
     match step:
-        case Sample(stages):
+        case SamplingStep(stages):
             return ["one sampling" if len(stages) > 1 else "sampling"] * len(stages)
-        case Map():
+        case PointwiseStep():
             return ["pixel by pixel"]
-        case Call():
+        case OpaqueStep():
             return ["a call an image"]
 
 

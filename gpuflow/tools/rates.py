@@ -22,7 +22,7 @@ import psutil
 from numpy.typing import NDArray
 
 from gpuflow.decode.codecs import CpuDecoder, Header, engine_sampling, probe
-from gpuflow.decode.libjpeg_turbo import find_library as find_libjpeg_turbo
+from gpuflow.decode.libjpeg_turbo import find_libjpeg_turbo
 from gpuflow.errors import BadSampleError, MissingExtra, SourceError
 from gpuflow.runtime.threads import DaemonPool
 from gpuflow.sources import SourceSpec, open_source
@@ -341,10 +341,10 @@ def core_rates(images: Sequence[Encoded], *, threads: Sequence[int]) -> tuple[tu
 
 def jpeg_engines(images: Sequence[Encoded]) -> JpegEngines:
     """Find libnvjpeg and decode on the current GPU, on its engines if it has any; without images only find it."""
-    from gpuflow.decode.nvjpeg import BACKENDS, find_library
+    from gpuflow.decode.nvjpeg import BACKENDS, find_nvjpeg
 
     try:
-        library = find_library()
+        library = find_nvjpeg()
     except MissingExtra as error:
         return JpegEngines(error=str(error))
     found = JpegEngines(path=os.path.normpath(library.path), version=library.version)
@@ -373,7 +373,7 @@ def _gpu_rate(batch: Sequence[tuple[NDArray[np.uint8], int, int]], backend: str)
     """Decode one batch over and over, one call after the other. The only place that knows how nvJPEG is called."""
     import torch
 
-    from gpuflow.decode.nvjpeg import Engines, find_library
+    from gpuflow.decode.nvjpeg import BatchedDecoder, find_nvjpeg
 
     lengths = np.array([data.size for data, _, _ in batch], np.uint64)
     starts = np.cumsum(lengths) - lengths
@@ -385,7 +385,7 @@ def _gpu_rate(batch: Sequence[tuple[NDArray[np.uint8], int, int]], backend: str)
     images = np.zeros((len(batch), 8), np.uint64)
     images[:, 0], images[:, 4] = np.uint64(pixels.data_ptr()) + np.cumsum(sizes) - sizes, rows[:, 1]
     addresses = np.uint64(pinned.data_ptr()) + starts
-    engines, stream = Engines(find_library(), "rgb", backend), torch.cuda.current_stream()
+    engines, stream = BatchedDecoder(find_nvjpeg(), "rgb", backend), torch.cuda.current_stream()
 
     def decode() -> int:
         engines.decode(addresses, lengths, images, stream.cuda_stream)

@@ -14,7 +14,7 @@ from gpuflow.pipeline.stage import Keys
 from gpuflow.sources import Payload
 
 if TYPE_CHECKING:
-    from gpuflow.execute.device_stream import ChunkRunner, Delivery
+    from gpuflow.execute.device_stream import ChunkRunner, DeviceStream
 
 __all__ = ["GpuPreprocessor"]
 
@@ -23,19 +23,19 @@ class GpuPreprocessor:
     """Encoded images to images on the GPU, several at a time. Any thread may call any method.
 
     Args:
-        runner, delivery: as in training; used by this preprocessor alone.
+        runner, device_stream: as in training; used by this preprocessor alone.
         acquire, release: get pinned memory of at least that many bytes, and return it.
     """
 
     def __init__(
         self,
         runner: ChunkRunner,
-        delivery: Delivery,
+        device_stream: DeviceStream,
         *,
         acquire: Callable[[int], NDArray[np.uint8]],
         release: Callable[[NDArray[np.uint8]], None],
     ) -> None:
-        self._runner, self._delivery, self._acquire, self._release = runner, delivery, acquire, release
+        self._runner, self._device_stream, self._acquire, self._release = runner, device_stream, acquire, release
 
     def run(self, files: Sequence[bytes]) -> list[torch.Tensor | BadSampleError]:
         """Each file's image [1, C, H, W], ready for any stream, or why it is bad. Waits for the GPU."""
@@ -45,7 +45,7 @@ class GpuPreprocessor:
             prepared = self._runner.prepare(payload, Keys(0, 0, np.zeros(len(files), np.int64)))
             faults = self._runner.launch(prepared, slots)
         finally:
-            self._delivery.mark(wait=True).synchronize()  # the GPU has read the bytes and written the images
+            self._device_stream.record_event(blocking=True).synchronize()  # bytes are read, images written
             self._release(payload.buffer)
         return [slots[i : i + 1] if fault is None else fault for i, fault in enumerate(faults)]
 
@@ -55,4 +55,4 @@ class GpuPreprocessor:
 
     def close(self) -> None:
         """Wait until the GPU has finished all queued work."""
-        self._delivery.close()
+        self._device_stream.close()

@@ -242,16 +242,18 @@ def _cpu_preprocessor(program: Program, batch: int, processes: int) -> Preproces
 
 def _gpu_preprocessor(program: Program, device: torch.device) -> Preprocessor | None:
     """The preprocessor on a GPU, or None if the GPU cannot run the program; the CPU preprocesses then."""
-    from gpuflow.execute.device_stream import Delivery
-    from gpuflow.execute.gpu_backend import on_gpu
+    from gpuflow.execute.device_stream import DeviceStream
+    from gpuflow.execute.gpu_backend import place_on_gpu
     from gpuflow.runtime.buffers import BytePool
     from gpuflow.runtime.memory import pinned
     from gpuflow.torchpipe.gpu_preprocessor import GpuPreprocessor
 
-    delivery = Delivery(device)
-    runner = on_gpu(program, delivery).gpu
+    device_stream = DeviceStream(device)
+    runner = place_on_gpu(program, device_stream).gpu
     pool = BytePool(make=pinned)
-    return GpuPreprocessor(runner, delivery, acquire=pool.acquire, release=pool.release) if runner is not None else None
+    if runner is None:
+        return None
+    return GpuPreprocessor(runner, device_stream, acquire=pool.acquire, release=pool.release)
 
 
 class ModelNode:

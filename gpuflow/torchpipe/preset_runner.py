@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from gpuflow.errors import BadSampleError, LoaderTimeout
-from gpuflow.execute.device_stream import Delivery, slots_on
-from gpuflow.pipeline.program import Program, Sample, Sampling, fold
+from gpuflow.execute.device_stream import DeviceStream, allocate_slots
+from gpuflow.pipeline.program import Program, Sampling, SamplingStep, fold
 from gpuflow.pipeline.stage import Geometry, Keys, Pipeline
 from gpuflow.pipeline.validate import trace
 from gpuflow.sources import Payload
@@ -36,7 +36,7 @@ class PresetRunner:
     Crops and flips run after the pointwise stages here: these are modules in the graph, and treat each pixel alike.
 
     Args:
-        program: its stages pass `Preset.refuses`. delivery: to the device that the preset's operators run on.
+        program: its stages pass `Preset.refuses`. device_stream: to the device that the preset's operators run on.
         origin: the configuration's file. threads: instances of the operators. timeout_seconds: limit for each image.
 
     Raises:
@@ -46,14 +46,14 @@ class PresetRunner:
     prescan = None
 
     def __init__(
-        self, program: Program, delivery: Delivery, *, origin: str, threads: int, timeout_seconds: float
+        self, program: Program, device_stream: DeviceStream, *, origin: str, threads: int, timeout_seconds: float
     ) -> None:
-        self._program, self._delivery, self._timeout = program, delivery, timeout_seconds
+        self._program, self._device_stream, self._timeout = program, device_stream, timeout_seconds
         served = tuple(stage for stage in program.pipeline.stages if not isinstance(stage, Geometry))
         pipeline = Pipeline(program.pipeline.name, served)
         graph = fold(pipeline, trace(pipeline))
-        self._graph = RunningGraph(chain(graph, None, origin=origin, threads=threads, device=delivery.device.type))
-        self._moves = [step for step in program.steps if isinstance(step, Sample)]
+        self._graph = RunningGraph(chain(graph, None, origin=origin, threads=threads, device=device_stream.device.type))
+        self._moves = [step for step in program.steps if isinstance(step, SamplingStep)]
         self._lock = threading.Lock()
         self.engine_images, self.cpu_images = 0, 0
         """torchpipe does not say which images it decoded on the CPU instead; all are counted as the GPU's."""
@@ -62,7 +62,7 @@ class PresetRunner:
         """Decode gpuflow's own test image by torchpipe's operators. Raises DecoderError if that fails."""
         self._graph.check()
 
-    def hurry(self, on: bool) -> None:
+    def set_starved(self, starved: bool) -> None:
         """Does nothing: no work is delayed here."""
 
     def prepare(self, payload: Payload, keys: Keys, indices: Sequence[int] | None = None) -> _Prepared:
@@ -99,11 +99,11 @@ class PresetRunner:
 
     def slots(self, count: int) -> torch.Tensor:
         """Memory on the device for `count` results: [count, C, H, W] in the result's dtype and memory format."""
-        return slots_on(self._delivery, count, self._program.result)
+        return allocate_slots(self._device_stream, count, self._program.result)
 
     def launch(self, chunk: _Prepared, slots: torch.Tensor) -> list[BadSampleError | None]:
         """Queue the crops and flips, into the slots [N, C, H, W]; returns None, or why it is bad, for each sample."""
-        with self._delivery.queued():
+        with self._device_stream.queued():
             for i, image in enumerate(chunk.images):
                 if isinstance(image, BadSampleError):
                     continue

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
 from gpuflow.decode.codecs import CpuDecoder, Header, decoder_description, engine_sampling, probe
-from gpuflow.decode.libjpeg_turbo import find_library
+from gpuflow.decode.libjpeg_turbo import find_libjpeg_turbo
 from gpuflow.errors import BadSampleError
 from tests.images import (
     SUBSAMPLINGS,
@@ -202,7 +202,7 @@ def test_a_region_is_the_whole_images_crop(name: str, color: str, turbo: bool, d
     assert np.array_equal(image[y - top : y - top + h, x - left : x - left + w], whole[y : y + h, x : x + w])
 
 
-@pytest.mark.skipif(find_library() is None, reason="no libjpeg-turbo 3 here: pip install 'gpuflow[turbo]'")
+@pytest.mark.skipif(find_libjpeg_turbo() is None, reason="no libjpeg-turbo 3 here: pip install 'gpuflow[turbo]'")
 def test_a_region_alone_is_decoded_where_that_is_worth_it() -> None:
     box = (8, 9, 20, 21)
     assert decode(GOOD["jpeg 4:2:0"], region=box).shape == (20, 21, 3)
@@ -365,7 +365,7 @@ def test_max_pixels_is_the_largest_that_passes() -> None:
     assert str(caught.value) == "decode: 53x37 = 1,961 pixels are more than max_pixels = 1,960"
 
 
-@pytest.mark.skipif(find_library() is None, reason="OpenCV may have another libjpeg")
+@pytest.mark.skipif(find_libjpeg_turbo() is None, reason="OpenCV may have another libjpeg")
 @pytest.mark.parametrize("subsampling", ["4:2:2", "4:2:0"])
 def test_images_are_too_narrow_for_the_engines_where_the_cpu_repeats_chroma(subsampling: str) -> None:
     for width in range(2, 9):
@@ -447,7 +447,7 @@ def test_a_header_without_end_takes_no_longer_than_its_length() -> None:
 def test_description_names_the_decoders() -> None:
     text = decoder_description()
     assert f"OpenCV {cv2.__version__}" in text
-    if find_library() is None:
+    if find_libjpeg_turbo() is None:
         assert text == (
             f"OpenCV {cv2.__version__} (whole images; pip install 'gpuflow[turbo]' to decode only the region "
             "that a crop needs)"

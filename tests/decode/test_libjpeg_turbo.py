@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from gpuflow.decode.libjpeg_turbo import PIXEL_FORMATS, Library, _is_current, find_library
+from gpuflow.decode.libjpeg_turbo import PIXEL_FORMATS, LibjpegTurbo, _is_current, find_libjpeg_turbo
 from tests.images import SUBSAMPLINGS, as_array, jpeg, patch_gray_factors, patch_jpeg, photo, tiny_jpeg
 
-LIBRARY = find_library()
+LIBRARY = find_libjpeg_turbo()
 pytestmark = pytest.mark.skipif(LIBRARY is None, reason="no libjpeg-turbo 3 here: pip install 'gpuflow[turbo]'")
 
 SIZES = ((75, 101), (64, 96), (33, 17), (8, 8), (1, 1), (1, 90), (90, 1))
@@ -44,7 +44,7 @@ def whole_of(data: bytes, color: str) -> NDArray[np.uint8]:
     return image if image.ndim == 3 else image[..., None]
 
 
-def turbo() -> Library:
+def turbo() -> LibjpegTurbo:
     assert LIBRARY is not None
     return LIBRARY
 
@@ -177,6 +177,6 @@ def test_betas_and_older_releases_are_not_used() -> None:
 
 def test_a_library_that_is_none_raises() -> None:
     with pytest.raises(OSError, match=r"no-such-library\.so"):
-        Library("/no-such-library.so")
+        LibjpegTurbo("/no-such-library.so")
     with pytest.raises(AttributeError, match="tj3"):
-        Library("libc.so.6")
+        LibjpegTurbo("libc.so.6")

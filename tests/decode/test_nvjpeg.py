@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gpuflow.decode.nvjpeg import Engines, NvjpegError
+from gpuflow.decode.nvjpeg import BatchedDecoder, NvjpegError
 
 
 class FakeLibrary:
-    """Stands where `nvjpeg.Library` does. `bad` are addresses of JPEGs that make a batched call fail."""
+    """Stands where `nvjpeg.NvjpegLibrary` does. `bad` are addresses of JPEGs that make a batched call fail."""
 
     version = "0.0.0"
 
@@ -58,7 +58,7 @@ def batch(*addresses: int) -> tuple[Any, Any, Any]:
 
 def test_calls_in_order_with_their_arguments() -> None:
     library = FakeLibrary()
-    engines = Engines(library, "rgb")
+    engines = BatchedDecoder(library, "rgb")
     for addresses in ((1, 2), (3, 4), (5,)):
         engines.decode(*batch(*addresses), stream=77)
     del engines
@@ -77,20 +77,20 @@ def test_calls_in_order_with_their_arguments() -> None:
 
 def test_cuda_kernels_are_asked_for_the_same_pixels() -> None:
     library = FakeLibrary()
-    Engines(library, "rgb", "cuda")
+    BatchedDecoder(library, "rgb", "cuda")
     assert library.calls[0] == ("create", 2, 1 << 5)
 
 
 def test_a_gpu_without_engines() -> None:
     library = FakeLibrary(create_status=7)
     with pytest.raises(NvjpegError, match=r"^nvJPEG: nvjpegCreateEx returned 7 \(architecture mismatch\)$"):
-        Engines(library, "rgb")
+        BatchedDecoder(library, "rgb")
     assert [call[0] for call in library.calls if call[0].startswith("destroy")] in ([], ["destroy"])
 
 
 def test_after_a_failed_call_the_state_is_made_anew() -> None:
     library = FakeLibrary(bad=frozenset({2}))
-    engines = Engines(library, "gray")
+    engines = BatchedDecoder(library, "gray")
     with pytest.raises(NvjpegError, match=r"^nvJPEG: nvjpegDecodeBatched returned 6 \(execution failed\)$"):
         engines.decode(*batch(1, 2), stream=0)
     engines.decode(*batch(1, 3), stream=0)

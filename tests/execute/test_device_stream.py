@@ -1,4 +1,4 @@
-"""What is packed for the GPU in one transfer; the rest of a delivery needs one: tests/execute/test_gpu.py."""
+"""What is packed for the GPU in one transfer; the rest of a device stream needs one: tests/execute/test_gpu.py."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from gpuflow.execute.device_stream import Delivery, starved
+from gpuflow.execute.device_stream import DeviceStream, gpu_is_idle
 
 
 class OnCpu:
-    """What `send_all` needs of a delivery, with the CPU as the device."""
+    """What `send_all` needs of a device stream, with the CPU as the device."""
 
     def __init__(self) -> None:
         self.transfers = 0
@@ -31,7 +31,7 @@ def test_arrays_of_any_dtype_and_shape_go_in_one_transfer(count: int) -> None:
     labels, plan = np.arange(count), np.arange(count * 21).reshape(count, 21)
     arrays = [labels, labels % 2 == 0, labels[::-1], plan, plan[:, ::3].astype(np.float64)]
     device: Any = OnCpu()
-    sent = Delivery.send_all(device, arrays)
+    sent = DeviceStream.send_all(device, arrays)
     assert device.transfers == 1
     for array, tensor in zip(arrays, sent, strict=True):
         expected = torch.from_numpy(array.copy())
@@ -61,4 +61,4 @@ def test_a_consumer_starves_when_its_stream_has_nothing_to_do_or_waits_for_us(
 ) -> None:
     stream: Any = Passed(idle)
     events: Any = None if last is None else tuple(map(Passed, last))
-    assert starved(stream, events) is expected
+    assert gpu_is_idle(stream, events) is expected

@@ -62,27 +62,27 @@ def pool() -> tuple[bytes, ...]:
 
 
 def new_runner(backend: str) -> Any:
-    from gpuflow.decode.nvjpeg import NvjpegError, find_library
-    from gpuflow.execute.device_stream import Delivery
+    from gpuflow.decode.nvjpeg import NvjpegError, find_nvjpeg
+    from gpuflow.execute.device_stream import DeviceStream
     from gpuflow.execute.gpu import GpuRunner, passes_of
 
     passes = passes_of(PROGRAM)
     assert not isinstance(passes, str)
-    delivery = Delivery(torch.device("cuda"))
+    device_stream = DeviceStream(torch.device("cuda"))
     try:
-        return GpuRunner(PROGRAM, passes, delivery, find_library(), backend=backend, decode_bytes=1 << 27)
+        return GpuRunner(PROGRAM, passes, device_stream, find_nvjpeg(), backend=backend, decode_bytes=1 << 27)
     except NvjpegError as error:
         pytest.skip(f"this GPU has no {backend} backend of nvJPEG: {error}")
 
 
 def decode(runner: Any, numbers: Sequence[int], *, known: bool) -> list[torch.Tensor | str]:
     """What a runner makes of files of the pool. known: it is told which ones they are."""
-    delivery = runner._delivery
-    payload = Payload.of([pool()[i] for i in numbers], lambda size: delivery.pinned([size], torch.uint8).numpy())
+    device_stream = runner._device_stream
+    payload = Payload.of([pool()[i] for i in numbers], lambda size: device_stream.pinned([size], torch.uint8).numpy())
     prepared = runner.prepare(payload, Keys(0, 0, np.zeros(len(numbers), np.int64)), numbers if known else None)
     slots = runner.slots(len(numbers))
     faults = runner.launch(prepared, slots)
-    delivery.synchronize()
+    device_stream.synchronize()
     images = slots.cpu()
     return [image if fault is None else str(fault) for image, fault in zip(images, faults, strict=True)]
 
@@ -131,7 +131,7 @@ def test_damaged_files_are_the_cpus(backend: str) -> None:
 def test_two_calls_at_a_time_keep_their_images_apart() -> None:
     runner = new_runner("hardware")
     expected = dict(enumerate(decode(runner, range(len(pool())), known=False)))
-    runner.hurry(True)
+    runner.set_starved(True)
     wrong: list[int] = []
 
     def work(seed: int) -> None:

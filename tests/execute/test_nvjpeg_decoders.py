@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from gpuflow.errors import LoaderTimeout
-from gpuflow.execute.nvjpeg_decoders import Decoders, Files
+from gpuflow.execute.nvjpeg_decoders import JpegBatch, NvjpegDecoderPool
 from gpuflow.loader.epoch import _LATE_BATCHES, EpochRun, RunningPipeline
 from gpuflow.runtime.admission import Admission
 
@@ -25,19 +25,19 @@ class Stream:
         pass
 
 
-class Delivery:
-    """Stands where gpuflow.execute.device_stream.Delivery does, and notes what was joined."""
+class DeviceStream:
+    """Stands where gpuflow.execute.device_stream.DeviceStream does, and notes what was joined."""
 
     def __init__(self) -> None:
         self.stream = Stream(7)
         self.branches: list[Stream] = []
         self.joined: list[Stream] = []
 
-    def branch(self) -> Stream:
+    def new_stream(self) -> Stream:
         self.branches.append(Stream(5))
         return self.branches[-1]
 
-    def join(self, stream: Stream) -> None:
+    def wait_stream(self, stream: Stream) -> None:
         if stream is not self.stream:
             self.joined.append(stream)
 
@@ -79,16 +79,18 @@ def no_engines(decoder: Any) -> int:
     return 0
 
 
-def work(decoders: Decoders, threads: int = 3, turns: int = 12, between: Callable[[], None] = lambda: None) -> None:
+def work(
+    decoders: NvjpegDecoderPool, threads: int = 3, turns: int = 12, between: Callable[[], None] = lambda: None
+) -> None:
     faults: list[BaseException] = []
 
     def one() -> None:
         try:
             for _ in range(turns):
                 between()
-                with decoders.lend() as decoder:
+                with decoders.acquire() as decoder:
                     numbers = np.ones(4, np.uint64)
-                    assert decoder.decode(Files(numbers, numbers, np.ones((4, 8), np.uint64), FRAMES)).all()
+                    assert decoder.decode(JpegBatch(numbers, numbers, np.ones((4, 8), np.uint64), FRAMES)).all()
         except BaseException as fault:
             faults.append(fault)
 
@@ -101,42 +103,42 @@ def work(decoders: Decoders, threads: int = 3, turns: int = 12, between: Callabl
 
 
 @pytest.mark.parametrize(("backend", "hurried", "most"), [("hardware", 2, 2), ("cuda", 1, 1)])
-def test_a_second_call_beside_the_first_only_in_a_hurry(backend: str, hurried: int, most: int) -> None:
-    library, delivery = SlowLibrary(), Delivery()
-    substitutes: Any = (delivery, library)
-    decoders = Decoders(*substitutes, "rgb", backend, count=no_engines)
+def test_a_second_call_beside_the_first_only_while_the_gpu_is_starved(backend: str, hurried: int, most: int) -> None:
+    library, device_stream = SlowLibrary(), DeviceStream()
+    substitutes: Any = (device_stream, library)
+    decoders = NvjpegDecoderPool(*substitutes, "rgb", backend, count=no_engines)
     work(decoders)
     assert (library.most, library.made, library.streams) == (1, 1, {7}), "nobody waits: one call at a time"
-    decoders.hurry(True)
+    decoders.set_starved(True)
     work(decoders)
     assert (library.most, library.made) == (most, hurried)
-    assert len(delivery.branches) == hurried - 1, "it has a stream of its own"
-    assert bool(delivery.joined) == (hurried == 2), "what is queued later waits for it"
-    decoders.hurry(False)
+    assert len(device_stream.branches) == hurried - 1, "it has a stream of its own"
+    assert bool(device_stream.joined) == (hurried == 2), "what is queued later waits for it"
+    decoders.set_starved(False)
     library.most = 0
     work(decoders)
     assert library.most == 1
 
 
-def test_hurrying_on_and_off_loses_no_turn() -> None:
+def test_switching_starved_on_and_off_loses_no_turn() -> None:
     library = SlowLibrary()
-    substitutes: Any = (Delivery(), library)
-    decoders = Decoders(*substitutes, "rgb", "hardware", count=no_engines)
+    substitutes: Any = (DeviceStream(), library)
+    decoders = NvjpegDecoderPool(*substitutes, "rgb", "hardware", count=no_engines)
     switches = iter(range(10_000))
-    work(decoders, threads=4, turns=40, between=lambda: decoders.hurry(next(switches) % 3 == 0))
+    work(decoders, threads=4, turns=40, between=lambda: decoders.set_starved(next(switches) % 3 == 0))
     assert library.calls == 160
-    decoders.hurry(True)
+    decoders.set_starved(True)
     library.most = 0
     work(decoders)
     assert library.most == 2
 
 
 def test_a_call_that_does_not_end_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gpuflow.execute.nvjpeg_decoders._TURN_SECONDS", 0.05)
-    substitutes: Any = (Delivery(), SlowLibrary())
-    decoders = Decoders(*substitutes, "rgb", "hardware", count=no_engines)
+    monkeypatch.setattr("gpuflow.execute.nvjpeg_decoders._CALL_SECONDS", 0.05)
+    substitutes: Any = (DeviceStream(), SlowLibrary())
+    decoders = NvjpegDecoderPool(*substitutes, "rgb", "hardware", count=no_engines)
     named = pytest.raises(LoaderTimeout, match=r"nvJPEG did not end a call within 0\.05 s")
-    with decoders.lend(), named, decoders.lend():
+    with decoders.acquire(), named, decoders.acquire():
         pass
 
 
@@ -144,13 +146,13 @@ class Idle:
     """Stands where SPDL's pipeline and the GPU's runner do."""
 
     def __init__(self) -> None:
-        self.hurried: list[bool] = []
+        self.starved: list[bool] = []
 
     def stop(self, timeout: float) -> None:
         pass
 
-    def hurry(self, on: bool) -> None:
-        self.hurried.append(on)
+    def set_starved(self, starved: bool) -> None:
+        self.starved.append(starved)
 
 
 class Consumer:
@@ -163,19 +165,19 @@ class Consumer:
         begun.set()
         idle, finished = self._idle, self._finished
         self.run = EpochRun(
-            lambda: RunningPipeline(idle, finished, (), begun, Admission(2), Admission(1), idle.hurry, None),
+            lambda: RunningPipeline(idle, finished, (), begun, Admission(2), Admission(1), idle.set_starved, None),
             lambda: "nobody",
         )
 
     def get(self, starved: Callable[[], bool] | None, *, late: bool = True) -> list[bool]:
         """What the machinery was told meanwhile."""
-        self._idle.hurried.clear()
+        self._idle.starved.clear()
         if not late:
             self._finished.put("a batch")
         else:
             threading.Timer(0.03, self._finished.put, ["a batch"]).start()
         assert self.run.get(10.0, starved) == "a batch"
-        return list(self._idle.hurried)
+        return list(self._idle.starved)
 
 
 def test_the_machinery_hurries_once_the_gpu_has_waited_for_many_batches() -> None:

@@ -23,7 +23,7 @@ from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_a
 
 from gpuflow.decode import self_test
 from gpuflow.decode.codecs import CpuDecoder, probe
-from gpuflow.decode.libjpeg_turbo import find_library
+from gpuflow.decode.libjpeg_turbo import find_libjpeg_turbo
 from gpuflow.decode.preset import Preset
 from gpuflow.errors import BadSampleError, DecoderError
 from gpuflow.execute.cpu import CpuRunners
@@ -339,12 +339,12 @@ class BrokenLibrary:
     def decode(self, *arguments: Any) -> Any:
         self.calls += 1
         self.left -= 1
-        library = find_library()
+        library = find_libjpeg_turbo()
         assert library is not None
         return library.decode(*arguments) if self.left >= 0 else None
 
 
-@pytest.mark.skipif(find_library() is None, reason="no libjpeg-turbo 3 here: pip install 'gpuflow[turbo]'")
+@pytest.mark.skipif(find_libjpeg_turbo() is None, reason="no libjpeg-turbo 3 here: pip install 'gpuflow[turbo]'")
 def test_a_library_that_fails_at_the_test_image_is_left_aside(caplog: pytest.LogCaptureFixture) -> None:
     library: Any = BrokenLibrary(0)
     decoder, junk = CpuDecoder("rgb", library=library), as_array(damaged.without(SOUND, damaged.QUANTISATION))
@@ -353,7 +353,7 @@ def test_a_library_that_fails_at_the_test_image_is_left_aside(caplog: pytest.Log
             decoder.decode(junk, probe(junk))
     assert library.calls == 33, "32 in a row, and the test image"
     assert [record.getMessage() for record in caplog.records] == [
-        "libjpeg-turbo does not decode gpuflow's test image any more; OpenCV decodes instead"
+        "libjpeg-turbo no longer decodes gpuflow's test image; OpenCV decodes instead"
     ]
     assert attempt(decoder, SOUND, None) == attempt(CpuDecoder("rgb"), SOUND, None)
 

@@ -386,16 +386,21 @@ def test_folding_of(stages: tuple[s.Stage, ...]) -> None:
 
 def test_one_sampling_for_crop_resize_crop_and_flip() -> None:
     stages = (RandomCrop(size=30), Resize(height=20, width=20), CenterCrop(size=10), Flip(horizontal=0.5), Normalize())
-    assert [type(step).__name__ for step in program_of(Decode(), *stages).steps] == ["Sample", "Map"]
+    assert [type(step).__name__ for step in program_of(Decode(), *stages).steps] == ["SamplingStep", "PointwiseStep"]
     again = (*stages[:4], Resize(height=5, width=5))
-    assert [type(step).__name__ for step in program_of(Decode(), *again).steps] == ["Sample", "Sample"]
+    assert [type(step).__name__ for step in program_of(Decode(), *again).steps] == ["SamplingStep", "SamplingStep"]
 
 
 def test_a_colour_stage_between_crops_takes_part_in_no_fold() -> None:
     jitter = ColorJitter(brightness=0.5)
     stages = (Decode(), Resize(height=30, width=30), jitter, CenterCrop(size=20), Normalize())
     program = program_of(*stages)
-    assert [type(step).__name__ for step in program.steps] == ["Sample", "Map", "Sample", "Map"]
+    assert [type(step).__name__ for step in program.steps] == [
+        "SamplingStep",
+        "PointwiseStep",
+        "SamplingStep",
+        "PointwiseStep",
+    ]
     batch = images(program, SAMPLES, KEYS)
     before = images(program_of(*stages[:3]), SAMPLES, KEYS)
     assert torch.equal(batch, torch.stack([Normalize().torchvision()(image[:, 5:25, 5:25]) for image in before]))

@@ -62,7 +62,7 @@ class StandIn:
         self.program, self.delay = program(entries), delay
         self.runner, self.engine_images, self.cpu_images, self.fills = CpuRunner(self.program), 0, 0, 0
 
-    def hurry(self, on: bool) -> None: ...
+    def set_starved(self, starved: bool) -> None: ...
 
     def prepare(self, payload: Payload, keys: Keys, indices: object = None) -> tuple[Payload, Keys]:
         return payload, keys
@@ -79,13 +79,13 @@ class StandIn:
         time.sleep(self.delay)
         return faults
 
-    def mark(self) -> None: ...
+    def record_event(self) -> None: ...
 
-    def keep(self, memory: NDArray[Any], give: Callable[[NDArray[Any]], None] | None = None) -> None:
-        if give is not None:
-            give(memory)
+    def retain_until_done(self, memory: NDArray[Any], on_done: Callable[[NDArray[Any]], None] | None = None) -> None:
+        if on_done is not None:
+            on_done(memory)
 
-    def fill(self, there: torch.Tensor, host: torch.Tensor) -> None:
+    def copy_into(self, there: torch.Tensor, host: torch.Tensor) -> None:
         assert there.stride() == host.stride(), "one copy of bytes"
         self.fills += 1
         there.copy_(host)
@@ -103,7 +103,7 @@ def feed_of(
     """A feed for the stand-in, and what iterates an epoch of it."""
     gpu = StandIn(entries, delay)
     order = ShuffledOrder(size=len(source), seed=0, shuffle=told.pop("shuffle", True))
-    substitutes: dict[str, Any] = {"gpu": gpu, "delivery": gpu}
+    substitutes: dict[str, Any] = {"gpu": gpu, "device_stream": gpu}
     plan = LoaderPlan(
         program=gpu.program,
         source=source,

@@ -11,9 +11,9 @@ import torch
 from gpuflow.config import Config, read_config
 from gpuflow.errors import ConfigError
 from gpuflow.execute.gpu import passes_of
-from gpuflow.execute.gpu_backend import means_on_gpu
+from gpuflow.execute.gpu_backend import gpu_passes_and_library
 from gpuflow.loader.placement import explain_gpu, memory_for_decoding
-from gpuflow.pipeline.program import Call, Map, Sample
+from gpuflow.pipeline.program import OpaqueStep, PointwiseStep, SamplingStep
 from gpuflow.stages import STAGES
 from tests.datasets import write_config
 
@@ -39,14 +39,14 @@ def kinds(tmp_path: Path, *stages: Any) -> list[tuple[Any, bool, str]]:
 
 
 def test_a_table_joins_the_pass_before_it(tmp_path: Path) -> None:
-    assert kinds(tmp_path, CROP, HALF) == [(Sample, True, "float16 8x8x3 nhwc")]
-    assert kinds(tmp_path, CROP) == [(Sample, False, "uint8 8x8x3 hwc")]
-    jittered = [(Sample, False, "uint8 8x8x3 hwc"), (Map, True, "float16 8x8x3 nhwc")]
+    assert kinds(tmp_path, CROP, HALF) == [(SamplingStep, True, "float16 8x8x3 nhwc")]
+    assert kinds(tmp_path, CROP) == [(SamplingStep, False, "uint8 8x8x3 hwc")]
+    jittered = [(SamplingStep, False, "uint8 8x8x3 hwc"), (PointwiseStep, True, "float16 8x8x3 nhwc")]
     assert kinds(tmp_path, CROP, JITTER, HALF) == jittered
     assert kinds(tmp_path, CROP, {"flip": {"horizontal": 0.5}}, JITTER, HALF) == jittered
-    blurred = [(Sample, False), (Call, False), (type(None), True)]
+    blurred = [(SamplingStep, False), (OpaqueStep, False), (type(None), True)]
     assert [kind[:2] for kind in kinds(tmp_path, CROP, BLUR, HALF)] == blurred
-    assert [kind[:2] for kind in kinds(tmp_path, CROP, SECOND, HALF)] == [(Sample, False), (Sample, True)]
+    assert [kind[:2] for kind in kinds(tmp_path, CROP, SECOND, HALF)] == [(SamplingStep, False), (SamplingStep, True)]
 
 
 @pytest.mark.parametrize(
@@ -58,7 +58,7 @@ def test_a_table_joins_the_pass_before_it(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_what_runs_nowhere_but_on_the_cpu(tmp_path: Path, stages: list[Any], reason: str) -> None:
     read = config(tmp_path, stages)
-    assert passes_of(read.programs["train"]) == means_on_gpu(read.programs["train"]) == reason
+    assert passes_of(read.programs["train"]) == gpu_passes_and_library(read.programs["train"]) == reason
     if not torch.cuda.is_available():
         assert explain_gpu(read, "train") == f"decoded on the CPU: {reason}"
 
@@ -69,7 +69,7 @@ def test_explains_what_a_gpu_would_do(tmp_path: Path) -> None:
     assert explain_gpu(config(tmp_path, [CROP, JITTER, HALF]), "train") == text
     refused = config(tmp_path, [CROP, HALF], "pipelines.train.stages.decode.backend=cpu")
     assert explain_gpu(refused, "train") == "decoded on the CPU: its decode.backend is cpu"
-    assert means_on_gpu(refused.programs["train"]) == "its decode.backend is cpu"
+    assert gpu_passes_and_library(refused.programs["train"]) == "its decode.backend is cpu"
 
 
 def test_the_memory_limit_is_shared_by_batches_and_decoding(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ import pytest
 from numpy.typing import NDArray
 
 from gpuflow.decode.chunk_headers import read_headers
-from gpuflow.decode.header_scan import walk
+from gpuflow.decode.header_scan import scan_headers
 from gpuflow.loader.read_workers import ProcessStorage
 from gpuflow.runtime.buffers import BytePool
 from gpuflow.runtime.memory import shared, shared_block, shared_keys
@@ -288,7 +288,7 @@ def test_what_a_decoder_wants_to_know_is_found_out_there(tmp_path: Path) -> None
         pixels = images.photo(20 + i, 90 - i, seed=i)
         (tmp_path / name).write_bytes(images.jpeg(pixels, "4:2:0", progressive=i % 10 == 3))
     listing.write_text("path,label\n" + "".join(f"{name},{i % 2}\n" for i, name in enumerate(names)))
-    source, prescan = open_source(SourceSpec(listing=str(listing))), partial(walk, orientation=False)
+    source, prescan = open_source(SourceSpec(listing=str(listing))), partial(scan_headers, orientation=False)
     plain = source.read(range(50), Taken())
     source = source.on(ProcessStorage(1, prescan))
     read = source.read(range(50), Taken())

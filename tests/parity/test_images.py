@@ -10,14 +10,14 @@ import pytest
 
 from gpuflow.decode.codecs import Header, probe
 from gpuflow.errors import BadSampleError, ConfigError, SourceError
-from gpuflow.parity.images import InMemory, Sample, hostile_images, own_images
+from gpuflow.parity.images import InMemory, ParityImage, hostile_images, own_images
 from gpuflow.sources import SourceSpec
 from tests.parity.conftest import read
 
 SAMPLES = hostile_images()
 
 
-def named(kind: str) -> dict[str, Sample]:
+def named(kind: str) -> dict[str, ParityImage]:
     return {sample.name: sample for sample in SAMPLES if sample.kind == kind}
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from gpuflow.pipeline import stage as s
-from gpuflow.pipeline.program import Call, Map, Sample, Sampling
+from gpuflow.pipeline.program import OpaqueStep, PointwiseStep, Sampling, SamplingStep
 from gpuflow.stages import (
     CenterCrop,
     ColorJitter,
@@ -29,7 +29,7 @@ def steps(*stages: s.Stage) -> list[str]:
     """Each step as the names of its stages."""
     program = program_of(Decode(), *stages, name="p")
     return [
-        " ".join(stage.stage_name for stage in step.stages) if isinstance(step, Sample) else step.stage.stage_name
+        " ".join(stage.stage_name for stage in step.stages) if isinstance(step, SamplingStep) else step.stage.stage_name
         for step in program.steps
     ]
 
@@ -68,14 +68,14 @@ def test_a_program_is_a_value_with_its_specs() -> None:
         "float32 8x8x3 nchw",
     ]
     call = program.steps[1]
-    assert isinstance(call, Call)
+    assert isinstance(call, OpaqueStep)
     assert (call.before, call.after) == program.specs[2:4]
-    assert isinstance(program.steps[2], Map)
+    assert isinstance(program.steps[2], PointwiseStep)
 
 
 def sampling(height: int, width: int, *stages: s.Stage) -> Sampling:
     (step,) = program_of(Decode(), *stages).steps
-    assert isinstance(step, Sample)
+    assert isinstance(step, SamplingStep)
     return step.draw(keys_of(1), np.array([height]), np.array([width]))
 
 
@@ -132,7 +132,7 @@ def test_misfits_name_the_stage_and_the_size_that_it_met() -> None:
 
 def test_seeds_of_opaque_stages_differ_and_fit_torch() -> None:
     step = program_of(Decode(), CenterCrop(size=8), BLUR).steps[1]
-    assert isinstance(step, Call)
+    assert isinstance(step, OpaqueStep)
     seeds = step.draw(keys_of(10_000))
     assert seeds.dtype == np.int64
     assert len(set(seeds.tolist())) == 10_000

@@ -120,14 +120,14 @@ def test_slots_outlive_their_pool() -> None:
 
 
 class OnCpu:
-    """Stands where `Delivery` does, and for its events. What it queues is done at once."""
+    """Stands where `DeviceStream` does, and for its events. What it queues is done at once."""
 
     device = torch.device("cpu")
 
     def queued(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
-    def mark(self, *, wait: bool) -> OnCpu:
+    def record_event(self, *, blocking: bool) -> OnCpu:
         return self
 
     def synchronize(self) -> None:
@@ -139,12 +139,12 @@ def test_one_decode_buffer_does_until_more_are_asked_for() -> None:
     buffers = DecodeBuffers(here, 1)
     addresses = set()
     for _ in range(4):
-        with buffers.lend(1 << 20) as buffer:
+        with buffers.acquire(1 << 20) as buffer:
             addresses.add(buffer.data_ptr())
     assert len(addresses) == 1
     for _ in range(BUFFERS + 2):
-        buffers.more()
+        buffers.grow()
     with contextlib.ExitStack() as held:
-        lent = [held.enter_context(buffers.lend(1 << 20)).data_ptr() for _ in range(BUFFERS)]
+        lent = [held.enter_context(buffers.acquire(1 << 20)).data_ptr() for _ in range(BUFFERS)]
         assert len(set(lent)) == BUFFERS
         assert buffers._free.empty(), "and no more than that"

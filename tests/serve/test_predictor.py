@@ -308,12 +308,12 @@ PAD = {"torchvision": {"name": "Pad", "padding": 2}}
 def test_a_node_with_all_threads_preprocesses_if_the_gpu_cannot(
     backend: str, library: bool, first: Entries, decodes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def find_library() -> object:
+    def find_nvjpeg() -> object:
         if library:
             return object()
         raise MissingExtra("decoding on the GPU", "libnvjpeg", "gpu")
 
-    monkeypatch.setattr(gpu_backend, "find_library", find_library)
+    monkeypatch.setattr(gpu_backend, "find_nvjpeg", find_nvjpeg)
     stages = [{"decode": {"backend": backend}}, *first, *VAL[1:]]
     path = write_config(tmp_path / "x.yaml", "photos", serve={"stages": stages}, run={"threads": 3})
     config = read_config(path, STAGES)
@@ -324,10 +324,10 @@ def test_a_node_with_all_threads_preprocesses_if_the_gpu_cannot(
 
 
 def test_a_graph_for_another_machine_does_not_look_at_this_one(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def find_library() -> object:
+    def find_nvjpeg() -> object:
         raise AssertionError("must not look for libnvjpeg")
 
-    monkeypatch.setattr(gpu_backend, "find_library", find_library)
+    monkeypatch.setattr(gpu_backend, "find_nvjpeg", find_nvjpeg)
     assert len(gpuflow.serve.lower(config, device="cuda").nodes) == 1
 
 

@@ -150,7 +150,7 @@ def test_a_short_lived_fault_is_retried(read_all: ReadAll) -> None:
         first.unlink()
         second.unlink()
         with socket.socket(socket.AF_UNIX) as one, socket.socket(socket.AF_UNIX) as two:
-            one.bind(str(first))  # opening a socket fails with ENXIO, which is not one of the lasting faults
+            one.bind(str(first))  # opening a socket fails with ENXIO, which is not one of the permanent errors
             two.bind(str(second))
 
             def heal() -> None:

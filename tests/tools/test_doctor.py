@@ -467,7 +467,7 @@ def test_open_files(soft: int | None, hard: int | None, status: str, text: str, 
 
 
 def test_files_a_thread_are_those_of_the_storage() -> None:
-    assert local._KEPT_OPEN == FILES_A_THREAD
+    assert local._OPENED_IN_ADVANCE == FILES_A_THREAD
 
 
 def test_little_shared_memory_is_noted() -> None:

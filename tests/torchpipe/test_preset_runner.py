@@ -30,8 +30,8 @@ FILES = {**HOSTILE, **{name: data for name, (data, _) in BAD.items()}}
 UNKNOWN = {"webp", "webp lossless", "empty", "text", "cut short", "huge"}
 
 
-class CpuDelivery:
-    """A `Delivery` to the CPU, where queued work is done at once."""
+class CpuDeviceStream:
+    """A `DeviceStream` on the CPU, where queued work is done at once."""
 
     device = torch.device("cpu")
 
@@ -40,7 +40,7 @@ class CpuDelivery:
 
 
 def runner(program: Program, seconds: float = 20) -> PresetRunner:
-    return PresetRunner(program, CpuDelivery(), origin="x.yaml", threads=2, timeout_seconds=seconds)  # type: ignore[arg-type]
+    return PresetRunner(program, CpuDeviceStream(), origin="x.yaml", threads=2, timeout_seconds=seconds)  # type: ignore[arg-type]
 
 
 def payload(files: list[bytes], *, unreadable: int | None = None) -> Payload:

@@ -1,3 +1,3 @@
-"""Triton kernels, each beside its plain-PyTorch reference."""
+"""Triton kernels, each with its reference in plain PyTorch."""
 
 __all__: list[str] = []

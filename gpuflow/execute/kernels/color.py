@@ -1,14 +1,15 @@
 # mypy: disable-error-code="import-untyped, no-untyped-def, untyped-decorator"
-"""Two launches a chunk: colour adjustments drawn per sample, and a table of 256 results a channel, into a batch.
+"""Adjusts colours of a chunk's images by factors drawn per sample, then looks levels up in a table, in two launches.
 
-The operations are torchvision v2's on uint8 images, each clamped and truncated to levels before the next. The
-arithmetic is torch's: float32, rounded after every step but for the multiply-adds that its `add(alpha=...)` fuses, so
-the compiler may fuse no others. Contrast blends with a mean over the image as it is at that point of its sample's
-order: one kernel sums it in integers, which no order of summation changes, and the other does all the rest.
+The operations are those of torchvision v2 on uint8 images: each result is clamped and truncated to levels before the
+next operation. The arithmetic is that of torch: float32, rounded after every step except for the multiply-adds that
+torch's `add(alpha=...)` fuses, so the compiler may not fuse others. Contrast blends with the mean luma of the image
+after the operations that precede it in that sample's order: one kernel sums luma in integers, so the order of summation
+does not matter, and the other kernel does all the rest.
 
-Equal to torchvision on a CPU with fused multiply-add, bit for bit, up to 65,793 pixels an image. Above, torch's float32
-mean is no longer exact, and contrast may be one level away; on a CPU without, 21 of the 2^24 colours have another luma,
-and contrast and saturation may be. Operations after that scale the difference.
+The result equals torchvision on a CPU with fused multiply-add, bit for bit, up to 65,793 pixels per image. Above that,
+torch's float32 mean is not exact, and contrast may differ by one level. On a CPU without fused multiply-add, 21 of the
+2^24 colours have another luma, so contrast and saturation may differ by one level. Later operations scale a difference.
 """
 
 from __future__ import annotations
@@ -43,13 +44,13 @@ def _luma(r, g, b, CHANNELS: tl.constexpr):
 
 @triton.jit
 def _blend(level, share, other, rest):
-    """share * level + rest * other, clamped and truncated to a level."""
+    """share * level + rest * other, clamped and truncated to a level of 0-255."""
     return tl.floor(tl.minimum(tl.maximum(tl.fma(other, rest, level * share), 0.0), 255.0))
 
 
 @triton.jit
 def _hue(r, g, b, shift):
-    """Levels by way of hue, saturation and value, the hue moved by so many turns."""
+    """Levels with the hue shifted by `shift` turns of the colour circle; computed in hue, saturation, value."""
     level = tl.maximum(tl.maximum(r, g), b)
     r, g, b = r * (1.0 / 255), g * (1.0 / 255), b * (1.0 / 255)
     high, low = tl.maximum(tl.maximum(r, g), b), tl.minimum(tl.minimum(r, g), b)
@@ -81,7 +82,7 @@ def _hue(r, g, b, shift):
 
 @triton.jit
 def _operate(r, g, b, code, factor, mean, CHANNELS: tl.constexpr):
-    """One operation on levels held as float32. factor: float64, as torchvision takes 1 - factor in double."""
+    """One operation on levels held as float32. factor: float64, because torchvision computes 1 - factor in double."""
     share, rest = factor.to(tl.float32), (1.0 - factor).to(tl.float32)
     if code == _BRIGHTNESS:
         r = tl.floor(tl.minimum(r * share, 255.0))
@@ -100,7 +101,7 @@ def _operate(r, g, b, code, factor, mean, CHANNELS: tl.constexpr):
 
 @triton.jit
 def _pixels(image, at, inside, CHANNELS: tl.constexpr):
-    """The levels of these pixels as float32, a tensor a channel; three times the same for gray images."""
+    """Load these pixels as float32 levels, one tensor per channel; three times the same tensor for gray images."""
     r = tl.load(image + at * CHANNELS, inside, 0).to(tl.float32)
     if CHANNELS == 1:
         return r, r, r
@@ -114,7 +115,7 @@ def _sum_luma(
     images, plan, sums,
     PIXELS: tl.constexpr, CHANNELS: tl.constexpr, COUNT: tl.constexpr, SLICES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Partial sums of luma over the image that contrast finds; 0 where a sample has no contrast."""
+    """Partial sums of luma over the image just before its contrast operation; 0 for samples without contrast."""
     part, n = tl.program_id(0), tl.program_id(1)
     codes = plan + n * (1 + 2 * COUNT) + 1
     before = COUNT
@@ -164,23 +165,23 @@ def adjust(
     table: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
-    """Adjust a chunk's images and write them into a batch. Queued on the current stream, which nothing waits for.
+    """Adjust a chunk's images and write them into a batch. Queues work on the current stream and waits for none.
 
     Args:
         images: uint8 [N, H, W, C] on the device, contiguous, C = 1 or 3 (red, green, blue).
         rows: the row of `out` for each image, [N].
-        codes: each image's operations (`spec.Operation`) in their order, [N, K], at most one CONTRAST an image. K may
-            be 0: then this is the table alone.
-        factors: of the operations, [N, K].
-        table: [C, 256] on the device in the dtype of `out`: what each level becomes.
-        out: [B, C, H, W] with any strides. Rows not named stay as they are. It may be the images' own memory if each
-            image stays in its place.
+        codes: each image's operations (`Operation`) in their order, [N, K], at most one CONTRAST per image. With K = 0
+            only the table is applied.
+        factors: the factors of the operations, [N, K].
+        table: [C, 256] on the device in the dtype of `out`: the result for each level.
+        out: [B, C, H, W] with any strides. Other rows do not change. It may share memory with `images` if each image
+            stays in its place.
     """
     count, height, width, channels = images.shape
     contrast = codes == Operation.CONTRAST
     assert images.is_contiguous() and table.dtype == out.dtype and contrast.sum(axis=1).max(initial=0) <= 1
     plan = torch.from_numpy(np.concatenate([rows[:, None], codes, factors], axis=1, dtype=np.float64))
-    if images.is_cuda:  # torch keeps pinned memory until a copy from it is through
+    if images.is_cuda:  # torch keeps pinned memory until copies from it have ended
         plan = plan.pin_memory().to(images.device, non_blocking=True)
     sums = torch.empty((count, _SLICES), dtype=torch.int32, device=images.device)
     shared: dict[str, Any] = {
@@ -198,7 +199,7 @@ def adjust(
 def adjust_reference(
     images: torch.Tensor, codes: NDArray[np.int64], factors: NDArray[np.float64], table: torch.Tensor
 ) -> torch.Tensor:
-    """The same by torchvision's functions, one image and operation after the other: [N, C, H, W]."""
+    """The reference for `adjust`: torchvision's functions, one image and one operation at a time; [N, C, H, W]."""
     from torchvision.transforms.v2 import functional as tv
 
     functions = {

@@ -1,10 +1,10 @@
 # mypy: disable-error-code="assignment, import-untyped, no-untyped-def, untyped-decorator"
-"""One launch a chunk: crop, resample, flip, and a table of 256 results a channel, from decoded images to a batch.
+"""Crops, resamples and flips a chunk's decoded images, then looks each level up in a table, in one kernel launch.
 
 The kernel follows torch's antialiased interpolation (aten/native/UpSample.h): centres at (i + 0.5) * scale, a triangle
-or cubic filter that widens with the scale when it shrinks, weights normalized over the taps inside the box. Rows are
-resampled first and rounded to levels of 0-255, then columns, as torch does on uint8 images. The result is looked up in
-a table, so normalize costs one load and equals the CPU's bit for bit.
+or cubic filter that widens with the scale when the image shrinks, weights normalized over the taps inside the box. Rows
+are resampled first and rounded to levels of 0-255, then columns, as torch does on uint8 images. Each resulting level is
+looked up in a table of 256 results per channel, so `normalize` costs one load and equals the CPU's bit for bit.
 """
 
 from __future__ import annotations
@@ -27,18 +27,19 @@ FIELDS = (
     "flip_y", "flip_x",
     "row",
 )  # fmt: skip
-"""Columns of a chunk's plan, int64 [N, len(FIELDS)]: the image's device address, bytes a row of it, fold.Sampling's
-fields, and the row of the batch that it fills."""
+"""Columns of a chunk's plan, int64 [N, len(FIELDS)]: the image's device address, its bytes per row, the fields of
+`pipeline.program.Sampling`, and the row of the batch that it fills."""
 ROWS, COLUMNS, WARPS = 4, 32, 1
 _NEAREST, _BILINEAR, _BICUBIC = 0, 1, 2
 _KINDS = {"nearest": _NEAREST, "bilinear": _BILINEAR, "bicubic": _BICUBIC}
 _KEPT = {"nearest": 0, "bilinear": 4, "bicubic": 8}
-"""Taps whose weights are computed once for all lines: as many as an image has that shrinks to half its size."""
+"""Number of taps whose weights are computed once for all lines: the taps of an image that shrinks to half its size."""
 
 
 @triton.jit
 def _filter(distance, KIND: tl.constexpr, ANTIALIAS: tl.constexpr):
-    """The filter at a distance in units of its scale: triangle, or Keys's cubic, a = -0.5 (antialiased) or -0.75."""
+    """The filter's value at a distance in units of its scale: triangle, or Keys's cubic, a = -0.5 (antialiased) or
+    -0.75."""
     x = tl.abs(distance)
     if KIND == 1:
         return tl.maximum(1.0 - x, 0.0)
@@ -50,7 +51,7 @@ def _filter(distance, KIND: tl.constexpr, ANTIALIAS: tl.constexpr):
 
 @triton.jit
 def _axis(at, box, grid, KIND: tl.constexpr, ANTIALIAS: tl.constexpr):
-    """For places of the grid along one axis: centre in the box, 1 / the filter's width, first tap; and taps of each."""
+    """For positions `at` of the grid along one axis: centre in the box, 1 / filter width, first tap, number of taps."""
     scale = box.to(tl.float32) / grid
     wide = tl.maximum(scale, 1.0) if ANTIALIAS else scale * 0.0 + 1.0
     center = (at.to(tl.float32) + 0.5) * scale
@@ -60,20 +61,20 @@ def _axis(at, box, grid, KIND: tl.constexpr, ANTIALIAS: tl.constexpr):
 
 @triton.jit
 def _weight(tap, center, inverse, box, KIND: tl.constexpr, ANTIALIAS: tl.constexpr):
-    """A tap's weight. Beyond the box it has none if antialiased; else it stands for the pixel at the edge."""
+    """A tap's weight. If antialiased, taps outside the box weigh 0; otherwise they repeat the pixel at the edge."""
     weight = _filter((tap + 0.5 - center) * inverse, KIND, ANTIALIAS)
     return tl.where((tap >= 0) & (tap < box), weight, 0.0) if ANTIALIAS else weight
 
 
 @triton.jit
 def _float(level):
-    """A uint8 as a float32, by its bits: the GPU converts whole numbers at an eighth of the rate at which it adds."""
+    """Convert uint8 to float32 by its bits: a GPU converts integers at an eighth of the rate at which it adds."""
     return (level.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0  # 2 ** 23
 
 
 @triton.jit
 def _level(value, KIND: tl.constexpr):
-    """Rounded to a level of 0-255, still as a float. Only cubic weights, some of them negative, lead beyond."""
+    """Round to a level of 0-255, as a float. Only cubic weights can give values outside, since some are negative."""
     level = tl.floor(value + 0.5)
     return tl.minimum(tl.maximum(level, 0.0), 255.0) if KIND == 2 else level
 
@@ -84,7 +85,7 @@ def _sample(
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr, CHANNELS: tl.constexpr, FIELD_COUNT: tl.constexpr,
     KIND: tl.constexpr, ANTIALIAS: tl.constexpr, KEPT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """A tile of ROWS by COLUMNS of one sample: lines of the box are resampled, then added to the rows they weigh in."""
+    """A tile of ROWS by COLUMNS of one sample: resample each line of the box, then add it to the rows it affects."""
     tiles: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
     row = tl.program_id(0) // tiles * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(0) % tiles * COLUMNS + tl.arange(0, COLUMNS)
@@ -120,7 +121,7 @@ def _sample(
     center_y, inverse_y, first_y, taps_y = _axis(gy, box_h, grid_h, KIND, ANTIALIAS)
     center_x, inverse_x, first_x, taps_x = _axis(gx, box_w, grid_w, KIND, ANTIALIAS)
     total_x = tl.zeros([COLUMNS], tl.float32)
-    weights, places = (), ()  # of the first taps, kept for all lines
+    weights, places = (), ()  # of the first KEPT taps, the same for all lines
     for i in tl.static_range(KEPT):
         weight_x = _weight(first_x + i, center_x, inverse_x, box_w, KIND, ANTIALIAS)
         weights += (tl.where(i < taps_x, weight_x, 0.0),)
@@ -176,8 +177,8 @@ def sample(plan: torch.Tensor, table: torch.Tensor, out: torch.Tensor, *, interp
 
     Args:
         plan: int64 [N, len(FIELDS)] on the device. Images are uint8, interleaved, C channels.
-        table: [C, 256] on the device in the dtype of `out`: what each level becomes.
-        out: [B, C, H, W] with any strides; every sample's window is H by W. Rows that no plan names stay as they are.
+        table: [C, 256] on the device in the dtype of `out`: the result for each level.
+        out: [B, C, H, W] with any strides; every sample's window is H by W. Rows not in the plan do not change.
     """
     _, channels, height, width = out.shape
     grid: Any = (triton.cdiv(height, ROWS) * triton.cdiv(width, COLUMNS), len(plan))
@@ -192,7 +193,8 @@ def sample(plan: torch.Tensor, table: torch.Tensor, out: torch.Tensor, *, interp
 def sample_reference(
     images: list[torch.Tensor], plan: torch.Tensor, table: torch.Tensor, *, interpolation: str, antialias: bool
 ) -> torch.Tensor:
-    """The same in plain PyTorch. images: uint8 [H_i, W_i, C]; plan as above, addresses and pitches unused."""
+    """The reference for `sample` in plain PyTorch. images: uint8 [H_i, W_i, C]. Ignores addresses and pitches in the
+    plan."""
     results = []
     for image, row in zip(images, plan.tolist(), strict=True):
         _, _, y, x, height, width, mirror_y, mirror_x, *grid, sy, sx, sh, sw, wy, wx, wh, ww, flip_y, flip_x, _ = row

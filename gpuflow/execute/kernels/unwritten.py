@@ -1,8 +1,8 @@
 # mypy: disable-error-code="import-untyped, no-untyped-def, untyped-decorator"
-"""Which decoded images still show blocks of the blank image that was decoded before them.
+"""Finds decoded images that still show unwritten blocks of the blank image decoded before them.
 
-A JPEG decoder writes blocks of 8 by 8 pixels or more. Where it wrote none, luma is still the blank's in the whole
-block; chroma may be blended with the neighbours' near the block's edges, but not in its middle.
+A JPEG decoder writes blocks of 8 by 8 pixels or more. In a block that it did not write, luma is still the blank image's
+everywhere; chroma may be blended with that of the neighbours near the block's edges, but not in its middle.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from gpuflow.decode.blank_images import BLANK_COLOR, BLANK_LEVEL
 __all__ = ["FIELDS", "unwritten"]
 
 FIELDS = ("address", "pitch", "height", "width", "gray")
-"""Columns of the images' description, int64 [N, len(FIELDS)]: device address, bytes a row, size in pixels, and whether
-the file has luma alone."""
+"""Columns of the images' description, int64 [N, len(FIELDS)]: device address, bytes per row, size in pixels, and
+whether the file has luma only."""
 _COLUMNS = 128
 _SHOWN = tl.constexpr(4)
-"""Pixels of a block that an image shows at its edge: of fewer, all may be blended with a neighbour's chroma."""
+"""If a block at the image's edge shows fewer pixels than this, all of them may be blended with a neighbour's chroma."""
 _LEVEL, _RED, _GREEN, _BLUE = (tl.constexpr(level) for level in (BLANK_LEVEL, *BLANK_COLOR))
 
 
@@ -28,7 +28,7 @@ _LEVEL, _RED, _GREEN, _BLUE = (tl.constexpr(level) for level in (BLANK_LEVEL, *B
 def _unwritten(
     images, found, FIELD_COUNT: tl.constexpr, CHANNELS: tl.constexpr, BGR: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """A row of blocks of one image."""
+    """Check one row of blocks of one image."""
     p = images + tl.program_id(0).to(tl.int64) * FIELD_COUNT
     image, pitch = tl.load(p).to(tl.pointer_type(tl.uint8)), tl.load(p + 1)
     height, width = tl.load(p + 2).to(tl.int32), tl.load(p + 3).to(tl.int32)
@@ -49,7 +49,7 @@ def _unwritten(
                 luma = 0.299 * r + 0.587 * g + 0.114 * b
                 near = (tl.abs(r - _RED) <= 2) & (tl.abs(g - _GREEN) <= 2) & (tl.abs(b - _BLUE) <= 2)
                 exact = near | (x * 0 + gray > 0)
-            # At the edge of the image a block may show too little to tell by its colour.
+            # A block at the image's edge may show too few pixels to judge by its colour.
             narrow = (height - (y & -8) < _SHOWN) | (width - (x & -8) < _SHOWN)
             same = (tl.abs(luma - _LEVEL) <= 1.5) | (inside == 0)
             blocks = tl.reshape(same.to(tl.int32), (8, COLUMNS // 8, 8))
@@ -61,9 +61,9 @@ def _unwritten(
 
 
 def unwritten(images: torch.Tensor, tallest: int, *, color: str) -> torch.Tensor:
-    """Whether an image shows a block of the blank image: uint8 [N], 0 or 1, for descriptions int64 [N, len(FIELDS)].
+    """Find images that show a block of the blank image: uint8 [N], 0 or 1, for descriptions int64 [N, len(FIELDS)].
 
-    tallest: the largest of their heights. color: `rgb`, `bgr` or `gray`, as they are in memory.
+    tallest: the largest height of these images. color: their channels in memory: `rgb`, `bgr` or `gray`.
     """
     found = torch.zeros(len(images), dtype=torch.uint8, device=images.device)
     channels = 1 if color == "gray" else 3

@@ -1,8 +1,8 @@
-"""Where bytes are: a local disk, or any file system that fsspec speaks.
+"""Reads files from a local disk or from any file system that fsspec supports.
 
-Both offer the same few reads. A short-lived fault (a network file system that hiccups, a server that answers 503) is
-tried again up to three times, all faulty files of a call together; what stays unreadable is an error text in the
-payload and spoils no other file.
+Both offer the same read operations. A read that fails temporarily (a network file system that does not respond, a
+server that returns 503) is retried up to three times, all failed files of a call together. A file that stays unreadable
+becomes an error text in the payload and does not affect other files.
 """
 
 from gpuflow.sources.storage.base import ReadAt, Shard, Storage, is_remote, parent_of

@@ -1,4 +1,4 @@
-"""What sources need of a file system: a few reads of many files at a time."""
+"""The protocol of a storage: the operations that sources need from a file system, each on many files at a time."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ __all__ = ["ReadAt", "Shard", "Storage", "is_remote", "parent_of"]
 T = TypeVar("T")
 
 ReadAt = Callable[[int, int], bytes]
-"""read_at(offset, size) gives the bytes there, fewer at the end of the file."""
+"""read_at(offset, size) returns `size` bytes from `offset` on; fewer at the end of the file."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shard:
-    """One file that is read in ranges. `stamp` (mtime, or a server's tag) tells whether it is still the same."""
+    """One file that is read in ranges. `stamp` (mtime, or a server's tag) changes if the file changes."""
 
     path: str
     size: int
@@ -26,27 +26,28 @@ class Shard:
 
 
 class Storage(Protocol):
-    """A file system, as far as sources need one."""
+    """A file system that sources read from."""
 
     def read(self, paths: Sequence[bytes], allocate: Allocate) -> Payload:
-        """Whole files. Never raises for a file that cannot be read."""
+        """Read whole files. A file that cannot be read is an error in the payload, never an exception."""
 
     def read_ranges(
         self, shards: Sequence[Shard], starts: Sequence[int], sizes: Sequence[int], allocate: Allocate
     ) -> Payload:
-        """`sizes[i]` bytes of `shards[i]` from `starts[i]` on. Never raises for a range that cannot be read."""
+        """Read `sizes[i]` bytes of `shards[i]` from `starts[i]` on. A range that cannot be read is an error in the
+        payload, never an exception."""
 
     def load(self, path: str) -> bytes:
-        """One whole file. Raises SourceError."""
+        """Read one whole file. Raises SourceError if it cannot be read."""
 
     def inspect(self, paths: Sequence[str]) -> list[Shard | str]:
-        """Size and stamp of each file, or why it cannot be read."""
+        """The size and stamp of each file, or why it cannot be read."""
 
     def scan(self, shards: Sequence[Shard], scanner: Callable[[Shard, ReadAt], T]) -> Iterator[T]:
-        """`scanner` over each shard, given a way to read it front to back."""
+        """Call `scanner` on each shard with a function that reads from it, and yield the results in order."""
 
     def close(self) -> None:
-        """Closes what is open."""
+        """Close open files."""
 
 
 def is_remote(path: str) -> bool:

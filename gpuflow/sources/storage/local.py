@@ -1,6 +1,6 @@
-"""Files of this machine: the hot path of the whole loader.
+"""Reads files of this machine's file systems, with as few system calls as possible.
 
-A file costs open, fstat, preadv straight into the caller's buffer and close, and nothing else.
+This is the loader's hot path. A file costs open, fstat, preadv straight into the caller's buffer, and close.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ __all__ = ["LocalStorage"]
 
 T = TypeVar("T")
 
-_KEPT_OPEN = 32
-"""Files that one call holds open at once; a chunk of more opens the others when their turn comes."""
+_OPENED_IN_ADVANCE = 32
+"""Number of files that one call opens in advance; a larger chunk opens each further file when it reads it."""
 
 _OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 
 _READ_ONLY = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # O_NONBLOCK: opening a named pipe must not wait for its writer
 
-_LASTING = {
+_PERMANENT = {
     errno.ENOENT: "no such file",
     errno.ENOTDIR: "no such file",
     errno.EISDIR: "is a directory",
@@ -42,13 +42,13 @@ _LASTING = {
 
 @final
 class LocalStorage:
-    """Files of this machine, or of a network file system that is mounted here."""
+    """Files on this machine, or on a network file system that is mounted here."""
 
     def __init__(self) -> None:
         self._pool = _FilePool()
 
     def __reduce__(self) -> tuple[type[LocalStorage], tuple[()]]:
-        return LocalStorage, ()  # another process opens its own files
+        return LocalStorage, ()  # a pickled copy in another process opens its own files
 
     def read(self, paths: Sequence[bytes], allocate: Allocate) -> Payload:
         count = len(paths)
@@ -62,7 +62,7 @@ class LocalStorage:
                 descriptors[i] = -1
 
         def measure(i: int) -> None:
-            if i < _KEPT_OPEN:
+            if i < _OPENED_IN_ADVANCE:
                 try:
                     descriptors[i] = os.open(paths[i], _READ_ONLY)
                     status = os.fstat(descriptors[i])
@@ -134,9 +134,9 @@ class LocalStorage:
             with open(path, "rb", buffering=0) as file:
                 return file.read()
 
-        lasting = (FileNotFoundError, IsADirectoryError, PermissionError, NotADirectoryError)
+        permanent = (FileNotFoundError, IsADirectoryError, PermissionError, NotADirectoryError)
         try:
-            return retry(action, lasting)
+            return retry(action, permanent)
         except OSError as fault:
             raise SourceError(f"{path}: {_reason(fault)}; check that it can be read") from fault
 
@@ -168,11 +168,11 @@ class LocalStorage:
 
 
 class _Changed(Exception):
-    """A shard is no longer the file that was indexed."""
+    """A shard has changed since it was indexed."""
 
 
 class _OpenFile:
-    """A descriptor, how many calls read from it just now, and whether a read from it failed."""
+    """A file descriptor, the number of calls that are reading from it, and whether a read from it failed."""
 
     __slots__ = ("broken", "descriptor", "key", "users")
 
@@ -182,7 +182,7 @@ class _OpenFile:
 
 @final
 class _FilePool:
-    """Open shards, shared by threads: at most `limit` of them idle, the longest unused closed first."""
+    """Open shards, shared by threads. It keeps at most `limit` idle ones and closes the least recently used first."""
 
     def __init__(self, limit: int = 32) -> None:
         self._limit = limit
@@ -240,7 +240,7 @@ def _open_unchanged(shard: Shard) -> int:
 
 
 def _readable(sizes: Sequence[int], errors: Sequence[str | None]) -> list[int]:
-    """The sizes, 0 where there is an error."""
+    """The sizes, with 0 for files that have an error."""
     return [size if error is None else 0 for size, error in zip(sizes, errors, strict=True)]
 
 
@@ -252,7 +252,7 @@ def _reader(descriptor: int) -> ReadAt:
 
 
 def _read_rest(descriptor: int, target: memoryview, start: int) -> int:
-    """Fills `target` from `start` on and gives the number of bytes that there were."""
+    """Fill `target` from offset `start` of the file; return the number of bytes read."""
     got = 0
     while got < len(target):
         more = os.preadv(descriptor, [target[got:]], start + got)
@@ -263,15 +263,15 @@ def _read_rest(descriptor: int, target: memoryview, start: int) -> int:
 
 
 def _reason(fault: OSError) -> str:
-    if fault.errno in _LASTING:
-        return _LASTING[fault.errno]
+    if fault.errno in _PERMANENT:
+        return _PERMANENT[fault.errno]
     return (fault.strerror or str(fault)).lower() + AFTER_RETRIES
 
 
 def _each(
     step: Callable[[int], None], undo: Callable[[int], None], errors: list[str | None], items: Sequence[int]
 ) -> None:
-    """Runs `step` for each item. Faults become texts in `errors`; short-lived ones are tried again, all together."""
+    """Run `step` for each item. Failures become texts in `errors`; temporary ones are retried, all together."""
 
     def attempt(items: Sequence[int]) -> Sequence[int]:
         again = []
@@ -282,7 +282,7 @@ def _each(
             except OSError as fault:
                 undo(i)
                 errors[i] = _reason(fault)
-                if fault.errno not in _LASTING:
+                if fault.errno not in _PERMANENT:
                     again.append(i)
         return again
 

@@ -1,4 +1,4 @@
-"""Files behind a URL, on any file system that fsspec speaks."""
+"""Reads files behind URLs, on any file system that fsspec supports."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class RemoteStorage:
             raise MissingExtra(f"reading {url}", "fsspec", "remote") from absent
         try:
             self._fs: Any = url_to_fs(url)[0]
-        except (ImportError, ValueError) as fault:  # the protocol needs another package, or nobody knows it
+        except (ImportError, ValueError) as fault:  # the protocol needs another package, or is unknown
             raise SourceError(f"{url} cannot be opened: {fault}; check its scheme and what it needs") from fault
 
     def read(self, paths: Sequence[bytes], allocate: Allocate) -> Payload:
@@ -79,7 +79,7 @@ class RemoteStorage:
     def _fetch(
         self, items: Sequence[int], urls: list[str], starts: Sequence[int | None], ends: Sequence[int | None]
     ) -> list[Any]:
-        """One answer each, bytes or an exception; what the file system asks for at once, it fetches concurrently."""
+        """For each item its bytes or an exception. Asynchronous file systems of fsspec fetch the items concurrently."""
         try:
             answers: list[Any] = self._fs.cat_ranges(
                 [urls[i] for i in items], [starts[i] for i in items], [ends[i] for i in items], on_error="return"
@@ -119,7 +119,7 @@ class RemoteStorage:
         except Exception as fault:  # as above
             return _describe(fault) + AFTER_RETRIES
         if info.get("size") is None:
-            return "its server does not tell its size"
+            return "its server does not report its size"
         tags = (
             "ETag",
             "etag",
@@ -156,7 +156,7 @@ class RemoteStorage:
             yield from threads.map(scan_with_retries, shards)
 
     def close(self) -> None:
-        """Nothing is open: fsspec keeps its own connections, shared by the whole process."""
+        """Nothing to close: fsspec owns its connections and shares them within the process."""
 
 
 def _describe(fault: Exception) -> str:
@@ -165,7 +165,7 @@ def _describe(fault: Exception) -> str:
 
 
 def _checked(data: bytes, start: int | None, end: int | None) -> tuple[bytes, str | None]:
-    """The data and None, or nothing and why it is not what was asked for."""
+    """The data and None; or empty bytes and an error text, if the length differs from the requested range."""
     if not data:
         return b"", "empty file"
     if start is None or end is None or len(data) == end - start:

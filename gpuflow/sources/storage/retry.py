@@ -1,4 +1,4 @@
-"""Tries again what fails for a short time, such as a network file system that does not answer."""
+"""Retries operations that fail temporarily, such as reads from a network file system that does not respond."""
 
 from __future__ import annotations
 
@@ -13,26 +13,27 @@ T = TypeVar("T")
 _DELAYS = (0.0, 0.05, 0.1, 0.2)
 """Seconds before each attempt."""
 AFTER_RETRIES = f"; tried {len(_DELAYS)} times"
-"""Ends the reason of a fault that was still there at the last attempt."""
+"""The end of an error text of an operation that failed at every attempt."""
 
 
 def retry_each(items: Sequence[int], attempt: Callable[[Sequence[int]], Sequence[int]]) -> None:
-    """Calls `attempt` on all items, then on those that it returned, until it returns none or was called four times."""
+    """Call `attempt` on all items, then on those that it returned, until it returns none or was called four times."""
     for delay in _DELAYS:
         if items:
             time.sleep(delay)
             items = attempt(items)
 
 
-def retry(action: Callable[[], T], lasting: tuple[type[Exception], ...]) -> T:
-    """Calls `action` until it succeeds, four times at most. `lasting` exceptions are raised at once, others at last."""
+def retry(action: Callable[[], T], permanent: tuple[type[Exception], ...]) -> T:
+    """Call `action` until it succeeds, at most four times. Exceptions in `permanent` are raised immediately, others
+    after the last attempt."""
     results: list[T] = []
     faults: list[Exception] = []
 
     def attempt(items: Sequence[int]) -> Sequence[int]:
         try:
             results.append(action())
-        except lasting:
+        except permanent:
             raise
         except Exception as fault:  # file systems of fsspec raise whatever their library raises
             faults.append(fault)

@@ -1,6 +1,6 @@
 """Run by test_runner.py with TRITON_INTERPRET=1, in a process of its own: the GPU's runner on a CPU that stands in.
 
-A delivery whose device is the CPU and a libnvjpeg that decodes with OpenCV take the places of CUDA's; all else is real.
+A device stream on the CPU and a libnvjpeg that decodes with OpenCV replace those of CUDA; all else is real.
 Prints one line of JSON a case: what differs from the CPU's runner, and what was called.
 """
 
@@ -20,7 +20,7 @@ import quick_interpreter  # noqa: F401  # halves the time
 import torch
 from PIL import Image
 
-from gpuflow.decode.libjpeg_turbo import find_library
+from gpuflow.decode.libjpeg_turbo import find_libjpeg_turbo
 from gpuflow.errors import BadSampleError
 from gpuflow.execute.cpu import CpuRunner
 from gpuflow.execute.gpu import GpuRunner, passes_of
@@ -46,8 +46,8 @@ from tests import images
 REFUSED = b"the engines refuse this"
 
 
-class CpuDelivery:
-    """Stands where `Delivery` does, and for its stream. What it queues is done at once."""
+class CpuDeviceStream:
+    """Stands where `DeviceStream` does, and for its stream. What it queues is done at once."""
 
     device, cuda_stream = torch.device("cpu"), 7
 
@@ -55,13 +55,13 @@ class CpuDelivery:
         self.calls: Counter[str] = Counter()
         self.stream = self
 
-    def join(self, branch: CpuDelivery) -> None:
-        assert branch is self, "one thread needs no second decoder"
+    def wait_stream(self, other: CpuDeviceStream) -> None:
+        assert other is self, "one thread needs no second decoder"
 
     def queued(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
-    def mark(self, *, wait: bool = False) -> CpuDelivery:
+    def record_event(self, *, blocking: bool = False) -> CpuDeviceStream:
         return self
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -81,7 +81,7 @@ class CpuDelivery:
 
 
 class CpuLibrary:
-    """Stands where `nvjpeg.Library` does, and fails as a whole where one file is not to its taste.
+    """Stands where `nvjpeg.NvjpegLibrary` does, and fails as a whole where one file is not to its taste.
 
     As NVIDIA's engines do, it decodes a call's images by turns into `ENGINES` memories, leaves the lower half of a
     damaged one as it is there, and copies all of it into the result.
@@ -135,7 +135,7 @@ class CpuLibrary:
 def complete(file: bytes, height: int, width: int) -> bool:
     """Whether a JPEG decodes without a complaint."""
     data, buffer = np.frombuffer(file.rstrip(b"\0"), np.uint8), np.empty(height * width * 3, np.uint8)
-    library = find_library()
+    library = find_libjpeg_turbo()
     return library is None or library.decode(data, "rgb", (height, width), None, buffer) is not None
 
 
@@ -195,24 +195,24 @@ def cases() -> Iterator[dict[str, Any]]:
             program = fold(pipeline, trace(pipeline))
             passes = passes_of(program)
             assert not isinstance(passes, str), passes
-            delivery, library = CpuDelivery(), CpuLibrary(1 if name == "gray" else 3)
+            device_stream, library = CpuDeviceStream(), CpuLibrary(1 if name == "gray" else 3)
             chunk = payload([*files(), b"\0" * 40])
             keys = Keys(0, 1, np.arange(100, 100 + len(chunk)))
-            substitutes: Any = (delivery, library)
+            substitutes: Any = (device_stream, library)
             runner = GpuRunner(program, passes, *substitutes, backend="hardware", decode_bytes=decode_bytes)
             slots = runner.slots(len(chunk)).fill_(0)
             library.calls.clear()
-            delivery.calls.clear()
+            device_stream.calls.clear()
             indices = list(range(50, 50 + len(chunk)))
             faults = runner.launch(runner.prepare(chunk, keys, indices), slots)
             decodes, first = library.calls["decode"], (runner.engine_images, runner.cpu_images)
-            calls, copies = [library.calls["images"]], [delivery.calls["copies"]]
+            calls, copies = [library.calls["images"]], [device_stream.calls["copies"]]
             again = slots
             if name in TWICE:
                 again = runner.slots(len(chunk)).fill_(0)
                 runner.launch(runner.prepare(chunk, keys, indices), again)
                 calls.append(library.calls["images"] - calls[0])
-                copies.append(delivery.calls["copies"] - copies[0])
+                copies.append(device_stream.calls["copies"] - copies[0])
             expected = np.zeros((len(chunk), *slot_shape(program.result)), STORAGE[program.result.dtype])
             rights = CpuRunner(program).run([chunk.sample(i) for i in range(len(chunk))], keys, expected)
             rights[-1] = BadSampleError("read", "permission denied")
@@ -239,8 +239,8 @@ def served() -> dict[str, Any]:
     program = fold(pipeline, trace(pipeline))
     passes = passes_of(program)
     assert not isinstance(passes, str), passes
-    delivery, lent = CpuDelivery(), list[Any]()
-    substitutes: Any = (delivery, CpuLibrary(3))
+    device_stream, lent = CpuDeviceStream(), list[Any]()
+    substitutes: Any = (device_stream, CpuLibrary(3))
     runner = GpuRunner(program, passes, *substitutes, backend="hardware", decode_bytes=1 << 20)
     serving = GpuPreprocessor(runner, substitutes[0], acquire=lambda n: np.empty(n + 9, np.uint8), release=lent.append)
     contents = [*files(), b""]
@@ -275,7 +275,7 @@ def histories() -> dict[str, Any]:
         pool.append(cut if number % 2 else data)
 
     def new() -> GpuRunner:
-        substitutes: Any = (CpuDelivery(), CpuLibrary(3))
+        substitutes: Any = (CpuDeviceStream(), CpuLibrary(3))
         return GpuRunner(program, passes, *substitutes, backend="hardware", decode_bytes=1 << 20)
 
     def run(runner: GpuRunner, chosen: Sequence[int]) -> torch.Tensor:

@@ -13,7 +13,7 @@ import torch
 
 from gpuflow.execute.gpu import plan_of
 from gpuflow.execute.kernels.sample import sample, sample_reference
-from gpuflow.pipeline.program import Sample
+from gpuflow.pipeline.program import SamplingStep
 from gpuflow.pipeline.stage import Geometry, Keys
 from gpuflow.stages import CenterCrop, Flip, RandomCrop, RandomResizedCrop, Resize
 
@@ -38,7 +38,7 @@ def difference(stages: tuple[Geometry, ...], channels: int, layout: str, dtype: 
     rng = np.random.default_rng(0)
     images = [torch.from_numpy(rng.integers(0, 256, (*size, channels), dtype=np.uint8)) for size in SIZES]
     heights, widths = np.array(SIZES).T
-    sampling = Sample(stages, (0,) * len(stages)).draw(Keys(0, 0, np.arange(len(SIZES))), heights, widths)
+    sampling = SamplingStep(stages, (0,) * len(stages)).draw(Keys(0, 0, np.arange(len(SIZES))), heights, widths)
     rows = np.arange(len(SIZES))[::-1].copy()
     addresses = np.array([image.data_ptr() for image in images])
     plan = torch.from_numpy(plan_of(sampling, addresses, widths * channels, rows))

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from gpuflow.decode.libjpeg_turbo import find_library
+from gpuflow.decode.libjpeg_turbo import find_libjpeg_turbo
 
 ROOT = Path(__file__).parents[3]
 
@@ -56,7 +56,7 @@ def test_blank_images_go_before_those_that_were_never_decoded_completely(cases: 
     assert cases["misfits, 1048576 bytes"]["images"] == [5 + 6, 5]
 
 
-@pytest.mark.skipif(find_library() is None, reason="its stand-in for engines needs libjpeg-turbo: gpuflow[turbo]")
+@pytest.mark.skipif(find_libjpeg_turbo() is None, reason="its stand-in for engines needs libjpeg-turbo: gpuflow[turbo]")
 def test_a_file_gives_what_it_gives_a_new_decoder_whatever_was_decoded_before(cases: dict[str, dict[str, Any]]) -> None:
     case = cases["histories"]
     assert case["wrong"] == 0
