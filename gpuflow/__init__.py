@@ -79,7 +79,7 @@ def load(
 
     Args:
         path: the file.
-        name: the pipeline: `train`, `val`, or whatever stands under `pipelines`.
+        name: the pipeline: `train`, `val`, or another name under `pipelines`.
         rank, world_size: this process among those that share the epochs; by default from torchrun's environment
             (RANK, WORLD_SIZE), else 0 of 1.
         device: where batches are delivered; the CPU by default. `cuda` is the GPU of torchrun's LOCAL_RANK, else

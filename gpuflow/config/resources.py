@@ -44,7 +44,7 @@ def serving_processes_of(run: RunSpec) -> int:
 
 
 def decode_processes_of(config: Config, samples: int, share_threads: int | None = None) -> int:
-    """Worker processes that decode on the CPU for a loader of so many samples.
+    """Worker processes that decode on the CPU for a loader over `samples` samples.
 
     share_threads: threads that decode the CPU's part of each batch next to a GPU (`cpu_share`); None without a GPU.
     Each of those gets a process, however few they are: launching work on the GPU needs the interpreter, too. Without a

@@ -23,7 +23,7 @@ __all__ = ["START_SECONDS", "STOP_SECONDS", "EpochRun", "RunningPipeline"]
 START_SECONDS, STOP_SECONDS = 30.0, 3.0
 _POLL_SECONDS = 0.002
 _LATE_BATCHES = 8
-"""Batches in a row that a GPU waits for before the pipeline is told. The first of an epoch are late in any case."""
+"""Batches in a row that a GPU waits for before `set_starved` is called. The first of an epoch are always late."""
 _LOG = logging.getLogger(__name__)
 
 
@@ -72,10 +72,10 @@ class RunningPipeline:
 class EpochRun:
     """The pipeline of one epoch, from its start to its end. Dropping this, or `request_stop`, ends it.
 
-    A thread of its own starts and ends the pipeline: a Ctrl-C in the middle of either, or several in a row, would
+    A separate thread starts and ends the pipeline: a Ctrl-C in the middle of either, or several in a row, would
     leave threads behind.
 
-    Raises whatever keeps the pipeline from starting.
+    Raises the error that keeps the pipeline from starting.
     """
 
     def __init__(self, begin: Callable[[], RunningPipeline], culprit: Callable[[], str]) -> None:
@@ -104,7 +104,7 @@ class EpochRun:
         """The next batch in order. It stays in flight until `release`.
 
         gpu_is_idle: whether the consumer's GPU has nothing queued. Called while no batch is ready; once it was idle
-            for several batches in a row, the pipeline is told that the GPU is starved.
+            for several batches in a row, `set_starved` is called.
 
         Raises TimeoutError after `timeout` seconds.
         """

@@ -1,7 +1,7 @@
 """Lowers a program to an SPDL thread pipeline: order -> chunks -> read -> decode -> one batch a step.
 
-What travels is a chunk, a few samples of one batch: SPDL spends a third of a millisecond an item, whatever its size.
-What the CPU decodes next to a GPU (`CpuOffload`) does not travel; its batch waits for it at the end.
+The items are chunks, a few samples of one batch: SPDL spends a third of a millisecond an item of any size.
+Chunks that the CPU decodes next to a GPU (`CpuOffload`) bypass SPDL; their batch waits for them at the end.
 No operation ever raises into SPDL, which would drop the item and shift every later sample: a fault is written into the
 batch, and the loader raises it when that batch's turn has come.
 """
@@ -168,7 +168,7 @@ class Feed:
     async def _chunks(
         self, epoch: int, steps: Steps, begun: threading.Event, ahead: Admission, offload_threads: DaemonPool | None
     ) -> AsyncIterator[Chunk]:
-        """The chunks that travel; those of the CPU's share go to its threads at the same time."""
+        """The chunks for SPDL; those of the CPU's share are submitted to its threads at the same time."""
         begun.set()
         decode = functools.partial(self._decode_share, epoch)
         operation = _never_raise(self._offload.meter, decode) if self._offload is not None else None
@@ -266,7 +266,7 @@ class Feed:
         batch.ready = device_stream.record_event()
 
     def _begin_thread(self) -> None:
-        """Keep torch's operators on this thread, and whatever it allocates off the other GPUs.
+        """Keep torch's operators on this thread, and its allocations on this loader's GPU.
 
         A team of OpenMP threads for each worker thread would spin next to the others. The first call ties this thread
         to the default, so that the second, which also changes the default, stays in force.
@@ -278,7 +278,7 @@ class Feed:
 
 
 def _never_raise(meter: Meter, operation: Callable[[Chunk], None]) -> Callable[[Chunk], Chunk]:
-    """An SPDL operation that meters its work and writes whatever it raises into the batch.
+    """An SPDL operation that meters its work and writes any exception into the batch.
 
     BaseException, because SPDL hangs on SystemExit and StopIteration from an operation.
     """

@@ -99,7 +99,7 @@ def _by_torchpipe(config: Config, name: str, preset: Preset, device: torch.devic
 
 
 def memory_for_decoding(config: Config, name: str, batch_size: int) -> int:
-    """What `run.memory_limit` leaves for each buffer of decoded pixels, beside the batches that exist at a time."""
+    """Bytes for each buffer of decoded pixels that `run.memory_limit` leaves after the batches in flight."""
     limit = config.run.memory_limit
     if limit is None:
         return DECODE_BYTES

@@ -21,7 +21,7 @@ __all__ = ["LoaderPlan"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoaderPlan:
-    """What a loader delivers, and with what means. `gpuflow.loader.assemble` makes it from a configuration.
+    """What a loader delivers, and how. `gpuflow.loader.assemble` makes it from a configuration.
 
     Args:
         program, source: what is done to which samples. order: which sample comes when. seed: of all random draws.
@@ -32,7 +32,7 @@ class LoaderPlan:
             waited for; with 0 each decoding thread reads its own chunks, which spares a hand-over.
         processes: worker processes that the decoding threads (those of `share` if there is one) leave chunks to; they
             read, too.
-        share: the part of each batch that the CPU decodes next to `gpu`, on threads of its own, or None.
+        share: the part of each batch that the CPU decodes next to `gpu`, on separate threads, or None.
         prefetch: finished batches that wait for the consumer. timeout_seconds: how long the consumer waits for one.
         bad: counts bad samples and says what becomes of them.
         identity: names all that decides which samples come when and as what; states of other loaders are refused by it.

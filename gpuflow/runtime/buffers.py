@@ -1,7 +1,7 @@
-"""Buffers that are used again: encoded bytes of a chunk, slots of a batch. Who may reuse what, and when.
+"""Pools of memory that is used again: encoded bytes of chunks, slots of batches.
 
-A chunk's bytes go back when its samples are decoded. A batch's slots go back when the last tensor on them is gone:
-the consumer may keep a batch as long as it likes and nothing is ever overwritten under it.
+A chunk's bytes are released when its samples are decoded. A batch's slots are free again when the last tensor on them
+is gone: a consumer may keep a batch for any time, and it is never overwritten.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["BytePool", "SlotPool"]
 class BytePool:
     """Buffers for encoded bytes in power-of-two sizes; keeps at most `keep` bytes of free ones.
 
-    make: gives new ones of so many bytes.
+    make: allocates a new one of a given number of bytes.
     """
 
     def __init__(self, keep: int = 64 << 20, *, make: Callable[[int], NDArray[np.uint8]] = heap) -> None:
@@ -32,7 +32,7 @@ class BytePool:
         self._lock = threading.Lock()
 
     def acquire(self, size: int) -> NDArray[np.uint8]:
-        """A buffer of at least `size` bytes, with whatever it held before."""
+        """A buffer of at least `size` bytes; its content is undefined."""
         size_class = 1 << max(size - 1, 1 << 16).bit_length()
         with self._lock:
             if free := self._free.get(size_class):
@@ -48,7 +48,7 @@ class BytePool:
                 self._free.setdefault(len(buffer), []).append(buffer)
 
     def clear(self) -> None:
-        """Let go of the free ones."""
+        """Free the buffers that are not in use."""
         with self._lock:
             self._free.clear()
             self._held = 0
@@ -57,11 +57,11 @@ class BytePool:
 class SlotPool:
     """Memory for batches of one shape. Mapping fresh pages costs as much as filling them, so they are kept.
 
-    What was lent is looked through at the next `acquire`: a callback at its end could swallow a Ctrl-C.
+    The next `acquire` finds out which slots are free: a callback at their end could swallow a Ctrl-C.
 
     Args:
-        shape: the slots of a full batch, [B, ...]. dtype: of an element. keep: free batches to hold on to.
-        make: gives memory of so many bytes.
+        shape: the slots of a full batch, [B, ...]. dtype: of an element. keep: free batches that are kept.
+        make: allocates memory of a given number of bytes.
     """
 
     def __init__(
@@ -85,6 +85,6 @@ class SlotPool:
         return self._make(math.prod(self._shape) * self._dtype.itemsize).view(self._dtype).reshape(self._shape)
 
     def clear(self) -> None:
-        """Let go of the memory; what is in use stays with its users."""
+        """Free the memory; slots in use stay valid."""
         with self._lock:
             self._lent.clear()

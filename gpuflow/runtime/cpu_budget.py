@@ -20,15 +20,15 @@ def available_threads() -> int:
 
 
 def share_of_cores(cores: int, quota: float | None, ranks: int) -> int:
-    """Threads of one of so many ranks. quota: cores' worth of time that control groups grant."""
+    """The threads that each of `ranks` processes gets of `cores`. quota: of processor time, in cores; None for none."""
     granted = cores if quota is None else min(cores, math.ceil(quota))
     return max(1, granted // ranks)
 
 
 def cpu_quota(root: Path = Path("/")) -> float | None:
-    """How many cores' worth of time the control groups (v1 or v2) of this process grant it; None without a limit.
+    """The processor time that control groups (v1 or v2) grant this process, in cores; None without a limit.
 
-    The least of its own group and those around it counts. `root` is where `proc` and `sys` are.
+    The smallest limit of its own group and the groups around it counts. root: the folder with `proc` and `sys`.
     """
     quotas = []
     for line in (_text(root / "proc/self/cgroup") or "").splitlines():

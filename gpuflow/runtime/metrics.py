@@ -1,4 +1,4 @@
-"""What each stage of a running loader does: samples, busy time, what it is doing right now."""
+"""Counts what each stage of a running loader does: samples, busy time, the operation under way."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["Backlog", "Meter", "Stats", "culprit"]
+__all__ = ["Meter", "Stats", "WaitingSamples", "culprit"]
 
 
-class Backlog:
-    """Samples between two stages: done by one, not yet begun by the next."""
+class WaitingSamples:
+    """Counts samples between two stages: finished by one, not begun by the next."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -23,14 +23,14 @@ class Backlog:
         self._waiting, self._area = 0, 0.0
 
     def change(self, samples: int) -> None:
-        """So many samples more, or fewer."""
+        """Add a number of samples, or remove them if it is negative."""
         with self._lock:
             now = time.perf_counter()
             self._area += self._waiting * (now - self._last)
             self._waiting, self._last = max(0, self._waiting + samples), now
 
     def mean(self) -> float:
-        """Samples that waited at a time, from the reset to the last change."""
+        """The average number of waiting samples, from the reset to the last change."""
         elapsed = self._last - self._start
         return self._area / elapsed if elapsed else 0.0
 
@@ -38,13 +38,15 @@ class Backlog:
 class Meter:
     """Counts the work of one stage, whose operations run on `threads` threads. Time is taken inside the operation.
 
-    after: what waits behind the stage, also behind another one where two give to the same. before: what waits in front
-    of it, where that is another stage.
+    after: the samples that wait behind the stage; two stages that feed the same one share it.
+    before: those that wait in front of it, if another stage produces them.
     """
 
-    def __init__(self, name: str, threads: int, *, before: Backlog | None = None, after: Backlog | None = None) -> None:
+    def __init__(
+        self, name: str, threads: int, *, before: WaitingSamples | None = None, after: WaitingSamples | None = None
+    ) -> None:
         self.name, self.threads = name, threads
-        self.before, self.after = before, after or Backlog()
+        self.before, self.after = before, after or WaitingSamples()
         self._lock = threading.Lock()
         self._running: dict[int, float] = {}
         self.reset()
@@ -55,7 +57,7 @@ class Meter:
 
     @contextmanager
     def work(self, samples: int) -> Iterator[None]:
-        """Around one operation on so many samples."""
+        """Measure one operation on this number of samples."""
         me, start, cpu = threading.get_ident(), time.perf_counter(), time.thread_time()
         self._running[me] = start
         if self.before is not None:
@@ -71,7 +73,7 @@ class Meter:
                 self._samples += samples
 
     def add(self, *, samples: int = 0, read_bytes: int = 0, busy_s: float = 0.0, cpu_s: float = 0.0) -> None:
-        """What an operation did beside what `work` has seen of it: in another process, or as part of another stage."""
+        """Add what an operation did that `work` did not measure: in another process, or as part of another stage."""
         with self._lock:
             self._samples += samples
             self._bytes += read_bytes
@@ -84,14 +86,14 @@ class Meter:
         return time.perf_counter() - min(starts) if starts else None
 
     def capacity(self) -> float:
-        """Samples a second that its threads would do if they never waited."""
+        """Samples a second that its threads would finish if they never waited."""
         return self._samples / self._busy * self.threads if self._busy else 0.0
 
     def read(self, elapsed: float) -> dict[str, Any]:
-        """What the stage did in `elapsed` seconds.
+        """Report what the stage did in `elapsed` seconds.
 
         samples; images_per_s; busy_share of its threads, 0 to 1; cpu_s, processor seconds; threads; bytes that it read;
-        waiting: samples that stood behind it on average, ready for the next stage or the consumer.
+        waiting: average number of samples that were ready for the next stage or the consumer.
         """
         busy = self._busy / (elapsed * self.threads) if elapsed else 0.0
         rate = self._samples / elapsed if elapsed else 0.0

@@ -1,7 +1,7 @@
-"""The processes that train together: which one this is, its GPU, and the group that they form.
+"""The ranks of a training run: which one this process is, its GPU, and the process group.
 
-torchrun starts them and says in the environment who each is: RANK of WORLD_SIZE among all, LOCAL_RANK of
-LOCAL_WORLD_SIZE among those of its host.
+torchrun starts them and sets environment variables: RANK of WORLD_SIZE among all, LOCAL_RANK of LOCAL_WORLD_SIZE
+among those of the host.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
 __all__ = ["Group", "Ranks", "process_group"]
 
 _GLOO_GROUPS: list[object] = []
-"""Kept until the process ends. The last to let go of a group would otherwise be a model's reducer, which then waits for
-Gloo's threads and holds the GIL that they need to let go of a tensor: a deadlock, seen with torch 2.11."""
+"""Kept until the process ends. Otherwise the last reference to a group is a model's reducer, which then waits for
+Gloo's threads while it holds the GIL that they need to free a tensor: a deadlock, seen with torch 2.11."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ranks:
-    """One process among those that train together; by default the only one.
+    """The place of one process among those that train together; by default the only one.
 
     Args:
         rank, world_size: this process among all.
-        local_rank: this process among those of its host, or None where nobody said.
+        local_rank: this process among those of its host, or None if that is not known.
         local_world_size: how many run on its host.
     """
 
@@ -43,7 +43,7 @@ class Ranks:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> Ranks:
-        """What torchrun set. What is not set, or empty, has its default.
+        """From torchrun's variables. One that is not set, or empty, has its default.
 
         Raises:
             ConfigError: the variables are no numbers or do not fit each other.
@@ -100,7 +100,7 @@ def _problem(variable: str, rule: str) -> Problem:
 
 
 class Group:
-    """The processes of `process_group`. A process that is alone waits for nobody.
+    """The processes of `process_group`. With a single process its methods do nothing.
 
     Args:
         ranks: this process. device: where its model and what it shares lives.
@@ -133,7 +133,7 @@ class Group:
                 dist.broadcast(tensor, src=0)
 
     def wait(self) -> None:
-        """Until every rank is here."""
+        """Block until every rank has called this."""
         if not self._alone:
             import torch.distributed as dist
 

@@ -1,4 +1,4 @@
-"""A thread pool that never keeps the process alive and whose end is waited for no longer than asked.
+"""Daemon thread pools with a bounded shutdown, and settings of torch's threads and of the interpreter.
 
 `concurrent.futures.ThreadPoolExecutor` joins its threads at exit without a limit: one read that hangs on a dead network
 mount would hang the interpreter.
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class DaemonPool(Executor):
-    """`threads` daemon threads that run what is submitted, in order.
+    """`threads` daemon threads that run submitted calls in order.
 
     initializer: called once on each thread, before the constructor returns.
     """
@@ -68,7 +68,7 @@ class DaemonPool(Executor):
         self.end(timeout=_SHUTDOWN_SECONDS if wait else 0.0)
 
     def end(self, timeout: float) -> bool:
-        """End the threads; what has not begun is dropped. Returns whether all ended within `timeout` seconds."""
+        """End the threads and drop calls that have not begun. Returns whether all ended within `timeout` seconds."""
         self._closing = True
         for _ in self._threads:
             self._work.put(None)
@@ -80,9 +80,9 @@ class DaemonPool(Executor):
 
 
 def use_torch_threads(count: int) -> None:
-    """Let what torch computes on this thread use so many. A team of OpenMP threads spins for a while after its work.
+    """Make torch use `count` threads for what it computes on this thread. OpenMP threads spin for a while after work.
 
-    What torch sets counts for this thread and for all threads yet to come, so another thread sets it back for those.
+    torch.set_num_threads also changes the default of later threads, so another thread sets that back.
     """
     if torch.get_num_threads() == count:  # which also ties this thread to the default, so that what is set next stays
         return
@@ -93,10 +93,10 @@ def use_torch_threads(count: int) -> None:
 
 
 class QuickSwitching:
-    """While any of these is on, Python's threads hand the interpreter over sooner.
+    """While one of these exists and was not ended, Python's threads switch after 0.5 ms.
 
-    A thread that comes back from the GPU waits for the interpreter as long as another one computes, up to the switch
-    interval, and the GPU waits with it. With 0.5 ms instead of 5 ms ResNet-18 keeps 0.977 of its speed and not 0.971.
+    A thread that returns from the GPU waits for the interpreter while another one computes, up to the switch interval,
+    and the GPU waits with it. With 0.5 ms instead of 5 ms ResNet-18 keeps 0.977 of its speed and not 0.971.
     """
 
     _SECONDS = 0.0005
@@ -114,7 +114,7 @@ class QuickSwitching:
         self._on = True
 
     def end(self) -> None:
-        """Once; later calls do nothing. The last one restores what was set before."""
+        """Restore the switch interval if this is the last one. Later calls do nothing."""
         cls = QuickSwitching
         with cls._lock:
             if self._on:
