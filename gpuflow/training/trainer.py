@@ -202,7 +202,7 @@ class Trainer:
         }
         self.checkpoint.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(self.checkpoint) as file:
-            torch.save(state, file)
+            torch.save(state, file.name)  # given the file itself, it turns a KeyboardInterrupt into a RuntimeError
         return self.checkpoint
 
     def _resume(self) -> None:
