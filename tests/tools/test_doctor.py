@@ -26,9 +26,9 @@ from gpuflow.tools.machine import (
     Driver,
     Gpu,
     JpegEngines,
-    Limits,
     Machine,
     Memory,
+    ResourceLimits,
     Software,
 )
 from tests.datasets import deadline, make_photos, python, write_config
@@ -53,7 +53,7 @@ H100 = Machine(
     gpu_error=None,
     environment={},
     cores=Cores(present=16, usable=16, quota=None, threads=16),
-    limits=Limits(open_files=1_048_576, open_files_hard=1_048_576, open_now=10, locked_bytes=8 << 20),
+    limits=ResourceLimits(open_files=1_048_576, open_files_hard=1_048_576, open_now=10, locked_bytes=8 << 20),
     shared_memory=Memory(size_bytes=64 << 30, free_bytes=63 << 30),
     source="data/photos",
     decoders=CpuDecoders(libjpeg_turbo="3.1.0", opencv="4.12.0"),
