@@ -470,7 +470,10 @@ def _limit(
     else:
         text = f"the disk: it delivers {_rate(read)} images/s, fewer than the {_rate(decoded)} that {who} decode"
         if best.images_per_s > _MUCH_FASTER * read:
-            advice = f"set run.readers: {best.readers}; so many threads read {_rate(best.images_per_s)} images/s"
+            advice = (
+                f"set run.readers: {best.readers}; with {best.readers} threads the disk delivers "
+                f"{_rate(best.images_per_s)} images/s"
+            )
         else:
             advice = _NEARER if first.filesystem.startswith(_NETWORK) else _FASTER
         if decoder is not core_rates[-1] and read < core_rates[-1].images_per_s:

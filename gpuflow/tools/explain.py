@@ -76,7 +76,7 @@ def _facts(config: Config, name: str, program: Program) -> Iterator[Text]:
     yield Text(f"  batch          {size} images of {program.result} ({megabytes:.1f} MB), {run.prefetch} ahead")
     yield Text(f"  order          {'shuffled' if pipeline.shuffle else 'as in the source'}, seed {config.source.seed}")
     processes = decode_processes_of(config, samples)
-    helpers = f", and {processes} process(es) that they leave decoding to" if processes else ""
+    helpers = f", and {processes} decode process(es) that take over when started" if processes else ""
     yield Text(f"  device         cpu, {threads_of(run)} decode thread(s){helpers}")
     yield Text(f"  decoder        {program.decoder.library or decoder_description()}")
     yield Text(f"  on a GPU       {explain_gpu(config, name)}{_cpu_share_text(config, name, samples)}")

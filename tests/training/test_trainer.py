@@ -1,4 +1,4 @@
-"""Training: it learns, and a run that is interrupted at any step ends with the weights of one that is not."""
+"""Training: results, checkpoints, and a run that is interrupted at any step ends with the same weights."""
 
 from __future__ import annotations
 
