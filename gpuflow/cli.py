@@ -163,7 +163,7 @@ def train(
     One process a GPU: torchrun --nproc-per-node 2 -m gpuflow train FILE. Batch sizes are those of a process.
     """
     from gpuflow.runtime.ranks import Ranks
-    from gpuflow.training.trainer import Accuracy, Trainer, TrainerEvents
+    from gpuflow.training.trainer import PassResult, Trainer, TrainerEvents
 
     class Bar(TrainerEvents):
         task: TaskID
@@ -174,7 +174,7 @@ def train(
         def step(self, loss: float, images_per_s: float) -> None:
             bar.update(self.task, advance=1, note=f"loss {loss:.3f}  {images_per_s:,.0f} images/s")
 
-        def end_pass(self, name: str, epoch: int, result: Accuracy) -> None:
+        def end_pass(self, name: str, epoch: int, result: PassResult) -> None:
             bar.remove_task(self.task)
             _out.print(
                 f"epoch {epoch + 1}  {name:5}  loss {result.loss:.3f}  accuracy {result.accuracy:.3f}  "

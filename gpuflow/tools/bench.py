@@ -1,7 +1,7 @@
-"""`gpuflow bench`: images a second against the number of workers, for this loader and for others on the same job.
+"""`gpuflow bench`: measures images per second by number of workers, for gpuflow and for other loaders on the same job.
 
-Every measurement is a fresh process; the arms take turns within each repeat, so that a machine that slows down slows
-all of them. Run as `python -m gpuflow.tools.bench JOB`, this module is that process.
+Every measurement runs in a new process. Within each repeat the loaders (arms) alternate, so that a machine that becomes
+slower affects all of them. Run as `python -m gpuflow.tools.bench JOB`, this module is such a process.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ _PROCESS_SECONDS = 600.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """One measurement: an arm with so many workers, iterated for `seconds` after a warm-up of `warm_up` seconds.
+    """One measurement: an arm with `workers` workers runs for `seconds` after a warm-up of `warm_up` seconds.
 
-    arm: a name of `ARMS`, or `path/to/file.py:function`, which takes the job and gives counts of images.
+    arm: a name in `ARMS`, or `path/to/file.py:function`: a function that takes the job and yields numbers of images.
     """
 
     arm: str
@@ -66,7 +66,7 @@ class Job:
 def measure(
     jobs: Sequence[Job], *, repeats: int, progress: Callable[[Job, float], None] = lambda job, rate: None
 ) -> dict[Job, list[float]]:
-    """Images a second of each job, `repeats` times, the jobs interleaved, each in a process of its own."""
+    """Images per second of each job, measured `repeats` times. Jobs alternate, each in a new process."""
     rates: dict[Job, list[float]] = {job: [] for job in jobs}
     for repeat in range(repeats):
         for job in jobs if repeat % 2 == 0 else reversed(jobs):
@@ -108,7 +108,7 @@ def _gpuflow(job: Job) -> Iterable[int]:
 
 
 class _Samples:
-    """A PyTorch data set of the same samples: decode to a PIL image or a uint8 tensor, then torchvision transforms."""
+    """The same samples as a PyTorch data set: decodes to a PIL image or a uint8 tensor, then torchvision transforms."""
 
     def __init__(self, job: Job, *, pil: bool, normalize: bool) -> None:
         from gpuflow.config import read_config
@@ -168,7 +168,7 @@ def _dataloader(job: Job, *, pil: bool = True, normalize: bool = True) -> Iterab
 
 
 def _spdl(job: Job) -> Iterable[int]:
-    """SPDL as its introduction shows it: one sample an item, a concurrent decode, an aggregate, a collate."""
+    """SPDL as in its introduction: one item per sample, a concurrent decode, an aggregate, a collate."""
     import torch
     from spdl.pipeline import PipelineBuilder
 
@@ -203,25 +203,25 @@ ARMS: dict[str, Callable[[Job], Iterable[int]]] = {
     "dataloader-uint8-raw": lambda job: _dataloader(job, pil=False, normalize=False),
     "spdl": _spdl,
 }
-"""gpuflow; DataLoader with PIL images; with uint8 tensors, normalized in the workers; likewise, normalized a batch at a
-time by the consumer; SPDL with one sample an item. The others run the torchvision transforms that our stages equal."""
+"""gpuflow; DataLoader with PIL images; DataLoader with uint8 tensors, normalized in the workers; the same, normalized
+by the consumer for a whole batch; SPDL with one item per sample. The others run equal torchvision transforms."""
 
 
 def _arm(name: str) -> Callable[[Job], Iterable[int]]:
-    """The arm of this name, or the function that `path/to/file.py:function` names."""
+    """The arm of this name, or the function at `path/to/file.py:function`."""
     path, colon, function = name.rpartition(":")
     return runpy.run_path(path)[function] if colon else ARMS[name]
 
 
 def check_arms(names: Sequence[str]) -> None:
-    """Raise ValueError for a name that is no arm."""
+    """Raise ValueError for an unknown arm."""
     for name in names:
         if name not in ARMS:
             raise ValueError(f"--against: {name!r} is nothing to compare with{did_you_mean(name, ARMS)}")
 
 
 def rate(batches: Iterable[int], *, warm_up: float, seconds: float) -> float:
-    """Items a second over `seconds`, after `warm_up` seconds that do not count."""
+    """Items per second over `seconds`, measured after `warm_up` seconds."""
     iterator = iter(batches)
     next(iterator)
     start = time.perf_counter()
@@ -237,7 +237,7 @@ def rate(batches: Iterable[int], *, warm_up: float, seconds: float) -> float:
 
 
 def machine() -> str:
-    """This machine in words: cores that the process may use, processor, memory."""
+    """A description of this machine: cores that the process may use, processor, memory."""
     model = platform.processor() or platform.machine()
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
@@ -249,7 +249,7 @@ def machine() -> str:
 
 
 def versions() -> str:
-    """The versions that the figures depend on."""
+    """Versions of the packages that the figures depend on."""
     from importlib.metadata import version
 
     packages = {"torch": "torch", "torchvision": "torchvision", "spdl": "spdl-core", "opencv": "opencv-python-headless"}
@@ -298,7 +298,7 @@ def _main() -> None:
     job = Job(**{**fields, "overrides": tuple(fields["overrides"])})
     result = rate(_arm(job.arm)(job), warm_up=job.warm_up, seconds=job.seconds)
     print(json.dumps(result), flush=True)
-    os._exit(0)  # a persistent worker of another loader must not delay the next measurement
+    os._exit(0)  # do not wait for persistent workers of another loader
 
 
 if __name__ == "__main__":

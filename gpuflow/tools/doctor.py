@@ -1,6 +1,6 @@
-"""`gpuflow doctor`: what a machine's figures mean for loading images, and what to change, in plain words.
+"""`gpuflow doctor`: judges whether a machine is set up well for loading images, and says what to change.
 
-Pure functions, one a topic, from the values of `gpuflow.tools.machine` to findings.
+One pure function for each topic turns values of `gpuflow.tools.machine` into findings.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from gpuflow.tools.machine import (
     Driver,
     Gpu,
     JpegEngines,
-    Limits,
     Machine,
     Memory,
+    ResourceLimits,
     Software,
 )
 
@@ -37,12 +37,12 @@ __all__ = ["FILES_A_THREAD", "TESTED", "Finding", "Status", "judge", "report"]
 Status = Literal["ok", "note", "problem"]
 
 TESTED = {"torch": "2.11.0", "torchvision": "0.26.0"}
-"""The pair that gpuflow is tested with."""
+"""The versions that gpuflow is tested with."""
 FILES_A_THREAD = 32
-"""Files that a thread of the loader holds open at once."""
+"""The most files that one thread of the loader has open at the same time."""
 
 _SPARE_FILES = 64
-"""Descriptors for the rest of the process: pipes, libraries, checkpoints."""
+"""File descriptors for the rest of the process: pipes, libraries, checkpoints."""
 _SMALL_SHARED_MEMORY = 1 << 30
 _HARDWARE_QUEUES = 8
 _FEW_IMAGES, _SHORT_SECONDS = 200, 0.4
@@ -69,10 +69,10 @@ _COLOURS: dict[Status, str] = {"ok": "green", "note": "yellow", "problem": "bold
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What was found about one topic.
+    """The judgement on one topic.
 
-    status: `ok`; `note`, worth knowing or better otherwise; `problem`, gpuflow fails or is far slower than it could be.
-    advice: what to change, None where there is nothing.
+    status: `ok`; `note`: worth knowing, or could be better; `problem`: gpuflow fails, or is much slower than
+    it could be. advice: what to change, None where nothing needs to change.
     """
 
     topic: str
@@ -82,7 +82,7 @@ class Finding:
 
 
 def judge(machine: Machine) -> list[Finding]:
-    """All findings, topic by topic; the comparison of the rates comes last."""
+    """All findings, ordered by topic. The comparison of disk and decoder comes last."""
     has_gpu = bool(machine.gpus)
     findings = [
         *_software(machine.software),
@@ -95,7 +95,7 @@ def judge(machine: Machine) -> list[Finding]:
         *_shared_memory(machine.shared_memory),
         *_locked_memory(machine.limits, has_gpu),
     ]
-    if machine.software.broken:  # then nothing was measured
+    if machine.software.broken:  # nothing was measured
         return findings
     return [
         *findings,
@@ -310,7 +310,7 @@ def _cores(cores: Cores) -> Iterator[Finding]:
         yield Finding("cores", "ok", text)
 
 
-def _open_files(limits: Limits, threads: int) -> Iterator[Finding]:
+def _open_files(limits: ResourceLimits, threads: int) -> Iterator[Finding]:
     soft, hard, others = limits.open_files, limits.open_files_hard, limits.open_now + _SPARE_FILES
     least, most = threads + others, threads * FILES_A_THREAD + others
     if soft is None or soft >= most:
@@ -349,7 +349,7 @@ def _shared_memory(memory: Memory | None) -> Iterator[Finding]:
         )
 
 
-def _locked_memory(limits: Limits, has_gpu: bool) -> Iterator[Finding]:
+def _locked_memory(limits: ResourceLimits, has_gpu: bool) -> Iterator[Finding]:
     if has_gpu:
         limit = "no limit" if limits.locked_bytes is None else f"limit {_gib(limits.locked_bytes)}"
         yield Finding("locked memory", "ok", f"{limit}; CUDA's pinned memory does not count, NCCL's on InfiniBand does")
@@ -407,7 +407,7 @@ def _disk(disk: Sequence[DiskRate], source: str | None) -> Iterator[Finding]:
 
 
 def _coldness(rate: DiskRate) -> str:
-    """Where the bytes came from. Nobody but root can empty the page cache; what is dropped from it is up to Linux."""
+    """Whether the bytes came from disk or from the page cache, which only root can empty completely."""
     if rate.filesystem in _IN_MEMORY:
         return "which is in memory"
     if rate.cached is None:
@@ -470,7 +470,10 @@ def _limit(
     else:
         text = f"the disk: it delivers {_rate(read)} images/s, fewer than the {_rate(decoded)} that {who} decode"
         if best.images_per_s > _MUCH_FASTER * read:
-            advice = f"set run.readers: {best.readers}; so many threads read {_rate(best.images_per_s)} images/s"
+            advice = (
+                f"set run.readers: {best.readers}; with {best.readers} threads the disk delivers "
+                f"{_rate(best.images_per_s)} images/s"
+            )
         else:
             advice = _NEARER if first.filesystem.startswith(_NETWORK) else _FASTER
         if decoder is not core_rates[-1] and read < core_rates[-1].images_per_s:
@@ -486,7 +489,7 @@ def _many(count: int, noun: str) -> str:
 
 
 def _rate(value: float) -> str:
-    """Three digits: no more of a short measurement can be trusted."""
+    """Three significant digits, the precision of a short measurement."""
     return f"{float(f'{value:.3g}'):,.0f}" if value >= 10 else f"{value:.2g}"
 
 
@@ -495,7 +498,7 @@ def _gib(count: int) -> str:
 
 
 def report(findings: Sequence[Finding]) -> RenderableType:
-    """Findings under headings, the advice below each, and how many problems and notes there are."""
+    """Findings under headings, each with its advice, and the numbers of problems and notes."""
     width = max(len(finding.topic) for finding in findings)
     parts: list[RenderableType] = []
     for heading, group in groupby(findings, lambda finding: _HEADINGS.get(finding.topic, _SOFTWARE)):
@@ -513,7 +516,7 @@ def report(findings: Sequence[Finding]) -> RenderableType:
 
 
 def _words(finding: Finding) -> RenderableType:
-    """The text; below it the advice behind an arrow."""
+    """The text, and the advice on the next line after an arrow."""
     if finding.advice is None:
         return Text(finding.text)
     advice = Table.grid(padding=(0, 1, 0, 0))

@@ -1,4 +1,4 @@
-"""`gpuflow explain`: what a configuration resolves to, before anything runs."""
+"""`gpuflow explain`: shows how gpuflow would run a configuration: stages, shapes, threads, decoder, device."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _stages(program: Program) -> Table:
 
 
 def _runs_as(program: Program) -> list[str]:
-    """For each stage the step that it became part of."""
+    """For each stage, the number and kind of the step that runs it."""
     words = ["1 decode"]
     for number, step in enumerate(program.steps, start=2):
         words += [f"{number} {word}" for word in _step_words(step)]
@@ -76,13 +76,13 @@ def _facts(config: Config, name: str, program: Program) -> Iterator[Text]:
     yield Text(f"  batch          {size} images of {program.result} ({megabytes:.1f} MB), {run.prefetch} ahead")
     yield Text(f"  order          {'shuffled' if pipeline.shuffle else 'as in the source'}, seed {config.source.seed}")
     processes = decode_processes_of(config, samples)
-    beside = f", and {processes} process(es) that they leave decoding to" if processes else ""
-    yield Text(f"  device         cpu, {threads_of(run)} decode thread(s){beside}")
+    helpers = f", and {processes} decode process(es) that take over when started" if processes else ""
+    yield Text(f"  device         cpu, {threads_of(run)} decode thread(s){helpers}")
     yield Text(f"  decoder        {program.decoder.library or decoder_description()}")
-    yield Text(f"  on a GPU       {explain_gpu(config, name)}{_beside_gpu(config, name, samples)}")
+    yield Text(f"  on a GPU       {explain_gpu(config, name)}{_cpu_share_text(config, name, samples)}")
 
 
-def _beside_gpu(config: Config, name: str, samples: int) -> str:
+def _cpu_share_text(config: Config, name: str, samples: int) -> str:
     share = cpu_share_of(config, name)
     if share is None:
         return ""
@@ -92,7 +92,7 @@ def _beside_gpu(config: Config, name: str, samples: int) -> str:
 
 
 def _source(config: Config, name: str) -> tuple[str, int]:
-    """In words, and how many samples it has."""
+    """A description of the source, and its number of samples."""
     where = config.source.where
     try:
         source = open_split(config, name)

@@ -1,4 +1,4 @@
-"""Reads what this machine is, and has `gpuflow.tools.rates` measure what must be measured."""
+"""Collects the values that describe this machine, and calls `gpuflow.tools.rates` for the measurements."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from gpuflow.tools.machine import (
     Cores,
     DiskRate,
     Gpu,
-    Limits,
     Machine,
     Memory,
+    ResourceLimits,
     Software,
 )
 from gpuflow.tools.nvml import load_nvml, nvidia_driver
@@ -43,12 +43,12 @@ def gather(
     readers: int | None = None,
     progress: Callable[[str], object] = lambda doing: None,
 ) -> Machine:
-    """Look at this machine and measure it, in about ten seconds at most.
+    """Inspect and measure this machine, in about ten seconds at most.
 
     Args:
-        source: whose images are read; without one the decoders get images made on the spot.
-        threads, readers: of a file; by default as many as gpuflow would start.
-        progress: told what is being done.
+        source: its images are read; without a source the decoders get synthetic images.
+        threads, readers: numbers of threads that a YAML file sets; by default those that gpuflow would start.
+        progress: called with a description of each step.
     """
     progress("looking around")
     broken = broken_modules()
@@ -70,7 +70,7 @@ def gather(
 def _measured(
     machine: Machine, source: SourceSpec | None, readers: int | None, progress: Callable[[str], object]
 ) -> Machine:
-    """The machine with its rates."""
+    """Adds the measured rates to the machine's values."""
     from gpuflow.tools import rates
 
     threads = machine.cores.threads
@@ -100,12 +100,12 @@ def _measured(
 
 
 def broken_modules() -> dict[str, str]:
-    """Each module of `MODULES` that cannot be imported, and why. A mended installation needs a new process."""
+    """The modules of `MODULES` that cannot be imported, and why. After a repair, call it in a new process."""
     broken = {}
     for module in MODULES:
         try:
             importlib.import_module(module)
-        except (ImportError, OSError, RuntimeError, AttributeError) as error:  # what mismatched libraries raise
+        except (ImportError, OSError, RuntimeError, AttributeError) as error:  # mismatched libraries raise any of these
             broken[module] = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
     return broken
 
@@ -126,7 +126,7 @@ def _software(broken: Mapping[str, str]) -> Software:
 
 
 def _gpus() -> tuple[tuple[Gpu, ...], str | None]:
-    """The GPUs that torch can use; if there are none, what it says about that."""
+    """The GPUs that torch can use; if there are none, torch's explanation."""
     import torch
 
     with warnings.catch_warnings(record=True) as caught:
@@ -163,13 +163,13 @@ def _text(path: Path) -> str | None:
         return None
 
 
-def _limits() -> Limits:
+def _limits() -> ResourceLimits:
     def known(limit: int) -> int | None:
         return None if limit == resource.RLIM_INFINITY else limit
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    return Limits(
+    return ResourceLimits(
         open_files=known(soft),
         open_files_hard=known(hard),
         open_now=psutil.Process().num_fds(),

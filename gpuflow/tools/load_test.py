@@ -1,12 +1,12 @@
-"""`gpuflow load-test`: how much a service answers, how fast, and what that takes of its machine.
+"""`gpuflow load-test`: measures throughput, latency and resource use of a prediction service under load.
 
-The load is a closed loop: a client sends its next request when it has the answer to the last one, over one connection
-that is kept. So a slow service is asked less often, and the latencies do not say what requests would have waited that
-come at a rate of their own.
+The load is a closed loop: each client keeps one connection open and sends its next request after it has received the
+answer to the last one. A slow service therefore receives fewer requests, and the latencies do not include the queueing
+that requests at a fixed rate would cause.
 
-The clients are threads in processes of their own, so that they share no interpreter with anybody. They still share the
-cores with a service on the same machine, which is why their processor time stands beside its. Run as
-`python -m gpuflow.tools.load_test`, this module is such a process.
+The clients are threads in separate processes, so that they do not share an interpreter with the service or with the
+measurement. On the same machine they share its cores, which is why the results contain their processor time too.
+Run as `python -m gpuflow.tools.load_test`, this module is one such process of clients.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ __all__ = ["Latency", "Load", "Point", "choose_files", "measure", "notes", "rend
 _MOST_FILES = 256
 _CORES_A_PROCESS = 4
 _PAUSE_SECONDS = 0.05
-"""How long a client rests after a failure: one that is refused at once would otherwise do nothing but ask."""
+"""Pause of a client after a failure. Without it a client that is refused at once would use a whole core."""
 _START_SECONDS, _SAMPLE_SECONDS = 60.0, 0.1
 _WORTH_MENTIONING = 0.05
 _BOUNDARY = "gpuflow-load-test-1f0c83a5"
@@ -50,11 +50,11 @@ _BAD_IMAGE, _NO_CONNECTION, _TIMEOUT = "bad image", "connection", "timeout"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Load:
-    """So many clients that ask a service for predictions.
+    """Clients that send requests to a service, and for how long.
 
-    url: of the service; what it is asked is /predict, unless the URL has a path. request_batch: images in a request:
-    one is its body, several are the files of a form. seconds: what is measured, after `warm_up_s` that do not count.
-    timeout_s: for an answer.
+    url: of the service; requests go to /predict unless the URL has a path. request_batch: images in a request: one is
+    sent as its body, several as the files of a form. seconds: length of the measurement, which starts after a warm-up
+    of `warm_up_s`. timeout_s: the longest wait for an answer.
     """
 
     url: str
@@ -84,7 +84,7 @@ class Load:
 
     @property
     def target(self) -> str:
-        """What is asked for: path and query."""
+        """Path and query of the requests."""
         parts = urlsplit(self.url)
         path = "/predict" if parts.path in ("", "/") else parts.path
         return f"{path}?{parts.query}" if parts.query else path
@@ -94,13 +94,13 @@ def _is_address(url: str) -> bool:
     try:
         parts = urlsplit(url)
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # of a port that is no number
+    except ValueError:  # the port is not a number
         return False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Latency:
-    """Of the requests that were answered, in milliseconds. tpN: N% of them took no longer, the nearest rank."""
+    """Latencies of the answered requests in milliseconds. tpN: N% of them took at most this long (nearest rank)."""
 
     mean_ms: float
     tp50_ms: float
@@ -109,7 +109,7 @@ class Latency:
 
     @classmethod
     def of(cls, milliseconds: Sequence[float]) -> Self | None:
-        """None where nothing was answered."""
+        """None where no request was answered."""
         if not milliseconds:
             return None
         ranked = sorted(milliseconds)
@@ -119,12 +119,12 @@ class Latency:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Point:
-    """What came of a load. What cannot be known is None.
+    """The measured values for one load. A value that cannot be measured is None.
 
-    qps: requests that were answered by 200, a second; images_per_s: the images in them.
-    errors: the others, by HTTP status, or `connection` or `timeout`; `bad image`: images of a form that got no answer.
-    cpu_percent, rss_mb: of the service, 100% for each core that is busy, and the most memory at a time.
-    gpu_percent: of the busiest GPU. clients_cpu_percent: of the clients themselves, where they run.
+    qps: requests per second that were answered with status 200; images_per_s: the images in them.
+    errors: numbers of other results by HTTP status, `connection` or `timeout`; `bad image`: images of a form without a
+    prediction. cpu_percent, rss_mb: of the service: 100% for each busy core, and the highest resident memory.
+    gpu_percent: of the busiest GPU. clients_cpu_percent: processor use of the clients.
     """
 
     load: Load
@@ -142,7 +142,7 @@ class Point:
 
 
 def choose_files(directory: Path) -> tuple[str, ...]:
-    """The images in a directory and below it, by their suffixes; evenly chosen where there are many.
+    """The images in a directory and below it, recognised by suffix; an evenly spread choice where there are many.
 
     Raises:
         ValueError: there are none.
@@ -158,14 +158,14 @@ def choose_files(directory: Path) -> tuple[str, ...]:
 
 
 def measure(load: Load, files: Sequence[str], *, pids: Sequence[int] | None = None) -> Point:
-    """Put a load on a service.
+    """Measure a service under a load.
 
     Args:
-        files: the images that are sent, in turns. pids: the service's processes, by default those of this machine
-            that listen where the URL says; none leave its figures out.
+        files: the images to send, in turn. pids: the service's processes, by default those of this machine that
+            listen on the URL's port. With no processes the service's own use of the machine is not measured.
 
     Raises:
-        GpuflowError: the service does not answer one request before the load begins, or a client broke.
+        GpuflowError: the service does not answer a first request, or a process of clients failed.
     """
     from gpuflow.tools.usage import listeners
 
@@ -174,7 +174,7 @@ def measure(load: Load, files: Sequence[str], *, pids: Sequence[int] | None = No
 
 
 def _check(load: Load, files: Sequence[str]) -> None:
-    """One request, so that a service that is not there, or is none, is told apart from one that is slow."""
+    """Send one request first, to report a missing or different service instead of measuring it."""
     client = _Client(load, _bodies(files[: load.request_batch], load.request_batch), 0)
     problem, _ = client.ask()
     client.close()
@@ -188,17 +188,17 @@ async def _measure(load: Load, files: Sequence[str], pids: Sequence[int]) -> Poi
     count = min(load.clients, max(1, len(os.sched_getaffinity(0)) // _CORES_A_PROCESS))
     processes = [await _start() for _ in range(count)]
     try:
-        async with _limit(_START_SECONDS):
+        async with _time_limit(_START_SECONDS):
             for number, process in enumerate(processes):
                 mine = list(range(number, load.clients, count))
-                await _tell(process, {"load": asdict(load), "files": list(files), "clients": mine})
+                await _send(process, {"load": asdict(load), "files": list(files), "clients": mine})
             for process in processes:
-                await _ready(process)
+                await _wait_until_ready(process)
         begin = time.monotonic() + load.warm_up_s
         for process in processes:
-            await _tell(process, begin)
+            await _send(process, begin)
         watch = asyncio.create_task(_watch(pids, begin, begin + load.seconds))
-        async with _limit(load.warm_up_s + load.seconds + load.timeout_s + _START_SECONDS):
+        async with _time_limit(load.warm_up_s + load.seconds + load.timeout_s + _START_SECONDS):
             answers = [await _result(process) for process in processes]
             seen = await watch
     finally:
@@ -221,8 +221,8 @@ async def _measure(load: Load, files: Sequence[str], pids: Sequence[int]) -> Poi
 
 
 @asynccontextmanager
-async def _limit(seconds: float) -> AsyncIterator[None]:
-    """What is inside may take so long."""
+async def _time_limit(seconds: float) -> AsyncIterator[None]:
+    """Raise GpuflowError if the block takes longer."""
     try:
         async with asyncio.timeout(seconds):
             yield
@@ -235,13 +235,13 @@ async def _start() -> Process:
     return await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, stderr=PIPE)
 
 
-async def _tell(process: Process, value: object) -> None:
+async def _send(process: Process, value: object) -> None:
     assert process.stdin is not None
     process.stdin.write(json.dumps(value).encode() + b"\n")
     await process.stdin.drain()
 
 
-async def _ready(process: Process) -> None:
+async def _wait_until_ready(process: Process) -> None:
     assert process.stdout is not None
     if not await process.stdout.readline():
         await _result(process)
@@ -255,7 +255,7 @@ async def _result(process: Process) -> dict[str, Any]:
 
 
 async def _watch(pids: Sequence[int], begin: float, end: float) -> dict[str, float | None]:
-    """What the service takes from `begin` to `end`: cpu_percent, rss_mb and gpu_percent."""
+    """The service's use of the machine from `begin` to `end`: cpu_percent, rss_mb and gpu_percent."""
     from gpuflow.tools.nvml import GpuUtilization, load_nvml
     from gpuflow.tools.usage import usage_of
 
@@ -281,7 +281,7 @@ async def _watch(pids: Sequence[int], begin: float, end: float) -> dict[str, flo
 
 
 def rows(points: Sequence[Point], *, arm: str, workload: str) -> list[dict[str, Any]]:
-    """Rows of a results.csv, a figure each."""
+    """Rows of a results.csv, one for each figure."""
     from gpuflow.tools.bench import row
 
     made = []
@@ -307,7 +307,7 @@ def _figures(point: Point) -> dict[str, tuple[float | None, str]]:
 
 
 def render(points: Sequence[Point]) -> Table:
-    """A table for people."""
+    """The figures as a table for the terminal."""
     from rich.table import Table
 
     several = points[0].load.request_batch > 1
@@ -328,7 +328,7 @@ def _text(value: float | None) -> str:
 
 
 def notes(points: Sequence[Point], *, gpus_asked: bool = True) -> list[str]:
-    """What one should know about these figures. gpus_asked: whether nvidia-ml-py, which asks the GPUs, is installed."""
+    """Remarks on these figures. gpus_asked: whether nvidia-ml-py, which reads the GPU use, is installed."""
     made = []
     for point in points:
         if point.errors:
@@ -353,9 +353,9 @@ def notes(points: Sequence[Point], *, gpus_asked: bool = True) -> list[str]:
 
 
 class _Client:
-    """One connection that is asked over again. Counts what is answered from `begin` to `end`.
+    """Sends requests over one connection, one after another, and records the answers between `begin` and `end`.
 
-    bodies: what it sends in turns, from a place on that depends on its number. reason: why the last one failed.
+    bodies: the request bodies, sent in turn from a position that depends on `number`. reason: why the last one failed.
     """
 
     def __init__(self, load: Load, bodies: Sequence[bytes], number: int) -> None:
@@ -369,7 +369,7 @@ class _Client:
         self.reason = ""
 
     def run(self, begin: float, end: float) -> None:
-        """Ask until `end`; what is under way then does not count."""
+        """Send requests until `end`. An answer that arrives later is not counted."""
         while (sent := time.monotonic()) < end:
             problem, bad_images = self.ask()
             answered = time.monotonic()
@@ -382,7 +382,7 @@ class _Client:
         self.close()
 
     def ask(self) -> tuple[str | None, int]:
-        """Send the next body. Returns the kind of error, None for an answer; and how many images that answer lacks."""
+        """Send the next body. Returns the kind of error, None for an answer, and the number of images without one."""
         body = self._bodies[self._next % len(self._bodies)]
         self._next += 1
         try:
@@ -405,7 +405,7 @@ class _Client:
 
 
 def _bodies(files: Sequence[str], batch: int) -> list[bytes]:
-    """The files one by one, or as forms of `batch` files each, the last one filled up from the start."""
+    """Each file as a body, or forms of `batch` files; the last form is filled up with the first files."""
     images = [Path(file).read_bytes() for file in files]
     if batch == 1:
         return images
@@ -414,7 +414,7 @@ def _bodies(files: Sequence[str], batch: int) -> list[bytes]:
 
 
 def _form(images: Sequence[bytes]) -> bytes:
-    """multipart/form-data by RFC 7578."""
+    """A multipart/form-data body (RFC 7578)."""
     parts = []
     for number, image in enumerate(images):
         disposition = f'Content-Disposition: form-data; name="image"; filename="{number}"'
@@ -423,7 +423,7 @@ def _form(images: Sequence[bytes]) -> bytes:
 
 
 def _main() -> None:
-    """A process of clients: a task on stdin, `ready` on stdout, the time of the beginning, then the result."""
+    """A process of clients: reads a task, writes `ready`, reads the start time, writes the result."""
     task = json.loads(sys.stdin.readline())
     load = Load(**task["load"])
     bodies = _bodies(task["files"], load.request_batch)

@@ -1,6 +1,6 @@
-"""What this machine is, as far as loading images goes: plain values, and how they are read from it.
+"""The values that describe a machine for `gpuflow doctor`: software, GPUs, cores, limits and measured rates.
 
-`gather` reads all of them and has `rates` measure what must be measured. `doctor` judges them.
+`gather` collects them and calls `rates` for the measurements. `doctor` judges them.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ __all__ = [
     "Driver",
     "Gpu",
     "JpegEngines",
-    "Limits",
     "Machine",
     "Memory",
+    "ResourceLimits",
     "Software",
 ]
 
@@ -31,7 +31,7 @@ MODULES = {
     "spdl.pipeline": "spdl-core",
     "cv2": "opencv-python-headless",
 }
-"""What gpuflow cannot run without: module -> the distribution that brings it."""
+"""The modules that gpuflow cannot run without: module -> the distribution that contains it."""
 VARIABLES = (
     "CUDA_DEVICE_MAX_CONNECTIONS",
     "CUDA_LAUNCH_BLOCKING",
@@ -39,7 +39,7 @@ VARIABLES = (
     "PYTORCH_NO_CUDA_MEMORY_CACHING",
     "TRITON_INTERPRET",
 )
-"""Environment variables that change how fast gpuflow runs, or on what."""
+"""Environment variables that change how fast gpuflow runs, or on which device."""
 
 
 # --- values -----------------------------------------------------------------------------------------------------------
@@ -58,8 +58,8 @@ class Software:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Driver:
-    """The NVIDIA driver. cuda: the newest CUDA version that it runs. error: what it says where it does not answer.
-    asked: False where nvidia-ml-py, which asks it, is not installed; then nothing is known about it."""
+    """The NVIDIA driver. cuda: the newest CUDA version that it supports. error: why it does not answer.
+    asked: False where nvidia-ml-py is not installed; then nothing is known about the driver."""
 
     version: str = ""
     cuda: str = ""
@@ -78,7 +78,7 @@ class Gpu:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CpuDecoders:
-    """Versions. libjpeg_turbo: of a library that decodes regions, None if there is none."""
+    """Versions of the decoders. libjpeg_turbo: None where no library that can decode a region is installed."""
 
     libjpeg_turbo: str | None
     opencv: str
@@ -86,9 +86,8 @@ class CpuDecoders:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cores:
-    """Of the processor. usable: those that this process may run on. quota: how many cores' worth of time a control
-    group grants, None if it sets no limit. threads: how many decode threads gpuflow starts in each of `ranks`
-    processes."""
+    """The processor's cores. usable: cores that this process may run on. quota: the CPU limit of the control group, in
+    cores, None without a limit. threads: decode threads that gpuflow starts in each of `ranks` processes."""
 
     present: int
     usable: int
@@ -98,8 +97,8 @@ class Cores:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Limits:
-    """Resource limits of this process, None for no limit. open_now: descriptors that are open already."""
+class ResourceLimits:
+    """Resource limits of this process, None for no limit. open_now: file descriptors that are open already."""
 
     open_files: int | None
     open_files_hard: int | None
@@ -109,7 +108,7 @@ class Limits:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Memory:
-    """A file system in memory."""
+    """Size of an in-memory file system."""
 
     size_bytes: int
     free_bytes: int
@@ -119,9 +118,9 @@ class Memory:
 class Data:
     """The images that the decoders were measured with.
 
-    where: what they were read from, None if they were made on the spot. mean_bytes: of an encoded image.
-    width, height: of the median image by area, in pixels. bad: how many of `images` cannot be decoded.
-    for_engines: how many of them the JPEG engines take.
+    where: the source that they were read from, None for synthetic images. mean_bytes: mean size of an encoded image.
+    width, height: of the image with the median area, in pixels. bad: how many of `images` cannot be decoded.
+    for_engines: how many of `images` the JPEG engines can decode.
     """
 
     where: str | None
@@ -137,7 +136,8 @@ class Data:
 class DiskRate:
     """Images read by `readers` threads after their contents were dropped from the page cache.
 
-    cached: how many were there all the same, None if the file system does not tell. unreadable: how many failed.
+    cached: images that came from the page cache all the same, None if the file system does not say.
+    unreadable: images that could not be read.
     """
 
     filesystem: str
@@ -151,8 +151,8 @@ class DiskRate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DecodeRate:
-    """Whole images decoded over and over. at_once: by so many threads, or in one call. cores: how many cores' worth of
-    time the threads got, None on a GPU."""
+    """The rate of decoding whole images. at_once: number of threads, or of images in one call on a GPU.
+    cores: processor time that the threads got per second, None on a GPU."""
 
     images_per_s: float
     at_once: int
@@ -161,8 +161,8 @@ class DecodeRate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JpegEngines:
-    """NVIDIA's JPEG engines. path, version: of libnvjpeg, empty if there is none. backend: what it decodes with,
-    `hardware` or, on GPUs without engines, `cuda`. error: why it cannot. rate: None if it was not measured."""
+    """JPEG decoding on the GPU. path, version: of libnvjpeg, empty if there is none. backend: `hardware`, or `cuda` on
+    GPUs without JPEG engines. error: why decoding failed. rate: None if it was not measured."""
 
     path: str = ""
     version: str = ""
@@ -173,11 +173,11 @@ class JpegEngines:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
-    """Everything that is judged.
+    """All values that `doctor` judges.
 
-    source: where the images are that were to be read, if any were.
-    driver: None where there is none. gpus: those that torch can use. gpu_error: torch's words on why it sees none.
-    decoders, engines, data: None where nothing could be imported. data_error: why the images cannot be read.
+    source: the folder, listing or shards to read from, None if none was named.
+    driver: None where none is installed. gpus: GPUs that torch can use. gpu_error: why torch sees none, in its words.
+    decoders, engines, data: None where a required module cannot be imported. data_error: why images cannot be read.
     disk, core_rates: one measurement for each number of threads.
     """
 
@@ -187,7 +187,7 @@ class Machine:
     gpu_error: str | None
     environment: Mapping[str, str]
     cores: Cores
-    limits: Limits
+    limits: ResourceLimits
     shared_memory: Memory | None
     source: str | None = None
     decoders: CpuDecoders | None = None

@@ -1,6 +1,6 @@
-"""Measures for `gpuflow doctor`: how fast images are read here, and how fast cores and JPEG engines decode them.
+"""Measurements for `gpuflow doctor`: how fast this machine reads images, and how fast cores and GPU decode them.
 
-Each takes a second or so, with the very readers and decoders that the loader uses.
+Each takes about a second and uses the decoders that the loader uses.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from gpuflow.tools.machine import CpuDecoders, Data, DecodeRate, DiskRate, JpegE
 __all__ = [
     "GPU_READERS",
     "MANY_READERS",
-    "Encoded",
     "Extent",
+    "ProbedImage",
     "at_once",
     "core_rates",
     "cpu_decoders",
@@ -48,12 +48,12 @@ __all__ = [
 ]
 
 GPU_READERS, MANY_READERS = 2, 16
-"""Threads that read: at least so many beside a GPU, and what storage that is waited for wants."""
+"""Numbers of reading threads: the least that feeds a GPU, and enough for storage with a high latency."""
 
 _MOST_IMAGES, _KEPT_IMAGES, _KEPT_BYTES = 4096, 256, 64 << 20
 _SEARCH_SECONDS, _DROP_SECONDS, _READ_SECONDS, _DECODE_SECONDS = 1.0, 0.8, 0.8, 0.6
 _PATIENCE_SECONDS = 10.0
-"""Storage that does not answer for so long is given up."""
+"""After this time a measurement ends with an error: the storage does not answer."""
 _READ_ONLY = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # opening a named pipe must not wait for its writer
 _ENGINE_BATCH, _DECODED_BYTES, _ALIGN = 256, 1 << 30, 256
 
@@ -64,7 +64,7 @@ T = TypeVar("T")
 
 
 class Extent(NamedTuple):
-    """Where an image is: `size` bytes of a file from `start` on, or all of it (None)."""
+    """The bytes of an image: `size` bytes of a file from offset `start`, or the whole file where `size` is None."""
 
     path: str
     start: int = 0
@@ -72,7 +72,7 @@ class Extent(NamedTuple):
 
 
 class _Read(NamedTuple):
-    """What one reader did. cached: images that came from the page cache, None if that cannot be told."""
+    """What one thread read. cached: images that came from the page cache, None if the file system does not say."""
 
     files: list[NDArray[np.uint8]]
     images: int
@@ -82,12 +82,12 @@ class _Read(NamedTuple):
 
 
 def disk_rates(spec: SourceSpec, *, readers: Sequence[int]) -> tuple[tuple[DiskRate, ...], list[NDArray[np.uint8]]]:
-    """Read images of a local source in random order, by so many threads at once, other images for each number.
+    """Read images of a local source in random order, once for each number of threads in `readers`.
 
-    Their pages are dropped from the page cache first, as far as the system does that.
+    Each measurement reads other images. Their pages are dropped from the page cache first, as far as Linux does that.
 
     Returns:
-        A rate for each number of readers, and the bytes of some of the images, uint8 [n].
+        One rate for each entry of `readers`, and the bytes of some of the images, uint8 [n].
 
     Raises:
         SourceError: there is nothing to read, or the storage does not answer.
@@ -123,9 +123,9 @@ def disk_rates(spec: SourceSpec, *, readers: Sequence[int]) -> tuple[tuple[DiskR
 
 
 def find_images(spec: SourceSpec, *, limit: int, seconds: float = _SEARCH_SECONDS) -> list[Extent]:
-    """Images of a local source in random order, the same in each call, without a look at all of it.
+    """Images of a local source in random order, the same in each call. Lists only part of a large source.
 
-    A folder may also be flat, or hold tar shards. The search ends after `seconds`.
+    A folder may also be flat, or contain tar shards. The search ends after `seconds`.
 
     Raises:
         SourceError: there are none, or they cannot be listed.
@@ -179,9 +179,9 @@ def _in_shards(shards: Sequence[str], limit: int, deadline: float, chance: rando
 
 
 def _dropped(extents: Sequence[Extent], deadline: float) -> list[Extent]:
-    """Ask the system to forget what these files hold, until the deadline; those of which that was asked.
+    """Ask Linux to drop these files from the page cache. Returns the extents that were reached before the deadline.
 
-    It keeps what others have mapped, what is yet to be written, and files that are in memory.
+    Linux keeps pages that a process has mapped, pages that are not yet written, and files of in-memory file systems.
     """
     asked: set[str] = set()
     for number, extent in enumerate(extents):
@@ -202,7 +202,7 @@ def _dropped(extents: Sequence[Extent], deadline: float) -> list[Extent]:
 
 
 def _read(extents: Sequence[Extent], deadline: float, keep: tuple[int, int]) -> _Read:
-    """Read until the deadline; give back the first images, as many and as many bytes as `keep` says."""
+    """Read until the deadline. Returns the first images as well. keep: the most images and bytes to return."""
     files: list[NDArray[np.uint8]] = []
     images = total = cached = unreadable = 0
     told, room = True, keep[1]
@@ -235,7 +235,7 @@ def _read(extents: Sequence[Extent], deadline: float, keep: tuple[int, int]) -> 
 
 
 def _read_cached(descriptor: int, buffer: memoryview, start: int) -> int | None:
-    """Read what is in the page cache: how many bytes; None if the file system does not tell."""
+    """Read only from the page cache. Returns the number of bytes; None if the file system does not support that."""
     try:
         return os.preadv(descriptor, [buffer], start, os.RWF_NOWAIT)
     except BlockingIOError:
@@ -264,8 +264,8 @@ def filesystem_of(path: str, mounts: Sequence[tuple[str, str]] | None = None) ->
 # --- the decoders -----------------------------------------------------------------------------------------------------
 
 
-class Encoded(NamedTuple):
-    """An encoded image, uint8 [n], whose header passed; without one it is bad."""
+class ProbedImage(NamedTuple):
+    """An encoded image, uint8 [n], and its header; None where the header is bad."""
 
     data: NDArray[np.uint8]
     header: Header | None
@@ -275,8 +275,8 @@ class Encoded(NamedTuple):
         return self.header is not None and engine_sampling(self.data, self.header) is not None
 
 
-def probed(files: Sequence[NDArray[np.uint8]]) -> list[Encoded]:
-    """The files with their headers."""
+def probed(files: Sequence[NDArray[np.uint8]]) -> list[ProbedImage]:
+    """Reads the header of each file."""
 
     def header(data: NDArray[np.uint8]) -> Header | None:
         try:
@@ -284,11 +284,11 @@ def probed(files: Sequence[NDArray[np.uint8]]) -> list[Encoded]:
         except BadSampleError:
             return None
 
-    return [Encoded(data, header(data)) for data in files]
+    return [ProbedImage(data, header(data)) for data in files]
 
 
 def photographs(count: int = 32) -> list[NDArray[np.uint8]]:
-    """JPEGs of 500x375 pixels, 4:2:0, with as much detail as photographs have: about 60 kB each."""
+    """Synthetic JPEGs of 500x375 pixels, 4:2:0, with as much detail as photographs: about 60 kB each."""
     files = []
     for seed in range(count):
         noise = np.random.default_rng(seed)
@@ -307,11 +307,11 @@ def cpu_decoders() -> CpuDecoders:
     return CpuDecoders(libjpeg_turbo=library.version if library else None, opencv=cv2.__version__)
 
 
-def core_rates(images: Sequence[Encoded], *, threads: Sequence[int]) -> tuple[tuple[DecodeRate, ...], int]:
-    """Decode the images over and over, by so many threads at once.
+def core_rates(images: Sequence[ProbedImage], *, threads: Sequence[int]) -> tuple[tuple[DecodeRate, ...], int]:
+    """Decode the images repeatedly on the CPU, once for each number of threads in `threads`.
 
     Returns:
-        A rate for each number of threads, and how many of the images are bad.
+        One rate for each entry of `threads`, and the number of bad images.
     """
     good = [(image.data, image.header) for image in images if image.header is not None]
     bad: set[int] = set()
@@ -339,8 +339,8 @@ def core_rates(images: Sequence[Encoded], *, threads: Sequence[int]) -> tuple[tu
     return tuple(rates), len(images) - len(good) + len(bad)
 
 
-def jpeg_engines(images: Sequence[Encoded]) -> JpegEngines:
-    """Find libnvjpeg and decode on the current GPU, on its engines if it has any; without images only find it."""
+def jpeg_engines(images: Sequence[ProbedImage]) -> JpegEngines:
+    """Find libnvjpeg and, given images, measure it on the current GPU: on its JPEG engines if it has any."""
     from gpuflow.decode.nvjpeg import BACKENDS, find_nvjpeg
 
     try:
@@ -352,13 +352,13 @@ def jpeg_engines(images: Sequence[Encoded]) -> JpegEngines:
     for backend in BACKENDS if batch else ():
         try:
             return replace(found, backend=backend, error=None, rate=_gpu_rate(batch, backend))
-        except RuntimeError as fault:  # of nvJPEG or CUDA, or the GPU's memory is taken
+        except RuntimeError as fault:  # nvJPEG or CUDA failed, or the GPU is out of memory
             found = replace(found, error=str(fault).partition("\n")[0])
     return found
 
 
-def _engine_batch(images: Sequence[Encoded]) -> list[tuple[NDArray[np.uint8], int, int]]:
-    """As many images, with height and width, as the loader gives the engines at a time; repeated if there are fewer."""
+def _engine_batch(images: Sequence[ProbedImage]) -> list[tuple[NDArray[np.uint8], int, int]]:
+    """A batch as the loader passes to the engines: images with height and width, repeated if there are too few."""
     suited = [(image.data, image.header) for image in images if image.header is not None and image.for_engines]
     batch, room = [], _DECODED_BYTES
     for data, header in islice(cycle(suited), _ENGINE_BATCH):
@@ -370,7 +370,7 @@ def _engine_batch(images: Sequence[Encoded]) -> list[tuple[NDArray[np.uint8], in
 
 
 def _gpu_rate(batch: Sequence[tuple[NDArray[np.uint8], int, int]], backend: str) -> DecodeRate:
-    """Decode one batch over and over, one call after the other. The only place that knows how nvJPEG is called."""
+    """Decode one batch repeatedly, one call after the other."""
     import torch
 
     from gpuflow.decode.nvjpeg import BatchedDecoder, find_nvjpeg
@@ -400,8 +400,8 @@ def _gpu_rate(batch: Sequence[tuple[NDArray[np.uint8], int, int]], backend: str)
     return DecodeRate(images_per_s=decoded / seconds, at_once=len(batch))
 
 
-def data(images: Sequence[Encoded], *, bad: int, where: str | None) -> Data:
-    """The images in figures."""
+def data(images: Sequence[ProbedImage], *, bad: int, where: str | None) -> Data:
+    """Number, sizes and usable share of the images."""
     headers = [image.header for image in images if image.header is not None]
     by_area = sorted((header.width * header.height, header.width, header.height) for header in headers)
     _, width, height = by_area[len(by_area) // 2] if by_area else (0, 0, 0)
@@ -417,10 +417,10 @@ def data(images: Sequence[Encoded], *, bad: int, where: str | None) -> Data:
 
 
 def at_once(tasks: Sequence[Callable[[], T]], where: str, *, patience: float = _PATIENCE_SECONDS) -> list[T]:
-    """Run each task on a thread of its own.
+    """Run each task in its own thread. Returns their results in order.
 
     Raises:
-        SourceError: one takes longer than `patience` seconds, as on a dead network mount.
+        SourceError: a task takes longer than `patience` seconds, for example on a dead network mount.
     """
     pool = DaemonPool(len(tasks), "doctor")
     deadline = time.monotonic() + patience

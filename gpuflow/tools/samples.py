@@ -1,8 +1,8 @@
-"""Sample data without a download: JPEGs cut from the photographs that scikit-image and scikit-learn ship.
+"""`gpuflow samples`: makes sample JPEGs without a download, from photographs in scikit-image and scikit-learn.
 
-One class a photograph. Each file is a pure function of (seed, its number, the photographs): a crop of 55 to 100% of the
-photograph's sides, resampled to one of a few sizes, a little brighter or darker, with some noise. Files already there
-are left alone, so an interrupted call goes on where it stopped.
+Each photograph is one class. A file depends only on the seed, its number and the photographs: a crop of 55 to 100% of
+the sides, resized to one of a few sizes, slightly brighter or darker, with noise. Existing files are kept, so a call
+that was interrupted can be repeated to make the rest.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ PHOTOS: dict[str, tuple[str, str]] = {
     "rocket": ("skimage", "data/rocket.jpg"),
     "tissue": ("skimage", "data/ihc.png"),
 }
-"""Class name -> (package, path inside it). Only files that stand in the wheels themselves."""
+"""Class name -> (package, path inside it). Only files that the packages' wheels contain."""
 
 _PROJECTS = {"PIL": "pillow", "skimage": "scikit-image", "sklearn": "scikit-learn"}
 _SIZES = ((500, 375), (375, 500), (500, 333), (500, 500))  # width, height in pixels
@@ -54,7 +54,7 @@ _RECIPE = 1  # a change of the pixels made here needs a new number
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Samples:
-    """What `make_samples` left behind: `made` of the `count` files are new, the others were there already."""
+    """The result of `make_samples`: `made` of the `count` files are new, the others existed already."""
 
     directory: Path
     count: int
@@ -75,14 +75,14 @@ def make_samples(
     progress: Callable[[int, int], object] | None = None,
     num_threads: int | None = None,
 ) -> Samples:
-    """Fill `directory` with `count` JPEGs, one folder a class: `coffee/000005.jpg`.
+    """Fill `directory` with `count` JPEGs in one folder per class: `coffee/000005.jpg`.
 
     Args:
-        directory: absent, empty, or filled by the same call before.
+        directory: absent, empty, or filled by an earlier call with the same arguments.
         count: number of files, spread evenly over the classes.
-        seed: another seed, other crops.
-        progress: called as `progress(files_done, count)`, in the caller's thread.
-        num_threads: threads that make files; as many as there are cores by default. Does not change the files.
+        seed: selects the crops.
+        progress: called as `progress(files_done, count)` in the caller's thread.
+        num_threads: threads that make files; by default one per core. Does not change the files.
 
     Raises:
         ConfigError: a parameter is out of range, or the directory holds something else.
@@ -117,10 +117,10 @@ def make_samples(
 
 
 def _load_photos() -> dict[str, Image.Image]:
-    """The photographs by class name, decoded. One that this version of its package lacks is left out."""
+    """The decoded photographs by class name, without those that the installed package does not contain."""
     roots: dict[str, Path] = {}
     for package, project in _PROJECTS.items():
-        spec = importlib.util.find_spec(package)  # finds the files without the cost of the import
+        spec = importlib.util.find_spec(package)  # finds the files without importing the package
         if spec is None or spec.origin is None:
             raise MissingExtra("gpuflow samples", project, "samples")
         roots[package] = Path(spec.origin).parent
@@ -135,7 +135,7 @@ def _load_photos() -> dict[str, Image.Image]:
 
 
 def _claim(root: Path, recipe: dict[str, Any]) -> None:
-    """Mark the directory as made by this recipe, unless it holds something else."""
+    """Write the marker of this recipe into the directory. Raises ConfigError if that holds something else."""
     marker = root / _MARKER
     if marker.exists():
         found = json.loads(marker.read_text())
@@ -156,14 +156,14 @@ def _occupied(root: Path, found: str) -> ConfigError:
 
 
 def _write(path: Path, data: bytes) -> int:
-    """Write a whole file or none; its size in bytes."""
+    """Write a file and return its size in bytes."""
     with atomic_write(path) as file:
         file.write(data)
     return len(data)
 
 
 def _jpeg(photo: Image.Image, rng: np.random.Generator) -> bytes:
-    """One encoded crop. Integers only after the draws, so that every machine makes the same pixels."""
+    """One encoded crop. After the random draws only integers are used, so that every machine makes the same pixels."""
     from PIL import Image
 
     share, gain = rng.uniform(0.55, 1.0), rng.uniform(0.8, 1.2)

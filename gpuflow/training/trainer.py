@@ -22,15 +22,15 @@ from gpuflow.pipeline.rng import key64
 from gpuflow.runtime.files import atomic_write
 from gpuflow.runtime.ranks import Group, Ranks, process_group
 
-__all__ = ["Accuracy", "Trainer", "TrainerEvents"]
+__all__ = ["PassResult", "Trainer", "TrainerEvents"]
 
 _CHECKPOINT_VERSION = 1
 _READ_SECONDS = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Accuracy:
-    """Of one pass over a pipeline, all ranks together: mean loss, share of correct predictions, images a second."""
+class PassResult:
+    """Mean loss, share of correct predictions and images per second of one pass over a pipeline, for all ranks."""
 
     loss: float
     accuracy: float
@@ -38,31 +38,31 @@ class Accuracy:
 
 
 class TrainerEvents:
-    """What a trainer tells while it runs; this one keeps quiet. The command line shows a progress bar."""
+    """Callbacks of a running trainer. These do nothing; the command line overrides them with a progress bar."""
 
     def begin_pass(self, name: str, epoch: int, steps: int) -> None: ...
 
     def step(self, loss: float, images_per_s: float) -> None: ...
 
-    def end_pass(self, name: str, epoch: int, result: Accuracy) -> None: ...
+    def end_pass(self, name: str, epoch: int, result: PassResult) -> None: ...
 
 
 class Trainer:
-    """Trains what `train:` names on the pipeline `train`, validates on `val` where there is one.
+    """Trains the model of the block `train` on the pipeline `train`, and validates on `val` where the file has one.
 
-    SGD with momentum 0.9, learning rate warmed up over the first 5% of the steps and then on a cosine. On the CPU a run
-    that is interrupted at any step and resumed ends with the same weights as one that is not.
+    SGD with momentum 0.9; the learning rate is warmed up over the first 5% of the steps and then follows a cosine. On
+    the CPU, a run that is interrupted at any step and resumed ends with the same weights as an uninterrupted one.
 
-    Several processes train one model: each takes its rank's batches and their gradients are averaged. A checkpoint is
-    written by rank 0, read by all, and the same on any number of ranks.
+    Several processes (ranks) can train one model: each trains on the batches of its rank, and gradients are averaged.
+    Rank 0 writes the checkpoints, which do not depend on the number of ranks.
 
     Args:
         config: a checked configuration. device: where to train; by default a GPU if torch sees one.
-        resume: go on from `<train.out>/last.pt`.
-        ranks: this process among those that train together; by default it is alone.
+        resume: continue from `<train.out>/last.pt`.
+        ranks: the rank of this process and the number of ranks; by default one rank.
 
     Raises:
-        ConfigError, SourceError, StateError, LoaderError: what is asked for cannot be trained or resumed.
+        ConfigError, SourceError, StateError, LoaderError: the configuration cannot be trained or resumed.
     """
 
     def __init__(
@@ -98,15 +98,15 @@ class Trainer:
         if resume:
             self._resume()
 
-    def run(self, events: TrainerEvents, *, max_steps: int | None = None) -> Accuracy | None:
+    def run(self, events: TrainerEvents, *, max_steps: int | None = None) -> PassResult | None:
         """Train to the end, or for `max_steps` steps; checkpoint after each epoch and at the end.
 
         Returns:
             The last validation's result, or None where there was none.
 
         Raises:
-            GpuflowError: another rank ended, or did not come within twice `run.timeout_s`, so that a rank whose
-                loader stalls says so first.
+            GpuflowError: another rank ended, or did not answer within twice `run.timeout_s`. A rank whose loader stalls
+                raises its own error after `run.timeout_s`, that is, earlier.
         """
         last_step = min(self._steps_in_all, self.step + max_steps if max_steps is not None else self._steps_in_all)
         timeout = 2 * self._config.run.timeout_s
@@ -136,7 +136,7 @@ class Trainer:
         loader = self.train_loader
         self.epoch = loader.state_dict()["epoch"]
         replica.train()
-        tally = _Tally(self.device, self._ranks.world_size)
+        totals = _PassTotals(self.device, self._ranks.world_size)
         events.begin_pass("train", self.epoch, min((self.epoch + 1) * len(loader), last_step) - self.step)
         for images, labels in loader:
             for parameters in self._optimizer.param_groups:
@@ -148,28 +148,28 @@ class Trainer:
             loss.backward()  # type: ignore[no-untyped-call]
             self._optimizer.step()
             self.step += 1
-            tally.add(loss.detach() * len(labels), (logits.argmax(dim=1) == labels).sum(), len(labels))
-            events.step(*tally.so_far())
+            totals.add(loss.detach() * len(labels), (logits.argmax(dim=1) == labels).sum(), len(labels))
+            events.step(*totals.so_far())
             if self.step >= last_step:
                 break
-        events.end_pass("train", self.epoch, tally.result(group))
+        events.end_pass("train", self.epoch, totals.result(group))
         return bool(loader.state_dict()["epoch"] != self.epoch)
 
     @torch.no_grad()
-    def _validate(self, group: Group, events: TrainerEvents) -> Accuracy:
-        """Every sample counts once, also where ranks wrap around to fill their last step."""
+    def _validate(self, group: Group, events: TrainerEvents) -> PassResult:
+        """Validate once. Samples that a rank repeats to fill its last step are not counted."""
         assert self.val_loader is not None
-        group.share(self.model.buffers())  # each rank has batch statistics of its own; rank 0's are in the checkpoint
+        group.share(self.model.buffers())  # batch statistics differ by rank; the checkpoint has those of rank 0
         self.model.eval()
-        tally = _Tally(self.device, self._ranks.world_size)
+        totals = _PassTotals(self.device, self._ranks.world_size)
         events.begin_pass("val", self.epoch, len(self.val_loader))
         for batch in self.val_loader:
             images, labels = batch
             logits = self.model(images)
             losses = F.cross_entropy(logits, labels, reduction="none").where(batch.valid, 0)
-            tally.add(losses.sum(), ((logits.argmax(dim=1) == labels) & batch.valid).sum(), batch.valid.sum())
-            events.step(*tally.so_far())
-        result = tally.result(group)
+            totals.add(losses.sum(), ((logits.argmax(dim=1) == labels) & batch.valid).sum(), batch.valid.sum())
+            events.step(*totals.so_far())
+        result = totals.result(group)
         events.end_pass("val", self.epoch, result)
         return result
 
@@ -181,7 +181,7 @@ class Trainer:
         return self._spec.lr * 0.5 * (1 + math.cos(math.pi * done))
 
     def _seed_step(self) -> None:
-        """Let what a model draws, such as dropout, depend on the step and rank alone, not on what came before."""
+        """Seed torch so that random layers, such as dropout, depend only on the step and rank, also after a resume."""
         torch.manual_seed(key64("step", self._config.source.seed, self.step, self._ranks.rank))
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
@@ -202,7 +202,7 @@ class Trainer:
         }
         self.checkpoint.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(self.checkpoint) as file:
-            torch.save(state, file)
+            torch.save(state, file.name)  # given the file itself, it turns a KeyboardInterrupt into a RuntimeError
         return self.checkpoint
 
     def _resume(self) -> None:
@@ -227,7 +227,7 @@ class Trainer:
         self.step = self._steps_done()
 
     def _steps_done(self) -> int:
-        """Where the training stands, in steps of as many ranks as there are now."""
+        """The number of finished steps, counted in steps of the present number of ranks."""
         loader, stand = self.train_loader, self.train_loader.state_dict()
         left = len(
             Steps(
@@ -243,8 +243,8 @@ class Trainer:
         return int((stand["epoch"] + 1) * len(loader) - left)
 
 
-class _Tally:
-    """Sums over the batches of a pass. They are kept on the device, because reading them waits for all its work.
+class _PassTotals:
+    """Sums over the batches of a pass. They stay on the device, because reading them waits for all queued work.
 
     Args:
         device: where the batches are. world_size: how many ranks make the same pass.
@@ -256,27 +256,27 @@ class _Tally:
         self._so_far, self._next_read = (0.0, 0.0), self._start
 
     def add(self, loss: torch.Tensor, correct: torch.Tensor, images: torch.Tensor | int) -> None:
-        """Of one batch: the sum of its losses, correct predictions, images."""
+        """Add one batch: the sum of its losses, its correct predictions, its images."""
         for i, value in enumerate((loss, correct, images)):
             self._sums[i].add_(value)
 
     def so_far(self) -> tuple[float, float]:
-        """This rank's mean loss, and images a second of all ranks; half a second old at most."""
+        """This rank's mean loss and the images per second of all ranks, at most half a second old."""
         if (now := time.perf_counter()) >= self._next_read:
             loss, _, images = self._sums.tolist()
             self._so_far = loss / max(1, images), self._world_size * images / (time.perf_counter() - self._start)
             self._next_read = now + _READ_SECONDS
         return self._so_far
 
-    def result(self, group: Group) -> Accuracy:
-        """Of all ranks together."""
+    def result(self, group: Group) -> PassResult:
+        """The totals of all ranks."""
         group.sum(self._sums)
         loss, correct, images = self._sums.tolist()
-        return Accuracy(loss / max(1, images), correct / max(1, images), images / (time.perf_counter() - self._start))
+        return PassResult(loss / max(1, images), correct / max(1, images), images / (time.perf_counter() - self._start))
 
 
 def _device(device: str | None, ranks: Ranks) -> torch.device:
-    """Where this process trains; from here on it touches no other GPU."""
+    """The device of this process, which becomes torch's current GPU."""
     asked = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if ranks.world_size > 1 and asked.type == "cuda" and asked.index not in (None, ranks.local_rank):
         raise LoaderError(

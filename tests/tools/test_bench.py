@@ -44,7 +44,7 @@ def test_columns_are_those_of_the_design() -> None:
 
 @pytest.mark.parametrize("arm", bench.ARMS)
 def test_every_arm_yields_batches(arm: str, config: Path) -> None:
-    """In a process of its own each, as always: one of them forks workers."""
+    """Each in a new process, as in a benchmark: one of them forks workers."""
     (rates,) = bench.measure([job(config, arm)], repeats=1).values()
     assert len(rates) == 1
     assert rates[0] > 0

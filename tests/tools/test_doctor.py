@@ -1,4 +1,4 @@
-"""What `gpuflow doctor` makes of a machine's figures, in words; and the command itself, on this machine."""
+"""The findings of `gpuflow doctor` for given values of a machine, and the command itself on this machine."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from gpuflow.tools.machine import (
     Driver,
     Gpu,
     JpegEngines,
-    Limits,
     Machine,
     Memory,
+    ResourceLimits,
     Software,
 )
 from tests.datasets import deadline, make_photos, python, write_config
@@ -53,7 +53,7 @@ H100 = Machine(
     gpu_error=None,
     environment={},
     cores=Cores(present=16, usable=16, quota=None, threads=16),
-    limits=Limits(open_files=1_048_576, open_files_hard=1_048_576, open_now=10, locked_bytes=8 << 20),
+    limits=ResourceLimits(open_files=1_048_576, open_files_hard=1_048_576, open_now=10, locked_bytes=8 << 20),
     shared_memory=Memory(size_bytes=64 << 30, free_bytes=63 << 30),
     source="data/photos",
     decoders=CpuDecoders(libjpeg_turbo="3.1.0", opencv="4.12.0"),
@@ -601,7 +601,7 @@ def test_threads_that_do_not_get_their_time() -> None:
             (9000.0, 9100.0),
             "copy the data to local NVMe, or pack it into tar shards, which saves opening each file",
         ),
-        ("nfs4", (9000.0, 20000.0), "set run.readers: 16; so many threads read 20,000 images/s"),
+        ("nfs4", (9000.0, 20000.0), "set run.readers: 16; with 16 threads the disk delivers 20,000 images/s"),
         (
             "fuse.s3fs",
             (800.0, 820.0),
@@ -772,7 +772,7 @@ def test_arguments_that_are_wrong(
     )
 
 
-def test_a_broken_installation_is_diagnosed_and_not_suffered(config: Path, tmp_path: Path) -> None:
+def test_a_broken_installation_is_reported(config: Path, tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     broken.mkdir()
     (broken / "torchvision.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")

@@ -1,4 +1,4 @@
-"""What `gpuflow explain` says of a file: stages, specs, folding, and where and on what it will run."""
+"""The output of `gpuflow explain`: stages, shapes, folding, threads, decoder and device."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ def test_says_where_and_on_what_it_runs(config: Path, tmp_path: Path) -> None:
 
 
 def test_says_who_decodes(config: Path) -> None:
-    beside = "3 decode thread(s), and 2 process(es) that they leave decoding to"
-    assert beside in explained(config, "run.threads=3", "run.processes=2")
+    expected = "3 decode thread(s), and 2 decode process(es) that take over when started"
+    assert expected in explained(config, "run.threads=3", "run.processes=2")
     assert "process(es)" not in explained(config, "run.threads=3", "run.processes=2", "run.readers=1")
     assert "process(es)" not in explained(config, "run.processes=2", "source.folder=memory://photos"), (
         "threads read URLs"

@@ -1,4 +1,4 @@
-"""The load test against real servers: exact percentiles, what is counted, what is sent, what it costs."""
+"""The load test against real servers: percentiles, counting of answers and errors, requests, resource use."""
 
 from __future__ import annotations
 

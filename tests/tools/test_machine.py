@@ -1,4 +1,4 @@
-"""How a machine's values are read: from control groups, torch, the system, the environment."""
+"""Collecting the values of a machine: from control groups, torch, the operating system, the environment."""
 
 from __future__ import annotations
 

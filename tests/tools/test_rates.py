@@ -1,4 +1,4 @@
-"""What `gpuflow doctor` measures: what is read and decoded, how it is counted, and what goes wrong."""
+"""The measurements of `gpuflow doctor`: reading and decoding, what is counted, and failures."""
 
 from __future__ import annotations
 

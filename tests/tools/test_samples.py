@@ -1,4 +1,4 @@
-"""Sample data: the same files from the same numbers, on any number of threads, and never over somebody's own."""
+"""Sample data: the same arguments make the same files on any number of threads, and no other file is overwritten."""
 
 from __future__ import annotations
 

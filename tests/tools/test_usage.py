@@ -1,4 +1,4 @@
-"""Processor time and memory of processes, and which of them listen: asked of this one, where both are known."""
+"""Processor time and memory of processes, and which of them listen on a port, checked on this process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training: it learns, and a run that is interrupted at any step ends with the weights of one that is not."""
+"""Training: results, checkpoints, and a run that is interrupted at any step ends with the same weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gpuflow.errors import ConfigError, StateError
 from gpuflow.runtime.ranks import Group, Ranks
 from gpuflow.sources import Subset
 from gpuflow.stages import STAGES
-from gpuflow.training.trainer import Accuracy, Trainer, TrainerEvents, _Tally
+from gpuflow.training.trainer import PassResult, Trainer, TrainerEvents, _PassTotals
 from tests.datasets import deadline, make_photos, nothing_left_behind, write_config
 
 STEPS = 6
@@ -62,7 +62,7 @@ class Record(TrainerEvents):
 
     def __init__(self) -> None:
         self.passes: list[tuple[str, int, int]] = []
-        self.results: list[tuple[str, int, Accuracy]] = []
+        self.results: list[tuple[str, int, PassResult]] = []
         self.steps = 0
 
     def begin_pass(self, name: str, epoch: int, steps: int) -> None:
@@ -71,7 +71,7 @@ class Record(TrainerEvents):
     def step(self, loss: float, images_per_s: float) -> None:
         self.steps += 1
 
-    def end_pass(self, name: str, epoch: int, result: Accuracy) -> None:
+    def end_pass(self, name: str, epoch: int, result: PassResult) -> None:
         self.results.append((name, epoch, result))
 
 
@@ -147,17 +147,17 @@ def test_the_source_is_indexed_once(config_file: Path) -> None:
 
 
 def test_sums_stay_on_the_device_and_are_read_now_and_then() -> None:
-    tally = _Tally(torch.device("cpu"), world_size=2)
-    tally.add(torch.tensor(6.0), torch.tensor(1), 4)
-    loss, images_per_s = tally.so_far()
+    totals = _PassTotals(torch.device("cpu"), world_size=2)
+    totals.add(torch.tensor(6.0), torch.tensor(1), 4)
+    loss, images_per_s = totals.so_far()
     assert loss == 1.5
     assert images_per_s > 0
-    tally.add(torch.tensor(3.0), torch.tensor(1), torch.tensor(2))
-    assert tally.so_far() == (loss, images_per_s), "half a second is not over"
-    tally._next_read = 0.0
-    tally.add(torch.tensor(9.0), torch.tensor(0), torch.tensor(0))
-    assert tally.so_far()[0] == 3.0
-    result = tally.result(Group(Ranks(), torch.device("cpu")))
+    totals.add(torch.tensor(3.0), torch.tensor(1), torch.tensor(2))
+    assert totals.so_far() == (loss, images_per_s), "half a second is not over"
+    totals._next_read = 0.0
+    totals.add(torch.tensor(9.0), torch.tensor(0), torch.tensor(0))
+    assert totals.so_far()[0] == 3.0
+    result = totals.result(Group(Ranks(), torch.device("cpu")))
     assert (result.loss, result.accuracy) == (3.0, 2 / 6)
 
 
