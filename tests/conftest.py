@@ -16,6 +16,43 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("stable")
 
+SLOWEST = (
+    "tests/loader/test_decode_workers.py",
+    "tests/runtime/test_ranks.py",
+    "tests/loader/test_lifecycle.py",
+    "tests/tools/test_bench.py",
+    "tests/laws/test_decoder_laws.py",
+    "tests/torchpipe/test_running_graph.py",
+    "tests/engines/test_engines.py",
+    "tests/serve/test_export.py",
+    "tests/execute/kernels/test_runner.py",
+    "tests/serve/test_predictor.py",
+    "tests/parity/test_study.py",
+    "tests/torchpipe/test_cpu_preprocessor.py",
+    "tests/loader/test_cpu_share.py",
+    "tests/test_existing_script.py",
+    "tests/execute/kernels/test_sample.py",
+    "tests/training/test_trainer.py",
+    "tests/loader/test_read_workers.py",
+    "tests/parity/test_command.py",
+    "tests/serve/test_history.py",
+    "tests/experiments/test_service.py",
+    "tests/execute/kernels/test_color.py",
+)
+"""Files that take 10 s of CPU time or more, the slowest first. Run last, one would leave the other cores idle."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let pytest-xdist hand out the files in the order below; by itself it takes those with the most tests first."""
+    if config.pluginmanager.hasplugin("xdist"):
+        config.option.loadscopereorder = False
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The slowest files first, each of them whole."""
+    ranks = {name: rank for rank, name in enumerate(SLOWEST)}
+    items.sort(key=lambda item: ranks.get(item.nodeid.partition("::")[0], len(SLOWEST)))
+
 
 @pytest.fixture(scope="session")
 def photo_bytes() -> bytes:

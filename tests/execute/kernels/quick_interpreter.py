@@ -1,24 +1,47 @@
-"""Triton's interpreter at half its time: imported by the scripts that run kernels in it.
+"""Makes Triton's interpreter several times as fast: imported by the scripts that run kernels in it.
 
-For each call of one kernel function by another, the interpreter looks through all of triton.language for what it has to
-replace. The launch of the outer one has replaced it already; the functions of triton.language itself need that once.
+The interpreter of Triton 3.6 spends nearly all of its time on values that never change: it looks through all of
+triton.language at each call of one kernel function by another, and it builds the same types, shapes and tables anew for
+each operation on a tensor. What is replaced here computes the same values, each of them once.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import triton.language as tl
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpretedFunction, InterpreterError
 
 __all__: list[str] = []
 
 _replaced: list[Any] = []
+_blocks: dict[tuple[str, tuple[int, ...]], dict[str, Any]] = {}
+_numpy_types: dict[str, Any] = {}
+
+_common_types: dict[tuple[Any, ...], Any] = {}
+_constants: dict[tuple[Any, ...], Any] = {}
+
+_new_block = tl.block_type.__init__
+_numpy_type = interpreter._get_np_dtype
+_broadcast_any = TritonSemantic.broadcast_impl_value
+_computation_type = TritonSemantic.computation_type_impl
+_operands_any = TritonSemantic.binary_op_type_checking_impl
+_check_overflow = TritonSemantic.binary_op_sanitize_overflow_impl
+_EXACT = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
+_equal = tl.dtype.__eq__
+_NO_SHAPE, _ONE = tl.tuple([]), tl.constexpr(1)
 
 
 def _call(self: Any, *arguments: Any, **options: Any) -> Any:
-    """As InterpretedFunction.__call__ of Triton 3.6, but without looking through the language each time."""
+    """As InterpretedFunction.__call__, but without looking through the language each time.
+
+    The launch of the outer function has replaced what the interpreter replaces; the functions of triton.language itself
+    need that once.
+    """
     if not _replaced and tl not in self.fn.__globals__.values():
         _replaced.append(interpreter._patch_lang(self.fn))
     try:
@@ -27,4 +50,113 @@ def _call(self: Any, *arguments: Any, **options: Any) -> Any:
         raise InterpreterError(repr(error)) from error
 
 
+def _block(self: Any, element_ty: Any, shape: Any) -> None:
+    """As block_type.__init__; also the shape as plain numbers, and what a tensor of this type takes from it."""
+    sizes = tuple(size.value if isinstance(size, tl.constexpr) else size for size in shape)
+    known = _blocks.get((element_ty.name, sizes))
+    if known is None:
+        _new_block(self, element_ty, shape)
+        tensor_shape = tl.tuple([tl.constexpr(size) for size in sizes])
+        more = {"sizes": sizes, "tensor_shape": tensor_shape, "tensor_numel": tl.constexpr(self.numel)}
+        known = {**vars(self), **more}
+        _blocks[element_ty.name, sizes] = known
+    vars(self).update(known)
+
+
+def _tensor(self: Any, handle: Any, type: Any) -> None:
+    """As tensor.__init__."""
+    self.handle, self.type, self.dtype = handle, type, type.scalar
+    self.shape, self.numel = (type.tensor_shape, type.tensor_numel) if type.is_block() else (_NO_SHAPE, _ONE)
+
+
+def _to_ir(self: Any, builder: Any) -> Any:
+    """As block_type.to_ir: the interpreter's builder gives a type back as it is."""
+    return self
+
+
+def _same(self: Any, other: Any) -> bool:
+    """As dtype.__eq__."""
+    return self is other or _equal(self, other)
+
+
+def _broadcast(self: Any, lhs: Any, rhs: Any) -> Any:
+    """As TritonSemantic.broadcast_impl_value."""
+    if lhs.type.is_block() and rhs.type.is_block() and lhs.type.sizes == rhs.type.sizes:
+        return lhs, rhs
+    return _broadcast_any(self, lhs, rhs)
+
+
+def _operands(
+    self: Any,
+    lhs: Any,
+    rhs: Any,
+    allow_lhs_ptr: bool = False,
+    allow_rhs_ptr: bool = False,
+    arithmetic_check: bool = True,
+    div_or_mod: bool = False,
+) -> Any:
+    """As TritonSemantic.binary_op_type_checking_impl: equal types stay, and a number becomes a tensor once."""
+    if isinstance(lhs, tl.tensor) and arithmetic_check and not lhs.dtype.is_ptr():
+        form = lhs.type.sizes if lhs.type.is_block() else ()
+        if isinstance(rhs, tl.tensor):
+            same = lhs.dtype is rhs.dtype and form == (rhs.type.sizes if rhs.type.is_block() else ())
+            if same and not div_or_mod:
+                return lhs, rhs
+        elif isinstance(rhs, (int, float)) and lhs.dtype.is_floating():
+            key = (type(rhs), rhs, lhs.dtype.name, form, div_or_mod)
+            if key not in _constants:
+                cast, constant = _operands_any(self, lhs, rhs, arithmetic_check=True, div_or_mod=div_or_mod)
+                _constants[key] = constant if cast is lhs else None
+            if _constants[key] is not None:
+                return lhs, _constants[key]
+    return _operands_any(self, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
+
+
+def _sanitize_overflow(self: Any, lhs: Any, rhs: Any, binary_op: Any) -> None:
+    """As TritonSemantic.binary_op_sanitize_overflow_impl, which has the last word on what does not fit."""
+    scalar = lhs.type.scalar
+    if 8 <= scalar.int_bitwidth < 64:
+        exact = _EXACT[binary_op.__name__](lhs.handle.data.astype(np.int64), rhs.handle.data.astype(np.int64))
+        if scalar.get_int_min_value() <= exact.min() and exact.max() <= scalar.get_int_max_value():
+            return
+    _check_overflow(self, lhs, rhs, binary_op)
+
+
+def _common_type(self: Any, a_ty: Any, a_is_scalar: bool, b_ty: Any, b_is_scalar: bool, div_or_mod: bool) -> Any:
+    """As TritonSemantic.computation_type_impl."""
+    key = (a_ty.name, a_is_scalar, b_ty.name, b_is_scalar, div_or_mod)
+    if key not in _common_types:
+        _common_types[key] = _computation_type(self, a_ty, a_is_scalar, b_ty, b_is_scalar, div_or_mod)
+    return _common_types[key]
+
+
+def _get_np_dtype(tt_dtype: Any) -> Any:
+    """As the interpreter's function of this name."""
+    element = tt_dtype.element_ty if isinstance(tt_dtype, tl.block_type) else tt_dtype
+    if element.name not in _numpy_types:
+        _numpy_types[element.name] = _numpy_type(element)
+    return _numpy_types[element.name]
+
+
+def _patch_attr(obj: Any, name: str, member: Callable[..., Any], builder: Any, scope: Any) -> None:
+    """As the interpreter's function of this name."""
+    semantic = TritonSemantic(builder)
+
+    def call(*arguments: Any, **options: Any) -> Any:
+        options["_semantic"] = semantic
+        return member(*arguments, **options)
+
+    scope.set_attr(obj, name, call)
+
+
 InterpretedFunction.__call__ = _call
+tl.block_type.__init__ = _block
+tl.block_type.to_ir = _to_ir
+tl.tensor.__init__ = _tensor
+tl.dtype.__eq__ = _same
+TritonSemantic.broadcast_impl_value = _broadcast
+TritonSemantic.binary_op_type_checking_impl = _operands
+TritonSemantic.binary_op_sanitize_overflow_impl = _sanitize_overflow
+TritonSemantic.computation_type_impl = _common_type
+interpreter._get_np_dtype = _get_np_dtype
+interpreter._patch_attr = _patch_attr
