@@ -1,4 +1,4 @@
-"""Decoding on the CPU: every good kind gives OpenCV's and Pillow's pixels, every bad one says why."""
+"""Decoding on the CPU: valid files give the pixels of OpenCV and Pillow, and bad files give a reason."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_pixels_are_opencvs(name: str, color: str, turbo: bool) -> None:
 
 @pytest.mark.parametrize("name", sorted(GOOD.keys() - ALPHA))
 def test_pixels_are_pillows(name: str) -> None:
-    """CMYK is converted by other formulas, within one level."""
+    """Decoders convert CMYK by different formulas, within one level."""
     apart = decode(GOOD[name]).astype(int) - pillow(GOOD[name])
     assert np.abs(apart).max() <= (1 if "CMYK" in name else 0)
 
@@ -231,7 +231,7 @@ TINY_FRAME = segment(0xC0, struct.pack(">BHHB", 8, 8, 8, 3) + bytes((1, 0x11, 0,
 
 
 def two_faced() -> bytes:
-    """A JPEG in which libjpeg finds the true size, and a reader that takes RST for a marker with a length another."""
+    """A JPEG in which libjpeg finds the true size; a reader that expects a length after RST markers finds another."""
     true_frame = JPEG[FRAME : FRAME + 19]
     hidden = segment(0xFE, TINY_FRAME)
     leap = b"\xff\xd0" + struct.pack(">H", 2 + len(true_frame) + 4)
@@ -382,7 +382,7 @@ def test_images_are_too_narrow_for_the_engines_where_the_cpu_repeats_chroma(subs
 
 
 def attempt(data: bytes, color: str, region: tuple[int, int, int, int] | None) -> bool:
-    """Whether such bytes decode. Anything but BadSampleError fails the test."""
+    """Whether these bytes decode. Any exception other than BadSampleError fails the test."""
     try:
         header = probe(as_array(data), max_pixels=10**6, orientation=True)
         height, width = header.upright_size
@@ -400,7 +400,7 @@ def attempt(data: bytes, color: str, region: tuple[int, int, int, int] | None) -
 
 
 def damaged(data: bytes, rng: np.random.Generator) -> Iterator[bytes]:
-    """The file cut short, with bytes changed, and with a piece left out or doubled."""
+    """The file truncated, with bytes changed, and with a piece removed or duplicated."""
     for _ in range(12):
         yield data[: rng.integers(0, len(data))]
     for _ in range(40):

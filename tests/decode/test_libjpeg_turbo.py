@@ -1,4 +1,4 @@
-"""The binding of libjpeg-turbo: any region of any JPEG is the whole image's crop, bit for bit."""
+"""The libjpeg-turbo binding: any region of any JPEG equals a crop of the whole image, bit for bit."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def region_of(
 
 
 def borders(length: int) -> Iterator[tuple[int, int]]:
-    """(start, length) of spans whose ends meet every alignment with blocks of up to 32 pixels, and the image's ends."""
+    """(start, length) of spans with every alignment to blocks of up to 32 pixels, and to the image's edges."""
     for start in {0, 1, 7, 8, 9, 15, 16, 17, 24, 31, 32, 33, length - 1}:
         if 0 <= start < length:
             yield from ((start, size) for size in {1, 8, 15, 17, length - start} if start + size <= length)
@@ -96,7 +96,7 @@ def test_any_region(subsampling: str, color: str, size: tuple[int, int], data: s
 @pytest.mark.parametrize("name", FACTORS)
 @pytest.mark.parametrize("separate", [False, True], ids=["one scan", "a scan a component"])
 def test_sampling_factors_that_no_common_encoder_writes(name: str, separate: bool) -> None:
-    """Some of these libjpeg-turbo cannot begin a region in: then it decodes the whole, or leaves the file to OpenCV."""
+    """For some of these, libjpeg-turbo cannot decode a region: then it decodes the whole image, or OpenCV does."""
     size = (77, 101)
     data = tiny_jpeg(size[1], size[0], FACTORS[name], separate=separate)
     whole = whole_of(data, "rgb")

@@ -1,4 +1,4 @@
-"""The binding against a fake library that records calls: their order, their arguments, their failures."""
+"""The nvJPEG binding with a fake library that records the calls: their order, arguments and failures."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gpuflow.decode.nvjpeg import BatchedDecoder, NvjpegError
 
 
 class FakeLibrary:
-    """Stands where `nvjpeg.NvjpegLibrary` does. `bad` are addresses of JPEGs that make a batched call fail."""
+    """Replaces `nvjpeg.NvjpegLibrary`. `bad`: addresses of JPEGs that make a batched call fail."""
 
     version = "0.0.0"
 

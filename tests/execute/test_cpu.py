@@ -1,4 +1,4 @@
-"""The CPU runner: faults that stay where they are, memory that belongs to nobody else, whole pipelines."""
+"""The CPU runner: a bad sample affects no other sample, results share no memory, and whole pipelines run."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_slots_hold_the_batch_and_nothing_else_is_written() -> None:
 
 
 def test_results_do_not_share_scratch_memory() -> None:
-    """The decoder's buffer and the resizer's are used again for the next image."""
+    """The decoder's buffer and the resize buffer are reused by the next image."""
     for stages in (VAL[:3], (Decode(), CenterCrop(size=32)), (*VAL[:3], Torchvision(name="Identity"))):
         program = program_of(*stages)
         runner = CpuRunner(program)

@@ -1,4 +1,4 @@
-"""What is packed for the GPU in one transfer; the rest of a device stream needs one: tests/execute/test_gpu.py."""
+"""`send_all` and `gpu_is_idle` without a GPU; the rest of DeviceStream needs one: tests/execute/test_gpu.py."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gpuflow.execute.device_stream import DeviceStream, gpu_is_idle
 
 
 class OnCpu:
-    """What `send_all` needs of a device stream, with the CPU as the device."""
+    """The part of a device stream that `send_all` needs, on the CPU."""
 
     def __init__(self) -> None:
         self.transfers = 0
@@ -39,7 +39,7 @@ def test_arrays_of_any_dtype_and_shape_go_in_one_transfer(count: int) -> None:
 
 
 class Passed:
-    """A stream or an event that has been reached, or not."""
+    """A stream or an event, which is done or not."""
 
     def __init__(self, passed: bool) -> None:
         self.query = lambda: passed

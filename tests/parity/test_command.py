@@ -23,7 +23,7 @@ def _in_time() -> Iterator[None]:
 
 @pytest.fixture
 def parity(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], config: Path, tmp_path: Path) -> Run:
-    """Runs the command in this process, on the file and into a folder of its own."""
+    """Runs the command in this process on the file, with output to its own folder."""
     return command_here(monkeypatch, capsys, "parity", config, "--out", tmp_path / "out")
 
 

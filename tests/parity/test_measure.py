@@ -1,4 +1,4 @@
-"""Levels, exactly, on arrays made for it."""
+"""Differences in levels, exact on constructed arrays."""
 
 from __future__ import annotations
 

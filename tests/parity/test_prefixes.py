@@ -1,4 +1,4 @@
-"""Prefixes of a pipeline: programs whose images, cut to their sizes, are what the stages so far make."""
+"""Prefixes of a pipeline: programs whose images, cropped to their sizes, equal the results of their stages."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_images_cut_to_their_sizes_are_what_the_stages_make() -> None:
 
 
 def resized_by_hand(data: bytes) -> torch.Tensor:
-    """The image resized to where its shorter side is 20, on a pipeline of that size alone."""
+    """The image resized by a pipeline to a shorter side of 20."""
     _, height, width = decoded(data).shape
     return alone(Resize(height=20 * height // min(height, width), width=20 * width // min(height, width)), data)
 

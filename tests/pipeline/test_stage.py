@@ -1,4 +1,4 @@
-"""Values: specs, keys and their random numbers, pipelines."""
+"""The values of pipelines: specs, keys and their random numbers, and pipelines."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from gpuflow.stages import CenterCrop, Decode, Flip, Normalize, Resize
 
 U64 = np.uint64
 KNOWN = [[0.8908170177601278, 0.9291253734845668], [0.12185005168430507, 0.4543886261526495]]
-"""The first numbers of seed 3, epoch 4, the second flip, positions 5 and 2^40."""
+"""The first random numbers of seed 3, epoch 4, the second flip, positions 5 and 2^40."""
 
 
 # --- random numbers --------------------------------------------------------------------------------------------------
@@ -158,7 +158,7 @@ def test_equal_pipelines_have_equal_fingerprints() -> None:
 
 
 def test_lines_name_every_parameter() -> None:
-    """What a fingerprint covers, for a person who wants to know why two of them differ."""
+    """The text of the parameters that a fingerprint covers, to find why two fingerprints differ."""
     assert s.Pipeline("p", (Resize(shorter=8), Normalize(mean=(0.5, 0, 0), std=(1, 1, 1.5)))).lines == (
         "resize(height=None, width=None, shorter=8, longer=None, interpolation='bilinear', antialias=True)",
         "normalize(mean=(0.5, 0, 0), std=(1, 1, 1.5), dtype='float32', layout='nchw')",

@@ -1,4 +1,4 @@
-"""What the figures share: reading results, one fixed look an arm, deterministic files."""
+"""The common style of figures: reading results, one fixed colour per arm, deterministic files."""
 
 from __future__ import annotations
 

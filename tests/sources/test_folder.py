@@ -1,4 +1,4 @@
-"""ImageFolder's samples in ImageFolder's order, and located errors."""
+"""The folder source: the samples and the order of ImageFolder, and located errors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.sources.conftest import ReadAll
 
 
 def plant(root: Path, *names: str) -> Path:
-    """Files that hold their own names."""
+    """Creates files that hold their own names."""
     for name in names:
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -177,7 +177,7 @@ def test_an_exception_of_the_allocator_leaves_no_file_open(tmp_path: Path) -> No
 
 
 def test_many_threads_with_few_descriptors(tmp_path: Path) -> None:
-    """Running out of descriptors slows reading down and spoils nothing."""
+    """Running out of file descriptors slows reading and affects no result."""
     plant(tmp_path, *(f"a/{i:03}.jpg" for i in range(64)))
     script = f"""
 import resource, numpy as np

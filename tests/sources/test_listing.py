@@ -1,4 +1,4 @@
-"""CSV and JSON lines, labels as numbers or names, and errors that name the line."""
+"""The listing source: CSV and JSON lines, labels as numbers or names, and errors that name the line."""
 
 from __future__ import annotations
 

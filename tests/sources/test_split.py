@@ -19,7 +19,7 @@ from tests.sources.conftest import ReadAll
 
 
 class MemorySource:
-    """Samples that hold their own index as text."""
+    """A source whose samples hold their own index as text."""
 
     def __init__(self, labels: Sequence[int], shard_sizes: tuple[int, ...] | None = None) -> None:
         self.labels: NDArray[np.int64] = np.array(labels, dtype=np.int64)

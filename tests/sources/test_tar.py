@@ -1,4 +1,4 @@
-"""TarSource: WebDataset's samples, the cached index, and shards that are damaged or change."""
+"""The tar source: WebDataset's samples, the cached index, and shards that are damaged or change."""
 
 from __future__ import annotations
 

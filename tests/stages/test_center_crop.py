@@ -1,4 +1,4 @@
-"""center_crop: torchvision's box, and its black border around small images."""
+"""center_crop: the same box as torchvision, and the same black border around small images."""
 
 from __future__ import annotations
 

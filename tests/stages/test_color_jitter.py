@@ -1,4 +1,4 @@
-"""color_jitter: bit for bit torchvision's adjustments, in every order."""
+"""color_jitter: equals torchvision's adjustments bit for bit, in every order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""flip: torchvision's mirrors, each as often as it says."""
+"""flip: equals torchvision's flips, each with its declared probability."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""random_resized_crop: torchvision's algorithm, number by number, and its statistics."""
+"""random_resized_crop: the same boxes as torchvision's algorithm for the same numbers, and its statistics."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def boxes(stage: RandomResizedCrop, keys: s.StageKeys, height: int, width: int) 
 
 
 def reference(stage: RandomResizedCrop, numbers: Sequence[float], height: int, width: int) -> Box:
-    """torchvision's RandomResizedCrop.make_params, line by line, with these uniform numbers for its own."""
+    """torchvision's RandomResizedCrop.make_params, line by line, with given uniform numbers."""
     areas, ratios, (at_y, at_x) = numbers[:10], numbers[10:20], numbers[20:]
     area = height * width
     low, high = math.log(stage.ratio[0]), math.log(stage.ratio[1])

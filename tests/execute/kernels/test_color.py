@@ -1,4 +1,4 @@
-"""The colour kernels in Triton's interpreter, which needs numpy < 2.4 and its own process; what stages feed them."""
+"""The colour kernels in Triton's interpreter, which needs numpy < 2.4 and its own process; the stages' operations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The GPU runner in Triton's interpreter, with stand-ins for the stream and libnvjpeg: see interpret_runner.py."""
+"""The GPU runner in Triton's interpreter, with a fake stream and a fake libnvjpeg: see interpret_runner.py."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_pixels_and_faults_are_those_of_the_cpu(cases: dict[str, dict[str, Any]]
 
 
 def test_what_the_engines_refuse_is_decoded_by_the_cpu(cases: dict[str, dict[str, Any]]) -> None:
-    """Of 12 samples 3 are bad; a PNG, a progressive JPEG and one that makes the call fail are the CPU's."""
+    """Of 12 samples 3 are bad; the CPU decodes a PNG, a progressive JPEG and a file that makes the call fail."""
     for name, case in cases.items():
         if not name.startswith(("misfits", "served", "histories")):
             assert (case["good"], case["engines"], case["cpu"]) == (9, 6, 3), case
@@ -52,7 +52,7 @@ def test_calls_and_copies_do_not_depend_on_the_number_of_images(cases: dict[str,
 
 
 def test_blank_images_go_before_those_that_were_never_decoded_completely(cases: dict[str, dict[str, Any]]) -> None:
-    """Five images on three engines behind six blank ones, and alone once they are known."""
+    """Five images on three engines after six blank ones, and without blank ones once the files are known."""
     assert cases["misfits, 1048576 bytes"]["images"] == [5 + 6, 5]
 
 
