@@ -97,7 +97,7 @@ def narrow() -> list[bytes]:
 
 
 @pytest.mark.parametrize("orientation", [False, True])
-def test_narrow_files_are_the_cpus_in_chunks_of_every_size(orientation: bool) -> None:
+def test_the_cpu_decodes_narrow_files_in_chunks_of_every_size(orientation: bool) -> None:
     """Only two widths go to the engines: 4:4:4, 4:2:2, 4:2:0, 4:4:0 and gray."""
     files = narrow()
     assert len(files) > _MIN_FILES
@@ -121,7 +121,7 @@ def test_unreadable_files_are_faults_of_reading() -> None:
     assert headers.engine.tolist() == [True, False, True]
 
 
-def test_what_the_engines_get_the_cpu_decodes_too(capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_cpu_decodes_every_file_that_the_engines_get(capfd: pytest.CaptureFixture[str]) -> None:
     """20,000 files with one flipped bit in the header: a file that libjpeg refuses does not go to the engines."""
     rng, decoder = random.Random(0), CpuDecoder("rgb")
     sound = [images.jpeg(images.photo(40, 56), sampling) for sampling in ("4:2:0", "4:4:4", "4:2:2")]

@@ -144,7 +144,7 @@ def test_a_file_of_another_size_than_announced_is_refused_and_writes_nothing() -
     assert (buffer == 0xA5).all()
 
 
-def test_what_raises_an_error_or_a_warning_is_refused() -> None:
+def test_a_file_with_an_error_or_a_warning_is_refused() -> None:
     data = jpeg(photo(40, 40))
     no_tables = data[:2] + data[data.index(b"\xff\xc0") :].replace(b"\xff\xc4", b"\xff\xfe")
     cut = data[: data.index(b"\xff\xda") + 40] + data[-2:]
@@ -155,7 +155,7 @@ def test_what_raises_an_error_or_a_warning_is_refused() -> None:
     assert region_of(data, "rgb", (40, 40), None) is not None
 
 
-def test_it_accepts_what_it_decodes_without_a_complaint() -> None:
+def test_it_accepts_files_that_decode_without_an_error_or_a_warning() -> None:
     data = jpeg(photo(41, 67))
     scan = data.index(b"\xff\xda")
     assert turbo().accepts(as_array(data), (41, 67))
@@ -175,7 +175,7 @@ def test_betas_and_older_releases_are_not_used() -> None:
     assert not any(_is_current(version) for version in ("2.1.5", "2.1.92", "3", ""))
 
 
-def test_a_library_that_is_none_raises() -> None:
+def test_a_file_that_is_no_library_raises() -> None:
     with pytest.raises(OSError, match=r"no-such-library\.so"):
         LibjpegTurbo("/no-such-library.so")
     with pytest.raises(AttributeError, match="tj3"):

@@ -88,7 +88,7 @@ def test_a_gpu_without_engines() -> None:
     assert [call[0] for call in library.calls if call[0].startswith("destroy")] in ([], ["destroy"])
 
 
-def test_after_a_failed_call_the_state_is_made_anew() -> None:
+def test_after_a_failed_call_the_state_is_initialized_again() -> None:
     library = FakeLibrary(bad=frozenset({2}))
     engines = BatchedDecoder(library, "gray")
     with pytest.raises(NvjpegError, match=r"^nvJPEG: nvjpegDecodeBatched returned 6 \(execution failed\)$"):

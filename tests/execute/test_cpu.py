@@ -38,7 +38,7 @@ SAMPLES = tuple(jpeg(photo(40 + 7 * i, 90 - 5 * i, seed=i)) for i in range(8))
 
 
 @pytest.mark.parametrize("stages", [TRAIN, VAL], ids=["train", "val"])
-def test_a_runner_gives_the_same_however_often_and_on_any_thread(stages: tuple[s.Stage, ...]) -> None:
+def test_a_runner_gives_the_same_result_every_time_and_on_any_thread(stages: tuple[s.Stage, ...]) -> None:
     program = program_of(*stages)
     expected = images(program, SAMPLES)
     results: dict[int, torch.Tensor] = {}

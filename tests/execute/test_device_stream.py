@@ -56,7 +56,7 @@ class Passed:
         (False, (True, False), True),  # it waits for the last batch
     ],
 )
-def test_a_consumer_starves_when_its_stream_has_nothing_to_do_or_waits_for_us(
+def test_the_gpu_is_idle_when_the_stream_has_nothing_to_do_or_waits_for_the_loader(
     idle: bool, last: tuple[bool, bool] | None, expected: bool
 ) -> None:
     stream: Any = Passed(idle)

@@ -141,7 +141,7 @@ def test_the_cpus_share_of_a_batch(name: str, processes: int, folder: Path, tmp_
         assert torch.equal(a.images[own:], c.images[own:].cpu())
 
 
-def test_a_broken_stream_spoils_no_neighbour(tmp_path: Path) -> None:
+def test_a_damaged_file_affects_no_other_sample(tmp_path: Path) -> None:
     """Files with valid headers and end markers and damaged entropy-coded data, whether or not the engines report it."""
     rng = np.random.default_rng(0)
     for broken, folder in ((False, tmp_path / "whole" / "photos"), (True, tmp_path / "broken" / "photos")):
@@ -181,7 +181,7 @@ def test_torchvision_stages_run_on_the_gpu_with_the_draws_of_the_cpu(name: str, 
         assert difference.mean() < 0.25 and (difference > 2).float().mean() < 0.01
 
 
-def test_a_pipeline_without_a_form_for_the_gpu_takes_the_cpus_way(folder: Path) -> None:
+def test_a_pipeline_without_a_form_for_the_gpu_runs_on_the_cpu(folder: Path) -> None:
     stages = [{"decode": {}}, JITTER, *STAGES[1:]]
     cpu, gpu, stats = both(folder, stages)
     assert "engine_images" not in stats
@@ -243,7 +243,7 @@ def test_without_engines_cuda_kernels_decode(folder: Path, monkeypatch: pytest.M
     assert worst <= 4
 
 
-def test_kept_batches_stay_as_they_are_whatever_the_consumer_does(folder: Path) -> None:
+def test_batches_that_the_consumer_keeps_do_not_change(folder: Path) -> None:
     """A consumer keeps batches and reads them on another stream, first slower and then faster than the loader."""
     with load(folder, STAGES, "cuda", "pipelines.train.batch.size=8") as loader:
         kept, sums = [], []

@@ -113,7 +113,7 @@ def test_a_file_gives_what_it_gives_a_new_decoder(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["hardware", "cuda"])
-def test_damaged_files_are_the_cpus(backend: str) -> None:
+def test_the_cpu_decodes_damaged_files(backend: str) -> None:
     """The CPU decodes files that the engines refuse or leave incomplete, and only those equal the CPU's pixels."""
     runner = new_runner(backend)
     images, faults = run(PROGRAM, pool())

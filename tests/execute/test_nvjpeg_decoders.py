@@ -170,7 +170,7 @@ class Consumer:
         )
 
     def get(self, starved: Callable[[], bool] | None, *, late: bool = True) -> list[bool]:
-        """What the machinery was told meanwhile."""
+        """The values that the machinery received meanwhile."""
         self._idle.starved.clear()
         if not late:
             self._finished.put("a batch")
@@ -182,11 +182,11 @@ class Consumer:
 
 def test_the_machinery_hurries_once_the_gpu_has_waited_for_many_batches() -> None:
     consumer = Consumer()
-    assert consumer.get(lambda: True, late=False) == [], "nobody had to wait"
+    assert consumer.get(lambda: True, late=False) == [], "the consumer did not wait"
     for _ in range(_LATE_BATCHES):
         assert True not in consumer.get(lambda: True), "the first batches of an epoch are late in any case"
-    told = consumer.get(lambda: True)
-    assert told[0] is True and told[-1] is False, "nobody waits any more"
+    values = consumer.get(lambda: True)
+    assert values[0] is True and values[-1] is False, "the consumer no longer waits"
     answers = iter([False, False, True])
     assert consumer.get(lambda: next(answers, True))[:4] == [False, False, True, True]
     assert consumer.get(None) == [], "no GPU"
@@ -198,7 +198,7 @@ def test_the_machinery_hurries_once_the_gpu_has_waited_for_many_batches() -> Non
     consumer.run.stop()
 
 
-def test_a_batch_that_does_not_come_is_given_up() -> None:
+def test_a_batch_that_does_not_arrive_times_out() -> None:
     consumer = Consumer()
     for starved in (lambda: True), (lambda: False), None:
         with pytest.raises(TimeoutError):

@@ -233,7 +233,7 @@ def attempt(decoder: CpuDecoder, data: bytes, region: tuple[int, int, int, int] 
 
 @pytest.mark.parametrize("part", ["header", "scan"])
 @pytest.mark.parametrize("turbo", [True, False], ids=["turbo", "opencv"])
-def test_flipped_bits_poison_no_decoder_and_show_no_other_image(
+def test_flipped_bits_affect_no_later_file_and_show_no_other_image(
     part: str, turbo: bool, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Flips 20,000 bits in headers and 20,000 in scans, alternating between a baseline and a progressive photograph."""
@@ -280,7 +280,7 @@ def perturbed() -> Iterator[Callable[[int], None]]:
 
 
 @pytest.mark.parametrize("program", [WHOLE, REGION], ids=["whole", "region"])
-def test_no_pixel_comes_from_memory_that_nobody_wrote(
+def test_no_pixel_comes_from_uninitialized_memory(
     program: Program, perturbed: Callable[[int], None], capfd: pytest.CaptureFixture[str]
 ) -> None:
     found = []
@@ -345,7 +345,7 @@ class BrokenLibrary:
 
 
 @pytest.mark.skipif(find_libjpeg_turbo() is None, reason="no libjpeg-turbo 3 here: pip install 'gpuflow[turbo]'")
-def test_a_library_that_fails_at_the_test_image_is_left_aside(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_library_that_fails_at_the_test_image_is_not_used_again(caplog: pytest.LogCaptureFixture) -> None:
     library: Any = BrokenLibrary(0)
     decoder, junk = CpuDecoder("rgb", library=library), as_array(damaged.without(SOUND, damaged.QUANTISATION))
     for _ in range(40):
@@ -358,7 +358,7 @@ def test_a_library_that_fails_at_the_test_image_is_left_aside(caplog: pytest.Log
     assert attempt(decoder, SOUND, None) == attempt(CpuDecoder("rgb"), SOUND, None)
 
 
-def test_an_opencv_that_fails_at_the_test_image_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_opencv_that_fails_at_the_test_image_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = CpuDecoder("rgb", library=None)
     decoder.check()
     monkeypatch.setattr(cv2, "imdecode", lambda data, flags: np.zeros((self_test.HEIGHT, self_test.WIDTH, 3), np.uint8))
@@ -367,7 +367,7 @@ def test_an_opencv_that_fails_at_the_test_image_is_told(monkeypatch: pytest.Monk
     assert str(caught.value) == ("OpenCV does not decode gpuflow's test image; end this process and start another one")
 
 
-def test_no_memory_is_no_fault_of_the_image(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lack_of_memory_does_not_make_an_image_bad(monkeypatch: pytest.MonkeyPatch) -> None:
     def imdecode(data: Any, flags: int) -> Any:
         error = cv2.error("no memory")
         error.code = cv2.Error.StsNoMem

@@ -229,7 +229,7 @@ def test_encoded_bytes_and_floats_are_refused_or_taken_in_words(stage: s.Stage) 
 
 @every_example
 @pytest.mark.parametrize("chunk", [1, 3])
-def test_same_keys_same_output_whatever_the_grouping(stage: s.Stage, chunk: int) -> None:
+def test_same_keys_give_the_same_output_in_any_grouping(stage: s.Stage, chunk: int) -> None:
     program = program_of(*pipeline_around(stage))
     whole, faults = run(program, SAMPLES, KEYS)
     assert faults == [None] * len(SAMPLES)
@@ -278,7 +278,7 @@ def test_an_inserted_stage_changes_no_other_stages_draws(stage: s.Stage, neutral
 
 
 @every_example
-def test_namesakes_draw_numbers_of_their_own(stage: s.Stage) -> None:
+def test_stages_of_the_same_name_draw_different_numbers(stage: s.Stage) -> None:
     turns = s.Pipeline("p", (Decode(), stage, stage)).occurrences()[1:]
     assert turns[1] == turns[0] + 1
     first, second = (keys_of(8).stage(stage.stage_name, turn).uniform(4) for turn in turns)

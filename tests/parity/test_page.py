@@ -116,7 +116,7 @@ def test_the_verdict_stands_at_the_top() -> None:
     assert breach.index("BREACH: val") < breach.index("What must agree") < breach.index("What naive sharing")
 
 
-def test_a_page_needs_nothing_else_and_follows_light_and_dark() -> None:
+def test_a_page_is_self_contained_and_follows_light_and_dark() -> None:
     text = page(report(served=5))
     assert not re.search(r"https?:|<script|<link|@import|url\(", text)
     assert "prefers-color-scheme: dark" in text

@@ -87,9 +87,12 @@ def largest(row: Row) -> float:
 
 @no_gpu
 def test_one_list_of_stages_passes(photos: Path, tmp_path: Path) -> None:
-    told: list[tuple[int, int, str]] = []
+    reported: list[tuple[int, int, str]] = []
     report = study(
-        read(photos, tmp_path, serve=VAL), count=5, progress=lambda *so_far: told.append(so_far), command="gpuflow x"
+        read(photos, tmp_path, serve=VAL),
+        count=5,
+        progress=lambda *so_far: reported.append(so_far),
+        command="gpuflow x",
     )
     assert not report.breach
     assert verdict(report) == (
@@ -123,8 +126,8 @@ def test_one_list_of_stages_passes(photos: Path, tmp_path: Path) -> None:
     assert pair(report, "opencv").rows[-1].max > 50
     assert report.images == {"own": 5, "hostile": 35, "bad": 4}
     assert report.preprocessing == read(photos, tmp_path).programs["val"].pipeline.fingerprint
-    assert told[-1] == (4 * 44, 4 * 44, "normalize")
-    assert [so_far[0] for so_far in told] == sorted(so_far[0] for so_far in told)
+    assert reported[-1] == (4 * 44, 4 * 44, "normalize")
+    assert [so_far[0] for so_far in reported] == sorted(so_far[0] for so_far in reported)
     missing = {way.name: way.missing for way in report.ways if way.missing is not None}
     assert set(missing) == {"val@cuda", "serve@cuda", "torchpipe_gpu", "torchvision@cuda"}
     assert {"gpuflow", "torch", "opencv", "pillow", "torchpipe"} <= set(report.versions)
@@ -154,7 +157,7 @@ def test_other_stages_pass_too(stages: Entries, photos: Path, tmp_path: Path) ->
     assert all(row.images >= 35 for one in report.judged for row in one.rows)
 
 
-def test_what_the_reference_alone_refuses_is_no_breach(photos: Path, tmp_path: Path) -> None:
+def test_an_image_that_only_the_reference_refuses_is_no_breach(photos: Path, tmp_path: Path) -> None:
     """torchvision refuses an image of height 0, which resizing the longer side would make of a 400x3 image."""
     stages = STAGES_OF_ALL_KINDS["gray, longer side"]
     (decode, resize, _) = pair(study(read(photos, tmp_path, stages), count=0), "torchvision").rows
@@ -218,7 +221,7 @@ def test_one_level_in_one_pixel_is_a_breach_of_equality(photos: Path, tmp_path: 
     assert picture.difference.sum() == picture.difference[5, 5] == pytest.approx(1, abs=1e-4)
 
 
-def test_an_image_that_one_alone_gives_is_a_breach(photos: Path, tmp_path: Path) -> None:
+def test_an_image_that_only_one_way_accepts_is_a_breach(photos: Path, tmp_path: Path) -> None:
     def change(number: int, result: Result) -> Result:
         return BadSampleError("decode", "not today") if number == 4 else result
 
@@ -259,7 +262,7 @@ def test_a_naive_way_that_is_asked_for_may_not_fail(photos: Path, tmp_path: Path
         study(config, count=1, against=("val", "opencv"), ways={**ways_of(config, "val"), "opencv": Failing()})
 
 
-def test_two_ways_that_never_meet(photos: Path, tmp_path: Path) -> None:
+def test_two_ways_without_a_common_stage(photos: Path, tmp_path: Path) -> None:
     with pytest.raises(GpuflowError) as caught:
         study(read(photos, tmp_path, VAL, RAW), count=0, against=("serve", "torchpipe_cpu"))
     assert str(caught.value) == (

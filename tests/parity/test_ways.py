@@ -143,7 +143,7 @@ def test_torchvision_decodes_as_the_decoder_says(color: str, folder: Path) -> No
     assert ours["jpeg EXIF 6"].shape == (1 if color == "gray" else 3, 60, 40)
 
 
-def test_filters_that_pil_images_do_not_have_are_passed_over_in_silence(folder: Path) -> None:
+def test_filters_that_pil_lacks_give_no_warning(folder: Path) -> None:
     resize = {"resize": {"height": 20, "width": 20, "antialias": False}}
     ways, prefixes = setup(folder, val=[{"decode": {}}, resize], serve=None)
     assert len(tensors(ways["pillow"], prefixes[1])) == len(GOOD)  # warnings are errors here
@@ -195,7 +195,7 @@ def test_what_needs_a_gpu(folder: Path) -> None:
     assert set(NAIVE) < set(ways)
 
 
-def test_what_a_pipeline_does_not_go_with(folder: Path) -> None:
+def test_pipelines_that_a_way_cannot_run(folder: Path) -> None:
     ways, _ = setup(folder, val=[{"decode": {"color": "gray"}}, *RAW[1:]], serve=None)
     assert ways["torchpipe_cpu"].missing() == "torchpipe's operators give no gray images"
     assert ways["serve"].missing() == f"{folder}/y.yaml has no block serve"

@@ -108,7 +108,7 @@ def test_flips_turn_later_crops_around() -> None:
         ("bicubic", [[False, False]], [[False, True]]),
     ],
 )
-def test_nearest_alone_minds_whether_a_flip_comes_first(
+def test_only_nearest_depends_on_whether_a_flip_comes_first(
     interpolation: Any, mirrors: list[list[bool]], flips: list[list[bool]]
 ) -> None:
     result = sampling(50, 60, Flip(horizontal=1.0), Resize(height=7, width=5, interpolation=interpolation))

@@ -94,7 +94,7 @@ def test_spread_apart_keeps_the_order_and_the_gap(places: list[float], gap: floa
     assert min(style.spread_apart(places, gap, lowest=50)) >= 50
 
 
-def test_the_look_does_not_leak() -> None:
+def test_the_style_applies_only_inside_its_block() -> None:
     before = dict(mpl.rcParams)
     with style.figure_style():
         Figure().subplots()

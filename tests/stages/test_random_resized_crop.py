@@ -80,7 +80,7 @@ def test_boxes_are_those_of_the_scalar_algorithm(
         ((1, 1), (0.75, 4 / 3), (0, 0, 1, 1)),
     ],
 )
-def test_where_no_box_fits_the_middle_is_taken(size: tuple[int, int], ratio: tuple[float, float], box: Box) -> None:
+def test_if_no_box_fits_the_centre_is_cropped(size: tuple[int, int], ratio: tuple[float, float], box: Box) -> None:
     stage = RandomResizedCrop(size=8, scale=(1.0, 1.0), ratio=ratio)
     assert set(boxes(stage, keys_of(50).stage("random_resized_crop", 0), *size)) == {box}
 

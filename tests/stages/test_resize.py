@@ -70,7 +70,7 @@ def test_a_thin_image_keeps_one_pixel() -> None:
     assert Resize(longer=10).output(RGB.replace(shape=(1, 400, 3))).shape == (1, 10, 3)
 
 
-def test_shorter_is_known_where_the_shape_is_not() -> None:
+def test_shorter_is_known_although_the_shape_is_not() -> None:
     assert Resize(shorter=9).output(RGB) == RGB.replace(shape=(None, None, 3), shorter=9)
     assert Resize(longer=9).output(RGB) == RGB
 

@@ -1,7 +1,7 @@
 """Run by test_runner.py with TRITON_INTERPRET=1, in its own process: the GPU runner with a CPU in place of the GPU.
 
 A device stream on the CPU and a libnvjpeg that decodes with OpenCV replace those of CUDA; all else is real.
-Prints one line of JSON a case: what differs from the CPU's runner, and what was called.
+Prints one line of JSON per case: differences from the CPU runner, and the calls.
 """
 
 from __future__ import annotations
