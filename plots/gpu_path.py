@@ -1,4 +1,4 @@
-"""Loaders on a GPU: images per second, what they leave of a training step, processor time, memory. One panel each.
+"""Draws loaders on a GPU: images per second, the training step's speed, processor time and memory. One panel each.
 
 python -m plots.gpu_path experiments/gpu_path/results.csv OUT_STEM
 """
@@ -24,13 +24,13 @@ PANELS = (
     ("GPU memory of the loader in both trainings, MB", "gpu_mem_mb", "resnet50; ", "{:,.0f}"),
     ("GPU memory of the loader alone, MB", "gpu_mem_mb", "", "{:,.0f}"),
 )  # fmt: skip
-"""(heading, metric, how the workload begins, how a value is written)."""
+"""(heading, metric, start of the workload's name, format of a value)."""
 
 _BAR, _HEADING, _TOP, _BOTTOM = 0.42, 0.62, 0.72, 0.75  # inches
 
 
 def draw(results_path: Path, out_stem: Path) -> list[Path]:
-    """Draw results.csv as OUT_STEM.svg and OUT_STEM.png, whose paths are returned, without what it lacks."""
+    """Draw results.csv as OUT_STEM.svg and OUT_STEM.png. Returns their paths. Panels without results are left out."""
     panels = []
     for heading, metric, begins, form in PANELS:
         try:

@@ -1,8 +1,8 @@
-"""Requests per second and latency against the number of clients, one line an arm. One row of panels a workload.
+"""Draws requests per second and latency against the number of clients: a line per arm, a row of panels per workload.
 
 python -m plots.load_test RESULTS OUT_STEM
 
-Each row's workload says how many clients asked: `500x375; batch=1; clients=10`.
+Each row's workload contains the number of clients: `500x375; batch=1; clients=10`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from . import style
 __all__ = ["draw"]
 
 Series = dict[str, dict[int, style.Result]]
-"""arm -> number of clients -> row."""
+"""For each arm its rows by number of clients."""
 
 _WIDTH, _LEFT, _PANEL, _GAP, _TOP, _BOTTOM = 13.0, 0.85, 2.9, 0.95, 1.65, 1.35  # inches
 _HOW = "each client asks again when it has its answer; TP99: 99% of the answers took no longer; shaded: all repeats"
@@ -29,7 +29,7 @@ _TICKS = [digit * 10.0**power for power in range(-2, 6) for digit in (1, 2, 5)]
 
 
 def draw(results_path: Path, out_stem: Path) -> list[Path]:
-    """Draw results.csv as OUT_STEM.svg and OUT_STEM.png, whose paths are returned."""
+    """Draw results.csv as OUT_STEM.svg and OUT_STEM.png. Returns their paths."""
     rates = style.read_results(results_path, metric="qps")
     arms = style.arms_of(rates)
     throughput = _panels(results_path, rates)
@@ -68,7 +68,7 @@ def draw(results_path: Path, out_stem: Path) -> list[Path]:
 
 
 def _panels(path: Path, results: list[style.Result]) -> dict[str, Series]:
-    """Workload without the clients -> its lines."""
+    """For each workload, without the number of clients, its lines."""
     panels: dict[str, Series] = {}
     for result in results:
         text, settings = style.split_workload(result.workload)
@@ -83,7 +83,7 @@ def _panels(path: Path, results: list[style.Result]) -> dict[str, Series]:
 
 
 def _line(axes: Axes, arm: style.Arm, points: dict[int, style.Result], dashed: bool = False) -> None:
-    """The values with the spread over the repeats."""
+    """Draw the values with their spread over the repeats."""
     counts = sorted(points)
     lows, values, highs = ([getattr(points[n], side) for n in counts] for side in ("low", "value", "high"))
     axes.fill_between(counts, lows, highs, color=arm.color, alpha=0.14, linewidth=0)
@@ -106,7 +106,7 @@ def _rates(axes: Axes, arms: dict[str, style.Arm], series: Series) -> None:
 
 
 def _latencies(axes: Axes, arms: dict[str, style.Arm], metrics: dict[str, Series]) -> None:
-    """On a logarithmic scale: the arms are far apart."""
+    """Draw on a logarithmic scale, because the arms differ widely."""
     ends = []
     for label, series in metrics.items():
         for name, arm in arms.items():
@@ -135,7 +135,7 @@ def _latencies(axes: Axes, arms: dict[str, style.Arm], metrics: dict[str, Series
 
 
 def _label(axes: Axes, ends: list[tuple[style.Arm, str, float]], places: list[float]) -> None:
-    """What a line is and where it ends, right of the panel; places are shares of its height."""
+    """Label each line at its end, to the right of the panel; positions are fractions of its height."""
     for (arm, text, _), place in zip(ends, places, strict=True):
         axes.annotate(
             text,

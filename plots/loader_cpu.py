@@ -1,4 +1,4 @@
-"""Images per second of each arm as bars, with the ratio to PyTorch's DataLoader. One panel a workload.
+"""Draws images per second of each arm as bars, with the ratio to PyTorch's DataLoader. One panel per workload.
 
 python -m plots.loader_cpu experiments/loader_cpu/results.csv OUT_STEM
 """
@@ -16,13 +16,13 @@ from . import style
 __all__ = ["BASELINE", "draw"]
 
 BASELINE = "dataloader"
-"""The arm that the ratios refer to: torch.utils.data.DataLoader with PIL and torchvision's transforms."""
+"""The arm that ratios are relative to: torch.utils.data.DataLoader with PIL and torchvision's transforms."""
 
 _BAR, _PANEL, _TOP, _BOTTOM = 0.52, 0.5, 0.95, 1.15  # inches: a bar's row, a panel's heading, the margins
 
 
 def draw(results_path: Path, out_stem: Path) -> list[Path]:
-    """Draw results.csv as OUT_STEM.svg and OUT_STEM.png, whose paths are returned."""
+    """Draw results.csv as OUT_STEM.svg and OUT_STEM.png. Returns their paths."""
     results = style.read_results(results_path, metric="images_per_s")
     arms = style.arms_of(results)
     panels: dict[str, dict[str, style.Result]] = {}
@@ -58,7 +58,7 @@ def draw(results_path: Path, out_stem: Path) -> list[Path]:
 
 
 def _bars(axes: Axes, arms: dict[str, style.Arm], panel: dict[str, style.Result]) -> None:
-    """One bar an arm, the fastest on top, with its spread; the rate and the ratio beside it."""
+    """Draw one bar per arm, the fastest on top, with its spread, its rate and its ratio."""
     ranked = sorted(panel, key=lambda name: panel[name].value, reverse=True)
     for place, name in enumerate(ranked):
         result = panel[name]

@@ -1,7 +1,7 @@
-"""One look for every figure: fonts, one fixed colour an arm, reading results and writing files.
+"""The common style of all figures: fonts, one colour per arm, reading results.csv, writing files.
 
-A figure is a function of one results.csv: the same file gives the same bytes, with no date and no random id in them.
-plots/ reads CSV only and never imports gpuflow.
+A figure is a function of one results.csv: the same file gives the same bytes, without a date or a random id.
+plots/ reads only CSV files and never imports gpuflow.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _STYLE: Any = {
     "axes.spines.top": False,
     "figure.dpi": 100,
     "figure.facecolor": "white",
-    "font.family": "DejaVu Sans",  # comes with matplotlib, so it is the same everywhere
+    "font.family": "DejaVu Sans",  # part of matplotlib, so it is the same on every machine
     "font.size": 13,
     "grid.color": _RULE,
     "grid.linewidth": 0.8,
@@ -73,14 +73,14 @@ _STYLE: Any = {
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """How one arm of a comparison is drawn, in every figure alike."""
+    """How one arm of a comparison is drawn in every figure."""
 
     label: str
     color: str
     marker: str
 
 
-# The colours of Okabe and Ito, which colour-blind readers can tell apart; darkened where text needs it.
+# The colours of Okabe and Ito, which colour-blind readers can distinguish; darkened where text needs it.
 ARMS: dict[str, Arm] = {
     "gpuflow": Arm("gpuflow", "#0072b2", "o"),
     "gpuflow (processes)": Arm("gpuflow, processes", "#004c7a", "p"),
@@ -101,7 +101,7 @@ _SPARE = (("#7a5195", "<"), ("#222222", ">"), ("#8c564b", "d"))
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Result:
-    """One row of a results.csv: one figure with its spread over the repeats."""
+    """One row of a results.csv: one value with its spread over the repeats."""
 
     arm: str
     workload: str
@@ -118,7 +118,7 @@ class Result:
 
 
 def read_results(path: Path, *, metric: str) -> list[Result]:
-    """The rows of one metric, in the order of the file. An empty `low` or `high` is the value itself.
+    """Read the rows of one metric, in the order of the file. An empty `low` or `high` equals the value.
 
     Raises:
         ValueError: a column or the metric is missing, or a number cannot be read.
@@ -145,14 +145,14 @@ def read_results(path: Path, *, metric: str) -> list[Result]:
 
 
 def split_workload(workload: str) -> tuple[str, dict[str, str]]:
-    """`"train 224; batch=64; workers=2"` as the text before the settings, and the settings."""
+    """Split `"train 224; batch=64; workers=2"` into the text before the settings, and the settings."""
     parts = [part.strip() for part in workload.split(";")]
     settings = dict(part.split("=", 1) for part in parts if "=" in part)
     return "; ".join(part for part in parts if "=" not in part), settings
 
 
 def arms_of(results: Iterable[Result]) -> dict[str, Arm]:
-    """How to draw each arm of these results, known ones first. Unknown ones take spare colours in order."""
+    """How to draw each arm of these results, known arms first. Unknown arms get spare colours in order."""
     names = list(dict.fromkeys(result.arm for result in results))
     spare = itertools.cycle(_SPARE)
     known = {name: arm for name, arm in ARMS.items() if name in names}
@@ -161,7 +161,7 @@ def arms_of(results: Iterable[Result]) -> dict[str, Arm]:
 
 @contextmanager
 def figure_style() -> Iterator[None]:
-    """Everything drawn and saved inside has the one look; nothing leaks out."""
+    """Apply the common style to everything drawn and saved inside the block, and only there."""
     with mpl.rc_context():
         mpl.rcdefaults()
         mpl.rcParams.update(_STYLE)
@@ -169,14 +169,14 @@ def figure_style() -> Iterator[None]:
 
 
 def title(figure: Figure, text: str, subtitle: str = "") -> None:
-    """A title at the figure's left edge, and a smaller line below it."""
+    """Draw a title at the figure's left edge, and a smaller line below it."""
     height = figure.get_figheight()
     figure.text(0.02, 1 - 0.14 / height, text, fontsize=17, fontweight="bold", va="top")
     figure.text(0.02, 1 - 0.5 / height, subtitle, fontsize=12, color=GRAY, va="top")
 
 
 def footer(figure: Figure, results: Sequence[Result]) -> None:
-    """Where and when it was measured, small, at the lower left."""
+    """Draw machine and date of the measurement in small type at the lower left."""
     parts = []
     for name in ("machine", "versions", "date", "commit"):
         values = dict.fromkeys(value for result in results if (value := str(getattr(result, name))))
@@ -186,12 +186,12 @@ def footer(figure: Figure, results: Sequence[Result]) -> None:
 
 
 def text_width(texts: Iterable[str]) -> float:
-    """About how many inches the longest of these takes in bold."""
+    """Estimate the width in inches of the longest of these texts in bold."""
     return 0.11 * max(map(len, texts))
 
 
 def count_axis(axes: Axes, which: str) -> None:
-    """Thousands with commas, from zero, on the x or the y axis."""
+    """Set the x or y axis to start at zero and to show thousands with commas."""
     axis = axes.xaxis if which == "x" else axes.yaxis
     axis.set_major_locator(MaxNLocator(6, integer=True))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
@@ -199,7 +199,7 @@ def count_axis(axes: Axes, which: str) -> None:
 
 
 def spread_apart(places: Sequence[float], gap: float, lowest: float = -math.inf) -> list[float]:
-    """The places moved as little as needed to be `gap` apart and not below `lowest`, in the same order of size."""
+    """Move positions as little as needed to be `gap` apart and not below `lowest`, and keep their order."""
     order = sorted(range(len(places)), key=places.__getitem__)
     moved = list(places)
     groups: list[list[int]] = []
@@ -228,7 +228,7 @@ def save(figure: Figure, stem: Path) -> list[Path]:
 
 
 def main(draw: Callable[[Path, Path], list[Path]], prog: str, arguments: Sequence[str] | None = None) -> None:
-    """The command line that every figure shares: RESULTS OUT_STEM."""
+    """The command line of every figure: RESULTS OUT_STEM."""
     parser = argparse.ArgumentParser(prog=f"python -m {prog}", description="Draw results.csv as OUT_STEM.svg and .png.")
     parser.add_argument("results", type=Path, help="a results.csv")
     parser.add_argument("out_stem", type=Path, help="where to write, without the ending")

@@ -1,8 +1,8 @@
-"""Images per second against the number of workers, one line an arm.
+"""Draws images per second against the number of workers, one line per arm.
 
 python -m plots.worker_scaling RESULTS OUT_STEM
 
-Each row's workload says how many workers it had: `train 224; batch=64; workers=2`.
+Each row's workload contains the number of workers: `train 224; batch=64; workers=2`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Series = dict[int, style.Result]
 
 
 def draw(results_path: Path, out_stem: Path) -> list[Path]:
-    """Draw results.csv as OUT_STEM.svg and OUT_STEM.png, whose paths are returned."""
+    """Draw results.csv as OUT_STEM.svg and OUT_STEM.png. Returns their paths."""
     results = style.read_results(results_path, metric="images_per_s")
     workload, series = _series(results_path, results)
     arms = style.arms_of(results)
@@ -47,7 +47,7 @@ def draw(results_path: Path, out_stem: Path) -> list[Path]:
 
 
 def _series(path: Path, results: list[style.Result]) -> tuple[str, dict[str, Series]]:
-    """The workload that all rows share, and arm -> number of workers -> row."""
+    """The workload that all rows share, and for each arm its rows by number of workers."""
     series: dict[str, Series] = {}
     workloads: dict[str, None] = {}
     for result in results:
@@ -74,7 +74,7 @@ def _limits(axes: Axes, results: list[style.Result], series: dict[str, Series]) 
 
 
 def _ideal(axes: Axes, series: dict[str, Series]) -> None:
-    """Dotted: the fastest arm at its fewest workers, if twice the workers gave twice the images."""
+    """Draw a dotted line: the rate of the fastest arm at its fewest workers, scaled in proportion to the workers."""
     fewest = min(count for points in series.values() for count in points)
     rate = max(points[fewest].value for points in series.values() if fewest in points) / fewest
     most, top = max(max(points) for points in series.values()), axes.get_ylim()[1]
@@ -95,12 +95,12 @@ def _ideal(axes: Axes, series: dict[str, Series]) -> None:
 
 
 def _labels(arms: dict[str, style.Arm], series: dict[str, Series]) -> list[str]:
-    """The name and the last value of each arm."""
+    """For each arm a label with its name and last value."""
     return [f"{arm.label}  {series[name][max(series[name])].value:,.0f}" for name, arm in arms.items()]
 
 
 def _end_labels(axes: Axes, arms: dict[str, style.Arm], series: dict[str, Series]) -> None:
-    """Each arm's label in its colour, right of the lines, at the height where its line ends."""
+    """Draw each arm's label in its colour, to the right of its line's end."""
     most = max(max(points) for points in series.values())
     ends = [max(series[name]) for name in arms]
     rates = [series[name][end].value for name, end in zip(arms, ends, strict=True)]

@@ -1,10 +1,10 @@
-"""Does what an nvJPEG decoder decoded before change what it makes of a damaged file?
+"""Measures whether nvJPEG's pixels for a damaged file depend on images decoded before.
 
     python experiments/decoder_history/run.py [--files 60]
 
-Photographs of 375x500 pixels are damaged in several ways. Two decoders get the same damaged files, each time after
-photographs of their own; pixels that differ between the two come from these photographs. Needs an NVIDIA GPU and
-libnvjpeg. Writes results.csv beside this file.
+Photographs of 375x500 pixels are damaged in several ways. Two decoders decode the same damaged files, each after
+different photographs; pixels that differ between the two come from these photographs. Needs an NVIDIA GPU and
+libnvjpeg. Writes results.csv in this file's folder.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ARMS = (("engines", "hardware", False), ("engines, blank images first", "hardwar
 
 
 def photograph(seed: int) -> bytes:
-    """A JPEG 4:2:0 of smooth waves, edges and noise, HEIGHT x WIDTH."""
+    """A 4:2:0 JPEG of smooth waves, edges and noise, HEIGHT x WIDTH."""
     rng = np.random.default_rng(seed)
     y, x = np.mgrid[0:HEIGHT, 0:WIDTH]
     waves = [np.sin(x / rng.uniform(9, 40) + y / rng.uniform(9, 40) + rng.uniform(0, 6)) for _ in range(3)]
@@ -47,7 +47,7 @@ def photograph(seed: int) -> bytes:
 
 
 def segments(data: bytes) -> list[tuple[int, int, int]]:
-    """(marker, start, stop) of every segment up to the scan, which begins where the last one stops."""
+    """(marker, start, stop) of every segment up to the scan, which begins at the last `stop`."""
     found, at = [], 2
     while not found or found[-1][0] != 0xDA:
         stop = at + 2 + struct.unpack_from(">H", data, at + 2)[0]
@@ -57,14 +57,14 @@ def segments(data: bytes) -> list[tuple[int, int, int]]:
 
 
 def without(data: bytes, marker: int, which: slice) -> bytes:
-    """The file without some of its segments of a kind."""
+    """The file without some of its segments of one kind."""
     for start, stop in reversed([(start, stop) for kind, start, stop in segments(data) if kind == marker][which]):
         data = data[:start] + data[stop:]
     return data
 
 
 def damaged(data: bytes, rng: random.Random) -> Iterator[tuple[str, bytes]]:
-    """(kind of damage, file)."""
+    """Yield (kind of damage, file)."""
     scan, end = segments(data)[-1][2], len(data) - 2
     at = rng.randrange(scan, end)
     stop = min(end, at + rng.randrange(2, 4000))
@@ -80,7 +80,7 @@ def damaged(data: bytes, rng: random.Random) -> Iterator[tuple[str, bytes]]:
 
 
 class Arm:
-    """One decoder and its history: photographs that go before each batch."""
+    """One decoder and its history: the photographs that it decodes before each batch."""
 
     def __init__(self, backend: str, blanks: bool, seeds: range) -> None:
         self._device_stream = DeviceStream(torch.device("cuda"))
@@ -90,7 +90,7 @@ class Arm:
         self._memory = torch.zeros(BATCH * SPACE + blank, dtype=torch.uint8, device="cuda")
 
     def decode(self, files: Sequence[bytes]) -> tuple[torch.Tensor, np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-        """After the history: the images [N, HEIGHT, WIDTH, 3], which were not refused, which were found incomplete."""
+        """Decode files after the history: images [N, HEIGHT, WIDTH, 3], which were decoded, which are incomplete."""
         self._call(self._history, blanks=False)
         return self._call(files, blanks=self._blanks)
 

@@ -1,9 +1,9 @@
-"""What can `decode.cpu_share` gain at most? The engines' loader beside processes that decode on their own.
+"""Measures an upper bound for `decode.cpu_share`: the engines' loader next to independent decoding processes.
 
     python experiments/gpu_path/cores_beside.py /dev/shm/photos [0 2 4 8 12]
 
-Those processes are told nothing and hand nothing over, so that no way of sharing a batch could do better. Each of them
-reads, decodes, crops and normalizes as one of the share's does. Prints images a second of both, by their number.
+The processes exchange no data with the loader, so no way to share a batch can be faster. Each of them reads, decodes,
+crops and normalizes like a process of the CPU share. Prints images per second of the loader and of the processes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CHUNK, START_SECONDS, REPEATS = 16, 60.0, 2
 
 
 def decode_on(folder: str, path: str, number: int) -> None:
-    """One of the processes: counts the images that it has decoded, until it is killed."""
+    """Body of one process: counts the images that it has decoded, until it is killed."""
     from gpuflow.config import read_config
     from gpuflow.execute.cpu import CpuRunner
     from gpuflow.loader.decode_workers import decode

@@ -1,11 +1,11 @@
-"""What a chunk of the loader costs on the GPU's side and on its threads.
+"""Counts the GPU work, allocations and thread switches that one chunk of the loader needs.
 
     python experiments/gpu_path/cost_of_a_chunk.py /dev/shm/photos
 
-Prints, for each chunk of 256 images in the steady state beside a consumer whose step takes 20 ms of the GPU: what
-torch's profiler saw (kernels and copies on the GPU, calls of CUDA), what torch's allocator was asked for and what it
-asked CUDA for, and how often each kind of thread gave up the processor. A thread that waits for the interpreter, for a
-lock or for the GPU does that once each time.
+Prints figures for each chunk of 256 images in the steady state, with a consumer whose step takes 20 ms on the GPU: the
+kernels, copies and CUDA calls that torch's profiler recorded, the requests to torch's allocator and from it to CUDA,
+and how often each kind of thread gave up the processor. A thread gives it up once each time that it waits for the
+interpreter, a lock or the GPU.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ALLOCATIONS = ("allocation.all.allocated", "segment.all.allocated", "num_device_
 
 
 def waits() -> Counter[str]:
-    """Times that this process's threads gave up the processor, by the thread's name without its number."""
+    """How often this process's threads gave up the processor, by thread name without its number."""
     counts: Counter[str] = Counter()
     for thread in threading.enumerate():
         status = Path(f"/proc/self/task/{thread.native_id}/status").read_text()

@@ -1,11 +1,11 @@
-"""Where a training step's time goes: intervals between steps on the GPU, fed by the loader in several variants.
+"""Measures the intervals between training steps on the GPU, with several variants of the loader.
 
     python experiments/gpu_path/intervals.py /dev/shm/photos [VARIANT ...]
 
-For each variant, by turns: the ratio to a resident batch; median, 99th percentile and maximum of the intervals in ms;
-the part of the time in intervals more than a tenth above the median; how long the loop waited for a batch and how long
-it took to launch a step (median, maximum). A window of 2.5 s begins with an idle GPU. Medians tell what the loader
-costs the GPU; the excess, what the threads cost each other.
+Runs the variants in turn. Prints for each the ratio to a resident batch; the median, 99th percentile and maximum of the
+intervals in ms; the fraction of the time in intervals more than a tenth above the median; the time that the loop waited
+for a batch and the time to launch a step (median, maximum). A window of 2.5 s begins with an idle GPU. The medians show
+how much the loader slows the GPU; the excess above them shows how much threads delay each other.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ VARIANTS: dict[str, Sequence[tuple[str, Any]]] = {
     "hurried": (("gpuflow.loader.lowering._BATCHES_AT_EASE", 5), ("gpuflow.loader.epoch._PATIENCE", 0)),
     "threads read": (("gpuflow.sources.files.in_processes", lambda storage, count: storage),),
 }
-"""What is put in the place of what. Without decoding, a call lasts as long as one on an idle GPU."""
+"""For each variant the functions that are replaced. Without decoding, a call takes as long as on an idle GPU."""
 
 Step = tuple[torch.cuda.Event, float, float]
-"""An event behind the step, seconds until its batch was there, seconds until it was launched."""
+"""An event after the step, seconds until its batch was ready, seconds until it was launched."""
 
 
 def timed(training: Training, batches: Batches | None) -> Step:
@@ -60,7 +60,7 @@ def timed(training: Training, batches: Batches | None) -> Step:
 
 
 def window(step: Callable[[], Step]) -> tuple[float, list[Step]]:
-    """(images a second, the steps)."""
+    """Run one window: (images per second, the steps)."""
     for _ in range(8):
         step()
     torch.cuda.synchronize()

@@ -1,16 +1,16 @@
-"""What decoding on the JPEG engines costs a training step beside it, and what the cost hangs on.
+"""Measures how much decoding on the JPEG engines slows a concurrent training step, in several variants.
 
     gpuflow samples /dev/shm/photos -n 1024
     python experiments/gpu_path/probe.py /dev/shm/photos [--model resnet18] [--connections 32] [VARIANT ...]
     python experiments/gpu_path/probe.py /dev/shm/photos --engines
 
-One chunk is worked on a step, by another thread (or process), and nothing is done with it. Each line gives a variant,
-the training's rate over its rate on a resident batch alone, the variant's rate alone, and the time of a call beside the
+Another thread (or process) decodes one chunk per step, and the pixels are not used. Each line gives a variant, the
+training's rate divided by its rate on a resident batch alone, the variant's rate alone, and the time of a call during
 training.
 CUDA reads the number of hardware queues once, so another number needs another run.
 
-With --engines the engines alone: how many images a second one, two and three callers decode at most, each with a
-decoder and a stream of its own, going round chunks of different files.
+With --engines, measures the engines alone: the largest rate of one, two and three concurrent callers, each with its own
+decoder and stream, on chunks of different files in turn.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ DECODES = {
     "RGB, bitstreams on the device": (RGB, INTERPOLATION, HARDWARE_DEVICE),
 }
 Work = Callable[[Any], Callable[[], None]]
-"""Given a stream, what to do once a chunk."""
+"""The work for one chunk, on a given stream."""
 
 
 def libnvjpeg() -> str:
-    """The library in pip's nvidia folder, in CUDA's, or on the system's path."""
+    """Find libnvjpeg in pip's nvidia folder, in CUDA's folder, or on the system's path."""
     found = [p for entry in sys.path for p in Path(entry).glob("nvidia/*/lib/libnvjpeg.so.*")]
     found += Path("/usr/local/cuda").glob("targets/*/lib/libnvjpeg.so.1?")
     return str(found[0]) if found else "libnvjpeg.so.13"
 
 
-class Decoder:
-    """One nvJPEG decoder with a chunk of files, ready to be decoded again and again."""
+class ChunkDecoder:
+    """One nvJPEG decoder with a chunk of files that can be decoded repeatedly."""
 
     def __init__(self, files: list[Path], output: int, flags: int, backend: int) -> None:
         import torch
@@ -94,7 +94,7 @@ class Decoder:
         return heights[0], widths[0]
 
     def _targets(self, output: int) -> Any:
-        """Addresses and pitches of each image's channels, [N, 8], in one allocation."""
+        """Allocate memory for all images: addresses and pitches of each image's channels, [N, 8]."""
         import torch
 
         height, width = self._sizes.T
@@ -113,7 +113,7 @@ class Decoder:
             images[:, channel], images[:, 4 + channel] = start + channel * plane, pitch
         return images
 
-    def queue(self, stream: Any, chunk: Decoder | None = None) -> None:
+    def queue(self, stream: Any, chunk: ChunkDecoder | None = None) -> None:
         """Decode the files of this decoder, or of another one."""
         import torch
 
@@ -129,14 +129,14 @@ class Decoder:
 
 def decoding(files: list[Path], name: str) -> Work:
     def work(stream: Any) -> Callable[[], None]:
-        decoder = Decoder(files, *DECODES[name])
+        decoder = ChunkDecoder(files, *DECODES[name])
         return lambda: decoder.queue(stream)
 
     return work
 
 
 def substitutes() -> dict[str, Work]:
-    """What nvJPEG does for each image, without nvJPEG."""
+    """Work like that of nvJPEG for each image, without nvJPEG."""
     import torch
 
     host = torch.empty((BATCH, 63_000), dtype=torch.uint8, pin_memory=True)
@@ -187,7 +187,7 @@ def training(model: str) -> Callable[[], None]:
 
 @contextmanager
 def beside(work: Work, note: dict[str, float]) -> Iterator[Callable[[], None]]:
-    """A thread that works on a chunk each time the yielded function is called, which first waits for the one before."""
+    """A thread that does one chunk of work per call of the yielded function, which first waits for the last chunk."""
     import torch
 
     begin, done, stop = threading.Semaphore(2), threading.Semaphore(0), threading.Event()
@@ -233,7 +233,7 @@ def beside(work: Work, note: dict[str, float]) -> Iterator[Callable[[], None]]:
 
 
 def other_process(files: list[Path], name: str, pipe: Any) -> None:
-    """Decodes a chunk for each message, in a process of its own."""
+    """Body of a separate process: decodes a chunk for each message."""
     import torch
 
     stream = torch.cuda.Stream()
@@ -245,12 +245,12 @@ def other_process(files: list[Path], name: str, pipe: Any) -> None:
 
 
 def engines_alone(files: list[Path]) -> None:
-    """Prints what callers beside each other decode, pipelined by nvJPEG or not, in calls of two sizes."""
+    """Print the rates of one to three concurrent callers, pipelined by nvJPEG or not, in calls of two sizes."""
     import torch
 
     def caller(size: int, flags: int, first: int) -> Callable[[float], int]:
         starts = [(first + i) * size % (len(files) - size + 1) for i in range(CHUNKS)]
-        chunks = [Decoder(files[start : start + size], RGBI, flags, HARDWARE) for start in starts]
+        chunks = [ChunkDecoder(files[start : start + size], RGBI, flags, HARDWARE) for start in starts]
         stream = torch.cuda.Stream()
 
         def work(end: float) -> int:
@@ -290,7 +290,7 @@ def main() -> None:
     os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = str(options.connections)
     files = sorted(options.photos.glob("*/*.jpg"))
     if options.engines:
-        random.Random(0).shuffle(files)  # a folder's first files are alike
+        random.Random(0).shuffle(files)  # the first files of a folder are similar
         engines_alone(files)
         os._exit(0)
     files = files[:BATCH]

@@ -1,9 +1,9 @@
-"""How many files a second threads read, and threads that leave it to processes: needs no GPU.
+"""Measures files per second read by threads, and by threads that delegate to processes. Needs no GPU.
 
     gpuflow samples /dev/shm/photos -n 2048
     python experiments/gpu_path/reading.py /dev/shm/photos
 
-Chunks of 256 files, from the page cache, into buffers that are used again, as the loader reads them.
+Reads chunks of 256 files from the page cache into reused buffers, as the loader does.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ COUNTS = (1, 2, 3, 4)
 
 
 def rate(storage: Storage, paths: list[bytes], threads: int) -> float:
-    """Files a second."""
+    """Measure files per second."""
     pool, counts = BytePool(make=shared), [0] * threads
     begin = time.perf_counter() + 0.5
     end = begin + SECONDS
@@ -49,7 +49,7 @@ def rate(storage: Storage, paths: list[bytes], threads: int) -> float:
 def main() -> None:
     paths = [os.fsencode(path) for path in sorted(Path(sys.argv[1]).rglob("*.jpg"))]
     print(f"{len(paths)} files, {len(os.sched_getaffinity(0))} cores")
-    switching = QuickSwitching()  # as while the loader feeds a GPU
+    switching = QuickSwitching()  # as in a loader for a GPU
     for threads in COUNTS:
         alone = rate(LocalStorage(), paths, threads)
         storage = in_processes(LocalStorage(), threads)

@@ -1,13 +1,13 @@
-"""Loaders on a GPU, beside each other: alone, and feeding a training step.
+"""Compares loaders on a GPU: alone, and during training.
 
     gpuflow samples /dev/shm/photos -n 32768
     python experiments/gpu_path/run.py /dev/shm/photos [gpuflow] [gpuflow:run.prefetch=1] [dali]
 
-Behind a colon stands what overrides photos.yaml. Each arm runs in a process of its own, in which a new loader feeds
-ResNet-18, then ResNet-50, then nobody but a loop that asks for batches. Ratios are taken within it.
-DALI runs at the hw_decoder_load that loads fastest alone, or at a given one: dali:0.8. Writes results.csv beside this
-file. Batch 256, RandomResizedCrop 224, flip, normalize to 16-bit floats in channels_last memory. An epoch should take
-many seconds: with a small folder the start of each one is measured too.
+The text after a colon overrides photos.yaml. Each arm runs in its own process, in which a new loader feeds ResNet-18,
+then ResNet-50, then a loop that only requests batches. Ratios compare measurements within that process.
+DALI runs with the hw_decoder_load that is fastest alone, or with a given one: dali:0.8. Writes results.csv in this
+file's folder. Batch 256, RandomResizedCrop 224, flip, normalize to 16-bit floats in channels_last memory. An epoch
+should take many seconds, because with a small folder the start of each epoch is measured too.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Batches = Iterator[torch.Tensor]
 
 
 def rate(step: Callable[[], Any]) -> tuple[float, float]:
-    """(images a second, processor seconds for 1,000 images, of this process and those that it has started)."""
+    """(images per second, processor seconds per 1,000 images of this process and its descendants)."""
     for _ in range(8):
         step()
     torch.cuda.synchronize()
@@ -51,7 +51,7 @@ def rate(step: Callable[[], Any]) -> tuple[float, float]:
 
 
 def cpu_seconds() -> float:
-    """Of this process and the descendants that it has, by proc(5)."""
+    """Processor seconds of this process and its descendants, from proc(5)."""
     seconds, parents = time.process_time(), ["self"]
     while parents:
         for children in Path(f"/proc/{parents.pop()}/task").glob("*/children"):
@@ -141,7 +141,7 @@ def batches_of(arm: str, folder: str) -> Batches:
 
 
 class Memory:
-    """GPU memory that was taken while it was watched, by whatever library. mb: so far."""
+    """Watches how much GPU memory is allocated by any library. mb: the amount so far."""
 
     def __init__(self) -> None:
         self.mb = 0.0
@@ -154,7 +154,7 @@ class Memory:
 
 
 def measure(arm: str, folder: str) -> Iterator[tuple[str, str, float]]:
-    """(workload, metric, value) of one arm."""
+    """Yield (workload, metric, value) for one arm."""
     torch.backends.cudnn.benchmark = True
     batches, memory = batches_of(arm, folder), Memory()
     for model in ("resnet18", "resnet50"):
@@ -168,9 +168,9 @@ def measure(arm: str, folder: str) -> Iterator[tuple[str, str, float]]:
 
 
 def train(arm: str, model: str, batches: Batches, memory: Memory) -> Iterator[tuple[str, str, float]]:
-    """(workload, metric, value) of a training on the batches, against one on a batch that stays on the GPU.
+    """Yield (workload, metric, value) of training on the batches, relative to training on a resident batch.
 
-    The training takes its own memory before the first batch is asked for.
+    The training allocates its own memory before the first batch is requested.
     """
     workload = f"{model}; {WORKLOAD}"
     training = Training(model, DTYPES[arm.partition(":")[0]])
@@ -187,7 +187,7 @@ def train(arm: str, model: str, batches: Batches, memory: Memory) -> Iterator[tu
 
 
 def in_a_process(folder: str, *arguments: str) -> list[Any]:
-    """The lines of JSON that this script prints with these arguments."""
+    """Run this script with these arguments and return the JSON lines that it prints."""
     command = [sys.executable, __file__, folder, *arguments]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=600)
     return [json.loads(line) for line in done.stdout.splitlines()]

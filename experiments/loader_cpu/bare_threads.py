@@ -1,6 +1,6 @@
-"""The bound that the loader is measured against: threads that read, decode, crop, resample and normalize, and no more.
+"""The upper bound for the loader: threads that only read, decode, crop, resample and normalize.
 
-No order, no chunks, no batches, no queues, no bad files: each thread walks its share of the files over and over.
+There is no order, chunk, batch, queue or bad file: each thread processes its part of the files repeatedly.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _DRAWN = 4096
 
 
 def run(job: Job) -> Iterator[int]:
-    """Images done since the last time asked, summed over `job.workers` threads."""
+    """The number of images done since the last call, summed over `job.workers` threads."""
     import gpuflow
 
     source = gpuflow.load(job.path, job.pipeline, overrides=job.overrides).dataset

@@ -1,7 +1,8 @@
-"""What many decoding threads do without as many cores: `python experiments/loader_cpu/many_threads.py [FOLDER]`.
+"""Measures many decoding threads on few cores: `python experiments/loader_cpu/many_threads.py [FOLDER]`.
 
-Decoding and resampling are replaced by sleeps that let go of the interpreter, so what is left is what the threads need
-it for, and some 0.2 ms an image of other work. Prints images a second by threads and processes; README.md says why.
+Decoding and resampling are replaced by sleeps that release the interpreter. What remains is the threads' work in the
+interpreter, and about 0.2 ms of other work per image. Prints images per second by threads and processes; README.md
+explains why.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from typing import Any
 HERE = Path(__file__).parent
 DECODE_US, RESAMPLE_US = 1100, 450
 CASES = ((4, 0), (8, 0), (8, 2), (16, 0), (16, 4))
-"""Threads, processes."""
+"""(threads, processes) of each measurement."""
 WARM_UP, SECONDS = 1.0, 4.0
 
 
 def stand_in() -> None:
-    """In this process, put the sleeps in the places of libjpeg-turbo's and torch's calls."""
+    """Replace the calls of libjpeg-turbo and torch in this process by sleeps."""
     import gpuflow.execute.cpu
     from gpuflow.decode.libjpeg_turbo import find_libjpeg_turbo
 
@@ -43,7 +44,7 @@ def stand_in() -> None:
 
 
 def measure(folder: str, threads: int, processes: int) -> float:
-    """Images a second, once the processes are at work."""
+    """Measure images per second after the processes have started."""
     import gpuflow
     import gpuflow.runtime.worker_pool
 

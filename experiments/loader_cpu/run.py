@@ -1,7 +1,7 @@
 """Compares loaders on this machine's CPU: `make bench`, or `python experiments/loader_cpu/run.py [--quick]`.
 
-Writes results.csv beside this file, all measurements of the throughput to scaling.csv, and the plot.
-README.md says what each metric means.
+Writes results.csv in this file's folder, all throughput measurements to scaling.csv, and the plot.
+README.md defines each metric.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def data() -> None:
-    """2,000 sample photographs, and 10,000 files that are links to them."""
+    """Create 2,000 sample photographs, and 10,000 files that are links to them."""
     from gpuflow.tools.samples import make_samples
 
     print(make_samples(DATA, 2000))
@@ -73,7 +73,7 @@ def photographs() -> list[Path]:
 
 
 def throughput(quick: bool) -> Iterator[dict[str, Any]]:
-    """Every arm with several numbers of workers; each arm's best setting counts."""
+    """Measure every arm with several numbers of workers; the best setting of each arm counts."""
     from gpuflow.tools.bench import Job, measure, row, write_results
 
     cores = len(os.sched_getaffinity(0))
@@ -102,12 +102,12 @@ def throughput(quick: bool) -> Iterator[dict[str, Any]]:
 
 
 def first_batch(repeats: int) -> Iterator[dict[str, Any]]:
-    """Seconds from `load`, or from building the data set, to the first batch of 10,000 files; imports excluded."""
+    """Measure seconds from `load`, or from building the data set, to the first batch of 10,000 files, minus imports."""
     yield from alternate({"gpuflow": GPUFLOW_FIRST, "dataloader": DATALOADER_FIRST}, "10,000-file folder", repeats)
 
 
 def listing(repeats: int) -> Iterator[dict[str, Any]]:
-    """Loading a CSV of a million rows."""
+    """Measure the time to load a CSV of a million rows."""
     path = Path("data/million.csv")
     if not path.exists():
         path.parent.mkdir(exist_ok=True)
@@ -116,22 +116,22 @@ def listing(repeats: int) -> Iterator[dict[str, Any]]:
 
 
 def order() -> Iterator[dict[str, Any]]:
-    """Seeking position 10^9 of 10^12."""
+    """Measure the time to seek position 10^9 of 10^12."""
     yield from alternate({"gpuflow": ORDER}, "position 10^9 of 10^12", 3)
 
 
 def memory(quick: bool) -> Iterator[dict[str, Any]]:
-    """Growth of resident memory over 20 epochs, after ten in which its pools fill."""
+    """Measure the growth of resident memory over 20 epochs, after ten in which the pools fill."""
     yield from alternate({"gpuflow": MEMORY}, "20 epochs of 512 images", 1 if quick else 3)
 
 
 def profile(repeats: int) -> Iterator[dict[str, Any]]:
-    """Where the processor's time goes: microseconds an image by kind of thread, from the kernel's accounting."""
+    """Measure processor time by kind of thread, in microseconds per image, from the kernel's accounting."""
     yield from alternate({"gpuflow": PROFILE, "bare threads": PROFILE_BARE}, "cpu time by thread", repeats)
 
 
 def alternate(scripts: dict[str, str], workload: str, repeats: int) -> Iterator[dict[str, Any]]:
-    """Run each script `repeats` times in turns, each in a fresh process, and yield a row a metric that it prints."""
+    """Run the scripts in turn, `repeats` times each, in fresh processes; yield one row per metric that they print."""
     from gpuflow.tools.bench import row
 
     found: dict[tuple[str, str, str], list[float]] = {}

@@ -1,10 +1,11 @@
-"""Threads, processes and DataLoader on all cores of a machine that has many; writes results.csv.
+"""Measures threads, processes and DataLoader on a machine with many cores; writes results.csv.
 
     gpuflow samples /dev/shm/photos -n 2048
     python experiments/many_cores/run.py /dev/shm/photos [WORKERS]
 
-WORKERS: of each arm; by default the cores. Each arm is measured for 3 s in a process of its own, once the processes
-have started. An epoch should take seconds: with a small folder the start of each one is measured too.
+WORKERS: the number of workers of each arm; by default the number of cores. Each arm is measured for 3 s in its own
+process, after its workers have started. An epoch should take seconds, because with a small folder the start of each
+epoch is measured too.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ a training step loses 7% of its speed instead of 3% (measured in experiments/gpu
 class Pass:
     """One batched pass over a chunk's images: a step, if any, then a lookup in a table of 256 results per channel.
 
-    step: None if the pass is a table alone. table: [C, 256] in the storage dtype, or None if levels do not change.
+    step: None if the pass is only a table. table: [C, 256] in the storage dtype, or None if levels do not change.
     result: the spec of the images after the pass.
     """
 
@@ -232,7 +232,7 @@ class GpuRunner:
         whole = np.ones(len(rows), bool)
         if self._decoders.engines:
             whole = np.zeros(len(rows), bool) if known is None else self._complete.known(known, lengths)
-        spare = _clear_behind(payload, rows[~whole])
+        spare = _clear_after(payload, rows[~whole])
         lengths[~whole] += spare
         return Prepared(
             payload=payload,
@@ -296,7 +296,7 @@ class GpuRunner:
         return rows if i == len(self._passes) - 1 else np.arange(len(rows))
 
     def _draw(self, keys: s.Keys, sizes: s.Ints) -> list[Any]:
-        """Each pass's random parameters: a sampling, operations with factors (none for a table alone), or seeds."""
+        """Each pass's random parameters: a sampling, operations with factors (none for a table only), or seeds."""
         draws: list[Any] = []
         height, width = sizes.T
         for one in self._passes:
@@ -444,7 +444,7 @@ class CompleteFiles:
             self._sizes[indices] = sizes
 
 
-def _clear_behind(payload: Payload, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+def _clear_after(payload: Payload, rows: NDArray[np.int64]) -> NDArray[np.int64]:
     """Write zeros after these files, because the engines read a little ahead. Returns their number for each file, [n].
 
     It is 0 for a file without room after it, which occurs if `sources.lay_out` did not lay the payload out.

@@ -259,7 +259,7 @@ class NvjpegDecoderPool:
                 place = self._free.get(timeout=_CALL_SECONDS)
             except queue.Empty:
                 raise LoaderTimeout(
-                    f"nvJPEG did not end a call within {_CALL_SECONDS:g} s; `nvidia-smi` tells what else runs there"
+                    f"nvJPEG did not end a call within {_CALL_SECONDS:g} s; `nvidia-smi` shows what else runs there"
                 ) from None
             if place == 0 or self._starved:
                 return place

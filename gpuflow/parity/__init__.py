@@ -1,16 +1,18 @@
-"""How far the ways are apart in which an image becomes a tensor: `gpuflow parity`.
+"""Measures how far different ways to turn an image into a tensor differ: `gpuflow parity`.
 
-images      what is compared: the user's own images, and hostile ones
-prefixes    a pipeline up to each of its stages
-base        what a way is
+A way is one implementation of a pipeline: training's loader, the serving graph, torchvision, OpenCV and others.
+
+images      the images to compare: the user's own images, and images on which decoders are known to differ
+prefixes    the pipeline up to each of its stages
+base        the protocol of a way
 ours        training and serving
-others      the reference, and what people do instead
-ways        all of them by name
-measure     levels
-model       logits and flips
-pairs       who is held to what
-study       runs them all
-report      what was found; text and page show it
+others      the reference, and common alternatives
+ways        all ways by name
+measure     differences in levels of 0-255
+model       differences in logits and flipped predictions
+pairs       the pairs of ways to compare, and their limits
+study       runs all ways and compares them
+report      the results; text and page show them
 """
 
 from gpuflow.parity.page import write_report

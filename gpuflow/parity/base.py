@@ -1,4 +1,4 @@
-"""What a way is, and what several of them share."""
+"""The protocol of a way, one implementation of a pipeline, and functions that several ways share."""
 
 from __future__ import annotations
 
@@ -18,40 +18,40 @@ from gpuflow.pipeline.program import Program
 __all__ = ["BATCH", "Result", "Results", "Way", "missing_gpu", "missing_torchpipe", "served"]
 
 Result = torch.Tensor | BadSampleError
-"""An image [C, H, W], or why there is none."""
+"""An image [C, H, W], or the reason why there is none."""
 Results = Generator[Result, None, None]
 BATCH = 16
-"""How many images training has in a batch, and how many requests a graph has at a time."""
+"""The batch size of training, and the number of concurrent requests to a graph."""
 
 
 class Way(Protocol):
-    """One way from encoded bytes to a tensor."""
+    """One implementation of a pipeline: it turns encoded bytes into a tensor."""
 
     def describe(self) -> str:
-        """What decodes and what resizes, with versions."""
+        """The libraries that decode and resize, with versions."""
 
     def missing(self) -> str | None:
-        """Why it cannot run here, in words; None if it can."""
+        """A text that says why this way cannot run on this machine; None if it can."""
 
     def refuses(self, prefix: Prefix) -> str | None:
-        """Why it cannot run a pipeline up to there, in words; None if it can."""
+        """A text that says why this way cannot run this prefix of the pipeline; None if it can."""
 
     def run(self, prefix: Prefix, images: Sequence[Encoded]) -> Results:
-        """One result an image, in order, as the program's `result` says."""
+        """Yield one result per image, in order, with the spec `prefix.program.result`."""
 
 
 def missing_gpu(device: str) -> str | None:
-    """Why nothing runs on a device, `cpu` or `cuda`, in words; None if something does."""
+    """A text that says why the device, `cpu` or `cuda`, is missing; None if it is there."""
     return "torch sees no NVIDIA GPU here" if device == "cuda" and not torch.cuda.is_available() else None
 
 
 def missing_torchpipe(feature: str) -> str | None:
-    """Why torchpipe cannot run, in words; None if it can. feature: what needs it."""
+    """A text that says that torchpipe is not installed; None if it is. feature: the feature that needs it."""
     return str(MissingExtra(feature, "torchpipe", "serve")) if importlib.util.find_spec("torchpipe") is None else None
 
 
 def served(config: Config, program: Program, device: str, images: Sequence[Encoded]) -> Results:
-    """What comes out of a program's graph, without a model."""
+    """Run a program's serving graph, without a model, on the images."""
     from gpuflow.serve.predictor import Predictor, chain_here
 
     graph = chain_here(config, program, None, device=device)

@@ -1,6 +1,7 @@
-"""The images that ways are compared on: some of the user's own, and hostile ones made on the spot.
+"""The images to compare: some of the user's own images, and generated hostile and bad ones.
 
-Hostile images are those on which decoders and resizers are known to part. Bad ones are none: all must refuse them.
+Hostile images are images on which decoders and resizers are known to differ. Bad ones are not valid images: every way
+must refuse them.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _HUGE = 60_000
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ParityImage:
-    """One encoded image. kind: the user's `own`, `hostile`, or `bad`, which is no image."""
+    """One encoded image. kind: `own` for the user's images, `hostile`, or `bad` for bytes that are no valid image."""
 
     name: str
     kind: Kind
@@ -51,7 +52,7 @@ class ParityImage:
 
 
 def own_images(config: Config, name: str, count: int, *, data: Path | None = None) -> list[ParityImage]:
-    """At most `count` encoded images, spread evenly over a pipeline's source or over a directory.
+    """Read at most `count` encoded images, spread evenly over a pipeline's source or over the directory `data`.
 
     Raises:
         SourceError: the source cannot be indexed. ConfigError: there is no image.
@@ -80,7 +81,7 @@ def own_images(config: Config, name: str, count: int, *, data: Path | None = Non
 
 @final
 class InMemory:
-    """A source of these images. All have one label."""
+    """A source of images in memory. All have the same label."""
 
     shard_sizes = storage = None
     classes = ("image",)
@@ -105,13 +106,14 @@ class InMemory:
         pass
 
 
-# --- hostile ones -----------------------------------------------------------------------------------------------------
+# --- hostile images ---------------------------------------------------------------------------------------------------
 
 
 def hostile_images() -> list[ParityImage]:
-    """Every subsampling, odd sizes, gray, CMYK, EXIF 1-8, progressive, 1x1, huge ratios, upscales, other formats; bad.
+    """Generate hostile images and bad ones, the same bytes each time.
 
-    The same bytes each time.
+    Hostile: every subsampling, odd sizes, gray, CMYK, EXIF 1-8, progressive, 1x1, extreme aspect ratios, upscaling,
+    other formats.
     """
     kinds: tuple[tuple[Kind, Iterator[tuple[str, bytes]]], ...] = (("hostile", _hostile()), ("bad", _bad()))
     return [ParityImage(name, kind, np.frombuffer(data, np.uint8)) for kind, made in kinds for name, data in made]
@@ -131,13 +133,13 @@ def _hostile() -> Iterator[tuple[str, bytes]]:
     yield "jpeg CMYK", _by_pillow(_picture(48, 49), "JPEG", mode="CMYK")
     yield "jpeg quality 5", _jpeg(_picture(64, 64), "4:2:0", (cv2.IMWRITE_JPEG_QUALITY, 5))
     yield "jpeg with restarts", _jpeg(_picture(64, 80), "4:2:0", (cv2.IMWRITE_JPEG_RST_INTERVAL, 3))
-    for turn in range(1, 9):
-        yield f"jpeg EXIF {turn}", _by_pillow(_picture(40, 60), "JPEG", turn=turn, quality=90)
+    for orientation in range(1, 9):
+        yield f"jpeg EXIF {orientation}", _by_pillow(_picture(40, 60), "JPEG", orientation=orientation, quality=90)
     yield "png", _by_pillow(_picture(45, 71), "PNG")
     yield "png gray", _by_pillow(_picture(45, 71), "PNG", mode="L")
     yield "png with alpha", _by_pillow(_picture(45, 71), "PNG", mode="RGBA")
     yield "png with a palette", _by_pillow(_picture(45, 71), "PNG", mode="P")
-    yield "png EXIF 6", _by_pillow(_picture(40, 60), "PNG", turn=6)
+    yield "png EXIF 6", _by_pillow(_picture(40, 60), "PNG", orientation=6)
     yield "webp", _by_pillow(_picture(52, 70), "WEBP")
     yield "webp lossless", _by_pillow(_picture(52, 70), "WEBP", lossless=True)
     yield "bmp", _by_pillow(_picture(31, 29), "BMP")
@@ -163,20 +165,22 @@ def _picture(height: int, width: int, *, seed: int = 0) -> NDArray[np.uint8]:
 
 
 def _jpeg(pixels: NDArray[np.uint8], subsampling: str = "4:2:0", option: tuple[int, int] = _QUALITY) -> bytes:
-    """A JPEG of RGB pixels, or a gray one of [H, W]. option: one of OpenCV's, by default quality 90."""
+    """Encode RGB pixels, or gray ones [H, W], as a JPEG. option: an option of OpenCV, by default quality 90."""
     factors = (cv2.IMWRITE_JPEG_SAMPLING_FACTOR, _SUBSAMPLINGS[subsampling])
     bgr = pixels if pixels.ndim == 2 else np.ascontiguousarray(pixels[..., ::-1])
     return cv2.imencode(".jpg", bgr, [*factors, *option])[1].tobytes()
 
 
-def _by_pillow(pixels: NDArray[np.uint8], form: str, *, mode: str = "RGB", turn: int = 0, **options: Any) -> bytes:
-    """What Pillow writes. turn: the EXIF orientation; 0 for no such tag."""
+def _by_pillow(
+    pixels: NDArray[np.uint8], form: str, *, mode: str = "RGB", orientation: int = 0, **options: Any
+) -> bytes:
+    """Encode RGB pixels with Pillow. orientation: the EXIF orientation; 0 for no such tag."""
     from PIL import Image
 
     image = Image.fromarray(pixels)
-    if turn:
+    if orientation:
         exif = Image.Exif()
-        exif[_ORIENTATION] = turn
+        exif[_ORIENTATION] = orientation
         options["exif"] = exif
     stream = io.BytesIO()
     (image if mode == "RGB" else image.convert(mode)).save(stream, form, **options)

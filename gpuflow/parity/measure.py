@@ -1,4 +1,4 @@
-"""How far two images are apart, in levels of 0-255, and the same over many images."""
+"""Measures differences between two images in levels of 0-255, and gathers them over many images."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _LARGEST = 255
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Levels:
-    """Differences over all values of all images, in levels. p999: 99.9% of the values are no further apart, to 1/64."""
+    """Differences over all values of all images, in levels. p999: the 99.9th percentile, to 1/64 of a level."""
 
     max: float
     mean: float
@@ -33,16 +33,16 @@ class Levels:
 
 
 class Tally:
-    """Gathers differences, in memory that does not grow with them."""
+    """Gathers differences in constant memory."""
 
     def __init__(self) -> None:
         self.images, self.differ = 0, 0
-        """How many images were compared, and in how many of them any value differs."""
+        """The number of images compared, and the number of those in which any value differs."""
         self._counts = np.zeros(_LARGEST * _STEPS + 1, np.int64)
         self._max, self._sum = 0.0, 0.0
 
     def add(self, levels: Differences) -> None:
-        """The differences of one image's values, of any shape."""
+        """Add the differences of one image's values, in any shape."""
         levels = levels.reshape(-1)
         self.images += 1
         self.differ += bool(levels.any())
@@ -55,7 +55,7 @@ class Tally:
             self._counts += np.bincount(steps, minlength=len(self._counts))
 
     def result(self) -> Levels | None:
-        """None where no value was compared."""
+        """The summary of all differences; None if no value was compared."""
         count = int(self._counts.sum())
         if count == 0:
             return None
@@ -65,9 +65,9 @@ class Tally:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scale:
-    """What a program's results are in levels: (value - black) / unit, both float64 [C, 1, 1].
+    """Converts a program's results to levels: (value - black) / unit, where both are float64 [C, 1, 1].
 
-    noise: by how many levels rounding to the result's dtype may set two values further apart.
+    noise: the number of levels that rounding to the result's dtype may add to a difference.
     """
 
     black: torch.Tensor
@@ -76,7 +76,7 @@ class Scale:
 
     @classmethod
     def of(cls, program: Program) -> Scale:
-        """From what the program makes of a black and a white image."""
+        """Compute the scale from the program's results for a black and a white image."""
         height, width, channels = program.result.shape
         assert height is not None and width is not None
         if program.result.dtype == "uint8":
@@ -85,7 +85,7 @@ class Scale:
         side = 2 * max(height, width)
         samples = [cv2.imencode(".png", np.full((side, side, 3), level, np.uint8))[1] for level in (0, 255)]
         slots = np.empty((2, *slot_shape(program.result)), STORAGE[program.result.dtype])
-        if isinstance(program.decoder, Preset):  # plain images come out of all presets alike
+        if isinstance(program.decoder, Preset):  # all presets give the same result for a plain image
             program = replace(program, decoder=replace(program.decoder, name="torchpipe_cpu"))
         faults = CpuRunner(program).run(samples, Keys(0, 0, np.arange(2)), slots)
         assert faults == [None, None], "a plain image can be decoded"
@@ -96,16 +96,16 @@ class Scale:
         return cls(plain[0], unit, float((plain.abs().amax(dim=0) / unit.abs()).max() * rounding))
 
     def levels(self, image: torch.Tensor) -> NDArray[np.uint8]:
-        """An image [C, H, W] to be looked at: uint8 HWC, as near as there are levels."""
+        """Convert a result [C, H, W] to an image for display: uint8 HWC, rounded to levels."""
         levels = (image.double().cpu() - self.black) / self.unit
         shown: NDArray[np.uint8] = levels.round().clamp(0, 255).to(torch.uint8).permute(1, 2, 0).numpy()
         return shown
 
 
 def levels_apart(a: torch.Tensor, b: torch.Tensor, scale: Scale) -> Differences:
-    """The difference of each value of two images [C, H, W] of one shape and dtype, in levels.
+    """The difference of each value of two images [C, H, W] of the same shape and dtype, in levels.
 
-    What is no number in one of them alone is 255 levels away.
+    A value that is NaN or infinite in only one of them counts as 255 levels apart.
     """
     if a.dtype == torch.uint8:
         return torch.where(a > b, a - b, b - a).numpy()

@@ -1,4 +1,4 @@
-"""What a model makes of images that came different ways: its logits, and where its first choice flips."""
+"""Runs a model on the results of different ways, and measures differences of logits and flipped predictions."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ _SECONDS = 600.0
 _CPU = torch.device("cpu")
 
 Answers = Sequence[torch.Tensor | None]
-"""Logits [K] of some images, None for what is no image that the model takes."""
+"""Logits [K] of several images; None for a result that the model cannot take."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fed:
-    """A model file, and how many of the pipeline's stages stand before it."""
+    """A model file, and the number of the pipeline's stages that precede the model."""
 
     file: str
     count: int
 
 
 def find_model(config: Config, program: Program, path: Path | None) -> tuple[Fed | None, str]:
-    """The model at `path`, else the one that serves; None where it is not there. And that in words.
+    """Find the model at `path`, else the model that `serve` names; None if there is none. Also returns a description.
 
     Raises:
-        ConfigError: it is no model, or it was trained with other preprocessing and nothing forces it.
-        MissingExtra: its library is not installed, and it was asked for.
+        ConfigError: the file is no model, or was trained with other preprocessing and `force` is not set.
+        MissingExtra: `path` is given and the library to run it is not installed.
     """
     block = config.serve.model if config.serve is not None else None
     if path is None and block is None:
@@ -64,16 +64,16 @@ def find_model(config: Config, program: Program, path: Path | None) -> tuple[Fed
 
 
 class Classifier:
-    """A model on the CPU. All its batches are of one size, so that equal images get equal logits.
+    """Runs a model on the CPU. All batches have one size, so that equal images get equal logits.
 
     Args:
-        file: the model's. program: what feeds it. batch: how many images it gets at a time.
+        file: the model file. program: the program whose results are its input. batch: the batch size.
     """
 
     def __init__(self, file: str, program: Program, *, batch: int) -> None:
         model = ModelSpec(file=file, batch=batch)
         self._image, self._batch = program.result, batch
-        self._thread = DaemonPool(1, "parity_model")  # an engine ties its thread to the cores
+        self._thread = DaemonPool(1, "parity_model")  # an engine sets torch's thread count for its thread
         try:
             opening = self._thread.submit(open_engine, model, image=self._image, device=_CPU)
             self._engine: Engine = opening.result(_SECONDS)
@@ -82,7 +82,7 @@ class Classifier:
             raise
 
     def __call__(self, results: Sequence[Result]) -> Answers:
-        """The logits of at most `batch` results."""
+        """Compute the logits of at most `batch` results."""
         batch = black_images(self._batch, self._image, _CPU)
         taken = []
         for row, result in enumerate(results):
@@ -101,22 +101,22 @@ class Classifier:
 
 
 class LogitTally:
-    """Gathers differences of logits over images of one kind."""
+    """Gathers differences of logits over images of one kind, `own` or `hostile`."""
 
     def __init__(self) -> None:
         self._images, self._flips, self._values = 0, 0, 0
         self._max, self._sum = 0.0, 0.0
 
     def add(self, a: torch.Tensor, b: torch.Tensor) -> None:
-        """The logits [K] of one image, both ways."""
-        apart = (a - b).abs()
+        """Add the logits [K] of one image from both ways."""
+        difference = (a - b).abs()
         self._images += 1
         self._flips += int(a.argmax() != b.argmax())
-        self._max, self._sum = max(self._max, float(apart.max())), self._sum + float(apart.sum())
-        self._values += apart.numel()
+        self._max, self._sum = max(self._max, float(difference.max())), self._sum + float(difference.sum())
+        self._values += difference.numel()
 
     def result(self, kind: str) -> Logits | None:
-        """None where there was no image."""
+        """The summary; None if there was no image."""
         if self._images == 0:
             return None
         mean = self._sum / self._values

@@ -1,4 +1,4 @@
-"""The ways of others: the reference, and what people share between training and serving without a second look."""
+"""Ways of other libraries: the torchvision reference, OpenCV, and torchpipe's own operators."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ _FORMATS = ("JPEG", "PNG", "WEBP", "BMP")
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """Each stage's torchvision form, one after the other.
+    """Runs each stage's torchvision form in order.
 
-    on: what they transform: uint8 tensors or PIL images, both decoded by Pillow; or, on `cuda`, what torchvision's
-    decode_jpeg gives there.
+    on: the input of the transforms: uint8 tensors (`tensor`) or PIL images (`pil`), both decoded by Pillow; or tensors
+    that torchvision's decode_jpeg gives on the GPU (`cuda`).
     """
 
     program: Program
@@ -79,7 +79,7 @@ class Reference:
 
         transforms = [stage.torchvision() for stage in prefix.program.pipeline.stages[1:]]
         for data in images:
-            with warnings.catch_warnings():  # of large images, odd palettes, filters that PIL images do not have
+            with warnings.catch_warnings():  # on large images, unusual palettes, filters that PIL lacks
                 warnings.simplefilter("ignore")
                 try:
                     result: Result = self._image(data, prefix.program.decoder, transforms)
@@ -101,12 +101,12 @@ class Reference:
 
 
 def _by_pillow(data: Encoded, decoder: s.Decoder) -> Any:
-    """Pillow's image in the decoder's color and orientation, of the formats that gpuflow knows."""
+    """Decode with Pillow to the decoder's color and orientation; only formats that gpuflow supports."""
     from PIL import Image, ImageOps
 
     with Image.open(io.BytesIO(data.tobytes()), formats=_FORMATS) as image:
         if decoder.color == "gray":
-            image.draft("L", image.size)  # a JPEG's own luma
+            image.draft("L", image.size)  # use a JPEG's luma channel
         if decoder.orientation == "apply":
             ImageOps.exif_transpose(image, in_place=True)
         shown = image.convert("L" if decoder.color == "gray" else "RGB")
@@ -114,7 +114,7 @@ def _by_pillow(data: Encoded, decoder: s.Decoder) -> Any:
 
 
 def _by_nvjpeg(data: Encoded, decoder: s.Decoder) -> torch.Tensor:
-    """uint8 [C, H, W] on the GPU. It takes JPEGs alone, and turns none. Absurd sizes never get there."""
+    """Decode a JPEG on the GPU to uint8 [C, H, W], without EXIF rotation. `probe` rejects images that are too large."""
     from torchvision.io import ImageReadMode, decode_jpeg
 
     probe(data, max_pixels=decoder.max_pixels, max_scans=decoder.max_scans)
@@ -130,7 +130,7 @@ _FILTERS = {"nearest": cv2.INTER_NEAREST, "bilinear": cv2.INTER_LINEAR, "bicubic
 
 @dataclass(frozen=True, slots=True)
 class OpenCv:
-    """What a few lines with OpenCV do: the stages' own moves, but its decoding, which turns by EXIF, and its resize."""
+    """Decodes and resizes with OpenCV, with the moves that the stages draw. OpenCV applies EXIF rotation."""
 
     program: Program
     seed: int
@@ -176,7 +176,7 @@ class OpenCv:
 
 
 def _moved(image: NDArray[Any], move: s.Move) -> NDArray[Any]:
-    """One move of one image, by OpenCV."""
+    """Apply one move to one image with OpenCV."""
     match move:
         case s.Resize():
             size = int(move.width[0]), int(move.height[0])
@@ -197,9 +197,9 @@ def _moved(image: NDArray[Any], move: s.Move) -> NDArray[Any]:
 
 @dataclass(frozen=True, slots=True)
 class TorchpipeOperators:
-    """torchpipe's own operators straight to the final size, then the stages behind that a model can hold.
+    """Runs torchpipe's own operators straight to the final size, then the last stages that a model can contain.
 
-    They know neither crops nor sides that follow the aspect ratio, so pictures come out stretched.
+    The operators support neither crops nor sizes that keep the aspect ratio, so they stretch images.
     """
 
     config: Config
@@ -234,9 +234,9 @@ class TorchpipeOperators:
 
     def run(self, prefix: Prefix, images: Sequence[Encoded]) -> Results:
         head, stages = self._head(), self.program.pipeline.stages
-        behind = len(stages)
-        while behind > 1 and head.refuses(stages[behind - 1], serving=True) is None:
-            behind -= 1
-        pipeline = s.Pipeline(self.preset, (head, *stages[behind:]))
+        first = len(stages)
+        while first > 1 and head.refuses(stages[first - 1], serving=True) is None:
+            first -= 1
+        pipeline = s.Pipeline(self.preset, (head, *stages[first:]))
         program = fold(pipeline, trace(pipeline))
         yield from served(self.config, program, head.device, images)

@@ -1,4 +1,4 @@
-"""gpuflow's own ways: training's loader, and the serving graph."""
+"""gpuflow's own ways: the loader of training, and the serving graph."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = ["Serving", "Training"]
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """The loader of a pipeline, in batches as training has them."""
+    """The loader of a pipeline, with batches as in training."""
 
     config: Config
     name: str
@@ -43,14 +43,14 @@ class Training:
         decoder = self.config.programs[self.name].decoder
         by_torchpipe = is_preset_on_gpu(decoder)
         if self.device == "cpu" and (by_torchpipe or decoder.backend == "gpu"):
-            return f"{decoder!r} is for a GPU"
+            return f"{decoder!r} runs only on a GPU"
         return missing_gpu(self.device) or (missing_torchpipe("a preset") if by_torchpipe else None)
 
     def refuses(self, prefix: Prefix) -> str | None:
         return None
 
     def run(self, prefix: Prefix, images: Sequence[Encoded]) -> Results:
-        """What is bad is replaced, and the list of bad samples says why."""
+        """Run the loader. It replaces bad samples, and its list of bad samples gives the reason for each."""
         with tempfile.TemporaryDirectory(prefix="gpuflow_") as folder:
             listed = Path(folder) / "bad.jsonl"
             stages = PipelineSpec(stages=(), batch=BatchSpec(size=BATCH), on_error="replace")
@@ -65,7 +65,7 @@ class Training:
             with build_loader(config, self.name, rank=0, world_size=1, device=self.device, whole=source) as loader:
                 batches, done = iter(loader), 0
                 while done < len(images):
-                    with warnings.catch_warnings():  # that many are bad, which is what they are for
+                    with warnings.catch_warnings():  # many samples are bad on purpose
                         warnings.simplefilter("ignore", UserWarning)
                         batch = next(batches)
                     for i, index in enumerate(batch.indices.tolist(), start=done):
@@ -74,14 +74,14 @@ class Training:
 
 
 def _fault(listed: Path, index: int) -> BadSampleError:
-    """Why a sample is bad, of a list that the loader wrote."""
+    """Read from the loader's list of bad samples why a sample is bad."""
     rows = map(json.loads, listed.read_text(encoding="utf-8").splitlines())
     return next(BadSampleError(row["stage"], row["reason"]) for row in rows if row["index"] == index)
 
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """The graph of the block `serve`, asked by as many at a time as training has images in a batch."""
+    """The graph of the block `serve`, with as many concurrent requests as training has images in a batch."""
 
     config: Config
     name: str
@@ -90,17 +90,19 @@ class Serving:
     def describe(self) -> str:
         decoder = self.config.programs["serve"].decoder
         if isinstance(decoder, Preset):
-            what = PRESET_OPERATORS[decoder.name]
+            description = PRESET_OPERATORS[decoder.name]
+        elif self.device == "cuda":
+            description = explain_gpu(self.config, "serve")
         else:
-            what = explain_gpu(self.config, "serve") if self.device == "cuda" else decoder_description()
-        return f"torchpipe {importlib.metadata.version('torchpipe')}: {what}"
+            description = decoder_description()
+        return f"torchpipe {importlib.metadata.version('torchpipe')}: {description}"
 
     def missing(self) -> str | None:
         if self.config.serve is None:
             return f"{self.config.path} has no block serve"
         decoder = self.config.programs["serve"].decoder
         if self.device == "cpu" and is_preset_on_gpu(decoder):
-            return f"{decoder!r} is for a GPU"
+            return f"{decoder!r} runs only on a GPU"
         return missing_torchpipe("serving") or missing_gpu(self.device)
 
     def refuses(self, prefix: Prefix) -> str | None:
@@ -108,25 +110,25 @@ class Serving:
         if isinstance(program, str):
             return program
         fixed = prefix.program.specs[prefix.count].fixed
-        return None if fixed else "a graph gives images of one size, and here they differ"
+        return None if fixed else "a graph gives images of one size, and after this stage they differ"
 
     def _program(self, prefix: Prefix) -> Program | str:
-        """What the graph runs up to there; or why it never stands there, in words.
+        """The program that the graph runs for a prefix, or a text that says why the graph has no such prefix.
 
-        Where the two part, what is served is set against the whole of what is trained.
+        If serving and training differ, the whole of serving is compared with the whole of training.
         """
         serve, stages = self.config.programs["serve"], self.config.programs[self.name].pipeline.stages
         served, count = serve.pipeline.stages, prefix.count
         if served == stages[:count]:
             return serve
         if served == stages[: len(served)] and count > len(served):
-            return "what is served ends before: the model does the rest"
+            return "serving ends before this stage: the model does the rest"
         if count == len(stages):
             return serve
         if served[:count] == stages[:count]:
             return prefix.program
         other = next(ours for ours, theirs in zip(served, stages, strict=False) if ours != theirs)
-        return f"what is served has {other!r} there"
+        return f"serving has {other!r} at this stage"
 
     def run(self, prefix: Prefix, images: Sequence[Encoded]) -> Results:
         program = self._program(prefix)

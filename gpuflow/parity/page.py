@@ -1,4 +1,4 @@
-"""A report as one HTML file that needs nothing else: tables, and pictures of the images that differ most."""
+"""Renders a report as one self-contained HTML file: tables, and pictures of the images that differ most."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _WHITE = 255
 
 
 def write_report(report: Report, folder: Path) -> tuple[Path, Path]:
-    """Write parity.json and report.html into a folder, which is made where it does not exist."""
+    """Write parity.json and report.html into a folder, which is created if it does not exist."""
     folder.mkdir(parents=True, exist_ok=True)
     figures, shown = folder / "parity.json", folder / "report.html"
     for path, text in ((figures, json.dumps(report.as_dict(), indent=2) + "\n"), (shown, page(report))):
@@ -42,7 +42,7 @@ def write_report(report: Report, folder: Path) -> tuple[Path, Path]:
 
 
 def page(report: Report) -> str:
-    """The HTML."""
+    """Render the report as HTML."""
     outcome = "breach" if report.breach else "pass"
     counts = ", ".join(f"{count} {kind}" for kind, count in report.images.items())
     facts = {
@@ -95,7 +95,7 @@ def _list(lines: Iterator[str]) -> str:
 
 
 def _table(head: Sequence[Sequence[str]], rows: Sequence[tuple[str, Sequence[str]]]) -> str:
-    """A table with these rows of cells (ready HTML); the first cell of each is its name. rows: (class, cells)."""
+    """Render a table from rows of (CSS class, cells). Cells are HTML; the first cell of a row is its heading."""
     heads = "".join(f"<tr>{''.join(cells)}</tr>" for cells in head)
     lines = (
         f'<tr class="{kind}"><th scope="row">{cells[0]}</th>{"".join(f"<td>{cell}</td>" for cell in cells[1:])}</tr>'
@@ -105,7 +105,7 @@ def _table(head: Sequence[Sequence[str]], rows: Sequence[tuple[str, Sequence[str
 
 
 def _heads(name: str, figures: Sequence[str], rest: Sequence[str]) -> list[list[str]]:
-    """Two lines: the figures once for own images and once for hostile ones."""
+    """Two heading lines, with the figures once for own images and once for hostile images."""
     groups = [f'<th colspan="{len(figures)}">{kind} images</th>' for kind in ("own", "hostile")]
     return [
         [f'<th rowspan="2">{name}</th>', *groups, *(f'<th rowspan="2">{one}</th>' for one in rest)],
@@ -148,7 +148,7 @@ def _logit_figures(logits: Logits | None) -> list[str]:
 
 
 def _summary(pairs: Sequence[Pair]) -> str:
-    """One line a naive way: its mean difference on the user's own images as a bar, and flips."""
+    """One line per naive way: its mean difference on the user's own images as a bar, and its flips."""
     means = {
         pair.b: levels.mean for pair in pairs if pair.rows and (levels := pair.rows[-1].own or pair.rows[-1].hostile)
     }
@@ -178,7 +178,7 @@ def _ways(report: Report) -> str:
 
 
 def _picture(pair: Pair, picture: Picture) -> str:
-    """Both ways beside each other, and the difference times the largest power of two that keeps it below white."""
+    """Render both ways' images and their difference, times the largest power of two that keeps it below white."""
     largest = float(picture.difference.max(initial=0))
     factor = 1
     while largest > 0 and 2 * factor * largest <= _WHITE:
@@ -199,7 +199,7 @@ def _picture(pair: Pair, picture: Picture) -> str:
 
 
 def _data_uri(pixels: NDArray[np.uint8]) -> str:
-    """RGB pixels as a PNG."""
+    """Encode RGB pixels as the data URI of a PNG."""
     encoded = cv2.imencode(".png", np.ascontiguousarray(pixels[..., ::-1]))[1]
     return f"data:image/png;base64,{base64.b64encode(encoded.tobytes()).decode()}"
 

@@ -1,4 +1,4 @@
-"""Which ways are held against each other, to what, and the gathering of what is found about two of them."""
+"""The pairs of ways to compare, their limits, and the collection of each pair's differences."""
 
 from __future__ import annotations
 
@@ -25,23 +25,27 @@ from gpuflow.pipeline.stage import Stage
 __all__ = ["CPU_AND_GPU", "Gathered", "Rule", "pairs_of"]
 
 CPU_AND_GPU = 2.0
-"""Levels that the CPU and a GPU may be apart."""
+"""Levels by which the CPU and a GPU may differ."""
 
 _OURS = (("val", "serve"), ("val", "val@cuda"), ("val@cuda", "serve@cuda"))
 _REFERENCE = "torchvision"
 _PICTURES = 2
-"""So many images of each kind are shown for a pair."""
+"""Number of images of each kind that are shown for a pair."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What two ways are held to. kind: as `ours` and ours, as the `reference`, as `asked` for, or to `nothing`."""
+    """The limit for a pair of ways.
+
+    kind: `ours` for two of gpuflow's ways, `reference` for one of them and torchvision, `asked` for a limit that the
+    user gave, `nothing` for no limit. levels: the limit of the kind `asked`.
+    """
 
     kind: Literal["ours", "reference", "asked", "nothing"]
     levels: float = 0.0
 
     def allowed(self, stages: Sequence[Stage], *, same_device: bool) -> float | None:
-        """Levels after these stages; 0 for equal, None for no limit."""
+        """The limit in levels after these stages; 0 for equal, None for no limit."""
         match self.kind:
             case "ours":
                 return 0.0 if same_device else CPU_AND_GPU
@@ -53,14 +57,14 @@ class Rule:
                 return None
 
     def words(self, *, same_device: bool) -> str:
-        """For people; empty for nothing."""
+        """The limit as text; empty if there is none."""
         match self.kind:
             case "ours" if same_device:
-                return "equal: both are made on the same device"
+                return "equal: both run on the same device"
             case "ours":
-                return f"at most {CPU_AND_GPU:g} levels: one is made on the CPU, one on a GPU"
+                return f"at most {CPU_AND_GPU:g} levels: one runs on the CPU, one on a GPU"
             case "reference":
-                return "at most what the stages declare, added up"
+                return "at most the sum of the stages' tolerances"
             case "asked":
                 return f"at most {self.levels:g} levels, as asked for" if self.levels else "equal, as asked for"
             case "nothing":
@@ -70,13 +74,14 @@ class Rule:
 def pairs_of(
     ways: Mapping[str, Way], against: tuple[str, str] | None, tolerance: float
 ) -> tuple[list[Gathered], dict[str, str | None]]:
-    """The pairs that can be compared here; and for each way that is wanted why it cannot run here, or None.
+    """The pairs that can be compared here, and for each needed way None or the reason why it cannot run here.
 
     Args:
-        ways: by name. against: the two that are asked for, and by how many levels they may be apart: tolerance.
+        ways: all ways by name. against: two ways to compare, and no others; None for the default pairs.
+        tolerance: the levels by which the ways in `against` may differ.
 
     Raises:
-        GpuflowError: a way that is asked for is not known or cannot run, or nothing is left to hold to anything.
+        GpuflowError: a requested way is unknown or cannot run, or no pair with a limit can be compared.
     """
     if against is not None:
         for way in against:
@@ -91,12 +96,12 @@ def pairs_of(
     pairs = [Gathered(a, b, rule) for a, b, rule in wanted if missing[a] is missing[b] is None]
     if not pairs:
         reasons = "; ".join(f"{way}: {reason}" for way, reason in missing.items() if reason and way not in NAIVE)
-        raise GpuflowError(f"parity: no two ways can be held against each other here: {reasons}")
+        raise GpuflowError(f"parity: no two ways can be compared here: {reasons}")
     return [*pairs, *(Gathered(base, way, Rule("nothing")) for way in NAIVE if missing[way] is None)], missing
 
 
 class Gathered:
-    """What is found about a pair, while it is found: `begin`, `add` and `end` for each stage, then `result`."""
+    """Collects the differences of a pair: call `begin`, `add` and `end` for each stage, then `result`."""
 
     def __init__(self, a: str, b: str, rule: Rule) -> None:
         self.a, self.b, self._rule = a, b, rule
@@ -108,7 +113,7 @@ class Gathered:
         self._order = itertools.count()
 
     def begin(self, prefix: Prefix, scale: Scale, refusals: Mapping[str, str | None]) -> bool:
-        """Begin a stage. Returns whether both ways show it. refusals: for each way why it does not, or None."""
+        """Begin a stage. Returns whether both ways can run it. refusals: for each way None, or why it cannot."""
         stage = prefix.program.pipeline.stages[prefix.count - 1]
         for way in (self.a, self.b):
             if (reason := refusals[way]) is not None:
@@ -125,7 +130,7 @@ class Gathered:
     def add(
         self, samples: Sequence[ParityImage], sizes: Sequence[tuple[int, int] | None], *both: Sequence[Result]
     ) -> None:
-        """Some images both ways. sizes: the rows and columns of each that count, None for all."""
+        """Compare both ways' results for several images. sizes: rows and columns to compare in each, None for all."""
         for sample, size, a, b in zip(samples, sizes, *both, strict=True):
             if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
                 if (a.shape, a.dtype) == (b.shape, b.dtype):
@@ -159,13 +164,13 @@ class Gathered:
             push(worst, (score, -next(self._order), picture))
 
     def add_logits(self, samples: Sequence[ParityImage], ours: Answers, theirs: Answers) -> None:
-        """What the model makes of some images, both ways."""
+        """Compare the model's logits for several images from both ways."""
         for sample, a, b in zip(samples, ours, theirs, strict=True):
             if a is not None and b is not None:
                 self._logits[_kind(sample)].add(a, b)
 
     def end(self) -> None:
-        """All images are through."""
+        """End a stage, after all images were added."""
         own, hostile = self._tallies["own"], self._tallies["hostile"]
         stages = self._prefix.program.pipeline.stages[: self._prefix.count]
         self._rows.append(
@@ -185,7 +190,7 @@ class Gathered:
         )
 
     def result(self) -> Pair:
-        """The pair, with pictures of its last stage."""
+        """The pair's results, with pictures of its last stage."""
         worst = [entry for kind in ("own", "hostile") for entry in sorted(self._worst[kind], reverse=True)]
         return Pair(
             a=self.a,
@@ -207,7 +212,7 @@ def _form(image: torch.Tensor) -> str:
 
 
 def _rgb(image: NDArray[np.uint8], color: str) -> NDArray[np.uint8]:
-    """HWC pixels as RGB; of another number of channels than three, the first one as gray."""
+    """Convert HWC pixels to RGB. If there are not three channels, show the first one as gray."""
     if image.shape[2] != 3:
         return np.repeat(image[..., :1], 3, axis=2)
     return np.ascontiguousarray(image[..., ::-1]) if color == "bgr" else image

@@ -1,4 +1,7 @@
-"""A pipeline up to each of its stages, as programs that any way can run: images that differ in size get one canvas."""
+"""Cuts a pipeline after each of its stages into programs that any way can run.
+
+If images still differ in size after a stage, all of them are placed on a canvas of one size.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +22,14 @@ from gpuflow.pipeline.validate import trace
 __all__ = ["LARGEST_CANVAS", "Canvas", "Prefix", "prefixes_of"]
 
 LARGEST_CANVAS = 1024
-"""Of larger images, this many pixels from the upper left corner on are compared, each way."""
+"""The largest canvas side in pixels. Of larger images, only the part from the upper left corner is compared."""
 
 Size = tuple[int, int]
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Canvas(s.Geometry):
-    """Keep what is at the upper left, height x width pixels; black where the image is smaller."""
+    """Keep height x width pixels from the upper left corner; black where the image is smaller."""
 
     stage_name: ClassVar[str] = "canvas"
 
@@ -54,9 +57,9 @@ class Canvas(s.Geometry):
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """The first `count` stages of a pipeline. program: they, and a canvas where images differ in size.
+    """The first `count` stages of a pipeline. program: these stages, plus a canvas if images differ in size.
 
-    sizes: of each sample the rows and columns that count; None for one that cannot be decoded.
+    sizes: for each sample the numbers of rows and columns to compare; None for a sample that cannot be decoded.
     """
 
     count: int
@@ -65,10 +68,11 @@ class Prefix:
 
 
 def prefixes_of(program: Program, samples: Sequence[Encoded], *, seed: int = 0) -> Iterator[Prefix]:
-    """Every prefix, the shortest first. One whose sizes are not known before it has run is left out.
+    """Yield every prefix, the shortest first, except those whose image sizes are not known before they have run.
 
     Args:
-        program: the whole pipeline. samples: in the order in which they will run, from position 0 on. seed: of draws.
+        program: the whole pipeline. samples: in the order in which they will run, from position 0 on. seed: seed of the
+            random keys.
     """
     stages, name = program.pipeline.stages, program.pipeline.name
     decoded = [_decoded_size(program.decoder, data) for data in samples]
@@ -100,7 +104,7 @@ def prefixes_of(program: Program, samples: Sequence[Encoded], *, seed: int = 0) 
 
 
 def _decoded_size(decoder: s.Decoder, data: Encoded) -> Size | None:
-    """(height, width) of what the decoder gives; of the header alone."""
+    """(height, width) of the decoded image, read from the header only; None if the header is bad."""
     if decoder.library is not None:
         height, width, _ = decoder.output(s.ENCODED).shape
         assert height is not None and width is not None

@@ -1,4 +1,4 @@
-"""What a study found: values only, and the same as JSON."""
+"""The results of a study as values, with their JSON form."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ __all__ = ["Logits", "Pair", "Picture", "Report", "Row", "WayNote"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """Two ways after one of the stages.
+    """The comparison of two ways after one of the stages.
 
-    stage, number: that stage, and how many stages stand up to there. images: how many were compared; differ: how many
-    of these are not equal. own, hostile: over all images of that kind; None where there are none.
-    allowed: levels, 0 for equal, None where nothing is asked for. noise: levels that rounding to 16 or 32 bits may add.
-    refused: images that both refuse. alone: images that one alone refuses, or gives another shape or dtype, and why.
-    beyond: images that the reference alone refuses, and why; nothing is known against the other way.
+    stage: the stage. number: how many stages have run, this one included.
+    images: how many images were compared. differ: how many of them are not equal.
+    own, hostile: differences over all images of that kind; None if there are none.
+    allowed: the limit in levels, 0 for equal, None for no limit. noise: levels that rounding to 16 or 32 bits may add.
+    refused: images that both refuse. alone: images that only one of them refuses, or for which the results differ in
+    shape or dtype, with the reason.
+    beyond: images that only the reference refuses, with the reason; they do not count against the other way.
     """
 
     stage: str
@@ -44,7 +46,7 @@ class Row:
 
     @property
     def breach(self) -> bool:
-        """Whether the two are further apart than allowed, or do not take the same images."""
+        """Whether the two ways differ by more than allowed, or do not accept the same images."""
         if self.allowed is None:
             return False
         apart = self.differ > 0 if self.allowed == 0 else not self.max <= self.allowed + self.noise
@@ -53,9 +55,9 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Logits:
-    """What a model makes of two ways' images of one kind, `own` or `hostile`.
+    """Differences between a model's logits for two ways' images of one kind, `own` or `hostile`.
 
-    max, mean: of the differences of logits. flips: of how many of the `images` the top prediction differs.
+    max, mean: of the differences of logits. flips: the number of images whose top prediction differs.
     """
 
     kind: str
@@ -67,7 +69,7 @@ class Logits:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Picture:
-    """One image both ways, uint8 HWC in RGB, and the largest difference of each pixel's channels, in levels [H, W]."""
+    """One image from both ways, uint8 HWC in RGB. difference [H, W]: each pixel's largest difference, in levels."""
 
     name: str
     a: NDArray[np.uint8]
@@ -77,10 +79,10 @@ class Picture:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pair:
-    """Two ways, stage by stage; the last row is the whole.
+    """The comparison of two ways, stage by stage; the last row is the whole pipeline.
 
-    asked: what the two are held to, in words; empty where they only show what that way costs.
-    skipped: stages that one of them cannot show, and why. pictures: where they differ most.
+    asked: the limit as text; empty if the pair has no limit and is only shown for information.
+    skipped: stages that one of them cannot run, with the reason. pictures: the images that differ most.
     """
 
     a: str
@@ -113,7 +115,7 @@ class Pair:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WayNote:
-    """One way. about: what decodes and resizes, with versions. missing: why it did not run here, None if it did."""
+    """A way in the report. about: its decoder and resizer, with versions. missing: why it did not run, or None."""
 
     name: str
     about: str
@@ -122,10 +124,10 @@ class WayNote:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """All that was found.
+    """All results of a study.
 
-    stages, preprocessing: the pipeline's lines and its fingerprint. images: how many of each kind, `own`, `hostile` and
-    `bad`. model: what gave the logits, or why nothing did.
+    stages, preprocessing: the pipeline's lines and its fingerprint. images: the number of images of each kind, `own`,
+    `hostile` and `bad`. model: the model that computed logits, or why there was none.
     """
 
     file: str
@@ -146,12 +148,12 @@ class Report:
 
     @property
     def judged(self) -> tuple[Pair, ...]:
-        """The pairs of which something is asked."""
+        """The pairs that have a limit."""
         return tuple(pair for pair in self.pairs if pair.asked)
 
     @property
     def naive(self) -> tuple[Pair, ...]:
-        """The pairs that only show what a way costs."""
+        """The pairs that have no limit and are shown for information."""
         return tuple(pair for pair in self.pairs if not pair.asked)
 
     def as_dict(self) -> dict[str, Any]:

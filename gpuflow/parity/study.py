@@ -1,4 +1,4 @@
-"""Runs ways side by side over the same images, stage by stage, and gathers how far each two of them are apart."""
+"""Runs several ways on the same images, stage by stage, and measures the differences of each pair."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = ["study"]
 
 _CHUNK = 16
 _FAILURES = (GpuflowError, ImportError, OSError, RuntimeError)
-"""What a naive way may fail with: the libraries behind them have no common base."""
+"""Exceptions that a naive way may fail with; its libraries have no common base class."""
 _PACKAGES = ("torch", "torchvision", "pillow", "numpy", "torchpipe", "onnxruntime")
 
 
@@ -47,19 +47,19 @@ def study(
     command: str = "",
     progress: Callable[[int, int, str], None] = lambda done, total, stage: None,
 ) -> Report:
-    """Run the ways over images and compare them.
+    """Run the ways on images and compare them.
 
     Args:
-        config: a checked configuration. name: the pipeline that validates.
-        count: how many of the user's own images. data: a directory to take them from instead of the source.
-        against: two ways to compare, and no others. tolerance: levels that these may be apart; 0 means equal.
-        model: what gives the logits; by default `serve.model.file` where it exists.
-        ways: by name; by default all there are. command: for the report.
-        progress: told how many images of how many are through, and up to which stage.
+        config: a checked configuration. name: the pipeline of validation.
+        count: the number of the user's own images. data: a directory to read them from instead of the source.
+        against: two ways to compare, and no others. tolerance: the levels by which these may differ; 0 means equal.
+        model: the model file for logits; by default `serve.model.file` if it exists.
+        ways: the ways by name; by default all. command: the command line, for the report.
+        progress: called with the number of images done, the number of all images, and the current stage.
 
     Raises:
-        ConfigError: the file lacks what is asked for, or the model was trained with other preprocessing.
-        SourceError: the source cannot be indexed. GpuflowError: a way that is asked for cannot run here.
+        ConfigError: the file lacks the pipeline, or the model was trained with other preprocessing.
+        SourceError: the source cannot be indexed. GpuflowError: a requested way cannot run here.
     """
     program = config.program(name)
     ways = ways_of(config, name) if ways is None else ways
@@ -111,9 +111,9 @@ def _measure(
     *,
     may_fail: Sequence[str],
 ) -> Iterator[int]:
-    """Run all ways up to one stage, a few images at a time, and compare what comes out. Yields how many are through.
+    """Run all ways up to one stage, a few images at a time, and compare the results. Yields numbers of images done.
 
-    A way that may fail and does is noted in `missing`, and its pairs do not end.
+    If a way that may fail does fail, the reason is stored in `missing` and its pairs are not finished.
     """
     scale = Scale.of(prefix.program)
     refusals = {name: ways[name].refuses(prefix) for name, reason in missing.items() if reason is None}
@@ -145,7 +145,7 @@ def _measure(
 
 
 def _versions() -> dict[str, str]:
-    """Of everything that has a say in pixels."""
+    """The versions of everything that affects pixels."""
     from gpuflow.version import __version__
 
     found = {"gpuflow": __version__, "python": platform.python_version(), "opencv": cv2.__version__}

@@ -1,4 +1,4 @@
-"""A report for the terminal: what is asked for, then what naive sharing would have cost, then notes."""
+"""Renders a report for the terminal: pairs with limits, then naive ways, then notes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _HEADINGS = (
 
 
 def render(report: Report) -> RenderableType:
-    """The whole report, for 80 columns or more."""
+    """Render the whole report, for 80 columns or more."""
     counts = ", ".join(f"{count} {kind}" for kind, count in report.images.items())
     versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
     parts: list[RenderableType] = [
@@ -56,7 +56,7 @@ def render(report: Report) -> RenderableType:
 
 
 def verdict(report: Report) -> str:
-    """The outcome: `PASS: ...`, or a line `BREACH: ...` for each pair that breaks its rule."""
+    """The outcome: `PASS: ...`, or a line `BREACH: ...` for each pair that exceeds its limit."""
     if not report.breach:
         held = ", ".join(f"{pair.a} and {pair.b}" for pair in report.judged)
         skipped = ", ".join(way.name for way in report.ways if way.missing is not None and way.name not in NAIVE)
@@ -65,16 +65,16 @@ def verdict(report: Report) -> str:
 
 
 def breaches(pair: Pair) -> Iterator[str]:
-    """What is wrong with a pair, a line a stage."""
+    """Describe how a pair exceeds its limit, one line per stage."""
     for row in pair.rows:
         if row.breach:
             apart = f"{show_levels(row.max)} levels apart, limit {show_allowed(row)}" if row.differ else ""
-            alone = f"{len(row.alone)} images that only one of them gives so" if row.alone else ""
+            alone = f"{len(row.alone)} images that only one of them accepts or gives in this form" if row.alone else ""
             yield f"{pair.a} against {pair.b} after {row.stage}: {'; '.join(filter(None, (apart, alone)))}"
 
 
 def notes(report: Report) -> Iterator[str]:
-    """What does not fit into a table."""
+    """Notes on the comparison that do not fit into a table."""
     yield f"the model for logits: {report.model}"
     for pair in report.pairs:
         name = f"{pair.a} against {pair.b}"
@@ -91,29 +91,29 @@ def notes(report: Report) -> Iterator[str]:
 
 
 def show_levels(value: float) -> str:
-    """A number of levels, short: `0`, `1`, `12.58`, `0.029`, `<0.001`."""
+    """Format a number of levels: `0`, `1`, `12.58`, `0.029`, `<0.001`."""
     if value == 0:
         return "0"
     return "<0.001" if value < 0.001 else f"{value:.3f}" if value < 1 else f"{value:.4g}"
 
 
 def show_figures(levels: Levels | None) -> list[str]:
-    """Max, 99.9 percentile and mean."""
+    """Format maximum, 99.9th percentile and mean."""
     return ["-"] * 3 if levels is None else [show_levels(x) for x in (levels.max, levels.p999, levels.mean)]
 
 
 def show_allowed(row: Row) -> str:
-    """What a row is held to; empty for nothing."""
+    """Format a row's limit; empty if it has none."""
     return "" if row.allowed is None else f"{row.allowed:g}" if row.allowed else "equal"
 
 
 def stage_of(row: Row, report: Report) -> str:
-    """The row's stage; of the last one that it is the whole."""
+    """The name of the row's stage; the last stage is marked as the whole pipeline."""
     return f"{row.stage}, whole" if row.number == len(report.stages) else row.stage
 
 
 def show_logit(difference: float) -> str:
-    """A difference of logits in six characters: two digits that count, or one where it is small."""
+    """Format a difference of logits in six characters: two significant digits, or one if it is small."""
     if difference >= 10:
         return f"{difference:.0f}"
     return f"{difference:.2g}" if difference >= 0.001 or not difference else f"{difference:.0e}"

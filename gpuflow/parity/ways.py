@@ -1,10 +1,10 @@
-"""The ways in which an encoded image can become a tensor: gpuflow's own, the reference, and those of the unwary.
+"""The table of all ways by name: gpuflow's own, the reference, and common alternatives.
 
 val, val@cuda           training's loader on a device
 serve, serve@cuda       the serving graph on a device
-torchvision             the reference: Pillow decodes, torchvision's v2 transforms of uint8 tensors do the stages
-pillow                  the same transforms of PIL images, as most training scripts have them
-opencv                  cv2.imdecode and cv2.resize, with the very moves of the stages
+torchvision             the reference: Pillow decodes, torchvision's v2 transforms of uint8 tensors run the stages
+pillow                  the same transforms of PIL images, as in most training scripts
+opencv                  cv2.imdecode and cv2.resize, with the same moves as the stages
 torchpipe_cpu, _gpu     torchpipe's own operators, straight to the final size
 torchvision@cuda        torchvision's decode_jpeg on the GPU, then its transforms there
 """
@@ -21,11 +21,11 @@ from gpuflow.parity.ours import Serving, Training
 __all__ = ["NAIVE", "ways_of"]
 
 NAIVE = ("pillow", "opencv", "torchpipe_cpu", "torchpipe_gpu", "torchvision@cuda")
-"""What people share between training and serving without a second look."""
+"""Ways that are often mixed between training and serving without a check that they agree."""
 
 
 def ways_of(config: Config, name: str) -> Mapping[str, Way]:
-    """Every way to run a pipeline of a configuration, by name."""
+    """All ways to run a pipeline of a configuration, by name."""
     program = config.programs[name]
     return {
         "val": Training(config, name, "cpu"),

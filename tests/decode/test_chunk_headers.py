@@ -1,4 +1,4 @@
-"""A chunk's headers at once against `probe`, file by file: on every kind of file, whole, cut and damaged."""
+"""`read_headers` of a chunk equals `probe` of each file: every kind of file, whole, truncated and damaged."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAX_PIXELS = 40_000
 
 
 def payload(files: Sequence[bytes], errors: Sequence[str | None] = ()) -> Payload:
-    """The files back to back, with rubbish behind the last."""
+    """A payload of the files, one after another, with random bytes after the last."""
     sizes = [len(data) for data in files]
     buffer = np.frombuffer(b"".join(files) + b"\xff\xd8" * 40, np.uint8)
     offsets = [0, *accumulate(sizes)][:-1]
@@ -36,7 +36,7 @@ def expected(data: bytes, orientation: bool) -> Header | str:
 
 
 def assert_as_probe(files: Sequence[bytes], orientation: bool) -> int:
-    """Returns how many are for the engines."""
+    """Returns how many of the files the engines decode."""
     headers = read_headers(payload(files), max_pixels=MAX_PIXELS, max_scans=MAX_SCANS, orientation=orientation)
     for i, data in enumerate(files):
         match expected(data, orientation):
@@ -55,7 +55,7 @@ def assert_as_probe(files: Sequence[bytes], orientation: bool) -> int:
 
 
 def kinds() -> list[bytes]:
-    """Files of every kind, sizes odd and even."""
+    """Files of every kind, with odd and even sizes."""
     found = []
     for number, (height, width) in enumerate([(40, 60), (33, 51), (1, 1), (7, 5), (8, 200), (200, 201)]):
         pixels = images.photo(height, width, seed=number)
@@ -97,8 +97,8 @@ def narrow() -> list[bytes]:
 
 
 @pytest.mark.parametrize("orientation", [False, True])
-def test_narrow_files_are_the_cpus_in_chunks_of_every_size(orientation: bool) -> None:
-    """Of two widths go to the engines: 4:4:4, 4:2:2, 4:2:0, 4:4:0 and gray."""
+def test_the_cpu_decodes_narrow_files_in_chunks_of_every_size(orientation: bool) -> None:
+    """Only two widths go to the engines: 4:4:4, 4:2:2, 4:2:0, 4:4:0 and gray."""
     files = narrow()
     assert len(files) > _MIN_FILES
     assert assert_as_probe(files, orientation) == 2 * 5
@@ -121,8 +121,8 @@ def test_unreadable_files_are_faults_of_reading() -> None:
     assert headers.engine.tolist() == [True, False, True]
 
 
-def test_what_the_engines_get_the_cpu_decodes_too(capfd: pytest.CaptureFixture[str]) -> None:
-    """Of one bit flipped in a header, in 20,000 ways: a file that libjpeg refuses does not go to the engines."""
+def test_the_cpu_decodes_every_file_that_the_engines_get(capfd: pytest.CaptureFixture[str]) -> None:
+    """20,000 files with one flipped bit in the header: a file that libjpeg refuses does not go to the engines."""
     rng, decoder = random.Random(0), CpuDecoder("rgb")
     sound = [images.jpeg(images.photo(40, 56), sampling) for sampling in ("4:2:0", "4:4:4", "4:2:2")]
     sound += [

@@ -1,4 +1,4 @@
-"""Decoding on the CPU: every good kind gives OpenCV's and Pillow's pixels, every bad one says why."""
+"""Decoding on the CPU: valid files give the pixels of OpenCV and Pillow, and bad files give a reason."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_pixels_are_opencvs(name: str, color: str, turbo: bool) -> None:
 
 @pytest.mark.parametrize("name", sorted(GOOD.keys() - ALPHA))
 def test_pixels_are_pillows(name: str) -> None:
-    """CMYK is converted by other formulas, within one level."""
+    """Decoders convert CMYK by different formulas, within one level."""
     apart = decode(GOOD[name]).astype(int) - pillow(GOOD[name])
     assert np.abs(apart).max() <= (1 if "CMYK" in name else 0)
 
@@ -124,7 +124,7 @@ def test_headers(name: str) -> None:
         assert header.channels == len(image.getbands())
 
 
-def test_the_format_goes_by_content_for_a_name_is_never_seen() -> None:
+def test_the_format_is_detected_by_content() -> None:
     assert [probe(as_array(GOOD[name])).format for name in ("jpeg 4:2:0", "png", "webp", "bmp")] == [
         "jpeg",
         "png",
@@ -203,7 +203,7 @@ def test_a_region_is_the_whole_images_crop(name: str, color: str, turbo: bool, d
 
 
 @pytest.mark.skipif(find_libjpeg_turbo() is None, reason="no libjpeg-turbo 3 here: pip install 'gpuflow[turbo]'")
-def test_a_region_alone_is_decoded_where_that_is_worth_it() -> None:
+def test_only_a_region_is_decoded_if_that_saves_time() -> None:
     box = (8, 9, 20, 21)
     assert decode(GOOD["jpeg 4:2:0"], region=box).shape == (20, 21, 3)
     for name in ("jpeg 4:2:0, progressive", "png", "jpeg, CMYK", "jpeg, factors 4x2"):
@@ -212,7 +212,7 @@ def test_a_region_alone_is_decoded_where_that_is_worth_it() -> None:
     assert decode(GOOD["jpeg 4:2:0"], turbo=False, region=box).shape == (37, 53, 3)
 
 
-def test_a_decoder_that_saw_a_huge_image_gives_its_memory_back() -> None:
+def test_a_decoder_frees_memory_after_a_huge_image() -> None:
     decoder = CpuDecoder("rgb")
     huge, small = as_array(jpeg(np.zeros((5000, 6000), np.uint8))), as_array(GOOD["jpeg 4:2:0"])
     assert decoder.decode(huge, probe(huge))[0].shape == (5000, 6000, 3)
@@ -231,7 +231,7 @@ TINY_FRAME = segment(0xC0, struct.pack(">BHHB", 8, 8, 8, 3) + bytes((1, 0x11, 0,
 
 
 def two_faced() -> bytes:
-    """A JPEG in which libjpeg finds the true size, and a reader that takes RST for a marker with a length another."""
+    """A JPEG in which libjpeg finds the true size; a reader that expects a length after RST markers finds another."""
     true_frame = JPEG[FRAME : FRAME + 19]
     hidden = segment(0xFE, TINY_FRAME)
     leap = b"\xff\xd0" + struct.pack(">H", 2 + len(true_frame) + 4)
@@ -333,7 +333,7 @@ UNDECODABLE: dict[str, tuple[bytes, str]] = {
 
 @pytest.mark.parametrize("name", BAD)
 @pytest.mark.parametrize("orientation", [False, True])
-def test_what_the_header_tells(name: str, orientation: bool) -> None:
+def test_errors_of_the_header(name: str, orientation: bool) -> None:
     data, reason = BAD[name]
     with pytest.raises(BadSampleError) as caught:
         probe(as_array(data), orientation=orientation)
@@ -342,7 +342,7 @@ def test_what_the_header_tells(name: str, orientation: bool) -> None:
 
 
 @pytest.mark.parametrize("name", UNDECODABLE)
-def test_what_the_decoder_tells(name: str) -> None:
+def test_errors_of_the_decoder(name: str) -> None:
     data, reason = UNDECODABLE[name]
     header = probe(as_array(data))
     for region in (None, (0, 0, 3, 3)):
@@ -351,7 +351,7 @@ def test_what_the_decoder_tells(name: str) -> None:
         assert str(caught.value) == f"decode: {reason}"
 
 
-def test_opencv_too_gives_up_on_two_sizes() -> None:
+def test_opencv_also_refuses_two_sizes() -> None:
     data = as_array(two_faced())
     with pytest.raises(BadSampleError) as caught:
         CpuDecoder("rgb", library=None).decode(data, probe(data))
@@ -382,7 +382,7 @@ def test_images_are_too_narrow_for_the_engines_where_the_cpu_repeats_chroma(subs
 
 
 def attempt(data: bytes, color: str, region: tuple[int, int, int, int] | None) -> bool:
-    """Whether such bytes decode. Anything but BadSampleError fails the test."""
+    """Whether these bytes decode. Any exception other than BadSampleError fails the test."""
     try:
         header = probe(as_array(data), max_pixels=10**6, orientation=True)
         height, width = header.upright_size
@@ -400,7 +400,7 @@ def attempt(data: bytes, color: str, region: tuple[int, int, int, int] | None) -
 
 
 def damaged(data: bytes, rng: np.random.Generator) -> Iterator[bytes]:
-    """The file cut short, with bytes changed, and with a piece left out or doubled."""
+    """The file truncated, with bytes changed, and with a piece removed or duplicated."""
     for _ in range(12):
         yield data[: rng.integers(0, len(data))]
     for _ in range(40):

@@ -1,4 +1,4 @@
-"""The binding of libjpeg-turbo: any region of any JPEG is the whole image's crop, bit for bit."""
+"""The libjpeg-turbo binding: any region of any JPEG equals a crop of the whole image, bit for bit."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def region_of(
 
 
 def borders(length: int) -> Iterator[tuple[int, int]]:
-    """(start, length) of spans whose ends meet every alignment with blocks of up to 32 pixels, and the image's ends."""
+    """(start, length) of spans with every alignment to blocks of up to 32 pixels, and to the image's edges."""
     for start in {0, 1, 7, 8, 9, 15, 16, 17, 24, 31, 32, 33, length - 1}:
         if 0 <= start < length:
             yield from ((start, size) for size in {1, 8, 15, 17, length - start} if start + size <= length)
@@ -96,7 +96,7 @@ def test_any_region(subsampling: str, color: str, size: tuple[int, int], data: s
 @pytest.mark.parametrize("name", FACTORS)
 @pytest.mark.parametrize("separate", [False, True], ids=["one scan", "a scan a component"])
 def test_sampling_factors_that_no_common_encoder_writes(name: str, separate: bool) -> None:
-    """Some of these libjpeg-turbo cannot begin a region in: then it decodes the whole, or leaves the file to OpenCV."""
+    """For some of these, libjpeg-turbo cannot decode a region: then it decodes the whole image, or OpenCV does."""
     size = (77, 101)
     data = tiny_jpeg(size[1], size[0], FACTORS[name], separate=separate)
     whole = whole_of(data, "rgb")
@@ -144,7 +144,7 @@ def test_a_file_of_another_size_than_announced_is_refused_and_writes_nothing() -
     assert (buffer == 0xA5).all()
 
 
-def test_what_raises_an_error_or_a_warning_is_refused() -> None:
+def test_a_file_with_an_error_or_a_warning_is_refused() -> None:
     data = jpeg(photo(40, 40))
     no_tables = data[:2] + data[data.index(b"\xff\xc0") :].replace(b"\xff\xc4", b"\xff\xfe")
     cut = data[: data.index(b"\xff\xda") + 40] + data[-2:]
@@ -155,7 +155,7 @@ def test_what_raises_an_error_or_a_warning_is_refused() -> None:
     assert region_of(data, "rgb", (40, 40), None) is not None
 
 
-def test_it_accepts_what_it_decodes_without_a_complaint() -> None:
+def test_it_accepts_files_that_decode_without_an_error_or_a_warning() -> None:
     data = jpeg(photo(41, 67))
     scan = data.index(b"\xff\xda")
     assert turbo().accepts(as_array(data), (41, 67))
@@ -175,7 +175,7 @@ def test_betas_and_older_releases_are_not_used() -> None:
     assert not any(_is_current(version) for version in ("2.1.5", "2.1.92", "3", ""))
 
 
-def test_a_library_that_is_none_raises() -> None:
+def test_a_file_that_is_no_library_raises() -> None:
     with pytest.raises(OSError, match=r"no-such-library\.so"):
         LibjpegTurbo("/no-such-library.so")
     with pytest.raises(AttributeError, match="tj3"):

@@ -1,4 +1,4 @@
-"""The binding against a fake library that records calls: their order, their arguments, their failures."""
+"""The nvJPEG binding with a fake library that records the calls: their order, arguments and failures."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gpuflow.decode.nvjpeg import BatchedDecoder, NvjpegError
 
 
 class FakeLibrary:
-    """Stands where `nvjpeg.NvjpegLibrary` does. `bad` are addresses of JPEGs that make a batched call fail."""
+    """Replaces `nvjpeg.NvjpegLibrary`. `bad`: addresses of JPEGs that make a batched call fail."""
 
     version = "0.0.0"
 
@@ -88,7 +88,7 @@ def test_a_gpu_without_engines() -> None:
     assert [call[0] for call in library.calls if call[0].startswith("destroy")] in ([], ["destroy"])
 
 
-def test_after_a_failed_call_the_state_is_made_anew() -> None:
+def test_after_a_failed_call_the_state_is_initialized_again() -> None:
     library = FakeLibrary(bad=frozenset({2}))
     engines = BatchedDecoder(library, "gray")
     with pytest.raises(NvjpegError, match=r"^nvJPEG: nvjpegDecodeBatched returned 6 \(execution failed\)$"):

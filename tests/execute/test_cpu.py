@@ -1,4 +1,4 @@
-"""The CPU runner: faults that stay where they are, memory that belongs to nobody else, whole pipelines."""
+"""The CPU runner: a bad sample affects no other sample, results share no memory, and whole pipelines run."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SAMPLES = tuple(jpeg(photo(40 + 7 * i, 90 - 5 * i, seed=i)) for i in range(8))
 
 
 @pytest.mark.parametrize("stages", [TRAIN, VAL], ids=["train", "val"])
-def test_a_runner_gives_the_same_however_often_and_on_any_thread(stages: tuple[s.Stage, ...]) -> None:
+def test_a_runner_gives_the_same_result_every_time_and_on_any_thread(stages: tuple[s.Stage, ...]) -> None:
     program = program_of(*stages)
     expected = images(program, SAMPLES)
     results: dict[int, torch.Tensor] = {}
@@ -82,7 +82,7 @@ def test_slots_hold_the_batch_and_nothing_else_is_written() -> None:
 
 
 def test_results_do_not_share_scratch_memory() -> None:
-    """The decoder's buffer and the resizer's are used again for the next image."""
+    """The decoder's buffer and the resize buffer are reused by the next image."""
     for stages in (VAL[:3], (Decode(), CenterCrop(size=32)), (*VAL[:3], Torchvision(name="Identity"))):
         program = program_of(*stages)
         runner = CpuRunner(program)

@@ -1,4 +1,4 @@
-"""What is packed for the GPU in one transfer; the rest of a device stream needs one: tests/execute/test_gpu.py."""
+"""`send_all` and `gpu_is_idle` without a GPU; the rest of DeviceStream needs one: tests/execute/test_gpu.py."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gpuflow.execute.device_stream import DeviceStream, gpu_is_idle
 
 
 class OnCpu:
-    """What `send_all` needs of a device stream, with the CPU as the device."""
+    """The part of a device stream that `send_all` needs, on the CPU."""
 
     def __init__(self) -> None:
         self.transfers = 0
@@ -39,7 +39,7 @@ def test_arrays_of_any_dtype_and_shape_go_in_one_transfer(count: int) -> None:
 
 
 class Passed:
-    """A stream or an event that has been reached, or not."""
+    """A stream or an event, which is done or not."""
 
     def __init__(self, passed: bool) -> None:
         self.query = lambda: passed
@@ -56,7 +56,7 @@ class Passed:
         (False, (True, False), True),  # it waits for the last batch
     ],
 )
-def test_a_consumer_starves_when_its_stream_has_nothing_to_do_or_waits_for_us(
+def test_the_gpu_is_idle_when_the_stream_has_nothing_to_do_or_waits_for_the_loader(
     idle: bool, last: tuple[bool, bool] | None, expected: bool
 ) -> None:
     stream: Any = Passed(idle)

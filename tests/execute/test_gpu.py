@@ -1,4 +1,4 @@
-"""The GPU's way against the CPU's on an NVIDIA GPU: pixels, mixed batches, bad files, resume, memory, shutdown."""
+"""The GPU runner against the CPU runner on an NVIDIA GPU: pixels, mixed batches, bad files, resume, memory, close."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ TORCHVISION = {
 
 
 def encoded(number: int) -> tuple[str, bytes]:
-    """(suffix, bytes) of one image: every subsampling and kind in turn, sizes odd and even."""
+    """(suffix, bytes) of one image: every subsampling and kind in turn, with odd and even sizes."""
     rng = random.Random(number)
     pixels = images.photo(rng.randint(20, 300), rng.randint(20, 300), seed=number)
     kinds = ["4:2:0", "4:2:0", "4:2:2", "4:4:4", "4:4:0", "progressive", "gray", "png", "cmyk"]
@@ -123,7 +123,7 @@ def test_a_bad_file_is_replaced_by_the_same_sample_as_on_the_cpu(tmp_path: Path)
 @pytest.mark.parametrize("name", ["train", "channels_last", "uint8"])
 @pytest.mark.parametrize("processes", [0, 2])
 def test_the_cpus_share_of_a_batch(name: str, processes: int, folder: Path, tmp_path: Path) -> None:
-    """Half of each batch is the CPU's, to the bit; the order and the other half are as without it."""
+    """The CPU decodes half of each batch, with exactly its pixels; the order and the other half do not change."""
     first, *rest = PIPELINES[name]
     half = [{"decode": {**first["decode"], "cpu_share": 0.5}}, *rest]
     cpu, gpu, _ = both(folder, PIPELINES[name])
@@ -141,8 +141,8 @@ def test_the_cpus_share_of_a_batch(name: str, processes: int, folder: Path, tmp_
         assert torch.equal(a.images[own:], c.images[own:].cpu())
 
 
-def test_a_broken_stream_spoils_no_neighbour(tmp_path: Path) -> None:
-    """Headers and end markers are whole, the entropy-coded data is not; whatever the engines say of it."""
+def test_a_damaged_file_affects_no_other_sample(tmp_path: Path) -> None:
+    """Files with valid headers and end markers and damaged entropy-coded data, whether or not the engines report it."""
     rng = np.random.default_rng(0)
     for broken, folder in ((False, tmp_path / "whole" / "photos"), (True, tmp_path / "broken" / "photos")):
         for number in range(50):
@@ -163,7 +163,7 @@ def test_a_broken_stream_spoils_no_neighbour(tmp_path: Path) -> None:
 
 
 def test_colours_are_drawn_as_on_the_cpu(folder: Path) -> None:
-    """A level of the decoder may become a few once hue or contrast has stretched it; on average it does not."""
+    """Hue or contrast can amplify one level of the decoder to several levels, but not on average."""
     cpu, gpu, stats = both(folder, COLOURED)
     assert stats["engine_images"] >= 100
     for a, b in zip(cpu, gpu, strict=True):
@@ -181,7 +181,7 @@ def test_torchvision_stages_run_on_the_gpu_with_the_draws_of_the_cpu(name: str, 
         assert difference.mean() < 0.25 and (difference > 2).float().mean() < 0.01
 
 
-def test_a_pipeline_without_a_form_for_the_gpu_takes_the_cpus_way(folder: Path) -> None:
+def test_a_pipeline_without_a_form_for_the_gpu_runs_on_the_cpu(folder: Path) -> None:
     stages = [{"decode": {}}, JITTER, *STAGES[1:]]
     cpu, gpu, stats = both(folder, stages)
     assert "engine_images" not in stats
@@ -235,7 +235,7 @@ def test_out_of_memory_is_an_error_and_the_loader_works_on(folder: Path) -> None
 
 
 def test_without_engines_cuda_kernels_decode(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU that has none: the first backend in the table is left out."""
+    """Removes the first backend from the table, as on a GPU without JPEG engines."""
     monkeypatch.delitem(gpuflow.decode.nvjpeg.BACKENDS, "hardware")
     cpu, gpu, stats = both(folder, STAGES)
     assert stats["engine_images"] >= 100
@@ -243,8 +243,8 @@ def test_without_engines_cuda_kernels_decode(folder: Path, monkeypatch: pytest.M
     assert worst <= 4
 
 
-def test_kept_batches_stay_as_they_are_whatever_the_consumer_does(folder: Path) -> None:
-    """Batches are kept, read on a side stream, by a consumer slower and then faster than the loader."""
+def test_batches_that_the_consumer_keeps_do_not_change(folder: Path) -> None:
+    """A consumer keeps batches and reads them on another stream, first slower and then faster than the loader."""
     with load(folder, STAGES, "cuda", "pipelines.train.batch.size=8") as loader:
         kept, sums = [], []
         for epoch in range(3):

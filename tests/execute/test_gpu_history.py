@@ -1,4 +1,4 @@
-"""On an NVIDIA GPU too, what a file gives depends on its bytes alone: on engines, with kernels, in a service.
+"""On an NVIDIA GPU, a file's result depends only on its bytes: on engines, with CUDA kernels, in a service.
 
 A decoder that has seen nothing is costly to make here, so most files are compared between two decoders of different
 histories, and some with a new one.
@@ -39,7 +39,7 @@ PROGRAM = program_of(Decode(), Resize(shorter=64), CenterCrop(size=64))
 
 @cache
 def pool() -> tuple[bytes, ...]:
-    """Photographs of many sizes and samplings, sound ones and damaged ones, and some of other formats."""
+    """Photographs of many sizes and samplings, valid and damaged ones, and some files of other formats."""
     rng = random.Random(0)
     found: list[bytes] = []
     for number in range(24):
@@ -76,7 +76,7 @@ def new_runner(backend: str) -> Any:
 
 
 def decode(runner: Any, numbers: Sequence[int], *, known: bool) -> list[torch.Tensor | str]:
-    """What a runner makes of files of the pool. known: it is told which ones they are."""
+    """The results of a runner for files of the pool. known: it gets their indices."""
     device_stream = runner._device_stream
     payload = Payload.of([pool()[i] for i in numbers], lambda size: device_stream.pinned([size], torch.uint8).numpy())
     prepared = runner.prepare(payload, Keys(0, 0, np.zeros(len(numbers), np.int64)), numbers if known else None)
@@ -113,8 +113,8 @@ def test_a_file_gives_what_it_gives_a_new_decoder(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["hardware", "cuda"])
-def test_damaged_files_are_the_cpus(backend: str) -> None:
-    """What the engines leave unwritten, and what they refuse, is decoded by the CPU, and only that is equal to it."""
+def test_the_cpu_decodes_damaged_files(backend: str) -> None:
+    """The CPU decodes files that the engines refuse or leave incomplete, and only those equal the CPU's pixels."""
     runner = new_runner(backend)
     images, faults = run(PROGRAM, pool())
     apart = []

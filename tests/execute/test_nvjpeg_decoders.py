@@ -1,4 +1,4 @@
-"""Who may be in nvJPEG at a time, with a library that takes its time."""
+"""Limits on concurrent nvJPEG calls, tested with a slow fake library."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Stream:
 
 
 class DeviceStream:
-    """Stands where gpuflow.execute.device_stream.DeviceStream does, and notes what was joined."""
+    """Replaces `DeviceStream`, and records new streams and streams that were waited for."""
 
     def __init__(self) -> None:
         self.stream = Stream(7)
@@ -43,7 +43,7 @@ class DeviceStream:
 
 
 class SlowLibrary:
-    """Counts how many calls are under way on each stream and in all."""
+    """Counts concurrent calls, all calls, and the streams that they use."""
 
     def __init__(self) -> None:
         self._lock, self._inside = threading.Lock(), 0
@@ -75,7 +75,7 @@ FRAMES = np.ones((4, 3), np.int64)
 
 
 def no_engines(decoder: Any) -> int:
-    """A library that decodes nothing leaves nothing unwritten either."""
+    """The fake library decodes nothing, so no engines can be counted."""
     return 0
 
 
@@ -103,12 +103,12 @@ def work(
 
 
 @pytest.mark.parametrize(("backend", "hurried", "most"), [("hardware", 2, 2), ("cuda", 1, 1)])
-def test_a_second_call_beside_the_first_only_while_the_gpu_is_starved(backend: str, hurried: int, most: int) -> None:
+def test_a_second_concurrent_call_runs_only_while_the_gpu_waits(backend: str, hurried: int, most: int) -> None:
     library, device_stream = SlowLibrary(), DeviceStream()
     substitutes: Any = (device_stream, library)
     decoders = NvjpegDecoderPool(*substitutes, "rgb", backend, count=no_engines)
     work(decoders)
-    assert (library.most, library.made, library.streams) == (1, 1, {7}), "nobody waits: one call at a time"
+    assert (library.most, library.made, library.streams) == (1, 1, {7}), "the GPU does not wait: one call at a time"
     decoders.set_starved(True)
     work(decoders)
     assert (library.most, library.made) == (most, hurried)
@@ -120,7 +120,7 @@ def test_a_second_call_beside_the_first_only_while_the_gpu_is_starved(backend: s
     assert library.most == 1
 
 
-def test_switching_starved_on_and_off_loses_no_turn() -> None:
+def test_switching_starvation_on_and_off_loses_no_place() -> None:
     library = SlowLibrary()
     substitutes: Any = (DeviceStream(), library)
     decoders = NvjpegDecoderPool(*substitutes, "rgb", "hardware", count=no_engines)
@@ -143,7 +143,7 @@ def test_a_call_that_does_not_end_is_named(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 class Idle:
-    """Stands where SPDL's pipeline and the GPU's runner do."""
+    """Replaces SPDL's pipeline and the GPU runner."""
 
     def __init__(self) -> None:
         self.starved: list[bool] = []
@@ -156,7 +156,7 @@ class Idle:
 
 
 class Consumer:
-    """Asks a run for batches, each of which is there at once or after a while."""
+    """Requests batches from a run; each is ready immediately or after a delay."""
 
     def __init__(self) -> None:
         self._finished: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -170,7 +170,7 @@ class Consumer:
         )
 
     def get(self, starved: Callable[[], bool] | None, *, late: bool = True) -> list[bool]:
-        """What the machinery was told meanwhile."""
+        """The values that the machinery received meanwhile."""
         self._idle.starved.clear()
         if not late:
             self._finished.put("a batch")
@@ -182,11 +182,11 @@ class Consumer:
 
 def test_the_machinery_hurries_once_the_gpu_has_waited_for_many_batches() -> None:
     consumer = Consumer()
-    assert consumer.get(lambda: True, late=False) == [], "nobody had to wait"
+    assert consumer.get(lambda: True, late=False) == [], "the consumer did not wait"
     for _ in range(_LATE_BATCHES):
         assert True not in consumer.get(lambda: True), "the first batches of an epoch are late in any case"
-    told = consumer.get(lambda: True)
-    assert told[0] is True and told[-1] is False, "nobody waits any more"
+    values = consumer.get(lambda: True)
+    assert values[0] is True and values[-1] is False, "the consumer no longer waits"
     answers = iter([False, False, True])
     assert consumer.get(lambda: next(answers, True))[:4] == [False, False, True, True]
     assert consumer.get(None) == [], "no GPU"
@@ -198,7 +198,7 @@ def test_the_machinery_hurries_once_the_gpu_has_waited_for_many_batches() -> Non
     consumer.run.stop()
 
 
-def test_a_batch_that_does_not_come_is_given_up() -> None:
+def test_a_batch_that_does_not_arrive_times_out() -> None:
     consumer = Consumer()
     for starved in (lambda: True), (lambda: False), None:
         with pytest.raises(TimeoutError):

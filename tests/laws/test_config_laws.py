@@ -1,4 +1,4 @@
-"""Laws of the configurations that ship: each one checks and folds anywhere, without a GPU and without its data."""
+"""Laws of the shipped configurations: each can be checked and folded without a GPU and without its data."""
 
 from __future__ import annotations
 

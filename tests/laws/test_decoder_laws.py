@@ -1,4 +1,4 @@
-"""What a decoder gives for some bytes depends on these bytes alone: pixels or an error, whatever it decoded before.
+"""Laws of decoders: a file's pixels or error depend only on its bytes, not on files decoded before.
 
 Each place where images are decoded gets sequences of sound and damaged files and must say of each what a decoder says
 that has seen nothing else.
@@ -48,7 +48,7 @@ PRESET = program_of(Preset(name="torchpipe_cpu", height=SIDE, width=SIDE), servi
 GUARD = 0xA5
 
 Outcome = bytes | str
-"""An image's bytes, or why there is none."""
+"""An image's bytes, or why it is bad."""
 
 
 def outcome(image: torch.Tensor, fault: object) -> Outcome:
@@ -57,14 +57,14 @@ def outcome(image: torch.Tensor, fault: object) -> Outcome:
 
 @cache
 def fresh(program_name: str, number: int) -> Outcome:
-    """What a new decoder makes of a file of the pool."""
+    """The result of a new decoder for a file of the pool."""
     program = {"whole": WHOLE, "region": REGION, "served": SERVED, "preset": PRESET}[program_name]
     (image,), (fault,) = run(program, [POOL[number]])
     return outcome(image, fault)
 
 
 class Place(Protocol):
-    """Somewhere images are decoded. program: the name of what it runs."""
+    """A place where images are decoded. program: the name of the program that it runs."""
 
     program: str
 
@@ -82,7 +82,7 @@ def slots_for(program: Program, count: int) -> Any:
 
 
 class Threads:
-    """Runners that threads share, as a loader's threads do."""
+    """A pool of runners that threads share, as in a loader."""
 
     def __init__(self, program: str, threads: int) -> None:
         self.program, self._threads = program, ThreadPoolExecutor(threads)
@@ -102,7 +102,7 @@ class Threads:
 
 
 class Processes:
-    """A loader's processes."""
+    """The worker processes of a loader."""
 
     program = "region"
 
@@ -123,7 +123,7 @@ class Processes:
 
 
 class ServingProcesses:
-    """A service's processes."""
+    """The worker processes of a service."""
 
     program = "served"
 
@@ -140,7 +140,7 @@ class ServingProcesses:
 
 
 class Graph:
-    """A service's graph, by gpuflow's own decoder or by torchpipe's."""
+    """The graph of a service, with gpuflow's own decoder or torchpipe's."""
 
     def __init__(self, program: str) -> None:
         self.program = program
@@ -175,7 +175,7 @@ SLOW = {"processes", "a service's processes"}
 
 
 class Sequences(RuleBasedStateMachine):
-    """Files of the pool in any order, one by one and several at a time."""
+    """Decodes files of the pool in any order, one at a time and several at a time."""
 
     place: ClassVar[Place]
 
@@ -217,7 +217,7 @@ PROGRESSIVE = jpeg(photo(40, 56, seed=3), progressive=True)
 
 
 def attempt(decoder: CpuDecoder, data: bytes, region: tuple[int, int, int, int] | None) -> Outcome:
-    """Anything but BadSampleError fails the test."""
+    """Any exception other than BadSampleError fails the test."""
     try:
         header = probe(as_array(data), max_pixels=10**5)
         if region is not None and (header.height, header.width) != (40, 56):
@@ -233,10 +233,10 @@ def attempt(decoder: CpuDecoder, data: bytes, region: tuple[int, int, int, int] 
 
 @pytest.mark.parametrize("part", ["header", "scan"])
 @pytest.mark.parametrize("turbo", [True, False], ids=["turbo", "opencv"])
-def test_flipped_bits_poison_no_decoder_and_show_no_other_image(
+def test_flipped_bits_affect_no_later_file_and_show_no_other_image(
     part: str, turbo: bool, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """20,000 flips in the header and 20,000 in the scans, of a baseline and a progressive photograph in turn."""
+    """Flips 20,000 bits in headers and 20,000 in scans, alternating between a baseline and a progressive photograph."""
     rng = random.Random(part)
 
     def new() -> CpuDecoder:
@@ -260,7 +260,7 @@ def test_flipped_bits_poison_no_decoder_and_show_no_other_image(
 
 
 def test_a_picture_is_never_shown_for_a_file_that_failed_behind_a_warning() -> None:
-    """libjpeg warns of the version, then fails before it has written a row: TurboJPEG still calls that a warning."""
+    """libjpeg warns about the version, then fails before it has written a row; TurboJPEG reports only a warning."""
     secret, bogus = as_array(jpeg(photo(40, 56, seed=9))), as_array(damaged.warned_of_then_fatal(PROGRESSIVE))
     decoder = CpuDecoder("rgb")
     decoder.decode(secret, probe(secret))
@@ -271,7 +271,7 @@ def test_a_picture_is_never_shown_for_a_file_that_failed_behind_a_warning() -> N
 
 @pytest.fixture
 def perturbed() -> Iterator[Callable[[int], None]]:
-    """A function after which memory from the heap holds a byte, until the test ends (mallopt(3), M_PERTURB)."""
+    """A function that sets the byte that new heap memory holds until the test ends (mallopt(3), M_PERTURB)."""
     mallopt, most_mapped, perturb = ctypes.CDLL(None).mallopt, -4, -6
     mallopt(most_mapped, 0)
     yield lambda byte: mallopt(perturb, byte)
@@ -280,7 +280,7 @@ def perturbed() -> Iterator[Callable[[int], None]]:
 
 
 @pytest.mark.parametrize("program", [WHOLE, REGION], ids=["whole", "region"])
-def test_no_pixel_comes_from_memory_that_nobody_wrote(
+def test_no_pixel_comes_from_uninitialized_memory(
     program: Program, perturbed: Callable[[int], None], capfd: pytest.CaptureFixture[str]
 ) -> None:
     found = []
@@ -310,7 +310,7 @@ def test_a_jpeg_of_many_scans_is_refused_before_it_is_decoded() -> None:
 
 
 def test_end_markers_and_scans_of_what_is_appended_do_not_count() -> None:
-    """Phones append films and other pictures."""
+    """Phones append videos and other images to a JPEG."""
     progressive = jpeg(photo(60, 80), progressive=True)
     film = b"\xff\xda\x00\x08" * 500
     assert probe(as_array(progressive + film), max_scans=20).progressive
@@ -329,7 +329,7 @@ def test_segments_without_end_are_refused_soon(filler: bytes) -> None:
 
 
 class BrokenLibrary:
-    """Stands where libjpeg-turbo does, and refuses whatever it gets once it has `worked` so often."""
+    """Replaces libjpeg-turbo, and refuses every file after `worked` calls."""
 
     version = "9.9"
 
@@ -345,7 +345,7 @@ class BrokenLibrary:
 
 
 @pytest.mark.skipif(find_libjpeg_turbo() is None, reason="no libjpeg-turbo 3 here: pip install 'gpuflow[turbo]'")
-def test_a_library_that_fails_at_the_test_image_is_left_aside(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_library_that_fails_at_the_test_image_is_not_used_again(caplog: pytest.LogCaptureFixture) -> None:
     library: Any = BrokenLibrary(0)
     decoder, junk = CpuDecoder("rgb", library=library), as_array(damaged.without(SOUND, damaged.QUANTISATION))
     for _ in range(40):
@@ -358,7 +358,7 @@ def test_a_library_that_fails_at_the_test_image_is_left_aside(caplog: pytest.Log
     assert attempt(decoder, SOUND, None) == attempt(CpuDecoder("rgb"), SOUND, None)
 
 
-def test_an_opencv_that_fails_at_the_test_image_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_opencv_that_fails_at_the_test_image_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = CpuDecoder("rgb", library=None)
     decoder.check()
     monkeypatch.setattr(cv2, "imdecode", lambda data, flags: np.zeros((self_test.HEIGHT, self_test.WIDTH, 3), np.uint8))
@@ -367,7 +367,7 @@ def test_an_opencv_that_fails_at_the_test_image_is_told(monkeypatch: pytest.Monk
     assert str(caught.value) == ("OpenCV does not decode gpuflow's test image; end this process and start another one")
 
 
-def test_no_memory_is_no_fault_of_the_image(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lack_of_memory_does_not_make_an_image_bad(monkeypatch: pytest.MonkeyPatch) -> None:
     def imdecode(data: Any, flags: int) -> Any:
         error = cv2.error("no memory")
         error.code = cv2.Error.StsNoMem

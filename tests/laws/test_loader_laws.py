@@ -1,4 +1,4 @@
-"""Laws of the loader: the same batches however it runs, exact resume, every sample once, faults that do not spread."""
+"""Laws of the loader: equal batches for any threads and ranks, exact resume, every sample once, isolated faults."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def epochs(count: int, make: Callable[[], gpuflow.Loader]) -> list[list[list[Row
 
 @pytest.fixture(scope="module")
 def reference(config: Path) -> list[list[list[Row]]]:
-    """Two epochs on one rank and one thread, step by step."""
+    """The batches of two epochs on one rank and one thread."""
     return epochs(2, lambda: load(config, "run.threads=1", "run.prefetch=1"))
 
 
@@ -87,7 +87,7 @@ def test_threads_and_prefetch_change_nothing(
 
 @pytest.mark.parametrize("batch", [1, 2, 7, 23, 64])
 def test_batch_and_chunk_size_change_no_sample(batch: int, config: Path, reference: list[list[list[Row]]]) -> None:
-    """With two threads a batch of 64 travels in chunks of 32, one of 7 in chunks of 4 and 3."""
+    """With two threads a batch of 64 is divided into chunks of 32, and a batch of 7 into chunks of 4 and 3."""
     (epoch,) = epochs(1, lambda: load(config, f"pipelines.train.batch.size={batch}"))
     assert [len(step) for step in epoch[:-1]] == [batch] * (len(epoch) - 1)
     assert flat(epoch) == flat(reference[0])
@@ -142,7 +142,7 @@ def saved_states(config: Path, world_size: int, steps: int) -> list[dict[str, An
 def test_resume_at_every_step_equals_no_interruption(
     before: int, after: int, config: Path, reference: list[list[list[Row]]]
 ) -> None:
-    """Also on another number of ranks and threads, and on into the next epoch."""
+    """Resume on another number of ranks and threads, and continue into the next epoch."""
     whole = flat(reference[0]), flat(reference[1])
     steps = -(-COUNT // (3 * before))
     states = saved_states(config, before, steps)
@@ -163,7 +163,7 @@ def test_resume_at_every_step_equals_no_interruption(
 
 
 def test_resume_upon_resume_equals_no_interruption(config: Path, reference: list[list[list[Row]]]) -> None:
-    """One step a process, on two epochs, the number of threads changing each time."""
+    """Run one step per process over two epochs, each with another number of threads."""
     state: dict[str, Any] = {}
     for epoch in range(2):
         for step, expected in enumerate(reference[epoch]):
@@ -196,7 +196,7 @@ def test_every_sample_is_delivered_once_as_valid(count: int, world_size: int, ba
 
 
 def with_bad(bad: set[int], count: int) -> MemorySource:
-    """Photographs of which some are cut short, in turn with some that cannot be read."""
+    """Photographs, some of them truncated and some unreadable."""
     data = [jpeg(i % CLASSES, i) for i in range(count)]
     return MemorySource((None if i % 2 else data[i][:200]) if i in bad else data[i] for i in range(count))
 

@@ -1,4 +1,4 @@
-"""Laws of serving: the graph gives the very tensors of validation, whatever the image, the stages, the neighbours."""
+"""Laws of serving: the graph gives the same tensors as validation, for any image, stages and concurrent requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Laws over every stage: alone, in pipelines, and folded."""
+"""Laws of every stage: alone, in pipelines, and in folded programs."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ OTHER: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
         {"name": "RandomVerticalFlip", "parameters": (("p", 0.6),)},
     ),
 }
-"""For each stage the parameters of an example, and for each of its fields another value."""
+"""For each stage the parameters of an example, and another value for each of its fields."""
 
 SAMPLES = (
     jpeg(photo(64, 97), "4:2:0"),
@@ -113,7 +113,7 @@ every_stage = pytest.mark.parametrize("name", STAGES)
 
 
 def pipeline_around(stage: s.Stage) -> tuple[s.Stage, ...]:
-    """A short pipeline with this stage in it, whose results a batch can hold."""
+    """A short pipeline with this stage, whose results have one size."""
     if isinstance(stage, s.Decoder):
         return (stage, CenterCrop(size=60))
     try:
@@ -229,7 +229,7 @@ def test_encoded_bytes_and_floats_are_refused_or_taken_in_words(stage: s.Stage) 
 
 @every_example
 @pytest.mark.parametrize("chunk", [1, 3])
-def test_same_keys_same_output_whatever_the_grouping(stage: s.Stage, chunk: int) -> None:
+def test_same_keys_give_the_same_output_in_any_grouping(stage: s.Stage, chunk: int) -> None:
     program = program_of(*pipeline_around(stage))
     whole, faults = run(program, SAMPLES, KEYS)
     assert faults == [None] * len(SAMPLES)
@@ -260,7 +260,7 @@ def test_random_says_whether_keys_matter(stage: s.Stage) -> None:
 
 
 NEUTRAL: tuple[s.Stage, ...] = (Flip(), torchvision("RandomHorizontalFlip", p=0.0), torchvision("RandomInvert", p=0.0))
-"""Stages that draw random numbers, and yet change nothing."""
+"""Stages that draw random numbers but change nothing."""
 
 
 @pytest.mark.parametrize(
@@ -278,7 +278,7 @@ def test_an_inserted_stage_changes_no_other_stages_draws(stage: s.Stage, neutral
 
 
 @every_example
-def test_namesakes_draw_numbers_of_their_own(stage: s.Stage) -> None:
+def test_stages_of_the_same_name_draw_different_numbers(stage: s.Stage) -> None:
     turns = s.Pipeline("p", (Decode(), stage, stage)).occurrences()[1:]
     assert turns[1] == turns[0] + 1
     first, second = (keys_of(8).stage(stage.stage_name, turn).uniform(4) for turn in turns)
@@ -323,7 +323,7 @@ SOURCES = tuple(png(photo(*size)) for size in ((40, 40), (37, 61), (64, 23), (9,
 
 
 def one_by_one(pipeline: s.Pipeline, data: bytes, keys: s.Keys) -> torch.Tensor | None:
-    """Each stage by itself through torchvision; None where a crop asks for more than there is."""
+    """Runs each stage's torchvision form in order; None if a crop is larger than its image."""
     image = decoded(data)
     for stage, turn in zip(pipeline.stages[1:], pipeline.occurrences()[1:], strict=True):
         assert isinstance(stage, s.Geometry)

@@ -22,11 +22,11 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def config(photos: Path, tmp_path: Path) -> Path:
-    """A file whose val and serve are the same stages, written down twice."""
+    """A file whose val and serve have the same stages, written twice."""
     return write_config(tmp_path / "x.yaml", photos, val=VAL, serve={"stages": copy.deepcopy(list(VAL))})
 
 
 def read(photos: Path, folder: Path, val: Entries = VAL, serve: Entries | None = None) -> Config:
-    """A configuration with these stages; without a block serve where `serve` is None."""
+    """A configuration with these stages, without a block serve if `serve` is None."""
     blocks = {} if serve is None else {"serve": {"stages": list(serve)}}
     return read_config(write_config(folder / "y.yaml", photos, val=val, **blocks), STAGES)

@@ -23,7 +23,7 @@ def _in_time() -> Iterator[None]:
 
 @pytest.fixture
 def parity(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], config: Path, tmp_path: Path) -> Run:
-    """Runs the command in this process, on the file and into a folder of its own."""
+    """Runs the command in this process on the file, with output to its own folder."""
     return command_here(monkeypatch, capsys, "parity", config, "--out", tmp_path / "out")
 
 
@@ -33,7 +33,7 @@ def test_help() -> None:
     assert "torchpipe_gpu" in result.output
 
 
-def test_what_agrees_exits_0_and_leaves_a_report(parity: Run, tmp_path: Path, config: Path) -> None:
+def test_equal_ways_exit_0_and_write_a_report(parity: Run, tmp_path: Path, config: Path) -> None:
     done = parity("--images", 3)
     assert done.code == 0, done.err
     assert "PASS: val and serve, val and torchvision agree as they must" in done.out

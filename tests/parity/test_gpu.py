@@ -1,4 +1,4 @@
-"""Parity on an NVIDIA GPU: within two levels of the CPU, and served as validated, bit for bit."""
+"""Parity on an NVIDIA GPU: within two levels of the CPU, and serving equals validation, bit for bit."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_the_gpu_is_within_two_levels_and_serves_what_it_validates(
     pairs = {(pair.a, pair.b): pair for pair in report.pairs}
     assert pairs["val", "val@cuda"].asked.startswith("at most 2 levels")
     assert [row.allowed for row in pairs["val", "val@cuda"].rows] == [2] * len(stages)
-    assert pairs["val@cuda", "serve@cuda"].asked == "equal: both are made on the same device"
+    assert pairs["val@cuda", "serve@cuda"].asked == "equal: both run on the same device"
     assert all(row.differ == 0 and row.images == 47 for row in pairs["val@cuda", "serve@cuda"].rows)
 
 

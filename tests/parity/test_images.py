@@ -1,4 +1,4 @@
-"""What ways are compared on: hostile images of every kind, and a fair sample of the user's own."""
+"""The images to compare: hostile images of every kind, and an even selection of the user's own."""
 
 from __future__ import annotations
 

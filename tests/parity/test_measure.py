@@ -1,4 +1,4 @@
-"""Levels, exactly, on arrays made for it."""
+"""Differences in levels, exact on constructed arrays."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_preset_of_the_gpu_is_measured_without_one() -> None:
     assert scale.unit.flatten().tolist() == pytest.approx([1 / 255 / std for std in (0.229, 0.224, 0.225)])
 
 
-def test_what_is_no_number_is_far_away_from_any_number() -> None:
+def test_nan_and_infinity_are_255_levels_from_any_number() -> None:
     nan, inf = float("nan"), float("inf")
     a, b = torch.tensor([nan, nan, inf, inf, 1.0]), torch.tensor([nan, 0.0, inf, 0.0, 1.0])
     assert levels_apart(a[None, None], b[None, None], PLAIN).flatten().tolist() == [0, 255, 0, 255, 0]

@@ -1,4 +1,4 @@
-"""The report: JSON with everything, a page that needs nothing else, a table for 80 columns."""
+"""The report: JSON with all results, a self-contained page, and a table for 80 columns."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def row(stage: str, number: int, allowed: float | None, most: float) -> Row:
 
 
 def report(served: float = 0) -> Report:
-    """Of val against serve, `served` levels apart in the whole, and against opencv."""
+    """A report of val against serve, `served` levels apart after the whole pipeline, and of val against opencv."""
     picture = Picture("a<b>.jpg", BLACK, BLACK + 9, SPOT)
     same = Picture("same.jpg", BLACK, BLACK, np.zeros((4, 6), np.float32))
     serve = Pair(
         a="val",
         b="serve",
-        asked="equal: both are made on the same device",
+        asked="equal: both run on the same device",
         rows=(row("center_crop", 1, 0, 0), row("normalize", 2, 0, served)),
         logits=(Logits(kind="own", images=12, max=0.5, mean=0.25, flips=3),),
         skipped=(("decode", "a graph gives images of one size"),),
@@ -77,7 +77,7 @@ def report(served: float = 0) -> Report:
 
 
 class Reader(HTMLParser):
-    """Checks that every element is closed, and gathers pictures and text."""
+    """Checks that every element is closed, and collects pictures and text."""
 
     VOID = ("meta", "img")
 
@@ -116,7 +116,7 @@ def test_the_verdict_stands_at_the_top() -> None:
     assert breach.index("BREACH: val") < breach.index("What must agree") < breach.index("What naive sharing")
 
 
-def test_a_page_needs_nothing_else_and_follows_light_and_dark() -> None:
+def test_a_page_is_self_contained_and_follows_light_and_dark() -> None:
     text = page(report(served=5))
     assert not re.search(r"https?:|<script|<link|@import|url\(", text)
     assert "prefers-color-scheme: dark" in text
@@ -190,7 +190,7 @@ def test_the_table_fits_80_columns() -> None:
     assert ["normalize,", "whole", "80", "40", "0.800", "-", "-", "-", "1/12"] in words
     assert ["logits", "0.5", "0.25", "-", "-"] in words
     assert ["top-1", "flips", "3/12", "-"] in words
-    assert "val against serve BREACH  equal: both are made on the same device" in lines
+    assert "val against serve BREACH  equal: both run on the same device" in lines
     assert "  val against serve: not after decode: a graph gives images of one size" in lines
     assert "  refused by both: empty file" in lines
     assert "  val@cuda  skipped: torch sees no NVIDIA GPU here" in lines
@@ -206,7 +206,7 @@ def test_a_long_list_of_images_is_cut() -> None:
     assert "  val against serve: image 5: serve refuses it: decode: no" in lines
     assert "  val against serve: and 3 images more" in lines
     assert " ".join(lines[-2:]) == (
-        "BREACH: val against serve after center_crop: 9 images that only one of them gives so"
+        "BREACH: val against serve after center_crop: 9 images that only one of them accepts or gives in this form"
     )
 
 

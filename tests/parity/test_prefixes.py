@@ -1,4 +1,4 @@
-"""Prefixes of a pipeline: programs whose images, cut to their sizes, are what the stages so far make."""
+"""Prefixes of a pipeline: programs whose images, cropped to their sizes, equal the results of their stages."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ def test_images_cut_to_their_sizes_are_what_the_stages_make() -> None:
 
 
 def resized_by_hand(data: bytes) -> torch.Tensor:
-    """The image resized to where its shorter side is 20, on a pipeline of that size alone."""
+    """The image resized by a pipeline to a shorter side of 20."""
     _, height, width = decoded(data).shape
     return alone(Resize(height=20 * height // min(height, width), width=20 * width // min(height, width)), data)
 
 
-def test_of_larger_images_the_upper_left_counts() -> None:
+def test_of_larger_images_the_upper_left_is_compared() -> None:
     wide = jpeg(photo(3, LARGEST_CANVAS + 500))
     (decode, _) = prefixes(Decode(), CenterCrop(size=2), files=[wide])
     assert decode.sizes == ((3, LARGEST_CANVAS),)
@@ -63,7 +63,7 @@ def test_draws_are_those_of_the_place_in_the_epoch() -> None:
     assert all(torch.equal(a, b) or torch.equal(a, b.flip(2)) for a, b in zip(images, whole, strict=True))
 
 
-def test_a_prefix_whose_sizes_nobody_knows_is_left_out() -> None:
+def test_a_prefix_with_unknown_sizes_is_left_out() -> None:
     pad = Torchvision(name="Pad", parameters=(("padding", 2),))
     assert [prefix.count for prefix in prefixes(Decode(), pad, Resize(height=9, width=8))] == [1, 3]
 

@@ -1,4 +1,4 @@
-"""Whole studies: what agrees passes, what does not is a breach that names the stage, and naive ways never are."""
+"""Whole studies: equal ways pass, others breach at the named stage, and naive ways never breach."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ BAD = ("empty file", "jpeg cut short", "jpeg of 60000x60000", "text")
 
 
 class Changed:
-    """A way that does to another one's results what `change` says; `number` counts images."""
+    """A way that applies `change` to another way's results; `number` counts images."""
 
     def __init__(self, way: Way, change: Callable[[int, Result], Result]) -> None:
         self._way, self._change = way, change
@@ -69,7 +69,7 @@ class Failing:
 
 
 def changed(config: Config, change: Callable[[int, Result], Result], name: str = "serve") -> Report:
-    """A study of val against another way, which is val changed."""
+    """A study of val against a changed val."""
     ways = dict(ways_of(config, "val"))
     return study(config, count=3, against=("val", name), ways={**ways, name: Changed(ways["val"], change)})
 
@@ -87,9 +87,12 @@ def largest(row: Row) -> float:
 
 @no_gpu
 def test_one_list_of_stages_passes(photos: Path, tmp_path: Path) -> None:
-    told: list[tuple[int, int, str]] = []
+    reported: list[tuple[int, int, str]] = []
     report = study(
-        read(photos, tmp_path, serve=VAL), count=5, progress=lambda *so_far: told.append(so_far), command="gpuflow x"
+        read(photos, tmp_path, serve=VAL),
+        count=5,
+        progress=lambda *so_far: reported.append(so_far),
+        command="gpuflow x",
     )
     assert not report.breach
     assert verdict(report) == (
@@ -109,7 +112,7 @@ def test_one_list_of_stages_passes(photos: Path, tmp_path: Path) -> None:
     ]
     assert all(sorted(row.refused) == list(BAD) and row.alone == row.beyond == () for row in serve.rows)
     assert serve.skipped == tuple(
-        (stage, "a graph gives images of one size, and here they differ") for stage in ("decode", "resize")
+        (stage, "a graph gives images of one size, and after this stage they differ") for stage in ("decode", "resize")
     )
     reference = pair(report, "torchvision")
     assert [(row.stage, row.allowed) for row in reference.rows] == [
@@ -123,8 +126,8 @@ def test_one_list_of_stages_passes(photos: Path, tmp_path: Path) -> None:
     assert pair(report, "opencv").rows[-1].max > 50
     assert report.images == {"own": 5, "hostile": 35, "bad": 4}
     assert report.preprocessing == read(photos, tmp_path).programs["val"].pipeline.fingerprint
-    assert told[-1] == (4 * 44, 4 * 44, "normalize")
-    assert [so_far[0] for so_far in told] == sorted(so_far[0] for so_far in told)
+    assert reported[-1] == (4 * 44, 4 * 44, "normalize")
+    assert [so_far[0] for so_far in reported] == sorted(so_far[0] for so_far in reported)
     missing = {way.name: way.missing for way in report.ways if way.missing is not None}
     assert set(missing) == {"val@cuda", "serve@cuda", "torchpipe_gpu", "torchvision@cuda"}
     assert {"gpuflow", "torch", "opencv", "pillow", "torchpipe"} <= set(report.versions)
@@ -154,8 +157,8 @@ def test_other_stages_pass_too(stages: Entries, photos: Path, tmp_path: Path) ->
     assert all(row.images >= 35 for one in report.judged for row in one.rows)
 
 
-def test_what_the_reference_alone_refuses_is_no_breach(photos: Path, tmp_path: Path) -> None:
-    """torchvision makes no image of height 0, which the longer side would leave of one that is 400x3."""
+def test_an_image_that_only_the_reference_refuses_is_no_breach(photos: Path, tmp_path: Path) -> None:
+    """torchvision refuses an image of height 0, which resizing the longer side would make of a 400x3 image."""
     stages = STAGES_OF_ALL_KINDS["gray, longer side"]
     (decode, resize, _) = pair(study(read(photos, tmp_path, stages), count=0), "torchvision").rows
     assert decode.beyond == ()
@@ -194,7 +197,7 @@ def test_another_size_is_a_breach(photos: Path, tmp_path: Path) -> None:
     (row,) = pair(report, "serve").rows
     assert (row.images, row.differ, len(row.alone)) == (0, 0, 36)
     assert row.alone[0][1] == "val gives uint8 3x24x24, serve gives uint8 3x20x20"
-    expected = "val against serve after center_crop: 36 images that only one of them gives so"
+    expected = "val against serve after center_crop: 36 images that only one of them accepts or gives in this form"
     assert list(breaches(pair(report, "serve"))) == [expected]
 
 
@@ -218,7 +221,7 @@ def test_one_level_in_one_pixel_is_a_breach_of_equality(photos: Path, tmp_path: 
     assert picture.difference.sum() == picture.difference[5, 5] == pytest.approx(1, abs=1e-4)
 
 
-def test_an_image_that_one_alone_gives_is_a_breach(photos: Path, tmp_path: Path) -> None:
+def test_an_image_that_only_one_way_accepts_is_a_breach(photos: Path, tmp_path: Path) -> None:
     def change(number: int, result: Result) -> Result:
         return BadSampleError("decode", "not today") if number == 4 else result
 
@@ -259,15 +262,15 @@ def test_a_naive_way_that_is_asked_for_may_not_fail(photos: Path, tmp_path: Path
         study(config, count=1, against=("val", "opencv"), ways={**ways_of(config, "val"), "opencv": Failing()})
 
 
-def test_two_ways_that_never_meet(photos: Path, tmp_path: Path) -> None:
+def test_two_ways_without_a_common_stage(photos: Path, tmp_path: Path) -> None:
     with pytest.raises(GpuflowError) as caught:
         study(read(photos, tmp_path, VAL, RAW), count=0, against=("serve", "torchpipe_cpu"))
     assert str(caught.value) == (
         "parity: serve and torchpipe_cpu have no stage in common: "
-        "after decode: a graph gives images of one size, and here they differ; "
-        "after resize: a graph gives images of one size, and here they differ; "
+        "after decode: a graph gives images of one size, and after this stage they differ; "
+        "after resize: a graph gives images of one size, and after this stage they differ; "
         "after center_crop: its operators have no such stages; "
-        "after normalize: what is served ends before: the model does the rest"
+        "after normalize: serving ends before this stage: the model does the rest"
     )
 
 
@@ -284,7 +287,7 @@ def test_nothing_to_compare(photos: Path, tmp_path: Path) -> None:
     with pytest.raises(GpuflowError) as caught:
         study(config, ways=ways)
     assert str(caught.value) == (
-        f"parity: no two ways can be held against each other here: serve: {tmp_path}/y.yaml has no block serve; "
+        f"parity: no two ways can be compared here: serve: {tmp_path}/y.yaml has no block serve; "
         "torchvision: flip(horizontal=0.5) is random, so torchvision draws something else; "
         f"val@cuda: {tmp_path}/y.yaml has no block serve; serve@cuda: {tmp_path}/y.yaml has no block serve"
     )
@@ -322,9 +325,9 @@ def test_what_each_rule_allows() -> None:
         for kind in ("ours", "reference", "asked", "nothing")
         for same in (True, False)
     }
-    assert words[("ours", True)] == "equal: both are made on the same device"
-    assert words[("ours", False)] == "at most 2 levels: one is made on the CPU, one on a GPU"
-    assert words[("reference", True)] == "at most what the stages declare, added up"
+    assert words[("ours", True)] == "equal: both run on the same device"
+    assert words[("ours", False)] == "at most 2 levels: one runs on the CPU, one on a GPU"
+    assert words[("reference", True)] == "at most the sum of the stages' tolerances"
     assert words[("asked", False)] == "at most 3.5 levels, as asked for"
     assert words[("nothing", True)] == ""
 
@@ -350,7 +353,7 @@ def test_rounding_to_16_bits_is_no_breach() -> None:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A linear classifier of the pixels, which says nothing of its preprocessing."""
+    """A linear classifier of the pixels that does not record its preprocessing."""
     torch.manual_seed(0)
     module = nn.Sequential(nn.Flatten(), nn.Linear(3 * 24 * 24, 5))
     return save_program(tmp_path_factory.mktemp("model") / "m.pt2", module, torch.zeros(2, 3, 24, 24))

@@ -1,4 +1,4 @@
-"""Each way alone: it makes of an image what the library behind it makes, and says why where it cannot run."""
+"""Each way alone: its results equal those of its library, and it says why it cannot run."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def setup(folder: Path, val: Entries = VAL, serve: Entries | None = VAL) -> tuple[dict[str, Way], list[Prefix]]:
-    """Every way of such a file, and the prefixes over `SOME`."""
+    """Every way of a configuration, and the prefixes for the images `SOME`."""
     config = read(folder / "photos", folder, val, serve)
     return dict(ways_of(config, "val")), list(prefixes_of(config.programs["val"], encoded()))
 
@@ -85,7 +85,7 @@ def test_val_gives_results_that_outlive_their_batch(folder: Path) -> None:
 def test_serve_is_the_graph_up_to_each_stage_of_one_size(folder: Path) -> None:
     ways, prefixes = setup(folder)
     refusals = [ways["serve"].refuses(prefix) for prefix in prefixes]
-    assert refusals == ["a graph gives images of one size, and here they differ"] * 2 + [None, None]
+    assert refusals == ["a graph gives images of one size, and after this stage they differ"] * 2 + [None, None]
     for prefix in prefixes[2:]:
         found, expected = results(ways["serve"], prefix), results(ways["val"], prefix)
         assert list(found) == list(expected)
@@ -97,7 +97,7 @@ def test_serve_is_the_graph_up_to_each_stage_of_one_size(folder: Path) -> None:
 def test_where_serving_has_other_stages_its_whole_counts(folder: Path) -> None:
     other = [*VAL[:2], {"center_crop": {"size": [24, 20]}}, VAL[3]]
     ways, prefixes = setup(folder, serve=other)
-    assert ways["serve"].refuses(prefixes[2]) == "what is served has center_crop(size=(24, 20)) there"
+    assert ways["serve"].refuses(prefixes[2]) == "serving has center_crop(size=(24, 20)) at this stage"
     assert ways["serve"].refuses(prefixes[3]) is None
     assert tensors(ways["serve"], prefixes[3])["jpeg gray"].shape == (3, 24, 20)
 
@@ -105,7 +105,7 @@ def test_where_serving_has_other_stages_its_whole_counts(folder: Path) -> None:
 def test_where_the_model_does_the_rest(folder: Path) -> None:
     ways, prefixes = setup(folder, serve=RAW)
     assert ways["serve"].refuses(prefixes[2]) is None
-    assert ways["serve"].refuses(prefixes[3]) == "what is served ends before: the model does the rest"
+    assert ways["serve"].refuses(prefixes[3]) == "serving ends before this stage: the model does the rest"
     assert tensors(ways["serve"], prefixes[2])["jpeg gray"].dtype == torch.uint8
 
 
@@ -143,7 +143,7 @@ def test_torchvision_decodes_as_the_decoder_says(color: str, folder: Path) -> No
     assert ours["jpeg EXIF 6"].shape == (1 if color == "gray" else 3, 60, 40)
 
 
-def test_filters_that_pil_images_do_not_have_are_passed_over_in_silence(folder: Path) -> None:
+def test_filters_that_pil_lacks_give_no_warning(folder: Path) -> None:
     resize = {"resize": {"height": 20, "width": 20, "antialias": False}}
     ways, prefixes = setup(folder, val=[{"decode": {}}, resize], serve=None)
     assert len(tensors(ways["pillow"], prefixes[1])) == len(GOOD)  # warnings are errors here
@@ -195,12 +195,12 @@ def test_what_needs_a_gpu(folder: Path) -> None:
     assert set(NAIVE) < set(ways)
 
 
-def test_what_a_pipeline_does_not_go_with(folder: Path) -> None:
+def test_pipelines_that_a_way_cannot_run(folder: Path) -> None:
     ways, _ = setup(folder, val=[{"decode": {"color": "gray"}}, *RAW[1:]], serve=None)
     assert ways["torchpipe_cpu"].missing() == "torchpipe's operators give no gray images"
     assert ways["serve"].missing() == f"{folder}/y.yaml has no block serve"
     ways, _ = setup(folder, val=[{"decode": {"backend": "gpu"}}, *RAW[1:]], serve=None)
-    assert ways["val"].missing() == "decode(backend='gpu') is for a GPU"
+    assert ways["val"].missing() == "decode(backend='gpu') runs only on a GPU"
     ways, _ = setup(folder, val=[{"decode": {}}, {"random_crop": {"size": 2}}], serve=None)
     assert ways["torchvision"].missing() == "random_crop(size=2) is random, so torchvision draws something else"
 
@@ -219,4 +219,4 @@ def test_a_pipeline_that_begins_with_a_preset(name: str, photos: Path, tmp_path:
     assert ways["opencv"].missing() == f"{head} decodes and resizes by itself"
     assert ways[name].missing() == "the pipeline itself begins with it"
     for way in "val", "serve":
-        assert ways[way].missing() == (None if name == "torchpipe_cpu" else f"{head} is for a GPU")
+        assert ways[way].missing() == (None if name == "torchpipe_cpu" else f"{head} runs only on a GPU")

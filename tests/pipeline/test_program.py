@@ -1,4 +1,4 @@
-"""fold: which steps a pipeline becomes, and what one sampling says. That pixels stay the same is a law of stages."""
+"""fold: the steps of a folded pipeline, and the fields of a sampling. tests/laws checks that pixels do not change."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BLUR = Torchvision(name="GaussianBlur", parameters=(("kernel_size", 3),))
 
 
 def steps(*stages: s.Stage) -> list[str]:
-    """Each step as the names of its stages."""
+    """For each step the names of its stages."""
     program = program_of(Decode(), *stages, name="p")
     return [
         " ".join(stage.stage_name for stage in step.stages) if isinstance(step, SamplingStep) else step.stage.stage_name
@@ -108,7 +108,7 @@ def test_flips_turn_later_crops_around() -> None:
         ("bicubic", [[False, False]], [[False, True]]),
     ],
 )
-def test_nearest_alone_minds_whether_a_flip_comes_first(
+def test_only_nearest_depends_on_whether_a_flip_comes_first(
     interpolation: Any, mirrors: list[list[bool]], flips: list[list[bool]]
 ) -> None:
     result = sampling(50, 60, Flip(horizontal=1.0), Resize(height=7, width=5, interpolation=interpolation))

@@ -1,4 +1,4 @@
-"""Values: specs, keys and their random numbers, pipelines."""
+"""The values of pipelines: specs, keys and their random numbers, and pipelines."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from gpuflow.stages import CenterCrop, Decode, Flip, Normalize, Resize
 
 U64 = np.uint64
 KNOWN = [[0.8908170177601278, 0.9291253734845668], [0.12185005168430507, 0.4543886261526495]]
-"""The first numbers of seed 3, epoch 4, the second flip, positions 5 and 2^40."""
+"""The first random numbers of seed 3, epoch 4, the second flip, positions 5 and 2^40."""
 
 
 # --- random numbers --------------------------------------------------------------------------------------------------
@@ -37,7 +37,7 @@ KNOWN = [[0.8908170177601278, 0.9291253734845668], [0.12185005168430507, 0.45438
         ),
     ],
 )
-def test_philox_gives_its_authors_known_answers(counter: list[int], key: int, expected: list[int]) -> None:
+def test_philox_gives_the_known_answers_of_its_authors(counter: list[int], key: int, expected: list[int]) -> None:
     words = _philox([np.array([word], U64) for word in counter], key)
     assert [int(word[0]) for word in words] == expected
 
@@ -64,7 +64,7 @@ def test_a_samples_numbers_do_not_depend_on_its_neighbours() -> None:
     assert keys(positions=[]).stage("flip", 0).uniform(5).shape == (0, 5)
 
 
-def test_everything_that_should_change_the_numbers_does() -> None:
+def test_seed_epoch_position_and_stage_change_the_numbers() -> None:
     draws = [
         keys(seed, epoch, [place]).stage(name, turn).uniform(4)
         for seed in (0, 1)
@@ -115,7 +115,7 @@ def test_specs_in_words(spec: s.ImageSpec, text: str, fixed: bool) -> None:
     assert spec.fixed == fixed
 
 
-def test_a_changed_shape_forgets_the_shorter_side() -> None:
+def test_a_changed_shape_resets_the_shorter_side() -> None:
     spec = s.ImageSpec(shape=(None, None, 3), shorter=8)
     assert spec.replace(dtype="float32").shorter == 8
     assert spec.replace(shape=(9, 9, 3)).shorter is None
@@ -134,7 +134,7 @@ def test_a_pipeline_is_a_value() -> None:
     assert len({pipeline, s.Pipeline("val", pipeline.stages), s.Pipeline("val", pipeline.stages[:3])}) == 2
 
 
-def test_a_fingerprint_stands_for_stages_in_order_and_not_for_the_name() -> None:
+def test_a_fingerprint_covers_stages_in_order_and_not_the_name() -> None:
     first, second = Flip(horizontal=0.5), CenterCrop(size=8)
     prints = [
         s.Pipeline(name, stages).fingerprint
@@ -158,14 +158,14 @@ def test_equal_pipelines_have_equal_fingerprints() -> None:
 
 
 def test_lines_name_every_parameter() -> None:
-    """What a fingerprint covers, for a person who wants to know why two of them differ."""
+    """The text of the parameters that a fingerprint covers, to find why two fingerprints differ."""
     assert s.Pipeline("p", (Resize(shorter=8), Normalize(mean=(0.5, 0, 0), std=(1, 1, 1.5)))).lines == (
         "resize(height=None, width=None, shorter=8, longer=None, interpolation='bilinear', antialias=True)",
         "normalize(mean=(0.5, 0, 0), std=(1, 1, 1.5), dtype='float32', layout='nchw')",
     )
 
 
-def test_occurrences_count_earlier_namesakes() -> None:
+def test_occurrences_count_earlier_stages_of_the_same_name() -> None:
     stages = (Decode(), Flip(), Resize(shorter=3), Flip(), Resize(shorter=2), Flip())
     assert s.Pipeline("p", stages).occurrences() == [0, 0, 0, 1, 1, 2]
 

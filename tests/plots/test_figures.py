@@ -1,4 +1,4 @@
-"""Every figure: the same bytes from the same results.csv, all text inside the page, located errors."""
+"""Every figure: the same bytes from the same results.csv, all text inside the figure, located errors."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ ARMS = {**dict.fromkeys(style.ARMS), "an arm of its own": None}
 LOADERS = (1500.0, 1510.0, 1495.0, 500.0, 495.0, 490.0, 10.0, 480.0, 12_345.0)
 RATES = dict(zip(ARMS, (*LOADERS, 50.0, 96.0, 1234.0, 95.0, 0.0), strict=True))
 METRICS = {"images_per_s": 1.0, "qps": 1.0, "tp50_ms": 2.0, "tp99_ms": 30.0}
-"""Metric -> by how much it is larger than the rate."""
+"""For each metric the factor from the rate to its value."""
 SERVED = ("plain", "graph-cpu", "graph-gpu")
 
 
 def results(path: Path, *workloads: str, arms: tuple[str, ...] = tuple(ARMS)) -> Path:
-    """A results.csv with made-up rates: every arm on every workload."""
+    """A results.csv with invented rates for every arm and workload."""
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(style.Result.__slots__)
@@ -38,7 +38,7 @@ def results(path: Path, *workloads: str, arms: tuple[str, ...] = tuple(ARMS)) ->
 
 
 def texts(svg: Path) -> set[str]:
-    """The texts of a figure, which matplotlib notes beside their outlines."""
+    """The texts of an SVG figure, which matplotlib writes as comments next to their outlines."""
     return set(re.findall(r"<!-- (.*?) -->", svg.read_text()))
 
 
@@ -66,7 +66,7 @@ def test_same_results_same_bytes(draw: Draw, workloads: list[str], arms: tuple[s
 
 @cases
 def test_nothing_is_clipped(draw: Draw, workloads: list[str], arms: tuple[str, ...], tmp_path: Path) -> None:
-    """A text that runs off the page leaves ink at its edge."""
+    """A text that extends beyond the figure leaves ink at its edge."""
     _, png = draw(results(tmp_path / "results.csv", *workloads, arms=arms), tmp_path / "figure")
     with Image.open(png) as image:
         pixels_HWC = np.asarray(image.convert("RGB"))

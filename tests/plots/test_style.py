@@ -1,4 +1,4 @@
-"""What the figures share: reading results, one fixed look an arm, deterministic files."""
+"""The common style of figures: reading results, one fixed colour per arm, deterministic files."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_spread_apart_keeps_the_order_and_the_gap(places: list[float], gap: floa
     assert min(style.spread_apart(places, gap, lowest=50)) >= 50
 
 
-def test_the_look_does_not_leak() -> None:
+def test_the_style_applies_only_inside_its_block() -> None:
     before = dict(mpl.rcParams)
     with style.figure_style():
         Figure().subplots()

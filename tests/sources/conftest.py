@@ -1,4 +1,4 @@
-"""Real stand-ins for the tests of sources: a small HTTP server that can fail, and readers of payloads."""
+"""Helpers for the tests of sources: a small HTTP server that can fail, and functions that read payloads."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def cache_home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mon
 
 @pytest.fixture
 def read_all() -> ReadAll:
-    """Reads samples: their bytes, or the error text where there is one. Checks the payload's form."""
+    """Reads samples: for each its bytes or its error text. Checks the payload's layout."""
 
     def read(source: Source, indices: Sequence[int] | None = None) -> list[bytes | str]:
         wanted = range(len(source)) if indices is None else indices

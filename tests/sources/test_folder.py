@@ -1,4 +1,4 @@
-"""ImageFolder's samples in ImageFolder's order, and located errors."""
+"""The folder source: the samples and the order of ImageFolder, and located errors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.sources.conftest import ReadAll
 
 
 def plant(root: Path, *names: str) -> Path:
-    """Files that hold their own names."""
+    """Creates files that hold their own names."""
     for name in names:
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -111,7 +111,7 @@ def test_class_without_images(tmp_path: Path) -> None:
     fails(f"{rule} (nor do 2 more classes); add images or remove the directory", folder=str(tmp_path))
 
 
-def test_what_cannot_be_read_is_an_error_of_its_own_sample(tmp_path: Path, read_all: ReadAll) -> None:
+def test_an_unreadable_file_is_an_error_of_its_own_sample_only(tmp_path: Path, read_all: ReadAll) -> None:
     names = [f"a/{i}.jpg" for i in range(9)]
     source = open_source(SourceSpec(folder=str(plant(tmp_path, *names))))
     (tmp_path / "a/1.jpg").unlink()
@@ -142,7 +142,7 @@ def test_order_of_the_indices_and_repeats(tmp_path: Path, read_all: ReadAll) -> 
     source.close()
 
 
-def test_a_short_lived_fault_is_retried(read_all: ReadAll) -> None:
+def test_a_temporary_failure_is_retried(read_all: ReadAll) -> None:
     with tempfile.TemporaryDirectory(dir="/tmp") as directory:  # a socket's path must be short
         root = plant(Path(directory), "a/1.jpg", "a/2.jpg", "a/3.jpg")
         source = open_source(SourceSpec(folder=directory))
@@ -177,7 +177,7 @@ def test_an_exception_of_the_allocator_leaves_no_file_open(tmp_path: Path) -> No
 
 
 def test_many_threads_with_few_descriptors(tmp_path: Path) -> None:
-    """Running out of descriptors slows reading down and spoils nothing."""
+    """Running out of file descriptors slows reading and affects no result."""
     plant(tmp_path, *(f"a/{i:03}.jpg" for i in range(64)))
     script = f"""
 import resource, numpy as np

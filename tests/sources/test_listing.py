@@ -1,4 +1,4 @@
-"""CSV and JSON lines, labels as numbers or names, and errors that name the line."""
+"""The listing source: CSV and JSON lines, labels as numbers or names, and errors that name the line."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_byte_order_mark_is_no_part_of_the_header() -> None:
     assert contents(listing(b"\xef\xbb\xbfpath,label\na.jpg,0\n"))[0] == ["a.jpg"]
 
 
-def test_blanks_around_labels_do_not_count() -> None:
+def test_spaces_around_labels_are_ignored() -> None:
     assert contents(listing("a.jpg, 1\nb.jpg, 0\n"))[1:] == ([1, 0], ("0", "1"))
     assert contents(listing("a.jpg, dog\nb.jpg,dog\n"))[1:] == ([0, 0], ("dog",))
 
@@ -109,7 +109,7 @@ def test_many_chunks_keep_their_order() -> None:
     assert contents(listing(text, name="list.jsonl"))[:2] == expected
 
 
-def test_what_is_listed_and_missing_is_an_error_of_its_own_sample(read_all: ReadAll) -> None:
+def test_a_listed_file_that_is_missing_is_an_error_of_its_own_sample_only(read_all: ReadAll) -> None:
     assert read_all(listing("a.jpg,0\nnone.jpg,0\nb.jpg,1\n")) == [b"a.jpg", "no such file", b"b.jpg"]
 
 

@@ -19,7 +19,7 @@ from tests.sources.conftest import ReadAll
 
 
 class MemorySource:
-    """Samples that hold their own index as text."""
+    """A source whose samples hold their own index as text."""
 
     def __init__(self, labels: Sequence[int], shard_sizes: tuple[int, ...] | None = None) -> None:
         self.labels: NDArray[np.int64] = np.array(labels, dtype=np.int64)
@@ -83,7 +83,7 @@ def test_counts_are_floors_or_ceilings_and_lose_nothing(sizes: list[int], fracti
     assert counts.sum(axis=1).tolist() == sizes
 
 
-def test_rounding_of_one_class_is_made_good_by_the_next() -> None:
+def test_the_next_class_compensates_the_rounding_of_one_class() -> None:
     counts = split_counts(np.full(10, 13, dtype=np.int64), [0.9, 0.1])
     assert counts.sum(axis=0).tolist() == [117, 13, 0]
     assert set(counts[:5, 1].tolist()) == {1, 2}

@@ -1,4 +1,4 @@
-"""TarSource: WebDataset's samples, the cached index, and shards that are damaged or change."""
+"""The tar source: WebDataset's samples, the cached index, and shards that are damaged or change."""
 
 from __future__ import annotations
 
@@ -198,7 +198,7 @@ def test_the_index_is_cached(make_tar: MakeTar, cache_home: Path, read_all: Read
     assert read_all(again) == read_all(first)
 
 
-def test_another_size_or_time_is_indexed_anew(make_tar: MakeTar, cache_home: Path) -> None:
+def test_a_shard_of_another_size_or_time_is_indexed_again(make_tar: MakeTar, cache_home: Path) -> None:
     write_shards(make_tar)
     open_source(SourceSpec(tar="00.tar"))
     Path("00.tar").write_bytes(make_tar([("x.jpg", b"x"), ("x.cls", b"0")]))

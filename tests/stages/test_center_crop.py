@@ -1,4 +1,4 @@
-"""center_crop: torchvision's box, and its black border around small images."""
+"""center_crop: the same box as torchvision, and the same black border around small images."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_equals_torchvision_inside_and_outside(height: int, width: int, crop_hei
 
 
 @pytest.mark.parametrize("color", ["rgb", "bgr", "gray"])
-def test_only_a_region_is_decoded_and_nobody_sees_it(color: str) -> None:
+def test_decoding_only_a_region_changes_no_pixel(color: str) -> None:
     for size in ((75, 101), (64, 64), (33, 200)):
         data = jpeg(photo(*size))
         assert torch.equal(

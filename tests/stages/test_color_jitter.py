@@ -1,4 +1,4 @@
-"""color_jitter: bit for bit torchvision's adjustments, in every order."""
+"""color_jitter: equals torchvision's adjustments bit for bit, in every order."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_any_factors_and_sizes(order: tuple[int, ...], values: tuple[float, ...]
 
 
 @given(order=st.sampled_from(ORDERS), values=factors)
-def test_gray_images_know_no_saturation_and_no_hue(order: tuple[int, ...], values: tuple[float, ...]) -> None:
+def test_saturation_and_hue_do_not_change_gray_images(order: tuple[int, ...], values: tuple[float, ...]) -> None:
     pixels = photo(21, 30)[..., :1]
     expected = by_torchvision(torch.from_numpy(pixels.copy()).permute(2, 0, 1), order, values)
     assert torch.equal(apply(pixels, order, values), expected)
@@ -88,7 +88,7 @@ def test_factors_lie_in_their_ranges_and_orders_are_equally_likely() -> None:
     assert ((counts - count / 24) ** 2 / (count / 24)).sum() < 72
 
 
-def test_what_is_not_asked_for_is_left_alone() -> None:
+def test_adjustments_that_are_not_set_change_nothing() -> None:
     data = png(photo(30, 30))
     stages = (Decode(), CenterCrop(size=30), ColorJitter())
     assert torch.equal(images(program_of(*stages), [data])[0], decoded(data))

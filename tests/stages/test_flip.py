@@ -1,4 +1,4 @@
-"""flip: torchvision's mirrors, each as often as it says."""
+"""flip: equals torchvision's flips, each with its declared probability."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_inside_a_pipeline(photo_bytes: bytes) -> None:
 
 
 @pytest.mark.parametrize("chance", [0.1, 0.5, 0.9])
-def test_flips_as_often_as_it_says_and_independently(chance: float) -> None:
+def test_flips_have_their_declared_probabilities_and_are_independent(chance: float) -> None:
     count = 10_000
     sizes = np.ones(count, np.int64)
     (move,) = Flip(horizontal=chance, vertical=0.5).draw(keys_of(count).stage("flip", 0), sizes, sizes)

@@ -1,4 +1,4 @@
-"""normalize: bit for bit torchvision's, in every dtype and memory layout."""
+"""normalize: equals torchvision bit for bit, in every dtype and memory layout."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_any_numbers(mean: tuple[float, ...], std: tuple[float, ...], dtype: Any
     dtype=st.sampled_from(["float32", "float16", "bfloat16"]),
 )
 def test_inside_a_model_it_is_the_same(mean: tuple[float, ...], std: tuple[float, ...], dtype: Any) -> None:
-    """Bit for bit, at every level, and in the memory format in which pixels come."""
+    """Equal bit for bit at every level, in the memory format of the input."""
     stage = Normalize(mean=mean, std=std, dtype=dtype, layout="nhwc")
     stages = (Decode(), CenterCrop(size=16))
     inside = stage.module()(images(program_of(*stages), [png(EVERY_LEVEL)] * 2))

@@ -1,4 +1,4 @@
-"""random_resized_crop: torchvision's algorithm, number by number, and its statistics."""
+"""random_resized_crop: the same boxes as torchvision's algorithm for the same numbers, and its statistics."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def boxes(stage: RandomResizedCrop, keys: s.StageKeys, height: int, width: int) 
 
 
 def reference(stage: RandomResizedCrop, numbers: Sequence[float], height: int, width: int) -> Box:
-    """torchvision's RandomResizedCrop.make_params, line by line, with these uniform numbers for its own."""
+    """torchvision's RandomResizedCrop.make_params, line by line, with given uniform numbers."""
     areas, ratios, (at_y, at_x) = numbers[:10], numbers[10:20], numbers[20:]
     area = height * width
     low, high = math.log(stage.ratio[0]), math.log(stage.ratio[1])
@@ -80,7 +80,7 @@ def test_boxes_are_those_of_the_scalar_algorithm(
         ((1, 1), (0.75, 4 / 3), (0, 0, 1, 1)),
     ],
 )
-def test_where_no_box_fits_the_middle_is_taken(size: tuple[int, int], ratio: tuple[float, float], box: Box) -> None:
+def test_if_no_box_fits_the_centre_is_cropped(size: tuple[int, int], ratio: tuple[float, float], box: Box) -> None:
     stage = RandomResizedCrop(size=8, scale=(1.0, 1.0), ratio=ratio)
     assert set(boxes(stage, keys_of(50).stage("random_resized_crop", 0), *size)) == {box}
 

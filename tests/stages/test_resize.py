@@ -1,4 +1,4 @@
-"""resize: sizes and pixels are torchvision's."""
+"""resize: sizes and pixels equal those of torchvision."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.images import jpeg, photo, png
 from tests.running import RGB, alone, decoded, images, keys_of, levels_apart, program_of, resized, size_of
 
 NATIVE = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
-"""Elsewhere torchvision resizes bilinear images as floats, which rounds differently."""
+"""On other CPUs torchvision resizes bilinear images as floats, which rounds differently."""
 SOURCES = [(40, 40), (37, 61), (64, 23), (1, 1), (1, 9), (300, 7)]
 TARGETS = [(20, 20), (40, 40), (7, 11), (1, 1), (90, 133), (41, 60), (9, 200)]
 
@@ -70,7 +70,7 @@ def test_a_thin_image_keeps_one_pixel() -> None:
     assert Resize(longer=10).output(RGB.replace(shape=(1, 400, 3))).shape == (1, 10, 3)
 
 
-def test_shorter_is_known_where_the_shape_is_not() -> None:
+def test_shorter_is_known_although_the_shape_is_not() -> None:
     assert Resize(shorter=9).output(RGB) == RGB.replace(shape=(None, None, 3), shorter=9)
     assert Resize(longer=9).output(RGB) == RGB
 

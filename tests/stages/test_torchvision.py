@@ -1,4 +1,4 @@
-"""torchvision: any transform by name, random for each sample alone, and nobody else's generator touched."""
+"""torchvision: any transform by name; random numbers belong to the sample, and no other generator changes."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_random_transform_is_a_pure_function_of_its_keys(stage: Torchvision) -
 
 
 OWN_STREAM = ("AugMix", "GaussianNoise")
-"""These draw by operations whose stream is another one with a generator of one's own."""
+"""Transforms whose random operations draw other numbers if they get a generator."""
 
 
 @pytest.mark.parametrize(

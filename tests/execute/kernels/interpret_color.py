@@ -1,4 +1,4 @@
-"""Run by test_color.py with TRITON_INTERPRET=1, in a process of its own: the kernels against their references.
+"""Run by test_color.py with TRITON_INTERPRET=1, in its own process: compares the kernels with their references.
 
 Prints one line a case: its name and the largest difference.
 """
@@ -25,7 +25,7 @@ ORDERS = np.array(list(itertools.permutations(ADJUSTMENTS)))
 FACTORS = (0.0, 0.004, 0.3, 0.7, 1.0, 1.4, 2.5, 300.0)
 SHIFTS = (-0.5, -1 / 3, -0.1, -1e-9, 0.0, 1e-9, 0.25, 0.5)
 FUSED = ((20, 152, 7), (40, 252, 80), (110, 111, 26), (140, 236, 23), (190, 175, 206), (230, 225, 177), (250, 247, 99))
-"""Colours whose luma is another level if a multiply-add rounds twice."""
+"""Colours whose luma changes by a level if a multiply-add rounds twice."""
 Case = tuple[str, float]
 
 
@@ -36,7 +36,7 @@ def fma(self: InterpreterBuilder, x: TensorHandle, y: TensorHandle, z: TensorHan
 
 
 def pictures(count: int, size: tuple[int, int], channels: int) -> torch.Tensor:
-    """Any levels in one half, few in the other, so that channels are often equal, black or white."""
+    """Images with any levels in one half and few levels in the other, so that channels often are equal or extreme."""
     rng = np.random.default_rng((count, *size))
     pixels = rng.integers(0, 256, (count, *size, channels), dtype=np.uint8)
     pixels[::2] = rng.choice(np.array([0, 1, 100, 254, 255], np.uint8), (len(pixels[::2]), *size, channels))
@@ -49,12 +49,12 @@ def factors_of(codes: NDArray[np.int64], high: float = 2.0) -> NDArray[np.float6
 
 
 def levels(channels: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """A table in which a step is a level, and the channels differ."""
+    """A table with one step per level that differs between channels."""
     return torch.stack([torch.arange(256.0) + 256 * c for c in range(channels)]).to(dtype)
 
 
 def batch(count: int, channels: int, size: tuple[int, int], dtype: torch.dtype, layout: str) -> torch.Tensor:
-    """[count, C, H, W] of sevens: planes, channels_last memory, or every third column of something larger."""
+    """[count, C, H, W] filled with 7: planes, channels_last memory, or every third column of a larger tensor."""
     height, width = size
     if layout == "strided":
         return torch.full((count, channels, height + 2, 3 * width), 7).to(dtype)[:, :, 1:-1, ::3]
@@ -74,7 +74,7 @@ def compare(
     layout: str = "nchw",
     dtype: torch.dtype = torch.float32,
 ) -> float:
-    """The largest difference from the reference, and from 7 in a row that no image fills."""
+    """The largest difference from the reference, and from 7 in rows that no image fills."""
     count, height, width, channels = images.shape
     table = levels(channels, dtype)
     out = batch(count + 1, channels, (height, width), dtype, layout)
@@ -129,7 +129,7 @@ def layouts() -> Iterator[Case]:
 
 
 def as_stages() -> Iterator[Case]:
-    """Two jitters, the first in place, and normalize: each stage's `apply` is the reference."""
+    """Two color jitters, the first in place, then normalize; each stage's `apply` is the reference."""
     stages = ColorJitter(brightness=0.4, contrast=0.4, saturation=0.4, hue=0.1), ColorJitter(contrast=0.9, hue=0.5)
     normalize = Normalize(mean=(0.0,) * 3, std=(1 / 255,) * 3)
     count = 8

@@ -1,7 +1,7 @@
-"""Run by test_runner.py with TRITON_INTERPRET=1, in a process of its own: the GPU's runner on a CPU that stands in.
+"""Run by test_runner.py with TRITON_INTERPRET=1, in its own process: the GPU runner with a CPU in place of the GPU.
 
 A device stream on the CPU and a libnvjpeg that decodes with OpenCV replace those of CUDA; all else is real.
-Prints one line of JSON a case: what differs from the CPU's runner, and what was called.
+Prints one line of JSON per case: differences from the CPU runner, and the calls.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ REFUSED = b"the engines refuse this"
 
 
 class CpuDeviceStream:
-    """Stands where `DeviceStream` does, and for its stream. What it queues is done at once."""
+    """Replaces `DeviceStream` and its CUDA stream. Queued work runs immediately."""
 
     device, cuda_stream = torch.device("cpu"), 7
 
@@ -81,9 +81,9 @@ class CpuDeviceStream:
 
 
 class CpuLibrary:
-    """Stands where `nvjpeg.NvjpegLibrary` does, and fails as a whole where one file is not to its taste.
+    """Replaces `nvjpeg.NvjpegLibrary`. A call fails as a whole if it refuses one file.
 
-    As NVIDIA's engines do, it decodes a call's images by turns into `ENGINES` memories, leaves the lower half of a
+    Like NVIDIA's engines, it decodes a call's images in turn into `ENGINES` memories, leaves the lower half of a
     damaged one as it is there, and copies all of it into the result.
     """
 
@@ -133,14 +133,14 @@ class CpuLibrary:
 
 
 def complete(file: bytes, height: int, width: int) -> bool:
-    """Whether a JPEG decodes without a complaint."""
+    """Whether a JPEG decodes without an error or a warning."""
     data, buffer = np.frombuffer(file.rstrip(b"\0"), np.uint8), np.empty(height * width * 3, np.uint8)
     library = find_libjpeg_turbo()
     return library is None or library.decode(data, "rgb", (height, width), None, buffer) is not None
 
 
 def files() -> list[bytes]:
-    """What a chunk may hold: all that the engines take, what they do not, what nobody takes."""
+    """Chunks of files that the engines decode, files that only the CPU decodes, and files that nothing decodes."""
     found = [
         images.jpeg(images.photo(30 + 3 * i, 44 - 2 * i, seed=i), kind)
         for i, kind in enumerate(["4:2:0", "4:2:2", "4:4:4", "4:4:0", "4:2:0"])
@@ -185,7 +185,7 @@ PIPELINES: dict[str, tuple[Stage, ...]] = {
 
 
 TWICE = ("crop", "misfits")
-"""Run a second time, when the engines know the files."""
+"""Cases that run twice; in the second run the files are known to be complete."""
 
 
 def cases() -> Iterator[dict[str, Any]]:
@@ -260,7 +260,7 @@ def served() -> dict[str, Any]:
 
 
 def histories() -> dict[str, Any]:
-    """Chunks of sound and damaged files in several orders: what becomes of each, and what a new runner makes of it."""
+    """Chunks of valid and damaged files in several orders: each file's result, and the result of a new runner."""
     pipeline = Pipeline("history", PIPELINES["levels"])
     program = fold(pipeline, trace(pipeline))
     passes = passes_of(program)

@@ -1,4 +1,4 @@
-"""Run by test_sample.py with TRITON_INTERPRET=1, in a process of its own: the kernel against its reference.
+"""Run by test_sample.py with TRITON_INTERPRET=1, in its own process: compares the kernel with its reference.
 
 Prints one line a case: its name and the largest difference in levels.
 """
@@ -21,7 +21,7 @@ SIZES = ((48, 37), (1, 1), (17, 48), (5, 3))
 
 
 def pipelines() -> list[tuple[str, tuple[Geometry, ...]]]:
-    """Geometry runs of every interpolation: shrinking, growing, crops before and after, flips, padding."""
+    """Runs of geometry stages for every interpolation: shrinking, growing, crops before and after, flips, padding."""
     found: list[tuple[str, tuple[Geometry, ...]]] = []
     for kind, antialias in itertools.product(("nearest", "bilinear", "bicubic"), (True, False)):
         name = f"{kind} antialias={antialias}"

@@ -1,4 +1,4 @@
-"""How a chunk is cut into calls of nvJPEG."""
+"""How a chunk is divided into nvJPEG calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The colour kernels in Triton's interpreter, which needs numpy < 2.4 and its own process; what stages feed them."""
+"""The colour kernels in Triton's interpreter, which needs numpy < 2.4 and its own process; the stages' operations."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_jitter_gives_its_operations_in_each_samples_order() -> None:
         assert np.array_equal(factors[codes == operation], column)
 
 
-def test_a_jitter_gives_no_operation_that_it_was_not_asked_for() -> None:
+def test_a_jitter_gives_only_operations_that_are_set() -> None:
     stage = ColorJitter(contrast=(0.5, 0.5), hue=0.1)
     codes, factors = stage.device_operations(stage.draw(drawn(50)))
     assert {tuple(row) for row in codes.tolist()} == {

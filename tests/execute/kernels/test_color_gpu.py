@@ -73,7 +73,7 @@ def test_equal_to_the_cpus_stages(name: str, channels: int) -> None:
 @pytest.mark.parametrize("layout", ["nchw", "nhwc"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_256_images_take_less_than_half_a_millisecond(dtype: str, layout: str, capsys: Any) -> None:
-    """Queued behind a kernel that sleeps, so that launching is not what is timed."""
+    """Times work queued after a kernel that sleeps, so that the time of launches is not measured."""
     from gpuflow.execute.kernels.color import adjust
 
     count, repeats = 256, 20

@@ -1,4 +1,4 @@
-"""The GPU runner in Triton's interpreter, with stand-ins for the stream and libnvjpeg: see interpret_runner.py."""
+"""The GPU runner in Triton's interpreter, with a fake stream and a fake libnvjpeg: see interpret_runner.py."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def test_pixels_and_faults_are_those_of_the_cpu(cases: dict[str, dict[str, Any]]
 
 
 def test_what_the_engines_refuse_is_decoded_by_the_cpu(cases: dict[str, dict[str, Any]]) -> None:
-    """Of 12 samples 3 are bad; a PNG, a progressive JPEG and one that makes the call fail are the CPU's."""
+    """Of 12 samples 3 are bad; the CPU decodes a PNG, a progressive JPEG and a file that makes the call fail."""
     for name, case in cases.items():
         if not name.startswith(("misfits", "served", "histories")):
             assert (case["good"], case["engines"], case["cpu"]) == (9, 6, 3), case
 
 
-def test_a_crop_that_does_not_fit_is_judged_by_the_cpu(cases: dict[str, dict[str, Any]]) -> None:
+def test_the_cpu_reports_a_crop_that_does_not_fit(cases: dict[str, dict[str, Any]]) -> None:
     case = cases["misfits, 1048576 bytes"]
     assert (case["good"], case["engines"], case["cpu"]) == (5, 5, 4)
 
@@ -51,16 +51,16 @@ def test_calls_and_copies_do_not_depend_on_the_number_of_images(cases: dict[str,
     assert (cases["misfits, 1048576 bytes"]["decodes"], cases["misfits, 1048576 bytes"]["copies"]) == (1, [4, 3])
 
 
-def test_blank_images_go_before_those_that_were_never_decoded_completely(cases: dict[str, dict[str, Any]]) -> None:
-    """Five images on three engines behind six blank ones, and alone once they are known."""
+def test_blank_images_precede_files_that_were_never_decoded_completely(cases: dict[str, dict[str, Any]]) -> None:
+    """Five images on three engines after six blank ones, and without blank ones once the files are known."""
     assert cases["misfits, 1048576 bytes"]["images"] == [5 + 6, 5]
 
 
-@pytest.mark.skipif(find_libjpeg_turbo() is None, reason="its stand-in for engines needs libjpeg-turbo: gpuflow[turbo]")
-def test_a_file_gives_what_it_gives_a_new_decoder_whatever_was_decoded_before(cases: dict[str, dict[str, Any]]) -> None:
+@pytest.mark.skipif(find_libjpeg_turbo() is None, reason="its fake engines need libjpeg-turbo: gpuflow[turbo]")
+def test_a_file_gives_the_result_of_a_new_decoder_after_any_other_files(cases: dict[str, dict[str, Any]]) -> None:
     case = cases["histories"]
     assert case["wrong"] == 0
-    assert case["max"] <= 1, "a damaged file is the CPU's"
+    assert case["max"] <= 1, "the CPU decodes a damaged file"
     assert case["cpu"] >= 8
 
 

@@ -1,4 +1,4 @@
-"""The sampling kernel in Triton's interpreter, which needs numpy < 2.4 and a process of its own."""
+"""The sampling kernel in Triton's interpreter, which needs numpy < 2.4 and its own process."""
 
 from __future__ import annotations
 
