@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import cv2
 import numpy as np
@@ -15,6 +13,11 @@ from numpy.typing import NDArray
 from gpuflow.pipeline import stage as s
 
 __all__ = ["ColorJitter"]
+
+Factor = (
+    Annotated[float, s.Bounds(least=0, words=">= 0 or [low, high]")]
+    | Annotated[tuple[float, float], s.Bounds(least=0, ascending=True)]
+)
 
 _LEVELS = torch.arange(256, dtype=torch.uint8)
 _ADJUSTMENTS = ("brightness", "contrast", "saturation", "hue")
@@ -36,10 +39,13 @@ class ColorJitter(s.Pointwise):
     stage_name: ClassVar[str] = "color_jitter"
     tolerance: ClassVar[float] = 1.0
 
-    brightness: float | tuple[float, float] = 0.0
-    contrast: float | tuple[float, float] = 0.0
-    saturation: float | tuple[float, float] = 0.0
-    hue: float | tuple[float, float] = 0.0
+    brightness: Factor = 0.0
+    contrast: Factor = 0.0
+    saturation: Factor = 0.0
+    hue: (
+        Annotated[float, s.Bounds(least=0, most=0.5, words="within [0, 0.5] or [low, high]")]
+        | Annotated[tuple[float, float], s.Bounds(least=-0.5, most=0.5, ascending=True)]
+    ) = 0.0
 
     @property
     def random(self) -> bool:
@@ -58,19 +64,6 @@ class ColorJitter(s.Pointwise):
     def _active(self) -> list[bool]:
         """Which adjustments may change an image."""
         return [not low == high == (0.0 if i == 3 else 1.0) for i, (low, high) in enumerate(self._ranges())]
-
-    def faults(self) -> Iterator[tuple[str, str]]:
-        for name, (low, high) in zip(_ADJUSTMENTS, self._ranges(), strict=True):
-            value = getattr(self, name)
-            shown = list(value) if isinstance(value, tuple) else value
-            if not isinstance(value, tuple) and not value >= 0:
-                yield name, f"must be >= 0 or [low, high], got {shown}"
-            elif name == "hue" and not -0.5 <= low <= high <= 0.5:
-                yield name, f"must lie within [-0.5, 0.5], got {shown}"
-            elif name != "hue" and not 0 <= low <= high:
-                yield name, f"must be [low, high] with 0 <= low <= high, got {shown}"
-            elif not math.isfinite(high):
-                yield name, f"must be finite, got {shown}"
 
     def output(self, spec: s.ImageSpec) -> s.ImageSpec:
         s.require_pixels(self, spec)

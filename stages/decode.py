@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from gpuflow.pipeline.stage import Decoder, ImageSpec
+from gpuflow.pipeline.stage import Bounds, Decoder, ImageSpec
 
 __all__ = ["Decode"]
 
@@ -30,18 +29,10 @@ class Decode(Decoder):
 
     color: Literal["rgb", "bgr", "gray"] = "rgb"
     backend: Literal["auto", "cpu", "gpu"] = "auto"
-    cpu_share: float = 0.0
+    cpu_share: Annotated[float, Bounds(least=0, most=1)] = 0.0
     orientation: Literal["ignore", "apply"] = "ignore"
-    max_pixels: int = 179_000_000
-    max_scans: int = 100
-
-    def faults(self) -> Iterator[tuple[str, str]]:
-        if not 0 <= self.cpu_share <= 1:
-            yield "cpu_share", f"must be within [0, 1], got {self.cpu_share}"
-        if self.max_pixels < 1:
-            yield "max_pixels", f"must be >= 1, got {self.max_pixels}"
-        if self.max_scans < 1:
-            yield "max_scans", f"must be >= 1, got {self.max_scans}"
+    max_pixels: Annotated[int, Bounds(least=1)] = 179_000_000
+    max_scans: Annotated[int, Bounds(least=1)] = 100
 
     def output(self, spec: ImageSpec) -> ImageSpec:
         if spec.layout != "encoded":

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import cv2
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from gpuflow.errors import Problem
 from gpuflow.pipeline import stage as s
 
 __all__ = ["Normalize"]
@@ -34,8 +34,8 @@ class Normalize(s.Pointwise):
     stage_name: ClassVar[str] = "normalize"
     tolerance: ClassVar[float] = 0.0
 
-    mean: Literal["imagenet"] | tuple[float, ...] = "imagenet"
-    std: Literal["imagenet"] | tuple[float, ...] = "imagenet"
+    mean: Literal["imagenet"] | Annotated[tuple[float, ...], s.Bounds()] = "imagenet"
+    std: Literal["imagenet"] | Annotated[tuple[float, ...], s.Bounds(above=0)] = "imagenet"
     dtype: Literal["float32", "float16", "bfloat16"] = "float32"
     layout: Literal["nchw", "nhwc"] = "nchw"
 
@@ -43,13 +43,11 @@ class Normalize(s.Pointwise):
         value = getattr(self, field)
         return _IMAGENET[field] if value == "imagenet" else value
 
-    def faults(self) -> Iterator[tuple[str, str]]:
-        if len(self._values("mean")) != len(self._values("std")):
-            yield "std", f"must have as many values as mean, got {len(self._values('std'))}"
-        if not self._values("std") or not all(0 < value < math.inf for value in self._values("std")):
-            yield "std", f"must be > 0, got {list(self._values('std'))}"
-        if not all(map(math.isfinite, self._values("mean"))):
-            yield "mean", f"must be finite, got {list(self._values('mean'))}"
+    def faults(self) -> Iterator[Problem]:
+        if (count := len(self._values("std"))) != len(self._values("mean")):
+            yield Problem.of("std", "must have as many values as mean", count, code="config.conflict")
+        elif not count:
+            yield Problem.of("std", "must have at least one value", self.std, code="config.range")
 
     def output(self, spec: s.ImageSpec) -> s.ImageSpec:
         s.require_pixels(self, spec)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 
 from gpuflow.pipeline import stage as s
-from gpuflow.stages.center_crop import check_fits, size_faults, size_pair
+from gpuflow.stages.center_crop import Size, check_fits, size_pair
 
 __all__ = ["RandomCrop"]
 
@@ -23,8 +22,8 @@ class RandomCrop(s.Geometry):
 
     stage_name: ClassVar[str] = "random_crop"
 
-    size: int | tuple[int, int]
-    padding: int = 0
+    size: Size
+    padding: Annotated[int, s.Bounds(least=0)] = 0
 
     @property
     def random(self) -> bool:
@@ -33,11 +32,6 @@ class RandomCrop(s.Geometry):
     @property
     def pads(self) -> bool:
         return self.padding > 0
-
-    def faults(self) -> Iterator[tuple[str, str]]:
-        yield from size_faults(self.size)
-        if self.padding < 0:
-            yield "padding", f"must be >= 0, got {self.padding}"
 
     def output(self, spec: s.ImageSpec) -> s.ImageSpec:
         s.require_pixels(self, spec)

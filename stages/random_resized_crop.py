@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 
 from gpuflow.pipeline import stage as s
-from gpuflow.stages.center_crop import size_faults, size_pair
+from gpuflow.stages.center_crop import Size, size_pair
 from gpuflow.stages.resize import Interpolation
 
 __all__ = ["RandomResizedCrop"]
@@ -32,22 +30,15 @@ class RandomResizedCrop(s.Geometry):
     tolerance: ClassVar[float] = 1.0
     resizes: ClassVar[bool] = True
 
-    size: int | tuple[int, int]
-    scale: tuple[float, float] = (0.08, 1.0)
-    ratio: tuple[float, float] = (3 / 4, 4 / 3)
+    size: Size
+    scale: Annotated[tuple[float, float], s.Bounds(above=0, most=1, ascending=True)] = (0.08, 1.0)
+    ratio: Annotated[tuple[float, float], s.Bounds(above=0, ascending=True)] = (3 / 4, 4 / 3)
     interpolation: Interpolation = "bilinear"
     antialias: bool = True
 
     @property
     def random(self) -> bool:
         return True
-
-    def faults(self) -> Iterator[tuple[str, str]]:
-        yield from size_faults(self.size)
-        if not 0 < self.scale[0] <= self.scale[1] <= 1:
-            yield "scale", f"must be [low, high] with 0 < low <= high <= 1, got {list(self.scale)}"
-        if not 0 < self.ratio[0] <= self.ratio[1] < math.inf:
-            yield "ratio", f"must be [low, high] with 0 < low <= high, got {list(self.ratio)}"
 
     def output(self, spec: s.ImageSpec) -> s.ImageSpec:
         s.require_pixels(self, spec)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 
+from gpuflow.errors import Problem
 from gpuflow.pipeline import stage as s
 
 __all__ = ["Interpolation", "Resize"]
 
 Interpolation = Literal["nearest", "bilinear", "bicubic"]
+Side = Annotated[int, s.Bounds(least=1)]
+"""A length in pixels."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -28,20 +31,18 @@ class Resize(s.Geometry):
     tolerance: ClassVar[float] = 1.0
     resizes: ClassVar[bool] = True
 
-    height: int | None = None
-    width: int | None = None
-    shorter: int | None = None
-    longer: int | None = None
+    height: Side | None = None
+    width: Side | None = None
+    shorter: Side | None = None
+    longer: Side | None = None
     interpolation: Interpolation = "bilinear"
     antialias: bool = True
 
-    def faults(self) -> Iterator[tuple[str, str]]:
+    def faults(self) -> Iterator[Problem]:
         ways = [(self.height, self.width) != (None, None), self.shorter is not None, self.longer is not None]
         if sum(ways) != 1 or (self.height is None) != (self.width is None):
-            yield "", "needs height and width, or shorter, or longer; give one of these"
-        for side in ("height", "width", "shorter", "longer"):
-            if (value := getattr(self, side)) is not None and value < 1:
-                yield side, f"must be >= 1, got {value}"
+            rule = "needs height and width, or shorter, or longer"
+            yield Problem.of((), rule, action="give one of these", code="config.conflict")
 
     def output(self, spec: s.ImageSpec) -> s.ImageSpec:
         s.require_pixels(self, spec)

@@ -11,7 +11,7 @@ import re
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -20,7 +20,7 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from gpuflow.decode.preset import Preset
-from gpuflow.errors import ConfigError, Problem, did_you_mean
+from gpuflow.errors import UNSET, Code, ConfigError, Key, Problem, show, suggest
 from gpuflow.pipeline.program import Program, fold
 from gpuflow.pipeline.stage import Pipeline, Stage
 from gpuflow.pipeline.validate import trace
@@ -94,35 +94,44 @@ class ModelSpec(_Model):
         takes = (name for name, suffixes in _SUFFIXES.items() if Path(self.file).suffix in suffixes)
         return next(takes, "") if self.engine == "auto" else self.engine
 
-    def faults(self) -> Iterator[tuple[tuple[str, ...], str]]:
-        """(key, broken rule) for each rule between keys."""
+    def problems(self) -> Iterator[Problem]:
+        """A problem for each broken rule between keys, its path from this block on."""
         suffix = Path(self.file).suffix
         known = sorted({known for suffixes in _SUFFIXES.values() for known in suffixes})
         if suffix not in known:
-            yield ("file",), f"must end in {', '.join(known[:-1])} or {known[-1]}, got {self.file!r}"
+            rule = f"must end in {', '.join(known[:-1])} or {known[-1]}"
+            yield Problem.of("file", rule, self.file, code="config.range")
             return
         runtime = self.runtime
         if suffix not in _SUFFIXES[runtime]:
             takes = " and ".join(_SUFFIXES[runtime])
-            rule = f"is {runtime}, which takes {takes} files, but the model's file is {self.file!r}; use auto"
-            yield ("engine",), rule
+            rule = f"is {runtime}, which takes {takes} files, but the model's file is {self.file!r}"
+            yield _conflict("engine", rule, action="use auto")
         for key in ("compile", "cuda_graphs"):
             if getattr(self, key) and runtime != "torch":
-                yield (key,), f"is for the engine torch, but this one is {runtime}; remove it"
+                yield _conflict(key, f"is for the engine torch, but this one is {runtime}")
         if self.precision != "float32" and runtime != "tensorrt" and suffix != ".pt":
-            rule = f"is {self.precision}, but {runtime} runs {suffix} files as they were exported; remove it"
-            yield ("precision",), rule
+            rule = f"is {self.precision}, but {runtime} runs {suffix} files as they were exported"
+            yield _conflict("precision", rule)
         if self.via == "torchpipe" and runtime != "tensorrt":
-            yield ("via",), f"is for the engine tensorrt, but this one is {runtime}; remove it"
+            yield _conflict("via", f"is for the engine tensorrt, but this one is {runtime}")
         if self.via == "torchpipe" and self.precision == "bfloat16":
-            yield ("precision",), "is bfloat16, which torchpipe does not build; use float16, float32 or via: python"
+            rule = "is bfloat16, which torchpipe does not build"
+            yield _conflict("precision", rule, action="use float16, float32 or via: python")
         low, best = self.tensorrt.min_batch, self.tensorrt.opt_batch
         if low > self.batch:
-            yield ("tensorrt", "min_batch"), f"must be <= serve.model.batch, which is {self.batch}, got {low}"
+            rule = f"must be <= serve.model.batch, which is {self.batch}"
+            yield Problem.of(("tensorrt", "min_batch"), rule, low, code="config.conflict")
         elif best is not None and not low <= best <= self.batch:
-            yield ("tensorrt", "opt_batch"), f"must be within min_batch and batch, {low} to {self.batch}, got {best}"
+            rule = f"must be within min_batch and batch, {low} to {self.batch}"
+            yield Problem.of(("tensorrt", "opt_batch"), rule, best, code="config.conflict")
         if best is not None and self.via == "torchpipe":
-            yield ("tensorrt", "opt_batch"), "has no effect with via: torchpipe, which tunes for batch; remove it"
+            rule = "has no effect with via: torchpipe, which tunes for batch"
+            yield _conflict(("tensorrt", "opt_batch"), rule)
+
+
+def _conflict(path: str | tuple[str, ...], rule: str, action: str = "remove it") -> Problem:
+    return Problem.of(path, rule, action=action, code="config.conflict")
 
 
 _SUFFIXES = {"torch": (".pt", ".pt2"), "onnxruntime": (".onnx",), "tensorrt": (".onnx",)}
@@ -137,14 +146,15 @@ class PresetKeys(_Model):
     width: Positive | None = None
     color: Literal["rgb", "bgr"] | None = None
 
-    def faults(self) -> Iterator[tuple[str, str]]:
-        """(key, broken rule) for each rule between keys."""
+    def problems(self) -> Iterator[Problem]:
+        """A problem for each broken rule between keys, its path from this block on."""
         for key in ("height", "width"):
             if self.preset is not None and getattr(self, key) is None:
-                yield "preset", f"needs the key {key!r} beside it: an integer"
+                yield Problem.of("preset", f"needs the key {key!r} beside it: an integer", code="config.missing_key")
         for key in ("height", "width", "color"):
             if self.preset is None and getattr(self, key) is not None:
-                yield key, "belongs to a preset, and there is none; remove it or add preset: torchpipe_cpu"
+                action = "remove it or add preset: torchpipe_cpu"
+                yield _conflict(key, "belongs to a preset, and there is none", action)
 
     def head(self) -> tuple[Preset, ...]:
         """The preset as the first stage of a pipeline; nothing where there is none."""
@@ -198,19 +208,18 @@ class RunSpec(_Model):
     deterministic: bool = False
 
 
-class _SourceModel(_Model):
-    folder: str | None = None
-    listing: str | None = None
-    tar: str | None = None
-    root: str | None = None
-    classes: Positive | tuple[str, ...] | None = None
-    split: dict[str, float] = {}
-    seed: Annotated[int, Field(ge=0)] = 0
-    window: Positive = 8192
+def _source_keys() -> type[_Model]:
+    """The keys of `source`: the fields of SourceSpec, which checks their values. In YAML a split is a mapping."""
+    hints = typing.get_type_hints(SourceSpec)
+    keys: dict[str, Any] = {field.name: (hints[field.name], field.default) for field in dataclasses.fields(SourceSpec)}
+    return pydantic.create_model("SourceKeys", __base__=_Model, **{**keys, "split": (dict[str, float], {})})
+
+
+SourceKeys = _source_keys()
 
 
 class _Document(_Model):
-    source: _SourceModel
+    source: SourceKeys  # type: ignore[valid-type]
     preprocess: Any = None
     pipelines: dict[str, PipelineSpec]
     train: TrainSpec = TrainSpec()
@@ -236,8 +245,9 @@ class Config:
     def program(self, name: str) -> Program:
         """The program of the pipeline of this name. Raises ConfigError, with the closest name, if there is none."""
         if name not in self.pipelines:
-            place = f"{self.path}: pipelines"
-            raise ConfigError([Problem(place, f"has no pipeline {name!r}{did_you_mean(name, self.pipelines)}")])
+            action = suggest(name, self.pipelines)
+            problem = Problem.of("pipelines", f"has no pipeline {name!r}", action=action, code="config.unknown_key")
+            raise ConfigError([replace(problem, place=f"{self.path}:")])
         return self.programs[name]
 
 
@@ -257,8 +267,6 @@ def read_config(path: str | Path, stages: Mapping[str, type[Stage]], overrides: 
 
 
 # --- YAML with line numbers ------------------------------------------------------------------------------------------
-
-Key = str | int
 
 
 class _Yaml(yaml.SafeLoader):  # type: ignore[misc]
@@ -298,10 +306,6 @@ def _lines(loader: _Yaml, node: yaml.Node | None, at: tuple[Key, ...] = ()) -> I
             yield from _lines(loader, value, (*at, i))
 
 
-def _dotted(at: Sequence[Key]) -> str:
-    return "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in at).lstrip(".")
-
-
 class _Reader:
     """Reads one file, collecting problems until all is seen."""
 
@@ -324,7 +328,8 @@ class _Reader:
             document = _Document.model_validate(values)
         except pydantic.ValidationError as error:
             for fault in _group(error, values):
-                self._report(*_describe(fault, _Document))
+                self._report(_describe(fault, _Document))
+        source = self._source(values.get("source"))
         pipelines = data.get("pipelines")
         blocks = {("pipelines", name): block for name, block in _items(pipelines)} | {("serve",): data.get("serve")}
         programs: dict[str, Program] = {}
@@ -338,11 +343,10 @@ class _Reader:
         if document is not None:
             self._check_values(document)
         self._stop_if_faulty()
-        assert document is not None
-        source = document.source
+        assert document is not None and source is not None
         return Config(
             path=self._path,
-            source=_source_spec(source),
+            source=source,
             pipelines=document.pipelines,
             programs=programs,
             train=document.train,
@@ -352,18 +356,19 @@ class _Reader:
 
     # --- problems ---------------------------------------------------------------------------------------------------
 
-    def _report(self, at: Sequence[Key], message: str) -> None:
-        """Note a problem at `x.yaml:12: pipelines.train.stages[2].resize.height`, or the override that set it."""
-        at = tuple(at)
+    def _report(self, problem: Problem) -> None:
+        """Note a problem at its path's line, `x.yaml:12:`, or at the override that set the value."""
+        at = problem.path
         if override := self._override_at(at):
-            self._complain(f"override {override!r}: {_dotted(at)}", message)
+            self._complain(override, problem)
             return
         line = next((self._lines[at[:end]] for end in range(len(at), 0, -1) if at[:end] in self._lines), None)
-        place = f"{self._path}:{line}: {_dotted(at)}" if line else f"{self._path}: {_dotted(at)}"
-        self._complain(place.rstrip(), message, line or 0)
+        place = f"{self._path}:{line}:" if line else f"{self._path}:"
+        self._problems.append((line or 0, replace(problem, place=place)))
 
-    def _complain(self, place: str, message: str, line: float = math.inf) -> None:
-        self._problems.append((line, Problem(place, message)))
+    def _complain(self, override: str, problem: Problem) -> None:
+        """Note a problem of an override; those of the file come before them."""
+        self._problems.append((math.inf, replace(problem, place=f"override {override!r}:")))
 
     def _override_at(self, at: Sequence[Key]) -> str | None:
         """The override that set the value at a place, or one that it lies in."""
@@ -393,46 +398,50 @@ class _Reader:
             self._lines = dict(_lines(loader, node))
         except FileNotFoundError:
             siblings = sorted(str(p) for p in Path(self._path).parent.glob("*.yaml"))
-            hint = did_you_mean(self._path, siblings) if siblings else "; give the path of a YAML file"
-            raise ConfigError([Problem(f"{self._path}:", f"no such file{hint}")]) from None
+            action = suggest(self._path, siblings) if siblings else "give the path of a YAML file"
+            raise self._no_file("no such file", action=action) from None
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError([Problem(f"{self._path}:", f"cannot be read as UTF-8 text: {error}")]) from error
+            raise self._no_file(f"cannot be read as UTF-8 text: {error}") from error
         except yaml.MarkedYAMLError as error:
             line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
-            raise ConfigError([Problem(f"{self._path}{line}:", f"is not valid YAML: {error.problem}")]) from error
+            raise self._no_file(f"is not valid YAML: {error.problem}", line=line, code="config.yaml") from error
         except RecursionError:
-            text = "is nested too deeply, or an alias stands inside what it names"
-            raise ConfigError([Problem(f"{self._path}:", text)]) from None
+            rule = "is nested too deeply, or an alias stands inside what it names"
+            raise self._no_file(rule, code="config.yaml") from None
         except (yaml.YAMLError, ValueError) as error:
-            raise ConfigError([Problem(f"{self._path}:", f"is not valid YAML: {error}")]) from error
+            raise self._no_file(f"is not valid YAML: {error}", code="config.yaml") from error
         if not isinstance(data, dict):
-            raise ConfigError(
-                [Problem(f"{self._path}:", f"must be a mapping with source and pipelines, got {_show(data)}")]
-            )
+            raise self._no_file("must be a mapping with source and pipelines", data, code="config.type")
         return data
+
+    def _no_file(
+        self, rule: str, value: object = UNSET, action: str = "", *, line: str = "", code: Code = "config.file"
+    ) -> ConfigError:
+        return ConfigError([Problem(f"{self._path}{line}:", rule, value, action, code=code)])
 
     def _override(self, data: dict[str, Any], override: str) -> None:
         """Apply one `a.b.c=value` in place."""
-        dotted, equals, text = override.partition("=")
-        place = f"override {override!r}:"
-        if not equals or not dotted.strip():
-            self._complain(place, "must be of the form key.key=value, such as run.threads=8")
+        dotted_keys, equals, text = override.partition("=")
+        if not equals or not dotted_keys.strip():
+            rule = "must be of the form key.key=value, such as run.threads=8"
+            self._complain(override, Problem.of((), rule, code="config.override"))
             return
         try:
             value = yaml.load(text, _Yaml) if text else ""
         except (yaml.YAMLError, ValueError) as error:
-            self._complain(place, f"the value is not valid YAML: {getattr(error, 'problem', None) or error}")
+            rule = f"the value is not valid YAML: {getattr(error, 'problem', None) or error}"
+            self._complain(override, Problem.of((), rule, code="config.yaml"))
             return
         at: list[Key] = []
         holder: Any = None
         target: Any = data
-        for word in dotted.strip().split("."):
+        for word in dotted_keys.strip().split("."):
             if target is None:
                 target = holder[at[-1]] = {}
                 self._overridden.append((holder, at[-1], override))
             keys = _enter(target, word)
-            if isinstance(keys, str):
-                self._complain(place, f"{_dotted(at)} {keys}")
+            if isinstance(keys, Problem):
+                self._complain(override, keys.below(*at))
                 return
             for key in keys:
                 at.append(key)
@@ -440,7 +449,20 @@ class _Reader:
         holder[at[-1]] = value
         self._overridden.append((holder, at[-1], override))
 
-    # --- stages -----------------------------------------------------------------------------------------------------
+    # --- the source and the stages ----------------------------------------------------------------------------------
+
+    def _source(self, data: Any) -> SourceSpec | None:
+        """The block `source`; None where its keys are at fault, which the document's check tells."""
+        try:
+            keys = SourceKeys.model_validate(data)
+        except pydantic.ValidationError:
+            return None
+        try:
+            return SourceSpec(**keys.model_dump())
+        except ConfigError as error:
+            for problem in error.problems:
+                self._report(problem)
+        return None
 
     def _head(self, block: dict[Any, Any]) -> tuple[Preset, ...] | None:
         """What stands before a block's stages; None where its keys are at fault, which the document's check tells."""
@@ -449,7 +471,7 @@ class _Reader:
             keys = PresetKeys.model_validate(known)
         except pydantic.ValidationError:
             return None
-        return None if list(keys.faults()) else keys.head()
+        return None if list(keys.problems()) else keys.head()
 
     def _program(
         self, at: tuple[Key, ...], name: str, entries: list[Any], head: tuple[Preset, ...] | None
@@ -462,18 +484,14 @@ class _Reader:
         for preset in head:
             for i, stage in enumerate(made):
                 if (rule := preset.refuses(stage, serving=serving)) is not None:
-                    self._report((*at, i), rule)
+                    self._report(Problem.of((*at, i), rule, code="stage.order"))
                     return None
         pipeline = Pipeline(name, (*head, *made))
         try:
-            return fold(pipeline, trace(pipeline, place="", serving=serving))
+            return fold(pipeline, trace(pipeline, at=(), serving=serving))
         except ConfigError as error:
-            (problem,) = error.problems
-            number = re.search(r"\[(\d+)\]\.[^]]*$", problem.place)
-            where = at
-            if number and (i := int(number[1])) >= len(head):
-                where = (*at, i - len(head), pipeline.stages[i].stage_name)
-            self._report(where, problem.message)
+            for problem in error.problems:
+                self._report(replace(problem, path=(*at, *_behind(problem.path, len(head)))))
         return None
 
     def _stage(self, at: tuple[Key, ...], entry: Any) -> Stage | None:
@@ -481,114 +499,118 @@ class _Reader:
         if isinstance(entry, str):
             entry = {entry: None}
         if not isinstance(entry, dict) or len(entry) != 1:
-            self._report(at, f"must be one stage such as `resize: {{shorter: 256}}`, got {_show(entry)}")
+            rule = "must be one stage such as `resize: {shorter: 256}`"
+            self._report(Problem.of(at, rule, entry, code="config.type"))
             return None
         ((name, given),) = entry.items()
         if name not in self._stages:
-            self._report((*at, name), f"is not a stage{did_you_mean(name, self._stages)}")
+            action = suggest(name, self._stages)
+            self._report(Problem.of((*at, name), "is not a stage", action=action, code="stage.unknown"))
             return None
-        at, stage = (*at, name), self._stages[name]
+        stage = self._stages[name]
         if given is not None and not isinstance(given, dict):
-            self._report(at, f"must be a mapping of parameters, got {_show(given)}")
+            self._report(Problem.of((*at, name), "must be a mapping of parameters", given, code="config.type"))
             return None
         parameters = _tuples(given or {})
-        fields = {field.name: field for field in dataclasses.fields(stage) if field.name != stage.open_field}
-        before = len(self._problems)
-        if stage.open_field is not None:
-            rest = {key: parameters.pop(key) for key in list(parameters) if key not in fields}
-            for key in rest:
-                if not isinstance(key, str):
-                    self._report(at, f"takes keys that are text, got {_show(key)}")
-            parameters[stage.open_field] = _hashable(rest)
-        for key in parameters:
-            if key not in fields and (key is None or key != stage.open_field):
-                self._report((*at, key), f"is not a key of {name}{did_you_mean(key, fields)}")
-        hints = typing.get_type_hints(stage)
-        for key, field in fields.items():
-            if key not in parameters:
-                if field.default is dataclasses.MISSING:
-                    self._report(at, f"needs the key {key!r}: {_expected(hints[key])}")
-            elif not _fits(parameters[key], hints[key]):
-                expected = _expected(hints[key])
-                self._report((*at, key), f"must be {expected}, got {_show(parameters[key])}")
-        if len(self._problems) > before:
-            return None
-        try:
-            return stage(**parameters)
-        except ConfigError as error:
-            for problem in error.problems:
-                field_name = problem.place.partition(".")[2]
-                self._report((*at, field_name) if field_name else at, problem.message)
+        problems = [problem.below(*at, name) for problem in _misfits(stage, name, parameters)]
+        if not problems:
+            try:
+                return stage(**_with_open_field(stage, parameters))
+            except ConfigError as error:
+                problems = [problem.below(*at) for problem in error.problems]
+        for problem in problems:
+            self._report(problem)
         return None
 
     # --- rules between keys -----------------------------------------------------------------------------------------
 
     def _check_values(self, document: _Document) -> None:
-        source, before = document.source, len(self._problems)
-        kinds = [kind for kind in ("folder", "listing", "tar") if getattr(source, kind) is not None]
-        if len(kinds) != 1:
-            got = " and ".join(kinds) or "none of them"
-            self._report(("source",), f"needs exactly one of folder, listing and tar, got {got}")
-        for name, part in source.split.items():
-            if not 0 < part <= 1:
-                self._report(("source", "split", name), f"must be a fraction within (0, 1], got {part}")
-        if (total := sum(source.split.values())) > 1 + 1e-9:
-            self._report(("source", "split"), f"must add up to at most 1, got {total:g}")
-        if len(self._problems) == before:
-            try:
-                _source_spec(source)
-            except ValueError as error:
-                place, _, rule = str(error).partition(" must ")
-                self._report(place.split("."), f"must {rule}")
         if not document.pipelines:
-            self._report(("pipelines",), "must name at least one pipeline, such as train, got none")
+            rule = "must name at least one pipeline, such as train, got none"
+            self._report(Problem.of("pipelines", rule, code="config.missing_key"))
         if "serve" in document.pipelines:
-            self._report(("pipelines", "serve"), "takes the name of the block serve; give this pipeline another one")
+            rule, action = "takes the name of the block serve", "give this pipeline another one"
+            self._report(Problem.of(("pipelines", "serve"), rule, action=action, code="config.conflict"))
         for name, pipeline in document.pipelines.items():
             batch = pipeline.batch
             if (batch.size is None) == (batch.global_size is None):
-                self._report(
-                    ("pipelines", name, "batch"), "needs size (of a rank) or global (of all ranks), one of them"
-                )
-            for key, rule in pipeline.faults():
-                self._report(("pipelines", name, key), rule)
+                rule = "needs size (of a rank) or global (of all ranks), one of them"
+                self._report(Problem.of(("pipelines", name, "batch"), rule, code="config.conflict"))
+            for problem in pipeline.problems():
+                self._report(problem.below("pipelines", name))
         if document.serve is not None:
             self._check_serve(document.serve)
 
     def _check_serve(self, serve: ServeSpec) -> None:
         if serve.preset is None and "stages" not in serve.model_fields_set:
-            self._report(("serve",), "needs the key 'stages': a list, or a preset")
-        for key, rule in serve.faults():
-            self._report(("serve", key), rule)
-        for at, rule in serve.model.faults() if serve.model is not None else ():
-            self._report(("serve", "model", *at), rule)
+            self._report(Problem.of("serve", "needs the key 'stages': a list, or a preset", code="config.missing_key"))
+        for problem in serve.problems():
+            self._report(problem.below("serve"))
+        for problem in serve.model.problems() if serve.model is not None else ():
+            self._report(problem.below("serve", "model"))
 
 
-def _source_spec(source: _SourceModel) -> SourceSpec:
-    return SourceSpec(**{**source.model_dump(), "split": tuple(source.split.items())})
+def _behind(path: tuple[Key, ...], heads: int) -> tuple[Key, ...]:
+    """A path into all stages of a pipeline, as one into the stages behind its first ones, which stand elsewhere."""
+    match path:
+        case (int(number), *rest) if number >= heads:
+            return (number - heads, *rest)
+    return ()
+
+
+def _misfits(stage: type[Stage], name: str, parameters: Mapping[Any, Any]) -> Iterator[Problem]:
+    """A problem for each parameter that the stage does not know, lacks, or cannot take."""
+    fields = {field.name: field for field in dataclasses.fields(stage) if field.name != stage.open_field}
+    for key in parameters:
+        if key in fields:
+            continue
+        if stage.open_field is None:
+            yield Problem.of(key, f"is not a key of {name}", action=suggest(key, fields), code="config.unknown_key")
+        elif not isinstance(key, str):
+            yield Problem.of((), "takes keys that are text", key, code="config.unknown_key")
+    hints = typing.get_type_hints(stage)
+    for key, field in fields.items():
+        if key not in parameters:
+            if field.default is dataclasses.MISSING:
+                yield Problem.of((), f"needs the key {key!r}: {_expected(hints[key])}", code="config.missing_key")
+        elif not _fits(parameters[key], hints[key]):
+            yield Problem.of(key, f"must be {_expected(hints[key])}", parameters[key], code="config.type")
+
+
+def _with_open_field(stage: type[Stage], parameters: dict[str, Any]) -> dict[str, Any]:
+    """The parameters, with those that the stage has no field for gathered in its open field."""
+    if stage.open_field is None:
+        return parameters
+    fields = {field.name for field in dataclasses.fields(stage)} - {stage.open_field}
+    rest = {key: value for key, value in parameters.items() if key not in fields}
+    return {key: parameters[key] for key in parameters if key in fields} | {stage.open_field: _hashable(rest)}
 
 
 def _items(value: Any) -> list[tuple[Any, Any]]:
     return list(value.items()) if isinstance(value, dict) else []
 
 
-def _enter(target: Any, word: str) -> list[Key] | str:
+def _enter(target: Any, word: str) -> list[Key] | Problem:
     """The keys that lead from `target` to what a word of a dotted path means, or what is wrong with it.
 
     A stage that stands in a list as no more than its name is given a mapping to hold parameters.
     """
+
+    def problem(rule: str, action: str = "") -> Problem:
+        return Problem.of((), rule, action=action, code="config.override")
+
     if isinstance(target, dict):
         return [word]
     if not isinstance(target, list):
-        return f"is {_show(target)}, neither a mapping nor a list, and has no {word!r}"
+        return problem(f"is {show(target)}, neither a mapping nor a list, and has no {word!r}")
     if word.isdecimal():
         entries = f"its entries are 0 to {len(target) - 1}" if target else "it is empty"
-        return [int(word)] if int(word) < len(target) else f"has no entry {word}; {entries}"
+        return [int(word)] if int(word) < len(target) else problem(f"has no entry {word}", entries)
     if word in target:
         target[target.index(word)] = {word: None}
     names = [str(name) for entry in target for name in (entry if isinstance(entry, dict) else [entry])]
     if word not in names:
-        return f"has no {word!r}" + (did_you_mean(word, names) if names else "; it is empty")
+        return problem(f"has no {word!r}", suggest(word, names) if names else "it is empty")
     return [next(i for i, entry in enumerate(target) if isinstance(entry, dict) and word in entry), word]
 
 
@@ -598,15 +620,6 @@ def _tuples(value: Any) -> Any:
         return tuple(map(_tuples, value))
     if isinstance(value, dict):
         return {key: _tuples(item) for key, item in value.items()}
-    return value
-
-
-def _lists(value: Any) -> Any:
-    """The opposite of `_tuples`."""
-    if isinstance(value, (tuple, list)):
-        return list(map(_lists, value))
-    if isinstance(value, dict):
-        return {key: _lists(item) for key, item in value.items()}
     return value
 
 
@@ -620,14 +633,6 @@ def _hashable(value: Any) -> Any:
 
 _BOUNDS = {"greater_than_equal": ("ge", ">="), "greater_than": ("gt", ">"), "less_than_equal": ("le", "<=")}
 _WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "text", type(None): "null"}
-
-
-def _show(value: Any) -> str:
-    """A value as a reader of YAML knows it, cut to length."""
-    value = _lists(value)
-    text = {True: "true", False: "false", None: "null"}.get(value) if isinstance(value, (bool, type(None))) else None
-    text = text or repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def _expected(hint: Any) -> str:
@@ -682,32 +687,33 @@ def _group(error: pydantic.ValidationError, data: Any) -> list[Any]:
     return list(by_place.values())
 
 
-def _describe(fault: Any, model: type[BaseModel]) -> tuple[tuple[Key, ...], str]:
-    """(place, message) of one of pydantic's faults, in this project's words."""
+def _describe(fault: Any, model: type[BaseModel]) -> Problem:
+    """One of pydantic's faults, in this project's words."""
     at, kind, value = fault["loc"], fault["type"], fault["input"]
     parent, hint = _hint_at(model, at)
     if kind == "invalid_key" or fault["is_key"]:
-        return at, "is a key that is not text; put it in quotes"
+        return Problem.of(at, "is a key that is not text", action="put it in quotes", code="config.unknown_key")
     if kind == "extra_forbidden":
         assert parent is not None
         known = [field.alias or name for name, field in parent.model_fields.items()]
-        return at, f"is not a key here{did_you_mean(at[-1], known)}"
+        return Problem.of(at, "is not a key here", action=suggest(at[-1], known), code="config.unknown_key")
     if kind == "missing":
-        return at[:-1], f"needs the key {at[-1]!r}: {_expected(hint)}"
+        return Problem.of(at[:-1], f"needs the key {at[-1]!r}: {_expected(hint)}", code="config.missing_key")
     if kind in _BOUNDS:
         name, sign = _BOUNDS[kind]
-        return at, f"must be {sign} {fault['ctx'][name]:g}, got {_show(value)}"
+        return Problem.of(at, f"must be {sign} {fault['ctx'][name]:g}", value, code="config.range")
     if kind == "literal_error" and isinstance(value, str) and hint is not None:
-        words = re.findall(r"\w+", _expected(hint).replace("one of ", ""))
-        return at, f"must be {_expected(hint)}, got {_show(value)}{_close(value, words)}"
-    if kind == "value_error":
-        return at, f"must be {fault['ctx']['error']}, got {_show(value)}"
-    return at, f"must be {_expected(hint)}, got {_show(value)}"
+        action = suggest(value, _choices(hint), else_all=False)
+        return Problem.of(at, f"must be {_expected(hint)}", value, action, code="config.range")
+    rule = f"must be {fault['ctx']['error'] if kind == 'value_error' else _expected(hint)}"
+    return Problem.of(at, rule, value, code="config.type")
 
 
-def _close(word: str, known: Sequence[str]) -> str:
-    hint = did_you_mean(word, known)
-    return hint if "did you mean" in hint else ""
+def _choices(hint: Any) -> list[str]:
+    """The words that a type names one by one."""
+    if typing.get_origin(hint) is Literal:
+        return [word for word in typing.get_args(hint) if isinstance(word, str)]
+    return [word for part in typing.get_args(hint) for word in _choices(part)]
 
 
 def _hint_at(model: type[BaseModel], at: Sequence[Key]) -> tuple[type[BaseModel] | None, Any]:

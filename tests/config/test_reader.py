@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpuflow.config import BatchSpec, Config, read_config
-from gpuflow.errors import ConfigError
+from gpuflow.errors import UNSET, ConfigError
 from gpuflow.pipeline.stage import Stage
 from gpuflow.sources import SourceSpec
 from gpuflow.stages import (
@@ -246,6 +246,9 @@ def test_a_tag_runs_nothing(here: Path) -> None:
     assert not (here / "made").exists()
 
 
+MISSING = "config.missing_key"
+CROP = ("pipelines", "a", "stages", 1, "center_crop")
+
 # --- keys and values -------------------------------------------------------------------------------------------------
 
 SOURCE_KEYS = "folder, listing, tar, root, classes, split, seed, window"
@@ -339,7 +342,7 @@ RUN_KEYS = "threads, readers, processes, prefetch, on_error, max_bad, bad_file, 
         ("run: {on_error: 3}", "run.on_error must be one of raise, replace, skip, got 3"),
         ("train: {lr: 0}", "train.lr must be > 0, got 0"),
         ("source: {folder: x, seed: -1}", "source.seed must be >= 0, got -1"),
-        ("source: {folder: x, classes: 0}", "source.classes must be >= 1, got 0"),
+        ("source: {listing: x, classes: 0}", "source.classes must be >= 1, got 0"),
         (
             "source: {folder: x, root: y}",
             "source.root must go with source.listing, got source.folder; remove root",
@@ -356,7 +359,10 @@ RUN_KEYS = "threads, readers, processes, prefetch, on_error, max_bad, bad_file, 
         ("source: {}", "source needs exactly one of folder, listing and tar, got none of them"),
         ("source: {folder: a, tar: b}", "source needs exactly one of folder, listing and tar, got folder and tar"),
         ("source: {folder: a, split: {a: 0}}", "source.split.a must be a fraction within (0, 1], got 0.0"),
-        ("source: {folder: a, split: {a: 0.7, b: 0.4}}", "source.split must add up to at most 1, got 1.1"),
+        (
+            "source: {folder: a, split: {a: 0.7, b: 0.4}}",
+            "source.split must add up to at most 1, got 1.1; lower a fraction",
+        ),
         ("pipelines: {}", "pipelines must name at least one pipeline, such as train, got none"),
         (
             "pipelines: {serve: {stages: [decode, center_crop: {size: 8}]}}",
@@ -376,6 +382,40 @@ def test_values(block: str, expected: str) -> None:
     text = with_block(block)
     line = text.splitlines().index(block) + 1
     assert fault(text) == f"x.yaml:{line}: {expected}"
+
+
+@pytest.mark.parametrize(
+    ("text", "override", "path", "value", "code"),
+    [
+        (with_block("zzz: 1"), "", ("zzz",), UNSET, "config.unknown_key"),
+        (with_block("run: {threads: 0}"), "", ("run", "threads"), 0, "config.range"),
+        (with_block("run: {on_error: x}"), "", ("run", "on_error"), "x", "config.range"),
+        (with_block("run: {prefetch: x}"), "", ("run", "prefetch"), "x", "config.type"),
+        (with_block("source: {tar: x, root: y}"), "", ("source", "root"), UNSET, "config.conflict"),
+        (with_block("source: {tar: x, split: {a: 2}}"), "", ("source", "split", "a"), 2.0, "config.range"),
+        (stages_of("decode, resie"), "", ("pipelines", "a", "stages", 1, "resie"), UNSET, "stage.unknown"),
+        (stages_of("decode, center_crop"), "", ("pipelines", "a", "stages", 1, "center_crop"), UNSET, MISSING),
+        (stages_of("decode, center_crop: {size: 0}"), "", (*CROP, "size"), 0, "config.range"),
+        (stages_of("decode"), "", ("pipelines", "a", "stages", 0, "decode"), UNSET, "stage.size"),
+        (stages_of("center_crop: {size: 8}"), "", ("pipelines", "a", "stages", 0, "center_crop"), UNSET, "stage.order"),
+        (FULL, "run.threads.x=3", ("run", "threads"), UNSET, "config.override"),
+        (FULL, "run.threads=0", ("run", "threads"), 0, "config.range"),
+        ("- a", "", (), ["a"], "config.type"),
+        ("a: [", "", (), UNSET, "config.yaml"),
+    ],
+)
+def test_problems_are_values(text: str, override: str, path: tuple[str | int, ...], value: object, code: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read(text, *([override] if override else []))
+    problem = next(problem for problem in caught.value.problems if problem.path == path)
+    assert (problem.value, problem.code) == (value, code)
+
+
+def test_the_source_is_checked_whatever_else_is_wrong() -> None:
+    assert fault(with_block("source: {folder: x, root: y}") + "run: {threads: 0}\n").splitlines() == [
+        "x.yaml:4: source.root must go with source.listing, got source.folder; remove root",
+        "x.yaml:5: run.threads must be >= 1, got 0",
+    ]
 
 
 def test_blocks_that_are_missing() -> None:
@@ -909,7 +949,7 @@ def test_any_document_is_read_or_refused_with_places(document: Any, overrides: l
     except ConfigError as error:
         for problem in error.problems:
             assert problem.place.startswith(("x.yaml:", "override "))
-            assert problem.message
+            assert problem.rule
     else:
         assert config.programs
 
