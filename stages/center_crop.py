@@ -39,7 +39,11 @@ def check_fits(size: tuple[int, int], spec: s.ImageSpec, margin: int = 0) -> Non
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class CenterCrop(s.Geometry):
-    """Crop the centre. size: pixels, int or [height, width]."""
+    """Crop the centre of an image; an image smaller than the crop is centred on black.
+
+    Args:
+        size: the result in pixels: the side of a square, or [height, width].
+    """
 
     stage_name: ClassVar[str] = "center_crop"
 

@@ -28,12 +28,15 @@ _OPERATIONS = np.array([s.Operation[name.upper()] for name in _ADJUSTMENTS])
 class ColorJitter(s.Pointwise):
     """Jitter colours as torchvision's v2 ColorJitter does: clamp and truncate to uint8 after each adjustment.
 
-    brightness, contrast, saturation: a factor within [max(0, 1 - v), 1 + v], or [low, high]. hue: a shift within
-    [-v, v] turns of the colour circle, or [low, high], at most half a turn. Saturation and hue do not change gray
-    images.
+    The adjustments run in a random order. Saturation and hue do not change gray images. Coefficients of a sample [8]:
+    the indices of the four adjustments in the order in which they run, then the factors of brightness, contrast,
+    saturation and hue.
 
-    Coefficients of a sample [8]: the indices of the four adjustments in the order in which they run, then the factors
-    of brightness, contrast, saturation and hue.
+    Args:
+        brightness: the factor is drawn from [max(0, 1 - v), 1 + v] for a number v, or from [low, high].
+        contrast: the factor is drawn from [max(0, 1 - v), 1 + v] for a number v, or from [low, high].
+        saturation: the factor is drawn from [max(0, 1 - v), 1 + v] for a number v, or from [low, high].
+        hue: the shift is drawn from [-v, v] for a number v, or from [low, high], in turns of the colour circle.
     """
 
     stage_name: ClassVar[str] = "color_jitter"

@@ -12,15 +12,16 @@ __all__ = ["Decode"]
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Decode(Decoder):
-    """Decode one image.
+    """Decode a JPEG, PNG, WebP or BMP to an image of 8 bits a channel. The first stage of each pipeline.
 
-    color: order of the channels, or one channel of luma (`gray`). CMYK and gray files are converted.
-    backend: `auto` decodes on the GPU if it can, and on the CPU otherwise.
-    cpu_share: fraction of each batch that the CPU decodes while the GPU decodes the rest, 0 to 1. While the GPU waits
-        for batches, the fraction adapts until both need the same time; `run.deterministic` keeps it fixed.
-    orientation: `apply` rotates the image as its EXIF tag says; `ignore` leaves it as stored, like PIL and torchvision.
-    max_pixels: images with more pixels are bad samples; the header is checked before anything is decoded.
-    max_scans: JPEGs with more scans are bad samples, because each scan may take as long as a whole image.
+    Args:
+        color: the order of the channels, or `gray` for one channel of luma. CMYK and gray files are converted.
+        backend: `auto` decodes on the GPU if it can, and on the CPU otherwise.
+        cpu_share: the fraction of each batch that the CPU decodes while the GPU decodes the rest. While the GPU waits
+            for batches, it adapts until both need the same time; `run.deterministic` keeps it fixed.
+        orientation: `apply` rotates the image as its EXIF tag says; `ignore` does not, like PIL and torchvision.
+        max_pixels: images with more pixels are bad samples; the header is checked before anything is decoded.
+        max_scans: JPEGs with more scans are bad samples, because each scan may take as long as a whole image.
     """
 
     stage_name: ClassVar[str] = "decode"

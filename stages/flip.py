@@ -14,7 +14,12 @@ Probability = Annotated[float, s.Bounds(least=0, most=1, words="a probability wi
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Flip(s.Geometry):
-    """Mirror an image. horizontal, vertical: probabilities of mirroring left-right and top-bottom, 0 to 1."""
+    """Mirror an image at random.
+
+    Args:
+        horizontal: the probability of mirroring left and right.
+        vertical: the probability of mirroring top and bottom.
+    """
 
     stage_name: ClassVar[str] = "flip"
 

@@ -22,13 +22,16 @@ _IMAGENET = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Normalize(s.Pointwise):
-    """Normalize each channel.
-
-    mean, std: one number per channel in units of 0-1, or `imagenet`. dtype: the dtype of the result, which is computed
-    in float32 and then rounded. layout: `nchw`, or `nhwc` for channels_last memory; the axes are N, C, H, W in both.
+    """Normalize each channel: (pixel / 255 - mean) / std.
 
     A uint8 pixel has 256 values, so each channel needs one table of 256 results: one pass gives the same bits as
     torchvision's ToDtype and Normalize. 16-bit floats are handled as their bits.
+
+    Args:
+        mean: one number for each channel, in units of 0 to 1, or `imagenet`.
+        std: one number for each channel, in units of 0 to 1, or `imagenet`.
+        dtype: the data type of the result; it is computed in float32 and then rounded.
+        layout: `nchw`, or `nhwc` for channels_last memory; the tensor's axes are N, C, H, W in both.
     """
 
     stage_name: ClassVar[str] = "normalize"

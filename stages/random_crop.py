@@ -15,9 +15,11 @@ __all__ = ["RandomCrop"]
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class RandomCrop(s.Geometry):
-    """Crop a random box. size: pixels, int or [height, width]. padding: black pixels added on every side first.
+    """Crop a box at a random place. An image that is smaller than the box even with padding is a bad sample.
 
-    An image that is smaller than the box even with padding is a bad sample.
+    Args:
+        size: the box in pixels: the side of a square, or [height, width].
+        padding: black pixels that are added on every side before the crop.
     """
 
     stage_name: ClassVar[str] = "random_crop"

@@ -18,12 +18,17 @@ _ATTEMPTS = 10
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class RandomResizedCrop(s.Geometry):
-    """Crop a random box and resample it.
+    """Crop a box of random area and aspect ratio, and resample it to a fixed size, as torchvision does.
 
-    size: the result's size in pixels, int or [height, width]. scale: range of the box's area as a fraction of the
-    image's area. ratio: range of the box's width / height, drawn uniformly in the logarithm. Ten boxes are drawn; if
-    none fits, the result is the centre of the image at the nearest allowed ratio. The algorithm is that of
-    torchvision's RandomResizedCrop.
+    Ten boxes are drawn; if none fits, the result is the centre of the image at the nearest allowed ratio. The algorithm
+    is that of torchvision's RandomResizedCrop.
+
+    Args:
+        size: the result in pixels: the side of a square, or [height, width].
+        scale: the box's area as a fraction of the image's, [low, high].
+        ratio: the box's width divided by its height, [low, high]; drawn uniformly in the logarithm.
+        interpolation: how pixels are resampled.
+        antialias: widen the filter with the scale when the image shrinks, as PIL and torchvision do.
     """
 
     stage_name: ClassVar[str] = "random_resized_crop"

@@ -20,11 +20,15 @@ Side = Annotated[int, s.Bounds(least=1)]
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Resize(s.Geometry):
-    """Resample an image; sides in pixels.
+    """Resample an image to `height` and `width`, or to the length of its `shorter` or its `longer` side.
 
-    height, width: the result's size; give both or neither. shorter, longer: the length of that side; the other side
-    follows from the aspect ratio, rounded down as in torchvision.
-    antialias: widen the filter with the scale when shrinking, as PIL and torchvision do.
+    Args:
+        height: the result's height in pixels; needs `width` too.
+        width: the result's width in pixels; needs `height` too.
+        shorter: the length of the shorter side in pixels; the longer one follows the aspect ratio, rounded down.
+        longer: the length of the longer side in pixels; the shorter one follows the aspect ratio, rounded down.
+        interpolation: how pixels are resampled.
+        antialias: widen the filter with the scale when the image shrinks, as PIL and torchvision do.
     """
 
     stage_name: ClassVar[str] = "resize"

@@ -29,9 +29,11 @@ _DTYPES = {torch.uint8: "uint8", torch.float32: "float32", torch.float16: "float
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Torchvision(s.Opaque):
-    """Run `torchvision.transforms.v2.<name>(**parameters)` on each image.
+    """Run a transform of torchvision.transforms.v2 on each image; all other keys are its keyword arguments.
 
-    name: a transform of one image. parameters: its keyword arguments; `interpolation` and `dtype` by name.
+    Args:
+        name: the transform's class, which takes one image, such as `GaussianBlur`.
+        parameters: its keyword arguments; `interpolation` and `dtype` by name.
     """
 
     stage_name: ClassVar[str] = "torchvision"

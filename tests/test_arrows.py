@@ -57,7 +57,7 @@ def test_one_file_reads_yaml() -> None:
 
 def test_one_package_declares_keys_with_pydantic() -> None:
     files = importers([*ENGINE, *STAGE_FILES, *PLOTS], "pydantic")
-    assert files == {f"gpuflow/config/{name}.py" for name in ("models", "reader", "words")}
+    assert files == {f"gpuflow/config/{name}.py" for name in ("models", "reader", "schema", "words")}
 
 
 def test_one_file_lowers_to_spdl() -> None:

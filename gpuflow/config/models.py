@@ -20,6 +20,7 @@ from gpuflow.decode.preset import Preset
 from gpuflow.errors import ConfigError, Problem, suggest
 from gpuflow.pipeline.program import Program
 from gpuflow.sources import SourceSpec
+from gpuflow.sources.base import Fraction
 
 __all__ = [
     "BatchSpec",
@@ -44,7 +45,13 @@ class _Block(BaseModel):
 
 
 class BatchSpec(_Block):
-    """`batch`: samples a step. `size` counts a rank's, `global` all ranks' together."""
+    """How many samples make a batch: `size` or `global`, one of them.
+
+    Args:
+        size: samples of a batch on each rank.
+        global: samples of a batch on all ranks together; the number of ranks must divide it.
+        drop_last: leave out the last batch of an epoch where it would be smaller than the others.
+    """
 
     size: Positive | None = None
     global_size: Positive | None = Field(default=None, alias="global")
@@ -58,7 +65,16 @@ class BatchSpec(_Block):
 
 
 class TrainSpec(_Block):
-    """`train`: what `gpuflow train` needs."""
+    """What `gpuflow train` trains, and how long.
+
+    Args:
+        model: a classification model of torchvision, by name.
+        epochs: how many times the pipeline `train` is run through.
+        lr: the highest learning rate, after the warm-up.
+        weight_decay: the optimizer's weight decay.
+        out: the directory for checkpoints and results.
+        size: the `size` in pixels of every stage of train and val that has one; by default what the stages say.
+    """
 
     model: str = "resnet18"
     epochs: Positive = 10
@@ -69,7 +85,13 @@ class TrainSpec(_Block):
 
 
 class TensorrtSpec(_Block):
-    """`serve.model.tensorrt`: batch sizes that engines are built for, besides `batch`, and where they are kept."""
+    """The batch sizes that TensorRT engines are built for, besides `batch`, and where the engines are kept.
+
+    Args:
+        min_batch: the smallest batch that an engine takes.
+        opt_batch: the batch size that an engine is tuned for; by default `batch`.
+        cache: the directory for built engines; by default one in the user's cache folder.
+    """
 
     min_batch: Positive = 1
     opt_batch: Positive | None = None
@@ -77,7 +99,21 @@ class TensorrtSpec(_Block):
 
 
 class ModelSpec(_Block):
-    """`serve.model`."""
+    """The model that is served, and how it runs.
+
+    Args:
+        file: a checkpoint of `gpuflow train` (.pt), or what `gpuflow export` makes of it (.onnx, .pt2).
+        engine: the library that runs the model; `auto` chooses it by the file's suffix.
+        batch: the most images that the model runs on at a time.
+        instances: how many copies of the model run at the same time.
+        timeout_ms: how long a request waits for others to fill its batch, in milliseconds.
+        compile: compile the model with torch.compile; for the engine torch.
+        cuda_graphs: replay the model as CUDA graphs; for the engine torch on a GPU.
+        precision: the data type that the model computes in.
+        force: serve a model that was trained with other preprocessing, which is an error otherwise.
+        via: what runs a TensorRT engine: gpuflow's own code, or torchpipe's node.
+        tensorrt: settings of the engine tensorrt.
+    """
 
     file: str
     engine: Literal["auto", "torch", "onnxruntime", "tensorrt"] = "auto"
@@ -142,7 +178,14 @@ _SUFFIXES = {"torch": (".pt", ".pt2"), "onnxruntime": (".onnx",), "tensorrt": ("
 
 
 class PresetKeys(_Block):
-    """`preset` and its parameters, in a block with `stages`: torchpipe's own operators, which the stages follow."""
+    """torchpipe's own operators in place of the first stages, to match an old deployment.
+
+    Args:
+        preset: decode and resize with torchpipe's own operators, on the CPU or on a GPU, before the stages.
+        height: the preset's result, in pixels.
+        width: the preset's result, in pixels.
+        color: the preset's order of channels; rgb by default.
+    """
 
     preset: Literal["torchpipe_cpu", "torchpipe_gpu"] | None = None
     height: Positive | None = None
@@ -168,7 +211,14 @@ class PresetKeys(_Block):
 
 
 class PipelineSpec(PresetKeys):
-    """One entry of `pipelines`."""
+    """A pipeline: the part of the source that has its name, through these stages, in batches.
+
+    Args:
+        stages: what happens to each image, in this order; the first stage is decode, or there is a preset.
+        batch: how many samples make a batch.
+        shuffle: draw a new order of the samples for each epoch.
+        on_error: what happens to a bad sample in this pipeline; by default what `run.on_error` says.
+    """
 
     stages: tuple[Any, ...]
     batch: BatchSpec = BatchSpec(size=64)
@@ -182,7 +232,12 @@ class PipelineSpec(PresetKeys):
 
 
 class ServeSpec(PresetKeys):
-    """`serve`: the stages that the served model sees, and the model; without one only images are prepared."""
+    """The stages whose result the served model gets, and the model; without a model only images are prepared.
+
+    Args:
+        stages: what happens to each image, in this order; random stages cannot serve.
+        model: the model that is served, and how it runs.
+    """
 
     stages: tuple[Any, ...] = ()
     model: ModelSpec | None = None
@@ -196,12 +251,13 @@ class ServeSpec(PresetKeys):
             yield from (problem.below("model") for problem in self.model.problems())
 
 
+_AMOUNT = r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)"
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 
 
 def _bytes(value: Any) -> Any:
     """`512MB`, `2 GiB` as a number of bytes."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)", value.strip()) if isinstance(value, str) else None
+    match = re.fullmatch(_AMOUNT, value.strip()) if isinstance(value, str) else None
     if match is not None and (unit := _UNITS.get(match[2].upper())):
         return int(float(match[1]) * unit)
     if value is None or (isinstance(value, int) and not isinstance(value, bool)):
@@ -209,8 +265,25 @@ def _bytes(value: Any) -> Any:
     raise ValueError("bytes, or text with a unit such as 512MB or 2GiB")
 
 
+Bytes = Positive | Annotated[str, Field(pattern=rf"^\s*{_AMOUNT}\s*$")] | None
+
+
 class RunSpec(_Block):
-    """`run`: how to run, never what comes out."""
+    """How pipelines run; these keys never change which samples come, nor in which order.
+
+    Args:
+        threads: threads that decode on the CPU; `auto`: the cores that this process may use, shared among the ranks.
+        readers: threads that only read; `auto`: none for local files, 16 for URLs, 2 where a GPU decodes.
+        processes: worker processes that read and decode instead of the threads; `auto`: one for each thread where there
+            are more than four, from 10,000 samples on.
+        prefetch: finished batches that wait for the training loop.
+        on_error: what happens to a bad sample: `raise` stops, `replace` takes another one, `skip` leaves it out.
+        max_bad: the most bad samples that are allowed: a number, or a fraction of the source; by default no limit.
+        bad_file: a file that lists each bad sample, as JSON lines.
+        timeout_s: the longest wait for a batch or an answer, in seconds.
+        memory_limit: the most GPU memory of the loader, in bytes or with a unit, such as 2GB.
+        deterministic: keep `decode.cpu_share` fixed, so that every run decodes the same images by the same means.
+    """
 
     threads: Positive | Literal["auto"] = "auto"
     readers: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
@@ -220,7 +293,7 @@ class RunSpec(_Block):
     max_bad: Annotated[int, Field(ge=0)] | Annotated[float, Field(ge=0, le=1)] | None = None
     bad_file: str | None = None
     timeout_s: Annotated[float, Field(gt=0)] = 120.0
-    memory_limit: Annotated[Positive | None, BeforeValidator(_bytes)] = None
+    memory_limit: Annotated[Positive | None, BeforeValidator(_bytes, json_schema_input_type=Bytes)] = None
     deterministic: bool = False
 
 
@@ -228,14 +301,23 @@ def _source_keys() -> type[_Block]:
     """The keys of `source`: the fields of SourceSpec, which checks their values. In YAML a split is a mapping."""
     hints = typing.get_type_hints(SourceSpec)
     keys: dict[str, Any] = {field.name: (hints[field.name], field.default) for field in dataclasses.fields(SourceSpec)}
-    return pydantic.create_model("SourceKeys", __base__=_Block, **{**keys, "split": (dict[str, float], {})})
+    return pydantic.create_model("SourceKeys", __base__=_Block, **{**keys, "split": (dict[str, Fraction], {})})
 
 
 SourceKeys = _source_keys()
 
 
 class Document(_Block):
-    """A whole file, its stages not read yet."""
+    """A file of gpuflow: how an image becomes a tensor, for training and for serving.
+
+    Args:
+        source: where the samples are.
+        preprocess: a place for a list of stages that pipelines and serve share by a YAML anchor.
+        pipelines: by name, such as train and val.
+        train: what `gpuflow train` trains, and how long.
+        serve: what is served.
+        run: how pipelines run.
+    """
 
     source: SourceKeys  # type: ignore[valid-type]
     preprocess: Any = None

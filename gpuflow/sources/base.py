@@ -18,7 +18,7 @@ from gpuflow.pipeline.bounds import Bounds, out_of_bounds
 from gpuflow.sources.payload import Allocate, Payload
 from gpuflow.sources.storage import Storage
 
-__all__ = ["Source", "SourceSpec"]
+__all__ = ["Fraction", "Source", "SourceSpec"]
 
 
 class Source(Protocol):
@@ -56,19 +56,23 @@ class Source(Protocol):
         """Closes its storage. The source must not be read afterwards."""
 
 
+_FRACTION = Bounds(above=0, most=1, words="a fraction within (0, 1]")
+Fraction = Annotated[float, _FRACTION]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceSpec:
-    """Where the samples are: values only, exactly one of `folder`, `listing` and `tar`.
+    """Where the samples are: exactly one of `folder`, `listing` and `tar`.
 
     Args:
-        folder: directory with one directory per class.
-        listing: CSV or JSON-lines file of paths and labels.
+        folder: a directory with one directory for each class.
+        listing: a CSV or JSON-lines file of paths and labels.
         tar: WebDataset-style shards, a path with brace ranges: `shards/{000..012}.tar`.
-        root: what a listing's relative paths start from; its own directory by default.
-        classes: of a listing or of shards: how many classes there are, or their names. By default as many as occur.
-        split: name and fraction of each split, in order; a mapping or pairs.
-        seed: of the split.
-        window: of shards: how many neighbours are shuffled among each other.
+        root: the directory that a listing's relative paths start from; by default the listing's own.
+        classes: of a listing or of shards: how many classes there are, or their names; by default as many as occur.
+        split: the fraction of each named part, in order; a pipeline reads the part that has its name.
+        seed: the seed of the split.
+        window: of shards: how many neighbouring samples are shuffled among each other.
     """
 
     folder: str | None = None
@@ -76,7 +80,7 @@ class SourceSpec:
     tar: str | None = None
     root: str | None = None
     classes: Annotated[int, Bounds(least=1)] | tuple[str, ...] | None = None
-    split: Mapping[str, float] | tuple[tuple[str, float], ...] = ()
+    split: Mapping[str, Fraction] | tuple[tuple[str, Fraction], ...] = ()
     seed: Annotated[int, Bounds(least=0)] = 0
     window: Annotated[int, Bounds(least=1)] = 8192
 
@@ -101,8 +105,7 @@ class SourceSpec:
         if isinstance(self.classes, tuple) and (not self.classes or len(set(self.classes)) < len(self.classes)):
             yield Problem.of("classes", "must be distinct names, at least one", self.classes, code="config.range")
         for name, fraction in self.fractions:
-            if not 0 < fraction <= 1:
-                rule = "must be a fraction within (0, 1]"
+            if rule := _FRACTION.broken_rule(fraction):
                 yield Problem.of(("split", name), rule, fraction, code="config.range")
         total = sum(fraction for _, fraction in self.fractions)
         if total > 1 + 1e-9:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,7 +11,9 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
 
+from gpuflow.config.schema import json_schema
 from gpuflow.pipeline.stage import Stage
 from gpuflow.stages import (
     STAGES,
@@ -202,6 +205,9 @@ STRATEGIES: dict[str, st.SearchStrategy[Stage]] = {
 }
 
 
+VALIDATOR = Draft202012Validator(json_schema(STAGES))
+
+
 def test_every_stage_has_a_strategy() -> None:
     assert set(STRATEGIES) == set(STAGES)
 
@@ -239,6 +245,7 @@ def test_any_stage_reads_back_equal_from_yaml(name: str) -> None:
         document = {"source": {"folder": "x"}, "pipelines": {"p": {"stages": [as_entry(stage) for stage in stages]}}}
         pipeline = read(yaml.safe_dump(document, default_flow_style=flow)).program("p").pipeline
         assert pipeline.stages == stages
+        VALIDATOR.validate(json.loads(json.dumps(document)))
         assert eval(repr(pipeline.stages[stages.index(stage)]), dict(STAGES)) == stage
         by_override = [
             f"pipelines.p.stages.{i}={yaml.safe_dump(as_entry(s), default_flow_style=True)}"
