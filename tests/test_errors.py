@@ -9,7 +9,18 @@ from pathlib import Path
 import pytest
 
 import gpuflow.errors
-from gpuflow.errors import UNSET, BadSampleError, Code, ConfigError, Problem, dotted, show, suggest
+from gpuflow.errors import (
+    UNSET,
+    BadSampleError,
+    Code,
+    ConfigError,
+    MissingExtra,
+    Problem,
+    did_you_mean,
+    dotted,
+    show,
+    suggest,
+)
 
 
 @pytest.mark.parametrize(
@@ -67,3 +78,23 @@ def test_keys_and_suggestions() -> None:
     assert suggest("resie", ["resize", "flip"]) == "did you mean 'resize'?"
     assert suggest("zzz", ["resize", "flip"]) == "known: flip, resize"
     assert suggest("zzz", ["resize", "flip"], else_all=False) == ""
+
+
+def test_texts_of_errors() -> None:
+    problems = [Problem("a.yaml:3: run.threads", "must be >= 1, got 0"), Problem("", "nowhere")]
+    error = ConfigError(problems)
+    assert str(error) == "a.yaml:3: run.threads must be >= 1, got 0\nnowhere"
+    assert error.problems == tuple(problems)
+    bad = BadSampleError("decode", "empty")
+    assert str(bad) == "decode: empty"
+    assert str(bad.located(3, "x.jpg")) == "x.jpg (sample 3): decode: empty"
+    assert (bad.located(3, "x.jpg").index, bad.index) == (3, -1)
+    assert str(MissingExtra("a URL", "fsspec", "remote")) == (
+        "a URL needs fsspec, which is not installed; pip install 'gpuflow[remote]'"
+    )
+
+
+def test_did_you_mean() -> None:
+    assert did_you_mean("resie", ["resize", "flip"]) == "; did you mean 'resize'?"
+    assert did_you_mean("zzz", ["resize", "flip"]) == "; known: flip, resize"
+    assert did_you_mean(3, ["3d", "x"]) == "; did you mean '3d'?"

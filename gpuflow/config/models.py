@@ -182,8 +182,8 @@ class PresetKeys(_Block):
 
     Args:
         preset: decode and resize with torchpipe's own operators, on the CPU or on a GPU, before the stages.
-        height: the preset's result, in pixels.
-        width: the preset's result, in pixels.
+        height: the height of the preset's result in pixels; a preset needs it.
+        width: the width of the preset's result in pixels; a preset needs it.
         color: the preset's order of channels; rgb by default.
     """
 
@@ -269,7 +269,7 @@ Bytes = Positive | Annotated[str, Field(pattern=rf"^\s*{_AMOUNT}\s*$")] | None
 
 
 class RunSpec(_Block):
-    """How pipelines run; these keys never change which samples come, nor in which order.
+    """How pipelines run; none of these keys changes what becomes of a sound image.
 
     Args:
         threads: threads that decode on the CPU; `auto`: the cores that this process may use, shared among the ranks.
@@ -315,7 +315,7 @@ class Document(_Block):
         preprocess: a place for a list of stages that pipelines and serve share by a YAML anchor.
         pipelines: by name, such as train and val.
         train: what `gpuflow train` trains, and how long.
-        serve: what is served.
+        serve: the stages and the model that answer requests.
         run: how pipelines run.
     """
 
