@@ -102,6 +102,15 @@ def check(path: ConfigFile, overrides: Overrides = None) -> None:
 
 
 @app.command()
+def schema() -> None:
+    """Print the JSON Schema of the YAML file, with all stages that are installed, for editors that check keys."""
+    from gpuflow.config.schema import json_schema
+    from gpuflow.vocabulary import stage_table
+
+    print(json.dumps(json_schema(stage_table()), indent=2, ensure_ascii=False))
+
+
+@app.command()
 def explain(path: ConfigFile, overrides: Overrides = None) -> None:
     """Show what a file resolves to: stages, what flows between them, folding, threads, the decoder and its version."""
     from gpuflow.tools.explain import explain as explanation

@@ -13,20 +13,26 @@
     ├── DecoderError (RuntimeError)   a decoder of this process fails on gpuflow's own test image
     └── MissingExtra (ImportError)    an optional dependency is used but not installed
 
-A text names the place, the rule, the value and the next action; tests pin them.
+A fault of a configuration is a `Problem`: place, path, rule, value, next action and code, each as a value. Its text is
+made once, by `str()`; no code reads a text to learn what happened. The codes are those of `Code`.
 """
 
 from __future__ import annotations
 
 import difflib
+import enum
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any, Final, Literal
 
 __all__ = [
+    "UNSET",
     "BadSampleError",
+    "Code",
     "ConfigError",
     "DecoderError",
     "GpuflowError",
+    "Key",
     "LoaderError",
     "LoaderTimeout",
     "MissingExtra",
@@ -37,6 +43,9 @@ __all__ = [
     "StateError",
     "TooManyBadSamples",
     "did_you_mean",
+    "dotted",
+    "show",
+    "suggest",
 ]
 
 
@@ -44,15 +53,89 @@ class GpuflowError(Exception):
     """Base of every exception that gpuflow raises on purpose."""
 
 
+Key = str | int
+"""A key of a mapping, or a number in a list."""
+
+Code = Literal[
+    "config.file",
+    "config.yaml",
+    "config.override",
+    "config.unknown_key",
+    "config.missing_key",
+    "config.type",
+    "config.range",
+    "config.conflict",
+    "config.rule",
+    "stage.unknown",
+    "stage.order",
+    "stage.random",
+    "stage.size",
+    "sample.bad",
+    "sample.too_large",
+]
+"""Which kind of rule is broken; a code keeps its meaning when its text changes.
+
+    config.file           the file is missing, or is no UTF-8 text that holds a mapping
+    config.yaml           the text is not valid YAML
+    config.override       an override is not of the form key.key=value, or leads nowhere
+    config.unknown_key    a key that is not known at its place, or is not text
+    config.missing_key    a key that must be there is not
+    config.type           a value of the wrong type
+    config.range          a value of the right type that is out of bounds or none of the choices
+    config.conflict       keys or values that do not go together
+    config.rule           any other rule, such as what the machine, the environment or a model's file demands
+    stage.unknown         no stage has this name
+    stage.order           a stage cannot take what it gets, or cannot stand at its place
+    stage.random          a random stage where a model is served
+    stage.size            images of varying size at the end of a pipeline
+    sample.bad            an encoded image that cannot become a tensor
+    sample.too_large      an encoded image of more pixels than `max_pixels`
+"""
+
+
+class _Unset(enum.Enum):
+    UNSET = "no value"
+
+
+UNSET: Final = _Unset.UNSET
+"""Stands where a problem has no value to show."""
+
+
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One located fault: `place` says where, `message` says the rule, the value and what to do."""
+    """One broken rule. Its text is `<place> <path> <rule>, got <value>; <action>`, without the parts that it lacks.
+
+    Args:
+        place: where people find it: `configs/x.yaml:12:`, `override 'run.threads=0':`, `--model:`.
+        rule: what must hold, or what is wrong: `must be >= 1`.
+        value: what is there instead.
+        action: what to do about it.
+        path: the keys that lead to the value, from where its finder stands; each caller puts its own before them.
+        code: which kind of rule it is.
+    """
 
     place: str
-    message: str
+    rule: str
+    value: object = UNSET
+    action: str = ""
+    path: tuple[Key, ...] = ()
+    code: Code = "config.rule"
+
+    @classmethod
+    def of(
+        cls, path: Key | tuple[Key, ...], rule: str, value: object = UNSET, action: str = "", *, code: Code
+    ) -> Problem:
+        """A problem of what stands at `path`, whose file and line are not known yet."""
+        return cls("", rule, value, action, path if isinstance(path, tuple) else (path,), code)
+
+    def below(self, *keys: Key) -> Problem:
+        """The same problem, seen from where these keys lead to its path."""
+        return replace(self, path=(*keys, *self.path))
 
     def __str__(self) -> str:
-        return f"{self.place} {self.message}" if self.place else self.message
+        got = "" if self.value is UNSET else f", got {show(self.value)}"
+        action = f"; {self.action}" if self.action else ""
+        return " ".join(part for part in (self.place, dotted(self.path), f"{self.rule}{got}{action}") if part)
 
 
 class ConfigError(GpuflowError, ValueError):
@@ -61,6 +144,9 @@ class ConfigError(GpuflowError, ValueError):
     def __init__(self, problems: Sequence[Problem]) -> None:
         self.problems = tuple(problems)
         super().__init__("\n".join(str(problem) for problem in self.problems))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.problems,)
 
 
 class SourceError(GpuflowError, ValueError):
@@ -75,17 +161,17 @@ class BadSampleError(GpuflowError, ValueError):
     """One encoded image cannot become a tensor.
 
     `stage` is the stage that gave it up (`read`, `decode`, or a stage's name) and `reason` the rule it broke.
-    `index` and `path` say which sample it is, once that is known.
+    `index` and `path` say which sample it is, once that is known; `code` says which kind of rule it broke.
     """
 
-    def __init__(self, stage: str, reason: str, *, index: int = -1, path: str = "") -> None:
-        self.stage, self.reason, self.index, self.path = stage, reason, index, path
+    def __init__(self, stage: str, reason: str, code: Code = "sample.bad", *, index: int = -1, path: str = "") -> None:
+        self.stage, self.reason, self.code, self.index, self.path = stage, reason, code, index, path
         place = f"{path} (sample {index}): " if path else ""
         super().__init__(f"{place}{stage}: {reason}")
 
     def located(self, index: int, path: str) -> BadSampleError:
         """The same fault with its sample named."""
-        return BadSampleError(self.stage, self.reason, index=index, path=path)
+        return BadSampleError(self.stage, self.reason, self.code, index=index, path=path)
 
 
 class LoaderError(GpuflowError, RuntimeError):
@@ -119,8 +205,37 @@ class MissingExtra(GpuflowError, ImportError):
         super().__init__(f"{feature} needs {package}, which is not installed; pip install 'gpuflow[{extra}]'")
 
 
-def did_you_mean(word: object, known: Iterable[str]) -> str:
-    """A clause that names the closest known word, else the known words: `; did you mean 'resize'?`."""
+def suggest(word: object, known: Iterable[str], *, else_all: bool = True) -> str:
+    """Names the closest known word, `did you mean 'resize'?`; where none is close, all known words or nothing."""
     names = sorted(known)
     close = difflib.get_close_matches(str(word), names, n=1, cutoff=0.6)
-    return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(names)}"
+    if close:
+        return f"did you mean {close[0]!r}?"
+    return f"known: {', '.join(names)}" if else_all else ""
+
+
+def did_you_mean(word: object, known: Iterable[str]) -> str:
+    """What `suggest` says, as the end of a sentence: `; did you mean 'resize'?`."""
+    return f"; {suggest(word, known)}"
+
+
+def dotted(path: Iterable[Key]) -> str:
+    """Keys as people write them: `pipelines.train.stages[2].resize.height`."""
+    return "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in path).lstrip(".")
+
+
+def show(value: object) -> str:
+    """A value as a reader of YAML knows it, cut to 60 characters."""
+    value = _lists(value)
+    text = {True: "true", False: "false", None: "null"}.get(value) if isinstance(value, (bool, type(None))) else None
+    text = text or repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _lists(value: Any) -> Any:
+    """YAML knows no tuples."""
+    if isinstance(value, (tuple, list)):
+        return list(map(_lists, value))
+    if isinstance(value, dict):
+        return {key: _lists(item) for key, item in value.items()}
+    return value

@@ -3,8 +3,10 @@
 Documented in `gpuflow.pipeline`; these names stay here from one version to the next.
 """
 
+from gpuflow.errors import Problem
 from gpuflow.pipeline.stage import (
     ENCODED,
+    Bounds,
     Crop,
     Decoder,
     Flip,
@@ -24,6 +26,7 @@ from gpuflow.pipeline.stage import (
 
 __all__ = [
     "ENCODED",
+    "Bounds",
     "Crop",
     "Decoder",
     "Flip",
@@ -35,6 +38,7 @@ __all__ = [
     "Operation",
     "Pipeline",
     "Pointwise",
+    "Problem",
     "Resize",
     "Stage",
     "StageKeys",

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 
 from gpuflow.pipeline import stage as s
 
-__all__ = ["CenterCrop", "check_fits", "size_faults", "size_pair"]
+__all__ = ["CenterCrop", "Size", "check_fits", "size_pair"]
+
+Size = Annotated[int | tuple[int, int], s.Bounds(least=1)]
+"""A side in pixels, or [height, width]."""
 
 
 def size_pair(size: int | tuple[int, int]) -> tuple[int, int]:
     """(height, width) from an int or [height, width]."""
     return (size, size) if isinstance(size, int) else size
-
-
-def size_faults(size: int | tuple[int, int]) -> Iterator[tuple[str, str]]:
-    """The fault of a `size` parameter that has a side below one pixel."""
-    if min(size_pair(size)) < 1:
-        yield "size", f"must be >= 1, got {size if isinstance(size, int) else list(size)}"
 
 
 def check_fits(size: tuple[int, int], spec: s.ImageSpec, margin: int = 0) -> None:
@@ -43,18 +39,19 @@ def check_fits(size: tuple[int, int], spec: s.ImageSpec, margin: int = 0) -> Non
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class CenterCrop(s.Geometry):
-    """Crop the centre. size: pixels, int or [height, width]."""
+    """Crop the centre of an image; an image smaller than the crop is centred on black.
+
+    Args:
+        size: the result in pixels: the side of a square, or [height, width].
+    """
 
     stage_name: ClassVar[str] = "center_crop"
 
-    size: int | tuple[int, int]
+    size: Size
 
     @property
     def pads(self) -> bool:
         return True
-
-    def faults(self) -> Iterator[tuple[str, str]]:
-        yield from size_faults(self.size)
 
     def output(self, spec: s.ImageSpec) -> s.ImageSpec:
         s.require_pixels(self, spec)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import cv2
 import numpy as np
@@ -16,6 +14,11 @@ from gpuflow.pipeline import stage as s
 
 __all__ = ["ColorJitter"]
 
+Factor = (
+    Annotated[float, s.Bounds(least=0, words=">= 0 or [low, high]")]
+    | Annotated[tuple[float, float], s.Bounds(least=0, ascending=True)]
+)
+
 _LEVELS = torch.arange(256, dtype=torch.uint8)
 _ADJUSTMENTS = ("brightness", "contrast", "saturation", "hue")
 _OPERATIONS = np.array([s.Operation[name.upper()] for name in _ADJUSTMENTS])
@@ -25,21 +28,27 @@ _OPERATIONS = np.array([s.Operation[name.upper()] for name in _ADJUSTMENTS])
 class ColorJitter(s.Pointwise):
     """Jitter colours as torchvision's v2 ColorJitter does: clamp and truncate to uint8 after each adjustment.
 
-    brightness, contrast, saturation: a factor within [max(0, 1 - v), 1 + v], or [low, high]. hue: a shift within
-    [-v, v] turns of the colour circle, or [low, high], at most half a turn. Saturation and hue do not change gray
-    images.
+    The adjustments run in a random order. Saturation and hue do not change gray images. Coefficients of a sample [8]:
+    the indices of the four adjustments in the order in which they run, then the factors of brightness, contrast,
+    saturation and hue.
 
-    Coefficients of a sample [8]: the indices of the four adjustments in the order in which they run, then the factors
-    of brightness, contrast, saturation and hue.
+    Args:
+        brightness: the factor is drawn from [max(0, 1 - v), 1 + v] for a number v, or from [low, high].
+        contrast: the factor is drawn from [max(0, 1 - v), 1 + v] for a number v, or from [low, high].
+        saturation: the factor is drawn from [max(0, 1 - v), 1 + v] for a number v, or from [low, high].
+        hue: the shift is drawn from [-v, v] for a number v, or from [low, high], in turns of the colour circle.
     """
 
     stage_name: ClassVar[str] = "color_jitter"
     tolerance: ClassVar[float] = 1.0
 
-    brightness: float | tuple[float, float] = 0.0
-    contrast: float | tuple[float, float] = 0.0
-    saturation: float | tuple[float, float] = 0.0
-    hue: float | tuple[float, float] = 0.0
+    brightness: Factor = 0.0
+    contrast: Factor = 0.0
+    saturation: Factor = 0.0
+    hue: (
+        Annotated[float, s.Bounds(least=0, most=0.5, words="within [0, 0.5] or [low, high]")]
+        | Annotated[tuple[float, float], s.Bounds(least=-0.5, most=0.5, ascending=True)]
+    ) = 0.0
 
     @property
     def random(self) -> bool:
@@ -58,19 +67,6 @@ class ColorJitter(s.Pointwise):
     def _active(self) -> list[bool]:
         """Which adjustments may change an image."""
         return [not low == high == (0.0 if i == 3 else 1.0) for i, (low, high) in enumerate(self._ranges())]
-
-    def faults(self) -> Iterator[tuple[str, str]]:
-        for name, (low, high) in zip(_ADJUSTMENTS, self._ranges(), strict=True):
-            value = getattr(self, name)
-            shown = list(value) if isinstance(value, tuple) else value
-            if not isinstance(value, tuple) and not value >= 0:
-                yield name, f"must be >= 0 or [low, high], got {shown}"
-            elif name == "hue" and not -0.5 <= low <= high <= 0.5:
-                yield name, f"must lie within [-0.5, 0.5], got {shown}"
-            elif name != "hue" and not 0 <= low <= high:
-                yield name, f"must be [low, high] with 0 <= low <= high, got {shown}"
-            elif not math.isfinite(high):
-                yield name, f"must be finite, got {shown}"
 
     def output(self, spec: s.ImageSpec) -> s.ImageSpec:
         s.require_pixels(self, spec)

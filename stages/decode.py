@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
-from gpuflow.pipeline.stage import Decoder, ImageSpec
+from gpuflow.pipeline.stage import Bounds, Decoder, ImageSpec
 
 __all__ = ["Decode"]
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Decode(Decoder):
-    """Decode one image.
+    """Decode a JPEG, PNG, WebP or BMP to an image of 8 bits a channel. The first stage of each pipeline.
 
-    color: order of the channels, or one channel of luma (`gray`). CMYK and gray files are converted.
-    backend: `auto` decodes on the GPU if it can, and on the CPU otherwise.
-    cpu_share: fraction of each batch that the CPU decodes while the GPU decodes the rest, 0 to 1. While the GPU waits
-        for batches, the fraction adapts until both need the same time; `run.deterministic` keeps it fixed.
-    orientation: `apply` rotates the image as its EXIF tag says; `ignore` leaves it as stored, like PIL and torchvision.
-    max_pixels: images with more pixels are bad samples; the header is checked before anything is decoded.
-    max_scans: JPEGs with more scans are bad samples, because each scan may take as long as a whole image.
+    Args:
+        color: the order of the channels, or `gray` for one channel of luma. CMYK and gray files are converted.
+        backend: `auto` decodes on the GPU if it can, and on the CPU otherwise.
+        cpu_share: the fraction of each batch that the CPU decodes while the GPU decodes the rest. While the GPU waits
+            for batches, it adapts until both need the same time; `run.deterministic` keeps it fixed.
+        orientation: `apply` rotates the image as its EXIF tag says; `ignore` does not, like PIL and torchvision.
+        max_pixels: images with more pixels are bad samples; the header is checked before anything is decoded.
+        max_scans: JPEGs with more scans are bad samples, because each scan may take as long as a whole image.
     """
 
     stage_name: ClassVar[str] = "decode"
@@ -30,18 +30,10 @@ class Decode(Decoder):
 
     color: Literal["rgb", "bgr", "gray"] = "rgb"
     backend: Literal["auto", "cpu", "gpu"] = "auto"
-    cpu_share: float = 0.0
+    cpu_share: Annotated[float, Bounds(least=0, most=1)] = 0.0
     orientation: Literal["ignore", "apply"] = "ignore"
-    max_pixels: int = 179_000_000
-    max_scans: int = 100
-
-    def faults(self) -> Iterator[tuple[str, str]]:
-        if not 0 <= self.cpu_share <= 1:
-            yield "cpu_share", f"must be within [0, 1], got {self.cpu_share}"
-        if self.max_pixels < 1:
-            yield "max_pixels", f"must be >= 1, got {self.max_pixels}"
-        if self.max_scans < 1:
-            yield "max_scans", f"must be >= 1, got {self.max_scans}"
+    max_pixels: Annotated[int, Bounds(least=1)] = 179_000_000
+    max_scans: Annotated[int, Bounds(least=1)] = 100
 
     def output(self, spec: ImageSpec) -> ImageSpec:
         if spec.layout != "encoded":

@@ -2,32 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from gpuflow.pipeline import stage as s
 
 __all__ = ["Flip"]
 
+Probability = Annotated[float, s.Bounds(least=0, most=1, words="a probability within [0, 1]")]
+
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Flip(s.Geometry):
-    """Mirror an image. horizontal, vertical: probabilities of mirroring left-right and top-bottom, 0 to 1."""
+    """Mirror an image at random.
+
+    Args:
+        horizontal: the probability of mirroring left and right.
+        vertical: the probability of mirroring top and bottom.
+    """
 
     stage_name: ClassVar[str] = "flip"
 
-    horizontal: float = 0.0
-    vertical: float = 0.0
+    horizontal: Probability = 0.0
+    vertical: Probability = 0.0
 
     @property
     def random(self) -> bool:
         return self.horizontal not in (0, 1) or self.vertical not in (0, 1)
-
-    def faults(self) -> Iterator[tuple[str, str]]:
-        for field in ("horizontal", "vertical"):
-            if not 0 <= (value := getattr(self, field)) <= 1:
-                yield field, f"must be a probability within [0, 1], got {value}"
 
     def output(self, spec: s.ImageSpec) -> s.ImageSpec:
         s.require_pixels(self, spec)

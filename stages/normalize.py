@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import cv2
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from gpuflow.errors import Problem
 from gpuflow.pipeline import stage as s
 
 __all__ = ["Normalize"]
@@ -22,20 +22,23 @@ _IMAGENET = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Normalize(s.Pointwise):
-    """Normalize each channel.
-
-    mean, std: one number per channel in units of 0-1, or `imagenet`. dtype: the dtype of the result, which is computed
-    in float32 and then rounded. layout: `nchw`, or `nhwc` for channels_last memory; the axes are N, C, H, W in both.
+    """Normalize each channel: (pixel / 255 - mean) / std.
 
     A uint8 pixel has 256 values, so each channel needs one table of 256 results: one pass gives the same bits as
     torchvision's ToDtype and Normalize. 16-bit floats are handled as their bits.
+
+    Args:
+        mean: one number for each channel, in units of 0 to 1, or `imagenet`.
+        std: one number for each channel, in units of 0 to 1, or `imagenet`.
+        dtype: the data type of the result; it is computed in float32 and then rounded.
+        layout: `nchw`, or `nhwc` for channels_last memory; the tensor's axes are N, C, H, W in both.
     """
 
     stage_name: ClassVar[str] = "normalize"
     tolerance: ClassVar[float] = 0.0
 
-    mean: Literal["imagenet"] | tuple[float, ...] = "imagenet"
-    std: Literal["imagenet"] | tuple[float, ...] = "imagenet"
+    mean: Literal["imagenet"] | Annotated[tuple[float, ...], s.Bounds()] = "imagenet"
+    std: Literal["imagenet"] | Annotated[tuple[float, ...], s.Bounds(above=0)] = "imagenet"
     dtype: Literal["float32", "float16", "bfloat16"] = "float32"
     layout: Literal["nchw", "nhwc"] = "nchw"
 
@@ -43,13 +46,11 @@ class Normalize(s.Pointwise):
         value = getattr(self, field)
         return _IMAGENET[field] if value == "imagenet" else value
 
-    def faults(self) -> Iterator[tuple[str, str]]:
-        if len(self._values("mean")) != len(self._values("std")):
-            yield "std", f"must have as many values as mean, got {len(self._values('std'))}"
-        if not self._values("std") or not all(0 < value < math.inf for value in self._values("std")):
-            yield "std", f"must be > 0, got {list(self._values('std'))}"
-        if not all(map(math.isfinite, self._values("mean"))):
-            yield "mean", f"must be finite, got {list(self._values('mean'))}"
+    def faults(self) -> Iterator[Problem]:
+        if (count := len(self._values("std"))) != len(self._values("mean")):
+            yield Problem.of("std", "must have as many values as mean", count, code="config.conflict")
+        elif not count:
+            yield Problem.of("std", "must have at least one value", self.std, code="config.range")
 
     def output(self, spec: s.ImageSpec) -> s.ImageSpec:
         s.require_pixels(self, spec)

@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 
 from gpuflow.pipeline import stage as s
-from gpuflow.stages.center_crop import check_fits, size_faults, size_pair
+from gpuflow.stages.center_crop import Size, check_fits, size_pair
 
 __all__ = ["RandomCrop"]
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class RandomCrop(s.Geometry):
-    """Crop a random box. size: pixels, int or [height, width]. padding: black pixels added on every side first.
+    """Crop a box at a random place. An image that is smaller than the box even with padding is a bad sample.
 
-    An image that is smaller than the box even with padding is a bad sample.
+    Args:
+        size: the box in pixels: the side of a square, or [height, width].
+        padding: black pixels that are added on every side before the crop.
     """
 
     stage_name: ClassVar[str] = "random_crop"
 
-    size: int | tuple[int, int]
-    padding: int = 0
+    size: Size
+    padding: Annotated[int, s.Bounds(least=0)] = 0
 
     @property
     def random(self) -> bool:
@@ -33,11 +34,6 @@ class RandomCrop(s.Geometry):
     @property
     def pads(self) -> bool:
         return self.padding > 0
-
-    def faults(self) -> Iterator[tuple[str, str]]:
-        yield from size_faults(self.size)
-        if self.padding < 0:
-            yield "padding", f"must be >= 0, got {self.padding}"
 
     def output(self, spec: s.ImageSpec) -> s.ImageSpec:
         s.require_pixels(self, spec)

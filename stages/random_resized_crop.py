@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 
 from gpuflow.pipeline import stage as s
-from gpuflow.stages.center_crop import size_faults, size_pair
+from gpuflow.stages.center_crop import Size, size_pair
 from gpuflow.stages.resize import Interpolation
 
 __all__ = ["RandomResizedCrop"]
@@ -20,34 +18,32 @@ _ATTEMPTS = 10
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class RandomResizedCrop(s.Geometry):
-    """Crop a random box and resample it.
+    """Crop a box of random area and aspect ratio, and resample it to a fixed size, as torchvision does.
 
-    size: the result's size in pixels, int or [height, width]. scale: range of the box's area as a fraction of the
-    image's area. ratio: range of the box's width / height, drawn uniformly in the logarithm. Ten boxes are drawn; if
-    none fits, the result is the centre of the image at the nearest allowed ratio. The algorithm is that of
-    torchvision's RandomResizedCrop.
+    Ten boxes are drawn; if none fits, the result is the centre of the image at the nearest allowed ratio. The algorithm
+    is that of torchvision's RandomResizedCrop.
+
+    Args:
+        size: the result in pixels: the side of a square, or [height, width].
+        scale: the box's area as a fraction of the image's, [low, high].
+        ratio: the box's width divided by its height, [low, high]; drawn uniformly in the logarithm.
+        interpolation: how pixels are resampled.
+        antialias: widen the filter with the scale when the image shrinks, as PIL and torchvision do.
     """
 
     stage_name: ClassVar[str] = "random_resized_crop"
     tolerance: ClassVar[float] = 1.0
     resizes: ClassVar[bool] = True
 
-    size: int | tuple[int, int]
-    scale: tuple[float, float] = (0.08, 1.0)
-    ratio: tuple[float, float] = (3 / 4, 4 / 3)
+    size: Size
+    scale: Annotated[tuple[float, float], s.Bounds(above=0, most=1, ascending=True)] = (0.08, 1.0)
+    ratio: Annotated[tuple[float, float], s.Bounds(above=0, ascending=True)] = (3 / 4, 4 / 3)
     interpolation: Interpolation = "bilinear"
     antialias: bool = True
 
     @property
     def random(self) -> bool:
         return True
-
-    def faults(self) -> Iterator[tuple[str, str]]:
-        yield from size_faults(self.size)
-        if not 0 < self.scale[0] <= self.scale[1] <= 1:
-            yield "scale", f"must be [low, high] with 0 < low <= high <= 1, got {list(self.scale)}"
-        if not 0 < self.ratio[0] <= self.ratio[1] < math.inf:
-            yield "ratio", f"must be [low, high] with 0 < low <= high, got {list(self.ratio)}"
 
     def output(self, spec: s.ImageSpec) -> s.ImageSpec:
         s.require_pixels(self, spec)

@@ -4,44 +4,49 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 
+from gpuflow.errors import Problem
 from gpuflow.pipeline import stage as s
 
 __all__ = ["Interpolation", "Resize"]
 
 Interpolation = Literal["nearest", "bilinear", "bicubic"]
+Side = Annotated[int, s.Bounds(least=1)]
+"""A length in pixels."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Resize(s.Geometry):
-    """Resample an image; sides in pixels.
+    """Resample an image to `height` and `width`, or to the length of its `shorter` or its `longer` side.
 
-    height, width: the result's size; give both or neither. shorter, longer: the length of that side; the other side
-    follows from the aspect ratio, rounded down as in torchvision.
-    antialias: widen the filter with the scale when shrinking, as PIL and torchvision do.
+    Args:
+        height: the result's height in pixels; needs `width` too.
+        width: the result's width in pixels; needs `height` too.
+        shorter: the length of the shorter side in pixels; the longer one follows the aspect ratio, rounded down.
+        longer: the length of the longer side in pixels; the shorter one follows the aspect ratio, rounded down.
+        interpolation: how pixels are resampled.
+        antialias: widen the filter with the scale when the image shrinks, as PIL and torchvision do.
     """
 
     stage_name: ClassVar[str] = "resize"
     tolerance: ClassVar[float] = 1.0
     resizes: ClassVar[bool] = True
 
-    height: int | None = None
-    width: int | None = None
-    shorter: int | None = None
-    longer: int | None = None
+    height: Side | None = None
+    width: Side | None = None
+    shorter: Side | None = None
+    longer: Side | None = None
     interpolation: Interpolation = "bilinear"
     antialias: bool = True
 
-    def faults(self) -> Iterator[tuple[str, str]]:
+    def faults(self) -> Iterator[Problem]:
         ways = [(self.height, self.width) != (None, None), self.shorter is not None, self.longer is not None]
         if sum(ways) != 1 or (self.height is None) != (self.width is None):
-            yield "", "needs height and width, or shorter, or longer; give one of these"
-        for side in ("height", "width", "shorter", "longer"):
-            if (value := getattr(self, side)) is not None and value < 1:
-                yield side, f"must be >= 1, got {value}"
+            rule = "needs height and width, or shorter, or longer"
+            yield Problem.of((), rule, action="give one of these", code="config.conflict")
 
     def output(self, spec: s.ImageSpec) -> s.ImageSpec:
         s.require_pixels(self, spec)

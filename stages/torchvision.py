@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gpuflow.errors import did_you_mean
+from gpuflow.errors import Problem, suggest
 from gpuflow.pipeline import stage as s
 
 __all__ = ["Torchvision"]
@@ -29,9 +29,11 @@ _DTYPES = {torch.uint8: "uint8", torch.float32: "float32", torch.float16: "float
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Torchvision(s.Opaque):
-    """Run `torchvision.transforms.v2.<name>(**parameters)` on each image.
+    """Run a transform of torchvision.transforms.v2 on each image; all other keys are its keyword arguments.
 
-    name: a transform of one image. parameters: its keyword arguments; `interpolation` and `dtype` by name.
+    Args:
+        name: the transform's class, which takes one image, such as `GaussianBlur`.
+        parameters: its keyword arguments; `interpolation` and `dtype` by name.
     """
 
     stage_name: ClassVar[str] = "torchvision"
@@ -40,19 +42,17 @@ class Torchvision(s.Opaque):
     name: str
     parameters: tuple[tuple[str, Any], ...] = ()
 
-    def faults(self) -> Iterator[tuple[str, str]]:
+    def faults(self) -> Iterator[Problem]:
         known = _transforms()
         if self.name not in known:
-            yield (
-                "name",
-                f"must be a transform of one image in torchvision.transforms.v2, got {self.name!r}"
-                + (did_you_mean(self.name, known)),
-            )
+            rule = "must be a transform of one image in torchvision.transforms.v2"
+            yield Problem.of("name", rule, self.name, suggest(self.name, known), code="config.range")
             return
         try:
             _build(self.name, self.parameters)
         except (TypeError, ValueError, AttributeError) as error:
-            yield "", f"{self.name} does not take these parameters: {error}"
+            rule = f"{self.name} does not take these parameters: {error}"
+            yield Problem.of((), rule, code="config.rule")
 
     @property
     def random(self) -> bool:

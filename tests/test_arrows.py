@@ -11,8 +11,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 from gpuflow.pipeline import stage as spec
 from gpuflow.stages import STAGES
 
@@ -53,9 +51,13 @@ def test_the_files_are_found() -> None:
     assert PLOTS and EXPERIMENTS
 
 
-@pytest.mark.parametrize("package", ["yaml", "pydantic"])
-def test_one_file_reads_yaml(package: str) -> None:
-    assert importers([*ENGINE, *STAGE_FILES, *PLOTS], package) == {"gpuflow/config/reader.py"}
+def test_one_file_reads_yaml() -> None:
+    assert importers([*ENGINE, *STAGE_FILES, *PLOTS], "yaml") == {"gpuflow/config/yaml_file.py"}
+
+
+def test_one_package_declares_keys_with_pydantic() -> None:
+    files = importers([*ENGINE, *STAGE_FILES, *PLOTS], "pydantic")
+    assert files == {f"gpuflow/config/{name}.py" for name in ("models", "reader", "schema", "words")}
 
 
 def test_one_file_lowers_to_spdl() -> None:

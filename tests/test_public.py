@@ -90,7 +90,6 @@ def test_every_module_lists_what_it_offers(name: str) -> None:
 PARTLY_INTERNAL = {
     "gpuflow.tools.bench",  # the command line uses its parts
     "gpuflow.cli",  # one function a command
-    "gpuflow.config.reader",  # models of blocks within blocks
     "gpuflow.stages.center_crop",  # helpers of the other crops
     "gpuflow.sources.listing",
     "gpuflow.sources.tar",

@@ -1,6 +1,6 @@
 """YAML to a checked configuration."""
 
-from gpuflow.config.reader import (
+from gpuflow.config.models import (
     BatchSpec,
     Config,
     ModelSpec,
@@ -9,8 +9,8 @@ from gpuflow.config.reader import (
     ServeSpec,
     TensorrtSpec,
     TrainSpec,
-    read_config,
 )
+from gpuflow.config.reader import read_config
 
 __all__ = [
     "BatchSpec",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gpuflow.config.reader import Config, RunSpec
+from gpuflow.config.models import Config, RunSpec
 from gpuflow.runtime.cpu_budget import available_threads
 from gpuflow.sources.storage import is_remote
 

@@ -29,7 +29,7 @@ from gpuflow.decode.header_scan import (
     RESTART_INTERVAL,
 )
 from gpuflow.decode.libjpeg_turbo import LibjpegTurbo, find_libjpeg_turbo
-from gpuflow.errors import BadSampleError, DecoderError
+from gpuflow.errors import BadSampleError, Code, DecoderError
 
 __all__ = [
     "MAX_SCANS",
@@ -88,8 +88,8 @@ class Header:
         return (self.width, self.height) if self.orientation >= _SWAPPED else (self.height, self.width)
 
 
-def _bad(reason: str) -> NoReturn:
-    raise BadSampleError("decode", reason)
+def _bad(reason: str, code: Code = "sample.bad") -> NoReturn:
+    raise BadSampleError("decode", reason, code)
 
 
 def probe(
@@ -124,7 +124,8 @@ def probe(
     if header.width < 1 or header.height < 1:
         _bad(f"the header gives a size of {header.width}x{header.height} pixels")
     if (pixels := header.width * header.height) > max_pixels:
-        _bad(f"{header.width}x{header.height} = {pixels:,} pixels are more than max_pixels = {max_pixels:,}")
+        reason = f"{header.width}x{header.height} = {pixels:,} pixels are more than max_pixels = {max_pixels:,}"
+        _bad(reason, "sample.too_large")
     if max(header.width, header.height) > _MAX_SIDE:
         _bad(f"{header.width}x{header.height} pixels; OpenCV decodes at most {_MAX_SIDE:,} a side")
     return header

@@ -9,7 +9,7 @@ import torch
 
 from gpuflow.config import ModelSpec
 from gpuflow.engines.base import Engine, ModelInfo, check_classes, model_error, run_in_thread
-from gpuflow.errors import ConfigError, Problem
+from gpuflow.errors import ConfigError
 from gpuflow.pipeline.stage import ImageSpec
 
 __all__ = ["open_engine", "open_engines", "read_info"]
@@ -30,9 +30,8 @@ def open_engines(model: ModelSpec, *, image: ImageSpec, device: torch.device) ->
         ConfigError: the file is missing, is no model, does not take such images, or contradicts itself.
         MissingExtra: the engine's library is not installed.
     """
-    faults = [Problem(f"serve.model.{'.'.join(at)}", rule) for at, rule in model.faults()]
-    if faults:
-        raise ConfigError(faults)
+    if problems := [problem.below("serve", "model") for problem in model.problems()]:
+        raise ConfigError(problems)
     _require_file(model.file)
     engines: Sequence[Engine]
     match model.runtime:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gpuflow.errors import BadSampleError
+from gpuflow.errors import BadSampleError, Code
 from gpuflow.execute.cpu import CpuRunner
 from gpuflow.pipeline.image_spec import STORAGE, slot_shape
 from gpuflow.pipeline.program import Program
@@ -19,13 +19,13 @@ from gpuflow.runtime.worker_pool import READY, ParentConnection
 
 __all__ = ["PlainFault", "faults_of", "open_runner", "plain_faults", "prepare", "slots_in"]
 
-PlainFault = tuple[str, str] | None
-"""What became of a sample, as a message between processes: None, or the stage that gave it up and the reason."""
+PlainFault = tuple[str, str, Code] | None
+"""What became of a sample, as a message between processes: None, or the stage that gave it up, the reason, the code."""
 
 
 def plain_faults(faults: Sequence[BadSampleError | None]) -> list[PlainFault]:
     """Faults as values that another process turns back with `faults_of`."""
-    return [None if fault is None else (fault.stage, fault.reason) for fault in faults]
+    return [None if fault is None else (fault.stage, fault.reason, fault.code) for fault in faults]
 
 
 def faults_of(plain: Sequence[PlainFault]) -> list[BadSampleError | None]:

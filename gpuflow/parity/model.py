@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -11,7 +11,7 @@ import torch
 from gpuflow.config import Config, ModelSpec
 from gpuflow.engines import Engine, open_engine, read_info, refuse_other_preprocessing
 from gpuflow.engines.base import black_images
-from gpuflow.errors import ConfigError, MissingExtra, Problem
+from gpuflow.errors import ConfigError, MissingExtra
 from gpuflow.parity.base import Result
 from gpuflow.parity.report import Logits
 from gpuflow.pipeline.program import Program
@@ -48,9 +48,8 @@ def find_model(config: Config, program: Program, path: Path | None) -> tuple[Fed
     file = str(path) if path is not None or block is None else block.file
     if path is None and not Path(file).is_file():
         return None, f"none: {file} is not there; train or export it, or name another one with --model"
-    faults = [Problem("--model:", rule) for _, rule in ModelSpec(file=file).faults()]
-    if faults:
-        raise ConfigError(faults)
+    if problems := [replace(problem, place="--model:", path=()) for problem in ModelSpec(file=file).problems()]:
+        raise ConfigError(problems)
     try:
         info, stages = read_info(file), program.pipeline.stages
     except MissingExtra as error:

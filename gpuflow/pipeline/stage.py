@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpuflow.errors import ConfigError, Problem
+from gpuflow.pipeline.bounds import Bounds, out_of_bounds
 from gpuflow.pipeline.image_spec import ENCODED, ImageSpec
 from gpuflow.pipeline.rng import Keys, StageKeys
 
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ENCODED",
+    "Bounds",
     "Crop",
     "Decoder",
     "Flip",
@@ -110,13 +112,22 @@ class Stage:
     where_fields: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
-        name = self.stage_name
-        problems = [Problem(f"{name}.{field}" if field else name, text) for field, text in self.faults()]
+        problems = [*out_of_bounds(self), *map(self._problem, self.faults())]
         if problems:
-            raise ConfigError(problems)
+            raise ConfigError([problem.below(self.stage_name) for problem in problems])
 
-    def faults(self) -> Iterator[tuple[str, str]]:
-        """(field, broken rule) for each parameter out of range."""
+    @staticmethod
+    def _problem(fault: Problem | tuple[str, str]) -> Problem:
+        if isinstance(fault, Problem):
+            return fault
+        field, rule = fault
+        return Problem.of(field or (), rule, code="config.range")
+
+    def faults(self) -> Iterator[Problem | tuple[str, str]]:
+        """A problem for each broken rule that `Bounds` cannot declare, its path from the parameters on.
+
+        A pair (field, broken rule) stands for a problem too; the field is empty where several parameters break it.
+        """
         yield from ()
 
     @property

@@ -6,18 +6,19 @@ labels and paths, never pixels; what the bytes mean is the decoder's business.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Annotated, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from gpuflow.errors import ConfigError, Problem
+from gpuflow.pipeline.bounds import Bounds, out_of_bounds
 from gpuflow.sources.payload import Allocate, Payload
 from gpuflow.sources.storage import Storage
 
-__all__ = ["Source", "SourceSpec"]
+__all__ = ["Fraction", "Source", "SourceSpec"]
 
 
 class Source(Protocol):
@@ -55,60 +56,64 @@ class Source(Protocol):
         """Closes its storage. The source must not be read afterwards."""
 
 
+_FRACTION = Bounds(above=0, most=1, words="a fraction within (0, 1]")
+Fraction = Annotated[float, _FRACTION]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceSpec:
-    """Where the samples are: values only, exactly one of `folder`, `listing` and `tar`.
+    """Where the samples are: exactly one of `folder`, `listing` and `tar`.
 
     Args:
-        folder: directory with one directory per class.
-        listing: CSV or JSON-lines file of paths and labels.
+        folder: a directory with one directory for each class.
+        listing: a CSV or JSON-lines file of paths and labels.
         tar: WebDataset-style shards, a path with brace ranges: `shards/{000..012}.tar`.
-        root: what a listing's relative paths start from; its own directory by default.
-        classes: of a listing or of shards: how many classes there are, or their names. By default as many as occur.
-        split: name and fraction of each split, in order; a mapping or pairs.
-        seed: of the split.
-        window: of shards: how many neighbours are shuffled among each other.
+        root: the directory that a listing's relative paths start from; by default the listing's own.
+        classes: of a listing or of shards: how many classes there are, or their names; by default as many as occur.
+        split: the fraction of each named part, in order; a pipeline reads the part that has its name.
+        seed: the seed of the split.
+        window: of shards: how many neighbouring samples are shuffled among each other.
     """
 
     folder: str | None = None
     listing: str | None = None
     tar: str | None = None
     root: str | None = None
-    classes: int | tuple[str, ...] | None = None
-    split: Mapping[str, float] | tuple[tuple[str, float], ...] = ()
-    seed: int = 0
-    window: int = 8192
+    classes: Annotated[int, Bounds(least=1)] | tuple[str, ...] | None = None
+    split: Mapping[str, Fraction] | tuple[tuple[str, Fraction], ...] = ()
+    seed: Annotated[int, Bounds(least=0)] = 0
+    window: Annotated[int, Bounds(least=1)] = 8192
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "split", _pairs(self.split))
+        if self.classes is not None and not isinstance(self.classes, int):
+            object.__setattr__(self, "classes", tuple(self.classes))
+        if problems := [*out_of_bounds(self), *self._problems()]:
+            raise ConfigError([problem.below("source") for problem in problems])
+
+    def _problems(self) -> Iterator[Problem]:
         given = [name for name in ("folder", "listing", "tar") if getattr(self, name) is not None]
         if len(given) != 1:
-            got = " and ".join(given) or "none"
-            raise ValueError(f"source must name exactly one of folder, listing, tar, got {got}; keep one")
-        if self.root is not None and self.listing is None:
-            raise ValueError(f"source.root must go with source.listing, got source.{given[0]}; remove root")
-        if self.classes is not None and self.folder is not None:
-            raise ValueError(
-                "source.classes must go with listing or tar, got source.folder; its directories name the classes"
-            )
-        if isinstance(self.classes, int):
-            if self.classes < 1:
-                raise ValueError(f"source.classes must be >= 1, got {self.classes}")
-        elif self.classes is not None:
-            object.__setattr__(self, "classes", tuple(self.classes))
-            if not self.classes or len(set(self.classes)) < len(self.classes):
-                raise ValueError(f"source.classes must be distinct names, at least one, got {list(self.classes)}")
-        if self.window < 1:
-            raise ValueError(f"source.window must be >= 1, got {self.window}")
-        object.__setattr__(self, "split", _pairs(self.split))
+            rule = f"needs exactly one of folder, listing and tar, got {' and '.join(given) or 'none of them'}"
+            yield Problem.of((), rule, code="config.conflict")
+        elif self.root is not None and self.listing is None:
+            rule = f"must go with source.listing, got source.{given[0]}"
+            yield Problem.of("root", rule, action="remove root", code="config.conflict")
+        elif self.classes is not None and self.folder is not None:
+            rule, action = "must go with listing or tar, got source.folder", "its directories name the classes"
+            yield Problem.of("classes", rule, action=action, code="config.conflict")
+        if isinstance(self.classes, tuple) and (not self.classes or len(set(self.classes)) < len(self.classes)):
+            yield Problem.of("classes", "must be distinct names, at least one", self.classes, code="config.range")
         for name, fraction in self.fractions:
-            if not (math.isfinite(fraction) and fraction > 0):
-                raise ValueError(f"source.split.{name} must be > 0, got {fraction}")
+            if rule := _FRACTION.broken_rule(fraction):
+                yield Problem.of(("split", name), rule, fraction, code="config.range")
         total = sum(fraction for _, fraction in self.fractions)
         if total > 1 + 1e-9:
-            raise ValueError(f"source.split must sum to 1 or less, got {total:g}; lower a fraction")
+            rule = f"must add up to at most 1, got {total:g}"
+            yield Problem.of("split", rule, action="lower a fraction", code="config.conflict")
         names = [name for name, _ in self.fractions]
         if len(set(names)) < len(names):
-            raise ValueError(f"source.split must name each split once, got {names}")
+            yield Problem.of("split", "must name each split once", names, code="config.conflict")
 
     @property
     def kind(self) -> str:

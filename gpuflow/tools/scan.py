@@ -69,7 +69,7 @@ def scan(
                 header = probe(payload.sample(i), max_pixels=decoder.max_pixels, max_scans=decoder.max_scans)
                 local.decoder.decode(payload.sample(i), header)
             except BadSampleError as fault:
-                kind = "oversize" if "max_pixels" in fault.reason else "corrupt"
+                kind = "oversize" if fault.code == "sample.too_large" else "corrupt"
                 findings.append(Finding(index, path, kind, True, fault.reason))
             else:
                 findings.extend(_odd(index, path, header))

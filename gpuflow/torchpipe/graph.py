@@ -11,7 +11,7 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from gpuflow.decode.preset import Preset, is_preset_on_gpu
@@ -108,7 +108,9 @@ def lower(config: Config, *, device: str = "cpu") -> Graph:
     from gpuflow.config.resources import serving_processes_of, threads_of
 
     if config.serve is None:
-        raise ConfigError([Problem(f"{config.path}:", "has no block serve; add serve: {stages: ..., model: ...}")])
+        action = "add serve: {stages: ..., model: ...}"
+        problem = Problem(f"{config.path}:", "has no block serve", action=action, code="config.missing_key")
+        raise ConfigError([problem])
     return chain(
         config.programs["serve"],
         config.serve.model,
@@ -143,8 +145,9 @@ def chain(
     stages = stages_to_json(program.pipeline.stages)
     if model is not None and model.via == "torchpipe":
         if isinstance(program.decoder, Preset):
-            problem = "is torchpipe, which has no node for the stages behind a preset; use python"
-            raise ConfigError([Problem(f"{origin}: serve.model.via", problem)])
+            rule = "is torchpipe, which has no node for the stages behind a preset"
+            problem = Problem.of(("serve", "model", "via"), rule, action="use python", code="config.conflict")
+            raise ConfigError([replace(problem, place=f"{origin}:")])
         from gpuflow.engines.tensorrt import torchpipe_node
 
         last = torchpipe_node(model, image=program.result, platform=platform)
@@ -220,8 +223,8 @@ def program_from_json(text: str, stages: Mapping[str, type[Stage]]) -> Program:
     made = []
     for name, parameters in json.loads(text):
         if name not in known:
-            problem = f"has the stage {name!r}, which is not known here; install the package that brings it"
-            raise ConfigError([Problem("the graph", problem)])
+            rule, action = f"has the stage {name!r}, which is not known here", "install the package that brings it"
+            raise ConfigError([Problem("the graph", rule, action=action, code="stage.unknown")])
         made.append(known[name](**{key: _tuples(value) for key, value in parameters.items()}))
     pipeline = Pipeline("serve", tuple(made))
     return fold(pipeline, trace(pipeline, serving=True))

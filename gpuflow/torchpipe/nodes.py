@@ -406,9 +406,8 @@ def _write(item: Item, answer: torch.Tensor | Exception) -> None:
 
 
 def _fault_of(item: Item) -> Exception:
-    """The exception that the previous node raised for an item, or one made from its text."""
+    """The exception that the previous node raised for an item; without a request, an error of the same text."""
     if "request" in item and item["request"].fault is not None:
         fault: Exception = item["request"].fault
         return fault
-    stage, _, reason = item["error"].partition(": ")
-    return BadSampleError(stage, reason)
+    return PredictorError(item["error"])

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from gpuflow.config import Config
-from gpuflow.errors import ConfigError, LoaderError, Problem, StateError, did_you_mean
+from gpuflow.errors import ConfigError, LoaderError, Problem, StateError, suggest
 from gpuflow.loader.assemble import build_loader, open_whole
 from gpuflow.loader.sampler import Steps
 from gpuflow.pipeline.rng import key64
@@ -295,7 +295,8 @@ def _model(config: Config, classes: int) -> nn.Module:
     known = models.list_models(module=models)
     name = config.train.model
     if name not in known:
-        problem = Problem(f"{config.path}: train.model", f"is not a torchvision classification model, got {name!r}")
-        raise ConfigError([Problem(problem.place, problem.message + did_you_mean(name, known))])
+        rule = "is not a torchvision classification model"
+        at = f"{config.path}:"
+        raise ConfigError([Problem(at, rule, name, suggest(name, known), ("train", "model"), "config.range")])
     build: Callable[..., nn.Module] = models.get_model_builder(name)
     return build(weights=None, num_classes=classes)

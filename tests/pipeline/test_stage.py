@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuflow.errors import BadSampleError, ConfigError, MissingExtra, Problem, did_you_mean
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.rng import _philox
 from gpuflow.stages import CenterCrop, Decode, Flip, Normalize, Resize
@@ -168,26 +167,3 @@ def test_lines_name_every_parameter() -> None:
 def test_occurrences_count_earlier_stages_of_the_same_name() -> None:
     stages = (Decode(), Flip(), Resize(shorter=3), Flip(), Resize(shorter=2), Flip())
     assert s.Pipeline("p", stages).occurrences() == [0, 0, 0, 1, 1, 2]
-
-
-# --- errors ----------------------------------------------------------------------------------------------------------
-
-
-def test_texts_of_errors() -> None:
-    problems = [Problem("a.yaml:3: run.threads", "must be >= 1, got 0"), Problem("", "nowhere")]
-    error = ConfigError(problems)
-    assert str(error) == "a.yaml:3: run.threads must be >= 1, got 0\nnowhere"
-    assert error.problems == tuple(problems)
-    bad = BadSampleError("decode", "empty")
-    assert str(bad) == "decode: empty"
-    assert str(bad.located(3, "x.jpg")) == "x.jpg (sample 3): decode: empty"
-    assert (bad.located(3, "x.jpg").index, bad.index) == (3, -1)
-    assert str(MissingExtra("a URL", "fsspec", "remote")) == (
-        "a URL needs fsspec, which is not installed; pip install 'gpuflow[remote]'"
-    )
-
-
-def test_did_you_mean() -> None:
-    assert did_you_mean("resie", ["resize", "flip"]) == "; did you mean 'resize'?"
-    assert did_you_mean("zzz", ["resize", "flip"]) == "; known: flip, resize"
-    assert did_you_mean(3, ["3d", "x"]) == "; did you mean '3d'?"

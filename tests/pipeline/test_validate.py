@@ -101,5 +101,7 @@ def test_stages_that_could_be_random_serve_where_they_are_not() -> None:
 
 def test_the_place_is_named_as_asked() -> None:
     with pytest.raises(ConfigError) as caught:
-        trace(s.Pipeline("p", (Decode(),)), place="a.yaml: pipelines.p.stages")
-    assert str(caught.value).startswith("a.yaml: pipelines.p.stages[0].decode leaves images")
+        trace(s.Pipeline("p", (Decode(),)), at=("pipelines", "p", "stages"))
+    assert str(caught.value).startswith("pipelines.p.stages[0].decode leaves images")
+    (problem,) = caught.value.problems
+    assert (problem.path, problem.code) == (("pipelines", "p", "stages", 0, "decode"), "stage.size")

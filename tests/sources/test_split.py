@@ -151,10 +151,10 @@ def test_a_spec_is_a_value() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({}, "source must name exactly one of folder, listing, tar, got none; keep one"),
+        ({}, "source needs exactly one of folder, listing and tar, got none of them"),
         (
             {"folder": "a", "tar": "b"},
-            "source must name exactly one of folder, listing, tar, got folder and tar; keep one",
+            "source needs exactly one of folder, listing and tar, got folder and tar",
         ),
         ({"tar": "b", "root": "c"}, "source.root must go with source.listing, got source.tar; remove root"),
         (
@@ -165,12 +165,12 @@ def test_a_spec_is_a_value() -> None:
         ({"tar": "b", "classes": ()}, "source.classes must be distinct names, at least one, got []"),
         ({"tar": "b", "classes": ("a", "a")}, "source.classes must be distinct names, at least one, got ['a', 'a']"),
         ({"tar": "b", "window": 0}, "source.window must be >= 1, got 0"),
-        ({"folder": "a", "split": {"val": 0}}, "source.split.val must be > 0, got 0"),
-        ({"folder": "a", "split": {"val": -0.5}}, "source.split.val must be > 0, got -0.5"),
-        ({"folder": "a", "split": {"val": float("nan")}}, "source.split.val must be > 0, got nan"),
+        ({"folder": "a", "split": {"val": 0}}, "source.split.val must be a fraction within (0, 1], got 0"),
+        ({"folder": "a", "split": {"val": -0.5}}, "source.split.val must be a fraction within (0, 1], got -0.5"),
+        ({"folder": "a", "split": {"val": float("nan")}}, "source.split.val must be a fraction within (0, 1], got nan"),
         (
             {"folder": "a", "split": {"train": 0.9, "val": 0.2}},
-            "source.split must sum to 1 or less, got 1.1; lower a fraction",
+            "source.split must add up to at most 1, got 1.1; lower a fraction",
         ),
         (
             {"folder": "a", "split": (("val", 0.1), ("val", 0.2))},

@@ -152,6 +152,7 @@ def test_a_bad_item_leaves_the_batch_and_its_neighbours_are_served() -> None:
     requests = [request() for _ in items]
     for item, (made, _) in zip(items, requests, strict=True):
         item["request"] = made
+    requests[1][0].fault = BadSampleError("decode", "truncated: 1: 2")  # as the previous node leaves it
     model_node(engine).forward(items)
     assert engine.counts == [2]
     assert torch.equal(torch.stack([items[0]["result"], items[2]["result"]]), mean_color(batch))
@@ -164,8 +165,10 @@ def test_a_bad_item_leaves_the_batch_and_its_neighbours_are_served() -> None:
 
 def test_a_batch_of_nothing_but_bad_items_does_not_run() -> None:
     engine = FakeEngine()
-    model_node(engine).forward([item_of(torch.empty(0), error="decode: x")])
+    item = item_of(torch.empty(0), error="decode: x")
+    model_node(engine).forward([item])
     assert engine.counts == []
+    assert item["error"] == "decode: x"
 
 
 @pytest.mark.parametrize("error", [RuntimeError("out of memory"), SystemExit(3)], ids=repr)

@@ -1,0 +1,364 @@
+"""The blocks of a YAML file as values: keys, types, defaults, the rules between keys; `Config` holds them all.
+
+Only this package imports pydantic. What the keys mean for people stands in the docstrings; `gpuflow schema` prints it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import typing
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import pydantic
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from gpuflow.decode.preset import Preset
+from gpuflow.errors import ConfigError, Problem, suggest
+from gpuflow.pipeline.program import Program
+from gpuflow.sources import SourceSpec
+from gpuflow.sources.base import Fraction
+
+__all__ = [
+    "BatchSpec",
+    "Config",
+    "Document",
+    "ModelSpec",
+    "PipelineSpec",
+    "PresetKeys",
+    "RunSpec",
+    "ServeSpec",
+    "SourceKeys",
+    "TensorrtSpec",
+    "TrainSpec",
+]
+
+OnError = Literal["raise", "replace", "skip"]
+Positive = Annotated[int, Field(ge=1)]
+
+
+class _Block(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, protected_namespaces=(), allow_inf_nan=False)
+
+
+class BatchSpec(_Block):
+    """How many samples make a batch: `size` or `global`, one of them.
+
+    Args:
+        size: samples of a batch on each rank.
+        global: samples of a batch on all ranks together; the number of ranks must divide it.
+        drop_last: leave out the last batch of an epoch where it would be smaller than the others.
+    """
+
+    size: Positive | None = None
+    global_size: Positive | None = Field(default=None, alias="global")
+    drop_last: bool = False
+
+    def problems(self) -> Iterator[Problem]:
+        """A problem where not exactly one of the two sizes is given, its path from this block on."""
+        if (self.size is None) == (self.global_size is None):
+            rule = "needs size (of a rank) or global (of all ranks), one of them"
+            yield Problem.of((), rule, code="config.conflict")
+
+
+class TrainSpec(_Block):
+    """What `gpuflow train` trains, and how long.
+
+    Args:
+        model: a classification model of torchvision, by name.
+        epochs: how many times the pipeline `train` is run through.
+        lr: the highest learning rate, after the warm-up.
+        weight_decay: the optimizer's weight decay.
+        out: the directory for checkpoints and results.
+        size: the `size` in pixels of every stage of train and val that has one; by default what the stages say.
+    """
+
+    model: str = "resnet18"
+    epochs: Positive = 10
+    lr: Annotated[float, Field(gt=0)] = 0.1
+    weight_decay: Annotated[float, Field(ge=0)] = 1e-4
+    out: str = "runs/train"
+    size: Positive | None = None
+
+
+class TensorrtSpec(_Block):
+    """The batch sizes that TensorRT engines are built for, besides `batch`, and where the engines are kept.
+
+    Args:
+        min_batch: the smallest batch that an engine takes.
+        opt_batch: the batch size that an engine is tuned for; by default `batch`.
+        cache: the directory for built engines; by default one in the user's cache folder.
+    """
+
+    min_batch: Positive = 1
+    opt_batch: Positive | None = None
+    cache: str | None = None
+
+
+class ModelSpec(_Block):
+    """The model that is served, and how it runs.
+
+    Args:
+        file: a checkpoint of `gpuflow train` (.pt), or what `gpuflow export` makes of it (.onnx, .pt2).
+        engine: the library that runs the model; `auto` chooses it by the file's suffix.
+        batch: the most images that the model runs on at a time.
+        instances: how many copies of the model run at the same time.
+        timeout_ms: how long a request waits for others to fill its batch, in milliseconds.
+        compile: compile the model with torch.compile; for the engine torch.
+        cuda_graphs: replay the model as CUDA graphs; for the engine torch on a GPU.
+        precision: the data type that the model computes in.
+        force: serve a model that was trained with other preprocessing, which is an error otherwise.
+        via: what runs a TensorRT engine: gpuflow's own code, or torchpipe's node.
+        tensorrt: settings of the engine tensorrt.
+    """
+
+    file: str
+    engine: Literal["auto", "torch", "onnxruntime", "tensorrt"] = "auto"
+    batch: Positive = 16
+    instances: Positive = 1
+    timeout_ms: Annotated[float, Field(ge=0)] = 2.0
+    compile: bool = False
+    cuda_graphs: bool = False
+    precision: Literal["float32", "float16", "bfloat16"] = "float32"
+    force: bool = False
+    via: Literal["python", "torchpipe"] = "python"
+    tensorrt: TensorrtSpec = TensorrtSpec()
+
+    @property
+    def runtime(self) -> str:
+        """`engine`, with `auto` decided by the file's suffix; empty where the suffix is none that an engine takes."""
+        takes = (name for name, suffixes in _SUFFIXES.items() if Path(self.file).suffix in suffixes)
+        return next(takes, "") if self.engine == "auto" else self.engine
+
+    def problems(self) -> Iterator[Problem]:
+        """A problem for each broken rule between keys, its path from this block on."""
+        suffix = Path(self.file).suffix
+        known = sorted({known for suffixes in _SUFFIXES.values() for known in suffixes})
+        if suffix not in known:
+            rule = f"must end in {', '.join(known[:-1])} or {known[-1]}"
+            yield Problem.of("file", rule, self.file, code="config.range")
+            return
+        runtime = self.runtime
+        if suffix not in _SUFFIXES[runtime]:
+            takes = " and ".join(_SUFFIXES[runtime])
+            rule = f"is {runtime}, which takes {takes} files, but the model's file is {self.file!r}"
+            yield _conflict("engine", rule, action="use auto")
+        for key in ("compile", "cuda_graphs"):
+            if getattr(self, key) and runtime != "torch":
+                yield _conflict(key, f"is for the engine torch, but this one is {runtime}")
+        if self.precision != "float32" and runtime != "tensorrt" and suffix != ".pt":
+            rule = f"is {self.precision}, but {runtime} runs {suffix} files as they were exported"
+            yield _conflict("precision", rule)
+        if self.via == "torchpipe" and runtime != "tensorrt":
+            yield _conflict("via", f"is for the engine tensorrt, but this one is {runtime}")
+        if self.via == "torchpipe" and self.precision == "bfloat16":
+            rule = "is bfloat16, which torchpipe does not build"
+            yield _conflict("precision", rule, action="use float16, float32 or via: python")
+        low, best = self.tensorrt.min_batch, self.tensorrt.opt_batch
+        if low > self.batch:
+            rule = f"must be <= serve.model.batch, which is {self.batch}"
+            yield Problem.of(("tensorrt", "min_batch"), rule, low, code="config.conflict")
+        elif best is not None and not low <= best <= self.batch:
+            rule = f"must be within min_batch and batch, {low} to {self.batch}"
+            yield Problem.of(("tensorrt", "opt_batch"), rule, best, code="config.conflict")
+        if best is not None and self.via == "torchpipe":
+            rule = "has no effect with via: torchpipe, which tunes for batch"
+            yield _conflict(("tensorrt", "opt_batch"), rule)
+
+
+def _conflict(path: str | tuple[str, ...], rule: str, action: str = "remove it") -> Problem:
+    return Problem.of(path, rule, action=action, code="config.conflict")
+
+
+_SUFFIXES = {"torch": (".pt", ".pt2"), "onnxruntime": (".onnx",), "tensorrt": (".onnx",)}
+"""The files that each engine takes; the first engine to take one is `auto`'s choice."""
+
+
+class PresetKeys(_Block):
+    """torchpipe's own operators in place of the first stages, to match an old deployment.
+
+    Args:
+        preset: decode and resize with torchpipe's own operators, on the CPU or on a GPU, before the stages.
+        height: the height of the preset's result in pixels; a preset needs it.
+        width: the width of the preset's result in pixels; a preset needs it.
+        color: the preset's order of channels; rgb by default.
+    """
+
+    preset: Literal["torchpipe_cpu", "torchpipe_gpu"] | None = None
+    height: Positive | None = None
+    width: Positive | None = None
+    color: Literal["rgb", "bgr"] | None = None
+
+    def preset_problems(self) -> Iterator[Problem]:
+        """A problem for each broken rule between these keys, its path from this block on."""
+        for key in ("height", "width"):
+            if self.preset is not None and getattr(self, key) is None:
+                yield Problem.of("preset", f"needs the key {key!r} beside it: an integer", code="config.missing_key")
+        for key in ("height", "width", "color"):
+            if self.preset is None and getattr(self, key) is not None:
+                action = "remove it or add preset: torchpipe_cpu"
+                yield _conflict(key, "belongs to a preset, and there is none", action)
+
+    def head(self) -> tuple[Preset, ...]:
+        """The preset as the first stage of a pipeline; nothing where there is none."""
+        if self.preset is None:
+            return ()
+        assert self.height is not None and self.width is not None
+        return (Preset(name=self.preset, height=self.height, width=self.width, color=self.color or "rgb"),)
+
+
+class PipelineSpec(PresetKeys):
+    """A pipeline: the part of the source that has its name, through these stages, in batches.
+
+    Args:
+        stages: what happens to each image, in this order; the first stage is decode, or there is a preset.
+        batch: how many samples make a batch.
+        shuffle: draw a new order of the samples for each epoch.
+        on_error: what happens to a bad sample in this pipeline; by default what `run.on_error` says.
+    """
+
+    stages: tuple[Any, ...]
+    batch: BatchSpec = BatchSpec(size=64)
+    shuffle: bool = False
+    on_error: OnError | None = None
+
+    def problems(self) -> Iterator[Problem]:
+        """A problem for each broken rule between keys, its path from this block on."""
+        yield from self.preset_problems()
+        yield from (problem.below("batch") for problem in self.batch.problems())
+
+
+class ServeSpec(PresetKeys):
+    """The stages whose result the served model gets, and the model; without a model only images are prepared.
+
+    Args:
+        stages: what happens to each image, in this order; random stages cannot serve.
+        model: the model that is served, and how it runs.
+    """
+
+    stages: tuple[Any, ...] = ()
+    model: ModelSpec | None = None
+
+    def problems(self) -> Iterator[Problem]:
+        """A problem for each broken rule between keys, its path from this block on."""
+        if self.preset is None and "stages" not in self.model_fields_set:
+            yield Problem.of((), "needs the key 'stages': a list, or a preset", code="config.missing_key")
+        yield from self.preset_problems()
+        if self.model is not None:
+            yield from (problem.below("model") for problem in self.model.problems())
+
+
+_AMOUNT = r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)"
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
+
+
+def _bytes(value: Any) -> Any:
+    """`512MB`, `2 GiB` as a number of bytes."""
+    match = re.fullmatch(_AMOUNT, value.strip()) if isinstance(value, str) else None
+    if match is not None and (unit := _UNITS.get(match[2].upper())):
+        return int(float(match[1]) * unit)
+    if value is None or (isinstance(value, int) and not isinstance(value, bool)):
+        return value
+    raise ValueError("bytes, or text with a unit such as 512MB or 2GiB")
+
+
+Bytes = Positive | Annotated[str, Field(pattern=rf"^\s*{_AMOUNT}\s*$")] | None
+
+
+class RunSpec(_Block):
+    """How pipelines run; none of these keys changes what becomes of a sound image.
+
+    Args:
+        threads: threads that decode on the CPU; `auto`: the cores that this process may use, shared among the ranks.
+        readers: threads that only read; `auto`: none for local files, 16 for URLs, 2 where a GPU decodes.
+        processes: worker processes that read and decode instead of the threads; `auto`: one for each thread where there
+            are more than four, from 10,000 samples on.
+        prefetch: finished batches that wait for the training loop.
+        on_error: what happens to a bad sample: `raise` stops, `replace` takes another one, `skip` leaves it out.
+        max_bad: the most bad samples that are allowed: a number, or a fraction of the source; by default no limit.
+        bad_file: a file that lists each bad sample, as JSON lines.
+        timeout_s: the longest wait for a batch or an answer, in seconds.
+        memory_limit: the most GPU memory of the loader, in bytes or with a unit, such as 2GB.
+        deterministic: keep `decode.cpu_share` fixed, so that every run decodes the same images by the same means.
+    """
+
+    threads: Positive | Literal["auto"] = "auto"
+    readers: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
+    processes: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
+    prefetch: Positive = 3
+    on_error: OnError = "replace"
+    max_bad: Annotated[int, Field(ge=0)] | Annotated[float, Field(ge=0, le=1)] | None = None
+    bad_file: str | None = None
+    timeout_s: Annotated[float, Field(gt=0)] = 120.0
+    memory_limit: Annotated[Positive | None, BeforeValidator(_bytes, json_schema_input_type=Bytes)] = None
+    deterministic: bool = False
+
+
+def _source_keys() -> type[_Block]:
+    """The keys of `source`: the fields of SourceSpec, which checks their values. In YAML a split is a mapping."""
+    hints = typing.get_type_hints(SourceSpec)
+    keys: dict[str, Any] = {field.name: (hints[field.name], field.default) for field in dataclasses.fields(SourceSpec)}
+    return pydantic.create_model("SourceKeys", __base__=_Block, **{**keys, "split": (dict[str, Fraction], {})})
+
+
+SourceKeys = _source_keys()
+
+
+class Document(_Block):
+    """A file of gpuflow: how an image becomes a tensor, for training and for serving.
+
+    Args:
+        source: where the samples are.
+        preprocess: a place for a list of stages that pipelines and serve share by a YAML anchor.
+        pipelines: by name, such as train and val.
+        train: what `gpuflow train` trains, and how long.
+        serve: the stages and the model that answer requests.
+        run: how pipelines run.
+    """
+
+    source: SourceKeys  # type: ignore[valid-type]
+    preprocess: Any = None
+    pipelines: dict[str, PipelineSpec]
+    train: TrainSpec = TrainSpec()
+    serve: ServeSpec | None = None
+    run: RunSpec = RunSpec()
+
+    def problems(self) -> Iterator[Problem]:
+        """A problem for each broken rule between keys."""
+        if not self.pipelines:
+            rule = "must name at least one pipeline, such as train, got none"
+            yield Problem.of("pipelines", rule, code="config.missing_key")
+        if "serve" in self.pipelines:
+            rule, action = "takes the name of the block serve", "give this pipeline another one"
+            yield Problem.of(("pipelines", "serve"), rule, action=action, code="config.conflict")
+        for name, pipeline in self.pipelines.items():
+            yield from (problem.below("pipelines", name) for problem in pipeline.problems())
+        if self.serve is not None:
+            yield from (problem.below("serve") for problem in self.serve.problems())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Config:
+    """A whole file, checked: its values, and one folded program a pipeline.
+
+    programs: by pipeline name; `serve` stands among them where the file has that block.
+    """
+
+    path: str
+    source: SourceSpec
+    pipelines: Mapping[str, PipelineSpec]
+    programs: Mapping[str, Program]
+    train: TrainSpec
+    serve: ServeSpec | None
+    run: RunSpec
+
+    def program(self, name: str) -> Program:
+        """The program of the pipeline of this name. Raises ConfigError, with the closest name, if there is none."""
+        if name not in self.pipelines:
+            action = suggest(name, self.pipelines)
+            problem = Problem.of("pipelines", f"has no pipeline {name!r}", action=action, code="config.unknown_key")
+            raise ConfigError([replace(problem, place=f"{self.path}:")])
+        return self.programs[name]

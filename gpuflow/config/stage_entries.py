@@ -1,0 +1,84 @@
+"""An entry of a YAML list of stages to a stage: `- resize: {shorter: 256}`."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from gpuflow.config.words import fits, type_in_words
+from gpuflow.errors import ConfigError, Problem, suggest
+from gpuflow.pipeline.stage import Stage
+
+__all__ = ["as_tuples", "make_stage"]
+
+
+def make_stage(entry: Any, stages: Mapping[str, type[Stage]]) -> Stage:
+    """The stage that an entry names, with its parameters.
+
+    Args:
+        entry: the stage's name, or a mapping of the name to its parameters.
+        stages: the vocabulary, name to class.
+
+    Raises:
+        ConfigError: every problem of the entry, its path from the entry on.
+    """
+    if isinstance(entry, str):
+        entry = {entry: None}
+    if not isinstance(entry, dict) or len(entry) != 1:
+        rule = "must be one stage such as `resize: {shorter: 256}`"
+        raise ConfigError([Problem.of((), rule, entry, code="config.type")])
+    ((name, given),) = entry.items()
+    if name not in stages:
+        action = suggest(name, stages)
+        raise ConfigError([Problem.of(name, "is not a stage", action=action, code="stage.unknown")])
+    if given is not None and not isinstance(given, dict):
+        raise ConfigError([Problem.of(name, "must be a mapping of parameters", given, code="config.type")])
+    parameters = as_tuples(given or {})
+    if problems := list(_misfits(stages[name], name, parameters)):
+        raise ConfigError([problem.below(name) for problem in problems])
+    return stages[name](**_with_open_field(stages[name], parameters))
+
+
+def as_tuples(value: Any) -> Any:
+    """YAML data with lists as tuples, so that values are hashable."""
+    if isinstance(value, list):
+        return tuple(map(as_tuples, value))
+    if isinstance(value, dict):
+        return {key: as_tuples(item) for key, item in value.items()}
+    return value
+
+
+def _misfits(stage: type[Stage], name: str, parameters: Mapping[Any, Any]) -> Iterator[Problem]:
+    """A problem for each parameter that the stage does not know, lacks, or cannot take."""
+    fields = {field.name: field for field in dataclasses.fields(stage) if field.name != stage.open_field}
+    for key in parameters:
+        if key in fields:
+            continue
+        if stage.open_field is None:
+            yield Problem.of(key, f"is not a key of {name}", action=suggest(key, fields), code="config.unknown_key")
+        elif not isinstance(key, str):
+            yield Problem.of((), "takes keys that are text", key, code="config.unknown_key")
+    hints = typing.get_type_hints(stage)
+    for key, field in fields.items():
+        if key not in parameters:
+            if field.default is dataclasses.MISSING:
+                yield Problem.of((), f"needs the key {key!r}: {type_in_words(hints[key])}", code="config.missing_key")
+        elif not fits(parameters[key], hints[key]):
+            yield Problem.of(key, f"must be {type_in_words(hints[key])}", parameters[key], code="config.type")
+
+
+def _with_open_field(stage: type[Stage], parameters: dict[str, Any]) -> dict[str, Any]:
+    """The parameters, with those that the stage has no field for gathered in its open field."""
+    if stage.open_field is None:
+        return parameters
+    fields = {field.name for field in dataclasses.fields(stage)} - {stage.open_field}
+    rest = {key: value for key, value in parameters.items() if key not in fields}
+    return {key: parameters[key] for key in parameters if key in fields} | {stage.open_field: _hashable(rest)}
+
+
+def _hashable(value: Any) -> Any:
+    if isinstance(value, dict):
+        return tuple((key, _hashable(value[key])) for key in sorted(value, key=str))
+    return tuple(map(_hashable, value)) if isinstance(value, (list, tuple)) else value

@@ -1,0 +1,127 @@
+"""Types in words, and pydantic's complaints as problems in this project's words."""
+
+from __future__ import annotations
+
+import types
+import typing
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal
+
+import pydantic
+from pydantic import BaseModel, ConfigDict
+
+from gpuflow.errors import Key, Problem, suggest
+
+__all__ = ["fits", "problems_of", "type_in_words"]
+
+
+def problems_of(error: pydantic.ValidationError, model: type[BaseModel], data: Any) -> Iterator[Problem]:
+    """What pydantic found wrong with data for a model: one problem for each place."""
+    for fault in _group(error, data):
+        yield _describe(fault, model)
+
+
+_BOUNDS = {"greater_than_equal": ("ge", ">="), "greater_than": ("gt", ">"), "less_than_equal": ("le", "<=")}
+_WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "text", type(None): "null"}
+
+
+def type_in_words(hint: Any) -> str:
+    """A type in words: `an integer or [an integer, an integer]`."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Annotated:
+        return type_in_words(arguments[0])
+    if origin is Literal:
+        return "one of " + ", ".join(map(str, arguments)) if len(arguments) > 1 else str(arguments[0])
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(type_in_words(part) for part in arguments if part is not type(None))
+    if origin is tuple:
+        if arguments[-1] is Ellipsis:
+            if arguments[0] is Any:
+                return "a list"
+            return f"a list, each {type_in_words(arguments[0])}"
+        return f"[{', '.join(map(type_in_words, arguments))}]"
+    if origin is dict:
+        return f"a mapping, each value {type_in_words(arguments[1])}"
+    if isinstance(hint, type) and issubclass(hint, BaseModel):
+        return f"a mapping with {', '.join(field.alias or name for name, field in hint.model_fields.items())}"
+    return _WORDS.get(hint, "a mapping or list")
+
+
+def fits(value: Any, hint: Any) -> bool:
+    """Whether pydantic, strictly, takes the value for the type."""
+    try:
+        pydantic.TypeAdapter(hint, config=ConfigDict(strict=True, allow_inf_nan=False)).validate_python(value)
+    except pydantic.ValidationError:
+        return False
+    return True
+
+
+def _group(error: pydantic.ValidationError, data: Any) -> list[Any]:
+    """Pydantic's faults, one a place: the branches of a union fail one by one but are one fault.
+
+    A location names branches beside keys; the keys are the ones that lead into the data, or that are missing there.
+    """
+    by_place: dict[tuple[Key, ...], Any] = {}
+    faults = sorted(error.errors(), key=lambda fault: (len(fault["loc"]), fault["type"] not in _BOUNDS))
+    for fault in faults:
+        at: list[Key] = []
+        value = data
+        for key in fault["loc"]:
+            inside = key in value if isinstance(value, dict) else isinstance(key, int) and isinstance(value, tuple)
+            if inside:
+                value = value[key]
+            if inside or (fault["type"] == "missing" and key == fault["loc"][-1]):
+                at.append(key)
+        if fault["type"] == "missing" or not any(tuple(at[:end]) in by_place for end in range(len(at) + 1)):
+            by_place[tuple(at)] = {**fault, "loc": tuple(at), "input": value, "is_key": fault["loc"][-1:] == ("[key]",)}
+    return list(by_place.values())
+
+
+def _describe(fault: Any, model: type[BaseModel]) -> Problem:
+    """One of pydantic's faults, in this project's words."""
+    at, kind, value = fault["loc"], fault["type"], fault["input"]
+    parent, hint = _hint_at(model, at)
+    if kind == "invalid_key" or fault["is_key"]:
+        return Problem.of(at, "is a key that is not text", action="put it in quotes", code="config.unknown_key")
+    if kind == "extra_forbidden":
+        assert parent is not None
+        known = [field.alias or name for name, field in parent.model_fields.items()]
+        return Problem.of(at, "is not a key here", action=suggest(at[-1], known), code="config.unknown_key")
+    if kind == "missing":
+        return Problem.of(at[:-1], f"needs the key {at[-1]!r}: {type_in_words(hint)}", code="config.missing_key")
+    if kind in _BOUNDS:
+        name, sign = _BOUNDS[kind]
+        return Problem.of(at, f"must be {sign} {fault['ctx'][name]:g}", value, code="config.range")
+    if kind == "literal_error" and isinstance(value, str) and hint is not None:
+        action = suggest(value, _choices(hint), else_all=False)
+        return Problem.of(at, f"must be {type_in_words(hint)}", value, action, code="config.range")
+    rule = f"must be {fault['ctx']['error'] if kind == 'value_error' else type_in_words(hint)}"
+    return Problem.of(at, rule, value, code="config.type")
+
+
+def _choices(hint: Any) -> list[str]:
+    """The words that a type names one by one."""
+    if typing.get_origin(hint) is Literal:
+        return [word for word in typing.get_args(hint) if isinstance(word, str)]
+    return [word for part in typing.get_args(hint) for word in _choices(part)]
+
+
+def _hint_at(model: type[BaseModel], at: Sequence[Key]) -> tuple[type[BaseModel] | None, Any]:
+    """The model that holds the key at a place, and the key's type, as far as they are known."""
+    parent: type[BaseModel] | None = None
+    hint: Any = model
+    for key in at:
+        if typing.get_origin(hint) in (typing.Union, types.UnionType):
+            hint = next((part for part in typing.get_args(hint) if _is_model(part)), hint)
+        if _is_model(hint):
+            parent = hint
+            hint = next((f.annotation for n, f in hint.model_fields.items() if key in (n, f.alias)), None)
+        elif typing.get_origin(hint) is dict:
+            hint = typing.get_args(hint)[1]
+        else:
+            return parent, hint
+    return parent, hint
+
+
+def _is_model(hint: Any) -> bool:
+    return isinstance(hint, type) and issubclass(hint, BaseModel)

@@ -1,0 +1,99 @@
+"""YAML text to data with line numbers, loaded safely: no tag can run anything. The only file that imports yaml."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from gpuflow.errors import UNSET, Code, ConfigError, Key, Problem, suggest
+
+__all__ = ["Lines", "parse_value", "read_yaml"]
+
+Lines = dict[tuple[Key, ...], int]
+"""The line of each value, by its path; a key's line for a value in a mapping."""
+
+
+def read_yaml(path: str) -> tuple[dict[str, Any], Lines]:
+    """The mapping that a file holds, and the lines of its values.
+
+    Raises:
+        ConfigError: there is no such file, or it is not valid YAML, or holds no mapping.
+    """
+
+    def error(
+        rule: str, value: object = UNSET, action: str = "", *, line: str = "", code: Code = "config.file"
+    ) -> ConfigError:
+        return ConfigError([Problem(f"{path}{line}:", rule, value, action, code=code)])
+
+    try:
+        loader = _Loader(Path(path).read_text(encoding="utf-8"))
+        node = loader.get_single_node()
+        data = loader.construct_document(node) if node is not None else None
+        lines = dict(_lines(loader, node))
+    except FileNotFoundError:
+        siblings = sorted(str(sibling) for sibling in Path(path).parent.glob("*.yaml"))
+        action = suggest(path, siblings) if siblings else "give the path of a YAML file"
+        raise error("no such file", action=action) from None
+    except (OSError, UnicodeDecodeError) as cause:
+        raise error(f"cannot be read as UTF-8 text: {cause}") from cause
+    except yaml.MarkedYAMLError as cause:
+        line = f":{cause.problem_mark.line + 1}" if cause.problem_mark else ""
+        raise error(f"is not valid YAML: {cause.problem}", line=line, code="config.yaml") from cause
+    except RecursionError:
+        rule = "is nested too deeply, or an alias stands inside what it names"
+        raise error(rule, code="config.yaml") from None
+    except (yaml.YAMLError, ValueError) as cause:
+        raise error(f"is not valid YAML: {cause}", code="config.yaml") from cause
+    if not isinstance(data, dict):
+        raise error("must be a mapping with source and pipelines", data, code="config.type")
+    return data, lines
+
+
+def parse_value(text: str) -> Any:
+    """The value of an override. Raises ConfigError, without a place, where it is not valid YAML."""
+    try:
+        return yaml.load(text, _Loader) if text else ""
+    except (yaml.YAMLError, ValueError) as cause:
+        rule = f"the value is not valid YAML: {getattr(cause, 'problem', None) or cause}"
+        raise ConfigError([Problem.of((), rule, code="config.yaml")]) from cause
+
+
+class _Loader(yaml.SafeLoader):  # type: ignore[misc]
+    """Safe YAML in which 1e-3 is a number and a key that stands twice is an error."""
+
+    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        seen: dict[tuple[str, str], yaml.Mark] = {}
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode) or key.tag == "tag:yaml.org,2002:merge":
+                continue
+            if (first := seen.setdefault((key.tag, key.value), key.start_mark)) is not key.start_mark:
+                raise yaml.MarkedYAMLError(
+                    problem=f"key {key.value!r} stands twice, first on line {first.line + 1}; keep one",
+                    problem_mark=key.start_mark,
+                )
+        return node
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(?:[0-9][0-9_]*)(?:\.[0-9_]*)?[eE][-+]?[0-9]+$"),
+    list("-+0123456789"),
+)
+
+
+def _lines(loader: _Loader, node: yaml.Node | None, at: tuple[Key, ...] = ()) -> Iterator[tuple[tuple[Key, ...], int]]:
+    """(path, line) of every value in a YAML tree; a key's line for a value in a mapping."""
+    if isinstance(node, yaml.MappingNode):
+        for key_node, value in node.value:
+            key = loader.construct_object(key_node, deep=True)
+            yield (*at, key), key_node.start_mark.line + 1
+            yield from _lines(loader, value, (*at, key))
+    elif isinstance(node, yaml.SequenceNode):
+        for i, value in enumerate(node.value):
+            yield (*at, i), value.start_mark.line + 1
+            yield from _lines(loader, value, (*at, i))

@@ -1,0 +1,100 @@
+"""Bounds of a parameter's numbers, declared with its type; the check, its text and the JSON Schema come from them."""
+
+from __future__ import annotations
+
+import math
+import types
+import typing
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Annotated, Any
+
+from gpuflow.errors import Problem
+
+__all__ = ["Bounds", "out_of_bounds"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bounds:
+    """What the number of a parameter may be, or each number of a list: `Annotated[float, Bounds(least=0, most=1)]`.
+
+    Args:
+        least: the smallest value that is allowed.
+        above: a value that every allowed one is greater than.
+        most: the largest value that is allowed.
+        ascending: of a pair [low, high], high must not be below low.
+        words: what is allowed, for people, where the bounds alone would not tell it.
+    """
+
+    least: float | None = None
+    above: float | None = None
+    most: float | None = None
+    ascending: bool = False
+    words: str = ""
+
+    def broken_rule(self, value: Any) -> str:
+        """The rule that a number or a tuple of numbers breaks; empty where it breaks none."""
+        numbers = value if isinstance(value, tuple) else (value,)
+        descending = self.ascending and any(low > high for low, high in pairwise(numbers))
+        if descending or not all(self._holds(number) for number in numbers):
+            return self.rule
+        return "" if all(map(math.isfinite, numbers)) else "must be finite"
+
+    def _holds(self, number: float) -> bool:
+        return (
+            not math.isnan(number)
+            and (self.least is None or number >= self.least)
+            and (self.above is None or number > self.above)
+            and (self.most is None or number <= self.most)
+        )
+
+    @property
+    def rule(self) -> str:
+        """The rule in words: `must be within [0, 1]`."""
+        return f"must be {self.words or self._words}"
+
+    @property
+    def _words(self) -> str:
+        start, sign = (self.above, "<") if self.above is not None else (self.least, "<=")
+        if self.ascending:
+            low = f"{start:g} {sign} low" if start is not None else "low"
+            return f"[low, high] with {low} <= high" + (f" <= {self.most:g}" if self.most is not None else "")
+        if start is None:
+            return f"<= {self.most:g}" if self.most is not None else "finite"
+        if self.most is None:
+            return f"{'>' if sign == '<' else '>='} {start:g}"
+        return f"within {'(' if sign == '<' else '['}{start:g}, {self.most:g}]"
+
+
+def out_of_bounds(values: object) -> Iterator[Problem]:
+    """A problem for each field of a dataclass instance whose value breaks the bounds in the field's type."""
+    for name, hint in typing.get_type_hints(type(values), include_extras=True).items():
+        value = getattr(values, name, None)
+        if rule := _broken_rule(hint, value):
+            yield Problem.of(name, rule, value, code="config.range")
+
+
+def _broken_rule(hint: Any, value: Any) -> str:
+    """The bounds that stand in one alternative of a union count for values of its form: a number or a list."""
+    origin, parts = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Annotated:
+        if _is_numeric(value) and _takes(parts[0], value):
+            rules = (bounds.broken_rule(value) for bounds in hint.__metadata__ if isinstance(bounds, Bounds))
+            return next(filter(None, rules), "")
+        return ""
+    if origin in (typing.Union, types.UnionType):
+        return next(filter(None, (_broken_rule(part, value) for part in parts)), "")
+    return ""
+
+
+def _is_numeric(value: Any) -> bool:
+    numbers = value if isinstance(value, tuple) else (value,)
+    return all(isinstance(number, (int, float)) and not isinstance(number, bool) for number in numbers)
+
+
+def _takes(hint: Any, value: Any) -> bool:
+    """Whether a type has an alternative of the value's form."""
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return any(_takes(part, value) for part in typing.get_args(hint))
+    return (typing.get_origin(hint) is tuple) == isinstance(value, tuple)

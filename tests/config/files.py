@@ -1,0 +1,69 @@
+"""YAML files for the tests of the configuration, and what reading them gives."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gpuflow.config import Config, read_config
+from gpuflow.errors import ConfigError
+from gpuflow.stages import STAGES
+
+FULL = """\
+source: {folder: photos, split: {train: 0.9, val: 0.1}, seed: 3}
+preprocess: &eval
+  - decode
+  - resize: {shorter: 256}
+  - center_crop: {size: 224}
+  - normalize: {mean: imagenet, std: imagenet}
+pipelines:
+  train:
+    stages:
+      - decode: {color: rgb, backend: auto}
+      - random_resized_crop: {size: 224}
+      - flip: {horizontal: 0.5}
+      - torchvision: {name: RandomPosterize, bits: 2}
+      - normalize
+    batch: {size: 256, drop_last: true}
+    shuffle: true
+  val: {stages: *eval, batch: {size: 64}}
+serve:
+  stages: *eval
+  model: {file: model.onnx}
+train: {lr: 1e-3, epochs: 3}
+run: {threads: auto, prefetch: 3}
+"""
+SMALL = """\
+source: {folder: photos}
+pipelines:
+  val:
+    stages: [decode, center_crop: {size: 8}]
+"""
+SOURCE_KEYS = "folder, listing, tar, root, classes, split, seed, window"
+RUN_KEYS = "threads, readers, processes, prefetch, on_error, max_bad, bad_file, timeout_s, memory_limit, deterministic"
+
+
+def read(text: str, *overrides: str) -> Config:
+    Path("x.yaml").write_text(text, encoding="utf-8")
+    return read_config("x.yaml", STAGES, overrides)
+
+
+def fault(text: str, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        read(text, *overrides)
+    assert str(caught.value) == "\n".join(map(str, caught.value.problems))
+    return str(caught.value)
+
+
+def with_block(block: str) -> str:
+    """SMALL with one top-level block in the place of its own one, or behind it."""
+    name = block.partition(":")[0]
+    kept = {"source": "source: {folder: photos}\n", "pipelines": SMALL.partition("\n")[2]}
+    kept.pop(name, None)
+    return "".join(kept.values()) + block + "\n"
+
+
+def stages_of(text: str) -> str:
+    """A file whose pipeline `a` has these stages, in flow style, on line 2."""
+    return f"source: {{folder: photos}}\npipelines: {{a: {{stages: [{text}]}}}}\n"

@@ -1,0 +1,122 @@
+"""overrides: dotted assignments, and the problems that they cause."""
+
+from __future__ import annotations
+
+import pytest
+
+from gpuflow.config import BatchSpec
+from gpuflow.stages import CenterCrop, Decode, Flip, Normalize, RandomResizedCrop, Resize, Torchvision
+from tests.config.files import FULL, RUN_KEYS, SMALL, fault, read, with_block
+
+# --- overrides -------------------------------------------------------------------------------------------------------
+
+
+def test_overrides() -> None:
+    config = read(
+        FULL,
+        "run.threads=8",
+        "train.lr=1e-4",
+        "pipelines.train.stages.flip.vertical=0.25",
+        "pipelines.train.stages.1.random_resized_crop.size=[160, 128]",
+        "pipelines.train.stages.normalize.dtype=float16",
+        "pipelines.train.stages.torchvision.bits=3",
+        "pipelines.train.batch={global: 64}",
+        "source.folder=else=where",
+        "serve.model.engine=onnxruntime",
+        "run.bad_file=",
+    )
+    assert (config.run.threads, config.train.lr) == (8, 1e-4)
+    assert config.program("train").pipeline.stages == (
+        Decode(),
+        RandomResizedCrop(size=(160, 128)),
+        Flip(horizontal=0.5, vertical=0.25),
+        Torchvision(name="RandomPosterize", parameters=(("bits", 3),)),
+        Normalize(dtype="float16"),
+    )
+    assert config.pipelines["train"].batch == BatchSpec(**{"global": 64})
+    assert config.source.folder == "else=where"
+    assert config.serve is not None and config.serve.model.engine == "onnxruntime"
+    assert config.run.bad_file == ""
+
+
+def test_an_override_of_a_shared_list_changes_all_who_share_it() -> None:
+    config = read(FULL, "pipelines.val.stages.resize.shorter=300", "serve.stages.center_crop.size=200")
+    for name in ("val", "serve"):
+        assert config.programs[name].pipeline.stages[1:3] == (Resize(shorter=300), CenterCrop(size=200))
+    assert config.program("train") == read(FULL).program("train")
+
+
+def test_overrides_of_stages_that_are_no_more_than_a_name() -> None:
+    config = read(FULL, "pipelines.val.stages.decode.max_pixels=9", "pipelines.val.stages.resize={longer: 300}")
+    assert config.program("val").pipeline.stages[:2] == (Decode(max_pixels=9), Resize(longer=300))
+    config = read(
+        FULL, "pipelines.val.stages.1={resize: {longer: 300}}", "pipelines.new.stages=[decode, center_crop: {size: 8}]"
+    )
+    assert config.program("val").pipeline.stages[1] == Resize(longer=300)
+    assert config.program("new").pipeline.stages == (Decode(), CenterCrop(size=8))
+    listed = read(with_block("source: {listing: x, classes: [a, b]}"), "source.classes.1=c")
+    assert listed.source.classes == ("a", "c")
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("run.threads", ": must be of the form key.key=value, such as run.threads=8"),
+        ("=3", ": must be of the form key.key=value, such as run.threads=8"),
+        ("", ": must be of the form key.key=value, such as run.threads=8"),
+        ("run.threads={", ": the value is not valid YAML: expected the node content, but found '<stream end>'"),
+        ("run.threads=2020-99-99", ": the value is not valid YAML: month must be in 1..12"),
+        ("run.threads={a: 1, a: 2}", ": the value is not valid YAML: key 'a' stands twice, first on line 1; keep one"),
+        (
+            "run.threads=!!python/name:os.system",
+            ": the value is not valid YAML: could not determine a constructor for the tag "
+            "'tag:yaml.org,2002:python/name:os.system'",
+        ),
+        ("run.threads=0", ": run.threads must be >= 1, got 0"),
+        ("run.thread=3", ": run.thread is not a key here; did you mean 'threads'?"),
+        ("run=3", f": run must be a mapping with {RUN_KEYS}, got 3"),
+        ("run.threads.x=3", ": run.threads is 'auto', neither a mapping nor a list, and has no 'x'"),
+        ("run..x=3", ": run. is not a key here; known: " + ", ".join(sorted(RUN_KEYS.split(", ")))),
+        ("x.y=3", ": x is not a key here; known: pipelines, preprocess, run, serve, source, train"),
+        ("pipelines.train.stages.9.flip={}", ": pipelines.train.stages has no entry 9; its entries are 0 to 4"),
+        (
+            "pipelines.train.stages.²=flip",
+            ": pipelines.train.stages has no '²'; known: decode, flip, normalize, random_resized_crop, torchvision",
+        ),
+        ("pipelines.train.stages.flp.vertical=1", ": pipelines.train.stages has no 'flp'; did you mean 'flip'?"),
+        (
+            "pipelines.train.stages.flip.vertical=2",
+            ": pipelines.train.stages[2].flip.vertical must be a probability within [0, 1], got 2",
+        ),
+        (
+            "pipelines.train.stages.flip={vertical: 2}",
+            ": pipelines.train.stages[2].flip.vertical must be a probability within [0, 1], got 2",
+        ),
+        ("pipelines.train.stages.2=flop", ": pipelines.train.stages[2].flop is not a stage; did you mean 'flip'?"),
+    ],
+)
+def test_bad_overrides(override: str, expected: str) -> None:
+    assert fault(FULL, override) == f"override {override!r}{expected}"
+
+
+def test_lists_that_hold_no_stages_are_entered_by_number() -> None:
+    assert fault(with_block("pipelines: {a: {stages: [{}]}}"), "pipelines.a.stages.flip.vertical=1") == (
+        "override 'pipelines.a.stages.flip.vertical=1': pipelines.a.stages has no 'flip'; it is empty"
+    )
+    assert fault(with_block("pipelines: {a: {stages: []}}"), "pipelines.a.stages.0=flip") == (
+        "override 'pipelines.a.stages.0=flip': pipelines.a.stages has no entry 0; it is empty"
+    )
+
+
+def test_faults_of_a_shared_override_name_it_everywhere() -> None:
+    override = "pipelines.val.stages.resize.shorter=0"
+    assert fault(FULL, override) == (
+        f"override '{override}': pipelines.val.stages[1].resize.shorter must be >= 1, got 0\n"
+        f"override '{override}': serve.stages[1].resize.shorter must be >= 1, got 0"
+    )
+
+
+def test_the_files_faults_come_first_and_a_later_override_wins() -> None:
+    assert fault(SMALL + "run: {prefetch: 0}\n", "run.threads=0", "run.threads=-1") == (
+        "x.yaml:5: run.prefetch must be >= 1, got 0\noverride 'run.threads=-1': run.threads must be >= 1, got -1"
+    )

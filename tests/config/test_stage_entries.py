@@ -1,0 +1,259 @@
+"""stage_entries: an entry of a list of stages to a stage, and back."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
+
+from gpuflow.config.schema import json_schema
+from gpuflow.pipeline.stage import Stage
+from gpuflow.stages import (
+    STAGES,
+    CenterCrop,
+    ColorJitter,
+    Decode,
+    Flip,
+    Normalize,
+    RandomCrop,
+    RandomResizedCrop,
+    Resize,
+    Torchvision,
+)
+from tests.config.files import fault, read, stages_of
+
+
+@pytest.mark.parametrize(
+    ("stages", "expected"),
+    [
+        ("", "pipelines.a.stages must name at least one stage, got an empty list; start with decode: {}"),
+        ("3", "pipelines.a.stages[0] must be one stage such as `resize: {shorter: 256}`, got 3"),
+        ("null", "pipelines.a.stages[0] must be one stage such as `resize: {shorter: 256}`, got null"),
+        ("{}", "pipelines.a.stages[0] must be one stage such as `resize: {shorter: 256}`, got {}"),
+        (
+            "{decode: {}, flip: {}}",
+            "pipelines.a.stages[0] must be one stage such as `resize: {shorter: 256}`, got {'decode': {}, 'flip': {}}",
+        ),
+        ("decode, resie: {shorter: 8}", "pipelines.a.stages[1].resie is not a stage; did you mean 'resize'?"),
+        ("decode, 5: {}", "pipelines.a.stages[1][5] is not a stage; known: " + ", ".join(sorted(STAGES))),
+        ("decode, zzz", "pipelines.a.stages[1].zzz is not a stage; known: " + ", ".join(sorted(STAGES))),
+        ("decode, resize: 8", "pipelines.a.stages[1].resize must be a mapping of parameters, got 8"),
+        (
+            "decode, resize: {shorte: 8}",
+            "pipelines.a.stages[1].resize.shorte is not a key of resize; did you mean 'shorter'?",
+        ),
+        (
+            "decode, flip: {1: 8}",
+            "pipelines.a.stages[1].flip[1] is not a key of flip; known: horizontal, vertical",
+        ),
+        (
+            "decode, center_crop",
+            "pipelines.a.stages[1].center_crop needs the key 'size': an integer or [an integer, an integer]",
+        ),
+        (
+            "decode, center_crop: {size: [1, 2, 3]}",
+            "pipelines.a.stages[1].center_crop.size must be an integer or [an integer, an integer], got [1, 2, 3]",
+        ),
+        (
+            "decode, center_crop: {size: 8.0}",
+            "pipelines.a.stages[1].center_crop.size must be an integer or [an integer, an integer], got 8.0",
+        ),
+        ("decode, center_crop: {size: 0}", "pipelines.a.stages[1].center_crop.size must be >= 1, got 0"),
+        (
+            "decode, resize: {height: 8}",
+            "pipelines.a.stages[1].resize needs height and width, or shorter, or longer; give one of these",
+        ),
+        (
+            "decode, resize: {shorter: 8, antialias: 1}",
+            "pipelines.a.stages[1].resize.antialias must be true or false, got 1",
+        ),
+        (
+            "decode, resize: {shorter: 8, interpolation: cubic}",
+            "pipelines.a.stages[1].resize.interpolation must be one of nearest, bilinear, bicubic, got 'cubic'",
+        ),
+        ("decode: {color: rbg}", "pipelines.a.stages[0].decode.color must be one of rgb, bgr, gray, got 'rbg'"),
+        (
+            "decode, flip: {horizontal: 2}",
+            "pipelines.a.stages[1].flip.horizontal must be a probability within [0, 1], got 2",
+        ),
+        ("decode, flip: {horizontal: yes}", "pipelines.a.stages[1].flip.horizontal must be a number, got true"),
+        ("decode, flip: {horizontal: .nan}", "pipelines.a.stages[1].flip.horizontal must be a number, got nan"),
+        (
+            "decode, center_crop: {size: 8}, normalize: {mean: [a]}",
+            "pipelines.a.stages[2].normalize.mean must be imagenet or a list, each a number, got ['a']",
+        ),
+        ("decode, torchvision", "pipelines.a.stages[1].torchvision needs the key 'name': text"),
+        (
+            "decode, torchvision: {name: Padd}",
+            "pipelines.a.stages[1].torchvision.name must be a transform of one image in torchvision.transforms.v2, "
+            "got 'Padd'; did you mean 'Pad'?",
+        ),
+        (
+            "decode, torchvision: {name: Pad}",
+            "pipelines.a.stages[1].torchvision Pad does not take these parameters: "
+            "Pad.__init__() missing 1 required positional argument: 'padding'",
+        ),
+        (
+            "decode, torchvision: {name: Pad, 3: 4, padding: 1}",
+            "pipelines.a.stages[1].torchvision takes keys that are text, got 3",
+        ),
+        # stages against each other
+        (
+            "center_crop: {size: 8}",
+            "pipelines.a.stages[0].center_crop takes an image but gets encoded bytes; start the list with "
+            "decode: {color: rgb}",
+        ),
+        (
+            "normalize, decode",
+            "pipelines.a.stages[0].normalize takes an image but gets encoded bytes; start the list with decode: "
+            "{color: rgb}",
+        ),
+        (
+            "decode, center_crop: {size: 8}, decode",
+            "pipelines.a.stages[2].decode must be the first stage and stand once; remove this one",
+        ),
+        (
+            "decode, normalize, center_crop: {size: 8}",
+            "pipelines.a.stages[2].center_crop takes uint8 pixels but gets float32; put center_crop before normalize",
+        ),
+        (
+            "decode",
+            "pipelines.a.stages[0].decode leaves images of varying size (uint8 ?x?x3 hwc), which no batch can hold; "
+            "add center_crop, random_crop, random_resized_crop or resize with height and width",
+        ),
+        (
+            "decode, resize: {shorter: 8}, center_crop: {size: 9}",
+            "pipelines.a.stages[2].center_crop crops 9x9 from an image whose shorter side is 8, which is smaller; "
+            "crop less or resize to more",
+        ),
+        (
+            "decode: {color: gray}, center_crop: {size: 8}, normalize",
+            "pipelines.a.stages[2].normalize has 3 values of mean but gets 1 channel(s)",
+        ),
+        (
+            "decode, torchvision: {name: ToPILImage}",
+            "pipelines.a.stages[1].torchvision ToPILImage does not take uint8 ?x?x3 hwc: the result is not one "
+            "CHW image",
+        ),
+    ],
+)
+def test_stages(stages: str, expected: str) -> None:
+    assert fault(stages_of(stages)) == f"x.yaml:2: {expected}"
+
+
+# --- any stage survives the way through YAML -------------------------------------------------------------------------
+
+numbers = st.floats(0, 1).map(lambda value: round(value, 4))
+pairs = st.tuples(numbers, numbers).map(lambda pair: (min(pair), max(pair)))
+sizes = st.one_of(st.integers(1, 2000), st.tuples(st.integers(1, 2000), st.integers(1, 2000)))
+filters = {"interpolation": st.sampled_from(["nearest", "bilinear", "bicubic"]), "antialias": st.booleans()}
+jitters = st.one_of(numbers, pairs)
+one_more = st.lists(st.floats(0.01, 2), min_size=3, max_size=3).map(tuple)
+STRATEGIES: dict[str, st.SearchStrategy[Stage]] = {
+    "decode": st.builds(
+        Decode,
+        color=st.sampled_from(["rgb", "bgr", "gray"]),
+        backend=st.sampled_from(["auto", "cpu", "gpu"]),
+        cpu_share=numbers,
+        orientation=st.sampled_from(["ignore", "apply"]),
+        max_pixels=st.integers(1, 10**12),
+    ),
+    "resize": st.one_of(
+        st.builds(Resize, height=st.integers(1, 999), width=st.integers(1, 999), **filters),
+        st.builds(Resize, shorter=st.integers(1, 999), **filters),
+        st.builds(Resize, longer=st.integers(1, 999), **filters),
+    ),
+    "center_crop": st.builds(CenterCrop, size=sizes),
+    "random_crop": st.builds(RandomCrop, size=sizes, padding=st.integers(0, 50)),
+    "random_resized_crop": st.builds(
+        RandomResizedCrop,
+        size=sizes,
+        scale=pairs.map(lambda pair: (max(pair[0], 0.01), max(pair[1], 0.01))),
+        ratio=pairs.map(lambda pair: (pair[0] + 0.1, pair[1] * 3 + 0.1)),
+        **filters,
+    ),
+    "flip": st.builds(Flip, horizontal=numbers, vertical=numbers),
+    "color_jitter": st.builds(
+        ColorJitter,
+        brightness=jitters,
+        contrast=jitters,
+        saturation=jitters,
+        hue=st.one_of(numbers.map(lambda x: x / 2), pairs.map(lambda pair: (pair[0] - 0.5, pair[1] - 0.5))),
+    ),
+    "normalize": st.builds(
+        Normalize,
+        mean=st.one_of(st.just("imagenet"), one_more),
+        std=st.one_of(st.just("imagenet"), one_more),
+        dtype=st.sampled_from(["float32", "float16", "bfloat16"]),
+        layout=st.sampled_from(["nchw", "nhwc"]),
+    ),
+    "torchvision": st.one_of(
+        st.builds(
+            lambda degrees, fill: Torchvision(name="RandomRotation", parameters=(("degrees", degrees), ("fill", fill))),
+            st.tuples(st.floats(-90, 0), st.floats(0, 90)),
+            st.integers(0, 255),
+        ),
+        st.just(Torchvision(name="AutoAugment")),
+    ),
+}
+
+
+VALIDATOR = Draft202012Validator(json_schema(STAGES))
+
+
+def test_every_stage_has_a_strategy() -> None:
+    assert set(STRATEGIES) == set(STAGES)
+
+
+def dump(value: Any) -> Any:
+    """What YAML says for a value: lists for tuples."""
+    return [dump(item) for item in value] if isinstance(value, tuple) else value
+
+
+def as_entry(stage: Stage) -> dict[str, Any]:
+    """A stage as an entry of a YAML list."""
+    values = {field.name: dump(getattr(stage, field.name)) for field in dataclasses.fields(stage)}
+    if stage.open_field is not None:
+        values |= dict(values.pop(stage.open_field))
+    return {stage.stage_name: {key: value for key, value in values.items() if value is not None}}
+
+
+def around(stage: Stage) -> Iterator[Stage]:
+    """A pipeline that checks, with the stage in it."""
+    if stage.stage_name != "decode":
+        yield Decode()
+    if stage.stage_name == "normalize":
+        yield CenterCrop(size=8)
+    yield stage
+    if stage.stage_name not in ("normalize", "center_crop", "random_crop"):
+        yield Resize(height=8, width=8)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_any_stage_reads_back_equal_from_yaml(name: str) -> None:
+    @settings(max_examples=30)
+    @given(STRATEGIES[name], st.booleans())
+    def check(stage: Stage, flow: bool) -> None:
+        stages = tuple(around(stage))
+        document = {"source": {"folder": "x"}, "pipelines": {"p": {"stages": [as_entry(stage) for stage in stages]}}}
+        pipeline = read(yaml.safe_dump(document, default_flow_style=flow)).program("p").pipeline
+        assert pipeline.stages == stages
+        VALIDATOR.validate(json.loads(json.dumps(document)))
+        assert eval(repr(pipeline.stages[stages.index(stage)]), dict(STAGES)) == stage
+        by_override = [
+            f"pipelines.p.stages.{i}={yaml.safe_dump(as_entry(s), default_flow_style=True)}"
+            for i, s in enumerate(stages)
+        ]
+        blank = yaml.safe_dump({**document, "pipelines": {"p": {"stages": ["decode"] * len(stages)}}})
+        again = read(blank, *by_override).program("p").pipeline
+        assert again == pipeline
+        assert again.fingerprint == pipeline.fingerprint
+
+    check()

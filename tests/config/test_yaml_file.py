@@ -1,0 +1,116 @@
+"""yaml_file: text to data, safely, with the line of each fault."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gpuflow.config import BatchSpec, read_config
+from gpuflow.errors import ConfigError
+from gpuflow.stages import STAGES
+from tests.config.files import SMALL, fault, read, with_block
+
+# --- files that are none ---------------------------------------------------------------------------------------------
+
+
+def test_a_missing_file(here: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_config("photos.yaml", STAGES)
+    assert str(caught.value) == "photos.yaml: no such file; give the path of a YAML file"
+    Path("photo.yaml").write_text(SMALL)
+    with pytest.raises(ConfigError) as caught:
+        read_config("photos.yaml", STAGES)
+    assert str(caught.value) == "photos.yaml: no such file; did you mean 'photo.yaml'?"
+    with pytest.raises(ConfigError) as caught:
+        read_config(here, STAGES)
+    assert str(caught.value) == f"{here}: cannot be read as UTF-8 text: [Errno 21] Is a directory: '{here}'"
+    Path("latin.yaml").write_bytes(b"source: {folder: gr\xf6\xdfe}\n")
+    with pytest.raises(ConfigError) as caught:
+        read_config("latin.yaml", STAGES)
+    assert str(caught.value).startswith("latin.yaml: cannot be read as UTF-8 text: 'utf-8' codec can't decode byte")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", "x.yaml: must be a mapping with source and pipelines, got null"),
+        ("# nothing\n", "x.yaml: must be a mapping with source and pipelines, got null"),
+        ("- source\n", "x.yaml: must be a mapping with source and pipelines, got ['source']"),
+        ("photos", "x.yaml: must be a mapping with source and pipelines, got 'photos'"),
+        ("a: 1\nb: c: d\n", "x.yaml:2: is not valid YAML: mapping values are not allowed here"),
+        ("a: [1, 2\nb: 3\n", "x.yaml:2: is not valid YAML: expected ',' or ']', but got ':'"),
+        ("a: {\n", "x.yaml:2: is not valid YAML: expected the node content, but found '<stream end>'"),
+        ("a: 'b\n", "x.yaml:2: is not valid YAML: found unexpected end of stream"),
+        ("a: *b\n", "x.yaml:1: is not valid YAML: found undefined alias 'b'"),
+        ("a: 1\n---\nb: 2\n", "x.yaml:2: is not valid YAML: but found another document"),
+        ("a: 1\n\tb: 2\n", "x.yaml:2: is not valid YAML: found character '\\t' that cannot start any token"),
+        ("[a, b]: 1\n", "x.yaml:1: is not valid YAML: found unhashable key"),
+        (
+            "run: {}\nsource: {}\nrun: {}\n",
+            "x.yaml:3: is not valid YAML: key 'run' stands twice, first on line 1; keep one",
+        ),
+        (
+            "run: {prefetch: 3,\n  prefetch: 4}\n",
+            "x.yaml:2: is not valid YAML: key 'prefetch' stands twice, first on line 1; keep one",
+        ),
+        (
+            "a: !!python/object/apply:os.system ['true']\n",
+            "x.yaml:1: is not valid YAML: could not determine a constructor for the tag "
+            "'tag:yaml.org,2002:python/object/apply:os.system'",
+        ),
+        (
+            "a: !!python/name:os.system\n",
+            "x.yaml:1: is not valid YAML: could not determine a constructor for the tag "
+            "'tag:yaml.org,2002:python/name:os.system'",
+        ),
+        ("a: !stage {}\n", "x.yaml:1: is not valid YAML: could not determine a constructor for the tag '!stage'"),
+        ("a: 2020-99-99\n", "x.yaml: is not valid YAML: month must be in 1..12"),
+        ("a: &a [*a]\n", "x.yaml: is nested too deeply, or an alias stands inside what it names"),
+        ("a: &a {b: *a}\n", "x.yaml: is nested too deeply, or an alias stands inside what it names"),
+        ("a: " + "[" * 3000, "x.yaml: is nested too deeply, or an alias stands inside what it names"),
+    ],
+)
+def test_files_that_are_no_yaml_or_no_mapping(text: str, expected: str) -> None:
+    assert fault(text) == expected
+
+
+def test_a_tag_runs_nothing(here: Path) -> None:
+    fault(f"a: !!python/object/apply:os.mkdir ['{here}/made']\n")
+    assert not (here / "made").exists()
+
+
+@pytest.mark.parametrize("number", ["1e-3", "1E-3", "1.0e-3", "+1e-3", "0.001", "1_0e-4"])
+def test_a_number_may_be_written_as_python_does(number: str) -> None:
+    assert read(with_block(f"train: {{lr: {number}}}")).train.lr == pytest.approx(1e-3)
+
+
+def test_yaml_merges() -> None:
+    base = "base: &base {shorter: 9, antialias: false}\n"
+    text = SMALL.replace("[decode,", "[decode, resize: {<<: *base, shorter: 12},")
+    assert "base is not a key here" in fault(base + text)
+    text = SMALL.replace("val:", "a:\n    batch: &b {size: 8}\n    stages: [decode, center_crop: {size: 4}]\n  val:")
+    config = read(text + "    batch: {<<: *b, drop_last: true}\n")
+    assert config.pipelines["val"].batch == BatchSpec(size=8, drop_last=True)
+    nested = (
+        "source: {folder: photos}\n"
+        "preprocess: {x: {one: &one {size: 8}, two: &two {<<: *one, size: 9}}}\n"
+        "pipelines: {a: {stages: [decode, center_crop: {size: 4}], batch: {<<: *two}}}\n"
+    )
+    assert read(nested).pipelines["a"].batch.size == 9
+
+
+def test_text_in_any_alphabet_and_line_end() -> None:
+    config = read(SMALL.replace("photos", "Fotos/größe/写真").replace("\n", "\r\n"))
+    assert config.source.folder == "Fotos/größe/写真"
+
+
+@settings(max_examples=150)
+@given(st.text(alphabet="ab: {}[]\n-&*!'\"|>#,<0e.~?%@=", max_size=40))
+def test_any_text_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError):
+        read(text)
+    with pytest.raises(ConfigError):
+        read(SMALL + "zzz: 1\n", text)
