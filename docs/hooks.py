@@ -139,7 +139,7 @@ def commands() -> str:
         ]
         call = " ".join(["gpuflow", name, "[OPTIONS]", *arguments])
         rows = [tuple(parameter.get_help_record(context)) for parameter in parameters]
-        sections += [f"### gpuflow {name}", _text(command.help), f"```text\n{call}\n```"]
+        sections += [f"### gpuflow {name}", _paragraphs(command.help), f"```text\n{call}\n```"]
         sections.append(
             _table(("argument or option", "meaning"), [(_code(shown), _text(text)) for shown, text in rows])
         )
@@ -157,7 +157,8 @@ def yaml_keys() -> str:
     sections = [f"### `{place}`\n\n{_keys(document, block)}" for place, block in _blocks(document, document, "")]
     for name, stage in STAGES.items():
         schema = TypeAdapter(stage).json_schema()
-        sections.append(f"### `- {name}`\n\n{_text(schema['description'])}\n\n{_keys(schema, schema)}")
+        schema["properties"].pop(stage.open_field, None)
+        sections.append(f"### `- {name}`\n\n{_paragraphs(schema['description'])}\n\n{_keys(schema, schema)}")
     return "\n\n".join(sections)
 
 
@@ -235,8 +236,13 @@ def _code(text: str) -> str:
 
 
 def _text(text: str) -> str:
-    """Plain text on one line of Markdown, within a table too."""
-    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;").replace("[", "\\[")
+    """Plain text on one line of Markdown, within a table too; code between backticks stays as it is."""
+    words = re.split(r"(`[^`]*`)", " ".join(text.split()).replace("|", "\\|"))
+    return "".join(part if part.startswith("`") else part.replace("<", "&lt;").replace("[", "\\[") for part in words)
+
+
+def _paragraphs(text: str) -> str:
+    return "\n\n".join(_text(paragraph) for paragraph in re.split(r"\n\s*\n", text))
 
 
 _GENERATORS: dict[str, Callable[..., str]] = {"names": names, "commands": commands, "keys": yaml_keys}
