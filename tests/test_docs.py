@@ -474,5 +474,5 @@ def test_levels_of_other_libraries_are_those_of_the_parity_report() -> None:
     text = " ".join(PAGES["docs/migrating.md"].split())
     assert f"the report has {levels['torchvision']} levels on those photographs" in text
     assert f"Against PIL images it has {levels['pillow']} level." in text
-    assert f"against those the report has {levels['pillow']} level." in text
+    assert f"against those the report has {levels['pillow']} level, for a bilinear resize" in text
     assert f"up to {levels['torchpipe_cpu']} levels away" in text
