@@ -146,23 +146,34 @@ def commands() -> str:
     return "\n\n".join(sections)
 
 
+Schema = dict[str, Any]
+_STAGE = "stage."
+"""Stages are definitions of the schema: `stage.resize`."""
+
+
 def yaml_keys() -> str:
     """A table of keys for each block of the YAML file, then one of parameters for each stage."""
+    schema = _schema()
+    blocks = list(_blocks(schema, schema, ""))
+    blocks += [(f"- {n.removeprefix(_STAGE)}", part) for n, part in schema["$defs"].items() if n.startswith(_STAGE)]
+    return "\n\n".join(
+        f"### `{place}`\n\n{_paragraphs(block.get('description', ''))}\n\n{_keys(schema, block)}"
+        for place, block in blocks
+    )
+
+
+def _schema() -> Schema:
+    """The JSON Schema of the YAML file."""
     from pydantic import TypeAdapter
 
     from gpuflow.config.reader import _Document
     from gpuflow.stages import STAGES
 
-    document = _Document.model_json_schema()
-    sections = [f"### `{place}`\n\n{_keys(document, block)}" for place, block in _blocks(document, document, "")]
+    schema = _Document.model_json_schema()
     for name, stage in STAGES.items():
-        schema = TypeAdapter(stage).json_schema()
-        schema["properties"].pop(stage.open_field, None)
-        sections.append(f"### `- {name}`\n\n{_paragraphs(schema['description'])}\n\n{_keys(schema, schema)}")
-    return "\n\n".join(sections)
-
-
-Schema = dict[str, Any]
+        definition = schema["$defs"][_STAGE + name] = TypeAdapter(stage).json_schema()
+        definition["properties"].pop(stage.open_field, None)
+    return schema
 
 
 def _blocks(document: Schema, block: Schema, place: str) -> Iterator[tuple[str, Schema]]:
@@ -181,15 +192,21 @@ def _blocks(document: Schema, block: Schema, place: str) -> Iterator[tuple[str, 
 
 
 def _keys(document: Schema, block: Schema) -> str:
-    """A table of the block's keys: type, default, and the meaning where the schema tells it."""
+    """A table of the block's keys: type, default, and the meaning where the schema has one."""
     required, rows = block.get("required", ()), []
     for name, value in block["properties"].items():
-        types = " or ".join(_type(document, part) for part in _alternatives(document, value))
         default = "required" if name in required else _default(value)
-        rows.append((_code(name), types, default, _text(value.get("description", ""))))
+        meaning = value.get("description") or _resolved(document, value).get("description", "")
+        rows.append((_code(name), _types(document, value), default, _text(meaning)))
     if all(not row[-1] for row in rows):
         return _table(("key", "type", "default"), [row[:-1] for row in rows])
     return _table(("key", "type", "default", "meaning"), rows)
+
+
+def _types(document: Schema, value: Schema) -> str:
+    if value.get("$ref", "").endswith("/stages"):
+        return "list of [stages](#stages)"
+    return " or ".join(_type(document, part) for part in _alternatives(document, value))
 
 
 def _alternatives(document: Schema, value: Schema) -> list[Schema]:
@@ -205,20 +222,21 @@ def _resolved(document: Schema, value: Schema) -> Schema:
 
 
 def _type(document: Schema, value: Schema) -> str:
-    """A schema in words: `integer, at least 1`."""
+    """A schema in words: `integer >= 1`."""
     if "const" in value or "enum" in value:
         return ", ".join(_code(json.dumps(word).strip('"')) for word in value.get("enum", [value.get("const")]))
     kind = value.get("type", "any value")
     if kind == "object":
         each = value.get("additionalProperties")
-        return f"mapping of names, each {_type(document, _resolved(document, each))}" if each else "block of keys"
+        return f"mapping of names, each {_types(document, each)}" if isinstance(each, dict) else "block of keys"
     if kind == "array" and "prefixItems" in value:
-        return f"[{', '.join(_type(document, part) for part in value['prefixItems'])}]"
+        each = dict.fromkeys(_types(document, part) for part in value["prefixItems"])
+        return f"list of {len(value['prefixItems'])}, each {' or '.join(each)}"
     if kind == "array":
-        items = [_type(document, part) for part in _alternatives(document, value.get("items", {}))]
-        return f"list, each {' or '.join(items)}"
-    limits = {"minimum": "at least", "exclusiveMinimum": "above", "maximum": "at most", "exclusiveMaximum": "below"}
-    return ", ".join([kind, *(f"{words} {value[key]:g}" for key, words in limits.items() if key in value)])
+        return f"list, each {_types(document, value.get('items', {}))}"
+    signs = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "&lt;=", "exclusiveMaximum": "&lt;"}
+    limits = [f"{sign} {value[key]:g}" for key, sign in signs.items() if key in value]
+    return f"{kind} {' and '.join(limits)}".rstrip()
 
 
 def _default(value: Schema) -> str:
