@@ -1,12 +1,13 @@
-# Every target sets up .venv first, once, and again when the pins or pyproject.toml change.
+# Every target sets up .venv first, once, and again when the pins or pyproject.toml change; test-latest has its own.
 PYTHON ?= python3
 BIN := .venv/bin
+LATEST := .venv-latest
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check bench
+.PHONY: help demo test check docs bench test-latest
 
 help:  ## list the targets
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/make \1\t\2/' | expand -t 14
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/make \1\t\2/' | expand -t 18
 
 demo: .venv/.installed  ## make sample photographs, train on them, compare loaders
 	$(BIN)/gpuflow samples data/photos -n 2000
@@ -22,8 +23,21 @@ check: .venv/.installed  ## lint, formatting, types, which package imports which
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 
+docs: .venv/.installed  ## build the documentation into site/, strictly
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 bench: .venv/.installed  ## measure the loaders: experiments/loader_cpu/results.csv
 	$(BIN)/python experiments/loader_cpu/run.py
+
+test-latest: $(LATEST)/requirements.txt  ## run the CPU tests with the newest torch and torchvision
+	$(LATEST)/bin/python -m pip install --upgrade torch torchvision -r $<
+	$(LATEST)/bin/python -m pip install -e . --no-deps --no-build-isolation
+	$(LATEST)/bin/python -m pytest --numprocesses auto --dist loadfile -m "not gpu"
+
+# All pins but those of torch, torchvision and what torch pins itself.
+$(LATEST)/requirements.txt: requirements.txt
+	$(PYTHON) -m venv $(LATEST)
+	grep -vE '^(torch|torchvision)==' $< > $@
 
 .venv/.installed: requirements.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

@@ -1,12 +1,15 @@
-"""The README, the Makefile, CI, the pins and the command line say the same."""
+"""The README, the documentation, the Makefile, CI, the pins and the command line agree."""
 
 from __future__ import annotations
 
 import ast
 import csv
+import importlib.util
 import re
 import tomllib
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import yaml
@@ -14,11 +17,16 @@ import yaml
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
+BENCHMARKS = (ROOT / "docs/benchmarks.md").read_text()
 MAKEFILE = (ROOT / "Makefile").read_text()
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 FIRST_SCREEN = "\n".join(README.splitlines()[:40])
 
-pages = pytest.mark.parametrize("page", [README, CONTRIBUTING], ids=["README", "CONTRIBUTING"])
+PAGES = {
+    path.relative_to(ROOT).as_posix(): path.read_text()
+    for path in [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+}
+pages = pytest.mark.parametrize("page", PAGES)
 
 
 def blocks(page: str, language: str) -> list[str]:
@@ -26,8 +34,23 @@ def blocks(page: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", page, flags=re.MULTILINE | re.DOTALL)
 
 
+def code_blocks(language: str) -> Any:
+    """A parametrization by every code block of one language on any page."""
+    found = [
+        pytest.param(text, id=f"{page}:{number}")
+        for page, content in PAGES.items()
+        for number, text in enumerate(blocks(content, language))
+    ]
+    return pytest.mark.parametrize("text", found)
+
+
+def code(page: str) -> str:
+    """The shell commands of a page: its bash blocks and its inline code, one a line."""
+    return "\n".join([*blocks(page, "bash"), *re.findall(r"`([^`\n]+)`", page)])
+
+
 def make_targets() -> set[str]:
-    return set(re.findall(r"^([a-z]+):", MAKEFILE, flags=re.MULTILINE))
+    return set(re.findall(r"^([a-z-]+):", MAKEFILE, flags=re.MULTILINE))
 
 
 def pins() -> dict[str, str]:
@@ -39,8 +62,18 @@ def base_name(requirement: str) -> str:
     return re.split(r"[<>=!\[;]", requirement)[0].strip()
 
 
-def commands_in_readme() -> set[str]:
-    return set(re.findall(r"^\| `gpuflow ([a-z-]+)[ `]", README, flags=re.MULTILINE))
+def commands_in_table() -> set[str]:
+    return set(re.findall(r"^\| `gpuflow ([a-z-]+)[ `]", PAGES["docs/reference/commands.md"], flags=re.MULTILINE))
+
+
+def command_line() -> dict[str, Any]:
+    """The commands of gpuflow by name."""
+    import typer
+
+    from gpuflow import cli
+
+    [app] = [value for value in vars(cli).values() if isinstance(value, typer.Typer)]
+    return dict(getattr(typer.main.get_command(app), "commands"))  # noqa: B009
 
 
 @pytest.mark.parametrize("command", ["make demo", "make test", "make check"])
@@ -50,25 +83,55 @@ def test_first_screen_names_the_commands(command: str) -> None:
 
 @pages
 def test_every_make_command_is_a_target(page: str) -> None:
-    code = "\n".join([*blocks(page, "bash"), *re.findall(r"`([^`\n]+)`", page)])
-    named = set(re.findall(r"^make ([a-z]+)", code, flags=re.MULTILINE))
-    assert named
+    named = set(re.findall(r"^make ([a-z-]+)", code(PAGES[page]), flags=re.MULTILINE))
+    assert named or page not in ("README.md", "CONTRIBUTING.md")
     assert named <= make_targets()
 
 
 def test_help_lists_every_target() -> None:
-    described = set(re.findall(r"^([a-z]+):.*## \w", MAKEFILE, flags=re.MULTILINE))
+    described = set(re.findall(r"^([a-z-]+):.*## \w", MAKEFILE, flags=re.MULTILINE))
     phony = re.search(r"^\.PHONY: (.*)$", MAKEFILE, flags=re.MULTILINE)
     assert phony is not None
     assert described == make_targets() == set(phony[1].split())
     assert ".DEFAULT_GOAL := help" in MAKEFILE
 
 
-def test_ci_runs_the_checks_and_the_tests() -> None:
+def test_ci_runs_the_checks_the_tests_and_the_documentation() -> None:
     script = ROOT / ".ci" / "run"
     assert script.stat().st_mode & 0o111, "chmod +x .ci/run"
     commands = [line for line in script.read_text().splitlines() if line and not line.startswith(("#", "set ", "cd "))]
-    assert commands == ["make check", "make test"]
+    assert commands == ["make check", "make test", "make docs"]
+
+
+def test_the_workflow_runs_what_ci_runs() -> None:
+    job = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"]["ci"]
+    assert job["strategy"]["matrix"] == {"python": ["3.11", "3.12", "3.13"]}
+    assert [step.get("run") or step["uses"].partition("@")[0] for step in job["steps"]] == [
+        "actions/checkout",
+        "actions/setup-python",
+        ".ci/run",
+    ]
+
+
+def test_hooks_of_pre_commit_run_the_checks_and_download_nothing() -> None:
+    [repository] = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    assert repository["repo"] == "local"
+    assert {hook["language"] for hook in repository["hooks"]} == {"system"}
+    recipe = MAKEFILE.split("\ncheck:")[1].split("\n\n")[0].splitlines()[1:]
+    checks = [line.strip().replace("$(BIN)", ".venv/bin").removesuffix(" .") for line in recipe]
+    assert [hook["entry"] for hook in repository["hooks"]] == checks
+
+
+@pytest.mark.parametrize("name", ["SECURITY.md", "CITATION.cff"])
+def test_no_person_and_no_address_is_named(name: str) -> None:
+    text = (ROOT / name).read_text()
+    assert not re.search(r"://|www\.|@", text)
+
+
+def test_citation_is_of_this_version() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["authors"] == [{"name": "The gpuflow authors"}]
+    assert (citation["version"], citation["license"]) == (PROJECT["version"], PROJECT["license"])
 
 
 def test_pins_hold_the_tested_pair_and_every_dependency() -> None:
@@ -76,7 +139,7 @@ def test_pins_hold_the_tested_pair_and_every_dependency() -> None:
     extras = PROJECT["optional-dependencies"]
     needed = [
         *PROJECT["dependencies"],
-        *(entry for name in ("dev", "plots", "samples", "turbo") for entry in extras[name]),
+        *(entry for name in ("dev", "docs", "plots", "samples", "turbo") for entry in extras[name]),
     ]
     assert {base_name(requirement) for requirement in needed} <= set(pins())
 
@@ -84,16 +147,16 @@ def test_pins_hold_the_tested_pair_and_every_dependency() -> None:
 def test_extras_that_are_named_exist() -> None:
     from gpuflow import errors
 
-    texts = [README, *(path.read_text() for path in sorted((ROOT / "gpuflow").rglob("*.py")))]
+    modules = [path.read_text() for path in sorted((ROOT / "gpuflow").rglob("*.py"))]
     named = {
         extra
-        for text in texts
+        for text in [*PAGES.values(), *modules]
         for group in re.findall(r"(?:gpuflow|'\.)\[([a-z,]+)\]", text)
         for extra in group.split(",")
     }
     raised = {
         call.args[2].value
-        for text in texts[1:]
+        for text in modules
         for call in ast.walk(ast.parse(text))
         if isinstance(call, ast.Call)
         and isinstance(call.func, ast.Name)
@@ -106,49 +169,164 @@ def test_extras_that_are_named_exist() -> None:
 
 @pages
 def test_relative_links_exist(page: str) -> None:
-    links = [link for link in re.findall(r"\]\(([^)]+)\)", page) if "://" not in link]
-    assert links
+    links = [link for link in re.findall(r"\]\(([^)]+)\)", PAGES[page]) if "://" not in link]
+    assert links or page not in ("README.md", "CONTRIBUTING.md")
     for link in links:
-        assert (ROOT / link.split("#")[0]).exists(), f"{link} is linked and does not exist"
+        assert ((ROOT / page).parent / link.split("#")[0]).exists(), f"{link} is linked and does not exist"
 
 
 def test_commands_are_those_of_the_command_line() -> None:
-    import typer
+    assert commands_in_table() == set(command_line())
 
-    from gpuflow import cli
 
-    [app] = [value for value in vars(cli).values() if isinstance(value, typer.Typer)]
-    command = typer.main.get_command(app)
-    assert commands_in_readme() == set(getattr(command, "commands"))  # noqa: B009
+@pages
+def test_every_command_and_option_exists(page: str) -> None:
+    known = command_line()
+    for name, rest in re.findall(r"(?:^|-m )gpuflow ([a-z][a-z-]+)([^\n#]*)", code(PAGES[page]), flags=re.MULTILINE):
+        assert name in known, f"gpuflow {name} is not a command"
+        options = {option for parameter in known[name].params for option in parameter.opts}
+        assert set(re.findall(r"(?<=\s)--[a-z0-9-]+", rest)) <= options, f"gpuflow {name}{rest}"
 
 
 def test_stages_are_those_of_the_table() -> None:
     from gpuflow.stages import STAGES
 
-    section = README.split("## Stages")[1].split("\n## ")[0]
+    section = PAGES["docs/reference/yaml.md"].split("## Stages")[1].split("\n## ")[0]
     assert re.findall(r"^\| `([a-z_]+)` \|", section, flags=re.MULTILINE) == list(STAGES)
 
 
-@pytest.mark.parametrize("text", blocks(README, "yaml"))
+def test_keys_of_run_are_those_of_the_table() -> None:
+    from gpuflow.config import RunSpec
+
+    section = PAGES["docs/reference/yaml.md"].split("## How it runs")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| (`[a-z_`, ]+`) \|", section, flags=re.MULTILINE)
+    assert {key for row in rows for key in re.findall(r"[a-z_]+", row)} - {"run"} == set(RunSpec.model_fields)
+
+
+@code_blocks("yaml")
 def test_yaml_blocks_are_valid_configs(text: str, tmp_path: Path) -> None:
+    """A whole file, or a part of one: a list of stages, or blocks without a source or pipelines."""
     from gpuflow.config import read_config
     from gpuflow.stages import STAGES
 
-    assert isinstance(yaml.safe_load(text), dict)
-    (tmp_path / "readme.yaml").write_text(text)
-    read_config(tmp_path / "readme.yaml", STAGES)
+    part = yaml.safe_load(text)
+    if isinstance(part, list):
+        part = {"pipelines": {"train": {"stages": part}}}
+    assert isinstance(part, dict)
+    whole = {
+        "source": {"folder": "data/photos"},
+        "pipelines": {"train": {"stages": ["decode", {"center_crop": {"size": 8}}]}},
+    } | part
+    if whole == part:
+        (tmp_path / "page.yaml").write_text(text)
+    else:
+        (tmp_path / "page.yaml").write_text(yaml.safe_dump(whole))
+    read_config(tmp_path / "page.yaml", STAGES)
 
 
-@pytest.mark.parametrize("text", blocks(README, "python"))
+def test_the_config_of_the_readme_is_a_whole_file() -> None:
+    [text] = blocks(README, "yaml")
+    assert set(yaml.safe_load(text)) >= {"source", "preprocess", "pipelines", "serve", "run"}
+
+
+@code_blocks("python")
 def test_python_blocks_parse(text: str) -> None:
     ast.parse(text)
 
 
+# --- the site --------------------------------------------------------------------------------------------------------
+
+
+def test_every_page_is_in_the_navigation_and_nothing_needs_a_network() -> None:
+    settings = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+
+    def named(entry: Any) -> list[str]:
+        if isinstance(entry, str):
+            return [entry]
+        return [page for part in (entry.values() if isinstance(entry, dict) else entry) for page in named(part)]
+
+    assert sorted(named(settings["nav"])) == sorted(page.removeprefix("docs/") for page in PAGES)
+    assert settings["strict"] is True
+    assert settings["theme"]["font"] is False
+    assert {
+        name for entry in settings["plugins"] for name in named([entry] if isinstance(entry, str) else list(entry))
+    } == {
+        "search",
+        "mkdocstrings",
+    }
+    assert not {"site_url", "repo_url", "extra_css", "extra_javascript"} & set(settings)
+
+
+def hooks() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("docs_hooks", ROOT / "docs/hooks.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    "tag",
+    [
+        '<script src="https://example.org/a.js"></script>',
+        '<link rel="stylesheet" href="https://example.org/a.css">',
+        '<img alt="" src="//example.org/a.png">',
+    ],
+)
+def test_a_page_that_loads_from_the_network_fails_the_build(tag: str) -> None:
+    from mkdocs.exceptions import BuildError
+
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="gpu.md"))
+    module = hooks()
+    fine = '<a href="https://example.org">there</a><script src="assets/a.js"></script>'
+    assert module.on_post_page(fine, page=page, config=None) == fine
+    with pytest.raises(BuildError, match=r"gpu\.md loads from the network"):
+        module.on_post_page(f"<p>{tag}</p>", page=page, config=None)
+
+
+@pytest.mark.parametrize(
+    ("page", "link", "expected"),
+    [
+        ("gpu.md", "[a](../experiments/gpu_path/results.csv)", "[a](experiments/gpu_path/results.csv)"),
+        ("reference/yaml.md", "[a](../gpu.md#memory)", "[a](../gpu.md#memory)"),
+        ("gpu.md", "[a](../experiments/service)", "[a](experiments/service/README.md)"),
+        ("gpu.md", "[the stages](../stages)", "the stages"),
+        ("gpu.md", "[a](nowhere.md)", "[a](nowhere.md)"),
+        ("gpu.md", "[a](https://example.org/b)", "[a](https://example.org/b)"),
+    ],
+)
+def test_links_into_the_repository_lead_to_the_sites_copy(page: str, link: str, expected: str) -> None:
+    file = SimpleNamespace(src_uri=page, generated_by=None)
+    assert hooks().on_page_markdown(link, page=SimpleNamespace(file=file), config=None, files=None) == expected
+
+
+def test_the_reference_names_every_command_key_and_name() -> None:
+    import gpuflow.serve
+    import gpuflow.spec
+    from gpuflow.config import RunSpec
+    from gpuflow.stages import STAGES
+
+    module = hooks()
+    for public in (gpuflow, gpuflow.serve, gpuflow.spec):
+        assert re.findall(r"^::: (\S+)$", module.names(public.__name__), flags=re.MULTILINE) == [
+            f"{public.__name__}.{name}" for name in public.__all__
+        ]
+    assert re.findall(r"^### gpuflow (\S+)$", module.commands(), flags=re.MULTILINE) == list(command_line())
+    keys = module.yaml_keys()
+    run = keys.split("### `run`")[1].split("\n### ")[0]
+    assert set(re.findall(r"^\| `([a-z_]+)` \|", run, flags=re.MULTILINE)) == set(RunSpec.model_fields)
+    for name in STAGES:
+        assert f"### `- {name}`\n" in keys
+
+
+# --- figures ---------------------------------------------------------------------------------------------------------
+
+
 def test_measured_table_is_that_of_results_csv() -> None:
-    """Each figure of the README's table, and each ratio, comes from experiments/loader_cpu/results.csv."""
+    """Each figure of the table, and each ratio, comes from experiments/loader_cpu/results.csv."""
     with (ROOT / "experiments/loader_cpu/results.csv").open(newline="") as file:
         rates = {row["arm"]: float(row["value"]) for row in csv.DictReader(file) if row["metric"] == "images_per_s"}
-    section = README.split("## Measured", 1)[1].split("\n## ", 1)[0]
+    section = BENCHMARKS.split("## On two cores", 1)[1].split("\n## ", 1)[0]
     table = re.findall(r"^\| `([^`]+)`[^|]*\| ([\d,]+) \| ([\d.]+)x \|$", section, flags=re.MULTILINE)
     assert len(table) == 7
     for arm, rate, ratio in table:
@@ -161,7 +339,7 @@ def test_measured_figures_of_many_cores_are_those_of_results_csv() -> None:
         rates = {(row["arm"], row["workload"].rpartition("; ")[2]): float(row["value"]) for row in csv.DictReader(file)}
     ours, theirs = rates["gpuflow", "run.processes=16"], rates["dataloader", "workers=16"]
     told = f"gpuflow loads {ours:,.0f} images/s and DataLoader with PIL images {theirs:,.0f}"
-    assert told in " ".join(README.split())
+    assert told in " ".join(BENCHMARKS.split())
 
 
 def test_measured_table_on_a_gpu_is_that_of_results_csv() -> None:
@@ -169,7 +347,7 @@ def test_measured_table_on_a_gpu_is_that_of_results_csv() -> None:
         values = {
             (row["arm"], row["metric"], row["workload"].partition(";")[0]): row["value"] for row in csv.DictReader(file)
         }
-    section = README.split("| on a GPU |", 1)[1].split("\n\n", 1)[0]
+    section = BENCHMARKS.split("| on a GPU |", 1)[1].split("\n\n", 1)[0]
     table = re.findall(r"^\| (\S.*?) \| ([\d.,]+) \| ([\d.,]+) \|$", section, flags=re.MULTILINE)
     loader = "random_resized_crop 224, flip, normalize to 16 bits nhwc"
     metrics = [
@@ -200,7 +378,7 @@ ON_A_GPU = r"resnet50 by torch( \(CUDA graphs\))?, H100, (\d+) cores; (\w+); cli
 
 def test_measured_table_of_serving_is_that_of_results_csv() -> None:
     values = service_figures(ON_TWO_CORES)
-    section = README.split("| the same model |", 1)[1].split("\n\n", 1)[0]
+    section = BENCHMARKS.split("| the same model |", 1)[1].split("\n\n", 1)[0]
     table = re.findall(r"^\| (\S.*), (\w+) \| ([\d.]+) \| ([\d.]+) \|$", section, flags=re.MULTILINE)
     assert len(table) == 4
     for name, engine, *shown in table:
@@ -236,3 +414,65 @@ def test_table_of_a_service_on_a_gpu_is_that_of_results_csv() -> None:
             plain, graph = (values[arm, *where] for arm in ("plain", "graph-gpu"))
             expected += [f"{plain:.1f}", f"{graph:.1f}", f"{graph / plain:.2f}"]
         assert shown == expected
+
+
+def test_short_table_of_the_readme_is_that_of_the_results() -> None:
+    def values(experiment: str) -> dict[tuple[str, str, str], str]:
+        with (ROOT / f"experiments/{experiment}/results.csv").open(newline="") as file:
+            return {(row["arm"], row["metric"], row["workload"]): row["value"] for row in csv.DictReader(file)}
+
+    def pair(experiment: str, arms: tuple[str, str], metric: str, workload: str, form: str) -> list[str]:
+        """The two arms' figures of the one workload whose words begin or end so."""
+        found = [
+            [
+                value
+                for (name, of, words), value in values(experiment).items()
+                if (name, of) == (arm, metric) and (words.startswith(workload) or words.endswith(workload))
+            ]
+            for arm in arms
+        ]
+        return [format(float(value), form) for [value] in found]
+
+    rates, dali, service = ("gpuflow", "dataloader"), ("gpuflow", "dali"), ("graph-cpu", "plain")
+    with (ROOT / "experiments/loader_cpu/results.csv").open(newline="") as file:
+        cpu = {row["arm"]: float(row["value"]) for row in csv.DictReader(file) if row["metric"] == "images_per_s"}
+    cores = values("many_cores")
+    [many] = [float(v) for (arm, _, words), v in cores.items() if arm == "gpuflow" and words.endswith("processes=16")]
+    [torch] = [float(v) for (arm, _, words), v in cores.items() if arm == "dataloader" and words.endswith("workers=16")]
+    expected = [
+        [f"{cpu[arm]:,.0f}" for arm in rates],
+        [f"{many:,.0f}", f"{torch:,.0f}"],
+        pair("gpu_path", dali, "images_per_s", "random_resized_crop 224, flip", ",.0f"),
+        pair("gpu_path", dali, "step_ratio", "resnet18", ".3f"),
+        pair("gpu_path", dali, "step_ratio", "resnet50", ".3f"),
+        pair("service", service, "qps", "resnet18 by torch, 2 cores; 500x375; clients=10", ".1f"),
+        pair("service", service, "qps", "resnet18 by onnxruntime, 2 cores; 500x375; clients=10", ".1f"),
+    ]
+    section = README.split("## Measured", 1)[1].split("\n## ", 1)[0]
+    assert [list(row) for row in re.findall(r"\| ([\d.,]+) \| ([\d.,]+) \|$", section, flags=re.MULTILINE)] == expected
+
+
+def test_ratios_of_a_service_on_a_gpu_are_those_of_results_csv() -> None:
+    """`10 callers 6 to 9 times ... 40 callers 14 to 19 times`: the ratios of all torch rows, rounded."""
+    values = service_figures(ON_A_GPU)
+    told = []
+    for clients in ("10", "40"):
+        ratios = [
+            values["graph-gpu", *where] / values["plain", *where]
+            for arm, *where in values
+            if arm == "plain" and where[0] is None and where[3:] == [clients, "qps"]
+        ]
+        assert len(ratios) == 4
+        told.append(f"{clients} callers {min(ratios):.0f} to {max(ratios):.0f} times")
+    text = " ".join(BENCHMARKS.split())
+    assert all(words in text for words in told), told
+
+
+def test_levels_of_other_libraries_are_those_of_the_parity_report() -> None:
+    log = (ROOT / "experiments/service/parity_h100.log").read_text()
+    levels = dict(re.findall(r"^val against (\w+)\b[^@]*?\n  normalize, whole +(\d+)", log, flags=re.MULTILINE))
+    text = " ".join(PAGES["docs/migrating.md"].split())
+    assert f"the report has {levels['torchvision']} levels on those photographs" in text
+    assert f"Against PIL images it has {levels['pillow']} level." in text
+    assert f"against those the report has {levels['pillow']} level, for a bilinear resize" in text
+    assert f"up to {levels['torchpipe_cpu']} levels away" in text
