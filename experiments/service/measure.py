@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -223,7 +223,8 @@ def closed_loop(predict: Predict, images: Sequence[bytes], *, clients: int, seco
     for that thread, which takes longer than many answers.
     """
     from gpuflow.tools.load_test import Latency
-    from gpuflow.tools.usage import Gpus, usage_of
+    from gpuflow.tools.nvml import GpuUtilization, load_nvml
+    from gpuflow.tools.usage import usage_of
 
     begin = end = 0.0
     latencies: list[list[float]] = [[] for _ in range(clients)]
@@ -254,15 +255,16 @@ def closed_loop(predict: Predict, images: Sequence[bytes], *, clients: int, seco
         thread.start()
     with suppress(threading.BrokenBarrierError):  # after a failure, which is raised below
         ready.wait(_ANSWER)
-    gpus, rates, memory = Gpus(), [], 0
-    time.sleep(max(0.0, begin - time.perf_counter()))
-    cpu, machine = time.process_time(), _machine_cpu()
-    while (left := end - time.perf_counter()) > 0:
-        time.sleep(min(_SAMPLE, left))
-        rates.append(gpus.percents())
-        used = usage_of([os.getpid()])
-        memory = max(memory, used.rss_bytes if used is not None else 0)
-    cpu, machine = time.process_time() - cpu, _machine_cpu() - machine
+    rates, memory = [], 0
+    with closing(GpuUtilization(load_nvml())) as gpus:
+        time.sleep(max(0.0, begin - time.perf_counter()))
+        cpu, machine = time.process_time(), _machine_cpu()
+        while (left := end - time.perf_counter()) > 0:
+            time.sleep(min(_SAMPLE, left))
+            rates.append(gpus.percents())
+            used = usage_of([os.getpid()])
+            memory = max(memory, used.rss_bytes if used is not None else 0)
+        cpu, machine = time.process_time() - cpu, _machine_cpu() - machine
     for thread in threads:
         thread.join(_ANSWER)
     if failures:
@@ -317,10 +319,11 @@ def _rate(callers: Sequence[Callable[[], object]], seconds: float) -> float:
 
 
 def _machine_cpu() -> float:
-    """Processor seconds that all processes have used on this machine, by proc(5)."""
-    with open("/proc/stat") as file:
-        user, nice, system, _, _, irq, softirq, *_ = map(int, file.readline().split()[1:])
-    return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
+    """Processor seconds that all processes have used on this machine."""
+    import psutil
+
+    times = psutil.cpu_times()
+    return float(times.user + times.nice + times.system + times.irq + times.softirq)
 
 
 if __name__ == "__main__":
