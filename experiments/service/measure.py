@@ -1,6 +1,6 @@
-"""One arm in a process of its own, which run.py starts: `python experiments/service/measure.py JOB`, JSON in and out.
+"""Measures one arm in a process of its own, which run.py starts: `python experiments/service/measure.py JOB`.
 
-What comes out: the device's name, and metrics by workload, such as `{"500x375; clients=10": {"qps": 97.0, ...}}`.
+JOB is JSON. Prints JSON: the device's name, and metrics by workload, such as `{"500x375; clients=10": {"qps": 97.0}}`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -28,16 +28,16 @@ Figures = Iterator[tuple[str, dict[str, float]]]
 _WARM_UP, _SAMPLE, _ANSWER = 0.4, 0.1, 60.0  # seconds
 _PREPROCESSING_CALLERS = 16
 QUIET_PERCENT = 15
-"""Of a core: what others may take."""
+"""How much of a core other processes may use in a valid measurement."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
     """What one process measures.
 
-    arm: a name of `ARMS`. photographs: directories. clients: numbers of threads that ask. seconds: of each measurement.
-    cores: so many of the processor's are used, or all. tries: how often a closed loop is measured at most, until others
-    leave the machine alone.
+    arm: a name of `ARMS`. photographs: directories. clients: numbers of threads that send requests. seconds: of each
+    measurement. cores: how many cores are used; None for all. tries: how often a closed loop is measured at most, until
+    no other process disturbs it.
     """
 
     arm: str
@@ -58,7 +58,7 @@ def main() -> None:
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: job.cores])
     figures = dict(ARMS[job.arm](job))
     print(json.dumps({"device": _name_of(job.device), "figures": figures}), flush=True)
-    os._exit(0)  # threads that nobody waits for must not delay the next measurement
+    os._exit(0)  # does not wait for threads, which would delay the next measurement
 
 
 def _name_of(device: str) -> str:
@@ -94,7 +94,7 @@ def graph_cpu(job: Job) -> Figures:
 
 
 def engine_only(job: Job) -> Figures:
-    """Batches of one size, back to back on all instances, of images that are there already."""
+    """Batches of one size, back to back on all instances, of images already in memory."""
     from gpuflow.engines.base import black_images
 
     config, image, engines = _engines(job)
@@ -113,7 +113,7 @@ def decode_only(job: Job) -> Figures:
     for directory in job.photographs:
         images = _images(directory)
         _first_requests(predictor.preprocess, images, _PREPROCESSING_CALLERS)
-        callers = [_in_turns(predictor.preprocess, images, caller) for caller in range(_PREPROCESSING_CALLERS)]
+        callers = [_caller(predictor.preprocess, images, caller) for caller in range(_PREPROCESSING_CALLERS)]
         yield Path(directory).name, {"bound_per_s": _rate(callers, job.seconds)}
 
 
@@ -122,7 +122,7 @@ def decode_cpu_only(job: Job) -> Figures:
 
 
 def scheduler_only(job: Job) -> Figures:
-    """The graph on the CPU with next to nothing to do: an image of 8x8 pixels, a model that looks at nothing."""
+    """The graph on the CPU with almost no work: an image of 8x8 pixels, and a model that does nothing."""
     import cv2
     import numpy as np
     import torch
@@ -165,7 +165,7 @@ def _load(job: Job, **more: Any) -> Any:
 
 
 def _engines(job: Job, *overrides: str) -> Any:
-    """The configuration, what its pipeline gives, and its engines, warmed up."""
+    """The configuration, the spec of its images, and its engines, warmed up."""
     from gpuflow import stage_table
     from gpuflow.config import read_config
     from gpuflow.engines import open_engines
@@ -209,7 +209,7 @@ def _closed_loops(job: Job, predict: Predict, batches: Callable[[], dict[int, in
 
 
 def _first_requests(predict: Predict, images: Sequence[bytes], clients: int) -> None:
-    """What is compiled or allocated once does not count: one request, then as many at a time as there will be."""
+    """Requests that are not measured, which compile and allocate: one, then two for each client at the same time."""
     predict(images[0])
     with ThreadPoolExecutor(clients) as pool:
         for answer in [pool.submit(predict, images[number % len(images)]) for number in range(2 * clients)]:
@@ -217,13 +217,14 @@ def _first_requests(predict: Predict, images: Sequence[bytes], clients: int) -> 
 
 
 def closed_loop(predict: Predict, images: Sequence[bytes], *, clients: int, seconds: float) -> dict[str, float]:
-    """Threads that each ask again when they have their answer. What is answered within `seconds` counts.
+    """Threads that each send the next request after an answer. Answers within `seconds` are counted.
 
-    Each has had an answer before: where the model runs on the client's thread, torch chooses cuDNN's kernels for that
-    thread anew, which takes it longer than many answers.
+    Each thread has had an answer before: if the model runs on the client's thread, torch first selects cuDNN's kernels
+    for that thread, which takes longer than many answers.
     """
     from gpuflow.tools.load_test import Latency
-    from gpuflow.tools.usage import Gpus, usage_of
+    from gpuflow.tools.nvml import GpuUtilization, load_nvml
+    from gpuflow.tools.usage import usage_of
 
     begin = end = 0.0
     latencies: list[list[float]] = [[] for _ in range(clients)]
@@ -237,7 +238,7 @@ def closed_loop(predict: Predict, images: Sequence[bytes], *, clients: int, seco
     ready = threading.Barrier(clients + 1, start)
 
     def client(number: int) -> None:
-        ask = _in_turns(predict, images, number)
+        ask = _caller(predict, images, number)
         try:
             ask()
             ready.wait(_ANSWER)
@@ -252,17 +253,18 @@ def closed_loop(predict: Predict, images: Sequence[bytes], *, clients: int, seco
     threads = [threading.Thread(target=client, args=(number,), daemon=True) for number in range(clients)]
     for thread in threads:
         thread.start()
-    with suppress(threading.BrokenBarrierError):  # of a failure, which is raised below
+    with suppress(threading.BrokenBarrierError):  # after a failure, which is raised below
         ready.wait(_ANSWER)
-    gpus, rates, memory = Gpus(), [], 0
-    time.sleep(max(0.0, begin - time.perf_counter()))
-    cpu, machine = time.process_time(), _machine_cpu()
-    while (left := end - time.perf_counter()) > 0:
-        time.sleep(min(_SAMPLE, left))
-        rates.append(gpus.percents())
-        used = usage_of([os.getpid()])
-        memory = max(memory, used.rss_bytes if used is not None else 0)
-    cpu, machine = time.process_time() - cpu, _machine_cpu() - machine
+    rates, memory = [], 0
+    with closing(GpuUtilization(load_nvml())) as gpus:
+        time.sleep(max(0.0, begin - time.perf_counter()))
+        cpu, machine = time.process_time(), _machine_cpu()
+        while (left := end - time.perf_counter()) > 0:
+            time.sleep(min(_SAMPLE, left))
+            rates.append(gpus.percents())
+            used = usage_of([os.getpid()])
+            memory = max(memory, used.rss_bytes if used is not None else 0)
+        cpu, machine = time.process_time() - cpu, _machine_cpu() - machine
     for thread in threads:
         thread.join(_ANSWER)
     if failures:
@@ -285,8 +287,8 @@ def closed_loop(predict: Predict, images: Sequence[bytes], *, clients: int, seco
     }
 
 
-def _in_turns(predict: Predict, images: Sequence[bytes], number: int) -> Callable[[], object]:
-    """Asks for the next image each time; clients begin at different ones."""
+def _caller(predict: Predict, images: Sequence[bytes], number: int) -> Callable[[], object]:
+    """A function that sends the next image at each call; clients begin at different images."""
     place = number * 7919
 
     def ask() -> object:
@@ -298,7 +300,7 @@ def _in_turns(predict: Predict, images: Sequence[bytes], number: int) -> Callabl
 
 
 def _rate(callers: Sequence[Callable[[], object]], seconds: float) -> float:
-    """Calls a second of so many threads, each calling over again, after a warm-up."""
+    """Calls a second of threads that each call one of `callers` repeatedly, after a warm-up."""
     begin = time.perf_counter() + _WARM_UP
     end = begin + seconds
     counts = [0] * len(callers)
@@ -317,10 +319,11 @@ def _rate(callers: Sequence[Callable[[], object]], seconds: float) -> float:
 
 
 def _machine_cpu() -> float:
-    """Processor seconds that anybody has used on this machine, by proc(5)."""
-    with open("/proc/stat") as file:
-        user, nice, system, _, _, irq, softirq, *_ = map(int, file.readline().split()[1:])
-    return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
+    """Processor seconds that all processes have used on this machine."""
+    import psutil
+
+    times = psutil.cpu_times()
+    return float(times.user + times.nice + times.system + times.irq + times.softirq)
 
 
 if __name__ == "__main__":

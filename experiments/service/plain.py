@@ -1,4 +1,4 @@
-"""The plain way, as guides for beginners write it: OpenCV and numpy, then the model under one lock."""
+"""The plain way, as in guides for beginners: OpenCV and numpy, then the model under one lock."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STD = np.array([0.229, 0.224, 0.225], np.float32)
 
 
 class Plain:
-    """Logits of one image at a time. Any thread may call it; the engine is taken in turns."""
+    """Logits of one image at a time. Any thread may call it; one at a time uses the engine."""
 
     def __init__(self, engine: Engine, device: torch.device) -> None:
         self._engine, self._device, self._lock = engine, device, threading.Lock()

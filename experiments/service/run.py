@@ -1,7 +1,7 @@
-"""The served graph against the plain way, with the same engine: `python experiments/service/run.py [--quick]`.
+"""Compares the served graph with the plain way, with the same engine: `python experiments/service/run.py [--quick]`.
 
-On a machine with an NVIDIA GPU: `--device cuda`, and once more with `--cores 3`. Writes results.csv beside this file
-after every process, keeping what it holds of other machines and settings, and the chart. README.md says what is what.
+On a machine with an NVIDIA GPU: `--device cuda`, and again with `--cores 3`. After every process it updates results.csv
+next to this file, keeping the rows of other machines and settings; at the end it draws the chart. See README.md.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ GPU_MODEL = (
     "serve.model.instances=1",
     "serve.model.precision=bfloat16",
 )
-"""Of the model on a GPU; `--set serve.model.cuda_graphs=true` and the like change it, for every arm alike."""
+"""Overrides for the model on a GPU; `--set serve.model.cuda_graphs=true` and the like change it for every arm."""
 _PROCESS_SECONDS = 600.0
 _QUIET_PERCENT = 15
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Model:
-    """What is served. name: of results. photographs: that are sent."""
+    """A served model. name: in the results. photographs: directories of the images that are sent."""
 
     name: str
     overrides: tuple[str, ...]
@@ -54,19 +54,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--arch", help="a torchvision model; by default resnet18 on a CPU, resnet50 on a GPU")
-    parser.add_argument("--cores", type=int, help="so many cores of the processor are used; by default all")
+    parser.add_argument("--cores", type=int, help="how many cores are used; by default all")
     parser.add_argument("--engines", default="", help="torch, onnxruntime; by default both on a CPU, torch on a GPU")
     parser.add_argument("--arms", help="plain, graph-cpu, graph-gpu, separated by commas; by default all")
     parser.add_argument("--photographs", default=",".join(SIZES), help="sizes; a CPU's onnxruntime gets the first")
     parser.add_argument("--clients", default="1,5,10,20,40")
     parser.add_argument("--seconds", type=float, default=4.0, help="of each measurement")
-    parser.add_argument("--repeats", type=int, default=3, help="rounds; 0 measures the bounds alone")
-    parser.add_argument("--bounds", type=int, default=2, help="rounds of the engine, decoding and scheduler alone")
+    parser.add_argument("--repeats", type=int, default=3, help="rounds; 0 measures only the bounds")
     parser.add_argument(
-        "--tries", type=int, default=1, help="of a measurement at most, until others leave the cores alone"
+        "--bounds", type=int, default=2, help="rounds of the engine, of decoding and of the scheduler, each alone"
+    )
+    parser.add_argument(
+        "--tries", type=int, default=1, help="most tries of a measurement, until no other process disturbs it"
     )
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="overrides of photos.yaml")
-    parser.add_argument("--label", default="", help="goes behind the model's name, such as 'CUDA graphs'")
+    parser.add_argument("--label", default="", help="appended to the model's name, such as 'CUDA graphs'")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--quick", action="store_true", help=f"one short round, into {DATA}, to see that it runs")
     options = parser.parse_args()
@@ -91,7 +93,7 @@ def main() -> None:
 
 
 class Rounds:
-    """Measures arms by turns, and writes what there is after each of them."""
+    """Measures one arm after the other, and writes the results after each of them."""
 
     def __init__(self, options: argparse.Namespace, models: Sequence[Model]) -> None:
         self._options, self._models = options, models
@@ -99,7 +101,7 @@ class Rounds:
         self._device = "cpu"
 
     def measure(self, arms: Iterable[str]) -> None:
-        """Each arm once with each model, in a process of its own; what needs no model, with the first alone."""
+        """Each arm once with each model, in a process of its own; arms without a model run once."""
         options = self._options
         for arm in arms:
             for number, model in enumerate(self._models):
@@ -160,7 +162,7 @@ def _brief(figures: dict[str, float]) -> str:
 
 
 def write(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Write results, in the place of earlier ones of the same workloads on the same machine."""
+    """Write results; they replace earlier ones of the same workloads on the same machine."""
     from gpuflow.tools.bench import write_results
 
     new = {(row["workload"], row["arm"], row["machine"]) for row in rows}
@@ -172,7 +174,7 @@ def write(path: Path, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def compare(rows: Iterable[dict[str, Any]]) -> Iterator[str]:
-    """The graph against the plain way: ratios of throughput and latency."""
+    """Ratios of throughput and latency, graph to plain way."""
     values = {(row["workload"], row["arm"], row["metric"]): float(row["value"]) for row in rows}
     for (workload, arm, metric), qps in values.items():
         if arm == "plain" or metric != "qps" or (workload, "plain", metric) not in values:
@@ -186,11 +188,11 @@ def compare(rows: Iterable[dict[str, Any]]) -> Iterator[str]:
         yield f"{workload:44} {arm:10} throughput {rate:.2f}x  TP50 {tp50:.2f}x  TP99 {tp99:.2f}x of plain"
 
 
-# --- what is served and sent ------------------------------------------------------------------------------------------
+# --- models and photographs -------------------------------------------------------------------------------------------
 
 
 def models(options: argparse.Namespace, photographs: dict[str, str]) -> list[Model]:
-    """The model as each engine takes it."""
+    """The model in the file format of each engine."""
     arch = options.arch or ("resnet18" if options.device == "cpu" else "resnet50")
     engines = options.engines or ("torch,onnxruntime" if options.device == "cpu" else "torch")
     checkpoint = make_checkpoint(arch)
@@ -209,7 +211,7 @@ def models(options: argparse.Namespace, photographs: dict[str, str]) -> list[Mod
 
 
 def make_photographs(size: str) -> Path:
-    """JPEGs of one size: sample photographs scaled, cropped, with noise that keeps their bytes a pixel usual."""
+    """JPEGs of one size: sample photographs scaled and cropped, with noise so that their file size is usual."""
     import numpy as np
     from PIL import Image
 

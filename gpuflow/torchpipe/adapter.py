@@ -15,7 +15,7 @@ What this module works around:
   errors are raised anyway.
 - Its batching makes callers wait for a lock. The node that preprocesses and predicts does without it, see
   `request_queue.py`.
-- Python would discard what it keeps for each of torchpipe's threads after every batch.
+- Python would discard its state for each of torchpipe's threads after every batch. It is kept.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ __all__ = [
 ]
 
 _LOGGER_LEVEL_OFFSETS = {"0.2.24": 64}
-"""Bytes from the start of omniback's logger (spdlog) to its level, by omniback's version: the level stands behind a
+"""The byte offset of the level in omniback's logger object (spdlog), by omniback's version. Before the level are a
 pointer to virtual functions, a string and a vector."""
 TESTED_VERSIONS: Mapping[str, frozenset[str]] = {
     "torchpipe": frozenset({"0.2.25"}),
@@ -135,8 +135,8 @@ def turn_off_batching(parameters: MutableMapping[str, str]) -> None:
 def keep_thread_state() -> None:
     """Let Python keep its state for the calling thread, one of torchpipe's, which makes and runs an instance of a node.
 
-    Otherwise Python would make that state anew for each batch, with memory from the system: a fifth fewer requests a
-    second.
+    Otherwise Python would create that state again for each batch, with memory from the system: a fifth fewer requests
+    a second.
     """
     ctypes.pythonapi.PyGILState_Ensure()  # without PyGILState_Release: these threads last as long as the process
 

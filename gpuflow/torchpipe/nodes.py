@@ -332,9 +332,8 @@ class ModelNode:
         }
         if self._engine is not None and rows:
             batch = torch.cat([images[row] for row in rows]) if len(rows) > 1 else images[rows[0]]
-            logits = self._engine.run(
-                batch.to(self._device)
-            ).clone()  # inference tensors could not be modified by users
+            # A copy, because users could not modify inference tensors.
+            logits = self._engine.run(batch.to(self._device)).clone()
             self._session.count_batch(len(rows))
             answers |= zip(rows, logits, strict=True)
         return [answers[row] for row in range(len(images))]

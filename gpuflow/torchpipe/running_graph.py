@@ -107,9 +107,8 @@ class RunningGraph:
             instances, batch = int(head["instance_num"]), int(head["batch"])
             self._session.queue = RequestQueue(partial(_start, self._pipe), instances=instances, batch=batch)
         self._preset = graph.preset
-        self._release = weakref.finalize(
-            self, _close_session, name
-        )  # no request is in flight once no reference is left
+        # An unreferenced graph has no request in flight, so its session can be closed.
+        self._release = weakref.finalize(self, _close_session, name)
         self._release.atexit = False
         _open.add(self)
 
