@@ -14,7 +14,7 @@ import threading
 import time
 from pathlib import Path
 
-from gpuflow.loader.read_workers import in_processes
+from gpuflow.loader.read_workers import ProcessStorage
 from gpuflow.runtime.buffers import BytePool
 from gpuflow.runtime.memory import shared
 from gpuflow.runtime.threads import QuickSwitching
@@ -52,7 +52,7 @@ def main() -> None:
     switching = QuickSwitching()  # as in a loader for a GPU
     for threads in COUNTS:
         alone = rate(LocalStorage(), paths, threads)
-        storage = in_processes(LocalStorage(), threads)
+        storage = ProcessStorage(threads)
         by_processes = rate(storage, paths, threads)
         storage.close()
         print(f"{threads} thread(s): {alone:,.0f} files/s; with a process each: {by_processes:,.0f}", flush=True)
