@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
+import pickle
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import hypothesis
 import pytest
+import torch
 
 from gpuflow.sources import Source, SourceSpec, open_source
 from tests.images import jpeg, photo
+
+if TYPE_CHECKING:
+    from tests.serve.models import Models
 
 hypothesis.settings.register_profile(
     "stable", deadline=None, derandomize=True, database=None, max_examples=50, print_blob=False
@@ -64,6 +72,26 @@ def photo_bytes() -> bytes:
 def source(folder: Path) -> Source:
     """The photographs of a test's own fixture `folder`."""
     return open_source(SourceSpec(folder=str(folder)))
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    """A tiny trained model in every file format, made once for all workers of pytest-xdist. Tests only read it."""
+    from tests.serve.models import make_models
+
+    own = tmp_path_factory.getbasetemp()
+    root = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "models"
+    root.mkdir(exist_ok=True)
+    made = root / "made.pickle"
+    with (root / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not made.exists():
+            threads = torch.get_num_threads()
+            torch.set_num_threads(1)
+            made.write_bytes(pickle.dumps(make_models(root)))
+            torch.set_num_threads(threads)
+    found: Models = pickle.loads(made.read_bytes())
+    return found
 
 
 def pytest_unconfigure() -> None:
