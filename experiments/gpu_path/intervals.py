@@ -34,8 +34,8 @@ VARIANTS: dict[str, Sequence[tuple[str, Any]]] = {
     "without sampling": (("gpuflow.execute.gpu.sample", lambda *arguments, **options: None),),
     "without decoding": (("gpuflow.decode.nvjpeg.BatchedDecoder.decode", lambda *arguments: time.sleep(0.004)),),
     "five batches": (("gpuflow.loader.lowering._BATCHES_AT_EASE", 5),),
-    "hurried": (("gpuflow.loader.lowering._BATCHES_AT_EASE", 5), ("gpuflow.loader.epoch._PATIENCE", 0)),
-    "threads read": (("gpuflow.sources.files.in_processes", lambda storage, count: storage),),
+    "hurried": (("gpuflow.loader.lowering._BATCHES_AT_EASE", 5), ("gpuflow.loader.epoch._LATE_BATCHES", 0)),
+    "threads read": (("gpuflow.loader.assemble.readers_of", lambda *arguments, **options: 0),),
 }
 """For each variant the functions that are replaced. Without decoding, a call takes as long as on an idle GPU."""
 

@@ -18,7 +18,7 @@ from gpuflow.pipeline.program import Program
 from gpuflow.pipeline.stage import Pipeline
 from gpuflow.runtime.threads import DaemonPool
 
-__all__ = ["Answers", "Classifier", "Fed", "LogitTally", "find_model"]
+__all__ = ["Answers", "Classifier", "LogitTally", "StudyModel", "find_model"]
 
 _SECONDS = 600.0
 _CPU = torch.device("cpu")
@@ -28,14 +28,14 @@ Answers = Sequence[torch.Tensor | None]
 
 
 @dataclass(frozen=True, slots=True)
-class Fed:
+class StudyModel:
     """A model file, and the number of the pipeline's stages that precede the model."""
 
     file: str
     count: int
 
 
-def find_model(config: Config, program: Program, path: Path | None) -> tuple[Fed | None, str]:
+def find_model(config: Config, program: Program, path: Path | None) -> tuple[StudyModel | None, str]:
     """Find the model at `path`, else the model that `serve` names; None if there is none. Also returns a description.
 
     Raises:
@@ -59,7 +59,7 @@ def find_model(config: Config, program: Program, path: Path | None) -> tuple[Fed
     prefixes = [Pipeline(program.pipeline.name, stages[:count]) for count in range(len(stages), 0, -1)]
     before = next((one for one in prefixes if one.fingerprint == info.preprocessing), program.pipeline)
     refuse_other_preprocessing(info, before, file, force=block is not None and block.force)
-    return Fed(file, len(before.stages)), f"{file}, on the CPU, on what comes out of {before.stages[-1].stage_name}"
+    return StudyModel(file, len(before.stages)), f"{file}, on the CPU, on the output of {before.stages[-1].stage_name}"
 
 
 class Classifier:

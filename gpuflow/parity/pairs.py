@@ -22,7 +22,7 @@ from gpuflow.parity.report import Pair, Picture, Row
 from gpuflow.parity.ways import NAIVE
 from gpuflow.pipeline.stage import Stage
 
-__all__ = ["CPU_AND_GPU", "Gathered", "Rule", "pairs_of"]
+__all__ = ["CPU_AND_GPU", "PairComparison", "Rule", "pairs_of"]
 
 CPU_AND_GPU = 2.0
 """Levels by which the CPU and a GPU may differ."""
@@ -73,7 +73,7 @@ class Rule:
 
 def pairs_of(
     ways: Mapping[str, Way], against: tuple[str, str] | None, tolerance: float
-) -> tuple[list[Gathered], dict[str, str | None]]:
+) -> tuple[list[PairComparison], dict[str, str | None]]:
     """The pairs that can be compared here, and for each needed way None or the reason why it cannot run here.
 
     Args:
@@ -89,18 +89,18 @@ def pairs_of(
                 raise GpuflowError(f"--against: there is no way {way!r}{did_you_mean(way, ways)}")
             if (reason := ways[way].missing()) is not None:
                 raise GpuflowError(f"--against: {way} cannot run here: {reason}")
-        return [Gathered(*against, Rule("asked", tolerance))], dict.fromkeys(against)
+        return [PairComparison(*against, Rule("asked", tolerance))], dict.fromkeys(against)
     missing = {name: way.missing() for name, way in ways.items()}
     base = "val" if missing["val"] is None else "val@cuda"
     wanted = [*((a, b, Rule("ours")) for a, b in _OURS), (base, _REFERENCE, Rule("reference"))]
-    pairs = [Gathered(a, b, rule) for a, b, rule in wanted if missing[a] is missing[b] is None]
+    pairs = [PairComparison(a, b, rule) for a, b, rule in wanted if missing[a] is missing[b] is None]
     if not pairs:
         reasons = "; ".join(f"{way}: {reason}" for way, reason in missing.items() if reason and way not in NAIVE)
         raise GpuflowError(f"parity: no two ways can be compared here: {reasons}")
-    return [*pairs, *(Gathered(base, way, Rule("nothing")) for way in NAIVE if missing[way] is None)], missing
+    return [*pairs, *(PairComparison(base, way, Rule("nothing")) for way in NAIVE if missing[way] is None)], missing
 
 
-class Gathered:
+class PairComparison:
     """Collects the differences of a pair: call `begin`, `add` and `end` for each stage, then `result`."""
 
     def __init__(self, a: str, b: str, rule: Rule) -> None:

@@ -21,7 +21,7 @@ from gpuflow.parity.base import Result, Way
 from gpuflow.parity.images import ParityImage, hostile_images, own_images
 from gpuflow.parity.measure import Scale
 from gpuflow.parity.model import Classifier, find_model
-from gpuflow.parity.pairs import Gathered, pairs_of
+from gpuflow.parity.pairs import PairComparison, pairs_of
 from gpuflow.parity.prefixes import Prefix, prefixes_of
 from gpuflow.parity.report import Report, WayNote
 from gpuflow.parity.ways import NAIVE, ways_of
@@ -64,15 +64,15 @@ def study(
     program = config.program(name)
     ways = ways_of(config, name) if ways is None else ways
     pairs, missing = pairs_of(ways, against, tolerance)
-    fed, model_note = find_model(config, program, model)
+    study_model, model_note = find_model(config, program, model)
     samples = [*own_images(config, name, count, data=data), *hostile_images()]
     prefixes = list(prefixes_of(program, [sample.data for sample in samples], seed=config.source.seed))
     done, total = 0, len(prefixes) * len(samples)
     for prefix in prefixes:
         with ExitStack() as stack:
             classify = None
-            if fed is not None and fed.count == prefix.count:
-                classify = stack.enter_context(Classifier(fed.file, prefix.program, batch=_CHUNK))
+            if study_model is not None and study_model.count == prefix.count:
+                classify = stack.enter_context(Classifier(study_model.file, prefix.program, batch=_CHUNK))
             for images in _measure(prefix, samples, pairs, ways, missing, classify, may_fail=() if against else NAIVE):
                 done += images
                 progress(done, total, program.pipeline.stages[prefix.count - 1].stage_name)
@@ -104,7 +104,7 @@ def study(
 def _measure(
     prefix: Prefix,
     samples: Sequence[ParityImage],
-    pairs: Sequence[Gathered],
+    pairs: Sequence[PairComparison],
     ways: Mapping[str, Way],
     missing: dict[str, str | None],
     classify: Classifier | None,

@@ -1,4 +1,4 @@
-"""Bounds of a parameter's numbers, declared with its type; the check, its text and the JSON Schema come from them."""
+"""Bounds of numeric parameters, declared with their types: the source of checks, error texts and the JSON Schema."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ __all__ = ["Bounds", "out_of_bounds"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bounds:
-    """What the number of a parameter may be, or each number of a list: `Annotated[float, Bounds(least=0, most=1)]`.
+    """The allowed range of a number, or of each number in a list: `Annotated[float, Bounds(least=0, most=1)]`.
 
     Args:
-        least: the smallest value that is allowed.
-        above: a value that every allowed one is greater than.
-        most: the largest value that is allowed.
-        ascending: of a pair [low, high], high must not be below low.
-        words: what is allowed, for people, where the bounds alone would not tell it.
+        least: the smallest allowed value.
+        above: an exclusive lower limit.
+        most: the largest allowed value.
+        ascending: in a pair [low, high], high must not be less than low.
+        words: a text that describes the allowed values, if the bounds do not suffice.
     """
 
     least: float | None = None
@@ -34,7 +34,7 @@ class Bounds:
     words: str = ""
 
     def broken_rule(self, value: Any) -> str:
-        """The rule that a number or a tuple of numbers breaks; empty where it breaks none."""
+        """The rule that a number or a tuple of numbers breaks; empty if it breaks none."""
         numbers = value if isinstance(value, tuple) else (value,)
         descending = self.ascending and any(low > high for low, high in pairwise(numbers))
         if descending or not all(self._holds(number) for number in numbers):
@@ -51,7 +51,7 @@ class Bounds:
 
     @property
     def rule(self) -> str:
-        """The rule in words: `must be within [0, 1]`."""
+        """The rule as text: `must be within [0, 1]`."""
         return f"must be {self.words or self._words}"
 
     @property
@@ -68,7 +68,7 @@ class Bounds:
 
 
 def out_of_bounds(values: object) -> Iterator[Problem]:
-    """A problem for each field of a dataclass instance whose value breaks the bounds in the field's type."""
+    """Yield a problem for each field of a dataclass instance whose value breaks the bounds in the field's type."""
     for name, hint in typing.get_type_hints(type(values), include_extras=True).items():
         value = getattr(values, name, None)
         if rule := _broken_rule(hint, value):
@@ -76,7 +76,7 @@ def out_of_bounds(values: object) -> Iterator[Problem]:
 
 
 def _broken_rule(hint: Any, value: Any) -> str:
-    """The bounds that stand in one alternative of a union count for values of its form: a number or a list."""
+    """The broken rule, or empty. Bounds in one alternative of a union apply to values of its form: number or list."""
     origin, parts = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:
         if _is_numeric(value) and _takes(parts[0], value):

@@ -124,9 +124,9 @@ class Stage:
         return Problem.of(field or (), rule, code="config.range")
 
     def faults(self) -> Iterator[Problem | tuple[str, str]]:
-        """A problem for each broken rule that `Bounds` cannot declare, its path from the parameters on.
+        """Yield a problem for each broken rule that `Bounds` cannot declare, with its path from the parameters on.
 
-        A pair (field, broken rule) stands for a problem too; the field is empty where several parameters break it.
+        A pair (field, broken rule) is a problem too; the field is empty if several parameters break the rule.
         """
         yield from ()
 
@@ -136,7 +136,7 @@ class Stage:
         return False
 
     def output(self, spec: ImageSpec) -> ImageSpec:
-        """What this stage makes of such an image. Raises ValueError, in words, if it cannot take it."""
+        """The output spec for an input spec. Raises ValueError with the reason if the stage cannot take the input."""
         raise NotImplementedError
 
     def torchvision(self) -> Any:

@@ -1,4 +1,4 @@
-"""Follows the specs through a pipeline before anything runs, and names the first stage that disagrees."""
+"""Validates a pipeline before anything runs: follows the specs through the stages and names the first invalid stage."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ __all__ = ["trace"]
 
 
 def trace(pipeline: Pipeline, *, at: tuple[Key, ...] | None = None, serving: bool = False) -> list[ImageSpec]:
-    """The specs between the stages: what enters the first, then what leaves each one.
+    """Return the specs between the stages: the input of the first stage, then the output of each stage.
 
     Args:
-        pipeline: the stages to follow, from encoded bytes on.
+        pipeline: the stages, beginning with encoded bytes.
         at: the keys that lead to the list of stages, for problems; by default the pipeline's name.
-        serving: refuse random stages too.
+        serving: also refuse random stages.
 
     Raises:
-        ConfigError: the first stage that cannot take what it gets, or a result that no batch can hold.
+        ConfigError: a stage cannot take its input, or the result has no fixed size.
     """
     at = (pipeline.name,) if at is None else at
 

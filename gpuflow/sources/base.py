@@ -1,7 +1,7 @@
-"""The contract of a source, and the values that describe one.
+"""The protocol of a source, and the spec that describes one.
 
-A source indexes once, when it is opened, and is read-only afterwards: `read` may be called from many threads. It knows
-labels and paths, never pixels; what the bytes mean is the decoder's business.
+A source is indexed once, when it is opened, and read-only afterwards: many threads may call `read`. It provides labels,
+paths and encoded bytes; only the decoder interprets the bytes.
 """
 
 from __future__ import annotations
@@ -22,38 +22,38 @@ __all__ = ["Fraction", "Source", "SourceSpec"]
 
 
 class Source(Protocol):
-    """What every source offers. `len(source)` is its number of samples."""
+    """The operations of every source. `len(source)` is its number of samples."""
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """Class names; a label is a place in this tuple."""
+        """The class names; a label is an index into this tuple."""
 
     @property
     def labels(self) -> NDArray[np.int64]:
-        """One label a sample, shape (n,)."""
+        """The label of each sample, shape (n,)."""
 
     @property
     def shard_sizes(self) -> tuple[int, ...] | None:
-        """Samples in each shard where neighbours are cheap to read together, else None."""
+        """The number of samples in each shard; None if neighbouring samples are not cheaper to read together."""
 
     @property
     def storage(self) -> Storage | None:
-        """The file system that its samples are read from; None where they are in memory."""
+        """The storage that its samples are read from; None if they are in memory."""
 
     def on(self, storage: Storage) -> Source:
-        """The same samples, read through another storage, such as one that leaves reading to worker processes."""
+        """The same samples, read through another storage, such as one whose worker processes read."""
 
     def __len__(self) -> int: ...
 
     def path(self, index: int) -> str:
-        """Where sample `index` lives, for messages: a path, a URL, or shard.tar/member."""
+        """The place of sample `index`, for messages: a path, a URL, or shard.tar/member."""
 
     def read(self, indices: Sequence[int], allocate: Allocate) -> Payload:
-        """The bytes of these samples, in this order. A sample that cannot be read is an error in the payload, never
-        an exception; a short-lived fault is retried first. `allocate` is called once."""
+        """Read the bytes of these samples, in this order. A sample that cannot be read is an error in the payload,
+        never an exception; temporary failures are retried first. `allocate` is called once."""
 
     def close(self) -> None:
-        """Closes its storage. The source must not be read afterwards."""
+        """Close its storage. The source must not be read afterwards."""
 
 
 _FRACTION = Bounds(above=0, most=1, words="a fraction within (0, 1]")

@@ -361,7 +361,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_logits_and_flips(model: Path, photos: Path, tmp_path: Path) -> None:
     report = study(read(photos, tmp_path, serve=VAL), count=4, model=model)
-    assert report.model == f"{model}, on the CPU, on what comes out of normalize"
+    assert report.model == f"{model}, on the CPU, on the output of normalize"
     own, hostile = pair(report, "serve").logits
     assert (own.kind, own.images, own.max, own.flips) == ("own", 4, 0, 0)
     assert (hostile.kind, hostile.images, hostile.max, hostile.flips) == ("hostile", 35, 0, 0)
