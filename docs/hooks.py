@@ -153,27 +153,16 @@ _STAGE = "stage."
 
 def yaml_keys() -> str:
     """A table of keys for each block of the YAML file, then one of parameters for each stage."""
-    schema = _schema()
+    from gpuflow.config.schema import json_schema
+    from gpuflow.stages import STAGES
+
+    schema = json_schema(STAGES)
     blocks = list(_blocks(schema, schema, ""))
     blocks += [(f"- {n.removeprefix(_STAGE)}", part) for n, part in schema["$defs"].items() if n.startswith(_STAGE)]
     return "\n\n".join(
         f"### `{place}`\n\n{_paragraphs(block.get('description', ''))}\n\n{_keys(schema, block)}"
         for place, block in blocks
     )
-
-
-def _schema() -> Schema:
-    """The JSON Schema of the YAML file."""
-    from pydantic import TypeAdapter
-
-    from gpuflow.config.reader import _Document
-    from gpuflow.stages import STAGES
-
-    schema = _Document.model_json_schema()
-    for name, stage in STAGES.items():
-        definition = schema["$defs"][_STAGE + name] = TypeAdapter(stage).json_schema()
-        definition["properties"].pop(stage.open_field, None)
-    return schema
 
 
 def _blocks(document: Schema, block: Schema, place: str) -> Iterator[tuple[str, Schema]]:

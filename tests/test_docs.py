@@ -229,6 +229,13 @@ def test_the_config_of_the_readme_is_a_whole_file() -> None:
     assert set(yaml.safe_load(text)) >= {"source", "preprocess", "pipelines", "serve", "run"}
 
 
+@pages
+def test_inline_code_stands_on_one_line(page: str) -> None:
+    """Which the checks of commands rely on."""
+    prose = re.sub(r"^```.*?^```", "", PAGES[page], flags=re.MULTILINE | re.DOTALL)
+    assert [line for line in prose.splitlines() if line.count("`") % 2] == []
+
+
 @code_blocks("python")
 def test_python_blocks_parse(text: str) -> None:
     ast.parse(text)
