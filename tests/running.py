@@ -81,7 +81,7 @@ def size_of(image: torch.Tensor) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
 
 def resized(image: torch.Tensor, size: tuple[int, int], interpolation: str, antialias: bool) -> torch.Tensor:
     """torchvision's resize. To one pixel it goes channel by channel: torch 2.11 fails on three planes at once."""
-    planes = image.split(1) if size == (1, 1) else (image,)
+    planes = torch.split(image, 1) if size == (1, 1) else (image,)
     mode = InterpolationMode(interpolation)
     return torch.cat([tv.resize_image(plane, list(size), mode, antialias=antialias) for plane in planes])
 

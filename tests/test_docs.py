@@ -369,7 +369,7 @@ def test_measured_table_on_a_gpu_is_that_of_results_csv() -> None:
         assert shown == [form.format(float(values[arm, metric, workload])) for arm in ("gpuflow", "dali")]
 
 
-def service_figures(form: str) -> dict[tuple[str, ...], float]:
+def service_figures(form: str) -> dict[tuple[str | None, ...], float]:
     """By arm, groups of the workload's form, and metric: of experiments/service/results.csv."""
     with (ROOT / "experiments/service/results.csv").open(newline="") as file:
         return {

@@ -139,7 +139,7 @@ def measure(name: str, backend: str, blanks: bool, files: int) -> list[dict[str,
             rows.append(row(name, f"{files} files; damage: {kind}", metric, [value], "files"))
         rows.append(row(name, f"{files} files; damage: {kind}", "foreign_pixels", [max(shares)], "share"))
         print(f"{name:28} {kind:30} {dict(values)} largest share {max(shares):.3f}", flush=True)
-    seconds = {}
+    seconds: dict[bool, list[float]] = {}
     batch = [subjects[number % 8] for number in range(BATCH)]
     for _ in range(5):
         for blank in {False, blanks}:

@@ -43,7 +43,7 @@ def allocations() -> Counter[str]:
 
 def step(batches: Iterator[torch.Tensor]) -> None:
     next(batches)
-    torch.cuda._sleep(STEP_CYCLES)
+    torch.cuda._sleep(STEP_CYCLES)  # type: ignore[no-untyped-call]
 
 
 def show(heading: str, counts: Counter[str], most: int = 30) -> None:

@@ -54,7 +54,7 @@ def timed(training: Training, batches: Batches | None) -> Step:
         yield images
 
     training.step(watched() if batches is not None else None)
-    event = torch.cuda.Event(enable_timing=True)
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     event.record(training.stream)
     return event, waited, time.perf_counter() - start - waited
 

@@ -172,14 +172,14 @@ def training(model: str) -> Callable[[], None]:
     images = torch.randn(BATCH, 3, 224, 224, device="cuda", dtype=torch.bfloat16)
     images = images.contiguous(memory_format=torch.channels_last)
     labels = torch.randint(0, 1000, (BATCH,), device="cuda")
-    stream = torch.cuda.Stream(priority=-1)
+    stream = torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
 
     def step() -> None:
         with torch.cuda.stream(stream):
             with torch.autocast("cuda", torch.bfloat16):
                 loss = torch.nn.functional.cross_entropy(network(images), labels)
             optimizer.zero_grad(set_to_none=True)
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
 
     return step
@@ -195,7 +195,7 @@ def beside(work: Work, note: dict[str, float]) -> Iterator[Callable[[], None]]:
 
     def run() -> None:
         try:
-            stream = torch.cuda.Stream()
+            stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
             chunk = work(stream)
             chunk()
             stream.synchronize()
@@ -236,7 +236,7 @@ def other_process(files: list[Path], name: str, pipe: Any) -> None:
     """Body of a separate process: decodes a chunk for each message."""
     import torch
 
-    stream = torch.cuda.Stream()
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     chunk = decoding(files, name)(stream)
     while pipe.recv() is not None:
         chunk()
@@ -329,7 +329,7 @@ def _beside_process(files: list[Path], step: Callable[[], None]) -> float:
 
     trained, _ = rate(both)
     process.kill()
-    return trained
+    return float(trained)
 
 
 if __name__ == "__main__":

@@ -78,7 +78,7 @@ def dali_batches(folder: str, load: float) -> Batches:
     from nvidia.dali import fn, pipeline_def, types
     from nvidia.dali.plugin.pytorch import DALIGenericIterator
 
-    @pipeline_def
+    @pipeline_def  # type: ignore[untyped-decorator]  # DALI ships no types
     def pipeline() -> Any:
         files, labels = fn.readers.file(file_root=folder, random_shuffle=True)
         images = fn.decoders.image_random_crop(
@@ -120,7 +120,7 @@ class Training:
         self._labels = torch.randint(0, 1000, (BATCH,), device="cuda")
         images = torch.randn((BATCH, 3, 224, 224), device="cuda")
         self._resident = images.to(dtype).contiguous(memory_format=torch.channels_last)
-        self.stream = torch.cuda.Stream(priority=-1)
+        self.stream = torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
 
     def step(self, batches: Batches | None) -> None:
         with torch.cuda.stream(self.stream):
@@ -128,7 +128,7 @@ class Training:
             with torch.autocast("cuda", torch.bfloat16):
                 loss = torch.nn.functional.cross_entropy(self._network(images), self._labels)
             self._optimizer.zero_grad(set_to_none=True)
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             self._optimizer.step()
 
 

@@ -8,14 +8,16 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import cv2
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from gpuflow.decode.codecs import CpuDecoder, probe
 from gpuflow.execute.cpu import resample
-from gpuflow.pipeline.stage import Keys
+from gpuflow.pipeline.stage import Crop, Keys
 from gpuflow.stages import Normalize, RandomResizedCrop
 from gpuflow.tools.bench import Job
 
@@ -57,11 +59,12 @@ def _walk(paths: list[str], counts: list[int], number: int) -> None:
             height, width = header.height, header.width
             if (height, width) not in boxes:
                 move = crop.draw(keys, np.full(_DRAWN, height), np.full(_DRAWN, width))[0]
+                assert isinstance(move, Crop)
                 boxes[height, width] = np.stack([move.y, move.x, move.height, move.width], axis=1).tolist()
-            y, x, box_height, box_width = box = boxes[height, width][turn % _DRAWN]
-            image, (top, left) = decoder.decode(data, header, tuple(box))
+            y, x, box_height, box_width = boxes[height, width][turn % _DRAWN]
+            image, (top, left) = decoder.decode(data, header, (y, x, box_height, box_width))
             part = image[y - top : y - top + box_height, x - left : x - left + box_width]
-            pixels = resample(part, (224, 224), "bilinear", True, shape)
+            pixels: NDArray[Any] = resample(part, (224, 224), "bilinear", True, shape)
             if turn % 2:
                 pixels = cv2.flip(pixels, 1, dst=flipped)
             for plane, row, target in zip(cv2.split(pixels), table, slots[turn % 64], strict=True):

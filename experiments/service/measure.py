@@ -52,8 +52,9 @@ class Job:
 
 
 def main() -> None:
-    fields = json.loads(sys.argv[1])
-    job = Job(**{key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()})
+    fields: dict[str, Any] = json.loads(sys.argv[1])
+    given: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()}
+    job = Job(**given)
     if job.cores is not None:  # before any library counts them
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: job.cores])
     figures = dict(ARMS[job.arm](job))
@@ -197,6 +198,8 @@ def _closed_loops(job: Job, predict: Predict, batches: Callable[[], dict[int, in
         images = _images(directory)
         _first_requests(predict, images, max(job.clients))
         for clients in job.clients:
+            before: dict[int, int] = {}
+            figures: dict[str, float] = {}
             for _ in range(job.tries):
                 before = batches()
                 figures = closed_loop(predict, images, clients=clients, seconds=job.seconds)

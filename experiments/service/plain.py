@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import cv2
 import numpy as np
@@ -21,7 +22,7 @@ class Plain:
         self._engine, self._device, self._lock = engine, device, threading.Lock()
 
     def __call__(self, data: bytes) -> torch.Tensor:
-        image = cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_COLOR)
+        image: Any = cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_COLOR)
         image = cv2.cvtColor(image, cv2.COLOR_BGR2RGB)
         height, width = image.shape[:2]
         scale = 256 / min(height, width)

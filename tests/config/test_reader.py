@@ -53,7 +53,7 @@ def test_a_whole_file() -> None:
     assert (config.pipelines["train"].shuffle, config.pipelines["val"].shuffle) == (True, False)
     assert config.source == SourceSpec(folder="photos", split=(("train", 0.9), ("val", 0.1)), seed=3)
     assert (config.train.lr, config.train.epochs, config.train.model) == (1e-3, 3, "resnet18")
-    assert config.serve is not None
+    assert config.serve is not None and config.serve.model is not None
     assert (config.serve.model.file, config.serve.model.engine, config.serve.model.batch) == ("model.onnx", "auto", 16)
     assert config.path == "x.yaml"
 
@@ -72,7 +72,7 @@ def test_values_are_frozen() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.path = "y"  # type: ignore[misc]
     with pytest.raises(ValueError, match="frozen"):
-        config.run.prefetch = 4  # type: ignore[misc]
+        config.run.prefetch = 4
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.name)

@@ -117,7 +117,7 @@ def test_gray_files_may_claim_any_sampling(factors: int) -> None:
 
 def test_a_decoder_forgets_the_last_region() -> None:
     decoder = turbo()
-    buffer = np.empty(75 * 101 * 3, np.uint8)
+    buffer, data = np.empty(75 * 101 * 3, np.uint8), b""
     for size, box in (((75, 101), (9, 9, 20, 20)), ((40, 30), None), ((75, 101), (60, 90, 15, 11)), ((8, 8), None)):
         data = jpeg(photo(*size))
         part = decoder.decode(as_array(data), "rgb", size, box, buffer)

@@ -82,7 +82,7 @@ def test_cuda_kernels_are_asked_for_the_same_pixels() -> None:
 
 
 def test_a_gpu_without_engines() -> None:
-    library = FakeLibrary(create_status=7)
+    library: Any = FakeLibrary(create_status=7)
     with pytest.raises(NvjpegError, match=r"^nvJPEG: nvjpegCreateEx returned 7 \(architecture mismatch\)$"):
         BatchedDecoder(library, "rgb")
     assert [call[0] for call in library.calls if call[0].startswith("destroy")] in ([], ["destroy"])

@@ -23,12 +23,12 @@ pytestmark = [
 ]
 
 MEAN, STD = [0.0, 0.0, 0.0], [1 / 255] * 3  # so that a difference of 1 is a level
-GEOMETRY = [{"random_resized_crop": {"size": 32}}, {"flip": {"horizontal": 0.5, "vertical": 0.5}}]
-STAGES = [{"decode": {}}, *GEOMETRY, {"normalize": {"mean": MEAN, "std": STD}}]
+GEOMETRY: list[dict[str, Any]] = [{"random_resized_crop": {"size": 32}}, {"flip": {"horizontal": 0.5, "vertical": 0.5}}]
+STAGES: list[dict[str, Any]] = [{"decode": {}}, *GEOMETRY, {"normalize": {"mean": MEAN, "std": STD}}]
 BICUBIC = {"resize": {"height": 20, "width": 27, "interpolation": "bicubic"}}
-CROPPED = [{"decode": {}}, {"resize": {"shorter": 40}}, {"center_crop": {"size": 40}}]
+CROPPED: list[dict[str, Any]] = [{"decode": {}}, {"resize": {"shorter": 40}}, {"center_crop": {"size": 40}}]
 NHWC = {"normalize": {"mean": MEAN, "std": STD, "layout": "nhwc", "dtype": "float16"}}
-PIPELINES = {
+PIPELINES: dict[str, list[dict[str, Any]]] = {
     "train": STAGES,
     "windowed": [*CROPPED, {"normalize": {"mean": MEAN, "std": STD}}],
     "channels_last": [*CROPPED, NHWC],
@@ -128,6 +128,7 @@ def test_the_cpus_share_of_a_batch(name: str, processes: int, folder: Path, tmp_
     half = [{"decode": {**first["decode"], "cpu_share": 0.5}}, *rest]
     cpu, gpu, _ = both(folder, PIPELINES[name])
     with load(folder, half, "cuda", "run.deterministic=true", f"run.processes={processes}") as loader:
+        shared: list[gpuflow.Batch] = []
         for _ in range(2):
             loader.set_epoch(0)
             shared = list(loader)
@@ -144,10 +145,10 @@ def test_the_cpus_share_of_a_batch(name: str, processes: int, folder: Path, tmp_
 def test_a_damaged_file_affects_no_other_sample(tmp_path: Path) -> None:
     """Files with valid headers and end markers and damaged entropy-coded data, whether or not the engines report it."""
     rng = np.random.default_rng(0)
-    for broken, folder in ((False, tmp_path / "whole" / "photos"), (True, tmp_path / "broken" / "photos")):
+    for damaged, folder in ((False, tmp_path / "whole" / "photos"), (True, tmp_path / "broken" / "photos")):
         for number in range(50):
             data = bytearray(images.jpeg(images.photo(90, 70, seed=number)))
-            if broken and number in (7, 23):
+            if damaged and number in (7, 23):
                 middle = len(data) // 2
                 data[middle : middle + 60] = rng.integers(1, 255, 60, dtype=np.uint8).tobytes()
             path = folder / "a" / f"{number:03}.jpg"
@@ -248,12 +249,12 @@ def test_batches_that_the_consumer_keeps_do_not_change(folder: Path) -> None:
     with load(folder, STAGES, "cuda", "pipelines.train.batch.size=8") as loader:
         kept, sums = [], []
         for epoch in range(3):
-            side = torch.cuda.Stream()
+            side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
             for batch in loader:
                 side.wait_stream(torch.cuda.current_stream())
                 with torch.cuda.stream(side):
                     if epoch != 1:
-                        torch.cuda._sleep(2_000_000)
+                        torch.cuda._sleep(2_000_000)  # type: ignore[no-untyped-call]
                     sums.append(batch.images.double().sum())
                 batch.images.record_stream(side)
                 kept.append(batch)

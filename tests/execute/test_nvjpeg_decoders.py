@@ -148,7 +148,7 @@ class Idle:
     def __init__(self) -> None:
         self.starved: list[bool] = []
 
-    def stop(self, timeout: float) -> None:
+    def stop(self, *, timeout: float | None = None) -> None:
         pass
 
     def set_starved(self, starved: bool) -> None:

@@ -34,6 +34,7 @@ from gpuflow.sources import Payload, Source
 from gpuflow.stages import STAGES
 from tests import datasets
 from tests.datasets import (
+    Entries,
     Raise,
     Row,
     Slow,
@@ -50,7 +51,11 @@ from tests.datasets import (
     write_config,
 )
 
-NHWC = [{"decode": {}}, {"random_resized_crop": {"size": 24}}, {"normalize": {"dtype": "float16", "layout": "nhwc"}}]
+NHWC: Entries = [
+    {"decode": {}},
+    {"random_resized_crop": {"size": 24}},
+    {"normalize": {"dtype": "float16", "layout": "nhwc"}},
+]
 
 
 class StandIn:

@@ -196,7 +196,8 @@ def test_what_a_stage_raises_is_raised_at_its_step(source: Source, monkeypatch: 
 
 def fixed_setup(self: DecodeWorkers, program: Any, source: Any, **told: int) -> None:
     """A lambda cannot be pickled: the processes get a source that raises by itself."""
-    real_init(self, program, Faulty(source.source), **told)
+    faulty: Any = Faulty(source.source)
+    real_init(self, program, faulty, **told)
 
 
 real_init = DecodeWorkers.__init__
@@ -290,7 +291,7 @@ def test_the_configuration_says_how_many(folder: Path, tmp_path: Path) -> None:
 
 def test_slots_in_the_middle_of_a_batch(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
     """With more threads than chunks of one batch, and chunks that do not divide it."""
-    told = {"batch_size": 10, "drop_last": False}
+    told: dict[str, Any] = {"batch_size": 10, "drop_last": False}
     with loader_of(source, **told) as loader:
         expected = epoch_rows(loader)
     with loader_of(source, threads=7, processes=1, prefetch=1, **told) as loader:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -72,10 +74,12 @@ def test_a_tally_of_pixels() -> None:
 def test_a_tally_of_fractions() -> None:
     tally = Tally()
     tally.add(np.array([0.25, 0.5, 300.5], np.float32))
-    assert tally.result() == Levels(max=300.5, mean=pytest.approx(301.25 / 3), p999=255)
+    third: Any = pytest.approx(301.25 / 3)
+    assert tally.result() == Levels(max=300.5, mean=third, p999=255)
     tiny = Tally()
     tiny.add(np.full(2000, 1e-6, np.float32))
-    assert tiny.result() == Levels(max=pytest.approx(1e-6), mean=pytest.approx(1e-6), p999=0)
+    millionth: Any = pytest.approx(1e-6)
+    assert tiny.result() == Levels(max=millionth, mean=millionth, p999=0)
     assert tiny.differ == 1
 
 

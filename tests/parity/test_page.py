@@ -96,7 +96,9 @@ class Reader(HTMLParser):
             source = dict(attributes)["src"] or ""
             assert source.startswith("data:image/png;base64,")
             data = np.frombuffer(base64.b64decode(source.partition(",")[2]), np.uint8)
-            self.pictures.append(cv2.imdecode(data, cv2.IMREAD_COLOR_RGB))
+            picture = cv2.imdecode(data, cv2.IMREAD_COLOR_RGB)
+            assert picture is not None
+            self.pictures.append(picture)
 
     def handle_endtag(self, tag: str) -> None:
         assert self.open.pop() == tag

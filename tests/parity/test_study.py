@@ -321,7 +321,7 @@ def test_what_each_rule_allows() -> None:
     assert Rule("asked", 3.5).allowed(stages, same_device=True) == 3.5
     assert Rule("nothing").allowed(stages, same_device=True) is None
     words = {
-        (kind, same): Rule(kind, 3.5).words(same_device=same)  # type: ignore[arg-type]
+        (kind, same): Rule(kind, 3.5).words(same_device=same)
         for kind in ("ours", "reference", "asked", "nothing")
         for same in (True, False)
     }

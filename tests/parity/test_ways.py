@@ -176,7 +176,8 @@ def test_torchpipes_operators_go_straight_to_the_final_size(folder: Path) -> Non
     ways, prefixes = setup(folder)
     assert [ways["torchpipe_cpu"].refuses(prefix) is None for prefix in prefixes] == [False, False, False, True]
     found = tensors(ways["torchpipe_cpu"], prefixes[3])
-    pixels = cv2.resize(cv2.imdecode(SAMPLES["jpeg 4:2:0"], cv2.IMREAD_COLOR_RGB), (24, 24))
+    decoded: Any = cv2.imdecode(SAMPLES["jpeg 4:2:0"], cv2.IMREAD_COLOR_RGB)
+    pixels = cv2.resize(decoded, (24, 24))
     expected = Normalize().torchvision()(torch.from_numpy(pixels).permute(2, 0, 1))
     assert torch.equal(found["jpeg 4:2:0"], expected)
     operators = "S[DecodeMat,ResizeMat,CvtColorMat,Mat2Tensor]"

@@ -26,7 +26,7 @@ for epoch in range(2):
         logits = model(images)
         loss = nn.functional.cross_entropy(logits, labels)
         optimizer.zero_grad()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         correct += int((logits.argmax(dim=1) == labels).sum())
         count += len(labels)

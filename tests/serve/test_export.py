@@ -154,7 +154,8 @@ class Invert(s.Pointwise):
         return spec.replace(dtype="float32", layout="hwc")
 
     def apply(self, image: NDArray[Any], coefficients: NDArray[np.float64], out: NDArray[Any] | None) -> NDArray[Any]:
-        return np.subtract(255, image, out=out, dtype=np.float32)
+        inverted: NDArray[Any] = np.subtract(255, image, out=out, dtype=np.float32)
+        return inverted
 
 
 class Float(nn.Module):

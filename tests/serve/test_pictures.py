@@ -35,7 +35,7 @@ def test_normalize_is_undone(dtype: str, layout: str) -> None:
     """Exactly, except for levels that are equal in bfloat16."""
     pixels = picture(head())
     found = picture([*head(), Normalize(dtype=dtype, layout=layout)])  # type: ignore[arg-type]
-    assert (found.shape, found.dtype) == ((16, 16, 3), np.uint8)
+    assert (found.shape, found.dtype) == ((16, 16, 3), np.dtype(np.uint8))
     assert np.abs(found.astype(int) - pixels).max() <= (1 if dtype == "bfloat16" else 0)
 
 
@@ -69,4 +69,4 @@ def test_a_png() -> None:
     shown = Pictures(program.result, program.pipeline)
     image = images(program, [DATA])[0]
     decoded = cv2.imdecode(np.frombuffer(shown.png(image), np.uint8), cv2.IMREAD_COLOR_RGB)
-    assert np.array_equal(decoded, shown.pixels(image))
+    assert decoded is not None and np.array_equal(decoded, shown.pixels(image))

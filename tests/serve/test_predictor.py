@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -278,7 +279,8 @@ def test_torchpipes_own_operators(tmp_path: Path, files: list[Path]) -> None:
 
     serve = {"preset": "torchpipe_cpu", "height": 20, "width": 30}
     config = write_config(tmp_path / "x.yaml", "photos", serve=serve)
-    pixels = cv2.cvtColor(cv2.resize(cv2.imread(str(files[0])), (30, 20)), cv2.COLOR_BGR2RGB)
+    image: Any = cv2.imread(str(files[0]))
+    pixels = cv2.cvtColor(cv2.resize(image, (30, 20)), cv2.COLOR_BGR2RGB)
     expected = torch.from_numpy(np.ascontiguousarray(pixels.transpose(2, 0, 1)))
     with gpuflow.serve.load(config, model=mean_color) as predictor:
         assert torch.equal(predictor.preprocess(files[0]), expected)

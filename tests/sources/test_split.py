@@ -112,7 +112,8 @@ def test_subset_is_a_source(read_all: ReadAll) -> None:
     assert val.path(1) == f"memory/{val.indices[1]}"
     storage = LocalStorage()
     moved = val.on(storage)
-    assert isinstance(moved, Subset) and np.array_equal(moved.indices, val.indices)
+    assert isinstance(moved, Subset)
+    assert np.array_equal(moved.indices, val.indices)
     assert source.moved_to is storage
     val.close()
     assert source.closed

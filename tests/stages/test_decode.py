@@ -16,13 +16,13 @@ from tests.running import RGB, decoded, images, program_of, run
 
 @pytest.mark.parametrize("color", ["rgb", "bgr", "gray"])
 def test_color(color: Any) -> None:
-    for data in (jpeg(photo(40, 50)), png(photo(40, 50))):
-        program = program_of(Decode(color=color), CenterCrop(size=(40, 50)))
+    program, last = program_of(Decode(color=color), CenterCrop(size=(40, 50))), png(photo(40, 50))
+    for data in (jpeg(photo(40, 50)), last):
         assert torch.equal(images(program, [data])[0], decoded(data, color))
         assert program.specs[1].color == color
     tail = Normalize(mean=(0.5,) * program.specs[1].shape[2], std=(0.5,) * program.specs[1].shape[2])
-    (result,) = images(program_of(Decode(color=color), CenterCrop(size=30), tail), [data])
-    assert torch.equal(result, tail.torchvision()(decoded(data, color)[:, 5:35, 10:40]))
+    (result,) = images(program_of(Decode(color=color), CenterCrop(size=30), tail), [last])
+    assert torch.equal(result, tail.torchvision()(decoded(last, color)[:, 5:35, 10:40]))
 
 
 def test_orientation_and_max_pixels_reach_the_decoder() -> None:
@@ -40,7 +40,7 @@ def test_specs() -> None:
     with pytest.raises(ValueError, match="takes") as caught:
         Decode().output(RGB)
     assert str(caught.value) == "takes encoded bytes but gets uint8 ?x?x3 hwc"
-    assert Decode().torchvision() is None
+    assert Decode().torchvision() is None  # type: ignore[func-returns-value]
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ def test_inside_a_pipeline(photo_bytes: bytes) -> None:
     stages = (CenterCrop(size=40), Flip(horizontal=0.5, vertical=0.5), Normalize())
     keys = keys_of(16)
     batch = images(program_of(Decode(), *stages), [photo_bytes] * 16, keys)
-    (move,) = stages[1].draw(keys.stage("flip", 0), np.full(16, 40), np.full(16, 40))  # type: ignore[attr-defined]
+    (move,) = stages[1].draw(keys.stage("flip", 0), np.full(16, 40), np.full(16, 40))
     assert isinstance(move, s.Flip)
     crop = alone(stages[0], photo_bytes)
     for i, result in enumerate(batch):

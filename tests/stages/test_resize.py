@@ -91,7 +91,7 @@ def test_shorter_is_known_although_the_shape_is_not() -> None:
         ({"height": 0, "width": -1}, "resize.height must be >= 1, got 0\nresize.width must be >= 1, got -1"),
     ],
 )
-def test_errors(parameters: dict[str, int], text: str) -> None:
+def test_errors(parameters: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         Resize(**parameters)
     assert str(caught.value) == text

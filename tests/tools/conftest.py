@@ -1,3 +1,3 @@
-"""The fixtures of the serving tests."""
+"""A fixture of the serving tests."""
 
 from tests.serve.conftest import _torch_threads  # noqa: F401

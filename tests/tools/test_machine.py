@@ -89,7 +89,11 @@ def test_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert machine.environment == {"CUDA_DEVICE_MAX_CONNECTIONS": "4"}
     assert len(machine.gpus) == (torch.cuda.device_count() if torch.cuda.is_available() else 0)
     assert machine.cores == replace(
-        machine.cores, present=os.cpu_count(), usable=len(os.sched_getaffinity(0)), threads=available_threads(), ranks=1
+        machine.cores,
+        present=os.cpu_count() or 0,
+        usable=len(os.sched_getaffinity(0)),
+        threads=available_threads(),
+        ranks=1,
     )
     assert machine.limits.open_files == resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     assert 3 <= machine.limits.open_now < 10_000

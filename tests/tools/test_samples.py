@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib.metadata
 import re
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from PIL import Image
 
@@ -48,7 +50,7 @@ def test_layout_and_format(made: Path) -> None:
         with Image.open(path) as image:
             assert (image.format, image.mode) == ("JPEG", "RGB")
             assert image.size in {(500, 375), (375, 500), (500, 333), (500, 500)}
-            assert image.convert("L").getextrema()[1] > 20, f"{path} is blank"
+            assert np.asarray(image.convert("L")).max() > 20, f"{path} is blank"
 
 
 def test_photographs_stand_in_the_wheels_themselves() -> None:
@@ -114,7 +116,7 @@ def test_refuses_samples_of_other_parameters(made: Path) -> None:
         ({"count": 1, "seed": -1}, "samples.seed must be >= 0, got -1"),
     ],
 )
-def test_refuses_numbers_out_of_range(arguments: dict[str, int], text: str, tmp_path: Path) -> None:
+def test_refuses_numbers_out_of_range(arguments: dict[str, Any], text: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         make_samples(tmp_path / "photos", **arguments)
     assert str(caught.value) == text

@@ -17,11 +17,16 @@ from gpuflow.errors import BadSampleError
 from gpuflow.parity.images import hostile_images
 from gpuflow.runtime import worker_pool
 from gpuflow.torchpipe.cpu_preprocessor import CpuPreprocessor, _parts
-from tests.datasets import await_children, children, jpeg, program, write_config
+from tests.datasets import Entries, await_children, children, jpeg, program, write_config
 from tests.running import images
 from tests.serve.fakes import mean_color
 
-STAGES = [{"decode": {}}, {"resize": {"shorter": 40}}, {"center_crop": {"size": 32}}, {"normalize": {"layout": "nhwc"}}]
+STAGES: Entries = [
+    {"decode": {}},
+    {"resize": {"shorter": 40}},
+    {"center_crop": {"size": 32}},
+    {"normalize": {"layout": "nhwc"}},
+]
 DATA = [jpeg(i % 3, i) for i in range(12)]
 
 
@@ -102,7 +107,7 @@ def test_a_served_file_gives_the_same_with_processes(tmp_path: Path) -> None:
     (tmp_path / "photos" / "a").mkdir(parents=True)
     (tmp_path / "photos" / "a" / "0.jpg").write_bytes(DATA[0])
     config = write_config(tmp_path / "x.yaml", tmp_path / "photos", val=STAGES, serve={"stages": STAGES})
-    files = [image.data for image in hostile_images()]
+    files = [image.data.tobytes() for image in hostile_images()]
     before, answers = children(), []
     for processes in (0, 2):
         overrides = [f"run.processes={processes}", "run.threads=2"]

@@ -50,8 +50,8 @@ def fault(serve: str, *overrides: str) -> str:
 def test_a_preset_is_the_first_stage_of_the_pipeline(name: str, device: str) -> None:
     program = read(f"preset: {name}\nheight: 20\nwidth: 30\nstages: [normalize: {{layout: nhwc}}]").programs["serve"]
     head = program.pipeline.stages[0]
-    assert head == program.decoder == Preset(name=name, height=20, width=30)  # type: ignore[arg-type]
     assert isinstance(head, Preset) and head.device == device
+    assert head == program.decoder == Preset(name=name, height=20, width=30)  # type: ignore[arg-type]
     assert repr(program.pipeline) == f"serve: preset(name={name!r}, height=20, width=30) -> normalize(layout='nhwc')"
     assert str(program.result) == "float32 20x30x3 nhwc"
 
@@ -181,7 +181,8 @@ def test_faults_in_a_pipeline(block: str, text: str) -> None:
 def test_it_decodes_as_opencv_does(color: str) -> None:
     preset = Preset(name="torchpipe_cpu", height=20, width=30, color=color)  # type: ignore[arg-type]
     data = as_array(HOSTILE["jpeg EXIF 6"])
-    image: Any = cv2.resize(cv2.imdecode(data, cv2.IMREAD_COLOR), (30, 20))
+    decoded: Any = cv2.imdecode(data, cv2.IMREAD_COLOR)
+    image: Any = cv2.resize(decoded, (30, 20))
     assert np.array_equal(preset.decode(data), image if color == "bgr" else image[..., ::-1])
     assert preset.library == f"OpenCV {cv2.__version__}, whole images, as torchpipe's DecodeMat and ResizeMat"
 

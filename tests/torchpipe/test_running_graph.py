@@ -19,12 +19,12 @@ from gpuflow.engines import Engine
 from gpuflow.errors import BadSampleError, PredictorError
 from gpuflow.torchpipe.graph import PREDICT, Graph, Node, chain
 from gpuflow.torchpipe.running_graph import RunningGraph, register
-from tests.datasets import deadline, jpeg, program, python
+from tests.datasets import Entries, deadline, jpeg, program, python
 from tests.hostile import BAD
 from tests.running import program_of
 from tests.serve.fakes import Break, FakeEngine, Gate, Nap, mean_color
 
-STAGES = ({"decode": {}}, {"resize": {"shorter": 20}}, {"center_crop": {"size": 16}}, {"normalize": {}})
+STAGES: Entries = ({"decode": {}}, {"resize": {"shorter": 20}}, {"center_crop": {"size": 16}}, {"normalize": {}})
 DATA = [jpeg(i % 3, i) for i in range(6)]
 
 

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-import quick_interpreter  # noqa: F401  # halves the time
 import torch
 from numpy.typing import NDArray
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
@@ -18,6 +17,7 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 from gpuflow.execute.kernels.color import adjust, adjust_reference
 from gpuflow.pipeline.stage import Keys, Operation
 from gpuflow.stages import ColorJitter, Normalize
+from tests.execute.kernels import quick_interpreter  # noqa: F401  # replaces parts of Triton's interpreter
 
 SIZES = ((48, 37), (17, 31), (1, 48), (1, 1))
 ADJUSTMENTS = (Operation.BRIGHTNESS, Operation.CONTRAST, Operation.SATURATION, Operation.HUE)
@@ -148,7 +148,8 @@ def as_stages() -> Iterator[Case]:
     ]
     for stage, coefficients, (table, target) in zip(stages, drawn, steps, strict=True):
         operations: Any = stage.device_operations(coefficients)
-        adjust(images, np.arange(count), *operations, table, target)
+        codes, factors = operations
+        adjust(images, np.arange(count), codes, factors, table, target)
     yield "two jitters and normalize as stages", apart(out, torch.stack(expected))
 
 

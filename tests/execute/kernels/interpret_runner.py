@@ -16,7 +16,6 @@ from typing import Any
 
 import cv2
 import numpy as np
-import quick_interpreter  # noqa: F401  # halves the time
 import torch
 from PIL import Image
 
@@ -42,6 +41,7 @@ from gpuflow.stages import (
 )
 from gpuflow.torchpipe.gpu_preprocessor import GpuPreprocessor
 from tests import images
+from tests.execute.kernels import quick_interpreter  # noqa: F401  # replaces parts of Triton's interpreter
 
 REFUSED = b"the engines refuse this"
 

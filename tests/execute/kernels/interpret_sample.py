@@ -6,9 +6,9 @@ Prints one line a case: its name and the largest difference in levels.
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import numpy as np
-import quick_interpreter  # noqa: F401  # halves the time
 import torch
 
 from gpuflow.execute.gpu import plan_of
@@ -16,6 +16,7 @@ from gpuflow.execute.kernels.sample import sample, sample_reference
 from gpuflow.pipeline.program import SamplingStep
 from gpuflow.pipeline.stage import Geometry, Keys
 from gpuflow.stages import CenterCrop, Flip, RandomCrop, RandomResizedCrop, Resize
+from tests.execute.kernels import quick_interpreter  # noqa: F401  # replaces parts of Triton's interpreter
 
 SIZES = ((48, 37), (1, 1), (17, 48), (5, 3))
 
@@ -25,7 +26,7 @@ def pipelines() -> list[tuple[str, tuple[Geometry, ...]]]:
     found: list[tuple[str, tuple[Geometry, ...]]] = []
     for kind, antialias in itertools.product(("nearest", "bilinear", "bicubic"), (True, False)):
         name = f"{kind} antialias={antialias}"
-        shared = {"interpolation": kind, "antialias": antialias}
+        shared: dict[str, Any] = {"interpolation": kind, "antialias": antialias}
         flip = Flip(horizontal=0.5, vertical=0.5)
         found.append((f"crop {name}", (RandomResizedCrop(size=(13, 9), **shared), flip)))
         found.append((f"grow {name}", (flip, Resize(height=40, width=31, **shared))))
@@ -46,7 +47,7 @@ def difference(stages: tuple[Geometry, ...], channels: int, layout: str, dtype: 
     height, width = sampling.window[0, 2:].tolist()
     memory = torch.channels_last if layout == "nhwc" else torch.contiguous_format
     out = torch.full((len(SIZES), channels, height, width), -1.0).to(dtype).contiguous(memory_format=memory)
-    how = {"interpolation": sampling.interpolation, "antialias": sampling.antialias}
+    how: dict[str, Any] = {"interpolation": sampling.interpolation, "antialias": sampling.antialias}
     sample(plan, table, out, **how)
     expected = sample_reference(images, plan, table, **how)
     return float((out[rows.tolist()].float() - expected.float()).abs().max())

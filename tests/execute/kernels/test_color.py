@@ -12,11 +12,12 @@ import numpy as np
 from gpuflow.pipeline.stage import Keys, Operation, StageKeys
 from gpuflow.stages import ColorJitter, Normalize
 
+ROOT = Path(__file__).parents[3]
 SCRIPT = Path(__file__).parent / "interpret_color.py"
 
 
 def test_kernels_equal_their_references_bit_for_bit() -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, str(SCRIPT)], env=environment, capture_output=True, text=True, timeout=300, check=False
     )

@@ -82,8 +82,8 @@ def test_256_images_take_less_than_half_a_millisecond(dtype: str, layout: str, c
     for name, stage in STAGES.items():
         operations = stage.device_operations(stage.draw(Keys(0, 0, rows).stage("color_jitter", 0)))
         adjust(images, rows, *operations, table, out)
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(100_000_000)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        torch.cuda._sleep(100_000_000)  # type: ignore[no-untyped-call]
         start.record()
         for _ in range(repeats):
             adjust(images, rows, *operations, table, out)

@@ -7,11 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+ROOT = Path(__file__).parents[3]
 SCRIPT = Path(__file__).parent / "interpret_sample.py"
 
 
 def test_kernel_equals_its_reference() -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, str(SCRIPT)], env=environment, capture_output=True, text=True, timeout=300, check=False
     )

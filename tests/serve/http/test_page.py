@@ -134,6 +134,7 @@ def test_the_picture_is_what_the_model_saw(page: Browser, live: Live, photo: Pat
     )
     png = np.frombuffer(live.ask(PHOTO, "/seen").content, np.uint8)
     expected = cv2.imdecode(png, cv2.IMREAD_COLOR_RGB)
+    assert expected is not None
     assert np.array_equal(np.array(pixels, np.uint8).reshape(24, 24, 4)[..., :3], expected)
 
 

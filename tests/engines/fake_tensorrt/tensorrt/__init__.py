@@ -142,7 +142,8 @@ class BuilderConfig:
         self._timing: TimingCache | None = None
 
     def set_memory_pool_limit(self, pool: MemoryPoolType, pool_size: int) -> None:
-        assert pool is MemoryPoolType.WORKSPACE and pool_size > 0
+        assert pool is MemoryPoolType.WORKSPACE
+        assert pool_size > 0
 
     def set_flag(self, flag: BuilderFlag) -> None:
         self.flags.add(flag)
@@ -210,7 +211,9 @@ class CudaEngine:
         assert head["version"] == __version__
         _, self._low, _, self._high = head["profile"]
         self._session = onnxruntime.InferenceSession(data[length:])
-        self._ends = {end.name: (TensorIOMode.INPUT, end) for end in self._session.get_inputs()}
+        self._ends: dict[str, tuple[TensorIOMode, Any]] = {
+            end.name: (TensorIOMode.INPUT, end) for end in self._session.get_inputs()
+        }
         self._ends |= {end.name: (TensorIOMode.OUTPUT, end) for end in self._session.get_outputs()}
 
     @property
@@ -281,4 +284,4 @@ class ExecutionContext:
         dtype = np.dtype(_NUMPY[self._engine.get_tensor_dtype(name)])
         size = int(np.prod(shape)) * dtype.itemsize
         memory = (ctypes.c_char * size).from_address(self._addresses[name])
-        return np.frombuffer(memory, dtype).reshape(shape)
+        return np.frombuffer(memoryview(memory), dtype).reshape(shape)
