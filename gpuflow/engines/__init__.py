@@ -2,7 +2,7 @@
 
 pytorch    a gpuflow checkpoint (`.pt`) or an exported program (`.pt2`), optionally compiled or as CUDA graphs
 onnx       `.onnx` by onnxruntime, on its CPU or CUDA provider
-tensorrt   `.onnx` built into a TensorRT engine, here or inside torchpipe's node
+tensorrt   `.onnx` built into a TensorRT engine
 """
 
 from gpuflow.engines.base import Engine, ModelInfo, refuse_other_preprocessing

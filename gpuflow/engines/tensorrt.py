@@ -1,8 +1,7 @@
-"""The engine `tensorrt`: an `.onnx` file built into an engine for this GPU, by TensorRT's Python API or by torchpipe.
+"""The engine `tensorrt`: an `.onnx` file built into an engine for this GPU by TensorRT's Python API.
 
 A built engine is stored in a file named by a hash of everything that it depends on, so that it is never used for
-another model, other settings, another version or another GPU. The calls follow TensorRT 10's Python API reference;
-torchpipe's parameters follow its tensorrt_helper.cpp, version 0.2.25.
+another model, other settings, another version or another GPU. The calls follow TensorRT 10's Python API reference.
 """
 
 from __future__ import annotations
@@ -21,12 +20,11 @@ from gpuflow.engines.plans import PlanCache, Platform, Settings, cache_directory
 from gpuflow.errors import ConfigError, GpuflowError, MissingExtra, Problem
 from gpuflow.pipeline.stage import ImageSpec
 
-__all__ = ["Stream", "TensorrtEngine", "build", "open_all", "open_on_streams", "platform_of", "torchpipe_node"]
+__all__ = ["Stream", "TensorrtEngine", "build", "open_all", "open_on_streams", "platform_of"]
 
 _MAJOR = 10
 _WORKSPACE_BYTES = 2 << 30
 _DTYPES = {"FLOAT": torch.float32, "HALF": torch.float16, "BF16": torch.bfloat16, "UINT8": torch.uint8}
-_TORCHPIPE_PRECISION = {"float32": "fp32", "float16": "fp16"}
 
 
 def platform_of(device: torch.device) -> Platform:
@@ -233,35 +231,3 @@ def _tensorrt() -> Any:
             f"gpuflow runs TensorRT {_MAJOR}, found {tensorrt.__version__}; pip install 'gpuflow[tensorrt]'"
         )
     return tensorrt
-
-
-# --- torchpipe --------------------------------------------------------------------------------------------------------
-
-
-def torchpipe_node(model: ModelSpec, *, image: ImageSpec, platform: Platform | None = None) -> dict[str, str]:
-    """The parameters, as strings, of a torchpipe node that builds and runs the model itself, by `TensorrtTensor`.
-
-    It takes CUDA tensors [1, C, H, W] in `data`, and tunes for the largest batch. torchpipe uses a cached engine if the
-    file exists, so the file's name contains the hash; without a platform, each start builds the engine again.
-
-    Raises:
-        ConfigError: torchpipe's node cannot run such a model.
-    """
-    if image.dtype not in ("float32", "float16"):
-        export = ", or export the model without --fold-normalize" if info_of(model.file).folded else ""
-        rule = (
-            f"takes {image.dtype} images, which torchpipe's TensorrtTensor does not; use serve.model.via=python{export}"
-        )
-        raise model_error(model.file, rule)
-    node = {
-        "backend": "S[TensorrtTensor,SyncTensor]",
-        "model": model.file,
-        "precision": _TORCHPIPE_PRECISION[model.precision],
-        "min": str(model.tensorrt.min_batch),
-        "max": str(model.batch),
-        "instance_num": str(model.instances),
-    }
-    if platform is not None:
-        key = cache_key(model.file, Settings.of(model, image), platform)
-        node["model::cache"] = str(PlanCache(cache_directory(model)).path(key, "torchpipe.trt"))
-    return node

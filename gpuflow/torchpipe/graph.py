@@ -148,9 +148,9 @@ def chain(
             rule = "is torchpipe, which has no node for the stages behind a preset"
             problem = Problem.of(("serve", "model", "via"), rule, action="use python", code="config.conflict")
             raise ConfigError([replace(problem, place=f"{origin}:")])
-        from gpuflow.engines.tensorrt import torchpipe_node
+        from gpuflow.torchpipe.tensorrt_node import tensorrt_node
 
-        last = torchpipe_node(model, image=program.result, platform=platform)
+        last = tensorrt_node(model, image=program.result, platform=platform)
         # torchpipe's node takes images on the GPU and cannot skip items that failed before.
         images = {"device": "cuda", "on_error": "raise"}
         if gpu_decodes:

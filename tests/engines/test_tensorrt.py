@@ -21,7 +21,7 @@ from torch import nn
 from gpuflow.config import ModelSpec
 from gpuflow.engines import open_engine
 from gpuflow.engines.plans import PlanCache, Platform, Settings, cache_key
-from gpuflow.engines.tensorrt import TensorrtEngine, open_on_streams, torchpipe_node
+from gpuflow.engines.tensorrt import TensorrtEngine, open_on_streams
 from gpuflow.errors import ConfigError, GpuflowError, MissingExtra
 from gpuflow.pipeline.stage import ImageSpec
 from gpuflow.stages import Normalize
@@ -312,43 +312,6 @@ def test_tensorrt_is_an_extra(spec: Any, monkeypatch: pytest.MonkeyPatch) -> Non
     assert fault(
         lambda: open_on_streams(spec(), image=FLOAT, device=CPU, platform=PLATFORM, streams=[]), MissingExtra
     ) == ("the engine tensorrt needs tensorrt, which is not installed; pip install 'gpuflow[tensorrt]'")
-
-
-# --- torchpipe --------------------------------------------------------------------------------------------------------
-
-
-def test_a_torchpipe_node(spec: Any, models: Models) -> None:
-    model = spec(via="torchpipe", precision="float16", instances=2, tensorrt={"min_batch": 2})
-    node = {
-        "backend": "S[TensorrtTensor,SyncTensor]",
-        "model": str(models.onnx),
-        "precision": "fp16",
-        "min": "2",
-        "max": "4",
-        "instance_num": "2",
-    }
-    assert torchpipe_node(model, image=FLOAT) == node
-    key = cache_key(str(models.onnx), Settings.of(model, FLOAT), PLATFORM)
-    cached = torchpipe_node(model, image=FLOAT, platform=PLATFORM)
-    assert cached == {**node, "model::cache": f"{model.tensorrt.cache}/{key}.torchpipe.trt"}
-    assert torchpipe_node(spec(via="torchpipe"), image=FLOAT)["precision"] == "fp32"
-
-
-@pytest.mark.parametrize("change", [{"gpu": "NVIDIA H200"}, {"tensorrt": "10.14.1"}])
-def test_a_torchpipe_nodes_cache_is_of_this_platform(change: Any, spec: Any) -> None:
-    model = spec(via="torchpipe")
-    here, there = (torchpipe_node(model, image=FLOAT, platform=p) for p in (PLATFORM, replace(PLATFORM, **change)))
-    assert here["model::cache"] != there["model::cache"]
-    other = torchpipe_node(spec(via="torchpipe", instances=2), image=FLOAT, platform=PLATFORM)
-    assert other["model::cache"] != here["model::cache"]  # torchpipe makes a profile an instance
-
-
-def test_a_folded_model_does_not_go_through_torchpipe(spec: Any, models: Models) -> None:
-    model = spec(via="torchpipe", file=str(models.folded_onnx))
-    assert fault(lambda: torchpipe_node(model, image=UINT8)) == (
-        f"{models.folded_onnx}: takes uint8 images, which torchpipe's TensorrtTensor does not; "
-        "use serve.model.via=python, or export the model without --fold-normalize"
-    )
 
 
 # --- the real one -----------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import importlib.metadata
 from gpuflow.torchpipe.adapter import TESTED_VERSIONS, turn_off_logger, unique_prefix
 
 TO_CHECK = {
-    "torchpipe": "check the operators and parameters in graph.py and engines/tensorrt.py",
+    "torchpipe": "check the operators and parameters in graph.py and tensorrt_node.py",
     "omniback": "check the logger's level offset in adapter.py, the clean-up at exit and that batching can be off",
 }
 
