@@ -27,7 +27,7 @@ import gpuflow
 from gpuflow.config import read_config
 from gpuflow.runtime.ranks import Ranks
 from gpuflow.stages import STAGES
-from gpuflow.training.trainer import Accuracy, Trainer, TrainerEvents
+from gpuflow.training.trainer import PassResult, Trainer, TrainerEvents
 
 ROOT = Path(__file__).parents[1]
 _MARK = "GPUFLOW_TEST"
@@ -136,7 +136,7 @@ class Notes(TrainerEvents):
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
-        self.results: list[tuple[str, int, Accuracy]] = []
+        self.results: list[tuple[str, int, PassResult]] = []
         self.losses: list[float] = []
         self.early: list[float] = []
 
@@ -145,7 +145,7 @@ class Notes(TrainerEvents):
         if self.trainer.step == 3 and not self.early:
             self.early = sample_of(self.trainer.model)
 
-    def end_pass(self, name: str, epoch: int, result: Accuracy) -> None:
+    def end_pass(self, name: str, epoch: int, result: PassResult) -> None:
         self.results.append((name, epoch, result))
 
 

@@ -34,7 +34,7 @@ def blocks(page: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", page, flags=re.MULTILINE | re.DOTALL)
 
 
-def code_blocks(language: str) -> Any:
+def code_blocks(language: str) -> pytest.MarkDecorator:
     """A parametrization by every code block of one language on any page."""
     found = [
         pytest.param(text, id=f"{page}:{number}")

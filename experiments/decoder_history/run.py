@@ -48,7 +48,8 @@ def photograph(seed: int) -> bytes:
 
 def segments(data: bytes) -> list[tuple[int, int, int]]:
     """(marker, start, stop) of every segment up to the scan, which begins at the last `stop`."""
-    found, at = [], 2
+    found: list[tuple[int, int, int]] = []
+    at = 2
     while not found or found[-1][0] != 0xDA:
         stop = at + 2 + struct.unpack_from(">H", data, at + 2)[0]
         found.append((data[at + 1], at, stop))
@@ -94,7 +95,9 @@ class Arm:
         self._call(self._history, blanks=False)
         return self._call(files, blanks=self._blanks)
 
-    def _call(self, files: Sequence[bytes], *, blanks: bool) -> Any:
+    def _call(
+        self, files: Sequence[bytes], *, blanks: bool
+    ) -> tuple[torch.Tensor, np.ndarray[Any, Any], np.ndarray[Any, Any]]:
         device_stream, count, spare = self._device_stream, len(files), 16 if blanks else 0
         encoded = torch.frombuffer(bytearray(b"".join(data + bytes(spare) for data in files)), dtype=torch.uint8)
         encoded = encoded.pin_memory()

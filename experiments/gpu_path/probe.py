@@ -251,7 +251,7 @@ def engines_alone(files: list[Path]) -> None:
     def caller(size: int, flags: int, first: int) -> Callable[[float], int]:
         starts = [(first + i) * size % (len(files) - size + 1) for i in range(CHUNKS)]
         chunks = [ChunkDecoder(files[start : start + size], RGBI, flags, HARDWARE) for start in starts]
-        stream = torch.cuda.Stream()
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
         def work(end: float) -> int:
             count = 0

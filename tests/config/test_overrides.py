@@ -33,9 +33,10 @@ def test_overrides() -> None:
         Torchvision(name="RandomPosterize", parameters=(("bits", 3),)),
         Normalize(dtype="float16"),
     )
-    assert config.pipelines["train"].batch == BatchSpec(**{"global": 64})
+    assert config.pipelines["train"].batch == BatchSpec(**{"global": 64})  # type: ignore[arg-type]
     assert config.source.folder == "else=where"
-    assert config.serve is not None and config.serve.model.engine == "onnxruntime"
+    assert config.serve is not None and config.serve.model is not None
+    assert config.serve.model.engine == "onnxruntime"
     assert config.run.bad_file == ""
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -61,13 +61,19 @@ def mappings(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
             yield from mappings(item, (*at, i))
 
 
+MISSPELT: tuple[Callable[[dict[str, Any]], None], ...] = (
+    lambda held: held.update(zzz=1),
+    lambda held: held.update({f"{next(iter(held), 'x')}x": 1}),
+)
+
+
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
 def test_a_misspelt_key_does_not_fit(path: Path) -> None:
     document = json.loads(json.dumps(yaml.safe_load(path.read_text(encoding="utf-8"))))
     places = list(mappings(document))
     assert len(places) > 15
     for at in places:
-        for misspell in (lambda held: held.update(zzz=1), lambda held: held.update({f"{next(iter(held), 'x')}x": 1})):
+        for misspell in MISSPELT:
             wrong = copy.deepcopy(document)
             held = wrong
             for key in at:

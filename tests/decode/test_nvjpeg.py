@@ -57,7 +57,7 @@ def batch(*addresses: int) -> tuple[Any, Any, Any]:
 
 
 def test_calls_in_order_with_their_arguments() -> None:
-    library = FakeLibrary()
+    library: Any = FakeLibrary()
     engines = BatchedDecoder(library, "rgb")
     for addresses in ((1, 2), (3, 4), (5,)):
         engines.decode(*batch(*addresses), stream=77)
@@ -76,7 +76,7 @@ def test_calls_in_order_with_their_arguments() -> None:
 
 
 def test_cuda_kernels_are_asked_for_the_same_pixels() -> None:
-    library = FakeLibrary()
+    library: Any = FakeLibrary()
     BatchedDecoder(library, "rgb", "cuda")
     assert library.calls[0] == ("create", 2, 1 << 5)
 
@@ -89,7 +89,7 @@ def test_a_gpu_without_engines() -> None:
 
 
 def test_after_a_failed_call_the_state_is_initialized_again() -> None:
-    library = FakeLibrary(bad=frozenset({2}))
+    library: Any = FakeLibrary(bad=frozenset({2}))
     engines = BatchedDecoder(library, "gray")
     with pytest.raises(NvjpegError, match=r"^nvJPEG: nvjpegDecodeBatched returned 6 \(execution failed\)$"):
         engines.decode(*batch(1, 2), stream=0)

@@ -105,7 +105,7 @@ def work(
 @pytest.mark.parametrize(("backend", "hurried", "most"), [("hardware", 2, 2), ("cuda", 1, 1)])
 def test_a_second_concurrent_call_runs_only_while_the_gpu_waits(backend: str, hurried: int, most: int) -> None:
     library, device_stream = SlowLibrary(), DeviceStream()
-    substitutes: Any = (device_stream, library)
+    substitutes: tuple[Any, Any] = (device_stream, library)
     decoders = NvjpegDecoderPool(*substitutes, "rgb", backend, count=no_engines)
     work(decoders)
     assert (library.most, library.made, library.streams) == (1, 1, {7}), "the GPU does not wait: one call at a time"
@@ -122,7 +122,7 @@ def test_a_second_concurrent_call_runs_only_while_the_gpu_waits(backend: str, hu
 
 def test_switching_starvation_on_and_off_loses_no_place() -> None:
     library = SlowLibrary()
-    substitutes: Any = (DeviceStream(), library)
+    substitutes: tuple[Any, Any] = (DeviceStream(), library)
     decoders = NvjpegDecoderPool(*substitutes, "rgb", "hardware", count=no_engines)
     switches = iter(range(10_000))
     work(decoders, threads=4, turns=40, between=lambda: decoders.set_starved(next(switches) % 3 == 0))
@@ -135,7 +135,7 @@ def test_switching_starvation_on_and_off_loses_no_place() -> None:
 
 def test_a_call_that_does_not_end_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gpuflow.execute.nvjpeg_decoders._CALL_SECONDS", 0.05)
-    substitutes: Any = (DeviceStream(), SlowLibrary())
+    substitutes: tuple[Any, Any] = (DeviceStream(), SlowLibrary())
     decoders = NvjpegDecoderPool(*substitutes, "rgb", "hardware", count=no_engines)
     named = pytest.raises(LoaderTimeout, match=r"nvJPEG did not end a call within 0\.05 s")
     with decoders.acquire(), named, decoders.acquire():
@@ -176,7 +176,8 @@ class Consumer:
             self._finished.put("a batch")
         else:
             threading.Timer(0.03, self._finished.put, ["a batch"]).start()
-        assert self.run.get(10.0, starved) == "a batch"
+        batch: Any = self.run.get(10.0, starved)
+        assert batch == "a batch"
         return list(self._idle.starved)
 
 

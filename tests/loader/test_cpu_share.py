@@ -228,7 +228,7 @@ def test_the_slower_one_gets_less(delay: float, slow: float, smaller: bool, sour
             time.sleep(slow)
             return work(*told)
 
-        feed._decoder.run_on_cpu = slowly  # type: ignore[method-assign]
+        feed._decoder.run_on_cpu = slowly  # type: ignore[assignment, method-assign]
         feed._gpu_is_idle = True
         for _ in epoch(0):
             pass
@@ -332,7 +332,12 @@ def test_it_is_made_ahead_of_batches_that_wait_for_their_memory(source: Source) 
 
 def test_the_memory_is_used_again(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[int] = []
-    monkeypatch.setattr("gpuflow.runtime.memory.shared_and_pinned", lambda size: taken.append(size) or shared(size))
+
+    def acquire(size: int) -> Any:
+        taken.append(size)
+        return shared(size)
+
+    monkeypatch.setattr("gpuflow.runtime.memory.shared_and_pinned", acquire)
     with feed_of(source, fixed(0.5), batch_size=2) as (feed, _, epoch):
         for _ in epoch(0):
             pass
@@ -340,7 +345,7 @@ def test_the_memory_is_used_again(source: Source, monkeypatch: pytest.MonkeyPatc
         for _ in epoch(1):
             pass
         assert len(taken) - first <= 8, "of 44 batches, whose bytes and pixels need memory"
-        assert feed._offload._pinned._held > 0
+        assert feed._offload is not None and feed._offload._pinned._held > 0
 
 
 # --- the end of an epoch ----------------------------------------------------------------------------------------------

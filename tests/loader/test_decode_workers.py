@@ -194,7 +194,7 @@ def test_what_a_stage_raises_is_raised_at_its_step(source: Source, monkeypatch: 
     assert (step, repr(fault)) == (expected[0], repr(expected[1]))
 
 
-def fixed_setup(self: DecodeWorkers, program: Any, source: Any, **told: int) -> None:
+def fixed_setup(self: DecodeWorkers, program: Any, source: Any, **told: Any) -> None:
     """A lambda cannot be pickled: the processes get a source that raises by itself."""
     faulty: Any = Faulty(source.source)
     real_init(self, program, faulty, **told)
@@ -301,7 +301,7 @@ def test_slots_in_the_middle_of_a_batch(source: Source, monkeypatch: pytest.Monk
 
 
 def test_an_outcome_names_faults_again() -> None:
-    outcome = Outcome([None, ("decode", "truncated")], 10, 0.1, 0.2)
+    outcome = Outcome([None, ("decode", "truncated", "sample.bad")], 10, 0.1, 0.2)
     sound, fault = outcome.errors()
     assert sound is None
     assert str(fault) == "decode: truncated"

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from numpy.typing import ArrayLike, NDArray
 
 import gpuflow
 from tests.datasets import (
@@ -164,10 +165,10 @@ class CollectingOrder:
     def __init__(self, size: int) -> None:
         self.size, self.armed = size, False
 
-    def indices(self, epoch: int, positions: object) -> object:
+    def indices(self, epoch: int, positions: ArrayLike) -> NDArray[np.int64]:
         if self.armed:
             gc.collect()
-        return np.array(positions)
+        return np.array(positions, np.int64)
 
     def replacement(self, epoch: int, position: int, attempt: int) -> int:
         return attempt

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -294,7 +295,8 @@ def test_what_a_decoder_wants_to_know_is_found_out_there(tmp_path: Path) -> None
     read = source.read(range(50), Taken())
     source.close()
     assert plain.prescan is None
-    for there, here in zip(read.prescan, prescan(plain), strict=True):
+    scanned: Any = prescan(plain)
+    for there, here in zip(read.prescan, scanned, strict=True):
         assert np.array_equal(there, here)
     headers = [read_headers(payload, max_pixels=2_500, max_scans=9, orientation=False) for payload in (read, plain)]
     assert np.array_equal(headers[0].engine, headers[1].engine)

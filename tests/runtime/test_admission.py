@@ -81,7 +81,12 @@ def test_a_place_is_free_once_its_completion_is_done() -> None:
     admission, later, entered = Admission(1), Later(), threading.Event()
     assert admission.acquire(0)
     admission.release(later)
-    waiting = threading.Thread(target=lambda: admission.acquire(1) and entered.set())
+
+    def enter() -> None:
+        if admission.acquire(1):
+            entered.set()
+
+    waiting = threading.Thread(target=enter)
     waiting.start()
     assert not entered.wait(0.05)
     later.passed = True

@@ -15,7 +15,6 @@ import torch
 import gpuflow.serve
 from gpuflow.errors import BadSampleError
 from gpuflow.parity.images import hostile_images
-from gpuflow.runtime import worker_pool
 from gpuflow.torchpipe.cpu_preprocessor import CpuPreprocessor, _parts
 from tests.datasets import Entries, await_children, children, jpeg, program, write_config
 from tests.running import images
@@ -87,7 +86,7 @@ def test_a_program_that_cannot_be_told_is_run_by_threads(
     def refuse(program: object, protocol: int) -> bytes:
         raise TypeError("cannot pickle this stage")
 
-    monkeypatch.setattr(worker_pool.pickle, "dumps", refuse)
+    monkeypatch.setattr("gpuflow.runtime.worker_pool.pickle.dumps", refuse)
     with caplog.at_level(logging.WARNING):
         preprocessor = CpuPreprocessor(program(STAGES), batch=4, processes=1)
     assert "cannot pickle this stage; threads decode instead" in caplog.text
