@@ -90,6 +90,7 @@ def test_a_checkpoint_lists_the_stages_of_validation(models: Models) -> None:
     assert state["stages"] == list(models.read().programs["val"].pipeline.lines)
 
 
+@pytest.mark.filterwarnings("ignore:The given buffer is not writable")  # torch's own, once a process
 def test_a_program_has_a_dynamic_batch(models: Models) -> None:
     program = torch.export.load(models.pt2).module()
     for count in (1, 2, 7):
