@@ -59,7 +59,7 @@ class EpochIterator(Iterator[Batch]):
     def __next__(self) -> Batch:
         if self._end is None and self._step == len(self._steps):
             self._progress.move_to(self._epoch + 1, 0)
-            self.close("over", wait=False)
+            self.end("over", wait=False)
         if self._end == "over":
             raise StopIteration
         if self._end is not None:
@@ -69,7 +69,7 @@ class EpochIterator(Iterator[Batch]):
             assembly = self._get()
             batch = self._batch(assembly)
         except BaseException:
-            self.close("an error was raised")
+            self.end("an error was raised")
             raise
         self._step += 1
         s = self._steps
@@ -140,7 +140,11 @@ class EpochIterator(Iterator[Batch]):
                 stacklevel=3,
             )
 
-    def close(self, reason: str, *, wait: bool = True) -> None:
+    def close(self) -> None:
+        """End the epoch, as `yield from` does with the iterator of a generator that is closed."""
+        self.end("it was closed")
+
+    def end(self, reason: str, *, wait: bool = True) -> None:
         """End the epoch once, which takes a tenth of a second; without `wait` that happens in the background."""
         if self._end is not None:
             return
@@ -154,7 +158,7 @@ class EpochIterator(Iterator[Batch]):
     def __del__(self) -> None:
         """Does not wait: the collector may run this on a thread of the pipeline, and a Ctrl-C during it is lost."""
         if hasattr(self, "_end") and not sys.is_finalizing():
-            self.close("it was left", wait=False)
+            self.end("it was left", wait=False)
 
 
 def _select(images: torch.Tensor, rows: NDArray[np.int64]) -> torch.Tensor:

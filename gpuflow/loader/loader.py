@@ -99,7 +99,7 @@ class Loader:
     def _end_active(self, reason: str) -> None:
         active = self._active() if self._active is not None else None
         if active is not None:
-            active.close(reason)
+            active.end(reason)
 
     # --- state --------------------------------------------------------------------------------------------------
 

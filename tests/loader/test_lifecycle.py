@@ -417,3 +417,19 @@ def test_torchs_threads_are_left_as_they_are(config: Path) -> None:
         for _ in loader:
             assert torch.get_num_threads() == before
     assert torch.get_num_threads() == before
+
+
+def test_a_generator_that_yields_from_a_loader_can_be_closed() -> None:
+    with nothing_left_behind():
+        loader = loader_of(MemorySource.of(24))
+
+        def batches() -> Iterator[gpuflow.Batch]:
+            while True:
+                yield from loader
+
+        generator = batches()
+        for _ in range(8):
+            next(generator)
+        generator.close()  # type: ignore[attr-defined]
+        assert len(list(loader)) == 6, "the next epoch runs"
+        loader.close()

@@ -19,9 +19,11 @@ AFTER_RETRIES = f"; tried {len(_DELAYS)} times"
 def retry_each(items: Sequence[int], attempt: Callable[[Sequence[int]], Sequence[int]]) -> None:
     """Call `attempt` on all items, then on those that it returned, until it returns none or was called four times."""
     for delay in _DELAYS:
-        if items:
+        if not items:
+            return
+        if delay:  # a sleep of 0 s would release the interpreter
             time.sleep(delay)
-            items = attempt(items)
+        items = attempt(items)
 
 
 def retry(action: Callable[[], T], permanent: tuple[type[Exception], ...]) -> T:
