@@ -27,7 +27,7 @@ from typing import Any
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 CPU = {"threads": ["run.threads=2", "run.processes=0"], "processes": ["run.threads=2", "run.processes=2"]}
-GPU = {"alone": [], "resnet18": []}
+GPU: dict[str, list[str]] = {"alone": [], "resnet18": []}
 SECONDS, LIMIT_SECONDS = 5.0, 180
 
 
@@ -36,7 +36,7 @@ def main() -> None:
     parser.add_argument("old", type=Path)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--gpu", action="store_true")
-    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--pairs", type=int, choices=range(1, 100), default=5, metavar="N")
     options = parser.parse_args()
     from gpuflow.tools.bench import row, write_results
 
@@ -102,7 +102,7 @@ def measure(tree: str, folder: str, name: str, gpu: bool) -> float:
         next(iterator)
     for _ in range(8):
         step()
-    finish = torch.cuda.synchronize if gpu else lambda: None
+    finish: Callable[[], None] = torch.cuda.synchronize if gpu else _nothing
     finish()
     images, start = 0, time.perf_counter()
     while time.perf_counter() - start < SECONDS:
@@ -110,6 +110,10 @@ def measure(tree: str, folder: str, name: str, gpu: bool) -> float:
         images += loader.batch_size
     finish()
     return images / (time.perf_counter() - start)
+
+
+def _nothing() -> None:
+    """The CPU has finished when a step returns."""
 
 
 def training_step(iterator: Iterator[Any]) -> Callable[[], object]:
@@ -132,7 +136,7 @@ def training_step(iterator: Iterator[Any]) -> Callable[[], object]:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["measure"]:
-        _, _, *arguments, on_gpu = sys.argv
-        print(json.dumps(measure(*arguments, gpu=bool(int(on_gpu)))))
+        tree, folder, name, on_gpu = sys.argv[2:]
+        print(json.dumps(measure(tree, folder, name, gpu=on_gpu == "1")))
     else:
         main()
