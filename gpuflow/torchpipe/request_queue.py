@@ -17,7 +17,7 @@ class Request:
     """One image on its way through a graph; the item that torchpipe carries has it as `request`.
 
     future: what `wrap` returns for the logits [K], or for the image [C, H, W] that the model gets if `wants_image`.
-    done: called once when the graph has finished with the request, whatever the outcome.
+    done: called once when the graph has finished with the request, whatever the outcome, just before the future is set.
     answered: whether `set_result` was called. fault: what a node raised for it; torchpipe passes on only its text.
     """
 
@@ -37,14 +37,22 @@ class Request:
         return self._wanted
 
     def set_result(self, value: torch.Tensor | Exception) -> None:
-        """Set the future's result or exception unless it was cancelled, then call `done`."""
+        """Call `done`, then set the future's result or exception unless it was cancelled."""
         self.answered = True
-        if self.begin():
-            if isinstance(value, Exception):
-                self.future.set_exception(value)
-            else:
-                self.future.set_result(self._wrap(value))
+        wanted = self.begin()
+        result = value
+        if wanted and not isinstance(value, Exception):
+            try:
+                result = self._wrap(value)
+            except Exception as error:  # such as a fault of the GPU, for which `wrap` may wait
+                result = error
         self._done(self)
+        if not wanted:
+            return
+        if isinstance(result, Exception):
+            self.future.set_exception(result)
+        else:
+            self.future.set_result(result)
 
 
 Waiting = tuple[bytes, Request]

@@ -7,7 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 
 import pytest
+import torch
 
+from gpuflow.errors import BadSampleError
 from gpuflow.torchpipe.request_queue import Request, RequestQueue
 
 LONG = 20.0
@@ -144,3 +146,23 @@ def test_many_threads_lose_nothing(started: Started) -> None:
     assert len(found) == len(set(found)) == queue.arrived == 1600
     for number in range(8):
         assert [data[1] for data in found if data[0] == number] == list(range(200)), "of one thread in order"
+
+
+@pytest.mark.parametrize("value", [torch.ones(3), BadSampleError("decode", "no image")], ids=["answer", "fault"])
+def test_a_request_is_done_before_its_answer_can_be_seen(value: torch.Tensor | Exception) -> None:
+    """Otherwise a client that has its answer could find its own place in the queue still taken."""
+    seen = []
+    request = Request(lambda request: seen.append(request.future.done()), wrap=lambda logits: logits)
+    request.set_result(value)
+    assert (seen, request.future.done()) == ([False], True)
+
+
+def test_an_error_of_wrap_is_the_answer() -> None:
+    def wrap(image: torch.Tensor) -> None:
+        raise RuntimeError("the GPU does not answer")
+
+    done: list[Request] = []
+    request = Request(done.append, wrap=wrap)
+    request.set_result(torch.ones(3))
+    assert str(request.future.exception(0)) == "the GPU does not answer"
+    assert done == [request]
