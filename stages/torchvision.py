@@ -133,9 +133,27 @@ class _OwnGenerator(TorchFunctionMode):
 
 
 _DRAWS = frozenset(
-    ("bernoulli", "bernoulli_", "binomial", "cauchy_", "exponential_", "geometric_", "log_normal_", "multinomial")
-    + ("normal", "normal_", "poisson", "rand", "randint", "randn", "random_", "randperm", "uniform_")
-    + ("_sample_dirichlet", "_standard_gamma")
+    [
+        "_sample_dirichlet",
+        "_standard_gamma",
+        "bernoulli",
+        "bernoulli_",
+        "binomial",
+        "cauchy_",
+        "exponential_",
+        "geometric_",
+        "log_normal_",
+        "multinomial",
+        "normal",
+        "normal_",
+        "poisson",
+        "rand",
+        "randint",
+        "randn",
+        "random_",
+        "randperm",
+        "uniform_",
+    ]
 )
 """Names of the functions and methods of torch that take a generator. A test compares them with torch's own list."""
 _LIKE = {"rand_like": "uniform_", "randint_like": "random_", "randn_like": "normal_"}
