@@ -1,6 +1,6 @@
 """torchvision: runs any torchvision v2 transform by name, for operations that have no fast form in gpuflow.
 
-A transform draws from torch's global generator, which other threads also use. Here each random operation that it calls
+A transform draws from torch's global generator, which other threads also use. Here each random function that it calls
 gets a generator that belongs to the sample. So the same position in the epoch gets the same draw on any number of
 threads, and the state of the user's generator does not change.
 """
@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import Any, ClassVar
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
 
 from gpuflow.errors import Problem, suggest
 from gpuflow.pipeline import stage as s
@@ -93,57 +93,70 @@ class Torchvision(s.Opaque):
             return transform(image)  # type: ignore[no-any-return]
 
 
-class _OwnGenerator(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Passes each random operation inside the block a generator seeded here. Affects only this thread.
+class _OwnGenerator(TorchFunctionMode):
+    """Passes each random function called inside the block a generator seeded here. Affects only this thread.
 
     Numbers for a GPU are drawn on the CPU and copied, so that both devices get the same numbers.
+
+    It sees the functions that Python calls. A mode that sees the operators below them (TorchDispatchMode) is not safe
+    with several threads: where two call an operator for the first time at once, torch 2.11 keeps the address of an
+    object that is then freed, and the process crashes later.
     """
 
     def __init__(self, seed: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.used = False
         self._generator = torch.Generator().manual_seed(seed)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if torch.Tag.nondeterministic_seeded not in func.tags:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = dict(kwargs or {}), func.__name__
+        if name not in _DRAWS and name not in _LIKE:
             return func(*args, **kwargs)
         self.used = True
-        if func in _LIKE:
-            like = torch.empty_like(args[0], **{**kwargs, "device": "cpu"})
-            return _LIKE[func](like, *args[1:], generator=self._generator).to(kwargs.get("device") or args[0].device)
-        device = args[0].device if args and isinstance(args[0], torch.Tensor) else kwargs.get("device")
-        if device is not None and torch.device(device).type != "cpu":
-            return self._draw_on_cpu(func, args, kwargs, torch.device(device))
-        if not any(argument.name == "generator" for argument in func._schema.arguments):
-            func = getattr(func.overloadpacket, _WITH_GENERATOR[func])
+        if name in _LIKE:
+            return self._draw_like(name, *args, **kwargs)
         kwargs["generator"] = self._generator
-        return func(*args, **kwargs)
-
-    def _draw_on_cpu(self, func: Any, args: Any, kwargs: Any, device: torch.device) -> Any:
-        """Run the operation on CPU copies of its tensors and copy the result to the device; in-place operations stay
-        in place."""
+        device = args[0].device if args and isinstance(args[0], torch.Tensor) else kwargs.get("device")
+        if device is None or torch.device(device).type == "cpu":
+            return func(*args, **kwargs)
         moved = [x.cpu() if isinstance(x, torch.Tensor) else x for x in args]
-        result = self.__torch_dispatch__(
-            func, (), moved, {**kwargs, **({"device": "cpu"} if "device" in kwargs else {})}
-        )
+        result = func(*moved, **{**kwargs, **({"device": "cpu"} if "device" in kwargs else {})})
         return args[0].copy_(result) if result is moved[0] else result.to(device)
 
+    def _draw_like(self, name: str, like: torch.Tensor, *bounds: int, **kwargs: Any) -> torch.Tensor:
+        """These functions take no generator: their numbers come from the in-place function of the same distribution."""
+        bounds += tuple(kwargs.pop(key) for key in ("low", "high") if key in kwargs)
+        result = torch.empty_like(like, **{**kwargs, "device": "cpu"})
+        draw = getattr(result, _LIKE[name])
+        draw(*((0, *bounds) if len(bounds) == 1 else bounds), generator=self._generator)
+        return result.to(kwargs.get("device") or like.device)
 
-_aten = torch.ops.aten
-_WITH_GENERATOR = {
-    _aten.rand.default: "generator",
-    _aten.randn.default: "generator",
-    _aten.randint.default: "generator",
-    _aten.randint.low: "low_generator",
-    _aten.randperm.default: "generator",
-}
-_LIKE: dict[Any, Any] = {
-    _aten.rand_like.default: lambda x, **kwargs: x.uniform_(0, 1, **kwargs),
-    _aten.randn_like.default: lambda x, **kwargs: x.normal_(0, 1, **kwargs),
-    _aten.randint_like.default: lambda x, high, **kwargs: x.random_(0, high, **kwargs),
-    _aten.randint_like.low_dtype: lambda x, low, high, **kwargs: x.random_(low, high, **kwargs),
-}
+
+_DRAWS = frozenset(
+    [
+        "_sample_dirichlet",
+        "_standard_gamma",
+        "bernoulli",
+        "bernoulli_",
+        "binomial",
+        "cauchy_",
+        "exponential_",
+        "geometric_",
+        "log_normal_",
+        "multinomial",
+        "normal",
+        "normal_",
+        "poisson",
+        "rand",
+        "randint",
+        "randn",
+        "random_",
+        "randperm",
+        "uniform_",
+    ]
+)
+"""Names of the functions and methods of torch that take a generator. A test compares them with torch's own list."""
+_LIKE = {"rand_like": "uniform_", "randint_like": "random_", "randn_like": "normal_"}
 
 
 @lru_cache(maxsize=1)

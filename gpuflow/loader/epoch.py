@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import functools
 import logging
+import os
 import queue
 import threading
 import time
@@ -148,11 +149,12 @@ def _own(
     collected: weakref.ref[EpochRun],
 ) -> None:
     """The thread of an epoch: starts its pipeline, waits until something is put in `end`, and ends it."""
-    owner = threading.current_thread()
+    owner, pid = threading.current_thread(), os.getpid()
 
     def stop_at_exit() -> None:
-        end.put(None)
-        owner.join(2 * STOP_SECONDS)
+        if os.getpid() == pid:  # and not a forked child, which has no such thread
+            end.put(None)
+            owner.join(2 * STOP_SECONDS)
 
     atexit.register(stop_at_exit)
     try:

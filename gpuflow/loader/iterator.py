@@ -57,6 +57,8 @@ class EpochIterator(Iterator[Batch]):
         return self._end is not None
 
     def __next__(self) -> Batch:
+        if self._feed.forked:
+            raise self._feed.error_in_child()
         if self._end is None and self._step == len(self._steps):
             self._progress.move_to(self._epoch + 1, 0)
             self.end("over", wait=False)
@@ -145,8 +147,11 @@ class EpochIterator(Iterator[Batch]):
         self.end("it was closed")
 
     def end(self, reason: str, *, wait: bool = True) -> None:
-        """End the epoch once, which takes a tenth of a second; without `wait` that happens in the background."""
-        if self._end is not None:
+        """End the epoch once, which takes a tenth of a second; without `wait` that happens in the background.
+
+        Does nothing in a forked child, as the epoch is the parent's.
+        """
+        if self._end is not None or self._feed.forked:
             return
         self._end = reason
         self._stats.end_epoch()

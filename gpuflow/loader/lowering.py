@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import os
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable
@@ -21,6 +22,7 @@ from spdl.pipeline import AsyncQueue, PipelineBuilder
 from spdl.pipeline import Pipeline as SpdlPipeline
 from spdl.pipeline.defs import Aggregator
 
+from gpuflow.errors import LoaderError
 from gpuflow.loader.batch import Assembly, Chunk
 from gpuflow.loader.cpu_offload import CpuOffload
 from gpuflow.loader.decode import ChunkDecoder, Faults, Run, WorkerDecoder
@@ -78,9 +80,24 @@ class Feed:
         self.meters = (self._reader.meter, *offload_meters, self._decoder.meter)
         self._owners: list[threading.Thread] = []
         self._gpu_is_idle = False
+        self._pid, self._begun = os.getpid(), False
+
+    @property
+    def forked(self) -> bool:
+        """Whether this is a forked child of the process whose threads work here.
+
+        The child has none of them, and any lock that one of them held at the fork is held in it for ever.
+        """
+        return os.getpid() != self._pid
 
     def start(self, epoch: int, steps: Steps) -> EpochRun:
-        """Begin an epoch. The first one starts the workers, without waiting for them."""
+        """Begin an epoch. The first one starts the workers, without waiting for them.
+
+        Raises LoaderError in a forked child of the process that ran an epoch.
+        """
+        if self._begun and self.forked:
+            raise self.error_in_child()
+        self._pid, self._begun = os.getpid(), True
         self.workers.start()
         torch_threads = torch.get_num_threads()
         try:
@@ -89,6 +106,12 @@ class Feed:
             torch.set_num_threads(torch_threads)  # undo what _begin_thread did to threads yet to come
         self._owners = [*filter(threading.Thread.is_alive, self._owners), run.owner]
         return run
+
+    def error_in_child(self) -> LoaderError:
+        return LoaderError(
+            f"this loader runs in process {self._pid} and does not work in its forked child {os.getpid()}; "
+            "make another one after the fork"
+        )
 
     def wait(self) -> None:
         """Wait for the ends of the epochs that were asked to stop."""
@@ -100,7 +123,12 @@ class Feed:
         return culprit(*self.meters)
 
     def close(self) -> None:
-        """Kill the workers, free the buffers, close the source and the list of bad samples."""
+        """Kill the workers, free the buffers, close the source and the list of bad samples.
+
+        Does nothing in a forked child.
+        """
+        if self.forked:
+            return
         self.workers.close()
         self._reader.close()
         self._decoder.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import mmap
 import os
@@ -12,7 +13,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["SharedBlock", "heap", "pinned", "shared", "shared_and_pinned", "shared_block", "shared_keys"]
+__all__ = [
+    "SharedBlock",
+    "heap",
+    "memory_file",
+    "pinned",
+    "shared",
+    "shared_and_pinned",
+    "shared_block",
+    "shared_keys",
+]
 
 
 def heap(size: int) -> NDArray[np.uint8]:
@@ -42,9 +52,20 @@ _shared: dict[int, SharedBlock] = {}
 _keys = itertools.count()
 
 
+def memory_file(name: str) -> int:
+    """The descriptor of a new file in memory. Raises OSError where there is none, such as in a sandbox."""
+    try:
+        return os.memfd_create(name)
+    except AttributeError as error:
+        raise OSError(errno.ENOSYS, "this Python has no os.memfd_create") from error
+
+
 def shared(size: int) -> NDArray[np.uint8]:
-    """So many bytes that other processes can map, see `shared_block`. Raises OSError where there are none."""
-    return _share(size)[0]
+    """So many bytes that other processes can map, see `shared_block`. Where that cannot be had, it is `heap`."""
+    try:
+        return _share(size)[0]
+    except OSError:
+        return heap(size)
 
 
 def shared_and_pinned(size: int) -> NDArray[np.uint8]:
@@ -73,8 +94,8 @@ def shared_keys() -> set[int]:
 
 
 def _share(size: int) -> tuple[NDArray[np.uint8], int]:
-    """(the memory, where it is)."""
-    descriptor = os.memfd_create("gpuflow")
+    """(the memory, where it is). Raises OSError."""
+    descriptor = memory_file("gpuflow")
     try:
         os.ftruncate(descriptor, size)
         memory = np.frombuffer(mmap.mmap(descriptor, size), np.uint8)

@@ -2,8 +2,12 @@
 
 For work that threads cannot do in parallel because each of them needs the interpreter too often. A fork server is
 started as a new Python process, which does not import the script that is running, and forks the workers, so that all
-share what it has imported and unpickled. They ignore a Ctrl-C in the terminal and end when their connections do, so
-with this process in any case.
+share what it has imported and unpickled. They ignore a Ctrl-C in the terminal, and end when this process does, however
+that ends and whatever children of its own outlive it: they wait for a record lock that it holds and that no child of
+it inherits (fcntl(2)).
+
+Workers import from this process's import paths, made absolute: never from the directory in which it is by then. A
+relative path or `''` in `sys.path` stands for the directory in which this module was imported.
 
 A module that worker processes run has two functions: `prepare(setup)` unpickles the setup, in the fork server before
 it forks; `work(connection, prepared)` answers requests until `connection.recv` raises, on one thread a connection.
@@ -11,6 +15,7 @@ it forks; `work(connection, prepared)` answers requests until `connection.recv` 
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import json
 import logging
@@ -35,7 +40,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from gpuflow.runtime.memory import SharedBlock, shared_block, shared_keys
+from gpuflow.runtime.memory import SharedBlock, memory_file, shared_block, shared_keys
 
 __all__ = ["READY", "ForkServer", "ParentConnection", "Pending", "WorkerConnection", "WorkerPool", "serve"]
 
@@ -51,7 +56,18 @@ sys.path[:] = json.loads(sys.argv[1])
 from gpuflow.runtime.worker_pool import serve
 serve(*sys.argv[2:])
 """
-_ANSWER_SECONDS, _END_SECONDS, _POLL_SECONDS, _MAX_PIDS_BYTES = 300.0, 2.0, 0.02, 1 << 16
+_ANSWER_SECONDS, _END_SECONDS, _POLL_SECONDS, _SHORT_POLL_SECONDS = 300.0, 2.0, 0.02, 0.002
+_MAX_PIDS_BYTES = 1 << 16
+
+
+def _current_directory() -> str | None:
+    try:
+        return os.getcwd()
+    except OSError:  # it was deleted
+        return None
+
+
+_START_DIRECTORY = _current_directory()
 
 
 # --- this process -----------------------------------------------------------------------------------------------------
@@ -67,17 +83,20 @@ class ForkServer:
     def __init__(self, module: str, *, connections: Sequence[int], setup: bytes) -> None:
         pipes = [[Pipe() for _ in range(count)] for count in connections]
         descriptors = [[theirs.fileno() for _, theirs in own] for own in pipes]
-        shared_file = os.memfd_create("gpuflow_setup")  # the setup, then the workers' process ids
+        shared_file = memory_file("gpuflow_setup")  # the setup, then the workers' process ids
         try:
+            fcntl.lockf(shared_file, fcntl.LOCK_EX)  # until this process ends; see `_end_with_parent`
             with open(shared_file, "wb", closefd=False) as file:
                 file.write(setup)
-            command = [sys.executable or "python3", "-c", _PROGRAM, json.dumps(sys.path), module, str(shared_file)]
+            command = [sys.executable or "python3", "-P", "-c", _PROGRAM]
+            command += [json.dumps(_import_paths()), module, str(shared_file)]
             self._process = subprocess.Popen(
                 [*command, json.dumps(descriptors)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=[shared_file, *itertools.chain(*descriptors)],
                 start_new_session=True,
+                env={key: value for key, value in os.environ.items() if key != "PYTHONPATH"},  # part of sys.path
             )
         except BaseException:
             os.close(shared_file)
@@ -91,29 +110,74 @@ class ForkServer:
 
     def kill(self, worker: int) -> None:
         """Kill one worker, or the whole group if it has not forked yet. Its connections then raise."""
-        shared_file, start = self._pids
-        group = self._process.pid  # cannot be another process's: this one is not waited for before the end
-        with self._ending, suppress(ProcessLookupError):
-            if not self._close.alive:
-                return
-            try:
-                pid: int = json.loads(os.pread(shared_file, _MAX_PIDS_BYTES, start))[worker]
-            except ValueError:
-                os.killpg(group, signal.SIGKILL)
-            else:
-                if os.getpgid(pid) == group:
-                    os.kill(pid, signal.SIGKILL)
-
-    def end(self) -> None:
-        """Kill all workers. They hold nothing that could be lost. Calling it again does nothing."""
         with self._ending:
             if not self._close.alive:
                 return
-            with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+            workers = self._workers()
+            if workers:
+                self._kill([workers[worker]])
+            else:
+                self._kill_all()
+
+    def end(self) -> None:
+        """Kill all workers. They hold nothing that could be lost. Calling it again does nothing.
+
+        The fork server is the last: it waits for those that it forked. Without it they would become children of
+        process 1, which in a container often waits for nobody, and stay zombies. If this is process 1, it waits itself.
+        """
+        with self._ending:
+            if not self._close.alive:
+                return
+            forked, deadline = self._workers()[1:], time.monotonic() + _END_SECONDS
+            self._kill(forked)
+            while any(map(self._is_worker, forked)) and time.monotonic() < deadline:
+                for pid in forked:
+                    with suppress(ChildProcessError):
+                        os.waitpid(pid, os.WNOHANG)
+                time.sleep(_SHORT_POLL_SECONDS)
+            self._kill_all()
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(_END_SECONDS)
+            with suppress(ChildProcessError):  # forked while it was killed
+                while os.waitpid(-self._process.pid, os.WNOHANG) == (0, 0) and time.monotonic() < deadline:
+                    time.sleep(_SHORT_POLL_SECONDS)
             self._close()
+
+    def _workers(self) -> list[int]:
+        """The process ids of all workers, the fork server's first; empty if it has not forked yet."""
+        shared_file, start = self._pids
+        try:
+            pids: list[int] = json.loads(os.pread(shared_file, _MAX_PIDS_BYTES, start))
+        except ValueError:
+            return []
+        return pids
+
+    def _is_worker(self, pid: int) -> bool:
+        """Whether a process id still is of this group. A process id that is free is given to other processes."""
+        try:
+            return os.getpgid(pid) == self._process.pid
+        except ProcessLookupError:
+            return False
+
+    def _kill(self, pids: Sequence[int]) -> None:
+        for pid in filter(self._is_worker, pids):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def _kill_all(self) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)  # not another's: this one is not waited for before the end
+
+
+def _import_paths() -> list[str]:
+    """Where this process imports from, as absolute paths. Python ignores what is no text."""
+    paths = [path for path in sys.path if isinstance(path, str)]
+    start = _START_DIRECTORY
+    return [
+        path if os.path.isabs(path) else os.path.normpath(os.path.join(start, path))
+        for path in paths
+        if start is not None or os.path.isabs(path)
+    ]
 
 
 class WorkerConnection:
@@ -244,7 +308,9 @@ class WorkerPool:
             self._finish(connection, exchange)
 
     def close(self) -> None:
-        """Kill the workers. Threads that wait for an answer get an error."""
+        """Kill the workers. Threads that wait for an answer get an error. Does nothing in a forked child."""
+        if os.getpid() != self._pid:
+            return
         self._end()
         while (connection := self._acquire()) is not None:
             connection.close()
@@ -354,6 +420,7 @@ def serve(name: str, setup: str, descriptors: str) -> None:
         prepared = module.prepare(file.read())
     shares: list[list[int]] = json.loads(descriptors)
     mine = _fork(shares, int(setup))
+    threading.Thread(target=_end_with_parent, args=(int(setup),), daemon=True).start()
     for descriptor in itertools.chain(*(share for share in shares if share is not mine)):
         os.close(descriptor)  # or the other worker's end would go unnoticed
     threads = [
@@ -363,6 +430,23 @@ def serve(name: str, setup: str, descriptors: str) -> None:
         thread.start()
     for thread in threads:
         thread.join()
+    with suppress(ChildProcessError):
+        os.wait()  # the fork server: until all that it forked have ended, as SIGCHLD is ignored
+    os._exit(0)
+
+
+def _end_with_parent(shared_file: int) -> None:
+    """Wait until the process that started the fork server has ended, then end this one.
+
+    Its connections do not say so: a child that it forked holds copies of their ends. A record lock is not inherited.
+    """
+    fcntl.lockf(shared_file, fcntl.LOCK_SH)
+    deadline = time.monotonic() + _END_SECONDS
+    with suppress(ChildProcessError):
+        while time.monotonic() < deadline:  # the fork server waits for those that it forked
+            os.waitpid(-1, os.WNOHANG)
+            time.sleep(_POLL_SECONDS)
+        os.killpg(0, signal.SIGKILL)
     os._exit(0)
 
 

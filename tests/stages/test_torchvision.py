@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,9 +12,12 @@ from torchvision.transforms import InterpolationMode, v2
 
 from gpuflow.errors import ConfigError
 from gpuflow.stages import CenterCrop, Decode, Normalize, Resize, Torchvision
+from gpuflow.stages.torchvision import _DRAWS, _LIKE, _OwnGenerator
+from tests.datasets import python
 from tests.images import jpeg, photo
 from tests.running import RGB, images, keys_of, program_of
 
+ROOT = Path(__file__).parents[2]
 DATA = jpeg(photo(60, 80))
 SIZED = RGB.replace(shape=(40, 50, 3))
 
@@ -97,6 +101,73 @@ def test_two_threads_at_once_give_what_one_gives() -> None:
         thread.join(timeout=60)
     assert [len(mine) for mine in results] == [4, 4]
     assert all(torch.equal(batch, expected) for mine in results for batch in mine)
+
+
+MEET = """
+import threading, time
+import torch, torch._ops
+from gpuflow.stages import Torchvision
+
+stage = Torchvision(name="RandomPerspective", parameters=(("p", 1.0),))
+image = torch.zeros((3, 20, 20), dtype=torch.uint8)
+seeds, results, find = (3, 4), {}, torch._ops._get_packet
+
+def find_slowly(*arguments):
+    found = find(*arguments)
+    if threading.current_thread() is not threading.main_thread():
+        time.sleep(0.1)
+    return found
+
+def work(seed):
+    start.wait(20)
+    results[seed] = stage.apply(image, seed)
+
+start, torch._ops._get_packet = threading.Barrier(2), find_slowly
+threads = [threading.Thread(target=work, args=(seed,)) for seed in seeds]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join(40)
+print(sorted(results))
+"""
+
+
+def test_two_threads_may_meet_an_operator_for_the_first_time_at_once() -> None:
+    """torch looks an operator up at its first call, without a lock; here that takes long enough for both to do it."""
+    done = python(MEET, cwd=ROOT)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "[3, 4]\n", "")
+
+
+def test_every_function_that_takes_a_generator_gets_one() -> None:
+    """Of torch's own list, without a module of the same name and what only networks call."""
+    schemas = (schema for schema in torch._C._jit_get_all_schemas() if schema.name.startswith("aten::"))
+    named = {schema.name[6:] for schema in schemas if any(x.name == "generator" for x in schema.arguments)}
+    public = {name for name in named if hasattr(torch, name) or hasattr(torch.Tensor, name)}
+    assert public - {"random", "rrelu", "rrelu_", "_fused_dropout"} == set(_DRAWS) | set(_LIKE)
+
+
+def test_functions_that_resemble_a_tensor_draw_from_the_samples_generator() -> None:
+    like = torch.zeros(100, dtype=torch.uint8)
+    state = torch.random.get_rng_state()
+
+    def draw() -> list[torch.Tensor]:
+        with _OwnGenerator(5) as mode:
+            drawn = [
+                torch.rand_like(like, dtype=torch.float32),
+                torch.randn_like(like, dtype=torch.float64),
+                torch.randint_like(like, 9),
+                torch.randint_like(like, 200, 210),
+                torch.randint_like(like, low=3, high=6),
+            ]
+        assert mode.used
+        return drawn
+
+    first, again = draw(), draw()
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert [drawn.dtype for drawn in first] == [torch.float32, torch.float64, *[torch.uint8] * 3]
+    limits = [(int(drawn.min()), int(drawn.max())) for drawn in first[2:]]
+    assert limits == [(0, 8), (200, 209), (3, 5)]
 
 
 def test_deterministic_transforms_equal_torchvision_alone_and_inside() -> None:
