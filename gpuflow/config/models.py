@@ -111,6 +111,10 @@ class ModelSpec(_Block):
         cuda_graphs: replay the model as CUDA graphs; for the engine torch on a GPU.
         precision: the data type that the model computes in.
         force: serve a model that was trained with other preprocessing, which is an error otherwise.
+        preprocessing: `check`: the file must record that it was trained with these stages; `trust`: serve a file that
+            records nothing, such as one that gpuflow did not write. A record is checked in either case.
+        classes: the names of the model's outputs, as a list or as a text file with one name on each line; by default
+            those that the file records.
         via: what runs a TensorRT engine: gpuflow's own code, or torchpipe's node.
         tensorrt: settings of the engine tensorrt.
     """
@@ -124,6 +128,8 @@ class ModelSpec(_Block):
     cuda_graphs: bool = False
     precision: Literal["float32", "float16", "bfloat16"] = "float32"
     force: bool = False
+    preprocessing: Literal["check", "trust"] = "check"
+    classes: Annotated[str, Field(min_length=1)] | Annotated[tuple[str, ...], Field(min_length=1)] | None = None
     via: Literal["python", "torchpipe"] = "python"
     tensorrt: TensorrtSpec = TensorrtSpec()
 
