@@ -111,6 +111,10 @@ class ModelSpec(_Block):
         cuda_graphs: replay the model as CUDA graphs; for the engine torch on a GPU.
         precision: the data type that the model computes in.
         force: serve a model that was trained with other preprocessing, which is an error otherwise.
+        preprocessing: `check`: the file must record that it was trained with these stages; `trust`: serve a file that
+            records nothing, such as one that gpuflow did not write. A record is checked in either case.
+        classes: the names of the model's outputs, as a list or as a text file with one name on each line; by default
+            those that the file records.
         via: what runs a TensorRT engine: gpuflow's own code, or torchpipe's node.
         tensorrt: settings of the engine tensorrt.
     """
@@ -124,6 +128,8 @@ class ModelSpec(_Block):
     cuda_graphs: bool = False
     precision: Literal["float32", "float16", "bfloat16"] = "float32"
     force: bool = False
+    preprocessing: Literal["check", "trust"] = "check"
+    classes: Annotated[str, Field(min_length=1)] | Annotated[tuple[str, ...], Field(min_length=1)] | None = None
     via: Literal["python", "torchpipe"] = "python"
     tensorrt: TensorrtSpec = TensorrtSpec()
 
@@ -211,15 +217,18 @@ class PresetKeys(_Block):
 
 
 class PipelineSpec(PresetKeys):
-    """A pipeline: the part of the source that has its name, through these stages, in batches.
+    """A pipeline: a part of the source, through these stages, in batches.
 
     Args:
+        split: the part of `source.split` that it reads, or `all` for the whole source; by default the part that has the
+            pipeline's name.
         stages: what happens to each image, in this order; the first stage is decode, or there is a preset.
         batch: how many samples make a batch.
         shuffle: draw a new order of the samples for each epoch.
         on_error: what happens to a bad sample in this pipeline; by default what `run.on_error` says.
     """
 
+    split: str | None = None
     stages: tuple[Any, ...]
     batch: BatchSpec = BatchSpec(size=64)
     shuffle: bool = False
@@ -277,7 +286,8 @@ class RunSpec(_Block):
         processes: worker processes that read and decode instead of the threads; `auto`: one for each thread where there
             are more than four, from 10,000 samples on.
         prefetch: finished batches that wait for the training loop.
-        on_error: what happens to a bad sample: `raise` stops, `replace` takes another one, `skip` leaves it out.
+        on_error: what happens to a bad sample: `raise` stops, `replace` takes another one, `skip` leaves it out; by
+            default `skip` in the pipeline val and `replace` in others.
         max_bad: the most bad samples that are allowed: a number, or a fraction of the source; by default no limit.
         bad_file: a file that lists each bad sample, as JSON lines.
         timeout_s: the longest wait for a batch or an answer, in seconds.
@@ -289,7 +299,7 @@ class RunSpec(_Block):
     readers: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
     processes: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
     prefetch: Positive = 3
-    on_error: OnError = "replace"
+    on_error: OnError | None = None
     max_bad: Annotated[int, Field(ge=0)] | Annotated[float, Field(ge=0, le=1)] | None = None
     bad_file: str | None = None
     timeout_s: Annotated[float, Field(gt=0)] = 120.0
@@ -336,8 +346,32 @@ class Document(_Block):
             yield Problem.of(("pipelines", "serve"), rule, action=action, code="config.conflict")
         for name, pipeline in self.pipelines.items():
             yield from (problem.below("pipelines", name) for problem in pipeline.problems())
+            yield from (problem.below("pipelines", name) for problem in self._split_problems(name, pipeline))
+        if _WHOLE in self._parts:
+            rule, action = f"takes the name that means the whole source, {_WHOLE}", "give this part another one"
+            yield Problem.of(("source", "split", _WHOLE), rule, action=action, code="config.conflict")
         if self.serve is not None:
             yield from (problem.below("serve") for problem in self.serve.problems())
+
+    @property
+    def _parts(self) -> tuple[str, ...]:
+        return tuple(getattr(self.source, "split", ()))
+
+    def _split_problems(self, name: str, pipeline: PipelineSpec) -> Iterator[Problem]:
+        """A problem where a pipeline does not read a part of `source.split`, and does not ask for the whole source."""
+        parts = self._parts
+        if pipeline.split is None and parts and name not in parts:
+            rule = f"is not a part of source.split, which has {', '.join(parts)}"
+            action = f"{suggest(name, parts, else_all=False)} set split: NAME, or split: {_WHOLE} for the whole source"
+            yield Problem.of((), rule, action=action.strip(), code="config.conflict")
+        if pipeline.split is not None and pipeline.split not in (*parts, _WHOLE):
+            rule = f"must name a part of source.split, or {_WHOLE}"
+            yield Problem.of(
+                "split", rule, pipeline.split, suggest(pipeline.split, (*parts, _WHOLE)), code="config.range"
+            )
+
+
+_WHOLE = "all"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -362,3 +396,13 @@ class Config:
             problem = Problem.of("pipelines", f"has no pipeline {name!r}", action=action, code="config.unknown_key")
             raise ConfigError([replace(problem, place=f"{self.path}:")])
         return self.programs[name]
+
+    def split_of(self, name: str) -> str | None:
+        """The part of `source.split` that a pipeline reads; None if it reads the whole source, as `serve` does."""
+        split = self.pipelines[name].split if name in self.pipelines else None
+        part = name if split is None else split
+        return part if part in dict(self.source.fractions) else None
+
+    def on_error_of(self, name: str) -> OnError:
+        """What happens to bad samples of a pipeline: its own `on_error`, else `run.on_error`, else the default."""
+        return self.pipelines[name].on_error or self.run.on_error or ("skip" if name == "val" else "replace")

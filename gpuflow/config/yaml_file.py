@@ -16,6 +16,9 @@ __all__ = ["Lines", "parse_value", "read_yaml"]
 Lines = dict[tuple[Key, ...], int]
 """The line of each value, by its path; a key's line for a value in a mapping."""
 
+_MAX_ALIASED = 100_000
+_CYCLE = "is nested too deeply, or an alias stands inside what it names"
+
 
 def read_yaml(path: str) -> tuple[dict[str, Any], Lines]:
     """The mapping that a file holds, and the lines of its values.
@@ -44,8 +47,7 @@ def read_yaml(path: str) -> tuple[dict[str, Any], Lines]:
         line = f":{cause.problem_mark.line + 1}" if cause.problem_mark else ""
         raise error(f"is not valid YAML: {cause.problem}", line=line, code="config.yaml") from cause
     except RecursionError:
-        rule = "is nested too deeply, or an alias stands inside what it names"
-        raise error(rule, code="config.yaml") from None
+        raise error(_CYCLE, code="config.yaml") from None
     except (yaml.YAMLError, ValueError) as cause:
         raise error(f"is not valid YAML: {cause}", code="config.yaml") from cause
     if not isinstance(data, dict):
@@ -60,10 +62,18 @@ def parse_value(text: str) -> Any:
     except (yaml.YAMLError, ValueError) as cause:
         rule = f"the value is not valid YAML: {getattr(cause, 'problem', None) or cause}"
         raise ConfigError([Problem.of((), rule, code="config.yaml")]) from cause
+    except RecursionError:
+        raise ConfigError([Problem.of((), f"the value {_CYCLE}", code="config.yaml")]) from None
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]
-    """Safe YAML in which 1e-3 is a number and a key that stands twice is an error."""
+    """Safe YAML in which 1e-3 is a number, a key that stands twice is an error, and aliases add a limited size."""
+
+    def get_single_node(self) -> yaml.Node | None:
+        node = super().get_single_node()
+        if node is not None:
+            _refuse_alias_bomb(node)
+        return node
 
     def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
@@ -84,6 +94,39 @@ _Loader.add_implicit_resolver(
     re.compile(r"^[-+]?(?:[0-9][0-9_]*)(?:\.[0-9_]*)?[eE][-+]?[0-9]+$"),
     list("-+0123456789"),
 )
+
+
+def _refuse_alias_bomb(root: yaml.Node) -> None:
+    """Raise MarkedYAMLError if aliases make a document of more than `_MAX_ALIASED` values out of the written ones.
+
+    Each written node is visited once. The checks that follow visit a value once for each alias that leads to it.
+
+    Raises:
+        RecursionError: an alias stands inside what it names.
+    """
+    sizes: dict[int, int] = {}
+
+    def size_of(node: yaml.Node) -> int:
+        if (known := sizes.get(id(node))) is not None:
+            return known
+        size = 1 + sum(size_of(child) for child in _children(node))
+        sizes[id(node)] = size
+        if size - len(sizes) > _MAX_ALIASED:
+            raise yaml.MarkedYAMLError(
+                problem=f"its aliases stand for more than {_MAX_ALIASED:,} values; write out what is needed",
+                problem_mark=node.start_mark,
+            )
+        return size
+
+    size_of(root)
+
+
+def _children(node: yaml.Node) -> Iterator[yaml.Node]:
+    if isinstance(node, yaml.MappingNode):
+        for pair in node.value:
+            yield from pair
+    elif isinstance(node, yaml.SequenceNode):
+        yield from node.value
 
 
 def _lines(loader: _Loader, node: yaml.Node | None, at: tuple[Key, ...] = ()) -> Iterator[tuple[tuple[Key, ...], int]]:

@@ -5,7 +5,15 @@ onnx       `.onnx` by onnxruntime, on its CPU or CUDA provider
 tensorrt   `.onnx` built into a TensorRT engine
 """
 
-from gpuflow.engines.base import Engine, ModelInfo, refuse_other_preprocessing
+from gpuflow.engines.base import Engine, ModelInfo, class_names, refuse_other_preprocessing
 from gpuflow.engines.factory import open_engine, open_engines, read_info
 
-__all__ = ["Engine", "ModelInfo", "open_engine", "open_engines", "read_info", "refuse_other_preprocessing"]
+__all__ = [
+    "Engine",
+    "ModelInfo",
+    "class_names",
+    "open_engine",
+    "open_engines",
+    "read_info",
+    "refuse_other_preprocessing",
+]

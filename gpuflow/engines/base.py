@@ -7,10 +7,12 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
 
+from gpuflow.config import ModelSpec
 from gpuflow.errors import ConfigError, Problem
 from gpuflow.pipeline.stage import ImageSpec, Pipeline
 from gpuflow.runtime.threads import DaemonPool
@@ -23,6 +25,7 @@ __all__ = [
     "check_batch",
     "check_classes",
     "check_input",
+    "class_names",
     "cores_per_instance",
     "model_error",
     "read_model",
@@ -181,8 +184,29 @@ def check_batch(images: torch.Tensor, image: ImageSpec, batch: int) -> None:
         raise ValueError(f"an engine takes 1 to {batch} images, its serve.model.batch, got {count}")
 
 
-def check_classes(engine: Engine, path: str, image: ImageSpec, device: torch.device) -> None:
-    """Run one black image. Raise ConfigError unless the result is logits, one for each class that the file names."""
+def class_names(model: ModelSpec, info: ModelInfo) -> tuple[str, ...] | None:
+    """The names of the model's outputs: those of `serve.model.classes`, else those that the file records.
+
+    Raises:
+        ConfigError: the file of names cannot be read, or has an empty line between names.
+    """
+    if model.classes is None or isinstance(model.classes, tuple):
+        return model.classes or info.classes
+    try:
+        names = Path(model.classes).read_text(encoding="utf-8").rstrip().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        rule = f"must be a list of names, or a text file with one on each line: {error}"
+        raise ConfigError([Problem("serve.model.classes", rule)]) from error
+    if not all(map(str.strip, names)) or not names:
+        at = next((i for i, name in enumerate(names, start=1) if not name.strip()), 1)
+        raise ConfigError([Problem(f"{model.classes}:{at}:", "must be the name of a class, got an empty line")])
+    return tuple(map(str.strip, names))
+
+
+def check_classes(
+    engine: Engine, path: str, image: ImageSpec, device: torch.device, classes: tuple[str, ...] | None
+) -> None:
+    """Run one black image. Raise ConfigError unless the result is logits, one for each of the classes."""
     height, width, channels = image.shape
     try:
         logits = run_in_thread(lambda: engine.run(black_images(1, image, device)))
@@ -191,20 +215,29 @@ def check_classes(engine: Engine, path: str, image: ImageSpec, device: torch.dev
         raise model_error(path, f"fails on an image of {image.dtype} {channels}x{height}x{width}: {reason}") from error
     if logits.ndim != 2:
         raise model_error(path, f"must give logits [N, classes], gives {logits.ndim} axes: {list(logits.shape)}")
-    classes = engine.info.classes
     if classes is not None and len(classes) != logits.shape[1]:
+        if classes != engine.info.classes:
+            rule = f"must name each of the {logits.shape[1]} outputs of {path}, names {len(classes)}"
+            raise ConfigError([Problem("serve.model.classes", rule)])
         raise model_error(path, f"names {len(classes)} classes but gives {logits.shape[1]} logits; export it again")
 
 
-def refuse_other_preprocessing(info: ModelInfo, pipeline: Pipeline, path: str, force: bool) -> None:
+def refuse_other_preprocessing(info: ModelInfo, pipeline: Pipeline, path: str, *, force: bool, trust: bool) -> None:
     """Raise ConfigError, with a diff, if the pipeline is not the one that the model was trained with.
 
     Args:
-        info: the file's metadata; a file that does not name its preprocessing passes.
-        pipeline: runs before the model. path: the model's file. force: accept any pipeline.
+        info: the file's metadata. pipeline: runs before the model. path: the model's file.
+        force: accept any pipeline. trust: accept any pipeline before a file that does not record its preprocessing.
     """
-    if force or info.preprocessing in (None, pipeline.fingerprint):
+    if force or info.preprocessing == pipeline.fingerprint or (trust and info.preprocessing is None):
         return
+    if info.preprocessing is None:
+        raise model_error(
+            path,
+            f"does not record what preprocessing it was trained with, so that the stages of {pipeline.name} cannot be "
+            "checked: write it with gpuflow train, gpuflow.save_checkpoint or gpuflow export, or, if you know that the "
+            "stages are right, set serve.model.preprocessing=trust and name its classes in serve.model.classes",
+        )
     if info.folded is not None and pipeline.lines == (*(info.stages or ()), info.folded):
         raise _folded_stage_repeated(path, info.folded, pipeline.name)
     lines = [

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from gpuflow.config import ModelSpec
-from gpuflow.engines.base import Engine, ModelInfo, check_classes, model_error, run_in_thread
+from gpuflow.engines.base import Engine, ModelInfo, check_classes, class_names, model_error, run_in_thread
 from gpuflow.errors import ConfigError
 from gpuflow.pipeline.stage import ImageSpec
 
@@ -47,7 +47,7 @@ def open_engines(model: ModelSpec, *, image: ImageSpec, device: torch.device) ->
             from gpuflow.engines import tensorrt
 
             engines = tensorrt.open_all(model, image=image, device=device)
-    check_classes(engines[0], model.file, image, device)
+    check_classes(engines[0], model.file, image, device, class_names(model, engines[0].info))
     return tuple(engines)
 
 

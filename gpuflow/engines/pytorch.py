@@ -31,6 +31,7 @@ from gpuflow.engines.base import (
     read_model,
     run_in_thread,
 )
+from gpuflow.engines.program_file import refuse_code
 from gpuflow.errors import ConfigError, Problem
 from gpuflow.pipeline.stage import ImageSpec
 from gpuflow.runtime.threads import DaemonPool, use_torch_threads
@@ -280,6 +281,7 @@ def _program_info(path: str) -> ModelInfo:
 
 def _load_program(path: str, image: ImageSpec, info: ModelInfo, device: torch.device) -> nn.Module:
     def load() -> torch.export.ExportedProgram:
+        refuse_code(path)
         with warnings.catch_warnings():
             # torch maps the weights read-only and warns about it; nothing writes to them.
             warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)

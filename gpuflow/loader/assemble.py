@@ -61,7 +61,6 @@ def build_loader(
         )
     run, seed = config.run, config.source.seed
     limit = run.max_bad if not isinstance(run.max_bad, float) else int(run.max_bad * len(source))
-    policy = pipeline.on_error or ("skip" if name == "val" else run.on_error)
     readers = readers_of(config, gpu=placement.gpu is not None)
     share = None
     if placement.gpu is not None:
@@ -81,7 +80,7 @@ def build_loader(
         threads=threads_of(run) if placement.gpu is None else _LAUNCHERS,
         prefetch=run.prefetch,
         timeout_seconds=run.timeout_s,
-        bad=_bad_samples(config, policy, limit),
+        bad=_bad_samples(config, config.on_error_of(name), limit),
         readers=readers,
         processes=decode_processes_of(config, len(source), share.threads if share else None)
         if placement.gpu is None or share
@@ -95,10 +94,11 @@ def build_loader(
 
 
 def open_split(config: Config, name: str, whole: Source | None = None) -> Source:
-    """The source's split that a pipeline reads: the one of its name, else everything. Errors name the file."""
+    """The part of the source that a pipeline reads. Errors name the file."""
     whole = open_whole(config) if whole is None else whole
+    part = config.split_of(name)
     try:
-        return subset(whole, config.source, name)
+        return whole if part is None else subset(whole, config.source, part)
     except SourceError as error:
         raise SourceError(f"{config.path}: source: {error}") from error
 
@@ -138,6 +138,8 @@ def _bad_samples(config: Config, policy: str, limit: int | None) -> BadSamples:
 def _identity(config: Config, name: str, source: Source) -> str:
     """A name for all that decides which samples come when and as what: stages, source, split and shuffle."""
     spec = config.source
-    kind = (spec.folder, spec.listing, spec.tar, spec.split, spec.window if source.shard_sizes else None)
-    shuffle = config.pipelines[name].shuffle
+    pipeline = config.pipelines[name]
+    split = spec.split if pipeline.split is None else (config.split_of(name), spec.split)
+    kind = (spec.folder, spec.listing, spec.tar, split, spec.window if source.shard_sizes else None)
+    shuffle = pipeline.shuffle
     return f"{key64(name, kind, len(source), shuffle, config.programs[name].pipeline.fingerprint):016x}"

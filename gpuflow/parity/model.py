@@ -58,7 +58,9 @@ def find_model(config: Config, program: Program, path: Path | None) -> tuple[Stu
         return None, f"none: {error}"
     prefixes = [Pipeline(program.pipeline.name, stages[:count]) for count in range(len(stages), 0, -1)]
     before = next((one for one in prefixes if one.fingerprint == info.preprocessing), program.pipeline)
-    refuse_other_preprocessing(info, before, file, force=block is not None and block.force)
+    force = block is not None and block.force
+    trust = path is not None or (block is not None and block.preprocessing == "trust")
+    refuse_other_preprocessing(info, before, file, force=force, trust=trust)
     return StudyModel(file, len(before.stages)), f"{file}, on the CPU, on the output of {before.stages[-1].stage_name}"
 
 

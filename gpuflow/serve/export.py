@@ -130,7 +130,7 @@ def _program(config: Config, info: ModelInfo, path: str) -> Program:
         if program.pipeline.fingerprint == info.preprocessing:
             return program
     model = config.serve.model if config.serve is not None else None
-    refuse_other_preprocessing(info, programs[0].pipeline, path, model is not None and model.force)
+    refuse_other_preprocessing(info, programs[0].pipeline, path, force=model is not None and model.force, trust=False)
     return programs[0]
 
 

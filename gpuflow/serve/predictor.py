@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
 import torch
 
 from gpuflow.config.resources import serving_processes_of, threads_of
-from gpuflow.engines import Engine, ModelInfo, open_engines, read_info, refuse_other_preprocessing
+from gpuflow.engines import Engine, ModelInfo, class_names, open_engines, read_info, refuse_other_preprocessing
 from gpuflow.engines.base import black_images
 from gpuflow.errors import BadSampleError, ConfigError, PredictorError, PredictorTimeout, Problem
 from gpuflow.execute.gpu_backend import gpu_passes_and_library
@@ -369,7 +369,7 @@ def open_predictor(
         raise ConfigError([Problem(f"{config.path}: serve", problem)])
     target = Ranks.from_environment().device(device)
     engines: Sequence[Engine] = ()
-    info = ModelInfo()
+    classes: tuple[str, ...] | None = None
     platform = None
     if preprocess_only:
         block = None
@@ -377,10 +377,13 @@ def open_predictor(
         block = block.model_copy(update={"instances": 1, "via": "python"}) if block is not None else None
         batch = block.batch if block is not None else DEFAULT_BATCH
         engines = [CallableEngine(model, image=program.result, device=target, batch=batch)]
+        classes = class_names(block, ModelInfo()) if block is not None else None
     else:
         assert block is not None
         info = read_info(block.file)
-        refuse_other_preprocessing(info, program.pipeline, block.file, block.force)
+        trust = block.preprocessing == "trust"
+        refuse_other_preprocessing(info, program.pipeline, block.file, force=block.force, trust=trust)
+        classes = class_names(block, info)
         if block.via == "torchpipe":
             from gpuflow.engines.tensorrt import platform_of
 
@@ -395,6 +398,6 @@ def open_predictor(
         engines,
         image=program.result,
         pipeline=program.pipeline,
-        classes=info.classes,
+        classes=classes,
         timeout_seconds=config.run.timeout_s,
     )

@@ -98,4 +98,6 @@ def _source(config: Config, name: str) -> tuple[str, int]:
         source = open_split(config, name)
     except SourceError as error:
         return f"{where}: {error}", 0
-    return f"{where}: {len(source):,} samples, {len(source.classes)} classes", len(source)
+    part = config.split_of(name)
+    split = "" if part is None else f", split {part}"
+    return f"{where}: {len(source):,} samples, {len(source.classes)} classes{split}", len(source)

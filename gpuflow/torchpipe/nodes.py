@@ -128,7 +128,8 @@ def _engines(parameters: Mapping[str, str], program: Program) -> Sequence[Engine
     from gpuflow.engines import open_engines, read_info, refuse_other_preprocessing
 
     model = ModelSpec.model_validate_json(parameters["model"])
-    refuse_other_preprocessing(read_info(model.file), program.pipeline, model.file, model.force)
+    info, trust = read_info(model.file), model.preprocessing == "trust"
+    refuse_other_preprocessing(info, program.pipeline, model.file, force=model.force, trust=trust)
     engines = open_engines(model, image=program.result, device=torch.device(parameters["device"]))
     for engine in engines:
         engine.warm_up()

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from tests.config.files import RUN_KEYS, SOURCE_KEYS, fault, read, with_block
+from tests.config.files import PIPELINE_KEYS, RUN_KEYS, SOURCE_KEYS, fault, read, with_block
 
 BYTES = "bytes, or text with a unit such as 512MB or 2GiB"
 
@@ -43,7 +43,7 @@ BYTES = "bytes, or text with a unit such as 512MB or 2GiB"
         ("source: 3", f"source must be a mapping with {SOURCE_KEYS}, got 3"),
         ("source: {folder: 3}", "source.folder must be text, got 3"),
         ("source: {folder: x, split: [1]}", "source.split must be a mapping, each value a number, got [1]"),
-        ("source: {folder: x, split: {a: b}}", "source.split.a must be a number, got 'b'"),
+        ("source: {folder: x, split: {val: b}}", "source.split.val must be a number, got 'b'"),
         (
             "source: {folder: x, classes: [1, 2]}",
             "source.classes must be an integer or a list, each text, got [1, 2]",
@@ -69,13 +69,9 @@ BYTES = "bytes, or text with a unit such as 512MB or 2GiB"
         ),
         (
             "pipelines: 3",
-            "pipelines must be a mapping, each value a mapping with "
-            "preset, height, width, color, stages, batch, shuffle, on_error, got 3",
+            f"pipelines must be a mapping, each value a mapping with {PIPELINE_KEYS}, got 3",
         ),
-        (
-            "pipelines: {a: 3}",
-            "pipelines.a must be a mapping with preset, height, width, color, stages, batch, shuffle, on_error, got 3",
-        ),
+        ("pipelines: {a: 3}", f"pipelines.a must be a mapping with {PIPELINE_KEYS}, got 3"),
         ("pipelines: {a: {stages: 3}}", "pipelines.a.stages must be a list, got 3"),
         (
             "pipelines: {a: {stages: [decode, center_crop: {size: 8}], batch: 3}}",
@@ -113,10 +109,18 @@ BYTES = "bytes, or text with a unit such as 512MB or 2GiB"
         # against each other
         ("source: {}", "source needs exactly one of folder, listing and tar, got none of them"),
         ("source: {folder: a, tar: b}", "source needs exactly one of folder, listing and tar, got folder and tar"),
-        ("source: {folder: a, split: {a: 0}}", "source.split.a must be a fraction within (0, 1], got 0.0"),
+        ("source: {folder: a, split: {val: 0}}", "source.split.val must be a fraction within (0, 1], got 0.0"),
         (
-            "source: {folder: a, split: {a: 0.7, b: 0.4}}",
+            "source: {folder: a, split: {val: 0.7, b: 0.4}}",
             "source.split must add up to at most 1, got 1.1; lower a fraction",
+        ),
+        (
+            "source: {folder: a, split: {val: 0.5, all: 0.5}}",
+            "source.split.all takes the name that means the whole source, all; give this part another one",
+        ),
+        (
+            "pipelines: {a: {stages: [decode, center_crop: {size: 8}], split: nix}}",
+            "pipelines.a.split must name a part of source.split, or all, got 'nix'; known: all",
         ),
         ("pipelines: {}", "pipelines must name at least one pipeline, such as train, got none"),
         (

@@ -51,7 +51,9 @@ def test_overrides_of_stages_that_are_no_more_than_a_name() -> None:
     config = read(FULL, "pipelines.val.stages.decode.max_pixels=9", "pipelines.val.stages.resize={longer: 300}")
     assert config.program("val").pipeline.stages[:2] == (Decode(max_pixels=9), Resize(longer=300))
     config = read(
-        FULL, "pipelines.val.stages.1={resize: {longer: 300}}", "pipelines.new.stages=[decode, center_crop: {size: 8}]"
+        FULL,
+        "pipelines.val.stages.1={resize: {longer: 300}}",
+        *("pipelines.new.stages=[decode, center_crop: {size: 8}]", "pipelines.new.split=all"),
     )
     assert config.program("val").pipeline.stages[1] == Resize(longer=300)
     assert config.program("new").pipeline.stages == (Decode(), CenterCrop(size=8))

@@ -25,7 +25,7 @@ from gpuflow.stages import (
     Resize,
     Torchvision,
 )
-from tests.config.files import FULL, SMALL, SOURCE_KEYS, fault, read, stages_of, with_block
+from tests.config.files import FULL, PIPELINE_KEYS, SMALL, SOURCE_KEYS, fault, read, stages_of, with_block
 
 ROOT = Path(__file__).parents[2]
 
@@ -62,7 +62,7 @@ def test_defaults() -> None:
     config = read(SMALL)
     assert config.serve is None
     run, val = config.run, config.pipelines["val"]
-    assert (run.threads, run.prefetch, run.on_error, run.max_bad, run.bad_file) == ("auto", 3, "replace", None, None)
+    assert (run.threads, run.prefetch, run.on_error, run.max_bad, run.bad_file) == ("auto", 3, None, None, None)
     assert (run.timeout_s, run.memory_limit, run.deterministic) == (120.0, None, False)
     assert (val.batch.size, val.batch.drop_last, val.shuffle, val.on_error) == (64, False, False, None)
 
@@ -97,6 +97,8 @@ def test_unknown_pipelines_are_named() -> None:
         (with_block("run: {prefetch: x}"), "", ("run", "prefetch"), "x", "config.type"),
         (with_block("source: {tar: x, root: y}"), "", ("source", "root"), UNSET, "config.conflict"),
         (with_block("source: {tar: x, split: {a: 2}}"), "", ("source", "split", "a"), 2.0, "config.range"),
+        (with_block("source: {tar: x, split: {valid: 1}}"), "", ("pipelines", "val"), UNSET, "config.conflict"),
+        (FULL, "pipelines.val.split=vla", ("pipelines", "val", "split"), "vla", "config.range"),
         (stages_of("decode, resie"), "", ("pipelines", "a", "stages", 1, "resie"), UNSET, "stage.unknown"),
         (stages_of("decode, center_crop"), "", ("pipelines", "a", "stages", 1, "center_crop"), UNSET, MISSING),
         (stages_of("decode, center_crop: {size: 0}"), "", (*CROP, "size"), 0, "config.range"),
@@ -125,8 +127,7 @@ def test_the_source_is_checked_whatever_else_is_wrong() -> None:
 def test_blocks_that_are_missing() -> None:
     assert fault("run: {}\n") == (
         "x.yaml: needs the key 'source': a mapping with " + SOURCE_KEYS + "\n"
-        "x.yaml: needs the key 'pipelines': a mapping, each value a mapping with "
-        "preset, height, width, color, stages, batch, shuffle, on_error"
+        "x.yaml: needs the key 'pipelines': a mapping, each value a mapping with " + PIPELINE_KEYS
     )
 
 
@@ -142,6 +143,51 @@ def test_three_ways_to_share_a_source() -> None:
 def test_faults_are_placed_whatever_the_pipelines_name(name: str) -> None:
     text = f"source: {{folder: x}}\npipelines:\n  '{name}':\n    stages:\n      - decode\n      - normalize\n"
     assert fault(text).startswith(f"x.yaml:6: pipelines.{name}.stages[1].normalize leaves images of varying size")
+
+
+@pytest.mark.parametrize(
+    ("block", "parts"),
+    [
+        ("source: {folder: a, split: {train: 0.7, val: 0.1, test: 0.2}}", {"val": "val"}),
+        ("source: {folder: a}", {"val": None}),
+        ("source: {folder: a}\npipelines: {x: {split: all, stages: [decode, center_crop: {size: 8}]}}", {"x": None}),
+        (
+            "source: {folder: a, split: {train: 0.8, valid: 0.2}}\npipelines:\n"
+            "  train: {stages: &s [decode, center_crop: {size: 8}]}\n"
+            "  val: {split: valid, stages: *s}\n  every: {split: all, stages: *s}\nserve: {stages: *s}",
+            {"train": "train", "val": "valid", "every": None, "serve": None},
+        ),
+    ],
+)
+def test_the_part_that_a_pipeline_reads(block: str, parts: dict[str, str | None]) -> None:
+    config = read(block if "pipelines" in block else with_block(block))
+    assert {name: config.split_of(name) for name in config.programs} == parts
+
+
+@pytest.mark.parametrize(("parts", "hint"), [("train: 0.8, valid: 0.2", "did you mean 'valid'? "), ("x: 1", "")])
+def test_a_pipeline_that_reads_no_part_of_a_split_source(parts: str, hint: str) -> None:
+    """It would read every sample, those of the other parts included."""
+    names = ", ".join(part.partition(":")[0] for part in parts.split(", "))
+    assert fault(with_block(f"source: {{folder: a, split: {{{parts}}}}}")) == (
+        f"x.yaml:2: pipelines.val is not a part of source.split, which has {names}; {hint}"
+        "set split: NAME, or split: all for the whole source"
+    )
+
+
+@pytest.mark.parametrize(
+    ("run", "own", "expected"),
+    [
+        ("", "", {"train": "replace", "val": "skip"}),
+        ("raise", "", {"train": "raise", "val": "raise"}),
+        ("replace", "", {"train": "replace", "val": "replace"}),
+        ("raise", "skip", {"train": "skip", "val": "skip"}),
+        ("", "raise", {"train": "raise", "val": "raise"}),
+    ],
+)
+def test_a_pipelines_own_policy_then_that_of_run_then_the_default(run: str, own: str, expected: dict[str, str]) -> None:
+    overrides = [f"pipelines.{name}.on_error={own}" for name in expected if own]
+    config = read(FULL, *overrides, *([f"run.on_error={run}"] if run else []))
+    assert {name: config.on_error_of(name) for name in config.pipelines} == expected
 
 
 def test_random_stages_do_not_serve() -> None:

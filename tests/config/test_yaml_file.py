@@ -12,6 +12,7 @@ from gpuflow.config import BatchSpec, read_config
 from gpuflow.errors import ConfigError
 from gpuflow.stages import STAGES
 from tests.config.files import SMALL, fault, read, with_block
+from tests.datasets import deadline
 
 # --- files that are none ---------------------------------------------------------------------------------------------
 
@@ -100,6 +101,43 @@ def test_yaml_merges() -> None:
         "pipelines: {a: {stages: [decode, center_crop: {size: 4}], batch: {<<: *two}}}\n"
     )
     assert read(nested).pipelines["a"].batch.size == 9
+
+
+def _bomb(entry: str, levels: int = 12) -> str:
+    """A block `preprocess` on line 1 in which each level holds the one before ten times: ten to the `levels` values."""
+    lines = ["preprocess:", "  a0: &a0 {x: 1}", *(entry.format(n=n, before=n - 1) for n in range(1, levels))]
+    return "\n".join(lines) + "\n"
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        "  a{n}: &a{n} [" + ", ".join(["*a{before}"] * 10) + "]",
+        "  a{n}: &a{n} {{" + ", ".join(f"k{i}: *a{{before}}" for i in range(10)) + "}}",
+        "  a{n}: &a{n} {{<<: [" + ", ".join(["*a{before}"] * 10) + "]}}",
+    ],
+    ids=["lists", "mappings", "merges"],
+)
+def test_aliases_that_multiply_are_refused_at_once(entry: str) -> None:
+    with deadline(30), pytest.raises(ConfigError) as caught:
+        read(_bomb(entry) + SMALL)
+    (problem,) = caught.value.problems
+    line = int(problem.place.removeprefix("x.yaml:").removesuffix(":"))
+    assert 5 <= line <= 8, "the level that passes the limit"
+    assert problem.code == "config.yaml"
+    assert problem.rule == (
+        "is not valid YAML: its aliases stand for more than 100,000 values; write out what is needed"
+    )
+    with deadline(30):
+        assert "aliases stand for more than" in fault(SMALL, f"run={{{_bomb(entry).replace(chr(10), ',')[12:-1]}}}")
+
+
+def test_a_long_file_and_a_few_aliases_of_it_are_read() -> None:
+    names = ", ".join(f"class_{i}" for i in range(22_000))
+    source = f"preprocess: [&classes [{names}], *classes, *classes]\nsource: {{listing: x.csv, classes: *classes}}\n"
+    config = read(source + SMALL.partition("\n")[2])
+    assert isinstance(config.source.classes, tuple)
+    assert len(config.source.classes) == 22_000
 
 
 def test_text_in_any_alphabet_and_line_end() -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from gpuflow.config import ModelSpec
-from gpuflow.engines import Engine, ModelInfo, open_engines, read_info, refuse_other_preprocessing
+from gpuflow.engines import Engine, ModelInfo, class_names, open_engines, read_info, refuse_other_preprocessing
 from gpuflow.engines.base import METADATA_KEY, run_in_thread
 from gpuflow.engines.onnx import OnnxEngine
 from gpuflow.engines.pytorch import TorchEngine, load_checkpoint, padded_sizes
@@ -34,6 +34,10 @@ def file_of(models: Models, name: str) -> Path:
     path = getattr(models, name)
     assert isinstance(path, Path)
     return path
+
+
+def refuse(info: ModelInfo, pipeline: Pipeline, *, force: bool = False, trust: bool = False) -> None:
+    refuse_other_preprocessing(info, pipeline, "m.onnx", force=force, trust=trust)
 
 
 def fault(act: Callable[[], object]) -> str:
@@ -191,7 +195,7 @@ def test_other_preprocessing_is_refused_with_a_diff() -> None:
         f"m.onnx: was trained with preprocessing {trained.fingerprint}, the stages of serve are {ours.fingerprint}; "
         "take the stages that it was trained with, or set serve.model.force=true"
     )
-    assert fault(lambda: refuse_other_preprocessing(info, ours, "m.onnx", False)).splitlines() == [
+    assert fault(lambda: refuse(info, ours)).splitlines() == [
         head,
         "--- what the model was trained with",
         "+++ the stages of serve",
@@ -203,28 +207,79 @@ def test_other_preprocessing_is_refused_with_a_diff() -> None:
         "-normalize(mean='imagenet', std='imagenet', dtype='float32', layout='nchw')",
     ]
     unlisted = ModelInfo(preprocessing=trained.fingerprint)
-    assert fault(lambda: refuse_other_preprocessing(unlisted, ours, "m.onnx", False)) == head
+    assert fault(lambda: refuse(unlisted, ours)) == head
 
 
 def test_the_stage_that_is_inside_the_model_is_named_in_words() -> None:
     whole = Pipeline("serve", (Decode(), CenterCrop(size=8), Normalize()))
     before = Pipeline("serve", whole.stages[:-1])
     info = ModelInfo(preprocessing=before.fingerprint, stages=before.lines, folded=whole.lines[-1])
-    refuse_other_preprocessing(info, before, "m.onnx", False)
-    assert fault(lambda: refuse_other_preprocessing(info, whole, "m.onnx", False)) == (
+    refuse(info, before)
+    assert fault(lambda: refuse(info, whole)) == (
         "m.onnx: has normalize(mean='imagenet', std='imagenet', dtype='float32', layout='nchw') inside and takes "
         "uint8 pixels; remove that stage from serve.stages"
     )
     other = Pipeline("serve", (Decode(), CenterCrop(size=9), Normalize()))
-    assert "\n-center_crop(size=8)\n" in fault(lambda: refuse_other_preprocessing(info, other, "m.onnx", False))
+    assert "\n-center_crop(size=8)\n" in fault(lambda: refuse(info, other))
 
 
-def test_the_same_forced_or_unknown_preprocessing_passes() -> None:
+@pytest.mark.parametrize(
+    ("recorded", "force", "trust", "passes"),
+    [
+        ("the same", False, False, True),
+        ("another", False, False, False),
+        ("another", False, True, False),
+        ("another", True, False, True),
+        ("none", False, False, False),
+        ("none", False, True, True),
+        ("none", True, False, True),
+    ],
+)
+def test_what_a_file_records_and_what_is_trusted(recorded: str, force: bool, trust: bool, passes: bool) -> None:
     pipeline = Pipeline("serve", (Decode(), CenterCrop(size=8)))
-    same = ModelInfo(preprocessing=Pipeline("val", pipeline.stages).fingerprint)
-    refuse_other_preprocessing(same, pipeline, "m.pt", False)
-    refuse_other_preprocessing(ModelInfo(), pipeline, "m.pt", False)
-    refuse_other_preprocessing(ModelInfo(preprocessing="0" * 16), pipeline, "m.pt", True)
+    records = {"the same": Pipeline("val", pipeline.stages).fingerprint, "another": "0" * 16, "none": None}
+    info = ModelInfo(preprocessing=records[recorded])
+    if passes:
+        refuse(info, pipeline, force=force, trust=trust)
+    else:
+        text = fault(lambda: refuse(info, pipeline, force=force, trust=trust))
+        assert text.startswith(
+            "m.onnx: was trained with preprocessing" if records[recorded] else "m.onnx: does not record"
+        )
+
+
+def test_a_file_without_a_record_is_refused_with_what_to_do() -> None:
+    pipeline = Pipeline("serve", (Decode(), CenterCrop(size=8)))
+    assert fault(lambda: refuse(ModelInfo(), pipeline)) == (
+        "m.onnx: does not record what preprocessing it was trained with, so that the stages of serve cannot be "
+        "checked: write it with gpuflow train, gpuflow.save_checkpoint or gpuflow export, or, if you know that the "
+        "stages are right, set serve.model.preprocessing=trust and name its classes in serve.model.classes"
+    )
+
+
+@pytest.mark.parametrize("form", ["list", "file"])
+def test_the_names_of_classes_may_be_given(form: str, models: Models, tmp_path: Path) -> None:
+    listed = tmp_path / "classes.txt"
+    listed.write_text("Fuß\nb c\n c\n", encoding="utf-8")
+    given: Any = ("Fuß", "b c", "c") if form == "list" else str(listed)
+    info = read_info(str(models.onnx))
+    assert class_names(ModelSpec(file="m.onnx"), info) == info.classes
+    assert class_names(ModelSpec(file="m.onnx", classes=given), info) == ("Fuß", "b c", "c")
+    engine(models.onnx, classes=given)
+    assert fault(lambda: engine(models.onnx, classes=("a", "b"))) == (
+        f"serve.model.classes must name each of the 3 outputs of {models.onnx}, names 2"
+    )
+
+
+def test_a_file_of_names_that_is_none(tmp_path: Path) -> None:
+    listed = tmp_path / "classes.txt"
+    model = ModelSpec(file="m.onnx", classes=str(listed))
+    text = "serve.model.classes must be a list of names, or a text file with one on each line: [Errno 2]"
+    assert fault(lambda: class_names(model, ModelInfo())).startswith(text)
+    listed.write_text("a\n\nb\n")
+    assert (
+        fault(lambda: class_names(model, ModelInfo())) == f"{listed}:2: must be the name of a class, got an empty line"
+    )
 
 
 # --- batches ----------------------------------------------------------------------------------------------------------

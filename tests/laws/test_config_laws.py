@@ -46,6 +46,12 @@ def test_serving_sees_what_validation_sees(path: Path, config: Config) -> None:
 
 
 @each_config
+def test_validation_skips_bad_samples_and_training_replaces_them(path: Path, config: Config) -> None:
+    expected = {name: "skip" if name == "val" else "replace" for name in config.pipelines}
+    assert {name: config.on_error_of(name) for name in config.pipelines} == expected
+
+
+@each_config
 def test_lowers_to_a_serving_graph_without_its_model(path: Path, config: Config) -> None:
     if config.serve is not None:
         graph = lower(config)

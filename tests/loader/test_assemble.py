@@ -62,6 +62,10 @@ def test_a_pipeline_reads_the_split_of_its_name_else_everything(config: Path) ->
     split = "source.split={train: 0.8, val: 0.2}"
     assert [len(open_split(read(config, split), name)) for name in ("train", "val", "other")] == [16, 4, 20]
     assert len(open_split(read(config), "train")) == 20
+    other = [split, "pipelines.train.split=val", "pipelines.val.split=all"]
+    assert [len(open_split(read(config, *other), name)) for name in ("train", "val")] == [4, 20]
+    with gpuflow.load(config, overrides=[split]) as named, gpuflow.load(config, overrides=other) as moved:
+        assert named.state_dict()["config"] != moved.state_dict()["config"]
     train, val = (open_split(read(config, split), name) for name in ("train", "val"))
     paths = [{source.path(i) for i in range(len(source))} for source in (train, val)]
     assert not paths[0] & paths[1]

@@ -103,7 +103,7 @@ each_kind = pytest.mark.parametrize("kind", KINDS)
 @each_kind
 def test_raise_names_the_sample_at_its_step(kind: str, files: list[Path], config: Path) -> None:
     damage, stage, reason = KINDS[kind]
-    with gpuflow.load(config, "val", overrides=["run.on_error=raise", "pipelines.val.on_error=raise"]) as loader:
+    with gpuflow.load(config, "val", overrides=["run.on_error=raise"]) as loader:
         damage(files[BAD])
         steps, error = fault_of(loader)
         assert steps == 2

@@ -170,13 +170,15 @@ def test_how_it_runs_does_not_count(override: str, config: Path) -> None:
     [
         "source.seed=1",
         "source.split={train: 0.5}",
+        "source.split={train: 0.5, val: 0.5}",
         "pipelines.train.shuffle=false",
         "pipelines.train.stages.random_resized_crop.size=28",
         "pipelines.train.stages.flip.horizontal=0.4",
     ],
 )
 def test_what_comes_out_counts(override: str, config: Path) -> None:
-    with gpuflow.load(config) as loader, gpuflow.load(config, overrides=[override]) as other:
+    overrides = [override, "pipelines.val.split=all"]
+    with gpuflow.load(config) as loader, gpuflow.load(config, overrides=overrides) as other:
         ours, theirs = loader.state_dict(), other.state_dict()
         with pytest.raises(StateError) as caught:
             other.load_state_dict(ours)

@@ -24,7 +24,7 @@ from gpuflow.torchpipe.graph import chain
 from tests.datasets import VAL, Entries, deadline, make_photos, program, python, write_config
 from tests.hostile import BAD
 from tests.serve.fakes import CLASSES, FakeEngine, Gate, Nap, mean_color
-from tests.serve.models import Models
+from tests.serve.models import SIDE, Models, noise, save_program
 
 TEXT, REASON = BAD["text"]
 
@@ -240,6 +240,22 @@ def test_the_model_of_the_file(models: Models) -> None:
             assert len(described["engines"]) == (2 if overrides[:1] == ["serve.model.instances=2"] else 1)
             assert described["preprocessing"] == predictor.preprocessing
             assert described["image"] == "float32 32x32x3 nchw"
+
+
+def test_a_foreign_file_is_refused_unless_it_is_trusted(models: Models, files: list[Path], tmp_path: Path) -> None:
+    module = models.module().to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
+    foreign = save_program(tmp_path / "foreign.pt2", module, noise(2))
+    file = f"serve.model.file={foreign}"
+    with pytest.raises(ConfigError, match="does not record what preprocessing it was trained with"):
+        gpuflow.serve.load(models.config, overrides=[file])
+    with gpuflow.serve.load(models.config, overrides=[file], preprocess_only=True) as images:
+        assert images.preprocess(files[0]).shape == (3, SIDE, SIDE)
+    with gpuflow.serve.load(models.config, overrides=[file], model=module) as own:
+        expected = own(files[0])
+    trusted = [file, "serve.model.preprocessing=trust", "serve.model.classes=[a, b, c]"]
+    with gpuflow.serve.load(models.config, overrides=trusted) as predict:
+        torch.testing.assert_close(predict(files[0]), expected, rtol=0, atol=1e-4)
+        assert {label for label, _ in predict(files[0], top_k=3)} == {"a", "b", "c"}
 
 
 def test_a_model_that_was_trained_on_other_images_is_refused(models: Models) -> None:

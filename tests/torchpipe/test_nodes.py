@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
+import onnx
 import pytest
 import torch
 
 from gpuflow.decode.preset import Preset
-from gpuflow.errors import BadSampleError, PredictorError
+from gpuflow.errors import BadSampleError, ConfigError, PredictorError
 from gpuflow.pipeline.stage import Stage
 from gpuflow.stages import CenterCrop, Decode, Normalize, Resize
 from gpuflow.torchpipe import nodes as serve_nodes
-from gpuflow.torchpipe.graph import stages_to_json
+from gpuflow.torchpipe.graph import lower, stages_to_json
 from gpuflow.torchpipe.nodes import SESSIONS, ModelNode, PreprocessNode, Session
 from gpuflow.torchpipe.request_queue import Request
 from tests.hostile import BAD
@@ -281,8 +283,6 @@ def test_instances_on_a_gpu_share_one_preprocessor(on_thread: OnThread, monkeypa
 
 def test_instances_of_a_node_from_a_file_share_one_opening_of_its_model(models: Any) -> None:
     config = models.read("serve.model.instances=2", "serve.model.batch=2")
-    from gpuflow.torchpipe.graph import lower
-
     parameters = lower(config).as_dict()["model"]
     nodes = []
     for index in range(2):
@@ -296,3 +296,33 @@ def test_instances_of_a_node_from_a_file_share_one_opening_of_its_model(models: 
     item = item_of(photo_of)
     nodes[1].forward([item])
     assert torch.allclose(item["result"], models.module()(photo_of)[0], atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "recorded", "refusal"),
+    [
+        (["serve.stages.resize.shorter=40"], True, "was trained with preprocessing"),
+        (["serve.stages.resize.shorter=40", "serve.model.preprocessing=trust"], True, "was trained with preprocessing"),
+        (["serve.stages.resize.shorter=40", "serve.model.force=true"], True, None),
+        ([], False, "does not record what preprocessing"),
+        (["serve.model.preprocessing=trust"], False, None),
+    ],
+)
+def test_a_graph_from_a_file_refuses_a_model_of_other_or_unknown_preprocessing(
+    overrides: list[str], recorded: bool, refusal: str | None, models: Any, tmp_path: Path
+) -> None:
+    file = models.onnx
+    if not recorded:
+        plain = onnx.load(models.onnx)
+        del plain.metadata_props[:]
+        onnx.save(plain, file := tmp_path / "plain.onnx")
+    config = models.read(*overrides, f"serve.model.file={file}", "serve.model.instances=1")
+    parameters = {**lower(config).as_dict()["model"], "node_name": "foreign", "_independent_index": "0"}
+    node = ModelNode()
+    if refusal is None:
+        node.init(parameters)
+        SESSIONS.pop("of node foreign").close()
+    else:
+        with pytest.raises(ConfigError, match=refusal):
+            node.init(parameters)
+        assert "of node foreign" not in SESSIONS
