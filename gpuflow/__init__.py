@@ -24,6 +24,7 @@ from gpuflow.errors import (
     PredictorTimeout,
     SourceError,
     StateError,
+    SystemFault,
     TooManyBadSamples,
 )
 from gpuflow.version import __version__ as __version__
@@ -48,6 +49,7 @@ __all__ = [
     "PredictorTimeout",
     "SourceError",
     "StateError",
+    "SystemFault",
     "TooManyBadSamples",
     "load",
     "stage_table",

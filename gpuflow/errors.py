@@ -2,9 +2,11 @@
 
     GpuflowError
     ├── ConfigError (ValueError)      a YAML file, an override or a stage's parameters are wrong
-    ├── SourceError (ValueError)      the source cannot be indexed: missing root, empty folder, bad listing
+    ├── SourceError (ValueError)      the source cannot be indexed: missing root, empty folder, bad listing; or a shard
+    │                                 changed since
     ├── StateError (ValueError)       a saved state does not belong to this loader
     ├── BadSampleError (ValueError)   one encoded image cannot become a tensor
+    ├── SystemFault (OSError)         no more open files, memory or disk space, or a broken pipe: no sample's fault
     ├── LoaderError (RuntimeError)    the loader cannot go on
     │   ├── TooManyBadSamples         more bad samples than `run.max_bad`, or nothing left to replace one with
     │   └── LoaderTimeout (TimeoutError)  a batch did not come within `run.timeout_s`
@@ -21,6 +23,7 @@ from __future__ import annotations
 
 import difflib
 import enum
+import errno
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
@@ -41,11 +44,14 @@ __all__ = [
     "Problem",
     "SourceError",
     "StateError",
+    "SystemFault",
     "TooManyBadSamples",
     "did_you_mean",
     "dotted",
+    "is_system_fault",
     "show",
     "suggest",
+    "system_fault",
 ]
 
 
@@ -150,7 +156,7 @@ class ConfigError(GpuflowError, ValueError):
 
 
 class SourceError(GpuflowError, ValueError):
-    """The source cannot be indexed."""
+    """The source cannot be indexed, or a shard changed after it was."""
 
 
 class StateError(GpuflowError, ValueError):
@@ -172,6 +178,13 @@ class BadSampleError(GpuflowError, ValueError):
     def located(self, index: int, path: str) -> BadSampleError:
         """The same fault with its sample named."""
         return BadSampleError(self.stage, self.reason, self.code, index=index, path=path)
+
+
+class SystemFault(GpuflowError, OSError):
+    """The system has no more open files, memory or disk space to give, or a pipe broke.
+
+    No sample is at fault, so none is counted as bad. `errno` and `filename` are those of the refused call.
+    """
 
 
 class LoaderError(GpuflowError, RuntimeError):
@@ -203,6 +216,41 @@ class MissingExtra(GpuflowError, ImportError):
 
     def __init__(self, feature: str, package: str, extra: str) -> None:
         super().__init__(f"{feature} needs {package}, which is not installed; pip install 'gpuflow[{extra}]'")
+
+
+_SYSTEM_FAULTS = {
+    errno.EMFILE: "raise the limit of open files (ulimit -n), or lower run.threads and run.readers",
+    errno.ENFILE: "close files of other programs, or raise the machine's limit (fs.file-max)",
+    errno.ENOMEM: "free memory, or lower run.threads, run.prefetch and batch.size",
+    errno.ENOBUFS: "free memory, or lower run.threads, run.prefetch and batch.size",
+    errno.ENOSPC: "free disk space",
+    errno.EDQUOT: "free disk space, or raise the quota",
+    errno.EPIPE: "check why the process or server at its other end has ended",
+}
+"""Errors of system calls that say nothing about the file they were called for, and what to do about each."""
+
+
+def is_system_fault(error: BaseException | None) -> bool:
+    """Whether an exception, or one that caused it, is a fault of the environment and not of a sample.
+
+    Every place that turns an exception into a `BadSampleError` asks this first, and raises such a fault instead.
+    """
+    while error is not None:
+        if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # the latter is torch's
+            return True
+        if isinstance(error, OSError) and error.errno in _SYSTEM_FAULTS:
+            return True
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return False
+
+
+def system_fault(error: BaseException, path: str) -> BaseException:
+    """A fault of the environment as it is raised: a failed system call with its file and what to do, others as is."""
+    if not isinstance(error, OSError) or error.errno not in _SYSTEM_FAULTS:
+        return error
+    fault = SystemFault(error.errno, f"{error.strerror or error}; {_SYSTEM_FAULTS[error.errno]}", path)
+    fault.__cause__ = error
+    return fault
 
 
 def suggest(word: object, known: Iterable[str], *, else_all: bool = True) -> str:

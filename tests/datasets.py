@@ -8,6 +8,7 @@ from __future__ import annotations
 import faulthandler
 import gc
 import os
+import resource
 import signal
 import struct
 import subprocess
@@ -380,6 +381,19 @@ def nothing_left_behind(seconds: float = 5.0) -> Iterator[None]:
     assert set(after[1].values()) <= set(before[1].values())
     assert len(after[1]) <= len(before[1])
     assert after[2] <= before[2]
+
+
+@contextmanager
+def no_more_files() -> Iterator[None]:
+    """Opening a file fails with EMFILE in this block, on every thread. Files that are open can be read."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest = os.open("/dev/null", os.O_RDONLY)
+    os.close(lowest)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def children() -> set[int]:

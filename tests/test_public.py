@@ -35,6 +35,7 @@ def test_everything_public_is_listed_and_there() -> None:
         "PredictorTimeout",
         "SourceError",
         "StateError",
+        "SystemFault",
         "TooManyBadSamples",
         "load",
         "stage_table",

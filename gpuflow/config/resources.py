@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from gpuflow.config.models import Config, RunSpec
 from gpuflow.runtime.cpu_budget import available_threads
-from gpuflow.sources.storage import is_remote
 
 __all__ = [
     "decode_processes_of",
@@ -43,27 +42,32 @@ def serving_processes_of(run: RunSpec) -> int:
     return 0 if run.processes == "auto" else processes_of(run, 0)
 
 
-def decode_processes_of(config: Config, samples: int, share_threads: int | None = None) -> int:
+def decode_processes_of(config: Config, samples: int, share_threads: int | None = None, *, remote: bool) -> int:
     """Worker processes that decode on the CPU for a loader over `samples` samples.
+
+    They read, too, so there are none where the storage is remote: forked processes cannot use its connections.
 
     share_threads: threads that decode the CPU's part of each batch next to a GPU (`cpu_share`); None without a GPU.
     Each of those gets a process, however few they are: launching work on the GPU needs the interpreter, too. Without a
     GPU there are none where separate threads read, else as many as `processes_of` says.
     """
-    if share_threads is None:
-        return 0 if readers_of(config, gpu=False) else processes_of(config.run, samples)
-    if is_remote(config.source.where):
+    if remote:
         return 0
+    if share_threads is None:
+        return 0 if readers_of(config, gpu=False, remote=remote) else processes_of(config.run, samples)
     if config.run.processes != "auto":
         return min(config.run.processes, share_threads)
     return share_threads if samples >= _WORTH_PROCESSES else 0
 
 
-def readers_of(config: Config, *, gpu: bool) -> int:
-    """`run.readers`; where that is auto, many for a network; on a GPU two, which prepare chunks too; else none."""
+def readers_of(config: Config, *, gpu: bool, remote: bool) -> int:
+    """`run.readers`; where that is auto, many for a network; on a GPU two, which prepare chunks too; else none.
+
+    remote: whether the opened source's storage is: a local listing may name files behind URLs.
+    """
     if config.run.readers != "auto":
         return config.run.readers
-    if is_remote(config.source.where):
+    if remote:
         return _REMOTE_READERS
     return _GPU_READERS if gpu else 0
 

@@ -18,7 +18,7 @@ from gpuflow.loader.read_workers import ProcessStorage
 from gpuflow.loader.sampler import Order, ShardedOrder, ShuffledOrder
 from gpuflow.pipeline.rng import key64
 from gpuflow.runtime.ranks import Ranks
-from gpuflow.sources import Source, SourceSpec, open_source, subset
+from gpuflow.sources import Source, SourceSpec, is_read_remotely, open_source, subset
 from gpuflow.sources.storage import LocalStorage
 
 if TYPE_CHECKING:
@@ -61,7 +61,8 @@ def build_loader(
         )
     run, seed = config.run, config.source.seed
     limit = run.max_bad if not isinstance(run.max_bad, float) else int(run.max_bad * len(source))
-    readers = readers_of(config, gpu=placement.gpu is not None)
+    remote = is_read_remotely(source)
+    readers = readers_of(config, gpu=placement.gpu is not None, remote=remote)
     share = None
     if placement.gpu is not None:
         if isinstance(source.storage, LocalStorage) and readers:
@@ -82,7 +83,7 @@ def build_loader(
         timeout_seconds=run.timeout_s,
         bad=_bad_samples(config, config.on_error_of(name), limit),
         readers=readers,
-        processes=decode_processes_of(config, len(source), share.threads if share else None)
+        processes=decode_processes_of(config, len(source), share.threads if share else None, remote=remote)
         if placement.gpu is None or share
         else 0,
         share=share,

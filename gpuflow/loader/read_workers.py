@@ -12,13 +12,13 @@ from __future__ import annotations
 import pickle
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from typing import Any, TypeVar, final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gpuflow.decode.header_scan import Prescan
+from gpuflow.errors import GpuflowError
 from gpuflow.runtime.worker_pool import ParentConnection, WorkerConnection, WorkerPool
 from gpuflow.sources.payload import Allocate, Payload
 from gpuflow.sources.storage import LocalStorage, ReadAt, Shard
@@ -32,11 +32,14 @@ T = TypeVar("T")
 class ProcessStorage:
     """A local storage whose files are read by worker processes into buffers of `memory.shared`.
 
-    A request that no worker can take, or that is for a buffer that cannot be shared, is read on the caller's thread.
+    A request that no worker can take, that fails there, or that is for a buffer that cannot be shared, is read on the
+    caller's thread, which raises what it has to.
 
     Args:
         count: workers to start. prescan: what each does with what it has read; can be pickled, and so can its results.
     """
+
+    remote = False
 
     def __init__(self, count: int, prescan: Prescan | None = None) -> None:
         self._local = LocalStorage()
@@ -67,10 +70,16 @@ class ProcessStorage:
 
         def exchange(worker: WorkerConnection) -> Payload | None:
             worker.send((method, arguments))
-            buffer = allocate_once(worker.answer())
+            size = worker.answer()
+            if size is None:
+                return None
+            buffer = allocate_once(size)
             if not worker.share(buffer):
                 return None
-            offsets, sizes, errors, prescan, cpu_s = worker.answer()
+            answer = worker.answer()
+            if answer is None:
+                return None
+            offsets, sizes, errors, prescan, cpu_s = answer
             return Payload(buffer=buffer, offsets=offsets, sizes=sizes, errors=errors, prescan=prescan, cpu_s=cpu_s)
 
         payload = self._pool.request(exchange)
@@ -119,7 +128,13 @@ def work(connection: ParentConnection, prescan: Prescan | None) -> None:
     while True:
         method, arguments = connection.recv()
         start = time.thread_time()
-        with suppress(_NotShared):
+        answer = None
+        try:
             payload: Payload = getattr(storage, method)(*arguments, allocate)
             found = prescan(payload) if prescan is not None else None
-            connection.send((payload.offsets, payload.sizes, payload.errors, found, time.thread_time() - start))
+            answer = payload.offsets, payload.sizes, payload.errors, found, time.thread_time() - start
+        except _NotShared:
+            continue
+        except (GpuflowError, MemoryError):  # raised again by the thread that reads instead
+            pass
+        connection.send(answer)

@@ -46,7 +46,9 @@ class BadSampleResolver:
             return
         for attempt in range(order.size):
             index = order.replacement(epoch, int(batch.positions[row]), attempt)
-            (new_fault,) = run(self._reader.read([index]), keys, slot)
+            with self._reader.meter.work(0):  # as part of decoding, whose samples these are
+                payload = self._reader.read([index])
+            (new_fault,) = run(payload, keys, slot)
             if new_fault is None:
                 batch.indices[row], batch.labels[row] = index, source.labels[index]
                 return

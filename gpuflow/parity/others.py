@@ -16,7 +16,7 @@ import torch
 from gpuflow.config import Config
 from gpuflow.decode.codecs import probe
 from gpuflow.decode.preset import Preset
-from gpuflow.errors import BadSampleError
+from gpuflow.errors import BadSampleError, is_system_fault
 from gpuflow.execute.cpu import call_opaque
 from gpuflow.parity.base import Result, Results, missing_gpu, missing_torchpipe, served
 from gpuflow.parity.images import Encoded
@@ -84,6 +84,8 @@ class Reference:
                 try:
                     result: Result = self._image(data, prefix.program.decoder, transforms)
                 except (OSError, ValueError, RuntimeError, Image.DecompressionBombError) as error:
+                    if is_system_fault(error):
+                        raise
                     result = BadSampleError("torchvision", str(error).strip().partition("\n")[0])
             yield result
 

@@ -27,7 +27,8 @@ _U64 = np.uint64
 def key64(*parts: object) -> int:
     """A 64-bit key from any printable parts, the same in every process (BLAKE2b)."""
     text = "\x1f".join(str(part) for part in parts)
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+    data = text.encode("utf-8", "surrogatepass")  # names of files that are not UTF-8 hold surrogates
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
 
 
 def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:

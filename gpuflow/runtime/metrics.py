@@ -35,6 +35,42 @@ class WaitingSamples:
         return self._area / elapsed if elapsed else 0.0
 
 
+class _Operation:
+    """One operation of a stage under way on a thread.
+
+    outer: the one that it is part of, such as the decoding that reads a replacement for a bad sample. inside: seconds
+    of ended operations that were part of this one, by their stage's name. inner: the one under way now.
+    """
+
+    __slots__ = ("inner", "inside", "name", "outer", "start")
+
+    def __init__(self, name: str, outer: _Operation | None) -> None:
+        self.name, self.outer, self.start = name, outer, time.perf_counter()
+        self.inside: dict[str, float] = {}
+        self.inner: _Operation | None = None
+
+    def seconds(self) -> float:
+        """Since it began."""
+        return time.perf_counter() - self.start
+
+    def end(self) -> None:
+        """Add its time to that of the outer operation."""
+        if self.outer is not None:
+            self.outer.inner = None
+            self.outer.inside[self.name] = self.outer.inside.get(self.name, 0.0) + self.seconds()
+
+    def slowest(self) -> str:
+        """The name of the stage that most of its time went to."""
+        spent, inner = dict(self.inside), self.inner
+        if inner is not None:
+            spent[inner.name] = spent.get(inner.name, 0.0) + inner.seconds()
+        spent[self.name] = self.seconds() - sum(spent.values())
+        return max(spent, key=spent.__getitem__)
+
+
+_on_this_thread = threading.local()
+
+
 class Meter:
     """Counts the work of one stage, whose operations run on `threads` threads. Time is taken inside the operation.
 
@@ -48,7 +84,7 @@ class Meter:
         self.name, self.threads = name, threads
         self.before, self.after = before, after or WaitingSamples()
         self._lock = threading.Lock()
-        self._running: dict[int, float] = {}
+        self._running: dict[int, _Operation] = {}
         self.reset()
 
     def reset(self) -> None:
@@ -58,17 +94,22 @@ class Meter:
     @contextmanager
     def work(self, samples: int) -> Iterator[None]:
         """Measure one operation on this number of samples."""
-        me, start, cpu = threading.get_ident(), time.perf_counter(), time.thread_time()
-        self._running[me] = start
+        me, cpu = threading.get_ident(), time.thread_time()
+        outer: _Operation | None = getattr(_on_this_thread, "operation", None)
+        self._running[me] = _on_this_thread.operation = operation = _Operation(self.name, outer)
+        if outer is not None:
+            outer.inner = operation
         if self.before is not None:
             self.before.change(-samples)
         try:
             yield
         finally:
             del self._running[me]
+            operation.end()
+            _on_this_thread.operation = outer
             self.after.change(samples)
             with self._lock:
-                self._busy += time.perf_counter() - start
+                self._busy += operation.seconds()
                 self._cpu += time.thread_time() - cpu
                 self._samples += samples
 
@@ -80,10 +121,13 @@ class Meter:
             self._busy += busy_s
             self._cpu += cpu_s
 
-    def longest_running(self) -> float | None:
-        """Seconds since the oldest operation still under way began, or None."""
-        starts = list(self._running.values())
-        return time.perf_counter() - min(starts) if starts else None
+    def longest_running(self) -> tuple[float, str] | None:
+        """Of the oldest operation under way: seconds since it began, and the stage that most of them went to; or None.
+
+        An operation that is part of another stage's counts as that stage's.
+        """
+        found = [operation for operation in list(self._running.values()) if operation.outer is None]
+        return max(((operation.seconds(), operation.slowest()) for operation in found), default=None)
 
     def capacity(self) -> float:
         """Samples a second that its threads would finish if they never waited."""
@@ -110,7 +154,7 @@ class Meter:
 
 def culprit(*meters: Meter) -> str:
     """Which stage has been at one operation for the longest time, in words."""
-    running = [(seconds, meter.name) for meter in meters if (seconds := meter.longest_running()) is not None]
+    running = [longest for meter in meters if (longest := meter.longest_running()) is not None]
     if not running:
         return "no stage is at work"
     seconds, name = max(running)

@@ -16,7 +16,15 @@ import torch
 from gpuflow.config.resources import serving_processes_of, threads_of
 from gpuflow.engines import Engine, ModelInfo, class_names, open_engines, read_info, refuse_other_preprocessing
 from gpuflow.engines.base import black_images
-from gpuflow.errors import BadSampleError, ConfigError, PredictorError, PredictorTimeout, Problem
+from gpuflow.errors import (
+    BadSampleError,
+    ConfigError,
+    PredictorError,
+    PredictorTimeout,
+    Problem,
+    is_system_fault,
+    system_fault,
+)
 from gpuflow.execute.gpu_backend import gpu_passes_and_library
 from gpuflow.pipeline.stage import ImageSpec, Pipeline
 from gpuflow.runtime.ranks import Ranks
@@ -286,12 +294,17 @@ def _unchanged(value: torch.Tensor) -> torch.Tensor:
 
 
 def _begin(image: Image, submit: Callable[[bytes], Future[T]]) -> Future[T]:
-    """Submit an image. A file that cannot be read is a bad sample, as one that cannot be decoded."""
+    """Submit an image. A file that cannot be read is a bad sample, as one that cannot be decoded.
+
+    Raises SystemFault where the system cannot open any file.
+    """
     if not isinstance(image, (str, os.PathLike)):
         return submit(bytes(image))
     try:
         return submit(Path(image).read_bytes())
     except OSError as error:
+        if is_system_fault(error):
+            raise system_fault(error, os.fspath(image)) from error
         unread: Future[T] = Future()
         unread.set_exception(BadSampleError("read", error.strerror or str(error)))
         return unread

@@ -18,7 +18,7 @@ from gpuflow.pipeline.bounds import Bounds, out_of_bounds
 from gpuflow.sources.payload import Allocate, Payload
 from gpuflow.sources.storage import Storage
 
-__all__ = ["Fraction", "Source", "SourceSpec"]
+__all__ = ["Fraction", "Source", "SourceSpec", "is_read_remotely"]
 
 
 class Source(Protocol):
@@ -54,6 +54,11 @@ class Source(Protocol):
 
     def close(self) -> None:
         """Close its storage. The source must not be read afterwards."""
+
+
+def is_read_remotely(source: Source) -> bool:
+    """Whether a source's samples are behind URLs, wherever its index is: worker processes must not read it."""
+    return source.storage is not None and source.storage.remote
 
 
 _FRACTION = Bounds(above=0, most=1, words="a fraction within (0, 1]")

@@ -17,13 +17,24 @@ __all__ = ["FileSource"]
 
 @final
 class FileSource:
-    """A source with one file per sample, all on one storage. `open_folder` and `open_listing` create it."""
+    """A source with one file per sample, all on one storage. `open_folder` and `open_listing` create it.
+
+    note: how its index was read, for `gpuflow explain`; empty if there was nothing to decide.
+    """
 
     shard_sizes = None
 
-    def __init__(self, storage: Storage, paths: PathTable, labels: NDArray[np.int64], classes: tuple[str, ...]) -> None:
+    def __init__(
+        self,
+        storage: Storage,
+        paths: PathTable,
+        labels: NDArray[np.int64],
+        classes: tuple[str, ...],
+        *,
+        note: str = "",
+    ) -> None:
         self.storage, self._paths = storage, paths
-        self.labels, self.classes = labels, classes
+        self.labels, self.classes, self.note = labels, classes, note
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -35,7 +46,7 @@ class FileSource:
         return self.storage.read(self._paths.take(indices), allocate)
 
     def on(self, storage: Storage) -> FileSource:
-        return FileSource(storage, self._paths, self.labels, self.classes)
+        return FileSource(storage, self._paths, self.labels, self.classes, note=self.note)
 
     def close(self) -> None:
         self.storage.close()

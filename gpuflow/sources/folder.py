@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 
@@ -54,7 +55,7 @@ def _local_tree(root: str) -> Iterator[tuple[str, list[str]]]:
     """Yield each class and its images, as paths relative to the root."""
     try:
         with os.scandir(root) as entries:
-            known = [(entry.name, entry.is_dir()) for entry in entries]
+            known = [(entry.name, _is_directory(entry)) for entry in entries]
     except FileNotFoundError as fault:
         raise SourceError(
             f"source.folder must be a directory, got {root!r}, which does not exist{missing_path(root)}"
@@ -65,7 +66,12 @@ def _local_tree(root: str) -> Iterator[tuple[str, list[str]]]:
         raise SourceError(f"source.folder must be a directory, got {root!r}, which is a file; {action}") from fault
     except PermissionError as fault:
         raise SourceError(f"source.folder must be readable, got {root!r}: permission denied") from fault
-    classes = sorted(name for name, is_directory in known if is_directory)
+    except OSError as fault:
+        raise _cannot_be_listed(root, fault) from fault
+    above = _ancestors(root)
+    classes = sorted(
+        name for name, is_directory in known if is_directory and _identity(os.path.join(root, name)) not in above
+    )
     if not classes:
         raise SourceError(
             f"{root}: must hold one directory per class, got none ({len(known)} files); "
@@ -74,25 +80,87 @@ def _local_tree(root: str) -> Iterator[tuple[str, list[str]]]:
     start = len(os.path.join(root, ""))
     for name in classes:
         images = []
-        for directory, _, files in sorted(os.walk(os.path.join(root, name), followlinks=True)):
+        for directory, files in sorted(_walk(os.path.join(root, name), above)):
             below = directory[start:]
             images += [f"{below}/{file}" for file in sorted(files) if file.lower().endswith(EXTENSIONS)]
         yield name, images
 
 
+_Identity = tuple[int, int]
+"""The device and the inode of a directory, the same by any path."""
+
+
+def _ancestors(root: str) -> frozenset[_Identity]:
+    """A directory and all above it."""
+    path = os.path.realpath(root)
+    found = {_identity(path)}
+    while (parent := os.path.dirname(path)) != path:
+        path = parent
+        found.add(_identity(path))
+    return frozenset(found)
+
+
+def _identity(directory: str) -> _Identity:
+    try:
+        status = os.stat(directory)
+    except OSError as fault:
+        raise _cannot_be_listed(directory, fault) from fault
+    return status.st_dev, status.st_ino
+
+
+def _walk(top: str, above: frozenset[_Identity]) -> Iterator[tuple[str, list[str]]]:
+    """Yield a directory and its files, and all directories below it. Links are followed, but not back to an ancestor.
+
+    above: the ancestors of `top`. Raises SourceError for a directory that cannot be listed: its images would be
+    missing without a word.
+    """
+    waiting = [(top, above)]
+    while waiting:
+        directory, above = waiting.pop()
+        identity = _identity(directory)
+        if identity in above:
+            continue
+        files = []
+        try:
+            with os.scandir(directory) as entries:
+                for entry in entries:
+                    if _is_directory(entry):
+                        waiting.append((f"{directory}/{entry.name}", above | {identity}))
+                    else:
+                        files.append(entry.name)
+        except OSError as fault:
+            raise _cannot_be_listed(directory, fault) from fault
+        yield directory, files
+
+
+def _is_directory(entry: os.DirEntry[str]) -> bool:
+    """Whether an entry, or what a link leads to, is a directory. A link that leads nowhere is none."""
+    try:
+        return entry.is_dir()
+    except OSError as fault:
+        if fault.errno in (errno.ELOOP, errno.ENOTDIR) or entry.name.lower().endswith(EXTENSIONS):
+            return False
+        raise
+
+
+def _cannot_be_listed(directory: str, fault: OSError) -> SourceError:
+    reason = (fault.strerror or str(fault)).lower()
+    return SourceError(f"{directory}: directory must be readable, got: {reason}; make it readable or remove it")
+
+
 def _remote_tree(storage: RemoteStorage, root: str) -> Iterator[tuple[str, list[str]]]:
     """Like `_local_tree`. A class is a directory that holds a file, because object stores have no other directories."""
-    classes: dict[str, list[tuple[str, str]]] = {}
+    classes: dict[str, list[tuple[str, str, str]]] = {}
     found = storage.find(root)
-    for path in found:
-        directory, _, file = path.rpartition("/")
+    for name, path in found:
+        directory, _, file = name.rpartition("/")
         if directory:
             images = classes.setdefault(directory.partition("/")[0], [])
             if file.lower().endswith(EXTENSIONS):
-                images.append((directory, file))
+                images.append((directory, file, path))
     if not classes:
         raise SourceError(
             f"{root}: must hold one directory per class, got none ({len(found)} files); check the address"
         )
     for name in sorted(classes):
-        yield name, [f"{directory}/{file}" for directory, file in sorted(classes[name])]
+        yield name, [path for *_, path in sorted(classes[name])]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -55,11 +56,13 @@ def resolve_labels(
     return names, labels
 
 
+_DIGITS = re.compile(r"-?[0-9]{1,4000}")
+"""Python's `int` takes more, such as `1_0` for 10, which would give two names one label; and no more digits at once."""
+
+
 def _integer(text: str) -> int | None:
-    try:
-        return int(text)
-    except ValueError:
-        return None
+    """The value of decimal digits; None for any other text. A sign is understood, so that it can be refused."""
+    return int(text) if _DIGITS.fullmatch(text) else None
 
 
 def _numbered(values: Sequence[str], count: int | None, locate: Callable[[int], str]) -> NDArray[np.int64]:

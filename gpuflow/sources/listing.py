@@ -10,7 +10,9 @@ import csv
 import io
 import json
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -30,30 +32,29 @@ _ROWS = 16_384
 """Number of rows in one block."""
 
 _BOM = b"\xef\xbb\xbf"
-_HEADER_WORDS = {
-    "class",
-    "category",
-    "class_id",
-    "class_name",
-    "file",
-    "filename",
-    "file_name",
-    "filepath",
-    "file_path",
-}
-_HEADER_WORDS |= {
-    "id",
-    "image",
-    "image_path",
-    "image_id",
-    "img",
-    "label_id",
-    "labels",
-    "name",
-    "target",
-    "target_id",
-    "url",
-}
+_LOOKED_AT = 1000
+"""Number of rows that say whether the first one is a header."""
+
+_PATH_WORDS = {"file", "file_name", "file_path", "filename", "filepath", "id", "image", "image_id", "image_path", "img"}
+_PATH_WORDS |= {"path", "url"}
+_LABEL_WORDS = {"category", "class", "class_id", "class_name", "label", "label_id", "labels", "name", "target"}
+_LABEL_WORDS |= {"target_id"}
+"""Usual names of the columns of paths and of labels."""
+_FILE = re.compile(r"(?s).*(/|\\|\.\w{1,5}$)")
+"""What paths have and names of columns have not: a slash, or an extension."""
+_NUMBER = re.compile(r"-?[0-9]+")
+
+
+class Columns(NamedTuple):
+    """The columns of a CSV file.
+
+    header: the names in its first row, or None if that is a sample. width: fields in each row.
+    """
+
+    header: tuple[str, ...] | None
+    path: int
+    label: int
+    width: int
 
 
 class Row(NamedTuple):
@@ -96,7 +97,8 @@ def open_listing(spec: SourceSpec) -> FileSource:
     classes, values = resolve_labels([str(value).strip() for value in codes], spec.classes, locate, place)
     root = spec.root if spec.root is not None else parent_of(place)
     located = _resolved(table, root if is_remote(root) else os.path.expanduser(root), rows(data, place), place)
-    return FileSource(open_storage(located[0]), located, values[row_codes], classes)
+    note = _header_note(data) if rows is _csv_rows else ""
+    return FileSource(open_storage(located[0]), located, values[row_codes], classes, note=note)
 
 
 def _load(place: str) -> bytes:
@@ -134,41 +136,77 @@ def _csv_lines(data: bytes) -> Any:
     return csv.reader(io.TextIOWrapper(io.BytesIO(data), encoding="utf-8", newline=""), strict=True)
 
 
-def _columns(first: Sequence[str]) -> tuple[bool, int, int]:
-    """From the first row: whether it is a header, and the columns of path and label."""
+def _columns(data: bytes) -> Columns:
+    """The columns, by the first rows. Raises ValueError for a header that leaves open which ones are meant."""
+    first, rows = list[str](), list[list[str]]()
+    with suppress(csv.Error, UnicodeDecodeError):  # a faulty row is found again when it is read
+        reader = filter(None, _csv_lines(data))
+        first = next(reader, [])
+        rows.extend(islice(reader, _LOOKED_AT))
     names = [name.strip().lower() for name in first]
     if "path" in names and "label" in names:
-        return True, names.index("path"), names.index("label")
-    if "path" in names or "label" in names or _HEADER_WORDS.issuperset(names):
+        return Columns(tuple(first), names.index("path"), names.index("label"), len(first))
+    if not _is_header(names, rows):
+        return Columns(None, 0, 1, 2)
+    if len(names) != 2:
         raise ValueError("a header without path or label")
-    return False, 0, 1
+    path = _path_column(names, rows)
+    return Columns(tuple(first), path, 1 - path, 2)
+
+
+def _is_header(names: Sequence[str], rows: Sequence[Sequence[str]]) -> bool:
+    """Whether the first row, in lower case, names columns: it is unlike the rows below it, which are samples.
+
+    A row with a path is a sample, whatever its label is. Without one, it is a header if its words are usual names of
+    columns, or if a column has paths or numbers in every row below and nothing that is equal to its name.
+    """
+    if any(map(_FILE.match, names)):
+        return False
+    if not _PATH_WORDS.isdisjoint(names) or "label" in names or _LABEL_WORDS.issuperset(names):
+        return bool(names)
+    below = [[field.strip().lower() for field in row] for row in rows if len(row) == len(names)]
+    columns = list(zip(*below, strict=True))
+    if any(name in column for name, column in zip(names, columns, strict=bool(below))):
+        return False
+    return any(
+        all(map(_FILE.match, column)) or all(map(_NUMBER.fullmatch, column))
+        for name, column in zip(names, columns, strict=bool(below))
+        if not _NUMBER.fullmatch(name)
+    )
+
+
+def _path_column(names: Sequence[str], rows: Sequence[Sequence[str]]) -> int:
+    """Which of two columns has the paths: by its name or that of the other one, else by the rows."""
+    if "path" in names or "label" in names:
+        return names.index("path") if "path" in names else 1 - names.index("label")
+    with_paths = [all(_FILE.match(row[i]) for row in rows if len(row) == 2) for i in (0, 1)]
+    return 1 if with_paths == [False, True] else 0
+
+
+def _header_note(data: bytes) -> str:
+    """What `gpuflow explain` says about the first row."""
+    header, path, label, _ = _columns(data)
+    if header is None:
+        return "no header, its first row is a sample"
+    return f"header {','.join(header)}: paths from {header[path]!r}, labels from {header[label]!r}"
 
 
 def _csv_chunks(data: bytes) -> Iterator[tuple[list[str], list[str]]]:
     """Yield paths and labels in blocks of rows. Raises ValueError or csv.Error if anything is wrong."""
-    reader = _csv_lines(data)
-    first = next((row for row in reader if row), None)
-    if first is None:
-        return
-    header, path, label = _columns(first)
-    width = len(first) if header else 2
-    rows = [] if header else [first]
-    while chunk := list(islice(reader, _ROWS)):
-        rows += filter(None, chunk)
+    header, path, label, width = _columns(data)
+    reader = filter(None, _csv_lines(data))
+    if header is not None:
+        next(reader)
+    while rows := list(islice(reader, _ROWS)):
         if set(map(len, rows)) - {width}:
             raise ValueError("a row is too short or too long")
         yield [row[path] for row in rows], [row[label] for row in rows]
-        rows = []
-    if rows:
-        if len(first) != width:
-            raise ValueError("a row is too short or too long")
-        yield [first[path]], [first[label]]
 
 
 def _csv_rows(data: bytes, place: str) -> Iterator[Row]:
     """Like `_csv_chunks`, but yields single rows with their lines. Raises SourceError at the faulty row."""
     reader = _csv_lines(data)
-    layout = None
+    columns = None
     start = 0
     while True:
         start = reader.line_num + 1
@@ -182,20 +220,19 @@ def _csv_rows(data: bytes, place: str) -> Iterator[Row]:
             return
         if not row:
             continue
-        if layout is None:
+        if columns is None:
             try:
-                header, path, label = _columns(row)
+                columns = _columns(data)
             except ValueError as fault:
                 raise SourceError(
                     f"{place}:{start}: header must name the columns path and label, got {', '.join(row)}; "
                     f"rename the columns that are meant"
                 ) from fault
-            layout = (path, label, len(row) if header else 2, header)
-            if header:
+            if columns.header is not None:
                 continue
-        path, label, width, header = layout
+        header, path, label, width = columns
         if len(row) != width:
-            rule = f"row must have the header's {width} fields" if header else "row must be path,label"
+            rule = f"row must have the header's {width} fields" if header is not None else "row must be path,label"
             raise SourceError(
                 f"{place}:{start}: {rule}, got {len(row)} field{'s' * (len(row) != 1)}; quote a path that has a comma"
             )

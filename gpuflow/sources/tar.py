@@ -38,6 +38,7 @@ _CACHE_FORMAT = 1
 _PAX_TYPES = (tarfile.XHDTYPE, tarfile.SOLARIS_XHDTYPE)
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _RANGE = re.compile(r"(\d+)\.\.(\d+)")
+_DIGITS = re.compile(r"[0-9]{1,19}")
 
 
 class Member(NamedTuple):
@@ -288,7 +289,14 @@ def _members(shard: Shard, read_at: ReadAt) -> Iterator[Member]:
             ) from fault
         start = offset + _BLOCK_BYTES
         attributes = everywhere | renamed
-        size = int(attributes.get("size", header.size)) if header.isreg() else header.size
+        size = header.size
+        if header.isreg() and "size" in attributes:
+            size = int(attributes["size"]) if _DIGITS.fullmatch(attributes["size"]) else -1
+        if size < 0:
+            raise SourceError(
+                f"{shard.path}: member header at byte {start - _BLOCK_BYTES} must be valid, got a size of "
+                f"{attributes.get('size', size)}; the shard is damaged, make it again"
+            )
         has_data = header.isreg() or header.type not in tarfile.SUPPORTED_TYPES or header.type in _EXTRA_TYPES
         offset = start + (-(-size // _BLOCK_BYTES) * _BLOCK_BYTES if has_data else 0)
         if has_data and start + size > shard.size:

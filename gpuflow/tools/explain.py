@@ -15,11 +15,14 @@ from gpuflow.config import Config
 from gpuflow.config.resources import decode_processes_of, threads_of
 from gpuflow.decode.codecs import decoder_description
 from gpuflow.errors import SourceError
-from gpuflow.loader.assemble import open_split
+from gpuflow.loader.assemble import open_split, open_whole
 from gpuflow.loader.cpu_share import cpu_share_of
 from gpuflow.loader.placement import explain_gpu
 from gpuflow.pipeline.image_spec import STORAGE, slot_shape
 from gpuflow.pipeline.program import OpaqueStep, PointwiseStep, Program, SamplingStep, Step
+from gpuflow.sources import is_read_remotely
+from gpuflow.sources.files import FileSource
+from gpuflow.sources.storage import is_remote
 
 __all__ = ["explain"]
 
@@ -68,36 +71,39 @@ def _facts(config: Config, name: str, program: Program) -> Iterator[Text]:
         yield Text(f"  model          {f'{model.file} ({model.engine})' if model is not None else 'none, images only'}")
         return
     pipeline, run = config.pipelines[name], config.run
+    where, samples, remote = _source(config, name)
     size = pipeline.batch.size or pipeline.batch.global_size or 0
     slot = slot_shape(program.result)
     megabytes = size * math.prod(slot) * np.dtype(STORAGE[program.result.dtype]).itemsize / 1e6
-    where, samples = _source(config, name)
     yield Text(f"  source         {where}")
     yield Text(f"  batch          {size} images of {program.result} ({megabytes:.1f} MB), {run.prefetch} ahead")
     yield Text(f"  order          {'shuffled' if pipeline.shuffle else 'as in the source'}, seed {config.source.seed}")
-    processes = decode_processes_of(config, samples)
+    processes = decode_processes_of(config, samples, remote=remote)
     helpers = f", and {processes} decode process(es) that take over when started" if processes else ""
     yield Text(f"  device         cpu, {threads_of(run)} decode thread(s){helpers}")
     yield Text(f"  decoder        {program.decoder.library or decoder_description()}")
-    yield Text(f"  on a GPU       {explain_gpu(config, name)}{_cpu_share_text(config, name, samples)}")
+    yield Text(f"  on a GPU       {explain_gpu(config, name)}{_cpu_share_text(config, name, samples, remote)}")
 
 
-def _cpu_share_text(config: Config, name: str, samples: int) -> str:
+def _cpu_share_text(config: Config, name: str, samples: int, remote: bool) -> str:
     share = cpu_share_of(config, name)
     if share is None:
         return ""
-    processes = decode_processes_of(config, samples, share.threads)
+    processes = decode_processes_of(config, samples, share.threads, remote=remote)
     who = f"{processes} process(es)" if processes else f"{share.threads} thread(s)"
     return f"; {share.part:.0%} of each batch {'at first ' * share.adapts}on the CPU, by {who}"
 
 
-def _source(config: Config, name: str) -> tuple[str, int]:
-    """A description of the source, and its number of samples."""
+def _source(config: Config, name: str) -> tuple[str, int, bool]:
+    """A description of the source, its number of samples, and whether it is read remotely."""
     where = config.source.where
     try:
-        source = open_split(config, name)
+        whole = open_whole(config)
+        source = open_split(config, name, whole)
     except SourceError as error:
-        return f"{where}: {error}", 0
+        return f"{where}: {error}", 0, is_remote(where)
     part = config.split_of(name)
     split = "" if part is None else f", split {part}"
-    return f"{where}: {len(source):,} samples, {len(source.classes)} classes{split}", len(source)
+    note = f"; {whole.note}" if isinstance(whole, FileSource) and whole.note else ""
+    text = f"{where}: {len(source):,} samples, {len(source.classes)} classes{split}{note}"
+    return text, len(source), is_read_remotely(source)

@@ -25,7 +25,7 @@ from gpuflow.decode.codecs import CpuDecoder, Header, engine_sampling, probe
 from gpuflow.decode.libjpeg_turbo import find_libjpeg_turbo
 from gpuflow.errors import BadSampleError, MissingExtra, SourceError
 from gpuflow.runtime.threads import DaemonPool
-from gpuflow.sources import SourceSpec, open_source
+from gpuflow.sources import SourceSpec, is_read_remotely, open_source
 from gpuflow.sources.folder import EXTENSIONS
 from gpuflow.sources.tar import IMAGE_EXTENSIONS, expand_braces
 from gpuflow.tools.machine import CpuDecoders, Data, DecodeRate, DiskRate, JpegEngines
@@ -134,6 +134,8 @@ def find_images(spec: SourceSpec, *, limit: int, seconds: float = _SEARCH_SECOND
     try:
         if spec.listing is not None:
             source = open_source(spec)
+            if is_read_remotely(source):
+                raise SourceError(f"{spec.listing}: lists files behind URLs; gpuflow bench FILE measures all of it")
             found = [Extent(source.path(i)) for i in chance.sample(range(len(source)), min(limit, len(source)))]
             source.close()
         elif spec.tar is not None:

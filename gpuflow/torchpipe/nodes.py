@@ -18,7 +18,7 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from gpuflow.decode.preset import Preset
-from gpuflow.errors import BadSampleError, DecoderError, PredictorError
+from gpuflow.errors import BadSampleError, DecoderError, PredictorError, is_system_fault
 from gpuflow.execute.cpu import CpuRunner
 from gpuflow.pipeline.image_spec import STORAGE, as_batch, slot_shape
 from gpuflow.pipeline.program import Program
@@ -227,7 +227,7 @@ def _failed(error: BaseException) -> Exception:
     """An unexpected exception as an error of the image, or of the predictor if the image cannot be its cause."""
     if isinstance(error, BadSampleError):
         return error
-    if isinstance(error, (DecoderError, MemoryError, OSError)):
+    if isinstance(error, (DecoderError, OSError)) or is_system_fault(error):
         failed: Exception = PredictorError(f"preprocessing failed: {error!r}")
     else:
         failed = BadSampleError("preprocess", repr(error))

@@ -143,6 +143,46 @@ def test_shards_are_shuffled_within_windows(tmp_path: Path) -> None:
         assert flat(batch.indices.tolist() for batch in loader) == list(range(12))
 
 
+@pytest.mark.parametrize("split", ["", ", split: {train: 0.5}"])
+@pytest.mark.parametrize(
+    ("source", "remote"),
+    [
+        ("folder: photos", False),
+        ("listing: list.csv", False),
+        ("listing: urls.csv", True),
+        ("listing: list.csv, root: 'memory://photos'", True),
+        ("folder: 'memory://photos'", True),
+    ],
+)
+def test_what_is_behind_urls_is_read_by_threads_alone(
+    source: str, remote: bool, split: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A forked process cannot use this one's connections; where the index is does not matter, nor does a split."""
+    monkeypatch.chdir(tmp_path)
+    files = make_photos(tmp_path / "photos", classes=2, each=4)
+    fsspec.filesystem("memory").put(str(tmp_path / "photos"), "/", recursive=True)
+    names = [str(file.relative_to(tmp_path / "photos")) for file in files]
+    prefix = "" if "root" in source else "photos/"
+    (tmp_path / "list.csv").write_text("".join(f"{prefix}{name},0\n" for name in names))
+    (tmp_path / "urls.csv").write_text("".join(f"memory://photos/{name},0\n" for name in names))
+    stages = "[decode, {resize: {height: 8, width: 8}}]"
+    path = tmp_path / "x.yaml"
+    for run, readers, processes in (
+        ("{threads: 3, processes: 2}", 16 if remote else 0, 0 if remote else 2),
+        ("{threads: 3, processes: 2, readers: 0}", 0, 0 if remote else 2),
+        ("{threads: 3, processes: 2, readers: 5}", 5, 0),
+    ):
+        path.write_text(
+            f"source: {{{source}{split}}}\nrun: {run}\n"
+            f"pipelines: {{train: {{stages: {stages}, batch: {{size: 4}}, on_error: raise}}}}\n"
+        )
+        with gpuflow.load(path) as loader:
+            assert (loader._plan.readers, loader._plan.processes) == (readers, processes)
+            if remote:
+                assert sum(len(labels) for _, labels in loader) == (4 if split else 8)
+                assert "processes" not in loader.stats()
+
+
 @pytest.mark.parametrize(
     ("source", "run", "readers"),
     [("folder: photos", "{}", 0), ("folder: photos", "{readers: 3}", 3), ("folder: memory://photos", "{}", 16)],

@@ -369,7 +369,7 @@ def test_what_the_configuration_asks_for(folder: Path, tmp_path: Path) -> None:
         path = write_config(tmp_path / "x.yaml", folder, train=train, run={"threads": 6})
         config = read_config(str(path), STAGES, list(overrides))
         found = cpu_share_of(config, "train")
-        return found, decode_processes_of(config, 20_000, found.threads if found else None)
+        return found, decode_processes_of(config, 20_000, found.threads if found else None, remote=False)
 
     assert told(0.0)[0] is None
     share, processes = told(0.25)

@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 from numpy.typing import NDArray
 
@@ -23,7 +24,7 @@ from gpuflow.errors import BadSampleError
 from gpuflow.loader.decode_workers import DecodeWorkers, Outcome
 from gpuflow.loader.loader import Loader
 from gpuflow.pipeline.stage import Keys
-from gpuflow.sources import Allocate, Payload, Source
+from gpuflow.sources import Allocate, Payload, Source, SourceSpec, open_source
 from tests.datasets import (
     MemorySource,
     Raise,
@@ -120,6 +121,18 @@ def test_bad_samples_are_those_of_threads(
         assert result(loader) == expected
         assert sum(elsewhere) >= 0.8 * len(elsewhere)
         assert loader.stats()["bad_distinct"] == (0 if policy == "raise" else 3)
+
+
+def test_a_source_behind_urls_is_not_sent_to_processes(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Even where a plan asks for them: in a process, this file system would be empty."""
+    memory = fsspec.filesystem("memory")
+    memory.put(str(folder), "/", recursive=True)
+    before = children()
+    with loader_of(open_source(SourceSpec(folder="memory://photos")), policy="raise", processes=2) as loader:
+        assert sum(len(step) for step in epoch_rows(loader)) == 42
+        assert children() == before
+    assert "no process to decode with: files behind URLs are read by the process that opened them" in caplog.text
+    memory.rm("/photos", recursive=True)
 
 
 def test_an_epoch_can_be_resumed(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import re
+import tarfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 import gpuflow
-from gpuflow.errors import BadSampleError, ConfigError, LoaderError, LoaderTimeout, TooManyBadSamples
+from gpuflow.errors import (
+    BadSampleError,
+    ConfigError,
+    LoaderError,
+    LoaderTimeout,
+    SourceError,
+    SystemFault,
+    TooManyBadSamples,
+)
+from gpuflow.loader.sampler import ShuffledOrder
+from gpuflow.sources import SourceSpec, open_source
 from tests.datasets import (
     RAW,
     Block,
@@ -26,6 +40,7 @@ from tests.datasets import (
     jpeg,
     loader_of,
     make_photos,
+    no_more_files,
     python,
     truncate,
     write_config,
@@ -316,6 +331,50 @@ def test_what_a_read_raises_comes_out_at_its_step(threads: int, make: Callable[[
         assert time.monotonic() - start < 3
 
 
+@pytest.mark.parametrize("policy", ["replace", "skip"])
+def test_without_file_descriptors_the_loader_raises(policy: str, files: list[Path]) -> None:
+    """Sound samples would be replaced, or left out, without a word."""
+    source = open_source(SourceSpec(folder=str(files[0].parents[1])))
+    with ExitStack() as stack:
+
+        def before(index: int) -> None:
+            if index == BAD:
+                stack.enter_context(no_more_files())
+
+        tapped = TappedSource(source, before)
+        with loader_of(tapped, shuffle=False, policy=policy, threads=1) as loader:
+            steps, error = fault_of(loader)
+            stack.close()
+            assert (steps, type(error)) == (2, SystemFault)
+            assert loader.stats()["bad"] == 0
+
+
+def test_a_shard_that_is_rewritten_ends_the_epoch(files: list[Path], tmp_path: Path) -> None:
+    """Its labels do not belong to its bytes any more, whatever `on_error` says."""
+    shard = tmp_path / "s.tar"
+
+    def write(order: list[Path]) -> None:
+        with tarfile.open(shard, "w") as archive:
+            for number, file in enumerate(order):
+                for name, data in ((f"{number:03d}.jpg", file.read_bytes()), (f"{number:03d}.cls", b"0")):
+                    header = tarfile.TarInfo(name)
+                    header.size = len(data)
+                    archive.addfile(header, io.BytesIO(data))
+
+    write(files)
+    source = open_source(SourceSpec(tar=str(shard)))
+    with loader_of(source, shuffle=False) as loader:
+        epoch_rows(loader)
+        before = shard.stat()
+        write(files[::-1])
+        os.utime(shard, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
+        assert shard.stat().st_ino == before.st_ino
+        steps, error = fault_of(loader)
+        assert (steps, type(error)) == (0, SourceError)
+        assert str(error).startswith(f"{shard}: shard must stay as it was indexed, but has changed (")
+        assert loader.stats()["bad"] == 0
+
+
 def test_stop_iteration_does_not_pass_for_the_end_of_an_epoch() -> None:
     with loader_of(TappedSource(MemorySource.of(24), Raise(BAD, StopIteration)), shuffle=False) as loader:
         steps, error = fault_of(loader)
@@ -362,6 +421,19 @@ def test_a_stuck_read_ends_in_a_timeout_that_names_the_stage(remote: bool, caplo
         tap.release.set()
         tap.index = -1
         assert [batch.epoch for batch in loader] == [1] * 6, "the next epoch has threads of its own"
+
+
+def test_a_stuck_read_of_a_replacement_is_not_blamed_on_decoding() -> None:
+    """As with a server that has died, whose samples are replaced by others that it does not deliver either."""
+    source = MemorySource(jpeg(i % 3, i) if i != BAD else None for i in range(200))
+    order = ShuffledOrder(size=200, shuffle=False)
+    tap = Block(order.replacement(0, BAD, 0))
+    assert tap.index > 100, "not one that is read ahead"
+    with loader_of(TappedSource(source, tap), shuffle=False, timeout=0.5) as loader:
+        steps, error = fault_of(loader)
+        assert (steps, type(error)) == (2, LoaderTimeout)
+        assert "the stage 'read' has been at one operation for " in str(error)
+        tap.release.set()
 
 
 def test_timeout_is_that_of_a_batch_not_of_an_epoch() -> None:

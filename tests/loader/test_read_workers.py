@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from gpuflow.decode.chunk_headers import read_headers
 from gpuflow.decode.header_scan import scan_headers
+from gpuflow.errors import SourceError
 from gpuflow.loader.read_workers import ProcessStorage
 from gpuflow.runtime.buffers import BytePool
 from gpuflow.runtime.memory import shared, shared_block, shared_keys
@@ -92,12 +93,12 @@ def test_files_are_read_elsewhere_into_memory_that_is_here(storage: ProcessStora
 def test_ranges_are_read_elsewhere(storage: ProcessStorage, files: list[bytes]) -> None:
     status = os.stat(files[-1])
     shard = Shard(path=os.fsdecode(files[-1]), size=status.st_size, stamp=str(status.st_mtime_ns))
-    other = Shard(path=shard.path, size=shard.size, stamp="0")
-    ranges = ([shard, shard, other], [5, 20_000, 0], [1000, 7, 10])
+    missing = Shard(path="nowhere", size=shard.size, stamp="0")
+    ranges = ([shard, shard, missing], [5, 20_000, 0], [1000, 7, 10])
     payload = storage.read_ranges(*ranges, Taken())
     here = LocalStorage().read_ranges(*ranges, lambda size: np.empty(size, np.uint8))
     assert samples(payload) == samples(here)
-    assert "changed since it was indexed" in str(payload.errors[2])
+    assert payload.errors[2] == "no such file"
     assert payload.cpu_s > 0
 
 
@@ -200,6 +201,27 @@ def test_an_error_of_the_caller_ends_the_process_that_waits_for_it(files: list[b
     assert children() == before
     assert samples(storage.read(files, Taken())) == read_here(files)
     storage.close()
+
+
+def test_what_a_process_cannot_read_the_thread_reads_or_raises(
+    storage: ProcessStorage, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And the process stays."""
+    shard = tmp_path / "s.tar"
+    shard.write_bytes(b"indexed" * 100)
+    (inspected,) = storage.inspect([str(shard)])
+    assert isinstance(inspected, Shard)
+    assert storage.read_ranges([inspected], [7], [7], Taken()).cpu_s > 0
+    os.utime(shard, ns=(1, 1))
+    before = children()
+    for _ in range(3):
+        with pytest.raises(SourceError, match="shard must stay as it was indexed, but has changed"):
+            storage.read_ranges([inspected], [7], [7], Taken())
+    assert children() == before
+    (inspected,) = storage.inspect([str(shard)])
+    assert isinstance(inspected, Shard)
+    assert storage.read_ranges([inspected], [7], [7], Taken()).cpu_s > 0
+    assert not caplog.text
 
 
 def test_where_no_process_can_be_started_a_thread_reads(

@@ -97,6 +97,21 @@ def test_the_culprit_is_the_stage_that_is_longest_at_one_operation() -> None:
     assert culprit(read, decode) == "no stage is at work"
 
 
+def test_an_operation_within_another_is_the_culprit_if_most_time_went_to_it() -> None:
+    """As where decoding reads one replacement after another, each of them in a moment."""
+    read, decode = Meter("read", 1), Meter("decode", 1)
+    with decode.work(1):
+        for _ in range(5):
+            with read.work(0):
+                time.sleep(0.02)
+                assert culprit(read, decode).startswith("the stage 'read' has been at one operation for 0.")
+        assert culprit(read, decode).startswith("the stage 'read' has been at one operation for 0.1 s"[:-5])
+        time.sleep(0.3)
+        assert culprit(read, decode).startswith("the stage 'decode'")
+    with decode.work(1):
+        assert culprit(read, decode).startswith("the stage 'decode'"), "what was before does not count"
+
+
 def test_an_epoch_starts_from_zero_and_ends_its_clock() -> None:
     meter = Meter("read", 1)
     stats = Stats(meter)

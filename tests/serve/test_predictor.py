@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,12 +17,12 @@ import gpuflow
 import gpuflow.serve
 from gpuflow.config import read_config
 from gpuflow.decode.preset import CANNOT_DECODE
-from gpuflow.errors import BadSampleError, ConfigError, MissingExtra, PredictorError, PredictorTimeout
+from gpuflow.errors import BadSampleError, ConfigError, MissingExtra, PredictorError, PredictorTimeout, SystemFault
 from gpuflow.execute import gpu_backend
 from gpuflow.serve.predictor import Prediction, Predictor, chain_here
 from gpuflow.stages import STAGES
 from gpuflow.torchpipe.graph import chain
-from tests.datasets import VAL, Entries, deadline, make_photos, program, python, write_config
+from tests.datasets import VAL, Entries, deadline, make_photos, no_more_files, program, python, write_config
 from tests.hostile import BAD
 from tests.serve.fakes import CLASSES, FakeEngine, Gate, Nap, mean_color
 from tests.serve.models import SIDE, Models, noise, save_program
@@ -121,6 +122,14 @@ def test_images_that_cannot_be_read_or_decoded_are_located(
         predictor(absent, top_k=1)
     with pytest.raises(BadSampleError):
         predictor.preprocess([TEXT])
+
+
+def test_without_file_descriptors_a_path_raises(predictor: Predictor, files: list[Path]) -> None:
+    predictor(files[:2])
+    with no_more_files(), pytest.raises(SystemFault) as caught:
+        predictor.predict(files[:2])
+    assert (caught.value.errno, caught.value.filename) == (errno.EMFILE, str(files[0]))
+    assert len(predictor.predict(files[:2])) == 2
 
 
 def test_the_models_input(predictor: Predictor, files: list[Path]) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import io
 import tarfile
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -71,23 +73,36 @@ def make_tar() -> Callable[..., bytes]:
 class FileServer:
     """Serves `files` on loopback, with ranges and directory pages.
 
-    `failures[path]` answers are 500 before the file is served; `requests` counts what was asked for.
+    `failures[path]` answers are `status` before the file is served; `requests` counts what was asked for. Each answer
+    takes `seconds`; `most_at_once` is the most that were under way. Links to files in `gone` are dead, and a directory
+    `up` lies in `endless` and in each other directory `up`.
     """
 
     def __init__(self) -> None:
         self.files: dict[str, bytes] = {}
         self.failures: dict[str, int] = {}
+        self.status = 500
+        self.gone: set[str] = set()
+        self.endless = "nowhere"
         self.ranges = True
         self.requests: Counter[str] = Counter()
+        self.seconds, self.most_at_once, self._under_way = 0.0, 0, 0
+        self._lock = threading.Lock()
         owner = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
+                with owner.counted():
+                    self._serve()
+
+            def _serve(self) -> None:
                 owner.requests[self.path] += 1
                 if owner.failures.get(self.path, 0) > 0:
                     owner.failures[self.path] -= 1
-                    return self._answer(500, b"")
+                    return self._answer(owner.status, b"")
                 data = owner.files.get(self.path)
+                if self.path in owner.gone:
+                    return self._answer(404, b"")
                 if data is None:
                     page = owner.page(self.path)
                     return self._answer(200 if page else 404, page, {"Content-Type": "text/html"})
@@ -121,8 +136,22 @@ class FileServer:
         self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02})
         self._thread.start()
 
+    @contextmanager
+    def counted(self) -> Iterator[None]:
+        with self._lock:
+            self._under_way += 1
+            self.most_at_once = max(self.most_at_once, self._under_way)
+        time.sleep(self.seconds)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._under_way -= 1
+
     def page(self, path: str) -> bytes:
         """Links to what lies right below a directory; nothing where there is no such directory."""
+        if path.startswith(self.endless):
+            return b'<a href="up/">up</a>'
         root = path.rstrip("/") + "/"
         below = sorted({name[len(root) :].partition("/")[::2] for name in self.files if name.startswith(root)})
         links = dict.fromkeys(f'<a href="{name}{"/" if rest else ""}">{name}</a>' for name, rest in below)

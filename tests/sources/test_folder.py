@@ -17,7 +17,8 @@ from torchvision.datasets import ImageFolder
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from gpuflow.errors import SourceError
-from gpuflow.sources import SourceSpec, open_source
+from gpuflow.pipeline.rng import key64
+from gpuflow.sources import SourceSpec, open_source, subset
 from gpuflow.sources.folder import EXTENSIONS
 from tests.sources.conftest import ReadAll
 
@@ -27,7 +28,7 @@ def plant(root: Path, *names: str) -> Path:
     for name in names:
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(name.encode())
+        path.write_bytes(os.fsencode(name))
     return root
 
 
@@ -109,6 +110,74 @@ def test_class_without_images(tmp_path: Path) -> None:
     (tmp_path / "c").mkdir()
     (tmp_path / "d" / "x.jpg").mkdir(parents=True)
     fails(f"{rule} (nor do 2 more classes); add images or remove the directory", folder=str(tmp_path))
+
+
+def test_a_link_to_an_ancestor_is_not_followed(tmp_path: Path) -> None:
+    root = plant(tmp_path / "data/photos", "a/1.jpg", "a/sub/2.jpg", "b/3.jpg")
+    plant(tmp_path, "other/4.jpg")
+    for place, target in {
+        "a/up": "..",
+        "a/self": ".",
+        "a/sub/again": "../../a",
+        "a/above": "../..",
+        "b/above": str(tmp_path),
+        "whole": ".",
+        "a/end": "/",
+    }.items():
+        (root / place).symlink_to(target)
+    source = open_source(SourceSpec(folder=str(root)))
+    assert [source.path(i)[len(str(root)) + 1 :] for i in range(len(source))] == ["a/1.jpg", "a/sub/2.jpg", "b/3.jpg"]
+    assert source.classes == ("a", "b")
+    (tmp_path / "link").symlink_to(root)
+    assert len(open_source(SourceSpec(folder=str(tmp_path / "link")))) == 3
+
+
+def test_links_that_point_at_each_other_end(tmp_path: Path) -> None:
+    plant(tmp_path, "a/1.jpg", "b/2.jpg")
+    (tmp_path / "a/to_b").symlink_to("../b")
+    (tmp_path / "b/to_a").symlink_to("../a")
+    (tmp_path / "a/x").symlink_to("y")
+    (tmp_path / "a/y").symlink_to("x")
+    (tmp_path / "a/z.jpg").symlink_to("z.jpg")
+    source = open_source(SourceSpec(folder=str(tmp_path)))
+    assert [source.path(i)[len(str(tmp_path)) + 1 :] for i in range(len(source))] == [
+        *("a/1.jpg", "a/z.jpg", "a/to_b/2.jpg", "b/2.jpg", "b/to_a/1.jpg", "b/to_a/z.jpg")
+    ]
+
+
+def test_two_links_to_their_own_directory_end(tmp_path: Path) -> None:
+    """Followed, they are 2^40 directories."""
+    plant(tmp_path, "a/1.jpg")
+    (tmp_path / "a/one").symlink_to(".")
+    (tmp_path / "a/two").symlink_to(".")
+    assert len(open_source(SourceSpec(folder=str(tmp_path)))) == 1
+
+
+def test_a_directory_that_cannot_be_listed_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One whose path is too long, which root may not list either."""
+    plant(tmp_path, "a/1.jpg")
+    monkeypatch.chdir(tmp_path / "a")
+    name, deep = "d" * 250, str(tmp_path / "a")
+    for _ in range(17):
+        os.mkdir(name)
+        os.chdir(name)
+        deep = f"{deep}/{name}"
+        if len(deep) > 4096:
+            break
+    Path("2.jpg").write_bytes(b"unseen")
+    fails(
+        f"{deep}: directory must be readable, got: file name too long; make it readable or remove it",
+        folder=str(tmp_path),
+    )
+
+
+def test_a_name_that_is_not_utf8_in_a_split(tmp_path: Path) -> None:
+    plant(tmp_path, *(f"{label}/{i}.jpg" for label in ("caf\udce9", "b") for i in range(10)))
+    spec = SourceSpec(folder=str(tmp_path), split={"train": 0.8, "val": 0.2})
+    whole = open_source(spec)
+    parts = [subset(whole, spec, name) for name in ("train", "val")]
+    assert [np.bincount(part.labels).tolist() for part in parts] == [[8, 8], [2, 2]]
+    assert key64("split", 0, "caf\udce9") != key64("split", 0, "caf\udcea")
 
 
 def test_an_unreadable_file_is_an_error_of_its_own_sample_only(tmp_path: Path, read_all: ReadAll) -> None:

@@ -6,9 +6,10 @@ import io
 import json
 import os
 import tarfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from gpuflow.errors import SourceError
 from gpuflow.loader.sampler import ShardedOrder
 from gpuflow.sources import Source, SourceSpec, open_source
 from gpuflow.sources.tar import expand_braces
-from tests.sources.conftest import ReadAll
+from tests.sources.conftest import ReadAll, tar_bytes
 
 MakeTar = Callable[..., bytes]
 Members = Sequence[tuple[str, bytes]]
@@ -239,17 +240,70 @@ def test_without_a_place_for_the_cache(make_tar: MakeTar, cache_home: Path) -> N
 # Shards that change.
 
 
-def test_a_shard_cut_short_while_open(make_tar: MakeTar, read_all: ReadAll) -> None:
-    write_shards(make_tar)
+def changed(path: str, before: int, now: int) -> str:
+    return (
+        f"{path}: shard must stay as it was indexed, but has changed ({before} bytes then, {now} now); "
+        "open the source again, and write new shards under new names"
+    )
+
+
+def refuses_to_read(source: Source, indices: Sequence[int]) -> str:
+    with pytest.raises(SourceError) as caught:
+        source.read(indices, lambda size: np.empty(size, np.uint8))
+    return str(caught.value)
+
+
+def rewrite(path: str, data: bytes) -> None:
+    """Write into the same file, as `cp` and `tar -cf` do. The clock of its time ticks every few milliseconds."""
+    before = os.stat(path).st_mtime_ns
+    with open(path, "r+b") as file:
+        file.write(data)
+        file.truncate()
+    os.utime(path, ns=(before + 1_000_000, before + 1_000_000))
+
+
+def test_a_shard_rewritten_in_place_while_open(make_tar: MakeTar, read_all: ReadAll) -> None:
+    """Its size stays the same, and other images lie where those of the index lay."""
+    write_shards(make_tar, count=2)
     source = open_source(SourceSpec(tar="{00..01}.tar"))
     expected = read_all(source)
-    os.truncate("00.tar", 2 * 2048 + 512 + 300)
-    rule = "it shrank since it was indexed"
-    results = read_all(source)
-    assert results[:2] == expected[:2]
-    assert results[2] == f"its shard ends after 0 of 900 bytes; {rule}"
-    assert results[3:5] == [f"its shard ends after 0 of 900 bytes; {rule}"] * 2
-    assert results[5:] == expected[5:]
+    size = os.path.getsize("00.tar")
+    rewrite("00.tar", make_tar([member for i in range(5) for member in other_sample(4 - i)]))
+    assert os.path.getsize("00.tar") == size
+    descriptors = len(os.listdir("/proc/self/fd"))
+    assert refuses_to_read(source, [2]) == changed("00.tar", size, size)
+    assert refuses_to_read(source, [7, 3]) == changed("00.tar", size, size)
+    assert read_all(source, range(5, 10)) == expected[5:]
+    assert len(os.listdir("/proc/self/fd")) < descriptors, "the changed shard is closed"
+
+
+def other_sample(number: int) -> Members:
+    return [(f"{number:04}.jpg", f"x/{number}".encode() * 300), (f"{number:04}.cls", str(number).encode())]
+
+
+def test_a_shard_that_is_written_to_while_a_range_of_it_is_read(
+    make_tar: MakeTar, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_shards(make_tar, count=1)
+    source = open_source(SourceSpec(tar="00.tar"))
+    size, preadv = os.path.getsize("00.tar"), os.preadv
+
+    def write_then_read(*arguments: Any) -> int:
+        rewrite("00.tar", b"other" * (size // 5))
+        return preadv(*arguments)
+
+    monkeypatch.setattr(os, "preadv", write_then_read)
+    assert refuses_to_read(source, [0]) == changed("00.tar", size, size)
+
+
+def test_a_shard_replaced_by_another_file_while_open(make_tar: MakeTar, read_all: ReadAll) -> None:
+    """The open file is still the one that was indexed."""
+    write_shards(make_tar, count=1)
+    source = open_source(SourceSpec(tar="00.tar"))
+    expected = read_all(source)
+    Path("new.tar").write_bytes(make_tar([]))
+    os.replace("new.tar", "00.tar")
+    assert read_all(source) == expected
 
 
 def test_a_shard_that_changes_before_it_is_opened(make_tar: MakeTar, read_all: ReadAll) -> None:
@@ -258,10 +312,30 @@ def test_a_shard_that_changes_before_it_is_opened(make_tar: MakeTar, read_all: R
     size = os.path.getsize("00.tar")
     os.truncate("00.tar", 5000)
     os.unlink("01.tar")
-    results = read_all(source)
-    assert results[:5] == [f"its shard changed since it was indexed ({size} bytes then, 5000 now)"] * 5
-    assert results[5:10] == ["no such file"] * 5
-    assert results[10:] == [f"2/{i}".encode() * 300 for i in range(5)]
+    assert refuses_to_read(source, [0]) == changed("00.tar", size, 5000)
+    assert read_all(source, range(5, 15)) == [*["no such file"] * 5, *(f"2/{i}".encode() * 300 for i in range(5))]
+
+
+def test_a_shard_cut_short_while_open(make_tar: MakeTar, read_all: ReadAll) -> None:
+    write_shards(make_tar)
+    source = open_source(SourceSpec(tar="{00..01}.tar"))
+    read_all(source)
+    size = os.path.getsize("00.tar")
+    os.truncate("00.tar", 2 * 2048 + 512 + 300)
+    assert refuses_to_read(source, [4]) == changed("00.tar", size, 2 * 2048 + 512 + 300)
+
+
+def test_a_shard_that_changes_while_it_is_indexed(make_tar: MakeTar, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_shards(make_tar, count=1)
+    size, pread = os.path.getsize("00.tar"), os.pread
+
+    def write_then_read(*arguments: int) -> bytes:
+        data = pread(*arguments)
+        rewrite("00.tar", make_tar([member for i in range(5) for member in other_sample(4 - i)]))
+        return data
+
+    monkeypatch.setattr(os, "pread", write_then_read)
+    assert refused(tar="00.tar") == changed("00.tar", size, size)
 
 
 # What is refused.
@@ -302,6 +376,61 @@ def test_damaged_tars(make_tar: MakeTar) -> None:
     assert refused(tar="s.tar") == (
         "s.tar: member header at byte 1536 must be valid, got: bad checksum; the shard is damaged, make it again"
     )
+
+
+def with_size(size: int) -> bytes:
+    """A shard whose second member's header gives this size."""
+    first = make_members([("1.jpg", b"x"), ("1.cls", b"0")])
+    header = tarfile.TarInfo("2.jpg")
+    header.size = size
+    return first + header.tobuf(tarfile.GNU_FORMAT) + bytes(2048)
+
+
+def make_members(members: Members) -> bytes:
+    """A tar without its end."""
+    return tar_bytes(members)[: len(members) * 1024]
+
+
+@pytest.mark.parametrize("size", [-1, -512, -1024, -(2**40)])
+def test_a_negative_size_ends_the_index(size: int) -> None:
+    """It would lead back to a header that was read before, for ever."""
+    Path("s.tar").write_bytes(with_size(size))
+    assert refused(tar="s.tar") == (
+        f"s.tar: member header at byte 2048 must be valid, got a size of {size}; the shard is damaged, make it again"
+    )
+
+
+@pytest.mark.parametrize("size", ["-1", "1_0", "+1", "x", "", "9" * 30])
+def test_a_size_in_an_extended_header_that_is_no_number(size: str) -> None:
+    Path("s.tar").write_bytes(pax_member("1.jpg", b"one", {"size": size}))
+    assert refused(tar="s.tar") == (
+        f"s.tar: member header at byte 1024 must be valid, got a size of {size}; the shard is damaged, make it again"
+    )
+
+
+def pax_member(name: str, data: bytes, records: Mapping[str, str]) -> bytes:
+    """A member whose own header says that it has no bytes, after an extended header with these records."""
+    text = b"".join(pax_record(key, value) for key, value in records.items())
+    extended = tarfile.TarInfo("PaxHeader")
+    extended.type, extended.size = tarfile.XHDTYPE, len(text)
+    header = tarfile.TarInfo(name)
+    padded = [part + bytes(-len(part) % 512) for part in (text, data)]
+    return extended.tobuf() + padded[0] + header.tobuf() + padded[1]
+
+
+def pax_record(key: str, value: str) -> bytes:
+    rest = f" {key}={value}\n".encode()
+    length = len(rest) + 1
+    while len(str(length)) + len(rest) != length:
+        length += 1
+    return str(length).encode() + rest
+
+
+def test_the_size_of_an_extended_header_counts(read_all: ReadAll) -> None:
+    """As tars have it for members above 8 GiB."""
+    members = [pax_member("1.jpg", b"one" * 300, {"size": "900"}), pax_member("1.cls", b"0", {"size": "1"})]
+    Path("s.tar").write_bytes(b"".join(members) + make_members([("2.jpg", b"two"), ("2.cls", b"1")]))
+    assert read_all(open_source(SourceSpec(tar="s.tar"))) == [b"one" * 300, b"two"]
 
 
 def test_damaged_extended_header(make_tar: MakeTar) -> None:
@@ -367,6 +496,25 @@ def test_sparse_members() -> None:
     header.type = tarfile.GNUTYPE_SPARSE
     Path("s.tar").write_bytes(header.tobuf(tarfile.GNU_FORMAT) + bytes(1024))
     assert refused(tar="s.tar") == "s.tar/1.jpg: member must not be sparse; make the shard without --sparse"
+
+
+@pytest.mark.parametrize(
+    "records",
+    [
+        {"GNU.sparse.major": "1", "GNU.sparse.minor": "0", "GNU.sparse.name": "1.jpg", "size": "600"},
+        {"GNU.sparse.size": "9999", "GNU.sparse.numblocks": "1", "size": "600"},
+    ],
+    ids=["1.0", "0.1"],
+)
+def test_sparse_members_of_extended_headers(records: Mapping[str, str]) -> None:
+    Path("s.tar").write_bytes(pax_member("1.jpg", b"x" * 600, records) + make_members([("1.cls", b"0")]))
+    assert refused(tar="s.tar") == "s.tar/1.jpg: member must not be sparse; make the shard without --sparse"
+
+
+def test_of_a_label_and_a_cls_the_label_counts_and_a_member_cls_before_both(shard: Callable[..., Source]) -> None:
+    both = b'{"cls": "from cls", "label": "from label"}'
+    source = shard([("1.jpg", b"x"), ("1.json", both), ("2.jpg", b"x"), ("2.json", both), ("2.cls", b"member")])
+    assert [source.classes[label] for label in source.labels] == ["from label", "member"]
 
 
 def test_labels_of_json_survive_the_cache(make_tar: MakeTar) -> None:

@@ -90,6 +90,27 @@ def test_a_source_that_is_not_there_is_no_error(config: Path, tmp_path: Path) ->
     assert f"source.folder must be a directory, got '{tmp_path}/absent', which does not exist; check the path" in text
 
 
+def test_says_how_it_took_the_first_row_of_a_listing(tmp_path: Path) -> None:
+    files = make_photos(tmp_path / "photos", classes=1, each=3)
+    listing = tmp_path / "list.csv"
+    config = write_config(tmp_path / "y.yaml", "", source={"listing": str(listing)})
+    rows = "".join(f"{file},0\n" for file in files)
+    for header, note in (
+        ("id,breed\n", "header id,breed: paths from 'id', labels from 'breed'"),
+        ("", "no header, its first row is a sample"),
+    ):
+        listing.write_text(header + rows)
+        assert f"{listing}: 3 samples, 1 classes; {note}\n" in explained(config)
+
+
+def test_no_processes_for_files_behind_urls(tmp_path: Path) -> None:
+    listing = tmp_path / "list.csv"
+    listing.write_text("".join(f"memory://photos/{i}.jpg,0\n" for i in range(3)))
+    config = write_config(tmp_path / "y.yaml", "", source={"listing": str(listing)})
+    text = explained(config, "run.threads=8", "run.processes=8", "run.readers=0")
+    assert "8 decode thread(s)\n" in text
+
+
 def test_splits_are_counted(config: Path) -> None:
     text = explained(config, "source.split={train: 0.75, val: 0.25}")
     assert "9 samples, 3 classes" in text

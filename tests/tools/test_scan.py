@@ -9,10 +9,21 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from gpuflow.errors import SystemFault
 from gpuflow.sources import SourceSpec, open_source
 from gpuflow.stages import STAGES
 from gpuflow.tools.scan import Finding, scan
-from tests.datasets import MemorySource, deadline, enlarge, jpeg, make_photos, nothing_left_behind, pixels, truncate
+from tests.datasets import (
+    MemorySource,
+    deadline,
+    enlarge,
+    jpeg,
+    make_photos,
+    no_more_files,
+    nothing_left_behind,
+    pixels,
+    truncate,
+)
 
 DECODER = STAGES["decode"]()
 
@@ -69,6 +80,16 @@ def test_findings_come_in_order(threads: int, folder: Path) -> None:
     ]
     assert findings[0].reason.startswith("truncated: no end-of-image marker within ")
     assert sum(seen) == 24
+
+
+def test_without_file_descriptors_a_scan_raises(folder: Path) -> None:
+    """A report of sound files as unreadable would be worse than none."""
+    source = open_source(SourceSpec(folder=str(folder)))
+    findings = scan(source, DECODER, threads=1)  # type: ignore[arg-type]
+    next(findings)
+    source = open_source(SourceSpec(folder=str(folder)))
+    with no_more_files(), pytest.raises(SystemFault):
+        list(scan(source, DECODER, threads=1))  # type: ignore[arg-type]
 
 
 def test_the_decoders_limit_counts() -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
+from gpuflow.errors import SourceError
 from gpuflow.sources.payload import Allocate, Payload
 
 __all__ = ["ReadAt", "Shard", "Storage", "is_remote", "parent_of"]
@@ -24,18 +25,33 @@ class Shard:
     size: int
     stamp: str
 
+    def changed(self, size: int) -> SourceError:
+        """The error for a shard that is not the one that was indexed. size: bytes that it has now."""
+        return SourceError(
+            f"{self.path}: shard must stay as it was indexed, but has changed ({self.size} bytes then, {size} now); "
+            "open the source again, and write new shards under new names"
+        )
+
 
 class Storage(Protocol):
-    """A file system that sources read from."""
+    """A file system that sources read from.
+
+    Reading raises only what is no sample's fault: SystemFault or MemoryError where the system refuses a file descriptor
+    or memory, and SourceError where a shard is not the one that was indexed.
+    """
+
+    @property
+    def remote(self) -> bool:
+        """Whether it reads through connections of this process, which no forked process can use."""
 
     def read(self, paths: Sequence[bytes], allocate: Allocate) -> Payload:
-        """Read whole files. A file that cannot be read is an error in the payload, never an exception."""
+        """Read whole files. A file that cannot be read is an error in the payload, not an exception."""
 
     def read_ranges(
         self, shards: Sequence[Shard], starts: Sequence[int], sizes: Sequence[int], allocate: Allocate
     ) -> Payload:
         """Read `sizes[i]` bytes of `shards[i]` from `starts[i]` on. A range that cannot be read is an error in the
-        payload, never an exception."""
+        payload, not an exception."""
 
     def load(self, path: str) -> bytes:
         """Read one whole file. Raises SourceError if it cannot be read."""

@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator, Sequence
 from stat import S_IFDIR, S_IFMT, S_IFREG
 from typing import TypeVar, final
 
-from gpuflow.errors import SourceError
+from gpuflow.errors import SourceError, is_system_fault, system_fault
 from gpuflow.sources.payload import Allocate, Payload, lay_out
 from gpuflow.sources.storage.base import ReadAt, Shard
-from gpuflow.sources.storage.retry import AFTER_RETRIES, retry, retry_each
+from gpuflow.sources.storage.retry import AFTER_RETRIES, LOCAL_DELAYS, retry, retry_each
 
 __all__ = ["LocalStorage"]
 
@@ -43,6 +43,8 @@ _PERMANENT = {
 @final
 class LocalStorage:
     """Files on this machine, or on a network file system that is mounted here."""
+
+    remote = False
 
     def __init__(self) -> None:
         self._pool = _FilePool()
@@ -91,11 +93,11 @@ class LocalStorage:
             close(i)
 
         try:
-            _each(measure, close, errors, range(count))
+            _each(measure, close, errors, range(count), paths)
             offsets, end = lay_out(sizes)
             buffer = allocate(end)
             view = buffer.data
-            _each(fetch, close, errors, [i for i in range(count) if sizes[i]])
+            _each(fetch, close, errors, [i for i in range(count) if sizes[i]], paths)
         finally:
             for i in range(count):
                 close(i)
@@ -110,23 +112,21 @@ class LocalStorage:
         view = buffer.data
 
         def fetch(i: int) -> None:
-            try:
-                file = self._pool.acquire(shards[i])
-            except _Changed as change:
-                errors[i] = str(change)
-                return
+            file = self._pool.acquire(shards[i])
             start, size = offsets[i], sizes[i]
             try:
                 got = _read_rest(file.descriptor, view[start : start + size], starts[i])
-            except OSError:
+                _check_unchanged(shards[i], file.descriptor)  # after the read: what was read before a change is right
+            except (OSError, SourceError):
                 file.broken = True
                 raise
             finally:
                 self._pool.release(file)
             if got < size:
-                errors[i] = f"its shard ends after {got} of {size} bytes; it shrank since it was indexed"
+                errors[i] = f"its shard ends after {got} of {size} bytes"
 
-        _each(fetch, lambda i: None, errors, [i for i, size in enumerate(sizes) if size])
+        paths = [os.fsencode(shard.path) for shard in shards]
+        _each(fetch, lambda i: None, errors, [i for i, size in enumerate(sizes) if size], paths)
         return Payload(buffer=buffer, offsets=offsets, sizes=_readable(sizes, errors), errors=errors)
 
     def load(self, path: str) -> bytes:
@@ -136,7 +136,7 @@ class LocalStorage:
 
         permanent = (FileNotFoundError, IsADirectoryError, PermissionError, NotADirectoryError)
         try:
-            return retry(action, permanent)
+            return retry(action, permanent, LOCAL_DELAYS)
         except OSError as fault:
             raise SourceError(f"{path}: {_reason(fault)}; check that it can be read") from fault
 
@@ -159,16 +159,16 @@ class LocalStorage:
             except OSError as fault:
                 raise SourceError(f"{shard.path}: {_reason(fault)}; check that it can be read") from fault
             try:
-                yield scanner(shard, _reader(descriptor))
+                try:
+                    found = scanner(shard, _reader(descriptor))
+                finally:
+                    _check_unchanged(shard, descriptor)  # which explains what else may be wrong with it
             finally:
                 os.close(descriptor)
+            yield found
 
     def close(self) -> None:
         self._pool.close()
-
-
-class _Changed(Exception):
-    """A shard has changed since it was indexed."""
 
 
 class _OpenFile:
@@ -196,7 +196,7 @@ class _FilePool:
                 file.users += 1
                 self._files.move_to_end(shard)
                 return file
-        opened = _OpenFile(shard, _open_unchanged(shard))
+        opened = _OpenFile(shard, os.open(shard.path, _READ_ONLY))
         with self._lock:
             file = self._files.setdefault(shard, opened)
             file.users += 1
@@ -227,16 +227,11 @@ class _FilePool:
             self._files.clear()
 
 
-def _open_unchanged(shard: Shard) -> int:
-    descriptor = os.open(shard.path, _READ_ONLY)
-    try:
-        status = os.fstat(descriptor)
-        if (status.st_size, str(status.st_mtime_ns)) != (shard.size, shard.stamp):
-            raise _Changed(f"its shard changed since it was indexed ({shard.size} bytes then, {status.st_size} now)")
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return descriptor
+def _check_unchanged(shard: Shard, descriptor: int) -> None:
+    """Raise SourceError if an open shard was written to, in place, since it was indexed, or is another file."""
+    status = os.fstat(descriptor)
+    if (status.st_size, str(status.st_mtime_ns)) != (shard.size, shard.stamp):
+        raise shard.changed(status.st_size)
 
 
 def _readable(sizes: Sequence[int], errors: Sequence[str | None]) -> list[int]:
@@ -269,12 +264,21 @@ def _reason(fault: OSError) -> str:
 
 
 def _each(
-    step: Callable[[int], None], undo: Callable[[int], None], errors: list[str | None], items: Sequence[int]
+    step: Callable[[int], None],
+    undo: Callable[[int], None],
+    errors: list[str | None],
+    items: Sequence[int],
+    paths: Sequence[bytes],
 ) -> None:
-    """Run `step` for each item. Failures become texts in `errors`; temporary ones are retried, all together."""
+    """Run `step` for each item. Failures become texts in `errors`; temporary ones are retried, all together.
+
+    A fault of the environment that lasts is raised: it is none of the item's.
+    """
+    refused: dict[int, OSError] = {}
 
     def attempt(items: Sequence[int]) -> Sequence[int]:
         again = []
+        refused.clear()
         for i in items:
             errors[i] = None
             try:
@@ -284,6 +288,10 @@ def _each(
                 errors[i] = _reason(fault)
                 if fault.errno not in _PERMANENT:
                     again.append(i)
+                if is_system_fault(fault):
+                    refused[i] = fault
         return again
 
-    retry_each(items, attempt)
+    retry_each(items, attempt, LOCAL_DELAYS)
+    for i, fault in refused.items():
+        raise system_fault(fault, os.fsdecode(paths[i]))

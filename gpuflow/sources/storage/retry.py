@@ -6,19 +6,23 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-__all__ = ["AFTER_RETRIES", "retry", "retry_each"]
+__all__ = ["AFTER_RETRIES", "LOCAL_DELAYS", "REMOTE_DELAYS", "retry", "retry_each"]
 
 T = TypeVar("T")
 
-_DELAYS = (0.0, 0.05, 0.1, 0.2)
-"""Seconds before each attempt."""
-AFTER_RETRIES = f"; tried {len(_DELAYS)} times"
+LOCAL_DELAYS = (0.0, 0.05, 0.1, 0.2)
+"""Seconds before each attempt to read a file of this machine."""
+REMOTE_DELAYS = (0.0, 0.1, 0.5, 2.0)
+"""As `LOCAL_DELAYS`, for a server: one that is overloaded needs time."""
+AFTER_RETRIES = f"; tried {len(LOCAL_DELAYS)} times"
 """The end of an error text of an operation that failed at every attempt."""
 
 
-def retry_each(items: Sequence[int], attempt: Callable[[Sequence[int]], Sequence[int]]) -> None:
+def retry_each(
+    items: Sequence[int], attempt: Callable[[Sequence[int]], Sequence[int]], delays: Sequence[float]
+) -> None:
     """Call `attempt` on all items, then on those that it returned, until it returns none or was called four times."""
-    for delay in _DELAYS:
+    for delay in delays:
         if not items:
             return
         if delay:  # a sleep of 0 s would release the interpreter
@@ -26,7 +30,7 @@ def retry_each(items: Sequence[int], attempt: Callable[[Sequence[int]], Sequence
         items = attempt(items)
 
 
-def retry(action: Callable[[], T], permanent: tuple[type[Exception], ...]) -> T:
+def retry(action: Callable[[], T], permanent: tuple[type[Exception], ...], delays: Sequence[float]) -> T:
     """Call `action` until it succeeds, at most four times. Exceptions in `permanent` are raised immediately, others
     after the last attempt."""
     results: list[T] = []
@@ -42,7 +46,7 @@ def retry(action: Callable[[], T], permanent: tuple[type[Exception], ...]) -> T:
             return items
         return ()
 
-    retry_each([0], attempt)
+    retry_each([0], attempt, delays)
     if not results:
         raise faults[-1]
     return results[0]

@@ -1,0 +1,190 @@
+"""Faults of the environment while samples are read: raised with what to do, and never an error of a sample."""
+
+from __future__ import annotations
+
+import errno
+import os
+import pickle
+import resource
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from gpuflow.errors import SystemFault, is_system_fault, system_fault
+from gpuflow.sources import Source, SourceSpec, open_source
+from gpuflow.sources.storage import local, remote
+from tests.datasets import make_photos, no_more_files
+from tests.sources.conftest import FileServer, ReadAll
+
+RAISED = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.ENOSPC, errno.EDQUOT, errno.EPIPE)
+OF_THE_FILE = (errno.ENOENT, errno.EACCES, errno.EIO, errno.ESTALE, errno.ELOOP, errno.EISDIR, errno.ETIMEDOUT)
+
+
+def new_array(size: int) -> NDArray[np.uint8]:
+    return np.empty(size, np.uint8)
+
+
+def caused(error: BaseException, cause: BaseException) -> BaseException:
+    error.__cause__ = cause
+    return error
+
+
+class OutOfMemoryError(RuntimeError):
+    """As torch's, by its name."""
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        *((OSError(number, "why"), True) for number in RAISED),
+        *((OSError(number, "why"), False) for number in OF_THE_FILE),
+        (MemoryError(), True),
+        (OutOfMemoryError(), True),
+        (caused(ValueError("by a library"), OSError(errno.EMFILE, "why")), True),
+        (caused(ValueError("by a library"), OSError(errno.EIO, "why")), False),
+        (RuntimeError("why"), False),
+        (None, False),
+    ],
+    ids=repr,
+)
+def test_what_is_a_fault_of_the_environment(error: BaseException | None, expected: bool) -> None:
+    assert is_system_fault(error) == expected
+
+
+def test_a_context_counts_unless_it_is_suppressed() -> None:
+    def fails(*, suppressed: bool) -> BaseException:
+        try:
+            try:
+                raise OSError(errno.EMFILE, "why")
+            except OSError:
+                if suppressed:
+                    raise ValueError from None
+                raise ValueError  # noqa: B904
+        except ValueError as error:
+            return error
+
+    assert is_system_fault(fails(suppressed=False))
+    assert not is_system_fault(fails(suppressed=True))
+
+
+def test_the_error_names_the_file_and_what_to_do() -> None:
+    fault = system_fault(OSError(errno.EMFILE, "Too many open files"), "a.jpg")
+    assert isinstance(fault, SystemFault) and isinstance(fault, OSError)
+    assert (fault.errno, fault.filename) == (errno.EMFILE, "a.jpg")
+    assert str(fault) == (
+        f"[Errno {errno.EMFILE}] Too many open files; raise the limit of open files (ulimit -n), or lower run.threads "
+        "and run.readers: 'a.jpg'"
+    )
+    again = pickle.loads(pickle.dumps(fault))
+    assert (type(again), str(again)) == (SystemFault, str(fault))
+    memory = MemoryError()
+    assert system_fault(memory, "a.jpg") is memory
+
+
+def folder_of(root: Path) -> Source:
+    make_photos(root / "photos", classes=2, each=20)
+    return open_source(SourceSpec(folder=str(root / "photos")))
+
+
+def shard_of(root: Path) -> Source:
+    make_photos(root / "photos", classes=1, each=4)
+    with tarfile.open(root / "s.tar", "w") as archive:
+        for file in sorted((root / "photos").rglob("*.jpg")):
+            archive.add(file, f"{file.stem}.jpg")
+            (root / "label").write_text("0")
+            archive.add(root / "label", f"{file.stem}.cls")
+    return open_source(SourceSpec(tar=str(root / "s.tar")))
+
+
+def listed_on_server(root: Path, server: FileServer) -> Source:
+    server.files.update({f"/{i}.jpg": b"x" for i in range(4)})
+    (root / "list.csv").write_text("".join(f"{server.url}/{i}.jpg,0\n" for i in range(4)))
+    return open_source(SourceSpec(listing=str(root / "list.csv")))
+
+
+@pytest.fixture(params=["folder", "tar", "server"])
+def source(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Source:
+    monkeypatch.setattr(remote, "REMOTE_DELAYS", (0.0, 0.01, 0.02, 0.05))
+    monkeypatch.setattr(local, "LOCAL_DELAYS", (0.0, 0.01, 0.02, 0.05))
+    match request.param:
+        case "folder":
+            return folder_of(tmp_path)
+        case "tar":
+            return shard_of(tmp_path)
+        case _:
+            found = listed_on_server(tmp_path, request.getfixturevalue("server"))
+            found.read([0], new_array)  # starts the threads that fsspec needs
+            return found
+
+
+def test_without_file_descriptors_reading_raises(source: Source, read_all: ReadAll, tmp_path: Path) -> None:
+    path = source.path(2)
+    with no_more_files(), pytest.raises(SystemFault) as caught:
+        source.read([2], new_array)
+    assert caught.value.errno == errno.EMFILE
+    assert caught.value.filename in (path, str(tmp_path / "s.tar"))
+    assert all(isinstance(data, bytes) for data in read_all(source)), "and goes on once there are some again"
+
+
+def test_every_other_error_stays_with_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, real = folder_of(tmp_path), os.open
+    failing: dict[bytes, int] = {}
+
+    def fail(path: Any, *arguments: Any, **options: Any) -> int:
+        if path in failing:
+            raise OSError(failing[path], os.strerror(failing[path]), path)
+        return real(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "open", fail)
+    monkeypatch.setattr(local, "_OPENED_IN_ADVANCE", 2)
+    monkeypatch.setattr(local, "LOCAL_DELAYS", (0.0, 0.001, 0.001, 0.001))
+    for place in (0, 5):
+        for number in (*RAISED, *OF_THE_FILE):
+            failing = {os.fsencode(source.path(place)): number}
+            if number in RAISED:
+                with pytest.raises(SystemFault) as caught:
+                    source.read(range(8), new_array)
+                assert (caught.value.errno, caught.value.filename) == (number, source.path(place))
+            else:
+                errors = source.read(range(8), new_array).errors
+                assert [i for i, error in enumerate(errors) if error is not None] == [place]
+
+
+def test_a_shortage_that_ends_in_time_is_no_error(
+    tmp_path: Path, read_all: ReadAll, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, real, left = folder_of(tmp_path), os.open, [3]
+
+    def fail(path: Any, *arguments: Any, **options: Any) -> int:
+        if isinstance(path, bytes) and left[0]:
+            left[0] -= 1
+            raise OSError(errno.ENFILE, "Too many open files in system", path)
+        return real(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "open", fail)
+    assert all(isinstance(data, bytes) for data in read_all(source))
+
+
+def test_a_file_system_that_has_no_memory_raises(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a library of fsspec reports it."""
+    if not isinstance(source.storage, remote.RemoteStorage):
+        pytest.skip("local reading allocates by the caller's function alone")
+
+    def fail(*arguments: Any, **options: Any) -> Callable[..., Any]:
+        raise MemoryError("no more")
+
+    monkeypatch.setattr(source.storage._fs, "cat_ranges", fail, raising=False)
+    with pytest.raises(MemoryError, match="no more"):
+        source.read([0], new_array)
+
+
+def test_the_limit_is_restored() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with no_more_files(), pytest.raises(OSError, match="Too many open files"):
+        open("/dev/null").close()
+    assert resource.getrlimit(resource.RLIMIT_NOFILE) == before
