@@ -6,6 +6,7 @@ Training and serving both call this code, so on a CPU their results are equal bi
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Sequence
 from typing import Any, assert_never
 
@@ -50,6 +51,8 @@ class CpuRunner:
         self._program = program
         self._decoder = CpuDecoder(program.decoder.color)
         self._scratch: dict[tuple[str, int], NDArray[np.uint8]] = {}
+        self.place = 0
+        """The number of the sample that `run` is at."""
 
     def check(self) -> None:
         """Decode gpuflow's own test image. Raises DecoderError if that fails."""
@@ -75,6 +78,7 @@ class CpuRunner:
         orientation = decoder.orientation == "apply"
         if decoder.library is None:
             for i, data in enumerate(samples):
+                self.place = i
                 try:
                     headers[i] = probe(
                         data, max_pixels=decoder.max_pixels, max_scans=decoder.max_scans, orientation=orientation
@@ -85,6 +89,7 @@ class CpuRunner:
         sizes = np.array([header.upright_size if header else known for header in headers], np.int64).reshape(-1, 2)
         drawn = self._draw(keys, sizes[:, 0], sizes[:, 1])
         for i, header in enumerate(headers):
+            self.place = i
             if faults[i] is None:
                 try:
                     self._one(samples[i], header, i, drawn, keys, slots[i])
@@ -193,15 +198,25 @@ class CpuRunners:
 
     def __init__(self, program: Program) -> None:
         self._program, self._idle = program, list[CpuRunner]()
+        self._busy: dict[int, CpuRunner] = {}
 
     def run(
         self, samples: Sequence[NDArray[np.uint8]], keys: s.Keys, slots: NDArray[Any]
     ) -> list[BadSampleError | None]:
         """See `CpuRunner.run`."""
-        runner = self._acquire()
-        faults = runner.run(samples, keys, slots)
+        runner, thread = self._acquire(), threading.get_ident()
+        self._busy[thread] = runner
+        try:
+            faults = runner.run(samples, keys, slots)
+        finally:
+            del self._busy[thread]
         self._idle.append(runner)
         return faults
+
+    def place(self, thread: int) -> int | None:
+        """The number of the sample that a thread in `run` is at; None if it is not in `run`."""
+        runner = self._busy.get(thread)
+        return None if runner is None else runner.place
 
     def check(self) -> None:
         """Decode gpuflow's own test image with each idle runner, or a new one. Raises DecoderError if one fails."""

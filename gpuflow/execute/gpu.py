@@ -72,16 +72,19 @@ def passes_of(program: Program) -> tuple[Pass, ...] | str:
             return f"{step.stage!r} comes before the images have one size; put a crop or a resize to a fixed size first"
         if not result.fixed:
             return f"after {program.pipeline.stages[done - 1]!r} the images still differ in size"
-        if isinstance(step, PointwiseStep) and (table := step.stage.table()) is not None:
-            last = passes[-1]
-            if last.table is None and not isinstance(last.step, OpaqueStep):
-                passes[-1] = Pass(last.step, table, result)
-            else:
-                passes.append(Pass(None, table, result))
-        elif isinstance(step, PointwiseStep) and step.stage.device_operations(step.draw(_NO_KEYS)) is None:
-            return f"{step.stage!r} has no form for the GPU"
-        else:
-            passes.append(Pass(step, None, result))
+        match step:
+            case PointwiseStep(stage) if (table := stage.table()) is not None:
+                last = passes[-1]
+                if last.table is None and not isinstance(last.step, OpaqueStep):
+                    passes[-1] = Pass(last.step, table, result)
+                else:
+                    passes.append(Pass(None, table, result))
+            case PointwiseStep(stage) if stage.device_operations(step.draw(_NO_KEYS)) is None:
+                return f"{stage!r} has no form for the GPU"
+            case SamplingStep() | PointwiseStep() | OpaqueStep():
+                passes.append(Pass(step, None, result))
+            case _:
+                assert_never(step)
     return tuple(passes) if passes else "its images differ in size; add a crop or a resize to a fixed size"
 
 

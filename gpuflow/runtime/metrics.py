@@ -6,9 +6,28 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Meter", "Stats", "WaitingSamples", "culprit"]
+__all__ = ["Meter", "RunningOperation", "Stats", "WaitingSamples", "oldest_operation"]
+
+
+@dataclass(frozen=True, slots=True)
+class RunningOperation:
+    """One operation under way. subject: what it works on, as its stage gave it. thread: its thread's identifier."""
+
+    stage: str
+    subject: Any
+    thread: int
+    start: float
+
+    @property
+    def seconds(self) -> float:
+        """How long it has been under way."""
+        return time.perf_counter() - self.start
+
+    def __str__(self) -> str:
+        return f"the stage {self.stage!r} has been at one operation for {self.seconds:.1f} s"
 
 
 class WaitingSamples:
@@ -48,7 +67,7 @@ class Meter:
         self.name, self.threads = name, threads
         self.before, self.after = before, after or WaitingSamples()
         self._lock = threading.Lock()
-        self._running: dict[int, float] = {}
+        self._running: dict[int, RunningOperation] = {}
         self.reset()
 
     def reset(self) -> None:
@@ -56,10 +75,10 @@ class Meter:
         self._samples, self._bytes, self._busy, self._cpu = 0, 0, 0.0, 0.0
 
     @contextmanager
-    def work(self, samples: int) -> Iterator[None]:
-        """Measure one operation on this number of samples."""
+    def work(self, samples: int, subject: Any = None) -> Iterator[None]:
+        """Measure one operation on this number of samples. subject: see `RunningOperation`."""
         me, start, cpu = threading.get_ident(), time.perf_counter(), time.thread_time()
-        self._running[me] = start
+        self._running[me] = RunningOperation(self.name, subject, me, start)
         if self.before is not None:
             self.before.change(-samples)
         try:
@@ -80,10 +99,9 @@ class Meter:
             self._busy += busy_s
             self._cpu += cpu_s
 
-    def longest_running(self) -> float | None:
-        """Seconds since the oldest operation still under way began, or None."""
-        starts = list(self._running.values())
-        return time.perf_counter() - min(starts) if starts else None
+    def operations(self) -> list[RunningOperation]:
+        """The operations under way."""
+        return list(self._running.values())
 
     def capacity(self) -> float:
         """Samples a second that its threads would finish if they never waited."""
@@ -108,13 +126,10 @@ class Meter:
         }
 
 
-def culprit(*meters: Meter) -> str:
-    """Which stage has been at one operation for the longest time, in words."""
-    running = [(seconds, meter.name) for meter in meters if (seconds := meter.longest_running()) is not None]
-    if not running:
-        return "no stage is at work"
-    seconds, name = max(running)
-    return f"the stage {name!r} has been at one operation for {seconds:.1f} s"
+def oldest_operation(*meters: Meter) -> RunningOperation | None:
+    """Which operation of any stage has been under way for the longest time; None if no stage is at work."""
+    running = [operation for meter in meters for operation in meter.operations()]
+    return min(running, key=lambda operation: operation.start, default=None)
 
 
 class Stats:
