@@ -279,14 +279,6 @@ def test_an_inserted_stage_changes_no_other_stages_draws(stage: s.Stage, neutral
             assert torch.equal(images(program_of(*stages[:at], neutral, *stages[at:]), SAMPLES, KEYS), expected)
 
 
-@every_example
-def test_stages_of_the_same_name_draw_different_numbers(stage: s.Stage) -> None:
-    turns = s.Pipeline("p", (Decode(), stage, stage)).occurrences()[1:]
-    assert turns[1] == turns[0] + 1
-    first, second = (keys_of(8).stage(stage.stage_name, turn).uniform(4) for turn in turns)
-    assert (first != second).all()
-
-
 # --- 4: torchvision is the reference ---------------------------------------------------------------------------------
 
 
