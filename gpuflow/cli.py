@@ -290,7 +290,8 @@ def _plot(figure: str, results: Path) -> None:
 def scan(path: ConfigFile, overrides: Overrides = None) -> None:
     """Read and decode the whole source once; print what is corrupt, oversize, CMYK or misnamed as JSON lines.
 
-    Exits 1 if any sample is bad, that is, cannot be decoded within the limits of the file's first decode stage.
+    Exits 1 if any sample is bad, that is, cannot be decoded within the limits of the file's first decode stage, or
+    within run.timeout_s.
     """
     from gpuflow.config.resources import threads_of
     from gpuflow.sources import open_source
@@ -303,7 +304,14 @@ def scan(path: ConfigFile, overrides: Overrides = None) -> None:
     bad = 0
     with _bar() as bar:
         task = bar.add_task("samples", total=len(source), note="")
-        for finding in findings(source, decoder, threads=threads, progress=lambda n: bar.update(task, advance=n)):
+        found = findings(
+            source,
+            decoder,
+            threads=threads,
+            timeout_seconds=config.run.timeout_s,
+            progress=lambda n: bar.update(task, advance=n),
+        )
+        for finding in found:
             bad += finding.bad
             print(json.dumps(finding.row()), flush=True)
             bar.update(task, note=f"{bad} bad")

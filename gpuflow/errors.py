@@ -196,7 +196,14 @@ class TooManyBadSamples(LoaderError):
 
 
 class LoaderTimeout(LoaderError, TimeoutError):
-    """A batch did not come within `run.timeout_s`."""
+    """A batch did not come within `run.timeout_s`.
+
+    `paths` are the files that the operation under way for the longest time works on, one of which does not end.
+    """
+
+    def __init__(self, text: str, paths: Sequence[str] = ()) -> None:
+        self.paths = tuple(paths)
+        super().__init__(text)
 
 
 class PredictorError(GpuflowError, RuntimeError):

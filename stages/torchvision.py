@@ -92,6 +92,17 @@ class Torchvision(s.Opaque):
         with _OwnGenerator(seed):
             return transform(image)  # type: ignore[no-any-return]
 
+    def result_size(self, image: torch.Tensor, seed: int) -> tuple[int, int] | None:
+        try:
+            return tuple(self.apply(image.to("meta"), seed).shape[1:])  # type: ignore[return-value]
+        except (
+            NotImplementedError,
+            RuntimeError,
+            TypeError,
+            ValueError,
+        ):  # it reads pixels, of which there are none
+            return None
+
 
 class _OwnGenerator(TorchFunctionMode):
     """Passes each random function called inside the block a generator seeded here. Affects only this thread.

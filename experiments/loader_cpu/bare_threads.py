@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from gpuflow.decode.codecs import CpuDecoder, probe
-from gpuflow.execute.cpu import resample
+from gpuflow.execute.resample import resample
 from gpuflow.pipeline.stage import Crop, Keys
 from gpuflow.stages import Normalize, RandomResizedCrop
 from gpuflow.tools.bench import Job

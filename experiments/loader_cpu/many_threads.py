@@ -25,7 +25,7 @@ WARM_UP, SECONDS = 1.0, 4.0
 
 def stand_in() -> None:
     """Replace the calls of libjpeg-turbo and torch in this process by sleeps."""
-    import gpuflow.execute.cpu
+    import gpuflow.execute.resample
     from gpuflow.decode.libjpeg_turbo import find_libjpeg_turbo
 
     library, sleep = find_libjpeg_turbo(), ctypes.CDLL(None).usleep
@@ -40,7 +40,7 @@ def stand_in() -> None:
         return out
 
     library._decompress = decompress  # type: ignore[assignment]
-    gpuflow.execute.cpu.resample = resample
+    gpuflow.execute.resample.resample = resample
 
 
 def measure(folder: str, threads: int, processes: int) -> float:

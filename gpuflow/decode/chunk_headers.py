@@ -37,11 +37,14 @@ class Headers:
 def read_headers(payload: Payload, *, max_pixels: int, max_scans: int, orientation: bool) -> Headers:
     """The header of each file. Unreadable files (of size 0) are faults of the stage `read`.
 
-    `payload.prescan` may hold the result of `scan_headers`, computed by the worker that read the files.
+    `payload.prescan` may hold the result of `scan_headers`, computed by the worker that read the files. It is used only
+    if it was computed with the same `orientation`.
     """
     count = len(payload)
     scan: HeaderScan | None = payload.prescan
-    sizes, engine, sampling = scan if scan is not None else scan_headers(payload, orientation=orientation)
+    if scan is None or scan.orientation != orientation:
+        scan = scan_headers(payload, orientation=orientation)
+    sizes, engine, sampling, _ = scan
     engine = engine & (sizes.prod(axis=1) <= max_pixels)
     others: dict[int, Header] = {}
     faults: list[BadSampleError | None] = [None] * count

@@ -7,7 +7,7 @@ of every file. This module imports no decoder, so a process that only reads file
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,9 +35,21 @@ nvJPEG interpolates."""
 
 Prescan = Callable[[Payload], Any]
 """A function that a reading worker calls on a payload to save the decoder work. It and its result can be pickled."""
-HeaderScan = tuple[NDArray[np.int64], NDArray[np.bool_], NDArray[np.uint8]]
-"""(sizes [N, 2] as height and width, [N] true if the file is an ordinary baseline JPEG that the engines decode, [N]
-sampling factors of its first component, 0 if it is gray)."""
+
+
+class HeaderScan(NamedTuple):
+    """What the headers of N files say.
+
+    sizes [N, 2]: height and width. engine [N]: whether a file is an ordinary baseline JPEG that the engines decode.
+    sampling [N]: factors of its first component, 0 if it is gray. orientation: whether EXIF data were looked for; a
+    file with EXIF data may be turned, so that it is then not ordinary.
+    """
+
+    sizes: NDArray[np.int64]
+    engine: NDArray[np.bool_]
+    sampling: NDArray[np.uint8]
+    orientation: bool
+
 
 _MIN_FILES = 32
 """Chunks of at most this many files are left to `codecs.probe`: any scan takes as long as probing 40 files."""
@@ -62,8 +74,9 @@ def scan_headers(payload: Payload, *, orientation: bool) -> HeaderScan:
     """Scan a payload's headers. Other files than ordinary JPEGs, and small chunks, are left to `probe`."""
     count = len(payload)
     sizes, taken, sampling = np.zeros((count, 2), np.int64), np.zeros(count, bool), np.zeros(count, np.uint8)
+    result = HeaderScan(sizes, taken, sampling, orientation)
     if count <= _MIN_FILES:
-        return sizes, taken, sampling
+        return result
     data = payload.buffer
     begin = np.asarray(payload.offsets, np.int64)
     end = begin + np.asarray(payload.sizes, np.int64)
@@ -121,7 +134,7 @@ def scan_headers(payload: Payload, *, orientation: bool) -> HeaderScan:
         at = after
         if not sound.all():
             rows, at, last = rows[sound], at[sound], last[sound]
-    return sizes, taken, sampling
+    return result
 
 
 _SPECTRUM = np.array([0, 63, 0])

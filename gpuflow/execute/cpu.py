@@ -5,8 +5,10 @@ Training and serving both call this code, so on a CPU their results are equal bi
 
 from __future__ import annotations
 
+import math
+import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, assert_never
 
 import cv2
 import numpy as np
@@ -15,42 +17,15 @@ from numpy.typing import NDArray
 
 from gpuflow.decode.codecs import CpuDecoder, Header, probe
 from gpuflow.errors import BadSampleError
+from gpuflow.execute.resample import resample_part
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.image_spec import STORAGE, as_batch
-from gpuflow.pipeline.program import OpaqueStep, PointwiseStep, Program, Sampling, SamplingStep
+from gpuflow.pipeline.program import OpaqueStep, PointwiseStep, Program, Sampling, SamplingStep, too_large
 
-__all__ = [
-    "CpuRunner",
-    "CpuRunners",
-    "call_opaque",
-    "resample",
-]
+__all__ = ["CpuRunner", "CpuRunners", "call_opaque"]
 
-
-def resample(
-    image: NDArray[np.uint8], size: Sequence[int], interpolation: str, antialias: bool, out: NDArray[np.uint8]
-) -> NDArray[np.uint8]:
-    """Resample a uint8 HWC image to size = (height, width) into `out`, as torchvision v2 does on uint8 tensors.
-
-    It calls the same operators as torchvision, with their results written in place: fixed-point weights, rounded to
-    uint8.
-    """
-    height, width = size
-    if image.shape[:2] == (height, width):
-        np.copyto(out, image)
-        return out
-    nn: Any = torch._C._nn
-    source = torch.from_numpy(image).permute(2, 0, 1)[None]
-    target = torch.from_numpy(out).permute(2, 0, 1)[None]
-    if interpolation == "nearest":
-        nn.upsample_nearest2d(source, (height, width), None, None, out=target)
-    elif antialias:
-        smooth = {"bilinear": nn._upsample_bilinear2d_aa, "bicubic": nn._upsample_bicubic2d_aa}
-        smooth[interpolation](source, (height, width), False, None, None, out=target)
-    else:
-        sharp = {"bilinear": nn.upsample_bilinear2d, "bicubic": nn.upsample_bicubic2d}
-        sharp[interpolation](source, (height, width), False, None, None, out=target)
-    return out
+_KEPT_BYTES = 1 << 24
+"""Scratch memory of at most this size is kept for images that need much less."""
 
 
 class _Moves:
@@ -62,14 +37,11 @@ class _Moves:
         self.shown, self.windows = sampling.shown.tolist(), sampling.window.tolist()
         self.mirrors, self.flips = sampling.mirrors.tolist(), sampling.flips.tolist()
 
-    def check_crops(self, i: int) -> None:
-        """Raise BadSampleError if a crop is larger than sample i."""
-        for stage, misfits, sizes in self.sampling.misfits:
-            if misfits[i]:
-                height, width = sizes[i].tolist()
-                raise BadSampleError(
-                    stage, f"the crop is larger than the image, which has {height}x{width} pixels here"
-                )
+    def check(self, i: int) -> None:
+        """Raise BadSampleError if this sampling cannot be run on sample i."""
+        for misfit in self.sampling.misfits:
+            if (fault := misfit.fault(i)) is not None:
+                raise fault
 
 
 class CpuRunner:
@@ -78,7 +50,9 @@ class CpuRunner:
     def __init__(self, program: Program) -> None:
         self._program = program
         self._decoder = CpuDecoder(program.decoder.color)
-        self._scratch: dict[tuple[Any, ...], NDArray[Any]] = {}
+        self._scratch: dict[tuple[str, int], NDArray[np.uint8]] = {}
+        self.place = 0
+        """The number of the sample that `run` is at."""
 
     def check(self) -> None:
         """Decode gpuflow's own test image. Raises DecoderError if that fails."""
@@ -104,6 +78,7 @@ class CpuRunner:
         orientation = decoder.orientation == "apply"
         if decoder.library is None:
             for i, data in enumerate(samples):
+                self.place = i
                 try:
                     headers[i] = probe(
                         data, max_pixels=decoder.max_pixels, max_scans=decoder.max_scans, orientation=orientation
@@ -114,6 +89,7 @@ class CpuRunner:
         sizes = np.array([header.upright_size if header else known for header in headers], np.int64).reshape(-1, 2)
         drawn = self._draw(keys, sizes[:, 0], sizes[:, 1])
         for i, header in enumerate(headers):
+            self.place = i
             if faults[i] is None:
                 try:
                     self._one(samples[i], header, i, drawn, keys, slots[i])
@@ -149,25 +125,28 @@ class CpuRunner:
         steps = self._program.steps
         first = drawn[0] if steps and isinstance(steps[0], SamplingStep) else None
         if first is not None:
-            first.check_crops(i)
+            first.check(i)
         if header is None:
             image, (top, left) = self._program.decoder.decode(data), (0, 0)
         else:
             image, (top, left) = self._decoder.decode(data, header, tuple(first.boxes[i]) if first else None)
         for n, (step, draw) in enumerate(zip(steps, drawn, strict=True)):
             out = slot if n == len(steps) - 1 else None
-            if isinstance(step, SamplingStep):
-                row = i
-                if draw is None:
-                    draw, row = _Moves(step.draw(keys[i], *np.array(image.shape[:2])[:, None])), 0
-                if draw is not first:
-                    draw.check_crops(row)
-                image = self._sample(image, draw, row, top, left, out, n)
-                top = left = 0
-            elif isinstance(step, PointwiseStep):
-                image = step.stage.apply(image, draw[i], out)
-            else:
-                image = call_opaque(step, image, int(draw[i]))
+            match step:
+                case SamplingStep():
+                    row = i
+                    if draw is None:
+                        draw, row = _Moves(step.draw(keys[i], *np.array(image.shape[:2])[:, None])), 0
+                    if draw is not first:
+                        draw.check(row)
+                    image = self._sample(image, draw, row, top, left, out, n)
+                    top = left = 0
+                case PointwiseStep(stage):
+                    image = stage.apply(image, draw[i], out)
+                case OpaqueStep():
+                    image = call_opaque(step, image, int(draw[i]))
+                case _:
+                    assert_never(step)
         if image is not slot:
             np.copyto(slot, image.reshape(slot.shape))
 
@@ -175,35 +154,43 @@ class CpuRunner:
         self, image: NDArray[np.uint8], moves: _Moves, i: int, top: int, left: int, out: NDArray[Any] | None, n: int
     ) -> NDArray[np.uint8]:
         """Run one sampling. `image` is the region of the upright image that begins at (top, left)."""
-        (y, x, height, width), grid = moves.boxes[i], moves.grids[i]
-        shown, window = moves.shown[i], moves.windows[i]
+        (y, x, height, width), window = moves.boxes[i], moves.windows[i]
         box = image[y - top : y - top + height, x - left : x - left + width]
         if any(moves.mirrors[i]):
             box = _mirror(box, moves.mirrors[i], self._buffer("mirrored", n, box.shape))
-        filters = moves.sampling.interpolation, moves.sampling.antialias
-        channels = image.shape[2]
         flipped = any(moves.flips[i])
-        last = [out if out is not None else self._buffer("sampled", n, (window[2], window[3], channels))]
+        shape = (window[2], window[3], image.shape[2])
+        result = out if out is not None else self._buffer("sampled", n, shape)
+        kept = self._buffer("flipped", n, shape) if flipped else result
+        self._fill(kept, box, moves, i, n)
         if flipped:
-            last.append(self._buffer("flipped", n, (window[2], window[3], channels)))
-        if window == shown == [0, 0, *grid]:
-            kept = resample(box, grid, *filters, last[-1])
-        else:
-            resized = box
-            if grid != [height, width]:
-                resized = self._buffer("grid", n, (*grid, channels))
-                resample(box, grid, *filters, resized)
-            kept = _cut(resized, shown, window, last[-1])
-        if flipped:
-            _mirror(kept, moves.flips[i], last[0])
-        return last[0]
+            _mirror(kept, moves.flips[i], result)
+        return result
+
+    def _fill(self, out: NDArray[np.uint8], box: NDArray[np.uint8], moves: _Moves, i: int, n: int) -> None:
+        """Fill the window of the resampled box, of which no more than the window is made. The rest of it is black."""
+        (y, x, height, width), (top, left, rows, columns) = moves.windows[i], moves.shown[i]
+        y0, x0 = max(y, top), max(x, left)
+        y1, x1 = max(min(y + height, top + rows), y0), max(min(x + width, left + columns), x0)
+        if (y1 - y0, x1 - x0) != (height, width):
+            out.fill(0)
+        if y1 > y0 and x1 > x0:
+            resample_part(
+                box,
+                moves.grids[i],
+                (y0, x0, y1 - y0, x1 - x0),
+                moves.sampling.interpolation,
+                moves.sampling.antialias,
+                out[y0 - y : y1 - y, x0 - x : x1 - x],
+                lambda name, shape: self._buffer(name, n, shape),
+            )
 
     def _buffer(self, name: str, n: int, shape: tuple[int, ...]) -> NDArray[np.uint8]:
-        """Scratch memory of this shape for step n, reused by the next image of the same shape."""
-        held = self._scratch.get((name, n))
-        if held is None or held.shape != shape:
-            held = self._scratch[name, n] = np.empty(shape, np.uint8)
-        return held
+        """Scratch memory of this shape for step n, used again by the next image; not if that is much smaller."""
+        need, held = math.prod(shape), self._scratch.get((name, n))
+        if held is None or not need <= len(held) <= max(16 * need, _KEPT_BYTES):
+            held = self._scratch[name, n] = np.empty(need, np.uint8)
+        return held[:need].reshape(shape)
 
 
 class CpuRunners:
@@ -211,15 +198,25 @@ class CpuRunners:
 
     def __init__(self, program: Program) -> None:
         self._program, self._idle = program, list[CpuRunner]()
+        self._busy: dict[int, CpuRunner] = {}
 
     def run(
         self, samples: Sequence[NDArray[np.uint8]], keys: s.Keys, slots: NDArray[Any]
     ) -> list[BadSampleError | None]:
         """See `CpuRunner.run`."""
-        runner = self._acquire()
-        faults = runner.run(samples, keys, slots)
+        runner, thread = self._acquire(), threading.get_ident()
+        self._busy[thread] = runner
+        try:
+            faults = runner.run(samples, keys, slots)
+        finally:
+            del self._busy[thread]
         self._idle.append(runner)
         return faults
+
+    def place(self, thread: int) -> int | None:
+        """The number of the sample that a thread in `run` is at; None if it is not in `run`."""
+        runner = self._busy.get(thread)
+        return None if runner is None else runner.place
 
     def check(self) -> None:
         """Decode gpuflow's own test image with each idle runner, or a new one. Raises DecoderError if one fails."""
@@ -239,8 +236,15 @@ class CpuRunners:
 
 
 def call_opaque(step: OpaqueStep, image: NDArray[Any], seed: int) -> NDArray[Any]:
-    """Run an opaque stage on one image. `step.before` and `step.after` say how the images lie in memory."""
-    result = step.stage.apply(as_batch(image[None], step.before)[0], seed)
+    """Run an opaque stage on one image. `step.before` and `step.after` say how the images lie in memory.
+
+    Raises BadSampleError if the result would be larger than an image may be.
+    """
+    tensor = as_batch(image[None], step.before)[0]
+    size = None if step.after.fixed else step.stage.result_size(tensor, seed)
+    if size is not None and math.prod(size) > step.max_pixels:
+        raise too_large(step.stage.stage_name, *size, step.max_pixels)
+    result = step.stage.apply(tensor, seed)
     result = (result if step.after.layout == "nchw" else result.permute(1, 2, 0)).contiguous()
     return (result.view(torch.uint16) if STORAGE[step.after.dtype] is np.uint16 else result).numpy()
 
@@ -249,17 +253,4 @@ def _mirror(image: NDArray[np.uint8], flips: Sequence[bool], out: NDArray[np.uin
     """Mirror an image top-bottom, left-right, or both, into `out`. At least one of the two flips must be set."""
     vertical, horizontal = flips
     cv2.flip(image, -1 if vertical and horizontal else 0 if vertical else 1, dst=out)
-    return out
-
-
-def _cut(
-    image: NDArray[np.uint8], shown: Sequence[int], window: Sequence[int], out: NDArray[np.uint8]
-) -> NDArray[np.uint8]:
-    """Copy the window (y, x, height, width) of an image into `out`. Pixels outside the box `shown` are black."""
-    (y, x, height, width), (top, left, rows, columns) = window, shown
-    y0, x0 = max(y, top), max(x, left)
-    y1, x1 = max(min(y + height, top + rows), y0), max(min(x + width, left + columns), x0)
-    if (y1 - y0, x1 - x0) != (height, width):
-        out.fill(0)
-    out[y0 - y : y1 - y, x0 - x : x1 - x] = image[y0:y1, x0:x1]
     return out

@@ -12,7 +12,7 @@ import functools
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, assert_never
 
 import numpy as np
 import torch
@@ -72,16 +72,19 @@ def passes_of(program: Program) -> tuple[Pass, ...] | str:
             return f"{step.stage!r} comes before the images have one size; put a crop or a resize to a fixed size first"
         if not result.fixed:
             return f"after {program.pipeline.stages[done - 1]!r} the images still differ in size"
-        if isinstance(step, PointwiseStep) and (table := step.stage.table()) is not None:
-            last = passes[-1]
-            if last.table is None and not isinstance(last.step, OpaqueStep):
-                passes[-1] = Pass(last.step, table, result)
-            else:
-                passes.append(Pass(None, table, result))
-        elif isinstance(step, PointwiseStep) and step.stage.device_operations(step.draw(_NO_KEYS)) is None:
-            return f"{step.stage!r} has no form for the GPU"
-        else:
-            passes.append(Pass(step, None, result))
+        match step:
+            case PointwiseStep(stage) if (table := stage.table()) is not None:
+                last = passes[-1]
+                if last.table is None and not isinstance(last.step, OpaqueStep):
+                    passes[-1] = Pass(last.step, table, result)
+                else:
+                    passes.append(Pass(None, table, result))
+            case PointwiseStep(stage) if stage.device_operations(step.draw(_NO_KEYS)) is None:
+                return f"{stage!r} has no form for the GPU"
+            case SamplingStep() | PointwiseStep() | OpaqueStep():
+                passes.append(Pass(step, None, result))
+            case _:
+                assert_never(step)
     return tuple(passes) if passes else "its images differ in size; add a crop or a resize to a fixed size"
 
 
@@ -213,8 +216,8 @@ class GpuRunner:
         draws = self._draw(_keys_of(keys, rows), headers.sizes[rows])
         misfit = np.zeros(len(rows), bool)
         for draw in draws:
-            for _, outside, _ in draw.misfits if isinstance(draw, Sampling) else ():
-                misfit |= outside
+            for found in draw.misfits if isinstance(draw, Sampling) else ():
+                misfit |= found.where
         if misfit.any():  # the CPU path reports what is wrong with each of them
             rows = rows[~misfit]
             draws = self._draw(_keys_of(keys, rows), headers.sizes[rows])
@@ -300,14 +303,17 @@ class GpuRunner:
         draws: list[Any] = []
         height, width = sizes.T
         for one in self._passes:
-            if isinstance(one.step, SamplingStep):
-                draws.append(one.step.draw(keys, height, width))
-            elif isinstance(one.step, PointwiseStep):
-                draws.append(one.step.stage.device_operations(one.step.draw(keys)))
-            elif isinstance(one.step, OpaqueStep):
-                draws.append(one.step.draw(keys))
-            else:
-                draws.append((np.empty((len(keys.positions), 0), np.int64), np.empty((len(keys.positions), 0))))
+            match one.step:
+                case SamplingStep():
+                    draws.append(one.step.draw(keys, height, width))
+                case PointwiseStep(stage):
+                    draws.append(stage.device_operations(one.step.draw(keys)))
+                case OpaqueStep():
+                    draws.append(one.step.draw(keys))
+                case None:
+                    draws.append((np.empty((len(keys.positions), 0), np.int64), np.empty((len(keys.positions), 0))))
+                case unknown:
+                    assert_never(unknown)
             height, width = (np.full(len(keys.positions), side) for side in one.result.shape[:2])
         return draws
 
@@ -395,9 +401,11 @@ class GpuRunner:
             case OpaqueStep(stage):
                 result = stage.apply_batch(images, draw)
                 target.index_copy_(0, self._send(places), result)
-            case _:
+            case PointwiseStep() | None:
                 codes, factors = draw
                 adjust(images.permute(0, 2, 3, 1), places, codes, factors, self._tables[i], target)
+            case unknown:
+                assert_never(unknown)
 
     def _sample(self, i: int, sampling: Sampling, plan: torch.Tensor, target: torch.Tensor) -> None:
         table = self._tables[i]

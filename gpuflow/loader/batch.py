@@ -93,7 +93,10 @@ class Assembly:
 
 @dataclass(slots=True)
 class Chunk:
-    """Rows [start, stop) of a batch: the item that travels through SPDL."""
+    """Rows [start, stop) of a batch: the item that travels through SPDL.
+
+    replacement: the index of the sample that is tried in a bad one's place, while one is.
+    """
 
     batch: Assembly
     start: int
@@ -101,6 +104,7 @@ class Chunk:
     last: bool
     payload: Payload | None = None
     prepared: Any = None
+    replacement: int | None = None
 
     def __len__(self) -> int:
         return self.stop - self.start

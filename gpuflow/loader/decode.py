@@ -133,6 +133,10 @@ class ChunkDecoder:
         self._reader.release(payload.buffer)
         return faults
 
+    def place(self, thread: int) -> int | None:
+        """Which sample of its chunk this thread decodes on the CPU; None if that is not known."""
+        return self._runners.place(thread) if self._plan.gpu is None else None
+
     def close(self) -> None:
         """Free the slots that no batch holds, and what decoders keep."""
         self._slots.clear()

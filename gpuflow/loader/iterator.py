@@ -86,9 +86,11 @@ class EpochIterator(Iterator[Batch]):
         try:
             assembly = self._run.get(timeout, None if self._plan.gpu is None else self._gpu_is_idle)
         except TimeoutError:
+            culprit, paths = self._feed.under_way()
             raise LoaderTimeout(
                 f"no batch within run.timeout_s = {timeout:g} s at step {self._step} of epoch {self._epoch}: "
-                f"{self._feed.culprit()}; raise run.timeout_s if that is to be expected"
+                f"{culprit}; raise run.timeout_s if that is to be expected",
+                paths,
             ) from None
         if isinstance(assembly.error, StopIteration):  # as itself it would end the consumer's `for` in silence
             raise LoaderError(

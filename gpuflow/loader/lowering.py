@@ -13,7 +13,7 @@ import functools
 import os
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -34,7 +34,7 @@ from gpuflow.loader.sampler import Steps
 from gpuflow.pipeline.image_spec import as_batch
 from gpuflow.pipeline.stage import Keys
 from gpuflow.runtime.admission import Admission
-from gpuflow.runtime.metrics import Meter, culprit
+from gpuflow.runtime.metrics import Meter, oldest_operation
 from gpuflow.runtime.threads import DaemonPool, QuickSwitching
 
 if TYPE_CHECKING:
@@ -47,6 +47,9 @@ _SHARED_AHEAD = 8
 """Batches. A core needs five times as long for a chunk as the engines for a batch."""
 _BATCHES_AT_EASE = 3
 """Batches in flight on a GPU that does not wait for data: with the consumer, ready, and in the making."""
+
+_NAMED_FILES = 8
+"""The largest number of files that an error names; `LoaderTimeout.paths` holds all of them."""
 
 
 class _ByStep(Aggregator):
@@ -119,8 +122,22 @@ class Feed:
             owner.join(2 * STOP_SECONDS)
 
     def culprit(self) -> str:
-        """Which stage has been at one operation for the longest time, in words."""
-        return culprit(*self.meters)
+        """Which stage has been at one operation for the longest time, and on which files, in words."""
+        return self.under_way()[0]
+
+    def under_way(self) -> tuple[str, list[str]]:
+        """The operation under way for the longest time, in words, and the paths of the files that it works on."""
+        operation = oldest_operation(*self.meters)
+        if operation is None:
+            return "no stage is at work", []
+        chunk: Chunk = operation.subject
+        place = self._decoder.place(operation.thread) if operation.stage == self._decoder.meter.name else None
+        if chunk.replacement is not None:
+            indices = [chunk.replacement]
+        else:
+            indices = chunk.indices if place is None else chunk.indices[place : place + 1]
+        paths = list(map(self._plan.source.path, indices))
+        return f"{operation}, on {_files(paths)}", paths
 
     def close(self) -> None:
         """Kill the workers, free the buffers, close the source and the list of bad samples.
@@ -255,7 +272,7 @@ class Feed:
 
     def _decode(self, epoch: int, chunk: Chunk) -> None:
         def read(chunk: Chunk) -> None:
-            with self._reader.meter.work(len(chunk)):
+            with self._reader.meter.work(len(chunk), chunk):
                 self._reader.read_chunk(epoch, chunk)
 
         keys = keys_of(self._plan, epoch, chunk)
@@ -305,6 +322,13 @@ class Feed:
             torch.cuda.set_device(self._plan.device_stream.device)
 
 
+def _files(paths: Sequence[str]) -> str:
+    if len(paths) == 1:
+        return paths[0]
+    more = f" and {len(paths) - _NAMED_FILES} more" if len(paths) > _NAMED_FILES else ""
+    return f"one of {len(paths)} files: {', '.join(paths[:_NAMED_FILES])}{more}"
+
+
 def _never_raise(meter: Meter, operation: Callable[[Chunk], None]) -> Callable[[Chunk], Chunk]:
     """An SPDL operation that meters its work and writes any exception into the batch.
 
@@ -314,7 +338,7 @@ def _never_raise(meter: Meter, operation: Callable[[Chunk], None]) -> Callable[[
     def run(chunk: Chunk) -> Chunk:
         if chunk.batch.error is None:
             try:
-                with meter.work(len(chunk)):
+                with meter.work(len(chunk), chunk):
                     operation(chunk)
             except BaseException as error:
                 chunk.batch.fail(error)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from gpuflow.errors import BadSampleError, TooManyBadSamples
-from gpuflow.loader.batch import Assembly, Chunk
+from gpuflow.loader.batch import Chunk
 from gpuflow.loader.decode import Run
 from gpuflow.loader.plan import LoaderPlan
 from gpuflow.loader.read import ChunkReader
@@ -30,12 +30,13 @@ class BadSampleResolver:
         """
         for i, fault in enumerate(faults):
             if fault is not None:
-                self._resolve(chunk.batch, chunk.start + i, epoch, fault, run, keys[i], slots[i : i + 1])
+                self._resolve(chunk, chunk.start + i, epoch, fault, run, keys[i], slots[i : i + 1])
+                chunk.replacement = None
 
     def _resolve(
-        self, batch: Assembly, row: int, epoch: int, fault: BadSampleError, run: Run, keys: Keys, slot: Any
+        self, chunk: Chunk, row: int, epoch: int, fault: BadSampleError, run: Run, keys: Keys, slot: Any
     ) -> None:
-        source, order, bad = self._plan.source, self._plan.order, self._plan.bad
+        source, order, bad, batch = self._plan.source, self._plan.order, self._plan.bad, chunk.batch
         index = int(batch.indices[row])
         fault = fault.located(index, source.path(index))
         if bad.policy == "raise":
@@ -45,7 +46,7 @@ class BadSampleResolver:
             batch.kept[row] = False
             return
         for attempt in range(order.size):
-            index = order.replacement(epoch, int(batch.positions[row]), attempt)
+            index = chunk.replacement = order.replacement(epoch, int(batch.positions[row]), attempt)
             with self._reader.meter.work(0):  # as part of decoding, whose samples these are
                 payload = self._reader.read([index])
             (new_fault,) = run(payload, keys, slot)

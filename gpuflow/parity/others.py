@@ -7,7 +7,7 @@ import io
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, assert_never
 
 import cv2
 import numpy as np
@@ -192,6 +192,8 @@ def _moved(image: NDArray[Any], move: s.Move) -> NDArray[Any]:
             padded = cv2.copyMakeBorder(image, margin, margin, margin, margin, cv2.BORDER_CONSTANT)
             padded = padded.reshape(*padded.shape[:2], -1)
             return padded[y + margin : y + margin + height, x + margin : x + margin + width]
+        case _:
+            assert_never(move)
 
 
 # --- torchpipe --------------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import heapq
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, assert_never
 
 import numpy as np
 import torch
@@ -55,6 +55,8 @@ class Rule:
                 return self.levels
             case "nothing":
                 return None
+            case _:
+                assert_never(self.kind)
 
     def words(self, *, same_device: bool) -> str:
         """The limit as text; empty if there is none."""
@@ -69,6 +71,8 @@ class Rule:
                 return f"at most {self.levels:g} levels, as asked for" if self.levels else "equal, as asked for"
             case "nothing":
                 return ""
+            case _:
+                assert_never(self.kind)
 
 
 def pairs_of(

@@ -9,13 +9,48 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import assert_never
 
 import numpy as np
 from numpy.typing import NDArray
 
+from gpuflow.errors import BadSampleError
 from gpuflow.pipeline import stage as s
 
-__all__ = ["OpaqueStep", "PointwiseStep", "Program", "Sampling", "SamplingStep", "Step", "fold"]
+__all__ = ["Misfit", "OpaqueStep", "PointwiseStep", "Program", "Sampling", "SamplingStep", "Step", "fold", "too_large"]
+
+
+@dataclass(frozen=True, slots=True)
+class Misfit:
+    """Samples of whose images a stage cannot make what it should: [N] true for each, with the sizes [N, 2] to name.
+
+    max_pixels: None if a crop is larger than the image, whose size it names; else the limit that a resized image, whose
+    size it names, exceeds.
+    """
+
+    stage: str
+    where: s.Bools
+    sizes: s.Ints
+    max_pixels: int | None = None
+
+    def fault(self, i: int) -> BadSampleError | None:
+        """Why sample i is bad, or None."""
+        if not self.where[i]:
+            return None
+        height, width = self.sizes[i].tolist()
+        if self.max_pixels is None:
+            reason = f"the crop is larger than the image, which has {height}x{width} pixels here"
+            return BadSampleError(self.stage, reason)
+        return too_large(self.stage, height, width, self.max_pixels)
+
+
+def too_large(stage: str, height: int, width: int, max_pixels: int) -> BadSampleError:
+    """Why a sample is bad whose resized image would have more than `max_pixels` pixels."""
+    reason = (
+        f"the resized image would have {width}x{height} = {width * height:,} pixels, "
+        f"more than max_pixels = {max_pixels:,}"
+    )
+    return BadSampleError(stage, reason, "sample.too_large")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,7 +64,7 @@ class Sampling:
     shown [N, 4]: y, x, height, width of the part of the grid that earlier crops kept; the rest of it is black.
     window [N, 4]: y, x, height, width of the part of the grid that is the result; outside the grid it is black.
     flips [N, 2]: whether to mirror the window top-bottom, left-right.
-    misfits: (stage, [N] true if its crop is larger than the image at that point, [N, 2] that image's height and width).
+    misfits: the samples that this sampling cannot be run on, and why.
     """
 
     box: s.Ints
@@ -38,17 +73,21 @@ class Sampling:
     shown: s.Ints
     window: s.Ints
     flips: s.Bools
-    misfits: tuple[tuple[str, s.Bools, s.Ints], ...]
+    misfits: tuple[Misfit, ...]
     interpolation: str
     antialias: bool
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingStep:
-    """Geometry stages that run as one sampling. `occurrences`: for each stage, how many of the same name precede it."""
+    """Geometry stages that run as one sampling.
+
+    occurrences: for each stage, how many of the same name precede it. max_pixels: of a resized image.
+    """
 
     stages: tuple[s.Geometry, ...]
     occurrences: tuple[int, ...]
+    max_pixels: int
 
     def draw(self, keys: s.Keys, height: s.Ints, width: s.Ints) -> Sampling:
         """The sampling for samples whose images have these sizes [N]."""
@@ -61,7 +100,9 @@ class SamplingStep:
                     case s.Flip():
                         builder.flip(move)
                     case s.Resize():
-                        builder.resize(move)
+                        builder.resize(move, stage.stage_name, self.max_pixels)
+                    case _:
+                        assert_never(move)
         return builder.sampling()
 
 
@@ -79,12 +120,13 @@ class PointwiseStep:
 
 @dataclass(frozen=True, slots=True)
 class OpaqueStep:
-    """One opaque stage, with the specs of its input and its output."""
+    """One opaque stage, with the specs of its input and its output. max_pixels: of its result, where sizes vary."""
 
     stage: s.Opaque
     occurrence: int
     before: s.ImageSpec
     after: s.ImageSpec
+    max_pixels: int
 
     def draw(self, keys: s.Keys) -> s.Ints:
         """A 62-bit seed for each sample, [N]."""
@@ -103,7 +145,7 @@ class _SamplingBuilder:
         self._grid: s.Ints | None = None
         self._shown = self._window = self._box
         self._mirrors = self._flips = np.zeros((len(height), 2), bool)
-        self._misfits: list[tuple[str, s.Bools, s.Ints]] = []
+        self._misfits: list[Misfit] = []
         self._filter = ("bilinear", True)
 
     @property
@@ -115,7 +157,7 @@ class _SamplingBuilder:
         outside_y = (move.y < -move.margin) | (move.y + move.height > height + move.margin)
         outside_x = (move.x < -move.margin) | (move.x + move.width > width + move.margin)
         if (outside := outside_y | outside_x).any():
-            self._misfits.append((stage, outside, self._window[:, 2:]))
+            self._misfits.append(Misfit(stage, outside, self._window[:, 2:]))
         if move.margin and self._grid is None:
             self._fix_grid(height, width)
         y = np.where(self._flips[:, 0], height - move.y - move.height, move.y)
@@ -129,8 +171,10 @@ class _SamplingBuilder:
     def flip(self, move: s.Flip) -> None:
         self._flips = self._flips ^ np.stack([move.vertical, move.horizontal], axis=1)
 
-    def resize(self, move: s.Resize) -> None:
+    def resize(self, move: s.Resize, stage: str, max_pixels: int) -> None:
         assert self._grid is None, "a second resize starts a new sampling"
+        if (large := move.height.astype(np.float64) * move.width > max_pixels).any():
+            self._misfits.append(Misfit(stage, large, np.stack([move.height, move.width], axis=1), max_pixels))
         self._filter = (move.interpolation, move.antialias)
         if move.interpolation == "nearest":
             self._mirrors, self._flips = self._flips, np.zeros_like(self._flips)
@@ -194,7 +238,7 @@ def fold(pipeline: s.Pipeline, specs: Sequence[s.ImageSpec]) -> Program:
     def flush() -> None:
         if run:
             stages, occurrences = zip(*run, strict=True)
-            steps.append(SamplingStep(stages, occurrences))
+            steps.append(SamplingStep(stages, occurrences, decoder.max_pixels))
             run.clear()
 
     counts = pipeline.occurrences()
@@ -210,8 +254,9 @@ def fold(pipeline: s.Pipeline, specs: Sequence[s.ImageSpec]) -> Program:
         fixed = False
         if isinstance(stage, s.Pointwise):
             steps.append(PointwiseStep(stage, counts[i]))
+        elif isinstance(stage, s.Opaque):
+            steps.append(OpaqueStep(stage, counts[i], specs[i], specs[i + 1], decoder.max_pixels))
         else:
-            assert isinstance(stage, s.Opaque)
-            steps.append(OpaqueStep(stage, counts[i], specs[i], specs[i + 1]))
+            raise TypeError(f"{stage!r} is of no kind of stage; derive it from Geometry, Pointwise or Opaque")
     flush()
     return Program(pipeline=pipeline, specs=tuple(specs), decoder=decoder, steps=tuple(steps))

@@ -258,6 +258,10 @@ class Opaque(Stage):
         """The reference form: one image, a CHW tensor in any memory format. `seed` has 62 bits."""
         raise NotImplementedError
 
+    def result_size(self, image: torch.Tensor, seed: int) -> tuple[int, int] | None:
+        """The height and width of `apply`'s result, found without making it; None if only `apply` can tell."""
+        return None
+
     def apply_batch(self, images: torch.Tensor, seeds: Ints) -> torch.Tensor:
         """The same for images [N, C, H, W] on any device with seeds [N]; in one call if the stage is not random."""
         if not self.random:

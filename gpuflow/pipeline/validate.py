@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gpuflow.errors import Code, ConfigError, Key, Problem
-from gpuflow.pipeline.stage import ENCODED, Decoder, ImageSpec, Pipeline
+from gpuflow.pipeline.stage import ENCODED, Decoder, Geometry, ImageSpec, Pipeline
 
 __all__ = ["trace"]
 
@@ -17,7 +17,8 @@ def trace(pipeline: Pipeline, *, at: tuple[Key, ...] | None = None, serving: boo
         serving: also refuse random stages.
 
     Raises:
-        ConfigError: a stage cannot take its input, or the result has no fixed size.
+        ConfigError: a stage cannot take its input, makes larger images than the decoder may give, or the result has no
+            fixed size.
     """
     at = (pipeline.name,) if at is None else at
 
@@ -39,6 +40,14 @@ def trace(pipeline: Pipeline, *, at: tuple[Key, ...] | None = None, serving: boo
             specs.append(stage.output(specs[-1]))
         except ValueError as error:
             raise fault(i, str(error)) from error
+        height, width, _ = specs[-1].shape
+        if isinstance(stage, Geometry) and stage.resizes and height is not None and width is not None:
+            decoder = pipeline.stages[0]
+            assert isinstance(decoder, Decoder)
+            if height * width > decoder.max_pixels:
+                rule = f"makes {height}x{width} = {height * width:,} pixels of every image, more than max_pixels"
+                action = f"raise {decoder.stage_name}.max_pixels, which is {decoder.max_pixels:,}, or resize to less"
+                raise fault(i, rule, action, code="config.conflict")
     if not specs[-1].fixed:
         raise fault(
             len(pipeline.stages) - 1,

@@ -8,7 +8,50 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["Meter", "Stats", "WaitingSamples", "culprit"]
+__all__ = ["Meter", "RunningOperation", "Stats", "WaitingSamples", "oldest_operation"]
+
+
+class RunningOperation:
+    """One operation of a stage under way on a thread.
+
+    stage: its name. subject: what it works on, as its stage gave it. thread: its thread's identifier. start: seconds.
+    outer: the operation that it is part of, such as the decoding that reads a replacement for a bad sample.
+    """
+
+    __slots__ = ("_inner", "_inside", "outer", "stage", "start", "subject", "thread")
+
+    def __init__(self, stage: str, subject: Any, outer: RunningOperation | None) -> None:
+        self.stage, self.subject, self.outer = stage, subject, outer
+        self.thread, self.start = threading.get_ident(), time.perf_counter()
+        self._inside: dict[str, float] = {}  # seconds of ended operations that were part of this one, by their stage
+        self._inner: RunningOperation | None = None
+        if outer is not None:
+            outer._inner = self
+
+    @property
+    def seconds(self) -> float:
+        """How long it has been under way."""
+        return time.perf_counter() - self.start
+
+    def end(self) -> None:
+        """Add its time to that of the outer operation."""
+        if self.outer is not None:
+            self.outer._inner = None
+            self.outer._inside[self.stage] = self.outer._inside.get(self.stage, 0.0) + self.seconds
+
+    def slowest(self) -> str:
+        """The name of the stage that most of its time went to."""
+        spent, inner = dict(self._inside), self._inner
+        if inner is not None:
+            spent[inner.stage] = spent.get(inner.stage, 0.0) + inner.seconds
+        spent[self.stage] = self.seconds - sum(spent.values())
+        return max(spent, key=spent.__getitem__)
+
+    def __str__(self) -> str:
+        return f"the stage {self.slowest()!r} has been at one operation for {self.seconds:.1f} s"
+
+
+_on_this_thread = threading.local()
 
 
 class WaitingSamples:
@@ -35,42 +78,6 @@ class WaitingSamples:
         return self._area / elapsed if elapsed else 0.0
 
 
-class _Operation:
-    """One operation of a stage under way on a thread.
-
-    outer: the one that it is part of, such as the decoding that reads a replacement for a bad sample. inside: seconds
-    of ended operations that were part of this one, by their stage's name. inner: the one under way now.
-    """
-
-    __slots__ = ("inner", "inside", "name", "outer", "start")
-
-    def __init__(self, name: str, outer: _Operation | None) -> None:
-        self.name, self.outer, self.start = name, outer, time.perf_counter()
-        self.inside: dict[str, float] = {}
-        self.inner: _Operation | None = None
-
-    def seconds(self) -> float:
-        """Since it began."""
-        return time.perf_counter() - self.start
-
-    def end(self) -> None:
-        """Add its time to that of the outer operation."""
-        if self.outer is not None:
-            self.outer.inner = None
-            self.outer.inside[self.name] = self.outer.inside.get(self.name, 0.0) + self.seconds()
-
-    def slowest(self) -> str:
-        """The name of the stage that most of its time went to."""
-        spent, inner = dict(self.inside), self.inner
-        if inner is not None:
-            spent[inner.name] = spent.get(inner.name, 0.0) + inner.seconds()
-        spent[self.name] = self.seconds() - sum(spent.values())
-        return max(spent, key=spent.__getitem__)
-
-
-_on_this_thread = threading.local()
-
-
 class Meter:
     """Counts the work of one stage, whose operations run on `threads` threads. Time is taken inside the operation.
 
@@ -84,7 +91,7 @@ class Meter:
         self.name, self.threads = name, threads
         self.before, self.after = before, after or WaitingSamples()
         self._lock = threading.Lock()
-        self._running: dict[int, _Operation] = {}
+        self._running: dict[int, RunningOperation] = {}
         self.reset()
 
     def reset(self) -> None:
@@ -92,24 +99,23 @@ class Meter:
         self._samples, self._bytes, self._busy, self._cpu = 0, 0, 0.0, 0.0
 
     @contextmanager
-    def work(self, samples: int) -> Iterator[None]:
-        """Measure one operation on this number of samples."""
-        me, cpu = threading.get_ident(), time.thread_time()
-        outer: _Operation | None = getattr(_on_this_thread, "operation", None)
-        self._running[me] = _on_this_thread.operation = operation = _Operation(self.name, outer)
-        if outer is not None:
-            outer.inner = operation
+    def work(self, samples: int, subject: Any = None) -> Iterator[None]:
+        """Measure one operation on this number of samples. subject: see `RunningOperation`."""
+        cpu = time.thread_time()
+        outer: RunningOperation | None = getattr(_on_this_thread, "operation", None)
+        operation = _on_this_thread.operation = RunningOperation(self.name, subject, outer)
+        self._running[operation.thread] = operation
         if self.before is not None:
             self.before.change(-samples)
         try:
             yield
         finally:
-            del self._running[me]
+            del self._running[operation.thread]
             operation.end()
             _on_this_thread.operation = outer
             self.after.change(samples)
             with self._lock:
-                self._busy += operation.seconds()
+                self._busy += operation.seconds
                 self._cpu += time.thread_time() - cpu
                 self._samples += samples
 
@@ -121,13 +127,9 @@ class Meter:
             self._busy += busy_s
             self._cpu += cpu_s
 
-    def longest_running(self) -> tuple[float, str] | None:
-        """Of the oldest operation under way: seconds since it began, and the stage that most of them went to; or None.
-
-        An operation that is part of another stage's counts as that stage's.
-        """
-        found = [operation for operation in list(self._running.values()) if operation.outer is None]
-        return max(((operation.seconds(), operation.slowest()) for operation in found), default=None)
+    def operations(self) -> list[RunningOperation]:
+        """The operations under way, without those that are part of another one."""
+        return [operation for operation in list(self._running.values()) if operation.outer is None]
 
     def capacity(self) -> float:
         """Samples a second that its threads would finish if they never waited."""
@@ -152,13 +154,10 @@ class Meter:
         }
 
 
-def culprit(*meters: Meter) -> str:
-    """Which stage has been at one operation for the longest time, in words."""
-    running = [longest for meter in meters if (longest := meter.longest_running()) is not None]
-    if not running:
-        return "no stage is at work"
-    seconds, name = max(running)
-    return f"the stage {name!r} has been at one operation for {seconds:.1f} s"
+def oldest_operation(*meters: Meter) -> RunningOperation | None:
+    """Which operation of any stage has been under way for the longest time; None if no stage is at work."""
+    running = [operation for meter in meters for operation in meter.operations()]
+    return min(running, key=lambda operation: operation.start, default=None)
 
 
 class Stats:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import assert_never
 
 import numpy as np
 from rich import box
@@ -61,6 +62,8 @@ def _step_words(step: Step) -> list[str]:
             return ["pixel by pixel"]
         case OpaqueStep():
             return ["a call an image"]
+        case _:
+            assert_never(step)
 
 
 def _facts(config: Config, name: str, program: Program) -> Iterator[Text]:

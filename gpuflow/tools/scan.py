@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+import queue
 import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gpuflow.decode.codecs import CpuDecoder, Header, probe
 from gpuflow.errors import BadSampleError
@@ -18,6 +22,7 @@ from gpuflow.sources import Source
 __all__ = ["Finding", "scan"]
 
 _CHUNK = 32
+_POLL_SECONDS = 0.1
 _SUFFIXES = {"jpeg": ("jpg", "jpeg", "jpe", "jfif"), "png": ("png",), "webp": ("webp",), "bmp": ("bmp",)}
 
 
@@ -25,7 +30,8 @@ _SUFFIXES = {"jpeg": ("jpg", "jpeg", "jpe", "jfif"), "png": ("png",), "webp": ("
 class Finding:
     """One sample worth a look.
 
-    kind: `unreadable`, `corrupt` or `oversize`, which are bad; `cmyk` or `misnamed`, which decode all the same.
+    kind: `unreadable`, `corrupt`, `oversize` or `timeout`, which are bad; `cmyk` or `misnamed`, which decode
+    all the same.
     """
 
     index: int
@@ -40,7 +46,12 @@ class Finding:
 
 
 def scan(
-    source: Source, decoder: Decoder, *, threads: int, progress: Callable[[int], None] = lambda samples: None
+    source: Source,
+    decoder: Decoder,
+    *,
+    threads: int,
+    timeout_seconds: float = 120.0,
+    progress: Callable[[int], None] = lambda samples: None,
 ) -> Iterator[Finding]:
     """Findings in the source's order.
 
@@ -48,52 +59,151 @@ def scan(
         source: what to read, all of it.
         decoder: the decode stage whose limits count.
         threads: how many decode at once.
+        timeout_seconds: a file that takes longer is a finding, and another thread goes on with the next one.
         progress: told how many more samples are through.
     """
-    local = threading.local()
-
-    def look(indices: list[int]) -> list[Finding]:
-        if not hasattr(local, "decoder"):
-            local.decoder = CpuDecoder(decoder.color)
-        payload = source.read(indices, lambda size: np.empty(size, np.uint8))
-        findings: list[Finding] = []
-        for i, index in enumerate(indices):
-            path = source.path(index)
-            if (error := payload.errors[i]) is not None:
-                findings.append(Finding(index, path, "unreadable", True, error))
+    starts = iter(range(0, len(source), _CHUNK))
+    scanner, waiting = _Scanner(source, decoder, threads), list[_Chunk]()
+    try:
+        while True:
+            for start in itertools.islice(starts, max(0, 2 * threads + 1 - len(waiting))):
+                waiting.append(_Chunk(range(start, min(start + _CHUNK, len(source)))))
+                scanner.submit(waiting[-1])
+            if not waiting:
+                return
+            if not waiting[0].over.wait(_POLL_SECONDS):
+                for chunk in filter(lambda chunk: chunk.is_late(timeout_seconds), list(waiting)):
+                    place = waiting.index(chunk) + 1
+                    waiting[place:place] = scanner.give_up(chunk, timeout_seconds)
                 continue
-            try:
-                if decoder.library is not None:
-                    decoder.decode(payload.sample(i))
-                    continue
-                header = probe(payload.sample(i), max_pixels=decoder.max_pixels, max_scans=decoder.max_scans)
-                local.decoder.decode(payload.sample(i), header)
-            except BadSampleError as fault:
-                kind = "oversize" if fault.code == "sample.too_large" else "corrupt"
-                findings.append(Finding(index, path, kind, True, fault.reason))
+            first = waiting.pop(0)
+            if first.error is not None:
+                raise first.error
+            yield from first.findings
+            progress(first.count)
+    finally:
+        scanner.close()
+
+
+class _Chunk:
+    """Samples that one thread scans, in order. `lock` guards all fields.
+
+    stage: what the thread does, since the time `since`, for the sample at `place`; for all of them while it reads.
+    findings, count: of the samples that are through. over: set once no more will be. late: the thread is left behind.
+    """
+
+    def __init__(self, indices: Sequence[int]) -> None:
+        self.indices = indices
+        self.lock, self.over = threading.Lock(), threading.Event()
+        self.stage, self.place, self.since = "read", 0, math.inf
+        self.findings: list[Finding] = []
+        self.count = 0
+        self.error: BaseException | None = None
+        self.late = False
+
+    def is_late(self, seconds: float) -> bool:
+        return not self.over.is_set() and time.monotonic() - self.since > seconds
+
+    def begin(self, stage: str, place: int) -> bool:
+        """Note what the thread does next. False if the chunk is over, because the thread took too long."""
+        with self.lock:
+            self.stage, self.place, self.since = stage, place, time.monotonic()
+            return not self.over.is_set()
+
+    def end(self, findings: Sequence[Finding], count: int, error: BaseException | None = None) -> None:
+        """Add findings, of this many samples; the chunk is over once all are through, or if there is an error."""
+        with self.lock:
+            if not self.over.is_set():
+                self.findings += findings
+                self.count, self.error = self.count + count, error
+                if error is not None or self.count == len(self.indices):
+                    self.over.set()
+
+
+class _Scanner:
+    """Threads that scan chunks. One that hangs is left behind, and another one takes its place."""
+
+    def __init__(self, source: Source, decoder: Decoder, threads: int) -> None:
+        self._source, self._decoder = source, decoder
+        self._work: queue.SimpleQueue[_Chunk | None] = queue.SimpleQueue()
+        self._threads = 0
+        self._closing = False
+        for _ in range(threads):
+            self._add_thread()
+
+    def _add_thread(self) -> None:
+        threading.Thread(target=self._serve, name=f"gpuflow_scan_{self._threads}", daemon=True).start()
+        self._threads += 1
+
+    def submit(self, chunk: _Chunk) -> None:
+        self._work.put(chunk)
+
+    def close(self) -> None:
+        """End the threads, without waiting for them."""
+        self._closing = True
+        for _ in range(self._threads):
+            self._work.put(None)
+
+    def give_up(self, chunk: _Chunk, seconds: float) -> list[_Chunk]:
+        """Leave a late chunk's thread behind. Returns chunks of its other samples, which are submitted.
+
+        Which file of several hangs while they are read is not known, so then each of them is tried alone.
+        """
+        with chunk.lock:
+            if chunk.over.is_set():
+                return []
+            chunk.late, indices = True, chunk.indices
+            chunk.over.set()
+            if chunk.stage == "read" and len(indices) > 1:
+                rest = [_Chunk([index]) for index in indices]
             else:
-                findings.extend(_odd(index, path, header))
-        return findings
+                index = indices[chunk.place]
+                reason = f"the stage {chunk.stage!r} did not end within {seconds:g} s"
+                chunk.findings.append(Finding(index, self._source.path(index), "timeout", True, reason))
+                chunk.count += 1
+                rest = [_Chunk(after)] if (after := indices[chunk.place + 1 :]) else []
+        self._add_thread()
+        for other in rest:
+            self.submit(other)
+        return rest
 
-    chunks = (list(range(start, min(start + _CHUNK, len(source)))) for start in range(0, len(source), _CHUNK))
-    with ThreadPoolExecutor(threads, thread_name_prefix="gpuflow_scan") as pool:
-        waiting: list[tuple[int, Future[list[Finding]]]] = []
+    def _serve(self) -> None:
+        decoder = CpuDecoder(self._decoder.color)
+        while (chunk := self._work.get()) is not None and not self._closing:
+            try:
+                self._scan(chunk, decoder)
+            except BaseException as error:
+                chunk.end([], 0, error)
+            if chunk.late:
+                return  # another thread has taken its place
+
+    def _scan(self, chunk: _Chunk, decoder: CpuDecoder) -> None:
+        chunk.begin("read", 0)
+        payload = self._source.read(chunk.indices, lambda size: np.empty(size, np.uint8))
+        for i, index in enumerate(chunk.indices):
+            if not chunk.begin("decode", i) or self._closing:
+                return
+            chunk.end(list(self._look(index, payload.errors[i], payload.sample(i), decoder)), 1)
+
+    def _look(
+        self, index: int, error: str | None, data: NDArray[np.uint8], cpu_decoder: CpuDecoder
+    ) -> Iterator[Finding]:
+        """What is wrong or odd about one sample."""
+        decoder, path = self._decoder, self._source.path(index)
+        if error is not None:
+            yield Finding(index, path, "unreadable", True, error)
+            return
         try:
-            for chunk in chunks:
-                waiting.append((len(chunk), pool.submit(look, chunk)))
-                if len(waiting) > 2 * threads:
-                    yield from _next(waiting, progress)
-            while waiting:
-                yield from _next(waiting, progress)
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
-
-
-def _next(waiting: list[tuple[int, Future[list[Finding]]]], progress: Callable[[int], None]) -> list[Finding]:
-    count, future = waiting.pop(0)
-    findings = future.result()
-    progress(count)
-    return findings
+            if decoder.library is not None:
+                decoder.decode(data)
+                return
+            header = probe(data, max_pixels=decoder.max_pixels, max_scans=decoder.max_scans)
+            cpu_decoder.decode(data, header)
+        except BadSampleError as fault:
+            kind = "oversize" if fault.code == "sample.too_large" else "corrupt"
+            yield Finding(index, path, kind, True, fault.reason)
+        else:
+            yield from _odd(index, path, header)
 
 
 def _odd(index: int, path: str, header: Header) -> Iterator[Finding]:

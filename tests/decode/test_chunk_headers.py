@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
 
 import numpy as np
@@ -12,7 +13,7 @@ from PIL import Image
 
 from gpuflow.decode.chunk_headers import read_headers
 from gpuflow.decode.codecs import MAX_SCANS, CpuDecoder, Header, engine_sampling, probe
-from gpuflow.decode.header_scan import _MIN_FILES
+from gpuflow.decode.header_scan import _MIN_FILES, scan_headers
 from gpuflow.errors import BadSampleError
 from gpuflow.sources import Payload
 from tests import damaged, images
@@ -142,3 +143,16 @@ def test_the_cpu_decodes_every_file_that_the_engines_get(capfd: pytest.CaptureFi
             decoder.decode(noisy, header)
     assert taken > 12_000
     capfd.readouterr()  # the libraries' own complaints
+
+
+def test_a_scan_for_another_orientation_is_not_used() -> None:
+    """EXIF data make a file one that the CPU decodes, but only where they are applied."""
+    pixels = images.photo(40, 60)
+    files = [images.with_orientation(pixels, "JPEG", 6) if i % 3 == 0 else images.jpeg(pixels) for i in range(40)]
+    for orientation in (False, True):
+        chunk = payload(files)
+        chunk = replace(chunk, prescan=scan_headers(chunk, orientation=not orientation))
+        headers = read_headers(chunk, max_pixels=MAX_PIXELS, max_scans=MAX_SCANS, orientation=orientation)
+        turned = [i for i, header in headers.others.items() if header.orientation == 6]
+        assert turned == (list(range(0, 40, 3)) if orientation else [])
+        assert headers.engine.sum() == 40 - len(turned)

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from gpuflow.execute.cpu import CpuRunner, resample
+from gpuflow.execute.cpu import CpuRunner
+from gpuflow.execute.resample import resample
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.image_spec import STORAGE, as_batch, slot_shape
 from gpuflow.stages import (

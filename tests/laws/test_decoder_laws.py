@@ -30,13 +30,13 @@ from gpuflow.execute.cpu import CpuRunners
 from gpuflow.loader.decode_workers import DecodeWorkers
 from gpuflow.pipeline.program import Program
 from gpuflow.runtime.memory import shared
-from gpuflow.stages import Decode, Normalize, RandomResizedCrop, Resize
+from gpuflow.stages import CenterCrop, Decode, Normalize, RandomResizedCrop, Resize
 from gpuflow.torchpipe.cpu_preprocessor import CpuPreprocessor
 from gpuflow.torchpipe.graph import chain
 from gpuflow.torchpipe.running_graph import RunningGraph
 from tests import damaged
 from tests.datasets import MemorySource
-from tests.images import as_array, jpeg, photo
+from tests.images import as_array, jpeg, photo, png_bytes
 from tests.running import keys_of, program_of, run
 
 POOL = damaged.pool()
@@ -307,6 +307,54 @@ def test_a_jpeg_of_many_scans_is_refused_before_it_is_decoded() -> None:
             probe(as_array(data), **options)
         limit = options.get("max_scans", 100)
         assert str(caught.value) == f"decode: more than max_scans = {limit} scans"
+
+
+BOMB = program_of(Decode(), Resize(shorter=256), CenterCrop(size=SIDE), name="serve", serving=True)
+
+
+def bombed_threads(data: bytes) -> object:
+    return run(BOMB, [data])[1][0]
+
+
+def bombed_processes(data: bytes) -> object:
+    workers, done = DecodeWorkers(BOMB, MemorySource([data]), threads=2, processes=1), None
+    try:
+        while done is None:  # until the process has started
+            done = workers.run([0], keys_of(1), slots_for(BOMB, 1), 0)
+    finally:
+        workers.close()
+    return done.errors()[0]
+
+
+def bombed_service(data: bytes) -> object:
+    pytest.importorskip("torchpipe")
+    graph = RunningGraph(chain(BOMB, None, origin="x.yaml", threads=1, device="cpu"))
+    try:
+        return graph.submit(data, wrap=lambda image: image, wants_image=True).exception(30)
+    finally:
+        assert graph.close(30)
+
+
+def bombed_service_processes(data: bytes) -> object:
+    pytest.importorskip("torchpipe")
+    preprocessor = CpuPreprocessor(BOMB, batch=16, processes=2)
+    try:
+        return preprocessor.run([data])[0]
+    finally:
+        preprocessor.close()
+
+
+@pytest.mark.parametrize(
+    "place", [bombed_threads, bombed_processes, bombed_service, bombed_service_processes], ids=lambda x: x.__name__
+)
+def test_a_line_that_would_be_resized_to_a_huge_image_is_bad_everywhere(place: Callable[[bytes], object]) -> None:
+    """A GPU says the same: tests/execute/kernels."""
+    fault = place(png_bytes(65_500, 1, b"\0" * (1 + 3 * 65_500)))
+    assert isinstance(fault, BadSampleError)
+    assert (fault.stage, fault.code) == ("resize", "sample.too_large")
+    assert fault.reason == (
+        "the resized image would have 16768000x256 = 4,292,608,000 pixels, more than max_pixels = 179,000,000"
+    )
 
 
 def test_end_markers_and_scans_of_what_is_appended_do_not_count() -> None:

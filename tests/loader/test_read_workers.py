@@ -318,6 +318,7 @@ def test_what_a_decoder_wants_to_know_is_found_out_there(tmp_path: Path) -> None
     source.close()
     assert plain.prescan is None
     scanned: Any = prescan(plain)
+    assert read.prescan.orientation is scanned.orientation is False
     for there, here in zip(read.prescan, scanned, strict=True):
         assert np.array_equal(there, here)
     headers = [read_headers(payload, max_pixels=2_500, max_scans=9, orientation=False) for payload in (read, plain)]

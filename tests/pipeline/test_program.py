@@ -125,8 +125,8 @@ def test_what_an_earlier_crop_left_out_stays_black() -> None:
 
 def test_misfits_name_the_stage_and_the_size_that_it_met() -> None:
     result = sampling(50, 60, Resize(longer=30), RandomCrop(size=28))
-    ((stage, outside, sizes),) = result.misfits
-    assert (stage, outside.tolist(), sizes.tolist()) == ("random_crop", [True], [[25, 30]])
+    (misfit,) = result.misfits
+    assert (misfit.stage, misfit.where.tolist(), misfit.sizes.tolist()) == ("random_crop", [True], [[25, 30]])
     assert sampling(50, 60, RandomCrop(size=50)).misfits == ()
 
 

@@ -55,6 +55,11 @@ def test_specs_between_the_stages() -> None:
             "p[3].normalize takes uint8 pixels but gets float32; put normalize before normalize",
         ),
         (
+            (Decode(max_pixels=1023), Resize(height=32, width=32)),
+            "p[1].resize makes 32x32 = 1,024 pixels of every image, more than max_pixels; "
+            "raise decode.max_pixels, which is 1,023, or resize to less",
+        ),
+        (
             (Decode(), Resize(height=8, width=20), CenterCrop(size=9)),
             "p[2].center_crop crops 9x9 from an image of 8x20, which is smaller; crop less or resize to more",
         ),

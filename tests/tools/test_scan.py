@@ -5,16 +5,22 @@ from __future__ import annotations
 import io
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 from PIL import Image
 
+from gpuflow.decode.codecs import CpuDecoder
 from gpuflow.errors import SystemFault
 from gpuflow.sources import SourceSpec, open_source
 from gpuflow.stages import STAGES
 from gpuflow.tools.scan import Finding, scan
 from tests.datasets import (
+    Block,
     MemorySource,
+    TappedSource,
     deadline,
     enlarge,
     jpeg,
@@ -98,6 +104,42 @@ def test_the_decoders_limit_counts() -> None:
     findings = list(scan(source, small, threads=1))  # type: ignore[arg-type]
     assert {f.kind for f in findings} == {"oversize"}
     assert findings[-1].reason == "70x54 = 3,780 pixels are more than max_pixels = 3,000"
+
+
+def test_a_file_whose_reading_hangs_is_named_and_the_rest_is_scanned() -> None:
+    images = [b"" if i in (3, 60) else jpeg(0, i) for i in range(70)]
+    tap = Block(40)
+    seen: list[int] = []
+    source = TappedSource(MemorySource(images), tap)
+    with nothing_left_behind():
+        found = list(scan(source, DECODER, threads=1, timeout_seconds=0.5, progress=seen.append))  # type: ignore[arg-type]
+        tap.release.set()
+    assert [(f.index, f.kind, f.bad) for f in found] == [
+        (3, "corrupt", True),
+        (40, "timeout", True),
+        (60, "corrupt", True),
+    ]
+    assert (found[1].path, found[1].reason) == (source.path(40), "the stage 'read' did not end within 0.5 s")
+    assert sum(seen) == 70
+
+
+def test_a_file_whose_decoding_hangs_is_named_and_the_rest_is_scanned(monkeypatch: pytest.MonkeyPatch) -> None:
+    images = [b"" if i in (3, 60) else jpeg(0, i) for i in range(70)]
+    taps, decode = [Block(2), Block(40)], CpuDecoder.decode
+
+    def stuck(self: CpuDecoder, data: NDArray[np.uint8], *arguments: Any) -> Any:
+        for tap in taps:
+            tap(images.index(data.tobytes()))
+        return decode(self, data, *arguments)
+
+    monkeypatch.setattr(CpuDecoder, "decode", stuck)
+    with nothing_left_behind():
+        source = MemorySource(images)
+        found = list(scan(source, DECODER, threads=2, timeout_seconds=0.5))  # type: ignore[arg-type]
+        for tap in taps:
+            tap.release.set()
+    assert [(f.index, f.kind) for f in found] == [(2, "timeout"), (3, "corrupt"), (40, "timeout"), (60, "corrupt")]
+    assert (found[2].path, found[2].reason) == (source.path(40), "the stage 'decode' did not end within 0.5 s")
 
 
 def test_a_clean_source_has_no_findings() -> None:

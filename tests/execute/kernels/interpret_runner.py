@@ -181,6 +181,7 @@ PIPELINES: dict[str, tuple[Stage, ...]] = {
         Normalize(),
     ),
     "misfits": (Decode(), RandomCrop(size=30)),
+    "misfits, too large": (Decode(max_pixels=4100), Resize(shorter=55), CenterCrop(size=16)),
 }
 
 

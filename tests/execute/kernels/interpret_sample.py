@@ -39,7 +39,7 @@ def difference(stages: tuple[Geometry, ...], channels: int, layout: str, dtype: 
     rng = np.random.default_rng(0)
     images = [torch.from_numpy(rng.integers(0, 256, (*size, channels), dtype=np.uint8)) for size in SIZES]
     heights, widths = np.array(SIZES).T
-    sampling = SamplingStep(stages, (0,) * len(stages)).draw(Keys(0, 0, np.arange(len(SIZES))), heights, widths)
+    sampling = SamplingStep(stages, (0,) * len(stages), 10**6).draw(Keys(0, 0, np.arange(len(SIZES))), heights, widths)
     rows = np.arange(len(SIZES))[::-1].copy()
     addresses = np.array([image.data_ptr() for image in images])
     plan = torch.from_numpy(plan_of(sampling, addresses, widths * channels, rows))

@@ -26,7 +26,7 @@ def cases() -> dict[str, dict[str, Any]]:
 
 
 def test_pixels_and_faults_are_those_of_the_cpu(cases: dict[str, dict[str, Any]]) -> None:
-    assert len(cases) == 16
+    assert len(cases) == 18
     for case in cases.values():
         assert case["faults"] == [], case
         assert case["max"] <= 1 and case["mean"] < 0.01, case
@@ -42,6 +42,11 @@ def test_what_the_engines_refuse_is_decoded_by_the_cpu(cases: dict[str, dict[str
 def test_the_cpu_reports_a_crop_that_does_not_fit(cases: dict[str, dict[str, Any]]) -> None:
     case = cases["misfits, 1048576 bytes"]
     assert (case["good"], case["engines"], case["cpu"]) == (5, 5, 4)
+
+
+def test_the_cpu_reports_a_resized_image_that_is_too_large(cases: dict[str, dict[str, Any]]) -> None:
+    case = cases["misfits, too large, 1048576 bytes"]
+    assert 0 < case["good"] < 9 and 0 < case["engines"] < 6, case
 
 
 def test_calls_and_copies_do_not_depend_on_the_number_of_images(cases: dict[str, dict[str, Any]]) -> None:
