@@ -10,23 +10,22 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self, final
 
 import requests
-import uvicorn
 
 from gpuflow import cli
 from gpuflow.config import ModelSpec
 from gpuflow.engines import Engine
 from gpuflow.serve.http.app import RequestLimits, Service, create_app
-from gpuflow.serve.http.server import run
+from gpuflow.serve.http.server import make_server, run
 from gpuflow.serve.predictor import Predictor
-from gpuflow.torchpipe.graph import chain
+from gpuflow.torchpipe.graph import PREDICT, Node, chain
 from tests.datasets import VAL, Entries, program
 from tests.serve.fakes import CLASSES, FakeEngine, Gate, Nap
 
@@ -35,12 +34,21 @@ SECONDS = 20.0
 
 
 def predictor_of(
-    engine: Engine, *, stages: Entries = VAL, classes: tuple[str, ...] | None = CLASSES, threads: int = 1
+    engine: Engine,
+    *,
+    stages: Entries = VAL,
+    classes: tuple[str, ...] | None = CLASSES,
+    threads: int = 1,
+    one_node: bool = False,
 ) -> Predictor:
-    """A predictor around a fake engine."""
+    """A predictor around a fake engine. one_node: preprocessing and model are one node, as on a GPU."""
     folded = program(stages)
     model = ModelSpec(file="x.pt", batch=engine.batch)
     graph = chain(folded, model, origin="x.yaml", threads=threads, device="cpu")
+    if one_node:
+        first, last = (dict(node.parameters) for node in graph.nodes)
+        together = {**first, **last, "backend": PREDICT, "patience": "2"}
+        graph = replace(graph, nodes=(Node(name="serve", parameters=tuple(together.items())),))
     return Predictor(graph, [engine], image=folded.result, pipeline=folded.pipeline, classes=classes)
 
 
@@ -97,18 +105,24 @@ def queue_length(url: str) -> float:
 
 
 @contextmanager
-def served(predictor: Predictor | Future[Predictor] | Engine, limits: RequestLimits | None = None) -> Iterator[Live]:
+def served(
+    predictor: Predictor | Future[Predictor] | Engine,
+    limits: RequestLimits | None = None,
+    *,
+    cors: Sequence[str] = (),
+) -> Iterator[Live]:
     """A service on a thread, behind uvicorn. For an engine a predictor is made, and closed at the end."""
     own = None
     if not isinstance(predictor, (Predictor, Future)):
         predictor = own = predictor_of(predictor)
-    app = create_app(predictor, limits if limits is not None else RequestLimits())
-    config = uvicorn.Config(app, port=0, lifespan="off", ws="none", log_config=None, timeout_graceful_shutdown=2)
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run, daemon=True)
+    app = create_app(predictor, limits if limits is not None else RequestLimits(), cors=cors)
+    server = make_server(app, access_log=False, log_config=None)
+    server.config.timeout_graceful_shutdown = 2
+    listener = socket.create_server(("127.0.0.1", 0))
+    thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
     thread.start()
     wait(lambda: server.started)
-    port = server.servers[0].sockets[0].getsockname()[1]
+    port = listener.getsockname()[1]
     try:
         known = predictor if isinstance(predictor, Predictor) else None
         yield Live(url=f"http://127.0.0.1:{port}", service=app.state.service, predictor=known)

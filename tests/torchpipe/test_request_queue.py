@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 
 import pytest
+import torch
 
 from gpuflow.torchpipe.request_queue import Request, RequestQueue
 
@@ -20,9 +23,11 @@ class Started:
         self.given: list[bytes] = []
         self.refuses = False
 
-    def __call__(self, data: bytes, request: Request) -> None:
+    def __call__(self, request: Request) -> None:
         if self.refuses:
             raise RuntimeError("no")
+        data = request.take_data()
+        assert data is not None
         self.given.append(data)
 
 
@@ -33,11 +38,11 @@ def started() -> Started:
 
 def add(queue: RequestQueue, *data: bytes) -> None:
     for each in data:
-        queue.add(each, Request(lambda request: None, wrap=lambda value: value))
+        queue.add(Request(each, lambda request: None, wrap=lambda value: value))
 
 
 def next_batch(queue: RequestQueue, *, arrived: int = 0, seconds: float = 0.0) -> list[bytes]:
-    return [data for data, _ in queue.next_batch(arrived=arrived, seconds=seconds)]
+    return [request.take_data() or b"" for request in queue.next_batch(arrived=arrived, seconds=seconds)]
 
 
 def test_a_request_starts_a_free_instance(started: Started) -> None:
@@ -144,3 +149,55 @@ def test_many_threads_lose_nothing(started: Started) -> None:
     assert len(found) == len(set(found)) == queue.arrived == 1600
     for number in range(8):
         assert [data[1] for data in found if data[0] == number] == list(range(200)), "of one thread in order"
+
+
+# --- requests ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_cancelled_request_leaves_the_queue_and_memory_at_once(started: Started) -> None:
+    queue = RequestQueue(started, instances=1, batch=4)
+    add(queue, b"a")
+    queue.mark_started(1)
+    requests = [Request(bytes([65 + i]) * 100, queue.discard, wrap=lambda value: value) for i in range(3)]
+    for request in requests:
+        queue.add(request)
+    assert requests[1].future.cancel()
+    assert [request.held_bytes for request in requests] == [100, 0, 100]
+    assert requests[1].take_data() is None
+    assert next_batch(queue) == [b"A" * 100, b"C" * 100]
+
+
+def test_a_request_that_is_being_decoded_keeps_its_bytes_until_then() -> None:
+    done: list[Request] = []
+    request = Request(b"abc", done.append, wrap=lambda value: value)
+    assert request.take_data() == b"abc"
+    assert request.future.cancel(), "the model has not started"
+    assert (request.held_bytes, done) == (3, [])
+    request.release_data()
+    request.set_result(torch.zeros(1))
+    assert (request.held_bytes, done) == (0, [request])
+
+
+def test_a_request_is_done_once_and_before_its_result_can_be_seen() -> None:
+    seen: list[bool] = []
+    request = Request(b"abc", lambda request: seen.append(request.future.done()), wrap=lambda value: value)
+    request.set_result(torch.zeros(1))
+    assert seen == [False]
+    dropped = Request(b"abc", lambda request: seen.append(request.future.cancelled()), wrap=lambda value: value)
+    dropped.future.cancel()
+    dropped.set_result(torch.zeros(1))
+    assert seen == [False, True]
+
+
+def test_a_request_is_freed_without_the_garbage_collector() -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        request = Request(b"abc", lambda request: None, wrap=lambda value: value)
+        reference, future = weakref.ref(request), request.future
+        request.set_result(torch.zeros(1))
+        del request
+        assert reference() is None
+        assert future.result(0) == 0
+    finally:
+        gc.enable()
