@@ -59,27 +59,34 @@ class Request:
 
     def begin(self) -> bool:
         """Mark the request as running, after which it cannot be cancelled. Returns False if it was cancelled before."""
-        if self._wanted is None:
-            self._wanted = self.future.set_running_or_notify_cancel()
-        return self._wanted
+        with self._lock:
+            if self._wanted is None:
+                self._wanted = self.future.set_running_or_notify_cancel()
+            return self._wanted
 
     def set_result(self, value: torch.Tensor | Exception) -> None:
         """Call `done`, then set the future's result or exception unless it was cancelled."""
         self.answered = True
         wanted = self.begin()
+        result = value
         if wanted and not isinstance(value, Exception):
-            value = self._wrap(value)
+            try:
+                result = self._wrap(value)
+            except Exception as error:  # such as a fault of the GPU, for which `wrap` may wait
+                result = error
         self._end()
-        if wanted:
-            if isinstance(value, Exception):
-                self.future.set_exception(value)
-            else:
-                self.future.set_result(value)
+        if not wanted:
+            return
+        if isinstance(result, Exception):
+            self.future.set_exception(result)
+        else:
+            self.future.set_result(result)
 
     def _drop(self) -> None:
         """Give the bytes back and end the request, unless a node has taken them and ends it soon."""
         if self.take_data() is not None:
             self.release_data()
+            self.begin()
             self._end()
 
     def _end(self) -> None:

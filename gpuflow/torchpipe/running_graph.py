@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
@@ -140,6 +141,8 @@ class RunningGraph:
             else:
                 self._callers.submit(self._call, request)
         except BaseException:
+            request.future.cancel()
+            request.begin()  # `close` may wait for the future
             self._done(request)
             raise
         return request.future
@@ -216,14 +219,18 @@ class RunningGraph:
         """
         if os.getpid() != self._pid:
             return True
+        deadline = time.monotonic() + timeout
         with self._idle:
             self._closed = True
-            waiting = list(self._requests) if cancel else []
-        for request in waiting:
-            request.future.cancel()
+            futures = [request.future for request in self._requests]
+        if cancel:
+            for future in futures:
+                future.cancel()
         with self._idle:
             if not self._idle.wait_for(lambda: not self._requests, timeout):
                 return False
+        if wait(futures, max(0.0, deadline - time.monotonic())).not_done:  # each is set just after its request is done
+            return False
         self._release()
         if self._callers is not None:
             self._callers.end(timeout)

@@ -23,6 +23,7 @@ from gpuflow.torchpipe.preset_runner import PresetRunner
 from gpuflow.training.trainer import Trainer, TrainerEvents
 from tests.datasets import make_photos
 from tests.hostile import BAD, HOSTILE
+from tests.images import jpeg, photo
 from tests.running import keys_of, program_of, run
 from tests.serve.models import ARCH
 
@@ -146,9 +147,11 @@ def test_an_unreadable_file_is_bad() -> None:
 
 
 def test_a_graph_that_hangs() -> None:
+    """More work than it can do before this thread looks for the answers."""
     ours = runner(program_of(Preset(name="torchpipe_cpu", height=12, width=10)), seconds=1e-9)
+    large = jpeg(photo(1500, 2000))
     with pytest.raises(LoaderTimeout) as caught:
-        ours.prepare(payload([HOSTILE["jpeg 500x375"]]), keys_of(1))
+        ours.prepare(payload([large] * 30), keys_of(30))
     assert str(caught.value) == (
         "torchpipe gave no image within run.timeout_s = 1e-09 s; raise that if it is too short"
     )

@@ -5,12 +5,13 @@ from __future__ import annotations
 import gc
 import time
 import weakref
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from threading import Barrier
 
 import pytest
 import torch
 
+from gpuflow.errors import BadSampleError
 from gpuflow.torchpipe.request_queue import Request, RequestQueue
 
 LONG = 20.0
@@ -178,15 +179,13 @@ def test_a_request_that_is_being_decoded_keeps_its_bytes_until_then() -> None:
     assert (request.held_bytes, done) == (0, [request])
 
 
-def test_a_request_is_done_once_and_before_its_result_can_be_seen() -> None:
-    seen: list[bool] = []
-    request = Request(b"abc", lambda request: seen.append(request.future.done()), wrap=lambda value: value)
+def test_a_cancelled_request_is_done_once() -> None:
+    done: list[Request] = []
+    request = Request(b"abc", done.append, wrap=lambda value: value)
+    request.future.cancel()
+    assert not wait([request.future], timeout=0).not_done, "close waits for it"
     request.set_result(torch.zeros(1))
-    assert seen == [False]
-    dropped = Request(b"abc", lambda request: seen.append(request.future.cancelled()), wrap=lambda value: value)
-    dropped.future.cancel()
-    dropped.set_result(torch.zeros(1))
-    assert seen == [False, True]
+    assert done == [request]
 
 
 def test_a_request_is_freed_without_the_garbage_collector() -> None:
@@ -201,3 +200,23 @@ def test_a_request_is_freed_without_the_garbage_collector() -> None:
         assert future.result(0) == 0
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("value", [torch.ones(3), BadSampleError("decode", "no image")], ids=["answer", "fault"])
+def test_a_request_is_done_before_its_answer_can_be_seen(value: torch.Tensor | Exception) -> None:
+    """Otherwise a client that has its answer could find its own place in the queue still taken."""
+    seen = []
+    request = Request(b"", lambda request: seen.append(request.future.done()), wrap=lambda logits: logits)
+    request.set_result(value)
+    assert (seen, request.future.done()) == ([False], True)
+
+
+def test_an_error_of_wrap_is_the_answer() -> None:
+    def wrap(image: torch.Tensor) -> None:
+        raise RuntimeError("the GPU does not answer")
+
+    done: list[Request] = []
+    request = Request(b"", done.append, wrap=wrap)
+    request.set_result(torch.ones(3))
+    assert str(request.future.exception(0)) == "the GPU does not answer"
+    assert done == [request]
