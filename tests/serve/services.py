@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -250,7 +251,10 @@ SERVICES: dict[str, tuple[Callable[[], Predictor], RequestLimits]] = {
     "hanging model": (_hanging_model, RequestLimits()),
     "hanging model, timeout 1 s": (_hanging_model, RequestLimits(timeout_s=1.0)),
     "endless load": (_endless_load, RequestLimits()),
+    "few files": (_slow_model, RequestLimits()),
 }
+FILES = {"few files": 160}
+"""How many files some services may open."""
 
 
 def parent() -> None:
@@ -268,6 +272,8 @@ def parent() -> None:
             sys.argv = ["gpuflow", *order["command"]]
             if sys.argv[1] in SERVICES:
                 load, limits = SERVICES[sys.argv[1]]
+                if sys.argv[1] in FILES:
+                    resource.setrlimit(resource.RLIMIT_NOFILE, (FILES[sys.argv[1]],) * 2)
                 run(load, name="x.yaml", port=0, limits=limits, report=lambda text: print(text, flush=True))
             return cli.main()
         print(pid, flush=True)

@@ -61,13 +61,14 @@ class Connections:
         spare = self._files - descriptor
         if len(self) <= self.limits.max_connections and spare > self._spare_files:
             return False
+        is_full = len(self) > self.limits.max_connections + _SPARE or spare <= self._spare_files // 2
         now = time.monotonic()
         for waiting, (since, for_body) in itertools.islice(self._waiting.items(), _LOOK_AT):
-            if not for_body or now - since > _STALLED_SECONDS:
+            if is_full or not for_body or now - since > _STALLED_SECONDS:
                 self.metrics.error("connections")
                 waiting.abort()
                 return False
-        if len(self) > self.limits.max_connections + _SPARE or spare <= self._spare_files // 2:
+        if is_full:
             self.metrics.error("connections")
             connection.abort()
         return True
