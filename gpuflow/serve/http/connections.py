@@ -11,12 +11,15 @@ import asyncio
 import http
 import itertools
 import json
+import math
 import resource
 import sys
 import time
+from contextlib import suppress
 from typing import Any, final
 
 import h11
+import psutil
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from gpuflow.serve.http.limits import MALFORMED, OVER_LIMIT, RequestLimits
@@ -32,7 +35,7 @@ _LINGER_SECONDS = 1.0
 """How long a connection stays open after a refusal, so that the client reads it."""
 _STALLED_SECONDS = 1.0
 """A body that made less progress than _PROGRESS_BYTES in this time may have its connection closed for another one."""
-_PROGRESS_BYTES, _LOOK_AT = 65_536, 8
+_PROGRESS_BYTES, _LOOK_AT, _CHECK_SECONDS = 65_536, 8, 1.0
 
 
 @final
@@ -45,7 +48,7 @@ class Connections:
         self._waiting: dict[Connection, tuple[float, bool]] = {}  # since when, and whether for a body; oldest first
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self._files = files if files != resource.RLIM_INFINITY else sys.maxsize
-        self._spare_files = min(_SPARE_FILES, self._files // 4)
+        self._most, self._checked = limits.max_connections, -math.inf
 
     def __len__(self) -> int:
         return len(self._open)
@@ -54,14 +57,23 @@ class Connections:
         """A protocol for a new connection, as `uvicorn.Config.http`."""
         return Connection(connections=self, **given)
 
-    def add(self, connection: Connection, descriptor: int) -> bool:
+    def most(self) -> int:
+        """How many connections there may be: the limit, or as many as the process may open besides its other files."""
+        if time.monotonic() - self._checked > _CHECK_SECONDS:
+            self._checked = time.monotonic()
+            with suppress(OSError):  # there is no descriptor left to count them with
+                others = psutil.Process().num_fds() - len(self)
+                room = self._files - others - min(_SPARE_FILES, self._files // 4)
+                self._most = max(1, min(self.limits.max_connections, room))
+        return self._most
+
+    def add(self, connection: Connection) -> bool:
         """Count a new connection, and close another one if there are too many. Returns whether it is one too many."""
         self._open.add(connection)
-        # The system gives out the lowest free descriptor, so all below this one are in use.
-        spare = self._files - descriptor
-        if len(self) <= self.limits.max_connections and spare > self._spare_files:
+        most = self.most()
+        if len(self) <= most:
             return False
-        is_full = len(self) > self.limits.max_connections + _SPARE or spare <= self._spare_files // 2
+        is_full = len(self) > most + _SPARE
         now = time.monotonic()
         for waiting, (since, for_body) in itertools.islice(self._waiting.items(), _LOOK_AT):
             if is_full or not for_body or now - since > _STALLED_SECONDS:
@@ -72,6 +84,12 @@ class Connections:
             self.metrics.error("connections")
             connection.abort()
         return True
+
+    def make_room(self) -> None:
+        """Close some connections that wait for their clients."""
+        for waiting in list(itertools.islice(self._waiting, _LOOK_AT)):
+            self.metrics.error("connections")
+            waiting.abort()
 
     def remove(self, connection: Connection) -> None:
         self._open.discard(connection)
@@ -101,7 +119,7 @@ class Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if self._connections.add(self, transport.get_extra_info("socket").fileno()):
+        if self._connections.add(self):
             self.app_state = {**self.app_state, OVER_LIMIT: True}
         self._connections.set_waiting(self, for_body=False)
         self._limit_head()

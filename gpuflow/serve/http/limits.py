@@ -18,7 +18,7 @@ MALFORMED, OVER_LIMIT = "gpuflow.malformed", "gpuflow.over_limit"
 
 _RETRY_SECONDS = {"connections": "1", "queue_full": "1", "loading": "5", "draining": "5"}
 _STALLED_SECONDS, _PROGRESS_BYTES = 1.0, 65_536
-"""A body is stalled if fewer bytes than these arrived in that time."""
+"""A body is stalled if fewer bytes than these arrived in a time, which is this one where memory is short."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,9 +110,9 @@ class Occupancy:
     def end_body(self, reservation: Reservation) -> None:
         self._arriving.discard(reservation)
 
-    def stop_stalled_body(self) -> bool:
-        """Refuse the largest body that is stalled. Returns whether there was one."""
-        stalled = [each for each in self._arriving if each.is_stalled()]
+    def stop_stalled_body(self, seconds: float = _STALLED_SECONDS) -> bool:
+        """Refuse the largest body that has been stalled for so long. Returns whether there was one."""
+        stalled = [each for each in self._arriving if each.is_stalled(seconds)]
         if stalled:
             max(stalled, key=lambda each: each.size).stop_body()
         return bool(stalled)
@@ -156,8 +156,8 @@ class Reservation:
         if self.size - self._progress[0] >= _PROGRESS_BYTES:
             self._progress = self.size, time.monotonic()
 
-    def is_stalled(self) -> bool:
-        return not self.stopped and time.monotonic() - self._progress[1] > _STALLED_SECONDS
+    def is_stalled(self, seconds: float) -> bool:
+        return not self.stopped and time.monotonic() - self._progress[1] > seconds
 
     def stop_body(self) -> None:
         """Stop waiting for the rest of the body and give its bytes back."""

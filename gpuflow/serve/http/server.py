@@ -34,13 +34,13 @@ from gpuflow.serve.http.connections import Connections
 
 __all__ = ["FewRecords", "Server", "make_server", "run"]
 
-_BACKLOG, _ACCEPTED_AT_A_TIME = 2048, 8
-"""Connections that the system keeps waiting, and those that asyncio accepts before it looks at any: a few, so that the
-limit on connections is reached before all file descriptors are taken."""
+_BACKLOG, _ACCEPTED_AT_A_TIME = 2048, 1
+"""Connections that the system keeps waiting, and those that asyncio accepts before the limit on them is applied."""
 _IDLE_SECONDS = 75
 _MOST_RECORDS, _PERIOD_SECONDS = 5, 60.0
-_REFUSE_SECONDS, _CLOSE_SECONDS = 0.2, 5
-"""At the end: how long late requests still get a 503, and how long connections may take to close."""
+_STALLED_SECONDS, _REFUSE_SECONDS, _CLOSE_SECONDS = 10.0, 0.2, 5
+"""At the end: how long a body may make no progress, how long late requests still get a 503, and how long connections
+may take to close."""
 _LOGGING: dict[str, Any] = {
     "version": 1,
     "disable_existing_loggers": False,
@@ -95,22 +95,22 @@ def run(
 def make_server(app: FastAPI, *, access_log: bool, log_config: dict[str, Any] | None) -> Server:
     """The server of an application that `create_app` made, for `serve` or `run` with a list of sockets."""
     service: Service = app.state.service
-    return Server(
-        uvicorn.Config(
-            app,
-            http=cast("type[asyncio.Protocol]", Connections(service.limits, service.metrics).protocol),
-            loop="asyncio",
-            log_config=log_config,
-            access_log=access_log,
-            lifespan="off",
-            ws="none",
-            proxy_headers=False,
-            server_header=False,
-            backlog=_ACCEPTED_AT_A_TIME,
-            timeout_keep_alive=_IDLE_SECONDS,
-            timeout_graceful_shutdown=_CLOSE_SECONDS,
-        )
+    connections = Connections(service.limits, service.metrics)
+    config = uvicorn.Config(
+        app,
+        http=cast("type[asyncio.Protocol]", connections.protocol),
+        loop="asyncio",
+        log_config=log_config,
+        access_log=access_log,
+        lifespan="off",
+        ws="none",
+        proxy_headers=False,
+        server_header=False,
+        backlog=_ACCEPTED_AT_A_TIME,
+        timeout_keep_alive=_IDLE_SECONDS,
+        timeout_graceful_shutdown=_CLOSE_SECONDS,
     )
+    return Server(config, connections)
 
 
 async def _serve(
@@ -147,6 +147,7 @@ async def _serve(
     if signalled.is_set():
         deadline = time.monotonic() + 2 * service.limits.timeout_s + _CLOSE_SECONDS
         while service.occupancy.active and time.monotonic() < deadline:
+            service.occupancy.stop_stalled_body(_STALLED_SECONDS)
             await asyncio.sleep(0.01)
         await asyncio.sleep(_REFUSE_SECONDS)
     server.should_exit = True
@@ -164,16 +165,29 @@ async def _serve(
 
 
 class Server(uvicorn.Server):
-    """Does not handle signals: uvicorn would stop listening at the first one, and raise it again at the end."""
+    """Does not handle signals: uvicorn would stop listening at the first one, and raise it again at the end.
+
+    Where no connection can be accepted because the process has too many files open, closes some that wait.
+    """
+
+    def __init__(self, config: uvicorn.Config, connections: Connections) -> None:
+        super().__init__(config)
+        self._connections = connections
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        asyncio.get_running_loop().set_exception_handler(self._handle_error)
         await super().startup(sockets)
         for listener in sockets or ():
             listener.listen(_BACKLOG)  # asyncio set the backlog to the number that it accepts at a time
+
+    def _handle_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        if isinstance(context.get("exception"), OSError) and "socket" in context:  # from accept
+            self._connections.make_room()
+        loop.default_exception_handler(context)
 
 
 @final

@@ -391,7 +391,7 @@ def test_a_stalled_body_gives_its_memory_to_others() -> None:
             wait(lambda: live.ask(bytes(10_000)).status_code == 422)
             status, headers, body = answer_of(stalled)
         assert (status, headers["connection"]) == (408, "close")
-        reason = "the body arrived too slowly while the service was short of memory; send it again later"
+        reason = "the body arrived too slowly while the service is busy or shuts down; send it again later"
         assert json.loads(body)["error"] == {"kind": "slow_body", "reason": reason}
         assert live.service.occupancy.held_bytes == 0
 

@@ -207,6 +207,7 @@ def test_more_connections_than_the_process_may_open_files(starter: ServiceStarte
             assert requests.get(f"{url}/healthz", timeout=20).ok
         wait(lambda: post(url).ok)  # once the bodies that have just begun are stalled
         assert sum(map(len, process.lines)) < 10_000, process.lines
+        clients.close()
         process.signal()
         assert process.wait() == 0
 
