@@ -185,6 +185,11 @@ class Predictor:
         return self._running.in_flight
 
     @property
+    def held_bytes(self) -> int:
+        """Size of the encoded images that are submitted and not decoded yet."""
+        return self._running.held_bytes
+
+    @property
     def batches(self) -> dict[int, int]:
         """How often the model has run, by batch size."""
         return self._running.batches

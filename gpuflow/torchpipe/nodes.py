@@ -26,7 +26,7 @@ from gpuflow.pipeline.stage import Keys
 from gpuflow.runtime.threads import use_torch_threads
 from gpuflow.torchpipe.adapter import keep_thread_state
 from gpuflow.torchpipe.graph import program_from_json
-from gpuflow.torchpipe.request_queue import Request, RequestQueue, Waiting
+from gpuflow.torchpipe.request_queue import Request, RequestQueue
 
 if TYPE_CHECKING:
     from gpuflow.engines import Engine
@@ -177,11 +177,14 @@ class PreprocessNode:
     def forward(self, items: Sequence[Item]) -> None:
         wanted = []
         for item in items:
-            if "request" in item and item["request"].future.cancelled():
+            data = item["request"].take_data() if "request" in item else item["data"]
+            if data is None:
                 _write(item, _CANCELLED)
             else:
-                wanted.append(item)
-        for item, image in zip(wanted, self.images([item["data"] for item in wanted]), strict=True):
+                wanted.append((item, data))
+        for (item, _), image in zip(wanted, self.images([data for _, data in wanted]), strict=True):
+            if "request" in item:
+                item["request"].release_data()
             if isinstance(image, Exception):
                 if "request" in item:
                     item["request"].fault = image
@@ -377,25 +380,25 @@ class PredictNode(ModelNode):
         items = list(items)
         queue = self._session.queue
         if queue is None:
-            for item, answer in zip(items, self._predict([(item["data"], None) for item in items]), strict=True):
+            images = self._preprocess.images([item["data"] for item in items])
+            for item, answer in zip(items, self.answer(images, [None] * len(items)), strict=True):
                 _write(item, answer)
             return
         queue.mark_started(len(items))
-        batch: list[Waiting] = [(item["data"], item["request"]) for item in items]
+        batch: list[Request] = [item["request"] for item in items]
         while batch:
             arrived = queue.arrived
             self._predict(batch)
             batch = queue.next_batch(arrived=arrived + len(batch), seconds=self._patience)
 
-    def _predict(self, batch: Sequence[tuple[bytes, Request | None]]) -> list[torch.Tensor | Exception]:
-        """As `answer`, for encoded images. Requests that were cancelled are not decoded."""
-        wanted = [request is None or not request.future.cancelled() for _, request in batch]
-        images = iter(
-            self._preprocess.images([data for (data, _), is_wanted in zip(batch, wanted, strict=True) if is_wanted])
-        )
-        return self.answer(
-            [next(images) if is_wanted else _CANCELLED for is_wanted in wanted], [request for _, request in batch]
-        )
+    def _predict(self, batch: Sequence[Request]) -> None:
+        """Decode a batch of requests, run the model and set their results. Those that were dropped are not decoded."""
+        files = {request: data for request in batch if (data := request.take_data()) is not None}
+        images = dict(zip(files, self._preprocess.images(list(files.values())), strict=True))
+        for request in files:
+            request.release_data()
+        del files
+        self.answer([images.get(request, _CANCELLED) for request in batch], batch)
 
 
 def _write(item: Item, answer: torch.Tensor | Exception) -> None:

@@ -62,7 +62,7 @@ def item_of(data: bytes | torch.Tensor, **more: Any) -> dict[str, Any]:
 
 def request() -> tuple[Request, list[Request]]:
     done: list[Request] = []
-    return Request(done.append, wrap=lambda value: value), done
+    return Request(GOOD, done.append, wrap=lambda value: value), done
 
 
 # --- preprocessing ----------------------------------------------------------------------------------------------------
@@ -108,7 +108,7 @@ def test_a_cancelled_request_is_not_decoded(on_thread: OnThread) -> None:
     made.future.cancel()
     item = item_of(GOOD, request=made)
     on_thread(preprocess_node(on_thread).forward, [item])
-    assert (item["error"], item["result"].numel(), done) == ("cancelled", 0, [])
+    assert (item["error"], item["result"].numel(), done) == ("cancelled", 0, [made])
 
 
 def test_one_torch_thread_for_the_nodes_thread_and_other_threads_unchanged(on_thread: OnThread) -> None:
@@ -199,7 +199,7 @@ def test_a_request_for_the_image_gets_it_and_the_others_run() -> None:
     engine = FakeEngine()
     batch = torch.randn(3, 3, 16, 16)
     items = [item_of(image[None]) for image in batch]
-    items[1]["request"] = Request(lambda request: None, wrap=lambda value: value, wants_image=True)
+    items[1]["request"] = Request(GOOD, lambda request: None, wrap=lambda value: value, wants_image=True)
     model_node(engine).forward(items)
     assert engine.counts == [2]
     assert torch.equal(items[1]["result"], batch[1])
