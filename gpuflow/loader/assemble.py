@@ -88,6 +88,7 @@ def build_loader(
         else 0,
         share=share,
         identity=_identity(config, name, source),
+        former_identity=_former_identity(config, name, source),
         device_stream=placement.device_stream,
         gpu=placement.gpu,
     )
@@ -136,7 +137,18 @@ def _bad_samples(config: Config, policy: str, limit: int | None) -> BadSamples:
 
 
 def _identity(config: Config, name: str, source: Source) -> str:
-    """A name for all that decides which samples come when and as what: stages, source, split and shuffle."""
+    """A name for all that decides which samples come when and as what: stages, split and shuffle.
+
+    Which files there are is the source's fingerprint; where they lie may change.
+    """
+    spec = config.source
+    kind = (spec.kind, spec.split, spec.window if source.shard_sizes else None)
+    shuffle = config.pipelines[name].shuffle
+    return f"{key64(name, kind, shuffle, config.programs[name].pipeline.fingerprint):016x}"
+
+
+def _former_identity(config: Config, name: str, source: Source) -> str:
+    """The identity in states that say nothing of the files, from before they did."""
     spec = config.source
     kind = (spec.folder, spec.listing, spec.tar, spec.split, spec.window if source.shard_sizes else None)
     shuffle = config.pipelines[name].shuffle

@@ -35,7 +35,8 @@ class LoaderPlan:
         share: the part of each batch that the CPU decodes next to `gpu`, on separate threads, or None.
         prefetch: finished batches that wait for the consumer. timeout_seconds: how long the consumer waits for one.
         bad: counts bad samples and says what becomes of them.
-        identity: names all that decides which samples come when and as what; states of other loaders are refused by it.
+        identity: names all that decides which samples come when and as what, except for the files themselves; states of
+            other loaders are refused by it. former_identity: what states without the source's fingerprint may have.
     """
 
     program: Program
@@ -57,6 +58,7 @@ class LoaderPlan:
     timeout_seconds: float = 120.0
     bad: BadSamples
     identity: str = ""
+    former_identity: str = ""
 
     @property
     def steps(self) -> Steps:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from gpuflow.sources.fingerprint import fingerprint
 from gpuflow.sources.paths import PathTable
 from gpuflow.sources.payload import Allocate, Payload
 from gpuflow.sources.storage import Storage
@@ -17,13 +19,29 @@ __all__ = ["FileSource"]
 
 @final
 class FileSource:
-    """A source with one file per sample, all on one storage. `open_folder` and `open_listing` create it."""
+    """A source with one file per sample, all on one storage. `open_folder` and `open_listing` create it.
+
+    Args:
+        root: the folder that whole paths may lie below; of no matter to the fingerprint.
+    """
 
     shard_sizes = None
 
-    def __init__(self, storage: Storage, paths: PathTable, labels: NDArray[np.int64], classes: tuple[str, ...]) -> None:
-        self.storage, self._paths = storage, paths
+    def __init__(
+        self,
+        storage: Storage,
+        paths: PathTable,
+        labels: NDArray[np.int64],
+        classes: tuple[str, ...],
+        root: str = "",
+    ) -> None:
+        self.storage, self._paths, self._root = storage, paths, root
         self.labels, self.classes = labels, classes
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """See `gpuflow.sources.fingerprint`."""
+        return fingerprint(self._paths.entries_below(self._root), self.labels, self.classes)
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -35,7 +53,7 @@ class FileSource:
         return self.storage.read(self._paths.take(indices), allocate)
 
     def on(self, storage: Storage) -> FileSource:
-        return FileSource(storage, self._paths, self.labels, self.classes)
+        return FileSource(storage, self._paths, self.labels, self.classes, self._root)
 
     def close(self) -> None:
         self.storage.close()

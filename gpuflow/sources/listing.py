@@ -95,8 +95,9 @@ def open_listing(spec: SourceSpec) -> FileSource:
 
     classes, values = resolve_labels([str(value).strip() for value in codes], spec.classes, locate, place)
     root = spec.root if spec.root is not None else parent_of(place)
-    located = _resolved(table, root if is_remote(root) else os.path.expanduser(root), rows(data, place), place)
-    return FileSource(open_storage(located[0]), located, values[row_codes], classes)
+    root = root if is_remote(root) else os.path.expanduser(root)
+    located = _resolved(table, root, rows(data, place), place)
+    return FileSource(open_storage(located[0]), located, values[row_codes], classes, root)
 
 
 def _load(place: str) -> bytes:
