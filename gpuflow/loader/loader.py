@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from gpuflow.errors import LoaderError, StateError
+from gpuflow.loader.agreement import RankAgreement
 from gpuflow.loader.batch import Batch
 from gpuflow.loader.iterator import EpochIterator, Progress
 from gpuflow.loader.lowering import Feed
@@ -36,7 +37,9 @@ class Loader:
         self._stats = Stats(*self._feed.meters)
         self._progress = Progress()
         self._active: weakref.ref[EpochIterator] | None = None
+        self._agreement = RankAgreement(plan)
         self._finalizer = weakref.finalize(self, self._feed.close)
+        self._agreement.announce(self._shared_facts)
 
     # --- what it is ---------------------------------------------------------------------------------------------
 
@@ -78,6 +81,7 @@ class Loader:
         if not self._finalizer.alive:
             raise LoaderError("this loader is closed; make another one with gpuflow.load")
         self._end_active("another one began")
+        self._agreement.check(self._shared_facts)
         epoch, start = self._progress.upcoming
         self._stats.start_epoch(epoch)
         steps = dataclasses.replace(self._steps, start=start)
@@ -127,6 +131,14 @@ class Loader:
     @cached_property
     def _source_fingerprint(self) -> str:
         return fingerprint_of(self._plan.source)
+
+    def _shared_facts(self) -> str:
+        """What must be equal on all ranks."""
+        s = self._steps
+        return (
+            f"{s.size:,} samples with the fingerprint {self._source_fingerprint} in batches of {s.batch_size}, seed "
+            f"{self._plan.seed}"
+        )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on exactly where `state` was taken, on any number of ranks and threads.

@@ -20,6 +20,7 @@ from gpuflow.loader.cpu_share import cpu_share_of
 from gpuflow.loader.placement import explain_gpu
 from gpuflow.pipeline.image_spec import STORAGE, slot_shape
 from gpuflow.pipeline.program import OpaqueStep, PointwiseStep, Program, SamplingStep, Step
+from gpuflow.sources import fingerprint_of
 
 __all__ = ["explain"]
 
@@ -71,8 +72,10 @@ def _facts(config: Config, name: str, program: Program) -> Iterator[Text]:
     size = pipeline.batch.size or pipeline.batch.global_size or 0
     slot = slot_shape(program.result)
     megabytes = size * math.prod(slot) * np.dtype(STORAGE[program.result.dtype]).itemsize / 1e6
-    where, samples = _source(config, name)
+    where, samples, fingerprint = _source(config, name)
     yield Text(f"  source         {where}")
+    if fingerprint:
+        yield Text(f"  fingerprint    {fingerprint}; ranks compare theirs in the process group, not compared here")
     yield Text(f"  batch          {size} images of {program.result} ({megabytes:.1f} MB), {run.prefetch} ahead")
     yield Text(f"  order          {'shuffled' if pipeline.shuffle else 'as in the source'}, seed {config.source.seed}")
     processes = decode_processes_of(config, samples)
@@ -91,11 +94,11 @@ def _cpu_share_text(config: Config, name: str, samples: int) -> str:
     return f"; {share.part:.0%} of each batch {'at first ' * share.adapts}on the CPU, by {who}"
 
 
-def _source(config: Config, name: str) -> tuple[str, int]:
-    """A description of the source, and its number of samples."""
+def _source(config: Config, name: str) -> tuple[str, int, str]:
+    """A description of the source, its number of samples, and its fingerprint."""
     where = config.source.where
     try:
         source = open_split(config, name)
     except SourceError as error:
-        return f"{where}: {error}", 0
-    return f"{where}: {len(source):,} samples, {len(source.classes)} classes", len(source)
+        return f"{where}: {error}", 0, ""
+    return f"{where}: {len(source):,} samples, {len(source.classes)} classes", len(source), fingerprint_of(source)
