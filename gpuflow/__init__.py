@@ -82,25 +82,27 @@ def load(
     Args:
         path: the file.
         name: the pipeline: `train`, `val`, or another name under `pipelines`.
-        rank, world_size: this process among those that share the epochs; by default from torchrun's environment
-            (RANK, WORLD_SIZE), else 0 of 1.
+        rank, world_size: this process among those that share the epochs, such as the data-parallel ranks of a larger
+            run; by default its place in an initialised `torch.distributed`, else in torchrun's environment (RANK,
+            WORLD_SIZE), else 0 of 1.
         device: where batches are delivered; the CPU by default. `cuda` is the GPU of torchrun's LOCAL_RANK, else
             the current one.
         overrides: dotted assignments such as `run.threads=8`.
 
     Raises:
-        ConfigError: the file, with every located problem, or torchrun's environment.
+        ConfigError: the file, with every located problem, or an environment that contradicts the process group.
         SourceError: the source cannot be indexed.
     """
     from gpuflow.config import read_config
     from gpuflow.loader.assemble import build_loader
     from gpuflow.runtime.ranks import Ranks
 
-    ranks = Ranks.from_environment()
+    ranks = Ranks.of_process() if rank is None or world_size is None else Ranks()
     return build_loader(
         read_config(path, stage_table(), overrides),
         name,
         rank=ranks.rank if rank is None else rank,
         world_size=ranks.world_size if world_size is None else world_size,
+        rank_given=rank is not None or world_size is not None,
         device=device,
     )

@@ -28,6 +28,7 @@ SLOWEST = (
     "tests/loader/test_decode_workers.py",
     "tests/runtime/test_ranks.py",
     "tests/loader/test_lifecycle.py",
+    "tests/loader/test_agreement.py",
     "tests/tools/test_bench.py",
     "tests/laws/test_decoder_laws.py",
     "tests/torchpipe/test_running_graph.py",

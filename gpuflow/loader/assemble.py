@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 import torch
@@ -38,13 +39,17 @@ def build_loader(
     world_size: int,
     device: str | torch.device | None,
     whole: Source | None = None,
+    rank_given: bool = True,
 ) -> Loader:
-    """The loader of one pipeline. See `gpuflow.load`. `whole`: the indexed source, if others read it too."""
+    """The loader of one pipeline. See `gpuflow.load`.
+
+    whole: the indexed source, if others read it too. rank_given: see `LoaderPlan`.
+    """
     program = config.program(name)
     pipeline = config.pipelines[name]
     if not 0 <= rank < world_size:
         raise ValueError(f"rank must be within [0, world_size), got rank {rank} of {world_size}")
-    target = Ranks.from_environment().device(device)
+    target = Ranks.on_host().device(device)
     batch_size = _batch_size(config, name, pipeline.batch, world_size)
     placement = place(config, name, target, batch_size)
     source = open_split(config, name, whole)
@@ -77,6 +82,7 @@ def build_loader(
         drop_last=pipeline.batch.drop_last,
         rank=rank,
         world_size=world_size,
+        rank_given=rank_given,
         device=target,
         threads=threads_of(run) if placement.gpu is None else _LAUNCHERS,
         prefetch=run.prefetch,
@@ -88,6 +94,8 @@ def build_loader(
         else 0,
         share=share,
         identity=_identity(config, name, source),
+        former_identity=_former_identity(config, name, source),
+        shared_name=_shared_name(config, name),
         device_stream=placement.device_stream,
         gpu=placement.gpu,
     )
@@ -137,10 +145,27 @@ def _bad_samples(config: Config, policy: str, limit: int | None) -> BadSamples:
 
 
 def _identity(config: Config, name: str, source: Source) -> str:
-    """A name for all that decides which samples come when and as what: stages, source, split and shuffle."""
+    """A name for all that decides which samples come when and as what: stages, split and shuffle.
+
+    Which files there are is the source's fingerprint; where they lie may change.
+    """
     spec = config.source
-    pipeline = config.pipelines[name]
-    split = spec.split if pipeline.split is None else (config.split_of(name), spec.split)
-    kind = (spec.folder, spec.listing, spec.tar, split, spec.window if source.shard_sizes else None)
-    shuffle = pipeline.shuffle
+    split = (spec.split, config.split_of(name))
+    kind = (spec.kind, split, spec.window if source.shard_sizes else None)
+    shuffle = config.pipelines[name].shuffle
+    return f"{key64(name, kind, shuffle, config.programs[name].pipeline.fingerprint):016x}"
+
+
+def _shared_name(config: Config, name: str) -> str:
+    """A name for this loader among those of a process, the same on all ranks: their folders may lie elsewhere."""
+    spec = config.source
+    place = os.path.basename(spec.where.rstrip("/"))
+    return f"{name}/{key64(spec.kind, place, spec.split, config.programs[name].pipeline.fingerprint):016x}"
+
+
+def _former_identity(config: Config, name: str, source: Source) -> str:
+    """The identity in states that say nothing of the files, from before they did."""
+    spec = config.source
+    kind = (spec.folder, spec.listing, spec.tar, spec.split, spec.window if source.shard_sizes else None)
+    shuffle = config.pipelines[name].shuffle
     return f"{key64(name, kind, len(source), shuffle, config.programs[name].pipeline.fingerprint):016x}"

@@ -28,14 +28,38 @@ _MANY_BAD = 0.05
 
 @dataclass(slots=True)
 class Progress:
-    """How far the consumer is: the epoch, and the position within it, of the next sample that it gets."""
+    """Where a loader stands: what its state says, and what the next `for` runs.
+
+    epoch, position: of the next sample that the consumer gets. following: the epoch to run after that one.
+    begun: whether a `for` has begun this epoch and its last batch was not handed over yet.
+    """
 
     epoch: int = 0
     position: int = 0
+    following: int = 1
+    begun: bool = False
     warned_of_many_bad: bool = False
 
-    def move_to(self, epoch: int, position: int) -> None:
-        self.epoch, self.position = epoch, position
+    @property
+    def upcoming(self) -> tuple[int, int]:
+        """The epoch that the next `for` runs, and the position from which on."""
+        return (self.following, 0) if self.begun else (self.epoch, self.position)
+
+    def move_to(self, epoch: int, position: int = 0, following: int | None = None) -> None:
+        """Stand before `position` of an epoch that no `for` has begun."""
+        self.epoch, self.position, self.begun = epoch, position, False
+        self.following = epoch + 1 if following is None else following
+
+    def begin(self) -> None:
+        """A `for` has begun the upcoming epoch."""
+        if self.begun:
+            self.move_to(self.following)
+        self.begun = True
+
+    def finish(self) -> None:
+        """The last batch of the epoch was handed over."""
+        if self.begun:
+            self.move_to(self.following)
 
 
 class EpochIterator(Iterator[Batch]):
@@ -60,7 +84,7 @@ class EpochIterator(Iterator[Batch]):
         if self._feed.forked:
             raise self._feed.error_in_child()
         if self._end is None and self._step == len(self._steps):
-            self._progress.move_to(self._epoch + 1, 0)
+            self._progress.finish()
             self.end("over", wait=False)
         if self._end == "over":
             raise StopIteration
@@ -75,8 +99,10 @@ class EpochIterator(Iterator[Batch]):
             raise
         self._step += 1
         s = self._steps
-        over = self._step == len(s)
-        self._progress.move_to(*((self._epoch + 1, 0) if over else (self._epoch, s.start + self._step * s.stride)))
+        if self._step == len(s):
+            self._progress.finish()
+        else:
+            self._progress.position = s.start + self._step * s.stride
         self._stats.count_batch(time.perf_counter() - start, len(assembly.positions))
         self._warn_of_many_bad()
         return batch

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 import weakref
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from types import TracebackType
 from typing import Any, Self
 
 from gpuflow.errors import LoaderError, StateError
+from gpuflow.loader.agreement import RankAgreement
 from gpuflow.loader.batch import Batch
 from gpuflow.loader.iterator import EpochIterator, Progress
 from gpuflow.loader.lowering import Feed
 from gpuflow.loader.plan import LoaderPlan
 from gpuflow.runtime.metrics import Stats
-from gpuflow.sources import Source
+from gpuflow.sources import Source, fingerprint_of
 
 __all__ = ["Loader"]
 
@@ -33,9 +36,10 @@ class Loader:
         self._feed = Feed(plan)
         self._stats = Stats(*self._feed.meters)
         self._progress = Progress()
-        self._next_epoch, self._next_start = 0, 0
         self._active: weakref.ref[EpochIterator] | None = None
+        self._agreement = RankAgreement(plan)
         self._finalizer = weakref.finalize(self, self._feed.close)
+        self._agreement.announce(self._shared_facts)
 
     # --- what it is ---------------------------------------------------------------------------------------------
 
@@ -67,7 +71,7 @@ class Loader:
         s, pipeline = self._steps, self._plan.program.pipeline
         return (
             f"<gpuflow.Loader {pipeline!r}; {s.size:,} samples in {len(s):,} steps of {s.batch_size}, "
-            f"rank {s.rank} of {s.world_size}, on {self._plan.device}, next epoch {self._next_epoch}"
+            f"rank {s.rank} of {s.world_size}, on {self._plan.device}, next epoch {self._progress.upcoming[0]}"
             f"{'' if self._finalizer.alive else ', closed'}>"
         )
 
@@ -77,24 +81,28 @@ class Loader:
         if not self._finalizer.alive:
             raise LoaderError("this loader is closed; make another one with gpuflow.load")
         self._end_active("another one began")
-        epoch, start = self._next_epoch, self._next_start
-        self._next_epoch, self._next_start = epoch + 1, 0
-        self._progress.move_to(epoch, start)
+        self._agreement.check(self._shared_facts)
+        epoch, start = self._progress.upcoming
         self._stats.start_epoch(epoch)
         steps = dataclasses.replace(self._steps, start=start)
         iterator = EpochIterator(self._plan, self._feed, self._stats, self._progress, epoch, steps)
+        self._progress.begin()
         self._active = weakref.ref(iterator)
         return iterator
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next `for` run this epoch. A position restored within the same epoch is kept."""
+        """Make the next `for` run this epoch, as that of `torch.utils.data.DistributedSampler` does.
+
+        An epoch under way goes on to its end. A position that was restored within the same epoch is kept.
+        """
         if epoch < 0:
             raise ValueError(f"epoch must be >= 0, got {epoch}")
-        if epoch != self._next_epoch:
-            self._next_epoch, self._next_start = epoch, 0
-            active = self._active() if self._active is not None else None
-            if active is None or active.ended:
-                self._progress.move_to(epoch, 0)
+        progress = self._progress
+        active = self._active() if self._active is not None else None
+        if progress.begun and active is not None and not active.ended:
+            progress.following = epoch
+        elif progress.begun or epoch != progress.epoch:
+            progress.move_to(epoch)
 
     def _end_active(self, reason: str) -> None:
         active = self._active() if self._active is not None else None
@@ -104,35 +112,73 @@ class Loader:
     # --- state --------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Where training stands, as a small JSON value. It counts the batches that the consumer got, no others."""
-        epoch, position = self._progress.epoch, self._progress.position
-        seed, identity = self._plan.seed, self._plan.identity
-        return {"version": 1, "seed": seed, "epoch": epoch, "position": position, "config": identity}
+        """Where training stands, as a small JSON value. It counts the batches that the consumer got, no others.
+
+        `epoch` and `position` are those of the next sample, `next_epoch` is the epoch after that one, `source` says
+        which files there are.
+        """
+        plan, progress = self._plan, self._progress
+        return {
+            "version": 1,
+            "seed": plan.seed,
+            "epoch": progress.epoch,
+            "position": progress.position,
+            "next_epoch": progress.following,
+            "config": plan.identity,
+            "source": self._source_fingerprint,
+        }
+
+    @cached_property
+    def _source_fingerprint(self) -> str:
+        return fingerprint_of(self._plan.source)
+
+    def _shared_facts(self) -> str:
+        """What must be equal on all ranks."""
+        s = self._steps
+        return (
+            f"{s.size:,} samples with the fingerprint {self._source_fingerprint} in batches of {s.batch_size}, seed "
+            f"{self._plan.seed}"
+        )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on exactly where `state` was taken, on any number of ranks and threads.
+
+        The source may have moved to another folder, and must hold the same files with the same labels.
 
         Raises:
             StateError: the state is of another seed, source or preprocessing, or no state at all.
         """
         try:
             version, seed, epoch, position = (int(state[key]) for key in ("version", "seed", "epoch", "position"))
-            config = str(state["config"])
+            config, source = str(state["config"]), state.get("source")
+            following = int(state.get("next_epoch", epoch + 1))
         except (KeyError, TypeError, ValueError) as error:
             raise StateError(f"not a loader's state: {error!r}; pass what state_dict() returned") from error
         if version != 1:
             raise StateError(f"the state is of version {version}, this gpuflow reads version 1; upgrade gpuflow")
-        if seed != self._plan.seed or config != self._plan.identity:
+        configs = (self._plan.identity,) if source is not None else (self._plan.identity, self._plan.former_identity)
+        if seed != self._plan.seed or config not in configs:
             raise StateError(
                 f"the state was taken with seed {seed} and configuration {config}, this loader has seed "
                 f"{self._plan.seed} and {self._plan.identity}; restore the source, stages and seed it was taken with, "
                 f"or start a new epoch with set_epoch({epoch + 1})"
             )
+        if source is not None and source != self._source_fingerprint:
+            raise StateError(
+                f"the state was taken with other files or labels: its source has the fingerprint {source}, this "
+                f"loader's {self._source_fingerprint} ({self._steps.size} samples); restore the files it was taken "
+                f"with, or start a new epoch with set_epoch({epoch + 1})"
+            )
         if not 0 <= position <= self._steps.size:
             raise StateError(f"the state's position {position} is outside the epoch's {self._steps.size} samples")
+        if source is None:
+            warnings.warn(
+                "the state is of an earlier gpuflow and does not say which files it was taken with; if files were "
+                f"added, removed or renamed since, start a new epoch with set_epoch({epoch + 1})",
+                stacklevel=2,
+            )
         self._end_active("a state was loaded")
-        self._next_epoch, self._next_start = epoch, position
-        self._progress.move_to(epoch, position)
+        self._progress.move_to(epoch, position, following)
 
     # --- statistics and shutdown ----------------------------------------------------------------------------------
 

@@ -26,6 +26,7 @@ class LoaderPlan:
     Args:
         program, source: what is done to which samples. order: which sample comes when. seed: of all random draws.
         batch_size: samples a step. drop_last: leave out an incomplete last step. rank, world_size: of this process.
+        rank_given: whether the caller chose them, perhaps those of a subgroup; else they are those of the process.
         device: where batches are delivered. device_stream: to that device if it is a GPU, else None.
         gpu: decodes on the GPU; None where the CPU decodes.
         threads: that decode, or that launch work on the GPU. readers: threads that only read, for storage that is
@@ -35,7 +36,9 @@ class LoaderPlan:
         share: the part of each batch that the CPU decodes next to `gpu`, on separate threads, or None.
         prefetch: finished batches that wait for the consumer. timeout_seconds: how long the consumer waits for one.
         bad: counts bad samples and says what becomes of them.
-        identity: names all that decides which samples come when and as what; states of other loaders are refused by it.
+        identity: names all that decides which samples come when and as what, except for the files themselves; states of
+            other loaders are refused by it. former_identity: what states without the source's fingerprint may have.
+        shared_name: the loader's name among those of this process, the same on every rank.
     """
 
     program: Program
@@ -46,6 +49,7 @@ class LoaderPlan:
     drop_last: bool = False
     rank: int = 0
     world_size: int = 1
+    rank_given: bool = True
     device: torch.device
     device_stream: DeviceStream | None = None
     gpu: ChunkRunner | None = None
@@ -57,6 +61,8 @@ class LoaderPlan:
     timeout_seconds: float = 120.0
     bad: BadSamples
     identity: str = ""
+    former_identity: str = ""
+    shared_name: str = ""
 
     @property
     def steps(self) -> Steps:

@@ -1,7 +1,7 @@
 """The ranks of a training run: which one this process is, its GPU, and the process group.
 
-torchrun starts them and sets environment variables: RANK of WORLD_SIZE among all, LOCAL_RANK of LOCAL_WORLD_SIZE
-among those of the host.
+An initialised `torch.distributed` knows this process's rank, whoever started it. torchrun sets environment variables:
+RANK of WORLD_SIZE among all, LOCAL_RANK of LOCAL_WORLD_SIZE among those of the host.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import datetime
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from gpuflow.errors import ConfigError, GpuflowError, LoaderError, Problem
@@ -19,7 +19,10 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-__all__ = ["Group", "Ranks", "process_group"]
+__all__ = ["Group", "Ranks", "group_ranks", "process_group"]
+
+_LEAST = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+"""The smallest value of each variable."""
 
 _GLOO_GROUPS: list[object] = []
 """Kept until the process ends. Otherwise the last reference to a group is a model's reducer, which then waits for
@@ -48,14 +51,7 @@ class Ranks:
         Raises:
             ConfigError: the variables are no numbers or do not fit each other.
         """
-        problems: list[Problem] = []
-        given: dict[str, int] = {}
-        for name, least in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1)):
-            text = environment.get(name, "")
-            if text.isdecimal() and int(text) >= least:
-                given[name] = int(text)
-            elif text:
-                problems.append(_problem(name, f"must be a whole number >= {least}, got {text!r}"))
+        given, problems = _numbers(environment, _LEAST)
         if not problems and ("RANK" in given) != ("WORLD_SIZE" in given):
             absent, present = ("RANK", "WORLD_SIZE") if "WORLD_SIZE" in given else ("WORLD_SIZE", "RANK")
             problems.append(_problem(absent, f"must be set, because {present} is ({given[present]})"))
@@ -65,6 +61,36 @@ class Ranks:
         if problems:
             raise ConfigError(problems)
         return cls(**{name.lower(): number for name, number in given.items()})
+
+    @classmethod
+    def of_process(cls, environment: Mapping[str, str] = os.environ) -> Ranks:
+        """From an initialised `torch.distributed`; without one, from torchrun's variables.
+
+        Raises:
+            ConfigError: the variables contradict the process group, are no numbers or do not fit each other.
+        """
+        group = group_ranks()
+        if group is None:
+            return cls.from_environment(environment)
+        given, problems = _numbers(environment, {name: _LEAST[name] for name in ("RANK", "WORLD_SIZE")})
+        for name, ours in zip(("RANK", "WORLD_SIZE"), group, strict=True):
+            if given.get(name, ours) != ours:
+                rule = f"must be {ours} as in the initialised process group, got {given[name]}"
+                action = "unset it, or pass rank= and world_size="
+                problems.append(Problem(f"environment variable {name}", rule, action=action))
+        if problems:
+            raise ConfigError(problems)
+        return replace(cls.on_host(environment), rank=group[0], world_size=group[1])
+
+    @classmethod
+    def on_host(cls, environment: Mapping[str, str] = os.environ) -> Ranks:
+        """The place among the processes of this host alone, from torchrun's LOCAL_RANK and LOCAL_WORLD_SIZE.
+
+        Raises:
+            ConfigError: as `from_environment`.
+        """
+        local = ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
+        return cls.from_environment({name: environment[name] for name in local if name in environment})
 
     def device(self, device: str | torch.device | None) -> torch.device:
         """Where this process works. `cuda` without an index is the GPU of this local rank; None is the CPU.
@@ -93,6 +119,28 @@ class Ranks:
                 f"start {visible} (torchrun --nproc-per-node {visible}) or use device='cpu'"
             )
         return self.local_rank
+
+
+def group_ranks() -> tuple[int, int] | None:
+    """(rank, world size) of this process in an initialised `torch.distributed`; None if there is none."""
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    return dist.get_rank(), dist.get_world_size()
+
+
+def _numbers(environment: Mapping[str, str], least: Mapping[str, int]) -> tuple[dict[str, int], list[Problem]]:
+    """The variables that are set, each at least as large as `least` says, and what is wrong with others."""
+    given: dict[str, int] = {}
+    problems: list[Problem] = []
+    for name, smallest in least.items():
+        text = environment.get(name, "")
+        if text.isdecimal() and int(text) >= smallest:
+            given[name] = int(text)
+        elif text:
+            problems.append(_problem(name, f"must be a whole number >= {smallest}, got {text!r}"))
+    return given, problems
 
 
 def _problem(variable: str, rule: str) -> Problem:

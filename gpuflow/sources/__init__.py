@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from gpuflow.sources.base import Source, SourceSpec, is_read_remotely
+from gpuflow.sources.fingerprint import fingerprint_of
 from gpuflow.sources.folder import open_folder
 from gpuflow.sources.listing import open_listing
 from gpuflow.sources.payload import SPARE_BYTES, Allocate, Payload, lay_out
@@ -23,6 +24,7 @@ __all__ = [
     "Source",
     "SourceSpec",
     "Subset",
+    "fingerprint_of",
     "is_read_remotely",
     "lay_out",
     "open_source",

@@ -22,7 +22,11 @@ __all__ = ["Fraction", "Source", "SourceSpec", "is_read_remotely"]
 
 
 class Source(Protocol):
-    """The operations of every source. `len(source)` is its number of samples."""
+    """The operations of every source. `len(source)` is its number of samples.
+
+    A source may have a `fingerprint: str`, too, by which states and ranks know its samples again. Where it has none,
+    `gpuflow.sources.fingerprint_of` makes one of its paths, labels and classes.
+    """
 
     @property
     def classes(self) -> tuple[str, ...]:

@@ -96,9 +96,10 @@ def open_listing(spec: SourceSpec) -> FileSource:
 
     classes, values = resolve_labels([str(value).strip() for value in codes], spec.classes, locate, place)
     root = spec.root if spec.root is not None else parent_of(place)
-    located = _resolved(table, root if is_remote(root) else os.path.expanduser(root), rows(data, place), place)
+    root = root if is_remote(root) else os.path.expanduser(root)
+    located = _resolved(table, root, rows(data, place), place)
     note = _header_note(data) if rows is _csv_rows else ""
-    return FileSource(open_storage(located[0]), located, values[row_codes], classes, note=note)
+    return FileSource(open_storage(located[0]), located, values[row_codes], classes, root=root, note=note)
 
 
 def _load(place: str) -> bytes:

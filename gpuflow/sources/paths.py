@@ -41,6 +41,13 @@ class PathTable:
         """All entries as text, without the prefix."""
         return os.fsdecode(self.blob[:-1]).split("\0") if len(self) else []
 
+    def entries_below(self, root: str) -> bytes:
+        """All entries, each followed by a NUL; of whole paths without `root` where they begin with it."""
+        start = os.fsencode(os.path.join(root, ""))
+        if self.prefix or not start:
+            return self.blob
+        return (b"\0" + self.blob).replace(b"\0" + start, b"\0")[1:]
+
     def take(self, indices: Sequence[int]) -> list[bytes]:
         """The paths at these indices."""
         blob, prefix = self.blob, self.prefix

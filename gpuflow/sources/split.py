@@ -9,6 +9,7 @@ classes.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import final
 
 import numpy as np
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 from gpuflow.errors import SourceError
 from gpuflow.pipeline.rng import key64, permute
 from gpuflow.sources.base import Source, SourceSpec
+from gpuflow.sources.fingerprint import fingerprint, fingerprint_of
 from gpuflow.sources.payload import Allocate, Payload
 from gpuflow.sources.storage import Storage
 
@@ -36,6 +38,11 @@ class Subset:
         self.source, self.indices = source, indices
         self.labels: NDArray[np.int64] = source.labels[indices]
         self.shard_sizes = _shard_sizes(source.shard_sizes, indices)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """See `gpuflow.sources.fingerprint`: that of the other source, and which of its samples these are."""
+        return fingerprint(b"", self.labels, self.classes, self.indices, known=fingerprint_of(self.source))
 
     @property
     def classes(self) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ import tarfile
 import zipfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
 from typing import NamedTuple, final
 
@@ -23,6 +24,7 @@ from numpy.typing import NDArray
 from gpuflow.errors import SourceError
 from gpuflow.runtime.files import atomic_write, cache_folder
 from gpuflow.sources.base import SourceSpec
+from gpuflow.sources.fingerprint import fingerprint, relative
 from gpuflow.sources.hints import missing_path
 from gpuflow.sources.labels import Codes, resolve_labels
 from gpuflow.sources.paths import PathTable, PathTableBuilder
@@ -84,6 +86,14 @@ class TarSource:
         self._ends = np.cumsum(index.shard_sizes)
         self.classes, self.labels = classes, labels
         self.shard_sizes: tuple[int, ...] = tuple(index.shard_sizes.tolist())
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """See `gpuflow.sources.fingerprint`. Names and sizes of the images, names and lengths of the shards."""
+        index = self._index
+        shards = relative([shard.path for shard in self._shards])
+        entries = b"".join([index.images.blob, *(os.fsencode(shard) + b"\0" for shard in shards)])
+        return fingerprint(entries, self.labels, self.classes, index.sizes, index.shard_sizes)
 
     def __len__(self) -> int:
         return len(self.labels)

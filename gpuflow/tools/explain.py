@@ -21,7 +21,7 @@ from gpuflow.loader.cpu_share import cpu_share_of
 from gpuflow.loader.placement import explain_gpu
 from gpuflow.pipeline.image_spec import STORAGE, slot_shape
 from gpuflow.pipeline.program import OpaqueStep, PointwiseStep, Program, SamplingStep, Step
-from gpuflow.sources import is_read_remotely
+from gpuflow.sources import fingerprint_of, is_read_remotely
 from gpuflow.sources.files import FileSource
 from gpuflow.sources.storage import is_remote
 
@@ -74,11 +74,13 @@ def _facts(config: Config, name: str, program: Program) -> Iterator[Text]:
         yield Text(f"  model          {f'{model.file} ({model.engine})' if model is not None else 'none, images only'}")
         return
     pipeline, run = config.pipelines[name], config.run
-    where, samples, remote = _source(config, name)
+    where, samples, remote, fingerprint = _source(config, name)
     size = pipeline.batch.size or pipeline.batch.global_size or 0
     slot = slot_shape(program.result)
     megabytes = size * math.prod(slot) * np.dtype(STORAGE[program.result.dtype]).itemsize / 1e6
     yield Text(f"  source         {where}")
+    if fingerprint:
+        yield Text(f"  fingerprint    {fingerprint}; ranks compare theirs in the process group, not compared here")
     yield Text(f"  batch          {size} images of {program.result} ({megabytes:.1f} MB), {run.prefetch} ahead")
     yield Text(f"  order          {'shuffled' if pipeline.shuffle else 'as in the source'}, seed {config.source.seed}")
     processes = decode_processes_of(config, samples, remote=remote)
@@ -97,16 +99,16 @@ def _cpu_share_text(config: Config, name: str, samples: int, remote: bool) -> st
     return f"; {share.part:.0%} of each batch {'at first ' * share.adapts}on the CPU, by {who}"
 
 
-def _source(config: Config, name: str) -> tuple[str, int, bool]:
-    """A description of the source, its number of samples, and whether it is read remotely."""
+def _source(config: Config, name: str) -> tuple[str, int, bool, str]:
+    """A description of the source, its number of samples, whether it is read remotely, and its fingerprint."""
     where = config.source.where
     try:
         whole = open_whole(config)
         source = open_split(config, name, whole)
     except SourceError as error:
-        return f"{where}: {error}", 0, is_remote(where)
+        return f"{where}: {error}", 0, is_remote(where), ""
     part = config.split_of(name)
     split = "" if part is None else f", split {part}"
     note = f"; {whole.note}" if isinstance(whole, FileSource) and whole.note else ""
     text = f"{where}: {len(source):,} samples, {len(source.classes)} classes{split}{note}"
-    return text, len(source), is_read_remotely(source)
+    return text, len(source), is_read_remotely(source), fingerprint_of(source)

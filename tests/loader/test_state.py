@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 
 import gpuflow
 from gpuflow.errors import LoaderError, StateError
-from tests.datasets import MemorySource, deadline, epoch_rows, loader_of, make_photos, write_config
+from tests.datasets import MemorySource, deadline, epoch_rows, loader_of, make_photos, rows, write_config
 
 
 @pytest.fixture(autouse=True)
@@ -41,10 +42,11 @@ def place(loader: gpuflow.Loader) -> tuple[int, int]:
 def test_a_state_is_a_small_json_value(config: Path) -> None:
     with gpuflow.load(config) as loader:
         state = loader.state_dict()
-        assert list(state) == ["version", "seed", "epoch", "position", "config"]
+        assert list(state) == ["version", "seed", "epoch", "position", "next_epoch", "config", "source"]
         assert json.loads(json.dumps(state)) == state
         assert (state["version"], state["seed"], state["epoch"], state["position"]) == (1, 0, 0, 0)
-        assert len(state["config"]) == 16
+        assert state["next_epoch"] == 1
+        assert len(state["config"]) == len(state["source"]) == 16
 
 
 def test_a_state_counts_what_was_handed_over() -> None:
@@ -95,6 +97,51 @@ def test_set_epoch_of_the_same_epoch_keeps_a_restored_position() -> None:
         loader.set_epoch(1)
         assert place(loader) == (1, 0)
         assert epoch_rows(loader) == whole[1]
+
+
+@pytest.mark.parametrize("step", range(3))
+def test_set_epoch_within_an_epoch_is_for_the_next_one(step: int) -> None:
+    """As with DistributedSampler: the epoch under way goes on; the state and the next `for` agree on what follows."""
+    source = MemorySource.of(12)
+    with loader_of(source) as loader:
+        loader.set_epoch(5)
+        fifth = epoch_rows(loader)
+        sixth = epoch_rows(loader)
+        loader.set_epoch(0)
+        whole = epoch_rows(loader)
+        loader.set_epoch(0)
+        seen, states = [], []
+        for batch in loader:
+            seen.append(rows(batch))
+            if batch.step == step:
+                loader.set_epoch(5)
+            states.append(loader.state_dict())
+        assert seen == whole
+        assert place(loader) == (5, 0)
+        assert epoch_rows(loader) == fifth
+    for taken, state in enumerate(states[step:], start=step + 1):
+        with loader_of(source) as loader:
+            loader.load_state_dict(json.loads(json.dumps(state)))
+            assert loader.state_dict() == state
+            if taken < 3:
+                assert epoch_rows(loader) == whole[taken:]
+            assert [epoch_rows(loader), epoch_rows(loader)] == [fifth, sixth]
+
+
+def test_set_epoch_after_a_break_shows_in_the_state() -> None:
+    with loader_of(MemorySource.of(12)) as loader:
+        take(loader, 1)
+        loader.set_epoch(1)
+        assert place(loader) == (1, 0)
+        assert [batch.epoch for batch in loader] == [1, 1, 1]
+
+
+def test_a_state_without_the_next_epoch_goes_on_with_the_one_after() -> None:
+    with loader_of(MemorySource.of(12)) as loader:
+        state = {**loader.state_dict(), "epoch": 4, "position": 8}
+        state.pop("next_epoch", None)
+        loader.load_state_dict(state)
+        assert [batch.epoch for _ in range(2) for batch in loader] == [4, 5, 5, 5]
 
 
 def test_loading_a_state_ends_the_epoch_under_way() -> None:
@@ -209,6 +256,55 @@ def test_refuses_a_wrong_state(changes: dict[str, Any], text: str) -> None:
             loader.load_state_dict({**before, **changes})
         assert str(caught.value) == text
         assert loader.state_dict() == before
+
+
+# --- the files --------------------------------------------------------------------------------------------------------
+
+
+def test_other_files_of_the_same_number_are_refused(config: Path, tmp_path: Path) -> None:
+    with gpuflow.load(config) as loader:
+        state = loader.state_dict()
+    copy = tmp_path / "copy"
+    shutil.copytree(config.parent / "photos", copy)
+    (copy / "class_0" / "000.jpg").rename(copy / "class_0" / "new.jpg")
+    with gpuflow.load(config, overrides=[f"source.folder={copy}"]) as loader:
+        before = loader.state_dict()
+        with pytest.raises(StateError) as caught:
+            loader.load_state_dict(state)
+        assert loader.state_dict() == before
+    assert str(caught.value) == (
+        f"the state was taken with other files or labels: its source has the fingerprint {state['source']}, this "
+        f"loader's {before['source']} (12 samples); restore the files it was taken with, or start a new epoch with "
+        "set_epoch(1)"
+    )
+
+
+def test_a_root_that_moved_resumes(config: Path, tmp_path: Path) -> None:
+    with gpuflow.load(config) as loader:
+        whole = epoch_rows(loader)
+        loader.set_epoch(0)
+        take(loader, 1)
+        state = loader.state_dict()
+    shutil.copytree(config.parent / "photos", tmp_path / "moved")
+    with gpuflow.load(config, overrides=[f"source.folder={tmp_path / 'moved'}"]) as loader:
+        loader.load_state_dict(state)
+        assert epoch_rows(loader) == whole[1:]
+
+
+EARLIER = {"version": 1, "seed": 0, "epoch": 3, "position": 5, "config": "a26d5c1b88fc9bc4"}
+"""A state from before states said which files there are: of the folder `photos`."""
+
+
+def test_a_state_that_says_nothing_of_the_files_loads_with_a_warning(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(config.parent)
+    with gpuflow.load(config, overrides=["source.folder=photos"]) as loader:
+        for state in EARLIER, {**EARLIER, "config": loader.state_dict()["config"]}:
+            with pytest.warns(UserWarning, match="^the state .* does not say which files it was taken with"):
+                loader.load_state_dict(state)
+            assert place(loader) == (3, 5)
+            assert [(batch.epoch, batch.step) for batch in loader] == [(3, 0), (3, 1)]
 
 
 @pytest.mark.parametrize(("state", "what"), [({}, "KeyError('version')"), ({"version": 1}, "KeyError('seed')")])

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from gpuflow.config import read_config
 from gpuflow.decode.codecs import decoder_description
+from gpuflow.sources import SourceSpec, fingerprint_of, open_source
 from gpuflow.stages import STAGES
 from gpuflow.tools.explain import explain
 from tests.datasets import make_photos, write_config
@@ -49,10 +50,12 @@ def test_names_every_stage_with_what_it_gives_and_runs_as(config: Path) -> None:
 def test_says_where_and_on_what_it_runs(config: Path, tmp_path: Path) -> None:
     lines = [" ".join(line.split()) for line in explained(config).splitlines()]
     programs = read_config(config, STAGES).programs
+    whole = open_source(SourceSpec(folder=str(tmp_path / "photos")))
     for expected in (
         f"preprocessing {programs['train'].pipeline.fingerprint}",
         f"preprocessing {programs['val'].pipeline.fingerprint}",
         f"source {tmp_path}/photos: 12 samples, 3 classes",
+        f"fingerprint {fingerprint_of(whole)}; ranks compare theirs in the process group, not compared here",
         "batch 4 images of float32 24x24x3 nchw (0.0 MB), 3 ahead",
         "order shuffled, seed 0",
         "order as in the source, seed 0",

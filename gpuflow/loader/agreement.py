@@ -1,0 +1,165 @@
+"""Whether the ranks of a process group load the same samples, compared through the group's store.
+
+Ranks that listed different files make different steps, deliver samples twice or never, and then wait for each other
+for ever. Each rank writes what it loads into the store of the group when its loader is made, and reads what the others
+wrote at the first `for`. That is no collective: a loader that only some ranks make waits for the others for a limited
+time, then warns and goes on. A rank that begins later still compares itself with those that wrote before.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from gpuflow.errors import LoaderError
+from gpuflow.loader.plan import LoaderPlan
+from gpuflow.runtime.ranks import group_ranks
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+__all__ = ["WAIT_SECONDS", "RankAgreement"]
+
+WAIT_SECONDS = 10.0
+"""How long the first `for` waits for the other ranks to make the same loader."""
+
+_UNKNOWN = "it is not known whether all ranks load the same samples"
+_FIRST_POLL_SECONDS, _LONGEST_POLL_SECONDS = 0.005, 0.5
+
+Said = list[tuple[int, str]]
+"""What a rank said of its loaders of one name, in order: runs of equal ones, with the number of the last of each."""
+
+_announced: dict[str, Said] = {}
+"""By the loaders' name: what this process said."""
+_announced_lock = threading.Lock()
+
+
+class RankAgreement:
+    """One loader's part in the comparison.
+
+    Nothing is compared without a process group of several ranks, nor for a loader that was given another rank or
+    number of ranks than the group's: which processes share its epochs is then not known here.
+
+    describe, in each method: says in words what must be equal on all ranks. Called only if that is compared.
+    """
+
+    def __init__(self, plan: LoaderPlan) -> None:
+        self._plan = plan
+        self._key: str | None = None
+        self._own, self._number = "", 0
+        self._done = False
+
+    def announce(self, describe: Callable[[], str]) -> None:
+        """Write what this rank loads into the group's store, if there is a group by now. Waits for nobody."""
+        with suppress(_store_error()):  # `check` says so
+            self._announce(describe)
+
+    def _announce(self, describe: Callable[[], str]) -> None:
+        plan = self._plan
+        if self._key is not None or plan.world_size == 1 or group_ranks() != (plan.rank, plan.world_size):
+            return
+        key = f"gpuflow/{plan.shared_name}/{plan.world_size}"
+        self._own = describe()
+        with _announced_lock:
+            said = _announced.setdefault(key, [])
+            self._number = _count(said) + 1
+            if said and said[-1][1] == self._own:
+                said.pop()
+            said.append((self._number, self._own))
+            _store().set(f"{key}/{plan.rank}", json.dumps(said))
+        self._key = key
+
+    def check(self, describe: Callable[[], str]) -> None:
+        """Compare this rank with the others, once.
+
+        Raises:
+            LoaderError: ranks differ, or the group is one that this loader was made too early to know.
+        """
+        plan, group = self._plan, group_ranks()
+        if self._done or group is None:
+            return
+        if group != (plan.rank, plan.world_size) and not plan.rank_given:
+            raise LoaderError(
+                f"this loader is rank {plan.rank} of {plan.world_size}, and this process is rank {group[0]} of "
+                f"{group[1]} of a process group that was initialised later; make the loader after "
+                "init_process_group, or pass rank= and world_size="
+            )
+        try:
+            self._announce(describe)
+            if self._key is not None:
+                self._compare(_store(), self._key)
+        except _store_error() as error:
+            reason = str(error).splitlines()[0]
+            warnings.warn(f"{_UNKNOWN}: the process group's store does not answer: {reason}", stacklevel=3)
+        self._done = True
+
+    def _compare(self, store: Store, key: str) -> None:
+        name, world_size = self._plan.program.pipeline.name, self._plan.world_size
+        deadline, pause = time.monotonic() + min(WAIT_SECONDS, self._plan.timeout_seconds), _FIRST_POLL_SECONDS
+        while True:  # and no Store.wait, which lets no Ctrl-C through
+            said = _read(store, [f"{key}/{rank}" for rank in range(world_size)])
+            unlike = [rank for rank, theirs in enumerate(said) if not self._agrees(theirs)]
+            missing = [rank for rank in unlike if _count(said[rank]) < self._number]
+            left = deadline - time.monotonic()
+            if not missing or left <= 0:
+                break
+            time.sleep(min(pause, left))
+            pause = min(2 * pause, _LONGEST_POLL_SECONDS)
+        if len(missing) < len(unlike):
+            found: dict[str, list[int]] = {}
+            for rank in sorted(set(range(world_size)).difference(missing)):
+                found.setdefault(said[rank][-1][1] if rank in unlike else self._own, []).append(rank)
+            raise LoaderError(
+                f"the ranks differ in what they load as {name!r}: "
+                + "; ".join(f"{_ranks(ranks)}: {what}" for what, ranks in found.items())
+                + "; give every rank the same files, labels and configuration, then start all of them again"
+            )
+        if missing:
+            warnings.warn(
+                f"{_UNKNOWN}: {_ranks(missing)} of {world_size} did not make the loader {name!r} within "
+                f"{WAIT_SECONDS:g} s; pass rank= and world_size= to a loader that not all ranks make",
+                stacklevel=4,
+            )
+
+    def _agrees(self, theirs: Said) -> bool:
+        """Whether another rank loads the same. If some ranks made loaders that others did not, it need not be the
+        loader of the same number."""
+        if _count(theirs) == self._number:
+            return theirs[-1][1] == self._own
+        return any(what == self._own for _, what in theirs)
+
+
+def _count(said: Said) -> int:
+    return said[-1][0] if said else 0
+
+
+def _store() -> Store:
+    """The store of the default process group."""
+    import torch.distributed as dist
+
+    store: Store = dist.distributed_c10d._get_default_store()
+    return store
+
+
+def _store_error() -> type[Exception]:
+    """What a store raises once its server is gone."""
+    import torch.distributed as dist
+
+    return dist.DistError
+
+
+def _read(store: Store, keys: list[str]) -> list[Said]:
+    """What each rank said of its loaders of one name; nothing for a rank that made none."""
+    present = keys if store.check(keys) else [key for key in keys if store.check([key])]
+    values = dict(zip(present, store.multi_get(present), strict=True)) if present else {}
+    return [json.loads(values[key]) if key in values else [] for key in keys]
+
+
+def _ranks(ranks: list[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"rank{'s' * (len(ranks) > 1)} {shown}"

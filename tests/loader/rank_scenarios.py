@@ -1,0 +1,113 @@
+"""What two ranks see that no launcher told who they are: `python -m tests.loader.rank_scenarios RANK DIRECTORY`.
+
+Each rank joins a Gloo group by a file, as a process of `torch.multiprocessing.spawn` does, runs all scenarios in order
+and writes what came of each to DIRECTORY/<rank>.json.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+import gpuflow
+from gpuflow.loader import agreement
+
+RANKS = 2
+
+
+def seen(loader: gpuflow.Loader) -> list[int]:
+    """The samples of an epoch that are valid on this rank."""
+    return [index for batch in loader for index in batch.indices[batch.valid].tolist()]
+
+
+def loaded(config: Path, name: str = "train", **options: Any) -> dict[str, Any]:
+    """What comes of a loader and its first epoch: its rank, its samples or the error, and warnings."""
+    found: dict[str, Any] = {}
+    start = time.monotonic()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            with gpuflow.load(config, name, **options) as loader:
+                found["rank"] = [loader._plan.rank, loader._plan.world_size]
+                found["samples"] = seen(loader)
+        except (gpuflow.GpuflowError, ValueError) as error:
+            found |= {"error": type(error).__name__, "text": str(error)}
+    return {**found, "warnings": [str(warning.message) for warning in caught], "seconds": time.monotonic() - start}
+
+
+def with_environment(config: Path, **variables: str) -> dict[str, Any]:
+    os.environ.update(variables)
+    try:
+        return loaded(config)
+    finally:
+        for variable in variables:
+            del os.environ[variable]
+
+
+def early(config: Path, join: Callable[[], None]) -> dict[str, Any]:
+    """A loader that is made before the group is."""
+    with gpuflow.load(config) as loader:
+        join()
+        try:
+            return {"samples": seen(loader)}
+        except gpuflow.LoaderError as error:
+            return {"text": str(error)}
+
+
+def main(rank: int, directory: Path) -> None:
+    def join() -> None:
+        dist.init_process_group("gloo", init_method=f"file://{directory / 'store'}", rank=rank, world_size=RANKS)
+
+    same, own = directory / "same.yaml", directory / f"own_{rank}" / "x.yaml"
+    report: dict[str, Any] = {"early": early(same, join)}
+    report["spawned"] = loaded(same)
+    report["validation"] = loaded(same, "val")
+    report["subgroup"] = loaded(same, rank=0, world_size=1)
+    report["one_argument"] = loaded(same, world_size=3)
+    report["outside"] = loaded(same, rank=2)
+    report["same_environment"] = with_environment(same, RANK=str(rank), WORLD_SIZE="2")
+    report["part_of_an_environment"] = with_environment(same, WORLD_SIZE="2")
+    report["other_environment"] = with_environment(same, RANK="0", WORLD_SIZE="1")
+    report["other_environment_and_arguments"] = with_environment_and_arguments(same, rank)
+    report["other_files"] = loaded(own)
+    report["other_files_of_a_subgroup"] = loaded(own, rank=0, world_size=1)
+    report["other_seed"] = loaded(same, overrides=[f"source.seed={rank}", "pipelines.train.stages.flip.horizontal=0.3"])
+    dist.barrier()
+    agreement.WAIT_SECONDS = 0.3
+    report["alone"] = loaded(directory / "alone.yaml") if rank == 0 else None
+    report["again_alone"] = loaded(same) if rank == 0 else None
+    dist.barrier()
+    agreement.WAIT_SECONDS = 60.0
+    names = ["train", "val"] if rank == 0 else ["val", "train"]
+    with gpuflow.load(same, names[0]) as one, gpuflow.load(same, names[1]) as other:
+        report["any_order"] = {name: seen(loader) for name, loader in zip(names, (one, other), strict=True)}
+    # The rank that comes later finds what the other one wrote, and need not wait.
+    agreement.WAIT_SECONDS = 0.0
+    if rank == 0:
+        report["first"] = loaded(own, "val")
+    dist.barrier()
+    if rank == 1:
+        report["second"] = loaded(own, "val")
+    dist.barrier()
+    (directory / f"{rank}.json").write_text(json.dumps(report))
+    dist.destroy_process_group()
+
+
+def with_environment_and_arguments(config: Path, rank: int) -> dict[str, Any]:
+    os.environ.update(RANK="0", WORLD_SIZE="1")
+    try:
+        return loaded(config, rank=rank, world_size=RANKS)
+    finally:
+        del os.environ["RANK"], os.environ["WORLD_SIZE"]
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]))
