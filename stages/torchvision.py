@@ -43,7 +43,7 @@ class Torchvision(s.Opaque):
     parameters: tuple[tuple[str, Any], ...] = ()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Unpickle, and import torchvision: once for all workers of a pool, as their process unpickles and then forks."""
+        """Unpickle, and import torchvision: once for all workers of a pool, which are forked after that."""
         vars(self).update(state)
         _build(self.name, self.parameters)
 
