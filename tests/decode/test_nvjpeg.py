@@ -142,7 +142,7 @@ def test_the_binding_declares_the_functions_of_the_header(monkeypatch: pytest.Mo
 
 def test_the_constants_are_those_of_the_header() -> None:
     backend, output, flags = header.NVJPEG_BACKEND, header.NVJPEG_OUTPUT, header.NVJPEG_FLAGS
-    assert nvjpeg._BACKENDS == {"hardware": backend["HARDWARE"], "cuda": backend["GPU_HYBRID"]}
+    assert {"hardware": backend["HARDWARE"], "cuda": backend["GPU_HYBRID"]} == nvjpeg._BACKENDS
     assert {"rgb": output["RGBI"], "bgr": output["BGRI"], "gray": output["Y"]} == nvjpeg.FORMATS
     assert flags["HW_DECODE_NO_PIPELINE"] == nvjpeg._FLAG_NO_PIPELINE
     assert flags["UPSAMPLING_WITH_INTERPOLATION"] == nvjpeg._FLAG_INTERPOLATION

@@ -368,7 +368,7 @@ def test_the_fake_has_the_constants_of_tensorrt(trt: Any) -> None:
     for name, members in declared.ENUMS.items():
         assert {member.name: member.value for member in getattr(trt, name)} == members
     assert declared.WARNING == trt.Logger.WARNING
-    assert declared.VERSION == trt.__version__
+    assert trt.__version__ == declared.VERSION
 
 
 def test_the_engine_calls_nothing_that_is_not_declared() -> None:
