@@ -42,6 +42,11 @@ class Torchvision(s.Opaque):
     name: str
     parameters: tuple[tuple[str, Any], ...] = ()
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Unpickle, and import torchvision: once for all workers of a pool, which are forked after that."""
+        vars(self).update(state)
+        _build(self.name, self.parameters)
+
     def faults(self) -> Iterator[Problem]:
         known = _transforms()
         if self.name not in known:
@@ -144,27 +149,11 @@ class _OwnGenerator(TorchFunctionMode):
 
 
 _DRAWS = frozenset(
-    [
-        "_sample_dirichlet",
-        "_standard_gamma",
-        "bernoulli",
-        "bernoulli_",
-        "binomial",
-        "cauchy_",
-        "exponential_",
-        "geometric_",
-        "log_normal_",
-        "multinomial",
-        "normal",
-        "normal_",
-        "poisson",
-        "rand",
-        "randint",
-        "randn",
-        "random_",
-        "randperm",
-        "uniform_",
-    ]
+    (
+        *("bernoulli", "binomial", "multinomial", "normal", "poisson", "rand", "randint", "randn", "randperm"),
+        *("bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_", "uniform_"),
+        *("_sample_dirichlet", "_standard_gamma"),
+    )
 )
 """Names of the functions and methods of torch that take a generator. A test compares them with torch's own list."""
 _LIKE = {"rand_like": "uniform_", "randint_like": "random_", "randn_like": "normal_"}

@@ -260,7 +260,7 @@ def loader_of(
     policy: str = "replace",
     limit: int | None = None,
     bad_file: Path | None = None,
-    timeout: float = 20.0,
+    timeout: float = 60.0,
     readers: int = 0,
     processes: int = 0,
     order: Order | None = None,

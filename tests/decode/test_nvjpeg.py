@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+import inspect
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from gpuflow.decode.nvjpeg import BatchedDecoder, NvjpegError
+from gpuflow.decode import nvjpeg
+from gpuflow.decode.nvjpeg import BatchedDecoder, NvjpegError, NvjpegLibrary
+from tests.decode import nvjpeg_header as header
 
 
 class FakeLibrary:
@@ -97,3 +101,50 @@ def test_after_a_failed_call_the_state_is_initialized_again() -> None:
     assert [call[0] for call in library.calls] == [
         "create", "create_state", "initialize", "decode", "initialize", "decode",
     ]  # fmt: skip
+
+
+# --- nvJPEG's own header ----------------------------------------------------------------------------------------------
+
+
+def kind_of(parameter: str) -> type[Any]:
+    """The ctypes type of a parameter of the header."""
+    name = parameter.split()[0]
+    if "*" in parameter or name in header.POINTERS:
+        return ctypes.c_void_p
+    if name in header.ENUMS or name == "int":
+        return ctypes.c_int
+    assert parameter.startswith("unsigned int ")
+    return ctypes.c_uint
+
+
+class Functions(dict[str, SimpleNamespace]):
+    """A library of any functions, by name."""
+
+    def __getattr__(self, name: str) -> SimpleNamespace:
+        return self.setdefault(name, SimpleNamespace())
+
+
+def test_the_binding_declares_the_functions_of_the_header(monkeypatch: pytest.MonkeyPatch) -> None:
+    functions = Functions()
+    monkeypatch.setattr(nvjpeg.ctypes, "CDLL", lambda path: functions)
+    library: Any = NvjpegLibrary("libnvjpeg.so")
+    declared = {name: vars(function) for name, function in functions.items()}
+    assert declared == {
+        name: {"argtypes": [kind_of(parameter) for parameter in parameters]}
+        for name, parameters in header.FUNCTIONS.items()
+    }, "and no restype: ctypes takes an int, which is what an nvjpegStatus_t is"
+    names = {id(function): name for name, function in functions.items()}
+    for attribute in ("create", "create_state", "initialize", "decode", "destroy_state", "destroy"):
+        parameters = header.FUNCTIONS[names[id(getattr(library, attribute))]]
+        fake = inspect.signature(getattr(FakeLibrary(), attribute))
+        assert len(fake.parameters) == len(parameters), f"the fake's {attribute}"
+
+
+def test_the_constants_are_those_of_the_header() -> None:
+    backend, output, flags = header.NVJPEG_BACKEND, header.NVJPEG_OUTPUT, header.NVJPEG_FLAGS
+    assert {"hardware": backend["HARDWARE"], "cuda": backend["GPU_HYBRID"]} == nvjpeg._BACKENDS
+    assert {"rgb": output["RGBI"], "bgr": output["BGRI"], "gray": output["Y"]} == nvjpeg.FORMATS
+    assert flags["HW_DECODE_NO_PIPELINE"] == nvjpeg._FLAG_NO_PIPELINE
+    assert flags["UPSAMPLING_WITH_INTERPOLATION"] == nvjpeg._FLAG_INTERPOLATION
+    assert set(nvjpeg._STATUS) == set(header.NVJPEG_STATUS.values()) - {0}
+    assert len(header.NVJPEG_IMAGE) * 4 == batch(1)[2].shape[1], "channels, then pitches, of 8 bytes each"

@@ -6,6 +6,8 @@ uses the real TensorRT, if it is installed.
 
 from __future__ import annotations
 
+import ast
+import inspect
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -20,11 +22,13 @@ from torch import nn
 
 from gpuflow.config import ModelSpec
 from gpuflow.engines import open_engine
+from gpuflow.engines import tensorrt as tensorrt_engine
 from gpuflow.engines.plans import PlanCache, Platform, Settings, cache_key
 from gpuflow.engines.tensorrt import TensorrtEngine, open_on_streams
 from gpuflow.errors import ConfigError, GpuflowError, MissingExtra
 from gpuflow.pipeline.stage import ImageSpec
 from gpuflow.stages import Normalize
+from tests.engines import tensorrt_signatures as declared
 from tests.serve.models import CPU, FLOAT, UINT8, Models, engine, noise
 
 PLATFORM = Platform(tensorrt="10.16.1.11", cuda="13.0", gpu="NVIDIA H100 80GB HBM3", capability=(9, 0))
@@ -334,3 +338,48 @@ def test_a_real_tensorrt(models: Models, tmp_path: Path) -> None:
             torch.testing.assert_close(running.run(noise(3).to(device)), expected, rtol=0, atol=tolerance)
             assert running.describe()["cached"] is cached
             running.close()
+
+
+# --- the fake against TensorRT's own declarations ---------------------------------------------------------------------
+
+FAKES = {
+    "INetworkDefinition": "Network",
+    "IBuilderConfig": "BuilderConfig",
+    "ITimingCache": "TimingCache",
+    "IOptimizationProfile": "OptimizationProfile",
+    "ICudaEngine": "CudaEngine",
+    "IExecutionContext": "ExecutionContext",
+}
+"""Names of the fake's classes, which nobody constructs by name, where they are not TensorRT's."""
+
+
+@pytest.mark.parametrize("name", declared.METHODS)
+def test_the_fake_has_the_signatures_of_tensorrt(name: str, trt: Any) -> None:
+    fake = getattr(trt, FAKES.get(name, name))
+    for method, parameters in declared.METHODS[name].items():
+        _, *own = inspect.signature(getattr(fake, method)).parameters.values()
+        found = [x.name if x.default is x.empty else f"{x.name}={x.default!r}" for x in own]
+        assert found == list(parameters), f"{name}.{method}"
+    for attribute in declared.PROPERTIES.get(name, ()):
+        assert isinstance(vars(fake)[attribute], property)
+
+
+def test_the_fake_has_the_constants_of_tensorrt(trt: Any) -> None:
+    for name, members in declared.ENUMS.items():
+        assert {member.name: member.value for member in getattr(trt, name)} == members
+    assert declared.WARNING == trt.Logger.WARNING
+    assert trt.__version__ == declared.VERSION
+
+
+def test_the_engine_calls_nothing_that_is_not_declared() -> None:
+    """Every attribute that the source takes from TensorRT's objects is in the table."""
+    known = {name for methods in declared.METHODS.values() for name in methods}
+    known |= {name for names in declared.PROPERTIES.values() for name in names}
+    tree = ast.parse(inspect.getsource(tensorrt_engine))
+    objects = {"builder", "network", "parser", "config", "profile", "built", "context"}
+    used = {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in objects
+    }
+    assert used and used <= known, used - known

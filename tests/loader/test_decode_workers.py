@@ -73,7 +73,7 @@ def made_elsewhere(loader: Loader, monkeypatch: pytest.MonkeyPatch) -> list[bool
         return outcome
 
     monkeypatch.setattr(DecodeWorkers, "run", told)
-    with deadline(60):
+    with deadline(180):
         while not loader._feed.workers.started or loader._feed.workers.counts()["starting"]:
             with suppress(BadSampleError):
                 for _ in loader:

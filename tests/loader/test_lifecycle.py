@@ -39,7 +39,7 @@ CTRL_C_SECONDS = 5.0
 
 @pytest.fixture(autouse=True)
 def _in_time() -> Iterator[None]:
-    with deadline(120):
+    with deadline(300):
         yield
 
 
@@ -433,3 +433,90 @@ def test_a_generator_that_yields_from_a_loader_can_be_closed() -> None:
         generator.close()  # type: ignore[attr-defined]
         assert len(list(loader)) == 6, "the next epoch runs"
         loader.close()
+
+
+# --- forks of the user ------------------------------------------------------------------------------------------------
+
+FORKS = """
+import sys, weakref
+from tests.datasets import *
+
+def locks_of(root):
+    \"\"\"Every lock that is reachable from a loader through gpuflow's own objects.\"\"\"
+    found, seen, queue = [], set(), [root]
+    while queue:
+        value = queue.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, weakref.ref):
+            queue.append(value())
+        elif hasattr(value, "acquire") and type(value).__module__ in ("_thread", "threading"):
+            found.append(value)
+        elif isinstance(value, (list, tuple, set, dict)):
+            queue += list(value.values()) if isinstance(value, dict) else list(value)
+        elif type(value).__module__.startswith("gpuflow"):
+            queue += list(getattr(value, "__dict__", {}).values())
+            slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
+            queue += [getattr(value, name) for name in slots if name != "__weakref__" and hasattr(value, name)]
+    return found
+
+def hold(locks, held, release):
+    for lock in locks:
+        assert lock.acquire(timeout=20)
+    held.set()
+    release.wait(100)
+    for lock in locks:
+        lock.release()
+
+def forked(end, loader, batches):
+    \"\"\"The exit code of a child that ends in this way; -9 if it hangs.\"\"\"
+    child = os.fork()
+    if child == 0:
+        end(loader, batches)
+        sys.exit(3)
+    deadline = time.monotonic() + 60
+    while (found := os.waitpid(child, os.WNOHANG)) == (0, 0):
+        if time.monotonic() > deadline:
+            os.kill(child, signal.SIGKILL)
+        time.sleep(0.01)
+    return os.waitstatus_to_exitcode(found[1])
+
+def leave(loader, batches):
+    pass
+
+def close(loader, batches):
+    loader.close()
+
+def drop(loader, batches):
+    batches.end("dropped")
+
+def go_on(loader, batches):
+    for iterate in (lambda: next(batches), lambda: iter(loader)):
+        try:
+            iterate()
+        except gpuflow.LoaderError as error:
+            assert "does not work in its forked child" in str(error), error
+        else:
+            sys.exit(4)
+
+loader = loader_of(MemorySource.of(42), threads=4, processes=2)
+batches = iter(loader)
+next(batches)
+locks = locks_of(loader)
+held, release = threading.Event(), threading.Event()
+holder = threading.Thread(target=hold, args=(locks, held, release))
+holder.start()
+assert held.wait(30)
+codes = [forked(end, loader, batches) for end in (leave, close, drop, go_on)]
+release.set()
+holder.join()
+print(codes, len(locks) >= 8, flush=True)
+assert len(list(batches)) == 10
+loader.close()
+"""
+
+
+def test_a_forked_child_can_exit_whatever_lock_was_held_at_the_fork() -> None:
+    done = python(FORKS, cwd=ROOT, seconds=300)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "[3, 3, 3, 3] True\n", "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
 from pathlib import Path
 from typing import Any
@@ -136,6 +137,22 @@ def test_two_threads_may_meet_an_operator_for_the_first_time_at_once() -> None:
     """torch looks an operator up at its first call, without a lock; here that takes long enough for both to do it."""
     done = python(MEET, cwd=ROOT)
     assert (done.returncode, done.stdout, done.stderr) == (0, "[3, 4]\n", "")
+
+
+def test_worker_processes_share_one_import_of_torchvision() -> None:
+    """It takes 1.4 s of processor time, which each worker would need after it has said that it is ready."""
+    code = """
+import pickle, sys
+from gpuflow.execute.cpu_workers import prepare
+stage = prepare(bytes.fromhex(sys.argv[1]))
+imported = set(sys.modules)
+print("torchvision.transforms.v2" in imported)
+import torch
+stage.apply(torch.zeros((3, 20, 20), dtype=torch.uint8), 3)
+print([name for name in set(sys.modules) - imported if name.startswith("torch")])
+"""
+    done = python(code, pickle.dumps(transform("RandomPerspective")).hex(), cwd=ROOT)
+    assert (done.returncode, done.stdout) == (0, "True\n[]\n"), done.stderr
 
 
 def test_every_function_that_takes_a_generator_gets_one() -> None:

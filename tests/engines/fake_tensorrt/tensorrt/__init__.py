@@ -30,7 +30,7 @@ class MemoryPoolType(enum.Enum):
 
 class BuilderFlag(enum.Enum):
     FP16 = 0
-    TF32 = 7
+    TF32 = 6
     BF16 = 17
 
 
