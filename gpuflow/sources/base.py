@@ -53,8 +53,8 @@ class Source(Protocol):
         """The place of sample `index`, for messages: a path, a URL, or shard.tar/member."""
 
     def read(self, indices: Sequence[int], allocate: Allocate) -> Payload:
-        """Read the bytes of these samples, in this order. A sample that cannot be read is an error in the payload,
-        never an exception; temporary failures are retried first. `allocate` is called once."""
+        """Read the bytes of these samples, in this order. A sample that cannot be read is an error in the payload, not
+        an exception; temporary failures are retried first. `allocate` is called once. Raises what `Storage` says."""
 
     def close(self) -> None:
         """Close its storage. The source must not be read afterwards."""

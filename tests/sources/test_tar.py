@@ -381,7 +381,7 @@ def test_damaged_tars(make_tar: MakeTar) -> None:
 def with_size(size: int) -> bytes:
     """A shard whose second member's header gives this size."""
     first = make_members([("1.jpg", b"x"), ("1.cls", b"0")])
-    header = tarfile.TarInfo("2.jpg")
+    header = tarfile.TarInfo("note.txt")
     header.size = size
     return first + header.tobuf(tarfile.GNU_FORMAT) + bytes(2048)
 

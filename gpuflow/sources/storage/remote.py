@@ -198,9 +198,8 @@ class RemoteStorage:
 
     def _inspect(self, path: str) -> Shard | str:
         try:
-            info = retry(
-                lambda: self._fs.info(path), (), REMOTE_DELAYS
-            )  # over HTTP any failure comes as FileNotFoundError
+            # None is permanent: over HTTP any failure comes as FileNotFoundError
+            info = retry(lambda: self._fs.info(path), (), REMOTE_DELAYS)
         except FileNotFoundError:
             return "no such file"
         except Exception as fault:  # as above
