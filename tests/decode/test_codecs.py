@@ -401,7 +401,8 @@ def attempt(data: bytes, color: str, region: tuple[int, int, int, int] | None) -
         if region is not None:
             y, x, h, w = region
             region = (y % height, x % width, 1 + h % (height - y % height), 1 + w % (width - x % width))
-        image, (top, left) = CpuDecoder(color).decode(as_array(data), header, region)
+        under = (9, 8, 7) if header.alpha and header.width % 2 else None
+        image, (top, left) = CpuDecoder(color, background=under).decode(as_array(data), header, region)
     except BadSampleError as error:
         assert error.stage == "decode"  # noqa: PT017
         assert error.reason  # noqa: PT017

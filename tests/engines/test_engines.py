@@ -1,7 +1,8 @@
 """Engines: the same logits from every file format, the checks before a model runs, and the texts of errors."""
 
-from __future__ import os
+from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
