@@ -22,11 +22,13 @@ class Decode(Decoder):
         orientation: `apply` rotates the image as its EXIF tag says; `ignore` does not, like PIL and torchvision.
         max_pixels: images with more pixels are bad samples; the header is checked before anything is decoded.
         max_scans: JPEGs with more scans are bad samples, because each scan may take as long as a whole image.
+        background: the color [red, green, blue] under transparent pixels of PNG and WebP; without it alpha is ignored.
     """
 
     stage_name: ClassVar[str] = "decode"
     tolerance: ClassVar[float] = 1.0
     where_fields: ClassVar[tuple[str, ...]] = ("backend", "cpu_share", "max_scans")
+    late_fields: ClassVar[tuple[str, ...]] = ("background",)
 
     color: Literal["rgb", "bgr", "gray"] = "rgb"
     backend: Literal["auto", "cpu", "gpu"] = "auto"
@@ -34,6 +36,7 @@ class Decode(Decoder):
     orientation: Literal["ignore", "apply"] = "ignore"
     max_pixels: Annotated[int, Bounds(least=1)] = 179_000_000
     max_scans: Annotated[int, Bounds(least=1)] = 100
+    background: Annotated[tuple[int, int, int], Bounds(least=0, most=255)] | None = None
 
     def output(self, spec: ImageSpec) -> ImageSpec:
         if spec.layout != "encoded":

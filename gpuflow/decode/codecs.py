@@ -35,6 +35,7 @@ __all__ = [
     "MAX_SCANS",
     "CpuDecoder",
     "Header",
+    "check_animation",
     "check_scans",
     "decoder_description",
     "engine_sampling",
@@ -68,6 +69,7 @@ class Header:
 
     format: `jpeg`, `png`, `webp` or `bmp`, by content. width, height: pixels as stored. channels: components in the
     file. progressive: true for a JPEG with several scans. orientation: the EXIF tag, 1 to 8; 1 if there is none.
+    alpha: whether a PNG or WebP may hold transparent pixels.
     """
 
     format: str
@@ -76,6 +78,7 @@ class Header:
     channels: int
     progressive: bool = False
     orientation: int = 1
+    alpha: bool = False
 
     @property
     def size(self) -> tuple[int, int]:
@@ -142,20 +145,22 @@ def _unknown_format(magic: bytes) -> str:
 
 
 def _segments(view: memoryview) -> Iterator[tuple[int, int, int]]:
-    """Yield (marker, offset, length) of a JPEG's segments, up to and including the first scan's header."""
+    """Yield (marker, offset, length) of a JPEG's segments, up to and including the first scan's header.
+
+    As libjpeg does, this skips stray bytes between two segments.
+    """
     at = 2
     for _ in range(_MAX_SEGMENTS):
-        if view[at] != 0xFF:
-            _bad(f"damaged header: byte {at} should begin a marker but is {view[at]:#04x}")
+        found = _ANY_MARKER.search(view, at)
+        if found is None:
+            raise IndexError
+        at = found.end() - 2
         marker = view[at + 1]
-        if marker == 0xFF:
-            fill = _NOT_FILL.search(view, at)
-            if fill is None:
-                raise IndexError
-            at = fill.start() - 1
-            marker = view[at + 1]
         if marker == 0xD9:
             _bad("damaged header: the image ends before its first scan")
+        if _ALONE[marker]:
+            at += 2
+            continue
         length = view[at + 2] << 8 | view[at + 3]
         yield marker, at, length
         if marker == 0xDA:
@@ -203,8 +208,11 @@ def engine_sampling(data: NDArray[np.uint8], header: Header) -> int | None:
         return None
     view, channels = data.data, header.channels
     quantisation, huffman, frames = set[int](), set[int](), list[tuple[int, int, int]]()
-    at = length = 0
+    at, length, end = 0, 0, 2
     for marker, at, length in _segments(view):
+        if bytes(view[end:at]).strip(b"\xff"):
+            return None  # stray bytes, which libjpeg skips with a warning
+        end = at + 2 + length
         body = view[at + 4 : at + 2 + length]
         if not ORDINARY[marker] or (marker == RESTART_INTERVAL and length != 4):
             return None
@@ -251,8 +259,11 @@ def _check_scans(view: memoryview, at: int, max_scans: int) -> None:
 
 _MARKER = re.compile(rb"\xff[^\x00\x01\xd0-\xd8\xff]")
 """A marker that begins a segment or ends the image. Inside a scan, 0xFF is followed only by 0 or a restart marker."""
-_NOT_FILL = re.compile(rb"[^\xff]")
-"""The first byte after a marker's 0xFF bytes, of which there may be several."""
+_ANY_MARKER = re.compile(rb"\xff[^\x00\xff]")
+"""A marker, of which there may be several 0xFF bytes; 0xFF before 0 is none."""
+_ALONE = np.zeros(256, bool)
+"""[256] true for the markers that begin no segment: restarts and TEM."""
+_ALONE[[0x01, *range(0xD0, 0xD8)]] = True
 
 
 def _quantisation_tables(body: memoryview) -> set[int]:
@@ -285,36 +296,40 @@ def _read_png(view: memoryview, orientation: bool, max_scans: int) -> Header:
     width, height, bits, kind = struct.unpack_from(">IIBB", view, 16)
     if bits == 16:
         _bad("16 bits per channel; gpuflow decodes images of 8 bits, so convert this one")
-    turn, at, name = 1, 8, b""
+    turn, at, name, alpha = 1, 8, b"", kind >= _PNG_ALPHA
     for _ in range(_MAX_CHUNKS):
         length, name = struct.unpack_from(">I4s", view, at) if at + 8 <= len(view) else (0, b"")
         if at + 12 + length > len(view):  # OpenCV would allocate and fill up to 2 GiB for the chunk
             _bad(f"truncated: no IEND chunk at the end of {len(view)} bytes")
         if name == b"IEND":
             break
+        if name == b"acTL":
+            _bad(_ANIMATION)
+        alpha = alpha or name == b"tRNS"
         if name == b"eXIf" and orientation:
             turn = _tiff_orientation(view[at + 8 : at + 8 + length])
         at += 12 + length
     else:
         _bad(f"more than {_MAX_CHUNKS:,} chunks")
-    return Header("png", width, height, {0: 1, 2: 3, 3: 3, 4: 2, 6: 4}.get(kind, 3), orientation=turn)
+    return Header("png", width, height, {0: 1, 2: 3, 3: 3, 4: 2, 6: 4}.get(kind, 3), orientation=turn, alpha=alpha)
 
 
 def _read_webp(view: memoryview, orientation: bool, max_scans: int) -> Header:
     (size,) = struct.unpack_from("<I", view, 4)
     if size + 8 > len(view):
         _bad(f"truncated: the header promises {size + 8} bytes, there are {len(view)}")
-    kind, turn = bytes(view[12:16]), 1
+    kind, turn, alpha = bytes(view[12:16]), 1, False
     if kind == b"VP8 ":
         width, height = (side & 0x3FFF for side in struct.unpack_from("<HH", view, 26))
     elif kind == b"VP8L":
         (bits,) = struct.unpack_from("<I", view, 21)
-        width, height = (bits & 0x3FFF) + 1, (bits >> 14 & 0x3FFF) + 1
+        width, height, alpha = (bits & 0x3FFF) + 1, (bits >> 14 & 0x3FFF) + 1, bool(bits >> 28 & 1)
     elif kind == b"VP8X":
         width = int.from_bytes(view[24:27], "little") + 1
         height = int.from_bytes(view[27:30], "little") + 1
         if view[20] & 0x02:
-            _bad("an animation; gpuflow decodes still images")
+            _bad(_ANIMATION)
+        alpha = bool(view[20] & 0x10)
         at = 12
         while orientation and at + 8 <= len(view):
             name, length = struct.unpack_from("<4sI", view, at)
@@ -323,7 +338,7 @@ def _read_webp(view: memoryview, orientation: bool, max_scans: int) -> Header:
             at += 8 + length + length % 2
     else:
         _bad(f"damaged header: unknown WebP chunk {kind!r}")
-    return Header("webp", width, height, 3, orientation=turn)
+    return Header("webp", width, height, 3, orientation=turn, alpha=alpha)
 
 
 def _read_bmp(view: memoryview, orientation: bool, max_scans: int) -> Header:
@@ -335,9 +350,13 @@ def _read_bmp(view: memoryview, orientation: bool, max_scans: int) -> Header:
     return Header("bmp", abs(width), abs(height), 1 if bits <= 8 else 3)
 
 
+_ANIMATION = "an animation; gpuflow decodes still images"
+_PNG_MAGIC = b"\x89PNG\r\n\x1a\n"
+_PNG_ALPHA = 4
+"""PNG's colour types from this value on have an alpha channel."""
 _READERS: tuple[tuple[Callable[[bytes], bool], Callable[[memoryview, bool, int], Header]], ...] = (
     (lambda magic: magic.startswith(b"\xff\xd8\xff"), _read_jpeg),
-    (lambda magic: magic.startswith(b"\x89PNG\r\n\x1a\n"), _read_png),
+    (lambda magic: magic.startswith(_PNG_MAGIC), _read_png),
     (lambda magic: magic.startswith(b"RIFF") and magic[8:12] == b"WEBP", _read_webp),
     (lambda magic: magic.startswith(b"BM"), _read_bmp),
 )
@@ -382,11 +401,18 @@ class CpuDecoder:
     The pixels depend only on the file's bytes, not on files decoded before. If libjpeg-turbo gives an error or a
     warning for a file, OpenCV decodes it and decides whether it is bad.
 
+    background: the RGB color under transparent pixels; None ignores alpha.
     library: `auto` searches libjpeg-turbo; None decodes everything with OpenCV.
     """
 
-    def __init__(self, color: str, *, library: LibjpegTurbo | Literal["auto"] | None = "auto") -> None:
-        self._color = color
+    def __init__(
+        self,
+        color: str,
+        *,
+        background: tuple[int, int, int] | None = None,
+        library: LibjpegTurbo | Literal["auto"] | None = "auto",
+    ) -> None:
+        self._color, self._background = color, background
         self._channels = 1 if color == "gray" else 3
         self._library = find_libjpeg_turbo() if library == "auto" else library
         self._buffer = np.empty(0, np.uint8)
@@ -457,10 +483,14 @@ class CpuDecoder:
 
     def _by_opencv(self, data: NDArray[np.uint8], header: Header) -> NDArray[np.uint8]:
         """Decode a whole file with OpenCV."""
-        flags = _OPENCV_FLAGS[self._color] | cv2.IMREAD_IGNORE_ORIENTATION
+        composited = self._background is not None and header.alpha
+        flags = cv2.IMREAD_UNCHANGED if composited else _OPENCV_FLAGS[self._color] | cv2.IMREAD_IGNORE_ORIENTATION
         decoded = imdecode(data, flags)
         if decoded is None:
             _bad(f"the {header.format.upper()} decoder gave up; the data is damaged")
+        if composited:
+            assert self._background is not None
+            decoded = _composite(decoded, data, self._background, self._color)
         image: NDArray[np.uint8] = decoded.reshape(*decoded.shape[:2], self._channels)
         if image.shape[:2] != (header.height, header.width):
             sizes = f"{header.width}x{header.height} and {image.shape[1]}x{image.shape[0]}"
@@ -473,6 +503,52 @@ class CpuDecoder:
         if need > have or have > max(16 * need, 1 << 26):
             self._buffer = np.empty(max(need, 1 << 20), np.uint8)
         return self._buffer
+
+
+def _composite(
+    image: NDArray[np.uint8], data: NDArray[np.uint8], background: tuple[int, int, int], color: str
+) -> NDArray[np.uint8]:
+    """Put an image that OpenCV gave unchanged over a background of one color; to the decoder's color, HWC or HW.
+
+    Each level is (level * alpha + background * (255 - alpha)) / 255, rounded to the nearest. `gray` is luma after that.
+    """
+    if image.ndim == 2:  # OpenCV gives no alpha for a gray PNG with a transparent level
+        level = _transparent_level(data.data)
+        alpha = np.where(image == level, 0, 255).astype(np.uint8)
+        image = np.dstack([image, image, image, alpha])
+    if image.shape[2] == 4:
+        opacity = image[..., 3:].astype(np.uint16)
+        under = np.array(background[::-1], np.uint16) * (255 - opacity)
+        image = ((image[..., :3] * opacity + under + 127) // 255).astype(np.uint8)
+    if color == "gray":
+        return np.asarray(cv2.cvtColor(image, cv2.COLOR_BGR2GRAY), np.uint8)
+    return np.ascontiguousarray(image[..., ::-1]) if color == "rgb" else image
+
+
+def _transparent_level(view: memoryview) -> int:
+    """The level of 0-255 that the chunk tRNS of a gray PNG makes transparent; -1 if there is none."""
+    bits, at = view[24], 8
+    while at + 8 <= len(view):
+        length, name = struct.unpack_from(">I4s", view, at)
+        if name == b"tRNS" and length >= 2:
+            (level,) = struct.unpack_from(">H", view, at + 8)
+            return int(level * (255 // ((1 << bits) - 1)))
+        at += 12 + length
+    return -1
+
+
+def check_animation(data: NDArray[np.uint8]) -> None:
+    """Raise BadSampleError if these bytes are an animated PNG. Checks nothing else."""
+    view, at = data.data, 8
+    if bytes(view[:8]) != _PNG_MAGIC:
+        return
+    for _ in range(_MAX_CHUNKS):
+        if at + 8 > len(view):
+            return
+        length, name = struct.unpack_from(">I4s", view, at)
+        if name == b"acTL":
+            _bad(_ANIMATION)
+        at += 12 + length
 
 
 def imdecode(data: NDArray[np.uint8], flags: int) -> NDArray[np.uint8] | None:

@@ -15,7 +15,7 @@ import cv2
 import numpy as np
 from numpy.typing import NDArray
 
-from gpuflow.decode.codecs import MAX_SCANS, check_scans, imdecode, probe
+from gpuflow.decode.codecs import MAX_SCANS, check_animation, check_scans, imdecode, probe
 from gpuflow.decode.libjpeg_turbo import find_libjpeg_turbo
 from gpuflow.errors import BadSampleError
 from gpuflow.pipeline import stage as s
@@ -44,6 +44,7 @@ class Preset(s.Decoder):
     orientation: ClassVar[str] = "apply"  # type: ignore[misc]
     max_pixels: ClassVar[int] = 1 << 30  # type: ignore[misc]
     max_scans: ClassVar[int] = MAX_SCANS  # type: ignore[misc]
+    background: ClassVar[None] = None  # type: ignore[misc]
 
     name: Literal["torchpipe_cpu", "torchpipe_gpu"]
     height: int
@@ -92,6 +93,7 @@ class Preset(s.Decoder):
         for at, mark, form in _UNKNOWN:
             if data[at : at + len(mark)].tobytes() == mark:
                 raise BadSampleError(self.stage_name, f"{form} is not supported: torchpipe does not decode it")
+        check_animation(data)
         check_scans(data)
         if self.device == "cuda" and data[:2].tobytes() == b"\xff\xd8":
             header, library = probe(data, max_pixels=self.max_pixels), find_libjpeg_turbo()
@@ -105,6 +107,8 @@ class Preset(s.Decoder):
         images come from that graph. Crops and flips may still follow there: they give the same pixels before and after
         pointwise modules.
         """
+        if isinstance(stage, s.Decoder) and stage.background is not None:
+            return "has a background, but torchpipe's operators in the preset before it ignore alpha; remove the preset"
         if serving:
             has_module = stage.module() is not None
             return None if has_module else "cannot follow a preset, after which only stages such as normalize may come"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ import torch
 from gpuflow.config import ModelSpec
 from gpuflow.errors import ConfigError, Problem
 from gpuflow.pipeline.stage import ImageSpec, Pipeline
+from gpuflow.runtime.cpu_budget import available_threads
 from gpuflow.runtime.threads import DaemonPool
 
 __all__ = [
@@ -109,8 +109,8 @@ class Engine(Protocol):
 
 
 def cores_per_instance(instances: int) -> int:
-    """Threads for each of several engines, which share the cores that this process may use."""
-    return max(1, len(os.sched_getaffinity(0)) // instances)
+    """Threads for each of several engines, which share the cores that this process may use and is granted."""
+    return max(1, available_threads() // instances)
 
 
 def run_in_thread(work: Callable[[], T]) -> T:

@@ -49,7 +49,7 @@ class CpuRunner:
 
     def __init__(self, program: Program) -> None:
         self._program = program
-        self._decoder = CpuDecoder(program.decoder.color)
+        self._decoder = CpuDecoder(program.decoder.color, background=program.decoder.background)
         self._scratch: dict[tuple[str, int], NDArray[np.uint8]] = {}
         self.place = 0
         """The number of the sample that `run` is at."""

@@ -75,7 +75,6 @@ class Reference:
         return None
 
     def run(self, prefix: Prefix, images: Sequence[Encoded]) -> Results:
-        from PIL import Image
 
         transforms = [stage.torchvision() for stage in prefix.program.pipeline.stages[1:]]
         for data in images:
@@ -83,10 +82,11 @@ class Reference:
                 warnings.simplefilter("ignore")
                 try:
                     result: Result = self._image(data, prefix.program.decoder, transforms)
-                except (OSError, ValueError, RuntimeError, Image.DecompressionBombError) as error:
+                except Exception as error:  # Pillow's parsers raise SyntaxError, struct.error, EOFError and others
                     if is_system_fault(error):
                         raise
-                    result = BadSampleError("torchvision", str(error).strip().partition("\n")[0])
+                    reason = str(error).strip().partition("\n")[0] or type(error).__name__
+                    result = BadSampleError("torchvision", reason)
             yield result
 
     def _image(self, data: Encoded, decoder: s.Decoder, transforms: Sequence[Callable[[Any], Any]]) -> torch.Tensor:
@@ -111,7 +111,12 @@ def _by_pillow(data: Encoded, decoder: s.Decoder) -> Any:
             image.draft("L", image.size)  # use a JPEG's luma channel
         if decoder.orientation == "apply":
             ImageOps.exif_transpose(image, in_place=True)
-        shown = image.convert("L" if decoder.color == "gray" else "RGB")
+        shown: Any = image
+        if decoder.background is not None and image.has_transparency_data:
+            shown = Image.alpha_composite(
+                Image.new("RGBA", image.size, (*decoder.background, 255)), image.convert("RGBA")
+            )
+        shown = shown.convert("L" if decoder.color == "gray" else "RGB")
     return Image.merge("RGB", shown.split()[::-1]) if decoder.color == "bgr" else shown
 
 

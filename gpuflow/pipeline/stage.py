@@ -104,12 +104,14 @@ class Stage:
     tolerance: the largest difference between its CPU, GPU and serving forms, in levels of 0-255.
     open_field: the name of the field that receives all other keys, as sorted (key, value) pairs; None if there is none.
     where_fields: the fields that select where it runs or limit its work, and do not change the pixels.
+    late_fields: the fields that did not always exist. At their defaults they do not count, so that fingerprints stay.
     """
 
     stage_name: ClassVar[str]
     tolerance: ClassVar[float] = 0.0
     open_field: ClassVar[str | None] = None
     where_fields: ClassVar[tuple[str, ...]] = ()
+    late_fields: ClassVar[tuple[str, ...]] = ()
 
     def __post_init__(self) -> None:
         problems = [*out_of_bounds(self), *map(self._problem, self.faults())]
@@ -149,8 +151,13 @@ class Stage:
 
     def params(self) -> dict[str, Any]:
         """The parameters that affect the pixels, defaults included."""
-        names = (field.name for field in dataclasses.fields(self) if field.name not in self.where_fields)
-        return {name: getattr(self, name) for name in names}
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        defaults = {field.name: field.default for field in dataclasses.fields(self) if field.name in self.late_fields}
+        return {
+            name: value
+            for name, value in values.items()
+            if name not in self.where_fields and not (name in defaults and value == defaults[name])
+        }
 
     def __repr__(self) -> str:
         given = [
@@ -173,6 +180,7 @@ class Decoder(Stage):
     orientation: str
     max_pixels: int
     max_scans: int
+    background: tuple[int, int, int] | None
 
     @property
     def library(self) -> str | None:

@@ -21,6 +21,7 @@ from gpuflow.loader.cpu_share import cpu_share_of
 from gpuflow.loader.placement import explain_gpu
 from gpuflow.pipeline.image_spec import STORAGE, slot_shape
 from gpuflow.pipeline.program import OpaqueStep, PointwiseStep, Program, SamplingStep, Step
+from gpuflow.pipeline.stage import Decoder
 from gpuflow.sources import fingerprint_of, is_read_remotely
 from gpuflow.sources.files import FileSource
 from gpuflow.sources.storage import is_remote
@@ -68,6 +69,7 @@ def _step_words(step: Step) -> list[str]:
 
 def _facts(config: Config, name: str, program: Program) -> Iterator[Text]:
     yield Text(f"  preprocessing  {program.pipeline.fingerprint}")
+    yield Text(f"  conventions    {_conventions(program.decoder)}")
     if name not in config.pipelines:
         assert config.serve is not None
         model = config.serve.model
@@ -88,6 +90,15 @@ def _facts(config: Config, name: str, program: Program) -> Iterator[Text]:
     yield Text(f"  device         cpu, {threads_of(run)} decode thread(s){helpers}")
     yield Text(f"  decoder        {program.decoder.library or decoder_description()}")
     yield Text(f"  on a GPU       {explain_gpu(config, name)}{_cpu_share_text(config, name, samples, remote)}")
+
+
+def _conventions(decoder: Decoder) -> str:
+    """What becomes of the parts of a file that are not its levels; docs/decoding.md says more."""
+    if decoder.library is not None:
+        return f"those of {decoder.library}"
+    alpha = "ignored" if decoder.background is None else f"composited over {list(decoder.background)}"
+    turned = "applied" if decoder.orientation == "apply" else "ignored"
+    return f"alpha is {alpha}, EXIF orientation is {turned}, ICC profiles are ignored"
 
 
 def _cpu_share_text(config: Config, name: str, samples: int, remote: bool) -> str:

@@ -168,7 +168,7 @@ class _Scanner:
         return rest
 
     def _serve(self) -> None:
-        decoder = CpuDecoder(self._decoder.color)
+        decoder = CpuDecoder(self._decoder.color, background=self._decoder.background)
         while (chunk := self._work.get()) is not None and not self._closing:
             try:
                 self._scan(chunk, decoder)

@@ -5,18 +5,20 @@ from __future__ import annotations
 import io
 import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import cv2
 import numpy as np
 import pytest
+import torch
+import torchvision
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
-from gpuflow.decode.codecs import CpuDecoder, Header, decoder_description, engine_sampling, probe
+from gpuflow.decode.codecs import CpuDecoder, Header, _segments, decoder_description, engine_sampling, probe
 from gpuflow.decode.libjpeg_turbo import find_libjpeg_turbo
 from gpuflow.errors import BadSampleError
 from tests.images import (
@@ -231,7 +233,7 @@ TINY_FRAME = segment(0xC0, struct.pack(">BHHB", 8, 8, 8, 3) + bytes((1, 0x11, 0,
 
 
 def two_faced() -> bytes:
-    """A JPEG in which libjpeg finds the true size; a reader that expects a length after RST markers finds another."""
+    """A JPEG of 53x37 pixels, as libjpeg finds; a reader that expects a length after RST markers finds 8x8."""
     true_frame = JPEG[FRAME : FRAME + 19]
     hidden = segment(0xFE, TINY_FRAME)
     leap = b"\xff\xd0" + struct.pack(">H", 2 + len(true_frame) + 4)
@@ -267,9 +269,9 @@ BAD: dict[str, tuple[bytes, str]] = {
         patch_jpeg(JPEG, bits=12),
         "12 bits per channel; gpuflow decodes images of 8 bits, so convert this one",
     ),
-    "jpeg, damaged marker": (
-        JPEG[:2] + b"\xff\xfe\0\x02abcd" + JPEG[2:],
-        "damaged header: byte 6 should begin a marker but is 0x61",
+    "jpeg, nothing but stray bytes": (
+        JPEG[:2] + b"\xff\xfe\0\x02" + b"abcd" * 9,
+        "truncated: the header breaks off after 42 bytes",
     ),
     "jpeg, end before the scan": (b"\xff\xd8\xff\xd9", "damaged header: the image ends before its first scan"),
     "jpeg, scan before the frame": (
@@ -281,6 +283,10 @@ BAD: dict[str, tuple[bytes, str]] = {
     "png, a chunk that promises a gigabyte": (
         PNG[:33] + b"\x40\0\0\0" + PNG[37:],
         f"truncated: no IEND chunk at the end of {len(PNG)} bytes",
+    ),
+    "png, animated": (
+        encode(PIXELS, "PNG", save_all=True, append_images=[Image.fromarray(255 - PIXELS)]),
+        "an animation; gpuflow decodes still images",
     ),
     "png, four bytes short": (PNG[:-4], f"truncated: no IEND chunk at the end of {len(PNG) - 4} bytes"),
     "png of 16 bits": (
@@ -314,7 +320,6 @@ UNDECODABLE: dict[str, tuple[bytes, str]] = {
         JPEG[:2] + JPEG[FRAME:].replace(b"\xff\xc4", b"\xff\xfe"),
         "the JPEG decoder gave up; the data is damaged",
     ),
-    "jpeg, two sizes": (two_faced(), "damaged header: two sizes, 8x8 and 53x37 pixels"),
     "png, no rows": (png_bytes(9, 9), "the PNG decoder gave up; the data is damaged"),
     "png, header damaged": (
         PNG[:19] + b"\x36" + PNG[20:],
@@ -351,10 +356,17 @@ def test_errors_of_the_decoder(name: str) -> None:
         assert str(caught.value) == f"decode: {reason}"
 
 
-def test_opencv_also_refuses_two_sizes() -> None:
+def test_the_size_is_that_which_libjpeg_finds() -> None:
     data = as_array(two_faced())
+    assert probe(data).size == (37, 53)
+    assert engine_sampling(data, probe(data)) is None
+    assert np.array_equal(decode(two_faced()), decode(JPEG))
+
+
+@pytest.mark.parametrize("library", ["auto", None])
+def test_an_image_of_another_size_than_its_header_was_read_to_give_is_refused(library: Any) -> None:
     with pytest.raises(BadSampleError) as caught:
-        CpuDecoder("rgb", library=None).decode(data, probe(data))
+        CpuDecoder("rgb", library=library).decode(as_array(JPEG), Header("jpeg", 8, 8, 3))
     assert str(caught.value) == "decode: damaged header: two sizes, 8x8 and 53x37 pixels"
 
 
@@ -389,7 +401,8 @@ def attempt(data: bytes, color: str, region: tuple[int, int, int, int] | None) -
         if region is not None:
             y, x, h, w = region
             region = (y % height, x % width, 1 + h % (height - y % height), 1 + w % (width - x % width))
-        image, (top, left) = CpuDecoder(color).decode(as_array(data), header, region)
+        under = (9, 8, 7) if header.alpha and header.width % 2 else None
+        image, (top, left) = CpuDecoder(color, background=under).decode(as_array(data), header, region)
     except BadSampleError as error:
         assert error.stage == "decode"  # noqa: PT017
         assert error.reason  # noqa: PT017
@@ -458,3 +471,101 @@ def test_description_names_the_decoders() -> None:
         assert text == (
             f"libjpeg-turbo {version[1]} (JPEG, only the region of a crop), OpenCV {cv2.__version__} (the rest)"
         )
+
+
+# --- stray bytes between segments -------------------------------------------------------------------------------------
+
+
+def with_stray_bytes(data: bytes, stray: bytes, places: Sequence[int]) -> bytes:
+    """A JPEG with stray bytes before these segments of its header, the first of which is number 0."""
+    starts = [at for _, at, _ in _segments(memoryview(data))]
+    for at in sorted((starts[place] for place in places), reverse=True):
+        data = data[:at] + stray + data[at:]
+    return data
+
+
+@pytest.mark.parametrize(
+    "stray", [b"abcd", b"\0", b"\xff\0", b"\0\xff\xff", b"\xff\xd3", b"\xff\x01", b"\xff\0\xff\xff\xff"]
+)
+@pytest.mark.parametrize("progressive", [False, True])
+def test_stray_bytes_between_segments_are_skipped_as_libjpeg_does(stray: bytes, progressive: bool) -> None:
+    whole = jpeg(photo(37, 53), progressive=progressive)
+    expected = decode(whole)
+    for places in ([1], [2, 3], [-1], range(1, 5)):
+        data = with_stray_bytes(whole, stray, places)
+        reference = torchvision.io.decode_jpeg(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        assert np.array_equal(reference.permute(1, 2, 0).numpy(), pillow(whole))
+        header = probe(as_array(data))
+        for decoder in (CpuDecoder("rgb"), CpuDecoder("rgb", library=None)):
+            image, _ = decoder.decode(as_array(data), header)
+            assert np.array_equal(image, expected)
+        if stray.strip(b"\xff"):
+            assert engine_sampling(as_array(data), header) is None, "NVIDIA's engines get only what is certain"
+
+
+def test_fill_bytes_are_no_stray_bytes() -> None:
+    data = with_stray_bytes(jpeg(photo(37, 53)), b"\xff\xff", [2, 3])
+    assert engine_sampling(as_array(data), probe(as_array(data))) == 0x22
+
+
+# --- alpha ------------------------------------------------------------------------------------------------------------
+
+
+def transparent(mode: str, **options: Any) -> bytes:
+    """Every alpha of 0 to 255 over every fourth level, in a PNG of this mode, or in a WebP."""
+    y, x = np.mgrid[:256, :64]
+    level, alpha = (x * 4).astype(np.uint8), y.astype(np.uint8)
+    pixels = np.stack([level, 255 - level, level // 2 + 20, alpha], axis=-1)
+    image = Image.fromarray(pixels, "RGBA")
+    if mode == "P":
+        image = image.quantize(64)
+    elif mode in ("L", "RGB"):
+        image = image.convert("RGB").convert(mode)
+    elif mode == "LA":
+        image = image.convert("LA")
+    return encode(image, options.pop("form", "PNG"), **options)
+
+
+TRANSPARENT = {
+    "png, RGBA": transparent("RGBA"),
+    "png, gray and alpha": transparent("LA"),
+    "png, palette": transparent("P"),
+    "png, a transparent level": transparent("L", transparency=149),
+    "png, a transparent color": transparent("RGB", transparency=(8, 247, 24)),
+    "webp, lossless": transparent("RGBA", form="WEBP", lossless=True, exact=True),
+}
+
+
+@pytest.mark.parametrize("name", TRANSPARENT)
+@pytest.mark.parametrize("background", [(0, 0, 0), (255, 255, 255), (255, 0, 9)], ids=str)
+def test_alpha_over_a_background_is_pillows_composition(name: str, background: tuple[int, int, int]) -> None:
+    data = TRANSPARENT[name]
+    header = probe(as_array(data))
+    assert header.alpha
+    with Image.open(io.BytesIO(data)) as image:
+        layer = image.convert("RGBA")
+    assert np.asarray(layer)[..., 3].min() < 255
+    expected = Image.alpha_composite(Image.new("RGBA", layer.size, (*background, 255)), layer).convert("RGB")
+    for color in ("rgb", "bgr"):
+        shown, _ = CpuDecoder(color, background=background).decode(as_array(data), header)
+        pixels = np.asarray(expected)[..., :: 1 if color == "rgb" else -1]
+        assert shown.shape == pixels.shape
+        assert np.abs(shown.astype(int) - pixels).max() <= 1
+    gray, _ = CpuDecoder("gray", background=background).decode(as_array(data), header)
+    assert gray.shape == (*layer.size[::-1], 1)
+    assert np.abs(gray[..., 0].astype(int) - np.asarray(expected.convert("L"))).max() <= 2
+
+
+@pytest.mark.parametrize("data", [PNG, WEBP, BMP, JPEG], ids=["png", "webp", "bmp", "jpeg"])
+def test_a_background_changes_no_opaque_image(data: bytes) -> None:
+    header = probe(as_array(data))
+    assert not header.alpha
+    with_background, _ = CpuDecoder("rgb", background=(9, 8, 7)).decode(as_array(data), header)
+    assert np.array_equal(with_background, decode(data))
+
+
+def test_without_a_background_alpha_is_dropped() -> None:
+    """The pixels are those of the file, whatever its alpha says."""
+    data = TRANSPARENT["png, RGBA"]
+    with Image.open(io.BytesIO(data)) as image:
+        assert np.array_equal(decode(data), np.asarray(image)[..., :3])

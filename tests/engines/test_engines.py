@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,11 +16,13 @@ from torch import nn
 
 from gpuflow.config import ModelSpec
 from gpuflow.engines import Engine, ModelInfo, class_names, open_engines, read_info, refuse_other_preprocessing
-from gpuflow.engines.base import METADATA_KEY, run_in_thread
+from gpuflow.engines.base import METADATA_KEY, cores_per_instance, run_in_thread
 from gpuflow.engines.onnx import OnnxEngine
 from gpuflow.engines.pytorch import TorchEngine, load_checkpoint, padded_sizes
 from gpuflow.errors import ConfigError, MissingExtra
 from gpuflow.pipeline.stage import ImageSpec, Pipeline
+from gpuflow.runtime import cpu_budget
+from gpuflow.runtime.cpu_budget import available_threads
 from gpuflow.runtime.threads import DaemonPool
 from gpuflow.stages import CenterCrop, Decode, Normalize, Resize
 from tests.datasets import deadline, python
@@ -116,7 +119,6 @@ def test_a_checkpoint_may_run_in_16_bits(models: Models, precision: str) -> None
 
 
 def test_describe_of_torch(models: Models) -> None:
-    import os
 
     (first, _) = open_engines(ModelSpec(file=str(models.checkpoint), instances=2, batch=8), image=FLOAT, device=CPU)
     assert first.describe() == {
@@ -125,7 +127,7 @@ def test_describe_of_torch(models: Models) -> None:
         "device": "cpu",
         "batch": 8,
         "cuda_graphs": False,
-        "threads": max(1, len(os.sched_getaffinity(0)) // 2),
+        "threads": max(1, available_threads() // 2),
         "file": str(models.checkpoint),
         "precision": "float32",
         "compile": False,
@@ -134,7 +136,6 @@ def test_describe_of_torch(models: Models) -> None:
 
 
 def test_describe_of_onnxruntime(models: Models) -> None:
-    import os
 
     import onnxruntime
 
@@ -145,7 +146,7 @@ def test_describe_of_onnxruntime(models: Models) -> None:
         "batch": 8,
         "precision": "as exported",
         "providers": ["CPUExecutionProvider"],
-        "threads": max(1, len(os.sched_getaffinity(0)) // 2),
+        "threads": max(1, available_threads() // 2),
         "file": str(models.onnx),
     }
 
@@ -572,3 +573,13 @@ assert not heavy, heavy
 """
     done = python(code)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(("quota", "instances", "threads"), [(2.0, 1, 2), (2.0, 2, 1), (6.5, 2, 3), (None, 4, 16)])
+def test_engines_share_the_cores_that_control_groups_grant(
+    quota: float | None, instances: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(64)))
+    monkeypatch.setattr(cpu_budget, "cpu_quota", lambda: quota)
+    assert cores_per_instance(instances) == threads

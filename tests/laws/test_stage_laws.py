@@ -80,6 +80,7 @@ OTHER: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
             "orientation": "apply",
             "max_pixels": 1000,
             "max_scans": 9,
+            "background": (255, 0, 9),
         },
     ),
     "resize": ({"height": 8, "width": 9}, {"height": 9, "width": 8, "interpolation": "nearest", "antialias": False}),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import struct
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from gpuflow.parity.prefixes import Prefix, prefixes_of
 from gpuflow.parity.ways import NAIVE, ways_of
 from gpuflow.stages import Normalize
 from tests.datasets import RAW, VAL, Entries
+from tests.images import png_chunk
 from tests.parity.conftest import read
 from tests.running import images as cpu_images
 
@@ -221,3 +224,29 @@ def test_a_pipeline_that_begins_with_a_preset(name: str, photos: Path, tmp_path:
     assert ways[name].missing() == "the pipeline itself begins with it"
     for way in "val", "serve":
         assert ways[way].missing() == (None if name == "torchpipe_cpu" else f"{head} runs only on a GPU")
+
+
+def test_whatever_pillow_raises_is_its_refusal(folder: Path) -> None:
+    """A broken chunk of a PNG is a SyntaxError in Pillow; other parsers raise struct.error, IndexError and others."""
+    ways, prefixes = setup(folder)
+    rng = np.random.default_rng(0)
+    packed = zlib.compress(b"".join(b"\0" + rng.bytes(3 * 50) for _ in range(40)))
+    header = struct.pack(">IIBBBBB", 50, 40, 8, 2, 0, 0, 0)
+    chunks = ((b"IHDR", header), (b"IDAT", packed[:900]), (b"\0\1\2\3", b""), (b"IDAT", packed[900:]), (b"IEND", b""))
+    data = b"\x89PNG\r\n\x1a\n" + b"".join(png_chunk(name, body) for name, body in chunks)
+    broken = np.frombuffer(data, np.uint8)
+    with pytest.raises(SyntaxError), Image.open(io.BytesIO(broken.tobytes())) as image:
+        image.load()
+    (refused,) = ways["pillow"].run(prefixes[-1], [broken])
+    assert isinstance(refused, BadSampleError)
+    assert refused.stage == "torchvision"
+
+
+def test_pillow_composites_over_the_background_too(folder: Path) -> None:
+    entries = [{"decode": {"background": [255, 0, 9]}}, *VAL[1:]]
+    ways, prefixes = setup(folder, entries, entries)
+    data = [SAMPLES["png with alpha"]]
+    ours, theirs = (next(iter(ways[name].run(prefixes[0], data))) for name in ("val", "pillow"))
+    assert isinstance(ours, torch.Tensor) and isinstance(theirs, torch.Tensor)
+    height, width = theirs.shape[1:]
+    assert (ours[:, :height, :width].float() - theirs.float()).abs().max() <= 1

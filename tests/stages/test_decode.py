@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from gpuflow.errors import ConfigError
 from gpuflow.pipeline.stage import ENCODED
 from gpuflow.stages import CenterCrop, Decode, Normalize
-from tests.images import jpeg, photo, png, with_orientation
+from tests.images import encode, jpeg, photo, png, with_orientation
 from tests.running import RGB, decoded, images, program_of, run
 
 
@@ -58,3 +59,20 @@ def test_errors(parameters: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         Decode(**parameters)
     assert str(caught.value) == text
+
+
+def test_a_background_counts_and_its_absence_does_not() -> None:
+    """Fingerprints of files from before there was a background stay as they were."""
+    assert "background" not in Decode().params()
+    assert Decode(background=(1, 2, 3)).params()["background"] == (1, 2, 3)
+    for wrong in ((0, 0, 256), (-1, 0, 0)):
+        with pytest.raises(ConfigError) as caught:
+            Decode(background=wrong)
+        assert caught.value.problems[0].path == ("decode", "background")
+
+
+def test_a_pipeline_composites_alpha_over_the_background() -> None:
+    pixels = photo(20, 30)
+    data = encode(np.dstack([pixels, np.full((20, 30), 0, np.uint8)]), "PNG")
+    (image,) = images(program_of(Decode(background=(255, 0, 9)), CenterCrop(size=10)), [data])
+    assert image.flatten(1).T.unique(dim=0).tolist() == [[255, 0, 9]]

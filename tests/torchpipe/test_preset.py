@@ -10,6 +10,7 @@ import cv2
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 import gpuflow
 from gpuflow.cli import _sizes
@@ -253,3 +254,29 @@ def test_explain_and_scan(tmp_path: Path) -> None:
         (1, "corrupt", True),
         (2, "corrupt", True),
     ]
+
+
+@pytest.mark.parametrize("name", ["torchpipe_cpu", "torchpipe_gpu"])
+def test_an_animated_png_is_refused(name: Any) -> None:
+    data = encode(photo(9, 8), "PNG", save_all=True, append_images=[Image.fromarray(photo(9, 8, seed=1))])
+    with pytest.raises(BadSampleError) as caught:
+        Preset(name=name, height=8, width=8).check(as_array(data))
+    assert caught.value.reason == "an animation; gpuflow decodes still images"
+    Preset(name=name, height=8, width=8).check(as_array(encode(photo(9, 8), "PNG")))
+
+
+@pytest.mark.parametrize("block", ["serve", "pipelines.val"])
+def test_a_background_behind_a_preset_is_a_located_error(block: str, tmp_path: Path) -> None:
+    keys = "preset: torchpipe_cpu, height: 8, width: 8, stages: [decode: {background: [1, 2, 3]}]"
+    text = "source: {folder: photos}\npipelines: {val: {" + (
+        keys if block != "serve" else "stages: [decode, center_crop: {size: 8}]"
+    )
+    text += "}}\n" + (f"serve: {{{keys}}}\n" if block == "serve" else "")
+    (tmp_path / "x.yaml").write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        read_config(tmp_path / "x.yaml", STAGES, ())
+    (problem,) = caught.value.problems
+    assert ".".join(map(str, problem.path)).startswith(f"{block}.stages.0")
+    assert problem.rule == (
+        "has a background, but torchpipe's operators in the preset before it ignore alpha; remove the preset"
+    )
