@@ -177,6 +177,11 @@ class Predictor:
         return self._running.in_flight
 
     @property
+    def held_bytes(self) -> int:
+        """Size of the encoded images that are submitted and not decoded yet."""
+        return self._running.held_bytes
+
+    @property
     def batches(self) -> dict[int, int]:
         """How often the model has run, by batch size."""
         return self._running.batches
@@ -185,7 +190,7 @@ class Predictor:
         """Have every instance that decodes decode gpuflow's own test image, while requests go on.
 
         Raises:
-            DecoderError: one fails, also with a new decoder.
+            DecoderError: one fails, also with a new decoder. PredictorError: an instance of the model keeps failing.
         """
         self._running.check()
 

@@ -8,6 +8,7 @@ stays empty, because torchpipe fails a whole batch for an exception that a node 
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from functools import partial
@@ -26,7 +27,7 @@ from gpuflow.pipeline.stage import Keys
 from gpuflow.runtime.threads import use_torch_threads
 from gpuflow.torchpipe.adapter import keep_thread_state
 from gpuflow.torchpipe.graph import program_from_json
-from gpuflow.torchpipe.request_queue import Request, RequestQueue, Waiting
+from gpuflow.torchpipe.request_queue import Request, RequestQueue
 
 if TYPE_CHECKING:
     from gpuflow.engines import Engine
@@ -37,6 +38,7 @@ Item = MutableMapping[str, Any]
 
 _MAX_BATCH = 2
 """Images that an instance accepts at a time. With 1, torchpipe blocks the caller until an instance is free."""
+_MOST_FAILURES, _FAILED_SECONDS = 3, 60.0
 _EMPTY, _CANCELLED = torch.empty(0), PredictorError("cancelled")
 _ONE = Keys(0, 0, np.zeros(1, np.int64))
 """The random keys of one image, which serving stages do not use."""
@@ -86,7 +88,8 @@ class Session:
             return self._preprocessors[0]
 
     def check(self) -> None:
-        """Have every instance that decodes decode gpuflow's own test image. Raises DecoderError if one fails."""
+        """Have every instance that decodes decode gpuflow's own test image. Raises DecoderError if one fails, and
+        PredictorError if an instance of the model keeps failing."""
         for node in tuple(self._nodes):
             node.check()
         for preprocessor in tuple(self._preprocessors):
@@ -176,11 +179,14 @@ class PreprocessNode:
     def forward(self, items: Sequence[Item]) -> None:
         wanted = []
         for item in items:
-            if "request" in item and item["request"].future.cancelled():
+            data = item["request"].take_data() if "request" in item else item["data"]
+            if data is None:
                 _write(item, _CANCELLED)
             else:
-                wanted.append(item)
-        for item, image in zip(wanted, self.images([item["data"] for item in wanted]), strict=True):
+                wanted.append((item, data))
+        for (item, _), image in zip(wanted, self.images([data for _, data in wanted]), strict=True):
+            if "request" in item:
+                item["request"].release_data()
             if isinstance(image, Exception):
                 if "request" in item:
                     item["request"].fault = image
@@ -274,6 +280,7 @@ class ModelNode:
         self._device, self._result = torch.device(parameters["device"]), program.result
         if self._engine is not None:
             self._engine.bind_thread()
+        self._failures, self._failed_at, self._fault = 0, 0.0, ""
         self._preset: list[torch.nn.Module] | None = None
         if isinstance(program.decoder, Preset):
             self._preset = [stage.module() for stage in program.pipeline.stages[1:]]
@@ -311,7 +318,9 @@ class ModelNode:
         try:
             if good:
                 found = self._run(list(good.values()), [as_images[row] for row in good])
+            self._failures = 0
         except BaseException as error:  # a caller waits for each item, so every error becomes an answer
+            self._failures, self._failed_at, self._fault = self._failures + 1, time.monotonic(), repr(error)
             failed = PredictorError(f"the model failed on a batch of {len(good)}: {error!r}")
             failed.__cause__ = error
             found = [failed] * len(good)
@@ -352,7 +361,10 @@ class ModelNode:
         return [batch[row : row + 1] for row in range(len(batch))]
 
     def check(self) -> None:
-        """Nothing to check: this node decodes nothing."""
+        """Raises PredictorError if the model failed several times in a row, unless the last time is a minute ago: where
+        a service that is not ready gets no requests, only another request can show that it works again."""
+        if self._failures >= _MOST_FAILURES and time.monotonic() - self._failed_at < _FAILED_SECONDS:
+            raise PredictorError(f"the model failed on the last {self._failures} batches: {self._fault}")
 
     def release(self) -> None:
         self._engine = None
@@ -376,25 +388,25 @@ class PredictNode(ModelNode):
         items = list(items)
         queue = self._session.queue
         if queue is None:
-            for item, answer in zip(items, self._predict([(item["data"], None) for item in items]), strict=True):
+            images = self._preprocess.images([item["data"] for item in items])
+            for item, answer in zip(items, self.answer(images, [None] * len(items)), strict=True):
                 _write(item, answer)
             return
         queue.mark_started(len(items))
-        batch: list[Waiting] = [(item["data"], item["request"]) for item in items]
+        batch: list[Request] = [item["request"] for item in items]
         while batch:
             arrived = queue.arrived
             self._predict(batch)
             batch = queue.next_batch(arrived=arrived + len(batch), seconds=self._patience)
 
-    def _predict(self, batch: Sequence[tuple[bytes, Request | None]]) -> list[torch.Tensor | Exception]:
-        """As `answer`, for encoded images. Requests that were cancelled are not decoded."""
-        wanted = [request is None or not request.future.cancelled() for _, request in batch]
-        images = iter(
-            self._preprocess.images([data for (data, _), is_wanted in zip(batch, wanted, strict=True) if is_wanted])
-        )
-        return self.answer(
-            [next(images) if is_wanted else _CANCELLED for is_wanted in wanted], [request for _, request in batch]
-        )
+    def _predict(self, batch: Sequence[Request]) -> None:
+        """Decode a batch of requests, run the model and set their results. Those that were dropped are not decoded."""
+        files = {request: data for request in batch if (data := request.take_data()) is not None}
+        images = dict(zip(files, self._preprocess.images(list(files.values())), strict=True))
+        for request in files:
+            request.release_data()
+        del files
+        self.answer([images.get(request, _CANCELLED) for request in batch], batch)
 
 
 def _write(item: Item, answer: torch.Tensor | Exception) -> None:

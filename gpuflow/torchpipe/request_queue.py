@@ -3,38 +3,66 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
+import weakref
+from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
 import torch
 
-__all__ = ["Request", "RequestQueue", "Waiting"]
+__all__ = ["Request", "RequestQueue"]
 
 
 class Request:
     """One image on its way through a graph; the item that torchpipe carries has it as `request`.
 
+    data: the encoded image. It is dropped once it is decoded, or at once if the request is cancelled before a node
+    has taken it: a request that nobody waits for any more holds no memory, however long the graph is busy.
     future: what `wrap` returns for the logits [K], or for the image [C, H, W] that the model gets if `wants_image`.
-    done: called once when the graph has finished with the request, whatever the outcome, just before the future is set.
-    answered: whether `set_result` was called. fault: what a node raised for it; torchpipe passes on only its text.
+    done: called once, before the future has its result, when the graph has finished with the request or dropped it.
+    held_bytes: size of the encoded image while it is in memory.
+    answered: whether `set_result` was called. ended: whether `done` was.
+    fault: what a node raised for it; torchpipe passes on only its text.
     """
 
     def __init__(
-        self, done: Callable[[Request], None], *, wrap: Callable[[torch.Tensor], Any], wants_image: bool = False
+        self,
+        data: bytes,
+        done: Callable[[Request], None],
+        *,
+        wrap: Callable[[torch.Tensor], Any],
+        wants_image: bool = False,
     ) -> None:
         self.future: Future[Any] = Future()
-        self.wants_image, self.answered = wants_image, False
+        self.wants_image = wants_image
+        self.answered = self.ended = False
         self.fault: Exception | None = None
+        self.held_bytes = len(data)
+        self._data: bytes | None = data
         self._wrap, self._done = wrap, done
         self._wanted: bool | None = None
+        self._lock = threading.Lock()
+        # Weakly, because a request that refers to itself would stay until the garbage collector runs.
+        dropped = weakref.WeakMethod(self._drop)
+        self.future.add_done_callback(lambda future: _drop_cancelled(future, dropped))
+
+    def take_data(self) -> bytes | None:
+        """The encoded image, for the node that decodes it and then calls `release_data`; None if it was dropped."""
+        with self._lock:
+            data, self._data = self._data, None
+        return data
+
+    def release_data(self) -> None:
+        """The image is decoded: its bytes are no longer in memory."""
+        self.held_bytes = 0
 
     def begin(self) -> bool:
         """Mark the request as running, after which it cannot be cancelled. Returns False if it was cancelled before."""
-        if self._wanted is None:
-            self._wanted = self.future.set_running_or_notify_cancel()
-        return self._wanted
+        with self._lock:
+            if self._wanted is None:
+                self._wanted = self.future.set_running_or_notify_cancel()
+            return self._wanted
 
     def set_result(self, value: torch.Tensor | Exception) -> None:
         """Call `done`, then set the future's result or exception unless it was cancelled."""
@@ -46,7 +74,7 @@ class Request:
                 result = self._wrap(value)
             except Exception as error:  # such as a fault of the GPU, for which `wrap` may wait
                 result = error
-        self._done(self)
+        self._end()
         if not wanted:
             return
         if isinstance(result, Exception):
@@ -54,13 +82,30 @@ class Request:
         else:
             self.future.set_result(result)
 
+    def _drop(self) -> None:
+        """Give the bytes back and end the request, unless a node has taken them and ends it soon."""
+        if self.take_data() is not None:
+            self.release_data()
+            self.begin()
+            self._end()
 
-Waiting = tuple[bytes, Request]
-"""An encoded image and the request for it."""
+    def _end(self) -> None:
+        with self._lock:
+            ended, self.ended = self.ended, True
+        if not ended:
+            self._done(self)
+
+
+def _drop_cancelled(future: Future[Any], dropped: weakref.WeakMethod[Callable[[], None]]) -> None:
+    drop = dropped()
+    if drop is not None and future.cancelled():
+        drop()
 
 
 class RequestQueue:
     """Requests that arrived while all instances of a node were busy, in order. Any thread may call any method.
+
+    A request that is cancelled must be discarded: it leaves the queue at once.
 
     torchpipe has a queue of its own. But while that queue holds an item and no instance is free, torchpipe's thread
     polls it without a pause, and each caller that adds a request waits for the same lock, for as long as the batching
@@ -73,31 +118,36 @@ class RequestQueue:
     arrived: how many requests have been added so far.
     """
 
-    def __init__(self, start: Callable[[bytes, Request], object], *, instances: int, batch: int) -> None:
+    def __init__(self, start: Callable[[Request], object], *, instances: int, batch: int) -> None:
         self.arrived = 0
         self._start, self._free, self._batch = start, instances, batch
         self._started = 0  # requests that torchpipe has and no instance yet
-        self._waiting: deque[Waiting] = deque()
+        self._waiting: OrderedDict[Request, None] = OrderedDict()
         self._arrival, self._awaited = threading.Condition(), set[int]()
 
-    def add(self, data: bytes, request: Request) -> None:
+    def add(self, request: Request) -> None:
         """Start an instance with a request, or let the request wait. Raises what `start` does."""
         with self._arrival:
             starts = self._started < self._free
             if starts:
                 self._started += 1
             else:
-                self._waiting.append((data, request))
+                self._waiting[request] = None
             self.arrived += 1
             if self.arrived in self._awaited or len(self._waiting) == self._batch:
                 self._arrival.notify_all()
         if starts:
             try:
-                self._start(data, request)
+                self._start(request)
             except BaseException:
                 with self._arrival:
                     self._started -= 1
                 raise
+
+    def discard(self, request: Request) -> None:
+        """Remove a request that was cancelled. One that does not wait here is left alone."""
+        with self._arrival:
+            self._waiting.pop(request, None)
 
     def mark_started(self, requests: int) -> None:
         """An instance received this many requests from torchpipe. It is busy until `next_batch` returns none."""
@@ -105,7 +155,7 @@ class RequestQueue:
             self._started -= requests
             self._free -= 1
 
-    def next_batch(self, *, arrived: int, seconds: float) -> list[Waiting]:
+    def next_batch(self, *, arrived: int, seconds: float) -> list[Request]:
         """The requests that a busy instance runs next; empty if none waits, which frees the instance.
 
         Waits until `arrived` requests have been added or the batch is full, but no longer than `seconds`.
@@ -114,6 +164,6 @@ class RequestQueue:
             self._awaited.add(arrived)
             self._arrival.wait_for(lambda: self.arrived >= arrived or len(self._waiting) >= self._batch, seconds)
             self._awaited.discard(arrived)
-            batch = [self._waiting.popleft() for _ in range(min(self._batch, len(self._waiting)))]
+            batch = [self._waiting.popitem(last=False)[0] for _ in range(min(self._batch, len(self._waiting)))]
             self._free += not batch
         return batch

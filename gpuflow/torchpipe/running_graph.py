@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
@@ -65,9 +65,9 @@ def _close_session(name: str) -> None:
     SESSIONS.pop(name).close()
 
 
-def _start(pipe: Pipe, data: bytes, request: Request) -> None:
-    """Pass a request to a graph of gpuflow's own nodes, without waiting for it."""
-    pipe.start({"data": data, "request": request})
+def _start(pipe: Pipe, request: Request) -> None:
+    """Pass a request to a graph of gpuflow's own nodes, which take its data from it, without waiting for it."""
+    pipe.start({"data": b"", "request": request})
 
 
 class RunningGraph:
@@ -104,6 +104,7 @@ class RunningGraph:
         callers = sum(int(node["instance_num"]) * int(node.get("batch", 1)) for node in nodes.values())
         self._callers = DaemonPool(min(callers, _MAX_CALLERS), "serve") if graph.native else None
         head = next(iter(nodes.values()))
+        self._native_head = head["backend"] not in OURS
         if head["backend"] == PREDICT:
             instances, batch = int(head["instance_num"]), int(head["batch"])
             self._session.queue = RequestQueue(partial(_start, self._pipe), instances=instances, batch=batch)
@@ -117,7 +118,7 @@ class RunningGraph:
         """What `wrap` returns for the logits [K] of one image, or for the image [C, H, W] that the model gets.
 
         The future raises BadSampleError for bytes that are no image, PredictorError where the model failed. A request
-        that is cancelled before the model starts on it is dropped.
+        that is cancelled before the model starts on it is dropped, and its bytes at once if it is not being decoded.
 
         Raises:
             PredictorError: the graph is closed, or was made in the parent of this process.
@@ -127,18 +128,18 @@ class RunningGraph:
                 f"the predictor was made in process {self._pid} and does not work in its forked child {os.getpid()}; "
                 "load it after the fork, or start processes by spawn"
             )
-        request = Request(self._done, wrap=wrap, wants_image=wants_image)
+        request = Request(data, self._done, wrap=wrap, wants_image=wants_image)
         with self._idle:
             if self._closed:
                 raise PredictorError("the predictor is closed; load it again")
             self._requests.add(request)
         try:
             if self._session.queue is not None:
-                self._session.queue.add(data, request)
+                self._session.queue.add(request)
             elif self._callers is None:
-                _start(self._pipe, data, request)
+                _start(self._pipe, request)
             else:
-                self._callers.submit(self._call, {"data": data, "request": request}, request)
+                self._callers.submit(self._call, request)
         except BaseException:
             request.future.cancel()
             request.begin()  # `close` may wait for the future
@@ -146,13 +147,17 @@ class RunningGraph:
             raise
         return request.future
 
-    def _call(self, item: dict[str, Any], request: Request) -> None:
-        """Run an item and wait. For graphs with torchpipe's own operators, which do not answer requests."""
+    def _call(self, request: Request) -> None:
+        """Run a request and wait. For graphs with torchpipe's own operators, which do not answer requests."""
+        # A node of gpuflow's own takes the data from the request.
+        data = request.take_data() if self._native_head else b""
+        if data is None or request.ended:
+            return
         answer: torch.Tensor | Exception
         try:
             if self._preset is not None:
-                self._preset.check(np.frombuffer(item["data"], np.uint8))
-            answer = from_dlpack(self._pipe.run(item))
+                self._preset.check(np.frombuffer(data, np.uint8))
+            answer = from_dlpack(self._pipe.run({"data": data, "request": request}))
         except BadSampleError as fault:
             answer = fault
         except Exception as error:
@@ -161,6 +166,7 @@ class RunningGraph:
                 answer.__cause__ = error
             else:
                 answer = request.fault or PredictorError(f"torchpipe: {str(error).strip().splitlines()[-1]}")
+        request.release_data()
         if not request.answered:
             request.set_result(answer if isinstance(answer, Exception) else answer.float().cpu().flatten())
 
@@ -168,7 +174,7 @@ class RunningGraph:
         """Have every instance that decodes decode gpuflow's own test image.
 
         Raises:
-            DecoderError: one fails, also with a new decoder.
+            DecoderError: one fails, also with a new decoder. PredictorError: an instance of the model keeps failing.
         """
         self._session.check()
         if self._preset is not None:
@@ -180,6 +186,8 @@ class RunningGraph:
                 ) from error
 
     def _done(self, request: Request) -> None:
+        if self._session.queue is not None and request.future.cancelled():
+            self._session.queue.discard(request)
         with self._idle:
             self._requests.discard(request)
             if not self._requests:
@@ -189,6 +197,11 @@ class RunningGraph:
     def in_flight(self) -> int:
         """Number of images that are submitted and not answered yet."""
         return len(self._requests)
+
+    @property
+    def held_bytes(self) -> int:
+        """Size of the encoded images that are submitted and not decoded yet."""
+        return sum(request.held_bytes for request in list(self._requests))
 
     @property
     def batches(self) -> dict[int, int]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import time
-from concurrent.futures import ThreadPoolExecutor
+import weakref
+from concurrent.futures import ThreadPoolExecutor, wait
 from threading import Barrier
 
 import pytest
@@ -22,9 +24,11 @@ class Started:
         self.given: list[bytes] = []
         self.refuses = False
 
-    def __call__(self, data: bytes, request: Request) -> None:
+    def __call__(self, request: Request) -> None:
         if self.refuses:
             raise RuntimeError("no")
+        data = request.take_data()
+        assert data is not None
         self.given.append(data)
 
 
@@ -35,11 +39,11 @@ def started() -> Started:
 
 def add(queue: RequestQueue, *data: bytes) -> None:
     for each in data:
-        queue.add(each, Request(lambda request: None, wrap=lambda value: value))
+        queue.add(Request(each, lambda request: None, wrap=lambda value: value))
 
 
 def next_batch(queue: RequestQueue, *, arrived: int = 0, seconds: float = 0.0) -> list[bytes]:
-    return [data for data, _ in queue.next_batch(arrived=arrived, seconds=seconds)]
+    return [request.take_data() or b"" for request in queue.next_batch(arrived=arrived, seconds=seconds)]
 
 
 def test_a_request_starts_a_free_instance(started: Started) -> None:
@@ -148,11 +152,61 @@ def test_many_threads_lose_nothing(started: Started) -> None:
         assert [data[1] for data in found if data[0] == number] == list(range(200)), "of one thread in order"
 
 
+# --- requests ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_cancelled_request_leaves_the_queue_and_memory_at_once(started: Started) -> None:
+    queue = RequestQueue(started, instances=1, batch=4)
+    add(queue, b"a")
+    queue.mark_started(1)
+    requests = [Request(bytes([65 + i]) * 100, queue.discard, wrap=lambda value: value) for i in range(3)]
+    for request in requests:
+        queue.add(request)
+    assert requests[1].future.cancel()
+    assert [request.held_bytes for request in requests] == [100, 0, 100]
+    assert requests[1].take_data() is None
+    assert next_batch(queue) == [b"A" * 100, b"C" * 100]
+
+
+def test_a_request_that_is_being_decoded_keeps_its_bytes_until_then() -> None:
+    done: list[Request] = []
+    request = Request(b"abc", done.append, wrap=lambda value: value)
+    assert request.take_data() == b"abc"
+    assert request.future.cancel(), "the model has not started"
+    assert (request.held_bytes, done) == (3, [])
+    request.release_data()
+    request.set_result(torch.zeros(1))
+    assert (request.held_bytes, done) == (0, [request])
+
+
+def test_a_cancelled_request_is_done_once() -> None:
+    done: list[Request] = []
+    request = Request(b"abc", done.append, wrap=lambda value: value)
+    request.future.cancel()
+    assert not wait([request.future], timeout=0).not_done, "close waits for it"
+    request.set_result(torch.zeros(1))
+    assert done == [request]
+
+
+def test_a_request_is_freed_without_the_garbage_collector() -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        request = Request(b"abc", lambda request: None, wrap=lambda value: value)
+        reference, future = weakref.ref(request), request.future
+        request.set_result(torch.zeros(1))
+        del request
+        assert reference() is None
+        assert future.result(0) == 0
+    finally:
+        gc.enable()
+
+
 @pytest.mark.parametrize("value", [torch.ones(3), BadSampleError("decode", "no image")], ids=["answer", "fault"])
 def test_a_request_is_done_before_its_answer_can_be_seen(value: torch.Tensor | Exception) -> None:
     """Otherwise a client that has its answer could find its own place in the queue still taken."""
     seen = []
-    request = Request(lambda request: seen.append(request.future.done()), wrap=lambda logits: logits)
+    request = Request(b"", lambda request: seen.append(request.future.done()), wrap=lambda logits: logits)
     request.set_result(value)
     assert (seen, request.future.done()) == ([False], True)
 
@@ -162,7 +216,7 @@ def test_an_error_of_wrap_is_the_answer() -> None:
         raise RuntimeError("the GPU does not answer")
 
     done: list[Request] = []
-    request = Request(done.append, wrap=wrap)
+    request = Request(b"", done.append, wrap=wrap)
     request.set_result(torch.ones(3))
     assert str(request.future.exception(0)) == "the GPU does not answer"
     assert done == [request]

@@ -99,6 +99,29 @@ def test_one_node_that_does_both_gives_the_same() -> None:
     assert engine.closed
 
 
+@pytest.mark.parametrize("two_nodes", [True, False])
+def test_cancelled_requests_give_their_bytes_back_while_the_model_is_busy(two_nodes: bool) -> None:
+    gate = Gate()
+    graph = graph_of(threads=1, batch=1)
+    running = RunningGraph(graph if two_nodes else fused(graph), [FakeEngine(before=gate)])
+    first = submit(running, DATA[0])
+    assert gate.reached.wait(timeout=20)
+    waiting = [submit(running, bytes(1_000_000)) for _ in range(8)]
+    for future in waiting:
+        future.cancel()
+    deadline = time.monotonic() + 20
+    while running.held_bytes:  # two nodes: one may be decoded right now
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert not first.done()
+    if not two_nodes:
+        assert running.in_flight == 1
+    gate.open()
+    first.result(timeout=20)
+    assert running.close(20)
+    assert running.in_flight == 0
+
+
 def test_callers_with_an_answer_may_send_again_before_the_next_batch() -> None:
     engine = FakeEngine(before=Nap(0.02))
     running = RunningGraph(fused(graph_of(batch=8), patience="2000"), [engine])
