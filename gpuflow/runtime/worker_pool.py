@@ -170,11 +170,22 @@ class WorkerPool:
         setup: pickled for `prepare`.
         task: what they do, as a verb for log messages: `read` or `decode`.
         handshake: whether workers send READY, or else why they cannot start, before they take requests.
+        restart_seconds: if given, later requests start workers again that were lost, at most once in this time. Those
+            that cannot start are not started again.
     """
 
     def __init__(
-        self, module: str, *, connections: Sequence[int], setup: object, task: str, handshake: bool = True
+        self,
+        module: str,
+        *,
+        connections: Sequence[int],
+        setup: object,
+        task: str,
+        handshake: bool = True,
+        restart_seconds: float | None = None,
     ) -> None:
+        self._module, self._connections, self._handshake = module, tuple(connections), handshake
+        self._restart_seconds, self._next_restart, self._restarting = restart_seconds, 0.0, threading.Lock()
         self._task, self._pid, self._servers = task, os.getpid(), list[ForkServer]()
         self._workers: set[tuple[ForkServer, int]] = set()
         self._idle: queue.SimpleQueue[WorkerConnection] = queue.SimpleQueue()
@@ -182,17 +193,38 @@ class WorkerPool:
         self._refusals: set[str] = set()
         self._end = weakref.finalize(self, _end, self._servers, self._pid)
         try:
-            server = ForkServer(module, connections=connections, setup=pickle.dumps(setup, pickle.HIGHEST_PROTOCOL))
+            self._setup = pickle.dumps(setup, pickle.HIGHEST_PROTOCOL)
+            self._start(connections)
         except Exception as error:  # a stage or a source raises what it likes when it is pickled
+            self._restart_seconds = None
             _LOG.warning("no process to %s with: %s; threads %s instead", task, error, task)
-            return
+
+    def _start(self, connections: Sequence[int]) -> None:
+        server = ForkServer(self._module, connections=connections, setup=self._setup)
         self._servers.append(server)
         self._workers |= {connection.worker for connection in server.connections}
-        if handshake:
+        if self._handshake:
             self._starting += server.connections
         else:
             for connection in server.connections:
                 self._idle.put(connection)
+
+    def _restart_lost(self) -> None:
+        """Start workers in place of those that were lost, if that is wanted and the last time is long enough ago."""
+        lost = len(self._connections) - len(self)
+        if self._restart_seconds is None or not lost or time.monotonic() < self._next_restart:
+            return
+        if not self._restarting.acquire(blocking=False):
+            return
+        try:
+            if not self.closed:
+                self._next_restart = time.monotonic() + self._restart_seconds
+                self._start(self._connections[:lost])
+                _LOG.warning("%d processes that %s are started again", lost, self._task)
+        except OSError as error:
+            _LOG.warning("no process to %s with: %s; threads %s instead", self._task, error, self._task)
+        finally:
+            self._restarting.release()
 
     def __len__(self) -> int:
         """Workers that are not lost."""
@@ -245,7 +277,8 @@ class WorkerPool:
 
     def close(self) -> None:
         """Kill the workers. Threads that wait for an answer get an error."""
-        self._end()
+        with self._restarting:
+            self._end()
         while (connection := self._acquire()) is not None:
             connection.close()
         with self._starting_lock:
@@ -257,6 +290,7 @@ class WorkerPool:
         """A free connection, or None; always None in a forked child of the process that the workers belong to."""
         if os.getpid() != self._pid:
             return None
+        self._restart_lost()
         self._welcome_started()
         try:
             return self._idle.get_nowait()
@@ -296,6 +330,7 @@ class WorkerPool:
         if message == READY:
             self._idle.put(connection)
         else:
+            self._restart_seconds = None  # another one could not start either
             self._refuse(connection, message)
 
     def _lose(self, connection: WorkerConnection, error: BaseException) -> None:
@@ -316,8 +351,10 @@ class WorkerPool:
             self._workers.remove(connection.worker)
         except KeyError:
             return False
-        if not self._workers:
+        if not any(other is server for other, _ in list(self._workers)):
             server.end()
+            with suppress(ValueError):  # another thread was faster
+                self._servers.remove(server)
         return not self.closed
 
 

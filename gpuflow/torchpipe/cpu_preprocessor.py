@@ -30,7 +30,7 @@ from gpuflow.sources import Payload
 
 __all__ = ["CpuPreprocessor", "prepare", "work"]
 
-_START_SECONDS = 30.0
+_START_SECONDS, _RESTART_SECONDS = 30.0, 10.0
 _KEPT_BATCHES = 4
 
 
@@ -38,7 +38,7 @@ class CpuPreprocessor:
     """Encoded images to images, several at a time. Any thread may call any method.
 
     Waits until the worker processes have started, for half a minute at most. What no worker can do, the caller's
-    thread does.
+    thread does. Workers that are lost are started again, at most every ten seconds.
 
     Args:
         program: of the block `serve`. batch: how many files `run` gets at most. processes: to start, one at least.
@@ -50,14 +50,20 @@ class CpuPreprocessor:
         self._bytes = BytePool(make=shared)
         dtype = np.dtype(STORAGE[program.result.dtype])
         self._slots = SlotPool((batch, *slot_shape(program.result)), dtype, keep=_KEPT_BATCHES, make=shared)
-        self._pool = WorkerPool(__name__, connections=[1] * processes, setup=program, task="decode")
+        self._pool = WorkerPool(
+            __name__,
+            connections=[1] * processes,
+            setup=program,
+            task="decode",
+            restart_seconds=_RESTART_SECONDS,
+        )
         self._pool.wait_until_ready(_START_SECONDS)
 
     def run(self, files: Sequence[bytes]) -> list[torch.Tensor | BadSampleError]:
         """For each file its image [1, C, H, W], or why it is bad. The images are rows of one batch in memory."""
         payload = Payload.of(files, self._bytes.acquire)
         slots = self._slots.acquire(len(files))
-        parts = _parts(len(files), max(1, len(self._pool)))
+        parts = _parts(len(files), max(1, self._pool.counts()["at_work"]))
         requests = [(part, self._begin(payload, part, slots)) for part in parts]
         faults: list[BadSampleError | None] = [None] * len(files)
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -76,6 +77,39 @@ def test_a_killed_process_spoils_nothing(caplog: pytest.LogCaptureFixture) -> No
             for _ in range(3):
                 assert torch.equal(torch.cat(preprocessor.run(DATA)), whole)  # type: ignore[arg-type]
     assert "threads decode instead" in caplog.text
+    preprocessor.close()
+    await_children(0, before)
+
+
+def test_processes_that_were_killed_are_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpuflow.torchpipe.cpu_preprocessor._RESTART_SECONDS", 0.2)
+    before, whole = children(), expected(DATA)
+    preprocessor = CpuPreprocessor(program(STAGES), batch=16, processes=2)
+    for _ in range(2):
+        mine = children() - before
+        for process in mine:
+            os.kill(process, signal.SIGKILL)
+        limit = time.monotonic() + 60
+        while preprocessor._pool.counts()["at_work"] < 2 or children() & mine:
+            assert time.monotonic() < limit, preprocessor._pool.counts()
+            assert torch.equal(torch.cat(preprocessor.run(DATA)), whole)  # type: ignore[arg-type]
+            preprocessor.check()
+    preprocessor.close()
+    await_children(0, before)
+
+
+def test_processes_are_not_started_again_too_often() -> None:
+    before = children()
+    preprocessor = CpuPreprocessor(program(STAGES), batch=16, processes=1)
+    seen = set[int]()
+    for _ in range(3):
+        mine = children() - before
+        seen |= mine
+        for process in mine:
+            os.kill(process, signal.SIGKILL)
+        for _ in range(3):
+            preprocessor.run(DATA)
+    assert len(seen) == 2
     preprocessor.close()
     await_children(0, before)
 
