@@ -436,6 +436,13 @@ def serve(
     max_queue: Annotated[int, typer.Option(min=1, help="Images under way at a time; more are refused by a 503.")] = 256,
     max_body_mb: Annotated[float, typer.Option(min=0.001, help="Of one request; more is refused by a 413.")] = 32.0,
     timeout_s: Annotated[float, typer.Option(min=0.001, help="For a request to arrive, and for its answer.")] = 30.0,
+    max_connections: Annotated[
+        int,
+        typer.Option(min=1, help="Open at a time; further ones take the place of those that wait for their client."),
+    ] = 1000,
+    cors: Annotated[
+        list[str] | None, typer.Option(metavar="ORIGIN", help="Pages of this origin may send requests; * for all.")
+    ] = None,
     access_log: Annotated[bool, typer.Option("--access-log", help="Log every request.")] = False,
 ) -> None:
     """Serve the file's block `serve` over HTTP: POST an image to /predict, or open the page at /.
@@ -447,13 +454,19 @@ def serve(
     from gpuflow.serve.predictor import open_predictor
 
     config = _read(path, overrides)
-    limits = RequestLimits(max_body_bytes=round(max_body_mb * 1e6), max_queue=max_queue, timeout_s=timeout_s)
+    limits = RequestLimits(
+        max_body_bytes=round(max_body_mb * 1e6),
+        max_queue=max_queue,
+        timeout_s=timeout_s,
+        max_connections=max_connections,
+    )
     run(
         lambda: open_predictor(config, device=device),
         name=str(path),
         host=host,
         port=port,
         limits=limits,
+        cors=cors or (),
         access_log=access_log,
         report=lambda text: _err.print(_escape(text)),
     )

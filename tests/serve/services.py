@@ -4,29 +4,29 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self, final
 
 import requests
-import uvicorn
 
 from gpuflow import cli
 from gpuflow.config import ModelSpec
 from gpuflow.engines import Engine
 from gpuflow.serve.http.app import RequestLimits, Service, create_app
-from gpuflow.serve.http.server import run
+from gpuflow.serve.http.server import make_server, run
 from gpuflow.serve.predictor import Predictor
-from gpuflow.torchpipe.graph import chain
+from gpuflow.torchpipe.graph import PREDICT, Node, chain
 from tests.datasets import VAL, Entries, program
 from tests.serve.fakes import CLASSES, FakeEngine, Gate, Nap
 
@@ -35,12 +35,21 @@ SECONDS = 20.0
 
 
 def predictor_of(
-    engine: Engine, *, stages: Entries = VAL, classes: tuple[str, ...] | None = CLASSES, threads: int = 1
+    engine: Engine,
+    *,
+    stages: Entries = VAL,
+    classes: tuple[str, ...] | None = CLASSES,
+    threads: int = 1,
+    one_node: bool = False,
 ) -> Predictor:
-    """A predictor around a fake engine."""
+    """A predictor around a fake engine. one_node: preprocessing and model are one node, as on a GPU."""
     folded = program(stages)
     model = ModelSpec(file="x.pt", batch=engine.batch)
     graph = chain(folded, model, origin="x.yaml", threads=threads, device="cpu")
+    if one_node:
+        first, last = (dict(node.parameters) for node in graph.nodes)
+        together = {**first, **last, "backend": PREDICT, "patience": "2"}
+        graph = replace(graph, nodes=(Node(name="serve", parameters=tuple(together.items())),))
     return Predictor(graph, [engine], image=folded.result, pipeline=folded.pipeline, classes=classes)
 
 
@@ -97,18 +106,24 @@ def queue_length(url: str) -> float:
 
 
 @contextmanager
-def served(predictor: Predictor | Future[Predictor] | Engine, limits: RequestLimits | None = None) -> Iterator[Live]:
+def served(
+    predictor: Predictor | Future[Predictor] | Engine,
+    limits: RequestLimits | None = None,
+    *,
+    cors: Sequence[str] = (),
+) -> Iterator[Live]:
     """A service on a thread, behind uvicorn. For an engine a predictor is made, and closed at the end."""
     own = None
     if not isinstance(predictor, (Predictor, Future)):
         predictor = own = predictor_of(predictor)
-    app = create_app(predictor, limits if limits is not None else RequestLimits())
-    config = uvicorn.Config(app, port=0, lifespan="off", ws="none", log_config=None, timeout_graceful_shutdown=2)
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run, daemon=True)
+    app = create_app(predictor, limits if limits is not None else RequestLimits(), cors=cors)
+    server = make_server(app, access_log=False, log_config=None)
+    server.config.timeout_graceful_shutdown = 2
+    listener = socket.create_server(("127.0.0.1", 0))
+    thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
     thread.start()
     wait(lambda: server.started)
-    port = server.servers[0].sockets[0].getsockname()[1]
+    port = listener.getsockname()[1]
     try:
         known = predictor if isinstance(predictor, Predictor) else None
         yield Live(url=f"http://127.0.0.1:{port}", service=app.state.service, predictor=known)
@@ -236,7 +251,10 @@ SERVICES: dict[str, tuple[Callable[[], Predictor], RequestLimits]] = {
     "hanging model": (_hanging_model, RequestLimits()),
     "hanging model, timeout 1 s": (_hanging_model, RequestLimits(timeout_s=1.0)),
     "endless load": (_endless_load, RequestLimits()),
+    "few files": (_slow_model, RequestLimits()),
 }
+FILES = {"few files": 160}
+"""How many files some services may open."""
 
 
 def parent() -> None:
@@ -254,6 +272,8 @@ def parent() -> None:
             sys.argv = ["gpuflow", *order["command"]]
             if sys.argv[1] in SERVICES:
                 load, limits = SERVICES[sys.argv[1]]
+                if sys.argv[1] in FILES:
+                    resource.setrlimit(resource.RLIMIT_NOFILE, (FILES[sys.argv[1]],) * 2)
                 run(load, name="x.yaml", port=0, limits=limits, report=lambda text: print(text, flush=True))
             return cli.main()
         print(pid, flush=True)

@@ -5,9 +5,10 @@
     POST /seen              an image as the body: a PNG of the image that the model gets
     GET  /healthz, /readyz, /metrics, /openapi.json, and / for a web page
 
-Every error is answered by {"error": {"kind", "reason"}}: 400 a malformed request, 408 a body that does not arrive, 413
-too large, 415 another media type, 422 not an image, 500 the model failed, 503 with Retry-After while the service is
-full, loading or shutting down, 504 no answer in time. A form is a 422 only if none of its files is an image.
+Every error is answered by {"error": {"kind", "reason"}}: 400 a malformed request, 408 a head or a body that does not
+arrive, 413 too large, 415 another media type or a compressed body, 422 not an image, 500 the model failed, 503 with
+Retry-After while the service is full, loading or shutting down, 504 no answer in time. A form is a 422 only if none of
+its files is an image.
 
 The service never reads a path or a URL that a client names.
 """
@@ -20,13 +21,13 @@ import hashlib
 import math
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from importlib import resources
 from typing import Annotated, Any, TypeVar
 
-from gpuflow.errors import BadSampleError, DecoderError, MissingExtra, PredictorError, did_you_mean
+from gpuflow.errors import BadSampleError, DecoderError, MissingExtra, PredictorError, did_you_mean, suggest
 
 try:
     import prometheus_client  # noqa: F401
@@ -35,39 +36,61 @@ try:
     from fastapi.exceptions import RequestValidationError
     from fastapi.responses import HTMLResponse, JSONResponse, Response
     from starlette.exceptions import HTTPException
+    from starlette.middleware.cors import CORSMiddleware
     from starlette.requests import ClientDisconnect
 except ModuleNotFoundError as error:
     raise MissingExtra("the service", str(error.name), "serve") from error
 
 from gpuflow.runtime.threads import DaemonPool
-from gpuflow.serve.http.body import BodyMiddleware, Refused, RequestLimits, check_headers, read_images
-from gpuflow.serve.http.metrics import CONTENT_TYPE, Metrics
+from gpuflow.serve.http.body import BodyMiddleware, check_headers, read_images
+from gpuflow.serve.http.body import error_content as _error
+from gpuflow.serve.http.limits import Occupancy, Refused, RequestLimits, Reservation
+from gpuflow.serve.http.limits import busy as _busy
+from gpuflow.serve.http.metrics import CONTENT_TYPE, ROUTES, Metrics
 from gpuflow.serve.pictures import Pictures
 from gpuflow.serve.predictor import Prediction, Predictor
 
-__all__ = ["Health", "RequestLimits", "Service", "create_app"]
+__all__ = ["Health", "RequestLimits", "Service", "check_origins", "create_app"]
 
 _CHECK_SECONDS, _ANSWER_SECONDS = 5.0, 10.0
 """The time between two checks of the decoders, and the limit for one of them."""
-_RETRY_SECONDS = {"queue_full": "1", "loading": "5", "draining": "5"}
 _DISCONNECTED = 499
 """The status that is counted, as nginx does, for a client that closed the connection before its answer."""
 
 T = TypeVar("T")
 
 
-def create_app(predictor: Predictor | Future[Predictor], limits: RequestLimits = RequestLimits()) -> FastAPI:  # noqa: B008
+def create_app(
+    predictor: Predictor | Future[Predictor],
+    limits: RequestLimits = RequestLimits(),  # noqa: B008
+    *,
+    cors: Sequence[str] = (),
+) -> FastAPI:
     """The application; its `state.service` is the Service. It does not close the predictor.
 
-    predictor: may be a future while the model is loaded; until it is done, requests are refused.
+    Args:
+        predictor: may be a future while the model is loaded; until it is done, requests are refused.
+        cors: the origins whose pages may send requests, such as `https://example.org`; `*` for all.
+
+    Raises:
+        ValueError: a value of `cors` is not an origin.
     """
+    check_origins(cors)
     if isinstance(predictor, Predictor):
         loaded: Future[Predictor] = Future()
         loaded.set_result(predictor)
         predictor = loaded
     service = Service(predictor, limits)
-    app = FastAPI(title="gpuflow", docs_url=None, redoc_url=None)
+    app = FastAPI(title="gpuflow", docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.service = service
+    if cors:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(cors),
+            allow_methods=["GET", "POST"],
+            allow_headers=["Content-Type"],
+            expose_headers=["Retry-After", "Server-Timing"],
+        )
     app.add_middleware(BodyMiddleware, metrics=service.metrics, limits=limits, closing=lambda: service.draining)
     app.add_exception_handler(HTTPException, service.refusal)
     app.add_exception_handler(RequestValidationError, service.refusal)
@@ -82,20 +105,33 @@ def create_app(predictor: Predictor | Future[Predictor], limits: RequestLimits =
     return app
 
 
+def check_origins(cors: Sequence[str]) -> None:
+    """Raises ValueError for a value of `--cors` that browsers would never send as an origin."""
+    for origin in cors:
+        if origin != "*" and not re.fullmatch(r"https?://[^/?#\s@]+", origin):
+            raise ValueError(
+                f"--cors: must be an origin without a path, such as https://example.org, or *, got {origin!r}"
+            )
+
+
 class Service:
     """Handles requests by a predictor: admits a bounded number of images, and answers every error.
 
-    draining: set it to refuse new requests. active: requests that are admitted and not answered yet.
-    reserved: their images that the predictor does not count yet. held_bytes: size of their bodies.
+    draining: set it to refuse new requests. occupancy: what requests take up now.
     """
 
     def __init__(self, predictor: Future[Predictor], limits: RequestLimits) -> None:
         self.limits, self.draining = limits, False
         self._health = Health(lambda: predictor.result().check())
-        self.active = self.reserved = self.held_bytes = 0
         self._loading = predictor
+        self.occupancy = Occupancy(
+            limits,
+            in_flight=lambda: predictor.result().in_flight if self.loaded else 0,
+            decoding_bytes=lambda: predictor.result().held_bytes if self.loaded else 0,
+        )
         self.metrics = Metrics(
-            queue=lambda: self.queue_length,
+            queue=lambda: self.occupancy.queue_length,
+            held=lambda: self.occupancy.held_bytes,
             ready=lambda: self._refusal() is None and self._health.fault is None,
             batches=lambda: predictor.result().batches if self.loaded else {},
         )
@@ -103,11 +139,6 @@ class Service:
     @property
     def loaded(self) -> bool:
         return self._loading.done() and self._loading.exception() is None
-
-    @property
-    def queue_length(self) -> int:
-        """Images in flight, and places reserved by requests whose bodies are being read."""
-        return self.reserved + (self._loading.result().in_flight if self.loaded else 0)
 
     # --- routes -----------------------------------------------------------------------------------------------------
 
@@ -117,8 +148,7 @@ class Service:
         _refuse_unknown(request, {"top_k"})
         check_headers(request, self.limits)
         with self._admitted() as reservation:
-            images, several = await read_images(request, self.limits, reservation.hold_bytes)
-            reservation.reserve(len(images))
+            images, several = await read_images(request, self.limits, reservation)
             futures = self._submit(images, reservation, self._loading.result().submit)
             answers = await self._answers(request, futures)
         found = [self._result(answer, top_k) for answer in answers]
@@ -139,7 +169,7 @@ class Service:
         _refuse_unknown(request, set())
         check_headers(request, self.limits)
         with self._admitted() as reservation:
-            images, _ = await read_images(request, self.limits, reservation.hold_bytes)
+            images, _ = await read_images(request, self.limits, reservation)
             if len(images) > 1:
                 raise Refused(400, "bad_request", f"/seen takes one image, got {len(images)}")
             predictor = self._loading.result()
@@ -184,50 +214,46 @@ class Service:
             return _busy("loading", "the model is still being loaded")
         return None
 
-    @contextmanager
-    def _admitted(self) -> Iterator[_Reservation]:
-        """A place in the queue for a request, as long as it lasts. Raises Refused."""
+    def _admitted(self) -> AbstractContextManager[Reservation]:
+        """Count a request, as long as it lasts. Raises Refused."""
         refused = self._refusal()
         if refused is not None:
             raise refused
-        reservation = _Reservation(self)
-        reservation.reserve(1)
-        self.active += 1
-        try:
-            yield reservation
-        finally:
-            self.active -= 1
-            reservation.release()
+        return self.occupancy.admit()
 
     def _submit(
-        self, images: Sequence[bytes], reservation: _Reservation, submit: Callable[[bytes], Future[T]]
+        self, images: list[bytes], reservation: Reservation, submit: Callable[[bytes], Future[T]]
     ) -> list[asyncio.Future[T]]:
-        futures = []
+        """Submit images and empty the list: from now on only the predictor has their bytes, until it decodes them."""
+        reservation.reserve(len(images))
+        futures: list[asyncio.Future[T]] = []
+        images.reverse()
         try:
-            for data in images:
-                reservation.release_one()
-                futures.append(asyncio.wrap_future(submit(data)))
+            while images:
+                reservation.submit_one(len(images[-1]))
+                futures.append(asyncio.wrap_future(submit(images.pop())))
         except PredictorError as error:
             raise Refused(500, "model", str(error)) from error
         return futures
 
     async def _answers(self, request: Request, futures: Sequence[asyncio.Future[T]]) -> list[T | BadSampleError]:
         """The answer for each image. Raises Refused if the model failed or time ran out, and cancels the others."""
-        everything = asyncio.gather(*futures, return_exceptions=True)
         disconnected = asyncio.ensure_future(_disconnected(request))
+        disconnected.add_done_callback(lambda _: _cancel(futures))
         try:
-            either: set[asyncio.Future[Any]] = {everything, disconnected}
-            await asyncio.wait(either, timeout=self.limits.timeout_s, return_when=asyncio.FIRST_COMPLETED)
-            if not everything.done():
-                if disconnected.done():
-                    raise ClientDisconnect
-                waited = f"no answer within {self.limits.timeout_s:g} s, with {self.queue_length} images in flight"
-                raise Refused(504, "timeout", waited)
+            _, unanswered = await asyncio.wait(futures, timeout=self.limits.timeout_s)
+            if disconnected.done():
+                raise ClientDisconnect
+            if unanswered:
+                in_flight = self.occupancy.queue_length
+                raise Refused(
+                    504, "timeout", f"no answer within {self.limits.timeout_s:g} s, with {in_flight} images in flight"
+                )
         finally:
             disconnected.cancel()
-            everything.cancel()
+            _cancel(futures)
         found: list[T | BadSampleError] = []
-        for answer in everything.result():
+        for answer in [future.exception() or future.result() for future in futures]:
             if isinstance(answer, PredictorError):
                 raise Refused(500, "model", str(answer)) from answer
             if isinstance(answer, BaseException) and not isinstance(answer, BadSampleError):
@@ -262,7 +288,8 @@ class Service:
             refused = Refused(400, "bad_request", f"{name}: {message[:1].lower()}{message[1:]}, got {got!r}")
         elif isinstance(error, HTTPException):
             kind = "method" if error.status_code == 405 else "not_found" if error.status_code == 404 else "bad_request"
-            reason = f"{request.method} {request.url.path}: {error.detail}"
+            hint = suggest(request.url.path, ROUTES, else_all=False) if error.status_code == 404 else ""
+            reason = f"{request.method} {request.url.path}: {error.detail}{hint and f'; {hint}'}"
             refused = Refused(error.status_code, kind, reason, dict(error.headers or {}))
         else:
             assert isinstance(error, ClientDisconnect)
@@ -305,51 +332,18 @@ class Health:
         return None
 
 
-class _Reservation:
-    """One request's places in a service's queue, and its bytes in memory."""
-
-    def __init__(self, service: Service) -> None:
-        self._service, self._images, self._bytes = service, 0, 0
-
-    def reserve(self, images: int) -> None:
-        """Change the number of places to that of the images. Raises Refused if the queue is full."""
-        service, limits = self._service, self._service.limits
-        if service.queue_length + images - self._images > limits.max_queue:
-            raise _busy("queue_full", f"the queue is full: {service.queue_length} of {limits.max_queue} places taken")
-        service.reserved += images - self._images
-        self._images = images
-
-    def hold_bytes(self, size: int) -> None:
-        """Count bytes of the body that were read. Raises Refused if all requests together hold too many."""
-        service, limits = self._service, self._service.limits
-        if service.held_bytes + size > limits.max_held_bytes and service.held_bytes > self._bytes:
-            raise _busy("queue_full", f"request bodies take {service.held_bytes:,} of {limits.max_held_bytes:,} bytes")
-        service.held_bytes += size
-        self._bytes += size
-
-    def release_one(self) -> None:
-        """Release the place of an image that is submitted: from now on the predictor counts it."""
-        self._service.reserved -= 1
-        self._images -= 1
-
-    def release(self) -> None:
-        """Release all places and bytes."""
-        self._service.reserved -= self._images
-        self._service.held_bytes -= self._bytes
-
-
 async def _disconnected(request: Request) -> None:
     """Wait until the client closes the connection."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
 
-def _busy(kind: str, reason: str) -> Refused:
-    return Refused(503, kind, reason, {"Retry-After": _RETRY_SECONDS[kind]})
-
-
-def _error(kind: str, reason: str, **more: str) -> dict[str, Any]:
-    return {"error": {"kind": kind, **more, "reason": reason}}
+def _cancel(futures: Sequence[asyncio.Future[Any]]) -> None:
+    """Cancel those that are not done: the predictor drops what it has not started on. Errors of the others are read,
+    or asyncio would log them."""
+    for future in futures:
+        if not future.cancel() and not future.cancelled():
+            future.exception()
 
 
 async def _internal(request: Request, error: Exception) -> Response:

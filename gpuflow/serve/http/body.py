@@ -8,60 +8,35 @@ discarded, within limits, before the connection may close.
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import AsyncGenerator, Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
 
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
+from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from gpuflow.serve.http.limits import MALFORMED, OVER_LIMIT, Refused, RequestLimits, Reservation, busy
 from gpuflow.serve.http.metrics import Metrics
 
 if TYPE_CHECKING:
     from python_multipart.multipart import MultipartCallbacks
 
-__all__ = ["BodyMiddleware", "Refused", "RequestLimits", "check_headers", "read_images"]
+__all__ = ["BodyMiddleware", "check_headers", "error_content", "read_images"]
 
 _ACCEPTED = "image/*, application/octet-stream, multipart/form-data"
+_URL_ENCODED = "application/x-www-form-urlencoded"
+_KNOWN = ("", "application/octet-stream", "multipart/form-data", _URL_ENCODED)
+_PROBES = ("/healthz", "/readyz", "/metrics")
+"""Answered also on connections above the limit."""
 _DISCARDED_BODIES, _DISCARDED_BYTES = 8, 64_000_000
 """How much of a body is discarded at most: this multiple of the largest body, and no less than these bytes."""
-_DISCARD_SECONDS, _SHUTDOWN_DISCARD_SECONDS = 30.0, 3.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RequestLimits:
-    """Limits on the requests of a service.
-
-    max_body_bytes: of one request. max_images: in one request.
-    max_queue: images in flight at a time; a request whose body is being read counts as one.
-    max_held_bytes: of all bodies in memory at a time; a single one is always accepted.
-    timeout_s: seconds for a body to arrive, and again as many for its answer.
-    """
-
-    max_body_bytes: int = 32_000_000
-    max_images: int = 64
-    max_queue: int = 256
-    max_held_bytes: int = 512_000_000
-    timeout_s: float = 30.0
-
-    def __post_init__(self) -> None:
-        for name in ("max_body_bytes", "max_images", "max_queue", "max_held_bytes"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"RequestLimits.{name} must be >= 1, got {getattr(self, name)}")
-        if not 0 < self.timeout_s < float("inf"):
-            raise ValueError(f"RequestLimits.timeout_s must be a number of seconds > 0, got {self.timeout_s}")
-
-
-class Refused(HTTPException):
-    """A request is refused. kind: one of metrics.KINDS. reason: the rule, the value and the next action."""
-
-    def __init__(self, status: int, kind: str, reason: str, headers: dict[str, str] | None = None) -> None:
-        self.kind = kind
-        super().__init__(status, reason, headers)
+_DISCARD_SECONDS, _SHUTDOWN_DISCARD_SECONDS, _SLOW_DISCARD_SECONDS = 30.0, 3.0, 1.0
+"""For how long: in general, while the service shuts down, and of a client that was too slow before."""
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------
@@ -70,33 +45,47 @@ class Refused(HTTPException):
 def check_headers(request: Request, limits: RequestLimits) -> None:
     """Refuse a request by its headers alone, before its body is read: 413, 415."""
     kind = _media_type(request)
-    if kind not in ("", "application/octet-stream", "multipart/form-data") and not kind.startswith("image/"):
-        hint = "; with curl use -F image=@FILE" if kind == "application/x-www-form-urlencoded" else ""
-        reason = f"Content-Type must be one of {_ACCEPTED}, got {kind!r}{hint}"
-        raise Refused(415, "unsupported_type", reason, {"Accept-Post": _ACCEPTED})
+    if kind not in _KNOWN and not kind.startswith("image/"):
+        raise _unsupported(f"got {kind!r}")
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding not in ("", "identity"):
+        reason = f"a body must not be compressed, got Content-Encoding {encoding!r}; send the image file as it is"
+        raise Refused(415, "unsupported_type", reason, {"Accept-Encoding": "identity"})
     announced = request.headers.get("content-length", "0")
     if announced.isdecimal() and int(announced) > limits.max_body_bytes:
         raise _too_large(limits)
 
 
-async def read_images(request: Request, limits: RequestLimits, hold: Callable[[int], None]) -> tuple[list[bytes], bool]:
+async def read_images(request: Request, limits: RequestLimits, reservation: Reservation) -> tuple[list[bytes], bool]:
     """The encoded images of a request, and whether it is a form, which may have several, rather than one image.
 
     Args:
-        hold: called with the size of each part of the body, before the next one is read; may raise Refused.
+        reservation: counts each part of the body before the next one is read.
 
     Raises:
-        Refused: 400, 408, 413 or 422. ClientDisconnect: the client has closed the connection.
+        Refused: 400, 408, 413, 415, 422 or 503. ClientDisconnect: the client has closed the connection.
     """
-    pieces = _pieces(request, limits, hold)
+    pieces = _pieces(request, limits, reservation)
+    kind = _media_type(request)
     try:
-        async with asyncio.timeout(limits.timeout_s):
-            if _media_type(request) == "multipart/form-data":
-                return await _files(request, pieces, limits), True
-            return [b"".join([piece async for piece in pieces])], False
+        async with asyncio.timeout(limits.timeout_s) as limit:
+            with reservation.arriving(limit):
+                if kind == "multipart/form-data":
+                    return await _files(request, pieces, limits), True
+                body = b"".join([piece async for piece in pieces])
     except TimeoutError:
         reason = f"the body did not arrive within {limits.timeout_s:g} s"
+        if reservation.stopped:
+            reason = "the body arrived too slowly while the service is busy or shuts down; send it again later"
         raise Refused(408, "slow_body", reason, {"Connection": "close"}) from None
+    if kind == _URL_ENCODED and body[:12].isascii() and body[:12].decode("ascii").isprintable() and body:
+        raise _unsupported(f"got fields of a {kind!r} form; with curl use --data-binary @FILE or -F image=@FILE")
+    return [body], False
+
+
+def _unsupported(got: str) -> Refused:
+    reason = f"Content-Type must be one of {_ACCEPTED}, {got}"
+    return Refused(415, "unsupported_type", reason, {"Accept-Post": _ACCEPTED})
 
 
 def _media_type(request: Request) -> str:
@@ -111,13 +100,13 @@ def _too_large(limits: RequestLimits) -> Refused:
     )
 
 
-async def _pieces(request: Request, limits: RequestLimits, hold: Callable[[int], None]) -> AsyncGenerator[bytes, None]:
+async def _pieces(request: Request, limits: RequestLimits, reservation: Reservation) -> AsyncGenerator[bytes, None]:
     size = 0
     async for piece in request.stream():
         size += len(piece)
         if size > limits.max_body_bytes:
             raise _too_large(limits)
-        hold(len(piece))
+        reservation.hold(len(piece))
         yield piece
 
 
@@ -137,6 +126,10 @@ async def _files(request: Request, pieces: AsyncGenerator[bytes, None], limits: 
     if not form.files:
         raise Refused(422, "bad_image", "the form has no file")
     return [bytes(file) for file in form.files]
+
+
+_EXTENDED_FILENAME = re.compile(rb";\s*filename\*\s*=", re.IGNORECASE)
+"""RFC 5987's form of a name that is not ASCII, which the parser leaves out. Nobody reads the name."""
 
 
 class _Form:
@@ -180,7 +173,7 @@ class _Form:
 
     def _begin_file(self) -> None:
         _, options = parse_options_header(self._disposition)
-        if b"filename" not in options:
+        if b"filename" not in options and not _EXTENDED_FILENAME.search(self._disposition):
             name = options.get(b"name", b"").decode(errors="replace")
             raise _bad_form(f"its field {name!r} is not a file; give files a filename, parameters belong in the URL")
         self.files.append(bytearray())
@@ -199,8 +192,15 @@ def _bad_form(reason: str) -> Refused:
 # --- discarding -------------------------------------------------------------------------------------------------------
 
 
+def error_content(kind: str, reason: str, **more: str) -> dict[str, Any]:
+    """The content of every error's answer."""
+    return {"error": {"kind": kind, **more, "reason": reason}}
+
+
 class BodyMiddleware:
     """Wraps an app: counts requests and bytes, and discards what a client still sends after its answer.
+
+    Refuses requests on connections above the limit, other than probes.
 
     closing: whether each connection shall be closed after its answer.
     """
@@ -216,7 +216,15 @@ class BodyMiddleware:
         begun = time.perf_counter()
         exchange = _Exchange(scope, receive, send, max_bytes=self._max_discarded, closing=self._closing)
         try:
-            await self._app(scope, exchange.receive, exchange.send)
+            if OVER_LIMIT in scope.get("state", {}) and scope["path"] not in _PROBES:
+                self._metrics.error("connections")
+                reason = "the service has too many connections; retry later, or keep one open for several requests"
+                refused = busy("connections", reason)
+                content = error_content(refused.kind, refused.detail)
+                answer = JSONResponse(content, 503, {**(refused.headers or {}), "Connection": "close"})
+                await answer(scope, exchange.receive, exchange.send)
+            else:
+                await self._app(scope, exchange.receive, exchange.send)
         except Exception:
             exchange.status = 500
             self._metrics.error("internal")
@@ -239,6 +247,7 @@ class _Exchange:
     ) -> None:
         self._receive, self._send, self._max_bytes, self._closing = receive, send, max_bytes, closing
         headers = dict(scope["headers"])
+        self._state = scope.get("state", {})
         self._chunked = b"transfer-encoding" in headers
         self._announced = int(headers.get(b"content-length", b"0"))
         self._expects_continue = b"100-continue" in headers.get(b"expect", b"").lower()
@@ -249,6 +258,9 @@ class _Exchange:
     async def receive(self) -> Message:
         self._expects_continue = False
         message = await self._receive()
+        if MALFORMED in self._state:
+            self.body_ended = True
+            raise Refused(400, "bad_request", self._state[MALFORMED], {"Connection": "close"})
         if message["type"] == "http.request":
             self.received += len(message.get("body", b""))
             self.body_ended = not message.get("more_body", False)
@@ -275,12 +287,15 @@ class _Exchange:
         await self._send(message)
 
     async def _discard_body(self) -> None:
-        try:
-            async with asyncio.timeout(_SHUTDOWN_DISCARD_SECONDS if self._closing() else _DISCARD_SECONDS):
+        seconds = _DISCARD_SECONDS
+        if self._closing():
+            seconds = _SHUTDOWN_DISCARD_SECONDS
+        elif self.status == 408:
+            seconds = _SLOW_DISCARD_SECONDS
+        with suppress(TimeoutError, Refused):  # the client has had its answer all that time
+            async with asyncio.timeout(seconds):
                 while not self.body_ended and self.received < self._max_bytes:
                     await self.receive()
-        except TimeoutError:
-            pass  # the client has had its answer all that time
 
 
 def _with_close(message: Message) -> Message:

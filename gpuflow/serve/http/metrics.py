@@ -5,7 +5,8 @@ gpuflow_errors_total{kind}              refused requests, and images that cannot
 gpuflow_images_total                    images answered with predictions
 gpuflow_request_seconds{route}          from a request's headers to the end of its answer, if that was a 200
 gpuflow_batch_size                      images in a batch of the model
-gpuflow_queue_length                    images in flight, and requests whose bodies are being read
+gpuflow_queue_length                    images in flight
+gpuflow_held_bytes                      bodies in memory: being read, or not decoded yet
 gpuflow_received_bytes_total, gpuflow_sent_bytes_total   bodies without headers
 gpuflow_ready                           1 while requests are admitted
 process_*                               CPU seconds, memory and files of this process
@@ -19,12 +20,13 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Proc
 from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.registry import Collector
 
-__all__ = ["CONTENT_TYPE", "KINDS", "Metrics"]
+__all__ = ["CONTENT_TYPE", "KINDS", "ROUTES", "Metrics"]
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 KINDS = (
     "bad_image",
     "bad_request",
+    "connections",
     "disconnected",
     "draining",
     "internal",
@@ -35,12 +37,14 @@ KINDS = (
     "not_found",
     "queue_full",
     "slow_body",
+    "slow_head",
     "timeout",
     "too_large",
     "unsupported_type",
 )
-"""The values of `error.kind` in an answer, and `disconnected` for clients that closed the connection before it."""
-_ROUTES = ("/", "/healthz", "/metrics", "/openapi.json", "/predict", "/readyz", "/seen")
+"""The values of `error.kind` in an answer; `disconnected` also for clients that closed the connection before it, and
+`connections` for those that were closed to make room for others."""
+ROUTES = ("/", "/healthz", "/metrics", "/openapi.json", "/predict", "/readyz", "/seen")
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 _SIZES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0)
 
@@ -49,12 +53,17 @@ class Metrics:
     """The counters of one service, on a registry of their own.
 
     Args:
-        queue: number of images in flight. ready: whether requests are admitted.
+        queue: number of images in flight. held: bytes of bodies in memory. ready: whether requests are admitted.
         batches: how often the model ran, by batch size.
     """
 
     def __init__(
-        self, *, queue: Callable[[], int], ready: Callable[[], bool], batches: Callable[[], Mapping[int, int]]
+        self,
+        *,
+        queue: Callable[[], int],
+        held: Callable[[], int],
+        ready: Callable[[], bool],
+        batches: Callable[[], Mapping[int, int]],
     ) -> None:
         self._registry = registry = CollectorRegistry()
         self._requests = Counter("gpuflow_requests", "Answers.", ["route", "status"], registry=registry)
@@ -70,6 +79,7 @@ class Metrics:
         self._received = Counter("gpuflow_received_bytes", "Bytes of requests' bodies.", registry=registry)
         self._sent = Counter("gpuflow_sent_bytes", "Bytes of answers' bodies.", registry=registry)
         Gauge("gpuflow_queue_length", "Images in flight.", registry=registry).set_function(queue)
+        Gauge("gpuflow_held_bytes", "Bytes of bodies in memory.", registry=registry).set_function(held)
         Gauge("gpuflow_ready", "Whether requests are admitted.", registry=registry).set_function(ready)
         registry.register(_Batches(batches))
         ProcessCollector(registry=registry)
@@ -80,7 +90,7 @@ class Metrics:
 
     def answer(self, path: str, *, status: int, seconds: float, received: int, sent: int) -> None:
         """Count one answer. received, sent: bytes of the bodies."""
-        route = path if path in _ROUTES else "other"
+        route = path if path in ROUTES else "other"
         self._requests.labels(route, str(status)).inc()
         self._received.inc(received)
         self._sent.inc(sent)

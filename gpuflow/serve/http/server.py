@@ -8,39 +8,48 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast, final
 
 from gpuflow.errors import MissingExtra
 from gpuflow.runtime.threads import DaemonPool, QuickSwitching
-from gpuflow.serve.http.app import RequestLimits, Service, create_app
+from gpuflow.serve.http.app import RequestLimits, Service, check_origins, create_app
 from gpuflow.serve.predictor import Predictor
 
 try:
     import prometheus_client
     import uvicorn
+    from fastapi import FastAPI
 except ModuleNotFoundError as error:
     raise MissingExtra("the service", str(error.name), "serve") from error
 
-__all__ = ["run"]
+from gpuflow.serve.http.connections import Connections
 
-_BACKLOG = 2048
+__all__ = ["FewRecords", "Server", "make_server", "run"]
+
+_BACKLOG, _ACCEPTED_AT_A_TIME = 2048, 1
+"""Connections that the system keeps waiting, and those that asyncio accepts before the limit on them is applied."""
 _IDLE_SECONDS = 75
-_REFUSE_SECONDS, _CLOSE_SECONDS = 0.2, 5
-"""At the end: how long late requests still get a 503, and how long connections may take to close."""
+_MOST_RECORDS, _PERIOD_SECONDS = 5, 60.0
+_STALLED_SECONDS, _REFUSE_SECONDS, _CLOSE_SECONDS = 10.0, 0.2, 5
+"""At the end: how long a body may make no progress, how long late requests still get a 503, and how long connections
+may take to close."""
 _LOGGING: dict[str, Any] = {
     "version": 1,
     "disable_existing_loggers": False,
     "formatters": {"plain": {"format": "%(asctime)s %(message)s"}},
+    "filters": {"few": {"()": "gpuflow.serve.http.server.FewRecords"}},
     "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "plain"}},
     "loggers": {
-        "uvicorn.error": {"handlers": ["stderr"], "level": "WARNING", "propagate": False},
+        "asyncio": {"handlers": ["stderr"], "level": "WARNING", "propagate": False, "filters": ["few"]},
+        "uvicorn.error": {"handlers": ["stderr"], "level": "WARNING", "propagate": False, "filters": ["few"]},
         "uvicorn.access": {"handlers": ["stderr"], "level": "INFO", "propagate": False},
     },
 }
@@ -53,6 +62,7 @@ def run(
     host: str = "127.0.0.1",
     port: int = 8888,
     limits: RequestLimits = RequestLimits(),  # noqa: B008
+    cors: Sequence[str] = (),
     access_log: bool = False,
     report: Callable[[str], None],
 ) -> NoReturn:
@@ -60,31 +70,20 @@ def run(
 
     Args:
         load: makes the predictor; called on a thread. name: of the configuration. port: 0 selects a free one.
+        cors: the origins whose pages may send requests.
         report: gets a line at the start, when the model is loaded, at each signal and at the end.
 
     Raises:
-        ValueError: host and port cannot be listened on. Also anything that `load` raises.
+        ValueError: host and port cannot be listened on, or `cors` is not valid. Also anything that `load` raises.
     """
+    check_origins(cors)
     listener = _listen(host, port)
     prometheus_client.disable_created_metrics()  # type: ignore[no-untyped-call]
     QuickSwitching()  # until the process ends
     loading = DaemonPool(1, "load").submit(load)
-    app = create_app(loading, limits)
+    app = create_app(loading, limits, cors=cors)
     service: Service = app.state.service
-    server = _Server(
-        uvicorn.Config(
-            app,
-            log_config=_LOGGING,
-            access_log=access_log,
-            lifespan="off",
-            ws="none",
-            proxy_headers=False,
-            server_header=False,
-            backlog=_BACKLOG,
-            timeout_keep_alive=_IDLE_SECONDS,
-            timeout_graceful_shutdown=_CLOSE_SECONDS,
-        )
-    )
+    server = make_server(app, access_log=access_log, log_config=_LOGGING)
     report(f"serving {name} at {_url(listener)}; loading the model")
     with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
         runner.run(_serve(server, listener, service, loading, report))
@@ -93,8 +92,29 @@ def run(
     _end(0)  # Python's own exit would wait for threads that load or hang, or abort threads that return to Python
 
 
+def make_server(app: FastAPI, *, access_log: bool, log_config: dict[str, Any] | None) -> Server:
+    """The server of an application that `create_app` made, for `serve` or `run` with a list of sockets."""
+    service: Service = app.state.service
+    connections = Connections(service.limits, service.metrics)
+    config = uvicorn.Config(
+        app,
+        http=cast("type[asyncio.Protocol]", connections.protocol),
+        loop="asyncio",
+        log_config=log_config,
+        access_log=access_log,
+        lifespan="off",
+        ws="none",
+        proxy_headers=False,
+        server_header=False,
+        backlog=_ACCEPTED_AT_A_TIME,
+        timeout_keep_alive=_IDLE_SECONDS,
+        timeout_graceful_shutdown=_CLOSE_SECONDS,
+    )
+    return Server(config, connections)
+
+
 async def _serve(
-    server: _Server,
+    server: Server,
     listener: socket.socket,
     service: Service,
     loading: Future[Predictor],
@@ -106,11 +126,10 @@ async def _serve(
 
     def on_signal(number: signal.Signals) -> None:
         if signalled.is_set():
-            report(f"{number.name} again: exiting at once, {service.active} requests unanswered")
+            report(f"{number.name} again: exiting at once, {service.occupancy.active} requests unanswered")
             _end(128 + number)
-        report(
-            f"{number.name}: new requests are refused, {service.active} still to answer; send it again to exit at once"
-        )
+        active = service.occupancy.active
+        report(f"{number.name}: new requests are refused, {active} still to answer; send it again to exit at once")
         service.draining = True
         signalled.set()
 
@@ -127,22 +146,68 @@ async def _serve(
         await asyncio.wait(events - {loaded}, return_when=asyncio.FIRST_COMPLETED)
     if signalled.is_set():
         deadline = time.monotonic() + 2 * service.limits.timeout_s + _CLOSE_SECONDS
-        while service.active and time.monotonic() < deadline:
+        while service.occupancy.active and time.monotonic() < deadline:
+            service.occupancy.stop_stalled_body(_STALLED_SECONDS)
             await asyncio.sleep(0.01)
         await asyncio.sleep(_REFUSE_SECONDS)
     server.should_exit = True
     await serving
     stopping.cancel()
     if signalled.is_set():
-        report("stopped; " + (f"{service.active} requests unanswered" if service.active else "all requests answered"))
+        report(
+            "stopped; "
+            + (
+                f"{service.occupancy.active} requests unanswered"
+                if service.occupancy.active
+                else "all requests answered"
+            )
+        )
 
 
-class _Server(uvicorn.Server):
-    """Does not handle signals: uvicorn would stop listening at the first one, and raise it again at the end."""
+class Server(uvicorn.Server):
+    """Does not handle signals: uvicorn would stop listening at the first one, and raise it again at the end.
+
+    Where no connection can be accepted because the process has too many files open, closes some that wait.
+    """
+
+    def __init__(self, config: uvicorn.Config, connections: Connections) -> None:
+        super().__init__(config)
+        self._connections = connections
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        asyncio.get_running_loop().set_exception_handler(self._handle_error)
+        await super().startup(sockets)
+        for listener in sockets or ():
+            listener.listen(_BACKLOG)  # asyncio set the backlog to the number that it accepts at a time
+
+    def _handle_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        if isinstance(context.get("exception"), OSError) and "socket" in context:  # from accept
+            self._connections.make_room()
+        loop.default_exception_handler(context)
+
+
+@final
+class FewRecords(logging.Filter):
+    """Passes a few log records a minute from each line of code; the next one says how many were left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lines: dict[tuple[str, int], tuple[float, int]] = {}  # when the period began, records since then
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        line, now = (record.pathname, record.lineno), time.monotonic()
+        begun, count = self._lines.get(line, (now, 0))
+        if now - begun >= _PERIOD_SECONDS:
+            if count > _MOST_RECORDS:
+                record.msg = f"{record.getMessage()} ({count - _MOST_RECORDS:,} more like this were not logged)"
+                record.args = ()
+            begun, count = now, 0
+        self._lines[line] = begun, count + 1
+        return count < _MOST_RECORDS
 
 
 def _listen(host: str, port: int) -> socket.socket:

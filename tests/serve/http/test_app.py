@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import gzip
 import json
 import time
 from collections.abc import Iterator
@@ -16,7 +18,7 @@ import requests
 import torch
 from prometheus_client.parser import text_string_to_metric_families
 
-from gpuflow.serve.http.app import RequestLimits
+from gpuflow.serve.http.app import RequestLimits, create_app
 from gpuflow.serve.predictor import Predictor
 from gpuflow.torchpipe.graph import Graph, Node, chain
 from tests.datasets import RAW, VAL, deadline, jpeg, program, python
@@ -175,10 +177,10 @@ REFUSED = [
     ("POST", "/predict?top_k=0", PNG, 400, "top_k: input should be greater than or equal to 1, got '0'"),
     ("POST", "/predict", FORM, 400, "the form cannot be read: its Content-Type names no boundary"),
     ("POST", "/predict", "text/plain", 415, f"Content-Type must be one of {TYPES}, got 'text/plain'"),
-    ("POST", "/predict", CURL, 415, f"Content-Type must be one of {TYPES}, got '{CURL}'; with curl use -F image=@FILE"),
     ("GET", "/predict", "", 405, "GET /predict: Method Not Allowed"),
     ("POST", "/metrics", "", 405, "POST /metrics: Method Not Allowed"),
-    ("POST", "/perdict", PNG, 404, "POST /perdict: Not Found"),
+    ("POST", "/perdict", PNG, 404, "POST /perdict: Not Found; did you mean '/predict'?"),
+    ("POST", "/predict/", PNG, 404, "POST /predict/: Not Found; did you mean '/predict'?"),
     ("GET", "/docs", "", 404, "GET /docs: Not Found"),
 ]
 KINDS = {400: "bad_request", 404: "not_found", 405: "method", 413: "too_large", 415: "unsupported_type"}
@@ -191,6 +193,31 @@ def test_refused(live: Live, method: str, path: str, kind: str, status: int, rea
     assert error(answer) == (status, KINDS[status], reason)
     assert ("Accept-Post" in answer.headers) == (status == 415)
     assert ("Allow" in answer.headers) == (status == 405)
+
+
+def test_an_image_that_curl_sends_without_naming_its_type(live: Live) -> None:
+    """`curl --data-binary @FILE` says that it sends the fields of a form."""
+    assert live.ask(PHOTO, Content_Type=CURL).json() == live.ask(PHOTO).json()
+    assert live.ask(b"", Content_Type=CURL).status_code == 422
+    answer = live.ask(b"url=http://x/y.jpg", Content_Type=CURL)
+    advice = f"got fields of a '{CURL}' form; with curl use --data-binary @FILE or -F image=@FILE"
+    assert error(answer) == (415, "unsupported_type", f"Content-Type must be one of {TYPES}, {advice}")
+
+
+def test_a_compressed_body_is_refused(live: Live) -> None:
+    answer = live.ask(gzip.compress(PHOTO), Content_Encoding="gzip")
+    reason = "a body must not be compressed, got Content-Encoding 'gzip'; send the image file as it is"
+    assert error(answer) == (415, "unsupported_type", reason)
+    assert answer.headers["Accept-Encoding"] == "identity"
+    assert live.ask(PHOTO, Content_Encoding="identity").ok
+
+
+def test_a_file_whose_name_is_not_ascii(live: Live) -> None:
+    """Some clients send only `filename*=`."""
+    head = "--x\r\nContent-Disposition: form-data; name=\"a\"; filename*=utf-8''%C3%A9.jpg\r\n\r\n"
+    body = head.encode() + PHOTO + b"\r\n--x--\r\n"
+    answer = live.ask(body, Content_Type=f"{FORM}; boundary=x")
+    assert answer.json() == {"results": [live.ask(PHOTO).json()]}
 
 
 def form(*parts: str, end: str = "--x--\r\n") -> bytes:
@@ -235,7 +262,14 @@ def test_a_body_that_is_too_large(small: Live, size: int) -> None:
             )
             assert error(answer) == TOO_LARGE
         assert session.post(f"{small.url}/predict", data=PHOTO, headers={"Content-Type": "image/png"}, timeout=20).ok
-    assert small.service.held_bytes == small.service.active == small.service.reserved == 0
+    assert small.service.occupancy.held_bytes == small.service.occupancy.active == small.service.occupancy.reserved == 0
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_body_may_have_exactly_the_limit(small: Live, chunked: bool) -> None:
+    for size, status in ((9_999, 422), (10_000, 422), (10_001, 413)):
+        data = iter([bytes(size - 1), b"x"]) if chunked else bytes(size)
+        assert small.ask(data).status_code == status, size
 
 
 @pytest.mark.parametrize("kind", ["image/png", "multipart/form-data; boundary=x"])
@@ -287,7 +321,8 @@ def test_a_full_queue() -> None:
         taken = [pool.submit(live.ask, PHOTO), pool.submit(live.form, PHOTO)]
         wait(lambda: live.queue_length == 2)
         answer = live.form(PHOTO, PHOTO)
-        assert error(answer) == (503, "queue_full", "the queue is full: 3 of 3 places taken")
+        reason = "the queue is full: 2 of 3 places taken, and the request has 2 images"
+        assert error(answer) == (503, "queue_full", reason)
         assert answer.headers["Retry-After"] == "1"
         assert error(live.form(*[PHOTO] * 4))[:2] == (413, "too_large"), "would never fit"
         taken.append(pool.submit(live.ask, PHOTO))
@@ -298,36 +333,91 @@ def test_a_full_queue() -> None:
         gate.open()
         assert [future.result(timeout=20).status_code for future in taken] == [200, 200, 200]
         assert live.ask(PHOTO).ok
-        assert live.service.queue_length == live.service.active == 0
+        assert live.service.occupancy.queue_length == live.service.occupancy.active == 0
 
 
-def test_a_slow_client_has_a_place_for_a_limited_time() -> None:
-    with served(FakeEngine(), RequestLimits(max_queue=1, timeout_s=0.5)) as live:
+def test_a_slow_client_takes_no_place_and_is_refused_in_time() -> None:
+    with served(FakeEngine(), RequestLimits(max_queue=1, timeout_s=3.0)) as live, contextlib.ExitStack() as clients:
         request = "POST /predict HTTP/1.1\nContent-Type: image/jpeg\nContent-Length: 1000"
-        with live.connect(request, bytes(10)) as connection:
-            wait(lambda: live.queue_length == 1)
-            assert error(live.ask(PHOTO))[:2] == (503, "queue_full")
-            status, headers, body = answer_of(connection)
-        assert (status, headers["connection"]) == (408, "close")
-        assert json.loads(body)["error"] == {"kind": "slow_body", "reason": "the body did not arrive within 0.5 s"}
+        slow = [clients.enter_context(live.connect(request, bytes(size))) for size in (0, 10)]
+        wait(lambda: live.service.occupancy.active == 2)
+        assert live.queue_length == 0
         assert live.ask(PHOTO).ok
+        for connection in slow:
+            status, headers, body = answer_of(connection)
+            assert (status, headers["connection"]) == (408, "close")
+            assert json.loads(body)["error"] == {"kind": "slow_body", "reason": "the body did not arrive within 3 s"}
+            assert connection.recv(1) == b"", "closed soon after"
+
+
+def test_a_place_is_taken_once_the_body_is_there() -> None:
+    gate = Gate()
+    request = f"POST /predict HTTP/1.1\nContent-Type: image/jpeg\nContent-Length: {len(PHOTO)}"
+    with (
+        served(FakeEngine(before=gate, batch=1), RequestLimits(max_queue=1)) as live,
+        ThreadPoolExecutor(1) as pool,
+        live.connect(request, PHOTO[:-1]) as late,
+    ):
+        wait(lambda: live.service.occupancy.active == 1)
+        first = pool.submit(live.ask, PHOTO)
+        assert gate.reached.wait(timeout=20)
+        late.sendall(PHOTO[-1:])
+        status, _, body = answer_of(late)
+        reason = "the queue is full: 1 of 1 places taken"
+        assert (status, json.loads(body)["error"]) == (503, {"kind": "queue_full", "reason": reason})
+        gate.open()
+        assert first.result(timeout=20).ok
 
 
 def test_bodies_in_memory_are_limited() -> None:
     with served(FakeEngine(), RequestLimits(max_held_bytes=30_000)) as live:
         request = "POST /predict HTTP/1.1\nContent-Type: image/jpeg\nContent-Length: 25000"
         with live.connect(request, bytes(24_000)) as connection:
-            wait(lambda: live.service.held_bytes == 24_000)
+            wait(lambda: live.service.occupancy.held_bytes == 24_000)
             answer = live.ask(bytes(10_000))
             assert error(answer) == (503, "queue_full", "request bodies take 24,000 of 30,000 bytes")
             connection.sendall(bytes(1000))
             assert answer_of(connection)[0] == 422
-        assert live.service.held_bytes == 0
+        assert live.service.occupancy.held_bytes == 0
+        assert samples(live)["gpuflow_held_bytes",] == 0
         assert live.ask(bytes(40_000)).status_code == 422, "a single one is always accepted"
+
+
+def test_a_stalled_body_gives_its_memory_to_others() -> None:
+    with served(FakeEngine(), RequestLimits(max_held_bytes=30_000)) as live:
+        request = "POST /predict HTTP/1.1\nContent-Type: image/jpeg\nContent-Length: 25000"
+        with live.connect(request, bytes(24_000)) as stalled:
+            wait(lambda: live.service.occupancy.held_bytes == 24_000)
+            wait(lambda: live.ask(bytes(10_000)).status_code == 422)
+            status, headers, body = answer_of(stalled)
+        assert (status, headers["connection"]) == (408, "close")
+        reason = "the body arrived too slowly while the service is busy or shuts down; send it again later"
+        assert json.loads(body)["error"] == {"kind": "slow_body", "reason": reason}
+        assert live.service.occupancy.held_bytes == 0
+
+
+def test_requests_that_got_no_answer_in_time_hold_no_memory() -> None:
+    """The model is still at the first one."""
+    gate, size = Gate(), 1_000_000
+    limits = RequestLimits(timeout_s=3.0, max_held_bytes=12_000_000)
+    predictor = predictor_of(FakeEngine(before=gate, batch=1), one_node=True)
+    with predictor, served(predictor, limits) as live, ThreadPoolExecutor(12) as pool:
+        first = pool.submit(live.ask, PHOTO)
+        assert gate.reached.wait(timeout=20)
+        late = [pool.submit(live.ask, bytes(size)) for _ in range(10)]
+        wait(lambda: live.service.occupancy.held_bytes == 10 * size)
+        assert error(live.ask(bytes(3 * size)))[:2] == (503, "queue_full"), "bodies that wait are counted"
+        assert {answer.result(timeout=20).status_code for answer in [first, *late]} == {504}
+        wait(lambda: live.service.occupancy.held_bytes == 0)
+        assert live.queue_length == 1
+        gate.open()
+        wait(lambda: live.queue_length == 0)
 
 
 def test_invalid_limits() -> None:
     for name, value, text in (
+        ("max_connections", 0, "RequestLimits.max_connections must be >= 1, got 0"),
+        ("head_s", 0.0, "RequestLimits.head_s must be a number of seconds > 0, got 0.0"),
         ("max_queue", 0, "RequestLimits.max_queue must be >= 1, got 0"),
         ("max_body_bytes", -1, "RequestLimits.max_body_bytes must be >= 1, got -1"),
         ("timeout_s", 0.0, "RequestLimits.timeout_s must be a number of seconds > 0, got 0.0"),
@@ -341,7 +431,7 @@ def test_invalid_limits() -> None:
 # --- answers that do not arrive ---------------------------------------------------------------------------------------
 
 
-def test_an_answer_that_does_not_arrive_in_time() -> None:
+def test_an_answer_that_does_not_arrive_in_time(caplog: pytest.LogCaptureFixture) -> None:
     gate = Gate()
     engine = FakeEngine(before=gate, batch=1)
     with served(engine, RequestLimits(timeout_s=0.3)) as live, ThreadPoolExecutor(3) as pool:
@@ -353,6 +443,8 @@ def test_an_answer_that_does_not_arrive_in_time() -> None:
         wait(lambda: live.queue_length == 0)
         assert live.ask(PHOTO).ok
     assert engine.counts == [1, 1], "the others were cancelled"
+    gc.collect()
+    assert caplog.text == "", "asyncio logs what nobody has read"
 
 
 def test_a_client_that_disconnects() -> None:
@@ -363,8 +455,8 @@ def test_a_client_that_disconnects() -> None:
         first = pool.submit(live.ask, PHOTO)
         assert gate.reached.wait(timeout=20)
         with live.connect(request, PHOTO), live.connect(request, PHOTO[:100]):
-            wait(lambda: live.service.active == 3)
-        wait(lambda: live.service.active == 1)
+            wait(lambda: live.service.occupancy.active == 3)
+        wait(lambda: live.service.occupancy.active == 1)
         gate.open()
         assert first.result(timeout=20).ok
         wait(lambda: live.queue_length == 0)
@@ -383,6 +475,16 @@ def test_a_model_that_fails() -> None:
         broken.error = KeyboardInterrupt()
         assert error(live.ask(PHOTO))[:2] == (500, "model")
         assert live.ask(b"").status_code == 422
+
+
+def test_a_model_that_keeps_failing_is_not_ready() -> None:
+    with served(FakeEngine(before=Break(RuntimeError("no memory")))) as live:
+        for _ in range(3):
+            assert live.ask(PHOTO).status_code == 500
+        answer = live.get("/readyz")
+        reason = "the model failed on the last 3 batches: RuntimeError('no memory')"
+        assert (answer.status_code, answer.json()) == (503, {"status": "failing", "reason": reason})
+        assert live.get("/healthz").ok
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -408,7 +510,7 @@ def test_a_closed_predictor() -> None:
     predictor.close()
     with served(predictor) as live:
         assert error(live.ask(PHOTO)) == (500, "model", "the predictor is closed; load it again")
-        assert live.service.queue_length == 0
+        assert live.service.occupancy.queue_length == 0
 
 
 # --- loading and shutting down ----------------------------------------------------------------------------------------
@@ -496,6 +598,29 @@ def test_every_answer_is_counted() -> None:
     assert counts["process_resident_memory_bytes",] > 1e6
 
 
+def test_pages_of_another_origin(live: Live) -> None:
+    origin = "https://example.org"
+    headers = {"Origin": origin, "Access-Control-Request-Method": "POST"}
+    headers["Access-Control-Request-Headers"] = "content-type"
+    with served(FakeEngine(), cors=[origin]) as open_to_one:
+        asked = requests.options(f"{open_to_one.url}/predict", headers=headers, timeout=20)
+        assert (asked.status_code, asked.headers["Access-Control-Allow-Origin"]) == (200, origin)
+        for body, status in ((PHOTO, 200), (b"", 422)):
+            answer = open_to_one.ask(body, Origin=origin)
+            assert (answer.status_code, answer.headers["Access-Control-Allow-Origin"]) == (status, origin)
+        assert "Access-Control-Allow-Origin" not in open_to_one.ask(PHOTO, Origin="https://other.org").headers
+    assert requests.options(f"{live.url}/predict", headers=headers, timeout=20).status_code == 405
+    assert "Access-Control-Allow-Origin" not in live.ask(PHOTO, Origin=origin).headers
+
+
+@pytest.mark.parametrize("origin", ["example.org", "https://example.org/", "null", "https://a b"])
+def test_a_value_that_is_no_origin(origin: str) -> None:
+    with pytest.raises(ValueError, match="--cors") as caught:
+        create_app(Future[Predictor](), cors=[origin])
+    rule = "must be an origin without a path, such as https://example.org, or *"
+    assert str(caught.value) == f"--cors: {rule}, got {origin!r}"
+
+
 def test_the_openapi_description(live: Live) -> None:
     described: dict[str, Any] = live.get("/openapi.json").json()
     assert {path: list(methods) for path, methods in described["paths"].items()} == {
@@ -530,7 +655,9 @@ def test_fifty_clients_at_a_time(live: Live) -> None:
         list(pool.map(client, range(50)))
     assert time.monotonic() - before < 30
     assert max(live.predictor.batches) > 1, "requests share batches"
-    assert live.service.active == live.service.queue_length == live.service.held_bytes == 0
+    assert (
+        live.service.occupancy.active == live.service.occupancy.queue_length == live.service.occupancy.held_bytes == 0
+    )
 
 
 def test_libraries_that_are_not_installed() -> None:

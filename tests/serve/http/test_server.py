@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import requests
@@ -14,13 +16,15 @@ from typer.testing import CliRunner
 
 import gpuflow.serve
 from gpuflow.cli import app
+from gpuflow.serve.http.limits import RequestLimits
 from gpuflow.serve.http.server import run
 from gpuflow.serve.predictor import Predictor
 from tests.datasets import deadline, jpeg
 from tests.serve.models import Models
-from tests.serve.services import ServiceStarter, queue_length, wait
+from tests.serve.services import ServiceStarter, answer_of, queue_length, wait
 
 PHOTO = jpeg(0, 0)
+POST = "POST /predict HTTP/1.1\r\nHost: x\r\nContent-Type: image/jpeg\r\n"
 TERM = "SIGTERM: new requests are refused, {} still to answer; send it again to exit at once"
 
 
@@ -80,11 +84,25 @@ def test_a_model_file_that_is_missing(models: Models, starter: ServiceStarter) -
     assert "absent.onnx" in error
 
 
-@pytest.mark.parametrize("option", ["--max-queue=0", "--max-body-mb=0", "--timeout-s=-1", "--port=70000"])
+@pytest.mark.parametrize(
+    "option", ["--max-queue=0", "--max-body-mb=0", "--max-connections=0", "--timeout-s=-1", "--port=70000"]
+)
 def test_options_out_of_range(option: str) -> None:
     done = CliRunner().invoke(app, ["serve", "x.yaml", option])
     assert done.exit_code == 2
     assert option.partition("=")[0] in done.output
+
+
+def test_options_become_limits(monkeypatch: pytest.MonkeyPatch, models: Models) -> None:
+    """A megabyte has 10^6 bytes, as in the metrics and in `docs/serving.md`."""
+    given: dict[str, Any] = {}
+    monkeypatch.setattr("gpuflow.serve.http.server.run", lambda load, **options: given.update(options))
+    options = ["--max-body-mb=1.5", "--max-queue=3", "--timeout-s=2", "--max-connections=7"]
+    origins = ["--cors=https://a.org", "--cors=http://b.org:8080"]
+    done = CliRunner().invoke(app, ["serve", str(models.config), *options, *origins])
+    assert done.exit_code == 0, done.output
+    assert given["limits"] == RequestLimits(max_body_bytes=1_500_000, max_queue=3, timeout_s=2.0, max_connections=7)
+    assert given["cors"] == ["https://a.org", "http://b.org:8080"]
 
 
 # --- signals ----------------------------------------------------------------------------------------------------------
@@ -149,6 +167,49 @@ def test_a_signal_while_the_model_is_loaded(starter: ServiceStarter) -> None:
         process.signal()
         assert process.wait() == 0
         assert process.lines[1:] == [TERM.format(0), "stopped; all requests answered"]
+
+
+def test_a_body_that_is_on_its_way_at_the_signal_is_still_answered(starter: ServiceStarter) -> None:
+    with starter.start("slow model") as process:
+        host, port = process.ready().url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=20) as connection:
+            head = (
+                f"POST /predict HTTP/1.1\r\nHost: x\r\nContent-Type: image/jpeg\r\nContent-Length: {len(PHOTO)}\r\n\r\n"
+            )
+            connection.sendall(head.encode() + PHOTO[:100])
+            # Answered on another connection, so the head above has been read, too.
+            assert post(process.url).ok
+            process.signal()
+            wait(lambda: requests.get(f"{process.url}/readyz", timeout=20).json() == {"status": "draining"})
+            connection.sendall(PHOTO[100:])
+            status, headers, _ = answer_of(connection)
+            assert (status, headers["connection"]) == (200, "close")
+        assert process.wait() == 0
+        assert process.lines[-2:] == [TERM.format(1), "stopped; all requests answered"]
+
+
+# --- hostile clients --------------------------------------------------------------------------------------------------
+
+
+def test_more_connections_than_the_process_may_open_files(starter: ServiceStarter) -> None:
+    """Half-sent heads, and heads whose bodies never come."""
+    head = f"{POST}Content-Length: 1000\r\n".encode()
+    with starter.start("few files") as process, contextlib.ExitStack() as clients:
+        url = process.ready().url
+        host, port = url.removeprefix("http://").split(":")
+        for number in range(400):
+            client = clients.enter_context(socket.create_connection((host, int(port)), timeout=20))
+            with contextlib.suppress(ConnectionError):
+                client.sendall(head + (b"\r\n" if number % 2 else b""))
+            if number % 50 == 0:
+                assert requests.get(f"{url}/healthz", timeout=20).ok
+        for _ in range(5):
+            assert requests.get(f"{url}/healthz", timeout=20).ok
+        wait(lambda: post(url).ok)  # once the bodies that have just begun are stalled
+        assert sum(map(len, process.lines)) < 10_000, process.lines
+        clients.close()
+        process.signal()
+        assert process.wait() == 0
 
 
 # --- errors at the start ----------------------------------------------------------------------------------------------

@@ -1,0 +1,232 @@
+"""The connections of a service: how many there may be, and how long a client may take to send the head of a request.
+
+A server that waits for its clients without a limit can be stopped by a few of them. Here a connection that waits for
+its client gives way: the head of a request has to arrive within seconds, and where no further connection can be opened,
+the one that has waited the longest for its client is closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http
+import itertools
+import json
+import math
+import resource
+import sys
+import time
+from contextlib import suppress
+from typing import Any, final
+
+import h11
+import psutil
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
+
+from gpuflow.serve.http.limits import MALFORMED, OVER_LIMIT, RequestLimits
+from gpuflow.serve.http.metrics import Metrics
+
+__all__ = ["Connection", "Connections"]
+
+_SPARE = 16
+"""Connections above the limit that still get an answer."""
+_SPARE_FILES = 64
+"""File descriptors that are left for other purposes."""
+_LINGER_SECONDS = 1.0
+"""How long a connection stays open after a refusal, so that the client reads it."""
+_STALLED_SECONDS = 1.0
+"""A body that made less progress than _PROGRESS_BYTES in this time may have its connection closed for another one."""
+_PROGRESS_BYTES, _LOOK_AT, _CHECK_SECONDS = 65_536, 8, 1.0
+
+
+@final
+class Connections:
+    """The open connections of a service, and which of them wait for their clients."""
+
+    def __init__(self, limits: RequestLimits, metrics: Metrics) -> None:
+        self.limits, self.metrics = limits, metrics
+        self._open: set[Connection] = set()
+        self._waiting: dict[Connection, tuple[float, bool]] = {}  # since when, and whether for a body; oldest first
+        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        self._files = files if files != resource.RLIM_INFINITY else sys.maxsize
+        self._most, self._checked = limits.max_connections, -math.inf
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def protocol(self, **given: Any) -> Connection:
+        """A protocol for a new connection, as `uvicorn.Config.http`."""
+        return Connection(connections=self, **given)
+
+    def most(self) -> int:
+        """How many connections there may be: the limit, or as many as the process may open besides its other files."""
+        if time.monotonic() - self._checked > _CHECK_SECONDS:
+            self._checked = time.monotonic()
+            with suppress(OSError):  # there is no descriptor left to count them with
+                others = psutil.Process().num_fds() - len(self)
+                room = self._files - others - min(_SPARE_FILES, self._files // 4)
+                self._most = max(1, min(self.limits.max_connections, room))
+        return self._most
+
+    def add(self, connection: Connection) -> bool:
+        """Count a new connection, and close another one if there are too many. Returns whether it is one too many."""
+        self._open.add(connection)
+        most = self.most()
+        if len(self) <= most:
+            return False
+        is_full = len(self) > most + _SPARE
+        now = time.monotonic()
+        for waiting, (since, for_body) in itertools.islice(self._waiting.items(), _LOOK_AT):
+            if is_full or not for_body or now - since > _STALLED_SECONDS:
+                self.metrics.error("connections")
+                waiting.abort()
+                return False
+        if is_full:
+            self.metrics.error("connections")
+            connection.abort()
+        return True
+
+    def make_room(self) -> None:
+        """Close some connections that wait for their clients."""
+        for waiting in list(itertools.islice(self._waiting, _LOOK_AT)):
+            self.metrics.error("connections")
+            waiting.abort()
+
+    def remove(self, connection: Connection) -> None:
+        self._open.discard(connection)
+        self._waiting.pop(connection, None)
+
+    def set_waiting(self, connection: Connection, *, for_body: bool) -> None:
+        """A connection waits for its client from now on."""
+        self._waiting.pop(connection, None)
+        self._waiting[connection] = time.monotonic(), for_body
+
+    def set_active(self, connection: Connection) -> None:
+        """A connection has all that its client has to send for now."""
+        self._waiting.pop(connection, None)
+
+
+@final
+class Connection(H11Protocol):
+    """A connection that answers malformed and late requests as the application answers all others, and counts them."""
+
+    def __init__(self, *, connections: Connections, **given: Any) -> None:
+        super().__init__(**given)
+        self._connections = connections
+        self._refused = self._head_begun = False
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._body_bytes = 0
+        self._reading: RequestResponseCycle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if self._connections.add(self):
+            self.app_state = {**self.app_state, OVER_LIMIT: True}
+        self._connections.set_waiting(self, for_body=False)
+        self._limit_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._connections.remove(self)
+        self._end_timer()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._refused:
+            return
+        self._body_bytes += len(data)
+        super().data_received(data)
+        self._follow(has_data=True)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._follow(has_data=False)
+
+    def _follow(self, *, has_data: bool) -> None:
+        """Find out whether this connection waits for its client now, and limit the time that a head may take."""
+        if self._refused or self.transport.is_closing():
+            return
+        if not self._in_request:
+            if has_data and not self._head_begun:
+                self._head_begun = True
+                self._limit_head()
+                self._connections.set_waiting(self, for_body=False)
+            elif not has_data:
+                self._connections.set_waiting(self, for_body=False)
+            return
+        self._head_begun = False
+        self._end_timer()
+        if not self.cycle.more_body:
+            self._connections.set_active(self)
+        elif self._reading is not self.cycle or self._body_bytes >= _PROGRESS_BYTES:
+            self._reading, self._body_bytes = self.cycle, 0
+            self._connections.set_waiting(self, for_body=True)
+
+    def send_400_response(self, msg: str) -> None:
+        """What h11 cannot parse. If the application reads the body, it answers itself."""
+        error = sys.exc_info()[1]
+        reason = f"the request is not valid HTTP/1.1: {error}"
+        if not self._in_request:
+            status = getattr(error, "error_status_hint", 400)
+            self._refuse(status if status < 500 else 400, "bad_request", reason)
+            return
+        self._refused = True
+        if self.cycle.response_started:
+            self.transport.close()
+            return
+        self.cycle.keep_alive = False
+        if not self.cycle.more_body:
+            return  # what follows the last request of a connection has no meaning
+        self.cycle.scope["state"][MALFORMED] = reason
+        self.cycle.message_event.set()
+
+    def abort(self) -> None:
+        """Close the connection at once."""
+        self._refused = True
+        self._connections.remove(self)
+        self.transport.abort()
+
+    @property
+    def _in_request(self) -> bool:
+        cycle: RequestResponseCycle | None = self.cycle
+        return cycle is not None and not cycle.response_complete
+
+    def _limit_head(self) -> None:
+        if self._head_timer is None:
+            self._head_timer = self.loop.call_later(self._connections.limits.head_s, self._end_late_head)
+
+    def _end_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _end_late_head(self) -> None:
+        self._head_timer = None
+        if self._head_begun:
+            seconds = self._connections.limits.head_s
+            self._refuse(408, "slow_head", f"the head of the request did not arrive within {seconds:g} s")
+        else:
+            self.transport.close()
+
+    def _refuse(self, status: int, kind: str, reason: str) -> None:
+        """Answer without the application, then close the connection."""
+        self._refused = True
+        self._end_timer()
+        self._unset_keepalive_if_required()
+        if self.transport.is_closing() or self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
+            self.transport.close()
+            return
+        body = json.dumps({"error": {"kind": kind, "reason": reason}}, ensure_ascii=False).encode()
+        headers = [
+            *self.server_state.default_headers,
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+            (b"connection", b"close"),
+        ]
+        phrase = http.HTTPStatus(status).phrase.encode()
+        response = h11.Response(status_code=status, headers=headers, reason=phrase)
+        for event in (response, h11.Data(data=body), h11.EndOfMessage()):
+            self.transport.write(self.conn.send(event) or b"")
+        self._connections.metrics.error(kind)
+        self._connections.metrics.answer("", status=status, seconds=0.0, received=0, sent=len(body))
+        with suppress(OSError):  # the client has gone
+            self.transport.write_eof()
+        self._head_timer = self.loop.call_later(_LINGER_SECONDS, self.transport.close)

@@ -1,0 +1,200 @@
+"""Limits on requests, and what requests take up at a time: places in the queue, bytes in memory."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import final
+
+from starlette.exceptions import HTTPException
+
+__all__ = ["MALFORMED", "OVER_LIMIT", "Occupancy", "Refused", "RequestLimits", "Reservation", "busy"]
+
+MALFORMED, OVER_LIMIT = "gpuflow.malformed", "gpuflow.over_limit"
+"""Keys of a request's state: why the rest of its body cannot be read; that its connection is one too many."""
+
+_RETRY_SECONDS = {"connections": "1", "queue_full": "1", "loading": "5", "draining": "5"}
+_STALLED_SECONDS, _PROGRESS_BYTES = 1.0, 65_536
+"""A body is stalled if fewer bytes than these arrived in a time, which is this one where memory is short."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RequestLimits:
+    """Limits on the requests of a service.
+
+    max_body_bytes: of one request. max_images: in one request.
+    max_queue: images in flight at a time; a request takes its places once its body has arrived.
+    max_held_bytes: of all bodies in memory at a time, until their images are decoded; a single one is always accepted.
+    timeout_s: seconds for a body to arrive, and again as many for its answer.
+    max_connections: open at a time; fewer where the process may not open that many files.
+    head_s: seconds for the head of a request to arrive.
+    """
+
+    max_body_bytes: int = 32_000_000
+    max_images: int = 64
+    max_queue: int = 256
+    max_held_bytes: int = 512_000_000
+    timeout_s: float = 30.0
+    max_connections: int = 1000
+    head_s: float = 10.0
+
+    def __post_init__(self) -> None:
+        for name in ("max_body_bytes", "max_images", "max_queue", "max_held_bytes", "max_connections"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"RequestLimits.{name} must be >= 1, got {getattr(self, name)}")
+        for name in ("timeout_s", "head_s"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise ValueError(f"RequestLimits.{name} must be a number of seconds > 0, got {getattr(self, name)}")
+
+
+class Refused(HTTPException):
+    """A request is refused. kind: one of metrics.KINDS. reason: the rule, the value and the next action."""
+
+    def __init__(self, status: int, kind: str, reason: str, headers: dict[str, str] | None = None) -> None:
+        self.kind = kind
+        super().__init__(status, reason, headers)
+
+
+def busy(kind: str, reason: str) -> Refused:
+    """A 503 that says when to try again."""
+    return Refused(503, kind, reason, {"Retry-After": _RETRY_SECONDS[kind]})
+
+
+@final
+class Occupancy:
+    """What the requests of a service take up. All methods are called on the event loop's thread.
+
+    Args:
+        in_flight: images that the predictor has and did not answer yet. decoding_bytes: of those it did not decode yet.
+
+    active: requests that are admitted and not answered yet. reserved: their images that the predictor does not count
+    yet. body_bytes: of bodies that are being read or were read, and whose images the predictor does not have yet.
+    """
+
+    def __init__(
+        self, limits: RequestLimits, *, in_flight: Callable[[], int], decoding_bytes: Callable[[], int]
+    ) -> None:
+        self.limits = limits
+        self.active = self.reserved = self.body_bytes = 0
+        self._in_flight, self._decoding_bytes = in_flight, decoding_bytes
+        self._arriving: set[Reservation] = set()
+
+    @property
+    def queue_length(self) -> int:
+        """Images in flight, and those of requests whose bodies have just arrived."""
+        return self.reserved + self._in_flight()
+
+    @property
+    def held_bytes(self) -> int:
+        """Size of all bodies in memory."""
+        return self.body_bytes + self._decoding_bytes()
+
+    @contextmanager
+    def admit(self) -> Iterator[Reservation]:
+        """Count a request, as long as it lasts. It takes no place yet, but a full queue refuses it. Raises Refused."""
+        reservation = Reservation(self)
+        reservation.check_places(1)
+        self.active += 1
+        try:
+            yield reservation
+        finally:
+            self.active -= 1
+            reservation.release()
+
+    def begin_body(self, reservation: Reservation) -> None:
+        self._arriving.add(reservation)
+
+    def end_body(self, reservation: Reservation) -> None:
+        self._arriving.discard(reservation)
+
+    def stop_stalled_body(self, seconds: float = _STALLED_SECONDS) -> bool:
+        """Refuse the largest body that has been stalled for so long. Returns whether there was one."""
+        stalled = [each for each in self._arriving if each.is_stalled(seconds)]
+        if stalled:
+            max(stalled, key=lambda each: each.size).stop_body()
+        return bool(stalled)
+
+
+@final
+class Reservation:
+    """One request's places in the queue, and the bytes of its body.
+
+    size: of the part of the body that is counted. stopped: whether its body was refused to make room for others.
+    """
+
+    def __init__(self, occupancy: Occupancy) -> None:
+        self.size, self.stopped = 0, False
+        self._occupancy, self._images = occupancy, 0
+        self._progress = 0, 0.0
+        self._limit: asyncio.Timeout | None = None
+
+    # --- the body -----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def arriving(self, limit: asyncio.Timeout) -> Iterator[None]:
+        """While a body is read, within `limit`, which `stop_body` ends."""
+        self._limit, self._progress = limit, (0, time.monotonic())
+        self._occupancy.begin_body(self)
+        try:
+            yield
+        finally:
+            self._occupancy.end_body(self)
+            self._limit = None
+
+    def hold(self, size: int) -> None:
+        """Count a part of the body that was read. If all bodies together are too large, those that are stalled are
+        refused, or else this one. Raises Refused."""
+        occupancy, most = self._occupancy, self._occupancy.limits.max_held_bytes
+        while (held := occupancy.held_bytes) + size > most and held > self.size:
+            if not occupancy.stop_stalled_body():
+                raise busy("queue_full", f"request bodies take {held:,} of {most:,} bytes")
+        occupancy.body_bytes += size
+        self.size += size
+        if self.size - self._progress[0] >= _PROGRESS_BYTES:
+            self._progress = self.size, time.monotonic()
+
+    def is_stalled(self, seconds: float) -> bool:
+        return not self.stopped and time.monotonic() - self._progress[1] > seconds
+
+    def stop_body(self) -> None:
+        """Stop waiting for the rest of the body and give its bytes back."""
+        assert self._limit is not None
+        self.stopped = True
+        self._limit.reschedule(0.0)
+        self._release_body()
+
+    def _release_body(self) -> None:
+        self._occupancy.body_bytes -= self.size
+        self.size = 0
+
+    # --- the queue ----------------------------------------------------------------------------------------------------
+
+    def check_places(self, images: int) -> None:
+        """Raises Refused if the queue has no room for so many images."""
+        length, most = self._occupancy.queue_length, self._occupancy.limits.max_queue
+        if length + images > most:
+            rest = f", and the request has {images} images" if images > 1 else ""
+            raise busy("queue_full", f"the queue is full: {length} of {most} places taken{rest}")
+
+    def reserve(self, images: int) -> None:
+        """Take places for the images of a body that has arrived. Raises Refused if the queue is full."""
+        self.check_places(images)
+        self._occupancy.reserved += images
+        self._images = images
+
+    def submit_one(self, size: int) -> None:
+        """An image of this size is submitted: from now on the predictor counts it and its bytes."""
+        self._occupancy.reserved -= 1
+        self._images -= 1
+        size = min(size, self.size)
+        self._occupancy.body_bytes -= size
+        self.size -= size
+
+    def release(self) -> None:
+        """Release all places and bytes."""
+        self._occupancy.reserved -= self._images
+        self._images = 0
+        self._release_body()
