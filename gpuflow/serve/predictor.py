@@ -198,7 +198,7 @@ class Predictor:
         """Have every instance that decodes decode gpuflow's own test image, while requests go on.
 
         Raises:
-            DecoderError: one fails, also with a new decoder.
+            DecoderError: one fails, also with a new decoder. PredictorError: an instance of the model keeps failing.
         """
         self._running.check()
 

@@ -8,6 +8,7 @@ stays empty, because torchpipe fails a whole batch for an exception that a node 
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from functools import partial
@@ -37,6 +38,7 @@ Item = MutableMapping[str, Any]
 
 _MAX_BATCH = 2
 """Images that an instance accepts at a time. With 1, torchpipe blocks the caller until an instance is free."""
+_MOST_FAILURES, _FAILED_SECONDS = 3, 60.0
 _EMPTY, _CANCELLED = torch.empty(0), PredictorError("cancelled")
 _ONE = Keys(0, 0, np.zeros(1, np.int64))
 """The random keys of one image, which serving stages do not use."""
@@ -86,7 +88,8 @@ class Session:
             return self._preprocessors[0]
 
     def check(self) -> None:
-        """Have every instance that decodes decode gpuflow's own test image. Raises DecoderError if one fails."""
+        """Have every instance that decodes decode gpuflow's own test image. Raises DecoderError if one fails, and
+        PredictorError if an instance of the model keeps failing."""
         for node in tuple(self._nodes):
             node.check()
         for preprocessor in tuple(self._preprocessors):
@@ -278,6 +281,7 @@ class ModelNode:
         self._device, self._result = torch.device(parameters["device"]), program.result
         if self._engine is not None:
             self._engine.bind_thread()
+        self._failures, self._failed_at, self._fault = 0, 0.0, ""
         self._preset: list[torch.nn.Module] | None = None
         if isinstance(program.decoder, Preset):
             self._preset = [stage.module() for stage in program.pipeline.stages[1:]]
@@ -315,7 +319,9 @@ class ModelNode:
         try:
             if good:
                 found = self._run(list(good.values()), [as_images[row] for row in good])
+            self._failures = 0
         except BaseException as error:  # a caller waits for each item, so every error becomes an answer
+            self._failures, self._failed_at, self._fault = self._failures + 1, time.monotonic(), repr(error)
             failed = PredictorError(f"the model failed on a batch of {len(good)}: {error!r}")
             failed.__cause__ = error
             found = [failed] * len(good)
@@ -356,7 +362,10 @@ class ModelNode:
         return [batch[row : row + 1] for row in range(len(batch))]
 
     def check(self) -> None:
-        """Nothing to check: this node decodes nothing."""
+        """Raises PredictorError if the model failed several times in a row, unless the last time is a minute ago: where
+        a service that is not ready gets no requests, only another request can show that it works again."""
+        if self._failures >= _MOST_FAILURES and time.monotonic() - self._failed_at < _FAILED_SECONDS:
+            raise PredictorError(f"the model failed on the last {self._failures} batches: {self._fault}")
 
     def release(self) -> None:
         self._engine = None

@@ -174,7 +174,7 @@ class RunningGraph:
         """Have every instance that decodes decode gpuflow's own test image.
 
         Raises:
-            DecoderError: one fails, also with a new decoder.
+            DecoderError: one fails, also with a new decoder. PredictorError: an instance of the model keeps failing.
         """
         self._session.check()
         if self._preset is not None:

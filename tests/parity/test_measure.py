@@ -76,6 +76,10 @@ def test_a_tally_of_fractions() -> None:
     tally.add(np.array([0.25, 0.5, 300.5], np.float32))
     third: Any = pytest.approx(301.25 / 3)
     assert tally.result() == Levels(max=300.5, mean=third, p999=255)
+    rounded_up = Tally()
+    rounded_up.add(np.full(2000, 0.99 / 64, np.float32))
+    found = rounded_up.result()
+    assert found is not None and found.p999 == found.max < 1 / 64, "a percentile is never above the maximum"
     tiny = Tally()
     tiny.add(np.full(2000, 1e-6, np.float32))
     millionth: Any = pytest.approx(1e-6)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import onnx
 import pytest
@@ -185,6 +185,37 @@ def test_a_model_that_fails_fails_every_request_of_the_batch(error: BaseExceptio
         assert fault.__cause__ is error
 
 
+def test_a_model_that_keeps_failing_is_reported_until_it_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, fails = 100.0, True
+    monkeypatch.setattr("gpuflow.torchpipe.nodes.time.monotonic", lambda: now)
+
+    def model(images: torch.Tensor) -> torch.Tensor:
+        if fails:
+            raise RuntimeError("no memory")
+        return mean_color(images)
+
+    node = model_node(FakeEngine(model))
+
+    def run() -> None:
+        node.forward([item_of(torch.randn(1, 3, 16, 16))])
+
+    for _ in range(2):
+        run()
+        SESSIONS["test"].check()
+    run()
+    with pytest.raises(PredictorError) as caught:
+        SESSIONS["test"].check()
+    assert str(caught.value) == "the model failed on the last 3 batches: RuntimeError('no memory')"
+    now += 61
+    SESSIONS["test"].check()
+    run()
+    with pytest.raises(PredictorError):
+        SESSIONS["test"].check()
+    fails = False
+    run()
+    SESSIONS["test"].check()
+
+
 def test_logits_may_be_modified() -> None:
     with torch.inference_mode():
         constant = torch.zeros(1, 3)
@@ -228,6 +259,25 @@ def test_images_of_torchpipes_operators_become_the_models_input() -> None:
     whole = item_of(pixels)
     model_node(None, (Preset(name="torchpipe_cpu", height=5, width=7),)).forward([whole])
     assert torch.equal(whole["result"], pixels.permute(2, 0, 1))
+
+
+@pytest.mark.parametrize(("layout", "memory"), [("nchw", torch.contiguous_format), ("nhwc", torch.channels_last)])
+def test_behind_torchpipes_operators_the_model_gets_the_memory_format_of_the_stages(
+    layout: Literal["nchw", "nhwc"], memory: torch.memory_format
+) -> None:
+    given: list[torch.Tensor] = []
+
+    def model(batch: torch.Tensor) -> torch.Tensor:
+        given.append(batch)
+        return mean_color(batch)
+
+    head = Preset(name="torchpipe_gpu", height=5, width=7)
+    node = model_node(FakeEngine(model), (head, Normalize(layout=layout)))
+    levels = torch.rand(2, 3, 5, 7) * 255
+    for count in (1, 2):
+        node.forward([item_of(levels[:1]), item_of(levels[1].permute(1, 2, 0))][:count])
+    assert [len(batch) for batch in given] == [1, 2]
+    assert all(batch.is_contiguous(memory_format=memory) for batch in given)
 
 
 def test_a_cancelled_request_gets_no_answer_but_is_done() -> None:

@@ -165,7 +165,8 @@ class Connection(H11Protocol):
         error = sys.exc_info()[1]
         reason = f"the request is not valid HTTP/1.1: {error}"
         if not self._in_request:
-            self._refuse(getattr(error, "error_status_hint", 400), "bad_request", reason)
+            status = getattr(error, "error_status_hint", 400)
+            self._refuse(status if status < 500 else 400, "bad_request", reason)
             return
         self._refused = True
         if self.cycle.response_started:
@@ -226,5 +227,6 @@ class Connection(H11Protocol):
             self.transport.write(self.conn.send(event) or b"")
         self._connections.metrics.error(kind)
         self._connections.metrics.answer("", status=status, seconds=0.0, received=0, sent=len(body))
-        self.transport.write_eof()
+        with suppress(OSError):  # the client has gone
+            self.transport.write_eof()
         self._head_timer = self.loop.call_later(_LINGER_SECONDS, self.transport.close)

@@ -477,6 +477,16 @@ def test_a_model_that_fails() -> None:
         assert live.ask(b"").status_code == 422
 
 
+def test_a_model_that_keeps_failing_is_not_ready() -> None:
+    with served(FakeEngine(before=Break(RuntimeError("no memory")))) as live:
+        for _ in range(3):
+            assert live.ask(PHOTO).status_code == 500
+        answer = live.get("/readyz")
+        reason = "the model failed on the last 3 batches: RuntimeError('no memory')"
+        assert (answer.status_code, answer.json()) == (503, {"status": "failing", "reason": reason})
+        assert live.get("/healthz").ok
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_logits_that_are_not_finite(value: float) -> None:
     with served(FakeEngine(lambda images: torch.full((len(images), 3), value))) as live:

@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import socket
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -107,7 +108,7 @@ MALFORMED = [
     (b"GET / HTTP/1.1\r\n\r\n", 400),
     (b"GET / HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\n\r\n", 400),
     (b"GET / HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n", 400),
-    (b"POST /predict HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: gzip\r\n\r\n", 501),
+    (b"POST /predict HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: gzip\r\n\r\n", 400),
     (b"GET / HTTP/1.1\r\nHost: x\r\nX: " + b"a" * 400_000, 431),
     (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n", 400),
 ]
@@ -200,6 +201,53 @@ def test_requests_that_are_answered_are_not_closed() -> None:
         gate.open()
         assert all(future.result(timeout=20).ok for future in taken)
         assert errors(live, "connections") >= 1
+
+
+def test_honest_clients_are_answered_while_others_are_slow() -> None:
+    """Half-sent heads and bodies that stop arriving, more of both than there is room for."""
+    limits = RequestLimits(max_connections=24, max_held_bytes=5_000_000, head_s=3.0, timeout_s=10.0)
+    stop, most = threading.Event(), 0
+    slow = "POST /predict HTTP/1.1\nContent-Type: image/png\nContent-Length: 1000000"
+
+    def attack(live: Live, number: int) -> None:
+        sent = (slow, bytes(900_000)) if number % 2 else ()
+        while not stop.is_set():
+            with contextlib.suppress(OSError), live.connect(*sent) as connection:
+                if not sent:
+                    connection.sendall(HALF)
+                connection.settimeout(0.5)
+                while not stop.is_set():
+                    with contextlib.suppress(TimeoutError):
+                        if not connection.recv(1000):
+                            break
+
+    def ask(live: Live) -> None:
+        nonlocal most
+        for _ in range(5):
+            limit = time.monotonic() + 30
+            while True:
+                most = max(most, live.service.occupancy.held_bytes)
+                with contextlib.suppress(requests.ConnectionError):
+                    answer = live.ask(PHOTO)
+                    if answer.status_code != 503:
+                        assert answer.status_code == 200, answer.text
+                        break
+                assert time.monotonic() < limit, "no answer under attack"
+                time.sleep(0.05)
+
+    with served(FakeEngine(batch=8), limits) as live, ThreadPoolExecutor(24) as pool:
+        attacks = [pool.submit(attack, live, number) for number in range(20)]
+        try:
+            wait(lambda: live.service.occupancy.held_bytes > 2_000_000)
+            with ThreadPoolExecutor(3) as clients:
+                list(clients.map(ask, [live] * 3))
+            assert most <= limits.max_held_bytes
+        finally:
+            stop.set()
+        for one in attacks:
+            one.result(timeout=20)
+        wait(lambda: live.service.occupancy.active == 0)
+        assert live.service.occupancy.held_bytes == 0
 
 
 # --- the log ----------------------------------------------------------------------------------------------------------
