@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from gpuflow.errors import BadSampleError, TooManyBadSamples
+from gpuflow.errors import BadSampleError, LoaderError, TooManyBadSamples
 from gpuflow.loader.batch import Assembly, Chunk
 from gpuflow.loader.decode import Run
 from gpuflow.loader.plan import LoaderPlan
@@ -22,18 +22,38 @@ class BadSampleResolver:
         self._plan, self._reader = plan, reader
 
     def resolve(
-        self, epoch: int, chunk: Chunk, keys: Keys, faults: Sequence[BadSampleError | None], run: Run, slots: Any
+        self,
+        epoch: int,
+        chunk: Chunk,
+        keys: Keys,
+        faults: Sequence[BadSampleError | None],
+        run: Run,
+        slots: Any,
+        ended: Callable[[], bool],
     ) -> None:
-        """Resolve a chunk's bad samples. `run` decodes what replaces them into their slots.
+        """Resolve a chunk's bad samples.
 
-        Raises BadSampleError under `raise`, TooManyBadSamples above the limit or if every sample is bad.
+        Args:
+            run: decodes what replaces them into their slots.
+            ended: whether the epoch is being ended. Asked before each replacement: there may be as many as samples.
+
+        Raises BadSampleError under `raise`, TooManyBadSamples above the limit or if every sample is bad, LoaderError
+        once the epoch is being ended.
         """
         for i, fault in enumerate(faults):
             if fault is not None:
-                self._resolve(chunk.batch, chunk.start + i, epoch, fault, run, keys[i], slots[i : i + 1])
+                self._resolve(chunk.batch, chunk.start + i, epoch, fault, run, keys[i], slots[i : i + 1], ended)
 
     def _resolve(
-        self, batch: Assembly, row: int, epoch: int, fault: BadSampleError, run: Run, keys: Keys, slot: Any
+        self,
+        batch: Assembly,
+        row: int,
+        epoch: int,
+        fault: BadSampleError,
+        run: Run,
+        keys: Keys,
+        slot: Any,
+        ended: Callable[[], bool],
     ) -> None:
         source, order, bad = self._plan.source, self._plan.order, self._plan.bad
         index = int(batch.indices[row])
@@ -45,6 +65,8 @@ class BadSampleResolver:
             batch.kept[row] = False
             return
         for attempt in range(order.size):
+            if ended():
+                raise LoaderError(f"epoch {epoch} was ended while {fault} was being replaced")
             index = order.replacement(epoch, int(batch.positions[row]), attempt)
             (new_fault,) = run(self._reader.read([index]), keys, slot)
             if new_fault is None:
