@@ -90,8 +90,12 @@ class EpochRun:
             target=_own, args=(begin, culprit, begun, end, collected), name="gpuflow_epoch", daemon=True
         )
         self.owner.start()
-        running = begun.get(timeout=2 * START_SECONDS)
+        try:
+            running = begun.get(timeout=2 * START_SECONDS)
+        except queue.Empty:
+            raise TimeoutError(f"its threads did not start within {2 * START_SECONDS:g} s") from None
         if isinstance(running, BaseException):
+            self.owner.join(2 * STOP_SECONDS)
             raise running
         self._running = running
         self._late = 0

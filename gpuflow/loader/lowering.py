@@ -9,9 +9,12 @@ batch, and the loader raises it when that batch's turn has come.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import os
 import queue
+import select
+import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -22,7 +25,7 @@ from spdl.pipeline import AsyncQueue, PipelineBuilder
 from spdl.pipeline import Pipeline as SpdlPipeline
 from spdl.pipeline.defs import Aggregator
 
-from gpuflow.errors import LoaderError
+from gpuflow.errors import GpuflowError, LoaderError
 from gpuflow.loader.batch import Assembly, Chunk
 from gpuflow.loader.cpu_offload import CpuOffload
 from gpuflow.loader.decode import ChunkDecoder, Faults, Run, WorkerDecoder
@@ -96,7 +99,8 @@ class Feed:
     def start(self, epoch: int, steps: Steps) -> EpochRun:
         """Begin an epoch. The first one starts the workers, without waiting for them.
 
-        Raises LoaderError in a forked child of the process that ran an epoch.
+        Raises LoaderError if the process may not have so many threads or open files, or in a forked child of the process
+        that ran an epoch.
         """
         if self._begun and self.forked:
             raise self.error_in_child()
@@ -105,6 +109,13 @@ class Feed:
         torch_threads = torch.get_num_threads()
         try:
             run = EpochRun(functools.partial(self._begin, epoch, steps), self.culprit)
+        except GpuflowError:
+            raise
+        except (OSError, RuntimeError, MemoryError) as error:
+            raise LoaderError(
+                f"epoch {epoch} cannot begin: {str(error) or type(error).__name__}; lower run.threads, or raise this "
+                "process's limits of threads (ulimit -u, a container's pids), open files (ulimit -n) and memory"
+            ) from error
         finally:
             torch.set_num_threads(torch_threads)  # undo what _begin_thread did to threads yet to come
         self._owners = [*filter(threading.Thread.is_alive, self._owners), run.owner]
@@ -176,28 +187,38 @@ class Feed:
             finished.put(batch)  # SPDL's sink would pass it on by its event loop, later
 
         pools: list[DaemonPool] = []
-        if offload is not None:
-            offload.share.begin()
-            pools.append(DaemonPool(offload.meter.threads, "share", self._begin_thread))
-        builder.add_source(self._chunks(epoch, steps, begun, ahead, pools[0] if pools else None))
-        read = _never_raise(self._reader.meter, functools.partial(self._reader.read_chunk, epoch))
-        decode = _never_raise(self._decoder.meter, functools.partial(self._decode, epoch))
-        if plan.readers == 0:
-            both = decode if self.workers.started else lambda chunk: decode(read(chunk))
-            stages = [(self._decoder.meter, self._admitted(admission, both))]
-        else:
-            stages = [(self._reader.meter, read), (self._decoder.meter, self._admitted(admission, decode))]
-        for meter, operation in stages:
-            pools.append(DaemonPool(meter.threads, meter.name, self._begin_thread))
-            builder.pipe(
-                operation, executor=pools[-1], concurrency=meter.threads, output_order="input", name=meter.name
+        with contextlib.ExitStack() as undo:
+
+            def start_pool(threads: int, name: str) -> DaemonPool:
+                pools.append(DaemonPool(threads, name, self._begin_thread))
+                undo.callback(pools[-1].end, STOP_SECONDS)
+                return pools[-1]
+
+            offload_threads: DaemonPool | None = None
+            if offload is not None:
+                offload.share.begin()
+                offload_threads = start_pool(offload.meter.threads, "share")
+            builder.add_source(self._chunks(epoch, steps, begun, admission, ahead, offload_threads))
+            read = _never_raise(self._reader.meter, functools.partial(self._reader.read_chunk, epoch))
+            decode = _never_raise(self._decoder.meter, functools.partial(self._decode, epoch, admission))
+            if plan.readers == 0:
+                both = decode if self.workers.started else lambda chunk: decode(read(chunk))
+                stages = [(self._decoder.meter, self._admitted(admission, both))]
+            else:
+                stages = [(self._reader.meter, read), (self._decoder.meter, self._admitted(admission, decode))]
+            for meter, operation in stages:
+                threads = start_pool(meter.threads, meter.name)
+                builder.pipe(
+                    operation, executor=threads, concurrency=meter.threads, output_order="input", name=meter.name
+                )
+            _try_what_spdl_needs()
+            builder.aggregate(_ByStep()).pipe(emit).add_sink(1)
+            # The meters count what SPDL's own statistics would, which double its time an item.
+            pipeline: SpdlPipeline[None] = builder.build(
+                num_threads=1, queue_class=AsyncQueue, task_hook_factory=lambda stage: []
             )
-        builder.aggregate(_ByStep()).pipe(emit).add_sink(1)
-        # The meters count what SPDL's own statistics would, which double its time an item.
-        pipeline: SpdlPipeline[None] = builder.build(
-            num_threads=1, queue_class=AsyncQueue, task_hook_factory=lambda stage: []
-        )
-        pipeline.start(timeout=START_SECONDS)
+            _start(pipeline)
+            undo.pop_all()
         set_starved, switching = None, None
         if plan.gpu is not None:
             set_starved, switching = functools.partial(self._set_starved, plan.gpu, admission), QuickSwitching()
@@ -211,11 +232,17 @@ class Feed:
             admission.grow()
 
     async def _chunks(
-        self, epoch: int, steps: Steps, begun: threading.Event, ahead: Admission, offload_threads: DaemonPool | None
+        self,
+        epoch: int,
+        steps: Steps,
+        begun: threading.Event,
+        admission: Admission,
+        ahead: Admission,
+        offload_threads: DaemonPool | None,
     ) -> AsyncIterator[Chunk]:
         """The chunks for SPDL; those of the CPU's share are submitted to its threads at the same time."""
         begun.set()
-        decode = functools.partial(self._decode_share, epoch)
+        decode = functools.partial(self._decode_share, epoch, admission)
         operation = _never_raise(self._offload.meter, decode) if self._offload is not None else None
 
         def decode_share(chunk: Chunk) -> None:
@@ -270,25 +297,28 @@ class Feed:
 
         return run
 
-    def _decode(self, epoch: int, chunk: Chunk) -> None:
+    def _decode(self, epoch: int, admission: Admission, chunk: Chunk) -> None:
         def read(chunk: Chunk) -> None:
             with self._reader.meter.work(len(chunk), chunk):
                 self._reader.read_chunk(epoch, chunk)
 
         keys = keys_of(self._plan, epoch, chunk)
         faults = self._decoder.decode(chunk, keys, read)
-        self._finish(epoch, chunk, keys, faults, self._decoder.run, chunk.batch.slots[chunk.start : chunk.stop])
+        slots = chunk.batch.slots[chunk.start : chunk.stop]
+        self._finish(epoch, admission, chunk, keys, faults, self._decoder.run, slots)
 
-    def _decode_share(self, epoch: int, chunk: Chunk) -> None:
+    def _decode_share(self, epoch: int, admission: Admission, chunk: Chunk) -> None:
         assert self._offload is not None
         keys = keys_of(self._plan, epoch, chunk)
         faults, slots = self._offload.decode(chunk, keys)
-        self._finish(epoch, chunk, keys, faults, self._decoder.run_on_cpu, slots)
+        self._finish(epoch, admission, chunk, keys, faults, self._decoder.run_on_cpu, slots)
 
-    def _finish(self, epoch: int, chunk: Chunk, keys: Keys, faults: Faults, run: Run, slots: Any) -> None:
+    def _finish(
+        self, epoch: int, admission: Admission, chunk: Chunk, keys: Keys, faults: Faults, run: Run, slots: Any
+    ) -> None:
         """Resolve a chunk's bad samples; deliver its batch if it was the last one."""
         batch = chunk.batch
-        self._resolver.resolve(epoch, chunk, keys, faults, run, slots)
+        self._resolver.resolve(epoch, chunk, keys, faults, run, slots, lambda: admission.closed)
         with batch.lock:
             batch.unfinished -= 1
             whole = batch.unfinished == 0
@@ -327,6 +357,28 @@ def _files(paths: Sequence[str]) -> str:
         return paths[0]
     more = f" and {len(paths) - _NAMED_FILES} more" if len(paths) > _NAMED_FILES else ""
     return f"one of {len(paths)} files: {', '.join(paths[:_NAMED_FILES])}{more}"
+
+
+def _try_what_spdl_needs() -> None:
+    """Raises RuntimeError or OSError if there are no threads or file descriptors for SPDL's event loop.
+
+    A pipeline without them warns of coroutines that were never awaited, waits in vain, or fails at its end.
+    """
+    with contextlib.ExitStack() as tried:
+        tried.enter_context(DaemonPool(2, "trial"))  # the event loop, and what asyncio starts at its end
+        for end in socket.socketpair():
+            tried.enter_context(end)
+        tried.enter_context(select.epoll())
+
+
+def _start(pipeline: SpdlPipeline[None]) -> None:
+    """Start a pipeline; if that fails, leave no thread of it. Raises RuntimeError or TimeoutError."""
+    try:
+        pipeline.start(timeout=START_SECONDS)
+    except BaseException:
+        with contextlib.suppress(RuntimeError, TimeoutError):  # it has no thread to wait for, or one that is late
+            pipeline.stop(timeout=STOP_SECONDS)
+        raise
 
 
 def _never_raise(meter: Meter, operation: Callable[[Chunk], None]) -> Callable[[Chunk], Chunk]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from gpuflow.errors import BadSampleError, TooManyBadSamples
+from gpuflow.errors import BadSampleError, LoaderError, TooManyBadSamples
 from gpuflow.loader.batch import Chunk
 from gpuflow.loader.decode import Run
 from gpuflow.loader.plan import LoaderPlan
@@ -22,19 +22,39 @@ class BadSampleResolver:
         self._plan, self._reader = plan, reader
 
     def resolve(
-        self, epoch: int, chunk: Chunk, keys: Keys, faults: Sequence[BadSampleError | None], run: Run, slots: Any
+        self,
+        epoch: int,
+        chunk: Chunk,
+        keys: Keys,
+        faults: Sequence[BadSampleError | None],
+        run: Run,
+        slots: Any,
+        ended: Callable[[], bool],
     ) -> None:
-        """Resolve a chunk's bad samples. `run` decodes what replaces them into their slots.
+        """Resolve a chunk's bad samples.
 
-        Raises BadSampleError under `raise`, TooManyBadSamples above the limit or if every sample is bad.
+        Args:
+            run: decodes what replaces them into their slots.
+            ended: whether the epoch is being ended. Asked before each replacement: there may be as many as samples.
+
+        Raises BadSampleError under `raise`, TooManyBadSamples above the limit or if every sample is bad, LoaderError
+        once the epoch is being ended.
         """
         for i, fault in enumerate(faults):
             if fault is not None:
-                self._resolve(chunk, chunk.start + i, epoch, fault, run, keys[i], slots[i : i + 1])
+                self._resolve(chunk, chunk.start + i, epoch, fault, run, keys[i], slots[i : i + 1], ended)
                 chunk.replacement = None
 
     def _resolve(
-        self, chunk: Chunk, row: int, epoch: int, fault: BadSampleError, run: Run, keys: Keys, slot: Any
+        self,
+        chunk: Chunk,
+        row: int,
+        epoch: int,
+        fault: BadSampleError,
+        run: Run,
+        keys: Keys,
+        slot: Any,
+        ended: Callable[[], bool],
     ) -> None:
         source, order, bad, batch = self._plan.source, self._plan.order, self._plan.bad, chunk.batch
         index = int(batch.indices[row])
@@ -46,6 +66,8 @@ class BadSampleResolver:
             batch.kept[row] = False
             return
         for attempt in range(order.size):
+            if ended():
+                raise LoaderError(f"epoch {epoch} was ended while {fault} was being replaced")
             index = chunk.replacement = order.replacement(epoch, int(batch.positions[row]), attempt)
             with self._reader.meter.work(0):  # as part of decoding, whose samples these are
                 payload = self._reader.read([index])

@@ -73,6 +73,10 @@ class Admission:
         with suppress(queue.Empty):
             self._places.put(self._spare.get_nowait())
 
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
     def close(self) -> None:
         """Refuse all threads that wait or will come."""
         self._closed = True

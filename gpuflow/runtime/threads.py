@@ -29,23 +29,42 @@ T = TypeVar("T")
 class DaemonPool(Executor):
     """`threads` daemon threads that run submitted calls in order.
 
-    initializer: called once on each thread, before the constructor returns.
+    initializer: called once on each thread, before the constructor returns. If it raises, or not all threads can be
+        started, so does the constructor, and no thread is left.
     """
 
     def __init__(self, threads: int, name: str, initializer: Callable[[], None] = lambda: None) -> None:
-        self._initializer, self._ready = initializer, threading.Barrier(threads + 1)
+        self._initializer, self._begun = initializer, queue.SimpleQueue[BaseException | None]()
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._closing = False
-        self._threads = [
-            threading.Thread(target=self._serve, name=f"gpuflow_{name}_{i}", daemon=True) for i in range(threads)
-        ]
-        for thread in self._threads:
-            thread.start()
-        self._ready.wait(timeout=_START_SECONDS)
+        self._threads = list[threading.Thread]()
+        try:
+            for i in range(threads):
+                thread = threading.Thread(target=self._serve, name=f"gpuflow_{name}_{i}", daemon=True)
+                thread.start()
+                self._threads.append(thread)
+            for _ in self._threads:
+                self._await_one()
+        except BaseException:
+            self.end(_SHUTDOWN_SECONDS)
+            raise
+
+    def _await_one(self) -> None:
+        """Wait until one more thread has begun."""
+        try:
+            error = self._begun.get(timeout=_START_SECONDS)
+        except queue.Empty:
+            raise TimeoutError(f"a thread did not start within {_START_SECONDS:g} s") from None
+        if error is not None:
+            raise error
 
     def _serve(self) -> None:
-        self._initializer()
-        self._ready.wait(timeout=_START_SECONDS)
+        try:
+            self._initializer()
+        except BaseException as error:
+            self._begun.put(error)
+            return
+        self._begun.put(None)
         while (task := self._work.get()) is not None:
             if not self._closing:
                 task()

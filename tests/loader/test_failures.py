@@ -46,6 +46,7 @@ from tests.datasets import (
     loader_of,
     make_photos,
     no_more_files,
+    nothing_left_behind,
     python,
     truncate,
     write_config,
@@ -475,6 +476,28 @@ def test_timeout_is_that_of_a_batch_not_of_an_epoch() -> None:
     with loader_of(MemorySource.of(12), timeout=0.5) as loader:
         for _ in loader:
             time.sleep(0.3)
+
+
+@pytest.mark.parametrize("end", ["closed", "forgotten"])
+def test_replacing_ends_with_the_epoch(end: str) -> None:
+    """Every sample is bad and slow to read: nobody goes through the whole source for a batch that nobody wants."""
+    reads: list[int] = []
+
+    def before(index: int) -> None:
+        reads.append(index)
+        time.sleep(0.02)
+
+    with nothing_left_behind():
+        loader = loader_of(TappedSource(MemorySource([None] * 30_000), before), timeout=0.3)
+        steps, error = fault_of(loader)
+        assert (steps, type(error)) == (0, LoaderTimeout)
+        if end == "closed":
+            loader.close()
+        del loader, error
+    count = len(reads)
+    assert 0 < count < 30_000
+    time.sleep(0.1)
+    assert len(reads) == count
 
 
 def test_a_process_with_a_stuck_read_can_exit() -> None:

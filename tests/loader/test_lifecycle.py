@@ -208,6 +208,89 @@ def repeated(count: int, times: int) -> MemorySource:
     return MemorySource(MemorySource.of(count).images * times)
 
 
+# --- an epoch that cannot begin ---------------------------------------------------------------------------------------
+
+
+class FewThreads:
+    """Lets only so many threads run at a time, as the kernel does. refused: whether one more was wanted."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._start, self._most, self.refused = threading.Thread.start, 0, False
+        monkeypatch.setattr(threading.Thread, "start", lambda thread: self._start_one(thread))
+
+    def allow(self, more: int) -> None:
+        self._most, self.refused = threading.active_count() + more, False
+
+    def _start_one(self, thread: threading.Thread) -> None:
+        if threading.active_count() >= self._most:
+            self.refused = True
+            raise RuntimeError("can't start new thread")
+        self._start(thread)
+
+
+@pytest.mark.parametrize("readers", [0, 2])
+def test_threads_that_cannot_start(readers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever thread of an epoch it is: a clear error, nothing left behind, and the epoch can be run later."""
+    with loader_of(MemorySource.of(12), threads=2, readers=readers) as loader:
+        whole = epoch_rows(loader)
+    few = FewThreads(monkeypatch)
+    with nothing_left_behind(), loader_of(MemorySource.of(12), threads=2, readers=readers) as loader:
+        for allowed in range(5 + readers):
+            few.allow(allowed)
+            with nothing_left_behind(seconds=0.0), pytest.raises(gpuflow.LoaderError) as caught:
+                iter(loader)
+            assert few.refused
+            assert str(caught.value) == (
+                "epoch 0 cannot begin: can't start new thread; lower run.threads, or raise this process's limits of "
+                "threads (ulimit -u, a container's pids), open files (ulimit -n) and memory"
+            )
+            del caught
+            assert (loader.state_dict()["epoch"], loader.state_dict()["position"]) == (0, 0)
+        few.allow(5 + readers)  # the epoch's own thread, those that read and decode, and two of SPDL
+        assert epoch_rows(loader) == whole
+        assert not few.refused
+
+
+def test_file_descriptors_that_there_are_not() -> None:
+    code = """
+import resource, time
+from tests.datasets import *
+with loader_of(MemorySource.of(12)) as loader:
+    whole = epoch_rows(loader)
+loader = loader_of(MemorySource.of(12))
+soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+first_free = os.dup(0)
+os.close(first_free)
+texts, start = [], time.monotonic()
+for more in range(20):
+    resource.setrlimit(resource.RLIMIT_NOFILE, (first_free + more, hard))
+    try:
+        iter(loader)
+        break
+    except gpuflow.LoaderError as error:
+        texts.append(str(error))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert [thread.name for thread in threading.enumerate()] == ["MainThread"]
+assert time.monotonic() - start < 25, "it waits for nothing that cannot come"
+print(len(texts), set(texts))
+loader.set_epoch(0)
+assert epoch_rows(loader) == whole
+loader.close()
+"""
+    done = python(code, cwd=ROOT, seconds=60)
+    assert done.returncode == 0, done.stderr
+    count, texts = done.stdout.split(" ", 1)
+    assert int(count) >= 3
+    assert texts.strip() == str(
+        {
+            "epoch 0 cannot begin: [Errno 24] Too many open files; lower run.threads, or raise this process's limits "
+            "of threads (ulimit -u, a container's pids), open files (ulimit -n) and memory"
+        }
+    )
+    assert done.stderr == ""
+
+
 # --- many cycles ------------------------------------------------------------------------------------------------------
 
 MEASURE = """

@@ -54,6 +54,17 @@ def test_threads_are_daemons_with_names_and_leave() -> None:
         assert pool.end(5)
 
 
+def test_an_initializer_that_raises_leaves_no_thread() -> None:
+    calls = iter(range(3))
+
+    def initialize() -> None:
+        if next(calls) == 1:
+            raise OSError("mine")
+
+    with nothing_left_behind(seconds=0.0), pytest.raises(OSError, match="mine"):
+        DaemonPool(3, "test", initialize)
+
+
 def test_what_has_not_begun_is_dropped_at_the_end() -> None:
     pool, release = DaemonPool(1, "test"), threading.Event()
     ran: list[int] = []
