@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from gpuflow.errors import SourceError
+from gpuflow.sources import SourceSpec, open_source
 from gpuflow.sources.storage.base import Shard
 from gpuflow.sources.storage.local import LocalStorage
 from gpuflow.sources.storage.remote import RemoteStorage
@@ -75,3 +77,48 @@ def test_a_shard_that_cannot_be_read_is_closed(tmp_path: Path) -> None:
     assert payload.errors == ["is a directory"]
     assert open_descriptors(tmp_path) == 0
     storage.close()
+
+
+def test_a_file_that_comes_in_parts_is_read_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As from some network file systems, and as any file of more than 2 GiB does."""
+    (tmp_path / "a").write_bytes(bytes(range(100)))
+    whole = os.preadv
+
+    def in_parts(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
+        return whole(descriptor, [memoryview(buffers[0])[:30]], offset)
+
+    monkeypatch.setattr(os, "preadv", in_parts)
+    payload = LocalStorage().read([os.fsencode(tmp_path / "a")], lambda size: np.zeros(size, np.uint8))
+    assert payload.errors == [None]
+    assert payload.sample(0).tobytes() == bytes(range(100))
+
+
+def test_thirty_two_shards_stay_open(tmp_path: Path) -> None:
+    storage, paths = LocalStorage(), [tmp_path / f"{number}.tar" for number in range(40)]
+    for path in paths:
+        path.write_bytes(b"x")
+    shards = [shard for shard in storage.inspect(list(map(str, paths))) if isinstance(shard, Shard)]
+    for shard in shards:
+        assert storage.read_ranges([shard], [0], [1], lambda size: np.zeros(size, np.uint8)).errors == [None]
+    assert [open_descriptors(path) for path in paths] == [0] * 8 + [1] * 32
+    storage.close()
+    assert not any(map(open_descriptors, paths))
+
+
+def test_remote_classes_and_images_are_sorted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However the file system lists them: find promises no order."""
+    find = MemoryFileSystem.find
+
+    def backwards(system: MemoryFileSystem, path: str, **kwargs: Any) -> list[str]:
+        return sorted(find(system, path, **kwargs), reverse=True)
+
+    monkeypatch.setattr(MemoryFileSystem, "find", backwards)
+    names = [f"{name}/{number}.jpg" for name in "abc" for number in range(3)]
+    memory = fsspec.filesystem("memory")
+    memory.pipe({f"/unordered/{name}": b"x" for name in names})
+    try:
+        source = open_source(SourceSpec(folder="memory://unordered"))
+        assert source.classes == ("a", "b", "c")
+        assert [source.path(i).removeprefix("memory://unordered/") for i in range(9)] == names
+    finally:
+        memory.rm("/unordered", recursive=True)
