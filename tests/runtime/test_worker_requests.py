@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from multiprocessing import Pipe
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
-from gpuflow.runtime.worker_pool import WorkerConnection, WorkerPool
+from gpuflow.runtime.memory import shared as shared_memory
+from gpuflow.runtime.worker_pool import ForkServer, ParentConnection, WorkerConnection, WorkerPool
 
 Make = Callable[..., WorkerPool]
 SECONDS = 60.0
@@ -125,3 +131,30 @@ def test_closing_leaves_no_descriptor_while_the_pool_is_still_held(make: Make) -
     pool.close()
     assert setups_open() == before
     assert pool.closed and pool.request(echo(1)) is None
+
+
+def test_memory_is_sent_once_and_forgotten_when_it_is_gone() -> None:
+    """The same mapping serves every later request; memory that this process has freed is not kept mapped."""
+    ours, theirs = Pipe()
+    connection, worker = WorkerConnection(ours, cast(ForkServer, None), 0), ParentConnection(theirs)
+
+    def shared(memory: NDArray[np.uint8] | None) -> NDArray[np.uint8] | None:
+        assert memory is not None
+        assert connection.share(memory)
+        return worker.memory()
+
+    first, second = (shared_memory(4096) for _ in range(2))
+    first[:], second[:] = 1, 2
+    seen = [shared(memory) for memory in (first, second, first, second)]
+    assert seen[0] is seen[2] and seen[1] is seen[3]
+    assert [int(mapped[0]) for mapped in seen if mapped is not None] == [1, 2, 1, 2]
+    assert seen[0] is not None
+    mapped = weakref.ref(seen[0])
+    del first, seen
+    gc.collect()
+    assert shared(second) is not None
+    assert mapped() is None
+    assert not connection.share(np.zeros(10, np.uint8)), "ordinary memory"
+    assert worker.memory() is None
+    ours.close()
+    theirs.close()
