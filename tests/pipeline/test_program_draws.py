@@ -1,0 +1,53 @@
+"""What the steps of a program draw: each stage its own numbers, also next to another stage of its name."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from gpuflow.pipeline.program import OpaqueStep, PointwiseStep, SamplingStep
+from gpuflow.stages import ColorJitter, Decode, Flip, RandomCrop, Torchvision
+from tests.running import keys_of, program_of
+
+KEYS = keys_of(200, seed=4)
+SIZES = np.full(200, 100), np.full(200, 100)
+
+
+def test_two_colour_stages_of_one_name_draw_independently() -> None:
+    jitter = ColorJitter(brightness=0.5, contrast=0.5, saturation=0.5)
+    first, second = program_of(Decode(), RandomCrop(size=9), jitter, jitter).steps[1:]
+    assert isinstance(first, PointwiseStep) and isinstance(second, PointwiseStep)
+    for a, b in zip(first.draw(KEYS)[:, 4:7].T, second.draw(KEYS)[:, 4:7].T, strict=True):
+        assert abs(np.corrcoef(a, b)[0, 1]) < 0.35
+
+
+def test_two_opaque_stages_of_one_name_draw_independently() -> None:
+    stage = Torchvision(name="RandomInvert", parameters=(("p", 0.5),))
+    steps = [
+        step
+        for step in program_of(Decode(), RandomCrop(size=9), stage, stage).steps
+        if not isinstance(step, SamplingStep)
+    ]
+    first, second = steps
+    assert isinstance(first, OpaqueStep) and isinstance(second, OpaqueStep)
+    assert not np.intersect1d(first.draw(KEYS), second.draw(KEYS)).size
+
+
+def test_two_crops_of_one_name_in_one_sampling_draw_independently() -> None:
+    """The second crop's place within the first one is not the first one's place within the image."""
+    outer, both = (
+        program_of(Decode(), *crops).steps[0]
+        for crops in ((RandomCrop(size=50),), (RandomCrop(size=50), RandomCrop(size=10)))
+    )
+    assert isinstance(outer, SamplingStep) and isinstance(both, SamplingStep)
+    first = outer.draw(KEYS, *SIZES).box[:, :2]
+    second = both.draw(KEYS, *SIZES).box[:, :2] - first
+    for axis in range(2):
+        assert abs(np.corrcoef(first[:, axis], second[:, axis])[0, 1]) < 0.35
+    assert abs(np.corrcoef(first.T)[0, 1]) < 0.35, "and the two axes are independent"
+
+
+def test_two_flips_undo_each_other_for_half_of_the_samples() -> None:
+    (step,) = program_of(Decode(), RandomCrop(size=9), Flip(horizontal=0.5), Flip(horizontal=0.5)).steps
+    assert isinstance(step, SamplingStep)
+    mirrored = step.draw(KEYS, *SIZES).flips[:, 1]
+    assert 0.3 < mirrored.mean() < 0.7

@@ -1,0 +1,160 @@
+"""A worker pool alone: requests, workers that are lost or cannot start, and what closing leaves."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from multiprocessing import Pipe
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from gpuflow.runtime.memory import shared as shared_memory
+from gpuflow.runtime.worker_pool import ForkServer, ParentConnection, WorkerConnection, WorkerPool
+
+Make = Callable[..., WorkerPool]
+SECONDS = 60.0
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    """Makes pools of workers that echo, and closes them."""
+    pools = []
+
+    def pool(workers: int = 1, setup: object = "setup") -> WorkerPool:
+        pools.append(
+            WorkerPool("tests.runtime.echo_worker", connections=[1] * workers, setup=setup, task="echo", handshake=True)
+        )
+        pools[-1].wait_until_ready(SECONDS)
+        return pools[-1]
+
+    yield pool
+    for made in pools:
+        made.close()
+
+
+def echo(message: object) -> Callable[[WorkerConnection], Any]:
+    def exchange(connection: WorkerConnection) -> Any:
+        connection.send(message)
+        return connection.answer()
+
+    return exchange
+
+
+def setups_open() -> int:
+    """How many descriptors this process holds on what it sent to worker processes."""
+    count = 0
+    for link in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):
+            count += "gpuflow_setup" in os.readlink(link)
+    return count
+
+
+def test_requests_get_their_answers(make: Make) -> None:
+    pool = make(2)
+    assert pool.ready() and len(pool) == 2 and pool.counts() == {"at_work": 2, "starting": 0}
+    assert [pool.request(echo(n))[:2] for n in range(3)] == [("setup", n) for n in range(3)]
+    ids: list[int] = []
+    pool.each_idle(lambda connection: ids.append(echo(None)(connection)[2]))
+    assert len(set(ids)) == 2 and os.getpid() not in ids
+
+
+def test_a_request_that_was_not_sent_leaves_its_worker_free(make: Make) -> None:
+    pool = make()
+    assert pool.begin(lambda connection: False) is None
+    pending = pool.begin(lambda connection: connection.send("later") or True)
+    assert pending is not None
+    assert pool.request(echo(1)) is None, "the only worker is at another request"
+    assert pending.result()[:2] == ("setup", "later")
+    assert pool.request(echo(2))[:2] == ("setup", 2)
+
+
+def test_a_request_that_is_abandoned_costs_its_worker_without_a_message(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    pool = make(2)
+    pending = pool.begin(lambda connection: connection.send("never read") or True)
+    assert pending is not None
+    pending.abandon()
+    assert len(pool) == 1
+    assert pool.request(echo(1))[:2] == ("setup", 1)
+    assert not caplog.records
+
+
+def test_an_error_in_an_exchange_is_raised_and_costs_the_worker(make: Make) -> None:
+    def fail(connection: WorkerConnection) -> None:
+        connection.send("half")
+        raise KeyError("mine")
+
+    pool = make(2)
+    with pytest.raises(KeyError):
+        pool.request(fail)
+    assert len(pool) == 1
+    assert pool.request(echo(1))[:2] == ("setup", 1), "and not the answer to the other request"
+
+
+def test_a_worker_that_ends_costs_no_request(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    pool = make()
+    with caplog.at_level(logging.WARNING):
+        assert pool.request(echo("end")) is None
+    assert len(pool) == 0 and not pool.ready() and pool.request(echo(1)) is None
+    (record,) = caplog.records
+    assert record.getMessage().startswith("a process that echos has ended: ")
+    assert record.getMessage().endswith("; threads echo instead")
+
+
+@pytest.mark.parametrize(
+    ("setup", "start"), [("end", "a process that echos has ended: "), ("refuse", "a process cannot echo: refuse")]
+)
+def test_workers_that_do_not_start_are_said_and_given_up(
+    setup: str, start: str, make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        pool = make(2, setup=setup)
+    assert len(pool) == 0 and pool.counts() == {"at_work": 0, "starting": 0}
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == (1 if setup == "refuse" else 2), "the same reason is said once"
+    assert all(message.startswith(start) and message.endswith("; threads echo instead") for message in messages)
+
+
+def test_closing_leaves_no_descriptor_while_the_pool_is_still_held(make: Make) -> None:
+    before = setups_open()
+    pool = make(2)
+    assert setups_open() == before + 1
+    pool.close()
+    assert setups_open() == before
+    assert pool.closed and pool.request(echo(1)) is None
+
+
+def test_memory_is_sent_once_and_forgotten_when_it_is_gone() -> None:
+    """The same mapping serves every later request; memory that this process has freed is not kept mapped."""
+    ours, theirs = Pipe()
+    connection, worker = WorkerConnection(ours, cast(ForkServer, None), 0), ParentConnection(theirs)
+
+    def shared(memory: NDArray[np.uint8] | None) -> NDArray[np.uint8] | None:
+        assert memory is not None
+        assert connection.share(memory)
+        return worker.memory()
+
+    first, second = (shared_memory(4096) for _ in range(2))
+    first[:], second[:] = 1, 2
+    seen = [shared(memory) for memory in (first, second, first, second)]
+    assert seen[0] is seen[2] and seen[1] is seen[3]
+    assert [int(mapped[0]) for mapped in seen if mapped is not None] == [1, 2, 1, 2]
+    assert seen[0] is not None
+    mapped = weakref.ref(seen[0])
+    del first, seen
+    gc.collect()
+    assert shared(second) is not None
+    assert mapped() is None
+    assert not connection.share(np.zeros(10, np.uint8)), "ordinary memory"
+    assert worker.memory() is None
+    ours.close()
+    theirs.close()

@@ -1,0 +1,96 @@
+"""What every source passes on to its storage."""
+
+from __future__ import annotations
+
+import io
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gpuflow.errors import SourceError
+from gpuflow.sources import SourceSpec, open_source, subset
+from gpuflow.sources.storage.local import LocalStorage
+
+
+class Recorder:
+    """A storage that counts how often it was closed; what it reads is local."""
+
+    def __init__(self) -> None:
+        self.closed = 0
+        self._local = LocalStorage()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._local, name)
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def folder(root: Path) -> SourceSpec:
+    for name in ("a", "b"):
+        (root / name).mkdir()
+        for number in range(4):
+            (root / name / f"{number}.jpg").write_bytes(b"x")
+    return SourceSpec(folder=str(root), split={"train": 0.5})
+
+
+def listing(root: Path) -> SourceSpec:
+    (root / "list.csv").write_text("".join(f"{number}.jpg,0\n" for number in range(4)))
+    return SourceSpec(listing=str(root / "list.csv"), split={"train": 0.5})
+
+
+def tar(root: Path) -> SourceSpec:
+    with tarfile.open(root / "s.tar", "w") as archive:
+        for number in range(4):
+            for name in (f"{number}.jpg", f"{number}.cls"):
+                header = tarfile.TarInfo(name)
+                header.size = 1
+                archive.addfile(header, io.BytesIO(b"0"))
+    return SourceSpec(tar=str(root / "s.tar"), split={"train": 0.5})
+
+
+@pytest.mark.parametrize("make", [folder, listing, tar])
+def test_closing_a_source_or_a_part_of_it_closes_its_storage(
+    make: Callable[[Path], SourceSpec], tmp_path: Path
+) -> None:
+    spec = make(tmp_path)
+    whole = open_source(spec)
+    for source in (whole, subset(whole, spec, "train")):
+        recorder = Recorder()
+        same = source.on(recorder)
+        assert same.storage is recorder and len(same) == len(source)
+        same.close()
+        assert recorder.closed == 1
+
+
+def test_a_listing_of_two_remote_file_systems(tmp_path: Path) -> None:
+    (tmp_path / "list.csv").write_text("memory://a.jpg,0\nhttp://b.jpg,0\n")
+    with pytest.raises(SourceError) as caught:
+        open_source(SourceSpec(listing=str(tmp_path / "list.csv")))
+    assert str(caught.value) == (
+        f"{tmp_path}/list.csv:2: path must be on the first row's file system (memory), got 'http://b.jpg'; "
+        f"copy the files to one place, or make a listing for each"
+    )
+
+
+def test_a_member_of_an_unknown_type_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """POSIX: an archive may hold members of types that a reader does not know, and their data is there all the same."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with tarfile.open(tmp_path / "s.tar", "w") as archive:
+        for name, kind, data in (
+            ("1.jpg", tarfile.REGTYPE, b"one"),
+            ("1.cls", tarfile.REGTYPE, b"0"),
+            ("other", b"Z", b"no header" * 100),
+            ("2.jpg", tarfile.REGTYPE, b"two"),
+            ("2.cls", tarfile.REGTYPE, b"0"),
+        ):
+            header = tarfile.TarInfo(name)
+            header.size, header.type = len(data), kind
+            archive.addfile(header, io.BytesIO(data))
+    source = open_source(SourceSpec(tar=str(tmp_path / "s.tar")))
+    payload = source.read([0, 1], lambda size: np.zeros(size, np.uint8))
+    assert [payload.sample(i).tobytes() for i in range(2)] == [b"one", b"two"]

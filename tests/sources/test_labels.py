@@ -1,0 +1,75 @@
+"""Labels from texts, and the names that an error suggests."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from gpuflow.errors import SourceError
+from gpuflow.sources import SourceSpec, open_source
+from gpuflow.sources.choose import images_below, spread
+from gpuflow.sources.hints import missing_path, near_word
+from gpuflow.sources.labels import resolve_labels
+from gpuflow.sources.tar import expand_braces
+
+
+def test_classes_have_the_order_of_their_names() -> None:
+    names = [f"class {number * 7 % 50:02}" for number in range(50)]
+    classes, labels = resolve_labels(names, None, str, "list.csv")
+    assert list(classes) == sorted(names)
+    assert [classes[label] for label in labels] == names
+
+
+def test_a_missing_path_is_compared_with_its_own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "data" / "photos").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert missing_path("data/photoz/a") == "; did you mean 'data/photos/a'?"
+    assert missing_path("dta/photos") == "; did you mean 'data/photos'?"
+    assert missing_path("data/other") == f"; relative paths start from {tmp_path}"
+    assert missing_path(f"{tmp_path}/data/other") == "; check the path"
+
+
+def test_numbers_in_braces_are_as_wide_as_the_widest_end() -> None:
+    assert expand_braces("{008..9}") == ["008", "009"]
+    assert expand_braces("{0..10}") == [f"{number:02}" for number in range(11)]
+
+
+def test_up_to_twenty_words_are_listed() -> None:
+    words = [f"word{number:02}" for number in range(21)]
+    assert all(word in near_word("zzz", words[:20]) for word in words[:20])
+    assert near_word("zzz", words) == ""
+    assert near_word("zzz", []) == ""
+
+
+def test_a_directory_that_cannot_be_listed_gives_no_hint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "data" / "photos").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "access", lambda path, mode: str(path) != "data")
+    assert missing_path("data/photoz") == f"; relative paths start from {tmp_path}"
+
+
+def test_how_many_shards_are_missing(tmp_path: Path) -> None:
+    (tmp_path / "0.tar").write_bytes(b"")
+    with pytest.raises(SourceError, match=r"/1\.tar: no such file \(1 of 2 shards cannot be read\)"):
+        open_source(SourceSpec(tar=f"{tmp_path}/{{0..1}}.tar"))
+    with pytest.raises(SourceError, match=r"/1\.tar: no such file;"):
+        open_source(SourceSpec(tar=f"{tmp_path}/1.tar"))
+
+
+@pytest.mark.parametrize(
+    ("total", "count", "expected"),
+    [(10, 4, [0, 3, 6, 9]), (3, 10, [0, 1, 2]), (1, 1, [0]), (0, 5, []), (100, 2, [0, 99])],
+)
+def test_numbers_spread_evenly(total: int, count: int, expected: list[int]) -> None:
+    assert spread(total, count) == expected
+
+
+def test_images_are_found_by_suffix_at_any_depth(tmp_path: Path) -> None:
+    for name in ("b/c/2.JPG", "a/1.png", "a/note.txt", "3.jpeg"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(b"x")
+    (tmp_path / "4.jpg").mkdir()
+    assert images_below(tmp_path) == [tmp_path / name for name in ("3.jpeg", "a/1.png", "b/c/2.JPG")]
+    assert images_below(tmp_path / "absent") == []

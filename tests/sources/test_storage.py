@@ -1,0 +1,124 @@
+"""Storages alone: what becomes of files that vanish, and of file systems that fail as a whole."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+from gpuflow.errors import SourceError
+from gpuflow.sources import SourceSpec, open_source
+from gpuflow.sources.storage.base import Shard
+from gpuflow.sources.storage.local import LocalStorage
+from gpuflow.sources.storage.remote import RemoteStorage
+
+
+class Failing(MemoryFileSystem):  # type: ignore[misc]
+    """A file system whose library raises an error of its own, whatever it is asked for."""
+
+    protocol = "failing"
+    cachable = False
+
+    def cat_ranges(self, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("no credentials")
+
+    cat_file = find = ls = info = cat_ranges
+
+
+@pytest.fixture
+def failing() -> RemoteStorage:
+    fsspec.register_implementation("failing", Failing, clobber=True)
+    return RemoteStorage("failing://a")
+
+
+def test_a_file_system_that_raises_makes_each_file_an_error(failing: RemoteStorage) -> None:
+    payload = failing.read([b"failing://a", b"failing://b"], lambda size: np.zeros(size, np.uint8))
+    assert len(payload.errors) == len(payload) == 2
+    for error in payload.errors:
+        assert error is not None and "RuntimeError: no credentials" in error
+
+
+def test_a_file_system_that_raises_is_an_error_that_names_the_file(failing: RemoteStorage) -> None:
+    with pytest.raises(SourceError, match=r"^failing://a: RuntimeError: no credentials"):
+        failing.load("failing://a")
+    with pytest.raises(SourceError, match=r"^failing://a: RuntimeError: no credentials"):
+        failing.find("failing://a")
+    (why,) = failing.inspect(["failing://a"])
+    assert isinstance(why, str) and "RuntimeError: no credentials" in why
+
+
+def test_a_shard_that_vanishes_before_it_is_scanned_is_named() -> None:
+    shard = Shard(path="absent.tar", size=1, stamp="")
+    with pytest.raises(SourceError, match=r"^absent.tar: no such file"):
+        list(LocalStorage().scan([shard], lambda shard, read: read(0, 1)))
+
+
+def open_descriptors(path: Path) -> int:
+    """How many descriptors of this process are open on a file."""
+    count = 0
+    for link in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):
+            count += os.readlink(link) == str(path)
+    return count
+
+
+def test_a_shard_that_cannot_be_read_is_closed(tmp_path: Path) -> None:
+    """A directory can be opened, and reading from it fails."""
+    status, storage = tmp_path.stat(), LocalStorage()
+    shard = Shard(path=str(tmp_path), size=status.st_size, stamp=str(status.st_mtime_ns))
+    payload = storage.read_ranges([shard], [0], [10], lambda size: np.zeros(size, np.uint8))
+    assert payload.errors == ["is a directory"]
+    assert open_descriptors(tmp_path) == 0
+    storage.close()
+
+
+def test_a_file_that_comes_in_parts_is_read_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As from some network file systems, and as any file of more than 2 GiB does."""
+    (tmp_path / "a").write_bytes(bytes(range(100)))
+    whole = os.preadv
+
+    def in_parts(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
+        return whole(descriptor, [memoryview(buffers[0])[:30]], offset)
+
+    monkeypatch.setattr(os, "preadv", in_parts)
+    payload = LocalStorage().read([os.fsencode(tmp_path / "a")], lambda size: np.zeros(size, np.uint8))
+    assert payload.errors == [None]
+    assert payload.sample(0).tobytes() == bytes(range(100))
+
+
+def test_thirty_two_shards_stay_open(tmp_path: Path) -> None:
+    storage, paths = LocalStorage(), [tmp_path / f"{number}.tar" for number in range(40)]
+    for path in paths:
+        path.write_bytes(b"x")
+    shards = [shard for shard in storage.inspect(list(map(str, paths))) if isinstance(shard, Shard)]
+    for shard in shards:
+        assert storage.read_ranges([shard], [0], [1], lambda size: np.zeros(size, np.uint8)).errors == [None]
+    assert [open_descriptors(path) for path in paths] == [0] * 8 + [1] * 32
+    storage.close()
+    assert not any(map(open_descriptors, paths))
+
+
+def test_remote_classes_and_images_are_sorted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However the file system lists them: find promises no order."""
+    find = MemoryFileSystem.find
+
+    def backwards(system: MemoryFileSystem, path: str, **kwargs: Any) -> list[str]:
+        return sorted(find(system, path, **kwargs), reverse=True)
+
+    monkeypatch.setattr(MemoryFileSystem, "find", backwards)
+    names = [f"{name}/{number}.jpg" for name in "abc" for number in range(3)]
+    memory = fsspec.filesystem("memory")
+    memory.pipe({f"/unordered/{name}": b"x" for name in names})
+    try:
+        source = open_source(SourceSpec(folder="memory://unordered"))
+        assert source.classes == ("a", "b", "c")
+        assert [source.path(i).removeprefix("memory://unordered/") for i in range(9)] == names
+    finally:
+        memory.rm("/unordered", recursive=True)
