@@ -143,7 +143,7 @@ def test_a_server_that_fails_for_good(server: FileServer, read_all: ReadAll) -> 
     del server.files["/4.jpg"]
     start = time.monotonic()
     results = read_all(source)
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 30
     assert results == [
         *(b"0", b"1"),
         f"ClientResponseError: 500, message='Internal Server Error', url='{server.url}/2.jpg'; tried 4 times",
