@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import pickle
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -52,7 +53,12 @@ SLOWEST = (
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Let pytest-xdist hand out the files in the order below; by itself it takes those with the most tests first."""
+    """Let pytest-xdist hand out the files in the order below; by itself it takes those with the most tests first.
+
+    And let Ctrl-C reach the processes that tests start, where pytest was started with SIGINT ignored, as by nohup.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.pluginmanager.hasplugin("xdist"):
         config.option.loadscopereorder = False
 

@@ -354,7 +354,7 @@ def deadline(seconds: float) -> Iterator[None]:
 
 
 def open_things() -> tuple[set[int], dict[int, str], set[str]]:
-    """What a loader might leave behind: threads, file descriptors, shared memory."""
+    """What a loader might leave behind in this process: threads, file descriptors, mapped files of shared memory."""
     gc.collect()
     threads = {thread.ident or 0 for thread in threading.enumerate()}
     descriptors = {}
@@ -365,7 +365,8 @@ def open_things() -> tuple[set[int], dict[int, str], set[str]]:
                 descriptors[int(name)] = target
         except FileNotFoundError:  # the descriptor of the listing itself
             continue
-    return threads, descriptors, set(os.listdir("/dev/shm"))
+    mapped = {line.split(maxsplit=5)[-1].strip() for line in Path("/proc/self/maps").read_text().splitlines()}
+    return threads, descriptors, {path for path in mapped if path.startswith("/dev/shm/")}
 
 
 @contextmanager

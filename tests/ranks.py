@@ -56,33 +56,32 @@ def torchrun(*arguments: object, ranks: int = 2, seconds: float = 60.0, interrup
     mark = uuid.uuid4().hex
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"]
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        process = subprocess.Popen(
+        with subprocess.Popen(
             [*launcher, *map(str, arguments)],
             cwd=ROOT,
             env={**os.environ, "OMP_NUM_THREADS": "1", _MARK: mark},
             stdout=out,
             stderr=err,
-        )
-        start = time.monotonic()
-        try:
-            if interrupt_at is not None:
-                while interrupt_at not in text_of(out):
-                    assert process.poll() is None, f"it ended: {text_of(err)}"
-                    assert time.monotonic() < start + seconds, f"it does not say {interrupt_at!r}: {text_of(err)}"
-                    time.sleep(0.05)
-                start = time.monotonic()
-                process.send_signal(signal.SIGINT)
+        ) as process:
+            start = time.monotonic()
             try:
-                code = process.wait(seconds)
-            except subprocess.TimeoutExpired:
-                raise AssertionError(f"it goes on after {seconds:g} s: {text_of(out)}{text_of(err)}") from None
-            took = time.monotonic() - start
-            while (left := marked(mark)) and time.monotonic() < start + took + _LEAVE_SECONDS:
-                time.sleep(0.05)
-        finally:
-            for pid in marked(mark):
-                os.kill(pid, signal.SIGKILL)
-            process.wait()
+                if interrupt_at is not None:
+                    while interrupt_at not in text_of(out):
+                        assert process.poll() is None, f"it ended: {text_of(err)}"
+                        assert time.monotonic() < start + seconds, f"it does not say {interrupt_at!r}: {text_of(err)}"
+                        time.sleep(0.05)
+                    start = time.monotonic()
+                    process.send_signal(signal.SIGINT)
+                try:
+                    code = process.wait(seconds)
+                except subprocess.TimeoutExpired:
+                    raise AssertionError(f"it goes on after {seconds:g} s: {text_of(out)}{text_of(err)}") from None
+                took = time.monotonic() - start
+                while (left := marked(mark)) and time.monotonic() < start + took + _LEAVE_SECONDS:
+                    time.sleep(0.05)
+            finally:
+                for pid in marked(mark):
+                    os.kill(pid, signal.SIGKILL)
         return Done(code, text_of(out), text_of(err), left, took)
 
 

@@ -99,8 +99,8 @@ class Feed:
     def start(self, epoch: int, steps: Steps) -> EpochRun:
         """Begin an epoch. The first one starts the workers, without waiting for them.
 
-        Raises LoaderError if the process may not have so many threads or open files, or in a forked child of the process
-        that ran an epoch.
+        Raises LoaderError if the process may not have so many threads or open files, or if it is a forked child of the
+        process that ran an epoch.
         """
         if self._begun and self.forked:
             raise self.error_in_child()

@@ -128,7 +128,7 @@ class Functions(dict[str, SimpleNamespace]):
 
 def test_the_binding_declares_the_functions_of_the_header(monkeypatch: pytest.MonkeyPatch) -> None:
     functions = Functions()
-    monkeypatch.setattr(nvjpeg.ctypes, "CDLL", lambda path: functions)
+    monkeypatch.setattr(ctypes, "CDLL", lambda path: functions)
     library: Any = NvjpegLibrary("libnvjpeg.so")
     declared = {name: vars(function) for name, function in functions.items()}
     assert declared == {

