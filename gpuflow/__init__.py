@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
     from gpuflow.loader.batch import Batch
     from gpuflow.loader.loader import Loader
+    from gpuflow.training.checkpoint import save_checkpoint
 
 __all__ = [
     "BadSampleError",
@@ -50,6 +51,7 @@ __all__ = [
     "StateError",
     "TooManyBadSamples",
     "load",
+    "save_checkpoint",
     "stage_table",
 ]
 
@@ -63,6 +65,10 @@ def __getattr__(name: str) -> object:
         from gpuflow.loader.loader import Loader
 
         return Loader
+    if name == "save_checkpoint":
+        from gpuflow.training.checkpoint import save_checkpoint
+
+        return save_checkpoint
     raise AttributeError(f"module 'gpuflow' has no attribute {name!r}")
 
 

@@ -37,6 +37,7 @@ def test_everything_public_is_listed_and_there() -> None:
         "StateError",
         "TooManyBadSamples",
         "load",
+        "save_checkpoint",
         "stage_table",
     ]
     for name in gpuflow.__all__:
