@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
     from gpuflow.loader.batch import Batch
     from gpuflow.loader.loader import Loader
+    from gpuflow.training.checkpoint import save_checkpoint
 
 __all__ = [
     "BadSampleError",
@@ -52,6 +53,7 @@ __all__ = [
     "SystemFault",
     "TooManyBadSamples",
     "load",
+    "save_checkpoint",
     "stage_table",
 ]
 
@@ -65,6 +67,10 @@ def __getattr__(name: str) -> object:
         from gpuflow.loader.loader import Loader
 
         return Loader
+    if name == "save_checkpoint":
+        from gpuflow.training.checkpoint import save_checkpoint
+
+        return save_checkpoint
     raise AttributeError(f"module 'gpuflow' has no attribute {name!r}")
 
 

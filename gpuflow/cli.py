@@ -167,7 +167,8 @@ def train(
 ) -> None:
     """Train the torchvision model that `train:` names on the pipeline `train`, and validate on `val`.
 
-    Writes <train.out>/last.pt after each epoch, with the weights, the loader's state and the preprocessing's hash.
+    Writes <train.out>/last.pt after each epoch, and within it as train.save_every says, with the weights, the loader's
+    state and the preprocessing's hash.
 
     One process a GPU: torchrun --nproc-per-node 2 -m gpuflow train FILE. Batch sizes are those of a process.
     """
@@ -357,10 +358,12 @@ def export(
         raise ValueError(f"{option}: must name a {suffix} file, got {str(out)!r}")
     config = _read(path, overrides)
     if option == "--toml":
+        from gpuflow.runtime.files import atomic_write
         from gpuflow.torchpipe.graph import lower, to_toml
 
         graph = lower(config, device=device)
-        out.write_text(to_toml(graph, file=str(out)), encoding="utf-8")
+        with atomic_write(out, text=True) as file:
+            file.write(to_toml(graph, file=str(out)))
         _out.print(f"wrote {out}: preprocessing {graph.preprocessing}; its header says how to run it")
         return
     from gpuflow.serve.export import export_model

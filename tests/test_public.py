@@ -38,6 +38,7 @@ def test_everything_public_is_listed_and_there() -> None:
         "SystemFault",
         "TooManyBadSamples",
         "load",
+        "save_checkpoint",
         "stage_table",
     ]
     for name in gpuflow.__all__:

@@ -30,6 +30,7 @@ __all__ = [
     "PipelineSpec",
     "PresetKeys",
     "RunSpec",
+    "SaveSpec",
     "ServeSpec",
     "SourceKeys",
     "TensorrtSpec",
@@ -64,24 +65,48 @@ class BatchSpec(_Block):
             yield Problem.of((), rule, code="config.conflict")
 
 
+class SaveSpec(_Block):
+    """How often `gpuflow train` writes a checkpoint within an epoch: by `steps` or by `minutes`, one of them.
+
+    Args:
+        steps: after so many steps.
+        minutes: after so many minutes.
+    """
+
+    steps: Positive | None = None
+    minutes: Annotated[float, Field(gt=0)] | None = None
+
+    def problems(self) -> Iterator[Problem]:
+        """A problem where not exactly one of the two is given, its path from this block on."""
+        if (self.steps is None) == (self.minutes is None):
+            yield Problem.of((), "needs steps or minutes, one of them", code="config.conflict")
+
+
 class TrainSpec(_Block):
     """What `gpuflow train` trains, and how long.
 
     Args:
         model: a classification model of torchvision, by name.
         epochs: how many times the pipeline `train` is run through.
-        lr: the highest learning rate, after the warm-up.
+        lr: the highest learning rate, after the warm-up; by default 0.1 for 256 samples in a step of all ranks, and in
+            proportion for more or fewer.
         weight_decay: the optimizer's weight decay.
-        out: the directory for checkpoints and results.
+        out: the directory for checkpoints and results, of one run at a time.
+        save_every: how often a checkpoint is written within an epoch; one is also written after each epoch.
         size: the `size` in pixels of every stage of train and val that has one; by default what the stages say.
     """
 
     model: str = "resnet18"
     epochs: Positive = 10
-    lr: Annotated[float, Field(gt=0)] = 0.1
+    lr: Annotated[float, Field(gt=0)] | None = None
     weight_decay: Annotated[float, Field(ge=0)] = 1e-4
     out: str = "runs/train"
+    save_every: SaveSpec = SaveSpec(minutes=10.0)
     size: Positive | None = None
+
+    def problems(self) -> Iterator[Problem]:
+        """A problem for each broken rule between keys, its path from this block on."""
+        yield from (problem.below("save_every") for problem in self.save_every.problems())
 
 
 class TensorrtSpec(_Block):
@@ -350,6 +375,7 @@ class Document(_Block):
         if _WHOLE in self._parts:
             rule, action = f"takes the name that means the whole source, {_WHOLE}", "give this part another one"
             yield Problem.of(("source", "split", _WHOLE), rule, action=action, code="config.conflict")
+        yield from (problem.below("train") for problem in self.train.problems())
         if self.serve is not None:
             yield from (problem.below("serve") for problem in self.serve.problems())
 

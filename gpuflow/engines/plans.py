@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -102,7 +103,11 @@ def cache_directory(model: ModelSpec) -> Path:
     """Where built engines are kept: `serve.model.tensorrt.cache`, else `gpuflow/tensorrt` in the user's cache."""
     if model.tensorrt.cache is not None:
         return Path(model.tensorrt.cache)
-    return cache_folder() / "tensorrt"
+    folder = cache_folder()
+    if folder.is_relative_to(os.devnull):
+        rule = "must name a directory for built engines, because this user has no home directory; or set HOME"
+        raise ConfigError([Problem("serve.model.tensorrt.cache", rule)])
+    return folder / "tensorrt"
 
 
 class PlanCache:

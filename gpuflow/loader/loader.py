@@ -16,6 +16,7 @@ from gpuflow.loader.batch import Batch
 from gpuflow.loader.iterator import EpochIterator, Progress
 from gpuflow.loader.lowering import Feed
 from gpuflow.loader.plan import LoaderPlan
+from gpuflow.pipeline.stage import Pipeline
 from gpuflow.runtime.metrics import Stats
 from gpuflow.sources import Source, fingerprint_of
 
@@ -61,6 +62,11 @@ class Loader:
     def batch_size(self) -> int:
         """Samples a rank takes in a step."""
         return self._steps.batch_size
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """The stages, as a value."""
+        return self._plan.program.pipeline
 
     @property
     def preprocessing(self) -> str:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import secrets
 import stat
+import tempfile
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -12,12 +15,19 @@ from typing import IO, Any, BinaryIO, Literal, TextIO, overload
 
 import platformdirs
 
-__all__ = ["atomic_write", "cache_folder"]
+__all__ = ["atomic_write", "cache_folder", "locked_folder"]
 
 
 def cache_folder() -> Path:
-    """The folder for files that can be made again: `gpuflow` in `$XDG_CACHE_HOME`, by default in `~/.cache`."""
-    return platformdirs.user_cache_path("gpuflow", appauthor=False)
+    """The folder for files that can be made again: `gpuflow` in `$XDG_CACHE_HOME`, by default in `~/.cache`.
+
+    A user without a home directory gets one below `/dev/null`, which cannot be made, so that nothing is kept.
+    """
+    try:
+        folder = platformdirs.user_cache_path("gpuflow", appauthor=False)
+    except RuntimeError:  # newer versions of platformdirs; older ones give the path `~/.cache/gpuflow` as it is
+        return Path(os.devnull, "gpuflow")
+    return folder if folder.is_absolute() else Path(os.devnull, "gpuflow")
 
 
 @overload
@@ -68,9 +78,43 @@ def _replacing(path: Path, text: bool, suffix: str) -> Iterator[IO[Any]]:
                 partial.chmod(mode)
             os.fsync(file.fileno())
         partial.replace(path)
+        _sync_folder(path.parent)
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
+
+
+def _sync_folder(folder: Path) -> None:
+    """Have the disk keep the folder's entries, so that a renamed file is still there after a loss of power."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # a file system that does not sync folders
+            raise
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def locked_folder(folder: Path) -> Iterator[None]:
+    """Make a folder and hold it for this process alone while the block runs; prove first that files can be written.
+
+    The lock is on a file `.lock` and ends with this process, however that ends. The file stays.
+
+    Raises:
+        BlockingIOError: another process holds the folder. OSError: files cannot be written there.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.ENOTSUP):  # a file system without locks
+                raise
+        with tempfile.TemporaryFile(dir=folder) as probe:
+            probe.write(bytes(4096))
+        yield
 
 
 def _mode(path: Path) -> int | None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import NoReturn
 
 import torch
 from torch import nn
@@ -19,13 +19,17 @@ from gpuflow.errors import ConfigError, LoaderError, Problem, StateError, sugges
 from gpuflow.loader.assemble import build_loader, open_whole
 from gpuflow.loader.sampler import Steps
 from gpuflow.pipeline.rng import key64
-from gpuflow.runtime.files import atomic_write
+from gpuflow.runtime.files import locked_folder
 from gpuflow.runtime.ranks import Group, Ranks, process_group
+from gpuflow.training.checkpoint import build_model, known_models, read_checkpoint, save_checkpoint
 
 __all__ = ["PassResult", "Trainer", "TrainerEvents"]
 
-_CHECKPOINT_VERSION = 1
 _READ_SECONDS = 0.5
+_LEARNING_RATE, _PER_SAMPLES = 0.1, 256
+"""The learning rate that suits a step of so many samples. It is scaled in proportion (Goyal et al., 2017)."""
+_WARM_SHARE, _WARM_STEPS, _WARM_MOST = 0.05, 100, 0.3
+"""The warm-up is this share of all steps, at least so many steps, but not more than this share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +54,9 @@ class TrainerEvents:
 class Trainer:
     """Trains the model of the block `train` on the pipeline `train`, and validates on `val` where the file has one.
 
-    SGD with momentum 0.9; the learning rate is warmed up over the first 5% of the steps and then follows a cosine. On
-    the CPU, a run that is interrupted at any step and resumed ends with the same weights as an uninterrupted one.
+    SGD with momentum 0.9; the learning rate is warmed up over the first 5% of the steps (in short runs over 100 steps,
+    or 30%) and then follows a cosine. On the CPU, a run that is interrupted at any step and resumed ends with the same
+    weights as an uninterrupted one.
 
     Several processes (ranks) can train one model: each trains on the batches of its rank, and gradients are averaged.
     Rank 0 writes the checkpoints, which do not depend on the number of ranks.
@@ -71,6 +76,7 @@ class Trainer:
         self._config, self._spec, self._ranks = config, config.train, ranks or Ranks()
         self.device = _device(device, self._ranks)
         self.checkpoint = Path(self._spec.out) / "last.pt"
+        _refuse_untrainable(config)
         whole = open_whole(config)
         loaders = {
             name: build_loader(
@@ -90,16 +96,24 @@ class Trainer:
         self.model: nn.Module = _model(config, len(classes)).to(self.device)
         self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self._optimizer = torch.optim.SGD(
-            self.model.parameters(), lr=self._spec.lr, momentum=0.9, weight_decay=self._spec.weight_decay, nesterov=True
+            self.model.parameters(),
+            lr=self._highest_rate(),
+            momentum=0.9,
+            weight_decay=self._spec.weight_decay,
+            nesterov=True,
         )
         self._steps_in_all = self._spec.epochs * len(self.train_loader)
         self.step, self.epoch = 0, 0
+        self._saved = 0, time.monotonic()
+        self._resumed: tuple[int, int] | None = None
         self.preprocessing = (self.val_loader or self.train_loader).preprocessing
         if resume:
             self._resume()
 
     def run(self, events: TrainerEvents, *, max_steps: int | None = None) -> PassResult | None:
-        """Train to the end, or for `max_steps` steps; checkpoint after each epoch and at the end.
+        """Train to the end, or for `max_steps` steps.
+
+        Writes a checkpoint after each epoch, within it as `train.save_every` says, and at the end.
 
         Returns:
             The last validation's result, or None where there was none.
@@ -107,11 +121,17 @@ class Trainer:
         Raises:
             GpuflowError: another rank ended, or did not answer within twice `run.timeout_s`. A rank whose loader stalls
                 raises its own error after `run.timeout_s`, that is, earlier.
+            ConfigError: `train.out` cannot be written, or another run writes there.
         """
         last_step = min(self._steps_in_all, self.step + max_steps if max_steps is not None else self._steps_in_all)
         timeout = 2 * self._config.run.timeout_s
         result = None
-        with self._closing(), process_group(self._ranks, self.device, timeout_seconds=timeout) as group:
+        self._saved = self.step, time.monotonic()
+        with (
+            self._closing(),
+            self._holding_out(),
+            process_group(self._ranks, self.device, timeout_seconds=timeout) as group,
+        ):
             replica = group.replicate(self.model)
             while self.step < last_step:
                 whole = self._train_epoch(replica, group, events, last_step)
@@ -152,6 +172,7 @@ class Trainer:
             events.step(*totals.so_far())
             if self.step >= last_step:
                 break
+            self._save_if_due()
         events.end_pass("train", self.epoch, totals.result(group))
         return bool(loader.state_dict()["epoch"] != self.epoch)
 
@@ -173,12 +194,21 @@ class Trainer:
         events.end_pass("val", self.epoch, result)
         return result
 
+    def _highest_rate(self) -> float:
+        """`train.lr`, by default in proportion to the samples of a step."""
+        if self._spec.lr is not None:
+            return self._spec.lr
+        loader = self.train_loader
+        samples = min(loader.batch_size * self._ranks.world_size, len(loader.dataset))
+        return _LEARNING_RATE * samples / _PER_SAMPLES
+
     def _learning_rate(self) -> float:
-        warm = max(1, round(0.05 * self._steps_in_all))
+        highest, steps = self._highest_rate(), self._steps_in_all
+        warm = max(1, round(max(_WARM_SHARE * steps, min(_WARM_STEPS, _WARM_MOST * steps))))
         if self.step < warm:
-            return self._spec.lr * (self.step + 1) / warm
-        done = (self.step - warm) / max(1, self._steps_in_all - warm)
-        return self._spec.lr * 0.5 * (1 + math.cos(math.pi * done))
+            return highest * (self.step + 1) / warm
+        done = (self.step - warm) / max(1, steps - warm)
+        return highest * 0.5 * (1 + math.cos(math.pi * done))
 
     def _seed_step(self) -> None:
         """Seed torch so that random layers, such as dropout, depend only on the step and rank, also after a resume."""
@@ -187,29 +217,70 @@ class Trainer:
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
     def save(self) -> Path:
-        """Write `last.pt`, whole or not at all: weights, optimizer, the loader's state, the preprocessing's hash."""
-        state = {
-            "version": _CHECKPOINT_VERSION,
-            "arch": self._spec.model,
-            "classes": list(self.train_loader.classes),
-            "model": self.model.state_dict(),
-            "optimizer": self._optimizer.state_dict(),
-            "loader": self.train_loader.state_dict(),
-            "step": self.step,
-            "preprocessing": self.preprocessing,
-            "stages": list(self._config.programs["val" if self.val_loader else "train"].pipeline.lines),
-            "train_preprocessing": self.train_loader.preprocessing,
-        }
-        self.checkpoint.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_write(self.checkpoint) as file:
-            torch.save(state, file.name)  # given the file itself, it turns a KeyboardInterrupt into a RuntimeError
+        """Write `last.pt`, whole or not at all: weights, optimizer, the loader's state, the preprocessing's hash.
+
+        Raises:
+            ConfigError: `train.out` cannot be written.
+        """
+        with self._locating():
+            save_checkpoint(
+                self.checkpoint,
+                self.model,
+                arch=self._spec.model,
+                loader=self.train_loader,
+                val=self.val_loader,
+                optimizer=self._optimizer,
+                step=self.step,
+            )
+        self._saved = self.step, time.monotonic()
         return self.checkpoint
 
-    def _resume(self) -> None:
+    def _save_if_due(self) -> None:
+        """Save within an epoch as `train.save_every` says. Rank 0 alone decides, and no other rank waits for it."""
+        every, (step, seconds) = self._spec.save_every, self._saved
+        by_steps = every.steps is not None and self.step - step >= every.steps
+        by_time = every.minutes is not None and time.monotonic() - seconds >= 60 * every.minutes
+        if self._ranks.rank == 0 and (by_steps or by_time):
+            self.save()
+
+    @contextmanager
+    def _holding_out(self) -> Iterator[None]:
+        """Hold `train.out` for this run alone, and remove what a killed run left half-written. Only rank 0 writes."""
+        if self._ranks.rank != 0:
+            yield
+            return
+        with ExitStack() as stack:
+            with self._locating():
+                stack.enter_context(locked_folder(self.checkpoint.parent))
+                for partial in self.checkpoint.parent.glob(f".{self.checkpoint.name}.*.partial"):
+                    partial.unlink(missing_ok=True)
+            if self._resumed is not None and self._resumed != _identity(self.checkpoint):
+                raise StateError(
+                    f"{self.checkpoint}: another run has written it since this one read it; start again with --resume"
+                )
+            yield
+
+    @contextmanager
+    def _locating(self) -> Iterator[None]:
+        """Name the key where `train.out` cannot be written."""
         try:
-            state: dict[str, Any] = torch.load(self.checkpoint, map_location=self.device, weights_only=True)
-        except FileNotFoundError:
-            raise StateError(f"{self.checkpoint}: no checkpoint to resume; train without --resume first") from None
+            yield
+        except BlockingIOError as error:
+            self._refuse_out(
+                "is in use by another run of gpuflow train", "wait for it, or name another directory", error
+            )
+        except OSError as error:
+            reason = f"cannot be written: {error.strerror}: {str(error.filename or self.checkpoint)!r}"
+            self._refuse_out(reason, "free space there or name another directory; --resume goes on", error)
+
+    def _refuse_out(self, rule: str, action: str, cause: OSError) -> NoReturn:
+        place = f"{self._config.path}:"
+        problem = Problem(place, rule, self._spec.out, action, ("train", "out"), "config.rule")
+        raise ConfigError([problem]) from cause
+
+    def _resume(self) -> None:
+        state = read_checkpoint(self.checkpoint, self.device)
+        self._resumed = _identity(self.checkpoint)
         for key, ours in (("arch", self._spec.model), ("classes", list(self.train_loader.classes))):
             if state[key] != ours:
                 raise StateError(
@@ -221,8 +292,13 @@ class Trainer:
                 f"{self.checkpoint}: was trained with preprocessing {state['preprocessing']}, the configuration's is "
                 f"{self.preprocessing}; restore the stages or set another train.out"
             )
-        self.model.load_state_dict(state["model"])
-        self._optimizer.load_state_dict(state["optimizer"])
+        try:
+            self.model.load_state_dict(state["model"])
+            self._optimizer.load_state_dict(state["optimizer"])
+        except (RuntimeError, ValueError, KeyError, TypeError) as error:
+            reason = str(error).strip().partition("\n")[0]
+            rule = f"does not hold the weights of {self._spec.model} and its optimizer: {reason}"
+            raise StateError(f"{self.checkpoint}: {rule}; restore an older copy, or train without --resume") from error
         self.train_loader.load_state_dict(state["loader"])
         self.step = self._steps_done()
 
@@ -289,14 +365,35 @@ def _device(device: str | None, ranks: Ranks) -> torch.device:
     return target
 
 
-def _model(config: Config, classes: int) -> nn.Module:
-    from torchvision import models
+def _identity(path: Path) -> tuple[int, int]:
+    """What differs once another file has taken this path."""
+    stat = path.stat()
+    return stat.st_ino, stat.st_mtime_ns
 
-    known = models.list_models(module=models)
-    name = config.train.model
+
+def _refuse_untrainable(config: Config) -> None:
+    """Raise ConfigError where a pipeline does not give what torchvision's models take: float32 images in colour."""
+    problems = []
+    for name in ("train", "val"):
+        if name not in config.pipelines:
+            continue
+        image, path = config.programs[name].result, ("pipelines", name, "stages")
+        if image.dtype != "float32":
+            rule = f"must give float32 images to train a model on, give {image.dtype}"
+            action = "end them with - normalize: {mean: imagenet, std: imagenet}"
+            problems.append(Problem(f"{config.path}:", rule, action=action, path=path, code="config.conflict"))
+        if image.shape[-1] != 3:
+            rule = f"must give images of 3 channels, which {config.train.model} takes, give {image.shape[-1]}"
+            action = "decode with color: rgb"
+            problems.append(Problem(f"{config.path}:", rule, action=action, path=path, code="config.conflict"))
+    if problems:
+        raise ConfigError(problems)
+
+
+def _model(config: Config, classes: int) -> nn.Module:
+    known, name = known_models(), config.train.model
     if name not in known:
         rule = "is not a torchvision classification model"
         at = f"{config.path}:"
         raise ConfigError([Problem(at, rule, name, suggest(name, known), ("train", "model"), "config.range")])
-    build: Callable[..., nn.Module] = models.get_model_builder(name)
-    return build(weights=None, num_classes=classes)
+    return build_model(name, classes)

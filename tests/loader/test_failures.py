@@ -305,6 +305,29 @@ def test_a_bad_file_that_cannot_be_written_is_located(config: Path, tmp_path: Pa
     )
 
 
+def test_a_bad_file_is_appended_to(files: list[Path], config: Path, tmp_path: Path) -> None:
+    listed = tmp_path / "bad.jsonl"
+    listed.write_text("a line of before\n")
+    truncate(files[BAD])
+    for _ in range(2):
+        with gpuflow.load(config, "val", overrides=[f"run.bad_file={listed}"]) as loader:
+            epoch_rows(loader)
+    first, *rows = listed.read_text().splitlines()
+    assert first == "a line of before"
+    assert [json.loads(row)["index"] for row in rows] == [BAD, BAD], "a line for each loader"
+
+
+def test_a_full_disk_under_a_bad_file_is_located(files: list[Path], config: Path) -> None:
+    truncate(files[BAD])
+    with gpuflow.load(config, "val", overrides=["run.bad_file=/dev/full"]) as loader:
+        _, error = fault_of(loader)
+    assert type(error) is LoaderError
+    assert str(error) == (
+        "run.bad_file cannot be written: No space left on device: '/dev/full'; free space, name a file elsewhere, or "
+        "remove the key"
+    )
+
+
 # --- what a source raises against its contract ------------------------------------------------------------------------
 
 

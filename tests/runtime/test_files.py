@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import os
+import signal
 import stat
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
 import pytest
 
-from gpuflow.runtime.files import atomic_write, cache_folder
-from tests.datasets import python
+from gpuflow.config import ModelSpec, TensorrtSpec
+from gpuflow.engines.plans import cache_directory
+from gpuflow.errors import ConfigError
+from gpuflow.runtime.files import atomic_write, cache_folder, locked_folder
+from tests.datasets import deadline, python
 
 
 def names(folder: Path) -> list[str]:
@@ -188,3 +194,63 @@ def test_cached_files_are_kept_where_the_user_says(monkeypatch: pytest.MonkeyPat
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert cache_folder() == tmp_path / "home" / ".cache" / "gpuflow"
     assert not list(tmp_path.iterdir()), "asking for the folder makes none"
+
+
+def test_without_a_home_directory_nothing_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """`~` then stands for itself, which would be a directory of that name in the working directory."""
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    monkeypatch.chdir(tmp_path)
+    folder = cache_folder()
+    assert folder.is_absolute()
+    with pytest.raises(NotADirectoryError):
+        folder.mkdir(parents=True)
+    with pytest.raises(ConfigError, match="must name a directory for built engines, because this user has no home"):
+        cache_directory(ModelSpec(file="m.onnx"))
+    assert cache_directory(ModelSpec(file="m.onnx", tensorrt=TensorrtSpec(cache="kept"))) == Path("kept")
+
+
+# --- a folder of one process ------------------------------------------------------------------------------------------
+
+
+def test_a_folder_is_held_by_one_at_a_time(tmp_path: Path) -> None:
+    with locked_folder(tmp_path / "a" / "b"):
+        with pytest.raises(BlockingIOError), locked_folder(tmp_path / "a" / "b"):
+            pass
+        with locked_folder(tmp_path / "c"):
+            pass
+    with locked_folder(tmp_path / "a" / "b"):
+        assert names(tmp_path / "a" / "b") == [".lock"]
+
+
+def test_a_killed_process_holds_no_folder(tmp_path: Path) -> None:
+    code = """
+import sys, threading
+from pathlib import Path
+from gpuflow.runtime.files import locked_folder
+with locked_folder(Path(sys.argv[1])):
+    print("held", flush=True)
+    threading.Event().wait()
+"""
+    with (
+        deadline(120),
+        subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True) as process,
+    ):
+        try:
+            assert process.stdout is not None and process.stdout.readline() == "held\n"
+            with pytest.raises(BlockingIOError), locked_folder(tmp_path):
+                pass
+        finally:
+            process.send_signal(signal.SIGKILL)
+        process.wait(60)
+        with locked_folder(tmp_path):
+            pass
+
+
+def test_a_folder_that_cannot_be_written_is_found(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(NotADirectoryError), locked_folder(tmp_path / "file" / "x"):
+        pass
+    with pytest.raises(PermissionError), locked_folder(Path("/proc/self")):
+        pass

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+import resource
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from gpuflow.config import Config, read_config
+from gpuflow.config.models import SaveSpec
 from gpuflow.errors import ConfigError, StateError
 from gpuflow.runtime.ranks import Group, Ranks
 from gpuflow.sources import Subset
@@ -25,7 +29,7 @@ STEPS = 6
 def _one_torch_thread() -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(1)
-    with deadline(100):
+    with deadline(300):
         yield
     torch.set_num_threads(before)
 
@@ -55,6 +59,10 @@ def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
 
 
 class Record(TrainerEvents):
@@ -92,7 +100,7 @@ def test_a_run_trains_validates_and_saves(config_file: Path) -> None:
     assert state["preprocessing"] == read(config_file).programs["val"].pipeline.fingerprint
     assert state["train_preprocessing"] == read(config_file).programs["train"].pipeline.fingerprint
     assert (state["loader"]["epoch"], state["loader"]["position"]) == (2, 0)
-    assert [path.name for path in trainer.checkpoint.parent.iterdir()] == ["last.pt"]
+    assert names(trainer.checkpoint.parent) == [".lock", "last.pt"]
 
 
 @pytest.mark.parametrize("model", ["resnet18", "squeezenet1_1"])
@@ -122,8 +130,6 @@ def test_a_finished_run_has_nothing_to_resume(config_file: Path) -> None:
 
 
 def test_without_a_val_pipeline_there_is_no_validation(config_file: Path, tmp_path: Path) -> None:
-    import yaml
-
     document = yaml.safe_load(config_file.read_text())
     del document["pipelines"]["val"]
     path = tmp_path / "y.yaml"
@@ -197,19 +203,244 @@ def test_refuses_a_checkpoint_of_something_else(config_file: Path, tmp_path: Pat
         Trainer(read(config_file, "pipelines.train.stages.random_resized_crop.ratio=[1, 1]"), device="cpu", resume=True)
 
 
+# --- saving within an epoch -------------------------------------------------------------------------------------------
+
+
+class Killed(BaseException):
+    """Stands for whatever ends a run in the middle of an epoch."""
+
+
+class KillAt(TrainerEvents):
+    """Ends the run within a step, before a checkpoint of that step."""
+
+    def __init__(self, step: int) -> None:
+        self.left = step
+
+    def step(self, loss: float, images_per_s: float) -> None:
+        self.left -= 1
+        if self.left == 0:
+            raise Killed
+
+
+@pytest.mark.parametrize(
+    ("every", "killed_at", "resumed_at"),
+    [("{steps: 1}", 2, 1), ("{steps: 2}", 3, 2), ("{steps: 2}", 6, 5), ("{minutes: 1e-9}", 3, 2)],
+)
+def test_a_run_that_is_killed_within_an_epoch_goes_on_from_its_last_save(
+    every: str, killed_at: int, resumed_at: int, config_file: Path
+) -> None:
+    """A step in the second epoch counts the steps of validation between; a checkpoint also follows each epoch."""
+    whole = Trainer(read(config_file), device="cpu")
+    whole.run(TrainerEvents())
+    whole.checkpoint.unlink()
+    steps_before_kill = killed_at + 3 * (killed_at > 3)
+    killed = Trainer(read(config_file, f"train.save_every={every}"), device="cpu")
+    with pytest.raises(Killed):
+        killed.run(KillAt(steps_before_kill))
+    torch.manual_seed(99)
+    resumed = Trainer(read(config_file), device="cpu", resume=True)
+    assert resumed.step == resumed_at
+    resumed.run(TrainerEvents())
+    assert same(weights(resumed), weights(whole))
+
+
+def test_by_default_ten_minutes_are_lost_at_most(config_file: Path) -> None:
+    assert read(config_file).train.save_every == SaveSpec(minutes=10.0)
+
+
+# --- the directory of a run -------------------------------------------------------------------------------------------
+
+
+def test_a_directory_that_cannot_be_written_is_found_before_the_first_step(config_file: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    out = f"{tmp_path}/file/run"
+    trainer, record = Trainer(read(config_file, f"train.out={out}"), device="cpu"), Record()
+    with pytest.raises(ConfigError) as caught:
+        trainer.run(record)
+    (problem,) = caught.value.problems
+    assert (problem.place, problem.path, problem.value) == (f"{config_file}:", ("train", "out"), out)
+    assert problem.rule == f"cannot be written: Not a directory: '{out}'"
+    assert (record.steps, record.passes) == (0, [])
+
+
+class AnotherRun(TrainerEvents):
+    """Starts another run in the same directory during the first step."""
+
+    def __init__(self, config: Config) -> None:
+        self.config, self.errors = config, list[ConfigError]()
+
+    def step(self, loss: float, images_per_s: float) -> None:
+        if not self.errors:
+            with pytest.raises(ConfigError) as caught:
+                Trainer(self.config, device="cpu").run(TrainerEvents())
+            self.errors.append(caught.value)
+
+
+def test_a_second_run_in_one_directory_is_refused_while_the_first_goes_on(config_file: Path, tmp_path: Path) -> None:
+    config = read(config_file)
+    trainer, other = Trainer(config, device="cpu"), AnotherRun(config)
+    trainer.run(other, max_steps=2)
+    (problem,) = other.errors[0].problems
+    assert (problem.path, problem.value) == (("train", "out"), str(tmp_path / "run"))
+    assert (problem.rule, problem.action) == (
+        "is in use by another run of gpuflow train",
+        "wait for it, or name another directory",
+    )
+    Trainer(config, device="cpu", resume=True).run(TrainerEvents(), max_steps=1)
+
+
+def test_a_checkpoint_that_another_run_wrote_meanwhile_is_not_overwritten(config_file: Path) -> None:
+    Trainer(read(config_file), device="cpu").run(TrainerEvents(), max_steps=1)
+    late = Trainer(read(config_file), device="cpu", resume=True)
+    Trainer(read(config_file), device="cpu", resume=True).run(TrainerEvents(), max_steps=1)
+    with pytest.raises(StateError, match="another run has written it since this one read it"):
+        late.run(TrainerEvents())
+
+
+def test_what_a_killed_run_left_half_written_is_removed(config_file: Path, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / ".last.pt.01234567.partial").write_bytes(b"half")
+    Trainer(read(config_file), device="cpu").run(TrainerEvents(), max_steps=1)
+    assert names(tmp_path / "run") == [".lock", "last.pt"]
+
+
+def test_a_full_disk_is_located_and_leaves_the_old_checkpoint(config_file: Path) -> None:
+    trainer = Trainer(read(config_file), device="cpu")
+    trainer.run(TrainerEvents(), max_steps=1)
+    before = trainer.checkpoint.read_bytes()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))  # every longer file fails as on a full disk
+    try:
+        with pytest.raises(ConfigError, match=r"train\.out cannot be written: ") as caught:
+            trainer.save()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "free space there or name another directory; --resume goes on" in str(caught.value)
+    assert trainer.checkpoint.read_bytes() == before
+    assert names(trainer.checkpoint.parent) == [".lock", "last.pt"]
+
+
+# --- checkpoints that are damaged -------------------------------------------------------------------------------------
+
+
+def _without(key: str) -> Callable[[Path], object]:
+    def damage(path: Path) -> None:
+        state = torch.load(path, weights_only=True)
+        del state[key]
+        torch.save(state, path)
+
+    return damage
+
+
+def _with(**values: object) -> Callable[[Path], object]:
+    return lambda path: torch.save({**torch.load(path, weights_only=True), **values}, path)
+
+
+@pytest.mark.parametrize(
+    ("damage", "what"),
+    [
+        (lambda path: path.write_bytes(b""), "cannot be read as a checkpoint: "),
+        (lambda path: path.write_bytes(b"PK" + bytes(100)), "cannot be read as a checkpoint: "),
+        (lambda path: path.write_bytes(path.read_bytes()[:-1000]), "cannot be read as a checkpoint: "),
+        (lambda path: torch.save([1], path), "must hold a checkpoint of gpuflow train, holds a list"),
+        (_without("arch"), "is not a whole checkpoint of gpuflow train: 'arch' is not there"),
+        (_without("loader"), "is not a whole checkpoint of gpuflow train: 'loader' is not there"),
+        (_with(optimizer=3), "is not a whole checkpoint of gpuflow train: 'optimizer' is a int"),
+        (_with(version=9), "is a checkpoint of version 9, this gpuflow reads version 1; upgrade gpuflow"),
+        (_with(model={}), "does not hold the weights of squeezenet1_1 and its optimizer: "),
+        (_with(optimizer={}), "does not hold the weights of squeezenet1_1 and its optimizer: "),
+    ],
+)
+def test_a_damaged_checkpoint_is_located(damage: Callable[[Path], object], what: str, config_file: Path) -> None:
+    trainer = Trainer(read(config_file), device="cpu")
+    trainer.checkpoint.parent.mkdir()
+    damage(trainer.save())
+    with pytest.raises(StateError) as caught:
+        Trainer(read(config_file), device="cpu", resume=True)
+    assert str(caught.value).startswith(f"{trainer.checkpoint}: {what}")
+
+
+# --- what can be trained ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (
+            ["pipelines.train.stages=[decode, random_resized_crop: {size: 32}]"],
+            "pipelines.train.stages must give float32 images to train a model on, give uint8; "
+            "end them with - normalize: {mean: imagenet, std: imagenet}",
+        ),
+        (
+            ["pipelines.val.stages.normalize={dtype: float16}"],
+            "pipelines.val.stages must give float32 images to train a model on, give float16; "
+            "end them with - normalize: {mean: imagenet, std: imagenet}",
+        ),
+        (
+            [f"pipelines.{name}.stages.decode={{color: gray}}" for name in ("train", "val")]
+            + [f"pipelines.{name}.stages.normalize={{mean: [0.5], std: [0.5]}}" for name in ("train", "val")],
+            "pipelines.train.stages must give images of 3 channels, which squeezenet1_1 takes, give 1; "
+            "decode with color: rgb",
+        ),
+    ],
+)
+def test_images_that_no_model_takes_are_located(overrides: list[str], expected: str, config_file: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Trainer(read(config_file, *overrides), device="cpu")
+    assert str(caught.value).splitlines()[0] == f"{config_file}: {expected}"
+
+
+# --- the learning rate ------------------------------------------------------------------------------------------------
+
+
+def test_the_default_learning_rate_is_in_proportion_to_the_samples_of_a_step(config_file: Path) -> None:
+    document = yaml.safe_load(config_file.read_text())
+    del document["train"]["lr"]
+    config_file.write_text(yaml.safe_dump(document))
+    rates = [
+        Trainer(read(config_file, *more), device="cpu")._highest_rate()
+        for more in ([], ["pipelines.train.batch.size=8"], ["pipelines.train.batch.size=64"], ["train.lr=0.3"])
+    ]
+    assert rates == [0.1 * 4 / 256, 0.1 * 8 / 256, 0.1 * 12 / 256, 0.3], "12 samples are all there are"
+
+
+@pytest.mark.parametrize(("steps", "warm"), [(1, 1), (6, 2), (84, 25), (500, 100), (4000, 200)])
+def test_the_learning_rate_rises_then_falls(steps: int, warm: int, config_file: Path) -> None:
+    trainer = Trainer(read(config_file), device="cpu")
+    trainer._steps_in_all = steps
+    rates = []
+    for trainer.step in range(steps):
+        rates.append(trainer._learning_rate())
+    assert rates[:warm] == pytest.approx([0.01 * (step + 1) / warm for step in range(warm)])
+    assert rates.index(max(rates)) in (warm - 1, warm)
+    assert rates[warm:] == sorted(rates[warm:], reverse=True)
+
+
+def test_a_first_run_on_few_images_looks_sane(photos: Path, tmp_path: Path) -> None:
+    """A rate that suits large batches gives losses in the thousands here."""
+    stages = [{"decode": {}}, {"random_resized_crop": {"size": 32}}, {"normalize": {}}]
+    config = write_config(
+        tmp_path / "x.yaml", photos, train=stages, val=stages, fit={"epochs": 2, "out": str(tmp_path / "run")}
+    )
+    record = Record()
+    Trainer(read(config), device="cpu").run(record)
+    losses = [result.loss for _, _, result in record.results]
+    assert max(losses) < 2 * math.log(3)
+
+
 class Unwritable:
     """A value of a checkpoint whose writing fails."""
 
     def __reduce__(self) -> str:
-        raise OSError("disk full")
+        raise OSError(28, "No space left on device")
 
 
 def test_a_checkpoint_is_whole_or_not_at_all(config_file: Path) -> None:
     trainer = Trainer(read(config_file), device="cpu")
     trainer.run(TrainerEvents(), max_steps=1)
     before = trainer.checkpoint.read_bytes()
-    trainer.preprocessing = Unwritable()  # type: ignore[assignment]
-    with pytest.raises(OSError, match="disk full"):
+    trainer._optimizer.param_groups[0]["lr"] = Unwritable()
+    with pytest.raises(ConfigError, match=r"train\.out cannot be written: "):
         trainer.save()
     assert trainer.checkpoint.read_bytes() == before
-    assert [path.name for path in trainer.checkpoint.parent.iterdir()] == ["last.pt"]
+    assert names(trainer.checkpoint.parent) == [".lock", "last.pt"]

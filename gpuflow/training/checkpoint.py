@@ -1,0 +1,157 @@
+"""Checkpoints: written whole or not at all, with what serving must know of the model; read with every fault located."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from gpuflow.errors import StateError, suggest
+from gpuflow.runtime.files import atomic_write
+
+if TYPE_CHECKING:
+    from gpuflow.loader.loader import Loader
+
+__all__ = ["build_model", "known_models", "read_checkpoint", "save_checkpoint", "write_checkpoint"]
+
+_VERSION = 1
+_KEYS: dict[str, type] = {
+    "arch": str,
+    "classes": list,
+    "model": dict,
+    "optimizer": dict,
+    "loader": dict,
+    "preprocessing": str,
+}
+"""What `gpuflow train` resumes from, and of which type each is."""
+
+
+def known_models() -> list[str]:
+    """The names of torchvision's classification models."""
+    from torchvision import models
+
+    return models.list_models(module=models)  # type: ignore[no-any-return]
+
+
+def build_model(arch: str, classes: int) -> nn.Module:
+    """A classification model of torchvision, with new weights. `arch` is one of `known_models`."""
+    from torchvision import models
+
+    build: Callable[..., nn.Module] = models.get_model_builder(arch)
+    return build(weights=None, num_classes=classes)
+
+
+def save_checkpoint(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    *,
+    arch: str,
+    loader: Loader,
+    val: Loader | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    **more: Any,
+) -> None:
+    """Write a checkpoint of a training loop, which `gpuflow serve` and `gpuflow export` take as they take their own.
+
+    It holds the weights (`model`), the loader's state (`loader`), the optimizer's (`optimizer`), the names of the
+    classes, and the preprocessing that a served model must have. `torch.load(path, weights_only=True)` reads it.
+
+    Args:
+        path: the file, which ends in `.pt`. It is written whole or not at all.
+        model: the model, also as wrapped by DistributedDataParallel or torch.compile.
+        arch: its name in torchvision, such as `resnet50`. Models that are not torchvision's are served as `.pt2`.
+        loader: that it is trained on. val: that it is validated on, whose preprocessing is the one to serve with; by
+            default that of `loader`.
+        optimizer: whose state to save. more: further values, such as the step.
+
+    Raises:
+        ValueError: torchvision has no such model, or these weights are not its. OSError: the file cannot be written.
+    """
+    if arch not in known_models():
+        raise ValueError(f"arch must be a classification model of torchvision, got {arch!r}; {_close(arch)}")
+    module = _unwrapped(model)
+    weights = module.state_dict()
+    with torch.device("meta"):
+        expected = build_model(arch, len(loader.classes)).state_dict()
+    ours = {name: tuple(value.shape) for name, value in weights.items()}
+    theirs = {name: tuple(value.shape) for name, value in expected.items()}
+    if ours != theirs:
+        name = min(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
+        raise ValueError(
+            f"model must have the weights of {arch} for {len(loader.classes)} classes, but {name} has the shape "
+            f"{ours.get(name)} and not {theirs.get(name)}"
+        )
+    pipeline = (val or loader).pipeline
+    state = {
+        "version": _VERSION,
+        "arch": arch,
+        "classes": list(loader.classes),
+        "model": weights,
+        "optimizer": None if optimizer is None else optimizer.state_dict(),
+        "loader": loader.state_dict(),
+        "preprocessing": pipeline.fingerprint,
+        "stages": list(pipeline.lines),
+        "train_preprocessing": loader.preprocessing,
+        **more,
+    }
+    write_checkpoint(Path(path), state)
+
+
+def write_checkpoint(path: Path, state: Mapping[str, Any]) -> None:
+    """Write a file that `torch.load` reads, whole or not at all. Raises OSError."""
+    with atomic_write(path) as file:
+        try:
+            torch.save(
+                dict(state), file.name
+            )  # given the file itself, it turns a KeyboardInterrupt into a RuntimeError
+        except RuntimeError as error:  # torch's writer does not say why it fails
+            raise OSError(errno.EIO, str(error).strip().partition("\n")[0], str(path)) from error
+
+
+def read_checkpoint(path: Path, device: torch.device) -> dict[str, Any]:
+    """The checkpoint of `gpuflow train` at `path`, with its tensors on a device.
+
+    Raises:
+        StateError: there is none, or it is damaged, or another program wrote it.
+    """
+    try:
+        state = torch.load(path, map_location=device, weights_only=True)
+    except FileNotFoundError:
+        raise StateError(f"{path}: no checkpoint to resume; train without --resume first") from None
+    except Exception as error:  # of torch's readers, which have no common base
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise _damaged(path, f"cannot be read as a checkpoint: {reason}") from error
+    if not isinstance(state, dict):
+        raise _damaged(path, f"must hold a checkpoint of gpuflow train, holds a {type(state).__name__}")
+    for key, kind in _KEYS.items():
+        if not isinstance(state.get(key), kind):
+            found = f"is a {type(state[key]).__name__}" if key in state else "is not there"
+            raise _damaged(path, f"is not a whole checkpoint of gpuflow train: {key!r} {found}")
+    if state.get("version") != _VERSION:
+        rule = f"is a checkpoint of version {state.get('version')}, this gpuflow reads version {_VERSION}"
+        raise StateError(f"{path}: {rule}; upgrade gpuflow")
+    return state
+
+
+def _damaged(path: Path, rule: str) -> StateError:
+    return StateError(f"{path}: {rule}; restore an older copy, or train without --resume to start anew")
+
+
+def _close(arch: str) -> str:
+    return suggest(arch, known_models(), else_all=False) or "export other models as .pt2"
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside DistributedDataParallel and torch.compile."""
+    while True:
+        inner = getattr(model, "_orig_mod", None)
+        if inner is None and isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+            inner = model.module
+        if inner is None:
+            return model
+        model = inner

@@ -1,0 +1,82 @@
+"""`gpuflow.save_checkpoint`: what a training loop of one's own writes is served, exported and resumed as gpuflow's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torchvision import models
+
+import gpuflow
+import gpuflow.serve
+from gpuflow.config import Config, read_config
+from gpuflow.engines import read_info
+from gpuflow.stages import STAGES
+from tests.datasets import make_photos, write_config
+
+ARCH = "squeezenet1_1"
+STAGES_VAL = [{"decode": {}}, {"resize": {"shorter": 36}}, {"center_crop": {"size": 32}}, {"normalize": {}}]
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("checkpoint")
+    make_photos(root / "photos", classes=3, each=2)
+    serve = {"stages": STAGES_VAL, "model": {"file": str(root / "own.pt"), "instances": 1}}
+    return write_config(root / "x.yaml", root / "photos", val=STAGES_VAL, serve=serve)
+
+
+def read(config: Path) -> Config:
+    return read_config(config, STAGES)
+
+
+def test_the_checkpoint_of_a_loop_of_ones_own_is_served(config: Path) -> None:
+    model = models.squeezenet1_1(num_classes=3).eval()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    path = config.parent / "own.pt"
+    with gpuflow.load(config, "train") as train, gpuflow.load(config, "val") as val:
+        next(iter(train))
+        gpuflow.save_checkpoint(path, model, arch=ARCH, loader=train, val=val, optimizer=optimizer, step=7)
+        state = torch.load(path, weights_only=True)
+        assert (state["step"], state["loader"]) == (7, train.state_dict())
+        assert state["train_preprocessing"] == train.preprocessing
+        assert state["optimizer"]["param_groups"][0]["lr"] == 0.1
+    program = read(config).programs["val"]
+    info = read_info(str(path))
+    assert info.classes == ("class_0", "class_1", "class_2")
+    assert (info.preprocessing, info.stages) == (program.pipeline.fingerprint, program.pipeline.lines)
+    photo = next((config.parent / "photos").rglob("*.jpg"))
+    with gpuflow.serve.load(config) as predict, torch.inference_mode():
+        image = predict.preprocess(photo)
+        torch.testing.assert_close(predict(photo), model(image[None])[0], rtol=0, atol=1e-4)
+        assert predict.classes == info.classes
+
+
+def test_without_val_the_preprocessing_is_that_of_training(config: Path, tmp_path: Path) -> None:
+    model = nn.DataParallel(models.squeezenet1_1(num_classes=3))
+    with gpuflow.load(config, "val") as loader:
+        gpuflow.save_checkpoint(tmp_path / "x.pt", model, arch=ARCH, loader=loader)
+        assert read_info(str(tmp_path / "x.pt")).preprocessing == loader.preprocessing
+    state = torch.load(tmp_path / "x.pt", weights_only=True)
+    assert state["optimizer"] is None
+    assert set(state["model"]) == set(model.module.state_dict()), "the weights of the model inside"
+
+
+def test_what_could_not_be_served_is_refused_when_it_is_saved(config: Path, tmp_path: Path) -> None:
+    model = models.squeezenet1_1(num_classes=4)
+    with gpuflow.load(config, "val") as loader:
+        with pytest.raises(
+            ValueError, match=r"arch must be .* of torchvision, got 'squeezenet'; did you mean 'squeezenet1_"
+        ):
+            gpuflow.save_checkpoint(tmp_path / "x.pt", model, arch="squeezenet", loader=loader)
+        with pytest.raises(
+            ValueError, match=r"weights of squeezenet1_1 for 3 classes, but classifier\.1\.bias has the"
+        ):
+            gpuflow.save_checkpoint(tmp_path / "x.pt", model, arch=ARCH, loader=loader)
+        with pytest.raises(OSError, match="No such file"):
+            gpuflow.save_checkpoint(
+                tmp_path / "nowhere" / "x.pt", models.squeezenet1_1(num_classes=3), arch=ARCH, loader=loader
+            )
+    assert list(tmp_path.iterdir()) == []
