@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import pickle
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +19,9 @@ from gpuflow.pipeline.program import Program
 from gpuflow.runtime.worker_pool import READY, ParentConnection
 
 __all__ = ["PlainFault", "faults_of", "open_runner", "plain_faults", "prepare", "slots_in"]
+
+_first_call = threading.Lock()
+"""torch's first call in a forked process makes its thread pool anew, and fails where two threads do that at once."""
 
 PlainFault = tuple[str, str, Code] | None
 """What became of a sample, as a message between processes: None, or the stage that gave it up, the reason, the code."""
@@ -44,7 +48,8 @@ def prepare(setup: bytes) -> Any:
 
 def open_runner(connection: ParentConnection, program: Program) -> CpuRunner | None:
     """A runner for this thread, or None if that fails. Sends READY, or the reason."""
-    torch.set_num_threads(1)
+    with _first_call:
+        torch.set_num_threads(1)
     try:
         runner = CpuRunner(program)
     except Exception as error:
