@@ -35,7 +35,7 @@ from importlib import import_module
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -171,13 +171,13 @@ class ForkServer:
 
 def _import_paths() -> list[str]:
     """Where this process imports from, as absolute paths. Python ignores what is no text."""
-    paths = [path for path in sys.path if isinstance(path, str)]
-    start = _START_DIRECTORY
-    return [
-        path if os.path.isabs(path) else os.path.normpath(os.path.join(start, path))
-        for path in paths
-        if start is not None or os.path.isabs(path)
-    ]
+    found = []
+    for path in cast(list[object], sys.path):
+        if isinstance(path, str) and os.path.isabs(path):
+            found.append(path)
+        elif isinstance(path, str) and _START_DIRECTORY is not None:
+            found.append(os.path.normpath(os.path.join(_START_DIRECTORY, path)))
+    return found
 
 
 class WorkerConnection:
