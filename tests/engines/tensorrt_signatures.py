@@ -6,7 +6,7 @@ signature there). Of overloaded functions the first one that gpuflow's calls fit
 
 from __future__ import annotations
 
-METHODS = {
+METHODS: dict[str, dict[str, tuple[str, ...]]] = {
     "Builder": {
         "__init__": ("logger",),
         "create_network": ("flags=0",),
@@ -46,8 +46,12 @@ METHODS = {
         "execute_async_v3": ("stream_handle",),
     },
 }
-PROPERTIES = {"INetworkDefinition": ("num_inputs",), "OnnxParser": ("num_errors",), "ICudaEngine": ("num_io_tensors",)}
-ENUMS = {
+PROPERTIES: dict[str, tuple[str, ...]] = {
+    "INetworkDefinition": ("num_inputs",),
+    "OnnxParser": ("num_errors",),
+    "ICudaEngine": ("num_io_tensors",),
+}
+ENUMS: dict[str, dict[str, int]] = {
     "MemoryPoolType": {"WORKSPACE": 0},
     "BuilderFlag": {"FP16": 0, "TF32": 6, "BF16": 17},
     "TensorIOMode": {"NONE": 0, "INPUT": 1, "OUTPUT": 2},
