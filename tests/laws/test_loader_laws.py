@@ -211,7 +211,7 @@ def test_a_state_goes_on_with_the_same_files_elsewhere_and_with_no_others(
     photos = config.parent / "photos"
     here = open_copy(kind, photos, tmp_path / "here")
     there = open_copy(kind, photos, tmp_path / "there" / "deeper")
-    other = open_copy(kind, photos, tmp_path / "other", renamed="class_1/010.jpg")
+    other = open_copy(kind, photos, tmp_path / "other", renamed="class_1/002.jpg")
     with load(config, *here) as loader:
         whole = flat(epoch_rows(loader))
         count = len(loader.dataset)
