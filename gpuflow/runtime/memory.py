@@ -1,4 +1,8 @@
-"""Memory for buffers: ordinary, pinned for a GPU, or shared with worker processes."""
+"""Memory for buffers: ordinary, pinned for a GPU, or shared with worker processes.
+
+Shared memory is cut from *regions*, each a file in memory (memfd) of 64 GiB of addresses, mapped once here and once in
+each worker. So a buffer takes no file descriptor, however many there are, and pages only where it was written to.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +10,14 @@ import errno
 import itertools
 import mmap
 import os
+import resource
+import threading
 import weakref
+from bisect import insort
+from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +32,8 @@ __all__ = [
     "shared_block",
     "shared_keys",
 ]
+
+_REGION_BYTES = 1 << 36
 
 
 def heap(size: int) -> NDArray[np.uint8]:
@@ -39,17 +50,16 @@ def pinned(size: int) -> NDArray[np.uint8]:
 
 @dataclass(frozen=True, slots=True)
 class SharedBlock:
-    """Memory that other processes can map by its descriptor. key: never used again in this process. size: in bytes."""
+    """Bytes [start, start + length) of a region that other processes can map by its descriptor.
+
+    key: of the region, never used again in this process. size: of the region, in bytes.
+    """
 
     key: int
     descriptor: int
     size: int
-
-
-_shared: dict[int, SharedBlock] = {}
-"""By the address of the first byte."""
-
-_keys = itertools.count()
+    start: int
+    length: int
 
 
 def memory_file(name: str) -> int:
@@ -63,7 +73,7 @@ def memory_file(name: str) -> int:
 def shared(size: int) -> NDArray[np.uint8]:
     """So many bytes that other processes can map, see `shared_block`. Where that cannot be had, it is `heap`."""
     try:
-        return _share(size)[0]
+        return _here().allocate(size)
     except OSError:
         return heap(size)
 
@@ -74,41 +84,158 @@ def shared_and_pinned(size: int) -> NDArray[np.uint8]:
 
     runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     try:
-        memory, address = _share(size)
+        memory = _here().allocate(size)
     except OSError:
         return pinned(size)
+    address = memory.ctypes.data
     if int(runtime.cudaHostRegister(address, size, 0)):
         return pinned(size)
-    weakref.finalize(memory, runtime.cudaHostUnregister, address).atexit = False
+    weakref.finalize(memory, runtime.cudaHostUnregister, address).atexit = False  # the latest one runs first
     return memory
 
 
 def shared_block(memory: NDArray[Any]) -> SharedBlock | None:
     """By what other processes can map this array, or None where it does not begin where one of `shared` does."""
-    return _shared.get(memory.ctypes.data)
+    return _here().blocks.get(memory.ctypes.data)
 
 
 def shared_keys() -> set[int]:
-    """Of all that there is now."""
-    return {block.key for block in list(_shared.values())}
+    """Of all regions that there are now."""
+    return _here().keys()
 
 
-def _share(size: int) -> tuple[NDArray[np.uint8], int]:
-    """(the memory, where it is). Raises OSError."""
-    descriptor = memory_file("gpuflow")
+_keys = itertools.count()
+
+
+@final
+class _Region:
+    """A file in memory, mapped once, and which of its pages are free: sorted, disjoint (start, length).
+
+    Raises OSError where there is no memory to share, or there are no descriptors.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.key, self.size = next(_keys), size
+        self.descriptor = memory_file("gpuflow")
+        try:
+            os.ftruncate(self.descriptor, size)
+            self.map = mmap.mmap(self.descriptor, size)
+        except BaseException:
+            os.close(self.descriptor)
+            raise
+        with suppress(OSError):
+            self.map.madvise(mmap.MADV_DONTDUMP)  # a core dump would walk through all of its addresses
+        self._free = [(0, size)]
+
+    @property
+    def unused(self) -> bool:
+        return self._free == [(0, self.size)]
+
+    def acquire(self, length: int) -> int | None:
+        """The start of so many free bytes, the first that there are; None if there are not so many together."""
+        for i, (start, free) in enumerate(self._free):
+            if free >= length:
+                self._free[i : i + 1] = [(start + length, free - length)] if free > length else []
+                return start
+        return None
+
+    def release(self, start: int, length: int) -> None:
+        """Give the pages back to the system, and their addresses to `acquire`."""
+        with suppress(OSError):  # on a file system without holes the memory is used again, or freed with the region
+            self.map.madvise(mmap.MADV_REMOVE, start, length)
+        insort(self._free, (start, length))
+        joined: list[tuple[int, int]] = []
+        for begin, free in self._free:
+            if joined and sum(joined[-1]) == begin:
+                joined[-1] = (joined[-1][0], joined[-1][1] + free)
+            else:
+                joined.append((begin, free))
+        self._free = joined
+
+    def close(self) -> None:
+        """The mapping ends with the last array on it, which may be about to go."""
+        os.close(self.descriptor)
+
+
+@final
+class _SharedMemory:
+    """The regions of one process, and the blocks in use by the address of their first byte.
+
+    A block is free once nothing refers to its array. That is found out by the garbage collector, on any thread and
+    perhaps in the middle of `allocate`: so the block is put into a queue, which whoever holds the lock empties.
+    """
+
+    def __init__(self) -> None:
+        self.process = os.getpid()
+        self.blocks: dict[int, SharedBlock] = {}
+        self._regions: list[_Region] = []
+        self._lock = threading.Lock()
+        self._unreferenced: deque[tuple[int, _Region, SharedBlock]] = deque()
+
+    def keys(self) -> set[int]:
+        return {region.key for region in tuple(self._regions)}
+
+    def allocate(self, size: int) -> NDArray[np.uint8]:
+        """So many bytes. Views of the array keep them. Raises OSError where there is no memory to share."""
+        length = -(-max(size, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
+        try:
+            with self._lock:
+                region, start = self._acquire(length)
+                memory = np.frombuffer(region.map, np.uint8, size, start)
+                address = memory.ctypes.data
+                block = SharedBlock(region.key, region.descriptor, region.size, start, length)
+                self.blocks[address] = block
+                weakref.finalize(memory, self._unreference, address, region, block).atexit = False
+        finally:
+            self._empty_queue()
+        return memory
+
+    def _acquire(self, length: int) -> tuple[_Region, int]:
+        for region in self._regions:
+            start = region.acquire(length)
+            if start is not None:
+                return region, start
+        region = _new_region(length)
+        self._regions.append(region)
+        start = region.acquire(length)
+        assert start is not None
+        return region, start
+
+    def _unreference(self, address: int, region: _Region, block: SharedBlock) -> None:
+        if os.getpid() == self.process:  # a forked child must not take away what its parent uses
+            self._unreferenced.append((address, region, block))
+            self._empty_queue()
+
+    def _empty_queue(self) -> None:
+        while self._unreferenced and self._lock.acquire(blocking=False):
+            try:
+                while self._unreferenced:
+                    address, region, block = self._unreferenced.popleft()
+                    del self.blocks[address]
+                    region.release(block.start, block.length)
+                    if region.unused:
+                        self._regions.remove(region)
+                        region.close()
+            finally:
+                self._lock.release()
+
+
+def _new_region(length: int) -> _Region:
+    """A region for `length` bytes and many more, within an eighth of the addresses that this process may have."""
+    limits = [resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_FSIZE)]
+    most = min([_REGION_BYTES, *(limit // 8 for limit in limits if limit != resource.RLIM_INFINITY)])
     try:
-        os.ftruncate(descriptor, size)
-        memory = np.frombuffer(mmap.mmap(descriptor, size), np.uint8)
-    except BaseException:
-        os.close(descriptor)
-        raise
-    address, block = memory.ctypes.data, SharedBlock(next(_keys), descriptor, size)
-    _shared[address] = block
-    weakref.finalize(memory, _unshare, address, block).atexit = False  # views of it keep it
-    return memory, address
+        return _Region(max(length, most // mmap.PAGESIZE * mmap.PAGESIZE))
+    except OSError:
+        return _Region(length)
 
 
-def _unshare(address: int, block: SharedBlock) -> None:
-    if _shared.get(address) is block:
-        del _shared[address]
-    os.close(block.descriptor)
+_memory = _SharedMemory()
+
+
+def _here() -> _SharedMemory:
+    """This process's: a forked child begins anew, with a lock that nobody holds."""
+    global _memory
+    if _memory.process != os.getpid():
+        _memory = _SharedMemory()
+    return _memory

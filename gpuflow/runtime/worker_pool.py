@@ -535,4 +535,4 @@ class ParentConnection:
                 self._mapped[block.key] = np.frombuffer(mmap.mmap(descriptor, block.size), np.uint8)
             finally:
                 os.close(descriptor)
-        return self._mapped[block.key]
+        return self._mapped[block.key][block.start : block.start + block.length]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
+import shutil
+import tarfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -171,6 +174,56 @@ def test_resume_upon_resume_equals_no_interruption(config: Path, reference: list
                 assert rows(next(iter(loader))) == expected
                 state = loader.state_dict()
     assert (state["epoch"], state["position"]) == (2, 0)
+
+
+# --- the files that a state is of -------------------------------------------------------------------------------------
+
+
+def open_copy(kind: str, photos: Path, root: Path, renamed: str = "") -> list[str]:
+    """Overrides that read a copy of the photographs under `root`; `renamed`: a file that has another name there."""
+    shutil.copytree(photos, root / "photos")
+    if renamed:
+        (root / "photos" / renamed).rename((root / "photos" / renamed).with_name("other.jpg"))
+    files = sorted((root / "photos").rglob("*.jpg"))
+    if kind == "listing":
+        (root / "all.csv").write_text(
+            "".join(f"photos/{file.parent.name}/{file.name},{file.parent.name}\n" for file in files)
+        )
+        return [f"source={{listing: {root / 'all.csv'}}}"]
+    if kind == "tar":
+        with tarfile.open(root / "all.tar", "w") as tar:
+            for file in files:
+                tar.add(file, f"{file.parent.name}/{file.name}")
+                label = tarfile.TarInfo(f"{file.parent.name}/{file.stem}.cls")
+                label.size = len(file.parent.name)
+                tar.addfile(label, io.BytesIO(file.parent.name.encode()))
+        return [f"source={{tar: {root / 'all.tar'}}}"]
+    split = ", split: {train: 0.7, val: 0.3}" if kind == "split" else ""
+    return [f"source={{folder: {root / 'photos'}{split}}}"]
+
+
+@pytest.mark.parametrize("kind", ["folder", "listing", "tar", "split"])
+def test_a_state_goes_on_with_the_same_files_elsewhere_and_with_no_others(
+    kind: str, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Saved at each step on two ranks, restored on one."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    photos = config.parent / "photos"
+    here = open_copy(kind, photos, tmp_path / "here")
+    there = open_copy(kind, photos, tmp_path / "there" / "deeper")
+    other = open_copy(kind, photos, tmp_path / "other", renamed="class_1/002.jpg")
+    with load(config, *here) as loader:
+        whole = flat(epoch_rows(loader))
+        count = len(loader.dataset)
+    for step in range(-(-count // 6)):
+        with load(config, *here, world_size=2) as loader:
+            for _, _batch in zip(range(step), loader, strict=False):
+                pass
+            state = loader.state_dict()
+        with load(config, *there, state=state) as loader:
+            assert flat(epoch_rows(loader)) == whole[6 * step :]
+        with load(config, *other) as loader, pytest.raises(gpuflow.StateError, match="other files or labels"):
+            loader.load_state_dict(state)
 
 
 # --- every sample once ------------------------------------------------------------------------------------------------

@@ -39,6 +39,7 @@ from tests.datasets import (
     nothing_left_behind,
     program,
     python,
+    rows,
     truncate,
     write_config,
 )
@@ -245,6 +246,23 @@ def test_nothing_is_left_behind(source: Source, monkeypatch: pytest.MonkeyPatch)
         del iterator, loader
         gc.collect()
     assert children() == before
+
+
+def test_batches_that_are_kept_hold_no_descriptors(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither here nor in the processes: `list(loader)` may be as long as there is memory."""
+    before = children()
+    with loader_of(source, threads=4, processes=2, batch_size=1) as loader:
+        elsewhere = made_elsewhere(loader, monkeypatch)
+        processes = ["self", *map(str, await_children(2, before))]
+        first = list(loader)
+        held = [len(os.listdir(f"/proc/{process}/fd")) for process in processes]
+        kept = [batch for _ in range(3) for batch in loader]
+        assert sum(elsewhere) >= 0.9 * len(elsewhere)
+        after = [len(os.listdir(f"/proc/{process}/fd")) for process in processes]
+        assert len(kept) == 3 * len(first) == 126
+        assert all(now <= then + 6 for now, then in zip(after, held, strict=True)), (held, after)
+        loader.set_epoch(0)
+        assert [rows(batch) for batch in first] == epoch_rows(loader)
 
 
 def test_processes_share_what_they_have_imported(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
