@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import NoReturn
 
@@ -28,6 +29,8 @@ __all__ = ["PassResult", "Trainer", "TrainerEvents"]
 _READ_SECONDS = 0.5
 _LEARNING_RATE, _PER_SAMPLES = 0.1, 256
 """The learning rate that suits a step of so many samples. It is scaled in proportion (Goyal et al., 2017)."""
+_STATISTICS_SAMPLES = 256
+"""Training samples of a rank over which BatchNorm's statistics are recomputed after an epoch."""
 _WARM_SHARE, _WARM_STEPS, _WARM_MOST = 0.05, 100, 0.3
 """The warm-up is this share of all steps, at least so many steps, but not more than this share."""
 
@@ -135,6 +138,8 @@ class Trainer:
             replica = group.replicate(self.model)
             while self.step < last_step:
                 whole = self._train_epoch(replica, group, events, last_step)
+                if whole:
+                    self._recompute_statistics()
                 if self._ranks.rank == 0:
                     self.save()
                 group.wait()
@@ -175,6 +180,30 @@ class Trainer:
             self._save_if_due()
         events.end_pass("train", self.epoch, totals.result(group))
         return bool(loader.state_dict()["epoch"] != self.epoch)
+
+    @torch.no_grad()
+    def _recompute_statistics(self) -> None:
+        """Set BatchNorm's statistics to those of the present weights, over a few batches of training.
+
+        Those that it keeps while it trains are averages over the last steps. Early in a run the weights change faster,
+        and validation and serving with such averages would give losses far above that of guessing. The batches are the
+        first ones of the next epoch, so that a resumed run takes the same ones; the loader is then set back.
+        """
+        norms = [layer for layer in self.model.modules() if isinstance(layer, nn.modules.batchnorm._BatchNorm)]
+        if not norms:
+            return
+        loader, state = self.train_loader, self.train_loader.state_dict()
+        momenta = [norm.momentum for norm in norms]
+        for norm in norms:
+            norm.reset_running_stats()
+            norm.momentum = None  # an average in which every batch counts the same
+        self.model.train()
+        self._seed_step()
+        for images, _ in islice(loader, math.ceil(_STATISTICS_SAMPLES / loader.batch_size)):
+            self.model(images)
+        for norm, momentum in zip(norms, momenta, strict=True):
+            norm.momentum = momentum
+        loader.load_state_dict(state)
 
     @torch.no_grad()
     def _validate(self, group: Group, events: TrainerEvents) -> PassResult:

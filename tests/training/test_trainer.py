@@ -203,6 +203,21 @@ def test_refuses_a_checkpoint_of_something_else(config_file: Path, tmp_path: Pat
         Trainer(read(config_file, "pipelines.train.stages.random_resized_crop.ratio=[1, 1]"), device="cpu", resume=True)
 
 
+def test_statistics_after_an_epoch_are_those_of_its_last_weights(config_file: Path) -> None:
+    trainer = Trainer(read(config_file, "train.model=resnet18"), device="cpu")
+    trainer.run(TrainerEvents(), max_steps=3)
+    again = Trainer(read(config_file, "train.model=resnet18"), device="cpu", resume=True)
+    stand = again.train_loader.state_dict()
+    assert (stand["epoch"], stand["position"]) == (1, 0), "the loader is where the epoch ended"
+    convolution, norm = again.model.conv1, again.model.bn1
+    assert isinstance(norm, torch.nn.BatchNorm2d) and isinstance(convolution, torch.nn.Conv2d)
+    with again.train_loader as loader, torch.no_grad():
+        means = [convolution(images).mean((0, 2, 3)) for images, _ in loader]
+    assert norm.running_mean is not None
+    torch.testing.assert_close(norm.running_mean, torch.stack(means).mean(0), rtol=1e-4, atol=1e-4)
+    assert norm.momentum == 0.1
+
+
 # --- saving within an epoch -------------------------------------------------------------------------------------------
 
 
