@@ -170,3 +170,17 @@ def test_a_worker_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPat
     with pytest.raises(EOFError):
         WorkerConnection(ours, cast(ForkServer, None), 0).answer()
     ours.close()
+
+
+def test_a_process_that_cannot_be_started_leaves_no_descriptor(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = setups_open()
+    monkeypatch.setattr("sys.executable", "/absent/python3")
+    with caplog.at_level(logging.WARNING):
+        pool = WorkerPool("tests.runtime.echo_worker", connections=[1, 1], setup=None, task="echo")
+    assert len(pool) == 0 and not pool.ready() and pool.request(echo(1)) is None
+    (record,) = caplog.records
+    assert record.getMessage().startswith("no process to echo with: ")
+    assert setups_open() == before
+    pool.close()

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from gpuflow.execute.cpu import CpuRunner
-from gpuflow.stages import Decode, RandomCrop, Resize
+from gpuflow.stages import CenterCrop, Decode, RandomCrop, Resize
 from tests.images import as_array, photo, png
 from tests.running import RGB, images, keys_of, program_of
 
@@ -38,3 +38,16 @@ def test_what_lies_outside_of_an_image_is_black_whatever_its_memory_held() -> No
         (True, False, False, True),
         (False, True, True, False),
     }
+
+
+@pytest.mark.parametrize(("height", "width"), [(24, 24), (24, 25), (25, 24)])
+def test_a_crop_may_be_as_large_as_the_image_and_its_padding(height: int, width: int) -> None:
+    spec, sizes = RGB.replace(shape=(20, 20, 3)), (height, width)
+    if sizes == (24, 24):
+        assert RandomCrop(size=sizes, padding=2).output(spec).shape == (24, 24, 3)
+        assert RandomCrop(size=20).output(spec).shape == CenterCrop(size=20).output(spec).shape == (20, 20, 3)
+    else:
+        with pytest.raises(ValueError, match=f"crops {height}x{width} from"):
+            RandomCrop(size=sizes, padding=2).output(spec)
+        with pytest.raises(ValueError, match=f"crops {height - 4}x{width - 4} from"):
+            RandomCrop(size=(height - 4, width - 4)).output(spec)
