@@ -32,6 +32,8 @@ thread.start()
 thread.join()
 assert sent == [READY] and threads == [(True, 1)] and before == 1, (sent, threads, before)
 assert isinstance(prepare(b"damaged"), str)
+assert open_runner(Connection(), None) is None
+assert len(sent) == 2 and "NoneType" in sent[1], sent
 """
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import ClassVar
+
 import numpy as np
 
-from gpuflow.pipeline.program import OpaqueStep, PointwiseStep, SamplingStep
+from gpuflow.pipeline.program import OpaqueStep, PointwiseStep, SamplingStep, _overlap
 from gpuflow.stages import ColorJitter, Decode, Flip, RandomCrop, Torchvision
 from tests.running import keys_of, program_of
 
@@ -51,3 +54,25 @@ def test_two_flips_undo_each_other_for_half_of_the_samples() -> None:
     assert isinstance(step, SamplingStep)
     mirrored = step.draw(KEYS, *SIZES).flips[:, 1]
     assert 0.3 < mirrored.mean() < 0.7
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class OtherLibrary(Torchvision):
+    """An opaque stage of a plug-in."""
+
+    stage_name: ClassVar[str] = "other_library"
+
+
+def test_opaque_stages_of_two_names_draw_independently() -> None:
+    stages = [kind(name="RandomInvert", parameters=(("p", 0.5),)) for kind in (Torchvision, OtherLibrary)]
+    first, second = program_of(Decode(), RandomCrop(size=9), *stages).steps[1:]
+    assert isinstance(first, OpaqueStep) and isinstance(second, OpaqueStep)
+    assert first.occurrence == second.occurrence == 0
+    assert not np.intersect1d(first.draw(KEYS), second.draw(KEYS)).size
+
+
+def test_boxes_that_do_not_meet_have_an_empty_intersection() -> None:
+    boxes = np.array([[0, 0, 4, 5], [10, 0, 4, 5], [0, 10, 4, 5], [2, 3, 4, 5], [4, 0, 1, 5]])
+    common = _overlap(np.repeat(boxes[:1], len(boxes), axis=0), boxes)
+    assert common[:, 2:].tolist() == [[4, 5], [0, 5], [4, 0], [2, 2], [0, 5]]
+    assert common[3].tolist() == [2, 3, 2, 2]

@@ -102,6 +102,7 @@ def test_an_error_in_an_exchange_is_raised_and_costs_the_worker(make: Make) -> N
 
 def test_a_worker_that_ends_costs_no_request(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     pool = make()
+    assert pool.ready()
     with caplog.at_level(logging.WARNING):
         assert pool.request(echo("end")) is None
     assert len(pool) == 0 and not pool.ready() and pool.request(echo(1)) is None
@@ -158,3 +159,28 @@ def test_memory_is_sent_once_and_forgotten_when_it_is_gone() -> None:
     assert worker.memory() is None
     ours.close()
     theirs.close()
+
+
+def test_a_worker_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpuflow.runtime.worker_pool._ANSWER_SECONDS", 0.01)
+    ours, theirs = Pipe()
+    with pytest.raises(TimeoutError, match=r"^no answer within 0\.01 s$"):
+        WorkerConnection(ours, cast(ForkServer, None), 0).answer()
+    theirs.close()
+    with pytest.raises(EOFError):
+        WorkerConnection(ours, cast(ForkServer, None), 0).answer()
+    ours.close()
+
+
+def test_a_process_that_cannot_be_started_leaves_no_descriptor(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = setups_open()
+    monkeypatch.setattr("sys.executable", "/absent/python3")
+    with caplog.at_level(logging.WARNING):
+        pool = WorkerPool("tests.runtime.echo_worker", connections=[1, 1], setup=None, task="echo")
+    assert len(pool) == 0 and not pool.ready() and pool.request(echo(1)) is None
+    (record,) = caplog.records
+    assert record.getMessage().startswith("no process to echo with: ")
+    assert setups_open() == before
+    pool.close()
