@@ -2,9 +2,10 @@
 PYTHON ?= python3
 BIN := .venv/bin
 LATEST := .venv-latest
+MINUTES ?= 60
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check docs bench test-latest
+.PHONY: help demo test check docs bench chaos test-latest
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/make \1\t\2/' | expand -t 18
@@ -28,6 +29,9 @@ docs: .venv/.installed  ## build the documentation into site/, strictly
 
 bench: .venv/.installed  ## measure the loaders: experiments/loader_cpu/results.csv
 	$(BIN)/python experiments/loader_cpu/run.py
+
+chaos: .venv/.installed  ## disturb loaders, trainings and a service for MINUTES=60: experiments/chaos/results.csv
+	$(BIN)/python experiments/chaos/run.py --minutes $(MINUTES)
 
 test-latest: $(LATEST)/requirements.txt  ## run the CPU tests with the newest torch and torchvision
 	$(LATEST)/bin/python -m pip install --upgrade torch torchvision -r $<

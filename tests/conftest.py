@@ -26,6 +26,8 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("stable")
 
 SLOWEST = (
+    "tests/chaos/test_processes.py",
+    "tests/chaos/test_loading.py",
     "tests/loader/test_decode_workers.py",
     "tests/runtime/test_ranks.py",
     "tests/loader/test_lifecycle.py",
@@ -46,6 +48,8 @@ SLOWEST = (
     "tests/loader/test_read_workers.py",
     "tests/parity/test_command.py",
     "tests/serve/test_history.py",
+    "tests/chaos/test_fuzz.py",
+    "tests/laws/test_loader_machine.py",
     "tests/experiments/test_service.py",
     "tests/execute/kernels/test_color.py",
 )
