@@ -374,6 +374,10 @@ def test_the_served_model_is_taken_by_itself(model: Path, photos: Path, tmp_path
     config = read(photos, tmp_path, serve=VAL)
     assert config.serve is not None
     blocks = config.serve.model_dump() | {"model": {"file": str(model)}}
+    foreign = dataclasses.replace(config, serve=type(config.serve).model_validate(blocks))
+    with pytest.raises(ConfigError, match="does not record what preprocessing it was trained with"):
+        study(foreign, count=0, against=("val", "serve"))
+    blocks["model"]["preprocessing"] = "trust"
     served = dataclasses.replace(config, serve=type(config.serve).model_validate(blocks))
     assert pair(study(served, count=0, against=("val", "serve")), "serve").logits[0].images == 35
     gone = dataclasses.replace(
