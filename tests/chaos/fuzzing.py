@@ -10,6 +10,7 @@ import json
 import random
 import resource
 import struct
+import tarfile
 import time
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -135,7 +136,8 @@ def tars(rng: random.Random, directory: Path) -> None:
         (("0.jpg", "0.cls", "1.jpg", "1.cls"), ("a/0.jpg", "a/0.json"), (f"{'n' * 150}.jpg", f"{'n' * 150}.cls"))
     )
     content = {"jpg": jpeg(0, 0), "cls": b"1", "json": b'{"label": 2}'}
-    data = tar_bytes([(name, content[name.rpartition(".")[2]]) for name in names], form=rng.randrange(3))
+    form = rng.randrange(3) if len(names[0]) < 100 else rng.choice((tarfile.GNU_FORMAT, tarfile.PAX_FORMAT))
+    data = tar_bytes([(name, content[name.rpartition(".")[2]]) for name in names], form=form)
     found = bytearray(mutated(rng, data, (b"\0" * 512, b"ustar", b"7777777", b"-1", b"\x80", b"\xff" * 12)))
     for at in range(0, len(found) - 511, 512):
         if rng.random() < 0.8 and any(found[at : at + 100]):
