@@ -8,7 +8,7 @@ import os
 import random
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, final
 
@@ -227,7 +227,8 @@ def _damaged_epoch(consumer: Consumer, photos: Photos, rng: random.Random) -> No
 def shards(seed: int, directory: Path) -> Report:
     """Tar files are truncated, deleted, replaced and rewritten in place while epochs run.
 
-    No sample comes with the bytes or the label of another one: it is itself, or bad and replaced.
+    No sample comes with the bytes or the label of another one: it is itself, or bad and replaced, or the change ends
+    the epoch, which goes on once the files are as they were.
     """
     rng, counts = random.Random(seed), Counter[str]()
     config = _tars(directory)
@@ -240,27 +241,36 @@ def shards(seed: int, directory: Path) -> Report:
         for _ in range(2):
             with Consumer(config, truth, Setting.draw(rng)) as consumer:
                 consumer.begin()
-                assert consumer.run(1) == "batch"
+                outcome = consumer.run(1)
                 for number in rng.sample(range(len(paths)), 2):
-                    truth.suspect(*_members(number))
-                    name = rng.choice(("truncated", "deleted", "replaced", "rewritten"))
-                    counts[name] += 1
-                    _change_shard(name, paths[number], moved[number], consumer, rng)
-                    if consumer.run(rng.randint(0, 2)) == "over":
-                        break
-                while consumer.running and consumer.run() == "batch":
-                    pass
-                consumer.begin()
-                assert consumer.run() == "over"
+                    if outcome == "batch":
+                        truth.suspect(*_members(number))
+                        name = rng.choice(("truncated", "deleted", "replaced", "rewritten"))
+                        counts[name] += 1
+                        _change_shard(name, paths[number], moved[number], consumer, rng)
+                        outcome = consumer.run(rng.randint(0, 2))
+                if outcome == "batch":
+                    outcome = consumer.run()
+                if outcome == "over":
+                    consumer.begin()
+                    outcome = consumer.run()
+                _restore(paths, whole)
+                if outcome == "failed":
+                    consumer.resume(Setting.draw(rng))
+                    consumer.begin()
+                    assert consumer.run() == "over"
                 counts += consumer.counts
-            for path, data in zip(paths, whole, strict=True):
-                path.write_bytes(data)
             truth.forget()
             with Consumer(config, truth, Setting.draw(rng)) as consumer:
                 consumer.begin()
                 assert consumer.run() == "over"
                 counts += consumer.counts
     return _report(counts)
+
+
+def _restore(paths: Sequence[Path], contents: Sequence[bytes]) -> None:
+    for path, data in zip(paths, contents, strict=True):
+        path.write_bytes(data)
 
 
 def _change_shard(name: str, path: Path, moved: bytes, consumer: Consumer, rng: random.Random) -> None:
