@@ -315,12 +315,17 @@ def _send_slowly(heads: list[socket.socket], over: threading.Event) -> None:
 
 @final
 class Memory:
-    """The most memory that the processes of a service took, beyond what they had at first."""
+    """The most memory that the processes of a service took, beyond what they had at first.
+
+    One that is started later, in place of a lost one, is compared with the largest at first: it may be seen before it
+    has imported anything.
+    """
 
     def __init__(self, root: int) -> None:
         self._root, self._first = root, dict[int, int]()
-        self.growth_kib = 0
+        self._usual = self.growth_kib = 0
         self._look()
+        self._usual = max(self._first.values())
 
     def watch(self, over: threading.Event) -> None:
         while not over.wait(0.2):
@@ -333,5 +338,5 @@ class Memory:
                 sizes = {line.partition(":")[0]: line.split()[1] for line in lines if line.startswith("Vm")}
                 if "VmHWM" in sizes:  # a process that has ended has none
                     peak = int(sizes["VmHWM"])
-                    first = self._first.setdefault(pid, peak)
+                    first = self._first.setdefault(pid, max(peak, self._usual))
                     self.growth_kib = max(self.growth_kib, peak - first)
