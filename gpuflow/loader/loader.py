@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping
@@ -21,6 +22,10 @@ from gpuflow.runtime.metrics import Stats
 from gpuflow.sources import Source, fingerprint_of
 
 __all__ = ["Loader"]
+
+
+_MAX_NUMBER = 1 << 62
+"""Above the number of any epoch or sample; random keys have 64 bits."""
 
 
 class Loader:
@@ -155,9 +160,9 @@ class Loader:
             StateError: the state is of another seed, source or preprocessing, or no state at all.
         """
         try:
-            version, seed, epoch, position = (int(state[key]) for key in ("version", "seed", "epoch", "position"))
+            version, seed, epoch, position = (_whole(state, key) for key in ("version", "seed", "epoch", "position"))
             config, source = str(state["config"]), state.get("source")
-            following = int(state.get("next_epoch", epoch + 1))
+            following = _whole(state, "next_epoch") if "next_epoch" in state else epoch + 1
         except (KeyError, TypeError, ValueError) as error:
             raise StateError(f"not a loader's state: {error!r}; pass what state_dict() returned") from error
         if version != 1:
@@ -212,3 +217,11 @@ class Loader:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _whole(state: Mapping[str, Any], key: str) -> int:
+    """A number of a state. Raises KeyError, TypeError or ValueError if there is none that `state_dict` could give."""
+    value = operator.index(state[key])
+    if abs(value) >= _MAX_NUMBER or (value < 0 and "epoch" in key):
+        raise ValueError(f"{key} is {value}")
+    return value

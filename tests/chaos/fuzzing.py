@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import warnings
 import resource
 import struct
 import tarfile
@@ -324,7 +325,9 @@ def states(rng: random.Random, directory: Path) -> None:
     for _ in range(rng.randint(1, 3)):
         altered = _altered(rng, altered)
     try:
-        loader.load_state_dict(altered)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a state that says nothing of the files
+            loader.load_state_dict(altered)
     except StateError:
         assert loader.state_dict() == before
         return

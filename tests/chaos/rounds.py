@@ -47,10 +47,14 @@ ROUNDS: dict[str, Round] = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Replay one round; prints what it counted, as JSON.")
-    parser.add_argument("name", choices=ROUNDS)
-    parser.add_argument("seed", type=int)
+    parser.add_argument("name", choices=ROUNDS, nargs="?")
+    parser.add_argument("seed", type=int, nargs="?", default=0)
+    parser.add_argument("--list", action="store_true", help="print the names of all rounds")
     parser.add_argument("--here", type=Path, metavar="DIR", help="an empty folder to use; by default a temporary one")
     told = parser.parse_args()
+    if told.list or told.name is None:
+        print(*ROUNDS, sep="\n")
+        return
     print(f"round {told.name}, seed {told.seed}", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory() as temporary, deadline(SECONDS):
         directory = told.here or Path(temporary)

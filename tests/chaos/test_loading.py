@@ -16,7 +16,7 @@ from tests.chaos.loading import files, kills, shards, store
 @pytest.mark.parametrize("seed", [1, 4])
 def test_workers_are_killed_and_stopped(seed: int, directory: Path) -> None:
     found = kills(seed, directory)
-    assert found["kills"] + found["pauses"] > 0
+    assert found.get("kills", 0) + found.get("pauses", 0) > 0
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2], ids=["replace", "skip", "raise"])
@@ -28,7 +28,7 @@ def test_files_change(seed: int, directory: Path) -> None:
 @pytest.mark.parametrize("seed", [0, 1])
 def test_shards_change(seed: int, directory: Path) -> None:
     found = shards(seed, directory)
-    assert found["replaced"] > 0
+    assert found.get("replaced", 0) + found.get("errors", 0) > 0
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2], ids=["folder", "listing", "tar"])

@@ -244,8 +244,18 @@ def test_what_comes_out_counts(override: str, config: Path) -> None:
         ({"position": -1}, "the state's position -1 is outside the epoch's 12 samples"),
         (
             {"epoch": "soon"},
-            "not a loader's state: ValueError(\"invalid literal for int() with base 10: 'soon'\"); "
+            "not a loader's state: TypeError(\"'str' object cannot be interpreted as an integer\"); "
             "pass what state_dict() returned",
+        ),
+        ({"epoch": -1}, "not a loader's state: ValueError('epoch is -1'); pass what state_dict() returned"),
+        (
+            {"next_epoch": float("inf")},
+            "not a loader's state: TypeError(\"'float' object cannot be interpreted as an integer\"); "
+            "pass what state_dict() returned",
+        ),
+        (
+            {"seed": 1 << 70},
+            "not a loader's state: ValueError('seed is 1180591620717411303424'); pass what state_dict() returned",
         ),
     ],
 )
