@@ -4,7 +4,7 @@ BIN := .venv/bin
 LATEST := .venv-latest
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check docs bench test-latest
+.PHONY: help demo test check docs bench mutants test-latest
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/make \1\t\2/' | expand -t 18
@@ -28,6 +28,9 @@ docs: .venv/.installed  ## build the documentation into site/, strictly
 
 bench: .venv/.installed  ## measure the loaders: experiments/loader_cpu/results.csv
 	$(BIN)/python experiments/loader_cpu/run.py
+
+mutants: .venv/.installed  ## run the tests against faults made on purpose: experiments/mutants/results.csv
+	$(BIN)/python experiments/mutants/run.py
 
 test-latest: $(LATEST)/requirements.txt  ## run the CPU tests with the newest torch and torchvision
 	$(LATEST)/bin/python -m pip install --upgrade torch torchvision -r $<
