@@ -12,7 +12,8 @@ call the function around the change run until one fails; those of the module's o
 A mutant is `killed` if a test fails, `timed out` if they do not end, `survived` if all pass.
 
 Writes outcomes.csv (one row a mutant) and results.csv in this file's folder. survivors.csv says by hand what became of
-each mutant that survived: the test that now kills it, or why it changes nothing.
+each mutant that survived: the test that now kills it, or why it changes nothing. A whole run begins it anew, and keeps
+the reasons for those that change nothing.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ IMPORTS = (
 """What the tests import besides gpuflow: once, in the process that forks those that run them."""
 FIELDS = ("id", "module", "function", "line", "rule", "before", "after", "outcome", "by", "tests", "seconds")
 SURVIVOR_FIELDS = ("id", "module", "function", "line", "rule", "before", "after", "verdict", "why")
-FIRST_SECONDS, ALL_SECONDS = 12.0, 150.0
+FIRST_SECONDS, ALL_SECONDS = 12.0, 60.0
 """Tests that take this long run against each mutant, and then as many more against those that survived."""
 LEAST_SECONDS = 30.0
 """A test may take this long with a mutant, and ten times as long as the slowest one takes without."""
@@ -113,11 +114,14 @@ def main() -> None:
             done = {row["id"] for row in read_csv(progress)}
             left = [m for m in mutants if m.id not in done and area_of(m.path) in options.areas]
             run_all(copy, left[: options.count], tests, calls, progress, FIRST_SECONDS)
-            if {row["id"] for row in read_csv(progress)} < {mutant.id for mutant in mutants}:
+            if not {mutant.id for mutant in mutants} <= {row["id"] for row in read_csv(progress)}:
                 return
             passed = unfinished(progress)
             run_all(copy, [m for m in mutants if m.id in passed], tests, calls, progress, ALL_SECONDS, passed)
-            shutil.move(progress, HERE / "outcomes.csv")
+            ids = {mutant.id for mutant in mutants}
+            write_csv(HERE / "outcomes.csv", FIELDS, [row for row in read_csv(progress) if row["id"] in ids])
+            progress.unlink()
+            begin_survivors()
     report()
 
 
@@ -428,6 +432,13 @@ def write_csv(path: Path, fields: Sequence[str], rows: Iterable[Mapping[str, str
         writer.writeheader()
         writer.writerows(rows)
     part.replace(path)
+
+
+def begin_survivors() -> None:
+    """After a whole run: forget who survived an earlier one, but why some are equivalent."""
+    survived = {row["id"] for row in read_csv(HERE / "outcomes.csv") if row["outcome"] == "survived"}
+    rows = [row for row in read_csv(HERE / "survivors.csv") if row["id"] in survived and row["verdict"] == "equivalent"]
+    write_csv(HERE / "survivors.csv", SURVIVOR_FIELDS, rows)
 
 
 def report() -> None:
