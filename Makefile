@@ -5,7 +5,7 @@ LATEST := .venv-latest
 MINUTES ?= 60
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check docs bench chaos test-latest
+.PHONY: help demo test check docs bench chaos mutants test-latest
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/make \1\t\2/' | expand -t 18
@@ -32,6 +32,9 @@ bench: .venv/.installed  ## measure the loaders: experiments/loader_cpu/results.
 
 chaos: .venv/.installed  ## disturb loaders, trainings and a service for MINUTES=60: experiments/chaos/results.csv
 	$(BIN)/python experiments/chaos/run.py --minutes $(MINUTES)
+
+mutants: .venv/.installed  ## run the tests against faults made on purpose: experiments/mutants/results.csv
+	$(BIN)/python experiments/mutants/run.py
 
 test-latest: $(LATEST)/requirements.txt  ## run the CPU tests with the newest torch and torchvision
 	$(LATEST)/bin/python -m pip install --upgrade torch torchvision -r $<

@@ -24,8 +24,8 @@ from gpuflow.sources import Source, fingerprint_of
 __all__ = ["Loader"]
 
 
-_MAX_NUMBER = 1 << 62
-"""Above the number of any epoch or sample; random keys have 64 bits."""
+_MAX_EPOCHS = 1 << 63
+"""Random keys hold the epoch as a number of 64 bits."""
 
 
 class Loader:
@@ -222,6 +222,6 @@ class Loader:
 def _whole(state: Mapping[str, Any], key: str) -> int:
     """A number of a state. Raises KeyError, TypeError or ValueError if there is none that `state_dict` could give."""
     value = operator.index(state[key])
-    if abs(value) >= _MAX_NUMBER or (value < 0 and "epoch" in key):
+    if "epoch" in key and not 0 <= value < _MAX_EPOCHS:
         raise ValueError(f"{key} is {value}")
     return value

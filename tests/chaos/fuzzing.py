@@ -8,11 +8,11 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import warnings
 import resource
 import struct
 import tarfile
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path

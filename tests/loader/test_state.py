@@ -254,8 +254,8 @@ def test_what_comes_out_counts(override: str, config: Path) -> None:
             "pass what state_dict() returned",
         ),
         (
-            {"seed": 1 << 70},
-            "not a loader's state: ValueError('seed is 1180591620717411303424'); pass what state_dict() returned",
+            {"epoch": 1 << 70},
+            "not a loader's state: ValueError('epoch is 1180591620717411303424'); pass what state_dict() returned",
         ),
     ],
 )

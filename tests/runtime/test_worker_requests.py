@@ -46,6 +46,23 @@ def echo(message: object) -> Callable[[WorkerConnection], Any]:
     return exchange
 
 
+def ask(pool: WorkerPool, message: object) -> Any:
+    """What a worker answers: its setup and the message."""
+    answer = pool.request(echo(message))
+    assert answer is not None
+    return answer[:2]
+
+
+def post(message: object) -> Callable[[WorkerConnection], bool]:
+    """Sends a message and does not wait for its answer."""
+
+    def send(connection: WorkerConnection) -> bool:
+        connection.send(message)
+        return True
+
+    return send
+
+
 def setups_open() -> int:
     """How many descriptors this process holds on what it sent to worker processes."""
     count = 0
@@ -58,7 +75,7 @@ def setups_open() -> int:
 def test_requests_get_their_answers(make: Make) -> None:
     pool = make(2)
     assert pool.ready() and len(pool) == 2 and pool.counts() == {"at_work": 2, "starting": 0}
-    assert [pool.request(echo(n))[:2] for n in range(3)] == [("setup", n) for n in range(3)]
+    assert [ask(pool, n) for n in range(3)] == [("setup", n) for n in range(3)]
     ids: list[int] = []
     pool.each_idle(lambda connection: ids.append(echo(None)(connection)[2]))
     assert len(set(ids)) == 2 and os.getpid() not in ids
@@ -67,22 +84,22 @@ def test_requests_get_their_answers(make: Make) -> None:
 def test_a_request_that_was_not_sent_leaves_its_worker_free(make: Make) -> None:
     pool = make()
     assert pool.begin(lambda connection: False) is None
-    pending = pool.begin(lambda connection: connection.send("later") or True)
+    pending = pool.begin(post("later"))
     assert pending is not None
     assert pool.request(echo(1)) is None, "the only worker is at another request"
     assert pending.result()[:2] == ("setup", "later")
-    assert pool.request(echo(2))[:2] == ("setup", 2)
+    assert ask(pool, 2) == ("setup", 2)
 
 
 def test_a_request_that_is_abandoned_costs_its_worker_without_a_message(
     make: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
     pool = make(2)
-    pending = pool.begin(lambda connection: connection.send("never read") or True)
+    pending = pool.begin(post("never read"))
     assert pending is not None
     pending.abandon()
     assert len(pool) == 1
-    assert pool.request(echo(1))[:2] == ("setup", 1)
+    assert ask(pool, 1) == ("setup", 1)
     assert not caplog.records
 
 
@@ -95,7 +112,7 @@ def test_an_error_in_an_exchange_is_raised_and_costs_the_worker(make: Make) -> N
     with pytest.raises(KeyError):
         pool.request(fail)
     assert len(pool) == 1
-    assert pool.request(echo(1))[:2] == ("setup", 1), "and not the answer to the other request"
+    assert ask(pool, 1) == ("setup", 1), "and not the answer to the other request"
 
 
 def test_a_worker_that_ends_costs_no_request(make: Make, caplog: pytest.LogCaptureFixture) -> None:

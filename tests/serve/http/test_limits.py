@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from typer.testing import CliRunner
 
+from gpuflow import cli
 from gpuflow.serve.http.app import RequestLimits
 from gpuflow.serve.http.body import BodyMiddleware
 from gpuflow.serve.http.metrics import Metrics
@@ -17,6 +20,7 @@ from tests.serve.fakes import FakeEngine
 from tests.serve.services import Live, served
 
 MEGABYTE = 1_000_000
+CONFIG = Path(__file__).parents[3] / "configs" / "photos.yaml"
 
 
 @pytest.fixture(autouse=True)
@@ -91,3 +95,17 @@ def test_how_much_of_a_refused_body_is_discarded(max_body_bytes: int, megabytes:
     asyncio.run(app(scope, receive, send))
     assert received == megabytes
     assert [message.get("body") for message in sent[1:]] == [b"no", b""]
+
+
+def test_the_limits_of_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--max-body-mb` counts in millions of bytes, as the errors and the documentation do."""
+    given: dict[str, Any] = {}
+    monkeypatch.setattr("gpuflow.serve.http.server.run", lambda load, **options: given.update(options))
+    options = ["--max-body-mb=1.5", "--max-queue=7", "--timeout-s=2.5", "--host=::1", "--port=9", "--access-log"]
+    done = CliRunner().invoke(cli.app, ["serve", str(CONFIG), *options], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    limits = given["limits"]
+    assert (limits.max_body_bytes, limits.max_queue, limits.timeout_s) == (1_500_000, 7, 2.5)
+    assert (given["host"], given["port"], given["access_log"], given["name"]) == ("::1", 9, True, str(CONFIG))
+    CliRunner().invoke(cli.app, ["serve", str(CONFIG)], catch_exceptions=False)
+    assert given["limits"] == RequestLimits()
