@@ -246,7 +246,7 @@ def _json_lines(data: bytes) -> Iterator[tuple[list[str], list[int | str]]]:
     reader = io.BytesIO(data)
     while lines := list(islice(reader, _ROWS)):
         lines = [line for line in lines if not line.isspace()]
-        rows = json.loads(b"[" + b",".join(lines) + b"]")
+        rows = json.loads((b"[" + b",".join(lines) + b"]").decode())
         if len(rows) != len(lines):
             raise ValueError("a line is not one object")
         yield [row["path"] for row in rows], [row["label"] for row in rows]
@@ -259,7 +259,7 @@ def _json_rows(data: bytes, place: str) -> Iterator[Row]:
             continue
         here = f"{place}:{number}"
         try:
-            row = json.loads(line)
+            row = json.loads(line.decode("utf-8-sig"))  # of bytes, json would guess the encoding
         except UnicodeDecodeError as fault:
             raise _not_utf8(data, place) from fault
         except json.JSONDecodeError as fault:

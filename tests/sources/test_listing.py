@@ -260,6 +260,12 @@ def test_encoding() -> None:
         b'{"path": "a", "label": 0}\n{"path": "\xe9", "label": 0}\n',
         name="list.jsonl",
     )
+    fails(  # Python's json would take it for UTF-32
+        "list.jsonl:1: line must be a JSON object, got invalid JSON (Expecting property name enclosed in double quotes "
+        "at column 2); write one object a line",
+        b'{\0\0\0"path": "a", "label": 0}\n',
+        name="list.jsonl",
+    )
 
 
 @pytest.mark.parametrize("text", ["", "\n\n", "path,label\n"])
