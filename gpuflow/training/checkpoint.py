@@ -106,9 +106,8 @@ def write_checkpoint(path: Path, state: Mapping[str, Any]) -> None:
     """Write a file that `torch.load` reads, whole or not at all. Raises OSError."""
     with atomic_write(path) as file:
         try:
-            torch.save(
-                dict(state), file.name
-            )  # given the file itself, it turns a KeyboardInterrupt into a RuntimeError
+            # Given the file itself instead of its name, torch turns a KeyboardInterrupt into a RuntimeError.
+            torch.save(dict(state), file.name)
         except RuntimeError as error:  # torch's writer does not say why it fails
             raise OSError(errno.EIO, str(error).strip().partition("\n")[0], str(path)) from error
 
