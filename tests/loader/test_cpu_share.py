@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -193,7 +194,7 @@ def test_the_engines_keep_a_row_at_least(part: float, count: int, rows: int) -> 
 def test_it_goes_where_both_need_the_same_time(part: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines that do 30,000 images a second beside cores that do 10,000: a quarter. Batches come in pairs."""
     share, now = Share(part, threads=1, adapts=True), [0.0]
-    monkeypatch.setattr("gpuflow.loader.cpu_share.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("gpuflow.loader.cpu_share.time", SimpleNamespace(perf_counter=lambda: now[0]))
     for number in range(400):
         rows = share.rows(256)
         late = rows / 10_000 > (256 - rows) / 30_000

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import onnx
@@ -187,7 +188,7 @@ def test_a_model_that_fails_fails_every_request_of_the_batch(error: BaseExceptio
 
 def test_a_model_that_keeps_failing_is_reported_until_it_works(monkeypatch: pytest.MonkeyPatch) -> None:
     now, fails = 100.0, True
-    monkeypatch.setattr("gpuflow.torchpipe.nodes.time.monotonic", lambda: now)
+    monkeypatch.setattr("gpuflow.torchpipe.nodes.time", SimpleNamespace(monotonic=lambda: now))
 
     def model(images: torch.Tensor) -> torch.Tensor:
         if fails:

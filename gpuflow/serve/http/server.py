@@ -192,14 +192,18 @@ class Server(uvicorn.Server):
 
 @final
 class FewRecords(logging.Filter):
-    """Passes a few log records a minute from each line of code; the next one says how many were left out."""
+    """Passes a few log records a minute from each line of code; the next one says how many were left out.
 
-    def __init__(self) -> None:
+    clock: seconds that only rise.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()
+        self._clock = clock
         self._lines: dict[tuple[str, int], tuple[float, int]] = {}  # when the period began, records since then
 
     def filter(self, record: logging.LogRecord) -> bool:
-        line, now = (record.pathname, record.lineno), time.monotonic()
+        line, now = (record.pathname, record.lineno), self._clock()
         begun, count = self._lines.get(line, (now, 0))
         if now - begun >= _PERIOD_SECONDS:
             if count > _MOST_RECORDS:
