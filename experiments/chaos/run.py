@@ -113,14 +113,14 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2, help="rounds at a time")
     parser.add_argument("--only", nargs="+", choices=known, default=known, metavar="NAME", help=", ".join(known))
     parser.add_argument("--out", type=Path, default=HERE, help="where results.csv and failures.log are written")
-    told = parser.parse_args()
-    first = int(time.time()) % 1_000_000_000 if told.seed is None else told.seed
-    print(f"seed {first}, {told.minutes:g} minutes, {told.jobs} rounds at a time", flush=True)
+    options = parser.parse_args()
+    first = int(time.time()) % 1_000_000_000 if options.seed is None else options.seed
+    print(f"seed {first}, {options.minutes:g} minutes, {options.jobs} rounds at a time", flush=True)
     done: list[Done] = []
-    told.out.mkdir(parents=True, exist_ok=True)
-    failures = told.out / "failures.log"
+    options.out.mkdir(parents=True, exist_ok=True)
+    failures = options.out / "failures.log"
     failures.write_text("")
-    for one in play_all(told.only, first=first, minutes=told.minutes, jobs=told.jobs):
+    for one in play_all(options.only, first=first, minutes=options.minutes, jobs=options.jobs):
         done.append(one)
         print(
             f"{one.name:22} seed {one.seed} {one.seconds:7.1f} s  {'ok' if one.report is not None else 'FAILED'}",
@@ -130,9 +130,11 @@ def main() -> None:
             print(f"    {one.replay}", flush=True)
             with failures.open("a") as file:
                 file.write(f"{one.replay}\n{one.text}\n\n")
-    write_results(told.out / "results.csv", rows_of(done, f"{told.minutes:g} minutes, {told.jobs} rounds at a time"))
+    write_results(
+        options.out / "results.csv", rows_of(done, f"{options.minutes:g} minutes, {options.jobs} rounds at a time")
+    )
     failed = [one for one in done if one.report is None]
-    print(f"{len(done)} rounds, {len(failed)} failed; wrote {told.out / 'results.csv'}")
+    print(f"{len(done)} rounds, {len(failed)} failed; wrote {options.out / 'results.csv'}")
     for one in failed:
         print(f"    {one.replay}")
     sys.exit(1 if failed else 0)

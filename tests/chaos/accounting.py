@@ -316,8 +316,8 @@ class Consumer:
     def _open(self, setting: Setting) -> None:
         self.setting = setting
         for rank in range(setting.ranks):
-            told: dict[str, Any] = {"rank": rank, "world_size": setting.ranks}
-            self.loaders.append(gpuflow.load(self._config, overrides=(*setting.overrides, *self._overrides), **told))
+            place: dict[str, Any] = {"rank": rank, "world_size": setting.ranks}
+            self.loaders.append(gpuflow.load(self._config, overrides=(*setting.overrides, *self._overrides), **place))
 
     @property
     def running(self) -> bool:

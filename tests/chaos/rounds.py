@@ -51,15 +51,15 @@ def main() -> None:
     parser.add_argument("seed", type=int, nargs="?", default=0)
     parser.add_argument("--list", action="store_true", help="print the names of all rounds")
     parser.add_argument("--here", type=Path, metavar="DIR", help="an empty folder to use; by default a temporary one")
-    told = parser.parse_args()
-    if told.list or told.name is None:
+    options = parser.parse_args()
+    if options.list or options.name is None:
         print(*ROUNDS, sep="\n")
         return
-    print(f"round {told.name}, seed {told.seed}", file=sys.stderr, flush=True)
+    print(f"round {options.name}, seed {options.seed}", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory() as temporary, deadline(SECONDS):
-        directory = told.here or Path(temporary)
+        directory = options.here or Path(temporary)
         os.environ["XDG_CACHE_HOME"] = str(directory / "cache")
-        print(json.dumps(ROUNDS[told.name](told.seed, directory)), flush=True)
+        print(json.dumps(ROUNDS[options.name](options.seed, directory)), flush=True)
 
 
 if __name__ == "__main__":

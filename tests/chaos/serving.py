@@ -113,10 +113,10 @@ def answer_on(connection: socket.socket) -> Answer:
     return Answer(int(lines[0].split()[1]), headers, content)
 
 
-def ask(port: int, body: bytes, headers: dict[str, str] | None = None, **told: str) -> Answer:
+def ask(port: int, body: bytes, headers: dict[str, str] | None = None, **fields: str) -> Answer:
     with connect(port) as connection:
         with suppress(BrokenPipeError, ConnectionResetError):  # refused before it is sent: the answer is there
-            connection.sendall(head(len(body), headers, **told) + body)
+            connection.sendall(head(len(body), headers, **fields) + body)
         return answer_on(connection)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -344,15 +344,23 @@ def one_by_one(pipeline: s.Pipeline, data: bytes, keys: s.Keys) -> torch.Tensor 
     return image
 
 
-def check_folding(stages: Sequence[s.Stage], seed: int) -> None:
+def pairs(
+    sources: Sequence[bytes], stages: Sequence[s.Stage], seed: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Each source's image from a folded program and from one stage after the other. Both refuse the same sources."""
     program = program_of(Decode(), *stages)
-    keys = keys_of(len(SOURCES), seed=seed)
-    batch, faults = run(program, SOURCES, keys)
-    for i, data in enumerate(SOURCES):
+    keys = keys_of(len(sources), seed=seed)
+    batch, faults = run(program, sources, keys)
+    for i, data in enumerate(sources):
         expected = one_by_one(program.pipeline, data, keys[i])
         assert (faults[i] is None) == (expected is not None)
         if expected is not None:
-            assert levels_apart(batch[i], expected) <= 1
+            yield batch[i], expected
+
+
+def check_folding(stages: Sequence[s.Stage], seed: int) -> None:
+    for image, expected in pairs(SOURCES, stages, seed):
+        assert levels_apart(image, expected) <= 1
 
 
 REGIONS = tuple(
@@ -382,17 +390,11 @@ def check_regions(stages: Sequence[s.Stage], seed: int) -> None:
     Where pixels of two ways may differ by one level, a posterized or blurred or brightened image differs by more, so
     then the images must agree on average.
     """
-    program = program_of(Decode(), *stages)
-    keys = keys_of(len(REGIONS), seed=seed)
-    batch, faults = run(program, REGIONS, keys)
-    for i, data in enumerate(REGIONS):
-        expected = one_by_one(program.pipeline, data, keys[i])
-        assert (faults[i] is None) == (expected is not None)
-        if expected is not None:
-            apart = (batch[i].to(torch.int16) - expected.to(torch.int16)).abs().float()
-            assert apart.shape == batch[i].shape
-            exact = not any(isinstance(stage, ColorJitter | Torchvision) for stage in stages)
-            assert apart.max() <= 1 if exact else apart.mean() <= 2
+    exact = not any(isinstance(stage, ColorJitter | Torchvision) for stage in stages)
+    for image, expected in pairs(REGIONS, stages, seed):
+        apart = (image.to(torch.int16) - expected.to(torch.int16)).abs().float()
+        assert apart.shape == image.shape
+        assert apart.max() <= 1 if exact else apart.mean() <= 2
 
 
 @settings(max_examples=120)

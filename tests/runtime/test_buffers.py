@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -56,11 +56,8 @@ def test_byte_buffers_are_never_shared_between_threads() -> None:
                 clashes.append(mark)
             pool.release(buffer)
 
-    threads = [threading.Thread(target=work, args=(mark,)) for mark in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(work, range(4)))
     assert not clashes
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import gc
 import mmap
 import os
-import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -120,11 +120,8 @@ def test_threads_and_the_garbage_collector_never_share_a_buffer() -> None:
             if not (buffer == mark).all():
                 clashes.append(mark)
 
-    threads = [threading.Thread(target=work, args=(mark,)) for mark in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
     assert not clashes
 
 

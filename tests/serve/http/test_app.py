@@ -21,7 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from gpuflow.serve.http.app import RequestLimits, create_app
 from gpuflow.serve.predictor import Predictor
 from gpuflow.torchpipe.graph import Graph, Node, chain
-from tests.datasets import RAW, VAL, deadline, jpeg, program, python
+from tests.datasets import RAW, VAL, jpeg, program, python
 from tests.hostile import BAD, HOSTILE
 from tests.serve.fakes import CLASSES, Break, FakeEngine, Gate
 from tests.serve.services import Live, answer_of, predictor_of, served, wait
@@ -30,22 +30,9 @@ PHOTO = jpeg(0, 0)
 TYPES = "image/*, application/octet-stream, multipart/form-data"
 
 
-@pytest.fixture(autouse=True)
-def _in_time() -> Iterator[None]:
-    with deadline(60):
-        yield
-
-
-@pytest.fixture(scope="module")
-def live() -> Iterator[Live]:
-    """A service whose logits are the mean colour of the image."""
-    with served(FakeEngine(batch=8)) as service:
-        yield service
-
-
 @pytest.fixture(scope="module")
 def small() -> Iterator[Live]:
-    """The same, with bodies of at most 10 kB and three images."""
+    """A service whose logits are the mean colour, with bodies of at most 10 kB and three images."""
     with served(FakeEngine(), RequestLimits(max_body_bytes=10_000, max_images=3)) as service:
         yield service
 

@@ -8,7 +8,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -16,25 +16,13 @@ import requests
 
 from gpuflow.serve.http.app import RequestLimits
 from gpuflow.serve.http.server import FewRecords
-from tests.datasets import deadline, jpeg
+from tests.datasets import jpeg
 from tests.serve.fakes import FakeEngine, Gate
 from tests.serve.services import Live, answer_of, served, wait
 
 PHOTO = jpeg(0, 0)
 HEAD = f"POST /predict HTTP/1.1\nContent-Type: image/jpeg\nContent-Length: {len(PHOTO)}"
 HALF = b"POST /predict HTTP/1.1\r\nContent-Ty"
-
-
-@pytest.fixture(autouse=True)
-def _in_time() -> Iterator[None]:
-    with deadline(60):
-        yield
-
-
-@pytest.fixture(scope="module")
-def live() -> Iterator[Live]:
-    with served(FakeEngine(batch=8)) as service:
-        yield service
 
 
 def errors(live: Live, kind: str) -> float:

@@ -15,18 +15,12 @@ from gpuflow import cli
 from gpuflow.serve.http.app import RequestLimits
 from gpuflow.serve.http.body import BodyMiddleware
 from gpuflow.serve.http.metrics import Metrics
-from tests.datasets import deadline, jpeg
+from tests.datasets import jpeg
 from tests.serve.fakes import FakeEngine
 from tests.serve.services import Live, served
 
 MEGABYTE = 1_000_000
 CONFIG = Path(__file__).parents[3] / "configs" / "photos.yaml"
-
-
-@pytest.fixture(autouse=True)
-def _in_time() -> Iterator[None]:
-    with deadline(60):
-        yield
 
 
 @pytest.fixture(scope="module")

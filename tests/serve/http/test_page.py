@@ -14,7 +14,7 @@ import pytest
 
 from gpuflow.serve.http.app import RequestLimits
 from gpuflow.serve.predictor import Predictor
-from tests.datasets import deadline, jpeg
+from tests.datasets import jpeg
 from tests.hostile import HOSTILE
 from tests.serve.fakes import FakeEngine, Gate
 from tests.serve.http.browser import CHROMIUM, Browser
@@ -24,12 +24,6 @@ PHOTO = jpeg(0, 0)
 SHOWN = "!document.querySelector('#classes').hidden && document.querySelector('#output').ariaBusy == 'false'"
 SEEN = "document.querySelector('#seen').complete && document.querySelector('#seen').naturalWidth > 0"
 FAILED = "!document.querySelector('#error').hidden"
-
-
-@pytest.fixture(autouse=True)
-def _in_time() -> Iterator[None]:
-    with deadline(60):
-        yield
 
 
 @pytest.fixture(scope="module")

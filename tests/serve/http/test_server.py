@@ -20,19 +20,13 @@ from gpuflow.cli import app
 from gpuflow.serve.http.limits import RequestLimits
 from gpuflow.serve.http.server import run
 from gpuflow.serve.predictor import Predictor
-from tests.datasets import deadline, jpeg
+from tests.datasets import jpeg
 from tests.serve.models import Models
 from tests.serve.services import ServiceStarter, answer_of, queue_length, wait
 
 PHOTO = jpeg(0, 0)
 POST = "POST /predict HTTP/1.1\r\nHost: x\r\nContent-Type: image/jpeg\r\n"
 TERM = "SIGTERM: new requests are refused, {} still to answer; send it again to exit at once"
-
-
-@pytest.fixture(autouse=True)
-def _in_time() -> Iterator[None]:
-    with deadline(60):
-        yield
 
 
 @pytest.fixture(scope="module")
