@@ -90,6 +90,8 @@ ARMS: dict[str, Arm] = {
     "dataloader-uint8-raw": Arm("DataLoader, uint8, late", "#a07400", "X"),
     "spdl": Arm("SPDL", "#00845f", "D"),
     "dali": Arm("DALI 2.4", "#4f7a28", "h"),
+    "engines": Arm("JPEG engines alone", "#8a8a8a", "*"),
+    "engines sorted": Arm("JPEG engines, sorted", "#b9b9b9", "8"),
     "bare threads": Arm("bare threads", "#555555", "^"),
     "plain": Arm("cv2, one lock", "#c23b22", "s"),
     "graph-cpu": Arm("graph, CPU decode", "#5b7fc7", "o"),

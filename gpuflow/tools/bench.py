@@ -268,20 +268,25 @@ def commit() -> str:
 
 
 def row(arm: str, workload: str, metric: str, values: Sequence[float], unit: str) -> dict[str, Any]:
-    """One figure with its spread: the median of `values`, the lowest and the highest."""
-    numbers = {"value": statistics.median(values), "low": min(values), "high": max(values)}
+    """One figure with its spread, and where it was measured."""
     return {
         "arm": arm,
         "workload": workload,
         "metric": metric,
         "unit": unit,
-        **{key: f"{number:.5g}" if abs(number) < 1000 else f"{number:.0f}" for key, number in numbers.items()},
-        "repeats": len(values),
+        **spread(values),
         "machine": machine(),
         "versions": versions(),
         "commit": commit(),
         "date": datetime.date.today().isoformat(),
     }
+
+
+def spread(values: Sequence[float]) -> dict[str, Any]:
+    """The median of `values`, the lowest, the highest, and how many there are."""
+    numbers = {"value": statistics.median(values), "low": min(values), "high": max(values)}
+    texts = {key: f"{number:.5g}" if abs(number) < 1000 else f"{number:.0f}" for key, number in numbers.items()}
+    return {**texts, "repeats": len(values)}
 
 
 def write_results(path: Path, rows: Iterable[dict[str, Any]]) -> None:

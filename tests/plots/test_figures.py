@@ -12,14 +12,15 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from plots import gpu_path, load_test, loader_cpu, style, worker_scaling
+from plots import gpu_path, load_test, loader_cpu, real_data, style, worker_scaling
 
 Draw = Callable[[Path, Path], list[Path]]
 ARMS = {**dict.fromkeys(style.ARMS), "an arm of its own": None}
-LOADERS = (1500.0, 1510.0, 1495.0, 500.0, 495.0, 490.0, 10.0, 480.0, 12_345.0)
+LOADERS = (1500.0, 1510.0, 1495.0, 500.0, 495.0, 490.0, 10.0, 480.0, 1600.0, 1700.0, 12_345.0)
 RATES = dict(zip(ARMS, (*LOADERS, 50.0, 96.0, 1234.0, 95.0, 0.0), strict=True))
-METRICS = {"images_per_s": 1.0, "qps": 1.0, "tp50_ms": 2.0, "tp99_ms": 30.0}
+METRICS = {"images_per_s": 1.0, "step_ratio": 0.0001, "qps": 1.0, "tp50_ms": 2.0, "tp99_ms": 30.0}
 """For each metric the factor from the rate to its value."""
+ON_KINDS = [f"{kind}; {workload}" for kind in ("sizes", "my own", "web") for workload in ("alone", "resnet50", "vit")]
 SERVED = ("plain", "graph-cpu", "graph-gpu")
 
 
@@ -48,6 +49,8 @@ CASES = {
     "bars": (loader_cpu.draw, ["train 128; workers=2"], tuple(ARMS)),
     "gpu": (gpu_path.draw, ["random_resized_crop 224; batch=256"], tuple(ARMS)),
     "panels": (loader_cpu.draw, ["train 128; workers=2", "val 128; workers=2", "val 224; workers=2"], tuple(ARMS)),
+    "kinds": (real_data.draw, ON_KINDS, ("gpuflow", "dali")),
+    "kinds without training": (real_data.draw, ["same; alone"], tuple(ARMS)),
     "load": (load_test.draw, [f"{size}; clients={n}" for size in ("small", "large") for n in (1, 5, 40)], SERVED),
     "one number of clients": (load_test.draw, ["photos; batch=1; clients=10"], ("service",)),
 }
@@ -79,6 +82,19 @@ def test_a_ratio_stands_at_every_bar_but_the_baseline(tmp_path: Path) -> None:
     arms = ("gpuflow", "dataloader", "bare threads")
     svg, _ = loader_cpu.draw(results(tmp_path / "results.csv", "train; workers=2", arms=arms), tmp_path / "figure")
     assert {"1,500   3.0x", "500", "12,345   25x"} <= texts(svg)
+
+
+def test_kinds_have_a_row_each_with_the_engines_and_the_ratios(tmp_path: Path) -> None:
+    path = results(tmp_path / "results.csv", *ON_KINDS, arms=("gpuflow", "dali", "engines"))
+    lines = path.read_text().splitlines()
+    kept = [line for line in lines if not (line.startswith("engines") and "step_ratio" in line)]
+    path.write_text("\n".join(kept) + "\n")
+    svg, _ = real_data.draw(path, tmp_path / "figure")
+    found = re.findall(r"<!-- (.*?) -->", svg.read_text())
+    kinds = [f"web: {real_data.KINDS['web']}", f"sizes: {real_data.KINDS['sizes']}", "my own"]
+    assert [text for text in found if text in kinds] == kinds, "web first, own folders last"
+    assert {"JPEG engines alone", "1,600", "1,500", "480", "ResNet-50", "vit"} <= set(found)
+    assert {"0.300", "0.450", "0.096"} <= set(found)
 
 
 def test_lines_are_labelled_with_their_last_value(tmp_path: Path) -> None:
@@ -123,6 +139,12 @@ def test_a_load_without_any_answer_has_no_latency(tmp_path: Path) -> None:
             loader_cpu.draw,
             ["train; workers=1", "train; workers=1"],
             "must have one row for 'gpuflow' in 'train; workers=1', got several",
+        ),
+        (real_data.draw, ["same; resnet18"], "must have a workload that ends in `; alone`, found none"),
+        (
+            real_data.draw,
+            ["same; alone", "same; alone"],
+            "must have one row for 'gpuflow' in 'same; alone', got several",
         ),
         (load_test.draw, ["photos"], "workload must end in `; clients=N`, got 'photos'"),
         (
