@@ -43,8 +43,9 @@ class Meter:
     def rate(self, step: Callable[[], object]) -> Metrics:
         """Images per second, and processor seconds of this process and its descendants for 1,000 images."""
         self.warm(step, WARM_SECONDS)
-        images, start, cpu = 0, time.perf_counter(), cpu_seconds()
-        while time.perf_counter() - start < self.seconds:
+        cpu, images = cpu_seconds(), 0
+        start = time.perf_counter()
+        while images == 0 or time.perf_counter() - start < self.seconds:
             step()
             images += self.batch
         self.finish()

@@ -32,6 +32,7 @@ from gpuflow.tools.bench import COLUMNS, commit, machine, spread, versions
 
 HERE = Path(__file__).parent
 TRAININGS, COMPILED = ("resnet18", "resnet50"), "compiled_resnet18"
+WORKLOADS = (*TRAININGS, COMPILED, "alone")
 COMPILED_ROWS = ("same", "web")
 ARM_PROGRAM = HERE / "arms.py"
 ARMS = ("resident", "gpuflow", "dali", "engines", "engines sorted")
@@ -189,7 +190,7 @@ def take_turns(
 
 
 class ArmProcess:
-    """An arm in a process of its own. It starts at once; `wait_until_open` says when it can measure.
+    """An arm in a process of its own, which starts at once; `open` makes it ready to measure.
 
     about: its device, setting, versions and choice, as `open_arm` of arms.py says.
     """
@@ -201,29 +202,26 @@ class ArmProcess:
         command = [sys.executable, str(ARM_PROGRAM), str(theirs.fileno())]
         self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
         theirs.close()
-        self._connection.send(job)
+        self._job = job
 
-    def wait_until_open(self) -> dict[str, Any]:
-        self.about = self._answer()
+    def open(self) -> dict[str, Any]:
+        """Give the process its job and wait until it can measure."""
+        self.about = self._ask(self._job, "its job")
         return self.about
 
     def prepare(self, workload: str) -> None:
-        self.about = self._ask("prepare", workload)
+        self.about = self._ask(("prepare", workload), workload)
 
     def measure(self, workload: str) -> dict[str, float]:
-        return dict(self._ask("measure", workload))
+        return dict(self._ask(("measure", workload), workload))
 
-    def _ask(self, action: str, workload: str) -> Any:
+    def _ask(self, message: Any, what: str) -> Any:
+        """The answer to a message. A process that does not answer is killed, because it would disturb other arms."""
         try:
-            self._connection.send((action, workload))
-        except OSError as error:
-            raise ArmFailed(f"ended before {workload}: {error}") from error
-        return self._answer()
-
-    def _answer(self) -> Any:
-        try:
+            self._connection.send(message)
             if not self._connection.poll(LIMIT_SECONDS):
-                raise ArmFailed(f"did not answer within {LIMIT_SECONDS:g} s")
+                self._process.kill()
+                raise ArmFailed(f"did not answer within {LIMIT_SECONDS:g} s to {what}")
             status, value = self._connection.recv()
         except (EOFError, OSError) as error:
             raise ArmFailed(f"its process ended with {self._process.wait(10)}") from error
@@ -295,7 +293,7 @@ def measure_row(row: Row, options: argparse.Namespace, log: Log) -> list[str]:
                 **origin,
                 "machine": ", ".join(filter(None, [about["device"], origin["machine"]])),
                 "versions": " ".join(filter(None, [known, about["versions"]])),
-                "setting": ", ".join(filter(None, [f"batch={options.batch}", about["setting"]])),
+                "setting": ", ".join(filter(None, [f"batch={options.batch}, {options.seconds:g} s", about["setting"]])),
             }
         )
         print(f"{row.name:14} {workload:18} {arm.name:15} {brief(metrics)}", flush=True)
@@ -313,7 +311,7 @@ def measure_row(row: Row, options: argparse.Namespace, log: Log) -> list[str]:
                 failures.append(f"{arm}: {error}")
         for process in processes:
             try:
-                process.wait_until_open()
+                process.open()
                 opened.append(process)
             except ArmFailed as error:
                 failures.append(f"{process.name}: {error}")
@@ -334,7 +332,7 @@ def ask_once(job: dict[str, Any]) -> dict[str, Any]:
     """The answer of a process that only prepares something."""
     process = ArmProcess(job)
     try:
-        return process.wait_until_open()
+        return process.open()
     finally:
         process.close()
 
@@ -379,7 +377,7 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--resume", action="store_true", help="keep what is measured already and measure the rest")
     parser.add_argument("--rows", nargs="+", default=list(photos.KINDS), help="kinds, or names of folders in --photos")
     parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=ARMS)
-    parser.add_argument("--workloads", nargs="+", choices=[*TRAININGS, COMPILED, "alone"], help="by default all")
+    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, help="by default all of a row")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=1.5, help="of each measurement (default: %(default)s)")
     parser.add_argument("--warm-up", type=float, default=2.0, help="seconds before a workload (default: %(default)s)")
@@ -397,8 +395,8 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def row_of(name: str, options: argparse.Namespace, arms: tuple[str, ...]) -> Row:
-    workloads = [*TRAININGS, *([COMPILED] if name in COMPILED_ROWS else []), "alone"]
-    chosen = tuple(one for one in workloads if options.workloads is None or one in options.workloads)
+    default = [*TRAININGS, *([COMPILED] if name in COMPILED_ROWS else []), "alone"]
+    chosen = tuple(one for one in WORKLOADS if one in (options.workloads or default))
     return Row(name, options.photos / name, arms, chosen)
 
 
@@ -407,7 +405,7 @@ def main() -> None:
     log, failures = Log(options.out / "measurements.jsonl"), list[str]()
     arms = arms_here(options)
     if not options.resume:
-        chosen = options.workloads or [*TRAININGS, COMPILED, "alone"]
+        chosen = options.workloads or WORKLOADS
         log.discard(lambda old: old["row"] in options.rows and old["arm"] in arms and old["workload"] in chosen)
     for row in [row_of(name, options, arms) for name in options.rows]:
         if row.missing(options.repeats, log.done()):

@@ -295,7 +295,7 @@ def test_a_row_is_measured_by_processes_and_resumed(
     expected = {("web", "gpuflow", name, n) for name in ("resnet18", "alone") for n in (0, 1)}
     expected |= {("web", "engines", "alone", n) for n in (0, 1)}
     assert log.done() == expected
-    assert log.records[0]["setting"] == "batch=256, fake"
+    assert log.records[0]["setting"] == "batch=256, 1.5 s, fake"
     assert "web            resnet18           gpuflow                 10 images/s" in capsys.readouterr().out
 
     log.discard(lambda old: old["arm"] == "gpuflow" and old["workload"] == "alone" and old["repeat"] == 1)
@@ -304,6 +304,30 @@ def test_a_row_is_measured_by_processes_and_resumed(
     assert log.done() == expected
     assert len(log.records) == len(expected), "only what was missing was measured again"
     assert run.choice_of(log, "web", "gpuflow") == {"load": 1}
+
+
+def test_an_arm_that_does_not_answer_is_killed(
+    scripts: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = scripts["run"]
+    (tmp_path / "arm.py").write_text("import time\ntime.sleep(1000)\n")
+    monkeypatch.setattr(run, "ARM_PROGRAM", tmp_path / "arm.py")
+    monkeypatch.setattr(run, "LIMIT_SECONDS", 0.1)
+    options = run.parsed(["--repeats", "2", "--out", str(tmp_path)])
+    row = run.Row("web", tmp_path, ("gpuflow",), ("alone",))
+    failures = run.measure_row(row, options, run.Log(tmp_path / "log"))
+    assert failures == ["web: gpuflow: did not answer within 0.1 s to its job"]
+
+
+def test_workloads_of_a_row(scripts: dict[str, Any]) -> None:
+    run = scripts["run"]
+    arms = ("resident", "engines", "dali")
+    row = run.row_of("web", run.parsed([]), arms)
+    assert row.folder == Path("/dev/shm/real/web")
+    assert [row.workloads_of(arm) for arm in arms] == [run.WORKLOADS[:3], ("alone",), run.WORKLOADS]
+    assert run.row_of("sizes", run.parsed([]), arms).workloads == ("resnet18", "resnet50", "alone")
+    chosen = run.row_of("mine", run.parsed(["--workloads", "alone", "compiled_resnet18"]), arms)
+    assert chosen.workloads == ("compiled_resnet18", "alone")
 
 
 def test_the_script_measures_a_loader_on_the_cpu(picture: Path, tmp_path: Path) -> None:
@@ -319,7 +343,7 @@ def test_the_script_measures_a_loader_on_the_cpu(picture: Path, tmp_path: Path) 
         with (tmp_path / "results.csv").open(newline="") as file:
             [row] = [row for row in csv.DictReader(file) if row["metric"] == "images_per_s"]
         assert (row["arm"], row["workload"], row["repeats"]) == ("gpuflow", "same; alone", "2")
-        assert row["setting"] == "batch=4, run.processes=0"
+        assert row["setting"] == "batch=4, 0.1 s, run.processes=0"
         assert "experiments/real_data/run.py --resume" in row["command"]
 
 
