@@ -79,8 +79,10 @@ class Log:
 
     def discard(self, is_old: Callable[[Record], bool]) -> None:
         """Forget measurements."""
-        self.records = [record for record in self.records if not is_old(record)]
-        self._rewrite()
+        kept = [record for record in self.records if not is_old(record)]
+        if kept != self.records:
+            self.records = kept
+            self._rewrite()
 
     def done(self) -> set[tuple[str, str, str, int]]:
         return {key_of(record) for record in self.records}
