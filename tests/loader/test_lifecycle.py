@@ -510,7 +510,7 @@ def test_a_generator_that_yields_from_a_loader_can_be_closed() -> None:
 # --- forks of the user ------------------------------------------------------------------------------------------------
 
 FORKS = """
-import sys, weakref
+import sys, warnings, weakref
 from tests.datasets import *
 
 def locks_of(root):
@@ -572,6 +572,7 @@ def go_on(loader, batches):
         else:
             sys.exit(4)
 
+warnings.simplefilter("ignore", DeprecationWarning)  # of forks in a process with threads, from Python 3.12 on
 loader = loader_of(MemorySource.of(42), threads=4, processes=2)
 batches = iter(loader)
 next(batches)
