@@ -55,7 +55,7 @@ def read_headers(payload: Payload, *, max_pixels: int, max_scans: int, orientati
         try:
             header = probe(payload.sample(i), max_pixels=max_pixels, max_scans=max_scans, orientation=orientation)
         except BadSampleError as fault:
-            faults[i] = fault
+            faults[i] = fault.with_traceback(None)  # which refers to this frame, and that to all samples
             continue
         sizes[i] = header.height, header.width
         factors = engine_sampling(payload.sample(i), header)

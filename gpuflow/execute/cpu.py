@@ -84,7 +84,7 @@ class CpuRunner:
                         data, max_pixels=decoder.max_pixels, max_scans=decoder.max_scans, orientation=orientation
                     )
                 except BadSampleError as fault:
-                    faults[i] = fault
+                    faults[i] = fault.with_traceback(None)  # which refers to this frame, and that to all samples
         known = self._program.specs[1].shape[:2] if decoder.library is not None else (1, 1)
         sizes = np.array([header.upright_size if header else known for header in headers], np.int64).reshape(-1, 2)
         drawn = self._draw(keys, sizes[:, 0], sizes[:, 1])
@@ -94,7 +94,7 @@ class CpuRunner:
                 try:
                     self._one(samples[i], header, i, drawn, keys, slots[i])
                 except BadSampleError as fault:
-                    faults[i] = fault
+                    faults[i] = fault.with_traceback(None)  # which refers to this frame, and that to all samples
         return faults
 
     def _draw(self, keys: s.Keys, height: s.Ints, width: s.Ints) -> list[Any]:
