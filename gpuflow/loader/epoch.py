@@ -11,7 +11,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,9 +21,6 @@ from gpuflow.runtime.threads import DaemonPool, QuickSwitching
 __all__ = ["START_SECONDS", "STOP_SECONDS", "EpochRun", "RunningPipeline"]
 
 START_SECONDS, STOP_SECONDS = 30.0, 3.0
-_POLL_SECONDS = 0.002
-_LATE_BATCHES = 8
-"""Batches in a row that a GPU waits for before `set_starved` is called. The first of an epoch are always late."""
 _LOG = logging.getLogger(__name__)
 
 
@@ -40,8 +36,8 @@ class RunningPipeline:
     """The pipeline of one epoch and its threads.
 
     finished: its batches in order. begun: SPDL has asked for the first chunk. admission: of batches into memory.
-    ahead: of batches whose share the CPU may begin. set_starved: is called with whether the consumer's GPU keeps
-    waiting for batches; None without a GPU that decodes.
+    ahead: of batches whose share the CPU may begin. set_gpu_wait: is called with the part of its time for which the
+    consumer's GPU waits for batches; None without a GPU that decodes.
     """
 
     pipeline: _Stoppable
@@ -50,7 +46,7 @@ class RunningPipeline:
     begun: threading.Event
     admission: Admission
     ahead: Admission
-    set_starved: Callable[[bool], None] | None
+    set_gpu_wait: Callable[[float], None] | None
     switching: QuickSwitching | None
 
     def stop(self, timeout: float) -> bool:
@@ -98,47 +94,23 @@ class EpochRun:
             self.owner.join(2 * STOP_SECONDS)
             raise running
         self._running = running
-        self._late = 0
 
     def stop(self) -> None:
         """End the epoch and wait for that, within limits; operations under way are finished."""
         self.request_stop()
         self.owner.join(2 * STOP_SECONDS)
 
-    def get(self, timeout: float, gpu_is_idle: Callable[[], bool] | None = None) -> Assembly:
-        """The next batch in order. It stays in flight until `release`.
-
-        gpu_is_idle: whether the consumer's GPU has nothing queued. Called while no batch is ready; once it was idle
-            for several batches in a row, `set_starved` is called.
-
-        Raises TimeoutError after `timeout` seconds.
-        """
-        finished = self._running.finished
+    def get(self, timeout: float) -> Assembly:
+        """The next batch in order. It stays in flight until `release`. Raises TimeoutError after `timeout` seconds."""
         try:
-            if gpu_is_idle is None:
-                return finished.get(timeout=timeout)
-            if finished.empty():
-                return self._wait(timeout, gpu_is_idle)
-            self._late = max(0, self._late - 1)
-            return finished.get(timeout=timeout)
+            return self._running.finished.get(timeout=timeout)
         except queue.Empty:
             raise TimeoutError from None
 
-    def _wait(self, timeout: float, gpu_is_idle: Callable[[], bool]) -> Assembly:
-        running, deadline = self._running, time.monotonic() + timeout
-        set_starved = running.set_starved or (lambda starved: None)
-        was_idle = False
-        try:
-            while (left := deadline - time.monotonic()) > _POLL_SECONDS:
-                idle = gpu_is_idle()
-                was_idle = was_idle or idle
-                set_starved(idle and self._late >= _LATE_BATCHES)
-                with suppress(queue.Empty):
-                    return running.finished.get(timeout=_POLL_SECONDS)
-            return running.finished.get(timeout=max(0.0, left))
-        finally:
-            set_starved(False)
-            self._late = min(2 * _LATE_BATCHES, self._late + 1) if was_idle else max(0, self._late - 1)
+    def set_gpu_wait(self, share: float) -> None:
+        """Says for which part of its time the consumer's GPU waits for batches, 0 to 1."""
+        if self._running.set_gpu_wait is not None:
+            self._running.set_gpu_wait(share)
 
     def release(self, completion: Completion | None = None) -> None:
         """A batch is not in flight any more: now, or once `completion` is done."""

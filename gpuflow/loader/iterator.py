@@ -13,8 +13,8 @@ import torch
 from numpy.typing import NDArray
 
 from gpuflow.errors import LoaderError, LoaderTimeout
-from gpuflow.execute.device_stream import gpu_is_idle
 from gpuflow.loader.batch import Assembly, Batch
+from gpuflow.loader.gpu_wait import GpuWait
 from gpuflow.loader.lowering import Feed
 from gpuflow.loader.plan import LoaderPlan
 from gpuflow.loader.sampler import Steps
@@ -73,7 +73,7 @@ class EpochIterator(Iterator[Batch]):
         self._run = feed.start(epoch, steps)
         self._step = 0
         self._end: str | None = None
-        self._last: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+        self._gpu_wait = GpuWait()
 
     @property
     def ended(self) -> bool:
@@ -92,8 +92,13 @@ class EpochIterator(Iterator[Batch]):
             raise LoaderError(f"epoch {self._epoch} was ended because {self._end}; iterate the loader anew")
         start = time.perf_counter()
         try:
+            asked = self._timed_event() if self._plan.gpu is not None else None
             assembly = self._get()
             batch = self._batch(assembly)
+            if asked is not None:
+                self._gpu_wait.add(asked, self._timed_event())
+                self._run.set_gpu_wait(self._gpu_wait.share)
+                self._stats.gpu_wait_share = self._gpu_wait.share
         except BaseException:
             self.end("an error was raised")
             raise
@@ -110,7 +115,7 @@ class EpochIterator(Iterator[Batch]):
     def _get(self) -> Assembly:
         timeout = self._plan.timeout_seconds
         try:
-            assembly = self._run.get(timeout, None if self._plan.gpu is None else self._gpu_is_idle)
+            assembly = self._run.get(timeout)
         except TimeoutError:
             culprit, paths = self._feed.under_way()
             raise LoaderTimeout(
@@ -148,14 +153,15 @@ class EpochIterator(Iterator[Batch]):
             return [as_batch(assembly.slots, self._plan.program.result), *rows]
         tensors = [assembly.slots, *assembly.there]
         stream = self._stream()
-        self._last = stream.record_event(), assembly.ready
         stream.wait_event(assembly.ready)
         for tensor in tensors:
             tensor.record_stream(stream)
         return tensors
 
-    def _gpu_is_idle(self) -> bool:
-        return gpu_is_idle(self._stream(), self._last)
+    def _timed_event(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(self._stream())
+        return event
 
     def _stream(self) -> torch.cuda.Stream:
         """The consumer's."""

@@ -161,7 +161,10 @@ def oldest_operation(*meters: Meter) -> RunningOperation | None:
 
 
 class Stats:
-    """The meters of a loader's stages, and how long its consumer waited. Counts run from the start of an epoch."""
+    """The meters of a loader's stages, and how long its consumer waited. Counts run from the start of an epoch.
+
+    gpu_wait_share: the part of its time for which the consumer's GPU waited for the last batches; None if not measured.
+    """
 
     def __init__(self, *meters: Meter) -> None:
         self.meters = meters
@@ -171,6 +174,7 @@ class Stats:
         self._epoch = epoch
         self._start, self._end = time.perf_counter(), 0.0
         self._batches, self._waited = 0, 0.0
+        self.gpu_wait_share: float | None = None
         for meter in self.meters:
             meter.reset()
 
@@ -190,5 +194,6 @@ class Stats:
             "batches": self._batches,
             "elapsed_s": round(elapsed, 4),
             "consumer_wait_s": round(self._waited, 4),
+            **({} if self.gpu_wait_share is None else {"gpu_wait_share": round(self.gpu_wait_share, 4)}),
             "stages": {meter.name: meter.read(elapsed) for meter in self.meters},
         }

@@ -1,4 +1,4 @@
-"""`send_all` and `gpu_is_idle` without a GPU; the rest of DeviceStream needs one: tests/execute/test_gpu.py."""
+"""`send_all` without a GPU; the rest of DeviceStream needs one: tests/execute/test_gpu.py."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from gpuflow.execute.device_stream import DeviceStream, gpu_is_idle
+from gpuflow.execute.device_stream import DeviceStream
 
 
 class OnCpu:
@@ -36,29 +36,3 @@ def test_arrays_of_any_dtype_and_shape_go_in_one_transfer(count: int) -> None:
     for array, tensor in zip(arrays, sent, strict=True):
         expected = torch.from_numpy(array.copy())
         assert tensor.dtype == expected.dtype and torch.equal(tensor, expected)
-
-
-class Passed:
-    """A stream or an event, which is done or not."""
-
-    def __init__(self, passed: bool) -> None:
-        self.query = lambda: passed
-
-
-@pytest.mark.parametrize(
-    ("idle", "last", "expected"),
-    [
-        (True, None, True),
-        (True, (True, True), True),
-        (False, None, False),
-        (False, (False, False), False),  # an earlier step is still at work
-        (False, (True, True), False),  # the last batch's step is
-        (False, (True, False), True),  # it waits for the last batch
-    ],
-)
-def test_the_gpu_is_idle_when_the_stream_has_nothing_to_do_or_waits_for_the_loader(
-    idle: bool, last: tuple[bool, bool] | None, expected: bool
-) -> None:
-    stream: Any = Passed(idle)
-    events: Any = None if last is None else tuple(map(Passed, last))
-    assert gpu_is_idle(stream, events) is expected

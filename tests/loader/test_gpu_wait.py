@@ -1,0 +1,91 @@
+"""How long a GPU waits for batches, with events at made-up times."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from gpuflow.execute.gpu import GpuRunner
+from gpuflow.loader.gpu_wait import GpuWait
+
+
+class Event:
+    """A timed event that the GPU comes to at a time in milliseconds, if it has."""
+
+    def __init__(self, at: float, passed: bool = True) -> None:
+        self.at, self.passed = at, passed
+
+    def query(self) -> bool:
+        return self.passed
+
+    def elapsed_time(self, other: Event) -> float:
+        assert self.passed and other.passed, "CUDA raises"
+        return other.at - self.at
+
+
+def wait_of(waits: list[float], step: float = 20.0) -> GpuWait:
+    """After steps of so many milliseconds, before each of which the GPU waited for its batch."""
+    measured, now = GpuWait(), 0.0
+    for wait in waits:
+        asked: Any = Event(now)
+        begun: Any = Event(now + wait)
+        measured.add(asked, begun)
+        now += wait + step
+    return measured
+
+
+@pytest.mark.parametrize(("wait", "share"), [(0.0, 0.0), (5.0, 0.2), (20.0, 0.5), (180.0, 0.9)])
+def test_the_share_is_that_of_the_gpus_time(wait: float, share: float) -> None:
+    assert wait_of([wait] * 40).share == pytest.approx(share)
+
+
+def test_the_first_batches_do_not_count() -> None:
+    assert wait_of([500.0] * 7).share == 0.0
+    assert wait_of([500.0] * 8).share > 0.9
+
+
+def test_what_was_long_ago_is_forgotten() -> None:
+    assert wait_of([200.0] * 50 + [0.0] * 100).share < 0.05
+    assert wait_of([0.0] * 100 + [200.0] * 50).share > 0.85
+
+
+def test_a_loop_that_does_nothing_waits_all_the_time() -> None:
+    assert wait_of([8.0] * 40, step=0.01).share > 0.99
+
+
+def test_batches_count_once_the_gpu_has_come_to_them() -> None:
+    measured = GpuWait()
+    events: list[Any] = [Event(30.0 * i, passed=False) for i in range(40)]
+    for asked, begun in zip(events[::2], events[1::2], strict=True):
+        measured.add(asked, begun)
+    assert measured.share == 0.0
+    for event in events:
+        event.passed = True
+    measured.add(Event(1200.0), Event(1230.0))  # type: ignore[arg-type]
+    assert measured.share == pytest.approx(0.5)
+
+
+class Parts:
+    """Stands in for a runner: what it tells its decoders and buffers."""
+
+    def __init__(self) -> None:
+        self._decoders = self._buffers = self
+        self.starved: list[bool] = []
+        self.grown = 0
+
+    def set_starved(self, starved: bool) -> None:
+        self.starved.append(starved)
+
+    def grow(self) -> None:
+        self.grown += 1
+
+
+@pytest.mark.parametrize(
+    ("share", "starved", "grown"), [(0.0, False, 0), (0.1, False, 1), (0.49, False, 1), (0.9, True, 1)]
+)
+def test_a_second_call_is_for_a_gpu_that_waits_most_of_its_time(share: float, starved: bool, grown: int) -> None:
+    """A training step that waits a little has no use for it: two calls at a time slow the step."""
+    parts: Any = Parts()
+    GpuRunner.set_gpu_wait(parts, share)
+    assert (parts.starved, parts.grown) == ([starved], grown)
