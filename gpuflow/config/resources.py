@@ -9,6 +9,7 @@ __all__ = [
     "decode_processes_of",
     "processes_of",
     "readers_of",
+    "refused_processes_of",
     "serving_processes_of",
     "share_threads_of",
     "threads_of",
@@ -20,6 +21,7 @@ _FEW_THREADS = 4
 (measured in experiments/loader_cpu)."""
 _WORTH_PROCESSES = 10_000
 """Samples from which on processes are started, which takes seconds."""
+_CORES_FOR_TRAINING = 3
 _CORES_FOR_ONE_SHARE_THREAD = 4
 """More threads slow down what launches, reads and trains by more than they add (experiments/gpu_path/NOTES.md)."""
 
@@ -70,6 +72,14 @@ def readers_of(config: Config, *, gpu: bool, remote: bool) -> int:
     if remote:
         return _REMOTE_READERS
     return _GPU_READERS if gpu else 0
+
+
+def refused_processes_of(run: RunSpec) -> int:
+    """The largest number of processes that decode what the GPU's decoder does not take; with auto, most of the cores.
+
+    Three cores are left to the process that trains and to those that read.
+    """
+    return max(1, available_threads() - _CORES_FOR_TRAINING) if run.processes == "auto" else run.processes
 
 
 def share_threads_of(run: RunSpec) -> int:

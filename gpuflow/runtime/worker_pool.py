@@ -434,6 +434,13 @@ class Pending:
         """Wait for the answer; None if the worker is lost."""
         return self._pool._finish(self._connection, WorkerConnection.answer)
 
+    def is_answered(self) -> bool:
+        """Whether `result` returns at once."""
+        try:
+            return self._connection.has_answer()
+        except (OSError, EOFError):  # the worker is lost
+            return True
+
     def abandon(self) -> None:
         """Give up the answer, and with it the worker."""
         self._pool._discard(self._connection)

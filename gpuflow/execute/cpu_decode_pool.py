@@ -1,0 +1,269 @@
+"""Decodes on the CPU, ahead of need, the images that a GPU's decoder does not take.
+
+Worker processes do that, which share the memory of the encoded bytes and of the results with this process. How many
+there are follows from the share of such images that is seen. Until they have started, the calling thread decodes.
+
+A request is sent by the thread that prepares a chunk, and its answer is received by the thread that launches the chunk:
+no thread waits in between, since each one that wakes up needs the interpreter.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from gpuflow.errors import BadSampleError, DecoderError
+from gpuflow.execute.cpu import CpuRunners
+from gpuflow.execute.cpu_workers import PlainFault, faults_of, open_runner, plain_faults, prepare, slots_in
+from gpuflow.pipeline.image_spec import STORAGE, as_batch, slot_shape
+from gpuflow.pipeline.program import Program
+from gpuflow.pipeline.stage import Keys
+from gpuflow.runtime.buffers import BytePool
+from gpuflow.runtime.memory import shared_and_pinned, shared_block
+from gpuflow.runtime.worker_pool import ParentConnection, Pending, WorkerConnection, WorkerPool
+from gpuflow.sources import Payload
+
+__all__ = ["CpuDecodePool", "PendingImages", "prepare", "work"]
+
+_PART_IMAGES, _REQUESTS = 8, 4
+"""The largest number of images in one request, and of requests that wait for one worker or are being answered."""
+_FEW_IMAGES, _FEW_SHARE = 8, 0.003
+"""No process is started for fewer images, or a smaller share of all images."""
+_PRIOR_IMAGES = 1000
+"""So many images that the GPU decodes are assumed to have been seen at first, so that a few images decide nothing."""
+_CORES_FOR_ALL = 20.0
+"""Processes for each core if the GPU took no image at all. The JPEG engines decode 80 times as many images a second as
+one core decodes progressive JPEGs, and with half of that, five processes for 3.5% of mixed sizes were always busy."""
+_KEPT_BYTES = 1 << 30
+
+
+class _Part:
+    """Some samples of a payload: `rows` are their places in it, `slots` the memory of their results.
+
+    faults: what became of them, once they are decoded. pending: the request for them, once one is sent.
+    """
+
+    def __init__(
+        self,
+        payload: Payload,
+        rows: Sequence[int],
+        keys: Keys,
+        memory: NDArray[np.uint8],
+        slots: NDArray[Any],
+        start: int,
+    ) -> None:
+        self.payload, self.rows, self.keys = payload, rows, keys
+        self.memory, self.slots, self.start = memory, slots, start
+        self.faults: list[BadSampleError | None] | None = None
+        self.pending: Pending | None = None
+
+    def send(self, worker: WorkerConnection) -> bool:
+        offsets, sizes = ([values[i] for i in self.rows] for values in (self.payload.offsets, self.payload.sizes))
+        worker.send((self.start, offsets, sizes, self.keys))
+        return worker.share(self.payload.buffer) and worker.share(self.memory)
+
+
+class PendingImages:
+    """Images of one chunk that are being decoded.
+
+    rows [n]: their places in the chunk. memory: holds the results. parts: how they are divided.
+    """
+
+    def __init__(
+        self, pool: CpuDecodePool, rows: NDArray[np.int64], memory: NDArray[np.uint8], images: torch.Tensor
+    ) -> None:
+        self.rows, self.memory = rows, memory
+        self._pool, self._images, self.parts = pool, images, list[_Part]()
+
+    def result(self) -> tuple[torch.Tensor, list[BadSampleError | None]]:
+        """Wait for the images [n, C, H, W], in memory that the GPU copies from; for each None, or why it is bad.
+
+        Raises what decoding raises, or ConnectionAbortedError if the pool was closed.
+        """
+        faults = [fault for part in self.parts for fault in self._pool.finish(part)]
+        self.parts.clear()
+        return self._images, faults
+
+    def __del__(self) -> None:
+        """A chunk that is never launched leaves requests behind, whose answers must be received."""
+        self._pool.leave(self.parts)
+
+
+class CpuDecodePool:
+    """Runs a program on the CPU for one `GpuRunner`. Any thread may call any method.
+
+    Args:
+        processes: the largest number of worker processes. cores: that this process may use.
+        make: allocates memory that worker processes can map and the GPU copies from.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        *,
+        processes: int,
+        cores: int,
+        make: Callable[[int], NDArray[np.uint8]] = shared_and_pinned,
+    ) -> None:
+        self._program, self._most, self._cores = program, processes, cores
+        self._runners = CpuRunners(program)
+        self._results = BytePool(keep=_KEPT_BYTES, make=make)
+        self._lock = threading.Lock()
+        self._workers: list[WorkerPool] = []
+        self._starting: WorkerPool | None = None
+        self._unsent: deque[_Part] = deque()
+        self._left: deque[_Part] = deque()
+        self._seen, self._taken, self._closed = _PRIOR_IMAGES, 0, False
+
+    def begin(self, payload: Payload, rows: NDArray[np.int64], keys: Keys) -> PendingImages:
+        """Begin to decode the samples `rows` of a payload, whose buffer must stay as it is until the result is there.
+
+        keys: of all samples of the payload. The largest files are decoded first.
+        """
+        result = self._program.result
+        shape, dtype = slot_shape(result), np.dtype(STORAGE[result.dtype])
+        size = len(rows) * math.prod(shape) * dtype.itemsize
+        rows = rows[np.argsort(-np.asarray(payload.sizes, np.int64)[rows], kind="stable")]
+        memory = self._results.acquire(size)
+        pixels = memory[:size].view(dtype).reshape(-1, *shape)
+        pending = PendingImages(self, rows, memory, as_batch(pixels, result))
+        workers = self._adapt(len(payload), len(rows))
+        step = min(_PART_IMAGES, max(1, len(rows) // max(1, workers)))
+        for start in range(0, len(rows), step):
+            part = slice(start, start + step)
+            own = Keys(keys.seed, keys.epoch, keys.positions[rows[part]])
+            pending.parts.append(_Part(payload, rows[part].tolist(), own, memory, pixels[part], start))
+        if workers and shared_block(payload.buffer) is not None and shared_block(memory) is not None:
+            with self._lock:
+                self._unsent.extend(pending.parts)
+                self._send_all()
+        else:
+            for one in pending.parts:
+                self._decode_here(one)
+        return pending
+
+    def finish(self, part: _Part) -> list[BadSampleError | None]:
+        """What became of a part's samples, once they are decoded."""
+        if part.faults is None and part.pending is None:
+            with self._lock, suppress(ValueError):
+                self._unsent.remove(part)  # no worker was free yet: this thread is
+        if part.pending is not None:
+            part.faults = _receive(part)
+            with self._lock:
+                self._send_all()
+        return part.faults if part.faults is not None else self._decode_here(part)
+
+    def leave(self, parts: Sequence[_Part]) -> None:
+        """Nobody will ask for these parts."""
+        self._left.extend(part for part in parts if part.faults is None)
+
+    def release(self, memory: NDArray[np.uint8]) -> None:
+        """Use the memory of a result again."""
+        self._results.release(memory)
+
+    def counts(self) -> dict[str, int]:
+        """Worker processes `at_work`, and `starting`."""
+        starting = [self._starting] if self._starting is not None else []
+        counts = [pool.counts() for pool in [*self._workers, *starting]]
+        return {name: sum(count[name] for count in counts) for name in ("at_work", "starting")}
+
+    def check(self) -> None:
+        """Decode gpuflow's own test image on this thread. Raises DecoderError if that fails."""
+        self._runners.check()
+
+    def _adapt(self, images: int, taken: int) -> int:
+        """Count images, and start processes if far more are needed than there are. Returns how many are at work."""
+        with self._lock:
+            if self._closed:
+                raise ConnectionAbortedError("this loader was closed while images were being decoded")
+            self._seen, self._taken = self._seen + images, self._taken + taken
+            at_work, share = sum(map(len, self._workers)), self._taken / self._seen
+            needed = min(self._most, math.ceil(_CORES_FOR_ALL * share * self._cores))
+            if self._starting is not None:
+                self._starting.ready()
+                if self._starting.counts()["starting"] == 0:
+                    if len(self._starting) == 0:
+                        self._most = at_work  # others could not start either
+                    self._workers.append(self._starting)
+                    self._starting = None
+            elif self._taken >= _FEW_IMAGES and share >= _FEW_SHARE and needed > at_work + at_work // 2:
+                connections = [_REQUESTS] * (needed - at_work)
+                self._starting = WorkerPool(__name__, connections=connections, setup=self._program, task="decode")
+            return sum(map(len, self._workers))
+
+    def _send_all(self) -> None:
+        """Send what was not sent, as far as workers take it. For holders of the lock."""
+        for _ in range(len(self._left)):
+            part = self._left.popleft()
+            with suppress(ValueError):
+                self._unsent.remove(part)
+            if part.pending is not None and part.pending.is_answered():
+                _receive(part)
+            elif part.pending is not None:
+                self._left.append(part)
+        while self._unsent:
+            pending = next(filter(None, (pool.begin(self._unsent[0].send) for pool in self._workers)), None)
+            if pending is None:
+                return
+            self._unsent.popleft().pending = pending
+
+    def _decode_here(self, part: _Part) -> list[BadSampleError | None]:
+        samples = [part.payload.sample(i) for i in part.rows]
+        part.faults = self._runners.run(samples, part.keys, part.slots)
+        return part.faults
+
+    def close(self) -> None:
+        """Kill the workers and free the memory."""
+        with self._lock:
+            self._closed = True
+            pools = [*self._workers, *([self._starting] if self._starting is not None else [])]
+            self._unsent.clear()
+        for pool in pools:
+            pool.close()
+        self._left.clear()
+        self._results.clear()
+        self._runners.clear()
+
+
+def _receive(part: _Part) -> list[BadSampleError | None] | None:
+    """The answer of the worker; None if it was lost."""
+    assert part.pending is not None
+    answer: list[PlainFault] | None = part.pending.result()
+    return None if answer is None else faults_of(answer)
+
+
+# --- the worker -------------------------------------------------------------------------------------------------------
+
+_turn = threading.Lock()
+"""A worker decodes one request at a time; its other connections hold the next ones."""
+
+
+def work(connection: ParentConnection, program: Program | str) -> None:
+    """Decodes samples until the connection is closed."""
+    if isinstance(program, str):
+        connection.send(program)
+        return
+    runner = open_runner(connection, program)
+    with suppress(DecoderError):  # the pool then does without this worker
+        while runner is not None:
+            start, offsets, sizes, keys = connection.recv()
+            encoded, results = connection.memory(), connection.memory()
+            assert encoded is not None and results is not None
+            samples = [encoded[offset : offset + length] for offset, length in zip(offsets, sizes, strict=True)]
+            try:
+                with _turn:
+                    faults = runner.run(samples, keys, slots_in(results, program, start, len(samples)))
+                answer = plain_faults(faults)
+            except DecoderError:
+                raise
+            except Exception:  # raised again by the thread that does the work instead
+                answer = None
+            connection.send(answer)

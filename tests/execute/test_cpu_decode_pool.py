@@ -1,0 +1,159 @@
+"""Images that the CPU decodes ahead, in worker processes and without: always those of `CpuRunner`."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from gpuflow.execute.cpu import CpuRunner
+from gpuflow.execute.cpu_decode_pool import CpuDecodePool, PendingImages
+from gpuflow.pipeline.image_spec import as_batch, slot_shape
+from gpuflow.pipeline.program import fold
+from gpuflow.pipeline.stage import Keys, Pipeline
+from gpuflow.pipeline.validate import trace
+from gpuflow.runtime.memory import heap, shared
+from gpuflow.sources import Payload
+from gpuflow.stages import Decode, Flip, RandomResizedCrop
+from tests import images
+
+PIPELINE = Pipeline("train", (Decode(), RandomResizedCrop(size=12), Flip(horizontal=0.5)))
+PROGRAM = fold(PIPELINE, trace(PIPELINE))
+SECONDS = 60.0
+FILES = [images.jpeg(images.photo(30 + i, 44 - i, seed=i), progressive=True) for i in range(23)]
+FILES[7] = b"no image"
+KEYS = Keys(3, 1, np.arange(500, 500 + len(FILES)))
+
+
+def expected() -> tuple[torch.Tensor, list[str]]:
+    slots = np.zeros((len(FILES), *slot_shape(PROGRAM.result)), np.uint8)
+    faults = CpuRunner(PROGRAM).run([np.frombuffer(data, np.uint8) for data in FILES], KEYS, slots)
+    return as_batch(slots, PROGRAM.result), [str(fault) for fault in faults]
+
+
+def pool_of(processes: int, cores: int = 16) -> CpuDecodePool:
+    return CpuDecodePool(PROGRAM, processes=processes, cores=cores, make=shared)
+
+
+def begin(pool: CpuDecodePool, rows: NDArray[np.int64], make: Callable[[int], Any] = shared) -> PendingImages:
+    return pool.begin(Payload.of(FILES, make), rows, KEYS)
+
+
+def check(pending: PendingImages) -> None:
+    """A chunk's images and faults are those of the CPU's runner, in the order of `rows`."""
+    found, faults = pending.result()
+    right, right_faults = expected()
+    assert [str(fault) for fault in faults] == [right_faults[i] for i in pending.rows]
+    good = [place for place, fault in enumerate(faults) if fault is None]
+    assert len(good) == len(pending.rows) - int(7 in pending.rows)
+    assert torch.equal(found[good], right[pending.rows[good]])
+
+
+@pytest.fixture
+def working() -> Iterator[CpuDecodePool]:
+    """A pool whose workers are at work."""
+    pool = pool_of(3)
+    deadline = time.monotonic() + SECONDS
+    while not pool._workers:
+        check(begin(pool, np.arange(len(FILES))))
+        assert time.monotonic() < deadline
+    assert pool.counts() == {"at_work": 3, "starting": 0}
+    yield pool
+    pool.close()
+
+
+@pytest.mark.parametrize("rows", [[0], [5, 7, 9], list(range(23))])
+@pytest.mark.parametrize("make", [shared, heap])
+def test_without_processes_the_calling_thread_decodes(rows: list[int], make: Callable[[int], Any]) -> None:
+    pool = pool_of(0)
+    check(begin(pool, np.array(rows), make))
+    assert pool.counts() == {"at_work": 0, "starting": 0}
+    pool.close()
+
+
+def test_workers_decode_chunks_in_any_number_and_order(working: CpuDecodePool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CpuDecodePool, "_decode_here", lambda *arguments: pytest.fail("a worker was free"))
+    rng = np.random.default_rng(0)
+    for _ in range(4):
+        chunks = [begin(working, rng.permutation(23)[: rng.integers(1, 4)]) for _ in range(3)]
+        for chunk in rng.permutation(np.array(chunks, object)):
+            check(chunk)
+
+
+def test_more_requests_than_workers_take_lose_nothing(working: CpuDecodePool) -> None:
+    chunks = [begin(working, np.arange(len(FILES))) for _ in range(12)]
+    for chunk in reversed(chunks):
+        check(chunk)
+
+
+def test_the_largest_files_are_decoded_first(working: CpuDecodePool) -> None:
+    pending = begin(working, np.arange(len(FILES)))
+    sizes = [len(FILES[i]) for i in pending.rows]
+    assert sizes == sorted(sizes, reverse=True)
+    check(pending)
+
+
+def test_memory_that_cannot_be_shared_is_decoded_here(working: CpuDecodePool) -> None:
+    check(begin(working, np.arange(9), heap))
+
+
+def test_a_lost_worker_costs_no_image(working: CpuDecodePool) -> None:
+    chunks = [begin(working, np.arange(len(FILES))) for _ in range(6)]
+    (pool,) = working._workers
+    for pid in pool._servers[0]._workers()[1:]:
+        os.kill(pid, signal.SIGKILL)
+    for chunk in chunks:
+        check(chunk)
+    check(begin(working, np.arange(len(FILES))))
+
+
+def test_answers_that_nobody_asks_for_leave_the_workers_free(
+    working: CpuDecodePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chunks = [begin(working, np.arange(len(FILES))) for _ in range(9)]
+    del chunks
+    deadline = time.monotonic() + SECONDS
+    while working._left or working._unsent:
+        check(begin(working, np.arange(2)))
+        assert time.monotonic() < deadline
+    monkeypatch.setattr(CpuDecodePool, "_decode_here", lambda *arguments: pytest.fail("a worker was free"))
+    check(begin(working, np.arange(12)))
+
+
+@pytest.mark.parametrize(
+    ("seen", "taken", "processes"),
+    [(100_000, 50, 0), (20_000, 7, 0), (20_000, 100, 2), (20_000, 600, 10), (20_000, 4_000, 13)],
+)
+def test_there_are_as_many_processes_as_the_share_needs(seen: int, taken: int, processes: int) -> None:
+    """None for a rare image, a few for one in 200, more for 3%, all that are allowed for a fifth."""
+    pool = pool_of(13)
+    pool._adapt(seen, taken)
+    assert (len(pool._starting) if pool._starting is not None else 0) == processes
+    pool.close()
+
+
+def test_a_closed_pool_decodes_nothing(working: CpuDecodePool) -> None:
+    working.close()
+    with pytest.raises(ConnectionAbortedError, match="closed"):
+        begin(working, np.arange(3))
+
+
+def test_results_hold_no_memory_once_nobody_refers_to_them(working: CpuDecodePool) -> None:
+    pending = begin(working, np.arange(4))
+    check(pending)
+    gone = weakref.ref(pending)
+    gc.disable()
+    try:
+        del pending
+        assert gone() is None
+    finally:
+        gc.enable()
