@@ -20,9 +20,11 @@ if TYPE_CHECKING:
     from gpuflow.pipeline.stage import ImageSpec, Keys
     from gpuflow.sources import Payload
 
-__all__ = ["ChunkRunner", "DeviceStream", "allocate_slots", "gpu_is_idle"]
+__all__ = ["SHORT_WAIT", "ChunkRunner", "DeviceStream", "allocate_slots"]
 
 _ALIGN = 16
+SHORT_WAIT = 0.05
+"""A GPU that waits for batches for a larger part of its time than this could do more with more batches in flight."""
 
 
 class DeviceStream:
@@ -43,10 +45,13 @@ class DeviceStream:
         with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
             yield
 
-    def record_event(self, *, blocking: bool = False) -> torch.cuda.Event:
-        """An event after all work queued so far. blocking: a thread that waits for the event sleeps, not spins."""
+    def record_event(self, *, blocking: bool = False, stream: torch.cuda.Stream | None = None) -> torch.cuda.Event:
+        """An event after all work queued so far. blocking: a thread that waits for the event sleeps, not spins.
+
+        stream: another stream of the same device whose work is meant.
+        """
         event = torch.cuda.Event(blocking=blocking)  # type: ignore[no-untyped-call]
-        event.record(self.stream)
+        event.record(stream or self.stream)
         return event
 
     def retain_until_done(self, memory: NDArray[Any], on_done: Callable[[NDArray[Any]], None] | None = None) -> None:
@@ -113,20 +118,6 @@ def allocate_slots(device_stream: DeviceStream, count: int, spec: ImageSpec) -> 
     return memory if spec.layout == "nchw" else memory.permute(0, 3, 1, 2)
 
 
-def gpu_is_idle(consumer: torch.cuda.Stream, last: tuple[torch.cuda.Event, torch.cuda.Event] | None) -> bool:
-    """Whether the consumer's stream has nothing left to do, or only waits for the last batch that it received.
-
-    A training step queues its work ahead of the GPU. So a request for a batch does not mean that the GPU needs it yet.
-
-    Args:
-        last: two events recorded when the last batch was handed over: one after the consumer's work queued before it,
-            one after the loader's work on it. None before the first batch.
-    """
-    if consumer.query():
-        return True
-    return last is not None and last[0].query() and not last[1].query()  # type: ignore[no-untyped-call]
-
-
 class ChunkRunner(Protocol):
     """Runs chunks on the device of a `DeviceStream`. Any thread may call any method.
 
@@ -136,8 +127,8 @@ class ChunkRunner(Protocol):
     engine_images: int
     cpu_images: int
 
-    def set_starved(self, starved: bool) -> None:
-        """Says whether the device idles until the next batch: then there is no other work that decoding could slow."""
+    def set_gpu_wait(self, share: float) -> None:
+        """Says for which part of its time the consumer's GPU waits for batches, 0 to 1."""
 
     def check(self) -> None:
         """Decode gpuflow's own test image. Raises DecoderError if that fails."""
@@ -156,6 +147,12 @@ class ChunkRunner(Protocol):
         """Allocate device memory for `count` results: [count, C, H, W] in the result's dtype and memory format."""
         ...
 
-    def launch(self, chunk: Any, slots: torch.Tensor) -> list[BadSampleError | None]:
-        """Queue the work that fills a prepared chunk's slots; returns for each sample None, or why it is bad."""
+    def launch(self, chunk: Any, slots: torch.Tensor, ahead: Sequence[Any] = ()) -> list[BadSampleError | None]:
+        """Queue the work that fills a prepared chunk's slots; returns for each sample None, or why it is bad.
+
+        ahead: prepared chunks that are launched later, in that order. Work on them may begin.
+        """
         ...
+
+    def close(self) -> None:
+        """End processes and threads. Nothing may be prepared or launched any more."""

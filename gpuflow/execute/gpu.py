@@ -1,18 +1,21 @@
 """Runs a program on the GPU, one chunk at a time: nvJPEG decodes, then a few batched kernels do the other stages.
 
 A chunk is first prepared and then launched, on different threads. `prepare` reads headers, draws random numbers, and
-decodes on the CPU the files that the engines do not support: other formats, progressive or CMYK files, images that EXIF
-rotates. A batched call that fails is retried by halves; a file that fails alone falls back to the CPU decoder, and its
-place in the batch stays the same.
+has the CPU begin to decode the files that the engines do not support: other formats, progressive or CMYK files, images
+that EXIF rotates. A launch may also decode images of chunks that come later, if they fit into its calls
+(`execute/decode_calls.py`). A batched call that fails is retried by halves; a file that fails alone falls back to the
+CPU decoder, and its place in the batch stays the same.
 """
 
 from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, assert_never
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, assert_never, final
 
 import numpy as np
 import torch
@@ -23,27 +26,27 @@ from gpuflow.decode.chunk_headers import read_headers
 from gpuflow.decode.header_scan import Prescan, scan_headers
 from gpuflow.decode.libjpeg_turbo import find_libjpeg_turbo
 from gpuflow.decode.nvjpeg import NvjpegLibrary
-from gpuflow.errors import BadSampleError
+from gpuflow.errors import BadSampleError, LoaderTimeout
+from gpuflow.execute.complete_files import CompleteFiles
 from gpuflow.execute.cpu import CpuRunners
+from gpuflow.execute.cpu_decode_pool import CpuDecodePool, PendingImages
 from gpuflow.execute.decode_buffers import BUFFERS, DecodeBuffers
-from gpuflow.execute.device_stream import DeviceStream, allocate_slots
+from gpuflow.execute.decode_calls import DecodeCall, Undecoded, kinds_of, plan_calls
+from gpuflow.execute.device_stream import SHORT_WAIT, DeviceStream, allocate_slots
 from gpuflow.execute.kernels.color import adjust
 from gpuflow.execute.kernels.sample import FIELDS, sample
 from gpuflow.execute.kernels.unwritten import unwritten
-from gpuflow.execute.nvjpeg_decoders import JpegBatch, NvjpegDecoderPool
+from gpuflow.execute.nvjpeg_decoders import CALL_SECONDS, JpegBatch, NvjpegDecoderPool
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.image_spec import STORAGE, slot_shape
 from gpuflow.pipeline.program import OpaqueStep, PointwiseStep, Program, Sampling, SamplingStep
 from gpuflow.sources import SPARE_BYTES, Payload
 
-__all__ = ["CompleteFiles", "GpuRunner", "Pass", "Prepared", "passes_of", "plan_of"]
+__all__ = ["GpuRunner", "Pass", "Prepared", "passes_of", "plan_of"]
 
 _ALIGN = 256
-_MAX_REMEMBERED = 1 << 26
-"""The largest number of samples whose files are remembered as complete, with four bytes each."""
-_CALL_IMAGES = 128
-"""The largest number of images in one nvJPEG call. nvJPEG and the decode buffers need memory for all of them; with 64
-a training step loses 7% of its speed instead of 3% (measured in experiments/gpu_path/NOTES.md)."""
+_LONG_WAIT = 0.5
+"""A GPU that waits for batches for a larger part of its time has no other work that a second nvJPEG call could slow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,19 +96,49 @@ _NO_KEYS = s.Keys(0, 0, np.empty(0, np.int64))
 
 @dataclass(frozen=True, slots=True)
 class _Finished:
-    """Samples that the CPU has finished: rows [m], images [m, *slot_shape(result)] in pinned memory."""
+    """Samples that the CPU has finished: rows [m], images [m, C, H, W] in pinned memory."""
 
     rows: NDArray[np.int64]
     images: torch.Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class _DecodeCall:
-    """Images [start, stop) of a chunk, which one call decodes into one buffer of `size` bytes."""
+@final
+class _Call:
+    """One nvJPEG call, from its planning to its end.
 
-    start: int
-    stop: int
-    size: int
+    chunks: see `DecodeCall.chunks`. results: where the first pass puts each image: for each chunk that has any, which
+    images [n] of the call are its own, and their memory: a tensor and its rows [n].
+    """
+
+    def __init__(self, planned: DecodeCall, chunks: Sequence[Prepared]) -> None:
+        self.planned = planned
+        self.chunks: Sequence[Prepared] = chunks
+        self.results: dict[int, tuple[NDArray[np.bool_], torch.Tensor, NDArray[np.int64]]] = {}
+        self.good = np.zeros(len(planned.rows), bool)
+        """Which images were decoded, once the call is over."""
+        self._error: BaseException | None = None
+        self._over = threading.Event()
+
+    @property
+    def over(self) -> bool:
+        return self._over.is_set()
+
+    def finish(self, good: NDArray[np.bool_]) -> None:
+        """It is queued."""
+        self.good = good
+        self._over.set()
+
+    def fail(self, error: BaseException) -> None:
+        """It could not be queued."""
+        self._error = error
+        self._over.set()
+
+    def wait(self) -> None:
+        """Until it is queued. Raises the error that kept it from that, or LoaderTimeout."""
+        if not self._over.wait(CALL_SECONDS):
+            raise LoaderTimeout(f"a call of nvJPEG was not queued within {CALL_SECONDS:g} s")
+        if self._error is not None:
+            raise self._error
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,11 +146,13 @@ class Prepared:
     """A chunk that is ready to be launched.
 
     rows [n]: which of its samples nvJPEG decodes. indices [n]: the indices of these samples in the source, or None.
-    whole [n]: which of these files are known to be complete. files: the files of these rows, with output addresses
-    relative to their call's buffer. calls: how these rows are grouped into nvJPEG calls.
-    plan [n, len(FIELDS)]: the first pass's sampling of each row, with addresses relative to the call's buffer.
-    draws: for each pass its random parameters for these rows. finished: rows that the CPU has finished, or None.
+    whole [n]: which of these files are known to be complete. files: the files of these rows, without output addresses.
+    undecoded: which of these rows no call has taken yet; for holders of the runner's lock.
+    plan [n, len(FIELDS)]: the first pass's sampling of each row, without addresses and places.
+    draws: for each pass its random parameters for these rows.
+    others: the samples that the CPU decodes, finished or under way, or None.
     faults: for each sample of the chunk None, or why it is bad.
+    early: calls for earlier chunks that decode images of this one, too, each with this chunk's place among its chunks.
     """
 
     payload: Payload
@@ -126,11 +161,12 @@ class Prepared:
     indices: NDArray[np.int64] | None
     whole: NDArray[np.bool_]
     files: JpegBatch
-    calls: list[_DecodeCall]
+    undecoded: Undecoded
     plan: NDArray[np.int64]
     draws: list[Any]
-    finished: _Finished | None
+    others: _Finished | PendingImages | None
     faults: list[BadSampleError | None]
+    early: list[tuple[_Call, int]] = field(default_factory=list)
 
 
 class GpuRunner:
@@ -143,8 +179,9 @@ class GpuRunner:
         program: what to run. passes: the result of `passes_of(program)`.
         library: the nvJPEG to decode with. backend: one of `nvjpeg.BACKENDS`.
         decode_bytes: the largest size of a buffer for decoded pixels; one larger image gets a buffer of its own.
-        buffers: the number of such buffers at first, which is the number of chunks launched at a time; `set_starved`
-            adds more.
+        buffers: the number of such buffers at first, which is the number of chunks launched at a time;
+            `set_gpu_wait` adds more.
+        cpu_pool: decodes what nvJPEG does not take; without one, `prepare` does.
 
     Raises:
         NvjpegError: the GPU does not have the backend.
@@ -160,18 +197,20 @@ class GpuRunner:
         backend: str,
         decode_bytes: int,
         buffers: int = BUFFERS,
+        cpu_pool: CpuDecodePool | None = None,
     ) -> None:
         self._program, self._passes, self._device_stream = program, tuple(passes), device_stream
         self._channels = 1 if program.decoder.color == "gray" else 3
         self._turns = program.decoder.orientation == "apply"
         self._decode_bytes = decode_bytes
-        self._cpu = CpuRunners(program)
+        self._cpu, self._cpu_pool = CpuRunners(program), cpu_pool
         self._lock = threading.Lock()
+        self._calls: deque[_Call] = deque()
         self._complete = CompleteFiles()
         self.engine_images, self.cpu_images = 0, 0
         with device_stream.queued():
             self._decoders = NvjpegDecoderPool(device_stream, library, program.decoder.color, backend)
-            self._buffers = DecodeBuffers(device_stream, buffers)
+            self._buffers = DecodeBuffers(device_stream, buffers, usual_bytes=decode_bytes)
             self._tables = [self._table(one).to(device_stream.device) for one in self._passes]
         device_stream.synchronize()
 
@@ -184,10 +223,13 @@ class GpuRunner:
 
     # --- on any thread ----------------------------------------------------------------------------------------------
 
-    def set_starved(self, starved: bool) -> None:
-        """Says whether the GPU waits for batches. If it does, adds a decode buffer, and see `NvjpegDecoderPool`."""
-        self._decoders.set_starved(starved)
-        if starved:
+    def set_gpu_wait(self, share: float) -> None:
+        """Says for which part of its time the consumer's GPU waits for batches, 0 to 1.
+
+        If it waits at all, adds a decode buffer; if it waits most of the time, see `NvjpegDecoderPool.set_starved`.
+        """
+        self._decoders.set_starved(share > _LONG_WAIT)
+        if share > SHORT_WAIT:
             self._buffers.grow()
 
     def check(self) -> None:
@@ -225,11 +267,14 @@ class GpuRunner:
         rest[rows] = False
         others = np.flatnonzero(rest)
         faults = headers.faults
-        finished = self._finish(others, payload, keys, faults) if len(others) else None
+        work: _Finished | PendingImages | None = None
+        if len(others) and self._cpu_pool is not None:
+            work = self._cpu_pool.begin(payload, others, keys)
+        elif len(others):
+            work = self._finish(others, payload, keys, faults)
         with self._lock:
             self.engine_images += len(rows)
             self.cpu_images += len(others)
-        calls, images, plan = self._layout(headers.sizes[rows], draws[0], rows)
         starts, lengths = (np.asarray(x, np.int64)[rows] for x in (payload.offsets, payload.sizes))
         known = None if indices is None else np.asarray(indices, np.int64)[rows]
         whole = np.ones(len(rows), bool)
@@ -237,6 +282,11 @@ class GpuRunner:
             whole = np.zeros(len(rows), bool) if known is None else self._complete.known(known, lengths)
         spare = _clear_after(payload, rows[~whole])
         lengths[~whole] += spare
+        frames = np.column_stack([headers.sizes[rows], headers.sampling[rows]])
+        pitches = frames[:, 1] * self._channels
+        spaces = -(-pitches * frames[:, 0] // _ALIGN) * _ALIGN
+        images = np.zeros((len(rows), 8), np.uint64)
+        images[:, 4] = pitches
         return Prepared(
             payload=payload,
             keys=keys,
@@ -244,15 +294,12 @@ class GpuRunner:
             indices=known,
             whole=whole,
             files=JpegBatch(
-                (starts + payload.buffer.ctypes.data).astype(np.uint64),
-                lengths.astype(np.uint64),
-                images,
-                np.column_stack([headers.sizes[rows], headers.sampling[rows]]),
+                (starts + payload.buffer.ctypes.data).astype(np.uint64), lengths.astype(np.uint64), images, frames
             ),
-            calls=calls,
-            plan=plan,
+            undecoded=Undecoded.all_of(kinds_of(frames, whole), spaces),
+            plan=plan_of(draws[0], np.zeros(len(rows)), pitches, np.zeros(len(rows))),
             draws=draws,
-            finished=finished,
+            others=work,
             faults=faults,
         )
 
@@ -279,20 +326,6 @@ class GpuRunner:
             self._complete.add(known[good], lengths[good])
         undamaged: NDArray[np.int64] = rows[good]
         return undamaged
-
-    def _layout(
-        self, sizes: NDArray[np.int64], sampling: Sampling, rows: NDArray[np.int64]
-    ) -> tuple[list[_DecodeCall], NDArray[np.uint64], NDArray[np.int64]]:
-        """calls, output addresses and plan for images of these sizes [n, 2], as documented in `Prepared`."""
-        pitches = sizes[:, 1] * self._channels
-        spaces = -(-pitches * sizes[:, 0] // _ALIGN) * _ALIGN
-        calls = list(_decode_calls(spaces, _CALL_IMAGES, self._decode_bytes))
-        offsets = np.cumsum(spaces) - spaces
-        for call in calls:
-            offsets[call.start : call.stop] -= offsets[call.start]
-        images = np.zeros((len(rows), 8), np.uint64)
-        images[:, 0], images[:, 4] = offsets, pitches
-        return calls, images, plan_of(sampling, offsets, pitches, self._places(0, rows))
 
     def _places(self, i: int, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """The rows of pass i's target that it fills: the final slots for the last pass, 0..n-1 for others."""
@@ -331,7 +364,7 @@ class GpuRunner:
         samples = [payload.sample(i) for i in rows.tolist()]
         for row, fault in zip(rows.tolist(), self._cpu.run(samples, _keys_of(keys, rows), held.numpy()), strict=True):
             faults[row] = fault
-        return _Finished(rows, staging)
+        return _Finished(rows, staging if result.layout == "nchw" else staging.permute(0, 3, 1, 2))
 
     # --- on a launching thread --------------------------------------------------------------------------------------
 
@@ -339,12 +372,20 @@ class GpuRunner:
         """Allocate device memory for `count` results: [count, C, H, W] in the result's dtype and memory format."""
         return allocate_slots(self._device_stream, count, self._program.result)
 
-    def launch(self, chunk: Prepared, slots: torch.Tensor) -> list[BadSampleError | None]:
-        """Queue the work that fills a chunk's slots [N, C, H, W]; returns for each sample None, or why it is bad."""
+    def launch(
+        self, chunk: Prepared, slots: torch.Tensor, ahead: Sequence[Prepared] = ()
+    ) -> list[BadSampleError | None]:
+        """Queue the work that fills a chunk's slots [N, C, H, W]; returns for each sample None, or why it is bad.
+
+        ahead: prepared chunks that will be launched after this one, in that order. Some of their images may be decoded
+            together with those of this chunk.
+        """
         with self._device_stream.queued():
-            refused = self._run_on_gpu(chunk, slots) if len(chunk.rows) else chunk.rows
-            if chunk.finished is not None:
-                self._place(chunk.finished, slots)
+            refused = self._run_on_gpu(chunk, slots, ahead) if len(chunk.rows) else chunk.rows
+            if isinstance(chunk.others, PendingImages):
+                self._place_pending(chunk.others, chunk.faults, slots)
+            elif chunk.others is not None:
+                self._place(chunk.others, slots)
             if len(refused):
                 self._place(self._finish(refused, chunk.payload, chunk.keys, chunk.faults), slots)
                 with self._lock:
@@ -352,36 +393,107 @@ class GpuRunner:
                     self.cpu_images += len(refused)
         return chunk.faults
 
-    def _run_on_gpu(self, chunk: Prepared, slots: torch.Tensor) -> NDArray[np.int64]:
+    def _run_on_gpu(self, chunk: Prepared, slots: torch.Tensor, ahead: Sequence[Prepared]) -> NDArray[np.int64]:
         """Decode a chunk and run every pass on it. Returns the rows that nvJPEG refused, whose slots hold no result."""
         count = len(chunk.rows)
         targets = [*(allocate_slots(self._device_stream, count, one.result) for one in self._passes[:-1]), slots]
-        good = self._decode(chunk, targets[0])
+        good = self._decode(chunk, targets[0], ahead)
         for i in range(1, len(self._passes)):
             self._run(i, chunk.draws[i], targets[i - 1], targets[i], self._places(i, chunk.rows))
         return chunk.rows[~good]
 
-    def _decode(self, chunk: Prepared, target: torch.Tensor) -> NDArray[np.bool_]:
-        """Decode a chunk's calls, each followed by the first pass. Returns which rows were decoded."""
+    def _decode(self, chunk: Prepared, target: torch.Tensor, ahead: Sequence[Prepared]) -> NDArray[np.bool_]:
+        """Decode a chunk and run the first pass, into rows of the target. Returns which rows were decoded.
+
+        The calls that are needed for this are put into a queue, and this thread runs calls from that queue, also those
+        of other threads, until its own are over.
+        """
+        chunks = (chunk, *ahead)
+        places = self._places(0, chunk.rows)
+        with self._lock:  # from here on no call for another chunk takes images of this one
+            planned = plan_calls([one.undecoded for one in chunks], max_bytes=self._decode_bytes)
+            own = [self._new_call(one, chunks, target, places) for one in planned]
+        self._calls.extend(own)
+        try:
+            for call in (*own, *(call for call, _ in chunk.early)):
+                while not call.over and self._calls:
+                    with suppress(IndexError):  # another thread was faster
+                        self._run_call(self._calls.popleft())
+                call.wait()
+        except BaseException as error:
+            for call in own:
+                with suppress(ValueError):  # it has begun
+                    self._calls.remove(call)
+                    call.fail(error)
+            raise
         good = np.ones(len(chunk.rows), bool)
-        for call in chunk.calls:
-            part = slice(call.start, call.stop)
-            files, whole = chunk.files.part(part), chunk.whole[part]
-            blank_size = 0 if whole.all() else int(round_up(files.frames[:, :2]).prod(axis=1).max()) * self._channels
-            with self._buffers.acquire(call.size + blank_size) as decoded:
-                images, plan = files.images.copy(), chunk.plan[part].copy()
-                images[:, 0] += np.uint64(decoded.data_ptr())
-                plan[:, 0] += decoded.data_ptr()
-                sent_plan = self._send(plan)
-                with self._decoders.acquire() as decoder:
-                    blank = decoded.data_ptr() + call.size if blank_size else None
-                    good[part] = decoder.decode(files._replace(images=images), blank)
-                if blank_size:
-                    good[part] &= ~self._unwritten(images, files.frames)
-                self._sample(0, chunk.draws[0], sent_plan, target)
-                if blank_size and chunk.indices is not None:
-                    sizes = np.asarray(chunk.payload.sizes, np.int64)[chunk.rows[part]]
-                    self._complete.add(chunk.indices[part][good[part]], sizes[good[part]])
+        for call, place in [*((call, 0) for call in own), *chunk.early]:
+            where, images, rows = call.results[place]
+            taken = call.planned.rows[where]
+            good[taken] = call.good[where]
+            if place:
+                target.index_copy_(0, self._send(places[taken]), images[rows[0] : rows[-1] + 1])
+        chunk.early.clear()  # which refer to this chunk
+        return good
+
+    def _new_call(
+        self, planned: DecodeCall, chunks: Sequence[Prepared], target: torch.Tensor, places: NDArray[np.int64]
+    ) -> _Call:
+        """A call, with memory for the images that belong to later chunks, and known to those."""
+        call = _Call(planned, chunks)
+        others = int((planned.chunks > 0).sum())
+        room = allocate_slots(self._device_stream, others, self._passes[0].result) if others else target
+        used = 0
+        for place in np.unique(planned.chunks).tolist():
+            where = planned.chunks == place
+            if place == 0:
+                call.results[place] = where, target, places[planned.rows[where]]
+            else:
+                call.results[place] = where, room, np.arange(used, used + int(where.sum()))
+                used += int(where.sum())
+                chunks[place].early.append((call, place))
+        return call
+
+    def _run_call(self, call: _Call) -> None:
+        """Decode one call and run the first pass on it. What fails is raised to those who wait for the call."""
+        try:
+            call.finish(self._decode_call(call))
+        except BaseException as error:
+            call.fail(error)
+        finally:
+            call.chunks = ()  # which refer to this call
+
+    def _decode_call(self, call: _Call) -> NDArray[np.bool_]:
+        """Returns which of its images were decoded."""
+        chunks, planned = call.chunks, call.planned
+        files = JpegBatch(*(np.empty((len(planned.rows), *x.shape[1:]), x.dtype) for x in chunks[0].files))
+        plan = np.empty((len(planned.rows), len(FIELDS)), np.int64)
+        target = next(images for _, images, _ in call.results.values())
+        whole = True
+        for place, (where, images, rows) in call.results.items():
+            one, taken = chunks[place], planned.rows[where]
+            for field_of_all, field_of_one in zip(files, one.files, strict=True):
+                field_of_all[where] = field_of_one[taken]
+            plan[where] = one.plan[taken]
+            plan[where, -1] = _offsets(target, images, rows)
+            whole = bool(one.whole[taken[0]])  # those of a call are alike
+        blank_size = 0 if whole else int(round_up(files.frames[:, :2]).prod(axis=1).max()) * self._channels
+        with self._buffers.acquire(planned.space + blank_size) as decoded:
+            spaces = -(-files.images[:, 4].astype(np.int64) * files.frames[:, 0] // _ALIGN) * _ALIGN
+            plan[:, 0] = decoded.data_ptr() + np.cumsum(spaces) - spaces
+            files.images[:, 0] = plan[:, 0]
+            sent_plan = self._send(plan)
+            with self._decoders.acquire() as decoder:
+                good = decoder.decode(files, None if whole else decoded.data_ptr() + planned.space)
+            if not whole:
+                good &= ~self._unwritten(files.images, files.frames)
+            self._sample(0, chunks[0].draws[0], sent_plan, target)
+        for place, (where, _, _) in call.results.items():
+            one, taken = chunks[place], planned.rows[where][good[where]]
+            if not whole and one.indices is not None:
+                self._complete.add(one.indices[taken], np.asarray(one.payload.sizes, np.int64)[one.rows[taken]])
+            if place:
+                self._device_stream.retain_until_done(one.payload.buffer)  # even if its chunk is never launched
         return good
 
     def _unwritten(self, images: NDArray[np.uint64], frames: NDArray[np.int64]) -> NDArray[np.bool_]:
@@ -396,7 +508,7 @@ class GpuRunner:
             case SamplingStep():
                 pitch = images.stride(2)
                 addresses = images.data_ptr() + np.arange(len(images)) * images.stride(0)
-                plan = plan_of(draw, addresses, np.full(len(images), pitch), places)
+                plan = plan_of(draw, addresses, np.full(len(images), pitch), _offsets(target, target, places))
                 self._sample(i, draw, self._send(plan), target)
             case OpaqueStep(stage):
                 result = stage.apply_batch(images, draw)
@@ -417,39 +529,21 @@ class GpuRunner:
 
     def _place(self, finished: _Finished, slots: torch.Tensor) -> None:
         """Copy images that the CPU finished into their slots: one transfer, one kernel."""
-        sent = self._device_stream.send(finished.images)
-        images = sent if self._program.result.layout == "nchw" else sent.permute(0, 3, 1, 2)
-        slots.index_copy_(0, self._send(finished.rows), images)
+        slots.index_copy_(0, self._send(finished.rows), self._device_stream.send(finished.images))
 
+    def _place_pending(self, pending: PendingImages, faults: list[BadSampleError | None], slots: torch.Tensor) -> None:
+        """Wait for images that the CPU decodes, then copy them. Writes why samples are bad into `faults`."""
+        assert self._cpu_pool is not None
+        images, found = pending.result()
+        for row, fault in zip(pending.rows.tolist(), found, strict=True):
+            faults[row] = fault
+        self._place(_Finished(pending.rows, images), slots)
+        self._device_stream.retain_until_done(pending.memory, self._cpu_pool.release)
 
-class CompleteFiles:
-    """Remembers which samples' files are undamaged, by index in the source and size in bytes.
-
-    Any thread may call any method.
-    """
-
-    def __init__(self) -> None:
-        self._sizes, self._lock = np.zeros(0, np.uint32), threading.Lock()
-
-    def known(self, indices: NDArray[np.int64], sizes: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Which of these samples [N] are known to have undamaged files of these sizes."""
-        held = self._sizes
-        inside = indices < len(held)
-        found: NDArray[np.bool_] = inside & (held[np.where(inside, indices, 0)] == sizes) if len(held) else inside
-        return found
-
-    def add(self, indices: NDArray[np.int64], sizes: NDArray[np.int64]) -> None:
-        """Remember samples [N] with undamaged files of these sizes. Very high indices are not remembered."""
-        kept = (indices < _MAX_REMEMBERED) & (sizes <= np.iinfo(np.uint32).max)
-        if not kept.any():
-            return
-        indices, sizes = indices[kept], sizes[kept]
-        with self._lock:
-            if (need := int(indices.max()) + 1) > len(self._sizes):
-                grown = np.zeros(min(max(need, 2 * len(self._sizes)), _MAX_REMEMBERED), np.uint32)
-                grown[: len(self._sizes)] = self._sizes
-                self._sizes = grown
-            self._sizes[indices] = sizes
+    def close(self) -> None:
+        """End the processes and threads that decode on the CPU. Nothing may be prepared or launched any more."""
+        if self._cpu_pool is not None:
+            self._cpu_pool.close()
 
 
 def _clear_after(payload: Payload, rows: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -471,22 +565,19 @@ def _keys_of(keys: s.Keys, rows: NDArray[np.int64]) -> s.Keys:
     return s.Keys(keys.seed, keys.epoch, keys.positions[rows])
 
 
-def _decode_calls(spaces: NDArray[np.int64], max_images: int, max_bytes: int) -> Iterator[_DecodeCall]:
-    """Group neighbours into calls of equal size, none above `max_images` or `max_bytes`; a larger image is alone."""
-    count = len(spaces)
-    even = -(-count // max(1, -(-count // max_images)))
-    start, total = 0, 0
-    for i, space in enumerate(spaces.tolist()):
-        if i - start == even or (total and total + space > max_bytes):
-            yield _DecodeCall(start, i, total)
-            start, total = i, 0
-        total += space
-    if count:
-        yield _DecodeCall(start, count, total)
+def _offsets(target: torch.Tensor, images: torch.Tensor, rows: NDArray[np.int64] | None = None) -> NDArray[np.int64]:
+    """How many elements after the target's first one each of these rows of `images` begins, [n]; by default all rows.
+
+    Both are on one device with the same strides, but may be two allocations.
+    """
+    rows = np.arange(len(images)) if rows is None else rows
+    between, rest = divmod(images.data_ptr() - target.data_ptr(), target.element_size())
+    assert rest == 0 and images.stride()[1:] == target.stride()[1:]
+    return between + rows * images.stride(0)
 
 
 def plan_of(
-    sampling: Sampling, addresses: NDArray[np.int64], pitches: NDArray[np.int64], rows: NDArray[np.int64]
+    sampling: Sampling, addresses: NDArray[Any], pitches: NDArray[np.int64], offsets: NDArray[Any]
 ) -> NDArray[np.int64]:
     """Encode a sampling as the kernel reads it: int64 [n, len(FIELDS)]."""
     parts = [
@@ -498,7 +589,7 @@ def plan_of(
         sampling.shown,
         sampling.window,
         sampling.flips,
-        rows[:, None],
+        offsets[:, None],
     ]
     plan = np.concatenate([np.asarray(column, np.int64) for column in parts], axis=1)
     assert plan.shape[1] == len(FIELDS)

@@ -13,12 +13,13 @@ from gpuflow.execute.decode_buffers import BUFFERS
 from gpuflow.pipeline.program import Program
 
 if TYPE_CHECKING:
+    from gpuflow.execute.cpu_decode_pool import CpuDecodePool
     from gpuflow.execute.device_stream import ChunkRunner, DeviceStream
     from gpuflow.execute.gpu import Pass
 
 __all__ = ["CPU_ASKED_FOR", "DECODE_BYTES", "Placement", "gpu_passes_and_library", "place_on_gpu"]
 
-DECODE_BYTES = 1 << 29
+DECODE_BYTES = 1 << 28
 """The largest size of one buffer for decoded pixels, in bytes, unless run.memory_limit asks for less."""
 
 CPU_ASKED_FOR = "its decode.backend is cpu"
@@ -53,11 +54,16 @@ def gpu_passes_and_library(program: Program) -> tuple[tuple[Pass, ...], NvjpegLi
 
 
 def place_on_gpu(
-    program: Program, device_stream: DeviceStream, decode_bytes: int = DECODE_BYTES, *, buffers: int = BUFFERS
+    program: Program,
+    device_stream: DeviceStream,
+    decode_bytes: int = DECODE_BYTES,
+    *,
+    buffers: int = BUFFERS,
+    cpu_pool: CpuDecodePool | None = None,
 ) -> Placement:
     """Create the runner for a program on the stream's GPU, on engines or kernels; or say why none can run it.
 
-    decode_bytes, buffers: see `GpuRunner`.
+    decode_bytes, buffers, cpu_pool: see `GpuRunner`.
     """
     found = gpu_passes_and_library(program)
     if isinstance(found, str):
@@ -69,7 +75,14 @@ def place_on_gpu(
     for backend, description in BACKENDS.items():
         try:
             gpu = GpuRunner(
-                program, passes, device_stream, library, backend=backend, decode_bytes=decode_bytes, buffers=buffers
+                program,
+                passes,
+                device_stream,
+                library,
+                backend=backend,
+                decode_bytes=decode_bytes,
+                buffers=buffers,
+                cpu_pool=cpu_pool,
             )
         except NvjpegError as error:
             refusals.append(f"{description}: {error}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -103,8 +103,11 @@ class ChunkDecoder:
         count, gpu = len(batch.positions), self._plan.gpu
         batch.slots = self._slots.acquire(count) if gpu is None else gpu.slots(count)
 
-    def decode(self, chunk: Chunk, keys: Keys, read: Callable[[Chunk], None]) -> Faults:
-        """Decode a chunk into its slots. `read`: fills in its payload, where that was not read before."""
+    def decode(self, chunk: Chunk, keys: Keys, read: Callable[[Chunk], None], ahead: Sequence[Any] = ()) -> Faults:
+        """Decode a chunk into its slots.
+
+        read: fills in its payload, where that was not read before. ahead: see `ChunkRunner.launch`.
+        """
         slots = chunk.batch.slots
         assert slots is not None
         if self._plan.gpu is None:  # workers next to a GPU decode the CPU's share
@@ -114,16 +117,16 @@ class ChunkDecoder:
         if chunk.payload is None:
             read(chunk)
         assert chunk.payload is not None
-        faults = self.run(chunk.payload, keys, slots[chunk.start : chunk.stop], chunk.prepared)
+        faults = self.run(chunk.payload, keys, slots[chunk.start : chunk.stop], chunk.prepared, ahead)
         chunk.payload = chunk.prepared = None
         return faults
 
-    def run(self, payload: Payload, keys: Keys, slots: Any, prepared: Any = None) -> Faults:
+    def run(self, payload: Payload, keys: Keys, slots: Any, prepared: Any = None, ahead: Sequence[Any] = ()) -> Faults:
         """The program on what was read, into slots, where the plan says. Releases the bytes."""
         gpu, device_stream = self._plan.gpu, self._plan.device_stream
         if gpu is None or device_stream is None:
             return self.run_on_cpu(payload, keys, slots)
-        faults = gpu.launch(prepared or gpu.prepare(payload, keys), slots)
+        faults = gpu.launch(prepared or gpu.prepare(payload, keys), slots, ahead)
         device_stream.retain_until_done(payload.buffer, self._reader.release)
         return faults
 

@@ -26,11 +26,13 @@ from spdl.pipeline import Pipeline as SpdlPipeline
 from spdl.pipeline.defs import Aggregator
 
 from gpuflow.errors import GpuflowError, LoaderError
+from gpuflow.execute.device_stream import SHORT_WAIT
 from gpuflow.loader.batch import Assembly, Chunk
 from gpuflow.loader.cpu_offload import CpuOffload
 from gpuflow.loader.decode import ChunkDecoder, Faults, Run, WorkerDecoder
 from gpuflow.loader.epoch import START_SECONDS, STOP_SECONDS, EpochRun, RunningPipeline
 from gpuflow.loader.plan import LoaderPlan
+from gpuflow.loader.prepared import PreparedChunks
 from gpuflow.loader.read import ChunkReader, keys_of
 from gpuflow.loader.resolve import BadSampleResolver
 from gpuflow.loader.sampler import Steps
@@ -85,7 +87,7 @@ class Feed:
         offload_meters = [self._offload.meter] if self._offload is not None else []
         self.meters = (self._reader.meter, *offload_meters, self._decoder.meter)
         self._owners: list[threading.Thread] = []
-        self._gpu_is_idle = False
+        self._gpu_wait = 0.0
         self._pid, self._begun = os.getpid(), False
 
     @property
@@ -162,6 +164,8 @@ class Feed:
         self._decoder.close()
         if self._offload is not None:
             self._offload.close()
+        if self._plan.gpu is not None:
+            self._plan.gpu.close()
         if self._plan.device_stream is not None:
             self._plan.device_stream.close()
         self._plan.bad.close()
@@ -182,7 +186,7 @@ class Feed:
                     late = not batch.over.done()
                     await asyncio.wrap_future(batch.over)
                     rate = offload.meter.capacity()
-                    offload.share.update(batch.own, late=late, wanted=self._gpu_is_idle, rate=rate)
+                    offload.share.update(batch.own, late=late, wanted=self._gpu_wait > SHORT_WAIT, rate=rate)
                 ahead.release()
             finished.put(batch)  # SPDL's sink would pass it on by its event loop, later
 
@@ -199,8 +203,9 @@ class Feed:
                 offload.share.begin()
                 offload_threads = start_pool(offload.meter.threads, "share")
             builder.add_source(self._chunks(epoch, steps, begun, admission, ahead, offload_threads))
-            read = _never_raise(self._reader.meter, functools.partial(self._reader.read_chunk, epoch))
-            decode = _never_raise(self._decoder.meter, functools.partial(self._decode, epoch, admission))
+            prepared = PreparedChunks()
+            read = _never_raise(self._reader.meter, functools.partial(self._read, epoch, prepared))
+            decode = _never_raise(self._decoder.meter, functools.partial(self._decode, epoch, admission, prepared))
             if plan.readers == 0:
                 both = decode if self.workers.started else lambda chunk: decode(read(chunk))
                 stages = [(self._decoder.meter, self._admitted(admission, both))]
@@ -219,16 +224,16 @@ class Feed:
             )
             _start(pipeline)
             undo.pop_all()
-        set_starved, switching = None, None
+        set_gpu_wait, switching = None, None
         if plan.gpu is not None:
-            set_starved, switching = functools.partial(self._set_starved, plan.gpu, admission), QuickSwitching()
-        return RunningPipeline(pipeline, finished, pools, begun, admission, ahead, set_starved, switching)
+            set_gpu_wait, switching = functools.partial(self._set_gpu_wait, plan.gpu, admission), QuickSwitching()
+        return RunningPipeline(pipeline, finished, pools, begun, admission, ahead, set_gpu_wait, switching)
 
-    def _set_starved(self, gpu: ChunkRunner, admission: Admission, on: bool) -> None:
-        """Whether the consumer's GPU keeps waiting for batches: then more of them may be in flight."""
-        self._gpu_is_idle = on
-        gpu.set_starved(on)
-        if on:
+    def _set_gpu_wait(self, gpu: ChunkRunner, admission: Admission, share: float) -> None:
+        """If the consumer's GPU waits for batches, more of them may be in flight."""
+        self._gpu_wait = share
+        gpu.set_gpu_wait(share)
+        if share > SHORT_WAIT:
             admission.grow()
 
     async def _chunks(
@@ -297,13 +302,17 @@ class Feed:
 
         return run
 
-    def _decode(self, epoch: int, admission: Admission, chunk: Chunk) -> None:
+    def _read(self, epoch: int, prepared: PreparedChunks, chunk: Chunk) -> None:
+        self._reader.read_chunk(epoch, chunk)
+        prepared.add(chunk)
+
+    def _decode(self, epoch: int, admission: Admission, prepared: PreparedChunks, chunk: Chunk) -> None:
         def read(chunk: Chunk) -> None:
             with self._reader.meter.work(len(chunk), chunk):
                 self._reader.read_chunk(epoch, chunk)
 
         keys = keys_of(self._plan, epoch, chunk)
-        faults = self._decoder.decode(chunk, keys, read)
+        faults = self._decoder.decode(chunk, keys, read, prepared.take(chunk))
         slots = chunk.batch.slots[chunk.start : chunk.stop]
         self._finish(epoch, admission, chunk, keys, faults, self._decoder.run, slots)
 

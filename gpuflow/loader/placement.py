@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from gpuflow.config import Config
+from gpuflow.config.resources import refused_processes_of
 from gpuflow.decode.preset import Preset, is_preset_on_gpu
 from gpuflow.errors import ConfigError, Problem
+from gpuflow.execute.cpu_decode_pool import CpuDecodePool
 from gpuflow.execute.decode_buffers import BUFFERS
 from gpuflow.execute.gpu_backend import CPU_ASKED_FOR, DECODE_BYTES, Placement, place_on_gpu
 from gpuflow.pipeline.image_spec import STORAGE, slot_shape
-
-if TYPE_CHECKING:
-    pass
+from gpuflow.runtime.cpu_budget import available_threads
 
 __all__ = ["explain_gpu", "memory_for_decoding", "place"]
 
@@ -42,7 +41,9 @@ def place(config: Config, name: str, device: torch.device, batch_size: int) -> P
         placement = Placement(device_stream, None, CPU_ASKED_FOR)
         if backend != "cpu":
             decode_bytes = memory_for_decoding(config, name, batch_size)
-            placement = place_on_gpu(config.programs[name], device_stream, decode_bytes, buffers=1)
+            program = config.programs[name]
+            cpu_pool = CpuDecodePool(program, processes=refused_processes_of(config.run), cores=available_threads())
+            placement = place_on_gpu(program, device_stream, decode_bytes, buffers=1, cpu_pool=cpu_pool)
     if backend == "gpu" and placement.gpu is None:
         at = f"{config.path}: pipelines.{name}.stages[0].decode.backend"
         raise ConfigError([Problem(at, f"is gpu, but {placement.reason}; use auto or cpu")])

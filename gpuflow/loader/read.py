@@ -17,7 +17,8 @@ from gpuflow.sources import Payload
 
 __all__ = ["ChunkReader", "keys_of"]
 
-_KEPT_BYTES = 256 << 20
+_KEPT_BYTES = 1 << 30
+"""A chunk for a GPU has 16 to 32 MB, and a dozen of them are under way. Pinning memory takes longer than reading."""
 
 
 def keys_of(plan: LoaderPlan, epoch: int, chunk: Chunk) -> Keys:

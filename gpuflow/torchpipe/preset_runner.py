@@ -62,7 +62,7 @@ class PresetRunner:
         """Decode gpuflow's own test image by torchpipe's operators. Raises DecoderError if that fails."""
         self._graph.check()
 
-    def set_starved(self, starved: bool) -> None:
+    def set_gpu_wait(self, share: float) -> None:
         """Does nothing: no work is delayed here."""
 
     def prepare(self, payload: Payload, keys: Keys, indices: Sequence[int] | None = None) -> _Prepared:
@@ -101,7 +101,9 @@ class PresetRunner:
         """Memory on the device for `count` results: [count, C, H, W] in the result's dtype and memory format."""
         return allocate_slots(self._device_stream, count, self._program.result)
 
-    def launch(self, chunk: _Prepared, slots: torch.Tensor) -> list[BadSampleError | None]:
+    def launch(
+        self, chunk: _Prepared, slots: torch.Tensor, ahead: Sequence[_Prepared] = ()
+    ) -> list[BadSampleError | None]:
         """Queue the crops and flips, into the slots [N, C, H, W]; returns None, or why it is bad, for each sample."""
         with self._device_stream.queued():
             for i, image in enumerate(chunk.images):
@@ -113,6 +115,9 @@ class PresetRunner:
                     image = _crop_and_flip(image, draw, i)
                 slots[i].copy_(image)
         return [image if isinstance(image, BadSampleError) else None for image in chunk.images]
+
+    def close(self) -> None:
+        """Does nothing: the graph ends with this."""
 
 
 def _wait_for_gpu(image: torch.Tensor) -> torch.Tensor:

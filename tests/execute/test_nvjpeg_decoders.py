@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
 from collections.abc import Callable
@@ -11,10 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from gpuflow.decode import self_test
 from gpuflow.errors import LoaderTimeout
 from gpuflow.execute.nvjpeg_decoders import JpegBatch, NvjpegDecoderPool
-from gpuflow.loader.epoch import _LATE_BATCHES, EpochRun, RunningPipeline
-from gpuflow.runtime.admission import Admission
 
 
 class Stream:
@@ -36,6 +34,9 @@ class DeviceStream:
     def new_stream(self) -> Stream:
         self.branches.append(Stream(5))
         return self.branches[-1]
+
+    def record_event(self, *, stream: Stream) -> Stream:
+        return stream
 
     def wait_stream(self, stream: Stream) -> None:
         if stream is not self.stream:
@@ -71,7 +72,7 @@ class SlowLibrary:
         return 0
 
 
-FRAMES = np.ones((4, 3), np.int64)
+FRAMES = np.full((4, 3), self_test.SAMPLING, np.int64)
 
 
 def no_engines(decoder: Any) -> int:
@@ -134,74 +135,9 @@ def test_switching_starvation_on_and_off_loses_no_place() -> None:
 
 
 def test_a_call_that_does_not_end_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gpuflow.execute.nvjpeg_decoders._CALL_SECONDS", 0.05)
+    monkeypatch.setattr("gpuflow.execute.nvjpeg_decoders.CALL_SECONDS", 0.05)
     substitutes: tuple[Any, Any] = (DeviceStream(), SlowLibrary())
     decoders = NvjpegDecoderPool(*substitutes, "rgb", "hardware", count=no_engines)
     named = pytest.raises(LoaderTimeout, match=r"nvJPEG did not end a call within 0\.05 s")
     with decoders.acquire(), named, decoders.acquire():
         pass
-
-
-class Idle:
-    """Replaces SPDL's pipeline and the GPU runner."""
-
-    def __init__(self) -> None:
-        self.starved: list[bool] = []
-
-    def stop(self, *, timeout: float | None = None) -> None:
-        pass
-
-    def set_starved(self, starved: bool) -> None:
-        self.starved.append(starved)
-
-
-class Consumer:
-    """Requests batches from a run; each is ready immediately or after a delay."""
-
-    def __init__(self) -> None:
-        self._finished: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._idle: Any = Idle()
-        begun = threading.Event()
-        begun.set()
-        idle, finished = self._idle, self._finished
-        self.run = EpochRun(
-            lambda: RunningPipeline(idle, finished, (), begun, Admission(2), Admission(1), idle.set_starved, None),
-            lambda: "nobody",
-        )
-
-    def get(self, starved: Callable[[], bool] | None, *, late: bool = True) -> list[bool]:
-        """The values that the machinery received meanwhile."""
-        self._idle.starved.clear()
-        if not late:
-            self._finished.put("a batch")
-        else:
-            threading.Timer(0.03, self._finished.put, ["a batch"]).start()
-        batch: Any = self.run.get(10.0, starved)
-        assert batch == "a batch"
-        return list(self._idle.starved)
-
-
-def test_the_machinery_hurries_once_the_gpu_has_waited_for_many_batches() -> None:
-    consumer = Consumer()
-    assert consumer.get(lambda: True, late=False) == [], "the consumer did not wait"
-    for _ in range(_LATE_BATCHES):
-        assert True not in consumer.get(lambda: True), "the first batches of an epoch are late in any case"
-    values = consumer.get(lambda: True)
-    assert values[0] is True and values[-1] is False, "the consumer no longer waits"
-    answers = iter([False, False, True])
-    assert consumer.get(lambda: next(answers, True))[:4] == [False, False, True, True]
-    assert consumer.get(None) == [], "no GPU"
-    for _ in range(2):
-        assert True not in consumer.get(lambda: False), "the GPU has work"
-    for _ in range(2):
-        assert consumer.get(lambda: True, late=False) == []
-    assert True not in consumer.get(lambda: True), "it has not waited lately"
-    consumer.run.stop()
-
-
-def test_a_batch_that_does_not_arrive_times_out() -> None:
-    consumer = Consumer()
-    for starved in (lambda: True), (lambda: False), None:
-        with pytest.raises(TimeoutError):
-            consumer.run.get(0.01, starved)
-    consumer.run.stop()

@@ -68,7 +68,7 @@ class StandIn:
         self.program, self.delay = program(entries), delay
         self.runner, self.engine_images, self.cpu_images, self.fills = CpuRunner(self.program), 0, 0, 0
 
-    def set_starved(self, starved: bool) -> None: ...
+    def set_gpu_wait(self, share: float) -> None: ...
 
     def prepare(self, payload: Payload, keys: Keys, indices: object = None) -> tuple[Payload, Keys]:
         return payload, keys
@@ -77,7 +77,9 @@ class StandIn:
         result = self.program.result
         return as_batch(np.zeros((count, *slot_shape(result)), STORAGE[result.dtype]), result)
 
-    def launch(self, chunk: tuple[Payload, Keys], slots: torch.Tensor) -> list[BadSampleError | None]:
+    def launch(
+        self, chunk: tuple[Payload, Keys], slots: torch.Tensor, ahead: Sequence[object] = ()
+    ) -> list[BadSampleError | None]:
         made = np.empty((len(slots), *slot_shape(self.program.result)), STORAGE[self.program.result.dtype])
         faults = decode(CpuRunner(self.program), *chunk, made)
         slots.copy_(as_batch(made, self.program.result))
@@ -230,7 +232,7 @@ def test_the_slower_one_gets_less(delay: float, slow: float, smaller: bool, sour
             return work(*told)
 
         feed._decoder.run_on_cpu = slowly  # type: ignore[assignment, method-assign]
-        feed._gpu_is_idle = True
+        feed._gpu_wait = 1.0
         for _ in epoch(0):
             pass
         assert share.part < 0.5 if smaller else share.part > 0.5

@@ -11,7 +11,7 @@ import torch
 from gpuflow.config import Config, read_config
 from gpuflow.errors import ConfigError
 from gpuflow.execute.gpu import passes_of
-from gpuflow.execute.gpu_backend import gpu_passes_and_library
+from gpuflow.execute.gpu_backend import DECODE_BYTES, gpu_passes_and_library
 from gpuflow.loader.placement import explain_gpu, memory_for_decoding
 from gpuflow.pipeline.program import OpaqueStep, PointwiseStep, SamplingStep
 from gpuflow.stages import STAGES
@@ -76,8 +76,8 @@ def test_the_memory_limit_is_shared_by_batches_and_decoding(tmp_path: Path) -> N
     """5 batches (3 ahead, one at work, one with the consumer) of 10 x 384 bytes; three buffers have the rest."""
     read = config(tmp_path, [CROP, HALF], "run.memory_limit=100KB")
     assert memory_for_decoding(read, "train", 10) == (100_000 - 5 * 3840) // 3
-    assert memory_for_decoding(config(tmp_path, [CROP, HALF]), "train", 10) == 1 << 29
-    assert memory_for_decoding(config(tmp_path, [CROP, HALF], "run.memory_limit=9GiB"), "train", 10) == 1 << 29
+    assert memory_for_decoding(config(tmp_path, [CROP, HALF]), "train", 10) == DECODE_BYTES
+    assert memory_for_decoding(config(tmp_path, [CROP, HALF], "run.memory_limit=9GiB"), "train", 10) == DECODE_BYTES
     text = (
         r"x\.yaml: run\.memory_limit must be more than 19,200 bytes, got 19,200: 5 batches of 3,840 bytes exist "
         r"at a time in 'train'; raise it, or lower run\.prefetch or batch\.size"

@@ -25,10 +25,10 @@ FIELDS = (
     "shown_y", "shown_x", "shown_height", "shown_width",
     "window_y", "window_x", "window_height", "window_width",
     "flip_y", "flip_x",
-    "row",
+    "offset",
 )  # fmt: skip
 """Columns of a chunk's plan, int64 [N, len(FIELDS)]: the image's device address, its bytes per row, the fields of
-`pipeline.program.Sampling`, and the row of the batch that it fills."""
+`pipeline.program.Sampling`, and how many elements after the first one of `out` its result begins."""
 ROWS, COLUMNS, WARPS = 4, 32, 1
 _NEAREST, _BILINEAR, _BICUBIC = 0, 1, 2
 _KINDS = {"nearest": _NEAREST, "bilinear": _BILINEAR, "bicubic": _BICUBIC}
@@ -81,9 +81,10 @@ def _level(value, KIND: tl.constexpr):
 
 @triton.jit
 def _sample(
-    plan, table, out, stride_n, stride_c, stride_y, stride_x,
+    plan, table, out, stride_c, stride_y, stride_x,
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr, CHANNELS: tl.constexpr, FIELD_COUNT: tl.constexpr,
     KIND: tl.constexpr, ANTIALIAS: tl.constexpr, KEPT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """A tile of ROWS by COLUMNS of one sample: resample each line of the box, then add it to the rows it affects."""
     tiles: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
@@ -98,7 +99,10 @@ def _sample(
     grid_h, grid_w = tl.load(p + 8).to(tl.int32), tl.load(p + 9).to(tl.int32)
     shown_y, shown_x = tl.load(p + 10).to(tl.int32), tl.load(p + 11).to(tl.int32)
     shown_h, shown_w = tl.load(p + 12).to(tl.int32), tl.load(p + 13).to(tl.int32)
-    target = out + tl.load(p + 20) * stride_n + row[:, None] * stride_y + column[None, :] * stride_x
+    offset = tl.load(p + 20)
+    if ALIGNED:
+        offset = tl.multiple_of(offset, 16)
+    target = out + offset + row[:, None] * stride_y + column[None, :] * stride_x
 
     gy = tl.where(tl.load(p + 18) > 0, HEIGHT - 1 - row, row) + tl.load(p + 14).to(tl.int32)
     gx = tl.where(tl.load(p + 19) > 0, WIDTH - 1 - column, column) + tl.load(p + 15).to(tl.int32)
@@ -178,15 +182,16 @@ def sample(plan: torch.Tensor, table: torch.Tensor, out: torch.Tensor, *, interp
     Args:
         plan: int64 [N, len(FIELDS)] on the device. Images are uint8, interleaved, C channels.
         table: [C, 256] on the device in the dtype of `out`: the result for each level.
-        out: [B, C, H, W] with any strides; every sample's window is H by W. Rows not in the plan do not change.
+        out: [B, C, H, W] with any strides; every sample's window is H by W. Only the memory at the offsets of the plan
+            changes, which may be that of another tensor with the same strides.
     """
     _, channels, height, width = out.shape
     grid: Any = (triton.cdiv(height, ROWS) * triton.cdiv(width, COLUMNS), len(plan))
     _sample[grid](
-        plan, table, out, *out.stride(),
+        plan, table, out, *out.stride()[1:],
         HEIGHT=height, WIDTH=width, CHANNELS=channels, FIELD_COUNT=len(FIELDS),
         KIND=_KINDS[interpolation], ANTIALIAS=antialias, KEPT=_KEPT[interpolation],
-        ROWS=ROWS, COLUMNS=COLUMNS, num_warps=WARPS,
+        ROWS=ROWS, COLUMNS=COLUMNS, ALIGNED=out.stride(0) % 16 == 0, num_warps=WARPS,
     )  # fmt: skip
 
 

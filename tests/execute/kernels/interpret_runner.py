@@ -8,10 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
+import gc
 import json
 import random
+import threading
+import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import cv2
@@ -21,12 +26,15 @@ from PIL import Image
 
 from gpuflow.decode.libjpeg_turbo import find_libjpeg_turbo
 from gpuflow.errors import BadSampleError
+from gpuflow.execute import gpu
 from gpuflow.execute.cpu import CpuRunner
-from gpuflow.execute.gpu import GpuRunner, passes_of
+from gpuflow.execute.cpu_decode_pool import CpuDecodePool
+from gpuflow.execute.gpu import GpuRunner, Pass, Prepared, passes_of
 from gpuflow.pipeline.image_spec import STORAGE, as_batch, slot_shape
-from gpuflow.pipeline.program import fold
+from gpuflow.pipeline.program import Program, fold
 from gpuflow.pipeline.stage import Keys, Pipeline, Stage
 from gpuflow.pipeline.validate import trace
+from gpuflow.runtime.memory import heap
 from gpuflow.sources import Payload, lay_out
 from gpuflow.stages import (
     CenterCrop,
@@ -45,6 +53,23 @@ from tests.execute.kernels import quick_interpreter  # noqa: F401  # replaces pa
 
 REFUSED = b"the engines refuse this"
 
+_interpreter = threading.Lock()
+
+
+def one_at_a_time(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """Triton's interpreter is not for several threads."""
+
+    @functools.wraps(kernel)
+    def run(*arguments: Any, **named: Any) -> Any:
+        with _interpreter:
+            return kernel(*arguments, **named)
+
+    return run
+
+
+for kernel in ("sample", "unwritten", "adjust"):
+    setattr(gpu, kernel, one_at_a_time(getattr(gpu, kernel)))
+
 
 class CpuDeviceStream:
     """Replaces `DeviceStream` and its CUDA stream. Queued work runs immediately."""
@@ -61,7 +86,7 @@ class CpuDeviceStream:
     def queued(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
-    def record_event(self, *, blocking: bool = False) -> CpuDeviceStream:
+    def record_event(self, *, blocking: bool = False, stream: Any = None) -> CpuDeviceStream:
         return self
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -74,6 +99,11 @@ class CpuDeviceStream:
     def send_all(self, arrays: Sequence[Any]) -> list[torch.Tensor]:
         self.calls["copies"] += 1
         return [torch.from_numpy(array).clone() for array in arrays]
+
+    def retain_until_done(self, memory: Any, on_done: Callable[[Any], None] | None = None) -> None:
+        """What was queued is done."""
+        if on_done is not None:
+            on_done(memory)
 
     def synchronize(self) -> None:
         """As an event too: what it stands for has passed."""
@@ -91,7 +121,7 @@ class CpuLibrary:
 
     def __init__(self, channels: int) -> None:
         self._flag = cv2.IMREAD_GRAYSCALE if channels == 1 else cv2.IMREAD_COLOR_RGB
-        self._size, self.calls = 0, Counter[str]()
+        self._sizes, self.calls = dict[int, int](), Counter[str]()
         self._memories = [np.zeros((400, 400, channels), np.uint8) for _ in range(self.ENGINES)]
 
     def create(self, backend: int, device: None, pinned: None, flags: int, handle: Any) -> int:
@@ -99,17 +129,19 @@ class CpuLibrary:
         return 0
 
     def create_state(self, handle: Any, state: Any) -> int:
-        state._obj.value = 22
+        state._obj.value = 22 + len(self._sizes)
+        self._sizes[state._obj.value] = 0
         return 0
 
     def initialize(self, handle: Any, state: Any, size: int, threads: int, output: int) -> int:
-        self._size = size
+        self._sizes[state.value] = size
         return 0
 
     def decode(self, handle: Any, state: Any, data: int, lengths: int, images: int, stream: int) -> int:
         self.calls["decode"] += 1
-        starts, sizes = (np.ctypeslib.as_array((ctypes.c_uint64 * self._size).from_address(x)) for x in (data, lengths))
-        targets = np.ctypeslib.as_array((ctypes.c_uint64 * (8 * self._size)).from_address(images)).reshape(-1, 8)
+        size = self._sizes[state.value]
+        starts, sizes = (np.ctypeslib.as_array((ctypes.c_uint64 * size).from_address(x)) for x in (data, lengths))
+        targets = np.ctypeslib.as_array((ctypes.c_uint64 * (8 * size)).from_address(images)).reshape(-1, 8)
         files = [ctypes.string_at(int(a), int(n)) for a, n in zip(starts, sizes, strict=True)]
         if any(REFUSED in file for file in files):
             return 6
@@ -301,6 +333,124 @@ def histories() -> dict[str, Any]:
     return {"case": "histories", "faults": [], "max": max(apart), "mean": 0.0, "wrong": wrong, "cpu": runner.cpu_images}
 
 
+def mixed_files() -> list[bytes]:
+    """Many files of all kinds of calls, and a trickle of files that the CPU decodes or nothing does."""
+    rng = random.Random(5)
+    found = []
+    for number in range(60):
+        size = rng.randint(20, 60), rng.randint(20, 60)
+        kind = rng.choice(["4:2:0"] * 6 + ["4:4:4"] * 2 + ["4:2:2"])
+        found.append(images.jpeg(images.photo(*size, seed=number), kind, progressive=number % 11 == 3))
+    found[17], found[40] = b"no image", images.png(images.photo(33, 29, seed=9))
+    found[50] = images.encode(Image.fromarray(images.photo(30, 30, seed=8)), "JPEG", comment=REFUSED)
+    return found
+
+
+def windows() -> Iterator[dict[str, Any]]:
+    """Chunks launched with others ahead, from several threads, and partly never: each as if it were launched alone."""
+    pool = mixed_files()
+    for name in ("crop", "colours"):
+        pipeline = Pipeline(name, PIPELINES[name])
+        program = fold(pipeline, trace(pipeline))
+        passes = passes_of(program)
+        assert not isinstance(passes, str), passes
+
+        def new(
+            library: CpuLibrary, *, ahead: bool, program: Program = program, passes: Sequence[Pass] = passes
+        ) -> GpuRunner:
+            cpu_pool = CpuDecodePool(program, processes=0, cores=1, make=heap) if ahead else None
+            device: Any = CpuDeviceStream()
+            nvjpeg: Any = library
+            return GpuRunner(
+                program, passes, device, nvjpeg, backend="hardware", decode_bytes=30_000, cpu_pool=cpu_pool
+            )
+
+        def prepare(runner: GpuRunner, chosen: Sequence[int]) -> Prepared:
+            chunk = Payload.of([pool[i] for i in chosen], lambda size: np.full(size, 0xAB, np.uint8))
+            return runner.prepare(chunk, Keys(1, 2, np.array(chosen)), list(chosen))
+
+        rng = random.Random(11)
+        alone, runner = new(CpuLibrary(3), ahead=False), new(library := CpuLibrary(3), ahead=True)
+        wrong = faults = images_of_others = 0
+        for turn in range(8):
+            order = rng.sample(range(len(pool)), len(pool))
+            ends = sorted(rng.sample(range(1, len(pool)), rng.randint(1, 7)))
+            parts = [order[start:end] for start, end in zip([0, *ends], [*ends, len(pool)], strict=True)]
+            chunks = [prepare(runner, part) for part in parts]
+            launched = range(len(chunks) - (turn == 3))  # once the last one is never launched
+            results = [runner.slots(len(part)).fill_(0) for part in parts]
+            found: list[Any] = [None] * len(chunks)
+            library.calls.clear()
+
+            def launch(i: int, chunks: Any = chunks, results: Any = results, found: Any = found) -> None:
+                window = chunks[i + 1 : i + 1 + 3]
+                found[i] = runner.launch(chunks[i], results[i], window)  # noqa: B023
+
+            if turn % 2:
+                with ThreadPoolExecutor(3) as threads:
+                    list(threads.map(launch, launched))
+            else:
+                for i in launched:
+                    before = library.calls["images"]
+                    launch(i)
+                    images_of_others += max(0, library.calls["images"] - before - len(parts[i]))
+            for i in launched:
+                slots = alone.slots(len(parts[i])).fill_(0)
+                rights = alone.launch(prepare(alone, parts[i]), slots)
+                faults += [str(fault) for fault in found[i]] != [str(fault) for fault in rights]
+                good = [place for place, fault in enumerate(rights) if fault is None]
+                wrong += not torch.equal(results[i][good], slots[good])
+        yield {
+            "case": f"windows, {name}",
+            "faults": [],
+            "max": 0.0,
+            "mean": 0.0,
+            "wrong": wrong,
+            "wrong_faults": faults,
+            "images_of_others": images_of_others,
+            "cycles": cycles(runner, prepare),
+            "errors": errors(new, prepare),
+        }
+
+
+def cycles(runner: GpuRunner, prepare: Callable[[GpuRunner, Sequence[int]], Prepared]) -> int:
+    """Encoded bytes of launched chunks that only the garbage collector would free."""
+    gc.collect()
+    gc.disable()
+    chunks = [prepare(runner, range(start, start + 16)) for start in (0, 16, 32)]
+    held = [weakref.ref(chunk.payload.buffer) for chunk in chunks]
+    while chunks:
+        runner.launch(chunks.pop(0), runner.slots(16), chunks)
+    left = sum(reference() is not None for reference in held)
+    gc.enable()
+    return left
+
+
+def errors(new: Callable[..., GpuRunner], prepare: Callable[[GpuRunner, Sequence[int]], Prepared]) -> list[str]:
+    """What two chunks raise that share the call that fails, and then a chunk without them."""
+
+    class Failing(CpuLibrary):
+        left = 0
+
+        def decode(self, *arguments: Any) -> int:
+            self.left -= 1
+            if self.left == 0:
+                raise MemoryError("no room for a call")
+            return super().decode(*arguments)
+
+    runner = new(library := Failing(3), ahead=True)
+    first, second = prepare(runner, range(16)), prepare(runner, range(20, 36))
+    library.left = 1
+    found = []
+    for chunk, ahead in ((first, [second]), (second, []), (prepare(runner, range(36, 49)), [])):
+        try:
+            runner.launch(chunk, runner.slots(len(chunk.payload)), ahead)
+            found.append("")
+        except MemoryError as error:
+            found.append(str(error))
+    return found
+
+
 if __name__ == "__main__":
-    for case in [*cases(), served(), histories()]:
+    for case in [*cases(), served(), histories(), *windows()]:
         print(json.dumps(case), flush=True)

@@ -47,6 +47,7 @@ def difference(stages: tuple[Geometry, ...], channels: int, layout: str, dtype: 
     height, width = sampling.window[0, 2:].tolist()
     memory = torch.channels_last if layout == "nhwc" else torch.contiguous_format
     out = torch.full((len(SIZES), channels, height, width), -1.0).to(dtype).contiguous(memory_format=memory)
+    plan[:, -1] *= out.stride(0)
     how: dict[str, Any] = {"interpolation": sampling.interpolation, "antialias": sampling.antialias}
     sample(plan, table, out, **how)
     expected = sample_reference(images, plan, table, **how)

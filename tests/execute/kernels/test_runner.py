@@ -26,7 +26,7 @@ def cases() -> dict[str, dict[str, Any]]:
 
 
 def test_pixels_and_faults_are_those_of_the_cpu(cases: dict[str, dict[str, Any]]) -> None:
-    assert len(cases) == 18
+    assert len(cases) == 20
     for case in cases.values():
         assert case["faults"] == [], case
         assert case["max"] <= 1 and case["mean"] < 0.01, case
@@ -35,7 +35,7 @@ def test_pixels_and_faults_are_those_of_the_cpu(cases: dict[str, dict[str, Any]]
 def test_what_the_engines_refuse_is_decoded_by_the_cpu(cases: dict[str, dict[str, Any]]) -> None:
     """Of 12 samples 3 are bad; the CPU decodes a PNG, a progressive JPEG and a file that makes the call fail."""
     for name, case in cases.items():
-        if not name.startswith(("misfits", "served", "histories")):
+        if not name.startswith(("misfits", "served", "histories", "windows")):
             assert (case["good"], case["engines"], case["cpu"]) == (9, 6, 3), case
 
 
@@ -50,15 +50,16 @@ def test_the_cpu_reports_a_resized_image_that_is_too_large(cases: dict[str, dict
 
 
 def test_calls_and_copies_do_not_depend_on_the_number_of_images(cases: dict[str, dict[str, Any]]) -> None:
-    """One call for all, then halves around the one of 7 that fails. Copies: a table, a plan, twice pixels and rows, and
-    at the first time what is to be looked at."""
-    assert (cases["crop, 1048576 bytes"]["decodes"], cases["crop, 1048576 bytes"]["copies"]) == (7, [6, 6])
-    assert (cases["misfits, 1048576 bytes"]["decodes"], cases["misfits, 1048576 bytes"]["copies"]) == (1, [4, 3])
+    """One call for each of four samplings, then halves around the one of 4 that fails. Copies: a plan for each call, at
+    the first time what is to be looked at, and twice pixels and rows. The second time a call is for the file that
+    failed, which alone is looked at again."""
+    assert (cases["crop, 1048576 bytes"]["decodes"], cases["crop, 1048576 bytes"]["copies"]) == (8, [12, 10])
+    assert (cases["misfits, 1048576 bytes"]["decodes"], cases["misfits, 1048576 bytes"]["copies"]) == (4, [10, 6])
 
 
 def test_blank_images_precede_files_that_were_never_decoded_completely(cases: dict[str, dict[str, Any]]) -> None:
-    """Five images on three engines after six blank ones, and without blank ones once the files are known."""
-    assert cases["misfits, 1048576 bytes"]["images"] == [5 + 6, 5]
+    """Calls of 2, 1, 1 and 1 images on three engines after three blank ones each; none once the files are known."""
+    assert cases["misfits, 1048576 bytes"]["images"] == [5 + 4 * 3, 5]
 
 
 @pytest.mark.skipif(find_libjpeg_turbo() is None, reason="its fake engines need libjpeg-turbo: gpuflow[turbo]")
@@ -78,3 +79,19 @@ def test_less_memory_means_more_calls_and_the_same_pixels(cases: dict[str, dict[
 
 def test_a_service_gets_the_same_images_and_gives_its_memory_back(cases: dict[str, dict[str, Any]]) -> None:
     assert cases["served"]["given_back"] == 2
+
+
+@pytest.mark.parametrize("name", ["crop", "colours"])
+def test_a_chunk_does_not_depend_on_the_chunks_that_are_decoded_with_it(
+    cases: dict[str, dict[str, Any]], name: str
+) -> None:
+    """Whatever the window, the order of launches, and where the files that only the CPU decodes are."""
+    case = cases[f"windows, {name}"]
+    assert (case["wrong"], case["wrong_faults"]) == (0, 0)
+    assert case["images_of_others"] > 0, "no call was filled up"
+    assert case["cycles"] == 0, "memory waits for the garbage collector"
+
+
+@pytest.mark.parametrize("name", ["crop", "colours"])
+def test_a_call_that_fails_is_an_error_of_all_its_chunks(cases: dict[str, dict[str, Any]], name: str) -> None:
+    assert cases[f"windows, {name}"]["errors"] == ["no room for a call", "no room for a call", ""]
