@@ -1,7 +1,8 @@
 """The torchpipe graph of a configuration, as a value, a dict and TOML. Does not need torchpipe itself.
 
-torchpipe schedules: instances of a node, dynamic batches, one node after the other. The nodes run gpuflow's own code
-(`nodes.py`), so that serving gives the pixels of validation bit for bit; only a preset's operators are torchpipe's.
+torchpipe schedules the instances of the nodes, and forms batches where no `RunningGraph` does. The nodes run gpuflow's
+own code (`nodes.py`), so that serving gives the pixels of validation bit for bit; only a preset's operators are
+torchpipe's.
 """
 
 from __future__ import annotations
