@@ -40,7 +40,8 @@ GPU_MODEL = (
     "serve.model.instances=1",
     "serve.model.precision=bfloat16",
 )
-"""Overrides for the model on a GPU; `--set serve.model.cuda_graphs=true` and the like change it for every arm."""
+"""Overrides for the model on a GPU; `--set serve.model.compile=true` and the like change it for every arm."""
+NO_GRAPHS = "serve.model.cuda_graphs=false"
 _PROCESS_SECONDS = 600.0
 _QUIET_PERCENT = 15
 
@@ -85,7 +86,9 @@ def main() -> None:
         "--tries", type=int, default=1, help="most tries of a measurement, until no other process disturbs it"
     )
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="overrides of photos.yaml")
-    parser.add_argument("--label", default="", help="appended to the model's name, such as 'CUDA graphs'")
+    parser.add_argument(
+        "--label", default="", help="appended to the model's name; by default 'CUDA graphs' where they are used"
+    )
     parser.add_argument("--out", type=Path, help="by default results.csv, lists.csv or processes.csv next to this file")
     parser.add_argument(
         "--resume", action="store_true", help="continue a run that was cut off, by its file OUT.rounds.jsonl"
@@ -95,6 +98,13 @@ def main() -> None:
     if options.quick:
         options.seconds, options.repeats, options.bounds, options.clients = 0.5, 1, 1, "1,4"
         options.out = options.out or DATA / "quick.csv"
+    if (
+        options.device == "cuda"
+        and options.engines in ("", "torch")
+        and not options.label
+        and NO_GRAPHS not in options.set
+    ):
+        options.label = "CUDA graphs"
     charted = options.images == "1" and options.processes is None
     options.out = options.out or (RESULTS if charted else PROCESSES if options.processes else LISTS)
     sizes = options.photographs.split(",")
