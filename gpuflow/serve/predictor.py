@@ -30,7 +30,7 @@ from gpuflow.execute.gpu_backend import gpu_passes_and_library
 from gpuflow.pipeline.stage import ImageSpec, Pipeline
 from gpuflow.runtime.ranks import Ranks
 from gpuflow.runtime.threads import use_torch_threads
-from gpuflow.torchpipe.graph import DEFAULT_BATCH, MODEL, PREDICT, Graph, chain
+from gpuflow.torchpipe.graph import DEFAULT_BATCH, MODEL, PREDICT, Graph, chain, images_at_a_time
 from gpuflow.torchpipe.running_graph import RunningGraph
 
 if TYPE_CHECKING:
@@ -406,7 +406,7 @@ def chain_here(
         model,
         origin=config.path,
         threads=threads_of(config.run),
-        processes=serving_processes_of(config.run),
+        processes=serving_processes_of(config.run, images_at_a_time(model)),
         device=device,
         platform=platform,
         gpu_decodes=device != "cpu" and not isinstance(gpu_passes_and_library(program), str),
