@@ -5,6 +5,7 @@ JOB is JSON. Prints JSON: the device's name, and metrics by workload, such as `{
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
@@ -20,8 +21,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
+    from plain import Plain
 
-Predict = Callable[[bytes], object]
+Request = bytes | tuple[bytes, ...]
+"""One image, or several that are sent together."""
+Predict = Callable[[Any], object]
+"""Takes one Request."""
 Figures = Iterator[tuple[str, dict[str, float]]]
 """Workload, metrics."""
 
@@ -37,7 +42,7 @@ class Job:
 
     arm: a name of `ARMS`. photographs: directories. clients: numbers of threads that send requests. seconds: of each
     measurement. cores: how many cores are used; None for all. tries: how often a closed loop is measured at most, until
-    no other process disturbs it.
+    no other process disturbs it. images: how many images a request has, one measurement for each.
     """
 
     arm: str
@@ -49,6 +54,7 @@ class Job:
     seconds: float
     cores: int | None = None
     tries: int = 1
+    images: tuple[int, ...] = (1,)
 
 
 def main() -> None:
@@ -74,19 +80,34 @@ def _name_of(device: str) -> str:
 
 
 def plain(job: Job) -> Figures:
-    """(a) cv2 in each client's thread, then the model under one lock."""
+    """(a) cv2 in each client's thread, then the model under one lock; the images of a request one after the other."""
+    way = _plain(job)
+    yield from _closed_loops(job, lambda request: way(request) if isinstance(request, bytes) else way.each(request))
+
+
+def plain_batch(job: Job) -> Figures:
+    """The same, with one batch of the model for all images of a request."""
+    way = _plain(job)
+    yield from _closed_loops(job, lambda request: way.batch([request] if isinstance(request, bytes) else request))
+
+
+def _plain(job: Job) -> Plain:
     from plain import Plain
 
     _, _, (engine,) = _engines(job, "serve.model.instances=1")
-    yield from _closed_loops(job, Plain(engine, _device(job)))
+    return Plain(engine, _device(job))
 
 
 def graph(job: Job) -> Figures:
     """(b) on a CPU, (c) on a GPU: what `gpuflow serve` runs behind HTTP."""
     predictor = _load(job)
-    yield from _closed_loops(
-        job, lambda data: predictor.submit(data).result(_ANSWER), batches=lambda: predictor.batches
-    )
+
+    def predict(request: Request) -> object:
+        if isinstance(request, bytes):
+            return predictor.submit(request).result(_ANSWER)
+        return predictor.predict(request)
+
+    yield from _closed_loops(job, predict, batches=lambda: predictor.batches)
 
 
 def graph_cpu(job: Job) -> Figures:
@@ -141,6 +162,7 @@ def scheduler_only(job: Job) -> Figures:
 
 ARMS: dict[str, Callable[[Job], Figures]] = {
     "plain": plain,
+    "plain-batch": plain_batch,
     "graph-cpu": graph_cpu,
     "graph-gpu": graph,
     "engine only": engine_only,
@@ -194,32 +216,43 @@ def _images(directory: str) -> list[bytes]:
 
 
 def _closed_loops(job: Job, predict: Predict, batches: Callable[[], dict[int, int]] = dict) -> Figures:
-    for directory in job.photographs:
-        images = _images(directory)
-        _first_requests(predict, images, max(job.clients))
+    for directory, count in itertools.product(job.photographs, job.images):
+        requests = requests_of(_images(directory), count)
+        _first_requests(predict, requests, max(job.clients))
         for clients in job.clients:
             before: dict[int, int] = {}
             figures: dict[str, float] = {}
             for _ in range(job.tries):
                 before = batches()
-                figures = closed_loop(predict, images, clients=clients, seconds=job.seconds)
+                figures = closed_loop(predict, requests, clients=clients, seconds=job.seconds)
                 if figures["others_cpu_percent"] < QUIET_PERCENT:
                     break
             counts = {size: count - before.get(size, 0) for size, count in batches().items()}
             if runs := sum(counts.values()):
                 figures["mean_batch"] = sum(size * count for size, count in counts.items()) / runs
-            yield f"{Path(directory).name}; clients={clients}", figures
+            several = "" if job.images == (1,) else f"; images={count}"
+            if several:
+                figures["images_per_s"] = count * figures["qps"]
+            yield f"{Path(directory).name}{several}; clients={clients}", figures
 
 
-def _first_requests(predict: Predict, images: Sequence[bytes], clients: int) -> None:
+def requests_of(images: Sequence[bytes], count: int) -> Sequence[Request]:
+    """Requests of so many images each; a request of one image is its bytes."""
+    if count == 1:
+        return images
+    repeated = [*images, *itertools.islice(itertools.cycle(images), count)]
+    return [tuple(repeated[begin : begin + count]) for begin in range(len(images))]
+
+
+def _first_requests(predict: Predict, requests: Sequence[Request], clients: int) -> None:
     """Requests that are not measured, which compile and allocate: one, then two for each client at the same time."""
-    predict(images[0])
+    predict(requests[0])
     with ThreadPoolExecutor(clients) as pool:
-        for answer in [pool.submit(predict, images[number % len(images)]) for number in range(2 * clients)]:
+        for answer in [pool.submit(predict, requests[number % len(requests)]) for number in range(2 * clients)]:
             answer.result(_ANSWER)
 
 
-def closed_loop(predict: Predict, images: Sequence[bytes], *, clients: int, seconds: float) -> dict[str, float]:
+def closed_loop(predict: Predict, requests: Sequence[Request], *, clients: int, seconds: float) -> dict[str, float]:
     """Threads that each send the next request after an answer. Answers within `seconds` are counted.
 
     Each thread has had an answer before: if the model runs on the client's thread, torch first selects cuDNN's kernels
@@ -241,7 +274,7 @@ def closed_loop(predict: Predict, images: Sequence[bytes], *, clients: int, seco
     ready = threading.Barrier(clients + 1, start)
 
     def client(number: int) -> None:
-        ask = _caller(predict, images, number)
+        ask = _caller(predict, requests, number)
         try:
             ask()
             ready.wait(_ANSWER)
@@ -290,14 +323,14 @@ def closed_loop(predict: Predict, images: Sequence[bytes], *, clients: int, seco
     }
 
 
-def _caller(predict: Predict, images: Sequence[bytes], number: int) -> Callable[[], object]:
-    """A function that sends the next image at each call; clients begin at different images."""
+def _caller(predict: Predict, requests: Sequence[Request], number: int) -> Callable[[], object]:
+    """A function that sends the next request at each call; clients begin at different ones."""
     place = number * 7919
 
     def ask() -> object:
         nonlocal place
         place += 1
-        return predict(images[place % len(images)])
+        return predict(requests[place % len(requests)])
 
     return ask
 

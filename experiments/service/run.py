@@ -22,11 +22,15 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 CONFIG = HERE / "photos.yaml"
 DATA = Path("data/service")
-RESULTS = HERE / "results.csv"
+RESULTS, LISTS, PROCESSES = HERE / "results.csv", HERE / "lists.csv", HERE / "processes.csv"
 SIZES = {"500x375": (500, 375), "1080x1080": (1080, 1080)}
 PHOTOGRAPHS = 128
-UNITS = {"qps": "requests/s", "rss_mb": "MB", "mean_batch": "images", "bound_per_s": "1/s"}
+UNITS = {"qps": "requests/s", "images_per_s": "images/s", "rss_mb": "MB", "mean_batch": "images", "bound_per_s": "1/s"}
 ARMS = {"cpu": ("plain", "graph-cpu"), "cuda": ("plain", "graph-cpu", "graph-gpu")}
+LIST_ARMS = {"cpu": ("plain", "plain-batch", "graph-cpu"), "cuda": ("plain", "plain-batch", "graph-cpu", "graph-gpu")}
+"""Where a request has several images: with --images."""
+PROCESS_ARMS = ("graph-cpu",)
+"""Where the CPU decodes: with --processes, one arm for each value."""
 BOUNDS = {
     "cpu": ("engine only", "CPU decode only", "scheduler only"),
     "cuda": ("engine only", "CPU decode only", "GPU decode only", "scheduler only"),
@@ -36,9 +40,19 @@ GPU_MODEL = (
     "serve.model.instances=1",
     "serve.model.precision=bfloat16",
 )
-"""Overrides for the model on a GPU; `--set serve.model.cuda_graphs=true` and the like change it for every arm."""
+"""Overrides for the model on a GPU; `--set serve.model.compile=true` and the like change it for every arm."""
+NO_GRAPHS = "serve.model.cuda_graphs=false"
 _PROCESS_SECONDS = 600.0
 _QUIET_PERCENT = 15
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Arm:
+    """What is measured. name: of measure.py. title: in the results. overrides: of photos.yaml, for this arm alone."""
+
+    name: str
+    title: str
+    overrides: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,6 +71,10 @@ def main() -> None:
     parser.add_argument("--cores", type=int, help="how many cores are used; by default all")
     parser.add_argument("--engines", default="", help="torch, onnxruntime; by default both on a CPU, torch on a GPU")
     parser.add_argument("--arms", help="plain, graph-cpu, graph-gpu, separated by commas; by default all")
+    parser.add_argument("--images", default="1", help="images in a request, such as 1,4,16; the rows go to lists.csv")
+    parser.add_argument(
+        "--processes", help="values of run.processes, such as 0,4,8,auto, where the CPU decodes; into processes.csv"
+    )
     parser.add_argument("--photographs", default=",".join(SIZES), help="sizes; a CPU's onnxruntime gets the first")
     parser.add_argument("--clients", default="1,5,10,20,40")
     parser.add_argument("--seconds", type=float, default=4.0, help="of each measurement")
@@ -68,64 +86,122 @@ def main() -> None:
         "--tries", type=int, default=1, help="most tries of a measurement, until no other process disturbs it"
     )
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="overrides of photos.yaml")
-    parser.add_argument("--label", default="", help="appended to the model's name, such as 'CUDA graphs'")
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument(
+        "--label", default="", help="appended to the model's name; by default 'CUDA graphs' where they are used"
+    )
+    parser.add_argument("--out", type=Path, help="by default results.csv, lists.csv or processes.csv next to this file")
+    parser.add_argument(
+        "--resume", action="store_true", help="continue a run that was cut off, by its file OUT.rounds.jsonl"
+    )
     parser.add_argument("--quick", action="store_true", help=f"one short round, into {DATA}, to see that it runs")
     options = parser.parse_args()
     if options.quick:
         options.seconds, options.repeats, options.bounds, options.clients = 0.5, 1, 1, "1,4"
-        options.out = DATA / "quick.csv" if options.out == RESULTS else options.out
+        if options.images != "1":  # a list of 16 takes a second on two cores
+            options.seconds, options.bounds, options.clients = 3.0, 0, "1"
+        options.out = options.out or DATA / "quick.csv"
+    if (
+        options.device == "cuda"
+        and options.engines in ("", "torch")
+        and not options.label
+        and NO_GRAPHS not in options.set
+    ):
+        options.label = "CUDA graphs"
+    charted = options.images == "1" and options.processes is None
+    options.out = options.out or (RESULTS if charted else PROCESSES if options.processes else LISTS)
     sizes = options.photographs.split(",")
     photographs = {size: str(make_photographs(size)) for size in sizes}
     rounds = Rounds(options, models(options, photographs))
-    arms = tuple(options.arms.split(",")) if options.arms else ARMS[options.device]
+    arms = arms_of(options)
     for repeat in range(options.repeats):
-        rounds.measure(arms if repeat % 2 == 0 else tuple(reversed(arms)))
-    for _ in range(options.bounds):
-        rounds.measure(BOUNDS[options.device])
+        rounds.measure(f"round {repeat}", arms if repeat % 2 == 0 else tuple(reversed(arms)))
+    bounds = expanded(BOUNDS[options.device], options.processes)
+    for repeat in range(options.bounds):
+        rounds.measure(f"bounds {repeat}", bounds)
     for line in compare(rounds.rows()):
         print(line)
-    if options.repeats:  # the chart shows no bounds
+    if options.repeats and charted:  # the chart shows no bounds
         from gpuflow.plots import load_test
 
         for path in load_test.draw(options.out, options.out.with_name("service")):
             print("wrote", path)
 
 
+def arms_of(options: argparse.Namespace) -> tuple[Arm, ...]:
+    """The arms that are chosen, one for each of `--processes` where the CPU decodes."""
+    every = LIST_ARMS if options.images != "1" else ARMS
+    names = PROCESS_ARMS if options.processes else every[options.device]
+    return expanded(tuple(options.arms.split(",")) if options.arms else names, options.processes)
+
+
+def expanded(names: Iterable[str], processes: str | None) -> tuple[Arm, ...]:
+    """Arms by name; of one that decodes on the CPU one for each of the values of `run.processes`."""
+    arms = []
+    for name in names:
+        if processes and name in (*PROCESS_ARMS, "CPU decode only"):
+            values = processes.split(",")
+            arms += [Arm(name=name, title=f"{name} processes={n}", overrides=(f"run.processes={n}",)) for n in values]
+        else:
+            arms.append(Arm(name=name, title=name))
+    return tuple(arms)
+
+
 class Rounds:
-    """Measures one arm after the other, and writes the results after each of them."""
+    """Measures one arm after the other, and writes the results after each of them.
+
+    What every process measured is also kept in a file next to the results, by which a run that was cut off continues.
+    """
 
     def __init__(self, options: argparse.Namespace, models: Sequence[Model]) -> None:
         self._options, self._models = options, models
         self._found: dict[tuple[str, str, str], list[float]] = {}
         self._device = "cpu"
+        self._log = options.out.with_suffix(".rounds.jsonl")
+        self._done: dict[str, Any] = {}
+        if options.resume and self._log.exists():
+            for line in self._log.read_text(encoding="utf-8").splitlines():
+                entry = json.loads(line)
+                self._done[entry["key"]] = entry["answer"]
+        else:
+            self._log.parent.mkdir(parents=True, exist_ok=True)
+            self._log.unlink(missing_ok=True)
 
-    def measure(self, arms: Iterable[str]) -> None:
+    def measure(self, round_name: str, arms: Iterable[Arm]) -> None:
         """Each arm once with each model, in a process of its own; arms without a model run once."""
         options = self._options
         for arm in arms:
             for number, model in enumerate(self._models):
-                if number and arm.endswith(("decode only", "scheduler only")):
+                if number and arm.name.endswith(("decode only", "scheduler only")):
                     continue
                 job = {
-                    "arm": arm,
+                    "arm": arm.name,
                     "config": str(CONFIG),
-                    "overrides": [*model.overrides, *options.set],
+                    "overrides": [*model.overrides, *options.set, *arm.overrides],
                     "device": options.device,
                     "photographs": model.photographs,
                     "clients": [int(word) for word in options.clients.split(",")],
                     "seconds": options.seconds,
                     "cores": options.cores,
                     "tries": options.tries,
+                    "images": [int(word) for word in options.images.split(",")],
                 }
-                answer = run(job)
+                answer = self._answer(f"{round_name}: {json.dumps(job)}", job)
                 self._device = answer["device"]
-                title = self._title(model.name if arm in (*ARMS["cuda"], "engine only") else "")
+                title = self._title(model.name if arm.name in (*LIST_ARMS["cuda"], "engine only") else "")
                 for workload, figures in answer["figures"].items():
-                    print(f"{arm:16} {title}; {workload:24} {_brief(figures)}", flush=True)
+                    print(f"{arm.title:16} {title}; {workload:24} {_brief(figures)}", flush=True)
                     for metric, value in figures.items():
-                        self._found.setdefault((arm, f"{title}; {workload}", metric), []).append(value)
+                        self._found.setdefault((arm.title, f"{title}; {workload}", metric), []).append(value)
                 write(options.out, self.rows())
+
+    def _answer(self, key: str, job: dict[str, Any]) -> Any:
+        """What `run` returns, or what it returned before the run was cut off."""
+        if key not in self._done:
+            answer = run(job)
+            with self._log.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"key": key, "answer": answer}) + "\n")
+            self._done[key] = answer
+        return self._done[key]
 
     def _title(self, model: str) -> str:
         options = self._options
@@ -154,7 +230,13 @@ def run(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def _brief(figures: dict[str, float]) -> str:
-    names = {"bound_per_s": "{:.0f}/s", "qps": "{:.1f}/s", "tp50_ms": "TP50 {:.1f}", "tp99_ms": "TP99 {:.1f} ms"}
+    names = {
+        "bound_per_s": "{:.0f}/s",
+        "qps": "{:.1f}/s",
+        "images_per_s": "{:.0f} images/s",
+        "tp50_ms": "TP50 {:.1f}",
+        "tp99_ms": "TP99 {:.1f} ms",
+    }
     words = [text.format(figures[name]) for name, text in names.items() if name in figures]
     if figures.get("others_cpu_percent", 0) > _QUIET_PERCENT:
         words.append(f"NOT QUIET: others took {figures['others_cpu_percent']:.0f}% of a core")

@@ -131,9 +131,11 @@ class ModelSpec(_Block):
         engine: the library that runs the model; `auto` chooses it by the file's suffix.
         batch: the most images that the model runs on at a time.
         instances: how many copies of the model run at the same time.
-        timeout_ms: how long a request waits for others to fill its batch, in milliseconds.
+        timeout_ms: how long the model waits, after a batch, for the next requests of the callers that it answered, in
+            milliseconds.
         compile: compile the model with torch.compile; for the engine torch.
-        cuda_graphs: replay the model as CUDA graphs; for the engine torch on a GPU.
+        cuda_graphs: replay the model as CUDA graphs; for the engine torch on a GPU. `auto`: for the batch sizes where
+            that can be captured and gives the same logits; `true`: it is an error where not.
         precision: the data type that the model computes in.
         force: serve a model that was trained with other preprocessing, which is an error otherwise.
         preprocessing: `check`: the file must record that it was trained with these stages; `trust`: serve a file that
@@ -150,7 +152,7 @@ class ModelSpec(_Block):
     instances: Positive = 1
     timeout_ms: Annotated[float, Field(ge=0)] = 2.0
     compile: bool = False
-    cuda_graphs: bool = False
+    cuda_graphs: bool | Literal["auto"] = "auto"
     precision: Literal["float32", "float16", "bfloat16"] = "float32"
     force: bool = False
     preprocessing: Literal["check", "trust"] = "check"
@@ -178,7 +180,7 @@ class ModelSpec(_Block):
             rule = f"is {runtime}, which takes {takes} files, but the model's file is {self.file!r}"
             yield _conflict("engine", rule, action="use auto")
         for key in ("compile", "cuda_graphs"):
-            if getattr(self, key) and runtime != "torch":
+            if getattr(self, key) is True and runtime != "torch":
                 yield _conflict(key, f"is for the engine torch, but this one is {runtime}")
         if self.precision != "float32" and runtime != "tensorrt" and suffix != ".pt":
             rule = f"is {self.precision}, but {runtime} runs {suffix} files as they were exported"
@@ -309,7 +311,7 @@ class RunSpec(_Block):
         threads: threads that decode on the CPU; `auto`: the cores that this process may use, shared among the ranks.
         readers: threads that only read; `auto`: none for local files, 16 for URLs, 2 where a GPU decodes.
         processes: worker processes that read and decode instead of the threads; `auto`: one for each thread where there
-            are more than four, from 10,000 samples on.
+            are more than four, from 10,000 samples on, and for a service where the CPU decodes.
         prefetch: finished batches that wait for the training loop.
         on_error: what happens to a bad sample: `raise` stops, `replace` takes another one, `skip` leaves it out; by
             default `skip` in the pipeline val and `replace` in others.

@@ -39,9 +39,18 @@ def processes_of(run: RunSpec, samples: int) -> int:
     return 0 if threads <= _FEW_THREADS or samples < _WORTH_PROCESSES else threads
 
 
-def serving_processes_of(run: RunSpec) -> int:
-    """Processes that preprocess where the CPU decodes what is served: those of `run.processes`, by default none."""
-    return 0 if run.processes == "auto" else processes_of(run, 0)
+def serving_processes_of(run: RunSpec, images: int) -> int:
+    """Processes that preprocess where the CPU decodes what is served; where `run.processes` is auto, one for each
+    thread, as for a loader whose source is large: a service runs for long, so their start does not count.
+
+    images: that the model's instances run on at a time, all of their batches together. Processes decode a batch between
+    two runs of the model, so more than these would have nothing to do, and for few images threads, which decode ahead
+    of the model, do as much.
+    """
+    if run.processes != "auto":
+        return min(run.processes, threads_of(run))
+    processes = min(threads_of(run), images)
+    return 0 if processes <= _FEW_THREADS else processes
 
 
 def decode_processes_of(config: Config, samples: int, share_threads: int | None = None, *, remote: bool) -> int:

@@ -28,6 +28,7 @@ __all__ = [
     "class_names",
     "cores_per_instance",
     "model_error",
+    "noise_images",
     "read_model",
     "refuse_other_preprocessing",
     "run_in_thread",
@@ -131,6 +132,17 @@ def black_images(count: int, image: ImageSpec, device: torch.device) -> torch.Te
     assert height is not None and width is not None
     images = torch.zeros((count, channels, height, width), dtype=getattr(torch, image.dtype), device=device)
     return images if image.layout == "nchw" else images.contiguous(memory_format=torch.channels_last)
+
+
+def noise_images(count: int, image: ImageSpec, device: torch.device) -> torch.Tensor:
+    """As `black_images`, with random pixels that are the same at every call."""
+    images = black_images(count, image, torch.device("cpu"))
+    generator = torch.Generator().manual_seed(count)
+    if image.dtype == "uint8":
+        noise = torch.randint(0, 256, images.shape, dtype=torch.uint8, generator=generator)
+    else:
+        noise = torch.randn(images.shape, generator=generator)
+    return images.copy_(noise).to(device)
 
 
 # --- checks -----------------------------------------------------------------------------------------------------------

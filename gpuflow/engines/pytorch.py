@@ -1,20 +1,20 @@
 """The engine `torch`: a checkpoint of `gpuflow train` (`.pt`) or a program of `torch.export` (`.pt2`).
 
 On a GPU and with `compile` only a few batch sizes run, and smaller batches are padded up to them: for each new size
-cuDNN selects kernels again, which takes a tenth of a second with a ResNet-50.
+cuDNN selects kernels again, which takes a tenth of a second with a ResNet-50. On a GPU the work on each of these sizes
+is captured as a CUDA graph, if the model allows it and the graph gives the same logits.
 """
 
 from __future__ import annotations
 
-import threading
+import logging
 import warnings
 import zipfile
 from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import PurePath
-from typing import Any
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -28,9 +28,11 @@ from gpuflow.engines.base import (
     check_input,
     cores_per_instance,
     model_error,
+    noise_images,
     read_model,
     run_in_thread,
 )
+from gpuflow.engines.cuda_graphs import Captured, CudaGraphs, GraphMaker, difference, tolerance
 from gpuflow.engines.program_file import refuse_code
 from gpuflow.errors import ConfigError, Problem
 from gpuflow.pipeline.stage import ImageSpec
@@ -41,9 +43,10 @@ __all__ = ["EXTRA_FILE", "TorchEngine", "info_of", "load_checkpoint", "open_all"
 EXTRA_FILE = f"{METADATA_KEY}.json"
 """The file inside a `.pt2` that holds its `ModelInfo`."""
 _MAX_SIZES = 8  # torch.compile stops compiling a function after this many variants
-_RUNS_BEFORE_CAPTURE = 3
 _COMPILE_SECONDS = 1800.0
-_CAPTURE = threading.Lock()  # a capture begins with a device synchronization, which CUDA refuses during another capture
+_LOG = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 def padded_sizes(batch: int) -> tuple[int, ...]:
@@ -58,9 +61,11 @@ class TorchEngine:
         module: in eval mode; it is moved to the device. image: what the pipeline gives. batch: the largest one.
         info: metadata of the module. precision: dtype to which weights and images are cast; None casts nothing.
         sizes: batch sizes to pad to, ascending up to `batch`; None pads nothing.
-        cuda_graphs: `warm_up` captures each of `sizes` as a CUDA graph; batches before that run without.
+        cuda_graphs: `warm_up` captures each of `sizes` as a CUDA graph, compares it with the plain run, and with `auto`
+            does without those that fail, with True raises ConfigError; batches before that run without.
         compiled: the result of `torch.compile` of the module, which replaces the module in `warm_up`.
         threads: that torch may use; None leaves its setting alone. file: that the module was loaded from.
+        capture: what captures the work on one size; by default as a CUDA graph.
     """
 
     def __init__(
@@ -73,10 +78,11 @@ class TorchEngine:
         info: ModelInfo | None = None,
         precision: str | None = None,
         sizes: tuple[int, ...] | None = None,
-        cuda_graphs: bool = False,
+        cuda_graphs: bool | Literal["auto"] = False,
         compiled: nn.Module | None = None,
         threads: int | None = None,
         file: str = "",
+        capture: GraphMaker | None = None,
     ) -> None:
         assert sizes is None or sizes[-1] == batch
         assert sizes is not None or not cuda_graphs
@@ -86,26 +92,43 @@ class TorchEngine:
         self._module: nn.Module | None = module.to(device, self._dtype) if precision else module.to(device)
         self._compiled = compiled
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self._graphs: dict[int, _Captured] | None = {} if cuda_graphs else None
-        self._pool: Any = None
-        self._threads = threads
+        self._capture = capture
+        if cuda_graphs and capture is None:
+            assert self._stream is not None
+            self._capture = CudaGraphs(device, self._stream)
+        self._graphs: dict[int, Captured] = {}
+        self._graphs_required = cuda_graphs is True
+        self._threads, self._file = threads, file
         self._about = {"file": file, "precision": precision or "as it is", "compile": compiled is not None}
 
     def warm_up(self) -> None:
-        """Also compiles, and captures the graphs, from the largest batch down, whose memory the others reuse."""
-        call: Callable[[Callable[[], object]], object] = run_in_thread
+        """Also compiles, and captures the graphs, from the largest batch down, whose memory the others reuse.
+
+        Raises ConfigError where a graph is required and fails.
+        """
+        run: Callable[[Callable[[], str | None]], str | None] = run_in_thread
         if self._compiled is not None:
-            self._module, call = self._compiled, _run_in_compiler_thread
+            self._module, run = self._compiled, _run_in_compiler_thread
+        failed: dict[str, list[int]] = {}
         for size in sorted(self._sizes or {1, self.batch}, reverse=True):
-            if self._graphs is not None:
-                call(partial(self._capture, size))
-            call(partial(self._run_once, size))
+            if self._capture is not None and (fault := run(partial(self._capture_size, size))) is not None:
+                failed.setdefault(fault, []).append(size)
+            run(partial(self._run_once, size))
+        for fault, sizes in failed.items():
+            which = ", ".join(map(str, sorted(sizes)))
+            if self._graphs_required:
+                rule = f"cannot be used for batches of {which}: {fault}"
+                at = ("serve", "model", "cuda_graphs")
+                raise ConfigError([Problem.of(at, rule, action="use auto or false", code="config.rule")])
+            name = self._file or "the model"
+            _LOG.warning("%s: batches of %s run without a CUDA graph, and slower: %s", name, which, fault)
 
     def bind_thread(self) -> None:
         """torch selects cuDNN's kernels again on each thread, in 0.1 s for each size; a CUDA graph contains them."""
-        if self._stream is not None and self._graphs is None:
+        if self._stream is not None:
             for size in reversed(self._sizes or (1, self.batch)):
-                self._run_once(size)
+                if size not in self._graphs:
+                    self._run_once(size)
 
     def _run_once(self, size: int) -> None:
         self.run(black_images(size, self._image, self._device))
@@ -129,35 +152,37 @@ class TorchEngine:
         assert self._module is not None, "a closed engine does not run"
         count = len(images)
         size = count if self._sizes is None else self._sizes[bisect_left(self._sizes, count)]
-        if self._graphs is not None and (graph := self._graphs.get(size)) is not None:
+        if (graph := self._graphs.get(size)) is not None:
             graph.images[:count].copy_(images)
-            graph.graph.replay()
+            graph.replay()
             return graph.logits
         if size > count:
             images = nn.functional.pad(images, (0, 0, 0, 0, 0, 0, 0, size - count))
         logits: torch.Tensor = self._module(images.to(self._dtype))
         return logits
 
-    @torch.inference_mode()
-    def _capture(self, size: int) -> None:
-        """Capture the work on `size` images as a CUDA graph, after a few runs that allocate and select kernels.
+    def _capture_size(self, size: int) -> str | None:
+        """Capture the work on `size` images, and compare it with the plain run on the same images.
 
-        The graphs of an engine share memory: one runs at a time, and its logits are copied before the next one runs.
+        Returns why batches of this size are run without a graph; None if they are run with one.
         """
-        assert self._graphs is not None and self._module is not None and self._stream is not None
-        if self._threads is not None:
-            use_torch_threads(self._threads)
-        images = black_images(size, self._image, self._device).to(self._dtype)
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with _CAPTURE, torch.cuda.stream(self._stream):
-            for _ in range(_RUNS_BEFORE_CAPTURE):
-                self._module(images)
-            if self._pool is None:
-                self._pool = torch.cuda.graph_pool_handle()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-                logits = self._module(images)
-            self._graphs[size] = _Captured(graph, images, logits)
+        assert self._capture is not None and self._module is not None
+        self._graphs.pop(size, None)
+        noise = noise_images(size, self._image, self._device)
+        plain = self.run(noise)  # also sets torch's threads; its errors are those of the model
+        try:
+            with torch.inference_mode():
+                static = black_images(size, self._image, self._device).to(self._dtype)
+                self._graphs[size] = self._capture(self._module, static)
+            apart = difference(self.run(noise), plain)
+        except Exception as error:  # whatever a model's code or torch raises during a capture
+            self._graphs.pop(size, None)
+            reason = str(error).strip().partition("\n")[0]
+            return f"{type(error).__name__}: {reason}" if reason else type(error).__name__
+        if apart > (allowed := tolerance(self._dtype, plain)):
+            del self._graphs[size]
+            return f"its logits differ from those of the plain run by {apart:.3g}, more than {allowed:.3g}"
+        return None
 
     def describe(self) -> dict[str, Any]:
         name = torch.cuda.get_device_name(self._device) if self._stream is not None else "cpu"
@@ -166,13 +191,14 @@ class TorchEngine:
             "torch": torch.__version__,
             "device": name,
             "batch": self.batch,
-            "cuda_graphs": self._graphs is not None,
+            "cuda_graphs": sorted(self._graphs),
             "threads": self._threads,
             **self._about,
         }
 
     def close(self) -> None:
-        self._module, self._compiled, self._graphs, self._pool = None, None, None, None
+        self._module, self._compiled, self._capture = None, None, None
+        self._graphs.clear()
 
 
 @lru_cache(maxsize=1)
@@ -180,7 +206,7 @@ def _compiler_thread() -> DaemonPool:
     return DaemonPool(1, "compiler")
 
 
-def _run_in_compiler_thread(work: Callable[[], object]) -> object:
+def _run_in_compiler_thread(work: Callable[[], T]) -> T:
     """Call `work` on the one thread that compiles, which never ends.
 
     torch 2.11 crashes if a thread compiles after another thread that has compiled ended. Compiled code runs on any
@@ -189,23 +215,14 @@ def _run_in_compiler_thread(work: Callable[[], object]) -> object:
     return _compiler_thread().submit(work).result(_COMPILE_SECONDS)
 
 
-@dataclass(frozen=True, slots=True)
-class _Captured:
-    """The CUDA graph of one batch size. images: its input [N, C, H, W]. logits: its output [N, K]."""
-
-    graph: torch.cuda.CUDAGraph
-    images: torch.Tensor
-    logits: torch.Tensor
-
-
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
 def open_all(model: ModelSpec, *, image: ImageSpec, device: torch.device) -> list[TorchEngine]:
     """See `open_engines`. All engines share one module, which has no state."""
     path, precision = model.file, None
-    if model.cuda_graphs and device.type != "cuda":
-        rule = f"needs an NVIDIA GPU, but the device is {device}; remove it"
+    if model.cuda_graphs is True and device.type != "cuda":
+        rule = f"is true and needs an NVIDIA GPU, but the device is {device}; use auto"
         raise ConfigError([Problem("serve.model.cuda_graphs", rule)])
     if path.endswith(".pt"):
         module, info = load_checkpoint(path)
@@ -224,7 +241,7 @@ def open_all(model: ModelSpec, *, image: ImageSpec, device: torch.device) -> lis
             info=info,
             precision=precision,
             sizes=padded_sizes(model.batch) if model.compile or device.type == "cuda" else None,
-            cuda_graphs=model.cuda_graphs,
+            cuda_graphs=model.cuda_graphs if device.type == "cuda" else False,
             compiled=compiled,
             threads=threads,
             file=path,

@@ -7,9 +7,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar, overload
 
 import torch
 
@@ -29,7 +30,7 @@ from gpuflow.execute.gpu_backend import gpu_passes_and_library
 from gpuflow.pipeline.stage import ImageSpec, Pipeline
 from gpuflow.runtime.ranks import Ranks
 from gpuflow.runtime.threads import use_torch_threads
-from gpuflow.torchpipe.graph import DEFAULT_BATCH, MODEL, PREDICT, Graph, chain
+from gpuflow.torchpipe.graph import DEFAULT_BATCH, MODEL, PREDICT, Graph, chain, images_at_a_time
 from gpuflow.torchpipe.running_graph import RunningGraph
 
 if TYPE_CHECKING:
@@ -68,10 +69,17 @@ class Prediction:
         )
 
 
+class _Submit(Protocol[T]):
+    """Submits images that belong together. more_follow: the caller submits more before it waits for these."""
+
+    def __call__(self, files: Sequence[bytes], *, more_follow: bool) -> Sequence[Future[T]]: ...
+
+
 class Predictor:
     """Predicts from encoded images, in batches over all callers. Any thread may call any method.
 
-    All instances work on a list at the same time, a few batches ahead of its answers. Load a predictor once, not for
+    A list reaches the model as one batch, or as few as `serve.model.batch` allows. All instances work on the batches of
+    a long list at the same time, a few batches ahead of its answers. Load a predictor once, not for
     each request: torchpipe never ends a graph's threads. While other threads run Python code, an instance waits up to
     5 ms for the interpreter each time; a service sets `sys.setswitchinterval(0.0005)`, which a library must not.
 
@@ -101,8 +109,8 @@ class Predictor:
         first, last = (dict(node.parameters) for node in (graph.nodes[0], graph.nodes[-1]))
         self.gives_images = last["backend"] in (MODEL, PREDICT)
         self._has_model = bool(engines) or not self.gives_images
-        per_round = int(first["instance_num"]) + int(last["instance_num"]) * int(last.get("batch", 1))
-        self._window = _ROUNDS_AHEAD * per_round
+        self._batch = int(last.get("batch", 1))
+        self._window = _ROUNDS_AHEAD * (int(first["instance_num"]) + int(last["instance_num"]) * self._batch)
         self._running = RunningGraph(graph, engines)
 
     @overload
@@ -149,12 +157,18 @@ class Predictor:
         """
         if not isinstance(data, (bytes, bytearray, memoryview)):
             raise TypeError(f"submit takes the bytes of one encoded image, got {type(data).__name__}")
-        return self._submit(bytes(data))
+        (future,) = self._submit([bytes(data)])
+        return future
+
+    def submit_all(self, files: Sequence[bytes]) -> list[Future[Prediction]]:
+        """As `submit`, for images that belong together, such as those of a form: the model gets them as one batch, or
+        as few as `serve.model.batch` allows. A bad image is an error of its own future alone."""
+        return self._submit([bytes(data) for data in files])
 
     def submit_image(self, data: bytes) -> Future[torch.Tensor]:
         """The model's input for one image, [C, H, W]. Otherwise as `submit`; needs no model."""
-        self._require_images()
-        return self._running.submit(bytes(data), wrap=_unchanged, wants_image=True)
+        (future,) = self._submit_images([bytes(data)])
+        return future
 
     def preprocess(self, images: Image | Iterable[Image]) -> torch.Tensor:
         """The model's input: one image [C, H, W], or several [N, C, H, W], in the pipeline's dtype and memory format.
@@ -163,7 +177,7 @@ class Predictor:
         """
         self._require_images()
         several, is_one = _several(images)
-        found = self._each(several, self.submit_image)
+        found = self._each(several, self._submit_images)
         if is_one:
             return found[0]
         height, width, channels = self.image.shape
@@ -216,10 +230,14 @@ class Predictor:
 
     # --- answers ----------------------------------------------------------------------------------------------------
 
-    def _submit(self, data: bytes) -> Future[Prediction]:
+    def _submit(self, files: Sequence[bytes], *, more_follow: bool = False) -> list[Future[Prediction]]:
         if not self._has_model:
             raise PredictorError(f"{self._graph.origin}: was loaded without a model; only preprocess works")
-        return self._running.submit(data, wrap=self._prediction)
+        return self._running.submit_all(files, wrap=self._prediction, more_follow=more_follow)
+
+    def _submit_images(self, files: Sequence[bytes], *, more_follow: bool = False) -> list[Future[torch.Tensor]]:
+        self._require_images()
+        return self._running.submit_all(files, wrap=_unchanged, wants_image=True, more_follow=more_follow)
 
     def _require_images(self) -> None:
         if not self.gives_images:
@@ -228,7 +246,7 @@ class Predictor:
     def _prediction(self, logits: torch.Tensor) -> Prediction:
         return Prediction(logits=logits, classes=self.classes)
 
-    def _each(self, images: Iterable[Image], submit: Callable[[bytes], Future[T]]) -> list[T]:
+    def _each(self, images: Iterable[Image], submit: _Submit[T]) -> list[T]:
         """The answers in order. Raises the first error."""
         found: list[T] = []
         for answer in self._answers(images, submit):
@@ -237,16 +255,19 @@ class Predictor:
             found.append(answer)
         return found
 
-    def _answers(self, images: Iterable[Image], submit: Callable[[bytes], Future[T]]) -> Iterator[T | BadSampleError]:
+    def _answers(self, images: Iterable[Image], submit: _Submit[T]) -> Iterator[T | BadSampleError]:
         """The answers in order, with a limited number of images in flight. Requests left at the end are cancelled."""
         waiting: deque[tuple[int, str, Future[T]]] = deque()
+        index = 0
         try:
-            for index, image in enumerate(images):
-                path = os.fspath(image) if isinstance(image, (str, os.PathLike)) else "bytes"
-                waiting.append((index, path, _begin(image, submit)))
-                if len(waiting) == self._window:
+            for part, more_follow in _parts(images, self._batch):
+                while waiting and len(waiting) + len(part) > self._window:
                     answer = self._wait(*waiting.popleft())
                     yield answer
+                for image, future in zip(part, _begin(part, submit, more_follow=more_follow), strict=True):
+                    path = os.fspath(image) if isinstance(image, (str, os.PathLike)) else "bytes"
+                    waiting.append((index, path, future))
+                    index += 1
             while waiting:
                 answer = self._wait(*waiting.popleft())
                 yield answer
@@ -298,21 +319,42 @@ def _unchanged(value: torch.Tensor) -> torch.Tensor:
     return value
 
 
-def _begin(image: Image, submit: Callable[[bytes], Future[T]]) -> Future[T]:
-    """Submit an image. A file that cannot be read is a bad sample, as one that cannot be decoded.
+def _parts(images: Iterable[Image], size: int) -> Iterator[tuple[list[Image], bool]]:
+    """The images in lists of at most `size`, and whether more follow each."""
+    rest = iter(images)
+    part = list(islice(rest, size))
+    while part:
+        following = list(islice(rest, 1))
+        yield part, bool(following)
+        part = following + list(islice(rest, size - 1)) if following else []
+
+
+def _begin(images: Sequence[Image], submit: _Submit[T], *, more_follow: bool) -> list[Future[T]]:
+    """Submit images together. A file that cannot be read is a bad sample, as one that cannot be decoded.
 
     Raises SystemFault where the system cannot open any file.
     """
+    read = [_read(image) for image in images]
+    files = [data for data in read if isinstance(data, bytes)]
+    submitted = iter(submit(files, more_follow=more_follow))
+    return [next(submitted) if isinstance(data, bytes) else _failed(data) for data in read]
+
+
+def _read(image: Image) -> bytes | BadSampleError:
     if not isinstance(image, (str, os.PathLike)):
-        return submit(bytes(image))
+        return bytes(image)
     try:
-        return submit(Path(image).read_bytes())
+        return Path(image).read_bytes()
     except OSError as error:
         if is_system_fault(error):
             raise system_fault(error, os.fspath(image)) from error
-        unread: Future[T] = Future()
-        unread.set_exception(BadSampleError("read", error.strerror or str(error)))
-        return unread
+        return BadSampleError("read", error.strerror or str(error))
+
+
+def _failed(fault: BadSampleError) -> Future[Any]:
+    unread: Future[Any] = Future()
+    unread.set_exception(fault)
+    return unread
 
 
 # --- from a configuration ---------------------------------------------------------------------------------------------
@@ -364,7 +406,7 @@ def chain_here(
         model,
         origin=config.path,
         threads=threads_of(config.run),
-        processes=serving_processes_of(config.run),
+        processes=serving_processes_of(config.run, images_at_a_time(model)),
         device=device,
         platform=platform,
         gpu_decodes=device != "cpu" and not isinstance(gpu_passes_and_library(program), str),

@@ -13,7 +13,7 @@ What this module works around:
   that clean-up.
 - It logs to stdout, errors of requests included, and has no setting for that. Its logger is turned off in memory;
   errors are raised anyway.
-- Its batching makes callers wait for a lock. The node that preprocesses and predicts does without it, see
+- Its batching makes callers wait for a lock. The nodes that run a model do without it, see
   `request_queue.py`.
 - Python would discard its state for each of torchpipe's threads after every batch. It is kept.
 """

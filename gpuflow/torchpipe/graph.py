@@ -1,7 +1,8 @@
 """The torchpipe graph of a configuration, as a value, a dict and TOML. Does not need torchpipe itself.
 
-torchpipe schedules: instances of a node, dynamic batches, one node after the other. The nodes run gpuflow's own code
-(`nodes.py`), so that serving gives the pixels of validation bit for bit; only a preset's operators are torchpipe's.
+torchpipe schedules the instances of the nodes, and forms batches where no `RunningGraph` does. The nodes run gpuflow's
+own code (`nodes.py`), so that serving gives the pixels of validation bit for bit; only a preset's operators are
+torchpipe's.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ __all__ = [
     "Graph",
     "Node",
     "chain",
+    "images_at_a_time",
     "lower",
     "preset_parameters",
     "program_from_json",
@@ -116,7 +118,7 @@ def lower(config: Config, *, device: str = "cpu") -> Graph:
         config.serve.model,
         origin=config.path,
         threads=threads_of(config.run),
-        processes=serving_processes_of(config.run),
+        processes=serving_processes_of(config.run, images_at_a_time(config.serve.model)),
         device=device,
     )
 
@@ -192,6 +194,11 @@ def chain(
         preprocessing=program.pipeline.fingerprint,
         preset=program.decoder if isinstance(program.decoder, Preset) else None,
     )
+
+
+def images_at_a_time(model: ModelSpec | None) -> int:
+    """How many images all instances of a model run on at a time; of None, a model that the caller brings."""
+    return DEFAULT_BATCH if model is None else model.batch * model.instances
 
 
 def preset_parameters(preset: Preset) -> dict[str, str]:

@@ -27,7 +27,7 @@ from gpuflow.pipeline.stage import Keys
 from gpuflow.runtime.threads import use_torch_threads
 from gpuflow.torchpipe.adapter import keep_thread_state
 from gpuflow.torchpipe.graph import program_from_json
-from gpuflow.torchpipe.request_queue import Request, RequestQueue
+from gpuflow.torchpipe.request_queue import Request, RequestQueue, callers, joined
 
 if TYPE_CHECKING:
     from gpuflow.engines import Engine
@@ -61,7 +61,7 @@ class Session:
     """State that the instances of one graph's nodes share.
 
     engines: one for each instance of the model; none if the graph ends with images. batches: how often the model ran,
-    by batch size. queue: of a `PredictNode` that gets its requests from a `RunningGraph`.
+    by batch size. queue: of the model's node where a `RunningGraph` forms its batches; None where torchpipe does.
     """
 
     queue: RequestQueue | None = None
@@ -165,6 +165,7 @@ class PreprocessNode:
         on_gpu = self._device.type == "cuda"
         session = _session(parameters, program) if on_gpu or processes or "session" in parameters else None
         self._batched: Preprocessor | None = None
+        self._session = session
         if session is not None:
             session.add_node(self)
             if on_gpu:
@@ -179,15 +180,21 @@ class PreprocessNode:
 
     def forward(self, items: Sequence[Item]) -> None:
         wanted = []
+        queue = self._session.queue if self._session is not None else None
         for item in items:
             data = item["request"].take_data() if "request" in item else item["data"]
-            if data is None:
-                _write(item, _CANCELLED)
-            else:
+            if data is not None:
                 wanted.append((item, data))
+            elif queue is not None:
+                _pass_on(item, _CANCELLED, queue)
+            else:
+                _write(item, _CANCELLED)
         for (item, _), image in zip(wanted, self.images([data for _, data in wanted]), strict=True):
             if "request" in item:
                 item["request"].release_data()
+            if queue is not None:
+                _pass_on(item, image, queue)
+                continue
             if isinstance(image, Exception):
                 if "request" in item:
                     item["request"].fault = image
@@ -267,6 +274,9 @@ class ModelNode:
     """Runs the model on a batch of images: logits [K] for each item. Without a model, the images themselves.
 
     Parameters: stages (JSON), batch, device of the model, model (JSON of `serve.model`), session.
+    patience, with a queue: milliseconds that callers who just got an answer have to send their next requests before the
+    next batch starts. Without it they would miss that batch, and the callers would split into two halves that alternate
+    in batches of half the size.
     """
 
     def init(self, params: Any, options: object = None) -> None:
@@ -279,6 +289,7 @@ class ModelNode:
         engines, self._batch = self._session.engines, int(parameters["batch"])
         self._engine = engines[int(parameters["_independent_index"])] if engines else None
         self._device, self._result = torch.device(parameters["device"]), program.result
+        self._patience = int(parameters.get("patience", 0)) / 1000
         if self._engine is not None:
             self._engine.bind_thread()
         self._failures, self._failed_at, self._fault = 0, 0.0, ""
@@ -291,10 +302,39 @@ class ModelNode:
 
     def forward(self, items: Sequence[Item]) -> None:
         items = list(items)
+        queue = self._session.queue
+        if queue is None:
+            self._run_items(items)
+        else:
+            for item in items:
+                item["result"] = _EMPTY
+            self._run_requests([item["requests"] for item in items], queue)
+
+    def _run_items(self, items: Sequence[Item]) -> None:
+        """A batch that torchpipe formed."""
         images = [_fault_of(item) if "error" in item else from_dlpack(item["data"]) for item in items]
         requests = [item["request"] if "request" in item else None for item in items]  # noqa: SIM401  # not a dict
         for item, answer in zip(items, self.answer(images, requests), strict=True):
             _write(item, answer)
+
+    def _run_requests(self, parts: Sequence[Sequence[Request]], queue: RequestQueue) -> None:
+        """Each part as a batch or within one, then what waits in the queue, until nothing is left."""
+        queue.mark_started(len(parts))
+        *first, batch = joined(parts, self._batch)
+        for each in first:
+            self._run_batch(each)
+        while batch:
+            arrived = queue.arrived
+            self._run_batch(batch)
+            batch = queue.next_batch(arrived=arrived + callers(batch), seconds=self._patience)
+
+    def _run_batch(self, batch: Sequence[Request]) -> None:
+        """Run the model on requests that another node decoded."""
+        images = []
+        for request in batch:
+            image, request.image = request.image, None
+            images.append(_CANCELLED if image is None else image)
+        self.answer(images, batch)
 
     def answer(
         self, images: Sequence[torch.Tensor | Exception], requests: Sequence[Request | None]
@@ -372,35 +412,19 @@ class ModelNode:
 
 
 class PredictNode(ModelNode):
-    """Encoded bytes to logits [K]: preprocesses a batch, then runs the model on it.
-
-    Parameters: those of both nodes, and patience: milliseconds that callers who just got an answer have to send their
-    next request before the next batch starts. Without it they would miss that batch, and the callers would split into
-    two halves that alternate in batches of half the size.
-    """
+    """Encoded bytes to logits [K]: preprocesses a batch, then runs the model on it. Parameters: those of both nodes."""
 
     def init(self, params: Any, options: object = None) -> None:
         self._preprocess = PreprocessNode()
         self._preprocess.init(params)
         super().init(params)
-        self._patience = int(params["patience"]) / 1000
 
-    def forward(self, items: Sequence[Item]) -> None:
-        items = list(items)
-        queue = self._session.queue
-        if queue is None:
-            images = self._preprocess.images([item["data"] for item in items])
-            for item, answer in zip(items, self.answer(images, [None] * len(items)), strict=True):
-                _write(item, answer)
-            return
-        queue.mark_started(len(items))
-        batch: list[Request] = [item["request"] for item in items]
-        while batch:
-            arrived = queue.arrived
-            self._predict(batch)
-            batch = queue.next_batch(arrived=arrived + len(batch), seconds=self._patience)
+    def _run_items(self, items: Sequence[Item]) -> None:
+        images = self._preprocess.images([item["data"] for item in items])
+        for item, answer in zip(items, self.answer(images, [None] * len(items)), strict=True):
+            _write(item, answer)
 
-    def _predict(self, batch: Sequence[Request]) -> None:
+    def _run_batch(self, batch: Sequence[Request]) -> None:
         """Decode a batch of requests, run the model and set their results. Those that were dropped are not decoded."""
         files = {request: data for request in batch if (data := request.take_data()) is not None}
         images = dict(zip(files, self._preprocess.images(list(files.values())), strict=True))
@@ -408,6 +432,27 @@ class PredictNode(ModelNode):
             request.release_data()
         del files
         self.answer([images.get(request, _CANCELLED) for request in batch], batch)
+
+
+def _pass_on(item: Item, image: torch.Tensor | Exception, queue: RequestQueue) -> None:
+    """Queue a decoded request for the model, those of a group once all are decoded. An error is its answer."""
+    request: Request = item["request"]
+    item["result"] = _EMPTY
+    decoded = not isinstance(image, Exception)
+    if isinstance(image, Exception):
+        request.set_result(image)
+    else:
+        request.image = image
+    if request.group is not None:
+        ready = request.group.report(request, decoded=decoded)
+    else:
+        ready = [request] if decoded else []
+    try:
+        if ready:
+            queue.add(ready)
+    except Exception as error:  # a caller waits for each request, so every error becomes an answer
+        for each in ready:
+            each.set_result(PredictorError(f"the model cannot be started: {error!r}"))
 
 
 def _write(item: Item, answer: torch.Tensor | Exception) -> None:

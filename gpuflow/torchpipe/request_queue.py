@@ -1,17 +1,45 @@
-"""A queue for requests that wait for a busy node, in Python instead of in torchpipe."""
+"""Requests, those that belong together, and a queue for those that wait for a busy node, instead of torchpipe's."""
 
 from __future__ import annotations
 
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from itertools import groupby
 from typing import Any
 
 import torch
 
-__all__ = ["Request", "RequestQueue"]
+__all__ = ["Group", "Request", "RequestQueue", "callers", "joined"]
+
+
+class Group:
+    """Requests that the model gets as one batch, such as those of a list or of a form.
+
+    Where another node than the model's decodes, it reports each request once, and the last report returns those that
+    were decoded. size: number of requests.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._missing = size
+        self._decoded: list[Request] = []
+        self._lock = threading.Lock()
+
+    def report(self, request: Request, *, decoded: bool) -> list[Request]:
+        """A request is decoded, or needs no model because its image is bad or it was cancelled.
+
+        Returns the decoded requests, in their order, with the report that is the last one; none before.
+        """
+        with self._lock:
+            self._missing -= 1
+            if decoded:
+                self._decoded.append(request)
+            if self._missing:
+                return []
+            complete, self._decoded = self._decoded, []
+        return sorted(complete, key=lambda each: each.row)
 
 
 class Request:
@@ -21,7 +49,10 @@ class Request:
     has taken it: a request that nobody waits for any more holds no memory, however long the graph is busy.
     future: what `wrap` returns for the logits [K], or for the image [C, H, W] that the model gets if `wants_image`.
     done: called once, before the future has its result, when the graph has finished with the request or dropped it.
+    group, row: the group that it belongs to, and its place there; without one it is a batch of its own.
+    ends_call: whether its caller waits for no later request, so that with its answer the caller may send again.
     held_bytes: size of the encoded image while it is in memory.
+    image: what the model gets, once a node that only decodes has finished.
     answered: whether `set_result` was called. ended: whether `done` was.
     fault: what a node raised for it; torchpipe passes on only its text.
     """
@@ -33,9 +64,14 @@ class Request:
         *,
         wrap: Callable[[torch.Tensor], Any],
         wants_image: bool = False,
+        group: Group | None = None,
+        row: int = 0,
+        ends_call: bool = True,
     ) -> None:
         self.future: Future[Any] = Future()
         self.wants_image = wants_image
+        self.group, self.row, self.ends_call = group, row, ends_call
+        self.image: torch.Tensor | None = None
         self.answered = self.ended = False
         self.fault: Exception | None = None
         self.held_bytes = len(data)
@@ -105,40 +141,43 @@ def _drop_cancelled(future: Future[Any], dropped: weakref.WeakMethod[Callable[[]
 class RequestQueue:
     """Requests that arrived while all instances of a node were busy, in order. Any thread may call any method.
 
-    A request that is cancelled must be discarded: it leaves the queue at once.
+    Requests that are added together are one batch, or part of one. A request that is cancelled must be discarded: it
+    leaves the queue at once.
 
     torchpipe has a queue of its own. But while that queue holds an item and no instance is free, torchpipe's thread
     polls it without a pause, and each caller that adds a request waits for the same lock, for as long as the batching
-    timeout. So torchpipe gets a request only when an instance is free. That instance then takes further batches from
+    timeout. So torchpipe gets requests only when an instance is free. That instance then takes further batches from
     here until none is left.
 
     Args:
-        start: passes one request to torchpipe and does not wait. instances: of the node. batch: its largest batch.
+        start: passes requests to torchpipe as one item and does not wait. instances: of the node. batch: its largest
+            batch.
 
-    arrived: how many requests have been added so far.
+    arrived: how often requests have been added so far.
     """
 
-    def __init__(self, start: Callable[[Request], object], *, instances: int, batch: int) -> None:
+    def __init__(self, start: Callable[[Sequence[Request]], object], *, instances: int, batch: int) -> None:
         self.arrived = 0
         self._start, self._free, self._batch = start, instances, batch
-        self._started = 0  # requests that torchpipe has and no instance yet
+        self._started = 0  # items that torchpipe has and no instance yet
         self._waiting: OrderedDict[Request, None] = OrderedDict()
         self._arrival, self._awaited = threading.Condition(), set[int]()
 
-    def add(self, request: Request) -> None:
-        """Start an instance with a request, or let the request wait. Raises what `start` does."""
+    def add(self, requests: Sequence[Request]) -> None:
+        """Start an instance with one request or with those of one group, or let them wait. Raises what `start` does."""
+        assert 1 <= len(requests) <= self._batch
         with self._arrival:
             starts = self._started < self._free
             if starts:
                 self._started += 1
             else:
-                self._waiting[request] = None
+                self._waiting.update(dict.fromkeys(requests))
             self.arrived += 1
-            if self.arrived in self._awaited or len(self._waiting) == self._batch:
+            if self.arrived in self._awaited or len(self._waiting) >= self._batch:
                 self._arrival.notify_all()
         if starts:
             try:
-                self._start(request)
+                self._start(requests)
             except BaseException:
                 with self._arrival:
                     self._started -= 1
@@ -149,21 +188,44 @@ class RequestQueue:
         with self._arrival:
             self._waiting.pop(request, None)
 
-    def mark_started(self, requests: int) -> None:
-        """An instance received this many requests from torchpipe. It is busy until `next_batch` returns none."""
+    def mark_started(self, items: int) -> None:
+        """An instance received this many items from torchpipe. It is busy until `next_batch` returns none."""
         with self._arrival:
-            self._started -= requests
+            self._started -= items
             self._free -= 1
 
     def next_batch(self, *, arrived: int, seconds: float) -> list[Request]:
         """The requests that a busy instance runs next; empty if none waits, which frees the instance.
 
-        Waits until `arrived` requests have been added or the batch is full, but no longer than `seconds`.
+        Waits until requests have been added `arrived` times or the batch is full, but no longer than `seconds`.
         """
         with self._arrival:
             self._awaited.add(arrived)
             self._arrival.wait_for(lambda: self.arrived >= arrived or len(self._waiting) >= self._batch, seconds)
             self._awaited.discard(arrived)
-            batch = [self._waiting.popitem(last=False)[0] for _ in range(min(self._batch, len(self._waiting)))]
+            batch: list[Request] = []
+            for _, members in groupby(self._waiting, key=lambda request: request.group or request):
+                whole = list(members)
+                if len(batch) + len(whole) > self._batch:
+                    break
+                batch += whole
+            for request in batch:
+                del self._waiting[request]
             self._free += not batch
         return batch
+
+
+def callers(requests: Sequence[Request]) -> int:
+    """How many callers may send again once these requests are answered."""
+    return sum(request.ends_call for request in requests)
+
+
+def joined(parts: Sequence[Sequence[Request]], batch: int) -> list[list[Request]]:
+    """Batches of whole parts, in order, none larger than `batch`."""
+    batches: list[list[Request]] = []
+    for part in parts:
+        if batches and len(batches[-1]) + len(part) <= batch:
+            batches[-1] += part
+        else:
+            batches.append(list(part))
+    return batches

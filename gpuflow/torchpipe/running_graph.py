@@ -27,9 +27,9 @@ from gpuflow.torchpipe.adapter import (
     turn_off_batching,
     unique_prefix,
 )
-from gpuflow.torchpipe.graph import OURS, PREDICT, Graph
+from gpuflow.torchpipe.graph import MODEL, OURS, PREDICT, PREPROCESS, Graph
 from gpuflow.torchpipe.nodes import SESSIONS, ModelNode, PredictNode, PreprocessNode, Session
-from gpuflow.torchpipe.request_queue import Request, RequestQueue
+from gpuflow.torchpipe.request_queue import Group, Request, RequestQueue
 
 if TYPE_CHECKING:
     from gpuflow.engines import Engine
@@ -66,8 +66,13 @@ def _close_session(name: str) -> None:
 
 
 def _start(pipe: Pipe, request: Request) -> None:
-    """Pass a request to a graph of gpuflow's own nodes, which take its data from it, without waiting for it."""
+    """Pass a request to a node of gpuflow's own, which takes its data from it, without waiting for it."""
     pipe.start({"data": b"", "request": request})
+
+
+def _start_batch(pipe: Pipe, requests: Sequence[Request]) -> None:
+    """Pass requests to a node that takes further ones from the session's RequestQueue, without waiting for them."""
+    pipe.start({"data": b"", "requests": requests})
 
 
 class RunningGraph:
@@ -89,25 +94,36 @@ class RunningGraph:
         for node in nodes.values():
             if node["backend"] in OURS:
                 node["session"] = name
-            if node["backend"] == PREDICT:
-                turn_off_batching(node)  # a request starts an instance, or waits in the RequestQueue
+            if node["backend"] in (MODEL, PREDICT) and not graph.native:
+                node.setdefault("patience", node["batching_timeout"])
+                turn_off_batching(node)  # requests start an instance, or wait in the RequestQueue
         self._pid = os.getpid()
         self._idle, self._closed = threading.Condition(), False
         self._requests: set[Request] = set()
         self._session = SESSIONS[name] = Session(engines)
+        head, last = (nodes[f"{name}.{node.name}"] for node in (graph.nodes[0], graph.nodes[-1]))
+        # A list becomes one batch of the model, which torchpipe's own batching between two nodes would not ensure.
+        in_two = not graph.native and head["backend"] == PREPROCESS
+        if in_two:
+            del head["next"]
         try:
-            self._pipe = Pipe(nodes)
+            if in_two:
+                (first, second) = ({key: node} for key, node in nodes.items())
+                self._pipe, model = Pipe(first), Pipe(second)
+            else:
+                self._pipe = model = Pipe(nodes)
         except Exception as error:
             del SESSIONS[name]
             raise PredictorError(f"torchpipe does not take the graph of {graph.origin}: {error}") from error
         # torchpipe reports errors of its own operators only to the thread that waits in the call.
         callers = sum(int(node["instance_num"]) * int(node.get("batch", 1)) for node in nodes.values())
         self._callers = DaemonPool(min(callers, _MAX_CALLERS), "serve") if graph.native else None
-        head = next(iter(nodes.values()))
         self._native_head = head["backend"] not in OURS
-        if head["backend"] == PREDICT:
-            instances, batch = int(head["instance_num"]), int(head["batch"])
-            self._session.queue = RequestQueue(partial(_start, self._pipe), instances=instances, batch=batch)
+        self._decodes_first = in_two
+        self._batch = 1 if graph.native else int(last["batch"])
+        if not graph.native:
+            start, instances = partial(_start_batch, model), int(last["instance_num"])
+            self._session.queue = RequestQueue(start, instances=instances, batch=self._batch)
         self._preset = graph.preset
         # An unreferenced graph has no request in flight, so its session can be closed.
         self._release = weakref.finalize(self, _close_session, name)
@@ -115,10 +131,27 @@ class RunningGraph:
         _open.add(self)
 
     def submit(self, data: bytes, *, wrap: Callable[[torch.Tensor], T], wants_image: bool = False) -> Future[T]:
-        """What `wrap` returns for the logits [K] of one image, or for the image [C, H, W] that the model gets.
+        """As `submit_all`, for one image."""
+        (future,) = self.submit_all([data], wrap=wrap, wants_image=wants_image)
+        return future
 
-        The future raises BadSampleError for bytes that are no image, PredictorError where the model failed. A request
-        that is cancelled before the model starts on it is dropped, and its bytes at once if it is not being decoded.
+    def submit_all(
+        self,
+        files: Sequence[bytes],
+        *,
+        wrap: Callable[[torch.Tensor], T],
+        wants_image: bool = False,
+        more_follow: bool = False,
+    ) -> list[Future[T]]:
+        """For each image what `wrap` returns for its logits [K], or for the image [C, H, W] that the model gets.
+
+        The model gets the images as one batch, or as few as its largest batch allows; with operators of torchpipe's own
+        each image by itself. A future raises BadSampleError for bytes that are no image, PredictorError where the model
+        failed. A request that is cancelled before the model starts on it is dropped, and its bytes at once if it is not
+        being decoded.
+
+        Args:
+            more_follow: the caller will submit more images before it waits for these.
 
         Raises:
             PredictorError: the graph is closed, or was made in the parent of this process.
@@ -128,24 +161,42 @@ class RunningGraph:
                 f"the predictor was made in process {self._pid} and does not work in its forked child {os.getpid()}; "
                 "load it after the fork, or start processes by spawn"
             )
-        request = Request(data, self._done, wrap=wrap, wants_image=wants_image)
+        requests: list[Request] = []
+        for begin in range(0, len(files), self._batch):
+            part = files[begin : begin + self._batch]
+            group = Group(len(part)) if len(part) > 1 else None
+            requests += (
+                Request(data, self._done, wrap=wrap, wants_image=wants_image, group=group, row=row, ends_call=False)
+                for row, data in enumerate(part)
+            )
+        if requests:
+            requests[-1].ends_call = not more_follow
         with self._idle:
             if self._closed:
                 raise PredictorError("the predictor is closed; load it again")
-            self._requests.add(request)
+            self._requests.update(requests)
         try:
-            if self._session.queue is not None:
-                self._session.queue.add(request)
-            elif self._callers is None:
-                _start(self._pipe, request)
-            else:
-                self._callers.submit(self._call, request)
+            for begin in range(0, len(requests), self._batch):
+                self._begin(requests[begin : begin + self._batch])
         except BaseException:
-            request.future.cancel()
-            request.begin()  # `close` may wait for the future
-            self._done(request)
+            for request in requests:
+                if request.future.cancel():
+                    request.begin()  # `close` may wait for the future
+                    self._done(request)
             raise
-        return request.future
+        return [request.future for request in requests]
+
+    def _begin(self, requests: Sequence[Request]) -> None:
+        """Pass the requests of one group, or a single one, to torchpipe or to the queue in front of it."""
+        if self._decodes_first:
+            for request in requests:
+                _start(self._pipe, request)
+        elif self._session.queue is not None:
+            self._session.queue.add(requests)
+        else:
+            assert self._callers is not None
+            for request in requests:
+                self._callers.submit(self._call, request)
 
     def _call(self, request: Request) -> None:
         """Run a request and wait. For graphs with torchpipe's own operators, which do not answer requests."""

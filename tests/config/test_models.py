@@ -153,6 +153,7 @@ def test_values(block: str, expected: str) -> None:
         ("file: m.pt", "torch"),
         ("file: m.pt2", "torch"),
         ("file: m.onnx, engine: onnxruntime", "onnxruntime"),
+        ("file: m.onnx, cuda_graphs: auto", "onnxruntime"),
         ("file: m.onnx, engine: tensorrt, precision: float16, via: torchpipe", "tensorrt"),
         ("file: m.pt, engine: torch, precision: bfloat16, compile: true, cuda_graphs: true", "torch"),
         ("file: m.onnx, engine: tensorrt, tensorrt: {min_batch: 16, opt_batch: 16, cache: engines}", "tensorrt"),

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 import onnx
 import pytest
@@ -16,7 +17,8 @@ from torch import nn
 
 from gpuflow.config import ModelSpec
 from gpuflow.engines import Engine, ModelInfo, class_names, open_engines, read_info, refuse_other_preprocessing
-from gpuflow.engines.base import METADATA_KEY, cores_per_instance, run_in_thread
+from gpuflow.engines.base import METADATA_KEY, black_images, cores_per_instance, noise_images, run_in_thread
+from gpuflow.engines.cuda_graphs import Captured, difference, tolerance
 from gpuflow.engines.onnx import OnnxEngine
 from gpuflow.engines.pytorch import TorchEngine, load_checkpoint, padded_sizes
 from gpuflow.errors import ConfigError, MissingExtra
@@ -126,7 +128,7 @@ def test_describe_of_torch(models: Models) -> None:
         "torch": torch.__version__,
         "device": "cpu",
         "batch": 8,
-        "cuda_graphs": False,
+        "cuda_graphs": [],
         "threads": max(1, available_threads() // 2),
         "file": str(models.checkpoint),
         "precision": "float32",
@@ -353,6 +355,148 @@ def test_batches_are_padded_to_the_next_size(image: ImageSpec) -> None:
     running.close()
 
 
+# --- CUDA graphs, with something that takes their place on a CPU ------------------------------------------------------
+
+
+@final
+class FakeGraphs:
+    """Takes the place of CUDA graphs: a replay computes into the memory of the capture.
+
+    refused: sizes whose capture raises. spoiled: sizes whose replay gives other logits, by this much.
+    """
+
+    def __init__(self, *, refused: tuple[int, ...] = (), spoiled: dict[int, float] | None = None) -> None:
+        self.refused, self.spoiled = refused, spoiled or {}
+        self.captured: list[int] = []
+        self.replayed: list[int] = []
+
+    def __call__(self, module: Callable[[torch.Tensor], torch.Tensor], images: torch.Tensor) -> Captured:
+        size = len(images)
+        self.captured.append(size)
+        if size in self.refused:
+            raise RuntimeError("operation not permitted when stream is capturing\nmore lines")
+        logits = module(images)
+
+        def replay() -> None:
+            self.replayed.append(size)
+            logits.copy_(module(images) + self.spoiled.get(size, 0.0))
+
+        return Captured(images, replay, logits)
+
+
+def with_graphs(graphs: FakeGraphs, *, required: bool = False, module: nn.Module | None = None) -> TorchEngine:
+    return TorchEngine(
+        module or Recorder(),
+        image=FLOAT,
+        batch=8,
+        device=CPU,
+        sizes=padded_sizes(8),
+        cuda_graphs=True if required else "auto",
+        capture=graphs,
+        file="m.pt",
+    )
+
+
+def test_every_padded_size_is_captured_and_compared_with_the_plain_run(caplog: pytest.LogCaptureFixture) -> None:
+    graphs = FakeGraphs()
+    running = with_graphs(graphs)
+    plain = [running.run(noise(count)) for count in range(1, 9)]
+    assert not graphs.replayed, "before the warm-up"
+    running.warm_up()
+    assert graphs.captured == [8, 4, 2, 1]
+    assert set(graphs.replayed) == {8, 4, 2, 1}
+    assert running.describe()["cuda_graphs"] == [1, 2, 4, 8]
+    graphs.replayed.clear()
+    assert all(torch.equal(running.run(noise(count)), plain[count - 1]) for count in range(1, 9))
+    assert graphs.replayed == [1, 2, 4, 4, 8, 8, 8, 8]
+    assert not caplog.records
+    running.close()
+
+
+def test_sizes_that_cannot_be_captured_or_differ_run_without_a_graph(caplog: pytest.LogCaptureFixture) -> None:
+    """One line for each reason says which sizes, and all logits are those of the plain run."""
+    graphs = FakeGraphs(refused=(8, 2), spoiled={4: 1e6})
+    running = with_graphs(graphs)
+    plain = [running.run(noise(count)) for count in range(1, 9)]
+    running.warm_up()
+    assert running.describe()["cuda_graphs"] == [1]
+    graphs.replayed.clear()
+    assert all(torch.equal(running.run(noise(count)), plain[count - 1]) for count in range(1, 9))
+    assert graphs.replayed == [1]
+    first, second = (record.getMessage() for record in caplog.records)
+    assert first == (
+        "m.pt: batches of 2, 8 run without a CUDA graph, and slower: "
+        "RuntimeError: operation not permitted when stream is capturing"
+    )
+    assert second.startswith(
+        "m.pt: batches of 4 run without a CUDA graph, and slower: its logits differ from those of "
+    )
+    assert "the plain run by 1e+06, more than " in second
+    running.close()
+
+
+@pytest.mark.parametrize(
+    ("graphs", "text"),
+    [
+        (FakeGraphs(refused=(8,)), "RuntimeError: operation not permitted when stream is capturing"),
+        (FakeGraphs(spoiled={8: float("nan")}), "its logits differ from those of the plain run by inf, more than "),
+    ],
+    ids=["refused", "differs"],
+)
+def test_a_graph_that_is_required_and_fails_is_an_error(graphs: FakeGraphs, text: str) -> None:
+    message = fault(with_graphs(graphs, required=True).warm_up)
+    assert message.startswith(f"serve.model.cuda_graphs cannot be used for batches of 8: {text}")
+    assert message.endswith("; use auto or false")
+
+
+def test_a_model_that_fails_is_not_a_matter_of_graphs() -> None:
+    class Broken(nn.Module):
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            raise ArithmeticError("broken")
+
+    with pytest.raises(ArithmeticError, match="broken"):
+        with_graphs(FakeGraphs(), module=Broken()).warm_up()
+
+
+def test_warming_up_again_compares_with_the_plain_run_again() -> None:
+    graphs = FakeGraphs()
+    running = with_graphs(graphs)
+    running.warm_up()
+    graphs.spoiled = {8: 1e6}
+    running.warm_up()
+    assert running.describe()["cuda_graphs"] == [1, 2, 4]
+
+
+@pytest.mark.parametrize(
+    ("replayed", "plain", "expected"),
+    [
+        ([1.0, 2.0], [1.0, 2.5], 0.5),
+        ([math.nan, math.inf, 1.0], [math.nan, math.inf, 1.0], 0.0),
+        ([math.nan, 1.0], [1.0, 1.0], math.inf),
+        ([math.inf], [-math.inf], math.inf),
+        ([1.0, 1.0], [1.0], math.inf),
+    ],
+)
+def test_differences_of_logits(replayed: list[float], plain: list[float], expected: float) -> None:
+    assert difference(torch.tensor(replayed), torch.tensor(plain)) == expected
+
+
+def test_tolerances_grow_with_the_logits() -> None:
+    assert tolerance(torch.float32, torch.tensor([0.1, -0.2])) == 5e-3
+    assert tolerance(torch.bfloat16, torch.tensor([1.0, -20.0, math.inf])) == 0.05 * 20
+    assert tolerance(torch.float32, torch.tensor([math.nan])) == 5e-3
+
+
+def test_noise_is_the_same_at_every_call_and_of_the_pipelines_kind() -> None:
+    for image in (FLOAT, UINT8, replace(FLOAT, layout="nhwc", dtype="bfloat16")):
+        images, black = noise_images(3, image, CPU), black_images(3, image, CPU)
+        assert (images.shape, images.dtype, images.stride()) == (black.shape, black.dtype, black.stride())
+        assert torch.equal(images, noise_images(3, image, CPU)) and images.float().std() > 0.5
+
+
+# --- threads ----------------------------------------------------------------------------------------------------------
+
+
 def test_compiled_code_runs_on_any_thread() -> None:
     """It is compiled once, on a thread that never ends: torch crashes if one thread compiles after another one ended.
 
@@ -430,8 +574,9 @@ def test_rules_between_keys_are_checked_too() -> None:
 
 def test_cuda_graphs_need_a_gpu(models: Models) -> None:
     assert fault(lambda: engine(models.checkpoint, cuda_graphs=True)) == (
-        "serve.model.cuda_graphs needs an NVIDIA GPU, but the device is cpu; remove it"
+        "serve.model.cuda_graphs is true and needs an NVIDIA GPU, but the device is cpu; use auto"
     )
+    assert engine(models.checkpoint).describe()["cuda_graphs"] == []
 
 
 @pytest.mark.parametrize("name", ["bad.pt", "bad.pt2", "bad.onnx"])

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from gpuflow.config import ModelSpec
 from gpuflow.engines import Engine, open_engine, open_engines
+from gpuflow.engines.pytorch import TorchEngine, padded_sizes
+from gpuflow.errors import ConfigError
 from gpuflow.runtime.threads import DaemonPool
 from tests.serve.models import FLOAT, UINT8, Models, noise
 
@@ -56,14 +60,74 @@ def test_a_folded_model(models: Models) -> None:
 @pytest.mark.parametrize("warm", [True, False])
 def test_cuda_graphs_give_the_same_logits(file: str, warm: bool, models: Models) -> None:
     """At every batch size, in any order, with earlier batches' images left in the padding."""
-    eager, graphs = on_gpu(getattr(models, file), batch=12), on_gpu(getattr(models, file), batch=12, cuda_graphs=True)
-    assert graphs.describe()["cuda_graphs"]
+    eager = on_gpu(getattr(models, file), batch=12, cuda_graphs=False)
+    graphs = on_gpu(getattr(models, file), batch=12, cuda_graphs=True)
     if warm:
         graphs.warm_up()
+    assert graphs.describe()["cuda_graphs"] == ([1, 2, 3, 6, 12] if warm else [])
     for count in (12, 1, 7, 2, 12, 3, 11, 1, 6):
         images = noise(count).to(GPU)
         torch.testing.assert_close(graphs.run(images), eager.run(images), rtol=0, atol=TOLERANCE)
     graphs.close()
+
+
+@pytest.mark.parametrize("precision", ["float32", "float16", "bfloat16"])
+def test_graphs_are_the_default_and_equal_the_plain_run_bit_for_bit(precision: str, models: Models) -> None:
+    """At every padded size and every number of images below it: a graph replays the kernels of the plain run."""
+    eager = on_gpu(models.checkpoint, batch=16, precision=precision, cuda_graphs=False)
+    graphs = on_gpu(models.checkpoint, batch=16, precision=precision)
+    for running in (eager, graphs):
+        running.warm_up()
+    assert (eager.describe()["cuda_graphs"], graphs.describe()["cuda_graphs"]) == ([], [1, 2, 4, 8, 16])
+    for count in range(1, 17):
+        images = noise(count).to(GPU)
+        assert torch.equal(graphs.run(images), eager.run(images)), count
+    graphs.close()
+
+
+class AsksTheGpu(nn.Module):
+    """A model that waits for a value of the GPU, which no CUDA graph can, if its batch has at least `least` images."""
+
+    def __init__(self, least: int) -> None:
+        super().__init__()
+        self._least = least
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        logits = images.mean(dim=(2, 3))
+        return logits * (2.0 if len(images) >= self._least and logits.sum().item() > 1e9 else 1.0)
+
+
+def test_sizes_that_cannot_be_captured_run_without_a_graph(caplog: pytest.LogCaptureFixture) -> None:
+    settings: dict[str, Any] = {"image": FLOAT, "batch": 8, "device": GPU, "sizes": padded_sizes(8)}
+    running = TorchEngine(AsksTheGpu(4), cuda_graphs="auto", **settings)
+    running.warm_up()
+    assert running.describe()["cuda_graphs"] == [1, 2]
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith("the model: batches of 4, 8 run without a CUDA graph, and slower: ")
+    for count in range(1, 9):
+        images = noise(count).to(GPU)
+        torch.testing.assert_close(running.run(images), images.mean(dim=(2, 3)).cpu())
+    with pytest.raises(ConfigError, match=r"serve\.model\.cuda_graphs cannot be used for batches of 4, 8: "):
+        TorchEngine(AsksTheGpu(4), cuda_graphs=True, **settings).warm_up()
+
+
+def test_a_failed_capture_does_not_keep_memory() -> None:
+    """torch's allocator must reuse memory that two streams have used; it does not while it believes in a capture."""
+    image = replace(FLOAT, shape=(512, 512, 3))
+    running = TorchEngine(AsksTheGpu(1), image=image, batch=8, device=GPU, sizes=padded_sizes(8), cuda_graphs="auto")
+    running.warm_up()
+    assert running.describe()["cuda_graphs"] == []
+    images = noise(8, image)
+
+    def work() -> int:
+        for _ in range(50):
+            running.run(images.to(GPU))
+        torch.cuda.synchronize(GPU)
+        return torch.cuda.memory_reserved(GPU)
+
+    work()
+    before = work()
+    assert work() - before < 10 * images.nbytes
 
 
 @pytest.mark.parametrize("precision", ["float16", "bfloat16"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import csv
 import runpy
 import subprocess
@@ -37,8 +38,8 @@ def test_help() -> None:
 
 
 def test_every_arm_of_the_run_is_one_that_measures() -> None:
-    named = {arm for arms in (*RUN["ARMS"].values(), *RUN["BOUNDS"].values()) for arm in arms}
-    assert named == set(MEASURE["ARMS"])
+    tables = (*RUN["ARMS"].values(), *RUN["LIST_ARMS"].values(), *RUN["BOUNDS"].values(), RUN["PROCESS_ARMS"])
+    assert {arm for arms in tables for arm in arms} == set(MEASURE["ARMS"])
 
 
 def test_the_plain_way_gives_the_engine_what_torchvision_gives_within_its_resize() -> None:
@@ -55,6 +56,73 @@ def test_the_plain_way_gives_the_engine_what_torchvision_gives_within_its_resize
     assert seen[0].shape == (1, 3, 224, 224)
     expected = (torch.tensor([200, 100, 50]) / 255 - torch.tensor(PLAIN["MEAN"])) / torch.tensor(PLAIN["STD"])
     torch.testing.assert_close(logits, expected)
+
+
+def test_the_plain_way_takes_several_images_one_by_one_or_as_batches() -> None:
+    counts: list[int] = []
+
+    class Engine:
+        batch = 2
+
+        def run(self, batch: torch.Tensor) -> torch.Tensor:
+            counts.append(len(batch))
+            return batch.mean(dim=(2, 3))
+
+    plain = PLAIN["Plain"](Engine(), torch.device("cpu"))
+    files = [images.png(np.full((300, 400, 3), (value, 0, 0), np.uint8)) for value in (0, 100, 200)]
+    one_by_one = plain.each(files)
+    assert counts == [1, 1, 1]
+    assert torch.equal(torch.stack(one_by_one), torch.stack(plain.batch(files)))
+    assert counts == [1, 1, 1, 2, 1]
+
+
+def test_requests_of_several_images() -> None:
+    assert MEASURE["requests_of"]([b"a", b"b", b"c"], 1) == [b"a", b"b", b"c"]
+    assert MEASURE["requests_of"]([b"a", b"b", b"c"], 2) == [(b"a", b"b"), (b"b", b"c"), (b"c", b"a")]
+    assert MEASURE["requests_of"]([b"a", b"b"], 5)[1] == (b"b", b"a", b"b", b"a", b"b")
+
+
+def test_one_arm_for_each_number_of_processes_where_the_cpu_decodes() -> None:
+    arms = RUN["expanded"](("plain", "graph-cpu", "graph-gpu"), "0,auto")
+    assert [(arm.name, arm.title, arm.overrides) for arm in arms] == [
+        ("plain", "plain", ()),
+        ("graph-cpu", "graph-cpu processes=0", ("run.processes=0",)),
+        ("graph-cpu", "graph-cpu processes=auto", ("run.processes=auto",)),
+        ("graph-gpu", "graph-gpu", ()),
+    ]
+    assert [arm.title for arm in RUN["expanded"](("graph-cpu",), None)] == ["graph-cpu"]
+
+
+def test_a_run_that_was_cut_off_continues(tmp_path: Path) -> None:
+    """Only what is missing is measured, and the medians are those of all rounds."""
+    measured: list[str] = []
+
+    def run(job: dict[str, Any]) -> dict[str, Any]:
+        if len(measured) == 3:
+            raise KeyboardInterrupt
+        measured.append(job["arm"])
+        return {"device": "cpu", "figures": {"500x375; clients=1": {"qps": float(len(measured))}}}
+
+    module = runpy.run_path(str(HERE / "run.py"))
+    names = module["Rounds"].measure.__globals__
+    names["run"] = run
+    out = tmp_path / "out.csv"
+    settings = {"set": [], "device": "cpu", "clients": "1", "seconds": 1.0, "cores": 2, "tries": 1, "images": "1"}
+    options = argparse.Namespace(**settings, out=out, label="", resume=False)
+    models = [module["Model"](name="m", overrides=(), photographs=("p",))]
+    arms = module["expanded"](("plain", "graph-cpu"), None)
+    rounds = module["Rounds"](options, models)
+    rounds.measure("round 0", arms)
+    with pytest.raises(KeyboardInterrupt):
+        rounds.measure("round 1", arms)
+    assert measured == ["plain", "graph-cpu", "plain"]
+    names["run"] = lambda job: {"device": "cpu", "figures": {"500x375; clients=1": {"qps": 9.0}}}
+    options.resume = True
+    rounds = module["Rounds"](options, models)
+    for number in range(2):
+        rounds.measure(f"round {number}", arms)
+    rows = {(row["arm"], row["low"], row["high"], row["repeats"]) for row in rounds.rows()}
+    assert rows == {("plain", "1", "3", 2), ("graph-cpu", "2", "9", 2)}
 
 
 def test_a_closed_loop() -> None:
@@ -85,7 +153,7 @@ def test_a_failure_ends_the_measurement() -> None:
         MEASURE["closed_loop"](fail, [b"a"], clients=2, seconds=0.1)
 
 
-@pytest.mark.parametrize("arm", ["graph-cpu", "engine only"])
+@pytest.mark.parametrize("arm", ["graph-cpu", "plain-batch", "engine only"])
 def test_an_arm_in_a_process_of_its_own(arm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     make_photos(tmp_path / "photos", classes=1, each=2)
@@ -98,6 +166,7 @@ def test_an_arm_in_a_process_of_its_own(arm: str, tmp_path: Path, monkeypatch: p
         "clients": [1, 2],
         "seconds": 0.2,
         "cores": 1,
+        "images": [3],
     }
     answer = RUN["run"](job)
     assert answer["device"] == "cpu"
@@ -105,10 +174,10 @@ def test_an_arm_in_a_process_of_its_own(arm: str, tmp_path: Path, monkeypatch: p
         assert list(answer["figures"]) == ["batch=1", "batch=2"]
         assert all(figures["bound_per_s"] > 0 for figures in answer["figures"].values())
         return
-    assert list(answer["figures"]) == ["class_0; clients=1", "class_0; clients=2"]
+    assert list(answer["figures"]) == ["class_0; images=3; clients=1", "class_0; images=3; clients=2"]
     for figures in answer["figures"].values():
-        assert figures["qps"] > 0
-        assert 1 <= figures["mean_batch"] <= 2
+        assert figures["images_per_s"] == 3 * figures["qps"] > 0
+        assert arm != "graph-cpu" or 1 <= figures["mean_batch"] <= 2
         assert figures["cpu_percent"] < 130, "one core, and a warm-up's tail"
 
 

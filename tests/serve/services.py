@@ -41,14 +41,15 @@ def predictor_of(
     classes: tuple[str, ...] | None = CLASSES,
     threads: int = 1,
     one_node: bool = False,
+    timeout_ms: float = 2.0,
 ) -> Predictor:
     """A predictor around a fake engine. one_node: preprocessing and model are one node, as on a GPU."""
     folded = program(stages)
-    model = ModelSpec(file="x.pt", batch=engine.batch)
+    model = ModelSpec(file="x.pt", batch=engine.batch, timeout_ms=timeout_ms)
     graph = chain(folded, model, origin="x.yaml", threads=threads, device="cpu")
     if one_node:
         first, last = (dict(node.parameters) for node in graph.nodes)
-        together = {**first, **last, "backend": PREDICT, "patience": "2"}
+        together = {**first, **last, "backend": PREDICT, "patience": str(round(timeout_ms))}
         graph = replace(graph, nodes=(Node(name="serve", parameters=tuple(together.items())),))
     return Predictor(graph, [engine], image=folded.result, pipeline=folded.pipeline, classes=classes)
 

@@ -13,6 +13,7 @@ import gpuflow.serve
 from gpuflow.errors import BadSampleError
 from tests import images
 from tests.datasets import write_config
+from tests.serve.models import Models
 
 pytestmark = [
     pytest.mark.gpu,
@@ -75,6 +76,35 @@ def test_bad_images_leave_the_others_alone(config: Path, tmp_path: Path) -> None
     good = [answer for answer in answers if not isinstance(answer, BadSampleError)]
     kept = [answer for i, answer in enumerate(again) if i != 9 and not isinstance(answer, BadSampleError)]
     assert all(torch.equal(a.logits, b.logits) for a, b in zip(good, kept, strict=True))
+
+
+def test_a_list_is_one_batch(config: Path, tmp_path: Path) -> None:
+    files = [path.read_bytes() for path in sorted((tmp_path / "photos" / "a").iterdir())]
+    with gpuflow.serve.load(config, device="cuda", model=torch.nn.Flatten()) as predictor:
+        for count, batches in (
+            (1, {1: 1}),
+            (4, {1: 1, 4: 1}),
+            (16, {1: 1, 4: 1, 16: 1}),
+            (40, {1: 1, 4: 1, 16: 3, 8: 1}),
+        ):
+            found = predictor([*files[:count]])
+            assert predictor.batches == batches
+            assert torch.equal(found, predictor.preprocess(files[:count]).flatten(1).cpu())
+        predictor.predict([*files[:3], b"no image", *files[3:7]])
+        assert predictor.batches == {**batches, 7: 1}
+
+
+def test_a_served_checkpoint_is_replayed_as_cuda_graphs(models: Models) -> None:
+    files = sorted(models.photos.rglob("*.jpg"))
+    plain = ["serve.model.cuda_graphs=false"]
+    with (
+        gpuflow.serve.load(models.config, device="cuda") as graphs,
+        gpuflow.serve.load(models.config, device="cuda", overrides=plain) as eager,
+    ):
+        assert graphs.describe()["engines"][0]["cuda_graphs"] == [1, 2, 4, 8, 16]
+        assert eager.describe()["engines"][0]["cuda_graphs"] == []
+        for count in (1, 3, len(files)):
+            assert torch.equal(graphs(files[:count]), eager(files[:count]))
 
 
 def test_many_callers_get_their_own_answers(config: Path, tmp_path: Path) -> None:

@@ -26,6 +26,8 @@ from tests.datasets import VAL, Entries, deadline, make_photos, no_more_files, p
 from tests.hostile import BAD
 from tests.serve.fakes import CLASSES, FakeEngine, Gate, Nap, mean_color
 from tests.serve.models import SIDE, Models, noise, save_program
+from tests.serve.services import predictor_of as service_of
+from tests.serve.services import wait
 
 TEXT, REASON = BAD["text"]
 
@@ -162,6 +164,96 @@ def test_threads_share_batches(files: list[Path]) -> None:
                 assert all(torch.equal(a, b) for a, b in zip(alone, together, strict=True))
         assert max(engine.counts) > 2
         assert sum(count * times for count, times in predictor.batches.items()) == len(alone) + 36
+        assert predictor.in_flight == 0
+
+
+both_graphs = pytest.mark.parametrize("one_node", [False, True], ids=["two nodes", "one node"])
+
+
+@both_graphs
+@pytest.mark.parametrize(
+    ("images", "batches"), [(1, [1]), (4, [4]), (16, [16]), (20, [16, 4]), (40, [16, 16, 8])], ids=str
+)
+def test_a_list_is_one_batch(images: int, batches: list[int], one_node: bool, files: list[Path]) -> None:
+    """Or as few as the largest batch allows. Nothing waits for a timeout of a minute: no other request will come."""
+    engine = FakeEngine(batch=16)
+    data = [files[i % len(files)].read_bytes() for i in range(images)]
+    with deadline(30), service_of(engine, one_node=one_node, threads=3, timeout_ms=60_000) as predictor:
+        found = predictor(data)
+        assert sorted(engine.counts) == sorted(batches), "the parts of a long list may be decoded in any order"
+        assert predictor.batches == {count: batches.count(count) for count in batches}
+        assert torch.equal(found, mean_color(predictor.preprocess(data)))
+
+
+@both_graphs
+def test_a_list_is_one_batch_among_other_requests(one_node: bool, files: list[Path]) -> None:
+    """A list that does not fit beside what waits before it comes after it, whole; what fits is in one batch with it."""
+    gate = Gate()
+    engine = FakeEngine(before=gate, batch=4)
+    data = [file.read_bytes() for file in files]
+    with service_of(engine, one_node=one_node, threads=3) as predictor:
+        queue = predictor._running._session.queue
+        assert queue is not None
+        futures = [predictor.submit(data[0])]
+        assert gate.reached.wait(timeout=20)
+        for number, (begin, end) in enumerate(((1, 2), (2, 6), (6, 9), (9, 10)), start=2):
+            futures += predictor.submit_all(data[begin:end])
+            wait(lambda number=number: queue.arrived == number)  # type: ignore[misc]
+        gate.open()
+        found = [future.result(20).logits for future in futures]
+        assert engine.counts == [1, 1, 4, 4]
+        assert torch.equal(torch.stack(found), mean_color(predictor.preprocess(data[:10])))
+
+
+@both_graphs
+def test_bad_images_of_a_list_leave_the_others_in_one_batch(one_node: bool, files: list[Path], tmp_path: Path) -> None:
+    engine = FakeEngine(batch=16)
+    images: list[bytes | Path] = [files[0], TEXT, files[1], tmp_path / "absent.jpg", b"", files[2]]
+    with service_of(engine, one_node=one_node, threads=3) as predictor:
+        found = predictor.predict(images)
+        assert engine.counts == [3]
+        assert [isinstance(answer, BadSampleError) for answer in found] == [False, True, False, True, True, False]
+        good = torch.stack([answer.logits for answer in found if isinstance(answer, Prediction)])
+        assert torch.equal(good, mean_color(predictor.preprocess(files[:3])))
+        assert [type(answer) for answer in predictor.predict([TEXT, b""])] == [BadSampleError] * 2
+        assert (engine.counts, predictor.in_flight) == ([3], 0)
+
+
+@both_graphs
+def test_images_of_a_list_that_are_cancelled_leave_the_others_in_one_batch(one_node: bool, files: list[Path]) -> None:
+    gate = Gate()
+    engine = FakeEngine(before=gate, batch=16)
+    data = [file.read_bytes() for file in files[:6]]
+    with service_of(engine, one_node=one_node, threads=3) as predictor:
+        first = predictor.submit(data[0])
+        assert gate.reached.wait(timeout=20)
+        futures = predictor.submit_all(data)
+        assert futures[1].cancel() and futures[5].cancel()
+        gate.open()
+        assert first.result(20).logits.shape == (3,)
+        found = [future.result(20).logits for future in futures if not future.cancelled()]
+        assert engine.counts == [1, 4]
+        assert torch.equal(torch.stack(found), mean_color(predictor.preprocess([data[0], *data[2:5]])))
+    assert predictor.in_flight == 0
+
+
+@both_graphs
+def test_lists_of_many_callers(one_node: bool, files: list[Path]) -> None:
+    engine = FakeEngine(before=Nap(0.001), batch=8)
+    data = [file.read_bytes() for file in files]
+    with service_of(engine, one_node=one_node, threads=3) as predictor:
+        expected = predictor(data)
+
+        def ask(number: int) -> None:
+            for turn in range(20):
+                rows = [(number + i * 5) % len(data) for i in range(1 + (number + turn) % 11)]
+                *found, bad = predictor.predict([data[row] for row in rows] + [TEXT])
+                assert isinstance(bad, BadSampleError) and bad.index == len(rows)
+                logits = [answer.logits for answer in found if isinstance(answer, Prediction)]
+                assert torch.equal(torch.stack(logits), expected[rows])
+
+        with ThreadPoolExecutor(6) as pool:
+            list(pool.map(ask, range(6), timeout=60))
         assert predictor.in_flight == 0
 
 

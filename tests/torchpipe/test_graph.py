@@ -106,6 +106,27 @@ def test_one_node_preprocesses_by_processes_and_runs_the_model(device: str, tmp_
     assert (node["device"], node["batch"], node["patience"]) == (device, "8", "2")
 
 
+@pytest.mark.parametrize(
+    ("threads", "model", "processes"),
+    [
+        (4, {}, None),
+        (8, {}, "8"),
+        (8, {"batch": 6}, "6"),
+        (8, {"batch": 2}, None),
+        (8, {"batch": 2, "instances": 3}, "6"),
+    ],
+)
+def test_auto_chooses_processes_from_five_threads_on(
+    threads: int, model: dict[str, int], processes: str | None, tmp_path: Path
+) -> None:
+    """If a batch has enough images for them, and the CPU decodes."""
+    serve = {"stages": list(VAL), "model": {**FILE, **model}}
+    nodes = lowered(tmp_path, serve, f"run.threads={threads}").as_dict()
+    assert list(nodes) == (["preprocess", "model"] if processes is None else ["serve"])
+    assert nodes.get("serve", {}).get("processes") == processes
+    assert "processes" not in lowered(tmp_path, serve, f"run.threads={threads}", device="cuda").as_dict()["serve"]
+
+
 def test_without_processes_if_the_gpu_decodes(tmp_path: Path) -> None:
     serve = {"stages": list(VAL), "model": {**FILE, "batch": 8}}
     assert "processes" not in lowered(tmp_path, serve, "run.processes=2", device="cuda").as_dict()["serve"]
@@ -144,7 +165,7 @@ def test_timeouts_are_whole_milliseconds_and_never_0(given: float, passed: str, 
 
 
 def test_threads_are_the_cores_unless_the_file_says_otherwise(tmp_path: Path) -> None:
-    graph = lowered(tmp_path, {"stages": list(VAL), "model": FILE}, "run.threads=auto")
+    graph = lowered(tmp_path, {"stages": list(VAL), "model": FILE}, "run.threads=auto", "run.processes=0")
     assert graph.as_dict()["preprocess"]["instance_num"] == str(available_threads())
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import time
 import weakref
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from threading import Barrier
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from gpuflow.errors import BadSampleError
-from gpuflow.torchpipe.request_queue import Request, RequestQueue
+from gpuflow.torchpipe.request_queue import Group, Request, RequestQueue, callers, joined
 
 LONG = 20.0
 
@@ -24,12 +25,10 @@ class Started:
         self.given: list[bytes] = []
         self.refuses = False
 
-    def __call__(self, request: Request) -> None:
+    def __call__(self, requests: Sequence[Request]) -> None:
         if self.refuses:
             raise RuntimeError("no")
-        data = request.take_data()
-        assert data is not None
-        self.given.append(data)
+        self.given.append(b"".join(request.take_data() or b"" for request in requests))
 
 
 @pytest.fixture
@@ -39,7 +38,19 @@ def started() -> Started:
 
 def add(queue: RequestQueue, *data: bytes) -> None:
     for each in data:
-        queue.add(Request(each, lambda request: None, wrap=lambda value: value))
+        queue.add([Request(each, lambda request: None, wrap=lambda value: value)])
+
+
+def group_of(data: bytes, *, ends_call: bool = True) -> list[Request]:
+    """A list of images of one byte each."""
+    group = Group(len(data))
+    images = (data[row : row + 1] for row in range(len(data)))
+    requests = [
+        Request(image, lambda request: None, wrap=lambda value: value, group=group, row=row, ends_call=False)
+        for row, image in enumerate(images)
+    ]
+    requests[-1].ends_call = ends_call
+    return requests
 
 
 def next_batch(queue: RequestQueue, *, arrived: int = 0, seconds: float = 0.0) -> list[bytes]:
@@ -152,6 +163,74 @@ def test_many_threads_lose_nothing(started: Started) -> None:
         assert [data[1] for data in found if data[0] == number] == list(range(200)), "of one thread in order"
 
 
+# --- lists ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_list_starts_one_instance(started: Started) -> None:
+    queue = RequestQueue(started, instances=2, batch=4)
+    queue.add(group_of(b"abc"))
+    add(queue, b"d")
+    queue.add(group_of(b"efg"))
+    assert started.given == [b"abc", b"d"]
+    assert queue.arrived == 3
+    queue.mark_started(2)
+    assert next_batch(queue) == [b"e", b"f", b"g"]
+
+
+def test_a_list_that_waits_is_never_divided(started: Started) -> None:
+    queue = RequestQueue(started, instances=1, batch=4)
+    add(queue, b"-")
+    queue.mark_started(1)
+    add(queue, b"a", b"b")
+    queue.add(group_of(b"cde"))
+    add(queue, b"f")
+    queue.add(group_of(b"gh"))
+    assert [b"".join(next_batch(queue)) for _ in range(4)] == [b"ab", b"cdef", b"gh", b""]
+
+
+def test_an_instance_waits_for_callers_and_not_for_as_many_images(started: Started) -> None:
+    """Who sent a list of 3 sends a single image next; of a list in two parts only the last one is followed by more."""
+    queue = RequestQueue(started, instances=1, batch=4)
+    batch = group_of(b"abc")
+    queue.add(batch)
+    queue.mark_started(1)
+    assert (queue.arrived, callers(batch)) == (1, 1)
+    add(queue, b"d")
+    begun = time.monotonic()
+    assert next_batch(queue, arrived=2, seconds=LONG) == [b"d"]
+    first, last = group_of(b"efgh", ends_call=False), group_of(b"ij")
+    queue.add(first)
+    queue.add(last)
+    assert (queue.arrived, callers(first), callers(last)) == (4, 0, 1)
+    assert next_batch(queue, arrived=4, seconds=LONG) == [b"e", b"f", b"g", b"h"]
+    assert next_batch(queue, arrived=4 + callers(first), seconds=LONG) == [b"i", b"j"]
+    assert time.monotonic() - begun < LONG
+
+
+def test_a_cancelled_image_leaves_its_list(started: Started) -> None:
+    queue = RequestQueue(started, instances=1, batch=4)
+    add(queue, b"-")
+    queue.mark_started(1)
+    members = group_of(b"abcd")
+    queue.add(members)
+    queue.discard(members[2])
+    assert next_batch(queue) == [b"a", b"b", b"d"]
+
+
+def test_parts_that_torchpipe_joins_are_batches_of_whole_parts() -> None:
+    parts = [group_of(data) for data in (b"ab", b"c", b"de", b"fghi", b"j")]
+    batches = [b"".join(request.take_data() or b"" for request in batch) for batch in joined(parts, 4)]
+    assert batches == [b"abc", b"de", b"fghi", b"j"]
+
+
+def test_the_last_report_of_a_list_returns_what_was_decoded_in_order() -> None:
+    members = group_of(b"abcd")
+    group = members[0].group
+    assert group is not None
+    reports = [group.report(members[row], decoded=row != 1) for row in (2, 1, 3, 0)]
+    assert reports == [[], [], [], [members[0], members[2], members[3]]]
+
+
 # --- requests ---------------------------------------------------------------------------------------------------------
 
 
@@ -161,7 +240,7 @@ def test_a_cancelled_request_leaves_the_queue_and_memory_at_once(started: Starte
     queue.mark_started(1)
     requests = [Request(bytes([65 + i]) * 100, queue.discard, wrap=lambda value: value) for i in range(3)]
     for request in requests:
-        queue.add(request)
+        queue.add([request])
     assert requests[1].future.cancel()
     assert [request.held_bytes for request in requests] == [100, 0, 100]
     assert requests[1].take_data() is None

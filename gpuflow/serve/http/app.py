@@ -149,7 +149,7 @@ class Service:
         check_headers(request, self.limits)
         with self._admitted() as reservation:
             images, several = await read_images(request, self.limits, reservation)
-            futures = self._submit(images, reservation, self._loading.result().submit)
+            futures = self._submit(images, reservation, self._loading.result().submit_all)
             answers = await self._answers(request, futures)
         found = [self._result(answer, top_k) for answer in answers]
         bad = sum("error" in result for result in found)
@@ -179,7 +179,8 @@ class Service:
                     "no_picture",
                     "the model runs inside torchpipe, which does not return its input; set serve.model.via=python",
                 )
-            (answer,) = await self._answers(request, self._submit(images, reservation, predictor.submit_image))
+            futures = self._submit(images, reservation, lambda files: [predictor.submit_image(files[0])])
+            (answer,) = await self._answers(request, futures)
         if isinstance(answer, BadSampleError):
             return JSONResponse(self._bad_image(answer), status_code=422)
         pictures = Pictures(predictor.image, predictor.pipeline)
@@ -222,19 +223,18 @@ class Service:
         return self.occupancy.admit()
 
     def _submit(
-        self, images: list[bytes], reservation: Reservation, submit: Callable[[bytes], Future[T]]
+        self, images: list[bytes], reservation: Reservation, submit: Callable[[Sequence[bytes]], Sequence[Future[T]]]
     ) -> list[asyncio.Future[T]]:
-        """Submit images and empty the list: from now on only the predictor has their bytes, until it decodes them."""
+        """Submit images together and empty the list: from now on only the predictor has their bytes, until it decodes
+        them."""
         reservation.reserve(len(images))
-        futures: list[asyncio.Future[T]] = []
-        images.reverse()
+        files, images[:] = tuple(images), ()
+        for data in files:
+            reservation.submit_one(len(data))
         try:
-            while images:
-                reservation.submit_one(len(images[-1]))
-                futures.append(asyncio.wrap_future(submit(images.pop())))
+            return [asyncio.wrap_future(future) for future in submit(files)]
         except PredictorError as error:
             raise Refused(500, "model", str(error)) from error
-        return futures
 
     async def _answers(self, request: Request, futures: Sequence[asyncio.Future[T]]) -> list[T | BadSampleError]:
         """The answer for each image. Raises Refused if the model failed or time ran out, and cancels the others."""

@@ -83,6 +83,21 @@ def test_a_form_gives_results_in_its_order(live: Live) -> None:
     assert list(live.form(PHOTO).json()) == ["results"]
 
 
+@pytest.mark.parametrize("one_node", [False, True], ids=["two nodes", "one node"])
+def test_the_files_of_a_form_are_one_batch(one_node: bool) -> None:
+    """A bad one changes nothing for the others, and a form that is larger than a batch is as few batches as it can."""
+    engine = FakeEngine(batch=16)
+    photos = [jpeg(i % 3, i) for i in range(20)]
+    with predictor_of(engine, one_node=one_node, threads=3, timeout_ms=60_000) as predictor, served(predictor) as live:
+        assert len(live.form(*photos[:16]).json()["results"]) == 16
+        assert engine.counts == [16]
+        results = live.form(*photos[:3], b"hello", photos[3]).json()["results"]
+        assert ["error" in result for result in results] == [False, False, False, True, False]
+        assert engine.counts == [16, 4]
+        assert len(live.form(*photos).json()["results"]) == 20
+        assert sorted(engine.counts) == [4, 4, 16, 16]
+
+
 def test_bad_images_among_hostile_ones(live: Live) -> None:
     """Each file gets the same answer as alone."""
     files = [(name, data, "") for name, data in HOSTILE.items()] + [(name, *BAD[name]) for name in BAD]
@@ -286,7 +301,7 @@ def test_a_client_that_never_stops_sending_is_disconnected(small: Live) -> None:
         with contextlib.suppress(ConnectionError):
             while sent < 500_000_000:
                 sent += connection.send(bytes(1_000_000))
-        assert 60_000_000 < sent < 500_000_000
+        assert 300_000 < sent < 500_000_000
 
 
 def test_other_early_answers_reach_the_client_too(small: Live) -> None:

@@ -1,0 +1,38 @@
+"""Who gets how many threads and processes: what is decided by numbers alone."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import pytest
+
+from gpuflow.config import ModelSpec, RunSpec
+from gpuflow.config.resources import serving_processes_of
+from gpuflow.torchpipe.graph import images_at_a_time
+
+
+@pytest.mark.parametrize(
+    ("threads", "processes", "images", "expected"),
+    [
+        (2, "auto", 16, 0),
+        (4, "auto", 16, 0),
+        (5, "auto", 16, 5),
+        (16, "auto", 16, 16),
+        (16, "auto", 64, 16),
+        (16, "auto", 8, 8),
+        (16, "auto", 4, 0),
+        (16, "auto", 1, 0),
+        (16, 0, 16, 0),
+        (16, 3, 1, 3),
+        (2, 8, 16, 2),
+    ],
+)
+def test_how_many_processes_decode_for_a_service(
+    threads: int, processes: int | Literal["auto"], images: int, expected: int
+) -> None:
+    assert serving_processes_of(RunSpec(threads=threads, processes=processes), images) == expected
+
+
+def test_how_many_images_a_model_runs_on_at_a_time() -> None:
+    assert images_at_a_time(None) == ModelSpec(file="m.onnx").batch == 16
+    assert images_at_a_time(ModelSpec(file="m.onnx", batch=8, instances=3)) == 24
