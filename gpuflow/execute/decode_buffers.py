@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
@@ -15,7 +16,9 @@ __all__ = ["BUFFERS", "DecodeBuffers"]
 BUFFERS = 3
 """The largest number of decode buffers, one for each thread that launches chunks."""
 
-_BLOCK, _ACQUIRE_SECONDS = 1 << 20, 60.0
+_BLOCK, _WASTE, _ACQUIRE_SECONDS = 1 << 20, 4, 60.0
+_RECENT = 8
+"""Buffers, in turn for large and small calls, are judged by the largest of so many sizes."""
 
 
 class DecodeBuffers:
@@ -27,11 +30,11 @@ class DecodeBuffers:
 
     Args:
         count: the number of buffers, until `grow` adds more.
-        usual_bytes: the largest size of a buffer that is kept when less is needed.
     """
 
-    def __init__(self, device_stream: DeviceStream, count: int = BUFFERS, *, usual_bytes: int) -> None:
-        self._device_stream, self._usual_bytes = device_stream, usual_bytes
+    def __init__(self, device_stream: DeviceStream, count: int = BUFFERS) -> None:
+        self._device_stream = device_stream
+        self._sizes: deque[int] = deque(maxlen=_RECENT)
         self._free: queue.SimpleQueue[tuple[torch.Tensor | None, torch.cuda.Event | None]] = queue.SimpleQueue()
         self._spare: queue.SimpleQueue[tuple[None, None]] = queue.SimpleQueue()
         for place in range(BUFFERS):
@@ -52,12 +55,13 @@ class DecodeBuffers:
             self._free.put((buffer, self._device_stream.record_event(blocking=True)))
 
     def _free_buffer(self, size: int) -> torch.Tensor:
-        """A free buffer. One that is too small, or too large after a huge image, is replaced."""
+        """A free buffer. One that is too small, or far too large after a huge image, is replaced."""
         buffer, read = self._free.get(timeout=_ACQUIRE_SECONDS)
         if read is not None:
             read.synchronize()
         need = -(-size // _BLOCK) * _BLOCK
-        if buffer is None or len(buffer) < size or len(buffer) > max(2 * need, 2 * self._usual_bytes):
+        self._sizes.append(need)
+        if buffer is None or len(buffer) < size or len(buffer) > _WASTE * max(self._sizes):
             buffer = None  # frees the old memory before the new memory is allocated
             try:
                 with self._device_stream.queued():

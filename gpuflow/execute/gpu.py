@@ -182,6 +182,8 @@ class GpuRunner:
         buffers: the number of such buffers at first, which is the number of chunks launched at a time;
             `set_gpu_wait` adds more.
         cpu_pool: decodes what nvJPEG does not take; without one, `prepare` does.
+        fill_calls: whether a launch may decode images of later chunks, whose results need memory until then: for each
+            kind of images up to 127 of them.
 
     Raises:
         NvjpegError: the GPU does not have the backend.
@@ -198,11 +200,12 @@ class GpuRunner:
         decode_bytes: int,
         buffers: int = BUFFERS,
         cpu_pool: CpuDecodePool | None = None,
+        fill_calls: bool = True,
     ) -> None:
         self._program, self._passes, self._device_stream = program, tuple(passes), device_stream
         self._channels = 1 if program.decoder.color == "gray" else 3
         self._turns = program.decoder.orientation == "apply"
-        self._decode_bytes = decode_bytes
+        self._decode_bytes, self._fill_calls = decode_bytes, fill_calls
         self._cpu, self._cpu_pool = CpuRunners(program), cpu_pool
         self._lock = threading.Lock()
         self._calls: deque[_Call] = deque()
@@ -210,7 +213,7 @@ class GpuRunner:
         self.engine_images, self.cpu_images = 0, 0
         with device_stream.queued():
             self._decoders = NvjpegDecoderPool(device_stream, library, program.decoder.color, backend)
-            self._buffers = DecodeBuffers(device_stream, buffers, usual_bytes=decode_bytes)
+            self._buffers = DecodeBuffers(device_stream, buffers)
             self._tables = [self._table(one).to(device_stream.device) for one in self._passes]
         device_stream.synchronize()
 
@@ -408,7 +411,7 @@ class GpuRunner:
         The calls that are needed for this are put into a queue, and this thread runs calls from that queue, also those
         of other threads, until its own are over.
         """
-        chunks = (chunk, *ahead)
+        chunks = (chunk, *ahead) if self._fill_calls else (chunk,)
         places = self._places(0, chunk.rows)
         with self._lock:  # from here on no call for another chunk takes images of this one
             planned = plan_calls([one.undecoded for one in chunks], max_bytes=self._decode_bytes)

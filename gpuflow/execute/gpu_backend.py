@@ -60,10 +60,11 @@ def place_on_gpu(
     *,
     buffers: int = BUFFERS,
     cpu_pool: CpuDecodePool | None = None,
+    fill_calls: bool = True,
 ) -> Placement:
     """Create the runner for a program on the stream's GPU, on engines or kernels; or say why none can run it.
 
-    decode_bytes, buffers, cpu_pool: see `GpuRunner`.
+    decode_bytes, buffers, cpu_pool, fill_calls: see `GpuRunner`.
     """
     found = gpu_passes_and_library(program)
     if isinstance(found, str):
@@ -83,6 +84,7 @@ def place_on_gpu(
                 decode_bytes=decode_bytes,
                 buffers=buffers,
                 cpu_pool=cpu_pool,
+                fill_calls=fill_calls,
             )
         except NvjpegError as error:
             refusals.append(f"{description}: {error}")

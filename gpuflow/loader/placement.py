@@ -42,8 +42,15 @@ def place(config: Config, name: str, device: torch.device, batch_size: int) -> P
         if backend != "cpu":
             decode_bytes = memory_for_decoding(config, name, batch_size)
             program = config.programs[name]
-            cpu_pool = CpuDecodePool(program, processes=refused_processes_of(config.run), cores=available_threads())
-            placement = place_on_gpu(program, device_stream, decode_bytes, buffers=1, cpu_pool=cpu_pool)
+            processes = refused_processes_of(config.run)
+            placement = place_on_gpu(
+                program,
+                device_stream,
+                decode_bytes,
+                buffers=1,
+                cpu_pool=CpuDecodePool(program, processes=processes, cores=available_threads()),
+                fill_calls=config.run.memory_limit is None,
+            )
     if backend == "gpu" and placement.gpu is None:
         at = f"{config.path}: pipelines.{name}.stages[0].decode.backend"
         raise ConfigError([Problem(at, f"is gpu, but {placement.reason}; use auto or cpu")])

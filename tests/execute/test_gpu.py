@@ -204,6 +204,22 @@ def test_decoding_in_parts_gives_the_same_pixels(folder: Path, monkeypatch: pyte
     assert all(torch.equal(a.images, b.images) for a, b in zip(whole, parts, strict=True))
 
 
+@pytest.mark.parametrize("processes", [0, 3])
+def test_batches_do_not_depend_on_what_else_is_decoded_at_the_time(processes: int, folder: Path) -> None:
+    """Calls filled up from the next batches, files decoded in other processes: the same batches in the same order."""
+    alone = ("run.memory_limit=1GB", "run.processes=0")  # with a limit, calls are not filled up
+    for size in (13, 64):
+        with load(folder, STAGES, "cuda", f"pipelines.train.batch.size={size}", *alone) as loader:
+            expected = [batch for _ in range(4) for batch in loader]
+        overrides = (f"pipelines.train.batch.size={size}", f"run.processes={processes}")
+        with load(folder, STAGES, "cuda", *overrides) as loader:
+            found = [batch for _ in range(4) for batch in loader]
+            stats = loader.stats()
+        assert len(found) == len(expected) == 4 * -(-207 // size) and stats["cpu_images"] >= 60
+        for a, b in zip(expected, found, strict=True):
+            assert torch.equal(a.indices, b.indices) and torch.equal(a.images, b.images)
+
+
 def test_a_huge_image_leaves_no_huge_buffer(tmp_path: Path) -> None:
     gc.collect()
     before = torch.cuda.memory_allocated()  # of other tests
@@ -280,12 +296,14 @@ def test_resumed_on_the_gpu_equals_uninterrupted(folder: Path) -> None:
     assert all(torch.equal(a.images, b.images) for a, b in zip(whole[1:], rest, strict=True))
 
 
-@pytest.mark.parametrize(("share", "cycles"), [(0.0, 200), (0.4, 40)])  # processes take a second to start
-def test_cycles_leave_no_memory(share: float, cycles: int, folder: Path) -> None:
+@pytest.mark.parametrize(  # processes take a second to start
+    ("share", "processes", "cycles"), [(0.0, 0, 200), (0.0, 2, 20), (0.4, 2, 40)]
+)
+def test_cycles_leave_no_memory(share: float, processes: int, cycles: int, folder: Path) -> None:
     stages = [{"decode": {"cpu_share": share}}, *STAGES[1:]]
 
     def cycle() -> None:
-        with load(folder, stages, "cuda") as loader:
+        with load(folder, stages, "cuda", f"run.processes={processes}") as loader:
             for _ in loader:
                 break
 

@@ -133,7 +133,7 @@ class OnCpu:
 
 def test_one_decode_buffer_does_until_more_are_asked_for() -> None:
     here: Any = OnCpu()
-    buffers = DecodeBuffers(here, 1, usual_bytes=1 << 20)
+    buffers = DecodeBuffers(here, 1)
     addresses = set()
     for _ in range(4):
         with buffers.acquire(1 << 20) as buffer:
