@@ -12,12 +12,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["CALL", "Engines", "Files", "calls_of", "distinct_files", "read_files"]
+if TYPE_CHECKING:
+    from gpuflow.decode.codecs import Header
+
+__all__ = ["CALL", "Engines", "Files", "arguments", "calls_of", "distinct_files", "pixel_spaces", "read_files"]
 
 CALL = 128
 CALLERS = (1, 2)
@@ -50,8 +53,10 @@ def distinct_files(folder: Path) -> list[Path]:
     return list(found.values())
 
 
-def read_files(paths: Sequence[Path]) -> Files:
-    """Read the files that the engines decode."""
+def read_files(
+    paths: Sequence[Path], sampling_of: Callable[[NDArray[np.uint8], Header], int | None] | None = None
+) -> Files:
+    """Read the files that the engines decode, or those of which `sampling_of` returns a number, their sampling."""
     from gpuflow.decode.codecs import engine_sampling, probe
     from gpuflow.errors import BadSampleError
 
@@ -60,7 +65,7 @@ def read_files(paths: Sequence[Path]) -> Files:
         data = np.fromfile(path, np.uint8)
         try:
             header = probe(data)
-            sampling = engine_sampling(data, header)
+            sampling = (sampling_of or engine_sampling)(data, header)
         except BadSampleError:
             continue
         if sampling is not None:
@@ -69,14 +74,40 @@ def read_files(paths: Sequence[Path]) -> Files:
             samplings.append(sampling)
     if not contents:
         raise SystemExit(f"none of {len(paths)} files is a JPEG that the engines decode")
+    return placed(contents, np.array(sizes), np.array(samplings), len(paths) - len(contents))
+
+
+def placed(
+    contents: Sequence[NDArray[np.uint8]], sizes: NDArray[np.int64], samplings: NDArray[np.int64], refused: int
+) -> Files:
+    """Encoded files one after the other, each at a multiple of 16 bytes."""
     lengths = np.array([len(data) for data in contents])
     ends = np.cumsum(-(-lengths // 16) * 16)
     starts = ends - -(-lengths // 16) * 16
     together = np.zeros(int(ends[-1]), np.uint8)
     for start, data in zip(starts.tolist(), contents, strict=True):
         together[start : start + len(data)] = data
-    refused = len(paths) - len(contents)
-    return Files(together, starts, lengths, np.array(sizes), np.array(samplings), refused)
+    return Files(together, starts, lengths, sizes, samplings, refused)
+
+
+def pixel_spaces(files: Files, call: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The bytes that the pixels of each file of a call need in GPU memory."""
+    spaces: NDArray[np.int64] = -(-3 * files.sizes[call].prod(axis=1) // _ALIGN) * _ALIGN
+    return spaces
+
+
+def arguments(
+    files: Files, address: int, pixels: int, call: NDArray[np.int64]
+) -> tuple[NDArray[np.uint64], NDArray[np.uint64], NDArray[np.uint64]]:
+    """What `BatchedDecoder.decode` needs for a call: addresses, lengths, and where the images are written.
+
+    address: of `files.data` in pinned memory. pixels: the address in GPU memory where the first image is written.
+    """
+    spaces = pixel_spaces(files, call)
+    images = np.zeros((len(call), 8), np.uint64)
+    images[:, 0] = pixels + np.cumsum(spaces) - spaces
+    images[:, 4] = 3 * files.sizes[call, 1]
+    return (address + files.starts[call]).astype(np.uint64), files.lengths[call].astype(np.uint64), images
 
 
 def calls_of(files: Files, *, size: int, by_pixels: bool) -> list[NDArray[np.int64]]:
@@ -105,8 +136,7 @@ class _Caller:
         import torch
 
         self._files, self._address = files, address
-        self._spaces = -(-3 * files.sizes.prod(axis=1) // _ALIGN) * _ALIGN
-        largest = max(int(self._spaces[call].sum()) for call in calls)
+        largest = max(int(pixel_spaces(files, call).sum()) for call in calls)
         self._pixels = torch.empty(largest, dtype=torch.uint8, device="cuda")
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self._decoders: dict[int, Any] = {}
@@ -119,11 +149,8 @@ class _Caller:
         sampling = int(files.samplings[call[0]])
         if sampling not in self._decoders:
             self._decoders[sampling] = BatchedDecoder(find_nvjpeg(), "rgb")
-        images = np.zeros((len(call), 8), np.uint64)
-        images[:, 0] = self._pixels.data_ptr() + np.cumsum(self._spaces[call]) - self._spaces[call]
-        images[:, 4] = 3 * files.sizes[call, 1]
-        data, lengths = (self._address + files.starts[call]).astype(np.uint64), files.lengths[call].astype(np.uint64)
-        self._decoders[sampling].decode(data, lengths, images, self._stream.cuda_stream)
+        prepared = arguments(files, self._address, self._pixels.data_ptr(), call)
+        self._decoders[sampling].decode(*prepared, self._stream.cuda_stream)
         self._stream.synchronize()
 
 

@@ -24,7 +24,7 @@ from gpuflow.tools.bench import COLUMNS
 
 ROOT = Path(__file__).parents[2]
 HERE = ROOT / "experiments" / "real_data"
-SCRIPTS = ("run", "arms", "dali_loader", "engines", "photos")
+SCRIPTS = ("run", "arms", "dali_loader", "engines", "calls", "photos")
 COUNT = 10_000
 """Plans that shares are counted over. A share of 3% then has a standard deviation of 0.17%."""
 
@@ -462,6 +462,131 @@ def test_callers_share_the_calls(scripts: dict[str, Any]) -> None:
     assert rate > 0
     counts = Counter(taken)
     assert max(counts.values()) - min(counts.values()) <= 1
+
+
+def test_arguments_of_a_call(scripts: dict[str, Any]) -> None:
+    engines = scripts["engines"]
+    contents = [np.full(size, size, np.uint8) for size in (5, 16, 17)]
+    sizes = np.array([[10, 10], [1, 7], [20, 30]])
+    files = engines.placed(contents, sizes, np.array([0x22, 0, 0x11]), 4)
+    assert files.starts.tolist() == [0, 16, 32]
+    data, lengths, images = engines.arguments(files, 1000, 4096, np.array([2, 0, 0]))
+    assert data.tolist() == [1032, 1000, 1000]
+    assert lengths.tolist() == [17, 5, 5]
+    assert images[:, 0].tolist() == [4096, 4096 + 2048, 4096 + 2048 + 512], "1800 and 300 bytes in steps of 256"
+    assert images[:, 4].tolist() == [90, 30, 30]
+    assert {array.dtype for array in (data, lengths, images)} == {np.dtype(np.uint64)}
+
+
+MIX = {0x22: 700, 0x11: 150, 0x21: 50}
+
+
+@pytest.fixture(scope="module")
+def mixed(scripts: dict[str, Any]) -> Any:
+    """900 photographs of three samplings. The content of each is its number."""
+    samplings = np.repeat(list(MIX), list(MIX.values()))
+    sizes = np.random.default_rng(0).integers(80, 3000, (len(samplings), 2))
+    contents = [np.frombuffer(number.to_bytes(2), np.uint8) for number in range(len(samplings))]
+    return scripts["calls"].Photographs(scripts["engines"].placed(contents, sizes, samplings, 0))
+
+
+def test_photographs_are_shuffled_with_their_sizes_and_samplings(scripts: dict[str, Any], mixed: Any) -> None:
+    files = mixed.files
+    sizes = np.random.default_rng(0).integers(80, 3000, (900, 2))
+    numbers = [int.from_bytes(files.data[start : start + 2].tobytes()) for start in files.starts[:900]]
+    assert sorted(numbers) == list(range(900)) != numbers
+    assert np.array_equal(files.sizes[:900], sizes[numbers])
+    assert np.array_equal(files.samplings[:900], np.repeat(list(MIX), list(MIX.values()))[numbers])
+    assert mixed.samplings == list(MIX)
+    for number, sampling in enumerate(MIX, 900):
+        blank = files.data[files.starts[number] : files.starts[number] + files.lengths[number]]
+        header = probe(blank)
+        assert (header.size, engine_sampling(blank, header)) == ((16, 16), sampling)
+        assert files.sizes[number].tolist() == [16, 16]
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 4])
+def test_calls_of_windows_have_each_file_once(chunks: int, scripts: dict[str, Any], mixed: Any) -> None:
+    calls, pixels = scripts["calls"], mixed.files.sizes.prod(axis=1)
+    taken: dict[str, list[set[int]]] = {}
+    for order, fill in itertools.product(calls.ORDERS, calls.FILLS):
+        made = calls.calls_of_windows(mixed, mixed.all, chunks=chunks, order=order, fill=fill)
+        found = [call.files[: call.images] for call in made]
+        assert sorted(np.concatenate(found).tolist()) == list(range(900))
+        assert all(len(set(mixed.files.samplings[call.files])) == 1 for call in made)
+        assert all((call.files[call.images :] >= 900).all() for call in made)
+        assert all(len({number // (chunks * 256) for number in files.tolist()}) == 1 for files in found)
+        if order != "in order":
+            assert all((np.diff(pixels[files]) <= 0).all() for files in found)
+        sizes: dict[Any, set[int]] = {}
+        for call in made:
+            sizes.setdefault(call.state, set()).add(len(call.files))
+        if fill == "not filled":
+            assert list(sizes) == [0]
+        else:
+            assert all(len(found) == 1 for found in sizes.values()), "a state has calls of one size"
+            assert {n for found in sizes.values() for n in found} <= set(calls.CALL_SIZES)
+            assert fill != "filled to 128" or len(sizes) == 3
+        taken.setdefault(order, [set(files.tolist()) for files in found])
+    assert taken["in order"] == taken["descending"] != taken["by size"]
+
+
+def test_parts_measure_calls_that_hold_their_files(
+    scripts: dict[str, Any], mixed: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls, names = scripts["calls"], list[str]()
+    for part in calls.ENGINE_PARTS.values():
+        for name, cycle in part(mixed):
+            names.append(name)
+            assert all(call.images <= len(call.files) for call in cycle)
+            assert max(call.files.max() for call in cycle) < len(mixed.files.starts)
+    assert len(names) == len(set(names))
+    assert {"calls of 256", "7 photographs and 121 fillers", "4:2:0 and 4:4:4 alternating, one state"} <= set(names)
+    assert "windows of 4x256, by size, 9 calls" in names
+    alone = calls.Photographs(
+        scripts["engines"].placed([np.zeros(3, np.uint8)] * 9, np.full((9, 2), 64), np.full(9, 0x22), 0)
+    )
+    assert [name for name, _ in calls.samplings_part(alone)] == ["only 4:2:0, calls of 128"]
+
+    seen: list[int] = []
+    lines = [("some", [*calls.plain([np.arange(3)]), mixed.filled(0x11, mixed.first(0x11, 2), 8, 0)])]
+    calls.measure(lines, lambda cycle: lambda: seen.append(len(cycle)), mixed.files, 0.0)
+    assert seen == [2, 2], "once before the measurement, once in it"
+    assert "some" in (printed := capsys.readouterr().out) and "images/s" in printed
+
+
+def test_progressive_files_on_the_cpu(scripts: dict[str, Any], picture: Path, tmp_path: Path) -> None:
+    photos, engines, calls = scripts["photos"], scripts["engines"], scripts["calls"]
+    with Image.open(picture / "own.png") as image:
+        source = image.convert("RGB")
+    kinds = (photos.Kind(), photos.Kind(progressive=1), photos.Kind(png=1), photos.Kind(progressive=1, cmyk=1))
+    for number, kind in enumerate(kinds):
+        data = photos.encode(source, photos.plan(kind, 0, number), np.random.default_rng(0))
+        (tmp_path / f"{number}.jpg").write_bytes(data)
+    files = engines.read_files(engines.distinct_files(tmp_path), calls.sampling_or_progressive)
+    assert files.samplings.tolist() == [0x22, calls.PROGRESSIVE]
+    assert {name: found.tolist() for name, found in calls.by_format(files).items()} == {
+        "progressive": [1],
+        "baseline": [0],
+    }
+    contents = calls.contents_of(files, np.arange(2))
+    images = [calls.on_the_cpu(data) for data in contents]
+    assert [image.shape[:2] for image in images] == [tuple(size) for size in files.sizes.tolist()]
+    assert calls.largest_difference(images, contents) == 0
+    changed = images[0].copy()
+    changed[0, 0, 0] ^= 4
+    assert calls.largest_difference([changed], contents[:1]) == 4
+    assert [len(cycle[0].files) for _, cycle in calls.cuda_lines(files)] == [16, 64, 128] * 2
+    assert calls.cpu_rate(contents, 2, 0.01) > 0
+
+
+def test_parts_are_chosen_by_name(scripts: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    calls = scripts["calls"]
+    assert calls.parsed(["x"]).parts == list(calls.PARTS)
+    assert calls.parsed(["x", "windows", "cuda"]).parts == ["windows", "cuda"]
+    with pytest.raises(SystemExit):
+        calls.parsed(["x", "window"])
+    assert "got window; did you mean 'windows'?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
