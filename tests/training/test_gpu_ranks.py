@@ -54,7 +54,8 @@ def test_two_ranks_train_one_model(ranks: list[dict[str, Any]], directory: Path)
     assert first["finite"] and second["finite"]
     for name in ("train", "val"):
         for epoch in map(str, range(EPOCHS)):
-            assert sorted(first[name][epoch] + second[name][epoch]) == list(range(PHOTOS)), f"{name}, epoch {epoch}"
+            seen = [set(rank[name][epoch]) for rank in ranks]  # some of train twice, for BatchNorm's statistics
+            assert sorted([*seen[0], *seen[1]]) == list(range(PHOTOS)), f"{name}, epoch {epoch}"
     passes = [[name, epoch] for epoch in range(EPOCHS) for name in ("train", "val")]
     assert [result[:2] for result in first["results"]] == passes
     assert [result[:4] for result in first["results"]] == [result[:4] for result in second["results"]]
