@@ -200,6 +200,9 @@ class DeviceStream:
     def wait_stream(self, other: DeviceStream) -> None:
         pass
 
+    def pinned(self, shape: list[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype)
+
     def send_all(self, arrays: list[Any]) -> list[torch.Tensor]:
         return [torch.from_numpy(array) for array in arrays]
 
