@@ -16,7 +16,7 @@ import queue
 import select
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,7 +25,7 @@ from spdl.pipeline import AsyncQueue, PipelineBuilder
 from spdl.pipeline import Pipeline as SpdlPipeline
 from spdl.pipeline.defs import Aggregator
 
-from gpuflow.errors import GpuflowError, LoaderError
+from gpuflow.errors import GpuflowError, LoaderError, LoaderTimeout
 from gpuflow.execute.device_stream import SHORT_WAIT
 from gpuflow.loader.batch import Assembly, Chunk
 from gpuflow.loader.cpu_offload import CpuOffload
@@ -303,7 +303,8 @@ class Feed:
         return run
 
     def _read(self, epoch: int, prepared: PreparedChunks, chunk: Chunk) -> None:
-        self._reader.read_chunk(epoch, chunk)
+        with self._naming_files(chunk):
+            self._reader.read_chunk(epoch, chunk)
         prepared.add(chunk)
 
     def _decode(self, epoch: int, admission: Admission, prepared: PreparedChunks, chunk: Chunk) -> None:
@@ -312,9 +313,21 @@ class Feed:
                 self._reader.read_chunk(epoch, chunk)
 
         keys = keys_of(self._plan, epoch, chunk)
-        faults = self._decoder.decode(chunk, keys, read, prepared.take(chunk))
+        with self._naming_files(chunk):
+            faults = self._decoder.decode(chunk, keys, read, prepared.take(chunk))
         slots = chunk.batch.slots[chunk.start : chunk.stop]
         self._finish(epoch, admission, chunk, keys, faults, self._decoder.run, slots)
+
+    @contextlib.contextmanager
+    def _naming_files(self, chunk: Chunk) -> Iterator[None]:
+        """Adds the chunk's files to a timeout that does not know them, such as that of a call of nvJPEG."""
+        try:
+            yield
+        except LoaderTimeout as late:
+            if late.paths:
+                raise
+            paths = list(map(self._plan.source.path, chunk.indices))
+            raise LoaderTimeout(f"{late}; it was at {_files(paths)}", paths) from late
 
     def _decode_share(self, epoch: int, admission: Admission, chunk: Chunk) -> None:
         assert self._offload is not None

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 import gpuflow
 from gpuflow.config import read_config
 from gpuflow.config.resources import decode_processes_of
-from gpuflow.errors import BadSampleError
+from gpuflow.errors import BadSampleError, LoaderTimeout
 from gpuflow.execute.cpu import CpuRunner
 from gpuflow.loader.bad_samples import BadSamples
 from gpuflow.loader.batch import Assembly
@@ -280,6 +280,20 @@ def test_a_bad_sample_of_the_share_is_raised(folder: Path, source: Source) -> No
         next(steps)
         with pytest.raises(BadSampleError, match=r"sample 38.*truncated"):
             next(steps)
+
+
+@pytest.mark.parametrize("operation", ["prepare", "launch"])
+def test_a_timeout_of_the_gpu_names_the_files_that_it_was_at(source: Source, operation: str) -> None:
+    with feed_of(source, None, batch_size=4, shuffle=False) as (_, gpu, epoch):
+
+        def late(*arguments: object) -> None:
+            raise LoaderTimeout("nvJPEG did not end a call within 60 s")
+
+        setattr(gpu, operation, late)
+        text = "nvJPEG did not end a call within 60 s; it was at one of 4 files: "
+        with pytest.raises(LoaderTimeout, match=text) as raised:
+            next(epoch(0))
+        assert raised.value.paths == tuple(source.path(i) for i in range(4))
 
 
 def test_what_a_source_raises_is_raised_at_its_step(source: Source) -> None:

@@ -32,6 +32,8 @@ def test_the_gpu_is_within_two_levels_and_serves_what_it_validates(
     pairs = {(pair.a, pair.b): pair for pair in report.pairs}
     assert pairs["val", "val@cuda"].asked.startswith("at most 2 levels")
     assert [row.allowed for row in pairs["val", "val@cuda"].rows] == [2] * len(stages)
+    levels = [found for row in pairs["val", "val@cuda"].rows for found in (row.own, row.hostile) if found is not None]
+    assert levels and all(found.mean < 0.25 for found in levels)
     assert pairs["val@cuda", "serve@cuda"].asked == "equal: both run on the same device"
     assert all(row.differ == 0 and row.images == 47 for row in pairs["val@cuda", "serve@cuda"].rows)
 
