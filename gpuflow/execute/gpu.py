@@ -414,8 +414,7 @@ class GpuRunner:
         chunks = (chunk, *ahead) if self._fill_calls else (chunk,)
         places = self._places(0, chunk.rows)
         with self._lock:  # from here on no call for another chunk takes images of this one
-            planned = plan_calls([one.undecoded for one in chunks], max_bytes=self._decode_bytes)
-            own = [self._new_call(one, chunks, target, places) for one in planned]
+            own = self._new_calls(chunks, target, places)
         self._calls.extend(own)
         try:
             for call in (*own, *(call for call, _ in chunk.early)):
@@ -438,6 +437,22 @@ class GpuRunner:
                 target.index_copy_(0, self._send(places[taken]), images[rows[0] : rows[-1] + 1])
         chunk.early.clear()  # which refer to this chunk
         return good
+
+    def _new_calls(self, chunks: Sequence[Prepared], target: torch.Tensor, places: NDArray[np.int64]) -> list[_Call]:
+        """Plan the calls for the first chunk; for holders of the lock."""
+        calls: list[_Call] = []
+        planned = plan_calls([one.undecoded for one in chunks], max_bytes=self._decode_bytes)
+        try:
+            for one in planned:
+                calls.append(self._new_call(one, chunks, target, places))
+        except BaseException as error:  # there is no memory for images of later chunks
+            for call in calls:
+                call.fail(error)
+            for other in planned[len(calls) :]:
+                for place, row in zip(other.chunks.tolist(), other.rows.tolist(), strict=True):
+                    chunks[place].undecoded.left[row] = True
+            raise
+        return calls
 
     def _new_call(
         self, planned: DecodeCall, chunks: Sequence[Prepared], target: torch.Tensor, places: NDArray[np.int64]

@@ -415,6 +415,7 @@ def windows() -> Iterator[dict[str, Any]]:
             "images_of_others": images_of_others,
             "cycles": cycles(runner, prepare),
             "errors": errors(new, prepare),
+            "no_memory": no_memory(new, prepare),
         }
 
 
@@ -454,6 +455,35 @@ def errors(new: Callable[..., GpuRunner], prepare: Callable[[GpuRunner, Sequence
         except MemoryError as error:
             found.append(str(error))
     return found
+
+
+def no_memory(
+    new: Callable[..., GpuRunner], prepare: Callable[[GpuRunner, Sequence[int]], Prepared]
+) -> tuple[str, bool]:
+    """What a launch raises without memory for images of later chunks; whether the later chunk is whole then."""
+    runner, alone = new(CpuLibrary(3), ahead=True), new(CpuLibrary(3), ahead=True)
+    first, second = prepare(runner, range(16)), prepare(runner, range(20, 36))
+    slots = runner.slots(16)
+    module: Any = gpu
+    allocate, text = module.allocate_slots, ""
+
+    def fail(stream: Any, count: int, spec: Any) -> torch.Tensor:
+        if count < 16:
+            raise MemoryError("no room for images")
+        images: torch.Tensor = allocate(stream, count, spec)
+        return images
+
+    module.allocate_slots = fail
+    try:
+        runner.launch(first, slots, [second])
+    except MemoryError as error:
+        text = str(error)
+    finally:
+        module.allocate_slots = allocate
+    found, right = runner.slots(16).fill_(0), alone.slots(16).fill_(0)
+    faults = runner.launch(second, found), alone.launch(prepare(alone, range(20, 36)), right)
+    good = [i for i, fault in enumerate(faults[1]) if fault is None]
+    return text, torch.equal(found[good], right[good]) and len(good) >= 15
 
 
 if __name__ == "__main__":

@@ -95,3 +95,10 @@ def test_a_chunk_does_not_depend_on_the_chunks_that_are_decoded_with_it(
 @pytest.mark.parametrize("name", ["crop", "colours"])
 def test_a_call_that_fails_is_an_error_of_all_its_chunks(cases: dict[str, dict[str, Any]], name: str) -> None:
     assert cases[f"windows, {name}"]["errors"] == ["no room for a call", "no room for a call", ""]
+
+
+@pytest.mark.parametrize("name", ["crop", "colours"])
+def test_without_memory_for_its_images_a_later_chunk_is_still_whole(
+    cases: dict[str, dict[str, Any]], name: str
+) -> None:
+    assert cases[f"windows, {name}"]["no_memory"] == ["no room for images", True]
