@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from gpuflow.errors import BadSampleError, DecoderError
 from gpuflow.execute.cpu import CpuRunners
-from gpuflow.execute.cpu_workers import PlainFault, faults_of, open_runner, plain_faults, prepare, slots_in
+from gpuflow.execute.cpu_workers import PlainFault, decode_shared, faults_of, open_runner, prepare
 from gpuflow.pipeline.image_spec import STORAGE, as_batch, slot_shape
 from gpuflow.pipeline.program import Program
 from gpuflow.pipeline.stage import Keys
@@ -41,7 +41,7 @@ _PRIOR_IMAGES = 1000
 """So many images that the GPU decodes are assumed to have been seen at first, so that a few images decide nothing."""
 _CORES_FOR_ALL = 20.0
 """Processes for each core if the GPU took no image at all. The JPEG engines decode 80 times as many images a second as
-one core decodes progressive JPEGs, and with half of that, five processes for 3.5% of mixed sizes were always busy."""
+one core decodes progressive JPEGs. With half as many, five processes limited a loader with 3.5% of such images."""
 _KEPT_BYTES = 1 << 30
 
 
@@ -255,15 +255,6 @@ def work(connection: ParentConnection, program: Program | str) -> None:
     with suppress(DecoderError):  # the pool then does without this worker
         while runner is not None:
             start, offsets, sizes, keys = connection.recv()
-            encoded, results = connection.memory(), connection.memory()
-            assert encoded is not None and results is not None
-            samples = [encoded[offset : offset + length] for offset, length in zip(offsets, sizes, strict=True)]
-            try:
-                with _turn:
-                    faults = runner.run(samples, keys, slots_in(results, program, start, len(samples)))
-                answer = plain_faults(faults)
-            except DecoderError:
-                raise
-            except Exception:  # raised again by the thread that does the work instead
-                answer = None
+            with _turn:
+                answer = decode_shared(connection, program, runner, start, offsets, sizes, keys)
             connection.send(answer)

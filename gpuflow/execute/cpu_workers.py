@@ -12,13 +12,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gpuflow.errors import BadSampleError, Code
+from gpuflow.errors import BadSampleError, Code, DecoderError
 from gpuflow.execute.cpu import CpuRunner
 from gpuflow.pipeline.image_spec import STORAGE, slot_shape
 from gpuflow.pipeline.program import Program
+from gpuflow.pipeline.stage import Keys
 from gpuflow.runtime.worker_pool import READY, ParentConnection
 
-__all__ = ["PlainFault", "faults_of", "open_runner", "plain_faults", "prepare", "slots_in"]
+__all__ = ["PlainFault", "decode_shared", "faults_of", "open_runner", "plain_faults", "prepare", "slots_in"]
 
 _first_call = threading.Lock()
 """torch's first call in a forked process makes its thread pool anew, and fails where two threads do that at once."""
@@ -64,3 +65,33 @@ def slots_in(memory: NDArray[np.uint8], program: Program, start: int, count: int
     shape, dtype = slot_shape(program.result), np.dtype(STORAGE[program.result.dtype])
     size = math.prod(shape) * dtype.itemsize
     return memory[start * size : (start + count) * size].view(dtype).reshape(-1, *shape)
+
+
+def decode_shared(
+    connection: ParentConnection,
+    program: Program,
+    runner: CpuRunner,
+    start: int,
+    offsets: Sequence[int],
+    sizes: Sequence[int],
+    keys: Keys,
+) -> list[PlainFault] | None:
+    """Decode samples between two memories that the parent shares next: the encoded bytes, and a batch's slots.
+
+    Args:
+        start: the slot of the first sample. offsets, sizes [N]: of the samples in the encoded bytes. keys: of them.
+
+    Returns:
+        What became of the samples; None if decoding raised: the thread that then does the work raises that again.
+
+    Raises DecoderError.
+    """
+    encoded, slots = connection.memory(), connection.memory()
+    assert encoded is not None and slots is not None
+    samples = [encoded[offset : offset + length] for offset, length in zip(offsets, sizes, strict=True)]
+    try:
+        return plain_faults(runner.run(samples, keys, slots_in(slots, program, start, len(samples))))
+    except DecoderError:
+        raise
+    except Exception:
+        return None

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from gpuflow.errors import BadSampleError, DecoderError
 from gpuflow.execute.cpu import CpuRunner, CpuRunners
-from gpuflow.execute.cpu_workers import PlainFault, faults_of, open_runner, plain_faults, prepare, slots_in
+from gpuflow.execute.cpu_workers import PlainFault, decode_shared, faults_of, open_runner, prepare
 from gpuflow.pipeline.image_spec import STORAGE, as_batch, slot_shape
 from gpuflow.pipeline.program import Program
 from gpuflow.pipeline.stage import Keys
@@ -154,14 +154,4 @@ def _answer(connection: ParentConnection, program: Program, runner: CpuRunner) -
         connection.send(None)
         return
     start, offsets, sizes = request
-    encoded, pixels = connection.memory(), connection.memory()
-    assert encoded is not None and pixels is not None
-    samples = [encoded[offset : offset + length] for offset, length in zip(offsets, sizes, strict=True)]
-    slots = slots_in(pixels, program, start, len(samples))
-    try:
-        answer = plain_faults(runner.run(samples, _keys(len(samples)), slots))
-    except DecoderError:
-        raise
-    except Exception:  # raised again by the thread that does the work instead
-        answer = None
-    connection.send(answer)
+    connection.send(decode_shared(connection, program, runner, start, offsets, sizes, _keys(len(sizes))))
