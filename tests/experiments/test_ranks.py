@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import csv
-import importlib
 import json
 import math
 import os
@@ -28,6 +27,7 @@ from gpuflow.stages import Decode, RandomResizedCrop
 from gpuflow.tools.bench import COLUMNS
 from tests import images
 from tests.datasets import make_photos
+from tests.experiments.scripts import imported
 
 ROOT = Path(__file__).parents[2]
 HERE = ROOT / "experiments" / "ranks"
@@ -36,16 +36,8 @@ SCRIPTS = ("run", "one_rank")
 
 @pytest.fixture(scope="module")
 def scripts() -> Iterator[dict[str, Any]]:
-    """The modules of the folder by name. They import each other as scripts do."""
-    sys.path.insert(0, str(HERE))
-    kept = {name: sys.modules.pop(name) for name in SCRIPTS if name in sys.modules}
-    try:
-        yield {name: importlib.import_module(name) for name in SCRIPTS}
-    finally:
-        sys.path.remove(str(HERE))
-        for name in SCRIPTS:
-            sys.modules.pop(name, None)
-        sys.modules.update(kept)
+    with imported(HERE, SCRIPTS) as modules:
+        yield modules
 
 
 @pytest.fixture

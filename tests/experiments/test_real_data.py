@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import importlib
 import itertools
 import json
 import os
@@ -21,6 +20,7 @@ from PIL import Image
 
 from gpuflow.decode.codecs import engine_sampling, probe
 from gpuflow.tools.bench import COLUMNS
+from tests.experiments.scripts import imported
 
 ROOT = Path(__file__).parents[2]
 HERE = ROOT / "experiments" / "real_data"
@@ -31,16 +31,8 @@ COUNT = 10_000
 
 @pytest.fixture(scope="module")
 def scripts() -> Iterator[dict[str, Any]]:
-    """The modules of the folder by name. They import each other as scripts do."""
-    sys.path.insert(0, str(HERE))
-    kept = {name: sys.modules.pop(name) for name in SCRIPTS if name in sys.modules}
-    try:
-        yield {name: importlib.import_module(name) for name in SCRIPTS}
-    finally:
-        sys.path.remove(str(HERE))
-        for name in SCRIPTS:
-            sys.modules.pop(name, None)
-        sys.modules.update(kept)
+    with imported(HERE, SCRIPTS) as modules:
+        yield modules
 
 
 # --- photographs ------------------------------------------------------------------------------------------------------
