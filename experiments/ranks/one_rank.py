@@ -46,13 +46,14 @@ class Arm:
     """One way to train.
 
     fed: on the loader's batches; otherwise on a batch that stays on the GPU. ddp: with DistributedDataParallel.
-    without: parts of the loader that are left out, of `PARTS`. beside: what another thread does, of `Rank.beside`.
+    without: parts of the loader that are left out, of `PARTS`.
+    other_thread: what another thread does meanwhile, see `Rank.other_thread`.
     """
 
     fed: bool = False
     ddp: bool = True
     without: tuple[str, ...] = ()
-    beside: str = "nothing"
+    other_thread: str = "nothing"
 
 
 ARMS = {
@@ -60,8 +61,8 @@ ARMS = {
     "gpuflow": Arm(fed=True),
     "gpuflow without decoding": Arm(fed=True, without=("decoding",)),
     "gpuflow without decoding and sampling": Arm(fed=True, without=("decoding", "sampling")),
-    "decoding only": Arm(beside="decoding"),
-    "busy interpreter": Arm(beside="computing"),
+    "decoding only": Arm(other_thread="decoding"),
+    "busy interpreter": Arm(other_thread="computing"),
     "resident without DDP": Arm(ddp=False),
     "gpuflow without DDP": Arm(fed=True, ddp=False),
 }
@@ -329,7 +330,7 @@ class Rank:
             for _ in range(job.warm_up):
                 next(self._batches)
 
-    def beside(self, what: str) -> AbstractContextManager[Callable[[], object]]:
+    def other_thread(self, what: str) -> AbstractContextManager[Callable[[], object]]:
         """What another thread does meanwhile. Gives a function to call before each step."""
         match what:
             case "nothing":
@@ -347,7 +348,7 @@ class Rank:
         arm, clock, marks, start = ARMS[name], self._clock, list[Any](), 0.0
         training, batches = self._trainings[arm.ddp], self._batches if arm.fed else self._resident
         training.reset()
-        with left_out(arm.without), self.beside(arm.beside) as before_step:
+        with left_out(arm.without), self.other_thread(arm.other_thread) as before_step:
             for number in range(-WARM_UP_STEPS, steps):
                 if number == 0:
                     clock.synchronize()
