@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from gpuflow.runtime.memory import memory_file, shared, shared_block
+from gpuflow.runtime.memory import _SharedMemory, memory_file, shared, shared_block
 from tests.datasets import await_children, children, python
 from tests.runtime.pool_worker import SECONDS, ask, pids_of, pool_of, state, wait_until
 
@@ -73,6 +73,13 @@ def refuse(name: str, flags: int = 0) -> int:
     raise PermissionError(1, "Operation not permitted")
 
 
+@pytest.fixture
+def no_regions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process has no shared memory yet: what earlier tests still refer to would be cut up further."""
+    monkeypatch.setattr("gpuflow.runtime.memory._memory", _SharedMemory())
+
+
+@pytest.mark.usefixtures("no_regions")
 def test_without_files_in_memory_there_are_no_workers_and_one_message(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -88,6 +95,7 @@ def test_without_files_in_memory_there_are_no_workers_and_one_message(
     assert children() == before
 
 
+@pytest.mark.usefixtures("no_regions")
 def test_where_python_knows_no_file_in_memory_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "memfd_create")
     with pytest.raises(OSError, match=r"this Python has no os\.memfd_create"):
