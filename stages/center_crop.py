@@ -49,6 +49,13 @@ class CenterCrop(s.Geometry):
 
     size: Size
 
+    @classmethod
+    def examples(cls) -> tuple[CenterCrop, ...]:
+        return (
+            cls(size=32),
+            cls(size=(20, 160)),
+        )
+
     @property
     def pads(self) -> bool:
         return True

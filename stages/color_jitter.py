@@ -50,6 +50,13 @@ class ColorJitter(s.Pointwise):
         | Annotated[tuple[float, float], s.Bounds(least=-0.5, most=0.5, ascending=True)]
     ) = 0.0
 
+    @classmethod
+    def examples(cls) -> tuple[ColorJitter, ...]:
+        return (
+            cls(brightness=0.4, contrast=0.4, saturation=0.4, hue=0.1),
+            cls(brightness=(1.3, 1.3)),
+        )
+
     @property
     def random(self) -> bool:
         return any(low != high for low, high in self._ranges())

@@ -38,6 +38,16 @@ class Decode(Decoder):
     max_scans: Annotated[int, Bounds(least=1)] = 100
     background: Annotated[tuple[int, int, int], Bounds(least=0, most=255)] | None = None
 
+    @classmethod
+    def examples(cls) -> tuple[Decode, ...]:
+        return (
+            cls(),
+            cls(color="bgr"),
+            cls(color="gray", backend="cpu"),
+            cls(orientation="apply", cpu_share=0.5, max_pixels=10**6, max_scans=50),
+            cls(background=(255, 0, 9)),
+        )
+
     def output(self, spec: ImageSpec) -> ImageSpec:
         if spec.layout != "encoded":
             raise ValueError(f"takes encoded bytes but gets {spec}")

@@ -26,6 +26,15 @@ class Flip(s.Geometry):
     horizontal: Probability = 0.0
     vertical: Probability = 0.0
 
+    @classmethod
+    def examples(cls) -> tuple[Flip, ...]:
+        return (
+            cls(),
+            cls(horizontal=0.5),
+            cls(vertical=1.0),
+            cls(horizontal=0.5, vertical=0.25),
+        )
+
     @property
     def random(self) -> bool:
         return self.horizontal not in (0, 1) or self.vertical not in (0, 1)

@@ -42,6 +42,15 @@ class Normalize(s.Pointwise):
     dtype: Literal["float32", "float16", "bfloat16"] = "float32"
     layout: Literal["nchw", "nhwc"] = "nchw"
 
+    @classmethod
+    def examples(cls) -> tuple[Normalize, ...]:
+        return (
+            cls(),
+            cls(mean=(0.5, 0.4, 0.3), std=(0.2, 0.3, 0.4), dtype="bfloat16", layout="nhwc"),
+            cls(dtype="float16"),
+            cls(layout="nhwc"),
+        )
+
     def _values(self, field: str) -> tuple[float, ...]:
         value = getattr(self, field)
         return _IMAGENET[field] if value == "imagenet" else value

@@ -27,6 +27,13 @@ class RandomCrop(s.Geometry):
     size: Size
     padding: Annotated[int, s.Bounds(least=0)] = 0
 
+    @classmethod
+    def examples(cls) -> tuple[RandomCrop, ...]:
+        return (
+            cls(size=(24, 30)),
+            cls(size=30, padding=7),
+        )
+
     @property
     def random(self) -> bool:
         return True

@@ -41,6 +41,13 @@ class RandomResizedCrop(s.Geometry):
     interpolation: Interpolation = "bilinear"
     antialias: bool = True
 
+    @classmethod
+    def examples(cls) -> tuple[RandomResizedCrop, ...]:
+        return (
+            cls(size=24),
+            cls(size=(20, 28), scale=(0.2, 0.5), ratio=(1.0, 2.0), interpolation="bicubic", antialias=False),
+        )
+
     @property
     def random(self) -> bool:
         return True

@@ -42,6 +42,18 @@ class Resize(s.Geometry):
     interpolation: Interpolation = "bilinear"
     antialias: bool = True
 
+    @classmethod
+    def examples(cls) -> tuple[Resize, ...]:
+        return (
+            cls(height=20, width=31),
+            cls(height=150, width=70, antialias=False),
+            cls(height=20, width=70),
+            cls(shorter=24, interpolation="bicubic"),
+            cls(shorter=30),
+            cls(longer=40, interpolation="nearest"),
+            cls(longer=50),
+        )
+
     def faults(self) -> Iterator[Problem]:
         ways = [(self.height, self.width) != (None, None), self.shorter is not None, self.longer is not None]
         if sum(ways) != 1 or (self.height is None) != (self.width is None):

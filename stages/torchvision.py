@@ -42,6 +42,20 @@ class Torchvision(s.Opaque):
     name: str
     parameters: tuple[tuple[str, Any], ...] = ()
 
+    @classmethod
+    def examples(cls) -> tuple[Torchvision, ...]:
+        return (
+            cls(name="GaussianBlur", parameters=(("kernel_size", 3),)),
+            cls(name="Pad", parameters=(("padding", 2),)),
+            cls(name="Pad", parameters=(("padding", 3),)),
+            cls(name="Grayscale"),
+            cls(name="RandomPosterize", parameters=(("bits", 2),)),
+            cls(name="RandomResize", parameters=(("max_size", 40), ("min_size", 20))),
+            cls(name="ToDtype", parameters=(("dtype", "float32"), ("scale", True))),
+            cls(name="RandomHorizontalFlip", parameters=(("p", 0.5),)),
+            cls(name="RandomVerticalFlip", parameters=(("p", 0.5),)),
+        )
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Unpickle, and import torchvision: once for all workers of a pool, which are forked after that."""
         vars(self).update(state)

@@ -125,6 +125,14 @@ class Stage:
         field, rule = fault
         return Problem.of(field or (), rule, code="config.range")
 
+    @classmethod
+    def examples(cls) -> tuple[Stage, ...]:
+        """Instances that the tests run every law on, with images of 45 to 131 pixels a side.
+
+        Each parameter has two values among them that can be exchanged for one another.
+        """
+        raise NotImplementedError
+
     def faults(self) -> Iterator[Problem | tuple[str, str]]:
         """Yield a problem for each broken rule that `Bounds` cannot declare, with its path from the parameters on.
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -37,68 +39,7 @@ def torchvision(name: str, **parameters: Any) -> Torchvision:
     return Torchvision(name=name, parameters=tuple(sorted(parameters.items())))
 
 
-EXAMPLES: tuple[s.Stage, ...] = (
-    Decode(),
-    Decode(color="bgr"),
-    Decode(color="gray", backend="cpu"),
-    Decode(orientation="apply", cpu_share=0.5, max_pixels=10**6),
-    Resize(height=20, width=31),
-    Resize(height=150, width=70, antialias=False),
-    Resize(shorter=24, interpolation="bicubic"),
-    Resize(longer=40, interpolation="nearest"),
-    CenterCrop(size=32),
-    CenterCrop(size=(20, 160)),
-    RandomCrop(size=(24, 30)),
-    RandomCrop(size=30, padding=7),
-    RandomResizedCrop(size=24),
-    RandomResizedCrop(size=(20, 28), scale=(0.2, 0.5), ratio=(1.0, 2.0), interpolation="bicubic", antialias=False),
-    Flip(),
-    Flip(horizontal=0.5),
-    Flip(vertical=1.0),
-    Flip(horizontal=0.5, vertical=0.25),
-    ColorJitter(brightness=0.4, contrast=0.4, saturation=0.4, hue=0.1),
-    ColorJitter(brightness=(1.3, 1.3)),
-    Normalize(),
-    Normalize(mean=(0.5, 0.4, 0.3), std=(0.2, 0.3, 0.4), dtype="bfloat16", layout="nhwc"),
-    Normalize(dtype="float16"),
-    Normalize(layout="nhwc"),
-    torchvision("GaussianBlur", kernel_size=3),
-    torchvision("Pad", padding=2),
-    torchvision("Grayscale"),
-    torchvision("RandomPosterize", bits=2),
-    torchvision("RandomResize", min_size=20, max_size=40),
-    torchvision("ToDtype", dtype="float32", scale=True),
-)
-
-OTHER: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
-    "decode": (
-        {},
-        {
-            "color": "bgr",
-            "backend": "cpu",
-            "cpu_share": 0.5,
-            "orientation": "apply",
-            "max_pixels": 1000,
-            "max_scans": 9,
-            "background": (255, 0, 9),
-        },
-    ),
-    "resize": ({"height": 8, "width": 9}, {"height": 9, "width": 8, "interpolation": "nearest", "antialias": False}),
-    "center_crop": ({"size": 8}, {"size": (8, 9)}),
-    "random_crop": ({"size": 8}, {"size": 9, "padding": 1}),
-    "random_resized_crop": (
-        {"size": 8},
-        {"size": 9, "scale": (0.5, 1.0), "ratio": (1.0, 1.0), "interpolation": "bicubic", "antialias": False},
-    ),
-    "flip": ({}, {"horizontal": 0.5, "vertical": 0.5}),
-    "color_jitter": ({}, {"brightness": 0.1, "contrast": 0.1, "saturation": (0.9, 1.0), "hue": 0.1}),
-    "normalize": ({}, {"mean": (0.5,) * 3, "std": (0.5,) * 3, "dtype": "float16", "layout": "nhwc"}),
-    "torchvision": (
-        {"name": "RandomHorizontalFlip", "parameters": (("p", 0.5),)},
-        {"name": "RandomVerticalFlip", "parameters": (("p", 0.6),)},
-    ),
-}
-"""For each stage the parameters of an example, and another value for each of its fields."""
+EXAMPLES = tuple(example for stage in STAGES.values() for example in stage.examples())
 
 SAMPLES = (
     jpeg(photo(64, 97), "4:2:0"),
@@ -127,8 +68,8 @@ def pipeline_around(stage: s.Stage) -> tuple[s.Stage, ...]:
         return (Decode(), CenterCrop(size=(18, 21)), stage)
 
 
-def test_every_stage_has_an_example() -> None:
-    assert {type(stage) for stage in EXAMPLES} == set(STAGES.values())
+def test_every_stage_has_examples_of_its_own() -> None:
+    assert all({type(stage) for stage in one.examples()} == {one} for one in STAGES.values())
 
 
 @every_stage
@@ -165,27 +106,28 @@ def test_repr_reads_as_the_yaml_does_and_evaluates(stage: s.Stage) -> None:
     assert eval(repr(stage), dict(STAGES)) == stage
 
 
-@every_stage
-def test_parameters_are_keywords(name: str) -> None:
-    parameters, _ = OTHER[name]
+@every_example
+def test_parameters_are_keywords(stage: s.Stage) -> None:
     with pytest.raises(TypeError, match="positional argument"):
-        STAGES[name](*(parameters.values() or [1]))
+        type(stage)(*[1 for _ in dataclasses.fields(stage)])
 
 
 @every_stage
 def test_fingerprint_changes_with_every_parameter_that_decides_what_comes_out(name: str) -> None:
-    parameters, others = OTHER[name]
-    fields = {field.name for field in dataclasses.fields(STAGES[name])}
-    unreachable = {"resize": {"shorter", "longer"}}
-    assert set(others) == fields - unreachable.get(name, set())
+    def fingerprint(stage: s.Stage) -> str:
+        return s.Pipeline("p", (stage,)).fingerprint
 
-    def fingerprint(**values: Any) -> str:
-        return s.Pipeline("p", (STAGES[name](**values),)).fingerprint
-
-    ours = fingerprint(**parameters)
-    prints = {field: fingerprint(**{**parameters, field: value}) for field, value in others.items()}
-    assert {field for field, other in prints.items() if other == ours} == set(STAGES[name].where_fields)
-    assert len({ours, *prints.values()}) == 1 + len(others) - len(STAGES[name].where_fields)
+    examples = STAGES[name].examples()
+    for field in dataclasses.fields(STAGES[name]):
+        pairs = []
+        for stage, other in itertools.permutations(examples, 2):
+            value = getattr(other, field.name)
+            if value != getattr(stage, field.name):
+                with suppress(ConfigError):  # the value does not go with the other parameters
+                    pairs.append((stage, dataclasses.replace(stage, **{field.name: value})))
+        assert pairs, f"examples of {name} have no two values of {field.name} that can be exchanged"
+        same = field.name in STAGES[name].where_fields
+        assert all((fingerprint(a) == fingerprint(b)) == same for a, b in pairs), field.name
 
 
 def test_fingerprint_tells_shorter_from_longer() -> None:

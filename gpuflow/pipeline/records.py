@@ -1,0 +1,110 @@
+"""What a sample carries besides its image: the declared fields, and their values for several samples.
+
+A column holds one field of N samples. Its form follows from the field's type:
+
+    number      float64 [N]
+    boxes       `Ragged` of float32 [M, 4]: x1, y1, x2, y2 in pixels of the upright image, corners at pixel edges
+    keypoints   `Ragged` of float32 [M, K, 3]: x, y in the same coordinates, and visibility (0, 1 or 2 as in COCO)
+    mask        a list with one `MaskFile`, or one tuple of `Polygons` and `Rle` (an instance each), per sample
+    text, any   a list with one value per sample
+
+The labels of boxes are a column of their own: `Ragged` of int64 [M], under the name that `Field.labels` gives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["Column", "Field", "FieldType", "MaskFile", "Polygons", "Ragged", "Records", "Rle"]
+
+FieldType = Literal["boxes", "keypoints", "mask", "number", "text", "any"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Field:
+    """One field of a source's records.
+
+    labels: of boxes: the column that holds their labels; empty if they have none.
+    classes: the names of these labels; a label is an index into them.
+    instances: of a mask: whether each sample has one mask for each box; otherwise it has one mask of levels.
+    """
+
+    name: str
+    type: FieldType
+    labels: str = ""
+    classes: tuple[str, ...] = ()
+    instances: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Ragged:
+    """Rows of different numbers per sample: those of sample i are values[offsets[i] : offsets[i + 1]].
+
+    values [M, ...]; offsets int64 [N + 1], ascending from 0 to M.
+    """
+
+    values: NDArray[Any]
+    offsets: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, parts: Sequence[NDArray[Any]], empty: NDArray[Any]) -> Ragged:
+        """The rows of each sample, one after the other. empty: an array [0, ...] with the shape and dtype of rows."""
+        offsets = np.zeros(len(parts) + 1, np.int64)
+        np.cumsum([len(part) for part in parts], out=offsets[1:])
+        return cls(np.concatenate([empty, *parts]), offsets)
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, i: int) -> NDArray[Any]:
+        """The rows of sample i, a view."""
+        rows: NDArray[Any] = self.values[self.offsets[i] : self.offsets[i + 1]]
+        return rows
+
+    def take(self, samples: NDArray[np.int64]) -> Ragged:
+        """The rows of these samples, in this order."""
+        counts = np.diff(self.offsets)[samples]
+        offsets = np.concatenate([[0], np.cumsum(counts)])
+        rows = np.repeat(self.offsets[samples] - offsets[:-1], counts) + np.arange(offsets[-1])
+        return Ragged(self.values[rows], offsets)
+
+
+@dataclass(frozen=True, slots=True)
+class MaskFile:
+    """A mask as an encoded image of one channel: its levels are the classes of pixels."""
+
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Polygons:
+    """The mask of one instance as closed outlines: float64 [P, 2] of x, y each, in pixels, corners at pixel edges."""
+
+    outlines: tuple[NDArray[np.float64], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Rle:
+    """The mask of one instance as run lengths in column order, beginning with zeros, as in COCO.
+
+    size: height, width. counts: int64 [R], which add up to height * width.
+    """
+
+    size: tuple[int, int]
+    counts: NDArray[np.int64]
+
+
+Column = NDArray[Any] | Ragged | list[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Records:
+    """Columns of N samples by name. errors: for each sample None, or why its record is bad."""
+
+    columns: Mapping[str, Column]
+    errors: Sequence[str | None]
