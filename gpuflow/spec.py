@@ -16,11 +16,13 @@ from gpuflow.pipeline.stage import (
     Move,
     Opaque,
     Operation,
+    Pad,
     Pipeline,
     Pointwise,
     Resize,
     Stage,
     StageKeys,
+    Warp,
     require_pixels,
 )
 
@@ -36,11 +38,13 @@ __all__ = [
     "Move",
     "Opaque",
     "Operation",
+    "Pad",
     "Pipeline",
     "Pointwise",
     "Problem",
     "Resize",
     "Stage",
     "StageKeys",
+    "Warp",
     "require_pixels",
 ]

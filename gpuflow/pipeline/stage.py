@@ -1,10 +1,10 @@
-"""The stage kinds, the moves that geometry stages return, and a pipeline of stages: values only.
+"""The stage kinds, and a pipeline of stages: values only.
 
 A stage declares, before anything runs, its output spec for an input `ImageSpec`. It is of one kind, so that the engine
 never asks which stage it is:
 
     Decoder     the first stage: decodes bytes to a uint8 image, or to the region of it that the next stages need
-    Geometry    returns moves (`Crop`, `Flip`, `Resize`) for each sample; the engine folds them into few samplings
+    Geometry    returns moves (`pipeline/moves.py`) for each sample; the engine folds them into few samplings
     Pointwise   returns coefficients for each sample; maps pixels to pixels in place
     Opaque      any callable on one image
 
@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from gpuflow.errors import ConfigError, Problem
 from gpuflow.pipeline.bounds import Bounds, out_of_bounds
 from gpuflow.pipeline.image_spec import ENCODED, ImageSpec
+from gpuflow.pipeline.moves import Bools, Crop, Flip, Ints, Move, Pad, Resize, Warp
 from gpuflow.pipeline.rng import Keys, StageKeys
 
 if TYPE_CHECKING:
@@ -33,65 +34,27 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ENCODED",
+    "Bools",
     "Bounds",
     "Crop",
     "Decoder",
     "Flip",
     "Geometry",
     "ImageSpec",
+    "Ints",
     "Keys",
     "Move",
     "Opaque",
     "Operation",
+    "Pad",
     "Pipeline",
     "Pointwise",
     "Resize",
     "Stage",
     "StageKeys",
+    "Warp",
     "require_pixels",
 ]
-
-Ints = NDArray[np.int64]
-Bools = NDArray[np.bool_]
-
-
-# --- moves ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Crop:
-    """Keep the box (y, x, height, width), all [N], in pixels. It may extend `margin` pixels outside the image, where
-    the result is black."""
-
-    y: Ints
-    x: Ints
-    height: Ints
-    width: Ints
-    margin: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Flip:
-    """Mirror samples left-right if `horizontal` [N] is set, and top-bottom if `vertical` [N] is set."""
-
-    horizontal: Bools
-    vertical: Bools
-
-
-@dataclass(frozen=True, slots=True)
-class Resize:
-    """Resample to (height, width), both [N], in pixels. The result is rounded to uint8, as in torchvision."""
-
-    height: Ints
-    width: Ints
-    interpolation: str
-    antialias: bool
-
-
-Move = Crop | Flip | Resize
-
-
-# --- stages --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
