@@ -119,6 +119,33 @@ def explain(path: ConfigFile, overrides: Overrides = None) -> None:
 
 
 @app.command()
+def show(
+    path: ConfigFile,
+    overrides: Overrides = None,
+    count: Annotated[int, typer.Option("-n", "--count", min=1, help="How many samples.")] = 16,
+    pipeline: Annotated[str, typer.Option(help="Which pipeline to run.")] = "train",
+    epoch: Annotated[int, typer.Option(min=0, help="Another epoch has another order and other draws.")] = 0,
+    device: Annotated[str, typer.Option(help="Where images are decoded and transformed: cpu or cuda.")] = "cpu",
+    out: Annotated[Path, typer.Option(help="The page to write.")] = Path("runs/show.html"),
+) -> None:
+    """Write a page that shows what a pipeline's batches look like, with their labels and paths.
+
+    The samples are those that a training loop gets first in that epoch.
+    """
+    from gpuflow.runtime.files import atomic_write
+    from gpuflow.tools.show import page, samples_of
+
+    _read(path, overrides).program(pipeline)
+    config = _read(path, [*(overrides or []), f"pipelines.{pipeline}.batch.drop_last=false"])
+    shown = samples_of(config, pipeline, count, epoch=epoch, device=device)
+    stages = repr(config.program(pipeline).pipeline)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_write(out, text=True) as file:
+        file.write(page(f"{path.name}: {pipeline}, epoch {epoch}", stages, shown))
+    _out.print(f"wrote {out}: {len(shown)} samples of {pipeline}")
+
+
+@app.command()
 def doctor(
     path: Annotated[
         Path | None, typer.Argument(metavar="FILE", help="A YAML file, whose source is read and whose `run` counts.")

@@ -20,7 +20,7 @@ from gpuflow.cli import app
 from tests.commands import Run, command_here
 from tests.datasets import deadline, make_photos, truncate, write_config
 
-COMMANDS = ["samples", "check", "explain", "train", "bench", "scan", "load-test"]
+COMMANDS = ["samples", "check", "explain", "show", "train", "bench", "scan", "load-test"]
 MAIN = "from gpuflow.cli import main; main()"
 
 
