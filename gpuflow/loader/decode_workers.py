@@ -24,7 +24,7 @@ from gpuflow.pipeline.program import Program
 from gpuflow.pipeline.stage import Keys
 from gpuflow.runtime.buffers import BytePool
 from gpuflow.runtime.worker_pool import ParentConnection, WorkerConnection, WorkerPool
-from gpuflow.sources import Payload, Source
+from gpuflow.sources import Payload, Source, without_records
 
 __all__ = ["DecodeWorkers", "Outcome", "decode", "prepare", "work"]
 
@@ -66,7 +66,9 @@ class DecodeWorkers:
 
     def __init__(self, program: Program, source: Source, *, threads: int, processes: int, idle: bool = False) -> None:
         shares = [len(range(worker, threads, processes)) for worker in range(processes)]
-        self._pool = WorkerPool(__name__, connections=shares, setup=(source, program, idle), task="decode")
+        self._pool = WorkerPool(
+            __name__, connections=shares, setup=(without_records(source), program, idle), task="decode"
+        )
 
     def run(self, indices: Sequence[int], keys: Keys, slots: NDArray[Any], start: int) -> Outcome | None:
         """Read and decode samples into slots [start, start + n) of a batch's; None if no worker can.

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Protocol
+from typing import Annotated, Any, Protocol
 
-import numpy as np
 from numpy.typing import NDArray
 
 from gpuflow.errors import ConfigError, Problem
@@ -25,16 +24,18 @@ class Source(Protocol):
     """The operations of every source. `len(source)` is its number of samples.
 
     A source may have a `fingerprint: str`, too, by which states and ranks know its samples again. Where it has none,
-    `gpuflow.sources.fingerprint_of` makes one of its paths, labels and classes.
+    `gpuflow.sources.fingerprint_of` makes one of its paths, labels and classes. One whose samples carry more than an
+    image and a label is a `gpuflow.sources.RecordSource`.
     """
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """The class names; a label is an index into this tuple."""
+        """The class names; a label is an index into this tuple. Empty where labels are numbers."""
 
     @property
-    def labels(self) -> NDArray[np.int64]:
-        """The label of each sample, shape (n,)."""
+    def labels(self) -> NDArray[Any]:
+        """The label of each sample along the first axis: int64 [n] of one class each, uint8 [n, C] of several (1: the
+        sample has the class), float32 [n] or [n, D] of numbers."""
 
     @property
     def shard_sizes(self) -> tuple[int, ...] | None:

@@ -16,10 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpuflow.errors import SourceError
+from gpuflow.pipeline.records import Field, Records
 from gpuflow.pipeline.rng import key64, permute
 from gpuflow.sources.base import Source, SourceSpec
 from gpuflow.sources.fingerprint import fingerprint, fingerprint_of
 from gpuflow.sources.payload import Allocate, Payload
+from gpuflow.sources.record_source import fields_of, has_labels, records_of, without_records
 from gpuflow.sources.storage import Storage
 
 __all__ = ["Subset", "split_counts", "split_indices", "subset"]
@@ -36,7 +38,7 @@ class Subset:
 
     def __init__(self, source: Source, indices: NDArray[np.int64]) -> None:
         self.source, self.indices = source, indices
-        self.labels: NDArray[np.int64] = source.labels[indices]
+        self.labels = source.labels[indices]
         self.shard_sizes = _shard_sizes(source.shard_sizes, indices)
 
     @cached_property
@@ -60,6 +62,20 @@ class Subset:
     @property
     def storage(self) -> Storage | None:
         return self.source.storage
+
+    @property
+    def fields(self) -> tuple[Field, ...]:
+        return fields_of(self.source)
+
+    @property
+    def has_labels(self) -> bool:
+        return has_labels(self.source)
+
+    def records(self, indices: Sequence[int]) -> Records:
+        return records_of(self.source, self.indices[np.asarray(indices, dtype=np.int64)].tolist())
+
+    def without_records(self) -> Subset:
+        return Subset(without_records(self.source), self.indices)
 
     def on(self, storage: Storage) -> Subset:
         return Subset(self.source.on(storage), self.indices)
