@@ -112,7 +112,7 @@ class Preset(s.Decoder):
         if serving:
             has_module = stage.module() is not None
             return None if has_module else "cannot follow a preset, after which only stages such as normalize may come"
-        selects_pixels = isinstance(stage, s.Geometry) and not stage.resizes and not stage.pads
+        selects_pixels = isinstance(stage, s.Geometry) and not stage.resizes and not stage.pads and stage.warps is None
         has_module = isinstance(stage, s.Pointwise) and stage.module() is not None
         if self.device == "cpu" or selects_pixels or has_module:
             return None

@@ -18,9 +18,19 @@ from numpy.typing import NDArray
 from gpuflow.decode.codecs import CpuDecoder, Header, probe
 from gpuflow.errors import BadSampleError
 from gpuflow.execute.resample import resample_part
+from gpuflow.execute.warp import warp
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.image_spec import STORAGE, as_batch
-from gpuflow.pipeline.program import OpaqueStep, PointwiseStep, Program, Sampling, SamplingStep, too_large
+from gpuflow.pipeline.program import (
+    OpaqueStep,
+    PointwiseStep,
+    Program,
+    Sampling,
+    SamplingStep,
+    Warping,
+    WarpStep,
+    too_large,
+)
 
 __all__ = ["CpuRunner", "CpuRunners", "call_opaque"]
 
@@ -37,11 +47,27 @@ class _Moves:
         self.shown, self.windows = sampling.shown.tolist(), sampling.window.tolist()
         self.mirrors, self.flips = sampling.mirrors.tolist(), sampling.flips.tolist()
 
-    def check(self, i: int) -> None:
-        """Raise BadSampleError if this sampling cannot be run on sample i."""
-        for misfit in self.sampling.misfits:
-            if (fault := misfit.fault(i)) is not None:
-                raise fault
+
+class _Warps:
+    """One warp as lists of Python integers, with one row per sample."""
+
+    def __init__(self, warping: Warping) -> None:
+        self.sampling = warping
+        self.boxes, self.shown = warping.box.tolist(), warping.shown.tolist()
+        self.sizes = np.stack(warping.size, axis=1).tolist()
+
+
+def _check(drawn: _Moves | _Warps, i: int) -> None:
+    """Raise BadSampleError if this sampling cannot be run on sample i."""
+    for misfit in drawn.sampling.misfits:
+        if (fault := misfit.fault(i)) is not None:
+            raise fault
+
+
+def _draw(step: SamplingStep | WarpStep, keys: s.Keys, height: s.Ints, width: s.Ints) -> _Moves | _Warps:
+    if isinstance(step, SamplingStep):
+        return _Moves(step.draw(keys, height, width))
+    return _Warps(step.draw(keys, height, width))
 
 
 class CpuRunner:
@@ -102,12 +128,12 @@ class CpuRunner:
         drawn: list[Any] = []
         known = True
         for step in self._program.steps:
-            if not isinstance(step, SamplingStep):
+            if not isinstance(step, SamplingStep | WarpStep):
                 drawn.append(step.draw(keys))
                 known = known and isinstance(step, PointwiseStep)
             elif known:
-                moves = _Moves(step.draw(keys, height, width))
-                height, width = moves.sampling.window[:, 2], moves.sampling.window[:, 3]
+                moves = _draw(step, keys, height, width)
+                height, width = moves.sampling.size
                 drawn.append(moves)
             else:
                 drawn.append(None)
@@ -123,9 +149,9 @@ class CpuRunner:
         slot: NDArray[Any],
     ) -> None:
         steps = self._program.steps
-        first = drawn[0] if steps and isinstance(steps[0], SamplingStep) else None
+        first = drawn[0] if steps and isinstance(steps[0], SamplingStep | WarpStep) else None
         if first is not None:
-            first.check(i)
+            _check(first, i)
         if header is None:
             image, (top, left) = self._program.decoder.decode(data), (0, 0)
         else:
@@ -133,13 +159,14 @@ class CpuRunner:
         for n, (step, draw) in enumerate(zip(steps, drawn, strict=True)):
             out = slot if n == len(steps) - 1 else None
             match step:
-                case SamplingStep():
+                case SamplingStep() | WarpStep():
                     row = i
                     if draw is None:
-                        draw, row = _Moves(step.draw(keys[i], *np.array(image.shape[:2])[:, None])), 0
+                        draw, row = _draw(step, keys[i], *np.array(image.shape[:2])[:, None]), 0
                     if draw is not first:
-                        draw.check(row)
-                    image = self._sample(image, draw, row, top, left, out, n)
+                        _check(draw, row)
+                    run = self._sample if isinstance(draw, _Moves) else self._warp
+                    image = run(image, draw, row, top, left, out, n)
                     top = left = 0
                 case PointwiseStep(stage):
                     image = stage.apply(image, draw[i], out)
@@ -167,13 +194,27 @@ class CpuRunner:
             _mirror(kept, moves.flips[i], result)
         return result
 
+    def _warp(
+        self, image: NDArray[np.uint8], warps: _Warps, i: int, top: int, left: int, out: NDArray[Any] | None, n: int
+    ) -> NDArray[np.uint8]:
+        """Run one warp. `image` is the region of the upright image that begins at (top, left)."""
+        (y, x, height, width), warping = warps.boxes[i], warps.sampling
+        box = image[y - top : y - top + height, x - left : x - left + width]
+        shape = (*warps.sizes[i], image.shape[2])
+        result = out if out is not None else self._buffer("warped", n, shape)
+        shown = y, x, height, width = warps.shown[i]
+        if (height, width) != shape[:2]:
+            result.fill(0)
+        warp(box, warping.matrix[i], shown, warping.filter, result[y : y + height, x : x + width])
+        return result
+
     def _fill(self, out: NDArray[np.uint8], box: NDArray[np.uint8], moves: _Moves, i: int, n: int) -> None:
-        """Fill the window of the resampled box, of which no more than the window is made. The rest of it is black."""
+        """Fill the window of the resampled box, of which no more than the window is made. The rest of it is filled."""
         (y, x, height, width), (top, left, rows, columns) = moves.windows[i], moves.shown[i]
         y0, x0 = max(y, top), max(x, left)
         y1, x1 = max(min(y + height, top + rows), y0), max(min(x + width, left + columns), x0)
         if (y1 - y0, x1 - x0) != (height, width):
-            out.fill(0)
+            out[...] = moves.sampling.fill
         if y1 > y0 and x1 > x0:
             resample_part(
                 box,

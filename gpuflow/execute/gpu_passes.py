@@ -16,7 +16,7 @@ from gpuflow.execute.device_stream import DeviceStream, allocate_slots
 from gpuflow.execute.kernels.color import adjust
 from gpuflow.execute.kernels.sample import FIELDS, sample
 from gpuflow.pipeline import stage as s
-from gpuflow.pipeline.program import OpaqueStep, PointwiseStep, Program, Sampling, SamplingStep
+from gpuflow.pipeline.program import OpaqueStep, PointwiseStep, Program, Sampling, SamplingStep, WarpStep
 
 __all__ = ["DevicePasses", "Pass", "offsets_of", "passes_of", "plan_of"]
 
@@ -41,8 +41,10 @@ def passes_of(program: Program) -> tuple[Pass, ...] | str:
     passes: list[Pass] = []
     done = 1
     for step in program.steps:
-        done += len(step.stages) if isinstance(step, SamplingStep) else 1
+        done += len(step.stages) if isinstance(step, SamplingStep | WarpStep) else 1
         result = program.specs[done]
+        if isinstance(step, WarpStep):
+            return f"{step.stages[0]!r} has no form for the GPU"
         if not passes and not isinstance(step, SamplingStep):
             return f"{step.stage!r} comes before the images have one size; put a crop or a resize to a fixed size first"
         if not result.fixed:

@@ -18,7 +18,7 @@ import enum
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from gpuflow.errors import ConfigError, Problem
 from gpuflow.pipeline.bounds import Bounds, out_of_bounds
 from gpuflow.pipeline.image_spec import ENCODED, ImageSpec
-from gpuflow.pipeline.moves import Bools, Crop, Flip, Ints, Move, Pad, Resize, Warp
+from gpuflow.pipeline.moves import Bools, Crop, Flip, Ints, Matrices, Move, Pad, Resize, Warp
 from gpuflow.pipeline.rng import Keys, StageKeys
 
 if TYPE_CHECKING:
@@ -38,11 +38,13 @@ __all__ = [
     "Bounds",
     "Crop",
     "Decoder",
+    "Filter",
     "Flip",
     "Geometry",
     "ImageSpec",
     "Ints",
     "Keys",
+    "Matrices",
     "Move",
     "Opaque",
     "Operation",
@@ -169,15 +171,40 @@ class Decoder(Stage):
         raise NotImplementedError
 
 
+class Filter(NamedTuple):
+    """How a warp looks pixels up; see `Warp`. Two warps in a row can be one if theirs are equal."""
+
+    interpolation: str
+    border: str
+    fill: tuple[float, ...]
+
+
 class Geometry(Stage):
-    """Moves pixels. `resizes` and `pads` declare, before anything runs, which moves `draw` may return."""
+    """Moves pixels. `resizes`, `pads`, `fill` and `warps` declare, before anything runs, which moves `draw` may return.
+
+    A stage that warps returns no `Resize`, and no `Pad` of border `constant`.
+    """
 
     resizes: ClassVar[bool] = False
 
     @property
     def pads(self) -> bool:
-        """Whether a crop of this stage may extend outside the image."""
+        """Whether a crop of this stage may extend outside the image, or it returns a `Pad` of border `constant`."""
         return False
+
+    def pads_image(self, spec: ImageSpec) -> bool:
+        """As `pads`, for images of this spec."""
+        return self.pads
+
+    @property
+    def padding_fill(self) -> tuple[float, ...]:
+        """The levels outside the image, where the stage pads: black unless it returns a `Pad`."""
+        return (0,)
+
+    @property
+    def warps(self) -> Filter | None:
+        """The filter of the stage's warps; None if it returns none. A `Pad` of another border is a nearest warp."""
+        return None
 
     def draw(self, keys: StageKeys, height: Ints, width: Ints) -> tuple[Move, ...]:
         """The moves of each sample, whose images have these sizes [N] in pixels."""

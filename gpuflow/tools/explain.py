@@ -20,7 +20,7 @@ from gpuflow.loader.assemble import open_split, open_whole
 from gpuflow.loader.cpu_share import cpu_share_of
 from gpuflow.loader.placement import explain_gpu
 from gpuflow.pipeline.image_spec import STORAGE, slot_shape
-from gpuflow.pipeline.program import OpaqueStep, PointwiseStep, Program, SamplingStep, Step
+from gpuflow.pipeline.program import OpaqueStep, PointwiseStep, Program, SamplingStep, Step, WarpStep
 from gpuflow.pipeline.stage import Decoder
 from gpuflow.sources import fingerprint_of, is_read_remotely
 from gpuflow.sources.files import FileSource
@@ -59,6 +59,8 @@ def _step_words(step: Step) -> list[str]:
     match step:
         case SamplingStep(stages):
             return ["one sampling" if len(stages) > 1 else "sampling"] * len(stages)
+        case WarpStep(stages):
+            return ["one warp" if len(stages) > 1 else "warp"] * len(stages)
         case PointwiseStep():
             return ["pixel by pixel"]
         case OpaqueStep():

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from gpuflow.pipeline import stage as s
-from gpuflow.pipeline.program import OpaqueStep, PointwiseStep, Sampling, SamplingStep
+from gpuflow.pipeline.program import OpaqueStep, PointwiseStep, Sampling, SamplingStep, WarpStep
 from gpuflow.stages import (
     CenterCrop,
     ColorJitter,
@@ -29,7 +29,9 @@ def steps(*stages: s.Stage) -> list[str]:
     """For each step the names of its stages."""
     program = program_of(Decode(), *stages, name="p")
     return [
-        " ".join(stage.stage_name for stage in step.stages) if isinstance(step, SamplingStep) else step.stage.stage_name
+        " ".join(stage.stage_name for stage in step.stages)
+        if isinstance(step, SamplingStep | WarpStep)
+        else step.stage.stage_name
         for step in program.steps
     ]
 
