@@ -9,6 +9,7 @@ from gpuflow.stages.normalize import Normalize
 from gpuflow.stages.random_crop import RandomCrop
 from gpuflow.stages.random_resized_crop import RandomResizedCrop
 from gpuflow.stages.resize import Resize
+from gpuflow.stages.rotate import Rotate
 from gpuflow.stages.torchvision import Torchvision
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "RandomCrop",
     "RandomResizedCrop",
     "Resize",
+    "Rotate",
     "Torchvision",
 ]
 
@@ -31,6 +33,7 @@ STAGES: dict[str, type[Stage]] = {
     "random_crop": RandomCrop,
     "random_resized_crop": RandomResizedCrop,
     "flip": Flip,
+    "rotate": Rotate,
     "color_jitter": ColorJitter,
     "normalize": Normalize,
     "torchvision": Torchvision,

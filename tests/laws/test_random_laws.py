@@ -24,6 +24,7 @@ from gpuflow.stages import (
     RandomCrop,
     RandomResizedCrop,
     Resize,
+    Rotate,
     Torchvision,
 )
 from tests.images import photo, png
@@ -63,6 +64,12 @@ def of_flip(keys: s.StageKeys) -> Numbers:
     return np.stack([1 - np.mean([getattr(f, way) for f in flips], axis=0) for way in ("horizontal", "vertical")], 1)
 
 
+def of_rotate(keys: s.StageKeys) -> Numbers:
+    (warp,) = moves(Rotate(degrees=(-40.0, 100.0)), keys)
+    angle = np.degrees(np.arctan2(warp.matrix[:, 1, 0], warp.matrix[:, 0, 0]))
+    return np.asarray((angle[:, None] + 40) / 140)
+
+
 def of_color_jitter(keys: s.StageKeys) -> Numbers:
     low, high = np.array([[0.6, 1.4], [0.3, 1.1], [0.8, 2.0], [-0.2, 0.3]]).T
     ranges = [tuple(pair) for pair in zip(low.tolist(), high.tolist(), strict=True)]
@@ -84,6 +91,7 @@ INDEPENDENT: Mapping[str, Callable[[s.Keys, int], Numbers]] = {
     "random_crop": lambda keys, turn: of_random_crop(keys.stage("random_crop", turn)),
     "random_resized_crop": lambda keys, turn: of_random_resized_crop(keys.stage("random_resized_crop", turn)),
     "flip": lambda keys, turn: of_flip(keys.stage("flip", turn)),
+    "rotate": lambda keys, turn: of_rotate(keys.stage("rotate", turn)),
     "color_jitter": lambda keys, turn: of_color_jitter(keys.stage("color_jitter", turn)),
     "torchvision": of_opaque,
 }
@@ -91,6 +99,7 @@ STAGE_OF: Mapping[str, s.Stage] = {
     "random_crop": RandomCrop(size=30),
     "random_resized_crop": RandomResizedCrop(size=40),
     "flip": Flip(horizontal=0.5),
+    "rotate": Rotate(degrees=30),
     "color_jitter": ColorJitter(brightness=0.4, contrast=0.4),
     "torchvision": Torchvision(name="RandomHorizontalFlip", parameters=(("p", 0.5),)),
 }
@@ -105,7 +114,7 @@ every_random_stage = pytest.mark.parametrize("name", INDEPENDENT)
 
 def test_every_random_stage_of_the_table_is_here() -> None:
     """A stage is random if its result depends on the keys, for any of its parameters."""
-    draws = {"random_crop", "random_resized_crop", "flip", "color_jitter", "torchvision"}
+    draws = {"random_crop", "random_resized_crop", "flip", "rotate", "color_jitter", "torchvision"}
     assert set(INDEPENDENT) == set(STAGE_OF) == draws
     fixed = set(STAGES) - draws
     examples = (Decode(), Resize(height=9, width=9), CenterCrop(size=9), STAGES["normalize"]())

@@ -29,6 +29,7 @@ from gpuflow.stages import (
     RandomCrop,
     RandomResizedCrop,
     Resize,
+    Rotate,
     Torchvision,
 )
 from tests.images import encode, jpeg, photo, png
@@ -226,10 +227,19 @@ def test_an_inserted_stage_changes_no_other_stages_draws(stage: s.Stage, neutral
 # --- 4: torchvision is the reference ---------------------------------------------------------------------------------
 
 
+def has_torchvision_form(stage: s.Stage) -> bool:
+    try:
+        return stage.torchvision() is not None
+    except NotImplementedError:
+        return False
+
+
 @pytest.mark.parametrize(
-    "stage", [stage for stage in EXAMPLES if not stage.random and not isinstance(stage, s.Decoder)], ids=repr
+    "stage", [stage for stage in EXAMPLES if not stage.random and has_torchvision_form(stage)], ids=repr
 )
-def test_a_deterministic_stage_equals_its_torchvision_transform_bit_for_bit(stage: s.Stage) -> None:
+def test_a_deterministic_stage_equals_its_torchvision_transform(stage: s.Stage) -> None:
+    """Bit for bit, and a warp within its tolerance."""
+    most = stage.tolerance if isinstance(stage, s.Geometry) and stage.warps is not None else 0
     for pixels in (photo(64, 97), photo(61, 53), photo(40, 40), photo(1, 1), photo(7, 130)):
         data = png(pixels)
         expected = stage.torchvision()(decoded(data))
@@ -238,7 +248,7 @@ def test_a_deterministic_stage_equals_its_torchvision_transform_bit_for_bit(stag
         around = (stage, sized) if sized else (CenterCrop(size=pixels.shape[:2]), stage)
         (result,) = images(program_of(Decode(), *around), [data])
         assert result.dtype == expected.dtype
-        assert torch.equal(result, expected)
+        assert torch.equal(result, expected) or levels_apart(result, expected) <= most
 
 
 # --- 5: folding ------------------------------------------------------------------------------------------------------
@@ -394,6 +404,11 @@ def test_folded_geometry_equals_one_stage_after_the_other(stages: list[s.Stage],
         (CenterCrop(size=20), RandomCrop(size=20, padding=6), RandomCrop(size=24, padding=4)),
         (RandomCrop(size=4, padding=60), Flip(horizontal=0.5)),
         (RandomResizedCrop(size=24), RandomCrop(size=30, padding=3), RandomResizedCrop(size=24), Flip(horizontal=0.5)),
+        (RandomCrop(size=1), Rotate(degrees=30), Resize(height=11, width=13)),
+        (Flip(horizontal=0.5, vertical=0.5), Rotate(degrees=30), CenterCrop(size=20), Flip(horizontal=0.5)),
+        (CenterCrop(size=30), Flip(vertical=0.5), Rotate(degrees=90, fill=9), RandomCrop(size=30, padding=6)),
+        (Resize(height=30, width=40), CenterCrop(size=20), Rotate(degrees=50, border="reflect"), RandomCrop(size=9)),
+        (Rotate(degrees=50), Resize(height=9, width=12), Rotate(degrees=20, border="edge"), Flip(vertical=1.0)),
     ],
     ids=lambda stages: " -> ".join(map(repr, stages)),
 )
