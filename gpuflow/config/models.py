@@ -21,6 +21,7 @@ from gpuflow.errors import ConfigError, Problem, suggest
 from gpuflow.pipeline.program import Program
 from gpuflow.sources import SourceSpec
 from gpuflow.sources.base import Fraction
+from gpuflow.sources.field_spec import FieldSpec
 
 __all__ = [
     "BatchSpec",
@@ -335,14 +336,21 @@ class RunSpec(_Block):
     deterministic: bool = False
 
 
-def _source_keys() -> type[_Block]:
-    """The keys of `source`: the fields of SourceSpec, which checks their values. In YAML a split is a mapping."""
-    hints = typing.get_type_hints(SourceSpec)
-    keys: dict[str, Any] = {field.name: (hints[field.name], field.default) for field in dataclasses.fields(SourceSpec)}
-    return pydantic.create_model("SourceKeys", __base__=_Block, **{**keys, "split": (dict[str, Fraction], {})})
+def _keys_of(name: str, spec: type[Any], **other_types: Any) -> type[_Block]:
+    """A block with a key for each field of a dataclass, which checks the values. `other_types` are those of YAML, and
+    their defaults, where they differ."""
+    hints = typing.get_type_hints(spec)
+    keys: dict[str, Any] = {field.name: (hints[field.name], field.default) for field in dataclasses.fields(spec)}
+    return pydantic.create_model(name, __base__=_Block, **(keys | other_types))
 
 
-SourceKeys = _source_keys()
+FieldKeys = _keys_of("FieldKeys", FieldSpec)
+SourceKeys = _keys_of(
+    "SourceKeys",
+    SourceSpec,
+    split=(dict[str, Fraction], {}),
+    fields=(dict[str, FieldKeys | None], {}),  # type: ignore[valid-type]
+)
 
 
 class Document(_Block):

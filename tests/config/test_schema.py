@@ -49,9 +49,9 @@ def test_each_config_names_the_schema_and_fits_it(path: Path) -> None:
 
 
 def mappings(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The path of every mapping with fixed keys; the names of pipelines and splits are free, and so is `preprocess`."""
+    """The path of every mapping with fixed keys: not of names of pipelines, splits and fields, nor in `preprocess`."""
     if isinstance(value, dict):
-        if at != ("pipelines",) and at[-1:] != ("split",):
+        if at != ("pipelines",) and at[-1:] not in (("split",), ("fields",)):
             yield at
         for key, item in value.items():
             if key != "preprocess":
