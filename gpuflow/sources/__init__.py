@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from gpuflow.sources.base import Source, SourceSpec, is_read_remotely
+from gpuflow.sources.coco import open_coco
 from gpuflow.sources.fingerprint import fingerprint_of
 from gpuflow.sources.folder import open_folder
 from gpuflow.sources.listing import open_listing
@@ -41,6 +42,7 @@ KINDS: dict[str, Callable[[SourceSpec], Source]] = {
     "folder": open_folder,
     "listing": open_listing,
     "tar": open_tar,
+    "coco": open_coco,
 }
 
 

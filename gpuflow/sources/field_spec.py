@@ -96,7 +96,8 @@ def field_problems(pairs: Sequence[tuple[str, FieldSpec]], source: str) -> Itera
             if other != name:
                 rule, action = f"must be the only field of type {spec.type}, got {other} too", "remove one"
                 yield Problem.of(name, rule, action=action, code="config.conflict")
-        for column in (name, spec.labels):
+        labels = "labels" if (spec.type, source) == ("boxes", "coco") else spec.labels
+        for column in (name, labels):
             if column is not None and columns.setdefault(column, name) != name:
                 rule = f"must have a name of its own in a record, got {column!r} in {columns[column]} too"
                 yield Problem.of(name, rule, action="rename one", code="config.conflict")

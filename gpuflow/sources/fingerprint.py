@@ -41,7 +41,7 @@ def fingerprint(
 def _bytes(labels: NDArray[Any]) -> bytes:
     """Labels as bytes: whole numbers of one class each in the same way whatever their type is."""
     if labels.ndim == 1 and labels.dtype.kind in "iu":
-        return labels.astype("<i8").tobytes()
+        return np.asarray(labels, dtype="<i8").tobytes()
     return repr((labels.dtype.kind, labels.shape[1:])).encode() + labels.tobytes()
 
 

@@ -81,6 +81,7 @@ class RecordBuilder:
         declared: names and specs of the fields; those of images, labels and masks' files are not its business.
         classes: of boxes' labels: see `resolve_labels`. place: the place of the whole source.
         locate: the places of single samples.
+        mixed_masks: whether a mask of one instance may be polygons or run lengths, whatever its kind.
     """
 
     def __init__(
@@ -89,7 +90,10 @@ class RecordBuilder:
         classes: int | tuple[str, ...] | None,
         place: str,
         locate: Locate,
+        *,
+        mixed_masks: bool = False,
     ) -> None:
+        self._mixed_masks = mixed_masks
         self._declared = [(name, spec) for name, spec in declared if spec.type not in ("image", "label")]
         self._locate = locate
         self._count = 0
@@ -295,13 +299,12 @@ class RecordBuilder:
 
     def _add_instances(self, masks: _InstanceBuilder, spec: FieldSpec, column: str, i: int, value: list[Any]) -> None:
         for j, mask in enumerate(value):
-            if isinstance(mask, dict) and spec.kind != "polygons":
+            if isinstance(mask, dict) and (spec.kind == "rle" or self._mixed_masks):
                 reason = self._add_rle(masks, column, i, j, mask)
-            elif isinstance(mask, list) and spec.kind != "rle":
+            elif isinstance(mask, list) and (spec.kind == "polygons" or self._mixed_masks):
                 reason = self._add_polygons(masks, column, i, j, mask)
             else:
-                forms = {"rle": "a mapping of size and counts", "polygons": "a list of outlines"}
-                wanted = forms.get(spec.kind or "", "a list of outlines, or a mapping of size and counts")
+                wanted = "a mapping of size and counts" if spec.kind == "rle" else "a list of outlines"
                 raise self._fault(i, column, f"must be {wanted}", mask, j)
             if reason:
                 place = self._locate.row(i + self._count, column, j)

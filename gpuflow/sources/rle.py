@@ -14,9 +14,9 @@ def run_lengths(text: str) -> NDArray[np.int64]:
     A character holds 5 bits of a number, lowest first, and whether more follow; the last one's highest bit is the sign.
     From the fourth number on, each is the difference to the one two places before it.
     """
-    groups = np.frombuffer(text.encode("ascii", "replace"), np.uint8).astype(np.int64) - 48
-    if not len(groups):
+    if not text:
         return np.zeros(0, np.int64)
+    groups = np.frombuffer(text.encode("ascii") if text.isascii() else b" ", np.uint8).astype(np.int64) - 48
     if groups.min() < 0 or groups.max() > 63:
         raise ValueError("a character that is none of run lengths")
     is_last = groups & 0x20 == 0

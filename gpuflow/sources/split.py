@@ -1,4 +1,4 @@
-"""Splits a source into disjoint parts, seeded and stratified.
+"""Splits a source into disjoint parts, seeded and, where each sample has one class, stratified.
 
 Every class is divided in the same proportions as the whole: split s gets the floor or the ceiling of fraction_s * n_c
 samples of class c, and the totals of the splits are exact. The samples that the floors leave over go, class by class,
@@ -24,7 +24,7 @@ from gpuflow.sources.payload import Allocate, Payload
 from gpuflow.sources.record_source import fields_of, has_labels, records_of, without_records
 from gpuflow.sources.storage import Storage
 
-__all__ = ["Subset", "split_counts", "split_indices", "subset"]
+__all__ = ["Subset", "is_stratified", "split_counts", "split_indices", "subset"]
 
 
 @final
@@ -90,13 +90,21 @@ def subset(source: Source, spec: SourceSpec, name: str) -> Source:
     if name not in names:
         return source
     place = names.index(name)
-    indices = split_indices(source.labels, source.classes, [share for _, share in spec.fractions], spec.seed, place)
+    labels, classes = source.labels, source.classes
+    if not is_stratified(source):
+        labels, classes = np.zeros(len(source), np.int64), ("",)
+    indices = split_indices(labels, classes, [share for _, share in spec.fractions], spec.seed, place)
     if not len(indices):
         raise SourceError(
             f"source.split.{name} must hold at least one sample, got none: "
             f"{spec.fractions[place][1]:g} of {len(source)} samples; raise the fraction or add samples"
         )
     return Subset(source, indices)
+
+
+def is_stratified(source: Source) -> bool:
+    """Whether each part of a source has its classes in equal proportions: only where each sample has one class."""
+    return has_labels(source) and source.labels.ndim == 1 and source.labels.dtype.kind == "i"
 
 
 def split_indices(

@@ -22,8 +22,9 @@ from gpuflow.loader.placement import explain_gpu
 from gpuflow.pipeline.image_spec import STORAGE, slot_shape
 from gpuflow.pipeline.program import OpaqueStep, PointwiseStep, Program, SamplingStep, Step, WarpStep
 from gpuflow.pipeline.stage import Decoder
-from gpuflow.sources import fingerprint_of, is_read_remotely
+from gpuflow.sources import Source, fields_of, fingerprint_of, has_labels, is_read_remotely
 from gpuflow.sources.files import FileSource
+from gpuflow.sources.split import is_stratified
 from gpuflow.sources.storage import is_remote
 
 __all__ = ["explain"]
@@ -78,11 +79,13 @@ def _facts(config: Config, name: str, program: Program) -> Iterator[Text]:
         yield Text(f"  model          {f'{model.file} ({model.engine})' if model is not None else 'none, images only'}")
         return
     pipeline, run = config.pipelines[name], config.run
-    where, samples, remote, fingerprint = _source(config, name)
+    where, samples, remote, fingerprint, fields = _source(config, name)
     size = pipeline.batch.size or pipeline.batch.global_size or 0
     slot = slot_shape(program.result)
     megabytes = size * math.prod(slot) * np.dtype(STORAGE[program.result.dtype]).itemsize / 1e6
     yield Text(f"  source         {where}")
+    if fields:
+        yield Text(f"  fields         {fields}")
     if fingerprint:
         yield Text(f"  fingerprint    {fingerprint}; ranks compare theirs in the process group, not compared here")
     yield Text(f"  batch          {size} images of {program.result} ({megabytes:.1f} MB), {run.prefetch} ahead")
@@ -112,16 +115,33 @@ def _cpu_share_text(config: Config, name: str, samples: int, remote: bool) -> st
     return f"; {share.part:.0%} of each batch {'at first ' * share.adapts}on the CPU, by {who}"
 
 
-def _source(config: Config, name: str) -> tuple[str, int, bool, str]:
-    """A description of the source, its number of samples, whether it is read remotely, and its fingerprint."""
+def _source(config: Config, name: str) -> tuple[str, int, bool, str, str]:
+    """A description of the source, its number of samples, whether it is read remotely, its fingerprint and fields."""
     where = config.source.where
     try:
         whole = open_whole(config)
         source = open_split(config, name, whole)
     except SourceError as error:
-        return f"{where}: {error}", 0, is_remote(where), ""
+        return f"{where}: {error}", 0, is_remote(where), "", ""
     part = config.split_of(name)
-    split = "" if part is None else f", split {part}"
+    unstratified = "" if is_stratified(whole) else " (not stratified: samples have not one class each)"
+    split = "" if part is None else f", split {part}{unstratified}"
     note = f"; {whole.note}" if isinstance(whole, FileSource) and whole.note else ""
     text = f"{where}: {len(source):,} samples, {len(source.classes)} classes{split}{note}"
-    return text, len(source), is_read_remotely(source), fingerprint_of(source)
+    return text, len(source), is_read_remotely(source), fingerprint_of(source), _fields(config, source)
+
+
+def _fields(config: Config, source: Source) -> str:
+    """What a sample carries, where its fields are declared; empty for an image and a label."""
+    if not config.source.declared and not fields_of(source):
+        return ""
+    words = ["image"]
+    if has_labels(source):
+        kinds = {"i": "class", "u": "classes", "f": "number" if source.labels.ndim == 1 else "vector"}
+        words.append(f"label ({kinds[source.labels.dtype.kind]})")
+    for field in fields_of(source):
+        details: list[str] = [field.type] if field.type != field.name else []
+        details += [f"labels {field.labels!r} of {len(field.classes)} classes"] if field.labels else []
+        details += ["an instance each"] if field.instances else []
+        words.append(f"{field.name} ({', '.join(details)})" if details else field.name)
+    return ", ".join(words) + ("" if has_labels(source) else "; no label")
