@@ -99,7 +99,8 @@ def test_a_folder_without_its_labels(tmp_path: Path) -> None:
     for name in ("cat/a.jpg", "cat/b.jpg", "dog/c.jpg", "dog/d.jpg"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(b"x")
-    for fields in ({"image": {}, "label": {}}, {"image": {}, "label": {"kind": "class"}}):
+    same: list[Any] = [{"image": {}, "label": {}}, {"image": {}, "label": {"kind": "class"}}]
+    for fields in same:
         assert open_source(SourceSpec(folder=str(tmp_path), fields=fields)).labels.tolist() == [0, 0, 1, 1]
     spec = SourceSpec(folder=str(tmp_path), fields={"image": {}}, split={"train": 0.5})
     source = open_source(spec)
