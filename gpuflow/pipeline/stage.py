@@ -260,6 +260,11 @@ class Pointwise(Stage):
 class Opaque(Stage):
     """Any callable on one image. Its random numbers come from a seed that each sample has."""
 
+    @property
+    def moves_pixels(self) -> bool:
+        """Whether what stands at a pixel may come from another place, so that boxes and masks cannot follow."""
+        return True
+
     def apply(self, image: torch.Tensor, seed: int) -> torch.Tensor:
         """The reference form: one image, a CHW tensor in any memory format. `seed` has 62 bits."""
         raise NotImplementedError
