@@ -19,6 +19,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from gpuflow.decode.preset import Preset
 from gpuflow.errors import ConfigError, Problem, suggest
 from gpuflow.pipeline.program import Program
+from gpuflow.pipeline.targets import TargetRules
 from gpuflow.sources import SourceSpec
 from gpuflow.sources.base import Fraction
 from gpuflow.sources.field_spec import FieldSpec
@@ -34,6 +35,7 @@ __all__ = [
     "SaveSpec",
     "ServeSpec",
     "SourceKeys",
+    "TargetsSpec",
     "TensorrtSpec",
     "TrainSpec",
 ]
@@ -244,6 +246,23 @@ class PresetKeys(_Block):
         return (Preset(name=self.preset, height=self.height, width=self.width, color=self.color or "rgb"),)
 
 
+class TargetsSpec(_Block):
+    """Which boxes of a sample a batch keeps; the labels, masks and keypoints of others are left out with them.
+
+    Args:
+        min_area: the least area of a box in pixels of the result.
+        min_visibility: the least part of a box, 0 to 1, that crops and warps leave inside the image.
+    """
+
+    min_area: Annotated[float, Field(ge=0)] = 1.0
+    min_visibility: Annotated[float, Field(ge=0, le=1)] = 0.0
+
+    @property
+    def rules(self) -> TargetRules:
+        """The same, for the code that maps records."""
+        return TargetRules(min_area=self.min_area, min_visibility=self.min_visibility)
+
+
 class PipelineSpec(PresetKeys):
     """A pipeline: a part of the source, through these stages, in batches.
 
@@ -254,6 +273,7 @@ class PipelineSpec(PresetKeys):
         batch: how many samples make a batch.
         shuffle: draw a new order of the samples for each epoch.
         on_error: what happens to a bad sample in this pipeline; by default what `run.on_error` says.
+        targets: which boxes of a sample a batch keeps.
     """
 
     split: str | None = None
@@ -261,6 +281,7 @@ class PipelineSpec(PresetKeys):
     batch: BatchSpec = BatchSpec(size=64)
     shuffle: bool = False
     on_error: OnError | None = None
+    targets: TargetsSpec = TargetsSpec()
 
     def problems(self) -> Iterator[Problem]:
         """A problem for each broken rule between keys, its path from this block on."""

@@ -86,7 +86,11 @@ class CpuRunner:
             self._decoder.check()
 
     def run(
-        self, samples: Sequence[NDArray[np.uint8]], keys: s.Keys, slots: NDArray[Any]
+        self,
+        samples: Sequence[NDArray[np.uint8]],
+        keys: s.Keys,
+        slots: NDArray[Any],
+        sizes: NDArray[np.int64] | None = None,
     ) -> list[BadSampleError | None]:
         """Decode N samples and run all steps on them.
 
@@ -94,6 +98,7 @@ class CpuRunner:
             samples: the encoded bytes of each sample, uint8 [n_i].
             keys: the samples' random keys (N = len(samples)).
             slots: receives the results: [N, *slot_shape(program.result)] in the storage dtype.
+            sizes: receives the upright images' heights and widths, [N, 2], of samples with a valid header.
 
         Returns:
             For each sample None, or why it is bad; the content of a bad sample's slot is undefined.
@@ -109,8 +114,10 @@ class CpuRunner:
                 except BadSampleError as fault:
                     faults[i] = fault.with_traceback(None)  # which refers to this frame, and that to all samples
         known = self._program.specs[1].shape[:2] if decoder.library is not None else (1, 1)
-        sizes = np.array([header.upright_size if header else known for header in headers], np.int64).reshape(-1, 2)
-        drawn = self.draw(keys, sizes[:, 0], sizes[:, 1])
+        upright = np.array([header.upright_size if header else known for header in headers], np.int64).reshape(-1, 2)
+        if sizes is not None:
+            sizes[:] = upright
+        drawn = self.draw(keys, upright[:, 0], upright[:, 1])
         for i, header in enumerate(headers):
             self.place = i
             if faults[i] is None:
@@ -284,10 +291,14 @@ class CpuRunners:
         self._busy: dict[int, CpuRunner] = {}
 
     def run(
-        self, samples: Sequence[NDArray[np.uint8]], keys: s.Keys, slots: NDArray[Any]
+        self,
+        samples: Sequence[NDArray[np.uint8]],
+        keys: s.Keys,
+        slots: NDArray[Any],
+        sizes: NDArray[np.int64] | None = None,
     ) -> list[BadSampleError | None]:
         """See `CpuRunner.run`."""
-        return self._with_runner(lambda runner: runner.run(samples, keys, slots))
+        return self._with_runner(lambda runner: runner.run(samples, keys, slots, sizes))
 
     def run_images(
         self, images: Sequence[NDArray[np.uint8]], keys: s.Keys, slots: NDArray[Any]

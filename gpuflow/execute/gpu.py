@@ -104,6 +104,7 @@ class Prepared:
     whole [n]: which of these files are known to be complete. files: the files of these rows, without output addresses.
     undecoded: which of these rows no call has taken yet; for holders of the runner's lock.
     plan [n, len(FIELDS)]: the first pass's sampling of each row, without addresses and places.
+    sizes [N, 2]: height and width of all upright images of the chunk that have a valid header.
     draws: for each pass its random parameters for these rows.
     others: the samples that the CPU decodes, finished or under way, or None.
     faults: for each sample of the chunk None, or why it is bad.
@@ -118,6 +119,7 @@ class Prepared:
     files: JpegBatch
     undecoded: Undecoded
     plan: NDArray[np.int64]
+    sizes: NDArray[np.int64]
     draws: list[Any]
     others: _Finished | PendingImages | None
     faults: list[BadSampleError | None]
@@ -249,6 +251,7 @@ class GpuRunner:
             ),
             undecoded=Undecoded.all_of(kinds_of(frames, whole), spaces),
             plan=plan_of(draws[0], np.zeros(len(rows)), pitches, np.zeros(len(rows))),
+            sizes=headers.upright_sizes,
             draws=draws,
             others=work,
             faults=faults,
