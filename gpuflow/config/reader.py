@@ -25,7 +25,9 @@ from gpuflow.config.yaml_file import read_yaml
 from gpuflow.decode.preset import Preset
 from gpuflow.errors import ConfigError, Key, Problem
 from gpuflow.pipeline.program import Program, fold
+from gpuflow.pipeline.records import Field
 from gpuflow.pipeline.stage import Pipeline, Stage
+from gpuflow.pipeline.targets import carry_problem
 from gpuflow.pipeline.validate import trace
 from gpuflow.sources import SourceSpec
 
@@ -67,6 +69,8 @@ class _Reader:
         document = self._document()
         source = self._source()
         programs = self._programs()
+        if source is not None:
+            self._check_fields(source, programs)
         self._stop_if_faulty()
         assert document is not None and source is not None
         return Config(
@@ -146,6 +150,14 @@ class _Reader:
                     programs[str(at[-1])] = program
         return programs
 
+    def _check_fields(self, source: SourceSpec, programs: Mapping[str, Program]) -> None:
+        """Report the first stage of each pipeline that cannot carry the declared fields; `serve` carries none."""
+        fields = [Field(name=name, type=spec.type) for name, spec in source.declared if spec.type in _GEOMETRIC]
+        for name, program in programs.items():
+            if name != "serve" and (problem := carry_problem(program, fields)) is not None:
+                heads = sum(isinstance(stage, Preset) for stage in program.pipeline.stages)
+                self._report(replace(problem, path=("pipelines", name, "stages", *_behind(problem.path, heads))))
+
     def _head(self, block: dict[Any, Any]) -> tuple[Preset, ...] | None:
         """What stands before a block's stages; None where its keys are at fault, which `_document` reports."""
         known = {key: value for key, value in block.items() if key in PresetKeys.model_fields}
@@ -180,6 +192,9 @@ class _Reader:
             for problem in error.problems:
                 self._report(replace(problem, path=(*at, *_behind(problem.path, len(head)))))
         return None
+
+
+_GEOMETRIC = ("boxes", "keypoints", "mask")
 
 
 def _behind(path: tuple[Key, ...], heads: int) -> tuple[Key, ...]:

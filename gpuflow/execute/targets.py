@@ -8,19 +8,18 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from gpuflow.execute.mask_maps import MaskMap, mask_maps
 from gpuflow.execute.masks import decode_mask, instance_mask, mask_fault
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.program import Program
 from gpuflow.pipeline.records import Column, Field, MaskFile, Polygons, Ragged, Records, Rle
 from gpuflow.pipeline.targets import (
     MappedBoxes,
-    MaskMap,
     TargetRules,
     boxes_at_fault,
     keypoints_at_fault,
     map_boxes,
     map_keypoints,
-    mask_maps,
     moves_of,
 )
 
@@ -121,7 +120,8 @@ class TargetMapper:
             height, width, _ = self.program.result.shape
             assert height is not None and width is not None
             masks = [
-                _Masks(*both, (height, width)) for both in zip(sizes.tolist(), mask_maps(moves, sizes), strict=True)
+                _Masks(*both, (height, width))
+                for both in zip(sizes.tolist(), mask_maps(self.program, keys, sizes), strict=True)
             ]
         for field in self.fields:
             column = columns[field.name]

@@ -159,11 +159,9 @@ def _targets(config: Config, name: str, source: Source) -> TargetMapper | None:
     if not fields:
         return None
     program = config.program(name)
-    if (problem := carry_problem(program, fields)) is not None:
-        number, stage = problem.path  # of all stages: a preset is not in the list
-        heads = len(program.pipeline.stages) - len(config.pipelines[name].stages)
-        path = ("preset",) if int(number) < heads else ("stages", int(number) - heads, stage)
-        raise ConfigError([replace(problem, place=f"{config.path}:", path=("pipelines", name, *path))])
+    at = ("stages",) if config.pipelines[name].preset is None else ()  # a preset is not in the list
+    if (problem := carry_problem(program, fields, at)) is not None:
+        raise ConfigError([replace(problem, place=f"{config.path}:", path=("pipelines", name, *problem.path))])
     return TargetMapper(program, fields, config.pipelines[name].targets.rules)
 
 

@@ -7,7 +7,7 @@ Coordinates are those of `moves`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import assert_never
 
@@ -22,7 +22,6 @@ from gpuflow.pipeline.records import Field, Ragged
 
 __all__ = [
     "MappedBoxes",
-    "MaskMap",
     "PlacedMove",
     "TargetRules",
     "boxes_at_fault",
@@ -30,8 +29,8 @@ __all__ = [
     "keypoints_at_fault",
     "map_boxes",
     "map_keypoints",
-    "mask_maps",
     "moves_of",
+    "moves_of_stages",
 ]
 
 _HORIZON = 1e-6
@@ -54,10 +53,9 @@ class TargetRules:
 
 @dataclass(frozen=True, slots=True)
 class PlacedMove:
-    """A move of N samples, and the sizes [N] of the images that it gets and gives."""
+    """A move of N samples, where it takes points (`moves.forward`), and the heights and widths [N] that it gives."""
 
     move: Move
-    before: tuple[s.Ints, s.Ints]
     matrix: Matrices
     after: tuple[s.Ints, s.Ints]
 
@@ -77,14 +75,21 @@ class PlacedMove:
 
 def moves_of(program: Program, keys: s.Keys, sizes: s.Ints) -> list[PlacedMove]:
     """The moves of N samples, in order, drawn again from the same keys. sizes [N, 2]: of the upright images."""
-    pipeline, placed = program.pipeline, list[PlacedMove]()
-    height, width = sizes[:, 0], sizes[:, 1]
-    for stage, occurrence in zip(pipeline.stages, pipeline.occurrences(), strict=True):
+    pipeline = program.pipeline
+    return moves_of_stages(zip(pipeline.stages, pipeline.occurrences(), strict=True), keys, *sizes.T)
+
+
+def moves_of_stages(
+    stages: Iterable[tuple[s.Stage, int]], keys: s.Keys, height: s.Ints, width: s.Ints
+) -> list[PlacedMove]:
+    """The moves of stages, each with the number of stages of its name before it, on images of these sizes [N]."""
+    placed: list[PlacedMove] = []
+    for stage, occurrence in stages:
         if isinstance(stage, s.Geometry):
             for move in stage.draw(keys.stage(stage.stage_name, occurrence), height, width):
-                matrix, *after = forward(move, height, width)
-                placed.append(PlacedMove(move, (height, width), matrix, (after[0], after[1])))
-                height, width = after
+                matrix, after_height, after_width = forward(move, height, width)
+                placed.append(PlacedMove(move, matrix, (after_height, after_width)))
+                height, width = after_height, after_width
     return placed
 
 
@@ -231,134 +236,3 @@ def _clamp(now: Floats, visible: Floats, height: s.Ints, width: s.Ints, where: s
 def _area(boxes: Floats) -> Floats:
     area: Floats = (boxes[:, 2] - boxes[:, 0]) * (boxes[:, 3] - boxes[:, 1])
     return area
-
-
-# --- masks ------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class MaskMap:
-    """Which pixel of a mask each pixel of the result shows, by nearest sampling.
-
-    rows [H, 1 or W], columns [1 or H, W]: the pixel's row and column; a negative one lies outside, where the result is
-    0. Crops, flips, resizes and pads move rows and columns separately, which two vectors describe.
-    """
-
-    rows: s.Ints
-    columns: s.Ints
-
-    @classmethod
-    def identity(cls, height: int, width: int) -> MaskMap:
-        return cls(np.arange(height)[:, None], np.arange(width)[None])
-
-    def select(self, rows: s.Ints, columns: s.Ints) -> None:
-        """Keep these rows and columns, [h] and [w], of the result so far; negative ones are outside."""
-        across, down = self.rows.shape[1] > 1, len(self.columns) > 1
-        self.rows = _taken(self.rows, rows, 0)
-        self.columns = _taken(self.columns, columns, 1)
-        if across:
-            self.rows = _taken(self.rows, columns, 1)
-        if down:
-            self.columns = _taken(self.columns, rows, 0)
-
-    def warp(self, matrix: Floats, height: int, width: int, border: str) -> None:
-        """Sample the result so far at the pixels' centres, which `matrix` [3, 3] takes from the output there."""
-        shape = len(self.rows), self.columns.shape[1]
-        x, y = np.meshgrid(np.arange(width) + 0.5, np.arange(height) + 0.5)
-        seen = matrix @ np.stack([x.ravel(), y.ravel(), np.ones(x.size)])
-        depth = np.where(np.abs(seen[2]) < _HORIZON, _HORIZON, seen[2])
-        column, row = (
-            _bordered(np.floor(np.clip(line / depth, -1e9, 1e9)).astype(np.int64), side, border).reshape(height, width)
-            for line, side in ((seen[0], shape[1]), (seen[1], shape[0]))
-        )
-        outside = (row < 0) | (column < 0)
-        inner_rows, inner_columns = np.broadcast_to(self.rows, shape), np.broadcast_to(self.columns, shape)
-        self.rows = np.where(outside, -1, inner_rows[row, column])
-        self.columns = np.where(outside, -1, inner_columns[row, column])
-
-    def apply(self, mask: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """The result of a mask [h, w]."""
-        result: NDArray[np.uint8] = mask[self.rows, self.columns]
-        if (self.rows < 0).any() or (self.columns < 0).any():
-            result[np.broadcast_to((self.rows < 0) | (self.columns < 0), result.shape)] = 0
-        return result
-
-
-def mask_maps(moves: Sequence[PlacedMove], sizes: s.Ints) -> list[MaskMap]:
-    """How each sample's mask, of the size [N, 2] of its image, follows the moves.
-
-    Warps in a row, with crops and flips between them, are one sampling, as they are for the image.
-    """
-    return [_mask_map(moves, i, *size) for i, size in enumerate(sizes.tolist())]
-
-
-def _mask_map(moves: Sequence[PlacedMove], i: int, height: int, width: int) -> MaskMap:
-    result = MaskMap.identity(height, width)
-    waiting: tuple[Floats, str] | None = None  # the map of the warps so far, which are not sampled yet, and the border
-    size = height, width
-    for placed in moves:
-        move, after = placed.move, (int(placed.after[0][i]), int(placed.after[1][i]))
-        if isinstance(move, Warp):
-            if move.active is None or move.active[i]:
-                if waiting is not None and waiting[1] != move.border:
-                    result.warp(waiting[0], *size, waiting[1])
-                    waiting = None
-                matrix = move.matrix[i] if waiting is None else waiting[0] @ move.matrix[i]
-                waiting = matrix, move.border
-        elif waiting is not None and isinstance(move, (Crop, Flip)):
-            waiting = waiting[0] @ np.linalg.inv(placed.matrix[i]), waiting[1]
-        else:
-            if waiting is not None:
-                result.warp(waiting[0], *size, waiting[1])
-                waiting = None
-            result.select(*_selected(move, i, *size))
-        size = after
-    if waiting is not None:
-        result.warp(waiting[0], *size, waiting[1])
-    return result
-
-
-def _selected(move: Crop | Flip | Resize | Pad, i: int, height: int, width: int) -> tuple[s.Ints, s.Ints]:
-    """Which rows and columns of sample i's mask a move shows; negative ones are outside."""
-    match move:
-        case Crop():
-            return (
-                _bordered(np.arange(move.height[i]) + move.y[i], height, "constant"),
-                _bordered(np.arange(move.width[i]) + move.x[i], width, "constant"),
-            )
-        case Flip():
-            rows, columns = np.arange(height), np.arange(width)
-            return rows[::-1] if move.vertical[i] else rows, columns[::-1] if move.horizontal[i] else columns
-        case Resize():
-            return _nearest(height, int(move.height[i])), _nearest(width, int(move.width[i]))
-        case Pad():
-            return (
-                _bordered(np.arange(-move.top[i], height + move.bottom[i]), height, move.border),
-                _bordered(np.arange(-move.left[i], width + move.right[i]), width, move.border),
-            )
-        case _:
-            assert_never(move)
-
-
-def _nearest(size: int, result: int) -> s.Ints:
-    """The pixels that torch's nearest resampling takes, which computes in float32."""
-    scale = np.float32(size) / np.float32(result)
-    pixels: s.Ints = np.minimum(np.floor(np.arange(result, dtype=np.float32) * scale).astype(np.int64), size - 1)
-    return pixels
-
-
-def _bordered(places: s.Ints, size: int, border: str) -> s.Ints:
-    """Places along a side, where those outside it stand for others; -1 for those that stand for none."""
-    if border == "constant":
-        return np.where((places >= 0) & (places < size), places, -1)
-    if border == "edge":
-        return np.clip(places, 0, size - 1)
-    assert border == "reflect"
-    turn = max(2 * (size - 1), 1)
-    within: s.Ints = places % turn
-    return np.minimum(within, turn - within) if size > 1 else np.zeros_like(places)
-
-
-def _taken(values: s.Ints, places: s.Ints, axis: int) -> s.Ints:
-    """Values at these places of an axis, negative where the place is."""
-    return np.where(np.expand_dims(places, 1 - axis) < 0, -1, values.take(places, axis))

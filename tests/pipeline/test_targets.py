@@ -13,6 +13,7 @@ from torchvision import tv_tensors
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional as F
 
+from gpuflow.execute.mask_maps import MaskMap
 from gpuflow.pipeline.moves import Crop, Flip, Move, Pad, Resize, Warp, forward
 from gpuflow.pipeline.records import Field, Ragged
 from gpuflow.pipeline.stage import Keys
@@ -24,7 +25,6 @@ from gpuflow.pipeline.targets import (
     keypoints_at_fault,
     map_boxes,
     map_keypoints,
-    mask_maps,
     moves_of,
 )
 from tests.datasets import Entries, program
@@ -38,7 +38,7 @@ def placed(moves: Sequence[Move], sizes: NDArray[np.int64]) -> list[PlacedMove]:
     found = []
     for move in moves:
         matrix, after_height, after_width = forward(move, height, width)
-        found.append(PlacedMove(move, (height, width), matrix, (after_height, after_width)))
+        found.append(PlacedMove(move, matrix, (after_height, after_width)))
         height, width = after_height, after_width
     return found
 
@@ -91,7 +91,7 @@ def test_boxes_and_masks_equal_torchvisions(seed: int) -> None:
     boxes = Ragged.of(parts, np.empty((0, 4), np.float32))
     moves = random_moves(rng, sizes, 5)
     mapped = map_boxes(boxes, placed(moves, sizes), sizes, ALL)
-    maps = mask_maps(placed(moves, sizes), sizes)
+    maps = [MaskMap(*size) for size in sizes.tolist()]
     for i, size in enumerate(sizes.tolist()):
         canvas: Any = tuple(size)
         theirs = tv_tensors.BoundingBoxes(torch.from_numpy(parts[i]), format="XYXY", canvas_size=canvas)
@@ -101,6 +101,9 @@ def test_boxes_and_masks_equal_torchvisions(seed: int) -> None:
         np.testing.assert_allclose(mapped.boxes[i], theirs[torch.from_numpy(kept)], rtol=1e-5, atol=2e-5)
         assert ((area > 1e-3).numpy() <= kept).all() and (kept <= (area > 0).numpy() | (area > -1e-3).numpy()).all()
         mask = rng.integers(0, 200, size).astype(np.uint8)
+        for move in moves:
+            assert not isinstance(move, Warp)
+            maps[i].move(move, i)
         theirs = torchvision_moves(tv_tensors.Mask(torch.from_numpy(mask)), moves, i)
         np.testing.assert_array_equal(maps[i].apply(mask), theirs.numpy())
 
@@ -147,7 +150,7 @@ def affine(angle: float, translate: list[float], scale: float, size: tuple[int, 
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_warps_take_boxes_points_and_masks_where_torchvisions_affine_does(seed: int) -> None:
+def test_warps_take_boxes_where_torchvisions_affine_does(seed: int) -> None:
     rng = np.random.default_rng(seed)
     size = (int(rng.integers(20, 50)), int(rng.integers(20, 50)))
     sizes = np.array([size])
@@ -161,26 +164,6 @@ def test_warps_take_boxes_points_and_masks_where_torchvisions_affine_does(seed: 
         tv_tensors.BoundingBoxes(torch.from_numpy(boxes), format="XYXY", canvas_size=size), angle, move, scale, [0, 0]
     )
     np.testing.assert_allclose(mapped.boxes.values, theirs[torch.from_numpy(mapped.kept)], atol=1e-3)
-    mask = rng.integers(0, 9, size).astype(np.uint8)
-    ours = mask_maps(chain, sizes)[0].apply(mask)
-    wanted = F.affine(tv_tensors.Mask(torch.from_numpy(mask)), angle, move, scale, [0, 0]).numpy()
-    y, x = np.mgrid[: size[0], : size[1]] + 0.5
-    seen = np.linalg.inv(there) @ np.stack([x.ravel(), y.ravel(), np.ones(x.size)])
-    sure = (np.abs(seen[:2] - np.rint(seen[:2])) > 1e-3).all(axis=0).reshape(size)  # and no tie between two pixels
-    assert sure.mean() > 0.95
-    np.testing.assert_array_equal(ours[sure], wanted[sure])
-
-
-def test_warps_in_a_row_sample_a_mask_once() -> None:
-    """Turns that add up to none give the mask itself; sampled one by one they would not."""
-    sizes = np.array([[31, 31]])
-    mask = np.random.default_rng(0).integers(0, 9, (31, 31)).astype(np.uint8)
-    there = [affine(angle, [0.0, 0.0], 1.0, (31, 31)) for angle in (33.0, -12.0, -21.0)]
-    warps: list[Move] = [Warp(inverse(one)[None], sizes[:, 0], sizes[:, 1]) for one in there]
-    flip = Flip(np.array([True]), np.array([False]))
-    ours = mask_maps(placed([warps[0], warps[1], warps[2], flip], sizes), sizes)[0].apply(mask)
-    inner = np.hypot(*(np.mgrid[:31, :31] - 15)) < 9
-    np.testing.assert_array_equal(ours[inner], mask[:, ::-1][inner])
 
 
 def test_inactive_warps_leave_targets_alone() -> None:
@@ -191,10 +174,6 @@ def test_inactive_warps_leave_targets_alone() -> None:
     mapped = map_boxes(Ragged.of([box, box], box[:0]), placed([warp], sizes), sizes, ALL)
     np.testing.assert_allclose(mapped.boxes[0], box)
     np.testing.assert_allclose(mapped.boxes[1], [[11, 1, 18, 5]], atol=1e-5)
-    mask = np.arange(400).reshape(20, 20).astype(np.uint8)
-    first, second = (one.apply(mask) for one in mask_maps(placed([warp], sizes), sizes))
-    np.testing.assert_array_equal(first, mask)
-    np.testing.assert_array_equal(second, np.rot90(mask, -1))
 
 
 @pytest.mark.parametrize(
@@ -219,16 +198,6 @@ def test_boxes_that_crops_leave_too_little_of_are_dropped_with_their_labels(
     assert mapped.kept.tolist() == kept
     labels = mapped.select(Ragged(np.arange(4), ragged.offsets))
     assert labels[0].tolist() == np.flatnonzero(kept).tolist()
-
-
-@pytest.mark.parametrize("border", ["edge", "reflect"])
-def test_borders_of_pads_repeat_the_masks_pixels(border: str) -> None:
-    mask = np.arange(1, 13).reshape(3, 4).astype(np.uint8)
-    sizes = np.array([[3, 4]])
-    top, bottom, left, right = (np.array([x]) for x in (2, 1, 1, 3))
-    pad = Pad(top, bottom, left, right, border=border)
-    ours = mask_maps(placed([pad], sizes), sizes)[0].apply(mask)
-    np.testing.assert_array_equal(ours, np.pad(mask, ((2, 1), (1, 3)), border))  # type: ignore[call-overload]
 
 
 def test_moves_are_those_that_the_program_draws() -> None:
