@@ -14,6 +14,8 @@ from gpuflow.pipeline.stage import (
     Geometry,
     ImageSpec,
     Keys,
+    Mixing,
+    Mixture,
     Move,
     Opaque,
     Operation,
@@ -24,6 +26,7 @@ from gpuflow.pipeline.stage import (
     Stage,
     StageKeys,
     Warp,
+    require_one_size,
     require_pixels,
 )
 
@@ -37,6 +40,8 @@ __all__ = [
     "Geometry",
     "ImageSpec",
     "Keys",
+    "Mixing",
+    "Mixture",
     "Move",
     "Opaque",
     "Operation",
@@ -48,5 +53,6 @@ __all__ = [
     "Stage",
     "StageKeys",
     "Warp",
+    "require_one_size",
     "require_pixels",
 ]

@@ -4,9 +4,11 @@ from gpuflow.pipeline.stage import Stage
 from gpuflow.stages.affine import Affine
 from gpuflow.stages.center_crop import CenterCrop
 from gpuflow.stages.color_jitter import ColorJitter
+from gpuflow.stages.cutmix import Cutmix
 from gpuflow.stages.decode import Decode
 from gpuflow.stages.flip import Flip
 from gpuflow.stages.letterbox import Letterbox
+from gpuflow.stages.mixup import Mixup
 from gpuflow.stages.normalize import Normalize
 from gpuflow.stages.pad import Pad
 from gpuflow.stages.perspective import Perspective
@@ -22,9 +24,11 @@ __all__ = [
     "Affine",
     "CenterCrop",
     "ColorJitter",
+    "Cutmix",
     "Decode",
     "Flip",
     "Letterbox",
+    "Mixup",
     "Normalize",
     "Pad",
     "Perspective",
@@ -52,4 +56,6 @@ STAGES: dict[str, type[Stage]] = {
     "color_jitter": ColorJitter,
     "normalize": Normalize,
     "torchvision": Torchvision,
+    "mixup": Mixup,
+    "cutmix": Cutmix,
 }

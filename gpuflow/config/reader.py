@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pydantic
 
@@ -152,7 +152,9 @@ class _Reader:
 
     def _check_fields(self, source: SourceSpec, programs: Mapping[str, Program]) -> None:
         """Report the first stage of each pipeline that cannot carry the declared fields; `serve` carries none."""
-        fields = [Field(name=name, type=spec.type) for name, spec in source.declared if spec.type in _GEOMETRIC]
+        fields = [
+            Field(name=name, type=kind) for name, spec in source.declared for kind in _GEOMETRIC if kind == spec.type
+        ]
         for name, program in programs.items():
             if name != "serve" and (problem := carry_problem(program, fields)) is not None:
                 heads = sum(isinstance(stage, Preset) for stage in program.pipeline.stages)
@@ -194,7 +196,7 @@ class _Reader:
         return None
 
 
-_GEOMETRIC = ("boxes", "keypoints", "mask")
+_GEOMETRIC: tuple[Literal["boxes", "keypoints", "mask"], ...] = ("boxes", "keypoints", "mask")
 
 
 def _behind(path: tuple[Key, ...], heads: int) -> tuple[Key, ...]:

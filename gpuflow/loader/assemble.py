@@ -15,6 +15,7 @@ from gpuflow.execute.targets import TargetMapper
 from gpuflow.loader.bad_samples import BadSamples
 from gpuflow.loader.cpu_share import cpu_share_of
 from gpuflow.loader.loader import Loader
+from gpuflow.loader.mixing import require_classes
 from gpuflow.loader.placement import place
 from gpuflow.loader.plan import LoaderPlan
 from gpuflow.loader.read_workers import ProcessStorage
@@ -56,6 +57,7 @@ def build_loader(
     batch_size = _batch_size(config, name, pipeline.batch, world_size)
     placement = place(config, name, target, batch_size)
     source = open_split(config, name, whole)
+    require_classes(config, name, source)
     if pipeline.batch.drop_last and len(source) < batch_size * world_size:
         where = f"{config.path}: pipelines.{name}.batch"
         raise ConfigError(

@@ -57,7 +57,8 @@ class Batch(tuple[torch.Tensor, Any]):
 
     A source without labels gives the pair (images, targets), whose second item is what `targets()` returns.
 
-    images: [N, C, H, W] in the dtype and memory layout that the pipeline ends with. labels: int64 [N].
+    images: [N, C, H, W] in the dtype and memory layout that the pipeline ends with. labels: int64 [N]; where the
+    pipeline mixes samples, probabilities of the classes, float32 [N, classes].
     valid: bool [N], false where a sample was wrapped around to fill the last step of several ranks.
     indices: int64 [N], each sample's index in the source. step: of the epoch, from 0. epoch: from 0.
     fields: what the samples carry besides these, by name; `batch["boxes"]` is `batch.fields["boxes"]`. Fields of one
@@ -152,7 +153,8 @@ def _counted_from_1(labels: RaggedTensor) -> RaggedTensor:
 class Assembly:
     """A batch while it is being filled. Rows are samples.
 
-    indices, labels, valid [B]: of each row's sample. kept [B]: false where a bad sample was skipped.
+    indices, labels, valid [B]: of each row's sample; mixed labels are [B, classes].
+    kept [B]: false where a bad sample was skipped.
     unfinished: chunks that are not decoded yet.
     slots [B, ...]: the pixels, allocated for the first chunk: an array, or a tensor on the GPU.
     shared: the number of last rows that the CPU decodes next to a GPU. memory: where it decodes them to.

@@ -31,6 +31,7 @@ from gpuflow.loader.batch import Assembly, Chunk
 from gpuflow.loader.cpu_offload import CpuOffload
 from gpuflow.loader.decode import ChunkDecoder, Faults, Run, Sizes, WorkerDecoder
 from gpuflow.loader.epoch import START_SECONDS, STOP_SECONDS, EpochRun, RunningPipeline
+from gpuflow.loader.mixing import Mixer
 from gpuflow.loader.plan import LoaderPlan
 from gpuflow.loader.prepared import PreparedChunks
 from gpuflow.loader.read import ChunkReader, keys_of
@@ -86,6 +87,7 @@ class Feed:
             self._offload = CpuOffload(plan, plan.share, self._reader, self._decoder, self.workers)
         self._records = RecordMapper(plan.source, plan.targets) if plan.targets is not None else None
         self._resolver = BadSampleResolver(plan, self._reader, self._records)
+        self._mixer = Mixer(plan)
         offload_meters = [self._offload.meter] if self._offload is not None else []
         self.meters = (self._reader.meter, *offload_meters, self._decoder.meter)
         self._owners: list[threading.Thread] = []
@@ -363,13 +365,15 @@ class Feed:
             batch.unfinished -= 1
             whole = batch.unfinished == 0
         if whole:
-            self._deliver(batch)
+            self._deliver(epoch, batch)
             batch.end()
 
-    def _deliver(self, batch: Assembly) -> None:
-        """Queue the rest of a batch's way to the GPU: the pixels that the CPU decoded, labels, fields and masks."""
-        device_stream = self._plan.device_stream
+    def _deliver(self, epoch: int, batch: Assembly) -> None:
+        """Mix a whole batch, and queue the rest of its way to the GPU: pixels from the CPU, labels, fields, masks."""
+        device_stream, mixtures = self._plan.device_stream, self._mixer.draw(epoch, batch)
         fields = {} if self._records is None else self._records.join(batch)
+        if self._plan.gpu is None:
+            self._mixer.mix(batch, mixtures)
         if device_stream is None:
             batch.fields = to_tensors(fields, in_one_block)
             return
@@ -379,6 +383,8 @@ class Feed:
             device_stream.retain_until_done(pixels)
         elif self._offload is not None:
             self._offload.send(batch)
+        if self._plan.gpu is not None:
+            self._mixer.queue(batch, mixtures, device_stream)
         batch.there = device_stream.send_all([batch.labels, batch.valid, batch.indices])
         batch.fields = to_tensors(fields, device_stream.send_all)
         batch.ready = device_stream.record_event()

@@ -70,6 +70,8 @@ class Prefix:
 def prefixes_of(program: Program, samples: Sequence[Encoded], *, seed: int = 0) -> Iterator[Prefix]:
     """Yield every prefix, the shortest first, except those whose image sizes are not known before they have run.
 
+    Mixing stages are in none: they work on batches, not on images.
+
     Args:
         program: the whole pipeline. samples: in the order in which they will run, from position 0 on. seed: seed of the
             random keys.
@@ -77,6 +79,8 @@ def prefixes_of(program: Program, samples: Sequence[Encoded], *, seed: int = 0) 
     stages, name = program.pipeline.stages, program.pipeline.name
     decoded = [_decoded_size(program.decoder, data) for data in samples]
     for count in range(1, len(stages) + 1):
+        if isinstance(stages[count - 1], s.Mixing):
+            return
         spec = program.specs[count]
         if spec.fixed:
             height, width, _ = spec.shape

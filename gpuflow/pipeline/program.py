@@ -10,7 +10,8 @@ warp, also where a crop between two warps would have cut it off. A resize before
 one after them starts a new sampling; warps that look pixels up in another way, and warps after a padded warp, start a
 new warp.
 
-The steps are values: every lowering runs the same steps.
+The steps are values: every lowering runs the same steps. Mixing stages are no steps, as they run on whole batches: the
+loader runs them.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from gpuflow.pipeline.moves import forward
 
 __all__ = [
     "Misfit",
+    "MixingStep",
     "OpaqueStep",
     "PointwiseStep",
     "Program",
@@ -223,6 +225,21 @@ class OpaqueStep:
         return halves[:, 0] << 31 | halves[:, 1]
 
 
+@dataclass(frozen=True, slots=True)
+class MixingStep:
+    """One mixing stage, on whole batches of images of one size."""
+
+    stage: s.Mixing
+    occurrence: int
+    height: int
+    width: int
+
+    def draw(self, keys: s.Keys, valid: s.Bools) -> s.Mixture:
+        """The mixture of a batch. valid [N]: false where a sample was wrapped around."""
+        stage_keys = keys.stage(self.stage.stage_name, self.occurrence)
+        return self.stage.draw(stage_keys, self.height, self.width, valid)
+
+
 Step = SamplingStep | WarpStep | PointwiseStep | OpaqueStep
 
 
@@ -412,13 +429,15 @@ def _overlap(a: s.Ints, b: s.Ints) -> s.Ints:
 class Program:
     """A pipeline folded into steps, with the specs between its stages.
 
-    specs[0] is the encoded input; specs[-1] is the spec of the images in a batch.
+    specs[0] is the encoded input; specs[-1] is the spec of the images in a batch. steps: on each image. mixings: on a
+    batch of finished images and their labels; where there are any, labels are float32 [N, classes].
     """
 
     pipeline: s.Pipeline
     specs: tuple[s.ImageSpec, ...]
     decoder: s.Decoder
     steps: tuple[Step, ...]
+    mixings: tuple[MixingStep, ...] = ()
 
     @property
     def result(self) -> s.ImageSpec:
@@ -469,6 +488,7 @@ def fold(pipeline: s.Pipeline, specs: Sequence[s.ImageSpec]) -> Program:
     assert isinstance(decoder, s.Decoder)
     assert decoder.library is None or specs[1].fixed, "a decoder with its own library gives images of one size"
     steps: list[Step] = []
+    mixings: list[MixingStep] = []
     run = _Run(decoder.max_pixels)
     counts = pipeline.occurrences()
     for i, stage in enumerate(rest, start=1):
@@ -484,7 +504,11 @@ def fold(pipeline: s.Pipeline, specs: Sequence[s.ImageSpec]) -> Program:
             steps.append(PointwiseStep(stage, counts[i]))
         elif isinstance(stage, s.Opaque):
             steps.append(OpaqueStep(stage, counts[i], specs[i], specs[i + 1], decoder.max_pixels))
+        elif isinstance(stage, s.Mixing):
+            height, width, _ = specs[i].shape
+            assert height is not None and width is not None, "mixing stages take images of one size"
+            mixings.append(MixingStep(stage, counts[i], height, width))
         else:
-            raise TypeError(f"{stage!r} is of no kind of stage; derive it from Geometry, Pointwise or Opaque")
+            raise TypeError(f"{stage!r} is of no kind of stage; derive it from Geometry, Pointwise, Opaque or Mixing")
     steps += run.steps()
-    return Program(pipeline=pipeline, specs=tuple(specs), decoder=decoder, steps=tuple(steps))
+    return Program(pipeline=pipeline, specs=tuple(specs), decoder=decoder, steps=tuple(steps), mixings=tuple(mixings))

@@ -7,6 +7,7 @@ never asks which stage it is:
     Geometry    returns moves (`pipeline/moves.py`) for each sample; the engine folds them into few samplings
     Pointwise   returns coefficients for each sample; maps pixels to pixels in place
     Opaque      any callable on one image
+    Mixing      mixes the finished images and the labels of a batch with one another; these stages are the last ones
 
 Arrays have one row per sample: [N]. Images are numpy arrays in HWC unless a name says otherwise.
 """
@@ -26,6 +27,7 @@ from numpy.typing import NDArray
 from gpuflow.errors import ConfigError, Problem
 from gpuflow.pipeline.bounds import Bounds, out_of_bounds
 from gpuflow.pipeline.image_spec import ENCODED, ImageSpec
+from gpuflow.pipeline.mixture import Mixture
 from gpuflow.pipeline.moves import Bools, Crop, Flip, Ints, Matrices, Move, Pad, Resize, Warp
 from gpuflow.pipeline.rng import Keys, StageKeys
 
@@ -45,6 +47,8 @@ __all__ = [
     "Ints",
     "Keys",
     "Matrices",
+    "Mixing",
+    "Mixture",
     "Move",
     "Opaque",
     "Operation",
@@ -55,6 +59,7 @@ __all__ = [
     "Stage",
     "StageKeys",
     "Warp",
+    "require_one_size",
     "require_pixels",
 ]
 
@@ -63,7 +68,7 @@ __all__ = [
 class Stage:
     """One named step of a pipeline: a frozen value that validates itself when it is constructed.
 
-    A stage is a final subclass of one of the four kinds below.
+    A stage is a final subclass of one of the five kinds below.
 
     stage_name: its key in YAML.
     tolerance: the largest difference between its CPU, GPU and serving forms, in levels of 0-255.
@@ -280,6 +285,32 @@ class Opaque(Stage):
         import torch
 
         return torch.stack([self.apply(image, seed) for image, seed in zip(images, seeds.tolist(), strict=True)])
+
+
+class Mixing(Stage):
+    """Mixes the samples of one rank's batch with one another, once all of them are finished.
+
+    Labels become probabilities of the classes, float32 [N, classes]. Before mixing, each label is 1 - label_smoothing
+    for its class plus label_smoothing / classes for every class. Images keep their spec.
+
+    Equal batches give equal results: the draw depends on the seed, the epoch and the positions of the batch's samples,
+    so not on threads, but on the batch size and the number of ranks.
+    """
+
+    label_smoothing: float
+
+    def draw(self, keys: StageKeys, height: int, width: int, valid: Bools) -> Mixture:
+        """What each of the N samples of a batch takes from its partner; a sample that is not valid is no partner."""
+        raise NotImplementedError
+
+
+def require_one_size(stage: Stage, spec: ImageSpec) -> None:
+    """Raise ValueError unless `spec` is a decoded image of known size, which is what mixing stages take."""
+    if spec.layout == "encoded":
+        raise ValueError(f"takes an image but gets encoded bytes; put decode before {stage.stage_name}")
+    if not spec.fixed:
+        rule = f"takes images of one size but gets {spec}"
+        raise ValueError(f"{rule}; put a crop or a resize to a fixed size before {stage.stage_name}")
 
 
 def require_pixels(stage: Stage, spec: ImageSpec) -> None:

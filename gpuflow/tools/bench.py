@@ -113,6 +113,7 @@ class _Samples:
     def __init__(self, job: Job, *, pil: bool, normalize: bool) -> None:
         from gpuflow.config import read_config
         from gpuflow.loader.assemble import open_split
+        from gpuflow.pipeline.stage import Mixing
         from gpuflow.vocabulary import stage_table
 
         config = read_config(job.path, stage_table(), job.overrides)
@@ -120,7 +121,7 @@ class _Samples:
         batch = config.pipelines[job.pipeline].batch
         self.batch_size = batch.size or batch.global_size or 1
         self._pil = pil
-        stages = config.programs[job.pipeline].pipeline.stages[1:]
+        stages = [stage for stage in config.programs[job.pipeline].pipeline.stages[1:] if not isinstance(stage, Mixing)]
         self._transforms = [stage.torchvision() for stage in stages if normalize or stage.stage_name != "normalize"]
         self.rest = [stage.torchvision() for stage in stages if not normalize and stage.stage_name == "normalize"]
 

@@ -53,6 +53,7 @@ def _runs_as(program: Program) -> list[str]:
     words = ["1 decode"]
     for number, step in enumerate(program.steps, start=2):
         words += [f"{number} {word}" for word in _step_words(step)]
+    words += [f"{number} on whole batches" for number, _ in enumerate(program.mixings, start=len(program.steps) + 2)]
     return words
 
 
@@ -89,6 +90,8 @@ def _facts(config: Config, name: str, program: Program) -> Iterator[Text]:
     if fingerprint:
         yield Text(f"  fingerprint    {fingerprint}; ranks compare theirs in the process group, not compared here")
     yield Text(f"  batch          {size} images of {program.result} ({megabytes:.1f} MB), {run.prefetch} ahead")
+    if program.mixings:
+        yield Text("  labels         float32, the probability of each class, as samples of a batch are mixed")
     yield Text(f"  order          {'shuffled' if pipeline.shuffle else 'as in the source'}, seed {config.source.seed}")
     processes = decode_processes_of(config, samples, remote=remote)
     helpers = f", and {processes} decode process(es) that take over when started" if processes else ""

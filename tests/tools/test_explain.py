@@ -88,6 +88,13 @@ def test_an_opaque_stage_runs_an_image_at_a_time(config: Path) -> None:
     assert "a call an image" in text
 
 
+def test_mixing_stages_run_on_whole_batches_and_make_labels_probabilities(config: Path) -> None:
+    text = explained(config, "pipelines.train.stages.4={cutmix: {}}")
+    assert "cutmix() uint8 24x24x3 hwc 4 on whole batches" in [" ".join(line.split()) for line in text.splitlines()]
+    assert text.count("labels         float32, the probability of each class, as samples of a batch are mixed") == 1
+    assert "mixed" not in explained(config)
+
+
 def test_a_source_that_is_not_there_is_no_error(config: Path, tmp_path: Path) -> None:
     text = explained(config, f"source.folder={tmp_path}/absent")
     assert f"source.folder must be a directory, got '{tmp_path}/absent', which does not exist; check the path" in text
