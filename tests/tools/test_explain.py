@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import yaml
 from rich.console import Console
 
 from gpuflow.config import read_config
 from gpuflow.decode.codecs import decoder_description
 from gpuflow.sources import SourceSpec, fingerprint_of, open_source
 from gpuflow.stages import STAGES
+from gpuflow.tools.detection_samples import make_detection_samples
 from gpuflow.tools.explain import explain
 from tests.datasets import make_photos, write_config
 
@@ -130,3 +132,37 @@ def test_splits_are_counted(config: Path) -> None:
 def test_serving_may_end_with_the_images(config: Path) -> None:
     lines = [" ".join(line.split()) for line in explained(config, "serve.model=null").splitlines()]
     assert "model none, images only" in lines
+
+
+def described(tmp_path: Path, source: dict[str, object]) -> str:
+    path = write_config(tmp_path / "fields.yaml", tmp_path)
+    document = yaml.safe_load(path.read_text())
+    document["source"] = source
+    path.write_text(yaml.safe_dump(document))
+    return explained(path)
+
+
+def test_names_the_fields_and_what_was_left_out(tmp_path: Path) -> None:
+    make_detection_samples(tmp_path / "shapes", 6)
+    text = described(
+        tmp_path,
+        {
+            "coco": str(tmp_path / "shapes/instances.json"),
+            "images": str(tmp_path / "shapes/images"),
+            "split": {"train": 0.5, "val": 0.5},
+        },
+    )
+    assert "fields         image, boxes (labels 'labels' of 3 classes), mask (an instance each); no label\n" in text
+    assert "3 samples, 3 classes, split train (not stratified: samples have not one class each); " in text
+    assert " annotations, 0 images without any" in text
+    listing: dict[str, object] = {"listing": str(tmp_path / "shapes/listing.jsonl")}
+    text = described(tmp_path, listing | {"fields": {"tags": {"type": "label", "kind": "classes", "column": "labels"}}})
+    assert "fields         image, label (classes)\n" in text
+    text = described(
+        tmp_path, listing | {"fields": {"shapes": {"type": "mask", "kind": "polygons", "column": "polygons"}}}
+    )
+    assert "fields         image, shapes (mask, an instance each); no label\n" in text
+
+
+def test_an_image_and_a_label_are_no_news(config: Path) -> None:
+    assert "fields" not in explained(config)
