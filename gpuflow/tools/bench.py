@@ -128,7 +128,7 @@ class _Samples:
     def __len__(self) -> int:
         return len(self.source)
 
-    def __getitem__(self, index: int) -> tuple[Any, int]:
+    def __getitem__(self, index: int) -> tuple[Any, Any]:
         import torch
         from PIL import Image
         from torchvision.io import ImageReadMode, decode_image
@@ -145,7 +145,7 @@ class _Samples:
             image = decode_image(torch.frombuffer(bytearray(data), dtype=torch.uint8), ImageReadMode.RGB)
         for transform in self._transforms:
             image = transform(image)
-        return image, int(self.source.labels[index])
+        return image, self.source.labels[index].tolist()
 
 
 def _dataloader(job: Job, *, pil: bool = True, normalize: bool = True) -> Iterable[int]:

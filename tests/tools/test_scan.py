@@ -168,7 +168,7 @@ def test_a_bad_record_is_a_bad_sample(tmp_path: Path) -> None:
     listing = tmp_path / "list.jsonl"
     listing.write_text("".join(json.dumps(row) + "\n" for row in rows))
     source = open_source(SourceSpec(listing=str(listing), fields={"boxes": {}}))
-    found = list(scan(source, DECODER, threads=2))
+    found = list(scan(source, DECODER, threads=2))  # type: ignore[arg-type]
     assert [(finding.index, finding.kind, finding.bad) for finding in found] == [
         (1, "record", True),
         (3, "corrupt", True),
