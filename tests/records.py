@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, final
+from typing import Any, assert_never, final
 
 import cv2
 import numpy as np
 from numpy.typing import NDArray
 
+from gpuflow.pipeline.moves import Crop, Flip, Move, Pad, Resize, Warp
 from gpuflow.pipeline.records import Column, Field, MaskFile, Polygons, Ragged, Records, Rle
 from gpuflow.sources import Allocate, Payload
 from gpuflow.sources.storage import Storage
 from tests.datasets import MemorySource
 
-__all__ = ["FIELDS", "MemoryRecords", "png", "rle"]
+__all__ = ["FIELDS", "MemoryRecords", "png", "random_boxes", "rle", "torchvision_moves"]
 
 FIELDS = (
     Field(name="boxes", type="boxes", labels="box_labels", classes=("a", "b", "c")),
@@ -120,3 +121,29 @@ def random_boxes(rng: np.random.Generator, count: int, height: int, width: int) 
     x1, y1 = rng.uniform(0, width - 2, count), rng.uniform(0, height - 2, count)
     x2, y2 = rng.uniform(x1 + 1, width), rng.uniform(y1 + 1, height)
     return np.stack([x1, y1, x2, y2], axis=1).astype(np.float32)
+
+
+def torchvision_moves(tensor: Any, moves: Sequence[Move], i: int) -> Any:
+    """Sample i's moves of one TVTensor by torchvision's own functions."""
+    from torchvision.transforms import InterpolationMode
+    from torchvision.transforms.v2 import functional as F
+
+    for move in moves:
+        match move:
+            case Crop():
+                tensor = F.crop(tensor, *(int(x[i]) for x in (move.y, move.x, move.height, move.width)))
+            case Flip():
+                tensor = F.horizontal_flip(tensor) if move.horizontal[i] else tensor
+                tensor = F.vertical_flip(tensor) if move.vertical[i] else tensor
+            case Resize():
+                size = [int(move.height[i]), int(move.width[i])]
+                tensor = F.resize(tensor, size, InterpolationMode.BILINEAR)
+            case Pad():
+                tensor = F.pad(tensor, [int(x[i]) for x in (move.left, move.top, move.right, move.bottom)])
+            case Warp():
+                if move.active is None or move.active[i]:
+                    matrix = move.matrix[i] / move.matrix[i, 2, 2]
+                    tensor = F.perspective(tensor, None, None, coefficients=matrix.ravel()[:8].tolist())
+            case _:
+                assert_never(move)
+    return tensor

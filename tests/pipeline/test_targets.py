@@ -10,7 +10,6 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from torchvision import tv_tensors
-from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional as F
 
 from gpuflow.execute.mask_maps import MaskMap
@@ -28,7 +27,7 @@ from gpuflow.pipeline.targets import (
     moves_of,
 )
 from tests.datasets import Entries, program
-from tests.records import random_boxes
+from tests.records import random_boxes, torchvision_moves
 
 ALL = TargetRules(min_area=0.0)
 
@@ -41,25 +40,6 @@ def placed(moves: Sequence[Move], sizes: NDArray[np.int64]) -> list[PlacedMove]:
         found.append(PlacedMove(move, matrix, (after_height, after_width)))
         height, width = after_height, after_width
     return found
-
-
-def torchvision_moves(tensor: Any, moves: Sequence[Move], i: int) -> Any:
-    """Sample i's moves of one TVTensor by torchvision's own functions."""
-    for move in moves:
-        match move:
-            case Crop():
-                tensor = F.crop(tensor, *(int(x[i]) for x in (move.y, move.x, move.height, move.width)))
-            case Flip():
-                tensor = F.horizontal_flip(tensor) if move.horizontal[i] else tensor
-                tensor = F.vertical_flip(tensor) if move.vertical[i] else tensor
-            case Resize():
-                size = [int(move.height[i]), int(move.width[i])]
-                tensor = F.resize(tensor, size, InterpolationMode.BILINEAR)
-            case Pad():
-                tensor = F.pad(tensor, [int(x[i]) for x in (move.left, move.top, move.right, move.bottom)])
-            case _:
-                raise AssertionError(move)
-    return tensor
 
 
 def random_moves(rng: np.random.Generator, sizes: NDArray[np.int64], count: int) -> list[Move]:
