@@ -17,10 +17,19 @@ from numpy.typing import NDArray
 
 from gpuflow.decode.codecs import CpuDecoder, Header, probe
 from gpuflow.errors import BadSampleError
+from gpuflow.execute.pointwise import run_pointwise
 from gpuflow.execute.resample import resample_part
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.image_spec import STORAGE, as_batch
-from gpuflow.pipeline.program import OpaqueStep, PointwiseStep, Program, Sampling, SamplingStep, too_large
+from gpuflow.pipeline.program import (
+    ApplyStep,
+    OpaqueStep,
+    PointwiseStep,
+    Program,
+    Sampling,
+    SamplingStep,
+    too_large,
+)
 
 __all__ = ["CpuRunner", "CpuRunners", "call_opaque"]
 
@@ -98,19 +107,26 @@ class CpuRunner:
         return faults
 
     def _draw(self, keys: s.Keys, height: s.Ints, width: s.Ints) -> list[Any]:
-        """Each step's random parameters for all samples; None for samplings whose input sizes are not known yet."""
+        """Each step's random parameters for all samples; None for steps whose images' sizes are not known yet."""
         drawn: list[Any] = []
         known = True
         for step in self._program.steps:
-            if not isinstance(step, SamplingStep):
-                drawn.append(step.draw(keys))
-                known = known and isinstance(step, PointwiseStep)
-            elif known:
-                moves = _Moves(step.draw(keys, height, width))
-                height, width = moves.sampling.window[:, 2], moves.sampling.window[:, 3]
-                drawn.append(moves)
-            else:
-                drawn.append(None)
+            match step:
+                case ApplyStep():
+                    drawn.append(step.draw(keys))
+                case OpaqueStep():
+                    drawn.append(step.draw(keys))
+                    known = False
+                case SamplingStep() | PointwiseStep() if not known:
+                    drawn.append(None)
+                case PointwiseStep():
+                    drawn.append(step.draw(keys, height, width))
+                case SamplingStep():
+                    moves = _Moves(step.draw(keys, height, width))
+                    height, width = moves.sampling.window[:, 2], moves.sampling.window[:, 3]
+                    drawn.append(moves)
+                case _:
+                    assert_never(step)
         return drawn
 
     def _one(
@@ -136,12 +152,16 @@ class CpuRunner:
                 case SamplingStep():
                     row = i
                     if draw is None:
-                        draw, row = _Moves(step.draw(keys[i], *np.array(image.shape[:2])[:, None])), 0
+                        draw, row = _Moves(step.draw(keys[i], *_size(image))), 0
                     if draw is not first:
                         draw.check(row)
                     image = self._sample(image, draw, row, top, left, out, n)
                     top = left = 0
-                case PointwiseStep(stage):
+                case PointwiseStep():
+                    operations, row = (step.draw(keys[i], *_size(image)), 0) if draw is None else (draw, i)
+                    planes = step.after.layout == "nchw"
+                    image = run_pointwise(image, operations, row, step.table, planes=planes, out=out)
+                case ApplyStep(stage):
                     image = stage.apply(image, draw[i], out)
                 case OpaqueStep():
                     image = call_opaque(step, image, int(draw[i]))
@@ -247,6 +267,11 @@ def call_opaque(step: OpaqueStep, image: NDArray[Any], seed: int) -> NDArray[Any
     result = step.stage.apply(tensor, seed)
     result = (result if step.after.layout == "nchw" else result.permute(1, 2, 0)).contiguous()
     return (result.view(torch.uint16) if STORAGE[step.after.dtype] is np.uint16 else result).numpy()
+
+
+def _size(image: NDArray[Any]) -> tuple[s.Ints, s.Ints]:
+    """Height and width, each [1], of an image in HWC."""
+    return np.array(image.shape[:1]), np.array(image.shape[1:2])
 
 
 def _mirror(image: NDArray[np.uint8], flips: Sequence[bool], out: NDArray[np.uint8]) -> NDArray[np.uint8]:

@@ -1,15 +1,16 @@
-"""Folds a pipeline into a program of few steps: one sampling for each run of geometry stages, one step per other stage.
+"""Folds a pipeline into a program of few steps: a sampling for each run of geometry stages, a pass for pointwise ones.
 
 Crops, flips and one resize become one sampling. A crop before the resize clamps the filter at the crop's edge; a crop
 after it does not, and only selects from the resized grid. A second resize, or a resize after a crop that may pad,
-starts a new sampling. The steps are values: every lowering runs the same steps.
+starts a new sampling. Pointwise stages in a row become one pass, which clamps and rounds between them; a stage that
+changes the dtype ends it. Other stages are a step each. The steps are values: every lowering runs the same steps.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import assert_never
+from typing import Any, assert_never
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +18,18 @@ from numpy.typing import NDArray
 from gpuflow.errors import BadSampleError
 from gpuflow.pipeline import stage as s
 
-__all__ = ["Misfit", "OpaqueStep", "PointwiseStep", "Program", "Sampling", "SamplingStep", "Step", "fold", "too_large"]
+__all__ = [
+    "ApplyStep",
+    "Misfit",
+    "OpaqueStep",
+    "PointwiseStep",
+    "Program",
+    "Sampling",
+    "SamplingStep",
+    "Step",
+    "fold",
+    "too_large",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,10 +120,37 @@ class SamplingStep:
 
 @dataclass(frozen=True, slots=True)
 class PointwiseStep:
-    """One pointwise stage."""
+    """Pointwise stages that run as one pass: operations, then the table of the last stage if that has one.
+
+    occurrences: for each stage, how many of the same name precede it. after: the spec of the result.
+    """
+
+    stages: tuple[s.Pointwise, ...]
+    occurrences: tuple[int, ...]
+    after: s.ImageSpec
+
+    @property
+    def table(self) -> NDArray[Any] | None:
+        """See `Pointwise.table`; None if the pass has no table."""
+        return self.stages[-1].table()
+
+    def draw(self, keys: s.Keys, height: s.Ints, width: s.Ints) -> s.Operations:
+        """The operations of samples whose images have these sizes [N]."""
+        parts = []
+        for stage, occurrence in zip(self.stages, self.occurrences, strict=True):
+            drawn = stage.draw(keys.stage(stage.stage_name, occurrence))
+            if (operations := stage.operations(drawn, height, width)) is not None:
+                parts.append(operations)
+        return s.Operations.join(len(keys.positions), parts)
+
+
+@dataclass(frozen=True, slots=True)
+class ApplyStep:
+    """A pointwise stage that has neither operations nor a table. after: the spec of its result."""
 
     stage: s.Pointwise
     occurrence: int
+    after: s.ImageSpec
 
     def draw(self, keys: s.Keys) -> NDArray[np.float64]:
         """The coefficients of each sample, [N, K]."""
@@ -134,7 +173,7 @@ class OpaqueStep:
         return halves[:, 0] << 31 | halves[:, 1]
 
 
-Step = SamplingStep | PointwiseStep | OpaqueStep
+Step = SamplingStep | PointwiseStep | ApplyStep | OpaqueStep
 
 
 class _SamplingBuilder:
@@ -232,31 +271,49 @@ def fold(pipeline: s.Pipeline, specs: Sequence[s.ImageSpec]) -> Program:
     assert isinstance(decoder, s.Decoder)
     assert decoder.library is None or specs[1].fixed, "a decoder with its own library gives images of one size"
     steps: list[Step] = []
-    run: list[tuple[s.Geometry, int]] = []
+    moving: list[tuple[s.Geometry, int]] = []
+    coloring: list[tuple[s.Pointwise, int]] = []
     fixed = False
 
-    def flush() -> None:
-        if run:
-            stages, occurrences = zip(*run, strict=True)
+    def flush(done: int) -> None:
+        """End the step that the stages before number `done` form."""
+        if moving:
+            stages, occurrences = zip(*moving, strict=True)
             steps.append(SamplingStep(stages, occurrences, decoder.max_pixels))
-            run.clear()
+            moving.clear()
+        if coloring:
+            passed, occurrences = zip(*coloring, strict=True)
+            steps.append(PointwiseStep(passed, occurrences, specs[done]))
+            coloring.clear()
 
     counts = pipeline.occurrences()
     for i, stage in enumerate(rest, start=1):
         if isinstance(stage, s.Geometry):
-            if stage.resizes and fixed:
-                flush()
+            if coloring or (stage.resizes and fixed):
+                flush(i)
                 fixed = False
             fixed = fixed or stage.resizes or stage.pads
-            run.append((stage, counts[i]))
-            continue
-        flush()
-        fixed = False
-        if isinstance(stage, s.Pointwise):
-            steps.append(PointwiseStep(stage, counts[i]))
-        elif isinstance(stage, s.Opaque):
-            steps.append(OpaqueStep(stage, counts[i], specs[i], specs[i + 1], decoder.max_pixels))
+            moving.append((stage, counts[i]))
+        elif isinstance(stage, s.Pointwise) and (ends := stage.table() is not None) | _has_operations(stage):
+            if moving:
+                flush(i)
+                fixed = False
+            coloring.append((stage, counts[i]))
+            if ends:
+                flush(i + 1)
         else:
-            raise TypeError(f"{stage!r} is of no kind of stage; derive it from Geometry, Pointwise or Opaque")
-    flush()
+            flush(i)
+            fixed = False
+            if isinstance(stage, s.Pointwise):
+                steps.append(ApplyStep(stage, counts[i], specs[i + 1]))
+            elif isinstance(stage, s.Opaque):
+                steps.append(OpaqueStep(stage, counts[i], specs[i], specs[i + 1], decoder.max_pixels))
+            else:
+                raise TypeError(f"{stage!r} is of no kind of stage; derive it from Geometry, Pointwise or Opaque")
+    flush(len(pipeline.stages))
     return Program(pipeline=pipeline, specs=tuple(specs), decoder=decoder, steps=tuple(steps))
+
+
+def _has_operations(stage: s.Pointwise) -> bool:
+    none = np.empty(0, np.int64)
+    return stage.operations(stage.draw(s.Keys(0, 0, none).stage(stage.stage_name, 0)), none, none) is not None

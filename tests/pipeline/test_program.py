@@ -29,7 +29,7 @@ def steps(*stages: s.Stage) -> list[str]:
     """For each step the names of its stages."""
     program = program_of(Decode(), *stages, name="p")
     return [
-        " ".join(stage.stage_name for stage in step.stages) if isinstance(step, SamplingStep) else step.stage.stage_name
+        " ".join(stage.stage_name for stage in (step.stages if hasattr(step, "stages") else [step.stage]))
         for step in program.steps
     ]
 
@@ -47,6 +47,15 @@ def steps(*stages: s.Stage) -> list[str]:
         ((RandomResizedCrop(size=8), RandomResizedCrop(size=8)), ["random_resized_crop", "random_resized_crop"]),
         ((ColorJitter(), CenterCrop(size=8)), ["color_jitter", "center_crop"]),
         ((CenterCrop(size=8), ColorJitter(), Flip()), ["center_crop", "color_jitter", "flip"]),
+        (
+            (CenterCrop(size=8), ColorJitter(), ColorJitter(), Flip()),
+            ["center_crop", "color_jitter color_jitter", "flip"],
+        ),
+        ((CenterCrop(size=8), ColorJitter(), Normalize()), ["center_crop", "color_jitter normalize"]),
+        (
+            (CenterCrop(size=8), BLUR, ColorJitter(), Normalize()),
+            ["center_crop", "torchvision", "color_jitter normalize"],
+        ),
         ((BLUR, CenterCrop(size=8), BLUR, Normalize()), ["torchvision", "center_crop", "torchvision", "normalize"]),
     ],
     ids=str,
