@@ -17,8 +17,8 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 from gpuflow.execute.kernels import color
 from gpuflow.execute.kernels.color import adjust, adjust_reference
 from gpuflow.execute.pointwise import run_pointwise
-from gpuflow.pipeline.stage import Keys, Operation, Operations
-from gpuflow.stages import ColorJitter, Normalize
+from gpuflow.pipeline.stage import Keys, Operation, Operations, Pointwise
+from gpuflow.stages import STAGES, ColorJitter, Normalize
 from tests.execute.kernels import quick_interpreter  # noqa: F401  # replaces parts of Triton's interpreter
 
 SIZES = ((48, 37), (17, 31), (1, 48), (1, 1))
@@ -198,6 +198,18 @@ def joined_operations() -> Iterator[Case]:
         yield f"all kinds, {channels}, {turn}", compare_operations(images, joined)
 
 
+def examples() -> Iterator[Case]:
+    """Every example of every stage that has operations: the kernel equals the CPU's form."""
+    count, size = 6, (19, 23)
+    keys = Keys(1, 2, np.arange(count))
+    for stage in [example for kind in STAGES.values() for example in kind.examples()]:
+        if isinstance(stage, Pointwise) and stage.table() is None:
+            drawn = stage.draw(keys.stage(stage.stage_name, 0))
+            operations = stage.operations(drawn, np.full(count, size[0]), np.full(count, size[1]))
+            assert operations is not None, "gpuflow's own stages have a form for the GPU"
+            yield f"example {stage!r}", compare_operations(pictures(count, size, 3), operations)
+
+
 class Launches:
     """Counts the launches of a kernel in place of which it stands."""
 
@@ -226,6 +238,6 @@ def launches() -> Iterator[Case]:
 if __name__ == "__main__":
     InterpreterBuilder.create_fma = fma
     adjustments = one_operation, orders, fused_luma, some_left_out, layouts, as_stages
-    for cases in (*adjustments, other_operations, joined_operations, launches):
+    for cases in (*adjustments, other_operations, joined_operations, examples, launches):
         for name, difference in cases():
             print(f"{name}: {difference}", flush=True)
