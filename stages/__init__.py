@@ -9,6 +9,7 @@ from gpuflow.stages.normalize import Normalize
 from gpuflow.stages.random_crop import RandomCrop
 from gpuflow.stages.random_resized_crop import RandomResizedCrop
 from gpuflow.stages.resize import Resize
+from gpuflow.stages.solarize import Solarize
 from gpuflow.stages.torchvision import Torchvision
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "RandomCrop",
     "RandomResizedCrop",
     "Resize",
+    "Solarize",
     "Torchvision",
 ]
 
@@ -32,6 +34,7 @@ STAGES: dict[str, type[Stage]] = {
     "random_resized_crop": RandomResizedCrop,
     "flip": Flip,
     "color_jitter": ColorJitter,
+    "solarize": Solarize,
     "normalize": Normalize,
     "torchvision": Torchvision,
 }
