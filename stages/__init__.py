@@ -1,27 +1,47 @@
 """gpuflow's own stages, one file per stage. `STAGES` maps each key of a YAML list of stages to its class."""
 
 from gpuflow.pipeline.stage import Stage
+from gpuflow.stages.autocontrast import Autocontrast
+from gpuflow.stages.brightness import Brightness
 from gpuflow.stages.center_crop import CenterCrop
 from gpuflow.stages.color_jitter import ColorJitter
+from gpuflow.stages.contrast import Contrast
 from gpuflow.stages.decode import Decode
+from gpuflow.stages.equalize import Equalize
 from gpuflow.stages.flip import Flip
+from gpuflow.stages.grayscale import Grayscale
+from gpuflow.stages.hue import Hue
+from gpuflow.stages.invert import Invert
 from gpuflow.stages.normalize import Normalize
+from gpuflow.stages.posterize import Posterize
 from gpuflow.stages.random_crop import RandomCrop
+from gpuflow.stages.random_erasing import RandomErasing
 from gpuflow.stages.random_resized_crop import RandomResizedCrop
 from gpuflow.stages.resize import Resize
+from gpuflow.stages.saturation import Saturation
 from gpuflow.stages.solarize import Solarize
 from gpuflow.stages.torchvision import Torchvision
 
 __all__ = [
     "STAGES",
+    "Autocontrast",
+    "Brightness",
     "CenterCrop",
     "ColorJitter",
+    "Contrast",
     "Decode",
+    "Equalize",
     "Flip",
+    "Grayscale",
+    "Hue",
+    "Invert",
     "Normalize",
+    "Posterize",
     "RandomCrop",
+    "RandomErasing",
     "RandomResizedCrop",
     "Resize",
+    "Saturation",
     "Solarize",
     "Torchvision",
 ]
@@ -34,7 +54,17 @@ STAGES: dict[str, type[Stage]] = {
     "random_resized_crop": RandomResizedCrop,
     "flip": Flip,
     "color_jitter": ColorJitter,
+    "brightness": Brightness,
+    "contrast": Contrast,
+    "saturation": Saturation,
+    "hue": Hue,
+    "grayscale": Grayscale,
+    "autocontrast": Autocontrast,
+    "equalize": Equalize,
+    "posterize": Posterize,
     "solarize": Solarize,
+    "invert": Invert,
+    "random_erasing": RandomErasing,
     "normalize": Normalize,
     "torchvision": Torchvision,
 }
