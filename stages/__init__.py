@@ -9,6 +9,7 @@ from gpuflow.stages.contrast import Contrast
 from gpuflow.stages.decode import Decode
 from gpuflow.stages.equalize import Equalize
 from gpuflow.stages.flip import Flip
+from gpuflow.stages.gaussian_blur import GaussianBlur
 from gpuflow.stages.grayscale import Grayscale
 from gpuflow.stages.hue import Hue
 from gpuflow.stages.invert import Invert
@@ -19,6 +20,7 @@ from gpuflow.stages.random_erasing import RandomErasing
 from gpuflow.stages.random_resized_crop import RandomResizedCrop
 from gpuflow.stages.resize import Resize
 from gpuflow.stages.saturation import Saturation
+from gpuflow.stages.sharpness import Sharpness
 from gpuflow.stages.solarize import Solarize
 from gpuflow.stages.torchvision import Torchvision
 
@@ -32,6 +34,7 @@ __all__ = [
     "Decode",
     "Equalize",
     "Flip",
+    "GaussianBlur",
     "Grayscale",
     "Hue",
     "Invert",
@@ -42,6 +45,7 @@ __all__ = [
     "RandomResizedCrop",
     "Resize",
     "Saturation",
+    "Sharpness",
     "Solarize",
     "Torchvision",
 ]
@@ -65,6 +69,8 @@ STAGES: dict[str, type[Stage]] = {
     "solarize": Solarize,
     "invert": Invert,
     "random_erasing": RandomErasing,
+    "sharpness": Sharpness,
+    "gaussian_blur": GaussianBlur,
     "normalize": Normalize,
     "torchvision": Torchvision,
 }

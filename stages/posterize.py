@@ -50,4 +50,5 @@ class Posterize(s.Pointwise):
 
     def operations(self, coefficients: NDArray[np.float64], height: s.Ints, width: s.Ints) -> s.Operations:
         levels = np.arange(256, dtype=np.uint8)
-        return s.Operations.table(coefficients[:, 0] > 0, levels[None, None] >> (8 - self.bits) << (8 - self.bits))
+        kept = (levels >> (8 - self.bits) << (8 - self.bits)).astype(np.uint8)
+        return s.Operations.table(coefficients[:, 0] > 0, kept[None, None])

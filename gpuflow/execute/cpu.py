@@ -17,12 +17,14 @@ from numpy.typing import NDArray
 
 from gpuflow.decode.codecs import CpuDecoder, Header, probe
 from gpuflow.errors import BadSampleError
+from gpuflow.execute.local import run_filters
 from gpuflow.execute.pointwise import run_pointwise
 from gpuflow.execute.resample import resample_part
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.image_spec import STORAGE, as_batch
 from gpuflow.pipeline.program import (
     ApplyStep,
+    LocalStep,
     OpaqueStep,
     PointwiseStep,
     Program,
@@ -112,7 +114,7 @@ class CpuRunner:
         known = True
         for step in self._program.steps:
             match step:
-                case ApplyStep():
+                case ApplyStep() | LocalStep():
                     drawn.append(step.draw(keys))
                 case OpaqueStep():
                     drawn.append(step.draw(keys))
@@ -161,6 +163,8 @@ class CpuRunner:
                     operations, row = (step.draw(keys[i], *_size(image)), 0) if draw is None else (draw, i)
                     planes = step.after.layout == "nchw"
                     image = run_pointwise(image, operations, row, step.table, planes=planes, out=out)
+                case LocalStep():
+                    image = run_filters(image, draw, i)
                 case ApplyStep(stage):
                     image = stage.apply(image, draw[i], out)
                 case OpaqueStep():

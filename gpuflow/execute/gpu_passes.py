@@ -14,10 +14,20 @@ from numpy.typing import NDArray
 
 from gpuflow.execute.device_stream import DeviceStream, allocate_slots
 from gpuflow.execute.kernels.color import adjust
+from gpuflow.execute.kernels.local import smooth
 from gpuflow.execute.kernels.sample import FIELDS, sample
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.image_spec import as_batch, slot_shape
-from gpuflow.pipeline.program import ApplyStep, OpaqueStep, PointwiseStep, Program, Sampling, SamplingStep, Step
+from gpuflow.pipeline.program import (
+    ApplyStep,
+    LocalStep,
+    OpaqueStep,
+    PointwiseStep,
+    Program,
+    Sampling,
+    SamplingStep,
+    Step,
+)
 
 __all__ = ["DevicePasses", "Pass", "offsets_of", "passes_of", "plan_of"]
 
@@ -57,7 +67,7 @@ def passes_of(program: Program) -> tuple[Pass, ...] | str:
                     passes[-1] = Pass(last.step, table, result)
                 else:
                     passes.append(Pass(step, table, result))
-            case SamplingStep() | ApplyStep() | OpaqueStep():
+            case SamplingStep() | LocalStep() | ApplyStep() | OpaqueStep():
                 passes.append(Pass(step, None, result))
             case _:
                 assert_never(step)
@@ -88,14 +98,14 @@ class DevicePasses:
         return rows if i == len(self._passes) - 1 else np.arange(len(rows))
 
     def draw(self, keys: s.Keys, sizes: s.Ints) -> list[Any]:
-        """Each pass's random parameters: a sampling, operations, coefficients, or seeds."""
+        """Each pass's random parameters: a sampling, operations, filters, coefficients, or seeds."""
         draws: list[Any] = []
         height, width = sizes.T
         for one in self._passes:
             match one.step:
                 case SamplingStep() | PointwiseStep():
                     draws.append(one.step.draw(keys, height, width))
-                case ApplyStep() | OpaqueStep():
+                case LocalStep() | ApplyStep() | OpaqueStep():
                     draws.append(one.step.draw(keys))
                 case unknown:
                     assert_never(unknown)
@@ -127,6 +137,8 @@ class DevicePasses:
                 target.index_copy_(0, self._send(places), result)
             case PointwiseStep():
                 adjust(images.permute(0, 2, 3, 1), places, draw, self._tables[i], target)
+            case LocalStep():
+                smooth(images.permute(0, 2, 3, 1), places, draw, self._tables[i], target)
             case ApplyStep() as step:
                 result = _apply_on_cpu(step, images, draw)
                 target.index_copy_(0, self._send(places), result.to(target.device))

@@ -20,6 +20,7 @@ from gpuflow.pipeline import stage as s
 
 __all__ = [
     "ApplyStep",
+    "LocalStep",
     "Misfit",
     "OpaqueStep",
     "PointwiseStep",
@@ -158,6 +159,18 @@ class ApplyStep:
 
 
 @dataclass(frozen=True, slots=True)
+class LocalStep:
+    """One local stage."""
+
+    stage: s.Local
+    occurrence: int
+
+    def draw(self, keys: s.Keys) -> s.Filters:
+        """The filters of each sample."""
+        return self.stage.filters(self.stage.draw(keys.stage(self.stage.stage_name, self.occurrence)))
+
+
+@dataclass(frozen=True, slots=True)
 class OpaqueStep:
     """One opaque stage, with the specs of its input and its output. max_pixels: of its result, where sizes vary."""
 
@@ -173,7 +186,7 @@ class OpaqueStep:
         return halves[:, 0] << 31 | halves[:, 1]
 
 
-Step = SamplingStep | PointwiseStep | ApplyStep | OpaqueStep
+Step = SamplingStep | PointwiseStep | LocalStep | ApplyStep | OpaqueStep
 
 
 class _SamplingBuilder:
@@ -306,10 +319,14 @@ def fold(pipeline: s.Pipeline, specs: Sequence[s.ImageSpec]) -> Program:
             fixed = False
             if isinstance(stage, s.Pointwise):
                 steps.append(ApplyStep(stage, counts[i], specs[i + 1]))
+            elif isinstance(stage, s.Local):
+                steps.append(LocalStep(stage, counts[i]))
             elif isinstance(stage, s.Opaque):
                 steps.append(OpaqueStep(stage, counts[i], specs[i], specs[i + 1], decoder.max_pixels))
             else:
-                raise TypeError(f"{stage!r} is of no kind of stage; derive it from Geometry, Pointwise or Opaque")
+                raise TypeError(
+                    f"{stage!r} is of no kind of stage; derive it from Geometry, Pointwise, Local or Opaque"
+                )
     flush(len(pipeline.stages))
     return Program(pipeline=pipeline, specs=tuple(specs), decoder=decoder, steps=tuple(steps))
 

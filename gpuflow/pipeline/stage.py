@@ -6,6 +6,7 @@ never asks which stage it is:
     Decoder     the first stage: decodes bytes to a uint8 image, or to the region of it that the next stages need
     Geometry    returns moves (`pipeline/moves.py`) for each sample; the engine folds them into few samplings
     Pointwise   returns coefficients for each sample, and `Operations` that map pixels to pixels
+    Local       returns coefficients for each sample, and `Filters` of each pixel's neighbourhood
     Opaque      any callable on one image
 
 Arrays have one row per sample: [N]. Images are numpy arrays in HWC unless a name says otherwise.
@@ -25,6 +26,7 @@ from numpy.typing import NDArray
 from gpuflow.errors import ConfigError, Problem
 from gpuflow.pipeline.bounds import Bounds, out_of_bounds
 from gpuflow.pipeline.image_spec import ENCODED, ImageSpec
+from gpuflow.pipeline.local import Filters
 from gpuflow.pipeline.moves import Bools, Crop, Flip, Ints, Move, Pad, Resize, Warp
 from gpuflow.pipeline.pointwise import Operation, Operations
 from gpuflow.pipeline.rng import Keys, StageKeys
@@ -38,11 +40,13 @@ __all__ = [
     "Bounds",
     "Crop",
     "Decoder",
+    "Filters",
     "Flip",
     "Geometry",
     "ImageSpec",
     "Ints",
     "Keys",
+    "Local",
     "Move",
     "Opaque",
     "Operation",
@@ -62,7 +66,7 @@ __all__ = [
 class Stage:
     """One named step of a pipeline: a frozen value that validates itself when it is constructed.
 
-    A stage is a final subclass of one of the four kinds below.
+    A stage is a final subclass of one of the five kinds below.
 
     stage_name: its key in YAML.
     tolerance: the largest difference between its CPU, GPU and serving forms, in levels of 0-255.
@@ -210,6 +214,18 @@ class Pointwise(Stage):
 
         Writes to `out`, if given, and returns it.
         """
+        raise NotImplementedError
+
+
+class Local(Stage):
+    """Maps the neighbourhood of each pixel to a pixel, with coefficients for each sample from `draw`."""
+
+    def draw(self, keys: StageKeys) -> NDArray[np.float64]:
+        """The coefficients of N samples, [N, K]."""
+        raise NotImplementedError
+
+    def filters(self, coefficients: NDArray[np.float64]) -> Filters:
+        """The filters for coefficients [N, K]; N may be 0."""
         raise NotImplementedError
 
 

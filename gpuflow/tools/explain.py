@@ -20,7 +20,7 @@ from gpuflow.loader.assemble import open_split, open_whole
 from gpuflow.loader.cpu_share import cpu_share_of
 from gpuflow.loader.placement import explain_gpu
 from gpuflow.pipeline.image_spec import STORAGE, slot_shape
-from gpuflow.pipeline.program import ApplyStep, OpaqueStep, PointwiseStep, Program, SamplingStep, Step
+from gpuflow.pipeline.program import ApplyStep, LocalStep, OpaqueStep, PointwiseStep, Program, SamplingStep, Step
 from gpuflow.pipeline.stage import Decoder
 from gpuflow.sources import fingerprint_of, is_read_remotely
 from gpuflow.sources.files import FileSource
@@ -61,6 +61,8 @@ def _step_words(step: Step) -> list[str]:
             return ["one sampling" if len(stages) > 1 else "sampling"] * len(stages)
         case PointwiseStep(stages):
             return ["pixel by pixel"] * len(stages)
+        case LocalStep():
+            return ["pixels and their neighbours"]
         case ApplyStep():
             return ["pixel by pixel, on the CPU"]
         case OpaqueStep():

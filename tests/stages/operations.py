@@ -49,7 +49,7 @@ def check_equals(stage: s.Pointwise, function: Function, *, count: int = 12) -> 
                 assert torch.equal(result, expected)
 
 
-def check_draws(stage: s.Pointwise, probability: float, low: float = 0.0, high: float = 0.0) -> None:
+def check_draws(stage: s.Pointwise | s.Local, probability: float, low: float = 0.0, high: float = 0.0) -> None:
     """Samples are changed with this probability, by factors that are uniform within the bounds."""
     count = 8000
     drawn = stage.draw(keys_of(count).stage(stage.stage_name, 0))

@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from gpuflow.execute.pointwise import run_pointwise
 from gpuflow.pipeline.pointwise import Operation, Operations
 
-__all__ = ["adjust", "adjust_reference"]
+__all__ = ["adjust", "adjust_reference", "send"]
 
 _BLOCK = 512
 _SLICES = 32  # partial sums of an image, a power of two; 2^31 / 255 pixels each is more than any image has
@@ -321,7 +321,7 @@ def adjust(
     count, height, width, channels = images.shape
     assert images.is_contiguous() and table.dtype == out.dtype
     plan = np.concatenate([rows[:, None], operations.codes, operations.factors], axis=1, dtype=np.float64)
-    described, values, tables = _send(images.device, plan, operations.values, operations.tables)
+    described, values, tables = send(images.device, plan, operations.values, operations.tables)
     statistics, histograms = operations.statistics, bool(operations.kinds & _HISTOGRAMS)
     slots = max(statistics, 1)
     sums = torch.empty((count, slots, _SLICES), dtype=torch.int32, device=images.device)
@@ -345,7 +345,7 @@ def adjust(
     )  # fmt: skip
 
 
-def _send(device: torch.device, *arrays: NDArray[Any]) -> list[torch.Tensor]:
+def send(device: torch.device, *arrays: NDArray[Any]) -> list[torch.Tensor]:
     """Copies of the arrays on the device, each flat and aligned, by one transfer."""
     flat = [np.ascontiguousarray(array).reshape(-1) for array in arrays]
     ends = np.cumsum([0, *(-(-array.nbytes // 16) * 16 for array in flat)]).tolist()
