@@ -17,11 +17,15 @@ from numpy.typing import NDArray
 
 from gpuflow.decode.codecs import CpuDecoder, Header, probe
 from gpuflow.errors import BadSampleError
+from gpuflow.execute.local import run_filters
+from gpuflow.execute.pointwise import run_pointwise
 from gpuflow.execute.resample import resample_part
 from gpuflow.execute.warp import warp
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.image_spec import STORAGE, as_batch
 from gpuflow.pipeline.program import (
+    ApplyStep,
+    LocalStep,
     OpaqueStep,
     PointwiseStep,
     Program,
@@ -161,19 +165,26 @@ class CpuRunner:
         return moves
 
     def draw(self, keys: s.Keys, height: s.Ints, width: s.Ints) -> list[Any]:
-        """Each step's random parameters for all samples; None for samplings whose input sizes are not known yet."""
+        """Each step's random parameters for all samples; None for steps whose images' sizes are not known yet."""
         drawn: list[Any] = []
         known = True
         for step in self._program.steps:
-            if not isinstance(step, SamplingStep | WarpStep):
-                drawn.append(step.draw(keys))
-                known = known and isinstance(step, PointwiseStep)
-            elif known:
-                moves = _draw(step, keys, height, width)
-                height, width = moves.sampling.size
-                drawn.append(moves)
-            else:
-                drawn.append(None)
+            match step:
+                case ApplyStep() | LocalStep():
+                    drawn.append(step.draw(keys))
+                case OpaqueStep():
+                    drawn.append(step.draw(keys))
+                    known = False
+                case SamplingStep() | WarpStep() | PointwiseStep() if not known:
+                    drawn.append(None)
+                case PointwiseStep():
+                    drawn.append(step.draw(keys, height, width))
+                case SamplingStep() | WarpStep():
+                    moves = _draw(step, keys, height, width)
+                    height, width = moves.sampling.size
+                    drawn.append(moves)
+                case _:
+                    assert_never(step)
         return drawn
 
     def _one(
@@ -211,13 +222,19 @@ class CpuRunner:
                 case SamplingStep() | WarpStep():
                     row = i
                     if draw is None:
-                        draw, row = _draw(step, keys[i], *np.array(image.shape[:2])[:, None]), 0
+                        draw, row = _draw(step, keys[i], *_size(image)), 0
                     if draw is not first:
                         _check(draw, row)
                     run = self._sample if isinstance(draw, _Moves) else self._warp
                     image = run(image, draw, row, top, left, out, n)
                     top = left = 0
-                case PointwiseStep(stage):
+                case PointwiseStep():
+                    operations, row = (step.draw(keys[i], *_size(image)), 0) if draw is None else (draw, i)
+                    planes = step.after.layout == "nchw"
+                    image = run_pointwise(image, operations, row, step.table, planes=planes, out=out)
+                case LocalStep():
+                    image = run_filters(image, draw, i)
+                case ApplyStep(stage):
                     image = stage.apply(image, draw[i], out)
                 case OpaqueStep():
                     image = call_opaque(step, image, int(draw[i]))
@@ -356,6 +373,11 @@ def call_opaque(step: OpaqueStep, image: NDArray[Any], seed: int) -> NDArray[Any
     result = step.stage.apply(tensor, seed)
     result = (result if step.after.layout == "nchw" else result.permute(1, 2, 0)).contiguous()
     return (result.view(torch.uint16) if STORAGE[step.after.dtype] is np.uint16 else result).numpy()
+
+
+def _size(image: NDArray[Any]) -> tuple[s.Ints, s.Ints]:
+    """Height and width, each [1], of an image in HWC."""
+    return np.array(image.shape[:1]), np.array(image.shape[1:2])
 
 
 def _mirror(image: NDArray[np.uint8], flips: Sequence[bool], out: NDArray[np.uint8]) -> NDArray[np.uint8]:

@@ -16,22 +16,34 @@ from gpuflow.errors import BadSampleError
 from gpuflow.execute.device_stream import DeviceStream, allocate_slots
 from gpuflow.execute.kernels.color import adjust
 from gpuflow.execute.kernels.interleave import interleave
+from gpuflow.execute.kernels.local import smooth
 from gpuflow.execute.kernels.sample import FIELDS, sample
 from gpuflow.pipeline import stage as s
-from gpuflow.pipeline.program import OpaqueStep, PointwiseStep, Program, Sampling, SamplingStep, WarpStep
+from gpuflow.pipeline.image_spec import as_batch, slot_shape
+from gpuflow.pipeline.program import (
+    ApplyStep,
+    LocalStep,
+    OpaqueStep,
+    PointwiseStep,
+    Program,
+    Sampling,
+    SamplingStep,
+    Step,
+    WarpStep,
+)
 
 __all__ = ["DevicePasses", "Pass", "offsets_of", "passes_of", "plan_of"]
 
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One batched pass over a chunk's images: a step, if any, then a lookup in a table of 256 results per channel.
+    """One batched pass over a chunk's images: a step, then a lookup in a table of 256 results per channel.
 
-    step: None if the pass is only a table. table: [C, 256] in the storage dtype, or None if levels do not change.
-    result: the spec of the images after the pass.
+    step: a pointwise one may be nothing but the table. table: [C, 256] in the storage dtype, or None if levels do not
+    change. result: the spec of the images after the pass.
     """
 
-    step: SamplingStep | PointwiseStep | OpaqueStep | None
+    step: Step
     table: NDArray[Any] | None
     result: s.ImageSpec
 
@@ -43,31 +55,28 @@ def passes_of(program: Program) -> tuple[Pass, ...] | str:
     passes: list[Pass] = []
     done = 1
     for step in program.steps:
-        done += len(step.stages) if isinstance(step, SamplingStep | WarpStep) else 1
+        done += len(step.stages) if isinstance(step, SamplingStep | WarpStep | PointwiseStep) else 1
         result = program.specs[done]
         if isinstance(step, WarpStep):
             return f"{step.stages[0]!r} has no form for the GPU"
         if not passes and not isinstance(step, SamplingStep):
-            return f"{step.stage!r} comes before the images have one size; put a crop or a resize to a fixed size first"
+            first = program.pipeline.stages[1]
+            return f"{first!r} comes before the images have one size; put a crop or a resize to a fixed size first"
         if not result.fixed:
             return f"after {program.pipeline.stages[done - 1]!r} the images still differ in size"
         match step:
-            case PointwiseStep(stage) if (table := stage.table()) is not None:
-                last = passes[-1]
-                if last.table is None and not isinstance(last.step, OpaqueStep):
+            case PointwiseStep():
+                last, table = passes[-1], step.table
+                alone = table is not None and len(step.stages) == 1
+                if alone and last.table is None and not isinstance(last.step, OpaqueStep | ApplyStep):
                     passes[-1] = Pass(last.step, table, result)
                 else:
-                    passes.append(Pass(None, table, result))
-            case PointwiseStep(stage) if stage.device_operations(step.draw(_NO_KEYS)) is None:
-                return f"{stage!r} has no form for the GPU"
-            case SamplingStep() | PointwiseStep() | OpaqueStep():
+                    passes.append(Pass(step, table, result))
+            case SamplingStep() | LocalStep() | ApplyStep() | OpaqueStep():
                 passes.append(Pass(step, None, result))
             case _:
                 assert_never(step)
     return tuple(passes) if passes else "its images differ in size; add a crop or a resize to a fixed size"
-
-
-_NO_KEYS = s.Keys(0, 0, np.empty(0, np.int64))
 
 
 class DevicePasses:
@@ -94,19 +103,15 @@ class DevicePasses:
         return rows if i == len(self._passes) - 1 else np.arange(len(rows))
 
     def draw(self, keys: s.Keys, sizes: s.Ints) -> list[Any]:
-        """Each pass's random parameters: a sampling, operations with factors (none for a table only), or seeds."""
+        """Each pass's random parameters: a sampling, operations, filters, coefficients, or seeds."""
         draws: list[Any] = []
         height, width = sizes.T
         for one in self._passes:
             match one.step:
-                case SamplingStep():
+                case SamplingStep() | WarpStep() | PointwiseStep():
                     draws.append(one.step.draw(keys, height, width))
-                case PointwiseStep(stage):
-                    draws.append(stage.device_operations(one.step.draw(keys)))
-                case OpaqueStep():
+                case LocalStep() | ApplyStep() | OpaqueStep():
                     draws.append(one.step.draw(keys))
-                case None:
-                    draws.append((np.empty((len(keys.positions), 0), np.int64), np.empty((len(keys.positions), 0))))
                 case unknown:
                     assert_never(unknown)
             height, width = (np.full(len(keys.positions), side) for side in one.result.shape[:2])
@@ -187,9 +192,15 @@ class DevicePasses:
             case OpaqueStep(stage):
                 result = stage.apply_batch(images, draw)
                 target.index_copy_(0, self._send(places), result)
-            case PointwiseStep() | None:
-                codes, factors = draw
-                adjust(images.permute(0, 2, 3, 1), places, codes, factors, self._tables[i], target)
+            case PointwiseStep():
+                adjust(images.permute(0, 2, 3, 1), places, draw, self._tables[i], target)
+            case LocalStep():
+                smooth(images.permute(0, 2, 3, 1), places, draw, self._tables[i], target)
+            case WarpStep(stages):
+                raise AssertionError(f"{stages[0]!r} has no form for the GPU, so its pipeline runs on the CPU")
+            case ApplyStep() as step:
+                result = _apply_on_cpu(step, images, draw)
+                target.index_copy_(0, self._send(places), result.to(target.device))
             case unknown:
                 assert_never(unknown)
 
@@ -201,6 +212,13 @@ class DevicePasses:
     def _send(self, array: NDArray[np.int64]) -> torch.Tensor:
         (sent,) = self._device_stream.send_all([array])
         return sent
+
+
+def _apply_on_cpu(step: ApplyStep, images: torch.Tensor, coefficients: NDArray[np.float64]) -> torch.Tensor:
+    """A stage that has only a form for the CPU, on images [n, C, H, W] of the GPU. Waits for the GPU."""
+    held = images.permute(0, 2, 3, 1).cpu().numpy()
+    results = [step.stage.apply(image, row, None) for image, row in zip(held, coefficients, strict=True)]
+    return as_batch(np.stack(results).reshape(-1, *slot_shape(step.after)), step.after)
 
 
 def offsets_of(target: torch.Tensor, images: torch.Tensor, rows: NDArray[np.int64] | None = None) -> NDArray[np.int64]:

@@ -14,7 +14,16 @@ from numpy.typing import NDArray
 
 from gpuflow.execute.warp import TIE, TINY, fold_back
 from gpuflow.pipeline import stage as s
-from gpuflow.pipeline.program import OpaqueStep, PointwiseStep, Program, SamplingStep, Warping, WarpStep
+from gpuflow.pipeline.program import (
+    ApplyStep,
+    LocalStep,
+    OpaqueStep,
+    PointwiseStep,
+    Program,
+    SamplingStep,
+    Warping,
+    WarpStep,
+)
 from gpuflow.pipeline.targets import PlacedMove, moves_of_stages
 
 __all__ = ["MaskMap", "mask_maps"]
@@ -110,7 +119,7 @@ def mask_maps(program: Program, keys: s.Keys, sizes: s.Ints) -> list[MaskMap]:
                 for i, one in enumerate(maps):
                     one.warp(warping, i)
                 height, width = warping.size
-            case PointwiseStep() | OpaqueStep():
+            case PointwiseStep() | LocalStep() | ApplyStep() | OpaqueStep():
                 continue
             case _:
                 assert_never(step)

@@ -18,12 +18,14 @@ from gpuflow.decode.codecs import probe
 from gpuflow.decode.preset import Preset
 from gpuflow.errors import BadSampleError, is_system_fault
 from gpuflow.execute.cpu import call_opaque
+from gpuflow.execute.local import run_filters
+from gpuflow.execute.pointwise import run_pointwise
 from gpuflow.parity.base import Result, Results, missing_gpu, missing_torchpipe, served
 from gpuflow.parity.images import Encoded
 from gpuflow.parity.prefixes import Prefix
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.image_spec import as_batch, slot_shape
-from gpuflow.pipeline.program import PointwiseStep, Program, SamplingStep, WarpStep, fold
+from gpuflow.pipeline.program import ApplyStep, LocalStep, PointwiseStep, Program, SamplingStep, WarpStep, fold
 from gpuflow.pipeline.validate import trace
 from gpuflow.torchpipe.graph import PRESET_OPERATORS
 
@@ -181,6 +183,12 @@ class OpenCv:
                     for move in stage.draw(keys.stage(stage.stage_name, occurrence), height, width):
                         image = _moved(image, move)
             elif isinstance(step, PointwiseStep):
+                size = np.array(image.shape[:2])[:, None]
+                planes = step.after.layout == "nchw"
+                image = run_pointwise(image, step.draw(keys, *size), 0, step.table, planes=planes, out=None)
+            elif isinstance(step, LocalStep):
+                image = run_filters(image, step.draw(keys), 0)
+            elif isinstance(step, ApplyStep):
                 image = step.stage.apply(image, step.draw(keys)[0], None)
             else:
                 image = call_opaque(step, np.ascontiguousarray(image), int(step.draw(keys)[0]))

@@ -16,7 +16,7 @@ from gpuflow.decode.codecs import probe
 from gpuflow.errors import BadSampleError
 from gpuflow.parity.images import Encoded
 from gpuflow.pipeline import stage as s
-from gpuflow.pipeline.program import PointwiseStep, Program, SamplingStep, WarpStep, fold
+from gpuflow.pipeline.program import ApplyStep, LocalStep, PointwiseStep, Program, SamplingStep, WarpStep, fold
 from gpuflow.pipeline.validate import trace
 
 __all__ = ["LARGEST_CANVAS", "Canvas", "Prefix", "prefixes_of"]
@@ -91,7 +91,7 @@ def prefixes_of(program: Program, samples: Sequence[Encoded], *, seed: int = 0) 
             continue
         steps = fold(s.Pipeline(name, stages[:count]), program.specs[: count + 1]).steps
         if spec.dtype != "uint8" or not all(
-            isinstance(step, SamplingStep | WarpStep | PointwiseStep) for step in steps
+            isinstance(step, SamplingStep | WarpStep | PointwiseStep | LocalStep | ApplyStep) for step in steps
         ):
             continue
         sizes = []

@@ -1,4 +1,5 @@
-"""Folds a pipeline into a program of few steps: a sampling or warp for each run of geometry stages, one step per other.
+"""Folds a pipeline into a program of few steps: a sampling or warp for each run of geometry stages, a pass for each run
+of pointwise ones.
 
 Crops, flips and one resize become one sampling. A crop before the resize clamps the filter at the crop's edge; a crop
 after it does not, and only selects from the resized grid. A second resize, or a resize after a crop that may pad,
@@ -10,15 +11,17 @@ warp, also where a crop between two warps would have cut it off. A resize before
 one after them starts a new sampling; warps that look pixels up in another way, and warps after a padded warp, start a
 new warp.
 
-The steps are values: every lowering runs the same steps. Mixing stages are no steps, as they run on whole batches: the
-loader runs them.
+Pointwise stages in a row become one pass, which clamps and rounds between them; a stage that changes the dtype ends it.
+
+Other stages are a step each. The steps are values: every lowering runs the same steps. Mixing stages are no steps, as
+they run on whole batches: the loader runs them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import assert_never
+from typing import Any, assert_never
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +31,8 @@ from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.moves import forward
 
 __all__ = [
+    "ApplyStep",
+    "LocalStep",
     "Misfit",
     "MixingStep",
     "OpaqueStep",
@@ -199,14 +204,53 @@ class WarpStep:
 
 @dataclass(frozen=True, slots=True)
 class PointwiseStep:
-    """One pointwise stage."""
+    """Pointwise stages that run as one pass: operations, then the table of the last stage if that has one.
+
+    occurrences: for each stage, how many of the same name precede it. after: the spec of the result.
+    """
+
+    stages: tuple[s.Pointwise, ...]
+    occurrences: tuple[int, ...]
+    after: s.ImageSpec
+
+    @property
+    def table(self) -> NDArray[Any] | None:
+        """See `Pointwise.table`; None if the pass has no table."""
+        return self.stages[-1].table()
+
+    def draw(self, keys: s.Keys, height: s.Ints, width: s.Ints) -> s.Operations:
+        """The operations of samples whose images have these sizes [N]."""
+        parts = []
+        for stage, occurrence in zip(self.stages, self.occurrences, strict=True):
+            drawn = stage.draw(keys.stage(stage.stage_name, occurrence))
+            if (operations := stage.operations(drawn, height, width)) is not None:
+                parts.append(operations)
+        return s.Operations.join(len(keys.positions), parts)
+
+
+@dataclass(frozen=True, slots=True)
+class ApplyStep:
+    """A pointwise stage that has neither operations nor a table. after: the spec of its result."""
 
     stage: s.Pointwise
     occurrence: int
+    after: s.ImageSpec
 
     def draw(self, keys: s.Keys) -> NDArray[np.float64]:
         """The coefficients of each sample, [N, K]."""
         return self.stage.draw(keys.stage(self.stage.stage_name, self.occurrence))
+
+
+@dataclass(frozen=True, slots=True)
+class LocalStep:
+    """One local stage."""
+
+    stage: s.Local
+    occurrence: int
+
+    def draw(self, keys: s.Keys) -> s.Filters:
+        """The filters of each sample."""
+        return self.stage.filters(self.stage.draw(keys.stage(self.stage.stage_name, self.occurrence)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,7 +284,7 @@ class MixingStep:
         return self.stage.draw(stage_keys, self.height, self.width, valid)
 
 
-Step = SamplingStep | WarpStep | PointwiseStep | OpaqueStep
+Step = SamplingStep | WarpStep | PointwiseStep | LocalStep | ApplyStep | OpaqueStep
 
 
 class _SamplingBuilder:
@@ -489,19 +533,38 @@ def fold(pipeline: s.Pipeline, specs: Sequence[s.ImageSpec]) -> Program:
     assert decoder.library is None or specs[1].fixed, "a decoder with its own library gives images of one size"
     steps: list[Step] = []
     mixings: list[MixingStep] = []
-    run = _Run(decoder.max_pixels)
+    moving = _Run(decoder.max_pixels)
+    coloring: list[tuple[s.Pointwise, int]] = []
+
+    def flush(done: int) -> None:
+        """End the step that the stages before number `done` form."""
+        nonlocal moving
+        steps.extend(moving.steps())
+        moving = _Run(decoder.max_pixels)
+        if coloring:
+            passed, occurrences = zip(*coloring, strict=True)
+            steps.append(PointwiseStep(passed, occurrences, specs[done]))
+            coloring.clear()
+
     counts = pipeline.occurrences()
     for i, stage in enumerate(rest, start=1):
         if isinstance(stage, s.Geometry):
-            if not run.takes(stage):
-                steps += run.steps()
-                run = _Run(decoder.max_pixels)
-            run.add(stage, counts[i], specs[i])
+            if coloring or not moving.takes(stage):
+                flush(i)
+            moving.add(stage, counts[i], specs[i])
             continue
-        steps += run.steps()
-        run = _Run(decoder.max_pixels)
+        if isinstance(stage, s.Pointwise) and (stage.table() is not None or _has_operations(stage)):
+            if not coloring:
+                flush(i)
+            coloring.append((stage, counts[i]))
+            if stage.table() is not None:
+                flush(i + 1)
+            continue
+        flush(i)
         if isinstance(stage, s.Pointwise):
-            steps.append(PointwiseStep(stage, counts[i]))
+            steps.append(ApplyStep(stage, counts[i], specs[i + 1]))
+        elif isinstance(stage, s.Local):
+            steps.append(LocalStep(stage, counts[i]))
         elif isinstance(stage, s.Opaque):
             steps.append(OpaqueStep(stage, counts[i], specs[i], specs[i + 1], decoder.max_pixels))
         elif isinstance(stage, s.Mixing):
@@ -509,6 +572,12 @@ def fold(pipeline: s.Pipeline, specs: Sequence[s.ImageSpec]) -> Program:
             assert height is not None and width is not None, "mixing stages take images of one size"
             mixings.append(MixingStep(stage, counts[i], height, width))
         else:
-            raise TypeError(f"{stage!r} is of no kind of stage; derive it from Geometry, Pointwise, Opaque or Mixing")
-    steps += run.steps()
+            kinds = "Geometry, Pointwise, Local, Opaque or Mixing"
+            raise TypeError(f"{stage!r} is of no kind of stage; derive it from {kinds}")
+    flush(len(pipeline.stages))
     return Program(pipeline=pipeline, specs=tuple(specs), decoder=decoder, steps=tuple(steps), mixings=tuple(mixings))
+
+
+def _has_operations(stage: s.Pointwise) -> bool:
+    none = np.empty(0, np.int64)
+    return stage.operations(stage.draw(s.Keys(0, 0, none).stage(stage.stage_name, 0)), none, none) is not None

@@ -5,7 +5,8 @@ never asks which stage it is:
 
     Decoder     the first stage: decodes bytes to a uint8 image, or to the region of it that the next stages need
     Geometry    returns moves (`pipeline/moves.py`) for each sample; the engine folds them into few samplings
-    Pointwise   returns coefficients for each sample; maps pixels to pixels in place
+    Pointwise   returns coefficients for each sample, and `Operations` that map pixels to pixels
+    Local       returns coefficients for each sample, and `Filters` of each pixel's neighbourhood
     Opaque      any callable on one image
     Mixing      mixes the finished images and the labels of a batch with one another; these stages are the last ones
 
@@ -15,7 +16,6 @@ Arrays have one row per sample: [N]. Images are numpy arrays in HWC unless a nam
 from __future__ import annotations
 
 import dataclasses
-import enum
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -27,8 +27,10 @@ from numpy.typing import NDArray
 from gpuflow.errors import ConfigError, Problem
 from gpuflow.pipeline.bounds import Bounds, out_of_bounds
 from gpuflow.pipeline.image_spec import ENCODED, ImageSpec
+from gpuflow.pipeline.local import Filters
 from gpuflow.pipeline.mixture import Mixture
 from gpuflow.pipeline.moves import Bools, Crop, Flip, Ints, Matrices, Move, Pad, Resize, Warp
+from gpuflow.pipeline.pointwise import Operation, Operations
 from gpuflow.pipeline.rng import Keys, StageKeys
 
 if TYPE_CHECKING:
@@ -41,17 +43,20 @@ __all__ = [
     "Crop",
     "Decoder",
     "Filter",
+    "Filters",
     "Flip",
     "Geometry",
     "ImageSpec",
     "Ints",
     "Keys",
+    "Local",
     "Matrices",
     "Mixing",
     "Mixture",
     "Move",
     "Opaque",
     "Operation",
+    "Operations",
     "Pad",
     "Pipeline",
     "Pointwise",
@@ -216,50 +221,44 @@ class Geometry(Stage):
         raise NotImplementedError
 
 
-class Operation(enum.IntEnum):
-    """A colour adjustment of uint8 images by a factor, as defined by torchvision v2's function adjust_<name>.
-
-    BRIGHTNESS: multiplies by the factor. CONTRAST, SATURATION: 0 gives the mean gray or each pixel's gray, and 1 the
-    image itself. HUE: shifts by the factor in turns of the colour circle, -0.5 to 0.5. SATURATION and HUE do not change
-    gray images. NONE does not change any image.
-    """
-
-    NONE = -1
-    BRIGHTNESS = 0
-    CONTRAST = 1
-    SATURATION = 2
-    HUE = 3
-
-
 class Pointwise(Stage):
-    """Maps pixels to pixels, with coefficients for each sample from `draw`.
+    """Maps pixels to pixels of an image of the same size, with coefficients for each sample from `draw`.
 
-    A stage has at most one batched GPU form: `table`, if each result depends only on its channel's level, or
-    `device_operations`. A stage with neither runs on the CPU.
+    A stage has one description, which gives its forms for the CPU, the GPU and a service: `operations`, or `table` if
+    it changes the dtype. A stage with neither defines `apply` and runs on the CPU, also where other stages run on a
+    GPU.
     """
 
     def draw(self, keys: StageKeys) -> NDArray[np.float64]:
         """The coefficients of N samples, [N, K]; K may be 0."""
         return np.empty((len(keys.positions), 0))
 
-    def apply(self, image: NDArray[Any], coefficients: NDArray[np.float64], out: NDArray[Any] | None) -> NDArray[Any]:
-        """The reference form: one image with its coefficients [K]. Writes to `out`, if given, and returns it."""
-        raise NotImplementedError
+    def operations(self, coefficients: NDArray[np.float64], height: Ints, width: Ints) -> Operations | None:
+        """What to do to uint8 images of these sizes [N] in pixels, for coefficients [N, K]; N may be 0."""
+        return None
 
     def table(self) -> NDArray[Any] | None:
         """The result for each level: [C, 256] in the result's dtype, 16-bit floats as their bits in uint16."""
         return None
 
-    def device_operations(
-        self, coefficients: NDArray[np.float64]
-    ) -> tuple[NDArray[np.int64], NDArray[np.float64]] | None:
-        """Each sample's operations in order, for coefficients [N, K]; N may be 0.
+    def apply(self, image: NDArray[Any], coefficients: NDArray[np.float64], out: NDArray[Any] | None) -> NDArray[Any]:
+        """One image with its coefficients [K], of a stage without `operations` and `table`.
 
-        Returns:
-            codes [N, M] of `Operation`, at most one CONTRAST per sample, and their factors [N, M]. M does not depend on
-            the coefficients; it is 0 if the stage changes nothing.
+        Writes to `out`, if given, and returns it.
         """
-        return None
+        raise NotImplementedError
+
+
+class Local(Stage):
+    """Maps the neighbourhood of each pixel to a pixel, with coefficients for each sample from `draw`."""
+
+    def draw(self, keys: StageKeys) -> NDArray[np.float64]:
+        """The coefficients of N samples, [N, K]."""
+        raise NotImplementedError
+
+    def filters(self, coefficients: NDArray[np.float64]) -> Filters:
+        """The filters for coefficients [N, K]; N may be 0."""
+        raise NotImplementedError
 
 
 class Opaque(Stage):

@@ -20,7 +20,16 @@ from gpuflow.loader.assemble import open_split, open_whole
 from gpuflow.loader.cpu_share import cpu_share_of
 from gpuflow.loader.placement import explain_gpu
 from gpuflow.pipeline.image_spec import STORAGE, slot_shape
-from gpuflow.pipeline.program import OpaqueStep, PointwiseStep, Program, SamplingStep, Step, WarpStep
+from gpuflow.pipeline.program import (
+    ApplyStep,
+    LocalStep,
+    OpaqueStep,
+    PointwiseStep,
+    Program,
+    SamplingStep,
+    Step,
+    WarpStep,
+)
 from gpuflow.pipeline.stage import Decoder
 from gpuflow.sources import Source, fields_of, fingerprint_of, has_labels, is_read_remotely
 from gpuflow.sources.files import FileSource
@@ -63,8 +72,12 @@ def _step_words(step: Step) -> list[str]:
             return ["one sampling" if len(stages) > 1 else "sampling"] * len(stages)
         case WarpStep(stages):
             return ["one warp" if len(stages) > 1 else "warp"] * len(stages)
-        case PointwiseStep():
-            return ["pixel by pixel"]
+        case PointwiseStep(stages):
+            return ["pixel by pixel"] * len(stages)
+        case LocalStep():
+            return ["pixels and their neighbours"]
+        case ApplyStep():
+            return ["pixel by pixel, on the CPU"]
         case OpaqueStep():
             return ["a call an image"]
         case _:

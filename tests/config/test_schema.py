@@ -134,7 +134,7 @@ def test_every_key_is_described_in_words() -> None:
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Posterize(Pointwise):
+class Reduce(Pointwise):
     """Keep the highest bits.
 
     Longer words about it.
@@ -145,7 +145,7 @@ class Posterize(Pointwise):
         mode: what for.
     """
 
-    stage_name: ClassVar[str] = "posterize"
+    stage_name: ClassVar[str] = "reduce"
 
     bits: Annotated[int, Bounds(least=1, most=8)]
     mode: Literal["fast", "exact"] = "fast"
@@ -154,8 +154,8 @@ class Posterize(Pointwise):
 
 
 def test_a_stage_of_another_package_is_in_it() -> None:
-    found = json_schema({**STAGES, "posterize": Posterize})
-    assert found["$defs"]["stage.posterize"] == {
+    found = json_schema({**STAGES, "reduce": Reduce})
+    assert found["$defs"]["stage.reduce"] == {
         "type": "object",
         "description": "Keep the highest bits.",
         "properties": {
@@ -171,13 +171,13 @@ def test_a_stage_of_another_package_is_in_it() -> None:
         "additionalProperties": False,
     }
     document = yaml.safe_load(SMALL)
-    document["pipelines"]["val"]["stages"].append({"posterize": {"bits": 3}})
+    document["pipelines"]["val"]["stages"].append({"reduce": {"bits": 3}})
     assert Draft202012Validator(found).is_valid(document)
     assert not VALIDATOR.is_valid(document)
 
 
 def test_docstrings() -> None:
-    assert docstring_of(Posterize) == ("Keep the highest bits.", {"bits": "How many are kept.", "mode": "What for."})
+    assert docstring_of(Reduce) == ("Keep the highest bits.", {"bits": "How many are kept.", "mode": "What for."})
 
     class Bare:
         pass

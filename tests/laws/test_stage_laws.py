@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from gpuflow.errors import ConfigError
+from gpuflow.execute.pointwise import run_pointwise
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.program import OpaqueStep
 from gpuflow.stages import (
@@ -33,7 +34,7 @@ from gpuflow.stages import (
     Torchvision,
 )
 from tests.images import encode, jpeg, photo, png
-from tests.running import RGB, by_torchvision, decoded, images, keys_of, levels_apart, program_of, run
+from tests.running import RGB, by_torchvision, decoded, images, keys_of, levels_apart, program_of, run, size_of
 
 
 def torchvision(name: str, **parameters: Any) -> Torchvision:
@@ -79,7 +80,7 @@ def test_every_stage_has_examples_of_its_own() -> None:
 @every_stage
 def test_a_stage_is_named_as_the_table_says_and_is_of_one_kind(name: str) -> None:
     assert STAGES[name].stage_name == name
-    kinds = (s.Decoder, s.Geometry, s.Pointwise, s.Opaque, s.Mixing)
+    kinds = (s.Decoder, s.Geometry, s.Pointwise, s.Local, s.Opaque, s.Mixing)
     assert [issubclass(STAGES[name], kind) for kind in kinds].count(True) == 1
     derived = [one for one in STAGES[name].__subclasses__() if not one.__module__.startswith("tests.")]
     assert not derived, "stages are final"
@@ -286,8 +287,11 @@ def one_by_one(pipeline: s.Pipeline, data: bytes, keys: s.Keys) -> torch.Tensor 
     for stage, turn in zip(pipeline.stages[1:], pipeline.occurrences()[1:], strict=True):
         if isinstance(stage, s.Pointwise):
             pixels = np.ascontiguousarray(image.permute(1, 2, 0).numpy())
-            coefficients = stage.draw(keys.stage(stage.stage_name, turn))[0]
-            image = torch.from_numpy(stage.apply(pixels, coefficients, None)).permute(2, 0, 1)
+            coefficients = stage.draw(keys.stage(stage.stage_name, turn))
+            operations = stage.operations(coefficients, *size_of(image))
+            assert operations is not None
+            image = torch.from_numpy(run_pointwise(pixels, operations, 0, None, planes=False, out=None))
+            image = image.permute(2, 0, 1)
             continue
         if isinstance(stage, s.Opaque):
             step = OpaqueStep(stage, turn, RGB, RGB, 10**9)

@@ -31,9 +31,7 @@ def steps(*stages: s.Stage) -> list[str]:
     """For each step the names of its stages."""
     program = program_of(Decode(), *stages, name="p")
     return [
-        " ".join(stage.stage_name for stage in step.stages)
-        if isinstance(step, SamplingStep | WarpStep)
-        else step.stage.stage_name
+        " ".join(stage.stage_name for stage in (step.stages if hasattr(step, "stages") else [step.stage]))
         for step in program.steps
     ]
 
@@ -67,6 +65,15 @@ def steps(*stages: s.Stage) -> list[str]:
         ),
         ((RandomCrop(size=9), Rotate(degrees=9), Rotate(degrees=9, border="edge")), ["random_crop rotate", "rotate"]),
         ((RandomCrop(size=9), Rotate(degrees=9, fill=1), Rotate(degrees=9)), ["random_crop rotate", "rotate"]),
+        (
+            (CenterCrop(size=8), ColorJitter(), ColorJitter(), Flip()),
+            ["center_crop", "color_jitter color_jitter", "flip"],
+        ),
+        ((CenterCrop(size=8), ColorJitter(), Normalize()), ["center_crop", "color_jitter normalize"]),
+        (
+            (CenterCrop(size=8), BLUR, ColorJitter(), Normalize()),
+            ["center_crop", "torchvision", "color_jitter normalize"],
+        ),
         ((BLUR, CenterCrop(size=8), BLUR, Normalize()), ["torchvision", "center_crop", "torchvision", "normalize"]),
     ],
     ids=str,

@@ -43,7 +43,7 @@ def test_names_every_stage_with_what_it_gives_and_runs_as(config: Path) -> None:
         "random_resized_crop(size=24) uint8 24x24x3 hwc 2 one sampling",
         "flip(horizontal=0.5) uint8 24x24x3 hwc 2 one sampling",
         "color_jitter(brightness=0.2, contrast=0.2) uint8 24x24x3 hwc 3 pixel by pixel",
-        "normalize() float32 24x24x3 nchw 4 pixel by pixel",
+        "normalize() float32 24x24x3 nchw 3 pixel by pixel",
         "resize(shorter=32) uint8 ?x?x3 hwc 2 one sampling",
     ):
         assert expected in table

@@ -79,7 +79,7 @@ def train(folder: Path, steps: int, size: int, batch: int, device: str) -> list[
             for images, targets in loader:  # no label of a whole image, so the second item is `batch.targets()`
                 loss = torch.stack([*model(list(images), targets).values()]).sum()
                 optimizer.zero_grad()
-                loss.backward()
+                loss.backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
                 losses.append(loss.item())
                 if len(losses) == steps:
