@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpuflow.pipeline import stage as s
-from gpuflow.pipeline.parameters import Factor, Probability, drawn_factors, is_random, range_of, with_probability
+from gpuflow.pipeline.parameters import Factor, Probability, adjustment, drawn_factors, is_random, range_of
 
 __all__ = ["Brightness"]
 
@@ -41,9 +41,7 @@ class Brightness(s.Pointwise):
         return spec
 
     def torchvision(self) -> Any:
-        from torchvision.transforms import v2
-
-        return with_probability(v2.ColorJitter(brightness=self.amount), self.probability)
+        return adjustment("brightness", range_of(self.amount), self.probability)
 
     def draw(self, keys: s.StageKeys) -> NDArray[np.float64]:
         return drawn_factors(keys, self.probability, range_of(self.amount))

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpuflow.pipeline import stage as s
-from gpuflow.pipeline.parameters import Probability, Shift, drawn_factors, is_random, range_of, with_probability
+from gpuflow.pipeline.parameters import Probability, Shift, adjustment, drawn_factors, is_random, range_of
 
 __all__ = ["Hue"]
 
@@ -43,9 +43,7 @@ class Hue(s.Pointwise):
         return spec
 
     def torchvision(self) -> Any:
-        from torchvision.transforms import v2
-
-        return with_probability(v2.ColorJitter(hue=self.amount), self.probability)
+        return adjustment("hue", range_of(self.amount, neutral=0.0), self.probability)
 
     def draw(self, keys: s.StageKeys) -> NDArray[np.float64]:
         return drawn_factors(keys, self.probability, range_of(self.amount, neutral=0.0))

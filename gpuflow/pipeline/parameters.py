@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Annotated, Any
 
 import numpy as np
@@ -10,7 +11,7 @@ from numpy.typing import NDArray
 from gpuflow.pipeline.bounds import Bounds
 from gpuflow.pipeline.rng import StageKeys
 
-__all__ = ["Factor", "Probability", "Shift", "drawn_factors", "is_random", "range_of", "with_probability"]
+__all__ = ["Factor", "Probability", "Shift", "adjustment", "drawn_factors", "is_random", "range_of", "with_probability"]
 
 Probability = Annotated[float, Bounds(least=0, most=1, words="a probability within [0, 1]")]
 Factor = (
@@ -44,6 +45,17 @@ def drawn_factors(keys: StageKeys, probability: float, bounds: tuple[float, floa
     numbers = keys.uniform(2)
     low, high = bounds
     return np.stack([numbers[:, 0] < probability, low + numbers[:, 1] * (high - low)], axis=1)
+
+
+def adjustment(name: str, bounds: tuple[float, float], probability: float) -> Any:
+    """torchvision's transform for a stage of this name, whose function is adjust_<name>."""
+    from torchvision.transforms import v2
+    from torchvision.transforms.v2 import functional
+
+    low, high = bounds
+    adjust = functools.partial(getattr(functional, f"adjust_{name}"), **{f"{name}_factor": low})
+    # ColorJitter rounds a factor to float32, which a fixed one is not here
+    return with_probability(v2.Lambda(adjust) if low == high else v2.ColorJitter(**{name: bounds}), probability)
 
 
 def with_probability(transform: Any, probability: float) -> Any:

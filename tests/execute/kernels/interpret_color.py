@@ -20,6 +20,7 @@ from gpuflow.execute.pointwise import run_pointwise
 from gpuflow.pipeline.stage import Keys, Operation, Operations, Pointwise
 from gpuflow.stages import STAGES, ColorJitter, Normalize
 from tests.execute.kernels import quick_interpreter  # noqa: F401  # replaces parts of Triton's interpreter
+from tests.packages.toning.toning import Tone
 
 SIZES = ((48, 37), (17, 31), (1, 48), (1, 1))
 ADJUSTMENTS = (Operation.BRIGHTNESS, Operation.CONTRAST, Operation.SATURATION, Operation.HUE)
@@ -199,10 +200,10 @@ def joined_operations() -> Iterator[Case]:
 
 
 def examples() -> Iterator[Case]:
-    """Every example of every stage that has operations: the kernel equals the CPU's form."""
+    """Every example of every stage that has operations, and another package's: the kernel equals the CPU's form."""
     count, size = 6, (19, 23)
     keys = Keys(1, 2, np.arange(count))
-    for stage in [example for kind in STAGES.values() for example in kind.examples()]:
+    for stage in [*(example for kind in STAGES.values() for example in kind.examples()), Tone()]:
         if isinstance(stage, Pointwise) and stage.table() is None:
             drawn = stage.draw(keys.stage(stage.stage_name, 0))
             operations = stage.operations(drawn, np.full(count, size[0]), np.full(count, size[1]))

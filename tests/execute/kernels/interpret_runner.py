@@ -39,12 +39,16 @@ from gpuflow.pipeline.validate import trace
 from gpuflow.runtime.memory import heap
 from gpuflow.sources import Payload, lay_out
 from gpuflow.stages import (
+    Autocontrast,
+    Brightness,
     CenterCrop,
     ColorJitter,
     Decode,
     Flip,
+    GaussianBlur,
     Normalize,
     RandomCrop,
+    RandomErasing,
     RandomResizedCrop,
     Resize,
     Torchvision,
@@ -52,6 +56,7 @@ from gpuflow.stages import (
 from gpuflow.torchpipe.gpu_preprocessor import GpuPreprocessor
 from tests import images
 from tests.execute.kernels import quick_interpreter  # noqa: F401  # replaces parts of Triton's interpreter
+from tests.packages.toning.toning import MaskBlue, Tone
 
 REFUSED = b"the engines refuse this"
 FILLERS = {blank_jpeg(16, 16, sampling) for sampling in (0, 0x11, 0x12, 0x21, 0x22)}
@@ -72,7 +77,7 @@ def one_at_a_time(kernel: Callable[..., Any]) -> Callable[..., Any]:
 
 
 owner: Any
-for owner, kernel in ((gpu_passes, "sample"), (gpu, "unwritten"), (gpu_passes, "adjust")):
+for owner, kernel in ((gpu_passes, "sample"), (gpu, "unwritten"), (gpu_passes, "adjust"), (gpu_passes, "smooth")):
     setattr(owner, kernel, one_at_a_time(getattr(owner, kernel)))
 
 
@@ -211,6 +216,17 @@ PIPELINES: dict[str, tuple[Stage, ...]] = {
         RandomResizedCrop(size=12),
         ColorJitter(brightness=0.4, contrast=0.4, saturation=0.3, hue=0.1),
         Normalize(mean=(0,) * 3, std=(1 / 255,) * 3, dtype="float16", layout="nhwc"),
+    ),
+    "new colours": (
+        Decode(),
+        RandomResizedCrop(size=12),
+        Brightness(amount=0.1),
+        RandomErasing(probability=0.8, value="random"),
+        GaussianBlur(kernel_size=3),
+        Tone(power=(0.9, 1.1)),
+        MaskBlue(),
+        Autocontrast(probability=0.0),
+        Normalize(mean=(0,) * 3, std=(1 / 255,) * 3),
     ),
     "torchvision": (
         Decode(),
