@@ -17,10 +17,12 @@ from numpy.typing import NDArray
 
 from gpuflow.pipeline.stage import Filter
 
-__all__ = ["TIE", "TINY", "fold_back", "warp"]
+__all__ = ["PLACES", "TIE", "TINY", "fold_back", "warp"]
 
 TIE = 2.0**-20
 """A nearest pixel whose edge is less than this away is the next one, so that rounding errors do not choose."""
+PLACES = 2.0**11
+"""Bilinear places are multiples of 1 / PLACES of a pixel."""
 TINY = 1e-12
 """The third coordinate of a point is at least this large, so that a point at the horizon has coordinates."""
 _TILE = 256
@@ -136,18 +138,17 @@ def _bilinear(image: NDArray[np.uint8], x: Numbers, y: Numbers, filter: Filter, 
         x, y = np.clip(x - 0.5, -1, width), np.clip(y - 0.5, -1, height)
     else:
         x, y = (fold_back(np.clip(at - 0.5, -far, far), side, filter.border) for at, side in ((x, width), (y, height)))
-    # The pixels that are read.
+    x, y = (np.rint(at * PLACES) / PLACES for at in (x, y))
     (x0, x1), (y0, y1) = _span(x, width), _span(y, height)
     if x1 <= x0 or y1 <= y0:
         out[...] = filter.fill
         return
-    source = torch.from_numpy(image[y0:y1, x0:x1]).permute(2, 0, 1)[None].to(torch.float32)
+    source = _as_floats(image[y0:y1, x0:x1])
     grid = np.empty((1, *x.shape, 2), np.float32)
-    np.multiply(x - (x0 - 0.5), 2 / (x1 - x0), out=grid[0, ..., 0], casting="same_kind")
-    np.multiply(y - (y0 - 0.5), 2 / (y1 - y0), out=grid[0, ..., 1], casting="same_kind")
-    mode = "zeros" if constant else "border"
+    np.multiply(x - (x0 - 0.5), 2 / source.shape[3], out=grid[0, ..., 0], casting="same_kind")
+    np.multiply(y - (y0 - 0.5), 2 / source.shape[2], out=grid[0, ..., 1], casting="same_kind")
     sampled = torch.nn.functional.grid_sample(
-        source, torch.from_numpy(grid).sub_(1), mode="bilinear", padding_mode=mode, align_corners=False
+        source, torch.from_numpy(grid).sub_(1), mode="bilinear", padding_mode="zeros", align_corners=False
     )[0]
     if constant and (x.min() < 0 or y.min() < 0 or x.max() > width - 1 or y.max() > height - 1):
         shares = [
@@ -156,6 +157,20 @@ def _bilinear(image: NDArray[np.uint8], x: Numbers, y: Numbers, filter: Filter, 
         fill = torch.tensor(filter.fill, dtype=torch.float32)[:, None, None]
         sampled = (sampled - fill) * torch.from_numpy(shares[0] * shares[1]) + fill
     np.copyto(out, sampled.round_().to(torch.uint8).permute(1, 2, 0).numpy())
+
+
+def _as_floats(image: NDArray[np.uint8]) -> torch.Tensor:
+    """An image [H, W, C] as float32 planes [1, C, 2^a, 2^b], with zeros next to its right and lower edge.
+
+    With such sides, and places that are multiples of 1 / PLACES, grid_sample computes without rounding where a place
+    is, so the result is the same for any part of an image. What is further to the right or below is undefined.
+    """
+    height, width, channels = image.shape
+    planes = torch.empty((1, channels, *(1 << (side + 1).bit_length() for side in (height, width))))
+    planes[0, :, :height, :width] = torch.from_numpy(image).permute(2, 0, 1)
+    planes[0, :, height : height + 2, : width + 2] = 0
+    planes[0, :, :height, width : width + 2] = 0
+    return planes
 
 
 def _span(at: Numbers, length: int) -> tuple[int, int]:

