@@ -17,8 +17,9 @@ from gpuflow.execute.device_stream import DeviceStream, allocate_slots
 from gpuflow.execute.kernels.color import adjust
 from gpuflow.execute.kernels.interleave import interleave
 from gpuflow.execute.kernels.sample import FIELDS, sample
+from gpuflow.execute.kernels.warp import warp_all, warp_plan_of
 from gpuflow.pipeline import stage as s
-from gpuflow.pipeline.program import OpaqueStep, PointwiseStep, Program, Sampling, SamplingStep, WarpStep
+from gpuflow.pipeline.program import OpaqueStep, PointwiseStep, Program, Sampling, SamplingStep, Warping, WarpStep
 
 __all__ = ["DevicePasses", "Pass", "offsets_of", "passes_of", "plan_of"]
 
@@ -31,7 +32,7 @@ class Pass:
     result: the spec of the images after the pass.
     """
 
-    step: SamplingStep | PointwiseStep | OpaqueStep | None
+    step: SamplingStep | WarpStep | PointwiseStep | OpaqueStep | None
     table: NDArray[Any] | None
     result: s.ImageSpec
 
@@ -45,9 +46,7 @@ def passes_of(program: Program) -> tuple[Pass, ...] | str:
     for step in program.steps:
         done += len(step.stages) if isinstance(step, SamplingStep | WarpStep) else 1
         result = program.specs[done]
-        if isinstance(step, WarpStep):
-            return f"{step.stages[0]!r} has no form for the GPU"
-        if not passes and not isinstance(step, SamplingStep):
+        if not passes and not isinstance(step, SamplingStep | WarpStep):
             return f"{step.stage!r} comes before the images have one size; put a crop or a resize to a fixed size first"
         if not result.fixed:
             return f"after {program.pipeline.stages[done - 1]!r} the images still differ in size"
@@ -60,7 +59,7 @@ def passes_of(program: Program) -> tuple[Pass, ...] | str:
                     passes.append(Pass(None, table, result))
             case PointwiseStep(stage) if stage.device_operations(step.draw(_NO_KEYS)) is None:
                 return f"{stage!r} has no form for the GPU"
-            case SamplingStep() | PointwiseStep() | OpaqueStep():
+            case SamplingStep() | WarpStep() | PointwiseStep() | OpaqueStep():
                 passes.append(Pass(step, None, result))
             case _:
                 assert_never(step)
@@ -99,7 +98,7 @@ class DevicePasses:
         height, width = sizes.T
         for one in self._passes:
             match one.step:
-                case SamplingStep():
+                case SamplingStep() | WarpStep():
                     draws.append(one.step.draw(keys, height, width))
                 case PointwiseStep(stage):
                     draws.append(stage.device_operations(one.step.draw(keys)))
@@ -140,7 +139,7 @@ class DevicePasses:
         draws = self.draw(keys, sizes)
         faults: list[BadSampleError | None] = [None] * len(images)
         for draw in draws:
-            for misfit in draw.misfits if isinstance(draw, Sampling) else ():
+            for misfit in draw.misfits if isinstance(draw, Sampling | Warping) else ():
                 faults = [fault or misfit.fault(i) for i, fault in enumerate(faults)]
         if images and not any(faults):
             addresses, pitches, memory = self._interleaved(images, sizes)
@@ -179,7 +178,7 @@ class DevicePasses:
     def _run(self, i: int, draw: Any, images: torch.Tensor, target: torch.Tensor, places: NDArray[np.int64]) -> None:
         """Queue a pass after the first one, from images [n, C, H, W] to rows of the target."""
         match self._passes[i].step:
-            case SamplingStep():
+            case SamplingStep() | WarpStep():
                 pitch = images.stride(2)
                 addresses = images.data_ptr() + np.arange(len(images)) * images.stride(0)
                 plan = plan_of(draw, addresses, np.full(len(images), pitch), offsets_of(target, target, places))
@@ -193,10 +192,14 @@ class DevicePasses:
             case unknown:
                 assert_never(unknown)
 
-    def sample(self, i: int, sampling: Sampling, plan: torch.Tensor, target: torch.Tensor) -> None:
-        """Queue pass i, a sampling of the images whose addresses a plan has (`plan_of`), to the offsets that it has."""
+    def sample(self, i: int, drawn: Sampling | Warping, plan: torch.Tensor, target: torch.Tensor) -> None:
+        """Queue pass i, a sampling or a warp of the images whose addresses a plan has (`plan_of`), to its offsets."""
         table = self._tables[i]
-        sample(plan, table, target, interpolation=sampling.interpolation, antialias=sampling.antialias)
+        if isinstance(drawn, Warping):
+            warp_all(plan, table, target, filter=drawn.filter)
+            return
+        kind, antialias, fill = drawn.interpolation, drawn.antialias, drawn.fill
+        sample(plan, table, target, interpolation=kind, antialias=antialias, fill=fill)
 
     def _send(self, array: NDArray[np.int64]) -> torch.Tensor:
         (sent,) = self._device_stream.send_all([array])
@@ -215,9 +218,14 @@ def offsets_of(target: torch.Tensor, images: torch.Tensor, rows: NDArray[np.int6
 
 
 def plan_of(
-    sampling: Sampling, addresses: NDArray[Any], pitches: NDArray[np.int64], offsets: NDArray[Any]
+    sampling: Sampling | Warping, addresses: NDArray[Any], pitches: NDArray[np.int64], offsets: NDArray[Any]
 ) -> NDArray[np.int64]:
-    """Encode a sampling as the kernel reads it: int64 [n, len(FIELDS)]."""
+    """Encode a sampling or a warp as its kernel reads it: int64 [n, number of the kernel's FIELDS].
+
+    In either, the first column is the address, the second the pitch and the last the offset.
+    """
+    if isinstance(sampling, Warping):
+        return warp_plan_of(sampling, addresses, pitches, offsets)
     parts = [
         addresses[:, None],
         pitches[:, None],

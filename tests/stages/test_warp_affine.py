@@ -30,7 +30,7 @@ def warped(stage: WarpAffine, image: Any, size: tuple[int, int]) -> Any:
 def test_pixels_are_those_of_opencv(by_points: bool, inverse_map: bool, border: Any) -> None:
     given: dict[str, Any] = {"source": POINTS[0], "target": POINTS[1]} if by_points else {"matrix": MATRIX}
     stage = WarpAffine(**given, inverse_map=inverse_map, size=(48, 57), border=border)
-    matrix = cv2.getAffineTransform(*map(np.float32, POINTS)) if by_points else np.array(MATRIX)  # type: ignore[arg-type]
+    matrix = cv2.getAffineTransform(*np.array(POINTS, np.float32)) if by_points else np.array(MATRIX)
     flags = cv2.INTER_LINEAR | (cv2.WARP_INVERSE_MAP if inverse_map else 0)
     image = photo(60, 80)
     expected = cv2.warpAffine(image, matrix, (57, 48), flags=flags, borderMode=BORDERS[border])
@@ -50,7 +50,7 @@ def test_inside_the_image_the_constant_border_is_opencvs() -> None:
 def test_the_identity_changes_no_pixel(interpolation: Any) -> None:
     data = png(photo(60, 80))
     for given in ({"matrix": ((1.0, 0.0, 0.0), (0.0, 1.0, 0.0))}, {"source": POINTS[1], "target": POINTS[1]}):
-        stage = WarpAffine(**given, interpolation=interpolation, border="edge")  # type: ignore[arg-type]
+        stage = WarpAffine(**given, interpolation=interpolation, border="edge")
         (image,) = images(program_of(Decode(), stage, CenterCrop(size=(60, 80))), [data])
         assert torch.equal(image, decoded(data))
 

@@ -51,7 +51,7 @@ def apart_from(
     size: Any = tuple(expected.shape[1:])
     (found,) = images(program_of(Decode(), stage, CenterCrop(size=size)), [png(image)], keys)
     apart = (found.to(torch.int16) - expected.to(torch.int16)).abs().amax(dim=0).numpy()
-    move = warp_of(stage, 1, *image.shape[:2], keys)
+    move = warp_of(stage, 1, image.shape[0], image.shape[1], keys)
     if move.interpolation == "nearest":
         ties = ties_of(move.matrix[0], size)
         assert special or ties.mean() < FEW or ties.size < 20_000

@@ -39,14 +39,17 @@ from gpuflow.pipeline.validate import trace
 from gpuflow.runtime.memory import heap
 from gpuflow.sources import Payload, lay_out
 from gpuflow.stages import (
+    Affine,
     CenterCrop,
     ColorJitter,
     Decode,
     Flip,
+    Letterbox,
     Normalize,
     RandomCrop,
     RandomResizedCrop,
     Resize,
+    Rotate,
     Torchvision,
 )
 from gpuflow.torchpipe.gpu_preprocessor import GpuPreprocessor
@@ -72,7 +75,7 @@ def one_at_a_time(kernel: Callable[..., Any]) -> Callable[..., Any]:
 
 
 owner: Any
-for owner, kernel in ((gpu_passes, "sample"), (gpu, "unwritten"), (gpu_passes, "adjust")):
+for owner, kernel in ((gpu_passes, "sample"), (gpu_passes, "warp_all"), (gpu, "unwritten"), (gpu_passes, "adjust")):
     setattr(owner, kernel, one_at_a_time(getattr(owner, kernel)))
 
 
@@ -218,6 +221,15 @@ PIPELINES: dict[str, tuple[Stage, ...]] = {
         Torchvision(name="RandomErasing", parameters=(("p", 0.9), ("value", 3))),
         Torchvision(name="GaussianBlur", parameters=(("kernel_size", 3), ("sigma", 0.7))),
         Normalize(),
+    ),
+    "warps": (
+        Decode(),
+        Affine(degrees=40, translate=(0.1, 0.1), scale=(0.7, 1.3), fill=114),
+        CenterCrop(size=20),
+        Letterbox(size=(20, 26), fill=(9, 200, 50)),
+        Rotate(degrees=180, border="reflect"),
+        Flip(horizontal=0.5),
+        Normalize(mean=(0,) * 3, std=(1 / 255,) * 3),
     ),
     "misfits": (Decode(), RandomCrop(size=30)),
     "misfits, too large": (Decode(max_pixels=4100), Resize(shorter=55), CenterCrop(size=16)),

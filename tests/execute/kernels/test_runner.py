@@ -26,7 +26,7 @@ def cases() -> dict[str, dict[str, Any]]:
 
 
 def test_pixels_and_faults_are_those_of_the_cpu(cases: dict[str, dict[str, Any]]) -> None:
-    assert len(cases) == 20
+    assert len(cases) == 22
     for case in cases.values():
         assert case["faults"] == [], case
         assert case["max"] <= 1 and case["mean"] < 0.01, case
