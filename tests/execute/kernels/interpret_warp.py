@@ -38,7 +38,7 @@ def pipelines() -> list[tuple[str, tuple[Geometry, ...]]]:
             (f"padded {kind} {border}", (fixed, RandomCrop(size=33, padding=5), flip)),
             (f"same {kind} {border}", (flip, same, end)),
         ]
-    edge, reflect = (Pad(padding=(2, 3, 4, 1), border=border) for border in ("edge", "reflect"))  # type: ignore[arg-type]
+    edge, reflect = (Pad(padding=(2, 3, 4, 1), border=border) for border in ("edge", "reflect"))
     found += [("pad edge", (flip, edge, end)), ("pad reflect", (flip, reflect, end))]
     return found
 
