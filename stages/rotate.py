@@ -10,7 +10,17 @@ from numpy.typing import NDArray
 
 from gpuflow.pipeline import stage as s
 
-__all__ = ["Angle", "Border", "Fill", "WarpInterpolation", "about_center", "angle_range", "check_fill", "filter_of"]
+__all__ = [
+    "Angle",
+    "Border",
+    "Fill",
+    "Rotate",
+    "WarpInterpolation",
+    "about_center",
+    "angle_range",
+    "check_fill",
+    "filter_of",
+]
 
 Angle = (
     Annotated[float, s.Bounds(least=0, words=">= 0 or [low, high]")]

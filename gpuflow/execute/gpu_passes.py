@@ -18,6 +18,7 @@ from gpuflow.execute.kernels.color import adjust
 from gpuflow.execute.kernels.interleave import interleave
 from gpuflow.execute.kernels.local import smooth
 from gpuflow.execute.kernels.sample import FIELDS, sample
+from gpuflow.execute.kernels.warp import warp_all, warp_plan_of
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.image_spec import as_batch, slot_shape
 from gpuflow.pipeline.program import (
@@ -29,6 +30,7 @@ from gpuflow.pipeline.program import (
     Sampling,
     SamplingStep,
     Step,
+    Warping,
     WarpStep,
 )
 
@@ -57,9 +59,7 @@ def passes_of(program: Program) -> tuple[Pass, ...] | str:
     for step in program.steps:
         done += len(step.stages) if isinstance(step, SamplingStep | WarpStep | PointwiseStep) else 1
         result = program.specs[done]
-        if isinstance(step, WarpStep):
-            return f"{step.stages[0]!r} has no form for the GPU"
-        if not passes and not isinstance(step, SamplingStep):
+        if not passes and not isinstance(step, SamplingStep | WarpStep):
             first = program.pipeline.stages[1]
             return f"{first!r} comes before the images have one size; put a crop or a resize to a fixed size first"
         if not result.fixed:
@@ -72,7 +72,7 @@ def passes_of(program: Program) -> tuple[Pass, ...] | str:
                     passes[-1] = Pass(last.step, table, result)
                 else:
                     passes.append(Pass(step, table, result))
-            case SamplingStep() | LocalStep() | ApplyStep() | OpaqueStep():
+            case SamplingStep() | WarpStep() | LocalStep() | ApplyStep() | OpaqueStep():
                 passes.append(Pass(step, None, result))
             case _:
                 assert_never(step)
@@ -145,7 +145,7 @@ class DevicePasses:
         draws = self.draw(keys, sizes)
         faults: list[BadSampleError | None] = [None] * len(images)
         for draw in draws:
-            for misfit in draw.misfits if isinstance(draw, Sampling) else ():
+            for misfit in draw.misfits if isinstance(draw, Sampling | Warping) else ():
                 faults = [fault or misfit.fault(i) for i, fault in enumerate(faults)]
         if images and not any(faults):
             addresses, pitches, memory = self._interleaved(images, sizes)
@@ -184,7 +184,7 @@ class DevicePasses:
     def _run(self, i: int, draw: Any, images: torch.Tensor, target: torch.Tensor, places: NDArray[np.int64]) -> None:
         """Queue a pass after the first one, from images [n, C, H, W] to rows of the target."""
         match self._passes[i].step:
-            case SamplingStep():
+            case SamplingStep() | WarpStep():
                 pitch = images.stride(2)
                 addresses = images.data_ptr() + np.arange(len(images)) * images.stride(0)
                 plan = plan_of(draw, addresses, np.full(len(images), pitch), offsets_of(target, target, places))
@@ -196,18 +196,20 @@ class DevicePasses:
                 adjust(images.permute(0, 2, 3, 1), places, draw, self._tables[i], target)
             case LocalStep():
                 smooth(images.permute(0, 2, 3, 1), places, draw, self._tables[i], target)
-            case WarpStep(stages):
-                raise AssertionError(f"{stages[0]!r} has no form for the GPU, so its pipeline runs on the CPU")
             case ApplyStep() as step:
                 result = _apply_on_cpu(step, images, draw)
                 target.index_copy_(0, self._send(places), result.to(target.device))
             case unknown:
                 assert_never(unknown)
 
-    def sample(self, i: int, sampling: Sampling, plan: torch.Tensor, target: torch.Tensor) -> None:
-        """Queue pass i, a sampling of the images whose addresses a plan has (`plan_of`), to the offsets that it has."""
+    def sample(self, i: int, drawn: Sampling | Warping, plan: torch.Tensor, target: torch.Tensor) -> None:
+        """Queue pass i, a sampling or a warp of the images whose addresses a plan has (`plan_of`), to its offsets."""
         table = self._tables[i]
-        sample(plan, table, target, interpolation=sampling.interpolation, antialias=sampling.antialias)
+        if isinstance(drawn, Warping):
+            warp_all(plan, table, target, filter=drawn.filter)
+            return
+        kind, antialias, fill = drawn.interpolation, drawn.antialias, drawn.fill
+        sample(plan, table, target, interpolation=kind, antialias=antialias, fill=fill)
 
     def _send(self, array: NDArray[np.int64]) -> torch.Tensor:
         (sent,) = self._device_stream.send_all([array])
@@ -233,9 +235,14 @@ def offsets_of(target: torch.Tensor, images: torch.Tensor, rows: NDArray[np.int6
 
 
 def plan_of(
-    sampling: Sampling, addresses: NDArray[Any], pitches: NDArray[np.int64], offsets: NDArray[Any]
+    sampling: Sampling | Warping, addresses: NDArray[Any], pitches: NDArray[np.int64], offsets: NDArray[Any]
 ) -> NDArray[np.int64]:
-    """Encode a sampling as the kernel reads it: int64 [n, len(FIELDS)]."""
+    """Encode a sampling or a warp as its kernel reads it: int64 [n, number of the kernel's FIELDS].
+
+    In either, the first column is the address, the second the pitch and the last the offset.
+    """
+    if isinstance(sampling, Warping):
+        return warp_plan_of(sampling, addresses, pitches, offsets)
     parts = [
         addresses[:, None],
         pitches[:, None],

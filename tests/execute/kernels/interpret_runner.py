@@ -39,6 +39,7 @@ from gpuflow.pipeline.validate import trace
 from gpuflow.runtime.memory import heap
 from gpuflow.sources import Payload, lay_out
 from gpuflow.stages import (
+    Affine,
     Autocontrast,
     Brightness,
     CenterCrop,
@@ -46,11 +47,13 @@ from gpuflow.stages import (
     Decode,
     Flip,
     GaussianBlur,
+    Letterbox,
     Normalize,
     RandomCrop,
     RandomErasing,
     RandomResizedCrop,
     Resize,
+    Rotate,
     Torchvision,
 )
 from gpuflow.torchpipe.gpu_preprocessor import GpuPreprocessor
@@ -77,7 +80,14 @@ def one_at_a_time(kernel: Callable[..., Any]) -> Callable[..., Any]:
 
 
 owner: Any
-for owner, kernel in ((gpu_passes, "sample"), (gpu, "unwritten"), (gpu_passes, "adjust"), (gpu_passes, "smooth")):
+KERNELS = (
+    (gpu_passes, "sample"),
+    (gpu_passes, "warp_all"),
+    (gpu_passes, "adjust"),
+    (gpu_passes, "smooth"),
+    (gpu, "unwritten"),
+)
+for owner, kernel in KERNELS:
     setattr(owner, kernel, one_at_a_time(getattr(owner, kernel)))
 
 
@@ -234,6 +244,15 @@ PIPELINES: dict[str, tuple[Stage, ...]] = {
         Torchvision(name="RandomErasing", parameters=(("p", 0.9), ("value", 3))),
         Torchvision(name="GaussianBlur", parameters=(("kernel_size", 3), ("sigma", 0.7))),
         Normalize(),
+    ),
+    "warps": (
+        Decode(),
+        Affine(degrees=40, translate=(0.1, 0.1), scale=(0.7, 1.3), fill=114),
+        CenterCrop(size=20),
+        Letterbox(size=(20, 26), fill=(9, 200, 50)),
+        Rotate(degrees=180, border="reflect"),
+        Flip(horizontal=0.5),
+        Normalize(mean=(0,) * 3, std=(1 / 255,) * 3),
     ),
     "misfits": (Decode(), RandomCrop(size=30)),
     "misfits, too large": (Decode(max_pixels=4100), Resize(shorter=55), CenterCrop(size=16)),
