@@ -4,7 +4,8 @@
     python experiments/recipes/detection/run.py --steps 40 --device cuda
 
 The images are made here: rectangles, discs and triangles on noise, with annotations in COCO's format. The model is
-torchvision's, with a ResNet-18, small heads and no downloaded weights. Writes the losses to results.csv in this file's folder.
+torchvision's, with a ResNet-18, small heads and no downloaded weights. Writes the losses to results.csv in this file's
+folder.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ def train(folder: Path, steps: int, size: int, batch: int, device: str) -> list[
             for images, targets in loader:  # no label of a whole image, so the second item is `batch.targets()`
                 loss = torch.stack([*model(list(images), targets).values()]).sum()
                 optimizer.zero_grad()
-                loss.backward()
+                loss.backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
                 losses.append(loss.item())
                 if len(losses) == steps:
