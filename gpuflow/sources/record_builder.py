@@ -314,10 +314,10 @@ class RecordBuilder:
         """Append an instance. Returns why it makes the record bad, or nothing."""
         parts, reason = [], ""
         for outline in outlines:
-            points = _numeric([outline], None) if isinstance(outline, list) else None
-            if points is None or points.ndim not in (2, 3) or points.size % 2 or points.shape[2:] not in ((), (2,)):
+            points = _outline(outline)
+            if points is None:
                 raise self._fault(i, column, "must be outlines, each a list of x and y in turn", outline, j)
-            parts.append(points.reshape(-1))
+            parts.append(points)
             if points.size < 6:
                 reason = f"must have outlines of at least 3 points, got {points.size // 2}"
             elif not np.isfinite(points).all():
@@ -413,6 +413,18 @@ def _numeric(rows: list[Any], shape: tuple[int, ...] | None) -> NDArray[np.float
     if numbers.dtype.kind not in "iuf" or (shape is not None and numbers.shape[1:] != shape):
         return None
     return numbers.astype(np.float64)
+
+
+def _outline(value: Any) -> NDArray[np.float64] | None:
+    """x and y in turn, from such a list or one of pairs; None if it is neither."""
+    if not isinstance(value, list):
+        return None
+    try:
+        numbers = np.array(array("d", value))
+    except (TypeError, OverflowError):
+        pairs = _numeric(value, (2,))
+        return None if pairs is None else pairs.reshape(-1)
+    return numbers if len(numbers) % 2 == 0 else None
 
 
 def _rows_of(values: Sequence[Any]) -> Any:

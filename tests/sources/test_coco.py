@@ -181,6 +181,7 @@ def test_a_box_without_area_is_a_bad_record() -> None:
     ("segmentation", "reason"),
     [
         ([[1, 1, 2, 2]], "must have outlines of at least 3 points, got 2"),
+        ([[]], "must have outlines of at least 3 points, got 0"),
         ([[1, 1, 2, float("nan"), 3, 3]], "must have finite numbers"),
         ({"size": [4, 5], "counts": [3, 4]}, "must have run lengths >= 0 that add up to 4 x 5, got 7 in all"),
         ({"size": [4, 5], "counts": [-3, 23]}, "must have run lengths >= 0 that add up to 4 x 5, got 20 in all"),
