@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from gpuflow.sources.storage import remote
 from tests.chaos.loading import files, kills, shards, store
 
 
@@ -32,6 +33,8 @@ def test_shards_change(seed: int, directory: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2], ids=["folder", "listing", "tar"])
-def test_a_store_fails(seed: int, directory: Path) -> None:
+def test_a_store_fails(seed: int, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With as many attempts as a loader has, and a tenth of the time between them."""
+    monkeypatch.setattr(remote, "REMOTE_DELAYS", tuple(delay / 10 for delay in remote.REMOTE_DELAYS))
     found = store(seed, directory)
     assert found["outages"] == 1
