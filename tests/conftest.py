@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import os
 import pickle
 import signal
@@ -71,6 +72,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The slowest files first, each of them whole."""
     ranks = {name: rank for rank, name in enumerate(SLOWEST)}
     items.sort(key=lambda item: ranks.get(item.nodeid.partition("::")[0], len(SLOWEST)))
+
+
+def pytest_collection_finish() -> None:
+    """Let the garbage collector pass over all test modules, which live to the end: many tests call it, some often."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
