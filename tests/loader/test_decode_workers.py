@@ -67,9 +67,15 @@ def made_elsewhere(loader: Loader, monkeypatch: pytest.MonkeyPatch) -> list[bool
     run = DecodeWorkers.run
 
     def told(
-        self: DecodeWorkers, indices: Sequence[int], keys: Keys, slots: NDArray[Any], start: int
+        self: DecodeWorkers,
+        indices: Sequence[int],
+        keys: Keys,
+        slots: NDArray[Any],
+        start: int,
+        *,
+        sizes: bool = False,
     ) -> Outcome | None:
-        outcome = run(self, indices, keys, slots, start)
+        outcome = run(self, indices, keys, slots, start, sizes=sizes)
         found.append(outcome is not None)
         return outcome
 
