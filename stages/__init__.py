@@ -2,6 +2,7 @@
 
 from gpuflow.pipeline.stage import Stage
 from gpuflow.stages.affine import Affine
+from gpuflow.stages.auto_augment import AutoAugment
 from gpuflow.stages.autocontrast import Autocontrast
 from gpuflow.stages.brightness import Brightness
 from gpuflow.stages.center_crop import CenterCrop
@@ -21,6 +22,7 @@ from gpuflow.stages.normalize import Normalize
 from gpuflow.stages.pad import Pad
 from gpuflow.stages.perspective import Perspective
 from gpuflow.stages.posterize import Posterize
+from gpuflow.stages.rand_augment import RandAugment
 from gpuflow.stages.random_crop import RandomCrop
 from gpuflow.stages.random_erasing import RandomErasing
 from gpuflow.stages.random_resized_crop import RandomResizedCrop
@@ -30,11 +32,13 @@ from gpuflow.stages.saturation import Saturation
 from gpuflow.stages.sharpness import Sharpness
 from gpuflow.stages.solarize import Solarize
 from gpuflow.stages.torchvision import Torchvision
+from gpuflow.stages.trivial_augment import TrivialAugment
 from gpuflow.stages.warp_affine import WarpAffine
 
 __all__ = [
     "STAGES",
     "Affine",
+    "AutoAugment",
     "Autocontrast",
     "Brightness",
     "CenterCrop",
@@ -54,6 +58,7 @@ __all__ = [
     "Pad",
     "Perspective",
     "Posterize",
+    "RandAugment",
     "RandomCrop",
     "RandomErasing",
     "RandomResizedCrop",
@@ -63,6 +68,7 @@ __all__ = [
     "Sharpness",
     "Solarize",
     "Torchvision",
+    "TrivialAugment",
     "WarpAffine",
 ]
 
@@ -93,6 +99,9 @@ STAGES: dict[str, type[Stage]] = {
     "random_erasing": RandomErasing,
     "sharpness": Sharpness,
     "gaussian_blur": GaussianBlur,
+    "rand_augment": RandAugment,
+    "trivial_augment": TrivialAugment,
+    "auto_augment": AutoAugment,
     "normalize": Normalize,
     "torchvision": Torchvision,
     "mixup": Mixup,

@@ -55,15 +55,13 @@ def passes_of(program: Program) -> tuple[Pass, ...] | str:
     if program.decoder.library is not None:
         return f"{program.decoder!r} decodes by itself"
     passes: list[Pass] = []
-    done = 1
-    for step in program.steps:
-        done += len(step.stages) if isinstance(step, SamplingStep | WarpStep | PointwiseStep) else 1
-        result = program.specs[done]
+    for step, end in zip(program.steps, program.ends, strict=True):
+        result = program.specs[end]
         if not passes and not isinstance(step, SamplingStep | WarpStep):
             first = program.pipeline.stages[1]
             return f"{first!r} comes before the images have one size; put a crop or a resize to a fixed size first"
         if not result.fixed:
-            return f"after {program.pipeline.stages[done - 1]!r} the images still differ in size"
+            return f"after {program.pipeline.stages[end - 1]!r} the images still differ in size"
         match step:
             case PointwiseStep():
                 last, table = passes[-1], step.table

@@ -180,7 +180,7 @@ class OpenCv:
             if isinstance(step, SamplingStep | WarpStep):
                 for stage, occurrence in zip(step.stages, step.occurrences, strict=True):
                     height, width = np.array(image.shape[:2])[:, None]
-                    for move in stage.draw(keys.stage(stage.stage_name, occurrence), height, width):
+                    for move in stage.draw(keys.stage(stage.key_name, occurrence), height, width):
                         image = _moved(image, move)
             elif isinstance(step, PointwiseStep):
                 size = np.array(image.shape[:2])[:, None]

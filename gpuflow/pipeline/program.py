@@ -155,16 +155,16 @@ class SamplingStep:
         """The sampling for samples whose images have these sizes [N]."""
         builder = _SamplingBuilder(height, width)
         for stage, occurrence in zip(self.stages, self.occurrences, strict=True):
-            for move in stage.draw(keys.stage(stage.stage_name, occurrence), *builder.size):
+            for move in stage.draw(keys.stage(stage.key_name, occurrence), *builder.size):
                 match move:
                     case s.Crop():
-                        builder.crop(move, stage.stage_name)
+                        builder.crop(move, stage.key_name)
                     case s.Flip():
                         builder.flip(move)
                     case s.Resize():
-                        builder.resize(move, stage.stage_name, self.max_pixels)
+                        builder.resize(move, stage.key_name, self.max_pixels)
                     case s.Pad():
-                        builder.pad(move, stage.stage_name, self.max_pixels)
+                        builder.pad(move, stage.key_name, self.max_pixels)
                     case s.Warp():
                         raise TypeError(f"{stage!r} returns a warp, which its `warps` does not declare")
                     case _:
@@ -185,16 +185,16 @@ class WarpStep:
         """The warp for samples whose images have these sizes [N]."""
         builder = _WarpBuilder(height, width)
         for stage, occurrence in zip(self.stages, self.occurrences, strict=True):
-            for move in stage.draw(keys.stage(stage.stage_name, occurrence), *builder.size):
+            for move in stage.draw(keys.stage(stage.key_name, occurrence), *builder.size):
                 match move:
                     case s.Crop():
-                        builder.crop(move, stage.stage_name)
+                        builder.crop(move, stage.key_name)
                     case s.Flip():
                         builder.move(move)
                     case s.Pad():
-                        builder.pad(move, stage.stage_name, self.max_pixels)
+                        builder.pad(move, stage.key_name, self.max_pixels)
                     case s.Warp():
-                        builder.warp(move, stage.stage_name, self.max_pixels)
+                        builder.warp(move, stage.key_name, self.max_pixels)
                     case s.Resize():
                         raise TypeError(f"{stage!r} returns a resize and warps, which no one step can do")
                     case _:
@@ -222,7 +222,7 @@ class PointwiseStep:
         """The operations of samples whose images have these sizes [N]."""
         parts = []
         for stage, occurrence in zip(self.stages, self.occurrences, strict=True):
-            drawn = stage.draw(keys.stage(stage.stage_name, occurrence))
+            drawn = stage.draw(keys.stage(stage.key_name, occurrence))
             if (operations := stage.operations(drawn, height, width)) is not None:
                 parts.append(operations)
         return s.Operations.join(len(keys.positions), parts)
@@ -238,7 +238,7 @@ class ApplyStep:
 
     def draw(self, keys: s.Keys) -> NDArray[np.float64]:
         """The coefficients of each sample, [N, K]."""
-        return self.stage.draw(keys.stage(self.stage.stage_name, self.occurrence))
+        return self.stage.draw(keys.stage(self.stage.key_name, self.occurrence))
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,7 +250,7 @@ class LocalStep:
 
     def draw(self, keys: s.Keys) -> s.Filters:
         """The filters of each sample."""
-        return self.stage.filters(self.stage.draw(keys.stage(self.stage.stage_name, self.occurrence)))
+        return self.stage.filters(self.stage.draw(keys.stage(self.stage.key_name, self.occurrence)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,7 +265,7 @@ class OpaqueStep:
 
     def draw(self, keys: s.Keys) -> s.Ints:
         """A 62-bit seed for each sample, [N]."""
-        halves = (keys.stage(self.stage.stage_name, self.occurrence).uniform(2) * 2.0**31).astype(np.int64)
+        halves = (keys.stage(self.stage.key_name, self.occurrence).uniform(2) * 2.0**31).astype(np.int64)
         return halves[:, 0] << 31 | halves[:, 1]
 
 
@@ -280,7 +280,7 @@ class MixingStep:
 
     def draw(self, keys: s.Keys, valid: s.Bools) -> s.Mixture:
         """The mixture of a batch. valid [N]: false where a sample was wrapped around."""
-        stage_keys = keys.stage(self.stage.stage_name, self.occurrence)
+        stage_keys = keys.stage(self.stage.key_name, self.occurrence)
         return self.stage.draw(stage_keys, self.height, self.width, valid)
 
 
@@ -473,14 +473,16 @@ def _overlap(a: s.Ints, b: s.Ints) -> s.Ints:
 class Program:
     """A pipeline folded into steps, with the specs between its stages.
 
-    specs[0] is the encoded input; specs[-1] is the spec of the images in a batch. steps: on each image. mixings: on a
-    batch of finished images and their labels; where there are any, labels are float32 [N, classes].
+    specs[0] is the encoded input; specs[-1] is the spec of the images in a batch. steps: on each image. ends: for each
+    step, how many stages have begun with it, so that its result has the spec specs[end]. mixings: on a batch of
+    finished images and their labels; where there are any, labels are float32 [N, classes].
     """
 
     pipeline: s.Pipeline
     specs: tuple[s.ImageSpec, ...]
     decoder: s.Decoder
     steps: tuple[Step, ...]
+    ends: tuple[int, ...]
     mixings: tuple[MixingStep, ...] = ()
 
     @property
@@ -500,6 +502,8 @@ class _Run:
 
     def takes(self, stage: s.Geometry) -> bool:
         """Whether the run can go on with this stage."""
+        if self._stages and not (stage.folds and self._stages[-1][0].folds):
+            return False
         if stage.warps is not None:
             return not self._resized and not self._padded and self._filter in (None, stage.warps)
         if self._filter is not None:
@@ -528,56 +532,69 @@ class _Run:
 
 def fold(pipeline: s.Pipeline, specs: Sequence[s.ImageSpec]) -> Program:
     """Fold a pipeline that `validate.trace` accepted, given the specs that `trace` returned."""
-    decoder, *rest = pipeline.stages
+    decoder = pipeline.stages[0]
     assert isinstance(decoder, s.Decoder)
     assert decoder.library is None or specs[1].fixed, "a decoder with its own library gives images of one size"
     steps: list[Step] = []
+    ends: list[int] = []
     mixings: list[MixingStep] = []
     moving = _Run(decoder.max_pixels)
     coloring: list[tuple[s.Pointwise, int]] = []
+    added = 1
 
-    def flush(done: int) -> None:
-        """End the step that the stages before number `done` form."""
+    def flush() -> None:
+        """End the step that the last stages form."""
         nonlocal moving
         steps.extend(moving.steps())
         moving = _Run(decoder.max_pixels)
         if coloring:
             passed, occurrences = zip(*coloring, strict=True)
-            steps.append(PointwiseStep(passed, occurrences, specs[done]))
+            steps.append(PointwiseStep(passed, occurrences, specs[added]))
             coloring.clear()
+        ends.extend([added] * (len(steps) - len(ends)))
 
-    counts = pipeline.occurrences()
-    for i, stage in enumerate(rest, start=1):
+    for i, stage, occurrence in pipeline.parts()[1:]:
         if isinstance(stage, s.Geometry):
             if coloring or not moving.takes(stage):
-                flush(i)
-            moving.add(stage, counts[i], specs[i])
+                flush()
+            moving.add(stage, occurrence, specs[i])
+            added = i + 1
             continue
         if isinstance(stage, s.Pointwise) and (stage.table() is not None or _has_operations(stage)):
             if not coloring:
-                flush(i)
-            coloring.append((stage, counts[i]))
+                flush()
+            coloring.append((stage, occurrence))
+            added = i + 1
             if stage.table() is not None:
-                flush(i + 1)
+                flush()
             continue
-        flush(i)
+        flush()
+        added = i + 1
         if isinstance(stage, s.Pointwise):
-            steps.append(ApplyStep(stage, counts[i], specs[i + 1]))
+            steps.append(ApplyStep(stage, occurrence, specs[added]))
         elif isinstance(stage, s.Local):
-            steps.append(LocalStep(stage, counts[i]))
+            steps.append(LocalStep(stage, occurrence))
         elif isinstance(stage, s.Opaque):
-            steps.append(OpaqueStep(stage, counts[i], specs[i], specs[i + 1], decoder.max_pixels))
+            steps.append(OpaqueStep(stage, occurrence, specs[i], specs[added], decoder.max_pixels))
         elif isinstance(stage, s.Mixing):
             height, width, _ = specs[i].shape
             assert height is not None and width is not None, "mixing stages take images of one size"
-            mixings.append(MixingStep(stage, counts[i], height, width))
+            mixings.append(MixingStep(stage, occurrence, height, width))
         else:
-            kinds = "Geometry, Pointwise, Local, Opaque or Mixing"
+            kinds = "Geometry, Pointwise, Local, Policy, Opaque or Mixing"
             raise TypeError(f"{stage!r} is of no kind of stage; derive it from {kinds}")
-    flush(len(pipeline.stages))
-    return Program(pipeline=pipeline, specs=tuple(specs), decoder=decoder, steps=tuple(steps), mixings=tuple(mixings))
+        flush()
+    flush()
+    return Program(
+        pipeline=pipeline,
+        specs=tuple(specs),
+        decoder=decoder,
+        steps=tuple(steps),
+        ends=tuple(ends),
+        mixings=tuple(mixings),
+    )
 
 
 def _has_operations(stage: s.Pointwise) -> bool:
     none = np.empty(0, np.int64)
-    return stage.operations(stage.draw(s.Keys(0, 0, none).stage(stage.stage_name, 0)), none, none) is not None
+    return stage.operations(stage.draw(s.Keys(0, 0, none).stage(stage.key_name, 0)), none, none) is not None

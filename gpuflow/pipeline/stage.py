@@ -7,6 +7,7 @@ never asks which stage it is:
     Geometry    returns moves (`pipeline/moves.py`) for each sample; the engine folds them into few samplings
     Pointwise   returns coefficients for each sample, and `Operations` that map pixels to pixels
     Local       returns coefficients for each sample, and `Filters` of each pixel's neighbourhood
+    Policy      other stages that run in its place, each on some of the samples
     Opaque      any callable on one image
     Mixing      mixes the finished images and the labels of a batch with one another; these stages are the last ones
 
@@ -60,6 +61,7 @@ __all__ = [
     "Pad",
     "Pipeline",
     "Pointwise",
+    "Policy",
     "Resize",
     "Stage",
     "StageKeys",
@@ -73,7 +75,7 @@ __all__ = [
 class Stage:
     """One named step of a pipeline: a frozen value that validates itself when it is constructed.
 
-    A stage is a final subclass of one of the five kinds below.
+    A stage is a final subclass of one of the kinds below.
 
     stage_name: its key in YAML.
     tolerance: the largest difference between its CPU, GPU and serving forms, in levels of 0-255.
@@ -119,6 +121,11 @@ class Stage:
     def random(self) -> bool:
         """Whether the result depends on the sample's random keys."""
         return False
+
+    @property
+    def key_name(self) -> str:
+        """The name by which its random numbers are drawn: its own, or that of the policy that it is a part of."""
+        return self.stage_name
 
     def output(self, spec: ImageSpec) -> ImageSpec:
         """The output spec for an input spec. Raises ValueError with the reason if the stage cannot take the input."""
@@ -196,6 +203,8 @@ class Geometry(Stage):
     """
 
     resizes: ClassVar[bool] = False
+    folds: ClassVar[bool] = True
+    """Whether it may share a step with its neighbours; otherwise it samples and rounds by itself."""
 
     @property
     def pads(self) -> bool:
@@ -258,6 +267,17 @@ class Local(Stage):
 
     def filters(self, coefficients: NDArray[np.float64]) -> Filters:
         """The filters for coefficients [N, K]; N may be 0."""
+        raise NotImplementedError
+
+
+class Policy(Stage):
+    """Runs other stages in its place, each on the samples for which the policy chose it.
+
+    The image keeps its spec. The parts draw from the policy's random numbers, by its `stage_name`.
+    """
+
+    def parts(self) -> tuple[Stage, ...]:
+        """The stages, geometry, pointwise or local ones, in the order in which they run."""
         raise NotImplementedError
 
 
@@ -355,6 +375,14 @@ class Pipeline:
             shown = {key: value if isinstance(value, bool) else _canonical(value) for key, value in values}
             lines.append(f"{stage.stage_name}({', '.join(f'{key}={value!r}' for key, value in shown.items())})")
         return tuple(lines)
+
+    def parts(self) -> list[tuple[int, Stage, int]]:
+        """The stages that run, policies as their parts: each with its number in `stages` and its occurrence."""
+        return [
+            (i, part, occurrence)
+            for i, (stage, occurrence) in enumerate(zip(self.stages, self.occurrences(), strict=True))
+            for part in (stage.parts() if isinstance(stage, Policy) else (stage,))
+        ]
 
     def occurrences(self) -> list[int]:
         """For each stage, how many stages of the same name precede it."""

@@ -75,8 +75,7 @@ class PlacedMove:
 
 def moves_of(program: Program, keys: s.Keys, sizes: s.Ints) -> list[PlacedMove]:
     """The moves of N samples, in order, drawn again from the same keys. sizes [N, 2]: of the upright images."""
-    pipeline = program.pipeline
-    return moves_of_stages(zip(pipeline.stages, pipeline.occurrences(), strict=True), keys, *sizes.T)
+    return moves_of_stages(((stage, occurrence) for _, stage, occurrence in program.pipeline.parts()), keys, *sizes.T)
 
 
 def moves_of_stages(
@@ -86,7 +85,7 @@ def moves_of_stages(
     placed: list[PlacedMove] = []
     for stage, occurrence in stages:
         if isinstance(stage, s.Geometry):
-            for move in stage.draw(keys.stage(stage.stage_name, occurrence), height, width):
+            for move in stage.draw(keys.stage(stage.key_name, occurrence), height, width):
                 matrix, after_height, after_width = forward(move, height, width)
                 placed.append(PlacedMove(move, matrix, (after_height, after_width)))
                 height, width = after_height, after_width
@@ -117,7 +116,7 @@ def carry_problem(program: Program, fields: Sequence[Field], at: tuple[Key, ...]
 def boxes_at_fault(name: str, boxes: Ragged, sizes: s.Ints) -> Iterator[tuple[int, str]]:
     """Samples with a box that is none, or that lies outside its image of these sizes [N, 2], and why."""
     x1, y1, x2, y2 = boxes.values.astype(np.float64).T
-    height, width = sizes[samples_of(boxes)].T
+    height, width = sizes[_samples_of(boxes)].T
     unknown = ~np.isfinite(boxes.values).all(axis=1)
     with np.errstate(invalid="ignore"):
         empty = ~((x1 < x2) & (y1 < y2))
@@ -153,7 +152,7 @@ def _numbers(values: NDArray[np.float32]) -> str:
 # --- boxes and keypoints ----------------------------------------------------------------------------------------------
 
 
-def samples_of(rows: Ragged) -> s.Ints:
+def _samples_of(rows: Ragged) -> s.Ints:
     """The sample that each row belongs to."""
     return np.repeat(np.arange(len(rows)), np.diff(rows.offsets))
 
@@ -181,7 +180,7 @@ class MappedBoxes:
 
 def map_boxes(boxes: Ragged, moves: Sequence[PlacedMove], sizes: s.Ints, rules: TargetRules) -> MappedBoxes:
     """Boxes [M, 4] of N samples through their moves. sizes [N, 2]: of the images before the first move."""
-    sample = samples_of(boxes)
+    sample = _samples_of(boxes)
     now, visible = boxes.values.astype(np.float64), np.ones(len(sample))
     height, width = sizes[:, 0], sizes[:, 1]
     for placed in moves:
@@ -201,7 +200,7 @@ def map_boxes(boxes: Ragged, moves: Sequence[PlacedMove], sizes: s.Ints, rules: 
 
 def map_keypoints(keypoints: Ragged, moves: Sequence[PlacedMove], sizes: s.Ints) -> Ragged:
     """Keypoints [M, K, 3] of N samples through their moves. One that leaves the image gets the visibility 0."""
-    sample = samples_of(keypoints)
+    sample = _samples_of(keypoints)
     points, visibility = keypoints.values[..., :2].astype(np.float64), keypoints.values[..., 2].copy()
 
     def hide(height: s.Ints, width: s.Ints) -> None:

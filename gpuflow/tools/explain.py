@@ -30,7 +30,7 @@ from gpuflow.pipeline.program import (
     Step,
     WarpStep,
 )
-from gpuflow.pipeline.stage import Decoder
+from gpuflow.pipeline.stage import Decoder, Policy
 from gpuflow.sources import Source, fields_of, fingerprint_of, has_labels, is_read_remotely
 from gpuflow.sources.files import FileSource
 from gpuflow.sources.split import is_stratified
@@ -58,28 +58,35 @@ def _stages(program: Program) -> Table:
 
 
 def _runs_as(program: Program) -> list[str]:
-    """For each stage, the number and kind of the step that runs it."""
-    words = ["1 decode"]
-    for number, step in enumerate(program.steps, start=2):
-        words += [f"{number} {word}" for word in _step_words(step)]
+    """For each stage, the number and kind of the step that runs it; of a policy, the numbers of its steps."""
+    words, begun = ["1 decode"], 1
+    last = {end: number for number, end in enumerate(program.ends, start=2)}
+    for number, (step, end) in enumerate(zip(program.steps, program.ends, strict=True), start=2):
+        stages = program.pipeline.stages[begun:end]
+        for stage in stages:
+            if isinstance(stage, Policy):
+                words.append(f"{number}-{last[end]} its operations")
+            else:
+                words.append(f"{number} {_step_words(step, len(stages))}")
+        begun = end
     words += [f"{number} on whole batches" for number, _ in enumerate(program.mixings, start=len(program.steps) + 2)]
     return words
 
 
-def _step_words(step: Step) -> list[str]:
+def _step_words(step: Step, stages: int) -> str:
     match step:
-        case SamplingStep(stages):
-            return ["one sampling" if len(stages) > 1 else "sampling"] * len(stages)
-        case WarpStep(stages):
-            return ["one warp" if len(stages) > 1 else "warp"] * len(stages)
-        case PointwiseStep(stages):
-            return ["pixel by pixel"] * len(stages)
+        case SamplingStep():
+            return "one sampling" if stages > 1 else "sampling"
+        case WarpStep():
+            return "one warp" if stages > 1 else "warp"
+        case PointwiseStep():
+            return "pixel by pixel"
         case LocalStep():
-            return ["pixels and their neighbours"]
+            return "pixels and their neighbours"
         case ApplyStep():
-            return ["pixel by pixel, on the CPU"]
+            return "pixel by pixel, on the CPU"
         case OpaqueStep():
-            return ["a call an image"]
+            return "a call an image"
         case _:
             assert_never(step)
 

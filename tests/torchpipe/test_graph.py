@@ -233,9 +233,9 @@ def test_stages_survive_being_written_and_read(stage: Any) -> None:
 
 def test_a_stage_of_a_package_that_is_not_installed() -> None:
     with pytest.raises(ConfigError) as caught:
-        program_from_json('[["decode", {}], ["invert", {"strength": 1.0}]]', STAGES)
+        program_from_json('[["decode", {}], ["fade", {"strength": 1.0}]]', STAGES)
     assert str(caught.value) == (
-        "the graph has the stage 'invert', which is not known here; install the package that brings it"
+        "the graph has the stage 'fade', which is not known here; install the package that brings it"
     )
 
 

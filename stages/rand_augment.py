@@ -1,0 +1,91 @@
+"""rand_augment: applies a few operations, drawn for each sample, at one magnitude (RandAugment)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar
+
+from gpuflow.errors import Problem
+from gpuflow.pipeline import stage as s
+from gpuflow.stages.policy_parts import (
+    OPERATIONS,
+    AugmentPolicy,
+    Drawn,
+    Range,
+    signed,
+    uniform_places,
+)
+from gpuflow.stages.rotate import Fill, WarpInterpolation
+
+__all__ = ["RandAugment"]
+
+_SPACE: dict[str, Range | None] = {
+    "Identity": None,
+    "ShearX": Range(0.0, 0.3, both_signs=True),
+    "ShearY": Range(0.0, 0.3, both_signs=True),
+    "TranslateX": Range(0.0, 150.0 / 331.0, both_signs=True, of="width"),
+    "TranslateY": Range(0.0, 150.0 / 331.0, both_signs=True, of="height"),
+    "Rotate": Range(0.0, 30.0, both_signs=True),
+    "Brightness": Range(0.0, 0.9, both_signs=True),
+    "Color": Range(0.0, 0.9, both_signs=True),
+    "Contrast": Range(0.0, 0.9, both_signs=True),
+    "Sharpness": Range(0.0, 0.9, both_signs=True),
+    "Posterize": Range(8.0, 4.0, whole=True),
+    "Solarize": Range(1.0, 0.0),
+    "AutoContrast": None,
+    "Equalize": None,
+}
+"""torchvision's RandAugment, in its order."""
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class RandAugment(AugmentPolicy):
+    """Apply operations that are drawn for each sample, as torchvision's RandAugment does.
+
+    Cubuk et al., "RandAugment: Practical automated data augmentation with a reduced search space", 2019.
+
+    Args:
+        operations: how many operations a sample gets, one after the other.
+        magnitude: the number of the bin that all magnitudes are taken from, from 0.
+        bins: into how many bins the range of each magnitude is divided.
+        interpolation: how pixels are resampled.
+        fill: the level outside the image, or [red, green, blue].
+    """
+
+    stage_name: ClassVar[str] = "rand_augment"
+
+    operations: Annotated[int, s.Bounds(least=0)] = 2
+    magnitude: Annotated[int, s.Bounds(least=0)] = 9
+    bins: Annotated[int, s.Bounds(least=2)] = 31
+    interpolation: WarpInterpolation = "nearest"
+    fill: Fill = 0
+
+    @classmethod
+    def examples(cls) -> tuple[RandAugment, ...]:
+        return (cls(), cls(operations=1, magnitude=20, bins=25, interpolation="bilinear", fill=(9, 99, 199)))
+
+    def faults(self) -> Iterator[Problem]:
+        if self.magnitude >= self.bins:
+            rule = f"must be less than bins = {self.bins}"
+            yield Problem.of("magnitude", rule, self.magnitude, code="config.conflict")
+
+    @property
+    def rounds(self) -> int:
+        return self.operations
+
+    def choose(self, keys: s.StageKeys, turn: int, height: s.Ints, width: s.Ints) -> Drawn:
+        numbers = keys.uniform(2 * (turn + 1))[:, 2 * turn :]
+        names = list(_SPACE)
+        operation = uniform_places(numbers[:, 0], len(names))
+        place = operation * 0 + self.magnitude
+        return signed(_SPACE, operation, place, numbers[:, 1] < 0.5, self.bins, height, width)
+
+    def torchvision(self) -> Any:
+        from torchvision.transforms import InterpolationMode, v2
+
+        mode = InterpolationMode(self.interpolation)
+        return v2.RandAugment(self.operations, self.magnitude, self.bins, interpolation=mode, fill=self.fill)
+
+
+assert list(_SPACE) == list(OPERATIONS[: len(_SPACE)])

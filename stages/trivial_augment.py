@@ -1,0 +1,68 @@
+"""trivial_augment: applies one operation at one magnitude, both drawn for each sample (TrivialAugment Wide)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar
+
+from gpuflow.pipeline import stage as s
+from gpuflow.stages.policy_parts import AugmentPolicy, Drawn, Range, signed, uniform_places
+from gpuflow.stages.rotate import Fill, WarpInterpolation
+
+__all__ = ["TrivialAugment"]
+
+_SPACE: dict[str, Range | None] = {
+    "Identity": None,
+    "ShearX": Range(0.0, 0.99, both_signs=True),
+    "ShearY": Range(0.0, 0.99, both_signs=True),
+    "TranslateX": Range(0.0, 32.0, both_signs=True),
+    "TranslateY": Range(0.0, 32.0, both_signs=True),
+    "Rotate": Range(0.0, 135.0, both_signs=True),
+    "Brightness": Range(0.0, 0.99, both_signs=True),
+    "Color": Range(0.0, 0.99, both_signs=True),
+    "Contrast": Range(0.0, 0.99, both_signs=True),
+    "Sharpness": Range(0.0, 0.99, both_signs=True),
+    "Posterize": Range(8.0, 2.0, whole=True),
+    "Solarize": Range(1.0, 0.0),
+    "AutoContrast": None,
+    "Equalize": None,
+}
+"""torchvision's TrivialAugmentWide, in its order."""
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class TrivialAugment(AugmentPolicy):
+    """Apply one operation at a magnitude that is drawn, too, as torchvision's TrivialAugmentWide does.
+
+    Müller and Hutter, "TrivialAugment: Tuning-free Yet State-of-the-Art Data Augmentation", ICCV 2021.
+
+    Args:
+        bins: into how many magnitudes the range of each operation is divided.
+        interpolation: how pixels are resampled.
+        fill: the level outside the image, or [red, green, blue].
+    """
+
+    stage_name: ClassVar[str] = "trivial_augment"
+
+    bins: Annotated[int, s.Bounds(least=2)] = 31
+    interpolation: WarpInterpolation = "nearest"
+    fill: Fill = 0
+
+    @classmethod
+    def examples(cls) -> tuple[TrivialAugment, ...]:
+        return (cls(), cls(bins=11, interpolation="bilinear", fill=127))
+
+    @property
+    def rounds(self) -> int:
+        return 1
+
+    def choose(self, keys: s.StageKeys, turn: int, height: s.Ints, width: s.Ints) -> Drawn:
+        numbers = keys.uniform(3)
+        operation, place = uniform_places(numbers[:, 0], len(_SPACE)), uniform_places(numbers[:, 1], self.bins)
+        return signed(_SPACE, operation, place, numbers[:, 2] < 0.5, self.bins, height, width)
+
+    def torchvision(self) -> Any:
+        from torchvision.transforms import InterpolationMode, v2
+
+        mode = InterpolationMode(self.interpolation)
+        return v2.TrivialAugmentWide(self.bins, interpolation=mode, fill=self.fill)

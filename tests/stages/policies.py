@@ -1,0 +1,92 @@
+"""What the tests of policies share: one operation of a policy next to torchvision's, and a draw next to a sequence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torchvision.transforms import InterpolationMode, v2
+
+from gpuflow.pipeline import stage as s
+from gpuflow.stages import CenterCrop, Decode
+from gpuflow.stages.policy_parts import OPERATIONS, AugmentPolicy, Drawn, Range
+from gpuflow.stages.rotate import Fill, WarpInterpolation
+from tests.images import photo, png
+from tests.running import decoded, images, keys_of, program_of
+
+__all__ = ["FEW", "Fixed", "by_torchvision", "check_draws", "check_magnitudes", "frequencies"]
+
+FEW = 1e-3
+"""The largest share of pixels that may differ: those of nearest warps whose place is between two pixels."""
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Fixed(AugmentPolicy):
+    """The same operation for every sample."""
+
+    stage_name: ClassVar[str] = "fixed"
+
+    name: str
+    magnitude: float = 0.0
+    interpolation: WarpInterpolation = "nearest"
+    fill: Fill = 0
+
+    @property
+    def rounds(self) -> int:
+        return 1
+
+    def choose(self, keys: s.StageKeys, turn: int, height: s.Ints, width: s.Ints) -> Drawn:
+        count = len(keys.positions)
+        return Drawn(np.full(count, OPERATIONS.index(self.name)), np.full(count, self.magnitude))
+
+
+def by_torchvision(image: torch.Tensor, name: str, magnitude: float, interpolation: str, fill: Any) -> torch.Tensor:
+    """torchvision's operation of its policies on one image [C, H, W]."""
+    mode = InterpolationMode(interpolation)
+    policy = v2.RandAugment(interpolation=mode, fill=list(fill) if isinstance(fill, tuple) else fill)
+    result: torch.Tensor = policy._apply_image_or_video_transform(image, name, magnitude, mode, policy._fill)
+    return result
+
+
+def check_magnitudes(space: dict[str, Range | None], torchvision: Any, bins: int) -> None:
+    """That the magnitudes of each operation are torchvision's, for images of several sizes."""
+    assert set(space) <= set(torchvision)
+    for name, ours in space.items():
+        function, both_signs = torchvision[name]
+        for height, width in ((224, 224), (97, 331), (1, 500)):
+            theirs = function(bins, height, width)
+            assert (ours is None) == (theirs is None), name
+            if ours is not None:
+                assert ours.bins(bins, height, width).tolist() == theirs.double().tolist(), name
+                assert ours.both_signs == both_signs, name
+
+
+def check_draws(policy: AugmentPolicy, count: int = 48) -> None:
+    """That what a policy draws for each sample is what torchvision's operations give, one after the other."""
+    pixels = photo(61, 83)
+    data, keys = png(pixels), keys_of(count, seed=7)
+    height, width = pixels.shape[:2]
+    batch = images(program_of(Decode(), policy, CenterCrop(size=(height, width))), [data] * count, keys)
+    sizes = np.full(count, height), np.full(count, width)
+    stage_keys = keys.stage(policy.stage_name, 0)
+    rounds = [policy.choose(stage_keys, turn, *sizes) for turn in range(policy.rounds)]
+    apart = torch.zeros(count)
+    for i in range(count):
+        expected = decoded(data)
+        for drawn in rounds:
+            name, magnitude = OPERATIONS[int(drawn.operation[i])], float(drawn.magnitude[i])
+            expected = by_torchvision(expected, name, magnitude, policy.interpolation, policy.fill)
+        apart[i] = ((batch[i].int() - expected.int()).abs() > 1).any(dim=0).float().mean()
+    # A pixel that a warp takes from its neighbour is apart; it may change a statistic a little, and filters spread it.
+    assert apart.median() == 0
+    assert apart.max() < 20 * FEW
+
+
+def frequencies(policy: AugmentPolicy, turn: int = 0, count: int = 20_000) -> dict[str, float]:
+    """How often each operation is drawn."""
+    sizes = np.full(count, 100), np.full(count, 100)
+    drawn = policy.choose(keys_of(count).stage(policy.stage_name, 0), turn, *sizes)
+    counts = np.bincount(drawn.operation, minlength=len(OPERATIONS))
+    return {name: counts[i] / count for i, name in enumerate(OPERATIONS)}

@@ -1,0 +1,114 @@
+"""rand_augment: each operation equals torchvision's, and each sample gets its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torchvision.transforms import v2
+
+from gpuflow.errors import ConfigError
+from gpuflow.pipeline.program import LocalStep, PointwiseStep, WarpStep
+from gpuflow.stages import CenterCrop, ColorJitter, Decode, Flip, Normalize, RandAugment, Rotate
+from gpuflow.stages.rand_augment import _SPACE
+from tests.images import photo, png
+from tests.running import decoded, images, keys_of, program_of
+from tests.stages.policies import FEW, Fixed, by_torchvision, check_draws, check_magnitudes, frequencies
+
+EXACT = ("Identity", "Brightness", "Color", "Contrast", "Sharpness", "Posterize", "Solarize")
+STATISTICS = ("AutoContrast", "Equalize")
+MOVES = ("ShearX", "ShearY", "TranslateX", "TranslateY", "Rotate")
+
+
+def test_the_magnitudes_are_those_of_torchvision() -> None:
+    for bins in (2, 10, 31):
+        check_magnitudes(_SPACE, v2.RandAugment._AUGMENTATION_SPACE, bins)
+
+
+@pytest.mark.parametrize("name", [*EXACT, *STATISTICS, "Invert"])
+def test_colours_are_those_of_torchvision(name: str) -> None:
+    magnitudes = {"Posterize": (4, 5, 8), "Solarize": (0.0, 0.3333333432674408, 0.4, 1.0)}.get(
+        name, (-0.9, 0.0, 0.27, 0.9)
+    )
+    for pixels in (photo(33, 47), photo(20, 20)[..., :1].repeat(3, axis=2)):
+        data, size = png(pixels), CenterCrop(size=(pixels.shape[0], pixels.shape[1]))
+        for magnitude in map(float, magnitudes):
+            (found,) = images(program_of(Decode(), Fixed(name=name, magnitude=magnitude), size), [data])
+            assert torch.equal(found, by_torchvision(decoded(data), name, magnitude, "nearest", 0))
+
+
+@pytest.mark.parametrize("interpolation", ["nearest", "bilinear"])
+@pytest.mark.parametrize("name", MOVES)
+def test_moves_are_those_of_torchvision(name: str, interpolation: Any) -> None:
+    pixels = photo(151, 203)
+    data, size = png(pixels), CenterCrop(size=(151, 203))
+    for magnitude, fill in ((0.27, 0), (-0.173, (9, 99, 199)), (0.0, 5)):
+        magnitude *= {"TranslateX": 90, "TranslateY": 90, "Rotate": 100}.get(name, 1)
+        stage = Fixed(name=name, magnitude=magnitude, interpolation=interpolation, fill=fill)
+        (found,) = images(program_of(Decode(), stage, size), [data])
+        expected = by_torchvision(decoded(data), name, magnitude, interpolation, fill)
+        apart = (found.int() - expected.int()).abs().amax(dim=0)
+        assert (apart > 0).float().mean() < FEW if interpolation == "nearest" else apart.max() <= 1
+
+
+@pytest.mark.parametrize(
+    "stage",
+    [RandAugment(), RandAugment(operations=3, magnitude=17, fill=(9, 99, 199))],
+    ids=repr,
+)
+def test_each_sample_gets_what_is_drawn_for_it(stage: RandAugment) -> None:
+    check_draws(stage)
+
+
+def test_operations_are_drawn_alike_and_independently_in_each_round() -> None:
+    stage = RandAugment(operations=2)
+    for turn in range(2):
+        for name, share in frequencies(stage, turn).items():
+            assert share == pytest.approx(0 if name == "Invert" else 1 / 14, abs=0.01)
+    count = 20_000
+    keys, sizes = keys_of(count).stage("rand_augment", 0), (np.full(count, 9), np.full(count, 9))
+    first, second = (stage.choose(keys, turn, *sizes) for turn in range(2))
+    assert abs(np.corrcoef(first.operation, second.operation)[0, 1]) < 0.03
+    assert (first.magnitude[first.has("Rotate")] > 0).mean() == pytest.approx(0.5, abs=0.05)
+    assert set(np.abs(first.magnitude[first.has("Rotate")])) == {9.0}
+
+
+def test_the_steps_are_the_same_whatever_is_drawn_and_are_not_folded() -> None:
+    program = program_of(
+        Decode(),
+        CenterCrop(size=20),
+        Flip(horizontal=0.5),
+        RandAugment(),
+        Rotate(degrees=9),
+        ColorJitter(),
+        Normalize(),
+    )
+    kinds = [type(step) for step in program.steps[1:]]
+    assert kinds == [*[WarpStep, PointwiseStep, LocalStep] * 2, WarpStep, PointwiseStep]
+    assert [len(step.stages) for step in program.steps if isinstance(step, WarpStep)] == [1, 1, 1]
+    assert program.ends == (3, *[4] * 6, 5, 7)
+
+
+def test_without_operations_nothing_changes() -> None:
+    data = png(photo(30, 40))
+    stage = RandAugment(operations=0)
+    assert not stage.random
+    (image,) = images(program_of(Decode(), stage, CenterCrop(size=(30, 40))), [data])
+    assert torch.equal(image, decoded(data))
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ({"magnitude": 31}, "rand_augment.magnitude must be less than bins = 31, got 31"),
+        ({"operations": -1}, "rand_augment.operations must be >= 0, got -1"),
+        ({"bins": 1, "magnitude": 0}, "rand_augment.bins must be >= 2, got 1"),
+        ({"fill": 256}, "rand_augment.fill must be within [0, 255], got 256"),
+    ],
+)
+def test_parameters_out_of_range_are_located(parameters: Any, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        RandAugment(**parameters)
+    assert str(caught.value) == message
