@@ -86,7 +86,7 @@ PARTS: dict[str, dict[str, Callable[..., Any]]] = {
         "gpuflow.execute.nvjpeg_decoders.NvjpegDecoder.decode": _decode_nothing,
         "gpuflow.execute.gpu.GpuRunner._unwritten": _find_nothing_unwritten,
     },
-    "sampling": {"gpuflow.execute.gpu.sample": _sample_nothing},
+    "sampling": {"gpuflow.execute.gpu_passes.sample": _sample_nothing},
 }
 """Parts of the loader's work on the GPU: the functions that do it, and what replaces them to leave it out."""
 

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, assert_never, final
+from typing import Any, final
 
 import numpy as np
 import torch
@@ -33,65 +33,20 @@ from gpuflow.execute.cpu_decode_pool import CpuDecodePool, PendingImages
 from gpuflow.execute.decode_buffers import BUFFERS, DecodeBuffers
 from gpuflow.execute.decode_calls import DecodeCall, Undecoded, kinds_of, plan_calls
 from gpuflow.execute.device_stream import SHORT_WAIT, DeviceStream, allocate_slots
-from gpuflow.execute.kernels.color import adjust
-from gpuflow.execute.kernels.sample import FIELDS, sample
+from gpuflow.execute.gpu_passes import DevicePasses, Pass, offsets_of, plan_of
+from gpuflow.execute.kernels.sample import FIELDS
 from gpuflow.execute.kernels.unwritten import unwritten
 from gpuflow.execute.nvjpeg_decoders import CALL_SECONDS, JpegBatch, NvjpegDecoderPool
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.image_spec import STORAGE, slot_shape
-from gpuflow.pipeline.program import OpaqueStep, PointwiseStep, Program, Sampling, SamplingStep
+from gpuflow.pipeline.program import Program, Sampling
 from gpuflow.sources import SPARE_BYTES, Payload
 
-__all__ = ["GpuRunner", "Pass", "Prepared", "passes_of", "plan_of"]
+__all__ = ["GpuRunner", "Prepared"]
 
 _ALIGN = 256
 _LONG_WAIT = 0.5
 """A GPU that waits for batches for a larger part of its time has no other work that a second nvJPEG call could slow."""
-
-
-@dataclass(frozen=True, slots=True)
-class Pass:
-    """One batched pass over a chunk's images: a step, if any, then a lookup in a table of 256 results per channel.
-
-    step: None if the pass is only a table. table: [C, 256] in the storage dtype, or None if levels do not change.
-    result: the spec of the images after the pass.
-    """
-
-    step: SamplingStep | PointwiseStep | OpaqueStep | None
-    table: NDArray[Any] | None
-    result: s.ImageSpec
-
-
-def passes_of(program: Program) -> tuple[Pass, ...] | str:
-    """The passes that run a program's stages after nvJPEG decoded, or a text that says why a GPU cannot run it."""
-    if program.decoder.library is not None:
-        return f"{program.decoder!r} decodes by itself"
-    passes: list[Pass] = []
-    done = 1
-    for step in program.steps:
-        done += len(step.stages) if isinstance(step, SamplingStep) else 1
-        result = program.specs[done]
-        if not passes and not isinstance(step, SamplingStep):
-            return f"{step.stage!r} comes before the images have one size; put a crop or a resize to a fixed size first"
-        if not result.fixed:
-            return f"after {program.pipeline.stages[done - 1]!r} the images still differ in size"
-        match step:
-            case PointwiseStep(stage) if (table := stage.table()) is not None:
-                last = passes[-1]
-                if last.table is None and not isinstance(last.step, OpaqueStep):
-                    passes[-1] = Pass(last.step, table, result)
-                else:
-                    passes.append(Pass(None, table, result))
-            case PointwiseStep(stage) if stage.device_operations(step.draw(_NO_KEYS)) is None:
-                return f"{stage!r} has no form for the GPU"
-            case SamplingStep() | PointwiseStep() | OpaqueStep():
-                passes.append(Pass(step, None, result))
-            case _:
-                assert_never(step)
-    return tuple(passes) if passes else "its images differ in size; add a crop or a resize to a fixed size"
-
-
-_NO_KEYS = s.Keys(0, 0, np.empty(0, np.int64))
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +131,7 @@ class GpuRunner:
     so that the engines do not wait for it. `NvjpegDecoderPool` says when two threads may call nvJPEG at the same time.
 
     Args:
-        program: what to run. passes: the result of `passes_of(program)`.
+        program: what to run. passes: the result of `gpu_passes.passes_of(program)`.
         library: the nvJPEG to decode with. backend: one of `nvjpeg.BACKENDS`.
         decode_bytes: the largest size of a buffer for decoded pixels; one larger image gets a buffer of its own.
         buffers: the number of such buffers at first, which is the number of chunks launched at a time;
@@ -202,7 +157,7 @@ class GpuRunner:
         cpu_pool: CpuDecodePool | None = None,
         fill_calls: bool = True,
     ) -> None:
-        self._program, self._passes, self._device_stream = program, tuple(passes), device_stream
+        self._program, self._device_stream = program, device_stream
         self._channels = 1 if program.decoder.color == "gray" else 3
         self._turns = program.decoder.orientation == "apply"
         self._decode_bytes, self._fill_calls = decode_bytes, fill_calls
@@ -214,15 +169,8 @@ class GpuRunner:
         with device_stream.queued():
             self._decoders = NvjpegDecoderPool(device_stream, library, program.decoder.color, backend)
             self._buffers = DecodeBuffers(device_stream, buffers)
-            self._tables = [self._table(one).to(device_stream.device) for one in self._passes]
+            self._passes = DevicePasses(passes, device_stream)
         device_stream.synchronize()
-
-    def _table(self, one: Pass) -> torch.Tensor:
-        """The pass's table as a tensor [C, 256] in the dtype of its result; the identity if it has none."""
-        if one.table is None:
-            return torch.arange(256, dtype=torch.uint8).expand(one.result.shape[2], 256).contiguous()
-        table = torch.from_numpy(one.table)
-        return table.view(getattr(torch, one.result.dtype)) if table.dtype == torch.uint16 else table
 
     # --- on any thread ----------------------------------------------------------------------------------------------
 
@@ -258,14 +206,14 @@ class GpuRunner:
             payload, max_pixels=decoder.max_pixels, max_scans=decoder.max_scans, orientation=self._turns
         )
         rows = self._undamaged(np.flatnonzero(headers.engine), payload, headers.sizes, indices)
-        draws = self._draw(_keys_of(keys, rows), headers.sizes[rows])
+        draws = self._passes.draw(_keys_of(keys, rows), headers.sizes[rows])
         misfit = np.zeros(len(rows), bool)
         for draw in draws:
             for found in draw.misfits if isinstance(draw, Sampling) else ():
                 misfit |= found.where
         if misfit.any():  # the CPU path reports what is wrong with each of them
             rows = rows[~misfit]
-            draws = self._draw(_keys_of(keys, rows), headers.sizes[rows])
+            draws = self._passes.draw(_keys_of(keys, rows), headers.sizes[rows])
         rest = np.array([fault is None for fault in headers.faults])
         rest[rows] = False
         others = np.flatnonzero(rest)
@@ -330,29 +278,6 @@ class GpuRunner:
         undamaged: NDArray[np.int64] = rows[good]
         return undamaged
 
-    def _places(self, i: int, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The rows of pass i's target that it fills: the final slots for the last pass, 0..n-1 for others."""
-        return rows if i == len(self._passes) - 1 else np.arange(len(rows))
-
-    def _draw(self, keys: s.Keys, sizes: s.Ints) -> list[Any]:
-        """Each pass's random parameters: a sampling, operations with factors (none for a table only), or seeds."""
-        draws: list[Any] = []
-        height, width = sizes.T
-        for one in self._passes:
-            match one.step:
-                case SamplingStep():
-                    draws.append(one.step.draw(keys, height, width))
-                case PointwiseStep(stage):
-                    draws.append(stage.device_operations(one.step.draw(keys)))
-                case OpaqueStep():
-                    draws.append(one.step.draw(keys))
-                case None:
-                    draws.append((np.empty((len(keys.positions), 0), np.int64), np.empty((len(keys.positions), 0))))
-                case unknown:
-                    assert_never(unknown)
-            height, width = (np.full(len(keys.positions), side) for side in one.result.shape[:2])
-        return draws
-
     def _finish(
         self,
         rows: NDArray[np.int64],
@@ -398,11 +323,9 @@ class GpuRunner:
 
     def _run_on_gpu(self, chunk: Prepared, slots: torch.Tensor, ahead: Sequence[Prepared]) -> NDArray[np.int64]:
         """Decode a chunk and run every pass on it. Returns the rows that nvJPEG refused, whose slots hold no result."""
-        count = len(chunk.rows)
-        targets = [*(allocate_slots(self._device_stream, count, one.result) for one in self._passes[:-1]), slots]
+        targets = self._passes.targets(slots, len(chunk.rows))
         good = self._decode(chunk, targets[0], ahead)
-        for i in range(1, len(self._passes)):
-            self._run(i, chunk.draws[i], targets[i - 1], targets[i], self._places(i, chunk.rows))
+        self._passes.run_later(chunk.draws, targets, chunk.rows)
         return chunk.rows[~good]
 
     def _decode(self, chunk: Prepared, target: torch.Tensor, ahead: Sequence[Prepared]) -> NDArray[np.bool_]:
@@ -412,7 +335,7 @@ class GpuRunner:
         of other threads, until its own are over.
         """
         chunks = (chunk, *ahead) if self._fill_calls else (chunk,)
-        places = self._places(0, chunk.rows)
+        places = self._passes.places(0, chunk.rows)
         with self._lock:  # from here on no call for another chunk takes images of this one
             own = self._new_calls(chunks, target, places)
         self._calls.extend(own)
@@ -460,7 +383,7 @@ class GpuRunner:
         """A call, with memory for the images that belong to later chunks, and known to those."""
         call = _Call(planned, chunks)
         others = int((planned.chunks > 0).sum())
-        room = allocate_slots(self._device_stream, others, self._passes[0].result) if others else target
+        room = allocate_slots(self._device_stream, others, self._passes.first.result) if others else target
         used = 0
         for place in np.unique(planned.chunks).tolist():
             where = planned.chunks == place
@@ -493,7 +416,7 @@ class GpuRunner:
             for field_of_all, field_of_one in zip(files, one.files, strict=True):
                 field_of_all[where] = field_of_one[taken]
             plan[where] = one.plan[taken]
-            plan[where, -1] = _offsets(target, images, rows)
+            plan[where, -1] = offsets_of(target, images, rows)
             whole = bool(one.whole[taken[0]])  # those of a call are alike
         blank_size = 0 if whole else int(round_up(files.frames[:, :2]).prod(axis=1).max()) * self._channels
         with self._buffers.acquire(planned.space + blank_size) as decoded:
@@ -505,7 +428,7 @@ class GpuRunner:
                 good = decoder.decode(files, None if whole else decoded.data_ptr() + planned.space)
             if not whole:
                 good &= ~self._unwritten(files.images, files.frames)
-            self._sample(0, chunks[0].draws[0], sent_plan, target)
+            self._passes.sample(0, chunks[0].draws[0], sent_plan, target)
         for place, (where, _, _) in call.results.items():
             one, taken = chunks[place], planned.rows[where][good[where]]
             if not whole and one.indices is not None:
@@ -519,27 +442,6 @@ class GpuRunner:
         described = np.column_stack([images[:, [0, 4]].astype(np.int64), frames[:, :2], frames[:, 2] == 0])
         found = unwritten(self._send(described), int(frames[:, 0].max()), color=self._program.decoder.color)
         return found.cpu().numpy().astype(bool)
-
-    def _run(self, i: int, draw: Any, images: torch.Tensor, target: torch.Tensor, places: NDArray[np.int64]) -> None:
-        """Queue a pass after the first one, from images [n, C, H, W] to rows of the target."""
-        match self._passes[i].step:
-            case SamplingStep():
-                pitch = images.stride(2)
-                addresses = images.data_ptr() + np.arange(len(images)) * images.stride(0)
-                plan = plan_of(draw, addresses, np.full(len(images), pitch), _offsets(target, target, places))
-                self._sample(i, draw, self._send(plan), target)
-            case OpaqueStep(stage):
-                result = stage.apply_batch(images, draw)
-                target.index_copy_(0, self._send(places), result)
-            case PointwiseStep() | None:
-                codes, factors = draw
-                adjust(images.permute(0, 2, 3, 1), places, codes, factors, self._tables[i], target)
-            case unknown:
-                assert_never(unknown)
-
-    def _sample(self, i: int, sampling: Sampling, plan: torch.Tensor, target: torch.Tensor) -> None:
-        table = self._tables[i]
-        sample(plan, table, target, interpolation=sampling.interpolation, antialias=sampling.antialias)
 
     def _send(self, array: NDArray[np.int64]) -> torch.Tensor:
         (sent,) = self._device_stream.send_all([array])
@@ -581,34 +483,3 @@ def _clear_after(payload: Payload, rows: NDArray[np.int64]) -> NDArray[np.int64]
 
 def _keys_of(keys: s.Keys, rows: NDArray[np.int64]) -> s.Keys:
     return s.Keys(keys.seed, keys.epoch, keys.positions[rows])
-
-
-def _offsets(target: torch.Tensor, images: torch.Tensor, rows: NDArray[np.int64] | None = None) -> NDArray[np.int64]:
-    """How many elements after the target's first one each of these rows of `images` begins, [n]; by default all rows.
-
-    Both are on one device with the same strides, but may be two allocations.
-    """
-    rows = np.arange(len(images)) if rows is None else rows
-    between, rest = divmod(images.data_ptr() - target.data_ptr(), target.element_size())
-    assert rest == 0 and images.stride()[1:] == target.stride()[1:]
-    return between + rows * images.stride(0)
-
-
-def plan_of(
-    sampling: Sampling, addresses: NDArray[Any], pitches: NDArray[np.int64], offsets: NDArray[Any]
-) -> NDArray[np.int64]:
-    """Encode a sampling as the kernel reads it: int64 [n, len(FIELDS)]."""
-    parts = [
-        addresses[:, None],
-        pitches[:, None],
-        sampling.box,
-        sampling.mirrors,
-        sampling.grid,
-        sampling.shown,
-        sampling.window,
-        sampling.flips,
-        offsets[:, None],
-    ]
-    plan = np.concatenate([np.asarray(column, np.int64) for column in parts], axis=1)
-    assert plan.shape[1] == len(FIELDS)
-    return plan

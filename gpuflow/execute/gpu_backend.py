@@ -15,7 +15,7 @@ from gpuflow.pipeline.program import Program
 if TYPE_CHECKING:
     from gpuflow.execute.cpu_decode_pool import CpuDecodePool
     from gpuflow.execute.device_stream import ChunkRunner, DeviceStream
-    from gpuflow.execute.gpu import Pass
+    from gpuflow.execute.gpu_passes import Pass
 
 __all__ = ["CPU_ASKED_FOR", "DECODE_BYTES", "Placement", "gpu_passes_and_library", "place_on_gpu"]
 
@@ -42,7 +42,7 @@ def gpu_passes_and_library(program: Program) -> tuple[tuple[Pass, ...], NvjpegLi
     """The passes and the library to run a program on a GPU, or a text that says why no GPU can. Opens no GPU."""
     if program.decoder.backend == "cpu":
         return CPU_ASKED_FOR
-    from gpuflow.execute.gpu import passes_of  # Triton, which CPU builds of torch lack
+    from gpuflow.execute.gpu_passes import passes_of  # Triton, which CPU builds of torch lack
 
     passes = passes_of(program)
     if isinstance(passes, str):

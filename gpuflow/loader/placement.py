@@ -68,7 +68,7 @@ def explain_gpu(config: Config, name: str) -> str:
         placement = place(config, name, torch.device("cuda"), 1)
         return placement.reason if placement.gpu is not None else f"decoded on the CPU: {placement.reason}"
     try:
-        from gpuflow.execute.gpu import passes_of
+        from gpuflow.execute.gpu_passes import passes_of
     except ImportError:  # Triton, which CPU builds of torch lack
         return "not known: this torch is built without CUDA"
     passes = passes_of(program)

@@ -19,7 +19,8 @@ import numpy as np
 import pytest
 import torch
 
-from gpuflow.execute.gpu import GpuRunner, passes_of
+from gpuflow.execute.gpu import GpuRunner
+from gpuflow.execute.gpu_passes import passes_of
 from gpuflow.pipeline.program import fold
 from gpuflow.pipeline.stage import Pipeline
 from gpuflow.pipeline.validate import trace
@@ -238,7 +239,7 @@ def test_every_part_that_an_arm_leaves_out_is_left_out_of_the_runner_alone(
     one_rank: Any, runner: GpuRunner, library: Library, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     samplings: list[Any] = []
-    monkeypatch.setattr("gpuflow.execute.gpu.sample", lambda *arguments, **options: samplings.append(arguments))
+    monkeypatch.setattr("gpuflow.execute.gpu_passes.sample", lambda *arguments, **options: samplings.append(arguments))
     calls, decode = one_rank.Calls(), one_rank.NvjpegDecoder.decode
     done: dict[str, tuple[int, int, int]] = {}
     with calls.recorded():

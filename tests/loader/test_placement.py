@@ -10,8 +10,8 @@ import torch
 
 from gpuflow.config import Config, read_config
 from gpuflow.errors import ConfigError
-from gpuflow.execute.gpu import passes_of
 from gpuflow.execute.gpu_backend import DECODE_BYTES, gpu_passes_and_library
+from gpuflow.execute.gpu_passes import passes_of
 from gpuflow.loader.placement import explain_gpu, memory_for_decoding
 from gpuflow.pipeline.program import OpaqueStep, PointwiseStep, SamplingStep
 from gpuflow.stages import STAGES

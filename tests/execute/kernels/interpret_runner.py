@@ -27,10 +27,11 @@ from PIL import Image
 from gpuflow.decode.blank_images import blank_jpeg
 from gpuflow.decode.libjpeg_turbo import find_libjpeg_turbo
 from gpuflow.errors import BadSampleError
-from gpuflow.execute import gpu
+from gpuflow.execute import gpu, gpu_passes
 from gpuflow.execute.cpu import CpuRunner
 from gpuflow.execute.cpu_decode_pool import CpuDecodePool
-from gpuflow.execute.gpu import GpuRunner, Pass, Prepared, passes_of
+from gpuflow.execute.gpu import GpuRunner, Prepared
+from gpuflow.execute.gpu_passes import Pass, passes_of
 from gpuflow.pipeline.image_spec import STORAGE, as_batch, slot_shape
 from gpuflow.pipeline.program import Program, fold
 from gpuflow.pipeline.stage import Keys, Pipeline, Stage
@@ -70,8 +71,9 @@ def one_at_a_time(kernel: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-for kernel in ("sample", "unwritten", "adjust"):
-    setattr(gpu, kernel, one_at_a_time(getattr(gpu, kernel)))
+owner: Any
+for owner, kernel in ((gpu_passes, "sample"), (gpu, "unwritten"), (gpu_passes, "adjust")):
+    setattr(owner, kernel, one_at_a_time(getattr(owner, kernel)))
 
 
 class CpuDeviceStream:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gpuflow.execute.gpu import plan_of
+from gpuflow.execute.gpu_passes import plan_of
 from gpuflow.execute.kernels.sample import sample, sample_reference
 from gpuflow.pipeline.program import SamplingStep
 from gpuflow.pipeline.stage import Geometry, Keys

@@ -1,0 +1,178 @@
+"""Runs a program's stages on images in a GPU's memory: the first pass reads each image by its address, the later ones
+read batches. What put the images there is not known here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, assert_never
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from gpuflow.execute.device_stream import DeviceStream, allocate_slots
+from gpuflow.execute.kernels.color import adjust
+from gpuflow.execute.kernels.sample import FIELDS, sample
+from gpuflow.pipeline import stage as s
+from gpuflow.pipeline.program import OpaqueStep, PointwiseStep, Program, Sampling, SamplingStep
+
+__all__ = ["DevicePasses", "Pass", "offsets_of", "passes_of", "plan_of"]
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """One batched pass over a chunk's images: a step, if any, then a lookup in a table of 256 results per channel.
+
+    step: None if the pass is only a table. table: [C, 256] in the storage dtype, or None if levels do not change.
+    result: the spec of the images after the pass.
+    """
+
+    step: SamplingStep | PointwiseStep | OpaqueStep | None
+    table: NDArray[Any] | None
+    result: s.ImageSpec
+
+
+def passes_of(program: Program) -> tuple[Pass, ...] | str:
+    """The passes that run a program's stages after nvJPEG decoded, or a text that says why a GPU cannot run it."""
+    if program.decoder.library is not None:
+        return f"{program.decoder!r} decodes by itself"
+    passes: list[Pass] = []
+    done = 1
+    for step in program.steps:
+        done += len(step.stages) if isinstance(step, SamplingStep) else 1
+        result = program.specs[done]
+        if not passes and not isinstance(step, SamplingStep):
+            return f"{step.stage!r} comes before the images have one size; put a crop or a resize to a fixed size first"
+        if not result.fixed:
+            return f"after {program.pipeline.stages[done - 1]!r} the images still differ in size"
+        match step:
+            case PointwiseStep(stage) if (table := stage.table()) is not None:
+                last = passes[-1]
+                if last.table is None and not isinstance(last.step, OpaqueStep):
+                    passes[-1] = Pass(last.step, table, result)
+                else:
+                    passes.append(Pass(None, table, result))
+            case PointwiseStep(stage) if stage.device_operations(step.draw(_NO_KEYS)) is None:
+                return f"{stage!r} has no form for the GPU"
+            case SamplingStep() | PointwiseStep() | OpaqueStep():
+                passes.append(Pass(step, None, result))
+            case _:
+                assert_never(step)
+    return tuple(passes) if passes else "its images differ in size; add a crop or a resize to a fixed size"
+
+
+_NO_KEYS = s.Keys(0, 0, np.empty(0, np.int64))
+
+
+class DevicePasses:
+    """Runs passes on a loader's stream. Any thread may call any method, within `device_stream.queued()`."""
+
+    def __init__(self, passes: Sequence[Pass], device_stream: DeviceStream) -> None:
+        self._passes, self._device_stream = tuple(passes), device_stream
+        with device_stream.queued():
+            self._tables = [self._table(one).to(device_stream.device) for one in self._passes]
+
+    @property
+    def first(self) -> Pass:
+        return self._passes[0]
+
+    def _table(self, one: Pass) -> torch.Tensor:
+        """The pass's table as a tensor [C, 256] in the dtype of its result; the identity if it has none."""
+        if one.table is None:
+            return torch.arange(256, dtype=torch.uint8).expand(one.result.shape[2], 256).contiguous()
+        table = torch.from_numpy(one.table)
+        return table.view(getattr(torch, one.result.dtype)) if table.dtype == torch.uint16 else table
+
+    def places(self, i: int, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The rows of pass i's target that it fills: the final slots for the last pass, 0..n-1 for others."""
+        return rows if i == len(self._passes) - 1 else np.arange(len(rows))
+
+    def draw(self, keys: s.Keys, sizes: s.Ints) -> list[Any]:
+        """Each pass's random parameters: a sampling, operations with factors (none for a table only), or seeds."""
+        draws: list[Any] = []
+        height, width = sizes.T
+        for one in self._passes:
+            match one.step:
+                case SamplingStep():
+                    draws.append(one.step.draw(keys, height, width))
+                case PointwiseStep(stage):
+                    draws.append(stage.device_operations(one.step.draw(keys)))
+                case OpaqueStep():
+                    draws.append(one.step.draw(keys))
+                case None:
+                    draws.append((np.empty((len(keys.positions), 0), np.int64), np.empty((len(keys.positions), 0))))
+                case unknown:
+                    assert_never(unknown)
+            height, width = (np.full(len(keys.positions), side) for side in one.result.shape[:2])
+        return draws
+
+    def targets(self, slots: torch.Tensor, count: int) -> list[torch.Tensor]:
+        """Where each pass puts its results for `count` images: the slots for the last one, new memory for others."""
+        return [*(allocate_slots(self._device_stream, count, one.result) for one in self._passes[:-1]), slots]
+
+    def run_later(self, draws: Sequence[Any], targets: Sequence[torch.Tensor], rows: NDArray[np.int64]) -> None:
+        """Queue all passes after the first one, whose results are in targets[0].
+
+        draws, targets: the results of the methods of these names. rows [n]: see `places`.
+        """
+        for i in range(1, len(self._passes)):
+            self._run(i, draws[i], targets[i - 1], targets[i], self.places(i, rows))
+
+    def _run(self, i: int, draw: Any, images: torch.Tensor, target: torch.Tensor, places: NDArray[np.int64]) -> None:
+        """Queue a pass after the first one, from images [n, C, H, W] to rows of the target."""
+        match self._passes[i].step:
+            case SamplingStep():
+                pitch = images.stride(2)
+                addresses = images.data_ptr() + np.arange(len(images)) * images.stride(0)
+                plan = plan_of(draw, addresses, np.full(len(images), pitch), offsets_of(target, target, places))
+                self.sample(i, draw, self._send(plan), target)
+            case OpaqueStep(stage):
+                result = stage.apply_batch(images, draw)
+                target.index_copy_(0, self._send(places), result)
+            case PointwiseStep() | None:
+                codes, factors = draw
+                adjust(images.permute(0, 2, 3, 1), places, codes, factors, self._tables[i], target)
+            case unknown:
+                assert_never(unknown)
+
+    def sample(self, i: int, sampling: Sampling, plan: torch.Tensor, target: torch.Tensor) -> None:
+        """Queue pass i, a sampling of the images whose addresses a plan has (`plan_of`), to the offsets that it has."""
+        table = self._tables[i]
+        sample(plan, table, target, interpolation=sampling.interpolation, antialias=sampling.antialias)
+
+    def _send(self, array: NDArray[np.int64]) -> torch.Tensor:
+        (sent,) = self._device_stream.send_all([array])
+        return sent
+
+
+def offsets_of(target: torch.Tensor, images: torch.Tensor, rows: NDArray[np.int64] | None = None) -> NDArray[np.int64]:
+    """How many elements after the target's first one each of these rows of `images` begins, [n]; by default all rows.
+
+    Both are on one device with the same strides, but may be two allocations.
+    """
+    rows = np.arange(len(images)) if rows is None else rows
+    between, rest = divmod(images.data_ptr() - target.data_ptr(), target.element_size())
+    assert rest == 0 and images.stride()[1:] == target.stride()[1:]
+    return between + rows * images.stride(0)
+
+
+def plan_of(
+    sampling: Sampling, addresses: NDArray[Any], pitches: NDArray[np.int64], offsets: NDArray[Any]
+) -> NDArray[np.int64]:
+    """Encode a sampling as the kernel reads it: int64 [n, len(FIELDS)]."""
+    parts = [
+        addresses[:, None],
+        pitches[:, None],
+        sampling.box,
+        sampling.mirrors,
+        sampling.grid,
+        sampling.shown,
+        sampling.window,
+        sampling.flips,
+        offsets[:, None],
+    ]
+    plan = np.concatenate([np.asarray(column, np.int64) for column in parts], axis=1)
+    assert plan.shape[1] == len(FIELDS)
+    return plan
