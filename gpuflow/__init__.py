@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
     from gpuflow.loader.batch import Batch
     from gpuflow.loader.loader import Loader
+    from gpuflow.loader.transform import Transform
     from gpuflow.training.checkpoint import save_checkpoint
 
 __all__ = [
@@ -52,9 +53,11 @@ __all__ = [
     "StateError",
     "SystemFault",
     "TooManyBadSamples",
+    "Transform",
     "load",
     "save_checkpoint",
     "stage_table",
+    "transform",
 ]
 
 
@@ -67,6 +70,10 @@ def __getattr__(name: str) -> object:
         from gpuflow.loader.loader import Loader
 
         return Loader
+    if name == "Transform":
+        from gpuflow.loader.transform import Transform
+
+        return Transform
     if name == "save_checkpoint":
         from gpuflow.training.checkpoint import save_checkpoint
 
@@ -112,3 +119,32 @@ def load(
         rank_given=rank is not None or world_size is not None,
         device=device,
     )
+
+
+def transform(
+    path: str | Path,
+    name: str = "train",
+    *,
+    device: str | torch.device | None = None,
+    overrides: Sequence[str] = (),
+) -> Transform:
+    """The stages of one pipeline of a YAML file, without a loader: a callable on batches of decoded images.
+
+    `gpuflow.transform("x.yaml")(images, epoch=0, positions=range(len(images)))` gives what a loader gives for the same
+    decoded pixels, seed, epoch and positions. It reads no source.
+
+    Args:
+        path: the file.
+        name: the pipeline: `train`, `val`, or another name under `pipelines`.
+        device: where the images are and the result is; the CPU by default. `cuda` is the GPU of torchrun's LOCAL_RANK,
+            else the current one.
+        overrides: dotted assignments such as `run.threads=8`.
+
+    Raises:
+        ConfigError: the file, with every located problem, or a pipeline whose stages cannot run so.
+        LoaderError: torch does not see the GPU.
+    """
+    from gpuflow.config import read_config
+    from gpuflow.loader.transform import build_transform
+
+    return build_transform(read_config(path, stage_table(), overrides), name, device)

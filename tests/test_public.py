@@ -37,9 +37,11 @@ def test_everything_public_is_listed_and_there() -> None:
         "StateError",
         "SystemFault",
         "TooManyBadSamples",
+        "Transform",
         "load",
         "save_checkpoint",
         "stage_table",
+        "transform",
     ]
     for name in gpuflow.__all__:
         assert getattr(gpuflow, name) is not None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, assert_never
 
 import cv2
@@ -75,19 +75,16 @@ class CpuRunner:
         faults: list[BadSampleError | None] = [None] * len(samples)
         headers: list[Header | None] = [None] * len(samples)
         decoder = self._program.decoder
-        orientation = decoder.orientation == "apply"
         if decoder.library is None:
             for i, data in enumerate(samples):
                 self.place = i
                 try:
-                    headers[i] = probe(
-                        data, max_pixels=decoder.max_pixels, max_scans=decoder.max_scans, orientation=orientation
-                    )
+                    headers[i] = _header_of(data, decoder)
                 except BadSampleError as fault:
                     faults[i] = fault.with_traceback(None)  # which refers to this frame, and that to all samples
         known = self._program.specs[1].shape[:2] if decoder.library is not None else (1, 1)
         sizes = np.array([header.upright_size if header else known for header in headers], np.int64).reshape(-1, 2)
-        drawn = self._draw(keys, sizes[:, 0], sizes[:, 1])
+        drawn = self.draw(keys, sizes[:, 0], sizes[:, 1])
         for i, header in enumerate(headers):
             self.place = i
             if faults[i] is None:
@@ -97,7 +94,39 @@ class CpuRunner:
                     faults[i] = fault.with_traceback(None)  # which refers to this frame, and that to all samples
         return faults
 
-    def _draw(self, keys: s.Keys, height: s.Ints, width: s.Ints) -> list[Any]:
+    def run_images(
+        self, images: Sequence[NDArray[np.uint8]], keys: s.Keys, slots: NDArray[Any]
+    ) -> list[BadSampleError | None]:
+        """Run all steps on N decoded images, uint8 [H_i, W_i, C], which stay as they are. The rest is as in `run`."""
+        sizes = np.array([image.shape[:2] for image in images], np.int64).reshape(-1, 2)
+        drawn = self.draw(keys, sizes[:, 0], sizes[:, 1])
+        faults: list[BadSampleError | None] = [None] * len(images)
+        for i, image in enumerate(images):
+            self.place = i
+            try:
+                self.run_image(image, i, drawn, keys, slots[i])
+            except BadSampleError as fault:
+                faults[i] = fault.with_traceback(None)  # which refers to this frame, and that to all images
+        return faults
+
+    def run_image(
+        self, image: NDArray[np.uint8], i: int, drawn: Sequence[Any], keys: s.Keys, slot: NDArray[Any]
+    ) -> None:
+        """Run all steps on decoded image i of those that `draw` drew for. Raises BadSampleError."""
+        first = self._first(drawn)
+        if first is not None:
+            first.check(i)
+            image = np.ascontiguousarray(image)
+        else:  # a stage of another kind may write to what it gets
+            image = np.array(image, order="C")
+        self._run_steps(image, (0, 0), i, drawn, keys, slot)
+
+    def _first(self, drawn: Sequence[Any]) -> _Moves | None:
+        """The first step's draws if it is a sampling, which reads the decoded image and leaves it as it is."""
+        moves: _Moves | None = drawn[0] if isinstance(next(iter(self._program.steps), None), SamplingStep) else None
+        return moves
+
+    def draw(self, keys: s.Keys, height: s.Ints, width: s.Ints) -> list[Any]:
         """Each step's random parameters for all samples; None for samplings whose input sizes are not known yet."""
         drawn: list[Any] = []
         known = True
@@ -122,14 +151,26 @@ class CpuRunner:
         keys: s.Keys,
         slot: NDArray[Any],
     ) -> None:
-        steps = self._program.steps
-        first = drawn[0] if steps and isinstance(steps[0], SamplingStep) else None
+        first = self._first(drawn)
         if first is not None:
             first.check(i)
         if header is None:
-            image, (top, left) = self._program.decoder.decode(data), (0, 0)
+            image, origin = self._program.decoder.decode(data), (0, 0)
         else:
-            image, (top, left) = self._decoder.decode(data, header, tuple(first.boxes[i]) if first else None)
+            image, origin = self._decoder.decode(data, header, tuple(first.boxes[i]) if first else None)
+        self._run_steps(image, origin, i, drawn, keys, slot)
+
+    def _run_steps(
+        self,
+        image: NDArray[Any],
+        origin: tuple[int, int],
+        i: int,
+        drawn: Sequence[Any],
+        keys: s.Keys,
+        slot: NDArray[Any],
+    ) -> None:
+        """Run all steps on the region of the upright image that begins at (top, left) = origin."""
+        steps, first, (top, left) = self._program.steps, self._first(drawn), origin
         for n, (step, draw) in enumerate(zip(steps, drawn, strict=True)):
             out = slot if n == len(steps) - 1 else None
             match step:
@@ -194,7 +235,7 @@ class CpuRunner:
 
 
 class CpuRunners:
-    """A pool of runners: any thread may call `run`, and each call uses a runner that no other call uses."""
+    """A pool of runners: any thread may call its methods, and each call uses a runner that no other call uses."""
 
     def __init__(self, program: Program) -> None:
         self._program, self._idle = program, list[CpuRunner]()
@@ -204,10 +245,19 @@ class CpuRunners:
         self, samples: Sequence[NDArray[np.uint8]], keys: s.Keys, slots: NDArray[Any]
     ) -> list[BadSampleError | None]:
         """See `CpuRunner.run`."""
+        return self._with_runner(lambda runner: runner.run(samples, keys, slots))
+
+    def run_images(
+        self, images: Sequence[NDArray[np.uint8]], keys: s.Keys, slots: NDArray[Any]
+    ) -> list[BadSampleError | None]:
+        """See `CpuRunner.run_images`."""
+        return self._with_runner(lambda runner: runner.run_images(images, keys, slots))
+
+    def _with_runner(self, call: Callable[[CpuRunner], list[BadSampleError | None]]) -> list[BadSampleError | None]:
         runner, thread = self._acquire(), threading.get_ident()
         self._busy[thread] = runner
         try:
-            faults = runner.run(samples, keys, slots)
+            faults = call(runner)
         finally:
             del self._busy[thread]
         self._idle.append(runner)
@@ -233,6 +283,12 @@ class CpuRunners:
     def clear(self) -> None:
         """Free the memory of idle runners."""
         self._idle.clear()
+
+
+def _header_of(data: NDArray[np.uint8], decoder: s.Decoder) -> Header:
+    """A file's header, within the decoder's limits. Raises BadSampleError."""
+    orientation = decoder.orientation == "apply"
+    return probe(data, max_pixels=decoder.max_pixels, max_scans=decoder.max_scans, orientation=orientation)
 
 
 def call_opaque(step: OpaqueStep, image: NDArray[Any], seed: int) -> NDArray[Any]:

@@ -31,10 +31,12 @@ class DeviceStream:
     """A loader's CUDA stream. It has the lowest priority: a training step that competes for the GPU runs first.
 
     Only `synchronize` and `close` wait for the GPU. Any thread may call any method.
+
+    stream: an existing stream of the device to use instead of a new one.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.stream = torch.cuda.Stream(device, priority=0)  # type: ignore[no-untyped-call]
+    def __init__(self, device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
+        self.stream = stream or torch.cuda.Stream(device, priority=0)  # type: ignore[no-untyped-call]
         self.device = self.stream.device
         self._retained: deque[tuple[torch.cuda.Event, NDArray[Any], Callable[[NDArray[Any]], None] | None]] = deque()
         self._lock = threading.Lock()

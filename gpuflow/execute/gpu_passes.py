@@ -12,8 +12,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from gpuflow.errors import BadSampleError
 from gpuflow.execute.device_stream import DeviceStream, allocate_slots
 from gpuflow.execute.kernels.color import adjust
+from gpuflow.execute.kernels.interleave import interleave
 from gpuflow.execute.kernels.sample import FIELDS, sample
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.program import OpaqueStep, PointwiseStep, Program, Sampling, SamplingStep
@@ -111,6 +113,58 @@ class DevicePasses:
     def targets(self, slots: torch.Tensor, count: int) -> list[torch.Tensor]:
         """Where each pass puts its results for `count` images: the slots for the last one, new memory for others."""
         return [*(allocate_slots(self._device_stream, count, one.result) for one in self._passes[:-1]), slots]
+
+    def run(
+        self, draws: Sequence[Any], addresses: NDArray[np.int64], pitches: NDArray[np.int64], slots: torch.Tensor
+    ) -> None:
+        """Queue all passes on n images, one for each slot.
+
+        draws: the result of `draw`. addresses, pitches [n]: of interleaved uint8 images; a pitch is the bytes of a row.
+        """
+        rows = np.arange(len(addresses))
+        targets = self.targets(slots, len(rows))
+        plan = plan_of(draws[0], addresses, pitches, offsets_of(targets[0], targets[0]))
+        self.sample(0, draws[0], self._send(plan), targets[0])
+        self.run_later(draws, targets, rows)
+
+    def run_images(
+        self, images: Sequence[torch.Tensor], keys: s.Keys, slots: torch.Tensor
+    ) -> list[BadSampleError | None]:
+        """Queue all passes on n images of the device, uint8 [C, H_i, W_i] of any strides, one for each slot.
+
+        Returns for each image None, or why a stage cannot take it; then nothing is queued.
+        """
+        sizes = np.array([image.shape[1:] for image in images], np.int64).reshape(-1, 2)
+        draws = self.draw(keys, sizes)
+        faults: list[BadSampleError | None] = [None] * len(images)
+        for draw in draws:
+            for misfit in draw.misfits if isinstance(draw, Sampling) else ():
+                faults = [fault or misfit.fault(i) for i, fault in enumerate(faults)]
+        if images and not any(faults):
+            addresses, pitches, memory = self._interleaved(images, sizes)
+            self.run(draws, addresses, pitches, slots)
+            del memory  # what is allocated from now on is written after the passes have read it
+        return faults
+
+    def _interleaved(
+        self, images: Sequence[torch.Tensor], sizes: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64], torch.Tensor | None]:
+        """Addresses and pitches [n] of the images with their channels interleaved, and the memory of those copied."""
+        channels = len(images[0])
+        strides = np.array([image.stride() for image in images], np.int64)
+        addresses = np.array([image.data_ptr() for image in images], np.int64)
+        pitches = strides[:, 1].copy()
+        copied = ((strides[:, 0] != 1) & (channels > 1)) | (strides[:, 2] != channels)
+        if not copied.any():
+            return addresses, pitches, None
+        pixels = sizes[copied].prod(axis=1)
+        with self._device_stream.queued():
+            memory = torch.empty(int(pixels.sum()) * channels, dtype=torch.uint8, device=self._device_stream.device)
+            begins = memory.data_ptr() + (np.cumsum(pixels) - pixels) * channels
+            described = np.column_stack([addresses[copied], strides[copied], sizes[copied], begins])
+            interleave(self._send(described), int(pixels.max()), channels=channels)
+        addresses[copied], pitches[copied] = begins, sizes[copied, 1] * channels
+        return addresses, pitches, memory
 
     def run_later(self, draws: Sequence[Any], targets: Sequence[torch.Tensor], rows: NDArray[np.int64]) -> None:
         """Queue all passes after the first one, whose results are in targets[0].

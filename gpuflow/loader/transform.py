@@ -1,0 +1,260 @@
+"""A pipeline's stages without a loader: a callable on batches of decoded images that the caller already holds."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, Protocol, final
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+
+from gpuflow.config import Config
+from gpuflow.config.resources import threads_of
+from gpuflow.errors import BadSampleError, ConfigError, LoaderTimeout, Problem
+from gpuflow.execute.cpu import CpuRunners
+from gpuflow.pipeline.image_spec import STORAGE, as_batch, slot_shape
+from gpuflow.pipeline.program import Program
+from gpuflow.pipeline.stage import Keys
+from gpuflow.runtime.ranks import Ranks
+from gpuflow.runtime.threads import DaemonPool, use_torch_threads
+
+if TYPE_CHECKING:
+    from gpuflow.execute.device_stream import DeviceStream
+    from gpuflow.execute.gpu_passes import DevicePasses, Pass
+
+__all__ = ["Transform", "build_transform"]
+
+Images = torch.Tensor | Sequence[torch.Tensor]
+
+_PIECES_PER_THREAD = 2
+_END_SECONDS = 5.0
+
+
+def build_transform(config: Config, name: str, device: str | torch.device | None) -> Transform:
+    """The stages of one pipeline of a configuration, as a callable. See `gpuflow.transform`."""
+    program = config.program(name)
+
+    def refused(rule: str, *keys: str, action: str = "") -> ConfigError:
+        path = ("pipelines", name, *keys)
+        return ConfigError([Problem(f"{config.path}:", rule, action=action, path=path, code="config.conflict")])
+
+    if program.decoder.library is not None:
+        raise refused("decodes and resizes by itself, so it has no stages for decoded images", "preset")
+    target = Ranks.on_host().device(device)
+    runner: _Runner
+    if target.type == "cuda":
+        from gpuflow.execute.gpu_passes import passes_of
+
+        passes = passes_of(program)
+        if isinstance(passes, str):
+            raise refused(f"cannot run on a GPU: {passes}", "stages", action="use device='cpu'")
+        target = torch.device("cuda", torch.cuda.current_device()) if str(target) == "cuda" else target
+        runner = _GpuRunner(program, passes, target)
+    else:
+        runner = _CpuRunner(program, threads_of(config.run), config.run.timeout_s)
+    return Transform(program, config.source.seed, target, runner)
+
+
+class _Runner(Protocol):
+    """Runs a program's stages on N checked images."""
+
+    def run(self, images: Sequence[torch.Tensor], keys: Keys) -> torch.Tensor:
+        """The batch [N, C, H, W]. Raises BadSampleError."""
+        ...
+
+    def close(self) -> None:
+        """End its threads."""
+
+
+@final
+class Transform:
+    """The stages of one pipeline, after decoding, on batches of decoded images. Any thread may call it.
+
+    Made by `gpuflow.transform`. `close`, or leaving a `with` block, ends its threads; so does collection.
+    """
+
+    def __init__(self, program: Program, seed: int, device: torch.device, runner: _Runner) -> None:
+        self._program, self._seed, self._runner = program, seed, runner
+        self.device = device
+        self._channels = program.specs[1].shape[2]
+        self._finalizer = weakref.finalize(self, runner.close)
+
+    @property
+    def preprocessing(self) -> str:
+        """The fingerprint of the pipeline's stages and all their parameters, 16 hex digits, as a loader's."""
+        return self._program.pipeline.fingerprint
+
+    def __repr__(self) -> str:
+        return f"<gpuflow.Transform {self._program.pipeline!r}; on {self.device}>"
+
+    def __call__(self, images: Images, *, epoch: int, positions: ArrayLike | torch.Tensor) -> torch.Tensor:
+        """Run the stages on N images, which stay as they are.
+
+        Args:
+            images: uint8 [N, C, H, W], or N tensors [C, H, W] of any sizes, on this transform's device, with the
+                channels in the order that `decode` has.
+            epoch: from 0. positions: [N], each sample's place in the epoch's sequence over all ranks. Random stages
+                draw by the file's seed, the epoch and the position, so equal ones give equal pixels.
+
+        Returns:
+            [N, C, H, W] in the dtype and memory format that a loader's batches have. On a GPU the work is queued on the
+            current stream.
+
+        Raises:
+            ValueError: images or positions of another form.
+            BadSampleError: an image that the stages cannot take, such as one that is smaller than a crop.
+            LoaderTimeout: threads that took longer than run.timeout_s.
+        """
+        if epoch < 0:
+            raise ValueError(f"epoch must be >= 0, got {epoch}")
+        listed = list(images)
+        self._check(images, listed)
+        places = np.asarray(positions.cpu() if isinstance(positions, torch.Tensor) else positions)
+        if places.shape != (len(listed),) or (len(places) and places.dtype.kind not in "iu"):
+            shown = f"{places.dtype} {list(places.shape)}"
+            raise ValueError(f"positions must be integers [{len(listed)}], one for each image, got {shown}")
+        if (places < 0).any():
+            raise ValueError(f"positions must be >= 0, got {places.min()}")
+        return self._runner.run(listed, Keys(self._seed, epoch, places.astype(np.int64)))
+
+    def _check(self, images: Images, listed: Sequence[torch.Tensor]) -> None:
+        """Raise ValueError unless every image is what the stages take."""
+        wanted = f"uint8 [{self._channels}, H, W] on {self.device}"
+        if isinstance(images, torch.Tensor) and images.ndim != 4:
+            raise ValueError(f"images must be [N, C, H, W], or a list of [C, H, W], got {list(images.shape)}")
+        for i, image in enumerate(listed):
+            if not isinstance(image, torch.Tensor):
+                raise ValueError(f"images[{i}] must be a tensor, {wanted}, got {type(image).__name__}")
+            fits = image.dtype == torch.uint8 and image.ndim == 3 and image.shape[0] == self._channels
+            if not fits or not image.numel() or image.device != self.device:
+                shown = f"{str(image.dtype).removeprefix('torch.')} {list(image.shape)} on {image.device}"
+                raise ValueError(f"images[{i}] must be {wanted}, got {shown}")
+
+    def close(self) -> None:
+        """End the threads; a later call starts new ones."""
+        self._runner.close()
+
+    def __enter__(self) -> Transform:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _raise_first(faults: Sequence[BadSampleError | None]) -> None:
+    for i, fault in enumerate(faults):
+        if fault is not None:
+            raise fault.located(i, f"images[{i}]")
+
+
+@final
+class _CpuRunner:
+    """Runs a program on threads of its own; with one thread, on the caller's."""
+
+    def __init__(self, program: Program, threads: int, timeout_seconds: float) -> None:
+        self._program, self._threads, self._timeout_seconds = program, threads, timeout_seconds
+        self._lock = threading.Lock()
+        self._begin()
+
+    def _begin(self) -> None:
+        self._pid, self._runners = os.getpid(), CpuRunners(self._program)
+        self._pool: DaemonPool | None = None
+
+    def run(self, images: Sequence[torch.Tensor], keys: Keys) -> torch.Tensor:
+        result = self._program.result
+        arrays = [image.permute(1, 2, 0).numpy() for image in images]
+        slots = np.empty((len(arrays), *slot_shape(result)), STORAGE[result.dtype])
+        step = -(-len(arrays) // (self._threads * _PIECES_PER_THREAD)) if self._threads > 1 else len(arrays)
+        pieces = [slice(start, start + step) for start in range(0, len(arrays), step or 1)]
+        faults: list[BadSampleError | None] = []
+        for found in self._each_piece(arrays, keys, slots, pieces):
+            faults += found
+        _raise_first(faults)
+        return as_batch(slots, result)
+
+    def _each_piece(
+        self, arrays: Sequence[NDArray[np.uint8]], keys: Keys, slots: NDArray[Any], pieces: Sequence[slice]
+    ) -> list[list[BadSampleError | None]]:
+        """What became of the samples of each piece."""
+        runners, pool = self._workers(len(pieces))
+
+        def run(piece: slice) -> list[BadSampleError | None]:
+            own = Keys(keys.seed, keys.epoch, keys.positions[piece])
+            return runners.run_images(arrays[piece], own, slots[piece])
+
+        if pool is None:
+            return [run(piece) for piece in pieces]
+        deadline = time.monotonic() + self._timeout_seconds
+        futures: list[Future[list[BadSampleError | None]]] = [pool.submit(run, piece) for piece in pieces]
+        try:
+            return [future.result(max(0.0, deadline - time.monotonic())) for future in futures]
+        except TimeoutError as error:
+            if any(future.done() and future.exception() is error for future in futures):
+                raise  # a stage's own
+            raise LoaderTimeout(
+                f"the stages did not finish {len(arrays)} images within run.timeout_s = {self._timeout_seconds:g} s; "
+                "raise run.timeout_s if that is to be expected"
+            ) from None
+        finally:
+            for future in futures:
+                future.cancel()
+
+    def _workers(self, pieces: int) -> tuple[CpuRunners, DaemonPool | None]:
+        """Runners, and threads if there are several pieces. A forked child has none of its parent's threads."""
+        if self._pid != os.getpid():
+            self._lock = threading.Lock()  # which a thread of the parent may have held
+            self._begin()
+        with self._lock:
+            if pieces > 1 and self._pool is None:
+                self._pool = DaemonPool(self._threads, "transform", lambda: use_torch_threads(1))
+            return self._runners, self._pool if pieces > 1 else None
+
+    def close(self) -> None:
+        if self._pid != os.getpid():
+            return
+        with self._lock:
+            pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.end(_END_SECONDS)
+        self._runners.clear()
+
+
+@final
+class _GpuRunner:
+    """Runs a program's passes on the caller's current stream."""
+
+    def __init__(self, program: Program, passes: Sequence[Pass], device: torch.device) -> None:
+        self._program, self._passes, self._device = program, tuple(passes), device
+        self._of_streams: dict[torch.cuda.Stream, tuple[DeviceStream, DevicePasses]] = {}
+        self._lock = threading.Lock()
+
+    def run(self, images: Sequence[torch.Tensor], keys: Keys) -> torch.Tensor:
+        from gpuflow.execute.device_stream import allocate_slots
+
+        device_stream, passes = self._of_current_stream()
+        slots = allocate_slots(device_stream, len(images), self._program.result)
+        with device_stream.queued():
+            faults = passes.run_images(images, keys, slots)
+        _raise_first(faults)
+        return slots
+
+    def _of_current_stream(self) -> tuple[DeviceStream, DevicePasses]:
+        from gpuflow.execute.device_stream import DeviceStream
+        from gpuflow.execute.gpu_passes import DevicePasses
+
+        stream = torch.cuda.current_stream(self._device)
+        with self._lock:
+            if stream not in self._of_streams:
+                device_stream = DeviceStream(self._device, stream)
+                self._of_streams[stream] = device_stream, DevicePasses(self._passes, device_stream)
+            return self._of_streams[stream]
+
+    def close(self) -> None:
+        with self._lock:
+            self._of_streams.clear()

@@ -1,0 +1,90 @@
+"""Run by test_images.py with TRITON_INTERPRET=1, in its own process: passes on images that are not from nvJPEG.
+
+Prints one line of JSON a case: differences from the CPU runner in levels, faults, and the number of launches.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from gpuflow.execute import gpu_passes
+from gpuflow.execute.cpu import CpuRunner
+from gpuflow.execute.device_stream import allocate_slots
+from gpuflow.execute.gpu_passes import DevicePasses, passes_of
+from gpuflow.pipeline.image_spec import STORAGE, as_batch, slot_shape
+from gpuflow.pipeline.stage import Keys
+from tests import images
+from tests.datasets import Entries, program
+from tests.execute.kernels import quick_interpreter  # noqa: F401  # replaces parts of Triton's interpreter
+from tests.execute.kernels.interpret_runner import CpuDeviceStream
+
+PIPELINES: dict[str, Entries] = {
+    "crop": ({"decode": {}}, {"random_resized_crop": {"size": 13}}, {"flip": {"horizontal": 0.5}}),
+    "two samplings": (
+        {"decode": {}},
+        {"resize": {"height": 20, "width": 17}},
+        {"resize": {"height": 9, "width": 12}},
+        {"normalize": {"mean": (0, 0, 0), "std": (1 / 255,) * 3, "layout": "nhwc"}},
+    ),
+    "gray": ({"decode": {"color": "gray"}}, {"resize": {"height": 9, "width": 11}}),
+    "misfits": ({"decode": {}}, {"random_crop": {"size": 30}}),
+}
+launches: Counter[str] = Counter()
+
+
+def counted(name: str) -> Callable[..., Any]:
+    kernel = getattr(gpu_passes, name)
+
+    def run(*arguments: Any, **named: Any) -> Any:
+        launches[name] += 1
+        return kernel(*arguments, **named)
+
+    return run
+
+
+def forms(arrays: Sequence[Any]) -> Iterator[tuple[str, list[torch.Tensor]]]:
+    """Tensors [C, H, W] of the same pixels in several kinds of memory."""
+    interleaved = [torch.from_numpy(array).permute(2, 0, 1) for array in arrays]
+    planes = [image.contiguous() for image in interleaved]
+    yield "interleaved", interleaved
+    yield "planes", planes
+    yield "mixed", [*interleaved[:2], *planes[2:]]
+    yield "parts of larger images", [torch.nn.functional.pad(image, (3, 2, 1, 4))[:, 1:-4, 3:-2] for image in planes]
+
+
+def main() -> None:
+    for kernel in ("sample", "adjust", "interleave"):
+        setattr(gpu_passes, kernel, counted(kernel))
+    for name, entries in PIPELINES.items():
+        folded = program(entries)
+        passes = passes_of(folded)
+        assert not isinstance(passes, str), passes
+        stream: Any = CpuDeviceStream()
+        device_passes, result = DevicePasses(passes, stream), folded.result
+        for count in (3, 6):
+            arrays = [images.photo(31 + i, 44 - 2 * i, seed=i) for i in range(count)]
+            arrays = [array[..., :1].copy() if name == "gray" else array for array in arrays]
+            if name == "misfits":
+                arrays[1] = arrays[1][:17].copy()
+            keys = Keys(3, 1, np.arange(40, 40 + count))
+            slots = np.zeros((count, *slot_shape(result)), STORAGE[result.dtype])
+            rights = CpuRunner(folded).run_images(arrays, keys, slots)
+            for form, tensors in forms(arrays):
+                launches.clear()
+                found = allocate_slots(stream, count, result).fill_(0)
+                faults = device_passes.run_images(tensors, keys, found)
+                difference = 0.0
+                if not any(rights):
+                    difference = float((found.double() - as_batch(slots, result).double()).abs().max())
+                case = {"case": f"{name}, {form}", "count": count, "difference": difference, "launches": dict(launches)}
+                print(json.dumps({**case, "faults": list(map(str, faults)), "rights": list(map(str, rights))}))
+
+
+if __name__ == "__main__":
+    main()

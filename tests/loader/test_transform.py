@@ -1,0 +1,232 @@
+"""`gpuflow.transform`: the stages on batches that the caller holds give what a loader gives for the same pixels."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import cv2
+import numpy as np
+import pytest
+import torch
+from torchvision.io import ImageReadMode, decode_image
+
+import gpuflow
+from gpuflow.errors import BadSampleError, ConfigError, LoaderError, LoaderTimeout
+from gpuflow.execute.cpu import CpuRunner
+from tests.datasets import TRAIN, VAL, Entries, deadline, nothing_left_behind, pixels, python, write_config
+
+JITTER_FIRST: Entries = (
+    {"decode": {}},
+    {"color_jitter": {"brightness": 0.4, "hue": 0.2}},
+    {"random_crop": {"size": 24}},
+    {"torchvision": {"name": "RandomErasing", "p": 0.9}},
+    {"normalize": {"dtype": "bfloat16", "layout": "nhwc"}},
+)
+GRAY: Entries = ({"decode": {"color": "gray"}}, {"random_resized_crop": {"size": 20}})
+PIPELINES = {"train": TRAIN, "val": VAL, "jitter first": JITTER_FIRST, "gray": GRAY}
+
+
+@pytest.fixture(autouse=True)
+def _in_time() -> Iterator[None]:
+    with deadline(60):
+        yield
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As PNG, so that every decoder gives the same pixels."""
+    root = tmp_path_factory.mktemp("photos")
+    for label in range(2):
+        (root / f"class{label}").mkdir()
+        for number in range(6):
+            cv2.imwrite(str(root / f"class{label}" / f"{number}.png"), pixels(label, number)[..., ::-1])
+    return root
+
+
+def config_of(folder: Path, photos: Path, stages: Entries = TRAIN, **run: Any) -> Path:
+    return write_config(folder / "x.yaml", photos, train=stages, seed=5, run=run, batch={"size": 5})
+
+
+def held(loader: gpuflow.Loader, batch: gpuflow.Batch, *, gray: bool) -> list[torch.Tensor]:
+    """The same samples, decoded by torchvision, or by OpenCV in gray, where torchvision weighs colours otherwise."""
+    paths = [loader.dataset.path(int(index)) for index in batch.indices]
+    if gray:
+        return [torch.from_numpy(cv2.imread(path, cv2.IMREAD_GRAYSCALE))[None] for path in paths]
+    return [decode_image(path, ImageReadMode.RGB) for path in paths]
+
+
+def random_images(count: int = 7, height: int = 40, width: int = 44) -> torch.Tensor:
+    return torch.randint(256, (count, 3, height, width), dtype=torch.uint8, generator=torch.manual_seed(0))
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("name", PIPELINES)
+def test_the_same_pixels_give_what_the_loader_gives(photos: Path, tmp_path: Path, name: str, threads: int) -> None:
+    path = config_of(tmp_path, photos, PIPELINES[name], threads=threads)
+    with gpuflow.load(path) as loader, gpuflow.transform(path) as transform:
+        for epoch in range(2):
+            for batch in loader:
+                first = batch.step * 5
+                images = held(loader, batch, gray=name == "gray")
+                result = transform(images, epoch=epoch, positions=range(first, first + len(images)))
+                assert torch.equal(result, batch.images)
+                assert result.dtype == batch.images.dtype
+                assert result.stride() == batch.images.stride()
+        assert transform.preprocessing == loader.preprocessing
+
+
+def test_a_batch_a_list_and_any_memory_format_give_the_same(photos: Path, tmp_path: Path) -> None:
+    images = random_images()
+    with gpuflow.transform(config_of(tmp_path, photos, JITTER_FIRST)) as transform:
+        expected = transform(images, epoch=1, positions=range(7))
+        before = images.clone()
+        for other in (list(images), images.contiguous(memory_format=torch.channels_last), [*images.unbind()]):
+            assert torch.equal(transform(other, epoch=1, positions=torch.arange(7)), expected)
+        assert torch.equal(images, before), "the caller's images stay as they are"
+        alone = [transform(images[i : i + 1], epoch=1, positions=[i]) for i in range(7)]
+        assert torch.equal(torch.cat(alone), expected)
+        assert not torch.equal(transform(images, epoch=2, positions=range(7)), expected)
+        assert transform(images[:0], epoch=1, positions=[]).shape == (0, 3, 24, 24)
+
+
+def test_the_file_needs_no_source_and_the_draws_have_its_seed(tmp_path: Path) -> None:
+    path = config_of(tmp_path, tmp_path / "missing")
+    images = random_images()
+    with gpuflow.transform(path) as a, gpuflow.transform(path, overrides=["source.seed=6"]) as b:
+        assert repr(a) == f"<gpuflow.Transform {a._program.pipeline!r}; on cpu>"
+        assert not torch.equal(a(images, epoch=0, positions=range(7)), b(images, epoch=0, positions=range(7)))
+
+
+@pytest.mark.parametrize(
+    ("images", "positions", "rule"),
+    [
+        (random_images().float(), range(7), "images[0] must be uint8 [3, H, W] on cpu, got float32 [3, 40, 44] on cpu"),
+        (random_images()[:, :1], range(7), "images[0] must be uint8 [3, H, W] on cpu, got uint8 [1, 40, 44] on cpu"),
+        (
+            [*random_images(2), torch.zeros((0, 3), dtype=torch.uint8)],
+            range(3),
+            "images[2] must be uint8 [3, H, W] on cpu, got uint8 [0, 3] on cpu",
+        ),
+        ([*random_images(1), b"jpeg"], range(2), "images[1] must be a tensor, uint8 [3, H, W] on cpu, got bytes"),
+        (random_images()[0], range(3), "images must be [N, C, H, W], or a list of [C, H, W], got [3, 40, 44]"),
+        (
+            torch.zeros((1, 3, 8, 8), dtype=torch.uint8, device="meta"),
+            [0],
+            "images[0] must be uint8 [3, H, W] on cpu, got uint8 [3, 8, 8] on meta",
+        ),
+        (random_images(), range(6), "positions must be integers [7], one for each image, got int64 [6]"),
+        (random_images(2), [0.5, 1], "positions must be integers [2], one for each image, got float64 [2]"),
+        (random_images(2), [0, -1], "positions must be >= 0, got -1"),
+    ],
+)
+def test_other_input_is_refused(photos: Path, tmp_path: Path, images: Any, positions: Any, rule: str) -> None:
+    with gpuflow.transform(config_of(tmp_path, photos)) as transform:
+        with pytest.raises(ValueError, match="must be") as found:
+            transform(images, epoch=0, positions=positions)
+        assert str(found.value) == rule
+        with pytest.raises(ValueError, match="epoch must be >= 0, got -1"):
+            transform(random_images(1), epoch=-1, positions=[0])
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_an_image_that_a_stage_cannot_take_is_named(photos: Path, tmp_path: Path, threads: int) -> None:
+    path = config_of(tmp_path, photos, ({"decode": {}}, {"random_crop": {"size": 32}}), threads=threads)
+    images = [*random_images(5), random_images(1, 20, 50)[0], *random_images(2)]
+    with gpuflow.transform(path) as transform:
+        with pytest.raises(BadSampleError) as found:
+            transform(images, epoch=0, positions=range(8))
+        assert str(found.value) == (
+            "images[5] (sample 5): random_crop: the crop is larger than the image, which has 20x50 pixels here"
+        )
+        assert found.value.index == 5
+        del images[5]
+        assert transform(images, epoch=0, positions=range(7)).shape == (7, 3, 32, 32), "it works on"
+
+
+def test_threads_end(photos: Path, tmp_path: Path) -> None:
+    with nothing_left_behind():
+        transform = gpuflow.transform(config_of(tmp_path, photos))
+        transform(random_images(), epoch=0, positions=range(7))
+        transform.close()
+        transform(random_images(), epoch=0, positions=range(7))
+        del transform
+
+
+def test_a_wait_for_stages_ends(photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    over = threading.Event()
+    monkeypatch.setattr(CpuRunner, "run_images", lambda *_: over.wait(30) and [])
+    with gpuflow.transform(config_of(tmp_path, photos, timeout_s=0.1)) as transform:
+        try:
+            with pytest.raises(LoaderTimeout, match=r"did not finish 7 images within run\.timeout_s = 0\.1 s"):
+                transform(random_images(), epoch=0, positions=range(7))
+        finally:
+            over.set()
+
+
+def test_an_error_of_a_stage_is_raised_as_it_is(photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise TimeoutError("a stage's own")
+
+    monkeypatch.setattr(CpuRunner, "run_images", fail)
+    with (
+        gpuflow.transform(config_of(tmp_path, photos)) as transform,
+        pytest.raises(TimeoutError, match="a stage's own"),
+    ):
+        transform(random_images(), epoch=0, positions=range(7))
+
+
+FORK = """
+import os, sys, torch, gpuflow
+images = torch.randint(256, (7, 3, 40, 44), dtype=torch.uint8)
+transform = gpuflow.transform(sys.argv[1])
+expected = transform(images, epoch=0, positions=range(7))
+if (child := os.fork()) == 0:
+    print(torch.equal(transform(images, epoch=0, positions=range(7)), expected), flush=True)
+    os._exit(0)
+os.waitpid(child, 0)
+"""
+
+
+def test_it_works_in_a_forked_child(photos: Path, tmp_path: Path) -> None:
+    """As in a worker of a DataLoader that runs it on what it collates."""
+    done = python(FORK, str(config_of(tmp_path, photos)))
+    assert done.stdout == "True\n", done.stderr
+
+
+def test_a_pipeline_that_cannot_run_so_is_refused(photos: Path, tmp_path: Path) -> None:
+    path = config_of(tmp_path, photos)
+    with pytest.raises(ConfigError, match="has no pipeline 'trian'; did you mean 'train'"):
+        gpuflow.transform(path, "trian")
+    preset = ["pipelines.train={preset: torchpipe_cpu, height: 32, width: 32, stages: []}"]
+    with pytest.raises(ConfigError, match=r"pipelines\.train\.preset decodes and resizes by itself"):
+        gpuflow.transform(path, overrides=preset)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_without_a_gpu_device_cuda_is_an_error(photos: Path, tmp_path: Path) -> None:
+    with pytest.raises(LoaderError, match="torch sees no GPU here"):
+        gpuflow.transform(config_of(tmp_path, photos), device="cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no NVIDIA GPU")
+@pytest.mark.parametrize("name", ["train", "val", "gray"])
+def test_on_a_gpu_it_gives_what_the_cpu_gives(photos: Path, tmp_path: Path, name: str) -> None:
+    path = config_of(tmp_path, photos, PIPELINES[name])
+    channels = 1 if name == "gray" else 3
+    images = [torch.from_numpy(np.ascontiguousarray(pixels(0, i)[..., :channels])).permute(2, 0, 1) for i in range(9)]
+    with gpuflow.transform(path) as here, gpuflow.transform(path, device="cuda") as there:
+        expected = here(images, epoch=2, positions=range(9))
+        for given in ([image.cuda() for image in images], [image.contiguous().cuda() for image in images]):
+            with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+                result = there(given, epoch=2, positions=range(9))
+                found = result.cpu()
+            assert result.dtype == expected.dtype
+            assert result.stride() == expected.stride()
+            level = 1.0 if expected.dtype == torch.uint8 else 1 / (255 * 0.224)
+            assert (found.double() - expected.double()).abs().max() <= 2.01 * level
+        with pytest.raises(ValueError, match=r"images\[0\] must be uint8 .* on cuda:0, got .* on cpu"):
+            there(images, epoch=2, positions=range(9))
