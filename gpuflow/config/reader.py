@@ -27,6 +27,7 @@ from gpuflow.errors import ConfigError, Key, Problem
 from gpuflow.pipeline.program import Program, fold
 from gpuflow.pipeline.stage import Pipeline, Stage
 from gpuflow.pipeline.validate import trace
+from gpuflow.pipeline.views import View, ViewsPipeline, ViewsProgram
 from gpuflow.sources import SourceSpec
 
 __all__ = ["read_config"]
@@ -66,7 +67,7 @@ class _Reader:
         self._stop_if_faulty()
         document = self._document()
         source = self._source()
-        programs = self._programs()
+        programs, views = self._programs(), self._views()
         self._stop_if_faulty()
         assert document is not None and source is not None
         return Config(
@@ -74,6 +75,7 @@ class _Reader:
             source=source,
             pipelines=document.pipelines,
             programs=programs,
+            views=views,
             train=document.train,
             serve=document.serve,
             run=document.run,
@@ -146,6 +148,44 @@ class _Reader:
                     programs[str(at[-1])] = program
         return programs
 
+    def _views(self) -> dict[str, ViewsProgram]:
+        """The folded views of each pipeline that has views and no problem."""
+        pipelines = self._data.get("pipelines")
+        found = {}
+        for name, block in pipelines.items() if isinstance(pipelines, dict) else ():
+            views = block.get("views") if isinstance(block, dict) else None
+            if isinstance(views, dict) and views:
+                program = self._views_program(("pipelines", name), str(name), block.get("decode"), views)
+                if program is not None:
+                    found[str(name)] = program
+        return found
+
+    def _views_program(
+        self, at: tuple[Key, ...], name: str, decode: Any, blocks: dict[Any, Any]
+    ) -> ViewsProgram | None:
+        """Views with the decoding that they share; None where something is wrong, which is reported."""
+        if decode is not None and not isinstance(decode, dict):
+            return None
+        try:
+            decoder = make_stage({"decode": decode}, self._stages)
+        except ConfigError as error:
+            for problem in error.problems:
+                self._report(problem.below(*at))
+            return None
+        views, programs = [], []
+        for view, block in blocks.items():
+            entries = block.get("stages") if isinstance(block, dict) else None
+            if not isinstance(entries, list):
+                continue  # which `_document` reports
+            program = self._program((*at, "views", view, "stages"), f"{name}.{view}", entries, (decoder,))
+            count = block.get("count", 1)
+            if program is not None and isinstance(count, int):
+                views.append(View(str(view), count, program.pipeline))
+                programs.append(program)
+        if len(views) < len(blocks):
+            return None
+        return ViewsProgram(pipeline=ViewsPipeline(name, tuple(views)), programs=tuple(programs))
+
     def _head(self, block: dict[Any, Any]) -> tuple[Preset, ...] | None:
         """What stands before a block's stages; None where its keys are at fault, which `_document` reports."""
         known = {key: value for key, value in block.items() if key in PresetKeys.model_fields}
@@ -156,7 +196,7 @@ class _Reader:
         return None if list(keys.preset_problems()) else keys.head()
 
     def _program(
-        self, at: tuple[Key, ...], name: str, entries: list[Any], head: tuple[Preset, ...] | None
+        self, at: tuple[Key, ...], name: str, entries: list[Any], head: tuple[Stage, ...] | None
     ) -> Program | None:
         stages = []
         for i, entry in enumerate(entries):
@@ -168,7 +208,7 @@ class _Reader:
         if len(stages) < len(entries) or head is None:
             return None
         serving = at[0] == "serve"
-        for preset in head:
+        for preset in (first for first in head if isinstance(first, Preset)):
             for i, stage in enumerate(stages):
                 if (rule := preset.refuses(stage, serving=serving)) is not None:
                     self._report(Problem.of((*at, i), rule, code="stage.order"))

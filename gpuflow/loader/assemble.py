@@ -45,7 +45,7 @@ def build_loader(
 
     whole: the indexed source, if others read it too. rank_given: see `LoaderPlan`.
     """
-    program = config.program(name)
+    program = config.any_program(name)
     pipeline = config.pipelines[name]
     if not 0 <= rank < world_size:
         raise ValueError(f"rank must be within [0, world_size), got rank {rank} of {world_size}")
@@ -153,14 +153,14 @@ def _identity(config: Config, name: str, source: Source) -> str:
     split = (spec.split, config.split_of(name))
     kind = (spec.kind, split, spec.window if source.shard_sizes else None)
     shuffle = config.pipelines[name].shuffle
-    return f"{key64(name, kind, shuffle, config.programs[name].pipeline.fingerprint):016x}"
+    return f"{key64(name, kind, shuffle, config.any_program(name).pipeline.fingerprint):016x}"
 
 
 def _shared_name(config: Config, name: str) -> str:
     """A name for this loader among those of a process, the same on all ranks: their folders may lie elsewhere."""
     spec = config.source
     place = os.path.basename(spec.where.rstrip("/"))
-    return f"{name}/{key64(spec.kind, place, spec.split, config.programs[name].pipeline.fingerprint):016x}"
+    return f"{name}/{key64(spec.kind, place, spec.split, config.any_program(name).pipeline.fingerprint):016x}"
 
 
 def _former_identity(config: Config, name: str, source: Source) -> str:
@@ -168,4 +168,4 @@ def _former_identity(config: Config, name: str, source: Source) -> str:
     spec = config.source
     kind = (spec.folder, spec.listing, spec.tar, spec.split, spec.window if source.shard_sizes else None)
     shuffle = config.pipelines[name].shuffle
-    return f"{key64(name, kind, len(source), shuffle, config.programs[name].pipeline.fingerprint):016x}"
+    return f"{key64(name, kind, len(source), shuffle, config.any_program(name).pipeline.fingerprint):016x}"

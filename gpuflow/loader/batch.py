@@ -21,7 +21,8 @@ __all__ = ["Assembly", "Batch", "Chunk"]
 class Batch(tuple[torch.Tensor, torch.Tensor]):
     """The pair (images, labels), which is what a training loop unpacks, and what else is known of it.
 
-    images: [N, C, H, W] in the dtype and memory layout that the pipeline ends with. labels: int64 [N].
+    images: [N, C, H, W] in the dtype and memory layout that the pipeline ends with. labels: int64 [N]. Of a pipeline
+    with views it is the pair (views, labels); views: name to tensor [count, N, C, H, W].
     valid: bool [N], false where a sample was wrapped around to fill the last step of several ranks.
     indices: int64 [N], each sample's index in the source. step: of the epoch, from 0. epoch: from 0.
     """
@@ -31,7 +32,7 @@ class Batch(tuple[torch.Tensor, torch.Tensor]):
     step: int
     epoch: int
 
-    def __new__(cls, pair: Iterable[torch.Tensor], **known: Any) -> Batch:
+    def __new__(cls, pair: Iterable[Any], **known: Any) -> Batch:
         """As `tuple(pair)`, for tools that rebuild a container around moved tensors; other knowledge is then lost."""
         self = super().__new__(cls, pair)
         vars(self).update(known)
@@ -40,6 +41,13 @@ class Batch(tuple[torch.Tensor, torch.Tensor]):
     @property
     def images(self) -> torch.Tensor:
         return self[0]
+
+    @property
+    def views(self) -> dict[str, torch.Tensor]:
+        """What stands in place of `images` if the pipeline has views."""
+        views: Any = self[0]
+        assert isinstance(views, dict), "its pipeline has no views"
+        return views
 
     @property
     def labels(self) -> torch.Tensor:
@@ -52,7 +60,8 @@ class Assembly:
 
     indices, labels, valid [B]: of each row's sample. kept [B]: false where a bad sample was skipped.
     unfinished: chunks that are not decoded yet.
-    slots [B, ...]: the pixels, allocated for the first chunk: an array, or a tensor on the GPU.
+    slots [B, ...]: the pixels, allocated for the first chunk: an array, `ViewSlots`, or on the GPU a tensor or, of
+        views, a dict of them.
     shared: the number of last rows that the CPU decodes next to a GPU. memory: where it decodes them to.
     there: labels, valid and indices on the GPU. They and the slots are complete once the event `ready` has passed.
     over: done once all chunks are decoded, or there is an error, or the epoch is being ended.

@@ -40,7 +40,7 @@ pipelines:
   val:
     stages: [decode, center_crop: {size: 8}]
 """
-PIPELINE_KEYS = "preset, height, width, color, split, stages, batch, shuffle, on_error"
+PIPELINE_KEYS = "preset, height, width, color, split, stages, views, decode, batch, shuffle, on_error"
 SOURCE_KEYS = "folder, listing, tar, root, classes, split, seed, window"
 RUN_KEYS = "threads, readers, processes, prefetch, on_error, max_bad, bad_file, timeout_s, memory_limit, deterministic"
 

@@ -92,6 +92,26 @@ def test_a_batch_a_list_and_any_memory_format_give_the_same(photos: Path, tmp_pa
         assert transform(images[:0], epoch=1, positions=[]).shape == (0, 3, 24, 24)
 
 
+VIEWS = {
+    "global": {"count": 2, "stages": list(TRAIN[1:])},
+    "local": {"count": 3, "stages": [{"random_resized_crop": {"size": 9}}]},
+}
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_views_are_those_of_the_loader(photos: Path, tmp_path: Path, threads: int) -> None:
+    train = {"views": VIEWS, "batch": {"size": 5}}
+    path = write_config(tmp_path / "x.yaml", photos, pipelines={"train": train}, run={"threads": threads})
+    with gpuflow.load(path) as loader, gpuflow.transform(path) as transform:
+        for batch in loader:
+            images, first = held(loader, batch, gray=False), batch.step * 5
+            views = transform(images, epoch=0, positions=range(first, first + len(images)))
+            assert list(views) == list(batch.views)
+            for name, view in views.items():
+                assert torch.equal(view, batch.views[name])
+                assert view.stride() == batch.views[name].stride()
+
+
 def test_the_file_needs_no_source_and_the_draws_have_its_seed(tmp_path: Path) -> None:
     path = config_of(tmp_path, tmp_path / "missing")
     images = random_images()
