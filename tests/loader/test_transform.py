@@ -80,7 +80,9 @@ def test_the_same_pixels_give_what_the_loader_gives(photos: Path, tmp_path: Path
 
 def test_a_batch_a_list_and_any_memory_format_give_the_same(photos: Path, tmp_path: Path) -> None:
     images = random_images()
-    with gpuflow.transform(config_of(tmp_path, photos, JITTER_FIRST)) as transform:
+    writes = {"torchvision": {"name": "RandomErasing", "p": 1.0, "inplace": True}}
+    stages = [JITTER_FIRST[0], writes, *JITTER_FIRST[1:]]
+    with gpuflow.transform(config_of(tmp_path, photos, stages)) as transform:
         expected = transform(images, epoch=1, positions=range(7))
         before = images.clone()
         for other in (list(images), images.contiguous(memory_format=torch.channels_last), [*images.unbind()]):
