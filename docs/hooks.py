@@ -175,9 +175,9 @@ def _blocks(document: Schema, block: Schema, place: str) -> Iterator[tuple[str, 
             if "properties" in part:
                 yield from _blocks(document, part, inside)
             elif isinstance(part.get("additionalProperties"), dict):
-                each = _resolved(document, part["additionalProperties"])
-                if "properties" in each:
-                    yield from _blocks(document, each, f"{inside}.NAME")
+                for each in _alternatives(document, part["additionalProperties"]):
+                    if "properties" in each:
+                        yield from _blocks(document, each, f"{inside}.NAME")
 
 
 def _keys(document: Schema, block: Schema) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import importlib
 import json
 import os
@@ -74,21 +75,36 @@ def _bar(console: Console = _err) -> Progress:
     )
 
 
+class SampleKind(enum.StrEnum):
+    """What `gpuflow samples` makes."""
+
+    classes = "classes"
+    detection = "detection"
+
+
 @app.command()
 def samples(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where to put them: one directory a class.")],
     count: Annotated[int, typer.Option("-n", "--count", min=1, help="How many photographs.")] = 2000,
     seed: Annotated[int, typer.Option(min=0, help="Another seed gives other crops.")] = 0,
+    kind: Annotated[
+        SampleKind, typer.Option(help="Photographs in a directory a class, or shapes on them with boxes and masks.")
+    ] = SampleKind.classes,
 ) -> None:
     """Make a small labelled data set: JPEGs of about 500x375 pixels, cut from photographs that Python packages ship.
 
-    The same count and seed give the same files, byte for byte.
+    With --kind detection, photographs of about 320x240 pixels with coloured shapes: boxes, outlines and masks stand in
+    instances.json (COCO's format) and listing.jsonl, masks of levels in masks/.
+
+    The same kind, count and seed give the same files, byte for byte.
     """
+    from gpuflow.tools.detection_samples import make_detection_samples
     from gpuflow.tools.samples import make_samples
 
+    make = make_detection_samples if kind is SampleKind.detection else make_samples
     with _bar() as bar:
         task = bar.add_task("photographs", total=count, note="")
-        summary = make_samples(directory, count, seed=seed, progress=lambda done, _: bar.update(task, completed=done))
+        summary = make(directory, count, seed=seed, progress=lambda done, _: bar.update(task, completed=done))
     _out.print(_escape(str(summary)))
 
 
@@ -120,6 +136,33 @@ def explain(path: ConfigFile, overrides: Overrides = None) -> None:
     from gpuflow.tools.explain import explain as explanation
 
     _out.print(explanation(_read(path, overrides)))
+
+
+@app.command()
+def show(
+    path: ConfigFile,
+    overrides: Overrides = None,
+    count: Annotated[int, typer.Option("-n", "--count", min=1, help="How many samples.")] = 16,
+    pipeline: Annotated[str, typer.Option(help="Which pipeline to run.")] = "train",
+    epoch: Annotated[int, typer.Option(min=0, help="Another epoch has another order and other draws.")] = 0,
+    device: Annotated[str, typer.Option(help="Where images are decoded and transformed: cpu or cuda.")] = "cpu",
+    out: Annotated[Path, typer.Option(help="The page to write.")] = Path("runs/show.html"),
+) -> None:
+    """Write a page that shows what a pipeline's batches look like, with their labels and paths.
+
+    The samples are those that a training loop gets first in that epoch.
+    """
+    from gpuflow.runtime.files import atomic_write
+    from gpuflow.tools.show import page, samples_of
+
+    _read(path, overrides).program(pipeline)
+    config = _read(path, [*(overrides or []), f"pipelines.{pipeline}.batch.drop_last=false"])
+    shown = samples_of(config, pipeline, count, epoch=epoch, device=device)
+    stages = repr(config.program(pipeline).pipeline)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_write(out, text=True) as file:
+        file.write(page(f"{path.name}: {pipeline}, epoch {epoch}", stages, shown))
+    _out.print(f"wrote {out}: {len(shown)} samples of {pipeline}")
 
 
 @app.command()

@@ -1,27 +1,69 @@
 """gpuflow's own stages, one file per stage. `STAGES` maps each key of a YAML list of stages to its class."""
 
 from gpuflow.pipeline.stage import Stage
+from gpuflow.stages.affine import Affine
+from gpuflow.stages.autocontrast import Autocontrast
+from gpuflow.stages.brightness import Brightness
 from gpuflow.stages.center_crop import CenterCrop
 from gpuflow.stages.color_jitter import ColorJitter
+from gpuflow.stages.contrast import Contrast
+from gpuflow.stages.cutmix import Cutmix
 from gpuflow.stages.decode import Decode
+from gpuflow.stages.equalize import Equalize
 from gpuflow.stages.flip import Flip
+from gpuflow.stages.gaussian_blur import GaussianBlur
+from gpuflow.stages.grayscale import Grayscale
+from gpuflow.stages.hue import Hue
+from gpuflow.stages.invert import Invert
+from gpuflow.stages.letterbox import Letterbox
+from gpuflow.stages.mixup import Mixup
 from gpuflow.stages.normalize import Normalize
+from gpuflow.stages.pad import Pad
+from gpuflow.stages.perspective import Perspective
+from gpuflow.stages.posterize import Posterize
 from gpuflow.stages.random_crop import RandomCrop
+from gpuflow.stages.random_erasing import RandomErasing
 from gpuflow.stages.random_resized_crop import RandomResizedCrop
 from gpuflow.stages.resize import Resize
+from gpuflow.stages.rotate import Rotate
+from gpuflow.stages.saturation import Saturation
+from gpuflow.stages.sharpness import Sharpness
+from gpuflow.stages.solarize import Solarize
 from gpuflow.stages.torchvision import Torchvision
+from gpuflow.stages.warp_affine import WarpAffine
 
 __all__ = [
     "STAGES",
+    "Affine",
+    "Autocontrast",
+    "Brightness",
     "CenterCrop",
     "ColorJitter",
+    "Contrast",
+    "Cutmix",
     "Decode",
+    "Equalize",
     "Flip",
+    "GaussianBlur",
+    "Grayscale",
+    "Hue",
+    "Invert",
+    "Letterbox",
+    "Mixup",
     "Normalize",
+    "Pad",
+    "Perspective",
+    "Posterize",
     "RandomCrop",
+    "RandomErasing",
     "RandomResizedCrop",
     "Resize",
+    "Rotate",
+    "Saturation",
+    "Sharpness",
+    "Solarize",
     "Torchvision",
+    "WarpAffine",
 ]
 
 STAGES: dict[str, type[Stage]] = {
@@ -31,7 +73,28 @@ STAGES: dict[str, type[Stage]] = {
     "random_crop": RandomCrop,
     "random_resized_crop": RandomResizedCrop,
     "flip": Flip,
+    "rotate": Rotate,
+    "affine": Affine,
+    "perspective": Perspective,
+    "warp_affine": WarpAffine,
+    "pad": Pad,
+    "letterbox": Letterbox,
     "color_jitter": ColorJitter,
+    "brightness": Brightness,
+    "contrast": Contrast,
+    "saturation": Saturation,
+    "hue": Hue,
+    "grayscale": Grayscale,
+    "autocontrast": Autocontrast,
+    "equalize": Equalize,
+    "posterize": Posterize,
+    "solarize": Solarize,
+    "invert": Invert,
+    "random_erasing": RandomErasing,
+    "sharpness": Sharpness,
+    "gaussian_blur": GaussianBlur,
     "normalize": Normalize,
     "torchvision": Torchvision,
+    "mixup": Mixup,
+    "cutmix": Cutmix,
 }

@@ -60,6 +60,11 @@ class CenterCrop(s.Geometry):
     def pads(self) -> bool:
         return True
 
+    def pads_image(self, spec: s.ImageSpec) -> bool:
+        """A crop of the centre reaches outside smaller images alone."""
+        sides = zip(size_pair(self.size), spec.shape[:2], strict=True)
+        return any(side is None or crop > side for crop, side in sides)
+
     def output(self, spec: s.ImageSpec) -> s.ImageSpec:
         s.require_pixels(self, spec)
         check_fits(size_pair(self.size), spec)

@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
-import cv2
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from gpuflow.pipeline import stage as s
+from gpuflow.pipeline.parameters import Factor, Shift, range_of
 
 __all__ = ["ColorJitter"]
 
-Factor = (
-    Annotated[float, s.Bounds(least=0, words=">= 0 or [low, high]")]
-    | Annotated[tuple[float, float], s.Bounds(least=0, ascending=True)]
-)
-
-_LEVELS = torch.arange(256, dtype=torch.uint8)
 _ADJUSTMENTS = ("brightness", "contrast", "saturation", "hue")
 _OPERATIONS = np.array([s.Operation[name.upper()] for name in _ADJUSTMENTS])
 
@@ -45,10 +38,7 @@ class ColorJitter(s.Pointwise):
     brightness: Factor = 0.0
     contrast: Factor = 0.0
     saturation: Factor = 0.0
-    hue: (
-        Annotated[float, s.Bounds(least=0, most=0.5, words="within [0, 0.5] or [low, high]")]
-        | Annotated[tuple[float, float], s.Bounds(least=-0.5, most=0.5, ascending=True)]
-    ) = 0.0
+    hue: Shift = 0.0
 
     @classmethod
     def examples(cls) -> tuple[ColorJitter, ...]:
@@ -62,14 +52,7 @@ class ColorJitter(s.Pointwise):
         return any(low != high for low, high in self._ranges())
 
     def _ranges(self) -> list[tuple[float, float]]:
-        ranges = []
-        for name in _ADJUSTMENTS:
-            value, centre = getattr(self, name), 0.0 if name == "hue" else 1.0
-            if isinstance(value, tuple):
-                ranges.append(value)
-            else:
-                ranges.append((centre - value if name == "hue" else max(centre - value, 0.0), centre + value))
-        return ranges
+        return [range_of(getattr(self, name), neutral=0.0 if name == "hue" else 1.0) for name in _ADJUSTMENTS]
 
     def _active(self) -> list[bool]:
         """Which adjustments may change an image."""
@@ -91,56 +74,14 @@ class ColorJitter(s.Pointwise):
         low, high = np.array(self._ranges()).T
         return np.concatenate([numbers[:, :4].argsort(axis=1), low + numbers[:, 4:] * (high - low)], axis=1)
 
-    def apply(self, image: NDArray[Any], coefficients: NDArray[np.float64], out: NDArray[Any] | None) -> NDArray[Any]:
-        planes = torch.from_numpy(np.stack(cv2.split(image)))
-        factors, active = coefficients[4:].tolist(), self._active()
-        for index in coefficients[:4].astype(int).tolist():
-            if active[index]:
-                planes = _ADJUST[index](planes, factors[index])
-        result = cv2.merge(list(planes.numpy()), dst=out)
-        return result.reshape(image.shape)
-
-    def device_operations(self, coefficients: NDArray[np.float64]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    def operations(self, coefficients: NDArray[np.float64], height: s.Ints, width: s.Ints) -> s.Operations:
         order, active = coefficients[:, :4].astype(int), np.array(self._active())
         kept, shape = active[order], (len(order), int(active.sum()))
         factors = np.take_along_axis(coefficients[:, 4:], order, axis=1)
-        return _OPERATIONS[order[kept]].reshape(shape), factors[kept].reshape(shape)
-
-
-def _luma(planes: torch.Tensor) -> torch.Tensor:
-    """Rec. 601 luma rounded down, float32 [1, H, W]."""
-    if len(planes) == 1:
-        return planes.to(torch.float32)
-    r, g, b = planes
-    luma: torch.Tensor = r.mul(0.2989).add_(g, alpha=0.587).add_(b, alpha=0.114)
-    return luma.floor_()[None]
-
-
-def _lookup(planes: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    table = table.clamp_(0, 255).to(torch.uint8)
-    return torch.from_numpy(cv2.LUT(planes.numpy().reshape(-1, planes.shape[-1]), table.numpy())).view(planes.shape)
-
-
-def _brightness(planes: torch.Tensor, factor: float) -> torch.Tensor:
-    return _lookup(planes, _LEVELS.mul(factor))
-
-
-def _contrast(planes: torch.Tensor, factor: float) -> torch.Tensor:
-    return _lookup(planes, _LEVELS.mul(factor).add_(_luma(planes).mean(), alpha=1.0 - factor))
-
-
-def _saturation(planes: torch.Tensor, factor: float) -> torch.Tensor:
-    if len(planes) == 1:
-        return planes
-    blend: torch.Tensor = planes.mul(factor).add_(_luma(planes), alpha=1.0 - factor)
-    blend.clamp_(0, 255)
-    return blend.to(torch.uint8)
-
-
-def _hue(planes: torch.Tensor, shift: float) -> torch.Tensor:
-    from torchvision.transforms.v2.functional import adjust_hue_image
-
-    return adjust_hue_image(planes, shift)  # type: ignore[no-any-return]
-
-
-_ADJUST = (_brightness, _contrast, _saturation, _hue)
+        kinds = [s.Operation(code) for code in _OPERATIONS[active].tolist()]
+        return s.Operations.of(
+            _OPERATIONS[order[kept]].reshape(shape),
+            factors[kept].reshape(shape),
+            kinds=kinds,
+            statistics=sum(kind.needs_statistic for kind in kinds),
+        )

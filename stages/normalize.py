@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Annotated, Any, ClassVar, Literal
 
-import cv2
-import numpy as np
 import torch
 from numpy.typing import NDArray
 
@@ -84,17 +82,6 @@ class Normalize(s.Pointwise):
     def table(self) -> NDArray[Any]:
         """[C, 256] results, one row per channel: float32, or the bits of 16-bit floats as uint16."""
         return _table(self._values("mean"), self._values("std"), self.dtype)
-
-    def apply(self, image: NDArray[Any], coefficients: NDArray[np.float64], out: NDArray[Any] | None) -> NDArray[Any]:
-        height, width, channels = image.shape
-        table = self.table()
-        if self.layout == "nhwc":
-            return cv2.LUT(image, table.T[None], dst=out).reshape(image.shape)
-        if out is None:
-            out = np.empty((channels, height, width), table.dtype)
-        for plane, row, target in zip(cv2.split(image), table, out, strict=True):
-            cv2.LUT(plane, row, dst=target)
-        return out
 
 
 class _Module(torch.nn.Module):

@@ -24,6 +24,15 @@ _PROBES = ((61, 83), (97, 53))
 _PROBE_SEEDS = 16
 """A random transform is probed this many times, to detect that its result has a random size."""
 _CONTAINERS = {"Transform", "Compose", "Lambda", "RandomApply", "RandomChoice", "RandomOrder"}
+_IN_PLACE = frozenset(
+    (
+        *("ColorJitter", "RandomPhotometricDistort", "Grayscale", "RandomGrayscale", "RGB", "RandomChannelPermutation"),
+        *("RandomAdjustSharpness", "RandomAutocontrast", "RandomEqualize", "RandomInvert", "RandomPosterize"),
+        *("RandomSolarize", "RandomErasing", "GaussianBlur", "GaussianNoise", "JPEG", "Normalize", "ToDtype"),
+        *("ConvertImageDtype", "Identity", "ToImage", "ToPureTensor"),
+    )
+)
+"""The transforms that leave every pixel in its place; boxes and masks go through them unchanged."""
 _DTYPES = {torch.uint8: "uint8", torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
 
@@ -81,6 +90,10 @@ class Torchvision(s.Opaque):
             except (TypeError, ValueError, RuntimeError):
                 continue
         return False  # it accepts no image; `output` raises the error
+
+    @property
+    def moves_pixels(self) -> bool:
+        return self.name not in _IN_PLACE
 
     def output(self, spec: s.ImageSpec) -> s.ImageSpec:
         if spec.layout == "encoded":

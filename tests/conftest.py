@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import os
 import pickle
 import signal
@@ -26,34 +27,49 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("stable")
 
 SLOWEST = (
-    "tests/chaos/test_processes.py",
-    "tests/chaos/test_loading.py",
-    "tests/loader/test_decode_workers.py",
-    "tests/runtime/test_ranks.py",
     "tests/loader/test_lifecycle.py",
-    "tests/loader/test_agreement.py",
     "tests/tools/test_bench.py",
-    "tests/laws/test_decoder_laws.py",
+    "tests/chaos/test_processes.py",
+    "tests/runtime/test_ranks.py",
+    "tests/loader/test_decode_workers.py",
+    "tests/loader/test_process_ends.py",
+    "tests/loader/test_failures.py",
     "tests/torchpipe/test_running_graph.py",
-    "tests/engines/test_engines.py",
-    "tests/serve/test_export.py",
     "tests/execute/kernels/test_runner.py",
-    "tests/serve/test_predictor.py",
-    "tests/parity/test_study.py",
-    "tests/torchpipe/test_cpu_preprocessor.py",
-    "tests/loader/test_cpu_share.py",
-    "tests/test_existing_script.py",
-    "tests/execute/kernels/test_sample.py",
+    "tests/chaos/test_loading.py",
+    "tests/laws/test_decoder_laws.py",
+    "tests/laws/test_loader_laws.py",
     "tests/training/test_trainer.py",
-    "tests/loader/test_read_workers.py",
-    "tests/parity/test_command.py",
-    "tests/serve/test_history.py",
-    "tests/chaos/test_fuzz.py",
     "tests/laws/test_loader_machine.py",
+    "tests/serve/test_history.py",
+    "tests/engines/test_engines.py",
+    "tests/parity/test_study.py",
+    "tests/serve/http/test_app.py",
+    "tests/torchpipe/test_cpu_preprocessor.py",
     "tests/experiments/test_service.py",
+    "tests/loader/test_cpu_share.py",
+    "tests/serve/test_predictor.py",
+    "tests/laws/test_stage_laws.py",
+    "tests/serve/http/test_server.py",
+    "tests/engines/test_tensorrt.py",
+    "tests/experiments/test_ranks.py",
+    "tests/parity/test_command.py",
+    "tests/test_cli.py",
+    "tests/experiments/test_mutants.py",
+    "tests/experiments/test_chaos.py",
     "tests/execute/kernels/test_color.py",
+    "tests/experiments/test_real_data.py",
+    "tests/plots/test_figures.py",
+    "tests/tools/test_scan.py",
+    "tests/execute/test_cpu_decode_pool.py",
+    "tests/serve/test_export.py",
+    "tests/stages/test_torchvision.py",
+    "tests/loader/test_read_workers.py",
+    "tests/tools/test_load_test.py",
+    "tests/loader/test_agreement.py",
+    "tests/execute/kernels/test_sample.py",
 )
-"""Files that take 10 s of CPU time or more, the slowest first. Run last, one would leave the other cores idle."""
+"""Files that take 10 s or more, the slowest first. Run last, one would leave the other cores idle."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -71,6 +87,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The slowest files first, each of them whole."""
     ranks = {name: rank for rank, name in enumerate(SLOWEST)}
     items.sort(key=lambda item: ranks.get(item.nodeid.partition("::")[0], len(SLOWEST)))
+
+
+def pytest_collection_finish() -> None:
+    """Let the garbage collector pass over all test modules, which live to the end: many tests call it, some often."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

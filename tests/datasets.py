@@ -29,14 +29,16 @@ import yaml
 from numpy.typing import NDArray
 
 import gpuflow
+from gpuflow.execute.targets import TargetMapper
 from gpuflow.loader.bad_samples import BadSamples
 from gpuflow.loader.loader import Loader
 from gpuflow.loader.plan import LoaderPlan
 from gpuflow.loader.sampler import Order, ShuffledOrder
 from gpuflow.pipeline.program import Program, fold
 from gpuflow.pipeline.stage import Pipeline
+from gpuflow.pipeline.targets import TargetRules
 from gpuflow.pipeline.validate import trace
-from gpuflow.sources import Allocate, Payload, Source
+from gpuflow.sources import Allocate, Payload, Source, fields_of, has_labels
 from gpuflow.sources.storage import Storage
 from gpuflow.stages import STAGES
 
@@ -264,11 +266,15 @@ def loader_of(
     readers: int = 0,
     processes: int = 0,
     order: Order | None = None,
+    rules: TargetRules = TargetRules(),  # noqa: B008  # a frozen value
 ) -> Loader:
     """A loader on any source, put together as `build_loader` does."""
+    folded, fields = program(entries), fields_of(source)
     plan = LoaderPlan(
-        program=program(entries),
+        program=folded,
         source=source,
+        targets=TargetMapper(folded, fields, rules) if fields else None,
+        labelled=has_labels(source),
         order=order or ShuffledOrder(size=len(source), seed=seed, shuffle=shuffle),
         seed=seed,
         batch_size=batch_size,

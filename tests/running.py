@@ -100,4 +100,57 @@ def by_torchvision(stage: s.Geometry, image: torch.Tensor, keys: s.StageKeys) ->
             case s.Resize():
                 size = int(move.height[0]), int(move.width[0])
                 image = resized(image, size, move.interpolation, move.antialias)
+            case s.Pad():
+                sides = [int(side[0]) for side in (move.left, move.top, move.right, move.bottom)]
+                image = tv.pad_image(image, sides, list(move.fill), move.border)
+            case s.Warp():
+                if move.active is None or move.active[0]:
+                    size = int(move.height[0]), int(move.width[0])
+                    filter = s.Filter(move.interpolation, move.border, move.fill)
+                    image = torch.from_numpy(
+                        warped(image.numpy(), move.matrix[0], size, filter).round().astype(np.uint8)
+                    )
     return image
+
+
+def warped(
+    image: NDArray[np.uint8], matrix: NDArray[np.float64], size: tuple[int, int], filter: s.Filter
+) -> NDArray[np.float64]:
+    """An image [C, H, W] seen through a map of points of the result, in float64 and not rounded.
+
+    At a constant border it blends as torchvision does: mask * (sum - fill) + fill.
+    """
+    y, x = np.mgrid[: size[0], : size[1]] + 0.5
+    points = np.einsum("ij,jyx->iyx", matrix, np.stack([x, y, np.ones_like(x)]))
+    lengths = image.shape[:0:-1]  # width, height
+    if filter.interpolation == "nearest":
+        taps = [[(np.floor(points[i] / points[2] + 2.0**-20).astype(np.int64), np.ones(size))] for i in range(2)]
+    else:
+        places = [points[i] / points[2] - 0.5 for i in range(2)]
+        floors = [np.floor(place).astype(np.int64) for place in places]
+        taps = [
+            [(floor, 1 - (place - floor)), (floor + 1, place - floor)]
+            for place, floor in zip(places, floors, strict=True)
+        ]
+    total, mask = np.zeros((len(image), *size)), np.zeros(size)
+    for column, weight_x in taps[0]:
+        for row, weight_y in taps[1]:
+            (column_in, seen_x), (row_in, seen_y) = (
+                _inside(at, length, filter.border) for at, length in zip((column, row), lengths, strict=True)
+            )
+            weight = weight_x * weight_y * (seen_x & seen_y)
+            total += image[:, row_in, column_in] * weight
+            mask += weight
+    fill = np.broadcast_to(np.array(filter.fill, np.float64), len(image))[:, None, None]
+    return mask * (total - fill) + fill if filter.border == "constant" else total
+
+
+def _inside(at: NDArray[np.int64], length: int, border: str) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """The pixel of the image that is seen at an index, and whether one is."""
+    seen = np.ones(at.shape, bool)
+    if border == "constant":
+        seen = (at >= 0) & (at < length)
+    elif border == "reflect" and length > 1:
+        ways = np.concatenate([np.arange(length), np.arange(length - 2, 0, -1)])
+        at = ways[at % len(ways)]
+    return at.clip(0, length - 1), seen

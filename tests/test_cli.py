@@ -20,7 +20,7 @@ from gpuflow.cli import app
 from tests.commands import Run, command_here
 from tests.datasets import deadline, make_photos, truncate, write_config
 
-COMMANDS = ["samples", "check", "explain", "train", "bench", "scan", "load-test"]
+COMMANDS = ["samples", "check", "explain", "show", "train", "bench", "scan", "load-test"]
 MAIN = "from gpuflow.cli import main; main()"
 
 
@@ -146,6 +146,13 @@ def test_samples_makes_what_is_asked_for(gpuflow: Run, tmp_path: Path) -> None:
     assert done.code == 0
     assert done.out.startswith(f"{tmp_path / 'made'}: 3 images, ")
     assert len(list((tmp_path / "made").rglob("*.jpg"))) == 3
+
+
+def test_samples_makes_shapes_for_detection(gpuflow: Run, tmp_path: Path) -> None:
+    done = gpuflow("samples", tmp_path / "made", "-n", 3, "--kind", "detection")
+    assert done.code == 0 and "3 images, 3 classes" in done.out
+    made = sorted(path.name for path in (tmp_path / "made").iterdir() if not path.name.startswith("."))
+    assert made == ["images", "instances.json", "listing.jsonl", "masks"]
 
 
 def test_samples_refuses_a_directory_of_something_else(gpuflow: Run, config: Path) -> None:

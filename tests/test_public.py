@@ -151,10 +151,10 @@ from gpuflow.pipeline.stage import ImageSpec, Pointwise, require_pixels
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Invert(Pointwise):
+class Negative(Pointwise):
     """Photographic negative."""
 
-    stage_name: ClassVar[str] = "invert"
+    stage_name: ClassVar[str] = "negative"
 
     strength: float = 1.0
 
@@ -183,16 +183,16 @@ def distribution(root: Path, entry_points: str) -> Path:
 
 
 def test_another_packages_stage_stands_in_yaml_like_ours(tmp_path: Path) -> None:
-    site = distribution(tmp_path, "invert = negative:Invert")
+    site = distribution(tmp_path, "negative = negative:Negative")
     make_photos(tmp_path / "photos", classes=1, each=4)
     stages = [{"decode": {}}, {"resize": {"height": 24, "width": 24}}]
     plain = write_config(tmp_path / "plain.yaml", tmp_path / "photos", val=stages)
-    inverted = write_config(tmp_path / "inverted.yaml", tmp_path / "photos", val=[*stages, {"invert": {}}])
-    faulty = write_config(tmp_path / "faulty.yaml", tmp_path / "photos", val=[*stages, {"invert": {"strength": 2}}])
+    inverted = write_config(tmp_path / "inverted.yaml", tmp_path / "photos", val=[*stages, {"negative": {}}])
+    faulty = write_config(tmp_path / "faulty.yaml", tmp_path / "photos", val=[*stages, {"negative": {"strength": 2}}])
     code = """
 import sys, gpuflow, torch
 sys.path.insert(0, sys.argv[1])
-assert list(gpuflow.stage_table())[-1] == "invert"
+assert list(gpuflow.stage_table())[-1] == "negative"
 with gpuflow.load(sys.argv[2], "val") as plain, gpuflow.load(sys.argv[3], "val") as inverted:
     for (a, _), (b, _) in zip(plain, inverted, strict=True):
         assert torch.equal(255 - a, b)
@@ -205,13 +205,13 @@ except gpuflow.ConfigError as error:
     done = python(code, str(site), str(plain), str(inverted), str(faulty))
     assert done.returncode == 0, done.stderr
     shown, fault = done.stdout.splitlines()
-    assert shown == "<gpuflow.Loader val: decode() -> resize(height=24, width=24) -> invert()"
+    assert shown == "<gpuflow.Loader val: decode() -> resize(height=24, width=24) -> negative()"
     assert fault.startswith(f"{faulty}:")
-    assert "invert.strength must be within [0, 1], got 2" in fault
+    assert "negative.strength must be within [0, 1], got 2" in fault
 
 
 def test_a_stage_name_that_is_taken_is_refused(tmp_path: Path) -> None:
-    site = distribution(tmp_path, "flip = negative:Invert")
+    site = distribution(tmp_path, "flip = negative:Negative")
     code = """
 import sys, gpuflow
 sys.path.insert(0, sys.argv[1])
@@ -221,4 +221,4 @@ except gpuflow.GpuflowError as error:
     print(error)
 """
     done = python(code, str(site))
-    assert done.stdout == "stage 'flip' of negative:Invert is already known; rename it or uninstall its package\n"
+    assert done.stdout == "stage 'flip' of negative:Negative is already known; rename it or uninstall its package\n"

@@ -19,9 +19,11 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from gpuflow.decode.preset import Preset
 from gpuflow.errors import ConfigError, Problem, suggest
 from gpuflow.pipeline.program import Program
+from gpuflow.pipeline.targets import TargetRules
 from gpuflow.pipeline.views import AnyProgram, ViewsProgram
 from gpuflow.sources import SourceSpec
 from gpuflow.sources.base import Fraction
+from gpuflow.sources.field_spec import FieldSpec
 
 __all__ = [
     "BatchSpec",
@@ -34,6 +36,7 @@ __all__ = [
     "SaveSpec",
     "ServeSpec",
     "SourceKeys",
+    "TargetsSpec",
     "TensorrtSpec",
     "TrainSpec",
     "ViewSpec",
@@ -257,6 +260,23 @@ class ViewSpec(_Block):
     stages: tuple[Any, ...]
 
 
+class TargetsSpec(_Block):
+    """Which boxes of a sample a batch keeps; the labels, masks and keypoints of others are left out with them.
+
+    Args:
+        min_area: the least area of a box in pixels of the result.
+        min_visibility: the least part of a box, 0 to 1, that crops and warps leave inside the image.
+    """
+
+    min_area: Annotated[float, Field(ge=0)] = 1.0
+    min_visibility: Annotated[float, Field(ge=0, le=1)] = 0.0
+
+    @property
+    def rules(self) -> TargetRules:
+        """The same, for the code that maps records."""
+        return TargetRules(min_area=self.min_area, min_visibility=self.min_visibility)
+
+
 class PipelineSpec(PresetKeys):
     """A pipeline: a part of the source, through these stages, in batches.
 
@@ -270,6 +290,7 @@ class PipelineSpec(PresetKeys):
         batch: how many samples make a batch.
         shuffle: draw a new order of the samples for each epoch.
         on_error: what happens to a bad sample in this pipeline; by default what `run.on_error` says.
+        targets: which boxes of a sample a batch keeps.
     """
 
     split: str | None = None
@@ -279,6 +300,7 @@ class PipelineSpec(PresetKeys):
     batch: BatchSpec = BatchSpec(size=64)
     shuffle: bool = False
     on_error: OnError | None = None
+    targets: TargetsSpec = TargetsSpec()
 
     def problems(self) -> Iterator[Problem]:
         """A problem for each broken rule between keys, its path from this block on."""
@@ -369,14 +391,21 @@ class RunSpec(_Block):
     deterministic: bool = False
 
 
-def _source_keys() -> type[_Block]:
-    """The keys of `source`: the fields of SourceSpec, which checks their values. In YAML a split is a mapping."""
-    hints = typing.get_type_hints(SourceSpec)
-    keys: dict[str, Any] = {field.name: (hints[field.name], field.default) for field in dataclasses.fields(SourceSpec)}
-    return pydantic.create_model("SourceKeys", __base__=_Block, **{**keys, "split": (dict[str, Fraction], {})})
+def _keys_of(name: str, spec: type[Any], **other_types: Any) -> type[_Block]:
+    """A block with a key for each field of a dataclass, which checks the values. `other_types` are those of YAML, and
+    their defaults, where they differ."""
+    hints = typing.get_type_hints(spec)
+    keys: dict[str, Any] = {field.name: (hints[field.name], field.default) for field in dataclasses.fields(spec)}
+    return pydantic.create_model(name, __base__=_Block, **(keys | other_types))
 
 
-SourceKeys = _source_keys()
+FieldKeys = _keys_of("FieldKeys", FieldSpec)
+SourceKeys = _keys_of(
+    "SourceKeys",
+    SourceSpec,
+    split=(dict[str, Fraction], {}),
+    fields=(dict[str, FieldKeys | None], {}),  # type: ignore[valid-type]
+)
 
 
 class Document(_Block):

@@ -25,7 +25,9 @@ from gpuflow.config.yaml_file import read_yaml
 from gpuflow.decode.preset import Preset
 from gpuflow.errors import ConfigError, Key, Problem
 from gpuflow.pipeline.program import Program, fold
-from gpuflow.pipeline.stage import Pipeline, Stage
+from gpuflow.pipeline.records import GEOMETRIC, Field
+from gpuflow.pipeline.stage import Mixing, Pipeline, Stage
+from gpuflow.pipeline.targets import carry_problem, views_carry_problem
 from gpuflow.pipeline.validate import trace
 from gpuflow.pipeline.views import View, ViewsPipeline, ViewsProgram
 from gpuflow.sources import SourceSpec
@@ -68,6 +70,8 @@ class _Reader:
         document = self._document()
         source = self._source()
         programs, views = self._programs(), self._views()
+        if source is not None:
+            self._check_fields(source, programs, views)
         self._stop_if_faulty()
         assert document is not None and source is not None
         return Config(
@@ -177,14 +181,43 @@ class _Reader:
             entries = block.get("stages") if isinstance(block, dict) else None
             if not isinstance(entries, list):
                 continue  # which `_document` reports
-            program = self._program((*at, "views", view, "stages"), f"{name}.{view}", entries, (decoder,))
+            path = (*at, "views", view, "stages")
+            program = self._program(path, f"{name}.{view}", entries, (decoder,))
+            if program is None or self._mixes(path, program):
+                continue
             count = block.get("count", 1)
-            if program is not None and isinstance(count, int):
+            if isinstance(count, int):
                 views.append(View(str(view), count, program.pipeline))
                 programs.append(program)
         if len(views) < len(blocks):
             return None
         return ViewsProgram(pipeline=ViewsPipeline(name, tuple(views)), programs=tuple(programs))
+
+    def _mixes(self, at: tuple[Key, ...], program: Program) -> bool:
+        """Report the stages of a view that mix samples. at: the keys that lead to the view's list of stages."""
+        rule, action = "mixes the samples of a batch, and views are not mixed", "remove the stage, or use no views"
+        for i, stage in enumerate(program.pipeline.stages[1:]):
+            if isinstance(stage, Mixing):
+                self._report(Problem.of((*at, i, stage.stage_name), rule, action=action, code="config.conflict"))
+        return bool(program.mixings)
+
+    def _check_fields(
+        self, source: SourceSpec, programs: Mapping[str, Program], views: Mapping[str, ViewsProgram]
+    ) -> None:
+        """Report the first stage of each pipeline, or its views, that cannot carry the declared fields.
+
+        `serve` carries none.
+        """
+        fields = [
+            Field(name=name, type=kind) for name, spec in source.declared for kind in GEOMETRIC if kind == spec.type
+        ]
+        for name, program in programs.items():
+            if name != "serve" and (problem := carry_problem(program, fields)) is not None:
+                heads = sum(isinstance(stage, Preset) for stage in program.pipeline.stages)
+                self._report(replace(problem, path=("pipelines", name, "stages", *_behind(problem.path, heads))))
+        for name in views:
+            if (problem := views_carry_problem(fields)) is not None:
+                self._report(problem.below("pipelines", name))
 
     def _head(self, block: dict[Any, Any]) -> tuple[Preset, ...] | None:
         """What stands before a block's stages; None where its keys are at fault, which `_document` reports."""

@@ -18,10 +18,11 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel
 from pydantic.json_schema import GenerateJsonSchema
 
-from gpuflow.config.models import Document, PipelineSpec, ServeSpec, SourceKeys, ViewSpec
+from gpuflow.config.models import Document, FieldKeys, PipelineSpec, ServeSpec, SourceKeys, ViewSpec
 from gpuflow.pipeline.bounds import Bounds
 from gpuflow.pipeline.stage import Stage
 from gpuflow.sources import SourceSpec
+from gpuflow.sources.field_spec import FieldSpec
 
 __all__ = ["docstring_of", "json_schema"]
 
@@ -45,9 +46,12 @@ def json_schema(stages: Mapping[str, type[Stage]]) -> Schema:
     pipeline = blocks[PipelineSpec.__name__]
     pipeline["properties"]["decode"]["anyOf"] = [{"$ref": "#/$defs/stage.decode"}, {"type": "null"}]
     pipeline["oneOf"] = [{"required": ["stages"]}, {"required": ["views"]}]
-    del blocks[SourceKeys.__name__]
-    split = SourceKeys.model_fields["split"].annotation
-    definitions = {"source": _fields_schema(SourceSpec, {"split": split}), "stages": _list_schema(stages)}
+    del blocks[SourceKeys.__name__], blocks[FieldKeys.__name__]
+    other_types: dict[str, Any] = {
+        "split": SourceKeys.model_fields["split"].annotation,
+        "fields": Mapping[str, FieldSpec | None],
+    }
+    definitions = {"source": _fields_schema(SourceSpec, other_types), "stages": _list_schema(stages)}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "gpuflow",
@@ -161,6 +165,9 @@ def _type_schema(hint: Any, bounds: Bounds | None = None) -> Schema:
     if hint in (int, float) and bounds is not None:
         limits = {"minimum": bounds.least, "exclusiveMinimum": bounds.above, "maximum": bounds.most}
         return {"type": _TYPES[hint]} | {name: limit for name, limit in limits.items() if limit is not None}
+    if dataclasses.is_dataclass(hint):
+        assert isinstance(hint, type)
+        return _fields_schema(hint)
     return {"type": _TYPES[hint]} if hint in _TYPES else {}
 
 

@@ -33,6 +33,14 @@ class Headers:
     others: dict[int, Header]
     faults: list[BadSampleError | None]
 
+    @property
+    def upright_sizes(self) -> NDArray[np.int64]:
+        """Height and width of the upright images, [N, 2]."""
+        sizes = self.sizes.copy()
+        for i, header in self.others.items():
+            sizes[i] = header.upright_size
+        return sizes
+
 
 def read_headers(payload: Payload, *, max_pixels: int, max_scans: int, orientation: bool) -> Headers:
     """The header of each file. Unreadable files (of size 0) are faults of the stage `read`.

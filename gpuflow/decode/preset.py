@@ -112,11 +112,12 @@ class Preset(s.Decoder):
         if serving:
             has_module = stage.module() is not None
             return None if has_module else "cannot follow a preset, after which only stages such as normalize may come"
-        selects_pixels = isinstance(stage, s.Geometry) and not stage.resizes and not stage.pads
+        selects_pixels = isinstance(stage, s.Geometry) and not stage.resizes and not stage.pads and stage.warps is None
         has_module = isinstance(stage, s.Pointwise) and stage.module() is not None
-        if self.device == "cpu" or selects_pixels or has_module:
+        if self.device == "cpu" or selects_pixels or has_module or isinstance(stage, s.Mixing):
             return None
-        return f"cannot follow {self.name}, after which only flips, crops that do not pad and normalize may come"
+        allowed = "flips, crops that do not pad, normalize and mixing stages"
+        return f"cannot follow {self.name}, after which only {allowed} may come"
 
 
 def is_preset_on_gpu(decoder: s.Decoder) -> TypeGuard[Preset]:

@@ -18,10 +18,24 @@ from numpy.typing import NDArray
 
 from gpuflow.decode.codecs import CpuDecoder, Header, probe
 from gpuflow.errors import BadSampleError
+from gpuflow.execute.local import run_filters
+from gpuflow.execute.pointwise import run_pointwise
 from gpuflow.execute.resample import resample_part
+from gpuflow.execute.warp import warp
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.image_spec import STORAGE, as_batch
-from gpuflow.pipeline.program import OpaqueStep, PointwiseStep, Program, Sampling, SamplingStep, too_large
+from gpuflow.pipeline.program import (
+    ApplyStep,
+    LocalStep,
+    OpaqueStep,
+    PointwiseStep,
+    Program,
+    Sampling,
+    SamplingStep,
+    Warping,
+    WarpStep,
+    too_large,
+)
 from gpuflow.pipeline.views import AnyProgram, ViewSlots, ViewsProgram
 
 __all__ = ["CpuRunner", "CpuRunners", "ViewsRunner", "call_opaque", "runner_of"]
@@ -39,11 +53,27 @@ class _Moves:
         self.shown, self.windows = sampling.shown.tolist(), sampling.window.tolist()
         self.mirrors, self.flips = sampling.mirrors.tolist(), sampling.flips.tolist()
 
-    def check(self, i: int) -> None:
-        """Raise BadSampleError if this sampling cannot be run on sample i."""
-        for misfit in self.sampling.misfits:
-            if (fault := misfit.fault(i)) is not None:
-                raise fault
+
+class _Warps:
+    """One warp as lists of Python integers, with one row per sample."""
+
+    def __init__(self, warping: Warping) -> None:
+        self.sampling = warping
+        self.boxes, self.shown = warping.box.tolist(), warping.shown.tolist()
+        self.sizes = np.stack(warping.size, axis=1).tolist()
+
+
+def _check(drawn: _Moves | _Warps, i: int) -> None:
+    """Raise BadSampleError if this sampling cannot be run on sample i."""
+    for misfit in drawn.sampling.misfits:
+        if (fault := misfit.fault(i)) is not None:
+            raise fault
+
+
+def _draw(step: SamplingStep | WarpStep, keys: s.Keys, height: s.Ints, width: s.Ints) -> _Moves | _Warps:
+    if isinstance(step, SamplingStep):
+        return _Moves(step.draw(keys, height, width))
+    return _Warps(step.draw(keys, height, width))
 
 
 class CpuRunner:
@@ -62,7 +92,11 @@ class CpuRunner:
             self._decoder.check()
 
     def run(
-        self, samples: Sequence[NDArray[np.uint8]], keys: s.Keys, slots: NDArray[Any]
+        self,
+        samples: Sequence[NDArray[np.uint8]],
+        keys: s.Keys,
+        slots: NDArray[Any],
+        sizes: NDArray[np.int64] | None = None,
     ) -> list[BadSampleError | None]:
         """Decode N samples and run all steps on them.
 
@@ -70,6 +104,7 @@ class CpuRunner:
             samples: the encoded bytes of each sample, uint8 [n_i].
             keys: the samples' random keys (N = len(samples)).
             slots: receives the results: [N, *slot_shape(program.result)] in the storage dtype.
+            sizes: receives the upright images' heights and widths, [N, 2], of samples with a valid header.
 
         Returns:
             For each sample None, or why it is bad; the content of a bad sample's slot is undefined.
@@ -85,8 +120,10 @@ class CpuRunner:
                 except BadSampleError as fault:
                     faults[i] = fault.with_traceback(None)  # which refers to this frame, and that to all samples
         known = self._program.specs[1].shape[:2] if decoder.library is not None else (1, 1)
-        sizes = np.array([header.upright_size if header else known for header in headers], np.int64).reshape(-1, 2)
-        drawn = self.draw(keys, sizes[:, 0], sizes[:, 1])
+        upright = np.array([header.upright_size if header else known for header in headers], np.int64).reshape(-1, 2)
+        if sizes is not None:
+            sizes[:] = upright
+        drawn = self.draw(keys, upright[:, 0], upright[:, 1])
         for i, header in enumerate(headers):
             self.place = i
             if faults[i] is None:
@@ -117,31 +154,39 @@ class CpuRunner:
         """Run all steps on decoded image i of those that `draw` drew for. Raises BadSampleError."""
         first = self._first(drawn)
         if first is not None:
-            first.check(i)
+            _check(first, i)
             image = np.ascontiguousarray(image)
         else:  # a stage of another kind may write to what it gets
             image = np.array(image, order="C")
         self._run_steps(image, (0, 0), i, drawn, keys, slot)
 
-    def _first(self, drawn: Sequence[Any]) -> _Moves | None:
-        """The first step's draws if it is a sampling, which reads the decoded image and leaves it as it is."""
-        moves: _Moves | None = drawn[0] if isinstance(next(iter(self._program.steps), None), SamplingStep) else None
+    def _first(self, drawn: Sequence[Any]) -> _Moves | _Warps | None:
+        """The first step's draws if it is a sampling or a warp, which leave the decoded image as it is."""
+        steps = self._program.steps
+        moves: _Moves | _Warps | None = drawn[0] if steps and isinstance(steps[0], SamplingStep | WarpStep) else None
         return moves
 
     def draw(self, keys: s.Keys, height: s.Ints, width: s.Ints) -> list[Any]:
-        """Each step's random parameters for all samples; None for samplings whose input sizes are not known yet."""
+        """Each step's random parameters for all samples; None for steps whose images' sizes are not known yet."""
         drawn: list[Any] = []
         known = True
         for step in self._program.steps:
-            if not isinstance(step, SamplingStep):
-                drawn.append(step.draw(keys))
-                known = known and isinstance(step, PointwiseStep)
-            elif known:
-                moves = _Moves(step.draw(keys, height, width))
-                height, width = moves.sampling.window[:, 2], moves.sampling.window[:, 3]
-                drawn.append(moves)
-            else:
-                drawn.append(None)
+            match step:
+                case ApplyStep() | LocalStep():
+                    drawn.append(step.draw(keys))
+                case OpaqueStep():
+                    drawn.append(step.draw(keys))
+                    known = False
+                case SamplingStep() | WarpStep() | PointwiseStep() if not known:
+                    drawn.append(None)
+                case PointwiseStep():
+                    drawn.append(step.draw(keys, height, width))
+                case SamplingStep() | WarpStep():
+                    moves = _draw(step, keys, height, width)
+                    height, width = moves.sampling.size
+                    drawn.append(moves)
+                case _:
+                    assert_never(step)
         return drawn
 
     def _one(
@@ -155,7 +200,7 @@ class CpuRunner:
     ) -> None:
         first = self._first(drawn)
         if first is not None:
-            first.check(i)
+            _check(first, i)
         if header is None:
             image, origin = self._program.decoder.decode(data), (0, 0)
         else:
@@ -176,15 +221,22 @@ class CpuRunner:
         for n, (step, draw) in enumerate(zip(steps, drawn, strict=True)):
             out = slot if n == len(steps) - 1 else None
             match step:
-                case SamplingStep():
+                case SamplingStep() | WarpStep():
                     row = i
                     if draw is None:
-                        draw, row = _Moves(step.draw(keys[i], *np.array(image.shape[:2])[:, None])), 0
+                        draw, row = _draw(step, keys[i], *_size(image)), 0
                     if draw is not first:
-                        draw.check(row)
-                    image = self._sample(image, draw, row, top, left, out, n)
+                        _check(draw, row)
+                    run = self._sample if isinstance(draw, _Moves) else self._warp
+                    image = run(image, draw, row, top, left, out, n)
                     top = left = 0
-                case PointwiseStep(stage):
+                case PointwiseStep():
+                    operations, row = (step.draw(keys[i], *_size(image)), 0) if draw is None else (draw, i)
+                    planes = step.after.layout == "nchw"
+                    image = run_pointwise(image, operations, row, step.table, planes=planes, out=out)
+                case LocalStep():
+                    image = run_filters(image, draw, i)
+                case ApplyStep(stage):
                     image = stage.apply(image, draw[i], out)
                 case OpaqueStep():
                     image = call_opaque(step, image, int(draw[i]))
@@ -210,13 +262,27 @@ class CpuRunner:
             _mirror(kept, moves.flips[i], result)
         return result
 
+    def _warp(
+        self, image: NDArray[np.uint8], warps: _Warps, i: int, top: int, left: int, out: NDArray[Any] | None, n: int
+    ) -> NDArray[np.uint8]:
+        """Run one warp. `image` is the region of the upright image that begins at (top, left)."""
+        (y, x, height, width), warping = warps.boxes[i], warps.sampling
+        box = image[y - top : y - top + height, x - left : x - left + width]
+        shape = (*warps.sizes[i], image.shape[2])
+        result = out if out is not None else self._buffer("warped", n, shape)
+        shown = y, x, height, width = warps.shown[i]
+        if (height, width) != shape[:2]:
+            result.fill(0)
+        warp(box, warping.matrix[i], shown, warping.filter, result[y : y + height, x : x + width])
+        return result
+
     def _fill(self, out: NDArray[np.uint8], box: NDArray[np.uint8], moves: _Moves, i: int, n: int) -> None:
-        """Fill the window of the resampled box, of which no more than the window is made. The rest of it is black."""
+        """Fill the window of the resampled box, of which no more than the window is made. The rest of it is filled."""
         (y, x, height, width), (top, left, rows, columns) = moves.windows[i], moves.shown[i]
         y0, x0 = max(y, top), max(x, left)
         y1, x1 = max(min(y + height, top + rows), y0), max(min(x + width, left + columns), x0)
         if (y1 - y0, x1 - x0) != (height, width):
-            out.fill(0)
+            out[...] = moves.sampling.fill
         if y1 > y0 and x1 > x0:
             resample_part(
                 box,
@@ -250,7 +316,13 @@ class ViewsRunner:
         """Decode gpuflow's own test image. Raises DecoderError if that fails."""
         self._decoder.check()
 
-    def run(self, samples: Sequence[NDArray[np.uint8]], keys: s.Keys, slots: ViewSlots) -> list[BadSampleError | None]:
+    def run(
+        self,
+        samples: Sequence[NDArray[np.uint8]],
+        keys: s.Keys,
+        slots: ViewSlots,
+        sizes: NDArray[np.int64] | None = None,
+    ) -> list[BadSampleError | None]:
         """Decode N samples and run the steps of all views on them. The rest is as in `CpuRunner.run`.
 
         A sample is bad if one of its views is.
@@ -263,7 +335,10 @@ class ViewsRunner:
                 headers[i] = _header_of(data, self._program.decoder)
             except BadSampleError as fault:
                 faults[i] = fault.with_traceback(None)  # which refers to this frame, and that to all samples
-        parts = self._parts([header.upright_size if header else (1, 1) for header in headers], keys, slots)
+        upright = [header.upright_size if header else (1, 1) for header in headers]
+        if sizes is not None:
+            sizes[:] = np.array(upright, np.int64).reshape(-1, 2)
+        parts = self._parts(upright, keys, slots)
         for i, header in enumerate(headers):
             self.place = i
             if header is not None:
@@ -327,9 +402,15 @@ class CpuRunners:
         self._program, self._idle = program, list[Any]()
         self._busy: dict[int, CpuRunner | ViewsRunner] = {}
 
-    def run(self, samples: Sequence[NDArray[np.uint8]], keys: s.Keys, slots: Any) -> list[BadSampleError | None]:
+    def run(
+        self,
+        samples: Sequence[NDArray[np.uint8]],
+        keys: s.Keys,
+        slots: Any,
+        sizes: NDArray[np.int64] | None = None,
+    ) -> list[BadSampleError | None]:
         """See `CpuRunner.run`."""
-        return self._with_runner(lambda runner: runner.run(samples, keys, slots))
+        return self._with_runner(lambda runner: runner.run(samples, keys, slots, sizes))
 
     def run_images(self, images: Sequence[NDArray[np.uint8]], keys: s.Keys, slots: Any) -> list[BadSampleError | None]:
         """See `CpuRunner.run_images`."""
@@ -385,6 +466,11 @@ def call_opaque(step: OpaqueStep, image: NDArray[Any], seed: int) -> NDArray[Any
     result = step.stage.apply(tensor, seed)
     result = (result if step.after.layout == "nchw" else result.permute(1, 2, 0)).contiguous()
     return (result.view(torch.uint16) if STORAGE[step.after.dtype] is np.uint16 else result).numpy()
+
+
+def _size(image: NDArray[Any]) -> tuple[s.Ints, s.Ints]:
+    """Height and width, each [1], of an image in HWC."""
+    return np.array(image.shape[:1]), np.array(image.shape[1:2])
 
 
 def _mirror(image: NDArray[np.uint8], flips: Sequence[bool], out: NDArray[np.uint8]) -> NDArray[np.uint8]:

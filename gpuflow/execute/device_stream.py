@@ -120,6 +120,9 @@ def allocate_slots(device_stream: DeviceStream, count: int, spec: ImageSpec) -> 
 class ChunkRunner(Protocol):
     """Runs chunks on the device of a `DeviceStream`. Any thread may call any method.
 
+    What `prepare` returns has `sizes` [N, 2], the heights and widths of the upright images, unless the program's
+    decoder has its own library.
+
     engine_images, cpu_images: how many images were decoded on the device, and how many on the CPU instead.
     """
 

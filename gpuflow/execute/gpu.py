@@ -34,12 +34,11 @@ from gpuflow.execute.decode_buffers import BUFFERS, DecodeBuffers
 from gpuflow.execute.decode_calls import DecodeCall, Undecoded, kinds_of, plan_calls
 from gpuflow.execute.device_stream import SHORT_WAIT, DeviceStream, allocate_slots
 from gpuflow.execute.gpu_passes import DevicePasses, Pass, offsets_of, plan_of
-from gpuflow.execute.kernels.sample import FIELDS
 from gpuflow.execute.kernels.unwritten import unwritten
 from gpuflow.execute.nvjpeg_decoders import CALL_SECONDS, JpegBatch, NvjpegDecoderPool
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.image_spec import STORAGE, slot_shape
-from gpuflow.pipeline.program import Program, Sampling
+from gpuflow.pipeline.program import Program, Sampling, Warping
 from gpuflow.sources import SPARE_BYTES, Payload
 
 __all__ = ["GpuRunner", "Prepared"]
@@ -103,7 +102,8 @@ class Prepared:
     rows [n]: which of its samples nvJPEG decodes. indices [n]: the indices of these samples in the source, or None.
     whole [n]: which of these files are known to be complete. files: the files of these rows, without output addresses.
     undecoded: which of these rows no call has taken yet; for holders of the runner's lock.
-    plan [n, len(FIELDS)]: the first pass's sampling of each row, without addresses and places.
+    plan [n, K]: the first pass's sampling or warp of each row (`plan_of`), without addresses and places.
+    sizes [N, 2]: height and width of all upright images of the chunk that have a valid header.
     draws: for each pass its random parameters for these rows.
     others: the samples that the CPU decodes, finished or under way, or None.
     faults: for each sample of the chunk None, or why it is bad.
@@ -118,6 +118,7 @@ class Prepared:
     files: JpegBatch
     undecoded: Undecoded
     plan: NDArray[np.int64]
+    sizes: NDArray[np.int64]
     draws: list[Any]
     others: _Finished | PendingImages | None
     faults: list[BadSampleError | None]
@@ -209,7 +210,7 @@ class GpuRunner:
         draws = self._passes.draw(_keys_of(keys, rows), headers.sizes[rows])
         misfit = np.zeros(len(rows), bool)
         for draw in draws:
-            for found in draw.misfits if isinstance(draw, Sampling) else ():
+            for found in draw.misfits if isinstance(draw, Sampling | Warping) else ():
                 misfit |= found.where
         if misfit.any():  # the CPU path reports what is wrong with each of them
             rows = rows[~misfit]
@@ -249,6 +250,7 @@ class GpuRunner:
             ),
             undecoded=Undecoded.all_of(kinds_of(frames, whole), spaces),
             plan=plan_of(draws[0], np.zeros(len(rows)), pitches, np.zeros(len(rows))),
+            sizes=headers.upright_sizes,
             draws=draws,
             others=work,
             faults=faults,
@@ -408,7 +410,7 @@ class GpuRunner:
         """Returns which of its images were decoded."""
         chunks, planned = call.chunks, call.planned
         files = JpegBatch(*(np.empty((len(planned.rows), *x.shape[1:]), x.dtype) for x in chunks[0].files))
-        plan = np.empty((len(planned.rows), len(FIELDS)), np.int64)
+        plan = np.empty((len(planned.rows), chunks[0].plan.shape[1]), np.int64)
         target = next(images for _, images, _ in call.results.values())
         whole = True
         for place, (where, images, rows) in call.results.items():

@@ -16,22 +16,36 @@ from gpuflow.errors import BadSampleError
 from gpuflow.execute.device_stream import DeviceStream, allocate_slots
 from gpuflow.execute.kernels.color import adjust
 from gpuflow.execute.kernels.interleave import interleave
+from gpuflow.execute.kernels.local import smooth
 from gpuflow.execute.kernels.sample import FIELDS, sample
+from gpuflow.execute.kernels.warp import warp_all, warp_plan_of
 from gpuflow.pipeline import stage as s
-from gpuflow.pipeline.program import OpaqueStep, PointwiseStep, Program, Sampling, SamplingStep
+from gpuflow.pipeline.image_spec import as_batch, slot_shape
+from gpuflow.pipeline.program import (
+    ApplyStep,
+    LocalStep,
+    OpaqueStep,
+    PointwiseStep,
+    Program,
+    Sampling,
+    SamplingStep,
+    Step,
+    Warping,
+    WarpStep,
+)
 
 __all__ = ["DeviceImages", "DevicePasses", "Pass", "interleaved", "offsets_of", "passes_of", "plan_of"]
 
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One batched pass over a chunk's images: a step, if any, then a lookup in a table of 256 results per channel.
+    """One batched pass over a chunk's images: a step, then a lookup in a table of 256 results per channel.
 
-    step: None if the pass is only a table. table: [C, 256] in the storage dtype, or None if levels do not change.
-    result: the spec of the images after the pass.
+    step: a pointwise one may be nothing but the table. table: [C, 256] in the storage dtype, or None if levels do not
+    change. result: the spec of the images after the pass.
     """
 
-    step: SamplingStep | PointwiseStep | OpaqueStep | None
+    step: Step
     table: NDArray[Any] | None
     result: s.ImageSpec
 
@@ -43,29 +57,26 @@ def passes_of(program: Program) -> tuple[Pass, ...] | str:
     passes: list[Pass] = []
     done = 1
     for step in program.steps:
-        done += len(step.stages) if isinstance(step, SamplingStep) else 1
+        done += len(step.stages) if isinstance(step, SamplingStep | WarpStep | PointwiseStep) else 1
         result = program.specs[done]
-        if not passes and not isinstance(step, SamplingStep):
-            return f"{step.stage!r} comes before the images have one size; put a crop or a resize to a fixed size first"
+        if not passes and not isinstance(step, SamplingStep | WarpStep):
+            first = program.pipeline.stages[1]
+            return f"{first!r} comes before the images have one size; put a crop or a resize to a fixed size first"
         if not result.fixed:
             return f"after {program.pipeline.stages[done - 1]!r} the images still differ in size"
         match step:
-            case PointwiseStep(stage) if (table := stage.table()) is not None:
-                last = passes[-1]
-                if last.table is None and not isinstance(last.step, OpaqueStep):
+            case PointwiseStep():
+                last, table = passes[-1], step.table
+                alone = table is not None and len(step.stages) == 1
+                if alone and last.table is None and not isinstance(last.step, OpaqueStep | ApplyStep):
                     passes[-1] = Pass(last.step, table, result)
                 else:
-                    passes.append(Pass(None, table, result))
-            case PointwiseStep(stage) if stage.device_operations(step.draw(_NO_KEYS)) is None:
-                return f"{stage!r} has no form for the GPU"
-            case SamplingStep() | PointwiseStep() | OpaqueStep():
+                    passes.append(Pass(step, table, result))
+            case SamplingStep() | WarpStep() | LocalStep() | ApplyStep() | OpaqueStep():
                 passes.append(Pass(step, None, result))
             case _:
                 assert_never(step)
     return tuple(passes) if passes else "its images differ in size; add a crop or a resize to a fixed size"
-
-
-_NO_KEYS = s.Keys(0, 0, np.empty(0, np.int64))
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,19 +137,15 @@ class DevicePasses:
         return rows if i == len(self._passes) - 1 else np.arange(len(rows))
 
     def draw(self, keys: s.Keys, sizes: s.Ints) -> list[Any]:
-        """Each pass's random parameters: a sampling, operations with factors (none for a table only), or seeds."""
+        """Each pass's random parameters: a sampling, operations, filters, coefficients, or seeds."""
         draws: list[Any] = []
         height, width = sizes.T
         for one in self._passes:
             match one.step:
-                case SamplingStep():
+                case SamplingStep() | WarpStep() | PointwiseStep():
                     draws.append(one.step.draw(keys, height, width))
-                case PointwiseStep(stage):
-                    draws.append(stage.device_operations(one.step.draw(keys)))
-                case OpaqueStep():
+                case LocalStep() | ApplyStep() | OpaqueStep():
                     draws.append(one.step.draw(keys))
-                case None:
-                    draws.append((np.empty((len(keys.positions), 0), np.int64), np.empty((len(keys.positions), 0))))
                 case unknown:
                     assert_never(unknown)
             height, width = (np.full(len(keys.positions), side) for side in one.result.shape[:2])
@@ -169,7 +176,7 @@ class DevicePasses:
         draws = self.draw(keys, images.sizes)
         faults: list[BadSampleError | None] = [None] * len(images.sizes)
         for draw in draws:
-            for misfit in draw.misfits if isinstance(draw, Sampling) else ():
+            for misfit in draw.misfits if isinstance(draw, Sampling | Warping) else ():
                 faults = [fault or misfit.fault(i) for i, fault in enumerate(faults)]
         if faults and not any(faults):
             self.run(draws, images.addresses, images.pitches, slots)
@@ -186,7 +193,7 @@ class DevicePasses:
     def _run(self, i: int, draw: Any, images: torch.Tensor, target: torch.Tensor, places: NDArray[np.int64]) -> None:
         """Queue a pass after the first one, from images [n, C, H, W] to rows of the target."""
         match self._passes[i].step:
-            case SamplingStep():
+            case SamplingStep() | WarpStep():
                 pitch = images.stride(2)
                 addresses = images.data_ptr() + np.arange(len(images)) * images.stride(0)
                 plan = plan_of(draw, addresses, np.full(len(images), pitch), offsets_of(target, target, places))
@@ -194,20 +201,35 @@ class DevicePasses:
             case OpaqueStep(stage):
                 result = stage.apply_batch(images, draw)
                 target.index_copy_(0, self._send(places), result)
-            case PointwiseStep() | None:
-                codes, factors = draw
-                adjust(images.permute(0, 2, 3, 1), places, codes, factors, self._tables[i], target)
+            case PointwiseStep():
+                adjust(images.permute(0, 2, 3, 1), places, draw, self._tables[i], target)
+            case LocalStep():
+                smooth(images.permute(0, 2, 3, 1), places, draw, self._tables[i], target)
+            case ApplyStep() as step:
+                result = _apply_on_cpu(step, images, draw)
+                target.index_copy_(0, self._send(places), result.to(target.device))
             case unknown:
                 assert_never(unknown)
 
-    def sample(self, i: int, sampling: Sampling, plan: torch.Tensor, target: torch.Tensor) -> None:
-        """Queue pass i, a sampling of the images whose addresses a plan has (`plan_of`), to the offsets that it has."""
+    def sample(self, i: int, drawn: Sampling | Warping, plan: torch.Tensor, target: torch.Tensor) -> None:
+        """Queue pass i, a sampling or a warp of the images whose addresses a plan has (`plan_of`), to its offsets."""
         table = self._tables[i]
-        sample(plan, table, target, interpolation=sampling.interpolation, antialias=sampling.antialias)
+        if isinstance(drawn, Warping):
+            warp_all(plan, table, target, filter=drawn.filter)
+            return
+        kind, antialias, fill = drawn.interpolation, drawn.antialias, drawn.fill
+        sample(plan, table, target, interpolation=kind, antialias=antialias, fill=fill)
 
     def _send(self, array: NDArray[np.int64]) -> torch.Tensor:
         (sent,) = self._device_stream.send_all([array])
         return sent
+
+
+def _apply_on_cpu(step: ApplyStep, images: torch.Tensor, coefficients: NDArray[np.float64]) -> torch.Tensor:
+    """A stage that has only a form for the CPU, on images [n, C, H, W] of the GPU. Waits for the GPU."""
+    held = images.permute(0, 2, 3, 1).cpu().numpy()
+    results = [step.stage.apply(image, row, None) for image, row in zip(held, coefficients, strict=True)]
+    return as_batch(np.stack(results).reshape(-1, *slot_shape(step.after)), step.after)
 
 
 def offsets_of(target: torch.Tensor, images: torch.Tensor, rows: NDArray[np.int64] | None = None) -> NDArray[np.int64]:
@@ -222,9 +244,14 @@ def offsets_of(target: torch.Tensor, images: torch.Tensor, rows: NDArray[np.int6
 
 
 def plan_of(
-    sampling: Sampling, addresses: NDArray[Any], pitches: NDArray[np.int64], offsets: NDArray[Any]
+    sampling: Sampling | Warping, addresses: NDArray[Any], pitches: NDArray[np.int64], offsets: NDArray[Any]
 ) -> NDArray[np.int64]:
-    """Encode a sampling as the kernel reads it: int64 [n, len(FIELDS)]."""
+    """Encode a sampling or a warp as its kernel reads it: int64 [n, number of the kernel's FIELDS].
+
+    In either, the first column is the address, the second the pitch and the last the offset.
+    """
+    if isinstance(sampling, Warping):
+        return warp_plan_of(sampling, addresses, pitches, offsets)
     parts = [
         addresses[:, None],
         pitches[:, None],

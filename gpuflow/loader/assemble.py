@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,16 +11,20 @@ import torch
 from gpuflow.config import BatchSpec, Config
 from gpuflow.config.resources import decode_processes_of, readers_of, threads_of
 from gpuflow.errors import ConfigError, Problem, SourceError
+from gpuflow.execute.targets import TargetMapper
 from gpuflow.loader.bad_samples import BadSamples
 from gpuflow.loader.cpu_share import cpu_share_of
 from gpuflow.loader.loader import Loader
+from gpuflow.loader.mixing import require_classes
 from gpuflow.loader.placement import place
 from gpuflow.loader.plan import LoaderPlan
 from gpuflow.loader.read_workers import ProcessStorage
 from gpuflow.loader.sampler import Order, ShardedOrder, ShuffledOrder
 from gpuflow.pipeline.rng import key64
+from gpuflow.pipeline.targets import TargetRules, carry_problem, views_carry_problem
+from gpuflow.pipeline.views import ViewsProgram
 from gpuflow.runtime.ranks import Ranks
-from gpuflow.sources import Source, SourceSpec, is_read_remotely, open_source, subset
+from gpuflow.sources import Source, SourceSpec, fields_of, has_labels, is_read_remotely, open_source, subset
 from gpuflow.sources.storage import LocalStorage
 
 if TYPE_CHECKING:
@@ -53,6 +58,7 @@ def build_loader(
     batch_size = _batch_size(config, name, pipeline.batch, world_size)
     placement = place(config, name, target, batch_size)
     source = open_split(config, name, whole)
+    require_classes(config, name, source)
     if pipeline.batch.drop_last and len(source) < batch_size * world_size:
         where = f"{config.path}: pipelines.{name}.batch"
         raise ConfigError(
@@ -73,6 +79,7 @@ def build_loader(
         if isinstance(source.storage, LocalStorage) and readers:
             source = source.on(ProcessStorage(readers, placement.gpu.prescan))
         share = cpu_share_of(config, name)
+    targets = _targets(config, name, source)
     plan = LoaderPlan(
         program=program,
         source=source,
@@ -88,6 +95,8 @@ def build_loader(
         prefetch=run.prefetch,
         timeout_seconds=run.timeout_s,
         bad=_bad_samples(config, config.on_error_of(name), limit),
+        targets=targets,
+        labelled=has_labels(source),
         readers=readers,
         processes=decode_processes_of(config, len(source), share.threads if share else None, remote=remote)
         if placement.gpu is None or share
@@ -144,6 +153,25 @@ def _bad_samples(config: Config, policy: str, limit: int | None) -> BadSamples:
         raise ConfigError([Problem(f"{config.path}: run.bad_file", problem)]) from error
 
 
+def _targets(config: Config, name: str, source: Source) -> TargetMapper | None:
+    """What maps the fields of the source's records; None if there are none.
+
+    Raises ConfigError, with the stage's place, if a stage cannot carry a field.
+    """
+    fields = fields_of(source)
+    if not fields:
+        return None
+    program = config.any_program(name)
+    if isinstance(program, ViewsProgram):
+        if (problem := views_carry_problem(fields)) is not None:
+            raise ConfigError([replace(problem, place=f"{config.path}:", path=("pipelines", name, *problem.path))])
+        return TargetMapper(program.programs[0], fields, config.pipelines[name].targets.rules)
+    at = ("stages",) if config.pipelines[name].preset is None else ()  # a preset is not in the list
+    if (problem := carry_problem(program, fields, at)) is not None:
+        raise ConfigError([replace(problem, place=f"{config.path}:", path=("pipelines", name, *problem.path))])
+    return TargetMapper(program, fields, config.pipelines[name].targets.rules)
+
+
 def _identity(config: Config, name: str, source: Source) -> str:
     """A name for all that decides which samples come when and as what: stages, split and shuffle.
 
@@ -152,8 +180,9 @@ def _identity(config: Config, name: str, source: Source) -> str:
     spec = config.source
     split = (spec.split, config.split_of(name))
     kind = (spec.kind, split, spec.window if source.shard_sizes else None)
-    shuffle = config.pipelines[name].shuffle
-    return f"{key64(name, kind, shuffle, config.any_program(name).pipeline.fingerprint):016x}"
+    shuffle, rules = config.pipelines[name].shuffle, config.pipelines[name].targets.rules
+    changed = () if rules == TargetRules() else (repr(rules),)
+    return f"{key64(name, kind, shuffle, config.any_program(name).pipeline.fingerprint, *changed):016x}"
 
 
 def _shared_name(config: Config, name: str) -> str:

@@ -3,34 +3,76 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from types import MappingProxyType
+from typing import Any, overload
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from gpuflow.errors import suggest
+from gpuflow.pipeline.records import Column, Field
 from gpuflow.sources import Payload
 
-__all__ = ["Assembly", "Batch", "Chunk"]
+__all__ = ["Assembly", "Batch", "Chunk", "RaggedTensor", "targets_of"]
 
 
-class Batch(tuple[torch.Tensor, torch.Tensor]):
+class RaggedTensor:
+    """Rows of different numbers per sample: `ragged[i]` are those of sample i, a view, and `len` is the batch's.
+
+    values: the rows of all samples, [M, ...]. offsets: int64 [N + 1]; sample i has the rows offsets[i] to
+    offsets[i + 1]. Both are on the batch's device.
+    """
+
+    __slots__ = ("_bounds", "offsets", "values")
+
+    def __init__(self, values: torch.Tensor, offsets: torch.Tensor, bounds: Sequence[int] | None = None) -> None:
+        """bounds: the offsets as Python integers, so that nothing waits for a GPU to know them."""
+        self.values, self.offsets = values, offsets
+        self._bounds = list(bounds) if bounds is not None else offsets.tolist()
+
+    def __len__(self) -> int:
+        return len(self._bounds) - 1
+
+    def __getitem__(self, i: int) -> torch.Tensor:
+        count = len(self)
+        if not -count <= i < count:
+            raise IndexError(f"sample {i} of a batch of {count}")
+        i %= count
+        return self.values[self._bounds[i] : self._bounds[i + 1]]
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return map(self.__getitem__, range(len(self)))
+
+    def __repr__(self) -> str:
+        return f"RaggedTensor({len(self)} samples, values {list(self.values.shape)} {self.values.dtype})"
+
+
+class Batch(tuple[torch.Tensor, Any]):
     """The pair (images, labels), which is what a training loop unpacks, and what else is known of it.
 
-    images: [N, C, H, W] in the dtype and memory layout that the pipeline ends with. labels: int64 [N]. Of a pipeline
-    with views it is the pair (views, labels); views: name to tensor [count, N, C, H, W].
+    A source without labels gives the pair (images, targets), whose second item is what `targets()` returns. In place of
+    images, a pipeline with views has a dict of them.
+
+    images: [N, C, H, W] in the dtype and memory layout that the pipeline ends with. views: name to tensor
+    [count, N, C, H, W]. labels: int64 [N]; where the pipeline mixes samples, probabilities of the classes, float32
+    [N, classes].
     valid: bool [N], false where a sample was wrapped around to fill the last step of several ranks.
     indices: int64 [N], each sample's index in the source. step: of the epoch, from 0. epoch: from 0.
+    fields: what the samples carry besides these, by name; `batch["boxes"]` is `batch.fields["boxes"]`. Fields of one
+        size are tensors, boxes and what belongs to them are `RaggedTensor`s, texts and other objects are lists.
     """
 
     valid: torch.Tensor
     indices: torch.Tensor
     step: int
     epoch: int
+    fields: Mapping[str, Any] = MappingProxyType({})
+    _schema: Sequence[Field] = ()
 
     def __new__(cls, pair: Iterable[Any], **known: Any) -> Batch:
         """As `tuple(pair)`, for tools that rebuild a container around moved tensors; other knowledge is then lost."""
@@ -51,26 +93,90 @@ class Batch(tuple[torch.Tensor, torch.Tensor]):
 
     @property
     def labels(self) -> torch.Tensor:
-        return self[1]
+        labels: torch.Tensor = self[1]
+        return labels
+
+    @overload  # type: ignore[override]
+    def __getitem__(self, key: str) -> Any: ...
+
+    @overload
+    def __getitem__(self, key: int) -> Any: ...
+
+    def __getitem__(self, key: str | int | slice) -> Any:
+        if not isinstance(key, str):
+            return super().__getitem__(key)
+        if key not in self.fields:
+            raise KeyError(f"no field {key!r}; {suggest(key, self.fields) or 'the source declares no fields'}")
+        return self.fields[key]
+
+    def targets(self, *, background: bool = True) -> list[dict[str, Any]]:
+        """For each sample the dict that torchvision's detectors take: boxes, labels, masks, keypoints, image_id.
+
+        background: count the labels of boxes from 1, because these detectors keep 0 for the background; without it they
+        are those of the field, views like everything else here.
+        """
+        return targets_of(self[0], self.indices, self.fields, self._schema, background=background)
+
+
+def targets_of(
+    images: torch.Tensor | Mapping[str, torch.Tensor],
+    indices: torch.Tensor,
+    fields: Mapping[str, Any],
+    schema: Sequence[Field],
+    *,
+    background: bool = True,
+) -> list[dict[str, Any]]:
+    """See `Batch.targets`."""
+    from torchvision import tv_tensors
+
+    canvas = images.shape[-2:] if isinstance(images, torch.Tensor) else (0, 0)  # views carry no boxes
+    columns: dict[str, Any] = {"image_id": indices}
+    first = next((one for one in schema if one.type == "boxes"), None)
+    names = {"mask": "masks", "keypoints": "keypoints"}
+    wraps: dict[str, Any] = {}
+    for one in schema:
+        name = one.name
+        if one is first:
+            name = "boxes"
+        elif one.type == "keypoints" or (one.type == "mask" and one.instances):
+            name = names[one.type]
+        columns[name] = fields[one.name]
+        if one.type == "boxes":
+            wraps[name] = lambda rows: tv_tensors.BoundingBoxes(rows, format="XYXY", canvas_size=canvas)
+            if one.labels:
+                labels = fields[one.labels]
+                columns["labels" if one is first else one.labels] = _counted_from_1(labels) if background else labels
+        elif one.type == "mask":
+            wraps[name] = tv_tensors.Mask
+    return [
+        {name: wraps[name](column[i]) if name in wraps else column[i] for name, column in columns.items()}
+        for i in range(len(indices))
+    ]
+
+
+def _counted_from_1(labels: RaggedTensor) -> RaggedTensor:
+    return RaggedTensor(labels.values + 1, labels.offsets, labels._bounds)
 
 
 @dataclass(slots=True)
 class Assembly:
     """A batch while it is being filled. Rows are samples.
 
-    indices, labels, valid [B]: of each row's sample. kept [B]: false where a bad sample was skipped.
+    indices, labels, valid [B]: of each row's sample; mixed labels are [B, classes].
+    kept [B]: false where a bad sample was skipped.
     unfinished: chunks that are not decoded yet.
     slots [B, ...]: the pixels, allocated for the first chunk: an array, `ViewSlots`, or on the GPU a tensor or, of
         views, a dict of them.
     shared: the number of last rows that the CPU decodes next to a GPU. memory: where it decodes them to.
     there: labels, valid and indices on the GPU. They and the slots are complete once the event `ready` has passed.
+    pieces: mapped records of some rows, a tuple of the rows and columns each. fields: the whole of them, as in `Batch`.
     over: done once all chunks are decoded, or there is an error, or the epoch is being ended.
     """
 
     step: int
     positions: NDArray[np.int64]
     indices: NDArray[np.int64]
-    labels: NDArray[np.int64]
+    labels: NDArray[Any]
     valid: NDArray[np.bool_]
     kept: NDArray[np.bool_]
     unfinished: int
@@ -79,6 +185,8 @@ class Assembly:
     memory: NDArray[np.uint8] | None = None
     there: Sequence[torch.Tensor] = ()
     ready: torch.cuda.Event | None = None
+    pieces: list[tuple[NDArray[np.int64], Mapping[str, Column]]] = field(default_factory=list)
+    fields: Mapping[str, Any] = field(default_factory=dict)
     error: BaseException | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
     over: Future[None] = field(default_factory=Future)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from gpuflow.loader.batch import Assembly, Chunk
 from gpuflow.loader.cpu_share import Share
-from gpuflow.loader.decode import ChunkDecoder, Faults, WorkerDecoder
+from gpuflow.loader.decode import ChunkDecoder, Faults, Sizes, WorkerDecoder
 from gpuflow.loader.plan import LoaderPlan
 from gpuflow.loader.read import ChunkReader
 from gpuflow.pipeline.image_spec import STORAGE, as_batch, slot_shape
@@ -46,16 +46,16 @@ class CpuOffload:
             return 0
         return self.share.rows(count)
 
-    def decode(self, chunk: Chunk, keys: Keys) -> tuple[Faults, NDArray[Any]]:
+    def decode(self, chunk: Chunk, keys: Keys, sizes: Sizes = None) -> tuple[Faults, NDArray[Any]]:
         """Read and decode a chunk; its faults and its slots."""
         batch = chunk.batch
         start, pixels = chunk.start - batch.own, self._pixels(batch)
-        faults = self._workers.decode(chunk, keys, self.meter, pixels, start)
+        faults = self._workers.decode(chunk, keys, self.meter, pixels, start, sizes)
         slots = pixels[start : start + len(chunk)]
         if faults is None:
             payload = self._reader.read(chunk.indices)
             self._reader.meter.add(samples=len(chunk), read_bytes=sum(payload.sizes), cpu_s=payload.cpu_s)
-            faults = self._decoder.run_on_cpu(payload, keys, slots)
+            faults = self._decoder.run_on_cpu(payload, keys, slots, sizes)
         return faults, slots
 
     def send(self, batch: Assembly) -> None:

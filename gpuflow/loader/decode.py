@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from gpuflow.errors import BadSampleError
 from gpuflow.execute.cpu import CpuRunners
 from gpuflow.loader.batch import Assembly, Chunk
@@ -18,11 +21,13 @@ from gpuflow.runtime.buffers import SlotPool
 from gpuflow.runtime.metrics import Meter
 from gpuflow.sources import Payload
 
-__all__ = ["ChunkDecoder", "Faults", "Run", "WorkerDecoder"]
+__all__ = ["ChunkDecoder", "Faults", "Run", "Sizes", "WorkerDecoder"]
 
 Faults = list[BadSampleError | None]
 """For each sample None, or why it is bad."""
-Run = Callable[[Payload, Keys, Any], Faults]
+Sizes = NDArray[np.int64] | None
+"""Receives the heights and widths of the upright images, [N, 2]; None if nobody needs them."""
+Run = Callable[[Payload, Keys, Any, Sizes], Faults]
 """Runs the program on what was read, into slots, and releases the bytes."""
 
 
@@ -52,16 +57,20 @@ class WorkerDecoder:
                 idle=plan.share is not None,
             )
 
-    def decode(self, chunk: Chunk, keys: Keys, meter: Meter, slots: Any, start: int) -> Faults | None:
+    def decode(
+        self, chunk: Chunk, keys: Keys, meter: Meter, slots: Any, start: int, sizes: Sizes = None
+    ) -> Faults | None:
         """Have a worker read and decode a chunk, into slots from `start` on; None if none can now.
 
         meter: gets the processor time of decoding.
         """
         if self._workers is None:
             return None
-        outcome = self._workers.run(chunk.indices, keys, slots, start)
+        outcome = self._workers.run(chunk.indices, keys, slots, start, sizes=sizes is not None)
         if outcome is None:
             return None
+        if sizes is not None and outcome.sizes is not None:
+            sizes[:] = outcome.sizes
         self._meter.add(samples=len(chunk), read_bytes=outcome.read_bytes, busy_s=outcome.read_s)
         meter.add(busy_s=-outcome.read_s, cpu_s=outcome.cpu_s)
         return outcome.errors()
@@ -100,7 +109,14 @@ class ChunkDecoder:
         count, gpu = len(batch.positions), self._plan.gpu
         batch.slots = slots_of(self._plan.program, self._slots.acquire(count)) if gpu is None else gpu.slots(count)
 
-    def decode(self, chunk: Chunk, keys: Keys, read: Callable[[Chunk], None], ahead: Sequence[Any] = ()) -> Faults:
+    def decode(
+        self,
+        chunk: Chunk,
+        keys: Keys,
+        read: Callable[[Chunk], None],
+        ahead: Sequence[Any] = (),
+        sizes: Sizes = None,
+    ) -> Faults:
         """Decode a chunk into its slots.
 
         read: fills in its payload, where that was not read before. ahead: see `ChunkRunner.launch`.
@@ -108,28 +124,39 @@ class ChunkDecoder:
         slots = chunk.batch.slots
         assert slots is not None
         if self._plan.gpu is None:  # workers next to a GPU decode the CPU's share
-            faults = self._workers.decode(chunk, keys, self.meter, slots, chunk.start)
+            faults = self._workers.decode(chunk, keys, self.meter, slots, chunk.start, sizes)
             if faults is not None:
                 return faults
         if chunk.payload is None:
             read(chunk)
         assert chunk.payload is not None
-        faults = self.run(chunk.payload, keys, slots[chunk.start : chunk.stop], chunk.prepared, ahead)
+        faults = self.run(chunk.payload, keys, slots[chunk.start : chunk.stop], sizes, chunk.prepared, ahead)
         chunk.payload = chunk.prepared = None
         return faults
 
-    def run(self, payload: Payload, keys: Keys, slots: Any, prepared: Any = None, ahead: Sequence[Any] = ()) -> Faults:
+    def run(
+        self,
+        payload: Payload,
+        keys: Keys,
+        slots: Any,
+        sizes: Sizes = None,
+        prepared: Any = None,
+        ahead: Sequence[Any] = (),
+    ) -> Faults:
         """The program on what was read, into slots, where the plan says. Releases the bytes."""
         gpu, device_stream = self._plan.gpu, self._plan.device_stream
         if gpu is None or device_stream is None:
-            return self.run_on_cpu(payload, keys, slots)
-        faults = gpu.launch(prepared or gpu.prepare(payload, keys), slots, ahead)
+            return self.run_on_cpu(payload, keys, slots, sizes)
+        prepared = prepared or gpu.prepare(payload, keys)
+        if sizes is not None:
+            sizes[:] = prepared.sizes
+        faults = gpu.launch(prepared, slots, ahead)
         device_stream.retain_until_done(payload.buffer, self._reader.release)
         return faults
 
-    def run_on_cpu(self, payload: Payload, keys: Keys, slots: Any) -> Faults:
+    def run_on_cpu(self, payload: Payload, keys: Keys, slots: Any, sizes: Sizes = None) -> Faults:
         """The program on what was read, into slots, on this thread. Releases the bytes."""
-        faults = decode(self._runners, payload, keys, slots)
+        faults = decode(self._runners, payload, keys, slots, sizes)
         self._reader.release(payload.buffer)
         return faults
 

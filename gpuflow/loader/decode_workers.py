@@ -15,6 +15,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from gpuflow.errors import BadSampleError, DecoderError
 from gpuflow.execute.cpu import CpuRunner, CpuRunners, ViewsRunner
 from gpuflow.execute.cpu_workers import PlainFault, faults_of, open_runner, plain_faults, prepare, slots_in
@@ -22,7 +25,7 @@ from gpuflow.pipeline.stage import Keys
 from gpuflow.pipeline.views import AnyProgram, ViewSlots
 from gpuflow.runtime.buffers import BytePool
 from gpuflow.runtime.worker_pool import ParentConnection, WorkerConnection, WorkerPool
-from gpuflow.sources import Payload, Source
+from gpuflow.sources import Payload, Source, without_records
 
 __all__ = ["DecodeWorkers", "Outcome", "decode", "prepare", "work"]
 
@@ -32,22 +35,28 @@ class Outcome:
     """What became of a chunk's samples.
 
     faults [n]: None, or the stage and the reason. read_bytes, read_s: of the source. cpu_s: processor seconds in all.
+    sizes [n, 2]: see `CpuRunner.run`; None if they were not asked for.
     """
 
     faults: list[PlainFault]
     read_bytes: int
     read_s: float
     cpu_s: float
+    sizes: NDArray[np.int64] | None = None
 
     def errors(self) -> list[BadSampleError | None]:
         return faults_of(self.faults)
 
 
 def decode(
-    runner: CpuRunner | ViewsRunner | CpuRunners, payload: Payload, keys: Keys, slots: Any
+    runner: CpuRunner | ViewsRunner | CpuRunners,
+    payload: Payload,
+    keys: Keys,
+    slots: Any,
+    sizes: NDArray[np.int64] | None = None,
 ) -> list[BadSampleError | None]:
     """A payload's samples into their slots, as `CpuRunner.run`; an unreadable one is bad without further ado."""
-    faults = runner.run([payload.sample(i) for i in range(len(payload))], keys, slots)
+    faults = runner.run([payload.sample(i) for i in range(len(payload))], keys, slots, sizes)
     for i, error in enumerate(payload.errors):
         if error is not None:
             faults[i] = BadSampleError("read", error)
@@ -66,18 +75,20 @@ class DecodeWorkers:
         self, program: AnyProgram, source: Source, *, threads: int, processes: int, idle: bool = False
     ) -> None:
         shares = [len(range(worker, threads, processes)) for worker in range(processes)]
-        self._pool = WorkerPool(__name__, connections=shares, setup=(source, program, idle), task="decode")
+        self._pool = WorkerPool(
+            __name__, connections=shares, setup=(without_records(source), program, idle), task="decode"
+        )
 
-    def run(self, indices: Sequence[int], keys: Keys, slots: Any, start: int) -> Outcome | None:
+    def run(self, indices: Sequence[int], keys: Keys, slots: Any, start: int, *, sizes: bool = False) -> Outcome | None:
         """Read and decode samples into slots [start, start + n) of a batch's (`slots_of`); None if no worker can.
 
         The slots then hold anything, and the caller has to decode into them itself. Raises only what ends the caller's
-        own wait.
+        own wait. sizes: whether to report the images' sizes.
         """
 
         def exchange(worker: WorkerConnection) -> Outcome | None:
             memory = slots.memory if isinstance(slots, ViewSlots) else slots
-            worker.send((indices, keys, start, len(memory)))
+            worker.send((indices, keys, start, len(memory), sizes))
             outcome: Outcome | None = worker.answer() if worker.share(memory) else None
             return outcome
 
@@ -113,13 +124,14 @@ def work(connection: ParentConnection, setup: Setup | str) -> None:
             os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # of this thread
     runner, pool = open_runner(connection, program), BytePool()
     while runner is not None:
-        indices, keys, start, batch = connection.recv()
+        indices, keys, start, batch, wants_sizes = connection.recv()
         memory = connection.memory()
         if memory is None:
             continue
         slots = slots_in(memory, program, start, len(indices), batch)
         try:
-            outcome = _run(source, runner, pool, indices, keys, slots)
+            sizes = np.empty((len(indices), 2), np.int64) if wants_sizes else None
+            outcome = _run(source, runner, pool, indices, keys, slots, sizes)
         except DecoderError:
             return  # the pool then does without this worker
         except Exception:  # raised again by the thread that does the work instead
@@ -128,11 +140,17 @@ def work(connection: ParentConnection, setup: Setup | str) -> None:
 
 
 def _run(
-    source: Source, runner: CpuRunner | ViewsRunner, pool: BytePool, indices: Sequence[int], keys: Keys, slots: Any
+    source: Source,
+    runner: CpuRunner | ViewsRunner,
+    pool: BytePool,
+    indices: Sequence[int],
+    keys: Keys,
+    slots: Any,
+    sizes: NDArray[np.int64] | None,
 ) -> Outcome:
     begun, cpu = time.perf_counter(), time.thread_time()
     payload = source.read(indices, pool.acquire)
     read_s = time.perf_counter() - begun
-    faults = decode(runner, payload, keys, slots)
+    faults = decode(runner, payload, keys, slots, sizes)
     pool.release(payload.buffer)
-    return Outcome(plain_faults(faults), sum(payload.sizes), read_s, time.thread_time() - cpu)
+    return Outcome(plain_faults(faults), sum(payload.sizes), read_s, time.thread_time() - cpu, sizes)

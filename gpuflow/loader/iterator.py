@@ -7,13 +7,14 @@ import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from gpuflow.errors import LoaderError, LoaderTimeout
-from gpuflow.loader.batch import Assembly, Batch
+from gpuflow.loader.batch import Assembly, Batch, RaggedTensor, targets_of
 from gpuflow.loader.gpu_wait import GpuWait
 from gpuflow.loader.lowering import Feed
 from gpuflow.loader.plan import LoaderPlan
@@ -147,7 +148,13 @@ class EpochIterator(Iterator[Batch]):
                 )
             images, rows = _select(images, kept), [x[torch.from_numpy(kept)] for x in rows]
         labels, valid, indices = rows
-        return Batch((images, labels), valid=valid, indices=indices, step=assembly.step, epoch=self._epoch)
+        known: dict[str, Any] = {"valid": valid, "indices": indices, "step": assembly.step, "epoch": self._epoch}
+        mapper = self._plan.targets
+        if mapper is None:
+            return Batch((images, labels), **known)
+        fields = assembly.fields
+        second = labels if self._plan.labelled else targets_of(images, indices, fields, mapper.fields)
+        return Batch((images, second), fields=fields, _schema=mapper.fields, **known)
 
     def _tensors(self, assembly: Assembly) -> tuple[Images, list[torch.Tensor]]:
         """The batch's images or views, and labels, valid, indices; on a GPU safe to use on the current stream."""
@@ -160,6 +167,12 @@ class EpochIterator(Iterator[Batch]):
         stream.wait_event(assembly.ready)
         for tensor in (*(images.values() if isinstance(images, dict) else [images]), *assembly.there):
             tensor.record_stream(stream)
+        for column in assembly.fields.values():
+            if isinstance(column, RaggedTensor):
+                column.values.record_stream(stream)
+                column.offsets.record_stream(stream)
+            elif isinstance(column, torch.Tensor):
+                column.record_stream(stream)
         return images, list(assembly.there)
 
     def _timed_event(self) -> torch.cuda.Event:

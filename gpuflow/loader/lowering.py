@@ -29,11 +29,13 @@ from gpuflow.errors import GpuflowError, LoaderError, LoaderTimeout
 from gpuflow.execute.device_stream import SHORT_WAIT
 from gpuflow.loader.batch import Assembly, Chunk
 from gpuflow.loader.cpu_offload import CpuOffload
-from gpuflow.loader.decode import ChunkDecoder, Faults, Run, WorkerDecoder
+from gpuflow.loader.decode import ChunkDecoder, Faults, Run, Sizes, WorkerDecoder
 from gpuflow.loader.epoch import START_SECONDS, STOP_SECONDS, EpochRun, RunningPipeline
+from gpuflow.loader.mixing import Mixer
 from gpuflow.loader.plan import LoaderPlan
 from gpuflow.loader.prepared import PreparedChunks
 from gpuflow.loader.read import ChunkReader, keys_of
+from gpuflow.loader.records import RecordMapper, in_one_block, to_tensors
 from gpuflow.loader.resolve import BadSampleResolver
 from gpuflow.loader.sampler import Steps
 from gpuflow.pipeline.image_spec import as_batch
@@ -84,7 +86,9 @@ class Feed:
         self._offload: CpuOffload | None = None
         if plan.share is not None:
             self._offload = CpuOffload(plan, plan.share, self._reader, self._decoder, self.workers)
-        self._resolver = BadSampleResolver(plan, self._reader)
+        self._records = RecordMapper(plan.source, plan.targets) if plan.targets is not None else None
+        self._resolver = BadSampleResolver(plan, self._reader, self._records)
+        self._mixer = Mixer(plan)
         offload_meters = [self._offload.meter] if self._offload is not None else []
         self.meters = (self._reader.meter, *offload_meters, self._decoder.meter)
         self._owners: list[threading.Thread] = []
@@ -273,6 +277,8 @@ class Feed:
             positions, valid = steps.positions(step)
             indices = self._plan.order.indices(epoch, positions)
             labels = self._plan.source.labels[indices]
+            if labels.dtype == np.uint8:  # several classes a sample, of which losses want floats
+                labels = labels.astype(np.float32)
         except Exception as error:
             none = np.empty(0, np.int64)
             return Assembly(step, none, none, none, none.astype(bool), none.astype(bool), 1, error=error)
@@ -313,11 +319,15 @@ class Feed:
             with self._reader.meter.work(len(chunk), chunk):
                 self._reader.read_chunk(epoch, chunk)
 
-        keys = keys_of(self._plan, epoch, chunk)
+        keys, sizes = keys_of(self._plan, epoch, chunk), self._sizes(chunk)
         with self._naming_files(chunk):
-            faults = self._decoder.decode(chunk, keys, read, prepared.take(chunk))
+            faults = self._decoder.decode(chunk, keys, read, prepared.take(chunk), sizes)
         slots = chunk.batch.slots[chunk.start : chunk.stop]
-        self._finish(epoch, admission, chunk, keys, faults, self._decoder.run, slots)
+        self._finish(epoch, admission, chunk, keys, faults, sizes, self._decoder.run, slots)
+
+    def _sizes(self, chunk: Chunk) -> Sizes:
+        """Room for the sizes of a chunk's images, where its records need them."""
+        return None if self._records is None else np.empty((len(chunk), 2), np.int64)
 
     @contextlib.contextmanager
     def _naming_files(self, chunk: Chunk) -> Iterator[None]:
@@ -332,27 +342,41 @@ class Feed:
 
     def _decode_share(self, epoch: int, admission: Admission, chunk: Chunk) -> None:
         assert self._offload is not None
-        keys = keys_of(self._plan, epoch, chunk)
-        faults, slots = self._offload.decode(chunk, keys)
-        self._finish(epoch, admission, chunk, keys, faults, self._decoder.run_on_cpu, slots)
+        keys, sizes = keys_of(self._plan, epoch, chunk), self._sizes(chunk)
+        faults, slots = self._offload.decode(chunk, keys, sizes)
+        self._finish(epoch, admission, chunk, keys, faults, sizes, self._decoder.run_on_cpu, slots)
 
     def _finish(
-        self, epoch: int, admission: Admission, chunk: Chunk, keys: Keys, faults: Faults, run: Run, slots: Any
+        self,
+        epoch: int,
+        admission: Admission,
+        chunk: Chunk,
+        keys: Keys,
+        faults: Faults,
+        sizes: Sizes,
+        run: Run,
+        slots: Any,
     ) -> None:
-        """Resolve a chunk's bad samples; deliver its batch if it was the last one."""
+        """Map a chunk's records, resolve its bad samples, and deliver its batch if it was the last chunk."""
         batch = chunk.batch
+        if self._records is not None and sizes is not None:
+            self._records.add(batch, chunk.start, chunk.indices, keys, sizes, faults)
         self._resolver.resolve(epoch, chunk, keys, faults, run, slots, lambda: admission.closed)
         with batch.lock:
             batch.unfinished -= 1
             whole = batch.unfinished == 0
         if whole:
-            self._deliver(batch)
+            self._deliver(epoch, batch)
             batch.end()
 
-    def _deliver(self, batch: Assembly) -> None:
-        """Queue the rest of a batch's way to the GPU: the pixels that the CPU decoded, labels, indices and masks."""
-        device_stream = self._plan.device_stream
+    def _deliver(self, epoch: int, batch: Assembly) -> None:
+        """Mix a whole batch, and queue the rest of its way to the GPU: pixels from the CPU, labels, fields, masks."""
+        device_stream, mixtures = self._plan.device_stream, self._mixer.draw(epoch, batch)
+        fields = {} if self._records is None else self._records.join(batch)
+        if self._plan.gpu is None:
+            self._mixer.mix(batch, mixtures)
         if device_stream is None:
+            batch.fields = to_tensors(fields, in_one_block)
             return
         if self._plan.gpu is None:
             program, slots = self._plan.program, batch.slots
@@ -365,7 +389,10 @@ class Feed:
             device_stream.retain_until_done(pixels)
         elif self._offload is not None:
             self._offload.send(batch)
+        if self._plan.gpu is not None:
+            self._mixer.queue(batch, mixtures, device_stream)
         batch.there = device_stream.send_all([batch.labels, batch.valid, batch.indices])
+        batch.fields = to_tensors(fields, device_stream.send_all)
         batch.ready = device_stream.record_event()
 
     def _begin_thread(self) -> None:

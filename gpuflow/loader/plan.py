@@ -15,6 +15,7 @@ from gpuflow.sources import Source
 
 if TYPE_CHECKING:
     from gpuflow.execute.device_stream import ChunkRunner, DeviceStream
+    from gpuflow.execute.targets import TargetMapper
 
 __all__ = ["LoaderPlan"]
 
@@ -36,6 +37,8 @@ class LoaderPlan:
         share: the part of each batch that the CPU decodes next to `gpu`, on separate threads, or None.
         prefetch: finished batches that wait for the consumer. timeout_seconds: how long the consumer waits for one.
         bad: counts bad samples and says what becomes of them.
+        targets: maps the fields of the source's records; None if it has no fields besides image and label.
+        labelled: whether the source has labels; without them a batch is the pair (images, targets).
         identity: names all that decides which samples come when and as what, except for the files themselves; states of
             other loaders are refused by it. former_identity: what states without the source's fingerprint may have.
         shared_name: the loader's name among those of this process, the same on every rank.
@@ -60,6 +63,8 @@ class LoaderPlan:
     prefetch: int
     timeout_seconds: float = 120.0
     bad: BadSamples
+    targets: TargetMapper | None = None
+    labelled: bool = True
     identity: str = ""
     former_identity: str = ""
     shared_name: str = ""

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from gpuflow.errors import BadSampleError, LoaderError, TooManyBadSamples
 from gpuflow.loader.batch import Chunk
 from gpuflow.loader.decode import Run
 from gpuflow.loader.plan import LoaderPlan
 from gpuflow.loader.read import ChunkReader
+from gpuflow.loader.records import RecordMapper
 from gpuflow.pipeline.stage import Keys
 
 __all__ = ["BadSampleResolver"]
@@ -18,8 +21,8 @@ __all__ = ["BadSampleResolver"]
 class BadSampleResolver:
     """Applies a loader's policy to its bad samples, on any thread."""
 
-    def __init__(self, plan: LoaderPlan, reader: ChunkReader) -> None:
-        self._plan, self._reader = plan, reader
+    def __init__(self, plan: LoaderPlan, reader: ChunkReader, records: RecordMapper | None = None) -> None:
+        self._plan, self._reader, self._records = plan, reader, records
 
     def resolve(
         self,
@@ -71,7 +74,11 @@ class BadSampleResolver:
             index = chunk.replacement = order.replacement(epoch, int(batch.positions[row]), attempt)
             with self._reader.meter.work(0):  # as part of decoding, whose samples these are
                 payload = self._reader.read([index])
-            (new_fault,) = run(payload, keys, slot)
+            sizes = np.empty((1, 2), np.int64) if self._records is not None else None
+            faults = run(payload, keys, slot, sizes)
+            if self._records is not None and sizes is not None:
+                self._records.add(batch, row, [index], keys, sizes, faults)
+            (new_fault,) = faults
             if new_fault is None:
                 batch.indices[row], batch.labels[row] = index, source.labels[index]
                 return

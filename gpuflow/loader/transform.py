@@ -16,12 +16,14 @@ from numpy.typing import ArrayLike, NDArray
 
 from gpuflow.config import Config
 from gpuflow.config.resources import threads_of
-from gpuflow.errors import BadSampleError, ConfigError, LoaderTimeout, Problem
+from gpuflow.errors import BadSampleError, ConfigError, Key, LoaderTimeout, Problem
 from gpuflow.execute.cpu import CpuRunners
-from gpuflow.pipeline.stage import Keys
+from gpuflow.pipeline.records import GEOMETRIC
+from gpuflow.pipeline.stage import Keys, Mixing
 from gpuflow.pipeline.views import AnyProgram, ViewsProgram, as_images, slot_of, slots_of
 from gpuflow.runtime.ranks import Ranks
 from gpuflow.runtime.threads import DaemonPool, use_torch_threads
+from gpuflow.sources import SourceSpec
 
 if TYPE_CHECKING:
     from gpuflow.execute.device_stream import DeviceStream
@@ -40,12 +42,20 @@ def build_transform(config: Config, name: str, device: str | torch.device | None
     """The stages of one pipeline of a configuration, as a callable. See `gpuflow.transform`."""
     program = config.any_program(name)
 
-    def refused(rule: str, *keys: str, action: str = "") -> ConfigError:
+    def refused(rule: str, *keys: Key, action: str = "") -> ConfigError:
         path = ("pipelines", name, *keys)
         return ConfigError([Problem(f"{config.path}:", rule, action=action, path=path, code="config.conflict")])
 
     if program.decoder.library is not None:
         raise refused("decodes and resizes by itself, so it has no stages for decoded images", "preset")
+    for i, stage in enumerate(() if isinstance(program, ViewsProgram) else program.pipeline.stages):
+        if isinstance(stage, Mixing):
+            rule = "mixes the images and labels of a whole batch, and a transform gets no labels"
+            raise refused(rule, "stages", i, stage.stage_name, action="remove the stage, or use gpuflow.load")
+    if fields := _moved_fields(config.source):
+        rule = f"has boxes, masks or keypoints ({fields}), which a transform does not move with the images"
+        action = "use gpuflow.load, or a source without these fields"
+        raise ConfigError([Problem(f"{config.path}:", rule, action=action, path=("source",), code="config.conflict")])
     target = Ranks.on_host().device(device)
     runner: _Runner
     if target.type == "cuda":
@@ -63,6 +73,12 @@ def build_transform(config: Config, name: str, device: str | torch.device | None
     else:
         runner = _CpuRunner(program, threads_of(config.run), config.run.timeout_s)
     return Transform(program, config.source.seed, target, runner)
+
+
+def _moved_fields(source: SourceSpec) -> str:
+    """The declared fields that follow the moves of pixels; the source is not read for them."""
+    names = [name for name, spec in source.declared if spec.type in GEOMETRIC]
+    return ", ".join(names or (["coco"] if source.kind == "coco" else []))
 
 
 class _Runner(Protocol):

@@ -13,7 +13,7 @@ from gpuflow.decode.preset import Preset
 from gpuflow.execute.cpu import CpuRunner
 from gpuflow.pipeline.image_spec import STORAGE, as_batch, slot_shape
 from gpuflow.pipeline.program import Program
-from gpuflow.pipeline.stage import Keys
+from gpuflow.pipeline.stage import Keys, Pointwise
 
 __all__ = ["Differences", "Levels", "Scale", "Tally", "levels_apart"]
 
@@ -76,12 +76,19 @@ class Scale:
 
     @classmethod
     def of(cls, program: Program) -> Scale:
-        """Compute the scale from the program's results for a black and a white image."""
+        """Compute the scale from what the last stage gives for black and white; from the whole program's results for a
+        black and a white image if that stage has no table of results."""
         height, width, channels = program.result.shape
         assert height is not None and width is not None
         if program.result.dtype == "uint8":
             shape = channels, 1, 1
             return cls(torch.zeros(shape, dtype=torch.float64), torch.ones(shape, dtype=torch.float64), 0.0)
+        last = program.pipeline.stages[-1]
+        table = last.table() if isinstance(last, Pointwise) else None
+        if table is not None:
+            results = torch.from_numpy(table[:, [0, 255]])
+            results = results.view(getattr(torch, program.result.dtype)) if table.dtype == np.uint16 else results
+            return cls._between(results.double().T[..., None, None], program)
         side = 2 * max(height, width)
         samples = [cv2.imencode(".png", np.full((side, side, 3), level, np.uint8))[1] for level in (0, 255)]
         slots = np.empty((2, *slot_shape(program.result)), STORAGE[program.result.dtype])
@@ -89,7 +96,13 @@ class Scale:
             program = replace(program, decoder=replace(program.decoder, name="torchpipe_cpu"))
         faults = CpuRunner(program).run(samples, Keys(0, 0, np.arange(2)), slots)
         assert faults == [None, None], "a plain image can be decoded"
-        plain = as_batch(slots, program.result).double().flatten(2).median(dim=2).values[..., None, None]
+        return cls._between(
+            as_batch(slots, program.result).double().flatten(2).median(dim=2).values[..., None, None], program
+        )
+
+    @classmethod
+    def _between(cls, plain: torch.Tensor, program: Program) -> Scale:
+        """plain: the results for black and for white, float64 [2, C, 1, 1]."""
         unit = (plain[1] - plain[0]) / 255
         unit = unit.where(unit != 0, 1.0)
         rounding = torch.finfo(getattr(torch, program.result.dtype)).eps

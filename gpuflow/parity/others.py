@@ -18,12 +18,14 @@ from gpuflow.decode.codecs import probe
 from gpuflow.decode.preset import Preset
 from gpuflow.errors import BadSampleError, is_system_fault
 from gpuflow.execute.cpu import call_opaque
+from gpuflow.execute.local import run_filters
+from gpuflow.execute.pointwise import run_pointwise
 from gpuflow.parity.base import Result, Results, missing_gpu, missing_torchpipe, served
 from gpuflow.parity.images import Encoded
 from gpuflow.parity.prefixes import Prefix
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.image_spec import as_batch, slot_shape
-from gpuflow.pipeline.program import PointwiseStep, Program, SamplingStep, fold
+from gpuflow.pipeline.program import ApplyStep, LocalStep, PointwiseStep, Program, SamplingStep, WarpStep, fold
 from gpuflow.pipeline.validate import trace
 from gpuflow.torchpipe.graph import PRESET_OPERATORS
 
@@ -133,6 +135,12 @@ def _by_nvjpeg(data: Encoded, decoder: s.Decoder) -> torch.Tensor:
 # --- OpenCV -----------------------------------------------------------------------------------------------------------
 
 _FILTERS = {"nearest": cv2.INTER_NEAREST, "bilinear": cv2.INTER_LINEAR, "bicubic": cv2.INTER_CUBIC}
+_BORDERS = {"constant": cv2.BORDER_CONSTANT, "edge": cv2.BORDER_REPLICATE, "reflect": cv2.BORDER_REFLECT_101}
+
+
+def _scalar(fill: tuple[float, ...]) -> tuple[float, ...]:
+    """A fill as OpenCV takes it: with one level for each channel."""
+    return fill * 4 if len(fill) == 1 else fill
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,12 +177,18 @@ class OpenCv:
             return None
         image = image.reshape(*image.shape[:2], -1)
         for step in program.steps:
-            if isinstance(step, SamplingStep):
+            if isinstance(step, SamplingStep | WarpStep):
                 for stage, occurrence in zip(step.stages, step.occurrences, strict=True):
                     height, width = np.array(image.shape[:2])[:, None]
                     for move in stage.draw(keys.stage(stage.stage_name, occurrence), height, width):
                         image = _moved(image, move)
             elif isinstance(step, PointwiseStep):
+                size = np.array(image.shape[:2])[:, None]
+                planes = step.after.layout == "nchw"
+                image = run_pointwise(image, step.draw(keys, *size), 0, step.table, planes=planes, out=None)
+            elif isinstance(step, LocalStep):
+                image = run_filters(image, step.draw(keys), 0)
+            elif isinstance(step, ApplyStep):
                 image = step.stage.apply(image, step.draw(keys)[0], None)
             else:
                 image = call_opaque(step, np.ascontiguousarray(image), int(step.draw(keys)[0]))
@@ -197,6 +211,24 @@ def _moved(image: NDArray[Any], move: s.Move) -> NDArray[Any]:
             padded = cv2.copyMakeBorder(image, margin, margin, margin, margin, cv2.BORDER_CONSTANT)
             padded = padded.reshape(*padded.shape[:2], -1)
             return padded[y + margin : y + margin + height, x + margin : x + margin + width]
+        case s.Pad():
+            top, bottom, left, right = (int(side[0]) for side in (move.top, move.bottom, move.left, move.right))
+            kind, fill = _BORDERS[move.border], _scalar(move.fill)
+            padded = cv2.copyMakeBorder(image, top, bottom, left, right, kind, value=fill)
+            return padded.reshape(*padded.shape[:2], -1)
+        case s.Warp():
+            if move.active is not None and not move.active[0]:
+                return image
+            half = np.array([[1, 0, 0.5], [0, 1, 0.5], [0, 0, 1]])  # OpenCV's coordinates are indices of pixels
+            warped = cv2.warpPerspective(
+                image,
+                np.linalg.inv(half) @ move.matrix[0] @ half,
+                (int(move.width[0]), int(move.height[0])),
+                flags=_FILTERS[move.interpolation] | cv2.WARP_INVERSE_MAP,
+                borderMode=_BORDERS[move.border],
+                borderValue=_scalar(move.fill),
+            )
+            return warped.reshape(*warped.shape[:2], -1)
         case _:
             assert_never(move)
 

@@ -16,7 +16,7 @@ from gpuflow.decode.codecs import probe
 from gpuflow.errors import BadSampleError
 from gpuflow.parity.images import Encoded
 from gpuflow.pipeline import stage as s
-from gpuflow.pipeline.program import PointwiseStep, Program, SamplingStep, fold
+from gpuflow.pipeline.program import ApplyStep, LocalStep, PointwiseStep, Program, SamplingStep, WarpStep, fold
 from gpuflow.pipeline.validate import trace
 
 __all__ = ["LARGEST_CANVAS", "Canvas", "Prefix", "prefixes_of"]
@@ -70,6 +70,8 @@ class Prefix:
 def prefixes_of(program: Program, samples: Sequence[Encoded], *, seed: int = 0) -> Iterator[Prefix]:
     """Yield every prefix, the shortest first, except those whose image sizes are not known before they have run.
 
+    Mixing stages are in none: they work on batches, not on images.
+
     Args:
         program: the whole pipeline. samples: in the order in which they will run, from position 0 on. seed: seed of the
             random keys.
@@ -77,6 +79,8 @@ def prefixes_of(program: Program, samples: Sequence[Encoded], *, seed: int = 0) 
     stages, name = program.pipeline.stages, program.pipeline.name
     decoded = [_decoded_size(program.decoder, data) for data in samples]
     for count in range(1, len(stages) + 1):
+        if isinstance(stages[count - 1], s.Mixing):
+            return
         spec = program.specs[count]
         if spec.fixed:
             height, width, _ = spec.shape
@@ -86,15 +90,17 @@ def prefixes_of(program: Program, samples: Sequence[Encoded], *, seed: int = 0) 
             yield Prefix(count, fold(pipeline, trace(pipeline)), tuple(sizes))
             continue
         steps = fold(s.Pipeline(name, stages[:count]), program.specs[: count + 1]).steps
-        if spec.dtype != "uint8" or not all(isinstance(step, SamplingStep | PointwiseStep) for step in steps):
+        if spec.dtype != "uint8" or not all(
+            isinstance(step, SamplingStep | WarpStep | PointwiseStep | LocalStep | ApplyStep) for step in steps
+        ):
             continue
         sizes = []
         for i, size in enumerate(decoded):
             keys = s.Keys(seed, 0, np.array([i]))
             for step in steps:
-                if size is not None and isinstance(step, SamplingStep):
-                    window = step.draw(keys, *np.array(size)[:, None]).window[0]
-                    size = int(window[2]), int(window[3])
+                if size is not None and isinstance(step, SamplingStep | WarpStep):
+                    rows, columns = step.draw(keys, *np.array(size)[:, None]).size
+                    size = int(rows[0]), int(columns[0])
             sizes.append(size)
         sides = [min(max(known), LARGEST_CANVAS) for known in zip(*filter(None, sizes), strict=True)] or [1, 1]
         canvas = Canvas(height=sides[0], width=sides[1])

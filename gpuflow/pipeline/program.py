@@ -1,37 +1,66 @@
-"""Folds a pipeline into a program of few steps: one sampling for each run of geometry stages, one step per other stage.
+"""Folds a pipeline into a program of few steps: a sampling or warp for each run of geometry stages, a pass for each run
+of pointwise ones.
 
 Crops, flips and one resize become one sampling. A crop before the resize clamps the filter at the crop's edge; a crop
 after it does not, and only selects from the resized grid. A second resize, or a resize after a crop that may pad,
-starts a new sampling. The steps are values: every lowering runs the same steps.
+starts a new sampling.
+
+Warps become one warp, with the crops and flips that surround them: one matrix, the region of the image that crops
+before the first warp left, and the size after the last one. What is seen outside that region is the border of this one
+warp, also where a crop between two warps would have cut it off. A resize before the warps is a sampling before theirs,
+one after them starts a new sampling; warps that look pixels up in another way, and warps after a padded warp, start a
+new warp.
+
+Pointwise stages in a row become one pass, which clamps and rounds between them; a stage that changes the dtype ends it.
+
+Other stages are a step each. The steps are values: every lowering runs the same steps. Mixing stages are no steps, as
+they run on whole batches: the loader runs them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import assert_never
+from typing import Any, assert_never
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gpuflow.errors import BadSampleError
 from gpuflow.pipeline import stage as s
+from gpuflow.pipeline.moves import forward
 
-__all__ = ["Misfit", "OpaqueStep", "PointwiseStep", "Program", "Sampling", "SamplingStep", "Step", "fold", "too_large"]
+__all__ = [
+    "ApplyStep",
+    "LocalStep",
+    "Misfit",
+    "MixingStep",
+    "OpaqueStep",
+    "PointwiseStep",
+    "Program",
+    "Sampling",
+    "SamplingStep",
+    "Step",
+    "WarpStep",
+    "Warping",
+    "fold",
+    "too_large",
+]
 
 
 @dataclass(frozen=True, slots=True)
 class Misfit:
     """Samples of whose images a stage cannot make what it should: [N] true for each, with the sizes [N, 2] to name.
 
-    max_pixels: None if a crop is larger than the image, whose size it names; else the limit that a resized image, whose
-    size it names, exceeds.
+    max_pixels: None if a crop, or what `larger` names, is larger than the image, whose size it names; else the limit
+    that a resized image, whose size it names, exceeds.
     """
 
     stage: str
     where: s.Bools
     sizes: s.Ints
     max_pixels: int | None = None
+    larger: str = "crop"
 
     def fault(self, i: int) -> BadSampleError | None:
         """Why sample i is bad, or None."""
@@ -39,7 +68,7 @@ class Misfit:
             return None
         height, width = self.sizes[i].tolist()
         if self.max_pixels is None:
-            reason = f"the crop is larger than the image, which has {height}x{width} pixels here"
+            reason = f"the {self.larger} is larger than the image, which has {height}x{width} pixels here"
             return BadSampleError(self.stage, reason)
         return too_large(self.stage, height, width, self.max_pixels)
 
@@ -61,10 +90,11 @@ class Sampling:
     mirrors [N, 2]: whether to mirror the box top-bottom, left-right before resampling. Only `nearest` uses it, because
         only there the result depends on the order of mirroring and resampling.
     grid [N, 2]: height, width that the box is resampled to.
-    shown [N, 4]: y, x, height, width of the part of the grid that earlier crops kept; the rest of it is black.
-    window [N, 4]: y, x, height, width of the part of the grid that is the result; outside the grid it is black.
+    shown [N, 4]: y, x, height, width of the part of the grid that earlier crops kept; the rest of it is filled.
+    window [N, 4]: y, x, height, width of the part of the grid that is the result; outside the grid it is filled.
     flips [N, 2]: whether to mirror the window top-bottom, left-right.
     misfits: the samples that this sampling cannot be run on, and why.
+    fill: the levels that pixels outside the image have, one for all channels or one for each; black by default.
     """
 
     box: s.Ints
@@ -76,6 +106,38 @@ class Sampling:
     misfits: tuple[Misfit, ...]
     interpolation: str
     antialias: bool
+    fill: tuple[float, ...] = (0,)
+
+    @property
+    def size(self) -> tuple[s.Ints, s.Ints]:
+        """Height and width [N] of the results."""
+        return self.window[:, 2], self.window[:, 3]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Warping:
+    """The geometry of one warp for N samples, in pixels.
+
+    box [N, 4]: y, x, height, width of the region of the image that is warped; no pixel outside it is read.
+    matrix [N, 3, 3]: maps a point of the result to the point of the box that is seen there.
+    height, width [N]: of the result.
+    shown [N, 4]: y, x, height, width of the part of the result that crops did not pad; the rest of it is black.
+    misfits: the samples that this warp cannot be run on, and why.
+    filter: how pixels are looked up.
+    """
+
+    box: s.Ints
+    matrix: s.Matrices
+    height: s.Ints
+    width: s.Ints
+    shown: s.Ints
+    misfits: tuple[Misfit, ...]
+    filter: s.Filter
+
+    @property
+    def size(self) -> tuple[s.Ints, s.Ints]:
+        """Height and width [N] of the results."""
+        return self.height, self.width
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,21 +163,94 @@ class SamplingStep:
                         builder.flip(move)
                     case s.Resize():
                         builder.resize(move, stage.stage_name, self.max_pixels)
+                    case s.Pad():
+                        builder.pad(move, stage.stage_name, self.max_pixels)
+                    case s.Warp():
+                        raise TypeError(f"{stage!r} returns a warp, which its `warps` does not declare")
                     case _:
                         assert_never(move)
         return builder.sampling()
 
 
 @dataclass(frozen=True, slots=True)
+class WarpStep:
+    """Geometry stages that run as one warp: see `SamplingStep`. filter: the one of all of its warps."""
+
+    stages: tuple[s.Geometry, ...]
+    occurrences: tuple[int, ...]
+    max_pixels: int
+    filter: s.Filter
+
+    def draw(self, keys: s.Keys, height: s.Ints, width: s.Ints) -> Warping:
+        """The warp for samples whose images have these sizes [N]."""
+        builder = _WarpBuilder(height, width)
+        for stage, occurrence in zip(self.stages, self.occurrences, strict=True):
+            for move in stage.draw(keys.stage(stage.stage_name, occurrence), *builder.size):
+                match move:
+                    case s.Crop():
+                        builder.crop(move, stage.stage_name)
+                    case s.Flip():
+                        builder.move(move)
+                    case s.Pad():
+                        builder.pad(move, stage.stage_name, self.max_pixels)
+                    case s.Warp():
+                        builder.warp(move, stage.stage_name, self.max_pixels)
+                    case s.Resize():
+                        raise TypeError(f"{stage!r} returns a resize and warps, which no one step can do")
+                    case _:
+                        assert_never(move)
+        return builder.warping(self.filter)
+
+
+@dataclass(frozen=True, slots=True)
 class PointwiseStep:
-    """One pointwise stage."""
+    """Pointwise stages that run as one pass: operations, then the table of the last stage if that has one.
+
+    occurrences: for each stage, how many of the same name precede it. after: the spec of the result.
+    """
+
+    stages: tuple[s.Pointwise, ...]
+    occurrences: tuple[int, ...]
+    after: s.ImageSpec
+
+    @property
+    def table(self) -> NDArray[Any] | None:
+        """See `Pointwise.table`; None if the pass has no table."""
+        return self.stages[-1].table()
+
+    def draw(self, keys: s.Keys, height: s.Ints, width: s.Ints) -> s.Operations:
+        """The operations of samples whose images have these sizes [N]."""
+        parts = []
+        for stage, occurrence in zip(self.stages, self.occurrences, strict=True):
+            drawn = stage.draw(keys.stage(stage.stage_name, occurrence))
+            if (operations := stage.operations(drawn, height, width)) is not None:
+                parts.append(operations)
+        return s.Operations.join(len(keys.positions), parts)
+
+
+@dataclass(frozen=True, slots=True)
+class ApplyStep:
+    """A pointwise stage that has neither operations nor a table. after: the spec of its result."""
 
     stage: s.Pointwise
     occurrence: int
+    after: s.ImageSpec
 
     def draw(self, keys: s.Keys) -> NDArray[np.float64]:
         """The coefficients of each sample, [N, K]."""
         return self.stage.draw(keys.stage(self.stage.stage_name, self.occurrence))
+
+
+@dataclass(frozen=True, slots=True)
+class LocalStep:
+    """One local stage."""
+
+    stage: s.Local
+    occurrence: int
+
+    def draw(self, keys: s.Keys) -> s.Filters:
+        """The filters of each sample."""
+        return self.stage.filters(self.stage.draw(keys.stage(self.stage.stage_name, self.occurrence)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +269,22 @@ class OpaqueStep:
         return halves[:, 0] << 31 | halves[:, 1]
 
 
-Step = SamplingStep | PointwiseStep | OpaqueStep
+@dataclass(frozen=True, slots=True)
+class MixingStep:
+    """One mixing stage, on whole batches of images of one size."""
+
+    stage: s.Mixing
+    occurrence: int
+    height: int
+    width: int
+
+    def draw(self, keys: s.Keys, valid: s.Bools) -> s.Mixture:
+        """The mixture of a batch. valid [N]: false where a sample was wrapped around."""
+        stage_keys = keys.stage(self.stage.stage_name, self.occurrence)
+        return self.stage.draw(stage_keys, self.height, self.width, valid)
+
+
+Step = SamplingStep | WarpStep | PointwiseStep | LocalStep | ApplyStep | OpaqueStep
 
 
 class _SamplingBuilder:
@@ -147,6 +297,7 @@ class _SamplingBuilder:
         self._mirrors = self._flips = np.zeros((len(height), 2), bool)
         self._misfits: list[Misfit] = []
         self._filter = ("bilinear", True)
+        self._fill: tuple[float, ...] = (0,)
 
     @property
     def size(self) -> tuple[s.Ints, s.Ints]:
@@ -154,10 +305,7 @@ class _SamplingBuilder:
 
     def crop(self, move: s.Crop, stage: str) -> None:
         height, width = self.size
-        outside_y = (move.y < -move.margin) | (move.y + move.height > height + move.margin)
-        outside_x = (move.x < -move.margin) | (move.x + move.width > width + move.margin)
-        if (outside := outside_y | outside_x).any():
-            self._misfits.append(Misfit(stage, outside, self._window[:, 2:]))
+        self._misfits += _outside(move, stage, height, width)
         if move.margin and self._grid is None:
             self._fix_grid(height, width)
         y = np.where(self._flips[:, 0], height - move.y - move.height, move.y)
@@ -173,12 +321,18 @@ class _SamplingBuilder:
 
     def resize(self, move: s.Resize, stage: str, max_pixels: int) -> None:
         assert self._grid is None, "a second resize starts a new sampling"
-        if (large := move.height.astype(np.float64) * move.width > max_pixels).any():
-            self._misfits.append(Misfit(stage, large, np.stack([move.height, move.width], axis=1), max_pixels))
+        self._misfits += _too_large(stage, move.height, move.width, max_pixels)
         self._filter = (move.interpolation, move.antialias)
         if move.interpolation == "nearest":
             self._mirrors, self._flips = self._flips, np.zeros_like(self._flips)
         self._fix_grid(move.height, move.width)
+
+    def pad(self, move: s.Pad, stage: str, max_pixels: int) -> None:
+        assert move.border == "constant", "a Pad of another border is a warp"
+        crop = _as_crop(move, *self.size)
+        self._misfits += _too_large(stage, crop.height, crop.width, max_pixels)
+        self.crop(crop, stage)
+        self._fill = move.fill
 
     def _fix_grid(self, height: s.Ints, width: s.Ints) -> None:
         self._grid = np.stack([height, width], axis=1)
@@ -199,7 +353,113 @@ class _SamplingBuilder:
             misfits=tuple(self._misfits),
             interpolation=interpolation,
             antialias=antialias,
+            fill=self._fill,
         )
+
+
+class _WarpBuilder:
+    """Combines the moves of N samples into one warp."""
+
+    def __init__(self, height: s.Ints, width: s.Ints) -> None:
+        none = np.zeros_like(height)
+        self.size = height, width
+        self._matrix = np.broadcast_to(np.eye(3), (len(height), 3, 3)).copy()
+        self._shown = np.stack([none, none, height, width], axis=1)
+        self._box: s.Ints | None = None
+        self._misfits: list[Misfit] = []
+
+    def move(self, move: s.Crop | s.Flip) -> None:
+        """Select or mirror pixels; what crops have padded so far moves with them."""
+        moved, height, width = forward(move, *self.size)
+        self.size = height, width
+        self._matrix = self._matrix @ np.linalg.inv(moved).round()
+        self._shown = _overlap(_moved(self._shown, moved), self._whole())
+
+    def crop(self, move: s.Crop, stage: str) -> None:
+        self._misfits += _outside(move, stage, *self.size)
+        self.move(move)
+
+    def pad(self, move: s.Pad, stage: str, max_pixels: int) -> None:
+        height, width = self.size
+        if move.border == "constant":
+            assert not any(move.fill), "a Pad of another fill starts a new sampling"
+            crop = _as_crop(move, height, width)
+            self._misfits += _too_large(stage, crop.height, crop.width, max_pixels)
+            self.move(crop)
+            return
+        if move.border == "reflect":
+            short = (np.maximum(move.top, move.bottom) >= height) | (np.maximum(move.left, move.right) >= width)
+            if short.any():
+                self._misfits.append(Misfit(stage, short, np.stack([height, width], axis=1), larger="padding"))
+        moved, height, width = forward(move, *self.size)
+        back: s.Matrices = np.linalg.inv(moved).round().astype(np.float64)
+        self.warp(s.Warp(back, height, width), stage, max_pixels)
+
+    def warp(self, move: s.Warp, stage: str, max_pixels: int) -> None:
+        self._misfits += _too_large(stage, move.height, move.width, max_pixels)
+        self._fix_box()
+        active = np.ones(len(move.matrix), bool) if move.active is None else move.active
+        self._matrix = np.where(active[:, None, None], self._matrix @ move.matrix, self._matrix)
+        height, width = self.size
+        self.size = np.where(active, move.height, height), np.where(active, move.width, width)
+        self._shown = self._whole()
+
+    def _whole(self) -> s.Ints:
+        """The whole image as a box."""
+        height, width = self.size
+        return np.stack([np.zeros_like(height), np.zeros_like(width), height, width], axis=1)
+
+    def _fix_box(self) -> None:
+        """Before the first warp: the region that was cropped so far, to which the matrix refers from now on."""
+        if self._box is not None:
+            return
+        self._box = _moved(self._whole(), self._matrix)
+        self._matrix[:, :2, 2] -= self._box[:, 1::-1]
+
+    def warping(self, filter: s.Filter) -> Warping:
+        self._fix_box()
+        assert self._box is not None
+        height, width = self.size
+        return Warping(
+            box=self._box,
+            matrix=self._matrix,
+            height=height,
+            width=width,
+            shown=self._shown,
+            misfits=tuple(self._misfits),
+            filter=filter,
+        )
+
+
+def _moved(boxes: s.Ints, matrix: s.Matrices) -> s.Ints:
+    """Where matrices that mirror and shift whole pixels take boxes [N, 4]."""
+    y, x, height, width = boxes.T
+    corners = np.array([[x, x + width], [y, y + height], [np.ones_like(x)] * 2], np.float64)
+    ends = np.sort(np.einsum("nij,jkn->nik", matrix, corners).astype(np.int64), axis=2)
+    starts = ends[:, 1::-1, 0]
+    return np.concatenate([starts, ends[:, 1::-1, 1] - starts], axis=1)
+
+
+def _as_crop(move: s.Pad, height: s.Ints, width: s.Ints) -> s.Crop:
+    """A padding of images of these sizes [N] as a crop that extends outside them."""
+    sides = (move.top, move.bottom, move.left, move.right)
+    margin = max(int(side.max(initial=0)) for side in sides)
+    size = height + move.top + move.bottom, width + move.left + move.right
+    return s.Crop(-move.top, -move.left, *size, margin=max(margin, 1))
+
+
+def _outside(move: s.Crop, stage: str, height: s.Ints, width: s.Ints) -> list[Misfit]:
+    """The samples whose images are too small for a crop."""
+    outside_y = (move.y < -move.margin) | (move.y + move.height > height + move.margin)
+    outside_x = (move.x < -move.margin) | (move.x + move.width > width + move.margin)
+    outside = outside_y | outside_x
+    return [Misfit(stage, outside, np.stack([height, width], axis=1))] if outside.any() else []
+
+
+def _too_large(stage: str, height: s.Ints, width: s.Ints, max_pixels: int) -> list[Misfit]:
+    """The samples whose results have more than `max_pixels` pixels."""
+    large = height.astype(np.float64) * width > max_pixels
+    return [Misfit(stage, large, np.stack([height, width], axis=1), max_pixels)] if large.any() else []
 
 
 def _overlap(a: s.Ints, b: s.Ints) -> s.Ints:
@@ -213,17 +473,57 @@ def _overlap(a: s.Ints, b: s.Ints) -> s.Ints:
 class Program:
     """A pipeline folded into steps, with the specs between its stages.
 
-    specs[0] is the encoded input; specs[-1] is the spec of the images in a batch.
+    specs[0] is the encoded input; specs[-1] is the spec of the images in a batch. steps: on each image. mixings: on a
+    batch of finished images and their labels; where there are any, labels are float32 [N, classes].
     """
 
     pipeline: s.Pipeline
     specs: tuple[s.ImageSpec, ...]
     decoder: s.Decoder
     steps: tuple[Step, ...]
+    mixings: tuple[MixingStep, ...] = ()
 
     @property
     def result(self) -> s.ImageSpec:
         return self.specs[-1]
+
+
+class _Run:
+    """Geometry stages in a row that run as one step."""
+
+    def __init__(self, max_pixels: int) -> None:
+        self._max_pixels = max_pixels
+        self._stages: list[tuple[s.Geometry, int]] = []
+        self._filter: s.Filter | None = None
+        self._fill: tuple[float, ...] | None = None
+        self._resized = self._padded = False
+
+    def takes(self, stage: s.Geometry) -> bool:
+        """Whether the run can go on with this stage."""
+        if stage.warps is not None:
+            return not self._resized and not self._padded and self._filter in (None, stage.warps)
+        if self._filter is not None:
+            return not stage.resizes and not (stage.pads and stage.padding_fill != (0,))
+        if stage.resizes:
+            return not self._resized and not self._padded
+        return not stage.pads or self._fill in (None, stage.padding_fill)
+
+    def add(self, stage: s.Geometry, occurrence: int, before: s.ImageSpec) -> None:
+        """Go on with a stage that the run takes. before: the spec of its input."""
+        self._stages.append((stage, occurrence))
+        self._resized |= stage.resizes
+        self._filter = self._filter or stage.warps
+        if stage.pads and (self._filter is None or stage.pads_image(before)):
+            self._padded, self._fill = True, stage.padding_fill
+
+    def steps(self) -> list[Step]:
+        """Its step; none if it has no stages."""
+        if not self._stages:
+            return []
+        stages, occurrences = zip(*self._stages, strict=True)
+        if self._filter is None:
+            return [SamplingStep(stages, occurrences, self._max_pixels)]
+        return [WarpStep(stages, occurrences, self._max_pixels, self._filter)]
 
 
 def fold(pipeline: s.Pipeline, specs: Sequence[s.ImageSpec]) -> Program:
@@ -232,31 +532,52 @@ def fold(pipeline: s.Pipeline, specs: Sequence[s.ImageSpec]) -> Program:
     assert isinstance(decoder, s.Decoder)
     assert decoder.library is None or specs[1].fixed, "a decoder with its own library gives images of one size"
     steps: list[Step] = []
-    run: list[tuple[s.Geometry, int]] = []
-    fixed = False
+    mixings: list[MixingStep] = []
+    moving = _Run(decoder.max_pixels)
+    coloring: list[tuple[s.Pointwise, int]] = []
 
-    def flush() -> None:
-        if run:
-            stages, occurrences = zip(*run, strict=True)
-            steps.append(SamplingStep(stages, occurrences, decoder.max_pixels))
-            run.clear()
+    def flush(done: int) -> None:
+        """End the step that the stages before number `done` form."""
+        nonlocal moving
+        steps.extend(moving.steps())
+        moving = _Run(decoder.max_pixels)
+        if coloring:
+            passed, occurrences = zip(*coloring, strict=True)
+            steps.append(PointwiseStep(passed, occurrences, specs[done]))
+            coloring.clear()
 
     counts = pipeline.occurrences()
     for i, stage in enumerate(rest, start=1):
         if isinstance(stage, s.Geometry):
-            if stage.resizes and fixed:
-                flush()
-                fixed = False
-            fixed = fixed or stage.resizes or stage.pads
-            run.append((stage, counts[i]))
+            if coloring or not moving.takes(stage):
+                flush(i)
+            moving.add(stage, counts[i], specs[i])
             continue
-        flush()
-        fixed = False
+        if isinstance(stage, s.Pointwise) and (stage.table() is not None or _has_operations(stage)):
+            if not coloring:
+                flush(i)
+            coloring.append((stage, counts[i]))
+            if stage.table() is not None:
+                flush(i + 1)
+            continue
+        flush(i)
         if isinstance(stage, s.Pointwise):
-            steps.append(PointwiseStep(stage, counts[i]))
+            steps.append(ApplyStep(stage, counts[i], specs[i + 1]))
+        elif isinstance(stage, s.Local):
+            steps.append(LocalStep(stage, counts[i]))
         elif isinstance(stage, s.Opaque):
             steps.append(OpaqueStep(stage, counts[i], specs[i], specs[i + 1], decoder.max_pixels))
+        elif isinstance(stage, s.Mixing):
+            height, width, _ = specs[i].shape
+            assert height is not None and width is not None, "mixing stages take images of one size"
+            mixings.append(MixingStep(stage, counts[i], height, width))
         else:
-            raise TypeError(f"{stage!r} is of no kind of stage; derive it from Geometry, Pointwise or Opaque")
-    flush()
-    return Program(pipeline=pipeline, specs=tuple(specs), decoder=decoder, steps=tuple(steps))
+            kinds = "Geometry, Pointwise, Local, Opaque or Mixing"
+            raise TypeError(f"{stage!r} is of no kind of stage; derive it from {kinds}")
+    flush(len(pipeline.stages))
+    return Program(pipeline=pipeline, specs=tuple(specs), decoder=decoder, steps=tuple(steps), mixings=tuple(mixings))
+
+
+def _has_operations(stage: s.Pointwise) -> bool:
+    none = np.empty(0, np.int64)
+    return stage.operations(stage.draw(s.Keys(0, 0, none).stage(stage.stage_name, 0)), none, none) is not None

@@ -1,12 +1,14 @@
-"""The stage kinds, the moves that geometry stages return, and a pipeline of stages: values only.
+"""The stage kinds, and a pipeline of stages: values only.
 
 A stage declares, before anything runs, its output spec for an input `ImageSpec`. It is of one kind, so that the engine
 never asks which stage it is:
 
     Decoder     the first stage: decodes bytes to a uint8 image, or to the region of it that the next stages need
-    Geometry    returns moves (`Crop`, `Flip`, `Resize`) for each sample; the engine folds them into few samplings
-    Pointwise   returns coefficients for each sample; maps pixels to pixels in place
+    Geometry    returns moves (`pipeline/moves.py`) for each sample; the engine folds them into few samplings
+    Pointwise   returns coefficients for each sample, and `Operations` that map pixels to pixels
+    Local       returns coefficients for each sample, and `Filters` of each pixel's neighbourhood
     Opaque      any callable on one image
+    Mixing      mixes the finished images and the labels of a batch with one another; these stages are the last ones
 
 Arrays have one row per sample: [N]. Images are numpy arrays in HWC unless a name says otherwise.
 """
@@ -14,11 +16,10 @@ Arrays have one row per sample: [N]. Images are numpy arrays in HWC unless a nam
 from __future__ import annotations
 
 import dataclasses
-import enum
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +27,10 @@ from numpy.typing import NDArray
 from gpuflow.errors import ConfigError, Problem
 from gpuflow.pipeline.bounds import Bounds, out_of_bounds
 from gpuflow.pipeline.image_spec import ENCODED, ImageSpec
+from gpuflow.pipeline.local import Filters
+from gpuflow.pipeline.mixture import Mixture
+from gpuflow.pipeline.moves import Bools, Crop, Flip, Ints, Matrices, Move, Pad, Resize, Warp
+from gpuflow.pipeline.pointwise import Operation, Operations
 from gpuflow.pipeline.rng import Keys, StageKeys
 
 if TYPE_CHECKING:
@@ -33,72 +38,42 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ENCODED",
+    "Bools",
     "Bounds",
     "Crop",
     "Decoder",
+    "Filter",
+    "Filters",
     "Flip",
     "Geometry",
     "ImageSpec",
+    "Ints",
     "Keys",
+    "Local",
+    "Matrices",
+    "Mixing",
+    "Mixture",
     "Move",
     "Opaque",
     "Operation",
+    "Operations",
+    "Pad",
     "Pipeline",
     "Pointwise",
     "Resize",
     "Stage",
     "StageKeys",
+    "Warp",
+    "require_one_size",
     "require_pixels",
 ]
-
-Ints = NDArray[np.int64]
-Bools = NDArray[np.bool_]
-
-
-# --- moves ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Crop:
-    """Keep the box (y, x, height, width), all [N], in pixels. It may extend `margin` pixels outside the image, where
-    the result is black."""
-
-    y: Ints
-    x: Ints
-    height: Ints
-    width: Ints
-    margin: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Flip:
-    """Mirror samples left-right if `horizontal` [N] is set, and top-bottom if `vertical` [N] is set."""
-
-    horizontal: Bools
-    vertical: Bools
-
-
-@dataclass(frozen=True, slots=True)
-class Resize:
-    """Resample to (height, width), both [N], in pixels. The result is rounded to uint8, as in torchvision."""
-
-    height: Ints
-    width: Ints
-    interpolation: str
-    antialias: bool
-
-
-Move = Crop | Flip | Resize
-
-
-# --- stages --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
     """One named step of a pipeline: a frozen value that validates itself when it is constructed.
 
-    A stage is a final subclass of one of the four kinds below.
+    A stage is a final subclass of one of the five kinds below.
 
     stage_name: its key in YAML.
     tolerance: the largest difference between its CPU, GPU and serving forms, in levels of 0-255.
@@ -206,69 +181,93 @@ class Decoder(Stage):
         raise NotImplementedError
 
 
+class Filter(NamedTuple):
+    """How a warp looks pixels up; see `Warp`. Two warps in a row can be one if theirs are equal."""
+
+    interpolation: str
+    border: str
+    fill: tuple[float, ...]
+
+
 class Geometry(Stage):
-    """Moves pixels. `resizes` and `pads` declare, before anything runs, which moves `draw` may return."""
+    """Moves pixels. `resizes`, `pads`, `fill` and `warps` declare, before anything runs, which moves `draw` may return.
+
+    A stage that warps returns no `Resize`, and no `Pad` of border `constant`.
+    """
 
     resizes: ClassVar[bool] = False
 
     @property
     def pads(self) -> bool:
-        """Whether a crop of this stage may extend outside the image."""
+        """Whether a crop of this stage may extend outside the image, or it returns a `Pad` of border `constant`."""
         return False
+
+    def pads_image(self, spec: ImageSpec) -> bool:
+        """As `pads`, for images of this spec."""
+        return self.pads
+
+    @property
+    def padding_fill(self) -> tuple[float, ...]:
+        """The levels outside the image, where the stage pads: black unless it returns a `Pad`."""
+        return (0,)
+
+    @property
+    def warps(self) -> Filter | None:
+        """The filter of the stage's warps; None if it returns none. A `Pad` of another border is a nearest warp."""
+        return None
 
     def draw(self, keys: StageKeys, height: Ints, width: Ints) -> tuple[Move, ...]:
         """The moves of each sample, whose images have these sizes [N] in pixels."""
         raise NotImplementedError
 
 
-class Operation(enum.IntEnum):
-    """A colour adjustment of uint8 images by a factor, as defined by torchvision v2's function adjust_<name>.
-
-    BRIGHTNESS: multiplies by the factor. CONTRAST, SATURATION: 0 gives the mean gray or each pixel's gray, and 1 the
-    image itself. HUE: shifts by the factor in turns of the colour circle, -0.5 to 0.5. SATURATION and HUE do not change
-    gray images. NONE does not change any image.
-    """
-
-    NONE = -1
-    BRIGHTNESS = 0
-    CONTRAST = 1
-    SATURATION = 2
-    HUE = 3
-
-
 class Pointwise(Stage):
-    """Maps pixels to pixels, with coefficients for each sample from `draw`.
+    """Maps pixels to pixels of an image of the same size, with coefficients for each sample from `draw`.
 
-    A stage has at most one batched GPU form: `table`, if each result depends only on its channel's level, or
-    `device_operations`. A stage with neither runs on the CPU.
+    A stage has one description, which gives its forms for the CPU, the GPU and a service: `operations`, or `table` if
+    it changes the dtype. A stage with neither defines `apply` and runs on the CPU, also where other stages run on a
+    GPU.
     """
 
     def draw(self, keys: StageKeys) -> NDArray[np.float64]:
         """The coefficients of N samples, [N, K]; K may be 0."""
         return np.empty((len(keys.positions), 0))
 
-    def apply(self, image: NDArray[Any], coefficients: NDArray[np.float64], out: NDArray[Any] | None) -> NDArray[Any]:
-        """The reference form: one image with its coefficients [K]. Writes to `out`, if given, and returns it."""
-        raise NotImplementedError
+    def operations(self, coefficients: NDArray[np.float64], height: Ints, width: Ints) -> Operations | None:
+        """What to do to uint8 images of these sizes [N] in pixels, for coefficients [N, K]; N may be 0."""
+        return None
 
     def table(self) -> NDArray[Any] | None:
         """The result for each level: [C, 256] in the result's dtype, 16-bit floats as their bits in uint16."""
         return None
 
-    def device_operations(
-        self, coefficients: NDArray[np.float64]
-    ) -> tuple[NDArray[np.int64], NDArray[np.float64]] | None:
-        """Each sample's operations in order, for coefficients [N, K]; N may be 0.
+    def apply(self, image: NDArray[Any], coefficients: NDArray[np.float64], out: NDArray[Any] | None) -> NDArray[Any]:
+        """One image with its coefficients [K], of a stage without `operations` and `table`.
 
-        Returns:
-            codes [N, M] of `Operation`, at most one CONTRAST per sample, and their factors [N, M]. M does not depend on
-            the coefficients; it is 0 if the stage changes nothing.
+        Writes to `out`, if given, and returns it.
         """
-        return None
+        raise NotImplementedError
+
+
+class Local(Stage):
+    """Maps the neighbourhood of each pixel to a pixel, with coefficients for each sample from `draw`."""
+
+    def draw(self, keys: StageKeys) -> NDArray[np.float64]:
+        """The coefficients of N samples, [N, K]."""
+        raise NotImplementedError
+
+    def filters(self, coefficients: NDArray[np.float64]) -> Filters:
+        """The filters for coefficients [N, K]; N may be 0."""
+        raise NotImplementedError
 
 
 class Opaque(Stage):
     """Any callable on one image. Its random numbers come from a seed that each sample has."""
+
+    @property
+    def moves_pixels(self) -> bool:
+        """Whether what stands at a pixel may come from another place, so that boxes and masks cannot follow."""
+        return True
 
     def apply(self, image: torch.Tensor, seed: int) -> torch.Tensor:
         """The reference form: one image, a CHW tensor in any memory format. `seed` has 62 bits."""
@@ -285,6 +284,32 @@ class Opaque(Stage):
         import torch
 
         return torch.stack([self.apply(image, seed) for image, seed in zip(images, seeds.tolist(), strict=True)])
+
+
+class Mixing(Stage):
+    """Mixes the samples of one rank's batch with one another, once all of them are finished.
+
+    Labels become probabilities of the classes, float32 [N, classes]. Before mixing, each label is 1 - label_smoothing
+    for its class plus label_smoothing / classes for every class. Images keep their spec.
+
+    Equal batches give equal results: the draw depends on the seed, the epoch and the positions of the batch's samples,
+    so not on threads, but on the batch size and the number of ranks.
+    """
+
+    label_smoothing: float
+
+    def draw(self, keys: StageKeys, height: int, width: int, valid: Bools) -> Mixture:
+        """What each of the N samples of a batch takes from its partner; a sample that is not valid is no partner."""
+        raise NotImplementedError
+
+
+def require_one_size(stage: Stage, spec: ImageSpec) -> None:
+    """Raise ValueError unless `spec` is a decoded image of known size, which is what mixing stages take."""
+    if spec.layout == "encoded":
+        raise ValueError(f"takes an image but gets encoded bytes; put decode before {stage.stage_name}")
+    if not spec.fixed:
+        rule = f"takes images of one size but gets {spec}"
+        raise ValueError(f"{rule}; put a crop or a resize to a fixed size before {stage.stage_name}")
 
 
 def require_pixels(stage: Stage, spec: ImageSpec) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gpuflow.errors import Code, ConfigError, Key, Problem
-from gpuflow.pipeline.stage import ENCODED, Decoder, Geometry, ImageSpec, Pipeline
+from gpuflow.pipeline.stage import ENCODED, Decoder, Geometry, ImageSpec, Mixing, Pipeline
 
 __all__ = ["trace"]
 
@@ -14,11 +14,11 @@ def trace(pipeline: Pipeline, *, at: tuple[Key, ...] | None = None, serving: boo
     Args:
         pipeline: the stages, beginning with encoded bytes.
         at: the keys that lead to the list of stages, for problems; by default the pipeline's name.
-        serving: also refuse random stages.
+        serving: also refuse random stages and mixing stages.
 
     Raises:
-        ConfigError: a stage cannot take its input, makes larger images than the decoder may give, or the result has no
-            fixed size.
+        ConfigError: a stage cannot take its input, follows a mixing stage, makes larger images than the decoder may
+            give, or the result has no fixed size.
     """
     at = (pipeline.name,) if at is None else at
 
@@ -34,6 +34,12 @@ def trace(pipeline: Pipeline, *, at: tuple[Key, ...] | None = None, serving: boo
             raise fault(i, "takes an image but gets encoded bytes", "start the list with decode: {color: rgb}")
         if i > 0 and isinstance(stage, Decoder):
             raise fault(i, "must be the first stage and stand once", "remove this one")
+        if serving and isinstance(stage, Mixing):
+            rule = "mixes the samples of a batch and cannot serve"
+            raise fault(i, rule, "name the stages that pipelines.val uses", code="stage.random")
+        if i > 0 and isinstance(mixing := pipeline.stages[i - 1], Mixing) and not isinstance(stage, Mixing):
+            rule = f"works on one image but stands after {mixing.stage_name}, which mixes whole batches"
+            raise fault(i, rule, f"put {stage.stage_name} before {mixing.stage_name}")
         if serving and stage.random:
             raise fault(i, "is random and cannot serve", "name the stages that pipelines.val uses", code="stage.random")
         try:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpuflow.pipeline.image_spec import STORAGE, ImageSpec, as_batch, slot_shape
-from gpuflow.pipeline.program import Program
+from gpuflow.pipeline.program import MixingStep, Program
 from gpuflow.pipeline.stage import Decoder, Pipeline
 
 if TYPE_CHECKING:
@@ -73,6 +73,11 @@ class ViewsProgram:
     def results(self) -> tuple[tuple[View, ImageSpec], ...]:
         """Each view with the spec of its images in a batch."""
         return tuple((view, one.result) for view, one in zip(self.pipeline.views, self.programs, strict=True))
+
+    @property
+    def mixings(self) -> tuple[MixingStep, ...]:
+        """None: no view may have mixing stages."""
+        return ()
 
     @property
     def slot_bytes(self) -> int:

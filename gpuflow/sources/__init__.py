@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from gpuflow.sources.base import Source, SourceSpec, is_read_remotely
+from gpuflow.sources.coco import open_coco
 from gpuflow.sources.fingerprint import fingerprint_of
 from gpuflow.sources.folder import open_folder
 from gpuflow.sources.listing import open_listing
 from gpuflow.sources.payload import SPARE_BYTES, Allocate, Payload, lay_out
+from gpuflow.sources.record_source import RecordSource, fields_of, has_labels, records_of, without_records
 from gpuflow.sources.split import Subset, subset
 from gpuflow.sources.tar import open_tar
 
@@ -21,20 +23,26 @@ __all__ = [
     "SPARE_BYTES",
     "Allocate",
     "Payload",
+    "RecordSource",
     "Source",
     "SourceSpec",
     "Subset",
+    "fields_of",
     "fingerprint_of",
+    "has_labels",
     "is_read_remotely",
     "lay_out",
     "open_source",
+    "records_of",
     "subset",
+    "without_records",
 ]
 
 KINDS: dict[str, Callable[[SourceSpec], Source]] = {
     "folder": open_folder,
     "listing": open_listing,
     "tar": open_tar,
+    "coco": open_coco,
 }
 
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Protocol
+from typing import Annotated, Any, Protocol
 
-import numpy as np
 from numpy.typing import NDArray
 
 from gpuflow.errors import ConfigError, Problem
 from gpuflow.pipeline.bounds import Bounds, out_of_bounds
+from gpuflow.sources.field_spec import Fields, FieldSpec, field_problems, pairs_of_fields
 from gpuflow.sources.payload import Allocate, Payload
 from gpuflow.sources.storage import Storage
 
@@ -25,16 +25,18 @@ class Source(Protocol):
     """The operations of every source. `len(source)` is its number of samples.
 
     A source may have a `fingerprint: str`, too, by which states and ranks know its samples again. Where it has none,
-    `gpuflow.sources.fingerprint_of` makes one of its paths, labels and classes.
+    `gpuflow.sources.fingerprint_of` makes one of its paths, labels and classes. One whose samples carry more than an
+    image and a label is a `gpuflow.sources.RecordSource`.
     """
 
     @property
     def classes(self) -> tuple[str, ...]:
-        """The class names; a label is an index into this tuple."""
+        """The class names; a label is an index into this tuple. Empty where labels are numbers."""
 
     @property
-    def labels(self) -> NDArray[np.int64]:
-        """The label of each sample, shape (n,)."""
+    def labels(self) -> NDArray[Any]:
+        """The label of each sample along the first axis: int64 [n] of one class each, uint8 [n, C] of several (1: the
+        sample has the class), float32 [n] or [n, D] of numbers."""
 
     @property
     def shard_sizes(self) -> tuple[int, ...] | None:
@@ -65,54 +67,71 @@ def is_read_remotely(source: Source) -> bool:
     return source.storage is not None and source.storage.remote
 
 
+_KINDS = ("folder", "listing", "tar", "coco")
+_NAMED_BY = {"folder": "its directories name the classes", "coco": "its categories name the classes"}
 _FRACTION = Bounds(above=0, most=1, words="a fraction within (0, 1]")
 Fraction = Annotated[float, _FRACTION]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceSpec:
-    """Where the samples are: exactly one of `folder`, `listing` and `tar`.
+    """Where the samples are: exactly one of `folder`, `listing`, `tar` and `coco`.
 
     Args:
         folder: a directory with one directory for each class.
         listing: a CSV or JSON-lines file of paths and labels.
         tar: WebDataset-style shards, a path with brace ranges: `shards/{000..012}.tar`.
+        coco: a file of annotations in COCO's format, such as instances_train2017.json.
+        images: of `coco`: the directory of its images.
         root: the directory that a listing's relative paths start from; by default the listing's own.
         classes: of a listing or of shards: how many classes there are, or their names; by default as many as occur.
         split: the fraction of each named part, in order; a pipeline reads the part that has its name.
         seed: the seed of the split.
         window: of shards: how many neighbouring samples are shuffled among each other.
+        fields: what a sample carries, by name; by default an image and a label.
     """
 
     folder: str | None = None
     listing: str | None = None
     tar: str | None = None
+    coco: str | None = None
+    images: str | None = None
     root: str | None = None
     classes: Annotated[int, Bounds(least=1)] | tuple[str, ...] | None = None
     split: Mapping[str, Fraction] | tuple[tuple[str, Fraction], ...] = ()
     seed: Annotated[int, Bounds(least=0)] = 0
     window: Annotated[int, Bounds(least=1)] = 8192
+    fields: Fields = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "split", _pairs(self.split))
+        object.__setattr__(self, "fields", pairs_of_fields(self.fields))
         if self.classes is not None and not isinstance(self.classes, int):
             object.__setattr__(self, "classes", tuple(self.classes))
         if problems := [*out_of_bounds(self), *self._problems()]:
             raise ConfigError([problem.below("source") for problem in problems])
 
     def _problems(self) -> Iterator[Problem]:
-        given = [name for name in ("folder", "listing", "tar") if getattr(self, name) is not None]
+        given = [name for name in _KINDS if getattr(self, name) is not None]
         if len(given) != 1:
-            rule = f"needs exactly one of folder, listing and tar, got {' and '.join(given) or 'none of them'}"
+            rule = f"needs exactly one of folder, listing, tar and coco, got {' and '.join(given) or 'none of them'}"
             yield Problem.of((), rule, code="config.conflict")
+        elif (self.images is None) == (self.coco is not None):
+            if self.coco is not None:
+                rule = "needs the key 'images' with source.coco: the directory of its images"
+                yield Problem.of((), rule, code="config.missing_key")
+            else:
+                rule = f"must go with source.coco, got source.{given[0]}"
+                yield Problem.of("images", rule, action="remove images", code="config.conflict")
         elif self.root is not None and self.listing is None:
             rule = f"must go with source.listing, got source.{given[0]}"
             yield Problem.of("root", rule, action="remove root", code="config.conflict")
-        elif self.classes is not None and self.folder is not None:
-            rule, action = "must go with listing or tar, got source.folder", "its directories name the classes"
-            yield Problem.of("classes", rule, action=action, code="config.conflict")
+        elif self.classes is not None and given[0] in _NAMED_BY:
+            rule = f"must go with listing or tar, got source.{given[0]}"
+            yield Problem.of("classes", rule, action=_NAMED_BY[given[0]], code="config.conflict")
         if isinstance(self.classes, tuple) and (not self.classes or len(set(self.classes)) < len(self.classes)):
             yield Problem.of("classes", "must be distinct names, at least one", self.classes, code="config.range")
+        yield from (problem.below("fields") for problem in field_problems(self.declared, self.kind))
         for name, fraction in self.fractions:
             if rule := _FRACTION.broken_rule(fraction):
                 yield Problem.of(("split", name), rule, fraction, code="config.range")
@@ -126,13 +145,18 @@ class SourceSpec:
 
     @property
     def kind(self) -> str:
-        """Which of `folder`, `listing` and `tar` is given."""
-        return "folder" if self.folder is not None else "listing" if self.listing is not None else "tar"
+        """Which of `folder`, `listing`, `tar` and `coco` is given."""
+        return next((name for name in _KINDS if getattr(self, name) is not None), _KINDS[0])
 
     @property
     def where(self) -> str:
         """The path or URL that is given."""
         return str(getattr(self, self.kind))
+
+    @property
+    def declared(self) -> tuple[tuple[str, FieldSpec], ...]:
+        """The declared fields as pairs of name and spec; empty if a sample is an image and a label."""
+        return pairs_of_fields(self.fields)
 
     @property
     def fractions(self) -> tuple[tuple[str, float], ...]:

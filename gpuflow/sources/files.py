@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import final
+from typing import Any, final
 
-import numpy as np
 from numpy.typing import NDArray
 
+from gpuflow.pipeline.records import Field, Records
 from gpuflow.sources.fingerprint import fingerprint
 from gpuflow.sources.paths import PathTable
 from gpuflow.sources.payload import Allocate, Payload
+from gpuflow.sources.record_table import NO_FIELDS, RecordTable
 from gpuflow.sources.storage import Storage
 
 __all__ = ["FileSource"]
@@ -24,6 +25,7 @@ class FileSource:
     Args:
         root: the folder that whole paths may lie below; of no matter to the fingerprint.
         note: how its index was read, for `gpuflow explain`; empty if there was nothing to decide.
+        has_labels: whether its samples have labels. table: the declared fields besides image and label.
     """
 
     shard_sizes = None
@@ -32,19 +34,27 @@ class FileSource:
         self,
         storage: Storage,
         paths: PathTable,
-        labels: NDArray[np.int64],
+        labels: NDArray[Any],
         classes: tuple[str, ...],
         *,
         root: str = "",
         note: str = "",
+        has_labels: bool = True,
+        table: RecordTable = NO_FIELDS,
     ) -> None:
         self.storage, self._paths, self._root = storage, paths, root
         self.labels, self.classes, self.note = labels, classes, note
+        self.has_labels, self._table = has_labels, table
+
+    @property
+    def fields(self) -> tuple[Field, ...]:
+        return self._table.fields
 
     @cached_property
     def fingerprint(self) -> str:
         """See `gpuflow.sources.fingerprint`."""
-        return fingerprint(self._paths.entries_below(self._root), self.labels, self.classes)
+        entries = self._paths.entries_below(self._root)
+        return fingerprint(entries, self.labels, self.classes, known=self._table.digest())
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -55,8 +65,27 @@ class FileSource:
     def read(self, indices: Sequence[int], allocate: Allocate) -> Payload:
         return self.storage.read(self._paths.take(indices), allocate)
 
+    def records(self, indices: Sequence[int]) -> Records:
+        return self._table.records(indices)
+
+    def without_records(self) -> FileSource:
+        return self._with(self.storage, NO_FIELDS)
+
     def on(self, storage: Storage) -> FileSource:
-        return FileSource(storage, self._paths, self.labels, self.classes, root=self._root, note=self.note)
+        return self._with(storage, self._table)
+
+    def _with(self, storage: Storage, table: RecordTable) -> FileSource:
+        return FileSource(
+            storage,
+            self._paths,
+            self.labels,
+            self.classes,
+            root=self._root,
+            note=self.note,
+            has_labels=self.has_labels,
+            table=table,
+        )
 
     def close(self) -> None:
         self.storage.close()
+        self._table.close()

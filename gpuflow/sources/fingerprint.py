@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +19,7 @@ __all__ = ["fingerprint", "fingerprint_of", "relative"]
 
 
 def fingerprint(
-    entries: bytes, labels: NDArray[np.int64], classes: Sequence[str], *numbers: Iterable[int], known: str = ""
+    entries: bytes, labels: NDArray[Any], classes: Sequence[str], *numbers: Iterable[int], known: str = ""
 ) -> str:
     """A hash of what a source knows of its samples, as 16 hex digits.
 
@@ -26,15 +27,22 @@ def fingerprint(
         entries: the paths of all samples relative to the source's root, each followed by a NUL.
         labels, classes: those of the source.
         numbers: more columns of whole numbers, such as the files' sizes.
-        known: the fingerprint of another source that this one is a part of.
+        known: the fingerprint of another source that this one is a part of, or of its fields.
     """
     digest = hashlib.blake2b(digest_size=8)
     names = "\0".join(classes).encode("utf-8", "surrogateescape")
-    columns = (np.asarray(column, dtype="<i8").tobytes() for column in (labels, *numbers))
-    for part in (known.encode(), names, entries, *columns):
+    columns = (np.asarray(column, dtype="<i8").tobytes() for column in numbers)
+    for part in (known.encode(), names, entries, _bytes(labels), *columns):
         digest.update(len(part).to_bytes(8, "little"))
         digest.update(part)
     return digest.hexdigest()
+
+
+def _bytes(labels: NDArray[Any]) -> bytes:
+    """Labels as bytes: whole numbers of one class each in the same way whatever their type is."""
+    if labels.ndim == 1 and labels.dtype.kind in "iu":
+        return np.asarray(labels, dtype="<i8").tobytes()
+    return repr((labels.dtype.kind, labels.shape[1:])).encode() + labels.tobytes()
 
 
 def fingerprint_of(source: Source) -> str:

@@ -47,8 +47,11 @@ def open_folder(spec: SourceSpec) -> FileSource:
             f"{root}/{empty[0]}: a class directory must hold an image ({', '.join(EXTENSIONS)}), got none{others}; "
             f"add images or remove the directory"
         )
+    paths = table.build(os.path.join(root, ""))
+    if spec.declared and not any(field.type == "label" for _, field in spec.declared):
+        return FileSource(storage, paths, np.zeros(len(paths), np.int64), (), has_labels=False)
     labels = np.repeat(np.arange(len(classes), dtype=np.int64), counts)
-    return FileSource(storage, table.build(os.path.join(root, "")), labels, tuple(classes))
+    return FileSource(storage, paths, labels, tuple(classes))
 
 
 def _local_tree(root: str) -> Iterator[tuple[str, list[str]]]:

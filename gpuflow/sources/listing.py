@@ -14,16 +14,17 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from gpuflow.errors import SourceError
 from gpuflow.sources.base import SourceSpec
 from gpuflow.sources.files import FileSource
-from gpuflow.sources.hints import missing_path
 from gpuflow.sources.labels import Codes, resolve_labels
-from gpuflow.sources.paths import PathTable, PathTableBuilder
+from gpuflow.sources.listing_fields import open_with_fields
+from gpuflow.sources.listing_text import check_path, csv_lines, load, not_utf8, resolved
+from gpuflow.sources.paths import PathTableBuilder
 from gpuflow.sources.storage import is_remote, open_storage, parent_of
 
 __all__ = ["open_listing"]
@@ -31,7 +32,6 @@ __all__ = ["open_listing"]
 _ROWS = 16_384
 """Number of rows in one block."""
 
-_BOM = b"\xef\xbb\xbf"
 _LOOKED_AT = 1000
 """Number of rows that say whether the first one is a header."""
 
@@ -72,8 +72,10 @@ def open_listing(spec: SourceSpec) -> FileSource:
     extension = os.path.splitext(place)[1].lower()
     if extension not in _FORMATS:
         raise SourceError(f"source.listing must end in {', '.join(_FORMATS)}, got {spec.listing!r}; rename the file")
+    if spec.declared:
+        return open_with_fields(spec, place, is_csv=_FORMATS[extension][1] is _csv_rows)
     chunks, rows = _FORMATS[extension]
-    data = _load(place)
+    data = load(place)
     table, codes, parts = PathTableBuilder(), Codes(), []
     try:
         for paths, labels in chunks(data):
@@ -97,51 +99,16 @@ def open_listing(spec: SourceSpec) -> FileSource:
     classes, values = resolve_labels([str(value).strip() for value in codes], spec.classes, locate, place)
     root = spec.root if spec.root is not None else parent_of(place)
     root = root if is_remote(root) else os.path.expanduser(root)
-    located = _resolved(table, root, rows(data, place), place)
+    located = resolved(table, root, lambda i: f"{place}:{next(islice(rows(data, place), i, None)).line}")
     note = _header_note(data) if rows is _csv_rows else ""
     return FileSource(open_storage(located[0]), located, values[row_codes], classes, root=root, note=note)
-
-
-def _load(place: str) -> bytes:
-    if not is_remote(place) and not os.path.exists(place):
-        raise SourceError(f"source.listing must be a file, got {place!r}, which does not exist{missing_path(place)}")
-    return open_storage(place).load(place).removeprefix(_BOM)
-
-
-def _resolved(table: PathTableBuilder, root: str, rows: Iterator[Row], place: str) -> PathTable:
-    """Build the table with relative paths prefixed by `root`. All paths must be on one file system."""
-    prefix = os.path.join(root, "")
-    if not table.has_absolute:
-        return table.build(prefix)
-    resolved = PathTableBuilder()
-    schemes: list[str] = []
-    for chunk in table.chunks():
-        paths = [path if path[0] == "/" or is_remote(path) else prefix + path for path in chunk]
-        schemes += map(_scheme, paths)
-        resolved.add(paths)
-    other = next((i for i, scheme in enumerate(schemes) if scheme != schemes[0]), None)
-    if other is not None:
-        row = next(islice(rows, other, None))
-        raise SourceError(
-            f"{place}:{row.line}: path must be on the first row's file system ({schemes[0] or 'local'}), "
-            f"got {row.path!r}; copy the files to one place, or make a listing for each"
-        )
-    return resolved.build()
-
-
-def _scheme(path: str) -> str:
-    return path.partition("://")[0] if is_remote(path) else ""
-
-
-def _csv_lines(data: bytes) -> Any:
-    return csv.reader(io.TextIOWrapper(io.BytesIO(data), encoding="utf-8", newline=""), strict=True)
 
 
 def _columns(data: bytes) -> Columns:
     """The columns, by the first rows. Raises ValueError for a header that leaves open which ones are meant."""
     first, rows = list[str](), list[list[str]]()
     with suppress(csv.Error, UnicodeDecodeError):  # a faulty row is found again when it is read
-        reader = filter(None, _csv_lines(data))
+        reader = filter(None, csv_lines(data))
         first = next(reader, [])
         rows.extend(islice(reader, _LOOKED_AT))
     names = [name.strip().lower() for name in first]
@@ -195,7 +162,7 @@ def _header_note(data: bytes) -> str:
 def _csv_chunks(data: bytes) -> Iterator[tuple[list[str], list[str]]]:
     """Yield paths and labels in blocks of rows. Raises ValueError or csv.Error if anything is wrong."""
     header, path, label, width = _columns(data)
-    reader = filter(None, _csv_lines(data))
+    reader = filter(None, csv_lines(data))
     if header is not None:
         next(reader)
     while rows := list(islice(reader, _ROWS)):
@@ -206,7 +173,7 @@ def _csv_chunks(data: bytes) -> Iterator[tuple[list[str], list[str]]]:
 
 def _csv_rows(data: bytes, place: str) -> Iterator[Row]:
     """Like `_csv_chunks`, but yields single rows with their lines. Raises SourceError at the faulty row."""
-    reader = _csv_lines(data)
+    reader = csv_lines(data)
     columns = None
     start = 0
     while True:
@@ -216,7 +183,7 @@ def _csv_rows(data: bytes, place: str) -> Iterator[Row]:
         except csv.Error as fault:
             raise SourceError(f"{place}:{start}: row must be valid CSV, got: {fault}; check its quotes") from fault
         except UnicodeDecodeError as fault:
-            raise _not_utf8(data, place) from fault
+            raise not_utf8(data, place) from fault
         if row is None:
             return
         if not row:
@@ -237,7 +204,7 @@ def _csv_rows(data: bytes, place: str) -> Iterator[Row]:
             raise SourceError(
                 f"{place}:{start}: {rule}, got {len(row)} field{'s' * (len(row) != 1)}; quote a path that has a comma"
             )
-        _check_path(row[path], f"{place}:{start}")
+        check_path(row[path], f"{place}:{start}")
         yield Row(start, row[path], row[label])
 
 
@@ -261,7 +228,7 @@ def _json_rows(data: bytes, place: str) -> Iterator[Row]:
         try:
             row = json.loads(line.decode("utf-8-sig"))  # of bytes, json would guess the encoding
         except UnicodeDecodeError as fault:
-            raise _not_utf8(data, place) from fault
+            raise not_utf8(data, place) from fault
         except json.JSONDecodeError as fault:
             raise SourceError(
                 f"{here}: line must be a JSON object, got invalid JSON ({fault.msg} at column {fault.colno}); "
@@ -279,28 +246,8 @@ def _json_rows(data: bytes, place: str) -> Iterator[Row]:
             raise SourceError(f"{here}: label must be an integer or a class name, got {got}; correct it")
         if not isinstance(row["path"], str):
             raise SourceError(f"{here}: path must be a string, got {json.dumps(row['path'])}; correct it")
-        _check_path(row["path"], here)
+        check_path(row["path"], here)
         yield Row(number, row["path"], row["label"])
-
-
-def _check_path(path: str, here: str) -> None:
-    if not path:
-        raise SourceError(f"{here}: path must not be empty; name a file or remove the row")
-    if "\0" in path:
-        raise SourceError(f"{here}: path must not hold a NUL, got {path!r}; correct it")
-    try:
-        os.fsencode(path)
-    except UnicodeEncodeError as fault:
-        raise SourceError(f"{here}: path must be valid Unicode, got {path!r}; correct it") from fault
-
-
-def _not_utf8(data: bytes, place: str) -> SourceError:
-    try:
-        data.decode()
-    except UnicodeDecodeError as fault:
-        line = data.count(b"\n", 0, fault.start) + 1
-        return SourceError(f"{place}:{line}: text must be UTF-8, got byte 0x{data[fault.start]:02x}; convert the file")
-    raise AssertionError("valid UTF-8 was refused")
 
 
 _Chunks = Callable[[bytes], Iterator[tuple[Sequence[str], Sequence[int | str]]]]

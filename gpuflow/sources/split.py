@@ -1,4 +1,4 @@
-"""Splits a source into disjoint parts, seeded and stratified.
+"""Splits a source into disjoint parts, seeded and, where each sample has one class, stratified.
 
 Every class is divided in the same proportions as the whole: split s gets the floor or the ceiling of fraction_s * n_c
 samples of class c, and the totals of the splits are exact. The samples that the floors leave over go, class by class,
@@ -16,13 +16,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpuflow.errors import SourceError
+from gpuflow.pipeline.records import Field, Records
 from gpuflow.pipeline.rng import key64, permute
 from gpuflow.sources.base import Source, SourceSpec
 from gpuflow.sources.fingerprint import fingerprint, fingerprint_of
 from gpuflow.sources.payload import Allocate, Payload
+from gpuflow.sources.record_source import fields_of, has_labels, records_of, without_records
 from gpuflow.sources.storage import Storage
 
-__all__ = ["Subset", "split_counts", "split_indices", "subset"]
+__all__ = ["Subset", "is_stratified", "split_counts", "split_indices", "subset"]
 
 
 @final
@@ -36,7 +38,7 @@ class Subset:
 
     def __init__(self, source: Source, indices: NDArray[np.int64]) -> None:
         self.source, self.indices = source, indices
-        self.labels: NDArray[np.int64] = source.labels[indices]
+        self.labels = source.labels[indices]
         self.shard_sizes = _shard_sizes(source.shard_sizes, indices)
 
     @cached_property
@@ -61,6 +63,20 @@ class Subset:
     def storage(self) -> Storage | None:
         return self.source.storage
 
+    @property
+    def fields(self) -> tuple[Field, ...]:
+        return fields_of(self.source)
+
+    @property
+    def has_labels(self) -> bool:
+        return has_labels(self.source)
+
+    def records(self, indices: Sequence[int]) -> Records:
+        return records_of(self.source, self.indices[np.asarray(indices, dtype=np.int64)].tolist())
+
+    def without_records(self) -> Subset:
+        return Subset(without_records(self.source), self.indices)
+
     def on(self, storage: Storage) -> Subset:
         return Subset(self.source.on(storage), self.indices)
 
@@ -74,13 +90,21 @@ def subset(source: Source, spec: SourceSpec, name: str) -> Source:
     if name not in names:
         return source
     place = names.index(name)
-    indices = split_indices(source.labels, source.classes, [share for _, share in spec.fractions], spec.seed, place)
+    labels, classes = source.labels, source.classes
+    if not is_stratified(source):
+        labels, classes = np.zeros(len(source), np.int64), ("",)
+    indices = split_indices(labels, classes, [share for _, share in spec.fractions], spec.seed, place)
     if not len(indices):
         raise SourceError(
             f"source.split.{name} must hold at least one sample, got none: "
             f"{spec.fractions[place][1]:g} of {len(source)} samples; raise the fraction or add samples"
         )
     return Subset(source, indices)
+
+
+def is_stratified(source: Source) -> bool:
+    """Whether each part of a source has its classes in equal proportions: only where each sample has one class."""
+    return has_labels(source) and source.labels.ndim == 1 and source.labels.dtype.kind == "i"
 
 
 def split_indices(

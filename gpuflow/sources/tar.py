@@ -10,18 +10,18 @@ import hashlib
 import json
 import os
 import re
-import tarfile
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
-from typing import NamedTuple, final
+from typing import Any, final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gpuflow.errors import SourceError
+from gpuflow.pipeline.records import Field, Records
 from gpuflow.runtime.files import atomic_write, cache_folder
 from gpuflow.sources.base import SourceSpec
 from gpuflow.sources.fingerprint import fingerprint, relative
@@ -29,26 +29,18 @@ from gpuflow.sources.hints import missing_path
 from gpuflow.sources.labels import Codes, resolve_labels
 from gpuflow.sources.paths import PathTable, PathTableBuilder
 from gpuflow.sources.payload import Allocate, Payload
+from gpuflow.sources.record_table import NO_FIELDS, RecordTable
 from gpuflow.sources.storage import ReadAt, Shard, Storage, is_remote, open_storage
+from gpuflow.sources.tar_fields import read_fields
+from gpuflow.sources.tar_members import Member, members_of
 
 __all__ = ["IMAGE_EXTENSIONS", "TarSource", "expand_braces", "open_tar"]
 
 IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp", "bmp")
 
-_BLOCK_BYTES = 512
 _CACHE_FORMAT = 1
-_PAX_TYPES = (tarfile.XHDTYPE, tarfile.SOLARIS_XHDTYPE)
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _RANGE = re.compile(r"(\d+)\.\.(\d+)")
-_DIGITS = re.compile(r"[0-9]{1,19}")
-
-
-class Member(NamedTuple):
-    """A regular file in a tar, and the place of its bytes."""
-
-    name: str
-    start: int
-    size: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,9 +72,13 @@ class TarSource:
         shards: Sequence[Shard],
         index: _Index,
         classes: tuple[str, ...],
-        labels: NDArray[np.int64],
+        labels: NDArray[Any],
+        *,
+        has_labels: bool = True,
+        table: RecordTable = NO_FIELDS,
     ) -> None:
         self.storage, self._shards, self._index = storage, tuple(shards), index
+        self.has_labels, self._table = has_labels, table
         self._ends = np.cumsum(index.shard_sizes)
         self.classes, self.labels = classes, labels
         self.shard_sizes: tuple[int, ...] = tuple(index.shard_sizes.tolist())
@@ -93,7 +89,8 @@ class TarSource:
         index = self._index
         shards = relative([shard.path for shard in self._shards])
         entries = b"".join([index.images.blob, *(os.fsencode(shard) + b"\0" for shard in shards)])
-        return fingerprint(entries, self.labels, self.classes, index.sizes, index.shard_sizes)
+        known = self._table.digest()
+        return fingerprint(entries, self.labels, self.classes, index.sizes, index.shard_sizes, known=known)
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -108,11 +105,26 @@ class TarSource:
         starts, sizes = self._index.starts[places].tolist(), self._index.sizes[places].tolist()
         return self.storage.read_ranges(shards, starts, sizes, allocate)
 
+    @property
+    def fields(self) -> tuple[Field, ...]:
+        return self._table.fields
+
+    def records(self, indices: Sequence[int]) -> Records:
+        return self._table.records(indices)
+
+    def without_records(self) -> TarSource:
+        return self._with(self.storage, NO_FIELDS)
+
     def on(self, storage: Storage) -> TarSource:
-        return TarSource(storage, self._shards, self._index, self.classes, self.labels)
+        return self._with(storage, self._table)
+
+    def _with(self, storage: Storage, table: RecordTable) -> TarSource:
+        classes, labels = self.classes, self.labels
+        return TarSource(storage, self._shards, self._index, classes, labels, has_labels=self.has_labels, table=table)
 
     def close(self) -> None:
         self.storage.close()
+        self._table.close()
 
 
 def open_tar(spec: SourceSpec) -> TarSource:
@@ -122,6 +134,8 @@ def open_tar(spec: SourceSpec) -> TarSource:
     names = expand_braces(pattern)
     storage = open_storage(pattern)
     shards = _inspected(storage, names)
+    if spec.declared:
+        return _with_fields(spec, storage, shards)
     cache = _cache_path(shards)
     index = _load_index(cache)
     if index is None:
@@ -139,6 +153,22 @@ def open_tar(spec: SourceSpec) -> TarSource:
 
     classes, labels = resolve_labels(index.values, spec.classes, locate, spec.tar)
     return TarSource(storage, shards, index, classes, labels[index.codes])
+
+
+def _with_fields(spec: SourceSpec, storage: Storage, shards: Sequence[Shard]) -> TarSource:
+    """The shards with the fields that `spec` declares."""
+    found = read_fields(spec, storage, shards, IMAGE_EXTENSIONS)
+    index = _Index(
+        images=found.images,
+        starts=found.starts,
+        sizes=found.sizes,
+        codes=np.zeros(0, np.int64),
+        values=[],
+        shard_sizes=found.shard_sizes,
+    )
+    return TarSource(
+        storage, shards, index, found.classes, found.labels, has_labels=found.has_labels, table=found.table
+    )
 
 
 def expand_braces(pattern: str) -> list[str]:
@@ -204,7 +234,7 @@ def _scan_shard(shard: Shard, read_at: ReadAt) -> tuple[list[Member], list[str]]
     images: dict[str, Member] = {}
     cls_members: dict[str, tuple[str, bytes]] = {}
     json_members: dict[str, tuple[str, bytes]] = {}
-    for member in _members(shard, read_at):
+    for member in members_of(shard, read_at):
         directory, slash, file = member.name.rpartition("/")
         stem, dot, extension = file.partition(".")
         extension = extension.lower()
@@ -271,87 +301,6 @@ def _label(shard: Shard, cls: tuple[str, bytes] | None, json_member: tuple[str, 
             f"{shard.path}/{name}: label must be an integer or a class name, got {json.dumps(label)}; correct it"
         )
     return None if label is None else str(label).strip()
-
-
-def _members(shard: Shard, read_at: ReadAt) -> Iterator[Member]:
-    """Yield the regular files of a tar from its headers: ustar, GNU long names and pax."""
-    offset = 0
-    renamed: dict[str, str] = {}
-    everywhere: dict[str, str] = {}
-    while block := read_at(offset, _BLOCK_BYTES):
-        try:
-            header = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
-        except tarfile.HeaderError as fault:
-            if offset and block.count(0) == _BLOCK_BYTES:
-                return
-            if not offset:
-                if block.count(0) == _BLOCK_BYTES and shard.size % _BLOCK_BYTES == 0:
-                    return
-                raise SourceError(
-                    f"{shard.path}: must be an uncompressed tar, got a file that starts with {block[:8]!r}; "
-                    f"unpack or replace it"
-                ) from fault
-            if len(block) < _BLOCK_BYTES:
-                raise _truncated(shard, offset + _BLOCK_BYTES) from fault
-            raise SourceError(
-                f"{shard.path}: member header at byte {offset} must be valid, got: {fault}; the shard is damaged, "
-                f"make it again"
-            ) from fault
-        start = offset + _BLOCK_BYTES
-        attributes = everywhere | renamed
-        size = header.size
-        if header.isreg() and "size" in attributes:
-            size = int(attributes["size"]) if _DIGITS.fullmatch(attributes["size"]) else -1
-        if size < 0:
-            raise SourceError(
-                f"{shard.path}: member header at byte {start - _BLOCK_BYTES} must be valid, got a size of "
-                f"{attributes.get('size', size)}; the shard is damaged, make it again"
-            )
-        has_data = header.isreg() or header.type not in tarfile.SUPPORTED_TYPES or header.type in _EXTRA_TYPES
-        offset = start + (-(-size // _BLOCK_BYTES) * _BLOCK_BYTES if has_data else 0)
-        if has_data and start + size > shard.size:
-            raise _truncated(shard, start + size)
-        if header.type == tarfile.GNUTYPE_LONGNAME:
-            renamed["path"] = _text(read_at(start, size).partition(b"\0")[0])
-        elif header.type in _PAX_TYPES:
-            renamed |= _pax(read_at(start, size), shard, start)
-        elif header.type == tarfile.XGLTYPE:
-            everywhere |= _pax(read_at(start, size), shard, start)
-        elif header.type != tarfile.GNUTYPE_LONGLINK:
-            name = attributes.get("path", header.name)
-            renamed = {}
-            if header.type == tarfile.GNUTYPE_SPARSE or any(key.startswith("GNU.sparse") for key in attributes):
-                raise SourceError(f"{shard.path}/{name}: member must not be sparse; make the shard without --sparse")
-            if header.isreg():
-                yield Member(name, start, size)
-    if not offset:
-        raise SourceError(f"{shard.path}: must be an uncompressed tar, got an empty file; replace it")
-
-
-_EXTRA_TYPES = (*_PAX_TYPES, tarfile.XGLTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK)
-
-
-def _text(data: bytes) -> str:
-    return data.decode("utf-8", "surrogateescape")
-
-
-def _pax(data: bytes, shard: Shard, start: int) -> dict[str, str]:
-    """Parse the records of an extended header, each `length key=value` and a line end."""
-    records = {}
-    while data:
-        length = data.partition(b" ")[0]
-        if not length.isdigit() or not len(length) < int(length) <= len(data):
-            raise SourceError(f"{shard.path}: extended header at byte {start} must be valid; the shard is damaged")
-        key, _, value = data[len(length) + 1 : int(length) - 1].partition(b"=")
-        records[_text(key)] = _text(value)
-        data = data[int(length) :]
-    return records
-
-
-def _truncated(shard: Shard, needed: int) -> SourceError:
-    return SourceError(
-        f"{shard.path}: must be complete, but its last member ends at byte {needed} of {shard.size}; copy it again"
-    )
 
 
 def _cache_path(shards: Sequence[Shard]) -> str:

@@ -113,6 +113,7 @@ class _Samples:
     def __init__(self, job: Job, *, pil: bool, normalize: bool) -> None:
         from gpuflow.config import read_config
         from gpuflow.loader.assemble import open_split
+        from gpuflow.pipeline.stage import Mixing
         from gpuflow.vocabulary import stage_table
 
         config = read_config(job.path, stage_table(), job.overrides)
@@ -120,14 +121,14 @@ class _Samples:
         batch = config.pipelines[job.pipeline].batch
         self.batch_size = batch.size or batch.global_size or 1
         self._pil = pil
-        stages = config.programs[job.pipeline].pipeline.stages[1:]
+        stages = [stage for stage in config.programs[job.pipeline].pipeline.stages[1:] if not isinstance(stage, Mixing)]
         self._transforms = [stage.torchvision() for stage in stages if normalize or stage.stage_name != "normalize"]
         self.rest = [stage.torchvision() for stage in stages if not normalize and stage.stage_name == "normalize"]
 
     def __len__(self) -> int:
         return len(self.source)
 
-    def __getitem__(self, index: int) -> tuple[Any, int]:
+    def __getitem__(self, index: int) -> tuple[Any, Any]:
         import torch
         from PIL import Image
         from torchvision.io import ImageReadMode, decode_image
@@ -144,7 +145,7 @@ class _Samples:
             image = decode_image(torch.frombuffer(bytearray(data), dtype=torch.uint8), ImageReadMode.RGB)
         for transform in self._transforms:
             image = transform(image)
-        return image, int(self.source.labels[index])
+        return image, self.source.labels[index].tolist()
 
 
 def _dataloader(job: Job, *, pil: bool = True, normalize: bool = True) -> Iterable[int]:

@@ -18,11 +18,21 @@ from gpuflow.errors import SourceError
 from gpuflow.loader.assemble import open_split, open_whole
 from gpuflow.loader.cpu_share import cpu_share_of
 from gpuflow.loader.placement import explain_gpu
-from gpuflow.pipeline.program import OpaqueStep, PointwiseStep, Program, SamplingStep, Step
+from gpuflow.pipeline.program import (
+    ApplyStep,
+    LocalStep,
+    OpaqueStep,
+    PointwiseStep,
+    Program,
+    SamplingStep,
+    Step,
+    WarpStep,
+)
 from gpuflow.pipeline.stage import Decoder
 from gpuflow.pipeline.views import AnyProgram, ViewsProgram, slot_of
-from gpuflow.sources import fingerprint_of, is_read_remotely
+from gpuflow.sources import Source, fields_of, fingerprint_of, has_labels, is_read_remotely
 from gpuflow.sources.files import FileSource
+from gpuflow.sources.split import is_stratified
 from gpuflow.sources.storage import is_remote
 
 __all__ = ["explain"]
@@ -56,6 +66,7 @@ def _runs_as(program: Program) -> list[str]:
     words = ["1 decode"]
     for number, step in enumerate(program.steps, start=2):
         words += [f"{number} {word}" for word in _step_words(step)]
+    words += [f"{number} on whole batches" for number, _ in enumerate(program.mixings, start=len(program.steps) + 2)]
     return words
 
 
@@ -63,8 +74,14 @@ def _step_words(step: Step) -> list[str]:
     match step:
         case SamplingStep(stages):
             return ["one sampling" if len(stages) > 1 else "sampling"] * len(stages)
-        case PointwiseStep():
-            return ["pixel by pixel"]
+        case WarpStep(stages):
+            return ["one warp" if len(stages) > 1 else "warp"] * len(stages)
+        case PointwiseStep(stages):
+            return ["pixel by pixel"] * len(stages)
+        case LocalStep():
+            return ["pixels and their neighbours"]
+        case ApplyStep():
+            return ["pixel by pixel, on the CPU"]
         case OpaqueStep():
             return ["a call an image"]
         case _:
@@ -80,14 +97,18 @@ def _facts(config: Config, name: str, program: AnyProgram) -> Iterator[Text]:
         yield Text(f"  model          {f'{model.file} ({model.engine})' if model is not None else 'none, images only'}")
         return
     pipeline, run = config.pipelines[name], config.run
-    where, samples, remote, fingerprint = _source(config, name)
+    where, samples, remote, fingerprint, fields = _source(config, name)
     size = pipeline.batch.size or pipeline.batch.global_size or 0
     slot, dtype = slot_of(program)
     megabytes = size * math.prod(slot) * dtype.itemsize / 1e6
     yield Text(f"  source         {where}")
+    if fields:
+        yield Text(f"  fields         {fields}")
     if fingerprint:
         yield Text(f"  fingerprint    {fingerprint}; ranks compare theirs in the process group, not compared here")
     yield Text(f"  batch          {size} images of {_results(program)} ({megabytes:.1f} MB), {run.prefetch} ahead")
+    if program.mixings:
+        yield Text("  labels         float32, the probability of each class, as samples of a batch are mixed")
     yield Text(f"  order          {'shuffled' if pipeline.shuffle else 'as in the source'}, seed {config.source.seed}")
     processes = decode_processes_of(config, samples, remote=remote)
     helpers = f", and {processes} decode process(es) that take over when started" if processes else ""
@@ -120,16 +141,33 @@ def _cpu_share_text(config: Config, name: str, samples: int, remote: bool) -> st
     return f"; {share.part:.0%} of each batch {'at first ' * share.adapts}on the CPU, by {who}"
 
 
-def _source(config: Config, name: str) -> tuple[str, int, bool, str]:
-    """A description of the source, its number of samples, whether it is read remotely, and its fingerprint."""
+def _source(config: Config, name: str) -> tuple[str, int, bool, str, str]:
+    """A description of the source, its number of samples, whether it is read remotely, its fingerprint and fields."""
     where = config.source.where
     try:
         whole = open_whole(config)
         source = open_split(config, name, whole)
     except SourceError as error:
-        return f"{where}: {error}", 0, is_remote(where), ""
+        return f"{where}: {error}", 0, is_remote(where), "", ""
     part = config.split_of(name)
-    split = "" if part is None else f", split {part}"
+    unstratified = "" if is_stratified(whole) else " (not stratified: samples have not one class each)"
+    split = "" if part is None else f", split {part}{unstratified}"
     note = f"; {whole.note}" if isinstance(whole, FileSource) and whole.note else ""
     text = f"{where}: {len(source):,} samples, {len(source.classes)} classes{split}{note}"
-    return text, len(source), is_read_remotely(source), fingerprint_of(source)
+    return text, len(source), is_read_remotely(source), fingerprint_of(source), _fields(config, source)
+
+
+def _fields(config: Config, source: Source) -> str:
+    """What a sample carries, where its fields are declared; empty for an image and a label."""
+    if not config.source.declared and not fields_of(source):
+        return ""
+    words = ["image"]
+    if has_labels(source):
+        kinds = {"i": "class", "u": "classes", "f": "number" if source.labels.ndim == 1 else "vector"}
+        words.append(f"label ({kinds[source.labels.dtype.kind]})")
+    for field in fields_of(source):
+        details: list[str] = [field.type] if field.type != field.name else []
+        details += [f"labels {field.labels!r} of {len(field.classes)} classes"] if field.labels else []
+        details += ["an instance each"] if field.instances else []
+        words.append(f"{field.name} ({', '.join(details)})" if details else field.name)
+    return ", ".join(words) + ("" if has_labels(source) else "; no label")

@@ -132,10 +132,10 @@ def find_images(spec: SourceSpec, *, limit: int, seconds: float = _SEARCH_SECOND
     """
     deadline, chance = time.monotonic() + seconds, random.Random(0)
     try:
-        if spec.listing is not None:
+        if spec.listing is not None or spec.coco is not None:
             source = open_source(spec)
             if is_read_remotely(source):
-                raise SourceError(f"{spec.listing}: lists files behind URLs; gpuflow bench FILE measures all of it")
+                raise SourceError(f"{spec.where}: lists files behind URLs; gpuflow bench FILE measures all of it")
             found = [Extent(source.path(i)) for i in chance.sample(range(len(source)), min(limit, len(source)))]
             source.close()
         elif spec.tar is not None:

@@ -11,13 +11,14 @@ import importlib.util
 import io
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gpuflow.errors import ConfigError, MissingExtra, Problem
 from gpuflow.runtime.files import atomic_write
@@ -25,7 +26,17 @@ from gpuflow.runtime.files import atomic_write
 if TYPE_CHECKING:
     from PIL import Image
 
-__all__ = ["PHOTOS", "Samples", "make_samples"]
+__all__ = [
+    "PHOTOS",
+    "Samples",
+    "check_numbers",
+    "claim",
+    "encoded",
+    "load_photos",
+    "make_samples",
+    "noisy_crop",
+    "write",
+]
 
 PHOTOS: dict[str, tuple[str, str]] = {
     "astronaut": ("skimage", "data/astronaut.png"),
@@ -89,12 +100,10 @@ def make_samples(
         MissingExtra: one of the `samples` packages is not installed.
     """
     root = Path(directory)
-    for name, value, least in (("count", count, 1), ("seed", seed, 0)):
-        if value < least:
-            raise ConfigError([Problem(f"samples.{name}", f"must be >= {least}, got {value}")])
-    photos = _load_photos()
+    check_numbers(count, seed)
+    photos = load_photos()
     classes = tuple(photos)
-    _claim(root, {"recipe": _RECIPE, "count": count, "seed": seed, "classes": list(classes)})
+    claim(root, {"recipe": _RECIPE, "count": count, "seed": seed, "classes": list(classes)})
     for name in classes[:count]:
         (root / name).mkdir(exist_ok=True)
 
@@ -104,7 +113,7 @@ def make_samples(
         path = root / name / f"{i:06d}.jpg"
         if path.exists():
             return False, path.stat().st_size
-        return True, _write(path, _jpeg(photos[name], np.random.default_rng([seed, i])))
+        return True, write(path, _jpeg(photos[name], np.random.default_rng([seed, i])))
 
     made = total_bytes = 0
     with ThreadPoolExecutor(num_threads or os.cpu_count()) as pool:
@@ -116,7 +125,14 @@ def make_samples(
     return Samples(directory=root, count=count, made=made, total_bytes=total_bytes, classes=classes[:count])
 
 
-def _load_photos() -> dict[str, Image.Image]:
+def check_numbers(count: int, seed: int) -> None:
+    """Raise ConfigError for a count or a seed out of range."""
+    for name, value, least in (("count", count, 1), ("seed", seed, 0)):
+        if value < least:
+            raise ConfigError([Problem(f"samples.{name}", f"must be >= {least}, got {value}")])
+
+
+def load_photos() -> dict[str, Image.Image]:
     """The decoded photographs by class name, without those that the installed package does not contain."""
     roots: dict[str, Path] = {}
     for package, project in _PROJECTS.items():
@@ -134,7 +150,7 @@ def _load_photos() -> dict[str, Image.Image]:
     return photos
 
 
-def _claim(root: Path, recipe: dict[str, Any]) -> None:
+def claim(root: Path, recipe: dict[str, Any]) -> None:
     """Write the marker of this recipe into the directory. Raises ConfigError if that holds something else."""
     marker = root / _MARKER
     if marker.exists():
@@ -147,7 +163,7 @@ def _claim(root: Path, recipe: dict[str, Any]) -> None:
     root.mkdir(parents=True, exist_ok=True)
     if (entry := min(root.iterdir(), default=None)) is not None:
         raise _occupied(root, repr(entry.name))
-    _write(marker, json.dumps(recipe).encode())
+    write(marker, json.dumps(recipe).encode())
 
 
 def _occupied(root: Path, found: str) -> ConfigError:
@@ -155,7 +171,7 @@ def _occupied(root: Path, found: str) -> ConfigError:
     return ConfigError([Problem(str(root), f"{rule}, but holds {found}; name another directory or remove this one")])
 
 
-def _write(path: Path, data: bytes) -> int:
+def write(path: Path, data: bytes) -> int:
     """Write a file and return its size in bytes."""
     with atomic_write(path) as file:
         file.write(data)
@@ -163,18 +179,34 @@ def _write(path: Path, data: bytes) -> int:
 
 
 def _jpeg(photo: Image.Image, rng: np.random.Generator) -> bytes:
-    """One encoded crop. After the random draws only integers are used, so that every machine makes the same pixels."""
+    """One encoded crop."""
+    return encoded(*noisy_crop(photo, rng, _SIZES))
+
+
+def noisy_crop(
+    photo: Image.Image, rng: np.random.Generator, sizes: Sequence[tuple[int, int]]
+) -> tuple[NDArray[np.uint8], int]:
+    """The pixels of one crop, resized to one of these sizes (width, height), and the quality to encode it with.
+
+    After the random draws only integers are used, so that every machine makes the same pixels.
+    """
     from PIL import Image
 
     share, gain = rng.uniform(0.55, 1.0), rng.uniform(0.8, 1.2)
     width, height = (int(side * share) for side in photo.size)
     x, y = rng.integers(0, photo.width - width + 1), rng.integers(0, photo.height - height + 1)
-    size = _SIZES[rng.integers(len(_SIZES))]
+    size = sizes[int(rng.integers(len(sizes)))]
     quality = int(rng.integers(85, 95))
     crop = photo.resize(size, Image.Resampling.LANCZOS, box=(int(x), int(y), int(x) + width, int(y) + height))
     pixels_HWC = np.asarray(crop.point([min(int(level * gain), 255) for level in range(256)] * 3), np.int16)
     noise_HWC = rng.integers(-7, 8, pixels_HWC.shape, dtype=np.int8)
-    noisy = Image.fromarray((pixels_HWC + noise_HWC).clip(0, 255).astype(np.uint8))
-    encoded = io.BytesIO()
-    noisy.save(encoded, "JPEG", quality=quality, subsampling="4:2:0")
-    return encoded.getvalue()
+    return (pixels_HWC + noise_HWC).clip(0, 255).astype(np.uint8), quality
+
+
+def encoded(pixels_HWC: NDArray[np.uint8], quality: int) -> bytes:
+    """Pixels as a JPEG."""
+    from PIL import Image
+
+    data = io.BytesIO()
+    Image.fromarray(pixels_HWC).save(data, "JPEG", quality=quality, subsampling="4:2:0")
+    return data.getvalue()

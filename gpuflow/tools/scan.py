@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from gpuflow.decode.codecs import CpuDecoder, Header, probe
 from gpuflow.errors import BadSampleError
 from gpuflow.pipeline.stage import Decoder
-from gpuflow.sources import Source
+from gpuflow.sources import Source, records_of
 
 __all__ = ["Finding", "scan"]
 
@@ -30,8 +30,8 @@ _SUFFIXES = {"jpeg": ("jpg", "jpeg", "jpe", "jfif"), "png": ("png",), "webp": ("
 class Finding:
     """One sample worth a look.
 
-    kind: `unreadable`, `corrupt`, `oversize` or `timeout`, which are bad; `cmyk` or `misnamed`, which decode
-    all the same.
+    kind: `unreadable`, `corrupt`, `oversize`, `record` (its boxes, its mask or another field) or `timeout`, which are
+    bad; `cmyk` or `misnamed`, which decode all the same.
     """
 
     index: int
@@ -180,10 +180,15 @@ class _Scanner:
     def _scan(self, chunk: _Chunk, decoder: CpuDecoder) -> None:
         chunk.begin("read", 0)
         payload = self._source.read(chunk.indices, lambda size: np.empty(size, np.uint8))
+        records = records_of(self._source, chunk.indices).errors
         for i, index in enumerate(chunk.indices):
             if not chunk.begin("decode", i) or self._closing:
                 return
-            chunk.end(list(self._look(index, payload.errors[i], payload.sample(i), decoder)), 1)
+            findings = list(self._look(index, payload.errors[i], payload.sample(i), decoder))
+            reason = records[i]
+            if reason is not None and not any(finding.bad for finding in findings):
+                findings.append(Finding(index, self._source.path(index), "record", True, reason))
+            chunk.end(findings, 1)
 
     def _look(
         self, index: int, error: str | None, data: NDArray[np.uint8], cpu_decoder: CpuDecoder

@@ -13,7 +13,7 @@ import torch
 from gpuflow.errors import BadSampleError, LoaderTimeout
 from gpuflow.execute.device_stream import DeviceStream, allocate_slots
 from gpuflow.pipeline.program import Program, Sampling, SamplingStep, fold
-from gpuflow.pipeline.stage import Geometry, Keys, Pipeline
+from gpuflow.pipeline.stage import Geometry, Keys, Mixing, Pipeline
 from gpuflow.pipeline.validate import trace
 from gpuflow.sources import Payload
 from gpuflow.torchpipe.graph import chain
@@ -49,7 +49,7 @@ class PresetRunner:
         self, program: Program, device_stream: DeviceStream, *, origin: str, threads: int, timeout_seconds: float
     ) -> None:
         self._program, self._device_stream, self._timeout = program, device_stream, timeout_seconds
-        served = tuple(stage for stage in program.pipeline.stages if not isinstance(stage, Geometry))
+        served = tuple(stage for stage in program.pipeline.stages if not isinstance(stage, Geometry | Mixing))
         pipeline = Pipeline(program.pipeline.name, served)
         graph = fold(pipeline, trace(pipeline))
         self._graph = RunningGraph(chain(graph, None, origin=origin, threads=threads, device=device_stream.device.type))

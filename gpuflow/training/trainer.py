@@ -37,7 +37,10 @@ _WARM_SHARE, _WARM_STEPS, _WARM_MOST = 0.05, 100, 0.3
 
 @dataclass(frozen=True, slots=True)
 class PassResult:
-    """Mean loss, share of correct predictions and images per second of one pass over a pipeline, for all ranks."""
+    """Mean loss, share of correct predictions and images per second of one pass over a pipeline, for all ranks.
+
+    With mixed labels, a prediction is correct if it is the class with the highest probability.
+    """
 
     loss: float
     accuracy: float
@@ -60,6 +63,8 @@ class Trainer:
     SGD with momentum 0.9; the learning rate is warmed up over the first 5% of the steps (in short runs over 100 steps,
     or 30%) and then follows a cosine. On the CPU, a run that is interrupted at any step and resumed ends with the same
     weights as an uninterrupted one.
+
+    Where `train` mixes samples, the loss is the cross entropy with the mixed labels. Validation has class labels.
 
     Several processes (ranks) can train one model: each trains on the batches of its rank, and gradients are averaged.
     Rank 0 writes the checkpoints, which do not depend on the number of ranks.
@@ -173,7 +178,8 @@ class Trainer:
             loss.backward()  # type: ignore[no-untyped-call]
             self._optimizer.step()
             self.step += 1
-            totals.add(loss.detach() * len(labels), (logits.argmax(dim=1) == labels).sum(), len(labels))
+            correct = logits.argmax(dim=1) == (labels if labels.ndim == 1 else labels.argmax(dim=1))
+            totals.add(loss.detach() * len(labels), correct.sum(), len(labels))
             events.step(*totals.so_far())
             if self.step >= last_step:
                 break
@@ -401,7 +407,8 @@ def _identity(path: Path) -> tuple[int, int]:
 
 
 def _refuse_untrainable(config: Config) -> None:
-    """Raise ConfigError where a pipeline does not give what torchvision's models take: float32 images in colour."""
+    """Raise ConfigError where a pipeline does not give what torchvision's models take: float32 images in colour,
+    and in validation one class each."""
     problems = []
     for name in ("train", "val"):
         if name in config.views:
@@ -419,6 +426,9 @@ def _refuse_untrainable(config: Config) -> None:
         if image.shape[-1] != 3:
             rule = f"must give images of 3 channels, which {config.train.model} takes, give {image.shape[-1]}"
             action = "decode with color: rgb"
+            problems.append(Problem(f"{config.path}:", rule, action=action, path=path, code="config.conflict"))
+        if name == "val" and config.programs[name].mixings:
+            rule, action = "must not mix samples to validate with", "remove its mixing stages"
             problems.append(Problem(f"{config.path}:", rule, action=action, path=path, code="config.conflict"))
     if problems:
         raise ConfigError(problems)

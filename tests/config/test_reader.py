@@ -293,3 +293,35 @@ def test_any_document_is_read_or_refused_with_places(document: Any, overrides: l
             assert problem.rule
     else:
         assert config.programs
+
+
+CARRYING = """\
+source: {listing: list.jsonl, fields: {image: , boxes: {labels: classes}, caption: {type: text}}}
+pipelines:
+  train:
+    targets: {min_area: 4, min_visibility: 0.25}
+    stages:
+      - decode
+      - random_resized_crop: {size: 8}
+      - torchvision: {name: RandomInvert}
+serve: {stages: [decode, center_crop: {size: 8}, torchvision: {name: CenterCrop, size: 4}]}
+"""
+
+
+def test_stages_that_cannot_carry_a_field_are_located() -> None:
+    rules = read(CARRYING).pipelines["train"].targets.rules
+    assert (rules.min_area, rules.min_visibility) == (4.0, 0.25)
+    turning = CARRYING.replace("{name: RandomInvert}", "{name: RandomRotation, degrees: 9}")
+    assert fault(turning) == (
+        "x.yaml:8: pipelines.train.stages[2].torchvision may move pixels, and boxes cannot follow; use a geometry "
+        "stage of gpuflow, or leave the field out of source.fields"
+    )
+    assert read(turning.replace("boxes: {labels: classes}, ", "")).programs
+
+
+@pytest.mark.parametrize("rule", ["min_area: -1", "min_visibility: 1.5"])
+def test_rules_for_boxes_have_bounds(rule: str) -> None:
+    key = rule.partition(":")[0]
+    assert f"pipelines.train.targets.{key} must be" in fault(
+        CARRYING.replace("{min_area: 4", f"{{{rule}", 1).replace(", min_visibility: 0.25", "")
+    )

@@ -49,9 +49,9 @@ def test_each_config_names_the_schema_and_fits_it(path: Path) -> None:
 
 
 def mappings(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The path of every mapping with fixed keys; the names of pipelines and splits are free, and so is `preprocess`."""
+    """The path of every mapping with fixed keys: not of names of pipelines, splits and fields, nor in `preprocess`."""
     if isinstance(value, dict):
-        if at != ("pipelines",) and at[-1:] != ("split",):
+        if at != ("pipelines",) and at[-1:] not in (("split",), ("fields",)):
             yield at
         for key, item in value.items():
             if key != "preprocess":
@@ -134,7 +134,7 @@ def test_every_key_is_described_in_words() -> None:
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class Posterize(Pointwise):
+class Reduce(Pointwise):
     """Keep the highest bits.
 
     Longer words about it.
@@ -145,7 +145,7 @@ class Posterize(Pointwise):
         mode: what for.
     """
 
-    stage_name: ClassVar[str] = "posterize"
+    stage_name: ClassVar[str] = "reduce"
 
     bits: Annotated[int, Bounds(least=1, most=8)]
     mode: Literal["fast", "exact"] = "fast"
@@ -154,8 +154,8 @@ class Posterize(Pointwise):
 
 
 def test_a_stage_of_another_package_is_in_it() -> None:
-    found = json_schema({**STAGES, "posterize": Posterize})
-    assert found["$defs"]["stage.posterize"] == {
+    found = json_schema({**STAGES, "reduce": Reduce})
+    assert found["$defs"]["stage.reduce"] == {
         "type": "object",
         "description": "Keep the highest bits.",
         "properties": {
@@ -171,13 +171,13 @@ def test_a_stage_of_another_package_is_in_it() -> None:
         "additionalProperties": False,
     }
     document = yaml.safe_load(SMALL)
-    document["pipelines"]["val"]["stages"].append({"posterize": {"bits": 3}})
+    document["pipelines"]["val"]["stages"].append({"reduce": {"bits": 3}})
     assert Draft202012Validator(found).is_valid(document)
     assert not VALIDATOR.is_valid(document)
 
 
 def test_docstrings() -> None:
-    assert docstring_of(Posterize) == ("Keep the highest bits.", {"bits": "How many are kept.", "mode": "What for."})
+    assert docstring_of(Reduce) == ("Keep the highest bits.", {"bits": "How many are kept.", "mode": "What for."})
 
     class Bare:
         pass

@@ -19,8 +19,10 @@ from gpuflow.stages import (
     STAGES,
     CenterCrop,
     ColorJitter,
+    Cutmix,
     Decode,
     Flip,
+    Mixup,
     Normalize,
     RandomCrop,
     RandomResizedCrop,
@@ -156,6 +158,11 @@ sizes = st.one_of(st.integers(1, 2000), st.tuples(st.integers(1, 2000), st.integ
 filters = {"interpolation": st.sampled_from(["nearest", "bilinear", "bicubic"]), "antialias": st.booleans()}
 jitters = st.one_of(numbers, pairs)
 one_more = st.lists(st.floats(0.01, 2), min_size=3, max_size=3).map(tuple)
+mixing: dict[str, Any] = {
+    "probability": numbers,
+    "mode": st.sampled_from(["batch", "pair", "elem"]),
+    "label_smoothing": numbers,
+}
 STRATEGIES: dict[str, st.SearchStrategy[Stage]] = {
     "decode": st.builds(
         Decode,
@@ -202,6 +209,10 @@ STRATEGIES: dict[str, st.SearchStrategy[Stage]] = {
         ),
         st.just(Torchvision(name="AutoAugment")),
     ),
+    "mixup": st.builds(
+        Mixup, alpha=st.floats(0.01, 5), cutmix_alpha=numbers, switch_probability=numbers, correct_lambda=..., **mixing
+    ),
+    "cutmix": st.builds(Cutmix, alpha=st.floats(0.01, 5), correct_lambda=..., **mixing),
 }
 
 
@@ -229,10 +240,12 @@ def around(stage: Stage) -> Iterator[Stage]:
     """A pipeline that checks, with the stage in it."""
     if stage.stage_name != "decode":
         yield Decode()
-    if stage.stage_name == "normalize":
+    if stage.stage_name in ("normalize", "mixup", "cutmix"):
         yield CenterCrop(size=8)
+    if stage.stage_name == "mixup":
+        yield Normalize()
     yield stage
-    if stage.stage_name not in ("normalize", "center_crop", "random_crop"):
+    if stage.stage_name not in ("normalize", "center_crop", "random_crop", "mixup", "cutmix"):
         yield Resize(height=1, width=1)  # within any decode.max_pixels
 
 

@@ -60,6 +60,11 @@ def test_views_are_read(file: Path) -> None:
         config.program("train")
 
 
+def test_fields_that_do_not_follow_pixels_are_taken(file: Path) -> None:
+    fields = "{listing: x.jsonl, fields: {image: , label: , caption: {type: text}, weight: {type: number}}}"
+    assert len(views_of(read(file, TEXT.replace("{folder: photos}", fields))).programs) == 2
+
+
 def test_the_fingerprint_covers_what_changes_the_pixels_and_not_the_order(file: Path) -> None:
     fingerprint = views_of(read(file)).pipeline.fingerprint
     changes = (
@@ -122,6 +127,18 @@ def test_the_fingerprint_covers_what_changes_the_pixels_and_not_the_order(file: 
             "{count: 6, stages: [{random_resized_crop: {size: 13}}]}",
             "{count: 6}",
             "x.yaml:11: pipelines.train.views.local needs the key 'stages': a list",
+        ),
+        (
+            "          - normalize\n",
+            "          - normalize\n          - mixup\n",
+            "x.yaml:11: pipelines.train.views.global.stages[2].mixup mixes the samples of a batch, and views are not "
+            "mixed; remove the stage, or use no views",
+        ),
+        (
+            "{folder: photos}",
+            "{listing: x.jsonl, fields: {image: , boxes: {labels: kinds}, caption: {type: text}}}",
+            "x.yaml:5: pipelines.train.views move the pixels in several ways, and boxes cannot follow; use stages in "
+            "place of views, or a source without these fields",
         ),
         (
             "count: 6,",

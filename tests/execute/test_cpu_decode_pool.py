@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import signal
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -34,6 +36,7 @@ FILES[7] = b"no image"
 KEYS = Keys(3, 1, np.arange(500, 500 + len(FILES)))
 
 
+@functools.cache
 def expected() -> tuple[torch.Tensor, list[str]]:
     slots = np.zeros((len(FILES), *slot_shape(PROGRAM.result)), np.uint8)
     faults = CpuRunner(PROGRAM).run([np.frombuffer(data, np.uint8) for data in FILES], KEYS, slots)
@@ -58,17 +61,32 @@ def check(pending: PendingImages) -> None:
     assert torch.equal(found[good], right[pending.rows[good]])
 
 
-@pytest.fixture
-def working() -> Iterator[CpuDecodePool]:
+@contextmanager
+def at_work() -> Iterator[CpuDecodePool]:
     """A pool whose workers are at work."""
     pool = pool_of(3)
     deadline = time.monotonic() + SECONDS
     while not pool._workers:
         check(begin(pool, np.arange(len(FILES))))
         assert time.monotonic() < deadline
+        time.sleep(0.05)  # leaves the cores to the workers
     assert pool.counts() == {"at_work": 3, "starting": 0}
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="module")
+def working() -> Iterator[CpuDecodePool]:
+    """A pool for all tests that leave it as it is."""
+    with at_work() as pool:
+        yield pool
+
+
+@pytest.fixture
+def own() -> Iterator[CpuDecodePool]:
+    """A pool for a test that kills its workers or closes it."""
+    with at_work() as pool:
+        yield pool
 
 
 @pytest.mark.parametrize("rows", [[0], [5, 7, 9], list(range(23))])
@@ -106,14 +124,14 @@ def test_memory_that_cannot_be_shared_is_decoded_here(working: CpuDecodePool) ->
     check(begin(working, np.arange(9), heap))
 
 
-def test_a_lost_worker_costs_no_image(working: CpuDecodePool) -> None:
-    chunks = [begin(working, np.arange(len(FILES))) for _ in range(6)]
-    (pool,) = working._workers
+def test_a_lost_worker_costs_no_image(own: CpuDecodePool) -> None:
+    chunks = [begin(own, np.arange(len(FILES))) for _ in range(6)]
+    (pool,) = own._workers
     for pid in pool._servers[0]._workers()[1:]:
         os.kill(pid, signal.SIGKILL)
     for chunk in chunks:
         check(chunk)
-    check(begin(working, np.arange(len(FILES))))
+    check(begin(own, np.arange(len(FILES))))
 
 
 def test_answers_that_nobody_asks_for_leave_the_workers_free(
@@ -141,10 +159,10 @@ def test_there_are_as_many_processes_as_the_share_needs(seen: int, taken: int, p
     pool.close()
 
 
-def test_a_closed_pool_decodes_nothing(working: CpuDecodePool) -> None:
-    working.close()
+def test_a_closed_pool_decodes_nothing(own: CpuDecodePool) -> None:
+    own.close()
     with pytest.raises(ConnectionAbortedError, match="closed"):
-        begin(working, np.arange(3))
+        begin(own, np.arange(3))
 
 
 def test_results_hold_no_memory_once_nobody_refers_to_them(working: CpuDecodePool) -> None:

@@ -88,7 +88,7 @@ def at_most_more(megabytes: int) -> Iterator[None]:
 
 LARGE = [
     (line_png(2600, 1), (Resize(shorter=256), CenterCrop(size=224))),
-    (line_png(1, 2600), (Resize(shorter=256), RandomCrop(size=224))),
+    (line_png(1, 900), (Resize(shorter=256), RandomCrop(size=224))),
     (line_png(1, 200_000), (Resize(height=256, width=256), CenterCrop(size=224))),
     (line_png(1, 200_000), (Resize(height=256, width=256),)),
     (line_png(200_000, 1), (Resize(height=256, width=256, interpolation="bicubic", antialias=False),)),

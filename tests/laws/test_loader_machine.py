@@ -145,4 +145,4 @@ def _in_time(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 
 
 TestLoader = LoaderMachine.TestCase
-TestLoader.settings = settings(max_examples=20, stateful_step_count=20, deadline=None, phases=PHASES)
+TestLoader.settings = settings(max_examples=12, stateful_step_count=20, deadline=None, phases=PHASES)

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from gpuflow.errors import ConfigError
+from gpuflow.execute.pointwise import run_pointwise
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.program import OpaqueStep
 from gpuflow.stages import (
@@ -29,17 +30,20 @@ from gpuflow.stages import (
     RandomCrop,
     RandomResizedCrop,
     Resize,
+    Rotate,
     Torchvision,
 )
 from tests.images import encode, jpeg, photo, png
-from tests.running import RGB, by_torchvision, decoded, images, keys_of, levels_apart, program_of, run
+from tests.running import RGB, by_torchvision, decoded, images, keys_of, levels_apart, program_of, run, size_of
 
 
 def torchvision(name: str, **parameters: Any) -> Torchvision:
     return Torchvision(name=name, parameters=tuple(sorted(parameters.items())))
 
 
-EXAMPLES = tuple(example for stage in STAGES.values() for example in stage.examples())
+ALL_EXAMPLES = tuple(example for stage in STAGES.values() for example in stage.examples())
+EXAMPLES = tuple(example for example in ALL_EXAMPLES if not isinstance(example, s.Mixing))
+"""Of stages that work on one image; the laws of mixing stages are in test_mixing_laws.py."""
 
 SAMPLES = (
     jpeg(photo(64, 97), "4:2:0"),
@@ -53,6 +57,7 @@ SAMPLES = (
 KEYS = keys_of(len(SAMPLES), seed=3, epoch=2, first=10**10)
 
 every_example = pytest.mark.parametrize("stage", EXAMPLES, ids=repr)
+every_value = pytest.mark.parametrize("stage", ALL_EXAMPLES, ids=repr)
 every_stage = pytest.mark.parametrize("name", STAGES)
 
 
@@ -75,7 +80,7 @@ def test_every_stage_has_examples_of_its_own() -> None:
 @every_stage
 def test_a_stage_is_named_as_the_table_says_and_is_of_one_kind(name: str) -> None:
     assert STAGES[name].stage_name == name
-    kinds = (s.Decoder, s.Geometry, s.Pointwise, s.Opaque)
+    kinds = (s.Decoder, s.Geometry, s.Pointwise, s.Local, s.Opaque, s.Mixing)
     assert [issubclass(STAGES[name], kind) for kind in kinds].count(True) == 1
     derived = [one for one in STAGES[name].__subclasses__() if not one.__module__.startswith("tests.")]
     assert not derived, "stages are final"
@@ -84,7 +89,7 @@ def test_a_stage_is_named_as_the_table_says_and_is_of_one_kind(name: str) -> Non
 # --- 1: values -------------------------------------------------------------------------------------------------------
 
 
-@every_example
+@every_value
 def test_a_stage_is_a_frozen_value(stage: s.Stage) -> None:
     twin = type(stage)(**{field.name: getattr(stage, field.name) for field in dataclasses.fields(stage)})
     assert twin == stage
@@ -95,10 +100,10 @@ def test_a_stage_is_a_frozen_value(stage: s.Stage) -> None:
     for field in dataclasses.fields(stage):
         with pytest.raises(dataclasses.FrozenInstanceError):
             setattr(stage, field.name, getattr(stage, field.name))
-    assert [twin == other for other in EXAMPLES].count(True) == 1
+    assert [twin == other for other in ALL_EXAMPLES].count(True) == 1
 
 
-@every_example
+@every_value
 def test_repr_reads_as_the_yaml_does_and_evaluates(stage: s.Stage) -> None:
     changed = [f.name for f in dataclasses.fields(stage) if getattr(stage, f.name) != f.default]
     inside = ", ".join(f"{name}={getattr(stage, name)!r}" for name in changed)
@@ -106,7 +111,7 @@ def test_repr_reads_as_the_yaml_does_and_evaluates(stage: s.Stage) -> None:
     assert eval(repr(stage), dict(STAGES)) == stage
 
 
-@every_example
+@every_value
 def test_parameters_are_keywords(stage: s.Stage) -> None:
     with pytest.raises(TypeError, match="positional argument"):
         type(stage)(*[1 for _ in dataclasses.fields(stage)])
@@ -131,8 +136,8 @@ def test_fingerprint_changes_with_every_parameter_that_decides_what_comes_out(na
 
 
 def test_fingerprint_tells_shorter_from_longer() -> None:
-    prints = {s.Pipeline("p", (stage,)).fingerprint for stage in EXAMPLES}
-    assert len(prints) == len(EXAMPLES)
+    prints = {s.Pipeline("p", (stage,)).fingerprint for stage in ALL_EXAMPLES}
+    assert len(prints) == len(ALL_EXAMPLES)
     assert s.Pipeline("p", (Resize(shorter=9),)).fingerprint != s.Pipeline("p", (Resize(longer=9),)).fingerprint
 
 
@@ -158,7 +163,7 @@ def test_the_declared_spec_is_the_truth(stage: s.Stage) -> None:
             )
 
 
-@every_example
+@every_value
 def test_encoded_bytes_and_floats_are_refused_or_taken_in_words(stage: s.Stage) -> None:
     for spec in (s.ENCODED, s.ImageSpec(shape=(20, 20, 3), dtype="float32", layout="nchw")):
         try:
@@ -226,19 +231,32 @@ def test_an_inserted_stage_changes_no_other_stages_draws(stage: s.Stage, neutral
 # --- 4: torchvision is the reference ---------------------------------------------------------------------------------
 
 
+def has_torchvision_form(stage: s.Stage) -> bool:
+    try:
+        return stage.torchvision() is not None
+    except NotImplementedError:
+        return False
+
+
 @pytest.mark.parametrize(
-    "stage", [stage for stage in EXAMPLES if not stage.random and not isinstance(stage, s.Decoder)], ids=repr
+    "stage", [stage for stage in EXAMPLES if not stage.random and has_torchvision_form(stage)], ids=repr
 )
-def test_a_deterministic_stage_equals_its_torchvision_transform_bit_for_bit(stage: s.Stage) -> None:
+def test_a_deterministic_stage_equals_its_torchvision_transform(stage: s.Stage) -> None:
+    """Bit for bit, and a warp within its tolerance."""
+    most = stage.tolerance if isinstance(stage, s.Geometry) and stage.warps is not None else 0
     for pixels in (photo(64, 97), photo(61, 53), photo(40, 40), photo(1, 1), photo(7, 130)):
         data = png(pixels)
-        expected = stage.torchvision()(decoded(data))
+        try:
+            expected = stage.torchvision()(decoded(data))
+        except RuntimeError:  # the image is too small for torchvision
+            assert min(pixels.shape[:2]) < 8
+            continue
         height, width = expected.shape[1:]
         sized = CenterCrop(size=(height, width)) if stage.output(RGB).dtype == "uint8" else None
         around = (stage, sized) if sized else (CenterCrop(size=pixels.shape[:2]), stage)
         (result,) = images(program_of(Decode(), *around), [data])
         assert result.dtype == expected.dtype
-        assert torch.equal(result, expected)
+        assert torch.equal(result, expected) or levels_apart(result, expected) <= most
 
 
 # --- 5: folding ------------------------------------------------------------------------------------------------------
@@ -269,8 +287,11 @@ def one_by_one(pipeline: s.Pipeline, data: bytes, keys: s.Keys) -> torch.Tensor 
     for stage, turn in zip(pipeline.stages[1:], pipeline.occurrences()[1:], strict=True):
         if isinstance(stage, s.Pointwise):
             pixels = np.ascontiguousarray(image.permute(1, 2, 0).numpy())
-            coefficients = stage.draw(keys.stage(stage.stage_name, turn))[0]
-            image = torch.from_numpy(stage.apply(pixels, coefficients, None)).permute(2, 0, 1)
+            coefficients = stage.draw(keys.stage(stage.stage_name, turn))
+            operations = stage.operations(coefficients, *size_of(image))
+            assert operations is not None
+            image = torch.from_numpy(run_pointwise(pixels, operations, 0, None, planes=False, out=None))
+            image = image.permute(2, 0, 1)
             continue
         if isinstance(stage, s.Opaque):
             step = OpaqueStep(stage, turn, RGB, RGB, 10**9)
@@ -394,6 +415,11 @@ def test_folded_geometry_equals_one_stage_after_the_other(stages: list[s.Stage],
         (CenterCrop(size=20), RandomCrop(size=20, padding=6), RandomCrop(size=24, padding=4)),
         (RandomCrop(size=4, padding=60), Flip(horizontal=0.5)),
         (RandomResizedCrop(size=24), RandomCrop(size=30, padding=3), RandomResizedCrop(size=24), Flip(horizontal=0.5)),
+        (RandomCrop(size=1), Rotate(degrees=30), Resize(height=11, width=13)),
+        (Flip(horizontal=0.5, vertical=0.5), Rotate(degrees=30), CenterCrop(size=20), Flip(horizontal=0.5)),
+        (CenterCrop(size=30), Flip(vertical=0.5), Rotate(degrees=90, fill=9), RandomCrop(size=30, padding=6)),
+        (Resize(height=30, width=40), CenterCrop(size=20), Rotate(degrees=50, border="reflect"), RandomCrop(size=9)),
+        (Rotate(degrees=50), Resize(height=9, width=12), Rotate(degrees=20, border="edge"), Flip(vertical=1.0)),
     ],
     ids=lambda stages: " -> ".join(map(repr, stages)),
 )

@@ -132,4 +132,5 @@ def test_a_stage_of_no_known_kind_is_not_folded() -> None:
     spec = s.ImageSpec(shape=(8, 8, 3))
     with pytest.raises(TypeError) as caught:
         fold(pipeline, (s.ENCODED, s.ImageSpec(shape=(None, None, 3)), spec, spec))
-    assert str(caught.value) == "mixed() is of no kind of stage; derive it from Geometry, Pointwise or Opaque"
+    kinds = "Geometry, Pointwise, Local, Opaque or Mixing"
+    assert str(caught.value) == f"mixed() is of no kind of stage; derive it from {kinds}"

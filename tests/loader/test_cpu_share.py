@@ -89,6 +89,9 @@ class StandIn:
 
     def record_event(self) -> None: ...
 
+    def queued(self) -> contextlib.nullcontext[None]:
+        return contextlib.nullcontext()
+
     def retain_until_done(self, memory: NDArray[Any], on_done: Callable[[NDArray[Any]], None] | None = None) -> None:
         if on_done is not None:
             on_done(memory)
@@ -271,6 +274,31 @@ def test_bad_samples_are_judged_as_on_the_cpu(policy: str, folder: Path, source:
     with feed_of(source, fixed(0.5), shuffle=False, policy=policy) as (feed, _, epoch):
         assert [rows(batch) for batch in epoch(0)] == expected
         assert feed._plan.bad.distinct == 3
+
+
+@pytest.mark.parametrize("policy", ["replace", "skip"])
+@pytest.mark.parametrize("mode", ["batch", "elem"])
+@pytest.mark.parametrize("part", [0.0, 0.4])
+def test_batches_are_mixed_on_a_gpu_as_on_the_cpu(
+    part: float, mode: str, policy: str, folder: Path, source: Source
+) -> None:
+    """Once the CPU's rows are there, and bad samples were replaced or skipped."""
+    files = sorted(folder.rglob("*.jpg"))
+    for number in (4, 15):
+        truncate(files[number])
+    entries: Entries = [*NHWC, {"mixup": {"cutmix_alpha": 1.0, "mode": mode}}, {"cutmix": {"label_smoothing": 0.1}}]
+
+    def values(images: torch.Tensor, labels: torch.Tensor) -> tuple[bytes, bytes]:
+        return images.contiguous().view(torch.uint8).numpy().tobytes(), labels.numpy().tobytes()
+
+    with loader_of(source, entries, batch_size=20, policy=policy) as loader:
+        expected = [values(*batch) for batch in loader]
+    with feed_of(source, fixed(part) if part else None, entries, policy=policy) as (_, _, epoch):
+        found = []
+        for batch in epoch(0):
+            kept = torch.from_numpy(batch.kept)
+            found.append(values(batch.slots[kept], torch.as_tensor(batch.labels)[kept]))
+    assert found == expected
 
 
 def test_a_bad_sample_of_the_share_is_raised(folder: Path, source: Source) -> None:

@@ -78,7 +78,7 @@ def made_elsewhere(loader: Loader, monkeypatch: pytest.MonkeyPatch) -> list[bool
         while not loader._feed.workers.started or loader._feed.workers.counts()["starting"]:
             with suppress(BadSampleError):
                 for _ in loader:
-                    time.sleep(0.02)
+                    time.sleep(0.05)
     found.clear()
     loader.set_epoch(0)
     return found
@@ -282,11 +282,14 @@ def test_ctrl_c_ends_a_loop_and_leaves_no_process(folder: Path, tmp_path: Path) 
 import os, signal, sys, threading, time
 import gpuflow
 with gpuflow.load(sys.argv[1]) as loader:
-    threading.Timer(4, os.kill, [os.getpid(), signal.SIGINT]).start()
+    started = False
     try:
         while True:
             for batch in loader:
                 time.sleep(0.01)
+                if not started and loader.stats()["processes"]["at_work"] == 2:
+                    started = True
+                    threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGINT]).start()
     except KeyboardInterrupt:
         print("interrupted")
 print(open(f"/proc/self/task/{os.getpid()}/children").read().split())

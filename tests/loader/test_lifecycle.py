@@ -1,13 +1,9 @@
-"""Closing, breaking, Ctrl-C and an exception in the loop leave nothing behind, and memory does not grow."""
+"""Closing, breaking and an exception in the loop leave nothing behind, and memory does not grow."""
 
 from __future__ import annotations
 
 import gc
 import json
-import os
-import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -34,7 +30,6 @@ from tests.datasets import (
 )
 
 ROOT = Path(__file__).parents[2]
-CTRL_C_SECONDS = 60.0
 
 
 @pytest.fixture(autouse=True)
@@ -359,128 +354,7 @@ def test_memory_does_not_grow_with_what_the_consumer_lets_go() -> None:
         assert resident_kib() - before < 60_000
 
 
-# --- Ctrl-C -----------------------------------------------------------------------------------------------------------
-
-CTRL_C = """
-from tests.datasets import *
-seconds, where = {seconds}, {where!r}
-loader = loader_of(TappedSource(MemorySource.of(600), Slow(seconds)), batch_size=8, timeout=60)
-if where == "first batch":
-    threading.Timer(0.1, lambda: print("ready", flush=True)).start()
-for epoch in range(1000):
-    for images, labels in loader:
-        if where == "iterating" and epoch == 0:
-            print("ready", flush=True)
-            where = ""
-        if where == "body":
-            print("ready", flush=True)
-            time.sleep(60)
-"""
-
-
-@pytest.mark.parametrize(
-    ("where", "seconds", "delay"),
-    [("first batch", 0.4, 0.0), ("body", 0.0, 0.05), ("iterating", 0.0005, 0.0), ("iterating", 0.0, 0.33)],
-)
-def test_ctrl_c_ends_the_process(where: str, seconds: float, delay: float) -> None:
-    with subprocess.Popen(
-        [sys.executable, "-c", CTRL_C.format(seconds=seconds, where=where)],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    ) as process:
-        try:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "ready\n"
-            time.sleep(delay)
-            process.send_signal(signal.SIGINT)
-            _, noise = process.communicate(timeout=CTRL_C_SECONDS)
-        finally:
-            process.kill()
-    assert process.returncode == -signal.SIGINT
-    lines = noise.strip().splitlines()
-    assert lines[0] == "Traceback (most recent call last):"
-    assert lines[-1] == "KeyboardInterrupt"
-    assert noise.count("Traceback") == 1, noise
-    assert not [name for name in os.listdir("/dev/shm") if str(process.pid) in name]
-
-
-def test_ctrl_c_at_any_moment_leaves_nothing(config: Path) -> None:
-    """Interrupts 40 loops of one process, each a little later and each three times, as an impatient user does.
-
-    The later ones meet the cleaning up after the first. What was interrupted can go on.
-    """
-    code = """
-import signal, sys
-from tests.datasets import *
-loader = gpuflow.load(sys.argv[1])
-epoch_rows(loader)
-before = set(os.listdir("/proc/self/fd"))
-left = done = 0
-
-def ring(*_):
-    global left
-    if left:
-        left -= 1
-        signal.raise_signal(signal.SIGINT)
-
-def absorb(depth):
-    try:
-        if depth:
-            absorb(depth - 1)
-        while left:
-            for batch in loader:
-                if not left:
-                    break
-    except KeyboardInterrupt:
-        pass
-
-signal.signal(signal.SIGALRM, ring)
-for trial in range(40):
-    left = 3
-    signal.setitimer(signal.ITIMER_REAL, 0.001 + 0.003 * trial, 0.02)
-    absorb(3)
-    done += left == 0
-signal.setitimer(signal.ITIMER_REAL, 0)
-assert len(epoch_rows(loader)) == 6
-loader.close()
-gc.collect()
-end = time.monotonic() + 8
-while threading.active_count() > 1 and time.monotonic() < end:
-    time.sleep(0.05)
-print(done, [thread.name for thread in threading.enumerate()], len(set(os.listdir("/proc/self/fd")) - before))
-"""
-    done = python(code, str(config), cwd=ROOT, seconds=100)
-    assert (done.returncode, done.stdout) == (0, "40 ['MainThread'] 0\n"), done.stdout + done.stderr
-    assert "never awaited" not in done.stderr
-
-
-@pytest.mark.parametrize("end", ["", "raise SystemExit(0)", "import sys; sys.exit()"])
-def test_a_script_may_end_in_the_middle_of_an_epoch(end: str) -> None:
-    code = f"""
-from tests.datasets import *
-loader = loader_of(TappedSource(MemorySource.of(200), Slow(0.002)))
-epoch = iter(loader)
-next(epoch)
-{end}
-"""
-    done = python(code, cwd=ROOT)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-
-
-def test_a_script_that_fails_shows_its_own_error_alone() -> None:
-    code = """
-from tests.datasets import *
-loader = loader_of(TappedSource(MemorySource.of(200), Slow(0.002)))
-for images, labels in loader:
-    raise ValueError("mine")
-"""
-    done = python(code, cwd=ROOT, seconds=30)
-    assert done.returncode == 1
-    assert done.stderr.count("Traceback") == 1
-    assert done.stderr.splitlines()[-1] == "ValueError: mine"
+# --- what a loop leaves as it is --------------------------------------------------------------------------------------
 
 
 def test_torchs_threads_are_left_as_they_are(config: Path) -> None:
@@ -505,91 +379,3 @@ def test_a_generator_that_yields_from_a_loader_can_be_closed() -> None:
         generator.close()  # type: ignore[attr-defined]
         assert len(list(loader)) == 6, "the next epoch runs"
         loader.close()
-
-
-# --- forks of the user ------------------------------------------------------------------------------------------------
-
-FORKS = """
-import sys, warnings, weakref
-from tests.datasets import *
-
-def locks_of(root):
-    \"\"\"Every lock that is reachable from a loader through gpuflow's own objects.\"\"\"
-    found, seen, queue = [], set(), [root]
-    while queue:
-        value = queue.pop()
-        if id(value) in seen:
-            continue
-        seen.add(id(value))
-        if isinstance(value, weakref.ref):
-            queue.append(value())
-        elif hasattr(value, "acquire") and type(value).__module__ in ("_thread", "threading"):
-            found.append(value)
-        elif isinstance(value, (list, tuple, set, dict)):
-            queue += list(value.values()) if isinstance(value, dict) else list(value)
-        elif type(value).__module__.startswith("gpuflow"):
-            queue += list(getattr(value, "__dict__", {}).values())
-            slots = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
-            queue += [getattr(value, name) for name in slots if name != "__weakref__" and hasattr(value, name)]
-    return found
-
-def hold(locks, held, release):
-    for lock in locks:
-        assert lock.acquire(timeout=20)
-    held.set()
-    release.wait(100)
-    for lock in locks:
-        lock.release()
-
-def forked(end, loader, batches):
-    \"\"\"The exit code of a child that ends in this way; -9 if it hangs.\"\"\"
-    child = os.fork()
-    if child == 0:
-        end(loader, batches)
-        sys.exit(3)
-    deadline = time.monotonic() + 60
-    while (found := os.waitpid(child, os.WNOHANG)) == (0, 0):
-        if time.monotonic() > deadline:
-            os.kill(child, signal.SIGKILL)
-        time.sleep(0.01)
-    return os.waitstatus_to_exitcode(found[1])
-
-def leave(loader, batches):
-    pass
-
-def close(loader, batches):
-    loader.close()
-
-def drop(loader, batches):
-    batches.end("dropped")
-
-def go_on(loader, batches):
-    for iterate in (lambda: next(batches), lambda: iter(loader)):
-        try:
-            iterate()
-        except gpuflow.LoaderError as error:
-            assert "does not work in its forked child" in str(error), error
-        else:
-            sys.exit(4)
-
-warnings.simplefilter("ignore", DeprecationWarning)  # of forks in a process with threads, from Python 3.12 on
-loader = loader_of(MemorySource.of(42), threads=4, processes=2)
-batches = iter(loader)
-next(batches)
-locks = locks_of(loader)
-held, release = threading.Event(), threading.Event()
-holder = threading.Thread(target=hold, args=(locks, held, release))
-holder.start()
-assert held.wait(30)
-codes = [forked(end, loader, batches) for end in (leave, close, drop, go_on)]
-release.set()
-holder.join()
-print(codes, len(locks) >= 8, flush=True)
-assert len(list(batches)) == 10
-loader.close()
-"""
-
-
-def test_a_forked_child_can_exit_whatever_lock_was_held_at_the_fork() -> None:
-    done = python(FORKS, cwd=ROOT, seconds=300)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "[3, 3, 3, 3] True\n", "")

@@ -44,7 +44,7 @@ def test_a_table_joins_the_pass_before_it(tmp_path: Path) -> None:
     jittered = [(SamplingStep, False, "uint8 8x8x3 hwc"), (PointwiseStep, True, "float16 8x8x3 nhwc")]
     assert kinds(tmp_path, CROP, JITTER, HALF) == jittered
     assert kinds(tmp_path, CROP, {"flip": {"horizontal": 0.5}}, JITTER, HALF) == jittered
-    blurred = [(SamplingStep, False), (OpaqueStep, False), (type(None), True)]
+    blurred = [(SamplingStep, False), (OpaqueStep, False), (PointwiseStep, True)]
     assert [kind[:2] for kind in kinds(tmp_path, CROP, BLUR, HALF)] == blurred
     assert [kind[:2] for kind in kinds(tmp_path, CROP, SECOND, HALF)] == [(SamplingStep, False), (SamplingStep, True)]
 

@@ -225,6 +225,35 @@ def test_a_pipeline_that_cannot_run_so_is_refused(photos: Path, tmp_path: Path) 
     preset = ["pipelines.train={preset: torchpipe_cpu, height: 32, width: 32, stages: []}"]
     with pytest.raises(ConfigError, match=r"pipelines\.train\.preset decodes and resizes by itself"):
         gpuflow.transform(path, overrides=preset)
+    mixed = config_of(tmp_path, photos, (*TRAIN, {"mixup": {}}))
+    with pytest.raises(ConfigError) as found:
+        gpuflow.transform(mixed)
+    assert f"pipelines.train.stages[{len(TRAIN)}].mixup mixes the images and labels of a whole batch" in str(
+        found.value
+    )
+    assert gpuflow.transform(mixed, "val").preprocessing
+
+
+@pytest.mark.parametrize(
+    ("source", "named"),
+    [
+        ({"coco": "instances.json", "images": "photos"}, "coco"),
+        ({"listing": "x.jsonl", "fields": {"image": None, "boxes": None, "depth": {"type": "mask"}}}, "boxes, depth"),
+        ({"listing": "x.jsonl", "fields": {"image": None, "label": None, "caption": {"type": "text"}}}, None),
+    ],
+)
+def test_a_source_whose_records_follow_the_pixels_is_refused(
+    photos: Path, tmp_path: Path, source: dict[str, Any], named: str | None
+) -> None:
+    path = write_config(tmp_path / "x.yaml", photos, source=source)
+    if named is None:
+        gpuflow.transform(path)
+        return
+    with pytest.raises(ConfigError) as found:
+        gpuflow.transform(path)
+    assert f"x.yaml: source has boxes, masks or keypoints ({named}), which a transform does not move" in str(
+        found.value
+    )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")

@@ -258,6 +258,52 @@ def test_slots_and_tensors_of_any_number_of_samples_are_the_same_memory() -> Non
             assert (whole[:, :-1] == number + 1).all() and (whole[:, -1:] == 9).all()
 
 
+@pytest.mark.parametrize("labelled", [True, False])
+@pytest.mark.parametrize("run", [{}, {"processes": 1}])
+def test_a_batch_has_the_fields_of_its_samples(
+    photos: Path, tmp_path: Path, labelled: bool, run: dict[str, Any]
+) -> None:
+    files = sorted(photos.rglob("*.jpg"))
+    rows = [{"image": str(file), "label": i % 2, "caption": file.name, "weight": i / 4} for i, file in enumerate(files)]
+    (tmp_path / "x.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    fields = {"image": None, "caption": {"type": "text"}, "weight": {"type": "number"}}
+    document = yaml.safe_load(config_of(tmp_path, photos, **run).read_text())
+    document["source"] = {
+        "listing": str(tmp_path / "x.jsonl"),
+        "fields": fields | ({"label": None} if labelled else {}),
+    }
+    (tmp_path / "x.yaml").write_text(yaml.safe_dump(document, sort_keys=False))
+    with gpuflow.load(tmp_path / "x.yaml") as loader:
+        for epoch in range(2):
+            for batch in loader:
+                assert batch.epoch == epoch
+                indices = batch.indices.tolist()
+                assert [view.shape[1] for view in batch.views.values()] == [len(indices)] * 3
+                assert batch["caption"] == [rows[i]["caption"] for i in indices]
+                assert batch["weight"].tolist() == [rows[i]["weight"] for i in indices]
+                assert [target["caption"] for target in batch.targets()] == batch["caption"]
+                if labelled:
+                    assert batch.labels.tolist() == [rows[i]["label"] for i in indices]
+                else:
+                    assert batch[1] == batch.targets()
+            workers = loader._feed.workers._workers
+            if workers is not None:
+                workers._pool.wait_until_ready(30)
+
+
+def test_annotations_of_coco_do_not_follow_views(photos: Path, tmp_path: Path) -> None:
+    image = {"id": 1, "file_name": next(photos.rglob("*.jpg")).relative_to(photos).as_posix(), "width": 9, "height": 9}
+    known = {"images": [image], "annotations": [], "categories": [{"id": 1, "name": "thing"}]}
+    (tmp_path / "x.json").write_text(json.dumps(known))
+    document = yaml.safe_load(config_of(tmp_path, photos).read_text())
+    document["source"] = {"coco": str(tmp_path / "x.json"), "images": str(photos)}
+    (tmp_path / "x.yaml").write_text(yaml.safe_dump(document))
+    with pytest.raises(
+        ConfigError, match=r"x\.yaml: pipelines\.train\.views move the pixels in several ways, and boxes"
+    ):
+        gpuflow.load(tmp_path / "x.yaml")
+
+
 def test_explain_and_placement_say_where_views_are_made(photos: Path, tmp_path: Path) -> None:
     config = read_config(config_of(tmp_path, photos), STAGES)
     assert explain_gpu(config, "train") == (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -77,17 +76,16 @@ def test_faults(parity: Run, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_the_process_ends_soon_after(config: Path, tmp_path: Path) -> None:
-    """torchpipe would wait 0.1 s for each of its threads at the exit of the process."""
+def test_the_process_ends_without_the_exit_handlers_of_torchpipe(config: Path, tmp_path: Path) -> None:
+    """They could wait 0.1 s for each thread. `abort` is called where those run that were there before the command."""
     code = (
-        "import sys, time\n"
-        f"sys.argv = ['gpuflow', 'parity', {str(config)!r}, 'run.threads=24', '--images', '0', '--out', "
+        "import ctypes, sys\n"
+        "libc = ctypes.CDLL(None)\n"
+        "libc.on_exit(libc.abort, None)\n"
+        f"sys.argv = ['gpuflow', 'parity', {str(config)!r}, 'run.threads=1', '--images', '0', '--out', "
         f"{str(tmp_path / 'out')!r}, '--against', 'val', 'serve']\n"
         "from gpuflow.cli import main\n"
-        "try:\n    main()\nexcept SystemExit as end:\n    assert not end.code\n"
-        "print('ended at', time.time(), flush=True)\n"
+        "main()\n"
     )
     done = python(code)
-    after = time.time()
-    assert done.returncode == 0, done.stderr
-    assert after - float(done.stdout.split()[-1]) < 2
+    assert (done.returncode, "PASS" in done.stdout) == (0, True), done.stderr

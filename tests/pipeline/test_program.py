@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from gpuflow.pipeline import stage as s
-from gpuflow.pipeline.program import OpaqueStep, PointwiseStep, Sampling, SamplingStep
+from gpuflow.pipeline.moves import forward
+from gpuflow.pipeline.program import OpaqueStep, PointwiseStep, Sampling, SamplingStep, Warping, WarpStep
 from gpuflow.stages import (
     CenterCrop,
     ColorJitter,
@@ -18,6 +19,7 @@ from gpuflow.stages import (
     RandomCrop,
     RandomResizedCrop,
     Resize,
+    Rotate,
     Torchvision,
 )
 from tests.running import keys_of, program_of
@@ -29,7 +31,7 @@ def steps(*stages: s.Stage) -> list[str]:
     """For each step the names of its stages."""
     program = program_of(Decode(), *stages, name="p")
     return [
-        " ".join(stage.stage_name for stage in step.stages) if isinstance(step, SamplingStep) else step.stage.stage_name
+        " ".join(stage.stage_name for stage in (step.stages if hasattr(step, "stages") else [step.stage]))
         for step in program.steps
     ]
 
@@ -47,6 +49,31 @@ def steps(*stages: s.Stage) -> list[str]:
         ((RandomResizedCrop(size=8), RandomResizedCrop(size=8)), ["random_resized_crop", "random_resized_crop"]),
         ((ColorJitter(), CenterCrop(size=8)), ["color_jitter", "center_crop"]),
         ((CenterCrop(size=8), ColorJitter(), Flip()), ["center_crop", "color_jitter", "flip"]),
+        ((Rotate(degrees=9), CenterCrop(size=8)), ["rotate center_crop"]),
+        ((Flip(), RandomCrop(size=8), Rotate(degrees=9), Flip()), ["flip random_crop rotate flip"]),
+        ((RandomCrop(size=8), Rotate(degrees=9), Rotate(degrees=9)), ["random_crop rotate rotate"]),
+        ((Resize(height=9, width=9), Flip(), Rotate(degrees=9)), ["resize flip", "rotate"]),
+        ((Rotate(degrees=9), Resize(height=9, width=9)), ["rotate", "resize"]),
+        ((CenterCrop(size=9), Rotate(degrees=9)), ["center_crop", "rotate"]),
+        (
+            (RandomCrop(size=9), Rotate(degrees=9), CenterCrop(size=8), Rotate(degrees=9)),
+            ["random_crop rotate center_crop rotate"],
+        ),
+        (
+            (RandomCrop(size=9), Rotate(degrees=9), RandomCrop(size=8, padding=1), Rotate(degrees=9)),
+            ["random_crop rotate random_crop", "rotate"],
+        ),
+        ((RandomCrop(size=9), Rotate(degrees=9), Rotate(degrees=9, border="edge")), ["random_crop rotate", "rotate"]),
+        ((RandomCrop(size=9), Rotate(degrees=9, fill=1), Rotate(degrees=9)), ["random_crop rotate", "rotate"]),
+        (
+            (CenterCrop(size=8), ColorJitter(), ColorJitter(), Flip()),
+            ["center_crop", "color_jitter color_jitter", "flip"],
+        ),
+        ((CenterCrop(size=8), ColorJitter(), Normalize()), ["center_crop", "color_jitter normalize"]),
+        (
+            (CenterCrop(size=8), BLUR, ColorJitter(), Normalize()),
+            ["center_crop", "torchvision", "color_jitter normalize"],
+        ),
         ((BLUR, CenterCrop(size=8), BLUR, Normalize()), ["torchvision", "center_crop", "torchvision", "normalize"]),
     ],
     ids=str,
@@ -128,6 +155,44 @@ def test_misfits_name_the_stage_and_the_size_that_it_met() -> None:
     (misfit,) = result.misfits
     assert (misfit.stage, misfit.where.tolist(), misfit.sizes.tolist()) == ("random_crop", [True], [[25, 30]])
     assert sampling(50, 60, RandomCrop(size=50)).misfits == ()
+
+
+def warping(height: int, width: int, *stages: s.Stage) -> Warping:
+    (step,) = program_of(Decode(), *stages).steps
+    assert isinstance(step, WarpStep)
+    return step.draw(keys_of(1), np.array([height]), np.array([width]))
+
+
+def test_warps_in_a_row_are_one_map() -> None:
+    """A point of the result, taken through the moves backwards, is where the one map takes it."""
+    stages = (
+        RandomCrop(size=(40, 44)),
+        Flip(horizontal=1.0),
+        Rotate(degrees=40),
+        RandomCrop(size=30),
+        Flip(vertical=1.0),
+        Rotate(degrees=(10, 20)),
+        CenterCrop(size=(20, 24)),
+    )
+    found = warping(50, 60, *stages)
+    pipeline = s.Pipeline("p", (Decode(), *stages))
+    matrix, height, width = np.eye(3), np.array([50]), np.array([60])
+    for stage, turn in zip(stages, pipeline.occurrences()[1:], strict=True):
+        for move in stage.draw(keys_of(1).stage(stage.stage_name, turn), height, width):
+            step, height, width = forward(move, height, width)
+            matrix = step[0] @ matrix
+    y, x, *size = found.box[0].tolist()
+    assert size == [40, 44]
+    corner = np.array([[1, 0, x], [0, 1, y], [0, 0, 1]])
+    assert np.abs(corner @ found.matrix[0] - np.linalg.inv(matrix)).max() < 1e-10
+    assert (found.height.tolist(), found.width.tolist()) == (height.tolist(), width.tolist()) == ([20], [24])
+    assert found.shown.tolist() == [[0, 0, 20, 24]]
+
+
+def test_what_a_crop_pads_after_a_warp_is_not_shown() -> None:
+    found = warping(50, 60, Rotate(degrees=9), CenterCrop(size=(60, 50)), Flip(vertical=1.0), CenterCrop(size=(56, 48)))
+    assert found.shown.tolist() == [[3, 0, 50, 48]]
+    assert np.array_equal(found.box, [[0, 0, 50, 60]])
 
 
 def test_seeds_of_opaque_stages_differ_and_fit_torch() -> None:

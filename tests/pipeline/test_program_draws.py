@@ -8,6 +8,7 @@ from typing import ClassVar
 import numpy as np
 
 from gpuflow.pipeline.program import OpaqueStep, PointwiseStep, SamplingStep, _overlap
+from gpuflow.pipeline.stage import Operation
 from gpuflow.stages import ColorJitter, Decode, Flip, RandomCrop, Torchvision
 from tests.running import keys_of, program_of
 
@@ -17,9 +18,15 @@ SIZES = np.full(200, 100), np.full(200, 100)
 
 def test_two_colour_stages_of_one_name_draw_independently() -> None:
     jitter = ColorJitter(brightness=0.5, contrast=0.5, saturation=0.5)
-    first, second = program_of(Decode(), RandomCrop(size=9), jitter, jitter).steps[1:]
-    assert isinstance(first, PointwiseStep) and isinstance(second, PointwiseStep)
-    for a, b in zip(first.draw(KEYS)[:, 4:7].T, second.draw(KEYS)[:, 4:7].T, strict=True):
+    (step,) = program_of(Decode(), RandomCrop(size=9), jitter, jitter).steps[1:]
+    assert isinstance(step, PointwiseStep)
+    drawn = step.draw(KEYS, *SIZES)
+    assert drawn.codes.shape == (200, 6) and drawn.statistics == 2
+    for operation in (Operation.BRIGHTNESS, Operation.CONTRAST, Operation.SATURATION):
+        a, b = (
+            half[0][half[1] == operation]
+            for half in zip(np.split(drawn.factors, 2, 1), np.split(drawn.codes, 2, 1), strict=True)
+        )
         assert abs(np.corrcoef(a, b)[0, 1]) < 0.35
 
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torchvision.transforms.v2 import functional as tv
 
 from gpuflow.errors import ConfigError
+from gpuflow.execute.pointwise import run_pointwise
 from gpuflow.stages import CenterCrop, ColorJitter, Decode, Normalize
 from tests.images import jpeg, photo, png
 from tests.running import RGB, alone, decoded, images, keys_of, program_of
@@ -31,7 +32,9 @@ def by_torchvision(image: torch.Tensor, order: tuple[int, ...], values: tuple[fl
 
 
 def apply(pixels: np.ndarray[Any, Any], order: tuple[int, ...], values: tuple[float, ...]) -> torch.Tensor:
-    out = ALL.apply(pixels, np.array([*order, *values], np.float64), None)
+    one = np.array([1])
+    operations = ALL.operations(np.array([[*order, *values]], np.float64), one, one)
+    out = run_pointwise(pixels, operations, 0, None, planes=False, out=None)
     return torch.from_numpy(out).permute(2, 0, 1)
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import yaml
 from rich.console import Console
 
 from gpuflow.config import read_config
 from gpuflow.decode.codecs import decoder_description
 from gpuflow.sources import SourceSpec, fingerprint_of, open_source
 from gpuflow.stages import STAGES
+from gpuflow.tools.detection_samples import make_detection_samples
 from gpuflow.tools.explain import explain
 from tests.datasets import make_photos, write_config
 
@@ -41,7 +43,7 @@ def test_names_every_stage_with_what_it_gives_and_runs_as(config: Path) -> None:
         "random_resized_crop(size=24) uint8 24x24x3 hwc 2 one sampling",
         "flip(horizontal=0.5) uint8 24x24x3 hwc 2 one sampling",
         "color_jitter(brightness=0.2, contrast=0.2) uint8 24x24x3 hwc 3 pixel by pixel",
-        "normalize() float32 24x24x3 nchw 4 pixel by pixel",
+        "normalize() float32 24x24x3 nchw 3 pixel by pixel",
         "resize(shorter=32) uint8 ?x?x3 hwc 2 one sampling",
     ):
         assert expected in table
@@ -88,6 +90,13 @@ def test_an_opaque_stage_runs_an_image_at_a_time(config: Path) -> None:
     assert "a call an image" in text
 
 
+def test_mixing_stages_run_on_whole_batches_and_make_labels_probabilities(config: Path) -> None:
+    text = explained(config, "pipelines.train.stages.4={cutmix: {}}")
+    assert "cutmix() uint8 24x24x3 hwc 4 on whole batches" in [" ".join(line.split()) for line in text.splitlines()]
+    assert text.count("labels         float32, the probability of each class, as samples of a batch are mixed") == 1
+    assert "mixed" not in explained(config)
+
+
 def test_a_source_that_is_not_there_is_no_error(config: Path, tmp_path: Path) -> None:
     text = explained(config, f"source.folder={tmp_path}/absent")
     assert f"source.folder must be a directory, got '{tmp_path}/absent', which does not exist; check the path" in text
@@ -123,3 +132,37 @@ def test_splits_are_counted(config: Path) -> None:
 def test_serving_may_end_with_the_images(config: Path) -> None:
     lines = [" ".join(line.split()) for line in explained(config, "serve.model=null").splitlines()]
     assert "model none, images only" in lines
+
+
+def described(tmp_path: Path, source: dict[str, object]) -> str:
+    path = write_config(tmp_path / "fields.yaml", tmp_path)
+    document = yaml.safe_load(path.read_text())
+    document["source"] = source
+    path.write_text(yaml.safe_dump(document))
+    return explained(path)
+
+
+def test_names_the_fields_and_what_was_left_out(tmp_path: Path) -> None:
+    make_detection_samples(tmp_path / "shapes", 6)
+    text = described(
+        tmp_path,
+        {
+            "coco": str(tmp_path / "shapes/instances.json"),
+            "images": str(tmp_path / "shapes/images"),
+            "split": {"train": 0.5, "val": 0.5},
+        },
+    )
+    assert "fields         image, boxes (labels 'labels' of 3 classes), mask (an instance each); no label\n" in text
+    assert "3 samples, 3 classes, split train (not stratified: samples have not one class each); " in text
+    assert " annotations, 0 images without any" in text
+    listing: dict[str, object] = {"listing": str(tmp_path / "shapes/listing.jsonl")}
+    text = described(tmp_path, listing | {"fields": {"tags": {"type": "label", "kind": "classes", "column": "labels"}}})
+    assert "fields         image, label (classes)\n" in text
+    text = described(
+        tmp_path, listing | {"fields": {"shapes": {"type": "mask", "kind": "polygons", "column": "polygons"}}}
+    )
+    assert "fields         image, shapes (mask, an instance each); no label\n" in text
+
+
+def test_an_image_and_a_label_are_no_news(config: Path) -> None:
+    assert "fields" not in explained(config)

@@ -18,6 +18,7 @@ from gpuflow.decode.nvjpeg import BACKENDS
 from gpuflow.errors import SourceError
 from gpuflow.sources import SourceSpec
 from gpuflow.tools import rates
+from gpuflow.tools.detection_samples import make_detection_samples
 from gpuflow.tools.rates import (
     at_once,
     core_rates,
@@ -92,6 +93,13 @@ def test_images_of_a_listing(tmp_path: Path) -> None:
     found = find_images(SourceSpec(listing=str(tmp_path / "list.csv")), limit=4)
     assert len(found) == 4
     assert {extent.path for extent in found} <= set(map(str, files))
+
+
+def test_images_of_annotations(tmp_path: Path) -> None:
+    make_detection_samples(tmp_path, 3)
+    spec = SourceSpec(coco=str(tmp_path / "instances.json"), images=str(tmp_path / "images"))
+    found = {extent.path for extent in find_images(spec, limit=100)}
+    assert found == {str(path) for path in (tmp_path / "images").iterdir()}
 
 
 def test_a_search_ends_in_time(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -157,3 +158,19 @@ def test_a_scan_that_is_left_ends_its_threads() -> None:
         findings = scan(MemorySource(images), DECODER, threads=2)  # type: ignore[arg-type]
         assert next(findings).index == 0
         findings.close()  # type: ignore[attr-defined]
+
+
+def test_a_bad_record_is_a_bad_sample(tmp_path: Path) -> None:
+    files = make_photos(tmp_path / "photos", classes=1, each=4)
+    truncate(files[3])
+    boxes = [[[0, 0, 1, 1]], [[2, 0, 1, 1]], [], [[2, 0, 1, 1]]]
+    rows = [{"path": str(file), "boxes": held} for file, held in zip(files, boxes, strict=True)]
+    listing = tmp_path / "list.jsonl"
+    listing.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = open_source(SourceSpec(listing=str(listing), fields={"boxes": {}}))
+    found = list(scan(source, DECODER, threads=2))  # type: ignore[arg-type]
+    assert [(finding.index, finding.kind, finding.bad) for finding in found] == [
+        (1, "record", True),
+        (3, "corrupt", True),
+    ]
+    assert found[0].reason == f"{listing}:2: boxes[0] must have x1 < x2 and y1 < y2, got [2.0, 0.0, 1.0, 1.0]"

@@ -141,7 +141,8 @@ def test_a_pipeline_of_the_loader_begins_with_a_preset() -> None:
 def test_after_the_gpus_operators_only_crops_flips_and_normalize_may_follow() -> None:
     stages = "[flip: {horizontal: 0.5}, random_crop: {size: 16}, normalize]"
     assert str(read_train("torchpipe_gpu", stages).programs["train"].result) == "float32 16x16x3 nchw"
-    rule = "cannot follow torchpipe_gpu, after which only flips, crops that do not pad and normalize may come"
+    allowed = "flips, crops that do not pad, normalize and mixing stages"
+    rule = f"cannot follow torchpipe_gpu, after which only {allowed} may come"
     refused = ("resize: {shorter: 9}", "center_crop: {size: 9}", "random_crop: {size: 9, padding: 1}", "color_jitter")
     for stage in refused:
         with pytest.raises(ConfigError) as caught:

@@ -259,6 +259,54 @@ def test_a_run_that_is_killed_within_an_epoch_goes_on_from_its_last_save(
     assert same(weights(resumed), weights(whole))
 
 
+# --- mixed labels -----------------------------------------------------------------------------------------------------
+
+MIXUP = {"mixup": {"alpha": 0.8, "cutmix_alpha": 1.0, "mode": "elem", "label_smoothing": 0.1}}
+
+
+@pytest.fixture
+def mixing_file(config_file: Path) -> Path:
+    document = yaml.safe_load(config_file.read_text())
+    document["pipelines"]["train"]["stages"].append(MIXUP)
+    config_file.write_text(yaml.safe_dump(document))
+    return config_file
+
+
+def test_the_loss_is_the_cross_entropy_with_mixed_labels(mixing_file: Path) -> None:
+    trainer = Trainer(read(mixing_file, "train.model=resnet18"), device="cpu")
+    with trainer.train_loader as loader:
+        images, labels = next(iter(loader))
+    assert (labels.dtype, labels.shape) == (torch.float32, (4, 3))
+    assert trainer.val_loader is not None
+    trainer.val_loader.close()
+    trainer.model.train()
+    logits = trainer.model(images)
+    expected = -(labels * logits.log_softmax(dim=1)).sum(dim=1).mean()
+    correct = (logits.argmax(dim=1) == labels.argmax(dim=1)).float().mean()
+    again, record = Trainer(read(mixing_file, "train.model=resnet18"), device="cpu"), Record()
+    again.run(record, max_steps=1)
+    ((name, _, result),) = record.results
+    assert name == "train"
+    assert result.loss == pytest.approx(expected.item(), rel=1e-4)
+    assert result.accuracy == correct.item()
+
+
+def test_a_run_that_mixes_validates_with_classes_and_goes_on_exactly(mixing_file: Path) -> None:
+    whole, record = Trainer(read(mixing_file), device="cpu"), Record()
+    result = whole.run(record)
+    assert [name for name, _, _ in record.results] == ["train", "val"] * 2
+    assert result is not None and result.accuracy * 12 == pytest.approx(round(result.accuracy * 12))
+    whole.checkpoint.unlink()
+    killed = Trainer(read(mixing_file, "train.save_every={steps: 1}"), device="cpu")
+    with pytest.raises(Killed):
+        killed.run(KillAt(3))
+    torch.manual_seed(99)
+    resumed = Trainer(read(mixing_file, "run.threads=1"), device="cpu", resume=True)
+    assert resumed.step == 2
+    resumed.run(TrainerEvents())
+    assert same(weights(resumed), weights(whole))
+
+
 def test_by_default_ten_minutes_are_lost_at_most(config_file: Path) -> None:
     assert read(config_file).train.save_every == SaveSpec(minutes=10.0)
 
@@ -396,6 +444,10 @@ def test_a_damaged_checkpoint_is_located(damage: Callable[[Path], object], what:
             + [f"pipelines.{name}.stages.normalize={{mean: [0.5], std: [0.5]}}" for name in ("train", "val")],
             "pipelines.train.stages must give images of 3 channels, which squeezenet1_1 takes, give 1; "
             "decode with color: rgb",
+        ),
+        (
+            ["pipelines.val.stages=[decode, center_crop: {size: 32}, normalize, mixup]"],
+            "pipelines.val.stages must not mix samples to validate with; remove its mixing stages",
         ),
     ],
 )

@@ -1,15 +1,21 @@
 # mypy: disable-error-code="import-untyped, no-untyped-def, untyped-decorator"
-"""Adjusts colours of a chunk's images by factors drawn per sample, then looks levels up in a table, in two launches.
+# ruff: noqa: SIM102  # Triton compiles the inner one of two nested ifs only if the constant outer one holds
+"""Runs the colour operations of a chunk's images, drawn per sample, then looks levels up in a table.
 
 The operations are those of torchvision v2 on uint8 images: each result is clamped and truncated to levels before the
 next operation. The arithmetic is that of torch: float32, rounded after every step except for the multiply-adds that
-torch's `add(alpha=...)` fuses, so the compiler may not fuse others. Contrast blends with the mean luma of the image
-after the operations that precede it in that sample's order: one kernel sums luma in integers, so the order of summation
-does not matter, and the other kernel does all the rest.
+torch's `add(alpha=...)` fuses, so the compiler may not fuse others.
+
+One launch runs all operations of all samples. An operation that needs a statistic of the image, as it is after the
+operations that precede it in that sample's order, takes one launch before that for each such operation that a sample
+may have, and one more if histograms are among them. So the number of launches depends only on the stages. Contrast
+needs the mean luma: luma is summed in integers, so the order of summation does not matter. Autocontrast and equalize
+need a histogram of each channel, from which a table of levels is made.
 
 The result equals torchvision on a CPU with fused multiply-add, bit for bit, up to 65,793 pixels per image. Above that,
 torch's float32 mean is not exact, and contrast may differ by one level. On a CPU without fused multiply-add, 21 of the
-2^24 colours have another luma, so contrast and saturation may differ by one level. Later operations scale a difference.
+2^24 colours have another luma, so contrast, saturation and grayscale may differ by one level. Later operations scale a
+difference.
 """
 
 from __future__ import annotations
@@ -22,9 +28,10 @@ import triton
 import triton.language as tl
 from numpy.typing import NDArray
 
-from gpuflow.pipeline.stage import Operation
+from gpuflow.execute.pointwise import run_pointwise
+from gpuflow.pipeline.pointwise import Operation, Operations
 
-__all__ = ["adjust", "adjust_reference"]
+__all__ = ["adjust", "adjust_reference", "send"]
 
 _BLOCK = 512
 _SLICES = 32  # partial sums of an image, a power of two; 2^31 / 255 pixels each is more than any image has
@@ -32,6 +39,20 @@ _BRIGHTNESS = tl.constexpr(int(Operation.BRIGHTNESS))
 _CONTRAST = tl.constexpr(int(Operation.CONTRAST))
 _SATURATION = tl.constexpr(int(Operation.SATURATION))
 _HUE = tl.constexpr(int(Operation.HUE))
+_GRAYSCALE = tl.constexpr(int(Operation.GRAYSCALE))
+_TABLE = tl.constexpr(int(Operation.TABLE))
+_MATRIX = tl.constexpr(int(Operation.MATRIX))
+_ERASE = tl.constexpr(int(Operation.ERASE))
+_AUTOCONTRAST = tl.constexpr(int(Operation.AUTOCONTRAST))
+_EQUALIZE = tl.constexpr(int(Operation.EQUALIZE))
+_HISTOGRAMS = {Operation.AUTOCONTRAST, Operation.EQUALIZE}
+_BIT_GRAYSCALE = tl.constexpr(1 << Operation.GRAYSCALE)
+_BIT_TABLE = tl.constexpr(1 << Operation.TABLE)
+_BIT_MATRIX = tl.constexpr(1 << Operation.MATRIX)
+_BIT_ERASE = tl.constexpr(1 << Operation.ERASE)
+_BITS_HISTOGRAMS = tl.constexpr(1 << Operation.AUTOCONTRAST | 1 << Operation.EQUALIZE)
+_ALWAYS = {Operation.BRIGHTNESS, Operation.CONTRAST, Operation.SATURATION, Operation.HUE}
+"""Operations that every kernel contains; others add their code only to the kernels of stages that may have them."""
 
 
 @triton.jit
@@ -81,14 +102,41 @@ def _hue(r, g, b, shift):
 
 
 @triton.jit
-def _operate(r, g, b, code, factor, mean, CHANNELS: tl.constexpr):
-    """One operation on levels held as float32. factor: float64, because torchvision computes 1 - factor in double."""
+def _row_sum(r, g, b, row):
+    """The sum of the channels with a colour matrix's row of weights, rounded and clamped to a level."""
+    red, green, blue = tl.load(row).to(tl.float32), tl.load(row + 1).to(tl.float32), tl.load(row + 2).to(tl.float32)
+    total = tl.fma(b, blue, tl.fma(g, green, r * red)) + (tl.load(row + 3) + 0.5).to(tl.float32)
+    return tl.floor(tl.minimum(tl.maximum(total, 0.0), 255.0))
+
+
+@triton.jit
+def _look_up(r, g, b, table):
+    """Each channel's levels by its own table of uint8 [3, 256]."""
+    r = tl.load(table + r.to(tl.int32)).to(tl.float32)
+    g = tl.load(table + 256 + g.to(tl.int32)).to(tl.float32)
+    b = tl.load(table + 512 + b.to(tl.int32)).to(tl.float32)
+    return r, g, b
+
+
+@triton.jit
+def _operate(
+    r, g, b, at, n, code, factor, seen, sums, made, tables, values,
+    PIXELS: tl.constexpr, WIDTH: tl.constexpr, CHANNELS: tl.constexpr, STATISTICS: tl.constexpr, KINDS: tl.constexpr,
+    SLICES: tl.constexpr,
+):  # fmt: skip
+    """One operation of sample n on levels held as float32, at these places of the image.
+
+    factor: float64, because torchvision computes 1 - factor in double. seen: how many operations that need a statistic
+    precede it. KINDS: a bit for each operation that may occur and is not in `_ALWAYS`.
+    """
     share, rest = factor.to(tl.float32), (1.0 - factor).to(tl.float32)
     if code == _BRIGHTNESS:
         r = tl.floor(tl.minimum(r * share, 255.0))
         g = tl.floor(tl.minimum(g * share, 255.0))
         b = tl.floor(tl.minimum(b * share, 255.0))
     elif code == _CONTRAST:
+        total = tl.sum(tl.load(sums + (n * STATISTICS + seen) * SLICES + tl.arange(0, SLICES)).to(tl.int64))
+        mean = tl.div_rn(total.to(tl.float32), 1.0 * PIXELS)
         r, g, b = _blend(r, share, mean, rest), _blend(g, share, mean, rest), _blend(b, share, mean, rest)
     elif CHANNELS == 3:
         if code == _SATURATION:
@@ -96,7 +144,37 @@ def _operate(r, g, b, code, factor, mean, CHANNELS: tl.constexpr):
             r, g, b = _blend(r, share, luma, rest), _blend(g, share, luma, rest), _blend(b, share, luma, rest)
         elif code == _HUE:
             r, g, b = _hue(r, g, b, share)
+    if _BIT_GRAYSCALE & KINDS:
+        if code == _GRAYSCALE:
+            luma = _luma(r, g, b, CHANNELS)
+            r, g, b = luma, luma, luma
+    if _BIT_TABLE & KINDS:
+        if code == _TABLE:
+            r, g, b = _look_up(r, g, b, tables + factor.to(tl.int64) * 768)
+    if _BIT_MATRIX & KINDS:
+        if code == _MATRIX:
+            rows = values + factor.to(tl.int64) * 12
+            if CHANNELS == 1:
+                g, b = r, r
+            r, g, b = _row_sum(r, g, b, rows), _row_sum(r, g, b, rows + 4), _row_sum(r, g, b, rows + 8)
+    if _BIT_ERASE & KINDS:
+        if code == _ERASE:
+            box = values + factor.to(tl.int64) * 12
+            y, x = at // WIDTH - tl.load(box).to(tl.int32), at % WIDTH - tl.load(box + 1).to(tl.int32)
+            high, wide = tl.load(box + 2).to(tl.int32), tl.load(box + 3).to(tl.int32)
+            erased = (y >= 0) & (y < high) & (x >= 0) & (x < wide)
+            r = tl.where(erased, tl.load(box + 4).to(tl.float32), r)
+            g = tl.where(erased, tl.load(box + 5).to(tl.float32), g)
+            b = tl.where(erased, tl.load(box + 6).to(tl.float32), b)
+    if _BITS_HISTOGRAMS & KINDS:
+        if (code == _AUTOCONTRAST) | (code == _EQUALIZE):
+            r, g, b = _look_up(r, g, b, made + (n * STATISTICS + seen) * 768)
     return r, g, b
+
+
+@triton.jit
+def _needs_statistic(code):
+    return (code == _CONTRAST) | (code == _AUTOCONTRAST) | (code == _EQUALIZE)
 
 
 @triton.jit
@@ -110,46 +188,114 @@ def _pixels(image, at, inside, CHANNELS: tl.constexpr):
     return r, g, b
 
 
-@triton.jit
-def _sum_luma(
-    images, plan, sums,
-    PIXELS: tl.constexpr, CHANNELS: tl.constexpr, COUNT: tl.constexpr, SLICES: tl.constexpr, BLOCK: tl.constexpr,
+@triton.jit(do_not_specialize=["turn"])
+def _measure(
+    images, plan, sums, counts, made, tables, values, turn,
+    PIXELS: tl.constexpr, WIDTH: tl.constexpr, CHANNELS: tl.constexpr, COUNT: tl.constexpr, STATISTICS: tl.constexpr,
+    KINDS: tl.constexpr, HISTOGRAMS: tl.constexpr, SLICES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Partial sums of luma over the image just before its contrast operation; 0 for samples without contrast."""
+    """Partial statistics of the image just before its operation number `turn` of those that need one.
+
+    sums [N, STATISTICS, SLICES]: of luma, for contrast. counts [N, SLICES, 3, 256]: of each channel's levels, for the
+    operations that need histograms. Samples with fewer operations get sums of 0.
+    """
     part, n = tl.program_id(0), tl.program_id(1)
     codes = plan + n * (1 + 2 * COUNT) + 1
-    before = COUNT
+    before, found, wanted = COUNT, 0, _CONTRAST
     for k in range(COUNT):
-        before = tl.where(tl.load(codes + k) == _CONTRAST, k, before)
+        code = tl.load(codes + k).to(tl.int32)
+        needs = _needs_statistic(code)
+        here = needs & (found == turn)
+        before = tl.where(here, k, before)
+        wanted = tl.where(here, code, wanted)
+        found += needs.to(tl.int32)
     image = images + n.to(tl.int64) * (PIXELS * CHANNELS)
     total = tl.zeros([BLOCK], tl.int32)
+    in_r, in_g, in_b = tl.zeros([256], tl.int32), tl.zeros([256], tl.int32), tl.zeros([256], tl.int32)
     for first in range(part * BLOCK, tl.where(before < COUNT, PIXELS, 0), SLICES * BLOCK):
         at = first + tl.arange(0, BLOCK)
         inside = at < PIXELS
         r, g, b = _pixels(image, at, inside, CHANNELS)
+        seen = 0
         for k in range(before):
-            r, g, b = _operate(r, g, b, tl.load(codes + k), tl.load(codes + COUNT + k), 0.0, CHANNELS)
-        total += tl.where(inside, _luma(r, g, b, CHANNELS), 0.0).to(tl.int32)
-    tl.store(sums + n * SLICES + part, tl.sum(total))
+            code = tl.load(codes + k)
+            r, g, b = _operate(
+                r, g, b, at, n, code, tl.load(codes + COUNT + k), seen, sums, made, tables, values,
+                PIXELS, WIDTH, CHANNELS, STATISTICS, KINDS, SLICES,
+            )  # fmt: skip
+            seen += _needs_statistic(code).to(tl.int32)
+        if HISTOGRAMS:
+            if wanted == _CONTRAST:
+                total += tl.where(inside, _luma(r, g, b, CHANNELS), 0.0).to(tl.int32)
+            else:
+                in_r += tl.histogram(r.to(tl.int32), 256, inside)
+                if CHANNELS == 3:
+                    in_g += tl.histogram(g.to(tl.int32), 256, inside)
+                    in_b += tl.histogram(b.to(tl.int32), 256, inside)
+        else:
+            total += tl.where(inside, _luma(r, g, b, CHANNELS), 0.0).to(tl.int32)
+    tl.store(sums + (n * STATISTICS + turn) * SLICES + part, tl.sum(total))
+    if HISTOGRAMS:
+        if wanted != _CONTRAST:
+            target = counts + (n * SLICES + part) * 768 + tl.arange(0, 256)
+            tl.store(target, in_r)
+            if CHANNELS == 3:
+                tl.store(target + 256, in_g)
+                tl.store(target + 512, in_b)
+
+
+@triton.jit(do_not_specialize=["turn"])
+def _make_table(
+    plan, counts, made, turn,
+    PIXELS: tl.constexpr, COUNT: tl.constexpr, STATISTICS: tl.constexpr, SLICES: tl.constexpr,
+):  # fmt: skip
+    """One channel's table of levels, of the operation number `turn` of those that need a statistic."""
+    c, n = tl.program_id(0), tl.program_id(1)
+    codes = plan + n * (1 + 2 * COUNT) + 1
+    found, wanted = 0, _CONTRAST
+    for k in range(COUNT):
+        code = tl.load(codes + k).to(tl.int32)
+        needs = _needs_statistic(code)
+        wanted = tl.where(needs & (found == turn), code, wanted)
+        found += needs.to(tl.int32)
+    if wanted != _CONTRAST:
+        level = tl.arange(0, 256)
+        parts = counts + n * SLICES * 768 + tl.arange(0, SLICES)[:, None] * 768 + c * 256 + level[None, :]
+        count = tl.sum(tl.load(parts), 0)
+        high = tl.max(tl.where(count > 0, level, 0), 0)
+        low = tl.min(tl.where(count > 0, level, 255), 0)
+        if wanted == _EQUALIZE:
+            most = tl.sum(tl.where(level == high, count, 0), 0)
+            step = (PIXELS - most) // 255
+            below = tl.cumsum(count, 0) - count
+            even = (below + step // 2) // tl.maximum(step, 1)
+            result = tl.where(step > 0, tl.minimum(even, 255), level)
+        else:
+            scale = (high - low).to(tl.float32) * (1.0 / 255)
+            stretched = tl.div_rn((level - low).to(tl.float32), tl.where(high > low, scale, 1.0))
+            stretched = tl.minimum(tl.maximum(stretched, 0.0), 255.0).to(tl.int32)
+            result = tl.where(high > low, stretched, level)
+        tl.store(made + (n * STATISTICS + turn) * 768 + c * 256 + level, result.to(tl.uint8))
 
 
 @triton.jit
 def _adjust(
-    images, plan, sums, table, out, stride_n, stride_c, stride_y, stride_x,
-    PIXELS: tl.constexpr, WIDTH: tl.constexpr, CHANNELS: tl.constexpr, COUNT: tl.constexpr, DENSE: tl.constexpr,
-    SLICES: tl.constexpr, BLOCK: tl.constexpr,
+    images, plan, sums, made, tables, values, table, out, stride_n, stride_c, stride_y, stride_x,
+    PIXELS: tl.constexpr, WIDTH: tl.constexpr, CHANNELS: tl.constexpr, COUNT: tl.constexpr, STATISTICS: tl.constexpr,
+    KINDS: tl.constexpr, DENSE: tl.constexpr, SLICES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     at, n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.program_id(1)
     inside = at < PIXELS
     p = plan + n * (1 + 2 * COUNT)
     r, g, b = _pixels(images + n.to(tl.int64) * (PIXELS * CHANNELS), at, inside, CHANNELS)
+    seen = 0
     for k in range(COUNT):
         code = tl.load(p + 1 + k)
-        mean = 0.0
-        if code == _CONTRAST:
-            total = tl.sum(tl.load(sums + n * SLICES + tl.arange(0, SLICES)).to(tl.int64))
-            mean = tl.div_rn(total.to(tl.float32), 1.0 * PIXELS)
-        r, g, b = _operate(r, g, b, code, tl.load(p + 1 + COUNT + k), mean, CHANNELS)
+        r, g, b = _operate(
+            r, g, b, at, n, code, tl.load(p + 1 + COUNT + k), seen, sums, made, tables, values,
+            PIXELS, WIDTH, CHANNELS, STATISTICS, KINDS, SLICES,
+        )  # fmt: skip
+        seen += _needs_statistic(code).to(tl.int32)
     target = out + tl.load(p).to(tl.int64) * stride_n
     target += at * stride_x if DENSE else at // WIDTH * stride_y + at % WIDTH * stride_x
     for c in tl.static_range(CHANNELS):
@@ -158,61 +304,67 @@ def _adjust(
 
 
 def adjust(
-    images: torch.Tensor,
-    rows: NDArray[np.int64],
-    codes: NDArray[np.int64],
-    factors: NDArray[np.float64],
-    table: torch.Tensor,
-    out: torch.Tensor,
+    images: torch.Tensor, rows: NDArray[np.int64], operations: Operations, table: torch.Tensor, out: torch.Tensor
 ) -> None:
-    """Adjust a chunk's images and write them into a batch. Queues work on the current stream and waits for none.
+    """Run the operations on a chunk's images and write them into a batch, in at most 1 + 2 * statistics launches.
+
+    Queues work on the current stream and waits for none.
 
     Args:
         images: uint8 [N, H, W, C] on the device, contiguous, C = 1 or 3 (red, green, blue).
         rows: the row of `out` for each image, [N].
-        codes: each image's operations (`Operation`) in their order, [N, K], at most one CONTRAST per image. With K = 0
-            only the table is applied.
-        factors: the factors of the operations, [N, K].
+        operations: of these images. Without any, only the table is applied.
         table: [C, 256] on the device in the dtype of `out`: the result for each level.
         out: [B, C, H, W] with any strides. Other rows do not change. It may share memory with `images` if each image
             stays in its place.
     """
     count, height, width, channels = images.shape
-    contrast = codes == Operation.CONTRAST
-    assert images.is_contiguous() and table.dtype == out.dtype and contrast.sum(axis=1).max(initial=0) <= 1
-    plan = torch.from_numpy(np.concatenate([rows[:, None], codes, factors], axis=1, dtype=np.float64))
-    if images.is_cuda:  # torch keeps pinned memory until copies from it have ended
-        plan = plan.pin_memory().to(images.device, non_blocking=True)
-    sums = torch.empty((count, _SLICES), dtype=torch.int32, device=images.device)
-    shared: dict[str, Any] = {
-        "PIXELS": height * width, "CHANNELS": channels, "COUNT": codes.shape[1], "SLICES": _SLICES, "BLOCK": _BLOCK,
+    assert images.is_contiguous() and table.dtype == out.dtype
+    plan = np.concatenate([rows[:, None], operations.codes, operations.factors], axis=1, dtype=np.float64)
+    described, values, tables = send(images.device, plan, operations.values, operations.tables)
+    statistics, histograms = operations.statistics, bool(operations.kinds & _HISTOGRAMS)
+    slots = max(statistics, 1)
+    sums = torch.empty((count, slots, _SLICES), dtype=torch.int32, device=images.device)
+    made = torch.empty((count, slots, 3, 256) if histograms else 1, dtype=torch.uint8, device=images.device)
+    counts = torch.empty((count, _SLICES, 3, 256) if histograms else 1, dtype=torch.int32, device=images.device)
+    size: dict[str, Any] = {
+        "PIXELS": height * width, "COUNT": operations.codes.shape[1], "STATISTICS": slots, "SLICES": _SLICES,
         "enable_fp_fusion": False,
     }  # fmt: skip
-    if contrast.any():
-        _sum_luma[_SLICES, count](images, plan, sums, **shared)
+    kinds = sum(1 << int(kind) for kind in operations.kinds - _ALWAYS)
+    shared: dict[str, Any] = {**size, "WIDTH": width, "CHANNELS": channels, "KINDS": kinds, "BLOCK": _BLOCK}
+    for turn in range(statistics):
+        _measure[_SLICES, count](
+            images, described, sums, counts, made, tables, values, turn, HISTOGRAMS=histograms, **shared
+        )
+        if histograms:
+            _make_table[channels, count](described, counts, made, turn, **size)
     _adjust[triton.cdiv(height * width, _BLOCK), count](
-        images, plan, sums, table, out, *out.stride(),
-        WIDTH=width, DENSE=out.stride(2) == width * out.stride(3), **shared,
+        images, described, sums, made, tables, values, table, out, *out.stride(),
+        DENSE=out.stride(2) == width * out.stride(3), **shared,
     )  # fmt: skip
 
 
-def adjust_reference(
-    images: torch.Tensor, codes: NDArray[np.int64], factors: NDArray[np.float64], table: torch.Tensor
-) -> torch.Tensor:
-    """The reference for `adjust`: torchvision's functions, one image and one operation at a time; [N, C, H, W]."""
-    from torchvision.transforms.v2 import functional as tv
+def send(device: torch.device, *arrays: NDArray[Any]) -> list[torch.Tensor]:
+    """Copies of the arrays on the device, each flat and aligned, by one transfer."""
+    flat = [np.ascontiguousarray(array).reshape(-1) for array in arrays]
+    ends = np.cumsum([0, *(-(-array.nbytes // 16) * 16 for array in flat)]).tolist()
+    host = np.empty(ends[-1], np.uint8)
+    for array, first in zip(flat, ends, strict=False):
+        host[first : first + array.nbytes] = array.view(np.uint8)
+    sent = torch.from_numpy(host)
+    if device.type == "cuda":  # torch keeps pinned memory until copies from it have ended
+        sent = sent.pin_memory().to(device, non_blocking=True)
+    return [
+        sent[first : first + array.nbytes].view(getattr(torch, array.dtype.name))
+        for array, first in zip(flat, ends, strict=False)
+    ]
 
-    functions = {
-        Operation.BRIGHTNESS: tv.adjust_brightness_image,
-        Operation.CONTRAST: tv.adjust_contrast_image,
-        Operation.SATURATION: tv.adjust_saturation_image,
-        Operation.HUE: tv.adjust_hue_image,
-    }
+
+def adjust_reference(images: torch.Tensor, operations: Operations, table: torch.Tensor) -> torch.Tensor:
+    """The reference for `adjust`: the CPU's operations, one image at a time; [N, C, H, W]."""
     results = []
-    for pixels, operations, amounts in zip(images, codes.tolist(), factors.tolist(), strict=True):
-        image = pixels.permute(2, 0, 1).contiguous()
-        for operation, amount in zip(operations, amounts, strict=True):
-            if operation != Operation.NONE:
-                image = functions[Operation(operation)](image, amount)
+    for i, pixels in enumerate(images.numpy()):
+        image = torch.from_numpy(run_pointwise(pixels, operations, i, None, planes=False, out=None)).permute(2, 0, 1)
         results.append(torch.stack([values[plane.long()] for values, plane in zip(table, image, strict=True)]))
     return torch.stack(results)

@@ -81,7 +81,7 @@ def _level(value, KIND: tl.constexpr):
 
 @triton.jit
 def _sample(
-    plan, table, out, stride_c, stride_y, stride_x,
+    plan, table, out, stride_c, stride_y, stride_x, fill_0, fill_1, fill_2,
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr, CHANNELS: tl.constexpr, FIELD_COUNT: tl.constexpr,
     KIND: tl.constexpr, ANTIALIAS: tl.constexpr, KEPT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -116,7 +116,8 @@ def _sample(
         x = tl.where(tl.load(p + 7) > 0, box_w - 1 - x, x) + box_x
         pixel = image + y[:, None] * pitch + x[None, :] * CHANNELS
         for c in tl.static_range(CHANNELS):
-            level = tl.load(pixel + c, seen, 0).to(tl.int32)
+            fill = fill_0 if c == 0 else (fill_1 if c == 1 else fill_2)
+            level = tl.where(seen, tl.load(pixel + c, seen, 0).to(tl.float32), fill).to(tl.int32)
             tl.store(target + c * stride_c, tl.load(table + c * 256 + level), inside)
         return
 
@@ -172,11 +173,20 @@ def _sample(
     share_y = (1.0 / total_y)[:, None]
     for c in tl.static_range(CHANNELS):
         total = red if c == 0 else (green if c == 1 else blue)
-        level = tl.where(seen, _level(total * share_y, KIND), 0.0).to(tl.int32)
+        fill = fill_0 if c == 0 else (fill_1 if c == 1 else fill_2)
+        level = tl.where(seen, _level(total * share_y, KIND), fill).to(tl.int32)
         tl.store(target + c * stride_c, tl.load(table + c * 256 + level), inside)
 
 
-def sample(plan: torch.Tensor, table: torch.Tensor, out: torch.Tensor, *, interpolation: str, antialias: bool) -> None:
+def sample(
+    plan: torch.Tensor,
+    table: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    interpolation: str,
+    antialias: bool,
+    fill: tuple[float, ...] = (0,),
+) -> None:
     """Fill a chunk's slots.
 
     Args:
@@ -184,11 +194,13 @@ def sample(plan: torch.Tensor, table: torch.Tensor, out: torch.Tensor, *, interp
         table: [C, 256] on the device in the dtype of `out`: the result for each level.
         out: [B, C, H, W] with any strides; every sample's window is H by W. Only the memory at the offsets of the plan
             changes, which may be that of another tensor with the same strides.
+        fill: the levels outside the images, one for all channels or one for each.
     """
     _, channels, height, width = out.shape
     grid: Any = (triton.cdiv(height, ROWS) * triton.cdiv(width, COLUMNS), len(plan))
+    fills = [float(level) for level in (fill * 3 if len(fill) == 1 else fill)]
     _sample[grid](
-        plan, table, out, *out.stride()[1:],
+        plan, table, out, *out.stride()[1:], *fills,
         HEIGHT=height, WIDTH=width, CHANNELS=channels, FIELD_COUNT=len(FIELDS),
         KIND=_KINDS[interpolation], ANTIALIAS=antialias, KEPT=_KEPT[interpolation],
         ROWS=ROWS, COLUMNS=COLUMNS, ALIGNED=out.stride(0) % 16 == 0, num_warps=WARPS,
@@ -196,7 +208,13 @@ def sample(plan: torch.Tensor, table: torch.Tensor, out: torch.Tensor, *, interp
 
 
 def sample_reference(
-    images: list[torch.Tensor], plan: torch.Tensor, table: torch.Tensor, *, interpolation: str, antialias: bool
+    images: list[torch.Tensor],
+    plan: torch.Tensor,
+    table: torch.Tensor,
+    *,
+    interpolation: str,
+    antialias: bool,
+    fill: tuple[float, ...] = (0,),
 ) -> torch.Tensor:
     """The reference for `sample` in plain PyTorch. images: uint8 [H_i, W_i, C]. Ignores addresses and pitches in the
     plan."""
@@ -210,10 +228,11 @@ def sample_reference(
             resized = torch.nn.functional.interpolate(box, size, mode=interpolation, **smooth)
             box = resized.add(0.5).floor().clamp(0, 255)
         levels = box[0].long()
-        shown = torch.zeros_like(levels)
+        outside = torch.tensor(fill, dtype=torch.long).expand(len(levels))[:, None, None]
+        shown = outside.repeat(1, *levels.shape[1:])
         rows, columns = slice(max(sy, 0), max(sy + sh, 0)), slice(max(sx, 0), max(sx + sw, 0))
         shown[:, rows, columns] = levels[:, rows, columns]
-        window = torch.zeros((len(levels), wh, ww), dtype=torch.long)
+        window = outside.repeat(1, wh, ww)
         y0, x0, y1, x1 = max(wy, 0), max(wx, 0), min(wy + wh, grid[0]), min(wx + ww, grid[1])
         if y1 > y0 and x1 > x0:
             window[:, y0 - wy : y1 - wy, x0 - wx : x1 - wx] = shown[:, y0:y1, x0:x1]

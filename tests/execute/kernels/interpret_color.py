@@ -14,10 +14,13 @@ import torch
 from numpy.typing import NDArray
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
+from gpuflow.execute.kernels import color
 from gpuflow.execute.kernels.color import adjust, adjust_reference
-from gpuflow.pipeline.stage import Keys, Operation
-from gpuflow.stages import ColorJitter, Normalize
+from gpuflow.execute.pointwise import run_pointwise
+from gpuflow.pipeline.stage import Keys, Operation, Operations, Pointwise
+from gpuflow.stages import STAGES, ColorJitter, Normalize
 from tests.execute.kernels import quick_interpreter  # noqa: F401  # replaces parts of Triton's interpreter
+from tests.packages.toning.toning import Tone
 
 SIZES = ((48, 37), (17, 31), (1, 48), (1, 1))
 ADJUSTMENTS = (Operation.BRIGHTNESS, Operation.CONTRAST, Operation.SATURATION, Operation.HUE)
@@ -74,14 +77,22 @@ def compare(
     layout: str = "nchw",
     dtype: torch.dtype = torch.float32,
 ) -> float:
+    """See `compare_operations`, for colour adjustments with at most one contrast for each image."""
+    operations = Operations.of(codes, factors, kinds=ADJUSTMENTS, statistics=int((codes == Operation.CONTRAST).any()))
+    return compare_operations(images, operations, layout, dtype)
+
+
+def compare_operations(
+    images: torch.Tensor, operations: Operations, layout: str = "nchw", dtype: torch.dtype = torch.float32
+) -> float:
     """The largest difference from the reference, and from 7 in rows that no image fills."""
     count, height, width, channels = images.shape
     table = levels(channels, dtype)
     out = batch(count + 1, channels, (height, width), dtype, layout)
     rows = np.arange(count)[::-1].copy()
-    adjust(images, rows, codes, factors, table, out)
+    adjust(images, rows, operations, table, out)
     untouched = apart(out[count:], torch.full_like(out[count:], 7))
-    return max(apart(out[rows.tolist()], adjust_reference(images, codes, factors, table)), untouched)
+    return max(apart(out[rows.tolist()], adjust_reference(images, operations, table)), untouched)
 
 
 def one_operation() -> Iterator[Case]:
@@ -129,32 +140,105 @@ def layouts() -> Iterator[Case]:
 
 
 def as_stages() -> Iterator[Case]:
-    """Two color jitters, the first in place, then normalize; each stage's `apply` is the reference."""
+    """Two color jitters and normalize as one pass."""
     stages = ColorJitter(brightness=0.4, contrast=0.4, saturation=0.4, hue=0.1), ColorJitter(contrast=0.9, hue=0.5)
     normalize = Normalize(mean=(0.0,) * 3, std=(1 / 255,) * 3)
     count = 8
     images = pictures(count, SIZES[1], 3)
+    sizes = np.full(count, SIZES[1][0]), np.full(count, SIZES[1][1])
     drawn = [stage.draw(Keys(3, 1, np.arange(count)).stage("color_jitter", i)) for i, stage in enumerate(stages)]
+    parts = [stage.operations(rows, *sizes) for stage, rows in zip(stages, drawn, strict=True)]
+    joined = Operations.join(count, parts)
+    table = normalize.table()
     expected = []
     for i, image in enumerate(images.numpy().copy()):
-        for stage, coefficients in zip(stages, drawn, strict=True):
-            image = stage.apply(image, coefficients[i], None)
-        expected.append(torch.from_numpy(normalize.apply(image, np.empty(0), None)))
+        one = run_pointwise(image, parts[0], i, None, planes=False, out=None)
+        expected.append(torch.from_numpy(run_pointwise(one, parts[1], i, table, planes=True, out=None)))
     out = batch(count, 3, SIZES[1], torch.float32, "nchw")
-    same = torch.arange(256, dtype=torch.uint8).expand(3, 256).contiguous()
-    steps: list[tuple[torch.Tensor, torch.Tensor]] = [
-        (same, images.permute(0, 3, 1, 2)),
-        (torch.from_numpy(normalize.table()), out),
-    ]
-    for stage, coefficients, (table, target) in zip(stages, drawn, steps, strict=True):
-        operations: Any = stage.device_operations(coefficients)
-        codes, factors = operations
-        adjust(images, np.arange(count), codes, factors, table, target)
+    adjust(images, np.arange(count), joined, torch.from_numpy(table), out)
     yield "two jitters and normalize as stages", apart(out, torch.stack(expected))
+
+
+def new_operations(count: int, size: tuple[int, int], channels: int) -> dict[str, Operations]:
+    """Operations of each other kind, on some of the samples."""
+    rng = np.random.default_rng((count, *size, channels))
+    active = rng.random(count) < 0.7
+    corner = rng.integers(0, size, (count, 2))
+    box = np.concatenate([corner, rng.integers(1, 20, (count, 2))], axis=1)
+    return {
+        "grayscale": Operations.one(Operation.GRAYSCALE, active),
+        "autocontrast": Operations.one(Operation.AUTOCONTRAST, active),
+        "equalize": Operations.one(Operation.EQUALIZE, active),
+        "table for all": Operations.table(active, rng.integers(0, 256, (1, 1, 256), dtype=np.uint8)),
+        "tables": Operations.table(active, rng.integers(0, 256, (count, 3, 256), dtype=np.uint8)),
+        "matrices": Operations.matrix(active, rng.uniform(-0.5, 1.0, (count, 3, 4)) * [1, 1, 1, 90]),
+        "boxes": Operations.erase(active, box, rng.integers(0, 256, (count, channels)).astype(float)),
+        "boxes of one colour": Operations.erase(active, box, np.array([[130.0]])),
+    }
+
+
+def other_operations() -> Iterator[Case]:
+    count = 7
+    for channels, size in itertools.product((1, 3), (SIZES[0], (2, 5), SIZES[3])):
+        images = pictures(count, size, channels)
+        if size == SIZES[0]:  # one image of few pixels with one level, one whose levels lie close together
+            images[1], images[2] = 77, 100 + images[2] // 8
+        for name, operations in new_operations(count, size, channels).items():
+            yield f"{name}, {channels} of {size}", compare_operations(images, operations)
+
+
+def joined_operations() -> Iterator[Case]:
+    """All kinds in one pass, five of which need a statistic: in two orders, so that tables and values are numbered."""
+    count, size = 3, (9, 13)
+    for channels, turn in itertools.product((1, 3), (1, -1)):
+        images = pictures(count, size, channels)
+        parts = [*new_operations(count, size, channels).values(), *new_operations(count, (7, 9), channels).values()]
+        codes = ORDERS[:count]
+        parts.append(Operations.of(codes, factors_of(codes, 1.4), kinds=ADJUSTMENTS, statistics=1))
+        joined = Operations.join(count, parts[::turn])
+        yield f"all kinds, {channels}, {turn}", compare_operations(images, joined)
+
+
+def examples() -> Iterator[Case]:
+    """Every example of every stage that has operations, and another package's: the kernel equals the CPU's form."""
+    count, size = 6, (19, 23)
+    keys = Keys(1, 2, np.arange(count))
+    for stage in [*(example for kind in STAGES.values() for example in kind.examples()), Tone()]:
+        if isinstance(stage, Pointwise) and stage.table() is None:
+            drawn = stage.draw(keys.stage(stage.stage_name, 0))
+            operations = stage.operations(drawn, np.full(count, size[0]), np.full(count, size[1]))
+            assert operations is not None, "gpuflow's own stages have a form for the GPU"
+            yield f"example {stage!r}", compare_operations(pictures(count, size, 3), operations)
+
+
+class Launches:
+    """Counts the launches of a kernel in place of which it stands."""
+
+    def __init__(self, kernel: Any) -> None:
+        self._kernel, self.count = kernel, 0
+
+    def __getitem__(self, grid: Any) -> Any:
+        self.count += 1
+        return self._kernel[grid]
+
+
+def launches() -> Iterator[Case]:
+    """How many launches more there are than stated: 1, and 2 for the operation that needs a histogram."""
+    kernels = {name: Launches(getattr(color, name)) for name in ("_measure", "_make_table", "_adjust")}
+    for name, kernel in kernels.items():
+        setattr(color, name, kernel)
+    out = batch(9, 3, (4, 5), torch.float32, "nchw")
+    for name, one in new_operations(1, (4, 5), 3).items():
+        for operations in (one, new_operations(8, (4, 5), 3)[name]):
+            count, before = len(operations.codes), sum(kernel.count for kernel in kernels.values())
+            adjust(pictures(count, (4, 5), 3), np.arange(count), operations, levels(3), out)
+            launched = sum(kernel.count for kernel in kernels.values()) - before
+            yield f"launches for {count}, {name}", launched - (1 + 2 * one.statistics)
 
 
 if __name__ == "__main__":
     InterpreterBuilder.create_fma = fma
-    for cases in (one_operation, orders, fused_luma, some_left_out, layouts, as_stages):
+    adjustments = one_operation, orders, fused_luma, some_left_out, layouts, as_stages
+    for cases in (*adjustments, other_operations, joined_operations, examples, launches):
         for name, difference in cases():
             print(f"{name}: {difference}", flush=True)

@@ -33,6 +33,14 @@ PIPELINES: dict[str, Entries] = {
         {"normalize": {"mean": (0, 0, 0), "std": (1 / 255,) * 3, "layout": "nhwc"}},
     ),
     "gray": ({"decode": {"color": "gray"}}, {"resize": {"height": 9, "width": 11}}),
+    "warps": (
+        {"decode": {}},
+        {"flip": {"horizontal": 0.5}},
+        {"perspective": {"p": 0.7, "border": "edge"}},
+        {"affine": {"degrees": 90, "scale": (0.5, 1.5), "border": "edge"}},
+        {"center_crop": {"size": 24}},
+        {"letterbox": {"size": (14, 18)}},
+    ),
     "misfits": ({"decode": {}}, {"random_crop": {"size": 30}}),
 }
 launches: Counter[str] = Counter()
@@ -59,7 +67,7 @@ def forms(arrays: Sequence[Any]) -> Iterator[tuple[str, list[torch.Tensor]]]:
 
 
 def main() -> None:
-    for kernel in ("sample", "adjust", "interleave"):
+    for kernel in ("sample", "warp_all", "adjust", "interleave"):
         setattr(gpu_passes, kernel, counted(kernel))
     for name, entries in PIPELINES.items():
         folded = program(entries)

@@ -15,7 +15,7 @@ from gpuflow.execute.gpu_passes import plan_of
 from gpuflow.execute.kernels.sample import sample, sample_reference
 from gpuflow.pipeline.program import SamplingStep
 from gpuflow.pipeline.stage import Geometry, Keys
-from gpuflow.stages import CenterCrop, Flip, RandomCrop, RandomResizedCrop, Resize
+from gpuflow.stages import CenterCrop, Flip, Letterbox, Pad, RandomCrop, RandomResizedCrop, Resize
 from tests.execute.kernels import quick_interpreter  # noqa: F401  # replaces parts of Triton's interpreter
 
 SIZES = ((48, 37), (1, 1), (17, 48), (5, 3))
@@ -31,6 +31,11 @@ def pipelines() -> list[tuple[str, tuple[Geometry, ...]]]:
         found.append((f"crop {name}", (RandomResizedCrop(size=(13, 9), **shared), flip)))
         found.append((f"grow {name}", (flip, Resize(height=40, width=31, **shared))))
         found.append((f"window {name}", (Resize(shorter=12, **shared), CenterCrop(size=12), flip)))
+        fill = (9, 200, 50)
+        found.append((f"letterbox {name}", (flip, Letterbox(size=(20, 14), fill=fill, **shared), flip)))
+        found.append(
+            (f"fill {name}", (Resize(height=8, width=9, **shared), Pad(padding=(1, 0, 2, 3), fill=fill), flip))
+        )
         found.append((f"pad {name}", (Resize(height=8, width=9, **shared), RandomCrop(size=11, padding=3), flip)))
     return found
 
@@ -48,7 +53,11 @@ def difference(stages: tuple[Geometry, ...], channels: int, layout: str, dtype: 
     memory = torch.channels_last if layout == "nhwc" else torch.contiguous_format
     out = torch.full((len(SIZES), channels, height, width), -1.0).to(dtype).contiguous(memory_format=memory)
     plan[:, -1] *= out.stride(0)
-    how: dict[str, Any] = {"interpolation": sampling.interpolation, "antialias": sampling.antialias}
+    how: dict[str, Any] = {
+        "interpolation": sampling.interpolation,
+        "antialias": sampling.antialias,
+        "fill": sampling.fill,
+    }
     sample(plan, table, out, **how)
     expected = sample_reference(images, plan, table, **how)
     return float((out[rows.tolist()].float() - expected.float()).abs().max())
@@ -57,7 +66,7 @@ def difference(stages: tuple[Geometry, ...], channels: int, layout: str, dtype: 
 if __name__ == "__main__":
     for name, stages in pipelines():
         print(f"{name}, 3 channels nchw float32: {difference(stages, 3, 'nchw', torch.float32)}", flush=True)
-    stages = pipelines()[4][1]
+    stages = pipelines()[6][1]
     dtypes = (torch.float32, torch.float16, torch.bfloat16, torch.uint8)
     for channels, layout, dtype in itertools.product((1, 3), ("nchw", "nhwc"), dtypes):
         if dtype == torch.float32 or channels == 1:

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from gpuflow.pipeline.stage import Keys
+from gpuflow.execute.pointwise import run_pointwise
+from gpuflow.pipeline.stage import Keys, Operations
 from gpuflow.stages import ColorJitter, Normalize
 
 pytestmark = [
@@ -42,6 +43,11 @@ def normalize(channels: int, dtype: Any) -> Normalize:
     return Normalize(mean=(0.0,) * channels, std=(1 / 255,) * channels, dtype=dtype)
 
 
+def operations_of(stage: ColorJitter, drawn: Any) -> Operations:
+    side = np.full(len(drawn), SIDE)
+    return stage.operations(drawn, side, side)
+
+
 def device_table(stage: Normalize) -> torch.Tensor:
     return torch.from_numpy(stage.table()).view(getattr(torch, stage.dtype)).cuda()
 
@@ -60,12 +66,16 @@ def test_equal_to_the_cpus_stages(name: str, channels: int) -> None:
     count, stage, tail = 64, STAGES[name], normalize(channels, "float32")
     images = pictures(count, channels)
     drawn = stage.draw(Keys(0, 0, np.arange(count)).stage("color_jitter", 0))
-    jittered = [stage.apply(image, row, None) for image, row in zip(images.numpy(), drawn, strict=True)]
-    expected = torch.stack([torch.from_numpy(tail.apply(image, np.empty(0), None)) for image in jittered])
+    operations = operations_of(stage, drawn)
+    results = [
+        run_pointwise(image, operations, i, tail.table(), planes=True, out=None)
+        for i, image in enumerate(images.numpy())
+    ]
+    expected = torch.from_numpy(np.stack(results))
     for layout in ("nchw", "nhwc"):
         out = memory(count, channels, "float32", layout)
         rows = np.arange(count)[::-1].copy()
-        adjust(images.cuda(), rows, *stage.device_operations(drawn), device_table(tail), out)
+        adjust(images.cuda(), rows, operations, device_table(tail), out)
         difference = (out.cpu()[rows.tolist()] - expected).abs()
         assert difference.max() == 0, f"{(difference > 0).sum()} of {difference.numel()}, at most {difference.max()}"
 
@@ -80,13 +90,13 @@ def test_256_images_take_less_than_half_a_millisecond(dtype: str, layout: str, c
     images, rows, out = pictures(count, 3).cuda(), np.arange(count), memory(count, 3, dtype, layout)
     table = device_table(normalize(3, dtype))
     for name, stage in STAGES.items():
-        operations = stage.device_operations(stage.draw(Keys(0, 0, rows).stage("color_jitter", 0)))
-        adjust(images, rows, *operations, table, out)
+        operations = operations_of(stage, stage.draw(Keys(0, 0, rows).stage("color_jitter", 0)))
+        adjust(images, rows, operations, table, out)
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         torch.cuda._sleep(100_000_000)  # type: ignore[no-untyped-call]
         start.record()
         for _ in range(repeats):
-            adjust(images, rows, *operations, table, out)
+            adjust(images, rows, operations, table, out)
         end.record()
         end.synchronize()
         microseconds = start.elapsed_time(end) * 1000 / repeats

@@ -26,10 +26,11 @@ def cases() -> dict[str, dict[str, Any]]:
 
 
 def test_pixels_and_faults_are_those_of_the_cpu(cases: dict[str, dict[str, Any]]) -> None:
-    assert len(cases) == 20
+    assert len(cases) == 22
     for case in cases.values():
         assert case["faults"] == [], case
-        assert case["max"] <= 1 and case["mean"] < 0.01, case
+        most = 2 if case["case"].startswith("new colours") else 1  # which amplify a difference of one level
+        assert case["max"] <= most and case["mean"] < 0.01, case
 
 
 def test_what_the_engines_refuse_is_decoded_by_the_cpu(cases: dict[str, dict[str, Any]]) -> None:
@@ -71,7 +72,7 @@ def test_a_file_gives_the_result_of_a_new_decoder_after_any_other_files(cases: d
 
 
 def test_less_memory_means_more_calls_and_the_same_pixels(cases: dict[str, dict[str, Any]]) -> None:
-    for name in ("crop", "two samplings", "colours", "torchvision"):
+    for name in ("crop", "two samplings", "colours", "new colours", "torchvision"):
         whole, parts = cases[f"{name}, 1048576 bytes"], cases[f"{name}, 6000 bytes"]
         assert parts["copies"] > whole["copies"]
         assert (parts["max"], parts["mean"]) == (whole["max"], whole["mean"])

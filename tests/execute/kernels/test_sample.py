@@ -18,5 +18,5 @@ def test_kernel_equals_its_reference() -> None:
     )
     assert done.returncode == 0, done.stderr
     differences = {name: float(text) for name, text in (line.rsplit(": ", 1) for line in done.stdout.splitlines())}
-    assert len(differences) >= 32
+    assert len(differences) >= 44
     assert {name: levels for name, levels in differences.items() if levels > 1} == {}

@@ -1,0 +1,120 @@
+# mypy: disable-error-code="import-untyped, no-untyped-def, untyped-decorator"
+"""Filters a chunk's images with weights drawn per sample, then looks levels up in a table, in two launches.
+
+The first launch sums each row of pixels with the weights of the columns, in float32, and the second one sums those sums
+with the weights of the rows, rounds, and blends the result with the image. The order of summation is not that of the
+CPU, so that a smoothed level may differ by one where the exact sum lies close to a half.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from numpy.typing import NDArray
+
+from gpuflow.execute.kernels.color import send
+from gpuflow.execute.local import run_filters
+from gpuflow.pipeline.local import Filters
+
+__all__ = ["smooth", "smooth_reference"]
+
+_BLOCK = 512
+_HEAD = 4  # numbers of a sample before its weights: row of the result, whether it is changed, centre, factor
+
+
+@triton.jit
+def _mirrored(place, LENGTH: tl.constexpr):
+    """The place inside the image that shows what is at a place outside it, mirrored as often as needed."""
+    period: tl.constexpr = 2 * LENGTH - 2 if LENGTH > 1 else 1
+    place = tl.abs(place) % period
+    return tl.minimum(place, tl.abs(period - place)) if LENGTH > 1 else place * 0
+
+
+@triton.jit
+def _sum_columns(
+    images, plan, sums,
+    PIXELS: tl.constexpr, WIDTH: tl.constexpr, CHANNELS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    HEAD: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """sums [N, C, H, W]: of each row's pixels; nothing for samples that are not changed."""
+    at, n, c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.program_id(1), tl.program_id(2)
+    p = plan + n * (HEAD + ROWS + COLUMNS)
+    if tl.load(p + 1) > 0:
+        inside = at < PIXELS
+        y, x = at // WIDTH, at % WIDTH
+        row = images + n.to(tl.int64) * (PIXELS * CHANNELS) + y * (WIDTH * CHANNELS) + c
+        total = tl.zeros([BLOCK], tl.float32)
+        for k in range(COLUMNS):
+            weight = tl.load(p + HEAD + ROWS + k).to(tl.float32)
+            level = tl.load(row + _mirrored(x + (k - COLUMNS // 2), WIDTH) * CHANNELS, inside, 0).to(tl.float32)
+            total = tl.fma(level, weight, total)
+        tl.store(sums + (n * CHANNELS + c).to(tl.int64) * PIXELS + at, total, inside)
+
+
+@triton.jit
+def _sum_rows(
+    images, plan, sums, table, out, stride_n, stride_c, stride_y, stride_x,
+    PIXELS: tl.constexpr, WIDTH: tl.constexpr, CHANNELS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    KEEP: tl.constexpr, HEAD: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    HEIGHT: tl.constexpr = PIXELS // WIDTH
+    at, n, c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.program_id(1), tl.program_id(2)
+    p = plan + n * (HEAD + ROWS + COLUMNS)
+    inside = at < PIXELS
+    y, x = at // WIDTH, at % WIDTH
+    level = tl.load(images + n.to(tl.int64) * (PIXELS * CHANNELS) + at * CHANNELS + c, inside, 0).to(tl.float32)
+    if tl.load(p + 1) > 0:
+        plane = sums + (n * CHANNELS + c).to(tl.int64) * PIXELS + x
+        total = level * tl.load(p + 2).to(tl.float32)
+        for k in range(ROWS):
+            weight = tl.load(p + HEAD + k).to(tl.float32)
+            part = tl.load(plane + _mirrored(y + (k - ROWS // 2), HEIGHT) * WIDTH, inside, 0.0)
+            total = tl.fma(part, weight, total)
+        total = (total + 12582912.0) - 12582912.0  # to the nearest whole number, a half to the even one
+        share = (1.0 - tl.load(p + 3)).to(tl.float32)
+        result = tl.floor(tl.minimum(tl.maximum(tl.fma(total - level, share, level), 0.0), 255.0))
+        if KEEP:
+            near_y = (y < ROWS // 2) | (y >= HEIGHT - ROWS // 2)
+            near_x = (x < COLUMNS // 2) | (x >= WIDTH - COLUMNS // 2)
+            result = tl.where(near_y | near_x, level, result)
+        level = result
+    target = out + tl.load(p).to(tl.int64) * stride_n + c * stride_c + y * stride_y + x * stride_x
+    tl.store(target, tl.load(table + c * 256 + level.to(tl.int32), inside), inside)
+
+
+def smooth(
+    images: torch.Tensor, rows: NDArray[np.int64], filters: Filters, table: torch.Tensor, out: torch.Tensor
+) -> None:
+    """Filter a chunk's images and write them into a batch. Queues work on the current stream and waits for none.
+
+    Args:
+        images: uint8 [N, H, W, C] on the device, contiguous.
+        rows: the row of `out` for each image, [N].
+        table: [C, 256] on the device in the dtype of `out`: the result for each level.
+        out: [B, C, H, W] with any strides, which shares no memory with `images`. Other rows do not change.
+    """
+    count, height, width, channels = images.shape
+    assert images.is_contiguous() and table.dtype == out.dtype
+    head = np.stack([rows, filters.active, filters.centre, filters.factor], axis=1).astype(np.float64)
+    (plan,) = send(images.device, np.concatenate([head, filters.rows, filters.columns], axis=1))
+    sums = torch.empty((count, channels, height, width), dtype=torch.float32, device=images.device)
+    shared: dict[str, Any] = {
+        "PIXELS": height * width, "WIDTH": width, "CHANNELS": channels, "ROWS": filters.rows.shape[1],
+        "COLUMNS": filters.columns.shape[1], "HEAD": _HEAD, "BLOCK": _BLOCK, "enable_fp_fusion": False,
+    }  # fmt: skip
+    grid = triton.cdiv(height * width, _BLOCK), count, channels
+    _sum_columns[grid](images, plan, sums, **shared)
+    _sum_rows[grid](images, plan, sums, table, out, *out.stride(), KEEP=filters.border == "keep", **shared)
+
+
+def smooth_reference(images: torch.Tensor, filters: Filters, table: torch.Tensor) -> torch.Tensor:
+    """The reference for `smooth`: the CPU's filters, one image at a time; [N, C, H, W]."""
+    results = []
+    for i, pixels in enumerate(images.numpy()):
+        image = torch.from_numpy(run_filters(pixels, filters, i)).permute(2, 0, 1)
+        results.append(torch.stack([values[plane.long()] for values, plane in zip(table, image, strict=True)]))
+    return torch.stack(results)

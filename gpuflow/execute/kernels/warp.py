@@ -1,0 +1,155 @@
+# mypy: disable-error-code="assignment, import-untyped, no-untyped-def, untyped-decorator"
+"""Warps a chunk's images by projective maps, then looks each level up in a table, in one kernel launch.
+
+Coordinates are computed in float64, so that a GPU and a CPU choose the same nearest pixel; weights and levels are
+float32. What is seen outside an image, and how a constant border is blended, is what `execute/warp.py` says.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from numpy.typing import NDArray
+
+from gpuflow.execute.warp import PLACES, TIE, TINY
+from gpuflow.pipeline.program import Warping
+from gpuflow.pipeline.stage import Filter
+
+__all__ = ["FIELDS", "warp_all", "warp_plan_of"]
+
+FIELDS = (
+    "address", "pitch",
+    "box_y", "box_x", "box_height", "box_width",
+    "a", "b", "c", "d", "e", "f", "g", "h", "i",
+    "shown_y", "shown_x", "shown_height", "shown_width",
+    "offset",
+)  # fmt: skip
+"""Columns of a chunk's plan, int64 [N, len(FIELDS)]: the image's device address, its bytes per row, the fields of
+`pipeline.program.Warping`, of which the matrix is the bits of float64 numbers, row by row, and how many elements after
+the first one of `out` the result begins."""
+ROWS, COLUMNS, WARPS = 4, 32, 4
+_BORDERS = {"constant": 0, "edge": 1, "reflect": 2}
+_TIE, _TINY, _PLACES = tl.constexpr(TIE), tl.constexpr(TINY), tl.constexpr(PLACES)
+
+
+@triton.jit
+def _fold_back(at, length, BORDER: tl.constexpr):
+    """The places, in units of pixels, inside an image at which those outside are looked up."""
+    if BORDER == 2:
+        period = tl.maximum(2 * (length - 1), 1).to(tl.float64)
+        at = at - tl.floor(at / period) * period
+        at = tl.minimum(at, period - at)
+    return tl.minimum(tl.maximum(at, 0.0), (length - 1).to(tl.float64))
+
+
+@triton.jit
+def _place(at, length, NEAREST: tl.constexpr, BORDER: tl.constexpr):
+    """For coordinates along one axis: the first pixel, and the weight of the next one."""
+    far: tl.constexpr = 2147483648.0
+    at = tl.minimum(tl.maximum(at, -far), far)
+    at = tl.floor(at + _TIE) if NEAREST else at - 0.5
+    if BORDER == 0:  # from one pixel outside on, nothing is seen
+        at = tl.minimum(tl.maximum(at, -1.0), length.to(tl.float64))
+    if BORDER != 0:
+        at = _fold_back(at, length, BORDER)
+    if not NEAREST:
+        at = tl.floor(at * _PLACES + 0.5) / _PLACES
+    first = tl.floor(at)
+    return first.to(tl.int32), (at - first).to(tl.float32)
+
+
+@triton.jit
+def _warp(
+    plan, table, out, stride_c, stride_y, stride_x, fill_0, fill_1, fill_2,
+    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, CHANNELS: tl.constexpr, FIELD_COUNT: tl.constexpr,
+    NEAREST: tl.constexpr, BORDER: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """A tile of ROWS by COLUMNS of one sample."""
+    tiles: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
+    row = (tl.program_id(0) // tiles * ROWS + tl.arange(0, ROWS))[:, None]
+    column = (tl.program_id(0) % tiles * COLUMNS + tl.arange(0, COLUMNS))[None, :]
+    inside = (row < HEIGHT) & (column < WIDTH)
+    p = plan + tl.program_id(1).to(tl.int64) * FIELD_COUNT
+    image = tl.load(p).to(tl.pointer_type(tl.uint8))
+    pitch = tl.load(p + 1)
+    image += tl.load(p + 2) * pitch + tl.load(p + 3) * CHANNELS
+    box_h, box_w = tl.load(p + 4).to(tl.int32), tl.load(p + 5).to(tl.int32)
+    shown_y, shown_x = tl.load(p + 15).to(tl.int32), tl.load(p + 16).to(tl.int32)
+    shown_h, shown_w = tl.load(p + 17).to(tl.int32), tl.load(p + 18).to(tl.int32)
+    target = out + tl.load(p + 19) + row * stride_y + column * stride_x
+    shown = (row >= shown_y) & (row < shown_y + shown_h) & (column >= shown_x) & (column < shown_x + shown_w)
+
+    m = p + 6
+    x, y = column.to(tl.float64) + 0.5, row.to(tl.float64) + 0.5
+    at_x = tl.load(m).to(tl.float64, bitcast=True) * x + (
+        tl.load(m + 1).to(tl.float64, bitcast=True) * y + tl.load(m + 2).to(tl.float64, bitcast=True)
+    )
+    at_y = tl.load(m + 3).to(tl.float64, bitcast=True) * x + (
+        tl.load(m + 4).to(tl.float64, bitcast=True) * y + tl.load(m + 5).to(tl.float64, bitcast=True)
+    )
+    third = tl.load(m + 6).to(tl.float64, bitcast=True) * x + (
+        tl.load(m + 7).to(tl.float64, bitcast=True) * y + tl.load(m + 8).to(tl.float64, bitcast=True)
+    )
+    third = tl.where(tl.abs(third) < _TINY, _TINY, third)
+    column_0, share_x = _place(at_x / third, box_w, NEAREST, BORDER)
+    row_0, share_y = _place(at_y / third, box_h, NEAREST, BORDER)
+    column_1, row_1 = column_0 + 1, row_0 + 1
+    left, right = (column_0 >= 0) & (column_0 < box_w), (column_1 >= 0) & (column_1 < box_w)
+    top, bottom = (row_0 >= 0) & (row_0 < box_h), (row_1 >= 0) & (row_1 < box_h)
+    seen = inside & shown
+    line_0, line_1 = image + row_0 * pitch, image + row_1 * pitch
+    weight_0, weight_1 = (1.0 - share_y) * (1.0 - share_x), (1.0 - share_y) * share_x
+    weight_2, weight_3 = share_y * (1.0 - share_x), share_y * share_x
+    mask = (tl.where(left, 1.0 - share_x, 0.0) + tl.where(right, share_x, 0.0)) * (
+        tl.where(top, 1.0 - share_y, 0.0) + tl.where(bottom, share_y, 0.0)
+    )
+    for c in tl.static_range(CHANNELS):
+        fill = fill_0 if c == 0 else (fill_1 if c == 1 else fill_2)
+        value = tl.load(line_0 + column_0 * CHANNELS + c, seen & top & left, 0).to(tl.float32)
+        if NEAREST:
+            if BORDER == 0:
+                value = tl.where(top & left, value, fill)
+        else:
+            value *= weight_0
+            value += weight_1 * tl.load(line_0 + column_1 * CHANNELS + c, seen & top & right, 0).to(tl.float32)
+            value += weight_2 * tl.load(line_1 + column_0 * CHANNELS + c, seen & bottom & left, 0).to(tl.float32)
+            value += weight_3 * tl.load(line_1 + column_1 * CHANNELS + c, seen & bottom & right, 0).to(tl.float32)
+            if BORDER == 0:
+                value = tl.where(mask < 1.0, mask * (value - fill) + fill, value)
+            value = (value + 12582912.0) - 12582912.0  # 1.5 * 2 ** 23: rounds half to even
+        level = tl.where(seen, value, 0.0).to(tl.int32)
+        tl.store(target + c * stride_c, tl.load(table + c * 256 + level), inside)
+
+
+def warp_all(plan: torch.Tensor, table: torch.Tensor, out: torch.Tensor, *, filter: Filter) -> None:
+    """Fill a chunk's slots: see `sample`.
+
+    Args:
+        plan: int64 [N, len(FIELDS)] on the device. Images are uint8, interleaved, C channels.
+        table: [C, 256] on the device in the dtype of `out`: the result for each level.
+        out: [B, C, H, W] with any strides; every sample's result is H by W.
+    """
+    _, channels, height, width = out.shape
+    grid: Any = (triton.cdiv(height, ROWS) * triton.cdiv(width, COLUMNS), len(plan))
+    fill = [float(level) for level in (filter.fill * 3 if len(filter.fill) == 1 else filter.fill)]
+    _warp[grid](
+        plan, table, out, *out.stride()[1:], *fill,
+        HEIGHT=height, WIDTH=width, CHANNELS=channels, FIELD_COUNT=len(FIELDS),
+        NEAREST=filter.interpolation == "nearest", BORDER=_BORDERS[filter.border],
+        ROWS=ROWS, COLUMNS=COLUMNS, num_warps=WARPS,
+    )  # fmt: skip
+
+
+def warp_plan_of(
+    warping: Warping, addresses: NDArray[Any], pitches: NDArray[np.int64], offsets: NDArray[Any]
+) -> NDArray[np.int64]:
+    """Encode a warp as the kernel reads it: int64 [n, len(FIELDS)]."""
+    matrix = np.ascontiguousarray(warping.matrix, np.float64).reshape(-1, 9).view(np.int64)
+    parts = [addresses[:, None], pitches[:, None], warping.box, matrix, warping.shown, offsets[:, None]]
+    plan = np.concatenate([np.asarray(column, np.int64) for column in parts], axis=1)
+    assert plan.shape[1] == len(FIELDS)
+    return plan

@@ -1,0 +1,98 @@
+"""Masks as pixels, uint8 [H, W]: of encoded images, and of polygons and run lengths as pycocotools gives them."""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpuflow.pipeline.records import MaskFile, Polygons, Rle
+
+__all__ = ["decode_mask", "fill_polygons", "instance_mask", "mask_fault"]
+
+_SCALE = 5
+"""pycocotools draws outlines on a grid that is finer than the pixels by this factor."""
+
+
+def decode_mask(mask: MaskFile, size: tuple[int, int]) -> NDArray[np.uint8]:
+    """The levels of an encoded mask, uint8 [height, width]; of an image with a palette, its indices.
+
+    Raises ValueError if it is no image of one 8-bit channel, or not of this size.
+    """
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        with Image.open(io.BytesIO(mask.data)) as image:
+            if image.mode not in ("L", "P", "1"):
+                raise ValueError(f"must have one channel of 8 bits, got an image of mode {image.mode}")
+            if image.size[::-1] != size:
+                raise ValueError(_other_size(image.size[::-1], size))
+            return np.asarray(image, np.uint8)
+    except UnidentifiedImageError:
+        raise ValueError("must be an image file, such as PNG") from None
+    except (OSError, SyntaxError) as error:  # PIL's word for a damaged PNG
+        raise ValueError(f"cannot be decoded: {error}") from error
+
+
+def _other_size(got: tuple[int, int], size: tuple[int, int]) -> str:
+    return f"has {got[0]}x{got[1]} pixels, and its image {size[0]}x{size[1]}"
+
+
+def mask_fault(mask: Polygons | Rle, size: tuple[int, int]) -> str | None:
+    """Why an instance's mask is not one of an image of this size; None if it is one."""
+    if isinstance(mask, Rle):
+        if mask.size != size:
+            return _other_size(mask.size, size)
+        if (mask.counts < 0).any() or mask.counts.sum() != size[0] * size[1]:
+            return f"has run lengths that do not add up to {size[0]}x{size[1]} pixels"
+    elif not all(np.isfinite(outline).all() for outline in mask.outlines):
+        return "must have finite coordinates"
+    return None
+
+
+def instance_mask(mask: Polygons | Rle, size: tuple[int, int]) -> NDArray[np.uint8]:
+    """The pixels of one instance, 0 or 1, uint8 [height, width]."""
+    height, width = size
+    if isinstance(mask, Polygons):
+        return fill_polygons(mask, height, width)
+    levels = (np.arange(len(mask.counts)) % 2).astype(np.uint8)
+    return np.repeat(levels, mask.counts).reshape(width, height).T
+
+
+def fill_polygons(polygons: Polygons, height: int, width: int) -> NDArray[np.uint8]:
+    """The pixels inside any of the outlines, by pycocotools' rules (rleFrPoly): equal to it pixel by pixel."""
+    filled = np.zeros(height * width, np.uint8)
+    for outline in polygons.outlines:
+        turns = np.bincount(_turns(outline, height, width), minlength=height * width + 1)[: height * width]
+        filled |= (np.cumsum(turns) % 2).astype(np.uint8)
+    return filled.reshape(width, height).T
+
+
+def _turns(outline: NDArray[np.float64], height: int, width: int) -> NDArray[np.int64]:
+    """Where, counting pixels column by column, the inside of a closed outline begins or ends."""
+    points = (_SCALE * outline + 0.5).astype(np.int64)
+    x, y = points[:, 0], points[:, 1]
+    x_end, y_end = np.roll(x, -1), np.roll(y, -1)
+    dx, dy = np.abs(x - x_end), np.abs(y - y_end)
+    flat = dx >= dy
+    backwards = np.where(flat, x > x_end, y > y_end)
+    x_start, x_end = np.where(backwards, x_end, x), np.where(backwards, x, x_end)
+    y_start, y_end = np.where(backwards, y_end, y), np.where(backwards, y, y_end)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        slope = np.where(flat, (y_end - y_start) / dx, (x_end - x_start) / dy)
+    slope = np.nan_to_num(slope)
+    length = np.maximum(dx, dy)
+    edge = np.repeat(np.arange(len(length)), length + 1)
+    step = np.arange(len(edge)) - np.repeat(np.cumsum(length + 1) - (length + 1), length + 1)
+    step = np.where(backwards[edge], length[edge] - step, step)
+    across = np.where(flat, x_start, y_start)[edge] + step
+    other = (np.where(flat, y_start, x_start)[edge] + slope[edge] * step + 0.5).astype(np.int64)
+    u, v = np.where(flat[edge], across, other), np.where(flat[edge], other, across)
+    crossing = u[1:] != u[:-1]
+    column = (np.where(u[1:] < u[:-1], u[1:], u[1:] - 1)[crossing] + 0.5) / _SCALE - 0.5
+    row = (np.minimum(v[1:], v[:-1])[crossing] + 0.5) / _SCALE - 0.5
+    inside = (np.floor(column) == column) & (column >= 0) & (column <= width - 1)
+    row = np.ceil(np.clip(row, 0, height))
+    turns: NDArray[np.int64] = (column * height + row)[inside].astype(np.int64)
+    return turns

@@ -1,0 +1,178 @@
+"""Warps an image by a projective map on the CPU: the reference for the GPU's kernel.
+
+Coordinates are computed in float64 and weights in float32, so a result is at most one level from the exact one. With a
+constant border, `bilinear` blends at the edge as torchvision does: mask * (sum - fill) + fill, where `sum` adds the
+weighted pixels inside the image and `mask` their weights. With the borders `edge` and `reflect`, pixels outside are
+looked up inside. A map that only mirrors and shifts whole pixels copies them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from gpuflow.pipeline.stage import Filter
+
+__all__ = ["PLACES", "TIE", "TINY", "fold_back", "warp"]
+
+TIE = 2.0**-20
+"""A nearest pixel whose edge is less than this away is the next one, so that rounding errors do not choose."""
+PLACES = 2.0**11
+"""Bilinear places are multiples of 1 / PLACES of a pixel."""
+TINY = 1e-12
+"""The third coordinate of a point is at least this large, so that a point at the horizon has coordinates."""
+_TILE = 256
+"""Results are made in squares of this side, each from the part of the image that it shows: both are floats then."""
+
+Numbers = NDArray[np.float64]
+
+
+def warp(
+    image: NDArray[np.uint8],
+    matrix: Numbers,
+    part: tuple[int, int, int, int],
+    filter: Filter,
+    out: NDArray[np.uint8],
+) -> None:
+    """Write the part (y, x, height, width) of a warped image into `out`.
+
+    Args:
+        image: [H, W, C]. matrix: [3, 3], maps a point of the result to a point of the image.
+        out: [height, width, C], with any strides.
+    """
+    shifts = _whole_shifts(matrix)
+    if shifts is not None:
+        _copy(image, shifts, part, filter, out)
+        return
+    y, x, height, width = part
+    for top in range(0, height, _TILE):
+        for left in range(0, width, _TILE):
+            tile = out[top : top + _TILE, left : left + _TILE]
+            rows, columns = (np.arange(side, dtype=np.float64) for side in tile.shape[:2])
+            at_x, at_y = _seen(matrix, columns[None] + (x + left + 0.5), rows[:, None] + (y + top + 0.5))
+            (_nearest if filter.interpolation == "nearest" else _bilinear)(image, at_x, at_y, filter, tile)
+
+
+def _whole_shifts(matrix: Numbers) -> tuple[tuple[bool, int], tuple[bool, int]] | None:
+    """For y and x: whether the map mirrors, and by how much it then shifts; None unless it only does this, exactly."""
+    (a, b, x), (c, d, y), last = matrix.tolist()
+    whole = abs(a) == abs(d) == 1 and b == c == 0 and last == [0, 0, 1] and x == int(x) and y == int(y)
+    return ((d < 0, int(y)), (a < 0, int(x))) if whole else None
+
+
+def _copy(
+    image: NDArray[np.uint8],
+    shifts: tuple[tuple[bool, int], tuple[bool, int]],
+    part: Sequence[int],
+    filter: Filter,
+    out: NDArray[np.uint8],
+) -> None:
+    (mirror_y, shift_y), (mirror_x, shift_x) = shifts
+    (y, x, count_y, count_x), (height, width) = part, image.shape[:2]
+    rows, columns = np.arange(y, y + count_y), np.arange(x, x + count_x)
+    rows = shift_y - 1 - rows if mirror_y else shift_y + rows
+    columns = shift_x - 1 - columns if mirror_x else shift_x + columns
+    inside_y, inside_x = (rows >= 0) & (rows < height), (columns >= 0) & (columns < width)
+    if inside_y.all() and inside_x.all() and out.size:
+        np.copyto(out, image[_slice(rows), _slice(columns)])
+        return
+    if filter.border == "constant":
+        out[...] = filter.fill
+        if inside_y.any() and inside_x.any():
+            (y0, y1), (x0, x1) = (np.flatnonzero(inside)[[0, -1]].tolist() for inside in (inside_y, inside_x))
+            seen = image[_slice(rows[y0 : y1 + 1]), _slice(columns[x0 : x1 + 1])]
+            np.copyto(out[y0 : y1 + 1, x0 : x1 + 1], seen)
+        return
+    rows, columns = (fold_back(at, side, filter.border) for at, side in ((rows, height), (columns, width)))
+    np.copyto(out, image[rows][:, columns])
+
+
+def _slice(at: NDArray[np.int64]) -> slice:
+    """Consecutive numbers, ascending or descending, as a slice."""
+    first, last = int(at[0]), int(at[-1])
+    if last < first:
+        return slice(first, last - 1 if last else None, -1)
+    return slice(first, last + 1)
+
+
+def fold_back(at: NDArray[Any], length: int, border: str) -> NDArray[Any]:
+    """Indices of pixels, whole or between two, of which those outside 0 to length - 1 are looked up inside."""
+    if border == "edge" or length == 1:
+        return np.clip(at, 0, length - 1)
+    period = 2 * (length - 1)
+    at = at % period
+    folded: NDArray[Any] = np.minimum(at, period - at)
+    return folded
+
+
+def _seen(matrix: Numbers, x: Numbers, y: Numbers) -> tuple[Numbers, Numbers]:
+    """The points of the image that are seen at points of the result: x [1, W], y [H, 1] to [H, W] each."""
+    (a, b, c), (d, e, f), (g, h, i) = matrix.tolist()
+    at_x, at_y = a * x + (b * y + c), d * x + (e * y + f)
+    if (g, h, i) == (0, 0, 1):
+        return at_x, at_y
+    third = g * x + (h * y + i)
+    third = np.where(np.abs(third) < TINY, TINY, third)
+    return at_x / third, at_y / third
+
+
+def _nearest(image: NDArray[np.uint8], x: Numbers, y: Numbers, filter: Filter, out: NDArray[np.uint8]) -> None:
+    (height, width), far = image.shape[:2], 2.0**31
+    columns, rows = (np.floor(np.clip(at, -far, far) + TIE).astype(np.int64) for at in (x, y))
+    if filter.border != "constant":
+        columns, rows = fold_back(columns, width, filter.border), fold_back(rows, height, filter.border)
+        out[...] = image[rows, columns]
+        return
+    inside = (columns >= 0) & (columns < width) & (rows >= 0) & (rows < height)
+    out[...] = filter.fill
+    out[inside] = image[rows[inside], columns[inside]]
+
+
+def _bilinear(image: NDArray[np.uint8], x: Numbers, y: Numbers, filter: Filter, out: NDArray[np.uint8]) -> None:
+    (height, width), constant, far = image.shape[:2], filter.border == "constant", 2.0**31
+    if constant:  # from one pixel outside on, nothing is seen
+        x, y = np.clip(x - 0.5, -1, width), np.clip(y - 0.5, -1, height)
+    else:
+        x, y = (fold_back(np.clip(at - 0.5, -far, far), side, filter.border) for at, side in ((x, width), (y, height)))
+    x, y = (np.rint(at * PLACES) / PLACES for at in (x, y))
+    (x0, x1), (y0, y1) = _span(x, width), _span(y, height)
+    if x1 <= x0 or y1 <= y0:
+        out[...] = filter.fill
+        return
+    source = _as_floats(image[y0:y1, x0:x1])
+    grid = np.empty((1, *x.shape, 2), np.float32)
+    np.multiply(x - (x0 - 0.5), 2 / source.shape[3], out=grid[0, ..., 0], casting="same_kind")
+    np.multiply(y - (y0 - 0.5), 2 / source.shape[2], out=grid[0, ..., 1], casting="same_kind")
+    sampled = torch.nn.functional.grid_sample(
+        source, torch.from_numpy(grid).sub_(1), mode="bilinear", padding_mode="zeros", align_corners=False
+    )[0]
+    if constant and (x.min() < 0 or y.min() < 0 or x.max() > width - 1 or y.max() > height - 1):
+        shares = [
+            np.minimum(np.minimum(at + 1, side - at), 1).astype(np.float32) for at, side in ((x, width), (y, height))
+        ]
+        fill = torch.tensor(filter.fill, dtype=torch.float32)[:, None, None]
+        sampled = (sampled - fill) * torch.from_numpy(shares[0] * shares[1]) + fill
+    np.copyto(out, sampled.round_().to(torch.uint8).permute(1, 2, 0).numpy())
+
+
+def _as_floats(image: NDArray[np.uint8]) -> torch.Tensor:
+    """An image [H, W, C] as float32 planes [1, C, 2^a, 2^b], with zeros next to its right and lower edge.
+
+    With such sides, and places that are multiples of 1 / PLACES, grid_sample computes without rounding where a place
+    is, so the result is the same for any part of an image. What is further to the right or below is undefined.
+    """
+    height, width, channels = image.shape
+    planes = torch.empty((1, channels, *(1 << (side + 1).bit_length() for side in (height, width))))
+    planes[0, :, :height, :width] = torch.from_numpy(image).permute(2, 0, 1)
+    planes[0, :, height : height + 2, : width + 2] = 0
+    planes[0, :, :height, width : width + 2] = 0
+    return planes
+
+
+def _span(at: Numbers, length: int) -> tuple[int, int]:
+    """The range (start, stop) of the pixels whose neighbours these places between pixels are."""
+    return max(0, int(np.floor(at.min()))), min(length, int(np.floor(at.max())) + 2)

@@ -1,0 +1,87 @@
+"""Runs the mixing stages of a pipeline on a whole batch, after bad samples were replaced or skipped."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from gpuflow.config import Config
+from gpuflow.errors import ConfigError, Problem
+from gpuflow.execute.mixing import arrays_of, mix_images, mix_images_at_once, mix_labels, soft_labels
+from gpuflow.loader.batch import Assembly
+from gpuflow.loader.plan import LoaderPlan
+from gpuflow.pipeline.image_spec import as_batch
+from gpuflow.pipeline.program import Program
+from gpuflow.pipeline.stage import Keys, Mixing, Mixture
+from gpuflow.sources import Source
+
+if TYPE_CHECKING:
+    from gpuflow.execute.device_stream import DeviceStream
+
+__all__ = ["Mixer", "require_classes"]
+
+
+class Mixer:
+    """Mixes the batches of one loader, on any thread. Does nothing where the pipeline has no mixing stages.
+
+    All ways give the same batch: partners come from the rank's own batch, and a wrapped or skipped sample is nobody's.
+    """
+
+    def __init__(self, plan: LoaderPlan) -> None:
+        self._plan = plan
+
+    def draw(self, epoch: int, batch: Assembly) -> list[Mixture]:
+        """The mixture of each mixing stage. The partner of a skipped sample stays as it is."""
+        keys = Keys(self._plan.seed, epoch, batch.positions)
+        return [step.draw(keys, batch.valid).among(batch.kept) for step in self._plan.program.mixings]
+
+    def mix(self, batch: Assembly, mixtures: Sequence[Mixture]) -> None:
+        """Mix a batch whose pixels are in memory of the CPU."""
+        if mixtures:
+            program = self._plan.program
+            assert isinstance(program, Program), "views are not mixed"
+            images = as_batch(batch.slots, program.result)
+            for mixture in mixtures:
+                mix_images(images, mixture)
+            self._mix_labels(batch, mixtures)
+
+    def queue(self, batch: Assembly, mixtures: Sequence[Mixture], device_stream: DeviceStream) -> None:
+        """Queue the mixing of a batch whose pixels are on the GPU; labels are mixed at once, and not sent yet."""
+        for mixture in mixtures:
+            if mixture.changed.any():
+                sent = device_stream.send_all(arrays_of(mixture))
+                with device_stream.queued():
+                    mix_images_at_once(batch.slots, sent, blends=bool((mixture.weights != 1).any()))
+        if mixtures:
+            self._mix_labels(batch, mixtures)
+
+    def _mix_labels(self, batch: Assembly, mixtures: Sequence[Mixture]) -> None:
+        probabilities = soft_labels(np.asarray(batch.labels, np.int64), len(self._plan.source.classes))
+        for step, mixture in zip(self._plan.program.mixings, mixtures, strict=True):
+            probabilities = mix_labels(probabilities, mixture, step.stage.label_smoothing)
+        batch.labels = probabilities
+
+
+def require_classes(config: Config, name: str, source: Source) -> None:
+    """Raise ConfigError if a pipeline mixes samples whose labels are not one class each, or that carry more fields."""
+    if name in config.views:
+        return  # which have no mixing stages
+    pipeline = config.programs[name].pipeline
+    at, first = ("pipelines", name, "stages"), len(config.pipelines[name].head())
+    fields = ", ".join(field.name for field in getattr(source, "fields", ()))
+    one_class = np.issubdtype(source.labels.dtype, np.integer) and source.labels.ndim == 1
+    if fields:
+        rule, action = f"mixes images and labels, but samples also have {fields}", "remove the stage or these fields"
+    elif not (one_class and source.classes and getattr(source, "has_labels", True)):
+        rule, action = "mixes labels, but the samples do not have one class each", "remove the stage or declare a class"
+    else:
+        return
+    problems = [
+        Problem(f"{config.path}:", rule, action=action, path=(*at, i - first, stage.stage_name), code="config.conflict")
+        for i, stage in enumerate(pipeline.stages)
+        if isinstance(stage, Mixing)
+    ]
+    if problems:
+        raise ConfigError(problems)

@@ -1,0 +1,115 @@
+"""The fields of a batch: records of its samples, mapped chunk by chunk, joined, and packed into one block of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from gpuflow.errors import BadSampleError
+from gpuflow.execute.targets import TargetMapper
+from gpuflow.loader.batch import Assembly, RaggedTensor
+from gpuflow.pipeline.records import Column, Ragged
+from gpuflow.pipeline.stage import Keys
+from gpuflow.sources import Source, records_of
+
+__all__ = ["RecordMapper", "in_one_block", "to_tensors"]
+
+_ALIGN = 16
+
+
+class RecordMapper:
+    """Reads and maps the records of one loader, on any thread."""
+
+    def __init__(self, source: Source, mapper: TargetMapper) -> None:
+        self._source, self._mapper = source, mapper
+
+    def add(
+        self,
+        batch: Assembly,
+        start: int,
+        indices: Sequence[int],
+        keys: Keys,
+        sizes: NDArray[np.int64],
+        faults: list[BadSampleError | None],
+    ) -> None:
+        """Read and map the records of n samples, rows [start, start + n) of a batch, and add them to it.
+
+        sizes [n, 2]: of the upright images. faults [n]: why samples are bad already, which gets the bad records, too.
+        """
+        sound = np.array([i for i, fault in enumerate(faults) if fault is None], np.int64)
+        if not len(sound):
+            return
+        records = records_of(self._source, [indices[i] for i in sound.tolist()])
+        targets = self._mapper.map(records, Keys(keys.seed, keys.epoch, keys.positions[sound]), sizes[sound])
+        for i, error in zip(sound.tolist(), targets.errors, strict=True):
+            if error is not None:
+                faults[i] = BadSampleError("record", error)
+        if len(targets.good):
+            with batch.lock:
+                batch.pieces.append((start + sound[targets.good], targets.columns))
+
+    def join(self, batch: Assembly) -> dict[str, Column]:
+        """The columns of a whole batch, with a row for each sample that was kept, in the batch's order."""
+        pieces, batch.pieces = batch.pieces, []
+        place = np.full(len(batch.positions), -1, np.int64)
+        if not pieces:
+            return {}
+        rows = np.concatenate([rows for rows, _ in pieces])
+        place[rows] = np.arange(len(rows))
+        order = place[batch.kept]
+        return {name: _ordered([columns[name] for _, columns in pieces], order) for name in self._mapper.names}
+
+
+def _ordered(parts: Sequence[Any], order: NDArray[np.int64]) -> Column:
+    """Parts of a column, one after the other, and of these rows the ones in `order`."""
+    first = parts[0]
+    if isinstance(first, Ragged):
+        starts = np.cumsum([0, *(len(part.values) for part in parts)])
+        offsets = np.concatenate([[0], *(part.offsets[1:] + start for part, start in zip(parts, starts, strict=False))])
+        whole = Ragged(np.concatenate([part.values for part in parts]), offsets)
+        return whole if _is_range(order, len(whole)) else whole.take(order)
+    if isinstance(first, list):
+        values = [value for part in parts for value in part]
+        return [values[i] for i in order.tolist()]
+    dense: NDArray[Any] = np.concatenate(parts)
+    return dense if _is_range(order, len(dense)) else dense[order]
+
+
+def _is_range(order: NDArray[np.int64], count: int) -> bool:
+    return len(order) == count and bool((order == np.arange(count)).all())
+
+
+def to_tensors(
+    columns: Mapping[str, Column], send: Callable[[Sequence[NDArray[Any]]], Sequence[torch.Tensor]]
+) -> dict[str, Any]:
+    """Columns as the values of a batch: tensors, `RaggedTensor`s and lists. send: arrays to tensors, in one block."""
+    arrays: list[NDArray[Any]] = []
+    for column in columns.values():
+        if isinstance(column, Ragged):
+            arrays += [column.values, column.offsets]
+        elif not isinstance(column, list):
+            arrays.append(column)
+    tensors = iter(send(arrays) if arrays else ())
+    values: dict[str, Any] = {}
+    for name, column in columns.items():
+        if isinstance(column, Ragged):
+            values[name] = RaggedTensor(next(tensors), next(tensors), column.offsets.tolist())
+        else:
+            values[name] = column if isinstance(column, list) else next(tensors)
+    return values
+
+
+def in_one_block(arrays: Sequence[NDArray[Any]]) -> list[torch.Tensor]:
+    """Copies of arrays as tensors that share one block of memory."""
+    starts = np.cumsum([0, *(-(-array.nbytes // _ALIGN) * _ALIGN for array in arrays)]).tolist()
+    block = np.empty(starts.pop(), np.uint8)
+    tensors = []
+    for start, array in zip(starts, arrays, strict=True):
+        view = block[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+        np.copyto(view, array)
+        tensors.append(torch.from_numpy(view))
+    return tensors

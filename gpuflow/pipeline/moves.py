@@ -1,0 +1,117 @@
+"""The moves that geometry stages return: what happens to the pixels of N samples, and where a point of an image goes.
+
+Coordinates are continuous, (x, y) with (0, 0) at the image's top-left corner: the centre of the pixel in column j and
+row i is (j + 0.5, i + 0.5). Arrays have one row per sample: [N].
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import assert_never
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["Bools", "Crop", "Flip", "Ints", "Matrices", "Move", "Pad", "Resize", "Warp", "forward"]
+
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+Matrices = NDArray[np.float64]
+"""Projective maps of points, [N, 3, 3]."""
+
+
+@dataclass(frozen=True, slots=True)
+class Crop:
+    """Keep the box (y, x, height, width), all [N], in pixels. It may extend `margin` pixels outside the image, where
+    the result is black."""
+
+    y: Ints
+    x: Ints
+    height: Ints
+    width: Ints
+    margin: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Flip:
+    """Mirror samples left-right if `horizontal` [N] is set, and top-bottom if `vertical` [N] is set."""
+
+    horizontal: Bools
+    vertical: Bools
+
+
+@dataclass(frozen=True, slots=True)
+class Resize:
+    """Resample to (height, width), both [N], in pixels. The result is rounded to uint8, as in torchvision."""
+
+    height: Ints
+    width: Ints
+    interpolation: str
+    antialias: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Pad:
+    """Add rows and columns, each [N] and >= 0, as torchvision's Pad does.
+
+    border: `constant` gives them the levels `fill`, one for all channels or one for each; `edge` repeats the pixels at
+        the edge; `reflect` mirrors the image without repeating those.
+    """
+
+    top: Ints
+    bottom: Ints
+    left: Ints
+    right: Ints
+    border: str = "constant"
+    fill: tuple[float, ...] = (0,)
+
+
+@dataclass(frozen=True, slots=True)
+class Warp:
+    """Resample once by a projective map, without antialiasing, and round to uint8.
+
+    matrix: maps a point of the output to the point of the input that is seen there. height, width [N]: of the output.
+    interpolation: `nearest` or `bilinear`. border, fill: what is seen outside the input, as in `Pad`.
+    active [N]: samples that are not active keep their pixels and their size exactly; None if all are active.
+    """
+
+    matrix: Matrices
+    height: Ints
+    width: Ints
+    interpolation: str = "bilinear"
+    border: str = "constant"
+    fill: tuple[float, ...] = (0,)
+    active: Bools | None = None
+
+
+Move = Crop | Flip | Resize | Pad | Warp
+
+
+def forward(move: Move, height: Ints, width: Ints) -> tuple[Matrices, Ints, Ints]:
+    """Where a move takes the points of images of these sizes [N].
+
+    Returns:
+        the maps [N, 3, 3] from a point of the input to the point of the output, and the output's height and width [N].
+        A point in front of a projective map's horizon gets a positive third coordinate.
+    """
+    matrix = np.broadcast_to(np.eye(3), (len(height), 3, 3)).copy()
+    match move:
+        case Crop():
+            matrix[:, 0, 2], matrix[:, 1, 2] = -move.x, -move.y
+            return matrix, move.height, move.width
+        case Flip():
+            matrix[:, 0, 0], matrix[:, 0, 2] = np.where(move.horizontal, -1, 1), np.where(move.horizontal, width, 0)
+            matrix[:, 1, 1], matrix[:, 1, 2] = np.where(move.vertical, -1, 1), np.where(move.vertical, height, 0)
+            return matrix, height, width
+        case Resize():
+            matrix[:, 0, 0], matrix[:, 1, 1] = move.width / width, move.height / height
+            return matrix, move.height, move.width
+        case Pad():
+            matrix[:, 0, 2], matrix[:, 1, 2] = move.left, move.top
+            return matrix, height + move.top + move.bottom, width + move.left + move.right
+        case Warp():
+            active = np.ones(len(height), bool) if move.active is None else move.active
+            matrix[active] = np.linalg.inv(move.matrix[active])
+            return matrix, np.where(active, move.height, height), np.where(active, move.width, width)
+        case _:
+            assert_never(move)

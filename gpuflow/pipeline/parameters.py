@@ -1,0 +1,65 @@
+"""Parameters that several stages share: their types, and how they are drawn for each sample."""
+
+from __future__ import annotations
+
+import functools
+from typing import Annotated, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpuflow.pipeline.bounds import Bounds
+from gpuflow.pipeline.rng import StageKeys
+
+__all__ = ["Factor", "Probability", "Shift", "adjustment", "drawn_factors", "is_random", "range_of", "with_probability"]
+
+Probability = Annotated[float, Bounds(least=0, most=1, words="a probability within [0, 1]")]
+Factor = (
+    Annotated[float, Bounds(least=0, words=">= 0 or [low, high]")]
+    | Annotated[tuple[float, float], Bounds(least=0, ascending=True)]
+)
+"""How far factors are from 1, or the range that they are drawn from."""
+Shift = (
+    Annotated[float, Bounds(least=0, most=0.5, words="within [0, 0.5] or [low, high]")]
+    | Annotated[tuple[float, float], Bounds(least=-0.5, most=0.5, ascending=True)]
+)
+"""How far hues are shifted at most, in turns of the colour circle, or the range of the shift."""
+
+
+def range_of(value: float | tuple[float, float], *, neutral: float = 1.0) -> tuple[float, float]:
+    """The range that a `Factor` or, with `neutral` 0, a `Shift` is drawn from, as torchvision's ColorJitter has it."""
+    if isinstance(value, tuple):
+        return value
+    return (max(neutral - value, 0.0) if neutral else -value), neutral + value
+
+
+def is_random(probability: float, bounds: tuple[float, float] | None = None, *, neutral: float = 1.0) -> bool:
+    """Whether samples differ that an operation changes with this probability, by a factor from this range."""
+    low, high = bounds if bounds is not None else (0.0, 0.0)
+    changes = bounds is None or not low == high == neutral
+    return probability > 0 and (low != high or (probability < 1 and changes))
+
+
+def drawn_factors(keys: StageKeys, probability: float, bounds: tuple[float, float] = (0, 0)) -> NDArray[np.float64]:
+    """For N samples whether each is changed, 1 or 0, and its factor, uniform within the bounds: [N, 2]."""
+    numbers = keys.uniform(2)
+    low, high = bounds
+    return np.stack([numbers[:, 0] < probability, low + numbers[:, 1] * (high - low)], axis=1)
+
+
+def adjustment(name: str, bounds: tuple[float, float], probability: float) -> Any:
+    """torchvision's transform for a stage of this name, whose function is adjust_<name>."""
+    from torchvision.transforms import v2
+    from torchvision.transforms.v2 import functional
+
+    low, high = bounds
+    adjust = functools.partial(getattr(functional, f"adjust_{name}"), **{f"{name}_factor": low})
+    # ColorJitter rounds a factor to float32, which a fixed one is not here
+    return with_probability(v2.Lambda(adjust) if low == high else v2.ColorJitter(**{name: bounds}), probability)
+
+
+def with_probability(transform: Any, probability: float) -> Any:
+    """torchvision's transform, applied with this probability."""
+    from torchvision.transforms import v2
+
+    return transform if probability == 1 else v2.RandomApply([transform], p=probability)

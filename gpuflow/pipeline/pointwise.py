@@ -1,0 +1,173 @@
+"""The colour operations of pointwise stages as values: which each sample has, in order, with all that they need.
+
+A stage describes its operations once. The CPU (`execute/pointwise.py`) and the GPU (`execute/kernels/color.py`) run
+this description, so a stage of another package has both forms: `Operations.table` takes any table of levels for each
+sample, and `Operations.matrix` any colour matrix.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+__all__ = ["Operation", "Operations"]
+
+_CHANNELS = 3
+_VALUES = 12
+"""Numbers that an operation with values has: those of a colour matrix, which are the most."""
+
+
+class Operation(enum.IntEnum):
+    """An operation on one uint8 image. Each result is a uint8 image again; most are torchvision v2's functions.
+
+    NONE: does not change the image.
+    BRIGHTNESS: multiplies by the factor. CONTRAST, SATURATION: 0 gives the mean gray or each pixel's gray, and 1 the
+        image itself. HUE: shifts by the factor in turns of the colour circle, -0.5 to 0.5.
+    GRAYSCALE: each pixel's gray in all channels. AUTOCONTRAST: stretches each channel to 0-255. EQUALIZE: equalizes
+        each channel's histogram.
+    TABLE: looks each channel's level up in a table. MATRIX: a colour matrix. ERASE: fills a box with a colour.
+
+    GRAYSCALE, SATURATION and HUE do not change gray images.
+    """
+
+    NONE = -1
+    BRIGHTNESS = 0
+    CONTRAST = 1
+    SATURATION = 2
+    HUE = 3
+    GRAYSCALE = 4
+    TABLE = 5
+    MATRIX = 6
+    ERASE = 7
+    AUTOCONTRAST = 8
+    EQUALIZE = 9
+
+    @property
+    def needs_statistic(self) -> bool:
+        """Whether the result for a pixel depends on all pixels of the image."""
+        return self in (Operation.CONTRAST, Operation.AUTOCONTRAST, Operation.EQUALIZE)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Operations:
+    """The operations of N samples, M for each, in order. `kinds`, `statistics` and M do not depend on the draws.
+
+    codes [N, M]: of `Operation`. factors [N, M]: the factor, for operations that have one; for TABLE the row of
+        `tables`, and for MATRIX and ERASE the row of `values`.
+    kinds: all operations that may occur, in this draw or another.
+    statistics: the largest number of operations that need a statistic of the image that one sample may have.
+    tables: uint8 [T, 3, 256]: the level for each level of each channel; gray images use the first channel's.
+    values: float64 [V, 12]: the 3 rows of 4 numbers of a matrix; or y, x, height, width and colour of a box, and zeros.
+    """
+
+    codes: NDArray[np.int64]
+    factors: NDArray[np.float64]
+    kinds: frozenset[Operation]
+    statistics: int
+    tables: NDArray[np.uint8]
+    values: NDArray[np.float64]
+
+    @classmethod
+    def of(
+        cls,
+        codes: NDArray[np.int64],
+        factors: NDArray[np.float64],
+        *,
+        kinds: Iterable[Operation],
+        statistics: int = 0,
+        tables: NDArray[np.uint8] | None = None,
+        values: NDArray[np.float64] | None = None,
+    ) -> Operations:
+        """Operations of any kinds; see the fields."""
+        return cls(
+            codes=codes,
+            factors=factors,
+            kinds=frozenset(kinds) - {Operation.NONE},
+            statistics=statistics,
+            tables=np.empty((0, _CHANNELS, 256), np.uint8) if tables is None else tables,
+            values=np.empty((0, _VALUES)) if values is None else values,
+        )
+
+    @classmethod
+    def one(cls, operation: Operation, active: NDArray[np.bool_], factors: ArrayLike = 0.0) -> Operations:
+        """One operation for each of N samples.
+
+        Args:
+            operation: one without data: any but TABLE, MATRIX and ERASE.
+            active: which samples [N] it changes.
+            factors: the factors [N], or one for all.
+        """
+        column = np.broadcast_to(np.asarray(factors, np.float64), active.shape)[:, None]
+        codes = np.where(active, int(operation), int(Operation.NONE))[:, None]
+        return cls.of(codes, column, kinds=[operation], statistics=int(operation.needs_statistic))
+
+    @classmethod
+    def table(cls, active: NDArray[np.bool_], levels: NDArray[np.uint8]) -> Operations:
+        """A table of levels for each of N samples.
+
+        Args:
+            active: which samples [N] it changes.
+            levels: uint8 [N or 1, C or 1, 256]: the result for each level, of each sample and each channel.
+        """
+        assert levels.dtype == np.uint8 and levels.ndim == 3, "levels are uint8 [N or 1, C or 1, 256]"
+        tables = np.ascontiguousarray(np.broadcast_to(levels, (len(levels), _CHANNELS, 256)))
+        return cls.of(*_rows(Operation.TABLE, active, len(tables)), kinds=[Operation.TABLE], tables=tables)
+
+    @classmethod
+    def matrix(cls, active: NDArray[np.bool_], matrices: NDArray[np.float64]) -> Operations:
+        """A colour matrix for each of N samples: each channel is a sum of (red, green, blue, 1) with a row's weights.
+
+        It is computed in float32, rounded to the nearest level (a half up) and clamped to 0-255. A gray image has equal
+        red, green and blue, and gets the first row's result.
+
+        Args:
+            active: which samples [N] it changes.
+            matrices: float64 [N or 1, 3, 4]; the last column is in levels.
+        """
+        values = np.asarray(matrices, np.float64).reshape(-1, _VALUES)
+        return cls.of(*_rows(Operation.MATRIX, active, len(values)), kinds=[Operation.MATRIX], values=values)
+
+    @classmethod
+    def erase(cls, active: NDArray[np.bool_], boxes: NDArray[np.int64], colors: NDArray[np.float64]) -> Operations:
+        """A box for each of N samples that is filled with a colour.
+
+        Args:
+            active: which samples [N] it changes.
+            boxes: y, x, height, width in pixels, [N, 4].
+            colors: whole levels [N or 1, C or 1].
+        """
+        values = np.zeros((len(active), _VALUES))
+        values[:, :4] = boxes
+        values[:, 4 : 4 + _CHANNELS] = colors
+        return cls.of(*_rows(Operation.ERASE, active, len(values)), kinds=[Operation.ERASE], values=values)
+
+    @classmethod
+    def join(cls, count: int, parts: Iterable[Operations]) -> Operations:
+        """The operations of several stages on `count` samples, one stage after the other."""
+        joined = [cls.of(np.empty((count, 0), np.int64), np.empty((count, 0)), kinds=()), *parts]
+        factors, tables, values = [], 0, 0
+        for part in joined:
+            first = np.where(part.codes == Operation.TABLE, tables, 0)
+            first = np.where(np.isin(part.codes, (Operation.MATRIX, Operation.ERASE)), values, first)
+            factors.append(part.factors + first)
+            tables, values = tables + len(part.tables), values + len(part.values)
+        return cls(
+            codes=np.concatenate([part.codes for part in joined], axis=1),
+            factors=np.concatenate(factors, axis=1),
+            kinds=frozenset().union(*(part.kinds for part in joined)),
+            statistics=sum(part.statistics for part in joined),
+            tables=np.concatenate([part.tables for part in joined]),
+            values=np.concatenate([part.values for part in joined]),
+        )
+
+
+def _rows(operation: Operation, active: NDArray[np.bool_], count: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Codes and factors [N, 1] of an operation whose data has a row for each sample, or one for all."""
+    assert count in (1, len(active)), "there is a row of data for each sample, or one for all"
+    codes = np.where(active, int(operation), int(Operation.NONE))[:, None]
+    rows = np.zeros(len(active)) if count == 1 else np.arange(len(active), dtype=np.float64)
+    return codes, rows[:, None]

@@ -1,0 +1,249 @@
+"""Where the targets of images go: boxes, keypoints and masks follow the moves that a pipeline's geometry stages draw.
+
+Everything is mapped move by move, for all boxes of all samples at once, as torchvision v2 does with TVTensors: the four
+corners of a box are mapped, and the result is the box around them, clamped to the image after each crop, pad and warp.
+Coordinates are those of `moves`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import assert_never
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpuflow.errors import Key, Problem
+from gpuflow.pipeline import stage as s
+from gpuflow.pipeline.moves import Crop, Flip, Matrices, Move, Pad, Resize, Warp, forward
+from gpuflow.pipeline.program import Program
+from gpuflow.pipeline.records import GEOMETRIC, Field, Ragged
+
+__all__ = [
+    "MappedBoxes",
+    "PlacedMove",
+    "TargetRules",
+    "boxes_at_fault",
+    "carry_problem",
+    "keypoints_at_fault",
+    "map_boxes",
+    "map_keypoints",
+    "moves_of",
+    "moves_of_stages",
+    "views_carry_problem",
+]
+
+_HORIZON = 1e-6
+"""The least third coordinate of a mapped point. Points behind a projective map's horizon go far outside instead."""
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TargetRules:
+    """Which boxes a batch keeps; one without area is never kept. The labels, masks and keypoints of others go, too.
+
+    min_area: the least area of a box in pixels of the result.
+    min_visibility: the least part of a box, 0 to 1, that crops, pads and warps leave inside the image.
+    """
+
+    min_area: float = 1.0
+    min_visibility: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedMove:
+    """A move of N samples, where it takes points (`moves.forward`), and the heights and widths [N] that it gives."""
+
+    move: Move
+    matrix: Matrices
+    after: tuple[s.Ints, s.Ints]
+
+    @property
+    def clips(self) -> s.Bools | None:
+        """For which samples boxes are clamped after it, [N]; None for no sample."""
+        match self.move:
+            case Crop() | Pad():
+                return np.ones(len(self.matrix), bool)
+            case Warp():
+                return np.ones(len(self.matrix), bool) if self.move.active is None else self.move.active
+            case Flip() | Resize():
+                return None
+            case _:
+                assert_never(self.move)
+
+
+def moves_of(program: Program, keys: s.Keys, sizes: s.Ints) -> list[PlacedMove]:
+    """The moves of N samples, in order, drawn again from the same keys. sizes [N, 2]: of the upright images."""
+    pipeline = program.pipeline
+    return moves_of_stages(zip(pipeline.stages, pipeline.occurrences(), strict=True), keys, *sizes.T)
+
+
+def moves_of_stages(
+    stages: Iterable[tuple[s.Stage, int]], keys: s.Keys, height: s.Ints, width: s.Ints
+) -> list[PlacedMove]:
+    """The moves of stages, each with the number of stages of its name before it, on images of these sizes [N]."""
+    placed: list[PlacedMove] = []
+    for stage, occurrence in stages:
+        if isinstance(stage, s.Geometry):
+            for move in stage.draw(keys.stage(stage.stage_name, occurrence), height, width):
+                matrix, after_height, after_width = forward(move, height, width)
+                placed.append(PlacedMove(move, matrix, (after_height, after_width)))
+                height, width = after_height, after_width
+    return placed
+
+
+def carry_problem(program: Program, fields: Sequence[Field], at: tuple[Key, ...] = ()) -> Problem | None:
+    """Why a pipeline cannot carry these fields: the first stage that may move pixels without saying where to.
+
+    at: the keys that lead to the list of stages.
+    """
+    names = [field.name for field in fields if field.type in GEOMETRIC]
+    if not names:
+        return None
+    for i, stage in enumerate(program.pipeline.stages):
+        if (isinstance(stage, s.Opaque) and stage.moves_pixels) or (
+            isinstance(stage, s.Decoder) and stage.library is not None
+        ):
+            rule = f"may move pixels, and {', '.join(names)} cannot follow"
+            action = "use a geometry stage of gpuflow, or leave the field out of source.fields"
+            return Problem.of((*at, i, stage.stage_name), rule, action=action, code="stage.order")
+    return None
+
+
+def views_carry_problem(fields: Sequence[Field]) -> Problem | None:
+    """Why a pipeline with views cannot carry these fields: each view moves the pixels elsewhere."""
+    names = [field.name for field in fields if field.type in GEOMETRIC]
+    if not names:
+        return None
+    rule = f"move the pixels in several ways, and {', '.join(names)} cannot follow"
+    action = "use stages in place of views, or a source without these fields"
+    return Problem.of("views", rule, action=action, code="config.conflict")
+
+
+# --- records at fault -------------------------------------------------------------------------------------------------
+
+
+def boxes_at_fault(name: str, boxes: Ragged, sizes: s.Ints) -> Iterator[tuple[int, str]]:
+    """Samples with a box that is none, or that lies outside its image of these sizes [N, 2], and why."""
+    x1, y1, x2, y2 = boxes.values.astype(np.float64).T
+    height, width = sizes[samples_of(boxes)].T
+    unknown = ~np.isfinite(boxes.values).all(axis=1)
+    with np.errstate(invalid="ignore"):
+        empty = ~((x1 < x2) & (y1 < y2))
+        outside = (x1 >= width) | (y1 >= height) | (x2 <= 0) | (y2 <= 0)
+    for row in np.flatnonzero(unknown | empty | outside).tolist():
+        rule = (
+            "must have finite numbers"
+            if unknown[row]
+            else "must have x1 < x2 and y1 < y2"
+            if empty[row]
+            else f"lies outside the image of {height[row]}x{width[row]} pixels"
+        )
+        sample, number = _place(boxes, row)
+        yield sample, f"{name}[{number}] {rule}, got {_numbers(boxes.values[row])}"
+
+
+def keypoints_at_fault(name: str, keypoints: Ragged) -> Iterator[tuple[int, str]]:
+    """Samples with a keypoint whose coordinates are not numbers, and why."""
+    for row in np.flatnonzero(~np.isfinite(keypoints.values).all(axis=(1, 2))).tolist():
+        sample, number = _place(keypoints, row)
+        yield sample, f"{name}[{number}] must have finite numbers"
+
+
+def _place(rows: Ragged, row: int) -> tuple[int, int]:
+    sample = int(np.searchsorted(rows.offsets, row, side="right")) - 1
+    return sample, row - int(rows.offsets[sample])
+
+
+def _numbers(values: NDArray[np.float32]) -> str:
+    return f"[{', '.join(f'{value:g}' for value in values.tolist())}]"
+
+
+# --- boxes and keypoints ----------------------------------------------------------------------------------------------
+
+
+def samples_of(rows: Ragged) -> s.Ints:
+    """The sample that each row belongs to."""
+    return np.repeat(np.arange(len(rows)), np.diff(rows.offsets))
+
+
+@dataclass(frozen=True, slots=True)
+class MappedBoxes:
+    """Boxes in the results of N samples.
+
+    boxes: those that are kept. kept [M]: which of the M boxes that were mapped these are. offsets [N + 1]: of those.
+    """
+
+    boxes: Ragged
+    kept: s.Bools
+    offsets: s.Ints
+
+    def kept_of(self, i: int) -> s.Bools:
+        """Which boxes of sample i are kept."""
+        kept: s.Bools = self.kept[self.offsets[i] : self.offsets[i + 1]]
+        return kept
+
+    def select(self, rows: Ragged) -> Ragged:
+        """What belongs to the kept boxes, of a column with a row for each of the M boxes."""
+        return Ragged(rows.values[self.kept], self.boxes.offsets)
+
+
+def map_boxes(boxes: Ragged, moves: Sequence[PlacedMove], sizes: s.Ints, rules: TargetRules) -> MappedBoxes:
+    """Boxes [M, 4] of N samples through their moves. sizes [N, 2]: of the images before the first move."""
+    sample = samples_of(boxes)
+    now, visible = boxes.values.astype(np.float64), np.ones(len(sample))
+    height, width = sizes[:, 0], sizes[:, 1]
+    for placed in moves:
+        corners = now[:, [[0, 1], [2, 1], [2, 3], [0, 3]]]
+        mapped = _map_points(placed.matrix[sample], corners)
+        now = np.concatenate([mapped.min(axis=1), mapped.max(axis=1)], axis=1)
+        height, width = placed.after
+        if (clips := placed.clips) is not None:
+            now, visible = _clamp(now, visible, height[sample], width[sample], clips[sample])
+    now, visible = _clamp(now, visible, height[sample], width[sample], np.ones(len(sample), bool))
+    area = _area(now)
+    kept = (area > 0) & (area >= rules.min_area) & (visible >= rules.min_visibility)
+    offsets = np.zeros(len(boxes) + 1, np.int64)
+    np.cumsum(np.bincount(sample[kept], minlength=len(boxes)), out=offsets[1:])
+    return MappedBoxes(Ragged(now[kept].astype(np.float32), offsets), kept, boxes.offsets)
+
+
+def map_keypoints(keypoints: Ragged, moves: Sequence[PlacedMove], sizes: s.Ints) -> Ragged:
+    """Keypoints [M, K, 3] of N samples through their moves. One that leaves the image gets the visibility 0."""
+    sample = samples_of(keypoints)
+    points, visibility = keypoints.values[..., :2].astype(np.float64), keypoints.values[..., 2].copy()
+
+    def hide(height: s.Ints, width: s.Ints) -> None:
+        limits = np.stack([width, height], axis=1)[sample][:, None]
+        visibility[~((points >= 0) & (points <= limits)).all(axis=2)] = 0
+
+    hide(sizes[:, 0], sizes[:, 1])
+    for placed in moves:
+        points = _map_points(placed.matrix[sample], points)
+        if placed.clips is not None:
+            hide(*placed.after)
+    return Ragged(np.concatenate([points, visibility[..., None]], axis=2).astype(np.float32), keypoints.offsets)
+
+
+def _map_points(matrix: Matrices, points: Floats) -> Floats:
+    """Points [M, K, 2] through a map each, [M, 3, 3]."""
+    mapped = np.einsum("mij,mkj->mki", matrix[:, :, :2], points) + matrix[:, None, :, 2]
+    result: Floats = mapped[..., :2] / np.maximum(mapped[..., 2:], _HORIZON)
+    return result
+
+
+def _clamp(now: Floats, visible: Floats, height: s.Ints, width: s.Ints, where: s.Bools) -> tuple[Floats, Floats]:
+    """Boxes clamped to their images where [M] says so, and the part of each that is visible after that."""
+    before = _area(now)
+    limits = np.stack([width, height, width, height], axis=1)
+    now = np.where(where[:, None], np.clip(now, 0, limits), now)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        part = np.where(before > 0, _area(now) / before, 0.0)
+    return now, visible * part
+
+
+def _area(boxes: Floats) -> Floats:
+    area: Floats = (boxes[:, 2] - boxes[:, 0]) * (boxes[:, 3] - boxes[:, 1])
+    return area

@@ -1,0 +1,221 @@
+"""The COCO source: images, and the boxes, masks and keypoints of their annotations, from one JSON file.
+
+As pycocotools and torchvision's CocoDetection have it: samples in ascending order of the images' ids, annotations in
+the order of the file, boxes as first corner and size. Categories become labels from 0 in ascending order of their ids.
+Annotations with `iscrowd` are left out.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from array import array
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any, final
+
+import numpy as np
+
+from gpuflow.errors import SourceError, show
+from gpuflow.sources.base import SourceSpec
+from gpuflow.sources.field_spec import FieldSpec
+from gpuflow.sources.files import FileSource
+from gpuflow.sources.hints import missing_path, near_word
+from gpuflow.sources.listing_text import check_path, resolved
+from gpuflow.sources.paths import PathTableBuilder
+from gpuflow.sources.record_builder import RecordBuilder
+from gpuflow.sources.storage import is_remote, open_storage
+
+__all__ = ["open_coco"]
+
+_IMAGES = 4096
+"""Number of images in one block."""
+
+
+@final
+class _Places:
+    """Where values stand: images, and annotations by their number in the file.
+
+    images: in the order of samples. annotations: for each sample the numbers of its annotations in the file.
+    """
+
+    def __init__(self, place: str) -> None:
+        self.place = place
+        self.images: Sequence[Any] = ()
+        self.annotations: Sequence[array[int]] = ()
+
+    def sample(self, i: int) -> str:
+        return f"{self.place}: image {self.images[i]['file_name']!r}"
+
+    def value(self, i: int, column: str) -> str:
+        return f"{self.sample(i)}: {column}"
+
+    def row(self, i: int, column: str, j: int) -> str:
+        return f"{self.place}: annotations[{self.annotations[i][j]}].{column}"
+
+
+def open_coco(spec: SourceSpec) -> FileSource:
+    """Index `spec.coco`. All annotations are read and checked; images only when they are loaded."""
+    assert spec.coco is not None and spec.images is not None
+    place = spec.coco if is_remote(spec.coco) else os.path.expanduser(spec.coco)
+    document = _document(place)
+    classes, label_of = _categories(document, place)
+    images = sorted(_checked_images(document, place), key=lambda image: image["id"])
+    places = _Places(place)
+    places.images = images
+    sample_of = {image["id"]: i for i, image in enumerate(images)}
+    if len(sample_of) < len(images):
+        twice = next(a["id"] for a, b in pairwise(images) if a["id"] == b["id"])
+        raise SourceError(f"{place}: images must have ids of their own, got {twice} twice; correct one")
+    held = [array("q") for _ in images]
+    places.annotations = held
+    annotations = document["annotations"]
+    crowds = 0
+    for k, annotation in enumerate(annotations):
+        sample = _check_annotation(annotation, f"{place}: annotations[{k}]", sample_of, label_of)
+        if annotation.get("iscrowd"):
+            crowds += 1
+        else:
+            held[sample].append(k)
+    declared = spec.declared or _default_fields(annotations)
+    declared = tuple((name, _with_column(field)) for name, field in declared)
+    builder = RecordBuilder(declared, None, place, places, mixed_masks=True)
+    empty_keypoints = _empty_keypoints(document, place)
+    for first in range(0, len(images), _IMAGES):
+        numbers = held[first : first + _IMAGES]
+        block: dict[str, list[Any]] = {
+            "bbox": [[annotations[k]["bbox"] for k in ks] for ks in numbers],
+            "segmentation": [[annotations[k].get("segmentation", []) for k in ks] for ks in numbers],
+            "keypoints": [[annotations[k].get("keypoints") or empty_keypoints for k in ks] for ks in numbers],
+        }
+        for name, field in declared:
+            column = field.column or name
+            if field.type in ("number", "text", "any"):
+                block[column] = _of_images(images[first : first + _IMAGES], column, place)
+        builder.add(block, len(numbers))
+    labels = np.fromiter((label_of[annotations[k]["category_id"]] for ks in held for k in ks), np.int64)
+    records = builder.build(box_labels=(classes, labels))
+    table = PathTableBuilder()
+    table.add([image["file_name"] for image in images])
+    root = spec.images if is_remote(spec.images) else os.path.expanduser(spec.images)
+    if not is_remote(root) and not os.path.isdir(root):
+        raise SourceError(f"source.images must be a directory, got {root!r}{missing_path(root)}")
+    zeros = np.zeros(len(images), np.int64)
+    note = f"{len(annotations) - crowds:,} annotations, {sum(not ks for ks in held):,} images without any"
+    if crowds:
+        note += f", {crowds:,} annotations of crowds left out"
+    paths = resolved(table, root, places.sample)
+    return FileSource(
+        open_storage(paths[0]), paths, zeros, classes, root=root, note=note, has_labels=False, table=records
+    )
+
+
+def _document(place: str) -> dict[str, Any]:
+    """The file, with its three lists."""
+    if not is_remote(place) and not os.path.exists(place):
+        raise SourceError(f"source.coco must be a file, got {place!r}, which does not exist{missing_path(place)}")
+    try:
+        document = json.loads(open_storage(place).load(place))
+    except json.JSONDecodeError as fault:
+        raise SourceError(f"{place}:{fault.lineno}: must be JSON, got an error: {fault.msg}; correct it") from fault
+    except UnicodeDecodeError as fault:
+        raise SourceError(f"{place}: must be UTF-8 text, got an error: {fault.reason}; convert it") from fault
+    if not isinstance(document, dict):
+        raise SourceError(f"{place}: must be an object with images, annotations and categories, got {show(document)}")
+    for key in ("images", "annotations", "categories"):
+        if not isinstance(document.get(key), list):
+            hint = near_word(key, [str(known) for known in document]) if key not in document else ""
+            raise SourceError(f"{place}: must have the list {key!r}, got {show(document.get(key))}{hint}")
+    return document
+
+
+def _categories(document: Mapping[str, Any], place: str) -> tuple[tuple[str, ...], dict[int, int]]:
+    """The categories' names in ascending order of their ids, and each id's label."""
+    names: dict[int, str] = {}
+    for k, category in enumerate(document["categories"]):
+        here = f"{place}: categories[{k}]"
+        if not isinstance(category, dict) or type(category.get("id")) is not int:
+            raise SourceError(f"{here} must have an id, a whole number, got {show(category)}; correct it")
+        if not isinstance(category.get("name"), str):
+            raise SourceError(f"{here} must have a name, got {show(category)}; correct it")
+        if category["id"] in names:
+            raise SourceError(f"{here} must have an id of its own, got {category['id']} twice; correct one")
+        names[category["id"]] = category["name"]
+    ids = sorted(names)
+    return tuple(names[number] for number in ids), {number: label for label, number in enumerate(ids)}
+
+
+def _checked_images(document: Mapping[str, Any], place: str) -> list[dict[str, Any]]:
+    images: list[Any] = document["images"]
+    if not images:
+        raise SourceError(f"{place}: must have at least one image, got none; add images")
+    for k, image in enumerate(images):
+        here = f"{place}: images[{k}]"
+        if not isinstance(image, dict) or type(image.get("id")) is not int:
+            raise SourceError(f"{here} must have an id, a whole number, got {show(image)}; correct it")
+        name = image.get("file_name")
+        if not isinstance(name, str) or not name:
+            raise SourceError(f"{here} must have a file_name, got {show(name)}; correct it")
+        check_path(name, here)
+    return images
+
+
+def _check_annotation(annotation: Any, here: str, sample_of: Mapping[int, int], label_of: Mapping[int, int]) -> int:
+    """The sample that an annotation belongs to."""
+    if not isinstance(annotation, dict):
+        raise SourceError(f"{here} must be an object, got {show(annotation)}; correct it")
+    image, category = annotation.get("image_id"), annotation.get("category_id")
+    if type(image) is not int or image not in sample_of:
+        raise SourceError(f"{here}.image_id must be the id of one of the images, got {show(image)}; add that image")
+    if type(category) is not int or category not in label_of:
+        raise SourceError(
+            f"{here}.category_id must be the id of one of the categories, got {show(category)}; add that category"
+        )
+    if not annotation.get("iscrowd") and "bbox" not in annotation:
+        raise SourceError(f"{here} must have a bbox, got {', '.join(annotation)}; add it")
+    return sample_of[image]
+
+
+def _default_fields(annotations: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, FieldSpec], ...]:
+    """Boxes, and whatever else annotations have."""
+    fields = [("boxes", FieldSpec(type="boxes"))]
+    kept = [annotation for annotation in annotations if not annotation.get("iscrowd")]
+    if any(annotation.get("segmentation") for annotation in kept):
+        fields.append(("mask", FieldSpec(type="mask")))
+    if any(annotation.get("keypoints") for annotation in kept):
+        fields.append(("keypoints", FieldSpec(type="keypoints")))
+    return tuple(fields)
+
+
+def _with_column(field: FieldSpec) -> FieldSpec:
+    """A field with COCO's key and form."""
+    match field.type:
+        case "boxes":
+            return FieldSpec(type="boxes", column="bbox", format="xywh")
+        case "mask":
+            return FieldSpec(type="mask", column="segmentation", kind="polygons")
+        case "keypoints":
+            return FieldSpec(type="keypoints", column="keypoints")
+        case _:
+            return field
+
+
+def _empty_keypoints(document: Mapping[str, Any], place: str) -> list[float]:
+    """The keypoints of an annotation without any: as many as others have, none of them labelled."""
+    counts = {len(points) for a in document["annotations"] if isinstance(points := a.get("keypoints"), list) and points}
+    if len(counts) > 1:
+        raise SourceError(
+            f"{place}: annotations must have equally many keypoints, got {' and '.join(map(str, sorted(counts)))} "
+            f"numbers; leave the field keypoints out, or split the file"
+        )
+    return [0] * next(iter(counts), 0)
+
+
+def _of_images(images: Sequence[Mapping[str, Any]], key: str, place: str) -> list[Any]:
+    for image in images:
+        if key not in image:
+            hint = near_word(key, list(image))
+            raise SourceError(
+                f"{place}: image {image['file_name']!r} must have the key {key!r}, got {', '.join(image)}{hint}"
+            )
+    return [image[key] for image in images]

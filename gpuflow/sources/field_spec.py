@@ -1,0 +1,152 @@
+"""How `source.fields` describes what a sample carries, and the rules between its keys."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, Literal, get_args
+
+from gpuflow.errors import Problem, suggest
+from gpuflow.pipeline.bounds import Bounds
+
+__all__ = ["TYPES", "FieldSpec", "Fields", "field_problems", "pairs_of_fields"]
+
+Type = Literal["image", "label", "boxes", "mask", "keypoints", "number", "text", "any"]
+TYPES: tuple[Type, ...] = get_args(Type)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FieldSpec:
+    """One field of a sample: what it is, and where the source has it.
+
+    Args:
+        type: what the field is; by default its name, if that is a type.
+        column: the column of a listing, or the key in a shard's `.json` member, that holds it; a column of shards that
+            starts with a dot is the suffix of a member. By default the field's name; in shards text is `.txt`, a mask's
+            file `.mask.png`, and a label `.cls`.
+        kind: of a label: `class` (the default), `classes` (several a sample), `number` or `vector`. Of a mask: `file`
+            (the default; an image whose levels are classes), `rle` or `polygons` (an instance each).
+        format: of boxes: `xyxy` (the default; corners), `xywh` (first corner and size) or `cxcywh` (centre and size).
+        labels: of boxes: the column with the label of each box; by default boxes have no labels.
+        classes: of a label, or of boxes with labels: how many classes there are, or their names; by default
+            `source.classes`, which belongs to the label, or to the boxes where no label is declared.
+    """
+
+    type: Type | None = None
+    column: str | None = None
+    kind: Literal["class", "classes", "number", "vector", "file", "rle", "polygons"] | None = None
+    format: Literal["xyxy", "xywh", "cxcywh"] | None = None
+    labels: str | None = None
+    classes: Annotated[int, Bounds(least=1)] | tuple[str, ...] | None = None
+
+
+Fields = Mapping[str, FieldSpec | Mapping[str, Any] | None] | tuple[tuple[str, FieldSpec], ...]
+
+_KEYS: dict[str, tuple[str, ...]] = {
+    "image": ("column",),
+    "label": ("column", "kind", "classes"),
+    "boxes": ("column", "format", "labels", "classes"),
+    "mask": ("column", "kind"),
+    "keypoints": ("column",),
+    "number": ("column",),
+    "text": ("column",),
+    "any": ("column",),
+}
+_KINDS = {"label": ("class", "classes", "number", "vector"), "mask": ("file", "rle", "polygons")}
+_ONCE = ("image", "label", "boxes")
+_OF_COCO = ("boxes", "mask", "keypoints")
+
+
+def pairs_of_fields(given: Fields) -> tuple[tuple[str, FieldSpec], ...]:
+    """The fields as pairs of name and spec, each with its type where the name says it."""
+    items = given.items() if isinstance(given, Mapping) else given
+    pairs = []
+    for name, value in items:
+        keys = {} if value is None else _keys(value) if isinstance(value, FieldSpec) else dict(value)
+        if keys.get("type") is None and name in TYPES:
+            keys["type"] = name
+        if keys.get("classes") is not None and not isinstance(keys["classes"], int):
+            keys["classes"] = tuple(keys["classes"])
+        pairs.append((name, FieldSpec(**keys)))
+    return tuple(pairs)
+
+
+def _keys(spec: FieldSpec) -> dict[str, Any]:
+    return {field.name: getattr(spec, field.name) for field in fields(spec)}
+
+
+def field_problems(pairs: Sequence[tuple[str, FieldSpec]], source: str) -> Iterator[Problem]:
+    """A problem for each broken rule between the keys of fields, its path from the mapping of fields on.
+
+    Args:
+        pairs: names and specs. source: the kind of source that has them.
+    """
+    first: dict[str, str] = {}
+    columns: dict[str, str] = {}
+    for name, spec in pairs:
+        if spec.type is None:
+            action = f"{suggest(name, TYPES, else_all=False)} give the field a type: {', '.join(TYPES)}".strip()
+            yield Problem.of(
+                name, "needs the key 'type', because its name is no type", action=action, code="config.type"
+            )
+            continue
+        yield from (problem.below(name) for problem in _key_problems(spec, source))
+        if spec.type in _ONCE:
+            other = first.setdefault(spec.type, name)
+            if other != name:
+                rule, action = f"must be the only field of type {spec.type}, got {other} too", "remove one"
+                yield Problem.of(name, rule, action=action, code="config.conflict")
+        labels = "labels" if (spec.type, source) == ("boxes", "coco") else spec.labels
+        for column in (name, labels):
+            if column is not None and columns.setdefault(column, name) != name:
+                rule = f"must have a name of its own in a record, got {column!r} in {columns[column]} too"
+                yield Problem.of(name, rule, action="rename one", code="config.conflict")
+
+
+def _key_problems(spec: FieldSpec, source: str) -> Iterator[Problem]:
+    """Rules between the keys of one field with a type, and the kind of its source."""
+    assert spec.type is not None
+    wrong = [key for key in _keys(spec) if key != "type" and getattr(spec, key) is not None]
+    for key in wrong:
+        if key not in _KEYS[spec.type]:
+            owners = " and ".join(kind for kind in TYPES if key in _KEYS[kind])
+            rule = f"must go with {owners}, got a field of type {spec.type}"
+            yield Problem.of(key, rule, action="remove it", code="config.conflict")
+    if spec.kind is not None and spec.type in _KINDS and spec.kind not in _KINDS[spec.type]:
+        action = suggest(spec.kind, _KINDS[spec.type], else_all=False)
+        rule = f"must be one of {', '.join(_KINDS[spec.type])} for a {spec.type}"
+        yield Problem.of("kind", rule, spec.kind, action, code="config.range")
+    if isinstance(spec.classes, tuple) and (not spec.classes or len(set(spec.classes)) < len(spec.classes)):
+        yield Problem.of("classes", "must be distinct names, at least one", spec.classes, code="config.range")
+    elif isinstance(spec.classes, int) and spec.classes < 1:
+        yield Problem.of("classes", "must be >= 1", spec.classes, code="config.range")
+    if spec.classes is not None and spec.type == "boxes" and spec.labels is None and source != "coco":
+        action = "name the column of the labels: labels: COLUMN"
+        yield Problem.of("classes", "must go with the key labels", action=action, code="config.conflict")
+    if spec.classes is not None and spec.type == "label" and spec.kind in ("number", "vector"):
+        rule = f"must go with kind: class or classes, got {spec.kind}"
+        yield Problem.of("classes", rule, action="remove it", code="config.conflict")
+    yield from _source_problems(spec, source)
+
+
+def _source_problems(spec: FieldSpec, source: str) -> Iterator[Problem]:
+    """Rules between a field with a type and the kind of its source."""
+    given = [key for key in _keys(spec) if key != "type" and getattr(spec, key) is not None]
+    if source == "folder":
+        if spec.type not in ("image", "label"):
+            action = "name the files in a source.listing, which has columns for other fields"
+            rule = f"must be an image or a label in a source.folder, got {spec.type}"
+            yield Problem.of((), rule, action=action, code="config.conflict")
+        elif given and (spec.type, given, spec.kind) != ("label", ["kind"], "class"):
+            rule, action = "has no keys in a source.folder", f"remove {', '.join(given)}, or use a source.listing"
+            yield Problem.of((), rule, action=action, code="config.conflict")
+    elif source == "coco":
+        if spec.type == "label":
+            rule, action = "must not be declared for a source.coco", "its labels belong to boxes; remove it"
+            yield Problem.of((), rule, action=action, code="config.conflict")
+        elif spec.type in ("image", *_OF_COCO) and given:
+            rule = f"must have no keys for {spec.type} in a source.coco, got {', '.join(given)}"
+            yield Problem.of((), rule, action="remove them; the format says it all", code="config.conflict")
+    elif source == "tar" and spec.type == "image" and spec.column is not None:
+        rule, action = "must not be given in a source.tar", "the image is the member with an image's suffix"
+        yield Problem.of("column", rule, action=action, code="config.conflict")

@@ -1,0 +1,247 @@
+"""A listing whose samples carry declared fields: each is a column of the CSV file or a key of the JSON lines."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any, final
+
+from gpuflow.errors import SourceError, show
+from gpuflow.sources.base import SourceSpec
+from gpuflow.sources.field_spec import FieldSpec
+from gpuflow.sources.files import FileSource
+from gpuflow.sources.hints import near_word
+from gpuflow.sources.listing_text import check_path, csv_lines, load, not_utf8, resolved
+from gpuflow.sources.paths import PathTable, PathTableBuilder
+from gpuflow.sources.record_builder import RecordBuilder
+from gpuflow.sources.record_table import MaskFiles
+from gpuflow.sources.sample_labels import sample_labels
+from gpuflow.sources.storage import is_remote, open_storage, parent_of
+
+__all__ = ["open_with_fields"]
+
+_ROWS = 4096
+"""Number of samples in one block."""
+
+Block = dict[str, list[Any]]
+
+
+@final
+class _Lines:
+    """Where samples stand: their lines in the file."""
+
+    def __init__(self, place: str) -> None:
+        self.place, self.numbers = place, array("q")
+
+    def sample(self, i: int) -> str:
+        return f"{self.place}:{self.numbers[i]}"
+
+    def value(self, i: int, column: str) -> str:
+        return f"{self.sample(i)}: {column}"
+
+    def row(self, i: int, column: str, j: int) -> str:
+        return f"{self.sample(i)}: {column}[{j}]"
+
+
+def open_with_fields(spec: SourceSpec, place: str, *, is_csv: bool) -> FileSource:
+    """Index a listing with the fields that `spec` declares. Samples have the order of its rows."""
+    declared = dict(spec.declared)
+    image = next((field.column or name for name, field in declared.items() if field.type == "image"), "path")
+    label_name = next((name for name, field in declared.items() if field.type == "label"), None)
+    label = declared[label_name] if label_name is not None else None
+    label_column = "" if label_name is None or label is None else label.column or label_name
+    boxes = next((field for field in declared.values() if field.type == "boxes"), None)
+    box_classes = boxes.classes if boxes is not None else None
+    if label is None and box_classes is None:
+        box_classes = spec.classes
+    lines = _Lines(place)
+    builder = RecordBuilder(spec.declared, box_classes, place, lines)
+    label_classes = label.classes if label is not None and label.classes is not None else spec.classes
+    labels = sample_labels(label, label_column, label_classes, place, lines)
+    masks = {
+        name: field.column or name
+        for name, field in declared.items()
+        if field.type == "mask" and field.kind in (None, "file")
+    }
+    tables = {column: PathTableBuilder() for column in (image, *masks.values())}
+    columns = list(dict.fromkeys([*tables, *([label_column] if label is not None else []), *builder.columns()]))
+    data = load(place)
+    blocks = (
+        _csv_blocks(data, lines, columns, _parsers(spec.declared)) if is_csv else _json_blocks(data, lines, columns)
+    )
+    for first, block in blocks:
+        for column, table in tables.items():
+            for i, path in enumerate(block[column], start=first):
+                if not isinstance(path, str):
+                    here = lines.value(i, column)
+                    raise SourceError(f"{here} must be the path of a file, got {show(path)}; correct it")
+                check_path(path, lines.value(i, column))
+            table.add(block[column])
+        labels.add(block[label_column if label is not None else image])
+        builder.add(block, len(block[image]))
+    if not lines.numbers:
+        raise SourceError(f"{place}: must list at least one sample, got none; add rows")
+    root = spec.root if spec.root is not None else parent_of(place)
+    root = root if is_remote(root) else os.path.expanduser(root)
+    paths = {column: resolved(table, root, lines.sample) for column, table in tables.items()}
+    storage = open_storage(_first(paths[image]))
+    files = {}
+    for name, column in masks.items():
+        other = open_storage(_first(paths[column]))
+        files[name] = MaskFiles(storage if type(other) is type(storage) else other, paths[column], root)
+    storages = tuple(dict.fromkeys([storage, *(file.storage for file in files.values())])) if files else ()
+    classes, values = labels.build()
+    records = builder.build(files, storages)
+    if label is None:
+        classes = next((field.classes for field in records.fields if field.type == "boxes"), ())
+    return FileSource(storage, paths[image], values, classes, root=root, has_labels=label is not None, table=records)
+
+
+def _first(paths: PathTable) -> str:
+    return paths[0]
+
+
+# --- CSV --------------------------------------------------------------------------------------------------------------
+
+Parser = Callable[[str], Any]
+
+
+def _csv_blocks(
+    data: bytes, lines: _Lines, columns: Sequence[str], parsers: Mapping[str, tuple[Parser, str]]
+) -> Iterator[tuple[int, Block]]:
+    """Yield blocks of samples, and the number of the first one in each. Cells are parsed to what JSON lines hold."""
+    rows = _csv_rows(data, lines)
+    line, header = next(rows, (1, None))
+    if header is None:
+        return
+    names = [name.strip() for name in header]
+    for column in columns:
+        if column not in names:
+            raise _missing(f"{lines.place}:{line}: header must have the column", column, names)
+    places = {column: names.index(column) for column in columns}
+    first = 0
+    while block := list(islice(rows, _ROWS)):
+        lines.numbers.extend(line for line, _ in block)
+        for line, row in block:
+            if len(row) != len(names):
+                raise SourceError(
+                    f"{lines.place}:{line}: row must have the header's {len(names)} fields, got {len(row)} "
+                    f"field{'s' * (len(row) != 1)}; quote a field that has a comma"
+                )
+        cells = {column: [row[place] for _, row in block] for column, place in places.items()}
+        yield (
+            first,
+            {
+                column: _parsed(texts, column, first, lines, *parsers[column]) if column in parsers else texts
+                for column, texts in cells.items()
+            },
+        )
+        first += len(block)
+
+
+def _csv_rows(data: bytes, lines: _Lines) -> Iterator[tuple[int, list[str]]]:
+    """Yield each row that is not empty, and the line on which it starts."""
+    reader = csv_lines(data)
+    while True:
+        start = reader.line_num + 1
+        try:
+            row = next(reader, None)
+        except csv.Error as fault:
+            raise SourceError(
+                f"{lines.place}:{start}: row must be valid CSV, got: {fault}; check its quotes"
+            ) from fault
+        except UnicodeDecodeError as fault:
+            raise not_utf8(data, lines.place) from fault
+        if row is None:
+            return
+        if row:
+            yield start, row
+
+
+def _parsed(texts: Sequence[str], column: str, first: int, lines: _Lines, parser: Parser, form: str) -> list[Any]:
+    try:
+        return list(map(parser, texts))
+    except ValueError:
+        for i, text in enumerate(texts, start=first):
+            try:
+                parser(text)
+            except ValueError as fault:
+                here = lines.value(i, column)
+                raise SourceError(f"{here} must be {form}, got {show(text)}; correct it") from fault
+        raise
+
+
+def _parsers(declared: Sequence[tuple[str, FieldSpec]]) -> dict[str, tuple[Parser, str]]:
+    """How the cells of columns become values, and what that is called. Columns of text are not among them."""
+    parsers: dict[str, tuple[Parser, str]] = {}
+    for name, spec in declared:
+        column = spec.column or name
+        if spec.type in ("boxes", "keypoints") or (spec.type == "mask" and spec.kind in ("rle", "polygons")):
+            parsers[column] = _list, "a list in JSON"
+        elif spec.type == "number" or (spec.type == "label" and spec.kind == "number"):
+            parsers[column] = float, "a number"
+        elif spec.type == "label" and spec.kind == "vector":
+            parsers[column] = _list, "a list in JSON"
+        elif spec.type == "label" and spec.kind == "classes":
+            parsers[column] = _names, "labels separated by |, or a list in JSON"
+        if spec.labels is not None:
+            parsers[spec.labels] = _names, "labels separated by |, or a list in JSON"
+    return parsers
+
+
+def _list(text: str) -> Any:
+    """A list in JSON; no text is an empty list."""
+    return json.loads(text) if text.strip() else []
+
+
+def _names(text: str) -> Any:
+    """`cat|dog`, or a list in JSON."""
+    if text.lstrip().startswith("["):
+        return json.loads(text)
+    return [name.strip() for name in text.split("|")] if text.strip() else []
+
+
+# --- JSON lines -------------------------------------------------------------------------------------------------------
+
+
+def _json_blocks(data: bytes, lines: _Lines, columns: Sequence[str]) -> Iterator[tuple[int, Block]]:
+    """Like `_csv_blocks`, for JSON lines."""
+    rows = _json_rows(data, lines.place, columns)
+    first = 0
+    while block := list(islice(rows, _ROWS)):
+        lines.numbers.extend(line for line, _ in block)
+        yield first, {column: [row[column] for _, row in block] for column in columns}
+        first += len(block)
+
+
+def _json_rows(data: bytes, place: str, columns: Sequence[str]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield each object with these keys, and its line."""
+    for number, line in enumerate(io.BytesIO(data), start=1):
+        if line.isspace():
+            continue
+        here = f"{place}:{number}"
+        try:
+            row = json.loads(line.decode("utf-8-sig"))
+        except UnicodeDecodeError as fault:
+            raise not_utf8(data, place) from fault
+        except json.JSONDecodeError as fault:
+            raise SourceError(
+                f"{here}: line must be a JSON object, got invalid JSON ({fault.msg} at column {fault.colno}); "
+                f"write one object a line"
+            ) from fault
+        if not isinstance(row, dict):
+            raise SourceError(f"{here}: line must be a JSON object, got {type(row).__name__}; write one object a line")
+        for column in columns:
+            if column not in row:
+                raise _missing(f"{here}: object must have the key", column, list(row))
+        yield number, row
+
+
+def _missing(rule: str, column: str, known: list[str]) -> SourceError:
+    """The error for a column that is not there, with those that are."""
+    return SourceError(f"{rule} {column!r}, got {', '.join(known) or 'none'}{near_word(column, known)}")

@@ -1,0 +1,81 @@
+"""The text of a listing: loading it, its lines, and the paths in it."""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+from collections.abc import Callable
+from itertools import chain, islice
+from typing import Any
+
+from gpuflow.errors import SourceError
+from gpuflow.sources.hints import missing_path
+from gpuflow.sources.paths import PathTable, PathTableBuilder
+from gpuflow.sources.storage import is_remote, open_storage
+
+__all__ = ["check_path", "csv_lines", "load", "not_utf8", "resolved"]
+
+_BOM = b"\xef\xbb\xbf"
+
+
+def load(place: str) -> bytes:
+    """The bytes of a listing, without the mark of their encoding. Raises SourceError."""
+    if not is_remote(place) and not os.path.exists(place):
+        raise SourceError(f"source.listing must be a file, got {place!r}, which does not exist{missing_path(place)}")
+    return open_storage(place).load(place).removeprefix(_BOM)
+
+
+def resolved(table: PathTableBuilder, root: str, locate: Callable[[int], str]) -> PathTable:
+    """Build the table with relative paths prefixed by `root`. All paths must be on one file system.
+
+    locate: returns the place of sample i, for messages.
+    """
+    prefix = os.path.join(root, "")
+    if not table.has_absolute:
+        return table.build(prefix)
+    whole = PathTableBuilder()
+    schemes: list[str] = []
+    for chunk in table.chunks():
+        paths = [path if path[0] == "/" or is_remote(path) else prefix + path for path in chunk]
+        schemes += map(_scheme, paths)
+        whole.add(paths)
+    other = next((i for i, scheme in enumerate(schemes) if scheme != schemes[0]), None)
+    if other is not None:
+        path = next(islice(chain.from_iterable(table.chunks()), other, None))
+        raise SourceError(
+            f"{locate(other)}: path must be on the first row's file system ({schemes[0] or 'local'}), "
+            f"got {path!r}; copy the files to one place, or make a listing for each"
+        )
+    return whole.build()
+
+
+def _scheme(path: str) -> str:
+    return path.partition("://")[0] if is_remote(path) else ""
+
+
+def csv_lines(data: bytes) -> Any:
+    """A reader of the rows of CSV."""
+    return csv.reader(io.TextIOWrapper(io.BytesIO(data), encoding="utf-8", newline=""), strict=True)
+
+
+def check_path(path: str, here: str) -> None:
+    """Raise SourceError for a path that no file can have. here: its place."""
+    if not path:
+        raise SourceError(f"{here}: path must not be empty; name a file or remove the row")
+    if "\0" in path:
+        raise SourceError(f"{here}: path must not hold a NUL, got {path!r}; correct it")
+    try:
+        os.fsencode(path)
+    except UnicodeEncodeError as fault:
+        raise SourceError(f"{here}: path must be valid Unicode, got {path!r}; correct it") from fault
+
+
+def not_utf8(data: bytes, place: str) -> SourceError:
+    """The error for text that cannot be decoded. place: the file's."""
+    try:
+        data.decode()
+    except UnicodeDecodeError as fault:
+        line = data.count(b"\n", 0, fault.start) + 1
+        return SourceError(f"{place}:{line}: text must be UTF-8, got byte 0x{data[fault.start]:02x}; convert the file")
+    raise AssertionError("valid UTF-8 was refused")

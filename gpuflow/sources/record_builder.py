@@ -1,0 +1,437 @@
+"""Builds the table of records from values as they are written: lists and numbers of JSON.
+
+A fault of a file's structure is a SourceError that says where it is: a value of another type, a row of another length,
+labels or instances of another number than boxes. A fault of single numbers makes that sample's record bad: they are not
+finite, a box has no area, run lengths do not fill their mask.
+
+Values are checked and converted in blocks of thousands of samples. Only if a check of a block fails, its values are
+looked at one by one to find the faulty one.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
+from typing import Any, Protocol, cast, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpuflow.errors import SourceError, show
+from gpuflow.pipeline.records import Field, FieldType, Ragged
+from gpuflow.sources.field_spec import FieldSpec
+from gpuflow.sources.labels import Codes, resolve_labels
+from gpuflow.sources.record_table import Instances, Numbers, Objects, RecordTable, Rows, Store
+from gpuflow.sources.rle import run_lengths
+from gpuflow.sources.storage import Storage
+
+__all__ = ["Labels", "Locate", "RecordBuilder"]
+
+
+class Locate(Protocol):
+    """Where values stand, for messages."""
+
+    def sample(self, i: int) -> str:
+        """The place of sample i: `list.jsonl:17`."""
+
+    def value(self, i: int, column: str) -> str:
+        """The place of one of its values: `list.jsonl:17: boxes`."""
+
+    def row(self, i: int, column: str, j: int) -> str:
+        """The place of row j of a value: `list.jsonl:17: boxes[2]`."""
+
+
+@final
+class Labels:
+    """The labels of samples, or of boxes, in the making: each distinct one has a number.
+
+    Args:
+        classes: see `resolve_labels`. place: the place of the whole source, for messages.
+    """
+
+    def __init__(self, classes: int | tuple[str, ...] | None, place: str) -> None:
+        self._classes, self._place = classes, place
+        self._codes, self._numbers, self._firsts = Codes(), array("i"), list[str]()
+
+    def add(self, labels: Sequence[int | str], locate: Callable[[int], str]) -> None:
+        """Append labels. locate: returns the place of labels[i]."""
+        codes = self._codes
+        for i, label in enumerate(labels):
+            code = codes[label]
+            if code == len(self._firsts):
+                self._firsts.append(locate(i))
+            self._numbers.append(code)
+
+    def build(self) -> tuple[tuple[str, ...], NDArray[np.int64]]:
+        """The names of the classes, and each label as an index into them. Raises SourceError."""
+        if not self._codes:
+            names = self._classes if isinstance(self._classes, tuple) else map(str, range(self._classes or 0))
+            return tuple(names), np.zeros(0, np.int64)
+        written = [str(label).strip() for label in self._codes]
+        names, labels = resolve_labels(written, self._classes, self._firsts.__getitem__, self._place)
+        return names, labels[np.frombuffer(self._numbers, dtype=np.int32)]
+
+
+@final
+class RecordBuilder:
+    """Collects the declared fields of samples, block by block, and builds their table.
+
+    Args:
+        declared: names and specs of the fields; those of images, labels and masks' files are not its business.
+        classes: of boxes' labels: see `resolve_labels`. place: the place of the whole source.
+        locate: the places of single samples.
+        mixed_masks: whether a mask of one instance may be polygons or run lengths, whatever its kind.
+    """
+
+    def __init__(
+        self,
+        declared: Sequence[tuple[str, FieldSpec]],
+        classes: int | tuple[str, ...] | None,
+        place: str,
+        locate: Locate,
+        *,
+        mixed_masks: bool = False,
+    ) -> None:
+        self._mixed_masks = mixed_masks
+        self._declared = [(name, spec) for name, spec in declared if spec.type not in ("image", "label")]
+        self._locate = locate
+        self._count = 0
+        self._bad: dict[int, str] = {}
+        self._box_labels = Labels(classes, place)
+        self._arrays: dict[str, list[NDArray[Any]]] = {name: [] for name, _ in self._declared}
+        self._counts: dict[str, list[NDArray[np.int64]]] = {name: [] for name, _ in self._declared}
+        self._objects: dict[str, list[Any]] = {name: [] for name, _ in self._declared}
+        self._masks: dict[str, _InstanceBuilder] = {}
+        self._keypoints: dict[str, int] = {}
+
+    def columns(self) -> list[str]:
+        """The columns that `add` needs."""
+        columns = [spec.column or name for name, spec in self._declared if not _is_mask_file(spec)]
+        return columns + [spec.labels for _, spec in self._declared if spec.labels is not None]
+
+    def add(self, columns: Mapping[str, Sequence[Any]], count: int) -> None:
+        """Append the next `count` samples: for each column a value of each. Raises SourceError at the faulty one."""
+        boxes: NDArray[np.int64] | None = None
+        for name, spec in sorted(self._declared, key=lambda field: field[1].type != "boxes"):
+            if _is_mask_file(spec):
+                continue
+            column = spec.column or name
+            values = columns[column]
+            match spec.type:
+                case "boxes":
+                    boxes = self._add_boxes(name, spec, column, values)
+                    if spec.labels is not None:
+                        self._add_box_labels(spec.labels, columns[spec.labels], boxes)
+                case "keypoints":
+                    self._check_counts(column, values, boxes, self._add_keypoints(name, column, values))
+                case "mask":
+                    masks = self._masks.setdefault(name, _InstanceBuilder())
+                    counts = self._lists(column, values)
+                    self._check_counts(column, values, boxes, counts)
+                    for i, value in enumerate(values):
+                        self._add_instances(masks, spec, column, i, value)
+                    masks.add_block(counts)
+                case "number":
+                    self._add_numbers(name, column, values)
+                case "text":
+                    for i, value in enumerate(values):
+                        if not isinstance(value, str):
+                            raise self._fault(i, column, "must be text", value)
+                    self._objects[name] += values
+                case _:
+                    self._objects[name] += values
+        self._count += count
+
+    def build(
+        self,
+        files: Mapping[str, Store] | None = None,
+        storages: tuple[Storage, ...] = (),
+        box_labels: tuple[tuple[str, ...], NDArray[np.int64]] | None = None,
+    ) -> RecordTable:
+        """The table of all samples.
+
+        Args:
+            files: the columns of masks that are files. storages: what they are read from.
+            box_labels: classes and the label of each box, in a column `labels`, where they are known from elsewhere.
+        """
+        fields, stores = [], dict[str, Store](files or {})
+        for name, spec in self._declared:
+            labels, classes = spec.labels or "", tuple[str, ...]()
+            if spec.type == "boxes":
+                stores[name] = boxes = Rows(self._ragged(name, (0, 4)))
+                if box_labels is not None:
+                    labels, (classes, numbers) = "labels", box_labels
+                    stores[labels] = Rows(Ragged(numbers, boxes.rows.offsets))
+                elif labels:
+                    classes, numbers = self._box_labels.build()
+                    stores[labels] = Rows(Ragged(numbers, boxes.rows.offsets))
+            elif spec.type == "keypoints":
+                stores[name] = Rows(self._ragged(name, (0, self._keypoints.get(name, 0), 3)))
+            elif spec.type == "mask" and not _is_mask_file(spec):
+                stores[name] = self._masks.setdefault(name, _InstanceBuilder()).build(frozenset(self._bad))
+            elif spec.type == "number":
+                stores[name] = Numbers(np.concatenate([np.zeros(0), *self._arrays[name]]))
+            elif spec.type in ("text", "any"):
+                stores[name] = Objects(self._objects[name])
+            instances = spec.type == "mask" and not _is_mask_file(spec)
+            kind = cast(FieldType, spec.type)
+            fields.append(Field(name=name, type=kind, labels=labels, classes=classes, instances=instances))
+        if self._bad:
+            bad = sorted(self._bad)
+            stores = {name: store.without(bad) if isinstance(store, Rows) else store for name, store in stores.items()}
+        return RecordTable(tuple(fields), stores, self._bad, storages)
+
+    # --- faults -----------------------------------------------------------------------------------------------------
+
+    def _fault(self, i: int, column: str, rule: str, value: Any, row: int | None = None) -> SourceError:
+        """The error for the value, or for one of its rows, of sample i of the block."""
+        i += self._count
+        here = self._locate.value(i, column) if row is None else self._locate.row(i, column, row)
+        return SourceError(f"{here} {rule}, got {show(value)}; correct it")
+
+    def _note_bad(self, samples: NDArray[np.int64], column: str, counts: NDArray[np.int64], rule: str) -> None:
+        """Make the records bad that have these rows of the block, numbered across its samples."""
+        starts = np.cumsum(counts) - counts
+        owners = np.repeat(np.arange(len(counts)), counts)[samples]
+        for row, i in zip(samples.tolist(), owners.tolist(), strict=True):
+            place = self._locate.row(i + self._count, column, row - int(starts[i]))
+            self._bad.setdefault(i + self._count, f"{place} {rule}")
+
+    def _lists(self, column: str, values: Sequence[Any]) -> NDArray[np.int64]:
+        """The lengths of values, which must be lists."""
+        for i, value in enumerate(values):
+            if type(value) is not list:
+                raise self._fault(i, column, "must be a list with an entry for each instance", value)
+        return np.fromiter(map(len, values), np.int64, len(values))
+
+    def _check_counts(
+        self, column: str, values: Sequence[Any], boxes: NDArray[np.int64] | None, counts: NDArray[np.int64]
+    ) -> None:
+        """Raise SourceError where a sample has not one entry for each box."""
+        if boxes is not None and (differ := np.flatnonzero(boxes != counts)).size:
+            i = int(differ[0])
+            here = self._locate.value(i + self._count, column)
+            raise SourceError(
+                f"{here} must have one entry for each of the {boxes[i]} boxes, got {counts[i]}; correct it"
+            )
+
+    # --- types ------------------------------------------------------------------------------------------------------
+
+    def _add_boxes(self, name: str, spec: FieldSpec, column: str, values: Sequence[Any]) -> NDArray[np.int64]:
+        counts = self._lists(column, values)
+        rows = _numeric(list(chain.from_iterable(values)), (4,))
+        if rows is None:
+            for i, j, box in _rows_of(values):
+                if _numeric([box], (4,)) is None:
+                    raise self._fault(i, column, "must be 4 numbers", box, j)
+            raise AssertionError("a check of boxes failed, but no box is faulty")
+        given = rows
+        if spec.format == "xywh":
+            rows = np.concatenate([given[:, :2], given[:, :2] + given[:, 2:]], axis=1)
+        elif spec.format == "cxcywh":
+            rows = np.concatenate([given[:, :2] - given[:, 2:] / 2, given[:, :2] + given[:, 2:] / 2], axis=1)
+        boxes = _float32(rows)
+        finite = np.isfinite(boxes).all(axis=1)
+        self._note_bad(np.flatnonzero(~finite), column, counts, "must have finite numbers")
+        flat = finite & ~((boxes[:, 2:] > boxes[:, :2]).all(axis=1))
+        corners = spec.format in (None, "xyxy")
+        rule = "must have x1 < x2 and y1 < y2" if corners else "must have a width and a height above 0"
+        for row in np.flatnonzero(flat).tolist():
+            self._note_bad(np.array([row]), column, counts, f"{rule}, got {show(given[row].tolist())}")
+        self._arrays[name].append(boxes)
+        self._counts[name].append(counts)
+        return counts
+
+    def _add_box_labels(self, column: str, values: Sequence[Any], boxes: NDArray[np.int64]) -> None:
+        counts = self._lists(column, values)
+        self._check_counts(column, values, boxes, counts)
+        labels = list(chain.from_iterable(values))
+        if not set(map(type, labels)) <= {int, str}:
+            for i, j, label in _rows_of(values):
+                if type(label) not in (int, str):
+                    raise self._fault(i, column, "must be an integer or a class name", label, j)
+        ends = np.cumsum(counts)
+
+        def place(row: int) -> str:
+            i = int(np.searchsorted(ends, row, side="right"))
+            return self._locate.row(i + self._count, column, row - int(ends[i] - counts[i]))
+
+        self._box_labels.add(labels, place)
+
+    def _add_keypoints(self, name: str, column: str, values: Sequence[Any]) -> NDArray[np.int64]:
+        counts = self._lists(column, values)
+        rows = list(chain.from_iterable(values))
+        if rows:
+            known = self._keypoints.get(name)
+            if known is None:
+                known = self._keypoints[name] = self._keypoint_count(column, values)
+            numbers = _numeric(rows, (3 * known,))
+            if numbers is None:
+                numbers = _numeric(rows, (known, 3))
+            if numbers is None:
+                for i, j, points in _rows_of(values):
+                    if _numeric([points], (3 * known,)) is None and _numeric([points], (known, 3)) is None:
+                        raise self._fault(i, column, f"must be {known} keypoints, each x, y and visibility", points, j)
+                numbers = np.concatenate([np.asarray(row, dtype=np.float64).reshape(1, -1) for row in rows])
+            points_MK3 = _float32(numbers.reshape(-1, known, 3))
+            finite = np.isfinite(points_MK3).all(axis=(1, 2))
+            self._note_bad(np.flatnonzero(~finite), column, counts, "must have finite numbers")
+            visible = np.isin(points_MK3[:, :, 2], (0, 1, 2)).all(axis=1)
+            self._note_bad(np.flatnonzero(finite & ~visible), column, counts, "must have a visibility of 0, 1 or 2")
+            self._arrays[name].append(points_MK3)
+        self._counts[name].append(counts)
+        return counts
+
+    def _keypoint_count(self, column: str, values: Sequence[Any]) -> int:
+        """How many keypoints the first instance has."""
+        i, j, first = next(_rows_of(values))
+        flat = _numeric([first], None)
+        if (
+            flat is None
+            or flat.ndim not in (2, 3)
+            or not flat.size
+            or flat.size % 3
+            or flat.shape[2:] not in ((), (3,))
+        ):
+            raise self._fault(i, column, "must be keypoints, each x, y and visibility", first, j)
+        return flat.size // 3
+
+    def _add_instances(self, masks: _InstanceBuilder, spec: FieldSpec, column: str, i: int, value: list[Any]) -> None:
+        for j, mask in enumerate(value):
+            if isinstance(mask, dict) and (spec.kind == "rle" or self._mixed_masks):
+                reason = self._add_rle(masks, column, i, j, mask)
+            elif isinstance(mask, list) and (spec.kind == "polygons" or self._mixed_masks):
+                reason = self._add_polygons(masks, column, i, j, mask)
+            else:
+                wanted = "a mapping of size and counts" if spec.kind == "rle" else "a list of outlines"
+                raise self._fault(i, column, f"must be {wanted}", mask, j)
+            if reason:
+                place = self._locate.row(i + self._count, column, j)
+                self._bad.setdefault(i + self._count, f"{place} {reason}")
+
+    def _add_polygons(self, masks: _InstanceBuilder, column: str, i: int, j: int, outlines: list[Any]) -> str:
+        """Append an instance. Returns why it makes the record bad, or nothing."""
+        parts, reason = [], ""
+        for outline in outlines:
+            points = _outline(outline)
+            if points is None:
+                raise self._fault(i, column, "must be outlines, each a list of x and y in turn", outline, j)
+            parts.append(points)
+            if points.size < 6:
+                reason = f"must have outlines of at least 3 points, got {points.size // 2}"
+            elif not np.isfinite(points).all():
+                reason = "must have finite numbers"
+        masks.add(parts, (0, 0))
+        return reason
+
+    def _add_rle(self, masks: _InstanceBuilder, column: str, i: int, j: int, rle: dict[str, Any]) -> str:
+        """Append an instance. Returns why it makes the record bad, or nothing."""
+        size, counts = rle.get("size"), rle.get("counts")
+        if not (isinstance(size, list) and list(map(type, size)) == [int, int] and min(size) > 0 and max(size) < 2**31):
+            raise self._fault(i, column, "must have a size [height, width]", size, j)
+        if not isinstance(counts, str | list):
+            raise self._fault(i, column, "must have counts, a list of numbers or a text", counts, j)
+        reason = ""
+        try:
+            lengths = run_lengths(counts) if isinstance(counts, str) else np.array(counts or [0])
+        except ValueError as fault:
+            lengths, reason = np.zeros(1, np.int64), f"must have the run lengths of COCO as counts, got {fault}"
+        if lengths.ndim != 1 or lengths.dtype.kind not in "iu":
+            raise self._fault(i, column, "must have counts, a list of whole numbers or a text", counts, j)
+        height, width = size
+        if not reason and (lengths.min(initial=0) < 0 or int(lengths.sum()) != height * width):
+            reason = f"must have run lengths >= 0 that add up to {height} x {width}, got {int(lengths.sum())} in all"
+        masks.add([lengths.astype(np.float64)], (height, width))
+        return reason
+
+    def _add_numbers(self, name: str, column: str, values: Sequence[Any]) -> None:
+        numbers = _numeric(list(values), ())
+        if numbers is None:
+            for i, value in enumerate(values):
+                if _numeric([value], ()) is None:
+                    raise self._fault(i, column, "must be a number", value)
+            raise AssertionError("a check of numbers failed, but no number is faulty")
+        for i in np.flatnonzero(~np.isfinite(numbers)).tolist():
+            place = self._locate.value(i + self._count, column)
+            self._bad.setdefault(i + self._count, f"{place} must be finite, got {numbers[i]}")
+        self._arrays[name].append(numbers)
+
+    def _ragged(self, name: str, empty: tuple[int, ...]) -> Ragged:
+        counts = np.concatenate([np.zeros(0, np.int64), *self._counts[name]])
+        offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+        return Ragged(np.concatenate([np.zeros(empty, np.float32), *self._arrays[name]]), offsets)
+
+
+@final
+class _InstanceBuilder:
+    """Collects the masks of instances: see `Instances`."""
+
+    def __init__(self) -> None:
+        self._counts: list[NDArray[np.int64]] = []
+        self._parts, self._lengths = array("q", [0]), array("q", [0])
+        self._blocks: list[NDArray[np.float64]] = []
+        self._block: list[NDArray[np.float64]] = []
+        self._sizes = array("i")
+
+    def add(self, parts: Sequence[NDArray[np.float64]], size: tuple[int, int]) -> None:
+        """Append an instance of these outlines, or of one part of run lengths and a size."""
+        self._parts.append(len(parts))
+        self._lengths.extend(map(len, parts))
+        self._block += parts
+        self._sizes.extend(size)
+
+    def add_block(self, counts: NDArray[np.int64]) -> None:
+        """End a block of samples that have so many instances each."""
+        self._counts.append(counts)
+        self._blocks.append(np.concatenate([np.zeros(0), *self._block]))
+        self._block = []
+
+    def build(self, empty: frozenset[int]) -> Instances:
+        return Instances(
+            instances=np.concatenate([[0], np.cumsum(np.concatenate([np.zeros(0, np.int64), *self._counts]))]),
+            parts_of=np.cumsum(np.frombuffer(self._parts, dtype=np.int64)),
+            values_of=np.cumsum(np.frombuffer(self._lengths, dtype=np.int64)),
+            values=np.concatenate([np.zeros(0), *self._blocks]),
+            sizes=np.array(self._sizes, dtype=np.int32).reshape(-1, 2),
+            empty=empty,
+        )
+
+
+def _is_mask_file(spec: FieldSpec) -> bool:
+    return spec.type == "mask" and spec.kind in (None, "file")
+
+
+def _numeric(rows: list[Any], shape: tuple[int, ...] | None) -> NDArray[np.float64] | None:
+    """Rows as float64 [len(rows), *shape], or of any one shape; None if one is of another shape or not of numbers."""
+    if not rows and shape is not None:
+        return np.zeros((0, *shape))
+    try:
+        numbers = np.array(rows)
+    except ValueError:
+        return None
+    if numbers.dtype.kind not in "iuf" or (shape is not None and numbers.shape[1:] != shape):
+        return None
+    return numbers.astype(np.float64)
+
+
+def _outline(value: Any) -> NDArray[np.float64] | None:
+    """x and y in turn, from such a list or one of pairs; None if it is neither."""
+    if not isinstance(value, list):
+        return None
+    try:
+        numbers = np.array(array("d", value))
+    except (TypeError, OverflowError):
+        pairs = _numeric(value, (2,))
+        return None if pairs is None else pairs.reshape(-1)
+    return numbers if len(numbers) % 2 == 0 else None
+
+
+def _rows_of(values: Sequence[Any]) -> Any:
+    """Each row with the number of its sample and its number within it."""
+    return ((i, j, row) for i, value in enumerate(values) for j, row in enumerate(value))
+
+
+def _float32(numbers: NDArray[np.float64]) -> NDArray[np.float32]:
+    with np.errstate(over="ignore", invalid="ignore"):
+        return numbers.astype(np.float32)

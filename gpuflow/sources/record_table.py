@@ -1,0 +1,215 @@
+"""The records of all samples in few arrays: a column for each field, and why some records are bad."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpuflow.pipeline.records import Column, Field, MaskFile, Polygons, Ragged, Records, Rle
+from gpuflow.sources.paths import PathTable
+from gpuflow.sources.payload import Payload
+from gpuflow.sources.storage import Shard, Storage
+
+__all__ = ["NO_FIELDS", "Instances", "MaskFiles", "MaskMembers", "Numbers", "Objects", "RecordTable", "Rows", "Store"]
+
+
+class Store(Protocol):
+    """A column of all samples."""
+
+    def take(self, samples: NDArray[np.int64], errors: list[str | None]) -> Column:
+        """The values of these samples. Sets `errors[i]` where that of sample i cannot be read."""
+
+    def parts(self) -> Iterator[bytes]:
+        """All values as bytes, for a fingerprint."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class RecordTable:
+    """The fields of a source's samples.
+
+    fields: besides image and label. stores: their columns, those of boxes' labels included.
+    errors: why records are bad, by the number of the sample; their rows are empty.
+    storages: what masks are read from.
+    """
+
+    fields: tuple[Field, ...]
+    stores: Mapping[str, Store]
+    errors: Mapping[int, str]
+    storages: tuple[Storage, ...] = ()
+
+    def records(self, indices: Sequence[int]) -> Records:
+        """The fields of these samples. Raises what `Storage` says."""
+        samples = np.asarray(indices, dtype=np.int64)
+        errors = [self.errors.get(i) for i in samples.tolist()]
+        return Records({name: store.take(samples, errors) for name, store in self.stores.items()}, errors)
+
+    def digest(self) -> str:
+        """A hash of all fields and values, as 16 hex digits; empty without fields. Masks' files are not read."""
+        if not self.fields:
+            return ""
+        digest = hashlib.blake2b(repr(self.fields).encode(), digest_size=8)
+        for name, store in self.stores.items():
+            for part in (name.encode(), *store.parts()):
+                digest.update(len(part).to_bytes(8, "little"))
+                digest.update(part)
+        return digest.hexdigest()
+
+    def close(self) -> None:
+        """Close what masks are read from."""
+        for storage in self.storages:
+            storage.close()
+
+
+NO_FIELDS = RecordTable((), {}, {})
+"""The table of a source without fields."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Boxes, their labels or keypoints: rows of different numbers per sample."""
+
+    rows: Ragged
+
+    def take(self, samples: NDArray[np.int64], errors: list[str | None]) -> Ragged:
+        return self.rows.take(samples)
+
+    def parts(self) -> Iterator[bytes]:
+        yield from (self.rows.values.tobytes(), self.rows.offsets.tobytes())
+
+    def without(self, samples: Sequence[int]) -> Rows:
+        """The same with no rows of these samples."""
+        counts = np.diff(self.rows.offsets)
+        stays = np.ones(len(counts), dtype=bool)
+        stays[samples] = False
+        values = self.rows.values[np.repeat(stays, counts)]
+        return Rows(Ragged(values, np.concatenate([[0], np.cumsum(counts * stays)])))
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """One number per sample: float64 [n]."""
+
+    values: NDArray[np.float64]
+
+    def take(self, samples: NDArray[np.int64], errors: list[str | None]) -> NDArray[np.float64]:
+        return self.values[samples]
+
+    def parts(self) -> Iterator[bytes]:
+        yield self.values.tobytes()
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Objects:
+    """One text, or one value of JSON, per sample."""
+
+    values: list[Any]
+
+    def take(self, samples: NDArray[np.int64], errors: list[str | None]) -> list[Any]:
+        return [self.values[i] for i in samples.tolist()]
+
+    def parts(self) -> Iterator[bytes]:
+        yield json.dumps(self.values).encode()
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Instances:
+    """The masks of all instances in a few arrays. Sample -> instances -> parts -> values.
+
+    An instance's parts are the outlines of polygons, or one list of run lengths.
+
+    instances: int64 [n + 1], offsets into instances. parts_of: int64 [I + 1], offsets into parts.
+    values_of: int64 [P + 1], offsets into values. values: float64, x and y in turn or run lengths.
+    sizes: int32 [I, 2], height and width of run lengths; zeros for polygons.
+    empty: samples whose instances are left out, because their records are bad.
+    """
+
+    instances: NDArray[np.int64]
+    parts_of: NDArray[np.int64]
+    values_of: NDArray[np.int64]
+    values: NDArray[np.float64]
+    sizes: NDArray[np.int32]
+    empty: frozenset[int] = frozenset()
+
+    def take(self, samples: NDArray[np.int64], errors: list[str | None]) -> list[tuple[Polygons | Rle, ...]]:
+        spans = zip(self.instances[samples].tolist(), self.instances[samples + 1].tolist(), strict=True)
+        return [
+            () if i in self.empty else tuple(map(self._instance, range(first, last)))
+            for i, (first, last) in zip(samples.tolist(), spans, strict=True)
+        ]
+
+    def _instance(self, k: int) -> Polygons | Rle:
+        first, last = self.parts_of[k], self.parts_of[k + 1]
+        parts = [self.values[self.values_of[p] : self.values_of[p + 1]] for p in range(first, last)]
+        if self.sizes[k].any():
+            return Rle((int(self.sizes[k, 0]), int(self.sizes[k, 1])), parts[0].astype(np.int64))
+        return Polygons(tuple(part.reshape(-1, 2) for part in parts))
+
+    def parts(self) -> Iterator[bytes]:
+        arrays = (self.instances, self.parts_of, self.values_of, self.values, self.sizes)
+        yield from (array.tobytes() for array in arrays)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class MaskFiles:
+    """One file per sample, read when its record is."""
+
+    storage: Storage
+    paths: PathTable
+    root: str = ""
+
+    def take(self, samples: NDArray[np.int64], errors: list[str | None]) -> list[MaskFile]:
+        payload = self.storage.read(self.paths.take(samples.tolist()), _memory)
+        return _masks(payload, [self.paths[i] for i in samples.tolist()] if any(payload.errors) else [], errors)
+
+    def parts(self) -> Iterator[bytes]:
+        yield self.paths.entries_below(self.root)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class MaskMembers:
+    """One member of a shard per sample, read when its record is.
+
+    ends: the number of samples up to the end of each shard. names: of the members. starts, sizes: int64 [n].
+    """
+
+    storage: Storage
+    shards: tuple[Shard, ...]
+    ends: NDArray[np.int64]
+    names: PathTable
+    starts: NDArray[np.int64]
+    sizes: NDArray[np.int64]
+
+    def take(self, samples: NDArray[np.int64], errors: list[str | None]) -> list[MaskFile]:
+        shards = [self.shards[i] for i in np.searchsorted(self.ends, samples, side="right").tolist()]
+        starts, sizes = self.starts[samples].tolist(), self.sizes[samples].tolist()
+        payload = self.storage.read_ranges(shards, starts, sizes, _memory)
+        names = [f"{shard.path}/{self.names[i]}" for shard, i in zip(shards, samples.tolist(), strict=True)]
+        return _masks(payload, names, errors)
+
+    def parts(self) -> Iterator[bytes]:
+        yield from (self.names.blob, self.sizes.tobytes())
+
+
+def _memory(size: int) -> NDArray[np.uint8]:
+    return np.empty(size, np.uint8)
+
+
+def _masks(payload: Payload, names: Sequence[str], errors: list[str | None]) -> list[MaskFile]:
+    """The files as masks. Each that could not be read, or is empty, is an error of its sample's record."""
+    for i, error in enumerate(payload.errors):
+        if error is not None and errors[i] is None:
+            errors[i] = f"mask {names[i]}: {error}"
+    return [MaskFile(payload.sample(i).tobytes()) for i in range(len(payload))]

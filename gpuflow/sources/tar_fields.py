@@ -1,0 +1,404 @@
+"""Shards whose samples carry declared fields: keys of their `.json` member, or members of their own.
+
+What the members hold that are no images and no masks is cached, as the places of all images are: see `tar`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpuflow.errors import SourceError, show
+from gpuflow.runtime.files import atomic_write, cache_folder
+from gpuflow.sources.base import SourceSpec
+from gpuflow.sources.field_spec import FieldSpec
+from gpuflow.sources.hints import near_word
+from gpuflow.sources.paths import PathTable, PathTableBuilder
+from gpuflow.sources.record_builder import RecordBuilder
+from gpuflow.sources.record_table import MaskMembers, RecordTable
+from gpuflow.sources.sample_labels import sample_labels
+from gpuflow.sources.storage import ReadAt, Shard, Storage, is_remote
+from gpuflow.sources.tar_members import Member, members_of
+
+__all__ = ["TarFields", "read_fields"]
+
+_ROWS = 4096
+"""Number of samples in one block."""
+_CACHE_FORMAT = 1
+_LABEL = ".cls or .json"
+"""The column of a label that is not given: the member `.cls`, else the key `label` or `cls` of `.json`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TarFields:
+    """What shards hold: the places of all images, and the records of all samples."""
+
+    images: PathTable
+    starts: NDArray[np.int64]
+    sizes: NDArray[np.int64]
+    shard_sizes: NDArray[np.int64]
+    classes: tuple[str, ...]
+    labels: NDArray[Any]
+    has_labels: bool
+    table: RecordTable
+
+
+@final
+class _Members:
+    """The images of all samples and, by suffix, their other members, as arrays that can be cached.
+
+    `images`, `image_starts`: the table of the images' names. `starts`, `sizes`: their places. `shard_sizes`.
+    For each suffix of content `.x`: `text.x`, all contents, and `text.x.ends`; -1 - end where there is no member.
+    For each suffix of masks: `mask.x`, `mask.x.names`, the table of names, `mask.x.starts`, `mask.x.sizes`.
+    """
+
+    def __init__(self, arrays: Mapping[str, NDArray[Any]], shards: Sequence[Shard]) -> None:
+        self.arrays, self._shards = arrays, shards
+        self.images = PathTable(arrays["images"].tobytes(), arrays["image_starts"])
+        self.ends = np.cumsum(arrays["shard_sizes"])
+
+    def content(self, suffix: str, i: int) -> bytes | None:
+        """The content of the member of sample i with this suffix; None if it has none."""
+        ends = self.arrays[f"text.{suffix}.ends"]
+        if ends[i] < 0:
+            return None
+        start = 0 if i == 0 else ends[i - 1]
+        start = -1 - start if start < 0 else start
+        return bytes(self.arrays[f"text.{suffix}"][start : ends[i]])
+
+    def shard(self, i: int) -> str:
+        return self._shards[int(np.searchsorted(self.ends, i, side="right"))].path
+
+    def sample(self, i: int) -> str:
+        return f"{self.shard(i)}/{self.images[i]}"
+
+    def member(self, i: int, suffix: str) -> str:
+        """The path of a sample's member, whether or not there is one."""
+        return f"{self.shard(i)}/{_key(self.images[i])[0]}.{suffix}"
+
+    def value(self, i: int, column: str) -> str:
+        if column == _LABEL:
+            return f"{self.sample(i)}: label"
+        return self.member(i, column[1:]) if column.startswith(".") else f"{self.member(i, 'json')}: {column}"
+
+    def row(self, i: int, column: str, j: int) -> str:
+        return f"{self.value(i, column)}[{j}]" if not column.startswith(".") else f"{self.value(i, column)}: [{j}]"
+
+
+def read_fields(spec: SourceSpec, storage: Storage, shards: Sequence[Shard], images: Sequence[str]) -> TarFields:
+    """Index shards with the fields that `spec` declares. Samples have the order of shards, then of members.
+
+    images: the suffixes of images.
+    """
+    assert spec.tar is not None
+    declared = tuple((name, _with_column(name, field)) for name, field in spec.declared)
+    mask_suffixes = tuple(dict.fromkeys(_column(field)[1:] for _, field in declared if _is_mask_file(field)))
+    others = [_column(field) for _, field in declared if field.type != "image" and not _is_mask_file(field)]
+    others += [field.labels for _, field in declared if field.labels is not None]
+    required = {column[1:] if column.startswith(".") else "json" for column in others if column != _LABEL}
+    suffixes = tuple(sorted(required | {"cls", "json"} if _LABEL in others else required))
+    cache = _cache_path(shards, suffixes, mask_suffixes)
+    arrays = _load(cache)
+    if arrays is None:
+        scan = _scanner(images, suffixes, mask_suffixes)
+        arrays = _build(storage, shards, scan, suffixes, mask_suffixes)
+        _save(cache, arrays)
+    members = _Members(arrays, shards)
+    count = len(members.images)
+    if not count:
+        raise SourceError(
+            f"{spec.tar}: must hold at least one image ({', '.join(images)}), got none; check what is in it"
+        )
+    for suffix in sorted(required):
+        _check_present(members, suffix, members.arrays[f"text.{suffix}.ends"])
+    for suffix in mask_suffixes:
+        _check_present(members, suffix, members.arrays[f"mask.{suffix}.starts"])
+    label = next((field for _, field in declared if field.type == "label"), None)
+    boxes = next((field for _, field in declared if field.type == "boxes"), None)
+    box_classes = boxes.classes if boxes is not None else None
+    if label is None and box_classes is None:
+        box_classes = spec.classes
+    label_classes = label.classes if label is not None and label.classes is not None else spec.classes
+    builder = RecordBuilder(declared, box_classes, spec.tar, members)
+    label_column = "" if label is None else _column(label)
+    labels = sample_labels(label, label_column, label_classes, spec.tar, members)
+    columns = {column: _reader_of(members, column, declared) for column in builder.columns()}
+    label_reader = _reader_of(members, label_column, declared) if label is not None else None
+    for first in range(0, count, _ROWS):
+        numbers = range(first, min(first + _ROWS, count))
+        rows = _Rows(members)
+        labels.add([label_reader(i, rows) for i in numbers] if label_reader is not None else [None] * len(numbers))
+        builder.add({column: [read(i, rows) for i in numbers] for column, read in columns.items()}, len(numbers))
+    classes, values = labels.build()
+    files = {
+        name: MaskMembers(
+            storage,
+            tuple(shards),
+            members.ends,
+            PathTable(arrays[f"mask.{_column(field)[1:]}.names"].tobytes(), arrays[f"mask.{_column(field)[1:]}"]),
+            arrays[f"mask.{_column(field)[1:]}.starts"],
+            arrays[f"mask.{_column(field)[1:]}.sizes"],
+        )
+        for name, field in declared
+        if _is_mask_file(field)
+    }
+    table = builder.build(files, (storage,) if files else ())
+    if label is None:
+        classes = next((field.classes for field in table.fields if field.type == "boxes"), ())
+    return TarFields(
+        images=members.images,
+        starts=arrays["starts"],
+        sizes=arrays["sizes"],
+        shard_sizes=arrays["shard_sizes"],
+        classes=classes,
+        labels=values,
+        has_labels=label is not None,
+        table=table,
+    )
+
+
+# --- columns ----------------------------------------------------------------------------------------------------------
+
+
+def _with_column(name: str, field: FieldSpec) -> FieldSpec:
+    """The field with its column, by default that of its type."""
+    defaults = {"text": ".txt", "label": _LABEL}
+    default = ".mask.png" if _is_mask_file(field) else defaults.get(str(field.type), name)
+    return replace(field, column=field.column or default)
+
+
+def _column(field: FieldSpec) -> str:
+    assert field.column is not None
+    return field.column
+
+
+def _is_mask_file(field: FieldSpec) -> bool:
+    return field.type == "mask" and field.kind in (None, "file")
+
+
+@final
+class _Rows:
+    """The parsed `.json` members of a block."""
+
+    def __init__(self, members: _Members) -> None:
+        self._members = members
+        self._known: dict[int, dict[str, Any]] = {}
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        if i not in self._known:
+            here = self._members.member(i, "json")
+            row = _parsed(self._members.content("json", i) or b"{}", here)
+            if not isinstance(row, dict):
+                raise SourceError(f"{here}: must be a JSON object, got {show(row)}; correct it")
+            self._known[i] = row
+        return self._known[i]
+
+
+_Reader = Callable[[int, _Rows], Any]
+
+
+def _reader_of(members: _Members, column: str, declared: Sequence[tuple[str, FieldSpec]]) -> _Reader:
+    """What reads the value of a column for sample i."""
+    owner = next((field for _, field in declared if field.column == column), None)
+
+    def label(i: int, rows: _Rows) -> Any:
+        content = members.content("cls", i)
+        if content is not None:
+            return _label(_text(content, members.member(i, "cls")), owner)
+        row = rows[i]
+        value = row.get("label", row.get("cls"))
+        if value is None:
+            key = _key(members.images[i])[0]
+            raise SourceError(
+                f"{members.sample(i)}: image must have a label, got none; "
+                f'add {key}.cls, or {key}.json with the key "label" or "cls"'
+            )
+        return value
+
+    def key(i: int, rows: _Rows) -> Any:
+        row = rows[i]
+        if column not in row:
+            here = members.member(i, "json")
+            known = list(row)
+            raise SourceError(
+                f"{here}: object must have the key {column!r}, got {', '.join(known) or 'none'}"
+                f"{near_word(column, known)}"
+            )
+        return row[column]
+
+    def whole(i: int, rows: _Rows) -> Any:
+        here = members.member(i, column[1:])
+        content = members.content(column[1:], i)
+        assert content is not None
+        if owner is not None and owner.type == "text":
+            return _text(content, here)
+        if owner is not None and owner.type == "label":
+            return _label(_text(content, here), owner)
+        return _parsed(content, here)
+
+    return label if column == _LABEL else whole if column.startswith(".") else key
+
+
+def _label(text: str, field: FieldSpec | None) -> Any:
+    """A label from the text of a member."""
+    text = text.strip()
+    if field is not None and field.kind == "classes" and not text.startswith("["):
+        return [name.strip() for name in text.split("|")] if text else []
+    if field is not None and field.kind in ("classes", "number", "vector"):
+        try:
+            return json.loads(text)
+        except ValueError:
+            return text
+    return text
+
+
+def _text(content: bytes, here: str) -> str:
+    try:
+        return content.decode()
+    except UnicodeDecodeError as fault:
+        raise SourceError(f"{here}: must be UTF-8 text, got {content[:20]!r}; correct it") from fault
+
+
+def _parsed(content: bytes, here: str) -> Any:
+    try:
+        return json.loads(content)
+    except ValueError as fault:
+        raise SourceError(f"{here}: must be valid JSON, got an error: {fault}; correct it") from fault
+
+
+# --- members ----------------------------------------------------------------------------------------------------------
+
+
+def _key(name: str) -> tuple[str, str]:
+    """The key that a sample's members share, and a member's suffix."""
+    directory, slash, file = name.rpartition("/")
+    stem, _, suffix = file.partition(".")
+    return directory + slash + stem, suffix.lower()
+
+
+_IMAGE = ""
+"""Stands for the suffix of the image among a sample's members."""
+_Sample = tuple[Member, dict[str, bytes], dict[str, Member]]
+"""An image, the contents of other members by suffix, and the masks by suffix."""
+
+
+def _scanner(
+    images: Sequence[str], suffixes: Sequence[str], masks: Sequence[str]
+) -> Callable[[Shard, ReadAt], list[_Sample]]:
+    def scan(shard: Shard, read_at: ReadAt) -> list[_Sample]:
+        found: dict[str, dict[str, Member]] = {}
+        for member in members_of(shard, read_at):
+            key, suffix = _key(member.name)
+            if suffix not in suffixes and suffix not in masks:
+                if suffix not in images:
+                    continue
+                suffix = _IMAGE
+            held = found.setdefault(key, {})
+            if suffix in held:
+                raise SourceError(
+                    f"{shard.path}/{member.name}: key must be unique in its shard, but {held[suffix].name} has the "
+                    f"same; rename or remove one"
+                )
+            held[suffix] = member
+        samples = []
+        for held in found.values():
+            image = held.get(_IMAGE)
+            if image is None:
+                name = next(iter(held.values())).name
+                raise SourceError(
+                    f"{shard.path}/{name}: member must have an image ({', '.join(images)}), got none; add or remove it"
+                )
+            contents = {s: read_at(held[s].start, held[s].size) for s in suffixes if s in held}
+            samples.append((image, contents, {s: held[s] for s in masks if s in held}))
+        return samples
+
+    return scan
+
+
+def _build(
+    storage: Storage,
+    shards: Sequence[Shard],
+    scan: Callable[[Shard, ReadAt], list[_Sample]],
+    suffixes: Sequence[str],
+    masks: Sequence[str],
+) -> dict[str, NDArray[Any]]:
+    """The arrays of `_Members`."""
+    names, places, shard_sizes = PathTableBuilder(), list[tuple[int, int]](), list[int]()
+    texts: dict[str, tuple[bytearray, list[int]]] = {suffix: (bytearray(), []) for suffix in suffixes}
+    mask_names = {suffix: PathTableBuilder() for suffix in masks}
+    mask_places: dict[str, list[tuple[int, int]]] = {suffix: [] for suffix in masks}
+    for samples in storage.scan(shards, scan):
+        names.add([image.name for image, _, _ in samples])
+        places += [(image.start, image.size) for image, _, _ in samples]
+        shard_sizes.append(len(samples))
+        for suffix, (blob, ends) in texts.items():
+            for _, contents, _ in samples:
+                blob += contents.get(suffix, b"")
+                ends.append(len(blob) if suffix in contents else -1 - len(blob))
+        for suffix in masks:
+            members = [held.get(suffix, Member(f"{image.name}: none", -1, 0)) for image, _, held in samples]
+            mask_names[suffix].add([member.name for member in members])
+            mask_places[suffix] += [(member.start, member.size) for member in members]
+    arrays: dict[str, NDArray[Any]] = {"shard_sizes": np.array(shard_sizes, np.int64)}
+    for table, blob_name, starts_name in (
+        (names, "images", "image_starts"),
+        *((mask_names[suffix], f"mask.{suffix}.names", f"mask.{suffix}") for suffix in masks),
+    ):
+        built = table.build()
+        arrays |= {blob_name: np.frombuffer(built.blob, np.uint8), starts_name: built.starts}
+    for pairs, prefix in ((places, ""), *((mask_places[suffix], f"mask.{suffix}.") for suffix in masks)):
+        starts_sizes = np.array(pairs, np.int64).reshape(-1, 2)
+        arrays |= {f"{prefix}starts": starts_sizes[:, 0].copy(), f"{prefix}sizes": starts_sizes[:, 1].copy()}
+    for suffix, (blob, ends) in texts.items():
+        arrays[f"text.{suffix}"] = np.frombuffer(bytes(blob), np.uint8)
+        arrays[f"text.{suffix}.ends"] = np.array(ends, np.int64)
+    return arrays
+
+
+def _check_present(members: _Members, suffix: str, held: NDArray[np.int64]) -> None:
+    """Raise SourceError for a sample without the member of a suffix. held: negative where there is none."""
+    if (lacking := np.flatnonzero(held < 0)).size:
+        i = int(lacking[0])
+        key = _key(members.images[i])[0]
+        raise SourceError(
+            f"{members.sample(i)}: sample must have the member {key}.{suffix}, got none ({lacking.size} of {len(held)} "
+            f"samples); add it, or correct source.fields"
+        )
+
+
+# --- cache ------------------------------------------------------------------------------------------------------------
+
+
+def _cache_path(shards: Sequence[Shard], suffixes: Sequence[str], masks: Sequence[str]) -> str:
+    """One file for these very shards and suffixes; another size or time of a shard is another file."""
+    files = [(s.path if is_remote(s.path) else os.path.abspath(s.path), s.size, s.stamp) for s in shards]
+    text = json.dumps([_CACHE_FORMAT, files, suffixes, masks])
+    digest = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+    return str(cache_folder() / f"tar-fields-{digest}.npz")
+
+
+def _load(path: str) -> dict[str, NDArray[Any]] | None:
+    """The cached arrays, or None where there are none or they are damaged."""
+    try:
+        with open(path, "rb") as file, np.load(file, allow_pickle=False) as arrays:
+            return dict(arrays)
+    except (OSError, ValueError, TypeError, KeyError, EOFError, RuntimeError, zipfile.BadZipFile):
+        return None
+
+
+def _save(path: str, arrays: Mapping[str, NDArray[Any]]) -> None:
+    """Write the cache. Where that fails the next run indexes the shards again."""
+    try:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with atomic_write(path) as file:
+            np.savez(file, **arrays)  # type: ignore[arg-type]
+    except OSError:
+        return

@@ -1,0 +1,106 @@
+"""The members of a tar, from its headers."""
+
+from __future__ import annotations
+
+import re
+import tarfile
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from gpuflow.errors import SourceError
+from gpuflow.sources.storage import ReadAt, Shard
+
+__all__ = ["Member", "members_of"]
+
+_BLOCK_BYTES = 512
+_PAX_TYPES = (tarfile.XHDTYPE, tarfile.SOLARIS_XHDTYPE)
+_DIGITS = re.compile(r"[0-9]{1,19}")
+
+
+class Member(NamedTuple):
+    """A regular file in a tar, and the place of its bytes."""
+
+    name: str
+    start: int
+    size: int
+
+
+def members_of(shard: Shard, read_at: ReadAt) -> Iterator[Member]:
+    """Yield the regular files of a tar from its headers: ustar, GNU long names and pax."""
+    offset = 0
+    renamed: dict[str, str] = {}
+    everywhere: dict[str, str] = {}
+    while block := read_at(offset, _BLOCK_BYTES):
+        try:
+            header = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
+        except tarfile.HeaderError as fault:
+            if offset and block.count(0) == _BLOCK_BYTES:
+                return
+            if not offset:
+                if block.count(0) == _BLOCK_BYTES and shard.size % _BLOCK_BYTES == 0:
+                    return
+                raise SourceError(
+                    f"{shard.path}: must be an uncompressed tar, got a file that starts with {block[:8]!r}; "
+                    f"unpack or replace it"
+                ) from fault
+            if len(block) < _BLOCK_BYTES:
+                raise _truncated(shard, offset + _BLOCK_BYTES) from fault
+            raise SourceError(
+                f"{shard.path}: member header at byte {offset} must be valid, got: {fault}; the shard is damaged, "
+                f"make it again"
+            ) from fault
+        start = offset + _BLOCK_BYTES
+        attributes = everywhere | renamed
+        size = header.size
+        if header.isreg() and "size" in attributes:
+            size = int(attributes["size"]) if _DIGITS.fullmatch(attributes["size"]) else -1
+        if size < 0:
+            raise SourceError(
+                f"{shard.path}: member header at byte {start - _BLOCK_BYTES} must be valid, got a size of "
+                f"{attributes.get('size', size)}; the shard is damaged, make it again"
+            )
+        has_data = header.isreg() or header.type not in tarfile.SUPPORTED_TYPES or header.type in _EXTRA_TYPES
+        offset = start + (-(-size // _BLOCK_BYTES) * _BLOCK_BYTES if has_data else 0)
+        if has_data and start + size > shard.size:
+            raise _truncated(shard, start + size)
+        if header.type == tarfile.GNUTYPE_LONGNAME:
+            renamed["path"] = _text(read_at(start, size).partition(b"\0")[0])
+        elif header.type in _PAX_TYPES:
+            renamed |= _pax(read_at(start, size), shard, start)
+        elif header.type == tarfile.XGLTYPE:
+            everywhere |= _pax(read_at(start, size), shard, start)
+        elif header.type != tarfile.GNUTYPE_LONGLINK:
+            name = attributes.get("path", header.name)
+            renamed = {}
+            if header.type == tarfile.GNUTYPE_SPARSE or any(key.startswith("GNU.sparse") for key in attributes):
+                raise SourceError(f"{shard.path}/{name}: member must not be sparse; make the shard without --sparse")
+            if header.isreg():
+                yield Member(name, start, size)
+    if not offset:
+        raise SourceError(f"{shard.path}: must be an uncompressed tar, got an empty file; replace it")
+
+
+_EXTRA_TYPES = (*_PAX_TYPES, tarfile.XGLTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK)
+
+
+def _text(data: bytes) -> str:
+    return data.decode("utf-8", "surrogateescape")
+
+
+def _pax(data: bytes, shard: Shard, start: int) -> dict[str, str]:
+    """Parse the records of an extended header, each `length key=value` and a line end."""
+    records = {}
+    while data:
+        length = data.partition(b" ")[0]
+        if not length.isdigit() or not len(length) < int(length) <= len(data):
+            raise SourceError(f"{shard.path}: extended header at byte {start} must be valid; the shard is damaged")
+        key, _, value = data[len(length) + 1 : int(length) - 1].partition(b"=")
+        records[_text(key)] = _text(value)
+        data = data[int(length) :]
+    return records
+
+
+def _truncated(shard: Shard, needed: int) -> SourceError:
+    return SourceError(
+        f"{shard.path}: must be complete, but its last member ends at byte {needed} of {shard.size}; copy it again"
+    )

@@ -1,0 +1,115 @@
+"""affine: turns, shifts, scales and shears an image about its centre at random. The image keeps its size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar
+
+import numpy as np
+
+from gpuflow.errors import Problem
+from gpuflow.pipeline import stage as s
+from gpuflow.stages.rotate import (
+    Angle,
+    Border,
+    Fill,
+    WarpInterpolation,
+    about_center,
+    angle_range,
+    check_fill,
+    filter_of,
+)
+
+__all__ = ["Affine"]
+
+_Shear = (
+    Annotated[float, s.Bounds(least=0, most=89, words="within [0, 89], [low, high] or [x low, x high, y low, y high]")]
+    | Annotated[tuple[float, float] | tuple[float, float, float, float], s.Bounds(least=-89, most=89)]
+)
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Affine(s.Geometry):
+    """Turn, shift, scale and shear an image about its centre, as torchvision's RandomAffine does.
+
+    Args:
+        degrees: the angle, clockwise, is drawn from [-v, v] for a number v, or from [low, high].
+        translate: the largest shift to the right and down, as fractions of the width and the height; in whole pixels.
+        scale: the scale is drawn from [low, high].
+        shear: the angle of the shear along x is drawn from [-v, v] for a number v, or from [low, high]; along y too,
+            from the last two of [x low, x high, y low, y high].
+        interpolation: how pixels are resampled, without antialiasing.
+        border: what is seen outside the image: `constant` levels, the pixel at the `edge`, or the image again, as in a
+            mirror: `reflect`.
+        fill: the level of a constant border, or [red, green, blue].
+    """
+
+    stage_name: ClassVar[str] = "affine"
+    tolerance: ClassVar[float] = 1.0
+
+    degrees: Angle = 0.0
+    translate: Annotated[tuple[float, float], s.Bounds(least=0, most=1, words="fractions within [0, 1]")] = (0.0, 0.0)
+    scale: Annotated[tuple[float, float], s.Bounds(above=0, ascending=True)] = (1.0, 1.0)
+    shear: _Shear = 0.0
+    interpolation: WarpInterpolation = "bilinear"
+    border: Border = "constant"
+    fill: Fill = 0
+
+    @classmethod
+    def examples(cls) -> tuple[Affine, ...]:
+        return (
+            cls(),
+            cls(degrees=20, translate=(0.1, 0.2), scale=(0.5, 1.5), shear=(-20.0, 30.0, 5.0, 15.0), fill=114),
+            cls(degrees=(10, 10), scale=(1.3, 1.3), shear=(8, 8)),
+            cls(scale=(0.3, 2.0), border="edge", interpolation="nearest"),
+        )
+
+    def faults(self) -> Iterator[Problem]:
+        if isinstance(self.shear, tuple) and any(low > high for low, high in self._ranges()[2:]):
+            rule = "must have each low <= high"
+            yield Problem.of("shear", rule, list(self.shear), code="config.range")
+
+    def _ranges(self) -> tuple[tuple[float, float], ...]:
+        """[low, high] of the angle, the scale and the two shears."""
+        shear = self.shear if isinstance(self.shear, tuple) else (-self.shear, self.shear)
+        along_x, along_y = (shear[:2], shear[2:]) if len(shear) == 4 else (shear, (0.0, 0.0))
+        return angle_range(self.degrees), self.scale, along_x, along_y
+
+    @property
+    def random(self) -> bool:
+        return any(self.translate) or any(low != high for low, high in self._ranges())
+
+    @property
+    def warps(self) -> s.Filter:
+        return filter_of(self.interpolation, self.border, self.fill)
+
+    def output(self, spec: s.ImageSpec) -> s.ImageSpec:
+        s.require_pixels(self, spec)
+        check_fill(self.fill, spec)
+        return spec
+
+    def torchvision(self) -> Any:
+        if self.border != "constant":
+            raise NotImplementedError
+        from torchvision.transforms import InterpolationMode, v2
+
+        degrees, scale, along_x, along_y = self._ranges()
+        shear = (*along_x, *along_y)
+        mode = InterpolationMode(self.interpolation)
+        return v2.RandomAffine(degrees, self.translate, scale, shear, mode, fill=self.fill)
+
+    def draw(self, keys: s.StageKeys, height: s.Ints, width: s.Ints) -> tuple[s.Move, ...]:
+        numbers = keys.uniform(6)
+        low, high = np.array(self._ranges()).T
+        angle, scale, shear_x, shear_y = (low + numbers[:, [0, 3, 4, 5]] * (high - low)).T
+        angle, shear_x, shear_y = np.radians(angle), np.radians(shear_x), np.radians(shear_y)
+        reach = np.stack([width * self.translate[0], height * self.translate[1]], axis=1)
+        shift = np.rint((2 * numbers[:, 1:3] - 1) * reach)
+        # The map of the image's points turns and shears, with determinant 1; the warp's is its inverse.
+        a, c = np.cos(angle - shear_y) / np.cos(shear_y), np.sin(angle - shear_y) / np.cos(shear_y)
+        b, d = -(a * np.tan(shear_x) + np.sin(angle)), np.cos(angle) - c * np.tan(shear_x)
+        linear = np.stack([d, -b, -c, a], axis=1).reshape(-1, 2, 2) / scale[:, None, None]
+        matrix = about_center(linear, height, width)
+        matrix[:, :2, 2] -= (linear @ shift[:, :, None])[:, :, 0]
+        return (s.Warp(matrix, height, width, *self.warps),)

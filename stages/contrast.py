@@ -1,0 +1,53 @@
+"""contrast: blends an image with its mean gray."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpuflow.pipeline import stage as s
+from gpuflow.pipeline.parameters import Factor, Probability, adjustment, drawn_factors, is_random, range_of
+
+__all__ = ["Contrast"]
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Contrast(s.Pointwise):
+    """Blend an image with its mean gray, as torchvision's adjust_contrast does.
+
+    Args:
+        amount: the factor is drawn from [max(0, 1 - v), 1 + v] for a number v, or from [low, high].
+        probability: of changing an image.
+    """
+
+    stage_name: ClassVar[str] = "contrast"
+    tolerance: ClassVar[float] = 1.0
+
+    amount: Factor
+    probability: Probability = 1.0
+
+    @classmethod
+    def examples(cls) -> tuple[Contrast, ...]:
+        return (cls(amount=0.4), cls(amount=(1.25, 1.25)), cls(amount=(0.5, 0.5), probability=0.5))
+
+    @property
+    def random(self) -> bool:
+        return is_random(self.probability, range_of(self.amount))
+
+    def output(self, spec: s.ImageSpec) -> s.ImageSpec:
+        s.require_pixels(self, spec)
+        if spec.color == "bgr":
+            raise ValueError("weighs red, green and blue but gets bgr images; decode with color: rgb")
+        return spec
+
+    def torchvision(self) -> Any:
+        return adjustment("contrast", range_of(self.amount), self.probability)
+
+    def draw(self, keys: s.StageKeys) -> NDArray[np.float64]:
+        return drawn_factors(keys, self.probability, range_of(self.amount))
+
+    def operations(self, coefficients: NDArray[np.float64], height: s.Ints, width: s.Ints) -> s.Operations:
+        return s.Operations.one(s.Operation.CONTRAST, coefficients[:, 0] > 0, coefficients[:, 1])

@@ -1,0 +1,73 @@
+"""cutmix: replaces a box of each sample of a batch by the same box of another sample, as timm does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar
+
+from gpuflow.pipeline import stage as s
+from gpuflow.pipeline.mixture import MixMode, draw_mixture
+
+__all__ = ["Cutmix"]
+
+Probability = Annotated[float, s.Bounds(least=0, most=1, words="a probability within [0, 1]")]
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Cutmix(s.Mixing):
+    """Put a box of its partner in the same batch into each sample.
+
+    As timm's Mixup with cutmix_alpha only: the partner of sample i of n is sample n - 1 - i. Wrapped and skipped
+    samples, and the middle one of an odd number, stay as they are. Labels become probabilities of the classes, float32
+    [N, classes].
+
+    Args:
+        alpha: the share of own pixels is drawn from Beta(alpha, alpha); the box has the image's aspect ratio, lies
+            around a uniform pixel and is cut at the image's edges.
+        probability: that a batch, pair or sample is mixed.
+        mode: what shares its random numbers: a `batch`, a `pair` of partners, or nothing (`elem`).
+        label_smoothing: each label is 1 minus this for its class plus this share spread over all classes.
+        correct_lambda: whether the label's share is that of the pixels outside a box that the image's edge cuts.
+    """
+
+    stage_name: ClassVar[str] = "cutmix"
+
+    alpha: Annotated[float, s.Bounds(above=0)] = 1.0
+    probability: Probability = 1.0
+    mode: MixMode = "batch"
+    label_smoothing: Probability = 0.0
+    correct_lambda: bool = True
+
+    @classmethod
+    def examples(cls) -> tuple[Cutmix, ...]:
+        return (
+            cls(),
+            cls(alpha=0.3, label_smoothing=0.1),
+            cls(probability=0.5, mode="elem", correct_lambda=False),
+            cls(mode="pair"),
+        )
+
+    @property
+    def random(self) -> bool:
+        return self.probability > 0
+
+    def output(self, spec: s.ImageSpec) -> s.ImageSpec:
+        s.require_one_size(self, spec)
+        return spec
+
+    def torchvision(self) -> Any:
+        raise NotImplementedError("torchvision's CutMix takes another partner and the number of classes")
+
+    def draw(self, keys: s.StageKeys, height: int, width: int, valid: s.Bools) -> s.Mixture:
+        return draw_mixture(
+            keys,
+            height,
+            width,
+            valid,
+            mode=self.mode,
+            probability=self.probability,
+            blend_alpha=self.alpha,
+            box_alpha=self.alpha,
+            box_probability=1.0,
+            share_of_area=self.correct_lambda,
+        )

@@ -1,0 +1,83 @@
+"""gaussian_blur: smooths an image with a Gaussian of random width."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpuflow.errors import Problem
+from gpuflow.pipeline import stage as s
+from gpuflow.pipeline.parameters import Probability, drawn_factors, is_random, with_probability
+
+__all__ = ["GaussianBlur"]
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class GaussianBlur(s.Local):
+    """Blur an image, as torchvision's GaussianBlur does: mirrored at its border, rounded to the nearest level.
+
+    torchvision sums the neighbourhood in two dimensions, the CPU and the GPU here rows and columns one after the other,
+    in orders of their own: a sum in float32 that lies close to a half may be rounded to either level. So all of them
+    agree within one level. Images that are smaller than the kernel, which torchvision refuses, are mirrored repeatedly.
+
+    Args:
+        kernel_size: rows and columns of the neighbourhood, an odd number of pixels.
+        sigma: the standard deviation in pixels, or the range [low, high] that it is drawn from.
+        probability: of changing an image.
+    """
+
+    stage_name: ClassVar[str] = "gaussian_blur"
+    tolerance: ClassVar[float] = 1.0
+
+    kernel_size: Annotated[int, s.Bounds(least=1)]
+    sigma: Annotated[float, s.Bounds(above=0)] | Annotated[tuple[float, float], s.Bounds(above=0, ascending=True)] = (
+        0.1,
+        2.0,
+    )
+    probability: Probability = 1.0
+
+    @classmethod
+    def examples(cls) -> tuple[GaussianBlur, ...]:
+        return (cls(kernel_size=9), cls(kernel_size=5, sigma=(0.5, 1.5)), cls(kernel_size=3, sigma=1, probability=0.5))
+
+    def faults(self) -> Iterator[Problem]:
+        if self.kernel_size > 0 and self.kernel_size % 2 == 0:
+            yield Problem.of("kernel_size", "must be odd", self.kernel_size, code="config.range")
+
+    def _range(self) -> tuple[float, float]:
+        return self.sigma if isinstance(self.sigma, tuple) else (self.sigma, self.sigma)
+
+    @property
+    def random(self) -> bool:
+        return self.kernel_size > 1 and is_random(self.probability, self._range(), neutral=0.0)
+
+    def output(self, spec: s.ImageSpec) -> s.ImageSpec:
+        s.require_pixels(self, spec)
+        return spec
+
+    def torchvision(self) -> Any:
+        from torchvision.transforms import v2
+
+        return with_probability(v2.GaussianBlur(self.kernel_size, self.sigma), self.probability)
+
+    def draw(self, keys: s.StageKeys) -> NDArray[np.float64]:
+        return drawn_factors(keys, self.probability, self._range())
+
+    def filters(self, coefficients: NDArray[np.float64]) -> s.Filters:
+        half = (self.kernel_size - 1) / 2
+        places = np.linspace(-half, half, self.kernel_size)
+        weights = np.exp(-(places**2) / (2 * coefficients[:, 1:2] ** 2))
+        weights /= weights.sum(axis=1, keepdims=True)
+        zeros = np.zeros(len(coefficients))
+        return s.Filters(
+            rows=weights,
+            columns=weights,
+            centre=zeros,
+            factor=zeros,
+            active=coefficients[:, 0] > 0,
+            border="reflect",
+        )

@@ -1,0 +1,55 @@
+"""grayscale: replaces colours by gray, in as many channels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpuflow.pipeline import stage as s
+from gpuflow.pipeline.parameters import Probability, drawn_factors, is_random
+
+__all__ = ["Grayscale"]
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Grayscale(s.Pointwise):
+    """Replace the colours of an image by its gray, in all three channels, as torchvision's RandomGrayscale does.
+
+    Gray images do not change. For images of one channel, decode with `color: gray`.
+
+    Args:
+        probability: of changing an image.
+    """
+
+    stage_name: ClassVar[str] = "grayscale"
+    tolerance: ClassVar[float] = 1.0
+
+    probability: Probability = 1.0
+
+    @classmethod
+    def examples(cls) -> tuple[Grayscale, ...]:
+        return (cls(), cls(probability=0.5))
+
+    @property
+    def random(self) -> bool:
+        return is_random(self.probability)
+
+    def output(self, spec: s.ImageSpec) -> s.ImageSpec:
+        s.require_pixels(self, spec)
+        if spec.color == "bgr":
+            raise ValueError("weighs red, green and blue but gets bgr images; decode with color: rgb")
+        return spec
+
+    def torchvision(self) -> Any:
+        from torchvision.transforms import v2
+
+        return v2.RandomGrayscale(self.probability)
+
+    def draw(self, keys: s.StageKeys) -> NDArray[np.float64]:
+        return drawn_factors(keys, self.probability)
+
+    def operations(self, coefficients: NDArray[np.float64], height: s.Ints, width: s.Ints) -> s.Operations:
+        return s.Operations.one(s.Operation.GRAYSCALE, coefficients[:, 0] > 0)

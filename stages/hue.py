@@ -1,0 +1,52 @@
+"""hue: shifts hues on the colour circle."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpuflow.pipeline import stage as s
+from gpuflow.pipeline.parameters import Probability, Shift, adjustment, drawn_factors, is_random, range_of
+
+__all__ = ["Hue"]
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Hue(s.Pointwise):
+    """Shift hues, as torchvision's adjust_hue does. Gray images do not change.
+
+    Args:
+        amount: the shift is drawn from [-v, v] for a number v, or from [low, high], in turns of the colour circle.
+        probability: of changing an image.
+    """
+
+    stage_name: ClassVar[str] = "hue"
+
+    amount: Shift
+    probability: Probability = 1.0
+
+    @classmethod
+    def examples(cls) -> tuple[Hue, ...]:
+        return (cls(amount=0.2), cls(amount=(-0.3, -0.3)), cls(amount=(0.25, 0.25), probability=0.5))
+
+    @property
+    def random(self) -> bool:
+        return is_random(self.probability, range_of(self.amount, neutral=0.0), neutral=0.0)
+
+    def output(self, spec: s.ImageSpec) -> s.ImageSpec:
+        s.require_pixels(self, spec)
+        if spec.color == "bgr":
+            raise ValueError("weighs red, green and blue but gets bgr images; decode with color: rgb")
+        return spec
+
+    def torchvision(self) -> Any:
+        return adjustment("hue", range_of(self.amount, neutral=0.0), self.probability)
+
+    def draw(self, keys: s.StageKeys) -> NDArray[np.float64]:
+        return drawn_factors(keys, self.probability, range_of(self.amount, neutral=0.0))
+
+    def operations(self, coefficients: NDArray[np.float64], height: s.Ints, width: s.Ints) -> s.Operations:
+        return s.Operations.one(s.Operation.HUE, coefficients[:, 0] > 0, coefficients[:, 1])

@@ -1,0 +1,51 @@
+"""invert: photographic negative."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpuflow.pipeline import stage as s
+from gpuflow.pipeline.parameters import Probability, drawn_factors, is_random
+
+__all__ = ["Invert"]
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Invert(s.Pointwise):
+    """Invert all levels, as torchvision's invert does.
+
+    Args:
+        probability: of changing an image.
+    """
+
+    stage_name: ClassVar[str] = "invert"
+
+    probability: Probability = 1.0
+
+    @classmethod
+    def examples(cls) -> tuple[Invert, ...]:
+        return (cls(), cls(probability=0.5))
+
+    @property
+    def random(self) -> bool:
+        return is_random(self.probability)
+
+    def output(self, spec: s.ImageSpec) -> s.ImageSpec:
+        s.require_pixels(self, spec)
+        return spec
+
+    def torchvision(self) -> Any:
+        from torchvision.transforms import v2
+
+        return v2.RandomInvert(self.probability)
+
+    def draw(self, keys: s.StageKeys) -> NDArray[np.float64]:
+        return drawn_factors(keys, self.probability)
+
+    def operations(self, coefficients: NDArray[np.float64], height: s.Ints, width: s.Ints) -> s.Operations:
+        levels = np.arange(256, dtype=np.uint8)
+        return s.Operations.table(coefficients[:, 0] > 0, 255 - levels[None, None])

@@ -1,0 +1,91 @@
+"""letterbox: resizes an image so that it just fits into a box of fixed size, and centres it there on a fill."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from gpuflow.pipeline import stage as s
+from gpuflow.stages.center_crop import Size, size_pair
+from gpuflow.stages.resize import Interpolation
+from gpuflow.stages.rotate import Fill, check_fill
+
+__all__ = ["Letterbox"]
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Letterbox(s.Geometry):
+    """Resize an image so that it just fits into a box, keep its aspect ratio, and centre it on a fill, as detectors do.
+
+    The side that does not fill the box is rounded to whole pixels; an odd rest of padding is at the bottom or right.
+
+    Args:
+        size: the box in pixels: the side of a square, or [height, width].
+        fill: the level around the image, or [red, green, blue].
+        interpolation: how pixels are resampled.
+        antialias: widen the filter with the scale when the image shrinks, as PIL and torchvision do.
+    """
+
+    stage_name: ClassVar[str] = "letterbox"
+    tolerance: ClassVar[float] = 1.0
+    resizes: ClassVar[bool] = True
+
+    size: Size
+    fill: Fill = 114
+    interpolation: Interpolation = "bilinear"
+    antialias: bool = True
+
+    @classmethod
+    def examples(cls) -> tuple[Letterbox, ...]:
+        return (
+            cls(size=40),
+            cls(size=(30, 50), fill=(9, 200, 50), interpolation="bicubic"),
+            cls(size=(150, 60), fill=0, antialias=False),
+        )
+
+    @property
+    def pads(self) -> bool:
+        return True
+
+    @property
+    def padding_fill(self) -> tuple[float, ...]:
+        levels = self.fill if isinstance(self.fill, tuple) else (self.fill,)
+        return levels if any(levels) else (0,)
+
+    def output(self, spec: s.ImageSpec) -> s.ImageSpec:
+        s.require_pixels(self, spec)
+        check_fill(self.fill, spec)
+        return spec.replace(shape=(*size_pair(self.size), spec.shape[2]))
+
+    def torchvision(self) -> Any:
+        return functools.partial(_by_torchvision, self)
+
+    def draw(self, keys: s.StageKeys, height: s.Ints, width: s.Ints) -> tuple[s.Move, ...]:
+        box_height, box_width = size_pair(self.size)
+        tall = height * box_width >= width * box_height
+        inner_height = np.where(tall, box_height, np.rint(height * box_width / width)).astype(np.int64)
+        inner_width = np.where(tall, np.rint(width * box_height / height), box_width).astype(np.int64)
+        inner_height, inner_width = np.clip(inner_height, 1, box_height), np.clip(inner_width, 1, box_width)
+        top, left = (box_height - inner_height) // 2, (box_width - inner_width) // 2
+        bottom, right = box_height - inner_height - top, box_width - inner_width - left
+        return (
+            s.Resize(inner_height, inner_width, self.interpolation, self.antialias),
+            s.Pad(top, bottom, left, right, fill=self.padding_fill),
+        )
+
+
+def _by_torchvision(stage: Letterbox, image: Any) -> Any:
+    """The stage on one image by torchvision's functions."""
+    from torchvision.transforms import InterpolationMode
+    from torchvision.transforms.v2 import functional
+
+    size = (np.array([side]) for side in functional.get_size(image))
+    resize, pad = stage.draw(s.Keys(0, 0, np.zeros(1, np.int64)).stage(stage.stage_name, 0), *size)
+    assert isinstance(resize, s.Resize) and isinstance(pad, s.Pad)
+    inner = [int(resize.height[0]), int(resize.width[0])]
+    resized = functional.resize(image, inner, InterpolationMode(stage.interpolation), antialias=stage.antialias)
+    sides = [int(side[0]) for side in (pad.left, pad.top, pad.right, pad.bottom)]
+    return functional.pad(resized, sides, fill=list(pad.fill))

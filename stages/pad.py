@@ -1,0 +1,85 @@
+"""pad: adds rows and columns of a level, of the pixels at the edge, or of the mirrored image."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar
+
+import numpy as np
+
+from gpuflow.pipeline import stage as s
+from gpuflow.stages.rotate import Border, Fill, check_fill
+
+__all__ = ["Pad"]
+
+_Side = s.Bounds(least=0)
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Pad(s.Geometry):
+    """Add rows and columns to an image, as torchvision's Pad does.
+
+    Args:
+        padding: the number of pixels on each side, [left and right, top and bottom], or [left, top, right, bottom].
+        border: `constant` levels, the pixel at the `edge`, or the image as in a mirror, without the pixel at the edge:
+            `reflect`, which takes less padding than the image has pixels.
+        fill: the level of a constant border, or [red, green, blue].
+    """
+
+    stage_name: ClassVar[str] = "pad"
+
+    padding: Annotated[int, _Side] | Annotated[tuple[int, int], _Side] | Annotated[tuple[int, int, int, int], _Side]
+    border: Border = "constant"
+    fill: Fill = 0
+
+    @classmethod
+    def examples(cls) -> tuple[Pad, ...]:
+        return (
+            cls(padding=5),
+            cls(padding=(3, 0)),
+            cls(padding=(0, 4, 9, 2), fill=(9, 200, 50)),
+            cls(padding=6, border="edge"),
+            cls(padding=(1, 2, 3, 4), border="reflect"),
+            cls(padding=5, fill=114),
+        )
+
+    def _sides(self) -> tuple[int, int, int, int]:
+        """Left, top, right, bottom."""
+        if isinstance(self.padding, int):
+            return (self.padding,) * 4
+        x, y, *rest = self.padding
+        return (x, y, rest[0], rest[1]) if rest else (x, y, x, y)
+
+    @property
+    def pads(self) -> bool:
+        return self.border == "constant"
+
+    @property
+    def padding_fill(self) -> tuple[float, ...]:
+        levels = self.fill if isinstance(self.fill, tuple) else (self.fill,)
+        return levels if any(levels) else (0,)
+
+    @property
+    def warps(self) -> s.Filter | None:
+        return None if self.pads else s.Filter("nearest", self.border, (0,))
+
+    def output(self, spec: s.ImageSpec) -> s.ImageSpec:
+        s.require_pixels(self, spec)
+        check_fill(self.fill, spec)
+        left, top, right, bottom = self._sides()
+        height, width, channels = spec.shape
+        for side, most in ((height, max(top, bottom)), (width, max(left, right))):
+            if self.border == "reflect" and side is not None and most >= side:
+                raise ValueError(f"reflects {most} of {side} pixels; pad less than that, or with border: edge")
+        padded = (height and height + top + bottom, width and width + left + right)
+        shorter = spec.shorter + 2 * left if spec.shorter is not None and left == top == right == bottom else None
+        return spec.replace(shape=(*padded, channels), shorter=shorter)
+
+    def torchvision(self) -> Any:
+        from torchvision.transforms import v2
+
+        return v2.Pad(list(self._sides()), self.fill, self.border)
+
+    def draw(self, keys: s.StageKeys, height: s.Ints, width: s.Ints) -> tuple[s.Move, ...]:
+        left, top, right, bottom = (np.full_like(height, side) for side in self._sides())
+        return (s.Pad(top, bottom, left, right, self.border, self.padding_fill if self.pads else (0,)),)

@@ -1,0 +1,101 @@
+"""perspective: moves the four corners of an image inwards at random. The image keeps its size."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Annotated, Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpuflow.pipeline import stage as s
+from gpuflow.stages.flip import Probability
+from gpuflow.stages.rotate import Border, Fill, WarpInterpolation, check_fill, filter_of
+
+__all__ = ["Perspective"]
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Perspective(s.Geometry):
+    """Move the corners of an image inwards at random, as torchvision's RandomPerspective does.
+
+    An image of which three corners come to lie on one line stays as it is.
+
+    Args:
+        distortion_scale: how far each corner moves at most, as a fraction of half the width and half the height.
+        p: the probability of moving the corners.
+        interpolation: how pixels are resampled, without antialiasing.
+        border: what is seen outside the image: `constant` levels, the pixel at the `edge`, or the image again, as in a
+            mirror: `reflect`.
+        fill: the level of a constant border, or [red, green, blue].
+    """
+
+    stage_name: ClassVar[str] = "perspective"
+    tolerance: ClassVar[float] = 1.0
+
+    distortion_scale: Annotated[float, s.Bounds(least=0, most=1)] = 0.5
+    p: Probability = 0.5
+    interpolation: WarpInterpolation = "bilinear"
+    border: Border = "constant"
+    fill: Fill = 0
+
+    @classmethod
+    def examples(cls) -> tuple[Perspective, ...]:
+        return (
+            cls(),
+            cls(distortion_scale=0.0),
+            cls(distortion_scale=0.9, p=1.0, fill=114),
+            cls(p=0.8, border="reflect", interpolation="nearest"),
+        )
+
+    @property
+    def random(self) -> bool:
+        return self.p > 0 and self.distortion_scale > 0
+
+    @property
+    def warps(self) -> s.Filter:
+        return filter_of(self.interpolation, self.border, self.fill)
+
+    def output(self, spec: s.ImageSpec) -> s.ImageSpec:
+        s.require_pixels(self, spec)
+        check_fill(self.fill, spec)
+        return spec
+
+    def torchvision(self) -> Any:
+        if self.border != "constant":
+            raise NotImplementedError
+        from torchvision.transforms import InterpolationMode, v2
+
+        mode = InterpolationMode(self.interpolation)
+        return v2.RandomPerspective(self.distortion_scale, self.p, mode, fill=self.fill)
+
+    def draw(self, keys: s.StageKeys, height: s.Ints, width: s.Ints) -> tuple[s.Move, ...]:
+        numbers = keys.uniform(9)
+        sides = np.stack([width, height], axis=1)
+        bounds = (self.distortion_scale * (sides // 2)).astype(np.int64) + 1
+        inwards = (numbers[:, 1:].reshape(-1, 4, 2) * bounds[:, None]).astype(np.int64)
+        far = np.array([[0, 0], [1, 0], [1, 1], [0, 1]], bool)
+        start = np.where(far, sides[:, None] - 1, 0)
+        end = np.where(far, (sides - bounds)[:, None] + inwards, inwards)
+        flat = (sides < 2).any(axis=1)
+        for a, b, c in combinations(np.moveaxis(end, 1, 0), 3):
+            (x, y), (z, w) = (b - a).T, (c - a).T
+            flat |= x * w == y * z
+        active = (numbers[:, 0] < self.p) & ~flat & (start != end).any(axis=(1, 2))
+        matrix = np.broadcast_to(np.eye(3), (len(height), 3, 3)).copy()
+        matrix[active] = _map_of_corners(end[active], start[active])
+        return (s.Warp(matrix, height, width, *self.warps, active=active),)
+
+
+def _map_of_corners(start: NDArray[np.int64], end: NDArray[np.int64]) -> s.Matrices:
+    """The projective maps [N, 3, 3] of four points to four others, each [N, 4, 2]."""
+    count, (x, y), one = len(start), np.moveaxis(start, 2, 0).astype(np.float64), np.ones((len(start), 4))
+    none, rows = np.zeros_like(one), []
+    for axis, at in enumerate(np.moveaxis(end, 2, 0)):
+        linear = (x, y, one, none, none, none) if axis == 0 else (none, none, none, x, y, one)
+        rows.append(np.stack([*linear, -at * x, -at * y], axis=2))
+    wanted = np.concatenate([end[:, :, 0], end[:, :, 1]], axis=1).astype(np.float64)
+    found = np.linalg.solve(np.concatenate(rows, axis=1), wanted[:, :, None])[:, :, 0]
+    matrix: s.Matrices = np.concatenate([found, np.ones((count, 1))], axis=1).reshape(-1, 3, 3)
+    return matrix

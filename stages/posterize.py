@@ -1,0 +1,54 @@
+"""posterize: keeps the highest bits of each level."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpuflow.pipeline import stage as s
+from gpuflow.pipeline.parameters import Probability, drawn_factors, is_random
+
+__all__ = ["Posterize"]
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Posterize(s.Pointwise):
+    """Keep the highest bits of each level, as torchvision's posterize does.
+
+    Args:
+        bits: how many bits of 8 are kept.
+        probability: of changing an image.
+    """
+
+    stage_name: ClassVar[str] = "posterize"
+
+    bits: Annotated[int, s.Bounds(least=0, most=8)]
+    probability: Probability = 1.0
+
+    @classmethod
+    def examples(cls) -> tuple[Posterize, ...]:
+        return (cls(bits=3), cls(bits=1), cls(bits=5, probability=0.5))
+
+    @property
+    def random(self) -> bool:
+        return is_random(self.probability) and self.bits < 8
+
+    def output(self, spec: s.ImageSpec) -> s.ImageSpec:
+        s.require_pixels(self, spec)
+        return spec
+
+    def torchvision(self) -> Any:
+        from torchvision.transforms import v2
+
+        return v2.RandomPosterize(self.bits, self.probability)
+
+    def draw(self, keys: s.StageKeys) -> NDArray[np.float64]:
+        return drawn_factors(keys, self.probability)
+
+    def operations(self, coefficients: NDArray[np.float64], height: s.Ints, width: s.Ints) -> s.Operations:
+        levels = np.arange(256, dtype=np.uint8)
+        kept = (levels >> (8 - self.bits) << (8 - self.bits)).astype(np.uint8)
+        return s.Operations.table(coefficients[:, 0] > 0, kept[None, None])

@@ -1,0 +1,92 @@
+"""random_erasing: fills a random box of an image with one colour."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpuflow.pipeline import stage as s
+from gpuflow.pipeline.parameters import Probability
+
+__all__ = ["RandomErasing"]
+
+_ATTEMPTS = 10
+_IMAGENET = (124, 116, 104)
+"""The level nearest to normalize's mean: imagenet, so that it becomes nearly 0."""
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class RandomErasing(s.Pointwise):
+    """Fill a random box with a colour, as torchvision's RandomErasing does: up to 10 boxes are drawn until one fits.
+
+    It runs on uint8 pixels. timm and torchvision's recipes erase after normalize, where 0 is the mean colour: that is
+    `value: imagenet` here. `random` is one colour for each sample, every level equally likely; torchvision's and timm's
+    noise for each pixel has no form here.
+
+    Args:
+        probability: of erasing a box of an image.
+        scale: the range of the box's area, as a part of the image's.
+        ratio: the range of height / width, drawn with a uniform logarithm.
+        value: the level, or one for each channel; `imagenet`: the mean colour of ImageNet; `random`: drawn.
+    """
+
+    stage_name: ClassVar[str] = "random_erasing"
+
+    probability: Probability = 0.5
+    scale: Annotated[tuple[float, float], s.Bounds(least=0, most=1, ascending=True)] = (0.02, 0.33)
+    ratio: Annotated[tuple[float, float], s.Bounds(above=0, ascending=True)] = (0.3, 3.3)
+    value: (
+        Literal["imagenet", "random"]
+        | Annotated[int, s.Bounds(least=0, most=255)]
+        | Annotated[tuple[int, ...], s.Bounds(least=0, most=255)]
+    ) = 0
+
+    @classmethod
+    def examples(cls) -> tuple[RandomErasing, ...]:
+        return (
+            cls(),
+            cls(probability=1.0, scale=(0.1, 0.4), ratio=(0.5, 1.5), value="imagenet"),
+            cls(probability=0.9, value="random"),
+            cls(probability=0.9, value=(10, 20, 250)),
+        )
+
+    @property
+    def random(self) -> bool:
+        return self.probability > 0
+
+    def output(self, spec: s.ImageSpec) -> s.ImageSpec:
+        s.require_pixels(self, spec)
+        if isinstance(self.value, tuple) and len(self.value) not in (1, spec.shape[2]):
+            raise ValueError(f"has {len(self.value)} levels of value but gets {spec.shape[2]} channel(s)")
+        if self.value == "imagenet" and spec.color != "rgb":
+            raise ValueError(f"knows imagenet in the order rgb but gets {spec.color} images; give the levels")
+        return spec
+
+    def torchvision(self) -> Any:
+        raise NotImplementedError
+
+    def draw(self, keys: s.StageKeys) -> NDArray[np.float64]:
+        """Numbers of a sample: whether it is changed, the box's place, the colour, and each box's area and ratio."""
+        return keys.uniform(6 + 2 * _ATTEMPTS)
+
+    def operations(self, coefficients: NDArray[np.float64], height: s.Ints, width: s.Ints) -> s.Operations:
+        chance, place, color = coefficients[:, 0], coefficients[:, 1:3], coefficients[:, 3:6]
+        areas, ratios = coefficients[:, 6 : 6 + _ATTEMPTS], coefficients[:, 6 + _ATTEMPTS :]
+        low, high = self.scale
+        area = (height * width)[:, None] * (low + areas * (high - low))
+        log_low, log_high = np.log(self.ratio)
+        ratio = np.exp(log_low + ratios * (log_high - log_low))
+        tall, wide = np.rint(np.sqrt(area * ratio)), np.rint(np.sqrt(area / ratio))
+        fits = (tall < height[:, None]) & (wide < width[:, None])
+        first = fits.argmax(axis=1)[:, None]
+        size = np.concatenate([np.take_along_axis(side, first, 1) for side in (tall, wide)], axis=1)
+        room = np.stack([height, width], axis=1) - size + 1
+        boxes = np.concatenate([np.floor(place * room), size], axis=1).astype(np.int64)
+        colors: Any = np.floor(color * 256)
+        if self.value != "random":
+            levels: Any = _IMAGENET if self.value == "imagenet" else self.value
+            colors = np.atleast_2d(np.asarray(levels, np.float64))
+        return s.Operations.erase((chance < self.probability) & fits.any(axis=1), boxes, colors)

@@ -1,0 +1,67 @@
+"""sharpness: blends an image with a smoothed one, or away from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpuflow.pipeline import stage as s
+from gpuflow.pipeline.parameters import Factor, Probability, drawn_factors, is_random, range_of
+
+__all__ = ["Sharpness"]
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Sharpness(s.Local):
+    """Sharpen or smooth an image, as torchvision's adjust_sharpness does. Pixels at its border do not change.
+
+    The CPU and the GPU give the same levels: the smoothed level is a sum of whole numbers, divided by 13, so it is
+    never near a half.
+
+    Args:
+        amount: the factor is drawn from [max(0, 1 - v), 1 + v] for a number v, or from [low, high]; 0 gives the
+            smoothed image and 2 a sharper one.
+        probability: of changing an image.
+    """
+
+    stage_name: ClassVar[str] = "sharpness"
+
+    amount: Factor
+    probability: Probability = 1.0
+
+    @classmethod
+    def examples(cls) -> tuple[Sharpness, ...]:
+        return (cls(amount=0.9), cls(amount=(2.0, 2.0)), cls(amount=(0.0, 0.0), probability=0.5))
+
+    @property
+    def random(self) -> bool:
+        return is_random(self.probability, range_of(self.amount))
+
+    def output(self, spec: s.ImageSpec) -> s.ImageSpec:
+        s.require_pixels(self, spec)
+        return spec
+
+    def torchvision(self) -> Any:
+        from torchvision.transforms import v2
+
+        low, high = range_of(self.amount)
+        if low != high:
+            raise NotImplementedError("torchvision's RandomAdjustSharpness has one factor")
+        return v2.RandomAdjustSharpness(low, self.probability)
+
+    def draw(self, keys: s.StageKeys) -> NDArray[np.float64]:
+        return drawn_factors(keys, self.probability, range_of(self.amount))
+
+    def filters(self, coefficients: NDArray[np.float64]) -> s.Filters:
+        ones = np.ones((len(coefficients), 3))
+        return s.Filters(
+            rows=ones,
+            columns=ones / 13,
+            centre=np.full(len(coefficients), 4 / 13),
+            factor=coefficients[:, 1],
+            active=coefficients[:, 0] > 0,
+            border="keep",
+        )

@@ -1,0 +1,80 @@
+"""Run by test_warp.py with TRITON_INTERPRET=1, in its own process: compares the kernel with the CPU's form.
+
+Prints one line a case: its name and the largest difference in levels.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import torch
+
+from gpuflow.execute.kernels.warp import warp_all, warp_plan_of
+from gpuflow.execute.warp import warp
+from gpuflow.pipeline.program import WarpStep
+from gpuflow.pipeline.stage import Geometry, Keys
+from gpuflow.stages import Affine, CenterCrop, Flip, Pad, Perspective, RandomCrop, Rotate, WarpAffine
+from tests.execute.kernels import quick_interpreter  # noqa: F401  # replaces parts of Triton's interpreter
+
+SIZES = ((48, 37), (1, 1), (17, 48), (5, 3))
+TURN = ((0.7, -0.7, 9.3), (0.7, 0.7, -4.1))
+
+
+def pipelines() -> list[tuple[str, tuple[Geometry, ...]]]:
+    """Runs of stages that warp, for every interpolation and border."""
+    found: list[tuple[str, tuple[Geometry, ...]]] = []
+    flip, end = Flip(horizontal=0.5, vertical=0.5), CenterCrop(size=(21, 35))
+    for kind, border in itertools.product(("nearest", "bilinear"), ("constant", "edge", "reflect")):
+        shared = {"interpolation": kind, "border": border, "fill": (9, 200, 50)}
+        affine = Affine(degrees=90, translate=(0.2, 0.2), scale=(0.4, 2.0), shear=20.0, **shared)  # type: ignore[arg-type]
+        far = Perspective(distortion_scale=0.9, p=0.7, **shared)  # type: ignore[arg-type]
+        same = Rotate(degrees=0, **shared)  # type: ignore[arg-type]
+        fixed = WarpAffine(matrix=TURN, size=30, **shared)  # type: ignore[arg-type]
+        found += [
+            (f"affine {kind} {border}", (flip, affine, end)),
+            (f"perspective {kind} {border}", (far, flip, CenterCrop(size=40))),
+            (f"several {kind} {border}", (affine, flip, far, fixed, RandomCrop(size=29), flip)),
+            (f"padded {kind} {border}", (fixed, RandomCrop(size=33, padding=5), flip)),
+            (f"same {kind} {border}", (flip, same, end)),
+        ]
+    edge, reflect = (Pad(padding=(2, 3, 4, 1), border=border) for border in ("edge", "reflect"))
+    found += [("pad edge", (flip, edge, end)), ("pad reflect", (flip, reflect, end))]
+    return found
+
+
+def difference(stages: tuple[Geometry, ...], channels: int, layout: str, dtype: torch.dtype) -> float:
+    rng = np.random.default_rng(0)
+    images = [rng.integers(0, 256, (*size, channels), dtype=np.uint8) for size in SIZES]
+    heights, widths = np.array(SIZES).T
+    key = next(stage.warps for stage in stages if stage.warps is not None)
+    key = key if channels == 3 else key._replace(fill=key.fill[:1])
+    step = WarpStep(stages, tuple(range(len(stages))), 10**6, key)
+    warping = step.draw(Keys(0, 0, np.arange(len(SIZES))), heights, widths)
+    rows = np.arange(len(SIZES))[::-1].copy()
+    addresses = np.array([image.ctypes.data for image in images])
+    height, width = int(warping.height[0]), int(warping.width[0])
+    memory = torch.channels_last if layout == "nhwc" else torch.contiguous_format
+    out = torch.full((len(SIZES), channels, height, width), -1.0).to(dtype).contiguous(memory_format=memory)
+    plan = torch.from_numpy(warp_plan_of(warping, addresses, widths * channels, rows * out.stride(0)))
+    table = torch.stack([torch.arange(256.0) + 256 * c for c in range(channels)]).to(dtype)
+    warp_all(plan, table, out, filter=key)
+    expected = []
+    for i, image in enumerate(images):
+        (y, x, box_h, box_w), (top, left, shown_h, shown_w) = warping.box[i], warping.shown[i]
+        box, levels = image[y : y + box_h, x : x + box_w], np.zeros((height, width, channels), np.uint8)
+        shown = int(top), int(left), int(shown_h), int(shown_w)
+        warp(box, warping.matrix[i], shown, key, levels[top : top + shown_h, left : left + shown_w])
+        seen = torch.from_numpy(levels).permute(2, 0, 1).long()
+        expected.append(torch.stack([values[channel] for values, channel in zip(table, seen, strict=True)]))
+    return float((out[rows.tolist()].float() - torch.stack(expected).float()).abs().max())
+
+
+if __name__ == "__main__":
+    for name, stages in pipelines():
+        print(f"{name}, 3 channels nchw float32: {difference(stages, 3, 'nchw', torch.float32)}", flush=True)
+    stages = pipelines()[17][1]
+    dtypes = (torch.float32, torch.float16, torch.bfloat16, torch.uint8)
+    for channels, layout, dtype in itertools.product((1, 3), ("nchw", "nhwc"), dtypes):
+        if dtype == torch.float32 or channels == 1:
+            print(f"{channels} {layout} {dtype}: {difference(stages, channels, layout, dtype)}", flush=True)

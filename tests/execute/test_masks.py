@@ -1,0 +1,169 @@
+"""Masks: polygons and run lengths to pixels as COCO's tools do, files, and the way of a mask through a program."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import cv2
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from torchvision import tv_tensors
+from torchvision.transforms.v2 import functional as F
+
+from gpuflow.execute.mask_maps import mask_maps
+from gpuflow.execute.masks import decode_mask, fill_polygons, instance_mask, mask_fault
+from gpuflow.pipeline import stage as s
+from gpuflow.pipeline.records import MaskFile, Polygons, Rle
+from gpuflow.stages import CenterCrop, Decode, Flip, Resize
+from tests.records import rle
+from tests.running import images, keys_of, program_of
+
+PARAMETERS = {
+    "a square at half pixels": (
+        [[1.5, 1.5], [5.5, 1.5], [5.5, 4.5], [1.5, 4.5]],
+        ["........", "........", "..####..", "..####..", "..####..", "........"],
+    ),
+    "a triangle": (
+        [[0, 0], [7, 0], [0, 5]],
+        ["######..", "#####...", "###.....", "##......", "#.......", "........"],
+    ),
+    "outside on two sides": (
+        [[-3, 2], [20, 2], [20, 4], [-3, 4]],
+        ["........", "........", "########", "########", "........", "........"],
+    ),
+}
+"""What pycocotools 2.0.11 gives for these outlines, in a mask of 6 rows and 8 columns."""
+
+
+@pytest.mark.parametrize(("outline", "rows"), PARAMETERS.values(), ids=PARAMETERS)
+def test_polygons_are_filled_as_by_pycocotools(outline: list[list[float]], rows: list[str]) -> None:
+    ours = fill_polygons(Polygons((np.array(outline, np.float64),)), 6, 8)
+    assert ["".join(".#"[pixel] for pixel in row) for row in ours] == rows
+
+
+def test_outlines_of_an_instance_are_united() -> None:
+    left, right = (np.array([[x, 0], [x + 3, 0], [x + 3, 3], [x, 3]], np.float64) for x in (0, 2))
+    both = fill_polygons(Polygons((left, right)), 4, 6)
+    np.testing.assert_array_equal(
+        both, fill_polygons(Polygons((left,)), 4, 6) | fill_polygons(Polygons((right,)), 4, 6)
+    )
+
+
+def test_run_lengths_go_down_the_columns() -> None:
+    mask = np.random.default_rng(0).integers(0, 2, (5, 7)).astype(np.uint8)
+    np.testing.assert_array_equal(instance_mask(rle(mask), (5, 7)), mask)
+
+
+@pytest.mark.parametrize(
+    ("mask", "reason"),
+    [
+        (Rle((5, 7), np.array([36])), "has run lengths that do not add up to 5x7 pixels"),
+        (Rle((7, 5), np.array([35])), "has 7x5 pixels, and its image 5x7"),
+        (Polygons((np.array([[0, 0], [np.inf, 1], [1, 1]]),)), "must have finite coordinates"),
+        (Rle((5, 7), np.array([30, 5])), None),
+    ],
+)
+def test_masks_at_fault(mask: Polygons | Rle, reason: str | None) -> None:
+    assert mask_fault(mask, (5, 7)) == reason
+
+
+def encoded(image: Image.Image) -> MaskFile:
+    data = io.BytesIO()
+    image.save(data, "PNG")
+    return MaskFile(data.getvalue())
+
+
+def test_a_palettes_indices_are_the_levels() -> None:
+    levels = np.random.default_rng(0).integers(0, 20, (5, 7)).astype(np.uint8)
+    image = Image.fromarray(levels)
+    image.putpalette(list(range(255, -1, -1)) * 3)
+    np.testing.assert_array_equal(decode_mask(encoded(image), (5, 7)), levels)
+
+
+@pytest.mark.parametrize(
+    ("mask", "reason"),
+    [
+        (MaskFile(b"GIF"), "must be an image file, such as PNG"),
+        (encoded(Image.new("RGB", (7, 5))), "must have one channel of 8 bits, got an image of mode RGB"),
+        (encoded(Image.new("L", (5, 7))), "has 7x5 pixels, and its image 5x7"),
+        (MaskFile(encoded(Image.effect_noise((7, 5), 9)).data[:60]), "cannot be decoded: "),
+    ],
+)
+def test_files_at_fault(mask: MaskFile, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        decode_mask(mask, (5, 7))
+
+
+# --- through a program ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Turn(s.Geometry):
+    """Turns around the centre, for tests."""
+
+    stage_name: ClassVar[str] = "turn"
+
+    angle: float
+    border: str = "constant"
+
+    @property
+    def warps(self) -> s.Filter:
+        return s.Filter("nearest", self.border, (0,))
+
+    def output(self, spec: s.ImageSpec) -> s.ImageSpec:
+        return spec
+
+    def draw(self, keys: s.StageKeys, height: s.Ints, width: s.Ints) -> tuple[s.Move, ...]:
+        cos, sin = np.cos(np.deg2rad(self.angle)), np.sin(np.deg2rad(self.angle))
+        matrix = np.zeros((len(height), 3, 3))
+        matrix[:] = [[cos, -sin, 0], [sin, cos, 0], [0, 0, 1]]
+        centre = np.stack([width / 2, height / 2], axis=1)
+        matrix[:, :2, 2] = centre - np.einsum("nij,nj->ni", matrix[:, :2, :2], centre)
+        return (s.Warp(matrix, height, width, "nearest", self.border),)
+
+
+PROGRAMS: dict[str, tuple[s.Stage, ...]] = {
+    "crop and flip": (CenterCrop(size=(40, 40)), Flip(horizontal=0.5, vertical=0.5), CenterCrop(size=(30, 20))),
+    "resize": (Flip(horizontal=0.5), Resize(height=90, width=31, interpolation="nearest"), Flip(vertical=0.5)),
+    "two resizes": tuple(Resize(height=a, width=b, interpolation="nearest") for a, b in ((20, 90), (33, 33))),
+    "turns": (Turn(angle=33), Flip(horizontal=0.5), Turn(angle=-12), CenterCrop(size=(30, 20))),
+    "turns with edges": (CenterCrop(size=(40, 40)), Turn(angle=50, border="edge"), Turn(angle=9, border="edge")),
+    "turns of two borders": (Turn(angle=40, border="reflect"), Turn(angle=20), CenterCrop(size=(30, 20))),
+    "a turn, then larger": (
+        Turn(angle=33),
+        CenterCrop(size=(80, 90)),
+        Resize(height=20, width=20, interpolation="nearest"),
+    ),
+    "larger, then a turn": (CenterCrop(size=(80, 90)), Turn(angle=33)),
+}
+
+
+@pytest.mark.parametrize("stages", PROGRAMS.values(), ids=PROGRAMS)
+def test_a_mask_is_sampled_where_its_image_is(stages: tuple[s.Stage, ...]) -> None:
+    """An image that is sampled by the nearest pixel, and a mask of the same levels, become the same."""
+    program = program_of(Decode(color="gray"), *stages)
+    rng, sizes = np.random.default_rng(0), np.array([(50 + i, 63 - i) for i in range(6)])
+    masks = [rng.integers(0, 256, size).astype(np.uint8) for size in sizes.tolist()]
+    keys = keys_of(len(masks))
+    wanted = images(program, [bytes(cv2.imencode(".png", mask)[1]) for mask in masks], keys)
+    for mask, map, image in zip(masks, mask_maps(program, keys, sizes), wanted, strict=True):
+        np.testing.assert_array_equal(map.apply(mask), image[0].numpy())
+
+
+def test_a_turned_mask_is_torchvisions() -> None:
+    mask = np.random.default_rng(0).integers(0, 9, (40, 52)).astype(np.uint8)
+    program = program_of(Decode(), Turn(angle=33), CenterCrop(size=(40, 52)))
+    ((ours,)) = [one.apply(mask) for one in mask_maps(program, keys_of(1), np.array([mask.shape]))]
+    theirs: Any = F.rotate(tv_tensors.Mask(torch.from_numpy(mask)), 33.0)
+    assert (ours != theirs.numpy()).mean() < 1e-3
+    assert both_inside(ours)
+
+
+def both_inside(mask: NDArray[np.uint8]) -> bool:
+    """The corners are turned away from, and the centre is not."""
+    return bool(mask[0, 0] == 0 and mask[15:25, 20:30].any())

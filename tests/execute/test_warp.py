@@ -1,0 +1,114 @@
+"""warp: at most half a level, and rounding errors, from the exact result; exact copies where no pixel is resampled."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import cv2
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from gpuflow.execute.warp import warp
+from gpuflow.pipeline.stage import Filter
+from tests.images import photo
+from tests.running import warped
+
+BORDERS = ("constant", "edge", "reflect")
+FILTERS = [Filter(way, border, (7, 99, 200)) for way, border in itertools.product(("nearest", "bilinear"), BORDERS)]
+every_filter = pytest.mark.parametrize("filter", FILTERS, ids=lambda filter: f"{filter.interpolation}, {filter.border}")
+BILINEAR = Filter("bilinear", "constant", (0,))
+
+MAPS = {
+    "turned": [[0.8, 0.6, -7.3], [-0.6, 0.8, 21.4], [0, 0, 1]],
+    "enlarged": [[0.21, 0.03, 5.01], [-0.02, 0.19, 3.3], [0, 0, 1]],
+    "shrunk": [[5.3, 0.9, -40.0], [1.2, 6.1, -90.0], [0, 0, 1]],
+    "mirrored": [[-1.1, 0.2, 50.0], [0.1, 0.9, 2.2], [0, 0, 1]],
+    "perspective": [[0.9, 0.2, 3.0], [0.1, 1.1, -4.0], [0.004, 0.002, 1.0]],
+    "half a pixel": [[1, 0, 0.5], [0, 1, -0.5], [0, 0, 1]],
+    "quarter turn": [[6e-17, 1, 1e-14], [-1, 6e-17, 50], [0, 0, 1]],
+    "far outside": [[1, 0, 3000.25], [0, 1, -5000.5], [0, 0, 1]],
+}
+
+
+def run(image: NDArray[np.uint8], matrix: Any, size: tuple[int, int], filter: Filter) -> NDArray[np.uint8]:
+    out = np.full((*size, image.shape[2]), 77, np.uint8)
+    warp(image, np.array(matrix, np.float64), (0, 0, *size), filter, out)
+    return out
+
+
+def exact(image: NDArray[np.uint8], matrix: Any, size: tuple[int, int], filter: Filter) -> NDArray[np.float64]:
+    return warped(image.transpose(2, 0, 1), np.array(matrix, np.float64), size, filter).transpose(1, 2, 0)
+
+
+@every_filter
+@pytest.mark.parametrize("matrix", MAPS.values(), ids=MAPS)
+@pytest.mark.parametrize("size", [(50, 61), (1, 1), (1, 9), (2, 3)], ids=str)
+def test_the_result_is_the_exact_one_rounded(size: tuple[int, int], matrix: Any, filter: Filter) -> None:
+    image = photo(*size)
+    apart = np.abs(run(image, matrix, (48, 57), filter) - exact(image, matrix, (48, 57), filter))
+    assert apart.max() <= (0.5 + 0.2 if filter.interpolation == "bilinear" else 0)
+
+
+@every_filter
+def test_large_results_have_no_seams(filter: Filter) -> None:
+    image, matrix = photo(400, 333), MAPS["perspective"]
+    apart = np.abs(run(image, matrix, (530, 610), filter) - exact(image, matrix, (530, 610), filter))
+    assert apart.max() <= (0.5 + 0.2 if filter.interpolation == "bilinear" else 0)
+
+
+@every_filter
+def test_a_part_of_the_result_is_the_same_as_in_the_whole(filter: Filter) -> None:
+    image = photo(60, 70)
+    for matrix in (MAPS["turned"], MAPS["perspective"], [[-1, 0, 40], [0, 1, -9], [0, 0, 1]]):
+        whole, part = run(image, matrix, (64, 64), filter), np.zeros((20, 31, 3), np.uint8)
+        warp(image, np.array(matrix, np.float64), (9, 17, 20, 31), filter, part)
+        assert np.array_equal(part, whole[9:29, 17:48])
+
+
+@every_filter
+def test_whole_pixels_are_copied(filter: Filter) -> None:
+    image = photo(30, 41)
+    for a, d, x, y in itertools.product((1, -1), (1, -1), (0, 41, -7, 60, 200), (0, 30, 11, -50)):
+        matrix = [[a, 0, x], [0, d, y], [0, 0, 1]]
+        assert np.array_equal(run(image, matrix, (36, 33), filter), exact(image, matrix, (36, 33), filter))
+    for height, width in ((1, 1), (1, 5), (5, 1)):
+        image, matrix = photo(height, width), [[1, 0, -3], [0, 1, -2], [0, 0, 1]]
+        assert np.array_equal(run(image, matrix, (9, 9), filter), exact(image, matrix, (9, 9), filter))
+
+
+@every_filter
+def test_the_identity_changes_nothing(filter: Filter) -> None:
+    image = photo(40, 50)
+    assert np.array_equal(run(image, np.eye(3), (40, 50), filter), image)
+    assert np.array_equal(run(image, [[1, 0, 1e-13], [0, 1, -1e-13], [0, 0, 1]], (40, 50), filter), image)
+
+
+@every_filter
+@pytest.mark.parametrize(
+    "matrix",
+    [[[0, 0, 0], [0, 0, 0], [0, 0, 0]], [[1, 0, 0], [0, 1, 0], [1, 0, -5.5]], [[1e300, 0, 0], [0, 1, 0], [0, 0, 1]]],
+)
+def test_points_without_an_image_are_harmless(matrix: Any, filter: Filter) -> None:
+    assert run(photo(20, 30), matrix, (20, 30), filter).shape == (20, 30, 3)
+
+
+@pytest.mark.parametrize("border", ["edge", "reflect"])
+@pytest.mark.parametrize("matrix", [value for name, value in MAPS.items() if name not in ("far outside",)])
+def test_the_result_is_opencvs(matrix: Any, border: str) -> None:
+    """OpenCV's coordinates are indices of pixels, which lie half a pixel further to the top left."""
+    image, half = photo(50, 61), np.array([[1, 0, 0.5], [0, 1, 0.5], [0, 0, 1]])
+    borders = {"edge": cv2.BORDER_REPLICATE, "reflect": cv2.BORDER_REFLECT_101}
+    flags = cv2.INTER_LINEAR | cv2.WARP_INVERSE_MAP
+    expected = cv2.warpPerspective(
+        image, np.linalg.inv(half) @ np.array(matrix) @ half, (57, 48), flags=flags, borderMode=borders[border]
+    )
+    apart = np.abs(run(image, matrix, (48, 57), Filter("bilinear", border, (0,))).astype(int) - expected)
+    assert apart.max() <= 1
+
+
+def test_gray_images() -> None:
+    image = photo(40, 50)[..., :1]
+    found = run(image, MAPS["turned"], (33, 44), BILINEAR)
+    assert np.abs(found - exact(image, MAPS["turned"], (33, 44), BILINEAR)).max() <= 0.7

@@ -1,0 +1,230 @@
+"""Boxes, keypoints and masks follow moves as torchvision v2's TVTensors do, for all samples at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torchvision import tv_tensors
+from torchvision.transforms.v2 import functional as F
+
+from gpuflow.execute.mask_maps import MaskMap
+from gpuflow.pipeline.moves import Crop, Flip, Move, Pad, Resize, Warp, forward
+from gpuflow.pipeline.records import Field, Ragged
+from gpuflow.pipeline.stage import Keys
+from gpuflow.pipeline.targets import (
+    PlacedMove,
+    TargetRules,
+    boxes_at_fault,
+    carry_problem,
+    keypoints_at_fault,
+    map_boxes,
+    map_keypoints,
+    moves_of,
+)
+from tests.datasets import Entries, program
+from tests.records import random_boxes, torchvision_moves
+
+ALL = TargetRules(min_area=0.0)
+
+
+def placed(moves: Sequence[Move], sizes: NDArray[np.int64]) -> list[PlacedMove]:
+    height, width = sizes[:, 0], sizes[:, 1]
+    found = []
+    for move in moves:
+        matrix, after_height, after_width = forward(move, height, width)
+        found.append(PlacedMove(move, matrix, (after_height, after_width)))
+        height, width = after_height, after_width
+    return found
+
+
+def random_moves(rng: np.random.Generator, sizes: NDArray[np.int64], count: int) -> list[Move]:
+    height, width = sizes[:, 0], sizes[:, 1]
+    n, moves = len(sizes), list[Move]()
+    for _ in range(count):
+        kind = rng.integers(4)
+        move: Move
+        if kind == 0:
+            h, w = rng.integers(2, height + 3), rng.integers(2, width + 3)
+            move = Crop(rng.integers(-2, 4, n), rng.integers(-2, 4, n), h, w, margin=9)
+        elif kind == 1:
+            move = Flip(rng.random(n) < 0.5, rng.random(n) < 0.5)
+        elif kind == 2:
+            move = Resize(rng.integers(5, 60, n), rng.integers(5, 60, n), "bilinear", True)
+        else:
+            top, bottom, left, right = (rng.integers(0, 4, n) for _ in range(4))
+            move = Pad(top, bottom, left, right)
+        moves.append(move)
+        _, height, width = forward(move, height, width)
+    return moves
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_boxes_and_masks_equal_torchvisions(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    sizes = rng.integers(6, 50, (5, 2))
+    parts = [random_boxes(rng, int(rng.integers(0, 5)), *size) for size in sizes.tolist()]
+    boxes = Ragged.of(parts, np.empty((0, 4), np.float32))
+    moves = random_moves(rng, sizes, 5)
+    mapped = map_boxes(boxes, placed(moves, sizes), sizes, ALL)
+    maps = [MaskMap(*size) for size in sizes.tolist()]
+    for i, size in enumerate(sizes.tolist()):
+        canvas: Any = tuple(size)
+        theirs = tv_tensors.BoundingBoxes(torch.from_numpy(parts[i]), format="XYXY", canvas_size=canvas)
+        theirs = F.clamp_bounding_boxes(torchvision_moves(theirs, moves, i))
+        area = (theirs[:, 2] - theirs[:, 0]) * (theirs[:, 3] - theirs[:, 1])
+        kept = mapped.kept_of(i)
+        np.testing.assert_allclose(mapped.boxes[i], theirs[torch.from_numpy(kept)], rtol=1e-5, atol=2e-5)
+        assert ((area > 1e-3).numpy() <= kept).all() and (kept <= (area > 0).numpy() | (area > -1e-3).numpy()).all()
+        mask = rng.integers(0, 200, size).astype(np.uint8)
+        for move in moves:
+            assert not isinstance(move, Warp)
+            maps[i].move(move, i)
+        theirs = torchvision_moves(tv_tensors.Mask(torch.from_numpy(mask)), moves, i)
+        np.testing.assert_array_equal(maps[i].apply(mask), theirs.numpy())
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_keypoints_equal_torchvisions_but_for_the_pixel_that_a_flip_counts_to(seed: int) -> None:
+    """torchvision's keypoints are pixels' numbers: its flip takes x to W - 1 - x, ours takes x to W - x."""
+    rng = np.random.default_rng(seed)
+    sizes = rng.integers(6, 50, (4, 2))
+    parts = [rng.uniform(0, size.min(), (2, 3, 3)).astype(np.float32) for size in sizes]
+    for part in parts:
+        part[..., 2] = 2
+    points = Ragged.of(parts, np.empty((0, 3, 3), np.float32))
+    moves = [move for move in random_moves(rng, sizes, 6) if not isinstance(move, Flip)]
+    chain = placed(moves, sizes)
+    mapped = map_keypoints(points, chain, sizes)
+    for i, size in enumerate(sizes.tolist()):
+        canvas: Any = tuple(size)
+        theirs = tv_tensors.KeyPoints(torch.from_numpy(parts[i][..., :2]), canvas_size=canvas)
+        theirs = torchvision_moves(theirs, moves, i)
+        np.testing.assert_allclose(mapped[i][..., :2], theirs, rtol=1e-5, atol=2e-5)
+        height, width = chain[-1].after[0][i], chain[-1].after[1][i]
+        outside = ~((mapped[i][..., :2] >= 0) & (mapped[i][..., :2] <= [width, height])).all(axis=-1)
+        assert (mapped[i][outside][:, 2] == 0).all()
+    flip = placed([Flip(np.ones(4, bool), np.zeros(4, bool))], sizes)
+    flipped = map_keypoints(points, flip, sizes)
+    for i, size in enumerate(sizes.tolist()):
+        canvas = tuple(size)
+        theirs = F.horizontal_flip(tv_tensors.KeyPoints(torch.from_numpy(parts[i][..., :2] - 0.5), canvas_size=canvas))
+        np.testing.assert_allclose(flipped[i][..., :2], theirs + 0.5, rtol=1e-5, atol=2e-5)
+
+
+def inverse(matrix: NDArray[np.float64]) -> NDArray[np.float64]:
+    return np.linalg.inv(matrix).astype(np.float64)
+
+
+def affine(angle: float, translate: list[float], scale: float, size: tuple[int, int]) -> NDArray[np.float64]:
+    """torchvision's affine map from input points to output points around the centre."""
+    from torchvision.transforms.v2.functional._geometry import _get_inverse_affine_matrix
+
+    center = [size[1] / 2, size[0] / 2]
+    vector = _get_inverse_affine_matrix(center, angle, translate, scale, [0.0, 0.0], inverted=False)
+    return np.array([*vector, 0, 0, 1]).reshape(3, 3)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_warps_take_boxes_where_torchvisions_affine_does(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    size = (int(rng.integers(20, 50)), int(rng.integers(20, 50)))
+    sizes = np.array([size])
+    angle, move, scale = float(rng.uniform(-60, 60)), [3.0, -2.0], float(rng.uniform(0.7, 1.4))
+    there = affine(angle, move, scale, size)
+    warp = Warp(inverse(there)[None], sizes[:, 0], sizes[:, 1])
+    boxes = random_boxes(rng, 6, *size)
+    chain = placed([warp], sizes)
+    mapped = map_boxes(Ragged.of([boxes], np.empty((0, 4), np.float32)), chain, sizes, ALL)
+    theirs = F.affine(
+        tv_tensors.BoundingBoxes(torch.from_numpy(boxes), format="XYXY", canvas_size=size), angle, move, scale, [0, 0]
+    )
+    np.testing.assert_allclose(mapped.boxes.values, theirs[torch.from_numpy(mapped.kept)], atol=1e-3)
+
+
+def test_inactive_warps_leave_targets_alone() -> None:
+    sizes = np.array([[20, 20], [20, 20]])
+    there = np.stack([affine(90.0, [0.0, 0.0], 1.0, (20, 20))] * 2)
+    warp = Warp(inverse(there), sizes[:, 0], sizes[:, 1], active=np.array([False, True]))
+    box = np.array([[1, 2, 5, 9]], np.float32)
+    mapped = map_boxes(Ragged.of([box, box], box[:0]), placed([warp], sizes), sizes, ALL)
+    np.testing.assert_allclose(mapped.boxes[0], box)
+    np.testing.assert_allclose(mapped.boxes[1], [[11, 1, 18, 5]], atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("rules", "kept"),
+    [
+        (TargetRules(), [True, True, False, False]),
+        (TargetRules(min_area=17.0), [True, False, False, False]),
+        (TargetRules(min_visibility=0.3), [True, False, False, False]),
+        (TargetRules(min_visibility=1.0), [True, False, False, False]),
+        (TargetRules(min_area=0.0), [True, True, True, False]),
+    ],
+)
+def test_boxes_that_crops_leave_too_little_of_are_dropped_with_their_labels(
+    rules: TargetRules, kept: list[bool]
+) -> None:
+    sizes = np.array([[40, 40]])
+    boxes = np.array([[2, 2, 12, 12], [16, 2, 32, 6], [19.5, 3, 29, 4], [25, 25, 30, 30]], np.float32)
+    corner, side = np.array([0]), np.array([20])
+    crop = Crop(corner, corner, side, side)
+    ragged = Ragged.of([boxes], boxes[:0])
+    mapped = map_boxes(ragged, placed([crop], sizes), sizes, rules)
+    assert mapped.kept.tolist() == kept
+    labels = mapped.select(Ragged(np.arange(4), ragged.offsets))
+    assert labels[0].tolist() == np.flatnonzero(kept).tolist()
+
+
+def test_moves_are_those_that_the_program_draws() -> None:
+    entries: Entries = (
+        {"decode": {}},
+        {"random_resized_crop": {"size": 24}},
+        {"flip": {}},
+        {"random_crop": {"size": 16}},
+    )
+    keys, sizes = Keys(3, 1, np.arange(4)), np.array([[40, 50]] * 4)
+    kinds = [type(one.move) for one in moves_of(program(entries), keys, sizes)]
+    assert kinds == [Crop, Resize, Flip, Crop]
+    assert [one.after[0].tolist() for one in moves_of(program(entries), keys, sizes)][-1] == [16] * 4
+
+
+@pytest.mark.parametrize(
+    ("box", "reason"),
+    [
+        ([np.nan, 0, 1, 1], "boxes[0] must have finite numbers, got [nan, 0, 1, 1]"),
+        ([5, 5, 5, 9], "boxes[0] must have x1 < x2 and y1 < y2, got [5, 5, 5, 9]"),
+        ([50, 5, 60, 9], "boxes[0] lies outside the image of 40x50 pixels, got [50, 5, 60, 9]"),
+    ],
+)
+def test_boxes_at_fault_are_named(box: list[float], reason: str) -> None:
+    good = np.array([[0, 0, 1, 1]], np.float32)
+    boxes = Ragged.of([good, np.array([box], np.float32)], good[:0])
+    assert list(boxes_at_fault("boxes", boxes, np.array([[40, 50], [40, 50]]))) == [(1, reason)]
+
+
+def test_keypoints_at_fault_are_named() -> None:
+    points = Ragged.of([np.full((2, 1, 3), np.nan, np.float32)], np.empty((0, 1, 3), np.float32))
+    assert next(keypoints_at_fault("points", points)) == (0, "points[0] must have finite numbers")
+
+
+def test_a_stage_that_may_move_pixels_carries_no_boxes() -> None:
+    boxes, text = Field(name="boxes", type="boxes"), Field(name="caption", type="text")
+    turning = program(({"decode": {}}, {"center_crop": {"size": 8}}, {"torchvision": _parameters("RandomRotation", 9)}))
+    colour = program(({"decode": {}}, {"center_crop": {"size": 8}}, {"torchvision": {"name": "RandomInvert"}}))
+    problem = carry_problem(turning, [text, boxes], ("stages",))
+    assert problem is not None and problem.code == "stage.order"
+    assert str(problem) == (
+        "stages[2].torchvision may move pixels, and boxes cannot follow; "
+        "use a geometry stage of gpuflow, or leave the field out of source.fields"
+    )
+    assert carry_problem(turning, [text]) is None
+    assert carry_problem(colour, [text, boxes]) is None
+
+
+def _parameters(name: str, degrees: int) -> dict[str, Any]:
+    return {"name": name, "parameters": (("degrees", degrees),)}

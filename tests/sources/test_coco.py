@@ -1,0 +1,294 @@
+"""The COCO source: pycocotools' conventions, and annotations that are wrong."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gpuflow.errors import ConfigError, SourceError
+from gpuflow.pipeline.records import Field, Polygons, Ragged, Rle
+from gpuflow.sources import Source, SourceSpec, fields_of, fingerprint_of, has_labels, open_source, records_of, subset
+from gpuflow.sources.files import FileSource
+
+Document = dict[str, Any]
+Make = Callable[..., Source]
+
+
+@pytest.fixture(autouse=True)
+def in_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "images").mkdir()
+    return tmp_path
+
+
+def document() -> Document:
+    """Three images in descending order of their ids, two categories, an annotation of a crowd."""
+    return {
+        "images": [
+            {"id": 30, "file_name": "c.jpg", "height": 4, "width": 5},
+            {"id": 20, "file_name": "b.jpg", "height": 4, "width": 5},
+            {"id": 10, "file_name": "a.jpg", "height": 4, "width": 5},
+        ],
+        "annotations": [
+            {"id": 1, "image_id": 30, "category_id": 7, "bbox": [1, 1, 2, 3], "segmentation": [[1, 1, 3, 1, 3, 4]]},
+            {"id": 2, "image_id": 10, "category_id": 90, "bbox": [0, 0, 5, 4], "iscrowd": 1},
+            {
+                "id": 3,
+                "image_id": 10,
+                "category_id": 90,
+                "bbox": [0.5, 1.25, 2, 2],
+                "segmentation": {"size": [4, 5], "counts": "031O0O0140LO"},
+            },
+            {
+                "id": 4,
+                "image_id": 10,
+                "category_id": 7,
+                "bbox": [0, 0, 1, 1],
+                "segmentation": {"size": [4, 5], "counts": [3, 17]},
+            },
+        ],
+        "categories": [{"id": 90, "name": "cat"}, {"id": 7, "name": "dog"}],
+    }
+
+
+def opened(content: Document, **keys: Any) -> Source:
+    Path("instances.json").write_text(json.dumps(content))
+    return open_source(SourceSpec(coco="instances.json", images="images", **keys))
+
+
+def refused(content: Document, **keys: Any) -> str:
+    with pytest.raises(SourceError) as caught:
+        opened(content, **keys)
+    return str(caught.value)
+
+
+def rows(column: Any) -> list[Any]:
+    assert isinstance(column, Ragged)
+    return [column[i].tolist() for i in range(len(column))]
+
+
+# What is read.
+
+
+def test_images_in_the_order_of_their_ids_and_labels_in_that_of_the_categories() -> None:
+    source = opened(document())
+    assert [source.path(i) for i in range(len(source))] == ["images/a.jpg", "images/b.jpg", "images/c.jpg"]
+    assert fields_of(source) == (
+        Field(name="boxes", type="boxes", labels="labels", classes=("dog", "cat")),
+        Field(name="mask", type="mask", instances=True),
+    )
+    assert source.classes == ("dog", "cat")
+    assert not has_labels(source)
+    assert source.labels.tolist() == [0, 0, 0]
+    records = records_of(source, [2, 0, 1])
+    assert records.errors == [None, None, None]
+    assert rows(records.columns["boxes"]) == [[[1, 1, 3, 4]], [[0.5, 1.25, 2.5, 3.25], [0, 0, 1, 1]], []]
+    assert rows(records.columns["labels"]) == [[0], [1, 0], []]
+    assert isinstance(records.columns["boxes"], Ragged) and records.columns["boxes"].values.dtype == np.float32
+    masks = records.columns["mask"]
+    assert isinstance(masks, list)
+    (polygons,) = masks[0]
+    assert isinstance(polygons, Polygons)
+    assert [outline.tolist() for outline in polygons.outlines] == [[[1, 1], [3, 1], [3, 4]]]
+    compressed, plain = masks[1]
+    assert isinstance(compressed, Rle) and isinstance(plain, Rle)
+    assert compressed.size == plain.size == (4, 5)
+    assert compressed.counts.tolist() == [0, 3, 1, 2, 1, 1, 1, 2, 5, 2, 1, 1]
+    assert plain.counts.tolist() == [3, 17]
+    assert compressed.counts.dtype == np.int64
+    assert masks[2] == ()
+
+
+def test_the_note_counts_what_is_left_out() -> None:
+    source = opened(document())
+    assert isinstance(source, FileSource)
+    assert source.note == "3 annotations, 1 images without any, 1 annotations of crowds left out"
+
+
+def test_keypoints_with_visibility_and_annotations_without() -> None:
+    content = document()
+    content["annotations"][0] |= {"keypoints": [1, 2, 2, 0, 0, 0]}
+    records = records_of(opened(content), [0, 1, 2])
+    points = records.columns["keypoints"]
+    assert isinstance(points, Ragged)
+    assert points.values.shape == (3, 2, 3) and points.values.dtype == np.float32
+    assert points[2].tolist() == [[[1, 2, 2], [0, 0, 0]]]
+    assert not points[0].any()
+
+
+def test_declared_fields_are_all_there_is() -> None:
+    source = opened(document(), fields={"image": {}, "boxes": {}, "width": {"type": "number"}, "id": {"type": "any"}})
+    records = records_of(source, [0, 2])
+    assert sorted(records.columns) == ["boxes", "id", "labels", "width"]
+    assert np.asarray(records.columns["width"]).tolist() == [5, 5]
+    assert records.columns["id"] == [10, 30]
+
+
+def test_a_file_of_images_alone() -> None:
+    source = opened(document() | {"annotations": []})
+    records = records_of(source, [0, 1])
+    assert rows(records.columns["boxes"]) == [[], []]
+    assert rows(records.columns["labels"]) == [[], []]
+
+
+def test_a_split_is_not_stratified_and_keeps_records() -> None:
+    content = document()
+    spec = SourceSpec(coco="instances.json", images="images", split={"train": 2 / 3, "val": 1 / 3})
+    whole = opened(content)
+    train, val = (subset(whole, spec, name) for name in ("train", "val"))
+    assert sorted(part.path(i) for part in (train, val) for i in range(len(part))) == [
+        "images/a.jpg",
+        "images/b.jpg",
+        "images/c.jpg",
+    ]
+    assert fields_of(val) == fields_of(whole) and not has_labels(val)
+    for part in (train, val):
+        for i in range(len(part)):
+            boxes = {"images/a.jpg": 2, "images/b.jpg": 0, "images/c.jpg": 1}[part.path(i)]
+            assert len(rows(records_of(part, [i]).columns["boxes"])[0]) == boxes
+
+
+def test_the_fingerprint_says_which_annotations() -> None:
+    first = fingerprint_of(opened(document()))
+    assert fingerprint_of(opened(document())) == first
+    content = document()
+    content["annotations"][0]["bbox"][0] = 2
+    assert fingerprint_of(opened(content)) != first
+    assert fingerprint_of(opened(document(), fields={"boxes": {}})) != first
+
+
+# What is refused, and what makes a record bad.
+
+
+def test_a_box_without_area_is_a_bad_record() -> None:
+    content = document()
+    content["annotations"][3]["bbox"] = [1, 1, 0, 2]
+    records = records_of(opened(content), [2, 0])
+    assert records.errors == [
+        None,
+        "instances.json: annotations[3].bbox must have a width and a height above 0, got [1.0, 1.0, 0.0, 2.0]",
+    ]
+    assert rows(records.columns["boxes"])[1] == rows(records.columns["labels"])[1] == []
+    assert isinstance(records.columns["mask"], list) and records.columns["mask"][1] == ()
+
+
+@pytest.mark.parametrize(
+    ("segmentation", "reason"),
+    [
+        ([[1, 1, 2, 2]], "must have outlines of at least 3 points, got 2"),
+        ([[]], "must have outlines of at least 3 points, got 0"),
+        ([[1, 1, 2, float("nan"), 3, 3]], "must have finite numbers"),
+        ({"size": [4, 5], "counts": [3, 4]}, "must have run lengths >= 0 that add up to 4 x 5, got 7 in all"),
+        ({"size": [4, 5], "counts": [-3, 23]}, "must have run lengths >= 0 that add up to 4 x 5, got 20 in all"),
+        (
+            {"size": [4, 5], "counts": "0i"},
+            "must have the run lengths of COCO as counts, got the last run length is cut off",
+        ),
+    ],
+)
+def test_a_mask_that_cannot_be_is_a_bad_record(segmentation: Any, reason: str) -> None:
+    content = document()
+    content["annotations"][0]["segmentation"] = segmentation
+    assert records_of(opened(content), [2]).errors == [f"instances.json: annotations[0].segmentation {reason}"]
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "message"),
+    [
+        (
+            ("annotations", 2, "image_id"),
+            99,
+            "instances.json: annotations[2].image_id must be the id of one of the images, got 99; add that image",
+        ),
+        (
+            ("annotations", 2, "category_id"),
+            1,
+            "instances.json: annotations[2].category_id must be the id of one of the categories, got 1; "
+            "add that category",
+        ),
+        (
+            ("annotations", 2, "bbox"),
+            [1, 2, 3],
+            "instances.json: annotations[2].bbox must be 4 numbers, got [1, 2, 3]; correct it",
+        ),
+        (
+            ("annotations", 2, "bbox"),
+            [1, 2, 3, "4"],
+            "instances.json: annotations[2].bbox must be 4 numbers, got [1, 2, 3, '4']; correct it",
+        ),
+        (
+            ("annotations", 2, "segmentation"),
+            [[1, 2, 3]],
+            "instances.json: annotations[2].segmentation must be outlines, each a list of x and y in turn, "
+            "got [1, 2, 3]; correct it",
+        ),
+        (
+            ("annotations", 2, "segmentation"),
+            {"counts": [20]},
+            "instances.json: annotations[2].segmentation must have a size [height, width], got null; correct it",
+        ),
+        (("images", 1, "id"), 30, "instances.json: images must have ids of their own, got 30 twice; correct one"),
+        (("images", 1, "file_name"), "", "instances.json: images[1] must have a file_name, got ''; correct it"),
+        (
+            ("categories", 1, "id"),
+            90,
+            "instances.json: categories[1] must have an id of its own, got 90 twice; correct one",
+        ),
+        (("images",), [], "instances.json: must have at least one image, got none; add images"),
+        (("images",), {}, "instances.json: must have the list 'images', got {}"),
+    ],
+)
+def test_structural_faults(place: tuple[Any, ...], value: Any, message: str) -> None:
+    content = document()
+    *above, key = place
+    at: Any = content
+    for step in above:
+        at = at[step]
+    at[key] = value
+    assert refused(content) == message
+
+
+def test_a_misspelt_list_a_missing_file_and_a_missing_directory() -> None:
+    content = document()
+    content["annotation"] = content.pop("annotations")
+    assert refused(content) == (
+        "instances.json: must have the list 'annotations', got null; did you mean 'annotation'?"
+    )
+    with pytest.raises(SourceError, match=r"source.coco must be a file, got 'x.json', which does not exist"):
+        open_source(SourceSpec(coco="x.json", images="images"))
+    Path("instances.json").write_text(json.dumps(document()))
+    with pytest.raises(SourceError, match=r"source.images must be a directory, got 'image'; did you mean 'images'\?"):
+        open_source(SourceSpec(coco="instances.json", images="image"))
+    Path("instances.json").write_text("{\n[")
+    with pytest.raises(SourceError, match=r"instances.json:2: must be JSON, got an error"):
+        open_source(SourceSpec(coco="instances.json", images="images"))
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({}, "source needs the key 'images' with source.coco: the directory of its images"),
+        (
+            {"images": "i", "classes": 3},
+            "source.classes must go with listing or tar, got source.coco; its categories name the classes",
+        ),
+        (
+            {"images": "i", "fields": {"label": {}}},
+            "source.fields.label must not be declared for a source.coco; its labels belong to boxes; remove it",
+        ),
+        (
+            {"images": "i", "fields": {"boxes": {"format": "xyxy"}}},
+            "source.fields.boxes must have no keys for boxes in a source.coco, got format; "
+            "remove them; the format says it all",
+        ),
+    ],
+)
+def test_keys_that_do_not_go_with_it(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        SourceSpec(coco="x.json", **keys)
+    assert str(caught.value) == message

@@ -1,0 +1,170 @@
+"""`source.fields`: defaults, and every rule between its keys."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gpuflow.config import read_config
+from gpuflow.errors import ConfigError
+from gpuflow.sources import SourceSpec, fields_of, has_labels, open_source, records_of, subset
+from gpuflow.sources.field_spec import FieldSpec
+from gpuflow.stages import STAGES
+
+
+def problems(**keys: Any) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        SourceSpec(**keys)
+    return [str(problem) for problem in caught.value.problems]
+
+
+def test_a_name_that_is_a_type_needs_no_type() -> None:
+    spec = SourceSpec(listing="x.csv", fields={"boxes": None, "seg": {"type": "mask"}, "text": FieldSpec(column="t")})
+    assert spec.declared == (
+        ("boxes", FieldSpec(type="boxes")),
+        ("seg", FieldSpec(type="mask")),
+        ("text", FieldSpec(type="text", column="t")),
+    )
+    assert spec == SourceSpec(listing="x.csv", fields=spec.declared)
+    assert SourceSpec(listing="x.csv").declared == ()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"box": {}},
+            "box needs the key 'type', because its name is no type; did you mean 'boxes'? give the field a type: "
+            "image, label, boxes, mask, keypoints, number, text, any",
+        ),
+        (
+            {"text": {"format": "xywh"}},
+            "text.format must go with boxes, got a field of type text; remove it",
+        ),
+        ({"boxes": {"kind": "rle"}}, "boxes.kind must go with label and mask, got a field of type boxes; remove it"),
+        (
+            {"label": {"kind": "rle"}},
+            "label.kind must be one of class, classes, number, vector for a label, got 'rle'",
+        ),
+        (
+            {"mask": {"kind": "class"}},
+            "mask.kind must be one of file, rle, polygons for a mask, got 'class'",
+        ),
+        (
+            {"label": {"kind": "vector", "classes": 3}},
+            "label.classes must go with kind: class or classes, got vector; remove it",
+        ),
+        (
+            {"boxes": {"classes": 3}},
+            "boxes.classes must go with the key labels; name the column of the labels: labels: COLUMN",
+        ),
+        (
+            {"boxes": {"labels": "l", "classes": ("a", "a")}},
+            "boxes.classes must be distinct names, at least one, got ['a', 'a']",
+        ),
+        ({"label": {"classes": 0}}, "label.classes must be >= 1, got 0"),
+        (
+            {"image": {}, "photo": {"type": "image"}},
+            "photo must be the only field of type image, got image too; remove one",
+        ),
+        (
+            {"boxes": {"labels": "text"}, "text": {}},
+            "text must have a name of its own in a record, got 'text' in boxes too; rename one",
+        ),
+    ],
+)
+def test_rules_between_keys(fields: Any, message: str) -> None:
+    assert problems(listing="x.csv", fields=fields) == [f"source.fields.{message}"]
+
+
+def test_every_problem_is_named() -> None:
+    found = problems(listing="x.csv", fields={"a": {}, "text": {"kind": "file"}, "mask": {"labels": "x"}})
+    assert len(found) == 3
+
+
+def test_a_folder_has_images_and_labels_alone() -> None:
+    assert problems(folder="x", fields={"boxes": {}}) == [
+        "source.fields.boxes must be an image or a label in a source.folder, got boxes; "
+        "name the files in a source.listing, which has columns for other fields"
+    ]
+    assert problems(folder="x", fields={"label": {"column": "y"}}) == [
+        "source.fields.label has no keys in a source.folder; remove column, or use a source.listing"
+    ]
+
+
+def test_a_folder_without_its_labels(tmp_path: Path) -> None:
+    for name in ("cat/a.jpg", "cat/b.jpg", "dog/c.jpg", "dog/d.jpg"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(b"x")
+    same: list[Any] = [{"image": {}, "label": {}}, {"image": {}, "label": {"kind": "class"}}]
+    for fields in same:
+        assert open_source(SourceSpec(folder=str(tmp_path), fields=fields)).labels.tolist() == [0, 0, 1, 1]
+    spec = SourceSpec(folder=str(tmp_path), fields={"image": {}}, split={"train": 0.5})
+    source = open_source(spec)
+    assert not has_labels(source) and source.classes == () and source.labels.tolist() == [0, 0, 0, 0]
+    part = subset(source, spec, "train")
+    assert len(part) == 2 and not has_labels(part) and part.labels.dtype == np.int64
+
+
+class Plain:
+    """A source of another package, which knows nothing of fields."""
+
+    def __len__(self) -> int:
+        return 3
+
+
+def test_a_source_without_fields_has_labels_and_empty_records() -> None:
+    source: Any = Plain()
+    assert fields_of(source) == () and has_labels(source)
+    assert records_of(source, [2, 0]).errors == [None, None] and not records_of(source, [2]).columns
+
+
+# In a YAML file.
+
+HEAD = "pipelines:\n  train: {stages: [decode, {resize: {height: 8, width: 8}}], batch: {size: 2}}\nsource:\n"
+
+
+def test_fields_of_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_text(
+        HEAD
+        + "  listing: train.csv\n"
+        + "  fields: {image: {column: path}, boxes: {format: xywh, labels: box_labels, classes: [a, b]}, text: }\n"
+    )
+    assert read_config(path, STAGES).source.declared == (
+        ("image", FieldSpec(type="image", column="path")),
+        ("boxes", FieldSpec(type="boxes", format="xywh", labels="box_labels", classes=("a", "b"))),
+        ("text", FieldSpec(type="text")),
+    )
+    changed = read_config(path, STAGES, ["source.fields.boxes.format=cxcywh"]).source.declared[1][1]
+    assert changed.format == "cxcywh"
+
+
+def test_every_problem_of_a_file_is_located(tmp_path: Path) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_text(
+        HEAD
+        + "  listing: train.csv\n"
+        + "  fields:\n"
+        + "    boxes: {formt: xywh}\n"
+        + "    mask: {kind: polygon}\n"
+        + "    m: {type: maks}\n"
+        + "    text: 3\n"
+    )
+    with pytest.raises(ConfigError) as caught:
+        read_config(path, STAGES)
+    assert [str(problem).removeprefix(f"{path}:") for problem in caught.value.problems] == [
+        "6: source.fields.boxes.formt is not a key here; did you mean 'format'?",
+        "7: source.fields.mask.kind must be one of class, classes, number, vector, file, rle, polygons, got 'polygon'; "
+        "did you mean 'polygons'?",
+        "8: source.fields.m.type must be one of image, label, boxes, mask, keypoints, number, text, any, got 'maks'; "
+        "did you mean 'mask'?",
+        "9: source.fields.text must be a mapping with type, column, kind, format, labels, classes, got 3",
+    ]
+    path.write_text(HEAD + "  listing: train.csv\n  fields:\n    boxes: {}\n    box: {}\n    text: {format: xywh}\n")
+    with pytest.raises(ConfigError) as caught:
+        read_config(path, STAGES)
+    assert [problem.place.removeprefix(f"{path}:") for problem in caught.value.problems] == ["7:", "8:"]

@@ -1,0 +1,435 @@
+"""Listings with declared fields, as CSV and as JSON lines: what is read, and errors that name the line."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gpuflow.errors import SourceError, SystemFault
+from gpuflow.pipeline.records import Field, MaskFile, Polygons, Ragged, Records, Rle
+from gpuflow.sources import (
+    Source,
+    SourceSpec,
+    Subset,
+    fields_of,
+    fingerprint_of,
+    has_labels,
+    open_source,
+    records_of,
+    subset,
+    without_records,
+)
+from gpuflow.sources.storage import LocalStorage
+from tests.sources.conftest import FileServer, ReadAll
+
+
+@pytest.fixture(autouse=True)
+def in_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.jpg", "b.jpg", "a.png", "b.png"):
+        (tmp_path / name).write_bytes(name.encode())
+    return tmp_path
+
+
+def lines(*rows: Any, **keys: Any) -> Source:
+    """A listing of JSON lines; rows that are text are lines as they are."""
+    Path("list.jsonl").write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return open_source(SourceSpec(listing="list.jsonl", **keys))
+
+
+def table(text: str, **keys: Any) -> Source:
+    Path("list.csv").write_text(text)
+    return open_source(SourceSpec(listing="list.csv", **keys))
+
+
+def row(**values: Any) -> dict[str, Any]:
+    return {"path": "a.jpg", **values}
+
+
+def values(records: Records, name: str) -> Any:
+    """A column as plain lists."""
+    column = records.columns[name]
+    if isinstance(column, Ragged):
+        return [column[i].tolist() for i in range(len(column))]
+    return column.tolist() if isinstance(column, np.ndarray) else column
+
+
+def refused(*rows: Any, **keys: Any) -> str:
+    with pytest.raises(SourceError) as caught:
+        lines(*rows, **keys)
+    return str(caught.value)
+
+
+def refused_table(text: str, **keys: Any) -> str:
+    with pytest.raises(SourceError) as caught:
+        table(text, **keys)
+    return str(caught.value)
+
+
+# What is read.
+
+
+def test_a_column_of_csv_for_each_field(read_all: ReadAll) -> None:
+    source = table(
+        "image,kind,boxes,names,mask,weight,caption\n"
+        'a.jpg,1,"[[1, 2, 3, 4], [0, 0, 1.5, 1]]",cat|dog,a.png,2.5,"one, two"\n'
+        "b.jpg,0,,,b.png,1e3,\n"
+        'a.jpg,1,"[[0, 0, 2, 2]]","[""dog""]",a.png,0,x\n',
+        fields={
+            "image": {},
+            "label": {"column": "kind"},
+            "boxes": {"labels": "names"},
+            "mask": {},
+            "weight": {"type": "number"},
+            "caption": {"type": "text"},
+        },
+    )
+    assert read_all(source) == [b"a.jpg", b"b.jpg", b"a.jpg"]
+    assert source.labels.tolist() == [1, 0, 1] and source.classes == ("0", "1") and has_labels(source)
+    assert fields_of(source) == (
+        Field(name="boxes", type="boxes", labels="names", classes=("cat", "dog")),
+        Field(name="mask", type="mask"),
+        Field(name="weight", type="number"),
+        Field(name="caption", type="text"),
+    )
+    records = records_of(source, [2, 1, 0])
+    assert records.errors == [None, None, None]
+    assert values(records, "boxes") == [[[0, 0, 2, 2]], [], [[1, 2, 3, 4], [0, 0, 1.5, 1]]]
+    assert values(records, "names") == [[1], [], [0, 1]]
+    assert values(records, "mask") == [MaskFile(b"a.png"), MaskFile(b"b.png"), MaskFile(b"a.png")]
+    assert values(records, "weight") == [0, 1000, 2.5]
+    assert values(records, "caption") == ["x", "", "one, two"]
+    boxes, names = records.columns["boxes"], records.columns["names"]
+    assert isinstance(boxes, Ragged) and isinstance(names, Ragged)
+    assert boxes.values.dtype == np.float32 and names.values.dtype == boxes.offsets.dtype == np.int64
+
+
+@pytest.mark.parametrize(
+    ("form", "written"), [("xyxy", [1, 2, 4, 8]), ("xywh", [1, 2, 3, 6]), ("cxcywh", [2.5, 5, 3, 6])]
+)
+def test_formats_of_boxes(form: str, written: list[float]) -> None:
+    source = lines(row(boxes=[written]), fields={"boxes": {"format": form}})
+    assert values(records_of(source, [0]), "boxes") == [[[1, 2, 4, 8]]]
+    assert not has_labels(source) and source.labels.tolist() == [0]
+
+
+def test_keypoints_flat_and_in_triples() -> None:
+    source = lines(
+        row(points=[[1, 2, 2, 3, 4, 0]]),
+        row(points=[]),
+        row(points=[[[5, 6, 1], [7, 8, 2]], [0] * 6]),
+        fields={"points": {"type": "keypoints"}},
+    )
+    points = records_of(source, [2, 1, 0]).columns["points"]
+    assert isinstance(points, Ragged)
+    assert points.values.shape == (3, 2, 3) and points.values.dtype == np.float32
+    assert points[2].tolist() == [[[1, 2, 2], [3, 4, 0]]]
+    assert points[0][0].tolist() == [[5, 6, 1], [7, 8, 2]]
+
+
+def test_masks_of_instances() -> None:
+    source = lines(
+        row(shapes=[[[0, 0, 4, 0, 4, 4]], [[[1, 1], [2, 1], [2, 2]], [3, 3, 4, 3, 4, 4]]], runs=[]),
+        row(shapes=[], runs=[{"size": [2, 3], "counts": [1, 5]}]),
+        fields={"shapes": {"type": "mask", "kind": "polygons"}, "runs": {"type": "mask", "kind": "rle"}},
+    )
+    assert [field.instances for field in fields_of(source)] == [True, True]
+    first, second = (records_of(source, [i]) for i in (0, 1))
+    shapes = values(first, "shapes")[0]
+    assert all(isinstance(shape, Polygons) for shape in shapes)
+    assert [[outline.tolist() for outline in shape.outlines] for shape in shapes] == [
+        [[[0, 0], [4, 0], [4, 4]]],
+        [[[1, 1], [2, 1], [2, 2]], [[3, 3], [4, 3], [4, 4]]],
+    ]
+    assert values(first, "runs") == [()] == values(second, "shapes")
+    (run,) = values(second, "runs")[0]
+    assert isinstance(run, Rle) and run.size == (2, 3) and run.counts.tolist() == [1, 5]
+
+
+@pytest.mark.parametrize("is_csv", [True, False])
+def test_kinds_of_labels(is_csv: bool) -> None:
+    def source(label: list[str], written: list[Any], kind: str, **keys: Any) -> Source:
+        fields = {"label": {"kind": kind}}
+        if is_csv:
+            quoted = (text.replace('"', '""') for text in label)
+            return table("path,label\n" + "".join(f'a.jpg,"{text}"\n' for text in quoted), fields=fields, **keys)
+        return lines(*(row(label=value) for value in written), fields=fields, **keys)
+
+    several = source(["dog|cat", "", '["dog"]'], [["dog", "cat"], [], ["dog"]], "classes")
+    assert several.labels.tolist() == [[1, 1], [0, 0], [0, 1]] and several.labels.dtype == np.uint8
+    assert several.classes == ("cat", "dog")
+    numbered = source(["2|0", "1", ""], [[2, 0], [1], []], "classes", classes=4)
+    assert numbered.labels.tolist() == [[1, 0, 1, 0], [0, 1, 0, 0], [0, 0, 0, 0]]
+    number = source(["1.5", "2"], [1.5, 2], "number")
+    assert number.labels.tolist() == [1.5, 2] and number.labels.dtype == np.float32 and number.classes == ()
+    vector = source(["[1, 2]", "[3, 4.5]"], [[1, 2], [3, 4.5]], "vector")
+    assert vector.labels.tolist() == [[1, 2], [3, 4.5]] and vector.labels.dtype == np.float32
+
+
+def test_classes_belong_to_the_label_else_to_the_boxes() -> None:
+    both = lines(
+        row(label="x", boxes=[[0, 0, 1, 1]], kinds=["cat"]),
+        classes=("x", "y"),
+        fields={"label": {}, "boxes": {"labels": "kinds", "classes": ("dog", "cat")}},
+    )
+    assert both.classes == ("x", "y") and fields_of(both)[0].classes == ("dog", "cat")
+    assert values(records_of(both, [0]), "kinds") == [[1]]
+    boxes = lines(row(boxes=[[0, 0, 1, 1]], kinds=[2]), classes=3, fields={"boxes": {"labels": "kinds"}})
+    assert boxes.classes == fields_of(boxes)[0].classes == ("0", "1", "2")
+
+
+def test_any_value_of_json_passes() -> None:
+    source = lines(row(extra={"x": [1]}), row(extra=None), fields={"extra": {"type": "any"}})
+    assert values(records_of(source, [1, 0]), "extra") == [None, {"x": [1]}]
+
+
+def test_blocks_and_lines_are_counted_through() -> None:
+    rows = [row(boxes=[[0, 0, i + 1, 1]] * (i % 3)) for i in range(9000)]
+    rows[8500] = row(boxes=[[0, 0, 1, 1], [5, 0, 5, 1]])
+    source = lines(*rows, fields={"boxes": {}})
+    records = records_of(source, [8999, 4096, 8500])
+    assert values(records, "boxes") == [[[0, 0, 9000, 1]] * 2, [[0, 0, 4097, 1]], []]
+    assert records.errors == [
+        None,
+        None,
+        "list.jsonl:8501: boxes[1] must have x1 < x2 and y1 < y2, got [5.0, 0.0, 5.0, 1.0]",
+    ]
+
+
+def test_only_image_and_label_are_the_same_samples_as_without_fields() -> None:
+    plain = table("path,label\na.jpg,cat\nb.jpg,dog\n")
+    declared = open_source(SourceSpec(listing="list.csv", fields={"image": {"column": "path"}, "label": {}}))
+    assert fingerprint_of(declared) == fingerprint_of(plain)
+    assert declared.classes == plain.classes and declared.labels.tolist() == plain.labels.tolist()
+    assert records_of(plain, [1, 0]) == records_of(declared, [1, 0]) == Records({}, [None, None])
+    assert fields_of(plain) == () and has_labels(plain)
+
+
+def test_the_fingerprint_covers_every_value() -> None:
+    fields = {"boxes": {}, "text": {}, "weight": {"type": "number"}, "mask": {}}
+    base: dict[str, Any] = {"boxes": [[0, 0, 1, 1]], "text": "x", "weight": 1, "mask": "a.png"}
+    changes: list[dict[str, Any]] = [{}, {"boxes": [[0, 0, 1, 2]]}, {"text": "y"}, {"weight": 2}, {"mask": "b.png"}]
+    found = [fingerprint_of(lines(row(**base | change), fields=fields)) for change in changes]
+    assert len(set(found)) == len(changes)
+    assert fingerprint_of(lines(row(**base), fields=fields)) == found[0]
+    numbers = [fingerprint_of(lines(row(label=number), fields={"label": {"kind": "number"}})) for number in (1.25, 1.5)]
+    assert numbers[0] != numbers[1]
+
+
+def test_splits_are_stratified_by_one_class_alone() -> None:
+    rows = [row(path=f"{i}.jpg", label=[i % 2], n=i) for i in range(10)]
+    spec = SourceSpec(listing="list.jsonl", split={"train": 0.8, "val": 0.2})
+    whole = lines(*rows, fields={"label": {"kind": "classes"}, "n": {"type": "number"}})
+    train, val = subset(whole, spec, "train"), subset(whole, spec, "val")
+    assert isinstance(train, Subset) and isinstance(val, Subset)
+    assert sorted([*train.indices, *val.indices]) == list(range(10)) and len(val) == 2
+    assert values(records_of(val, [1, 0]), "n") == val.indices[[1, 0]].tolist()
+    assert val.labels.tolist() == whole.labels[val.indices].tolist()
+
+
+def test_a_copy_for_readers_has_no_records_but_the_same_labels() -> None:
+    source = lines(*(row(label=i % 2, text="x" * 1000) for i in range(100)), fields={"label": {}, "text": {}})
+    stripped = without_records(Subset(source, np.arange(0, 100, 2)))
+    assert len(pickle.dumps(stripped)) < 5000 < len(pickle.dumps(source))
+    assert fields_of(stripped) == () and has_labels(stripped) and len(stripped) == 50
+    moved = source.on(LocalStorage())
+    assert values(records_of(moved, [3]), "text") == ["x" * 1000]
+
+
+# Masks are read when their record is.
+
+
+def test_a_mask_that_cannot_be_read_is_a_bad_record() -> None:
+    source = lines(row(mask="gone.png"), row(mask="b.png"), fields={"mask": {}})
+    records = records_of(source, [0, 1])
+    assert records.errors == ["mask gone.png: no such file", None]
+    assert values(records, "mask") == [MaskFile(b""), MaskFile(b"b.png")]
+
+
+def test_no_descriptors_left_is_no_fault_of_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = lines(row(mask="a.png"), fields={"mask": {}})
+
+    def refuse(*arguments: Any, **keys: Any) -> int:
+        raise OSError(24, os.strerror(24))
+
+    monkeypatch.setattr(os, "open", refuse)
+    monkeypatch.setattr(os, "stat", refuse)
+    with pytest.raises(SystemFault):
+        records_of(source, [0])
+
+
+def test_masks_of_a_server_are_retried(server: FileServer) -> None:
+    server.files = {
+        "/list.jsonl": b'{"path": "a.jpg", "mask": "a.png"}\n',
+        "/a.jpg": b"image",
+        "/a.png": b"mask",
+    }
+    server.failures["/a.png"], server.status = 1, 503
+    source = open_source(SourceSpec(listing=f"{server.url}/list.jsonl", fields={"mask": {}}))
+    assert values(records_of(source, [0]), "mask") == [MaskFile(b"mask")]
+
+
+# Bad records.
+
+
+@pytest.mark.parametrize(
+    ("fields", "values_of_row", "reason"),
+    [
+        ({"boxes": {}}, {"boxes": [[0, 0, 1, 1], [0, float("nan"), 1, 1]]}, "boxes[1] must have finite numbers"),
+        ({"boxes": {}}, {"boxes": [[0, 0, 1e40, 1]]}, "boxes[0] must have finite numbers"),
+        (
+            {"boxes": {"format": "cxcywh"}},
+            {"boxes": [[4, 4, 0, 2]]},
+            "boxes[0] must have a width and a height above 0, got [4.0, 4.0, 0.0, 2.0]",
+        ),
+        (
+            {"keypoints": {}},
+            {"keypoints": [[1, 2, 0, 1, 2, 3]]},
+            "keypoints[0] must have a visibility of 0, 1 or 2",
+        ),
+        ({"keypoints": {}}, {"keypoints": [[1, float("inf"), 0]]}, "keypoints[0] must have finite numbers"),
+        ({"weight": {"type": "number"}}, {"weight": float("nan")}, "weight must be finite, got nan"),
+        (
+            {"mask": {"kind": "polygons"}},
+            {"mask": [[[1, 1, 2, 2]]]},
+            "mask[0] must have outlines of at least 3 points, got 2",
+        ),
+        (
+            {"mask": {"kind": "rle"}},
+            {"mask": [{"size": [2, 2], "counts": [1, 1]}]},
+            "mask[0] must have run lengths >= 0 that add up to 2 x 2, got 2 in all",
+        ),
+    ],
+)
+def test_values_that_make_a_record_bad(fields: Any, values_of_row: Any, reason: str) -> None:
+    source = lines(row(**values_of_row), fields=fields)
+    assert records_of(source, [0, 0]).errors == [f"list.jsonl:1: {reason}"] * 2
+
+
+# Errors at opening.
+
+
+@pytest.mark.parametrize(
+    ("fields", "values_of_row", "message"),
+    [
+        (
+            {"boxes": {}},
+            {"boxs": []},
+            "object must have the key 'boxes', got path, boxs; did you mean 'boxs'?",
+        ),
+        ({"boxes": {}}, {"boxes": None}, "boxes must be a list with an entry for each instance, got null; correct it"),
+        ({"boxes": {}}, {"boxes": [[1, 2, 3]]}, "boxes[0] must be 4 numbers, got [1, 2, 3]; correct it"),
+        ({"boxes": {}}, {"boxes": [1, 2, 3, 4]}, "boxes[0] must be 4 numbers, got 1; correct it"),
+        ({"boxes": {}}, {"boxes": [[1, 2, 3, "x"]]}, "boxes[0] must be 4 numbers, got [1, 2, 3, 'x']; correct it"),
+        (
+            {"boxes": {"labels": "kinds"}},
+            {"boxes": [[0, 0, 1, 1]], "kinds": [1, 2]},
+            "kinds must have one entry for each of the 1 boxes, got 2; correct it",
+        ),
+        (
+            {"boxes": {"labels": "kinds"}},
+            {"boxes": [[0, 0, 1, 1]], "kinds": [1.5]},
+            "kinds[0] must be an integer or a class name, got 1.5; correct it",
+        ),
+        (
+            {"boxes": {}, "keypoints": {}},
+            {"boxes": [[0, 0, 1, 1]], "keypoints": []},
+            "keypoints must have one entry for each of the 1 boxes, got 0; correct it",
+        ),
+        (
+            {"keypoints": {}},
+            {"keypoints": [[1, 2]]},
+            "keypoints[0] must be keypoints, each x, y and visibility, got [1, 2]; correct it",
+        ),
+        (
+            {"keypoints": {}},
+            {"keypoints": [[1, 2, 0], [1, 2, 0, 1, 2, 0]]},
+            "keypoints[1] must be 1 keypoints, each x, y and visibility, got [1, 2, 0, 1, 2, 0]; correct it",
+        ),
+        ({"mask": {}}, {"mask": 3}, "mask must be the path of a file, got 3; correct it"),
+        ({"mask": {}}, {"mask": ""}, "mask: path must not be empty; name a file or remove the row"),
+        (
+            {"mask": {"kind": "rle"}},
+            {"mask": [[[1, 1, 2, 2, 3, 3]]]},
+            "mask[0] must be a mapping of size and counts, got [[1, 1, 2, 2, 3, 3]]; correct it",
+        ),
+        (
+            {"mask": {"kind": "polygons"}},
+            {"mask": [[[1, 1, 2]]]},
+            "mask[0] must be outlines, each a list of x and y in turn, got [1, 1, 2]; correct it",
+        ),
+        ({"weight": {"type": "number"}}, {"weight": "3"}, "weight must be a number, got '3'; correct it"),
+        ({"text": {}}, {"text": 3}, "text must be text, got 3; correct it"),
+        ({"label": {}}, {"label": 1.5}, "label must be an integer or a class name, got 1.5; correct it"),
+        (
+            {"label": {"kind": "classes"}},
+            {"label": "cat"},
+            "label must be a list of integers or class names, got 'cat'; correct it",
+        ),
+        (
+            {"label": {"kind": "number"}},
+            {"label": float("nan")},
+            "label must be a finite number, got nan; correct it",
+        ),
+        (
+            {"label": {"kind": "vector"}},
+            {"label": []},
+            "label must be a list of finite numbers, got []; correct it",
+        ),
+    ],
+)
+def test_structural_faults(fields: Any, values_of_row: Any, message: str) -> None:
+    assert refused("", row(**values_of_row), fields=fields) == f"list.jsonl:2: {message}"
+
+
+def test_vectors_of_different_lengths_and_unknown_classes() -> None:
+    fields: Any = {"label": {"kind": "vector"}}
+    assert refused(row(label=[1, 2]), row(label=[1]), fields=fields) == (
+        "list.jsonl:2: label must have 2 numbers like the first one, got 1; correct it"
+    )
+    fields = {"boxes": {"labels": "kinds"}}
+    rows = [row(boxes=[[0, 0, 1, 1]] * 2, kinds=kinds) for kinds in ([0, 1], [1, 7])]
+    assert refused(*rows, fields=fields, classes=2) == (
+        "list.jsonl:2: kinds[1]: label must be in 0..1, got 7; raise source.classes or correct it"
+    )
+    assert refused(row(label=[]), fields={"label": {"kind": "classes"}}) == (
+        "list.jsonl:1: label must name a class in at least one sample, got none; add labels"
+    )
+
+
+def test_faults_of_csv() -> None:
+    fields: Any = {"boxes": {"labels": "kinds"}}
+    assert refused_table("path,box,kinds\na.jpg,[],\n", fields=fields) == (
+        "list.csv:1: header must have the column 'boxes', got path, box, kinds; did you mean 'box'?"
+    )
+    assert refused_table("path,boxes,kinds\na.jpg,[],\nb.jpg,[1,\n", fields=fields) == (
+        "list.csv:3: boxes must be a list in JSON, got '[1'; correct it"
+    )
+    assert refused_table("path,boxes,kinds\n\na.jpg,[]\n", fields=fields) == (
+        "list.csv:3: row must have the header's 3 fields, got 2 fields; quote a field that has a comma"
+    )
+    assert refused_table('path,boxes,kinds\n"a.jpg,[]\n', fields=fields).startswith(
+        "list.csv:2: row must be valid CSV, got: "
+    )
+    assert refused_table("path,n\na.jpg,x\n", fields={"n": {"type": "number"}}) == (
+        "list.csv:2: n must be a number, got 'x'; correct it"
+    )
+    for text in ("path,boxes,kinds\n", ""):
+        assert refused_table(text, fields=fields) == "list.csv: must list at least one sample, got none; add rows"
+
+
+def test_faults_of_json_lines() -> None:
+    fields: Any = {"text": {}}
+    assert refused("[]", fields=fields) == (
+        "list.jsonl:1: line must be a JSON object, got list; write one object a line"
+    )
+    assert refused(row(text="x"), "{", fields=fields).startswith(
+        "list.jsonl:2: line must be a JSON object, got invalid"
+    )
+    assert refused("", fields=fields) == "list.jsonl: must list at least one sample, got none; add rows"

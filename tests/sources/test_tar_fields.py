@@ -1,0 +1,178 @@
+"""Shards with declared fields: keys of the .json member, members of their own, and what is missing or wrong."""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gpuflow.errors import ConfigError, SourceError
+from gpuflow.pipeline.records import Field, MaskFile, Ragged
+from gpuflow.sources import Source, SourceSpec, fields_of, fingerprint_of, has_labels, open_source, records_of
+from tests.sources.conftest import ReadAll, tar_bytes
+
+Members = list[tuple[str, bytes]]
+
+
+@pytest.fixture(autouse=True)
+def in_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def sample(key: str, row: Any, **others: bytes) -> Members:
+    members = [(f"{key}.jpg", f"image {key}".encode()), (f"{key}.json", json.dumps(row).encode())]
+    return members + [(f"{key}.{suffix.replace('_', '.')}", data) for suffix, data in others.items()]
+
+
+def opened(members: Members, **keys: Any) -> Source:
+    Path("s.tar").write_bytes(tar_bytes(members))
+    return open_source(SourceSpec(tar="s.tar", **keys))
+
+
+def refused(members: Members, **keys: Any) -> str:
+    with pytest.raises(SourceError) as caught:
+        opened(members, **keys)
+    return str(caught.value)
+
+
+def two() -> Members:
+    first = {"boxes": [[1, 2, 3, 4]], "kinds": ["cat"], "weight": 2.5}
+    second = {"boxes": [[0, 0, 1, 1], [5, 6, 7, 8]], "kinds": ["dog", "cat"], "weight": 1}
+    return [
+        *sample("0001", first, txt="ein Kätzchen".encode(), cls=b"7", mask_png=b"first"),
+        *sample("0002", second, txt=b"dog and cat", cls=b"3", mask_png=b"second"),
+    ]
+
+
+FIELDS = {
+    "image": {},
+    "label": {},
+    "boxes": {"labels": "kinds"},
+    "weight": {"type": "number"},
+    "text": {},
+    "mask": {},
+}
+
+
+@pytest.mark.parametrize("time", ["first", "cached"])
+def test_every_suffix_has_its_field(read_all: ReadAll, time: str) -> None:
+    source = opened(two(), fields=FIELDS)
+    if time == "cached":
+        source = open_source(SourceSpec(tar="s.tar", fields=FIELDS))
+    assert read_all(source) == [b"image 0001", b"image 0002"]
+    assert source.labels.tolist() == [7, 3] and has_labels(source)
+    assert source.shard_sizes == (2,)
+    assert fields_of(source) == (
+        Field(name="boxes", type="boxes", labels="kinds", classes=("cat", "dog")),
+        Field(name="weight", type="number"),
+        Field(name="text", type="text"),
+        Field(name="mask", type="mask"),
+    )
+    records = records_of(source, [1, 0])
+    assert records.errors == [None, None]
+    boxes, kinds = records.columns["boxes"], records.columns["kinds"]
+    assert isinstance(boxes, Ragged) and isinstance(kinds, Ragged)
+    assert boxes[0].tolist() == [[0, 0, 1, 1], [5, 6, 7, 8]] and boxes[1].tolist() == [[1, 2, 3, 4]]
+    assert kinds[0].tolist() == [1, 0] and kinds[1].tolist() == [0]
+    assert np.asarray(records.columns["weight"]).tolist() == [1, 2.5]
+    assert records.columns["text"] == ["dog and cat", "ein Kätzchen"]
+    assert records.columns["mask"] == [MaskFile(b"second"), MaskFile(b"first")]
+    source.close()
+
+
+def test_columns_with_a_dot_are_suffixes() -> None:
+    members = [*two(), ("0001.wide.json", b"[1, 2]"), ("0002.wide.json", b"null")]
+    members += [("0001.seg", b"a"), ("0002.seg", b"")]
+    fields = {"extra": {"type": "any", "column": ".wide.json"}, "mask": {"column": ".seg"}}
+    source = opened(members, fields=fields)
+    records = records_of(source, [0, 1])
+    assert records.columns["extra"] == [[1, 2], None]
+    assert records.columns["mask"] == [MaskFile(b"a"), MaskFile(b"")]
+    assert records.errors == [None, "mask s.tar/0002.seg: empty file"]
+    assert not has_labels(source) and source.labels.tolist() == [0, 0]
+
+
+def test_several_classes_and_vectors() -> None:
+    members = [*sample("a", {}, cls=b"cat|dog"), *sample("b", {}, cls=b"")]
+    source = opened(members, fields={"label": {"kind": "classes"}})
+    assert source.classes == ("cat", "dog")
+    assert source.labels.tolist() == [[1, 1], [0, 0]] and source.labels.dtype == np.uint8
+    members = [*sample("a", {"point": [1, 2]}), *sample("b", {"point": [3, 4]})]
+    source = opened(members, fields={"label": {"kind": "vector", "column": "point"}})
+    assert source.labels.tolist() == [[1, 2], [3, 4]] and source.labels.dtype == np.float32
+
+
+def test_only_image_and_label_are_the_same_samples_as_without_fields() -> None:
+    plain = opened(two())
+    declared = open_source(SourceSpec(tar="s.tar", fields={"image": {}, "label": {}}))
+    assert fingerprint_of(declared) == fingerprint_of(plain)
+    assert declared.labels.tolist() == plain.labels.tolist() and declared.classes == plain.classes
+    assert fingerprint_of(open_source(SourceSpec(tar="s.tar", fields=FIELDS))) != fingerprint_of(plain)
+
+
+def test_what_is_missing() -> None:
+    members = [member for member in two() if member[0] != "0002.txt"]
+    assert refused(members, fields=FIELDS) == (
+        "s.tar/0002.jpg: sample must have the member 0002.txt, got none (1 of 2 samples); "
+        "add it, or correct source.fields"
+    )
+    members = [member for member in two() if member[0] != "0001.mask.png"]
+    assert refused(members, fields=FIELDS) == (
+        "s.tar/0001.jpg: sample must have the member 0001.mask.png, got none (1 of 2 samples); "
+        "add it, or correct source.fields"
+    )
+    members = [member for member in two() if member[0] != "0002.jpg"]
+    assert refused(members, fields=FIELDS) == (
+        "s.tar/0002.json: member must have an image (jpg, jpeg, png, webp, bmp), got none; add or remove it"
+    )
+    assert refused(two(), fields={"boxes": {"column": "boxs"}}) == (
+        "s.tar/0001.json: object must have the key 'boxs', got boxes, kinds, weight; did you mean 'boxes'?"
+    )
+    members = [member for member in two() if member[0] != "0001.cls"]
+    assert refused(members, fields=FIELDS) == (
+        's.tar/0001.jpg: image must have a label, got none; add 0001.cls, or 0001.json with the key "label" or "cls"'
+    )
+
+
+def test_what_is_wrong() -> None:
+    assert refused([*sample("a", {"boxes": [[1, 2, 3]]})], fields={"boxes": {}}) == (
+        "s.tar/a.json: boxes[0] must be 4 numbers, got [1, 2, 3]; correct it"
+    )
+    assert refused([("a.jpg", b"i"), ("a.json", b"{")], fields={"boxes": {}}).startswith(
+        "s.tar/a.json: must be valid JSON, got an error: "
+    )
+    assert refused([*sample("a", [])], fields={"boxes": {}}) == (
+        "s.tar/a.json: must be a JSON object, got []; correct it"
+    )
+    source = opened([*sample("a", {"boxes": [[4, 2, 3, 8]]})], fields={"boxes": {}})
+    assert records_of(source, [0]).errors == [
+        "s.tar/a.json: boxes[0] must have x1 < x2 and y1 < y2, got [4.0, 2.0, 3.0, 8.0]"
+    ]
+    with pytest.raises(ConfigError, match=r"source\.fields\.image\.column must not be given in a source\.tar"):
+        SourceSpec(tar="s.tar", fields={"image": {"column": "jpg"}})
+
+
+def test_a_shard_that_changed_is_an_error_of_the_source_not_of_a_sample() -> None:
+    source = opened(two(), fields=FIELDS)
+    data = Path("s.tar").read_bytes()
+    Path("s.tar").write_bytes(data + bytes(512))
+    with pytest.raises(SourceError, match="shard must stay as it was indexed"):
+        records_of(source, [0])
+
+
+def test_tar_files_of_the_library_are_read() -> None:
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w", format=tarfile.PAX_FORMAT) as archive:
+        for name, data in two():
+            header = tarfile.TarInfo(name)
+            header.size = len(data)
+            archive.addfile(header, io.BytesIO(data))
+    Path("p.tar").write_bytes(stream.getvalue())
+    source = open_source(SourceSpec(tar="p.tar", fields=FIELDS))
+    assert records_of(source, [0]).columns["text"] == ["ein Kätzchen"]

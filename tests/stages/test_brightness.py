@@ -1,0 +1,35 @@
+"""brightness: equals torchvision's function, by factors from its range."""
+
+from __future__ import annotations
+
+from torchvision.transforms.v2 import functional as tv
+
+from gpuflow.stages import Brightness
+from tests.stages.operations import check_changes_nothing, check_draws, check_equals, check_refuses
+
+
+def test_equals_torchvision_bit_for_bit() -> None:
+    check_equals(Brightness(amount=(0.0, 3.0), probability=0.8), tv.adjust_brightness)
+    check_equals(Brightness(amount=(0.0, 0.0)), tv.adjust_brightness, count=1)
+
+
+def test_its_factors_and_its_probability() -> None:
+    check_draws(Brightness(amount=0.4), 1.0, 0.6, 1.4)
+    check_draws(Brightness(amount=3.0, probability=0.3), 0.3, 0.0, 4.0)
+    check_draws(Brightness(amount=(0.5, 0.5), probability=0.0), 0.0, 0.5, 0.5)
+
+
+def test_a_factor_of_1_and_a_probability_of_0_change_nothing() -> None:
+    check_changes_nothing(
+        Brightness(amount=0), Brightness(amount=(1.0, 1.0), probability=0.5), Brightness(amount=0.9, probability=0)
+    )
+
+
+def test_errors() -> None:
+    check_refuses("brightness.amount must be >= 0 or [low, high], got -0.1", Brightness, amount=-0.1)
+    check_refuses(
+        "brightness.amount must be [low, high] with 0 <= low <= high, got [0.5, 0.4]", Brightness, amount=(0.5, 0.4)
+    )
+    check_refuses(
+        "brightness.probability must be a probability within [0, 1], got 1.1", Brightness, amount=1, probability=1.1
+    )

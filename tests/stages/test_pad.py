@@ -1,0 +1,80 @@
+"""pad: torchvision's Pad, bit for bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torchvision.transforms import v2
+
+from gpuflow.errors import ConfigError
+from gpuflow.stages import CenterCrop, Decode, Flip, Pad, RandomCrop, Resize
+from tests.images import photo, png
+from tests.running import RGB, decoded, images, program_of, run
+
+
+@pytest.mark.parametrize("border", ["constant", "edge", "reflect"])
+@pytest.mark.parametrize("padding", [0, 7, (3, 0), (1, 2, 3, 4)])
+@pytest.mark.parametrize("fill", [0, 114, (9, 200, 50)])
+def test_pixels_are_those_of_torchvision(padding: Any, fill: Any, border: Any) -> None:
+    if border != "constant" and fill:
+        fill = 0
+    sides = list(padding) if isinstance(padding, tuple) else padding
+    for size in ((40, 57), (9, 9), (8, 30)):
+        data = png(photo(*size))
+        expected = v2.Pad(sides, fill, border)(decoded(data))
+        stages = (Pad(padding=padding, border=border, fill=fill), CenterCrop(size=tuple(expected.shape[1:])))
+        assert torch.equal(images(program_of(Decode(), *stages), [data])[0], expected)
+
+
+@pytest.mark.parametrize("border", ["constant", "edge", "reflect"])
+def test_between_other_stages(border: Any) -> None:
+    pad = Pad(padding=(5, 6, 7, 8), border=border, fill=114 if border == "constant" else 0)
+    stages = (Resize(height=20, width=30), Flip(horizontal=1.0), pad, Flip(vertical=1.0), CenterCrop(size=(30, 36)))
+    data = png(photo(40, 57))
+    expected = decoded(data)
+    for stage in stages:
+        expected = stage.torchvision()(expected)
+    assert torch.equal(images(program_of(Decode(), *stages), [data])[0], expected)
+
+
+def test_two_paddings() -> None:
+    stages = (Pad(padding=5, fill=9), Pad(padding=4, fill=200), Pad(padding=3), CenterCrop(size=80))
+    data, program = png(photo(40, 50)), program_of(Decode(), *stages)
+    expected = decoded(data)
+    for stage in stages:
+        expected = stage.torchvision()(expected)
+    assert torch.equal(images(program, [data])[0], expected)
+    assert [type(step).__name__ for step in program.steps] == ["SamplingStep"] * 3
+
+
+def test_an_image_that_is_too_small_to_reflect_is_a_bad_sample() -> None:
+    program = program_of(Decode(), Pad(padding=9, border="reflect"), RandomCrop(size=20))
+    _, faults = run(program, [png(photo(9, 40)), png(photo(10, 10))])
+    assert str(faults[0]) == "pad: the padding is larger than the image, which has 9x40 pixels here"
+    assert faults[1] is None
+
+
+def test_specs() -> None:
+    assert Pad(padding=(1, 2, 3, 4)).output(RGB.replace(shape=(10, None, 3))).shape == (16, None, 3)
+    assert Pad(padding=3).output(RGB.replace(shape=(None, None, 3), shorter=20)).shorter == 26
+    assert Pad(padding=(3, 2)).output(RGB.replace(shape=(None, None, 3), shorter=20)).shorter is None
+    with pytest.raises(ValueError, match="reflects") as caught:
+        Pad(padding=10, border="reflect").output(RGB.replace(shape=(10, 20, 3)))
+    assert str(caught.value) == "reflects 10 of 10 pixels; pad less than that, or with border: edge"
+
+
+@pytest.mark.parametrize(
+    ("parameters", "text"),
+    [
+        ({"padding": -1}, "pad.padding must be >= 0, got -1"),
+        ({"padding": (1, -1)}, "pad.padding must be >= 0, got [1, -1]"),
+        ({"padding": 1, "fill": 300}, "pad.fill must be within [0, 255], got 300"),
+    ],
+    ids=str,
+)
+def test_errors(parameters: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Pad(**parameters)
+    assert str(caught.value) == text

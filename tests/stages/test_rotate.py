@@ -1,0 +1,103 @@
+"""rotate: torchvision's rotation by angles of torchvision's distribution."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torchvision.transforms import InterpolationMode, v2
+from torchvision.transforms.v2 import functional as tv
+
+from gpuflow.errors import ConfigError
+from gpuflow.pipeline import stage as s
+from gpuflow.stages import CenterCrop, Decode, Rotate
+from tests.images import photo, png
+from tests.running import RGB, decoded, images, keys_of, levels_apart, program_of
+from tests.stages.warps import apart_from, warp_of
+
+SIZES = ((150, 211), (60, 60), (31, 8), (1, 1))
+
+
+@pytest.mark.parametrize("interpolation", ["nearest", "bilinear"])
+@pytest.mark.parametrize("fill", [0, 114, (9, 200, 50)])
+@pytest.mark.parametrize("angle", [17.3, -133.0, 45.0, 90.0, 180.0, 270.0])
+def test_pixels_are_those_of_torchvision(angle: float, fill: int | tuple[int, int, int], interpolation: str) -> None:
+    stage = Rotate(degrees=(angle, angle), interpolation=interpolation, fill=fill)  # type: ignore[arg-type]
+    levels = list(fill) if isinstance(fill, tuple) else fill
+    for size in SIZES:
+        image = photo(*size)
+        expected = tv.rotate_image(
+            torch.from_numpy(image).permute(2, 0, 1), angle, InterpolationMode(interpolation), fill=levels
+        )
+        assert apart_from(expected, image, stage, special=angle % 45 == 0) <= (interpolation == "bilinear")
+
+
+@pytest.mark.parametrize("interpolation", ["nearest", "bilinear"])
+@pytest.mark.parametrize("border", ["constant", "edge", "reflect"])
+def test_no_turn_changes_no_pixel(border: str, interpolation: str) -> None:
+    data = png(photo(40, 57))
+    stage = Rotate(degrees=0, border=border, interpolation=interpolation)  # type: ignore[arg-type]
+    (image,) = images(program_of(Decode(), stage, CenterCrop(size=(40, 57))), [data])
+    assert torch.equal(image, decoded(data))
+    assert not stage.random
+
+
+def test_quarter_turns_are_exact() -> None:
+    data = png(photo(48, 48))
+    for turns in range(4):
+        stage = Rotate(degrees=(90.0 * turns, 90.0 * turns))
+        (image,) = images(program_of(Decode(), stage, CenterCrop(size=48)), [data])
+        assert torch.equal(image, torch.rot90(decoded(data), turns, dims=(1, 2)))
+
+
+@pytest.mark.parametrize("degrees", [25.0, (-10.0, 70.0), (300.0, 400.0)])
+def test_angles_have_torchvisions_distribution(degrees: float | tuple[float, float]) -> None:
+    count = 4000
+    matrix = warp_of(Rotate(degrees=degrees), count, 40, 60).matrix
+    angles = np.degrees(np.arctan2(matrix[:, 1, 0], matrix[:, 0, 0]))
+    torch.manual_seed(0)
+    theirs = v2.RandomRotation(degrees)
+    expected = np.array([theirs.make_params([])["angle"] for _ in range(count)])
+    low, high = theirs.degrees
+    angles += 360 * np.round(((low + high) / 2 - angles) / 360)
+    for found in (angles, expected):
+        assert low <= found.min() + 1e-9 and found.max() <= high + 1e-9
+    share = np.linspace(0, 1, 101)
+    assert np.abs(np.quantile(angles, share) - np.quantile(expected, share)).max() < 0.05 * (high - low)
+
+
+def test_fill_and_channels() -> None:
+    gray = RGB.replace(shape=(20, 20, 1), color="gray")
+    assert Rotate(degrees=9, fill=3).output(gray) == gray
+    with pytest.raises(ValueError, match="fills") as caught:
+        Rotate(degrees=9, fill=(1, 2, 3)).output(gray)
+    assert str(caught.value) == "fills with 3 levels but gets uint8 20x20x1 hwc; give one level"
+
+
+def test_torchvision_has_no_other_borders() -> None:
+    with pytest.raises(NotImplementedError):
+        Rotate(degrees=9, border="edge").torchvision()
+    assert levels_apart(Rotate(degrees=0).torchvision()(decoded(png(photo(9, 9)))), decoded(png(photo(9, 9)))) == 0
+
+
+@pytest.mark.parametrize(
+    ("parameters", "text"),
+    [
+        ({"degrees": -3}, "rotate.degrees must be >= 0 or [low, high], got -3"),
+        ({"degrees": (5.0, -3.0)}, "rotate.degrees must be [low, high] with low <= high, got [5.0, -3.0]"),
+        ({"degrees": float("inf")}, "rotate.degrees must be finite, got inf"),
+        ({"degrees": 3, "fill": 256}, "rotate.fill must be within [0, 255], got 256"),
+        ({"degrees": 3, "fill": (0, -1, 0)}, "rotate.fill must be within [0, 255], got [0, -1, 0]"),
+    ],
+    ids=str,
+)
+def test_errors(parameters: dict[str, float], text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Rotate(**parameters)  # type: ignore[arg-type]
+    assert str(caught.value) == text
+
+
+def test_a_warp_keeps_the_size_that_is_known() -> None:
+    spec = s.ImageSpec(shape=(20, None, 3))
+    assert Rotate(degrees=9).output(spec) == spec
+    assert len(warp_of(Rotate(degrees=9), 3, 5, 6).height) == len(keys_of(3).positions)
