@@ -114,6 +114,10 @@ def check(path: ConfigFile, overrides: Overrides = None) -> None:
     config = _read(path, overrides)
     for name, program in config.programs.items():
         _out.print(f"{name}: {_escape(repr(program.pipeline).partition(': ')[2])}  gives {program.result}")
+    for name, several in config.views.items():
+        for view, result in several.results:
+            stages = _escape(repr(view.pipeline).partition(": ")[2])
+            _out.print(f"{name}.{view.name}: {stages}  gives {view.count} x {result}")
     _out.print(f"[green]valid:[/] {path}")
 
 
@@ -251,7 +255,7 @@ def _sizes(config: Config) -> list[str]:
     return [
         f"pipelines.{name}.stages.{i}.{stage.stage_name}.size={config.train.size}"
         for name in ("train", "val")
-        if name in config.pipelines
+        if name in config.programs
         for i, stage in enumerate(config.programs[name].pipeline.stages, start=-len(config.pipelines[name].head()))
         if hasattr(stage, "size")
     ]
@@ -343,7 +347,7 @@ def scan(path: ConfigFile, overrides: Overrides = None) -> None:
 
     config = _read(path, overrides)
     source = open_source(config.source)
-    decoder = next(iter(config.programs.values())).decoder
+    decoder = config.any_program(next(iter(config.pipelines))).decoder
     threads = threads_of(config.run)
     bad = 0
     with _bar() as bar:

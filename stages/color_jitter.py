@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpuflow.pipeline import stage as s
-from gpuflow.pipeline.parameters import Factor, Shift, range_of
+from gpuflow.pipeline.parameters import Factor, Probability, Shift, range_of, with_probability
 
 __all__ = ["ColorJitter"]
 
@@ -21,35 +21,40 @@ _OPERATIONS = np.array([s.Operation[name.upper()] for name in _ADJUSTMENTS])
 class ColorJitter(s.Pointwise):
     """Jitter colours as torchvision's v2 ColorJitter does: clamp and truncate to uint8 after each adjustment.
 
-    The adjustments run in a random order. Saturation and hue do not change gray images. Coefficients of a sample [8]:
-    the indices of the four adjustments in the order in which they run, then the factors of brightness, contrast,
-    saturation and hue.
+    The adjustments run in a random order. Saturation and hue do not change gray images. Coefficients of a sample [9]:
+    the indices of the four adjustments in the order in which they run, the factors of brightness, contrast, saturation
+    and hue, and 1 or 0: whether the sample is changed.
 
     Args:
         brightness: the factor is drawn from [max(0, 1 - v), 1 + v] for a number v, or from [low, high].
         contrast: the factor is drawn from [max(0, 1 - v), 1 + v] for a number v, or from [low, high].
         saturation: the factor is drawn from [max(0, 1 - v), 1 + v] for a number v, or from [low, high].
         hue: the shift is drawn from [-v, v] for a number v, or from [low, high], in turns of the colour circle.
+        probability: of changing an image.
     """
 
     stage_name: ClassVar[str] = "color_jitter"
     tolerance: ClassVar[float] = 1.0
+    late_fields: ClassVar[tuple[str, ...]] = ("probability",)
 
     brightness: Factor = 0.0
     contrast: Factor = 0.0
     saturation: Factor = 0.0
     hue: Shift = 0.0
+    probability: Probability = 1.0
 
     @classmethod
     def examples(cls) -> tuple[ColorJitter, ...]:
         return (
             cls(brightness=0.4, contrast=0.4, saturation=0.4, hue=0.1),
             cls(brightness=(1.3, 1.3)),
+            cls(brightness=0.8, saturation=(0.2, 1.8), probability=0.8),
         )
 
     @property
     def random(self) -> bool:
-        return any(low != high for low, high in self._ranges())
+        varies = any(low != high for low, high in self._ranges())
+        return self.probability > 0 and (varies or (self.probability < 1 and any(self._active())))
 
     def _ranges(self) -> list[tuple[float, float]]:
         return [range_of(getattr(self, name), neutral=0.0 if name == "hue" else 1.0) for name in _ADJUSTMENTS]
@@ -67,20 +72,23 @@ class ColorJitter(s.Pointwise):
     def torchvision(self) -> Any:
         from torchvision.transforms import v2
 
-        return v2.ColorJitter(self.brightness, self.contrast, self.saturation, self.hue)
+        jitter = v2.ColorJitter(self.brightness, self.contrast, self.saturation, self.hue)
+        return with_probability(jitter, self.probability)
 
     def draw(self, keys: s.StageKeys) -> NDArray[np.float64]:
-        numbers = keys.uniform(8)
+        numbers = keys.uniform(9)
         low, high = np.array(self._ranges()).T
-        return np.concatenate([numbers[:, :4].argsort(axis=1), low + numbers[:, 4:] * (high - low)], axis=1)
+        order, factors = numbers[:, :4].argsort(axis=1), low + numbers[:, 4:8] * (high - low)
+        return np.concatenate([order, factors, numbers[:, 8:] < self.probability], axis=1)
 
     def operations(self, coefficients: NDArray[np.float64], height: s.Ints, width: s.Ints) -> s.Operations:
         order, active = coefficients[:, :4].astype(int), np.array(self._active())
         kept, shape = active[order], (len(order), int(active.sum()))
-        factors = np.take_along_axis(coefficients[:, 4:], order, axis=1)
+        factors = np.take_along_axis(coefficients[:, 4:8], order, axis=1)
+        codes = _OPERATIONS[order[kept]].reshape(shape)
         kinds = [s.Operation(code) for code in _OPERATIONS[active].tolist()]
         return s.Operations.of(
-            _OPERATIONS[order[kept]].reshape(shape),
+            np.where(coefficients[:, 8:] > 0, codes, int(s.Operation.NONE)),
             factors[kept].reshape(shape),
             kinds=kinds,
             statistics=sum(kind.needs_statistic for kind in kinds),

@@ -9,7 +9,7 @@ import dataclasses
 import re
 import typing
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -20,6 +20,7 @@ from gpuflow.decode.preset import Preset
 from gpuflow.errors import ConfigError, Problem, suggest
 from gpuflow.pipeline.program import Program
 from gpuflow.pipeline.targets import TargetRules
+from gpuflow.pipeline.views import AnyProgram, ViewsProgram
 from gpuflow.sources import SourceSpec
 from gpuflow.sources.base import Fraction
 from gpuflow.sources.field_spec import FieldSpec
@@ -38,6 +39,7 @@ __all__ = [
     "TargetsSpec",
     "TensorrtSpec",
     "TrainSpec",
+    "ViewSpec",
 ]
 
 OnError = Literal["raise", "replace", "skip"]
@@ -246,6 +248,18 @@ class PresetKeys(_Block):
         return (Preset(name=self.preset, height=self.height, width=self.width, color=self.color or "rgb"),)
 
 
+class ViewSpec(_Block):
+    """A view: stages that make one or more images of each decoded image.
+
+    Args:
+        count: how many images the view makes of each decoded image; each has random numbers of its own.
+        stages: what happens to each decoded image, in this order.
+    """
+
+    count: Positive = 1
+    stages: tuple[Any, ...]
+
+
 class TargetsSpec(_Block):
     """Which boxes of a sample a batch keeps; the labels, masks and keypoints of others are left out with them.
 
@@ -270,6 +284,9 @@ class PipelineSpec(PresetKeys):
         split: the part of `source.split` that it reads, or `all` for the whole source; by default the part that has the
             pipeline's name.
         stages: what happens to each image, in this order; the first stage is decode, or there is a preset.
+        views: in place of `stages`: several lists of stages by name, which share one decoding of each image. The batch
+            then has a mapping of these names to tensors [count, N, C, H, W].
+        decode: the parameters of decode for `views`.
         batch: how many samples make a batch.
         shuffle: draw a new order of the samples for each epoch.
         on_error: what happens to a bad sample in this pipeline; by default what `run.on_error` says.
@@ -277,7 +294,9 @@ class PipelineSpec(PresetKeys):
     """
 
     split: str | None = None
-    stages: tuple[Any, ...]
+    stages: tuple[Any, ...] = ()
+    views: dict[str, ViewSpec] | None = None
+    decode: dict[str, Any] | None = None
     batch: BatchSpec = BatchSpec(size=64)
     shuffle: bool = False
     on_error: OnError | None = None
@@ -286,7 +305,22 @@ class PipelineSpec(PresetKeys):
     def problems(self) -> Iterator[Problem]:
         """A problem for each broken rule between keys, its path from this block on."""
         yield from self.preset_problems()
+        if self.views is None and "stages" not in self.model_fields_set:
+            others = "" if self.preset is not None else ", or views"
+            yield Problem.of((), f"needs the key 'stages': a list{others}", code="config.missing_key")
+        if self.views is None and self.decode is not None:
+            yield _conflict("decode", "is for views, and there are none", "put decode before the stages")
+        if self.views is not None:
+            yield from self._views_problems(self.views)
         yield from (problem.below("batch") for problem in self.batch.problems())
+
+    def _views_problems(self, views: dict[str, ViewSpec]) -> Iterator[Problem]:
+        if not views:
+            yield Problem.of("views", "must name at least one view, got none", code="config.missing_key")
+        if "stages" in self.model_fields_set:
+            yield _conflict("views", "stands in place of stages, and there are both", "remove one of them")
+        if self.preset is not None:
+            yield _conflict("views", "cannot follow a preset", "remove the preset, or use stages")
 
 
 class ServeSpec(PresetKeys):
@@ -437,6 +471,7 @@ class Config:
     """A whole file, checked: its values, and one folded program a pipeline.
 
     programs: by pipeline name; `serve` stands among them where the file has that block.
+    views: by pipeline name, those of the pipelines that have views; they are not among `programs`.
     """
 
     path: str
@@ -446,14 +481,27 @@ class Config:
     train: TrainSpec
     serve: ServeSpec | None
     run: RunSpec
+    views: Mapping[str, ViewsProgram] = field(default_factory=dict)
 
     def program(self, name: str) -> Program:
+        """The program of the pipeline of this name, for what takes one image of each sample.
+
+        Raises ConfigError if there is none, with the closest name, or if it has views.
+        """
+        program = self.any_program(name)
+        if isinstance(program, ViewsProgram):
+            rule, action = "are several images of each sample, and this takes one", "name a pipeline with stages"
+            problem = Problem.of(("pipelines", name, "views"), rule, action=action, code="config.conflict")
+            raise ConfigError([replace(problem, place=f"{self.path}:")])
+        return program
+
+    def any_program(self, name: str) -> AnyProgram:
         """The program of the pipeline of this name. Raises ConfigError, with the closest name, if there is none."""
         if name not in self.pipelines:
             action = suggest(name, self.pipelines)
             problem = Problem.of("pipelines", f"has no pipeline {name!r}", action=action, code="config.unknown_key")
             raise ConfigError([replace(problem, place=f"{self.path}:")])
-        return self.programs[name]
+        return self.views[name] if name in self.views else self.programs[name]
 
     def split_of(self, name: str) -> str | None:
         """The part of `source.split` that a pipeline reads; None if it reads the whole source, as `serve` does."""

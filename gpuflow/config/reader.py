@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pydantic
 
@@ -25,10 +25,11 @@ from gpuflow.config.yaml_file import read_yaml
 from gpuflow.decode.preset import Preset
 from gpuflow.errors import ConfigError, Key, Problem
 from gpuflow.pipeline.program import Program, fold
-from gpuflow.pipeline.records import Field
-from gpuflow.pipeline.stage import Pipeline, Stage
-from gpuflow.pipeline.targets import carry_problem
+from gpuflow.pipeline.records import GEOMETRIC, Field
+from gpuflow.pipeline.stage import Mixing, Pipeline, Stage
+from gpuflow.pipeline.targets import carry_problem, views_carry_problem
 from gpuflow.pipeline.validate import trace
+from gpuflow.pipeline.views import View, ViewsPipeline, ViewsProgram
 from gpuflow.sources import SourceSpec
 
 __all__ = ["read_config"]
@@ -68,9 +69,9 @@ class _Reader:
         self._stop_if_faulty()
         document = self._document()
         source = self._source()
-        programs = self._programs()
+        programs, views = self._programs(), self._views()
         if source is not None:
-            self._check_fields(source, programs)
+            self._check_fields(source, programs, views)
         self._stop_if_faulty()
         assert document is not None and source is not None
         return Config(
@@ -78,6 +79,7 @@ class _Reader:
             source=source,
             pipelines=document.pipelines,
             programs=programs,
+            views=views,
             train=document.train,
             serve=document.serve,
             run=document.run,
@@ -150,15 +152,72 @@ class _Reader:
                     programs[str(at[-1])] = program
         return programs
 
-    def _check_fields(self, source: SourceSpec, programs: Mapping[str, Program]) -> None:
-        """Report the first stage of each pipeline that cannot carry the declared fields; `serve` carries none."""
+    def _views(self) -> dict[str, ViewsProgram]:
+        """The folded views of each pipeline that has views and no problem."""
+        pipelines = self._data.get("pipelines")
+        found = {}
+        for name, block in pipelines.items() if isinstance(pipelines, dict) else ():
+            views = block.get("views") if isinstance(block, dict) else None
+            if isinstance(views, dict) and views:
+                program = self._views_program(("pipelines", name), str(name), block.get("decode"), views)
+                if program is not None:
+                    found[str(name)] = program
+        return found
+
+    def _views_program(
+        self, at: tuple[Key, ...], name: str, decode: Any, blocks: dict[Any, Any]
+    ) -> ViewsProgram | None:
+        """Views with the decoding that they share; None where something is wrong, which is reported."""
+        if decode is not None and not isinstance(decode, dict):
+            return None
+        try:
+            decoder = make_stage({"decode": decode}, self._stages)
+        except ConfigError as error:
+            for problem in error.problems:
+                self._report(problem.below(*at))
+            return None
+        views, programs = [], []
+        for view, block in blocks.items():
+            entries = block.get("stages") if isinstance(block, dict) else None
+            if not isinstance(entries, list):
+                continue  # which `_document` reports
+            path = (*at, "views", view, "stages")
+            program = self._program(path, f"{name}.{view}", entries, (decoder,))
+            if program is None or self._mixes(path, program):
+                continue
+            count = block.get("count", 1)
+            if isinstance(count, int):
+                views.append(View(str(view), count, program.pipeline))
+                programs.append(program)
+        if len(views) < len(blocks):
+            return None
+        return ViewsProgram(pipeline=ViewsPipeline(name, tuple(views)), programs=tuple(programs))
+
+    def _mixes(self, at: tuple[Key, ...], program: Program) -> bool:
+        """Report the stages of a view that mix samples. at: the keys that lead to the view's list of stages."""
+        rule, action = "mixes the samples of a batch, and views are not mixed", "remove the stage, or use no views"
+        for i, stage in enumerate(program.pipeline.stages[1:]):
+            if isinstance(stage, Mixing):
+                self._report(Problem.of((*at, i, stage.stage_name), rule, action=action, code="config.conflict"))
+        return bool(program.mixings)
+
+    def _check_fields(
+        self, source: SourceSpec, programs: Mapping[str, Program], views: Mapping[str, ViewsProgram]
+    ) -> None:
+        """Report the first stage of each pipeline, or its views, that cannot carry the declared fields.
+
+        `serve` carries none.
+        """
         fields = [
-            Field(name=name, type=kind) for name, spec in source.declared for kind in _GEOMETRIC if kind == spec.type
+            Field(name=name, type=kind) for name, spec in source.declared for kind in GEOMETRIC if kind == spec.type
         ]
         for name, program in programs.items():
             if name != "serve" and (problem := carry_problem(program, fields)) is not None:
                 heads = sum(isinstance(stage, Preset) for stage in program.pipeline.stages)
                 self._report(replace(problem, path=("pipelines", name, "stages", *_behind(problem.path, heads))))
+        for name in views:
+            if (problem := views_carry_problem(fields)) is not None:
+                self._report(problem.below("pipelines", name))
 
     def _head(self, block: dict[Any, Any]) -> tuple[Preset, ...] | None:
         """What stands before a block's stages; None where its keys are at fault, which `_document` reports."""
@@ -170,7 +229,7 @@ class _Reader:
         return None if list(keys.preset_problems()) else keys.head()
 
     def _program(
-        self, at: tuple[Key, ...], name: str, entries: list[Any], head: tuple[Preset, ...] | None
+        self, at: tuple[Key, ...], name: str, entries: list[Any], head: tuple[Stage, ...] | None
     ) -> Program | None:
         stages = []
         for i, entry in enumerate(entries):
@@ -182,7 +241,7 @@ class _Reader:
         if len(stages) < len(entries) or head is None:
             return None
         serving = at[0] == "serve"
-        for preset in head:
+        for preset in (first for first in head if isinstance(first, Preset)):
             for i, stage in enumerate(stages):
                 if (rule := preset.refuses(stage, serving=serving)) is not None:
                     self._report(Problem.of((*at, i), rule, code="stage.order"))
@@ -194,9 +253,6 @@ class _Reader:
             for problem in error.problems:
                 self._report(replace(problem, path=(*at, *_behind(problem.path, len(head)))))
         return None
-
-
-_GEOMETRIC: tuple[Literal["boxes", "keypoints", "mask"], ...] = ("boxes", "keypoints", "mask")
 
 
 def _behind(path: tuple[Key, ...], heads: int) -> tuple[Key, ...]:

@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel
 from pydantic.json_schema import GenerateJsonSchema
 
-from gpuflow.config.models import Document, FieldKeys, PipelineSpec, ServeSpec, SourceKeys
+from gpuflow.config.models import Document, FieldKeys, PipelineSpec, ServeSpec, SourceKeys, ViewSpec
 from gpuflow.pipeline.bounds import Bounds
 from gpuflow.pipeline.stage import Stage
 from gpuflow.sources import SourceSpec
@@ -40,9 +40,12 @@ def json_schema(stages: Mapping[str, type[Stage]]) -> Schema:
     schema = Document.model_json_schema(schema_generator=_Blocks)
     schema["properties"]["source"] |= {"$ref": "#/$defs/source"}
     blocks = schema.pop("$defs")
-    for block in PipelineSpec, ServeSpec:
+    for block in PipelineSpec, ServeSpec, ViewSpec:
         properties = blocks[block.__name__]["properties"]
         properties["stages"] = {"description": properties["stages"]["description"], **_STAGES}
+    pipeline = blocks[PipelineSpec.__name__]
+    pipeline["properties"]["decode"]["anyOf"] = [{"$ref": "#/$defs/stage.decode"}, {"type": "null"}]
+    pipeline["oneOf"] = [{"required": ["stages"]}, {"required": ["views"]}]
     del blocks[SourceKeys.__name__], blocks[FieldKeys.__name__]
     other_types: dict[str, Any] = {
         "split": SourceKeys.model_fields["split"].annotation,

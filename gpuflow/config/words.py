@@ -112,7 +112,8 @@ def _hint_at(model: type[BaseModel], at: Sequence[Key]) -> tuple[type[BaseModel]
     hint: Any = model
     for key in at:
         if typing.get_origin(hint) in (typing.Union, types.UnionType):
-            hint = next((part for part in typing.get_args(hint) if _is_model(part)), hint)
+            parts = typing.get_args(hint)
+            hint = next((part for part in parts if _is_model(part) or typing.get_origin(part) is dict), hint)
         if _is_model(hint):
             parent = hint
             hint = next((f.annotation for n, f in hint.model_fields.items() if key in (n, f.alias)), None)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, assert_never
 
 import cv2
@@ -35,8 +36,9 @@ from gpuflow.pipeline.program import (
     WarpStep,
     too_large,
 )
+from gpuflow.pipeline.views import AnyProgram, ViewSlots, ViewsProgram
 
-__all__ = ["CpuRunner", "CpuRunners", "call_opaque"]
+__all__ = ["CpuRunner", "CpuRunners", "ViewsRunner", "call_opaque", "runner_of"]
 
 _KEPT_BYTES = 1 << 24
 """Scratch memory of at most this size is kept for images that need much less."""
@@ -300,30 +302,121 @@ class CpuRunner:
         return held[:need].reshape(shape)
 
 
-class CpuRunners:
-    """A pool of runners: any thread may call its methods, and each call uses a runner that no other call uses."""
+class ViewsRunner:
+    """Runs a program with views: decodes each image once, as a whole. Each thread needs its own runner."""
 
-    def __init__(self, program: Program) -> None:
-        self._program, self._idle = program, list[CpuRunner]()
-        self._busy: dict[int, CpuRunner] = {}
+    def __init__(self, program: ViewsProgram) -> None:
+        self._program = program
+        self._decoder = CpuDecoder(program.decoder.color, background=program.decoder.background)
+        self._runners = [CpuRunner(one) for one in program.programs]
+        self.place = 0
+        """The number of the sample that `run` is at."""
+
+    def check(self) -> None:
+        """Decode gpuflow's own test image. Raises DecoderError if that fails."""
+        self._decoder.check()
 
     def run(
         self,
         samples: Sequence[NDArray[np.uint8]],
         keys: s.Keys,
-        slots: NDArray[Any],
+        slots: ViewSlots,
+        sizes: NDArray[np.int64] | None = None,
+    ) -> list[BadSampleError | None]:
+        """Decode N samples and run the steps of all views on them. The rest is as in `CpuRunner.run`.
+
+        A sample is bad if one of its views is.
+        """
+        faults: list[BadSampleError | None] = [None] * len(samples)
+        headers: list[Header | None] = [None] * len(samples)
+        for i, data in enumerate(samples):
+            self.place = i
+            try:
+                headers[i] = _header_of(data, self._program.decoder)
+            except BadSampleError as fault:
+                faults[i] = fault.with_traceback(None)  # which refers to this frame, and that to all samples
+        upright = [header.upright_size if header else (1, 1) for header in headers]
+        if sizes is not None:
+            sizes[:] = np.array(upright, np.int64).reshape(-1, 2)
+        parts = self._parts(upright, keys, slots)
+        for i, header in enumerate(headers):
+            self.place = i
+            if header is not None:
+                try:
+                    image, _ = self._decoder.decode(samples[i], header, None)
+                    for part in parts:
+                        part.run(image, i)
+                except BadSampleError as fault:
+                    faults[i] = fault.with_traceback(None)  # which refers to this frame, and that to all samples
+        return faults
+
+    def run_images(
+        self, images: Sequence[NDArray[np.uint8]], keys: s.Keys, slots: ViewSlots
+    ) -> list[BadSampleError | None]:
+        """Run the steps of all views on N decoded images. The rest is as in `CpuRunner.run_images`."""
+        faults: list[BadSampleError | None] = [None] * len(images)
+        parts = self._parts([image.shape[:2] for image in images], keys, slots)
+        for i, image in enumerate(images):
+            self.place = i
+            try:
+                for part in parts:
+                    part.run(image, i)
+            except BadSampleError as fault:
+                faults[i] = fault.with_traceback(None)  # which refers to this frame, and that to all images
+        return faults
+
+    def _parts(self, sizes: Sequence[tuple[int, ...]], keys: s.Keys, slots: ViewSlots) -> list[_ViewOfChunk]:
+        """Every view of N images of these sizes, once for each of its numbers."""
+        height, width = np.array(sizes, np.int64).reshape(-1, 2).T
+        parts = []
+        for view, runner, own_slots in zip(self._program.pipeline.views, self._runners, slots.views, strict=True):
+            for number in range(view.count):
+                own = keys.of_view(view.name, number)
+                parts.append(_ViewOfChunk(runner, own, runner.draw(own, height, width), own_slots[number]))
+        return parts
+
+
+@dataclass(frozen=True, slots=True)
+class _ViewOfChunk:
+    """One number of one view of N images. slots [N, ...]: where its results go."""
+
+    runner: CpuRunner
+    keys: s.Keys
+    drawn: list[Any]
+    slots: NDArray[Any]
+
+    def run(self, image: NDArray[np.uint8], i: int) -> None:
+        """On decoded image i. Raises BadSampleError."""
+        self.runner.run_image(image, i, self.drawn, self.keys, self.slots[i])
+
+
+def runner_of(program: AnyProgram) -> CpuRunner | ViewsRunner:
+    """A runner for one thread."""
+    return ViewsRunner(program) if isinstance(program, ViewsProgram) else CpuRunner(program)
+
+
+class CpuRunners:
+    """A pool of runners: any thread may call its methods, and each call uses a runner that no other call uses."""
+
+    def __init__(self, program: AnyProgram) -> None:
+        self._program, self._idle = program, list[Any]()
+        self._busy: dict[int, CpuRunner | ViewsRunner] = {}
+
+    def run(
+        self,
+        samples: Sequence[NDArray[np.uint8]],
+        keys: s.Keys,
+        slots: Any,
         sizes: NDArray[np.int64] | None = None,
     ) -> list[BadSampleError | None]:
         """See `CpuRunner.run`."""
         return self._with_runner(lambda runner: runner.run(samples, keys, slots, sizes))
 
-    def run_images(
-        self, images: Sequence[NDArray[np.uint8]], keys: s.Keys, slots: NDArray[Any]
-    ) -> list[BadSampleError | None]:
+    def run_images(self, images: Sequence[NDArray[np.uint8]], keys: s.Keys, slots: Any) -> list[BadSampleError | None]:
         """See `CpuRunner.run_images`."""
         return self._with_runner(lambda runner: runner.run_images(images, keys, slots))
 
-    def _with_runner(self, call: Callable[[CpuRunner], list[BadSampleError | None]]) -> list[BadSampleError | None]:
+    def _with_runner(self, call: Callable[[Any], list[BadSampleError | None]]) -> list[BadSampleError | None]:
         runner, thread = self._acquire(), threading.get_ident()
         self._busy[thread] = runner
         try:
@@ -344,11 +437,11 @@ class CpuRunners:
             runner.check()
             self._idle.append(runner)
 
-    def _acquire(self) -> CpuRunner:
+    def _acquire(self) -> Any:
         try:
             return self._idle.pop()
         except IndexError:
-            return CpuRunner(self._program)
+            return runner_of(self._program)
 
     def clear(self) -> None:
         """Free the memory of idle runners."""

@@ -13,10 +13,10 @@ import torch
 from numpy.typing import NDArray
 
 from gpuflow.errors import BadSampleError, Code, DecoderError
-from gpuflow.execute.cpu import CpuRunner
-from gpuflow.pipeline.image_spec import STORAGE, slot_shape
+from gpuflow.execute.cpu import CpuRunner, runner_of
 from gpuflow.pipeline.program import Program
 from gpuflow.pipeline.stage import Keys
+from gpuflow.pipeline.views import AnyProgram, slot_of, slots_of
 from gpuflow.runtime.worker_pool import READY, ParentConnection
 
 __all__ = ["PlainFault", "decode_shared", "faults_of", "open_runner", "plain_faults", "prepare", "slots_in"]
@@ -47,12 +47,12 @@ def prepare(setup: bytes) -> Any:
         return repr(error)
 
 
-def open_runner(connection: ParentConnection, program: Program) -> CpuRunner | None:
+def open_runner(connection: ParentConnection, program: AnyProgram) -> Any:
     """A runner for this thread, or None if that fails. Sends READY, or the reason."""
     with _first_call:
         torch.set_num_threads(1)
     try:
-        runner = CpuRunner(program)
+        runner = runner_of(program)
     except Exception as error:
         connection.send(repr(error))
         return None
@@ -60,11 +60,11 @@ def open_runner(connection: ParentConnection, program: Program) -> CpuRunner | N
     return runner
 
 
-def slots_in(memory: NDArray[np.uint8], program: Program, start: int, count: int) -> NDArray[Any]:
-    """The slots [start, start + count) of a batch's memory."""
-    shape, dtype = slot_shape(program.result), np.dtype(STORAGE[program.result.dtype])
-    size = math.prod(shape) * dtype.itemsize
-    return memory[start * size : (start + count) * size].view(dtype).reshape(-1, *shape)
+def slots_in(memory: NDArray[np.uint8], program: AnyProgram, start: int, count: int, batch: int | None = None) -> Any:
+    """The slots [start, start + count) of the memory of a batch of so many samples, which views need to know."""
+    shape, dtype = slot_of(program)
+    size = math.prod(shape) * dtype.itemsize * (start + count if batch is None else batch)
+    return slots_of(program, memory[:size].view(dtype).reshape(-1, *shape))[start : start + count]
 
 
 def decode_shared(

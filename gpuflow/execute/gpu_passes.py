@@ -34,7 +34,7 @@ from gpuflow.pipeline.program import (
     WarpStep,
 )
 
-__all__ = ["DevicePasses", "Pass", "offsets_of", "passes_of", "plan_of"]
+__all__ = ["DeviceImages", "DevicePasses", "Pass", "interleaved", "offsets_of", "passes_of", "plan_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +75,40 @@ def passes_of(program: Program) -> tuple[Pass, ...] | str:
             case _:
                 assert_never(step)
     return tuple(passes) if passes else "its images differ in size; add a crop or a resize to a fixed size"
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceImages:
+    """Interleaved uint8 images in device memory.
+
+    addresses, pitches [n]: of the first byte; the bytes of a row. sizes [n, 2]: height and width in pixels.
+    memory: of those that were copied; it may be released once all work that reads them is queued.
+    """
+
+    addresses: NDArray[np.int64]
+    pitches: NDArray[np.int64]
+    sizes: NDArray[np.int64]
+    memory: torch.Tensor | None
+
+
+def interleaved(images: Sequence[torch.Tensor], device_stream: DeviceStream) -> DeviceImages:
+    """Tensors of the device, uint8 [C, H_i, W_i] of any strides. Those that are not interleaved are copied, at once."""
+    sizes = np.array([image.shape[1:] for image in images], np.int64).reshape(-1, 2)
+    strides = np.array([image.stride() for image in images], np.int64).reshape(-1, 3)
+    addresses = np.array([image.data_ptr() for image in images], np.int64)
+    pitches, channels = strides[:, 1].copy(), len(images[0]) if images else 1
+    copied = ((strides[:, 0] != 1) & (channels > 1)) | (strides[:, 2] != channels)
+    if not copied.any():
+        return DeviceImages(addresses, pitches, sizes, None)
+    pixels = sizes[copied].prod(axis=1)
+    with device_stream.queued():
+        memory = torch.empty(int(pixels.sum()) * channels, dtype=torch.uint8, device=device_stream.device)
+        begins = memory.data_ptr() + (np.cumsum(pixels) - pixels) * channels
+        described = np.column_stack([addresses[copied], strides[copied], sizes[copied], begins])
+        (sent,) = device_stream.send_all([described])
+        interleave(sent, int(pixels.max()), channels=channels)
+    addresses[copied], pitches[copied] = begins, sizes[copied, 1] * channels
+    return DeviceImages(addresses, pitches, sizes, memory)
 
 
 class DevicePasses:
@@ -132,44 +166,19 @@ class DevicePasses:
         self.sample(0, draws[0], self._send(plan), targets[0])
         self.run_later(draws, targets, rows)
 
-    def run_images(
-        self, images: Sequence[torch.Tensor], keys: s.Keys, slots: torch.Tensor
-    ) -> list[BadSampleError | None]:
-        """Queue all passes on n images of the device, uint8 [C, H_i, W_i] of any strides, one for each slot.
+    def run_images(self, images: DeviceImages, keys: s.Keys, slots: torch.Tensor) -> list[BadSampleError | None]:
+        """Queue all passes on n images, one for each slot.
 
         Returns for each image None, or why a stage cannot take it; then nothing is queued.
         """
-        sizes = np.array([image.shape[1:] for image in images], np.int64).reshape(-1, 2)
-        draws = self.draw(keys, sizes)
-        faults: list[BadSampleError | None] = [None] * len(images)
+        draws = self.draw(keys, images.sizes)
+        faults: list[BadSampleError | None] = [None] * len(images.sizes)
         for draw in draws:
             for misfit in draw.misfits if isinstance(draw, Sampling | Warping) else ():
                 faults = [fault or misfit.fault(i) for i, fault in enumerate(faults)]
-        if images and not any(faults):
-            addresses, pitches, memory = self._interleaved(images, sizes)
-            self.run(draws, addresses, pitches, slots)
-            del memory  # what is allocated from now on is written after the passes have read it
+        if faults and not any(faults):
+            self.run(draws, images.addresses, images.pitches, slots)
         return faults
-
-    def _interleaved(
-        self, images: Sequence[torch.Tensor], sizes: NDArray[np.int64]
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64], torch.Tensor | None]:
-        """Addresses and pitches [n] of the images with their channels interleaved, and the memory of those copied."""
-        channels = len(images[0])
-        strides = np.array([image.stride() for image in images], np.int64)
-        addresses = np.array([image.data_ptr() for image in images], np.int64)
-        pitches = strides[:, 1].copy()
-        copied = ((strides[:, 0] != 1) & (channels > 1)) | (strides[:, 2] != channels)
-        if not copied.any():
-            return addresses, pitches, None
-        pixels = sizes[copied].prod(axis=1)
-        with self._device_stream.queued():
-            memory = torch.empty(int(pixels.sum()) * channels, dtype=torch.uint8, device=self._device_stream.device)
-            begins = memory.data_ptr() + (np.cumsum(pixels) - pixels) * channels
-            described = np.column_stack([addresses[copied], strides[copied], sizes[copied], begins])
-            interleave(self._send(described), int(pixels.max()), channels=channels)
-        addresses[copied], pitches[copied] = begins, sizes[copied, 1] * channels
-        return addresses, pitches, memory
 
     def run_later(self, draws: Sequence[Any], targets: Sequence[torch.Tensor], rows: NDArray[np.int64]) -> None:
         """Queue all passes after the first one, whose results are in targets[0].

@@ -12,7 +12,7 @@ from gpuflow.execute.mask_maps import MaskMap, mask_maps
 from gpuflow.execute.masks import decode_mask, instance_mask, mask_fault
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.program import Program
-from gpuflow.pipeline.records import Column, Field, MaskFile, Polygons, Ragged, Records, Rle
+from gpuflow.pipeline.records import GEOMETRIC, Column, Field, MaskFile, Polygons, Ragged, Records, Rle
 from gpuflow.pipeline.targets import (
     MappedBoxes,
     TargetRules,
@@ -100,7 +100,8 @@ class TargetMapper:
         self, columns: Mapping[str, Column], keys: s.Keys, sizes: s.Ints
     ) -> tuple[dict[str, Column], dict[int, str]]:
         """The targets of sound samples, and the samples whose masks turn out to be bad, and why."""
-        moves = moves_of(self.program, keys, sizes)
+        moved = any(field.type in GEOMETRIC for field in self.fields)
+        moves = moves_of(self.program, keys, sizes) if moved else ()
         mapped: dict[str, Column] = {}
         faults: dict[int, str] = {}
         owner: MappedBoxes | None = None

@@ -21,7 +21,8 @@ from gpuflow.loader.plan import LoaderPlan
 from gpuflow.loader.read_workers import ProcessStorage
 from gpuflow.loader.sampler import Order, ShardedOrder, ShuffledOrder
 from gpuflow.pipeline.rng import key64
-from gpuflow.pipeline.targets import TargetRules, carry_problem
+from gpuflow.pipeline.targets import TargetRules, carry_problem, views_carry_problem
+from gpuflow.pipeline.views import ViewsProgram
 from gpuflow.runtime.ranks import Ranks
 from gpuflow.sources import Source, SourceSpec, fields_of, has_labels, is_read_remotely, open_source, subset
 from gpuflow.sources.storage import LocalStorage
@@ -49,7 +50,7 @@ def build_loader(
 
     whole: the indexed source, if others read it too. rank_given: see `LoaderPlan`.
     """
-    program = config.program(name)
+    program = config.any_program(name)
     pipeline = config.pipelines[name]
     if not 0 <= rank < world_size:
         raise ValueError(f"rank must be within [0, world_size), got rank {rank} of {world_size}")
@@ -160,7 +161,11 @@ def _targets(config: Config, name: str, source: Source) -> TargetMapper | None:
     fields = fields_of(source)
     if not fields:
         return None
-    program = config.program(name)
+    program = config.any_program(name)
+    if isinstance(program, ViewsProgram):
+        if (problem := views_carry_problem(fields)) is not None:
+            raise ConfigError([replace(problem, place=f"{config.path}:", path=("pipelines", name, *problem.path))])
+        return TargetMapper(program.programs[0], fields, config.pipelines[name].targets.rules)
     at = ("stages",) if config.pipelines[name].preset is None else ()  # a preset is not in the list
     if (problem := carry_problem(program, fields, at)) is not None:
         raise ConfigError([replace(problem, place=f"{config.path}:", path=("pipelines", name, *problem.path))])
@@ -177,14 +182,14 @@ def _identity(config: Config, name: str, source: Source) -> str:
     kind = (spec.kind, split, spec.window if source.shard_sizes else None)
     shuffle, rules = config.pipelines[name].shuffle, config.pipelines[name].targets.rules
     changed = () if rules == TargetRules() else (repr(rules),)
-    return f"{key64(name, kind, shuffle, config.programs[name].pipeline.fingerprint, *changed):016x}"
+    return f"{key64(name, kind, shuffle, config.any_program(name).pipeline.fingerprint, *changed):016x}"
 
 
 def _shared_name(config: Config, name: str) -> str:
     """A name for this loader among those of a process, the same on all ranks: their folders may lie elsewhere."""
     spec = config.source
     place = os.path.basename(spec.where.rstrip("/"))
-    return f"{name}/{key64(spec.kind, place, spec.split, config.programs[name].pipeline.fingerprint):016x}"
+    return f"{name}/{key64(spec.kind, place, spec.split, config.any_program(name).pipeline.fingerprint):016x}"
 
 
 def _former_identity(config: Config, name: str, source: Source) -> str:
@@ -192,4 +197,4 @@ def _former_identity(config: Config, name: str, source: Source) -> str:
     spec = config.source
     kind = (spec.folder, spec.listing, spec.tar, spec.split, spec.window if source.shard_sizes else None)
     shuffle = config.pipelines[name].shuffle
-    return f"{key64(name, kind, len(source), shuffle, config.programs[name].pipeline.fingerprint):016x}"
+    return f"{key64(name, kind, len(source), shuffle, config.any_program(name).pipeline.fingerprint):016x}"

@@ -55,10 +55,12 @@ class RaggedTensor:
 class Batch(tuple[torch.Tensor, Any]):
     """The pair (images, labels), which is what a training loop unpacks, and what else is known of it.
 
-    A source without labels gives the pair (images, targets), whose second item is what `targets()` returns.
+    A source without labels gives the pair (images, targets), whose second item is what `targets()` returns. In place of
+    images, a pipeline with views has a dict of them.
 
-    images: [N, C, H, W] in the dtype and memory layout that the pipeline ends with. labels: int64 [N]; where the
-    pipeline mixes samples, probabilities of the classes, float32 [N, classes].
+    images: [N, C, H, W] in the dtype and memory layout that the pipeline ends with. views: name to tensor
+    [count, N, C, H, W]. labels: int64 [N]; where the pipeline mixes samples, probabilities of the classes, float32
+    [N, classes].
     valid: bool [N], false where a sample was wrapped around to fill the last step of several ranks.
     indices: int64 [N], each sample's index in the source. step: of the epoch, from 0. epoch: from 0.
     fields: what the samples carry besides these, by name; `batch["boxes"]` is `batch.fields["boxes"]`. Fields of one
@@ -81,6 +83,13 @@ class Batch(tuple[torch.Tensor, Any]):
     @property
     def images(self) -> torch.Tensor:
         return self[0]
+
+    @property
+    def views(self) -> dict[str, torch.Tensor]:
+        """What stands in place of `images` if the pipeline has views."""
+        views: Any = self[0]
+        assert isinstance(views, dict), "its pipeline has no views"
+        return views
 
     @property
     def labels(self) -> torch.Tensor:
@@ -106,11 +115,11 @@ class Batch(tuple[torch.Tensor, Any]):
         background: count the labels of boxes from 1, because these detectors keep 0 for the background; without it they
         are those of the field, views like everything else here.
         """
-        return targets_of(self.images, self.indices, self.fields, self._schema, background=background)
+        return targets_of(self[0], self.indices, self.fields, self._schema, background=background)
 
 
 def targets_of(
-    images: torch.Tensor,
+    images: torch.Tensor | Mapping[str, torch.Tensor],
     indices: torch.Tensor,
     fields: Mapping[str, Any],
     schema: Sequence[Field],
@@ -120,7 +129,7 @@ def targets_of(
     """See `Batch.targets`."""
     from torchvision import tv_tensors
 
-    canvas = (images.shape[-2], images.shape[-1])
+    canvas = images.shape[-2:] if isinstance(images, torch.Tensor) else (0, 0)  # views carry no boxes
     columns: dict[str, Any] = {"image_id": indices}
     first = next((one for one in schema if one.type == "boxes"), None)
     names = {"mask": "masks", "keypoints": "keypoints"}
@@ -141,7 +150,7 @@ def targets_of(
             wraps[name] = tv_tensors.Mask
     return [
         {name: wraps[name](column[i]) if name in wraps else column[i] for name, column in columns.items()}
-        for i in range(len(images))
+        for i in range(len(indices))
     ]
 
 
@@ -156,7 +165,8 @@ class Assembly:
     indices, labels, valid [B]: of each row's sample; mixed labels are [B, classes].
     kept [B]: false where a bad sample was skipped.
     unfinished: chunks that are not decoded yet.
-    slots [B, ...]: the pixels, allocated for the first chunk: an array, or a tensor on the GPU.
+    slots [B, ...]: the pixels, allocated for the first chunk: an array, `ViewSlots`, or on the GPU a tensor or, of
+        views, a dict of them.
     shared: the number of last rows that the CPU decodes next to a GPU. memory: where it decodes them to.
     there: labels, valid and indices on the GPU. They and the slots are complete once the event `ready` has passed.
     pieces: mapped records of some rows, a tuple of the rows and columns each. fields: the whole of them, as in `Batch`.

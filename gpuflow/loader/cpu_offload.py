@@ -14,6 +14,7 @@ from gpuflow.loader.decode import ChunkDecoder, Faults, Sizes, WorkerDecoder
 from gpuflow.loader.plan import LoaderPlan
 from gpuflow.loader.read import ChunkReader
 from gpuflow.pipeline.image_spec import STORAGE, as_batch, slot_shape
+from gpuflow.pipeline.program import Program
 from gpuflow.pipeline.stage import Keys
 from gpuflow.runtime import memory
 from gpuflow.runtime.buffers import BytePool
@@ -33,7 +34,8 @@ class CpuOffload:
     def __init__(
         self, plan: LoaderPlan, share: Share, reader: ChunkReader, decoder: ChunkDecoder, workers: WorkerDecoder
     ) -> None:
-        self.share = share
+        assert isinstance(plan.program, Program), "no GPU decodes views"
+        self.share, self._result = share, plan.program.result
         self._plan, self._reader, self._decoder, self._workers = plan, reader, decoder, workers
         self.meter = Meter("decode_cpu", share.threads, after=decoder.meter.after)
         self._pinned = BytePool(keep=_KEPT_BYTES, make=memory.shared_and_pinned)
@@ -60,14 +62,13 @@ class CpuOffload:
         """Queue the copy of a batch's pixels that the CPU decoded into its slots on the GPU."""
         device_stream = self._plan.device_stream
         if batch.memory is not None and device_stream is not None:
-            device_stream.copy_into(batch.slots[batch.own :], as_batch(self._pixels(batch), self._plan.program.result))
+            device_stream.copy_into(batch.slots[batch.own :], as_batch(self._pixels(batch), self._result))
             device_stream.retain_until_done(batch.memory, self._pinned.release)
             batch.memory = None
 
     def _pixels(self, batch: Assembly) -> NDArray[Any]:
         """Where the CPU puts its rows of a batch: [shared, *slot_shape]."""
-        result = self._plan.program.result
-        shape, dtype = slot_shape(result), np.dtype(STORAGE[result.dtype])
+        shape, dtype = slot_shape(self._result), np.dtype(STORAGE[self._result.dtype])
         size = batch.shared * math.prod(shape) * dtype.itemsize
         with batch.lock:
             if batch.memory is None:

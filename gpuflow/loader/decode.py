@@ -14,8 +14,8 @@ from gpuflow.loader.batch import Assembly, Chunk
 from gpuflow.loader.decode_workers import DecodeWorkers, decode
 from gpuflow.loader.plan import LoaderPlan
 from gpuflow.loader.read import ChunkReader
-from gpuflow.pipeline.image_spec import STORAGE, slot_shape
 from gpuflow.pipeline.stage import Keys
+from gpuflow.pipeline.views import slot_of, slots_of
 from gpuflow.runtime import memory
 from gpuflow.runtime.buffers import SlotPool
 from gpuflow.runtime.metrics import Meter
@@ -58,7 +58,7 @@ class WorkerDecoder:
             )
 
     def decode(
-        self, chunk: Chunk, keys: Keys, meter: Meter, slots: NDArray[Any], start: int, sizes: Sizes = None
+        self, chunk: Chunk, keys: Keys, meter: Meter, slots: Any, start: int, sizes: Sizes = None
     ) -> Faults | None:
         """Have a worker read and decode a chunk, into slots from `start` on; None if none can now.
 
@@ -101,13 +101,13 @@ class ChunkDecoder:
             make = memory.shared_and_pinned if on_gpu else memory.shared
         else:
             make = memory.pinned if on_gpu else memory.heap
-        shape, dtype = slot_shape(plan.program.result), np.dtype(STORAGE[plan.program.result.dtype])
+        shape, dtype = slot_of(plan.program)
         self._slots = SlotPool((plan.batch_size, *shape), dtype, keep=plan.prefetch + 2, make=make)
 
     def allocate(self, batch: Assembly) -> None:
         """Give a batch its slots."""
         count, gpu = len(batch.positions), self._plan.gpu
-        batch.slots = self._slots.acquire(count) if gpu is None else gpu.slots(count)
+        batch.slots = slots_of(self._plan.program, self._slots.acquire(count)) if gpu is None else gpu.slots(count)
 
     def decode(
         self,
@@ -154,7 +154,7 @@ class ChunkDecoder:
         device_stream.retain_until_done(payload.buffer, self._reader.release)
         return faults
 
-    def run_on_cpu(self, payload: Payload, keys: Keys, slots: NDArray[Any], sizes: Sizes = None) -> Faults:
+    def run_on_cpu(self, payload: Payload, keys: Keys, slots: Any, sizes: Sizes = None) -> Faults:
         """The program on what was read, into slots, on this thread. Releases the bytes."""
         faults = decode(self._runners, payload, keys, slots, sizes)
         self._reader.release(payload.buffer)

@@ -19,10 +19,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpuflow.errors import BadSampleError, DecoderError
-from gpuflow.execute.cpu import CpuRunner, CpuRunners
+from gpuflow.execute.cpu import CpuRunner, CpuRunners, ViewsRunner
 from gpuflow.execute.cpu_workers import PlainFault, faults_of, open_runner, plain_faults, prepare, slots_in
-from gpuflow.pipeline.program import Program
 from gpuflow.pipeline.stage import Keys
+from gpuflow.pipeline.views import AnyProgram, ViewSlots
 from gpuflow.runtime.buffers import BytePool
 from gpuflow.runtime.worker_pool import ParentConnection, WorkerConnection, WorkerPool
 from gpuflow.sources import Payload, Source, without_records
@@ -49,10 +49,10 @@ class Outcome:
 
 
 def decode(
-    runner: CpuRunner | CpuRunners,
+    runner: CpuRunner | ViewsRunner | CpuRunners,
     payload: Payload,
     keys: Keys,
-    slots: NDArray[Any],
+    slots: Any,
     sizes: NDArray[np.int64] | None = None,
 ) -> list[BadSampleError | None]:
     """A payload's samples into their slots, as `CpuRunner.run`; an unreadable one is bad without further ado."""
@@ -71,24 +71,25 @@ class DecodeWorkers:
         idle: they run only where a core is idle (SCHED_IDLE).
     """
 
-    def __init__(self, program: Program, source: Source, *, threads: int, processes: int, idle: bool = False) -> None:
+    def __init__(
+        self, program: AnyProgram, source: Source, *, threads: int, processes: int, idle: bool = False
+    ) -> None:
         shares = [len(range(worker, threads, processes)) for worker in range(processes)]
         self._pool = WorkerPool(
             __name__, connections=shares, setup=(without_records(source), program, idle), task="decode"
         )
 
-    def run(
-        self, indices: Sequence[int], keys: Keys, slots: NDArray[Any], start: int, *, sizes: bool = False
-    ) -> Outcome | None:
-        """Read and decode samples into slots [start, start + n) of a batch's; None if no worker can.
+    def run(self, indices: Sequence[int], keys: Keys, slots: Any, start: int, *, sizes: bool = False) -> Outcome | None:
+        """Read and decode samples into slots [start, start + n) of a batch's (`slots_of`); None if no worker can.
 
         The slots then hold anything, and the caller has to decode into them itself. Raises only what ends the caller's
         own wait. sizes: whether to report the images' sizes.
         """
 
         def exchange(worker: WorkerConnection) -> Outcome | None:
-            worker.send((indices, keys, start, sizes))
-            outcome: Outcome | None = worker.answer() if worker.share(slots) else None
+            memory = slots.memory if isinstance(slots, ViewSlots) else slots
+            worker.send((indices, keys, start, len(memory), sizes))
+            outcome: Outcome | None = worker.answer() if worker.share(memory) else None
             return outcome
 
         return self._pool.request(exchange)
@@ -109,7 +110,7 @@ class DecodeWorkers:
 # --- the worker -------------------------------------------------------------------------------------------------------
 
 
-Setup = tuple[Source, Program, bool]
+Setup = tuple[Source, AnyProgram, bool]
 
 
 def work(connection: ParentConnection, setup: Setup | str) -> None:
@@ -123,11 +124,11 @@ def work(connection: ParentConnection, setup: Setup | str) -> None:
             os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # of this thread
     runner, pool = open_runner(connection, program), BytePool()
     while runner is not None:
-        indices, keys, start, wants_sizes = connection.recv()
+        indices, keys, start, batch, wants_sizes = connection.recv()
         memory = connection.memory()
         if memory is None:
             continue
-        slots = slots_in(memory, program, start, len(indices))
+        slots = slots_in(memory, program, start, len(indices), batch)
         try:
             sizes = np.empty((len(indices), 2), np.int64) if wants_sizes else None
             outcome = _run(source, runner, pool, indices, keys, slots, sizes)
@@ -140,11 +141,11 @@ def work(connection: ParentConnection, setup: Setup | str) -> None:
 
 def _run(
     source: Source,
-    runner: CpuRunner,
+    runner: CpuRunner | ViewsRunner,
     pool: BytePool,
     indices: Sequence[int],
     keys: Keys,
-    slots: NDArray[Any],
+    slots: Any,
     sizes: NDArray[np.int64] | None,
 ) -> Outcome:
     begun, cpu = time.perf_counter(), time.thread_time()

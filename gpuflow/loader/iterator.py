@@ -19,12 +19,15 @@ from gpuflow.loader.gpu_wait import GpuWait
 from gpuflow.loader.lowering import Feed
 from gpuflow.loader.plan import LoaderPlan
 from gpuflow.loader.sampler import Steps
-from gpuflow.pipeline.image_spec import as_batch
+from gpuflow.pipeline.views import ViewSlots, as_images
 from gpuflow.runtime.metrics import Stats
 
 __all__ = ["EpochIterator", "Progress"]
 
 _MANY_BAD = 0.05
+
+Images = torch.Tensor | dict[str, torch.Tensor]
+"""[B, C, H, W], or of a pipeline with views for each a tensor [count, B, C, H, W]."""
 
 
 @dataclass(slots=True)
@@ -133,7 +136,7 @@ class EpochIterator(Iterator[Batch]):
         return assembly
 
     def _batch(self, assembly: Assembly) -> Batch:
-        images, *rows = self._tensors(assembly)
+        images, rows = self._tensors(assembly)
         if self._step > 0:  # the batch before is not needed any more, once the GPU has come as far as this one
             self._run.release(None if assembly.ready is None else self._stream().record_event())
         if not assembly.kept.all():
@@ -153,15 +156,16 @@ class EpochIterator(Iterator[Batch]):
         second = labels if self._plan.labelled else targets_of(images, indices, fields, mapper.fields)
         return Batch((images, second), fields=fields, _schema=mapper.fields, **known)
 
-    def _tensors(self, assembly: Assembly) -> list[torch.Tensor]:
-        """The batch's images [B, C, H, W], labels, valid, indices; on a GPU safe to use on the current stream."""
+    def _tensors(self, assembly: Assembly) -> tuple[Images, list[torch.Tensor]]:
+        """The batch's images or views, and labels, valid, indices; on a GPU safe to use on the current stream."""
         if assembly.ready is None:
-            rows = (torch.from_numpy(x) for x in (assembly.labels, assembly.valid, assembly.indices))
-            return [as_batch(assembly.slots, self._plan.program.result), *rows]
-        tensors = [assembly.slots, *assembly.there]
+            rows = [torch.from_numpy(x) for x in (assembly.labels, assembly.valid, assembly.indices)]
+            slots = assembly.slots
+            return as_images(self._plan.program, slots.memory if isinstance(slots, ViewSlots) else slots), rows
+        images: Images = assembly.slots
         stream = self._stream()
         stream.wait_event(assembly.ready)
-        for tensor in tensors:
+        for tensor in (*(images.values() if isinstance(images, dict) else [images]), *assembly.there):
             tensor.record_stream(stream)
         for column in assembly.fields.values():
             if isinstance(column, RaggedTensor):
@@ -169,7 +173,7 @@ class EpochIterator(Iterator[Batch]):
                 column.offsets.record_stream(stream)
             elif isinstance(column, torch.Tensor):
                 column.record_stream(stream)
-        return tensors
+        return images, list(assembly.there)
 
     def _timed_event(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -213,8 +217,18 @@ class EpochIterator(Iterator[Batch]):
             self.end("it was left", wait=False)
 
 
-def _select(images: torch.Tensor, rows: NDArray[np.int64]) -> torch.Tensor:
+def _select(images: Images, rows: NDArray[np.int64]) -> Images:
     """These rows of a batch, in the same memory format."""
+    if isinstance(images, dict):
+        chosen = torch.from_numpy(rows)
+        return {name: _select_of_view(view, chosen.to(view.device)) for name, view in images.items()}
     channels_last = images.is_contiguous(memory_format=torch.channels_last) and not images.is_contiguous()
     chosen = images[torch.from_numpy(rows)]
     return chosen.contiguous(memory_format=torch.channels_last) if channels_last else chosen
+
+
+def _select_of_view(images: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """The same for a view [count, B, C, H, W], whose channels may be last in memory."""
+    if images.is_contiguous():
+        return images.index_select(1, rows)
+    return images.permute(0, 1, 3, 4, 2).index_select(1, rows).permute(0, 1, 4, 2, 3)

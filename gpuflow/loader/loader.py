@@ -18,6 +18,7 @@ from gpuflow.loader.iterator import EpochIterator, Progress
 from gpuflow.loader.lowering import Feed
 from gpuflow.loader.plan import LoaderPlan
 from gpuflow.pipeline.stage import Pipeline
+from gpuflow.pipeline.views import ViewsPipeline
 from gpuflow.runtime.metrics import Stats
 from gpuflow.sources import Source, fingerprint_of
 
@@ -69,8 +70,8 @@ class Loader:
         return self._steps.batch_size
 
     @property
-    def pipeline(self) -> Pipeline:
-        """The stages, as a value."""
+    def pipeline(self) -> Pipeline | ViewsPipeline:
+        """The stages, or the views with theirs, as a value."""
         return self._plan.program.pipeline
 
     @property

@@ -40,6 +40,7 @@ from gpuflow.loader.resolve import BadSampleResolver
 from gpuflow.loader.sampler import Steps
 from gpuflow.pipeline.image_spec import as_batch
 from gpuflow.pipeline.stage import Keys
+from gpuflow.pipeline.views import ViewsProgram, as_images
 from gpuflow.runtime.admission import Admission
 from gpuflow.runtime.metrics import Meter, oldest_operation
 from gpuflow.runtime.threads import DaemonPool, QuickSwitching
@@ -378,8 +379,13 @@ class Feed:
             batch.fields = to_tensors(fields, in_one_block)
             return
         if self._plan.gpu is None:
-            pixels = batch.slots
-            batch.slots = device_stream.send(as_batch(pixels, self._plan.program.result))
+            program, slots = self._plan.program, batch.slots
+            if isinstance(program, ViewsProgram):
+                pixels = slots.memory
+                batch.slots = as_images(program, device_stream.send(torch.from_numpy(pixels)))
+            else:
+                pixels = slots
+                batch.slots = device_stream.send(as_batch(pixels, program.result))
             device_stream.retain_until_done(pixels)
         elif self._offload is not None:
             self._offload.send(batch)

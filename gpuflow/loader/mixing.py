@@ -13,6 +13,7 @@ from gpuflow.execute.mixing import arrays_of, mix_images, mix_images_at_once, mi
 from gpuflow.loader.batch import Assembly
 from gpuflow.loader.plan import LoaderPlan
 from gpuflow.pipeline.image_spec import as_batch
+from gpuflow.pipeline.program import Program
 from gpuflow.pipeline.stage import Keys, Mixing, Mixture
 from gpuflow.sources import Source
 
@@ -39,7 +40,9 @@ class Mixer:
     def mix(self, batch: Assembly, mixtures: Sequence[Mixture]) -> None:
         """Mix a batch whose pixels are in memory of the CPU."""
         if mixtures:
-            images = as_batch(batch.slots, self._plan.program.result)
+            program = self._plan.program
+            assert isinstance(program, Program), "views are not mixed"
+            images = as_batch(batch.slots, program.result)
             for mixture in mixtures:
                 mix_images(images, mixture)
             self._mix_labels(batch, mixtures)
@@ -63,6 +66,8 @@ class Mixer:
 
 def require_classes(config: Config, name: str, source: Source) -> None:
     """Raise ConfigError if a pipeline mixes samples whose labels are not one class each, or that carry more fields."""
+    if name in config.views:
+        return  # which have no mixing stages
     pipeline = config.programs[name].pipeline
     at, first = ("pipelines", name, "stages"), len(config.pipelines[name].head())
     fields = ", ".join(field.name for field in getattr(source, "fields", ()))

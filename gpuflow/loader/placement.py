@@ -16,9 +16,12 @@ from gpuflow.execute.cpu_decode_pool import CpuDecodePool
 from gpuflow.execute.decode_buffers import BUFFERS
 from gpuflow.execute.gpu_backend import CPU_ASKED_FOR, DECODE_BYTES, Placement, place_on_gpu
 from gpuflow.pipeline.image_spec import STORAGE, slot_shape
+from gpuflow.pipeline.views import ViewsProgram
 from gpuflow.runtime.cpu_budget import available_threads
 
 __all__ = ["explain_gpu", "memory_for_decoding", "place"]
+
+VIEWS_ON_CPU = "it has views, which the CPU makes of one decoded image and sends to the GPU"
 
 
 def place(config: Config, name: str, device: torch.device, batch_size: int) -> Placement:
@@ -28,7 +31,8 @@ def place(config: Config, name: str, device: torch.device, batch_size: int) -> P
         ConfigError: `decode.backend` is gpu and cannot be had, or a preset's GPU cannot; or `run.memory_limit` is too
             small.
     """
-    decoder = config.programs[name].decoder
+    program = config.any_program(name)
+    decoder = program.decoder
     if is_preset_on_gpu(decoder):
         return _by_torchpipe(config, name, decoder, device)
     backend = decoder.backend
@@ -39,9 +43,10 @@ def place(config: Config, name: str, device: torch.device, batch_size: int) -> P
 
         device_stream = DeviceStream(device)
         placement = Placement(device_stream, None, CPU_ASKED_FOR)
-        if backend != "cpu":
+        if isinstance(program, ViewsProgram):
+            placement = Placement(device_stream, None, VIEWS_ON_CPU)
+        elif backend != "cpu":
             decode_bytes = memory_for_decoding(config, name, batch_size)
-            program = config.programs[name]
             processes = refused_processes_of(config.run)
             placement = place_on_gpu(
                 program,
@@ -52,13 +57,16 @@ def place(config: Config, name: str, device: torch.device, batch_size: int) -> P
                 fill_calls=config.run.memory_limit is None,
             )
     if backend == "gpu" and placement.gpu is None:
-        at = f"{config.path}: pipelines.{name}.stages[0].decode.backend"
+        keys = "decode" if isinstance(program, ViewsProgram) else "stages[0].decode"
+        at = f"{config.path}: pipelines.{name}.{keys}.backend"
         raise ConfigError([Problem(at, f"is gpu, but {placement.reason}; use auto or cpu")])
     return placement
 
 
 def explain_gpu(config: Config, name: str) -> str:
     """What decodes a pipeline where batches are for a GPU: this machine's, or any if it has none."""
+    if name in config.views:
+        return f"decoded on the CPU: {VIEWS_ON_CPU}"
     program = config.programs[name]
     if is_preset_on_gpu(program.decoder):
         return program.decoder.library

@@ -10,7 +10,7 @@ import torch
 from gpuflow.loader.bad_samples import BadSamples
 from gpuflow.loader.cpu_share import Share
 from gpuflow.loader.sampler import Order, Steps
-from gpuflow.pipeline.program import Program
+from gpuflow.pipeline.views import AnyProgram
 from gpuflow.sources import Source
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class LoaderPlan:
         shared_name: the loader's name among those of this process, the same on every rank.
     """
 
-    program: Program
+    program: AnyProgram
     source: Source
     order: Order
     seed: int

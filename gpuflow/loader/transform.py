@@ -16,13 +16,14 @@ from numpy.typing import ArrayLike, NDArray
 
 from gpuflow.config import Config
 from gpuflow.config.resources import threads_of
-from gpuflow.errors import BadSampleError, ConfigError, LoaderTimeout, Problem
+from gpuflow.errors import BadSampleError, ConfigError, Key, LoaderTimeout, Problem
 from gpuflow.execute.cpu import CpuRunners
-from gpuflow.pipeline.image_spec import STORAGE, as_batch, slot_shape
-from gpuflow.pipeline.program import Program
-from gpuflow.pipeline.stage import Keys
+from gpuflow.pipeline.records import GEOMETRIC
+from gpuflow.pipeline.stage import Keys, Mixing
+from gpuflow.pipeline.views import AnyProgram, ViewsProgram, as_images, slot_of, slots_of
 from gpuflow.runtime.ranks import Ranks
 from gpuflow.runtime.threads import DaemonPool, use_torch_threads
+from gpuflow.sources import SourceSpec
 
 if TYPE_CHECKING:
     from gpuflow.execute.device_stream import DeviceStream
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["Transform", "build_transform"]
 
 Images = torch.Tensor | Sequence[torch.Tensor]
+Result = torch.Tensor | dict[str, torch.Tensor]
 
 _PIECES_PER_THREAD = 2
 _END_SECONDS = 5.0
@@ -38,34 +40,52 @@ _END_SECONDS = 5.0
 
 def build_transform(config: Config, name: str, device: str | torch.device | None) -> Transform:
     """The stages of one pipeline of a configuration, as a callable. See `gpuflow.transform`."""
-    program = config.program(name)
+    program = config.any_program(name)
 
-    def refused(rule: str, *keys: str, action: str = "") -> ConfigError:
+    def refused(rule: str, *keys: Key, action: str = "") -> ConfigError:
         path = ("pipelines", name, *keys)
         return ConfigError([Problem(f"{config.path}:", rule, action=action, path=path, code="config.conflict")])
 
     if program.decoder.library is not None:
         raise refused("decodes and resizes by itself, so it has no stages for decoded images", "preset")
+    for i, stage in enumerate(() if isinstance(program, ViewsProgram) else program.pipeline.stages):
+        if isinstance(stage, Mixing):
+            rule = "mixes the images and labels of a whole batch, and a transform gets no labels"
+            raise refused(rule, "stages", i, stage.stage_name, action="remove the stage, or use gpuflow.load")
+    if fields := _moved_fields(config.source):
+        rule = f"has boxes, masks or keypoints ({fields}), which a transform does not move with the images"
+        action = "use gpuflow.load, or a source without these fields"
+        raise ConfigError([Problem(f"{config.path}:", rule, action=action, path=("source",), code="config.conflict")])
     target = Ranks.on_host().device(device)
     runner: _Runner
     if target.type == "cuda":
         from gpuflow.execute.gpu_passes import passes_of
 
-        passes = passes_of(program)
-        if isinstance(passes, str):
-            raise refused(f"cannot run on a GPU: {passes}", "stages", action="use device='cpu'")
+        found: list[tuple[Pass, ...]] = []
+        for one in program.programs if isinstance(program, ViewsProgram) else [program]:
+            passes = passes_of(one)
+            if isinstance(passes, str):
+                keys = "views" if isinstance(program, ViewsProgram) else "stages"
+                raise refused(f"cannot run on a GPU: {passes}", keys, action="use device='cpu'")
+            found.append(passes)
         target = torch.device("cuda", torch.cuda.current_device()) if str(target) == "cuda" else target
-        runner = _GpuRunner(program, passes, target)
+        runner = _GpuRunner(program, found, target)
     else:
         runner = _CpuRunner(program, threads_of(config.run), config.run.timeout_s)
     return Transform(program, config.source.seed, target, runner)
 
 
+def _moved_fields(source: SourceSpec) -> str:
+    """The declared fields that follow the moves of pixels; the source is not read for them."""
+    names = [name for name, spec in source.declared if spec.type in GEOMETRIC]
+    return ", ".join(names or (["coco"] if source.kind == "coco" else []))
+
+
 class _Runner(Protocol):
     """Runs a program's stages on N checked images."""
 
-    def run(self, images: Sequence[torch.Tensor], keys: Keys) -> torch.Tensor:
-        """The batch [N, C, H, W]. Raises BadSampleError."""
+    def run(self, images: Sequence[torch.Tensor], keys: Keys) -> Result:
+        """The batch. Raises BadSampleError."""
         ...
 
     def close(self) -> None:
@@ -79,10 +99,11 @@ class Transform:
     Made by `gpuflow.transform`. `close`, or leaving a `with` block, ends its threads; so does collection.
     """
 
-    def __init__(self, program: Program, seed: int, device: torch.device, runner: _Runner) -> None:
+    def __init__(self, program: AnyProgram, seed: int, device: torch.device, runner: _Runner) -> None:
         self._program, self._seed, self._runner = program, seed, runner
         self.device = device
-        self._channels = program.specs[1].shape[2]
+        first = program.programs[0] if isinstance(program, ViewsProgram) else program
+        self._channels = first.specs[1].shape[2]
         self._finalizer = weakref.finalize(self, runner.close)
 
     @property
@@ -93,7 +114,7 @@ class Transform:
     def __repr__(self) -> str:
         return f"<gpuflow.Transform {self._program.pipeline!r}; on {self.device}>"
 
-    def __call__(self, images: Images, *, epoch: int, positions: ArrayLike | torch.Tensor) -> torch.Tensor:
+    def __call__(self, images: Images, *, epoch: int, positions: ArrayLike | torch.Tensor) -> Any:
         """Run the stages on N images, which stay as they are.
 
         Args:
@@ -103,8 +124,8 @@ class Transform:
                 draw by the file's seed, the epoch and the position, so equal ones give equal pixels.
 
         Returns:
-            [N, C, H, W] in the dtype and memory format that a loader's batches have. On a GPU the work is queued on the
-            current stream.
+            A tensor [N, C, H, W] in the dtype and memory format that a loader's batches have; of a pipeline with views
+            a dict, name to tensor [count, N, C, H, W]. On a GPU the work is queued on the current stream.
 
         Raises:
             ValueError: images or positions of another form.
@@ -157,7 +178,7 @@ def _raise_first(faults: Sequence[BadSampleError | None]) -> None:
 class _CpuRunner:
     """Runs a program on threads of its own; with one thread, on the caller's."""
 
-    def __init__(self, program: Program, threads: int, timeout_seconds: float) -> None:
+    def __init__(self, program: AnyProgram, threads: int, timeout_seconds: float) -> None:
         self._program, self._threads, self._timeout_seconds = program, threads, timeout_seconds
         self._lock = threading.Lock()
         self._begin()
@@ -166,20 +187,21 @@ class _CpuRunner:
         self._pid, self._runners = os.getpid(), CpuRunners(self._program)
         self._pool: DaemonPool | None = None
 
-    def run(self, images: Sequence[torch.Tensor], keys: Keys) -> torch.Tensor:
-        result = self._program.result
+    def run(self, images: Sequence[torch.Tensor], keys: Keys) -> Result:
         arrays = [image.permute(1, 2, 0).numpy() for image in images]
-        slots = np.empty((len(arrays), *slot_shape(result)), STORAGE[result.dtype])
+        shape, dtype = slot_of(self._program)
+        memory = np.empty((len(arrays), *shape), dtype)
+        slots = slots_of(self._program, memory)
         step = -(-len(arrays) // (self._threads * _PIECES_PER_THREAD)) if self._threads > 1 else len(arrays)
         pieces = [slice(start, start + step) for start in range(0, len(arrays), step or 1)]
         faults: list[BadSampleError | None] = []
         for found in self._each_piece(arrays, keys, slots, pieces):
             faults += found
         _raise_first(faults)
-        return as_batch(slots, result)
+        return as_images(self._program, memory)
 
     def _each_piece(
-        self, arrays: Sequence[NDArray[np.uint8]], keys: Keys, slots: NDArray[Any], pieces: Sequence[slice]
+        self, arrays: Sequence[NDArray[np.uint8]], keys: Keys, slots: Any, pieces: Sequence[slice]
     ) -> list[list[BadSampleError | None]]:
         """What became of the samples of each piece."""
         runners, pool = self._workers(len(pieces))
@@ -227,24 +249,38 @@ class _CpuRunner:
 
 @final
 class _GpuRunner:
-    """Runs a program's passes on the caller's current stream."""
+    """Runs the passes of a program, or of each view, on the caller's current stream.
 
-    def __init__(self, program: Program, passes: Sequence[Pass], device: torch.device) -> None:
-        self._program, self._passes, self._device = program, tuple(passes), device
-        self._of_streams: dict[torch.cuda.Stream, tuple[DeviceStream, DevicePasses]] = {}
+    passes: for each program its passes.
+    """
+
+    def __init__(self, program: AnyProgram, passes: Sequence[Sequence[Pass]], device: torch.device) -> None:
+        self._program, self._passes, self._device = program, passes, device
+        self._of_streams: dict[torch.cuda.Stream, tuple[DeviceStream, list[DevicePasses]]] = {}
         self._lock = threading.Lock()
 
-    def run(self, images: Sequence[torch.Tensor], keys: Keys) -> torch.Tensor:
+    def run(self, images: Sequence[torch.Tensor], keys: Keys) -> Result:
         from gpuflow.execute.device_stream import allocate_slots
+        from gpuflow.execute.gpu_passes import interleaved
 
         device_stream, passes = self._of_current_stream()
-        slots = allocate_slots(device_stream, len(images), self._program.result)
-        with device_stream.queued():
-            faults = passes.run_images(images, keys, slots)
-        _raise_first(faults)
-        return slots
+        held = interleaved(images, device_stream)
+        if not isinstance(self._program, ViewsProgram):
+            slots = allocate_slots(device_stream, len(images), self._program.result)
+            with device_stream.queued():
+                _raise_first(passes[0].run_images(held, keys, slots))
+            return slots
+        views: dict[str, torch.Tensor] = {}
+        for (view, result), own in zip(self._program.results, passes, strict=True):
+            slots = allocate_slots(device_stream, view.count * len(images), result)
+            views[view.name] = slots.view(view.count, len(images), *slots.shape[1:])
+            for number in range(view.count):
+                rows = slots[number * len(images) : (number + 1) * len(images)]
+                with device_stream.queued():
+                    _raise_first(own.run_images(held, keys.of_view(view.name, number), rows))
+        return views
 
-    def _of_current_stream(self) -> tuple[DeviceStream, DevicePasses]:
+    def _of_current_stream(self) -> tuple[DeviceStream, list[DevicePasses]]:
         from gpuflow.execute.device_stream import DeviceStream
         from gpuflow.execute.gpu_passes import DevicePasses
 
@@ -252,7 +288,7 @@ class _GpuRunner:
         with self._lock:
             if stream not in self._of_streams:
                 device_stream = DeviceStream(self._device, stream)
-                self._of_streams[stream] = device_stream, DevicePasses(self._passes, device_stream)
+                self._of_streams[stream] = device_stream, [DevicePasses(one, device_stream) for one in self._passes]
             return self._of_streams[stream]
 
     def close(self) -> None:

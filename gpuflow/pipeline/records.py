@@ -20,9 +20,11 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Column", "Field", "FieldType", "MaskFile", "Polygons", "Ragged", "Records", "Rle"]
+__all__ = ["GEOMETRIC", "Column", "Field", "FieldType", "MaskFile", "Polygons", "Ragged", "Records", "Rle"]
 
 FieldType = Literal["boxes", "keypoints", "mask", "number", "text", "any"]
+GEOMETRIC: tuple[Literal["boxes", "keypoints", "mask"], ...] = ("boxes", "keypoints", "mask")
+"""The types of fields that follow the moves of an image's pixels."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,6 +9,7 @@ and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002). Its round fu
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import math
 from collections.abc import Sequence
@@ -118,15 +119,23 @@ class StageKeys:
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """The random keys of N samples: seed, epoch and positions [N]. Each stage has its own, by name and occurrence."""
+    """The random keys of N samples: seed, epoch and positions [N]. Each stage has its own, by name and occurrence.
+
+    view: the name and the number of the view that the stages belong to; empty without views.
+    """
 
     seed: int
     epoch: int
     positions: NDArray[np.int64]
+    view: tuple[str, int] | tuple[()] = ()
 
     def stage(self, name: str, occurrence: int) -> StageKeys:
-        return StageKeys(key64("stage", self.seed, name, occurrence), self.epoch, self.positions)
+        return StageKeys(key64("stage", self.seed, name, occurrence, *self.view), self.epoch, self.positions)
+
+    def of_view(self, name: str, number: int) -> Keys:
+        """The keys of the same samples for one view."""
+        return dataclasses.replace(self, view=(name, number))
 
     def __getitem__(self, i: int) -> Keys:
         """The keys of sample i only (N = 1)."""
-        return Keys(self.seed, self.epoch, self.positions[i : i + 1])
+        return dataclasses.replace(self, positions=self.positions[i : i + 1])

@@ -18,7 +18,7 @@ from gpuflow.errors import Key, Problem
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.moves import Crop, Flip, Matrices, Move, Pad, Resize, Warp, forward
 from gpuflow.pipeline.program import Program
-from gpuflow.pipeline.records import Field, Ragged
+from gpuflow.pipeline.records import GEOMETRIC, Field, Ragged
 
 __all__ = [
     "MappedBoxes",
@@ -31,6 +31,7 @@ __all__ = [
     "map_keypoints",
     "moves_of",
     "moves_of_stages",
+    "views_carry_problem",
 ]
 
 _HORIZON = 1e-6
@@ -97,7 +98,7 @@ def carry_problem(program: Program, fields: Sequence[Field], at: tuple[Key, ...]
 
     at: the keys that lead to the list of stages.
     """
-    names = [field.name for field in fields if field.type in ("boxes", "keypoints", "mask")]
+    names = [field.name for field in fields if field.type in GEOMETRIC]
     if not names:
         return None
     for i, stage in enumerate(program.pipeline.stages):
@@ -108,6 +109,16 @@ def carry_problem(program: Program, fields: Sequence[Field], at: tuple[Key, ...]
             action = "use a geometry stage of gpuflow, or leave the field out of source.fields"
             return Problem.of((*at, i, stage.stage_name), rule, action=action, code="stage.order")
     return None
+
+
+def views_carry_problem(fields: Sequence[Field]) -> Problem | None:
+    """Why a pipeline with views cannot carry these fields: each view moves the pixels elsewhere."""
+    names = [field.name for field in fields if field.type in GEOMETRIC]
+    if not names:
+        return None
+    rule = f"move the pixels in several ways, and {', '.join(names)} cannot follow"
+    action = "use stages in place of views, or a source without these fields"
+    return Problem.of("views", rule, action=action, code="config.conflict")
 
 
 # --- records at fault -------------------------------------------------------------------------------------------------

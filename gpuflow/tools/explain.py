@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator
 from typing import assert_never
 
-import numpy as np
 from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -19,7 +18,6 @@ from gpuflow.errors import SourceError
 from gpuflow.loader.assemble import open_split, open_whole
 from gpuflow.loader.cpu_share import cpu_share_of
 from gpuflow.loader.placement import explain_gpu
-from gpuflow.pipeline.image_spec import STORAGE, slot_shape
 from gpuflow.pipeline.program import (
     ApplyStep,
     LocalStep,
@@ -31,6 +29,7 @@ from gpuflow.pipeline.program import (
     WarpStep,
 )
 from gpuflow.pipeline.stage import Decoder, Policy
+from gpuflow.pipeline.views import AnyProgram, ViewsProgram, slot_of
 from gpuflow.sources import Source, fields_of, fingerprint_of, has_labels, is_read_remotely
 from gpuflow.sources.files import FileSource
 from gpuflow.sources.split import is_stratified
@@ -44,6 +43,11 @@ def explain(config: Config) -> RenderableType:
     parts: list[RenderableType] = []
     for name, program in config.programs.items():
         parts += [Text(f"\n{name}", style="bold"), _stages(program), *_facts(config, name, program)]
+    for name, several in config.views.items():
+        parts.append(Text(f"\n{name}", style="bold"))
+        for view, one in zip(several.pipeline.views, several.programs, strict=True):
+            parts += [Text(f"  {view.name} x {view.count}"), _stages(one)]
+        parts += _facts(config, name, several)
     return Group(*parts)
 
 
@@ -91,7 +95,7 @@ def _step_words(step: Step, stages: int) -> str:
             assert_never(step)
 
 
-def _facts(config: Config, name: str, program: Program) -> Iterator[Text]:
+def _facts(config: Config, name: str, program: AnyProgram) -> Iterator[Text]:
     yield Text(f"  preprocessing  {program.pipeline.fingerprint}")
     yield Text(f"  conventions    {_conventions(program.decoder)}")
     if name not in config.pipelines:
@@ -102,14 +106,14 @@ def _facts(config: Config, name: str, program: Program) -> Iterator[Text]:
     pipeline, run = config.pipelines[name], config.run
     where, samples, remote, fingerprint, fields = _source(config, name)
     size = pipeline.batch.size or pipeline.batch.global_size or 0
-    slot = slot_shape(program.result)
-    megabytes = size * math.prod(slot) * np.dtype(STORAGE[program.result.dtype]).itemsize / 1e6
+    slot, dtype = slot_of(program)
+    megabytes = size * math.prod(slot) * dtype.itemsize / 1e6
     yield Text(f"  source         {where}")
     if fields:
         yield Text(f"  fields         {fields}")
     if fingerprint:
         yield Text(f"  fingerprint    {fingerprint}; ranks compare theirs in the process group, not compared here")
-    yield Text(f"  batch          {size} images of {program.result} ({megabytes:.1f} MB), {run.prefetch} ahead")
+    yield Text(f"  batch          {size} images of {_results(program)} ({megabytes:.1f} MB), {run.prefetch} ahead")
     if program.mixings:
         yield Text("  labels         float32, the probability of each class, as samples of a batch are mixed")
     yield Text(f"  order          {'shuffled' if pipeline.shuffle else 'as in the source'}, seed {config.source.seed}")
@@ -118,6 +122,12 @@ def _facts(config: Config, name: str, program: Program) -> Iterator[Text]:
     yield Text(f"  device         cpu, {threads_of(run)} decode thread(s){helpers}")
     yield Text(f"  decoder        {program.decoder.library or decoder_description()}")
     yield Text(f"  on a GPU       {explain_gpu(config, name)}{_cpu_share_text(config, name, samples, remote)}")
+
+
+def _results(program: AnyProgram) -> str:
+    if isinstance(program, ViewsProgram):
+        return " and ".join(f"{view.name}, {view.count} x {result}" for view, result in program.results)
+    return str(program.result)
 
 
 def _conventions(decoder: Decoder) -> str:

@@ -411,7 +411,12 @@ def _refuse_untrainable(config: Config) -> None:
     and in validation one class each."""
     problems = []
     for name in ("train", "val"):
-        if name not in config.pipelines:
+        if name in config.views:
+            rule = "give several images of each sample, and gpuflow train takes one"
+            action = "give it stages, or iterate gpuflow.load in a training loop of your own"
+            path = ("pipelines", name, "views")
+            problems.append(Problem(f"{config.path}:", rule, action=action, path=path, code="config.conflict"))
+        if name not in config.programs:
             continue
         image, path = config.programs[name].result, ("pipelines", name, "stages")
         if image.dtype != "float32":

@@ -79,7 +79,7 @@ BYTES = "bytes, or text with a unit such as 512MB or 2GiB"
         ),
         ("serve: [1]", "serve must be a mapping with preset, height, width, color, stages, model, got [1]"),
         # missing
-        ("pipelines: {a: {}}", "pipelines.a needs the key 'stages': a list"),
+        ("pipelines: {a: {}}", "pipelines.a needs the key 'stages': a list, or views"),
         ("serve: {}", "serve needs the key 'stages': a list, or a preset"),
         ("serve: {stages: [decode, center_crop: {size: 8}], model: {}}", "serve.model needs the key 'file': text"),
         # out of range

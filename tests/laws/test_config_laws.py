@@ -27,13 +27,14 @@ def config(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Confi
 
 
 def test_there_are_configs() -> None:
-    assert {"demo.yaml", "photos.yaml"} <= {path.name for path in CONFIGS}
+    assert {"demo.yaml", "dino.yaml", "photos.yaml", "simclr.yaml"} <= {path.name for path in CONFIGS}
 
 
 @each_config
 def test_checks_and_folds(path: Path, config: Config) -> None:
-    assert set(config.programs) == {*config.pipelines, *(["serve"] if config.serve else [])}
-    for program in config.programs.values():
+    assert {*config.programs, *config.views} == {*config.pipelines, *(["serve"] if config.serve else [])}
+    of_views = [program for several in config.views.values() for program in several.programs]
+    for program in [*config.programs.values(), *of_views]:
         assert program.result.fixed
         assert slot_shape(program.result)
         assert program.result.dtype in STORAGE

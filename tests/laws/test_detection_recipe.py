@@ -16,6 +16,7 @@ from torchvision.transforms.v2 import functional as F
 
 import gpuflow
 from gpuflow.execute.masks import instance_mask
+from gpuflow.pipeline.program import Program
 from gpuflow.pipeline.records import Ragged
 from gpuflow.pipeline.stage import Keys
 from gpuflow.pipeline.targets import moves_of
@@ -43,6 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def by_torchvision(loader: gpuflow.Loader, folder: Path, index: int, position: int) -> tuple[Any, Any, Any]:
     """Boxes, labels and masks of one sample, mapped by torchvision on the parameters that gpuflow draws."""
     source, program = loader.dataset, loader._plan.program
+    assert isinstance(program, Program)
     records = records_of(source, [index])
     column, labels, masks = (records.columns[name] for name in loader._plan.targets.names)  # type: ignore[union-attr]
     assert isinstance(column, Ragged) and isinstance(labels, Ragged) and isinstance(masks, list)

@@ -80,7 +80,9 @@ def test_the_same_pixels_give_what_the_loader_gives(photos: Path, tmp_path: Path
 
 def test_a_batch_a_list_and_any_memory_format_give_the_same(photos: Path, tmp_path: Path) -> None:
     images = random_images()
-    with gpuflow.transform(config_of(tmp_path, photos, JITTER_FIRST)) as transform:
+    writes = {"torchvision": {"name": "RandomErasing", "p": 1.0, "inplace": True}}
+    stages = [JITTER_FIRST[0], writes, *JITTER_FIRST[1:]]
+    with gpuflow.transform(config_of(tmp_path, photos, stages)) as transform:
         expected = transform(images, epoch=1, positions=range(7))
         before = images.clone()
         for other in (list(images), images.contiguous(memory_format=torch.channels_last), [*images.unbind()]):
@@ -90,6 +92,26 @@ def test_a_batch_a_list_and_any_memory_format_give_the_same(photos: Path, tmp_pa
         assert torch.equal(torch.cat(alone), expected)
         assert not torch.equal(transform(images, epoch=2, positions=range(7)), expected)
         assert transform(images[:0], epoch=1, positions=[]).shape == (0, 3, 24, 24)
+
+
+VIEWS = {
+    "global": {"count": 2, "stages": list(TRAIN[1:])},
+    "local": {"count": 3, "stages": [{"random_resized_crop": {"size": 9}}]},
+}
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_views_are_those_of_the_loader(photos: Path, tmp_path: Path, threads: int) -> None:
+    train = {"views": VIEWS, "batch": {"size": 5}}
+    path = write_config(tmp_path / "x.yaml", photos, pipelines={"train": train}, run={"threads": threads})
+    with gpuflow.load(path) as loader, gpuflow.transform(path) as transform:
+        for batch in loader:
+            images, first = held(loader, batch, gray=False), batch.step * 5
+            views = transform(images, epoch=0, positions=range(first, first + len(images)))
+            assert list(views) == list(batch.views)
+            for name, view in views.items():
+                assert torch.equal(view, batch.views[name])
+                assert view.stride() == batch.views[name].stride()
 
 
 def test_the_file_needs_no_source_and_the_draws_have_its_seed(tmp_path: Path) -> None:
@@ -203,6 +225,35 @@ def test_a_pipeline_that_cannot_run_so_is_refused(photos: Path, tmp_path: Path) 
     preset = ["pipelines.train={preset: torchpipe_cpu, height: 32, width: 32, stages: []}"]
     with pytest.raises(ConfigError, match=r"pipelines\.train\.preset decodes and resizes by itself"):
         gpuflow.transform(path, overrides=preset)
+    mixed = config_of(tmp_path, photos, (*TRAIN, {"mixup": {}}))
+    with pytest.raises(ConfigError) as found:
+        gpuflow.transform(mixed)
+    assert f"pipelines.train.stages[{len(TRAIN)}].mixup mixes the images and labels of a whole batch" in str(
+        found.value
+    )
+    assert gpuflow.transform(mixed, "val").preprocessing
+
+
+@pytest.mark.parametrize(
+    ("source", "named"),
+    [
+        ({"coco": "instances.json", "images": "photos"}, "coco"),
+        ({"listing": "x.jsonl", "fields": {"image": None, "boxes": None, "depth": {"type": "mask"}}}, "boxes, depth"),
+        ({"listing": "x.jsonl", "fields": {"image": None, "label": None, "caption": {"type": "text"}}}, None),
+    ],
+)
+def test_a_source_whose_records_follow_the_pixels_is_refused(
+    photos: Path, tmp_path: Path, source: dict[str, Any], named: str | None
+) -> None:
+    path = write_config(tmp_path / "x.yaml", photos, source=source)
+    if named is None:
+        gpuflow.transform(path)
+        return
+    with pytest.raises(ConfigError) as found:
+        gpuflow.transform(path)
+    assert f"x.yaml: source has boxes, masks or keypoints ({named}), which a transform does not move" in str(
+        found.value
+    )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torchvision.transforms.v2 import functional as tv
 
@@ -33,7 +34,7 @@ def by_torchvision(image: torch.Tensor, order: tuple[int, ...], values: tuple[fl
 
 def apply(pixels: np.ndarray[Any, Any], order: tuple[int, ...], values: tuple[float, ...]) -> torch.Tensor:
     one = np.array([1])
-    operations = ALL.operations(np.array([[*order, *values]], np.float64), one, one)
+    operations = ALL.operations(np.array([[*order, *values, 1]], np.float64), one, one)
     out = run_pointwise(pixels, operations, 0, None, planes=False, out=None)
     return torch.from_numpy(out).permute(2, 0, 1)
 
@@ -72,7 +73,7 @@ def test_inside_a_pipeline(color: Any, photo_bytes: bytes) -> None:
     normalized = images(program_of(Decode(color=color), CenterCrop(size=40), stage, tail), [photo_bytes] * 12, keys)
     crop = alone(CenterCrop(size=40), photo_bytes, color=color)
     for i in range(12):
-        order, values = drawn[i, :4].astype(int), drawn[i, 4:]
+        order, values = drawn[i, :4].astype(int), drawn[i, 4:8]
         expected = by_torchvision(crop, tuple(order.tolist()), tuple(values.tolist()))
         assert torch.equal(plain[i], expected)
         assert torch.equal(normalized[i], tail.torchvision()(expected))
@@ -82,13 +83,40 @@ def test_factors_lie_in_their_ranges_and_orders_are_equally_likely() -> None:
     count = 4800
     stage = ColorJitter(brightness=0.4, contrast=(0.5, 0.7), saturation=3.0, hue=(-0.2, 0.1))
     drawn = stage.draw(keys_of(count).stage("color_jitter", 0))
-    for column, (low, high) in zip(drawn[:, 4:].T, [(0.6, 1.4), (0.5, 0.7), (0.0, 4.0), (-0.2, 0.1)], strict=True):
+    for column, (low, high) in zip(drawn[:, 4:8].T, [(0.6, 1.4), (0.5, 0.7), (0.0, 4.0), (-0.2, 0.1)], strict=True):
         assert low <= column.min() < low + 0.01 * (high - low)
         assert high - 0.01 * (high - low) < column.max() < high
         assert abs(column.mean() - (low + high) / 2) < 0.02 * (high - low)
     counts = np.unique(drawn[:, :4] @ [64, 16, 4, 1], return_counts=True)[1]
     assert len(counts) == 24
     assert ((counts - count / 24) ** 2 / (count / 24)).sum() < 72
+
+
+@given(probability=st.floats(0, 1))
+@example(0.0)
+@example(1.0)
+def test_an_image_that_is_not_drawn_stays_and_the_others_draw_as_before(probability: float) -> None:
+    pixels = png(photo(30, 30))
+    keys, always = keys_of(40), ColorJitter(brightness=(0.2, 0.5), hue=(0.1, 0.3))
+    stage = dataclasses.replace(always, probability=probability)
+    plain, drawn = (one.draw(keys.stage("color_jitter", 0)) for one in (always, stage))
+    assert np.array_equal(plain[:, :8], drawn[:, :8])
+    chosen = keys.stage("color_jitter", 0).uniform(9)[:, 8] < probability
+    every, some = (
+        images(program_of(Decode(), CenterCrop(size=30), one), [pixels] * 40, keys) for one in (always, stage)
+    )
+    for i, changed in enumerate(chosen.tolist()):
+        assert torch.equal(some[i], every[i] if changed else decoded(pixels))
+    assert stage.random == (probability > 0)
+
+
+def test_the_probability_of_1_is_not_in_the_fingerprint() -> None:
+    def fingerprint(stage: ColorJitter) -> str:
+        return program_of(Decode(), CenterCrop(size=30), stage).pipeline.fingerprint
+
+    assert "probability" not in ColorJitter(brightness=0.4).params()
+    assert fingerprint(ColorJitter(brightness=0.4)) == fingerprint(ColorJitter(brightness=0.4, probability=1.0))
+    assert fingerprint(ColorJitter(brightness=0.4)) != fingerprint(ColorJitter(brightness=0.4, probability=0.5))
 
 
 def test_adjustments_that_are_not_set_change_nothing() -> None:
@@ -125,6 +153,7 @@ def test_a_jpeg_region_is_jittered_like_the_whole_images_crop() -> None:
         ({"hue": -0.1}, "color_jitter.hue must be within [0, 0.5] or [low, high], got -0.1"),
         ({"hue": (0.2, 0.1)}, "color_jitter.hue must be [low, high] with -0.5 <= low <= high <= 0.5, got [0.2, 0.1]"),
         ({"brightness": float("nan")}, "color_jitter.brightness must be >= 0 or [low, high], got nan"),
+        ({"probability": 1.5}, "color_jitter.probability must be a probability within [0, 1], got 1.5"),
         ({"contrast": float("inf")}, "color_jitter.contrast must be finite, got inf"),
     ],
 )

@@ -16,7 +16,7 @@ import torch
 from gpuflow.execute import gpu_passes
 from gpuflow.execute.cpu import CpuRunner
 from gpuflow.execute.device_stream import allocate_slots
-from gpuflow.execute.gpu_passes import DevicePasses, passes_of
+from gpuflow.execute.gpu_passes import DevicePasses, interleaved, passes_of
 from gpuflow.pipeline.image_spec import STORAGE, as_batch, slot_shape
 from gpuflow.pipeline.stage import Keys
 from tests import images
@@ -86,7 +86,7 @@ def main() -> None:
             for form, tensors in forms(arrays):
                 launches.clear()
                 found = allocate_slots(stream, count, result).fill_(0)
-                faults = device_passes.run_images(tensors, keys, found)
+                faults = device_passes.run_images(interleaved(tensors, stream), keys, found)
                 difference = 0.0
                 if not any(rights):
                     difference = float((found.double() - as_batch(slots, result).double()).abs().max())

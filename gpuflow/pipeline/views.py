@@ -1,0 +1,152 @@
+"""Views: several pipelines that share one decoding of each image, and the memory of a batch that holds them all.
+
+Each view is a pipeline of its own, `decode` included, and folds into a program of its own. A view may be drawn several
+times: its number, from 0, and its name are part of its random keys, so other views do not change what it draws.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpuflow.pipeline.image_spec import STORAGE, ImageSpec, as_batch, slot_shape
+from gpuflow.pipeline.program import MixingStep, Program
+from gpuflow.pipeline.stage import Decoder, Pipeline
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["AnyProgram", "View", "ViewSlots", "ViewsPipeline", "ViewsProgram", "as_images", "slot_of", "slots_of"]
+
+_ALIGN = 16
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """One pipeline, `decode` included, that is drawn `count` times of each image, under a name."""
+
+    name: str
+    count: int
+    pipeline: Pipeline
+
+
+@dataclass(frozen=True, slots=True)
+class ViewsPipeline:
+    """The views of one pipeline, whose stages begin with the same decoder: a value like `Pipeline`."""
+
+    name: str
+    views: tuple[View, ...]
+
+    def __repr__(self) -> str:
+        texts = (f"{view.name} x {view.count} ({repr(view.pipeline).partition(': ')[2]})" for view in self.views)
+        return f"{self.name}: {'; '.join(texts)}"
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of everything that affects the pixels, in 16 hex digits; the order of the views does not."""
+        parts = sorted((view.name, view.count, view.pipeline.fingerprint) for view in self.views)
+        return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """The parameters that the fingerprint covers, as text: one line per stage of each view."""
+        return tuple(f"{view.name} x {view.count}: {line}" for view in self.views for line in view.pipeline.lines)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ViewsProgram:
+    """The views of a pipeline, each folded. programs: one for each view, in the same order."""
+
+    pipeline: ViewsPipeline
+    programs: tuple[Program, ...]
+
+    @property
+    def decoder(self) -> Decoder:
+        return self.programs[0].decoder
+
+    @property
+    def results(self) -> tuple[tuple[View, ImageSpec], ...]:
+        """Each view with the spec of its images in a batch."""
+        return tuple((view, one.result) for view, one in zip(self.pipeline.views, self.programs, strict=True))
+
+    @property
+    def mixings(self) -> tuple[MixingStep, ...]:
+        """None: no view may have mixing stages."""
+        return ()
+
+    @property
+    def slot_bytes(self) -> int:
+        """Memory of one sample: all its views."""
+        return sum(_bytes_of(view, result) for view, result in self.results)
+
+
+AnyProgram = Program | ViewsProgram
+
+
+@dataclass(frozen=True, slots=True)
+class ViewSlots:
+    """Where the results of N samples of a program with views go.
+
+    memory: uint8 [B, slot_bytes], of the whole batch. views: for each view an array [count, N, *slot_shape] in it.
+    """
+
+    memory: NDArray[np.uint8]
+    views: tuple[NDArray[Any], ...]
+
+    def __getitem__(self, rows: slice) -> ViewSlots:
+        """The slots of some samples."""
+        return ViewSlots(self.memory, tuple(view[:, rows] for view in self.views))
+
+
+def _bytes_of(view: View, result: ImageSpec) -> int:
+    """Memory of one sample's images of a view, a multiple of what any dtype is aligned to."""
+    size = view.count * math.prod(slot_shape(result)) * np.dtype(STORAGE[result.dtype]).itemsize
+    return -(-size // _ALIGN) * _ALIGN
+
+
+def slot_of(program: AnyProgram) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    """The shape and dtype of one sample's memory in a batch's."""
+    if isinstance(program, ViewsProgram):
+        return (program.slot_bytes,), np.dtype(np.uint8)
+    return slot_shape(program.result), np.dtype(STORAGE[program.result.dtype])
+
+
+def slots_of(program: AnyProgram, memory: NDArray[Any]) -> Any:
+    """The slots in a batch's memory [B, ...]: the memory itself, or `ViewSlots`.
+
+    Each view has one block of the memory, so that its images of all samples are contiguous.
+    """
+    if not isinstance(program, ViewsProgram):
+        return memory
+    flat, begin, views = memory.reshape(-1), 0, []
+    for view, result in program.results:
+        shape = (view.count, len(memory), *slot_shape(result))
+        dtype = np.dtype(STORAGE[result.dtype])
+        views.append(flat[begin : begin + math.prod(shape) * dtype.itemsize].view(dtype).reshape(shape))
+        begin += _bytes_of(view, result) * len(memory)
+    return ViewSlots(memory, tuple(views))
+
+
+def as_images(program: AnyProgram, memory: NDArray[Any] | torch.Tensor) -> torch.Tensor | dict[str, torch.Tensor]:
+    """View a batch's memory as what the loop gets: [B, C, H, W], or for each view a tensor [count, B, C, H, W].
+
+    memory: an array [B, ...]; for a program with views also a tensor of it on any device.
+    """
+    import torch
+
+    if not isinstance(program, ViewsProgram):
+        assert isinstance(memory, np.ndarray)
+        return as_batch(memory, program.result)
+    tensor = torch.from_numpy(memory) if isinstance(memory, np.ndarray) else memory
+    flat, begin, images = tensor.reshape(-1), 0, {}
+    for view, result in program.results:
+        dtype, shape = getattr(torch, result.dtype), (view.count, len(tensor), *slot_shape(result))
+        one = flat[begin : begin + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+        images[view.name] = one if result.layout == "nchw" else one.permute(0, 1, 4, 2, 3)
+        begin += _bytes_of(view, result) * len(tensor)
+    return images
