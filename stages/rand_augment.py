@@ -55,7 +55,7 @@ class RandAugment(AugmentPolicy):
 
     stage_name: ClassVar[str] = "rand_augment"
 
-    operations: Annotated[int, s.Bounds(least=0)] = 2
+    operations: Annotated[int, s.Bounds(least=1)] = 2
     magnitude: Annotated[int, s.Bounds(least=0)] = 9
     bins: Annotated[int, s.Bounds(least=2)] = 31
     interpolation: WarpInterpolation = "nearest"

@@ -91,19 +91,11 @@ def test_the_steps_are_the_same_whatever_is_drawn_and_are_not_folded() -> None:
     assert program.ends == (3, *[4] * 6, 5, 7)
 
 
-def test_without_operations_nothing_changes() -> None:
-    data = png(photo(30, 40))
-    stage = RandAugment(operations=0)
-    assert not stage.random
-    (image,) = images(program_of(Decode(), stage, CenterCrop(size=(30, 40))), [data])
-    assert torch.equal(image, decoded(data))
-
-
 @pytest.mark.parametrize(
     ("parameters", "message"),
     [
         ({"magnitude": 31}, "rand_augment.magnitude must be less than bins = 31, got 31"),
-        ({"operations": -1}, "rand_augment.operations must be >= 0, got -1"),
+        ({"operations": 0}, "rand_augment.operations must be >= 1, got 0"),
         ({"bins": 1, "magnitude": 0}, "rand_augment.bins must be >= 2, got 1"),
         ({"fill": 256}, "rand_augment.fill must be within [0, 255], got 256"),
     ],
