@@ -11,6 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import NoReturn
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -22,6 +23,7 @@ from gpuflow.loader.sampler import Steps
 from gpuflow.pipeline.rng import key64
 from gpuflow.runtime.files import locked_folder
 from gpuflow.runtime.ranks import Group, Ranks, process_group
+from gpuflow.sources import Source, has_labels
 from gpuflow.training.checkpoint import build_model, known_models, read_checkpoint, save_checkpoint
 
 __all__ = ["PassResult", "Trainer", "TrainerEvents"]
@@ -86,6 +88,7 @@ class Trainer:
         self.checkpoint = Path(self._spec.out) / "last.pt"
         _refuse_untrainable(config)
         whole = open_whole(config)
+        _require_classes(config, whole)
         loaders = {
             name: build_loader(
                 config,
@@ -432,6 +435,15 @@ def _refuse_untrainable(config: Config) -> None:
             problems.append(Problem(f"{config.path}:", rule, action=action, path=path, code="config.conflict"))
     if problems:
         raise ConfigError(problems)
+
+
+def _require_classes(config: Config, source: Source) -> None:
+    """Raise ConfigError unless each sample of the source has one class, which is what a classifier learns."""
+    if has_labels(source) and source.labels.ndim == 1 and np.issubdtype(source.labels.dtype, np.integer):
+        return
+    rule = "has no class for each sample, which gpuflow train needs"
+    action = "declare a label in source.fields, or iterate gpuflow.load in a training loop of your own"
+    raise ConfigError([Problem(f"{config.path}:", rule, action=action, path=("source",), code="config.conflict")])
 
 
 def _model(config: Config, classes: int) -> nn.Module:

@@ -457,6 +457,23 @@ def test_images_that_no_model_takes_are_located(overrides: list[str], expected: 
     assert str(caught.value).splitlines()[0] == f"{config_file}: {expected}"
 
 
+@pytest.mark.parametrize(
+    "fields", ["image: {column: path}", "{image: {column: path}, label: {column: label, kind: number}}"]
+)
+def test_samples_without_a_class_each_are_located(fields: str, config_file: Path, photos: Path, tmp_path: Path) -> None:
+    files, listing = sorted(photos.rglob("*.jpg")), tmp_path / "rows.csv"
+    listing.write_text("path,label\n" + "".join(f"{file},{i / 2}\n" for i, file in enumerate(files)))
+    document = yaml.safe_load(config_file.read_text())
+    document["source"] = {"listing": str(listing), "fields": yaml.safe_load(fields)}
+    config_file.write_text(yaml.safe_dump(document))
+    with pytest.raises(ConfigError) as caught:
+        Trainer(read(config_file), device="cpu")
+    assert str(caught.value) == (
+        f"{config_file}: source has no class for each sample, which gpuflow train needs; declare a label in "
+        "source.fields, or iterate gpuflow.load in a training loop of your own"
+    )
+
+
 # --- the learning rate ------------------------------------------------------------------------------------------------
 
 
