@@ -102,7 +102,7 @@ def of_color_jitter(keys: s.StageKeys) -> Numbers:
     drawn = jitter.draw(keys)
     orders = list(itertools.permutations(range(4)))
     order = np.array([orders.index(tuple(row)) for row in drawn[:, :4].astype(int).tolist()])
-    return np.concatenate([(order[:, None] + 0.5) / 24, (drawn[:, 4:] - low) / (high - low)], axis=1)
+    return np.concatenate([(order[:, None] + 0.5) / 24, (drawn[:, 4:8] - low) / (high - low)], axis=1)
 
 
 def of_opaque(keys: s.Keys, occurrence: int) -> Numbers:
