@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import cv2
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -25,6 +26,8 @@ PLACES = 2.0**11
 """Bilinear places are multiples of 1 / PLACES of a pixel."""
 TINY = 1e-12
 """The third coordinate of a point is at least this large, so that a point at the horizon has coordinates."""
+_REMAPPED = 2**15 - 2
+"""OpenCV looks pixels up in images whose sides are smaller: it takes their places as int16."""
 _TILE = 256
 """Results are made in squares of this side, each from the part of the image that it shows: both are floats then."""
 
@@ -121,9 +124,17 @@ def _seen(matrix: Numbers, x: Numbers, y: Numbers) -> tuple[Numbers, Numbers]:
 
 
 def _nearest(image: NDArray[np.uint8], x: Numbers, y: Numbers, filter: Filter, out: NDArray[np.uint8]) -> None:
-    (height, width), far = image.shape[:2], 2.0**31
+    (height, width), constant, far = image.shape[:2], filter.border == "constant", 2.0**31
+    if constant and max(height, width) < _REMAPPED:
+        places = np.empty((*x.shape, 2), np.int16)
+        for axis, (at, side) in enumerate(((x, width), (y, height))):
+            np.copyto(places[..., axis], np.floor(np.clip(at, -1, side) + TIE), casting="unsafe")
+        fill = np.broadcast_to(filter.fill, image.shape[2:]).tolist()
+        pixels = cv2.remap(image, places, None, cv2.INTER_NEAREST, borderMode=cv2.BORDER_CONSTANT, borderValue=fill)
+        out[...] = pixels.reshape(out.shape)
+        return
     columns, rows = (np.floor(np.clip(at, -far, far) + TIE).astype(np.int64) for at in (x, y))
-    if filter.border != "constant":
+    if not constant:
         columns, rows = fold_back(columns, width, filter.border), fold_back(rows, height, filter.border)
         out[...] = image[rows, columns]
         return

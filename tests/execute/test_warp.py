@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from gpuflow.execute import warp as warp_module
 from gpuflow.execute.warp import warp
 from gpuflow.pipeline.stage import Filter
 from tests.images import photo
@@ -112,3 +113,20 @@ def test_gray_images() -> None:
     image = photo(40, 50)[..., :1]
     found = run(image, MAPS["turned"], (33, 44), BILINEAR)
     assert np.abs(found - exact(image, MAPS["turned"], (33, 44), BILINEAR)).max() <= 0.7
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_nearest_pixels_are_the_same_with_and_without_opencv(channels: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Images whose places do not fit OpenCV's int16 take another way."""
+    rng = np.random.default_rng(channels)
+    fill = tuple(rng.integers(0, 256, channels).tolist())
+    for _ in range(50):
+        image = rng.integers(0, 256, (*rng.integers(1, 60, 2), channels), np.uint8)
+        matrix = np.eye(3) + rng.normal(0, 0.4, (3, 3)) * [[1, 1, 20], [1, 1, 20], [0.003, 0.003, 0]]
+        found = []
+        for side in (warp_module._REMAPPED, 0):
+            monkeypatch.setattr(warp_module, "_REMAPPED", side)
+            found.append(np.empty((33, 41, channels), np.uint8))
+            warp_module.warp(image, matrix, (3, -2, 33, 41), Filter("nearest", "constant", fill), found[-1])
+            monkeypatch.undo()
+        assert np.array_equal(*found)
