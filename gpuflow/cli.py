@@ -148,17 +148,19 @@ def show(
     device: Annotated[str, typer.Option(help="Where images are decoded and transformed: cpu or cuda.")] = "cpu",
     out: Annotated[Path, typer.Option(help="The page to write.")] = Path("runs/show.html"),
 ) -> None:
-    """Write a page that shows what a pipeline's batches look like, with their labels and paths.
+    """Write a page that shows what a pipeline's batches look like: images or views, labels, boxes, masks, keypoints.
 
     The samples are those that a training loop gets first in that epoch.
     """
+    from gpuflow.pipeline.views import ViewsPipeline
     from gpuflow.runtime.files import atomic_write
     from gpuflow.tools.show import page, samples_of
 
-    _read(path, overrides).program(pipeline)
+    _read(path, overrides).any_program(pipeline)
     config = _read(path, [*(overrides or []), f"pipelines.{pipeline}.batch.drop_last=false"])
     shown = samples_of(config, pipeline, count, epoch=epoch, device=device)
-    stages = repr(config.program(pipeline).pipeline)
+    described = config.any_program(pipeline).pipeline
+    stages = "\n".join(described.texts) if isinstance(described, ViewsPipeline) else repr(described)
     out.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(out, text=True) as file:
         file.write(page(f"{path.name}: {pipeline}, epoch {epoch}", stages, shown))

@@ -43,8 +43,12 @@ class ViewsPipeline:
     views: tuple[View, ...]
 
     def __repr__(self) -> str:
-        texts = (f"{view.name} x {view.count} ({repr(view.pipeline).partition(': ')[2]})" for view in self.views)
-        return f"{self.name}: {'; '.join(texts)}"
+        return f"{self.name}: {'; '.join(self.texts)}"
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """Each view in a line: its name, how often it is drawn, and its stages."""
+        return tuple(f"{view.name} x {view.count} ({repr(view.pipeline).partition(': ')[2]})" for view in self.views)
 
     @property
     def fingerprint(self) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import html
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import cv2
@@ -17,21 +17,31 @@ from gpuflow.config import Config
 from gpuflow.loader.assemble import build_loader
 from gpuflow.loader.batch import Batch
 from gpuflow.parity.measure import Scale
+from gpuflow.pipeline.image_spec import ImageSpec
+from gpuflow.pipeline.records import Field
+from gpuflow.pipeline.views import AnyProgram, View, ViewsProgram
+from gpuflow.sources import fields_of, has_labels
 
 __all__ = ["Shown", "Target", "page", "samples_of"]
 
 _NAMED_CLASSES = 3
 """Of a label with a weight for each class, the classes that are named."""
 _COLOURS = ("#e69f00", "#56b4e9", "#009e73", "#f0e442", "#0072b2", "#d55e00", "#cc79a7")
-"""Of boxes, masks and keypoints, one after the other (Okabe and Ito's palette for colour-blind readers)."""
+"""Of classes, or of objects without one (Okabe and Ito's palette for colour-blind readers)."""
 _MASK_SHARE = 0.45
+_LETTER = 0.6
+"""How wide a letter of a name is, in font sizes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Target:
-    """An object in an image, in pixels of the image. box: x1, y1, x2, y2. mask: bool [H, W]. keypoints: [K, 3]."""
+    """An object in an image, in pixels of the image. box: x1, y1, x2, y2. mask: bool [H, W]. keypoints: [K, 3].
+
+    colour: a number; equal ones are drawn in the same colour.
+    """
 
     name: str = ""
+    colour: int = 0
     box: tuple[float, float, float, float] | None = None
     mask: NDArray[np.bool_] | None = None
     keypoints: NDArray[np.float64] | None = None
@@ -42,7 +52,7 @@ class Shown:
     """A sample of a batch.
 
     images: uint8 HWC, RGB or gray, by the names of their views; of a pipeline without views the name is empty.
-    label: in words. targets: the objects in its image.
+    label: in words; empty where the source has none. targets: the objects in its image. notes: its other fields.
     """
 
     index: int
@@ -51,6 +61,7 @@ class Shown:
     valid: bool
     images: Mapping[str, NDArray[np.uint8]]
     targets: Sequence[Target] = field(default_factory=tuple)
+    notes: Sequence[str] = field(default_factory=tuple)
 
 
 def samples_of(config: Config, name: str, count: int, *, epoch: int = 0, device: str = "cpu") -> list[Shown]:
@@ -62,24 +73,21 @@ def samples_of(config: Config, name: str, count: int, *, epoch: int = 0, device:
     """
     shown: list[Shown] = []
     with build_loader(config, name, rank=0, world_size=1, device=device) as loader:
-        scales: dict[str, Scale] = {}
+        views = _views(config.any_program(name))
+        labelled, fields = has_labels(loader.dataset), fields_of(loader.dataset)
         loader.set_epoch(epoch)
         for batch in loader:
             for i in range(len(batch.indices)):
-                images = {}
-                for view, tensor in _views(batch, i):
-                    key = view.split(" ")[0]
-                    if key not in scales:
-                        scales[key] = Scale.of(config.program(name))
-                    images[view] = _rgb(scales[key].levels(tensor), config.program(name).result.color)
                 index = int(batch.indices[i])
                 shown.append(
                     Shown(
                         index=index,
                         path=loader.dataset.path(index),
-                        label=_label(batch.labels, i, loader.classes),
+                        label=_label(batch.labels, i, loader.classes) if labelled else "",
                         valid=bool(batch.valid[i]),
-                        images=images,
+                        images={title: image for view in views for title, image in view.pictures(batch, i)},
+                        targets=_targets(batch, i, fields),
+                        notes=_notes(batch, i, fields),
                     )
                 )
                 if len(shown) == count:
@@ -87,8 +95,71 @@ def samples_of(config: Config, name: str, count: int, *, epoch: int = 0, device:
     return shown
 
 
-def _views(batch: Batch, i: int) -> Iterator[tuple[str, torch.Tensor]]:
-    yield "", batch.images[i]
+@dataclass(frozen=True, slots=True)
+class _Pictures:
+    """How the images of one view become pictures. view: None for a pipeline without views."""
+
+    view: View | None
+    scale: Scale
+    result: ImageSpec
+
+    def pictures(self, batch: Batch, i: int) -> Iterator[tuple[str, NDArray[np.uint8]]]:
+        """Each image of sample i with its title."""
+        if self.view is None:
+            yield "", _rgb(self.scale.levels(batch.images[i]), self.result.color)
+            return
+        for number, images in enumerate(batch.views[self.view.name], start=1):
+            title = self.view.name if self.view.count == 1 else f"{self.view.name} {number}"
+            yield title, _rgb(self.scale.levels(images[i]), self.result.color)
+
+
+def _views(program: AnyProgram) -> list[_Pictures]:
+    if not isinstance(program, ViewsProgram):
+        return [_Pictures(None, Scale.of(program), program.result)]
+    pairs = zip(program.pipeline.views, program.programs, strict=True)
+    return [_Pictures(view, Scale.of(one), one.result) for view, one in pairs]
+
+
+def _targets(batch: Batch, i: int, fields: Sequence[Field]) -> list[Target]:
+    """What is drawn on sample i: each class of its masks of levels, then each object.
+
+    Masks of instances and keypoints belong to the first field of boxes; without one, each row of them is an object.
+    """
+    classes, objects, others = [], list[Target](), list[Target]()
+    owner = next((one for one in fields if one.type == "boxes"), None)
+    for one in sorted(fields, key=lambda one: one is not owner):
+        if one.type == "boxes":
+            boxes = [_box(batch, i, one, number) for number in range(len(batch.fields[one.name][i]))]
+            (objects if one is owner else others).extend(boxes)
+        elif one.type == "mask" and not one.instances:
+            levels = batch.fields[one.name][i].cpu().numpy()
+            classes += [Target(colour=int(k) - 1, mask=levels == k) for k in np.unique(levels) if k > 0]
+        elif one.type in ("mask", "keypoints"):
+            rows = batch.fields[one.name][i].cpu().numpy()
+            if owner is None and not objects:
+                objects = [Target(colour=number) for number in range(len(rows))]
+            both = zip(objects, rows, strict=owner is not None)
+            objects = [
+                replace(each, mask=row > 0) if one.type == "mask" else replace(each, keypoints=row)
+                for each, row in both
+            ]
+    return [*classes, *objects, *others]
+
+
+def _box(batch: Batch, i: int, boxes: Field, number: int) -> Target:
+    """A box; its colour is that of its class if it has one."""
+    x1, y1, x2, y2 = batch.fields[boxes.name][i][number].tolist()
+    if not boxes.labels:
+        return Target(colour=number, box=(x1, y1, x2, y2))
+    label = int(batch.fields[boxes.labels][i][number])
+    name = boxes.classes[label] if label < len(boxes.classes) else str(label)
+    return Target(name=name, colour=label, box=(x1, y1, x2, y2))
+
+
+def _notes(batch: Batch, i: int, fields: Sequence[Field]) -> list[str]:
+    """The fields that are not drawn, as text."""
+    values = [(one.name, batch.fields[one.name][i]) for one in fields if one.type in ("number", "text", "any")]
+    return [f"{name}: {value.item() if isinstance(value, torch.Tensor) else value}" for name, value in values]
 
 
 def _rgb(image: NDArray[np.uint8], color: str) -> NDArray[np.uint8]:
@@ -113,7 +184,7 @@ def _label(labels: Any, i: int, classes: Sequence[str]) -> str:
 
 
 def page(title: str, stages: str, samples: Sequence[Shown]) -> str:
-    """Render samples as one HTML page without links to other files."""
+    """Render samples as one HTML page without links to other files. stages: one or several lines of text."""
     head = (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -130,20 +201,22 @@ def page(title: str, stages: str, samples: Sequence[Shown]) -> str:
 
 def _card(sample: Shown) -> str:
     pictures = "".join(_picture(name, image, sample.targets) for name, image in sample.images.items())
+    notes = "".join(f'<p class="note">{html.escape(note)}</p>' for note in sample.notes)
     wrapped = "" if sample.valid else '<span class="badge">wrapped</span>'
     return (
-        f'<section><div class="row">{pictures}</div><p class="label">{html.escape(sample.label)} {wrapped}</p>'
+        f'<section><div class="row">{pictures}</div><p class="label">{html.escape(sample.label)} {wrapped}</p>{notes}'
         f'<p class="path">{sample.index}: {html.escape(sample.path)}</p></section>'
     )
 
 
 def _picture(view: str, image: NDArray[np.uint8], targets: Sequence[Target]) -> str:
     height, width = image.shape[:2]
-    coloured = [(_COLOURS[i % len(_COLOURS)], target) for i, target in enumerate(targets)]
+    coloured = [(_COLOURS[target.colour % len(_COLOURS)], target) for target in targets]
     for colour, target in coloured:
         if target.mask is not None:
             image = _tinted(image, target.mask, colour)
-    marks = "".join(_marks(colour, target, max(height, width)) for colour, target in coloured)
+    marks = "".join(_marks(colour, target, height, width) for colour, target in coloured)
+    marks += "".join(_name_tag(colour, target, height, width) for colour, target in coloured)
     caption = f"<figcaption>{html.escape(view)}</figcaption>" if view else ""
     return (
         f'<figure><svg viewBox="0 0 {width} {height}" role="img">'
@@ -158,8 +231,8 @@ def _tinted(image: NDArray[np.uint8], mask: NDArray[np.bool_], colour: str) -> N
     return tinted
 
 
-def _marks(colour: str, target: Target, side: int) -> str:
-    """A target's box, name and visible keypoints as SVG."""
+def _marks(colour: str, target: Target, height: int, width: int) -> str:
+    """A target's box and visible keypoints as SVG, in an image of this size."""
     parts = []
     if target.box is not None:
         x1, y1, x2, y2 = target.box
@@ -167,16 +240,24 @@ def _marks(colour: str, target: Target, side: int) -> str:
             f'<rect x="{x1:.2f}" y="{y1:.2f}" width="{x2 - x1:.2f}" height="{y2 - y1:.2f}" stroke="{colour}" '
             'fill="none" stroke-width="2" vector-effect="non-scaling-stroke"/>'
         )
-        if target.name:
-            size = side / 20
-            parts.append(
-                f'<text x="{x1 + size / 4:.2f}" y="{max(y1, 0) + size:.2f}" font-size="{size:.2f}" fill="{colour}">'
-                f"{html.escape(target.name)}</text>"
-            )
     for x, y, visible in target.keypoints.tolist() if target.keypoints is not None else ():
         if visible:
-            parts.append(f'<circle cx="{x:.2f}" cy="{y:.2f}" r="{side / 90:.2f}" fill="{colour}"/>')
+            parts.append(f'<circle cx="{x:.2f}" cy="{y:.2f}" r="{max(height, width) / 90:.2f}" fill="{colour}"/>')
     return "".join(parts)
+
+
+def _name_tag(colour: str, target: Target, height: int, width: int) -> str:
+    """A box's name on a plate above it, or within it where that is outside the image, as SVG."""
+    if target.box is None or not target.name:
+        return ""
+    x, y, *_ = target.box
+    name, size = target.name, max(height, width) / 24
+    plate = size * (_LETTER * len(name) + 0.6), size * 1.35
+    left, top = max(min(x, width - plate[0]), 0), y - plate[1] if y >= plate[1] else max(y, 0)
+    return (
+        f'<rect x="{left:.2f}" y="{top:.2f}" width="{plate[0]:.2f}" height="{plate[1]:.2f}" fill="{colour}"/>'
+        f'<text x="{left + plate[0] / 2:.2f}" y="{top + size:.2f}" font-size="{size:.2f}">{html.escape(name)}</text>'
+    )
 
 
 def _data_uri(pixels: NDArray[np.uint8]) -> str:
@@ -194,17 +275,18 @@ body { margin: 0; background: var(--paper); color: var(--ink); font: 15px/1.45 s
 main { max-width: 80rem; margin: 0 auto; padding: 1.5rem 1rem 4rem; }
 header { margin-bottom: 1rem; }
 h1 { font-size: 1.5rem; margin: 0; }
-code { font: .85em/1.45 ui-monospace, "DejaVu Sans Mono", monospace; overflow-wrap: anywhere; color: var(--gray); }
+code { font: .85em/1.45 ui-monospace, "DejaVu Sans Mono", monospace; overflow-wrap: anywhere; white-space: pre-line;
+  color: var(--gray); }
 .samples { display: grid; grid-template-columns: repeat(auto-fill, minmax(14rem, 1fr)); gap: .8rem; }
 .samples.views { grid-template-columns: 1fr; }
 section { background: var(--card); border: 1px solid var(--rule); border-radius: .5rem; padding: .6rem; min-width: 0; }
 .row { display: flex; flex-wrap: wrap; gap: .4rem; }
-figure { margin: 0; flex: 1 1 0; } .views figure { flex: 0 0 9rem; }
+figure { margin: 0; flex: 1 1 0; } .views .row { flex-wrap: nowrap; overflow-x: auto; }
+.views figure { flex: 0 1 9rem; min-width: 5rem; }
 figcaption { font-size: .78rem; color: var(--gray); }
 svg { display: block; width: 100%; height: auto; max-height: 30rem; background: #000; }
-text { font-family: system-ui, "DejaVu Sans", sans-serif; font-weight: 600; paint-order: stroke; stroke: #000a;
-  stroke-width: .15em; }
+text { font-family: system-ui, "DejaVu Sans", sans-serif; font-weight: 600; text-anchor: middle; fill: #111; }
 p { margin: .3rem 0 0; } .label { font-weight: 600; overflow-wrap: anywhere; }
-.path { font-size: .78rem; color: var(--gray); overflow-wrap: anywhere; }
+.path, .note { font-size: .78rem; color: var(--gray); overflow-wrap: anywhere; }
 .badge { font-size: .75rem; font-weight: normal; border: 1px solid; border-radius: 1rem; padding: 0 .5rem; }
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import re
 from pathlib import Path
 
@@ -10,11 +11,13 @@ import cv2
 import numpy as np
 import pytest
 import torch
+import yaml
 from numpy.typing import NDArray
 
 from gpuflow.config import Config, read_config
 from gpuflow.loader.assemble import build_loader
 from gpuflow.stages import STAGES
+from gpuflow.tools.detection_samples import make_detection_samples
 from gpuflow.tools.show import Shown, Target, _label, page, samples_of
 from tests.commands import command_here
 from tests.datasets import make_photos, write_config
@@ -119,3 +122,93 @@ def test_views_stand_in_one_row_with_their_names() -> None:
     assert 'class="samples views"' in text
     assert [one.shape[0] for one in pictures(text)] == [40, 20]
     assert "<figcaption>global 1</figcaption>" in text
+
+
+def test_boxes_and_masks_of_a_batch_are_drawn_where_the_shapes_are(tmp_path: Path) -> None:
+    """The shapes of the samples have one colour a class, so the pixel at an octagon's or rectangle's centre tells."""
+    colours = {"rectangle": 0, "triangle": 1, "octagon": 2}  # the largest channel of each
+    make_detection_samples(tmp_path, 6)
+    stages = [
+        {"decode": {}},
+        {"affine": {"degrees": 10, "scale": [0.7, 1.2]}},
+        {"flip": {"horizontal": 0.5}},
+        {"letterbox": {"size": 128}},
+        {"normalize": {}},
+    ]
+    (tmp_path / "x.yaml").write_text(
+        yaml.safe_dump(
+            {
+                "source": {"coco": str(tmp_path / "instances.json"), "images": str(tmp_path / "images")},
+                "pipelines": {"train": {"stages": stages, "targets": {"min_area": 40}, "batch": {"size": 4}}},
+            }
+        )
+    )
+    shown = samples_of(read(tmp_path / "x.yaml"), "train", 6, epoch=2)
+    seen = 0
+    for sample in shown:
+        assert sample.label == ""
+        for target in sample.targets:
+            assert target.box is not None and target.mask is not None and target.mask.shape == (128, 128)
+            x1, y1, x2, y2 = target.box
+            rows, columns = np.nonzero(target.mask)
+            assert x1 - 1 <= columns.min() and columns.max() <= x2 and y1 - 1 <= rows.min() and rows.max() <= y2
+            colour = np.median(sample.images[""][target.mask], axis=0)
+            assert (colour.argmax(), target.colour) == (colours[target.name], colours[target.name])
+            seen += 1
+    assert seen >= 8
+    text = page("x", "", shown)
+    assert text.count('fill="none"') == seen == text.count("</text>")
+
+
+def test_masks_of_levels_keypoints_and_other_fields_of_a_batch_are_shown(tmp_path: Path) -> None:
+    (tmp_path / "images").mkdir()
+    image, mask = np.full((20, 30, 3), 90, np.uint8), np.zeros((20, 30), np.uint8)
+    mask[:, 10:20], mask[:, 20:] = 1, 3
+    cv2.imwrite(str(tmp_path / "images/a.png"), image)
+    cv2.imwrite(str(tmp_path / "images/a_mask.png"), mask)
+    row = {"path": "images/a.png", "mask": "images/a_mask.png", "points": [[[4.5, 6.5, 2], [1, 1, 0]]], "text": "<one>"}
+    (tmp_path / "list.jsonl").write_text(json.dumps(row) + "\n")
+    fields = {
+        "image": {"column": "path"},
+        "mask": {},
+        "points": {"type": "keypoints"},
+        "text": {},
+    }
+    pipeline = {"stages": [{"decode": {}}, {"flip": {"horizontal": 1.0}}, {"center_crop": {"size": [20, 30]}}]}
+    source = {"listing": str(tmp_path / "list.jsonl"), "fields": fields}
+    document = {"source": source, "pipelines": {"train": {**pipeline, "batch": {"size": 1}}}}
+    (tmp_path / "x.yaml").write_text(yaml.safe_dump(document))
+    (sample,) = samples_of(read(tmp_path / "x.yaml"), "train", 4)
+    one, three, points = sample.targets
+    assert one.mask is not None and three.mask is not None and points.keypoints is not None
+    assert np.array_equal(one.mask, mask[:, ::-1] == 1) and np.array_equal(three.mask, mask[:, ::-1] == 3)
+    assert (one.colour, three.colour) == (0, 2)
+    assert points.keypoints[0].tolist() == [25.5, 6.5, 2]
+    assert sample.notes == ["text: <one>"]
+    text = page("x", "", [sample])
+    (drawn,) = pictures(text)
+    assert len(np.unique(drawn.reshape(-1, 3), axis=0)) == 3
+    assert 'cx="25.50" cy="6.50"' in text and "text: &lt;one&gt;" in text
+
+
+def test_every_view_of_a_sample_is_shown_in_levels(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    document = yaml.safe_load(file.read_text())
+    crop = {"center_crop": {"size": 24}}
+    document["pipelines"]["train"] = {
+        "views": {
+            "global": {"count": 2, "stages": [crop, {"normalize": {}}]},
+            "local": {"stages": [{"center_crop": {"size": 12}}]},
+        },
+        "batch": {"size": 4},
+    }
+    file.write_text(yaml.safe_dump(document))
+    shown = samples_of(read(file), "train", 5)
+    assert [list(one.images) for one in shown] == [["global 1", "global 2", "local"]] * 5
+    for one in shown:
+        assert np.array_equal(one.images["global 1"], one.images["global 2"]), "without draws"
+        assert np.abs(one.images["global 1"][6:18, 6:18].astype(int) - one.images["local"]).max() <= 1
+    done = command_here(monkeypatch, capsys)("show", file, "-n", 2, "--out", tmp_path / "x.html")
+    assert done.code == 0, done.err
+    assert (tmp_path / "x.html").read_text().count("<figcaption>global 2</figcaption>") == 2
