@@ -26,7 +26,7 @@ _AMPLIFIED = 100
 _FORMS = ("CPU", "GPU", "difference")
 _CELL, _GAP, _GROUP_GAP = 0.92, 0.05, 0.2
 """An image's width and height in inches, and the space after it, and after the three forms of one magnitude."""
-_LABEL, _CAPTION = 1.95, 0.3
+_LABEL, _CAPTION = 2.35, 0.34
 """The width of a stage's name, and the height of what is written below its images, in inches."""
 _HEAD, _FOOT, _COLUMN_GAP = 1.35, 0.42, 0.45
 _COLUMNS = 2
@@ -67,12 +67,12 @@ def draw(pictures_npz: Path, out_stem: Path) -> list[Path]:
         for i, (name, pictures) in enumerate(stages.items()):
             left = 0.3 + i // rows * (column + _COLUMN_GAP)
             top = _HEAD + i % rows * (_CELL + _CAPTION)
-            axes.text(left, top + _CELL / 2, name, fontsize=12, fontweight="bold", va="center")
+            axes.text(left, top + _CELL / 2, name, fontsize=14, fontweight="bold", va="center")
             for number, picture in enumerate(pictures):
                 _draw_picture(axes, left + _LABEL + number * group, top, picture, heads=i % rows == 0)
             if len(pictures) == 1:
                 note = left + _LABEL + group, top + _CELL / 2
-                axes.text(*note, "has no magnitude", fontsize=10, color=style.GRAY, va="center")
+                axes.text(*note, "has no magnitude", fontsize=12, color=style.GRAY, va="center")
         axes.set_xlim(0, width)
         axes.set_ylim(height, 0)
         axes.set_aspect("auto")
@@ -83,7 +83,7 @@ def draw(pictures_npz: Path, out_stem: Path) -> list[Path]:
         )
         style.title(figure, "Every augmentation, on the CPU and on the GPU", subtitle)
         foot = f"The GPU forms ran on: {about['gpu']}. mixup and cutmix take a second photograph, in float32."
-        figure.text(0.3 / width, 0.14 / height, foot, fontsize=10, color=style.GRAY)
+        figure.text(0.3 / width, 0.14 / height, foot, fontsize=12, color=style.GRAY)
         return style.save(figure, out_stem)
 
 
@@ -97,11 +97,11 @@ def _draw_picture(axes: Any, left: float, top: float, picture: _Picture, *, head
         extent = (x + across, x + _CELL - across, top + _CELL - down, top + down)
         axes.imshow(pixels, extent=extent, interpolation="none")
         if heads:
-            axes.text(x + _CELL / 2, top - 0.08, name, fontsize=9, color=style.GRAY, ha="center", va="bottom")
+            axes.text(x + _CELL / 2, top - 0.08, name, fontsize=11, color=style.GRAY, ha="center", va="bottom")
     below = top + _CELL + 0.04
-    axes.text(left, below, picture.label, fontsize=9, color=style.INK, va="top")
+    axes.text(left, below, picture.label, fontsize=11, color=style.INK, va="top")
     right = left + len(_FORMS) * (_CELL + _GAP) - _GAP
-    axes.text(right, below, f"max {picture.largest}", fontsize=9, color=style.GRAY, ha="right", va="top")
+    axes.text(right, below, f"max {picture.largest}", fontsize=11, color=style.GRAY, ha="right", va="top")
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, list[_Picture]]]:

@@ -156,9 +156,9 @@ def of_kornia(recipe: str, device: torch.device) -> Run:
     call: Any = torch.compile(module) if device.type == "cuda" else module
 
     def run(images: Images) -> torch.Tensor:
-        if device.type == "cpu":
-            torch.set_num_threads(THREADS)
+        torch.set_num_threads(THREADS)
         result: torch.Tensor = call(torch.stack(images).float() / 255)
+        torch.set_num_threads(1)
         return result
 
     return run
@@ -291,6 +291,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     options.batch = options.batch or (64 if options.device == "cpu" else 256)
     device = torch.device(options.device)
+    torch.set_num_threads(1)  # else each thread of torchvision-loop starts a team, which makes it several times slower
     names = options.arms or (ON_CPU if options.device == "cpu" else ON_CUDA)
     batches = photographs(options.batch, device)
     for recipe in options.recipes:
