@@ -125,9 +125,10 @@ def check(path: ConfigFile, overrides: Overrides = None) -> None:
 def schema() -> None:
     """Print the JSON Schema of the YAML file, with all stages that are installed, for editors that check keys."""
     from gpuflow.config.schema import json_schema
+    from gpuflow.sources import offered_sources
     from gpuflow.vocabulary import stage_table
 
-    print(json.dumps(json_schema(stage_table()), indent=2, ensure_ascii=False))
+    print(json.dumps(json_schema(stage_table(), offered_sources()), indent=2, ensure_ascii=False))
 
 
 @app.command()

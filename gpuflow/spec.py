@@ -1,9 +1,10 @@
-"""What a package that brings stages of its own needs: the kinds of stages, and the values that they get and give.
+"""What a package that brings stages or sources of its own needs: their kinds, and the values that they get and give.
 
 Documented in `gpuflow.pipeline`; these names stay here from one version to the next.
 """
 
-from gpuflow.errors import Problem
+from gpuflow.errors import Problem, SourceError
+from gpuflow.pipeline.records import Field, MaskFile, Polygons, Ragged, Records, Rle
 from gpuflow.pipeline.stage import (
     ENCODED,
     Bounds,
@@ -33,12 +34,15 @@ from gpuflow.pipeline.stage import (
     require_one_size,
     require_pixels,
 )
+from gpuflow.sources import Allocate, Payload, RecordSource, Source, SourceSpec, lay_out
 
 __all__ = [
     "ENCODED",
+    "Allocate",
     "Bounds",
     "Crop",
     "Decoder",
+    "Field",
     "Filter",
     "Filters",
     "Flip",
@@ -46,6 +50,7 @@ __all__ = [
     "ImageSpec",
     "Keys",
     "Local",
+    "MaskFile",
     "Mixing",
     "Mixture",
     "Move",
@@ -53,14 +58,24 @@ __all__ = [
     "Operation",
     "Operations",
     "Pad",
+    "Payload",
     "Pipeline",
     "Pointwise",
     "Policy",
+    "Polygons",
     "Problem",
+    "Ragged",
+    "RecordSource",
+    "Records",
     "Resize",
+    "Rle",
+    "Source",
+    "SourceError",
+    "SourceSpec",
     "Stage",
     "StageKeys",
     "Warp",
+    "lay_out",
     "require_one_size",
     "require_pixels",
 ]

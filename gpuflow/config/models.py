@@ -396,6 +396,7 @@ def _keys_of(name: str, spec: type[Any], **other_types: Any) -> type[_Block]:
     their defaults, where they differ."""
     hints = typing.get_type_hints(spec)
     keys: dict[str, Any] = {field.name: (hints[field.name], field.default) for field in dataclasses.fields(spec)}
+    keys.pop("other", None)  # its names are keys themselves
     return pydantic.create_model(name, __base__=_Block, **(keys | other_types))
 
 

@@ -23,14 +23,14 @@ from gpuflow.config.stage_entries import as_tuples, make_stage
 from gpuflow.config.words import problems_of
 from gpuflow.config.yaml_file import read_yaml
 from gpuflow.decode.preset import Preset
-from gpuflow.errors import ConfigError, Key, Problem
+from gpuflow.errors import ConfigError, Key, Problem, suggest
 from gpuflow.pipeline.program import Program, fold
 from gpuflow.pipeline.records import GEOMETRIC, Field
 from gpuflow.pipeline.stage import Mixing, Pipeline, Stage
 from gpuflow.pipeline.targets import carry_problem, views_carry_problem
 from gpuflow.pipeline.validate import trace
 from gpuflow.pipeline.views import View, ViewsPipeline, ViewsProgram
-from gpuflow.sources import SourceSpec
+from gpuflow.sources import SourceSpec, offered_sources
 
 __all__ = ["read_config"]
 
@@ -67,8 +67,9 @@ class _Reader:
                 for problem in error.problems:
                     self._report_override(override, problem)
         self._stop_if_faulty()
-        document = self._document()
-        source = self._source()
+        own, other, known = self._source_keys()
+        document = self._document(own) if known else None
+        source = self._source(own, other) if known else None
         programs, views = self._programs(), self._views()
         if source is not None:
             self._check_fields(source, programs, views)
@@ -108,27 +109,43 @@ class _Reader:
 
     # --- blocks -----------------------------------------------------------------------------------------------------
 
-    def _document(self) -> Document | None:
-        """All blocks; None where a key or a type is wrong."""
-        values = as_tuples(self._data)
+    def _source_keys(self) -> tuple[Any, dict[str, Any], bool]:
+        """The block `source` without the keys of other packages, these, and whether all keys are known."""
+        block = self._data.get("source")
+        if not isinstance(block, dict):
+            return block, {}, True
+        offered = offered_sources()
+        foreign = [key for key in block if isinstance(key, str) and key not in SourceKeys.model_fields]
+        unknown = [key for key in foreign if key not in offered]
+        own = {key: value for key, value in block.items() if key not in foreign}
+        for key in unknown:
+            action = suggest(key, [*SourceKeys.model_fields, *offered])
+            self._report(Problem.of(("source", key), "is not a key here", action=action, code="config.unknown_key"))
+        if unknown:
+            self._document(own, rules=False)
+        return own, {key: block[key] for key in foreign if key in offered}, not unknown
+
+    def _document(self, source: Any, *, rules: bool = True) -> Document | None:
+        """All blocks; None where a key or a type is wrong. rules: whether those between keys are checked, too."""
+        values = as_tuples({**self._data, "source": source} if "source" in self._data else self._data)
         try:
             document = Document.model_validate(values)
         except pydantic.ValidationError as error:
             for problem in problems_of(error, Document, values):
                 self._report(problem)
             return None
-        for problem in document.problems():
+        for problem in document.problems() if rules else ():
             self._report(problem)
         return document
 
-    def _source(self) -> SourceSpec | None:
+    def _source(self, own: Any, other: Mapping[str, Any]) -> SourceSpec | None:
         """The block `source`; None where its keys are at fault, which `_document` reports."""
         try:
-            keys = SourceKeys.model_validate(as_tuples(self._data.get("source")))
+            keys = SourceKeys.model_validate(as_tuples(own))
         except pydantic.ValidationError:
             return None
         try:
-            return SourceSpec(**keys.model_dump())
+            return SourceSpec(**keys.model_dump(), other=other)
         except ConfigError as error:
             for problem in error.problems:
                 self._report(problem)

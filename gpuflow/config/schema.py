@@ -13,6 +13,7 @@ import re
 import types
 import typing
 from collections.abc import Mapping
+from importlib.metadata import EntryPoint
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel
@@ -31,11 +32,12 @@ Schema = dict[str, Any]
 _STAGES = {"$ref": "#/$defs/stages"}
 
 
-def json_schema(stages: Mapping[str, type[Stage]]) -> Schema:
+def json_schema(stages: Mapping[str, type[Stage]], sources: Mapping[str, EntryPoint] | None = None) -> Schema:
     """The JSON Schema, draft 2020-12, of a file whose lists name stages of this table.
 
     Args:
         stages: the vocabulary, name to class.
+        sources: those of other packages, by name.
     """
     schema = Document.model_json_schema(schema_generator=_Blocks)
     schema["properties"]["source"] |= {"$ref": "#/$defs/source"}
@@ -51,7 +53,11 @@ def json_schema(stages: Mapping[str, type[Stage]]) -> Schema:
         "split": SourceKeys.model_fields["split"].annotation,
         "fields": Mapping[str, FieldSpec | None],
     }
-    definitions = {"source": _fields_schema(SourceSpec, other_types), "stages": _list_schema(stages)}
+    source = _fields_schema(SourceSpec, other_types)
+    del source["properties"]["other"]
+    for name, entry in (sources or {}).items():
+        source["properties"][name] = {"description": f"A source of another package: {entry.value}"}
+    definitions = {"source": source, "stages": _list_schema(stages)}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "gpuflow",

@@ -13,6 +13,7 @@ from gpuflow.sources.coco import open_coco
 from gpuflow.sources.fingerprint import fingerprint_of
 from gpuflow.sources.folder import open_folder
 from gpuflow.sources.listing import open_listing
+from gpuflow.sources.offered import offered_sources, open_offered
 from gpuflow.sources.payload import SPARE_BYTES, Allocate, Payload, lay_out
 from gpuflow.sources.record_source import RecordSource, fields_of, has_labels, records_of, without_records
 from gpuflow.sources.split import Subset, subset
@@ -32,6 +33,7 @@ __all__ = [
     "has_labels",
     "is_read_remotely",
     "lay_out",
+    "offered_sources",
     "open_source",
     "records_of",
     "subset",
@@ -53,4 +55,4 @@ def open_source(spec: SourceSpec) -> Source:
         SourceError: it cannot be indexed; the message says where and why.
         MissingExtra: the path is a URL and fsspec is not installed.
     """
-    return KINDS[spec.kind](spec)
+    return open_offered(spec) if spec.other else KINDS[spec.kind](spec)

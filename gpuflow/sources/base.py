@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any, Protocol, TypeVar
 
 from numpy.typing import NDArray
 
@@ -19,6 +19,8 @@ from gpuflow.sources.payload import Allocate, Payload
 from gpuflow.sources.storage import Storage
 
 __all__ = ["Fraction", "Source", "SourceSpec", "is_read_remotely"]
+
+T = TypeVar("T")
 
 
 class Source(Protocol):
@@ -75,7 +77,7 @@ Fraction = Annotated[float, _FRACTION]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceSpec:
-    """Where the samples are: exactly one of `folder`, `listing`, `tar` and `coco`.
+    """Where the samples are: exactly one of `folder`, `listing`, `tar` and `coco`, or a source of another package.
 
     Args:
         folder: a directory with one directory for each class.
@@ -89,6 +91,7 @@ class SourceSpec:
         seed: the seed of the split.
         window: of shards: how many neighbouring samples are shuffled among each other.
         fields: what a sample carries, by name; by default an image and a label.
+        other: the name and the value of a source of another package, which is a key of its own in YAML.
     """
 
     folder: str | None = None
@@ -102,17 +105,22 @@ class SourceSpec:
     seed: Annotated[int, Bounds(least=0)] = 0
     window: Annotated[int, Bounds(least=1)] = 8192
     fields: Fields = ()
+    other: Mapping[str, Any] | tuple[tuple[str, Any], ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "split", _pairs(self.split))
         object.__setattr__(self, "fields", pairs_of_fields(self.fields))
+        object.__setattr__(self, "other", _pairs(self.other))
         if self.classes is not None and not isinstance(self.classes, int):
             object.__setattr__(self, "classes", tuple(self.classes))
         if problems := [*out_of_bounds(self), *self._problems()]:
             raise ConfigError([problem.below("source") for problem in problems])
 
     def _problems(self) -> Iterator[Problem]:
-        given = [name for name in _KINDS if getattr(self, name) is not None]
+        given = [
+            *(name for name in _KINDS if getattr(self, name) is not None),
+            *(name for name, _ in _pairs(self.other)),
+        ]
         if len(given) != 1:
             rule = f"needs exactly one of folder, listing, tar and coco, got {' and '.join(given) or 'none of them'}"
             yield Problem.of((), rule, code="config.conflict")
@@ -145,12 +153,17 @@ class SourceSpec:
 
     @property
     def kind(self) -> str:
-        """Which of `folder`, `listing`, `tar` and `coco` is given."""
+        """Which of `folder`, `listing`, `tar` and `coco` is given, or the name of another package's source."""
+        if self.other:
+            return _pairs(self.other)[0][0]
         return next((name for name in _KINDS if getattr(self, name) is not None), _KINDS[0])
 
     @property
     def where(self) -> str:
-        """The path or URL that is given."""
+        """The path or URL that is given; of another package's source its name and its value."""
+        if self.other:
+            [(name, value)] = _pairs(self.other)
+            return f"{name}: {value}"
         return str(getattr(self, self.kind))
 
     @property
@@ -164,5 +177,5 @@ class SourceSpec:
         return _pairs(self.split)
 
 
-def _pairs(split: Mapping[str, float] | tuple[tuple[str, float], ...]) -> tuple[tuple[str, float], ...]:
-    return tuple(split.items()) if isinstance(split, Mapping) else tuple((name, value) for name, value in split)
+def _pairs(values: Mapping[str, T] | tuple[tuple[str, T], ...]) -> tuple[tuple[str, T], ...]:
+    return tuple(values.items()) if isinstance(values, Mapping) else tuple((name, value) for name, value in values)

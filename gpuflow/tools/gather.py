@@ -77,7 +77,9 @@ def _measured(
     readers = readers or (max(rates.GPU_READERS, threads // 4) if machine.gpus else threads)
     decoders = rates.cpu_decoders()
     disk, files, error = tuple[DiskRate, ...](), list[NDArray[np.uint8]](), None
-    if source is not None and not is_remote(str(source.root or source.images or machine.source)):
+    local = source is not None and not source.other and not is_remote(str(source.root or source.images or source.where))
+    if local:
+        assert source is not None
         progress("reading images")
         try:
             disk, files = rates.disk_rates(source, readers=sorted({readers, max(readers, rates.MANY_READERS)}))

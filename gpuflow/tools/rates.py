@@ -138,6 +138,8 @@ def find_images(spec: SourceSpec, *, limit: int, seconds: float = _SEARCH_SECOND
                 raise SourceError(f"{spec.where}: lists files behind URLs; gpuflow bench FILE measures all of it")
             found = [Extent(source.path(i)) for i in chance.sample(range(len(source)), min(limit, len(source)))]
             source.close()
+        elif spec.other:
+            raise SourceError(f"{spec.where}: belongs to another package; gpuflow bench FILE measures all of it")
         elif spec.tar is not None:
             found = _in_shards(expand_braces(os.path.expanduser(spec.tar)), limit, deadline, chance)
         else:

@@ -1,16 +1,30 @@
-"""A package that brings stages of its own, as pip would install it next to gpuflow."""
+"""A package that brings stages and a source of its own, as pip would install it next to gpuflow."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gpuflow.spec import Bounds, ImageSpec, Operations, Pointwise, StageKeys, require_pixels
+from gpuflow.spec import (
+    Allocate,
+    Bounds,
+    ImageSpec,
+    Operations,
+    Payload,
+    Pointwise,
+    SourceError,
+    SourceSpec,
+    StageKeys,
+    lay_out,
+    require_pixels,
+)
 
-__all__ = ["MaskBlue", "Tone"]
+__all__ = ["MaskBlue", "NpzImages", "Tone", "open_npz"]
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -63,3 +77,47 @@ class MaskBlue(Pointwise):
         np.copyto(masked, image)
         masked[..., -1] = 0
         return masked
+
+
+class NpzImages:
+    """Encoded images in memory, from one .npz file. One without bytes cannot be read."""
+
+    shard_sizes, storage = None, None
+
+    def __init__(self, file: str, images: Sequence[bytes], labels: NDArray[np.int64], classes: tuple[str, ...]) -> None:
+        self.labels, self.classes = labels, classes
+        self._file, self._images = file, images
+
+    def __len__(self) -> int:
+        return len(self._images)
+
+    def path(self, index: int) -> str:
+        return f"{self._file}/{index}"
+
+    def read(self, indices: Sequence[int], allocate: Allocate) -> Payload:
+        images = [self._images[index] for index in indices]
+        sizes = [len(image) for image in images]
+        offsets, size = lay_out(sizes)
+        buffer = allocate(size)
+        for offset, image in zip(offsets, images, strict=True):
+            buffer[offset : offset + len(image)] = np.frombuffer(image, np.uint8)
+        errors = [None if image else "has no bytes" for image in images]
+        return Payload(buffer=buffer, offsets=offsets, sizes=sizes, errors=errors)
+
+    def on(self, storage: Any) -> NpzImages:
+        return self
+
+    def close(self) -> None:
+        pass
+
+
+def open_npz(value: Any, spec: SourceSpec) -> NpzImages:
+    """`npz_images: FILE`: the images `0`, `1`, ... as bytes, and their labels as `labels`."""
+    if not isinstance(value, str):
+        raise SourceError(f"npz_images must be the path of an .npz file, got {value!r}")
+    with np.load(Path(value).expanduser()) as file:
+        labels = file["labels"].astype(np.int64)
+        images = [file[str(i)].tobytes() for i in range(len(labels))]
+    if not isinstance(spec.classes, tuple):
+        raise SourceError("npz_images needs the key classes: the names of its labels")
+    return NpzImages(value, images, labels, spec.classes)
