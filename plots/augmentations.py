@@ -49,7 +49,8 @@ class _Picture:
 
     @property
     def amplified(self) -> Pixels:
-        return np.minimum(np.abs(self._difference) * _AMPLIFIED, 255).astype(np.uint8)
+        levels: Pixels = np.minimum(np.abs(self._difference) * _AMPLIFIED, 255).astype(np.uint8)
+        return levels
 
 
 def draw(pictures_npz: Path, out_stem: Path) -> list[Path]:

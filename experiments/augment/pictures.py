@@ -25,7 +25,7 @@ from gpuflow.pipeline.mixture import Mixture
 from gpuflow.pipeline.program import Program, fold
 from gpuflow.pipeline.stage import Keys, Mixing, Pipeline
 from gpuflow.pipeline.validate import trace
-from gpuflow.stages import STAGES
+from gpuflow.stages import STAGES, CenterCrop, Decode
 from gpuflow.tools.samples import load_photos
 
 SIDE = 96
@@ -123,7 +123,7 @@ def photograph(name: str, side: int) -> Pixels:
 
 def program(name: str, parameters: Parameters, side: int) -> Program:
     """Images get one size first, since a GPU needs it; the crop keeps every pixel."""
-    stages = (STAGES["decode"](), STAGES["center_crop"](size=side), STAGES[name](**parameters))
+    stages = (Decode(), CenterCrop(size=side), STAGES[name](**parameters))
     pipeline = Pipeline("pictures", stages)
     return fold(pipeline, trace(pipeline))
 
@@ -136,7 +136,8 @@ def on_cpu(folded: Program, image: Pixels, keys: Keys) -> Pixels:
     (fault,) = CpuRunner(folded).run_images([image], keys, slots)
     if fault is not None:
         raise fault
-    return slots[0]
+    pixels: Pixels = slots[0]
+    return pixels
 
 
 def on_gpu(folded: Program, image: Pixels, keys: Keys, stream: Any) -> Pixels:
@@ -193,7 +194,8 @@ def pictures(names: Sequence[str], side: int) -> tuple[dict[str, Pixels], str]:
                 forms = mixed(name, (photo, second), parameters["share"], device)
             else:
                 folded = program(name, parameters, side)
-                keys = Keys(0, 0, np.array([3 + 5 * number if "draw" in label else 3]))
+                place = 3 + 5 * number if "draw" in label else 4 if name == "rand_augment" else 3
+                keys = Keys(0, 0, np.array([place]))
                 forms = on_cpu(folded, photo, keys), on_gpu(folded, photo, keys, stream)
             for form, pixels in zip(("cpu", "gpu"), forms, strict=True):
                 found[f"{name}/{number}/{label}/{form}"] = pixels

@@ -175,7 +175,8 @@ def of_dali(recipe: str, device: torch.device) -> Run:
 
     given: list[Images] = []
 
-    @pipeline_def(batch_size=256, num_threads=THREADS, device_id=device.index or 0, prefetch_queue_depth=1)
+    build: Any = pipeline_def(batch_size=256, num_threads=THREADS, device_id=device.index or 0, prefetch_queue_depth=1)
+
     def graph() -> Any:
         images = fn.external_source(lambda: given[-1], device="gpu", layout="HWC", batch=True)
         images = fn.random_resized_crop(images, size=224, random_area=(0.08, 1.0))
@@ -183,7 +184,7 @@ def of_dali(recipe: str, device: torch.device) -> Run:
         mean, std = [255 * x for x in (0.485, 0.456, 0.406)], [255 * x for x in (0.229, 0.224, 0.225)]
         return fn.crop_mirror_normalize(images, mirror=mirror, dtype=types.FLOAT, mean=mean, std=std)
 
-    pipeline = graph(exec_async=False, exec_pipelined=False)
+    pipeline = build(graph)(exec_async=False, exec_pipelined=False)
     pipeline.build()
 
     def run(images: Images) -> torch.Tensor:
@@ -218,7 +219,7 @@ def photographs(count: int, device: torch.device) -> list[Images]:
         paths = sorted(Path(folder).rglob("*.jpg"))
         pixels = [cv2.imread(str(path), cv2.IMREAD_COLOR_RGB) for path in paths]
     same = [cv2.resize(image, (WIDTH, HEIGHT), interpolation=cv2.INTER_AREA) for image in pixels if image is not None]
-    np.random.default_rng(0).shuffle(same)  # type: ignore[arg-type]
+    np.random.default_rng(0).shuffle(same)
     images = [torch.from_numpy(image).to(device).permute(2, 0, 1) for image in same]
     return [images[i : i + count] for i in range(0, count * BATCHES, count)]
 
@@ -229,7 +230,8 @@ def seconds_of(run: Run, batches: Iterator[Images], seconds: float, device: torc
     while time.perf_counter() - start < seconds or calls < 2:
         images = next(batches)
         if device.type == "cuda":
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            event: Any = torch.cuda.Event
+            begin, end = event(enable_timing=True), event(enable_timing=True)
             torch.cuda.synchronize()
             begin.record()
             run(images)

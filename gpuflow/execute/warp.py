@@ -126,11 +126,11 @@ def _seen(matrix: Numbers, x: Numbers, y: Numbers) -> tuple[Numbers, Numbers]:
 def _nearest(image: NDArray[np.uint8], x: Numbers, y: Numbers, filter: Filter, out: NDArray[np.uint8]) -> None:
     (height, width), constant, far = image.shape[:2], filter.border == "constant", 2.0**31
     if constant and max(height, width) < _REMAPPED:
-        places = np.empty((*x.shape, 2), np.int16)
+        places, no_more = np.empty((*x.shape, 2), np.int16), np.empty(0, np.int16)
         for axis, (at, side) in enumerate(((x, width), (y, height))):
             np.copyto(places[..., axis], np.floor(np.clip(at, -1, side) + TIE), casting="unsafe")
         fill = np.broadcast_to(filter.fill, image.shape[2:]).tolist()
-        pixels = cv2.remap(image, places, None, cv2.INTER_NEAREST, borderMode=cv2.BORDER_CONSTANT, borderValue=fill)
+        pixels = cv2.remap(image, places, no_more, cv2.INTER_NEAREST, borderMode=cv2.BORDER_CONSTANT, borderValue=fill)
         out[...] = pixels.reshape(out.shape)
         return
     columns, rows = (np.floor(np.clip(at, -far, far) + TIE).astype(np.int64) for at in (x, y))

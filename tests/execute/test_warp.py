@@ -129,4 +129,4 @@ def test_nearest_pixels_are_the_same_with_and_without_opencv(channels: int, monk
             found.append(np.empty((33, 41, channels), np.uint8))
             warp_module.warp(image, matrix, (3, -2, 33, 41), Filter("nearest", "constant", fill), found[-1])
             monkeypatch.undo()
-        assert np.array_equal(*found)
+        assert np.array_equal(found[0], found[1])
