@@ -38,7 +38,7 @@ from gpuflow.pipeline.program import (
 )
 from gpuflow.pipeline.views import AnyProgram, ViewSlots, ViewsProgram
 
-__all__ = ["CpuRunner", "CpuRunners", "ViewsRunner", "call_opaque", "runner_of"]
+__all__ = ["CpuRunner", "CpuRunners", "ViewsRunner", "call_opaque", "header_of", "runner_of"]
 
 _KEPT_BYTES = 1 << 24
 """Scratch memory of at most this size is kept for images that need much less."""
@@ -116,7 +116,7 @@ class CpuRunner:
             for i, data in enumerate(samples):
                 self.place = i
                 try:
-                    headers[i] = _header_of(data, decoder)
+                    headers[i] = header_of(data, decoder)
                 except BadSampleError as fault:
                     faults[i] = fault.with_traceback(None)  # which refers to this frame, and that to all samples
         known = self._program.specs[1].shape[:2] if decoder.library is not None else (1, 1)
@@ -332,7 +332,7 @@ class ViewsRunner:
         for i, data in enumerate(samples):
             self.place = i
             try:
-                headers[i] = _header_of(data, self._program.decoder)
+                headers[i] = header_of(data, self._program.decoder)
             except BadSampleError as fault:
                 faults[i] = fault.with_traceback(None)  # which refers to this frame, and that to all samples
         upright = [header.upright_size if header else (1, 1) for header in headers]
@@ -448,7 +448,7 @@ class CpuRunners:
         self._idle.clear()
 
 
-def _header_of(data: NDArray[np.uint8], decoder: s.Decoder) -> Header:
+def header_of(data: NDArray[np.uint8], decoder: s.Decoder) -> Header:
     """A file's header, within the decoder's limits. Raises BadSampleError."""
     orientation = decoder.orientation == "apply"
     return probe(data, max_pixels=decoder.max_pixels, max_scans=decoder.max_scans, orientation=orientation)

@@ -31,6 +31,7 @@ __all__ = [
     "map_keypoints",
     "moves_of",
     "moves_of_stages",
+    "unsaid_move",
     "views_carry_problem",
 ]
 
@@ -101,13 +102,21 @@ def carry_problem(program: Program, fields: Sequence[Field], at: tuple[Key, ...]
     names = [field.name for field in fields if field.type in GEOMETRIC]
     if not names:
         return None
-    for i, stage in enumerate(program.pipeline.stages):
+    if (place := unsaid_move(program.pipeline)) is None:
+        return None
+    rule = f"may move pixels, and {', '.join(names)} cannot follow"
+    action = "use a geometry stage of gpuflow, or leave the field out of source.fields"
+    name = program.pipeline.stages[place].stage_name
+    return Problem.of((*at, place, name), rule, action=action, code="stage.order")
+
+
+def unsaid_move(pipeline: s.Pipeline) -> int | None:
+    """The place of the first stage that may move pixels without saying where to; None if there is none."""
+    for i, stage in enumerate(pipeline.stages):
         if (isinstance(stage, s.Opaque) and stage.moves_pixels) or (
             isinstance(stage, s.Decoder) and stage.library is not None
         ):
-            rule = f"may move pixels, and {', '.join(names)} cannot follow"
-            action = "use a geometry stage of gpuflow, or leave the field out of source.fields"
-            return Problem.of((*at, i, stage.stage_name), rule, action=action, code="stage.order")
+            return i
     return None
 
 

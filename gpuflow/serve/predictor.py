@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeVar, overload
 
 import torch
 
@@ -30,6 +30,7 @@ from gpuflow.execute.gpu_backend import gpu_passes_and_library
 from gpuflow.pipeline.stage import ImageSpec, Pipeline
 from gpuflow.runtime.ranks import Ranks
 from gpuflow.runtime.threads import use_torch_threads
+from gpuflow.serve.matrices import matrices_of, require_known_moves
 from gpuflow.torchpipe.graph import DEFAULT_BATCH, MODEL, PREDICT, Graph, chain, images_at_a_time
 from gpuflow.torchpipe.running_graph import RunningGraph
 
@@ -170,11 +171,39 @@ class Predictor:
         (future,) = self._submit_images([bytes(data)])
         return future
 
-    def preprocess(self, images: Image | Iterable[Image]) -> torch.Tensor:
+    @overload
+    def preprocess(self, images: Image | Iterable[Image], *, matrices: Literal[False] = False) -> torch.Tensor: ...
+    @overload
+    def preprocess(
+        self, images: Image | Iterable[Image], *, matrices: Literal[True]
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+    def preprocess(
+        self, images: Image | Iterable[Image], *, matrices: bool = False
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """The model's input: one image [C, H, W], or several [N, C, H, W], in the pipeline's dtype and memory format.
 
         They are the graph's own images, bit for bit those of validation. Raises as a call does.
+
+        Args:
+            matrices: return a pair, with float64 [3, 3] or [N, 3, 3] on the CPU as its second part. It maps a point
+                (x, y, 1) of the model's input to the point of the upright image that was given. Both are in pixels from
+                the corner at the top left. PredictorError if a stage may move pixels without saying where to.
         """
+        if not matrices:
+            return self._preprocess(images)
+        pipeline = require_known_moves(self.pipeline, self._graph.origin)
+        several, is_one = _several(images)
+        listed = list(several)
+        files = []
+        for index, (image, data) in enumerate((image, _read(image)) for image in listed):
+            if isinstance(data, BadSampleError):
+                raise data.located(index, _path_of(image))
+            files.append(data)
+        batch = self._preprocess(images if is_one else listed)
+        maps = torch.from_numpy(matrices_of(pipeline, files))
+        return batch, maps[0] if is_one else maps
+
+    def _preprocess(self, images: Image | Iterable[Image]) -> torch.Tensor:
         self._require_images()
         several, is_one = _several(images)
         found = self._each(several, self._submit_images)
@@ -265,8 +294,7 @@ class Predictor:
                     answer = self._wait(*waiting.popleft())
                     yield answer
                 for image, future in zip(part, _begin(part, submit, more_follow=more_follow), strict=True):
-                    path = os.fspath(image) if isinstance(image, (str, os.PathLike)) else "bytes"
-                    waiting.append((index, path, future))
+                    waiting.append((index, _path_of(image), future))
                     index += 1
             while waiting:
                 answer = self._wait(*waiting.popleft())
@@ -313,6 +341,11 @@ def _several(images: Image | Iterable[Image]) -> tuple[Iterable[Image], bool]:
     if isinstance(images, (bytes, bytearray, memoryview, str, os.PathLike)):
         return [images], True
     return images, False
+
+
+def _path_of(image: Image) -> str:
+    """An image's path, for messages."""
+    return os.fspath(image) if isinstance(image, (str, os.PathLike)) else "bytes"
 
 
 def _unchanged(value: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,44 @@
+"""Where the points of preprocessed images are in the images that were given: for boxes that a model finds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from gpuflow.errors import PredictorError
+from gpuflow.execute.cpu import header_of
+from gpuflow.pipeline.moves import Matrices
+from gpuflow.pipeline.stage import Decoder, Keys, Pipeline
+from gpuflow.pipeline.targets import moves_of_stages, unsaid_move
+
+__all__ = ["matrices_of", "require_known_moves"]
+
+
+def require_known_moves(pipeline: Pipeline | None, origin: str) -> Pipeline:
+    """The pipeline. Raises PredictorError if a stage may move pixels without saying where to. origin: the file."""
+    if pipeline is None:
+        raise PredictorError(f"{origin}: has no stages that say where pixels go; load it with gpuflow.serve.load")
+    if (place := unsaid_move(pipeline)) is not None:
+        raise PredictorError(
+            f"{origin}: serve.stages[{place}].{pipeline.stages[place].stage_name} may move pixels without saying "
+            "where to, so there are no matrices; use a geometry stage of gpuflow"
+        )
+    return pipeline
+
+
+def matrices_of(pipeline: Pipeline, files: Sequence[bytes]) -> Matrices:
+    """For each file, the map from a point of its preprocessed image to the point of the upright image, [N, 3, 3].
+
+    files: encoded images that can be decoded.
+    """
+    decoder = pipeline.stages[0]
+    assert isinstance(decoder, Decoder)
+    found = [header_of(np.frombuffer(data, np.uint8), decoder).upright_size for data in files]
+    sizes = np.array(found, np.int64).reshape(-1, 2)
+    total = np.broadcast_to(np.eye(3), (len(files), 3, 3)).copy()
+    parts = ((stage, occurrence) for _, stage, occurrence in pipeline.parts())
+    keys = Keys(0, 0, np.zeros(len(files), np.int64))  # nothing is drawn where a model is served
+    for placed in moves_of_stages(parts, keys, *sizes.T):
+        total = total @ np.linalg.inv(placed.matrix)
+    return total
