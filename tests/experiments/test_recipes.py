@@ -12,12 +12,14 @@ import pytest
 import torch
 
 import gpuflow
+from gpuflow.decode.codecs import CpuDecoder
 from gpuflow.errors import StateError
+from gpuflow.tools.bench import COLUMNS
 from tests.datasets import deadline, make_photos
 from tests.experiments.scripts import imported
 
 ROOT = Path(__file__).parents[2]
-CLASSIFICATION = ROOT / "experiments" / "recipes" / "classification"
+RECIPES = ROOT / "experiments" / "recipes"
 SMALL: dict[str, Any] = {"size": 32, "batch": 4, "epochs": 1}
 
 
@@ -32,7 +34,13 @@ def _one_torch_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def run() -> Iterator[Any]:
-    with imported(CLASSIFICATION, ["run"]) as modules:
+    with imported(RECIPES / "classification", ["run"]) as modules:
+        yield modules["run"]
+
+
+@pytest.fixture(scope="module")
+def self_supervised() -> Iterator[Any]:
+    with imported(RECIPES / "self_supervised", ["run"]) as modules:
         yield modules["run"]
 
 
@@ -44,9 +52,9 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_classification_trains_and_validates(run: Any, photos: Path) -> None:
-    rows = run.train(photos, **SMALL, device="cpu")
-    assert [row["pass"] for row in rows] == ["train", "val"]
-    assert all(math.isfinite(row["loss"]) and 0 <= row["accuracy"] <= 1 for row in rows)
+    passes = run.train(photos, **SMALL, device="cpu")
+    assert [(name, epoch) for name, epoch, _ in passes] == [("train", 0), ("val", 0)]
+    assert all(math.isfinite(result.loss) and 0 <= result.accuracy <= 1 for _, _, result in passes)
 
 
 def test_a_resumed_epoch_of_classification_equals_an_uninterrupted_one(run: Any, photos: Path, tmp_path: Path) -> None:
@@ -72,8 +80,50 @@ def test_a_resumed_epoch_of_classification_equals_an_uninterrupted_one(run: Any,
         loader.load_state_dict(states[0])
 
 
-def test_the_results_of_classification_are_those_of_its_command() -> None:
-    with (CLASSIFICATION / "results.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert [(row["pass"], row["epoch"]) for row in rows] == [(n, str(e)) for e in range(4) for n in ("train", "val")]
-    assert float(rows[-1]["accuracy"]) > 5 / 15
+def test_eight_views_lower_the_self_supervised_loss(self_supervised: Any, photos: Path) -> None:
+    losses = self_supervised.train(photos, 12, 24, 8, "cpu")
+    assert len(losses) == 12 and all(math.isfinite(loss) for loss in losses)
+    assert sum(losses[-3:]) < sum(losses[:3])
+
+
+def test_the_views_of_the_self_supervised_recipe_share_one_decoding(
+    self_supervised: Any, photos: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls, decode = [0], CpuDecoder.decode
+
+    def counted(*arguments: Any) -> Any:
+        calls[0] += 1
+        return decode(*arguments)
+
+    monkeypatch.setattr(CpuDecoder, "decode", counted)
+    overrides = self_supervised.overrides(photos, 24, 5)
+    with gpuflow.load(self_supervised.CONFIG, "train", device="cpu", overrides=overrides) as loader:
+        shapes = [{name: tuple(view.shape) for name, view in views.items()} for views, _ in loader]
+    large, small = (1, 5, 3, 24, 24), (6, 5, 3, 12, 12)
+    assert shapes == [{"global_1": large, "global_2": large, "local": small}] * 4
+    assert calls[0] == 20
+
+
+def test_the_contrastive_loss_has_the_stated_bounds(self_supervised: Any) -> None:
+    same = torch.eye(4)[:1].expand(8, 3, 4)
+    assert self_supervised.contrastive_loss(same).item() == pytest.approx(math.log(8 * 3 - 1))
+    apart = torch.eye(4)[:3].expand(8, 3, 4)
+    assert self_supervised.contrastive_loss(apart, temperature=0.01).item() == pytest.approx(math.log(7))
+
+
+@pytest.mark.parametrize("name", ["classification", "self_supervised", "detection"])
+def test_the_results_of_a_recipe_are_tidy_and_the_loss_falls(name: str) -> None:
+    with (RECIPES / name / "results.csv").open(newline="") as file:
+        reader = csv.DictReader(file)
+        rows = list(reader)
+    assert reader.fieldnames == COLUMNS
+    figures: dict[str, list[float]] = {}
+    for row in rows:
+        figures.setdefault(row["metric"], []).append(float(row["value"]))
+    assert figures["processor_seconds"][0] / 2 < 75
+    if name == "classification":
+        for metric in ("train_loss", "val_loss"):
+            assert figures[metric] == sorted(figures[metric], reverse=True)
+        assert len(figures["val_accuracy"]) == 4 and figures["val_accuracy"][-1] > 5 / 15
+    else:
+        assert figures["loss_of_last_steps"][0] < 0.9 * figures["loss_of_first_steps"][0]

@@ -30,8 +30,12 @@ RUN = runpy.run_path(str(HERE / "run.py"))
 
 @pytest.fixture(autouse=True)
 def _in_time() -> Iterator[None]:
+    """With one thread of PyTorch: on cores that others keep busy, several wait for each other most of the time."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
     with deadline(240):
         yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
