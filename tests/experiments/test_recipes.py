@@ -98,7 +98,7 @@ def test_the_views_of_the_self_supervised_recipe_share_one_decoding(
     monkeypatch.setattr(CpuDecoder, "decode", counted)
     overrides = self_supervised.overrides(photos, 24, 5)
     with gpuflow.load(self_supervised.CONFIG, "train", device="cpu", overrides=overrides) as loader:
-        shapes = [{name: tuple(view.shape) for name, view in views.items()} for views, _ in loader]
+        shapes = [{name: tuple(view.shape) for name, view in batch.views.items()} for batch in loader]
     large, small = (1, 5, 3, 24, 24), (6, 5, 3, 12, 12)
     assert shapes == [{"global_1": large, "global_2": large, "local": small}] * 4
     assert calls[0] == 20

@@ -2,8 +2,8 @@
 
     python experiments/recipes/classification/run.py
 
-Takes less than two minutes on two idle CPU cores; nothing is downloaded. The model is small and so are the images. Writes
-results.csv in this file's folder, or where `--results` says.
+Takes less than two minutes on two idle CPU cores; nothing is downloaded. The model is small and so are the images.
+Writes results.csv in this file's folder, or where `--results` says.
 """
 
 from __future__ import annotations

@@ -32,8 +32,8 @@ VIEWS = 8
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--photos", type=int, default=120)
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--photos", type=int, default=24)
+    parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--size", type=int, default=48, help="of the large views, in pixels; the small ones have half")
     parser.add_argument("--batch", type=int, default=12)
     parser.add_argument("--device", default="cpu")
@@ -44,8 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         make_samples(folder, options.photos)
         losses = train(Path(folder), options.steps, options.size, options.batch, options.device)
     seconds, processor_seconds = time.perf_counter() - start, time.process_time()
-    for step, loss in enumerate(losses):
-        print(f"step {step:3}  loss {loss:.3f}")
+    for number, loss in enumerate(losses):
+        print(f"step {number:3}  loss {loss:.3f}")
     workload = f"{options.device}, {options.steps} steps of {options.batch} photographs at {options.size}"
     values = {
         "loss_of_first_steps": (mean(losses[:5]), "nats"),
@@ -80,11 +80,11 @@ def train(folder: Path, steps: int, size: int, batch: int, device: str) -> list[
     torch.manual_seed(0)
     losses: list[float] = []
     model = encoder().to(device).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=1e-4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=1e-4)
     with gpuflow.load(CONFIG, "train", device=device, overrides=overrides(folder, size, batch)) as loader:
         while len(losses) < steps:
-            for views, _ in loader:
-                loss = contrastive_loss(embed(model, views))
+            for loaded in loader:
+                loss = contrastive_loss(embed(model, loaded.views))
                 optimizer.zero_grad()
                 loss.backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
