@@ -33,7 +33,7 @@ VIEWS = 8
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--photos", type=int, default=24)
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--size", type=int, default=48, help="of the large views, in pixels; the small ones have half")
     parser.add_argument("--batch", type=int, default=12)
     parser.add_argument("--device", default="cpu")
