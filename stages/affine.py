@@ -18,7 +18,7 @@ from gpuflow.stages.rotate import (
     about_center,
     angle_range,
     check_fill,
-    filter_of,
+    lookup_of,
 )
 
 __all__ = ["Affine"]
@@ -81,8 +81,8 @@ class Affine(s.Geometry):
         return any(self.translate) or any(low != high for low, high in self._ranges())
 
     @property
-    def warps(self) -> s.Filter:
-        return filter_of(self.interpolation, self.border, self.fill)
+    def warps(self) -> s.Lookup:
+        return lookup_of(self.interpolation, self.border, self.fill)
 
     def output(self, spec: s.ImageSpec) -> s.ImageSpec:
         s.require_pixels(self, spec)

@@ -60,8 +60,8 @@ class Pad(s.Geometry):
         return levels if any(levels) else (0,)
 
     @property
-    def warps(self) -> s.Filter | None:
-        return None if self.pads else s.Filter("nearest", self.border, (0,))
+    def warps(self) -> s.Lookup | None:
+        return None if self.pads else s.Lookup("nearest", self.border, (0,))
 
     def output(self, spec: s.ImageSpec) -> s.ImageSpec:
         s.require_pixels(self, spec)

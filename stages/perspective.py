@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from gpuflow.pipeline import stage as s
 from gpuflow.stages.flip import Probability
-from gpuflow.stages.rotate import Border, Fill, WarpInterpolation, check_fill, filter_of
+from gpuflow.stages.rotate import Border, Fill, WarpInterpolation, check_fill, lookup_of
 
 __all__ = ["Perspective"]
 
@@ -54,8 +54,8 @@ class Perspective(s.Geometry):
         return self.p > 0 and self.distortion_scale > 0
 
     @property
-    def warps(self) -> s.Filter:
-        return filter_of(self.interpolation, self.border, self.fill)
+    def warps(self) -> s.Lookup:
+        return lookup_of(self.interpolation, self.border, self.fill)
 
     def output(self, spec: s.ImageSpec) -> s.ImageSpec:
         s.require_pixels(self, spec)

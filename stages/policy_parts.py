@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from gpuflow.pipeline import stage as s
-from gpuflow.stages.rotate import Fill, WarpInterpolation, check_fill, filter_of
+from gpuflow.stages.rotate import Fill, WarpInterpolation, check_fill, lookup_of
 from gpuflow.stages.sharpness import Sharpness
 
 __all__ = ["OPERATIONS", "AugmentPolicy", "Drawn", "Range", "signed", "uniform_places"]
@@ -147,8 +147,8 @@ class _Moving(s.Geometry):
         return self.policy.stage_name
 
     @property
-    def warps(self) -> s.Filter:
-        return filter_of(self.policy.interpolation, "constant", self.policy.fill)
+    def warps(self) -> s.Lookup:
+        return lookup_of(self.policy.interpolation, "constant", self.policy.fill)
 
     def draw(self, keys: s.StageKeys, height: s.Ints, width: s.Ints) -> tuple[s.Move, ...]:
         drawn = self.policy.choose(keys, self.turn, height, width)

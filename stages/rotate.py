@@ -19,7 +19,7 @@ __all__ = [
     "about_center",
     "angle_range",
     "check_fill",
-    "filter_of",
+    "lookup_of",
 ]
 
 Angle = (
@@ -39,10 +39,10 @@ def angle_range(value: float | tuple[float, float]) -> tuple[float, float]:
     return value if isinstance(value, tuple) else (-value, value)
 
 
-def filter_of(interpolation: str, border: str, fill: int | tuple[int, int, int]) -> s.Filter:
+def lookup_of(interpolation: str, border: str, fill: int | tuple[int, int, int]) -> s.Lookup:
     """The filter of a warp; its fill counts only where the border is constant."""
     levels = fill if isinstance(fill, tuple) else (fill,)
-    return s.Filter(interpolation, border, levels if border == "constant" else (0,))
+    return s.Lookup(interpolation, border, levels if border == "constant" else (0,))
 
 
 def check_fill(fill: int | tuple[int, int, int], spec: s.ImageSpec) -> None:
@@ -96,8 +96,8 @@ class Rotate(s.Geometry):
         return low != high
 
     @property
-    def warps(self) -> s.Filter:
-        return filter_of(self.interpolation, self.border, self.fill)
+    def warps(self) -> s.Lookup:
+        return lookup_of(self.interpolation, self.border, self.fill)
 
     def output(self, spec: s.ImageSpec) -> s.ImageSpec:
         s.require_pixels(self, spec)

@@ -11,7 +11,7 @@ import numpy as np
 from gpuflow.errors import Problem
 from gpuflow.pipeline import stage as s
 from gpuflow.stages.center_crop import Size, size_pair
-from gpuflow.stages.rotate import Border, Fill, WarpInterpolation, check_fill, filter_of
+from gpuflow.stages.rotate import Border, Fill, WarpInterpolation, check_fill, lookup_of
 
 __all__ = ["WarpAffine"]
 
@@ -81,8 +81,8 @@ class WarpAffine(s.Geometry):
                 )
 
     @property
-    def warps(self) -> s.Filter:
-        return filter_of(self.interpolation, self.border, self.fill)
+    def warps(self) -> s.Lookup:
+        return lookup_of(self.interpolation, self.border, self.fill)
 
     def output(self, spec: s.ImageSpec) -> s.ImageSpec:
         s.require_pixels(self, spec)

@@ -106,15 +106,15 @@ def by_torchvision(stage: s.Geometry, image: torch.Tensor, keys: s.StageKeys) ->
             case s.Warp():
                 if move.active is None or move.active[0]:
                     size = int(move.height[0]), int(move.width[0])
-                    filter = s.Filter(move.interpolation, move.border, move.fill)
+                    lookup = s.Lookup(move.interpolation, move.border, move.fill)
                     image = torch.from_numpy(
-                        warped(image.numpy(), move.matrix[0], size, filter).round().astype(np.uint8)
+                        warped(image.numpy(), move.matrix[0], size, lookup).round().astype(np.uint8)
                     )
     return image
 
 
 def warped(
-    image: NDArray[np.uint8], matrix: NDArray[np.float64], size: tuple[int, int], filter: s.Filter
+    image: NDArray[np.uint8], matrix: NDArray[np.float64], size: tuple[int, int], lookup: s.Lookup
 ) -> NDArray[np.float64]:
     """An image [C, H, W] seen through a map of points of the result, in float64 and not rounded.
 
@@ -123,7 +123,7 @@ def warped(
     y, x = np.mgrid[: size[0], : size[1]] + 0.5
     points = np.einsum("ij,jyx->iyx", matrix, np.stack([x, y, np.ones_like(x)]))
     lengths = image.shape[:0:-1]  # width, height
-    if filter.interpolation == "nearest":
+    if lookup.interpolation == "nearest":
         taps = [[(np.floor(points[i] / points[2] + 2.0**-20).astype(np.int64), np.ones(size))] for i in range(2)]
     else:
         places = [points[i] / points[2] - 0.5 for i in range(2)]
@@ -136,13 +136,13 @@ def warped(
     for column, weight_x in taps[0]:
         for row, weight_y in taps[1]:
             (column_in, seen_x), (row_in, seen_y) = (
-                _inside(at, length, filter.border) for at, length in zip((column, row), lengths, strict=True)
+                _inside(at, length, lookup.border) for at, length in zip((column, row), lengths, strict=True)
             )
             weight = weight_x * weight_y * (seen_x & seen_y)
             total += image[:, row_in, column_in] * weight
             mask += weight
-    fill = np.broadcast_to(np.array(filter.fill, np.float64), len(image))[:, None, None]
-    return mask * (total - fill) + fill if filter.border == "constant" else total
+    fill = np.broadcast_to(np.array(lookup.fill, np.float64), len(image))[:, None, None]
+    return mask * (total - fill) + fill if lookup.border == "constant" else total
 
 
 def _inside(at: NDArray[np.int64], length: int, border: str) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:

@@ -273,7 +273,7 @@ class CpuRunner:
         shown = y, x, height, width = warps.shown[i]
         if (height, width) != shape[:2]:
             result.fill(0)
-        warp(box, warping.matrix[i], shown, warping.filter, result[y : y + height, x : x + width])
+        warp(box, warping.matrix[i], shown, warping.lookup, result[y : y + height, x : x + width])
         return result
 
     def _fill(self, out: NDArray[np.uint8], box: NDArray[np.uint8], moves: _Moves, i: int, n: int) -> None:

@@ -213,7 +213,7 @@ class DevicePasses:
         """Queue pass i, a sampling or a warp of the images whose addresses a plan has (`plan_of`), to its offsets."""
         table = self._tables[i]
         if isinstance(drawn, Warping):
-            warp_all(plan, table, target, filter=drawn.filter)
+            warp_all(plan, table, target, lookup=drawn.lookup)
             return
         kind, antialias, fill = drawn.interpolation, drawn.antialias, drawn.fill
         sample(plan, table, target, interpolation=kind, antialias=antialias, fill=fill)

@@ -80,11 +80,11 @@ class MaskMap:
         columns, rows = (
             np.floor(np.clip(line / third, -_FAR, _FAR) + TIE).astype(np.int64).reshape(shape) for line in seen[:2]
         )
-        if warping.filter.border == "constant":
+        if warping.lookup.border == "constant":
             rows, columns = _inside(rows, height), _inside(columns, width)
         else:
             rows, columns = (
-                fold_back(at, side, warping.filter.border) for at, side in ((rows, height), (columns, width))
+                fold_back(at, side, warping.lookup.border) for at, side in ((rows, height), (columns, width))
             )
         outside = (rows < 0) | (columns < 0)
         y, x, shown_height, shown_width = warping.shown[i].tolist()

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gpuflow.pipeline.stage import Filter
+from gpuflow.pipeline.stage import Lookup
 
 __all__ = ["PLACES", "TIE", "TINY", "fold_back", "warp"]
 
@@ -38,7 +38,7 @@ def warp(
     image: NDArray[np.uint8],
     matrix: Numbers,
     part: tuple[int, int, int, int],
-    filter: Filter,
+    lookup: Lookup,
     out: NDArray[np.uint8],
 ) -> None:
     """Write the part (y, x, height, width) of a warped image into `out`.
@@ -49,7 +49,7 @@ def warp(
     """
     shifts = _whole_shifts(matrix)
     if shifts is not None:
-        _copy(image, shifts, part, filter, out)
+        _copy(image, shifts, part, lookup, out)
         return
     y, x, height, width = part
     for top in range(0, height, _TILE):
@@ -57,7 +57,7 @@ def warp(
             tile = out[top : top + _TILE, left : left + _TILE]
             rows, columns = (np.arange(side, dtype=np.float64) for side in tile.shape[:2])
             at_x, at_y = _seen(matrix, columns[None] + (x + left + 0.5), rows[:, None] + (y + top + 0.5))
-            (_nearest if filter.interpolation == "nearest" else _bilinear)(image, at_x, at_y, filter, tile)
+            (_nearest if lookup.interpolation == "nearest" else _bilinear)(image, at_x, at_y, lookup, tile)
 
 
 def _whole_shifts(matrix: Numbers) -> tuple[tuple[bool, int], tuple[bool, int]] | None:
@@ -71,7 +71,7 @@ def _copy(
     image: NDArray[np.uint8],
     shifts: tuple[tuple[bool, int], tuple[bool, int]],
     part: Sequence[int],
-    filter: Filter,
+    lookup: Lookup,
     out: NDArray[np.uint8],
 ) -> None:
     (mirror_y, shift_y), (mirror_x, shift_x) = shifts
@@ -83,14 +83,14 @@ def _copy(
     if inside_y.all() and inside_x.all() and out.size:
         np.copyto(out, image[_slice(rows), _slice(columns)])
         return
-    if filter.border == "constant":
-        out[...] = filter.fill
+    if lookup.border == "constant":
+        out[...] = lookup.fill
         if inside_y.any() and inside_x.any():
             (y0, y1), (x0, x1) = (np.flatnonzero(inside)[[0, -1]].tolist() for inside in (inside_y, inside_x))
             seen = image[_slice(rows[y0 : y1 + 1]), _slice(columns[x0 : x1 + 1])]
             np.copyto(out[y0 : y1 + 1, x0 : x1 + 1], seen)
         return
-    rows, columns = (fold_back(at, side, filter.border) for at, side in ((rows, height), (columns, width)))
+    rows, columns = (fold_back(at, side, lookup.border) for at, side in ((rows, height), (columns, width)))
     np.copyto(out, image[rows][:, columns])
 
 
@@ -123,36 +123,36 @@ def _seen(matrix: Numbers, x: Numbers, y: Numbers) -> tuple[Numbers, Numbers]:
     return at_x / third, at_y / third
 
 
-def _nearest(image: NDArray[np.uint8], x: Numbers, y: Numbers, filter: Filter, out: NDArray[np.uint8]) -> None:
-    (height, width), constant, far = image.shape[:2], filter.border == "constant", 2.0**31
+def _nearest(image: NDArray[np.uint8], x: Numbers, y: Numbers, lookup: Lookup, out: NDArray[np.uint8]) -> None:
+    (height, width), constant, far = image.shape[:2], lookup.border == "constant", 2.0**31
     if constant and max(height, width) < _REMAPPED:
         places, no_more = np.empty((*x.shape, 2), np.int16), np.empty(0, np.int16)
         for axis, (at, side) in enumerate(((x, width), (y, height))):
             np.copyto(places[..., axis], np.floor(np.clip(at, -1, side) + TIE), casting="unsafe")
-        fill = np.broadcast_to(filter.fill, image.shape[2:]).tolist()
+        fill = np.broadcast_to(lookup.fill, image.shape[2:]).tolist()
         pixels = cv2.remap(image, places, no_more, cv2.INTER_NEAREST, borderMode=cv2.BORDER_CONSTANT, borderValue=fill)
         out[...] = pixels.reshape(out.shape)
         return
     columns, rows = (np.floor(np.clip(at, -far, far) + TIE).astype(np.int64) for at in (x, y))
     if not constant:
-        columns, rows = fold_back(columns, width, filter.border), fold_back(rows, height, filter.border)
+        columns, rows = fold_back(columns, width, lookup.border), fold_back(rows, height, lookup.border)
         out[...] = image[rows, columns]
         return
     inside = (columns >= 0) & (columns < width) & (rows >= 0) & (rows < height)
-    out[...] = filter.fill
+    out[...] = lookup.fill
     out[inside] = image[rows[inside], columns[inside]]
 
 
-def _bilinear(image: NDArray[np.uint8], x: Numbers, y: Numbers, filter: Filter, out: NDArray[np.uint8]) -> None:
-    (height, width), constant, far = image.shape[:2], filter.border == "constant", 2.0**31
+def _bilinear(image: NDArray[np.uint8], x: Numbers, y: Numbers, lookup: Lookup, out: NDArray[np.uint8]) -> None:
+    (height, width), constant, far = image.shape[:2], lookup.border == "constant", 2.0**31
     if constant:  # from one pixel outside on, nothing is seen
         x, y = np.clip(x - 0.5, -1, width), np.clip(y - 0.5, -1, height)
     else:
-        x, y = (fold_back(np.clip(at - 0.5, -far, far), side, filter.border) for at, side in ((x, width), (y, height)))
+        x, y = (fold_back(np.clip(at - 0.5, -far, far), side, lookup.border) for at, side in ((x, width), (y, height)))
     x, y = (np.rint(at * PLACES) / PLACES for at in (x, y))
     (x0, x1), (y0, y1) = _span(x, width), _span(y, height)
     if x1 <= x0 or y1 <= y0:
-        out[...] = filter.fill
+        out[...] = lookup.fill
         return
     source = _as_floats(image[y0:y1, x0:x1])
     grid = np.empty((1, *x.shape, 2), np.float32)
@@ -165,7 +165,7 @@ def _bilinear(image: NDArray[np.uint8], x: Numbers, y: Numbers, filter: Filter, 
         shares = [
             np.minimum(np.minimum(at + 1, side - at), 1).astype(np.float32) for at, side in ((x, width), (y, height))
         ]
-        fill = torch.tensor(filter.fill, dtype=torch.float32)[:, None, None]
+        fill = torch.tensor(lookup.fill, dtype=torch.float32)[:, None, None]
         sampled = (sampled - fill) * torch.from_numpy(shares[0] * shares[1]) + fill
     np.copyto(out, sampled.round_().to(torch.uint8).permute(1, 2, 0).numpy())
 

@@ -123,7 +123,7 @@ class Warping:
     height, width [N]: of the result.
     shown [N, 4]: y, x, height, width of the part of the result that crops did not pad; the rest of it is black.
     misfits: the samples that this warp cannot be run on, and why.
-    filter: how pixels are looked up.
+    lookup: how pixels are looked up.
     """
 
     box: s.Ints
@@ -132,7 +132,7 @@ class Warping:
     width: s.Ints
     shown: s.Ints
     misfits: tuple[Misfit, ...]
-    filter: s.Filter
+    lookup: s.Lookup
 
     @property
     def size(self) -> tuple[s.Ints, s.Ints]:
@@ -174,12 +174,12 @@ class SamplingStep:
 
 @dataclass(frozen=True, slots=True)
 class WarpStep:
-    """Geometry stages that run as one warp: see `SamplingStep`. filter: the one of all of its warps."""
+    """Geometry stages that run as one warp: see `SamplingStep`. lookup: the one of all of its warps."""
 
     stages: tuple[s.Geometry, ...]
     occurrences: tuple[int, ...]
     max_pixels: int
-    filter: s.Filter
+    lookup: s.Lookup
 
     def draw(self, keys: s.Keys, height: s.Ints, width: s.Ints) -> Warping:
         """The warp for samples whose images have these sizes [N]."""
@@ -199,7 +199,7 @@ class WarpStep:
                         raise TypeError(f"{stage!r} returns a resize and warps, which no one step can do")
                     case _:
                         assert_never(move)
-        return builder.warping(self.filter)
+        return builder.warping(self.lookup)
 
 
 @dataclass(frozen=True, slots=True)
@@ -416,7 +416,7 @@ class _WarpBuilder:
         self._box = _moved(self._whole(), self._matrix)
         self._matrix[:, :2, 2] -= self._box[:, 1::-1]
 
-    def warping(self, filter: s.Filter) -> Warping:
+    def warping(self, lookup: s.Lookup) -> Warping:
         self._fix_box()
         assert self._box is not None
         height, width = self.size
@@ -427,7 +427,7 @@ class _WarpBuilder:
             width=width,
             shown=self._shown,
             misfits=tuple(self._misfits),
-            filter=filter,
+            lookup=lookup,
         )
 
 
@@ -496,7 +496,7 @@ class _Run:
     def __init__(self, max_pixels: int) -> None:
         self._max_pixels = max_pixels
         self._stages: list[tuple[s.Geometry, int]] = []
-        self._filter: s.Filter | None = None
+        self._filter: s.Lookup | None = None
         self._fill: tuple[float, ...] | None = None
         self._resized = self._padded = False
 

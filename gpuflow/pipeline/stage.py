@@ -43,7 +43,6 @@ __all__ = [
     "Bounds",
     "Crop",
     "Decoder",
-    "Filter",
     "Filters",
     "Flip",
     "Geometry",
@@ -51,6 +50,7 @@ __all__ = [
     "Ints",
     "Keys",
     "Local",
+    "Lookup",
     "Matrices",
     "Mixing",
     "Mixture",
@@ -188,7 +188,7 @@ class Decoder(Stage):
         raise NotImplementedError
 
 
-class Filter(NamedTuple):
+class Lookup(NamedTuple):
     """How a warp looks pixels up; see `Warp`. Two warps in a row can be one if theirs are equal."""
 
     interpolation: str
@@ -221,8 +221,8 @@ class Geometry(Stage):
         return (0,)
 
     @property
-    def warps(self) -> Filter | None:
-        """The filter of the stage's warps; None if it returns none. A `Pad` of another border is a nearest warp."""
+    def warps(self) -> Lookup | None:
+        """How the stage's warps look pixels up; None if it returns none. A `Pad` of another border is a nearest one."""
         return None
 
     def draw(self, keys: StageKeys, height: Ints, width: Ints) -> tuple[Move, ...]:

@@ -112,8 +112,8 @@ class Turn(s.Geometry):
     border: str = "constant"
 
     @property
-    def warps(self) -> s.Filter:
-        return s.Filter("nearest", self.border, (0,))
+    def warps(self) -> s.Lookup:
+        return s.Lookup("nearest", self.border, (0,))
 
     def output(self, spec: s.ImageSpec) -> s.ImageSpec:
         return spec

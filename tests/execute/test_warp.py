@@ -12,14 +12,14 @@ from numpy.typing import NDArray
 
 from gpuflow.execute import warp as warp_module
 from gpuflow.execute.warp import warp
-from gpuflow.pipeline.stage import Filter
+from gpuflow.pipeline.stage import Lookup
 from tests.images import photo
 from tests.running import warped
 
 BORDERS = ("constant", "edge", "reflect")
-FILTERS = [Filter(way, border, (7, 99, 200)) for way, border in itertools.product(("nearest", "bilinear"), BORDERS)]
-every_filter = pytest.mark.parametrize("filter", FILTERS, ids=lambda filter: f"{filter.interpolation}, {filter.border}")
-BILINEAR = Filter("bilinear", "constant", (0,))
+LOOKUPS = [Lookup(way, border, (7, 99, 200)) for way, border in itertools.product(("nearest", "bilinear"), BORDERS)]
+every_lookup = pytest.mark.parametrize("lookup", LOOKUPS, ids=lambda lookup: f"{lookup.interpolation}, {lookup.border}")
+BILINEAR = Lookup("bilinear", "constant", (0,))
 
 MAPS = {
     "turned": [[0.8, 0.6, -7.3], [-0.6, 0.8, 21.4], [0, 0, 1]],
@@ -33,66 +33,66 @@ MAPS = {
 }
 
 
-def run(image: NDArray[np.uint8], matrix: Any, size: tuple[int, int], filter: Filter) -> NDArray[np.uint8]:
+def run(image: NDArray[np.uint8], matrix: Any, size: tuple[int, int], lookup: Lookup) -> NDArray[np.uint8]:
     out = np.full((*size, image.shape[2]), 77, np.uint8)
-    warp(image, np.array(matrix, np.float64), (0, 0, *size), filter, out)
+    warp(image, np.array(matrix, np.float64), (0, 0, *size), lookup, out)
     return out
 
 
-def exact(image: NDArray[np.uint8], matrix: Any, size: tuple[int, int], filter: Filter) -> NDArray[np.float64]:
-    return warped(image.transpose(2, 0, 1), np.array(matrix, np.float64), size, filter).transpose(1, 2, 0)
+def exact(image: NDArray[np.uint8], matrix: Any, size: tuple[int, int], lookup: Lookup) -> NDArray[np.float64]:
+    return warped(image.transpose(2, 0, 1), np.array(matrix, np.float64), size, lookup).transpose(1, 2, 0)
 
 
-@every_filter
+@every_lookup
 @pytest.mark.parametrize("matrix", MAPS.values(), ids=MAPS)
 @pytest.mark.parametrize("size", [(50, 61), (1, 1), (1, 9), (2, 3)], ids=str)
-def test_the_result_is_the_exact_one_rounded(size: tuple[int, int], matrix: Any, filter: Filter) -> None:
+def test_the_result_is_the_exact_one_rounded(size: tuple[int, int], matrix: Any, lookup: Lookup) -> None:
     image = photo(*size)
-    apart = np.abs(run(image, matrix, (48, 57), filter) - exact(image, matrix, (48, 57), filter))
-    assert apart.max() <= (0.5 + 0.2 if filter.interpolation == "bilinear" else 0)
+    apart = np.abs(run(image, matrix, (48, 57), lookup) - exact(image, matrix, (48, 57), lookup))
+    assert apart.max() <= (0.5 + 0.2 if lookup.interpolation == "bilinear" else 0)
 
 
-@every_filter
-def test_large_results_have_no_seams(filter: Filter) -> None:
+@every_lookup
+def test_large_results_have_no_seams(lookup: Lookup) -> None:
     image, matrix = photo(400, 333), MAPS["perspective"]
-    apart = np.abs(run(image, matrix, (530, 610), filter) - exact(image, matrix, (530, 610), filter))
-    assert apart.max() <= (0.5 + 0.2 if filter.interpolation == "bilinear" else 0)
+    apart = np.abs(run(image, matrix, (530, 610), lookup) - exact(image, matrix, (530, 610), lookup))
+    assert apart.max() <= (0.5 + 0.2 if lookup.interpolation == "bilinear" else 0)
 
 
-@every_filter
-def test_a_part_of_the_result_is_the_same_as_in_the_whole(filter: Filter) -> None:
+@every_lookup
+def test_a_part_of_the_result_is_the_same_as_in_the_whole(lookup: Lookup) -> None:
     image = photo(60, 70)
     for matrix in (MAPS["turned"], MAPS["perspective"], [[-1, 0, 40], [0, 1, -9], [0, 0, 1]]):
-        whole, part = run(image, matrix, (64, 64), filter), np.zeros((20, 31, 3), np.uint8)
-        warp(image, np.array(matrix, np.float64), (9, 17, 20, 31), filter, part)
+        whole, part = run(image, matrix, (64, 64), lookup), np.zeros((20, 31, 3), np.uint8)
+        warp(image, np.array(matrix, np.float64), (9, 17, 20, 31), lookup, part)
         assert np.array_equal(part, whole[9:29, 17:48])
 
 
-@every_filter
-def test_whole_pixels_are_copied(filter: Filter) -> None:
+@every_lookup
+def test_whole_pixels_are_copied(lookup: Lookup) -> None:
     image = photo(30, 41)
     for a, d, x, y in itertools.product((1, -1), (1, -1), (0, 41, -7, 60, 200), (0, 30, 11, -50)):
         matrix = [[a, 0, x], [0, d, y], [0, 0, 1]]
-        assert np.array_equal(run(image, matrix, (36, 33), filter), exact(image, matrix, (36, 33), filter))
+        assert np.array_equal(run(image, matrix, (36, 33), lookup), exact(image, matrix, (36, 33), lookup))
     for height, width in ((1, 1), (1, 5), (5, 1)):
         image, matrix = photo(height, width), [[1, 0, -3], [0, 1, -2], [0, 0, 1]]
-        assert np.array_equal(run(image, matrix, (9, 9), filter), exact(image, matrix, (9, 9), filter))
+        assert np.array_equal(run(image, matrix, (9, 9), lookup), exact(image, matrix, (9, 9), lookup))
 
 
-@every_filter
-def test_the_identity_changes_nothing(filter: Filter) -> None:
+@every_lookup
+def test_the_identity_changes_nothing(lookup: Lookup) -> None:
     image = photo(40, 50)
-    assert np.array_equal(run(image, np.eye(3), (40, 50), filter), image)
-    assert np.array_equal(run(image, [[1, 0, 1e-13], [0, 1, -1e-13], [0, 0, 1]], (40, 50), filter), image)
+    assert np.array_equal(run(image, np.eye(3), (40, 50), lookup), image)
+    assert np.array_equal(run(image, [[1, 0, 1e-13], [0, 1, -1e-13], [0, 0, 1]], (40, 50), lookup), image)
 
 
-@every_filter
+@every_lookup
 @pytest.mark.parametrize(
     "matrix",
     [[[0, 0, 0], [0, 0, 0], [0, 0, 0]], [[1, 0, 0], [0, 1, 0], [1, 0, -5.5]], [[1e300, 0, 0], [0, 1, 0], [0, 0, 1]]],
 )
-def test_points_without_an_image_are_harmless(matrix: Any, filter: Filter) -> None:
-    assert run(photo(20, 30), matrix, (20, 30), filter).shape == (20, 30, 3)
+def test_points_without_an_image_are_harmless(matrix: Any, lookup: Lookup) -> None:
+    assert run(photo(20, 30), matrix, (20, 30), lookup).shape == (20, 30, 3)
 
 
 @pytest.mark.parametrize("border", ["edge", "reflect"])
@@ -105,7 +105,7 @@ def test_the_result_is_opencvs(matrix: Any, border: str) -> None:
     expected = cv2.warpPerspective(
         image, np.linalg.inv(half) @ np.array(matrix) @ half, (57, 48), flags=flags, borderMode=borders[border]
     )
-    apart = np.abs(run(image, matrix, (48, 57), Filter("bilinear", border, (0,))).astype(int) - expected)
+    apart = np.abs(run(image, matrix, (48, 57), Lookup("bilinear", border, (0,))).astype(int) - expected)
     assert apart.max() <= 1
 
 
@@ -127,6 +127,6 @@ def test_nearest_pixels_are_the_same_with_and_without_opencv(channels: int, monk
         for side in (warp_module._REMAPPED, 0):
             monkeypatch.setattr(warp_module, "_REMAPPED", side)
             found.append(np.empty((33, 41, channels), np.uint8))
-            warp_module.warp(image, matrix, (3, -2, 33, 41), Filter("nearest", "constant", fill), found[-1])
+            warp_module.warp(image, matrix, (3, -2, 33, 41), Lookup("nearest", "constant", fill), found[-1])
             monkeypatch.undo()
         assert np.array_equal(found[0], found[1])

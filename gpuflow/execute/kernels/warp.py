@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from gpuflow.execute.warp import PLACES, TIE, TINY
 from gpuflow.pipeline.program import Warping
-from gpuflow.pipeline.stage import Filter
+from gpuflow.pipeline.stage import Lookup
 
 __all__ = ["FIELDS", "warp_all", "warp_plan_of"]
 
@@ -125,7 +125,7 @@ def _warp(
         tl.store(target + c * stride_c, tl.load(table + c * 256 + level), inside)
 
 
-def warp_all(plan: torch.Tensor, table: torch.Tensor, out: torch.Tensor, *, filter: Filter) -> None:
+def warp_all(plan: torch.Tensor, table: torch.Tensor, out: torch.Tensor, *, lookup: Lookup) -> None:
     """Fill a chunk's slots: see `sample`.
 
     Args:
@@ -135,11 +135,11 @@ def warp_all(plan: torch.Tensor, table: torch.Tensor, out: torch.Tensor, *, filt
     """
     _, channels, height, width = out.shape
     grid: Any = (triton.cdiv(height, ROWS) * triton.cdiv(width, COLUMNS), len(plan))
-    fill = [float(level) for level in (filter.fill * 3 if len(filter.fill) == 1 else filter.fill)]
+    fill = [float(level) for level in (lookup.fill * 3 if len(lookup.fill) == 1 else lookup.fill)]
     _warp[grid](
         plan, table, out, *out.stride()[1:], *fill,
         HEIGHT=height, WIDTH=width, CHANNELS=channels, FIELD_COUNT=len(FIELDS),
-        NEAREST=filter.interpolation == "nearest", BORDER=_BORDERS[filter.border],
+        NEAREST=lookup.interpolation == "nearest", BORDER=_BORDERS[lookup.border],
         ROWS=ROWS, COLUMNS=COLUMNS, num_warps=WARPS,
     )  # fmt: skip
 

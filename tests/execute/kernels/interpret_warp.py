@@ -58,7 +58,7 @@ def difference(stages: tuple[Geometry, ...], channels: int, layout: str, dtype: 
     out = torch.full((len(SIZES), channels, height, width), -1.0).to(dtype).contiguous(memory_format=memory)
     plan = torch.from_numpy(warp_plan_of(warping, addresses, widths * channels, rows * out.stride(0)))
     table = torch.stack([torch.arange(256.0) + 256 * c for c in range(channels)]).to(dtype)
-    warp_all(plan, table, out, filter=key)
+    warp_all(plan, table, out, lookup=key)
     expected = []
     for i, image in enumerate(images):
         (y, x, box_h, box_w), (top, left, shown_h, shown_w) = warping.box[i], warping.shown[i]
