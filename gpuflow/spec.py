@@ -33,6 +33,7 @@ from gpuflow.pipeline.stage import (
     Warp,
     require_one_size,
     require_pixels,
+    require_rgb,
 )
 from gpuflow.sources import Allocate, Payload, RecordSource, Source, SourceSpec, lay_out
 
@@ -78,4 +79,5 @@ __all__ = [
     "lay_out",
     "require_one_size",
     "require_pixels",
+    "require_rgb",
 ]

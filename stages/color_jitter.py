@@ -64,9 +64,7 @@ class ColorJitter(s.Pointwise):
         return [not low == high == (0.0 if i == 3 else 1.0) for i, (low, high) in enumerate(self._ranges())]
 
     def output(self, spec: s.ImageSpec) -> s.ImageSpec:
-        s.require_pixels(self, spec)
-        if spec.color == "bgr":
-            raise ValueError("weighs red, green and blue but gets bgr images; decode with color: rgb")
+        s.require_rgb(self, spec)
         return spec
 
     def torchvision(self) -> Any:

@@ -38,9 +38,7 @@ class Contrast(s.Pointwise):
         return is_random(self.probability, range_of(self.amount))
 
     def output(self, spec: s.ImageSpec) -> s.ImageSpec:
-        s.require_pixels(self, spec)
-        if spec.color == "bgr":
-            raise ValueError("weighs red, green and blue but gets bgr images; decode with color: rgb")
+        s.require_rgb(self, spec)
         return spec
 
     def torchvision(self) -> Any:

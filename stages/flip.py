@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
 from gpuflow.pipeline import stage as s
+from gpuflow.pipeline.parameters import Probability
 
 __all__ = ["Flip"]
-
-Probability = Annotated[float, s.Bounds(least=0, most=1, words="a probability within [0, 1]")]
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

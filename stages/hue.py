@@ -37,9 +37,7 @@ class Hue(s.Pointwise):
         return is_random(self.probability, range_of(self.amount, neutral=0.0), neutral=0.0)
 
     def output(self, spec: s.ImageSpec) -> s.ImageSpec:
-        s.require_pixels(self, spec)
-        if spec.color == "bgr":
-            raise ValueError("weighs red, green and blue but gets bgr images; decode with color: rgb")
+        s.require_rgb(self, spec)
         return spec
 
     def torchvision(self) -> Any:

@@ -7,10 +7,9 @@ from typing import Annotated, Any, ClassVar
 
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.mixture import MixMode, draw_mixture
+from gpuflow.pipeline.parameters import Probability
 
 __all__ = ["Mixup"]
-
-Probability = Annotated[float, s.Bounds(least=0, most=1, words="a probability within [0, 1]")]
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpuflow.pipeline import stage as s
-from gpuflow.stages.flip import Probability
+from gpuflow.pipeline.parameters import Probability
 from gpuflow.stages.rotate import Border, Fill, WarpInterpolation, check_fill, lookup_of
 
 __all__ = ["Perspective"]

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from gpuflow.pipeline import stage as s
-from gpuflow.stages.rotate import Fill, WarpInterpolation, check_fill, lookup_of
+from gpuflow.stages.rotate import Fill, WarpInterpolation, check_fill, lookup_of, rotation
 from gpuflow.stages.sharpness import Sharpness
 
 __all__ = ["OPERATIONS", "AugmentPolicy", "Drawn", "Range", "signed", "uniform_places"]
@@ -121,9 +121,7 @@ class AugmentPolicy(s.Policy):
         return True
 
     def output(self, spec: s.ImageSpec) -> s.ImageSpec:
-        s.require_pixels(self, spec)
-        if spec.color == "bgr":
-            raise ValueError("weighs red, green and blue but gets bgr images; decode with color: rgb")
+        s.require_rgb(self, spec)
         check_fill(self.fill, spec)
         return spec
 
@@ -158,13 +156,9 @@ class _Moving(s.Geometry):
         matrix[:, 0, 2] = np.where(drawn.has("TranslateX"), -np.trunc(m), 0)
         matrix[:, 1, 2] = np.where(drawn.has("TranslateY"), -np.trunc(m), 0)
         turned = drawn.has("Rotate")
-        angle = np.deg2rad(np.where(turned, m, 0))
-        cos, sin, x, y = np.cos(angle), np.sin(angle), width / 2, height / 2
-        rotation = [[cos, -sin, x - cos * x + sin * y], [sin, cos, y - sin * x - cos * y], [0 * x, 0 * x, 0 * x + 1]]
-        matrix[turned] = np.moveaxis(np.array(rotation), 2, 0)[turned]
+        matrix[turned] = rotation(m[turned], height[turned], width[turned])
         active = turned | drawn.has("ShearX", "ShearY", "TranslateX", "TranslateY")
-        how = self.warps
-        return (s.Warp(matrix, height, width, how.interpolation, how.border, how.fill, active),)
+        return (s.Warp(matrix, height, width, *self.warps, active),)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

@@ -20,6 +20,7 @@ __all__ = [
     "angle_range",
     "check_fill",
     "lookup_of",
+    "rotation",
 ]
 
 Angle = (
@@ -58,6 +59,13 @@ def about_center(linear: NDArray[np.float64], height: s.Ints, width: s.Ints) -> 
     center = np.stack([width, height], axis=1) / 2
     matrix[:, :2, 2] = center - (linear @ center[:, :, None])[:, :, 0]
     return matrix
+
+
+def rotation(degrees: NDArray[np.float64], height: s.Ints, width: s.Ints) -> s.Matrices:
+    """Maps [N, 3, 3] from the output to the input of images of these sizes that are turned by these angles [N]."""
+    angle = np.radians(degrees)
+    cos, sin = np.cos(angle), np.sin(angle)
+    return about_center(np.stack([cos, -sin, sin, cos], axis=1).reshape(-1, 2, 2), height, width)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -114,7 +122,5 @@ class Rotate(s.Geometry):
 
     def draw(self, keys: s.StageKeys, height: s.Ints, width: s.Ints) -> tuple[s.Move, ...]:
         low, high = angle_range(self.degrees)
-        angle = np.radians(low + keys.uniform(1)[:, 0] * (high - low))
-        cos, sin = np.cos(angle), np.sin(angle)
-        linear = np.stack([cos, -sin, sin, cos], axis=1).reshape(-1, 2, 2)
-        return (s.Warp(about_center(linear, height, width), height, width, *self.warps),)
+        degrees = low + keys.uniform(1)[:, 0] * (high - low)
+        return (s.Warp(rotation(degrees, height, width), height, width, *self.warps),)

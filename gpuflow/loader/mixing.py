@@ -15,7 +15,7 @@ from gpuflow.loader.plan import LoaderPlan
 from gpuflow.pipeline.image_spec import as_batch
 from gpuflow.pipeline.program import Program
 from gpuflow.pipeline.stage import Keys, Mixing, Mixture
-from gpuflow.sources import Source
+from gpuflow.sources import Source, fields_of, has_one_class
 
 if TYPE_CHECKING:
     from gpuflow.execute.device_stream import DeviceStream
@@ -70,11 +70,10 @@ def require_classes(config: Config, name: str, source: Source) -> None:
         return  # which have no mixing stages
     pipeline = config.programs[name].pipeline
     at, first = ("pipelines", name, "stages"), len(config.pipelines[name].head())
-    fields = ", ".join(field.name for field in getattr(source, "fields", ()))
-    one_class = np.issubdtype(source.labels.dtype, np.integer) and source.labels.ndim == 1
+    fields = ", ".join(field.name for field in fields_of(source))
     if fields:
         rule, action = f"mixes images and labels, but samples also have {fields}", "remove the stage or these fields"
-    elif not (one_class and source.classes and getattr(source, "has_labels", True)):
+    elif not (has_one_class(source) and source.classes):
         rule, action = "mixes labels, but the samples do not have one class each", "remove the stage or declare a class"
     else:
         return

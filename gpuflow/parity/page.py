@@ -26,7 +26,7 @@ from gpuflow.parity.text import (
 )
 from gpuflow.runtime.files import atomic_write
 
-__all__ = ["page", "write_report"]
+__all__ = ["data_uri", "page", "write_report"]
 
 _WHITE = 255
 
@@ -192,14 +192,14 @@ def _picture(pair: Pair, picture: Picture) -> str:
         (heat, amplification if largest else "no difference"),
     )
     shown = "".join(
-        f'<figure><img src="{_data_uri(pixels)}" alt="{caption}"><figcaption>{caption}</figcaption></figure>'
+        f'<figure><img src="{data_uri(pixels)}" alt="{caption}"><figcaption>{caption}</figcaption></figure>'
         for pixels, caption in figures
     )
     return f'<div class="images"><p>{html.escape(picture.name)}</p>{shown}</div>'
 
 
-def _data_uri(pixels: NDArray[np.uint8]) -> str:
-    """Encode RGB pixels as the data URI of a PNG."""
+def data_uri(pixels: NDArray[np.uint8]) -> str:
+    """Encode RGB or gray pixels, uint8 HWC, as the data URI of a PNG."""
     encoded = cv2.imencode(".png", np.ascontiguousarray(pixels[..., ::-1]))[1]
     return f"data:image/png;base64,{base64.b64encode(encoded.tobytes()).decode()}"
 

@@ -19,7 +19,7 @@ they run on whole batches: the loader runs them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, assert_never
 
@@ -154,21 +154,20 @@ class SamplingStep:
     def draw(self, keys: s.Keys, height: s.Ints, width: s.Ints) -> Sampling:
         """The sampling for samples whose images have these sizes [N]."""
         builder = _SamplingBuilder(height, width)
-        for stage, occurrence in zip(self.stages, self.occurrences, strict=True):
-            for move in stage.draw(keys.stage(stage.key_name, occurrence), *builder.size):
-                match move:
-                    case s.Crop():
-                        builder.crop(move, stage.key_name)
-                    case s.Flip():
-                        builder.flip(move)
-                    case s.Resize():
-                        builder.resize(move, stage.key_name, self.max_pixels)
-                    case s.Pad():
-                        builder.pad(move, stage.key_name, self.max_pixels)
-                    case s.Warp():
-                        raise TypeError(f"{stage!r} returns a warp, which its `warps` does not declare")
-                    case _:
-                        assert_never(move)
+        for stage, move in _draw_moves(self, keys, builder):
+            match move:
+                case s.Crop():
+                    builder.crop(move, stage.key_name)
+                case s.Flip():
+                    builder.flip(move)
+                case s.Resize():
+                    builder.resize(move, stage.key_name, self.max_pixels)
+                case s.Pad():
+                    builder.pad(move, stage.key_name, self.max_pixels)
+                case s.Warp():
+                    raise TypeError(f"{stage!r} returns a warp, which its `warps` does not declare")
+                case _:
+                    assert_never(move)
         return builder.sampling()
 
 
@@ -184,21 +183,20 @@ class WarpStep:
     def draw(self, keys: s.Keys, height: s.Ints, width: s.Ints) -> Warping:
         """The warp for samples whose images have these sizes [N]."""
         builder = _WarpBuilder(height, width)
-        for stage, occurrence in zip(self.stages, self.occurrences, strict=True):
-            for move in stage.draw(keys.stage(stage.key_name, occurrence), *builder.size):
-                match move:
-                    case s.Crop():
-                        builder.crop(move, stage.key_name)
-                    case s.Flip():
-                        builder.move(move)
-                    case s.Pad():
-                        builder.pad(move, stage.key_name, self.max_pixels)
-                    case s.Warp():
-                        builder.warp(move, stage.key_name, self.max_pixels)
-                    case s.Resize():
-                        raise TypeError(f"{stage!r} returns a resize and warps, which no one step can do")
-                    case _:
-                        assert_never(move)
+        for stage, move in _draw_moves(self, keys, builder):
+            match move:
+                case s.Crop():
+                    builder.crop(move, stage.key_name)
+                case s.Flip():
+                    builder.move(move)
+                case s.Pad():
+                    builder.pad(move, stage.key_name, self.max_pixels)
+                case s.Warp():
+                    builder.warp(move, stage.key_name, self.max_pixels)
+                case s.Resize():
+                    raise TypeError(f"{stage!r} returns a resize and warps, which no one step can do")
+                case _:
+                    assert_never(move)
         return builder.warping(self.lookup)
 
 
@@ -285,6 +283,15 @@ class MixingStep:
 
 
 Step = SamplingStep | WarpStep | PointwiseStep | LocalStep | ApplyStep | OpaqueStep
+
+
+def _draw_moves(
+    step: SamplingStep | WarpStep, keys: s.Keys, builder: _SamplingBuilder | _WarpBuilder
+) -> Iterator[tuple[s.Geometry, s.Move]]:
+    """Each stage's moves in order. A stage draws once the builder has taken all moves before its own."""
+    for stage, occurrence in zip(step.stages, step.occurrences, strict=True):
+        for move in stage.draw(keys.stage(stage.key_name, occurrence), *builder.size):
+            yield stage, move
 
 
 class _SamplingBuilder:

@@ -68,6 +68,7 @@ __all__ = [
     "Warp",
     "require_one_size",
     "require_pixels",
+    "require_rgb",
 ]
 
 
@@ -321,6 +322,13 @@ class Mixing(Stage):
     def draw(self, keys: StageKeys, height: int, width: int, valid: Bools) -> Mixture:
         """What each of the N samples of a batch takes from its partner; a sample that is not valid is no partner."""
         raise NotImplementedError
+
+
+def require_rgb(stage: Stage, spec: ImageSpec) -> None:
+    """Raise ValueError unless `spec` is a decoded uint8 image, gray or with channels in the order red, green, blue."""
+    require_pixels(stage, spec)
+    if spec.color == "bgr":
+        raise ValueError("weighs red, green and blue but gets bgr images; decode with color: rgb")
 
 
 def require_one_size(stage: Stage, spec: ImageSpec) -> None:

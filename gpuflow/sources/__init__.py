@@ -15,7 +15,14 @@ from gpuflow.sources.folder import open_folder
 from gpuflow.sources.listing import open_listing
 from gpuflow.sources.offered import offered_sources, open_offered
 from gpuflow.sources.payload import SPARE_BYTES, Allocate, Payload, lay_out
-from gpuflow.sources.record_source import RecordSource, fields_of, has_labels, records_of, without_records
+from gpuflow.sources.record_source import (
+    RecordSource,
+    fields_of,
+    has_labels,
+    has_one_class,
+    records_of,
+    without_records,
+)
 from gpuflow.sources.split import Subset, subset
 from gpuflow.sources.tar import open_tar
 
@@ -31,6 +38,7 @@ __all__ = [
     "fields_of",
     "fingerprint_of",
     "has_labels",
+    "has_one_class",
     "is_read_remotely",
     "lay_out",
     "offered_sources",

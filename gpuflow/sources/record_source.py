@@ -12,7 +12,7 @@ from typing import Protocol
 from gpuflow.pipeline.records import Field, Records
 from gpuflow.sources.base import Source
 
-__all__ = ["RecordSource", "fields_of", "has_labels", "records_of", "without_records"]
+__all__ = ["RecordSource", "fields_of", "has_labels", "has_one_class", "records_of", "without_records"]
 
 
 class RecordSource(Source, Protocol):
@@ -44,6 +44,11 @@ def has_labels(source: Source) -> bool:
     """Whether a source's samples have labels: true unless its fields declare none."""
     declared: bool = getattr(source, "has_labels", True)
     return declared
+
+
+def has_one_class(source: Source) -> bool:
+    """Whether each sample has one class: labels are then numbers of classes, int64 [n]."""
+    return has_labels(source) and source.labels.ndim == 1 and source.labels.dtype.kind == "i"
 
 
 def records_of(source: Source, indices: Sequence[int]) -> Records:

@@ -21,10 +21,10 @@ from gpuflow.pipeline.rng import key64, permute
 from gpuflow.sources.base import Source, SourceSpec
 from gpuflow.sources.fingerprint import fingerprint, fingerprint_of
 from gpuflow.sources.payload import Allocate, Payload
-from gpuflow.sources.record_source import fields_of, has_labels, records_of, without_records
+from gpuflow.sources.record_source import fields_of, has_labels, has_one_class, records_of, without_records
 from gpuflow.sources.storage import Storage
 
-__all__ = ["Subset", "is_stratified", "split_counts", "split_indices", "subset"]
+__all__ = ["Subset", "split_counts", "split_indices", "subset"]
 
 
 @final
@@ -91,7 +91,7 @@ def subset(source: Source, spec: SourceSpec, name: str) -> Source:
         return source
     place = names.index(name)
     labels, classes = source.labels, source.classes
-    if not is_stratified(source):
+    if not has_one_class(source):
         labels, classes = np.zeros(len(source), np.int64), ("",)
     indices = split_indices(labels, classes, [share for _, share in spec.fractions], spec.seed, place)
     if not len(indices):
@@ -100,11 +100,6 @@ def subset(source: Source, spec: SourceSpec, name: str) -> Source:
             f"{spec.fractions[place][1]:g} of {len(source)} samples; raise the fraction or add samples"
         )
     return Subset(source, indices)
-
-
-def is_stratified(source: Source) -> bool:
-    """Whether each part of a source has its classes in equal proportions: only where each sample has one class."""
-    return has_labels(source) and source.labels.ndim == 1 and source.labels.dtype.kind == "i"
 
 
 def split_indices(

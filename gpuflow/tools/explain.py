@@ -30,9 +30,8 @@ from gpuflow.pipeline.program import (
 )
 from gpuflow.pipeline.stage import Decoder, Policy
 from gpuflow.pipeline.views import AnyProgram, ViewsProgram, slot_of
-from gpuflow.sources import Source, fields_of, fingerprint_of, has_labels, is_read_remotely
+from gpuflow.sources import Source, fields_of, fingerprint_of, has_labels, has_one_class, is_read_remotely
 from gpuflow.sources.files import FileSource
-from gpuflow.sources.split import is_stratified
 from gpuflow.sources.storage import is_remote
 
 __all__ = ["explain"]
@@ -157,7 +156,7 @@ def _source(config: Config, name: str) -> tuple[str, int, bool, str, str]:
     except SourceError as error:
         return f"{where}: {error}", 0, is_remote(where), "", ""
     part = config.split_of(name)
-    unstratified = "" if is_stratified(whole) else " (not stratified: samples have not one class each)"
+    unstratified = "" if has_one_class(whole) else " (not stratified: samples have not one class each)"
     split = "" if part is None else f", split {part}{unstratified}"
     note = f"; {whole.note}" if isinstance(whole, FileSource) and whole.note else ""
     text = f"{where}: {len(source):,} samples, {len(source.classes)} classes{split}{note}"

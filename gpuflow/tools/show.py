@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import base64
 import html
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import cv2
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -17,6 +15,7 @@ from gpuflow.config import Config
 from gpuflow.loader.assemble import build_loader
 from gpuflow.loader.batch import Batch
 from gpuflow.parity.measure import Scale
+from gpuflow.parity.page import data_uri
 from gpuflow.pipeline.image_spec import ImageSpec
 from gpuflow.pipeline.records import Field
 from gpuflow.pipeline.views import AnyProgram, View, ViewsProgram
@@ -220,7 +219,7 @@ def _picture(view: str, image: NDArray[np.uint8], targets: Sequence[Target]) -> 
     caption = f"<figcaption>{html.escape(view)}</figcaption>" if view else ""
     return (
         f'<figure><svg viewBox="0 0 {width} {height}" role="img">'
-        f'<image width="{width}" height="{height}" href="{_data_uri(image)}"/>{marks}</svg>{caption}</figure>'
+        f'<image width="{width}" height="{height}" href="{data_uri(image)}"/>{marks}</svg>{caption}</figure>'
     )
 
 
@@ -258,12 +257,6 @@ def _name_tag(colour: str, target: Target, height: int, width: int) -> str:
         f'<rect x="{left:.2f}" y="{top:.2f}" width="{plate[0]:.2f}" height="{plate[1]:.2f}" fill="{colour}"/>'
         f'<text x="{left + plate[0] / 2:.2f}" y="{top + size:.2f}" font-size="{size:.2f}">{html.escape(name)}</text>'
     )
-
-
-def _data_uri(pixels: NDArray[np.uint8]) -> str:
-    """Encode RGB or gray pixels as the data URI of a PNG."""
-    encoded = cv2.imencode(".png", np.ascontiguousarray(pixels[..., ::-1]))[1]
-    return f"data:image/png;base64,{base64.b64encode(encoded.tobytes()).decode()}"
 
 
 _STYLE = """

@@ -11,7 +11,6 @@ from itertools import islice
 from pathlib import Path
 from typing import NoReturn
 
-import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -23,7 +22,7 @@ from gpuflow.loader.sampler import Steps
 from gpuflow.pipeline.rng import key64
 from gpuflow.runtime.files import locked_folder
 from gpuflow.runtime.ranks import Group, Ranks, process_group
-from gpuflow.sources import Source, has_labels
+from gpuflow.sources import Source, has_one_class
 from gpuflow.training.checkpoint import build_model, known_models, read_checkpoint, save_checkpoint
 
 __all__ = ["PassResult", "Trainer", "TrainerEvents"]
@@ -439,7 +438,7 @@ def _refuse_untrainable(config: Config) -> None:
 
 def _require_classes(config: Config, source: Source) -> None:
     """Raise ConfigError unless each sample of the source has one class, which is what a classifier learns."""
-    if has_labels(source) and source.labels.ndim == 1 and np.issubdtype(source.labels.dtype, np.integer):
+    if has_one_class(source):
         return
     rule = "has no class for each sample, which gpuflow train needs"
     action = "declare a label in source.fields, or iterate gpuflow.load in a training loop of your own"
