@@ -252,7 +252,7 @@ class ViewSpec(_Block):
     """A view: stages that make one or more images of each decoded image.
 
     Args:
-        count: how many images the view makes of each decoded image; each has random numbers of its own.
+        count: how many images the view makes of each decoded image; each draws different random numbers.
         stages: what happens to each decoded image, in this order.
     """
 

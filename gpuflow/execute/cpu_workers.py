@@ -61,7 +61,7 @@ def open_runner(connection: ParentConnection, program: AnyProgram) -> Any:
 
 
 def slots_in(memory: NDArray[np.uint8], program: AnyProgram, start: int, count: int, batch: int | None = None) -> Any:
-    """The slots [start, start + count) of the memory of a batch of so many samples, which views need to know."""
+    """The slots [start, start + count) in a batch's memory. batch: the batch's number of samples, needed with views."""
     shape, dtype = slot_of(program)
     size = math.prod(shape) * dtype.itemsize * (start + count if batch is None else batch)
     return slots_of(program, memory[:size].view(dtype).reshape(-1, *shape))[start : start + count]

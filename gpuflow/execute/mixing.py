@@ -34,8 +34,8 @@ def mix_labels(probabilities: NDArray[np.float32], mixture: Mixture, label_smoot
 def mix_images(images: torch.Tensor, mixture: Mixture) -> None:
     """Mix images [N, C, H, W] on the CPU in place, one after the other.
 
-    Partners follow one another, so that of the originals at most a few are kept beside the batch, and are in the
-    processor's cache when they are needed.
+    Partners are processed one after the other, so that only a few original images are copied at a time and are still
+    in the processor's cache.
     """
     partners, weights, boxes = mixture.partners.tolist(), mixture.weights.tolist(), mixture.boxes.tolist()
     rows = sorted(np.flatnonzero(mixture.changed).tolist(), key=lambda row: (min(row, partners[row]), row))

@@ -105,7 +105,7 @@ def _look_up(planes: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
 
 
 def _by_channel(planes: torch.Tensor, tables: Any) -> torch.Tensor:
-    """Each channel's levels by a uint8 table [256] of its own."""
+    """Look up each channel's levels in that channel's table, uint8 [256]."""
     return torch.from_numpy(np.stack([cv2.LUT(plane, row) for plane, row in zip(planes.numpy(), tables, strict=False)]))
 
 
