@@ -141,11 +141,18 @@ class NvjpegDecoder:
 
     def _state(self, frames: NDArray[np.int64], count: int) -> tuple[BatchedDecoder, int]:
         """The state for `count` images of one sampling, and how many it decodes. Large ones have their own: nvJPEG's
-        memory grows to the largest image."""
+        memory grows to the largest image. Where there is no memory for one more state, the first one decodes them, too.
+        """
         size = next((size for size in _SIZES if size >= count), -(-count // _SIZES[-1]) * _SIZES[-1])
         key = int(frames[0, 2]), size, bool((frames[:, :2].prod(axis=1) >= LARGE_PIXELS).all())
         if key not in self._states:
-            self._states[key] = self._make()
+            try:
+                self._states[key] = self._make()
+            except NvjpegError as error:
+                if not self._states:
+                    raise
+                _LOG.warning("%s; calls of %d images use a state that is set up anew each time", error, size)
+                self._states[key] = next(iter(self._states.values()))
         return self._states[key], size
 
     def _with_blanks(self, files: JpegBatch, blank: int) -> tuple[NDArray[np.uint64], ...]:

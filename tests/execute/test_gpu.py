@@ -223,13 +223,13 @@ def test_batches_do_not_depend_on_what_else_is_decoded_at_the_time(processes: in
 def test_a_huge_image_leaves_no_huge_buffer(tmp_path: Path) -> None:
     gc.collect()
     before = torch.cuda.memory_allocated()  # of other tests
-    for number in range(40):
-        path = tmp_path / "photos" / "a" / f"{number:03}.jpg"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        pixels = images.photo(90, 70, seed=number)
-        path.write_bytes(images.jpeg(np.tile(pixels, (80, 80, 1)) if number == 3 else pixels))
+    pixels = images.photo(90, 70, seed=1)
+    huge, small = images.jpeg(np.tile(pixels, (80, 80, 1))), images.jpeg(pixels)
+    (tmp_path / "photos" / "a").mkdir(parents=True)
+    for number in range(20 * 128):  # so that many calls follow that of the huge image
+        (tmp_path / "photos" / "a" / f"{number:04}.jpg").write_bytes(huge if number == 3 else small)
     with load(
-        tmp_path / "photos", STAGES, "cuda", "pipelines.train.batch.size=4", "pipelines.train.shuffle=false"
+        tmp_path / "photos", STAGES, "cuda", "pipelines.train.batch.size=128", "pipelines.train.shuffle=false"
     ) as loader:
         list(loader)
         torch.cuda.synchronize()

@@ -151,3 +151,23 @@ def test_a_call_that_does_not_end_is_named(monkeypatch: pytest.MonkeyPatch) -> N
     named = pytest.raises(LoaderTimeout, match=r"nvJPEG did not end a call within 0\.05 s")
     with decoders.acquire(), named, decoders.acquire():
         pass
+
+
+class ForgetfulLibrary(SlowLibrary):
+    """Has no memory for a second state."""
+
+    def create_state(self, *arguments: Any) -> int:
+        return 5 if self.made > 1 else 0
+
+    def decode(self, *arguments: Any) -> int:
+        return 0
+
+    def initialize(self, *arguments: Any) -> int:
+        return 0
+
+
+def test_without_memory_for_one_more_state_another_one_decodes() -> None:
+    substitutes: tuple[Any, Any] = (DeviceStream(), ForgetfulLibrary())
+    decoders = NvjpegDecoderPool(*substitutes, "rgb", "hardware", count=no_engines)
+    work(decoders)
+    assert substitutes[1].made == 2, "it is tried once"
