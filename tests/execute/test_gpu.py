@@ -210,12 +210,12 @@ def test_batches_do_not_depend_on_what_else_is_decoded_at_the_time(processes: in
     alone = ("run.memory_limit=1GB", "run.processes=0")  # with a limit, calls are not filled up
     for size in (13, 64):
         with load(folder, STAGES, "cuda", f"pipelines.train.batch.size={size}", *alone) as loader:
-            expected = [batch for _ in range(4) for batch in loader]
+            expected = [batch for _ in range(2) for batch in loader]
         overrides = (f"pipelines.train.batch.size={size}", f"run.processes={processes}")
         with load(folder, STAGES, "cuda", *overrides) as loader:
-            found = [batch for _ in range(4) for batch in loader]
+            found = [batch for _ in range(2) for batch in loader]
             stats = loader.stats()
-        assert len(found) == len(expected) == 4 * -(-207 // size) and stats["cpu_images"] >= 60
+        assert len(found) == len(expected) == 2 * -(-207 // size) and stats["cpu_images"] >= 30
         for a, b in zip(expected, found, strict=True):
             assert torch.equal(a.indices, b.indices) and torch.equal(a.images, b.images)
 
@@ -297,7 +297,7 @@ def test_resumed_on_the_gpu_equals_uninterrupted(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(  # processes take a second to start
-    ("share", "processes", "cycles"), [(0.0, 0, 200), (0.0, 2, 20), (0.4, 2, 40)]
+    ("share", "processes", "cycles"), [(0.0, 0, 16), (0.0, 2, 5), (0.4, 2, 5)]
 )
 def test_cycles_leave_no_memory(share: float, processes: int, cycles: int, folder: Path) -> None:
     stages = [{"decode": {"cpu_share": share}}, *STAGES[1:]]
@@ -307,7 +307,7 @@ def test_cycles_leave_no_memory(share: float, processes: int, cycles: int, folde
             for _ in loader:
                 break
 
-    for _ in range(5):
+    for _ in range(3):
         cycle()
     torch.cuda.synchronize()
     before = torch.cuda.mem_get_info()[0]
@@ -316,4 +316,4 @@ def test_cycles_leave_no_memory(share: float, processes: int, cycles: int, folde
             cycle()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
-    assert torch.cuda.mem_get_info()[0] >= before - (8 << 20)
+    assert torch.cuda.mem_get_info()[0] >= before - (8 << 20), "a decoder takes 8 MiB"
