@@ -183,7 +183,7 @@ class _OneTable:
 
 def _uniform(key: int, epoch: int, places: NDArray[np.int64]) -> NDArray[np.float64]:
     """A number in [0, 1) for each place, with 53 random bits."""
-    words = StageKeys(key, epoch, places).uniform(2)
+    words = StageKeys(key, epoch % 2**64, places).uniform(2)
     return words[:, 0] + np.floor(words[:, 1] * 2.0**21) * 2.0**-53
 
 

@@ -42,8 +42,8 @@ pipelines:
 """
 PIPELINE_KEYS = "preset, height, width, color, split, stages, views, decode, batch, shuffle, on_error, targets"
 SOURCE_KEYS = (
-    "folder, listing, tar, coco, hf, mix, images, image, label, by, samples, root, classes, unite_classes, split, splits, "
-    "seed, window, weights, fields"
+    "folder, listing, tar, coco, hf, mix, images, image, label, by, samples, root, classes, unite_classes, split, "
+    "splits, seed, window, weights, fields"
 )
 RUN_KEYS = "threads, readers, processes, prefetch, on_error, max_bad, bad_file, timeout_s, memory_limit, deterministic"
 
