@@ -297,7 +297,10 @@ class SourceSpec:
 
     @property
     def declared(self) -> tuple[tuple[str, FieldSpec], ...]:
-        """The declared fields as pairs of name and spec; empty if a sample is an image and a label."""
+        """The declared fields as pairs of name and spec; empty if a sample is an image and a label. Of a mix those
+        of its first source, which all have."""
+        if self.mix:
+            return self.entries[0].spec.declared
         return pairs_of_fields(self.fields)
 
     @property

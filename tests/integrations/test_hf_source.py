@@ -205,7 +205,7 @@ def test_ranks_threads_processes_and_resume_change_nothing(form: str, root: Path
     with nothing_left_behind(), load("run.threads=2", "run.processes=2") as loader:
         for epoch in whole:
             assert flat(epoch_rows(loader)) == epoch
-    ranks = []
+    ranks, state = [], dict[str, Any]()
     for rank in range(2):
         with load(rank=rank, world_size=2) as loader:
             ranks.append(epoch_rows(loader))
@@ -270,7 +270,7 @@ def test_a_mix_with_a_folder(root: Path, tmp_path: Path) -> None:
     for name, data in zip(("cat", "emu"), images(2, 500), strict=True):
         (tmp_path / "photos" / name).mkdir(parents=True)
         (tmp_path / "photos" / name / "0.jpg").write_bytes(data)
-    parts = [
+    parts: list[dict[str, Any]] = [
         {"source": {"hf": str(root / "one.parquet")}, "weight": 3},
         {"source": {"folder": str(tmp_path / "photos")}},
     ]

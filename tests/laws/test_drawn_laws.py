@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 import gpuflow
+from gpuflow.sources import Payload
 from tests.datasets import RAW, Row, deadline, epoch_rows, flat, interleave, jpeg, loader_of, make_photos, rows
 
 BATCH = 3
@@ -43,10 +44,11 @@ def source_of(kind: str, photos: Path) -> dict[str, Any]:
     if kind.startswith("weights"):
         without = {"replacement": False} if "without" in kind else {"samples": 17}
         return {"folder": a, "weights": {"file": file, **without}}
-    parts = [{"source": {"folder": a, "weights": {"file": file}}, "weight": 2}, {"source": {"folder": b}}]
+    first: dict[str, Any] = {"folder": a, "weights": {"file": file}}
     if kind == "mix of parts":
-        del parts[0]["source"]["weights"]  # type: ignore[attr-defined]
+        parts = [{"source": {"folder": a}, "weight": 2}, {"source": {"folder": b}}]
         return {"mix": parts, "unite_classes": True, "samples": 19, "split": {"train": 0.5, "rest": 0.5}}
+    parts = [{"source": first, "weight": 2}, {"source": {"folder": b}}]
     return {"mix": parts, "unite_classes": True, "samples": 20, "by": "batch" if kind == "mix by batch" else "sample"}
 
 
@@ -174,8 +176,8 @@ class _WithBad:
     def close(self) -> None:
         pass
 
-    def read(self, indices: Any, allocate: Any) -> gpuflow.spec.Payload:
-        payload: gpuflow.spec.Payload = self._source.read(indices, allocate)
+    def read(self, indices: Any, allocate: Any) -> Payload:
+        payload: Payload = self._source.read(indices, allocate)
         bad = [index == self._bad for index in indices]
         return replace(
             payload,

@@ -91,8 +91,8 @@ def test_fields_are_joined_in_the_order_that_is_asked_for(tmp_path: Path) -> Non
     for name, count in (("a", 2), ("b", 3)):
         rows = []
         for i in range(count):
-            boxes = [[0, 0, i + 1, k + 1] for k in range(i)]
-            rows.append(f'{{"path": "{i}.jpg", "boxes": {boxes}, "caption": "{name}{i}", "n": {i}}}\n')
+            listed = [[0, 0, i + 1, k + 1] for k in range(i)]
+            rows.append(f'{{"path": "{i}.jpg", "boxes": {listed}, "caption": "{name}{i}", "n": {i}}}\n')
         (tmp_path / f"{name}.jsonl").write_text("".join(rows))
         fields = {"boxes": None, "caption": {"type": "text"}, "n": {"type": "number"}}
         entries.append({"listing": str(tmp_path / f"{name}.jsonl"), "fields": fields})

@@ -24,7 +24,7 @@ def weights(spec: SourceSpec, part: str = "") -> list[float]:
     source = open_source(spec)
     found = weights_of(spec, subset(source, spec, part) if part else source)
     assert found is not None
-    return found.tolist()
+    return [float(value) for value in found]
 
 
 def spec(listing: Path, **weights: Any) -> SourceSpec:
