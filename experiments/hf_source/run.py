@@ -46,7 +46,8 @@ def make(folder: Path, count: int) -> None:
     import pyarrow.parquet as pq
 
     features = datasets.Features(image=datasets.Image(), label=datasets.ClassLabel(names=[str(i) for i in range(10)]))
-    images = [photograph(i % 500) for i in range(count)]
+    distinct = [photograph(i) for i in range(min(count, 200))]
+    images = [distinct[i % len(distinct)] for i in range(count)]
     for i, data in enumerate(images):
         (folder / "folder" / str(i % 10)).mkdir(parents=True, exist_ok=True)
         (folder / "folder" / str(i % 10) / f"{i:06d}.jpg").write_bytes(data)

@@ -214,7 +214,7 @@ class MaskMembers:
         yield from (self.names.blob, self.sizes.tobytes())
 
 
-class Cells(Protocol):
+class _Cells(Protocol):
     """A column of encoded images of all samples."""
 
     def read(self, indices: Sequence[int], allocate: Allocate) -> Payload:
@@ -232,7 +232,7 @@ class Cells(Protocol):
 class MaskCells:
     """One cell of a column per sample, read when its record is."""
 
-    cells: Cells
+    cells: _Cells
 
     def take(self, samples: NDArray[np.int64], errors: list[str | None]) -> list[MaskFile]:
         payload = self.cells.read(samples.tolist(), _memory)
