@@ -390,7 +390,7 @@ class _Reader:
             for name, field in declared
             if field.type == "mask" and field.kind in (None, "file")
         }
-        return builder.build(masks)
+        return builder.build(masks, (self._storage,) if masks else ())
 
     def _blocks(self, columns: Sequence[str]) -> Any:
         """The values of columns, block by block, as lists of what JSON has. `a.b` is the member b of column a."""
