@@ -46,6 +46,14 @@ def test_pixels_inside_a_pipeline(interpolation: Any, photo_bytes: bytes) -> Non
     assert torch.equal(result, Normalize().torchvision()(alone(stage, photo_bytes)))
 
 
+@pytest.mark.parametrize(("size", "side"), [((30, 47), 40), ((40, 61), 40), ((61, 41), 30), ((9, 1), 3)])
+def test_rounding_to_the_nearest_number(size: tuple[int, int], side: int) -> None:
+    nearest, down = (size_of(Resize(shorter=side, rounding=rounding), *size) for rounding in ("nearest", "down"))
+    exact = [side * length / min(size) for length in size]
+    assert nearest == tuple(max(round(length), 1) for length in exact)
+    assert down == tuple(max(int(length), 1) for length in exact)
+
+
 @given(height=st.integers(1, 700), width=st.integers(1, 700), side=st.integers(1, 700), shorter=st.booleans())
 def test_sizes_are_those_of_torchvision(height: int, width: int, side: int, shorter: bool) -> None:
     stage = Resize(shorter=side) if shorter else Resize(longer=side)
