@@ -32,9 +32,10 @@ from gpuflow.torchpipe.graph import PRESET_OPERATORS
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["OpenCv", "Reference", "TorchpipeOperators"]
+__all__ = ["FORMATS", "OpenCv", "Reference", "TorchpipeOperators", "reason_of"]
 
-_FORMATS = ("JPEG", "PNG", "WEBP", "BMP")
+FORMATS = ("JPEG", "PNG", "WEBP", "BMP")
+"""Pillow's names of the formats that gpuflow decodes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +88,7 @@ class Reference:
                 except Exception as error:  # Pillow's parsers raise SyntaxError, struct.error, EOFError and others
                     if is_system_fault(error):
                         raise
-                    reason = str(error).strip().partition("\n")[0] or type(error).__name__
-                    result = BadSampleError("torchvision", reason)
+                    result = BadSampleError("torchvision", reason_of(error))
             yield result
 
     def _image(self, data: Encoded, decoder: s.Decoder, transforms: Sequence[Callable[[Any], Any]]) -> torch.Tensor:
@@ -104,11 +104,16 @@ class Reference:
         return tensor
 
 
+def reason_of(error: Exception) -> str:
+    """The first line of an exception's text, or its type."""
+    return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
 def _by_pillow(data: Encoded, decoder: s.Decoder) -> Any:
     """Decode with Pillow to the decoder's color and orientation; only formats that gpuflow supports."""
     from PIL import Image, ImageOps
 
-    with Image.open(io.BytesIO(data.tobytes()), formats=_FORMATS) as image:
+    with Image.open(io.BytesIO(data.tobytes()), formats=FORMATS) as image:
         if decoder.color == "gray":
             image.draft("L", image.size)  # use a JPEG's luma channel
         if decoder.orientation == "apply":
