@@ -43,7 +43,7 @@ PROCESSORS = {
     "ChineseCLIPImageProcessor": Processor(size=_SHORTEST, crop=_224, square=False),
     "CLIPImageProcessor": Processor(size=_SHORTEST, crop=_224, square=False),
     "ConvNextImageProcessor": Processor(
-        size={"shortest_edge": 384}, mean=IMAGENET_MEAN, std=IMAGENET_STD, square=False, crop_pct=224 / 256
+        size={"shortest_edge": 384}, mean=_HALF, std=_HALF, square=False, crop_pct=224 / 256
     ),
     "DeiTImageProcessor": Processor(size={"height": 256, "width": 256}, mean=_HALF, std=_HALF, crop=_224),
     "MobileNetV1ImageProcessor": Processor(
@@ -67,7 +67,7 @@ _IGNORED = (
 _MATCHES = (
     "Matches the fast image processor (transformers' torchvision backend, its default), which resizes uint8 tensors: "
     "the levels are equal. The slow one (use_fast=False, backend='pil') resizes by Pillow, within 1 level for bilinear "
-    "and bicubic filters. Both get three channels; gray and CMYK files are converted.",
+    "filters and 2 for bicubic ones. Both get three channels; gray and CMYK files are converted.",
 )
 _EIGHT_BITS = 1 / 255
 

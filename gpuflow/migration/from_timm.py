@@ -27,7 +27,7 @@ _OTHER = (
 _FILTERS = ("bilinear", "bicubic")
 _MATCHES = (
     "Matches timm.data.create_transform(**timm.data.resolve_data_config(pretrained_cfg=...)) on PIL images: Pillow's "
-    "resize is within 1 level of this one.",
+    "resize is within 1 level of this one for bilinear filters, and 2 for bicubic ones.",
     "train is create_transform's default with is_training=True; its random draws are others, with the same "
     "distributions. test_input_size and test_crop_pct count for timm's validate.py alone.",
 )

@@ -17,7 +17,7 @@ __all__ = ["read_transform"]
 
 _TENSORS = "Matches torchvision: the stages are its v2 transforms of uint8 tensors, to the level."
 _PILLOW = (
-    "The transforms get PIL images, which Pillow resizes: within 1 level of tensors, bilinear and bicubic, antialiased."
+    "The transforms get PIL images, which Pillow resizes: within 1 level of tensors for bilinear filters, 2 for bicubic."
 )
 _RANDOM = "Random transforms have the same distributions and other draws, which follow from seed, epoch and position."
 _FILTERS = ("bilinear", "bicubic")
