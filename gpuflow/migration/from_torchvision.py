@@ -12,12 +12,13 @@ from gpuflow.errors import Problem
 from gpuflow.migration.distance import apart
 from gpuflow.migration.imported import IMAGENET_MEAN, Entry, Imported, decode, gap, normalize, number
 from gpuflow.pipeline import stage as s
+from gpuflow.pipeline.parameters import range_of
 
 __all__ = ["read_transform"]
 
 _TENSORS = "Matches torchvision: the stages are its v2 transforms of uint8 tensors, to the level."
 _PILLOW = (
-    "The transforms get PIL images, which Pillow resizes: within 1 level of tensors for bilinear filters, 2 for bicubic."
+    "They get PIL images, which Pillow resizes: within 1 level of tensors for bilinear filters, 2 for bicubic ones."
 )
 _RANDOM = "Random transforms have the same distributions and other draws, which follow from seed, epoch and position."
 _FILTERS = ("bilinear", "bicubic")
@@ -106,7 +107,8 @@ class _Reader:
         inner.tensor, inner.scaled, path = self.tensor, self.scaled, self._path
         for i, part in enumerate(parts):
             inner.add(part, f"{path}[{i}]")
-        if len(inner.entries) == 1 and not inner.gaps and inner.entries[0].parameters.get("probability", 1) == 1:
+        whole = len(inner.entries) == 1 and not inner.gaps and inner.entries[0].parameters.get("probability", 1) == 1
+        if whole and self._floats_from is None:
             (entry,) = inner.entries
             sometimes = Entry(entry.stage, {**entry.parameters, "probability": number(transform.p)})
             if self._faults(sometimes) is None:
@@ -363,15 +365,14 @@ def _pad(reader: _Reader, t: Any) -> _Equal:
 
 
 def _color_jitter(reader: _Reader, t: Any) -> _Equal:
+    """A range [max(0, 1 - v), 1 + v], or [-v, v] of hues, is written as v."""
     keys: dict[str, Any] = {}
-    for name in ("brightness", "contrast", "saturation", "hue"):
-        if (bounds := getattr(t, name)) is None:
-            continue
-        low, high = bounds
-        amount = round(high - (name != "hue"), 7)
-        neutral = 0.0 if name == "hue" else 1.0
-        symmetric = abs(max(neutral - amount, 0.0 if neutral else -1.0) - low) < 1e-9
-        keys[name] = number(amount) if symmetric else [number(low), number(high)]
+    for name, neutral in (("brightness", 1.0), ("contrast", 1.0), ("saturation", 1.0), ("hue", 0.0)):
+        if (bounds := getattr(t, name)) is not None:
+            low, high = bounds
+            amount = round(high - neutral, 7)
+            symmetric = abs(range_of(amount, neutral=neutral)[0] - low) < 1e-9
+            keys[name] = number(amount) if symmetric else [number(low), number(high)]
     return Entry("color_jitter", keys)
 
 
