@@ -49,8 +49,8 @@ def test_pixels_inside_a_pipeline(interpolation: Any, photo_bytes: bytes) -> Non
 
 @pytest.mark.parametrize(("size", "side"), [((30, 47), 40), ((40, 61), 40), ((61, 41), 30), ((9, 1), 3)])
 def test_rounding_to_the_nearest_number(size: tuple[int, int], side: int) -> None:
-    data = png(photo(*size))
-    nearest, down = (alone(Resize(shorter=side, rounding=rounding), data).shape[1:] for rounding in _ROUNDINGS)
+    given = RGB.replace(shape=(*size, 3))
+    nearest, down = (Resize(shorter=side, rounding=how).output(given).shape[:2] for how in _ROUNDINGS)
     exact = [side * length / min(size) for length in size]
     assert list(nearest) == [max(round(length), 1) for length in exact]
     assert list(down) == [max(int(length), 1) for length in exact]
