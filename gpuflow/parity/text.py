@@ -73,8 +73,8 @@ def figures(pair: Pair) -> str:
     if row.max == 0:
         return f"all {row.images} images are equal"
     kinds = (("your images", row.own), ("hostile ones", row.hostile))
-    most = ", ".join(f"{show_levels(levels.max)} levels on {kind}" for kind, levels in kinds if levels is not None)
-    return f"highest difference {most} ({_in_results(row)}); limit {show_allowed(row)}"
+    most = ", ".join(f"{show_levels(levels.max)} on {kind}" for kind, levels in kinds if levels is not None)
+    return f"highest difference in levels {most} ({_in_results(row)}); limit {show_allowed(row)}"
 
 
 def _in_results(row: Row) -> str:

@@ -40,7 +40,7 @@ def test_an_imported_file_agrees_with_its_source(parity: Run, imported: str, pho
     done = parity("--against", imported, "--data", photos)
     assert done.code == 0, done.out
     words = " ".join(done.out.split())
-    most = r"highest difference [01] levels on your images, [12] levels on hostile ones \([\d.]+ after normalize, "
+    most = r"highest difference in levels [01] on your images, [12] on hostile ones \([\d.]+ after normalize, "
     assert re.search(rf"PASS: val and {imported} agree as they must: {most}[\d.]+% of the pixels\); limit 2", words)
     assert "Pillow" in words and "libjpeg-turbo" in words
     (pair,) = json.loads((tmp_path / "out" / "parity.json").read_text())["pairs"]
