@@ -153,7 +153,7 @@ def _order(config: Config, source: Source, pipeline: PipelineSpec, batch_size: i
     """Which sample comes when. Weights and mixes are drawn where the pipeline shuffles. Errors name the file."""
     spec = config.source
     if not pipeline.shuffle:
-        return ShuffledOrder(size=len(source), shuffle=False)
+        return ShuffledOrder(size=len(source), seed=spec.seed, shuffle=False)
     try:
         if isinstance(source, MixSource):
             return _mixed_order(spec, source, batch_size)
