@@ -77,6 +77,7 @@ Code = Literal[
     "stage.random",
     "stage.size",
     "sample.bad",
+    "sample.format",
     "sample.too_large",
     "import.source",
     "import.stage",
@@ -98,6 +99,7 @@ Code = Literal[
     stage.random          a random stage where a model is served
     stage.size            images of varying size at the end of a pipeline
     sample.bad            an encoded image that cannot become a tensor
+    sample.format         an encoded image of a format that `decode.formats` would have to name
     sample.too_large      an encoded image of more pixels than `max_pixels`
     import.source         another library's transforms that cannot be read
     import.stage          a transform of another library that no stage equals

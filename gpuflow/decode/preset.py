@@ -45,6 +45,7 @@ class Preset(s.Decoder):
     max_pixels: ClassVar[int] = 1 << 30  # type: ignore[misc]
     max_scans: ClassVar[int] = MAX_SCANS  # type: ignore[misc]
     background: ClassVar[None] = None  # type: ignore[misc]
+    formats: ClassVar[tuple[str, ...]] = ()  # type: ignore[misc]
 
     name: Literal["torchpipe_cpu", "torchpipe_gpu"]
     height: int
