@@ -20,6 +20,8 @@ from gpuflow.errors import BadSampleError, MissingExtra, is_system_fault
 __all__ = ["decode_optional", "missing_library"]
 
 _EXTRA = "formats"
+_Decoder = Callable[[bytes, Header, bool], NDArray[np.uint8]]
+"""Decodes bytes with this header, with alpha or without."""
 
 
 def decode_optional(data: NDArray[np.uint8], header: Header, *, alpha: bool) -> NDArray[np.uint8]:
@@ -32,7 +34,7 @@ def decode_optional(data: NDArray[np.uint8], header: Header, *, alpha: bool) -> 
         BadSampleError: the library refused the file. MissingExtra: the library is not installed.
     """
     try:
-        image = _DECODERS[header.format](data.tobytes(), alpha)
+        image = _DECODERS[header.format](data.tobytes(), header, alpha)
     except (BadSampleError, MissingExtra):
         raise
     except Exception as error:  # Pillow's parsers raise SyntaxError, struct.error, EOFError and others
@@ -40,10 +42,15 @@ def decode_optional(data: NDArray[np.uint8], header: Header, *, alpha: bool) -> 
             raise
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         refuse(f"the {LABELS[header.format]} decoder gave up: {reason}")
-    if image.shape[:2] != header.decoded_size:
-        height, width = header.decoded_size
-        refuse(f"damaged header: two sizes, {width}x{height} and {image.shape[1]}x{image.shape[0]} pixels")
+    _require_size(header, *image.shape[:2])
     return image
+
+
+def _require_size(header: Header, height: int, width: int) -> None:
+    """Raise BadSampleError if a library reads another size from a file than gpuflow, which checked it."""
+    if (height, width) != header.decoded_size:
+        rows, columns = header.decoded_size
+        refuse(f"damaged header: two sizes, {columns}x{rows} and {width}x{height} pixels")
 
 
 def missing_library(names: Sequence[str]) -> MissingExtra | None:
@@ -79,9 +86,10 @@ def _pillow(name: str, plugin: str, opener: str) -> Callable[[], Any]:
     return load
 
 
-def _by_pillow(name: str) -> Callable[[bytes, bool], NDArray[np.uint8]]:
-    def decode(data: bytes, alpha: bool) -> NDArray[np.uint8]:
+def _by_pillow(name: str) -> _Decoder:
+    def decode(data: bytes, header: Header, alpha: bool) -> NDArray[np.uint8]:
         with _LIBRARIES[name]()(io.BytesIO(data)) as image:
+            _require_size(header, image.height, image.width)  # before it allocates the image
             for key in ("xmp", "XML:com.adobe.xmp"):
                 image.info.pop(key, None)  # else Pillow turns a TIFF by its XMP data
             image.load()
@@ -119,8 +127,10 @@ _HEIF_THREADS = 4
 """The number of threads that pillow-heif starts for each image unless the program chose another one."""
 
 
-def _by_pillow_heif(data: bytes, alpha: bool) -> NDArray[np.uint8]:
-    return _levels(_pillow_heif().open_heif(io.BytesIO(data)).to_pillow(), alpha)
+def _by_pillow_heif(data: bytes, header: Header, alpha: bool) -> NDArray[np.uint8]:
+    file = _pillow_heif().open_heif(io.BytesIO(data))
+    _require_size(header, file.size[1], file.size[0])
+    return _levels(file.to_pillow(), alpha)
 
 
 # --- pylibjxl ---------------------------------------------------------------------------------------------------------
@@ -137,8 +147,10 @@ def _pylibjxl() -> Any:
 _own = threading.local()
 
 
-def _by_pylibjxl(data: bytes, alpha: bool) -> NDArray[np.uint8]:
+def _by_pylibjxl(data: bytes, header: Header, alpha: bool) -> NDArray[np.uint8]:
     """libjxl converts levels of any depth to 8 bits, rounded."""
+    found = _pylibjxl().probe(data)
+    _require_size(header, found["height"], found["width"])
     if not hasattr(_own, "jxl"):
         _own.jxl = _pylibjxl().JXL(threads=1, pool_size=1)
     pixels = np.asarray(_own.jxl.decode(data), np.uint8)
@@ -160,7 +172,7 @@ _LIBRARIES: dict[str, Callable[[], Any]] = {
 }
 """What imports the library of each format. OpenCV, which is always there, decodes a PNG of 16 bits."""
 
-_DECODERS: dict[str, Callable[[bytes, bool], NDArray[np.uint8]]] = {
+_DECODERS: dict[str, _Decoder] = {
     **{name: _by_pillow(name) for name in ("tiff", "gif", "avif", "jp2", "webp_animated")},
     "heic": _by_pillow_heif,
     "jxl": _by_pylibjxl,

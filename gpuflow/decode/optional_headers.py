@@ -90,6 +90,8 @@ def _read_tiff(view: memoryview, orientation: bool) -> Header:
     if count > _MAX_ENTRIES:
         refuse(f"{count:,} tags; a TIFF of at most {_MAX_ENTRIES:,} is decoded")
     at, entry, inline = at + (8 if big else 2), 20 if big else 12, 8 if big else 4
+    if at + entry * count + (8 if big else 4) > len(view):
+        refuse(_truncated(view, "the directory of tags"))
     tags, total = dict[int, Any](), 0
     for place in range(at, at + entry * count, entry):
         tag, kind, number = struct.unpack_from(order + ("HHQ" if big else "HHI"), view, place)
@@ -245,7 +247,7 @@ def _read_heif(name: str) -> Callable[[memoryview, bool], Header]:
 
 
 def _cropped(view: memoryview, box: _Box, name: str, size: tuple[int, ...]) -> tuple[int, int]:
-    """(width, height) that the property `clap` leaves. HEIC encoders fill up images to whole blocks and crop them so."""
+    """(width, height) that `clap` leaves. HEIC encoders fill images up to whole blocks and then crop them."""
     columns, divisor, rows, divisor_of_rows = struct.unpack_from(">4I", view, box.start)
     if name == "avif":
         refuse("cropped by its header (clap), which Pillow's AVIF decoder does not do; convert this image")
