@@ -385,6 +385,8 @@ def _plot(figure: str, results: Path) -> None:
 def scan(path: ConfigFile, overrides: Overrides = None) -> None:
     """Read and decode the whole source once; print what is corrupt, oversize, CMYK or misnamed as JSON lines.
 
+    Files of a format that `decode.formats` must name say so in `needs`, and the last line gives the key to add.
+
     Exits 1 if any sample is bad, that is, cannot be decoded within the limits of the file's first decode stage, or
     within run.timeout_s.
     """
@@ -396,7 +398,7 @@ def scan(path: ConfigFile, overrides: Overrides = None) -> None:
     source = open_source(config.source)
     decoder = config.any_program(next(iter(config.pipelines))).decoder
     threads = threads_of(config.run)
-    bad = 0
+    bad, needed = 0, dict[str, int]()
     with _bar() as bar:
         task = bar.add_task("samples", total=len(source), note="")
         found = findings(
@@ -408,9 +410,16 @@ def scan(path: ConfigFile, overrides: Overrides = None) -> None:
         )
         for finding in found:
             bad += finding.bad
+            if finding.needs:
+                needed[finding.needs] = needed.get(finding.needs, 0) + 1
             print(json.dumps(finding.row()), flush=True)
             bar.update(task, note=f"{bad} bad")
     _err.print(f"{len(source):,} samples, {bad} bad")
+    if needed:
+        counts = ", ".join(f"{count:,} {name}" for name, count in sorted(needed.items()))
+        names = ", ".join(sorted({*decoder.formats, *needed}))
+        text = f"{counts}: decode: {{formats: [{names}]}} has them decoded, with pip install 'gpuflow[formats]'"
+        _err.print(text, markup=False)
     source.close()
     if bad:
         raise typer.Exit(1)

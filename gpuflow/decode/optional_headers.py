@@ -341,6 +341,8 @@ def _read_jp2(view: memoryview, orientation: bool) -> Header:
     while (marker := struct.unpack_from(">H", view, at)[0]) != 0xFF90:
         if marker >> 8 != 0xFF:
             refuse("damaged header: no marker where one should be")
+        if marker == 0xFF52:
+            _check_jp2_coding(view, at, right - left, lower - upper, tiles)
         at += 2 + struct.unpack_from(">H", view, at + 2)[0]
     seen = set[int]()
     for _ in range(_MAX_PARTS):
@@ -359,6 +361,25 @@ def _read_jp2(view: memoryview, orientation: bool) -> Header:
     if marker != 0xFFD9 or len(seen) < tiles:
         refuse(f"truncated: {len(seen)} of {tiles} tiles, then no end marker within {len(view)} bytes")
     return Header("jp2", right - left, lower - upper, channels, alpha=channels in (2, 4))
+
+
+def _check_jp2_coding(view: memoryview, at: int, width: int, height: int, tiles: int) -> None:
+    """Raise BadSampleError if the coding style at a marker COD would take far more time or memory than the pixels."""
+    style, layers, levels = struct.unpack_from(">BxHxB", view, at + 4)
+    if layers * tiles > _MAX_LAYERS:
+        refuse(f"{layers:,} layers in {tiles:,} tiles; a JPEG 2000 of at most {_MAX_LAYERS:,} in all is decoded")
+    if style & 1:
+        sizes = view[at + 14 : at + 15 + levels]
+        sides = [(-(-width >> levels - r), -(-height >> levels - r), sizes[r]) for r in range(levels + 1)]
+        precincts = sum(-(-x >> (size & 15)) * -(-y >> (size >> 4)) for x, y, size in sides)
+        if precincts > width * height // _PRECINCT_PIXELS + 100 * tiles:
+            refuse(f"{precincts:,} precincts, which is too many for {width}x{height} pixels")
+
+
+_MAX_LAYERS = 100_000
+"""The largest number of quality layers of all tiles together. Encoders write at most about fifty for a tile."""
+_PRECINCT_PIXELS = 256
+"""The smallest number of pixels of a precinct, on average. OpenJPEG allocates memory for each of them."""
 
 
 # --- JPEG XL ----------------------------------------------------------------------------------------------------------

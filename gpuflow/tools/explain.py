@@ -146,7 +146,8 @@ def _conventions(decoder: Decoder) -> str:
         return f"those of {decoder.library}"
     alpha = "ignored" if decoder.background is None else f"composited over {list(decoder.background)}"
     turned = "applied" if decoder.orientation == "apply" else "ignored"
-    return f"alpha is {alpha}, EXIF orientation is {turned}, ICC profiles are ignored"
+    others = f"; also decodes {', '.join(decoder.formats)}" if decoder.formats else ""
+    return f"alpha is {alpha}, EXIF orientation is {turned}, ICC profiles are ignored{others}"
 
 
 def _cpu_share_text(config: Config, name: str, samples: int, remote: bool) -> str:

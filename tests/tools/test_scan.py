@@ -74,7 +74,7 @@ def test_findings_come_in_order(threads: int, folder: Path) -> None:
         (9, "cmyk", False),
         (10, "misnamed", False),
         (12, "corrupt", True),
-        (20, "corrupt", True),
+        (20, "format", True),
     ]
     assert [f.path for f in findings] == [source.path(f.index) for f in findings]
     assert [f.reason for f in findings][1:] == [
@@ -83,8 +83,11 @@ def test_findings_come_in_order(threads: int, folder: Path) -> None:
         "CMYK JPEG; it is converted to RGB, other decoders may refuse it",
         "is PNG but is named .jpg",
         "not an image: begins with 68 65 6c 6c; gpuflow decodes JPEG, PNG, WebP and BMP",
-        "GIF is not supported; gpuflow decodes JPEG, PNG, WebP and BMP",
+        "GIF is not supported; gpuflow decodes JPEG, PNG, WebP and BMP; "
+        "to have it decoded, name it in decode.formats: [gif]",
     ]
+    assert [f.needs for f in findings] == [""] * 6 + ["gif"]
+    assert [f.row().get("needs") for f in findings] == [None] * 6 + ["gif"]
     assert findings[0].reason.startswith("truncated: no end-of-image marker within ")
     assert sum(seen) == 24
 
