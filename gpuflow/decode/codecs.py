@@ -30,7 +30,7 @@ from gpuflow.decode.header_scan import (
 )
 from gpuflow.decode.libjpeg_turbo import LibjpegTurbo, find_libjpeg_turbo
 from gpuflow.decode.optional_decoders import decode_optional
-from gpuflow.decode.optional_headers import LABELS, READERS, format_by_content
+from gpuflow.decode.optional_headers import LABELS, READERS, Reader, format_by_content
 from gpuflow.errors import BadSampleError, DecoderError
 
 __all__ = [
@@ -87,13 +87,15 @@ def probe(
         refuse("empty: the file has no bytes")
     magic = bytes(view[:12])
     read = next((reader for test, reader in _READERS if test(magic)), None)
-    name = format_by_content(view) if read is None else None
-    if read is None and name is None:
-        refuse(_unknown_format(magic))
-    if name is not None and name not in formats:
-        refuse(_not_named(name), "sample.format")
+    if read is None:
+        name = format_by_content(view)
+        if name is None:
+            refuse(_unknown_format(magic))
+        if name not in formats:
+            refuse(_not_named(name), "sample.format")
+        read = READERS[name]
     try:
-        header = READERS[name](view, orientation) if read is None else read(view, orientation, max_scans)
+        header = read(view, orientation, max_scans)
     except (struct.error, IndexError):
         refuse(f"truncated: the header breaks off after {len(view)} bytes")
     if header.format in LABELS and header.format not in formats:
@@ -337,7 +339,7 @@ def _read_bmp(view: memoryview, orientation: bool, max_scans: int) -> Header:
 _PNG_MAGIC = b"\x89PNG\r\n\x1a\n"
 _PNG_ALPHA = 4
 """PNG's colour types from this value on have an alpha channel."""
-_READERS: tuple[tuple[Callable[[bytes], bool], Callable[[memoryview, bool, int], Header]], ...] = (
+_READERS: tuple[tuple[Callable[[bytes], bool], Reader], ...] = (
     (lambda magic: magic.startswith(b"\xff\xd8\xff"), _read_jpeg),
     (lambda magic: magic.startswith(_PNG_MAGIC), _read_png),
     (lambda magic: magic.startswith(b"RIFF") and magic[8:12] == b"WEBP", _read_webp),

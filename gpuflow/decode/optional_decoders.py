@@ -74,7 +74,7 @@ def _pillow(name: str, plugin: str, opener: str) -> Callable[[], Any]:
         import importlib
 
         try:
-            module = importlib.import_module(f"PIL.{plugin}")
+            module: Any = importlib.import_module(f"PIL.{plugin}")
         except ImportError as error:
             raise MissingExtra(f"decoding {LABELS[name]}", "pillow 12 or newer", _EXTRA) from error
         if not getattr(module, "SUPPORTED", True):

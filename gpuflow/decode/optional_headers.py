@@ -15,7 +15,7 @@ import numpy as np
 
 from gpuflow.decode.header import ANIMATION, Header, refuse, upright
 
-__all__ = ["LABELS", "READERS", "format_by_content"]
+__all__ = ["LABELS", "READERS", "Reader", "format_by_content"]
 
 LABELS = {
     "tiff": "TIFF",
@@ -28,6 +28,10 @@ LABELS = {
     "webp_animated": "animated WebP",
 }
 """The names that `decode.formats` takes, and what they stand for."""
+
+Reader = Callable[[memoryview, bool, int], Header]
+"""Reads a header, with the orientation or without; the number is that of a JPEG's scans at most. Raises struct.error or
+IndexError where the bytes end, BadSampleError where they are wrong."""
 
 _TIFF = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
 _JXL_BOX = b"\0\0\0\x0cJXL \r\n\x87\n"
@@ -79,7 +83,7 @@ _TIFF_COLORS = {0: 1, 1: 1, 2: 3, 3: 1, 5: 4, 6: 3}
 """Photometric interpretations that are decoded (gray, RGB, palette, CMYK, YCbCr), and their numbers of channels."""
 
 
-def _read_tiff(view: memoryview, orientation: bool) -> Header:
+def _read_tiff(view: memoryview, orientation: bool, max_scans: int) -> Header:
     """The first page. TIFF 6.0, and BigTIFF."""
     order = "<" if view[0] == ord("I") else ">"
     big = 43 in (view[2], view[3])
@@ -146,7 +150,7 @@ def _check_strips(view: memoryview, tags: dict[int, Any]) -> None:
 # --- GIF --------------------------------------------------------------------------------------------------------------
 
 
-def _read_gif(view: memoryview, orientation: bool) -> Header:
+def _read_gif(view: memoryview, orientation: bool, max_scans: int) -> Header:
     """Up to the end of the first frame. The image is the screen, enlarged if the frame reaches beyond it."""
     width, height, packed = struct.unpack_from("<HHB", view, 6)
     at, transparent = 13 + _gif_palette(packed), False
@@ -210,10 +214,10 @@ def _boxes(view: memoryview, at: int = 0, end: int | None = None) -> Iterator[_B
     refuse(f"more than {_MAX_PARTS:,} boxes")
 
 
-def _read_heif(name: str) -> Callable[[memoryview, bool], Header]:
+def _read_heif(name: str) -> Reader:
     """The primary image of an AVIF or HEIC file (ISO/IEC 23008-12)."""
 
-    def read(view: memoryview, orientation: bool) -> Header:
+    def read(view: memoryview, orientation: bool, max_scans: int) -> Header:
         if bytes(view[8:12]) in _SEQUENCES:
             refuse(ANIMATION)
         meta = next((box for box in _boxes(view) if box.kind == b"meta"), None)
@@ -233,27 +237,30 @@ def _read_heif(name: str) -> Callable[[memoryview, bool], Header]:
             elif box.kind == b"ipma":
                 chosen += _properties_of(view, box, primary)
         own = [properties[number - 1] for number in chosen if 0 < number <= len(properties)]
-        size = next((struct.unpack_from(">II", view, box.start + 4) for box in own if box.kind == b"ispe"), (0, 0))
+        width, height = 0, 0
+        for box in own:
+            if box.kind == b"ispe":
+                width, height = struct.unpack_from(">II", view, box.start + 4)
         for box in own:
             if box.kind == b"clap":
-                size = _cropped(view, box, name, size)
+                width, height = _cropped(view, box, name, width, height)
         turn = _heif_orientation(view, own)
         marks = (bytes(view[box.start : box.end]) for box in properties if box.kind == b"auxC")
         alpha = any(b":alpha" in mark or b"auxid:1" in mark for mark in marks)
         used = turn if orientation else 1
-        return Header(name, *size, 3, orientation=used, alpha=alpha, turned=turn if name == "heic" else 1)
+        return Header(name, width, height, 3, orientation=used, alpha=alpha, turned=turn if name == "heic" else 1)
 
     return read
 
 
-def _cropped(view: memoryview, box: _Box, name: str, size: tuple[int, ...]) -> tuple[int, int]:
+def _cropped(view: memoryview, box: _Box, name: str, coded_width: int, coded_height: int) -> tuple[int, int]:
     """(width, height) that `clap` leaves. HEIC encoders fill images up to whole blocks and then crop them."""
     columns, divisor, rows, divisor_of_rows = struct.unpack_from(">4I", view, box.start)
     if name == "avif":
         refuse("cropped by its header (clap), which Pillow's AVIF decoder does not do; convert this image")
     width, height = columns // max(1, divisor), rows // max(1, divisor_of_rows)
-    if size[0] * size[1] > 4 * width * height + _CROPPED_PIXELS:
-        refuse(f"cropped by its header to {width}x{height} of {size[0]}x{size[1]} pixels; convert this image")
+    if coded_width * coded_height > 4 * width * height + _CROPPED_PIXELS:
+        refuse(f"cropped by its header to {width}x{height} of {coded_width}x{coded_height} pixels; convert this image")
     return width, height
 
 
@@ -319,7 +326,7 @@ _MAX_TILES = 10_000
 _JP2_CHANNELS = 4
 
 
-def _read_jp2(view: memoryview, orientation: bool) -> Header:
+def _read_jp2(view: memoryview, orientation: bool, max_scans: int) -> Header:
     """The codestream's header, and its tile parts up to the end marker (ITU-T T.800, annex A)."""
     at = 0
     if bytes(view[:4]) != _JP2_CODE:
@@ -366,8 +373,9 @@ def _read_jp2(view: memoryview, orientation: bool) -> Header:
 def _check_jp2_coding(view: memoryview, at: int, width: int, height: int, tiles: int) -> None:
     """Raise BadSampleError if the coding style at a marker COD would take far more time or memory than the pixels."""
     style, layers, levels = struct.unpack_from(">BxHxB", view, at + 4)
-    if layers * tiles > _MAX_LAYERS:
-        refuse(f"{layers:,} layers in {tiles:,} tiles; a JPEG 2000 of at most {_MAX_LAYERS:,} in all is decoded")
+    if layers > _MAX_LAYERS or layers * tiles > _MAX_TILE_LAYERS:
+        most = f"{_MAX_LAYERS:,} layers, {_MAX_TILE_LAYERS:,} of all tiles,"
+        refuse(f"{layers:,} layers in {tiles:,} tiles; a JPEG 2000 of at most {most} is decoded")
     if style & 1:
         sizes = view[at + 14 : at + 15 + levels]
         sides = [(-(-width >> levels - r), -(-height >> levels - r), sizes[r]) for r in range(levels + 1)]
@@ -376,8 +384,8 @@ def _check_jp2_coding(view: memoryview, at: int, width: int, height: int, tiles:
             refuse(f"{precincts:,} precincts, which is too many for {width}x{height} pixels")
 
 
-_MAX_LAYERS = 100_000
-"""The largest number of quality layers of all tiles together. Encoders write at most about fifty for a tile."""
+_MAX_LAYERS, _MAX_TILE_LAYERS = 1000, 100_000
+"""The largest number of quality layers, and of all tiles together. Encoders write at most about fifty."""
 _PRECINCT_PIXELS = 256
 """The smallest number of pixels of a precinct, on average. OpenJPEG allocates memory for each of them."""
 
@@ -387,7 +395,7 @@ _PRECINCT_PIXELS = 256
 _JXL_RATIOS = ((1, 1), (12, 10), (4, 3), (3, 2), (16, 9), (5, 4), (2, 1))
 
 
-def _read_jxl(view: memoryview, orientation: bool) -> Header:
+def _read_jxl(view: memoryview, orientation: bool, max_scans: int) -> Header:
     """The codestream's header (ISO/IEC 18181-1, annex D). libjxl itself notices whether the rest is there."""
     code = view
     if bytes(view[:2]) != b"\xff\x0a":
@@ -452,7 +460,7 @@ class _Bits:
         return height * across // down, height
 
 
-READERS: dict[str, Callable[[memoryview, bool], Header]] = {
+READERS: dict[str, Reader] = {
     "tiff": _read_tiff,
     "gif": _read_gif,
     "avif": _read_heif("avif"),
@@ -460,5 +468,4 @@ READERS: dict[str, Callable[[memoryview, bool], Header]] = {
     "jxl": _read_jxl,
     "jp2": _read_jp2,
 }
-"""Reads a header, with the orientation or without. Raises struct.error or IndexError where the bytes end,
-BadSampleError where they are wrong."""
+"""What reads the header of each format, other than those of PNG and WebP."""

@@ -140,6 +140,7 @@ class SourceSpec:
         seed: the seed of the split.
         window: of shards, and of Parquet files: how many neighbouring samples are shuffled among each other; by default
             8192, and of Parquet files as many as take 256 MB, at most 8192.
+        extensions: of a folder or of shards: names of files that are images, too, such as heic; see `decode.formats`.
         weights: how often each sample is drawn where a pipeline shuffles.
         fields: what a sample carries, by name; by default an image and a label.
         other: the name and the value of a source of another package, which is a key of its own in YAML.
@@ -163,6 +164,7 @@ class SourceSpec:
     splits: tuple[str, ...] = ()
     seed: Annotated[int, Bounds(least=0)] = 0
     window: Annotated[int, Bounds(least=1)] | None = None
+    extensions: tuple[str, ...] = ()
     weights: WeightsSpec | Mapping[str, Any] | None = None
     fields: Fields = ()
     other: Mapping[str, Any] | tuple[tuple[str, Any], ...] = ()
@@ -229,6 +231,12 @@ class SourceSpec:
             if self.weights.file is None and given in (["folder"], ["mix"]):
                 rule = f"must be a file for source.{given[0]}, which has no columns"
                 yield Problem.of("weights", rule, code="config.conflict")
+        if self.extensions and given[0] not in ("folder", "tar"):
+            rule = f"must go with folder or tar, got source.{given[0]}"
+            yield Problem.of("extensions", rule, action="remove extensions", code="config.conflict")
+        if wrong := [name for name in self.extensions if not (name.isalnum() and name.islower())]:
+            rule = "must be file extensions in lower case without a dot, such as heic"
+            yield Problem.of("extensions", rule, wrong[0], code="config.range")
         if isinstance(self.classes, tuple) and (not self.classes or len(set(self.classes)) < len(self.classes)):
             yield Problem.of("classes", "must be distinct names, at least one", self.classes, code="config.range")
         yield from (problem.below("fields") for problem in field_problems(self.declared, self.kind))

@@ -177,3 +177,19 @@ def test_a_bad_record_is_a_bad_sample(tmp_path: Path) -> None:
         (3, "corrupt", True),
     ]
     assert found[0].reason == f"{listing}:2: boxes[0] must have x1 < x2 and y1 < y2, got [2.0, 0.0, 1.0, 1.0]"
+
+
+def test_files_of_other_formats_say_what_would_have_them_decoded() -> None:
+    files = {"a.jpg": "TIFF", "b.jpg": "AVIF", "c.jpg": "GIF", "d.jpg": "PNG"}
+    images = [encoded(kind) for kind in files.values()] + [encoded("TIFF")[:100]]
+    source = MemorySource(images)
+    found = list(scan(source, DECODER, threads=2))  # type: ignore[arg-type]
+    assert [(f.index, f.kind, f.needs) for f in found if f.bad] == [
+        (0, "format", "tiff"),
+        (1, "format", "avif"),
+        (2, "format", "gif"),
+        (4, "corrupt", ""),
+    ]
+    named = STAGES["decode"](formats=("tiff", "avif", "gif"))  # type: ignore[call-arg]
+    found = list(scan(source, named, threads=2))  # type: ignore[arg-type]
+    assert [(f.index, f.kind) for f in found if f.bad] == [(4, "corrupt")]
