@@ -110,6 +110,8 @@ class Preset(s.Decoder):
         """
         if isinstance(stage, s.Decoder) and stage.background is not None:
             return "has a background, but torchpipe's operators in the preset before it ignore alpha; remove the preset"
+        if isinstance(stage, s.Decoder) and stage.formats:
+            return "names formats, but torchpipe's operators in the preset before it decode; remove the preset"
         if serving:
             has_module = stage.module() is not None
             return None if has_module else "cannot follow a preset, after which only stages such as normalize may come"
