@@ -70,6 +70,11 @@ class Loader:
         return self._steps.batch_size
 
     @property
+    def samples_per_step(self) -> int:
+        """Samples that all ranks together take in a step."""
+        return self._steps.stride
+
+    @property
     def pipeline(self) -> Pipeline | ViewsPipeline:
         """The stages, or the views with theirs, as a value."""
         return self._plan.program.pipeline

@@ -1,0 +1,6 @@
+"""Loaders for the trainers of other libraries. Each module needs its library; nothing here is imported by gpuflow itself.
+
+lightning.py    a LightningDataModule
+accelerate.py   a loader that takes its rank, its device and its checkpoints from an Accelerator
+timm.py         timm's `create_loader`
+"""
