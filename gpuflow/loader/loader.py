@@ -55,6 +55,16 @@ class Loader:
         return len(self._steps)
 
     @property
+    def steps_left(self) -> int:
+        """Steps that the next `for` makes: all of an epoch, or what a restored state leaves of it."""
+        return len(dataclasses.replace(self._steps, start=self._progress.upcoming[1]))
+
+    @property
+    def drop_last(self) -> bool:
+        """Whether an incomplete last step is left out."""
+        return self._steps.drop_last
+
+    @property
     def dataset(self) -> Source:
         """The source: its length is the number of samples, `classes` its class names."""
         return self._plan.source

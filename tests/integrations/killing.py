@@ -44,11 +44,14 @@ class Log:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def run(script: Path, *arguments: str | Path, kill_at: int = 0) -> None:
-    """Run a script to its end, or until it kills itself after this number of steps."""
+def run(script: Path | list[str], *arguments: str | Path, kill_at: int = 0) -> None:
+    """Run a script, or what Python gets in its place, to its end, or until it kills itself after this number of steps.
+
+    The first argument is the folder that it works in.
+    """
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "KILL_AT": str(kill_at)}
     done = subprocess.run(
-        [sys.executable, str(script), *map(str, arguments)],
+        [sys.executable, *(script if isinstance(script, list) else [str(script)]), *map(str, arguments)],
         cwd=arguments[0],
         env=environment,
         capture_output=True,
