@@ -55,6 +55,11 @@ class Loader:
         return len(self._steps)
 
     @property
+    def upcoming_epoch(self) -> int:
+        """The epoch that the next `for` runs."""
+        return self._progress.upcoming[0]
+
+    @property
     def steps_left(self) -> int:
         """Steps that the next `for` makes: all of an epoch, or what a restored state leaves of it."""
         return len(dataclasses.replace(self._steps, start=self._progress.upcoming[1]))
