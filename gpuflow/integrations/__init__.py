@@ -1,4 +1,4 @@
-"""Loaders for the trainers of other libraries. Each module needs its library; nothing here is imported by gpuflow itself.
+"""Loaders for the trainers of other libraries.
 
 lightning.py    a LightningDataModule
 accelerate.py   a loader that takes its rank, its device and its checkpoints from an Accelerator

@@ -95,8 +95,8 @@ class AccelerateLoader:
     def sampler(self) -> Any:
         """There is none. `skip_first_batches` asks for it."""
         raise AttributeError(
-            "a gpuflow loader has no sampler: skip_first_batches is not needed, because accelerator.load_state sets the "
-            "loader back to the next batch; iterate the loader itself"
+            "a gpuflow loader has no sampler: skip_first_batches is not needed, because accelerator.load_state sets "
+            "the loader back to the next batch; iterate the loader itself"
         )
 
     def set_epoch(self, epoch: int) -> None:

@@ -115,8 +115,8 @@ class EpochLoader:
     """A `Loader` whose epoch is the trainer's: each `for` runs the epoch that `epoch` returns, from its start or from a
     restored position within it.
 
-    That is asked for with the first batch. Lightning makes iterators earlier, more than once for an epoch, and before it
-    has counted the epoch that a checkpoint completes.
+    `epoch` is called with the first batch. Lightning makes iterators earlier, more than once for an epoch, and before
+    it has counted the epoch that a checkpoint completes.
     """
 
     def __init__(self, loader: Loader, epoch: Callable[[], int | None]) -> None:

@@ -1,4 +1,4 @@
-"""`create_loader` with timm's signature: its parameters as stages of gpuflow, and the attributes that its scripts use."""
+"""`create_loader` with timm's signature: its parameters as stages, and the attributes that timm's scripts use."""
 
 from __future__ import annotations
 
@@ -265,7 +265,9 @@ def _refused_schedule(schedule: Mapping[str, Any]) -> Iterator[Problem]:
     """Problems of the parameters of sizes that change from batch to batch."""
     for name, value in schedule.items():
         if value != _SCHEDULE_DEFAULTS.get(name):
-            yield _problem(name, "is not offered: all batches have one size", value, "leave it out, or use timm's loader")
+            yield _problem(
+                name, "is not offered: all batches have one size", value, "leave it out, or use timm's loader"
+            )
 
 
 def _size(input_size: Size, channels: int) -> tuple[tuple[int, int], int]:

@@ -1,6 +1,7 @@
-"""Trains with Accelerate; saves its state every second step. Arguments: a folder with x.yaml, the log, epochs, `resume`.
+"""Trains with Accelerate; saves its state every second step.
 
-Each rank writes to a log of its own; rank 0 also what it gathered of the pipeline val.
+Arguments: a folder with x.yaml, the log, epochs, steps whose gradients are accumulated, `resume`. Each rank writes to a
+log of its own; rank 0 also what it gathered of the pipeline val.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from gpuflow.integrations import accelerate as gpuflow_accelerate
 from tests.integrations.killing import Log
 
 folder, path, epochs = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
-accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
+accelerator = Accelerator(cpu=True, gradient_accumulation_steps=int(sys.argv[4]))
 log = Log(path.with_suffix(f".{accelerator.process_index}.jsonl"))
 torch.manual_seed(0)
 model = nn.Sequential(nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(48, 3))

@@ -1,7 +1,7 @@
 """Trains with a trainer of another library in processes that are killed, and reads which samples they trained on.
 
-A script appends one line of JSON to a log for each step that it trained on; `KILL_AT` in its environment is the number of
-lines after which it kills itself with SIGKILL.
+A script appends one line of JSON to a log for each step that it trained on; `KILL_AT` in its environment is the number
+of lines after which it kills itself with SIGKILL.
 """
 
 from __future__ import annotations

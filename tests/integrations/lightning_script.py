@@ -1,6 +1,7 @@
 """Trains with Lightning; checkpoints every second step. Arguments: a folder with x.yaml, the log, epochs, and more.
 
-limit=N: the trainer's limit_train_batches. resume: from the last checkpoint.
+limit=N: the trainer's limit_train_batches. every=N: steps between checkpoints. devices=N: processes. resume: from
+the last checkpoint.
 """
 
 from __future__ import annotations
@@ -49,6 +50,8 @@ trainer = lightning.Trainer(
     max_epochs=epochs,
     limit_train_batches=int(options["limit"]) if "limit" in options else 1.0,
     accelerator="cpu",
+    devices=int(options.get("devices", 1)),
+    strategy="ddp" if "devices" in options else "auto",
     logger=False,
     callbacks=[checkpoints],
     enable_progress_bar=False,

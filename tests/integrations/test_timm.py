@@ -28,39 +28,37 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+def dataset_of(photos: Path) -> Any:
+    return timm_data.create_dataset("", root=str(photos), split="")
+
+
 @pytest.mark.parametrize(
-    "options",
+    ("options", "theirs"),
     [
-        {},
-        {"interpolation": "bicubic", "crop_pct": 1.0, "mean": (0.5, 0.4, 0.3), "std": (0.2, 0.3, 0.4)},
-        {"crop_mode": "squash", "input_size": (3, 24, 32)},
-        {"is_training": True, "no_aug": True},
+        ({}, {}),
+        ({"interpolation": "bicubic", "crop_pct": 1.0, "mean": (0.5, 0.4, 0.3), "std": (0.2, 0.3, 0.4)}, {}),
+        ({"crop_mode": "squash", "input_size": (3, 24, 32)}, {}),
+        # timm shuffles here; the same stages, in order:
+        ({"is_training": True, "no_aug": True}, {"is_training": False, "crop_mode": "squash", "crop_pct": 1.0}),
     ],
 )
-def test_batches_without_draws_are_timms(options: dict[str, Any], photos: Path) -> None:
-    options = {"input_size": (3, 32, 32), **options}
-    dataset = timm_data.create_dataset("", root=str(photos), split="")
-    theirs = timm_data.create_loader(dataset, batch_size=4, **options, **CPU)
-    with_gpuflow = create_loader(timm_data.create_dataset("", root=str(photos), split=""), batch_size=4, **options, **CPU)
-    assert len(theirs) == len(with_gpuflow) == 3
-    images, labels = (torch.cat(parts) for parts in zip(*theirs, strict=True))
-    ours = list(with_gpuflow)
-    if options.get("is_training"):
-        order = torch.cat([batch.indices for batch in ours]).argsort()
-        dataset.transform.transforms  # noqa: B018
-        theirs = timm_data.create_loader(dataset, batch_size=4, **{**options, "is_training": False, "crop_mode": "squash", "crop_pct": 1.0}, **CPU)
-        images, labels = (torch.cat(parts) for parts in zip(*theirs, strict=True))
-    else:
-        order = torch.arange(12)
-    assert torch.equal(torch.cat([batch.labels for batch in ours])[order], labels)
+def test_batches_without_draws_are_timms(options: dict[str, Any], theirs: dict[str, Any], photos: Path) -> None:
+    options = {"input_size": (3, 32, 32), "batch_size": 4, **CPU, **options}
+    reference = timm_data.create_loader(dataset_of(photos), **{**options, **theirs})
+    loader = create_loader(dataset_of(photos), **options)
+    assert len(reference) == len(loader) == 3
+    images, labels = (torch.cat(parts) for parts in zip(*reference, strict=True))
+    batches = list(loader)
+    order = torch.cat([batch.indices for batch in batches]).argsort()
+    assert torch.equal(torch.cat([batch.labels for batch in batches])[order], labels)
     level = 1 / 255 / min(options.get("std", (0.224,)))
-    assert (torch.cat([batch.images for batch in ours])[order] - images).abs().max() < 1.1 * level, "PIL is 1 level away"
+    difference = (torch.cat([batch.images for batch in batches])[order] - images).abs().max()
+    assert difference < 1.1 * level, "timm resizes PIL images, which are one level away"
 
 
 def test_labels_are_mixed_and_stay_probabilities_once_mixing_is_off(photos: Path) -> None:
     mixing = timm_data.FastCollateMixup(mixup_alpha=0.8, cutmix_alpha=1.0, label_smoothing=0.1, num_classes=3)
-    dataset = timm_data.create_dataset("", root=str(photos), split="")
-    loader = create_loader(dataset, 32, 4, is_training=True, collate_fn=mixing, **CPU)
+    loader = create_loader(dataset_of(photos), 32, 4, is_training=True, collate_fn=mixing, **CPU)
     assert loader.mixup_enabled
     first = [labels for _, labels in loader]
     assert first[0].shape == (4, 3) and len(first[0].unique()) > 2

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from torch.utils.data import TensorDataset
 
 import gpuflow
@@ -15,43 +18,44 @@ stateful = pytest.importorskip("torchdata.stateful_dataloader", reason="torchdat
 SCRIPT = Path(__file__).with_name("torchdata_script.py")
 
 
-def test_a_loader_is_stateful_at_every_batch_as_a_stateful_dataloader_is(tmp_path: Path) -> None:
-    import torch
-    from torchdata.stateful_dataloader.stateful import Stateful
-
-    file = make_data(tmp_path)
-    theirs = stateful.StatefulDataLoader(TensorDataset(torch.arange(30)), batch_size=4)
-    with gpuflow.load(file, "val") as ours:
-        assert isinstance(ours, Stateful)
-        whole = [indices.tolist() for (indices,) in theirs]
-        for taken in range(9):
-            for one, fresh in ((theirs, stateful.StatefulDataLoader(TensorDataset(torch.arange(30)), batch_size=4)), (ours, gpuflow.load(file, "val"))):
-                batches, seen = iter(one), []
-                for _ in range(min(taken, 8)):
-                    seen.append(_indices(next(batches)))
-                state = one.state_dict()
-                fresh.load_state_dict(state)
-                rest = [_indices(batch) for batch in fresh]
-                if taken < 8:
-                    assert seen + rest == whole, (one, taken)
-                if fresh is not theirs and isinstance(fresh, gpuflow.Loader):
-                    fresh.close()
-                del batches
-            ours.load_state_dict({**ours.state_dict(), "position": 0})
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_data(tmp_path_factory.mktemp("photos"))
 
 
-def _indices(batch: object) -> list[int]:
-    if isinstance(batch, gpuflow.Batch):
-        return batch.indices.tolist()
-    [indices] = batch  # type: ignore[misc, attr-defined]
-    return list(indices.tolist())
+def indices(batch: Any) -> list[int]:
+    [found] = [batch.indices] if isinstance(batch, gpuflow.Batch) else batch
+    return list(map(int, found))
+
+
+@pytest.mark.parametrize("taken", range(8))
+def test_a_state_within_an_epoch_means_what_it_means_to_a_stateful_dataloader(taken: int, file: Path) -> None:
+    makers: list[Callable[[], Any]] = [
+        lambda: stateful.StatefulDataLoader(TensorDataset(torch.arange(30)), batch_size=4),
+        lambda: gpuflow.load(file, "val"),
+    ]
+    for make in makers:
+        one, other = make(), make()
+        batches = iter(one)
+        seen = [indices(next(batches)) for _ in range(taken)]
+        other.load_state_dict(one.state_dict())
+        seen += map(indices, other)
+        assert [i for batch in seen for i in batch] == list(range(30)), one
+        assert [i for batch in other for i in indices(batch)] == list(range(30)), "the next epoch is whole"
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The log of an uninterrupted run."""
+    folder = tmp_path_factory.mktemp("whole")
+    make_data(folder)
+    run(SCRIPT, folder, folder / "all.jsonl", "2")
+    return folder / "all.jsonl"
 
 
 @pytest.mark.parametrize("kill_at", [3, 8, 9, 14])
-def test_a_killed_run_goes_on_with_the_next_batch(kill_at: int, tmp_path: Path) -> None:
+def test_a_killed_run_goes_on_with_the_next_batch(kill_at: int, whole: Path, tmp_path: Path) -> None:
     make_data(tmp_path)
-    run(SCRIPT, tmp_path, tmp_path / "all.jsonl", "2")
     run(SCRIPT, tmp_path, tmp_path / "killed.jsonl", "2", kill_at=kill_at)
     run(SCRIPT, tmp_path, tmp_path / "resumed.jsonl", "2", "resume")
-    taken = steps(tmp_path / "killed.jsonl")[: kill_at // 2 * 2] + steps(tmp_path / "resumed.jsonl")
-    assert taken == steps(tmp_path / "all.jsonl")
+    assert steps(tmp_path / "killed.jsonl")[: kill_at // 2 * 2] + steps(tmp_path / "resumed.jsonl") == steps(whole)
