@@ -4,3 +4,5 @@ lightning.py    a LightningDataModule
 accelerate.py   a loader that takes its rank, its device and its checkpoints from an Accelerator
 timm.py         timm's `create_loader`
 """
+
+__all__: list[str] = []

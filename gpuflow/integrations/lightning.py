@@ -122,12 +122,16 @@ class EpochLoader:
     def __init__(self, loader: Loader, epoch: Callable[[], int | None]) -> None:
         self.loader = loader
         self._epoch = epoch
+        self._restored: Mapping[str, Any] = {}
 
     def __len__(self) -> int:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Batch]:
         if (epoch := self._epoch()) is not None:
+            if self._restored:
+                self._require_equal_steps(epoch)
+                self._restored = {}
             self.loader.set_epoch(epoch)
         yield from self.loader
 
@@ -144,20 +148,20 @@ class EpochLoader:
         return {**self.loader.state_dict(), "samples_per_step": self.loader.samples_per_step}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state` was taken.
+        """See `Loader.load_state_dict`."""
+        self.loader.load_state_dict(state)
+        self._restored = state
 
-        Raises:
-            StateError: the state is of another seed, source or preprocessing; or it is of the middle of an epoch with
-                other numbers of samples in a step, of which the trainer's own count of steps knows nothing.
-        """
-        there, here = state.get("samples_per_step", self.loader.samples_per_step), self.loader.samples_per_step
-        if state.get("position") and there != here:
+    def _require_equal_steps(self, epoch: int) -> None:
+        """Refuse to go on within an epoch whose steps had other numbers of samples: the trainer counts steps."""
+        state, here = self._restored, self.loader.samples_per_step
+        there = state.get("samples_per_step", here)
+        if there != here and state["position"] and state["epoch"] == epoch:
             raise StateError(
                 f"the checkpoint is of the middle of an epoch whose steps have {there} samples on all ranks, here they "
                 f"have {here}, and Lightning counts steps; restore it with the same batch size and number of ranks, "
                 "or restore a checkpoint of an epoch's end"
             )
-        self.loader.load_state_dict(state)
 
     def stats(self) -> dict[str, Any]:
         return self.loader.stats()

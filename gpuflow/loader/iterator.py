@@ -120,7 +120,7 @@ class EpochIterator(Iterator[Batch]):
     def _get(self) -> Assembly:
         timeout = self._plan.timeout_seconds
         try:
-            with self._ranges("gpuflow wait"):
+            with self._ranges("gpuflow.wait"):
                 assembly = self._run.get(timeout)
         except TimeoutError:
             culprit, paths = self._feed.under_way()

@@ -158,7 +158,7 @@ class Meter:
         if self.before is not None:
             self.before.change(-samples)
         try:
-            with self._ranges(f"gpuflow {self.name}"):
+            with self._ranges(f"gpuflow.{self.name}"):
                 yield
         finally:
             del self._running[operation.thread]

@@ -43,6 +43,7 @@ pipelines:
 PIPELINE_KEYS = "preset, height, width, color, split, stages, views, decode, batch, shuffle, on_error, targets"
 SOURCE_KEYS = "folder, listing, tar, coco, images, root, classes, split, seed, window, fields"
 RUN_KEYS = "threads, readers, processes, prefetch, on_error, max_bad, bad_file, timeout_s, memory_limit, deterministic"
+RUN_KEYS += ", nvtx"
 
 
 def read(text: str, *overrides: str) -> Config:

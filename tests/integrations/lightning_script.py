@@ -22,7 +22,7 @@ folder, log, epochs = Path(sys.argv[1]), Log(Path(sys.argv[2])), int(sys.argv[3]
 options = dict(option.partition("=")[::2] for option in sys.argv[4:])
 
 
-class Model(lightning.LightningModule):
+class Model(lightning.LightningModule):  # type: ignore[misc, unused-ignore]
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.Sequential(nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(48, 3))

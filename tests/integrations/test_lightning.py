@@ -14,6 +14,8 @@ from tests.integrations.killing import make_data, run, steps, weights_equal
 
 lightning = pytest.importorskip("lightning", reason="lightning is not installed")
 
+from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
+
 from gpuflow.integrations.lightning import DataModule  # noqa: E402
 
 SCRIPT = Path(__file__).with_name("lightning_script.py")
@@ -124,8 +126,9 @@ def test_the_loaders_end_with_an_error_in_the_loop(tmp_path: Path) -> None:
 
 def test_a_place_within_an_epoch_of_other_steps_is_refused(tmp_path: Path) -> None:
     file = make_data(tmp_path)
-    trainer(tmp_path, max_steps=3).fit(Model(), DataModule(file))
-    [checkpoint] = (tmp_path / "checkpoints").glob("*.ckpt")
+    checkpoints = ModelCheckpoint(tmp_path / "checkpoints", every_n_train_steps=3, save_top_k=-1)
+    trainer(tmp_path, callbacks=[checkpoints]).fit(Model(), DataModule(file))
+    checkpoint = next((tmp_path / "checkpoints").glob("*step=3.ckpt"))
     other = DataModule(file, overrides=["pipelines.train.batch.size=6"])
     message = "whose steps have 4 samples on all ranks, here they have 6"
     with pytest.raises(StateError, match=message):

@@ -61,11 +61,11 @@ def test_labels_are_mixed_and_stay_probabilities_once_mixing_is_off(photos: Path
     loader = create_loader(dataset_of(photos), 32, 4, is_training=True, collate_fn=mixing, **CPU)
     assert loader.mixup_enabled
     first = [labels for _, labels in loader]
-    assert first[0].shape == (4, 3) and len(first[0].unique()) > 2
+    assert first[0].shape == (4, 3) and len(set(first[0].flatten().tolist())) > 2
     loader.mixup_enabled = False
     batches = list(loader)
     assert {batch.epoch for batch in batches} == {1}
-    assert torch.cat([batch.labels for batch in batches]).unique().numel() == 2, "one class each, smoothed"
+    assert len(set(torch.cat([batch.labels for batch in batches]).flatten().tolist())) == 2, "one class, smoothed"
     loader.mixup_enabled = True
     assert {batch.epoch for batch in loader} == {2}
 

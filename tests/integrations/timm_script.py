@@ -6,6 +6,7 @@ import os
 import sys
 from collections import OrderedDict
 from pathlib import Path
+from typing import Any
 
 import timm
 import torch
@@ -23,7 +24,7 @@ torch.manual_seed(0)
 model = timm.create_model("test_vit", pretrained=False, num_classes=3, img_size=32)
 optimizer = create_optimizer_v2(model, opt="sgd", lr=0.01)
 mixing = FastCollateMixup(mixup_alpha=0.8, cutmix_alpha=1.0, label_smoothing=0.1, num_classes=3)
-common = {"input_size": (3, 32, 32), "batch_size": 4, "device": device, "num_workers": 2, "pin_memory": True}
+common: dict[str, Any] = {"input_size": (3, 32, 32), "batch_size": 4, "device": device, "num_workers": 2}
 dataset_train = create_dataset("", root=str(folder / "photos"), split="")
 loader_train = create_loader(
     dataset_train, **common, is_training=True, re_prob=0.25, re_mode="pixel", collate_fn=mixing, interpolation="bicubic"

@@ -187,7 +187,7 @@ def test_ranges_surround_each_operation() -> None:
     meter = Meter("decode", 1, ranges=ranges)
     with meter.work(2):
         seen.append("work")
-    assert seen == ["begin gpuflow decode", "work", "end gpuflow decode"]
+    assert seen == ["begin gpuflow.decode", "work", "end gpuflow.decode"]
 
 
 def test_nvtx_is_off_by_default_and_without_a_gpu() -> None:
@@ -200,5 +200,5 @@ def test_nvtx_is_off_by_default_and_without_a_gpu() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_nvtx_ranges_nest_on_a_gpu() -> None:
     ranges = nvtx(True)
-    with ranges("gpuflow outer"), ranges("gpuflow inner"):
+    with ranges("gpuflow.outer"), ranges("gpuflow.inner"):
         pass
