@@ -121,7 +121,6 @@ class Meter:
         ranges: Ranges = nullcontext,
     ) -> None:
         self.name, self.threads, self._ranges = name, threads, ranges
-        self._former = StageTotals()
         self._samples, self._bytes, self._busy, self._cpu = 0, 0, 0.0, 0.0
         self.before, self.after = before, after or WaitingSamples()
         self._lock = threading.Lock()
@@ -129,24 +128,13 @@ class Meter:
         self.reset()
 
     def reset(self) -> None:
+        """Count from here on. Takes no lock of its own, which a fork may have left held."""
         self.after.reset()
-        with self._lock:
-            self._former = self._totals()
-            self._samples, self._bytes, self._busy, self._cpu = 0, 0, 0.0, 0.0
+        self._former = self.totals()
 
     def totals(self) -> StageTotals:
         """Also of the time before `reset`."""
-        with self._lock:
-            return self._totals()
-
-    def _totals(self) -> StageTotals:
-        former = self._former
-        return StageTotals(
-            former.samples + self._samples,
-            former.read_bytes + self._bytes,
-            former.busy_s + self._busy,
-            former.cpu_s + self._cpu,
-        )
+        return StageTotals(self._samples, self._bytes, self._busy, self._cpu)
 
     @contextmanager
     def work(self, samples: int, subject: Any = None) -> Iterator[None]:
@@ -184,11 +172,13 @@ class Meter:
 
     def capacity(self) -> float:
         """Samples a second that its threads would finish if they never waited."""
-        return self._samples / self._busy * self.threads if self._busy else 0.0
+        now, former = self.totals(), self._former
+        busy = now.busy_s - former.busy_s
+        return (now.samples - former.samples) / busy * self.threads if busy else 0.0
 
     def busy_share(self, elapsed: float) -> float:
         """The part of `elapsed` seconds for which its threads worked, 0 to 1."""
-        return min(1.0, self._busy / (elapsed * self.threads)) if elapsed else 0.0
+        return min(1.0, (self._busy - self._former.busy_s) / (elapsed * self.threads)) if elapsed else 0.0
 
     def read(self, elapsed: float) -> dict[str, Any]:
         """Report what the stage did in `elapsed` seconds.
@@ -196,14 +186,16 @@ class Meter:
         samples; images_per_s; busy_share of its threads, 0 to 1; cpu_s, processor seconds; threads; bytes that it read;
         waiting: average number of samples that were ready for the next stage or the consumer.
         """
-        rate = self._samples / elapsed if elapsed else 0.0
+        now, former = self.totals(), self._former
+        samples = now.samples - former.samples
+        rate = samples / elapsed if elapsed else 0.0
         return {
-            "samples": self._samples,
+            "samples": samples,
             "images_per_s": round(rate, 1),
             "busy_share": round(self.busy_share(elapsed), 4),
-            "cpu_s": round(self._cpu, 4),
+            "cpu_s": round(now.cpu_s - former.cpu_s, 4),
             "threads": self.threads,
-            "bytes": self._bytes,
+            "bytes": now.read_bytes - former.read_bytes,
             "waiting": round(self.after.mean(), 1),
         }
 
