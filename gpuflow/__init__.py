@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
     from gpuflow.loader.batch import Batch
     from gpuflow.loader.loader import Loader
+    from gpuflow.loader.metrics_server import serve_metrics
     from gpuflow.loader.transform import Transform
     from gpuflow.training.checkpoint import save_checkpoint
 
@@ -56,6 +57,7 @@ __all__ = [
     "Transform",
     "load",
     "save_checkpoint",
+    "serve_metrics",
     "stage_table",
     "transform",
 ]
@@ -74,6 +76,10 @@ def __getattr__(name: str) -> object:
         from gpuflow.loader.transform import Transform
 
         return Transform
+    if name == "serve_metrics":
+        from gpuflow.loader.metrics_server import serve_metrics
+
+        return serve_metrics
     if name == "save_checkpoint":
         from gpuflow.training.checkpoint import save_checkpoint
 

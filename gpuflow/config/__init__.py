@@ -10,7 +10,7 @@ from gpuflow.config.models import (
     TensorrtSpec,
     TrainSpec,
 )
-from gpuflow.config.reader import read_config
+from gpuflow.config.reader import check_config, read_config
 
 __all__ = [
     "BatchSpec",
@@ -21,5 +21,6 @@ __all__ = [
     "ServeSpec",
     "TensorrtSpec",
     "TrainSpec",
+    "check_config",
     "read_config",
 ]

@@ -377,6 +377,7 @@ class RunSpec(_Block):
         timeout_s: the longest wait for a batch or an answer, in seconds.
         memory_limit: the most GPU memory of the loader, in bytes or with a unit, such as 2GB.
         deterministic: keep `decode.cpu_share` fixed, so that every run decodes the same images by the same means.
+        nvtx: mark what each stage does, and the loop's wait, as NVTX ranges for Nsight Systems, where there is a GPU.
     """
 
     threads: Positive | Literal["auto"] = "auto"
@@ -389,6 +390,7 @@ class RunSpec(_Block):
     timeout_s: Annotated[float, Field(gt=0)] = 120.0
     memory_limit: Annotated[Positive | None, BeforeValidator(_bytes, json_schema_input_type=Bytes)] = None
     deterministic: bool = False
+    nvtx: bool = False
 
 
 def _keys_of(name: str, spec: type[Any], **other_types: Any) -> type[_Block]:

@@ -46,6 +46,7 @@ SOURCE_KEYS = (
     "splits, seed, window, extensions, weights, fields"
 )
 RUN_KEYS = "threads, readers, processes, prefetch, on_error, max_bad, bad_file, timeout_s, memory_limit, deterministic"
+RUN_KEYS += ", nvtx"
 
 
 def read(text: str, *overrides: str) -> Config:
