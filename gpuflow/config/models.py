@@ -24,6 +24,7 @@ from gpuflow.pipeline.views import AnyProgram, ViewsProgram
 from gpuflow.sources import SourceSpec
 from gpuflow.sources.base import Fraction
 from gpuflow.sources.field_spec import FieldSpec
+from gpuflow.sources.storage import CacheSpec
 
 __all__ = [
     "BatchSpec",
@@ -357,7 +358,7 @@ def _bytes(value: Any) -> Any:
     raise ValueError("bytes, or text with a unit such as 512MB or 2GiB")
 
 
-Bytes = Positive | Annotated[str, Field(pattern=rf"^\s*{_AMOUNT}\s*$")] | None
+Bytes = Positive | Annotated[str, Field(pattern=rf"^\s*{_AMOUNT}\s*$")]
 
 
 class RunSpec(_Block):
@@ -387,7 +388,7 @@ class RunSpec(_Block):
     max_bad: Annotated[int, Field(ge=0)] | Annotated[float, Field(ge=0, le=1)] | None = None
     bad_file: str | None = None
     timeout_s: Annotated[float, Field(gt=0)] = 120.0
-    memory_limit: Annotated[Positive | None, BeforeValidator(_bytes, json_schema_input_type=Bytes)] = None
+    memory_limit: Annotated[Positive | None, BeforeValidator(_bytes, json_schema_input_type=Bytes | None)] = None
     deterministic: bool = False
 
 
@@ -395,17 +396,24 @@ def _keys_of(name: str, spec: type[Any], **other_types: Any) -> type[_Block]:
     """A block with a key for each field of a dataclass, which checks the values. `other_types` are those of YAML, and
     their defaults, where they differ."""
     hints = typing.get_type_hints(spec)
-    keys: dict[str, Any] = {field.name: (hints[field.name], field.default) for field in dataclasses.fields(spec)}
+    keys: dict[str, Any] = {
+        field.name: (hints[field.name], ... if field.default is dataclasses.MISSING else field.default)
+        for field in dataclasses.fields(spec)
+    }
     keys.pop("other", None)  # its names are keys themselves
-    return pydantic.create_model(name, __base__=_Block, **(keys | other_types))
+    return pydantic.create_model(name, __base__=_Block, __doc__=spec.__doc__, **(keys | other_types))
 
 
 FieldKeys = _keys_of("FieldKeys", FieldSpec)
+CacheKeys = _keys_of(
+    "CacheKeys", CacheSpec, size=(Annotated[int, BeforeValidator(_bytes, json_schema_input_type=Bytes)], ...)
+)
 SourceKeys = _keys_of(
     "SourceKeys",
     SourceSpec,
     split=(dict[str, Fraction], {}),
     fields=(dict[str, FieldKeys | None], {}),  # type: ignore[valid-type]
+    cache=(CacheKeys | None, None),
 )
 
 

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel
 from pydantic.json_schema import GenerateJsonSchema
 
-from gpuflow.config.models import Document, FieldKeys, PipelineSpec, ServeSpec, SourceKeys, ViewSpec
+from gpuflow.config.models import CacheKeys, Document, FieldKeys, PipelineSpec, ServeSpec, SourceKeys, ViewSpec
 from gpuflow.pipeline.bounds import Bounds
 from gpuflow.pipeline.stage import Stage
 from gpuflow.sources import SourceSpec
@@ -52,9 +52,12 @@ def json_schema(stages: Mapping[str, type[Stage]], sources: Mapping[str, EntryPo
     other_types: dict[str, Any] = {
         "split": SourceKeys.model_fields["split"].annotation,
         "fields": Mapping[str, FieldSpec | None],
+        "cache": None,
     }
+    cache = {"anyOf": [{"$ref": f"#/$defs/{CacheKeys.__name__}"}, {"type": "null"}], "default": None}
     source = _fields_schema(SourceSpec, other_types)
     del source["properties"]["other"]
+    source["properties"]["cache"] |= cache
     for name, entry in (sources or {}).items():
         source["properties"][name] = {"description": f"A source of another package: {entry.value}"}
     definitions = {"source": source, "stages": _list_schema(stages)}

@@ -16,7 +16,7 @@ from gpuflow.errors import ConfigError, Problem
 from gpuflow.pipeline.bounds import Bounds, out_of_bounds
 from gpuflow.sources.field_spec import Fields, FieldSpec, field_problems, pairs_of_fields
 from gpuflow.sources.payload import Allocate, Payload
-from gpuflow.sources.storage import Storage
+from gpuflow.sources.storage import CacheSpec, Storage
 
 __all__ = ["Fraction", "Source", "SourceSpec", "is_read_remotely"]
 
@@ -91,6 +91,7 @@ class SourceSpec:
         seed: the seed of the split.
         window: of shards: how many neighbouring samples are shuffled among each other.
         fields: what a sample carries, by name; by default an image and a label.
+        cache: where files behind URLs are kept on a local disk; by default they are not.
         other: the name and the value of a source of another package, which is a key of its own in YAML.
     """
 
@@ -105,6 +106,7 @@ class SourceSpec:
     seed: Annotated[int, Bounds(least=0)] = 0
     window: Annotated[int, Bounds(least=1)] = 8192
     fields: Fields = ()
+    cache: CacheSpec | Mapping[str, Any] | None = None
     other: Mapping[str, Any] | tuple[tuple[str, Any], ...] = ()
 
     def __post_init__(self) -> None:
@@ -143,6 +145,8 @@ class SourceSpec:
         for name, fraction in self.fractions:
             if rule := _FRACTION.broken_rule(fraction):
                 yield Problem.of(("split", name), rule, fraction, code="config.range")
+        if self.cache_spec is not None:
+            yield from (problem.below("cache") for problem in out_of_bounds(self.cache_spec))
         total = sum(fraction for _, fraction in self.fractions)
         if total > 1 + 1e-9:
             rule = f"must add up to at most 1, got {total:g}"
@@ -170,6 +174,11 @@ class SourceSpec:
     def declared(self) -> tuple[tuple[str, FieldSpec], ...]:
         """The declared fields as pairs of name and spec; empty if a sample is an image and a label."""
         return pairs_of_fields(self.fields)
+
+    @property
+    def cache_spec(self) -> CacheSpec | None:
+        """The key `cache`."""
+        return CacheSpec(**self.cache) if isinstance(self.cache, Mapping) else self.cache
 
     @property
     def fractions(self) -> tuple[tuple[str, float], ...]:
