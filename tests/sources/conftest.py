@@ -71,6 +71,11 @@ def make_tar() -> Callable[..., bytes]:
     return tar_bytes
 
 
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 128  # a connection that finds a full queue comes again a second later
+
+
 class FileServer:
     """Serves `files` on loopback, with ranges and directory pages.
 
@@ -145,8 +150,7 @@ class FileServer:
             def log_message(self, format: str, *args: object) -> None:
                 """Nothing: the tests' output is not a log."""
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
+        self._server = _Server(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self._server.server_port}"
         self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02})
         self._thread.start()
