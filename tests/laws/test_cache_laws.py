@@ -47,7 +47,11 @@ def test_a_cache_changes_no_batch(
     monkeypatch.setattr(cached, "BLOCK_BYTES", 2048)
     memory.pipe({f"/photos/{'abc'[i % 3]}/{i:02}.jpg": jpeg(i % 3, i) for i in range(SAMPLES)})
     memory.pipe({f"/{i}.tar": shard(range(SAMPLES)[10 * i : 10 * i + 10]) for i in range(3)})
-    source = {"folder": {"folder": "memory://photos"}, "tar": {"tar": "memory://{0..2}.tar", "window": 6}}[kind]
+    kinds: dict[str, dict[str, Any]] = {
+        "folder": {"folder": "memory://photos"},
+        "tar": {"tar": "memory://{0..2}.tar", "window": 6},
+    }
+    source = kinds[kind]
     cache = {"cache": {"dir": str(tmp_path / "cache"), "size": "16 MiB"}}
     plain = write_config(tmp_path / "plain.yaml", "", source=source)
     keeping = write_config(tmp_path / "keeping.yaml", "", source={**source, **cache})

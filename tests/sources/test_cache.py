@@ -145,9 +145,9 @@ def test_a_listing_of_the_server_has_the_versions(
     memory.pipe(files(make_tar))
     expected = read_all(open_source(spec_of("folder", "memory:/", None)))
     monkeypatch.setattr(type(memory), "info", None)
-    for _ in range(2):
-        source, storage = opened("folder", "memory:/", folder)
-        assert read_all(source) == expected
+    assert read_all(opened("folder", "memory:/", folder)[0]) == expected
+    source, storage = opened("folder", "memory:/", folder)
+    assert read_all(source) == expected
     assert storage.counts()["misses"] == 0
 
 
