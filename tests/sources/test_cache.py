@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import json
 import os
 import subprocess
@@ -576,6 +577,9 @@ def test_closing_leaves_no_descriptor_open(
     source, _ = opened("tar", server.url, folder)
     read_all(source)
     source.close()
+    with pytest.raises(SourceError, match="no such file"):
+        open_source(SourceSpec(tar=f"{server.url}/7.tar", cache=CacheSpec(dir=str(folder), size=SIZE)))
+    gc.collect()
     links = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.exists()]
     assert not [link for link in links if link.startswith(str(folder))]
 

@@ -217,14 +217,17 @@ class CachedStorage:
     def _are_versioned(self, files: Sequence[Shard]) -> bool:
         """Whether the server says when each of these was changed. Without that an old copy would pass for the new."""
         without = next((file.path for file in files if not file.stamp), None)
-        if without is not None and self._has_versions:
-            self._has_versions = False
+        if without is None:
+            return True
+        with self._counting:
+            first, self._has_versions = self._has_versions, False
+        if first:
             warnings.warn(
                 f"{without}: its server gives no ETag and no time of change, so source.cache does not keep it; "
                 "remove source.cache, or use a server that does",
                 stacklevel=2,
             )
-        return without is None
+        return False
 
     # --- entries ----------------------------------------------------------------------------------------------------
 

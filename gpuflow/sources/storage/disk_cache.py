@@ -19,6 +19,7 @@ import struct
 import threading
 import time
 import warnings
+import weakref
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -96,6 +97,7 @@ class DiskCache:
         self._guard, self._counting = threading.Lock(), threading.Lock()
         self._writing = True
         self._used = -1
+        self._finalizer: weakref.finalize[..., DiskCache] | None = None
         try:
             self._open(folder)
         except SourceError:
@@ -114,6 +116,7 @@ class DiskCache:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._check_format(given)
         self._used = os.open(self.folder / _USED, os.O_RDWR | os.O_CREAT, 0o666)
+        self._finalizer = weakref.finalize(self, os.close, self._used)
         try:
             with self._locked():
                 self._check_format(given)
@@ -159,9 +162,9 @@ class DiskCache:
         """Close the folder. Threads that still read add nothing more."""
         self._writing = False
         with self._guard:
-            used, self._used = self._used, -1
-            if used >= 0:
-                os.close(used)
+            self._used = -1
+            if self._finalizer is not None:
+                self._finalizer()
 
     # --- reading ----------------------------------------------------------------------------------------------------
 
