@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -229,17 +230,35 @@ class RemoteStorage:
         """As `inspect`, in one attempt, and without a reason where that fails."""
         found: list[Shard | None] = []
         while len(found) < len(urls):
-            with self._limit.requests(min(len(urls) - len(found), _THREADS)) as (count, _):
+            with self._limit.requests(len(urls) - len(found)) as (count, failed):
                 some = urls[len(found) : len(found) + count]
-                with ThreadPoolExecutor(count) as threads:
-                    found += threads.map(self._ask, some)
+                answers = self._infos(some)
+                failed += filter(_is_overload, answers)
+                found += [
+                    None if isinstance(info, BaseException) else _shard(url, info)
+                    for url, info in zip(some, answers, strict=True)
+                ]
         return found
 
-    def _ask(self, url: str) -> Shard | None:
-        try:
-            return _shard(url, self._fs.info(url))
-        except Exception:  # as above; reading the file says why
-            return None
+    def _infos(self, urls: Sequence[str]) -> list[Any]:
+        """What the server says about each file, or an exception; all at a time where the file system can."""
+        if self._fs.async_impl:
+            from fsspec.asyn import sync
+
+            async def ask() -> list[Any]:
+                return await asyncio.gather(*map(self._fs._info, urls), return_exceptions=True)
+
+            answers: list[Any] = sync(self._fs.loop, ask)
+            return answers
+
+        def info(url: str) -> Any:
+            try:
+                return self._fs.info(url)
+            except Exception as fault:  # as above
+                return fault
+
+        with ThreadPoolExecutor(_THREADS) as threads:
+            return list(threads.map(info, urls))
 
     def scan(self, shards: Sequence[Shard], scanner: Callable[[Shard, ReadAt], T]) -> Iterator[T]:
         def scan_one(shard: Shard) -> T:
