@@ -282,8 +282,8 @@ cache = DiskCache(folder, size)
 def total():
     with cache._locked():
         return sum(-(-held // 4096) * 4096 for *_, held in cache._files()), cache._bytes_used()
-for i in range(60):
-    name = f"{(process * 7 + i) % 50:032x}"
+for i in range(30):
+    name = f"{(process * 7 + i) % 25:032x}"
     claim = cache.claim(name)
     if claim is not None:
         cache.store(claim, name.encode() * 1000, bytes(16), 0)
@@ -294,11 +294,11 @@ for i in range(60):
     assert data in (None, name.encode() * 1000)
 assert cache.damaged == 0 and cache.writing
 """
-    processes = [run(code, folder, 400_000, number) for number in range(3)]
+    processes = [run(code, folder, 300_000, number) for number in range(3)]
     for process in processes:
         process.communicate(timeout=60)
         assert process.returncode == 0
-    assert used(folder) == on_disk(folder) <= 400_000
+    assert used(folder) == on_disk(folder) <= 300_000
     assert not any((folder / "partial").iterdir())
 
 
@@ -440,7 +440,7 @@ put("b")
     assert used(folder) == on_disk(folder) <= cache.size
 
 
-@pytest.mark.parametrize("damage", ["page", "head", "table", "short", "empty", "long"])
+@pytest.mark.parametrize("damage", ["page", "head", "table", "short"])
 def test_a_damaged_entry_is_downloaded_again(
     server: FileServer, make_tar: MakeTar, read_all: ReadAll, folder: Path, damage: str
 ) -> None:
@@ -457,12 +457,8 @@ def test_a_damaged_entry_is_downloaded_again(
             content[9] ^= 4
         case "table":
             content[37] ^= 4
-        case "short":
-            del content[-1:]
-        case "empty":
-            content.clear()
         case _:
-            content.append(0)
+            del content[-1:]
     path.write_bytes(content)
     assert read_all(source, [5]) == expected
     assert (storage.counts()["misses"], storage.counts()["damaged"]) == (2, 1)
