@@ -22,6 +22,7 @@ from gpuflow.pipeline.stage import Pipeline
 from gpuflow.pipeline.views import ViewsPipeline
 from gpuflow.runtime.metrics import StageTotals, Stats
 from gpuflow.sources import Source, fingerprint_of
+from gpuflow.sources.storage import CachedStorage
 
 __all__ = ["Loader", "LoaderTotals"]
 
@@ -233,12 +234,17 @@ class Loader:
     # --- statistics and shutdown ----------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
-        """What the stages did in this or the last epoch, the consumer's wait, the number of bad samples so far."""
+        """What the stages did in this or the last epoch, the consumer's wait, the number of bad samples so far.
+
+        With `source.cache`, `cache` says what came from there since the source was opened, and what from the server.
+        """
         plan, extra = self._plan, dict[str, Any]()
         if plan.gpu is not None:
             extra = {"engine_images": plan.gpu.engine_images, "cpu_images": plan.gpu.cpu_images}
         if plan.share is not None:
             extra["cpu_share"] = round(plan.share.part, 4)
+        if isinstance(plan.source.storage, CachedStorage):
+            extra["cache"] = plan.source.storage.counts()
         if workers := self._feed.workers.counts():
             extra["processes"] = workers
         return {**self._stats.read(), **extra, "bad": plan.bad.count, "bad_distinct": plan.bad.distinct}
