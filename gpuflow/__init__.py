@@ -36,6 +36,9 @@ if TYPE_CHECKING:
     from gpuflow.loader.batch import Batch
     from gpuflow.loader.loader import Loader
     from gpuflow.loader.transform import Transform
+    from gpuflow.migration.dataset import bytes_loader
+    from gpuflow.migration.transforms import TensorToTensor, cv2_resize
+    from gpuflow.migration.wrap import WrappedLoader, wrap
     from gpuflow.training.checkpoint import save_checkpoint
 
 __all__ = [
@@ -52,12 +55,17 @@ __all__ = [
     "SourceError",
     "StateError",
     "SystemFault",
+    "TensorToTensor",
     "TooManyBadSamples",
     "Transform",
+    "WrappedLoader",
+    "bytes_loader",
+    "cv2_resize",
     "load",
     "save_checkpoint",
     "stage_table",
     "transform",
+    "wrap",
 ]
 
 
@@ -74,6 +82,18 @@ def __getattr__(name: str) -> object:
         from gpuflow.loader.transform import Transform
 
         return Transform
+    if name == "bytes_loader":
+        from gpuflow.migration.dataset import bytes_loader
+
+        return bytes_loader
+    if name in ("TensorToTensor", "cv2_resize"):
+        from gpuflow.migration import transforms
+
+        return getattr(transforms, name)
+    if name in ("WrappedLoader", "wrap"):
+        from gpuflow.migration import wrap
+
+        return getattr(wrap, name)
     if name == "save_checkpoint":
         from gpuflow.training.checkpoint import save_checkpoint
 

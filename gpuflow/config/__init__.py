@@ -10,9 +10,10 @@ from gpuflow.config.models import (
     TensorrtSpec,
     TrainSpec,
 )
-from gpuflow.config.reader import read_config
+from gpuflow.config.reader import AddedStages, read_config
 
 __all__ = [
+    "AddedStages",
     "BatchSpec",
     "Config",
     "ModelSpec",

@@ -9,6 +9,7 @@ import torch
 
 from gpuflow.loader.bad_samples import BadSamples
 from gpuflow.loader.cpu_share import Share
+from gpuflow.loader.listed import ListedEpochs
 from gpuflow.loader.sampler import Order, Steps
 from gpuflow.pipeline.views import AnyProgram
 from gpuflow.sources import Source
@@ -46,7 +47,7 @@ class LoaderPlan:
 
     program: AnyProgram
     source: Source
-    order: Order
+    order: Order | ListedEpochs
     seed: int
     batch_size: int
     drop_last: bool = False
@@ -70,8 +71,10 @@ class LoaderPlan:
     shared_name: str = ""
 
     @property
-    def steps(self) -> Steps:
+    def steps(self) -> Steps | ListedEpochs:
         """Of a whole epoch."""
+        if isinstance(self.order, ListedEpochs):
+            return self.order
         return Steps(
             size=self.order.size,
             batch_size=self.batch_size,

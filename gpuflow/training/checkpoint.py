@@ -16,6 +16,7 @@ from gpuflow.runtime.files import atomic_write
 
 if TYPE_CHECKING:
     from gpuflow.loader.loader import Loader
+    from gpuflow.migration.wrap import WrappedLoader
 
 __all__ = ["build_model", "known_models", "read_checkpoint", "save_checkpoint", "write_checkpoint"]
 
@@ -51,8 +52,8 @@ def save_checkpoint(
     model: nn.Module,
     *,
     arch: str,
-    loader: Loader,
-    val: Loader | None = None,
+    loader: Loader | WrappedLoader,
+    val: Loader | WrappedLoader | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     **more: Any,
 ) -> None:
