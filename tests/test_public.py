@@ -36,12 +36,17 @@ def test_everything_public_is_listed_and_there() -> None:
         "SourceError",
         "StateError",
         "SystemFault",
+        "TensorToTensor",
         "TooManyBadSamples",
         "Transform",
+        "WrappedLoader",
+        "bytes_loader",
+        "cv2_resize",
         "load",
         "save_checkpoint",
         "stage_table",
         "transform",
+        "wrap",
     ]
     for name in gpuflow.__all__:
         assert getattr(gpuflow, name) is not None

@@ -100,7 +100,8 @@ class SamplerDraws:
         try:
             indices = np.fromiter(chain.from_iterable(batches), np.int64)
         except (TypeError, ValueError) as error:
-            raise LoaderError(f"the sampler must give indices of the dataset, whole numbers: {error}") from error
+            wrong = next((index for index in chain.from_iterable(batches) if not hasattr(index, "__index__")), None)
+            raise LoaderError(f"the sampler must give indices of the dataset, whole numbers, got {wrong!r}") from error
         if len(indices) and not 0 <= indices.min() <= indices.max() < self._samples:
             wrong = next(i for i in indices.tolist() if not 0 <= i < self._samples)
             raise LoaderError(f"the sampler gave the index {wrong}, and the dataset has {self._samples} samples")

@@ -121,6 +121,7 @@ _WITHOUT_PIXELS = ("ToPILImage", "PILToTensor", "ToImage", "ToPureTensor", "Iden
 _Refusal = tuple[str, str]
 """What is wrong with a transform, and what to do."""
 _IN_YAML = "write a stage for it in the file"
+_IMAGENET = {"mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}
 
 
 class _Reader:
@@ -160,7 +161,8 @@ class _Reader:
         if self._normalize is not None:
             return "normalizes a second time", "remove one of the two"
         values = {"mean": _numbers(transform.mean), "std": _numbers(transform.std)}
-        self._normalize = path, {"normalize": values}
+        named = {name: "imagenet" if values[name] == _IMAGENET[name] else values[name] for name in values}
+        self._normalize = path, {"normalize": named}
         return None
 
     def _add_stage(self, transform: Any, path: _Path) -> _Refusal | None:
@@ -251,12 +253,13 @@ def _random_rotation(transform: Any) -> list[Entry] | None:
     fill, interpolation = _fill(transform.fill), getattr(transform.interpolation, "value", None)
     if transform.expand or transform.center is not None or fill is None or interpolation not in ("nearest", "bilinear"):
         return None
-    return [{"rotate": {"degrees": _numbers(transform.degrees), "interpolation": interpolation, "fill": fill}}]
+    return [{"rotate": {"degrees": _around(0.0, transform.degrees), "interpolation": interpolation, "fill": fill}}]
 
 
 def _color_jitter(transform: Any) -> list[Entry]:
-    names = ("brightness", "contrast", "saturation", "hue")
-    ranges = {name: _numbers(values) for name in names if (values := getattr(transform, name)) is not None}
+    neutral = {"brightness": 1.0, "contrast": 1.0, "saturation": 1.0, "hue": 0.0}
+    given = {name: getattr(transform, name) for name in neutral}
+    ranges = {name: _around(neutral[name], values) for name, values in given.items() if values is not None}
     return [{"color_jitter": ranges}]
 
 
@@ -302,9 +305,18 @@ def _numbers(values: Sequence[float]) -> list[float]:
     return [float(value) for value in values]
 
 
-def _size(size: int | Sequence[int]) -> list[int]:
-    sides = [size] if isinstance(size, int) else list(size)
-    return [int(side) for side in (sides * 2)[:2]]
+def _around(center: float, values: Sequence[float]) -> float | list[float]:
+    """A range as the one number that torchvision makes it of, if there is one: fingerprints know how it is written."""
+    low, high = _numbers(values)
+    width = round(high - center, 9)
+    lowest = -width if center == 0 else max(0.0, center - width)
+    return width if (low, high) == (lowest, center + width) else [low, high]
+
+
+def _size(size: int | Sequence[int]) -> int | list[int]:
+    """A size, one number for a square."""
+    sides = [size] if isinstance(size, int) else [int(side) for side in size]
+    return sides[0] if len(set(sides)) == 1 else sides
 
 
 def _fill(fill: Any) -> int | list[int] | None:
