@@ -167,7 +167,7 @@ class _Reader:
 
     def _add_stage(self, transform: Any, path: _Path) -> _Refusal | None:
         entries = _known(transform)
-        early = entries if self._scaled is None or (not self._behind and all(map(_commutes, entries or []))) else None
+        early = entries if self._scaled is None or (not self._behind and _commutes(transform)) else None
         if early is not None:
             self._levels += [(path, entry) for entry in early]
             return None
@@ -205,10 +205,11 @@ def _scales(transform: Any) -> bool:
     return _is_torchvision(transform, "ToDtype") and transform.dtype == torch.float32 and bool(transform.scale)
 
 
-def _commutes(entry: Entry) -> bool:
-    """Whether a stage gives the same if the pixels are scaled and normalized first."""
-    [(stage, parameters)] = entry.items()
-    return stage in ("flip", "center_crop") or (stage == "random_crop" and "padding" not in parameters)
+def _commutes(transform: Any) -> bool:
+    """Whether a transform gives the same if the pixels are scaled and normalized first."""
+    if _is_torchvision(transform, "RandomCrop"):
+        return not any(_padding(transform))
+    return _is_torchvision(transform, "RandomHorizontalFlip", "RandomVerticalFlip")
 
 
 # --- torchvision's transforms by name: their stages, or None where no stage equals them -------------------------------

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from types import TracebackType
@@ -23,10 +24,9 @@ from gpuflow.loader.loader import Loader
 from gpuflow.migration.dataset import PLACE, source_of
 from gpuflow.migration.sampling import SamplerDraws
 from gpuflow.migration.transforms import Cv2Resize, Found, stages_of
-from gpuflow.pipeline.stage import Pipeline
+from gpuflow.pipeline.stage import Pipeline, Stage
 from gpuflow.pipeline.views import ViewsPipeline, ViewsProgram
 from gpuflow.runtime.ranks import Ranks
-from gpuflow.vocabulary import stage_table
 
 __all__ = ["WrappedLoader", "wrap"]
 
@@ -37,43 +37,22 @@ _USUAL_BATCH = 64
 def wrap(
     dataloader: DataLoader[Any],
     config: str | Path,
-    transforms_cpu: Any = None,
-    transforms_gpu: Any = None,
-    cpu_percentage: float | Literal["auto"] = "auto",
-    parallel_type: Literal["ddp", "dp"] | None = "ddp",
-    local_rank: int | None = None,
+    transforms_cpu: Any,
+    transforms_gpu: Any,
+    cpu_percentage: float | Literal["auto"],
+    parallel_type: Literal["ddp", "dp"] | None,
+    local_rank: int | None,
     *,
-    name: str | None = None,
-    device: str | torch.device | None = None,
-    overrides: Sequence[str] = (),
+    stages: Mapping[str, type[Stage]],
+    name: str | None,
+    device: str | torch.device | None,
+    overrides: Sequence[str],
 ) -> WrappedLoader:
-    """A loader of gpuflow in place of a DataLoader of PyTorch, with its samples, its sampler and its batches.
-
-    The file's stages, followed by those that the transforms stand for, run on each image in the same way wherever it
-    is decoded, with random numbers drawn for each sample. The file's source, batch and shuffle are not used, except for
-    `source.seed`.
-
-    Args:
-        dataloader: over an ImageFolder with `loader=gpuflow.bytes_loader` and no transform, a Subset of one, or any
-            map-style dataset of (encoded bytes, label), which is then read on several threads. Its sampler, batch
-            sampler, batch size and drop_last stay in force; worker processes are not started.
-        config: a gpuflow YAML file. Its stages decode and resize, and may do more.
-        transforms_gpu: what follows: a Compose of torchvision, a list, or one transform.
-        transforms_cpu: the same for images that the CPU decodes. Both must stand for the same stages.
-        cpu_percentage: the part of each batch that the CPU decodes next to a GPU, 0 to 1: `decode.cpu_share`. `auto`:
-            what the file says.
-        parallel_type: `ddp`: this is one of several processes, each with a GPU; `dp` or None: the only one.
-        local_rank: the GPU that batches are delivered on; by default torchrun's LOCAL_RANK under `ddp`, else the
-            current GPU. Without a GPU that torch sees, batches stay on the CPU.
-        name: the pipeline; may be left out if the file has one.
-        device: where batches are delivered, in place of `local_rank`. overrides: as in `gpuflow.load`.
-
-    Raises:
-        ConfigError: the file, an argument, or a transform that has no stage, each with its place.
-    """
+    """See `gpuflow.wrap`. stages: the vocabulary, name to class."""
     _check_dataloader(dataloader)
     _check_arguments(cpu_percentage, parallel_type, local_rank)
-    checked, chosen = _configured(config, name, transforms_cpu, transforms_gpu, cpu_percentage, overrides)
+    read = partial(read_config, config, stages)
+    checked, chosen = _configured(config, name, transforms_cpu, transforms_gpu, cpu_percentage, overrides, read)
     source = source_of(dataloader.dataset)
     draws = SamplerDraws(dataloader, len(source))
     ranks = _ranks(draws, parallel_type)
@@ -260,8 +239,12 @@ def _configured(
     transforms_gpu: Any,
     cpu_percentage: float | Literal["auto"],
     overrides: Sequence[str],
+    read: Callable[[Sequence[str], AddedStages | None], Config],
 ) -> tuple[Config, str]:
-    """The file with the stages of the transforms, checked, and the pipeline's name."""
+    """The file with the stages of the transforms, checked, and the pipeline's name.
+
+    read: reads the file with overrides and added stages.
+    """
     if Path(path).suffix == ".toml":
         raise _problem(("config",), "must be a YAML file", os.fspath(path), f"gpuflow import {path} > FILE.yaml")
     on_gpu = None if transforms_gpu is None else stages_of(transforms_gpu, "transforms_gpu", PLACE)
@@ -276,7 +259,7 @@ def _configured(
         None if found is None else AddedStages(pipeline=chosen, entries=found.entries, paths=found.paths, place=PLACE)
     )
     share = [] if cpu_percentage == "auto" else [f"pipelines.{chosen}.stages.decode.cpu_share={cpu_percentage}"]
-    config = read_config(path, stage_table(), overrides, added)
+    config = read(overrides, added)
     program = config.any_program(chosen)
     if isinstance(program, ViewsProgram):
         if found is not None:
@@ -288,7 +271,7 @@ def _configured(
             rule = f"must be auto or 0 with preset: {program.decoder.name}, which decodes in one place"
             raise _problem(("cpu_percentage",), rule, cpu_percentage, "remove it")
     elif share:
-        config = read_config(path, stage_table(), [*overrides, *share], added)
+        config = read([*overrides, *share], added)
     if on_cpu is not None and on_cpu.resize is not None:
         specs = program.specs[: len(program.specs) - len(on_cpu.entries)]
         _check_resize(on_cpu.resize, specs[-1].shape[:2], str(path))

@@ -72,6 +72,8 @@ class Numbers(Dataset[int]):
 class Growing:
     """A batch sampler whose batches have 1, 2, 3, ... samples, drawn by Python's generator."""
 
+    batch_size = 2  # so that most batches are larger
+
     def __init__(self, seed: int | None = 0) -> None:
         self._random = random.Random(seed)
 
