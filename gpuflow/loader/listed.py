@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import final
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from gpuflow.errors import LoaderError
 from gpuflow.pipeline.rng import key64, permute
@@ -88,8 +88,9 @@ class ListedEpochs:
         self._drawn = epoch, indices
         return ListedSteps(np.cumsum(sizes, dtype=np.int64), self.rank, self.world_size, start)
 
-    def indices(self, epoch: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        return self._listed(epoch)[positions // self.world_size]
+    def indices(self, epoch: int, positions: ArrayLike) -> NDArray[np.int64]:
+        places = np.asarray(positions, np.int64) // self.world_size
+        return self._listed(epoch)[places]
 
     def replacement(self, epoch: int, position: int, attempt: int) -> int:
         """Of the samples that this rank has in the epoch: others may be kept for validation."""

@@ -47,7 +47,7 @@ class LoaderPlan:
 
     program: AnyProgram
     source: Source
-    order: Order | ListedEpochs
+    order: Order
     seed: int
     batch_size: int
     drop_last: bool = False
