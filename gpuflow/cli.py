@@ -10,11 +10,12 @@ import shlex
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from typer.core import TyperCommand
 
 from gpuflow.errors import ConfigError, GpuflowError
 
@@ -29,7 +30,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-_out, _err = Console(highlight=False, soft_wrap=True), Console(stderr=True, highlight=False, soft_wrap=True)
+_out = Console(highlight=False, soft_wrap=True, emoji=False)
+_err = Console(stderr=True, highlight=False, soft_wrap=True, emoji=False)
 
 ConfigFile = Annotated[Path, typer.Argument(metavar="FILE", help="The YAML file, such as configs/photos.yaml.")]
 Overrides = Annotated[
@@ -119,6 +121,48 @@ def check(path: ConfigFile, overrides: Overrides = None) -> None:
             stages = _escape(repr(view.pipeline).partition(": ")[2])
             _out.print(f"{name}.{view.name}: {stages}  gives {view.count} x {result}")
     _out.print(f"[green]valid:[/] {path}")
+
+
+@app.command(name="import")
+def import_(
+    sources: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="SOURCE...",
+            help="module:attribute, torchvision:WEIGHTS, timm:NAME, hf:DIR, albumentations:FILE or torchpipe:FILE; "
+            "two, if one is random (train) and one is not (val).",
+        ),
+    ],
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the file here, not to stdout.")] = None,
+    partial: Annotated[
+        bool, typer.Option("--partial", help="Write what can be carried over, with the nearest stage for the rest.")
+    ] = False,
+) -> None:
+    """Write a YAML file with another library's transforms: torchvision, timm, transformers, Albumentations, torchpipe.
+
+    module:attribute names a transform in Python, such as train:transform. It runs that module's code, as import does:
+    name modules that you trust. So does torchvision:module:attribute; torchvision:ResNet50_Weights.IMAGENET1K_V2 are
+    the transforms of weights. timm:NAME is a model of timm, or a JSON file with its configuration; hf:DIR the folder of
+    a preprocessor_config.json; albumentations:FILE what A.save wrote; torchpipe:FILE a TOML file.
+
+    Exits 1, and writes nothing, if something has no equal stage: each is named with the nearest stage, and how far
+    apart they are. --partial writes the rest. gpuflow parity FILE --against SOURCE then compares both on your images.
+    """
+    from gpuflow.migration import read_sources
+    from gpuflow.vocabulary import stage_table
+
+    found = read_sources(sources, stage_table(), partial=partial)
+    for problem in found.problems:
+        _err.print(f"[yellow]not carried over:[/] {_escape(str(problem))}")
+    if out is None:
+        print(found.text, end="")
+        return
+    from gpuflow.runtime.files import atomic_write
+
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_write(out, text=True) as file:
+        file.write(found.text)
+    _err.print(f"wrote {out}")
 
 
 @app.command()
@@ -341,6 +385,8 @@ def _plot(figure: str, results: Path) -> None:
 def scan(path: ConfigFile, overrides: Overrides = None) -> None:
     """Read and decode the whole source once; print what is corrupt, oversize, CMYK or misnamed as JSON lines.
 
+    Files of a format that `decode.formats` must name say so in `needs`, and the last line gives the key to add.
+
     Exits 1 if any sample is bad, that is, cannot be decoded within the limits of the file's first decode stage, or
     within run.timeout_s.
     """
@@ -352,7 +398,7 @@ def scan(path: ConfigFile, overrides: Overrides = None) -> None:
     source = open_source(config.source)
     decoder = config.any_program(next(iter(config.pipelines))).decoder
     threads = threads_of(config.run)
-    bad = 0
+    bad, needed = 0, dict[str, int]()
     with _bar() as bar:
         task = bar.add_task("samples", total=len(source), note="")
         found = findings(
@@ -364,9 +410,16 @@ def scan(path: ConfigFile, overrides: Overrides = None) -> None:
         )
         for finding in found:
             bad += finding.bad
+            if finding.needs:
+                needed[finding.needs] = needed.get(finding.needs, 0) + 1
             print(json.dumps(finding.row()), flush=True)
             bar.update(task, note=f"{bad} bad")
     _err.print(f"{len(source):,} samples, {bad} bad")
+    if needed:
+        counts = ", ".join(f"{count:,} {name}" for name, count in sorted(needed.items()))
+        names = ", ".join(sorted({*decoder.formats, *needed}))
+        text = f"{counts}: decode: {{formats: [{names}]}} has them decoded, with pip install 'gpuflow[formats]'"
+        _err.print(text, markup=False)
     source.close()
     if bad:
         raise typer.Exit(1)
@@ -430,7 +483,17 @@ def export(
         _out.print(f"{_escape(done.info.folded)} is inside: serve it with stages that end before it")
 
 
-@app.command()
+class _ParityCommand(TyperCommand):
+    """Takes one value of --against where that is another library's source: it is compared with `val`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        at = args.index("--against") + 1 if "--against" in args else len(args)
+        if at < len(args) and ":" in args[at]:
+            args = [*args[:at], "val", *args[at:]]
+        return super().parse_args(ctx, args)
+
+
+@app.command(cls=_ParityCommand)
 def parity(
     path: ConfigFile,
     overrides: Overrides = None,
@@ -439,10 +502,18 @@ def parity(
     ] = None,
     images: Annotated[int, typer.Option(min=0, help="How many of them; 0 leaves the hostile ones alone.")] = 64,
     against: Annotated[
-        tuple[str, str] | None, typer.Option(metavar="A B", help="Two ways to compare, and no others: val opencv.")
+        tuple[str, str] | None,
+        typer.Option(
+            metavar="A B",
+            help="Two ways to compare, and no others: val opencv. Or one library: torchvision:WEIGHTS, "
+            "torchvision:module:attribute (runs that module's code), timm:NAME, hf:DIR, albumentations:FILE.",
+        ),
     ] = None,
     tolerance: Annotated[
-        float | None, typer.Option(min=0, help="Levels that the two of --against may be apart; by default none.")
+        float | None,
+        typer.Option(
+            min=0, help="Levels that the two of --against may be apart; by default none, or what the stages declare."
+        ),
     ] = None,
     model: Annotated[
         Path | None, typer.Option(metavar="MODEL", help="What gives the logits; by default the file's serve.model.")
@@ -455,6 +526,9 @@ def parity(
     and hostile ones; stage by stage, in levels of 0-255. Then common ways to write the same stages down twice.
 
     Ways: val, serve, val@cuda, serve@cuda, torchvision, pillow, opencv, torchpipe_cpu, torchpipe_gpu, torchvision@cuda.
+
+    --against a library runs its real transforms on the same images, which Pillow opens, and compares the decoded images
+    and the final results with those of val.
 
     Exits 1 on a breach: val and serve differ on one device, the CPU and a GPU by more than 2 levels, or val and
     torchvision by more than the stages declare.
@@ -474,7 +548,7 @@ def parity(
             count=images,
             data=data,
             against=against,
-            tolerance=tolerance or 0.0,
+            tolerance=tolerance,
             model=model,
             command=shlex.join(["gpuflow", *sys.argv[1:]]),
             progress=lambda done, total, stage: bar.update(task, completed=done, total=total, note=stage, visible=True),

@@ -77,7 +77,11 @@ Code = Literal[
     "stage.random",
     "stage.size",
     "sample.bad",
+    "sample.format",
     "sample.too_large",
+    "import.source",
+    "import.stage",
+    "import.unknown_key",
 ]
 """Which kind of rule is broken; a code keeps its meaning when its text changes.
 
@@ -95,7 +99,11 @@ Code = Literal[
     stage.random          a random stage where a model is served
     stage.size            images of varying size at the end of a pipeline
     sample.bad            an encoded image that cannot become a tensor
+    sample.format         an encoded image of a format that `decode.formats` would have to name
     sample.too_large      an encoded image of more pixels than `max_pixels`
+    import.source         another library's transforms that cannot be read
+    import.stage          a transform of another library that no stage equals
+    import.unknown_key    a key of another library's file that is not known
 """
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 
@@ -43,17 +44,22 @@ class CenterCrop(s.Geometry):
 
     Args:
         size: the result in pixels: the side of a square, or [height, width].
+        rounding: where an odd number of pixels is cut off: half of it is rounded to the `nearest` even number for the
+            top and the left, as torchvision and timm do, or `down`, as transformers and Albumentations do.
     """
 
     stage_name: ClassVar[str] = "center_crop"
+    late_fields: ClassVar[tuple[str, ...]] = ("rounding",)
 
     size: Size
+    rounding: Literal["nearest", "down"] = "nearest"
 
     @classmethod
     def examples(cls) -> tuple[CenterCrop, ...]:
         return (
             cls(size=32),
             cls(size=(20, 160)),
+            cls(size=(21, 32), rounding="down"),
         )
 
     @property
@@ -73,15 +79,28 @@ class CenterCrop(s.Geometry):
     def torchvision(self) -> Any:
         from torchvision.transforms import v2
 
+        if self.rounding == "down":
+            return functools.partial(_cut_by_torchvision, size_pair(self.size))
         return v2.CenterCrop(size_pair(self.size))
 
     def draw(self, keys: s.StageKeys, height: s.Ints, width: s.Ints) -> tuple[s.Move, ...]:
         crop_height, crop_width = size_pair(self.size)
 
         def start(length: s.Ints, crop: int) -> s.Ints:
-            inside = np.rint((length - crop) / 2).astype(np.int64)
+            half = (length - crop) / 2
+            inside = (np.rint(half) if self.rounding == "nearest" else np.floor(half)).astype(np.int64)
             return np.where(length >= crop, inside, -((crop - length) // 2))
 
         full = np.full_like
         y, x = start(height, crop_height), start(width, crop_width)
         return (s.Crop(y, x, full(height, crop_height), full(width, crop_width), margin=max(crop_height, crop_width)),)
+
+
+def _cut_by_torchvision(size: tuple[int, int], image: Any) -> Any:
+    """A crop whose place is rounded down, by torchvision's functions: center_crop then has nothing to round."""
+    from torchvision.transforms.v2 import functional
+
+    height, width = functional.get_size(image)
+    box = min(height, size[0]), min(width, size[1])
+    cut = functional.crop(image, (height - box[0]) // 2, (width - box[1]) // 2, *box)
+    return functional.center_crop(cut, list(size))

@@ -1,7 +1,11 @@
-"""decode: decodes bytes to a uint8 image. Detects the format by content, not extension: JPEG, PNG, WebP, BMP."""
+"""decode: decodes bytes to a uint8 image. Detects the format by content, not extension: JPEG, PNG, WebP, BMP.
+
+Others, which it decodes if `formats` names them, are those of `gpuflow/decode/optional_headers.py`.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
@@ -22,13 +26,15 @@ class Decode(Decoder):
         orientation: `apply` rotates the image as its EXIF tag says; `ignore` does not, like PIL and torchvision.
         max_pixels: images with more pixels are bad samples; the header is checked before anything is decoded.
         max_scans: JPEGs with more scans are bad samples, because each scan may take as long as a whole image.
-        background: the color [red, green, blue] under transparent pixels of PNG and WebP; without it alpha is ignored.
+        background: the color [red, green, blue] under transparent pixels; without it alpha is ignored.
+        formats: which other formats to decode, too; `pip install 'gpuflow[formats]'`. They are off by default because
+            each is one more library that reads what strangers send. Of GIF, TIFF and animated WebP, the first image.
     """
 
     stage_name: ClassVar[str] = "decode"
     tolerance: ClassVar[float] = 1.0
     where_fields: ClassVar[tuple[str, ...]] = ("backend", "cpu_share", "max_scans")
-    late_fields: ClassVar[tuple[str, ...]] = ("background",)
+    late_fields: ClassVar[tuple[str, ...]] = ("background", "formats")
 
     color: Literal["rgb", "bgr", "gray"] = "rgb"
     backend: Literal["auto", "cpu", "gpu"] = "auto"
@@ -37,6 +43,7 @@ class Decode(Decoder):
     max_pixels: Annotated[int, Bounds(least=1)] = 179_000_000
     max_scans: Annotated[int, Bounds(least=1)] = 100
     background: Annotated[tuple[int, int, int], Bounds(least=0, most=255)] | None = None
+    formats: tuple[Literal["tiff", "gif", "avif", "heic", "jxl", "jp2", "png16", "webp_animated"], ...] = ()
 
     @classmethod
     def examples(cls) -> tuple[Decode, ...]:
@@ -46,7 +53,12 @@ class Decode(Decoder):
             cls(color="gray", backend="cpu"),
             cls(orientation="apply", cpu_share=0.5, max_pixels=10**6, max_scans=50),
             cls(background=(255, 0, 9)),
+            cls(formats=("png16",)),
         )
+
+    def faults(self) -> Iterator[tuple[str, str]]:
+        if twice := {name for name in self.formats if self.formats.count(name) > 1}:
+            yield "formats", f"must name each format once, and names {sorted(twice)[0]!r} twice"
 
     def output(self, spec: ImageSpec) -> ImageSpec:
         if spec.layout != "encoded":

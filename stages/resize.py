@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
@@ -25,15 +26,18 @@ class Resize(s.Geometry):
     Args:
         height: the result's height in pixels; needs `width` too.
         width: the result's width in pixels; needs `height` too.
-        shorter: the length of the shorter side in pixels; the longer one follows the aspect ratio, rounded down.
-        longer: the length of the longer side in pixels; the shorter one follows the aspect ratio, rounded down.
+        shorter: the length of the shorter side in pixels; the longer one follows the aspect ratio.
+        longer: the length of the longer side in pixels; the shorter one follows the aspect ratio.
         interpolation: how pixels are resampled.
         antialias: widen the filter with the scale when the image shrinks, as PIL and torchvision do.
+        rounding: how the side that follows is rounded: `down`, as torchvision and transformers do, or to the `nearest`
+            number, as Albumentations and timm's ResizeKeepRatio do.
     """
 
     stage_name: ClassVar[str] = "resize"
     tolerance: ClassVar[float] = 1.0
     resizes: ClassVar[bool] = True
+    late_fields: ClassVar[tuple[str, ...]] = ("rounding",)
 
     height: Side | None = None
     width: Side | None = None
@@ -41,6 +45,7 @@ class Resize(s.Geometry):
     longer: Side | None = None
     interpolation: Interpolation = "bilinear"
     antialias: bool = True
+    rounding: Literal["down", "nearest"] = "down"
 
     @classmethod
     def examples(cls) -> tuple[Resize, ...]:
@@ -52,6 +57,7 @@ class Resize(s.Geometry):
             cls(shorter=30),
             cls(longer=40, interpolation="nearest"),
             cls(longer=50),
+            cls(shorter=31, rounding="nearest"),
         )
 
     def faults(self) -> Iterator[Problem]:
@@ -78,14 +84,16 @@ class Resize(s.Geometry):
         else:
             assert self.longer is not None
             known, target = np.maximum(height, width), self.longer
-        other_height, other_width = (
-            np.maximum((target * side / known).astype(np.int64), 1) for side in (height, width)
-        )
+        exact = (target * side / known for side in (height, width))
+        whole = ((np.rint(side) if self.rounding == "nearest" else side).astype(np.int64) for side in exact)
+        other_height, other_width = (np.maximum(side, 1) for side in whole)
         return np.where(height == known, target, other_height), np.where(width == known, target, other_width)
 
     def torchvision(self) -> Any:
         from torchvision.transforms import InterpolationMode, v2
 
+        if self.rounding == "nearest":
+            return functools.partial(_by_torchvision, self)
         mode = InterpolationMode(self.interpolation)
         if self.height is not None and self.width is not None:
             return v2.Resize((self.height, self.width), mode, antialias=self.antialias)
@@ -94,3 +102,13 @@ class Resize(s.Geometry):
 
     def draw(self, keys: s.StageKeys, height: s.Ints, width: s.Ints) -> tuple[s.Move, ...]:
         return (s.Resize(*self._size(height, width), self.interpolation, self.antialias),)
+
+
+def _by_torchvision(stage: Resize, image: Any) -> Any:
+    """The stage on one image by torchvision's function, which gets the size in pixels."""
+    from torchvision.transforms import InterpolationMode
+    from torchvision.transforms.v2 import functional
+
+    height, width = (np.array([side]) for side in functional.get_size(image))
+    size = [int(side[0]) for side in stage._size(height, width)]
+    return functional.resize(image, size, InterpolationMode(stage.interpolation), antialias=stage.antialias)

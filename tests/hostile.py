@@ -49,7 +49,11 @@ BAD: dict[str, tuple[bytes, str]] = {
         b"hello, world",
         "decode: not an image: begins with 68 65 6c 6c; gpuflow decodes JPEG, PNG, WebP and BMP",
     ),
-    "gif": (encode(photo(8, 8), "GIF"), "decode: GIF is not supported; gpuflow decodes JPEG, PNG, WebP and BMP"),
+    "gif": (
+        encode(photo(8, 8), "GIF"),
+        "decode: GIF is not supported; gpuflow decodes JPEG, PNG, WebP and BMP; "
+        "to have it decoded, name it in decode.formats: [gif]",
+    ),
     "cut short": (
         HOSTILE["jpeg 500x375"][:2000],
         "decode: truncated: no end-of-image marker within 2000 bytes",

@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 from gpuflow.cli import app
 from tests.commands import Run, command_here
 from tests.datasets import deadline, make_photos, truncate, write_config
+from tests.images import encode, photo
 
 COMMANDS = ["samples", "check", "explain", "show", "train", "bench", "scan", "load-test"]
 MAIN = "from gpuflow.cli import main; main()"
@@ -183,6 +184,16 @@ def test_scan_lists_findings_as_json_lines(gpuflow: Run, config: Path) -> None:
     assert list(found[0]) == ["index", "path", "kind", "bad", "reason"]
     assert found[1]["path"] == str(files[7])
     assert "12 samples, 2 bad" in done.err
+
+
+def test_scan_says_which_formats_to_name(gpuflow: Run, config: Path) -> None:
+    for file, form in zip(sorted((config.parent / "photos").rglob("*.jpg")), ("TIFF", "TIFF", "GIF"), strict=False):
+        file.write_bytes(encode(photo(60, 70), form))
+    done = gpuflow("scan", config)
+    assert [json.loads(line).get("needs") for line in done.out.splitlines()] == ["tiff", "tiff", "gif"]
+    text = "decode: {formats: [gif, tiff]} has them decoded, with pip install 'gpuflow[formats]'"
+    assert f"1 gif, 2 tiff: {text}" in done.err
+    assert gpuflow("scan", config, "pipelines.train.stages.decode.formats=[gif, tiff]").code == 0
 
 
 def test_scan_counts_odd_samples_as_sound_and_heeds_max_pixels(gpuflow: Run, config: Path) -> None:

@@ -21,7 +21,7 @@ from gpuflow.errors import ConfigError, Problem, suggest
 from gpuflow.pipeline.program import Program
 from gpuflow.pipeline.targets import TargetRules
 from gpuflow.pipeline.views import AnyProgram, ViewsProgram
-from gpuflow.sources import SourceSpec
+from gpuflow.sources import MixEntry, SourceSpec, WeightsSpec
 from gpuflow.sources.base import Fraction
 from gpuflow.sources.field_spec import FieldSpec
 
@@ -393,20 +393,24 @@ class RunSpec(_Block):
 
 def _keys_of(name: str, spec: type[Any], **other_types: Any) -> type[_Block]:
     """A block with a key for each field of a dataclass, which checks the values. `other_types` are those of YAML, and
-    their defaults, where they differ."""
+    their defaults, where they differ; None for a field that is no key."""
     hints = typing.get_type_hints(spec)
     keys: dict[str, Any] = {field.name: (hints[field.name], field.default) for field in dataclasses.fields(spec)}
     keys.pop("other", None)  # its names are keys themselves
-    return pydantic.create_model(name, __base__=_Block, **(keys | other_types))
+    keys = {key: value for key, value in (keys | other_types).items() if value is not None}
+    return pydantic.create_model(name, __base__=_Block, **keys)
 
 
 FieldKeys = _keys_of("FieldKeys", FieldSpec)
-SourceKeys = _keys_of(
-    "SourceKeys",
-    SourceSpec,
-    split=(dict[str, Fraction], {}),
-    fields=(dict[str, FieldKeys | None], {}),  # type: ignore[valid-type]
-)
+WeightsKeys = _keys_of("WeightsKeys", WeightsSpec)
+_OTHER_TYPES: dict[str, Any] = {
+    "split": (dict[str, Fraction], {}),
+    "fields": (dict[str, FieldKeys | None], {}),  # type: ignore[valid-type]
+    "weights": (WeightsKeys | None, None),
+}
+MixedSourceKeys = _keys_of("MixedSourceKeys", SourceSpec, **_OTHER_TYPES, mix=None)
+MixKeys = _keys_of("MixKeys", MixEntry, source=(MixedSourceKeys, ...))
+SourceKeys = _keys_of("SourceKeys", SourceSpec, **_OTHER_TYPES, mix=(tuple[MixKeys, ...], ()))  # type: ignore[valid-type]
 
 
 class Document(_Block):
@@ -441,24 +445,28 @@ class Document(_Block):
             yield from (problem.below("pipelines", name) for problem in self._split_problems(name, pipeline))
         if _WHOLE in self._parts:
             rule, action = f"takes the name that means the whole source, {_WHOLE}", "give this part another one"
-            yield Problem.of(("source", "split", _WHOLE), rule, action=action, code="config.conflict")
+            yield Problem.of(("source", self._key_of_parts, _WHOLE), rule, action=action, code="config.conflict")
         yield from (problem.below("train") for problem in self.train.problems())
         if self.serve is not None:
             yield from (problem.below("serve") for problem in self.serve.problems())
 
     @property
     def _parts(self) -> tuple[str, ...]:
-        return tuple(getattr(self.source, "split", ()))
+        return (*getattr(self.source, "split", ()), *getattr(self.source, "splits", ()))
+
+    @property
+    def _key_of_parts(self) -> str:
+        return "splits" if getattr(self.source, "splits", ()) else "split"
 
     def _split_problems(self, name: str, pipeline: PipelineSpec) -> Iterator[Problem]:
         """A problem where a pipeline does not read a part of `source.split`, and does not ask for the whole source."""
         parts = self._parts
         if pipeline.split is None and parts and name not in parts:
-            rule = f"is not a part of source.split, which has {', '.join(parts)}"
+            rule = f"is not a part of source.{self._key_of_parts}, which has {', '.join(parts)}"
             action = f"{suggest(name, parts, else_all=False)} set split: NAME, or split: {_WHOLE} for the whole source"
             yield Problem.of((), rule, action=action.strip(), code="config.conflict")
         if pipeline.split is not None and pipeline.split not in (*parts, _WHOLE):
-            rule = f"must name a part of source.split, or {_WHOLE}"
+            rule = f"must name a part of source.{self._key_of_parts}, or {_WHOLE}"
             yield Problem.of(
                 "split", rule, pipeline.split, suggest(pipeline.split, (*parts, _WHOLE)), code="config.range"
             )
@@ -508,7 +516,7 @@ class Config:
         """The part of `source.split` that a pipeline reads; None if it reads the whole source, as `serve` does."""
         split = self.pipelines[name].split if name in self.pipelines else None
         part = name if split is None else split
-        return part if part in dict(self.source.fractions) else None
+        return part if part in self.source.part_names else None
 
     def on_error_of(self, name: str) -> OnError:
         """What happens to bad samples of a pipeline: its own `on_error`, else `run.on_error`, else the default."""

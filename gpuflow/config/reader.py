@@ -39,14 +39,13 @@ __all__ = ["AddedStages", "read_config"]
 class AddedStages:
     """Stages that follow those of a pipeline and come from elsewhere than the file.
 
-    pipeline: its name. entries: as they would stand in YAML. paths: for each entry the keys that lead to what it was
-    made of. place: where that is, for problems.
+    pipeline: its name. entries: as they would stand in YAML. place, path: of what they were made of, for problems.
     """
 
     pipeline: str
     entries: Sequence[Mapping[str, Any]]
-    paths: Sequence[tuple[Key, ...]]
     place: str
+    path: tuple[Key, ...]
 
 
 def read_config(
@@ -78,6 +77,7 @@ class _Reader:
         self._data, self._lines = read_yaml(path)
         self._overrides = Overrides(self._data)
         self._problems: list[tuple[float, Problem]] = []
+        self._mixed: dict[int, dict[str, Any]] = {}
 
     def read(self, overrides: Sequence[str]) -> Config:
         for override in overrides:
@@ -127,8 +127,7 @@ class _Reader:
         match at:
             case ("pipelines", name, "stages", int(number), *rest) if name == added.pipeline:
                 entries = self._data["pipelines"][name].get("stages") or ()
-                first = number - len(entries)
-                return (*added.paths[first], *rest) if first >= 0 else None
+                return (*added.path, *rest) if number >= len(entries) else None
         return None
 
     def _report_override(self, override: str, problem: Problem) -> None:
@@ -143,19 +142,33 @@ class _Reader:
     # --- blocks -----------------------------------------------------------------------------------------------------
 
     def _source_keys(self) -> tuple[Any, dict[str, Any], bool]:
-        """The block `source` without the keys of other packages, these, and whether all keys are known."""
-        block = self._data.get("source")
+        """The block `source` without the keys of other packages, these, and whether all keys are known.
+
+        Of a mix, the keys of other packages in its sources are in `_mixed`.
+        """
+        own, other, known = self._own_keys(("source",), self._data.get("source"))
+        entries = own.get("mix") if isinstance(own, dict) else None
+        for i, entry in enumerate(entries if isinstance(entries, list) else ()):
+            if isinstance(entry, dict) and "source" in entry:
+                source, self._mixed[i], fine = self._own_keys(("source", "mix", i, "source"), entry["source"])
+                own["mix"][i], known = {**entry, "source": source}, known and fine
+        if not known:
+            self._document(own, rules=False)
+        return own, other, known
+
+    def _own_keys(self, at: tuple[Key, ...], block: Any) -> tuple[Any, dict[str, Any], bool]:
+        """A block that describes a source, without the keys of other packages, these, and whether all are known."""
         if not isinstance(block, dict):
             return block, {}, True
         offered = offered_sources()
         foreign = [key for key in block if isinstance(key, str) and key not in SourceKeys.model_fields]
         unknown = [key for key in foreign if key not in offered]
         own = {key: value for key, value in block.items() if key not in foreign}
+        if isinstance(own.get("mix"), list):
+            own["mix"] = list(own["mix"])
         for key in unknown:
             action = suggest(key, [*SourceKeys.model_fields, *offered])
-            self._report(Problem.of(("source", key), "is not a key here", action=action, code="config.unknown_key"))
-        if unknown:
-            self._document(own, rules=False)
+            self._report(Problem.of((*at, key), "is not a key here", action=action, code="config.unknown_key"))
         return own, {key: block[key] for key in foreign if key in offered}, not unknown
 
     def _document(self, source: Any, *, rules: bool = True) -> Document | None:
@@ -177,8 +190,11 @@ class _Reader:
             keys = SourceKeys.model_validate(as_tuples(own))
         except pydantic.ValidationError:
             return None
+        values = keys.model_dump()
+        for i, mixed in self._mixed.items():
+            values["mix"][i]["source"]["other"] = mixed
         try:
-            return SourceSpec(**keys.model_dump(), other=other)
+            return SourceSpec(**values, other=other)
         except ConfigError as error:
             for problem in error.problems:
                 self._report(problem)

@@ -19,16 +19,27 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel
 from pydantic.json_schema import GenerateJsonSchema
 
-from gpuflow.config.models import Document, FieldKeys, PipelineSpec, ServeSpec, SourceKeys, ViewSpec
+from gpuflow.config.models import (
+    Document,
+    FieldKeys,
+    MixedSourceKeys,
+    MixKeys,
+    PipelineSpec,
+    ServeSpec,
+    SourceKeys,
+    ViewSpec,
+    WeightsKeys,
+)
 from gpuflow.pipeline.bounds import Bounds
 from gpuflow.pipeline.stage import Stage
-from gpuflow.sources import SourceSpec
+from gpuflow.sources import MixEntry, SourceSpec, WeightsSpec
 from gpuflow.sources.field_spec import FieldSpec
 
 __all__ = ["docstring_of", "json_schema"]
 
 Schema = dict[str, Any]
 
+_SOURCE_BLOCKS = SourceKeys, MixKeys, MixedSourceKeys, FieldKeys, WeightsKeys
 _STAGES = {"$ref": "#/$defs/stages"}
 
 
@@ -48,10 +59,13 @@ def json_schema(stages: Mapping[str, type[Stage]], sources: Mapping[str, EntryPo
     pipeline = blocks[PipelineSpec.__name__]
     pipeline["properties"]["decode"]["anyOf"] = [{"$ref": "#/$defs/stage.decode"}, {"type": "null"}]
     pipeline["oneOf"] = [{"required": ["stages"]}, {"required": ["views"]}]
-    del blocks[SourceKeys.__name__], blocks[FieldKeys.__name__]
+    for keys in _SOURCE_BLOCKS:
+        del blocks[keys.__name__]
     other_types: dict[str, Any] = {
         "split": SourceKeys.model_fields["split"].annotation,
         "fields": Mapping[str, FieldSpec | None],
+        "mix": tuple[MixEntry, ...],
+        "weights": WeightsSpec | None,
     }
     source = _fields_schema(SourceSpec, other_types)
     del source["properties"]["other"]
@@ -157,6 +171,8 @@ def _type_schema(hint: Any, bounds: Bounds | None = None) -> Schema:
     origin, parts = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:
         return _type_schema(parts[0], next((part for part in parts[1:] if isinstance(part, Bounds)), bounds))
+    if SourceSpec in parts:  # in a mix
+        return {"$ref": "#/$defs/source"}
     if origin is Literal:
         return {"enum": list(parts)}
     if origin in (typing.Union, types.UnionType):

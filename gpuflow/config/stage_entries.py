@@ -8,8 +8,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from gpuflow.config.words import fits, type_in_words
+from gpuflow.decode.optional_decoders import missing_library
 from gpuflow.errors import ConfigError, Problem, suggest
-from gpuflow.pipeline.stage import Stage
+from gpuflow.pipeline.stage import Decoder, Stage
 
 __all__ = ["as_tuples", "make_stage"]
 
@@ -38,7 +39,12 @@ def make_stage(entry: Any, stages: Mapping[str, type[Stage]]) -> Stage:
     parameters = as_tuples(given or {})
     if problems := list(_misfits(stages[name], name, parameters)):
         raise ConfigError([problem.below(name) for problem in problems])
-    return stages[name](**_with_open_field(stages[name], parameters))
+    stage = stages[name](**_with_open_field(stages[name], parameters))
+    if isinstance(stage, Decoder) and (missing := missing_library(stage.formats)) is not None:
+        raise ConfigError(
+            [Problem.of((name, "formats"), f"names what cannot be decoded here: {missing}", code="config.rule")]
+        )
+    return stage
 
 
 def as_tuples(value: Any) -> Any:

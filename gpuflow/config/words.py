@@ -119,6 +119,8 @@ def _hint_at(model: type[BaseModel], at: Sequence[Key]) -> tuple[type[BaseModel]
             hint = next((f.annotation for n, f in hint.model_fields.items() if key in (n, f.alias)), None)
         elif typing.get_origin(hint) is dict:
             hint = typing.get_args(hint)[1]
+        elif typing.get_origin(hint) is tuple and isinstance(key, int):
+            hint = typing.get_args(hint)[0]  # of a list, as all tuples in blocks are
         else:
             return parent, hint
     return parent, hint

@@ -20,8 +20,8 @@ _MAX_ALIASED = 100_000
 _CYCLE = "is nested too deeply, or an alias stands inside what it names"
 
 
-def read_yaml(path: str) -> tuple[dict[str, Any], Lines]:
-    """The mapping that a file holds, and the lines of its values.
+def read_yaml(path: str, *, holds: str = "source and pipelines") -> tuple[dict[str, Any], Lines]:
+    """The mapping that a file holds, and the lines of its values. holds: its keys, for the error if it is none.
 
     Raises:
         ConfigError: there is no such file, or it is not valid YAML, or holds no mapping.
@@ -51,7 +51,7 @@ def read_yaml(path: str) -> tuple[dict[str, Any], Lines]:
     except (yaml.YAMLError, ValueError) as cause:
         raise error(f"is not valid YAML: {cause}", code="config.yaml") from cause
     if not isinstance(data, dict):
-        raise error("must be a mapping with source and pipelines", data, code="config.type")
+        raise error(f"must be a mapping with {holds}", data, code="config.type")
     return data, lines
 
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,7 +43,9 @@ class Headers:
         return sizes
 
 
-def read_headers(payload: Payload, *, max_pixels: int, max_scans: int, orientation: bool) -> Headers:
+def read_headers(
+    payload: Payload, *, max_pixels: int, max_scans: int, orientation: bool, formats: Collection[str] = ()
+) -> Headers:
     """The header of each file. Unreadable files (of size 0) are faults of the stage `read`.
 
     `payload.prescan` may hold the result of `scan_headers`, computed by the worker that read the files. It is used only
@@ -61,7 +64,13 @@ def read_headers(payload: Payload, *, max_pixels: int, max_scans: int, orientati
             faults[i] = BadSampleError("read", error)
             continue
         try:
-            header = probe(payload.sample(i), max_pixels=max_pixels, max_scans=max_scans, orientation=orientation)
+            header = probe(
+                payload.sample(i),
+                max_pixels=max_pixels,
+                max_scans=max_scans,
+                orientation=orientation,
+                formats=formats,
+            )
         except BadSampleError as fault:
             faults[i] = fault.with_traceback(None)  # which refers to this frame, and that to all samples
             continue

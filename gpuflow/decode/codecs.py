@@ -9,16 +9,16 @@ from __future__ import annotations
 import logging
 import re
 import struct
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator
 from functools import lru_cache
-from typing import Literal, NoReturn
+from typing import Literal
 
 import cv2
 import numpy as np
 from numpy.typing import NDArray
 
 from gpuflow.decode import self_test
+from gpuflow.decode.header import ANIMATION, Header, refuse, stored, upright
 from gpuflow.decode.header_scan import (
     ALL_CODES,
     CODE_SHARES,
@@ -29,7 +29,9 @@ from gpuflow.decode.header_scan import (
     RESTART_INTERVAL,
 )
 from gpuflow.decode.libjpeg_turbo import LibjpegTurbo, find_libjpeg_turbo
-from gpuflow.errors import BadSampleError, Code, DecoderError
+from gpuflow.decode.optional_decoders import decode_optional
+from gpuflow.decode.optional_headers import LABELS, READERS, Reader, format_by_content
+from gpuflow.errors import BadSampleError, DecoderError
 
 __all__ = [
     "MAX_SCANS",
@@ -50,8 +52,6 @@ image to decode."""
 
 _REGION_WORTH = 0.9
 """Decode only a region if its area is at most this fraction of the image."""
-_SWAPPED = 5
-"""EXIF orientations from this value on rotate the image by 90 degrees, so they swap height and width."""
 _BMP_CORE = 12
 """Size in bytes of OS/2's BMP header, which stores height and width in 16 bits each."""
 _MAX_SIDE = 1 << 20
@@ -63,85 +63,73 @@ _MAX_SEGMENTS, _MAX_CHUNKS = 10_000, 200_000
 bad: reading it would only take time."""
 
 
-@dataclass(frozen=True, slots=True)
-class Header:
-    """The header of an image file.
-
-    format: `jpeg`, `png`, `webp` or `bmp`, by content. width, height: pixels as stored. channels: components in the
-    file. progressive: true for a JPEG with several scans. orientation: the EXIF tag, 1 to 8; 1 if there is none.
-    alpha: whether a PNG or WebP may hold transparent pixels.
-    """
-
-    format: str
-    width: int
-    height: int
-    channels: int
-    progressive: bool = False
-    orientation: int = 1
-    alpha: bool = False
-
-    @property
-    def size(self) -> tuple[int, int]:
-        """(height, width) as stored."""
-        return self.height, self.width
-
-    @property
-    def upright_size(self) -> tuple[int, int]:
-        """(height, width) after the orientation is applied."""
-        return (self.width, self.height) if self.orientation >= _SWAPPED else (self.height, self.width)
-
-
-def _bad(reason: str, code: Code = "sample.bad") -> NoReturn:
-    raise BadSampleError("decode", reason, code)
-
-
 def probe(
     data: NDArray[np.uint8],
     *,
     max_pixels: int = 179_000_000,
     max_scans: int = MAX_SCANS,
     orientation: bool = False,
+    formats: Collection[str] = (),
 ) -> Header:
     """Read and check an image's header and its end marker. Decodes nothing.
 
     Args:
         data: the encoded bytes, uint8 [n].
         max_pixels: the largest allowed width * height. max_scans: the largest allowed number of scans of a JPEG.
-        orientation: also read the EXIF orientation.
+        orientation: also read the EXIF orientation. formats: what `decode.formats` names.
 
     Raises:
         BadSampleError: the bytes are empty, of an unknown format, truncated, too large, deeper than 8 bits, or have
-            more scans or segments than any encoder writes.
+            more scans or segments than any encoder writes. Its code is `sample.format` if naming the format would help.
     """
     view = data.data
     if len(view) == 0:
-        _bad("empty: the file has no bytes")
+        refuse("empty: the file has no bytes")
     magic = bytes(view[:12])
     read = next((reader for test, reader in _READERS if test(magic)), None)
     if read is None:
-        _bad(_unknown_format(magic))
+        name = format_by_content(view)
+        if name is None:
+            refuse(_unknown_format(magic))
+        if name not in formats:
+            refuse(_not_named(name), "sample.format")
+        read = READERS[name]
     try:
         header = read(view, orientation, max_scans)
     except (struct.error, IndexError):
-        _bad(f"truncated: the header breaks off after {len(view)} bytes")
+        refuse(f"truncated: the header breaks off after {len(view)} bytes")
+    if header.format in LABELS and header.format not in formats:
+        refuse(_not_named(header.format), "sample.format")
     if header.width < 1 or header.height < 1:
-        _bad(f"the header gives a size of {header.width}x{header.height} pixels")
+        refuse(f"the header gives a size of {header.width}x{header.height} pixels")
     if (pixels := header.width * header.height) > max_pixels:
         reason = f"{header.width}x{header.height} = {pixels:,} pixels are more than max_pixels = {max_pixels:,}"
-        _bad(reason, "sample.too_large")
+        refuse(reason, "sample.too_large")
     if max(header.width, header.height) > _MAX_SIDE:
-        _bad(f"{header.width}x{header.height} pixels; OpenCV decodes at most {_MAX_SIDE:,} a side")
+        refuse(f"{header.width}x{header.height} pixels; OpenCV decodes at most {_MAX_SIDE:,} a side")
     return header
 
 
 def _unknown_format(magic: bytes) -> str:
-    known = {b"GIF8": "GIF", b"II*\0": "TIFF", b"MM\0*": "TIFF", b"%PDF": "PDF", b"8BPS": "PSD", b"P6": "PPM"}
-    for start, name in known.items():
+    for start, name in {b"%PDF": "PDF", b"8BPS": "PSD", b"P6": "PPM"}.items():
         if magic.startswith(start):
-            return f"{name} is not supported; gpuflow decodes JPEG, PNG, WebP and BMP"
+            return f"{name} is not supported; {_KNOWN}"
     if magic[4:8] == b"ftyp":
-        return "AVIF/HEIF is not supported; gpuflow decodes JPEG, PNG, WebP and BMP"
-    return f"not an image: begins with {magic[:4].hex(' ')}; gpuflow decodes JPEG, PNG, WebP and BMP"
+        return f"AVIF/HEIF of an unknown kind is not supported; {_KNOWN}"
+    return f"not an image: begins with {magic[:4].hex(' ')}; {_KNOWN}"
+
+
+_KNOWN = "gpuflow decodes JPEG, PNG, WebP and BMP"
+
+
+def _not_named(name: str) -> str:
+    """Why a format that `decode.formats` could name is refused."""
+    action = f"name it in decode.formats: [{name}]"
+    if name == "png16":
+        return f"16 bits per channel; gpuflow decodes images of 8 bits, so convert this one, or {action}"
+    if name == "webp_animated":
+        return f"{ANIMATION}; for the first frame, {action}"
+    return f"{LABELS[name]} is not supported; {_KNOWN}; to have it decoded, {action}"
 
 
 def _segments(view: memoryview) -> Iterator[tuple[int, int, int]]:
@@ -157,7 +145,7 @@ def _segments(view: memoryview) -> Iterator[tuple[int, int, int]]:
         at = found.end() - 2
         marker = view[at + 1]
         if marker == 0xD9:
-            _bad("damaged header: the image ends before its first scan")
+            refuse("damaged header: the image ends before its first scan")
         if _ALONE[marker]:
             at += 2
             continue
@@ -166,7 +154,7 @@ def _segments(view: memoryview) -> Iterator[tuple[int, int, int]]:
         if marker == 0xDA:
             return
         at += 2 + length
-    _bad(f"more than {_MAX_SEGMENTS:,} marker segments before the first scan")
+    refuse(f"more than {_MAX_SEGMENTS:,} marker segments before the first scan")
 
 
 def _read_jpeg(view: memoryview, orientation: bool, max_scans: int) -> Header:
@@ -178,12 +166,12 @@ def _read_jpeg(view: memoryview, orientation: bool, max_scans: int) -> Header:
         elif orientation and marker == 0xE1 and bytes(view[at + 4 : at + 10]) == b"Exif\0\0":
             turn = _tiff_orientation(view[at + 10 : at + 2 + length])
     if frame is None:
-        _bad("damaged header: a scan begins before the image's size is given")
+        refuse("damaged header: a scan begins before the image's size is given")
     kind, bits, height, width, channels = frame
     if bits != 8:
-        _bad(f"{bits} bits per channel; gpuflow decodes images of 8 bits, so convert this one")
+        refuse(f"{bits} bits per channel; gpuflow decodes images of 8 bits, so convert this one")
     if bytes(view[-2:]) != b"\xff\xd9" and bytes(view[at:]).rfind(b"\xff\xd9") < 0:
-        _bad(f"truncated: no end-of-image marker within {len(view)} bytes")
+        refuse(f"truncated: no end-of-image marker within {len(view)} bytes")
     if kind != 0xC0 or view[at + 4] != channels:
         _check_scans(view, at, max_scans)
     return Header("jpeg", width, height, channels, progressive=kind not in (0xC0, 0xC1), orientation=turn)
@@ -252,9 +240,9 @@ def _check_scans(view: memoryview, at: int, max_scans: int) -> None:
             return
         scans += marker == 0xDA
         if scans > max_scans:
-            _bad(f"more than max_scans = {max_scans} scans")
+            refuse(f"more than max_scans = {max_scans} scans")
         at = found.end() + max(2, int.from_bytes(view[found.end() : found.end() + 2]))
-    _bad(f"more than {_MAX_SEGMENTS:,} marker segments")
+    refuse(f"more than {_MAX_SEGMENTS:,} marker segments")
 
 
 _MARKER = re.compile(rb"\xff[^\x00\x01\xd0-\xd8\xff]")
@@ -294,31 +282,30 @@ def _huffman_tables(body: memoryview) -> set[int]:
 
 def _read_png(view: memoryview, orientation: bool, max_scans: int) -> Header:
     width, height, bits, kind = struct.unpack_from(">IIBB", view, 16)
-    if bits == 16:
-        _bad("16 bits per channel; gpuflow decodes images of 8 bits, so convert this one")
     turn, at, name, alpha = 1, 8, b"", kind >= _PNG_ALPHA
     for _ in range(_MAX_CHUNKS):
         length, name = struct.unpack_from(">I4s", view, at) if at + 8 <= len(view) else (0, b"")
         if at + 12 + length > len(view):  # OpenCV would allocate and fill up to 2 GiB for the chunk
-            _bad(f"truncated: no IEND chunk at the end of {len(view)} bytes")
+            refuse(f"truncated: no IEND chunk at the end of {len(view)} bytes")
         if name == b"IEND":
             break
         if name == b"acTL":
-            _bad(_ANIMATION)
+            refuse(ANIMATION)
         alpha = alpha or name == b"tRNS"
         if name == b"eXIf" and orientation:
             turn = _tiff_orientation(view[at + 8 : at + 8 + length])
         at += 12 + length
     else:
-        _bad(f"more than {_MAX_CHUNKS:,} chunks")
-    return Header("png", width, height, {0: 1, 2: 3, 3: 3, 4: 2, 6: 4}.get(kind, 3), orientation=turn, alpha=alpha)
+        refuse(f"more than {_MAX_CHUNKS:,} chunks")
+    form, channels = "png16" if bits == 16 else "png", {0: 1, 2: 3, 3: 3, 4: 2, 6: 4}.get(kind, 3)
+    return Header(form, width, height, channels, orientation=turn, alpha=alpha)
 
 
 def _read_webp(view: memoryview, orientation: bool, max_scans: int) -> Header:
     (size,) = struct.unpack_from("<I", view, 4)
     if size + 8 > len(view):
-        _bad(f"truncated: the header promises {size + 8} bytes, there are {len(view)}")
-    kind, turn, alpha = bytes(view[12:16]), 1, False
+        refuse(f"truncated: the header promises {size + 8} bytes, there are {len(view)}")
+    kind, turn, alpha, form = bytes(view[12:16]), 1, False, "webp"
     if kind == b"VP8 ":
         width, height = (side & 0x3FFF for side in struct.unpack_from("<HH", view, 26))
     elif kind == b"VP8L":
@@ -327,8 +314,7 @@ def _read_webp(view: memoryview, orientation: bool, max_scans: int) -> Header:
     elif kind == b"VP8X":
         width = int.from_bytes(view[24:27], "little") + 1
         height = int.from_bytes(view[27:30], "little") + 1
-        if view[20] & 0x02:
-            _bad(_ANIMATION)
+        form = "webp_animated" if view[20] & 0x02 else form
         alpha = bool(view[20] & 0x10)
         at = 12
         while orientation and at + 8 <= len(view):
@@ -337,8 +323,8 @@ def _read_webp(view: memoryview, orientation: bool, max_scans: int) -> Header:
                 turn = _tiff_orientation(view[at + 8 : at + 8 + length])
             at += 8 + length + length % 2
     else:
-        _bad(f"damaged header: unknown WebP chunk {kind!r}")
-    return Header("webp", width, height, 3, orientation=turn, alpha=alpha)
+        refuse(f"damaged header: unknown WebP chunk {kind!r}")
+    return Header(form, width, height, 3, orientation=turn, alpha=alpha)
 
 
 def _read_bmp(view: memoryview, orientation: bool, max_scans: int) -> Header:
@@ -346,15 +332,14 @@ def _read_bmp(view: memoryview, orientation: bool, max_scans: int) -> Header:
     (kind,) = struct.unpack_from("<I", view, 14)
     width, height, _, bits = struct.unpack_from("<HHHH" if kind == _BMP_CORE else "<iiHH", view, 18)
     if size > len(view):
-        _bad(f"truncated: the header promises {size} bytes, there are {len(view)}")
+        refuse(f"truncated: the header promises {size} bytes, there are {len(view)}")
     return Header("bmp", abs(width), abs(height), 1 if bits <= 8 else 3)
 
 
-_ANIMATION = "an animation; gpuflow decodes still images"
 _PNG_MAGIC = b"\x89PNG\r\n\x1a\n"
 _PNG_ALPHA = 4
 """PNG's colour types from this value on have an alpha channel."""
-_READERS: tuple[tuple[Callable[[bytes], bool], Callable[[memoryview, bool, int], Header]], ...] = (
+_READERS: tuple[tuple[Callable[[bytes], bool], Reader], ...] = (
     (lambda magic: magic.startswith(b"\xff\xd8\xff"), _read_jpeg),
     (lambda magic: magic.startswith(_PNG_MAGIC), _read_png),
     (lambda magic: magic.startswith(b"RIFF") and magic[8:12] == b"WEBP", _read_webp),
@@ -379,17 +364,6 @@ def _tiff_orientation(block: memoryview) -> int:
     except (KeyError, struct.error):
         return 1
     return 1
-
-
-def _upright(image: NDArray[np.uint8], orientation: int) -> NDArray[np.uint8]:
-    """Apply an EXIF orientation (JEITA CP-3451, tag 0x0112) to an HWC image."""
-    if orientation >= _SWAPPED:
-        image = image.transpose(1, 0, 2)
-    if orientation in (3, 4, 7, 8):
-        image = image[::-1]
-    if orientation in (2, 3, 6, 7):
-        image = image[:, ::-1]
-    return np.ascontiguousarray(image)
 
 
 _OPENCV_FLAGS = {"rgb": cv2.IMREAD_COLOR_RGB, "bgr": cv2.IMREAD_COLOR_BGR, "gray": cv2.IMREAD_GRAYSCALE}
@@ -466,6 +440,8 @@ class CpuDecoder:
     def _decode(
         self, data: NDArray[np.uint8], header: Header, region: tuple[int, int, int, int] | None
     ) -> tuple[NDArray[np.uint8], tuple[int, int]]:
+        if header.format in LABELS and header.format != "png16":
+            return self._by_optional(data, header), (0, 0)
         height, width = header.height, header.width
         if region is not None:
             worth = region[2] * region[3] <= _REGION_WORTH * height * width
@@ -478,24 +454,39 @@ class CpuDecoder:
             region = None
             image = self._by_opencv(data, header)
         if header.orientation != 1:
-            image = _upright(image, header.orientation)
+            image = upright(image, header.orientation)
         return image, region[:2] if region else (0, 0)
 
     def _by_opencv(self, data: NDArray[np.uint8], header: Header) -> NDArray[np.uint8]:
         """Decode a whole file with OpenCV."""
-        composited = self._background is not None and header.alpha
-        flags = cv2.IMREAD_UNCHANGED if composited else _OPENCV_FLAGS[self._color] | cv2.IMREAD_IGNORE_ORIENTATION
-        decoded = imdecode(data, flags)
+        composited, deep = self._background is not None and header.alpha, header.format == "png16"
+        flags = _OPENCV_FLAGS[self._color] | cv2.IMREAD_IGNORE_ORIENTATION
+        decoded = imdecode(data, cv2.IMREAD_UNCHANGED if composited or deep else flags)
         if decoded is None:
-            _bad(f"the {header.format.upper()} decoder gave up; the data is damaged")
-        if composited:
-            assert self._background is not None
-            decoded = _composite(decoded, data, self._background, self._color)
+            refuse(f"the {LABELS.get(header.format, header.format.upper())} decoder gave up; the data is damaged")
+        if composited and decoded.ndim == 2:  # OpenCV gives no alpha for a gray PNG with a transparent level
+            decoded = _with_alpha(decoded, _transparent_level(data.data))
+        if deep:
+            decoded = (decoded >> 8).astype(np.uint8)
+        if composited or deep:
+            decoded = _in_color(decoded, self._background if composited else None, self._color)
         image: NDArray[np.uint8] = decoded.reshape(*decoded.shape[:2], self._channels)
         if image.shape[:2] != (header.height, header.width):
             sizes = f"{header.width}x{header.height} and {image.shape[1]}x{image.shape[0]}"
-            _bad(f"damaged header: two sizes, {sizes} pixels")
+            refuse(f"damaged header: two sizes, {sizes} pixels")
         return image
+
+    def _by_optional(self, data: NDArray[np.uint8], header: Header) -> NDArray[np.uint8]:
+        """Decode a whole file of a format that `decode.formats` named, and turn it as its header says."""
+        composited = self._background is not None and header.alpha
+        decoded = decode_optional(data, header, alpha=composited)
+        if decoded.shape[2] >= 3:
+            decoded = decoded[..., [2, 1, 0, 3][: decoded.shape[2]]]
+        image = _in_color(decoded, self._background if composited else None, self._color)
+        image = image.reshape(*image.shape[:2], self._channels)
+        if header.orientation != header.turned:
+            image = upright(stored(image, header.turned), header.orientation)
+        return np.ascontiguousarray(image)
 
     def _buffer_for(self, pixels: int) -> NDArray[np.uint8]:
         """The buffer, grown to hold `pixels` pixels. After a huge image, the next small one shrinks it again."""
@@ -505,34 +496,40 @@ class CpuDecoder:
         return self._buffer
 
 
-def _composite(
-    image: NDArray[np.uint8], data: NDArray[np.uint8], background: tuple[int, int, int], color: str
-) -> NDArray[np.uint8]:
-    """Put an image that OpenCV gave unchanged over a background of one color; to the decoder's color, HWC or HW.
+def _in_color(image: NDArray[np.uint8], background: tuple[int, int, int] | None, color: str) -> NDArray[np.uint8]:
+    """Convert an image that is gray, BGR or BGRA, HW or HWC, to the decoder's color, HWC or HW.
 
-    Each level is (level * alpha + background * (255 - alpha)) / 255, rounded to the nearest. `gray` is luma after that.
+    background: the RGB color to put it over; None ignores alpha. Each level is then (level * alpha + background *
+    (255 - alpha)) / 255, rounded to the nearest. `gray` is luma after that.
     """
-    if image.ndim == 2:  # OpenCV gives no alpha for a gray PNG with a transparent level
-        level = _transparent_level(data.data)
-        alpha = np.where(image == level, 0, 255).astype(np.uint8)
-        image = np.dstack([image, image, image, alpha])
-    if image.shape[2] == 4:
+    if image.ndim == 2 or image.shape[2] == 1:
+        level = image.reshape(image.shape[:2])
+        return level if color == "gray" else np.dstack([level, level, level])
+    if image.shape[2] == 4 and background is not None:
         opacity = image[..., 3:].astype(np.uint16)
         under = np.array(background[::-1], np.uint16) * (255 - opacity)
         image = ((image[..., :3] * opacity + under + 127) // 255).astype(np.uint8)
+    image = np.ascontiguousarray(image[..., :3])
     if color == "gray":
         return np.asarray(cv2.cvtColor(image, cv2.COLOR_BGR2GRAY), np.uint8)
     return np.ascontiguousarray(image[..., ::-1]) if color == "rgb" else image
 
 
+def _with_alpha(image: NDArray[np.uint8], level: int) -> NDArray[np.uint8]:
+    """A gray image of 8 or 16 bits as BGRA of as many bits, transparent where it has this level."""
+    alpha = np.where(image == level, 0, np.iinfo(image.dtype).max).astype(image.dtype)
+    return np.dstack([image, image, image, alpha])
+
+
 def _transparent_level(view: memoryview) -> int:
-    """The level of 0-255 that the chunk tRNS of a gray PNG makes transparent; -1 if there is none."""
+    """The level that the chunk tRNS of a gray PNG makes transparent, of as many bits as its pixels, 8 at least; -1 if
+    there is none."""
     bits, at = view[24], 8
     while at + 8 <= len(view):
         length, name = struct.unpack_from(">I4s", view, at)
         if name == b"tRNS" and length >= 2:
             (level,) = struct.unpack_from(">H", view, at + 8)
-            return int(level * (255 // ((1 << bits) - 1)))
+            return int(level * (255 // ((1 << bits) - 1) if bits < 8 else 1))
         at += 12 + length
     return -1
 
@@ -547,7 +544,7 @@ def check_animation(data: NDArray[np.uint8]) -> None:
             return
         length, name = struct.unpack_from(">I4s", view, at)
         if name == b"acTL":
-            _bad(_ANIMATION)
+            refuse(ANIMATION)
         at += 12 + length
 
 

@@ -45,6 +45,7 @@ class Preset(s.Decoder):
     max_pixels: ClassVar[int] = 1 << 30  # type: ignore[misc]
     max_scans: ClassVar[int] = MAX_SCANS  # type: ignore[misc]
     background: ClassVar[None] = None  # type: ignore[misc]
+    formats: ClassVar[tuple[str, ...]] = ()  # type: ignore[misc]
 
     name: Literal["torchpipe_cpu", "torchpipe_gpu"]
     height: int
@@ -109,6 +110,8 @@ class Preset(s.Decoder):
         """
         if isinstance(stage, s.Decoder) and stage.background is not None:
             return "has a background, but torchpipe's operators in the preset before it ignore alpha; remove the preset"
+        if isinstance(stage, s.Decoder) and stage.formats:
+            return "names formats, but torchpipe's operators in the preset before it decode; remove the preset"
         if serving:
             has_module = stage.module() is not None
             return None if has_module else "cannot follow a preset, after which only stages such as normalize may come"

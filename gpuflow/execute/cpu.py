@@ -450,8 +450,13 @@ class CpuRunners:
 
 def header_of(data: NDArray[np.uint8], decoder: s.Decoder) -> Header:
     """A file's header, within the decoder's limits. Raises BadSampleError."""
-    orientation = decoder.orientation == "apply"
-    return probe(data, max_pixels=decoder.max_pixels, max_scans=decoder.max_scans, orientation=orientation)
+    return probe(
+        data,
+        max_pixels=decoder.max_pixels,
+        max_scans=decoder.max_scans,
+        orientation=decoder.orientation == "apply",
+        formats=decoder.formats,
+    )
 
 
 def call_opaque(step: OpaqueStep, image: NDArray[Any], seed: int) -> NDArray[Any]:

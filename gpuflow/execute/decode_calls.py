@@ -22,9 +22,6 @@ CALL_IMAGES = 128
 a training step loses 7% of its speed instead of 3% (measured in experiments/gpu_path/NOTES.md)."""
 LARGE_PIXELS, _LARGE_IMAGES = 1 << 20, 32
 """From how many pixels on an image is large, and the largest number of such images in one call."""
-_UNKNOWN_IMAGES = 56
-"""The largest number in one call of images whose files are not known to be complete: with the blank images before them
-there are at most CALL_IMAGES."""
 _LARGE, _SIZE_STEP, _UNKNOWN = 1 << 8, 1 << 9, 1 << 16
 """Bits of a kind above the sampling: large, how many times four times as large, and not known to be complete."""
 
@@ -91,7 +88,7 @@ def plan_calls(chunks: Sequence[Undecoded], *, max_bytes: int) -> list[DecodeCal
     mixed = len(own.kinds) > 0 and bool((own.kinds != own.kinds[0]).any())
     calls: list[DecodeCall] = []
     for kind in np.unique(own.kinds[own.left]).tolist():
-        most = _LARGE_IMAGES if kind & _LARGE else _UNKNOWN_IMAGES if kind & _UNKNOWN else CALL_IMAGES
+        most = _LARGE_IMAGES if kind & _LARGE else CALL_IMAGES
         rows = [own.take(kind, len(own.kinds), np.iinfo(np.int64).max)]
         images, space = len(rows[0]), int(own.spaces[rows[0]].sum())
         full, free = -(-images // most) * most, -(-space // max_bytes) * max_bytes

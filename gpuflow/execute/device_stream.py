@@ -47,10 +47,13 @@ class DeviceStream:
         with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
             yield
 
-    def record_event(self, *, blocking: bool = False) -> torch.cuda.Event:
-        """An event after all work queued so far. blocking: a thread that waits for the event sleeps, not spins."""
+    def record_event(self, *, blocking: bool = False, stream: torch.cuda.Stream | None = None) -> torch.cuda.Event:
+        """An event after all work queued so far. blocking: a thread that waits for the event sleeps, not spins.
+
+        stream: another stream of the same device whose work is meant.
+        """
         event = torch.cuda.Event(blocking=blocking)  # type: ignore[no-untyped-call]
-        event.record(self.stream)
+        event.record(stream or self.stream)
         return event
 
     def retain_until_done(self, memory: NDArray[Any], on_done: Callable[[NDArray[Any]], None] | None = None) -> None:

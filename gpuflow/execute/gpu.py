@@ -204,7 +204,11 @@ class GpuRunner:
         """
         decoder = self._program.decoder
         headers = read_headers(
-            payload, max_pixels=decoder.max_pixels, max_scans=decoder.max_scans, orientation=self._turns
+            payload,
+            max_pixels=decoder.max_pixels,
+            max_scans=decoder.max_scans,
+            orientation=self._turns,
+            formats=decoder.formats,
         )
         rows = self._undamaged(np.flatnonzero(headers.engine), payload, headers.sizes, indices)
         draws = self._passes.draw(_keys_of(keys, rows), headers.sizes[rows])

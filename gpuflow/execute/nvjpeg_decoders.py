@@ -10,6 +10,7 @@ import logging
 import queue
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -34,9 +35,6 @@ _MAX_CALLS = {"hardware": 2, "cuda": 1}
 """The largest number of concurrent calls for each nvJPEG backend."""
 CALL_SECONDS = 60.0
 _MAX_ENGINES = 16
-_SIZES, _FILLER = (8, 16, 32, 64, 128), (16, 16)
-"""Numbers of images for which there are states, and height and width of the images that fill up a call. One of those
-takes the engines 16 us, a photograph of 500x375 takes 30 us (measured in experiments/real_data)."""
 _MANY_REFUSED = 64
 """Number of consecutive files refused after which a decoder is tested."""
 _TOLERANCE = 3
@@ -60,14 +58,19 @@ class JpegBatch(NamedTuple):
         return JpegBatch(self.data[which], self.lengths[which], self.images[which], self.frames[which])
 
 
+@dataclass(slots=True)
+class _State:
+    """A state of nvJPEG. queued: an event after its last call, or None before the first one."""
+
+    decoder: BatchedDecoder
+    queued: torch.cuda.Event | None = None
+
+
 class NvjpegDecoder:
     """One nvJPEG decoder that queues its work on a loader's stream, or on a second stream. Not thread-safe.
 
-    It has a state of nvJPEG for each chroma sampling and each of a few numbers of images. A state that decodes several
-    samplings in turn sets the engines up anew for each call (20,400 instead of 28,100 images/s for two samplings in
-    turn, experiments/real_data). A state that gets another number of images than before is initialized again, which
-    waits until the GPU has done all that was queued, such as whole training steps. So calls are filled up with tiny
-    images to a number for which there is a state.
+    It has a state of nvJPEG for each chroma sampling: one that decodes several samplings in turn sets the engines up
+    anew for each call (20,400 instead of 28,100 images/s for two samplings in turn, experiments/real_data).
 
     count: measures over how many engines a call is spread; 0 if a damaged file never shows pixels of other images.
     engines: the result of `count` for the hardware backend, 0 for others.
@@ -87,11 +90,9 @@ class NvjpegDecoder:
     ) -> None:
         self._device_stream, self._color, self._refused = device_stream, color, 0
         self._make = partial(BatchedDecoder, library, color, backend)
-        self._states = {(self_test.SAMPLING, _SIZES[-1], False): self._make()}
+        self._states = {(self_test.SAMPLING, False): _State(self._make())}
         self._stream = device_stream.new_stream() if second else device_stream.stream
         self._blanks = BlankFiles(device_stream)
-        with device_stream.queued():
-            self._filler = torch.empty(_FILLER[0] * _FILLER[1] * 3, dtype=torch.uint8, device=device_stream.device)
         self.engines = 0
         if backend == "hardware":
             self.engines = count(self)
@@ -122,31 +123,28 @@ class NvjpegDecoder:
     def _decode_by_halves(self, files: JpegBatch, blank: int | None) -> NDArray[np.bool_]:
         count = len(files.data)
         data, lengths, images = files[:3] if blank is None else self._with_blanks(files, blank)
-        state, size = self._state(files.frames, len(data))
-        if fillers := size - len(data):
-            address, length = self._blanks.files(np.array([[*_FILLER, files.frames[0, 2]]]))
-            place = np.zeros((1, 8), np.uint64)
-            place[0, 0], place[0, 4] = self._filler.data_ptr(), _FILLER[1] * self.channels
-            data, lengths = np.append(data, address.repeat(fillers)), np.append(lengths, length.repeat(fillers))
-            images = np.append(images, place.repeat(fillers, axis=0), axis=0)
+        state = self._state(files.frames)
+        if state.decoder.batch_size != len(data) and state.queued is not None:  # an earlier call may still be running
+            state.queued.synchronize()
         try:
-            state.decode(data, lengths, images, self._stream.cuda_stream)
+            state.decoder.decode(data, lengths, images, self._stream.cuda_stream)
         except NvjpegError:
             if count == 1:
                 return np.array([False])
             middle = count // 2
             halves = (slice(None, middle), slice(middle, None))
             return np.concatenate([self._decode_by_halves(files.part(half), blank) for half in halves])
+        finally:
+            state.queued = self._device_stream.record_event(stream=self._stream)
         return np.ones(count, bool)
 
-    def _state(self, frames: NDArray[np.int64], count: int) -> tuple[BatchedDecoder, int]:
-        """The state for `count` images of one sampling, and how many it decodes. Large ones have their own: nvJPEG's
-        memory grows to the largest image."""
-        size = next((size for size in _SIZES if size >= count), -(-count // _SIZES[-1]) * _SIZES[-1])
-        key = int(frames[0, 2]), size, bool((frames[:, :2].prod(axis=1) >= LARGE_PIXELS).all())
+    def _state(self, frames: NDArray[np.int64]) -> _State:
+        """The state for images [N, 3] of one sampling. Few and large ones have their own: a call with another number of
+        images than the last one initializes the state again."""
+        key = int(frames[0, 2]), bool((frames[:, :2].prod(axis=1) >= LARGE_PIXELS).all())
         if key not in self._states:
-            self._states[key] = self._make()
-        return self._states[key], size
+            self._states[key] = _State(self._make())
+        return self._states[key]
 
     def _with_blanks(self, files: JpegBatch, blank: int) -> tuple[NDArray[np.uint64], ...]:
         """data, lengths and images of a call that decodes a blank image before each file."""
@@ -170,7 +168,7 @@ class NvjpegDecoder:
             return
         _LOG.warning("nvJPEG no longer decodes gpuflow's test image; its decoder is replaced")
         try:
-            self._states = {}
+            self._states = {(self_test.SAMPLING, False): _State(self._make())}
             if self._passes():
                 return
         except NvjpegError as error:

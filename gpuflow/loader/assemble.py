@@ -6,6 +6,7 @@ import os
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from gpuflow.config import BatchSpec, Config
@@ -14,18 +15,33 @@ from gpuflow.errors import ConfigError, Problem, SourceError
 from gpuflow.execute.targets import TargetMapper
 from gpuflow.loader.bad_samples import BadSamples
 from gpuflow.loader.cpu_share import cpu_share_of
+from gpuflow.loader.drawn_orders import MixedOrder, WeightedOrder
 from gpuflow.loader.listed import ListedEpochs
 from gpuflow.loader.loader import Loader
 from gpuflow.loader.mixing import require_classes
 from gpuflow.loader.placement import place
 from gpuflow.loader.plan import LoaderPlan
-from gpuflow.loader.read_workers import ProcessStorage
+from gpuflow.loader.read_workers import ProcessReader, ProcessStorage
 from gpuflow.loader.sampler import Order, ShardedOrder, ShuffledOrder
 from gpuflow.pipeline.rng import key64
 from gpuflow.pipeline.targets import TargetRules, carry_problem, views_carry_problem
 from gpuflow.pipeline.views import ViewsProgram
 from gpuflow.runtime.ranks import Ranks
-from gpuflow.sources import Source, SourceSpec, fields_of, has_labels, is_read_remotely, open_source, subset
+from gpuflow.sources import (
+    HfSource,
+    MixSource,
+    Source,
+    SourceSpec,
+    WeightsSpec,
+    fields_of,
+    has_labels,
+    is_read_remotely,
+    open_source,
+    subset,
+    unwrapped,
+    weights_of,
+    window_of,
+)
 from gpuflow.sources.storage import LocalStorage
 
 if TYPE_CHECKING:
@@ -63,13 +79,14 @@ def build_loader(
     placement = place(config, name, target, batch_size)
     source = open_split(config, name, whole) if listed is None or whole is None else whole
     require_classes(config, name, source)
-    if drop_last and len(source) < batch_size * world_size:
+    order = _order(config, source, pipeline, batch_size) if listed is None else listed
+    if drop_last and order.size < batch_size * world_size:
         where = f"{config.path}: pipelines.{name}.batch"
         raise ConfigError(
             [
                 Problem(
                     where,
-                    f"leaves no step: {len(source)} samples do not fill one of {batch_size} x {world_size} rank(s); "
+                    f"leaves no step: {order.size} samples do not fill one of {batch_size} x {world_size} rank(s); "
                     "take a smaller size or drop_last: false",
                 )
             ]
@@ -79,16 +96,19 @@ def build_loader(
     remote = is_read_remotely(source)
     read_here = listed is not None and source.storage is None  # by the caller's own code
     readers = readers_of(config, gpu=placement.gpu is not None, remote=remote)
-    share = None
+    share, process_reader = None, None
     if placement.gpu is not None:
         if isinstance(source.storage, LocalStorage) and readers:
             source = source.on(ProcessStorage(readers, placement.gpu.prescan))
+        elif source.storage is None and isinstance(unwrapped(source), HfSource | MixSource) and readers:
+            process_reader = ProcessReader(source, readers, placement.gpu.prescan)
         share = cpu_share_of(config, name)
     targets = _targets(config, name, source)
     plan = LoaderPlan(
         program=program,
         source=source,
-        order=_order(source, config.source, seed, pipeline) if listed is None else listed,
+        process_reader=process_reader,
+        order=order,
         seed=seed,
         batch_size=batch_size,
         drop_last=drop_last,
@@ -107,7 +127,7 @@ def build_loader(
         if placement.gpu is None or share
         else 0,
         share=share,
-        identity=_identity(config, name, source),
+        identity=_identity(config, name, source, batch_size),
         former_identity=_former_identity(config, name, source),
         shared_name=_shared_name(config, name),
         device_stream=placement.device_stream,
@@ -134,10 +154,60 @@ def open_whole(config: Config) -> Source:
         raise SourceError(f"{config.path}: source: {error}") from error
 
 
-def _order(source: Source, spec: SourceSpec, seed: int, pipeline: PipelineSpec) -> Order:
-    if source.shard_sizes is not None and pipeline.shuffle:
-        return ShardedOrder(shard_sizes=source.shard_sizes, seed=seed, window=spec.window)
-    return ShuffledOrder(size=len(source), seed=seed, shuffle=pipeline.shuffle)
+def _order(config: Config, source: Source, pipeline: PipelineSpec, batch_size: int) -> Order:
+    """Which sample comes when. Weights and mixes are drawn where the pipeline shuffles. Errors name the file."""
+    spec = config.source
+    if not pipeline.shuffle:
+        return ShuffledOrder(size=len(source), seed=spec.seed, shuffle=False)
+    try:
+        if isinstance(source, MixSource):
+            return _mixed_order(spec, source, batch_size)
+        return _order_of(spec, source, spec.seed)
+    except SourceError as error:
+        raise SourceError(f"{config.path}: source: {error}") from error
+
+
+def _order_of(spec: SourceSpec, source: Source, seed: int) -> Order:
+    """The shuffled order of one source, or of its part."""
+    weights = weights_of(spec, source)
+    if weights is not None:
+        assert isinstance(spec.weights, WeightsSpec)
+        most = len(weights) if spec.weights.replacement else int(np.count_nonzero(weights))
+        size = spec.weights.samples or most
+        if not spec.weights.replacement and size > most:
+            raise SourceError(
+                f"source.weights.samples must be at most the {most} samples with a weight above 0, got {size}; lower "
+                "it, or set replacement: true"
+            )
+        return WeightedOrder(weights, size=size, seed=seed, replacement=spec.weights.replacement)
+    if source.shard_sizes is not None:
+        return ShardedOrder(shard_sizes=source.shard_sizes, seed=seed, window=window_of(spec, source))
+    return ShuffledOrder(size=len(source), seed=seed)
+
+
+def _mixed_order(spec: SourceSpec, source: MixSource, batch_size: int) -> MixedOrder:
+    orders = []
+    for i, (entry, part) in enumerate(zip(spec.entries, source.parts, strict=True)):
+        try:
+            orders.append(_order_of(entry.spec, part, key64("part", spec.seed, i)))
+        except SourceError as error:
+            raise SourceError(f"source.mix[{i}]: {error}") from error
+    order = MixedOrder(
+        orders,
+        source.sizes,
+        [entry.weight for entry in spec.entries],
+        samples=spec.samples or len(source),
+        seed=spec.seed,
+        run=batch_size if spec.by == "batch" else 1,
+    )
+    for i, count in enumerate(order.counts):
+        if not count:
+            what = "samples" if spec.by == "sample" else f"batches of {batch_size}"
+            raise SourceError(
+                f"source.mix[{i}].weight must give it a part of the {sum(order.counts)} {what} of an epoch, got "
+                f"{spec.entries[i].weight:g}, which gives none; raise it, or source.samples"
+            )
+    return order
 
 
 def _batch_size(config: Config, name: str, batch: BatchSpec, world_size: int) -> int:
@@ -177,29 +247,33 @@ def _targets(config: Config, name: str, source: Source) -> TargetMapper | None:
     return TargetMapper(program, fields, config.pipelines[name].targets.rules)
 
 
-def _identity(config: Config, name: str, source: Source) -> str:
+def _identity(config: Config, name: str, source: Source, batch_size: int) -> str:
     """A name for all that decides which samples come when and as what: stages, split and shuffle.
 
     Which files there are is the source's fingerprint; where they lie may change.
     """
     spec = config.source
-    split = (spec.split, config.split_of(name))
-    kind = (spec.kind, split, spec.window if source.shard_sizes else None)
+    split = (spec.split or spec.splits, config.split_of(name))
+    kind = (spec.kind, split, window_of(spec, source) if source.shard_sizes else None)
     shuffle, rules = config.pipelines[name].shuffle, config.pipelines[name].targets.rules
     changed = () if rules == TargetRules() else (repr(rules),)
+    if spec.mix and shuffle:
+        kinds = [(entry.weight, entry.spec.kind, window_of(entry.spec)) for entry in spec.entries]
+        changed = (*changed, (kinds, spec.samples, spec.by, batch_size if spec.by == "batch" else None))
     return f"{key64(name, kind, shuffle, config.any_program(name).pipeline.fingerprint, *changed):016x}"
 
 
 def _shared_name(config: Config, name: str) -> str:
     """A name for this loader among those of a process, the same on all ranks: their folders may lie elsewhere."""
     spec = config.source
-    place = os.path.basename(spec.where.rstrip("/"))
+    specs = [entry.spec for entry in spec.entries] or [spec]
+    place = " ".join(os.path.basename(each.where.rstrip("/")) for each in specs)
     return f"{name}/{key64(spec.kind, place, spec.split, config.any_program(name).pipeline.fingerprint):016x}"
 
 
 def _former_identity(config: Config, name: str, source: Source) -> str:
     """The identity in states that say nothing of the files, from before they did."""
     spec = config.source
-    kind = (spec.folder, spec.listing, spec.tar, spec.split, spec.window if source.shard_sizes else None)
+    kind = (spec.folder, spec.listing, spec.tar, spec.split, spec.shard_window if source.shard_sizes else None)
     shuffle = config.pipelines[name].shuffle
     return f"{key64(name, kind, len(source), shuffle, config.any_program(name).pipeline.fingerprint):016x}"

@@ -73,6 +73,7 @@ class ListedEpochs:
         self._draw, self._count, self._samples = draw, count, samples
         self.batch_size, self.rank, self.world_size = batch_size, rank, world_size
         self._drawn: tuple[int, NDArray[np.int64]] | None = None
+        self.digest = ""
 
     @property
     def size(self) -> int:
@@ -91,6 +92,9 @@ class ListedEpochs:
     def indices(self, epoch: int, positions: ArrayLike) -> NDArray[np.int64]:
         places = np.asarray(positions, np.int64) // self.world_size
         return self._listed(epoch)[places]
+
+    def candidates(self, epoch: int, position: int) -> int:
+        return len(self._listed(epoch))
 
     def replacement(self, epoch: int, position: int, attempt: int) -> int:
         """Of the samples that this rank has in the epoch: others may be kept for validation."""

@@ -16,6 +16,7 @@ from gpuflow.loader.batch import Batch
 from gpuflow.loader.iterator import EpochIterator, Progress
 from gpuflow.loader.lowering import Feed
 from gpuflow.loader.plan import LoaderPlan
+from gpuflow.pipeline.rng import key64
 from gpuflow.pipeline.stage import Pipeline
 from gpuflow.pipeline.views import ViewsPipeline
 from gpuflow.runtime.metrics import Stats
@@ -150,7 +151,9 @@ class Loader:
 
     @cached_property
     def _source_fingerprint(self) -> str:
-        return fingerprint_of(self._plan.source)
+        """Of the files and labels; and of the weights, where samples are drawn by weights."""
+        own, drawn = fingerprint_of(self._plan.source), self._plan.order.digest
+        return f"{key64(own, drawn):016x}" if drawn else own
 
     def _shared_facts(self) -> str:
         """What must be equal on all ranks."""

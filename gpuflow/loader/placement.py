@@ -31,7 +31,7 @@ def place(config: Config, name: str, device: torch.device, batch_size: int) -> P
         ConfigError: `decode.backend` is gpu and cannot be had, or a preset's GPU cannot; or `run.memory_limit` is too
             small.
     """
-    program = config.any_program(name)
+    program = config.views[name] if name in config.views else config.programs[name]
     decoder = program.decoder
     if is_preset_on_gpu(decoder):
         return _by_torchpipe(config, name, decoder, device)

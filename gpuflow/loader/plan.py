@@ -10,6 +10,7 @@ import torch
 from gpuflow.loader.bad_samples import BadSamples
 from gpuflow.loader.cpu_share import Share
 from gpuflow.loader.listed import ListedEpochs
+from gpuflow.loader.read_workers import ProcessReader
 from gpuflow.loader.sampler import Order, Steps
 from gpuflow.pipeline.views import AnyProgram
 from gpuflow.sources import Source
@@ -26,7 +27,8 @@ class LoaderPlan:
     """What a loader delivers, and how. `gpuflow.loader.assemble` makes it from a configuration.
 
     Args:
-        program, source: what is done to which samples. order: which sample comes when. seed: of all random draws.
+        program, source: what is done to which samples. process_reader: reads them in worker processes; None where the
+            source does that by itself, or nobody does. order: which sample comes when. seed: of all random draws.
         batch_size: samples a step. drop_last: leave out an incomplete last step. rank, world_size: of this process.
         rank_given: whether the caller chose them, perhaps those of a subgroup; else they are those of the process.
         device: where batches are delivered. device_stream: to that device if it is a GPU, else None.
@@ -47,6 +49,7 @@ class LoaderPlan:
 
     program: AnyProgram
     source: Source
+    process_reader: ProcessReader | None = None
     order: Order
     seed: int
     batch_size: int

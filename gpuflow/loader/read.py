@@ -36,7 +36,8 @@ class ChunkReader:
 
     def read(self, indices: Sequence[int]) -> Payload:
         """The bytes of these samples. `release` the payload's buffer once they are decoded."""
-        return self._plan.source.read(indices, self._bytes.acquire)
+        reader = self._plan.process_reader or self._plan.source
+        return reader.read(indices, self._bytes.acquire)
 
     def read_chunk(self, epoch: int, chunk: Chunk) -> None:
         """Read a chunk's samples into its payload and prepare that for the GPU, if there is one."""
@@ -52,4 +53,6 @@ class ChunkReader:
     def close(self) -> None:
         """Free the buffers, and close the source."""
         self._bytes.clear()
+        if self._plan.process_reader is not None:
+            self._plan.process_reader.close()
         self._plan.source.close()

@@ -20,10 +20,10 @@ from numpy.typing import NDArray
 from gpuflow.decode.header_scan import Prescan
 from gpuflow.errors import GpuflowError
 from gpuflow.runtime.worker_pool import ParentConnection, WorkerConnection, WorkerPool
-from gpuflow.sources.payload import Allocate, Payload
+from gpuflow.sources import Allocate, Payload, Source, without_records
 from gpuflow.sources.storage import LocalStorage, ReadAt, Shard
 
-__all__ = ["ProcessStorage", "prepare", "work"]
+__all__ = ["ProcessReader", "ProcessStorage", "prepare", "work"]
 
 T = TypeVar("T")
 
@@ -43,21 +43,65 @@ class ProcessStorage:
 
     def __init__(self, count: int, prescan: Prescan | None = None) -> None:
         self._local = LocalStorage()
-        self._pool = WorkerPool(__name__, connections=[1] * count, setup=prescan, task="read", handshake=False)
+        self._workers = _Workers(count, prescan, self._local)
 
     def __reduce__(self) -> tuple[type[LocalStorage], tuple[()]]:
         return LocalStorage, ()  # in another process it needs no workers
 
     def read(self, paths: Sequence[bytes], allocate: Allocate) -> Payload:
-        return self._request("read", (list(paths),), self._local.read, allocate)
+        return self._workers.request("read", (list(paths),), self._local.read, allocate)
 
     def read_ranges(
         self, shards: Sequence[Shard], starts: Sequence[int], sizes: Sequence[int], allocate: Allocate
     ) -> Payload:
         arguments = (list(shards), list(starts), list(sizes))
-        return self._request("read_ranges", arguments, self._local.read_ranges, allocate)
+        return self._workers.request("read_ranges", arguments, self._local.read_ranges, allocate)
 
-    def _request(
+    def load(self, path: str) -> bytes:
+        return self._local.load(path)
+
+    def inspect(self, paths: Sequence[str]) -> list[Shard | str]:
+        return self._local.inspect(paths)
+
+    def scan(self, shards: Sequence[Shard], scanner: Callable[[Shard, ReadAt], T]) -> Iterator[T]:
+        return self._local.scan(shards, scanner)
+
+    def close(self) -> None:
+        self._workers.close()
+        self._local.close()
+
+
+@final
+class ProcessReader:
+    """A source that worker processes read, as those of `ProcessStorage` do: one whose samples are in several storages,
+    or in files whose format it reads by itself.
+
+    Args:
+        source: each worker has a copy. Closing this does not close it.
+    """
+
+    def __init__(self, source: Source, count: int, prescan: Prescan | None = None) -> None:
+        self._source = source
+        self._workers = _Workers(count, prescan, without_records(source))
+
+    def read(self, indices: Sequence[int], allocate: Allocate) -> Payload:
+        """See `Source.read`."""
+        return self._workers.request("read", (list(indices),), self._source.read, allocate)
+
+    def close(self) -> None:
+        """Kill the workers."""
+        self._workers.close()
+
+
+@final
+class _Workers:
+    """Worker processes that each have a copy of a storage or a source, and call its methods."""
+
+    def __init__(self, count: int, prescan: Prescan | None, reader: LocalStorage | Source) -> None:
+        setup = (prescan, reader)
+        self._pool = WorkerPool(__name__, connections=[1] * count, setup=setup, task="read", handshake=False)
+
+    def request(
         self, method: str, arguments: tuple[Any, ...], read_here: Callable[..., Payload], allocate: Allocate
     ) -> Payload:
         allocated: list[NDArray[np.uint8]] = []
@@ -87,18 +131,8 @@ class ProcessStorage:
             raise ConnectionAbortedError("this storage was closed while a worker process read from it")
         return payload if payload is not None else read_here(*arguments, allocate_once)
 
-    def load(self, path: str) -> bytes:
-        return self._local.load(path)
-
-    def inspect(self, paths: Sequence[str]) -> list[Shard | str]:
-        return self._local.inspect(paths)
-
-    def scan(self, shards: Sequence[Shard], scanner: Callable[[Shard, ReadAt], T]) -> Iterator[T]:
-        return self._local.scan(shards, scanner)
-
     def close(self) -> None:
         self._pool.close()
-        self._local.close()
 
 
 # --- the worker -------------------------------------------------------------------------------------------------------
@@ -108,15 +142,18 @@ class _NotShared(Exception):
     """The buffer is not shared memory."""
 
 
-def prepare(setup: bytes) -> Prescan | None:
-    """The unpickled prescan."""
-    prescan: Prescan | None = pickle.loads(setup)
-    return prescan
+Setup = tuple[Prescan | None, LocalStorage | Source]
 
 
-def work(connection: ParentConnection, prescan: Prescan | None) -> None:
+def prepare(setup: bytes) -> Setup:
+    """The unpickled prescan, and what reads."""
+    prepared: Setup = pickle.loads(setup)
+    return prepared
+
+
+def work(connection: ParentConnection, setup: Setup) -> None:
     """Answers requests until the connection is closed."""
-    storage = LocalStorage()
+    prescan, reader = setup
 
     def allocate(size: int) -> NDArray[np.uint8]:
         connection.send(size)
@@ -130,7 +167,7 @@ def work(connection: ParentConnection, prescan: Prescan | None) -> None:
         start = time.thread_time()
         answer = None
         try:
-            payload: Payload = getattr(storage, method)(*arguments, allocate)
+            payload: Payload = getattr(reader, method)(*arguments, allocate)
             found = prescan(payload) if prescan is not None else None
             answer = payload.offsets, payload.sizes, payload.errors, found, time.thread_time() - start
         except _NotShared:

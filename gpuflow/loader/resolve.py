@@ -68,10 +68,12 @@ class BadSampleResolver:
         if bad.policy == "skip":
             batch.kept[row] = False
             return
-        for attempt in range(order.size):
+        position = int(batch.positions[row])
+        candidates = order.candidates(epoch, position)
+        for attempt in range(candidates):
             if ended():
                 raise LoaderError(f"epoch {epoch} was ended while {fault} was being replaced")
-            index = chunk.replacement = order.replacement(epoch, int(batch.positions[row]), attempt)
+            index = chunk.replacement = order.replacement(epoch, position, attempt)
             with self._reader.meter.work(0):  # as part of decoding, whose samples these are
                 payload = self._reader.read([index])
             sizes = np.empty((1, 2), np.int64) if self._records is not None else None
@@ -84,5 +86,5 @@ class BadSampleResolver:
                 return
             bad.record(new_fault.located(index, source.path(index)))
         raise TooManyBadSamples(
-            f"all {order.size} samples are bad, so none can replace {fault}; run `gpuflow scan` to list them"
+            f"all {candidates} samples are bad, so none can replace {fault}; run `gpuflow scan` to list them"
         )

@@ -10,7 +10,7 @@ and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002). Its round fu
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -37,8 +37,15 @@ class Order(Protocol):
     def indices(self, epoch: int, positions: ArrayLike) -> NDArray[np.int64]:
         """The source's indices at these positions (each in [0, size)), as int64 of the same shape."""
 
+    def candidates(self, epoch: int, position: int) -> int:
+        """How many indices may stand in for a bad sample at a position, that sample's own included."""
+
     def replacement(self, epoch: int, position: int, attempt: int) -> int:
-        """The index that stands in for a bad sample: attempts 0..size-1 run through every index once."""
+        """The index that stands in for a bad sample: attempts 0..candidates-1 run through every such index once."""
+
+    @property
+    def digest(self) -> str:
+        """A hash of the numbers that it draws by, such as weights; empty for an order without any."""
 
 
 class EpochSteps(Protocol):
@@ -64,11 +71,15 @@ class ShuffledOrder:
     size: int
     seed: int = 0
     shuffle: bool = True
+    digest: str = field(default="", init=False, repr=False)
 
     def indices(self, epoch: int, positions: ArrayLike) -> NDArray[np.int64]:
         if not self.shuffle:
             return np.array(positions, dtype=np.int64)
         return permute(positions, self.size, key64("order", self.seed, epoch))
+
+    def candidates(self, epoch: int, position: int) -> int:
+        return self.size
 
     def replacement(self, epoch: int, position: int, attempt: int) -> int:
         return int(permute([attempt], self.size, key64("replace", self.seed, epoch, position))[0])
@@ -89,6 +100,7 @@ class ShardedOrder:
     shard_sizes: tuple[int, ...]
     seed: int = 0
     window: int = 8192
+    digest: str = field(default="", init=False, repr=False)
 
     @property
     def size(self) -> int:
@@ -110,6 +122,9 @@ class ShardedOrder:
         first_index = np.cumsum(sizes) - sizes
         first_place = ends - sizes[shards]
         return (first_index[shards[turn]] + places - first_place[turn]).reshape(shape)
+
+    def candidates(self, epoch: int, position: int) -> int:
+        return self.size
 
     def replacement(self, epoch: int, position: int, attempt: int) -> int:
         return int(permute([attempt], self.size, key64("replace", self.seed, epoch, position))[0])

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from types import TracebackType
@@ -30,6 +29,7 @@ from gpuflow.runtime.ranks import Ranks
 
 __all__ = ["WrappedLoader", "wrap"]
 
+_CPU, _GPU = "transforms_cpu", "transforms_gpu"
 _USUAL_BATCH = 64
 """Samples for which memory is planned where a batch sampler does not say."""
 
@@ -51,8 +51,7 @@ def wrap(
     """See `gpuflow.wrap`. stages: the vocabulary, name to class."""
     _check_dataloader(dataloader)
     _check_arguments(cpu_percentage, parallel_type, local_rank)
-    read = partial(read_config, config, stages)
-    checked, chosen = _configured(config, name, transforms_cpu, transforms_gpu, cpu_percentage, overrides, read)
+    checked, chosen = _configured(config, name, transforms_cpu, transforms_gpu, cpu_percentage, overrides, stages)
     source = source_of(dataloader.dataset)
     draws = SamplerDraws(dataloader, len(source))
     ranks = _ranks(draws, parallel_type)
@@ -239,39 +238,37 @@ def _configured(
     transforms_gpu: Any,
     cpu_percentage: float | Literal["auto"],
     overrides: Sequence[str],
-    read: Callable[[Sequence[str], AddedStages | None], Config],
+    stages: Mapping[str, type[Stage]],
 ) -> tuple[Config, str]:
-    """The file with the stages of the transforms, checked, and the pipeline's name.
-
-    read: reads the file with overrides and added stages.
-    """
+    """The file with the stages of the transforms, checked, and the pipeline's name."""
     if Path(path).suffix == ".toml":
         raise _problem(("config",), "must be a YAML file", os.fspath(path), f"gpuflow import {path} > FILE.yaml")
-    on_gpu = None if transforms_gpu is None else stages_of(transforms_gpu, "transforms_gpu", PLACE)
-    on_cpu = None if transforms_cpu is None else stages_of(transforms_cpu, "transforms_cpu", PLACE)
+    on_gpu, on_cpu = (
+        None if transforms is None else stages_of(transforms, argument, PLACE, stages, tensor=tensor)
+        for transforms, argument, tensor in ((transforms_gpu, _GPU, True), (transforms_cpu, _CPU, False))
+    )
     if on_gpu is not None and on_gpu.resize is not None:
-        raise _problem(("transforms_gpu",), "cannot have cv2_resize, because the file resizes", action="remove it")
+        raise _problem((_GPU,), "cannot have cv2_resize, because the file resizes", action="remove it")
     if on_cpu is not None and on_gpu is not None:
         _check_same(on_cpu, on_gpu)
     chosen = _pipeline(path, name)
     found = on_gpu or on_cpu
-    added = (
-        None if found is None else AddedStages(pipeline=chosen, entries=found.entries, paths=found.paths, place=PLACE)
-    )
+    given = _CPU if on_gpu is None else _GPU
+    added = None if found is None else AddedStages(pipeline=chosen, entries=found.entries, place=PLACE, path=(given,))
     share = [] if cpu_percentage == "auto" else [f"pipelines.{chosen}.stages.decode.cpu_share={cpu_percentage}"]
-    config = read(overrides, added)
+    config = read_config(path, stages, overrides, added)
     program = config.any_program(chosen)
     if isinstance(program, ViewsProgram):
         if found is not None:
-            at, action = found.paths[0][:1] if found.paths else (), "write the stages into the file's views"
-            raise _problem(at, f"cannot follow the views of the pipeline {chosen!r}", action=action)
+            action = "write the stages into the file's views"
+            raise _problem((given,), f"cannot follow the views of the pipeline {chosen!r}", action=action)
         return config, chosen
     if isinstance(program.decoder, Preset):
         if share and cpu_percentage:
             rule = f"must be auto or 0 with preset: {program.decoder.name}, which decodes in one place"
             raise _problem(("cpu_percentage",), rule, cpu_percentage, "remove it")
     elif share:
-        config = read([*overrides, *share], added)
+        config = read_config(path, stages, [*overrides, *share], added)
     if on_cpu is not None and on_cpu.resize is not None:
         specs = program.specs[: len(program.specs) - len(on_cpu.entries)]
         _check_resize(on_cpu.resize, specs[-1].shape[:2], str(path))
@@ -293,10 +290,9 @@ def _check_same(on_cpu: Found, on_gpu: Found) -> None:
     """Raise ConfigError, at the first difference, if two lists of transforms stand for different stages."""
     for i, (ours, theirs) in enumerate(zip_longest(on_cpu.entries, on_gpu.entries)):
         if ours != theirs:
-            place = ("transforms_cpu",) if ours is None else on_cpu.paths[i]
             ours_text, theirs_text = ("nothing" if entry is None else _shown(entry) for entry in (ours, theirs))
-            rule = f"must stand for the stage that transforms_gpu has at this place, {theirs_text}; it is {ours_text}"
-            raise _problem(place, rule, action="make them equal, or leave out transforms_cpu")
+            rule = f"must stand for the same stages as {_GPU}; stage {i} of the two is {ours_text} and {theirs_text}"
+            raise _problem((_CPU,), rule, action="make them equal, or leave out transforms_cpu")
 
 
 def _shown(entry: Mapping[str, Any]) -> str:
@@ -309,7 +305,7 @@ def _check_resize(resize: Cv2Resize, size: tuple[int | None, ...], path: str) ->
         wanted = f"resize: {{height: {resize.height}, width: {resize.width}}}"
         shown = " x ".join("varying" if side is None else str(side) for side in size)
         rule = f"is cv2_resize to {resize.height} x {resize.width}, and the stages of {path} give images of {shown}"
-        raise _problem(("transforms_cpu",), rule, action=f"write {wanted} there")
+        raise _problem((_CPU,), rule, action=f"write {wanted} there")
 
 
 # --- ranks and devices ------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import importlib.metadata
 import io
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, assert_never
 
@@ -14,10 +15,11 @@ import numpy as np
 import torch
 
 from gpuflow.config import Config
-from gpuflow.decode.codecs import probe
+from gpuflow.decode.codecs import CpuDecoder, probe
+from gpuflow.decode.optional_headers import LABELS
 from gpuflow.decode.preset import Preset
 from gpuflow.errors import BadSampleError, is_system_fault
-from gpuflow.execute.cpu import call_opaque
+from gpuflow.execute.cpu import call_opaque, header_of
 from gpuflow.execute.local import run_filters
 from gpuflow.execute.pointwise import run_pointwise
 from gpuflow.parity.base import Result, Results, missing_gpu, missing_torchpipe, served
@@ -32,9 +34,10 @@ from gpuflow.torchpipe.graph import PRESET_OPERATORS
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["OpenCv", "Reference", "TorchpipeOperators"]
+__all__ = ["FORMATS", "OpenCv", "Reference", "TorchpipeOperators", "reason_of"]
 
-_FORMATS = ("JPEG", "PNG", "WEBP", "BMP")
+FORMATS = ("JPEG", "PNG", "WEBP", "BMP")
+"""Pillow's names of the formats that gpuflow decodes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +90,7 @@ class Reference:
                 except Exception as error:  # Pillow's parsers raise SyntaxError, struct.error, EOFError and others
                     if is_system_fault(error):
                         raise
-                    reason = str(error).strip().partition("\n")[0] or type(error).__name__
-                    result = BadSampleError("torchvision", reason)
+                    result = BadSampleError("torchvision", reason_of(error))
             yield result
 
     def _image(self, data: Encoded, decoder: s.Decoder, transforms: Sequence[Callable[[Any], Any]]) -> torch.Tensor:
@@ -104,11 +106,21 @@ class Reference:
         return tensor
 
 
+def reason_of(error: Exception) -> str:
+    """The first line of an exception's text, or its type."""
+    return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
 def _by_pillow(data: Encoded, decoder: s.Decoder) -> Any:
-    """Decode with Pillow to the decoder's color and orientation; only formats that gpuflow supports."""
+    """Decode with Pillow to the decoder's color and orientation; only formats that gpuflow supports.
+
+    Those that `decode.formats` names are decoded as gpuflow does: by the same libraries, and with its conventions.
+    """
     from PIL import Image, ImageOps
 
-    with Image.open(io.BytesIO(data.tobytes()), formats=_FORMATS) as image:
+    if (pixels := _of_named_format(data, decoder)) is not None:
+        return Image.fromarray(pixels[..., 0] if decoder.color == "gray" else pixels)
+    with Image.open(io.BytesIO(data.tobytes()), formats=FORMATS) as image:
         if decoder.color == "gray":
             image.draft("L", image.size)  # use a JPEG's luma channel
         if decoder.orientation == "apply":
@@ -120,6 +132,17 @@ def _by_pillow(data: Encoded, decoder: s.Decoder) -> Any:
             )
         shown = shown.convert("L" if decoder.color == "gray" else "RGB")
     return Image.merge("RGB", shown.split()[::-1]) if decoder.color == "bgr" else shown
+
+
+def _of_named_format(data: Encoded, decoder: s.Decoder) -> NDArray[np.uint8] | None:
+    """The pixels of a file of a format that `decode.formats` names; None for others, and for bad headers."""
+    header = None
+    if decoder.formats:
+        with suppress(BadSampleError):
+            header = header_of(data, decoder)
+    if header is None or header.format not in LABELS:
+        return None
+    return CpuDecoder(decoder.color, background=decoder.background).decode(data, header)[0]
 
 
 def _by_nvjpeg(data: Encoded, decoder: s.Decoder) -> torch.Tensor:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from gpuflow.errors import BadSampleError, GpuflowError, did_you_mean
 from gpuflow.parity.base import Result, Way
 from gpuflow.parity.images import ParityImage
+from gpuflow.parity.libraries import is_library
 from gpuflow.parity.measure import Scale, Tally, levels_apart
 from gpuflow.parity.model import Answers, LogitTally
 from gpuflow.parity.prefixes import Prefix
@@ -31,28 +32,33 @@ _OURS = (("val", "serve"), ("val", "val@cuda"), ("val@cuda", "serve@cuda"))
 _REFERENCE = "torchvision"
 _PICTURES = 2
 """Number of images of each kind that are shown for a pair."""
+_ROUNDING = 0.01
+"""Levels up to which two floats count as equal: their last bits depend on the order of operations."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
     """The limit for a pair of ways.
 
-    kind: `ours` for two of gpuflow's ways, `reference` for one of them and torchvision, `asked` for a limit that the
-    user gave, `nothing` for no limit. levels: the limit of the kind `asked`.
+    kind: `ours` for two of gpuflow's ways, `reference` for one of them and torchvision, `library` for one of them and
+    another library, `asked` for two that the user named, `nothing` for no limit. levels: the limit that the user gave;
+    by default `library` has the sum of the stages' tolerances, and `asked` 0.
     """
 
-    kind: Literal["ours", "reference", "asked", "nothing"]
-    levels: float = 0.0
+    kind: Literal["ours", "reference", "library", "asked", "nothing"]
+    levels: float | None = None
 
     def allowed(self, stages: Sequence[Stage], *, same_device: bool) -> float | None:
         """The limit in levels after these stages; 0 for equal, None for no limit."""
         match self.kind:
             case "ours":
                 return 0.0 if same_device else CPU_AND_GPU
-            case "reference":
+            case "library" | "asked" if self.levels is not None:
+                return self.levels
+            case "reference" | "library":
                 return sum(stage.tolerance for stage in stages)
             case "asked":
-                return self.levels
+                return 0.0
             case "nothing":
                 return None
             case _:
@@ -65,10 +71,12 @@ class Rule:
                 return "equal: both run on the same device"
             case "ours":
                 return f"at most {CPU_AND_GPU:g} levels: one runs on the CPU, one on a GPU"
-            case "reference":
+            case "library" | "asked" if self.levels:
+                return f"at most {self.levels:g} levels, as asked for"
+            case "library" | "asked" if self.kind == "asked" or self.levels is not None:
+                return "equal, as asked for"
+            case "reference" | "library":
                 return "at most the sum of the stages' tolerances"
-            case "asked":
-                return f"at most {self.levels:g} levels, as asked for" if self.levels else "equal, as asked for"
             case "nothing":
                 return ""
             case _:
@@ -76,13 +84,14 @@ class Rule:
 
 
 def pairs_of(
-    ways: Mapping[str, Way], against: tuple[str, str] | None, tolerance: float
+    ways: Mapping[str, Way], against: tuple[str, str] | None, tolerance: float | None
 ) -> tuple[list[PairComparison], dict[str, str | None]]:
     """The pairs that can be compared here, and for each needed way None or the reason why it cannot run here.
 
     Args:
         ways: all ways by name. against: two ways to compare, and no others; None for the default pairs.
-        tolerance: the levels by which the ways in `against` may differ.
+        tolerance: the levels by which the ways in `against` may differ; by default 0, and the sum of the stages'
+        tolerances if the second one is another library's.
 
     Raises:
         GpuflowError: a requested way is unknown or cannot run, or no pair with a limit can be compared.
@@ -93,7 +102,11 @@ def pairs_of(
                 raise GpuflowError(f"--against: there is no way {way!r}{did_you_mean(way, ways)}")
             if (reason := ways[way].missing()) is not None:
                 raise GpuflowError(f"--against: {way} cannot run here: {reason}")
-        return [PairComparison(*against, Rule("asked", tolerance))], dict.fromkeys(against)
+        a, b = against
+        pairs = [PairComparison(a, b, Rule("library" if is_library(b) else "asked", tolerance))]
+        alike = [way for way in ways if way.startswith(f"{b}, ")]
+        pairs += [PairComparison(a, way, Rule("nothing")) for way in alike]
+        return pairs, dict.fromkeys((*against, *alike))
     missing = {name: way.missing() for name, way in ways.items()}
     base = "val" if missing["val"] is None else "val@cuda"
     wanted = [*((a, b, Rule("ours")) for a, b in _OURS), (base, _REFERENCE, Rule("reference"))]
@@ -116,6 +129,11 @@ class PairComparison:
         self._same_device = True
         self._order = itertools.count()
 
+    @property
+    def judged(self) -> bool:
+        """Whether the pair has a limit."""
+        return self._rule.kind != "nothing"
+
     def begin(self, prefix: Prefix, scale: Scale, refusals: Mapping[str, str | None]) -> bool:
         """Begin a stage. Returns whether both ways can run it. refusals: for each way None, or why it cannot."""
         stage = prefix.program.pipeline.stages[prefix.count - 1]
@@ -125,6 +143,7 @@ class PairComparison:
                 return False
         self._prefix, self._stage, self._scale = prefix, stage, scale
         self._tallies = {"own": Tally(), "hostile": Tally()}
+        self._pixels, self._apart, self._value = 0, 0, 0.0
         self._refused: list[str] = []
         self._alone: list[tuple[str, str]] = []
         self._beyond: list[tuple[str, str]] = []
@@ -147,7 +166,7 @@ class PairComparison:
                 self._refused.append(sample.name)
                 continue
             ((way, fault),) = faults.items()
-            listed = self._beyond if (self._rule.kind, way) == ("reference", self.b) else self._alone
+            listed = self._beyond if self._rule.kind in ("reference", "library") and way == self.b else self._alone
             listed.append((sample.name, f"{way} refuses it: {fault.stage}: {fault.reason}"))
 
     def _compare(self, sample: ParityImage, size: tuple[int, int] | None, a: torch.Tensor, b: torch.Tensor) -> None:
@@ -157,6 +176,11 @@ class PairComparison:
         levels = levels_apart(a, b, self._scale)
         kind = _kind(sample)
         self._tallies[kind].add(levels)
+        largest = levels.max(axis=0)
+        self._pixels += largest.size
+        self._apart += int((largest > max(_ROUNDING, self._scale.noise)).sum())
+        if levels.size:
+            self._value = max(self._value, float((a.double() - b.double()).abs().max()))
         if not self._prefix.program.specs[self._prefix.count].fixed:
             return
         score, worst = float(levels.mean() if self._rule.kind == "nothing" else levels.max()), self._worst[kind]
@@ -182,7 +206,7 @@ class PairComparison:
                 stage=self._stage.stage_name,
                 number=self._prefix.count,
                 allowed=self._rule.allowed(stages, same_device=self._same_device),
-                noise=self._scale.noise,
+                noise=max(self._scale.noise, _ROUNDING if self._rule.kind == "library" else 0.0),
                 images=own.images + hostile.images,
                 differ=own.differ + hostile.differ,
                 own=own.result(),
@@ -190,6 +214,8 @@ class PairComparison:
                 refused=tuple(self._refused),
                 alone=tuple(self._alone),
                 beyond=tuple(self._beyond),
+                pixels=self._apart / max(self._pixels, 1),
+                value=self._value,
             )
         )
 

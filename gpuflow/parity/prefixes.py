@@ -121,6 +121,7 @@ def _decoded_size(decoder: s.Decoder, data: Encoded) -> Size | None:
             max_pixels=decoder.max_pixels,
             max_scans=decoder.max_scans,
             orientation=decoder.orientation == "apply",
+            formats=decoder.formats,
         )
     except BadSampleError:
         return None

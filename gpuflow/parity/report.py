@@ -25,6 +25,8 @@ class Row:
     refused: images that both refuse. alone: images that only one of them refuses, or for which the results differ in
     shape or dtype, with the reason.
     beyond: images that only the reference refuses, with the reason; they do not count against the other way.
+    pixels: the share of pixels that are apart by more than the rounding of floats. value: the largest difference of the
+    results themselves, after normalize for instance.
     """
 
     stage: str
@@ -38,6 +40,8 @@ class Row:
     refused: tuple[str, ...]
     alone: tuple[tuple[str, str], ...]
     beyond: tuple[tuple[str, str], ...]
+    pixels: float = 0.0
+    value: float = 0.0
 
     @property
     def max(self) -> float:

@@ -19,6 +19,7 @@ from gpuflow.decode.nvjpeg import find_nvjpeg
 from gpuflow.errors import GpuflowError, MissingExtra
 from gpuflow.parity.base import Result, Way
 from gpuflow.parity.images import ParityImage, hostile_images, own_images
+from gpuflow.parity.libraries import libraries_of
 from gpuflow.parity.measure import Scale
 from gpuflow.parity.model import Classifier, find_model
 from gpuflow.parity.pairs import PairComparison, pairs_of
@@ -31,7 +32,9 @@ __all__ = ["study"]
 _CHUNK = 16
 _FAILURES = (GpuflowError, ImportError, OSError, RuntimeError)
 """Exceptions that a naive way may fail with; its libraries have no common base class."""
-_PACKAGES = ("torch", "torchvision", "pillow", "numpy", "torchpipe", "onnxruntime")
+_PACKAGES = (
+    *("torch", "torchvision", "pillow", "numpy", "torchpipe", "onnxruntime", "timm", "transformers", "albumentations"),
+)
 
 
 def study(
@@ -41,7 +44,7 @@ def study(
     count: int = 64,
     data: Path | None = None,
     against: tuple[str, str] | None = None,
-    tolerance: float = 0.0,
+    tolerance: float | None = None,
     model: Path | None = None,
     ways: Mapping[str, Way] | None = None,
     command: str = "",
@@ -52,7 +55,9 @@ def study(
     Args:
         config: a checked configuration. name: the pipeline of validation.
         count: the number of the user's own images. data: a directory to read them from instead of the source.
-        against: two ways to compare, and no others. tolerance: the levels by which these may differ; 0 means equal.
+        against: two ways to compare, and no others; the second one may be another library's source.
+        tolerance: the levels by which these may differ; by default 0, or the sum of the stages' tolerances for another
+            library.
         model: the model file for logits; by default `serve.model.file` if it exists.
         ways: the ways by name; by default all. command: the command line, for the report.
         progress: called with the number of images done, the number of all images, and the current stage.
@@ -62,7 +67,7 @@ def study(
         SourceError: the source cannot be indexed. GpuflowError: a requested way cannot run here.
     """
     program = config.program(name)
-    ways = ways_of(config, name) if ways is None else ways
+    ways = {**(ways_of(config, name) if ways is None else ways), **libraries_of(against or (), program)}
     pairs, missing = pairs_of(ways, against, tolerance)
     study_model, model_note = find_model(config, program, model)
     samples = [*own_images(config, name, count, data=data), *hostile_images()]
@@ -73,7 +78,15 @@ def study(
             classify = None
             if study_model is not None and study_model.count == prefix.count:
                 classify = stack.enter_context(Classifier(study_model.file, prefix.program, batch=_CHUNK))
-            for images in _measure(prefix, samples, pairs, ways, missing, classify, may_fail=() if against else NAIVE):
+            for images in _measure(
+                prefix,
+                samples,
+                pairs,
+                ways,
+                missing,
+                classify,
+                may_fail=[pair.b for pair in pairs if not pair.judged] if against else NAIVE,
+            ):
                 done += images
                 progress(done, total, program.pipeline.stages[prefix.count - 1].stage_name)
         pairs = [pair for pair in pairs if missing[pair.a] is missing[pair.b] is None]

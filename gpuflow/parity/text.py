@@ -10,6 +10,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
+from gpuflow.parity.libraries import is_library
 from gpuflow.parity.measure import Levels
 from gpuflow.parity.report import Logits, Pair, Report, Row
 from gpuflow.parity.ways import NAIVE
@@ -17,6 +18,7 @@ from gpuflow.parity.ways import NAIVE
 __all__ = [
     "NAIVE_TITLE",
     "breaches",
+    "figures",
     "notes",
     "render",
     "show_allowed",
@@ -60,15 +62,31 @@ def verdict(report: Report) -> str:
     if not report.breach:
         held = ", ".join(f"{pair.a} and {pair.b}" for pair in report.judged)
         skipped = ", ".join(way.name for way in report.ways if way.missing is not None and way.name not in NAIVE)
-        return f"PASS: {held} agree as they must{f'; skipped: {skipped}' if skipped else ''}"
+        summary = f": {figures(report.judged[0])}" if any(is_library(pair.b) for pair in report.judged) else ""
+        return f"PASS: {held} agree as they must{summary}{f'; skipped: {skipped}' if skipped else ''}"
     return "\n".join(f"BREACH: {line}" for pair in report.judged for line in breaches(pair))
+
+
+def figures(pair: Pair) -> str:
+    """A pair's largest difference, in levels and of the results themselves, and how many pixels are apart."""
+    row = pair.rows[-1]
+    if row.max == 0:
+        return f"all {row.images} images are equal"
+    kinds = (("your images", row.own), ("hostile ones", row.hostile))
+    most = ", ".join(f"{show_levels(levels.max)} on {kind}" for kind, levels in kinds if levels is not None)
+    return f"highest difference in levels {most} ({_in_results(row)}); limit {show_allowed(row)}"
+
+
+def _in_results(row: Row) -> str:
+    return f"{row.value:.3g} after {row.stage}, {100 * row.pixels:.2g}% of the pixels"
 
 
 def breaches(pair: Pair) -> Iterator[str]:
     """Describe how a pair exceeds its limit, one line per stage."""
     for row in pair.rows:
         if row.breach:
-            apart = f"{show_levels(row.max)} levels apart, limit {show_allowed(row)}" if row.differ else ""
+            more = f" ({_in_results(row)})" if is_library(pair.b) and row.pixels else ""
+            apart = f"{show_levels(row.max)} levels apart{more}, limit {show_allowed(row)}" if row.differ else ""
             alone = f"{len(row.alone)} images that only one of them accepts or gives in this form" if row.alone else ""
             yield f"{pair.a} against {pair.b} after {row.stage}: {'; '.join(filter(None, (apart, alone)))}"
 

@@ -172,6 +172,7 @@ class Decoder(Stage):
     max_pixels: int
     max_scans: int
     background: tuple[int, int, int] | None
+    formats: tuple[str, ...]
 
     @property
     def library(self) -> str | None:

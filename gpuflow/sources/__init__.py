@@ -8,11 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from gpuflow.sources.base import Source, SourceSpec, is_read_remotely
+import numpy as np
+from numpy.typing import NDArray
+
+from gpuflow.sources.base import MixEntry, Source, SourceSpec, WeightsSpec, is_read_remotely
 from gpuflow.sources.coco import open_coco
 from gpuflow.sources.fingerprint import fingerprint_of
 from gpuflow.sources.folder import open_folder
+from gpuflow.sources.hf import HfSource, open_hf
 from gpuflow.sources.listing import open_listing
+from gpuflow.sources.mix import MixSource, open_mix
 from gpuflow.sources.offered import offered_sources, open_offered
 from gpuflow.sources.payload import SPARE_BYTES, Allocate, Payload, lay_out
 from gpuflow.sources.record_source import (
@@ -25,16 +30,21 @@ from gpuflow.sources.record_source import (
 )
 from gpuflow.sources.split import Subset, subset
 from gpuflow.sources.tar import open_tar
+from gpuflow.sources.weights import read_weights
 
 __all__ = [
     "KINDS",
     "SPARE_BYTES",
     "Allocate",
+    "HfSource",
+    "MixEntry",
+    "MixSource",
     "Payload",
     "RecordSource",
     "Source",
     "SourceSpec",
     "Subset",
+    "WeightsSpec",
     "fields_of",
     "fingerprint_of",
     "has_labels",
@@ -45,6 +55,9 @@ __all__ = [
     "open_source",
     "records_of",
     "subset",
+    "unwrapped",
+    "weights_of",
+    "window_of",
     "without_records",
 ]
 
@@ -53,6 +66,8 @@ KINDS: dict[str, Callable[[SourceSpec], Source]] = {
     "listing": open_listing,
     "tar": open_tar,
     "coco": open_coco,
+    "hf": open_hf,
+    "mix": lambda spec: open_mix(spec, open_source),
 }
 
 
@@ -64,3 +79,27 @@ def open_source(spec: SourceSpec) -> Source:
         MissingExtra: the path is a URL and fsspec is not installed.
     """
     return open_offered(spec) if spec.other else KINDS[spec.kind](spec)
+
+
+def unwrapped(source: Source) -> Source:
+    """The source that a part is of; another source as it is."""
+    return source.source if isinstance(source, Subset) else source
+
+
+def window_of(spec: SourceSpec, source: Source | None = None) -> int:
+    """How many neighbouring samples of a source with shards are shuffled among each other."""
+    own = unwrapped(source) if source is not None else None
+    if spec.window is None and isinstance(own, HfSource) and own.window is not None:
+        return own.window
+    return spec.shard_window
+
+
+def weights_of(spec: SourceSpec, source: Source) -> NDArray[np.float64] | None:
+    """The weight of each sample of a source, or of a part of it; None where `spec` gives no weights.
+
+    Raises:
+        SourceError: a weight cannot be read, is negative or not finite, or all of the part are 0.
+    """
+    if isinstance(source, Subset):
+        return read_weights(spec, source.source, open_source, source.indices)
+    return read_weights(spec, source, open_source, np.arange(len(source)))

@@ -27,14 +27,15 @@ def open_folder(spec: SourceSpec) -> FileSource:
     """Index `spec.folder`, ordered by class, then by directory, then by file name."""
     assert spec.folder is not None
     storage: Storage
+    extensions = (*EXTENSIONS, *(f".{name}" for name in spec.extensions))
     if is_remote(spec.folder):
         root = spec.folder.rstrip("/")
         storage = remote = RemoteStorage(root)
-        tree = _remote_tree(remote, root)
+        tree = _remote_tree(remote, root, extensions)
     else:
         root = os.path.expanduser(spec.folder)
         storage = LocalStorage()
-        tree = _local_tree(root)
+        tree = _local_tree(root, extensions)
     table, classes, counts = PathTableBuilder(), [], []
     for name, images in tree:
         table.add(images)
@@ -44,7 +45,7 @@ def open_folder(spec: SourceSpec) -> FileSource:
     if empty:
         others = f" (nor do {len(empty) - 1} more classes)" if len(empty) > 1 else ""
         raise SourceError(
-            f"{root}/{empty[0]}: a class directory must hold an image ({', '.join(EXTENSIONS)}), got none{others}; "
+            f"{root}/{empty[0]}: a class directory must hold an image ({', '.join(extensions)}), got none{others}; "
             f"add images or remove the directory"
         )
     paths = table.build(os.path.join(root, ""))
@@ -54,7 +55,7 @@ def open_folder(spec: SourceSpec) -> FileSource:
     return FileSource(storage, paths, labels, tuple(classes))
 
 
-def _local_tree(root: str) -> Iterator[tuple[str, list[str]]]:
+def _local_tree(root: str, extensions: tuple[str, ...]) -> Iterator[tuple[str, list[str]]]:
     """Yield each class and its images, as paths relative to the root."""
     try:
         with os.scandir(root) as entries:
@@ -85,7 +86,7 @@ def _local_tree(root: str) -> Iterator[tuple[str, list[str]]]:
         images = []
         for directory, files in sorted(_walk(os.path.join(root, name), above)):
             below = directory[start:]
-            images += [f"{below}/{file}" for file in sorted(files) if file.lower().endswith(EXTENSIONS)]
+            images += [f"{below}/{file}" for file in sorted(files) if file.lower().endswith(extensions)]
         yield name, images
 
 
@@ -151,7 +152,7 @@ def _cannot_be_listed(directory: str, fault: OSError) -> SourceError:
     return SourceError(f"{directory}: directory must be readable, got: {reason}; make it readable or remove it")
 
 
-def _remote_tree(storage: RemoteStorage, root: str) -> Iterator[tuple[str, list[str]]]:
+def _remote_tree(storage: RemoteStorage, root: str, extensions: tuple[str, ...]) -> Iterator[tuple[str, list[str]]]:
     """Like `_local_tree`. A class is a directory that holds a file, because object stores have no other directories."""
     classes: dict[str, list[tuple[str, str, str]]] = {}
     found = storage.find(root)
@@ -159,7 +160,7 @@ def _remote_tree(storage: RemoteStorage, root: str) -> Iterator[tuple[str, list[
         directory, _, file = name.rpartition("/")
         if directory:
             images = classes.setdefault(directory.partition("/")[0], [])
-            if file.lower().endswith(EXTENSIONS):
+            if file.lower().endswith(extensions):
                 images.append((directory, file, path))
     if not classes:
         raise SourceError(

@@ -13,10 +13,21 @@ from numpy.typing import NDArray
 
 from gpuflow.pipeline.records import Column, Field, MaskFile, Polygons, Ragged, Records, Rle
 from gpuflow.sources.paths import PathTable
-from gpuflow.sources.payload import Payload
+from gpuflow.sources.payload import Allocate, Payload
 from gpuflow.sources.storage import Shard, Storage
 
-__all__ = ["NO_FIELDS", "Instances", "MaskFiles", "MaskMembers", "Numbers", "Objects", "RecordTable", "Rows", "Store"]
+__all__ = [
+    "NO_FIELDS",
+    "Instances",
+    "MaskCells",
+    "MaskFiles",
+    "MaskMembers",
+    "Numbers",
+    "Objects",
+    "RecordTable",
+    "Rows",
+    "Store",
+]
 
 
 class Store(Protocol):
@@ -201,6 +212,34 @@ class MaskMembers:
 
     def parts(self) -> Iterator[bytes]:
         yield from (self.names.blob, self.sizes.tobytes())
+
+
+class _Cells(Protocol):
+    """A column of encoded images of all samples."""
+
+    def read(self, indices: Sequence[int], allocate: Allocate) -> Payload:
+        """See `Source.read`."""
+
+    def path(self, index: int) -> str:
+        """See `Source.path`."""
+
+    def sizes(self) -> NDArray[np.int64]:
+        """What is known of their sizes without reading."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class MaskCells:
+    """One cell of a column per sample, read when its record is."""
+
+    cells: _Cells
+
+    def take(self, samples: NDArray[np.int64], errors: list[str | None]) -> list[MaskFile]:
+        payload = self.cells.read(samples.tolist(), _memory)
+        return _masks(payload, [self.cells.path(i) for i in samples.tolist()] if any(payload.errors) else [], errors)
+
+    def parts(self) -> Iterator[bytes]:
+        yield self.cells.sizes().tobytes()
 
 
 def _memory(size: int) -> NDArray[np.uint8]:

@@ -20,6 +20,7 @@ from gpuflow.pipeline.records import Field, Records
 from gpuflow.pipeline.rng import key64, permute
 from gpuflow.sources.base import Source, SourceSpec
 from gpuflow.sources.fingerprint import fingerprint, fingerprint_of
+from gpuflow.sources.mix import MixSource
 from gpuflow.sources.payload import Allocate, Payload
 from gpuflow.sources.record_source import fields_of, has_labels, has_one_class, records_of, without_records
 from gpuflow.sources.storage import Storage
@@ -86,10 +87,14 @@ class Subset:
 
 def subset(source: Source, spec: SourceSpec, name: str) -> Source:
     """The split called `name`, or the whole source where `spec` declares no such split."""
-    names = [split for split, _ in spec.fractions]
-    if name not in names:
+    if name not in spec.part_names:
         return source
-    place = names.index(name)
+    if isinstance(source, MixSource):
+        return source.with_parts([subset(part, spec, name) for part in source.parts])
+    if spec.splits:
+        start, stop = source.splits[name]  # type: ignore[attr-defined]  # a source whose splits have names
+        return Subset(source, np.arange(start, stop))
+    place = spec.part_names.index(name)
     labels, classes = source.labels, source.classes
     if not has_one_class(source):
         labels, classes = np.zeros(len(source), np.int64), ("",)

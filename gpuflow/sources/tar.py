@@ -6,6 +6,7 @@ cached in the user's cache folder (`~/.cache/gpuflow`), and from then on a sampl
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -136,14 +137,15 @@ def open_tar(spec: SourceSpec) -> TarSource:
     shards = _inspected(storage, names)
     if spec.declared:
         return _with_fields(spec, storage, shards)
-    cache = _cache_path(shards)
+    extensions = (*IMAGE_EXTENSIONS, *spec.extensions)
+    cache = _cache_path(shards, spec.extensions)
     index = _load_index(cache)
     if index is None:
-        index = _build_index(storage, shards)
+        index = _build_index(storage, shards, extensions)
         _save_index(cache, index)
     if not len(index.codes):
         raise SourceError(
-            f"{spec.tar}: must hold at least one image ({', '.join(IMAGE_EXTENSIONS)}), got none; check what is in it"
+            f"{spec.tar}: must hold at least one image ({', '.join(extensions)}), got none; check what is in it"
         )
     ends = np.cumsum(index.shard_sizes)
 
@@ -157,7 +159,7 @@ def open_tar(spec: SourceSpec) -> TarSource:
 
 def _with_fields(spec: SourceSpec, storage: Storage, shards: Sequence[Shard]) -> TarSource:
     """The shards with the fields that `spec` declares."""
-    found = read_fields(spec, storage, shards, IMAGE_EXTENSIONS)
+    found = read_fields(spec, storage, shards, (*IMAGE_EXTENSIONS, *spec.extensions))
     index = _Index(
         images=found.images,
         starts=found.starts,
@@ -208,12 +210,12 @@ def _inspected(storage: Storage, names: Sequence[str]) -> list[Shard]:
     return shards
 
 
-def _build_index(storage: Storage, shards: Sequence[Shard]) -> _Index:
+def _build_index(storage: Storage, shards: Sequence[Shard], extensions: tuple[str, ...]) -> _Index:
     images, codes, values = PathTableBuilder(), [], Codes()
     starts: list[NDArray[np.int64]] = []
     sizes: list[NDArray[np.int64]] = []
     counts = []
-    for members, labels in storage.scan(shards, _scan_shard):
+    for members, labels in storage.scan(shards, functools.partial(_scan_shard, extensions=extensions)):
         images.add([member.name for member in members])
         starts.append(np.array([member.start for member in members], dtype=np.int64))
         sizes.append(np.array([member.size for member in members], dtype=np.int64))
@@ -229,7 +231,9 @@ def _build_index(storage: Storage, shards: Sequence[Shard]) -> _Index:
     )
 
 
-def _scan_shard(shard: Shard, read_at: ReadAt) -> tuple[list[Member], list[str]]:
+def _scan_shard(
+    shard: Shard, read_at: ReadAt, extensions: tuple[str, ...] = IMAGE_EXTENSIONS
+) -> tuple[list[Member], list[str]]:
     """The images of one shard and their labels as written."""
     images: dict[str, Member] = {}
     cls_members: dict[str, tuple[str, bytes]] = {}
@@ -241,7 +245,7 @@ def _scan_shard(shard: Shard, read_at: ReadAt) -> tuple[list[Member], list[str]]
         if not stem or not dot:
             continue
         key = directory + slash + stem
-        if extension in IMAGE_EXTENSIONS:
+        if extension in extensions:
             if key in images:
                 raise _duplicate(shard, member.name, images[key].name)
             images[key] = member
@@ -264,7 +268,7 @@ def _scan_shard(shard: Shard, read_at: ReadAt) -> tuple[list[Member], list[str]]
             cls_members[key] = member_json
     for name, _ in cls_members.values():
         raise SourceError(
-            f"{shard.path}/{name}: label must have an image ({', '.join(IMAGE_EXTENSIONS)}), got none; add or remove it"
+            f"{shard.path}/{name}: label must have an image ({', '.join(extensions)}), got none; add or remove it"
         )
     return list(images.values()), labels
 
@@ -303,10 +307,11 @@ def _label(shard: Shard, cls: tuple[str, bytes] | None, json_member: tuple[str, 
     return None if label is None else str(label).strip()
 
 
-def _cache_path(shards: Sequence[Shard]) -> str:
-    """One file for this very list of shards; another size or time of one of them is another file."""
+def _cache_path(shards: Sequence[Shard], extensions: tuple[str, ...]) -> str:
+    """One file for this very list of shards, with these other extensions; another size or time of one of them is
+    another file."""
     files = [(s.path if is_remote(s.path) else os.path.abspath(s.path), s.size, s.stamp) for s in shards]
-    text = json.dumps([_CACHE_FORMAT, files])
+    text = json.dumps([_CACHE_FORMAT, files, *extensions])
     return str(cache_folder() / f"tar-{hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}.npz")
 
 

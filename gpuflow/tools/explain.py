@@ -30,7 +30,7 @@ from gpuflow.pipeline.program import (
 )
 from gpuflow.pipeline.stage import Decoder, Policy
 from gpuflow.pipeline.views import AnyProgram, ViewsProgram, slot_of
-from gpuflow.sources import Source, fields_of, fingerprint_of, has_labels, has_one_class, is_read_remotely
+from gpuflow.sources import Source, WeightsSpec, fields_of, fingerprint_of, has_labels, has_one_class, is_read_remotely
 from gpuflow.sources.files import FileSource
 from gpuflow.sources.storage import is_remote
 
@@ -115,12 +115,23 @@ def _facts(config: Config, name: str, program: AnyProgram) -> Iterator[Text]:
     yield Text(f"  batch          {size} images of {_results(program)} ({megabytes:.1f} MB), {run.prefetch} ahead")
     if program.mixings:
         yield Text("  labels         float32, the probability of each class, as samples of a batch are mixed")
-    yield Text(f"  order          {'shuffled' if pipeline.shuffle else 'as in the source'}, seed {config.source.seed}")
+    yield Text(f"  order          {_order(config, name)}, seed {config.source.seed}")
     processes = decode_processes_of(config, samples, remote=remote)
     helpers = f", and {processes} decode process(es) that take over when started" if processes else ""
     yield Text(f"  device         cpu, {threads_of(run)} decode thread(s){helpers}")
     yield Text(f"  decoder        {program.decoder.library or decoder_description()}")
     yield Text(f"  on a GPU       {explain_gpu(config, name)}{_cpu_share_text(config, name, samples, remote)}")
+
+
+def _order(config: Config, name: str) -> str:
+    spec = config.source
+    if not config.pipelines[name].shuffle:
+        return "as in the source"
+    if spec.mix:
+        return f"each {spec.by} drawn from {len(spec.entries)} sources in the proportions of their weights, shuffled"
+    if isinstance(spec.weights, WeightsSpec):
+        return f"drawn by weights {'with' if spec.weights.replacement else 'without'} replacement"
+    return "shuffled"
 
 
 def _results(program: AnyProgram) -> str:
@@ -135,7 +146,8 @@ def _conventions(decoder: Decoder) -> str:
         return f"those of {decoder.library}"
     alpha = "ignored" if decoder.background is None else f"composited over {list(decoder.background)}"
     turned = "applied" if decoder.orientation == "apply" else "ignored"
-    return f"alpha is {alpha}, EXIF orientation is {turned}, ICC profiles are ignored"
+    others = f"; also decodes {', '.join(decoder.formats)}" if decoder.formats else ""
+    return f"alpha is {alpha}, EXIF orientation is {turned}, ICC profiles are ignored{others}"
 
 
 def _cpu_share_text(config: Config, name: str, samples: int, remote: bool) -> str:

@@ -140,6 +140,8 @@ def find_images(spec: SourceSpec, *, limit: int, seconds: float = _SEARCH_SECOND
             source.close()
         elif spec.other:
             raise SourceError(f"{spec.where}: belongs to another package; gpuflow bench FILE measures all of it")
+        elif spec.hf is not None or spec.mix:
+            raise SourceError(f"{spec.where}: is no folder of images; gpuflow bench FILE measures all of it")
         elif spec.tar is not None:
             found = _in_shards(expand_braces(os.path.expanduser(spec.tar)), limit, deadline, chance)
         else:

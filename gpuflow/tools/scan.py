@@ -7,7 +7,7 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpuflow.decode.codecs import CpuDecoder, Header, probe
+from gpuflow.decode.optional_headers import LABELS
 from gpuflow.errors import BadSampleError
 from gpuflow.pipeline.stage import Decoder
 from gpuflow.sources import Source, records_of
@@ -23,15 +24,29 @@ __all__ = ["Finding", "scan"]
 
 _CHUNK = 32
 _POLL_SECONDS = 0.1
-_SUFFIXES = {"jpeg": ("jpg", "jpeg", "jpe", "jfif"), "png": ("png",), "webp": ("webp",), "bmp": ("bmp",)}
+_SUFFIXES = {
+    "jpeg": ("jpg", "jpeg", "jpe", "jfif"),
+    "png": ("png",),
+    "webp": ("webp",),
+    "bmp": ("bmp",),
+    "tiff": ("tif", "tiff"),
+    "gif": ("gif",),
+    "avif": ("avif",),
+    "heic": ("heic", "heif", "hif"),
+    "jxl": ("jxl",),
+    "jp2": ("jp2", "j2k", "j2c", "jpc", "jpf", "jpx"),
+    "png16": ("png",),
+    "webp_animated": ("webp",),
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
     """One sample worth a look.
 
-    kind: `unreadable`, `corrupt`, `oversize`, `record` (its boxes, its mask or another field) or `timeout`, which are
-    bad; `cmyk` or `misnamed`, which decode all the same.
+    kind: `unreadable`, `corrupt`, `oversize`, `format`, `record` (its boxes, its mask or another field) or `timeout`,
+    which are bad; `cmyk` or `misnamed`, which decode all the same.
+    needs: of the kind `format`, what `decode.formats` must name for it to be decoded.
     """
 
     index: int
@@ -39,10 +54,11 @@ class Finding:
     kind: str
     bad: bool
     reason: str
+    needs: str = ""
 
     def row(self) -> dict[str, Any]:
         """As a JSON object."""
-        return asdict(self)
+        return {key: value for key, value in asdict(self).items() if key != "needs" or value}
 
 
 def scan(
@@ -202,13 +218,28 @@ class _Scanner:
             if decoder.library is not None:
                 decoder.decode(data)
                 return
-            header = probe(data, max_pixels=decoder.max_pixels, max_scans=decoder.max_scans)
+            header = self._probe(data, decoder.formats)
             cpu_decoder.decode(data, header)
         except BadSampleError as fault:
+            if fault.code == "sample.format":
+                yield self._unnamed(index, path, data, fault)
+                return
             kind = "oversize" if fault.code == "sample.too_large" else "corrupt"
             yield Finding(index, path, kind, True, fault.reason)
         else:
             yield from _odd(index, path, header)
+
+    def _probe(self, data: NDArray[np.uint8], formats: Collection[str]) -> Header:
+        decoder = self._decoder
+        return probe(data, max_pixels=decoder.max_pixels, max_scans=decoder.max_scans, formats=formats)
+
+    def _unnamed(self, index: int, path: str, data: NDArray[np.uint8], fault: BadSampleError) -> Finding:
+        """A file of a format that `decode.formats` does not name; corrupt if its header is bad all the same."""
+        try:
+            needs = self._probe(data, LABELS).format
+        except BadSampleError as other:
+            return Finding(index, path, "corrupt", True, other.reason)
+        return Finding(index, path, "format", True, fault.reason, needs)
 
 
 def _odd(index: int, path: str, header: Header) -> Iterator[Finding]:

@@ -41,7 +41,10 @@ pipelines:
     stages: [decode, center_crop: {size: 8}]
 """
 PIPELINE_KEYS = "preset, height, width, color, split, stages, views, decode, batch, shuffle, on_error, targets"
-SOURCE_KEYS = "folder, listing, tar, coco, images, root, classes, split, seed, window, fields"
+SOURCE_KEYS = (
+    "folder, listing, tar, coco, hf, mix, images, image, label, by, samples, root, classes, unite_classes, split, "
+    "splits, seed, window, extensions, weights, fields"
+)
 RUN_KEYS = "threads, readers, processes, prefetch, on_error, max_bad, bad_file, timeout_s, memory_limit, deterministic"
 
 

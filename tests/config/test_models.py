@@ -107,10 +107,10 @@ BYTES = "bytes, or text with a unit such as 512MB or 2GiB"
             "source.classes must be distinct names, at least one, got ['a', 'a']",
         ),
         # against each other
-        ("source: {}", "source needs exactly one of folder, listing, tar and coco, got none of them"),
+        ("source: {}", "source needs exactly one of folder, listing, tar, coco, hf and mix, got none of them"),
         (
             "source: {folder: a, tar: b}",
-            "source needs exactly one of folder, listing, tar and coco, got folder and tar",
+            "source needs exactly one of folder, listing, tar, coco, hf and mix, got folder and tar",
         ),
         ("source: {folder: a, split: {val: 0}}", "source.split.val must be a fraction within (0, 1], got 0.0"),
         (

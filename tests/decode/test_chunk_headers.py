@@ -156,3 +156,15 @@ def test_a_scan_for_another_orientation_is_not_used() -> None:
         turned = [i for i, header in headers.others.items() if header.orientation == 6]
         assert turned == (list(range(0, 40, 3)) if orientation else [])
         assert headers.engine.sum() == 40 - len(turned)
+
+
+def test_named_formats_are_left_to_the_cpu() -> None:
+    """The JPEG engines decode the JPEG, and the worker processes for other files the rest."""
+    pixels = images.photo(30, 40)
+    files = [images.jpeg(pixels), images.encode(pixels, "TIFF"), images.encode(pixels, "GIF")]
+    limits = {"max_pixels": MAX_PIXELS, "max_scans": MAX_SCANS}
+    headers = read_headers(payload(files), **limits, orientation=False, formats=("tiff",))
+    assert headers.engine.tolist() == [True, False, False]
+    assert {i: header.format for i, header in headers.others.items()} == {1: "tiff"}
+    assert [fault and fault.code for fault in headers.faults] == [None, None, "sample.format"]
+    assert headers.upright_sizes[:2].tolist() == [[30, 40]] * 2

@@ -229,6 +229,7 @@ JPEG, PNG, WEBP, BMP = (GOOD[name] for name in ("jpeg 4:2:0", "png", "webp", "bm
 SCAN = JPEG.index(b"\xff\xda")
 FRAME = JPEG.index(b"\xff\xc0")
 KNOWN = "gpuflow decodes JPEG, PNG, WebP and BMP"
+NAME_IT = f"{KNOWN}; to have it decoded, name it in decode.formats:"
 TINY_FRAME = segment(0xC0, struct.pack(">BHHB", 8, 8, 8, 3) + bytes((1, 0x11, 0, 2, 0x11, 1, 3, 0x11, 1)))
 
 
@@ -245,13 +246,14 @@ BAD: dict[str, tuple[bytes, str]] = {
     "text": (b"hello, world\n", f"not an image: begins with 68 65 6c 6c; {KNOWN}"),
     "one byte": (b"\xff", f"not an image: begins with ff; {KNOWN}"),
     "html": (b"<html>", f"not an image: begins with 3c 68 74 6d; {KNOWN}"),
-    "gif": (encode(PIXELS, "GIF"), f"GIF is not supported; {KNOWN}"),
-    "tiff": (encode(PIXELS, "TIFF"), f"TIFF is not supported; {KNOWN}"),
-    "tiff, big-endian": (b"MM\0*\0\0\0\x08", f"TIFF is not supported; {KNOWN}"),
+    "gif": (encode(PIXELS, "GIF"), f"GIF is not supported; {NAME_IT} [gif]"),
+    "tiff": (encode(PIXELS, "TIFF"), f"TIFF is not supported; {NAME_IT} [tiff]"),
+    "tiff, big-endian": (b"MM\0*\0\0\0\x08", f"TIFF is not supported; {NAME_IT} [tiff]"),
     "pdf": (b"%PDF-1.4", f"PDF is not supported; {KNOWN}"),
     "psd": (b"8BPS\0\x01", f"PSD is not supported; {KNOWN}"),
     "ppm": (encode(PIXELS, "PPM"), f"PPM is not supported; {KNOWN}"),
-    "avif": (b"\0\0\0\x1cftypavif", f"AVIF/HEIF is not supported; {KNOWN}"),
+    "avif": (b"\0\0\0\x1cftypavif", f"AVIF is not supported; {NAME_IT} [avif]"),
+    "a film": (b"\0\0\0\x1cftypisom", f"AVIF/HEIF of an unknown kind is not supported; {KNOWN}"),
     "jpeg, no more than its magic": (JPEG[:3], "truncated: the header breaks off after 3 bytes"),
     "jpeg, half a header": (JPEG[: FRAME + 5], f"truncated: the header breaks off after {FRAME + 5} bytes"),
     "jpeg, half a scan": (
@@ -291,7 +293,8 @@ BAD: dict[str, tuple[bytes, str]] = {
     "png, four bytes short": (PNG[:-4], f"truncated: no IEND chunk at the end of {len(PNG) - 4} bytes"),
     "png of 16 bits": (
         encode(Image.fromarray(PIXELS[..., 0].astype(np.uint16) * 256), "PNG"),
-        "16 bits per channel; gpuflow decodes images of 8 bits, so convert this one",
+        "16 bits per channel; gpuflow decodes images of 8 bits, so convert this one, or name it in decode.formats: "
+        "[png16]",
     ),
     "png of 60000x60000": (
         patch_png(PNG, width=60_000, height=60_000),
@@ -306,7 +309,7 @@ BAD: dict[str, tuple[bytes, str]] = {
     "webp, no more than its magic": (WEBP[:12], f"truncated: the header promises {len(WEBP)} bytes, there are 12"),
     "webp, animated": (
         encode(PIXELS, "WEBP", save_all=True, append_images=[Image.fromarray(255 - PIXELS)]),
-        "an animation; gpuflow decodes still images",
+        "an animation; gpuflow decodes still images; for the first frame, name it in decode.formats: [webp_animated]",
     ),
     "webp, unknown chunk": (
         WEBP[:12] + b"VP9 " + WEBP[16:],

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuflow.decode.blank_images import interleave
 from gpuflow.execute.decode_calls import CALL_IMAGES, LARGE_PIXELS, DecodeCall, Undecoded, kinds_of, plan_calls, split
 
 MB = 1 << 20
@@ -71,11 +70,6 @@ def test_few_large_images_share_a_call() -> None:
     large = 0x22 + (1 << 8)
     calls = plan_calls([chunk([large, 0x22]), *(chunk([large, 0x22]) for _ in range(40))], max_bytes=MB)
     assert sorted(len(call.rows) for call in calls) == [32, 41]
-
-
-def test_with_their_blank_images_unknown_files_fit_into_a_call() -> None:
-    calls = plan_calls([chunk([0x22 + (1 << 16)] * 256)], max_bytes=MB)
-    assert max(interleave(len(call.rows), engines).total for call in calls for engines in range(1, 17)) <= CALL_IMAGES
 
 
 @st.composite

@@ -210,12 +210,12 @@ def test_batches_do_not_depend_on_what_else_is_decoded_at_the_time(processes: in
     alone = ("run.memory_limit=1GB", "run.processes=0")  # with a limit, calls are not filled up
     for size in (13, 64):
         with load(folder, STAGES, "cuda", f"pipelines.train.batch.size={size}", *alone) as loader:
-            expected = [batch for _ in range(4) for batch in loader]
+            expected = [batch for _ in range(2) for batch in loader]
         overrides = (f"pipelines.train.batch.size={size}", f"run.processes={processes}")
         with load(folder, STAGES, "cuda", *overrides) as loader:
-            found = [batch for _ in range(4) for batch in loader]
+            found = [batch for _ in range(2) for batch in loader]
             stats = loader.stats()
-        assert len(found) == len(expected) == 4 * -(-207 // size) and stats["cpu_images"] >= 60
+        assert len(found) == len(expected) == 2 * -(-207 // size) and stats["cpu_images"] >= 30
         for a, b in zip(expected, found, strict=True):
             assert torch.equal(a.indices, b.indices) and torch.equal(a.images, b.images)
 
@@ -223,13 +223,13 @@ def test_batches_do_not_depend_on_what_else_is_decoded_at_the_time(processes: in
 def test_a_huge_image_leaves_no_huge_buffer(tmp_path: Path) -> None:
     gc.collect()
     before = torch.cuda.memory_allocated()  # of other tests
-    for number in range(40):
-        path = tmp_path / "photos" / "a" / f"{number:03}.jpg"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        pixels = images.photo(90, 70, seed=number)
-        path.write_bytes(images.jpeg(np.tile(pixels, (80, 80, 1)) if number == 3 else pixels))
+    pixels = images.photo(90, 70, seed=1)
+    huge, small = images.jpeg(np.tile(pixels, (80, 80, 1))), images.jpeg(pixels)
+    (tmp_path / "photos" / "a").mkdir(parents=True)
+    for number in range(20 * 128):  # so that many calls follow that of the huge image
+        (tmp_path / "photos" / "a" / f"{number:04}.jpg").write_bytes(huge if number == 3 else small)
     with load(
-        tmp_path / "photos", STAGES, "cuda", "pipelines.train.batch.size=4", "pipelines.train.shuffle=false"
+        tmp_path / "photos", STAGES, "cuda", "pipelines.train.batch.size=128", "pipelines.train.shuffle=false"
     ) as loader:
         list(loader)
         torch.cuda.synchronize()
@@ -297,7 +297,7 @@ def test_resumed_on_the_gpu_equals_uninterrupted(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(  # processes take a second to start
-    ("share", "processes", "cycles"), [(0.0, 0, 200), (0.0, 2, 20), (0.4, 2, 40)]
+    ("share", "processes", "cycles"), [(0.0, 0, 16), (0.0, 2, 5), (0.4, 2, 5)]
 )
 def test_cycles_leave_no_memory(share: float, processes: int, cycles: int, folder: Path) -> None:
     stages = [{"decode": {"cpu_share": share}}, *STAGES[1:]]
@@ -307,7 +307,7 @@ def test_cycles_leave_no_memory(share: float, processes: int, cycles: int, folde
             for _ in loader:
                 break
 
-    for _ in range(5):
+    for _ in range(3):
         cycle()
     torch.cuda.synchronize()
     before = torch.cuda.mem_get_info()[0]
@@ -316,4 +316,4 @@ def test_cycles_leave_no_memory(share: float, processes: int, cycles: int, folde
             cycle()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
-    assert torch.cuda.mem_get_info()[0] >= before - (8 << 20)
+    assert torch.cuda.mem_get_info()[0] >= before - (8 << 20), "a decoder takes 8 MiB"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -10,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from gpuflow.decode import self_test
 from gpuflow.errors import LoaderTimeout
@@ -28,8 +26,6 @@ class Stream:
 class DeviceStream:
     """Replaces `DeviceStream`, and records new streams and streams that were waited for."""
 
-    device = torch.device("cpu")
-
     def __init__(self) -> None:
         self.stream = Stream(7)
         self.branches: list[Stream] = []
@@ -39,11 +35,8 @@ class DeviceStream:
         self.branches.append(Stream(5))
         return self.branches[-1]
 
-    def queued(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    def pinned(self, shape: Any, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype)
+    def record_event(self, *, stream: Stream) -> Stream:
+        return stream
 
     def wait_stream(self, stream: Stream) -> None:
         if stream is not self.stream:
@@ -116,13 +109,10 @@ def test_a_second_concurrent_call_runs_only_while_the_gpu_waits(backend: str, hu
     substitutes: tuple[Any, Any] = (device_stream, library)
     decoders = NvjpegDecoderPool(*substitutes, "rgb", backend, count=no_engines)
     work(decoders)
-    states = 2  # one with which the backend is found, one for calls of eight images
-    assert (library.most, library.made, library.streams) == (1, states, {7}), (
-        "the GPU does not wait: one call at a time"
-    )
+    assert (library.most, library.made, library.streams) == (1, 1, {7}), "the GPU does not wait: one call at a time"
     decoders.set_starved(True)
     work(decoders)
-    assert (library.most, library.made) == (most, hurried * states)
+    assert (library.most, library.made) == (most, hurried)
     assert len(device_stream.branches) == hurried - 1, "it has a stream of its own"
     assert bool(device_stream.joined) == (hurried == 2), "what is queued later waits for it"
     decoders.set_starved(False)
@@ -151,3 +141,28 @@ def test_a_call_that_does_not_end_is_named(monkeypatch: pytest.MonkeyPatch) -> N
     named = pytest.raises(LoaderTimeout, match=r"nvJPEG did not end a call within 0\.05 s")
     with decoders.acquire(), named, decoders.acquire():
         pass
+
+
+class Event(Stream):
+    """Counts how often it was waited for."""
+
+    waits = 0
+
+    def synchronize(self) -> None:
+        Event.waits += 1
+
+
+def test_a_state_is_not_initialized_while_an_earlier_call_may_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that failed leaves no number of images behind, and one before it may still be running."""
+    library, device_stream = SlowLibrary(), DeviceStream()
+    monkeypatch.setattr(device_stream, "record_event", lambda *, stream: Event(9), raising=False)
+    statuses = iter([0, 6, 0, 0])
+    monkeypatch.setattr(library, "decode", lambda *arguments: next(statuses))
+    substitutes: tuple[Any, Any] = (device_stream, library)
+    decoders = NvjpegDecoderPool(*substitutes, "rgb", "hardware", count=no_engines)
+    numbers = np.ones(4, np.uint64)
+    with decoders.acquire() as decoder:
+        decoder.decode(JpegBatch(numbers, numbers, np.ones((4, 8), np.uint64), FRAMES))
+        assert Event.waits == 0
+        decoder.decode(JpegBatch(numbers, numbers, np.ones((4, 8), np.uint64), FRAMES))  # fails, then halves
+    assert Event.waits == 1

@@ -11,10 +11,12 @@ import torch
 
 import gpuflow
 import gpuflow.serve
+from gpuflow.decode.optional_decoders import missing_library
 from gpuflow.pipeline.stage import Stage
 from gpuflow.serve.predictor import Predictor
 from gpuflow.torchpipe.graph import chain
 from tests.datasets import write_config
+from tests.decode.test_optional_formats import BY_FORMAT, data_of, turned
 from tests.hostile import BAD, HOSTILE
 from tests.laws.test_stage_laws import EXAMPLES, SAMPLES, pipeline_around
 from tests.running import images, program_of
@@ -61,6 +63,31 @@ def test_serving_gives_validations_tensors(stages: list[dict[str, Any]], hostile
     assert torch.equal(served, wanted)
     assert torch.equal(one, wanted[0])
     assert (served.dtype, served.stride()) == (wanted.dtype, wanted.stride())
+
+
+def test_files_of_named_formats_serve_as_they_validate(tmp_path: Path) -> None:
+    """One file of each format that can be decoded here, an upright and a turned TIFF, and a damaged one."""
+    here = [form for form in BY_FORMAT if missing_library([form]) is None]
+    good = {form: data_of(name) for form, name in BY_FORMAT.items() if form in here}
+    bad = [good["avif"][:-40], good["gif"][:-40]]
+    sound = [*good.values(), turned("tiff", 6)]
+    files = [sound[0], bad[0], *sound[1:4], bad[1], *sound[4:]]
+    folder = tmp_path / "photos" / "all"
+    folder.mkdir(parents=True)
+    for i, data in enumerate(files):
+        (folder / f"{i:02d}.tif").write_bytes(data)
+    decode = {"decode": {"orientation": "apply", "background": [255, 0, 9], "formats": here}}
+    stages: list[dict[str, Any]] = [decode, {"resize": {"height": 30, "width": 20}}, {"normalize": {}}]
+    config = write_config(tmp_path / "x.yaml", folder.parent, val=stages, serve={"stages": stages}, batch={"size": 4})
+    with gpuflow.load(config, "val") as loader:
+        with pytest.warns(UserWarning, match="samples are bad so far"):
+            wanted = torch.cat([batch.images.clone() for batch in loader])
+        assert loader.stats()["bad"] == len(bad)
+    with gpuflow.serve.load(config, preprocess_only=True) as predictor:
+        assert torch.equal(predictor.preprocess(sound), wanted)
+        for data in bad:
+            with pytest.raises(gpuflow.BadSampleError):
+                predictor.preprocess(data)
 
 
 @pytest.mark.parametrize("stage", [stage for stage in EXAMPLES if not stage.random], ids=repr)

@@ -103,7 +103,12 @@ KINDS: dict[str, tuple[Callable[[Path], None], str, str]] = {
         "decode",
         r"not an image: begins with 3c 68 74 6d; gpuflow decodes JPEG, PNG, WebP and BMP",
     ),
-    "gif": (become_gif, "decode", r"GIF is not supported; gpuflow decodes JPEG, PNG, WebP and BMP"),
+    "gif": (
+        become_gif,
+        "decode",
+        r"GIF is not supported; gpuflow decodes JPEG, PNG, WebP and BMP; "
+        r"to have it decoded, name it in decode.formats: \[gif\]",
+    ),
 }
 
 

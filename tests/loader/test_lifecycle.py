@@ -165,6 +165,11 @@ class CollectingOrder:
             gc.collect()
         return np.array(positions, np.int64)
 
+    digest = ""
+
+    def candidates(self, epoch: int, position: int) -> int:
+        return self.size
+
     def replacement(self, epoch: int, position: int, attempt: int) -> int:
         return attempt
 

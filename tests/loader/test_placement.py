@@ -10,7 +10,7 @@ import torch
 
 from gpuflow.config import Config, read_config
 from gpuflow.errors import ConfigError
-from gpuflow.execute.gpu_backend import DECODE_BYTES, gpu_passes_and_library
+from gpuflow.execute.gpu_backend import DECODE_BYTES, Placement, gpu_passes_and_library
 from gpuflow.execute.gpu_passes import passes_of
 from gpuflow.loader.placement import explain_gpu, memory_for_decoding
 from gpuflow.pipeline.program import OpaqueStep, PointwiseStep, SamplingStep
@@ -18,6 +18,7 @@ from gpuflow.stages import STAGES
 from tests.datasets import write_config
 
 CROP = {"random_resized_crop": {"size": 8}}
+CROP_CENTER = {"center_crop": {"size": 8}}
 JITTER = {"color_jitter": {"contrast": 0.2}}
 HALF = {"normalize": {"dtype": "float16", "layout": "nhwc"}}
 BLUR = {"torchvision": {"name": "GaussianBlur", "kernel_size": 3}}
@@ -70,6 +71,20 @@ def test_explains_what_a_gpu_would_do(tmp_path: Path) -> None:
     refused = config(tmp_path, [CROP, HALF], "pipelines.train.stages.decode.backend=cpu")
     assert explain_gpu(refused, "train") == "decoded on the CPU: its decode.backend is cpu"
     assert gpu_passes_and_library(refused.programs["train"]) == "its decode.backend is cpu"
+
+
+def test_what_serves_is_explained_on_a_gpu_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`serve` is a program, and no pipeline that can be loaded."""
+
+    def stand_in(program: Any, stream: Any, *arguments: Any, **options: Any) -> Placement:
+        return Placement(stream, None, f"asked for {len(program.pipeline.stages)} stages")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("gpuflow.execute.device_stream.DeviceStream", lambda device: None)
+    monkeypatch.setattr("gpuflow.loader.placement.place_on_gpu", stand_in)
+    serve = {"stages": [{"decode": {}}, CROP_CENTER, HALF]}
+    path = write_config(tmp_path / "x.yaml", tmp_path / "photos", train=[{"decode": {}}, CROP], serve=serve)
+    assert explain_gpu(read_config(path, STAGES), "serve") == "decoded on the CPU: asked for 3 stages"
 
 
 def test_the_memory_limit_is_shared_by_batches_and_decoding(tmp_path: Path) -> None:

@@ -382,15 +382,15 @@ def faults(photos: ImageFolder) -> dict[str, tuple[Any, dict[str, Any], str]]:
         "crop": (
             sound,
             {"transforms_gpu": v1.Compose([v1.RandomHorizontalFlip(), v1.RandomCrop(40)])},
-            "transforms_gpu[1].random_crop crops 40x40 from an image of 32x28, which is smaller; "
+            "transforms_gpu.random_crop crops 40x40 from an image of 32x28, which is smaller; "
             "crop less or resize to more",
         ),
         "different": (
             sound,
             {"transforms_gpu": AUGMENT, "transforms_cpu": [v1.ToPILImage(), *AUGMENT[:2], v1.RandomRotation(20)]},
-            "transforms_cpu[3] must stand for the stage that transforms_gpu has at this place, "
-            "rotate(degrees=15.0, interpolation=nearest, fill=0); it is rotate(degrees=20.0, interpolation=nearest, "
-            "fill=0); make them equal, or leave out transforms_cpu",
+            "transforms_cpu must stand for the same stages as transforms_gpu; stage 2 of the two is "
+            "rotate(degrees=20, interpolation=nearest) and rotate(degrees=15, interpolation=nearest); "
+            "make them equal, or leave out transforms_cpu",
         ),
     }
 

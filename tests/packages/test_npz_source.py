@@ -129,7 +129,7 @@ def test_mistakes_are_located(tmp_path: Path) -> None:
     assert "x.yaml:" in problem({"npz_image": "x"})
     assert "source.npz_image is not a key here; did you mean 'npz_images'?" in problem({"npz_image": "x"})
     both = problem({"npz_images": "x", "folder": "y"})
-    assert "needs exactly one of folder, listing, tar and coco, got folder and npz_images" in both
+    assert "needs exactly one of folder, listing, tar, coco, hf and mix, got folder and npz_images" in both
     assert "root must go with source.listing, got source.npz_images" in problem({"npz_images": "x", "root": "y"})
     assert "source.other is not a key here" in problem({"other": {"npz_images": "x"}})
 

@@ -167,6 +167,8 @@ def test_json_has_everything_but_the_pictures(tmp_path: Path) -> None:
         "refused": ["empty file"],
         "alone": {},
         "beyond": {},
+        "pixels": 0,
+        "value": 0,
         "breach": True,
     }
     assert serve["logits"] == [{"kind": "own", "images": 12, "max": 0.5, "mean": 0.25, "flips": 3}]

@@ -319,6 +319,8 @@ def test_what_each_rule_allows() -> None:
     assert Rule("reference").allowed(stages[:1], same_device=True) == 1
     assert Rule("reference").allowed(stages, same_device=False) == 2
     assert Rule("asked", 3.5).allowed(stages, same_device=True) == 3.5
+    assert Rule("library").allowed(stages, same_device=True) == 2
+    assert Rule("library", 3.5).allowed(stages, same_device=True) == 3.5
     assert Rule("nothing").allowed(stages, same_device=True) is None
     words = {
         (kind, same): Rule(kind, 3.5).words(same_device=same)
@@ -330,6 +332,8 @@ def test_what_each_rule_allows() -> None:
     assert words[("reference", True)] == "at most the sum of the stages' tolerances"
     assert words[("asked", False)] == "at most 3.5 levels, as asked for"
     assert words[("nothing", True)] == ""
+    assert Rule("library").words(same_device=True) == "at most the sum of the stages' tolerances"
+    assert Rule("library", 3.5).words(same_device=True) == "at most 3.5 levels, as asked for"
 
 
 def test_rounding_to_16_bits_is_no_breach() -> None:

@@ -24,7 +24,7 @@ from gpuflow.parity.prefixes import Prefix, prefixes_of
 from gpuflow.parity.ways import NAIVE, ways_of
 from gpuflow.stages import Normalize
 from tests.datasets import RAW, VAL, Entries
-from tests.images import png_chunk
+from tests.images import encode, photo, png_chunk
 from tests.parity.conftest import read
 from tests.running import images as cpu_images
 
@@ -250,3 +250,16 @@ def test_pillow_composites_over_the_background_too(folder: Path) -> None:
     assert isinstance(ours, torch.Tensor) and isinstance(theirs, torch.Tensor)
     height, width = theirs.shape[1:]
     assert (ours[:, :height, :width].float() - theirs.float()).abs().max() <= 1
+
+
+def test_named_formats_are_the_same_image_in_each_way(folder: Path) -> None:
+    pixels = np.asarray(cv2.GaussianBlur(photo(60, 80), (9, 9), 3), np.uint8)
+    files = [np.frombuffer(encode(pixels, form), np.uint8) for form in ("TIFF", "JPEG2000", "PNG")]
+    stages: Entries = [{"decode": {"formats": ["tiff", "jp2"]}}, *VAL[1:]]
+    config = read(folder / "photos", folder, stages, stages)
+    ways = dict(ways_of(config, "val"))
+    prefix = list(prefixes_of(config.programs["val"], files))[-1]
+    for name in ("val", "torchvision", "serve"):
+        tiff, jp2, png = ways[name].run(prefix, files)
+        assert isinstance(tiff, torch.Tensor) and isinstance(jp2, torch.Tensor) and isinstance(png, torch.Tensor)
+        assert torch.equal(tiff, png) and torch.equal(jp2, png), name

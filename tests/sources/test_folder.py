@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torchvision.datasets import ImageFolder
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
-from gpuflow.errors import SourceError
+from gpuflow.errors import ConfigError, SourceError
 from gpuflow.pipeline.rng import key64
 from gpuflow.sources import SourceSpec, open_source, subset
 from gpuflow.sources.folder import EXTENSIONS
@@ -59,6 +59,33 @@ def test_order_and_labels_are_those_of_image_folder(tmp_path: Path, read_all: Re
 
 def test_extensions_are_those_of_image_folder() -> None:
     assert EXTENSIONS == IMG_EXTENSIONS
+
+
+def test_other_extensions_are_images_where_they_are_named(tmp_path: Path) -> None:
+    root = plant(tmp_path / "photos", "a/1.jpg", "a/2.HEIC", "a/3.avif", "b/4.gif", "b/5.png", "b/6xheic")
+    source = open_source(SourceSpec(folder=str(root), extensions=("heic", "avif")))
+    names = [os.path.relpath(source.path(i), root) for i in range(len(source))]
+    assert names == ["a/1.jpg", "a/2.HEIC", "a/3.avif", "b/5.png"]
+    assert len(open_source(SourceSpec(folder=str(root)))) == 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        (
+            {"folder": "x", "extensions": (".heic",)},
+            "source.extensions must be file extensions in lower case without a dot, such as heic, got '.heic'",
+        ),
+        (
+            {"listing": "x.csv", "extensions": ("heic",)},
+            "source.extensions must go with folder or tar, got source.listing; remove extensions",
+        ),
+    ],
+)
+def test_wrong_extensions(fields: dict[str, object], text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        SourceSpec(**fields)  # type: ignore[arg-type]
+    assert str(caught.value) == text
 
 
 def test_a_trailing_slash_and_a_relative_root_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

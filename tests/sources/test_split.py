@@ -152,10 +152,10 @@ def test_a_spec_is_a_value() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({}, "source needs exactly one of folder, listing, tar and coco, got none of them"),
+        ({}, "source needs exactly one of folder, listing, tar, coco, hf and mix, got none of them"),
         (
             {"folder": "a", "tar": "b"},
-            "source needs exactly one of folder, listing, tar and coco, got folder and tar",
+            "source needs exactly one of folder, listing, tar, coco, hf and mix, got folder and tar",
         ),
         ({"tar": "b", "root": "c"}, "source.root must go with source.listing, got source.tar; remove root"),
         (

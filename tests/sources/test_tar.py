@@ -522,3 +522,14 @@ def test_labels_of_json_survive_the_cache(make_tar: MakeTar) -> None:
     Path("s.tar").write_bytes(make_tar(members))
     for _ in range(2):
         assert open_source(SourceSpec(tar="s.tar")).classes == ("chat à poil",)
+
+
+def test_other_extensions_are_images_where_they_are_named(shard: Callable[..., Source]) -> None:
+    """With an index in the cache for each choice."""
+    members = [("a.jpg", b"1"), ("a.cls", b"0"), ("b.heic", b"2"), ("b.cls", b"1")]
+    assert len(shard(members, extensions=("heic",))) == 2
+    assert len(shard(members, extensions=("heic",))) == 2
+    with pytest.raises(SourceError, match=r"label must have an image \(jpg, jpeg, png, webp, bmp\), got none"):
+        shard(members)
+    fields = {"image": {"type": "image"}, "label": {"type": "label"}}
+    assert len(shard(members, extensions=("heic",), fields=fields)) == 2

@@ -23,6 +23,14 @@ def test_equals_torchvision_inside_and_outside(height: int, width: int, crop_hei
     assert torch.equal(result, tv.center_crop(decoded(data), [crop_height, crop_width]))
 
 
+@pytest.mark.parametrize("size", [(24, 24), (25, 26), (26, 27), (27, 25)])
+def test_rounding_down_is_that_of_transformers_and_albumentations(size: tuple[int, int]) -> None:
+    data = png(photo(*size))
+    (top, left) = ((side - 22) // 2 for side in size)
+    result = alone(CenterCrop(size=22, rounding="down"), data)
+    assert torch.equal(result, decoded(data)[:, top : top + 22, left : left + 22])
+
+
 @pytest.mark.parametrize("color", ["rgb", "bgr", "gray"])
 def test_decoding_only_a_region_changes_no_pixel(color: str) -> None:
     for size in ((75, 101), (64, 64), (33, 200)):

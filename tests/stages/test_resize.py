@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ from tests.running import RGB, alone, decoded, images, keys_of, levels_apart, pr
 
 NATIVE = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
 """On other CPUs torchvision resizes bilinear images as floats, which rounds differently."""
+_ROUNDINGS: tuple[Literal["nearest", "down"], ...] = ("nearest", "down")
 SOURCES = [(40, 40), (37, 61), (64, 23), (1, 1), (1, 9), (300, 7)]
 TARGETS = [(20, 20), (40, 40), (7, 11), (1, 1), (90, 133), (41, 60), (9, 200)]
 
@@ -44,6 +45,15 @@ def test_pixels_inside_a_pipeline(interpolation: Any, photo_bytes: bytes) -> Non
     stage = Resize(height=33, width=47, interpolation=interpolation)
     (result,) = images(program_of(Decode(), stage, Normalize()), [photo_bytes])
     assert torch.equal(result, Normalize().torchvision()(alone(stage, photo_bytes)))
+
+
+@pytest.mark.parametrize(("size", "side"), [((30, 47), 40), ((40, 61), 40), ((61, 41), 30), ((9, 1), 3)])
+def test_rounding_to_the_nearest_number(size: tuple[int, int], side: int) -> None:
+    given = RGB.replace(shape=(*size, 3))
+    nearest, down = (Resize(shorter=side, rounding=how).output(given).shape[:2] for how in _ROUNDINGS)
+    exact = [side * length / min(size) for length in size]
+    assert list(nearest) == [max(round(length), 1) for length in exact]
+    assert list(down) == [max(int(length), 1) for length in exact]
 
 
 @given(height=st.integers(1, 700), width=st.integers(1, 700), side=st.integers(1, 700), shorter=st.booleans())

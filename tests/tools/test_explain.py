@@ -123,6 +123,16 @@ def test_no_processes_for_files_behind_urls(tmp_path: Path) -> None:
     assert "8 decode thread(s)\n" in text
 
 
+def test_says_how_samples_are_drawn(config: Path, tmp_path: Path) -> None:
+    (tmp_path / "w.txt").write_text("1\n" * 12)
+    folder = tmp_path / "photos"
+    weights = f"source={{folder: {folder}, weights: {{file: {tmp_path}/w.txt, replacement: false}}}}"
+    assert "drawn by weights without replacement, seed 0" in explained(config, weights)
+    mixed = explained(config, f"source={{mix: [{{source: {{folder: {folder}}}}}, {{source: {{folder: {folder}}}}}]}}")
+    assert "each sample drawn from 2 sources in the proportions of their weights, shuffled, seed 0" in mixed
+    assert f"{folder} and {folder}: 24 samples, 3 classes" in mixed
+
+
 def test_splits_are_counted(config: Path) -> None:
     text = explained(config, "source.split={train: 0.75, val: 0.25}")
     assert "9 samples, 3 classes" in text

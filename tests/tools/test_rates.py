@@ -57,6 +57,12 @@ def test_images_of_a_folder_come_in_random_order_but_the_same_each_time(tmp_path
     assert len(find_images(folder(tmp_path), limit=10)) <= 8 + 10
 
 
+@pytest.mark.parametrize("spec", [SourceSpec(hf="data/saved"), SourceSpec(mix=({"source": {"folder": "data/saved"}},))])
+def test_a_source_that_is_no_folder_is_measured_elsewhere(spec: SourceSpec) -> None:
+    with pytest.raises(SourceError, match="data/saved: is no folder of images; gpuflow bench FILE measures all of it"):
+        find_images(spec, limit=9)
+
+
 def test_images_of_a_flat_folder_and_links(tmp_path: Path) -> None:
     (tmp_path / "a.JPG").write_bytes(jpeg(0, 0))
     (tmp_path / "b.jpg").symlink_to(tmp_path / "a.JPG")

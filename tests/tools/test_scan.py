@@ -74,7 +74,7 @@ def test_findings_come_in_order(threads: int, folder: Path) -> None:
         (9, "cmyk", False),
         (10, "misnamed", False),
         (12, "corrupt", True),
-        (20, "corrupt", True),
+        (20, "format", True),
     ]
     assert [f.path for f in findings] == [source.path(f.index) for f in findings]
     assert [f.reason for f in findings][1:] == [
@@ -83,8 +83,11 @@ def test_findings_come_in_order(threads: int, folder: Path) -> None:
         "CMYK JPEG; it is converted to RGB, other decoders may refuse it",
         "is PNG but is named .jpg",
         "not an image: begins with 68 65 6c 6c; gpuflow decodes JPEG, PNG, WebP and BMP",
-        "GIF is not supported; gpuflow decodes JPEG, PNG, WebP and BMP",
+        "GIF is not supported; gpuflow decodes JPEG, PNG, WebP and BMP; "
+        "to have it decoded, name it in decode.formats: [gif]",
     ]
+    assert [f.needs for f in findings] == [""] * 6 + ["gif"]
+    assert [f.row().get("needs") for f in findings] == [None] * 6 + ["gif"]
     assert findings[0].reason.startswith("truncated: no end-of-image marker within ")
     assert sum(seen) == 24
 
@@ -174,3 +177,19 @@ def test_a_bad_record_is_a_bad_sample(tmp_path: Path) -> None:
         (3, "corrupt", True),
     ]
     assert found[0].reason == f"{listing}:2: boxes[0] must have x1 < x2 and y1 < y2, got [2.0, 0.0, 1.0, 1.0]"
+
+
+def test_files_of_other_formats_say_what_would_have_them_decoded() -> None:
+    files = {"a.jpg": "TIFF", "b.jpg": "AVIF", "c.jpg": "GIF", "d.jpg": "PNG"}
+    images = [encoded(kind) for kind in files.values()] + [encoded("TIFF")[:100]]
+    source = MemorySource(images)
+    found = list(scan(source, DECODER, threads=2))  # type: ignore[arg-type]
+    assert [(f.index, f.kind, f.needs) for f in found if f.bad] == [
+        (0, "format", "tiff"),
+        (1, "format", "avif"),
+        (2, "format", "gif"),
+        (4, "corrupt", ""),
+    ]
+    named = STAGES["decode"](formats=("tiff", "avif", "gif"))  # type: ignore[call-arg]
+    found = list(scan(source, named, threads=2))  # type: ignore[arg-type]
+    assert [(f.index, f.kind) for f in found if f.bad] == [(4, "corrupt")]

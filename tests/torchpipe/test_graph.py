@@ -22,8 +22,9 @@ from tests.laws.test_stage_laws import EXAMPLES, pipeline_around
 FILE = {"file": "m.onnx"}
 STAGES_JSON = (
     '[["decode", {"color": "rgb", "backend": "auto", "cpu_share": 0.0, "orientation": "ignore", '
-    '"max_pixels": 179000000, "max_scans": 100, "background": null}], ["resize", {"height": null, "width": null, '
-    '"shorter": 32, "longer": null, "interpolation": "bilinear", "antialias": true}], ["center_crop", {"size": 24}], '
+    '"max_pixels": 179000000, "max_scans": 100, "background": null, "formats": []}], '
+    '["resize", {"height": null, "width": null, "shorter": 32, "longer": null, '
+    '"interpolation": "bilinear", "antialias": true}], ["center_crop", {"size": 24}], '
     '["normalize", {"mean": "imagenet", "std": "imagenet", "dtype": "float32", "layout": "nchw"}]]'
 )
 PRESET = {"preset": "torchpipe_cpu", "height": 20, "width": 30, "stages": [{"normalize": {}}]}

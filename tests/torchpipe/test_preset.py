@@ -266,9 +266,17 @@ def test_an_animated_png_is_refused(name: Any) -> None:
     Preset(name=name, height=8, width=8).check(as_array(encode(photo(9, 8), "PNG")))
 
 
+@pytest.mark.parametrize(
+    ("given", "rule"),
+    [
+        ("background: [1, 2, 3]", "has a background, but torchpipe's operators in the preset before it ignore alpha"),
+        ("formats: [png16]", "names formats, but torchpipe's operators in the preset before it decode"),
+    ],
+    ids=["background", "formats"],
+)
 @pytest.mark.parametrize("block", ["serve", "pipelines.val"])
-def test_a_background_behind_a_preset_is_a_located_error(block: str, tmp_path: Path) -> None:
-    keys = "preset: torchpipe_cpu, height: 8, width: 8, stages: [decode: {background: [1, 2, 3]}]"
+def test_what_a_preset_cannot_do_is_a_located_error(block: str, given: str, rule: str, tmp_path: Path) -> None:
+    keys = f"preset: torchpipe_cpu, height: 8, width: 8, stages: [decode: {{{given}}}]"
     text = "source: {folder: photos}\npipelines: {val: {" + (
         keys if block != "serve" else "stages: [decode, center_crop: {size: 8}]"
     )
@@ -278,6 +286,4 @@ def test_a_background_behind_a_preset_is_a_located_error(block: str, tmp_path: P
         read_config(tmp_path / "x.yaml", STAGES, ())
     (problem,) = caught.value.problems
     assert ".".join(map(str, problem.path)).startswith(f"{block}.stages.0")
-    assert problem.rule == (
-        "has a background, but torchpipe's operators in the preset before it ignore alpha; remove the preset"
-    )
+    assert problem.rule == f"{rule}; remove the preset"

@@ -24,7 +24,6 @@ import numpy as np
 import torch
 from PIL import Image
 
-from gpuflow.decode.blank_images import blank_jpeg
 from gpuflow.decode.libjpeg_turbo import find_libjpeg_turbo
 from gpuflow.errors import BadSampleError
 from gpuflow.execute import gpu, gpu_passes
@@ -62,8 +61,6 @@ from tests.execute.kernels import quick_interpreter  # noqa: F401  # replaces pa
 from tests.packages.toning.toning import MaskBlue, Tone
 
 REFUSED = b"the engines refuse this"
-FILLERS = {blank_jpeg(16, 16, sampling) for sampling in (0, 0x11, 0x12, 0x21, 0x22)}
-"""What fills up calls. No photograph here has a blank image of this size."""
 
 _interpreter = threading.Lock()
 
@@ -106,7 +103,7 @@ class CpuDeviceStream:
     def queued(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
-    def record_event(self, *, blocking: bool = False) -> CpuDeviceStream:
+    def record_event(self, *, blocking: bool = False, stream: Any = None) -> CpuDeviceStream:
         return self
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -154,7 +151,6 @@ class CpuLibrary:
         return 0
 
     def initialize(self, handle: Any, state: Any, size: int, threads: int, output: int) -> int:
-        assert self._sizes[state.value] in (0, size), "initialized again, which waits for the GPU"
         self._sizes[state.value] = size
         return 0
 
@@ -166,8 +162,7 @@ class CpuLibrary:
         files = [ctypes.string_at(int(a), int(n)) for a, n in zip(starts, sizes, strict=True)]
         if any(REFUSED in file for file in files):
             return 6
-        assert size in (8, 16, 32, 64, 128), "a call of another size would initialize the state again"
-        self.calls["images"] += sum(file not in FILLERS for file in files)
+        self.calls["images"] += len(files)
         for place, (file, target) in enumerate(zip(files, targets, strict=True)):
             pixels = cv2.imdecode(np.frombuffer(file, np.uint8), self._flag)
             assert pixels is not None and int(target[4]) == pixels[0].nbytes

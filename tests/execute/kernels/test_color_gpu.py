@@ -63,7 +63,7 @@ def memory(count: int, channels: int, dtype: str, layout: str) -> torch.Tensor:
 def test_equal_to_the_cpus_stages(name: str, channels: int) -> None:
     from gpuflow.execute.kernels.color import adjust
 
-    count, stage, tail = 64, STAGES[name], normalize(channels, "float32")
+    count, stage, tail = 12, STAGES[name], normalize(channels, "float32")
     images = pictures(count, channels)
     drawn = stage.draw(Keys(0, 0, np.arange(count)).stage("color_jitter", 0))
     operations = operations_of(stage, drawn)

@@ -1,0 +1,78 @@
+"""What the header of an image file says, and how an image is turned upright by it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NoReturn
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpuflow.errors import BadSampleError, Code
+
+__all__ = ["ANIMATION", "Header", "refuse", "stored", "upright"]
+
+_SWAPPED = 5
+"""EXIF orientations from this value on rotate the image by 90 degrees, so they swap height and width."""
+_INVERSE = {6: 8, 8: 6}
+"""EXIF orientations that are not their own inverse."""
+ANIMATION = "an animation; gpuflow decodes still images"
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """The header of an image file.
+
+    format: `jpeg`, `png`, `webp`, `bmp` or a name of `decode.formats`, by content. width, height: pixels as stored.
+    channels: components in the file. progressive: true for a JPEG with several scans. orientation: as EXIF counts them,
+    1 to 8; 1 if the file says nothing, or nobody asked. alpha: whether the file may hold transparent pixels.
+    turned: the orientation that the format's own decoder applies, whether asked to or not.
+    """
+
+    format: str
+    width: int
+    height: int
+    channels: int
+    progressive: bool = False
+    orientation: int = 1
+    alpha: bool = False
+    turned: int = 1
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """(height, width) as stored."""
+        return self.height, self.width
+
+    @property
+    def upright_size(self) -> tuple[int, int]:
+        """(height, width) after the orientation is applied."""
+        return self._size_after(self.orientation)
+
+    @property
+    def decoded_size(self) -> tuple[int, int]:
+        """(height, width) as the format's own decoder gives the image."""
+        return self._size_after(self.turned)
+
+    def _size_after(self, orientation: int) -> tuple[int, int]:
+        return (self.width, self.height) if orientation >= _SWAPPED else (self.height, self.width)
+
+
+def refuse(reason: str, code: Code = "sample.bad") -> NoReturn:
+    """Raise BadSampleError of the stage `decode`."""
+    raise BadSampleError("decode", reason, code)
+
+
+def upright(image: NDArray[np.uint8], orientation: int) -> NDArray[np.uint8]:
+    """Apply an EXIF orientation (JEITA CP-3451, tag 0x0112) to an HWC image."""
+    if orientation >= _SWAPPED:
+        image = image.transpose(1, 0, 2)
+    if orientation in (3, 4, 7, 8):
+        image = image[::-1]
+    if orientation in (2, 3, 6, 7):
+        image = image[:, ::-1]
+    return np.ascontiguousarray(image)
+
+
+def stored(image: NDArray[np.uint8], orientation: int) -> NDArray[np.uint8]:
+    """Undo `upright`."""
+    return upright(image, _INVERSE.get(orientation, orientation))

@@ -1,0 +1,179 @@
+"""Decodes the formats that `decode.formats` must name, with Pillow, pillow-heif and pylibjxl.
+
+The extra `formats` installs them. They are imported where they are used, so that nothing else needs them.
+"""
+
+from __future__ import annotations
+
+import io
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpuflow.decode.header import Header, refuse
+from gpuflow.decode.optional_headers import LABELS
+from gpuflow.errors import BadSampleError, MissingExtra, is_system_fault
+
+__all__ = ["decode_optional", "missing_library"]
+
+_EXTRA = "formats"
+_Decoder = Callable[[bytes, Header, bool], NDArray[np.uint8]]
+"""Decodes bytes with this header, with alpha or without."""
+
+
+def decode_optional(data: NDArray[np.uint8], header: Header, *, alpha: bool) -> NDArray[np.uint8]:
+    """Decode a file whose header passed `codecs.probe`, as its library gives it: turned by `header.turned`.
+
+    Returns:
+        Gray, RGB or, if asked for and present, RGBA: uint8 [H, W, C]. Levels of 16 bits are their upper 8 bits.
+
+    Raises:
+        BadSampleError: the library refused the file. MissingExtra: the library is not installed.
+    """
+    try:
+        image = _DECODERS[header.format](data.tobytes(), header, alpha)
+    except (BadSampleError, MissingExtra):
+        raise
+    except Exception as error:  # Pillow's parsers raise SyntaxError, struct.error, EOFError and others
+        if is_system_fault(error):
+            raise
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        refuse(f"the {LABELS[header.format]} decoder gave up: {reason}")
+    _require_size(header, *image.shape[:2])
+    return image
+
+
+def _require_size(header: Header, height: int, width: int) -> None:
+    """Raise BadSampleError if a library reads another size from a file than gpuflow, which checked it."""
+    if (height, width) != header.decoded_size:
+        rows, columns = header.decoded_size
+        refuse(f"damaged header: two sizes, {columns}x{rows} and {width}x{height} pixels")
+
+
+def missing_library(names: Sequence[str]) -> MissingExtra | None:
+    """What must be installed before these formats of `decode.formats` can be decoded; None if all is there."""
+    for name in names:
+        try:
+            if name in _LIBRARIES:
+                _LIBRARIES[name]()
+        except MissingExtra as error:
+            return error
+    return None
+
+
+# --- Pillow -----------------------------------------------------------------------------------------------------------
+
+
+def _pillow(name: str, plugin: str, opener: str) -> Callable[[], Any]:
+    """A function that imports one of Pillow's classes of files; unlike Image.open, that class tries one format only."""
+
+    def load() -> Any:
+        import importlib
+
+        try:
+            module: Any = importlib.import_module(f"PIL.{plugin}")
+        except ImportError as error:
+            raise MissingExtra(f"decoding {LABELS[name]}", "pillow 12 or newer", _EXTRA) from error
+        if not getattr(module, "SUPPORTED", True):
+            raise MissingExtra(f"decoding {LABELS[name]}", "a Pillow that was built with it", _EXTRA)
+        if name == "avif" and not module.DEFAULT_MAX_THREADS:
+            module.DEFAULT_MAX_THREADS = 1  # each of gpuflow's threads decodes an image of its own
+        return getattr(module, opener)
+
+    return load
+
+
+def _by_pillow(name: str) -> _Decoder:
+    def decode(data: bytes, header: Header, alpha: bool) -> NDArray[np.uint8]:
+        with _LIBRARIES[name]()(io.BytesIO(data)) as image:
+            _require_size(header, image.height, image.width)  # before it allocates the image
+            for key in ("xmp", "XML:com.adobe.xmp"):
+                image.info.pop(key, None)  # else Pillow turns a TIFF by its XMP data
+            image.load()
+            return _levels(image, alpha)
+
+    return decode
+
+
+def _levels(image: Any, alpha: bool) -> NDArray[np.uint8]:
+    """The pixels of a loaded Pillow image as `decode_optional` returns them."""
+    if image.mode.startswith("I;16"):
+        return (np.asarray(image).astype(np.uint16) >> 8).astype(np.uint8)[..., None]
+    if image.mode in ("I", "F", "LAB", "HSV"):
+        refuse(f"pixels of Pillow's mode {image.mode}, which have no 8-bit levels; convert this image")
+    opaque = "L" if image.mode in ("1", "L", "LA", "La") else "RGB"
+    mode = "RGBA" if alpha and image.has_transparency_data else opaque
+    pixels = np.asarray(image if image.mode == mode else image.convert(mode))
+    return pixels if pixels.ndim == 3 else pixels[..., None]
+
+
+# --- pillow-heif ------------------------------------------------------------------------------------------------------
+
+
+def _pillow_heif() -> Any:
+    try:
+        import pillow_heif
+    except ImportError as error:
+        raise MissingExtra("decoding HEIC", "pillow-heif", _EXTRA) from error
+    if pillow_heif.options.DECODE_THREADS == _HEIF_THREADS:
+        pillow_heif.options.DECODE_THREADS = 1  # each of gpuflow's threads decodes an image of its own
+    return pillow_heif
+
+
+_HEIF_THREADS = 4
+"""The number of threads that pillow-heif starts for each image unless the program chose another one."""
+
+
+def _by_pillow_heif(data: bytes, header: Header, alpha: bool) -> NDArray[np.uint8]:
+    file = _pillow_heif().open_heif(io.BytesIO(data))
+    _require_size(header, file.size[1], file.size[0])
+    return _levels(file.to_pillow(), alpha)
+
+
+# --- pylibjxl ---------------------------------------------------------------------------------------------------------
+
+
+def _pylibjxl() -> Any:
+    try:
+        import pylibjxl
+    except ImportError as error:
+        raise MissingExtra("decoding JPEG XL", "pylibjxl", _EXTRA) from error
+    return pylibjxl
+
+
+_own = threading.local()
+
+
+def _by_pylibjxl(data: bytes, header: Header, alpha: bool) -> NDArray[np.uint8]:
+    """libjxl converts levels of any depth to 8 bits, rounded."""
+    found = _pylibjxl().probe(data)
+    _require_size(header, found["height"], found["width"])
+    if not hasattr(_own, "jxl"):
+        _own.jxl = _pylibjxl().JXL(threads=1, pool_size=1)
+    pixels = np.asarray(_own.jxl.decode(data), np.uint8)
+    pixels = pixels if pixels.ndim == 3 else pixels[..., None]
+    channels = pixels.shape[2]
+    if channels == 2 and alpha:
+        return np.ascontiguousarray(pixels[..., [0, 0, 0, 1]])
+    return pixels if channels in (1, 3) or alpha else np.ascontiguousarray(pixels[..., : channels - 1])
+
+
+_LIBRARIES: dict[str, Callable[[], Any]] = {
+    "tiff": _pillow("tiff", "TiffImagePlugin", "TiffImageFile"),
+    "gif": _pillow("gif", "GifImagePlugin", "GifImageFile"),
+    "avif": _pillow("avif", "AvifImagePlugin", "AvifImageFile"),
+    "jp2": _pillow("jp2", "Jpeg2KImagePlugin", "Jpeg2KImageFile"),
+    "webp_animated": _pillow("webp_animated", "WebPImagePlugin", "WebPImageFile"),
+    "heic": _pillow_heif,
+    "jxl": _pylibjxl,
+}
+"""What imports the library of each format. OpenCV, which is always there, decodes a PNG of 16 bits."""
+
+_DECODERS: dict[str, _Decoder] = {
+    **{name: _by_pillow(name) for name in ("tiff", "gif", "avif", "jp2", "webp_animated")},
+    "heic": _by_pillow_heif,
+    "jxl": _by_pylibjxl,
+}

@@ -1,0 +1,471 @@
+"""Reads the headers of the formats that `decode.formats` must name: size, orientation, and whether the file is whole.
+
+Libraries written for other purposes decode these files, so what can be checked is checked here first: that the pixels
+are within the limits, that all data which the header refers to are there, and that reading them takes no more memory
+than the image. Nothing here imports one of these libraries.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from gpuflow.decode.header import ANIMATION, Header, refuse, upright
+
+__all__ = ["LABELS", "READERS", "Reader", "format_by_content"]
+
+LABELS = {
+    "tiff": "TIFF",
+    "gif": "GIF",
+    "avif": "AVIF",
+    "heic": "HEIC",
+    "jxl": "JPEG XL",
+    "jp2": "JPEG 2000",
+    "png16": "PNG of 16 bits per channel",
+    "webp_animated": "animated WebP",
+}
+"""The names that `decode.formats` takes, and what they stand for."""
+
+Reader = Callable[[memoryview, bool, int], Header]
+"""Reads a header, with the orientation or without; the number is that of a JPEG's scans at most. Raises struct.error or
+IndexError where the bytes end, BadSampleError where they are wrong."""
+
+_TIFF = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
+_JXL_BOX = b"\0\0\0\x0cJXL \r\n\x87\n"
+_JP2_BOX, _JP2_CODE = b"\0\0\0\x0cjP  \r\n\x87\n", b"\xff\x4f\xff\x51"
+_HEIC_BRANDS = frozenset((b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx"))
+_AVIF_BRANDS = frozenset((b"avif", b"avis"))
+_SEQUENCES = frozenset((b"avis", b"hevc", b"hevx", b"hevm", b"hevs", b"msf1"))
+"""Major brands of image sequences."""
+_MAX_PARTS = 100_000
+"""The largest number of boxes, blocks, tile parts or extents that are looked at; a file with more is bad."""
+
+
+def format_by_content(view: memoryview) -> str | None:
+    """Which of these formats a file is of, other than those of PNG and WebP; None if of none."""
+    magic = bytes(view[:12])
+    if magic[:4] in _TIFF:
+        return "tiff"
+    if magic[:6] in (b"GIF87a", b"GIF89a"):
+        return "gif"
+    if magic.startswith(b"\xff\x0a") or magic == _JXL_BOX:
+        return "jxl"
+    if magic.startswith(_JP2_CODE) or magic == _JP2_BOX:
+        return "jp2"
+    if magic[4:8] == b"ftyp":
+        brands = bytes(view[8 : min(int.from_bytes(magic[:4]), 256)])
+        found = {brands[at : at + 4] for at in range(0, len(brands), 4) if at != 4}
+        if found & _AVIF_BRANDS:
+            return "avif"
+        if found & _HEIC_BRANDS:
+            return "heic"
+    return None
+
+
+def _truncated(view: memoryview, what: str) -> str:
+    return f"truncated: {what} ends after the file's {len(view)} bytes"
+
+
+# --- TIFF -------------------------------------------------------------------------------------------------------------
+
+_MAX_ENTRIES = 1000
+"""The largest number of tags of a TIFF; Pillow reads the values of all of them."""
+_TIFF_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 1, 7: 1, 8: 2, 9: 4, 10: 8, 11: 4, 12: 8, 13: 4, 16: 8, 17: 8, 18: 8}
+"""Bytes of a value of each type."""
+_TIFF_INTEGERS = {1: "u1", 3: "u2", 4: "u4", 16: "u8"}
+_TILE_PIXELS = 1 << 22
+"""A tile of a TIFF may have this many pixels more than the image."""
+_TIFF_BITS = frozenset((1, 2, 4, 8, 16))
+_TIFF_COLORS = {0: 1, 1: 1, 2: 3, 3: 1, 5: 4, 6: 3}
+"""Photometric interpretations that are decoded (gray, RGB, palette, CMYK, YCbCr), and their numbers of channels."""
+
+
+def _read_tiff(view: memoryview, orientation: bool, max_scans: int) -> Header:
+    """The first page. TIFF 6.0, and BigTIFF."""
+    order = "<" if view[0] == ord("I") else ">"
+    big = 43 in (view[2], view[3])
+    (at,) = struct.unpack_from(order + ("Q" if big else "I"), view, 8 if big else 4)
+    if at + 2 > len(view):
+        refuse(_truncated(view, "the directory of tags"))
+    (count,) = struct.unpack_from(order + ("Q" if big else "H"), view, at)
+    if count > _MAX_ENTRIES:
+        refuse(f"{count:,} tags; a TIFF of at most {_MAX_ENTRIES:,} is decoded")
+    at, entry, inline = at + (8 if big else 2), 20 if big else 12, 8 if big else 4
+    if at + entry * count + (8 if big else 4) > len(view):
+        refuse(_truncated(view, "the directory of tags"))
+    tags, total = dict[int, Any](), 0
+    for place in range(at, at + entry * count, entry):
+        tag, kind, number = struct.unpack_from(order + ("HHQ" if big else "HHI"), view, place)
+        size = number * _TIFF_BYTES.get(kind, 1)
+        start, total = place + entry - inline, total + size
+        if size > inline:
+            (start,) = struct.unpack_from(order + ("Q" if big else "I"), view, start)
+        if start + size > len(view):
+            refuse(_truncated(view, f"the value of tag {tag}"))
+        if kind in _TIFF_INTEGERS:
+            tags[tag] = np.frombuffer(view[start : start + size], order + _TIFF_INTEGERS[kind])
+    if total > len(view):
+        refuse(f"damaged header: its tags have {total:,} bytes, the file has {len(view):,}")
+    _check_strips(view, tags)
+
+    def first(tag: int, default: int) -> int:
+        return int(tags[tag][0]) if tag in tags and len(tags[tag]) else default
+
+    color, channels = first(262, 1), first(277, 1)
+    forms = {int(form) for form in tags.get(339, ())} or {1}
+    if forms != {1}:
+        numbers = {2: "signed", 3: "floating-point"}.get(max(forms), "other")
+        refuse(f"{numbers} samples; only unsigned samples have levels, so convert this TIFF")
+    bits = {int(number) for number in tags.get(258, (1,))}
+    if len(bits) != 1 or not bits <= _TIFF_BITS:
+        refuse(f"{', '.join(map(str, sorted(bits)))} bits per channel; a TIFF of 1, 2, 4, 8 or 16 is decoded")
+    if color not in _TIFF_COLORS or not _TIFF_COLORS[color] <= channels <= _TIFF_COLORS[color] + 1:
+        refuse(f"color space {color} with {channels} channels; gray, RGB, palette, CMYK and YCbCr TIFFs are decoded")
+    width, height, turn = first(256, 0), first(257, 0), first(274, 1)
+    tile = first(322, 0) * first(323, 0)
+    if tile > width * height + _TILE_PIXELS:
+        refuse(f"damaged header: tiles of {tile:,} pixels in an image of {width}x{height}")
+    turn = turn if 1 <= turn <= 8 else 1
+    alpha = channels > _TIFF_COLORS[color]
+    return Header("tiff", width, height, channels, orientation=turn if orientation else 1, alpha=alpha, turned=turn)
+
+
+def _check_strips(view: memoryview, tags: dict[int, Any]) -> None:
+    """Raise BadSampleError unless all strips, or tiles, of pixels are in the file."""
+    offsets, sizes = (tags.get(tag, tags.get(other)) for tag, other in ((273, 324), (279, 325)))
+    if offsets is None or not len(offsets):
+        refuse("damaged header: it does not say where the pixels are")
+    ends = offsets.astype(np.float64)
+    if sizes is not None:
+        if len(sizes) != len(offsets):
+            refuse(f"damaged header: {len(offsets)} strips with {len(sizes)} sizes")
+        ends += sizes
+    if ends.max() > len(view):
+        refuse(_truncated(view, "a strip of pixels"))
+
+
+# --- GIF --------------------------------------------------------------------------------------------------------------
+
+
+def _read_gif(view: memoryview, orientation: bool, max_scans: int) -> Header:
+    """Up to the end of the first frame. The image is the screen, enlarged if the frame reaches beyond it."""
+    width, height, packed = struct.unpack_from("<HHB", view, 6)
+    at, transparent = 13 + _gif_palette(packed), False
+    for _ in range(_MAX_PARTS):
+        kind = view[at]
+        if kind == 0x21:
+            transparent = transparent or (view[at + 1] == 0xF9 and bool(view[at + 3] & 1))
+            at = _behind_blocks(view, at + 2)
+        elif kind == 0x2C:
+            left, top, columns, rows, packed = struct.unpack_from("<HHHHB", view, at + 1)
+            _behind_blocks(view, at + 11 + _gif_palette(packed))
+            return Header("gif", max(width, left + columns), max(height, top + rows), 3, alpha=transparent)
+        elif kind == 0x3B:
+            refuse("damaged data: a GIF without a frame")
+        else:
+            refuse(f"damaged data: unknown block {kind:#04x}")
+    refuse(f"more than {_MAX_PARTS:,} blocks before the first frame")
+
+
+def _gif_palette(packed: int) -> int:
+    """The size in bytes of a palette that these flags announce."""
+    return 3 << (packed & 7) + 1 if packed & 0x80 else 0
+
+
+def _behind_blocks(view: memoryview, at: int) -> int:
+    """The place behind sub-blocks, each with its length in front, that an empty one ends."""
+    while length := view[at]:
+        at += 1 + length
+    return at + 1
+
+
+# --- boxes: AVIF, HEIC, JPEG 2000 and JPEG XL -------------------------------------------------------------------------
+
+
+class _Box(NamedTuple):
+    """kind: four letters. start, end: where its content begins and ends."""
+
+    kind: bytes
+    start: int
+    end: int
+
+
+def _boxes(view: memoryview, at: int = 0, end: int | None = None) -> Iterator[_Box]:
+    """The boxes (ISO/IEC 14496-12) between two places. At the top level (`end` is None) it stops at what is no box."""
+    top, last = end is None, len(view) if end is None else end
+    for _ in range(_MAX_PARTS):
+        if at + 8 > last:
+            return
+        size, kind = struct.unpack_from(">I4s", view, at)
+        start = at + 8
+        if size == 1:
+            (size,) = struct.unpack_from(">Q", view, start)
+            start += 8
+        stop = at + size if size else last
+        if stop < start or stop > last:
+            if top and not kind.isalnum():
+                return  # bytes after the image's end
+            refuse(_truncated(view, f"the box {kind.decode('latin-1')!r}"))
+        yield _Box(kind, start, stop)
+        at = stop
+    refuse(f"more than {_MAX_PARTS:,} boxes")
+
+
+def _read_heif(name: str) -> Reader:
+    """The primary image of an AVIF or HEIC file (ISO/IEC 23008-12)."""
+
+    def read(view: memoryview, orientation: bool, max_scans: int) -> Header:
+        if bytes(view[8:12]) in _SEQUENCES:
+            refuse(ANIMATION)
+        meta = next((box for box in _boxes(view) if box.kind == b"meta"), None)
+        if meta is None:
+            refuse(_truncated(view, "the list of images"))
+        inner = {box.kind: box for box in _boxes(view, meta.start + 4, meta.end)}
+        if not {b"pitm", b"iprp", b"iloc"} <= inner.keys():
+            refuse("damaged header: it names no primary image")
+        _check_extents(view, inner[b"iloc"])
+        at = inner[b"pitm"].start
+        (primary,) = struct.unpack_from(">I" if view[at] else ">H", view, at + 4)
+        properties = list[_Box]()
+        chosen = list[int]()
+        for box in _boxes(view, inner[b"iprp"].start, inner[b"iprp"].end):
+            if box.kind == b"ipco":
+                properties = list(_boxes(view, box.start, box.end))
+            elif box.kind == b"ipma":
+                chosen += _properties_of(view, box, primary)
+        own = [properties[number - 1] for number in chosen if 0 < number <= len(properties)]
+        width, height = 0, 0
+        for box in own:
+            if box.kind == b"ispe":
+                width, height = struct.unpack_from(">II", view, box.start + 4)
+        for box in own:
+            if box.kind == b"clap":
+                width, height = _cropped(view, box, name, width, height)
+        turn = _heif_orientation(view, own)
+        marks = (bytes(view[box.start : box.end]) for box in properties if box.kind == b"auxC")
+        alpha = any(b":alpha" in mark or b"auxid:1" in mark for mark in marks)
+        used = turn if orientation else 1
+        return Header(name, width, height, 3, orientation=used, alpha=alpha, turned=turn if name == "heic" else 1)
+
+    return read
+
+
+def _cropped(view: memoryview, box: _Box, name: str, coded_width: int, coded_height: int) -> tuple[int, int]:
+    """(width, height) that `clap` leaves. HEIC encoders fill images up to whole blocks and then crop them."""
+    columns, divisor, rows, divisor_of_rows = struct.unpack_from(">4I", view, box.start)
+    if name == "avif":
+        refuse("cropped by its header (clap), which Pillow's AVIF decoder does not do; convert this image")
+    width, height = columns // max(1, divisor), rows // max(1, divisor_of_rows)
+    if coded_width * coded_height > 4 * width * height + _CROPPED_PIXELS:
+        refuse(f"cropped by its header to {width}x{height} of {coded_width}x{coded_height} pixels; convert this image")
+    return width, height
+
+
+_CROPPED_PIXELS = 1 << 16
+"""A crop to less than a quarter may remove this many pixels: what is decoded must not be far more than what is kept."""
+
+
+def _properties_of(view: memoryview, box: _Box, item: int) -> list[int]:
+    """The numbers, from 1 on, of an item's properties in a box `ipma`."""
+    version, wide = view[box.start], view[box.start + 3] & 1
+    (count,) = struct.unpack_from(">I", view, box.start + 4)
+    at = box.start + 8
+    for _ in range(min(count, _MAX_PARTS)):
+        (number,) = struct.unpack_from(">I" if version else ">H", view, at)
+        at += 4 if version else 2
+        length = view[at]
+        if number == item:
+            values = struct.unpack_from(f">{length}{'H' if wide else 'B'}", view, at + 1)
+            return [value & (0x7FFF if wide else 0x7F) for value in values]
+        at += 1 + length * (1 + wide)
+    return []
+
+
+def _heif_orientation(view: memoryview, own: list[_Box]) -> int:
+    """The EXIF orientation that stands for an image's properties `irot` and `imir`, in their order."""
+    image = before = np.arange(6, dtype=np.uint8).reshape(2, 3, 1)
+    for box in own:
+        if box.kind == b"irot":
+            image = np.rot90(image, view[box.start] & 3)
+        elif box.kind == b"imir":
+            image = image[:, ::-1] if view[box.start] & 1 else image[::-1]
+    return next(turn for turn in range(1, 9) if np.array_equal(upright(before, turn), image))
+
+
+def _check_extents(view: memoryview, box: _Box) -> None:
+    """Raise BadSampleError if the data of an item, as the box `iloc` places them, reach beyond the file."""
+    at, version = box.start + 6, view[box.start]
+    sizes, more = view[box.start + 4], view[box.start + 5]
+    widths = sizes >> 4, sizes & 15, more >> 4, more & 15 if version in (1, 2) else 0
+
+    def number(width: int) -> int:
+        nonlocal at
+        at += width
+        if at > box.end:
+            raise IndexError
+        return int.from_bytes(view[at - width : at])
+
+    for _ in range(number(4 if version == 2 else 2)):
+        number(4 if version == 2 else 2)
+        method = number(2) & 15 if version in (1, 2) else 0
+        number(2)
+        base = number(widths[2])
+        for _ in range(number(2)):
+            number(widths[3])
+            offset, length = number(widths[0]), number(widths[1])
+            if method == 0 and base + offset + length > len(view):
+                refuse(_truncated(view, "the data of an image"))
+
+
+# --- JPEG 2000 --------------------------------------------------------------------------------------------------------
+
+_MAX_TILES = 10_000
+_JP2_CHANNELS = 4
+
+
+def _read_jp2(view: memoryview, orientation: bool, max_scans: int) -> Header:
+    """The codestream's header, and its tile parts up to the end marker (ITU-T T.800, annex A)."""
+    at = 0
+    if bytes(view[:4]) != _JP2_CODE:
+        code = next((box for box in _boxes(view) if box.kind == b"jp2c"), None)
+        if code is None:
+            refuse(_truncated(view, "the codestream"))
+        at = code.start
+    if bytes(view[at : at + 4]) != _JP2_CODE:
+        refuse("damaged header: the codestream does not begin with the image's size")
+    right, lower, left, upper, columns, rows, first_x, first_y, channels = struct.unpack_from(">8IH", view, at + 8)
+    if channels > _JP2_CHANNELS:
+        refuse(f"{channels} channels; a JPEG 2000 of at most {_JP2_CHANNELS} is decoded")
+    if not columns or not rows:
+        refuse("damaged header: tiles without pixels")
+    tiles = -(-(right - first_x) // columns) * -(-(lower - first_y) // rows)
+    if not 0 < tiles <= _MAX_TILES:
+        refuse(f"{tiles:,} tiles; a JPEG 2000 of at most {_MAX_TILES:,} is decoded")
+    at += 2
+    while (marker := struct.unpack_from(">H", view, at)[0]) != 0xFF90:
+        if marker >> 8 != 0xFF:
+            refuse("damaged header: no marker where one should be")
+        if marker == 0xFF52:
+            _check_jp2_coding(view, at, right - left, lower - upper, tiles)
+        at += 2 + struct.unpack_from(">H", view, at + 2)[0]
+    seen = set[int]()
+    for _ in range(_MAX_PARTS):
+        if at + 2 > len(view):
+            refuse(_truncated(view, "a tile"))
+        (marker,) = struct.unpack_from(">H", view, at)
+        if marker != 0xFF90:
+            break
+        tile, length = struct.unpack_from(">HI", view, at + 4)
+        seen.add(tile)
+        if length == 0:  # up to the end marker
+            end = bytes(view[at:]).rfind(b"\xff\xd9")
+            at = at + end if end > 0 else len(view)
+        else:
+            at += max(length, 12)
+    if marker != 0xFFD9 or len(seen) < tiles:
+        refuse(f"truncated: {len(seen)} of {tiles} tiles, then no end marker within {len(view)} bytes")
+    return Header("jp2", right - left, lower - upper, channels, alpha=channels in (2, 4))
+
+
+def _check_jp2_coding(view: memoryview, at: int, width: int, height: int, tiles: int) -> None:
+    """Raise BadSampleError if the coding style at a marker COD would take far more time or memory than the pixels."""
+    style, layers, levels = struct.unpack_from(">BxHxB", view, at + 4)
+    if layers > _MAX_LAYERS or layers * tiles > _MAX_TILE_LAYERS:
+        most = f"{_MAX_LAYERS:,} layers, {_MAX_TILE_LAYERS:,} of all tiles,"
+        refuse(f"{layers:,} layers in {tiles:,} tiles; a JPEG 2000 of at most {most} is decoded")
+    if style & 1:
+        sizes = view[at + 14 : at + 15 + levels]
+        sides = [(-(-width >> levels - r), -(-height >> levels - r), sizes[r]) for r in range(levels + 1)]
+        precincts = sum(-(-x >> (size & 15)) * -(-y >> (size >> 4)) for x, y, size in sides)
+        if precincts > width * height // _PRECINCT_PIXELS + 100 * tiles:
+            refuse(f"{precincts:,} precincts, which is too many for {width}x{height} pixels")
+
+
+_MAX_LAYERS, _MAX_TILE_LAYERS = 1000, 100_000
+"""The largest number of quality layers, and of all tiles together. Encoders write at most about fifty."""
+_PRECINCT_PIXELS = 256
+"""The smallest number of pixels of a precinct, on average. OpenJPEG allocates memory for each of them."""
+
+
+# --- JPEG XL ----------------------------------------------------------------------------------------------------------
+
+_JXL_RATIOS = ((1, 1), (12, 10), (4, 3), (3, 2), (16, 9), (5, 4), (2, 1))
+
+
+def _read_jxl(view: memoryview, orientation: bool, max_scans: int) -> Header:
+    """The codestream's header (ISO/IEC 18181-1, annex D). libjxl itself notices whether the rest is there."""
+    code = view
+    if bytes(view[:2]) != b"\xff\x0a":
+        parts = [box for box in _boxes(view) if box.kind in (b"jxlc", b"jxlp")]
+        if not parts:
+            refuse(_truncated(view, "the codestream"))
+        code = view[parts[0].start + (4 if parts[0].kind == b"jxlp" else 0) : parts[0].end]
+    if bytes(code[:2]) != b"\xff\x0a":
+        refuse("damaged header: the codestream does not begin with its mark")
+    bits = _Bits(code[2:64])
+    width, height = bits.size()
+    turn, alpha, preview = 1, False, False
+    if not bits.take(1):  # not all of the metadata have their defaults
+        if bits.take(1):
+            turn = 1 + bits.take(3)
+            if bits.take(1):
+                bits.size()
+            preview = bool(bits.take(1))
+            if preview or bits.take(1):
+                refuse("a preview; gpuflow decodes JPEG XL without one" if preview else ANIMATION)
+        if bits.take(1):  # floating-point samples
+            bits.choose((32, 0), (16, 0), (24, 0), (1, 6))
+            bits.take(4)
+        else:
+            bits.choose((8, 0), (10, 0), (12, 0), (1, 6))
+        bits.take(1)
+        alpha = bits.choose((0, 0), (1, 0), (2, 4), (1, 12)) > 0
+    used = turn if orientation else 1
+    return Header("jxl", width, height, 3, orientation=used, alpha=alpha, turned=turn)
+
+
+class _Bits:
+    """Reads numbers from bits, the lowest ones of each byte first."""
+
+    def __init__(self, view: memoryview) -> None:
+        self._value, self._left = int.from_bytes(view, "little"), 8 * len(view)
+
+    def take(self, count: int) -> int:
+        """The number in the next bits."""
+        self._left -= count
+        if self._left < 0:
+            raise IndexError
+        found, self._value = self._value & (1 << count) - 1, self._value >> count
+        return found
+
+    def choose(self, *forms: tuple[int, int]) -> int:
+        """A number that follows two bits, which choose one of four forms: an offset, and how many bits are added."""
+        offset, count = forms[self.take(2)]
+        return offset + self.take(count)
+
+    def size(self) -> tuple[int, int]:
+        """(width, height)."""
+        small = self.take(1)
+
+        def side() -> int:
+            return 8 * (1 + self.take(5)) if small else self.choose((1, 9), (1, 13), (1, 18), (1, 30))
+
+        height, ratio = side(), self.take(3)
+        if ratio == 0:
+            return side(), height
+        across, down = _JXL_RATIOS[ratio - 1]
+        return height * across // down, height
+
+
+READERS: dict[str, Reader] = {
+    "tiff": _read_tiff,
+    "gif": _read_gif,
+    "avif": _read_heif("avif"),
+    "heic": _read_heif("heic"),
+    "jxl": _read_jxl,
+    "jp2": _read_jp2,
+}
+"""What reads the header of each format, other than those of PNG and WebP."""

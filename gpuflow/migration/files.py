@@ -1,0 +1,70 @@
+"""Files of other libraries, JSON, YAML and TOML, whose faults are located."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from gpuflow.config.yaml_file import Lines, read_yaml
+from gpuflow.errors import ConfigError, Key, Problem, suggest
+
+__all__ = ["Document", "read_document", "read_toml"]
+
+
+class Document:
+    """The mapping that a JSON or YAML file holds, and where its values stand."""
+
+    def __init__(self, path: str, data: Mapping[str, Any], lines: Lines) -> None:
+        self.path, self.data, self._lines = path, data, lines
+
+    def place(self, *at: Key) -> str:
+        """`config.json:12:`, of the innermost value of which the line is known."""
+        line = next((self._lines[at[:end]] for end in range(len(at), 0, -1) if at[:end] in self._lines), None)
+        return f"{self.path}:{line}:" if line else f"{self.path}:"
+
+    def unknown(
+        self, at: tuple[Key, ...], found: Mapping[str, Any], known: Iterable[str], owner: str
+    ) -> Iterator[Problem]:
+        """A problem for each key that is not known. owner: whose keys these are."""
+        known = sorted(known)
+        for key in found:
+            if key not in known:
+                close = suggest(key, known, else_all=False)
+                action = f"{close} it is left out with --partial".lstrip() if close else "it is left out with --partial"
+                rule = f"is not a key of {owner} that gpuflow knows"
+                yield Problem(self.place(*at, key), rule, found[key], action, (*at, key), "import.unknown_key")
+
+    def error(self, rule: str, *at: Key, value: Any = None, action: str = "") -> ConfigError:
+        place = self.place(*at)
+        if value is None:
+            return ConfigError([Problem(place, rule, action=action, path=at, code="import.source")])
+        return ConfigError([Problem(place, rule, value, action, at, "import.source")])
+
+
+def read_document(path: str) -> Document:
+    """Read a JSON or YAML file: YAML contains JSON.
+
+    Raises:
+        ConfigError: there is no such file, or it holds no mapping.
+    """
+    data, lines = read_yaml(path, holds="keys")
+    return Document(path, data, lines)
+
+
+def read_toml(path: str) -> dict[str, Any]:
+    """Read a TOML file.
+
+    Raises:
+        ConfigError: there is no such file, or it is not valid.
+    """
+    try:
+        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError([Problem(f"{path}:", "no such file", code="config.file")]) from None
+    except (OSError, UnicodeDecodeError) as error:
+        problem = Problem(f"{path}:", f"cannot be read as UTF-8 text: {error}", code="config.file")
+        raise ConfigError([problem]) from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError([Problem(f"{path}:", f"is not valid TOML: {error}", code="config.file")]) from error

@@ -1,0 +1,275 @@
+"""Reads Albumentations' serialised pipelines: JSON or YAML of `A.save` or `A.to_dict`. Albumentations is not needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import cv2
+
+from gpuflow.errors import Key, Problem
+from gpuflow.migration.distance import apart, picture
+from gpuflow.migration.files import Document, read_document
+from gpuflow.migration.imported import Entry, Imported, decode, gap, normalize, number
+
+__all__ = ["read_albumentations"]
+
+_MATCHES = (
+    "Matches Albumentations on RGB images of uint8: OpenCV's resize does not antialias, and is within 1 level of this."
+)
+_RANDOM = "Random transforms have the same ranges and probabilities; their draws are others."
+_COMMON = ("__class_fullname__", "p", "mask_interpolation", "fill_mask")
+_LINEAR, _AREA = cv2.INTER_LINEAR, cv2.INTER_AREA
+_FILTERS = {cv2.INTER_NEAREST: "nearest", _LINEAR: "bilinear", cv2.INTER_CUBIC: "bicubic"}
+_CONTAINERS = ("Compose", "Sequential")
+_LIKE = {
+    "RandomBrightnessContrast": "color_jitter, which multiplies where this adds",
+    "HueSaturationValue": "color_jitter, which multiplies where this adds",
+    "ShiftScaleRotate": "affine, which has no probability",
+    "Affine": "affine, which has no probability",
+    "SafeRotate": "rotate, which keeps the size",
+    "Perspective": "perspective",
+    "CoarseDropout": "random_erasing, which fills one box",
+    "Erasing": "random_erasing",
+    "Blur": "gaussian_blur",
+    "MotionBlur": "gaussian_blur",
+    "MedianBlur": "gaussian_blur",
+    "GaussianBlur": "gaussian_blur, which takes one kernel_size",
+    "Sharpen": "sharpness",
+    "PadIfNeeded": "letterbox, which resizes too",
+    "OneOf": "the first of its transforms",
+    "SomeOf": "its transforms, for every image",
+    "CLAHE": "equalize",
+}
+
+
+def read_albumentations(path: str) -> Imported:
+    """The stages of a serialised pipeline.
+
+    Raises:
+        ConfigError: there is no such file, or it holds none.
+    """
+    document = read_document(path)
+    transform = document.data.get("transform")
+    if not isinstance(transform, dict) or "__class_fullname__" not in transform:
+        rule = "must hold what Albumentations' A.to_dict gives: transform with __class_fullname__"
+        raise document.error(rule, action=f"write it with A.save(transform, {path!r})")
+    reader = _Reader(document)
+    reader.add(transform, ("transform",))
+    return Imported(
+        source=f"albumentations:{path}",
+        matches=(_MATCHES, *((_RANDOM,) if reader.random else ())),
+        pipelines={"train" if reader.random else "val": (decode(), *reader.entries)},
+        gaps=tuple(reader.gaps),
+    )
+
+
+class _Reader:
+    """Goes through the transforms in order."""
+
+    def __init__(self, document: Document) -> None:
+        self._document = document
+        self.entries: list[Entry] = []
+        self.gaps: list[Problem] = []
+        self.random = False
+
+    def add(self, given: Mapping[str, Any], at: tuple[Key, ...]) -> None:
+        """Add the entries of a transform. at: where it stands in the file."""
+        name = str(given.get("__class_fullname__")).rpartition(".")[2]
+        if name in _CONTAINERS and given.get("p", 1) == 1:
+            for i, part in enumerate(given.get("transforms", ())):
+                self.add(part, (*at, "transforms", i))
+            return
+        if name not in _KNOWN:
+            self._refuse(at, f"is {name}, which has no equal stage", _LIKE.get(name, "leave it out"))
+            return
+        self._at = at
+        keys, make = _KNOWN[name]
+        self.gaps += self._document.unknown(at, given, (*_COMMON, *keys), name)
+        try:
+            self.entries += make(self, given)
+        except (KeyError, TypeError, ValueError) as error:
+            rule = (
+                f"is {name} without {error}" if isinstance(error, KeyError) else f"is {name} with other values: {error}"
+            )
+            raise self._document.error(rule, *at) from error
+
+    def _refuse(self, at: tuple[Key, ...], rule: str, nearest: str, measured: str = "") -> None:
+        self.gaps.append(gap(self._document.place(*at), rule, nearest=nearest, apart=measured, path=at))
+
+    def differs(self, key: str, rule: str, nearest: str, measured: str = "") -> None:
+        """Note that the transform at hand is not carried over as it is."""
+        self._refuse((*self._at, key), rule, nearest, measured)
+
+    def draws(self, given: Mapping[str, Any], *ranges: Any) -> None:
+        """Note whether a transform is random: by its probability, or by ranges that are not one number."""
+        self.random |= given.get("p", 1) not in (0, 1) or any(low != high for low, high in ranges)
+
+    def always(self, given: Mapping[str, Any], stage: str) -> None:
+        """Note a transform that is not applied to all images, where its stage is."""
+        if given.get("p", 1) != 1:
+            self.differs(
+                "p", f"is {given['p']:g}, but the stage {stage} has no probability", f"{stage}, for all images"
+            )
+
+    def filters(self, given: Mapping[str, Any], stage: str) -> dict[str, Any]:
+        """The keys of a resize. OpenCV's filters do not widen with the scale."""
+        mode = given.get("interpolation", _LINEAR)
+        if given.get("area_for_downscale"):
+            mode = _AREA
+        if mode in _FILTERS:
+            return {**({} if mode == _LINEAR else {"interpolation": _FILTERS[mode]}), "antialias": False}
+        nearest = "bilinear" if mode == _AREA else "bicubic"
+        measured = apart(
+            lambda image: cv2.resize(picture(), (224, 168), interpolation=mode),
+            lambda image: image.resize((224, 168), getattr(_pillow(), nearest.upper())),
+        )
+        rule = f"is OpenCV's number {mode}, a filter that the stage {stage} does not have"
+        self.differs("interpolation", rule, f"{stage}: {{interpolation: {nearest}, antialias: true}}", measured)
+        return {} if nearest == "bilinear" else {"interpolation": nearest}
+
+
+def _pillow() -> Any:
+    from PIL import Image
+
+    return Image.Resampling
+
+
+_Given = Mapping[str, Any]
+_Make = Callable[[_Reader, _Given], list[Entry]]
+
+
+def _side(height: int, width: int) -> Any:
+    return height if height == width else [height, width]
+
+
+def _resize(reader: _Reader, given: _Given) -> list[Entry]:
+    reader.always(given, "resize")
+    size = {"height": given["height"], "width": given["width"]}
+    return [Entry("resize", {**size, **reader.filters(given, "resize")})]
+
+
+def _one_side(side: str) -> _Make:
+    def make(reader: _Reader, given: _Given) -> list[Entry]:
+        reader.always(given, "resize")
+        length = given["max_size"]
+        if not isinstance(length, int):
+            raise ValueError(f"max_size must be one number, got {length!r}")
+        return [Entry("resize", {side: length, **reader.filters(given, "resize"), "rounding": "nearest"})]
+
+    return make
+
+
+def _crop(stage: str, **keys: Any) -> _Make:
+    def make(reader: _Reader, given: _Given) -> list[Entry]:
+        reader.always(given, stage)
+        reader.random |= "rounding" not in keys
+        if given.get("pad_if_needed"):
+            reader.differs("pad_if_needed", "pads smaller images", f"{stage}, for images that are large enough")
+        return [Entry(stage, {"size": _side(given["height"], given["width"]), **keys})]
+
+    return make
+
+
+def _random_resized_crop(reader: _Reader, given: _Given) -> list[Entry]:
+    reader.always(given, "random_resized_crop")
+    reader.random = True
+    keys = {key: [number(x) for x in given[key]] for key in ("scale", "ratio")}
+    return [
+        Entry(
+            "random_resized_crop",
+            {"size": _side(*given["size"]), **keys, **reader.filters(given, "random_resized_crop")},
+        )
+    ]
+
+
+def _flip(side: str) -> _Make:
+    def make(reader: _Reader, given: _Given) -> list[Entry]:
+        reader.draws(given)
+        return [Entry("flip", {side: given["p"]})]
+
+    return make
+
+
+def _with_probability(stage: str) -> _Make:
+    def make(reader: _Reader, given: _Given) -> list[Entry]:
+        reader.draws(given)
+        if given.get("method", "weighted_average") != "weighted_average":
+            reader.differs("method", "is another conversion to gray", stage)
+        return [Entry(stage, {"probability": given["p"]})]
+
+    return make
+
+
+def _color_jitter(reader: _Reader, given: _Given) -> list[Entry]:
+    names = ("brightness", "contrast", "saturation", "hue")
+    reader.draws(given, *(given[name] for name in names))
+    keys = {name: [number(x) for x in given[name]] for name in names}
+    return [Entry("color_jitter", {**keys, "probability": given["p"]})]
+
+
+def _posterize(reader: _Reader, given: _Given) -> list[Entry]:
+    low, high = given["num_bits"]
+    reader.draws(given, (low, high))
+    if low != high:
+        reader.differs("num_bits", "draws the number of bits", f"posterize: {{bits: {low}}}")
+    return [Entry("posterize", {"bits": low, "probability": given["p"]})]
+
+
+def _rotate(reader: _Reader, given: _Given) -> list[Entry]:
+    reader.always(given, "rotate")
+    low, high = (number(x) for x in given["limit"])
+    reader.draws(given, (low, high))
+    borders = {cv2.BORDER_CONSTANT: "constant", cv2.BORDER_REPLICATE: "edge", cv2.BORDER_REFLECT_101: "reflect"}
+    if (border := borders.get(given.get("border_mode", 0))) is None:
+        reader.differs("border_mode", "is a border that the stage rotate does not have", "border: reflect")
+        border = "reflect"
+    if given.get("crop_border"):
+        reader.differs("crop_border", "cuts off the border", "rotate, which keeps the size")
+    mode = _FILTERS.get(given.get("interpolation", _LINEAR), "bicubic")
+    if mode == "bicubic":
+        reader.differs("interpolation", "is a filter that the stage rotate does not have", "bilinear")
+    keys: dict[str, Any] = {"degrees": high if low == -high else [low, high]}
+    keys |= {"interpolation": "nearest"} if mode == "nearest" else {}
+    keys |= {"border": border} if border != "constant" else {}
+    fill = given.get("fill", 0)
+    levels = [round(x) for x in fill] if isinstance(fill, list) else round(fill)
+    return [Entry("rotate", {**keys, **({"fill": levels} if levels else {})})]
+
+
+def _normalize(reader: _Reader, given: _Given) -> list[Entry]:
+    if given.get("normalization", "standard") != "standard":
+        reader.differs(
+            "normalization", "takes mean and std of each image", "normalize with the data set's mean and std"
+        )
+    unit = given["max_pixel_value"] / 255
+    return [normalize([x * unit for x in given["mean"]], [x * unit for x in given["std"]])]
+
+
+def _to_float(reader: _Reader, given: _Given) -> list[Entry]:
+    unit = (given.get("max_value") or 255) / 255
+    return [normalize(std=[unit] * 3)]
+
+
+_RESIZE = ("interpolation", "area_for_downscale")
+_CROP = ("height", "width", "pad_if_needed", "pad_position", "border_mode", "fill")
+_KNOWN: dict[str, tuple[tuple[str, ...], _Make]] = {
+    "Resize": ((*_RESIZE, "height", "width"), _resize),
+    "SmallestMaxSize": ((*_RESIZE, "max_size", "max_size_hw"), _one_side("shorter")),
+    "LongestMaxSize": ((*_RESIZE, "max_size", "max_size_hw"), _one_side("longer")),
+    "CenterCrop": (_CROP, _crop("center_crop", rounding="down")),
+    "RandomCrop": (_CROP, _crop("random_crop")),
+    "RandomResizedCrop": ((*_RESIZE, "size", "scale", "ratio"), _random_resized_crop),
+    "HorizontalFlip": ((), _flip("horizontal")),
+    "VerticalFlip": ((), _flip("vertical")),
+    "ColorJitter": (("brightness", "contrast", "saturation", "hue"), _color_jitter),
+    "ToGray": (("method", "num_output_channels"), _with_probability("grayscale")),
+    "InvertImg": ((), _with_probability("invert")),
+    "Posterize": (("num_bits",), _posterize),
+    "Rotate": (("limit", "interpolation", "border_mode", "fill", "crop_border", "rotate_method"), _rotate),
+    "Normalize": (("mean", "std", "max_pixel_value", "normalization"), _normalize),
+    "ToFloat": (("max_value",), _to_float),
+    "ToTensorV2": (("transpose_mask",), lambda reader, given: []),
+    "NoOp": ((), lambda reader, given: []),
+}
+"""The keys of each transform that has an equal stage, and what makes its entries."""

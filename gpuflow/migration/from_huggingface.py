@@ -1,0 +1,220 @@
+"""Reads preprocessor_config.json of Hugging Face's image processors. transformers is not needed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gpuflow.errors import Problem
+from gpuflow.migration.distance import apart
+from gpuflow.migration.files import Document, read_document
+from gpuflow.migration.imported import IMAGENET_MEAN, IMAGENET_STD, Entry, Imported, decode, gap, normalize
+
+__all__ = ["PROCESSORS", "Processor", "read_huggingface"]
+
+_HALF = (0.5, 0.5, 0.5)
+_CLIP_MEAN, _CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+_NEAREST, _LANCZOS, _BILINEAR, _BICUBIC, _BOX, _HAMMING = range(6)
+_NAMES = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Processor:
+    """The defaults of a class of image processors, for keys that a file leaves out.
+
+    square: whether a size that is one number is that of a square.
+    """
+
+    size: Mapping[str, int]
+    resample: int = _BICUBIC
+    mean: tuple[float, ...] = _CLIP_MEAN
+    std: tuple[float, ...] = _CLIP_STD
+    crop: Mapping[str, int] | None = None
+    square: bool = True
+    crop_pct: float | None = None
+
+
+_224, _SHORTEST = {"height": 224, "width": 224}, {"shortest_edge": 224}
+PROCESSORS = {
+    "BitImageProcessor": Processor(size=_SHORTEST, crop=_224, square=False),
+    "BlipImageProcessor": Processor(size={"height": 384, "width": 384}),
+    "ChineseCLIPImageProcessor": Processor(size=_SHORTEST, crop=_224, square=False),
+    "CLIPImageProcessor": Processor(size=_SHORTEST, crop=_224, square=False),
+    "ConvNextImageProcessor": Processor(
+        size={"shortest_edge": 384}, mean=_HALF, std=_HALF, square=False, crop_pct=224 / 256
+    ),
+    "DeiTImageProcessor": Processor(size={"height": 256, "width": 256}, mean=_HALF, std=_HALF, crop=_224),
+    "MobileNetV1ImageProcessor": Processor(
+        size={"shortest_edge": 256}, resample=_BILINEAR, mean=_HALF, std=_HALF, crop=_224, square=False
+    ),
+    "PvtImageProcessor": Processor(size=_224, mean=IMAGENET_MEAN, std=IMAGENET_STD),
+    "SiglipImageProcessor": Processor(size=_224, mean=_HALF, std=_HALF, square=False),
+    "ViTImageProcessor": Processor(size=_224, resample=_BILINEAR, mean=_HALF, std=_HALF),
+}
+"""The classes that only resize, crop at the centre, rescale and normalize."""
+_KEYS = (
+    *("do_resize", "size", "resample", "do_center_crop", "crop_size", "do_rescale", "rescale_factor", "do_normalize"),
+    *("image_mean", "image_std", "do_pad", "pad_size", "crop_pct", "default_to_square"),
+)
+_IGNORED = (
+    *("image_processor_type", "feature_extractor_type", "processor_class", "do_convert_rgb", "data_format", "device"),
+    *("input_data_format", "return_tensors", "disable_grouping", "_valid_processor_keys", "auto_map", "backend"),
+    *("image_seq_length", "use_square_size", "_commit_hash", "transformers_version"),
+)
+"""Keys that change no pixel of an RGB image."""
+_MATCHES = (
+    "Matches the fast image processor (transformers' torchvision backend, its default), which resizes uint8 tensors: "
+    "the levels are equal. The slow one (use_fast=False, backend='pil') resizes by Pillow, within 1 level for bilinear "
+    "filters and 2 for bicubic ones. Both get three channels; gray and CMYK files are converted.",
+)
+_EIGHT_BITS = 1 / 255
+
+
+def read_huggingface(name: str) -> Imported:
+    """The stages of an image processor.
+
+    Args:
+        name: the folder of preprocessor_config.json, or the file.
+
+    Raises:
+        ConfigError: there is no such file, or a value is none that these processors take.
+    """
+    path = Path(name)
+    document = read_document(str(path / "preprocessor_config.json" if path.is_dir() else path))
+    return _Reader(document, f"hf:{name}").read()
+
+
+class _Reader:
+    """Reads one file, and gathers what no stage equals."""
+
+    def __init__(self, document: Document, source: str) -> None:
+        self._document, self._source, self._keys = document, source, document.data
+        self._gaps: list[Problem] = list(document.unknown((), document.data, (*_KEYS, *_IGNORED), "an image processor"))
+        self._processor = self._class()
+
+    def read(self) -> Imported:
+        processor = self._processor
+        entries = [decode()]
+        if self._get("do_resize", True):
+            entries += self._resize()
+        if self._get("do_center_crop", processor.crop is not None):
+            height, width = self._pair("crop_size", self._get("crop_size", processor.crop or _224))
+            entries.append(_crop(height, width))
+        entries += self._scale()
+        if self._get("do_pad", False):
+            self._gap("do_pad", "pads at the bottom and right, to pad_size or the batch's largest image", "letterbox")
+        return Imported(source=self._source, matches=_MATCHES, pipelines={"val": entries}, gaps=tuple(self._gaps))
+
+    def _class(self) -> Processor:
+        """The defaults of the file's class."""
+        key = "image_processor_type" if self._keys.get("image_processor_type") else "feature_extractor_type"
+        name = self._keys.get(key)
+        if not isinstance(name, str):
+            action = "write down the class that you load it with, such as image_processor_type: ViTImageProcessor"
+            raise self._document.error("needs the key 'image_processor_type'", action=action)
+        cut = name.removesuffix("Fast").removesuffix("Pil").replace("FeatureExtractor", "ImageProcessor")
+        if cut not in PROCESSORS:
+            nearest = "the stages of ViTImageProcessor with these keys"
+            rule = f"is {name}, which may do more than resize, crop and normalize; known: {', '.join(PROCESSORS)}"
+            self._gap(key, rule, nearest)
+            return PROCESSORS["ViTImageProcessor"]
+        return PROCESSORS[cut]
+
+    def _resize(self) -> list[Entry]:
+        processor, filters = self._processor, self._filters()
+        size = self._get("size", processor.size)
+        if isinstance(size, int):
+            square = self._get("default_to_square", processor.square)
+            size = {"height": size, "width": size} if square else {"shortest_edge": size}
+        if not isinstance(size, Mapping):
+            raise self._document.error("must be a number or a mapping", "size", value=size)
+        sides = {key: value for key, value in size.items() if value is not None}
+        if processor.crop_pct is not None and set(sides) == {"shortest_edge"}:
+            return self._convnext(sides["shortest_edge"], filters)
+        match sides:
+            case {"height": int(height), "width": int(width), **rest} if not rest:
+                return [Entry("resize", {"height": height, "width": width, **filters})]
+            case {"shortest_edge": int(side), **rest} if set(rest) <= {"longest_edge"}:
+                if rest:
+                    self._gap("size", "limits both sides", f"resize: {{shorter: {side}}}", "longer images stay larger")
+                return [Entry("resize", {"shorter": side, **filters})]
+            case {"max_height": int(height), "max_width": int(width), **rest} if not rest:
+                self._gap(
+                    "size",
+                    "fits images into a box",
+                    f"resize: {{longer: {max(height, width)}}}",
+                    "up to one pixel apart",
+                )
+                return [Entry("resize", {"longer": max(height, width), **filters})]
+            case _:
+                rule = "must have the keys height and width, or shortest_edge, or max_height and max_width"
+                raise self._document.error(rule, "size", value=dict(size))
+
+    def _convnext(self, side: int, filters: dict[str, Any]) -> list[Entry]:
+        """Below 384 pixels a resize and a crop, from there on a square."""
+        if side >= 384:
+            return [Entry("resize", {"height": side, "width": side, **filters})]
+        share = self._get("crop_pct", self._processor.crop_pct)
+        resize = Entry("resize", {"shorter": int(side / share), **filters}, f"{side} / crop_pct {share:g}")
+        return [resize, _crop(side, side)]
+
+    def _filters(self) -> dict[str, Any]:
+        """The key `interpolation`, unless it is the default."""
+        resample = self._get("resample", self._processor.resample)
+        if resample not in range(len(_NAMES)):
+            raise self._document.error("must be a filter of Pillow, 0 to 5", "resample", value=resample)
+        if resample in (_BILINEAR, _BICUBIC):
+            return {} if resample == _BILINEAR else {"interpolation": "bicubic"}
+        from PIL import Image
+
+        ours = "bicubic" if resample == _LANCZOS else "bilinear"
+        measured = apart(
+            lambda image: image.resize((224, 224), Image.Resampling(resample)),
+            lambda image: image.resize((224, 224), getattr(Image.Resampling, ours.upper())),
+        )
+        if resample == _LANCZOS:
+            measured += "; the fast processor takes bicubic itself with torchvision below 0.27"
+        name = _NAMES[resample]
+        self._gap("resample", f"is {name}, which the stage resize does not have", f"interpolation: {ours}", measured)
+        return {} if ours == "bilinear" else {"interpolation": ours}
+
+    def _scale(self) -> list[Entry]:
+        """Rescaling and normalization: (pixel * factor - mean) / std, with the units of 0 to 1 that normalize has."""
+        factor = float(self._get("rescale_factor", _EIGHT_BITS)) if self._get("do_rescale", True) else 1.0
+        if not self._get("do_normalize", True):
+            if factor == 1:
+                return []
+            return [normalize(std=[_EIGHT_BITS / factor] * 3)]
+        mean, std = (self._numbers(f"image_{key}", getattr(self._processor, key)) for key in ("mean", "std"))
+        unit = _EIGHT_BITS / factor
+        return [normalize([x * unit for x in mean], [x * unit for x in std])]
+
+    def _numbers(self, key: str, default: tuple[float, ...]) -> list[float]:
+        value = self._get(key, default)
+        value = [value] * 3 if isinstance(value, (int, float)) else list(value)
+        if len(value) != 3 or not all(isinstance(x, (int, float)) for x in value):
+            raise self._document.error("must be three numbers", key, value=value)
+        return value
+
+    def _pair(self, key: str, value: Any) -> tuple[int, int]:
+        match value:
+            case int(side):
+                return side, side
+            case {"height": int(height), "width": int(width)}:
+                return height, width
+            case _:
+                raise self._document.error("must be a number, or height and width", key, value=value)
+
+    def _get(self, key: str, default: Any) -> Any:
+        value = self._keys.get(key)
+        return default if value is None else value
+
+    def _gap(self, key: str, rule: str, nearest: str, measured: str = "") -> None:
+        self._gaps.append(gap(self._document.place(key), rule, nearest=nearest, apart=measured, path=(key,)))
+
+
+def _crop(height: int, width: int) -> Entry:
+    size = height if height == width else [height, width]
+    return Entry("center_crop", {"size": size, "rounding": "down"})

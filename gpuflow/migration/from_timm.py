@@ -1,0 +1,190 @@
+"""Reads the data configuration of a timm model: by the model's name, or from a JSON file with such a configuration."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from gpuflow.errors import ConfigError, Problem, suggest
+from gpuflow.migration.distance import apart
+from gpuflow.migration.files import read_document
+from gpuflow.migration.imported import IMAGENET_MEAN, IMAGENET_STD, Entry, Imported, decode, gap, normalize
+from gpuflow.migration.python_objects import needs
+
+__all__ = ["DataConfig", "data_config", "read_timm"]
+
+_DATA = ("input_size", "interpolation", "mean", "std", "crop_pct", "crop_mode")
+_OTHER = (
+    *("url", "file", "state_dict", "hf_hub_id", "hf_hub_filename", "source", "architecture", "tag", "custom_load"),
+    *("test_input_size", "min_input_size", "fixed_input_size", "test_crop_pct", "num_classes", "label_offset"),
+    *("label_names", "label_descriptions", "pool_size", "test_pool_size", "first_conv", "classifier", "license"),
+    *("description", "origin_url", "paper_name", "paper_ids", "notes", "num_features", "global_pool", "pretrained_cfg"),
+    *("model_args",),
+)
+"""Keys of a pretrained_cfg, or of a model's config.json, that say nothing of the pixels."""
+_FILTERS = ("bilinear", "bicubic")
+_MATCHES = (
+    "Matches timm.data.create_transform(**timm.data.resolve_data_config(pretrained_cfg=...)) on PIL images: Pillow's "
+    "resize is within 1 level of this one for bilinear filters, and 2 for bicubic ones.",
+    "train is create_transform's default with is_training=True; its random draws are others, with the same "
+    "distributions. test_input_size and test_crop_pct count for timm's validate.py alone.",
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class DataConfig:
+    """What timm.data.resolve_data_config gives."""
+
+    input_size: tuple[int, int, int] = (3, 224, 224)
+    interpolation: str = "bicubic"
+    mean: tuple[float, ...] = IMAGENET_MEAN
+    std: tuple[float, ...] = IMAGENET_STD
+    crop_pct: float = 0.875
+    crop_mode: str = "center"
+
+
+def data_config(name: str) -> tuple[DataConfig, list[Problem]]:
+    """The configuration that `timm:NAME` names, a model's or a file's, and a problem for each unknown key.
+
+    Raises:
+        ConfigError: there is no such model or file, or a value is none that timm takes.
+        MissingLibrary: timm is not installed, which only a model's name needs.
+    """
+    if not name.endswith(".json"):
+        timm = needs("timm", f"timm:{name}")
+        try:
+            found = timm.get_pretrained_cfg(name)
+        except RuntimeError:
+            found = None
+        if found is None:
+            model, _, tag = name.partition(".")
+            known = timm.list_models() if not timm.is_model(model) else timm.list_pretrained(f"{model}.*")
+            action = (
+                suggest(name if tag else model, known, else_all=False) or "gpuflow takes names of timm.list_models()"
+            )
+            problem = Problem(f"timm:{name}:", "names no model of timm", action=action, code="import.source")
+            raise ConfigError([problem])
+        return _resolved({key: getattr(found, key) for key in _DATA}), []
+    document = read_document(name)
+    at = ("pretrained_cfg",) if isinstance(document.data.get("pretrained_cfg"), dict) else ()
+    keys = document.data[at[0]] if at else document.data
+    if not set(keys) & set(_DATA):
+        raise document.error(f"must hold timm's data_config or pretrained_cfg: none of {', '.join(_DATA)} is there")
+    problems = list(document.unknown(at, keys, (*_DATA, *_OTHER), "timm's pretrained_cfg"))
+    for key, rule in _RULES.items():
+        if keys.get(key) and not _fits(key, keys[key]):
+            raise document.error(f"must be {rule}", *at, key, value=keys[key])
+    return _resolved(keys), problems
+
+
+_RULES = {
+    "input_size": "three whole numbers: channels, height and width",
+    "interpolation": "the name of a filter",
+    "mean": "one number for each channel",
+    "std": "one number for each channel",
+    "crop_pct": "a number above 0",
+    "crop_mode": "center, squash or border",
+}
+
+
+def _fits(key: str, value: Any) -> bool:
+    """Whether timm takes a value."""
+    if key == "crop_mode":
+        return value in ("center", "squash", "border")
+    if key == "interpolation":
+        return isinstance(value, str)
+    if key == "crop_pct":
+        return isinstance(value, (int, float)) and value > 0
+    numbers = int if key == "input_size" else (int, float)
+    return isinstance(value, list) and len(value) in (1, 3) and all(isinstance(x, numbers) and x >= 0 for x in value)
+
+
+def _resolved(keys: Mapping[str, Any]) -> DataConfig:
+    """As timm.data.resolve_data_config: what is missing or empty is the default."""
+    given = {key: keys[key] for key in _DATA if keys.get(key)}
+    values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
+    return DataConfig(**values)
+
+
+def read_timm(name: str) -> Imported:
+    """The evaluation and the training of a timm model, as entries."""
+    config, problems = data_config(name)
+    source = f"timm:{name}"
+    entries, gaps = _evaluation(config, source)
+    size = _side(config.input_size[1:])
+    train = [
+        decode(),
+        Entry("random_resized_crop", {"size": size, **_filter(config)}, "scale and ratio: timm's defaults"),
+        Entry("flip", {"horizontal": 0.5}),
+        Entry("color_jitter", {"brightness": 0.4, "contrast": 0.4, "saturation": 0.4}, "color_jitter=0.4"),
+        normalize(config.mean, config.std),
+    ]
+    return Imported(
+        source=source,
+        matches=_MATCHES,
+        pipelines={"train": train, "val": entries},
+        gaps=(*problems, *gaps),
+    )
+
+
+def _evaluation(config: DataConfig, source: str) -> tuple[list[Entry], list[Problem]]:
+    """create_transform's evaluation, and what no stage equals."""
+    gaps = []
+    if config.input_size[0] != 3:
+        rule = f"input_size has {config.input_size[0]} channels, and gpuflow decodes three"
+        gaps.append(gap(f"{source}:", rule, nearest="decode: {color: gray} and one mean and std"))
+    if config.interpolation not in _FILTERS:
+        rule = f"interpolation is {config.interpolation!r}, which the stage resize does not have"
+        measured = _measured(config) if config.interpolation != "random" else "for evaluation, timm draws none"
+        gaps.append(
+            gap(f"{source}:", rule, nearest=f"resize: {_filter(config) or '{interpolation: bilinear}'}", apart=measured)
+        )
+    height, width = config.input_size[1:]
+    box = [math.floor(side / config.crop_pct) for side in (height, width)]
+    note = f"{height} / crop_pct {config.crop_pct:g}"
+    crop = Entry("center_crop", {"size": _side((height, width))})
+    ending = [crop, normalize(config.mean, config.std)]
+    match config.crop_mode:
+        case "squash":
+            resize = Entry("resize", {"height": box[0], "width": box[1], **_filter(config)}, f"squash: {note}")
+        case "border":
+            fill = [round(255 * level) for level in config.mean]
+            resize = Entry("letterbox", {"size": _side(box), "fill": fill, **_filter(config)}, f"border: {note}")
+            if box == [height, width]:
+                ending = ending[1:]
+            else:
+                rule = "crop_mode 'border' pads and crops in one step, which rounds once"
+                gaps.append(gap(f"{source}:", rule, nearest="letterbox, center_crop", apart="up to one pixel apart"))
+        case "center" if box[0] == box[1]:
+            resize = Entry("resize", {"shorter": box[0], **_filter(config)}, note)
+        case _:
+            resize = Entry("resize", {"shorter": max(box), **_filter(config)}, note)
+            rule = f"crop_mode {config.crop_mode!r} with an input of {height}x{width} fits the image around a box"
+            gaps.append(gap(f"{source}:", rule, nearest=f"resize: {{shorter: {max(box)}}}", apart="another scale"))
+    return [decode(), resize, *ending], gaps
+
+
+def _filter(config: DataConfig) -> dict[str, Any]:
+    """The key `interpolation`, unless it is the default; bicubic for filters that are not offered."""
+    if config.interpolation == "bilinear":
+        return {}
+    return {"interpolation": "bicubic" if config.interpolation != "hamming" else "bilinear"}
+
+
+def _measured(config: DataConfig) -> str:
+    from PIL import Image
+
+    filters = {name.lower(): getattr(Image.Resampling, name) for name in ("NEAREST", "LANCZOS", "HAMMING", "BOX")}
+    theirs, ours = filters.get(config.interpolation), _filter(config)["interpolation"].upper()
+    if theirs is None:
+        return "not measured: timm does not have it"
+    size = (config.input_size[2], config.input_size[1])
+    return apart(
+        lambda image: image.resize(size, theirs), lambda image: image.resize(size, getattr(Image.Resampling, ours))
+    )
+
+
+def _side(size: Any) -> Any:
+    return size[0] if size[0] == size[1] else list(size)

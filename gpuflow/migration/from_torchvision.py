@@ -1,0 +1,572 @@
+"""Reads transforms of torchvision, v1 and v2, and those of timm among them: objects in Python, to entries."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from gpuflow.config.stage_entries import make_stage
+from gpuflow.errors import Problem
+from gpuflow.migration.distance import apart
+from gpuflow.migration.imported import IMAGENET_MEAN, Entry, Imported, decode, gap, normalize, number
+from gpuflow.pipeline import stage as s
+from gpuflow.pipeline.parameters import range_of
+
+__all__ = ["read_transform"]
+
+_TENSORS = "Matches torchvision: the stages are its v2 transforms of uint8 tensors, to the level."
+_PILLOW = (
+    "They get PIL images, which Pillow resizes: within 1 level of tensors for bilinear filters, 2 for bicubic ones."
+)
+_RANDOM = "Random transforms have the same distributions and other draws, which follow from seed, epoch and position."
+_FILTERS = ("bilinear", "bicubic")
+_LEVELS = s.ImageSpec(shape=(None, None, 3), color="rgb")
+_FLOATS = _LEVELS.replace(dtype="float32", layout="nchw")
+
+
+def read_transform(
+    transform: Any, source: str, table: Mapping[str, type[s.Stage]], *, tensor: bool = False
+) -> Imported:
+    """The stages of a transform, which is run on a test picture where something in it has no equal stage.
+
+    Args:
+        transform: a Compose, or any transform of one image. source: as the user named it. table: the vocabulary.
+        tensor: it gets uint8 tensors, not PIL images.
+    """
+    reader = _Reader(source, table)
+    reader.tensor = tensor
+    reader.add(transform, "")
+    return reader.result()
+
+
+class _Reader:
+    """Goes through transforms in order.
+
+    tensor, scaled: whether the image is a tensor by then, and one of floats of 0 to 1. mean: that of Normalize.
+    """
+
+    def __init__(self, source: str, table: Mapping[str, type[s.Stage]]) -> None:
+        self._source, self._table = source, table
+        self.entries: list[Entry] = []
+        self.gaps: list[Problem] = []
+        self.tensor = self.scaled = self.pillow = False
+        self.mean: tuple[float, ...] | None = None
+        self._dtype, self._path = "float32", ""
+        self._floats_from: int | None = None  # the first entry that makes floats, or works on them
+
+    def result(self) -> Imported:
+        if self.scaled and self._floats_from is None:
+            self._scale()
+        stages = [make_stage(entry.as_yaml, self._table) for entry in self.entries]
+        random = any(stage.random for stage in stages)
+        matches = [_TENSORS, *([_PILLOW] if self.pillow else ()), *([_RANDOM] if random else ())]
+        return Imported(
+            source=self._source,
+            matches=tuple(matches),
+            pipelines={"train" if random else "val": (decode(), *self.entries)},
+            gaps=tuple(self.gaps),
+        )
+
+    # --- transforms -------------------------------------------------------------------------------------------------
+
+    def add(self, transform: Any, path: str) -> None:
+        """Add the entries of a transform. path: where it stands in the outermost one, such as `[2]`."""
+        self._path = path
+        name, library = type(transform).__name__, type(transform).__module__.partition(".")[0]
+        equal = {"torchvision": _EQUAL, "timm": _TIMM}.get(library, {}).get(name)
+        if (library, name) in (("torchvision", "Compose"), ("torch", "Sequential")):
+            for i, part in enumerate(getattr(transform, "transforms", transform)):
+                self.add(part, f"{path}[{i}]")
+        elif library == "torchvision" and name in _PRESETS:
+            self._preset(transform)
+        elif library == "torchvision" and name == "RandomApply":
+            self._random_apply(transform)
+        elif library in ("torchvision", "timm") and name in _STEPS:
+            _STEPS[name](self, transform)
+        elif equal is not None:
+            self._equal(transform, equal(self, transform))
+        elif library == "torchvision" and name not in _REFUSED:
+            self.by_name(transform)
+        else:
+            self.refuse(transform)
+
+    def _preset(self, preset: Any) -> None:
+        """The transforms that come with torchvision's weights, which take PIL images and tensors."""
+        self.pillow = self.pillow or not self.tensor
+        size = preset.resize_size and _target(list(preset.resize_size))
+        if size and isinstance(resize := _sampled(self, "resize", size, preset), Entry):
+            self._emit(resize)
+        elif size:
+            self.refuse(preset, f"resizes by {_mode(preset)}, which the stage resize does not have")
+        if crop := getattr(preset, "crop_size", None):
+            self._emit(Entry("center_crop", {"size": _side(crop)}))
+        self.tensor = self.scaled = True
+        self.normalize(preset)
+
+    def _random_apply(self, transform: Any) -> None:
+        """A transform that is applied with a probability: carried over if its stage has such a key."""
+        parts, inner = list(transform.transforms), _Reader(self._source, self._table)
+        inner.tensor, inner.scaled, path = self.tensor, self.scaled, self._path
+        for i, part in enumerate(parts):
+            inner.add(part, f"{path}[{i}]")
+        whole = len(inner.entries) == 1 and not inner.gaps and inner.entries[0].parameters.get("probability", 1) == 1
+        if whole and self._floats_from is None:
+            (entry,) = inner.entries
+            sometimes = Entry(entry.stage, {**entry.parameters, "probability": number(transform.p)})
+            if self._faults(sometimes) is None:
+                self._emit(sometimes)
+                return
+        names = ", ".join(type(part).__name__ for part in parts)
+        rule = f"RandomApply of {names} with p={transform.p:g} has no equal stage"
+        apart = "which changes all images" if transform.p < 1 else ""
+        self.gaps.append(gap(f"{self._source}{path}:", rule, nearest="its transforms without RandomApply", apart=apart))
+        for i, part in enumerate(parts):
+            self.add(part, f"{path}[{i}]")
+
+    def _equal(self, transform: Any, found: _Equal) -> None:
+        """A transform for which there is a stage, at least for some of its parameters."""
+        last = self._floats_from is None or self._floats_from == len(self.entries) - 1
+        moves = type(transform).__name__ in _MOVES and last
+        self.pillow = self.pillow or (not self.tensor and type(transform).__name__ in _RESIZING)
+        if found is None or (self._floats_from is not None and not moves):
+            self.by_name(transform)
+        elif isinstance(found, Entry):
+            self._emit(found)
+        else:
+            self._emit(found.entry)
+            stage = make_stage(found.entry.as_yaml, self._table)
+            measured = apart(lambda image: transform(self._input(image)), lambda image: self._run(stage, image))
+            nearest = repr(stage)
+            self.gaps.append(gap(f"{self._source}{self._path}:", found.rule, nearest=nearest, apart=measured))
+
+    def by_name(self, transform: Any, **changed: Any) -> None:
+        """A transform that runs as it is: `torchvision: {name: ...}`."""
+        parameters = _parameters(transform)
+        if parameters is None:
+            self.refuse(transform)
+            return
+        entry = Entry("torchvision", {**parameters, **changed}, "has no faster form")
+        if (reason := self._faults(entry, _FLOATS if self.scaled else _LEVELS)) is not None:
+            self.refuse(transform, reason)
+            return
+        if self.scaled and self._floats_from is None:
+            self._scale()
+        self.entries.append(entry)
+
+    def refuse(self, transform: Any, reason: str = "is not a transform that gpuflow knows") -> None:
+        """Something that no stage does: leaving it out is the nearest, unless there is a stage that is like it."""
+        place, name = f"{self._source}{self._path}:", type(transform).__name__
+        called = getattr(transform, "lambd", transform)
+        if (code := getattr(called, "__code__", None)) is not None:
+            place = f"{code.co_filename}:{code.co_firstlineno}: {place}"
+            written = called.__name__ if called is transform else f"{name}({called.__name__})"
+            rule = f"{written} is Python code, which a file cannot hold"
+        else:
+            rule = f"{name} {_REFUSED.get(name, reason)}"
+        if (likely := _NEAREST.get(name)) is not None:
+            self.gaps.append(gap(place, rule, nearest=likely, apart="not measured: it draws random numbers"))
+            return
+        measured = apart(lambda image: transform(self._input(image)), self._input)
+        self.gaps.append(gap(place, rule, nearest="leave it out", apart=measured))
+
+    # --- what changes the type of an image --------------------------------------------------------------------------
+
+    def normalize(self, transform: Any) -> None:
+        """torchvision's Normalize, or a preset with its numbers."""
+        mean, std = (tuple(number(x) for x in getattr(transform, key)) for key in ("mean", "std"))
+        if self.scaled and self._floats_from is None:
+            self._scale(mean, std)
+            self.mean = mean
+        else:
+            self.by_name(transform)
+
+    def convert(self, transform: Any) -> None:
+        """A conversion to another type of numbers."""
+        dtype = str(transform.dtype).removeprefix("torch.")
+        if dtype == "uint8" and not self.scaled:
+            self.tensor = True
+        elif dtype in ("float32", "float16", "bfloat16") and getattr(transform, "scale", True) and not self.scaled:
+            self.tensor, self.scaled, self._dtype = True, True, dtype
+        elif not (self.scaled and dtype == self._dtype):
+            self.by_name(transform)
+            if not self.scaled:
+                self.tensor, self.scaled, self._floats_from = True, True, len(self.entries) - 1
+
+    def to_pil(self, transform: Any) -> None:
+        if self.scaled:
+            self.refuse(transform, "makes levels of floats again")
+        self.tensor = False
+
+    def _scale(self, mean: Sequence[float] = (0, 0, 0), std: Sequence[float] = (1, 1, 1)) -> None:
+        self._floats_from = len(self.entries)
+        self.entries.append(normalize(mean, std, dtype=self._dtype))
+
+    def _emit(self, entry: Entry) -> None:
+        """Add an entry that works on levels of 0-255: before normalize, if that stands there."""
+        if self._floats_from is None:
+            self.entries.append(entry)
+        else:
+            self.entries.insert(self._floats_from, entry)
+            self._floats_from += 1
+
+    # --- checks -----------------------------------------------------------------------------------------------------
+
+    def _faults(self, entry: Entry, spec: s.ImageSpec | None = None) -> str | None:
+        """Why there is no stage of an entry, or why it cannot take what `spec` says; None if it can."""
+        try:
+            stage = make_stage(entry.as_yaml, self._table)
+            if spec is not None:
+                stage.output(spec)
+        except ValueError as error:
+            return f"cannot run as a stage: {error}"
+        return None
+
+    def _input(self, image: Any) -> Any:
+        """A PIL image as what a transform gets at this place."""
+        from torchvision.transforms.v2 import functional
+
+        if not self.tensor:
+            return image
+        tensor = functional.pil_to_tensor(image)
+        return functional.to_dtype(tensor, scale=True) if self.scaled else tensor
+
+    def _run(self, stage: s.Stage, image: Any) -> Any:
+        """A stage on a PIL image, as torchvision's transform of uint8 tensors."""
+        from torchvision.transforms.v2 import functional
+
+        return stage.torchvision()(functional.pil_to_tensor(image))
+
+
+# --- equal stages -----------------------------------------------------------------------------------------------------
+
+
+class _Nearest:
+    """The nearest stage of a transform that has no equal one. rule: what the transform does."""
+
+    def __init__(self, entry: Entry, rule: str) -> None:
+        self.entry, self.rule = entry, rule
+
+
+_Equal = Entry | _Nearest | None
+"""What stands for a transform; None if it runs as it is, by its name."""
+
+
+def _filters(interpolation: str, *, antialias: bool) -> dict[str, Any]:
+    """The keys of a resize, without those that are defaults; of the filter most like it if it is not offered."""
+    chosen = interpolation if interpolation in _FILTERS else "bicubic" if interpolation == "lanczos" else "bilinear"
+    keys = {} if chosen == "bilinear" else {"interpolation": chosen}
+    return keys if antialias else {**keys, "antialias": False}
+
+
+def _mode(transform: Any) -> str:
+    """The interpolation's name; `random` where timm draws it."""
+    mode = transform.interpolation
+    return "random" if isinstance(mode, (tuple, list)) else str(getattr(mode, "value", mode))
+
+
+def _side(size: Any) -> Any:
+    """A size as YAML has it: one number for a square."""
+    sides = [int(size)] * 2 if isinstance(size, (int, float)) else [int(side) for side in size]
+    sides = sides * 2 if len(sides) == 1 else sides
+    return sides[0] if sides[0] == sides[1] else sides
+
+
+def _target(size: Any) -> dict[str, Any]:
+    """The keys for a size: an int, or a sequence of one or two."""
+    sides = [size] if isinstance(size, int) else [int(side) for side in size]
+    return {"shorter": sides[0]} if len(sides) == 1 else {"height": sides[0], "width": sides[1]}
+
+
+def _resize(reader: _Reader, t: Any) -> _Equal:
+    limit = getattr(t, "max_size", None)
+    if (t.size is None) == (limit is None):
+        return None
+    return _sampled(reader, "resize", {"longer": limit} if t.size is None else _target(t.size), t)
+
+
+def _sampled(reader: _Reader, stage: str, keys: dict[str, Any], t: Any) -> _Equal:
+    """A stage that resizes. `antialias` counts for tensors only."""
+    mode = _mode(t)
+    if mode == "nearest" and reader.tensor:
+        return Entry(stage, {**keys, "interpolation": "nearest"})
+    if mode == "nearest-exact" and reader.tensor:
+        return None
+    if mode.startswith("nearest") and (parameters := _parameters(t)) is not None:  # as Pillow's nearest
+        return Entry("torchvision", {**parameters, "interpolation": "nearest-exact"}, "as Pillow's nearest")
+    entry = Entry(stage, {**keys, **_filters(mode, antialias=not reader.tensor or bool(getattr(t, "antialias", True)))})
+    if mode in _FILTERS:
+        return entry
+    return _Nearest(entry, f"{type(t).__name__} resizes by {mode}, which the stage {stage} does not have")
+
+
+def _random_resized_crop(reader: _Reader, t: Any) -> _Equal:
+    scale, ratio = ([number(x) for x in value] for value in (t.scale, t.ratio))
+    keys: dict[str, Any] = {"size": _side(t.size)}
+    keys |= {"scale": scale} if scale != [0.08, 1] else {}
+    keys |= {"ratio": ratio} if ratio != [0.75, number(4 / 3)] else {}
+    return _sampled(reader, "random_resized_crop", keys, t)
+
+
+def _random_crop(reader: _Reader, t: Any) -> _Equal:
+    padding = t.padding if isinstance(t.padding, (int, type(None))) else set(t.padding)
+    if isinstance(padding, set):
+        padding = padding.pop() if len(padding) == 1 else -1
+    plain = not t.pad_if_needed and (not padding or (t.fill in (0, None) and t.padding_mode == "constant"))
+    if not plain or padding == -1:
+        return None
+    return Entry("random_crop", {"size": _side(t.size), **({"padding": padding} if padding else {})})
+
+
+def _flip(side: str) -> Callable[[_Reader, Any], _Equal]:
+    return lambda reader, t: Entry("flip", {side: number(t.p)})
+
+
+def _fill(t: Any) -> dict[str, Any]:
+    """The key `fill`, unless it is black; levels are whole numbers."""
+    fill = t.fill if isinstance(t.fill, (list, tuple)) else [t.fill or 0]
+    levels = [round(float(level)) for level in fill]
+    return {"fill": levels[0] if len(set(levels)) == 1 else levels} if any(levels) else {}
+
+
+def _warped(t: Any, stage: str, keys: dict[str, Any]) -> _Equal:
+    """A stage that warps. torchvision's default is nearest, and that of gpuflow bilinear."""
+    if _mode(t) not in ("nearest", "bilinear") or getattr(t, "expand", False) or getattr(t, "center", None):
+        return None
+    if isinstance(t.fill, dict):
+        return None
+    return Entry(stage, {**keys, **({"interpolation": "nearest"} if _mode(t) == "nearest" else {}), **_fill(t)})
+
+
+def _span(value: Sequence[float]) -> Any:
+    """[-v, v] as v."""
+    low, high = (number(x) for x in value)
+    return high if low == -high else [low, high]
+
+
+def _affine(reader: _Reader, t: Any) -> _Equal:
+    keys: dict[str, Any] = {"degrees": _span(t.degrees)}
+    for key in ("translate", "scale"):
+        if (value := getattr(t, key)) is not None:
+            keys[key] = [number(x) for x in value]
+    if t.shear is not None:
+        keys["shear"] = _span(t.shear) if len(t.shear) == 2 else [number(x) for x in t.shear]
+    return _warped(t, "affine", keys)
+
+
+def _perspective(reader: _Reader, t: Any) -> _Equal:
+    return _warped(t, "perspective", {"distortion_scale": number(t.distortion_scale), "p": number(t.p)})
+
+
+def _pad(reader: _Reader, t: Any) -> _Equal:
+    if t.padding_mode not in ("constant", "edge", "reflect") or isinstance(t.fill, dict):
+        return None
+    sides = [t.padding] if isinstance(t.padding, int) else [int(side) for side in t.padding]
+    sides = sides * 4 if len(sides) == 1 else sides
+    border = {} if t.padding_mode == "constant" else {"border": t.padding_mode}
+    return Entry("pad", {"padding": sides[0] if len(set(sides)) == 1 else sides, **border, **_fill(t)})
+
+
+def _color_jitter(reader: _Reader, t: Any) -> _Equal:
+    """A range [max(0, 1 - v), 1 + v], or [-v, v] of hues, is written as v."""
+    keys: dict[str, Any] = {}
+    for name, neutral in (("brightness", 1.0), ("contrast", 1.0), ("saturation", 1.0), ("hue", 0.0)):
+        if (bounds := getattr(t, name)) is not None:
+            low, high = bounds
+            amount = round(high - neutral, 7)
+            symmetric = abs(range_of(amount, neutral=neutral)[0] - low) < 1e-9
+            keys[name] = number(amount) if symmetric else [number(low), number(high)]
+    return Entry("color_jitter", keys)
+
+
+def _probability(stage: str) -> Callable[[_Reader, Any], _Equal]:
+    return lambda reader, t: Entry(stage, {"probability": number(t.p)})
+
+
+def _grayscale(reader: _Reader, t: Any) -> _Equal:
+    return Entry("grayscale", {}) if t.num_output_channels == 3 else None
+
+
+def _gaussian_blur(reader: _Reader, t: Any) -> _Equal:
+    rows, columns = t.kernel_size
+    low, high = (number(x) for x in t.sigma)
+    return Entry("gaussian_blur", {"kernel_size": rows, "sigma": [low, high]}) if rows == columns else None
+
+
+def _random_erasing(reader: _Reader, t: Any) -> _Equal:
+    """On levels here. torchvision erases floats mostly, and zeros after its Normalize are the mean colour."""
+    value = [float(x) for x in t.value] if isinstance(t.value, (list, tuple)) else t.value
+    keys: dict[str, Any] = {"probability": number(t.p)}
+    for key, default in (("scale", [0.02, 0.33]), ("ratio", [0.3, 3.3])):
+        given = [number(x) for x in getattr(t, key)]
+        keys |= {key: given} if given != default else {}
+    return Entry("random_erasing", {**keys, **_mean_level(reader)}) if value in (0, [0.0]) else None
+
+
+def _erasing_of_timm(reader: _Reader, t: Any) -> _Equal:
+    keys: dict[str, Any] = {"probability": number(t.probability), "scale": [number(t.min_area), number(t.max_area)]}
+    keys["ratio"] = [number(math.exp(x)) for x in t.log_aspect_ratio]
+    entry = Entry("random_erasing", {**keys, **_mean_level(reader)})
+    if t.rand_color or t.per_pixel or t.max_count != 1:
+        return _Nearest(entry, "timm's RandomErasing fills with noise, or several boxes")
+    return entry
+
+
+def _mean_level(reader: _Reader) -> dict[str, Any]:
+    """The key `value` for zeros at this place, unless that is black."""
+    if reader.mean is None:
+        return {}
+    same = reader.mean == IMAGENET_MEAN
+    return {"value": "imagenet" if same else [round(255 * level) for level in reader.mean]}
+
+
+def _policy(stage: str, **names: str) -> Callable[[_Reader, Any], _Equal]:
+    """A policy of augmentations. names: torchvision's attributes, and gpuflow's keys for them."""
+
+    def equal(reader: _Reader, t: Any) -> _Equal:
+        policy = getattr(getattr(t, "policy", None), "value", "imagenet")
+        return (
+            _warped(t, stage, {key: getattr(t, name) for name, key in names.items()}) if policy == "imagenet" else None
+        )
+
+    return equal
+
+
+_EQUAL: dict[str, Callable[[_Reader, Any], _Equal]] = {
+    "Resize": _resize,
+    "CenterCrop": lambda reader, t: Entry("center_crop", {"size": _side(t.size)}),
+    "RandomCrop": _random_crop,
+    "RandomResizedCrop": _random_resized_crop,
+    "RandomHorizontalFlip": _flip("horizontal"),
+    "RandomVerticalFlip": _flip("vertical"),
+    "RandomRotation": lambda reader, t: _warped(t, "rotate", {"degrees": _span(t.degrees)}),
+    "RandomAffine": _affine,
+    "RandomPerspective": _perspective,
+    "Pad": _pad,
+    "ColorJitter": _color_jitter,
+    "Grayscale": _grayscale,
+    "RandomGrayscale": _probability("grayscale"),
+    "RandomAutocontrast": _probability("autocontrast"),
+    "RandomEqualize": _probability("equalize"),
+    "RandomInvert": _probability("invert"),
+    "RandomPosterize": lambda reader, t: Entry("posterize", {"bits": t.bits, "probability": number(t.p)}),
+    "RandomSolarize": lambda reader, t: Entry(
+        "solarize", {"threshold": number(t.threshold), "probability": number(t.p)}
+    ),
+    "RandomAdjustSharpness": lambda reader, t: Entry(
+        "sharpness", {"amount": [number(t.sharpness_factor)] * 2, "probability": number(t.p)}
+    ),
+    "GaussianBlur": _gaussian_blur,
+    "RandomErasing": _random_erasing,
+    "RandAugment": _policy("rand_augment", num_ops="operations", magnitude="magnitude", num_magnitude_bins="bins"),
+    "TrivialAugmentWide": _policy("trivial_augment", num_magnitude_bins="bins"),
+    "AutoAugment": _policy("auto_augment"),
+}
+"""What stands for each transform of torchvision."""
+_TIMM: dict[str, Callable[[_Reader, Any], _Equal]] = {
+    "RandomResizedCropAndInterpolation": _random_resized_crop,
+    "RandomErasing": _erasing_of_timm,
+}
+"""What stands for each transform of timm."""
+
+_PRESETS = ("ImageClassification", "SemanticSegmentation")
+_MOVES = ("RandomHorizontalFlip", "RandomVerticalFlip", "CenterCrop", "RandomErasing")
+"""Transforms that may stand behind Normalize, and whose stage then stands before normalize."""
+_RESIZING = ("Resize", "RandomResizedCrop", "RandomResizedCropAndInterpolation")
+_REFUSED = {
+    "Lambda": "runs Python code, which a file cannot hold",
+    "RandomChoice": "draws one of several transforms",
+    "RandomOrder": "draws the order of transforms",
+    "FiveCrop": "gives five images",
+    "TenCrop": "gives ten images",
+    "LinearTransformation": "holds a matrix of the whole image",
+    "CutMix": "mixes a batch",
+    "MixUp": "mixes a batch",
+    "VideoClassification": "takes videos",
+    "OpticalFlow": "takes pairs of images",
+}
+_NEAREST = {
+    "RandomChoice": "the first of its transforms",
+    "RandomOrder": "its transforms in the order in which they stand",
+    "MixUp": "mixup, at the end of pipelines.train",
+    "CutMix": "cutmix, at the end of pipelines.train",
+    "RandAugment": "rand_augment, whose magnitudes are torchvision's",
+    "AutoAugment": "auto_augment",
+    "AugMixAugment": "torchvision: {name: AugMix}",
+}
+
+
+def _nothing(reader: _Reader, t: Any) -> None:
+    """What gpuflow does anyway."""
+
+
+def _to_image(reader: _Reader, t: Any) -> None:
+    reader.tensor = True
+
+
+def _to_scaled(reader: _Reader, t: Any) -> None:
+    if not reader.scaled:
+        reader.tensor = reader.scaled = True
+
+
+_STEPS: dict[str, Callable[[_Reader, Any], None]] = {
+    "ToTensor": _to_scaled,
+    "MaybeToTensor": _to_scaled,
+    "PILToTensor": _to_image,
+    "MaybePILToTensor": _to_image,
+    "ToImage": _to_image,
+    "ToPILImage": _Reader.to_pil,
+    "ToDtype": _Reader.convert,
+    "ConvertImageDtype": _Reader.convert,
+    "Normalize": _Reader.normalize,
+    "ToPureTensor": _nothing,
+    "Identity": _nothing,
+    "RGB": _nothing,
+}
+"""What changes the type of an image, but not its pixels."""
+
+
+# --- transforms that run by their names -------------------------------------------------------------------------------
+
+
+def _parameters(transform: Any) -> dict[str, Any] | None:
+    """A transform's name in v2 and its keyword arguments as YAML has them; None if they cannot be told."""
+    from torchvision.transforms import v2
+
+    cls = getattr(v2, type(transform).__name__, None)
+    if cls is None:
+        return None
+    found: dict[str, Any] = {}
+    for name, parameter in inspect.signature(cls.__init__).parameters.items():
+        if name == "self" or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            continue
+        if not hasattr(transform, name):
+            return None
+        value = _plain(getattr(transform, name))
+        if value is _UNKNOWN:
+            return None
+        if value != _plain(parameter.default):
+            found[name] = value
+    return {"name": cls.__name__, **found}
+
+
+_UNKNOWN = object()
+
+
+def _plain(value: Any) -> Any:
+    """A value as YAML has it."""
+    if isinstance(value, (list, tuple)):
+        items = [_plain(item) for item in value]
+        return _UNKNOWN if any(item is _UNKNOWN for item in items) else items
+    kind = type(value).__name__
+    if kind == "InterpolationMode":
+        return value.value
+    if kind == "dtype":
+        return str(value).removeprefix("torch.")
+    if kind == "Tensor":
+        return [number(x) for x in value.flatten().tolist()]
+    return number(value) if isinstance(value, float) else value if value is None or kind in _PLAIN else _UNKNOWN
+
+
+_PLAIN = ("bool", "int", "str")

@@ -1,0 +1,94 @@
+"""What a reader finds in another library's transforms: stages, and what no stage equals."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from gpuflow.errors import Key, Problem
+
+__all__ = ["IMAGENET_MEAN", "IMAGENET_STD", "Entry", "Imported", "PresetEntry", "decode", "gap", "normalize", "number"]
+
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+_NAMES = {"mean": IMAGENET_MEAN, "std": IMAGENET_STD}
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One entry of a list of stages: the stage's key in YAML, its parameters, and a comment behind it."""
+
+    stage: str
+    parameters: Mapping[str, Any]
+    comment: str = ""
+
+    @property
+    def as_yaml(self) -> dict[str, Any]:
+        """As `make_stage` takes it."""
+        return {self.stage: dict(self.parameters)}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PresetEntry:
+    """torchpipe's own operators, which decode and resize: the keys of a preset."""
+
+    preset: str
+    height: int
+    width: int
+    color: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Imported:
+    """What a reader found.
+
+    source: what was imported, as the user named it. matches: sentences that say which behaviour the stages have.
+    pipelines: the entries of `train`, of `val`, or of both. gaps: what no stage equals, with the nearest stage, which
+    is among the entries if its parameters are known. preset: of all pipelines. model: the keys of `serve.model`.
+    """
+
+    source: str
+    matches: tuple[str, ...]
+    pipelines: Mapping[Literal["train", "val"], Sequence[Entry]]
+    gaps: tuple[Problem, ...] = ()
+    preset: PresetEntry | None = None
+    model: Mapping[str, Any] | None = None
+
+
+def gap(place: str, rule: str, *, nearest: str, apart: str = "", path: tuple[Key, ...] = ()) -> Problem:
+    """The problem of something that no stage equals.
+
+    Args:
+        place: where it stands. rule: what it is, and why no stage equals it. nearest: the nearest stage, or what to do
+        in its place. apart: how far that is from it. path: the keys that lead to it in its file.
+    """
+    action = f"nearest: {nearest}{f' ({apart})' if apart else ''}"
+    return Problem(place, rule, action=action, path=path, code="import.stage")
+
+
+def decode(comment: str = "") -> Entry:
+    """The first stage of all that is imported."""
+    return Entry("decode", {"color": "rgb"}, comment)
+
+
+def normalize(
+    mean: Sequence[float] = (0, 0, 0), std: Sequence[float] = (1, 1, 1), *, dtype: str = "float32", comment: str = ""
+) -> Entry:
+    """The stage that scales pixels to 0-1 and normalizes them; `imagenet` where the numbers are those of ImageNet."""
+    parameters: dict[str, Any] = {}
+    for name, values in (("mean", mean), ("std", std)):
+        numbers = [number(value) for value in values]
+        parameters[name] = "imagenet" if tuple(numbers) == _NAMES[name] else numbers
+    if dtype != "float32":
+        parameters["dtype"] = dtype
+    return Entry("normalize", parameters, comment)
+
+
+def number(value: float) -> float | int:
+    """A number as people write it: a float32 in as few digits as it needs, another one without its last digits."""
+    exact = float(value)
+    single = np.float32(exact)
+    short = float(str(single)) if float(single) == exact else float(f"{exact:.10g}")
+    return int(short) if short.is_integer() else short

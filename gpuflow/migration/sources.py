@@ -1,0 +1,94 @@
+"""Which reader takes a source that a user names, such as `timm:resnet50.a1_in1k`."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from gpuflow.config import read_config
+from gpuflow.errors import ConfigError, Problem
+from gpuflow.migration.from_albumentations import read_albumentations
+from gpuflow.migration.from_huggingface import read_huggingface
+from gpuflow.migration.from_timm import read_timm
+from gpuflow.migration.from_torchpipe import read_torchpipe
+from gpuflow.migration.from_torchvision import read_transform
+from gpuflow.migration.imported import Imported
+from gpuflow.migration.python_objects import named_transform
+from gpuflow.migration.yaml_text import to_yaml
+from gpuflow.pipeline.stage import Stage
+from gpuflow.version import __version__
+
+__all__ = ["Written", "read_source", "read_sources"]
+
+_READERS = {
+    "timm": read_timm,
+    "hf": read_huggingface,
+    "albumentations": read_albumentations,
+    "torchpipe": read_torchpipe,
+}
+
+
+def read_source(source: str, table: Mapping[str, type[Stage]]) -> Imported:
+    """Read another library's transforms.
+
+    Args:
+        source: `torchvision:WEIGHTS`, `torchvision:module:attribute` or `module:attribute`, whose module's code runs,
+            `timm:NAME`, `hf:DIR`, `albumentations:FILE` or `torchpipe:FILE`. table: the vocabulary.
+
+    Raises:
+        ConfigError: there is no such source, or it cannot be read.
+        MissingLibrary: the library that it needs is not installed.
+    """
+    library, _, name = source.partition(":")
+    if library in _READERS:
+        return _READERS[library](name)
+    name = name if library == "torchvision" else source
+    return read_transform(named_transform(name), f"torchvision:{name}", table)
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A YAML file, and a problem for each thing that it leaves out or that `gpuflow check` refuses."""
+
+    text: str
+    problems: tuple[Problem, ...]
+
+
+def read_sources(sources: Sequence[str], table: Mapping[str, type[Stage]], *, partial: bool = False) -> Written:
+    """Read one or two sources, and write them as one file.
+
+    Args:
+        sources: as in `read_source`; of two, one gives the pipeline `train` and the other `val`. table: the vocabulary.
+        partial: whether a file is written although something has no equal stage, or although it is not valid.
+
+    Raises:
+        ConfigError: a source cannot be read, two give the same pipeline; without `partial` also every problem of the
+            result.
+    """
+    found = [read_source(source, table) for source in sources]
+    names = [name for one in found for name in one.pipelines]
+    if len(set(names)) < len(names):
+        rule = f"give the pipelines {', '.join(names)}; two sources must give train, which is random, and val"
+        raise ConfigError(
+            [Problem(f"{' '.join(sources)}:", rule, action="import them one by one", code="import.source")]
+        )
+    text = to_yaml(found, version=__version__)
+    problems = tuple(problem for one in found for problem in one.gaps)
+    problems += tuple(_problems_of(text, " ".join(sources), table))
+    if problems and not partial:
+        raise ConfigError(problems)
+    return Written(text, problems)
+
+
+def _problems_of(text: str, sources: str, table: Mapping[str, type[Stage]]) -> Sequence[Problem]:
+    """What `gpuflow check` says of the file."""
+    with tempfile.TemporaryDirectory(prefix="gpuflow_") as folder:
+        path = Path(folder) / "imported.yaml"
+        path.write_text(text, encoding="utf-8")
+        try:
+            read_config(path, table)
+        except ConfigError as error:
+            return [replace(problem, place=f"{sources}, as YAML:") for problem in error.problems]
+    return ()

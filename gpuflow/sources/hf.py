@@ -1,0 +1,458 @@
+"""The source `hf`: what Hugging Face's `datasets` saved, or Parquet files, with a column of images. pyarrow reads them.
+
+`save_to_disk` writes Arrow files: an image is a range of bytes of one, and any sample is as cheap to read as any other.
+In Parquet files a row group is decoded as a whole, so neighbouring samples are cheaper to read together.
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpuflow.errors import SourceError
+from gpuflow.pipeline.records import Field, Records
+from gpuflow.sources.base import SourceSpec
+from gpuflow.sources.field_spec import FieldSpec
+from gpuflow.sources.fingerprint import fingerprint, relative
+from gpuflow.sources.hf_tables import Cells, Table, broken, features_of, is_of_bytes, open_cells, open_table, pyarrow
+from gpuflow.sources.hints import missing_path, near_word
+from gpuflow.sources.labels import resolve_labels
+from gpuflow.sources.payload import Allocate, Payload
+from gpuflow.sources.record_builder import RecordBuilder
+from gpuflow.sources.record_table import NO_FIELDS, MaskCells, RecordTable
+from gpuflow.sources.sample_labels import sample_labels
+from gpuflow.sources.storage import LocalStorage, Storage, is_remote
+
+__all__ = ["HfSource", "open_hf"]
+
+Classes = tuple[str, ...]
+
+
+@final
+class HfSource:
+    """The samples of a dataset, in the order of its files and their rows. `open_hf` creates it.
+
+    Args:
+        cells: the column of images. names: the files' names, for the fingerprint.
+        splits: the first index of each of the dataset's own splits that is read, and the one behind its last.
+    """
+
+    def __init__(
+        self,
+        cells: Cells,
+        names: Sequence[str],
+        labels: NDArray[Any],
+        classes: Classes,
+        splits: Mapping[str, tuple[int, int]],
+        *,
+        has_labels: bool = True,
+        table: RecordTable = NO_FIELDS,
+    ) -> None:
+        self._cells, self._names, self._table = cells, tuple(names), table
+        self.labels, self.classes, self.splits, self.has_labels = labels, classes, dict(splits), has_labels
+
+    @property
+    def shard_sizes(self) -> tuple[int, ...] | None:
+        return self._cells.group_sizes
+
+    @property
+    def window(self) -> int | None:
+        """How many neighbouring samples are shuffled among each other by default."""
+        return self._cells.window
+
+    @property
+    def storage(self) -> Storage | None:
+        return self._cells.storage
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """See `gpuflow.sources.fingerprint`. Names of the files, sizes of the images or of the row groups."""
+        entries = b"".join(os.fsencode(name) + b"\0" for name in relative(self._names))
+        return fingerprint(entries, self.labels, self.classes, self._cells.sizes(), known=self._table.digest())
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def path(self, index: int) -> str:
+        return self._cells.path(index)
+
+    def read(self, indices: Sequence[int], allocate: Allocate) -> Payload:
+        return self._cells.read(indices, allocate)
+
+    @property
+    def fields(self) -> tuple[Field, ...]:
+        return self._table.fields
+
+    def records(self, indices: Sequence[int]) -> Records:
+        return self._table.records(indices)
+
+    def without_records(self) -> HfSource:
+        return self._with(self._cells, NO_FIELDS)
+
+    def on(self, storage: Storage) -> HfSource:
+        return self._with(self._cells.on(storage), self._table)
+
+    def _with(self, cells: Cells, table: RecordTable) -> HfSource:
+        return HfSource(
+            cells, self._names, self.labels, self.classes, self.splits, has_labels=self.has_labels, table=table
+        )
+
+    def close(self) -> None:
+        self._cells.close()
+        self._table.close()
+
+
+def open_hf(spec: SourceSpec) -> HfSource:
+    """Index `spec.hf`. Raises SourceError, or MissingExtra without pyarrow."""
+    assert spec.hf is not None
+    if is_remote(spec.hf):
+        raise SourceError(
+            f"source.hf must be a path of this machine, got {spec.hf!r}; copy the dataset to a local disk"
+        )
+    pyarrow()
+    storage = LocalStorage()
+    found = _find(os.path.expanduser(spec.hf), spec.splits)
+    tables, splits, row = list[Table](), dict[str, tuple[int, int]](), 0
+    for name, paths in found.items():
+        first = row
+        for path in paths:
+            tables.append(open_table(storage, path))
+            row += tables[-1].rows
+        splits[name] = first, row
+    if not row:
+        raise SourceError(f"{spec.hf}: must hold at least one sample, got none; check what is in it")
+    return _Reader(spec, tables, storage).source(splits)
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+def _find(root: str, names: Sequence[str]) -> dict[str, list[str]]:
+    """The files of each split that is named, or all of them under no name."""
+    if not os.path.isdir(root):
+        paths = sorted(glob.glob(root, recursive=True)) if not os.path.exists(root) else [root]
+        if not paths:
+            raise SourceError(
+                f"source.hf must be a directory, a file or a pattern, got {root!r}, which does not exist"
+                f"{missing_path(root)}"
+            )
+        return _by_name(paths, names) if names else {"": paths}
+    known = _loaded(os.path.join(root, "dataset_dict.json"), "splits")
+    if known is not None:
+        if not names:
+            raise SourceError(
+                f"{root}: holds the splits {', '.join(known)}; name those to read: splits: [{', '.join(known)}], or "
+                f"give the directory of one: {os.path.join(root, str(known[0]))}"
+            )
+        if lacking := [name for name in names if name not in known]:
+            raise SourceError(f"{root}: has no split {lacking[0]!r}{near_word(lacking[0], known)}")
+        return {name: _saved(os.path.join(root, name)) for name in names}
+    if os.path.exists(os.path.join(root, "state.json")):
+        if names:
+            raise SourceError(
+                f"{root}: is one split without parts of its own; leave out splits, or divide it: split: "
+                "{train: 0.9, val: 0.1}"
+            )
+        return {"": _saved(root)}
+    paths = sorted(glob.glob(os.path.join(glob.escape(root), "**", "*.parquet"), recursive=True))
+    if not paths:
+        raise SourceError(
+            f"{root}: must hold state.json or dataset_dict.json, which save_to_disk writes, or .parquet files, got "
+            f"none; check source.hf"
+        )
+    return _by_name([os.path.join(root, path) for path in paths], names) if names else {"": paths}
+
+
+def _by_name(paths: Sequence[str], names: Sequence[str]) -> dict[str, list[str]]:
+    """Parquet files by split: `train-00000-of-00002.parquet`, `train.parquet` or `train/0.parquet`."""
+    found = {}
+    for name in names:
+        own = [
+            path for path in paths if os.path.basename(path).startswith((f"{name}-", f"{name}.")) or f"/{name}/" in path
+        ]
+        if not own:
+            raise SourceError(
+                f"source.splits: no file of the split {name!r}, such as {name}-00000-of-00001.parquet, among "
+                f"{len(paths)} files like {paths[0]}; correct the name"
+            )
+        found[name] = own
+    return found
+
+
+def _saved(folder: str) -> list[str]:
+    """The Arrow files of one split, as its state.json lists them."""
+    files = _loaded(os.path.join(folder, "state.json"), "_data_files")
+    if files is None:
+        raise SourceError(
+            f"{folder}: must hold the state.json that save_to_disk writes, got none; copy or save it again"
+        )
+    if _loaded(os.path.join(folder, "state.json"), "_indices_data_files", optional=True):
+        raise SourceError(f"{folder}: holds a selection of rows in a file of its own; load it and save it again")
+    return [os.path.join(folder, str(file["filename"])) for file in files]
+
+
+def _loaded(path: str, key: str, *, optional: bool = False) -> list[Any] | None:
+    """A list in a JSON file; None where there is no such file. Raises SourceError."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            value = json.load(file)
+        return list(value.get(key) or ()) if optional else list(value[key])
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as fault:
+        raise SourceError(
+            f"{path}: must be what save_to_disk writes, got an error: {fault!r}; save it again"
+        ) from fault
+
+
+# --- columns ----------------------------------------------------------------------------------------------------------
+
+
+@final
+class _Reader:
+    """Reads the small columns of a dataset's files, and finds where those of images lie."""
+
+    def __init__(self, spec: SourceSpec, tables: Sequence[Table], storage: LocalStorage) -> None:
+        self._spec, self._tables, self._storage = spec, tables, storage
+        self._ends = np.cumsum([table.rows for table in tables])
+        self._schema, self._features = tables[0].schema, features_of(tables[0].schema)
+        self._where = str(spec.hf)
+        for table in tables[1:]:
+            if not table.schema.equals(self._schema) or features_of(table.schema) != self._features:
+                raise SourceError(
+                    f"{table.shard.path}: must have the columns of {tables[0].shard.path}, with the same types and "
+                    "classes, and has others; write them again, or name one of them"
+                )
+
+    # The places of values, for messages: see `Locate`.
+
+    def sample(self, i: int) -> str:
+        number = int(np.searchsorted(self._ends, i, side="right"))
+        table = self._tables[number]
+        return f"{table.shard.path}[{i - int(self._ends[number]) + table.rows}]"
+
+    def value(self, i: int, column: str) -> str:
+        return f"{self.sample(i)}: {column}"
+
+    def row(self, i: int, column: str, j: int) -> str:
+        return f"{self.sample(i)}: {column}[{j}]"
+
+    def source(self, splits: Mapping[str, tuple[int, int]]) -> HfSource:
+        declared = dict(self._spec.declared)
+        image = next((field.column or name for name, field in declared.items() if field.type == "image"), None)
+        cells = self._cells(self._image_column(image or self._spec.image))
+        names = [table.shard.path for table in self._tables]
+        if not declared:
+            classes, labels = self._class_labels(self._label_column(), self._spec.classes)
+            return HfSource(cells, names, labels, classes, splits)
+        label_name = next((name for name, field in declared.items() if field.type == "label"), None)
+        records = self._records(label_name)
+        label = declared[label_name] if label_name is not None else None
+        if label is None:
+            classes = next((field.classes for field in records.fields if field.type == "boxes"), ())
+            labels = np.zeros(int(self._ends[-1]), np.int64)
+        else:
+            assert label_name is not None
+            classes, labels = self._labels(label, label.column or label_name)
+        return HfSource(cells, names, labels, classes, splits, has_labels=label is not None, table=records)
+
+    def _cells(self, column: str) -> Cells:
+        try:
+            return open_cells(self._tables, self._storage, column, self._spec.window)
+        except (pyarrow().ArrowException, OSError) as error:
+            raise broken(self._where, "Arrow", error) from error
+
+    def _image_column(self, name: str | None) -> str:
+        """The column of images of this name, or that there is. Raises SourceError."""
+        of_images = [field.name for field in self._schema if is_of_bytes(field.type)]
+        if name is None:
+            called = [column for column in of_images if _get(self._features, column, "_type") == "Image"] or of_images
+            name = "image" if "image" in of_images or len(called) != 1 else called[0]
+        self._check_column(name, "the column of images")
+        if name not in of_images:
+            kind = self._schema.field(name).type
+            raise SourceError(
+                f"{self._where}: the column {name!r} must hold encoded images (bytes, or the structure of datasets' "
+                f"Image), got {kind}; name another one with image: NAME ({', '.join(of_images) or 'none holds bytes'})"
+            )
+        return name
+
+    def _label_column(self) -> str:
+        """The column of labels that `label` names, or that there is. Raises SourceError."""
+        name = self._spec.label
+        if name is None:
+            classes = [column for column in self._schema.names if self._class_names(column) is not None]
+            name = "label" if "label" in self._schema.names or len(classes) != 1 else classes[0]
+            if name not in self._schema.names:
+                raise SourceError(
+                    f"{self._where}: must have a column of labels, got {', '.join(self._schema.names)}; name it with "
+                    "label: NAME, or declare fields: {image: } without a label"
+                )
+        self._check_column(name, "the column of labels")
+        return name
+
+    def _check_column(self, column: str, what: str) -> None:
+        names = self._schema.names
+        if column not in names and column.partition(".")[0] not in names:
+            raise SourceError(
+                f"{self._where}: must have {what} {column!r}, got {', '.join(names)}{near_word(column, names)}"
+            )
+
+    def _class_names(self, column: str) -> Classes | None:
+        """The names that `datasets` knows for the values of a column, or of the items of its lists."""
+        feature: Any = self._features
+        for key in (column,) if column in self._features else column.split("."):
+            feature = _item(feature)
+            feature = feature.get(key) if isinstance(feature, dict) else None
+        feature = _item(feature)
+        names = feature.get("names") if isinstance(feature, dict) and feature.get("_type") == "ClassLabel" else None
+        return tuple(map(str, names)) if isinstance(names, list) else None
+
+    def _classes_of(self, column: str, given: int | Classes | str | None) -> int | Classes | None:
+        """The classes that a column's values are of: what is given, else the names that `datasets` knows."""
+        names = self._class_names(column)
+        if names is None or isinstance(given, tuple):
+            return None if isinstance(given, str) else given
+        if isinstance(given, int) and given != len(names):
+            raise SourceError(f"{self._where}: {column} has {len(names)} classes, and classes says {given}; remove it")
+        return names
+
+    def _labels(self, field: FieldSpec, column: str) -> tuple[Classes, NDArray[Any]]:
+        classes = field.classes if field.classes is not None else self._spec.classes
+        self._check_column(column, "the column of labels")
+        if field.kind in (None, "class") and column in self._schema.names:
+            return self._class_labels(column, classes)
+        known = None if field.kind in ("number", "vector") else self._classes_of(column, classes)
+        labels = sample_labels(field, column, known, self._where, self)
+        for columns in self._blocks([column]):
+            labels.add(columns[column])
+        return labels.build()
+
+    def _class_labels(self, column: str, classes: int | Classes | str | None) -> tuple[Classes, NDArray[np.int64]]:
+        """Labels of one class each, from a column of numbers or of names."""
+        pa = pyarrow()
+        kind, names = self._schema.field(column).type, self._class_names(column)
+        if not any(test(kind) for test in (pa.types.is_integer, pa.types.is_string, pa.types.is_large_string)):
+            raise SourceError(
+                f"{self._where}: the column {column!r} must hold a class of each sample, a number or a name, got "
+                f"{kind}; declare fields with a label of another kind, or without one"
+            )
+        parts = [batch.column(0) for table in self._tables for batch in self._read(table, [column])]
+        values = pa.chunked_array(parts, kind)
+        if values.null_count:
+            i = int(np.argmax(values.is_null().to_numpy()))
+            raise SourceError(f"{self.value(i, column)} must be a class, got null; correct it or remove the row")
+        codes = values.dictionary_encode().combine_chunks()
+        if isinstance(codes, pa.ChunkedArray):
+            codes = codes.chunk(0)
+        numbers, written = codes.indices.to_numpy(), codes.dictionary.to_pylist()
+
+        def locate(code: int) -> str:
+            return self.value(int(np.argmax(numbers == code)), column)
+
+        if names is not None and pa.types.is_integer(kind):
+            for code, value in enumerate(written):
+                if not 0 <= value < len(names):
+                    raise SourceError(
+                        f"{locate(code)} must be one of the {len(names)} classes, 0..{len(names) - 1}, got {value}; "
+                        "correct it, or declare fields without a label"
+                    )
+            written = [names[value] for value in written]
+        found, lookup = resolve_labels(
+            [str(value) for value in written], self._classes_of(column, classes), locate, self._where
+        )
+        return found, lookup[numbers]
+
+    def _records(self, label_name: str | None) -> RecordTable:
+        declared = [(name, replace(field, column=field.column or name)) for name, field in self._spec.declared]
+        boxes = next((field for _, field in declared if field.type == "boxes"), None)
+        classes: int | Classes | str | None = boxes.classes if boxes is not None else None
+        if label_name is None and classes is None:
+            classes = self._spec.classes
+        if boxes is not None and boxes.labels is not None:
+            classes = self._classes_of(boxes.labels, classes)
+        builder = RecordBuilder(declared, None if isinstance(classes, str) else classes, self._where, self)
+        columns = builder.columns()
+        for column in columns:
+            self._check_column(column, "the column")
+        for block in self._blocks(columns):
+            builder.add(block, len(next(iter(block.values()))))
+        masks = {
+            name: MaskCells(self._cells(self._image_column(field.column)))
+            for name, field in declared
+            if field.type == "mask" and field.kind in (None, "file")
+        }
+        return builder.build(masks, (self._storage,) if masks else ())
+
+    def _blocks(self, columns: Sequence[str]) -> Any:
+        """The values of columns, block by block, as lists of what JSON has. `a.b` is the member b of column a."""
+        if not columns:
+            return
+        whole = {column: column if column in self._schema.names else column.partition(".")[0] for column in columns}
+        read = list(dict.fromkeys(whole.values()))
+        for column in read:
+            if not _is_plain(self._schema.field(column).type):
+                kind = self._schema.field(column).type
+                raise SourceError(
+                    f"{self._where}: the column {column!r} must be numbers, text or lists of them, got {kind}"
+                )
+        for table in self._tables:
+            for batch in self._read(table, read):
+                held = {name: batch.column(name).to_pylist() for name in read}
+                yield {
+                    column: held[name]
+                    if column == name
+                    else [_member(value, column[len(name) + 1 :]) for value in held[name]]
+                    for column, name in whole.items()
+                }
+
+    def _read(self, table: Table, columns: Sequence[str]) -> Any:
+        try:
+            yield from table.batches(columns)
+        except (pyarrow().ArrowException, OSError) as error:
+            raise broken(table.shard.path, "Parquet", error) from error
+
+
+def _get(features: Mapping[str, Any], column: str, key: str) -> Any:
+    feature = features.get(column)
+    return feature.get(key) if isinstance(feature, dict) else None
+
+
+def _item(feature: Any) -> Any:
+    """The feature of the items of a list, however `datasets` wrote it; others as they are."""
+    while True:
+        if isinstance(feature, list) and feature:
+            feature = feature[0]
+        elif isinstance(feature, dict) and feature.get("_type") in ("Sequence", "List", "LargeList"):
+            feature = feature.get("feature")
+        else:
+            return feature
+
+
+def _member(value: Any, path: str) -> Any:
+    """`a.b` of a structure, or of each structure in a list."""
+    for key in path.split("."):
+        if isinstance(value, list):
+            value = [item.get(key) if isinstance(item, dict) else None for item in value]
+        else:
+            value = value.get(key) if isinstance(value, dict) else None
+    return value
+
+
+def _is_plain(kind: Any) -> bool:
+    """Whether the values of an Arrow type are those of JSON."""
+    types = pyarrow().types
+    if types.is_struct(kind):
+        return all(_is_plain(field.type) for field in kind)
+    if any(test(kind) for test in (types.is_list, types.is_large_list, types.is_fixed_size_list)):
+        return _is_plain(kind.value_type)
+    simple = (types.is_integer, types.is_floating, types.is_boolean, types.is_string, types.is_large_string)
+    return any(test(kind) for test in simple) or types.is_null(kind)

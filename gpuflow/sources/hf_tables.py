@@ -1,0 +1,451 @@
+"""Arrow and Parquet files: their schemas, the values of small columns, and where the cells with images lie.
+
+An Arrow file of `datasets` is not compressed, so each cell is a range of bytes of the file, and is read as one. In a
+Parquet file cells are compressed together in row groups, of which a process keeps the ones it read last, decoded.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Protocol, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpuflow.errors import MissingExtra, SourceError, is_system_fault, system_fault
+from gpuflow.sources.payload import Allocate, Payload, lay_out
+from gpuflow.sources.storage import LocalStorage, Shard, Storage
+from gpuflow.sources.storage.retry import LOCAL_DELAYS, retry
+
+__all__ = [
+    "ArrowCells",
+    "Cells",
+    "ParquetCells",
+    "Table",
+    "broken",
+    "features_of",
+    "is_of_bytes",
+    "open_cells",
+    "open_table",
+    "pyarrow",
+]
+
+_NO_CELL = "has no image: its cell is null"
+_END_OF_STREAM = b"\xff\xff\xff\xff\x00\x00\x00\x00"
+_LARGEST_GROUP, _WINDOW_BYTES, _LONGEST_WINDOW = 1 << 30, 256_000_000, 8192
+
+
+def pyarrow() -> Any:
+    """The package, or MissingExtra."""
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise MissingExtra("source.hf", "pyarrow", "hf") from error
+    return pyarrow
+
+
+class Cells(Protocol):
+    """One column of images: the encoded bytes of each sample."""
+
+    @property
+    def storage(self) -> Storage | None:
+        """See `Source.storage`."""
+
+    @property
+    def group_sizes(self) -> tuple[int, ...] | None:
+        """See `Source.shard_sizes`."""
+
+    @property
+    def window(self) -> int | None:
+        """How many neighbouring samples are shuffled among each other; None if any two may be."""
+
+    def on(self, storage: Storage) -> Cells:
+        """See `Source.on`."""
+
+    def path(self, index: int) -> str:
+        """See `Source.path`."""
+
+    def read(self, indices: Sequence[int], allocate: Allocate) -> Payload:
+        """See `Source.read`."""
+
+    def sizes(self) -> NDArray[np.int64]:
+        """What is known of sizes without reading, for a fingerprint."""
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Rows:
+    """Which rows the files have. files: of one table each. ends [F]: the number of rows up to the end of each file."""
+
+    files: tuple[Shard, ...]
+    ends: NDArray[np.int64]
+
+    def place(self, index: int) -> tuple[int, int]:
+        """The number of a row's file, and its number in it."""
+        number = int(np.searchsorted(self.ends, index, side="right"))
+        return number, index - (int(self.ends[number - 1]) if number else 0)
+
+    def path(self, index: int) -> str:
+        number, row = self.place(index)
+        return f"{self.files[number].path}[{row}]"
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+
+class Table(Protocol):
+    """One file that is open."""
+
+    shard: Shard
+    schema: Any
+    rows: int
+
+    def batches(self, columns: Sequence[str]) -> Iterator[Any]:
+        """The record batches of all rows, with these columns alone."""
+
+
+def open_table(storage: Storage, path: str) -> Table:
+    """A file of either format: Arrow if its name says so, else Parquet. Raises SourceError."""
+    pa = pyarrow()
+    [shard] = storage.inspect([path])
+    if isinstance(shard, str):
+        raise SourceError(f"{path}: {shard}; check source.hf")
+    is_parquet = not path.lower().endswith(".arrow")
+    try:
+        return _ParquetTable(shard) if is_parquet else _ArrowTable(shard)
+    except (pa.ArrowException, OSError) as error:
+        raise broken(path, "Parquet" if is_parquet else "Arrow", error) from error
+
+
+def broken(path: str, form: str, error: BaseException) -> SourceError:
+    """The error for a file that is damaged or cut short."""
+    reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+    return SourceError(f"{path}: must be a whole {form} file, got an error: {reason}; copy or write it again")
+
+
+@final
+class _ArrowTable:
+    def __init__(self, shard: Shard) -> None:
+        pa = pyarrow()
+        self.shard = shard
+        self.mapped = pa.memory_map(shard.path).read_buffer()
+        if bytes(self.mapped[-8:]) != _END_OF_STREAM:
+            raise pa.ArrowInvalid("it has no end, so a part of it is missing")
+        self.schema = pa.ipc.open_stream(self.mapped).schema
+        self.rows = sum(batch.num_rows for batch in self.batches([]))
+
+    def batches(self, columns: Sequence[str]) -> Iterator[Any]:
+        for batch in pyarrow().ipc.open_stream(self.mapped):
+            yield batch.select(list(columns)) if columns else batch
+
+
+@final
+class _ParquetTable:
+    def __init__(self, shard: Shard) -> None:
+        self.shard = shard
+        self.file = pyarrow().parquet.ParquetFile(shard.path)
+        self.schema, self.rows = self.file.schema_arrow, self.file.metadata.num_rows
+
+    def batches(self, columns: Sequence[str]) -> Iterator[Any]:
+        for group in range(self.file.num_row_groups):
+            yield from self.file.read_row_group(group, columns=list(columns), use_threads=False).to_batches()
+
+
+def features_of(schema: Any) -> dict[str, Any]:
+    """What `datasets` wrote of the columns; empty in a file of other software."""
+    try:
+        known = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
+    except (KeyError, ValueError, TypeError):
+        return {}
+    return known if isinstance(known, dict) else {}
+
+
+class _Group(NamedTuple):
+    """Cells in memory. Cell i is data[offsets[i] : offsets[i + 1]]. valid: which are not null; None if all are."""
+
+    offsets: NDArray[np.int64]
+    data: NDArray[np.uint8]
+    valid: NDArray[np.bool_] | None
+
+
+def _group(array: Any) -> tuple[_Group, int]:
+    """The cells of an Arrow array of bytes, or of `datasets`' images; and the address of their data."""
+    pa = pyarrow()
+    if pa.types.is_struct(array.type):
+        array = array.flatten()[array.type.get_field_index("bytes")]
+    wide = pa.types.is_large_binary(array.type) or pa.types.is_large_string(array.type)
+    _, offsets, data = array.buffers()
+    all_offsets = np.frombuffer(offsets, np.int64 if wide else np.int32)[array.offset : array.offset + len(array) + 1]
+    valid = array.is_valid().to_numpy(zero_copy_only=False) if array.null_count else None
+    values = np.zeros(0, np.uint8) if data is None else np.frombuffer(data, np.uint8)
+    return _Group(all_offsets.astype(np.int64), values, valid), 0 if data is None else data.address
+
+
+def is_of_bytes(kind: Any) -> bool:
+    """Whether a column of this type can hold encoded images."""
+    pa = pyarrow()
+    if pa.types.is_struct(kind):
+        place = kind.get_field_index("bytes")
+        return place >= 0 and is_of_bytes(kind.field(place).type)
+    return any(test(kind) for test in (pa.types.is_binary, pa.types.is_large_binary))
+
+
+def open_cells(tables: Sequence[Table], storage: Storage, column: str, window: int | None) -> Cells:
+    """A column of images of several files of one format. window: see `SourceSpec`. Raises SourceError."""
+    rows = _Rows(files=tuple(table.shard for table in tables), ends=np.cumsum([table.rows for table in tables]))
+    if isinstance(tables[0], _ParquetTable):
+        return _parquet_cells([table for table in tables if isinstance(table, _ParquetTable)], rows, column, window)
+    return _arrow_cells([table for table in tables if isinstance(table, _ArrowTable)], rows, storage, column)
+
+
+# --- Arrow ------------------------------------------------------------------------------------------------------------
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ArrowCells:
+    """Cells that are ranges of bytes of files. starts, lengths: int64 [n]; starts is -1 for a null."""
+
+    storage: Storage
+    rows: _Rows
+    starts: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+
+    @property
+    def group_sizes(self) -> None:
+        return None
+
+    @property
+    def window(self) -> None:
+        return None
+
+    def on(self, storage: Storage) -> ArrowCells:
+        return replace(self, storage=storage)
+
+    def path(self, index: int) -> str:
+        return self.rows.path(index)
+
+    def read(self, indices: Sequence[int], allocate: Allocate) -> Payload:
+        places = np.asarray(indices, dtype=np.int64)
+        files = [self.rows.files[i] for i in np.searchsorted(self.rows.ends, places, side="right").tolist()]
+        starts = self.starts[places].tolist()
+        payload = self.storage.read_ranges(files, starts, self.lengths[places].tolist(), allocate)
+        if -1 not in starts:
+            return payload
+        errors = [_NO_CELL if start < 0 else error for start, error in zip(starts, payload.errors, strict=True)]
+        return replace(payload, errors=errors)
+
+    def sizes(self) -> NDArray[np.int64]:
+        return self.lengths
+
+    def close(self) -> None:
+        self.storage.close()
+
+
+def _arrow_cells(tables: Sequence[_ArrowTable], rows: _Rows, storage: Storage, column: str) -> ArrowCells:
+    starts, lengths = list[NDArray[np.int64]](), list[NDArray[np.int64]]()
+    for table in tables:
+        first, size = table.mapped.address, table.mapped.size
+        for batch in table.batches([column]):
+            group, address = _group(batch.column(0))
+            if len(group.data) and not first <= address < first + size:
+                raise SourceError(
+                    f"{table.shard.path}: must not be compressed; save the dataset again without compression"
+                )
+            start = group.offsets[:-1] + (address - first)
+            length = np.diff(group.offsets)
+            if group.valid is not None:
+                start, length = np.where(group.valid, start, -1), np.where(group.valid, length, 0)
+            starts.append(start)
+            lengths.append(length)
+    none = np.zeros(0, np.int64)
+    return ArrowCells(
+        storage=storage, rows=rows, starts=np.concatenate([none, *starts]), lengths=np.concatenate([none, *lengths])
+    )
+
+
+# --- Parquet ----------------------------------------------------------------------------------------------------------
+
+
+@final
+class _Entry:
+    """A row group that is read, or will be by the thread that holds `lock`."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.group: _Group | None = None
+
+
+@final
+class _GroupCache:
+    """The row groups that this process read last, at most so many bytes of them. Any thread may ask for one."""
+
+    def __init__(self, kept_bytes: int) -> None:
+        self._kept_bytes, self._bytes = kept_bytes, 0
+        self._lock = threading.Lock()
+        self._entries: OrderedDict[int, _Entry] = OrderedDict()
+        self.loads = 0
+
+    def __reduce__(self) -> tuple[type[_GroupCache], tuple[int]]:
+        return _GroupCache, (self._kept_bytes,)  # another process reads its own
+
+    def get(self, number: int, load: Callable[[int], _Group]) -> _Group:
+        with self._lock:
+            entry = self._entries.setdefault(number, _Entry())
+            self._entries.move_to_end(number)
+        with entry.lock:
+            if entry.group is not None:
+                return entry.group
+            group = entry.group = load(number)
+        with self._lock:
+            self.loads += 1
+            if self._entries.get(number) is entry:
+                self._bytes += group.data.nbytes
+            for other in list(self._entries):
+                known = self._entries[other].group
+                if self._bytes <= self._kept_bytes or other == number:
+                    break
+                if known is not None:
+                    self._bytes -= known.data.nbytes
+                    del self._entries[other]
+        return group
+
+    def clear(self) -> None:
+        with self._lock:
+            self._entries.clear()
+            self._bytes = 0
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParquetCells:
+    """Cells of row groups.
+
+    column: the path of the leaf column. owners [G]: the file of each row group. firsts [F]: each file's first group.
+    ends [G]: the number of rows up to the end of each row group. stored [G]: bytes of its column, not compressed.
+    window: how many neighbouring rows are shuffled among each other.
+    cache: the row groups that are kept: those of two windows, as the next one begins while the last batches of the one
+        before are read again for bad samples.
+    """
+
+    rows: _Rows
+    column: str
+    owners: NDArray[np.int64]
+    firsts: NDArray[np.int64]
+    ends: NDArray[np.int64]
+    stored: NDArray[np.int64]
+    window: int
+    cache: _GroupCache
+    storage: None = field(default=None, init=False)
+
+    @property
+    def group_sizes(self) -> tuple[int, ...]:
+        return tuple(np.diff(self.ends, prepend=0).tolist())
+
+    def on(self, storage: Storage) -> ParquetCells:
+        return self
+
+    def path(self, index: int) -> str:
+        return self.rows.path(index)
+
+    def read(self, indices: Sequence[int], allocate: Allocate) -> Payload:
+        places = np.asarray(indices, dtype=np.int64)
+        owners = np.searchsorted(self.ends, places, side="right")
+        groups: dict[int, _Group | str] = {number: self._get(number) for number in np.unique(owners).tolist()}
+        within = places - (self.ends[owners] - np.diff(self.ends, prepend=0)[owners])
+        cells: list[NDArray[np.uint8]] = []
+        errors: list[str | None] = []
+        none = np.zeros(0, np.uint8)
+        for number, i in zip(owners.tolist(), within.tolist(), strict=True):
+            group = groups[number]
+            cell, error = none, None
+            if isinstance(group, str):
+                error = group
+            elif group.valid is not None and not group.valid[i]:
+                error = _NO_CELL
+            else:
+                cell = group.data[group.offsets[i] : group.offsets[i + 1]]
+                error = None if len(cell) else "empty file"
+            cells.append(cell)
+            errors.append(error)
+        sizes = [len(cell) for cell in cells]
+        offsets, end = lay_out(sizes)
+        buffer = allocate(end)
+        for offset, cell in zip(offsets, cells, strict=True):
+            buffer[offset : offset + len(cell)] = cell
+        return Payload(buffer=buffer, offsets=offsets, sizes=sizes, errors=errors)
+
+    def _get(self, number: int) -> _Group | str:
+        """A row group, or why it cannot be read. Raises what `Storage` says."""
+        pa = pyarrow()
+        path = self.rows.files[int(self.owners[number])].path
+        permanent = (FileNotFoundError, PermissionError, SourceError, pa.ArrowInvalid)
+        try:
+            return retry(lambda: self.cache.get(number, self._load), permanent, LOCAL_DELAYS)
+        except SourceError:
+            raise
+        except (OSError, MemoryError, pa.ArrowException) as error:
+            if is_system_fault(error):
+                raise system_fault(error, path) from error
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            return f"its row group {number - int(self.firsts[self.owners[number]])} cannot be read: {reason}"
+
+    def _load(self, number: int) -> _Group:
+        owner = int(self.owners[number])
+        shard = self.rows.files[owner]
+        try:
+            with pyarrow().parquet.ParquetFile(shard.path) as file:
+                table = file.read_row_group(number - int(self.firsts[owner]), columns=[self.column], use_threads=False)
+        finally:  # after the read: what was read before a change is right
+            [now] = LocalStorage().inspect([shard.path])
+            if isinstance(now, Shard) and now != shard:
+                raise shard.changed(now.size)
+        column = table.column(0)
+        return _group(column.chunk(0) if column.num_chunks == 1 else column.combine_chunks())[0]
+
+    def sizes(self) -> NDArray[np.int64]:
+        return np.concatenate([self.ends, self.stored])
+
+    def close(self) -> None:
+        self.cache.clear()
+
+
+def _parquet_cells(tables: Sequence[_ParquetTable], rows: _Rows, column: str, window: int | None) -> ParquetCells:
+    owners, sizes, stored, firsts = list[int](), list[int](), list[int](), list[int]()
+    kind = tables[0].schema.field(column).type
+    leaf = f"{column}.bytes" if pyarrow().types.is_struct(kind) else column
+    for number, table in enumerate(tables):
+        metadata = table.file.metadata
+        places = [i for i in range(metadata.num_columns) if metadata.schema.column(i).path == leaf]
+        firsts.append(len(owners))
+        for group in range(metadata.num_row_groups):
+            about = metadata.row_group(group)
+            size = about.column(places[0]).total_uncompressed_size
+            if size > _LARGEST_GROUP:
+                raise SourceError(
+                    f"{table.shard.path}: row group {group} must have at most 1 GiB of images, as it is read whole, "
+                    f"got {size / 2**30:.1f} GiB in {about.num_rows} rows; write smaller row groups "
+                    "(row_group_size=100)"
+                )
+            owners.append(number)
+            sizes.append(about.num_rows)
+            stored.append(size)
+    total = sum(stored)
+    mean = max(1.0, total / max(1, sum(sizes)))
+    window = window or max(1, min(_LONGEST_WINDOW, int(_WINDOW_BYTES / mean)))
+    return ParquetCells(
+        rows=rows,
+        column=leaf,
+        owners=np.array(owners, np.int64),
+        firsts=np.array(firsts, np.int64),
+        ends=np.cumsum(sizes, dtype=np.int64),
+        stored=np.array(stored, np.int64),
+        window=window,
+        cache=_GroupCache(2 * int(window * mean + max(stored, default=0))),
+    )

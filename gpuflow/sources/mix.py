@@ -1,0 +1,213 @@
+"""A mix: several sources as one, whose samples stand one source after the other. The sampler says which come when."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpuflow.errors import SourceError
+from gpuflow.pipeline.records import Column, Field, Ragged, Records
+from gpuflow.sources.base import Source, SourceSpec, is_read_remotely
+from gpuflow.sources.fingerprint import fingerprint, fingerprint_of
+from gpuflow.sources.payload import Allocate, Payload
+from gpuflow.sources.record_source import fields_of, has_labels, records_of, without_records
+from gpuflow.sources.storage import Storage
+
+__all__ = ["MixSource", "open_mix"]
+
+
+@final
+class MixSource:
+    """The samples of several sources, those of the first one first. Closing it closes them.
+
+    Args:
+        parts: the sources. All have the same fields and the same kind of labels.
+        classes: the names of all classes, those of each source among them; empty where labels are numbers.
+    """
+
+    shard_sizes = None
+
+    def __init__(self, parts: Sequence[Source], classes: tuple[str, ...]) -> None:
+        self.parts, self.classes = tuple(parts), classes
+        self._ends = np.cumsum([len(part) for part in parts])
+        self.labels: NDArray[Any] = np.concatenate([_relabelled(part, classes) for part in parts])
+
+    def with_parts(self, parts: Sequence[Source]) -> MixSource:
+        """The same mix of other samples of the same sources."""
+        return MixSource(parts, self.classes)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The number of samples of each source."""
+        return tuple(map(len, self.parts))
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """See `gpuflow.sources.fingerprint`: those of all sources."""
+        known = " ".join(map(fingerprint_of, self.parts))
+        return fingerprint(b"", self.labels, self.classes, self.sizes, known=known)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def path(self, index: int) -> str:
+        number = int(np.searchsorted(self._ends, index, side="right"))
+        return self.parts[number].path(index - self._first(number))
+
+    def read(self, indices: Sequence[int], allocate: Allocate) -> Payload:
+        """Each source reads into its share of one buffer, which is allocated once all know how many bytes they need."""
+        places = np.asarray(indices, dtype=np.int64)
+        owners = np.searchsorted(self._ends, places, side="right")
+        numbers = np.unique(owners).tolist()
+        payloads: dict[int, tuple[int, Payload]] = {}
+        buffers: list[NDArray[np.uint8]] = []
+
+        def read_from(waiting: Sequence[int], start: int) -> None:
+            if not waiting:
+                buffers.append(allocate(start))
+                return
+
+            def allocate_share(size: int) -> NDArray[np.uint8]:
+                if not buffers:
+                    read_from(waiting[1:], start + size)
+                return buffers[0][start : start + size]
+
+            own = places[owners == waiting[0]] - self._first(waiting[0])
+            payloads[waiting[0]] = start, self.parts[waiting[0]].read(own.tolist(), allocate_share)
+
+        read_from(numbers, 0)
+        offsets, sizes, errors = [0] * len(places), [0] * len(places), list[str | None]([None] * len(places))
+        for number, (start, payload) in payloads.items():
+            for k, i in enumerate(np.flatnonzero(owners == number).tolist()):
+                offsets[i], sizes[i], errors[i] = start + payload.offsets[k], payload.sizes[k], payload.errors[k]
+        return Payload(buffer=buffers[0], offsets=offsets, sizes=sizes, errors=errors)
+
+    @property
+    def fields(self) -> tuple[Field, ...]:
+        return fields_of(self.parts[0])
+
+    @property
+    def has_labels(self) -> bool:
+        return has_labels(self.parts[0])
+
+    def records(self, indices: Sequence[int]) -> Records:
+        places = np.asarray(indices, dtype=np.int64)
+        owners = np.searchsorted(self._ends, places, side="right")
+        numbers = np.unique(owners).tolist()
+        found = [
+            records_of(self.parts[number], (places[owners == number] - self._first(number)).tolist())
+            for number in numbers
+        ]
+        order = np.argsort(np.argsort(owners, kind="stable"))
+        columns = {name: _joined([records.columns[name] for records in found], order) for name in found[0].columns}
+        errors = [error for records in found for error in records.errors]
+        return Records(columns, [errors[i] for i in order.tolist()])
+
+    def without_records(self) -> MixSource:
+        return self.with_parts([without_records(part) for part in self.parts])
+
+    @property
+    def storage(self) -> Storage | None:
+        """That of a source behind URLs, if there is one. Local files are on several storages, and this is none."""
+        return next((part.storage for part in self.parts if is_read_remotely(part)), None)
+
+    def on(self, storage: Storage) -> MixSource:
+        return self
+
+    def close(self) -> None:
+        for part in self.parts:
+            part.close()
+
+    def _first(self, number: int) -> int:
+        """The index of a source's first sample."""
+        return int(self._ends[number]) - len(self.parts[number])
+
+
+def open_mix(spec: SourceSpec, open_source: Callable[[SourceSpec], Source]) -> MixSource:
+    """Index all sources of a mix. open_source: indexes one of them."""
+    parts: list[Source] = []
+    for i, entry in enumerate(spec.entries):
+        try:
+            parts.append(open_source(replace(entry.spec, splits=spec.splits) if spec.splits else entry.spec))
+            _check(parts, i)
+        except SourceError as error:
+            for part in parts:
+                part.close()
+            raise SourceError(f"source.mix[{i}]: {error}") from error
+    return MixSource(parts, _classes(spec, parts))
+
+
+def _check(parts: Sequence[Source], i: int) -> None:
+    """Raise SourceError if the last source carries something else than the first one."""
+    first, last = parts[0], parts[-1]
+    if fields_of(first) != fields_of(last):
+        names = [", ".join(field.name for field in fields_of(part)) or "none" for part in (first, last)]
+        raise SourceError(
+            f"its fields must be those of source.mix[0] ({names[0]}), with the same types and classes, got {names[1]}; "
+            "declare the same fields in each source"
+        )
+    kinds = [(has_labels(part), part.labels.dtype.kind, part.labels.ndim) for part in (first, last)]
+    if kinds[0] != kinds[1] or (last.labels.dtype.kind == "f" and first.labels.shape[1:] != last.labels.shape[1:]):
+        raise SourceError("its labels must be of the same kind as those of source.mix[0]; declare the same label")
+
+
+def _classes(spec: SourceSpec, parts: Sequence[Source]) -> tuple[str, ...]:
+    """The classes of a mix: what all sources have, or what `spec` says. Raises SourceError."""
+    if isinstance(spec.classes, tuple):
+        for i, part in enumerate(parts):
+            if lacking := [name for name in part.classes if name not in spec.classes]:
+                raise SourceError(
+                    f"source.mix[{i}]: its classes must be among source.classes, got {lacking[0]!r} "
+                    f"({len(lacking)} of {len(part.classes)} are not); add them, or set unite_classes: true"
+                )
+        return spec.classes
+    if spec.unite_classes:
+        return tuple(dict.fromkeys(name for part in parts for name in part.classes))
+    first = parts[0].classes
+    for i, part in enumerate(parts):
+        if part.classes != first:
+            names = (*part.classes, *first)
+            differ = next(name for name in names if _place(part.classes, name) != _place(first, name))
+            raise SourceError(
+                f"source.mix[{i}]: its {len(part.classes)} classes must be the {len(first)} of source.mix[0], in the "
+                f"same order, and {differ!r} is not; set unite_classes: true to unite them by name, or list "
+                "all names in source.classes"
+            )
+    return first
+
+
+def _place(classes: tuple[str, ...], name: str) -> int:
+    return classes.index(name) if name in classes else -1
+
+
+def _relabelled(part: Source, classes: tuple[str, ...]) -> NDArray[Any]:
+    """A source's labels, as places among all classes."""
+    if part.classes == classes or not has_labels(part):
+        return part.labels
+    places = {name: place for place, name in enumerate(classes)}
+    lookup = np.array([places[name] for name in part.classes], np.int64)
+    labels: NDArray[Any]
+    if part.labels.ndim == 1:
+        labels = lookup[part.labels]
+        return labels
+    labels = np.zeros((len(part), len(classes)), part.labels.dtype)
+    labels[:, lookup] = part.labels
+    return labels
+
+
+def _joined(parts: Sequence[Column], order: NDArray[np.int64]) -> Column:
+    """Columns one after the other, and of these rows the ones in `order`."""
+    first = parts[0]
+    if isinstance(first, Ragged):
+        rows = [part[i] for part in parts if isinstance(part, Ragged) for i in range(len(part))]
+        return Ragged.of([rows[i] for i in order.tolist()], first.values[:0])
+    if isinstance(first, list):
+        values = [value for part in parts if isinstance(part, list) for value in part]
+        return [values[i] for i in order.tolist()]
+    dense: NDArray[Any] = np.concatenate([np.asarray(part) for part in parts])[order]
+    return dense

@@ -1,0 +1,133 @@
+"""The weights of samples: a column of the source, or a file with one for each sample."""
+
+from __future__ import annotations
+
+import csv
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpuflow.errors import SourceError, show
+from gpuflow.sources.base import Source, SourceSpec, WeightsSpec
+from gpuflow.sources.field_spec import FieldSpec
+from gpuflow.sources.hints import missing_path, near_word
+from gpuflow.sources.record_source import records_of
+
+__all__ = ["read_weights"]
+
+_FIELD = "weight"
+
+
+def read_weights(
+    spec: SourceSpec, source: Source, open_source: Callable[[SourceSpec], Source], part: NDArray[np.int64]
+) -> NDArray[np.float64] | None:
+    """The weights of some samples of a source, float64; None where `spec` gives none.
+
+    Args:
+        source: the whole source. open_source: indexes a source. part: indices of the samples that are asked for.
+
+    Raises SourceError: there is not one finite weight >= 0 for each sample of the source, or those of the part are 0.
+    """
+    if not isinstance(spec.weights, WeightsSpec):
+        return None
+    if spec.weights.file is not None:
+        place = os.path.expanduser(spec.weights.file)
+        weights, lines = _from_file(place, spec.weights.column)
+    else:
+        place, lines = spec.where, None
+        weights = _from_column(spec, spec.weights.column or "", open_source)
+    if len(weights) != len(source):
+        raise SourceError(
+            f"source.weights: {place} must have one weight for each of the {len(source)} samples, got {len(weights)}; "
+            "correct the file"
+        )
+    wrong = np.flatnonzero(~(np.isfinite(weights) & (weights >= 0)))
+    if len(wrong):
+        i = int(wrong[0])
+        line = f"{place}:{lines[i]}: " if lines is not None else f"{place}: "
+        more = f" ({len(wrong)} of {len(weights)} are not)" if len(wrong) > 1 else ""
+        raise SourceError(
+            f"source.weights: {line}the weight of sample {i} ({source.path(i)}) must be a finite number >= 0, "
+            f"got {weights[i]:g}{more}; correct it"
+        )
+    chosen = weights[part]
+    if not chosen.any():
+        whole = "" if len(part) == len(weights) else f" of the {len(part)} samples of this part"
+        raise SourceError(
+            f"source.weights: {place}: at least one weight{whole} must be above 0, got zeros alone; correct them"
+        )
+    return chosen
+
+
+def _from_column(spec: SourceSpec, column: str, open_source: Callable[[SourceSpec], Source]) -> NDArray[np.float64]:
+    """The values of a column: the source is indexed again, with it as its only field."""
+    images = tuple((name, field) for name, field in spec.declared if field.type == "image")
+    if spec.hf is not None and not images:
+        images = (("image", FieldSpec(type="image", column=spec.image)),)
+    fields = (*images, (_FIELD, FieldSpec(type="number", column=column)))
+    try:
+        source = open_source(replace(spec, fields=fields, weights=None, image=None, label=None, classes=None))
+    except SourceError as error:
+        raise SourceError(f"source.weights: {error}") from error
+    try:
+        values = records_of(source, range(len(source))).columns[_FIELD]
+        return np.array(values, np.float64)
+    finally:
+        source.close()
+
+
+def _from_file(place: str, column: str | None) -> tuple[NDArray[np.float64], Sequence[int] | None]:
+    """The numbers of a file, and the line of each; None in a file that has no lines."""
+    try:
+        if place.lower().endswith(".npy"):
+            array = np.load(place, allow_pickle=False)
+            if array.ndim != 1 or array.dtype.kind not in "iuf":
+                got = f"{array.dtype} of shape {list(array.shape)}"
+                raise SourceError(f"source.weights: {place} must be numbers in one axis, got {got}; correct the file")
+            return array.astype(np.float64), None
+        rows = _rows(place, Path(place).read_text(encoding="utf-8-sig"))
+    except FileNotFoundError as fault:
+        raise SourceError(
+            f"source.weights.file must be a file, got {place!r}, which does not exist{missing_path(place)}"
+        ) from fault
+    except UnicodeDecodeError as fault:
+        raise SourceError(f"source.weights: {place}: text must be UTF-8; convert the file") from fault
+    except (OSError, ValueError, EOFError) as fault:
+        if isinstance(fault, SourceError):
+            raise
+        raise SourceError(f"source.weights: {place} cannot be read: {fault}; check the file") from fault
+    cell = 0
+    if column is not None:
+        header = [name.strip() for name in rows[0][1]] if rows else []
+        if column not in header:
+            raise SourceError(
+                f"source.weights: {place}:1: header must have the column {column!r}, got {', '.join(header) or 'none'}"
+                f"{near_word(column, header)}"
+            )
+        cell, rows = header.index(column), rows[1:]
+    numbers = np.empty(len(rows))
+    for i, (line, row) in enumerate(rows):
+        if column is None and len(row) != 1:
+            raise SourceError(
+                f"source.weights: {place}:{line}: line must be one number, got {len(row)} fields; name the column: "
+                "column: NAME"
+            )
+        try:
+            numbers[i] = float(row[cell])
+        except (ValueError, IndexError) as fault:
+            got = show(row[cell]) if cell < len(row) else "no such field"
+            raise SourceError(f"source.weights: {place}:{line}: must be a number, got {got}; correct it") from fault
+    return numbers, [line for line, _ in rows]
+
+
+def _rows(place: str, text: str) -> list[tuple[int, list[str]]]:
+    """The rows of a CSV file that are not empty, and their lines."""
+    reader = csv.reader(text.splitlines(keepends=True), strict=True)
+    try:
+        return [(reader.line_num, row) for row in reader if row]
+    except csv.Error as fault:
+        raise SourceError(f"source.weights: {place}:{reader.line_num}: row must be valid CSV, got: {fault}") from fault

@@ -1,0 +1,80 @@
+"""The block `source` with weights and mixes: what YAML gives, and the places of what is wrong."""
+
+from __future__ import annotations
+
+import pytest
+
+from gpuflow.sources import SourceSpec, WeightsSpec
+from tests.config.files import fault, read, with_block
+
+
+def test_a_mix_and_weights_are_read_from_yaml() -> None:
+    block = (
+        "source: {mix: [{source: {folder: a}, weight: 2}, {source: {hf: b, image: img, weights: {column: w}}}], "
+        "by: batch, samples: 100, unite_classes: true, split: {val: 0.5}}"
+    )
+    source = read(with_block(block)).source
+    first, second = source.entries
+    assert (first.spec, first.weight, second.weight) == (SourceSpec(folder="a"), 2, 1)
+    assert second.spec == SourceSpec(hf="b", image="img", weights=WeightsSpec(column="w"))
+    assert (source.by, source.samples, source.unite_classes, source.kind) == ("batch", 100, True, "mix")
+    assert source.where == "a and b"
+
+
+def test_an_override_reaches_a_source_of_a_mix() -> None:
+    source = read(with_block("source: {mix: [{source: {folder: a}}, {source: {folder: b}}]}"), "source.mix.1.weight=3")
+    assert [entry.weight for entry in source.source.entries] == [1, 3]
+
+
+MIX = "source:\n  mix:\n    - source: {folder: a}\n    - %s\n"
+
+
+@pytest.mark.parametrize(
+    ("entry", "expected"),
+    [
+        ("source: {foldr: b}", "source.mix[1].source.foldr is not a key here; did you mean 'folder'?"),
+        ("source: {folder: 3}", "source.mix[1].source.folder must be text, got 3"),
+        ("{source: {folder: b}, wieght: 2}", "source.mix[1].wieght is not a key here; did you mean 'weight'?"),
+        ("{source: {folder: b}, weight: -2}", "source.mix[1].weight must be > 0, got -2.0"),
+        ("{weight: 2}", "source.mix[1] needs the key 'source': a mapping with folder"),
+        ("source: {mix: []}", "source.mix[1].source.mix is not a key here"),
+        ("source: {folder: b, split: {x: 0.5}}", "source.mix[1].source.split must stand next to mix, and is for all"),
+        (
+            "source: {}",
+            "source.mix[1].source needs exactly one of folder, listing, tar, coco, hf and mix, got none of them",
+        ),
+    ],
+)
+def test_the_place_of_what_is_wrong_in_a_mix(entry: str, expected: str) -> None:
+    text = with_block("source: {folder: x}").replace("source: {folder: x}\n", MIX % entry)
+    line = text.splitlines().index(f"    - {entry}") + 1
+    assert fault(text).startswith(f"x.yaml:{line}: {expected}")
+
+
+@pytest.mark.parametrize(
+    ("block", "expected"),
+    [
+        (
+            "source: {folder: x, weights: {column: w}}",
+            "source.weights must be a file for source.folder, which has no columns",
+        ),
+        ("source: {folder: x, weights: {fil: w}}", "source.weights.fil is not a key here; did you mean 'file'?"),
+        ("source: {folder: x, weights: {file: w, samples: 0}}", "source.weights.samples must be >= 1, got 0"),
+        ("source: {folder: x, image: img}", "source.image must go with source.hf, got source.folder; remove image"),
+        (
+            "source: {hf: x, label: y, fields: {image: , label: }}",
+            "source.label must not stand next to fields; move it there: label: {column: NAME}",
+        ),
+    ],
+)
+def test_the_place_of_other_keys_that_are_wrong(block: str, expected: str) -> None:
+    text = with_block(block)
+    assert fault(text) == f"x.yaml:{text.splitlines().index(block) + 1}: {expected}"
+
+
+def test_a_pipeline_reads_a_split_of_the_dataset_by_its_name() -> None:
+    config = read(with_block("source: {hf: x, splits: [train, val]}"))
+    assert (config.split_of("val"), config.source.part_names) == ("val", ("train", "val"))
+    assert "is not a part of source.splits, which has train, test" in fault(
+        with_block("source: {hf: x, splits: [train, test]}")
+    )

@@ -1,0 +1,144 @@
+"""`gpuflow import`: the files that it writes are valid, and what it cannot carry over is named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from gpuflow.config import read_config
+from gpuflow.stages import STAGES
+from tests.commands import Run, command_here
+from tests.migration.test_from_files import MODEL, TOML, VIT, serialised
+
+THEIRS = "tests.migration.their_transforms"
+
+
+@pytest.fixture
+def imported(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    return command_here(monkeypatch, capsys, "import")
+
+
+@pytest.mark.parametrize(
+    ("sources", "pipelines"),
+    [
+        ([f"{THEIRS}:val"], {"val", "serve"}),
+        ([f"torchvision:{THEIRS}:train"], {"train"}),
+        ([f"{THEIRS}:train", f"{THEIRS}:val"], {"train", "val", "serve"}),
+        (["torchvision:ResNet50_Weights.IMAGENET1K_V2"], {"val", "serve"}),
+        (["hf:preprocessor_config.json"], {"val", "serve"}),
+        (["timm:timm.json"], {"train", "val", "serve"}),
+        (["albumentations:a.json"], {"val", "serve"}),
+        (["torchpipe:old.toml"], {"train", "val", "serve"}),
+        (["torchpipe:model.toml"], {"train", "val", "serve"}),
+    ],
+)
+def test_what_is_written_is_valid(
+    imported: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sources: list[str], pipelines: set[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    resize = {"name": "Resize", "height": 30, "width": 40, "interpolation": 1}
+    for name, value in (
+        ("preprocessor_config.json", json.dumps(VIT)),
+        ("timm.json", json.dumps({"crop_pct": 0.95})),
+        ("a.json", json.dumps(serialised(resize))),
+        ("old.toml", TOML),
+        ("model.toml", TOML + MODEL),
+    ):
+        (tmp_path / name).write_text(value)
+    done = imported(*sources)
+    assert (done.code, done.err) == (0, "")
+    Path("x.yaml").write_text(done.out)
+    config = read_config("x.yaml", STAGES)
+    assert set(config.programs) == pipelines
+    if "val" in pipelines:
+        assert config.programs["val"].pipeline.fingerprint == config.programs["serve"].pipeline.fingerprint
+
+
+def test_the_file_of_torchvisions_weights(imported: Run, tmp_path: Path) -> None:
+    out = tmp_path / "made" / "x.yaml"
+    done = imported("torchvision:ResNet50_Weights.IMAGENET1K_V2", "--out", out)
+    assert (done.code, done.out, done.err) == (0, "", f"wrote {out}\n")
+    text = out.read_text()
+    assert "gpuflow parity FILE --against torchvision:ResNet50_Weights.IMAGENET1K_V2" in text
+    assert text.partition("\n\n")[2] == (
+        "source: {folder: data/photos, seed: 0}\n"
+        "preprocess: &eval                        # shared by val and serve: cannot diverge\n"
+        "  - decode: {color: rgb}\n"
+        "  - resize: {shorter: 232}\n"
+        "  - center_crop: {size: 224}\n"
+        "  - normalize: {mean: imagenet, std: imagenet}\n"
+        "pipelines:\n"
+        "  val:\n"
+        "    stages: *eval\n"
+        "    batch: {size: 64}\n"
+        "serve:\n"
+        "  stages: *eval\n"
+    )
+
+
+def test_a_lambda_is_an_error_unless_the_rest_is_enough(imported: Run, tmp_path: Path) -> None:
+    source, out = f"{THEIRS}:with_lambda", tmp_path / "x.yaml"
+    done = imported(source, "--out", out)
+    assert (done.code, out.exists()) == (1, False)
+    assert "error: " in done.err and "Lambda(<lambda>) is Python code, which a file cannot hold" in done.err
+    done = imported(source, "--out", out, "--partial")
+    assert done.code == 0
+    assert done.err.startswith("not carried over: ")
+    text = out.read_text()
+    assert "# Not carried over:\n# - " in text
+    assert "Lambda(<lambda>) is Python code" in " ".join(text.replace("\n#", "").split())
+    read_config(out, STAGES)
+
+
+def test_what_check_refuses_is_an_error(imported: Run) -> None:
+    done = imported(f"{THEIRS}:no_size")
+    assert (done.code, done.out) == (1, "")
+    assert (
+        f"error: {THEIRS}:no_size, as YAML: pipelines.val.stages[1].normalize leaves images of varying size" in done.err
+    )
+
+
+@pytest.mark.parametrize(
+    ("sources", "text"),
+    [
+        (
+            ["nothing_here:x"],
+            "nothing_here:x: no module 'nothing_here' can be imported; run gpuflow in the directory of",
+        ),
+        ([f"{THEIRS}:vale"], f"{THEIRS}:vale: '{THEIRS}' has no attribute 'vale'; did you mean 'val'?"),
+        (
+            [f"{THEIRS}:number"],
+            f"{THEIRS}:number: must be a transform that can be called with an image, got int; name an",
+        ),
+        (["train:"], "train:: must be module:attribute; name a transform at the top of a module"),
+        (
+            ["torchvision:ResNet50_Weights.IMAGENET1K_V3"],
+            "ResNet50_Weights.IMAGENET1K_V3: names no weights of torchvision; did you mean 'ResNet50_Weights",
+        ),
+        (
+            ["photos"],
+            "photos: names no weights of torchvision; give module:attribute, or weights such as ResNet50",
+        ),
+        (
+            [f"{THEIRS}:val", f"{THEIRS}:nested"],
+            f"{THEIRS}:val {THEIRS}:nested: give the pipelines val, val; two sources must give train, which is rand",
+        ),
+    ],
+)
+def test_a_source_that_cannot_be_read(imported: Run, sources: list[str], text: str) -> None:
+    done = imported(*sources)
+    assert (done.code, done.out) == (1, "")
+    assert done.err.startswith(f"error: {text}")
+
+
+def test_a_module_whose_code_fails(imported: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "failing_module.py").write_text("1 / 0\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    done = imported("failing_module:x")
+    assert done.code == 1
+    assert (
+        "failing_module:x: the code of module 'failing_module' raises ZeroDivisionError: division by zero" in done.err
+    )

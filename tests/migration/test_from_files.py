@@ -1,0 +1,395 @@
+"""Configurations of timm, transformers, Albumentations and torchpipe in files: entries, gaps and located errors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpuflow.errors import ConfigError
+from gpuflow.migration import Imported, read_source
+from gpuflow.migration.python_objects import MissingLibrary
+from gpuflow.stages import STAGES
+
+HALF = {"normalize": {"mean": [0.5, 0.5, 0.5], "std": [0.5, 0.5, 0.5]}}
+IMAGENET = {"normalize": {"mean": "imagenet", "std": "imagenet"}}
+VIT = {
+    "do_normalize": True,
+    "do_rescale": True,
+    "do_resize": True,
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_processor_type": "ViTImageProcessor",
+    "image_std": [0.5, 0.5, 0.5],
+    "resample": 2,
+    "rescale_factor": 0.00392156862745098,
+    "size": {"height": 224, "width": 224},
+}
+TOML = """
+batching_timeout = 1
+instance_num = 1
+
+[jpg_decoder]
+backend = "SyncTensor[ Sequential[DecodeTensor,ResizeTensor,cvtColorTensor] ]"
+resize_h = 232
+resize_w = 240
+color = "rgb"
+next = "cpu_decoder"
+instance_num = 6
+
+[cpu_decoder]
+backend = "Sequential[DecodeMat,ResizeMat,cvtColorMat,Mat2Tensor,SyncTensor]"
+filter = "or"
+resize_h = 232
+resize_w = 240
+color = "rgb"
+instance_num = 8
+"""
+MODEL = """
+[resnet18]
+backend = "SyncTensor[TensorrtTensor]"
+max = "4x3x224x224"
+model = "./resnet18.onnx"
+mean = "123.675, 116.28, 103.53"
+std = "58.395, 57.120, 57.375"
+instance_num = 2
+"""
+
+
+def read(tmp_path: Path, source: str, value: Any, name: str = "x.json") -> Imported:
+    text = value if isinstance(value, str) else json.dumps(value, indent=2)
+    (tmp_path / name).write_text(text)
+    return read_source(f"{source}:{tmp_path / name}", STAGES)
+
+
+def val_of(found: Imported) -> list[dict[str, Any]]:
+    return [entry.as_yaml for entry in found.pipelines["val"] if entry.stage != "decode"]
+
+
+def texts(found: Imported, tmp_path: Path) -> list[str]:
+    return [str(problem).replace(f"{tmp_path}/", "") for problem in found.gaps]
+
+
+# --- transformers -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({}, [{"resize": {"height": 224, "width": 224}}, HALF]),
+        ({"size": 384, "resample": 3}, [{"resize": {"height": 384, "width": 384, "interpolation": "bicubic"}}, HALF]),
+        ({"do_resize": False}, [HALF]),
+        ({"do_normalize": False, "do_resize": False}, [{"normalize": {"mean": [0, 0, 0], "std": [1, 1, 1]}}]),
+        ({"do_resize": False, "rescale_factor": 1 / 127.5}, [{"normalize": {"mean": [0.25] * 3, "std": [0.25] * 3}}]),
+        (
+            {"image_processor_type": "CLIPImageProcessorFast", "size": 224, "crop_size": 200, "do_center_crop": True},
+            [{"resize": {"shorter": 224}}, {"center_crop": {"size": 200, "rounding": "down"}}, HALF],
+        ),
+        (
+            {"image_processor_type": None, "feature_extractor_type": "ConvNextFeatureExtractor", "size": 224},
+            [{"resize": {"shorter": 256}}, {"center_crop": {"size": 224, "rounding": "down"}}, HALF],
+        ),
+        (
+            {"image_processor_type": "ConvNextImageProcessor", "size": {"shortest_edge": 384}},
+            [{"resize": {"height": 384, "width": 384}}, HALF],
+        ),
+    ],
+)
+def test_image_processors(tmp_path: Path, keys: dict[str, Any], expected: list[Any]) -> None:
+    found = read(tmp_path, "hf", {**VIT, **keys})
+    assert texts(found, tmp_path) == []
+    assert val_of(found) == expected
+
+
+def test_a_folder_and_which_processor_is_matched(tmp_path: Path) -> None:
+    found = read(tmp_path, "hf", VIT, "preprocessor_config.json")
+    assert val_of(read_source(f"hf:{tmp_path}", STAGES)) == val_of(found)
+    (matches,) = found.matches
+    assert matches.startswith("Matches the fast image processor")
+    assert "The slow one (use_fast=False, backend='pil') resizes by Pillow" in matches
+
+
+@pytest.mark.parametrize(
+    ("keys", "text"),
+    [
+        (
+            {"do_resizee": True},
+            "x.json:22: do_resizee is not a key of an image processor that gpuflow knows, got true; "
+            "did you mean 'do_resize'? it is left out with --partial",
+        ),
+        (
+            {"do_sharpen": True},
+            "x.json:22: do_sharpen is not a key of an image processor that gpuflow knows, got true; ",
+        ),
+        (
+            {"do_pad": True},
+            "x.json:22: do_pad pads at the bottom and right, to pad_size or the batch's largest image; ",
+        ),
+        (
+            {"resample": 1},
+            "x.json:16: resample is lanczos, which the stage resize does not have; nearest: interpolation: ",
+        ),
+        (
+            {"image_processor_type": "LevitImageProcessor"},
+            "x.json:10: image_processor_type is LevitImageProcessor, which may do more than resize, crop and normalize",
+        ),
+    ],
+)
+def test_what_an_image_processor_has_and_no_stage_equals(tmp_path: Path, keys: dict[str, Any], text: str) -> None:
+    (found,) = texts(read(tmp_path, "hf", {**VIT, **keys}), tmp_path)
+    assert found.startswith(text)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ("[1]", "x.json: must be a mapping with keys, got [1]"),
+        (
+            {key: value for key, value in VIT.items() if key != "image_processor_type"},
+            "x.json: needs the key 'image_processor_type'; write down the class that you load it with, such as "
+            "image_processor_type: ViTImageProcessor",
+        ),
+        ({**VIT, "resample": 9}, "x.json:16: resample must be a filter of Pillow, 0 to 5, got 9"),
+        ({**VIT, "image_mean": [0.5]}, "x.json:5: image_mean must be three numbers, got [0.5]"),
+        (
+            {**VIT, "size": {"width": 3}},
+            "x.json:18: size must have the keys height and width, or shortest_edge, or max_height and max_width, "
+            "got {'width': 3}",
+        ),
+    ],
+)
+def test_a_file_that_is_no_image_processor(tmp_path: Path, value: Any, text: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        read(tmp_path, "hf", value)
+    assert str(error.value).replace(f"{tmp_path}/", "") == text
+
+
+# --- timm -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        (
+            {"interpolation": "bilinear", "crop_pct": 0.95},
+            [{"resize": {"shorter": 235}}, {"center_crop": {"size": 224}}, IMAGENET],
+        ),
+        (
+            {"input_size": [3, 288, 288], "crop_pct": 1.0, "mean": [0.5] * 3, "std": [0.5] * 3},
+            [{"resize": {"shorter": 288, "interpolation": "bicubic"}}, {"center_crop": {"size": 288}}, HALF],
+        ),
+        (
+            {"input_size": [3, 96, 128], "crop_mode": "squash", "crop_pct": 0.8, "interpolation": "bilinear"},
+            [{"resize": {"height": 120, "width": 160}}, {"center_crop": {"size": [96, 128]}}, IMAGENET],
+        ),
+        (
+            {"crop_mode": "border", "crop_pct": 1, "interpolation": "bilinear"},
+            [{"letterbox": {"size": 224, "fill": [124, 116, 104]}}, IMAGENET],
+        ),
+    ],
+)
+def test_data_configurations_of_timm(tmp_path: Path, keys: dict[str, Any], expected: list[Any]) -> None:
+    found = read(tmp_path, "timm", {"architecture": "x", "pretrained_cfg": {"url": "", **keys}})
+    assert texts(found, tmp_path) == []
+    assert val_of(found) == expected
+    assert [entry.stage for entry in found.pipelines["train"]][1:4] == ["random_resized_crop", "flip", "color_jitter"]
+
+
+def test_what_timm_has_and_no_stage_equals(tmp_path: Path) -> None:
+    keys = {"interpolation": "lanczos", "crop_pct": 0.9, "input_size": [3, 96, 128], "crop_cpt": 1}
+    unknown, lanczos, box = texts(read(tmp_path, "timm", keys), tmp_path)
+    assert unknown.startswith(
+        "x.json:9: crop_cpt is not a key of timm's pretrained_cfg that gpuflow knows, got 1; did you"
+    )
+    assert "interpolation is 'lanczos', which the stage resize does not have; nearest: " in lanczos
+    assert "levels apart on a test picture" in lanczos
+    assert "crop_mode 'center' with an input of 96x128 fits the image around a box; nearest: resize" in box
+
+
+def test_values_that_timm_does_not_take(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r'x\.json:2: crop_pct must be a number above 0, got "?\'?x'):
+        read(tmp_path, "timm", {"crop_pct": "x"})
+    with pytest.raises(
+        ConfigError, match=r"x\.json: must hold timm's data_config or pretrained_cfg: none of input_size"
+    ):
+        read(tmp_path, "timm", {"a": 1})
+
+
+# --- Albumentations ---------------------------------------------------------------------------------------------------
+
+
+def serialised(*transforms: dict[str, Any]) -> dict[str, Any]:
+    named = [{"__class_fullname__": one.pop("name"), "p": 1.0, **one} for one in map(dict, transforms)]
+    return {"__version__": "2.0.8", "transform": {"__class_fullname__": "Compose", "p": 1.0, "transforms": named}}
+
+
+@pytest.mark.parametrize(
+    ("transform", "expected"),
+    [
+        (
+            {"name": "Resize", "height": 3, "width": 4, "interpolation": 1},
+            {"resize": {"height": 3, "width": 4, "antialias": False}},
+        ),
+        (
+            {"name": "SmallestMaxSize", "max_size": 9, "interpolation": 2},
+            {"resize": {"shorter": 9, "interpolation": "bicubic", "antialias": False, "rounding": "nearest"}},
+        ),
+        ({"name": "CenterCrop", "height": 9, "width": 9}, {"center_crop": {"size": 9, "rounding": "down"}}),
+        ({"name": "RandomCrop", "height": 9, "width": 8}, {"random_crop": {"size": [9, 8]}}),
+        ({"name": "HorizontalFlip", "p": 0.5}, {"flip": {"horizontal": 0.5}}),
+        ({"name": "albumentations.ToGray", "p": 0.1}, {"grayscale": {"probability": 0.1}}),
+        (
+            {
+                "name": "Normalize",
+                "mean": [0.485, 0.456, 0.406],
+                "std": [0.229, 0.224, 0.225],
+                "max_pixel_value": 255.0,
+            },
+            IMAGENET,
+        ),
+        ({"name": "Rotate", "limit": [-9, 9], "border_mode": 4}, {"rotate": {"degrees": 9, "border": "reflect"}}),
+        (
+            {
+                "name": "ColorJitter",
+                "p": 0.5,
+                "brightness": [0.8, 1.2],
+                "contrast": [1, 1],
+                "saturation": [1, 1],
+                "hue": [0, 0],
+            },
+            {
+                "color_jitter": {
+                    "brightness": [0.8, 1.2],
+                    "contrast": [1, 1],
+                    "saturation": [1, 1],
+                    "hue": [0, 0],
+                    "probability": 0.5,
+                }
+            },
+        ),
+    ],
+)
+def test_serialised_transforms_of_albumentations(tmp_path: Path, transform: dict[str, Any], expected: Any) -> None:
+    found = read(tmp_path, "albumentations", serialised(transform))
+    assert texts(found, tmp_path) == []
+    ((_, entry),) = found.pipelines.values()
+    assert entry.as_yaml == expected
+
+
+@pytest.mark.parametrize(
+    ("transform", "text"),
+    [
+        (
+            {"name": "OneOf", "transforms": []},
+            "x.json:7: transform.transforms[0] is OneOf, which has no equal stage; nearest: the first of its tr",
+        ),
+        (
+            {"name": "HorizontalFlip", "strength": 3},
+            "x.json:10: transform.transforms[0].strength is not a key of HorizontalFlip that gpuflow knows, got 3; "
+            "it is left out with --partial",
+        ),
+        (
+            {"name": "Resize", "p": 0.5, "height": 3, "width": 3},
+            "x.json:9: transform.transforms[0].p is 0.5, but the stage resize has no probability; nearest: resize",
+        ),
+        (
+            {"name": "Resize", "height": 3, "width": 3, "interpolation": 3},
+            "x.json:12: transform.transforms[0].interpolation is OpenCV's number 3, a filter that the stage resize "
+            "does not have; nearest: resize: {interpolation: bilinear, antialias: true} (up to ",
+        ),
+    ],
+)
+def test_what_albumentations_has_and_no_stage_equals(tmp_path: Path, transform: dict[str, Any], text: str) -> None:
+    (found,) = texts(read(tmp_path, "albumentations", serialised(transform)), tmp_path)
+    assert found.startswith(text)
+
+
+def test_a_file_that_is_not_serialised_albumentations(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"x\.json: must hold what Albumentations' A\.to_dict gives"):
+        read(tmp_path, "albumentations", {"transform": []})
+    with pytest.raises(ConfigError, match=r"x\.json:7: transform\.transforms\[0\] is Resize without 'height'"):
+        read(tmp_path, "albumentations", serialised({"name": "Resize"}))
+
+
+# --- torchpipe --------------------------------------------------------------------------------------------------------
+
+
+def test_the_toml_of_the_older_integration(tmp_path: Path) -> None:
+    found = read(tmp_path, "torchpipe", TOML, "gpu_decode_train.toml")
+    assert texts(found, tmp_path) == []
+    preset = found.preset
+    assert preset is not None
+    assert (preset.preset, preset.height, preset.width, preset.color) == ("torchpipe_gpu", 232, 240, "rgb")
+    assert found.pipelines == {"train": [], "val": []}
+    assert "decoded by DecodeMat, as in the file's fallback" in found.matches[1]
+    assert "names no mean and std: add normalize" in found.matches[2]
+
+
+def test_a_toml_with_a_model(tmp_path: Path) -> None:
+    found = read(tmp_path, "torchpipe", TOML + MODEL, "x.toml")
+    assert val_of(found) == [IMAGENET]
+    assert found.model == {
+        "file": "./resnet18.onnx",
+        "batch": 4,
+        "instances": 2,
+        "timeout_ms": 1.0,
+        "preprocessing": "trust",
+    }
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "text"),
+    [
+        (
+            "resize_h = 232\nresize_w = 240\ncolor",
+            "resize_h = 9\nresize_w = 240\ncolor",
+            "x.toml: [cpu_decoder] resizes to an",
+        ),
+        (
+            "ResizeTensor",
+            "PPLResizeTensor",
+            "x.toml: [jpg_decoder] PPLResizeTensor is an operator that gpuflow has not; n",
+        ),
+        (
+            "instance_num = 6",
+            "instances = 6",
+            "x.toml: [jpg_decoder] instances is not a key of torchpipe that gpuflow know",
+        ),
+    ],
+)
+def test_what_a_toml_has_and_no_preset_equals(tmp_path: Path, before: str, after: str, text: str) -> None:
+    (found,) = texts(read(tmp_path, "torchpipe", TOML.replace(before, after, 1), "x.toml"), tmp_path)
+    assert found.startswith(text)
+
+
+@pytest.mark.parametrize(
+    ("toml", "text"),
+    [
+        ("a = [", "x.toml: is not valid TOML: "),
+        ("[a]\nbackend = 'TensorrtTensor'", "x.toml: has no node that decodes by DecodeTensor or DecodeMat"),
+        ("[a]\nbackend = 'DecodeMat'", "x.toml: [a] needs resize_h and resize_w: 'resize_h'"),
+    ],
+)
+def test_a_toml_that_decodes_nothing(tmp_path: Path, toml: str, text: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        read(tmp_path, "torchpipe", toml, "x.toml")
+    assert str(error.value).replace(f"{tmp_path}/", "").startswith(text)
+
+
+@pytest.mark.parametrize(
+    ("source", "suffix"), [("hf", "json"), ("timm", "json"), ("albumentations", "json"), ("torchpipe", "toml")]
+)
+def test_a_file_that_does_not_exist(tmp_path: Path, source: str, suffix: str) -> None:
+    with pytest.raises(ConfigError, match="no such file"):
+        read_source(f"{source}:{tmp_path}/none.{suffix}", STAGES)
+
+
+def test_a_library_that_is_not_installed_is_named() -> None:
+    try:
+        import timm  # noqa: F401
+    except ImportError:
+        with pytest.raises(
+            MissingLibrary, match=r"timm:resnet50: needs timm, which cannot be imported .*pip install timm"
+        ):
+            read_source("timm:resnet50", STAGES)

@@ -1,0 +1,214 @@
+"""torchvision's transforms, v1 and v2, to stages: a table, the order around Normalize, and what no stage equals."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torchvision import transforms as v1
+from torchvision.transforms import InterpolationMode, v2
+
+from gpuflow.migration.from_torchvision import read_transform
+from gpuflow.migration.imported import Imported
+from gpuflow.stages import STAGES
+from tests.migration import their_transforms as theirs
+
+ZERO_TO_ONE = {"normalize": {"mean": [0, 0, 0], "std": [1, 1, 1]}}
+IMAGENET = {"normalize": {"mean": "imagenet", "std": "imagenet"}}
+
+
+def read(*transforms: Any) -> Imported:
+    return read_transform(v2.Compose(list(transforms)), "user:transform", STAGES)
+
+
+def stages_of(found: Imported) -> list[dict[str, Any]]:
+    (entries,) = found.pipelines.values()
+    decode, *rest = [entry.as_yaml for entry in entries]
+    assert decode == {"decode": {"color": "rgb"}}
+    return rest
+
+
+def texts(found: Imported) -> list[str]:
+    return [str(problem) for problem in found.gaps]
+
+
+@pytest.mark.parametrize(
+    ("transform", "expected"),
+    [
+        (v1.Resize(256), {"resize": {"shorter": 256}}),
+        (v2.Resize([256]), {"resize": {"shorter": 256}}),
+        (v1.Resize((30, 40)), {"resize": {"height": 30, "width": 40}}),
+        (v2.Resize(None, max_size=300), {"resize": {"longer": 300}}),
+        (v2.Resize(256, max_size=300), {"torchvision": {"name": "Resize", "size": [256], "max_size": 300}}),
+        (v2.Resize(20, InterpolationMode.BICUBIC), {"resize": {"shorter": 20, "interpolation": "bicubic"}}),
+        (
+            v1.Resize(20, InterpolationMode.NEAREST),
+            {"torchvision": {"name": "Resize", "size": 20, "interpolation": "nearest-exact"}},
+        ),
+        (v1.CenterCrop(224), {"center_crop": {"size": 224}}),
+        (v2.CenterCrop((20, 30)), {"center_crop": {"size": [20, 30]}}),
+        (v1.RandomCrop(32, padding=4), {"random_crop": {"size": 32, "padding": 4}}),
+        (
+            v2.RandomCrop(32, pad_if_needed=True),
+            {"torchvision": {"name": "RandomCrop", "size": [32, 32], "pad_if_needed": True}},
+        ),
+        (v1.RandomResizedCrop(224), {"random_resized_crop": {"size": 224}}),
+        (v2.RandomResizedCrop(9, (0.3, 1)), {"random_resized_crop": {"size": 9, "scale": [0.3, 1]}}),
+        (v1.RandomHorizontalFlip(), {"flip": {"horizontal": 0.5}}),
+        (v2.RandomVerticalFlip(0.25), {"flip": {"vertical": 0.25}}),
+        (v1.RandomRotation(10), {"rotate": {"degrees": 10, "interpolation": "nearest"}}),
+        (v2.RandomRotation((5, 9), InterpolationMode.BILINEAR, fill=7), {"rotate": {"degrees": [5, 9], "fill": 7}}),
+        (
+            v2.RandomRotation(30, expand=True),
+            {"torchvision": {"name": "RandomRotation", "degrees": [-30, 30], "expand": True}},
+        ),
+        (
+            v1.RandomAffine(8, translate=(0.1, 0.2), scale=(0.5, 2), shear=3),
+            {
+                "affine": {
+                    "degrees": 8,
+                    "translate": [0.1, 0.2],
+                    "scale": [0.5, 2],
+                    "shear": 3,
+                    "interpolation": "nearest",
+                }
+            },
+        ),
+        (v1.RandomPerspective(0.3, 0.7), {"perspective": {"distortion_scale": 0.3, "p": 0.7}}),
+        (v1.Pad((1, 2)), {"pad": {"padding": [1, 2]}}),
+        (v2.Pad(3, fill=9), {"pad": {"padding": 3, "fill": 9}}),
+        (
+            v2.Pad(3, padding_mode="symmetric"),
+            {"torchvision": {"name": "Pad", "padding": 3, "padding_mode": "symmetric"}},
+        ),
+        (
+            v1.ColorJitter(0.4, 0, (0.5, 2), 0.1),
+            {"color_jitter": {"brightness": 0.4, "saturation": [0.5, 2], "hue": 0.1}},
+        ),
+        (v1.Grayscale(3), {"grayscale": {}}),
+        (v2.Grayscale(1), {"torchvision": {"name": "Grayscale"}}),
+        (v1.RandomGrayscale(0.2), {"grayscale": {"probability": 0.2}}),
+        (v1.GaussianBlur(5, (0.1, 2)), {"gaussian_blur": {"kernel_size": 5, "sigma": [0.1, 2]}}),
+        (v2.RandomErasing(0.3), {"random_erasing": {"probability": 0.3}}),
+        (
+            v1.RandAugment(3, 7),
+            {"rand_augment": {"operations": 3, "magnitude": 7, "bins": 31, "interpolation": "nearest"}},
+        ),
+        (v2.TrivialAugmentWide(), {"trivial_augment": {"bins": 31, "interpolation": "nearest"}}),
+        (v1.AutoAugment(), {"auto_augment": {"interpolation": "nearest"}}),
+        (
+            v2.AutoAugment(v2.AutoAugmentPolicy.CIFAR10),
+            None,
+        ),
+        (v1.RandomPosterize(3, 0.4), {"posterize": {"bits": 3, "probability": 0.4}}),
+        (v2.RandomSolarize(99, 0.4), {"solarize": {"threshold": 99, "probability": 0.4}}),
+        (v1.RandomAdjustSharpness(2), {"sharpness": {"amount": [2, 2], "probability": 0.5}}),
+        (v1.RandomAutocontrast(), {"autocontrast": {"probability": 0.5}}),
+        (v1.RandomEqualize(), {"equalize": {"probability": 0.5}}),
+        (v2.RandomInvert(), {"invert": {"probability": 0.5}}),
+        (
+            v2.RandomApply([v2.GaussianBlur(3)], p=0.5),
+            {"gaussian_blur": {"kernel_size": 3, "sigma": [0.1, 2], "probability": 0.5}},
+        ),
+        (v2.ElasticTransform(40.0), {"torchvision": {"name": "ElasticTransform", "alpha": [40, 40], "sigma": [5, 5]}}),
+    ],
+    ids=lambda value: type(value).__name__ if not isinstance(value, dict) else "",
+)
+def test_each_transform(transform: Any, expected: dict[str, Any] | None) -> None:
+    found = read(transform)
+    assert len(texts(found)) == (expected is None)
+    assert stages_of(found) == ([expected] if expected else [])
+
+
+def test_a_training_pipeline_of_v1() -> None:
+    found = read_transform(theirs.train, "user:train", STAGES)
+    assert list(found.pipelines) == ["train"]
+    assert stages_of(found) == [
+        {"random_resized_crop": {"size": 48}},
+        {"flip": {"horizontal": 0.5}},
+        {"color_jitter": {"brightness": 0.4, "contrast": 0.4, "saturation": 0.4, "hue": 0.1, "probability": 0.8}},
+        {"random_erasing": {"probability": 0.25, "value": "imagenet"}},
+        IMAGENET,
+    ]
+
+
+def test_chains_within_chains() -> None:
+    found = read_transform(theirs.nested, "user:nested", STAGES)
+    assert list(found.pipelines) == ["val"]
+    assert stages_of(found) == [{"resize": {"height": 40, "width": 48}}, {"grayscale": {}}]
+
+
+@pytest.mark.parametrize(
+    ("transforms", "expected"),
+    [
+        ((v1.ToTensor(), v1.RandomHorizontalFlip(1.0)), [{"flip": {"horizontal": 1}}, ZERO_TO_ONE]),
+        ((v1.ToTensor(), v1.Normalize(*theirs.IMAGENET), v1.CenterCrop(9)), [{"center_crop": {"size": 9}}, IMAGENET]),
+        ((v1.ToTensor(), v1.Resize(9)), [{"resize": {"shorter": 9}}, ZERO_TO_ONE]),
+        ((v1.ToTensor(), v1.Resize(9, antialias=False)), [{"resize": {"shorter": 9, "antialias": False}}, ZERO_TO_ONE]),
+        (
+            (v2.ToImage(), v2.ToDtype(torch.bfloat16, scale=True), v2.Normalize([0.5], [0.25])),
+            [{"normalize": {"mean": [0.5], "std": [0.25], "dtype": "bfloat16"}}],
+        ),
+        (
+            (*theirs.SCALED, v2.GaussianNoise(), v2.Normalize([0.5] * 3, [0.5] * 3)),
+            [
+                ZERO_TO_ONE,
+                {"torchvision": {"name": "GaussianNoise"}},
+                {"torchvision": {"name": "Normalize", "mean": [0.5] * 3, "std": [0.5] * 3}},
+            ],
+        ),
+        (
+            (*theirs.SCALED, v2.Normalize([0.5] * 3, [0.5] * 3), v2.RandomErasing(value=1)),
+            [
+                {"normalize": {"mean": [0.5] * 3, "std": [0.5] * 3}},
+                {"torchvision": {"name": "RandomErasing", "value": [1]}},
+            ],
+        ),
+    ],
+)
+def test_the_order_around_normalize(transforms: tuple[Any, ...], expected: list[dict[str, Any]]) -> None:
+    found = read(*transforms)
+    assert texts(found) == []
+    assert stages_of(found) == expected
+
+
+def test_a_lambda_is_named_with_its_line_and_what_leaving_it_out_costs() -> None:
+    (text,) = texts(read_transform(theirs.with_lambda, "user:with_lambda", STAGES))
+    rows = Path(theirs.__file__).read_text().splitlines()
+    line = next(i for i, row in enumerate(rows, 1) if "rotate(180)" in row)
+    assert text.startswith(
+        f"{theirs.__file__}:{line}: user:with_lambda[1]: Lambda(<lambda>) is Python code, which a file"
+    )
+    assert "nearest: leave it out (up to " in text and "levels apart on a test picture" in text
+
+
+def test_a_function_that_changes_nothing_is_measured() -> None:
+    (text,) = texts(read_transform(theirs.with_function, "user:f", STAGES))
+    assert "user:f[0]: untouched is Python code, which a file cannot hold" in text
+    assert text.endswith("nearest: leave it out (0 levels apart on a test picture)")
+
+
+def test_a_filter_that_the_stage_does_not_have_is_measured() -> None:
+    found = read_transform(theirs.lanczos, "user:lanczos", STAGES)
+    assert stages_of(found)[0] == {"resize": {"height": 40, "width": 48, "interpolation": "bicubic"}}
+    (text,) = texts(found)
+    assert "user:lanczos[0]: Resize resizes by lanczos, which the stage resize does not have; nearest: " in text
+    assert "levels apart on a test picture" in text
+
+
+@pytest.mark.parametrize(
+    ("transform", "text"),
+    [
+        (v2.RandomChoice([v2.Grayscale()]), "RandomChoice draws one of several transforms; nearest: the first of its"),
+        (v2.FiveCrop(9), "FiveCrop gives five images; nearest: leave it out (which gives another shape on"),
+        (
+            v2.RandomApply([v2.Resize(9)]),
+            "RandomApply of Resize with p=0.5 has no equal stage; nearest: its transforms",
+        ),
+        (len, "builtin_function_or_method is not a transform that gpuflow knows"),
+    ],
+)
+def test_what_no_stage_equals(transform: Any, text: str) -> None:
+    assert text in "\n".join(texts(read(transform)))

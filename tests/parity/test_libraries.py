@@ -1,0 +1,72 @@
+"""`gpuflow parity FILE --against SOURCE`: the real transforms of another library on the same images."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from gpuflow.parity.libraries import libraries_of
+from tests.commands import Run, command_here
+from tests.datasets import VAL, deadline
+from tests.parity.conftest import read
+
+THEIRS = "torchvision:tests.migration.their_transforms"
+
+
+@pytest.fixture(autouse=True)
+def _in_time() -> Iterator[None]:
+    with deadline(60):
+        yield
+
+
+@pytest.fixture
+def parity(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Run:
+    return command_here(monkeypatch, capsys, "parity", tmp_path / "x.yaml", "--out", tmp_path / "out", "--images", 3)
+
+
+@pytest.fixture
+def imported(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> str:
+    """A file with the transforms of validation."""
+    source = f"{THEIRS}:val"
+    assert command_here(monkeypatch, capsys, "import")(source, "--out", tmp_path / "x.yaml").code == 0
+    return source
+
+
+def test_an_imported_file_agrees_with_its_source(parity: Run, imported: str, photos: Path, tmp_path: Path) -> None:
+    done = parity("--against", imported, "--data", photos)
+    assert done.code == 0, done.out
+    words = " ".join(done.out.split())
+    most = r"highest difference in levels [01] on your images, [12] on hostile ones \([\d.]+ after normalize, "
+    assert re.search(rf"PASS: val and {imported} agree as they must: {most}[\d.]+% of the pixels\); limit 2", words)
+    assert "Pillow" in words and "libjpeg-turbo" in words
+    (pair,) = json.loads((tmp_path / "out" / "parity.json").read_text())["pairs"]
+    first, last = pair["rows"]
+    assert (first["stage"], first["own"]["max"], last["stage"]) == ("decode", 0, "normalize")
+    assert 0 < last["pixels"] < 0.2
+    assert last["value"] == pytest.approx(last["hostile"]["max"] / 255 / 0.225, rel=0.05)
+
+
+def test_another_filter_is_a_breach(parity: Run, imported: str, photos: Path) -> None:
+    bicubic = "preprocess.resize.interpolation=bicubic"
+    done = parity("--against", "val", imported, "--data", photos, bicubic)
+    assert done.code == 1
+    assert f"BREACH: val against {imported} after normalize: " in " ".join(done.out.split())
+    assert parity("--against", imported, "--data", photos, "--tolerance", 255, bicubic).code == 0
+
+
+def test_random_transforms_cannot_be_compared(parity: Run, imported: str, photos: Path) -> None:
+    done = parity("--against", f"{THEIRS}:train", "--data", photos)
+    assert done.code == 1
+    assert "train cannot run here: it draws random numbers; name the transforms of validation" in done.err
+
+
+def test_a_source_that_names_no_library(photos: Path, tmp_path: Path) -> None:
+    program = read(photos, tmp_path, VAL).program("val")
+    with pytest.raises(
+        ValueError, match=r"--against: names no library to run, got 'dali:x'; known: torchvision:\.\.\., timm"
+    ):
+        libraries_of(["val", "dali:x"], program)

@@ -1,0 +1,137 @@
+"""Weights of samples: from columns and files, for parts of a source, and what is wrong with them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gpuflow.errors import ConfigError, SourceError
+from gpuflow.sources import SourceSpec, open_source, subset, weights_of
+
+LISTING = "path,label,w\n" + "".join(f"{i}.jpg,{i % 2},{i / 2}\n" for i in range(6))
+
+
+@pytest.fixture
+def listing(tmp_path: Path) -> Path:
+    (tmp_path / "list.csv").write_text(LISTING)
+    return tmp_path / "list.csv"
+
+
+def weights(spec: SourceSpec, part: str = "") -> list[float]:
+    source = open_source(spec)
+    found = weights_of(spec, subset(source, spec, part) if part else source)
+    assert found is not None
+    return [float(value) for value in found]
+
+
+def spec(listing: Path, **weights: Any) -> SourceSpec:
+    return SourceSpec(listing=str(listing), weights=weights)
+
+
+def test_a_column_and_files_of_all_kinds_give_the_same(listing: Path, tmp_path: Path) -> None:
+    expected = [0.0, 0.5, 1.0, 1.5, 2.0, 2.5]
+    assert weights(spec(listing, column="w")) == expected
+    (tmp_path / "w.txt").write_text("".join(f"{value}\n" for value in expected))
+    (tmp_path / "w.csv").write_text("id,w\n" + "".join(f"{i},{value}\n" for i, value in enumerate(expected)))
+    np.save(tmp_path / "w.npy", np.array(expected, np.float32))
+    assert weights(spec(listing, file=str(tmp_path / "w.txt"))) == expected
+    assert weights(spec(listing, file=str(tmp_path / "w.csv"), column="w")) == expected
+    assert weights(spec(listing, file=str(tmp_path / "w.npy"))) == expected
+    lines = "".join(f'{{"path": "{i}.jpg", "label": 0, "w": {value}}}\n' for i, value in enumerate(expected))
+    (tmp_path / "list.jsonl").write_text(lines)
+    assert weights(spec(tmp_path / "list.jsonl", column="w")) == expected
+
+
+def test_a_part_has_the_weights_of_its_samples(listing: Path) -> None:
+    whole = SourceSpec(listing=str(listing), weights={"column": "w"}, split={"train": 0.5, "val": 0.5})
+    source = open_source(whole)
+    for part in ("train", "val"):
+        paths = [subset(source, whole, part).path(i) for i in range(3)]
+        assert weights(whole, part) == [int(Path(path).stem) / 2 for path in paths]
+
+
+def test_a_source_without_weights_has_none(listing: Path) -> None:
+    plain = SourceSpec(listing=str(listing))
+    assert weights_of(plain, open_source(plain)) is None
+
+
+@pytest.mark.parametrize(
+    ("third", "got"), [("nan", "nan"), ("-1", "-1"), ("inf", "inf")], ids=["NaN", "negative", "infinite"]
+)
+def test_a_weight_that_is_no_finite_number_from_0_on(third: str, got: str, listing: Path, tmp_path: Path) -> None:
+    (tmp_path / "w.txt").write_text(f"1\n1\n{third}\n1\n1\n1\n")
+    rule = f"the weight of sample 2 ({tmp_path}/2.jpg) must be a finite number >= 0, got {got}; correct it"
+    with pytest.raises(SourceError) as error:
+        weights(spec(listing, file=str(tmp_path / "w.txt")))
+    assert str(error.value) == f"source.weights: {tmp_path}/w.txt:3: {rule}"
+    listing.write_text(LISTING.replace("2.jpg,0,1.0", f"2.jpg,0,{third}"))
+    with pytest.raises(SourceError) as error:
+        weights(spec(listing, column="w"))
+    assert str(error.value) == f"source.weights: {listing}: {rule}"
+
+
+def test_weights_that_are_all_zero(listing: Path, tmp_path: Path) -> None:
+    (tmp_path / "w.txt").write_text("0\n" * 6)
+    with pytest.raises(SourceError) as error:
+        weights(spec(listing, file=str(tmp_path / "w.txt")))
+    assert str(error.value) == (
+        f"source.weights: {tmp_path}/w.txt: at least one weight must be above 0, got zeros alone; correct them"
+    )
+
+
+FILES = [
+    ("w.txt", "1\n2\n", {}, "must have one weight for each of the 6 samples, got 2; correct the file"),
+    ("w.txt", "1\n2\nx\n", {}, ":3: must be a number, got 'x'; correct it"),
+    ("w.txt", "1,2\n", {}, ":1: line must be one number, got 2 fields; name the column: column: NAME"),
+    (
+        "w.csv",
+        "id,weight\n0,1\n",
+        {"column": "weigt"},
+        ":1: header must have the column 'weigt', got id, weight; did you",
+    ),
+    ("w.csv", "id,w\n0\n", {"column": "w"}, ":2: must be a number, got no such field; correct it"),
+    ("w.npy", "text", {}, "cannot be read"),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "keys", "expected"), FILES)
+def test_a_file_that_is_wrong(
+    name: str, text: str, keys: dict[str, str], expected: str, listing: Path, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(SourceError) as error:
+        weights(spec(listing, file=str(tmp_path / name), **keys))
+    assert str(error.value).startswith(f"source.weights: {tmp_path}/{name}")
+    assert expected in str(error.value)
+
+
+def test_a_file_that_is_missing_and_a_column_that_is(listing: Path, tmp_path: Path) -> None:
+    (tmp_path / "weights.txt").write_text("1\n" * 6)
+    with pytest.raises(SourceError, match=r"source\.weights\.file must be a file.*did you mean"):
+        weights(spec(listing, file=str(tmp_path / "weight.txt")))
+    with pytest.raises(SourceError, match=r"source\.weights: .*list\.csv:1: header must have the column 'v', got"):
+        weights(spec(listing, column="v"))
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({"listing": "x", "weights": {}}, "source.weights needs a column of the source, or a file"),
+        (
+            {"listing": "x", "weights": {"column": "w", "file": "w.npy"}},
+            "source.weights.column must go with a CSV file; remove it, or name a .csv file",
+        ),
+        ({"listing": "x", "weights": {"column": "w", "samples": 0}}, "source.weights.samples must be >= 1, got 0"),
+        (
+            {"folder": "x", "weights": {"column": "w"}},
+            "source.weights must be a file for source.folder, which has no columns",
+        ),
+    ],
+)
+def test_keys_that_do_not_go_together(keys: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        SourceSpec(**keys)
+    assert str(error.value) == expected
