@@ -1,14 +1,16 @@
-# Every target sets up .venv first, once, and again when the pins or pyproject.toml change; test-latest has its own.
+# Every target sets up .venv first, once, and again when the pins or pyproject.toml change; test-latest and
+# test-integrations have their own.
 PYTHON ?= python3
 BIN := .venv/bin
 LATEST := .venv-latest
+INTEGRATIONS := .venv-integrations
 MINUTES ?= 60
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check docs bench chaos mutants test-latest
+.PHONY: help demo test check docs bench chaos mutants test-latest test-integrations
 
 help:  ## list the targets
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/make \1\t\2/' | expand -t 18
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/make \1\t\2/' | expand -t 26
 
 demo: .venv/.installed  ## make sample photographs, train on them, compare loaders
 	$(BIN)/gpuflow samples data/photos -n 2000
@@ -16,7 +18,7 @@ demo: .venv/.installed  ## make sample photographs, train on them, compare loade
 	$(BIN)/gpuflow bench configs/demo.yaml --workers 1,2 --against dataloader --out plots/out
 
 test: .venv/.installed  ## run the tests, a file at a time on each core
-	$(BIN)/python -m pytest --numprocesses auto --dist loadfile
+	$(BIN)/python -m pytest --numprocesses auto --dist loadfile -m "not integrations"
 
 check: .venv/.installed  ## lint, formatting, types, which package imports which
 	$(BIN)/ruff check .
@@ -39,12 +41,21 @@ mutants: .venv/.installed  ## run the tests against faults made on purpose: expe
 test-latest: $(LATEST)/requirements.txt  ## run the CPU tests with the newest torch and torchvision
 	$(LATEST)/bin/python -m pip install --upgrade torch torchvision -r $<
 	$(LATEST)/bin/python -m pip install -e . --no-deps --no-build-isolation
-	$(LATEST)/bin/python -m pytest --numprocesses auto --dist loadfile -m "not gpu"
+	$(LATEST)/bin/python -m pytest --numprocesses auto --dist loadfile -m "not gpu and not integrations"
 
 # All pins but those of torch, torchvision and what torch pins itself.
 $(LATEST)/requirements.txt: requirements.txt
 	$(PYTHON) -m venv $(LATEST)
 	grep -vE '^(torch|torchvision)==' $< > $@
+
+test-integrations: $(INTEGRATIONS)/.installed  ## run the adapters' tests against the real libraries
+	$(INTEGRATIONS)/bin/python -m pytest tests/integrations tests/test_integrations.py
+
+$(INTEGRATIONS)/.installed: requirements.txt requirements-integrations.txt pyproject.toml
+	$(PYTHON) -m venv $(INTEGRATIONS)
+	$(INTEGRATIONS)/bin/python -m pip install -r requirements-integrations.txt
+	$(INTEGRATIONS)/bin/python -m pip install -e . --no-deps --no-build-isolation
+	@touch $@
 
 .venv/.installed: requirements.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
     from gpuflow.loader.batch import Batch
     from gpuflow.loader.loader import Loader
+    from gpuflow.loader.metrics_server import serve_metrics
     from gpuflow.loader.transform import Transform
     from gpuflow.migration.dataset import bytes_loader
     from gpuflow.migration.transforms import TensorToTensor, cv2_resize
@@ -64,6 +65,7 @@ __all__ = [
     "cv2_resize",
     "load",
     "save_checkpoint",
+    "serve_metrics",
     "stage_table",
     "transform",
     "wrap",
@@ -95,6 +97,10 @@ def __getattr__(name: str) -> object:
         from gpuflow.migration.wrap import WrappedLoader
 
         return WrappedLoader
+    if name == "serve_metrics":
+        from gpuflow.loader.metrics_server import serve_metrics
+
+        return serve_metrics
     if name == "save_checkpoint":
         from gpuflow.training.checkpoint import save_checkpoint
 

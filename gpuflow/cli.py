@@ -8,6 +8,7 @@ import json
 import os
 import shlex
 import sys
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -21,6 +22,7 @@ from gpuflow.errors import ConfigError, GpuflowError
 
 if TYPE_CHECKING:
     from gpuflow.config import Config
+    from gpuflow.loader.loader import Loader
 
 __all__ = ["app", "main"]
 
@@ -258,6 +260,9 @@ def train(
     max_steps: Annotated[int | None, typer.Option(min=1, help="Stop after so many steps, with a checkpoint.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the checkpoint in train.out.")] = False,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; by default a GPU if there is one.")] = None,
+    metrics_port: Annotated[
+        int | None, typer.Option(min=1, max=65535, help="Serve Prometheus metrics there; rank r of a host at port + r.")
+    ] = None,
 ) -> None:
     """Train the torchvision model that `train:` names on the pipeline `train`, and validate on `val`.
 
@@ -266,17 +271,21 @@ def train(
 
     One process a GPU: torchrun --nproc-per-node 2 -m gpuflow train FILE. Batch sizes are those of a process.
     """
+    from gpuflow.loader.metrics_server import serve_metrics
     from gpuflow.runtime.ranks import Ranks
     from gpuflow.training.trainer import PassResult, Trainer, TrainerEvents
 
     class Bar(TrainerEvents):
         task: TaskID
+        loader: Loader
 
         def begin_pass(self, name: str, epoch: int, steps: int) -> None:
+            self.loader = trainer.loaders[name]
             self.task = bar.add_task(f"epoch {epoch + 1} {name:5}", total=steps, note="")
 
         def step(self, loss: float, images_per_s: float) -> None:
-            bar.update(self.task, advance=1, note=f"loss {loss:.3f}  {images_per_s:,.0f} images/s")
+            note = f"loss {loss:.3f}  {images_per_s:,.0f} images/s  {self.loader.summary()}"
+            bar.update(self.task, advance=1, note=note)
 
         def end_pass(self, name: str, epoch: int, result: PassResult) -> None:
             bar.remove_task(self.task)
@@ -291,7 +300,10 @@ def train(
         config = _read(path, [*_sizes(config), *(overrides or [])])
     trainer = Trainer(config, device=device, resume=resume, ranks=ranks)
     first = ranks.rank == 0
-    with _bar(_err if first else Console(quiet=True)) as bar:
+    with ExitStack() as stack:
+        if metrics_port is not None:
+            stack.enter_context(serve_metrics(trainer.loaders, port=metrics_port))
+        bar = stack.enter_context(_bar(_err if first else Console(quiet=True)))
         trainer.run(Bar() if first else TrainerEvents(), max_steps=max_steps)
     if first:
         _out.print(f"saved {trainer.checkpoint} at step {trainer.step}, preprocessing {trainer.preprocessing}")

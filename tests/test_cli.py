@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -243,6 +244,14 @@ def test_train_size_sets_every_size(gpuflow: Run, config: Path) -> None:
     fingerprint = done.out.split()[-1]
     assert fingerprint in explained
     assert fingerprint not in gpuflow("explain", config).out
+
+
+def test_train_says_that_the_port_of_its_metrics_is_taken(gpuflow: Run, config: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = gpuflow("train", config, "--device", "cpu", "--metrics-port", port)
+    assert done.code == 1
+    assert f"metrics cannot be served at 127.0.0.1:{port}: " in done.err
 
 
 def test_train_refuses_another_preprocessing(gpuflow: Run, config: Path) -> None:

@@ -10,7 +10,7 @@ from gpuflow.config.models import (
     TensorrtSpec,
     TrainSpec,
 )
-from gpuflow.config.reader import AddedStages, read_config
+from gpuflow.config.reader import AddedStages, check_config, read_config
 
 __all__ = [
     "AddedStages",
@@ -22,5 +22,6 @@ __all__ = [
     "ServeSpec",
     "TensorrtSpec",
     "TrainSpec",
+    "check_config",
     "read_config",
 ]

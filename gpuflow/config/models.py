@@ -24,6 +24,7 @@ from gpuflow.pipeline.views import AnyProgram, ViewsProgram
 from gpuflow.sources import MixEntry, SourceSpec, WeightsSpec
 from gpuflow.sources.base import Fraction
 from gpuflow.sources.field_spec import FieldSpec
+from gpuflow.sources.storage import CacheSpec
 
 __all__ = [
     "BatchSpec",
@@ -357,7 +358,7 @@ def _bytes(value: Any) -> Any:
     raise ValueError("bytes, or text with a unit such as 512MB or 2GiB")
 
 
-Bytes = Positive | Annotated[str, Field(pattern=rf"^\s*{_AMOUNT}\s*$")] | None
+Bytes = Positive | Annotated[str, Field(pattern=rf"^\s*{_AMOUNT}\s*$")]
 
 
 class RunSpec(_Block):
@@ -377,6 +378,7 @@ class RunSpec(_Block):
         timeout_s: the longest wait for a batch or an answer, in seconds.
         memory_limit: the most GPU memory of the loader, in bytes or with a unit, such as 2GB.
         deterministic: keep `decode.cpu_share` fixed, so that every run decodes the same images by the same means.
+        nvtx: mark what each stage does, and the loop's wait, as NVTX ranges for Nsight Systems, where there is a GPU.
     """
 
     threads: Positive | Literal["auto"] = "auto"
@@ -387,26 +389,34 @@ class RunSpec(_Block):
     max_bad: Annotated[int, Field(ge=0)] | Annotated[float, Field(ge=0, le=1)] | None = None
     bad_file: str | None = None
     timeout_s: Annotated[float, Field(gt=0)] = 120.0
-    memory_limit: Annotated[Positive | None, BeforeValidator(_bytes, json_schema_input_type=Bytes)] = None
+    memory_limit: Annotated[Positive | None, BeforeValidator(_bytes, json_schema_input_type=Bytes | None)] = None
     deterministic: bool = False
+    nvtx: bool = False
 
 
 def _keys_of(name: str, spec: type[Any], **other_types: Any) -> type[_Block]:
     """A block with a key for each field of a dataclass, which checks the values. `other_types` are those of YAML, and
     their defaults, where they differ; None for a field that is no key."""
     hints = typing.get_type_hints(spec)
-    keys: dict[str, Any] = {field.name: (hints[field.name], field.default) for field in dataclasses.fields(spec)}
+    keys: dict[str, Any] = {
+        field.name: (hints[field.name], ... if field.default is dataclasses.MISSING else field.default)
+        for field in dataclasses.fields(spec)
+    }
     keys.pop("other", None)  # its names are keys themselves
     keys = {key: value for key, value in (keys | other_types).items() if value is not None}
-    return pydantic.create_model(name, __base__=_Block, **keys)
+    return pydantic.create_model(name, __base__=_Block, __doc__=spec.__doc__, **keys)
 
 
 FieldKeys = _keys_of("FieldKeys", FieldSpec)
 WeightsKeys = _keys_of("WeightsKeys", WeightsSpec)
+CacheKeys = _keys_of(
+    "CacheKeys", CacheSpec, size=(Annotated[int, BeforeValidator(_bytes, json_schema_input_type=Bytes)], ...)
+)
 _OTHER_TYPES: dict[str, Any] = {
     "split": (dict[str, Fraction], {}),
     "fields": (dict[str, FieldKeys | None], {}),  # type: ignore[valid-type]
     "weights": (WeightsKeys | None, None),
+    "cache": (CacheKeys | None, None),
 }
 MixedSourceKeys = _keys_of("MixedSourceKeys", SourceSpec, **_OTHER_TYPES, mix=None)
 MixKeys = _keys_of("MixKeys", MixEntry, source=(MixedSourceKeys, ...))

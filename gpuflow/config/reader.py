@@ -32,7 +32,7 @@ from gpuflow.pipeline.validate import trace
 from gpuflow.pipeline.views import View, ViewsPipeline, ViewsProgram
 from gpuflow.sources import SourceSpec, offered_sources
 
-__all__ = ["AddedStages", "read_config"]
+__all__ = ["AddedStages", "check_config", "read_config"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,12 +69,27 @@ def read_config(
     return _Reader(str(path), stages, added).read(overrides)
 
 
-class _Reader:
-    """Reads one file, collecting problems until all is seen."""
+def check_config(data: dict[str, Any], stages: Mapping[str, type[Stage]], *, place: str) -> Config:
+    """As `read_config`, of what a file would hold. place: what errors name in the file's place.
 
-    def __init__(self, path: str, stages: Mapping[str, type[Stage]], added: AddedStages | None) -> None:
+    Raises:
+        ConfigError: with every located problem.
+    """
+    return _Reader(place, stages, data=data).read(())
+
+
+class _Reader:
+    """Reads one file, or `data` in its place, collecting problems until all is seen."""
+
+    def __init__(
+        self,
+        path: str,
+        stages: Mapping[str, type[Stage]],
+        added: AddedStages | None = None,
+        data: dict[str, Any] | None = None,
+    ) -> None:
         self._path, self._stages, self._added = path, stages, added
-        self._data, self._lines = read_yaml(path)
+        self._data, self._lines = read_yaml(path) if data is None else (data, {})
         self._overrides = Overrides(self._data)
         self._problems: list[tuple[float, Problem]] = []
         self._mixed: dict[int, dict[str, Any]] = {}

@@ -20,6 +20,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import GenerateJsonSchema
 
 from gpuflow.config.models import (
+    CacheKeys,
     Document,
     FieldKeys,
     MixedSourceKeys,
@@ -66,9 +67,12 @@ def json_schema(stages: Mapping[str, type[Stage]], sources: Mapping[str, EntryPo
         "fields": Mapping[str, FieldSpec | None],
         "mix": tuple[MixEntry, ...],
         "weights": WeightsSpec | None,
+        "cache": None,
     }
+    cache = {"anyOf": [{"$ref": f"#/$defs/{CacheKeys.__name__}"}, {"type": "null"}], "default": None}
     source = _fields_schema(SourceSpec, other_types)
     del source["properties"]["other"]
+    source["properties"]["cache"] |= cache
     for name, entry in (sources or {}).items():
         source["properties"][name] = {"description": f"A source of another package: {entry.value}"}
     definitions = {"source": source, "stages": _list_schema(stages)}

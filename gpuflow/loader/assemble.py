@@ -127,6 +127,7 @@ def build_loader(
         if placement.gpu is None or share
         else 0,
         share=share,
+        nvtx=run.nvtx,
         identity=_identity(config, name, source, batch_size),
         former_identity=_former_identity(config, name, source),
         shared_name=_shared_name(config, name),

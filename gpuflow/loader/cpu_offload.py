@@ -18,7 +18,7 @@ from gpuflow.pipeline.program import Program
 from gpuflow.pipeline.stage import Keys
 from gpuflow.runtime import memory
 from gpuflow.runtime.buffers import BytePool
-from gpuflow.runtime.metrics import Meter
+from gpuflow.runtime.metrics import Meter, nvtx
 
 __all__ = ["CpuOffload"]
 
@@ -37,7 +37,7 @@ class CpuOffload:
         assert isinstance(plan.program, Program), "no GPU decodes views"
         self.share, self._result = share, plan.program.result
         self._plan, self._reader, self._decoder, self._workers = plan, reader, decoder, workers
-        self.meter = Meter("decode_cpu", share.threads, after=decoder.meter.after)
+        self.meter = Meter("decode_cpu", share.threads, after=decoder.meter.after, ranges=nvtx(plan.nvtx))
         self._pinned = BytePool(keep=_KEPT_BYTES, make=memory.shared_and_pinned)
 
     def rows(self, count: int) -> int:

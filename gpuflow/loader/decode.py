@@ -18,7 +18,7 @@ from gpuflow.pipeline.stage import Keys
 from gpuflow.pipeline.views import slot_of, slots_of
 from gpuflow.runtime import memory
 from gpuflow.runtime.buffers import SlotPool
-from gpuflow.runtime.metrics import Meter
+from gpuflow.runtime.metrics import Meter, nvtx
 from gpuflow.sources import Payload
 
 __all__ = ["ChunkDecoder", "Faults", "Run", "Sizes", "WorkerDecoder"]
@@ -94,7 +94,7 @@ class ChunkDecoder:
 
     def __init__(self, plan: LoaderPlan, reader: ChunkReader, workers: WorkerDecoder) -> None:
         self._plan, self._reader, self._workers = plan, reader, workers
-        self.meter = Meter("decode", plan.threads, before=reader.meter.after)
+        self.meter = Meter("decode", plan.threads, before=reader.meter.after, ranges=nvtx(plan.nvtx))
         self._runners = CpuRunners(plan.program)
         on_gpu = plan.device_stream is not None
         if plan.processes:

@@ -20,7 +20,7 @@ from gpuflow.loader.lowering import Feed
 from gpuflow.loader.plan import LoaderPlan
 from gpuflow.loader.sampler import EpochSteps
 from gpuflow.pipeline.views import ViewSlots, as_images
-from gpuflow.runtime.metrics import Stats
+from gpuflow.runtime.metrics import Stats, nvtx
 
 __all__ = ["EpochIterator", "Progress"]
 
@@ -78,6 +78,7 @@ class EpochIterator(Iterator[Batch]):
         self._step = 0
         self._end: str | None = None
         self._gpu_wait = GpuWait()
+        self._ranges = nvtx(plan.nvtx)
 
     @property
     def ended(self) -> bool:
@@ -119,7 +120,8 @@ class EpochIterator(Iterator[Batch]):
     def _get(self) -> Assembly:
         timeout = self._plan.timeout_seconds
         try:
-            assembly = self._run.get(timeout)
+            with self._ranges("gpuflow.wait"):
+                assembly = self._run.get(timeout)
         except TimeoutError:
             culprit, paths = self._feed.under_way()
             raise LoaderTimeout(

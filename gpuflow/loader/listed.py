@@ -83,6 +83,15 @@ class ListedEpochs:
     def __len__(self) -> int:
         return self._count()
 
+    @property
+    def stride(self) -> int:
+        """Samples that all ranks together take in most steps."""
+        return self.batch_size * self.world_size
+
+    def left(self, start: int) -> int:
+        """How many batches an epoch has from number `start` on."""
+        return max(len(self) - start, 0)
+
     def begin(self, epoch: int, start: int) -> ListedSteps:
         """Draw an epoch; what is left of it from batch `start` on."""
         indices, sizes = self._draw(epoch, start)

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from gpuflow.errors import LoaderError, StateError
 from gpuflow.loader.agreement import RankAgreement
@@ -19,14 +19,25 @@ from gpuflow.loader.plan import LoaderPlan
 from gpuflow.pipeline.rng import key64
 from gpuflow.pipeline.stage import Pipeline
 from gpuflow.pipeline.views import ViewsPipeline
-from gpuflow.runtime.metrics import Stats
+from gpuflow.runtime.metrics import StageTotals, Stats
 from gpuflow.sources import Source, fingerprint_of
+from gpuflow.sources.storage import CachedStorage
 
-__all__ = ["Loader"]
+__all__ = ["Loader", "LoaderTotals"]
 
 
 _MAX_EPOCHS = 1 << 63
 """Random keys hold the epoch as a number of 64 bits."""
+
+
+class LoaderTotals(NamedTuple):
+    """Numbers of a loader since it was made. stages: by name, what each did and on how many threads."""
+
+    epoch: int
+    batches: int
+    waited_s: float
+    bad: int
+    stages: dict[str, tuple[StageTotals, int]]
 
 
 class Loader:
@@ -55,6 +66,21 @@ class Loader:
         return len(self._steps)
 
     @property
+    def upcoming_epoch(self) -> int:
+        """The epoch that the next `for` runs."""
+        return self._progress.upcoming[0]
+
+    @property
+    def steps_left(self) -> int:
+        """Steps that the next `for` makes: all of an epoch, or what a restored state leaves of it."""
+        return self._steps.left(self._progress.upcoming[1])
+
+    @property
+    def drop_last(self) -> bool:
+        """Whether an incomplete last step is left out."""
+        return self._plan.drop_last
+
+    @property
     def dataset(self) -> Source:
         """The source: its length is the number of samples, `classes` its class names."""
         return self._plan.source
@@ -68,6 +94,16 @@ class Loader:
     def batch_size(self) -> int:
         """Samples a rank takes in a step."""
         return self._steps.batch_size
+
+    @property
+    def rank(self) -> int:
+        """Which of the ranks this is."""
+        return self._steps.rank
+
+    @property
+    def samples_per_step(self) -> int:
+        """Samples that all ranks together take in a step."""
+        return self._steps.stride
 
     @property
     def pipeline(self) -> Pipeline | ViewsPipeline:
@@ -206,15 +242,34 @@ class Loader:
     # --- statistics and shutdown ----------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
-        """What the stages did in this or the last epoch, the consumer's wait, the number of bad samples so far."""
+        """What the stages did in this or the last epoch, the consumer's wait, the number of bad samples so far.
+
+        With `source.cache`, `cache` says what came from there since the source was opened, and what from the server.
+        """
         plan, extra = self._plan, dict[str, Any]()
         if plan.gpu is not None:
             extra = {"engine_images": plan.gpu.engine_images, "cpu_images": plan.gpu.cpu_images}
         if plan.share is not None:
             extra["cpu_share"] = round(plan.share.part, 4)
+        if isinstance(plan.source.storage, CachedStorage):
+            extra["cache"] = plan.source.storage.counts()
         if workers := self._feed.workers.counts():
             extra["processes"] = workers
         return {**self._stats.read(), **extra, "bad": plan.bad.count, "bad_distinct": plan.bad.distinct}
+
+    def summary(self) -> str:
+        """This or the last epoch in a sentence: "the step waited 12% on data; decode is busy 98%".
+
+        First the share of the time for which the loop (where a GPU decodes: the GPU) waited for batches, then the stage
+        whose threads worked most. Empty before the first batch.
+        """
+        return self._stats.summary()
+
+    def totals(self) -> LoaderTotals:
+        """What the loader did since it was made, for counters that never decrease."""
+        batches, waited = self._stats.totals()
+        stages = {meter.name: (meter.totals(), meter.threads) for meter in self._stats.meters}
+        return LoaderTotals(self._stats.epoch, batches, waited, self._plan.bad.count, stages)
 
     def close(self) -> None:
         """End the threads and free the memory. Batches that the loop already has stay valid."""

@@ -42,6 +42,7 @@ class LoaderPlan:
         bad: counts bad samples and says what becomes of them.
         targets: maps the fields of the source's records; None if it has no fields besides image and label.
         labelled: whether the source has labels; without them a batch is the pair (images, targets).
+        nvtx: mark the stages' operations and the consumer's wait for a profiler.
         identity: names all that decides which samples come when and as what, except for the files themselves; states of
             other loaders are refused by it. former_identity: what states without the source's fingerprint may have.
         shared_name: the loader's name among those of this process, the same on every rank.
@@ -69,6 +70,7 @@ class LoaderPlan:
     bad: BadSamples
     targets: TargetMapper | None = None
     labelled: bool = True
+    nvtx: bool = False
     identity: str = ""
     former_identity: str = ""
     shared_name: str = ""

@@ -12,7 +12,7 @@ from gpuflow.loader.plan import LoaderPlan
 from gpuflow.pipeline.stage import Keys
 from gpuflow.runtime import memory
 from gpuflow.runtime.buffers import BytePool
-from gpuflow.runtime.metrics import Meter
+from gpuflow.runtime.metrics import Meter, nvtx
 from gpuflow.sources import Payload
 
 __all__ = ["ChunkReader", "keys_of"]
@@ -31,7 +31,7 @@ class ChunkReader:
 
     def __init__(self, plan: LoaderPlan) -> None:
         self._plan = plan
-        self.meter = Meter("read", plan.readers or plan.threads)
+        self.meter = Meter("read", plan.readers or plan.threads, ranges=nvtx(plan.nvtx))
         self._bytes = BytePool(keep=_KEPT_BYTES, make=memory.heap if plan.gpu is None else memory.shared_and_pinned)
 
     def read(self, indices: Sequence[int]) -> Payload:

@@ -162,6 +162,10 @@ class Steps:
         left = max(self.size - self.start, 0)
         return left // self.stride if self.drop_last else -(-left // self.stride)
 
+    def left(self, start: int) -> int:
+        """How many steps an epoch has from position `start` on."""
+        return len(replace(self, start=start))
+
     def begin(self, epoch: int, start: int) -> Steps:
         """What is left of an epoch from position `start` on."""
         return replace(self, start=start)

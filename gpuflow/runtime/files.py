@@ -8,6 +8,7 @@ import os
 import secrets
 import stat
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -15,7 +16,9 @@ from typing import IO, Any, BinaryIO, Literal, TextIO, overload
 
 import platformdirs
 
-__all__ = ["atomic_write", "cache_folder", "locked_folder"]
+__all__ = ["atomic_write", "cache_folder", "lock_within", "locked_folder"]
+
+_POLL_SECONDS = 0.005
 
 
 def cache_folder() -> Path:
@@ -115,6 +118,24 @@ def locked_folder(folder: Path) -> Iterator[None]:
         with tempfile.TemporaryFile(dir=folder) as probe:
             probe.write(bytes(4096))
         yield
+
+
+def lock_within(descriptor: int, seconds: float) -> bool:
+    """Lock an open file against other processes and threads that open it themselves; False if one of them holds it for
+    this long. The lock ends with `fcntl.LOCK_UN`, when the file is closed, and with this process.
+
+    Raises OSError where the file system has no locks.
+    """
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(_POLL_SECONDS)
+        else:
+            return True
 
 
 def _mode(path: Path) -> int | None:

@@ -4,11 +4,26 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Meter", "RunningOperation", "Stats", "WaitingSamples", "oldest_operation"]
+__all__ = ["Meter", "Ranges", "RunningOperation", "StageTotals", "Stats", "WaitingSamples", "nvtx", "oldest_operation"]
+
+Ranges = Callable[[str], AbstractContextManager[Any]]
+"""Marks what a thread does under this name, for a profiler."""
+
+
+def nvtx(enabled: bool) -> Ranges:
+    """NVTX ranges, which Nsight Systems shows; without `enabled` or without a GPU, ranges that do nothing."""
+    if enabled:
+        import torch
+
+        if torch.cuda.is_available():
+            ranges: Ranges = torch.cuda.nvtx.range
+            return ranges
+    return nullcontext
 
 
 class RunningOperation:
@@ -78,25 +93,48 @@ class WaitingSamples:
         return self._area / elapsed if elapsed else 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class StageTotals:
+    """What a stage did since its loader was made: it never decreases."""
+
+    samples: int = 0
+    read_bytes: int = 0
+    busy_s: float = 0.0
+    cpu_s: float = 0.0
+
+
 class Meter:
     """Counts the work of one stage, whose operations run on `threads` threads. Time is taken inside the operation.
 
     after: the samples that wait behind the stage; two stages that feed the same one share it.
     before: those that wait in front of it, if another stage produces them.
+    ranges: marks each operation for a profiler.
     """
 
     def __init__(
-        self, name: str, threads: int, *, before: WaitingSamples | None = None, after: WaitingSamples | None = None
+        self,
+        name: str,
+        threads: int,
+        *,
+        before: WaitingSamples | None = None,
+        after: WaitingSamples | None = None,
+        ranges: Ranges = nullcontext,
     ) -> None:
-        self.name, self.threads = name, threads
+        self.name, self.threads, self._ranges = name, threads, ranges
+        self._samples, self._bytes, self._busy, self._cpu = 0, 0, 0.0, 0.0
         self.before, self.after = before, after or WaitingSamples()
         self._lock = threading.Lock()
         self._running: dict[int, RunningOperation] = {}
         self.reset()
 
     def reset(self) -> None:
+        """Count from here on. Takes no lock of its own, which a fork may have left held."""
         self.after.reset()
-        self._samples, self._bytes, self._busy, self._cpu = 0, 0, 0.0, 0.0
+        self._former = self.totals()
+
+    def totals(self) -> StageTotals:
+        """Also of the time before `reset`."""
+        return StageTotals(self._samples, self._bytes, self._busy, self._cpu)
 
     @contextmanager
     def work(self, samples: int, subject: Any = None) -> Iterator[None]:
@@ -108,7 +146,8 @@ class Meter:
         if self.before is not None:
             self.before.change(-samples)
         try:
-            yield
+            with self._ranges(f"gpuflow.{self.name}"):
+                yield
         finally:
             del self._running[operation.thread]
             operation.end()
@@ -133,7 +172,13 @@ class Meter:
 
     def capacity(self) -> float:
         """Samples a second that its threads would finish if they never waited."""
-        return self._samples / self._busy * self.threads if self._busy else 0.0
+        now, former = self.totals(), self._former
+        busy = now.busy_s - former.busy_s
+        return (now.samples - former.samples) / busy * self.threads if busy else 0.0
+
+    def busy_share(self, elapsed: float) -> float:
+        """The part of `elapsed` seconds for which its threads worked, 0 to 1."""
+        return min(1.0, (self._busy - self._former.busy_s) / (elapsed * self.threads)) if elapsed else 0.0
 
     def read(self, elapsed: float) -> dict[str, Any]:
         """Report what the stage did in `elapsed` seconds.
@@ -141,15 +186,16 @@ class Meter:
         samples; images_per_s; busy_share of its threads, 0 to 1; cpu_s, processor seconds; threads; bytes that it read;
         waiting: average number of samples that were ready for the next stage or the consumer.
         """
-        busy = self._busy / (elapsed * self.threads) if elapsed else 0.0
-        rate = self._samples / elapsed if elapsed else 0.0
+        now, former = self.totals(), self._former
+        samples = now.samples - former.samples
+        rate = samples / elapsed if elapsed else 0.0
         return {
-            "samples": self._samples,
+            "samples": samples,
             "images_per_s": round(rate, 1),
-            "busy_share": round(min(busy, 1.0), 4),
-            "cpu_s": round(self._cpu, 4),
+            "busy_share": round(self.busy_share(elapsed), 4),
+            "cpu_s": round(now.cpu_s - former.cpu_s, 4),
             "threads": self.threads,
-            "bytes": self._bytes,
+            "bytes": now.read_bytes - former.read_bytes,
             "waiting": round(self.after.mean(), 1),
         }
 
@@ -168,11 +214,14 @@ class Stats:
 
     def __init__(self, *meters: Meter) -> None:
         self.meters = meters
+        self._former_batches, self._former_waited = 0, 0.0
+        self._batches, self._waited = 0, 0.0
         self.start_epoch(0)
 
     def start_epoch(self, epoch: int) -> None:
         self._epoch = epoch
         self._start, self._end = time.perf_counter(), 0.0
+        self._former_batches, self._former_waited = self.totals()
         self._batches, self._waited = 0, 0.0
         self.gpu_wait_share: float | None = None
         for meter in self.meters:
@@ -187,8 +236,33 @@ class Stats:
     def end_epoch(self) -> None:
         self._end = time.perf_counter()
 
+    @property
+    def epoch(self) -> int:
+        return self._epoch
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the epoch's start, up to its end."""
+        return (self._end or time.perf_counter()) - self._start
+
+    def totals(self) -> tuple[int, float]:
+        """Batches that the consumer got since the loader was made, and the seconds that it waited for them."""
+        return self._former_batches + self._batches, self._former_waited + self._waited
+
+    def summary(self) -> str:
+        """The epoch so far in a sentence: which part of its time the loop waited, and which stage was busiest.
+
+        Where a GPU decodes, that is the part for which the GPU waited. Empty before the first batch.
+        """
+        elapsed = self.elapsed
+        if not self._batches or elapsed <= 0:
+            return ""
+        waited = min(1.0, self._waited / elapsed) if self.gpu_wait_share is None else self.gpu_wait_share
+        busiest = max(self.meters, key=lambda meter: meter.busy_share(elapsed))
+        return f"the step waited {waited:.0%} on data; {busiest.name} is busy {busiest.busy_share(elapsed):.0%}"
+
     def read(self) -> dict[str, Any]:
-        elapsed = (self._end or time.perf_counter()) - self._start
+        elapsed = self.elapsed
         return {
             "epoch": self._epoch,
             "batches": self._batches,

@@ -16,7 +16,7 @@ from gpuflow.errors import ConfigError, Problem
 from gpuflow.pipeline.bounds import Bounds, out_of_bounds
 from gpuflow.sources.field_spec import Fields, FieldSpec, field_problems, pairs_of_fields
 from gpuflow.sources.payload import Allocate, Payload
-from gpuflow.sources.storage import Storage
+from gpuflow.sources.storage import CacheSpec, Storage
 
 __all__ = ["Fraction", "MixEntry", "Source", "SourceSpec", "WeightsSpec", "is_read_remotely"]
 
@@ -143,6 +143,7 @@ class SourceSpec:
         extensions: of a folder or of shards: names of files that are images, too, such as heic; see `decode.formats`.
         weights: how often each sample is drawn where a pipeline shuffles.
         fields: what a sample carries, by name; by default an image and a label.
+        cache: where files behind URLs are kept on a local disk; by default they are not.
         other: the name and the value of a source of another package, which is a key of its own in YAML.
     """
 
@@ -167,6 +168,7 @@ class SourceSpec:
     extensions: tuple[str, ...] = ()
     weights: WeightsSpec | Mapping[str, Any] | None = None
     fields: Fields = ()
+    cache: CacheSpec | Mapping[str, Any] | None = None
     other: Mapping[str, Any] | tuple[tuple[str, Any], ...] = ()
 
     def __post_init__(self) -> None:
@@ -271,6 +273,8 @@ class SourceSpec:
         for name, fraction in self.fractions:
             if rule := _FRACTION.broken_rule(fraction):
                 yield Problem.of(("split", name), rule, fraction, code="config.range")
+        if self.cache_spec is not None:
+            yield from (problem.below("cache") for problem in out_of_bounds(self.cache_spec))
         total = sum(fraction for _, fraction in self.fractions)
         if total > 1 + 1e-9:
             rule = f"must add up to at most 1, got {total:g}"
@@ -310,6 +314,11 @@ class SourceSpec:
         if self.mix:
             return self.entries[0].spec.declared
         return pairs_of_fields(self.fields)
+
+    @property
+    def cache_spec(self) -> CacheSpec | None:
+        """The key `cache`."""
+        return CacheSpec(**self.cache) if isinstance(self.cache, Mapping) else self.cache
 
     @property
     def fractions(self) -> tuple[tuple[str, float], ...]:

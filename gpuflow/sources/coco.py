@@ -106,7 +106,14 @@ def open_coco(spec: SourceSpec) -> FileSource:
         note += f", {crowds:,} annotations of crowds left out"
     paths = resolved(table, root, places.sample)
     return FileSource(
-        open_storage(paths[0]), paths, zeros, classes, root=root, note=note, has_labels=False, table=records
+        open_storage(paths[0], spec.cache_spec),
+        paths,
+        zeros,
+        classes,
+        root=root,
+        note=note,
+        has_labels=False,
+        table=records,
     )
 
 

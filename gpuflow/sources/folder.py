@@ -13,7 +13,7 @@ from gpuflow.sources.base import SourceSpec
 from gpuflow.sources.files import FileSource
 from gpuflow.sources.hints import missing_path
 from gpuflow.sources.paths import PathTableBuilder
-from gpuflow.sources.storage import LocalStorage, RemoteStorage, Storage, is_remote
+from gpuflow.sources.storage import CachedStorage, LocalStorage, RemoteStorage, Storage, is_remote, open_remote
 
 __all__ = ["EXTENSIONS", "open_folder"]
 
@@ -30,7 +30,7 @@ def open_folder(spec: SourceSpec) -> FileSource:
     extensions = (*EXTENSIONS, *(f".{name}" for name in spec.extensions))
     if is_remote(spec.folder):
         root = spec.folder.rstrip("/")
-        storage = remote = RemoteStorage(root)
+        storage = remote = open_remote(root, spec.cache_spec)
         tree = _remote_tree(remote, root, extensions)
     else:
         root = os.path.expanduser(spec.folder)
@@ -152,11 +152,13 @@ def _cannot_be_listed(directory: str, fault: OSError) -> SourceError:
     return SourceError(f"{directory}: directory must be readable, got: {reason}; make it readable or remove it")
 
 
-def _remote_tree(storage: RemoteStorage, root: str, extensions: tuple[str, ...]) -> Iterator[tuple[str, list[str]]]:
+def _remote_tree(
+    storage: RemoteStorage | CachedStorage, root: str, extensions: tuple[str, ...]
+) -> Iterator[tuple[str, list[str]]]:
     """Like `_local_tree`. A class is a directory that holds a file, because object stores have no other directories."""
     classes: dict[str, list[tuple[str, str, str]]] = {}
     found = storage.find(root)
-    for name, path in found:
+    for name, path, *_ in found:
         directory, _, file = name.rpartition("/")
         if directory:
             images = classes.setdefault(directory.partition("/")[0], [])

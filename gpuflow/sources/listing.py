@@ -101,7 +101,9 @@ def open_listing(spec: SourceSpec) -> FileSource:
     root = root if is_remote(root) else os.path.expanduser(root)
     located = resolved(table, root, lambda i: f"{place}:{next(islice(rows(data, place), i, None)).line}")
     note = _header_note(data) if rows is _csv_rows else ""
-    return FileSource(open_storage(located[0]), located, values[row_codes], classes, root=root, note=note)
+    return FileSource(
+        open_storage(located[0], spec.cache_spec), located, values[row_codes], classes, root=root, note=note
+    )
 
 
 def _columns(data: bytes) -> Columns:

@@ -89,11 +89,12 @@ def open_with_fields(spec: SourceSpec, place: str, *, is_csv: bool) -> FileSourc
     root = spec.root if spec.root is not None else parent_of(place)
     root = root if is_remote(root) else os.path.expanduser(root)
     paths = {column: resolved(table, root, lines.sample) for column, table in tables.items()}
-    storage = open_storage(_first(paths[image]))
+    storage = open_storage(_first(paths[image]), spec.cache_spec)
     files = {}
     for name, column in masks.items():
-        other = open_storage(_first(paths[column]))
-        files[name] = MaskFiles(storage if type(other) is type(storage) else other, paths[column], root)
+        path = _first(paths[column])
+        same = is_remote(path) == storage.remote
+        files[name] = MaskFiles(storage if same else open_storage(path, spec.cache_spec), paths[column], root)
     storages = tuple(dict.fromkeys([storage, *(file.storage for file in files.values())])) if files else ()
     classes, values = labels.build()
     records = builder.build(files, storages)

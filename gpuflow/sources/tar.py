@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import re
+import warnings
 import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ from gpuflow.sources.labels import Codes, resolve_labels
 from gpuflow.sources.paths import PathTable, PathTableBuilder
 from gpuflow.sources.payload import Allocate, Payload
 from gpuflow.sources.record_table import NO_FIELDS, RecordTable
-from gpuflow.sources.storage import ReadAt, Shard, Storage, is_remote, open_storage
+from gpuflow.sources.storage import CachedStorage, ReadAt, Shard, Storage, is_remote, open_storage
 from gpuflow.sources.tar_fields import read_fields
 from gpuflow.sources.tar_members import Member, members_of
 
@@ -133,10 +134,12 @@ def open_tar(spec: SourceSpec) -> TarSource:
     assert spec.tar is not None
     pattern = spec.tar if is_remote(spec.tar) else os.path.expanduser(spec.tar)
     names = expand_braces(pattern)
-    storage = open_storage(pattern)
+    storage = open_storage(pattern, spec.cache_spec)
     shards = _inspected(storage, names)
     if spec.declared:
-        return _with_fields(spec, storage, shards)
+        source = _with_fields(spec, storage, shards)
+        _warn_of_small_cache(spec, storage, shards, len(source))
+        return source
     extensions = (*IMAGE_EXTENSIONS, *spec.extensions)
     cache = _cache_path(shards, spec.extensions)
     index = _load_index(cache)
@@ -154,6 +157,7 @@ def open_tar(spec: SourceSpec) -> TarSource:
         return f"{shards[int(np.searchsorted(ends, first, side='right'))].path}/{index.images[first]}"
 
     classes, labels = resolve_labels(index.values, spec.classes, locate, spec.tar)
+    _warn_of_small_cache(spec, storage, shards, len(labels))
     return TarSource(storage, shards, index, classes, labels[index.codes])
 
 
@@ -208,6 +212,21 @@ def _inspected(storage: Storage, names: Sequence[str]) -> list[Shard]:
         hint = missing_path(name) if why == "no such file" and not is_remote(name) else "; check source.tar"
         raise SourceError(f"{name}: {why}{count}{hint}")
     return shards
+
+
+def _warn_of_small_cache(spec: SourceSpec, storage: Storage, shards: Sequence[Shard], samples: int) -> None:
+    """Blocks serve several samples of a window. A cache that does not hold one downloads them for each sample."""
+    cache = spec.cache_spec
+    if cache is None or not isinstance(storage, CachedStorage):
+        return
+    window = sum(shard.size for shard in shards) * min(spec.shard_window, samples) // samples
+    if window > cache.size:
+        warnings.warn(
+            f"source.cache.size must hold the {spec.shard_window:,} samples of source.window ({window / 1e6:,.0f} MB), "
+            f"got {cache.size / 1e6:,.0f} MB: shuffled batches will download blocks more than once; raise it, or lower "
+            "source.window",
+            stacklevel=2,
+        )
 
 
 def _build_index(storage: Storage, shards: Sequence[Shard], extensions: tuple[str, ...]) -> _Index:

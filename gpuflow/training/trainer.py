@@ -100,6 +100,7 @@ class Trainer:
             for name in ("train", "val")
             if name == "train" or name in config.pipelines
         }
+        self.loaders = loaders
         self.train_loader, self.val_loader = loaders["train"], loaders.get("val")
         classes = self.train_loader.classes
         torch.manual_seed(config.source.seed)

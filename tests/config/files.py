@@ -43,9 +43,10 @@ pipelines:
 PIPELINE_KEYS = "preset, height, width, color, split, stages, views, decode, batch, shuffle, on_error, targets"
 SOURCE_KEYS = (
     "folder, listing, tar, coco, hf, mix, images, image, label, by, samples, root, classes, unite_classes, split, "
-    "splits, seed, window, extensions, weights, fields"
+    "splits, seed, window, extensions, weights, fields, cache"
 )
 RUN_KEYS = "threads, readers, processes, prefetch, on_error, max_bad, bad_file, timeout_s, memory_limit, deterministic"
+RUN_KEYS += ", nvtx"
 
 
 def read(text: str, *overrides: str) -> Config:

@@ -59,6 +59,8 @@ BYTES = "bytes, or text with a unit such as 512MB or 2GiB"
         ("run: {deterministic: 1}", "run.deterministic must be true or false, got 1"),
         ("run: {memory_limit: [1]}", f"run.memory_limit must be {BYTES}, got [1]"),
         ("run: {memory_limit: 3 parsecs}", f"run.memory_limit must be {BYTES}, got '3 parsecs'"),
+        ("source: {folder: x, cache: y}", "source.cache must be a mapping with dir, size, got 'y'"),
+        ("source: {folder: x, cache: {dir: y, size: [1]}}", f"source.cache.size must be {BYTES}, got [1]"),
         ("train: {lr: fast}", "train.lr must be a number, got 'fast'"),
         ("train: {lr: .nan}", "train.lr must be a number, got nan"),
         ("train: {lr: .inf}", "train.lr must be a number, got inf"),
@@ -79,6 +81,7 @@ BYTES = "bytes, or text with a unit such as 512MB or 2GiB"
         ),
         ("serve: [1]", "serve must be a mapping with preset, height, width, color, stages, model, got [1]"),
         # missing
+        ("source: {folder: x, cache: {size: 1GB}}", "source.cache needs the key 'dir': text"),
         ("pipelines: {a: {}}", "pipelines.a needs the key 'stages': a list, or views"),
         ("serve: {}", "serve needs the key 'stages': a list, or a preset"),
         ("serve: {stages: [decode, center_crop: {size: 8}], model: {}}", "serve.model needs the key 'file': text"),
@@ -94,6 +97,10 @@ BYTES = "bytes, or text with a unit such as 512MB or 2GiB"
         ("train: {lr: 0}", "train.lr must be > 0, got 0"),
         ("source: {folder: x, seed: -1}", "source.seed must be >= 0, got -1"),
         ("source: {listing: x, classes: 0}", "source.classes must be >= 1, got 0"),
+        (
+            "source: {folder: x, cache: {dir: y, size: 2 MB}}",
+            "source.cache.size must be at least 16MiB, got 2000000",
+        ),
         (
             "source: {folder: x, root: y}",
             "source.root must go with source.listing, got source.folder; remove root",

@@ -23,6 +23,7 @@ from tests.config.files import FULL, SMALL
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 COMMITTED = ROOT / "configs" / "gpuflow.schema.json"
+CACHED = SMALL.replace("photos", "'s3://photos', cache: {dir: cache, size: 200 GB}")
 SCHEMA = json_schema(STAGES)
 VALIDATOR = Draft202012Validator(SCHEMA)
 
@@ -82,7 +83,9 @@ def test_a_misspelt_key_does_not_fit(path: Path) -> None:
             assert not VALIDATOR.is_valid(wrong), f"{at} takes an unknown key"
 
 
-@pytest.mark.parametrize("text", [FULL, SMALL, SMALL + "run: {memory_limit: 2 GiB, max_bad: 0.5}\nserve: null\n"])
+@pytest.mark.parametrize(
+    "text", [FULL, SMALL, SMALL + "run: {memory_limit: 2 GiB, max_bad: 0.5}\nserve: null\n", CACHED]
+)
 def test_what_gpuflow_reads_fits(text: str) -> None:
     VALIDATOR.validate(yaml.safe_load(text.replace("1e-3", "0.001")))
 
@@ -98,6 +101,8 @@ def test_what_gpuflow_reads_fits(text: str) -> None:
         "run: {on_error: skp}",
         "train: {epochs: 1.5}",
         "source: {folder: x, seed: -1}",
+        "source: {folder: x, cache: {dir: y}}",
+        "source: {folder: x, cache: {dir: y, size: big}}",
         "source: {folder: x, split: {a: 2}}",
         "source: {listing: x, classes: 0}",
         "pipelines: {a: {}}",

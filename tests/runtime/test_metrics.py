@@ -5,10 +5,13 @@ from __future__ import annotations
 import re
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 
 import pytest
+import torch
 
-from gpuflow.runtime.metrics import Meter, Stats, oldest_operation
+from gpuflow.runtime.metrics import Meter, Stats, nvtx, oldest_operation
 from tests.datasets import deadline
 
 
@@ -139,3 +142,63 @@ def test_an_epoch_starts_from_zero_and_ends_its_clock() -> None:
     time.sleep(0.01)
     assert stats.read() == at_end
     assert (at_end["batches"], at_end["consumer_wait_s"]) == (2, 0.5)
+
+
+# --- totals, the sentence, ranges -------------------------------------------------------------------------------------
+
+
+def test_totals_run_on_over_epochs() -> None:
+    meter = Meter("decode", 1)
+    stats = Stats(meter)
+    for epoch in range(2):
+        stats.start_epoch(epoch)
+        meter.add(samples=3, read_bytes=10, busy_s=0.5)
+        stats.count_batch(0.25, 3)
+    assert (meter.read(1.0)["samples"], stats.read()["batches"]) == (3, 1)
+    totals = meter.totals()
+    assert (totals.samples, totals.read_bytes, totals.busy_s) == (6, 20, 1.0)
+    assert stats.totals() == (2, 0.5)
+
+
+def test_the_sentence_names_the_wait_and_the_busiest_stage() -> None:
+    read, decode = Meter("read", 1), Meter("decode", 2)
+    stats = Stats(read, decode)
+    assert stats.summary() == ""
+    time.sleep(0.01)
+    stats.count_batch(1000.0, 1)
+    read.add(busy_s=0.001)
+    decode.add(busy_s=1000.0)
+    assert stats.summary() == "the step waited 100% on data; decode is busy 100%"
+    stats.gpu_wait_share = 0.124
+    assert stats.summary() == "the step waited 12% on data; decode is busy 100%"
+    stats.start_epoch(1)
+    assert stats.summary() == ""
+
+
+def test_ranges_surround_each_operation() -> None:
+    seen: list[str] = []
+
+    @contextmanager
+    def ranges(name: str) -> Iterator[None]:
+        seen.append(f"begin {name}")
+        yield
+        seen.append(f"end {name}")
+
+    meter = Meter("decode", 1, ranges=ranges)
+    with meter.work(2):
+        seen.append("work")
+    assert seen == ["begin gpuflow.decode", "work", "end gpuflow.decode"]
+
+
+def test_nvtx_is_off_by_default_and_without_a_gpu() -> None:
+    assert nvtx(False) is nullcontext
+    if not torch.cuda.is_available():
+        assert nvtx(True) is nullcontext
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_nvtx_ranges_nest_on_a_gpu() -> None:
+    ranges = nvtx(True)
+    with ranges("gpuflow.outer"), ranges("gpuflow.inner"):
+        pass

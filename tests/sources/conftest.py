@@ -6,9 +6,10 @@ import io
 import tarfile
 import threading
 import time
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -70,12 +71,18 @@ def make_tar() -> Callable[..., bytes]:
     return tar_bytes
 
 
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 128  # a connection that finds a full queue comes again a second later
+
+
 class FileServer:
     """Serves `files` on loopback, with ranges and directory pages.
 
     `failures[path]` answers are `status` before the file is served; `requests` counts what was asked for. Each answer
     takes `seconds`; `most_at_once` is the most that were under way. Links to files in `gone` are dead, and a directory
-    `up` lies in `endless` and in each other directory `up`.
+    `up` lies in `endless` and in each other directory `up`. With `tags` each file has an ETag of its content. An answer
+    to a GET of a file in `held` stops in the middle: it sets `reached`, and waits until `go_on` is set.
     """
 
     def __init__(self) -> None:
@@ -85,7 +92,11 @@ class FileServer:
         self.gone: set[str] = set()
         self.endless = "nowhere"
         self.ranges = True
+        self.tags = False
+        self.held: set[str] = set()
+        self.reached, self.go_on = threading.Event(), threading.Event()
         self.requests: Counter[str] = Counter()
+        self.asked: Counter[str] = Counter()
         self.seconds, self.most_at_once, self._under_way = 0.0, 0, 0
         self._lock = threading.Lock()
         owner = self
@@ -96,7 +107,8 @@ class FileServer:
                     self._serve()
 
             def _serve(self) -> None:
-                owner.requests[self.path] += 1
+                counter = owner.asked if self.command == "HEAD" else owner.requests
+                counter[self.path] += 1
                 if owner.failures.get(self.path, 0) > 0:
                     owner.failures[self.path] -= 1
                     return self._answer(owner.status, b"")
@@ -106,14 +118,15 @@ class FileServer:
                 if data is None:
                     page = owner.page(self.path)
                     return self._answer(200 if page else 404, page, {"Content-Type": "text/html"})
+                tag = {"ETag": f'"{zlib.crc32(data)}"'} if owner.tags else {}
                 span = self.headers.get("Range")
                 if span is None or not owner.ranges:
-                    return self._answer(200, data)
+                    return self._answer(200, data, tag)
                 first, last = (int(end) for end in span.removeprefix("bytes=").split("-"))
                 part = data[first : last + 1]
                 if not part:
                     return self._answer(416, b"")
-                extra = {"Content-Range": f"bytes {first}-{first + len(part) - 1}/{len(data)}"}
+                extra = {"Content-Range": f"bytes {first}-{first + len(part) - 1}/{len(data)}", **tag}
                 return self._answer(206, part, extra)
 
             do_HEAD = do_GET
@@ -124,14 +137,20 @@ class FileServer:
                 for name, value in (headers or {}).items():
                     self.send_header(name, value)
                 self.end_headers()
+                if self.command == "GET" and self.path in owner.held:
+                    self.wfile.write(data[: len(data) // 2])
+                    self.wfile.flush()
+                    owner.reached.set()
+                    owner.go_on.wait(60)
+                    data = data[len(data) // 2 :]
                 if self.command == "GET":
-                    self.wfile.write(data)
+                    with suppress(ConnectionError):  # of a client that was killed
+                        self.wfile.write(data)
 
             def log_message(self, format: str, *args: object) -> None:
                 """Nothing: the tests' output is not a log."""
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
+        self._server = _Server(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self._server.server_port}"
         self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02})
         self._thread.start()

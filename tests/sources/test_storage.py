@@ -109,8 +109,10 @@ def test_remote_classes_and_images_are_sorted(monkeypatch: pytest.MonkeyPatch) -
     """However the file system lists them: find promises no order."""
     find = MemoryFileSystem.find
 
-    def backwards(system: MemoryFileSystem, path: str, **kwargs: Any) -> list[str]:
-        return sorted(find(system, path, **kwargs), reverse=True)
+    def backwards(system: MemoryFileSystem, path: str, **kwargs: Any) -> Any:
+        found = find(system, path, **kwargs)
+        names = sorted(found, reverse=True)
+        return {name: found[name] for name in names} if kwargs.get("detail") else names
 
     monkeypatch.setattr(MemoryFileSystem, "find", backwards)
     names = [f"{name}/{number}.jpg" for name in "abc" for number in range(3)]

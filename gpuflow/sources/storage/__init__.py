@@ -6,12 +6,32 @@ becomes an error text in the payload and does not affect other files.
 """
 
 from gpuflow.sources.storage.base import ReadAt, Shard, Storage, is_remote, parent_of
+from gpuflow.sources.storage.cached import CachedStorage
+from gpuflow.sources.storage.disk_cache import CacheSpec
 from gpuflow.sources.storage.local import LocalStorage
 from gpuflow.sources.storage.remote import RemoteStorage
 
-__all__ = ["LocalStorage", "ReadAt", "RemoteStorage", "Shard", "Storage", "is_remote", "open_storage", "parent_of"]
+__all__ = [
+    "CacheSpec",
+    "CachedStorage",
+    "LocalStorage",
+    "ReadAt",
+    "RemoteStorage",
+    "Shard",
+    "Storage",
+    "is_remote",
+    "open_remote",
+    "open_storage",
+    "parent_of",
+]
 
 
-def open_storage(path: str) -> Storage:
-    """The file system that a path or URL lives on."""
-    return RemoteStorage(path) if is_remote(path) else LocalStorage()
+def open_storage(path: str, cache: CacheSpec | None = None) -> Storage:
+    """The file system that a path or URL lives on. cache: where files behind URLs are kept; local files are not."""
+    return open_remote(path, cache) if is_remote(path) else LocalStorage()
+
+
+def open_remote(url: str, cache: CacheSpec | None) -> RemoteStorage | CachedStorage:
+    """The file system that a URL lives on."""
+    storage = RemoteStorage(url)
+    return storage if cache is None else CachedStorage(storage, cache)

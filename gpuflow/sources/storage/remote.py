@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NoReturn, TypeVar, final
+from typing import Any, NamedTuple, NoReturn, TypeVar, final
 from urllib.parse import unquote
 
 import numpy as np
@@ -16,7 +17,7 @@ from gpuflow.sources.storage.base import ReadAt, Shard
 from gpuflow.sources.storage.request_limit import RequestLimit
 from gpuflow.sources.storage.retry import AFTER_RETRIES, REMOTE_DELAYS, retry, retry_each
 
-__all__ = ["RemoteStorage"]
+__all__ = ["TOO_SHORT", "FoundFile", "RemoteStorage", "payload_of"]
 
 T = TypeVar("T")
 
@@ -29,9 +30,23 @@ _REQUEST_SECONDS, _CONNECT_SECONDS = 300.0, 5.0
 """Limits of a request over HTTP. A server whose queue of connections is full drops those that come; the client asks
 again after 1, 3, 7, 15, ... s, and a new attempt comes sooner than its later ones."""
 _OVERLOADED = (429, 502, 503, 504)
-_TOO_SHORT = "its server sent less than was asked for"
+TOO_SHORT = "its server sent less than was asked for"
 _DEEPEST = 64
 """Directories below each other; more of them are a link that leads back to its own parent."""
+_TAGS = ("ETag", "etag", "Content-MD5", "md5Hash", "Last-Modified", "LastModified", "mtime", "updated", "created")
+"""What changes with an object, by the names that file systems of fsspec give it."""
+
+
+class FoundFile(NamedTuple):
+    """A file below a directory: its name and its path, relative to that, and its stamp as in `Shard`, if it is listed.
+
+    Name and path differ over HTTP alone, where a path is percent-encoded.
+    """
+
+    name: str
+    path: str
+    size: int
+    stamp: str
 
 
 @final
@@ -55,27 +70,34 @@ class RemoteStorage:
             self._fs: Any = url_to_fs(url, **(_http_options() if self._over_http else {}))[0]
         except (ImportError, ValueError) as fault:  # the protocol needs another package, or is unknown
             raise SourceError(f"{url} cannot be opened: {fault}; check its scheme and what it needs") from fault
+        self._fs.invalidate_cache()  # of listings, which it shares with those that were opened before
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("files behind URLs are read by the process that opened them: its connections cannot be shared")
 
     def read(self, paths: Sequence[bytes], allocate: Allocate) -> Payload:
-        return self._read([os.fsdecode(path) for path in paths], [None] * len(paths), [None] * len(paths), allocate)
+        found, errors = self.get(list(map(os.fsdecode, paths)), [None] * len(paths), [None] * len(paths))
+        return payload_of(found, errors, allocate)
 
     def read_ranges(
         self, shards: Sequence[Shard], starts: Sequence[int], sizes: Sequence[int], allocate: Allocate
     ) -> Payload:
         ends = [start + size for start, size in zip(starts, sizes, strict=True)]
-        payload = self._read([shard.path for shard in shards], starts, ends, allocate)
-        for shard in {shards[i] for i, error in enumerate(payload.errors) if error == _TOO_SHORT}:
+        found, errors = self.get([shard.path for shard in shards], starts, ends)
+        self.check_unchanged(shards, errors)
+        return payload_of(found, errors, allocate)
+
+    def check_unchanged(self, shards: Sequence[Shard], errors: Sequence[str | None]) -> None:
+        """Raise SourceError if a range was too short because its shard is not the one that was indexed."""
+        for shard in {shard for shard, error in zip(shards, errors, strict=True) if error == TOO_SHORT}:
             now = self._inspect(shard.path)
             if isinstance(now, Shard) and now != shard:
                 raise shard.changed(now.size)
-        return payload
 
-    def _read(
-        self, urls: list[str], starts: Sequence[int | None], ends: Sequence[int | None], allocate: Allocate
-    ) -> Payload:
+    def get(
+        self, urls: Sequence[str], starts: Sequence[int | None], ends: Sequence[int | None]
+    ) -> tuple[list[bytes], list[str | None]]:
+        """Whole files, or ranges of them, and for each why it cannot be read. Raises faults of the environment."""
         found = [b""] * len(urls)
         errors: list[str | None] = [None] * len(urls)
         refused: dict[int, BaseException] = {}
@@ -98,15 +120,10 @@ class RemoteStorage:
         retry_each(range(len(urls)), attempt, REMOTE_DELAYS)
         for i, fault in refused.items():
             raise system_fault(fault, urls[i])
-        sizes = [len(data) for data in found]
-        offsets, end = lay_out(sizes)
-        buffer = allocate(end)
-        for offset, size, data in zip(offsets, sizes, found, strict=True):
-            buffer[offset : offset + size] = np.frombuffer(data, dtype=np.uint8)
-        return Payload(buffer=buffer, offsets=offsets, sizes=sizes, errors=errors)
+        return found, errors
 
     def _fetch(
-        self, items: Sequence[int], urls: list[str], starts: Sequence[int | None], ends: Sequence[int | None]
+        self, items: Sequence[int], urls: Sequence[str], starts: Sequence[int | None], ends: Sequence[int | None]
     ) -> list[Any]:
         """For each item its bytes or an exception. Asynchronous file systems of fsspec fetch the items concurrently."""
         answers: list[Any] = []
@@ -130,12 +147,8 @@ class RemoteStorage:
         except Exception as fault:  # as above
             raise SourceError(f"{path}: {_describe(fault)}{AFTER_RETRIES}; check that it can be read") from fault
 
-    def find(self, root: str) -> list[tuple[str, str]]:
-        """All files below `root`, in no particular order: the name and the path of each, both relative to it.
-
-        They differ over HTTP alone, where a path is percent-encoded. A directory that cannot be listed raises
-        SourceError.
-        """
+    def find(self, root: str) -> list[FoundFile]:
+        """All files below `root`, in no particular order. A directory that cannot be listed raises SourceError."""
         try:
             found = self._find(root)
         except SourceError:
@@ -145,14 +158,18 @@ class RemoteStorage:
         except Exception as fault:  # as above
             raise _cannot_be_listed(root, fault) from fault
         start = len(self._fs._strip_protocol(root).rstrip("/")) + 1
-        paths = [path[start:] for path in found]
-        names = [unquote(path, errors="surrogateescape") for path in paths] if self._over_http else paths
-        return list(zip(names, paths, strict=True))
+        files = []
+        for whole, info in found.items():
+            path = whole[start:]
+            name = unquote(path, errors="surrogateescape") if self._over_http else path
+            files.append(FoundFile(name, path, int(info.get("size") or 0), _stamp(info)))
+        return files
 
-    def _find(self, root: str) -> list[str]:
-        """All files below `root`, by the listing of the file system itself where it has one, as object stores do.
+    def _find(self, root: str) -> dict[str, Mapping[str, Any]]:
+        """What is known of all files below `root`, by their paths.
 
-        For others fsspec would list directory by directory, and leave out those that it cannot list.
+        It comes from the listing of the file system itself where it has one, as object stores do. For others fsspec
+        would list directory by directory, and leave out those that it cannot list.
         """
         from fsspec.asyn import AsyncFileSystem
         from fsspec.spec import AbstractFileSystem
@@ -160,9 +177,12 @@ class RemoteStorage:
         kind = type(self._fs)
         walks = kind.find is AbstractFileSystem.find and getattr(kind, "_find", None) in (None, AsyncFileSystem._find)
         if not walks:
-            found: list[str] = retry(lambda: self._fs.find(root), (FileNotFoundError,), REMOTE_DELAYS)
+            found: dict[str, Mapping[str, Any]] = retry(
+                lambda: self._fs.find(root, detail=True), (FileNotFoundError,), REMOTE_DELAYS
+            )
             return found
-        files, waiting = [], [(self._fs._strip_protocol(root), 0)]
+        files: dict[str, Mapping[str, Any]] = {}
+        waiting = [(self._fs._strip_protocol(root), 0)]
         while waiting:
             directory, depth = waiting.pop()
             try:
@@ -174,7 +194,7 @@ class RemoteStorage:
             for entry in entries:
                 path = entry["name"].rstrip("/")
                 if entry["type"] != "directory":
-                    files.append(path)
+                    files[path] = entry
                 elif path != directory.rstrip("/"):
                     waiting.append((path, depth + 1))
             if depth == _DEEPEST:
@@ -204,21 +224,41 @@ class RemoteStorage:
             return "no such file"
         except Exception as fault:  # as above
             return _describe(fault) + AFTER_RETRIES
-        if info.get("size") is None:
-            return "its server does not report its size"
-        tags = (
-            "ETag",
-            "etag",
-            "Content-MD5",
-            "md5Hash",
-            "Last-Modified",
-            "LastModified",
-            "mtime",
-            "updated",
-            "created",
-        )
-        stamp = next((str(info[tag]) for tag in tags if info.get(tag)), "")
-        return Shard(path=path, size=int(info["size"]), stamp=stamp)
+        return _shard(path, info) or "its server does not report its size"
+
+    def ask(self, urls: Sequence[str]) -> list[Shard | None]:
+        """As `inspect`, in one attempt, and without a reason where that fails."""
+        found: list[Shard | None] = []
+        while len(found) < len(urls):
+            with self._limit.requests(len(urls) - len(found)) as (count, failed):
+                some = urls[len(found) : len(found) + count]
+                answers = self._infos(some)
+                failed += filter(_is_overload, answers)
+                found += [
+                    None if isinstance(info, BaseException) else _shard(url, info)
+                    for url, info in zip(some, answers, strict=True)
+                ]
+        return found
+
+    def _infos(self, urls: Sequence[str]) -> list[Any]:
+        """What the server says about each file, or an exception; all at a time where the file system can."""
+        if self._fs.async_impl:
+            from fsspec.asyn import sync
+
+            async def ask() -> list[Any]:
+                return await asyncio.gather(*map(self._fs._info, urls), return_exceptions=True)
+
+            answers: list[Any] = sync(self._fs.loop, ask)
+            return answers
+
+        def info(url: str) -> Any:
+            try:
+                return self._fs.info(url)
+            except Exception as fault:  # as above
+                return fault
+
+        with ThreadPoolExecutor(_THREADS) as threads:
+            return list(threads.map(info, urls))
 
     def scan(self, shards: Sequence[Shard], scanner: Callable[[Shard, ReadAt], T]) -> Iterator[T]:
         def scan_one(shard: Shard) -> T:
@@ -243,6 +283,26 @@ class RemoteStorage:
 
     def close(self) -> None:
         """Nothing to close: fsspec owns its connections and shares them within the process."""
+
+
+def payload_of(found: Sequence[bytes], errors: Sequence[str | None], allocate: Allocate) -> Payload:
+    """Files, or why each cannot be read, in one buffer."""
+    sizes = [len(data) for data in found]
+    offsets, end = lay_out(sizes)
+    buffer = allocate(end)
+    for offset, size, data in zip(offsets, sizes, found, strict=True):
+        buffer[offset : offset + size] = np.frombuffer(data, dtype=np.uint8)
+    return Payload(buffer=buffer, offsets=offsets, sizes=sizes, errors=errors)
+
+
+def _shard(path: str, info: Mapping[str, Any]) -> Shard | None:
+    """What a server says about a file; None if it does not say its size."""
+    size = info.get("size")
+    return None if size is None else Shard(path=path, size=int(size), stamp=_stamp(info))
+
+
+def _stamp(info: Mapping[str, Any]) -> str:
+    return next((str(info[tag]) for tag in _TAGS if info.get(tag)), "")
 
 
 def _http_options() -> dict[str, Any]:
@@ -282,4 +342,4 @@ def _checked(data: bytes, start: int | None, end: int | None) -> tuple[bytes, st
         return data, None
     if len(data) > end - start:
         return b"", f"its server sent {len(data)} bytes for a range of {end - start}; it must support range requests"
-    return b"", _TOO_SHORT
+    return b"", TOO_SHORT

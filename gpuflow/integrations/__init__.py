@@ -1,0 +1,8 @@
+"""Loaders for the trainers of other libraries.
+
+lightning.py    a LightningDataModule
+accelerate.py   a loader that takes its rank, its device and its checkpoints from an Accelerator
+timm.py         timm's `create_loader`
+"""
+
+__all__: list[str] = []

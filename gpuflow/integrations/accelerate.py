@@ -1,0 +1,117 @@
+"""A loader for Hugging Face Accelerate: rank and device from an Accelerator, state in what `save_state` writes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import gpuflow
+from gpuflow.loader.batch import Batch
+from gpuflow.loader.loader import Loader
+from gpuflow.sources import Source
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from accelerate.state import GradientState
+
+__all__ = ["AccelerateLoader", "load"]
+
+
+def load(
+    accelerator: Accelerator, path: str | Path, name: str = "train", *, overrides: Sequence[str] = ()
+) -> AccelerateLoader:
+    """As `gpuflow.load`, for the process and device of an Accelerator, with the state in its checkpoints.
+
+    `accelerator.prepare` returns the loader unchanged. `accelerator.load_state` sets it back to the next batch, so
+    `skip_first_batches` is not needed: the next `for` goes on within the epoch.
+
+    Args:
+        accelerator: the Accelerator. Objects are checkpointed in the order in which they were made.
+        path: the YAML file.
+        name: the pipeline.
+        overrides: dotted assignments such as `run.threads=8`.
+
+    Raises:
+        ConfigError, SourceError: as `gpuflow.load`.
+    """
+    loader = gpuflow.load(
+        path,
+        name,
+        rank=accelerator.process_index,
+        world_size=accelerator.num_processes,
+        device=accelerator.device if accelerator.device.type == "cuda" else None,
+        overrides=overrides,
+    )
+    own = AccelerateLoader(loader, accelerator.gradient_state)
+    accelerator.register_for_checkpointing(own)
+    return own
+
+
+class AccelerateLoader:
+    """A `Loader` that says to Accelerate when an epoch ends, for `accumulate`, and how many samples of the last step
+    are not wrapped around, for `gather_for_metrics`.
+
+    end_of_dataloader: whether the last batch was handed out. remainder: samples of all ranks in the last step, 0 if it
+    is full; -1 between epochs.
+    """
+
+    def __init__(self, loader: Loader, state: GradientState) -> None:
+        self.loader = loader
+        self._state = state
+        self.end_of_dataloader, self.remainder = False, -1
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Batch]:
+        loader = self.loader
+        left = loader.steps_left
+        self.end_of_dataloader = False
+        self.remainder = -1 if loader.drop_last else len(loader.dataset) % loader.samples_per_step
+        self._state._add_dataloader(self)
+        try:
+            for step, batch in enumerate(loader, start=1):
+                self.end_of_dataloader = step == left
+                yield batch
+        finally:
+            self._state._remove_dataloader(self)
+            self.end_of_dataloader, self.remainder = False, -1
+
+    @property
+    def dataset(self) -> Source:
+        return self.loader.dataset
+
+    @property
+    def batch_size(self) -> int:
+        return self.loader.batch_size
+
+    @property
+    def total_batch_size(self) -> int:
+        """Of all processes."""
+        return self.loader.samples_per_step
+
+    @property
+    def sampler(self) -> Any:
+        """There is none. `skip_first_batches` asks for it."""
+        raise AttributeError(
+            "a gpuflow loader has no sampler: skip_first_batches is not needed, because accelerator.load_state sets "
+            "the loader back to the next batch; iterate the loader itself"
+        )
+
+    def set_epoch(self, epoch: int) -> None:
+        """See `Loader.set_epoch`."""
+        self.loader.set_epoch(epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.loader.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `Loader.load_state_dict`."""
+        self.loader.load_state_dict(state)
+
+    def stats(self) -> dict[str, Any]:
+        return self.loader.stats()
+
+    def close(self) -> None:
+        self.loader.close()

@@ -1,0 +1,179 @@
+"""A LightningDataModule of the pipelines of one file: ranks and device from the trainer, state in its checkpoints."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gpuflow.config import Config, read_config
+from gpuflow.errors import MissingExtra, StateError
+from gpuflow.loader.assemble import build_loader, open_whole
+from gpuflow.loader.batch import Batch
+from gpuflow.loader.loader import Loader
+from gpuflow.runtime.cpu_budget import cpu_quota, share_of_cores
+from gpuflow.sources import Source
+from gpuflow.vocabulary import stage_table
+
+try:
+    from lightning.pytorch import LightningDataModule
+except ImportError:
+    try:
+        from pytorch_lightning import LightningDataModule
+    except ImportError as error:
+        raise MissingExtra("the DataModule", "lightning", "lightning") from error
+
+__all__ = ["DataModule", "EpochLoader"]
+
+
+class DataModule(LightningDataModule):  # type: ignore[misc, unused-ignore]
+    """The pipelines of a YAML file for a Lightning `Trainer`.
+
+    Rank, number of ranks and device are the trainer's. Each epoch is the trainer's `current_epoch`, and a checkpoint
+    of the trainer holds the training loader's state, also within an epoch: `fit(..., ckpt_path=...)` goes on with the
+    next batch. The batches are already on the device.
+
+    Args:
+        config: the YAML file.
+        train, val, test, predict: the pipelines for the trainer's four loops. Without a pipeline `val` there is no
+            validation.
+        overrides: dotted assignments such as `run.threads=8`.
+
+    Raises:
+        ConfigError: the file, with every located problem.
+    """
+
+    def __init__(
+        self,
+        config: str | Path,
+        *,
+        train: str = "train",
+        val: str = "val",
+        test: str = "test",
+        predict: str = "predict",
+        overrides: Sequence[str] = (),
+    ) -> None:
+        super().__init__()
+        self._config = read_config(config, stage_table(), overrides)
+        self._names = {"fit": train, "validate": val, "test": test, "predict": predict}
+        self._whole: Source | None = None
+        self._loaders: dict[str, EpochLoader] = {}
+
+    def train_dataloader(self) -> EpochLoader:
+        return self._loader("fit")
+
+    def val_dataloader(self) -> EpochLoader | list[EpochLoader]:
+        return self._loader("validate") if self._names["validate"] in self._config.pipelines else []
+
+    def test_dataloader(self) -> EpochLoader:
+        return self._loader("test")
+
+    def predict_dataloader(self) -> EpochLoader:
+        return self._loader("predict")
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        """A loader's batch as it is, with its indices and fields, where it is on the device already."""
+        if isinstance(batch, Batch) and batch.indices.device == device:
+            return batch
+        return super().transfer_batch_to_device(batch, device, dataloader_idx)
+
+    def teardown(self, stage: str) -> None:
+        """End the loaders' threads. The trainer calls this after each of `fit`, `validate`, `test` and `predict`."""
+        self._close()
+
+    def on_exception(self, exception: BaseException) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        self._whole = None
+        while self._loaders:
+            self._loaders.popitem()[1].close()
+
+    def _loader(self, loop: str) -> EpochLoader:
+        if loop not in self._loaders:
+            trainer, name = self.trainer, self._names[loop]
+            if self._whole is None:
+                self._whole = open_whole(self._config)
+            device = trainer.strategy.root_device if trainer is not None else None
+            loader = build_loader(
+                _of_rank(self._config, trainer.num_devices if trainer is not None else 1),
+                name,
+                rank=trainer.global_rank if trainer is not None else 0,
+                world_size=trainer.world_size if trainer is not None else 1,
+                device=device if device is not None and device.type == "cuda" else None,
+                whole=self._whole,
+            )
+            self._loaders[loop] = EpochLoader(loader, lambda: None if trainer is None else trainer.current_epoch)
+        return self._loaders[loop]
+
+
+class EpochLoader:
+    """A `Loader` whose epoch is the trainer's: each `for` runs the epoch that `epoch` returns, from its start or from a
+    restored position within it.
+
+    `epoch` is called with the first batch. Lightning makes iterators earlier, more than once for an epoch, and before
+    it has counted the epoch that a checkpoint completes.
+    """
+
+    def __init__(self, loader: Loader, epoch: Callable[[], int | None]) -> None:
+        self.loader = loader
+        self._epoch = epoch
+        self._restored: Mapping[str, Any] = {}
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Batch]:
+        if (epoch := self._epoch()) is not None:
+            if self._restored:
+                self._require_equal_steps(epoch)
+                self._restored = {}
+            self.loader.set_epoch(epoch)
+        yield from self.loader
+
+    @property
+    def dataset(self) -> Source:
+        return self.loader.dataset
+
+    @property
+    def batch_size(self) -> int:
+        return self.loader.batch_size
+
+    def state_dict(self) -> dict[str, Any]:
+        """The loader's, and the samples of a step on all ranks."""
+        return {**self.loader.state_dict(), "samples_per_step": self.loader.samples_per_step}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `Loader.load_state_dict`."""
+        self.loader.load_state_dict(state)
+        self._restored = state
+
+    def _require_equal_steps(self, epoch: int) -> None:
+        """Refuse to go on within an epoch whose steps had other numbers of samples: the trainer counts steps."""
+        state, here = self._restored, self.loader.samples_per_step
+        there = state.get("samples_per_step", here)
+        if there != here and state["position"] and state["epoch"] == epoch:
+            raise StateError(
+                f"the checkpoint is of the middle of an epoch whose steps have {there} samples on all ranks, here they "
+                f"have {here}, and Lightning counts steps; restore it with the same batch size and number of ranks, "
+                "or restore a checkpoint of an epoch's end"
+            )
+
+    def stats(self) -> dict[str, Any]:
+        return self.loader.stats()
+
+    def close(self) -> None:
+        self.loader.close()
+
+
+def _of_rank(config: Config, ranks: int) -> Config:
+    """`config` with this rank's share of the cores, where the file leaves them to us and torchrun does not say how many
+    ranks the host has."""
+    if config.run.threads != "auto" or "LOCAL_WORLD_SIZE" in os.environ:
+        return config
+    threads = share_of_cores(len(os.sched_getaffinity(0)), cpu_quota(), ranks)
+    return dataclasses.replace(config, run=config.run.model_copy(update={"threads": threads}))

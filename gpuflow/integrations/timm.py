@@ -1,0 +1,402 @@
+"""`create_loader` with timm's signature: its parameters as stages, and the attributes that timm's scripts use."""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gpuflow.config import Config, check_config, read_config
+from gpuflow.config.yaml_file import read_yaml
+from gpuflow.errors import ConfigError, Problem
+from gpuflow.loader.assemble import build_loader
+from gpuflow.loader.batch import Batch
+from gpuflow.loader.loader import Loader
+from gpuflow.runtime.ranks import Ranks
+from gpuflow.sources import Source
+from gpuflow.vocabulary import stage_table
+
+__all__ = ["EpochSampler", "TimmLoader", "create_loader"]
+
+_PLACE = "timm.create_loader:"
+_MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+_CROP_PCT = 0.875
+_DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+_SCHEDULE = "input_size_choices", "batch_size_choices", "batch_choice_weights", "batch_schedule_epochs", "num_batches"
+_MIX_ACTION = "leave it out, and mix in the loop with timm's Mixup"
+Size = int | tuple[int, ...] | list[int]
+
+
+def create_loader(
+    dataset: Any,
+    input_size: Size,
+    batch_size: int,
+    is_training: bool = False,
+    no_aug: bool = False,
+    re_prob: float = 0.0,
+    re_mode: str = "const",
+    re_count: int = 1,
+    re_split: bool = False,
+    train_crop_mode: str | None = None,
+    scale: Sequence[float] | None = None,
+    ratio: Sequence[float] | None = None,
+    hflip: float = 0.5,
+    vflip: float = 0.0,
+    color_jitter: float | Sequence[float] | None = 0.4,
+    color_jitter_prob: float | None = None,
+    grayscale_prob: float = 0.0,
+    gaussian_blur_prob: float = 0.0,
+    auto_augment: str | None = None,
+    num_aug_repeats: int = 0,
+    num_aug_splits: int = 0,
+    interpolation: str = "bilinear",
+    mean: Sequence[float] = _MEAN,
+    std: Sequence[float] = _STD,
+    num_workers: int = 1,
+    distributed: bool = False,
+    crop_pct: float | None = None,
+    crop_mode: str | None = None,
+    crop_border_pixels: int | None = None,
+    collate_fn: Callable[..., Any] | None = None,
+    pin_memory: bool = False,
+    fp16: bool = False,
+    img_dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cuda",
+    use_prefetcher: bool = True,
+    use_multi_epochs_loader: bool = False,
+    persistent_workers: bool = True,
+    worker_seeding: str = "all",
+    tf_preprocessing: bool = False,
+    *,
+    augment: Sequence[Mapping[str, Any]] = (),
+    seed: int = 0,
+    **schedule: Any,
+) -> TimmLoader:
+    """A loader as timm's `create_loader` makes it: normalized images and labels on `device`.
+
+    The parameters are timm's. `num_workers`, `pin_memory`, `use_multi_epochs_loader`, `persistent_workers` and
+    `worker_seeding` say how timm's worker processes run and change no pixel; here they are without effect, `run` in a
+    YAML file says how many threads there are. What a sample draws depends on the seed, the epoch and its place alone.
+
+    Args:
+        dataset: timm's dataset of a folder, an ImageFolder, or the path of a YAML file, whose `source` and `run` are
+            taken. The dataset's own transform is not used.
+        augment: stages in the place of `auto_augment`, as in a file: `[{"rand_augment": {"magnitude": 9}}]`. As with
+            `auto_augment`, there is no colour jitter then.
+        seed: of the order and of what stages draw, where `dataset` is no file.
+
+    Raises:
+        ConfigError: each parameter that gpuflow cannot honour, with what to do instead.
+        TypeError: timm has no such parameter either.
+    """
+    given = locals()
+    if unknown := sorted(set(schedule) - {*_SCHEDULE, *_SCHEDULE_DEFAULTS}):
+        raise TypeError(f"create_loader() has no parameter {unknown[0]!r}")
+    problems = [*_refused(given), *_refused_schedule(schedule)]
+    size, channels = _size(input_size, len(mean))
+    color = {1: "gray", 3: "rgb"}.get(channels)
+    if color is None:
+        problems.append(_problem("input_size", "must have 1 or 3 channels", input_size))
+    mixing, classes = _mixing(collate_fn, problems)
+    if problems:
+        raise ConfigError(problems)
+    stages: list[dict[str, Any]] = [{"decode": {"color": color}}]
+    if is_training and not no_aug:
+        stages += _training_stages(given, size)
+    elif is_training:
+        stages += _exact_stages(input_size, size, "bilinear" if interpolation == "random" else interpolation)
+    else:
+        stages += _evaluation_stages(size, crop_pct or _CROP_PCT, crop_mode, interpolation)
+    dtype = "float16" if fp16 else _DTYPES[img_dtype]
+    stages.append({"normalize": {"mean": list(mean), "std": list(std), "dtype": dtype}})
+    if is_training and not no_aug and re_prob > 0 and re_mode == "pixel":
+        erasing = {"name": "RandomErasing", "p": re_prob, "scale": [0.02, 1 / 3], "ratio": [0.3, 1 / 0.3]}
+        stages.append({"torchvision": {**erasing, "value": "random"}})
+    name = "train" if is_training else "val"
+    pipeline = {"stages": stages, "batch": {"size": batch_size, "drop_last": is_training}, "shuffle": is_training}
+    ranks = Ranks.of_process() if distributed else Ranks()
+
+    def build(enabled: bool) -> Loader:
+        own = pipeline if mixing is None else {**pipeline, "stages": [*stages, _mixing_stage(mixing, enabled)]}
+        loader = _load(dataset, name, own, seed, ranks, distributed, torch.device(device) if use_prefetcher else None)
+        if classes is not None and len(loader.classes) != classes:
+            loader.close()
+            rule = f"must mix labels of the source's {len(loader.classes)} classes"
+            raise ConfigError([_problem("collate_fn", rule, classes, "set num_classes of FastCollateMixup")])
+        return loader
+
+    return TimmLoader(build, mixes=mixing is not None)
+
+
+class TimmLoader:
+    """A `Loader` with the attributes of timm's: `mixup_enabled`, `sampler.set_epoch`, `dataset`.
+
+    Args:
+        build: makes the loader with or without mixing. mixes: whether there is anything to mix.
+    """
+
+    def __init__(self, build: Callable[[bool], Loader], *, mixes: bool) -> None:
+        self._build, self._mixes, self._mixing = build, mixes, mixes
+        self.loader = build(mixes)
+        self.sampler = EpochSampler(self)
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return iter(self.loader)
+
+    @property
+    def dataset(self) -> Source:
+        return self.loader.dataset
+
+    @property
+    def batch_size(self) -> int:
+        return self.loader.batch_size
+
+    @property
+    def mixup_enabled(self) -> bool:
+        """Whether samples are mixed. Without FastCollateMixup they never are, and setting it changes nothing.
+
+        With false, labels stay probabilities. A change holds from the next `for` on.
+        """
+        return self._mixing
+
+    @mixup_enabled.setter
+    def mixup_enabled(self, enabled: bool) -> None:
+        if self._mixes and enabled != self._mixing:
+            epoch = self.loader.upcoming_epoch
+            self.loader.close()
+            self.loader, self._mixing = self._build(enabled), enabled
+            self.loader.set_epoch(epoch)
+
+    def set_epoch(self, epoch: int) -> None:
+        """See `Loader.set_epoch`."""
+        self.loader.set_epoch(epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**self.loader.state_dict(), "mixup_enabled": self._mixing}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `Loader.load_state_dict`."""
+        self.mixup_enabled = bool(state.get("mixup_enabled", self._mixing))
+        self.loader.load_state_dict(state)
+
+    def stats(self) -> dict[str, Any]:
+        return self.loader.stats()
+
+    def close(self) -> None:
+        self.loader.close()
+
+
+class EpochSampler:
+    """What timm's scripts ask a loader's sampler: `set_epoch`, and the number of samples of this rank."""
+
+    def __init__(self, loader: TimmLoader) -> None:
+        self._loader = loader
+
+    def __len__(self) -> int:
+        return len(self._loader) * self._loader.batch_size
+
+    def set_epoch(self, epoch: int) -> None:
+        """See `Loader.set_epoch`."""
+        self._loader.set_epoch(epoch)
+
+
+# --- what cannot be honoured ------------------------------------------------------------------------------------------
+
+_SCHEDULE_DEFAULTS = {
+    "batch_choice_seed": 0,
+    "batch_choice_schedule": "constant",
+    "batch_schedule_spread": 0.65,
+    "batch_schedule_random_mix": 0.1,
+}
+
+
+def _problem(name: str, rule: str, value: object, action: str = "") -> Problem:
+    return Problem(_PLACE, rule, value, action, (name,), "config.conflict")
+
+
+def _refused(given: Mapping[str, Any]) -> Iterator[Problem]:
+    """A problem for each parameter that says something that gpuflow does not do."""
+    training, erases = given["is_training"] and not given["no_aug"], given["re_prob"] > 0
+    draws = "use timm's loader for it"
+    if given["tf_preprocessing"]:
+        yield _problem("tf_preprocessing", "is not offered, and must be false", True, draws)
+    if given["num_aug_repeats"]:
+        yield _problem("num_aug_repeats", "must be 0", given["num_aug_repeats"], draws)
+    if given["num_aug_splits"]:
+        yield _problem("num_aug_splits", "must be 0", given["num_aug_splits"], draws)
+    if given["img_dtype"] not in _DTYPES:
+        yield _problem("img_dtype", "must be float32, float16 or bfloat16", str(given["img_dtype"]))
+    known = ("bilinear", "bicubic", "nearest")
+    if given["interpolation"] not in known and not (given["no_aug"] and given["interpolation"] == "random"):
+        action = "choose bilinear, as --train-interpolation bilinear"
+        yield _problem("interpolation", f"must be one of {', '.join(known)}", given["interpolation"], action)
+    if training:
+        if given["train_crop_mode"] not in (None, "rrc"):
+            yield _problem("train_crop_mode", "must be 'rrc'", given["train_crop_mode"], draws)
+        if given["auto_augment"]:
+            action = "pass augment=[{'rand_augment': {'magnitude': 9}}], whose magnitudes are torchvision's"
+            yield _problem("auto_augment", "is timm's own policy, and must be None", given["auto_augment"], action)
+        if erases and given["re_mode"] not in ("const", "pixel"):
+            yield _problem("re_mode", "must be 'const' or 'pixel'", given["re_mode"])
+        if erases and given["re_count"] != 1:
+            yield _problem("re_count", "must be 1", given["re_count"])
+        if erases and given["re_split"]:
+            yield _problem("re_split", "must be false", True)
+    if not given["is_training"]:
+        if given["crop_border_pixels"]:
+            yield _problem("crop_border_pixels", "must be 0", given["crop_border_pixels"], draws)
+        if given["crop_mode"] not in (None, "center", "squash"):
+            yield _problem("crop_mode", "must be 'center' or 'squash'", given["crop_mode"], draws)
+        size, _ = _size(given["input_size"], 3)
+        if given["crop_mode"] != "squash" and size[0] != size[1]:
+            rule = "must be a square where crop_mode is 'center'"
+            yield _problem("input_size", rule, given["input_size"], "pass crop_mode='squash', or use timm's loader")
+
+
+def _refused_schedule(schedule: Mapping[str, Any]) -> Iterator[Problem]:
+    """Problems of the parameters of sizes that change from batch to batch."""
+    for name, value in schedule.items():
+        if value != _SCHEDULE_DEFAULTS.get(name):
+            yield _problem(
+                name, "is not offered: all batches have one size", value, "leave it out, or use timm's loader"
+            )
+
+
+def _size(input_size: Size, channels: int) -> tuple[tuple[int, int], int]:
+    """(height, width), and the number of channels."""
+    if isinstance(input_size, int):
+        return (input_size, input_size), channels
+    return (input_size[-2], input_size[-1]), input_size[0] if len(input_size) == 3 else channels
+
+
+# --- stages -----------------------------------------------------------------------------------------------------------
+
+
+def _training_stages(given: Mapping[str, Any], size: tuple[int, int]) -> Iterator[dict[str, Any]]:
+    """The stages of `timm.data.create_transform(is_training=True)`, but for normalize."""
+    crop = {"size": list(size), "interpolation": given["interpolation"]}
+    for name in ("scale", "ratio"):
+        if given[name]:
+            crop[name] = list(given[name])
+    yield {"random_resized_crop": crop}
+    if given["hflip"] > 0 or given["vflip"] > 0:
+        yield {"flip": {"horizontal": given["hflip"], "vertical": given["vflip"]}}
+    jitter = given["color_jitter"]
+    if given["augment"]:
+        yield from map(dict, given["augment"])
+    elif jitter is not None:
+        factors = (jitter,) * 3 if isinstance(jitter, (int, float)) else tuple(jitter)
+        probability = 1.0 if given["color_jitter_prob"] is None else given["color_jitter_prob"]
+        names = ("brightness", "contrast", "saturation", "hue")
+        yield {"color_jitter": {**dict(zip(names, factors, strict=False)), "probability": probability}}
+    if given["grayscale_prob"]:
+        yield {"grayscale": {"probability": given["grayscale_prob"]}}
+    if given["gaussian_blur_prob"]:
+        yield {"gaussian_blur": {"kernel_size": 23, "probability": given["gaussian_blur_prob"]}}
+    if given["re_prob"] > 0 and given["re_mode"] == "const":  # timm erases behind normalize, where the mean colour is 0
+        box = {"scale": [0.02, 1 / 3], "ratio": [0.3, 1 / 0.3]}
+        colour = [round(255 * level) for level in given["mean"]]
+        yield {"random_erasing": {"probability": given["re_prob"], **box, "value": colour}}
+
+
+def _exact_stages(input_size: Size, size: tuple[int, int], interpolation: str) -> Iterator[dict[str, Any]]:
+    """Training without augmentations: a number is the shorter side, a pair is both sides."""
+    sides = {"shorter": input_size} if isinstance(input_size, int) else {"height": size[0], "width": size[1]}
+    yield {"resize": {**sides, "interpolation": interpolation}}
+    yield {"center_crop": {"size": list(size)}}
+
+
+def _evaluation_stages(
+    size: tuple[int, int], crop_pct: float, crop_mode: str | None, interpolation: str
+) -> Iterator[dict[str, Any]]:
+    height, width = (math.floor(side / crop_pct) for side in size)
+    sides = {"height": height, "width": width} if crop_mode == "squash" else {"shorter": height}
+    yield {"resize": {**sides, "interpolation": interpolation}}
+    yield {"center_crop": {"size": list(size)}}
+
+
+def _mixing(collate_fn: Callable[..., Any] | None, problems: list[Problem]) -> tuple[Any, int | None]:
+    """FastCollateMixup and its number of classes, if that is given."""
+    if collate_fn is None:
+        return None, None
+    if type(collate_fn).__name__ != "FastCollateMixup":
+        rule = "must be None or timm's FastCollateMixup: batches are not collated in Python"
+        problems.append(_problem("collate_fn", rule, getattr(collate_fn, "__name__", type(collate_fn).__name__)))
+        return None, None
+    mixing: Any = collate_fn
+    if mixing.cutmix_minmax is not None:
+        problems.append(_problem("collate_fn", "must have no cutmix_minmax", mixing.cutmix_minmax, _MIX_ACTION))
+    if getattr(mixing, "multi_label", False):
+        problems.append(_problem("collate_fn", "must have multi_label=False", True, _MIX_ACTION))
+    if mixing.mode not in ("batch", "pair", "elem"):
+        problems.append(_problem("collate_fn", "must have mode batch, pair or elem", mixing.mode, _MIX_ACTION))
+    return mixing, mixing.num_classes
+
+
+def _mixing_stage(mixing: Any, enabled: bool) -> dict[str, Any]:
+    shared = {
+        "probability": mixing.mix_prob if enabled else 0.0,
+        "mode": mixing.mode,
+        "label_smoothing": mixing.label_smoothing,
+        "correct_lambda": mixing.correct_lam,
+    }
+    if mixing.mixup_alpha > 0:
+        alphas = {"alpha": mixing.mixup_alpha, "cutmix_alpha": mixing.cutmix_alpha}
+        return {"mixup": {**alphas, "switch_probability": mixing.switch_prob, **shared}}
+    return {"cutmix": {"alpha": mixing.cutmix_alpha, **shared}}
+
+
+# --- the source -------------------------------------------------------------------------------------------------------
+
+
+def _load(
+    dataset: Any,
+    name: str,
+    pipeline: Mapping[str, Any],
+    seed: int,
+    ranks: Ranks,
+    distributed: bool,
+    device: torch.device | None,
+) -> Loader:
+    def build(config: Config) -> Loader:
+        return build_loader(
+            config, name, rank=ranks.rank, world_size=ranks.world_size, device=device, rank_given=not distributed
+        )
+
+    def config_of(source: object, **blocks: Any) -> Config:
+        data = {"source": source, "pipelines": {name: dict(pipeline)}, **blocks}
+        return check_config(data, stage_table(), place=_PLACE.removesuffix(":"))
+
+    if isinstance(dataset, (str, Path)):
+        read_config(dataset, stage_table())  # reports the file's own faults, with their lines
+        data, _ = read_yaml(str(dataset))
+        return build(config_of(data["source"], run=data.get("run", {})))
+    samples, classes = _samples(dataset)
+    with tempfile.TemporaryDirectory() as folder:
+        listing = Path(folder) / "samples.jsonl"
+        with listing.open("w", encoding="utf-8") as file:
+            for path, label in samples:
+                file.write(json.dumps({"path": str(Path(path).absolute()), "label": classes[label]}) + "\n")
+        return build(config_of({"listing": str(listing), "classes": classes, "seed": seed}))
+
+
+def _samples(dataset: Any) -> tuple[Iterable[tuple[str, int]], list[str]]:
+    """The paths and labels of timm's or torchvision's dataset of files, and the names of its classes."""
+    reader = getattr(dataset, "reader", dataset)
+    samples, places = getattr(reader, "samples", None), getattr(reader, "class_to_idx", None)
+    if samples is None or places is None:
+        rule = "must be a dataset of files with `samples` and `class_to_idx`, or the path of a YAML file"
+        action = "name the data in the block source of a YAML file"
+        raise ConfigError([_problem("dataset", rule, type(dataset).__name__, action)])
+    if getattr(dataset, "target_transform", None) is not None:
+        rule, action = "must have no target_transform", "map the labels in the loop"
+        raise ConfigError([_problem("dataset", rule, dataset.target_transform, action)])
+    return samples, sorted(places, key=places.__getitem__)

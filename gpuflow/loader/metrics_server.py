@@ -1,0 +1,121 @@
+"""Serves the numbers of running loaders over HTTP in Prometheus' text format.
+
+All have the labels pipeline and rank; counters run from the making of the loader, over all epochs.
+
+gpuflow_loader_epoch                          the epoch under way, or the last one
+gpuflow_loader_batches_total                  batches that the loop got
+gpuflow_loader_wait_seconds_total             how long the loop waited for them
+gpuflow_loader_bad_samples_total              bad samples
+gpuflow_loader_stage_images_total{stage}      images that a stage finished
+gpuflow_loader_stage_busy_seconds_total{stage}  seconds that its threads worked, together
+gpuflow_loader_stage_threads{stage}           its threads
+gpuflow_loader_stage_read_bytes_total{stage}  bytes that it read
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+from wsgiref.simple_server import WSGIServer
+
+from gpuflow.errors import LoaderError, MissingExtra
+from gpuflow.loader.loader import Loader
+from gpuflow.runtime.ranks import Ranks
+
+if TYPE_CHECKING:
+    from prometheus_client import Metric
+
+__all__ = ["MetricsServer", "serve_metrics"]
+
+_STOP_SECONDS = 5.0
+_LABELS = ["pipeline", "rank"]
+
+
+def serve_metrics(loaders: Loader | Mapping[str, Loader], *, port: int, address: str = "127.0.0.1") -> MetricsServer:
+    """Serve the numbers of loaders to Prometheus, at `http://address:port/metrics`, until `close`.
+
+    Each rank serves its own: the one with the local rank r of its host listens at port + r. `address="0.0.0.0"` lets
+    other hosts in; there is no password.
+
+    Args:
+        loaders: one, or several by the value that the label `pipeline` gets.
+        port: of local rank 0; 0 is any free one.
+        address: of the network interface.
+
+    Raises:
+        MissingExtra: prometheus-client is not installed.
+        LoaderError: the port is taken.
+    """
+    try:
+        from prometheus_client import CollectorRegistry, start_http_server
+    except ImportError as error:
+        raise MissingExtra("serving metrics", "prometheus-client", "serve") from error
+    named = {loaders.pipeline.name: loaders} if isinstance(loaders, Loader) else dict(loaders)
+    registry = CollectorRegistry()
+    registry.register(_Collector(named))
+    own = port + (Ranks.on_host().local_rank or 0) if port else 0
+    try:
+        server, thread = start_http_server(own, address, registry)
+    except OSError as error:
+        raise LoaderError(
+            f"metrics cannot be served at {address}:{own}: {error.strerror}; choose another port"
+        ) from error
+    return MetricsServer(server, thread)
+
+
+class MetricsServer:
+    """Metrics that are being served. port: where."""
+
+    def __init__(self, server: WSGIServer, thread: threading.Thread) -> None:
+        self._server, self._thread = server, thread
+        self.port = int(server.server_port)
+
+    def close(self) -> None:
+        """End the server and its thread."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(_STOP_SECONDS)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class _Collector:
+    """Reads the loaders when Prometheus asks."""
+
+    def __init__(self, loaders: Mapping[str, Loader]) -> None:
+        self._loaders = loaders
+
+    def collect(self) -> Iterator[Metric]:
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        def family(kind: type[Any], name: str, text: str, *labels: str) -> Any:
+            return kind(f"gpuflow_loader_{name}", text, labels=[*_LABELS, *labels])
+
+        epoch = family(GaugeMetricFamily, "epoch", "The epoch under way, or the last one.")
+        batches = family(CounterMetricFamily, "batches", "Batches that the loop got.")
+        waited = family(CounterMetricFamily, "wait_seconds", "Seconds that the loop waited for batches.")
+        bad = family(CounterMetricFamily, "bad_samples", "Bad samples.")
+        images = family(CounterMetricFamily, "stage_images", "Images that a stage finished.", "stage")
+        busy = family(CounterMetricFamily, "stage_busy_seconds", "Seconds that a stage's threads worked.", "stage")
+        threads = family(GaugeMetricFamily, "stage_threads", "Threads of a stage.", "stage")
+        read = family(CounterMetricFamily, "stage_read_bytes", "Bytes that a stage read.", "stage")
+        for name, loader in self._loaders.items():
+            own, totals = [name, str(loader.rank)], loader.totals()
+            epoch.add_metric(own, totals.epoch)
+            batches.add_metric(own, totals.batches)
+            waited.add_metric(own, totals.waited_s)
+            bad.add_metric(own, totals.bad)
+            for stage, (done, count) in totals.stages.items():
+                images.add_metric([*own, stage], done.samples)
+                busy.add_metric([*own, stage], done.busy_s)
+                threads.add_metric([*own, stage], count)
+                read.add_metric([*own, stage], done.read_bytes)
+        yield from (epoch, batches, waited, bad, images, busy, threads, read)

@@ -1,0 +1,372 @@
+"""Reads files behind URLs through a cache on a local disk: what is not in it is downloaded once for all processes.
+
+Files are kept whole, shards in blocks of 1 MiB. Samples of a shard are read in random order, so a block that is
+downloaded for one of them serves its neighbours; whole shards would have to be there before their first sample, and the
+samples alone would be as many requests as without a cache.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import TypeVar, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpuflow.errors import SourceError
+from gpuflow.sources.payload import Allocate, Payload
+from gpuflow.sources.storage.base import ReadAt, Shard
+from gpuflow.sources.storage.disk_cache import VERSION_BYTES, CacheSpec, Claim, DiskCache
+from gpuflow.sources.storage.remote import TOO_SHORT, FoundFile, RemoteStorage, payload_of
+
+__all__ = ["BLOCK_BYTES", "CachedStorage"]
+
+T = TypeVar("T")
+
+BLOCK_BYTES = 1 << 20
+
+_AT_ONCE = 16
+"""Files or blocks that one thread downloads at a time: its memory, and what others may wait for."""
+_AHEAD = 4
+"""Blocks that are downloaded together where a shard is read from its start to its end."""
+_THREADS = 8
+_WAIT_SECONDS, _POLL_SECONDS = 60.0, 0.005
+"""How long another process may take for what this one needs, too; it then downloads that itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """A whole file, or a block of a shard.
+
+    name: that of the entry in the cache. start, end: of a block. version: of the object; None if it is not known.
+    asked_ns: when the server was asked for the version of this file alone; 0 if it was not.
+    """
+
+    name: str
+    url: str
+    start: int | None = None
+    end: int | None = None
+    version: bytes | None = None
+    asked_ns: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A part of an entry: `size` bytes from `start` on; all where size is None."""
+
+    entry: _Entry
+    start: int = 0
+    size: int | None = None
+
+    def of(self, answer: _Answer) -> _Answer:
+        """The piece of what is in its entry."""
+        if self.size is None or isinstance(answer, str):
+            return answer
+        return answer[self.start : self.start + self.size]
+
+
+_Answer = bytes | str
+"""The bytes, or why they cannot be read."""
+
+
+@final
+class CachedStorage:
+    """A remote storage whose files are kept on a local disk.
+
+    Args:
+        storage: the remote one. spec: where files are kept.
+
+    Raises:
+        SourceError: the folder of the cache cannot be used.
+    """
+
+    remote = True
+
+    def __init__(self, storage: RemoteStorage, spec: CacheSpec) -> None:
+        self._storage = storage
+        self._cache = DiskCache(spec.dir, spec.size)
+        self._listed, self._has_versions = _Listed(), True
+        self._counting = threading.Lock()
+        self._hits = self._misses = self._hit_bytes = self._downloaded_bytes = 0
+
+    def counts(self) -> dict[str, int]:
+        """What this process had from the cache (hits) and from the server (misses) since the source was opened.
+
+        hits: reads of a file or block; misses: files and blocks that were downloaded. damaged: entries whose checksum
+        was wrong, which are misses, too.
+        """
+        with self._counting:
+            return {
+                "hits": self._hits,
+                "misses": self._misses,
+                "damaged": self._cache.damaged,
+                "hit_bytes": self._hit_bytes,
+                "downloaded_bytes": self._downloaded_bytes,
+            }
+
+    # --- what sources read ------------------------------------------------------------------------------------------
+
+    def read(self, paths: Sequence[bytes], allocate: Allocate) -> Payload:
+        urls = list(map(os.fsdecode, paths))
+        digests = list(map(_digest, urls))
+        versions = self._listed.versions(digests)
+        entries = [
+            _Entry(digest.hex(), url, version=version)
+            for digest, url, version in zip(digests, urls, versions, strict=True)
+        ]
+        known, found = self._with_versions(entries)
+        answers = dict(zip(known, self._answers([_Piece(entry) for entry in known.values()]), strict=True)) | found
+        rest = [i for i in range(len(urls)) if i not in answers]
+        if rest:
+            answers |= dict(zip(rest, self._get([entries[i] for i in rest]), strict=True))
+        return _payload([answers[i] for i in range(len(urls))], allocate)
+
+    def read_ranges(
+        self, shards: Sequence[Shard], starts: Sequence[int], sizes: Sequence[int], allocate: Allocate
+    ) -> Payload:
+        if not self._are_versioned(shards):
+            return self._storage.read_ranges(shards, starts, sizes, allocate)
+        pieces = [_pieces(*sample) for sample in zip(shards, starts, sizes, strict=True)]
+        answers = iter(self._answers([piece for sample in pieces for piece in sample]))
+        samples = [_joined([next(answers) for _ in sample], size) for sample, size in zip(pieces, sizes, strict=True)]
+        self._storage.check_unchanged(shards, [sample if isinstance(sample, str) else None for sample in samples])
+        return _payload(samples, allocate)
+
+    def scan(self, shards: Sequence[Shard], scanner: Callable[[Shard, ReadAt], T]) -> Iterator[T]:
+        if not self._are_versioned(shards):
+            yield from self._storage.scan(shards, scanner)
+            return
+        with ThreadPoolExecutor(_THREADS) as threads:
+            yield from threads.map(lambda shard: scanner(shard, self._reader(shard)), shards)
+
+    def _reader(self, shard: Shard) -> ReadAt:
+        """Reads a shard from its start to its end, some blocks at a time."""
+        start, data = 0, b""
+
+        def read_at(offset: int, size: int) -> bytes:
+            nonlocal start, data
+            end = min(offset + size, shard.size)
+            if end <= offset:
+                return b""
+            if not start <= offset <= end <= start + len(data):
+                start = offset - offset % BLOCK_BYTES
+                span = min(max(_AHEAD * BLOCK_BYTES, end - start), shard.size - start)
+                answer = _joined(self._answers(_pieces(shard, start, span)), span)
+                if isinstance(answer, str):
+                    self._storage.check_unchanged([shard], [answer])
+                    raise SourceError(f"{shard.path}: {answer}; check that it can be read in ranges")
+                data = answer
+            return data[offset - start : end - start]
+
+        return read_at
+
+    def find(self, root: str) -> list[FoundFile]:
+        """See `RemoteStorage.find`. The server need not be asked for versions that its listing has."""
+        found = self._storage.find(root)
+        listed = [file for file in found if file.stamp]
+        digests = [_digest(f"{root}/{file.path}") for file in listed]
+        self._listed = _Listed(digests, [_version(file.size, file.stamp) for file in listed])
+        return found
+
+    def load(self, path: str) -> bytes:
+        return self._storage.load(path)
+
+    def inspect(self, paths: Sequence[str]) -> list[Shard | str]:
+        return self._storage.inspect(paths)
+
+    def close(self) -> None:
+        self._cache.close()
+        self._storage.close()
+
+    # --- versions ---------------------------------------------------------------------------------------------------
+
+    def _with_versions(self, entries: Sequence[_Entry]) -> tuple[dict[int, _Entry], dict[int, _Answer]]:
+        """The entries whose version is known, by their numbers, and the files for which none is needed.
+
+        A version that no listing had is asked for, unless a process of this machine has asked since this cache was
+        opened. Files in neither result are not for the cache, because the server does not say.
+        """
+        known = {i: entry for i, entry in enumerate(entries) if entry.version is not None}
+        found: dict[int, _Answer] = {}
+        if not self._has_versions or len(known) == len(entries):
+            return known, found
+        ask = []
+        for i, entry in enumerate(entries):
+            if entry.version is None:
+                data = self._cached(_Piece(entry))
+                if data is None:
+                    ask.append(i)
+                else:
+                    found[i] = data
+        if not self._cache.writing:
+            return known, found
+        now = time.time_ns()
+        for i, info in zip(ask, self._storage.ask([entries[i].url for i in ask]), strict=True):
+            if info is not None and self._are_versioned([info]):
+                known[i] = replace(entries[i], version=_version(info.size, info.stamp), asked_ns=now)
+        return known, found
+
+    def _are_versioned(self, files: Sequence[Shard]) -> bool:
+        """Whether the server says when each of these was changed. Without that an old copy would pass for the new."""
+        without = next((file.path for file in files if not file.stamp), None)
+        if without is None:
+            return True
+        with self._counting:
+            first, self._has_versions = self._has_versions, False
+        if first:
+            warnings.warn(
+                f"{without}: its server gives no ETag and no time of change, so source.cache does not keep it; "
+                "remove source.cache, or use a server that does",
+                stacklevel=2,
+            )
+        return False
+
+    # --- entries ----------------------------------------------------------------------------------------------------
+
+    def _answers(self, pieces: Sequence[_Piece]) -> list[_Answer]:
+        """Each piece, from the cache or from the server."""
+        answers: dict[_Piece, _Answer] = {}
+        missing: dict[_Entry, list[_Piece]] = {}
+        for piece in dict.fromkeys(pieces):
+            data = self._cached(piece)
+            if data is None:
+                missing.setdefault(piece.entry, []).append(piece)
+            else:
+                answers[piece] = data
+        deadline = time.monotonic() + _WAIT_SECONDS
+        waiting = list(missing)
+        while waiting:
+            alone = time.monotonic() > deadline
+            busy = []
+            for first in range(0, len(waiting), _AT_ONCE):
+                for entry, answer in self._download(waiting[first : first + _AT_ONCE], alone=alone):
+                    if answer is None:
+                        busy.append(entry)
+                    else:
+                        answers |= {piece: piece.of(answer) for piece in missing[entry]}
+            if len(busy) == len(waiting):
+                time.sleep(_POLL_SECONDS)
+            waiting = busy
+        return [answers[piece] for piece in pieces]
+
+    def _download(self, entries: Sequence[_Entry], *, alone: bool) -> Iterator[tuple[_Entry, _Answer | None]]:
+        """Yield what is in each entry; None for one that another thread or process downloads at this time.
+
+        alone: download each of them, and store none that another one may store.
+        """
+        mine: dict[_Entry, Claim | None] = {}
+        with ExitStack() as stack:
+            for entry in entries:
+                claim = None if alone else self._cache.claim(entry.name)
+                if claim is None:
+                    if not alone and self._cache.writing:
+                        yield entry, None
+                        continue
+                else:
+                    stack.callback(self._cache.release, claim)
+                    data = self._cached(_Piece(entry))
+                    if data is not None:  # it was stored just now
+                        yield entry, data
+                        continue
+                mine[entry] = claim
+            for (entry, claim), answer in zip(mine.items(), self._get(list(mine)), strict=True):
+                if claim is not None and isinstance(answer, bytes):
+                    assert entry.version is not None
+                    self._cache.store(claim, answer, entry.version, entry.asked_ns)
+                yield entry, answer
+
+    def _cached(self, piece: _Piece) -> bytes | None:
+        entry = piece.entry
+        data = self._cache.read(entry.name, entry.version, piece.start, piece.size)
+        if data is not None:
+            if entry.asked_ns:
+                self._cache.confirm(entry.name, entry.asked_ns)
+            with self._counting:
+                self._hits += 1
+                self._hit_bytes += len(data)
+        return data
+
+    def _get(self, entries: Sequence[_Entry]) -> list[_Answer]:
+        """Entries from the server."""
+        if not entries:
+            return []
+        urls, starts, ends = zip(*((entry.url, entry.start, entry.end) for entry in entries), strict=True)
+        found, errors = self._storage.get(urls, starts, ends)
+        with self._counting:
+            self._misses += errors.count(None)
+            self._downloaded_bytes += sum(map(len, found))
+        return [data if error is None else error for data, error in zip(found, errors, strict=True)]
+
+
+@final
+class _Listed:
+    """The versions of listed files, 24 bytes each, where a mapping would need ten times as much.
+
+    Args:
+        digests, versions: of each file; its digest is that of its URL.
+    """
+
+    def __init__(self, digests: Sequence[bytes] = (), versions: Sequence[bytes] = ()) -> None:
+        keys = _keys(digests)
+        order = np.argsort(keys)
+        self._keys = keys[order]
+        self._versions = np.frombuffer(b"".join(versions), np.uint8).reshape(-1, VERSION_BYTES)[order]
+
+    def versions(self, digests: Sequence[bytes]) -> list[bytes | None]:
+        """The version of each file; None if it was not listed."""
+        if not len(self._keys):
+            return [None] * len(digests)
+        keys = _keys(digests)
+        places = np.minimum(np.searchsorted(self._keys, keys), len(self._keys) - 1)
+        known = self._keys[places] == keys
+        return [
+            self._versions[place].tobytes() if is_known else None for place, is_known in zip(places, known, strict=True)
+        ]
+
+
+def _keys(digests: Sequence[bytes]) -> NDArray[np.uint64]:
+    return np.frombuffer(b"".join(digest[:8] for digest in digests), np.uint64)
+
+
+def _pieces(shard: Shard, start: int, size: int) -> list[_Piece]:
+    """The parts of blocks that are a range of a shard."""
+    version, end = _version(shard.size, shard.stamp), min(start + size, shard.size)
+    pieces = []
+    for first in range(start - start % BLOCK_BYTES, end, BLOCK_BYTES):
+        last = min(first + BLOCK_BYTES, shard.size)
+        name = _digest(f"{shard.path}\0{first}\0{BLOCK_BYTES}").hex()
+        at, until = max(start, first), min(end, last)
+        pieces.append(_Piece(_Entry(name, shard.path, first, last, version), at - first, until - at))
+    return pieces
+
+
+def _joined(answers: Sequence[_Answer], size: int) -> _Answer:
+    """The parts of a sample as one, or the first error."""
+    found = []
+    for answer in answers:
+        if isinstance(answer, str):
+            return answer
+        found.append(answer)
+    data = b"".join(found)
+    return data if len(data) == size > 0 else TOO_SHORT if size else "empty file"
+
+
+def _payload(answers: Sequence[_Answer], allocate: Allocate) -> Payload:
+    found = [b"" if isinstance(answer, str) else answer for answer in answers]
+    return payload_of(found, [answer if isinstance(answer, str) else None for answer in answers], allocate)
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.blake2b(text.encode("utf-8", "surrogateescape"), digest_size=16).digest()
+
+
+def _version(size: int, stamp: str) -> bytes:
+    return hashlib.blake2b(f"{size} {stamp}".encode(), digest_size=VERSION_BYTES).digest()

@@ -1,0 +1,444 @@
+"""A bounded folder of downloaded files and blocks on a local disk, which the processes of one machine share.
+
+    gpuflow-cache       which format the folder has
+    used                how many bytes the folder holds; locked while files are added or removed
+    partial/NAME        what one process downloads: locked by it, and renamed once it is whole and on the disk
+    entries/NA/ME       a header, a checksum for each page, and the data
+
+A process that is killed leaves at most files in `partial` behind: their locks end with it, so another process takes
+them over or removes them. A machine that loses power may leave an entry behind that is not whole: its checksums say so.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import functools
+import os
+import struct
+import threading
+import time
+import warnings
+import weakref
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, final
+
+from gpuflow.errors import SourceError
+from gpuflow.pipeline.bounds import Bounds
+from gpuflow.runtime.files import atomic_write, lock_within
+
+__all__ = ["VERSION_BYTES", "CacheSpec", "Claim", "DiskCache"]
+
+VERSION_BYTES = 16
+
+_FORMAT = "gpuflow cache, format 1\n"
+_MARKER, _USED, _PARTIAL, _ENTRIES = "gpuflow-cache", "used", "partial", "entries"
+_LOCK_SECONDS = 60.0
+"""For the list of files, which is read once in a while to see which ones are old."""
+_SPARE = 1 / 20
+"""Of the size, freed on top of what is needed, so that not each new entry reads the list of files."""
+
+_HEAD = struct.Struct("<8sQ16sI")
+"""Magic number, bytes of data, version of the object, checksum of what precedes it and of the pages' checksums."""
+_MAGIC = b"gpuflow\1"
+_PAGE_BYTES = 64 << 10
+"""Each page has a checksum of its own: a sample of a block is checked without reading the whole block."""
+_FIRST_BYTES = 4096
+_DISK_BYTES = 4096
+"""File systems allocate in units of this size."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CacheSpec:
+    """Where files behind URLs are kept on a local disk, and how much of it they may take.
+
+    Args:
+        dir: a folder for this alone, on a local disk; the processes of a machine share it.
+        size: the most bytes that it holds, as a number or with a unit, such as 200GB.
+    """
+
+    dir: str
+    size: Annotated[int, Bounds(least=16 << 20, words="at least 16MiB")]
+
+
+class _Damaged(Exception):
+    """An entry is not what was written."""
+
+
+@final
+class Claim:
+    """The right to write one entry, held by an open and locked file in `partial`."""
+
+    def __init__(self, name: str, path: Path, descriptor: int) -> None:
+        self.name, self.path, self.descriptor = name, path, descriptor
+
+
+@final
+class DiskCache:
+    """The entries of one folder. For many threads and processes; a name is a hash in hexadecimal digits.
+
+    Where the disk is full or cannot be written, there is one warning, and nothing more is added.
+
+    Args:
+        folder: see the module. size: the most bytes that it may hold.
+
+    Raises:
+        SourceError: the folder holds something else, or the cache of another version, or cannot be used.
+    """
+
+    def __init__(self, folder: str, size: int) -> None:
+        self.folder, self.size = Path(os.path.expanduser(folder)), size
+        self.opened_ns = time.time_ns()
+        self.damaged = 0
+        self._guard, self._counting = threading.Lock(), threading.Lock()
+        self._writing = True
+        self._used = -1
+        self._finalizer: weakref.finalize[..., DiskCache] | None = None
+        try:
+            self._open(folder)
+        except SourceError:
+            self.close()
+            raise
+        except OSError as fault:
+            if fault.errno not in (errno.ENOSPC, errno.EDQUOT):
+                self.close()
+                raise SourceError(
+                    f"source.cache.dir must be a folder that can be written, got {folder!r}: "
+                    f"{fault.strerror or fault}; name another one"
+                ) from fault
+            self._stop_writing(fault)
+
+    def _open(self, given: str) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._check_format(given)
+        self._used = os.open(self.folder / _USED, os.O_RDWR | os.O_CREAT, 0o666)
+        self._finalizer = weakref.finalize(self, os.close, self._used)
+        try:
+            with self._locked():
+                self._check_format(given)
+                if not (self.folder / _MARKER).exists():
+                    with atomic_write(self.folder / _MARKER, text=True) as file:
+                        file.write(_FORMAT)
+                for name in (_PARTIAL, _ENTRIES):
+                    (self.folder / name).mkdir(exist_ok=True)
+                self._remove_left_over()
+        except OSError as fault:
+            if fault.errno in (errno.ENOLCK, errno.ENOTSUP):
+                raise SourceError(
+                    f"source.cache.dir must be on a file system that has file locks, got {given!r}; "
+                    "name a folder on a local disk"
+                ) from fault
+            raise
+
+    def _check_format(self, given: str) -> None:
+        """Raises SourceError for a folder with anything but a cache of this format; nothing in it is touched."""
+        try:
+            found = (self.folder / _MARKER).read_text(encoding="utf-8", errors="replace")
+        except FileNotFoundError:
+            known = {_MARKER, _USED, _PARTIAL, _ENTRIES}
+            others = [name for name in os.listdir(self.folder) if name not in known and _MARKER not in name]
+            if others:
+                raise SourceError(
+                    f"source.cache.dir must be an empty folder or one that gpuflow made, got {given!r} with "
+                    f"{min(others)!r} in it; name a folder for the cache alone"
+                ) from None
+            return
+        if found != _FORMAT:
+            raise SourceError(
+                f"source.cache.dir must have the format of this version of gpuflow, {_FORMAT.strip()!r}, got {given!r} "
+                f"with {found.strip()[:60]!r}; name another folder, or delete this one once no other version uses it"
+            )
+
+    @property
+    def writing(self) -> bool:
+        """Whether entries are still added."""
+        return self._writing
+
+    def close(self) -> None:
+        """Close the folder. Threads that still read add nothing more."""
+        self._writing = False
+        with self._guard:
+            self._used = -1
+            if self._finalizer is not None:
+                self._finalizer()
+
+    # --- reading ----------------------------------------------------------------------------------------------------
+
+    def read(self, name: str, version: bytes | None, start: int = 0, size: int | None = None) -> bytes | None:
+        """`size` bytes from `start` on of an entry, by default all; None where there is none of this version.
+
+        version: of the object at its server; None takes any that was confirmed since this cache was opened. Damaged
+        entries are counted, and are like none.
+        """
+        path = self._entry(name)
+        try:
+            descriptor = os.open(path, os.O_RDONLY)
+        except OSError:
+            return None
+        try:
+            status = os.fstat(descriptor)
+            if version is None and status.st_mtime_ns < self.opened_ns:
+                return None
+            data = _read(descriptor, status.st_size, version, start, size)
+            if data is not None:
+                with suppress(OSError):  # of another user
+                    os.utime(descriptor, ns=(time.time_ns(), status.st_mtime_ns))
+            return data
+        except (OSError, _Damaged):
+            with self._counting:
+                self.damaged += 1
+            self._discard(descriptor, path)
+            return None
+        finally:
+            os.close(descriptor)
+
+    def _discard(self, descriptor: int, path: Path) -> None:
+        """Remove a damaged entry, unless another one has taken its place."""
+        with suppress(OSError), self._locked():
+            if _is_at(descriptor, path):
+                path.unlink()
+                self._add(-_on_disk(os.fstat(descriptor).st_size))
+
+    def confirm(self, name: str, when_ns: int) -> None:
+        """Note that the server had the version of an entry at this time."""
+        with suppress(OSError):
+            os.utime(self._entry(name), ns=(time.time_ns(), when_ns))
+
+    # --- writing ----------------------------------------------------------------------------------------------------
+
+    def claim(self, name: str) -> Claim | None:
+        """The right to write an entry; None while another thread or process has it. `release` it afterwards."""
+        path = self.folder / _PARTIAL / name
+        try:
+            while self._writing:
+                descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+                try:
+                    if not lock_within(descriptor, 0):
+                        os.close(descriptor)
+                        return None
+                    if _is_at(descriptor, path):
+                        return Claim(name, path, descriptor)
+                except OSError:
+                    os.close(descriptor)
+                    raise
+                _unlock(descriptor)  # whoever had it has renamed or removed the file
+        except OSError as fault:
+            self._stop_writing(fault)
+        return None
+
+    def store(self, claim: Claim, data: bytes, version: bytes, confirmed_ns: int) -> None:
+        """Write the entry of a claim. Removes entries that were not used for the longest time if there is no room.
+
+        confirmed_ns: when the server was asked for the version; 0 if it came from a list of files.
+        """
+        head = _head(data, version)
+        size = len(head) + len(data)
+        try:
+            with self._locked():
+                before = _on_disk(os.fstat(claim.descriptor).st_size)
+                if not self._make_room(_on_disk(size) - before):
+                    return
+                self._add(_on_disk(size) - before)
+                os.ftruncate(claim.descriptor, size)
+            for part, at in ((head, 0), (data, len(head))):
+                _write(claim.descriptor, part, at)
+            os.fsync(claim.descriptor)
+            os.utime(claim.descriptor, ns=(time.time_ns(), confirmed_ns))
+            path = self._entry(claim.name)
+            path.parent.mkdir(exist_ok=True)
+            with self._locked():
+                old = _size_of(path)
+                claim.path.replace(path)
+                self._add(-_on_disk(old))
+        except OSError as fault:
+            self._stop_writing(fault)
+
+    def release(self, claim: Claim) -> None:
+        """Give up a claim. What was not stored is removed."""
+        try:
+            if _is_at(claim.descriptor, claim.path):
+                self._remove(claim.path, os.fstat(claim.descriptor).st_size)
+        except OSError as fault:
+            self._stop_writing(fault)
+        finally:
+            _unlock(claim.descriptor)
+
+    def _remove(self, path: Path, size: int) -> None:
+        path.unlink()
+        if size:
+            with self._locked():
+                self._add(-_on_disk(size))
+
+    def _stop_writing(self, fault: OSError) -> None:
+        """Warn at the first fault, and add nothing from then on."""
+        with self._counting:
+            first, self._writing = self._writing, False
+        if first:
+            warnings.warn(
+                f"source.cache.dir {str(self.folder)!r}: {fault.strerror or fault}; nothing more is added to it, and "
+                "what it lacks is read from the server; free disk space, or lower source.cache.size",
+                stacklevel=2,
+            )
+
+    # --- the number of bytes, while the folder is locked ------------------------------------------------------------
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Hold the folder, so that nobody else adds or removes files. Raises TimeoutError after a minute."""
+        if not self._guard.acquire(timeout=_LOCK_SECONDS):
+            raise TimeoutError(errno.ETIMEDOUT, "another thread holds the cache's lock")
+        try:
+            if self._used < 0:
+                raise OSError(errno.EBADF, "the cache is closed")
+            if not lock_within(self._used, _LOCK_SECONDS):
+                raise TimeoutError(errno.ETIMEDOUT, "another process holds the cache's lock")
+            try:
+                yield
+            finally:
+                fcntl.flock(self._used, fcntl.LOCK_UN)
+        finally:
+            self._guard.release()
+
+    def _bytes_used(self) -> int:
+        """What `used` says; of a machine that was started since then, or if it says nothing, what the files have."""
+        text = os.pread(self._used, 100, 0).decode(errors="replace").split()
+        if len(text) == 2 and text[1] == _boot() and text[0].isdecimal():
+            return int(text[0])
+        return self._count(sum(_on_disk(size) for *_, size in self._files()))
+
+    def _count(self, used: int) -> int:
+        os.pwrite(self._used, f"{used:020d} {_boot()}\n".encode(), 0)
+        return used
+
+    def _add(self, size: int) -> None:
+        self._count(max(0, self._bytes_used() + size))
+
+    def _make_room(self, size: int) -> bool:
+        """Whether there is room for so many bytes, after old entries were removed if need be."""
+        if size > self.size or self._bytes_used() + size <= self.size:
+            return size <= self.size
+        self._remove_left_over()
+        files = sorted(self._files())
+        used = sum(_on_disk(held) for *_, held in files)
+        limit = self.size - size - int(self.size * _SPARE)
+        for _, path, held in files:
+            if used <= limit:
+                break
+            if path.startswith(str(self.folder / _ENTRIES)):
+                with suppress(FileNotFoundError):
+                    os.unlink(path)
+                used -= _on_disk(held)
+        return self._count(used) + size <= self.size
+
+    def _files(self) -> Iterator[tuple[int, str, int]]:
+        """All entries and downloads: when each was used, its path and its size."""
+        folders = [self.folder / _PARTIAL, *(self.folder / _ENTRIES).iterdir()]
+        for folder in folders:
+            with os.scandir(folder) as found:
+                for file in found:
+                    with suppress(FileNotFoundError):
+                        status = file.stat()
+                        yield status.st_atime_ns, file.path, status.st_size
+
+    def _remove_left_over(self) -> None:
+        """Remove the downloads of processes that have ended."""
+        for path in (self.folder / _PARTIAL).iterdir():
+            with suppress(FileNotFoundError):
+                descriptor = os.open(path, os.O_RDWR)
+                try:
+                    if lock_within(descriptor, 0) and _is_at(descriptor, path):
+                        size = os.fstat(descriptor).st_size
+                        path.unlink()
+                        self._add(-_on_disk(size))
+                finally:
+                    _unlock(descriptor)
+
+    def _entry(self, name: str) -> Path:
+        return self.folder / _ENTRIES / name[:2] / name[2:]
+
+
+def _read(descriptor: int, file_size: int, version: bytes | None, start: int, size: int | None) -> bytes | None:
+    """A part of an open entry; None if it is of another version. Raises _Damaged."""
+    head = os.pread(descriptor, _FIRST_BYTES, 0)
+    if len(head) < _HEAD.size:
+        raise _Damaged
+    magic, length, its_version, checksum = _HEAD.unpack_from(head)
+    pages = -(-length // _PAGE_BYTES)
+    first = _HEAD.size + 4 * pages
+    if magic != _MAGIC or file_size != first + length:
+        raise _Damaged
+    if len(head) < first:
+        head += os.pread(descriptor, first - len(head), len(head))
+    table = head[_HEAD.size : first]
+    if zlib.crc32(table, zlib.crc32(head[: _HEAD.size - 4])) != checksum:
+        raise _Damaged
+    if version is not None and its_version != version:
+        return None
+    end = length if size is None else min(length, start + size)
+    from_page, to_page = start // _PAGE_BYTES, -(-end // _PAGE_BYTES)
+    at = from_page * _PAGE_BYTES
+    wanted = min(length, to_page * _PAGE_BYTES) - at
+    data = os.pread(descriptor, wanted, first + at)
+    if len(data) < wanted:
+        raise _Damaged
+    view = memoryview(data)
+    for i, expected in enumerate(struct.unpack_from(f"<{to_page - from_page}I", table, 4 * from_page)):
+        if zlib.crc32(view[i * _PAGE_BYTES : (i + 1) * _PAGE_BYTES]) != expected:
+            raise _Damaged
+    return data[start - at : end - at]
+
+
+def _head(data: bytes, version: bytes) -> bytes:
+    """What stands in front of an entry's data."""
+    view = memoryview(data)
+    sums = [zlib.crc32(view[at : at + _PAGE_BYTES]) for at in range(0, len(data), _PAGE_BYTES)]
+    table = struct.pack(f"<{len(sums)}I", *sums)
+    start = _HEAD.pack(_MAGIC, len(data), version, 0)[:-4]
+    return start + struct.pack("<I", zlib.crc32(table, zlib.crc32(start))) + table
+
+
+def _write(descriptor: int, data: bytes, at: int) -> None:
+    view = memoryview(data)
+    while view:
+        count = os.pwrite(descriptor, view, at)
+        view, at = view[count:], at + count
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    """Whether an open file is still the one of this path."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _unlock(descriptor: int) -> None:
+    """Close a locked file. A child that was forked meanwhile has it open, too, and would keep the lock."""
+    with suppress(OSError):
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+    os.close(descriptor)
+
+
+def _size_of(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
+def _on_disk(size: int) -> int:
+    """The bytes of a disk that a file of this size takes."""
+    return -(-size // _DISK_BYTES) * _DISK_BYTES
+
+
+@functools.cache
+def _boot() -> str:
+    """What is different after each start of the machine, which may have lost what was not yet on the disk."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:  # a sandbox without it
+        return "unknown"

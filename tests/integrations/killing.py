@@ -1,0 +1,71 @@
+"""Trains with a trainer of another library in processes that are killed, and reads which samples they trained on.
+
+A script appends one line of JSON to a log for each step that it trained on; `KILL_AT` in its environment is the number
+of lines after which it kills itself with SIGKILL.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.datasets import make_photos, write_config
+
+ROOT = Path(__file__).parents[2]
+
+
+def make_data(folder: Path, *, batch: int = 4) -> Path:
+    """30 photographs and a file with the pipelines train and val."""
+    make_photos(folder / "photos", classes=3, each=10)
+    return write_config(folder / "x.yaml", folder / "photos", batch={"size": batch})
+
+
+class Log:
+    """Written by the script that trains."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._lines = path, 0
+        self._kill_at = int(os.environ.get("KILL_AT", "0"))
+
+    def write(self, **line: Any) -> None:
+        with self._path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        self._lines += 1
+
+    def kill_if_due(self) -> None:
+        if self._lines == self._kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def run(script: Path | list[str], *arguments: str | Path, kill_at: int = 0) -> None:
+    """Run a script, or what Python gets in its place, to its end, or until it kills itself after this number of steps.
+
+    The first argument is the folder that it works in.
+    """
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "KILL_AT": str(kill_at)}
+    done = subprocess.run(
+        [sys.executable, *(script if isinstance(script, list) else [str(script)]), *map(str, arguments)],
+        cwd=arguments[0],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == (-signal.SIGKILL if kill_at else 0), done.stdout + done.stderr
+
+
+def steps(log: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in log.read_text().splitlines()]
+
+
+def weights_equal(one: Path, other: Path) -> bool:
+    first, second = (torch.load(path, weights_only=True) for path in (one, other))
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)

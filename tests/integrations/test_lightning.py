@@ -1,0 +1,142 @@
+"""A Lightning trainer on a DataModule: fit, validate, test and predict; killed and resumed at any step; ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gpuflow.errors import ConfigError, StateError
+from tests.datasets import nothing_left_behind
+from tests.integrations.killing import make_data, run, steps, weights_equal
+
+lightning = pytest.importorskip("lightning", reason="lightning is not installed")
+
+from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
+
+from gpuflow.integrations.lightning import DataModule  # noqa: E402
+
+SCRIPT = Path(__file__).with_name("lightning_script.py")
+EPOCHS = 3
+
+
+WHOLE: dict[tuple[str, ...], Path] = {}
+"""By options: the folder of an uninterrupted run."""
+
+
+def whole(options: tuple[str, ...], factory: pytest.TempPathFactory) -> Path:
+    if options not in WHOLE:
+        WHOLE[options] = factory.mktemp("whole")
+        make_data(WHOLE[options])
+        run(SCRIPT, WHOLE[options], WHOLE[options] / "all.jsonl", str(EPOCHS), *options)
+    return WHOLE[options]
+
+
+@pytest.mark.parametrize(
+    ("kill_at", "options"),
+    [
+        (3, ()),
+        (8, ()),  # the checkpoint is of the epoch's last step
+        (13, ()),
+        (7, ("limit=5",)),
+        (6, ("limit=5", "every=5")),  # of the last step of an epoch that the trainer cuts short
+    ],
+)
+def test_a_killed_run_goes_on_with_the_next_step(
+    kill_at: int, options: tuple[str, ...], tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    expected = steps(whole(options, tmp_path_factory) / "all.jsonl")
+    make_data(tmp_path)
+    run(SCRIPT, tmp_path, tmp_path / "killed.jsonl", str(EPOCHS), *options, kill_at=kill_at)
+    run(SCRIPT, tmp_path, tmp_path / "resumed.jsonl", str(EPOCHS), *options, "resume")
+    resumed = steps(tmp_path / "resumed.jsonl")
+    kept = len(expected) - len(resumed)
+    assert kill_at - int(dict([["every", "2"], *(o.split("=") for o in options)])["every"]) < kept <= kill_at
+    assert steps(tmp_path / "killed.jsonl")[:kept] + resumed == expected
+    assert [step["of_loader"] for step in expected] == [step["epoch"] for step in expected]
+    assert weights_equal(WHOLE[options] / "all.pt", tmp_path / "resumed.pt")
+
+
+class Model(lightning.LightningModule):  # type: ignore[misc, name-defined, unused-ignore]
+    """Notes which samples each loop gives it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(3, 3)
+        self.seen: dict[str, list[list[int]]] = {"train": [], "val": [], "test": [], "predict": []}
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.seen["train"].append(batch.indices.tolist())
+        loss: torch.Tensor = torch.nn.functional.cross_entropy(self.layer(batch[0].mean((2, 3))), batch[1])
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.seen["val"].append(batch.indices.tolist())
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.seen["test"].append(batch.indices.tolist())
+
+    def predict_step(self, batch: Any, batch_idx: int) -> None:
+        self.seen["predict"].append(batch.indices.tolist())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def trainer(folder: Path, **options: Any) -> Any:
+    silent = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False, "accelerator": "cpu"}
+    return lightning.Trainer(**{**silent, "max_epochs": 1, "default_root_dir": folder, **options})
+
+
+def test_every_loop_has_its_pipeline_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    file, model = make_data(tmp_path), Model()
+    data = DataModule(file, test="val", predict="val")
+    with nothing_left_behind():
+        trainer(tmp_path, max_epochs=2, num_sanity_val_steps=0).fit(model, data)
+        trainer(tmp_path).test(model, data)
+        trainer(tmp_path).predict(model, data)
+    whole_pass = [list(range(first, min(first + 4, 30))) for first in range(0, 30, 4)]
+    assert model.seen["val"] == 2 * whole_pass
+    assert model.seen["test"] == model.seen["predict"] == whole_pass
+    for epoch in range(2):
+        steps_of_epoch = model.seen["train"][8 * epoch : 8 * epoch + 8]
+        assert sorted(i for step in steps_of_epoch for i in step) == list(range(30))
+    assert model.seen["train"][:8] != model.seen["train"][8:]
+
+
+def test_a_file_without_val_trains_without_validation(tmp_path: Path) -> None:
+    model = Model()
+    trainer(tmp_path).fit(model, DataModule(make_data(tmp_path), val="absent"))
+    assert len(model.seen["train"]) == 8 and not model.seen["val"]
+    with pytest.raises(ConfigError, match="test"):
+        trainer(tmp_path).test(model, DataModule(make_data(tmp_path)))
+
+
+def test_the_loaders_end_with_an_error_in_the_loop(tmp_path: Path) -> None:
+    class Failing(Model):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            raise KeyError("a fault")
+
+    data = DataModule(make_data(tmp_path))
+    with nothing_left_behind(), pytest.raises(KeyError, match="a fault"):
+        trainer(tmp_path).fit(Failing(), data)
+
+
+def test_a_place_within_an_epoch_of_other_steps_is_refused(tmp_path: Path) -> None:
+    file = make_data(tmp_path)
+    checkpoints = ModelCheckpoint(tmp_path / "checkpoints", every_n_train_steps=3, save_top_k=-1)
+    trainer(tmp_path, callbacks=[checkpoints]).fit(Model(), DataModule(file))
+    checkpoint = next((tmp_path / "checkpoints").glob("*step=3.ckpt"))
+    other = DataModule(file, overrides=["pipelines.train.batch.size=6"])
+    message = "whose steps have 4 samples on all ranks, here they have 6"
+    with pytest.raises(StateError, match=message):
+        trainer(tmp_path).fit(Model(), other, ckpt_path=checkpoint)
+
+
+def test_two_processes_take_their_shares(tmp_path: Path) -> None:
+    make_data(tmp_path)
+    run(SCRIPT, tmp_path, tmp_path / "two.jsonl", "1", "devices=2")
+    taken = [step["indices"] for step in steps(tmp_path / "two.jsonl")]
+    assert len(taken) == 8 and len({i for step in taken for i in step}) == 30, "2 are wrapped around"

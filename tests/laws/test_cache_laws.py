@@ -1,0 +1,92 @@
+"""Laws of the cache of remote files: it changes no batch, on any number of ranks and after a resume."""
+
+from __future__ import annotations
+
+import io
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+
+import gpuflow
+from gpuflow.errors import SourceError
+from gpuflow.sources.storage import cached
+from tests.datasets import epoch_rows, flat, interleave, jpeg, nothing_left_behind, write_config
+
+SAMPLES = 22
+
+
+@pytest.fixture
+def memory() -> Iterator[fsspec.AbstractFileSystem]:
+    system = fsspec.filesystem("memory")
+    system.store.clear()
+    yield system
+    system.store.clear()
+    system.pseudo_dirs[:] = [""]
+
+
+def shard(numbers: range) -> bytes:
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w") as archive:
+        for i in numbers:
+            for name, data in ((f"{i}.jpg", jpeg(i % 3, i)), (f"{i}.cls", str(i % 3).encode())):
+                header = tarfile.TarInfo(name)
+                header.size = len(data)
+                archive.addfile(header, io.BytesIO(data))
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize("kind", ["folder", "tar"])
+def test_a_cache_changes_no_batch(
+    memory: fsspec.AbstractFileSystem, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(cached, "BLOCK_BYTES", 2048)
+    memory.pipe({f"/photos/{'abc'[i % 3]}/{i:02}.jpg": jpeg(i % 3, i) for i in range(SAMPLES)})
+    memory.pipe({f"/{i}.tar": shard(range(SAMPLES)[10 * i : 10 * i + 10]) for i in range(3)})
+    kinds: dict[str, dict[str, Any]] = {
+        "folder": {"folder": "memory://photos"},
+        "tar": {"tar": "memory://{0..2}.tar", "window": 6},
+    }
+    source = kinds[kind]
+    cache = {"cache": {"dir": str(tmp_path / "cache"), "size": "16 MiB"}}
+    plain = write_config(tmp_path / "plain.yaml", "", source=source)
+    keeping = write_config(tmp_path / "keeping.yaml", "", source={**source, **cache})
+
+    def loader(path: Path, **ranks: Any) -> gpuflow.Loader:
+        return gpuflow.load(path, "train", device="cpu", **ranks)
+
+    with loader(plain) as without:
+        expected = [epoch_rows(without) for _ in range(2)]
+    with nothing_left_behind(), loader(keeping) as first:
+        assert [epoch_rows(first) for _ in range(2)] == expected
+        counts = first.stats()["cache"]
+        assert counts["hits"] >= SAMPLES
+        assert counts["damaged"] == 0
+        first.set_epoch(0)
+        batches = iter(first)
+        for _ in range(3):
+            next(batches)
+        state = first.state_dict()
+    with loader(keeping) as resumed:
+        resumed.load_state_dict(state)
+        assert epoch_rows(resumed) == expected[0][3:]
+        assert resumed.stats()["cache"]["misses"] == 0
+    with loader(keeping, rank=0, world_size=2) as zero, loader(keeping, rank=1, world_size=2) as one:
+        assert interleave([epoch_rows(zero), epoch_rows(one)]) == flat(expected[0])
+
+
+def test_the_cache_of_another_version_is_an_error_that_names_the_file(
+    memory: fsspec.AbstractFileSystem, tmp_path: Path
+) -> None:
+    memory.pipe({f"/photos/a/{i}.jpg": jpeg(0, i) for i in range(4)})
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache/gpuflow-cache").write_text("gpuflow cache, format 0\n")
+    source = {"folder": "memory://photos", "cache": {"dir": str(tmp_path / "cache"), "size": "1GB"}}
+    path = write_config(tmp_path / "x.yaml", "", source=source)
+    with pytest.raises(SourceError) as caught:
+        gpuflow.load(path, "train", device="cpu")
+    assert str(caught.value).startswith(f"{path}: source: source.cache.dir must have the format of this version")

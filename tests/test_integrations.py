@@ -1,0 +1,158 @@
+"""One short test of each adapter with a real object of its library; `tests/integrations` tests them at length."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torchvision.datasets import ImageFolder
+
+import gpuflow
+from gpuflow.errors import ConfigError
+from gpuflow.integrations.timm import create_loader
+from tests.datasets import make_photos, write_config
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """12 photographs of 2 classes, named by numbers, in batches of 4."""
+    folder = tmp_path_factory.mktemp("photos")
+    make_photos(folder / "photos", classes=2, each=6)
+    for label in range(2):
+        (folder / "photos" / f"class_{label}").rename(folder / "photos" / f"{label + 10}")
+    return write_config(folder / "x.yaml", folder / "photos")
+
+
+# --- Lightning, Accelerate, torchdata ---------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("default")
+def test_lightning_trains_and_validates(config: Path) -> None:
+    lightning = pytest.importorskip("lightning", reason="lightning is not installed")
+    from gpuflow.integrations.lightning import DataModule
+
+    seen: dict[str, list[int]] = {"train": [], "val": []}
+
+    class Model(lightning.LightningModule):  # type: ignore[misc, name-defined, unused-ignore]
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(3, 2)
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            seen["train"] += batch.indices.tolist()
+            loss: torch.Tensor = torch.nn.functional.cross_entropy(self.layer(batch[0].mean((2, 3))), batch[1])
+            return loss
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            seen["val"] += batch.indices.tolist()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    silent = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+    trainer = lightning.Trainer(
+        max_epochs=1, accelerator="cpu", logger=False, num_sanity_val_steps=0, default_root_dir=config.parent, **silent
+    )
+    trainer.fit(Model(), datamodule=DataModule(config))
+    assert sorted(seen["train"]) == seen["val"] == list(range(12))
+
+
+@pytest.mark.filterwarnings("default")
+def test_accelerate_saves_and_loads_a_place_within_an_epoch(config: Path, tmp_path: Path) -> None:
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+    from gpuflow.integrations.accelerate import load
+
+    accelerator = accelerate.Accelerator(cpu=True)
+    loader = accelerator.prepare(load(accelerator, config))
+    batches = iter(loader)
+    first = next(batches).indices.tolist()
+    accelerator.save_state(str(tmp_path / "state"))
+    batches.close()
+    accelerator.load_state(str(tmp_path / "state"))
+    rest = [i for batch in loader for i in batch.indices.tolist()]
+    assert len(rest) == 8 and sorted(first + rest) == list(range(12))
+    with pytest.raises(AttributeError, match=r"skip_first_batches is not needed"):
+        accelerate.skip_first_batches(loader, 1)
+    loader.close()
+
+
+def test_torchdata_takes_a_loader_as_stateful(config: Path) -> None:
+    stateful = pytest.importorskip("torchdata.stateful_dataloader.stateful", reason="torchdata is not installed")
+    with gpuflow.load(config) as loader:
+        assert isinstance(loader, stateful.Stateful)
+
+
+# --- timm -------------------------------------------------------------------------------------------------------------
+
+
+def test_timms_parameters_become_stages(config: Path) -> None:
+    dataset = ImageFolder(str(config.parent / "photos"))
+    options: dict[str, Any] = {
+        "hflip": 0.5,
+        "re_prob": 0.2,
+        "color_jitter": (0.1, 0.2, 0.3, 0.1),
+        "grayscale_prob": 0.1,
+    }
+    loader = create_loader(dataset, (3, 24, 24), 4, is_training=True, scale=(0.5, 1), device="cpu", **options)
+    assert (len(loader), len(loader.dataset), loader.mixup_enabled) == (3, 12, False)
+    assert loader.dataset.classes == ("10", "11")
+    names = [stage.stage_name for stage in loader.loader.pipeline.stages]  # type: ignore[union-attr]
+    jittered = ["color_jitter", "grayscale", "random_erasing", "normalize"]
+    assert names == ["decode", "random_resized_crop", "flip", *jittered]
+    loader.sampler.set_epoch(3)
+    batches = list(loader)
+    assert {batch.epoch for batch in batches} == {3} and batches[0].images.shape == (4, 3, 24, 24)
+    labels = {int(i): int(label) for batch in batches for i, label in zip(batch.indices, batch.labels, strict=True)}
+    assert labels == {i: i // 6 for i in range(12)}
+    loader.close()
+
+
+def test_a_file_gives_timms_loader_its_source(config: Path) -> None:
+    loader = create_loader(config, 24, 5, crop_pct=0.75, device="cpu")
+    names = [stage.stage_name for stage in loader.loader.pipeline.stages]  # type: ignore[union-attr]
+    assert names == ["decode", "resize", "center_crop", "normalize"]
+    assert [len(labels) for _, labels in loader] == [5, 5, 2]
+    loader.close()
+
+
+TRAINING = {"is_training": True}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            TRAINING | {"interpolation": "random"},
+            "interpolation must be one of bilinear, bicubic, nearest, got 'random'",
+        ),
+        (TRAINING | {"auto_augment": "rand-m9"}, "auto_augment is timm's own policy, and must be None, got 'rand-m9'"),
+        (TRAINING | {"re_prob": 0.1, "re_mode": "rand"}, "re_mode must be 'const' or 'pixel', got 'rand'"),
+        (TRAINING | {"re_prob": 0.1, "re_count": 2}, "re_count must be 1, got 2"),
+        (TRAINING | {"re_prob": 0.1, "re_split": True}, "re_split must be false, got true"),
+        (TRAINING | {"train_crop_mode": "rkrc"}, "train_crop_mode must be 'rrc', got 'rkrc'"),
+        (TRAINING | {"num_aug_repeats": 3}, "num_aug_repeats must be 0, got 3"),
+        (TRAINING | {"num_aug_splits": 2}, "num_aug_splits must be 0, got 2"),
+        (TRAINING | {"collate_fn": list}, "collate_fn must be None or timm's FastCollateMixup"),
+        (TRAINING | {"input_size_choices": (16, 24)}, "input_size_choices is not offered: all batches have one size"),
+        ({"crop_mode": "border"}, "crop_mode must be 'center' or 'squash', got 'border'"),
+        ({"crop_border_pixels": 4}, "crop_border_pixels must be 0, got 4"),
+        ({"input_size": (3, 24, 32)}, "input_size must be a square where crop_mode is 'center', got [3, 24, 32]"),
+        ({"input_size": (4, 24, 24)}, "input_size must have 1 or 3 channels, got [4, 24, 24]"),
+        ({"tf_preprocessing": True}, "tf_preprocessing is not offered, and must be false, got true"),
+        ({"img_dtype": torch.float64}, "img_dtype must be float32, float16 or bfloat16, got 'torch.float64'"),
+        ({"dataset": [1, 2]}, "dataset must be a dataset of files with `samples` and `class_to_idx`, or the path of a"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused(options: dict[str, Any], message: str, config: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        create_loader(**{"dataset": config, "input_size": 24, "batch_size": 4, "device": "cpu", **options})
+    [problem] = caught.value.problems
+    assert str(problem).startswith(f"timm.create_loader: {message}")
+    assert problem.path == (next(reversed(options)),) and problem.code == "config.conflict"
+
+
+def test_a_parameter_that_timm_lacks_is_a_type_error(config: Path) -> None:
+    with pytest.raises(TypeError, match=r"^create_loader\(\) has no parameter 'batchsize'$"):
+        create_loader(config, 24, 4, batchsize=4)
