@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 from gpuflow.errors import (
     BadSampleError,
@@ -32,11 +32,15 @@ from gpuflow.vocabulary import stage_table
 
 if TYPE_CHECKING:
     import torch
+    from torch.utils.data import DataLoader
 
     from gpuflow.loader.batch import Batch
     from gpuflow.loader.loader import Loader
     from gpuflow.loader.metrics_server import serve_metrics
     from gpuflow.loader.transform import Transform
+    from gpuflow.migration.dataset import bytes_loader
+    from gpuflow.migration.transforms import TensorToTensor, cv2_resize
+    from gpuflow.migration.wrap import WrappedLoader
     from gpuflow.training.checkpoint import save_checkpoint
 
 __all__ = [
@@ -53,13 +57,18 @@ __all__ = [
     "SourceError",
     "StateError",
     "SystemFault",
+    "TensorToTensor",
     "TooManyBadSamples",
     "Transform",
+    "WrappedLoader",
+    "bytes_loader",
+    "cv2_resize",
     "load",
     "save_checkpoint",
     "serve_metrics",
     "stage_table",
     "transform",
+    "wrap",
 ]
 
 
@@ -76,6 +85,18 @@ def __getattr__(name: str) -> object:
         from gpuflow.loader.transform import Transform
 
         return Transform
+    if name == "bytes_loader":
+        from gpuflow.migration.dataset import bytes_loader
+
+        return bytes_loader
+    if name in ("TensorToTensor", "cv2_resize"):
+        from gpuflow.migration import transforms
+
+        return getattr(transforms, name)
+    if name == "WrappedLoader":
+        from gpuflow.migration.wrap import WrappedLoader
+
+        return WrappedLoader
     if name == "serve_metrics":
         from gpuflow.loader.metrics_server import serve_metrics
 
@@ -154,3 +175,57 @@ def transform(
     from gpuflow.loader.transform import build_transform
 
     return build_transform(read_config(path, stage_table(), overrides), name, device)
+
+
+def wrap(
+    dataloader: DataLoader[Any],
+    config: str | Path,
+    transforms_cpu: Any = None,
+    transforms_gpu: Any = None,
+    cpu_percentage: float | Literal["auto"] = "auto",
+    parallel_type: Literal["ddp", "dp"] | None = "ddp",
+    local_rank: int | None = None,
+    *,
+    name: str | None = None,
+    device: str | torch.device | None = None,
+    overrides: Sequence[str] = (),
+) -> WrappedLoader:
+    """A loader of gpuflow in place of a DataLoader of PyTorch, with its samples, its sampler and its batches.
+
+    The file's stages, followed by those that the transforms stand for, run on each image in the same way wherever it
+    is decoded, with random numbers drawn for each sample. The file's source, batch and shuffle are not used, except for
+    `source.seed`.
+
+    Args:
+        dataloader: over an ImageFolder with `loader=gpuflow.bytes_loader` and no transform, a Subset of one, or any
+            map-style dataset of (encoded bytes, label), which is then read on several threads. Its sampler, batch
+            sampler, batch size and drop_last stay in force; worker processes are not started.
+        config: a gpuflow YAML file. Its stages decode and resize, and may do more.
+        transforms_gpu: what follows: a Compose of torchvision, a list, or one transform.
+        transforms_cpu: the same for images that the CPU decodes. Both must stand for the same stages.
+        cpu_percentage: the part of each batch that the CPU decodes next to a GPU, 0 to 1: `decode.cpu_share`. `auto`:
+            what the file says.
+        parallel_type: `ddp`: this is one of several processes, each with a GPU; `dp` or None: the only one.
+        local_rank: the GPU that batches are delivered on; by default torchrun's LOCAL_RANK under `ddp`, else the
+            current GPU. Without a GPU that torch sees, batches stay on the CPU.
+        name: the pipeline; may be left out if the file has one.
+        device: where batches are delivered, in place of `local_rank`. overrides: as in `gpuflow.load`.
+
+    Raises:
+        ConfigError: the file, an argument, or a transform that has no stage, each with its place.
+    """
+    from gpuflow.migration import wrap as migration
+
+    return migration.wrap(
+        dataloader,
+        config,
+        transforms_cpu,
+        transforms_gpu,
+        cpu_percentage,
+        parallel_type,
+        local_rank,
+        stages=stage_table(),
+        name=name,
+        device=device,
+        overrides=overrides,
+    )

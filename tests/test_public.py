@@ -36,13 +36,18 @@ def test_everything_public_is_listed_and_there() -> None:
         "SourceError",
         "StateError",
         "SystemFault",
+        "TensorToTensor",
         "TooManyBadSamples",
         "Transform",
+        "WrappedLoader",
+        "bytes_loader",
+        "cv2_resize",
         "load",
         "save_checkpoint",
         "serve_metrics",
         "stage_table",
         "transform",
+        "wrap",
     ]
     for name in gpuflow.__all__:
         assert getattr(gpuflow, name) is not None
@@ -51,7 +56,7 @@ def test_everything_public_is_listed_and_there() -> None:
         for name, value in vars(gpuflow).items()
         if not name.startswith("_") and not isinstance(value, types.ModuleType)
     }
-    public -= {"TYPE_CHECKING", "annotations", "Path", "Sequence"}
+    public -= {"TYPE_CHECKING", "annotations", "Any", "Literal", "Path", "Sequence"}
     assert public <= set(gpuflow.__all__)
 
 

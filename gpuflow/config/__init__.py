@@ -10,9 +10,10 @@ from gpuflow.config.models import (
     TensorrtSpec,
     TrainSpec,
 )
-from gpuflow.config.reader import check_config, read_config
+from gpuflow.config.reader import AddedStages, check_config, read_config
 
 __all__ = [
+    "AddedStages",
     "BatchSpec",
     "Config",
     "ModelSpec",

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +32,28 @@ from gpuflow.pipeline.validate import trace
 from gpuflow.pipeline.views import View, ViewsPipeline, ViewsProgram
 from gpuflow.sources import SourceSpec, offered_sources
 
-__all__ = ["check_config", "read_config"]
+__all__ = ["AddedStages", "check_config", "read_config"]
 
 
-def read_config(path: str | Path, stages: Mapping[str, type[Stage]], overrides: Sequence[str] = ()) -> Config:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AddedStages:
+    """Stages that follow those of a pipeline and come from elsewhere than the file.
+
+    pipeline: its name. entries: as they would stand in YAML. place, path: of what they were made of, for problems.
+    """
+
+    pipeline: str
+    entries: Sequence[Mapping[str, Any]]
+    place: str
+    path: tuple[Key, ...]
+
+
+def read_config(
+    path: str | Path,
+    stages: Mapping[str, type[Stage]],
+    overrides: Sequence[str] = (),
+    added: AddedStages | None = None,
+) -> Config:
     """Read, override, check and fold a YAML file.
 
     Args:
@@ -43,11 +61,12 @@ def read_config(path: str | Path, stages: Mapping[str, type[Stage]], overrides: 
         stages: the vocabulary, name to class.
         overrides: dotted assignments such as `run.threads=8` or `pipelines.train.stages.resize.shorter=160`. The
             value is YAML. A list is entered by number, or by the name of the stage in it.
+        added: more stages of one pipeline, which has `stages` and not `views`.
 
     Raises:
         ConfigError: with every located problem of the file.
     """
-    return _Reader(str(path), stages).read(overrides)
+    return _Reader(str(path), stages, added).read(overrides)
 
 
 def check_config(data: dict[str, Any], stages: Mapping[str, type[Stage]], *, place: str) -> Config:
@@ -56,14 +75,20 @@ def check_config(data: dict[str, Any], stages: Mapping[str, type[Stage]], *, pla
     Raises:
         ConfigError: with every located problem.
     """
-    return _Reader(place, stages, data).read(())
+    return _Reader(place, stages, data=data).read(())
 
 
 class _Reader:
     """Reads one file, or `data` in its place, collecting problems until all is seen."""
 
-    def __init__(self, path: str, stages: Mapping[str, type[Stage]], data: dict[str, Any] | None = None) -> None:
-        self._path, self._stages = path, stages
+    def __init__(
+        self,
+        path: str,
+        stages: Mapping[str, type[Stage]],
+        added: AddedStages | None = None,
+        data: dict[str, Any] | None = None,
+    ) -> None:
+        self._path, self._stages, self._added = path, stages, added
         self._data, self._lines = read_yaml(path) if data is None else (data, {})
         self._overrides = Overrides(self._data)
         self._problems: list[tuple[float, Problem]] = []
@@ -99,14 +124,26 @@ class _Reader:
     # --- problems ---------------------------------------------------------------------------------------------------
 
     def _report(self, problem: Problem) -> None:
-        """Note a problem at its path's line, `x.yaml:12:`, or at the override that set the value."""
+        """Note a problem at its path's line, `x.yaml:12:`, at the override that set the value, or where an added stage
+        comes from."""
         at = problem.path
+        if self._added is not None and (origin := self._place_of_added(self._added, at)) is not None:
+            self._problems.append((math.inf, replace(problem, place=self._added.place, path=origin)))
+            return
         if override := self._overrides.at(at):
             self._report_override(override, problem)
             return
         line = next((self._lines[at[:end]] for end in range(len(at), 0, -1) if at[:end] in self._lines), None)
         place = f"{self._path}:{line}:" if line else f"{self._path}:"
         self._problems.append((line or 0, replace(problem, place=place)))
+
+    def _place_of_added(self, added: AddedStages, at: tuple[Key, ...]) -> tuple[Key, ...] | None:
+        """A path into the stages that were added, as one into what they were made of; None for any other path."""
+        match at:
+            case ("pipelines", name, "stages", int(number), *rest) if name == added.pipeline:
+                entries = self._data["pipelines"][name].get("stages") or ()
+                return (*added.path, *rest) if number >= len(entries) else None
+        return None
 
     def _report_override(self, override: str, problem: Problem) -> None:
         """Note a problem of an override; those of the file come before them."""
@@ -191,6 +228,8 @@ class _Reader:
             head = self._head(block) if isinstance(block, dict) and "preset" in block else ()
             entries = block.get("stages", [] if head else None) if isinstance(block, dict) else None
             if isinstance(entries, list):
+                if self._added is not None and at == ("pipelines", self._added.pipeline):
+                    entries = [*entries, *self._added.entries]
                 program = self._program((*at, "stages"), str(at[-1]), entries, head)
                 if program is not None:
                     programs[str(at[-1])] = program

@@ -16,6 +16,7 @@ from gpuflow.execute.targets import TargetMapper
 from gpuflow.loader.bad_samples import BadSamples
 from gpuflow.loader.cpu_share import cpu_share_of
 from gpuflow.loader.drawn_orders import MixedOrder, WeightedOrder
+from gpuflow.loader.listed import ListedEpochs
 from gpuflow.loader.loader import Loader
 from gpuflow.loader.mixing import require_classes
 from gpuflow.loader.placement import place
@@ -61,22 +62,25 @@ def build_loader(
     device: str | torch.device | None,
     whole: Source | None = None,
     rank_given: bool = True,
+    listed: ListedEpochs | None = None,
 ) -> Loader:
     """The loader of one pipeline. See `gpuflow.load`.
 
-    whole: the indexed source, if others read it too. rank_given: see `LoaderPlan`.
+    whole: the indexed source, if others read it too. rank_given: see `LoaderPlan`. listed: of `whole`, in place of the
+    file's split, order and batches.
     """
     program = config.any_program(name)
     pipeline = config.pipelines[name]
     if not 0 <= rank < world_size:
         raise ValueError(f"rank must be within [0, world_size), got rank {rank} of {world_size}")
     target = Ranks.on_host().device(device)
-    batch_size = _batch_size(config, name, pipeline.batch, world_size)
+    batch_size = _batch_size(config, name, pipeline.batch, world_size) if listed is None else listed.batch_size
+    drop_last = pipeline.batch.drop_last and listed is None
     placement = place(config, name, target, batch_size)
-    source = open_split(config, name, whole)
+    source = open_split(config, name, whole) if listed is None or whole is None else whole
     require_classes(config, name, source)
-    order = _order(config, source, pipeline, batch_size)
-    if pipeline.batch.drop_last and order.size < batch_size * world_size:
+    order = _order(config, source, pipeline, batch_size) if listed is None else listed
+    if drop_last and order.size < batch_size * world_size:
         where = f"{config.path}: pipelines.{name}.batch"
         raise ConfigError(
             [
@@ -90,6 +94,7 @@ def build_loader(
     run, seed = config.run, config.source.seed
     limit = run.max_bad if not isinstance(run.max_bad, float) else int(run.max_bad * len(source))
     remote = is_read_remotely(source)
+    read_here = listed is not None and source.storage is None  # by the caller's own code
     readers = readers_of(config, gpu=placement.gpu is not None, remote=remote)
     share, process_reader = None, None
     if placement.gpu is not None:
@@ -106,7 +111,7 @@ def build_loader(
         order=order,
         seed=seed,
         batch_size=batch_size,
-        drop_last=pipeline.batch.drop_last,
+        drop_last=drop_last,
         rank=rank,
         world_size=world_size,
         rank_given=rank_given,
@@ -118,7 +123,7 @@ def build_loader(
         targets=targets,
         labelled=has_labels(source),
         readers=readers,
-        processes=decode_processes_of(config, len(source), share.threads if share else None, remote=remote)
+        processes=decode_processes_of(config, len(source), share.threads if share else None, remote=remote or read_here)
         if placement.gpu is None or share
         else 0,
         share=share,

@@ -162,7 +162,8 @@ def _counted_from_1(labels: RaggedTensor) -> RaggedTensor:
 class Assembly:
     """A batch while it is being filled. Rows are samples.
 
-    indices, labels, valid [B]: of each row's sample; mixed labels are [B, classes].
+    indices, valid [B]: of each row's sample.
+    labels [B]: looked up once all samples are read and bad ones are replaced; mixed labels are [B, classes].
     kept [B]: false where a bad sample was skipped.
     unfinished: chunks that are not decoded yet.
     slots [B, ...]: the pixels, allocated for the first chunk: an array, `ViewSlots`, or on the GPU a tensor or, of
@@ -176,10 +177,10 @@ class Assembly:
     step: int
     positions: NDArray[np.int64]
     indices: NDArray[np.int64]
-    labels: NDArray[Any]
     valid: NDArray[np.bool_]
     kept: NDArray[np.bool_]
     unfinished: int
+    labels: NDArray[Any] = field(default_factory=lambda: np.empty(0, np.int64))
     slots: Any = None
     shared: int = 0
     memory: NDArray[np.uint8] | None = None

@@ -18,7 +18,7 @@ from gpuflow.loader.batch import Assembly, Batch, RaggedTensor, targets_of
 from gpuflow.loader.gpu_wait import GpuWait
 from gpuflow.loader.lowering import Feed
 from gpuflow.loader.plan import LoaderPlan
-from gpuflow.loader.sampler import Steps
+from gpuflow.loader.sampler import EpochSteps
 from gpuflow.pipeline.views import ViewSlots, as_images
 from gpuflow.runtime.metrics import Stats, nvtx
 
@@ -70,7 +70,7 @@ class EpochIterator(Iterator[Batch]):
     """The batches of one epoch. The loader refers to it weakly, so that a `break` ends it."""
 
     def __init__(
-        self, plan: LoaderPlan, feed: Feed, stats: Stats, progress: Progress, epoch: int, steps: Steps
+        self, plan: LoaderPlan, feed: Feed, stats: Stats, progress: Progress, epoch: int, steps: EpochSteps
     ) -> None:
         self._plan, self._feed, self._stats, self._progress = plan, feed, stats, progress
         self._epoch, self._steps = epoch, steps
@@ -112,7 +112,7 @@ class EpochIterator(Iterator[Batch]):
         if self._step == len(s):
             self._progress.finish()
         else:
-            self._progress.position = s.start + self._step * s.stride
+            self._progress.position = s.reached(self._step)
         self._stats.count_batch(time.perf_counter() - start, len(assembly.positions))
         self._warn_of_many_bad()
         return batch

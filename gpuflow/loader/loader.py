@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import operator
 import warnings
 import weakref
@@ -74,12 +73,12 @@ class Loader:
     @property
     def steps_left(self) -> int:
         """Steps that the next `for` makes: all of an epoch, or what a restored state leaves of it."""
-        return len(dataclasses.replace(self._steps, start=self._progress.upcoming[1]))
+        return self._steps.left(self._progress.upcoming[1])
 
     @property
     def drop_last(self) -> bool:
         """Whether an incomplete last step is left out."""
-        return self._steps.drop_last
+        return self._plan.drop_last
 
     @property
     def dataset(self) -> Source:
@@ -133,7 +132,7 @@ class Loader:
         self._agreement.check(self._shared_facts)
         epoch, start = self._progress.upcoming
         self._stats.start_epoch(epoch)
-        steps = dataclasses.replace(self._steps, start=start)
+        steps = self._steps.begin(epoch, start)
         iterator = EpochIterator(self._plan, self._feed, self._stats, self._progress, epoch, steps)
         self._progress.begin()
         self._active = weakref.ref(iterator)
@@ -152,6 +151,15 @@ class Loader:
             progress.following = epoch
         elif progress.begun or epoch != progress.epoch:
             progress.move_to(epoch)
+
+    def reset(self) -> None:
+        """End the epoch under way, if there is one; the next `for` begins the next one.
+
+        Scripts of other loaders call it after each epoch; nothing needs it.
+        """
+        self._end_active("the loader was reset")
+        if self._progress.begun:
+            self._progress.finish()
 
     def _end_active(self, reason: str) -> None:
         active = self._active() if self._active is not None else None

@@ -37,7 +37,7 @@ from gpuflow.loader.prepared import PreparedChunks
 from gpuflow.loader.read import ChunkReader, keys_of
 from gpuflow.loader.records import RecordMapper, in_one_block, to_tensors
 from gpuflow.loader.resolve import BadSampleResolver
-from gpuflow.loader.sampler import Steps
+from gpuflow.loader.sampler import EpochSteps
 from gpuflow.pipeline.image_spec import as_batch
 from gpuflow.pipeline.stage import Keys
 from gpuflow.pipeline.views import ViewsProgram, as_images
@@ -103,7 +103,7 @@ class Feed:
         """
         return os.getpid() != self._pid
 
-    def start(self, epoch: int, steps: Steps) -> EpochRun:
+    def start(self, epoch: int, steps: EpochSteps) -> EpochRun:
         """Begin an epoch. The first one starts the workers, without waiting for them.
 
         Raises LoaderError if the process may not have so many threads or open files, or if it is a forked child of the
@@ -177,7 +177,7 @@ class Feed:
 
     # --- the pipeline of an epoch -------------------------------------------------------------------------------
 
-    def _begin(self, epoch: int, steps: Steps) -> RunningPipeline:
+    def _begin(self, epoch: int, steps: EpochSteps) -> RunningPipeline:
         plan, offload = self._plan, self._offload
         builder: Any = PipelineBuilder()
         begun, capacity = threading.Event(), plan.prefetch + 2
@@ -244,7 +244,7 @@ class Feed:
     async def _chunks(
         self,
         epoch: int,
-        steps: Steps,
+        steps: EpochSteps,
         begun: threading.Event,
         admission: Admission,
         ahead: Admission,
@@ -271,21 +271,18 @@ class Feed:
                 stop = min(start + self._chunk_size, batch.own)
                 yield Chunk(batch, start, stop, last=stop == batch.own)
 
-    def _assembly(self, epoch: int, step: int, steps: Steps) -> Assembly:
+    def _assembly(self, epoch: int, step: int, steps: EpochSteps) -> Assembly:
         """A batch, empty as yet; or without rows, and with the error that keeps it from having them."""
         try:
             positions, valid = steps.positions(step)
             indices = self._plan.order.indices(epoch, positions)
-            labels = self._plan.source.labels[indices]
-            if labels.dtype == np.uint8:  # several classes a sample, of which losses want floats
-                labels = labels.astype(np.float32)
         except Exception as error:
             none = np.empty(0, np.int64)
-            return Assembly(step, none, none, none, none.astype(bool), none.astype(bool), 1, error=error)
+            return Assembly(step, none, none, none.astype(bool), none.astype(bool), 1, error=error)
         count = len(positions)
         shared = self._offload.rows(count) if self._offload is not None else 0
         chunks = -(-(count - shared) // self._chunk_size) - (-shared // _LARGEST_SHARED_CHUNK)
-        return Assembly(step, positions, indices, labels, valid, np.ones(count, bool), chunks, shared=shared)
+        return Assembly(step, positions, indices, valid, np.ones(count, bool), chunks, shared=shared)
 
     # --- operations on a chunk ----------------------------------------------------------------------------------
 
@@ -370,7 +367,11 @@ class Feed:
             batch.end()
 
     def _deliver(self, epoch: int, batch: Assembly) -> None:
-        """Mix a whole batch, and queue the rest of its way to the GPU: pixels from the CPU, labels, fields, masks."""
+        """Look up the labels of a whole batch, mix it, and queue the rest of its way to the GPU: pixels from the CPU,
+        labels, fields, masks."""
+        batch.labels = self._plan.source.labels[batch.indices]
+        if batch.labels.dtype == np.uint8:  # several classes a sample, of which losses want floats
+            batch.labels = batch.labels.astype(np.float32)
         device_stream, mixtures = self._plan.device_stream, self._mixer.draw(epoch, batch)
         fields = {} if self._records is None else self._records.join(batch)
         if self._plan.gpu is None:

@@ -9,6 +9,7 @@ import torch
 
 from gpuflow.loader.bad_samples import BadSamples
 from gpuflow.loader.cpu_share import Share
+from gpuflow.loader.listed import ListedEpochs
 from gpuflow.loader.read_workers import ProcessReader
 from gpuflow.loader.sampler import Order, Steps
 from gpuflow.pipeline.views import AnyProgram
@@ -75,8 +76,10 @@ class LoaderPlan:
     shared_name: str = ""
 
     @property
-    def steps(self) -> Steps:
+    def steps(self) -> Steps | ListedEpochs:
         """Of a whole epoch."""
+        if isinstance(self.order, ListedEpochs):
+            return self.order
         return Steps(
             size=self.order.size,
             batch_size=self.batch_size,

@@ -82,7 +82,7 @@ class BadSampleResolver:
                 self._records.add(batch, row, [index], keys, sizes, faults)
             (new_fault,) = faults
             if new_fault is None:
-                batch.indices[row], batch.labels[row] = index, source.labels[index]
+                batch.indices[row] = index
                 return
             bad.record(new_fault.located(index, source.path(index)))
         raise TooManyBadSamples(

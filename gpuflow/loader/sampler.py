@@ -10,7 +10,7 @@ and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002). Its round fu
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -19,6 +19,7 @@ from numpy.typing import ArrayLike, NDArray
 from gpuflow.pipeline.rng import key64, permute
 
 __all__ = [
+    "EpochSteps",
     "Order",
     "ShardedOrder",
     "ShuffledOrder",
@@ -45,6 +46,22 @@ class Order(Protocol):
     @property
     def digest(self) -> str:
         """A hash of the numbers that it draws by, such as weights; empty for an order without any."""
+
+
+class EpochSteps(Protocol):
+    """The steps of an epoch that are still to come."""
+
+    @property
+    def size(self) -> int:
+        """Number of samples in the whole epoch."""
+
+    def __len__(self) -> int: ...
+
+    def positions(self, step: int) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """The positions of this rank's batch at `step`, and which of them are valid (not wrapped)."""
+
+    def reached(self, step: int) -> int:
+        """Where the epoch stands after so many of these steps, as `LoaderPlan.steps.begin` takes it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -144,6 +161,18 @@ class Steps:
     def __len__(self) -> int:
         left = max(self.size - self.start, 0)
         return left // self.stride if self.drop_last else -(-left // self.stride)
+
+    def left(self, start: int) -> int:
+        """How many steps an epoch has from position `start` on."""
+        return len(replace(self, start=start))
+
+    def begin(self, epoch: int, start: int) -> Steps:
+        """What is left of an epoch from position `start` on."""
+        return replace(self, start=start)
+
+    def reached(self, step: int) -> int:
+        """The first position that is still to come after so many steps."""
+        return self.start + step * self.stride
 
     def positions(self, step: int) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """The positions of this rank's batch at `step`, and which of them are valid (not wrapped)."""

@@ -1,4 +1,4 @@
-"""Reads other libraries' transforms, and writes them as a YAML file: `gpuflow import`.
+"""Moving in: reads other libraries' transforms, writes them as a YAML file (`gpuflow import`), and wraps DataLoaders.
 
 sources            which reader takes a source
 from_torchvision   transforms in Python, v1 and v2, and torchvision's weights
@@ -7,6 +7,7 @@ imported           what a reader finds: entries of stages, and gaps, which no st
 distance           how far a stage is from what it stands for, measured on a test picture
 python_objects, files   what users name: module:attribute, JSON, YAML and TOML
 yaml_text          the file
+wrap               gpuflow.wrap, with transforms, dataset and sampling
 """
 
 from gpuflow.migration.imported import Imported

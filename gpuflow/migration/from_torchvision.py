@@ -26,13 +26,17 @@ _LEVELS = s.ImageSpec(shape=(None, None, 3), color="rgb")
 _FLOATS = _LEVELS.replace(dtype="float32", layout="nchw")
 
 
-def read_transform(transform: Any, source: str, table: Mapping[str, type[s.Stage]]) -> Imported:
+def read_transform(
+    transform: Any, source: str, table: Mapping[str, type[s.Stage]], *, tensor: bool = False
+) -> Imported:
     """The stages of a transform, which is run on a test picture where something in it has no equal stage.
 
     Args:
         transform: a Compose, or any transform of one image. source: as the user named it. table: the vocabulary.
+        tensor: it gets uint8 tensors, not PIL images.
     """
     reader = _Reader(source, table)
+    reader.tensor = tensor
     reader.add(transform, "")
     return reader.result()
 

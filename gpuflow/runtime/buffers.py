@@ -60,8 +60,8 @@ class SlotPool:
     The next `acquire` finds out which slots are free: a callback at their end could swallow a Ctrl-C.
 
     Args:
-        shape: the slots of a full batch, [B, ...]. dtype: of an element. keep: free batches that are kept.
-        make: allocates memory of a given number of bytes.
+        shape: the slots of a full batch, [B, ...]; they grow with the largest batch. dtype: of an element.
+        keep: free batches that are kept. make: allocates memory of a given number of bytes.
     """
 
     def __init__(
@@ -74,7 +74,10 @@ class SlotPool:
     def acquire(self, count: int) -> NDArray[Any]:
         """Slots for `count` samples, [count, ...]. The memory is free again once nothing refers to the array."""
         with self._lock:
-            free = [base for slots, base in self._lent if slots() is None][: self._keep]
+            if count > self._shape[0]:
+                self._shape = (count, *self._shape[1:])
+            size = self._shape[0]
+            free = [base for slots, base in self._lent if slots() is None and len(base) == size][: self._keep]
             self._lent = [pair for pair in self._lent if pair[0]() is not None or any(pair[1] is x for x in free[1:])]
             base = free[0] if free else self._new()
             slots = base[:count]

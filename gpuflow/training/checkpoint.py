@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from gpuflow.errors import StateError, suggest
+from gpuflow.pipeline.stage import Pipeline
+from gpuflow.pipeline.views import ViewsPipeline
 from gpuflow.runtime.files import atomic_write
 
-if TYPE_CHECKING:
-    from gpuflow.loader.loader import Loader
-
-__all__ = ["build_model", "known_models", "read_checkpoint", "save_checkpoint", "write_checkpoint"]
+__all__ = ["TrainedOn", "build_model", "known_models", "read_checkpoint", "save_checkpoint", "write_checkpoint"]
 
 _VERSION = 1
 _KEYS: dict[str, type] = {
@@ -29,6 +28,25 @@ _KEYS: dict[str, type] = {
     "preprocessing": str,
 }
 """What `gpuflow train` resumes from, and of which type each is."""
+
+
+class TrainedOn(Protocol):
+    """A loader of gpuflow, as `gpuflow.load` or `gpuflow.wrap` makes it."""
+
+    @property
+    def classes(self) -> Sequence[str]:
+        """The class names."""
+
+    @property
+    def pipeline(self) -> Pipeline | ViewsPipeline:
+        """The stages."""
+
+    @property
+    def preprocessing(self) -> str:
+        """The fingerprint of the stages."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where it stands."""
 
 
 def known_models() -> list[str]:
@@ -51,8 +69,8 @@ def save_checkpoint(
     model: nn.Module,
     *,
     arch: str,
-    loader: Loader,
-    val: Loader | None = None,
+    loader: TrainedOn,
+    val: TrainedOn | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     **more: Any,
 ) -> None:

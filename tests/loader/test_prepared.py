@@ -12,7 +12,7 @@ from gpuflow.loader.prepared import PreparedChunks
 
 def chunk(step: int, start: int, prepared: Any) -> Chunk:
     none = np.empty(0, np.int64)
-    batch = Assembly(step, none, none, none, none.astype(bool), none.astype(bool), 1)
+    batch = Assembly(step, none, none, none.astype(bool), none.astype(bool), 1)
     return Chunk(batch, start, start + 2, last=False, prepared=prepared)
 
 

@@ -145,3 +145,16 @@ def test_one_decode_buffer_does_until_more_are_asked_for() -> None:
         lent = [held.enter_context(buffers.acquire(1 << 20)).data_ptr() for _ in range(BUFFERS)]
         assert len(set(lent)) == BUFFERS
         assert buffers._free.empty(), "and no more than that"
+
+
+def test_slots_grow_with_the_largest_batch_and_smaller_ones_are_not_kept() -> None:
+    pool = SlotPool((2, 16), np.uint8, keep=3)
+    small, held = pool.acquire(2), pool.acquire(1)
+    del small
+    large = pool.acquire(5)
+    assert (large.shape, held.shape) == ((5, 16), (1, 16))
+    place = large.ctypes.data
+    del large, held
+    gc.collect()
+    again = pool.acquire(3)
+    assert (again.shape, again.ctypes.data) == ((3, 16), place)

@@ -1,0 +1,134 @@
+"""Draws the batches of a DataLoader's sampler, as the DataLoader does, and draws an epoch's once more to resume it."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Mapping
+from contextlib import suppress
+from itertools import chain, islice
+from typing import Any, final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import DataLoader
+
+from gpuflow.errors import LoaderError, StateError
+
+__all__ = ["SamplerDraws"]
+
+
+@final
+class SamplerDraws:
+    """The batches of each epoch of a DataLoader with a batch sampler.
+
+    They are those that the DataLoader would have given: random numbers are drawn from the same generators in the same
+    order. samples: in the dataset.
+    """
+
+    def __init__(self, dataloader: DataLoader[Any], samples: int) -> None:
+        self._dataloader, self._samples = dataloader, samples
+        self._begun = False
+        self._state: dict[str, Any] = {}
+
+    def __len__(self) -> int:
+        return len(self._dataloader)
+
+    def draw(self, epoch: int, start: int) -> tuple[NDArray[np.int64], list[int]]:
+        """The samples of an epoch, and how many are in each batch.
+
+        start: with a number above 0 the epoch of the state that was restored is drawn again.
+
+        Raises:
+            StateError: the sampler drew another order than the state's. LoaderError: it gave what is no batch.
+        """
+        wanted = self._state if start else None
+        with torch.random.fork_rng(devices=[], enabled=wanted is not None):
+            if wanted is not None:
+                self._set_generators(wanted["generators"])
+            generators = self._generators()
+            indices, sizes = self._batches()
+        order = _digest(indices, sizes)
+        if wanted is not None and order != wanted["order"]:
+            raise StateError(
+                f"the sampler drew another order for epoch {epoch} than the one that the state was taken in; call its "
+                f"set_epoch({epoch}), or seed what it draws from as before, or start a new epoch with "
+                f"set_epoch({epoch + 1})"
+            )
+        self._state = {"order": order, "generators": generators}
+        return indices, sizes
+
+    def state(self) -> dict[str, Any]:
+        """A hash of the order of the epoch that was drawn last, and torch's generators before it was drawn."""
+        return dict(self._state)
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Have the next epoch drawn as the one of this state. Raises StateError if it is none."""
+        try:
+            self._state = {"order": str(state["order"]), "generators": [str(text) for text in state["generators"]]}
+        except (KeyError, TypeError) as error:
+            raise StateError(f"not a wrapped loader's state: {error!r}; pass what state_dict() returned") from error
+
+    def set_epoch(self, epoch: int) -> None:
+        """Pass the epoch on to the samplers that want to know it."""
+        for sampler in self.samplers:
+            with suppress(AttributeError):
+                sampler.set_epoch(epoch)
+
+    @property
+    def samplers(self) -> list[Any]:
+        """The batch sampler, and the sampler that it groups."""
+        batch_sampler = self._dataloader.batch_sampler
+        return [batch_sampler, *filter(None, [getattr(batch_sampler, "sampler", None)])]
+
+    def _batches(self) -> tuple[NDArray[np.int64], list[int]]:
+        dataloader, count = self._dataloader, len(self)
+        assert dataloader.batch_sampler is not None
+        iterator = iter(dataloader.batch_sampler)
+        if not (self._begun and dataloader.persistent_workers):  # the seed of a DataLoader's workers
+            torch.empty((), dtype=torch.int64).random_(generator=dataloader.generator)
+        self._begun = True
+        batches = [list(batch) for batch in islice(iterator, count + 1)]
+        sizes = [len(batch) for batch in batches]
+        if len(batches) > count:
+            raise LoaderError(
+                f"the sampler gave more than the {count} batches that its length says; correct its length"
+            )
+        if 0 in sizes:
+            raise LoaderError(f"the sampler gave an empty batch, number {sizes.index(0)}; leave it out")
+        try:
+            indices = np.fromiter(chain.from_iterable(batches), np.int64)
+        except (TypeError, ValueError) as error:
+            wrong = next((index for index in chain.from_iterable(batches) if not hasattr(index, "__index__")), None)
+            raise LoaderError(f"the sampler must give indices of the dataset, whole numbers, got {wrong!r}") from error
+        if len(indices) and not 0 <= indices.min() <= indices.max() < self._samples:
+            wrong = next(i for i in indices.tolist() if not 0 <= i < self._samples)
+            raise LoaderError(f"the sampler gave the index {wrong}, and the dataset has {self._samples} samples")
+        return indices, sizes
+
+    def _own_generators(self) -> list[torch.Generator]:
+        """The generators besides torch's own that the DataLoader and its samplers draw from."""
+        found = [getattr(holder, "generator", None) for holder in (self._dataloader, *self.samplers)]
+        return list(dict.fromkeys(one for one in found if isinstance(one, torch.Generator)))
+
+    def _generators(self) -> list[str]:
+        states = [one.get_state() for one in (torch.default_generator, *self._own_generators())]
+        return [base64.b64encode(state.numpy().tobytes()).decode() for state in states]
+
+    def _set_generators(self, texts: list[str]) -> None:
+        own = self._own_generators()
+        if len(texts) != 1 + len(own):
+            raise StateError("the state was taken with a sampler of other generators; build the DataLoader as before")
+        try:
+            states = [torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8) for text in texts]
+            for generator, state in zip([torch.default_generator, *own], states, strict=True):
+                generator.set_state(state)
+        except (ValueError, RuntimeError) as error:
+            raise StateError(f"the state's generators are damaged: {error}; pass what state_dict() returned") from error
+
+
+def _digest(indices: NDArray[np.int64], sizes: list[int]) -> str:
+    digest = hashlib.blake2b(np.array(sizes, np.int64).tobytes(), digest_size=8)
+    digest.update(indices.tobytes())
+    return digest.hexdigest()

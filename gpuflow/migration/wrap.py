@@ -1,0 +1,335 @@
+"""`gpuflow.wrap`: turns a DataLoader whose dataset gives encoded bytes into a loader of gpuflow."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import zip_longest
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self, final
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, default_collate
+
+from gpuflow.config import AddedStages, Config, read_config
+from gpuflow.config.yaml_file import read_yaml
+from gpuflow.decode.preset import Preset
+from gpuflow.errors import UNSET, ConfigError, Key, Problem
+from gpuflow.loader.assemble import build_loader
+from gpuflow.loader.batch import Batch
+from gpuflow.loader.listed import ListedEpochs
+from gpuflow.loader.loader import Loader
+from gpuflow.migration.dataset import PLACE, source_of
+from gpuflow.migration.sampling import SamplerDraws
+from gpuflow.migration.transforms import Cv2Resize, Found, stages_of
+from gpuflow.pipeline.stage import Pipeline, Stage
+from gpuflow.pipeline.views import ViewsPipeline, ViewsProgram
+from gpuflow.runtime.ranks import Ranks
+
+__all__ = ["WrappedLoader", "wrap"]
+
+_CPU, _GPU = "transforms_cpu", "transforms_gpu"
+_USUAL_BATCH = 64
+"""Samples for which memory is planned where a batch sampler does not say."""
+
+
+def wrap(
+    dataloader: DataLoader[Any],
+    config: str | Path,
+    transforms_cpu: Any,
+    transforms_gpu: Any,
+    cpu_percentage: float | Literal["auto"],
+    parallel_type: Literal["ddp", "dp"] | None,
+    local_rank: int | None,
+    *,
+    stages: Mapping[str, type[Stage]],
+    name: str | None,
+    device: str | torch.device | None,
+    overrides: Sequence[str],
+) -> WrappedLoader:
+    """See `gpuflow.wrap`. stages: the vocabulary, name to class."""
+    _check_dataloader(dataloader)
+    _check_arguments(cpu_percentage, parallel_type, local_rank)
+    checked, chosen = _configured(config, name, transforms_cpu, transforms_gpu, cpu_percentage, overrides, stages)
+    source = source_of(dataloader.dataset)
+    draws = SamplerDraws(dataloader, len(source))
+    ranks = _ranks(draws, parallel_type)
+    epochs = ListedEpochs(
+        draws.draw,
+        lambda: len(dataloader),
+        samples=len(source),
+        batch_size=dataloader.batch_size or getattr(dataloader.batch_sampler, "batch_size", None) or _USUAL_BATCH,
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+    )
+    target = _device(parallel_type, local_rank) if device is None else device
+    loader = build_loader(checked, chosen, rank=0, world_size=1, device=target, whole=source, listed=epochs)
+    return WrappedLoader(loader, dataloader, draws)
+
+
+@final
+class WrappedLoader:
+    """Iterates the batches of a DataLoader, made by gpuflow: `for images, labels in loader`. Made by `gpuflow.wrap`.
+
+    Each `for` has the sampler draw a new epoch, in full, as the DataLoader would: for equal seeds of torch the order is
+    the same. `sampler.set_epoch` works as ever. A `break` leaves no thread behind; an exception, also one of the
+    dataset, is raised in the loop.
+    """
+
+    def __init__(self, loader: Loader, dataloader: DataLoader[Any], draws: SamplerDraws) -> None:
+        self._loader, self._dataloader, self._draws = loader, dataloader, draws
+
+    def __len__(self) -> int:
+        """Steps of an epoch: the DataLoader's length."""
+        return len(self._dataloader)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return iter(self._loader)
+
+    def reset(self) -> None:
+        """End the epoch under way, if there is one; the next `for` begins the next one. Nothing needs it."""
+        self._loader.reset()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Make the next `for` run this epoch, and tell the sampler, if it has a `set_epoch`."""
+        self._draws.set_epoch(epoch)
+        self._loader.set_epoch(epoch)
+
+    # --- what it is ---------------------------------------------------------------------------------------------
+
+    @property
+    def dataset(self) -> Any:
+        """The DataLoader's."""
+        return self._dataloader.dataset
+
+    @property
+    def sampler(self) -> Any:
+        """The DataLoader's."""
+        return self._dataloader.sampler
+
+    @property
+    def batch_sampler(self) -> Any:
+        """The DataLoader's."""
+        return self._dataloader.batch_sampler
+
+    @property
+    def batch_size(self) -> int | None:
+        """The DataLoader's; None if it was made with a batch sampler."""
+        return self._dataloader.batch_size
+
+    @property
+    def drop_last(self) -> bool:
+        """The DataLoader's."""
+        return self._dataloader.drop_last
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Class names; empty if the dataset has none."""
+        return self._loader.classes
+
+    @property
+    def pipeline(self) -> Pipeline | ViewsPipeline:
+        """The stages, those of the transforms included."""
+        return self._loader.pipeline
+
+    @property
+    def preprocessing(self) -> str:
+        """The fingerprint of the stages and all their parameters, 16 hex digits."""
+        return self._loader.preprocessing
+
+    def __repr__(self) -> str:
+        return f"<gpuflow.WrappedLoader of {type(self.dataset).__name__} in {len(self)} steps; {self.pipeline!r}>"
+
+    # --- state --------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where training stands, as a JSON value; it counts the batches that the loop got. `position` counts steps.
+
+        Within an epoch it holds the states of torch's generators from before the sampler drew, a few kB, and a hash of
+        what it drew. So an epoch of samplers that draw from torch (DataLoader(shuffle=True), WeightedRandomSampler) or
+        are functions of `set_epoch` (DistributedSampler) is resumed exactly. For a sampler that draws from elsewhere,
+        the `for` after `load_state_dict` raises StateError, unless it gives the same order again.
+        """
+        state = self._loader.state_dict()
+        return {**state, "sampler": self._draws.state() if state["position"] else None}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on exactly where `state` was taken: with the same number of ranks, dataset and batches.
+
+        Raises:
+            StateError: it is of another seed, dataset or preprocessing, or no state at all.
+        """
+        self._loader.load_state_dict(state)
+        if state["position"]:
+            self._draws.restore(state.get("sampler") or {})
+
+    # --- statistics and shutdown ----------------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, Any]:
+        """See `gpuflow.Loader.stats`."""
+        return self._loader.stats()
+
+    def close(self) -> None:
+        """End the threads and free the memory. Batches that the loop already has stay valid."""
+        self._loader.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+# --- checks -----------------------------------------------------------------------------------------------------------
+
+
+def _problem(path: tuple[Key, ...], rule: str, value: object = UNSET, action: str = "") -> ConfigError:
+    return ConfigError([Problem(PLACE, rule, value, action, path, "config.conflict")])
+
+
+def _check_dataloader(dataloader: Any) -> None:
+    """Raise ConfigError if this is no DataLoader whose batches gpuflow can make."""
+    if not isinstance(dataloader, DataLoader):
+        raise _problem(("dataloader",), "must be a torch.utils.data.DataLoader", type(dataloader).__name__)
+    if isinstance(dataloader.dataset, IterableDataset):
+        action = "use gpuflow.load with source.tar for shards"
+        raise _problem(
+            ("dataloader", "dataset"), "must be a map-style dataset, and is an IterableDataset", action=action
+        )
+    if dataloader.batch_sampler is None:
+        raise _problem(("dataloader", "batch_size"), "must be a number of samples", None, "set it")
+    if dataloader.collate_fn is not default_collate:
+        name = getattr(dataloader.collate_fn, "__qualname__", type(dataloader.collate_fn).__name__)
+        rule = f"must be the default, because gpuflow makes the batches, and is {name}"
+        action = "remove it; mixup and cutmix are stages"
+        raise _problem(("dataloader", "collate_fn"), rule, action=action)
+    try:
+        len(dataloader)
+    except (TypeError, NotImplementedError) as error:
+        action = "give it a __len__, the number of batches of an epoch"
+        raise _problem(("dataloader", "batch_sampler"), "must have a length", action=action) from error
+
+
+def _check_arguments(cpu_percentage: Any, parallel_type: Any, local_rank: Any) -> None:
+    if cpu_percentage != "auto" and not (_is_number(cpu_percentage) and 0 <= cpu_percentage <= 1):
+        action = "0.3 stands for 30%"
+        raise _problem(("cpu_percentage",), "must be auto or within [0, 1]", cpu_percentage, action)
+    if parallel_type not in ("ddp", "dp", None):
+        action = "None is for a single GPU"
+        raise _problem(("parallel_type",), "must be ddp, dp or None", parallel_type, action)
+    if local_rank is not None and not (type(local_rank) is int and local_rank >= 0):
+        raise _problem(("local_rank",), "must be the number of a GPU", local_rank, "pass LOCAL_RANK as a whole number")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+# --- the configuration ------------------------------------------------------------------------------------------------
+
+
+def _configured(
+    path: str | Path,
+    name: str | None,
+    transforms_cpu: Any,
+    transforms_gpu: Any,
+    cpu_percentage: float | Literal["auto"],
+    overrides: Sequence[str],
+    stages: Mapping[str, type[Stage]],
+) -> tuple[Config, str]:
+    """The file with the stages of the transforms, checked, and the pipeline's name."""
+    if Path(path).suffix == ".toml":
+        raise _problem(("config",), "must be a YAML file", os.fspath(path), f"gpuflow import {path} > FILE.yaml")
+    on_gpu, on_cpu = (
+        None if transforms is None else stages_of(transforms, argument, PLACE, stages, tensor=tensor)
+        for transforms, argument, tensor in ((transforms_gpu, _GPU, True), (transforms_cpu, _CPU, False))
+    )
+    if on_gpu is not None and on_gpu.resize is not None:
+        raise _problem((_GPU,), "cannot have cv2_resize, because the file resizes", action="remove it")
+    if on_cpu is not None and on_gpu is not None:
+        _check_same(on_cpu, on_gpu)
+    chosen = _pipeline(path, name)
+    found = on_gpu or on_cpu
+    given = _CPU if on_gpu is None else _GPU
+    added = None if found is None else AddedStages(pipeline=chosen, entries=found.entries, place=PLACE, path=(given,))
+    share = [] if cpu_percentage == "auto" else [f"pipelines.{chosen}.stages.decode.cpu_share={cpu_percentage}"]
+    config = read_config(path, stages, overrides, added)
+    program = config.any_program(chosen)
+    if isinstance(program, ViewsProgram):
+        if found is not None:
+            action = "write the stages into the file's views"
+            raise _problem((given,), f"cannot follow the views of the pipeline {chosen!r}", action=action)
+        return config, chosen
+    if isinstance(program.decoder, Preset):
+        if share and cpu_percentage:
+            rule = f"must be auto or 0 with preset: {program.decoder.name}, which decodes in one place"
+            raise _problem(("cpu_percentage",), rule, cpu_percentage, "remove it")
+    elif share:
+        config = read_config(path, stages, [*overrides, *share], added)
+    if on_cpu is not None and on_cpu.resize is not None:
+        specs = program.specs[: len(program.specs) - len(on_cpu.entries)]
+        _check_resize(on_cpu.resize, specs[-1].shape[:2], str(path))
+    return config, chosen
+
+
+def _pipeline(path: str | Path, name: str | None) -> str:
+    """The name of the pipeline to use: as given, or of the only one that the file has."""
+    if name is not None:
+        return name
+    pipelines = read_yaml(str(path))[0].get("pipelines")
+    names = list(map(str, pipelines)) if isinstance(pipelines, dict) else []
+    if len(names) > 1:
+        raise _problem(("name",), f"must be one of the pipelines of {path}: {', '.join(names)}", None, "pass name=")
+    return names[0] if names else "train"
+
+
+def _check_same(on_cpu: Found, on_gpu: Found) -> None:
+    """Raise ConfigError, at the first difference, if two lists of transforms stand for different stages."""
+    for i, (ours, theirs) in enumerate(zip_longest(on_cpu.entries, on_gpu.entries)):
+        if ours != theirs:
+            ours_text, theirs_text = ("nothing" if entry is None else _shown(entry) for entry in (ours, theirs))
+            rule = f"must stand for the same stages as {_GPU}; stage {i} of the two is {ours_text} and {theirs_text}"
+            raise _problem((_CPU,), rule, action="make them equal, or leave out transforms_cpu")
+
+
+def _shown(entry: Mapping[str, Any]) -> str:
+    [(name, parameters)] = entry.items()
+    return f"{name}({', '.join(f'{key}={value}' for key, value in parameters.items())})"
+
+
+def _check_resize(resize: Cv2Resize, size: tuple[int | None, ...], path: str) -> None:
+    if size != (resize.height, resize.width):
+        wanted = f"resize: {{height: {resize.height}, width: {resize.width}}}"
+        shown = " x ".join("varying" if side is None else str(side) for side in size)
+        rule = f"is cv2_resize to {resize.height} x {resize.width}, and the stages of {path} give images of {shown}"
+        raise _problem((_CPU,), rule, action=f"write {wanted} there")
+
+
+# --- ranks and devices ------------------------------------------------------------------------------------------------
+
+
+def _ranks(draws: SamplerDraws, parallel_type: str | None) -> Ranks:
+    """Which of how many parts of an epoch the sampler gives: as it says itself, else one for each process."""
+    for sampler in draws.samplers:
+        rank, count = getattr(sampler, "rank", None), getattr(sampler, "num_replicas", None)
+        if isinstance(rank, int) and isinstance(count, int):
+            return Ranks(rank=rank, world_size=count)
+    return Ranks.of_process() if parallel_type == "ddp" else Ranks()
+
+
+def _device(parallel_type: str | None, local_rank: int | None) -> torch.device:
+    """The GPU that batches are delivered on; the CPU where torch sees none."""
+    visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not visible:
+        return torch.device("cpu")
+    if local_rank is None:
+        local_rank = Ranks.on_host().local_rank if parallel_type == "ddp" else None
+    if local_rank is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    if local_rank >= visible:
+        rule = f"must be below the number of GPUs that torch sees, {visible}"
+        raise _problem(("local_rank",), rule, local_rank, f"start {visible} processes on this host")
+    return torch.device("cuda", local_rank)

@@ -1,0 +1,492 @@
+"""gpuflow.wrap: the DataLoader's order and batches, gpuflow's pixels, resume, bad samples, and located errors."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    RandomSampler,
+    Subset,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+from torchvision import transforms as v1
+from torchvision.datasets import ImageFolder
+
+import gpuflow
+from gpuflow.errors import BadSampleError, ConfigError, LoaderError, StateError
+from tests.datasets import flat, jpeg, make_photos, nothing_left_behind, rows, truncate
+
+COUNT = 24
+FILE = """\
+source: {{folder: unused, seed: 3}}
+pipelines:
+  all:
+    stages:
+      - decode: {{color: rgb}}
+      - resize: {{height: 32, width: 28}}
+{more}
+run: {{threads: 2}}
+"""
+AUGMENT = [v1.RandomCrop(24), v1.RandomHorizontalFlip(), v1.RandomRotation(15), v1.ColorJitter(0.2, 0.2, 0.2, 0.1)]
+GPU = v1.Compose([*AUGMENT, gpuflow.TensorToTensor(), v1.Normalize([0.5] * 3, [0.25] * 3)])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("wrap")
+    make_photos(root / "photos", classes=3, each=COUNT // 3)
+    (root / "x.yaml").write_text(FILE.format(more=""))
+    return root
+
+
+@pytest.fixture(scope="module")
+def photos(folder: Path) -> ImageFolder:
+    return ImageFolder(str(folder / "photos"), loader=gpuflow.bytes_loader)
+
+
+@pytest.fixture(scope="module")
+def config(folder: Path) -> Path:
+    return folder / "x.yaml"
+
+
+class Numbers(Dataset[int]):
+    """A dataset whose samples are their indices: what a DataLoader gives is its sampler's order."""
+
+    def __len__(self) -> int:
+        return COUNT
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class Growing:
+    """A batch sampler whose batches have 1, 2, 3, ... samples, drawn by Python's generator."""
+
+    batch_size = 2  # so that most batches are larger
+
+    def __init__(self, seed: int | None = 0) -> None:
+        self._random = random.Random(seed)
+
+    def __len__(self) -> int:
+        return 4
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for size in range(1, 5):
+            yield [self._random.randrange(COUNT) for _ in range(size)]
+
+
+def seeded() -> torch.Generator:
+    return torch.Generator().manual_seed(5)
+
+
+Make = Callable[[Any], DataLoader[Any]]
+LOADERS: dict[str, Make] = {
+    "in order": lambda data: DataLoader(data, batch_size=5),
+    "shuffle": lambda data: DataLoader(data, batch_size=5, shuffle=True),
+    "generator": lambda data: DataLoader(data, batch_size=5, shuffle=True, generator=seeded()),
+    "drop_last": lambda data: DataLoader(data, batch_size=5, shuffle=True, drop_last=True),
+    "own generator": lambda data: DataLoader(data, batch_size=5, sampler=RandomSampler(data, generator=seeded())),
+    "weights": lambda data: DataLoader(data, 7, sampler=WeightedRandomSampler([1.0, 3.0] * (COUNT // 2), 40)),
+    "subset": lambda data: DataLoader(data, batch_size=4, sampler=SubsetRandomSampler(range(0, COUNT, 2))),
+    "batches": lambda data: DataLoader(data, batch_sampler=Growing()),
+    "rank": lambda data: DataLoader(data, batch_size=2, sampler=DistributedSampler(data, num_replicas=3, rank=1)),
+}
+
+
+def told(loader: Any, epoch: int) -> None:
+    """What a training loop does before each epoch."""
+    if isinstance(loader.sampler, DistributedSampler):
+        loader.sampler.set_epoch(epoch)
+
+
+@pytest.mark.parametrize("name", LOADERS)
+def test_batches_are_those_of_the_dataloader(name: str, photos: ImageFolder, config: Path) -> None:
+    plain = LOADERS[name](Numbers())
+    expected: list[list[int]] = []
+    torch.manual_seed(1)
+    for epoch in range(2):
+        told(plain, epoch)
+        expected += [batch.tolist() for batch in plain]
+    dataloader, found = LOADERS[name](photos), []
+    torch.manual_seed(1)
+    with gpuflow.wrap(dataloader, config, transforms_gpu=GPU) as loader:
+        for epoch in range(2):
+            told(loader, epoch)
+            for images, labels in (batches := iter(loader)):
+                assert images.shape[1:] == (3, 24, 24) and images.dtype == torch.float32
+                found.append(labels.tolist())
+            del batches
+        assert len(loader) == len(dataloader) == len(plain)
+    assert found == [[photos.targets[i] for i in batch] for batch in expected]
+
+
+@pytest.mark.parametrize("name", ["shuffle", "generator", "weights", "batches", "rank"])
+def test_a_resumed_epoch_equals_an_uninterrupted_one(name: str, photos: ImageFolder, config: Path) -> None:
+    torch.manual_seed(2)
+    with gpuflow.wrap(LOADERS[name](photos), config, transforms_gpu=GPU) as loader:
+        told(loader, 0)
+        list(loader)
+        told(loader, 1)
+        whole, states = [], []
+        for batch in loader:
+            whole.append(rows(batch))
+            states.append(json.loads(json.dumps(loader.state_dict())))
+    torch.manual_seed(99)
+    with gpuflow.wrap(LOADERS[name](photos), config, transforms_gpu=GPU) as loader:
+        loader.load_state_dict(states[1])
+        told(loader, 1)
+        assert loader.state_dict() == states[1]
+        if name == "batches":
+            with pytest.raises(StateError) as caught:
+                iter(loader)
+            assert str(caught.value) == (
+                "the sampler drew another order for epoch 1 than the one that the state was taken in; call its "
+                "set_epoch(1), or seed what it draws from as before, or start a new epoch with set_epoch(2)"
+            )
+            return
+        assert [rows(batch) for batch in loader] == whole[2:]
+        assert states[-1]["position"] == 0 and states[-1]["sampler"] is None
+
+
+def test_pixels_are_those_of_load_and_do_not_depend_on_the_number_of_ranks(
+    photos: ImageFolder, config: Path, folder: Path
+) -> None:
+    more = """\
+      - random_crop: {size: 24}
+      - flip: {horizontal: 0.5}
+      - rotate: {degrees: 15, interpolation: nearest}
+      - color_jitter: {brightness: 0.2, contrast: 0.2, saturation: 0.2, hue: 0.1}
+      - normalize: {mean: [0.5, 0.5, 0.5], std: [0.25, 0.25, 0.25]}
+    batch: {size: 4}
+"""
+    (folder / "y.yaml").write_text(FILE.format(more=more).replace("unused", str(folder / "photos")))
+    with gpuflow.load(folder / "y.yaml", "all") as loader:
+        expected = flat(map(rows, loader))
+    with gpuflow.wrap(DataLoader(photos, batch_size=7), config, transforms_gpu=GPU, cpu_percentage=0.3) as wrapped:
+        assert flat(map(rows, wrapped)) == expected
+        assert wrapped.preprocessing == loader.preprocessing
+    ranks = []
+    for rank in range(2):
+        sampler: Any = DistributedSampler(photos, num_replicas=2, rank=rank, shuffle=False)
+        with gpuflow.wrap(DataLoader(photos, batch_size=3, sampler=sampler), config, transforms_gpu=GPU) as wrapped:
+            ranks.append(flat(map(rows, wrapped)))
+    assert [row for both in zip(*ranks, strict=True) for row in both] == expected
+
+
+@pytest.mark.filterwarnings("ignore:1 of 3 samples are bad so far:UserWarning")
+def test_a_bad_sample_is_replaced_by_one_of_the_sampler_and_no_batch_is_dropped(tmp_path: Path, config: Path) -> None:
+    files = make_photos(tmp_path, classes=3, each=4)
+    truncate(files[2])
+    photos = ImageFolder(str(tmp_path), loader=gpuflow.bytes_loader)
+    train = Subset(photos, [1, 2, 3])
+    with gpuflow.wrap(DataLoader(train, batch_size=2), config) as loader:
+        batches = [batch.indices.tolist() for batch in loader]
+        assert loader.stats()["bad"] == 1
+    assert [len(batch) for batch in batches] == [2, 1]
+    assert batches[0][0] == 0 and batches[0][1] in (0, 2) and batches[1] == [2]
+    with gpuflow.wrap(DataLoader(train, batch_size=2), config, overrides=["run.on_error=raise"]) as loader:
+        with pytest.raises(BadSampleError) as caught:
+            list(loader)
+        assert caught.value.path == str(files[2])
+
+
+class Encoded(Dataset[tuple[bytes, int]]):
+    """Samples that only the dataset can give. `fault`: raised by sample 3, once it is read in an epoch."""
+
+    classes = ("a", "b", "c")
+
+    def __init__(self, fault: Exception | None = None, label: Callable[[int], Any] = lambda index: index % 3) -> None:
+        self._fault, self._label = fault, label
+
+    def __len__(self) -> int:
+        return 9
+
+    def __getitem__(self, index: int) -> tuple[bytes, Any]:
+        if index == 3 and self._fault is not None:
+            raise self._fault
+        return jpeg(index % 3, index), self._label(index)
+
+
+def test_a_dataset_without_paths_is_read_through_its_getitem(config: Path) -> None:
+    with gpuflow.wrap(DataLoader(Encoded(), batch_size=4, shuffle=True), config) as loader:
+        assert loader.classes == ("a", "b", "c")
+        for _ in range(2):
+            for images, labels in loader:
+                brightest = images.float().mean(dim=(2, 3)).argmax(dim=1)
+                assert labels.dtype == torch.int64 and torch.equal(brightest, labels)
+    vectors = Encoded(label=lambda index: torch.tensor([index, 0.5]))
+    with gpuflow.wrap(DataLoader(vectors, batch_size=4), config) as loader:
+        (_, labels), *_ = loader
+        assert labels.tolist() == [[float(i), 0.5] for i in range(4)]
+
+
+@pytest.mark.filterwarnings("ignore:1 of 9 samples are bad so far:UserWarning")
+def test_what_a_dataset_raises_is_raised_and_a_file_that_it_cannot_read_is_bad(config: Path) -> None:
+    with gpuflow.wrap(DataLoader(Encoded(KeyError("lost")), batch_size=2), config) as loader:
+        batches = iter(loader)
+        next(batches)
+        with pytest.raises(KeyError, match="lost") as caught:
+            next(batches)
+        assert caught.value.__notes__ == ["raised by dataset[3], which gpuflow.wrap read"]
+    with gpuflow.wrap(DataLoader(Encoded(FileNotFoundError("gone")), batch_size=3), config) as loader:
+        labels = [batch.labels.tolist() for batch in loader]
+        assert loader.stats()["bad"] == 1 and [len(some) for some in labels] == [3, 3, 3]
+    mixed = Encoded(label=lambda index: 0 if index < 5 else 0.5)
+    with gpuflow.wrap(DataLoader(mixed, batch_size=3), config) as loader, pytest.raises(LoaderError) as shape:
+        list(loader)
+    assert str(shape.value) == (
+        "dataset[5] has a label of float32 [], and the first sample has one of int64 []; give all samples labels of "
+        "one form"
+    )
+
+
+def test_a_break_a_reset_and_an_error_leave_no_thread(photos: ImageFolder, config: Path) -> None:
+    dataloader = DataLoader(photos, batch_size=2)
+    gpuflow.wrap(dataloader, config).close()
+    with nothing_left_behind():
+        loader = gpuflow.wrap(dataloader, config)
+        for _ in loader:
+            break
+        loader.reset()
+        assert loader.state_dict()["epoch"] == 1
+        assert len(list(loader)) == 12
+        loader.reset()
+        assert loader.state_dict()["epoch"] == 2
+        loader.close()
+
+
+def test_the_dataloaders_attributes_stay(photos: ImageFolder, config: Path) -> None:
+    sampler: Any = DistributedSampler(photos, num_replicas=2, rank=0)
+    with gpuflow.wrap(DataLoader(photos, 5, sampler=sampler, drop_last=True), config, transforms_gpu=GPU) as loader:
+        assert loader.dataset is photos and loader.sampler is sampler and loader.batch_sampler.sampler is sampler
+        assert (loader.batch_size, loader.drop_last, loader.classes) == (5, True, tuple(photos.classes))
+        loader.set_epoch(4)
+        assert sampler.epoch == 4 and loader.state_dict()["epoch"] == 4
+        assert repr(loader).startswith("<gpuflow.WrappedLoader of ImageFolder in 2 steps; all: decode() -> resize(")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no NVIDIA GPU")
+def test_batches_are_on_the_gpu_of_the_local_rank(photos: ImageFolder, config: Path) -> None:
+    last = torch.cuda.device_count() - 1
+    dataloader = DataLoader(photos, batch_size=6)
+    with gpuflow.wrap(dataloader, config, transforms_gpu=GPU, cpu_percentage=0.3, local_rank=last) as loader:
+        assert {images.device for images, _ in loader} == {torch.device("cuda", last)}
+    assert all(torch.cuda.memory_allocated(other) == 0 for other in range(last))
+
+
+# --- bad input --------------------------------------------------------------------------------------------------------
+
+
+class Endless:
+    """A batch sampler without a length, or with a wrong one."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        while True:
+            yield [0]
+
+
+class WrongLength(Endless):
+    def __len__(self) -> int:
+        return 2
+
+
+class Stream(torch.utils.data.IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(())
+
+
+def faults(photos: ImageFolder) -> dict[str, tuple[Any, dict[str, Any], str]]:
+    """By name: the DataLoader, the other arguments and the error's text. FILE stands for the configuration."""
+    sound = DataLoader(photos, batch_size=4)
+    pixels = ImageFolder(photos.root)
+    changed = ImageFolder(photos.root, loader=gpuflow.bytes_loader, transform=v1.ToTensor())
+    resize = gpuflow.cv2_resize((32, 32))
+    return {
+        "no DataLoader": (photos, {}, "dataloader must be a torch.utils.data.DataLoader, got 'ImageFolder'"),
+        "iterable": (
+            DataLoader(Stream()),
+            {},
+            "dataloader.dataset must be a map-style dataset, and is an IterableDataset; "
+            "use gpuflow.load with source.tar for shards",
+        ),
+        "no batches": (
+            DataLoader(photos, batch_size=None),
+            {},
+            "dataloader.batch_size must be a number of samples, got null; set it",
+        ),
+        "collate_fn": (
+            DataLoader(photos, collate_fn=list),
+            {},
+            "dataloader.collate_fn must be the default, because gpuflow makes the batches, and is list; "
+            "remove it; mixup and cutmix are stages",
+        ),
+        "no length": (
+            DataLoader(photos, batch_sampler=Endless()),
+            {},
+            "dataloader.batch_sampler must have a length; give it a __len__, the number of batches of an epoch",
+        ),
+        "no samples": (
+            DataLoader(Subset(photos, [])),
+            {},
+            "dataloader.dataset must have samples, got none; check the folder, or the indices of the subset",
+        ),
+        "pixels": (
+            DataLoader(pixels),
+            {},
+            "dataloader.dataset must give (bytes, label) for each sample, and sample 0 is (Image, int); "
+            "pass loader=gpuflow.bytes_loader to ImageFolder, or return the file's bytes and a number",
+        ),
+        "transform": (
+            DataLoader(changed),
+            {},
+            "dataloader.dataset.transform must be None, because the dataset gives encoded bytes, got ToTensor(); "
+            "pass it as transforms_gpu, and give the dataset none",
+        ),
+        "share": (
+            sound,
+            {"cpu_percentage": 30},
+            "cpu_percentage must be auto or within [0, 1], got 30; 0.3 stands for 30%",
+        ),
+        "type": (
+            sound,
+            {"parallel_type": "fsdp"},
+            "parallel_type must be ddp, dp or None, got 'fsdp'; None is for a single GPU",
+        ),
+        "rank": (
+            sound,
+            {"local_rank": "0"},
+            "local_rank must be the number of a GPU, got '0'; pass LOCAL_RANK as a whole number",
+        ),
+        "resize on GPU": (
+            sound,
+            {"transforms_gpu": [resize]},
+            "transforms_gpu cannot have cv2_resize, because the file resizes; remove it",
+        ),
+        "size": (
+            sound,
+            {"transforms_cpu": [resize, *GPU.transforms]},
+            "transforms_cpu is cv2_resize to 32 x 32, and the stages of FILE give images of 32 x 28; "
+            "write resize: {height: 32, width: 32} there",
+        ),
+        "crop": (
+            sound,
+            {"transforms_gpu": v1.Compose([v1.RandomHorizontalFlip(), v1.RandomCrop(40)])},
+            "transforms_gpu.random_crop crops 40x40 from an image of 32x28, which is smaller; "
+            "crop less or resize to more",
+        ),
+        "different": (
+            sound,
+            {"transforms_gpu": AUGMENT, "transforms_cpu": [v1.ToPILImage(), *AUGMENT[:2], v1.RandomRotation(20)]},
+            "transforms_cpu must stand for the same stages as transforms_gpu; stage 2 of the two is "
+            "rotate(degrees=20, interpolation=nearest) and rotate(degrees=15, interpolation=nearest); "
+            "make them equal, or leave out transforms_cpu",
+        ),
+    }
+
+
+NAMES = (
+    *("no DataLoader", "iterable", "no batches", "collate_fn", "no length", "no samples", "pixels", "transform"),
+    *("share", "type", "rank", "resize on GPU", "size", "crop", "different"),
+)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_bad_input_is_an_error_with_its_place(name: str, photos: ImageFolder, config: Path) -> None:
+    known = faults(photos)
+    assert set(known) == set(NAMES)
+    dataloader, arguments, text = known[name]
+    with pytest.raises(ConfigError) as caught:
+        gpuflow.wrap(dataloader, config, **arguments)
+    assert str(caught.value) == "gpuflow.wrap: " + text.replace("FILE", str(config))
+
+
+def test_files_that_wrap_does_not_take(photos: ImageFolder, config: Path, tmp_path: Path) -> None:
+    sound = DataLoader(photos, batch_size=4)
+    with pytest.raises(ConfigError) as caught:
+        gpuflow.wrap(sound, "gpu_decode_train.toml")
+    assert str(caught.value) == (
+        "gpuflow.wrap: config must be a YAML file, got 'gpu_decode_train.toml'; "
+        "gpuflow import gpu_decode_train.toml > FILE.yaml"
+    )
+    two = tmp_path / "two.yaml"
+    two.write_text(
+        config.read_text().replace("run:", "  val:\n    stages: [decode, {resize: {height: 8, width: 8}}]\nrun:")
+    )
+    with pytest.raises(ConfigError) as caught:
+        gpuflow.wrap(sound, two)
+    assert (
+        str(caught.value) == f"gpuflow.wrap: name must be one of the pipelines of {two}: all, val, got null; pass name="
+    )
+    gpuflow.wrap(sound, two, name="val").close()
+    preset = tmp_path / "preset.yaml"
+    preset.write_text(
+        "source: {folder: x}\npipelines: {train: {preset: torchpipe_cpu, height: 32, width: 32, stages: []}}\n"
+    )
+    with gpuflow.wrap(sound, preset, transforms_gpu=GPU, cpu_percentage=0) as loader:
+        assert next(iter(loader))[0].shape == (4, 3, 24, 24)
+    with pytest.raises(ConfigError) as caught:
+        gpuflow.wrap(sound, preset, cpu_percentage=0.3)
+    assert str(caught.value) == (
+        "gpuflow.wrap: cpu_percentage must be auto or 0 with preset: torchpipe_cpu, which decodes in one place, "
+        "got 0.3; remove it"
+    )
+    views = tmp_path / "views.yaml"
+    views.write_text(
+        "source: {folder: x}\npipelines: {train: {decode: {}, views: {a: {stages: [resize: {height: 8, width: 8}]}}}}\n"
+    )
+    with gpuflow.wrap(sound, views) as loader:
+        assert next(iter(loader)).views["a"].shape == (1, 4, 3, 8, 8)
+    with pytest.raises(ConfigError) as caught:
+        gpuflow.wrap(sound, views, transforms_gpu=GPU)
+    assert str(caught.value) == (
+        "gpuflow.wrap: transforms_gpu cannot follow the views of the pipeline 'train'; "
+        "write the stages into the file's views"
+    )
+
+
+@pytest.mark.parametrize(
+    ("sampler", "text"),
+    [
+        ([[0, 1], [COUNT]], f"the sampler gave the index {COUNT}, and the dataset has {COUNT} samples"),
+        ([[0], []], "the sampler gave an empty batch, number 1; leave it out"),
+        (
+            [[(0, 224)]],
+            "the sampler must give indices of the dataset, whole numbers, got (0, 224)",
+        ),
+        (WrongLength(), "the sampler gave more than the 2 batches that its length says; correct its length"),
+    ],
+)
+def test_a_faulty_sampler_is_an_error(sampler: Any, text: str, photos: ImageFolder, config: Path) -> None:
+    with gpuflow.wrap(DataLoader(photos, batch_sampler=sampler), config) as loader:
+        with pytest.raises(LoaderError) as caught:
+            iter(loader)
+        assert str(caught.value) == text
+
+
+def test_states_of_others_are_refused(photos: ImageFolder, config: Path) -> None:
+    with gpuflow.wrap(DataLoader(photos, batch_size=4), config) as loader:
+        next(iter(loader))
+        state = loader.state_dict()
+        assert (state["position"], list(state["sampler"])) == (1, ["order", "generators"])
+        for broken in ({**state, "sampler": None}, {**state, "sampler": {"order": ""}}, {**state, "seed": 7}, {}):
+            with pytest.raises(StateError):
+                loader.load_state_dict(broken)
+        for texts in ([], ["x"], ["eA=="]):
+            loader.load_state_dict({**state, "sampler": {**state["sampler"], "generators": texts}})
+            with pytest.raises(StateError):
+                iter(loader)
+    with gpuflow.wrap(DataLoader(photos, batch_size=3), config) as loader:
+        loader.load_state_dict(state)
+        with pytest.raises(StateError, match="drew another order"):
+            iter(loader)
