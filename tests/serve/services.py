@@ -242,13 +242,22 @@ def _hanging_model() -> Predictor:
     return predictor_of(FakeEngine(before=Gate()))
 
 
+GATE = Gate()
+"""Of the model that waits: SIGUSR1 opens it."""
+
+
+def _waiting_model() -> Predictor:
+    return predictor_of(FakeEngine(before=GATE, batch=8))
+
+
 def _endless_load() -> Predictor:
     time.sleep(600)
     raise AssertionError
 
 
 SERVICES: dict[str, tuple[Callable[[], Predictor], RequestLimits]] = {
-    "slow model": (_slow_model, RequestLimits(max_body_bytes=1_000_000)),
+    "model that waits for SIGUSR1": (_waiting_model, RequestLimits(max_body_bytes=1_000_000)),
+    "slow model": (_slow_model, RequestLimits()),
     "hanging model": (_hanging_model, RequestLimits()),
     "hanging model, timeout 1 s": (_hanging_model, RequestLimits(timeout_s=1.0)),
     "endless load": (_endless_load, RequestLimits()),
@@ -270,6 +279,7 @@ def parent() -> None:
             log = os.open(order["log"], os.O_WRONLY | os.O_APPEND)
             for descriptor in (1, 2):
                 os.dup2(log, descriptor)
+            signal.signal(signal.SIGUSR1, lambda *_: GATE.open())
             sys.argv = ["gpuflow", *order["command"]]
             if sys.argv[1] in SERVICES:
                 load, limits = SERVICES[sys.argv[1]]

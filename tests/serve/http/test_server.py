@@ -112,7 +112,7 @@ def test_no_admitted_request_is_lost(starter: ServiceStarter) -> None:
         bodies = {7: b"", 8: b"nothing", 9: bytes(3_000_000)}
         return post(url, bodies.get(number % 10, PHOTO)).status_code
 
-    with starter.start("slow model") as process, ThreadPoolExecutor(51) as pool:
+    with starter.start("model that waits for SIGUSR1") as process, ThreadPoolExecutor(51) as pool:
         url = process.ready().url
         answers = [pool.submit(client, number) for number in range(50)]
         wait(lambda: queue_length(url) >= 20)
@@ -122,6 +122,7 @@ def test_no_admitted_request_is_lost(starter: ServiceStarter) -> None:
         assert (refused.status_code, refused.json()["error"]["kind"]) == (503, "draining")
         assert (refused.headers["Retry-After"], refused.headers["Connection"]) == ("5", "close")
         assert requests.get(f"{url}/healthz", timeout=20).ok
+        process.signal(signal.SIGUSR1)
         codes = [answer.result(timeout=20) for answer in answers]
         assert process.wait() == 0
         assert process.lines[-1] == "stopped; all requests answered"
