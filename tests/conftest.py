@@ -8,6 +8,7 @@ import os
 import pickle
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,8 @@ from gpuflow.sources import Source, SourceSpec, open_source
 from tests.images import jpeg, photo
 
 if TYPE_CHECKING:
+    import fsspec
+
     from tests.serve.models import Models
 
 hypothesis.settings.register_profile(
@@ -105,6 +108,21 @@ def photo_bytes() -> bytes:
 def source(folder: Path) -> Source:
     """The photographs of a test's own fixture `folder`."""
     return open_source(SourceSpec(folder=str(folder)))
+
+
+@pytest.fixture
+def memory() -> Iterator[fsspec.AbstractFileSystem]:
+    """fsspec's file system in memory, empty."""
+    import fsspec
+
+    def clear() -> None:
+        system.store.clear()
+        system.pseudo_dirs[:] = [""]
+
+    system = fsspec.filesystem("memory")
+    clear()  # of what other files' tests left there
+    yield system
+    clear()
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,7 @@
     gpuflow samples data/bench -n 2000
     python experiments/remote/run.py data/bench
 
-It starts the server in a process of its own, with the photographs as single files and in shards. Writes results.csv in
+It starts the server in a separate process, with the photographs as single files and in shards. Writes results.csv in
 this file's folder.
 """
 
@@ -112,7 +112,7 @@ def write_data(photos: Path, data: Path) -> None:
 
 @contextmanager
 def server(data: Path, seconds: float) -> Iterator[str]:
-    """A server of the files of a folder, in a process of its own; yields its URL."""
+    """A server of the files of a folder, in a separate process; yields its URL."""
     command = [sys.executable, __file__, "serve", str(data), str(seconds)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -145,9 +145,9 @@ def serve(data: str, seconds: float) -> None:
                 figures["downloaded_mb"] += (response.content_length or 0) / 1e6
 
     async def tell(request: web.Request) -> web.Response:
-        told = dict(figures)
+        answer = dict(figures)
         figures.update(requests=0, downloaded_mb=0.0)
-        return web.json_response(told)
+        return web.json_response(answer)
 
     async def run() -> None:
         app = web.Application()

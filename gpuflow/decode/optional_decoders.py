@@ -80,7 +80,7 @@ def _pillow(name: str, plugin: str, opener: str) -> Callable[[], Any]:
         if not getattr(module, "SUPPORTED", True):
             raise MissingExtra(f"decoding {LABELS[name]}", "a Pillow that was built with it", _EXTRA)
         if name == "avif" and not module.DEFAULT_MAX_THREADS:
-            module.DEFAULT_MAX_THREADS = 1  # each of gpuflow's threads decodes an image of its own
+            module.DEFAULT_MAX_THREADS = 1  # gpuflow's threads decode several images at a time
         return getattr(module, opener)
 
     return load
@@ -119,7 +119,7 @@ def _pillow_heif() -> Any:
     except ImportError as error:
         raise MissingExtra("decoding HEIC", "pillow-heif", _EXTRA) from error
     if pillow_heif.options.DECODE_THREADS == _HEIF_THREADS:
-        pillow_heif.options.DECODE_THREADS = 1  # each of gpuflow's threads decodes an image of its own
+        pillow_heif.options.DECODE_THREADS = 1  # gpuflow's threads decode several images at a time
     return pillow_heif
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import gpuflow
+from gpuflow.integrations.adapter import LoaderAdapter
 from gpuflow.loader.batch import Batch
 from gpuflow.loader.loader import Loader
-from gpuflow.sources import Source
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -48,7 +48,7 @@ def load(
     return own
 
 
-class AccelerateLoader:
+class AccelerateLoader(LoaderAdapter):
     """A `Loader` that says to Accelerate when an epoch ends, for `accumulate`, and how many samples of the last step
     are not wrapped around, for `gather_for_metrics`.
 
@@ -57,12 +57,9 @@ class AccelerateLoader:
     """
 
     def __init__(self, loader: Loader, state: GradientState) -> None:
-        self.loader = loader
+        super().__init__(loader)
         self._state = state
         self.end_of_dataloader, self.remainder = False, -1
-
-    def __len__(self) -> int:
-        return len(self.loader)
 
     def __iter__(self) -> Iterator[Batch]:
         loader = self.loader
@@ -77,14 +74,6 @@ class AccelerateLoader:
         finally:
             self._state._remove_dataloader(self)
             self.end_of_dataloader, self.remainder = False, -1
-
-    @property
-    def dataset(self) -> Source:
-        return self.loader.dataset
-
-    @property
-    def batch_size(self) -> int:
-        return self.loader.batch_size
 
     @property
     def total_batch_size(self) -> int:
@@ -102,16 +91,3 @@ class AccelerateLoader:
     def set_epoch(self, epoch: int) -> None:
         """See `Loader.set_epoch`."""
         self.loader.set_epoch(epoch)
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.loader.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `Loader.load_state_dict`."""
-        self.loader.load_state_dict(state)
-
-    def stats(self) -> dict[str, Any]:
-        return self.loader.stats()
-
-    def close(self) -> None:
-        self.loader.close()

@@ -12,6 +12,7 @@ import torch
 
 from gpuflow.config import Config, read_config
 from gpuflow.errors import MissingExtra, StateError
+from gpuflow.integrations.adapter import LoaderAdapter
 from gpuflow.loader.assemble import build_loader, open_whole
 from gpuflow.loader.batch import Batch
 from gpuflow.loader.loader import Loader
@@ -111,7 +112,7 @@ class DataModule(LightningDataModule):  # type: ignore[misc, unused-ignore]
         return self._loaders[loop]
 
 
-class EpochLoader:
+class EpochLoader(LoaderAdapter):
     """A `Loader` whose epoch is the trainer's: each `for` runs the epoch that `epoch` returns, from its start or from a
     restored position within it.
 
@@ -120,12 +121,9 @@ class EpochLoader:
     """
 
     def __init__(self, loader: Loader, epoch: Callable[[], int | None]) -> None:
-        self.loader = loader
+        super().__init__(loader)
         self._epoch = epoch
         self._restored: Mapping[str, Any] = {}
-
-    def __len__(self) -> int:
-        return len(self.loader)
 
     def __iter__(self) -> Iterator[Batch]:
         if (epoch := self._epoch()) is not None:
@@ -135,21 +133,13 @@ class EpochLoader:
             self.loader.set_epoch(epoch)
         yield from self.loader
 
-    @property
-    def dataset(self) -> Source:
-        return self.loader.dataset
-
-    @property
-    def batch_size(self) -> int:
-        return self.loader.batch_size
-
     def state_dict(self) -> dict[str, Any]:
         """The loader's, and the samples of a step on all ranks."""
-        return {**self.loader.state_dict(), "samples_per_step": self.loader.samples_per_step}
+        return {**super().state_dict(), "samples_per_step": self.loader.samples_per_step}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `Loader.load_state_dict`."""
-        self.loader.load_state_dict(state)
+        super().load_state_dict(state)
         self._restored = state
 
     def _require_equal_steps(self, epoch: int) -> None:
@@ -162,12 +152,6 @@ class EpochLoader:
                 f"have {here}, and Lightning counts steps; restore it with the same batch size and number of ranks, "
                 "or restore a checkpoint of an epoch's end"
             )
-
-    def stats(self) -> dict[str, Any]:
-        return self.loader.stats()
-
-    def close(self) -> None:
-        self.loader.close()
 
 
 def _of_rank(config: Config, ranks: int) -> Config:

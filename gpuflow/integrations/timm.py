@@ -14,11 +14,11 @@ import torch
 from gpuflow.config import Config, check_config, read_config
 from gpuflow.config.yaml_file import read_yaml
 from gpuflow.errors import ConfigError, Problem
+from gpuflow.integrations.adapter import LoaderAdapter
 from gpuflow.loader.assemble import build_loader
 from gpuflow.loader.batch import Batch
 from gpuflow.loader.loader import Loader
 from gpuflow.runtime.ranks import Ranks
-from gpuflow.sources import Source
 from gpuflow.vocabulary import stage_table
 
 __all__ = ["EpochSampler", "TimmLoader", "create_loader"]
@@ -133,7 +133,7 @@ def create_loader(
     return TimmLoader(build, mixes=mixing is not None)
 
 
-class TimmLoader:
+class TimmLoader(LoaderAdapter):
     """A `Loader` with the attributes of timm's: `mixup_enabled`, `sampler.set_epoch`, `dataset`.
 
     Args:
@@ -141,23 +141,12 @@ class TimmLoader:
     """
 
     def __init__(self, build: Callable[[bool], Loader], *, mixes: bool) -> None:
+        super().__init__(build(mixes))
         self._build, self._mixes, self._mixing = build, mixes, mixes
-        self.loader = build(mixes)
         self.sampler = EpochSampler(self)
-
-    def __len__(self) -> int:
-        return len(self.loader)
 
     def __iter__(self) -> Iterator[Batch]:
         return iter(self.loader)
-
-    @property
-    def dataset(self) -> Source:
-        return self.loader.dataset
-
-    @property
-    def batch_size(self) -> int:
-        return self.loader.batch_size
 
     @property
     def mixup_enabled(self) -> bool:
@@ -180,18 +169,12 @@ class TimmLoader:
         self.loader.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        return {**self.loader.state_dict(), "mixup_enabled": self._mixing}
+        return {**super().state_dict(), "mixup_enabled": self._mixing}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `Loader.load_state_dict`."""
         self.mixup_enabled = bool(state.get("mixup_enabled", self._mixing))
-        self.loader.load_state_dict(state)
-
-    def stats(self) -> dict[str, Any]:
-        return self.loader.stats()
-
-    def close(self) -> None:
-        self.loader.close()
+        super().load_state_dict(state)
 
 
 class EpochSampler:

@@ -16,6 +16,7 @@ from gpuflow.parity import Report, study
 from gpuflow.parity.text import verdict
 from gpuflow.stages import STAGES
 from tests.datasets import make_photos
+from tests.migration.their_configs import VIT
 
 IMAGES = 8
 PILLOW = 2.01
@@ -100,18 +101,6 @@ def test_training_transforms_of_timm_have_the_same_stages() -> None:
 
 
 # --- transformers -----------------------------------------------------------------------------------------------------
-
-VIT = {
-    "do_normalize": True,
-    "do_rescale": True,
-    "do_resize": True,
-    "image_mean": [0.5, 0.5, 0.5],
-    "image_processor_type": "ViTImageProcessor",
-    "image_std": [0.5, 0.5, 0.5],
-    "resample": 2,
-    "rescale_factor": 0.00392156862745098,
-    "size": {"height": 224, "width": 224},
-}
 
 
 @pytest.mark.parametrize(

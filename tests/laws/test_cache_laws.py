@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import tarfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +16,6 @@ from gpuflow.sources.storage import cached
 from tests.datasets import epoch_rows, flat, interleave, jpeg, nothing_left_behind, write_config
 
 SAMPLES = 22
-
-
-@pytest.fixture
-def memory() -> Iterator[fsspec.AbstractFileSystem]:
-    system = fsspec.filesystem("memory")
-    system.store.clear()
-    yield system
-    system.store.clear()
-    system.pseudo_dirs[:] = [""]
 
 
 def shard(numbers: range) -> bytes:

@@ -10,7 +10,8 @@ import pytest
 from gpuflow.config import read_config
 from gpuflow.stages import STAGES
 from tests.commands import Run, command_here
-from tests.migration.test_from_files import MODEL, TOML, VIT, serialised
+from tests.migration.test_from_files import MODEL, TOML, serialised
+from tests.migration.their_configs import VIT
 
 THEIRS = "tests.migration.their_transforms"
 

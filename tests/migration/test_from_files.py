@@ -12,20 +12,10 @@ from gpuflow.errors import ConfigError
 from gpuflow.migration import Imported, read_source
 from gpuflow.migration.python_objects import MissingLibrary
 from gpuflow.stages import STAGES
+from tests.migration.their_configs import VIT
 
 HALF = {"normalize": {"mean": [0.5, 0.5, 0.5], "std": [0.5, 0.5, 0.5]}}
 IMAGENET = {"normalize": {"mean": "imagenet", "std": "imagenet"}}
-VIT = {
-    "do_normalize": True,
-    "do_rescale": True,
-    "do_resize": True,
-    "image_mean": [0.5, 0.5, 0.5],
-    "image_processor_type": "ViTImageProcessor",
-    "image_std": [0.5, 0.5, 0.5],
-    "resample": 2,
-    "rescale_factor": 0.00392156862745098,
-    "size": {"height": 224, "width": 224},
-}
 TOML = """
 batching_timeout = 1
 instance_num = 1

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -44,15 +44,6 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """And no wait for the disk, which takes milliseconds and shows only after a loss of power."""
     monkeypatch.setattr(cached, "BLOCK_BYTES", 16384)
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-
-
-@pytest.fixture
-def memory() -> Iterator[fsspec.AbstractFileSystem]:
-    system = fsspec.filesystem("memory")
-    system.store.clear()
-    yield system
-    system.store.clear()
-    system.pseudo_dirs[:] = [""]
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.parse import quote
@@ -32,18 +32,6 @@ FILES = {"/photos/b/2.jpg": b"b2", "/photos/a/1.jpg": b"a1", "/photos/a/z/3.png"
 def soon_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many attempts, without the time that a server would need."""
     monkeypatch.setattr(remote, "REMOTE_DELAYS", (0.0, 0.01, 0.02, 0.05))
-
-
-@pytest.fixture
-def memory() -> Iterator[fsspec.AbstractFileSystem]:
-    def clear() -> None:
-        system.store.clear()
-        system.pseudo_dirs[:] = [""]
-
-    system = fsspec.filesystem("memory")
-    clear()  # of what other files' tests left there
-    yield system
-    clear()
 
 
 def new_array(size: int) -> NDArray[np.uint8]:
