@@ -12,8 +12,8 @@ from gpuflow.stages.policy_parts import (
     OPERATIONS,
     AugmentPolicy,
     Drawn,
+    Magnitudes,
     Range,
-    signed,
     uniform_places,
 )
 from gpuflow.stages.rotate import Fill, WarpInterpolation
@@ -32,6 +32,7 @@ _SPACE: dict[str, Range | None] = {
     "Equalize": None,
     "Invert": None,
 }
+_MAGNITUDES = Magnitudes(_SPACE)
 _BINS = 10
 _IMAGENET = (
     (("Posterize", 0.4, 8), ("Rotate", 0.6, 9)),
@@ -94,7 +95,7 @@ class AutoAugment(AugmentPolicy):
         names, probabilities, bins = zip(*(one[turn] for one in _IMAGENET), strict=True)
         operation = np.array([OPERATIONS.index(name) for name in names])[pair]
         operation[chance >= np.array(probabilities)[pair]] = OPERATIONS.index("Identity")
-        return signed(_SPACE, operation, np.array(bins)[pair], sign < 0.5, _BINS, height, width)
+        return _MAGNITUDES.draw(operation, np.array(bins)[pair], sign < 0.5, _BINS, height, width)
 
     def torchvision(self) -> Any:
         from torchvision.transforms import InterpolationMode, v2

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, final
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from gpuflow.pipeline import stage as s
 from gpuflow.stages.rotate import Fill, WarpInterpolation, check_fill, lookup_of, rotation
 from gpuflow.stages.sharpness import Sharpness
 
-__all__ = ["OPERATIONS", "AugmentPolicy", "Drawn", "Range", "signed", "uniform_places"]
+__all__ = ["OPERATIONS", "AugmentPolicy", "Drawn", "Magnitudes", "Range", "uniform_places"]
 
 OPERATIONS = (
     *("Identity", "ShearX", "ShearY", "TranslateX", "TranslateY", "Rotate", "Brightness", "Color", "Contrast"),
@@ -30,6 +30,8 @@ OPERATIONS = (
 _FACTORS = {"Brightness": s.Operation.BRIGHTNESS, "Color": s.Operation.SATURATION, "Contrast": s.Operation.CONTRAST}
 _STATISTICS = {"AutoContrast": s.Operation.AUTOCONTRAST, "Equalize": s.Operation.EQUALIZE}
 _TABLES = ("Posterize", "Solarize", "Invert")
+_SHARPNESS = Sharpness(amount=0.0)
+"""Its filters depend on a sample's coefficients alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,12 @@ def _linspace(low: float, high: float, count: int) -> NDArray[np.float64]:
     return torch.linspace(low, high, count).double().numpy()
 
 
+@lru_cache
+def _are(names: tuple[str, ...]) -> s.Bools:
+    """For each of OPERATIONS, whether it is one of these."""
+    return np.isin(OPERATIONS, names)
+
+
 @dataclass(frozen=True, slots=True)
 class Drawn:
     """One round's operation and magnitude of each sample, both [N]."""
@@ -68,7 +76,8 @@ class Drawn:
 
     def has(self, *names: str) -> s.Bools:
         """Which samples have one of these operations, [N]."""
-        return np.isin(self.operation, [OPERATIONS.index(name) for name in names])
+        samples: s.Bools = _are(names)[self.operation]
+        return samples
 
 
 def uniform_places(numbers: NDArray[np.float64], count: int) -> s.Ints:
@@ -76,27 +85,40 @@ def uniform_places(numbers: NDArray[np.float64], count: int) -> s.Ints:
     return np.minimum((numbers * count).astype(np.int64), count - 1)
 
 
-def signed(
-    space: Mapping[str, Range | None],
-    operation: s.Ints,
-    place: s.Ints,
-    negated: s.Bools,
-    count: int,
-    height: s.Ints,
-    width: s.Ints,
-) -> Drawn:
-    """The magnitudes of operations [N] at these places of `count` bins, some of them negated."""
-    magnitude = np.zeros(len(operation))
-    for name, one in space.items():
-        rows = np.flatnonzero(operation == OPERATIONS.index(name))
-        if one is None or not len(rows):
-            continue
-        for size in np.unique(np.stack([height[rows], width[rows]], axis=1), axis=0).tolist() if one.of else [[1, 1]]:
-            same = rows[(height[rows] == size[0]) & (width[rows] == size[1])] if one.of else rows
-            magnitude[same] = one.bins(count, *size)[place[same]]
-        if one.both_signs:
-            magnitude[rows] = np.where(negated[rows], -magnitude[rows], magnitude[rows])
-    return Drawn(operation, magnitude)
+@final
+class Magnitudes:
+    """Looks up the magnitudes of a policy's operations, of all samples at once.
+
+    Args:
+        ranges: of the operations that have a magnitude; None for those without one.
+    """
+
+    def __init__(self, ranges: Mapping[str, Range | None]) -> None:
+        self._ranges = {name: one for name, one in ranges.items() if one is not None}
+        self._signed = _are(tuple(name for name, one in self._ranges.items() if one.both_signs))
+        self._sized = tuple(name for name, one in self._ranges.items() if one.of)
+        self._tables: dict[int, NDArray[np.float64]] = {}
+
+    def draw(
+        self, operation: s.Ints, place: s.Ints, negated: s.Bools, bins: int, height: s.Ints, width: s.Ints
+    ) -> Drawn:
+        """The magnitudes of operations [N], at these places [N] of so many bins, some of them negated."""
+        magnitude = self._table(bins)[operation, place]
+        for name in self._sized:
+            rows = np.flatnonzero(operation == OPERATIONS.index(name))
+            for size in {*zip(height[rows].tolist(), width[rows].tolist(), strict=True)}:
+                same = rows[(height[rows] == size[0]) & (width[rows] == size[1])]
+                magnitude[same] = self._ranges[name].bins(bins, *size)[place[same]]
+        return Drawn(operation, np.where(negated & self._signed[operation], -magnitude, magnitude))
+
+    def _table(self, bins: int) -> NDArray[np.float64]:
+        """The magnitude of each of OPERATIONS in each bin; 0 for one that has none or one of the image's size."""
+        if (table := self._tables.get(bins)) is None:
+            table = self._tables[bins] = np.zeros((len(OPERATIONS), bins))
+            for name, one in self._ranges.items():
+                if not one.of:
+                    table[OPERATIONS.index(name)] = one.bins(bins, 1, 1)
+        return table
 
 
 class AugmentPolicy(s.Policy):
@@ -226,4 +248,4 @@ class _Sharpening(s.Local):
         return np.stack([drawn.has("Sharpness"), 1.0 + drawn.magnitude], axis=1)
 
     def filters(self, coefficients: NDArray[np.float64]) -> s.Filters:
-        return Sharpness(amount=0.0).filters(coefficients)
+        return _SHARPNESS.filters(coefficients)

@@ -12,8 +12,8 @@ from gpuflow.stages.policy_parts import (
     OPERATIONS,
     AugmentPolicy,
     Drawn,
+    Magnitudes,
     Range,
-    signed,
     uniform_places,
 )
 from gpuflow.stages.rotate import Fill, WarpInterpolation
@@ -37,6 +37,7 @@ _SPACE: dict[str, Range | None] = {
     "Equalize": None,
 }
 """torchvision's RandAugment, in its order."""
+_MAGNITUDES = Magnitudes(_SPACE)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -79,7 +80,7 @@ class RandAugment(AugmentPolicy):
         names = list(_SPACE)
         operation = uniform_places(numbers[:, 0], len(names))
         place = operation * 0 + self.magnitude
-        return signed(_SPACE, operation, place, numbers[:, 1] < 0.5, self.bins, height, width)
+        return _MAGNITUDES.draw(operation, place, numbers[:, 1] < 0.5, self.bins, height, width)
 
     def torchvision(self) -> Any:
         from torchvision.transforms import InterpolationMode, v2

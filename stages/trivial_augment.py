@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 from gpuflow.pipeline import stage as s
-from gpuflow.stages.policy_parts import AugmentPolicy, Drawn, Range, signed, uniform_places
+from gpuflow.stages.policy_parts import AugmentPolicy, Drawn, Magnitudes, Range, uniform_places
 from gpuflow.stages.rotate import Fill, WarpInterpolation
 
 __all__ = ["TrivialAugment"]
@@ -28,6 +28,7 @@ _SPACE: dict[str, Range | None] = {
     "Equalize": None,
 }
 """torchvision's TrivialAugmentWide, in its order."""
+_MAGNITUDES = Magnitudes(_SPACE)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -59,7 +60,7 @@ class TrivialAugment(AugmentPolicy):
     def choose(self, keys: s.StageKeys, turn: int, height: s.Ints, width: s.Ints) -> Drawn:
         numbers = keys.uniform(3)
         operation, place = uniform_places(numbers[:, 0], len(_SPACE)), uniform_places(numbers[:, 1], self.bins)
-        return signed(_SPACE, operation, place, numbers[:, 2] < 0.5, self.bins, height, width)
+        return _MAGNITUDES.draw(operation, place, numbers[:, 2] < 0.5, self.bins, height, width)
 
     def torchvision(self) -> Any:
         from torchvision.transforms import InterpolationMode, v2
