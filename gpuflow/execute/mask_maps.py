@@ -7,12 +7,13 @@ image is sampled at. What a step fills in, such as a constant border, is 0 in a 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import assert_never
+from typing import Any, assert_never
 
+import cv2
 import numpy as np
 from numpy.typing import NDArray
 
-from gpuflow.execute.warp import TIE, TINY, fold_back
+from gpuflow.execute.warp import REMAPPED, TIE, fold_back, seen
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.program import (
     ApplyStep,
@@ -28,30 +29,49 @@ from gpuflow.pipeline.targets import PlacedMove, moves_of_stages
 
 __all__ = ["MaskMap", "mask_maps"]
 
-_FAR = 2.0**31
+_FAR = 2.0**30
 
 
 class MaskMap:
     """Which pixel of one sample's mask each pixel of the result shows.
 
-    Rows [H, 1 or W] and columns [1 or H, W] of these pixels; a negative one lies outside, where the result is 0. Crops,
-    flips, resizes and pads move rows and columns separately, so that two vectors describe them.
+    Crops, flips, resizes and pads move rows and columns separately, so two vectors describe them: the row of each row,
+    and the column of each column. From the first warp on there is a place for each pixel: its column and its row in one
+    number. A negative row, column or place lies outside, where the result is 0.
     """
 
     def __init__(self, height: int, width: int) -> None:
-        self._rows: s.Ints = np.arange(height)[:, None]
-        self._columns: s.Ints = np.arange(width)[None]
+        self._rows, self._columns = np.arange(height), np.arange(width)
+        self._places: NDArray[Any] | None = None
+        self._small = max(height, width) < REMAPPED
 
     def apply(self, mask: NDArray[np.uint8]) -> NDArray[np.uint8]:
         """The result of a mask [h, w]."""
-        result: NDArray[np.uint8] = mask[self._rows, self._columns]
-        if (self._rows < 0).any() or (self._columns < 0).any():
-            result[np.broadcast_to((self._rows < 0) | (self._columns < 0), result.shape)] = 0
+        result: NDArray[np.uint8]
+        if self._places is None:
+            result = mask.take(self._rows, 0, mode="clip").take(self._columns, 1, mode="clip")
+            result[self._rows < 0] = 0
+            result[:, self._columns < 0] = 0
+            return result
+        pairs = self._pairs(self._places)
+        if self._small:
+            no_more, constant = np.empty(0, np.int16), cv2.BORDER_CONSTANT
+            return np.asarray(
+                cv2.remap(
+                    np.ascontiguousarray(mask), pairs, no_more, cv2.INTER_NEAREST, borderMode=constant, borderValue=0
+                )
+            )
+        result = mask[pairs[..., 1], pairs[..., 0]]
+        result[self._places < 0] = 0
         return result
+
+    def _pairs(self, places: NDArray[Any]) -> NDArray[Any]:
+        """Places [H, W] as columns and rows, [H, W, 2]."""
+        return places.view(np.int16 if self._small else np.int32).reshape(*places.shape, 2)
 
     def move(self, move: s.Crop | s.Flip | s.Resize | s.Pad, i: int) -> None:
         """Continue with sample i's move."""
-        height, width = len(self._rows), self._columns.shape[1]
+        height, width = (len(self._rows), len(self._columns)) if self._places is None else self._places.shape
         match move:
             case s.Crop():
                 rows, columns = np.arange(move.height[i]) + move.y[i], np.arange(move.width[i]) + move.x[i]
@@ -74,34 +94,40 @@ class MaskMap:
         y, x, height, width = warping.box[i].tolist()
         self._select(np.arange(y, y + height), np.arange(x, x + width))
         shape = [int(side[i]) for side in warping.size]
-        at_x, at_y = np.meshgrid(np.arange(shape[1]) + 0.5, np.arange(shape[0]) + 0.5)
-        seen = warping.matrix[i] @ np.stack([at_x.ravel(), at_y.ravel(), np.ones(at_x.size)])
-        third = np.where(np.abs(seen[2]) < TINY, TINY, seen[2])
-        columns, rows = (
-            np.floor(np.clip(line / third, -_FAR, _FAR) + TIE).astype(np.int64).reshape(shape) for line in seen[:2]
-        )
+        points = (np.arange(side, dtype=np.float64) + 0.5 for side in shape)
+        down, across = next(points)[:, None], next(points)[None]
+        seen_x, seen_y = seen(warping.matrix[i], across, down)
+        columns, rows = (np.floor(np.clip(line, -_FAR, _FAR) + TIE).astype(np.int32) for line in (seen_x, seen_y))
         if warping.lookup.border == "constant":
-            rows, columns = _inside(rows, height), _inside(columns, width)
+            outside = (rows < 0) | (rows >= height) | (columns < 0) | (columns >= width)
         else:
             rows, columns = (
                 fold_back(at, side, warping.lookup.border) for at, side in ((rows, height), (columns, width))
             )
-        outside = (rows < 0) | (columns < 0)
+            outside = np.zeros(shape, bool)
         y, x, shown_height, shown_width = warping.shown[i].tolist()
         outside[:y] = outside[y + shown_height :] = outside[:, :x] = outside[:, x + shown_width :] = True
-        inner_rows, inner_columns = np.broadcast_arrays(self._rows, self._columns)
-        self._rows = np.where(outside, -1, inner_rows[rows, columns])
-        self._columns = np.where(outside, -1, inner_columns[rows, columns])
+        if self._places is None:
+            places = np.empty(shape, np.int32 if self._small else np.int64)
+            pairs = self._pairs(places)
+            for axis, (inner, at) in enumerate(((self._columns, columns), (self._rows, rows))):
+                pairs[..., axis] = inner.take(at, mode="clip")
+            if (self._rows < 0).any() or (self._columns < 0).any():
+                outside |= (pairs[..., 0] < 0) | (pairs[..., 1] < 0)
+        else:
+            places = self._places.reshape(-1).take(np.clip(rows, 0, height - 1) * width + columns, mode="clip")
+        places[outside] = -1
+        self._places = places
 
     def _select(self, rows: s.Ints, columns: s.Ints) -> None:
         """Keep these rows and columns, [h] and [w], of the result so far; negative ones are outside."""
-        across, down = self._rows.shape[1] > 1, len(self._columns) > 1
-        self._rows = _taken(self._rows, rows, 0)
-        self._columns = _taken(self._columns, columns, 1)
-        if across:
-            self._rows = _taken(self._rows, columns, 1)
-        if down:
-            self._columns = _taken(self._columns, rows, 0)
+        if self._places is None:
+            self._rows = np.where(rows < 0, -1, self._rows.take(rows, mode="clip"))
+            self._columns = np.where(columns < 0, -1, self._columns.take(columns, mode="clip"))
+            return
+        self._places = self._places.take(rows, 0, mode="clip").take(columns, 1, mode="clip")
+        self._places[rows < 0] = -1
+        self._places[:, columns < 0] = -1
 
 
 def mask_maps(program: Program, keys: s.Keys, sizes: s.Ints) -> list[MaskMap]:
@@ -143,8 +169,3 @@ def _nearest(size: int, result: int) -> s.Ints:
     scale = np.float32(size) / np.float32(result)
     pixels: s.Ints = np.minimum(np.floor(np.arange(result, dtype=np.float32) * scale).astype(np.int64), size - 1)
     return pixels
-
-
-def _taken(values: s.Ints, places: s.Ints, axis: int) -> s.Ints:
-    """Values at these places of an axis, negative where the place is."""
-    return np.where(np.expand_dims(places, 1 - axis) < 0, -1, values.take(places, axis))

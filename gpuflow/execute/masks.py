@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from gpuflow.pipeline.records import MaskFile, Polygons, Rle
 
-__all__ = ["decode_mask", "fill_polygons", "instance_mask", "mask_fault"]
+__all__ = ["decode_mask", "draw_instance", "fill_polygons", "instance_mask", "mask_fault"]
 
 _SCALE = 5
 """pycocotools draws outlines on a grid that is finer than the pixels by this factor."""
@@ -53,20 +53,42 @@ def mask_fault(mask: Polygons | Rle, size: tuple[int, int]) -> str | None:
 
 def instance_mask(mask: Polygons | Rle, size: tuple[int, int]) -> NDArray[np.uint8]:
     """The pixels of one instance, 0 or 1, uint8 [height, width]."""
-    height, width = size
-    if isinstance(mask, Polygons):
-        return fill_polygons(mask, height, width)
-    levels = (np.arange(len(mask.counts)) % 2).astype(np.uint8)
-    return np.repeat(levels, mask.counts).reshape(width, height).T
+    down = np.zeros(size[::-1], np.uint8)
+    draw_instance(mask, 0, down)
+    return down.T
+
+
+def draw_instance(mask: Polygons | Rle, bit: int, down: NDArray[np.uint8]) -> None:
+    """Set a bit of the pixels of one instance. down [width, height]: its pixels column by column."""
+    width, height = down.shape
+    if isinstance(mask, Rle):
+        levels = (np.arange(len(mask.counts)) % 2).astype(np.uint8) << bit
+        down |= np.repeat(levels, mask.counts).reshape(width, height)
+        return
+    for outline in mask.outlines:
+        first, inside = _filled(_turns(outline, height, width), height, width)
+        down[first : first + len(inside)] |= inside << bit
 
 
 def fill_polygons(polygons: Polygons, height: int, width: int) -> NDArray[np.uint8]:
     """The pixels inside any of the outlines, by pycocotools' rules (rleFrPoly): equal to it pixel by pixel."""
-    filled = np.zeros(height * width, np.uint8)
-    for outline in polygons.outlines:
-        turns = np.bincount(_turns(outline, height, width), minlength=height * width + 1)[: height * width]
-        filled |= (np.cumsum(turns) % 2).astype(np.uint8)
-    return filled.reshape(width, height).T
+    return instance_mask(polygons, (height, width))
+
+
+def _filled(turns: NDArray[np.int64], height: int, width: int) -> tuple[int, NDArray[np.uint8]]:
+    """The pixels between each two turns, or between the last one and the image's end: 0 or 1, [columns, height].
+
+    Returns the first of these columns, too; all others are outside.
+    """
+    turns = turns[turns < height * width]
+    if not len(turns):
+        return 0, np.zeros((0, height), np.uint8)
+    first, last = int(turns.min()) // height, int(turns.max()) // height
+    stop = width if len(turns) % 2 else last + 1
+    inside = np.zeros((stop - first) * height, np.uint8)
+    np.bitwise_xor.at(inside, turns - first * height, 1)
+    np.bitwise_xor.accumulate(inside, out=inside)
+    return first, inside.reshape(-1, height)
 
 
 def _turns(outline: NDArray[np.float64], height: int, width: int) -> NDArray[np.int64]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import cv2
 import numpy as np
 from numpy.typing import NDArray
 
 from gpuflow.execute.mask_maps import MaskMap, mask_maps
-from gpuflow.execute.masks import decode_mask, instance_mask, mask_fault
+from gpuflow.execute.masks import decode_mask, draw_instance, mask_fault
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.program import Program
 from gpuflow.pipeline.records import GEOMETRIC, Column, Field, MaskFile, Polygons, Ragged, Records, Rle
@@ -24,6 +26,9 @@ from gpuflow.pipeline.targets import (
 )
 
 __all__ = ["TargetMapper", "Targets"]
+
+_BITS = 8
+"""Of a pixel of a mask."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,14 +137,20 @@ class TargetMapper:
                 mapped[field.name] = keypoints if owner is None else owner.select(keypoints)
             elif field.type == "mask":
                 assert isinstance(column, list)
+                kept = [None if owner is None else owner.kept_of(i) for i in range(len(column))]
                 made: list[NDArray[np.uint8]] = []
+                room = _room(column, kept, self.program) if field.instances else None
                 for i, (value, sample) in enumerate(zip(column, masks, strict=True)):
                     try:
-                        kept = None if owner is None else owner.kept_of(i)
-                        made.append(sample.instances(value, kept) if field.instances else sample.levels(value))
+                        if not field.instances:
+                            made.append(sample.levels(value))
+                        elif isinstance(value, MaskFile):
+                            made.append(sample.levels_of_instances(value, kept[i]))
+                        else:
+                            made.append(sample.instances(value, kept[i], None if room is None else room[i]))
                     except ValueError as error:
                         faults.setdefault(i, f"{field.name} {error}")
-                mapped[field.name] = _joined(made, field, self.program)
+                mapped[field.name] = room if room is not None else _joined(made, field, self.program)
             elif field.type != "boxes":
                 mapped[field.name] = column
         return mapped, faults
@@ -157,35 +168,50 @@ class _Masks:
         """[H, W]. Raises ValueError."""
         return self.map.apply(self._decoded(mask))
 
-    def instances(
-        self, masks: MaskFile | Sequence[Polygons | Rle], kept: NDArray[np.bool_] | None
-    ) -> NDArray[np.uint8]:
-        """[M, H, W] of 0 and 1, of the kept instances alone. Raises ValueError.
+    def levels_of_instances(self, mask: MaskFile, kept: NDArray[np.bool_] | None) -> NDArray[np.uint8]:
+        """[M, H, W] of 0 and 1, of the kept instances alone; instance i is the level i + 1. Raises ValueError."""
+        result = self.levels(mask)
+        highest = int(self._decoded(mask).max(initial=0))
+        if kept is not None and highest > len(kept):
+            raise ValueError(f"has {highest} instances, and its image {len(kept)} boxes")
+        levels = 1 + (np.arange(highest) if kept is None else np.flatnonzero(kept))
+        instances: NDArray[np.uint8] = (result == levels[:, None, None]).astype(np.uint8)
+        return instances
 
-        An encoded image holds instance i as the level i + 1.
-        """
+    def instances(
+        self, masks: Sequence[Polygons | Rle], kept: NDArray[np.bool_] | None, out: NDArray[np.uint8] | None
+    ) -> NDArray[np.uint8]:
+        """[M, H, W] of 0 and 1, of the kept instances alone, in `out` if that is given. Raises ValueError."""
         height, width = self.size
-        if isinstance(masks, MaskFile):
-            result = self.levels(masks)
-            highest = int(self._decoded(masks).max(initial=0))
-            if kept is not None and highest > len(kept):
-                raise ValueError(f"has {highest} instances, and its image {len(kept)} boxes")
-            chosen = np.arange(highest) if kept is None else np.flatnonzero(kept)
-            instances: NDArray[np.uint8] = (result == (chosen + 1)[:, None, None]).astype(np.uint8)
-            return instances
         for i, mask in enumerate(masks):
             if (fault := mask_fault(mask, (height, width))) is not None:
                 raise ValueError(f"[{i}] {fault}")
-        parts = [
-            self.map.apply(instance_mask(mask, (height, width)))
-            for i, mask in enumerate(masks)
-            if kept is None or kept[i]
-        ]
-        return np.array(parts, np.uint8).reshape(-1, *self.result)
+        chosen = [mask for i, mask in enumerate(masks) if kept is None or kept[i]]
+        result = np.empty((len(chosen), *self.result), np.uint8) if out is None else out
+        for first in range(0, len(chosen), _BITS):  # so many instances are moved at once, a bit each
+            down = np.zeros((width, height), np.uint8)
+            for bit, mask in enumerate(chosen[first : first + _BITS]):
+                draw_instance(mask, bit, down)
+            moved = self.map.apply(np.asarray(cv2.transpose(down), np.uint8))
+            for bit, target in enumerate(result[first : first + _BITS]):
+                np.right_shift(moved, bit, out=target)
+                target &= 1
+        return result
 
     def _decoded(self, mask: MaskFile) -> NDArray[np.uint8]:
         height, width = self.size
         return decode_mask(mask, (height, width))
+
+
+def _room(column: Sequence[Any], kept: Sequence[NDArray[np.bool_] | None], program: Program) -> Ragged | None:
+    """Memory for the masks of all instances, which are many bytes; None if their number is not known yet."""
+    if any(isinstance(value, MaskFile) for value in column):
+        return None
+    counts = [len(value) if one is None else int(one.sum()) for value, one in zip(column, kept, strict=True)]
+    offsets = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
+    height, width, _ = program.result.shape
+    assert height is not None and width is not None
+    return Ragged(np.empty((int(offsets[-1]), height, width), np.uint8), offsets)
 
 
 def _joined(made: Sequence[NDArray[np.uint8]], field: Field, program: Program) -> Column:

@@ -1,9 +1,10 @@
 """Warps an image by a projective map on the CPU: the reference for the GPU's kernel.
 
-Coordinates are computed in float64 and weights in float32, so a result is at most one level from the exact one. With a
-constant border, `bilinear` blends at the edge as torchvision does: mask * (sum - fill) + fill, where `sum` adds the
-weighted pixels inside the image and `mask` their weights. With the borders `edge` and `reflect`, pixels outside are
-looked up inside. A map that only mirrors and shifts whole pixels copies them.
+A result is at most one level from the exact one: OpenCV computes `bilinear` in float32, where the coordinates are small
+enough for that, and otherwise coordinates are computed in float64 and weights in float32. With a constant border,
+`bilinear` blends at the edge as torchvision does: mask * (sum - fill) + fill, where `sum` adds the weighted pixels
+inside the image and `mask` their weights. With the borders `edge` and `reflect`, pixels outside are looked up inside. A
+map that only mirrors and shifts whole pixels copies them.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 
 from gpuflow.pipeline.stage import Lookup
 
-__all__ = ["PLACES", "TIE", "TINY", "fold_back", "warp"]
+__all__ = ["PLACES", "REMAPPED", "TIE", "TINY", "fold_back", "seen", "warp"]
 
 TIE = 2.0**-20
 """A nearest pixel whose edge is less than this away is the next one, so that rounding errors do not choose."""
@@ -26,8 +27,15 @@ PLACES = 2.0**11
 """Bilinear places are multiples of 1 / PLACES of a pixel."""
 TINY = 1e-12
 """The third coordinate of a point is at least this large, so that a point at the horizon has coordinates."""
-_REMAPPED = 2**15 - 2
+REMAPPED = 2**15 - 2
 """OpenCV looks pixels up in images whose sides are smaller: it takes their places as int16."""
+_FLOAT32_REACH = 2.0**13
+"""A sum of float32 terms that stay below this gives a place that is wrong by less than 0.001 of a pixel."""
+_LEAST_THIRD = 0.25
+"""The same of a projective map whose third coordinate is at least this, and 1 somewhere."""
+_MARGIN = 0.01
+"""More than the error of a place in float32, in pixels."""
+_BORDERS = {"constant": cv2.BORDER_CONSTANT, "edge": cv2.BORDER_REPLICATE, "reflect": cv2.BORDER_REFLECT_101}
 _TILE = 256
 """Results are made in squares of this side, each from the part of the image that it shows: both are floats then."""
 
@@ -51,12 +59,15 @@ def warp(
     if shifts is not None:
         _copy(image, shifts, part, lookup, out)
         return
+    if lookup.interpolation == "bilinear" and _is_near(matrix, part):
+        _bilinear_by_opencv(image, matrix, part, lookup, out)
+        return
     y, x, height, width = part
     for top in range(0, height, _TILE):
         for left in range(0, width, _TILE):
             tile = out[top : top + _TILE, left : left + _TILE]
             rows, columns = (np.arange(side, dtype=np.float64) for side in tile.shape[:2])
-            at_x, at_y = _seen(matrix, columns[None] + (x + left + 0.5), rows[:, None] + (y + top + 0.5))
+            at_x, at_y = seen(matrix, columns[None] + (x + left + 0.5), rows[:, None] + (y + top + 0.5))
             (_nearest if lookup.interpolation == "nearest" else _bilinear)(image, at_x, at_y, lookup, tile)
 
 
@@ -112,8 +123,8 @@ def fold_back(at: NDArray[Any], length: int, border: str) -> NDArray[Any]:
     return folded
 
 
-def _seen(matrix: Numbers, x: Numbers, y: Numbers) -> tuple[Numbers, Numbers]:
-    """The points of the image that are seen at points of the result: x [1, W], y [H, 1] to [H, W] each."""
+def seen(matrix: Numbers, x: NDArray[Any], y: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+    """The points of the image that are seen at points of the result, for instance x [1, W], y [H, 1] to [H, W] each."""
     (a, b, c), (d, e, f), (g, h, i) = matrix.tolist()
     at_x, at_y = a * x + (b * y + c), d * x + (e * y + f)
     if (g, h, i) == (0, 0, 1):
@@ -125,7 +136,7 @@ def _seen(matrix: Numbers, x: Numbers, y: Numbers) -> tuple[Numbers, Numbers]:
 
 def _nearest(image: NDArray[np.uint8], x: Numbers, y: Numbers, lookup: Lookup, out: NDArray[np.uint8]) -> None:
     (height, width), constant, far = image.shape[:2], lookup.border == "constant", 2.0**31
-    if constant and max(height, width) < _REMAPPED:
+    if constant and max(height, width) < REMAPPED:
         places, no_more = np.empty((*x.shape, 2), np.int16), np.empty(0, np.int16)
         for axis, (at, side) in enumerate(((x, width), (y, height))):
             np.copyto(places[..., axis], np.floor(np.clip(at, -1, side) + TIE), casting="unsafe")
@@ -141,6 +152,57 @@ def _nearest(image: NDArray[np.uint8], x: Numbers, y: Numbers, lookup: Lookup, o
     inside = (columns >= 0) & (columns < width) & (rows >= 0) & (rows < height)
     out[...] = lookup.fill
     out[inside] = image[rows[inside], columns[inside]]
+
+
+def _is_near(matrix: Numbers, part: Sequence[int]) -> bool:
+    """Whether float32 is enough for the places that the part's points come from."""
+    y, x, height, width = part
+    right, bottom = x + width, y + height
+    corners = matrix[2] @ np.array([[x, right, x, right], [y, y, bottom, bottom], [1, 1, 1, 1]])
+    terms = np.abs(matrix[:2]) @ [max(abs(x), abs(right)), max(abs(y), abs(bottom)), 1]
+    return bool(corners.min() >= _LEAST_THIRD and corners.max() <= 1 / _LEAST_THIRD and terms.max() <= _FLOAT32_REACH)
+
+
+def _bilinear_by_opencv(
+    image: NDArray[np.uint8], matrix: Numbers, part: Sequence[int], lookup: Lookup, out: NDArray[np.uint8]
+) -> None:
+    """OpenCV's points are indices of pixels, half a pixel less than ours. Its constant border is blended only once."""
+    y, x, height, width = part
+    back = matrix @ [[1, 0, x + 0.5], [0, 1, y + 0.5], [0, 0, 1]]
+    back[:2] -= 0.5 * back[2]
+    function, given = (cv2.warpAffine, back[:2]) if matrix[2].tolist() == [0, 0, 1] else (cv2.warpPerspective, back)
+    pixels = function(
+        image,
+        given,
+        (width, height),
+        flags=cv2.INTER_LINEAR | cv2.WARP_INVERSE_MAP,
+        borderMode=_BORDERS[lookup.border],
+        borderValue=np.broadcast_to(lookup.fill, image.shape[2:]).tolist(),
+    )
+    np.copyto(out, pixels.reshape(out.shape))
+    if lookup.border == "constant":
+        _blend_edge(image, back, lookup.fill, out)
+
+
+def _blend_edge(image: NDArray[np.uint8], back: Numbers, fill: Sequence[float], out: NDArray[np.uint8]) -> None:
+    """Write the pixels of `out` that are partly outside the image. back [3, 3]: maps indices of pixels."""
+    height, width = image.shape[:2]
+    rows, columns = (np.arange(side, dtype=np.float32) for side in out.shape[:2])
+    x, y = seen(back, columns[None], rows[:, None])
+    inside = np.minimum(np.minimum(x + 1, width - x), np.minimum(y + 1, height - y))
+    at = np.nonzero((inside > -_MARGIN) & (inside < 1 + _MARGIN))
+    if not len(at[0]):
+        return
+    x, y = seen(back, at[1].astype(np.float64), at[0].astype(np.float64))
+    left, top = np.floor(x), np.floor(y)
+    total, covered = np.zeros((len(x), image.shape[2])), np.zeros(len(x))
+    for column, across in ((left, left + 1 - x), (left + 1, x - left)):
+        for row, down in ((top, top + 1 - y), (top + 1, y - top)):
+            weight = across * down * ((column >= 0) & (column < width) & (row >= 0) & (row < height))
+            place = np.clip(row, 0, height - 1).astype(np.int64), np.clip(column, 0, width - 1).astype(np.int64)
+            total += weight[:, None] * image[place]
+            covered += weight
+    out[at] = np.rint(covered[:, None] * (total - fill) + fill)
 
 
 def _bilinear(image: NDArray[np.uint8], x: Numbers, y: Numbers, lookup: Lookup, out: NDArray[np.uint8]) -> None:

@@ -70,13 +70,18 @@ def _ordered(parts: Sequence[Any], order: NDArray[np.int64]) -> Column:
     if isinstance(first, Ragged):
         starts = np.cumsum([0, *(len(part.values) for part in parts)])
         offsets = np.concatenate([[0], *(part.offsets[1:] + start for part, start in zip(parts, starts, strict=False))])
-        whole = Ragged(np.concatenate([part.values for part in parts]), offsets)
+        whole = Ragged(_joined([part.values for part in parts]), offsets)
         return whole if _is_range(order, len(whole)) else whole.take(order)
     if isinstance(first, list):
         values = [value for part in parts for value in part]
         return [values[i] for i in order.tolist()]
-    dense: NDArray[Any] = np.concatenate(parts)
+    dense = _joined(parts)
     return dense if _is_range(order, len(dense)) else dense[order]
+
+
+def _joined(parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    """Arrays one after the other; a single one is not copied."""
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def _is_range(order: NDArray[np.int64], count: int) -> bool:

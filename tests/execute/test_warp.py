@@ -60,12 +60,14 @@ def test_large_results_have_no_seams(lookup: Lookup) -> None:
 
 
 @every_lookup
-def test_a_part_of_the_result_is_the_same_as_in_the_whole(lookup: Lookup) -> None:
+def test_a_part_of_the_result_is_that_of_the_whole(lookup: Lookup) -> None:
     image = photo(60, 70)
     for matrix in (MAPS["turned"], MAPS["perspective"], [[-1, 0, 40], [0, 1, -9], [0, 0, 1]]):
         whole, part = run(image, matrix, (64, 64), lookup), np.zeros((20, 31, 3), np.uint8)
         warp(image, np.array(matrix, np.float64), (9, 17, 20, 31), lookup, part)
-        assert np.array_equal(part, whole[9:29, 17:48])
+        apart = np.abs(part.astype(int) - whole[9:29, 17:48])
+        assert apart.max() <= (1 if lookup.interpolation == "bilinear" else 0)
+        assert np.count_nonzero(apart) < 0.02 * apart.size  # the last bit of a place in float32 may round a level
 
 
 @every_lookup
@@ -124,8 +126,8 @@ def test_nearest_pixels_are_the_same_with_and_without_opencv(channels: int, monk
         image = rng.integers(0, 256, (*rng.integers(1, 60, 2), channels), np.uint8)
         matrix = np.eye(3) + rng.normal(0, 0.4, (3, 3)) * [[1, 1, 20], [1, 1, 20], [0.003, 0.003, 0]]
         found = []
-        for side in (warp_module._REMAPPED, 0):
-            monkeypatch.setattr(warp_module, "_REMAPPED", side)
+        for side in (warp_module.REMAPPED, 0):
+            monkeypatch.setattr(warp_module, "REMAPPED", side)
             found.append(np.empty((33, 41, channels), np.uint8))
             warp_module.warp(image, matrix, (3, -2, 33, 41), Lookup("nearest", "constant", fill), found[-1])
             monkeypatch.undo()

@@ -19,7 +19,7 @@ from PIL import Image
 from gpuflow.errors import ConfigError
 from gpuflow.execute.pointwise import run_pointwise
 from gpuflow.pipeline import stage as s
-from gpuflow.pipeline.program import OpaqueStep
+from gpuflow.pipeline.program import OpaqueStep, WarpStep
 from gpuflow.stages import (
     STAGES,
     CenterCrop,
@@ -220,12 +220,19 @@ NEUTRAL: tuple[s.Stage, ...] = (Flip(), torchvision("RandomHorizontalFlip", p=0.
     ids=repr,
 )
 def test_an_inserted_stage_changes_no_other_stages_draws(stage: s.Stage, neutral: s.Stage) -> None:
+    """Where it parts a bilinear warp from a crop, a place's last bit in float32 may round a level otherwise."""
     stages = pipeline_around(stage)
     program = program_of(*stages)
     expected = images(program, SAMPLES, KEYS)
+    places_round = any(isinstance(one, WarpStep) and one.lookup.interpolation == "bilinear" for one in program.steps)
     for at in range(1, len(stages) + 1):
         if program.specs[at].dtype == "uint8":
-            assert torch.equal(images(program_of(*stages[:at], neutral, *stages[at:]), SAMPLES, KEYS), expected)
+            found = images(program_of(*stages[:at], neutral, *stages[at:]), SAMPLES, KEYS)
+            if places_round:
+                apart = (found.int() - expected.int()).abs()
+                assert apart.max() <= 1 and apart.count_nonzero() < 0.01 * apart.numel()
+            else:
+                assert torch.equal(found, expected)
 
 
 # --- 4: torchvision is the reference ---------------------------------------------------------------------------------
