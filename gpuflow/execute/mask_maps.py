@@ -29,8 +29,6 @@ from gpuflow.pipeline.targets import PlacedMove, moves_of_stages
 
 __all__ = ["MaskMap", "mask_maps"]
 
-_FAR = 2.0**30
-
 
 class MaskMap:
     """Which pixel of one sample's mask each pixel of the result shows.
@@ -96,10 +94,11 @@ class MaskMap:
         shape = [int(side[i]) for side in warping.size]
         points = (np.arange(side, dtype=np.float64) + 0.5 for side in shape)
         down, across = next(points)[:, None], next(points)[None]
-        seen_x, seen_y = seen(warping.matrix[i], across, down)
-        columns, rows = (np.floor(np.clip(line, -_FAR, _FAR) + TIE).astype(np.int32) for line in (seen_x, seen_y))
-        if warping.lookup.border == "constant":
-            outside = (rows < 0) | (rows >= height) | (columns < 0) | (columns >= width)
+        constant = warping.lookup.border == "constant"
+        numbers = np.int16 if self._small and constant else np.int32
+        columns, rows = (_floors(line, numbers) for line in seen(warping.matrix[i], across, down))
+        if constant:
+            outside = _is_outside(rows, height) | _is_outside(columns, width)
         else:
             rows, columns = (
                 fold_back(at, side, warping.lookup.border) for at, side in ((rows, height), (columns, width))
@@ -111,12 +110,13 @@ class MaskMap:
             places = np.empty(shape, np.int32 if self._small else np.int64)
             pairs = self._pairs(places)
             for axis, (inner, at) in enumerate(((self._columns, columns), (self._rows, rows))):
-                pairs[..., axis] = inner.take(at, mode="clip")
+                pairs[..., axis] = at if _is_range(inner) else inner.take(at, mode="clip")
             if (self._rows < 0).any() or (self._columns < 0).any():
                 outside |= (pairs[..., 0] < 0) | (pairs[..., 1] < 0)
         else:
-            places = self._places.reshape(-1).take(np.clip(rows, 0, height - 1) * width + columns, mode="clip")
-        places[outside] = -1
+            at = np.clip(rows, 0, height - 1).astype(np.int64) * width + np.clip(columns, 0, width - 1)
+            places = self._places.reshape(-1).take(at)
+        np.putmask(places, outside, -1)
         self._places = places
 
     def _select(self, rows: s.Ints, columns: s.Ints) -> None:
@@ -169,3 +169,23 @@ def _nearest(size: int, result: int) -> s.Ints:
     scale = np.float32(size) / np.float32(result)
     pixels: s.Ints = np.minimum(np.floor(np.arange(result, dtype=np.float32) * scale).astype(np.int64), size - 1)
     return pixels
+
+
+def _is_range(values: s.Ints) -> bool:
+    """Whether they are 0, 1, 2 and so on."""
+    return bool((values == np.arange(len(values))).all())
+
+
+def _floors(coordinates: NDArray[np.float64], numbers: type[np.int16 | np.int32]) -> NDArray[Any]:
+    """Coordinates [H, W], which are changed, as the numbers of pixels; those far outside stay outside."""
+    far = np.iinfo(numbers).max - 1
+    np.clip(coordinates, -far, far, out=coordinates)
+    coordinates += TIE
+    return np.floor(coordinates, out=coordinates).astype(numbers)
+
+
+def _is_outside(numbers: NDArray[Any], side: int) -> NDArray[np.bool_]:
+    """Which numbers of pixels [H, W] are negative or not below a side. Without a sign negative ones are high ones."""
+    without_sign = numbers.view(f"u{numbers.itemsize}")
+    outside: NDArray[np.bool_] = without_sign >= side
+    return outside

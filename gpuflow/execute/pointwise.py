@@ -5,6 +5,7 @@ Most operations are torchvision v2's, to the bit. Planes are uint8 tensors [C, H
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, assert_never
 
 import cv2
@@ -16,6 +17,8 @@ from gpuflow.pipeline.pointwise import Operation, Operations
 
 __all__ = ["run_pointwise"]
 
+_STRIP_PIXELS = 2**15
+"""So many pixels are computed at a time: their float32 planes stay in a core's cache."""
 _LEVELS = torch.arange(256, dtype=torch.uint8)
 
 
@@ -62,17 +65,16 @@ def _operate(planes: torch.Tensor, operations: Operations, i: int, at: int) -> t
         case Operation.CONTRAST:
             return _look_up(planes, _LEVELS.mul(factor).add_(_luma(planes).mean(), alpha=1.0 - factor))
         case Operation.SATURATION:
-            return (
-                planes if len(planes) == 1 else _to_levels(planes.mul(factor).add_(_luma(planes), alpha=1.0 - factor))
-            )
+            return planes if len(planes) == 1 else _in_strips(planes, lambda part: _saturate(part, factor))
         case Operation.HUE:
-            return _hue(planes, factor)
+            return _in_strips(planes, lambda part: _hue(part, factor))
         case Operation.GRAYSCALE:
             return planes if len(planes) == 1 else _luma(planes).to(torch.uint8).expand(planes.shape).contiguous()
         case Operation.TABLE:
             return _by_channel(planes, operations.tables[int(factor)])
         case Operation.MATRIX:
-            return _matrix(planes, operations.values[int(factor)].reshape(3, 4).tolist())
+            rows = operations.values[int(factor)].reshape(3, 4).tolist()
+            return _in_strips(planes, lambda part: _matrix(part, rows))
         case Operation.ERASE:
             return _erase(planes, operations.values[int(factor)])
         case Operation.AUTOCONTRAST:
@@ -83,6 +85,21 @@ def _operate(planes: torch.Tensor, operations: Operations, i: int, at: int) -> t
             return planes
         case _:
             assert_never(operation)
+
+
+def _in_strips(planes: torch.Tensor, operation: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """An operation that changes each pixel for itself, on some rows after the other."""
+    rows = max(1, _STRIP_PIXELS // planes.shape[2])
+    if rows >= planes.shape[1]:
+        return operation(planes)
+    result = torch.empty_like(planes)
+    for first in range(0, planes.shape[1], rows):
+        result[:, first : first + rows] = operation(planes[:, first : first + rows])
+    return result
+
+
+def _saturate(planes: torch.Tensor, factor: float) -> torch.Tensor:
+    return _to_levels(planes.mul(factor).add_(_luma(planes), alpha=1.0 - factor))
 
 
 def _to_levels(values: torch.Tensor) -> torch.Tensor:

@@ -184,13 +184,40 @@ def _bilinear_by_opencv(
         _blend_edge(image, back, lookup.fill, out)
 
 
+def _band(back: Numbers, size: tuple[int, int], result: tuple[int, int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Rows and columns of the result's pixels that are seen less than a pixel outside an image of this size, or so.
+
+    Each row of the result meets the image, and the image with a margin, in one interval.
+    """
+    (a, b, c), (d, e, f), (g, h, i) = back.tolist()
+    y = np.arange(result[0], dtype=np.float64)
+    third = h * y + i
+    ends = []
+    for margin in (1 + _MARGIN, -_MARGIN):  # outside, inside: x + margin >= 0, x - side + 1 - margin <= 0
+        low, high = np.zeros(result[0]), np.full(result[0], float(result[1]))
+        for slope, rest, side in ((a, b * y + c, size[1]), (d, e * y + f, size[0])):
+            last = side - 1 + margin
+            for p, q in ((slope + margin * g, rest + margin * third), (last * g - slope, last * third - rest)):
+                # p * column + q >= 0, since the third coordinate is above 0
+                if abs(p) < TINY:
+                    high = np.where(q < 0, -1, high)
+                elif p > 0:
+                    low = np.maximum(low, -q / p)
+                else:
+                    high = np.minimum(high, -q / p)
+        first = np.ceil(low).astype(np.int64)
+        ends.append((first, np.maximum(np.minimum(np.floor(high) + 1, result[1]).astype(np.int64), first)))
+    (begin, end), (inner_begin, inner_end) = ends
+    inner_begin, inner_end = np.clip(inner_begin, begin, end), np.clip(inner_end, begin, end)
+    begins, counts = np.stack([begin, inner_end]).ravel(), np.stack([inner_begin - begin, end - inner_end]).ravel()
+    rows = np.repeat(np.tile(np.arange(result[0]), 2), counts)
+    return rows, np.repeat(begins - (np.cumsum(counts) - counts), counts) + np.arange(counts.sum())
+
+
 def _blend_edge(image: NDArray[np.uint8], back: Numbers, fill: Sequence[float], out: NDArray[np.uint8]) -> None:
     """Write the pixels of `out` that are partly outside the image. back [3, 3]: maps indices of pixels."""
     height, width = image.shape[:2]
-    rows, columns = (np.arange(side, dtype=np.float32) for side in out.shape[:2])
-    x, y = seen(back, columns[None], rows[:, None])
-    inside = np.minimum(np.minimum(x + 1, width - x), np.minimum(y + 1, height - y))
-    at = np.nonzero((inside > -_MARGIN) & (inside < 1 + _MARGIN))
+    at = _band(back, (height, width), (out.shape[0], out.shape[1]))
     if not len(at[0]):
         return
     x, y = seen(back, at[1].astype(np.float64), at[0].astype(np.float64))

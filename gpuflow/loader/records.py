@@ -54,7 +54,7 @@ class RecordMapper:
 
     def join(self, batch: Assembly) -> dict[str, Column]:
         """The columns of a whole batch, with a row for each sample that was kept, in the batch's order."""
-        pieces, batch.pieces = batch.pieces, []
+        pieces, batch.pieces = sorted(batch.pieces, key=lambda piece: int(piece[0][0])), []
         place = np.full(len(batch.positions), -1, np.int64)
         if not pieces:
             return {}

@@ -8,8 +8,10 @@ from typing import Any
 import cv2
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
 
+from gpuflow.execute import pointwise
 from gpuflow.execute import warp as warp_module
 from gpuflow.execute.warp import warp
 from gpuflow.pipeline.stage import Lookup
@@ -132,3 +134,34 @@ def test_nearest_pixels_are_the_same_with_and_without_opencv(channels: int, monk
             warp_module.warp(image, matrix, (3, -2, 33, 41), Lookup("nearest", "constant", fill), found[-1])
             monkeypatch.undo()
         assert np.array_equal(found[0], found[1])
+
+
+def test_pixels_on_the_edge_of_the_image_are_found_row_by_row() -> None:
+    """All that are blended with the border, few others, and none twice."""
+    rng = np.random.default_rng(0)
+    for number in range(200):
+        size, result = (tuple(rng.integers(1, 60, 2).tolist()) for _ in range(2))
+        matrix = np.eye(3)
+        matrix[:2] = rng.normal(0, 1, (2, 3)) * [1, 1, 30]
+        matrix[2, :2] = rng.uniform(-3e-3, 3e-3, 2) * (number % 3 == 0)
+        if not warp_module._is_near(matrix, (0, 0, *result)):
+            continue
+        rows, columns = (np.arange(side, dtype=np.float64) for side in result)
+        x, y = warp_module.seen(matrix, columns[None], rows[:, None])
+        inside = np.minimum(np.minimum(x + 1, size[1] - x), np.minimum(y + 1, size[0] - y))
+        found = [*zip(*(axis.tolist() for axis in warp_module._band(matrix, size, result)), strict=True)]
+        blended, near = (
+            {*map(tuple, np.argwhere((inside > low) & (inside < 1 - low)).tolist())} for low in (0.0, -0.02)
+        )
+        assert len(set(found)) == len(found)
+        assert blended <= set(found) <= near
+
+
+def test_large_images_have_the_pixels_of_small_ones() -> None:
+    """Colours are computed on some rows after the other there."""
+    planes = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (3, 300, 401), np.uint8))
+
+    def change(part: torch.Tensor) -> torch.Tensor:
+        return pointwise._hue(pointwise._saturate(part, 1.3), 0.2)
+
+    assert torch.equal(pointwise._in_strips(planes, change), change(planes))
