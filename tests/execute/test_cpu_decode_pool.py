@@ -23,6 +23,7 @@ from gpuflow.pipeline.image_spec import as_batch, slot_shape
 from gpuflow.pipeline.program import fold
 from gpuflow.pipeline.stage import Keys, Pipeline
 from gpuflow.pipeline.validate import trace
+from gpuflow.pipeline.views import slots_of
 from gpuflow.runtime.memory import heap, shared
 from gpuflow.sources import Payload
 from gpuflow.stages import Decode, Flip, RandomResizedCrop
@@ -53,7 +54,8 @@ def begin(pool: CpuDecodePool, rows: NDArray[np.int64], make: Callable[[int], An
 
 def check(pending: PendingImages) -> None:
     """A chunk's images and faults are those of the CPU's runner, in the order of `rows`."""
-    found, faults = pending.result()
+    results, faults = pending.result()
+    found = slots_of(PROGRAM, results)
     right, right_faults = expected()
     assert [str(fault) for fault in faults] == [right_faults[i] for i in pending.rows]
     good = [place for place, fault in enumerate(faults) if fault is None]

@@ -269,7 +269,7 @@ def cases() -> Iterator[dict[str, Any]]:
             chunk = payload([*files(), b"\0" * 40])
             keys = Keys(0, 1, np.arange(100, 100 + len(chunk)))
             substitutes: Any = (device_stream, library)
-            runner = GpuRunner(program, passes, *substitutes, backend="hardware", decode_bytes=decode_bytes)
+            runner = GpuRunner(program, [passes], *substitutes, backend="hardware", decode_bytes=decode_bytes)
             slots = runner.slots(len(chunk)).fill_(0)
             library.calls.clear()
             device_stream.calls.clear()
@@ -311,7 +311,7 @@ def served() -> dict[str, Any]:
     assert not isinstance(passes, str), passes
     device_stream, lent = CpuDeviceStream(), list[Any]()
     substitutes: Any = (device_stream, CpuLibrary(3))
-    runner = GpuRunner(program, passes, *substitutes, backend="hardware", decode_bytes=1 << 20)
+    runner = GpuRunner(program, [passes], *substitutes, backend="hardware", decode_bytes=1 << 20)
     serving = GpuPreprocessor(runner, substitutes[0], acquire=lambda n: np.empty(n + 9, np.uint8), release=lent.append)
     contents = [*files(), b""]
     found = [*serving.run(contents), *serving.run(contents[:1])]
@@ -346,7 +346,7 @@ def histories() -> dict[str, Any]:
 
     def new() -> GpuRunner:
         substitutes: Any = (CpuDeviceStream(), CpuLibrary(3))
-        return GpuRunner(program, passes, *substitutes, backend="hardware", decode_bytes=1 << 20)
+        return GpuRunner(program, [passes], *substitutes, backend="hardware", decode_bytes=1 << 20)
 
     def run(runner: GpuRunner, chosen: Sequence[int]) -> torch.Tensor:
         chunk = Payload.of([pool[i] for i in chosen], lambda size: np.full(size, 0xAB, np.uint8))
@@ -403,7 +403,7 @@ def windows() -> Iterator[dict[str, Any]]:
             device: Any = CpuDeviceStream()
             nvjpeg: Any = library
             return GpuRunner(
-                program, passes, device, nvjpeg, backend="hardware", decode_bytes=30_000, cpu_pool=cpu_pool
+                program, [passes], device, nvjpeg, backend="hardware", decode_bytes=30_000, cpu_pool=cpu_pool
             )
 
         def prepare(runner: GpuRunner, chosen: Sequence[int]) -> Prepared:
