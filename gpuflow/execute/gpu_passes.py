@@ -93,9 +93,8 @@ def passes_of_each(program: AnyProgram) -> tuple[tuple[Pass, ...], ...] | str:
     for i, one in enumerate(programs_of(program)):
         passes = passes_of(one)
         if isinstance(passes, str):
-            return (
-                f"of view {program.pipeline.views[i].name!r} {passes}" if isinstance(program, ViewsProgram) else passes
-            )
+            where = f"in view {program.pipeline.views[i].name!r}, " if isinstance(program, ViewsProgram) else ""
+            return f"{where}{passes}"
         found.append(passes)
     return tuple(found)
 
