@@ -308,8 +308,8 @@ Row = tuple[int, int, bool, bytes]
 
 def rows(batch: gpuflow.Batch) -> list[Row]:
     """Each sample of a batch as plain values, which compare bit for bit."""
-    images, labels = batch
-    views: Any = list(images.values()) if isinstance(images, dict) else [images[None]]
+    images: Any = batch[0]
+    labels, views = batch.labels, list(images.values()) if isinstance(images, dict) else [images[None]]
     return [
         (
             int(index),

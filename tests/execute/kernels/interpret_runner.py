@@ -343,7 +343,7 @@ def views() -> dict[str, Any]:
     arrays = [np.frombuffer(data, np.uint8) for data in contents]
     rights = CpuRunners(program).run(arrays, Keys(3, 1, np.arange(len(contents))), slots_of(program, expected))
     right = split(slots_of(program, torch.from_numpy(expected)))
-    faults = []
+    faults: list[str] = []
 
     def launch(chosen: Sequence[int], prepared: Prepared, slots: Any, *ahead: Prepared) -> None:
         nonlocal worst
@@ -431,7 +431,7 @@ def histories() -> dict[str, Any]:
     def run(runner: GpuRunner, chosen: Sequence[int]) -> torch.Tensor:
         chunk = Payload.of([pool[i] for i in chosen], lambda size: np.full(size, 0xAB, np.uint8))
         keys = Keys(0, 0, np.zeros(len(chunk), np.int64))
-        slots = runner.slots(len(chunk)).fill_(7)
+        slots: torch.Tensor = runner.slots(len(chunk)).fill_(7)
         assert runner.launch(runner.prepare(chunk, keys, chosen), slots) == [None] * len(chunk)
         return slots
 
