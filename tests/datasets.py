@@ -38,6 +38,7 @@ from gpuflow.pipeline.program import Program, fold
 from gpuflow.pipeline.stage import Pipeline
 from gpuflow.pipeline.targets import TargetRules
 from gpuflow.pipeline.validate import trace
+from gpuflow.pipeline.views import View, ViewsPipeline, ViewsProgram, programs_of
 from gpuflow.sources import Allocate, Payload, Source, fields_of, has_labels
 from gpuflow.sources.storage import Storage
 from gpuflow.stages import STAGES
@@ -247,9 +248,16 @@ def program(entries: Entries = TRAIN) -> Program:
     return fold(pipeline, trace(pipeline))
 
 
+def views_program(views: Mapping[str, tuple[int, Entries]]) -> ViewsProgram:
+    """Folded views from their counts and entries, `decode` included."""
+    programs = {name: program(entries) for name, (_, entries) in views.items()}
+    several = tuple(View(name, count, programs[name].pipeline) for name, (count, _) in views.items())
+    return ViewsProgram(pipeline=ViewsPipeline("test", several), programs=tuple(programs.values()))
+
+
 def loader_of(
     source: Source,
-    entries: Entries = TRAIN,
+    entries: Entries | ViewsProgram = TRAIN,
     *,
     batch_size: int = 4,
     threads: int = 2,
@@ -269,11 +277,11 @@ def loader_of(
     rules: TargetRules = TargetRules(),  # noqa: B008  # a frozen value
 ) -> Loader:
     """A loader on any source, put together as `build_loader` does."""
-    folded, fields = program(entries), fields_of(source)
+    folded, fields = entries if isinstance(entries, ViewsProgram) else program(entries), fields_of(source)
     plan = LoaderPlan(
         program=folded,
         source=source,
-        targets=TargetMapper(folded, fields, rules) if fields else None,
+        targets=TargetMapper(programs_of(folded)[0], fields, rules) if fields else None,
         labelled=has_labels(source),
         order=order or ShuffledOrder(size=len(source), seed=seed, shuffle=shuffle),
         seed=seed,
@@ -300,10 +308,16 @@ Row = tuple[int, int, bool, bytes]
 
 def rows(batch: gpuflow.Batch) -> list[Row]:
     """Each sample of a batch as plain values, which compare bit for bit."""
-    images, labels = batch
+    images: Any = batch[0]
+    labels, views = batch.labels, list(images.values()) if isinstance(images, dict) else [images[None]]
     return [
-        (int(index), int(label), bool(valid), image.contiguous().view(torch.uint8).numpy().tobytes())
-        for index, label, valid, image in zip(batch.indices, labels, batch.valid, images, strict=True)
+        (
+            int(index),
+            int(label),
+            bool(valid),
+            b"".join(view[:, i].contiguous().view(torch.uint8).numpy().tobytes() for view in views),
+        )
+        for i, (index, label, valid) in enumerate(zip(batch.indices, labels, batch.valid, strict=True))
     ]
 
 

@@ -36,7 +36,7 @@ from gpuflow.pipeline.program import (
     WarpStep,
     too_large,
 )
-from gpuflow.pipeline.views import AnyProgram, ViewSlots, ViewsProgram
+from gpuflow.pipeline.views import AnyProgram, ViewSlots, ViewsProgram, outputs_of, split
 
 __all__ = ["CpuRunner", "CpuRunners", "ViewsRunner", "call_opaque", "header_of", "runner_of"]
 
@@ -308,7 +308,7 @@ class ViewsRunner:
     def __init__(self, program: ViewsProgram) -> None:
         self._program = program
         self._decoder = CpuDecoder(program.decoder.color, background=program.decoder.background)
-        self._runners = [CpuRunner(one) for one in program.programs]
+        self._runners, self._outputs = [CpuRunner(one) for one in program.programs], outputs_of(program)
         self.place = 0
         """The number of the sample that `run` is at."""
 
@@ -369,10 +369,9 @@ class ViewsRunner:
         """Every view of N images of these sizes, once for each of its numbers."""
         height, width = np.array(sizes, np.int64).reshape(-1, 2).T
         parts = []
-        for view, runner, own_slots in zip(self._program.pipeline.views, self._runners, slots.views, strict=True):
-            for number in range(view.count):
-                own = keys.of_view(view.name, number)
-                parts.append(_ViewOfChunk(runner, own, runner.draw(own, height, width), own_slots[number]))
+        for output, own_slots in zip(self._outputs, split(slots), strict=True):
+            runner, own = self._runners[output.program], output.keys_of(keys)
+            parts.append(_ViewOfChunk(runner, own, runner.draw(own, height, width), own_slots))
         return parts
 
 

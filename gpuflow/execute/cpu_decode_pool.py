@@ -23,9 +23,8 @@ from numpy.typing import NDArray
 from gpuflow.errors import BadSampleError, DecoderError
 from gpuflow.execute.cpu import CpuRunners
 from gpuflow.execute.cpu_workers import PlainFault, decode_shared, faults_of, open_runner, prepare
-from gpuflow.pipeline.image_spec import STORAGE, as_batch, slot_shape
-from gpuflow.pipeline.program import Program
 from gpuflow.pipeline.stage import Keys
+from gpuflow.pipeline.views import AnyProgram, slot_of, slots_of
 from gpuflow.runtime.buffers import BytePool
 from gpuflow.runtime.memory import shared_and_pinned, shared_block
 from gpuflow.runtime.worker_pool import ParentConnection, Pending, WorkerConnection, WorkerPool
@@ -46,8 +45,9 @@ _KEPT_BYTES = 1 << 30
 
 
 class _Part:
-    """Some samples of a payload: `rows` are their places in it, `slots` the memory of their results.
+    """Some samples of a payload: `rows` are their places in it.
 
+    memory: of the results of a chunk's `count` samples. slots: those of this part, from the number `start` on.
     faults: what became of them, once they are decoded. pending: the request for them, once one is sent.
     """
 
@@ -57,17 +57,18 @@ class _Part:
         rows: Sequence[int],
         keys: Keys,
         memory: NDArray[np.uint8],
-        slots: NDArray[Any],
+        slots: Any,
         start: int,
+        count: int,
     ) -> None:
         self.payload, self.rows, self.keys = payload, rows, keys
-        self.memory, self.slots, self.start = memory, slots, start
+        self.memory, self.slots, self.start, self.count = memory, slots, start, count
         self.faults: list[BadSampleError | None] | None = None
         self.pending: Pending | None = None
 
     def send(self, worker: WorkerConnection) -> bool:
         offsets, sizes = ([values[i] for i in self.rows] for values in (self.payload.offsets, self.payload.sizes))
-        worker.send((self.start, offsets, sizes, self.keys))
+        worker.send((self.start, offsets, sizes, self.keys, self.count))
         return worker.share(self.payload.buffer) and worker.share(self.memory)
 
 
@@ -78,19 +79,20 @@ class PendingImages:
     """
 
     def __init__(
-        self, pool: CpuDecodePool, rows: NDArray[np.int64], memory: NDArray[np.uint8], images: torch.Tensor
+        self, pool: CpuDecodePool, rows: NDArray[np.int64], memory: NDArray[np.uint8], results: NDArray[np.uint8]
     ) -> None:
         self.rows, self.memory = rows, memory
-        self._pool, self._images, self.parts = pool, images, list[_Part]()
+        self._pool, self._results, self.parts = pool, results, list[_Part]()
 
     def result(self) -> tuple[torch.Tensor, list[BadSampleError | None]]:
-        """Wait for the images [n, C, H, W], in memory that the GPU copies from; for each None, or why it is bad.
+        """Wait for the results, uint8 [n, bytes of a slot], which `slots_of` takes, in memory that the GPU copies from;
+        and for each sample None, or why it is bad.
 
         Raises what decoding raises, or ConnectionAbortedError if the pool was closed.
         """
         faults = [fault for part in self.parts for fault in self._pool.finish(part)]
         self.parts.clear()
-        return self._images, faults
+        return torch.from_numpy(self._results), faults
 
     def __del__(self) -> None:
         """A chunk that is never launched leaves requests behind, whose answers must be received."""
@@ -107,7 +109,7 @@ class CpuDecodePool:
 
     def __init__(
         self,
-        program: Program,
+        program: AnyProgram,
         *,
         processes: int,
         cores: int,
@@ -128,19 +130,19 @@ class CpuDecodePool:
 
         keys: of all samples of the payload. The largest files are decoded first.
         """
-        result = self._program.result
-        shape, dtype = slot_shape(result), np.dtype(STORAGE[result.dtype])
-        size = len(rows) * math.prod(shape) * dtype.itemsize
+        shape, dtype = slot_of(self._program)
+        slot_bytes = math.prod(shape) * dtype.itemsize
         rows = rows[np.argsort(-np.asarray(payload.sizes, np.int64)[rows], kind="stable")]
-        memory = self._results.acquire(size)
-        pixels = memory[:size].view(dtype).reshape(-1, *shape)
-        pending = PendingImages(self, rows, memory, as_batch(pixels, result))
+        memory = self._results.acquire(len(rows) * slot_bytes)
+        results = memory[: len(rows) * slot_bytes].reshape(len(rows), slot_bytes)
+        slots = slots_of(self._program, results.view(dtype).reshape(-1, *shape))
+        pending = PendingImages(self, rows, memory, results)
         workers = self._adapt(len(payload), len(rows))
         step = min(_PART_IMAGES, max(1, len(rows) // max(1, workers)))
         for start in range(0, len(rows), step):
             part = slice(start, start + step)
             own = Keys(keys.seed, keys.epoch, keys.positions[rows[part]])
-            pending.parts.append(_Part(payload, rows[part].tolist(), own, memory, pixels[part], start))
+            pending.parts.append(_Part(payload, rows[part].tolist(), own, memory, slots[part], start, len(rows)))
         if workers and shared_block(payload.buffer) is not None and shared_block(memory) is not None:
             with self._lock:
                 self._unsent.extend(pending.parts)
@@ -246,7 +248,7 @@ _turn = threading.Lock()
 """A worker decodes one request at a time; its other connections hold the next ones."""
 
 
-def work(connection: ParentConnection, program: Program | str) -> None:
+def work(connection: ParentConnection, program: AnyProgram | str) -> None:
     """Decodes samples until the connection is closed."""
     if isinstance(program, str):
         connection.send(program)
@@ -254,7 +256,7 @@ def work(connection: ParentConnection, program: Program | str) -> None:
     runner = open_runner(connection, program)
     with suppress(DecoderError):  # the pool then does without this worker
         while runner is not None:
-            start, offsets, sizes, keys = connection.recv()
+            start, offsets, sizes, keys, count = connection.recv()
             with _turn:
-                answer = decode_shared(connection, program, runner, start, offsets, sizes, keys)
+                answer = decode_shared(connection, program, runner, start, offsets, sizes, keys, count)
             connection.send(answer)

@@ -13,8 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from gpuflow.errors import BadSampleError, Code, DecoderError
-from gpuflow.execute.cpu import CpuRunner, runner_of
-from gpuflow.pipeline.program import Program
+from gpuflow.execute.cpu import CpuRunner, ViewsRunner, runner_of
 from gpuflow.pipeline.stage import Keys
 from gpuflow.pipeline.views import AnyProgram, slot_of, slots_of
 from gpuflow.runtime.worker_pool import READY, ParentConnection
@@ -69,17 +68,19 @@ def slots_in(memory: NDArray[np.uint8], program: AnyProgram, start: int, count: 
 
 def decode_shared(
     connection: ParentConnection,
-    program: Program,
-    runner: CpuRunner,
+    program: AnyProgram,
+    runner: CpuRunner | ViewsRunner,
     start: int,
     offsets: Sequence[int],
     sizes: Sequence[int],
     keys: Keys,
+    batch: int | None = None,
 ) -> list[PlainFault] | None:
     """Decode samples between two memories that the parent shares next: the encoded bytes, and a batch's slots.
 
     Args:
         start: the slot of the first sample. offsets, sizes [N]: of the samples in the encoded bytes. keys: of them.
+        batch: see `slots_in`.
 
     Returns:
         What became of the samples; None if decoding raised: the thread that then does the work raises that again.
@@ -90,7 +91,7 @@ def decode_shared(
     assert encoded is not None and slots is not None
     samples = [encoded[offset : offset + length] for offset, length in zip(offsets, sizes, strict=True)]
     try:
-        return plain_faults(runner.run(samples, keys, slots_in(slots, program, start, len(samples))))
+        return plain_faults(runner.run(samples, keys, slots_in(slots, program, start, len(samples), batch)))
     except DecoderError:
         raise
     except Exception:

@@ -148,11 +148,11 @@ class ChunkRunner(Protocol):
         indices: the indices in the source of the chunk's samples, or None if they are not from a source.
         """
 
-    def slots(self, count: int) -> torch.Tensor:
-        """Allocate device memory for `count` results: [count, C, H, W] in the result's dtype and memory format."""
-        ...
+    def slots(self, count: int) -> Any:
+        """Allocate device memory for `count` results: [count, C, H, W] in the result's dtype and memory format, or
+        `ViewSlots` of tensors."""
 
-    def launch(self, chunk: Any, slots: torch.Tensor, ahead: Sequence[Any] = ()) -> list[BadSampleError | None]:
+    def launch(self, chunk: Any, slots: Any, ahead: Sequence[Any] = ()) -> list[BadSampleError | None]:
         """Queue the work that fills a prepared chunk's slots; returns for each sample None, or why it is bad.
 
         ahead: prepared chunks that are launched later, in that order. Work on them may begin.

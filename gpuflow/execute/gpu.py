@@ -1,5 +1,8 @@
 """Runs a program on the GPU, one chunk at a time: nvJPEG decodes, then a few batched kernels do the other stages.
 
+With views, each image is decoded once, and the first pass of every view reads it in the decode buffer. What is said
+here of an output holds for each number of each view, or for the only image of a sample without views.
+
 A chunk is first prepared and then launched, on different threads. `prepare` reads headers, draws random numbers, and
 has the CPU begin to decode the files that the engines do not support: other formats, progressive or CMYK files, images
 that EXIF rotates. A launch may also decode images of chunks that come later, if they fit into its calls
@@ -10,6 +13,8 @@ CPU decoder, and its place in the batch stays the same.
 from __future__ import annotations
 
 import functools
+import itertools
+import math
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -37,8 +42,8 @@ from gpuflow.execute.gpu_passes import DevicePasses, Pass, offsets_of, plan_of
 from gpuflow.execute.kernels.unwritten import unwritten
 from gpuflow.execute.nvjpeg_decoders import CALL_SECONDS, JpegBatch, NvjpegDecoderPool
 from gpuflow.pipeline import stage as s
-from gpuflow.pipeline.image_spec import STORAGE, slot_shape
 from gpuflow.pipeline.program import Program, Sampling, Warping
+from gpuflow.pipeline.views import AnyProgram, outputs_of, slot_of, slots_of, split
 from gpuflow.sources import SPARE_BYTES, Payload
 
 __all__ = ["GpuRunner", "Prepared"]
@@ -50,24 +55,32 @@ _LONG_WAIT = 0.5
 
 @dataclass(frozen=True, slots=True)
 class _Finished:
-    """Samples that the CPU has finished: rows [m], images [m, C, H, W] in pinned memory."""
+    """Samples that the CPU has finished: rows [m], results uint8 [m, bytes of a slot] in pinned memory."""
 
     rows: NDArray[np.int64]
+    results: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Where the first pass of one output puts images [n]: a tensor and its rows [n]."""
+
     images: torch.Tensor
+    rows: NDArray[np.int64]
 
 
 @final
 class _Call:
     """One nvJPEG call, from its planning to its end.
 
-    chunks: see `DecodeCall.chunks`. results: where the first pass puts each image: for each chunk that has any, which
-    images [n] of the call are its own, and their memory: a tensor and its rows [n].
+    chunks: see `DecodeCall.chunks`. results: where the first passes put each image: for each chunk that has any, which
+    images of the call are its own, and for each output where they go.
     """
 
     def __init__(self, planned: DecodeCall, chunks: Sequence[Prepared]) -> None:
         self.planned = planned
         self.chunks: Sequence[Prepared] = chunks
-        self.results: dict[int, tuple[NDArray[np.bool_], torch.Tensor, NDArray[np.int64]]] = {}
+        self.results: dict[int, tuple[NDArray[np.bool_], list[_Rows]]] = {}
         self.good = np.zeros(len(planned.rows), bool)
         """Which images were decoded, once the call is over."""
         self._error: BaseException | None = None
@@ -102,9 +115,10 @@ class Prepared:
     rows [n]: which of its samples nvJPEG decodes. indices [n]: the indices of these samples in the source, or None.
     whole [n]: which of these files are known to be complete. files: the files of these rows, without output addresses.
     undecoded: which of these rows no call has taken yet; for holders of the runner's lock.
-    plan [n, K]: the first pass's sampling or warp of each row (`plan_of`), without addresses and places.
+    plans: for each output the first pass's sampling or warp of each row, [n, K] (`plan_of`), without addresses and
+        places.
     sizes [N, 2]: height and width of all upright images of the chunk that have a valid header.
-    draws: for each pass its random parameters for these rows.
+    draws: for each output and each pass of it the random parameters for these rows.
     others: the samples that the CPU decodes, finished or under way, or None.
     faults: for each sample of the chunk None, or why it is bad.
     early: calls for earlier chunks that decode images of this one, too, each with this chunk's place among its chunks.
@@ -117,9 +131,9 @@ class Prepared:
     whole: NDArray[np.bool_]
     files: JpegBatch
     undecoded: Undecoded
-    plan: NDArray[np.int64]
+    plans: list[NDArray[np.int64]]
     sizes: NDArray[np.int64]
-    draws: list[Any]
+    draws: list[list[Any]]
     others: _Finished | PendingImages | None
     faults: list[BadSampleError | None]
     early: list[tuple[_Call, int]] = field(default_factory=list)
@@ -132,7 +146,7 @@ class GpuRunner:
     so that the engines do not wait for it. `NvjpegDecoderPool` says when two threads may call nvJPEG at the same time.
 
     Args:
-        program: what to run. passes: the result of `gpu_passes.passes_of(program)`.
+        program: what to run. passes: the result of `gpu_passes.passes_of_each(program)`.
         library: the nvJPEG to decode with. backend: one of `nvjpeg.BACKENDS`.
         decode_bytes: the largest size of a buffer for decoded pixels; one larger image gets a buffer of its own.
         buffers: the number of such buffers at first, which is the number of chunks launched at a time;
@@ -147,8 +161,8 @@ class GpuRunner:
 
     def __init__(
         self,
-        program: Program,
-        passes: Sequence[Pass],
+        program: AnyProgram,
+        passes: Sequence[Sequence[Pass]],
         device_stream: DeviceStream,
         library: NvjpegLibrary,
         *,
@@ -158,7 +172,7 @@ class GpuRunner:
         cpu_pool: CpuDecodePool | None = None,
         fill_calls: bool = True,
     ) -> None:
-        self._program, self._device_stream = program, device_stream
+        self._program, self._device_stream, self._outputs = program, device_stream, outputs_of(program)
         self._channels = 1 if program.decoder.color == "gray" else 3
         self._turns = program.decoder.orientation == "apply"
         self._decode_bytes, self._fill_calls = decode_bytes, fill_calls
@@ -170,7 +184,8 @@ class GpuRunner:
         with device_stream.queued():
             self._decoders = NvjpegDecoderPool(device_stream, library, program.decoder.color, backend)
             self._buffers = DecodeBuffers(device_stream, buffers)
-            self._passes = DevicePasses(passes, device_stream)
+            each = [DevicePasses(one, device_stream) for one in passes]
+            self._passes = [each[output.program] for output in self._outputs]
         device_stream.synchronize()
 
     # --- on any thread ----------------------------------------------------------------------------------------------
@@ -211,14 +226,14 @@ class GpuRunner:
             formats=decoder.formats,
         )
         rows = self._undamaged(np.flatnonzero(headers.engine), payload, headers.sizes, indices)
-        draws = self._passes.draw(_keys_of(keys, rows), headers.sizes[rows])
+        draws = self._draw(keys, rows, headers.sizes)
         misfit = np.zeros(len(rows), bool)
-        for draw in draws:
+        for draw in itertools.chain.from_iterable(draws):
             for found in draw.misfits if isinstance(draw, Sampling | Warping) else ():
                 misfit |= found.where
         if misfit.any():  # the CPU path reports what is wrong with each of them
             rows = rows[~misfit]
-            draws = self._passes.draw(_keys_of(keys, rows), headers.sizes[rows])
+            draws = self._draw(keys, rows, headers.sizes)
         rest = np.array([fault is None for fault in headers.faults])
         rest[rows] = False
         others = np.flatnonzero(rest)
@@ -253,12 +268,18 @@ class GpuRunner:
                 (starts + payload.buffer.ctypes.data).astype(np.uint64), lengths.astype(np.uint64), images, frames
             ),
             undecoded=Undecoded.all_of(kinds_of(frames, whole), spaces),
-            plan=plan_of(draws[0], np.zeros(len(rows)), pitches, np.zeros(len(rows))),
+            plans=[plan_of(own[0], np.zeros(len(rows)), pitches, np.zeros(len(rows))) for own in draws],
             sizes=headers.upright_sizes,
             draws=draws,
             others=work,
             faults=faults,
         )
+
+    def _draw(self, keys: s.Keys, rows: NDArray[np.int64], sizes: NDArray[np.int64]) -> list[list[Any]]:
+        """For each output and each pass of it the random parameters of these rows of a chunk with these sizes."""
+        own = _keys_of(keys, rows)
+        pairs = zip(self._outputs, self._passes, strict=True)
+        return [passes.draw(output.keys_of(own), sizes[rows]) for output, passes in pairs]
 
     def _undamaged(
         self, rows: NDArray[np.int64], payload: Payload, sizes: NDArray[np.int64], indices: Sequence[int] | None
@@ -292,24 +313,27 @@ class GpuRunner:
         faults: list[BadSampleError | None],
     ) -> _Finished:
         """Run the program for these rows on the CPU, into pinned memory. Writes why samples are bad into `faults`."""
-        result = self._program.result
-        staging = self._device_stream.pinned((len(rows), *slot_shape(result)), getattr(torch, result.dtype))
-        held = staging.view(torch.uint16) if STORAGE[result.dtype] is np.uint16 else staging
+        shape, dtype = slot_of(self._program)
+        results = self._device_stream.pinned((len(rows), math.prod(shape) * dtype.itemsize), torch.uint8)
+        slots = slots_of(self._program, results.numpy().view(dtype).reshape(-1, *shape))
         samples = [payload.sample(i) for i in rows.tolist()]
-        for row, fault in zip(rows.tolist(), self._cpu.run(samples, _keys_of(keys, rows), held.numpy()), strict=True):
+        for row, fault in zip(rows.tolist(), self._cpu.run(samples, _keys_of(keys, rows), slots), strict=True):
             faults[row] = fault
-        return _Finished(rows, staging if result.layout == "nchw" else staging.permute(0, 3, 1, 2))
+        return _Finished(rows, results)
 
     # --- on a launching thread --------------------------------------------------------------------------------------
 
-    def slots(self, count: int) -> torch.Tensor:
-        """Allocate device memory for `count` results: [count, C, H, W] in the result's dtype and memory format."""
-        return allocate_slots(self._device_stream, count, self._program.result)
+    def slots(self, count: int) -> Any:
+        """Allocate device memory for `count` results: [count, C, H, W] in the result's dtype and memory format, or
+        `ViewSlots` of tensors."""
+        if isinstance(self._program, Program):
+            return allocate_slots(self._device_stream, count, self._program.result)
+        with self._device_stream.queued():
+            shape = count, self._program.slot_bytes
+            return slots_of(self._program, torch.empty(shape, dtype=torch.uint8, device=self._device_stream.device))
 
-    def launch(
-        self, chunk: Prepared, slots: torch.Tensor, ahead: Sequence[Prepared] = ()
-    ) -> list[BadSampleError | None]:
-        """Queue the work that fills a chunk's slots [N, C, H, W]; returns for each sample None, or why it is bad.
+    def launch(self, chunk: Prepared, slots: Any, ahead: Sequence[Prepared] = ()) -> list[BadSampleError | None]:
+        """Queue the work that fills a chunk's slots; returns for each sample None, or why it is bad.
 
         ahead: prepared chunks that will be launched after this one, in that order. Some of their images may be decoded
             together with those of this chunk.
@@ -327,23 +351,26 @@ class GpuRunner:
                     self.cpu_images += len(refused)
         return chunk.faults
 
-    def _run_on_gpu(self, chunk: Prepared, slots: torch.Tensor, ahead: Sequence[Prepared]) -> NDArray[np.int64]:
+    def _run_on_gpu(self, chunk: Prepared, slots: Any, ahead: Sequence[Prepared]) -> NDArray[np.int64]:
         """Decode a chunk and run every pass on it. Returns the rows that nvJPEG refused, whose slots hold no result."""
-        targets = self._passes.targets(slots, len(chunk.rows))
-        good = self._decode(chunk, targets[0], ahead)
-        self._passes.run_later(chunk.draws, targets, chunk.rows)
-        return chunk.rows[~good]
+        rows = chunk.rows
+        pairs = zip(self._passes, split(slots), strict=True)
+        targets = [passes.targets(own, len(rows)) for passes, own in pairs]
+        first = [_Rows(own[0], passes.places(0, rows)) for passes, own in zip(self._passes, targets, strict=True)]
+        good = self._decode(chunk, first, ahead)
+        for passes, draws, own in zip(self._passes, chunk.draws, targets, strict=True):
+            passes.run_later(draws, own, rows)
+        return rows[~good]
 
-    def _decode(self, chunk: Prepared, target: torch.Tensor, ahead: Sequence[Prepared]) -> NDArray[np.bool_]:
-        """Decode a chunk and run the first pass, into rows of the target. Returns which rows were decoded.
+    def _decode(self, chunk: Prepared, first: Sequence[_Rows], ahead: Sequence[Prepared]) -> NDArray[np.bool_]:
+        """Decode a chunk and run the first pass of each output, to its place. Returns which rows were decoded.
 
         The calls that are needed for this are put into a queue, and this thread runs calls from that queue, also those
         of other threads, until its own are over.
         """
         chunks = (chunk, *ahead) if self._fill_calls else (chunk,)
-        places = self._passes.places(0, chunk.rows)
         with self._lock:  # from here on no call for another chunk takes images of this one
-            own = self._new_calls(chunks, target, places)
+            own = self._new_calls(chunks, first)
         self._calls.extend(own)
         try:
             for call in (*own, *(call for call, _ in chunk.early)):
@@ -358,22 +385,24 @@ class GpuRunner:
                     call.fail(error)
             raise
         good = np.ones(len(chunk.rows), bool)
-        for call, place in [*((call, 0) for call in own), *chunk.early]:
-            where, images, rows = call.results[place]
+        for call, number in [*((call, 0) for call in own), *chunk.early]:
+            where, held = call.results[number]
             taken = call.planned.rows[where]
             good[taken] = call.good[where]
-            if place:
-                target.index_copy_(0, self._send(places[taken]), images[rows[0] : rows[-1] + 1])
+            if number:
+                sent = self._device_stream.send_all([place.rows[taken] for place in first])
+                for place, rows, one in zip(first, sent, held, strict=True):
+                    place.images.index_copy_(0, rows, one.images[one.rows[0] : one.rows[-1] + 1])
         chunk.early.clear()  # which refer to this chunk
         return good
 
-    def _new_calls(self, chunks: Sequence[Prepared], target: torch.Tensor, places: NDArray[np.int64]) -> list[_Call]:
+    def _new_calls(self, chunks: Sequence[Prepared], first: Sequence[_Rows]) -> list[_Call]:
         """Plan the calls for the first chunk; for holders of the lock."""
         calls: list[_Call] = []
         planned = plan_calls([one.undecoded for one in chunks], max_bytes=self._decode_bytes)
         try:
             for one in planned:
-                calls.append(self._new_call(one, chunks, target, places))
+                calls.append(self._new_call(one, chunks, first))
         except BaseException as error:  # there is no memory for images of later chunks
             for call in calls:
                 call.fail(error)
@@ -383,26 +412,27 @@ class GpuRunner:
             raise
         return calls
 
-    def _new_call(
-        self, planned: DecodeCall, chunks: Sequence[Prepared], target: torch.Tensor, places: NDArray[np.int64]
-    ) -> _Call:
+    def _new_call(self, planned: DecodeCall, chunks: Sequence[Prepared], first: Sequence[_Rows]) -> _Call:
         """A call, with memory for the images that belong to later chunks, and known to those."""
         call = _Call(planned, chunks)
         others = int((planned.chunks > 0).sum())
-        room = allocate_slots(self._device_stream, others, self._passes.first.result) if others else target
+        rooms = (
+            [allocate_slots(self._device_stream, others, one.first.result) for one in self._passes] if others else []
+        )
         used = 0
         for place in np.unique(planned.chunks).tolist():
             where = planned.chunks == place
             if place == 0:
-                call.results[place] = where, target, places[planned.rows[where]]
+                call.results[place] = where, [_Rows(one.images, one.rows[planned.rows[where]]) for one in first]
             else:
-                call.results[place] = where, room, np.arange(used, used + int(where.sum()))
-                used += int(where.sum())
+                rows = np.arange(used, used + int(where.sum()))
+                call.results[place] = where, [_Rows(room, rows) for room in rooms]
+                used += len(rows)
                 chunks[place].early.append((call, place))
         return call
 
     def _run_call(self, call: _Call) -> None:
-        """Decode one call and run the first pass on it. What fails is raised to those who wait for the call."""
+        """Decode one call and run the first passes on it. What fails is raised to those who wait for the call."""
         try:
             call.finish(self._decode_call(call))
         except BaseException as error:
@@ -414,32 +444,35 @@ class GpuRunner:
         """Returns which of its images were decoded."""
         chunks, planned = call.chunks, call.planned
         files = JpegBatch(*(np.empty((len(planned.rows), *x.shape[1:]), x.dtype) for x in chunks[0].files))
-        plan = np.empty((len(planned.rows), chunks[0].plan.shape[1]), np.int64)
-        target = next(images for _, images, _ in call.results.values())
+        plans = [np.empty((len(planned.rows), plan.shape[1]), np.int64) for plan in chunks[0].plans]
+        targets = next([place.images for place in places] for _, places in call.results.values())
         whole = True
-        for place, (where, images, rows) in call.results.items():
-            one, taken = chunks[place], planned.rows[where]
+        for number, (where, places) in call.results.items():
+            one, taken = chunks[number], planned.rows[where]
             for field_of_all, field_of_one in zip(files, one.files, strict=True):
                 field_of_all[where] = field_of_one[taken]
-            plan[where] = one.plan[taken]
-            plan[where, -1] = offsets_of(target, images, rows)
+            for plan, own, place, target in zip(plans, one.plans, places, targets, strict=True):
+                plan[where] = own[taken]
+                plan[where, -1] = offsets_of(target, place.images, place.rows)
             whole = bool(one.whole[taken[0]])  # those of a call are alike
         blank_size = 0 if whole else int(round_up(files.frames[:, :2]).prod(axis=1).max()) * self._channels
         with self._buffers.acquire(planned.space + blank_size) as decoded:
             spaces = -(-files.images[:, 4].astype(np.int64) * files.frames[:, 0] // _ALIGN) * _ALIGN
-            plan[:, 0] = decoded.data_ptr() + np.cumsum(spaces) - spaces
-            files.images[:, 0] = plan[:, 0]
-            sent_plan = self._send(plan)
+            files.images[:, 0] = decoded.data_ptr() + np.cumsum(spaces) - spaces
+            for plan in plans:
+                plan[:, 0] = files.images[:, 0]
+            sent_plans = self._device_stream.send_all(plans)
             with self._decoders.acquire() as decoder:
                 good = decoder.decode(files, None if whole else decoded.data_ptr() + planned.space)
             if not whole:
                 good &= ~self._unwritten(files.images, files.frames)
-            self._passes.sample(0, chunks[0].draws[0], sent_plan, target)
-        for place, (where, _, _) in call.results.items():
-            one, taken = chunks[place], planned.rows[where][good[where]]
+            for passes, draws, sent, target in zip(self._passes, chunks[0].draws, sent_plans, targets, strict=True):
+                passes.sample(0, draws[0], sent, target)
+        for number, (where, _) in call.results.items():
+            one, taken = chunks[number], planned.rows[where][good[where]]
             if not whole and one.indices is not None:
                 self._complete.add(one.indices[taken], np.asarray(one.payload.sizes, np.int64)[one.rows[taken]])
-            if place:
+            if number:
                 self._device_stream.retain_until_done(one.payload.buffer)  # even if its chunk is never launched
         return good
 
@@ -453,17 +486,19 @@ class GpuRunner:
         (sent,) = self._device_stream.send_all([array])
         return sent
 
-    def _place(self, finished: _Finished, slots: torch.Tensor) -> None:
-        """Copy images that the CPU finished into their slots: one transfer, one kernel."""
-        slots.index_copy_(0, self._send(finished.rows), self._device_stream.send(finished.images))
+    def _place(self, finished: _Finished, slots: Any) -> None:
+        """Copy what the CPU finished into its slots: one transfer, and one kernel for each output."""
+        rows, results = self._send(finished.rows), self._device_stream.send(finished.results)
+        for target, images in zip(split(slots), split(slots_of(self._program, results)), strict=True):
+            target.index_copy_(0, rows, images)
 
-    def _place_pending(self, pending: PendingImages, faults: list[BadSampleError | None], slots: torch.Tensor) -> None:
+    def _place_pending(self, pending: PendingImages, faults: list[BadSampleError | None], slots: Any) -> None:
         """Wait for images that the CPU decodes, then copy them. Writes why samples are bad into `faults`."""
         assert self._cpu_pool is not None
-        images, found = pending.result()
+        results, found = pending.result()
         for row, fault in zip(pending.rows.tolist(), found, strict=True):
             faults[row] = fault
-        self._place(_Finished(pending.rows, images), slots)
+        self._place(_Finished(pending.rows, results), slots)
         self._device_stream.retain_until_done(pending.memory, self._cpu_pool.release)
 
     def close(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -10,14 +11,14 @@ import torch
 from gpuflow.decode.nvjpeg import BACKENDS, NvjpegError, NvjpegLibrary, find_nvjpeg
 from gpuflow.errors import MissingExtra
 from gpuflow.execute.decode_buffers import BUFFERS
-from gpuflow.pipeline.program import Program
+from gpuflow.pipeline.views import AnyProgram, ViewsProgram
 
 if TYPE_CHECKING:
     from gpuflow.execute.cpu_decode_pool import CpuDecodePool
     from gpuflow.execute.device_stream import ChunkRunner, DeviceStream
     from gpuflow.execute.gpu_passes import Pass
 
-__all__ = ["CPU_ASKED_FOR", "DECODE_BYTES", "Placement", "gpu_passes_and_library", "place_on_gpu"]
+__all__ = ["CPU_ASKED_FOR", "DECODE_BYTES", "Placement", "gpu_passes_and_library", "passes_text", "place_on_gpu"]
 
 DECODE_BYTES = 1 << 28
 """The largest size of one buffer for decoded pixels, in bytes, unless run.memory_limit asks for less."""
@@ -38,13 +39,16 @@ class Placement:
     reason: str
 
 
-def gpu_passes_and_library(program: Program) -> tuple[tuple[Pass, ...], NvjpegLibrary] | str:
-    """The passes and the library to run a program on a GPU, or a text that says why no GPU can. Opens no GPU."""
+def gpu_passes_and_library(program: AnyProgram) -> tuple[tuple[tuple[Pass, ...], ...], NvjpegLibrary] | str:
+    """The passes and the library to run a program on a GPU, or a text that says why no GPU can. Opens no GPU.
+
+    The passes are those of each of `programs_of(program)`.
+    """
     if program.decoder.backend == "cpu":
         return CPU_ASKED_FOR
-    from gpuflow.execute.gpu_passes import passes_of  # Triton, which CPU builds of torch lack
+    from gpuflow.execute.gpu_passes import passes_of_each  # Triton, which CPU builds of torch lack
 
-    passes = passes_of(program)
+    passes = passes_of_each(program)
     if isinstance(passes, str):
         return passes
     try:
@@ -53,8 +57,16 @@ def gpu_passes_and_library(program: Program) -> tuple[tuple[Pass, ...], NvjpegLi
         return str(error)
 
 
+def passes_text(program: AnyProgram, passes: Sequence[Sequence[Pass]]) -> str:
+    """How many passes run on the decoded images, in words; with views, how often each is drawn, too."""
+    if not isinstance(program, ViewsProgram):
+        return f"{len(passes[0])} batched pass(es)"
+    views = zip(program.pipeline.views, passes, strict=True)
+    return f"batched passes for each view: {', '.join(f'{view.name} {view.count} x {len(own)}' for view, own in views)}"
+
+
 def place_on_gpu(
-    program: Program,
+    program: AnyProgram,
     device_stream: DeviceStream,
     decode_bytes: int = DECODE_BYTES,
     *,
@@ -91,5 +103,5 @@ def place_on_gpu(
             continue
         where = f"{description} of {torch.cuda.get_device_name(device_stream.device)} (libnvjpeg {library.version})"
         because = f"; no {'; no '.join(refusals)}" if refusals else ""
-        return Placement(device_stream, gpu, f"{where}, then {len(passes)} batched pass(es){because}")
+        return Placement(device_stream, gpu, f"{where}, then {passes_text(program, passes)}{because}")
     return Placement(device_stream, None, "; ".join(refusals))

@@ -33,8 +33,18 @@ from gpuflow.pipeline.program import (
     Warping,
     WarpStep,
 )
+from gpuflow.pipeline.views import AnyProgram, ViewsProgram, programs_of
 
-__all__ = ["DeviceImages", "DevicePasses", "Pass", "interleaved", "offsets_of", "passes_of", "plan_of"]
+__all__ = [
+    "DeviceImages",
+    "DevicePasses",
+    "Pass",
+    "interleaved",
+    "offsets_of",
+    "passes_of",
+    "passes_of_each",
+    "plan_of",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +85,18 @@ def passes_of(program: Program) -> tuple[Pass, ...] | str:
             case _:
                 assert_never(step)
     return tuple(passes) if passes else "its images differ in size; add a crop or a resize to a fixed size"
+
+
+def passes_of_each(program: AnyProgram) -> tuple[tuple[Pass, ...], ...] | str:
+    """`passes_of` each of `programs_of(program)`, or a text that says why a GPU cannot run one of them."""
+    found: list[tuple[Pass, ...]] = []
+    for i, one in enumerate(programs_of(program)):
+        passes = passes_of(one)
+        if isinstance(passes, str):
+            where = f"in view {program.pipeline.views[i].name!r}, " if isinstance(program, ViewsProgram) else ""
+            return f"{where}{passes}"
+        found.append(passes)
+    return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)

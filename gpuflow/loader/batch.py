@@ -166,8 +166,8 @@ class Assembly:
     labels [B]: looked up once all samples are read and bad ones are replaced; mixed labels are [B, classes].
     kept [B]: false where a bad sample was skipped.
     unfinished: chunks that are not decoded yet.
-    slots [B, ...]: the pixels, allocated for the first chunk: an array, `ViewSlots`, or on the GPU a tensor or, of
-        views, a dict of them.
+    slots [B, ...]: the pixels, allocated for the first chunk: an array, on the GPU a tensor, or `ViewSlots` of either;
+        of a whole batch of views on the GPU a dict of tensors.
     shared: the number of last rows that the CPU decodes next to a GPU. memory: where it decodes them to.
     there: labels, valid and indices on the GPU. They and the slots are complete once the event `ready` has passed.
     pieces: mapped records of some rows, a tuple of the rows and columns each. fields: the whole of them, as in `Batch`.

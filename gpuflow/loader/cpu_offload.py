@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from gpuflow.loader.batch import Assembly, Chunk
@@ -13,9 +14,8 @@ from gpuflow.loader.cpu_share import Share
 from gpuflow.loader.decode import ChunkDecoder, Faults, Sizes, WorkerDecoder
 from gpuflow.loader.plan import LoaderPlan
 from gpuflow.loader.read import ChunkReader
-from gpuflow.pipeline.image_spec import STORAGE, as_batch, slot_shape
-from gpuflow.pipeline.program import Program
 from gpuflow.pipeline.stage import Keys
+from gpuflow.pipeline.views import slot_of, slots_of, split
 from gpuflow.runtime import memory
 from gpuflow.runtime.buffers import BytePool
 from gpuflow.runtime.metrics import Meter, nvtx
@@ -34,8 +34,7 @@ class CpuOffload:
     def __init__(
         self, plan: LoaderPlan, share: Share, reader: ChunkReader, decoder: ChunkDecoder, workers: WorkerDecoder
     ) -> None:
-        assert isinstance(plan.program, Program), "no GPU decodes views"
-        self.share, self._result = share, plan.program.result
+        self.share = share
         self._plan, self._reader, self._decoder, self._workers = plan, reader, decoder, workers
         self.meter = Meter("decode_cpu", share.threads, after=decoder.meter.after, ranges=nvtx(plan.nvtx))
         self._pinned = BytePool(keep=_KEPT_BYTES, make=memory.shared_and_pinned)
@@ -46,12 +45,13 @@ class CpuOffload:
             return 0
         return self.share.rows(count)
 
-    def decode(self, chunk: Chunk, keys: Keys, sizes: Sizes = None) -> tuple[Faults, NDArray[Any]]:
+    def decode(self, chunk: Chunk, keys: Keys, sizes: Sizes = None) -> tuple[Faults, Any]:
         """Read and decode a chunk; its faults and its slots."""
-        batch = chunk.batch
-        start, pixels = chunk.start - batch.own, self._pixels(batch)
-        faults = self._workers.decode(chunk, keys, self.meter, pixels, start, sizes)
-        slots = pixels[start : start + len(chunk)]
+        batch, (shape, dtype) = chunk.batch, slot_of(self._plan.program)
+        start = chunk.start - batch.own
+        whole = slots_of(self._plan.program, self._memory(batch).view(dtype).reshape(-1, *shape))
+        faults = self._workers.decode(chunk, keys, self.meter, whole, start, sizes)
+        slots = whole[start : start + len(chunk)]
         if faults is None:
             payload = self._reader.read(chunk.indices)
             self._reader.meter.add(samples=len(chunk), read_bytes=sum(payload.sizes), cpu_s=payload.cpu_s)
@@ -59,21 +59,23 @@ class CpuOffload:
         return faults, slots
 
     def send(self, batch: Assembly) -> None:
-        """Queue the copy of a batch's pixels that the CPU decoded into its slots on the GPU."""
+        """Queue the copy of a batch's pixels that the CPU decoded into its slots on the GPU: one for each output."""
         device_stream = self._plan.device_stream
         if batch.memory is not None and device_stream is not None:
-            device_stream.copy_into(batch.slots[batch.own :], as_batch(self._pixels(batch), self._result))
+            held = slots_of(self._plan.program, torch.from_numpy(self._memory(batch)))
+            for there, here in zip(split(batch.slots[batch.own :]), split(held), strict=True):
+                device_stream.copy_into(there, here)
             device_stream.retain_until_done(batch.memory, self._pinned.release)
             batch.memory = None
 
-    def _pixels(self, batch: Assembly) -> NDArray[Any]:
-        """Where the CPU puts its rows of a batch: [shared, *slot_shape]."""
-        shape, dtype = slot_shape(self._result), np.dtype(STORAGE[self._result.dtype])
-        size = batch.shared * math.prod(shape) * dtype.itemsize
+    def _memory(self, batch: Assembly) -> NDArray[np.uint8]:
+        """Where the CPU puts its rows of a batch: [shared, bytes of a slot]."""
+        shape, dtype = slot_of(self._plan.program)
+        slot_bytes = math.prod(shape) * dtype.itemsize
         with batch.lock:
             if batch.memory is None:
-                batch.memory = self._pinned.acquire(size)
-        return batch.memory[:size].view(dtype).reshape(-1, *shape)
+                batch.memory = self._pinned.acquire(batch.shared * slot_bytes)
+        return batch.memory[: batch.shared * slot_bytes].reshape(batch.shared, slot_bytes)
 
     def close(self) -> None:
         """Free the memory."""

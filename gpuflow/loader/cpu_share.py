@@ -64,5 +64,5 @@ class Share:
 
 def cpu_share_of(config: Config, name: str) -> Share | None:
     """What the CPU decodes of each batch next to a GPU's engines, `decode.cpu_share`; None for nothing."""
-    part, run = 0.0 if name in config.views else config.programs[name].decoder.cpu_share, config.run
+    part, run = config.any_program(name).decoder.cpu_share, config.run
     return Share(part, threads=share_threads_of(run), adapts=not run.deterministic) if part else None

@@ -40,7 +40,7 @@ from gpuflow.loader.resolve import BadSampleResolver
 from gpuflow.loader.sampler import EpochSteps
 from gpuflow.pipeline.image_spec import as_batch
 from gpuflow.pipeline.stage import Keys
-from gpuflow.pipeline.views import ViewsProgram, as_images
+from gpuflow.pipeline.views import ViewSlots, ViewsProgram, as_images
 from gpuflow.runtime.admission import Admission
 from gpuflow.runtime.metrics import Meter, oldest_operation
 from gpuflow.runtime.threads import DaemonPool, QuickSwitching
@@ -392,6 +392,8 @@ class Feed:
             self._offload.send(batch)
         if self._plan.gpu is not None:
             self._mixer.queue(batch, mixtures, device_stream)
+            if isinstance(batch.slots, ViewSlots):
+                batch.slots = as_images(self._plan.program, batch.slots.memory)
         batch.there = device_stream.send_all([batch.labels, batch.valid, batch.indices])
         batch.fields = to_tensors(fields, device_stream.send_all)
         batch.ready = device_stream.record_event()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import math
 
-import numpy as np
 import torch
 
 from gpuflow.config import Config
@@ -14,14 +13,11 @@ from gpuflow.decode.preset import Preset, is_preset_on_gpu
 from gpuflow.errors import ConfigError, Problem
 from gpuflow.execute.cpu_decode_pool import CpuDecodePool
 from gpuflow.execute.decode_buffers import BUFFERS
-from gpuflow.execute.gpu_backend import CPU_ASKED_FOR, DECODE_BYTES, Placement, place_on_gpu
-from gpuflow.pipeline.image_spec import STORAGE, slot_shape
-from gpuflow.pipeline.views import ViewsProgram
+from gpuflow.execute.gpu_backend import CPU_ASKED_FOR, DECODE_BYTES, Placement, passes_text, place_on_gpu
+from gpuflow.pipeline.views import AnyProgram, ViewsProgram, slot_of
 from gpuflow.runtime.cpu_budget import available_threads
 
 __all__ = ["explain_gpu", "memory_for_decoding", "place"]
-
-VIEWS_ON_CPU = "it has views, which the CPU makes of one decoded image and sends to the GPU"
 
 
 def place(config: Config, name: str, device: torch.device, batch_size: int) -> Placement:
@@ -31,7 +27,7 @@ def place(config: Config, name: str, device: torch.device, batch_size: int) -> P
         ConfigError: `decode.backend` is gpu and cannot be had, or a preset's GPU cannot; or `run.memory_limit` is too
             small.
     """
-    program = config.views[name] if name in config.views else config.programs[name]
+    program = _program_of(config, name)
     decoder = program.decoder
     if is_preset_on_gpu(decoder):
         return _by_torchpipe(config, name, decoder, device)
@@ -43,9 +39,7 @@ def place(config: Config, name: str, device: torch.device, batch_size: int) -> P
 
         device_stream = DeviceStream(device)
         placement = Placement(device_stream, None, CPU_ASKED_FOR)
-        if isinstance(program, ViewsProgram):
-            placement = Placement(device_stream, None, VIEWS_ON_CPU)
-        elif backend != "cpu":
+        if backend != "cpu":
             decode_bytes = memory_for_decoding(config, name, batch_size)
             processes = refused_processes_of(config.run)
             placement = place_on_gpu(
@@ -65,9 +59,7 @@ def place(config: Config, name: str, device: torch.device, batch_size: int) -> P
 
 def explain_gpu(config: Config, name: str) -> str:
     """What decodes a pipeline where batches are for a GPU: this machine's, or any if it has none."""
-    if name in config.views:
-        return f"decoded on the CPU: {VIEWS_ON_CPU}"
-    program = config.programs[name]
+    program = _program_of(config, name)
     if is_preset_on_gpu(program.decoder):
         return program.decoder.library
     if program.decoder.backend == "cpu":
@@ -76,13 +68,18 @@ def explain_gpu(config: Config, name: str) -> str:
         placement = place(config, name, torch.device("cuda"), 1)
         return placement.reason if placement.gpu is not None else f"decoded on the CPU: {placement.reason}"
     try:
-        from gpuflow.execute.gpu_passes import passes_of
+        from gpuflow.execute.gpu_passes import passes_of_each
     except ImportError:  # Triton, which CPU builds of torch lack
         return "not known: this torch is built without CUDA"
-    passes = passes_of(program)
+    passes = passes_of_each(program)
     if isinstance(passes, str):
         return f"decoded on the CPU: {passes}"
-    return f"JPEG engines if it has them, else CUDA kernels; then {len(passes)} batched pass(es)"
+    return f"JPEG engines if it has them, else CUDA kernels; then {passes_text(program, passes)}"
+
+
+def _program_of(config: Config, name: str) -> AnyProgram:
+    """That of a pipeline, or of `serve`, which is explained here, too."""
+    return config.views[name] if name in config.views else config.programs[name]
 
 
 def _by_torchpipe(config: Config, name: str, preset: Preset, device: torch.device) -> Placement:
@@ -119,8 +116,8 @@ def memory_for_decoding(config: Config, name: str, batch_size: int) -> int:
     limit = config.run.memory_limit
     if limit is None:
         return DECODE_BYTES
-    result = config.programs[name].result
-    batch_bytes = batch_size * math.prod(slot_shape(result)) * np.dtype(STORAGE[result.dtype]).itemsize
+    shape, dtype = slot_of(_program_of(config, name))
+    batch_bytes = batch_size * math.prod(shape) * dtype.itemsize
     batches = config.run.prefetch + 2  # and the one that the consumer holds
     left = (limit - batches * batch_bytes) // BUFFERS
     if left <= 0:

@@ -16,12 +16,25 @@ from numpy.typing import NDArray
 
 from gpuflow.pipeline.image_spec import STORAGE, ImageSpec, as_batch, slot_shape
 from gpuflow.pipeline.program import MixingStep, Program
-from gpuflow.pipeline.stage import Decoder, Pipeline
+from gpuflow.pipeline.stage import Decoder, Keys, Pipeline
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["AnyProgram", "View", "ViewSlots", "ViewsPipeline", "ViewsProgram", "as_images", "slot_of", "slots_of"]
+__all__ = [
+    "AnyProgram",
+    "Output",
+    "View",
+    "ViewSlots",
+    "ViewsPipeline",
+    "ViewsProgram",
+    "as_images",
+    "outputs_of",
+    "programs_of",
+    "slot_of",
+    "slots_of",
+    "split",
+]
 
 _ALIGN = 16
 
@@ -92,15 +105,45 @@ class ViewsProgram:
 AnyProgram = Program | ViewsProgram
 
 
+def programs_of(program: AnyProgram) -> tuple[Program, ...]:
+    """The program itself, or those of its views."""
+    return program.programs if isinstance(program, ViewsProgram) else (program,)
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """One of the images that are made of each sample: one number of a view, or the only image without views.
+
+    program: which of `programs_of` makes it.
+    """
+
+    program: int = 0
+    view: View | None = None
+    number: int = 0
+
+    def keys_of(self, keys: Keys) -> Keys:
+        """The samples' keys that it is drawn with."""
+        return keys if self.view is None else keys.of_view(self.view.name, self.number)
+
+
+def outputs_of(program: AnyProgram) -> tuple[Output, ...]:
+    """Every number of every view, in the order of `split`."""
+    if not isinstance(program, ViewsProgram):
+        return (Output(),)
+    views = enumerate(program.pipeline.views)
+    return tuple(Output(i, view, number) for i, view in views for number in range(view.count))
+
+
 @dataclass(frozen=True, slots=True)
 class ViewSlots:
     """Where the results of N samples of a program with views go.
 
-    memory: uint8 [B, slot_bytes], of the whole batch. views: for each view an array [count, N, *slot_shape] in it.
+    memory: uint8 [B, slot_bytes], of the whole batch: an array or a tensor. views: for each view an array
+    [count, N, *slot_shape] in it, or a tensor [count, N, C, H, W].
     """
 
-    memory: NDArray[np.uint8]
-    views: tuple[NDArray[Any], ...]
+    memory: Any
+    views: tuple[Any, ...]
 
     def __getitem__(self, rows: slice) -> ViewSlots:
         """The slots of some samples."""
@@ -120,11 +163,14 @@ def slot_of(program: AnyProgram) -> tuple[tuple[int, ...], np.dtype[Any]]:
     return slot_shape(program.result), np.dtype(STORAGE[program.result.dtype])
 
 
-def slots_of(program: AnyProgram, memory: NDArray[Any]) -> Any:
-    """The slots in a batch's memory [B, ...]: the memory itself, or `ViewSlots`.
+def slots_of(program: AnyProgram, memory: NDArray[Any] | torch.Tensor) -> Any:
+    """The slots in a batch's memory [B, ...]: the array itself, of a tensor its images [B, C, H, W], or `ViewSlots`.
 
     Each view has one block of the memory, so that its images of all samples are contiguous.
     """
+    if not isinstance(memory, np.ndarray):
+        images = as_images(program, memory)
+        return ViewSlots(memory, tuple(images.values())) if isinstance(images, dict) else images
     if not isinstance(program, ViewsProgram):
         return memory
     flat, begin, views = memory.reshape(-1), 0, []
@@ -136,16 +182,25 @@ def slots_of(program: AnyProgram, memory: NDArray[Any]) -> Any:
     return ViewSlots(memory, tuple(views))
 
 
+def split(slots: Any) -> list[Any]:
+    """The slots [N, ...] of each of `outputs_of` their program."""
+    if not isinstance(slots, ViewSlots):
+        return [slots]
+    return [view[number] for view in slots.views for number in range(len(view))]
+
+
 def as_images(program: AnyProgram, memory: NDArray[Any] | torch.Tensor) -> torch.Tensor | dict[str, torch.Tensor]:
     """View a batch's memory as what the loop gets: [B, C, H, W], or for each view a tensor [count, B, C, H, W].
 
-    memory: an array [B, ...]; for a program with views also a tensor of it on any device.
+    memory: an array [B, ...], or a tensor of its bytes on any device.
     """
     import torch
 
     if not isinstance(program, ViewsProgram):
-        assert isinstance(memory, np.ndarray)
-        return as_batch(memory, program.result)
+        if isinstance(memory, np.ndarray):
+            return as_batch(memory, program.result)
+        one = memory.view(getattr(torch, program.result.dtype)).view(-1, *slot_shape(program.result))
+        return one if program.result.layout == "nchw" else one.permute(0, 3, 1, 2)
     tensor = torch.from_numpy(memory) if isinstance(memory, np.ndarray) else memory
     flat, begin, images = tensor.reshape(-1), 0, {}
     for view, result in program.results:

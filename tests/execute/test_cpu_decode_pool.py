@@ -17,19 +17,24 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from gpuflow.execute.cpu import CpuRunner
+from gpuflow.execute.cpu import runner_of
 from gpuflow.execute.cpu_decode_pool import CpuDecodePool, PendingImages
-from gpuflow.pipeline.image_spec import as_batch, slot_shape
 from gpuflow.pipeline.program import fold
 from gpuflow.pipeline.stage import Keys, Pipeline
 from gpuflow.pipeline.validate import trace
+from gpuflow.pipeline.views import AnyProgram, slot_of, slots_of, split
 from gpuflow.runtime.memory import heap, shared
 from gpuflow.sources import Payload
 from gpuflow.stages import Decode, Flip, RandomResizedCrop
 from tests import images
+from tests.datasets import Entries, views_program
 
 PIPELINE = Pipeline("train", (Decode(), RandomResizedCrop(size=12), Flip(horizontal=0.5)))
-PROGRAM = fold(PIPELINE, trace(PIPELINE))
+LARGE: Entries = [{"decode": {}}, {"resize": {"height": 9, "width": 7}}, {"normalize": {"dtype": "bfloat16"}}]
+PROGRAMS: dict[str, AnyProgram] = {
+    "stages": fold(PIPELINE, trace(PIPELINE)),
+    "views": views_program({"small": (2, [{"decode": {}}, {"random_resized_crop": {"size": 5}}]), "large": (1, LARGE)}),
+}
 SECONDS = 60.0
 FILES = [images.jpeg(images.photo(30 + i, 44 - i, seed=i), progressive=True) for i in range(23)]
 FILES[7] = b"no image"
@@ -37,37 +42,42 @@ KEYS = Keys(3, 1, np.arange(500, 500 + len(FILES)))
 
 
 @functools.cache
-def expected() -> tuple[torch.Tensor, list[str]]:
-    slots = np.zeros((len(FILES), *slot_shape(PROGRAM.result)), np.uint8)
-    faults = CpuRunner(PROGRAM).run([np.frombuffer(data, np.uint8) for data in FILES], KEYS, slots)
-    return as_batch(slots, PROGRAM.result), [str(fault) for fault in faults]
+def expected(name: str) -> tuple[list[torch.Tensor], list[str]]:
+    """The images of each output, [N, C, H, W], and the faults."""
+    program = PROGRAMS[name]
+    shape, dtype = slot_of(program)
+    memory = np.zeros((len(FILES), *shape), dtype)
+    samples = [np.frombuffer(data, np.uint8) for data in FILES]
+    faults = runner_of(program).run(samples, KEYS, slots_of(program, memory))
+    return split(slots_of(program, torch.from_numpy(memory))), [str(fault) for fault in faults]
 
 
-def pool_of(processes: int, cores: int = 16) -> CpuDecodePool:
-    return CpuDecodePool(PROGRAM, processes=processes, cores=cores, make=shared)
+def pool_of(processes: int, cores: int = 16, name: str = "stages") -> CpuDecodePool:
+    return CpuDecodePool(PROGRAMS[name], processes=processes, cores=cores, make=shared)
 
 
 def begin(pool: CpuDecodePool, rows: NDArray[np.int64], make: Callable[[int], Any] = shared) -> PendingImages:
     return pool.begin(Payload.of(FILES, make), rows, KEYS)
 
 
-def check(pending: PendingImages) -> None:
+def check(pending: PendingImages, name: str = "stages") -> None:
     """A chunk's images and faults are those of the CPU's runner, in the order of `rows`."""
-    found, faults = pending.result()
-    right, right_faults = expected()
+    results, faults = pending.result()
+    right, right_faults = expected(name)
     assert [str(fault) for fault in faults] == [right_faults[i] for i in pending.rows]
     good = [place for place, fault in enumerate(faults) if fault is None]
     assert len(good) == len(pending.rows) - int(7 in pending.rows)
-    assert torch.equal(found[good], right[pending.rows[good]])
+    for found, whole in zip(split(slots_of(PROGRAMS[name], results)), right, strict=True):
+        assert torch.equal(found[good], whole[pending.rows[good]])
 
 
 @contextmanager
-def at_work() -> Iterator[CpuDecodePool]:
+def at_work(name: str = "stages") -> Iterator[CpuDecodePool]:
     """A pool whose workers are at work."""
-    pool = pool_of(3)
+    pool = pool_of(3, name=name)
     deadline = time.monotonic() + SECONDS
     while not pool._workers:
-        check(begin(pool, np.arange(len(FILES))))
+        check(begin(pool, np.arange(len(FILES))), name)
         assert time.monotonic() < deadline
         time.sleep(0.05)  # leaves the cores to the workers
     assert pool.counts() == {"at_work": 3, "starting": 0}
@@ -105,6 +115,13 @@ def test_workers_decode_chunks_in_any_number_and_order(working: CpuDecodePool, m
         chunks = [begin(working, rng.permutation(23)[: rng.integers(1, 4)]) for _ in range(3)]
         for chunk in rng.permutation(np.array(chunks, object)):
             check(chunk)
+
+
+def test_workers_make_views_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    with at_work("views") as pool:
+        monkeypatch.setattr(CpuDecodePool, "_decode_here", lambda *arguments: pytest.fail("a worker was free"))
+        for rows in ([3], [7, 2, 11], list(range(9))):
+            check(begin(pool, np.array(rows)), "views")
 
 
 def test_more_requests_than_workers_take_lose_nothing(working: CpuDecodePool) -> None:

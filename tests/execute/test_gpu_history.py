@@ -71,7 +71,7 @@ def new_runner(backend: str) -> Any:
     assert not isinstance(passes, str)
     device_stream = DeviceStream(torch.device("cuda"))
     try:
-        return GpuRunner(PROGRAM, passes, device_stream, find_nvjpeg(), backend=backend, decode_bytes=1 << 27)
+        return GpuRunner(PROGRAM, [passes], device_stream, find_nvjpeg(), backend=backend, decode_bytes=1 << 27)
     except NvjpegError as error:
         pytest.skip(f"this GPU has no {backend} backend of nvJPEG: {error}")
 

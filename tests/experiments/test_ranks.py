@@ -229,7 +229,7 @@ def runner(library: Library) -> GpuRunner:
     passes = passes_of(program)
     assert not isinstance(passes, str), passes
     substitutes: Any = (DeviceStream(), library)
-    return GpuRunner(program, passes, *substitutes, backend="cuda", decode_bytes=1 << 20)
+    return GpuRunner(program, [passes], *substitutes, backend="cuda", decode_bytes=1 << 20)
 
 
 FILES = [images.jpeg(images.photo(30 + i, 44, seed=i)) for i in range(3)]

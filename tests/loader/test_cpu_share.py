@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import time
@@ -20,7 +21,7 @@ import gpuflow
 from gpuflow.config import read_config
 from gpuflow.config.resources import decode_processes_of
 from gpuflow.errors import BadSampleError, LoaderTimeout
-from gpuflow.execute.cpu import CpuRunner
+from gpuflow.execute.cpu import runner_of
 from gpuflow.loader.bad_samples import BadSamples
 from gpuflow.loader.batch import Assembly
 from gpuflow.loader.cpu_share import Share, cpu_share_of
@@ -28,8 +29,8 @@ from gpuflow.loader.decode_workers import decode
 from gpuflow.loader.lowering import Feed
 from gpuflow.loader.plan import LoaderPlan
 from gpuflow.loader.sampler import ShuffledOrder, Steps
-from gpuflow.pipeline.image_spec import STORAGE, as_batch, slot_shape
 from gpuflow.pipeline.stage import Keys
+from gpuflow.pipeline.views import ViewsProgram, outputs_of, slot_of, slots_of, split
 from gpuflow.runtime.memory import shared
 from gpuflow.sources import Payload, Source
 from gpuflow.stages import STAGES
@@ -49,6 +50,7 @@ from tests.datasets import (
     nothing_left_behind,
     program,
     truncate,
+    views_program,
     write_config,
 )
 
@@ -57,6 +59,13 @@ NHWC: Entries = [
     {"random_resized_crop": {"size": 24}},
     {"normalize": {"dtype": "float16", "layout": "nhwc"}},
 ]
+VIEWS = views_program(
+    {
+        "global": (2, NHWC),
+        "local": (3, [{"decode": {}}, {"random_resized_crop": {"size": [13, 11]}}]),
+        "planes": (1, [{"decode": {}}, {"resize": {"height": 7, "width": 9}}, {"normalize": {}}]),
+    }
+)
 
 
 class StandIn:
@@ -65,25 +74,30 @@ class StandIn:
     device, prescan = torch.device("cpu"), None
 
     def __init__(self, entries: Any, delay: float = 0.0) -> None:
-        self.program, self.delay = program(entries), delay
-        self.runner, self.engine_images, self.cpu_images, self.fills = CpuRunner(self.program), 0, 0, 0
+        self.program, self.delay = entries if isinstance(entries, ViewsProgram) else program(entries), delay
+        self.engine_images, self.cpu_images, self.fills = 0, 0, 0
+        shape, dtype = slot_of(self.program)
+        self.slot_bytes = math.prod(shape) * dtype.itemsize
 
     def set_gpu_wait(self, share: float) -> None: ...
 
     def prepare(self, payload: Payload, keys: Keys, indices: object = None) -> tuple[Payload, Keys]:
         return payload, keys
 
-    def slots(self, count: int) -> torch.Tensor:
-        result = self.program.result
-        return as_batch(np.zeros((count, *slot_shape(result)), STORAGE[result.dtype]), result)
+    def slots(self, count: int) -> Any:
+        return slots_of(self.program, torch.zeros((count, self.slot_bytes), dtype=torch.uint8))
 
     def launch(
-        self, chunk: tuple[Payload, Keys], slots: torch.Tensor, ahead: Sequence[object] = ()
+        self, chunk: tuple[Payload, Keys], slots: Any, ahead: Sequence[object] = ()
     ) -> list[BadSampleError | None]:
-        made = np.empty((len(slots), *slot_shape(self.program.result)), STORAGE[self.program.result.dtype])
-        faults = decode(CpuRunner(self.program), *chunk, made)
-        slots.copy_(as_batch(made, self.program.result))
-        self.engine_images += len(slots)
+        (payload, keys), (shape, dtype) = chunk, slot_of(self.program)
+        made = np.empty((len(payload), self.slot_bytes), np.uint8)
+        faults = decode(
+            runner_of(self.program), payload, keys, slots_of(self.program, made.view(dtype).reshape(-1, *shape))
+        )
+        for there, here in zip(split(slots), split(slots_of(self.program, torch.from_numpy(made))), strict=True):
+            there.copy_(here)
+        self.engine_images += len(payload)
         time.sleep(self.delay)
         return faults
 
@@ -153,10 +167,10 @@ def feed_of(
 
 
 def rows(batch: Assembly) -> list[Row]:
-    images, labels, valid, indices = (
-        torch.as_tensor(x)[torch.from_numpy(batch.kept)]
-        for x in (batch.slots, batch.labels, batch.valid, batch.indices)
-    )
+    kept = torch.from_numpy(batch.kept)
+    labels, valid, indices = (torch.as_tensor(x)[kept] for x in (batch.labels, batch.valid, batch.indices))
+    slots = batch.slots
+    images = {name: view[:, kept] for name, view in slots.items()} if isinstance(slots, dict) else slots[kept]
     return datasets.rows(gpuflow.Batch((images, labels), valid=valid, indices=indices))
 
 
@@ -244,34 +258,35 @@ def test_the_slower_one_gets_less(delay: float, slow: float, smaller: bool, sour
 # --- what comes out ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("part", [0.3, 1.0])
+@pytest.mark.parametrize(("part", "entries"), [(0.3, NHWC), (1.0, NHWC), (0.3, VIEWS)])
 @pytest.mark.parametrize("processes", [0, 2])
-def test_batches_are_those_of_the_cpu(part: float, processes: int, source: Source) -> None:
+def test_batches_are_those_of_the_cpu(part: float, entries: Any, processes: int, source: Source) -> None:
     """In each batch of 20 one chunk is the engines', up to two are the CPU's; in the last one of 7 too."""
-    with loader_of(source, NHWC, batch_size=20) as loader:
+    with loader_of(source, entries, batch_size=20) as loader:
         expected = [epoch_rows(loader) for _ in range(2)]
-    with feed_of(source, fixed(part), processes=processes) as (feed, gpu, epoch):
+    with feed_of(source, fixed(part), entries, processes=processes) as (feed, gpu, epoch):
         if processes:
             await_processes(feed, epoch)
         gpu.engine_images = gpu.fills = 0
         assert [[rows(batch) for batch in epoch(number)] for number in range(2)] == expected
         assert gpu.engine_images == 2 * {0.3: 4 * 14 + 5, 1.0: 4 + 1}[part]
-        assert gpu.fills == 2 * 5, "one copy a batch"
+        assert gpu.fills == 2 * 5 * len(outputs_of(gpu.program)), "one copy a batch, or for each number of each view"
         read, decode_cpu, work = (meter.read(1.0) for meter in feed.meters)
         assert decode_cpu["samples"] + work["samples"] >= 2 * 87
         assert read["samples"] == decode_cpu["samples"] + work["samples"]
 
 
 @pytest.mark.parametrize("policy", ["replace", "skip"])
-def test_bad_samples_are_judged_as_on_the_cpu(policy: str, folder: Path, source: Source) -> None:
+@pytest.mark.parametrize("entries", [NHWC, VIEWS])
+def test_bad_samples_are_judged_as_on_the_cpu(policy: str, entries: Any, folder: Path, source: Source) -> None:
     """Sample 4 is the engines', 15 and 18 the CPU's."""
     files = sorted(folder.rglob("*.jpg"))
     for number in (4, 15):
         truncate(files[number])
     files[18].unlink()
-    with loader_of(source, NHWC, batch_size=20, shuffle=False, policy=policy) as loader:
+    with loader_of(source, entries, batch_size=20, shuffle=False, policy=policy) as loader:
         expected = epoch_rows(loader)
-    with feed_of(source, fixed(0.5), shuffle=False, policy=policy) as (feed, _, epoch):
+    with feed_of(source, fixed(0.5), entries, shuffle=False, policy=policy) as (feed, _, epoch):
         assert [rows(batch) for batch in epoch(0)] == expected
         assert feed._plan.bad.distinct == 3
 

@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from gpuflow.config import Config, read_config
 from gpuflow.errors import ConfigError
 from gpuflow.execute.gpu_backend import DECODE_BYTES, Placement, gpu_passes_and_library
 from gpuflow.execute.gpu_passes import passes_of
-from gpuflow.loader.placement import explain_gpu, memory_for_decoding
+from gpuflow.loader.cpu_share import cpu_share_of
+from gpuflow.loader.placement import explain_gpu, memory_for_decoding, place
 from gpuflow.pipeline.program import OpaqueStep, PointwiseStep, SamplingStep
 from gpuflow.stages import STAGES
 from tests.datasets import write_config
@@ -73,6 +75,49 @@ def test_explains_what_a_gpu_would_do(tmp_path: Path) -> None:
     assert gpu_passes_and_library(refused.programs["train"]) == "its decode.backend is cpu"
 
 
+def with_views(tmp_path: Path, *overrides: str, **views: Any) -> Config:
+    path = write_config(tmp_path / "x.yaml", tmp_path / "photos", train=[{"decode": {}}, CROP])
+    document = yaml.safe_load(path.read_text())
+    del document["pipelines"]["train"]["stages"]
+    document["pipelines"]["train"]["views"] = views
+    path.write_text(yaml.safe_dump(document, sort_keys=False))
+    return read_config(path, STAGES, overrides)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what this machine has where it has a GPU")
+def test_explains_what_a_gpu_would_do_with_views(tmp_path: Path) -> None:
+    views = {"large": {"stages": [CROP, JITTER, HALF]}, "small": {"count": 6, "stages": [CROP]}}
+    text = "JPEG engines if it has them, else CUDA kernels; then batched passes for each view: large 1 x 2, small 6 x 1"
+    assert explain_gpu(with_views(tmp_path, **views), "train") == text
+    refused = with_views(tmp_path, "pipelines.train.decode.backend=cpu", **views)
+    assert explain_gpu(refused, "train") == "decoded on the CPU: its decode.backend is cpu"
+    early = with_views(tmp_path, **views, early={"stages": [JITTER, CROP]})
+    text = (
+        f"decoded on the CPU: in view 'early', color_jitter(contrast=0.2) comes before the images have one size; {FIX}"
+    )
+    assert explain_gpu(early, "train") == text
+
+
+def test_views_are_placed_by_the_rules_of_stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing else sends them to the CPU: a runner for all of them is asked for, with the CPU's share."""
+    asked: list[Any] = []
+
+    def stand_in(program: Any, stream: Any, *arguments: Any, **options: Any) -> Placement:
+        asked.append((program, options["cpu_pool"]))
+        return Placement(stream, None, "asked")
+
+    monkeypatch.setattr("gpuflow.execute.device_stream.DeviceStream", lambda device: None)
+    monkeypatch.setattr("gpuflow.loader.placement.place_on_gpu", stand_in)
+    read = with_views(tmp_path, "pipelines.train.decode.cpu_share=0.25", a={"stages": [CROP]})
+    assert place(read, "train", torch.device("cuda"), 4).reason == "asked"
+    share = cpu_share_of(read, "train")
+    assert asked[0][0] is read.views["train"] and share is not None and share.part == 0.25
+    asked[0][1].close()
+    backend = with_views(tmp_path, "pipelines.train.decode.backend=gpu", a={"stages": [CROP]})
+    with pytest.raises(ConfigError, match=r"pipelines\.train\.decode\.backend is gpu, but asked; use auto or cpu"):
+        place(backend, "train", torch.device("cuda"), 4)
+
+
 def test_what_serves_is_explained_on_a_gpu_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`serve` is a program, and no pipeline that can be loaded."""
 
@@ -93,6 +138,9 @@ def test_the_memory_limit_is_shared_by_batches_and_decoding(tmp_path: Path) -> N
     assert memory_for_decoding(read, "train", 10) == (100_000 - 5 * 3840) // 3
     assert memory_for_decoding(config(tmp_path, [CROP, HALF]), "train", 10) == DECODE_BYTES
     assert memory_for_decoding(config(tmp_path, [CROP, HALF], "run.memory_limit=9GiB"), "train", 10) == DECODE_BYTES
+    views = {"large": {"stages": [CROP, HALF]}, "small": {"count": 6, "stages": [CROP]}}
+    several = with_views(tmp_path, "run.memory_limit=100KB", **views)
+    assert memory_for_decoding(several, "train", 10) == (100_000 - 5 * 10 * (384 + 6 * 192)) // 3
     text = (
         r"x\.yaml: run\.memory_limit must be more than 19,200 bytes, got 19,200: 5 batches of 3,840 bytes exist "
         r"at a time in 'train'; raise it, or lower run\.prefetch or batch\.size"

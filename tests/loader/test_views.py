@@ -21,6 +21,7 @@ from gpuflow.config.stage_entries import as_tuples, make_stage
 from gpuflow.decode.codecs import CpuDecoder
 from gpuflow.errors import ConfigError
 from gpuflow.execute.cpu import CpuRunner
+from gpuflow.execute.nvjpeg_decoders import JpegBatch, NvjpegDecoder
 from gpuflow.loader.placement import explain_gpu
 from gpuflow.pipeline.image_spec import STORAGE, as_batch, slot_shape
 from gpuflow.pipeline.program import Program, fold
@@ -47,6 +48,21 @@ VIEWS: dict[str, Any] = {
     "global": {"count": 2, "stages": GLOBAL},
     "local": {"count": 3, "stages": LOCAL},
 }
+LEVELS: dict[str, Any] = {"mean": [0, 0, 0], "std": [1 / 255] * 3}  # so that a difference of 1 is a level
+SCALED: dict[str, Any] = {
+    "global": {"count": 2, "stages": [*GLOBAL[:2], {"normalize": LEVELS}]},
+    "coloured": {
+        "count": 3,
+        "stages": [
+            {"random_resized_crop": {"size": [13, 11]}},
+            {"color_jitter": {"brightness": 0.2}},
+            {"gaussian_blur": {"kernel_size": 3}},
+            {"normalize": {**LEVELS, "dtype": "float16", "layout": "nhwc"}},
+        ],
+    },
+    "turned": {"stages": [{"affine": {"degrees": 30}}, {"center_crop": {"size": 20}}]},
+}
+"""Views that a GPU can run."""
 Batches = list[tuple[dict[str, torch.Tensor], list[int], list[int]]]
 
 
@@ -307,7 +323,8 @@ def test_annotations_of_coco_do_not_follow_views(photos: Path, tmp_path: Path) -
 def test_explain_and_placement_say_where_views_are_made(photos: Path, tmp_path: Path) -> None:
     config = read_config(config_of(tmp_path, photos), STAGES)
     assert explain_gpu(config, "train") == (
-        "decoded on the CPU: it has views, which the CPU makes of one decoded image and sends to the GPU"
+        "decoded on the CPU: in view 'half', torchvision(name='RandomErasing', parameters=(('inplace', True), "
+        "('p', 1.0))) comes before the images have one size; put a crop or a resize to a fixed size first"
     )
     console = Console(width=160, file=io.StringIO())
     with console.capture() as capture:
@@ -326,7 +343,38 @@ def test_what_takes_one_image_of_a_sample_refuses_views(photos: Path, tmp_path: 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no NVIDIA GPU")
-def test_on_a_gpu_the_views_are_those_of_the_cpu(photos: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("share", "decoded"), [(0.0, 12), (0.4, 3 + 3 + 1)])
+def test_on_a_gpu_each_file_is_decoded_once_for_all_views(
+    photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float, decoded: int
+) -> None:
+    """The views are within two levels of the CPU's, and those of the CPU's share of a batch are its own."""
+    counts, decode = list[int](), NvjpegDecoder.decode
+
+    def counted(decoder: NvjpegDecoder, files: JpegBatch, blank: int | None = None) -> Any:
+        counts.append(len(files.data))
+        return decode(decoder, files, blank)
+
+    monkeypatch.setattr(NvjpegDecoder, "decode", counted)
+    path = config_of(tmp_path, photos, SCALED, deterministic=True)
+    overrides = [f"pipelines.train.decode.cpu_share={share}"]
+    with gpuflow.load(path) as here, gpuflow.load(path, device="cuda", overrides=overrides) as there:
+        pairs = list(zip(here, there, strict=True))
+        stats = there.stats()
+    assert sum(counts) == decoded and (stats["engine_images"], stats["cpu_images"]) == (decoded, 0)
+    for a, b in pairs:
+        assert a.labels.tolist() == b.labels.tolist() and a.indices.tolist() == b.indices.tolist()
+        own = len(a.labels) - round(share * len(a.labels))
+        for name, view in a.views.items():
+            found = b.views[name]
+            assert found.is_cuda and (found.dtype, found.stride()) == (view.dtype, view.stride())
+            apart = (found.cpu().float() - view.float()).abs()
+            assert apart.mean() < 0.25 and (apart > 2).float().mean() < 0.005, name
+            assert torch.equal(found[:, own:].cpu(), view[:, own:]), name
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no NVIDIA GPU")
+def test_views_that_a_gpu_cannot_run_are_made_by_the_cpu(photos: Path, tmp_path: Path) -> None:
     path = config_of(tmp_path, photos)
     with gpuflow.load(path) as here, gpuflow.load(path, device="cuda") as there:
         for a, b in zip(here, there, strict=True):

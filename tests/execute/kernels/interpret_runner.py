@@ -27,14 +27,15 @@ from PIL import Image
 from gpuflow.decode.libjpeg_turbo import find_libjpeg_turbo
 from gpuflow.errors import BadSampleError
 from gpuflow.execute import gpu, gpu_passes
-from gpuflow.execute.cpu import CpuRunner
+from gpuflow.execute.cpu import CpuRunner, CpuRunners
 from gpuflow.execute.cpu_decode_pool import CpuDecodePool
 from gpuflow.execute.gpu import GpuRunner, Prepared
-from gpuflow.execute.gpu_passes import Pass, passes_of
+from gpuflow.execute.gpu_passes import Pass, passes_of, passes_of_each
 from gpuflow.pipeline.image_spec import STORAGE, as_batch, slot_shape
 from gpuflow.pipeline.program import Program, fold
 from gpuflow.pipeline.stage import Keys, Pipeline, Stage
 from gpuflow.pipeline.validate import trace
+from gpuflow.pipeline.views import slot_of, slots_of, split
 from gpuflow.runtime.memory import heap
 from gpuflow.sources import Payload, lay_out
 from gpuflow.stages import (
@@ -57,20 +58,23 @@ from gpuflow.stages import (
 )
 from gpuflow.torchpipe.gpu_preprocessor import GpuPreprocessor
 from tests import images
+from tests.datasets import Entries, views_program
 from tests.execute.kernels import quick_interpreter  # noqa: F401  # replaces parts of Triton's interpreter
 from tests.packages.toning.toning import MaskBlue, Tone
 
 REFUSED = b"the engines refuse this"
 
 _interpreter = threading.Lock()
+launches: Counter[str] = Counter()
 
 
 def one_at_a_time(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """Triton's interpreter is not for several threads."""
+    """Triton's interpreter is not for several threads. Counts the launches, too."""
 
     @functools.wraps(kernel)
     def run(*arguments: Any, **named: Any) -> Any:
         with _interpreter:
+            launches[kernel.__name__] += 1
             return kernel(*arguments, **named)
 
     return run
@@ -269,7 +273,7 @@ def cases() -> Iterator[dict[str, Any]]:
             chunk = payload([*files(), b"\0" * 40])
             keys = Keys(0, 1, np.arange(100, 100 + len(chunk)))
             substitutes: Any = (device_stream, library)
-            runner = GpuRunner(program, passes, *substitutes, backend="hardware", decode_bytes=decode_bytes)
+            runner = GpuRunner(program, [passes], *substitutes, backend="hardware", decode_bytes=decode_bytes)
             slots = runner.slots(len(chunk)).fill_(0)
             library.calls.clear()
             device_stream.calls.clear()
@@ -303,6 +307,82 @@ def cases() -> Iterator[dict[str, Any]]:
             }
 
 
+def views() -> dict[str, Any]:
+    """Views of images that are decoded once: files of all kinds, chunks that share a call, one and two images."""
+    decode: Entries = ({"decode": {}},)
+    levels = {"mean": (0, 0, 0), "std": (1 / 255,) * 3}
+    program = views_program(
+        {
+            "global": (2, [*decode, {"random_resized_crop": {"size": 13}}, {"normalize": levels}]),
+            "colours": (
+                1,
+                [
+                    *decode,
+                    {"random_resized_crop": {"size": 9}},
+                    {"color_jitter": {"brightness": 0.4, "hue": 0.1}},
+                    {"normalize": {**levels, "dtype": "float16", "layout": "nhwc"}},
+                ],
+            ),
+            "turned": (1, [*decode, {"affine": {"degrees": 40}}, {"center_crop": {"size": 11}}]),
+            "large": (1, [*decode, {"random_crop": {"size": 28}}]),
+        }
+    )
+    passes = passes_of_each(program)
+    assert not isinstance(passes, str), passes
+    device_stream, library, contents, worst = CpuDeviceStream(), CpuLibrary(3), files(), 0.0
+    substitutes: Any = (device_stream, library)
+    cpu_pool = CpuDecodePool(program, processes=0, cores=1, make=heap)
+    runner = GpuRunner(program, passes, *substitutes, backend="hardware", decode_bytes=1 << 20, cpu_pool=cpu_pool)
+
+    def prepare(chosen: Sequence[int]) -> tuple[Prepared, Any]:
+        chunk = Payload.of([contents[i] for i in chosen], lambda size: np.full(size, 0xAB, np.uint8))
+        return runner.prepare(chunk, Keys(3, 1, np.array(chosen)), list(chosen)), runner.slots(len(chosen))
+
+    shape, dtype = slot_of(program)
+    expected = np.zeros((len(contents), *shape), dtype)
+    arrays = [np.frombuffer(data, np.uint8) for data in contents]
+    rights = CpuRunners(program).run(arrays, Keys(3, 1, np.arange(len(contents))), slots_of(program, expected))
+    right = split(slots_of(program, torch.from_numpy(expected)))
+    faults: list[str] = []
+
+    def launch(chosen: Sequence[int], prepared: Prepared, slots: Any, *ahead: Prepared) -> None:
+        nonlocal worst
+        found = list(map(str, runner.launch(prepared, slots, ahead)))
+        faults.extend(mine for mine, i in zip(found, chosen, strict=True) if mine != str(rights[i]))
+        good = [row for row, i in enumerate(chosen) if rights[i] is None]
+        for mine, whole in zip(split(slots), right, strict=True):
+            apart = mine[good].double() - whole[[chosen[row] for row in good]].double()
+            worst = max(worst, float(apart.abs().max()))
+
+    everything = range(len(contents))
+    launch(everything, *prepare(everything))
+    engines, cpu = runner.engine_images, runner.cpu_images
+    (first, first_slots), (second, second_slots) = prepare([0, 1, 5]), prepare([4, 6])
+    library.calls.clear()
+    launch([0, 1, 5], first, first_slots, second)
+    decoded = [library.calls["images"]]  # of files that are known to be complete: no blank images
+    launch([4, 6], second, second_slots)
+    decoded.append(library.calls["images"])
+    counts = []
+    for chosen in ([0], [0, 4]):
+        prepared, slots = prepare(chosen)
+        launches.clear()
+        device_stream.calls.clear()
+        launch(chosen, prepared, slots)
+        counts.append({**launches, "copies": device_stream.calls["copies"]})
+    return {
+        "case": "views",
+        "faults": faults,
+        "good": sum(fault is None for fault in rights),
+        "max": worst,
+        "mean": 0.0,
+        "decoded": decoded,
+        "engines": engines,
+        "cpu": cpu,
+        "counts": counts,
+    }
+
+
 def served() -> dict[str, Any]:
     """The same runner behind a service: several files at a time, then one."""
     pipeline = Pipeline("serve", PIPELINES["levels"])
@@ -311,7 +391,7 @@ def served() -> dict[str, Any]:
     assert not isinstance(passes, str), passes
     device_stream, lent = CpuDeviceStream(), list[Any]()
     substitutes: Any = (device_stream, CpuLibrary(3))
-    runner = GpuRunner(program, passes, *substitutes, backend="hardware", decode_bytes=1 << 20)
+    runner = GpuRunner(program, [passes], *substitutes, backend="hardware", decode_bytes=1 << 20)
     serving = GpuPreprocessor(runner, substitutes[0], acquire=lambda n: np.empty(n + 9, np.uint8), release=lent.append)
     contents = [*files(), b""]
     found = [*serving.run(contents), *serving.run(contents[:1])]
@@ -346,12 +426,12 @@ def histories() -> dict[str, Any]:
 
     def new() -> GpuRunner:
         substitutes: Any = (CpuDeviceStream(), CpuLibrary(3))
-        return GpuRunner(program, passes, *substitutes, backend="hardware", decode_bytes=1 << 20)
+        return GpuRunner(program, [passes], *substitutes, backend="hardware", decode_bytes=1 << 20)
 
     def run(runner: GpuRunner, chosen: Sequence[int]) -> torch.Tensor:
         chunk = Payload.of([pool[i] for i in chosen], lambda size: np.full(size, 0xAB, np.uint8))
         keys = Keys(0, 0, np.zeros(len(chunk), np.int64))
-        slots = runner.slots(len(chunk)).fill_(7)
+        slots: torch.Tensor = runner.slots(len(chunk)).fill_(7)
         assert runner.launch(runner.prepare(chunk, keys, chosen), slots) == [None] * len(chunk)
         return slots
 
@@ -403,7 +483,7 @@ def windows() -> Iterator[dict[str, Any]]:
             device: Any = CpuDeviceStream()
             nvjpeg: Any = library
             return GpuRunner(
-                program, passes, device, nvjpeg, backend="hardware", decode_bytes=30_000, cpu_pool=cpu_pool
+                program, [passes], device, nvjpeg, backend="hardware", decode_bytes=30_000, cpu_pool=cpu_pool
             )
 
         def prepare(runner: GpuRunner, chosen: Sequence[int]) -> Prepared:
@@ -523,5 +603,5 @@ def no_memory(
 
 
 if __name__ == "__main__":
-    for case in [*cases(), served(), histories(), *windows()]:
+    for case in [*cases(), views(), served(), histories(), *windows()]:
         print(json.dumps(case), flush=True)

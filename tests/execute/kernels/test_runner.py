@@ -26,7 +26,7 @@ def cases() -> dict[str, dict[str, Any]]:
 
 
 def test_pixels_and_faults_are_those_of_the_cpu(cases: dict[str, dict[str, Any]]) -> None:
-    assert len(cases) == 24
+    assert len(cases) == 25
     for case in cases.values():
         assert case["faults"] == [], case
         most = 2 if case["case"].startswith("new colours") else 1  # which amplify a difference of one level
@@ -36,7 +36,7 @@ def test_pixels_and_faults_are_those_of_the_cpu(cases: dict[str, dict[str, Any]]
 def test_what_the_engines_refuse_is_decoded_by_the_cpu(cases: dict[str, dict[str, Any]]) -> None:
     """Of 12 samples 3 are bad; the CPU decodes a PNG, a progressive JPEG and a file that makes the call fail."""
     for name, case in cases.items():
-        if not name.startswith(("misfits", "served", "histories", "windows")):
+        if not name.startswith(("misfits", "views", "served", "histories", "windows")):
             assert (case["good"], case["engines"], case["cpu"]) == (9, 6, 3), case
 
 
@@ -69,6 +69,20 @@ def test_a_file_gives_the_result_of_a_new_decoder_after_any_other_files(cases: d
     assert case["wrong"] == 0
     assert case["max"] <= 1, "the CPU decodes a damaged file"
     assert case["cpu"] >= 8
+
+
+def test_views_are_made_of_images_that_are_decoded_once(cases: dict[str, dict[str, Any]]) -> None:
+    """Of 11 files 2 cannot be decoded, and 1 is too small for a view. A call decodes 2 images of a chunk and 1 of the
+    next, whatever views there are."""
+    case = cases["views"]
+    assert (case["good"], case["engines"], case["cpu"]) == (8, 5, 4)
+    assert case["decoded"] == [3, 3]
+
+
+def test_launches_for_views_do_not_depend_on_the_number_of_images(cases: dict[str, dict[str, Any]]) -> None:
+    """One call, one transfer of what the first passes read, and each pass of each number of each view once."""
+    one, two = cases["views"]["counts"]
+    assert one == two == {"sample": 4, "warp_all": 1, "adjust": 1, "copies": 1}
 
 
 def test_less_memory_means_more_calls_and_the_same_pixels(cases: dict[str, dict[str, Any]]) -> None:
