@@ -167,8 +167,9 @@ def test_a_process_killed_while_it_writes_leaves_the_old_file(path: Path, warnin
     added(path, 1, 2)
 
     def write() -> None:
-        os.fsync = lambda descriptor: os.kill(os.getpid(), signal.SIGKILL)  # the last call before the file is replaced
-        added(path, *range(3, 900))
+        with pytest.MonkeyPatch.context() as patch:  # the last call before the file is replaced
+            patch.setattr(os, "fsync", lambda descriptor: os.kill(os.getpid(), signal.SIGKILL))
+            added(path, *range(3, 900))
 
     assert os.WTERMSIG(os.waitpid(forked(write), 0)[1]) == signal.SIGKILL
     assert len(names(path)) == 2 and stored(path) == [1, 2]
@@ -257,16 +258,21 @@ def test_a_folder_that_cannot_be_made_is_one_warning(tmp_path: Path, warnings: C
     (tmp_path / "file").write_bytes(b"no folder")
     path = tmp_path / "file" / "gpuflow" / "complete"
     contents = CompleteContents(path)
-    warnings()  # of a folder that cannot be read either
     for _ in range(3):
         contents.add(numbers(1))
         contents.save_soon()
     contents.close()
     (text,) = warnings()
-    assert text.startswith(
-        f"which files are complete cannot be kept for later runs in {path.parent}: Not a directory; "
-    )
+    assert text.startswith(f"which files are complete cannot be kept for later runs in {path.parent}: Not a director")
     assert text.endswith("set XDG_CACHE_HOME to another folder, or set run.remember_complete_files: false")
+
+
+def test_a_file_that_cannot_be_read_is_one_warning(path: Path, warnings: Callable[[], list[str]]) -> None:
+    path.mkdir(parents=True)
+    contents = CompleteContents(path)
+    contents.add(numbers(1))
+    contents.close()
+    assert [": Is a directory; make room" in text for text in warnings()] == [True] and path.is_dir()
 
 
 def test_a_full_disk_is_one_warning_and_the_old_file_stays(
