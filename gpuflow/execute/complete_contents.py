@@ -83,9 +83,11 @@ class CompleteContents:
         """Save what was added, on a thread of its own, unless one is doing so."""
         if self._new and (self._thread is None or not self._thread.is_alive()):
             thread = threading.Thread(target=self.save, name="gpuflow_complete_files", daemon=True)
-            with suppress(RuntimeError):  # the process may have no more threads; `close` saves
+            former, self._thread = self._thread, thread
+            try:
                 thread.start()
-                self._thread = thread
+            except RuntimeError:  # the process may have no more threads; `close` saves
+                self._thread = former
 
     def save(self) -> None:
         """Merge what was added with what is on the disk now, where other processes may have added some, too."""
@@ -116,6 +118,8 @@ class CompleteContents:
 
     def close(self) -> None:
         """Save what was added, and end the thread that does so."""
+        if self._thread is threading.current_thread():  # where the garbage collector closes the loader; it is saving
+            return
         if self._thread is not None:
             self._thread.join(_END_SECONDS)
         self.save()

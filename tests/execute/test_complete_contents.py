@@ -136,6 +136,25 @@ def test_it_is_saved_in_the_background_and_no_thread_is_left(path: Path) -> None
     assert stored(path) == list(range(20))
 
 
+def test_the_thread_that_saves_may_be_the_one_that_closes(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the garbage collector runs on it and finds the loader."""
+    closed = threading.Event()
+
+    def unique(array: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        contents.close()
+        closed.set()
+        return np.sort(array)
+
+    contents = CompleteContents(path)
+    monkeypatch.setattr(complete_contents.np, "unique", unique)
+    contents.add(numbers(3, 1))
+    with nothing_left_behind():
+        contents.save_soon()
+        assert closed.wait(20)
+        contents.close()
+    assert stored(path) == [1, 3]
+
+
 def test_without_another_thread_it_is_saved_at_the_end(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
