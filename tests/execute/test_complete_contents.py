@@ -146,7 +146,7 @@ def test_the_thread_that_saves_may_be_the_one_that_closes(path: Path, monkeypatc
         return np.sort(array)
 
     contents = CompleteContents(path)
-    monkeypatch.setattr(complete_contents.np, "unique", unique)
+    monkeypatch.setattr(np, "unique", unique)
     contents.add(numbers(3, 1))
     with nothing_left_behind():
         contents.save_soon()
@@ -167,8 +167,9 @@ def test_without_another_thread_it_is_saved_at_the_end(path: Path, monkeypatch: 
     assert stored(path) == [1]
 
 
-def test_processes_that_write_at_once_lose_nothing(path: Path) -> None:
+def test_processes_that_write_at_once_lose_nothing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the ranks of a training do."""
+    monkeypatch.setattr(complete_contents, "_LOCK_SECONDS", 60.0)
 
     def write(rank: int) -> None:
         contents = CompleteContents(path)
