@@ -98,6 +98,17 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """No test reads or writes gpuflow's cache of the user who runs the tests; nor do the processes that it starts."""
+    with pytest.MonkeyPatch.context() as patch:
+        users = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+        if "MPLCONFIGDIR" not in os.environ:  # matplotlib takes seconds to list the fonts
+            patch.setenv("MPLCONFIGDIR", os.path.join(users, "matplotlib"))
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture(scope="session")
 def photo_bytes() -> bytes:
     """A photograph of 75x101 pixels (height x width), a JPEG with 4:2:0 chroma."""

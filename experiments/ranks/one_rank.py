@@ -322,6 +322,7 @@ class Rank:
         resident = torch.randn(shape, device=device).to(torch.bfloat16, memory_format=torch.channels_last)
         self._resident = itertools.repeat(resident)
         overrides = [f"source.folder={job.photos}", f"pipelines.train.batch.size={job.batch}"]
+        overrides.append("run.remember_complete_files=false")  # an arm without decoding finds every file complete
         self._loader = gpuflow.load(CONFIG, device=device, overrides=overrides)
         stack.callback(self._loader.close)
         self._batches = (images for _ in itertools.count() for images, _ in self._loader)

@@ -127,10 +127,12 @@ class ChunkRunner(Protocol):
     decoder has its own library.
 
     engine_images, cpu_images: how many images were decoded on the device, and how many on the CPU instead.
+    blank_images: how many were decoded after a blank image, because nothing was known of their files.
     """
 
     engine_images: int
     cpu_images: int
+    blank_images: int
 
     def set_gpu_wait(self, share: float) -> None:
         """Says for which part of its time the consumer's GPU waits for batches, 0 to 1."""
@@ -158,6 +160,9 @@ class ChunkRunner(Protocol):
         ahead: prepared chunks that are launched later, in that order. Work on them may begin.
         """
         ...
+
+    def end_epoch(self) -> None:
+        """An epoch is over. Does not wait."""
 
     def close(self) -> None:
         """End processes and threads. Nothing may be prepared or launched any more."""

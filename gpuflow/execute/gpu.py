@@ -32,6 +32,7 @@ from gpuflow.decode.header_scan import Prescan, scan_headers
 from gpuflow.decode.libjpeg_turbo import find_libjpeg_turbo
 from gpuflow.decode.nvjpeg import NvjpegLibrary
 from gpuflow.errors import BadSampleError, LoaderTimeout
+from gpuflow.execute.complete_contents import CompleteContents
 from gpuflow.execute.complete_files import CompleteFiles
 from gpuflow.execute.cpu import CpuRunners
 from gpuflow.execute.cpu_decode_pool import CpuDecodePool, PendingImages
@@ -113,7 +114,8 @@ class Prepared:
     """A chunk that is ready to be launched.
 
     rows [n]: which of its samples nvJPEG decodes. indices [n]: the indices of these samples in the source, or None.
-    whole [n]: which of these files are known to be complete. files: the files of these rows, without output addresses.
+    whole [n]: which of these files are known to be complete. hashes [n]: of the others, to remember them between runs.
+    files: the files of these rows, without output addresses.
     undecoded: which of these rows no call has taken yet; for holders of the runner's lock.
     plans: for each output the first pass's sampling or warp of each row, [n, K] (`plan_of`), without addresses and
         places.
@@ -129,6 +131,7 @@ class Prepared:
     rows: NDArray[np.int64]
     indices: NDArray[np.int64] | None
     whole: NDArray[np.bool_]
+    hashes: NDArray[np.uint64]
     files: JpegBatch
     undecoded: Undecoded
     plans: list[NDArray[np.int64]]
@@ -154,6 +157,7 @@ class GpuRunner:
         cpu_pool: decodes what nvJPEG does not take; without one, `prepare` does.
         fill_calls: whether a launch may decode images of later chunks, whose results need memory until then: for each
             kind of images up to 127 of them.
+        contents: the files that earlier runs found complete with this library and backend, for samples with indices.
 
     Raises:
         NvjpegError: the GPU does not have the backend.
@@ -171,6 +175,7 @@ class GpuRunner:
         buffers: int = BUFFERS,
         cpu_pool: CpuDecodePool | None = None,
         fill_calls: bool = True,
+        contents: CompleteContents | None = None,
     ) -> None:
         self._program, self._device_stream, self._outputs = program, device_stream, outputs_of(program)
         self._channels = 1 if program.decoder.color == "gray" else 3
@@ -179,8 +184,8 @@ class GpuRunner:
         self._cpu, self._cpu_pool = CpuRunners(program), cpu_pool
         self._lock = threading.Lock()
         self._calls: deque[_Call] = deque()
-        self._complete = CompleteFiles()
-        self.engine_images, self.cpu_images = 0, 0
+        self._complete, self._contents = CompleteFiles(), contents
+        self.engine_images, self.cpu_images, self.blank_images = 0, 0, 0
         with device_stream.queued():
             self._decoders = NvjpegDecoderPool(device_stream, library, program.decoder.color, backend)
             self._buffers = DecodeBuffers(device_stream, buffers)
@@ -215,7 +220,7 @@ class GpuRunner:
 
         The payload's memory must be pinned, and stay valid until the GPU has finished the launched chunk. `indices`:
         the indices of the samples in the source, if any; files that were once decoded completely are recognised by
-        them.
+        them, or by their bytes where those are remembered between runs.
         """
         decoder = self._program.decoder
         headers = read_headers(
@@ -248,9 +253,9 @@ class GpuRunner:
             self.cpu_images += len(others)
         starts, lengths = (np.asarray(x, np.int64)[rows] for x in (payload.offsets, payload.sizes))
         known = None if indices is None else np.asarray(indices, np.int64)[rows]
-        whole = np.ones(len(rows), bool)
+        whole, hashes = np.ones(len(rows), bool), np.zeros(len(rows), np.uint64)
         if self._decoders.engines:
-            whole = np.zeros(len(rows), bool) if known is None else self._complete.known(known, lengths)
+            whole, hashes = self._known(rows, payload, indices)
         spare = _clear_after(payload, rows[~whole])
         lengths[~whole] += spare
         frames = np.column_stack([headers.sizes[rows], headers.sampling[rows]])
@@ -264,6 +269,7 @@ class GpuRunner:
             rows=rows,
             indices=known,
             whole=whole,
+            hashes=hashes,
             files=JpegBatch(
                 (starts + payload.buffer.ctypes.data).astype(np.uint64), lengths.astype(np.uint64), images, frames
             ),
@@ -281,27 +287,51 @@ class GpuRunner:
         pairs = zip(self._outputs, self._passes, strict=True)
         return [passes.draw(output.keys_of(own), sizes[rows]) for output, passes in pairs]
 
+    def _known(
+        self, rows: NDArray[np.int64], payload: Payload, indices: Sequence[int] | None
+    ) -> tuple[NDArray[np.bool_], NDArray[np.uint64]]:
+        """Which of these rows' files are known to be complete, and hashes of the others, if they are remembered between
+        runs. Files without indices are never known, such as those that a service gets."""
+        hashes = np.zeros(len(rows), np.uint64)
+        if indices is None:
+            return np.zeros(len(rows), bool), hashes
+        known, lengths = (np.asarray(x, np.int64)[rows] for x in (indices, payload.sizes))
+        whole = self._complete.known(known, lengths)
+        if self._contents is not None and not whole.all():
+            others = np.flatnonzero(~whole)
+            hashes[others] = self._contents.hashes(payload, rows[others])
+            found = others[self._contents.known(hashes[others])]
+            self._complete.add(known[found], lengths[found])
+            whole[found] = True
+        return whole, hashes
+
+    def _add_complete(self, indices: NDArray[np.int64], lengths: NDArray[np.int64], hashes: NDArray[np.uint64]) -> None:
+        """Remember samples [n] whose files are complete, and were not known to be."""
+        self._complete.add(indices, lengths)
+        if self._contents is not None:
+            self._contents.add(hashes)
+
     def _undamaged(
         self, rows: NDArray[np.int64], payload: Payload, sizes: NDArray[np.int64], indices: Sequence[int] | None
     ) -> NDArray[np.int64]:
         """Filter rows: keep those whose files nvJPEG's CUDA kernels decode to the same pixels in a call of any size.
 
         The pixels that these kernels give for a damaged file depend on how many files a call has. So libjpeg-turbo
-        checks each file first; with `indices`, it checks each sample only once.
+        checks each file first; with `indices`, it checks each sample only once, and no file that an earlier run found
+        complete.
         """
         library = find_libjpeg_turbo() if self._decoders.engines == 0 else None
         if library is None or not len(rows):
             return rows
-        lengths = np.asarray(payload.sizes, np.int64)[rows]
-        known, good = None, np.zeros(len(rows), bool)
-        if indices is not None:
-            known = np.asarray(indices, np.int64)[rows]
-            good = self._complete.known(known, lengths)
-        for place in np.flatnonzero(~good).tolist():
+        known, hashes = self._known(rows, payload, indices)
+        good = known.copy()
+        for place in np.flatnonzero(~known).tolist():
             height, width = sizes[rows[place]].tolist()
             good[place] = library.accepts(payload.sample(int(rows[place])), (height, width))
-        if known is not None:
-            self._complete.add(known[good], lengths[good])
+        if indices is not None:
+            new = good & ~known
+            found, lengths = (np.asarray(x, np.int64)[rows[new]] for x in (indices, payload.sizes))
+            self._add_complete(found, lengths, hashes[new])
         undamaged: NDArray[np.int64] = rows[good]
         return undamaged
 
@@ -466,12 +496,15 @@ class GpuRunner:
                 good = decoder.decode(files, None if whole else decoded.data_ptr() + planned.space)
             if not whole:
                 good &= ~self._unwritten(files.images, files.frames)
+                with self._lock:
+                    self.blank_images += len(good)
             for passes, draws, sent, target in zip(self._passes, chunks[0].draws, sent_plans, targets, strict=True):
                 passes.sample(0, draws[0], sent, target)
         for number, (where, _) in call.results.items():
             one, taken = chunks[number], planned.rows[where][good[where]]
             if not whole and one.indices is not None:
-                self._complete.add(one.indices[taken], np.asarray(one.payload.sizes, np.int64)[one.rows[taken]])
+                lengths = np.asarray(one.payload.sizes, np.int64)[one.rows[taken]]
+                self._add_complete(one.indices[taken], lengths, one.hashes[taken])
             if number:
                 self._device_stream.retain_until_done(one.payload.buffer)  # even if its chunk is never launched
         return good
@@ -501,10 +534,18 @@ class GpuRunner:
         self._place(_Finished(pending.rows, results), slots)
         self._device_stream.retain_until_done(pending.memory, self._cpu_pool.release)
 
+    def end_epoch(self) -> None:
+        """Begin to save which files are complete, for later runs."""
+        if self._contents is not None:
+            self._contents.save_soon()
+
     def close(self) -> None:
-        """End the processes and threads that decode on the CPU. Nothing may be prepared or launched any more."""
+        """End the processes and threads that decode on the CPU, and save which files are complete. Nothing may be
+        prepared or launched any more."""
         if self._cpu_pool is not None:
             self._cpu_pool.close()
+        if self._contents is not None:
+            self._contents.close()
 
 
 def _clear_after(payload: Payload, rows: NDArray[np.int64]) -> NDArray[np.int64]:

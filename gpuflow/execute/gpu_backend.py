@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from gpuflow.decode.libjpeg_turbo import find_libjpeg_turbo
 from gpuflow.decode.nvjpeg import BACKENDS, NvjpegError, NvjpegLibrary, find_nvjpeg
 from gpuflow.errors import MissingExtra
 from gpuflow.execute.decode_buffers import BUFFERS
 from gpuflow.pipeline.views import AnyProgram, ViewsProgram
 
 if TYPE_CHECKING:
+    from gpuflow.execute.complete_contents import CompleteContents
     from gpuflow.execute.cpu_decode_pool import CpuDecodePool
     from gpuflow.execute.device_stream import ChunkRunner, DeviceStream
     from gpuflow.execute.gpu_passes import Pass
@@ -73,10 +75,12 @@ def place_on_gpu(
     buffers: int = BUFFERS,
     cpu_pool: CpuDecodePool | None = None,
     fill_calls: bool = True,
+    remember: bool = False,
 ) -> Placement:
     """Create the runner for a program on the stream's GPU, on engines or kernels; or say why none can run it.
 
     decode_bytes, buffers, cpu_pool, fill_calls: see `GpuRunner`.
+    remember: whether files that are decoded completely are remembered between runs.
     """
     found = gpu_passes_and_library(program)
     if isinstance(found, str):
@@ -97,6 +101,7 @@ def place_on_gpu(
                 buffers=buffers,
                 cpu_pool=cpu_pool,
                 fill_calls=fill_calls,
+                contents=_contents(program, device_stream, library, backend) if remember else None,
             )
         except NvjpegError as error:
             refusals.append(f"{description}: {error}")
@@ -105,3 +110,19 @@ def place_on_gpu(
         because = f"; no {'; no '.join(refusals)}" if refusals else ""
         return Placement(device_stream, gpu, f"{where}, then {passes_text(program, passes)}{because}")
     return Placement(device_stream, None, "; ".join(refusals))
+
+
+def _contents(
+    program: AnyProgram, device_stream: DeviceStream, library: NvjpegLibrary, backend: str
+) -> CompleteContents | None:
+    """The files that earlier runs found complete by the same means; None where nothing finds that out."""
+    from gpuflow.execute.complete_contents import CompleteContents, path_of
+
+    device = torch.cuda.get_device_name(device_stream.device)
+    checked_by = [backend, f"nvjpeg {library.version}", device, program.decoder.color]
+    if backend == "cuda":  # these kernels have libjpeg-turbo check each file
+        turbo = find_libjpeg_turbo()
+        if turbo is None:
+            return None
+        checked_by.append(f"libjpeg-turbo {turbo.version}")
+    return CompleteContents(path_of(*checked_by))

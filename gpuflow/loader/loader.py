@@ -248,7 +248,8 @@ class Loader:
         """
         plan, extra = self._plan, dict[str, Any]()
         if plan.gpu is not None:
-            extra = {"engine_images": plan.gpu.engine_images, "cpu_images": plan.gpu.cpu_images}
+            names = "engine_images", "cpu_images", "blank_images"
+            extra = {name: getattr(plan.gpu, name) for name in names}
         if plan.share is not None:
             extra["cpu_share"] = round(plan.share.part, 4)
         if isinstance(plan.source.storage, CachedStorage):

@@ -64,6 +64,12 @@ def encoded(number: int) -> tuple[str, bytes]:
             return "jpg", images.jpeg(pixels, subsampling)
 
 
+@pytest.fixture(autouse=True)
+def no_files_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test knows which files others found complete."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("kinds") / "photos"
@@ -280,6 +286,26 @@ def test_batches_that_the_consumer_keeps_do_not_change(folder: Path) -> None:
         assert [batch.images.double().sum().item() for batch in kept] == [total.item() for total in sums]
         loader.set_epoch(0)
         assert all(torch.equal(a.images, b.images) for a, b in zip(loader, kept, strict=False))
+
+
+@pytest.mark.parametrize("backend", ["hardware", "cuda"])
+def test_a_later_run_decodes_no_file_after_a_blank_image(
+    backend: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if backend == "cuda":
+        monkeypatch.delitem(gpuflow.decode.nvjpeg.BACKENDS, "hardware")
+    found, engines = [], 0
+    for overrides in ([], [], ["run.remember_complete_files=false"]):
+        with load(folder, STAGES, "cuda", *overrides) as loader:
+            found.append((list(loader), loader.stats()))
+            runner: Any = loader._plan.gpu
+            engines = runner._decoders.engines
+    (first, counts), (second, later), (third, without) = found
+    for a, b, c in zip(first, second, third, strict=True):
+        assert torch.equal(a.images, b.images) and torch.equal(a.images, c.images)
+    assert later["engine_images"] == counts["engine_images"] == without["engine_images"] >= 100
+    assert later["blank_images"] == 0 and counts["blank_images"] == without["blank_images"]
+    assert counts["blank_images"] >= 100 or not engines
 
 
 def test_resumed_on_the_gpu_equals_uninterrupted(folder: Path) -> None:

@@ -12,12 +12,15 @@ import functools
 import gc
 import json
 import random
+import tempfile
 import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import cv2
 import numpy as np
@@ -27,6 +30,7 @@ from PIL import Image
 from gpuflow.decode.libjpeg_turbo import find_libjpeg_turbo
 from gpuflow.errors import BadSampleError
 from gpuflow.execute import gpu, gpu_passes
+from gpuflow.execute.complete_contents import CompleteContents
 from gpuflow.execute.cpu import CpuRunner, CpuRunners
 from gpuflow.execute.cpu_decode_pool import CpuDecodePool
 from gpuflow.execute.gpu import GpuRunner, Prepared
@@ -450,6 +454,74 @@ def histories() -> dict[str, Any]:
     return {"case": "histories", "faults": [], "max": max(apart), "mean": 0.0, "wrong": wrong, "cpu": runner.cpu_images}
 
 
+def runs() -> dict[str, Any]:
+    """Several runs over the same files, whose cache is kept: images after blank ones, and results unlike the first."""
+    pipeline = Pipeline("runs", PIPELINES["crop"])
+    program = fold(pipeline, trace(pipeline))
+    passes = passes_of(program)
+    assert not isinstance(passes, str), passes
+    sound = [images.jpeg(images.photo(24 + i, 33 - i, seed=i), kind) for i, kind in enumerate(["4:2:0", "4:4:4"] * 2)]
+
+    def cut(data: bytes) -> bytes:
+        """As long as the file, which ends early."""
+        scan = data.index(b"\xff\xda") + 14
+        return (data[: scan + (len(data) - scan) // 2] + b"\xff\xd9").ljust(len(data), b"\0")
+
+    def run(
+        pool: Sequence[bytes], contents: Any, *, first: int | None = 0, backend: str = "hardware"
+    ) -> tuple[torch.Tensor, int, int]:
+        """The results, how many images were decoded after blank ones, and how many in all. first: the first index."""
+        substitutes: Any = (CpuDeviceStream(), library := CpuLibrary(3))
+        runner = GpuRunner(program, [passes], *substitutes, backend=backend, decode_bytes=1 << 20, contents=contents)
+        library.calls.clear()
+        chunk = Payload.of(pool, lambda size: np.full(size, 0xAB, np.uint8))
+        slots = runner.slots(len(pool)).fill_(0)
+        indices = None if first is None else range(first, first + len(pool))
+        prepared = runner.prepare(chunk, Keys(0, 0, np.arange(len(pool))), indices)
+        assert runner.launch(prepared, slots) == [None] * len(pool)
+        runner.end_epoch()
+        runner.close()
+        return slots, runner.blank_images, library.calls["images"]
+
+    class Unused:
+        """Fails if a service asks for what is remembered between runs."""
+
+        def save_soon(self) -> None: ...
+
+        def close(self) -> None: ...
+
+    damaged, replaced = [*sound, cut(sound[0])], [cut(sound[1]) if i == 1 else data for i, data in enumerate(sound)]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "gpuflow", "complete")
+        again: dict[str, tuple[torch.Tensor, int, int]] = {
+            "first": run(damaged, CompleteContents(path)),
+            "second": run(damaged, CompleteContents(path)),
+            "moved": run(damaged, CompleteContents(path), first=1000),
+            "replaced": run(replaced, CompleteContents(path)),
+            "lost": run(damaged, CompleteContents(Path(folder, "other"))),
+            "served": run(damaged, Unused(), first=None),
+        }
+        turbo, checked = find_libjpeg_turbo(), list[int]()
+        for pool in (damaged, damaged, replaced):
+            if turbo is None:
+                break
+            with mock.patch.object(turbo, "accepts", wraps=turbo.accepts) as accepts:
+                run(pool, CompleteContents(Path(folder, "cuda")), backend="cuda")
+                checked.append(accepts.call_count)
+    rights = {name: run(pool, None)[0] for name, pool in (("replaced", replaced), ("first", damaged))}
+    unlike = [name for name, found in again.items() if not torch.equal(found[0], rights.get(name, rights["first"]))]
+    return {
+        "case": "runs",
+        "faults": [],
+        "max": 0.0,
+        "mean": 0.0,
+        "wrong": unlike,
+        "after_blanks": {name: found[1] for name, found in again.items()},
+        "images": {name: found[2] for name, found in again.items()},
+        "checked": checked,
+    }
+
+
 FILES = 26
 """Few, because each takes 0.04 s in the interpreter, and enough for calls of several chunks."""
 
@@ -603,5 +675,5 @@ def no_memory(
 
 
 if __name__ == "__main__":
-    for case in [*cases(), views(), served(), histories(), *windows()]:
+    for case in [*cases(), views(), served(), histories(), runs(), *windows()]:
         print(json.dumps(case), flush=True)

@@ -26,7 +26,7 @@ def cases() -> dict[str, dict[str, Any]]:
 
 
 def test_pixels_and_faults_are_those_of_the_cpu(cases: dict[str, dict[str, Any]]) -> None:
-    assert len(cases) == 25
+    assert len(cases) == 26
     for case in cases.values():
         assert case["faults"] == [], case
         most = 2 if case["case"].startswith("new colours") else 1  # which amplify a difference of one level
@@ -36,7 +36,7 @@ def test_pixels_and_faults_are_those_of_the_cpu(cases: dict[str, dict[str, Any]]
 def test_what_the_engines_refuse_is_decoded_by_the_cpu(cases: dict[str, dict[str, Any]]) -> None:
     """Of 12 samples 3 are bad; the CPU decodes a PNG, a progressive JPEG and a file that makes the call fail."""
     for name, case in cases.items():
-        if not name.startswith(("misfits", "views", "served", "histories", "windows")):
+        if not name.startswith(("misfits", "views", "served", "histories", "runs", "windows")):
             assert (case["good"], case["engines"], case["cpu"]) == (9, 6, 3), case
 
 
@@ -83,6 +83,22 @@ def test_launches_for_views_do_not_depend_on_the_number_of_images(cases: dict[st
     """One call, one transfer of what the first passes read, and each pass of each number of each view once."""
     one, two = cases["views"]["counts"]
     assert one == two == {"sample": 4, "warp_all": 1, "adjust": 1, "copies": 1}
+
+
+@pytest.mark.skipif(find_libjpeg_turbo() is None, reason="its fake engines need libjpeg-turbo: gpuflow[turbo]")
+def test_a_later_run_decodes_no_file_after_a_blank_image_that_an_earlier_one_found_complete(
+    cases: dict[str, dict[str, Any]],
+) -> None:
+    """Of 5 files the last is damaged. One of 4 that is replaced by a damaged one of its length is checked again, and a
+    service, which has no indices, never asks."""
+    case = cases["runs"]
+    assert case["wrong"] == []
+    expected = {"first": 5, "second": 1, "moved": 1, "replaced": 1, "lost": 5, "served": 5}
+    assert case["after_blanks"] == expected
+    assert all(case["images"][name] > 5 + 3 for name in ("first", "lost", "served"))
+    assert case["images"]["second"] == case["images"]["moved"] == 5 + 3, "three engines, a blank image for each"
+    assert case["images"]["replaced"] == 4 + 3
+    assert case["checked"] == [5, 1, 1], "on CUDA kernels libjpeg-turbo checks the same files, and no others"
 
 
 def test_less_memory_means_more_calls_and_the_same_pixels(cases: dict[str, dict[str, Any]]) -> None:
