@@ -23,15 +23,16 @@ FIELDS: dict[str, Any] = {"label": None, "align": {"type": "any"}, "landmarks": 
 def matrix_of(i: int) -> NDArray[np.float64]:
     """The map of sample i in OpenCV's terms, [2, 3]."""
     angle, scale = 0.4 * np.sin(i), 0.6 + 0.05 * i
-    turn = scale * np.array([[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]])
+    turn: NDArray[np.float64] = scale * np.array([[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]])
     matrix: NDArray[np.float64] = np.column_stack([turn, [3.0 - i / 2, 1.5 + i / 3]])
     return matrix
 
 
-def landmarks_of(i: int) -> NDArray[Any]:
+def landmarks_of(i: int) -> NDArray[np.float64]:
     """Five points of sample i in numbers of pixels, [5, 2]."""
     known = np.array([[14.0, 15.0], [31.0, 14.0], [24.0, 26.0], [17.0, 33.0], [29.0, 34.0]])
-    return known + 2 * np.sin(np.arange(10).reshape(5, 2) + i)
+    points: NDArray[np.float64] = known + 2 * np.sin(np.arange(10).reshape(5, 2) + i)
+    return points
 
 
 def image_of(i: int) -> NDArray[np.uint8]:
