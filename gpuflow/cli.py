@@ -402,21 +402,25 @@ def scan(path: ConfigFile, overrides: Overrides = None) -> None:
     Exits 1 if any sample is bad, that is, cannot be decoded within the limits of the file's first decode stage, or
     within run.timeout_s.
     """
+    from gpuflow.config.record_fields import require_record_fields
     from gpuflow.config.resources import threads_of
     from gpuflow.sources import open_source
     from gpuflow.tools.scan import scan as findings
 
     config = _read(path, overrides)
     source = open_source(config.source)
-    decoder = config.any_program(next(iter(config.pipelines))).decoder
+    first = next(iter(config.pipelines))
+    program = config.any_program(first)
+    require_record_fields(config, first, source)
     threads = threads_of(config.run)
     bad, needed = 0, dict[str, int]()
     with _bar() as bar:
         task = bar.add_task("samples", total=len(source), note="")
         found = findings(
             source,
-            decoder,
+            program.decoder,
             threads=threads,
+            record_values=program.record_values,
             timeout_seconds=config.run.timeout_s,
             progress=lambda n: bar.update(task, advance=n),
         )
@@ -429,7 +433,7 @@ def scan(path: ConfigFile, overrides: Overrides = None) -> None:
     _err.print(f"{len(source):,} samples, {bad} bad")
     if needed:
         counts = ", ".join(f"{count:,} {name}" for name, count in sorted(needed.items()))
-        names = ", ".join(sorted({*decoder.formats, *needed}))
+        names = ", ".join(sorted({*program.decoder.formats, *needed}))
         text = f"{counts}: decode: {{formats: [{names}]}} has them decoded, with pip install 'gpuflow[formats]'"
         _err.print(text, markup=False)
     source.close()

@@ -1,15 +1,17 @@
-"""warp_affine: warps every image by one given affine map, in OpenCV's conventions."""
+"""warp_affine: warps images by a given affine map, one for all or each sample's own, in OpenCV's conventions."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gpuflow.errors import Problem
 from gpuflow.pipeline import stage as s
+from gpuflow.pipeline.record_values import independent
 from gpuflow.stages.center_crop import Size, size_pair
 from gpuflow.stages.rotate import Border, Fill, WarpInterpolation, check_fill, lookup_of
 
@@ -21,16 +23,22 @@ Points = tuple[Point, Point, Point]
 
 _HALF = np.array([[1, 0, 0.5], [0, 1, 0.5], [0, 0, 1]])
 """Maps indices of pixels, OpenCV's coordinates, to points of which (0, 0) is the image's corner."""
+_LAST = (0.0, 0.0, 1.0)
+"""The last row of an affine map."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class WarpAffine(s.Geometry):
     """Warp an image by an affine map of the indices of its pixels, as cv2.warpAffine does.
 
+    The map is one for all images, or with `{field: NAME}` each sample's own, from its record.
+
     Args:
-        matrix: the map of the image's points (x, y) to those of the result: two rows of three numbers.
-        source: instead of a matrix, three points [x, y] of the image.
-        target: where the points in `source` come to lie in the result.
+        matrix: the map of the image's points (x, y) to those of the result: two rows of three numbers, or the field
+            that has them.
+        source: instead of a matrix, three points [x, y] of the image, or the field that has them: the first three of
+            a list, or of keypoints.
+        target: where the points in `source` come to lie in the result, or the field that says so.
         inverse_map: whether the map takes the result's points to those of the image, as WARP_INVERSE_MAP says.
         size: the result in pixels: the side of a square, or [height, width]; by default the image's own size.
         interpolation: how pixels are resampled, without antialiasing.
@@ -42,9 +50,9 @@ class WarpAffine(s.Geometry):
     stage_name: ClassVar[str] = "warp_affine"
     tolerance: ClassVar[float] = 1.0
 
-    matrix: tuple[Row, Row] | None = None
-    source: Points | None = None
-    target: Points | None = None
+    matrix: tuple[Row, Row] | s.FromRecord | None = None
+    source: Points | s.FromRecord | None = None
+    target: Points | s.FromRecord | None = None
     inverse_map: bool = False
     size: Size | None = None
     interpolation: WarpInterpolation = "bilinear"
@@ -69,16 +77,20 @@ class WarpAffine(s.Geometry):
             rule = "needs a matrix, or source and target"
             yield Problem.of((), rule, action="give one of these", code="config.conflict")
             return
-        if self.matrix is not None:
-            if not _independent(np.array(self.matrix)[:, :2]):
-                yield Problem.of("matrix", "must be invertible", self.matrix, code="config.range")
-            return
-        for name in ("source", "target"):
-            points_of = np.array(getattr(self, name))
-            if not _independent(points_of[1:] - points_of[0]):
-                yield Problem.of(
-                    name, "must be points that do not lie on one line", points_of.tolist(), code="config.range"
-                )
+        if _is_numbers(self.matrix) and not independent(np.array(self.matrix)[:, :2]):
+            yield Problem.of("matrix", "must be invertible", self.matrix, code="config.range")
+        for name, given in (("source", self.source), ("target", self.target)):
+            if _is_numbers(given) and not independent(np.array(given)[1:] - np.array(given)[0]):
+                yield Problem.of(name, "must be points that do not lie on one line", given, code="config.range")
+
+    @property
+    def record_values(self) -> Mapping[str, s.RecordValue]:
+        given = {"matrix": self.matrix, "source": self.source, "target": self.target}
+        return {
+            name: s.RecordValue(value.field, "matrix" if name == "matrix" else "points")
+            for name, value in given.items()
+            if isinstance(value, s.FromRecord)
+        }
 
     @property
     def warps(self) -> s.Lookup:
@@ -90,29 +102,42 @@ class WarpAffine(s.Geometry):
         return spec if self.size is None else spec.replace(shape=(*size_pair(self.size), spec.shape[2]))
 
     def torchvision(self) -> Any:
-        raise NotImplementedError
+        raise NotImplementedError("warp_affine is no transform of torchvision")
 
-    def _map(self) -> s.Matrices:
-        """The map of a point of the result to the point of the image, [3, 3]."""
+    def _map(self, keys: s.StageKeys) -> s.Matrices:
+        """The map of a point of the result to the point of the image: [3, 3], or each sample's own, [N, 3, 3]."""
         if self.matrix is not None:
-            given = np.array([*self.matrix, (0, 0, 1)], np.float64)
+            rows = self._numbers("matrix", keys)
+            given = np.concatenate([rows, np.broadcast_to(_LAST, (*rows.shape[:-2], 1, 3))], axis=-2)
         else:
-            source, target = (np.column_stack([np.array(side), np.ones(3)]).T for side in (self.source, self.target))
+            sides = (self._numbers(name, keys) for name in ("source", "target"))
+            source, target = (_as_columns(side) for side in sides)
             given = target @ np.linalg.inv(source)
-            given[2] = 0, 0, 1
+            given[..., 2, :] = _LAST
         back = given if self.inverse_map else np.linalg.inv(given)
-        back[2] = 0, 0, 1
+        back[..., 2, :] = _LAST
         shifted: s.Matrices = _HALF @ back @ np.linalg.inv(_HALF)
         return shifted
 
+    def _numbers(self, name: str, keys: s.StageKeys) -> NDArray[np.float64]:
+        """The numbers of a parameter, or of each sample's record, [N, ...]."""
+        if (value := self.record_values.get(name)) is not None:
+            return keys.values[value]
+        return np.array(getattr(self, name), np.float64)
+
     def draw(self, keys: s.StageKeys, height: s.Ints, width: s.Ints) -> tuple[s.Move, ...]:
-        matrix = np.broadcast_to(self._map(), (len(height), 3, 3)).copy()
+        matrix = np.broadcast_to(self._map(keys), (len(height), 3, 3)).copy()
         if self.size is not None:
             height, width = (np.full_like(height, side) for side in size_pair(self.size))
         return (s.Warp(matrix, height, width, *self.warps),)
 
 
-def _independent(vectors: Any) -> bool:
-    """Whether two vectors do not lie on one line."""
-    (a, b), (c, d) = vectors
-    return bool(abs(a * d - b * c) > 1e-9 * (abs(a * d) + abs(b * c)))
+def _is_numbers(given: object) -> bool:
+    """Whether numbers are given, and not the field that has them."""
+    return given is not None and not isinstance(given, s.FromRecord)
+
+
+def _as_columns(points: NDArray[np.float64]) -> s.Matrices:
+    """Three points [..., 3, 2] as the columns of a matrix, with a third coordinate of 1."""
+    rows: s.Matrices = np.concatenate([points, np.ones((*points.shape[:-1], 1))], axis=-1)
+    return rows.swapaxes(-1, -2)

@@ -19,6 +19,7 @@ import pydantic
 
 from gpuflow.config.models import Config, Document, PresetKeys, SourceKeys
 from gpuflow.config.overrides import Overrides
+from gpuflow.config.record_fields import declared_problems
 from gpuflow.config.stage_entries import as_tuples, make_stage
 from gpuflow.config.words import problems_of
 from gpuflow.config.yaml_file import read_yaml
@@ -29,7 +30,7 @@ from gpuflow.pipeline.records import GEOMETRIC, Field
 from gpuflow.pipeline.stage import Mixing, Pipeline, Stage
 from gpuflow.pipeline.targets import carry_problem, views_carry_problem
 from gpuflow.pipeline.validate import trace
-from gpuflow.pipeline.views import View, ViewsPipeline, ViewsProgram
+from gpuflow.pipeline.views import AnyProgram, View, ViewsPipeline, ViewsProgram
 from gpuflow.sources import SourceSpec, offered_sources
 
 __all__ = ["AddedStages", "check_config", "read_config"]
@@ -287,10 +288,15 @@ class _Reader:
     def _check_fields(
         self, source: SourceSpec, programs: Mapping[str, Program], views: Mapping[str, ViewsProgram]
     ) -> None:
-        """Report the first stage of each pipeline, or its views, that cannot carry the declared fields.
+        """Report the first stage of each pipeline, or its views, that cannot carry the declared fields, and the stages
+        that take a field that is not declared.
 
-        `serve` carries none.
+        `serve` carries and takes none.
         """
+        either: dict[str, AnyProgram] = {**programs, **views}
+        for name, one in either.items():
+            for taken in declared_problems(name, one, source) if name != "serve" else ():
+                self._report(taken)
         fields = [
             Field(name=name, type=kind) for name, spec in source.declared for kind in GEOMETRIC if kind == spec.type
         ]

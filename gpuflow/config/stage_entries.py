@@ -10,7 +10,7 @@ from typing import Any
 from gpuflow.config.words import fits, type_in_words
 from gpuflow.decode.optional_decoders import missing_library
 from gpuflow.errors import ConfigError, Problem, suggest
-from gpuflow.pipeline.stage import Decoder, Stage
+from gpuflow.pipeline.stage import Decoder, FromRecord, Stage
 
 __all__ = ["as_tuples", "make_stage"]
 
@@ -36,7 +36,7 @@ def make_stage(entry: Any, stages: Mapping[str, type[Stage]]) -> Stage:
         raise ConfigError([Problem.of(name, "is not a stage", action=action, code="stage.unknown")])
     if given is not None and not isinstance(given, dict):
         raise ConfigError([Problem.of(name, "must be a mapping of parameters", given, code="config.type")])
-    parameters = as_tuples(given or {})
+    parameters = _with_fields(stages[name], name, as_tuples(given or {}))
     if problems := list(_misfits(stages[name], name, parameters)):
         raise ConfigError([problem.below(name) for problem in problems])
     stage = stages[name](**_with_open_field(stages[name], parameters))
@@ -54,6 +54,31 @@ def as_tuples(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: as_tuples(item) for key, item in value.items()}
     return value
+
+
+def _with_fields(stage: type[Stage], name: str, parameters: dict[Any, Any]) -> dict[Any, Any]:
+    """The parameters, with `{field: NAME}` as a value where the stage takes one. Raises ConfigError."""
+    hints = typing.get_type_hints(stage)
+    found, problems = dict(parameters), list[Problem]()
+    for key, value in parameters.items():
+        if isinstance(value, dict) and FromRecord in typing.get_args(hints.get(key)):
+            faults = list(_field_faults(value))
+            problems += (problem.below(name, key) for problem in faults)
+            if not faults:
+                found[key] = FromRecord(value["field"])
+    if problems:
+        raise ConfigError(problems)
+    return found
+
+
+def _field_faults(given: Mapping[Any, Any]) -> Iterator[Problem]:
+    for key in given:
+        if key != "field":
+            yield Problem.of(key, "is not a key here", action=suggest(str(key), ("field",)), code="config.unknown_key")
+    if "field" not in given:
+        yield Problem.of((), "needs the key 'field': the name of a field in source.fields", code="config.missing_key")
+    elif not isinstance(given["field"], str):
+        yield Problem.of("field", "must be text", given["field"], code="config.type")
 
 
 def _misfits(stage: type[Stage], name: str, parameters: Mapping[Any, Any]) -> Iterator[Problem]:

@@ -11,6 +11,7 @@ import pydantic
 from pydantic import BaseModel, ConfigDict
 
 from gpuflow.errors import Key, Problem, suggest
+from gpuflow.pipeline.record_values import FromRecord
 
 __all__ = ["fits", "problems_of", "type_in_words"]
 
@@ -42,6 +43,8 @@ def type_in_words(hint: Any) -> str:
         return f"[{', '.join(map(type_in_words, arguments))}]"
     if origin is dict:
         return f"a mapping, each value {type_in_words(arguments[1])}"
+    if hint is FromRecord:
+        return "{field: NAME}"
     if isinstance(hint, type) and issubclass(hint, BaseModel):
         return f"a mapping with {', '.join(field.alias or name for name, field in hint.model_fields.items())}"
     return _WORDS.get(hint, "a mapping or list")

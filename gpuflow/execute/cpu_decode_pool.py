@@ -141,7 +141,7 @@ class CpuDecodePool:
         step = min(_PART_IMAGES, max(1, len(rows) // max(1, workers)))
         for start in range(0, len(rows), step):
             part = slice(start, start + step)
-            own = Keys(keys.seed, keys.epoch, keys.positions[rows[part]])
+            own = keys.take(rows[part])
             pending.parts.append(_Part(payload, rows[part].tolist(), own, memory, slots[part], start, len(rows)))
         if workers and shared_block(payload.buffer) is not None and shared_block(memory) is not None:
             with self._lock:

@@ -564,4 +564,4 @@ def _clear_after(payload: Payload, rows: NDArray[np.int64]) -> NDArray[np.int64]
 
 
 def _keys_of(keys: s.Keys, rows: NDArray[np.int64]) -> s.Keys:
-    return s.Keys(keys.seed, keys.epoch, keys.positions[rows])
+    return keys.take(rows)

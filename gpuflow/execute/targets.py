@@ -14,7 +14,7 @@ from gpuflow.execute.mask_maps import MaskMap, mask_maps
 from gpuflow.execute.masks import decode_mask, draw_instance, mask_fault
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.program import Program
-from gpuflow.pipeline.records import GEOMETRIC, Column, Field, MaskFile, Polygons, Ragged, Records, Rle
+from gpuflow.pipeline.records import GEOMETRIC, Column, Field, MaskFile, Polygons, Ragged, Records, Rle, taken
 from gpuflow.pipeline.targets import (
     MappedBoxes,
     TargetRules,
@@ -72,8 +72,8 @@ class TargetMapper:
             errors[sample] = errors[sample] or reason
         while True:  # again without those whose masks cannot be decoded
             good = np.array([i for i, error in enumerate(errors) if error is None], np.int64)
-            chosen = {name: _take(column, good) for name, column in records.columns.items()}
-            columns, found = self._map(chosen, s.Keys(keys.seed, keys.epoch, keys.positions[good]), sizes[good])
+            chosen = {name: taken(column, good) for name, column in records.columns.items()}
+            columns, found = self._map(chosen, keys.take(good), sizes[good])
             if not found:
                 return Targets(good, columns, errors)
             for sample, reason in found.items():
@@ -220,17 +220,6 @@ def _joined(made: Sequence[NDArray[np.uint8]], field: Field, program: Program) -
     assert height is not None and width is not None
     empty = np.empty((0, height, width), np.uint8)
     return Ragged.of(made, empty) if field.instances else np.concatenate([empty, *(one[None] for one in made)])
-
-
-def _take(column: Column, samples: NDArray[np.int64]) -> Column:
-    """The values of these samples."""
-    match column:
-        case Ragged():
-            return column.take(samples)
-        case list():
-            return [column[i] for i in samples.tolist()]
-        case _:
-            return column[samples]
 
 
 def _unequal(name: str, column: Column, other: str, others: Column) -> Iterator[tuple[int, str]]:

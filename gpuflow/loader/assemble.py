@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from gpuflow.config import BatchSpec, Config
+from gpuflow.config.record_fields import require_record_fields
 from gpuflow.config.resources import decode_processes_of, readers_of, threads_of
 from gpuflow.errors import ConfigError, Problem, SourceError
 from gpuflow.execute.targets import TargetMapper
@@ -79,6 +80,7 @@ def build_loader(
     placement = place(config, name, target, batch_size)
     source = open_split(config, name, whole) if listed is None or whole is None else whole
     require_classes(config, name, source)
+    require_record_fields(config, name, source)
     order = _order(config, source, pipeline, batch_size) if listed is None else listed
     if drop_last and order.size < batch_size * world_size:
         where = f"{config.path}: pipelines.{name}.batch"
@@ -121,6 +123,7 @@ def build_loader(
         timeout_seconds=run.timeout_s,
         bad=_bad_samples(config, config.on_error_of(name), limit),
         targets=targets,
+        record_values=program.record_values,
         labelled=has_labels(source),
         readers=readers,
         processes=decode_processes_of(config, len(source), share.threads if share else None, remote=remote or read_here)

@@ -15,7 +15,8 @@ import torch
 from numpy.typing import NDArray
 
 from gpuflow.errors import suggest
-from gpuflow.pipeline.records import Column, Field
+from gpuflow.pipeline.records import Column, Field, Records
+from gpuflow.pipeline.stage import Keys
 from gpuflow.sources import Payload
 
 __all__ = ["Assembly", "Batch", "Chunk", "RaggedTensor", "targets_of"]
@@ -214,6 +215,7 @@ class Chunk:
     """Rows [start, stop) of a batch: the item that travels through SPDL.
 
     replacement: the index of the sample that is tried in a bad one's place, while one is.
+    keys: the random keys of its samples, once they are known. records: what was read for them, if stages take values.
     """
 
     batch: Assembly
@@ -223,6 +225,8 @@ class Chunk:
     payload: Payload | None = None
     prepared: Any = None
     replacement: int | None = None
+    keys: Keys | None = None
+    records: Records | None = None
 
     def __len__(self) -> int:
         return self.stop - self.start

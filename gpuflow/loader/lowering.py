@@ -358,7 +358,7 @@ class Feed:
         """Map a chunk's records, resolve its bad samples, and deliver its batch if it was the last chunk."""
         batch = chunk.batch
         if self._records is not None and sizes is not None:
-            self._records.add(batch, chunk.start, chunk.indices, keys, sizes, faults)
+            self._records.add(batch, chunk.start, chunk.indices, keys, sizes, faults, chunk.records)
         self._resolver.resolve(epoch, chunk, keys, faults, run, slots, lambda: admission.closed)
         with batch.lock:
             batch.unfinished -= 1

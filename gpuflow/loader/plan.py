@@ -12,6 +12,7 @@ from gpuflow.loader.cpu_share import Share
 from gpuflow.loader.listed import ListedEpochs
 from gpuflow.loader.read_workers import ProcessReader
 from gpuflow.loader.sampler import Order, Steps
+from gpuflow.pipeline.record_values import RecordValue
 from gpuflow.pipeline.views import AnyProgram
 from gpuflow.sources import Source
 
@@ -41,6 +42,7 @@ class LoaderPlan:
         prefetch: finished batches that wait for the consumer. timeout_seconds: how long the consumer waits for one.
         bad: counts bad samples and says what becomes of them.
         targets: maps the fields of the source's records; None if it has no fields besides image and label.
+        record_values: what stages take from these records.
         labelled: whether the source has labels; without them a batch is the pair (images, targets).
         nvtx: mark the stages' operations and the consumer's wait for a profiler.
         identity: names all that decides which samples come when and as what, except for the files themselves; states of
@@ -69,6 +71,7 @@ class LoaderPlan:
     timeout_seconds: float = 120.0
     bad: BadSamples
     targets: TargetMapper | None = None
+    record_values: tuple[RecordValue, ...] = ()
     labelled: bool = True
     nvtx: bool = False
     identity: str = ""

@@ -3,27 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gpuflow.loader.batch import Chunk
 from gpuflow.loader.plan import LoaderPlan
+from gpuflow.pipeline.record_values import values_of
+from gpuflow.pipeline.records import Records
 from gpuflow.pipeline.stage import Keys
 from gpuflow.runtime import memory
 from gpuflow.runtime.buffers import BytePool
 from gpuflow.runtime.metrics import Meter, nvtx
-from gpuflow.sources import Payload
+from gpuflow.sources import Payload, records_of
 
-__all__ = ["ChunkReader", "keys_of"]
+__all__ = ["ChunkReader", "keys_of", "with_values"]
 
 _KEPT_BYTES = 1 << 30
 """A chunk for a GPU has 16 to 32 MB, and a dozen of them are under way. Pinning memory takes longer than reading."""
 
 
 def keys_of(plan: LoaderPlan, epoch: int, chunk: Chunk) -> Keys:
-    """The random keys of a chunk's samples."""
-    return Keys(plan.seed, epoch, chunk.batch.positions[chunk.start : chunk.stop])
+    """The random keys of a chunk's samples, with what stages take from their records."""
+    if chunk.keys is None:
+        keys = Keys(plan.seed, epoch, chunk.batch.positions[chunk.start : chunk.stop])
+        chunk.keys, chunk.records = with_values(plan, keys, chunk.indices)
+    return chunk.keys
+
+
+def with_values(plan: LoaderPlan, keys: Keys, indices: Sequence[int]) -> tuple[Keys, Records | None]:
+    """The keys with what stages take from these samples' records, and the records; None if stages take nothing.
+
+    A record is bad, too, if a stage cannot use its numbers.
+    """
+    if not plan.record_values:
+        return keys, None
+    records = records_of(plan.source, indices)
+    values, errors = values_of(plan.record_values, records)
+    return replace(keys, values=values), Records(records.columns, errors)
 
 
 class ChunkReader:

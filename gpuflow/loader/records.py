@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from gpuflow.errors import BadSampleError
 from gpuflow.execute.targets import TargetMapper
 from gpuflow.loader.batch import Assembly, RaggedTensor
-from gpuflow.pipeline.records import Column, Ragged
+from gpuflow.pipeline.records import Column, Ragged, Records
 from gpuflow.pipeline.stage import Keys
 from gpuflow.sources import Source, records_of
 
@@ -35,16 +35,21 @@ class RecordMapper:
         keys: Keys,
         sizes: NDArray[np.int64],
         faults: list[BadSampleError | None],
+        records: Records | None = None,
     ) -> None:
-        """Read and map the records of n samples, rows [start, start + n) of a batch, and add them to it.
+        """Map the records of n samples, rows [start, start + n) of a batch, and add them to it.
 
         sizes [n, 2]: of the upright images. faults [n]: why samples are bad already, which gets the bad records, too.
+        records: of the n samples, if they are read already.
         """
         sound = np.array([i for i, fault in enumerate(faults) if fault is None], np.int64)
         if not len(sound):
             return
-        records = records_of(self._source, [indices[i] for i in sound.tolist()])
-        targets = self._mapper.map(records, Keys(keys.seed, keys.epoch, keys.positions[sound]), sizes[sound])
+        if records is None:
+            records = records_of(self._source, [indices[i] for i in sound.tolist()])
+        else:
+            records = records.take(sound)
+        targets = self._mapper.map(records, keys.take(sound), sizes[sound])
         for i, error in zip(sound.tolist(), targets.errors, strict=True):
             if error is not None:
                 faults[i] = BadSampleError("record", error)

@@ -11,7 +11,7 @@ from gpuflow.errors import BadSampleError, LoaderError, TooManyBadSamples
 from gpuflow.loader.batch import Chunk
 from gpuflow.loader.decode import Run
 from gpuflow.loader.plan import LoaderPlan
-from gpuflow.loader.read import ChunkReader
+from gpuflow.loader.read import ChunkReader, with_values
 from gpuflow.loader.records import RecordMapper
 from gpuflow.pipeline.stage import Keys
 
@@ -77,9 +77,10 @@ class BadSampleResolver:
             with self._reader.meter.work(0):  # as part of decoding, whose samples these are
                 payload = self._reader.read([index])
             sizes = np.empty((1, 2), np.int64) if self._records is not None else None
-            faults = run(payload, keys, slot, sizes)
+            own_keys, records = with_values(self._plan, keys, [index])
+            faults = run(payload, own_keys, slot, sizes)
             if self._records is not None and sizes is not None:
-                self._records.add(batch, row, [index], keys, sizes, faults)
+                self._records.add(batch, row, [index], own_keys, sizes, faults, records)
             (new_fault,) = faults
             if new_fault is None:
                 batch.indices[row] = index

@@ -6,7 +6,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Protocol, final
 
@@ -18,7 +18,8 @@ from gpuflow.config import Config
 from gpuflow.config.resources import threads_of
 from gpuflow.errors import BadSampleError, ConfigError, Key, LoaderTimeout, Problem
 from gpuflow.execute.cpu import CpuRunners
-from gpuflow.pipeline.records import GEOMETRIC
+from gpuflow.pipeline.record_values import RecordValue, values_of
+from gpuflow.pipeline.records import GEOMETRIC, Column, Records
 from gpuflow.pipeline.stage import Keys, Mixing
 from gpuflow.pipeline.views import AnyProgram, ViewsProgram, as_images, slot_of, slots_of
 from gpuflow.runtime.ranks import Ranks
@@ -114,7 +115,14 @@ class Transform:
     def __repr__(self) -> str:
         return f"<gpuflow.Transform {self._program.pipeline!r}; on {self.device}>"
 
-    def __call__(self, images: Images, *, epoch: int, positions: ArrayLike | torch.Tensor) -> Any:
+    def __call__(
+        self,
+        images: Images,
+        *,
+        epoch: int,
+        positions: ArrayLike | torch.Tensor,
+        fields: Mapping[str, Any] | None = None,
+    ) -> Any:
         """Run the stages on N images, which stay as they are.
 
         Args:
@@ -122,14 +130,17 @@ class Transform:
                 channels in the order that `decode` has.
             epoch: from 0. positions: [N], each sample's place in the epoch's sequence over all ranks. Random stages
                 draw by the file's seed, the epoch and the position, so equal ones give equal pixels.
+            fields: what stages take from the samples' records, by the fields' names: N values each, as a batch has
+                them. Others in it do not count.
 
         Returns:
             A tensor [N, C, H, W] in the dtype and memory format that a loader's batches have; of a pipeline with views
             a dict, name to tensor [count, N, C, H, W]. On a GPU the work is queued on the current stream.
 
         Raises:
-            ValueError: images or positions of another form.
-            BadSampleError: an image that the stages cannot take, such as one that is smaller than a crop.
+            ValueError: images or positions of another form, or a field that is missing.
+            BadSampleError: an image that the stages cannot take, such as one that is smaller than a crop, or a value
+                of a field that a stage cannot use.
             LoaderTimeout: threads that took longer than run.timeout_s.
         """
         if epoch < 0:
@@ -142,7 +153,27 @@ class Transform:
             raise ValueError(f"positions must be integers [{len(listed)}], one for each image, got {shown}")
         if (places < 0).any():
             raise ValueError(f"positions must be >= 0, got {places.min()}")
-        return self._runner.run(listed, Keys(self._seed, epoch, places.astype(np.int64)))
+        values = self._values(fields or {}, len(listed))
+        return self._runner.run(listed, Keys(self._seed, epoch, places.astype(np.int64), values=values))
+
+    def _values(self, fields: Mapping[str, Any], count: int) -> Mapping[RecordValue, NDArray[np.float64]]:
+        """What the stages take from these fields of `count` samples. Raises ValueError or BadSampleError."""
+        wanted = self._program.record_values
+        columns: dict[str, Column] = {}
+        for name in dict.fromkeys(value.field for value in wanted):
+            if name not in fields:
+                shown = ", ".join(fields) or "none"
+                raise ValueError(f"fields must have {name!r}, which a stage takes from each record, got {shown}")
+            columns[name] = [
+                value.cpu().numpy() if isinstance(value, torch.Tensor) else value for value in fields[name]
+            ]
+            if len(columns[name]) != count:
+                raise ValueError(
+                    f"fields[{name!r}] must have {count} values, one for each image, got {len(columns[name])}"
+                )
+        values, errors = values_of(wanted, Records(columns, [None] * count))
+        _raise_first([None if error is None else BadSampleError("record", error) for error in errors])
+        return values
 
     def _check(self, images: Images, listed: Sequence[torch.Tensor]) -> None:
         """Raise ValueError unless every image is what the stages take."""
@@ -207,8 +238,7 @@ class _CpuRunner:
         runners, pool = self._workers(len(pieces))
 
         def run(piece: slice) -> list[BadSampleError | None]:
-            own = Keys(keys.seed, keys.epoch, keys.positions[piece])
-            return runners.run_images(arrays[piece], own, slots[piece])
+            return runners.run_images(arrays[piece], keys.take(piece), slots[piece])
 
         if pool is None:
             return [run(piece) for piece in pieces]

@@ -14,6 +14,7 @@ import cv2
 import torch
 
 from gpuflow.config import Config
+from gpuflow.config.record_fields import refuse_record_fields
 from gpuflow.decode.libjpeg_turbo import find_libjpeg_turbo
 from gpuflow.decode.nvjpeg import find_nvjpeg
 from gpuflow.errors import GpuflowError, MissingExtra
@@ -67,6 +68,7 @@ def study(
         SourceError: the source cannot be indexed. GpuflowError: a requested way cannot run here.
     """
     program = config.program(name)
+    refuse_record_fields(config, name, "parity has images alone", "give numbers in place of the field")
     ways = {**(ways_of(config, name) if ways is None else ways), **libraries_of(against or (), program)}
     pairs, missing = pairs_of(ways, against, tolerance)
     study_model, model_note = find_model(config, program, model)

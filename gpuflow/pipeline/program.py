@@ -496,6 +496,11 @@ class Program:
     def result(self) -> s.ImageSpec:
         return self.specs[-1]
 
+    @property
+    def record_values(self) -> tuple[s.RecordValue, ...]:
+        """What its stages take from each sample's record, each once."""
+        return tuple(dict.fromkeys(self.pipeline.record_values.values()))
+
 
 class _Run:
     """Geometry stages in a row that run as one step."""

@@ -20,7 +20,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["GEOMETRIC", "Column", "Field", "FieldType", "MaskFile", "Polygons", "Ragged", "Records", "Rle"]
+__all__ = ["GEOMETRIC", "Column", "Field", "FieldType", "MaskFile", "Polygons", "Ragged", "Records", "Rle", "taken"]
 
 FieldType = Literal["boxes", "keypoints", "mask", "number", "text", "any"]
 GEOMETRIC: tuple[Literal["boxes", "keypoints", "mask"], ...] = ("boxes", "keypoints", "mask")
@@ -104,9 +104,25 @@ class Rle:
 Column = NDArray[Any] | Ragged | list[Any]
 
 
+def taken(column: Column, samples: NDArray[np.int64]) -> Column:
+    """The values of these samples, in this order."""
+    match column:
+        case Ragged():
+            return column.take(samples)
+        case list():
+            return [column[i] for i in samples.tolist()]
+        case _:
+            return column[samples]
+
+
 @dataclass(frozen=True, slots=True)
 class Records:
     """Columns of N samples by name. errors: for each sample None, or why its record is bad."""
 
     columns: Mapping[str, Column]
     errors: Sequence[str | None]
+
+    def take(self, samples: NDArray[np.int64]) -> Records:
+        """The records of these samples, in this order."""
+        columns = {name: taken(column, samples) for name, column in self.columns.items()}
+        return Records(columns, [self.errors[i] for i in samples.tolist()])

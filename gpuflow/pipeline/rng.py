@@ -12,11 +12,13 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+
+from gpuflow.pipeline.record_values import RecordValue
 
 __all__ = ["Keys", "StageKeys", "key64", "permute"]
 
@@ -101,11 +103,13 @@ class StageKeys:
     """The random numbers of one stage for N samples, a pure function of (seed, epoch, position, stage).
 
     key: 64 bits from the seed and the stage's name and occurrence. epoch, positions [N]: the counter.
+    values [N, ...]: what the stage takes from the samples' records.
     """
 
     key: int
     epoch: int
     positions: NDArray[np.int64]
+    values: Mapping[RecordValue, NDArray[np.float64]] = field(default_factory=dict)
 
     def uniform(self, count: int) -> NDArray[np.float64]:
         """`count` numbers per sample, in [0, 1) with 32 random bits each: float64 [N, count]."""
@@ -122,20 +126,28 @@ class Keys:
     """The random keys of N samples: seed, epoch and positions [N]. Each stage has its own, by name and occurrence.
 
     view: the name and the number of the view that the stages belong to; empty without views.
+    values [N, ...]: what the stages take from the samples' records; empty for most pipelines.
     """
 
     seed: int
     epoch: int
     positions: NDArray[np.int64]
     view: tuple[str, int] | tuple[()] = ()
+    values: Mapping[RecordValue, NDArray[np.float64]] = field(default_factory=dict)
 
     def stage(self, name: str, occurrence: int) -> StageKeys:
-        return StageKeys(key64("stage", self.seed, name, occurrence, *self.view), self.epoch, self.positions)
+        key = key64("stage", self.seed, name, occurrence, *self.view)
+        return StageKeys(key, self.epoch, self.positions, self.values)
 
     def of_view(self, name: str, number: int) -> Keys:
         """The keys of the same samples for one view."""
         return dataclasses.replace(self, view=(name, number))
 
+    def take(self, rows: NDArray[np.int64] | slice) -> Keys:
+        """The keys of some of the samples."""
+        values = {value: numbers[rows] for value, numbers in self.values.items()}
+        return Keys(self.seed, self.epoch, self.positions[rows], self.view, values)
+
     def __getitem__(self, i: int) -> Keys:
         """The keys of sample i only (N = 1)."""
-        return dataclasses.replace(self, positions=self.positions[i : i + 1])
+        return self.take(slice(i, i + 1))

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -32,6 +32,7 @@ from gpuflow.pipeline.local import Filters
 from gpuflow.pipeline.mixture import Mixture
 from gpuflow.pipeline.moves import Bools, Crop, Flip, Ints, Matrices, Move, Pad, Resize, Warp
 from gpuflow.pipeline.pointwise import Operation, Operations
+from gpuflow.pipeline.record_values import FromRecord, RecordValue
 from gpuflow.pipeline.rng import Keys, StageKeys
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ __all__ = [
     "Decoder",
     "Filters",
     "Flip",
+    "FromRecord",
     "Geometry",
     "ImageSpec",
     "Ints",
@@ -62,6 +64,7 @@ __all__ = [
     "Pipeline",
     "Pointwise",
     "Policy",
+    "RecordValue",
     "Resize",
     "Stage",
     "StageKeys",
@@ -122,6 +125,11 @@ class Stage:
     def random(self) -> bool:
         """Whether the result depends on the sample's random keys."""
         return False
+
+    @property
+    def record_values(self) -> Mapping[str, RecordValue]:
+        """What it takes from each sample's record, by the parameters that say so; `draw` finds it in the keys."""
+        return {}
 
     @property
     def key_name(self) -> str:
@@ -384,6 +392,15 @@ class Pipeline:
             shown = {key: value if isinstance(value, bool) else _canonical(value) for key, value in values}
             lines.append(f"{stage.stage_name}({', '.join(f'{key}={value!r}' for key, value in shown.items())})")
         return tuple(lines)
+
+    @property
+    def record_values(self) -> dict[tuple[int, str, str], RecordValue]:
+        """What stages take from each sample's record, by a stage's number and name and the parameter that says so."""
+        return {
+            (i, self.stages[i].stage_name, parameter): value
+            for i, part, _ in self.parts()
+            for parameter, value in part.record_values.items()
+        }
 
     def parts(self) -> list[tuple[int, Stage, int]]:
         """The stages that run, policies as their parts: each with its number in `stages` and its occurrence."""

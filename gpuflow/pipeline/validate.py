@@ -14,7 +14,7 @@ def trace(pipeline: Pipeline, *, at: tuple[Key, ...] | None = None, serving: boo
     Args:
         pipeline: the stages, beginning with encoded bytes.
         at: the keys that lead to the list of stages, for problems; by default the pipeline's name.
-        serving: also refuse random stages and mixing stages.
+        serving: also refuse random stages, mixing stages and those that take numbers from records.
 
     Raises:
         ConfigError: a stage cannot take its input, follows a mixing stage, makes larger images than the decoder may
@@ -42,6 +42,9 @@ def trace(pipeline: Pipeline, *, at: tuple[Key, ...] | None = None, serving: boo
             raise fault(i, rule, f"put {stage.stage_name} before {mixing.stage_name}")
         if serving and stage.random:
             raise fault(i, "is random and cannot serve", "name the stages that pipelines.val uses", code="stage.random")
+        if serving and stage.record_values:
+            rule = f"takes {' and '.join(stage.record_values)} from a sample's record, which no request has"
+            raise fault(i, rule, "give numbers in place of the field, or remove the stage", code="config.conflict")
         try:
             specs.append(stage.output(specs[-1]))
         except ValueError as error:

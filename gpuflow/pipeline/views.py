@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from gpuflow.pipeline.image_spec import STORAGE, ImageSpec, as_batch, slot_shape
 from gpuflow.pipeline.program import MixingStep, Program
-from gpuflow.pipeline.stage import Decoder, Keys, Pipeline
+from gpuflow.pipeline.stage import Decoder, Keys, Pipeline, RecordValue
 
 if TYPE_CHECKING:
     import torch
@@ -90,6 +90,11 @@ class ViewsProgram:
     def results(self) -> tuple[tuple[View, ImageSpec], ...]:
         """Each view with the spec of its images in a batch."""
         return tuple((view, one.result) for view, one in zip(self.pipeline.views, self.programs, strict=True))
+
+    @property
+    def record_values(self) -> tuple[RecordValue, ...]:
+        """What the stages of all views take from each sample's record, each once."""
+        return tuple(dict.fromkeys(value for one in self.programs for value in one.record_values))
 
     @property
     def mixings(self) -> tuple[MixingStep, ...]:

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from gpuflow.config import Config, ModelSpec
+from gpuflow.config.record_fields import refuse_record_fields
 from gpuflow.engines import ModelInfo, open_engine, refuse_other_preprocessing
 from gpuflow.engines.base import METADATA_KEY, black_images
 from gpuflow.engines.pytorch import EXTRA_FILE, load_checkpoint
@@ -101,6 +102,9 @@ def export_model(
         raise ConfigError([Problem(f"{path}:", rule)])
     trained, info = load_checkpoint(path)
     whole = _program(config, info, path)
+    refuse_record_fields(
+        config, whole.pipeline.name, "a served model gets images alone", "name stages under serve that take no field"
+    )
     program, model = whole, trained
     if fold_normalize:
         program, model, info = _folded(config, whole, trained, info)

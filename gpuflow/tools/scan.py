@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from gpuflow.decode.codecs import CpuDecoder, Header, probe
 from gpuflow.decode.optional_headers import LABELS
 from gpuflow.errors import BadSampleError
+from gpuflow.pipeline.record_values import RecordValue, values_of
 from gpuflow.pipeline.stage import Decoder
 from gpuflow.sources import Source, records_of
 
@@ -66,6 +67,7 @@ def scan(
     decoder: Decoder,
     *,
     threads: int,
+    record_values: Sequence[RecordValue] = (),
     timeout_seconds: float = 120.0,
     progress: Callable[[int], None] = lambda samples: None,
 ) -> Iterator[Finding]:
@@ -75,11 +77,12 @@ def scan(
         source: what to read, all of it.
         decoder: the decode stage whose limits count.
         threads: how many decode at once.
+        record_values: what stages take from the records, which must be of their forms.
         timeout_seconds: a file that takes longer is a finding, and another thread goes on with the next one.
         progress: told how many more samples are through.
     """
     starts = iter(range(0, len(source), _CHUNK))
-    scanner, waiting = _Scanner(source, decoder, threads), list[_Chunk]()
+    scanner, waiting = _Scanner(source, decoder, threads, record_values), list[_Chunk]()
     try:
         while True:
             for start in itertools.islice(starts, max(0, 2 * threads + 1 - len(waiting))):
@@ -139,8 +142,8 @@ class _Chunk:
 class _Scanner:
     """Threads that scan chunks. One that hangs is left behind, and another one takes its place."""
 
-    def __init__(self, source: Source, decoder: Decoder, threads: int) -> None:
-        self._source, self._decoder = source, decoder
+    def __init__(self, source: Source, decoder: Decoder, threads: int, record_values: Sequence[RecordValue]) -> None:
+        self._source, self._decoder, self._record_values = source, decoder, record_values
         self._work: queue.SimpleQueue[_Chunk | None] = queue.SimpleQueue()
         self._threads = 0
         self._closing = False
@@ -196,7 +199,7 @@ class _Scanner:
     def _scan(self, chunk: _Chunk, decoder: CpuDecoder) -> None:
         chunk.begin("read", 0)
         payload = self._source.read(chunk.indices, lambda size: np.empty(size, np.uint8))
-        records = records_of(self._source, chunk.indices).errors
+        _, records = values_of(self._record_values, records_of(self._source, chunk.indices))
         for i, index in enumerate(chunk.indices):
             if not chunk.begin("decode", i) or self._closing:
                 return

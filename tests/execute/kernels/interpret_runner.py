@@ -37,7 +37,7 @@ from gpuflow.execute.gpu import GpuRunner, Prepared
 from gpuflow.execute.gpu_passes import Pass, passes_of, passes_of_each
 from gpuflow.pipeline.image_spec import STORAGE, as_batch, slot_shape
 from gpuflow.pipeline.program import Program, fold
-from gpuflow.pipeline.stage import Keys, Pipeline, Stage
+from gpuflow.pipeline.stage import FromRecord, Keys, Pipeline, Stage
 from gpuflow.pipeline.validate import trace
 from gpuflow.pipeline.views import slot_of, slots_of, split
 from gpuflow.runtime.memory import heap
@@ -59,6 +59,7 @@ from gpuflow.stages import (
     Resize,
     Rotate,
     Torchvision,
+    WarpAffine,
 )
 from gpuflow.torchpipe.gpu_preprocessor import GpuPreprocessor
 from tests import images
@@ -254,6 +255,7 @@ PIPELINES: dict[str, tuple[Stage, ...]] = {
         CenterCrop(size=20),
         Letterbox(size=(20, 26), fill=(9, 200, 50)),
         Rotate(degrees=180, border="reflect"),
+        WarpAffine(matrix=FromRecord("align"), border="reflect"),
         Flip(horizontal=0.5),
         Normalize(mean=(0,) * 3, std=(1 / 255,) * 3),
     ),
@@ -275,7 +277,9 @@ def cases() -> Iterator[dict[str, Any]]:
             assert not isinstance(passes, str), passes
             device_stream, library = CpuDeviceStream(), CpuLibrary(1 if name == "gray" else 3)
             chunk = payload([*files(), b"\0" * 40])
-            keys = Keys(0, 1, np.arange(100, 100 + len(chunk)))
+            maps = np.eye(2, 3) + np.random.default_rng(0).uniform(-0.2, 0.2, (len(chunk), 2, 3))
+            values = dict.fromkeys(program.record_values, maps)
+            keys = Keys(0, 1, np.arange(100, 100 + len(chunk)), values=values)
             substitutes: Any = (device_stream, library)
             runner = GpuRunner(program, [passes], *substitutes, backend="hardware", decode_bytes=decode_bytes)
             slots = runner.slots(len(chunk)).fill_(0)
