@@ -1,7 +1,7 @@
 """Warps an image by a projective map on the CPU: the reference for the GPU's kernel.
 
-A result is at most one level from the exact one: OpenCV computes `bilinear` in float32, where the coordinates are small
-enough for that, and otherwise coordinates are computed in float64 and weights in float32. With a constant border,
+A result is at most one level from the exact one: OpenCV 5 computes `bilinear` in float32 where coordinates are small
+enough for that; otherwise coordinates are computed in float64 and weights in float32. With a constant border,
 `bilinear` blends at the edge as torchvision does: mask * (sum - fill) + fill, where `sum` adds the weighted pixels
 inside the image and `mask` their weights. With the borders `edge` and `reflect`, pixels outside are looked up inside. A
 map that only mirrors and shifts whole pixels copies them.
@@ -9,6 +9,7 @@ map that only mirrors and shifts whole pixels copies them.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -59,7 +60,7 @@ def warp(
     if shifts is not None:
         _copy(image, shifts, part, lookup, out)
         return
-    if lookup.interpolation == "bilinear" and _is_near(matrix, part):
+    if lookup.interpolation == "bilinear" and _is_near(matrix, part) and _opencv_is_exact():
         _bilinear_by_opencv(image, matrix, part, lookup, out)
         return
     y, x, height, width = part
@@ -161,6 +162,21 @@ def _is_near(matrix: Numbers, part: Sequence[int]) -> bool:
     corners = matrix[2] @ np.array([[x, right, x, right], [y, y, bottom, bottom], [1, 1, 1, 1]])
     terms = np.abs(matrix[:2]) @ [max(abs(x), abs(right)), max(abs(y), abs(bottom)), 1]
     return bool(corners.min() >= _LEAST_THIRD and corners.max() <= 1 / _LEAST_THIRD and terms.max() <= _FLOAT32_REACH)
+
+
+@functools.cache
+def _opencv_is_exact() -> bool:
+    """Whether OpenCV computes places in floats, as version 5 does; version 4 rounded them to 1/32 of a pixel."""
+    shift = np.array([[1 / 64, 0, 0], [0, 1, 0], [0, 0, 1]])  # from black to white in 64 columns
+    expected = np.broadcast_to(np.arange(64)[None, :, None] * (255 / 64), (4, 64, 3))
+    for channels in (1, 3):
+        ramp = np.zeros((4, 2, channels), np.uint8)
+        ramp[:, 1] = 255
+        for function, matrix in ((cv2.warpAffine, shift[:2]), (cv2.warpPerspective, shift)):
+            found = function(ramp, matrix, (64, 4), flags=cv2.INTER_LINEAR | cv2.WARP_INVERSE_MAP)
+            if np.abs(found.reshape(4, 64, channels) - expected[..., :channels]).max() > 0.55:
+                return False
+    return True
 
 
 def _bilinear_by_opencv(

@@ -165,3 +165,33 @@ def test_large_images_have_the_pixels_of_small_ones() -> None:
         return pointwise._hue(pointwise._saturate(part, 1.3), 0.2)
 
     assert torch.equal(pointwise._in_strips(planes, change), change(planes))
+
+
+class Rounded:
+    """warpAffine as of OpenCV 4, which knows 32 places in a pixel."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, image: Any, matrix: Any, size: Any, **options: Any) -> Any:
+        self.calls += 1
+        x, y = np.meshgrid(np.arange(size[0]), np.arange(size[1]))
+        places = np.einsum("ij,jhw->ihw", matrix, np.stack([x, y, np.ones_like(x)]))
+        rounded = (np.rint(places * 32) / 32).astype(np.float32)
+        return cv2.remap(image, rounded[0], rounded[1], cv2.INTER_LINEAR)
+
+
+def test_an_opencv_that_rounds_places_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert warp_module._opencv_is_exact()
+    exact_result = run(photo(50, 61), MAPS["turned"], (48, 57), BILINEAR)
+    rounded = Rounded()
+    monkeypatch.setattr(cv2, "warpAffine", rounded)
+    warp_module._opencv_is_exact.cache_clear()
+    try:
+        assert not warp_module._opencv_is_exact()
+        rounded.calls = 0
+        assert np.abs(run(photo(50, 61), MAPS["turned"], (48, 57), BILINEAR).astype(int) - exact_result).max() <= 1
+        assert rounded.calls == 0
+    finally:
+        monkeypatch.undo()
+        warp_module._opencv_is_exact.cache_clear()
