@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from typing import TYPE_CHECKING
 
 from gpuflow.errors import GpuflowError
+from gpuflow.runtime.entry_points import entry_points
 
 if TYPE_CHECKING:
     from gpuflow.pipeline.stage import Stage
@@ -22,7 +22,7 @@ def stage_table() -> dict[str, type[Stage]]:
     from gpuflow.stages import STAGES
 
     table = dict(STAGES)
-    for entry in importlib.metadata.entry_points(group="gpuflow.stages"):
+    for entry in entry_points("gpuflow.stages"):
         if entry.name in table:
             raise GpuflowError(
                 f"stage {entry.name!r} of {entry.value} is already known; rename it or uninstall its package"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import typing
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -56,9 +57,15 @@ def as_tuples(value: Any) -> Any:
     return value
 
 
+@functools.lru_cache(maxsize=1024)
+def _hints(stage: Any) -> dict[str, Any]:
+    """The types of a stage's fields."""
+    return typing.get_type_hints(stage)
+
+
 def _with_fields(stage: type[Stage], name: str, parameters: dict[Any, Any]) -> dict[Any, Any]:
     """The parameters, with `{field: NAME}` as a value where the stage takes one. Raises ConfigError."""
-    hints = typing.get_type_hints(stage)
+    hints = _hints(stage)  # type: ignore[arg-type]
     found, problems = dict(parameters), list[Problem]()
     for key, value in parameters.items():
         if isinstance(value, dict) and FromRecord in typing.get_args(hints.get(key)):
@@ -91,7 +98,7 @@ def _misfits(stage: type[Stage], name: str, parameters: Mapping[Any, Any]) -> It
             yield Problem.of(key, f"is not a key of {name}", action=suggest(key, fields), code="config.unknown_key")
         elif not isinstance(key, str):
             yield Problem.of((), "takes keys that are text", key, code="config.unknown_key")
-    hints = typing.get_type_hints(stage)
+    hints = _hints(stage)  # type: ignore[arg-type]
     for key, field in fields.items():
         if key not in parameters:
             if field.default is dataclasses.MISSING:

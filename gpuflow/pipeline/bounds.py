@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import types
 import typing
@@ -69,10 +70,16 @@ class Bounds:
 
 def out_of_bounds(values: object) -> Iterator[Problem]:
     """Yield a problem for each field of a dataclass instance whose value breaks the bounds in the field's type."""
-    for name, hint in typing.get_type_hints(type(values), include_extras=True).items():
+    for name, hint in _hints(type(values)).items():  # type: ignore[arg-type]
         value = getattr(values, name, None)
         if rule := _broken_rule(hint, value):
             yield Problem.of(name, rule, value, code="config.range")
+
+
+@functools.lru_cache(maxsize=1024)
+def _hints(kind: Any) -> dict[str, Any]:
+    """The types of a dataclass's fields."""
+    return typing.get_type_hints(kind, include_extras=True)
 
 
 def _broken_rule(hint: Any, value: Any) -> str:

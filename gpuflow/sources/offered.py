@@ -12,6 +12,7 @@ import importlib.metadata
 from collections.abc import Mapping
 
 from gpuflow.errors import GpuflowError, SourceError
+from gpuflow.runtime.entry_points import entry_points
 from gpuflow.sources.base import Source, SourceSpec
 
 __all__ = ["offered_sources", "open_offered"]
@@ -27,7 +28,7 @@ def offered_sources() -> dict[str, importlib.metadata.EntryPoint]:
     """
     known = {field.name for field in dataclasses.fields(SourceSpec)}
     found: dict[str, importlib.metadata.EntryPoint] = {}
-    for entry in importlib.metadata.entry_points(group="gpuflow.sources"):
+    for entry in entry_points("gpuflow.sources"):
         if entry.name in known or entry.name in found:
             raise GpuflowError(
                 f"source {entry.name!r} of {entry.value} is already known; rename it or uninstall its package"

@@ -17,7 +17,7 @@ import gpuflow
 from gpuflow.config import read_config
 from gpuflow.errors import ConfigError, GpuflowError, SourceError
 from gpuflow.loader.loader import Loader
-from gpuflow.sources import offered_sources, open_source
+from gpuflow.sources import offered, offered_sources, open_source
 from gpuflow.sources.offered import open_offered
 from gpuflow.spec import SourceSpec
 from gpuflow.stages import STAGES
@@ -158,7 +158,7 @@ def test_packages_at_fault_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
         open_offered(spec, {"x": Made("x", "package:f", "gpuflow.sources")})
     for names in (["x", "x"], ["folder"]):
         entries = [entry(name, f"p{i}:f") for i, name in enumerate(names)]
-        monkeypatch.setattr(importlib.metadata, "entry_points", lambda group, entries=entries: entries)
+        monkeypatch.setattr(offered, "entry_points", lambda group, entries=entries: entries)
         with pytest.raises(
             GpuflowError, match=rf"source '{names[-1]}' of p{len(names) - 1}:f is already known; rename"
         ):

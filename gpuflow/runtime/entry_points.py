@@ -1,0 +1,19 @@
+"""What installed packages offer to gpuflow, by entry points."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import sys
+
+__all__ = ["entry_points"]
+
+
+def entry_points(group: str) -> importlib.metadata.EntryPoints:
+    """The entry points of a group. All installed packages are read once for each `sys.path`, not at each call."""
+    return _read(group, tuple(sys.path))
+
+
+@functools.lru_cache(maxsize=16)
+def _read(group: str, path: tuple[str, ...]) -> importlib.metadata.EntryPoints:
+    return importlib.metadata.entry_points(group=group)
