@@ -161,7 +161,7 @@ def _numbers(values: Sequence[Any], form: str) -> Floats | None:
     try:
         parsed = [json.loads(value) if isinstance(value, str) else value for value in values]
         numbers = np.array(parsed)
-    except ValueError:  # text that is no JSON, or lists of different lengths
+    except (ValueError, RecursionError):  # text that is no JSON or nested too deeply, or lists of different lengths
         return None
     if numbers.dtype.kind not in "iuf" or numbers.ndim != 3:
         return None

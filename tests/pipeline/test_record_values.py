@@ -64,6 +64,16 @@ def test_a_bad_record_keeps_its_reason_and_leaves_the_others() -> None:
     assert errors[:2] == ["gone", None] and all(errors[2:])
 
 
+@pytest.mark.parametrize(
+    "value", ["[" * 100_000, 10**400, [[10**400, 0, 0], [0, 1, 0]], {"a": 1}, True, [[1], [2, 3]]], ids=type
+)
+@pytest.mark.parametrize("form", [MATRIX, POINTS], ids=lambda form: form.form)
+def test_any_other_value_is_a_bad_record(form: RecordValue, value: Any) -> None:
+    found, (error,) = read(form, [value])
+    assert error is not None and error.startswith(f"a {form.rule}, got ") and len(error) < 200
+    assert np.array_equal(found, [form.stand_in])
+
+
 @pytest.mark.parametrize("rows", [slice(1, 3), np.array([3, 0])], ids=str)
 def test_keys_take_values_with_them(rows: Any) -> None:
     values = {MATRIX: np.arange(24, dtype=np.float64).reshape(4, 2, 3)}
