@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import argparse
 import csv
+import functools
 import itertools
+import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -103,6 +105,23 @@ def of_torchvision_batch(recipe: str, device: torch.device) -> Run:
         return batch
 
     return run
+
+
+def of_cvcuda(recipe: str, device: torch.device, *, batched: bool) -> Run:
+    """`cvcuda.tv.Compose` of torchvision's transforms: on each image, or on a batch with the same random numbers."""
+    if device.type != "cuda":
+        raise Missing("CV-CUDA runs on a GPU")
+    try:
+        from cvcuda.tv import Compose
+    except ImportError as error:
+        raise Missing(f"CV-CUDA cannot be imported: {error}") from None
+    try:
+        compose = Compose(torchvision_transforms(recipe))
+    except TypeError as error:
+        raise Missing(f"CV-CUDA has not all of it: {error}") from None
+    if batched:
+        return lambda images: compose(torch.stack(images).contiguous())
+    return lambda images: torch.stack([compose(image.contiguous()) for image in images])
 
 
 def of_opencv(recipe: str, device: torch.device) -> Run:
@@ -201,12 +220,14 @@ ARMS: dict[str, Make] = {
     "gpuflow": of_gpuflow,
     "torchvision-loop": of_torchvision_loop,
     "torchvision-batch": of_torchvision_batch,
+    "cvcuda-loop": functools.partial(of_cvcuda, batched=False),
+    "cvcuda-batch": functools.partial(of_cvcuda, batched=True),
     "kornia": of_kornia,
     "opencv": of_opencv,
     "dali": of_dali,
 }
 ON_CPU = ("gpuflow", "torchvision-loop", "opencv", "kornia")
-ON_CUDA = ("gpuflow", "torchvision-loop", "torchvision-batch", "kornia", "dali")
+ON_CUDA = ("gpuflow", "torchvision-loop", "torchvision-batch", "cvcuda-loop", "cvcuda-batch", "kornia", "dali")
 
 
 # --- measuring --------------------------------------------------------------------------------------------------------
@@ -244,6 +265,57 @@ def seconds_of(run: Run, batches: Iterator[Images], seconds: float, device: torc
             taken += time.perf_counter() - called
         calls += 1
     return taken / calls
+
+
+def gpu_seconds_of(run: Callable[[], object], calls: int = 5) -> list[float]:
+    """The time that kernels and copies of each of some calls take on the GPU together, on all streams."""
+    from torch.profiler import ProfilerActivity, profile
+
+    taken = []
+    for _ in range(calls):
+        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+            run()
+            torch.cuda.synchronize()
+        taken.append(sum(event.self_device_time_total for event in profiler.key_averages()) / 1e6)
+    return taken
+
+
+def resnet50_step(count: int, device: torch.device) -> Callable[[], object]:
+    """A training step of a ResNet-50 on `count` images of 224 pixels, channels last, in bfloat16."""
+    from torchvision.models import resnet50
+
+    model = resnet50(weights=None).to(device, memory_format=torch.channels_last)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    images = torch.randn(count, 3, 224, 224, device=device).contiguous(memory_format=torch.channels_last)
+    labels = torch.randint(1000, (count,), device=device)
+
+    def step() -> None:
+        with torch.autocast(device.type, dtype=torch.bfloat16):
+            loss = torch.nn.functional.cross_entropy(model(images), labels)
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+
+    for _ in range(3):
+        step()
+    return step
+
+
+def measure_gpu_time(recipes: Sequence[str], batches: Sequence[Images], device: torch.device) -> list[dict[str, Any]]:
+    """What gpuflow's stages take of the GPU next to a training step on as many images."""
+    count, rows = len(batches[0]), []
+    steps = gpu_seconds_of(resnet50_step(count, device))
+    rows.append(row("resnet50 step", f"224; device=cuda; batch={count}", "gpu_ms", [1e3 * x for x in steps], "ms"))
+    for recipe in recipes:
+        run, turns = of_gpuflow(recipe, device), itertools.cycle(batches)
+        for _ in range(WARM_UP_CALLS):
+            run(next(turns))
+        taken = gpu_seconds_of(lambda run=run, turns=turns: run(next(turns)))  # type: ignore[misc]
+        workload = f"{recipe} 224; device=cuda; batch={count}"
+        rows.append(row("gpuflow", workload, "gpu_ms", [1e3 * x for x in taken], "ms"))
+        share = statistics.median(taken) / statistics.median(steps)
+        print(f"{recipe:9} takes {share:.2%} of the GPU time of a ResNet-50 step", flush=True)
+    return rows
 
 
 def measure(
@@ -303,6 +375,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if "gpuflow" in values:
             slower = {name: values["gpuflow"] / value for name, value in values.items() if name != "gpuflow"}
             print(recipe, *(f"gpuflow/{name} {ratio:.2f}" for name, ratio in slower.items()), flush=True)
+    if device.type == "cuda":
+        rows = measure_gpu_time(options.recipes, batches, device)
+        write_results(options.out, [*kept(options.out, rows), *rows])
 
 
 if __name__ == "__main__":
