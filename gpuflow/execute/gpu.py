@@ -32,6 +32,7 @@ from gpuflow.decode.header_scan import Prescan, scan_headers
 from gpuflow.decode.libjpeg_turbo import find_libjpeg_turbo
 from gpuflow.decode.nvjpeg import NvjpegLibrary
 from gpuflow.errors import BadSampleError, LoaderTimeout
+from gpuflow.execute.canvas import Canvas, Tiles, tiles_of
 from gpuflow.execute.complete_contents import CompleteContents
 from gpuflow.execute.complete_files import CompleteFiles
 from gpuflow.execute.cpu import CpuRunners
@@ -39,7 +40,7 @@ from gpuflow.execute.cpu_decode_pool import CpuDecodePool, PendingImages
 from gpuflow.execute.decode_buffers import BUFFERS, DecodeBuffers
 from gpuflow.execute.decode_calls import DecodeCall, Undecoded, kinds_of, plan_calls
 from gpuflow.execute.device_stream import SHORT_WAIT, DeviceStream, allocate_slots
-from gpuflow.execute.gpu_passes import DevicePasses, Pass, offsets_of, plan_of
+from gpuflow.execute.gpu_passes import DevicePasses, Pass, Target, offsets_of, plan_of
 from gpuflow.execute.kernels.unwritten import unwritten
 from gpuflow.execute.nvjpeg_decoders import CALL_SECONDS, JpegBatch, NvjpegDecoderPool
 from gpuflow.pipeline import stage as s
@@ -64,10 +65,50 @@ class _Finished:
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Where the first pass of one output puts images [n]: a tensor and its rows [n]."""
+    """Where the first pass of one output puts images [n]: a tensor and its rows [n], or a canvas."""
 
-    images: torch.Tensor
+    images: Target
     rows: NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """The first pass of one output on images [n], as its kernel reads it (`plan_of`), without addresses and places.
+
+    rows [M, K]: of each image, or of each tile where results differ in size. tiles: in that case what they belong to.
+    """
+
+    rows: NDArray[np.int64]
+    tiles: Tiles | None
+
+    @classmethod
+    def of(cls, draw: Sampling | Warping, pitches: NDArray[np.int64], *, fixed: bool) -> _Plan:
+        """For images [n] with these pitches. fixed: whether their results have one size."""
+        tiles = None if fixed else tiles_of(draw)
+        if tiles is not None:
+            draw, pitches = tiles.draw, pitches[tiles.image]
+        nothing = np.zeros(len(pitches), np.int64)
+        return cls(plan_of(draw, nothing, pitches, nothing), tiles)
+
+    def write(
+        self, taken: NDArray[np.int64], addresses: NDArray[np.uint64], place: _Rows, target: Target
+    ) -> NDArray[np.int64]:
+        """The rows for the images `taken` of the n, which are at these addresses, to a place next to a target."""
+        if self.tiles is None:
+            assert not isinstance(place.images, Canvas) and not isinstance(target, Canvas), (
+                "their results have one size"
+            )
+            rows = self.rows[taken]
+            rows[:, 0], rows[:, -1] = addresses, offsets_of(target, place.images, place.rows)
+            return rows
+        assert isinstance(place.images, Canvas) and place.images is target, "a call has images of one chunk then"
+        number = np.full(int(self.tiles.image.max(initial=-1)) + 1, -1)
+        number[taken] = np.arange(len(taken))
+        numbers = number[self.tiles.image]
+        kept = np.flatnonzero(numbers >= 0)
+        rows = self.rows[kept]
+        rows[:, 0], rows[:, -1] = addresses[numbers[kept]], target.offsets(self.tiles)[kept]
+        return rows
 
 
 @final
@@ -117,8 +158,7 @@ class Prepared:
     whole [n]: which of these files are known to be complete. hashes [n]: of the others, to remember them between runs.
     files: the files of these rows, without output addresses.
     undecoded: which of these rows no call has taken yet; for holders of the runner's lock.
-    plans: for each output the first pass's sampling or warp of each row, [n, K] (`plan_of`), without addresses and
-        places.
+    plans: for each output the first pass's sampling or warp of these rows.
     sizes [N, 2]: height and width of all upright images of the chunk that have a valid header.
     draws: for each output and each pass of it the random parameters for these rows.
     others: the samples that the CPU decodes, finished or under way, or None.
@@ -134,7 +174,7 @@ class Prepared:
     hashes: NDArray[np.uint64]
     files: JpegBatch
     undecoded: Undecoded
-    plans: list[NDArray[np.int64]]
+    plans: list[_Plan]
     sizes: NDArray[np.int64]
     draws: list[list[Any]]
     others: _Finished | PendingImages | None
@@ -180,7 +220,7 @@ class GpuRunner:
         self._program, self._device_stream, self._outputs = program, device_stream, outputs_of(program)
         self._channels = 1 if program.decoder.color == "gray" else 3
         self._turns = program.decoder.orientation == "apply"
-        self._decode_bytes, self._fill_calls = decode_bytes, fill_calls
+        self._decode_bytes = decode_bytes
         self._cpu, self._cpu_pool = CpuRunners(program), cpu_pool
         self._lock = threading.Lock()
         self._calls: deque[_Call] = deque()
@@ -191,6 +231,8 @@ class GpuRunner:
             self._buffers = DecodeBuffers(device_stream, buffers)
             each = [DevicePasses(one, device_stream) for one in passes]
             self._passes = [each[output.program] for output in self._outputs]
+        # A canvas has room for the results of one chunk.
+        self._fill_calls = fill_calls and all(passes.first.result.fixed for passes in self._passes)
         device_stream.synchronize()
 
     # --- on any thread ----------------------------------------------------------------------------------------------
@@ -274,7 +316,10 @@ class GpuRunner:
                 (starts + payload.buffer.ctypes.data).astype(np.uint64), lengths.astype(np.uint64), images, frames
             ),
             undecoded=Undecoded.all_of(kinds_of(frames, whole), spaces),
-            plans=[plan_of(own[0], np.zeros(len(rows)), pitches, np.zeros(len(rows))) for own in draws],
+            plans=[
+                _Plan.of(own[0], pitches, fixed=passes.first.result.fixed)
+                for own, passes in zip(draws, self._passes, strict=True)
+            ],
             sizes=headers.upright_sizes,
             draws=draws,
             others=work,
@@ -385,7 +430,9 @@ class GpuRunner:
         """Decode a chunk and run every pass on it. Returns the rows that nvJPEG refused, whose slots hold no result."""
         rows = chunk.rows
         pairs = zip(self._passes, split(slots), strict=True)
-        targets = [passes.targets(own, len(rows)) for passes, own in pairs]
+        targets = [
+            passes.targets(own, draws, len(rows)) for (passes, own), draws in zip(pairs, chunk.draws, strict=True)
+        ]
         first = [_Rows(own[0], passes.places(0, rows)) for passes, own in zip(self._passes, targets, strict=True)]
         good = self._decode(chunk, first, ahead)
         for passes, draws, own in zip(self._passes, chunk.draws, targets, strict=True):
@@ -422,6 +469,7 @@ class GpuRunner:
             if number:
                 sent = self._device_stream.send_all([place.rows[taken] for place in first])
                 for place, rows, one in zip(first, sent, held, strict=True):
+                    assert not isinstance(place.images, Canvas) and not isinstance(one.images, Canvas)
                     place.images.index_copy_(0, rows, one.images[one.rows[0] : one.rows[-1] + 1])
         chunk.early.clear()  # which refer to this chunk
         return good
@@ -474,23 +522,26 @@ class GpuRunner:
         """Returns which of its images were decoded."""
         chunks, planned = call.chunks, call.planned
         files = JpegBatch(*(np.empty((len(planned.rows), *x.shape[1:]), x.dtype) for x in chunks[0].files))
-        plans = [np.empty((len(planned.rows), plan.shape[1]), np.int64) for plan in chunks[0].plans]
         targets = next([place.images for place in places] for _, places in call.results.values())
         whole = True
-        for number, (where, places) in call.results.items():
+        for number, (where, _) in call.results.items():
             one, taken = chunks[number], planned.rows[where]
             for field_of_all, field_of_one in zip(files, one.files, strict=True):
                 field_of_all[where] = field_of_one[taken]
-            for plan, own, place, target in zip(plans, one.plans, places, targets, strict=True):
-                plan[where] = own[taken]
-                plan[where, -1] = offsets_of(target, place.images, place.rows)
             whole = bool(one.whole[taken[0]])  # those of a call are alike
         blank_size = 0 if whole else int(round_up(files.frames[:, :2]).prod(axis=1).max()) * self._channels
         with self._buffers.acquire(planned.space + blank_size) as decoded:
             spaces = -(-files.images[:, 4].astype(np.int64) * files.frames[:, 0] // _ALIGN) * _ALIGN
             files.images[:, 0] = decoded.data_ptr() + np.cumsum(spaces) - spaces
-            for plan in plans:
-                plan[:, 0] = files.images[:, 0]
+            plans = [
+                np.concatenate(
+                    [
+                        chunks[number].plans[i].write(planned.rows[where], files.images[where, 0], places[i], target)
+                        for number, (where, places) in call.results.items()
+                    ]
+                )
+                for i, target in enumerate(targets)
+            ]
             sent_plans = self._device_stream.send_all(plans)
             with self._decoders.acquire() as decoder:
                 good = decoder.decode(files, None if whole else decoded.data_ptr() + planned.space)

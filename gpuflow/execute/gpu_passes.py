@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from gpuflow.errors import BadSampleError
+from gpuflow.execute.canvas import Canvas, tiles_of
 from gpuflow.execute.device_stream import DeviceStream, allocate_slots
 from gpuflow.execute.kernels.color import adjust
 from gpuflow.execute.kernels.interleave import interleave
@@ -39,6 +40,7 @@ __all__ = [
     "DeviceImages",
     "DevicePasses",
     "Pass",
+    "Target",
     "interleaved",
     "offsets_of",
     "passes_of",
@@ -52,7 +54,8 @@ class Pass:
     """One batched pass over a chunk's images: a step, then a lookup in a table of 256 results per channel.
 
     step: a pointwise one may be nothing but the table. table: [C, 256] in the storage dtype, or None if levels do not
-    change. result: the spec of the images after the pass.
+    change. result: the spec of the images after the pass. Where they still differ in size, this pass and the next one
+    are samplings or warps.
     """
 
     step: Step
@@ -65,12 +68,13 @@ def passes_of(program: Program) -> tuple[Pass, ...] | str:
     if program.decoder.library is not None:
         return f"{program.decoder!r} decodes by itself"
     passes: list[Pass] = []
-    for step, end in zip(program.steps, program.ends, strict=True):
+    for step, following, end in zip(program.steps, (*program.steps[1:], None), program.ends, strict=True):
         result = program.specs[end]
         if not passes and not isinstance(step, SamplingStep | WarpStep):
             first = program.pipeline.stages[1]
             return f"{first!r} comes before the images have one size; put a crop or a resize to a fixed size first"
-        if not result.fixed:
+        moves = isinstance(step, SamplingStep | WarpStep) and isinstance(following, SamplingStep | WarpStep)
+        if not result.fixed and not moves:
             return f"after {program.pipeline.stages[end - 1]!r} the images still differ in size"
         match step:
             case PointwiseStep():
@@ -97,6 +101,10 @@ def passes_of_each(program: AnyProgram) -> tuple[tuple[Pass, ...], ...] | str:
             return f"{where}{passes}"
         found.append(passes)
     return tuple(found)
+
+
+Target = torch.Tensor | Canvas
+"""Where a pass puts its results: slots [n, C, H, W], or a canvas while they differ in size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,12 +176,24 @@ class DevicePasses:
                     draws.append(one.step.draw(keys))
                 case unknown:
                     assert_never(unknown)
-            height, width = (np.full(len(keys.positions), side) for side in one.result.shape[:2])
+            if one.result.fixed:
+                height, width = (np.full(len(keys.positions), side) for side in one.result.shape[:2])
+            else:
+                height, width = draws[-1].size
         return draws
 
-    def targets(self, slots: torch.Tensor, count: int) -> list[torch.Tensor]:
-        """Where each pass puts its results for `count` images: the slots for the last one, new memory for others."""
-        return [*(allocate_slots(self._device_stream, count, one.result) for one in self._passes[:-1]), slots]
+    def targets(self, slots: torch.Tensor, draws: Sequence[Any], count: int) -> list[Target]:
+        """Where each pass puts its results for `count` images: the slots for the last one, new memory for others.
+
+        draws: the result of `draw`.
+        """
+        targets: list[Target] = []
+        for one, draw in zip(self._passes[:-1], draws, strict=False):
+            if one.result.fixed:
+                targets.append(allocate_slots(self._device_stream, count, one.result))
+            else:
+                targets.append(Canvas.allocate(self._device_stream, draw, one.result.shape[2]))
+        return [*targets, slots]
 
     def run(
         self, draws: Sequence[Any], addresses: NDArray[np.int64], pitches: NDArray[np.int64], slots: torch.Tensor
@@ -183,9 +203,8 @@ class DevicePasses:
         draws: the result of `draw`. addresses, pitches [n]: of interleaved uint8 images; a pitch is the bytes of a row.
         """
         rows = np.arange(len(addresses))
-        targets = self.targets(slots, len(rows))
-        plan = plan_of(draws[0], addresses, pitches, offsets_of(targets[0], targets[0]))
-        self.sample(0, draws[0], self._send(plan), targets[0])
+        targets = self.targets(slots, draws, len(rows))
+        self._move(0, draws[0], addresses, pitches, targets[0], rows)
         self.run_later(draws, targets, rows)
 
     def run_images(self, images: DeviceImages, keys: s.Keys, slots: torch.Tensor) -> list[BadSampleError | None]:
@@ -202,7 +221,7 @@ class DevicePasses:
             self.run(draws, images.addresses, images.pitches, slots)
         return faults
 
-    def run_later(self, draws: Sequence[Any], targets: Sequence[torch.Tensor], rows: NDArray[np.int64]) -> None:
+    def run_later(self, draws: Sequence[Any], targets: Sequence[Target], rows: NDArray[np.int64]) -> None:
         """Queue all passes after the first one, whose results are in targets[0].
 
         draws, targets: the results of the methods of these names. rows [n]: see `places`.
@@ -210,14 +229,18 @@ class DevicePasses:
         for i in range(1, len(self._passes)):
             self._run(i, draws[i], targets[i - 1], targets[i], self.places(i, rows))
 
-    def _run(self, i: int, draw: Any, images: torch.Tensor, target: torch.Tensor, places: NDArray[np.int64]) -> None:
-        """Queue a pass after the first one, from images [n, C, H, W] to rows of the target."""
-        match self._passes[i].step:
-            case SamplingStep() | WarpStep():
-                pitch = images.stride(2)
-                addresses = images.data_ptr() + np.arange(len(images)) * images.stride(0)
-                plan = plan_of(draw, addresses, np.full(len(images), pitch), offsets_of(target, target, places))
-                self.sample(i, draw, self._send(plan), target)
+    def _run(self, i: int, draw: Any, images: Target, target: Target, places: NDArray[np.int64]) -> None:
+        """Queue a pass after the first one, from images [n, C, H, W] or a canvas to rows of the target."""
+        step = self._passes[i].step
+        if isinstance(step, SamplingStep | WarpStep):
+            if isinstance(images, Canvas):
+                addresses, pitch = images.addresses, images.pitch
+            else:
+                addresses, pitch = images.data_ptr() + np.arange(len(images)) * images.stride(0), images.stride(2)
+            self._move(i, draw, addresses, np.full(len(addresses), pitch), target, places)
+            return
+        assert not isinstance(images, Canvas) and not isinstance(target, Canvas), "see passes_of"
+        match step:
             case OpaqueStep(stage):
                 result = stage.apply_batch(images, draw)
                 target.index_copy_(0, self._send(places), result)
@@ -231,9 +254,26 @@ class DevicePasses:
             case unknown:
                 assert_never(unknown)
 
-    def sample(self, i: int, drawn: Sampling | Warping, plan: torch.Tensor, target: torch.Tensor) -> None:
+    def _move(
+        self,
+        i: int,
+        draw: Sampling | Warping,
+        addresses: NDArray[np.int64],
+        pitches: NDArray[np.int64],
+        target: Target,
+        places: NDArray[np.int64],
+    ) -> None:
+        """Queue pass i, a sampling or a warp of n images, to rows of the target, or to a canvas."""
+        if isinstance(target, Canvas):
+            tiles = tiles_of(draw)
+            plan = plan_of(tiles.draw, addresses[tiles.image], pitches[tiles.image], target.offsets(tiles))
+        else:
+            plan = plan_of(draw, addresses, pitches, offsets_of(target, target, places))
+        self.sample(i, draw, self._send(plan), target)
+
+    def sample(self, i: int, drawn: Sampling | Warping, plan: torch.Tensor, target: Target) -> None:
         """Queue pass i, a sampling or a warp of the images whose addresses a plan has (`plan_of`), to its offsets."""
-        table = self._tables[i]
+        table, target = self._tables[i], target.tile if isinstance(target, Canvas) else target
         if isinstance(drawn, Warping):
             warp_all(plan, table, target, lookup=drawn.lookup)
             return

@@ -36,6 +36,13 @@ PIPELINES: dict[str, list[dict[str, Any]]] = {
     "bicubic": [{"decode": {}}, BICUBIC, {"normalize": {"mean": MEAN, "std": STD}}],
     "gray": [{"decode": {"color": "gray"}}, BICUBIC],
     "two samplings": [{"decode": {}}, BICUBIC, {"resize": {"height": 31, "width": 18}}, {"random_crop": {"size": 17}}],
+    "other sizes": [
+        {"decode": {}},
+        {"affine": {"degrees": 20, "scale": [0.7, 1.4], "fill": 114}},
+        {"flip": {"horizontal": 0.5}},
+        {"letterbox": {"size": 150}},
+        {"normalize": {"mean": MEAN, "std": STD}},
+    ],
 }
 JITTER = {"color_jitter": {"brightness": 0.4, "contrast": 0.4, "saturation": 0.4, "hue": 0.1}}
 COLOURED = [{"decode": {}}, *GEOMETRY, JITTER, {"normalize": {"mean": MEAN, "std": STD}}]

@@ -18,7 +18,7 @@ from gpuflow.execute.gpu_backend import DECODE_BYTES, Placement, gpu_passes_and_
 from gpuflow.execute.gpu_passes import passes_of
 from gpuflow.loader.cpu_share import cpu_share_of
 from gpuflow.loader.placement import explain_gpu, memory_for_decoding, place
-from gpuflow.pipeline.program import OpaqueStep, PointwiseStep, SamplingStep
+from gpuflow.pipeline.program import OpaqueStep, PointwiseStep, SamplingStep, WarpStep
 from gpuflow.stages import STAGES
 from gpuflow.torchpipe import nodes
 from tests.datasets import write_config
@@ -53,6 +53,8 @@ def test_a_table_joins_the_pass_before_it(tmp_path: Path) -> None:
     assert kinds(tmp_path, CROP, {"flip": {"horizontal": 0.5}}, JITTER, HALF) == jittered
     blurred = [(SamplingStep, False), (OpaqueStep, False), (PointwiseStep, True)]
     assert [kind[:2] for kind in kinds(tmp_path, CROP, BLUR, HALF)] == blurred
+    sizes = [(WarpStep, False, "uint8 ?x?x3 hwc"), (SamplingStep, True, "float16 8x8x3 nhwc")]
+    assert kinds(tmp_path, {"rotate": {"degrees": 9}}, {"letterbox": {"size": 8}}, HALF) == sizes
     assert [kind[:2] for kind in kinds(tmp_path, CROP, SECOND, HALF)] == [(SamplingStep, False), (SamplingStep, True)]
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gpuflow.execute import gpu_passes
+from gpuflow.execute import canvas, gpu_passes
 from gpuflow.execute.cpu import CpuRunner
 from gpuflow.execute.device_stream import allocate_slots
 from gpuflow.execute.gpu_passes import DevicePasses, interleaved, passes_of
@@ -41,6 +41,21 @@ PIPELINES: dict[str, Entries] = {
         {"center_crop": {"size": 24}},
         {"letterbox": {"size": (14, 18)}},
     ),
+    "a warp to other sizes": (
+        {"decode": {}},
+        {"affine": {"degrees": 40, "translate": (0.1, 0.1), "scale": (0.7, 1.4), "fill": 114}},
+        {"flip": {"horizontal": 0.5}},
+        {"letterbox": {"size": 29, "fill": 114}},
+    ),
+    "three other sizes": (
+        {"decode": {}},
+        {"resize": {"shorter": 37}},
+        {"flip": {"horizontal": 0.5, "vertical": 0.5}},
+        {"affine": {"degrees": 30, "border": "reflect"}},
+        {"resize": {"shorter": 19, "interpolation": "nearest"}},
+        {"resize": {"height": 24, "width": 15}},
+        {"normalize": {"mean": (0, 0, 0), "std": (1 / 255,) * 3}},
+    ),
     "misfits": ({"decode": {}}, {"random_crop": {"size": 30}}),
 }
 launches: Counter[str] = Counter()
@@ -67,6 +82,7 @@ def forms(arrays: Sequence[Any]) -> Iterator[tuple[str, list[torch.Tensor]]]:
 
 
 def main() -> None:
+    canvas.TILE = 16  # so that images have several tiles
     for kernel in ("sample", "warp_all", "adjust", "interleave"):
         setattr(gpu_passes, kernel, counted(kernel))
     for name, entries in PIPELINES.items():

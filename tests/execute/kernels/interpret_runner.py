@@ -29,7 +29,7 @@ from PIL import Image
 
 from gpuflow.decode.libjpeg_turbo import find_libjpeg_turbo
 from gpuflow.errors import BadSampleError
-from gpuflow.execute import gpu, gpu_passes
+from gpuflow.execute import canvas, gpu, gpu_passes
 from gpuflow.execute.complete_contents import CompleteContents
 from gpuflow.execute.cpu import CpuRunner, CpuRunners
 from gpuflow.execute.cpu_decode_pool import CpuDecodePool
@@ -259,6 +259,14 @@ PIPELINES: dict[str, tuple[Stage, ...]] = {
         Flip(horizontal=0.5),
         Normalize(mean=(0,) * 3, std=(1 / 255,) * 3),
     ),
+    "other sizes": (
+        Decode(),
+        Affine(degrees=40, scale=(0.7, 1.3), fill=114),
+        Flip(horizontal=0.5),
+        Letterbox(size=24),
+        ColorJitter(brightness=0.2, contrast=0.2, saturation=0.2),
+        Normalize(mean=(0,) * 3, std=(1 / 255,) * 3),
+    ),
     "misfits": (Decode(), RandomCrop(size=30)),
     "misfits, too large": (Decode(max_pixels=4100), Resize(shorter=55), CenterCrop(size=16)),
 }
@@ -315,8 +323,11 @@ def cases() -> Iterator[dict[str, Any]]:
             }
 
 
-def views() -> dict[str, Any]:
-    """Views of images that are decoded once: files of all kinds, chunks that share a call, one and two images."""
+def views(name: str, last: Entries) -> dict[str, Any]:
+    """Views of images that are decoded once: files of all kinds, chunks that share a call, one and two images.
+
+    last: the stages that end a view whose images are turned, and may differ in size until then.
+    """
     decode: Entries = ({"decode": {}},)
     levels = {"mean": (0, 0, 0), "std": (1 / 255,) * 3}
     program = views_program(
@@ -331,7 +342,7 @@ def views() -> dict[str, Any]:
                     {"normalize": {**levels, "dtype": "float16", "layout": "nhwc"}},
                 ],
             ),
-            "turned": (1, [*decode, {"affine": {"degrees": 40}}, {"center_crop": {"size": 11}}]),
+            "turned": (1, [*decode, {"affine": {"degrees": 40}}, *last]),
             "large": (1, [*decode, {"random_crop": {"size": 28}}]),
         }
     )
@@ -379,7 +390,7 @@ def views() -> dict[str, Any]:
         launch(chosen, prepared, slots)
         counts.append({**launches, "copies": device_stream.calls["copies"]})
     return {
-        "case": "views",
+        "case": name,
         "faults": faults,
         "good": sum(fault is None for fault in rights),
         "max": worst,
@@ -679,5 +690,10 @@ def no_memory(
 
 
 if __name__ == "__main__":
-    for case in [*cases(), views(), served(), histories(), runs(), *windows()]:
+    canvas.TILE = 16  # so that images have several tiles
+    of_views = [
+        views("views", ({"center_crop": {"size": 11}},)),
+        views("views, other sizes", ({"letterbox": {"size": 11}},)),
+    ]
+    for case in [*cases(), *of_views, served(), histories(), runs(), *windows()]:
         print(json.dumps(case), flush=True)

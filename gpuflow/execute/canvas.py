@@ -1,0 +1,123 @@
+"""Results of differing sizes on a GPU: one above the other in one block of memory, made in tiles of one size.
+
+The kernels make results of one size, which is compiled into them. So each image's result is cut into square tiles, and
+each tile is a result of its own, with its part of the geometry.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from gpuflow.execute.device_stream import DeviceStream
+from gpuflow.pipeline import stage as s
+from gpuflow.pipeline.program import Sampling, Warping
+
+__all__ = ["TILE", "Canvas", "Tiles", "tiles_of"]
+
+TILE = 128
+"""The side of a tile, in pixels. Every image has room for whole tiles."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """The tiles of n results, as results of their own.
+
+    draw: the geometry of each of M tiles. image [M]: which of the n images it belongs to. tops, lefts [M]: the row and
+    column at which it begins on a canvas.
+    """
+
+    draw: Sampling | Warping
+    image: NDArray[np.int64]
+    tops: NDArray[np.int64]
+    lefts: NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Canvas:
+    """Interleaved uint8 images of differing sizes. memory: [rows, width, C]. tops [n]: the first row of each image."""
+
+    memory: torch.Tensor
+    tops: NDArray[np.int64]
+
+    @classmethod
+    def allocate(cls, device_stream: DeviceStream, draw: Sampling | Warping, channels: int) -> Canvas:
+        """Room for the results of a sampling or a warp of n images."""
+        tops, rows, width = _layout(draw)
+        with device_stream.queued():
+            shape = rows, width, channels
+            return cls(torch.empty(shape, dtype=torch.uint8, device=device_stream.device), tops)
+
+    @property
+    def pitch(self) -> int:
+        """The bytes of a row."""
+        return self.memory.stride(0)
+
+    @property
+    def addresses(self) -> NDArray[np.int64]:
+        """Of the images' first bytes, [n]."""
+        return self.memory.data_ptr() + self.tops * self.pitch
+
+    @property
+    def tile(self) -> torch.Tensor:
+        """The first tile, uint8 [1, C, TILE, TILE]: what a kernel's `out` is."""
+        channels = self.memory.shape[2]
+        return self.memory.as_strided((1, channels, TILE, TILE), (TILE, 1, self.pitch, channels))
+
+    def offsets(self, tiles: Tiles) -> NDArray[np.int64]:
+        """How many elements after the canvas's first one each tile begins."""
+        return tiles.tops * self.pitch + tiles.lefts * self.memory.shape[2]
+
+
+def _layout(draw: Sampling | Warping) -> tuple[NDArray[np.int64], int, int]:
+    """The first row of each result on a canvas, the canvas's rows, and its width."""
+    height, width = (_up(side) for side in draw.size)
+    return np.cumsum(height) - height, int(height.sum()), int(width.max(initial=TILE))
+
+
+def _up(sides: s.Ints) -> NDArray[np.int64]:
+    """Sides of images, rounded up to whole tiles."""
+    whole: NDArray[np.int64] = -(-np.asarray(sides, np.int64) // TILE) * TILE
+    return whole
+
+
+def tiles_of(draw: Sampling | Warping) -> Tiles:
+    """Cut the results of a sampling or a warp of n images into tiles. Beyond its result a tile is undefined."""
+    height, width = draw.size
+    first, _, _ = _layout(draw)
+    down, across = _up(height) // TILE, _up(width) // TILE
+    count = down * across
+    image = np.repeat(np.arange(len(count)), count)
+    number = np.arange(len(image)) - np.repeat(np.cumsum(count) - count, count)
+    top, left = number // across[image] * TILE, number % across[image] * TILE
+    return Tiles(_part(draw, image, top, left), image, first[image] + top, left)
+
+
+def _part(
+    draw: Sampling | Warping, image: NDArray[np.int64], top: NDArray[np.int64], left: NDArray[np.int64]
+) -> Sampling | Warping:
+    """The geometry of tiles that begin at (top, left) of the results of these images."""
+    sides = np.full(len(image), TILE)
+    if isinstance(draw, Warping):
+        matrix, shown = draw.matrix[image].copy(), draw.shown[image].copy()
+        matrix[:, :, 2] += matrix[:, :, 0] * left[:, None] + matrix[:, :, 1] * top[:, None]
+        shown[:, 0] -= top
+        shown[:, 1] -= left
+        return replace(draw, box=draw.box[image], matrix=matrix, height=sides, width=sides, shown=shown, misfits=())
+    y, x, height, width = draw.window[image].T
+    flips = draw.flips[image].astype(bool)  # of a mirrored result, the first tile is the last part of the window
+    y = y + np.where(flips[:, 0], height - top - TILE, top)
+    x = x + np.where(flips[:, 1], width - left - TILE, left)
+    return replace(
+        draw,
+        box=draw.box[image],
+        mirrors=draw.mirrors[image],
+        grid=draw.grid[image],
+        shown=draw.shown[image],
+        window=np.stack([y, x, sides, sides], axis=1),
+        flips=draw.flips[image],
+        misfits=(),
+    )
