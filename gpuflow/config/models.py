@@ -368,8 +368,9 @@ class RunSpec(_Block):
         threads: threads that decode on the CPU; `auto`: the cores that this process may use, shared among the ranks.
         readers: threads that only read; `auto`: none for local files, 16 for URLs, 2 where a GPU decodes.
         processes: worker processes that read and decode instead of the threads; `auto`: one for each thread where there
-            are more than four, from 10,000 samples on, and for a service where the CPU decodes. Where a GPU decodes:
-            the most that decode the files that it does not take; `auto`: all cores but three.
+            are two or more, from 10,000 samples on; and for a service where the CPU decodes, where there are more than
+            four. Where a GPU decodes: the most that decode the files that it does not take; `auto`: all cores but
+            three.
         prefetch: finished batches that wait for the training loop.
         on_error: what happens to a bad sample: `raise` stops, `replace` takes another one, `skip` leaves it out; by
             default `skip` in the pipeline val and `replace` in others.

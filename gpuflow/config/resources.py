@@ -17,7 +17,7 @@ __all__ = [
 
 _REMOTE_READERS, _GPU_READERS = 16, 2
 _FEW_THREADS = 4
-"""Up to this many threads, no processes are started; more threads wait for the interpreter longer than they work
+"""Up to this many threads, a service starts no processes; more threads wait for the interpreter longer than they work
 (measured in experiments/loader_cpu)."""
 _WORTH_PROCESSES = 10_000
 """Samples from which on processes are started, which takes seconds."""
@@ -32,11 +32,14 @@ def threads_of(run: RunSpec) -> int:
 
 
 def processes_of(run: RunSpec, samples: int) -> int:
-    """`run.processes`; where that is auto, none for few threads or samples, else one for each thread."""
+    """`run.processes`; where that is auto, none for one thread or few samples, else one for each thread.
+
+    Two processes load 1.1 to 1.4 times what two threads do, which wait for the interpreter (docs/benchmarks.md).
+    """
     threads = threads_of(run)
     if run.processes != "auto":
         return min(run.processes, threads)
-    return 0 if threads <= _FEW_THREADS or samples < _WORTH_PROCESSES else threads
+    return 0 if threads == 1 or samples < _WORTH_PROCESSES else threads
 
 
 def serving_processes_of(run: RunSpec, images: int) -> int:

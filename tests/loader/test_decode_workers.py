@@ -307,8 +307,8 @@ print(open(f"/proc/self/task/{os.getpid()}/children").read().split())
 @pytest.mark.parametrize(
     ("threads", "processes", "samples", "expected"),
     [
-        (4, "auto", 1_000_000, 0),
-        (5, "auto", 1_000_000, 5),
+        (1, "auto", 1_000_000, 0),
+        (2, "auto", 1_000_000, 2),
         (16, "auto", 10_000, 16),
         (16, "auto", 9_999, 0),
         (16, 0, 1_000_000, 0),
