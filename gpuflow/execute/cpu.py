@@ -5,6 +5,7 @@ Training and serving both call this code, so on a CPU their results are equal bi
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
 from collections.abc import Callable, Sequence
@@ -233,7 +234,8 @@ class CpuRunner:
                 case PointwiseStep():
                     operations, row = (step.draw(keys[i], *_size(image)), 0) if draw is None else (draw, i)
                     planes = step.after.layout == "nchw"
-                    image = run_pointwise(image, operations, row, step.table, planes=planes, out=out)
+                    buffer = functools.partial(self._buffer, n=n)
+                    image = run_pointwise(image, operations, row, step.table, planes=planes, out=out, buffer=buffer)
                 case LocalStep():
                     image = run_filters(image, draw, i)
                 case ApplyStep(stage):
@@ -252,11 +254,11 @@ class CpuRunner:
         (y, x, height, width), window = moves.boxes[i], moves.windows[i]
         box = image[y - top : y - top + height, x - left : x - left + width]
         if any(moves.mirrors[i]):
-            box = _mirror(box, moves.mirrors[i], self._buffer("mirrored", n, box.shape))
+            box = _mirror(box, moves.mirrors[i], self._buffer("mirrored", box.shape, n))
         flipped = any(moves.flips[i])
         shape = (window[2], window[3], image.shape[2])
-        result = out if out is not None else self._buffer("sampled", n, shape)
-        kept = self._buffer("flipped", n, shape) if flipped else result
+        result = out if out is not None else self._buffer("sampled", shape, n)
+        kept = self._buffer("flipped", shape, n) if flipped else result
         self._fill(kept, box, moves, i, n)
         if flipped:
             _mirror(kept, moves.flips[i], result)
@@ -269,7 +271,7 @@ class CpuRunner:
         (y, x, height, width), warping = warps.boxes[i], warps.sampling
         box = image[y - top : y - top + height, x - left : x - left + width]
         shape = (*warps.sizes[i], image.shape[2])
-        result = out if out is not None else self._buffer("warped", n, shape)
+        result = out if out is not None else self._buffer("warped", shape, n)
         shown = y, x, height, width = warps.shown[i]
         if (height, width) != shape[:2]:
             result.fill(0)
@@ -291,10 +293,10 @@ class CpuRunner:
                 moves.sampling.interpolation,
                 moves.sampling.antialias,
                 out[y0 - y : y1 - y, x0 - x : x1 - x],
-                lambda name, shape: self._buffer(name, n, shape),
+                functools.partial(self._buffer, n=n),
             )
 
-    def _buffer(self, name: str, n: int, shape: tuple[int, ...]) -> NDArray[np.uint8]:
+    def _buffer(self, name: str, shape: tuple[int, ...], n: int) -> NDArray[np.uint8]:
         """Scratch memory of this shape for step n, used again by the next image; not if that is much smaller."""
         need, held = math.prod(shape), self._scratch.get((name, n))
         if held is None or not need <= len(held) <= max(16 * need, _KEPT_BYTES):

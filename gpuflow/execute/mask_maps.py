@@ -13,7 +13,8 @@ import cv2
 import numpy as np
 from numpy.typing import NDArray
 
-from gpuflow.execute.warp import REMAPPED, TIE, fold_back, seen
+from gpuflow.execute.jit import loops_of
+from gpuflow.execute.warp import REMAPPED, TIE, TINY, fold_back, seen
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.program import (
     ApplyStep,
@@ -35,12 +36,15 @@ class MaskMap:
 
     Crops, flips, resizes and pads move rows and columns separately, so two vectors describe them: the row of each row,
     and the column of each column. From the first warp on there is a place for each pixel: its column and its row in one
-    number. A negative row, column or place lies outside, where the result is 0.
+    number, and of these places two vectors choose again. A negative row, column or place lies outside, where the result
+    is 0.
     """
 
     def __init__(self, height: int, width: int) -> None:
         self._rows, self._columns = np.arange(height), np.arange(width)
         self._places: NDArray[Any] | None = None
+        self._chosen: tuple[s.Ints, s.Ints] | None = None
+        """The rows and the columns of places that are left; None: all."""
         self._small = max(height, width) < REMAPPED
 
     def apply(self, mask: NDArray[np.uint8]) -> NDArray[np.uint8]:
@@ -51,7 +55,7 @@ class MaskMap:
             result[self._rows < 0] = 0
             result[:, self._columns < 0] = 0
             return result
-        pairs = self._pairs(self._places)
+        pairs = self._pairs(self._settle(self._places))
         if self._small:
             no_more, constant = np.empty(0, np.int16), cv2.BORDER_CONSTANT
             return np.asarray(
@@ -60,7 +64,7 @@ class MaskMap:
                 )
             )
         result = mask[pairs[..., 1], pairs[..., 0]]
-        result[self._places < 0] = 0
+        result[pairs[..., 0] < 0] = 0
         return result
 
     def _pairs(self, places: NDArray[Any]) -> NDArray[Any]:
@@ -69,7 +73,7 @@ class MaskMap:
 
     def move(self, move: s.Crop | s.Flip | s.Resize | s.Pad, i: int) -> None:
         """Continue with sample i's move."""
-        height, width = (len(self._rows), len(self._columns)) if self._places is None else self._places.shape
+        height, width = self._shape()
         match move:
             case s.Crop():
                 rows, columns = np.arange(move.height[i]) + move.y[i], np.arange(move.width[i]) + move.x[i]
@@ -92,9 +96,15 @@ class MaskMap:
         y, x, height, width = warping.box[i].tolist()
         self._select(np.arange(y, y + height), np.arange(x, x + width))
         shape = [int(side[i]) for side in warping.size]
+        constant = warping.lookup.border == "constant"
+        loops = loops_of("mask_loops")
+        if loops is not None and constant and self._places is None:
+            self._places = np.empty(shape, np.int32 if self._small else np.int64)
+            pairs = self._pairs(self._places)
+            loops.look_up(warping.matrix[i], TIE, TINY, self._rows, self._columns, warping.shown[i], pairs)
+            return
         points = (np.arange(side, dtype=np.float64) + 0.5 for side in shape)
         down, across = next(points)[:, None], next(points)[None]
-        constant = warping.lookup.border == "constant"
         numbers = np.int16 if self._small and constant else np.int32
         columns, rows = (_floors(line, numbers) for line in seen(warping.matrix[i], across, down))
         if constant:
@@ -115,19 +125,35 @@ class MaskMap:
                 outside |= (pairs[..., 0] < 0) | (pairs[..., 1] < 0)
         else:
             at = np.clip(rows, 0, height - 1).astype(np.int64) * width + np.clip(columns, 0, width - 1)
-            places = self._places.reshape(-1).take(at)
+            places = self._settle(self._places).reshape(-1).take(at)
         np.putmask(places, outside, -1)
         self._places = places
+
+    def _shape(self) -> tuple[int, ...]:
+        """Height and width of the result so far."""
+        if self._places is not None and self._chosen is None:
+            return self._places.shape
+        rows, columns = (self._rows, self._columns) if self._chosen is None else self._chosen
+        return len(rows), len(columns)
 
     def _select(self, rows: s.Ints, columns: s.Ints) -> None:
         """Keep these rows and columns, [h] and [w], of the result so far; negative ones are outside."""
         if self._places is None:
-            self._rows = np.where(rows < 0, -1, self._rows.take(rows, mode="clip"))
-            self._columns = np.where(columns < 0, -1, self._columns.take(columns, mode="clip"))
-            return
-        self._places = self._places.take(rows, 0, mode="clip").take(columns, 1, mode="clip")
-        self._places[rows < 0] = -1
-        self._places[:, columns < 0] = -1
+            self._rows, self._columns = _taken(self._rows, rows), _taken(self._columns, columns)
+        elif self._chosen is None:
+            self._chosen = rows, columns
+        else:
+            self._chosen = _taken(self._chosen[0], rows), _taken(self._chosen[1], columns)
+
+    def _settle(self, places: NDArray[Any]) -> NDArray[Any]:
+        """Choose the rows and columns of places that are left."""
+        if self._chosen is not None:
+            rows, columns = self._chosen
+            places = places.take(rows, 0, mode="clip").take(columns, 1, mode="clip")
+            places[rows < 0] = -1
+            places[:, columns < 0] = -1
+            self._places, self._chosen = places, None
+        return places
 
 
 def mask_maps(program: Program, keys: s.Keys, sizes: s.Ints) -> list[MaskMap]:
@@ -157,6 +183,11 @@ def _move(maps: Sequence[MaskMap], placed: Sequence[PlacedMove]) -> None:
         assert not isinstance(one.move, s.Warp), "warps are no sampling step"
         for i, each in enumerate(maps):
             each.move(one.move, i)
+
+
+def _taken(line: s.Ints, at: s.Ints) -> s.Ints:
+    """The numbers of `line` at these places; -1 at negative ones."""
+    return np.where(at < 0, -1, line.take(at, mode="clip"))
 
 
 def _inside(places: s.Ints, size: int) -> s.Ints:

@@ -7,6 +7,7 @@ import io
 import numpy as np
 from numpy.typing import NDArray
 
+from gpuflow.execute.jit import loops_of
 from gpuflow.pipeline.records import MaskFile, Polygons, Rle
 
 __all__ = ["decode_mask", "draw_instance", "fill_polygons", "instance_mask", "mask_fault"]
@@ -66,8 +67,12 @@ def draw_instance(mask: Polygons | Rle, bit: int, down: NDArray[np.uint8]) -> No
         down |= np.repeat(levels, mask.counts).reshape(width, height)
         return
     for outline in mask.outlines:
-        first, inside = _filled(_turns(outline, height, width), height, width)
-        down[first : first + len(inside)] |= inside << bit
+        points = (_SCALE * outline + 0.5).astype(np.int64)
+        if (loops := loops_of("mask_loops")) is not None:
+            loops.draw_outline(points, _SCALE, np.uint8(1 << bit), down)
+        else:
+            first, inside = _filled(_turns(points, height, width), height, width)
+            down[first : first + len(inside)] |= inside << bit
 
 
 def fill_polygons(polygons: Polygons, height: int, width: int) -> NDArray[np.uint8]:
@@ -91,9 +96,11 @@ def _filled(turns: NDArray[np.int64], height: int, width: int) -> tuple[int, NDA
     return first, inside.reshape(-1, height)
 
 
-def _turns(outline: NDArray[np.float64], height: int, width: int) -> NDArray[np.int64]:
-    """Where, counting pixels column by column, the inside of a closed outline begins or ends."""
-    points = (_SCALE * outline + 0.5).astype(np.int64)
+def _turns(points: NDArray[np.int64], height: int, width: int) -> NDArray[np.int64]:
+    """Where, counting pixels column by column, the inside of a closed outline begins or ends.
+
+    points [n, 2]: x and y of its corners, on the finer grid.
+    """
     x, y = points[:, 0], points[:, 1]
     x_end, y_end = np.roll(x, -1), np.roll(y, -1)
     dx, dy = np.abs(x - x_end), np.abs(y - y_end)

@@ -13,13 +13,19 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from gpuflow.execute import colors
 from gpuflow.pipeline.pointwise import Operation, Operations
 
-__all__ = ["run_pointwise"]
+__all__ = ["Buffer", "run_pointwise"]
 
-_STRIP_PIXELS = 2**15
-"""So many pixels are computed at a time: their float32 planes stay in a core's cache."""
-_LEVELS = torch.arange(256, dtype=torch.uint8)
+Buffer = Callable[[str, tuple[int, ...]], NDArray[np.uint8]]
+"""Scratch memory by its name and shape, which the next image may use again."""
+
+_LEVELS = np.arange(256, dtype=np.float32)
+
+
+def _new_buffer(_: str, shape: tuple[int, ...]) -> NDArray[np.uint8]:
+    return np.empty(shape, np.uint8)
 
 
 def run_pointwise(
@@ -30,6 +36,7 @@ def run_pointwise(
     *,
     planes: bool,
     out: NDArray[Any] | None,
+    buffer: Buffer = _new_buffer,
 ) -> NDArray[Any]:
     """Run sample i's operations on its image [H, W, C], then look levels up in a table, if there is one.
 
@@ -38,110 +45,96 @@ def run_pointwise(
         table: [C, 256] in the result's dtype. planes: the result of the table is [C, H, W], and [H, W, C] otherwise.
         out: receives the result, if given.
     """
+    height, width, channels = image.shape
     changed = [at for at, code in enumerate(operations.codes[i].tolist()) if code != Operation.NONE]
-    parts = cv2.split(image) if changed or planes else []
-    if changed:
-        result = torch.from_numpy(np.stack(parts))
+    parts = buffer("planes", (channels, height, width)) if changed or (planes and table is not None) else None
+    if parts is not None:
+        cv2.split(image, list(parts))
         for at in changed:
-            result = _operate(result, operations, i, at)
-        parts = list(result.numpy())
+            _operate(parts, operations, i, at, buffer)
     if table is None:
-        return cv2.merge(parts, dst=out).reshape(image.shape) if changed else image
+        return image if parts is None else cv2.merge(list(parts), dst=out).reshape(image.shape)
     if planes:
-        out = np.empty((len(parts), *image.shape[:2]), table.dtype) if out is None else out
+        assert parts is not None
+        out = np.empty((channels, height, width), table.dtype) if out is None else out
         for part, row, target in zip(parts, table, out, strict=True):
             cv2.LUT(part, row, dst=target)
         return out
-    merged = cv2.merge(parts).reshape(image.shape) if changed else image
+    merged = image if parts is None else cv2.merge(list(parts)).reshape(image.shape)
     return cv2.LUT(merged, table.T[None], dst=out).reshape(image.shape)
 
 
-def _operate(planes: torch.Tensor, operations: Operations, i: int, at: int) -> torch.Tensor:
-    """The operation number `at` of sample i, which is not NONE."""
+def _operate(planes: NDArray[np.uint8], operations: Operations, i: int, at: int, buffer: Buffer) -> None:
+    """Change planes [C, H, W] by the operation number `at` of sample i, which is not NONE."""
     factor, operation = float(operations.factors[i, at]), Operation(int(operations.codes[i, at]))
+    pixels, colored = planes.reshape(len(planes), -1), len(planes) == 3
     match operation:
         case Operation.BRIGHTNESS:
-            return _look_up(planes, _LEVELS.mul(factor))
+            _look_up(planes, [_to_levels(_LEVELS * np.float32(factor))])
         case Operation.CONTRAST:
-            return _look_up(planes, _LEVELS.mul(factor).add_(_luma(planes).mean(), alpha=1.0 - factor))
-        case Operation.SATURATION:
-            return planes if len(planes) == 1 else _in_strips(planes, lambda part: _saturate(part, factor))
-        case Operation.HUE:
-            return _in_strips(planes, lambda part: _hue(part, factor))
-        case Operation.GRAYSCALE:
-            return planes if len(planes) == 1 else _luma(planes).to(torch.uint8).expand(planes.shape).contiguous()
+            mean = float(torch.from_numpy(_luma(pixels, buffer)).mean())
+            rest = np.float64(np.float32(1.0 - factor)) * mean  # PyTorch adds this product in one rounding
+            _look_up(planes, [_to_levels((_LEVELS * np.float32(factor) + rest).astype(np.float32))])
+        case Operation.SATURATION if colored:
+            colors.adjust_saturation(pixels, factor)
+        case Operation.HUE if colored:
+            colors.adjust_hue(pixels, factor)
+        case Operation.GRAYSCALE if colored:
+            np.copyto(pixels, _luma(pixels, buffer), casting="unsafe")
         case Operation.TABLE:
-            return _by_channel(planes, operations.tables[int(factor)])
+            _look_up(planes, operations.tables[int(factor)])
         case Operation.MATRIX:
-            rows = operations.values[int(factor)].reshape(3, 4).tolist()
-            return _in_strips(planes, lambda part: _matrix(part, rows))
+            _multiply(pixels, operations.values[int(factor)].reshape(3, 4))
         case Operation.ERASE:
-            return _erase(planes, operations.values[int(factor)])
+            _erase(planes, operations.values[int(factor)])
         case Operation.AUTOCONTRAST:
-            return _by_channel(planes, [_stretch(plane) for plane in planes.numpy()])
+            _look_up(planes, [_stretch(plane) for plane in planes])
         case Operation.EQUALIZE:
-            return _by_channel(planes, [_equalize(plane) for plane in planes.numpy()])
-        case Operation.NONE:
-            return planes
+            _look_up(planes, [_equalize(plane) for plane in planes])
+        case Operation.SATURATION | Operation.HUE | Operation.GRAYSCALE | Operation.NONE:
+            pass  # gray images stay as they are
         case _:
             assert_never(operation)
 
 
-def _in_strips(planes: torch.Tensor, operation: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """An operation that changes each pixel for itself, on some rows after the other."""
-    rows = max(1, _STRIP_PIXELS // planes.shape[2])
-    if rows >= planes.shape[1]:
-        return operation(planes)
-    result = torch.empty_like(planes)
-    for first in range(0, planes.shape[1], rows):
-        result[:, first : first + rows] = operation(planes[:, first : first + rows])
-    return result
+def _to_levels(values: NDArray[np.float32]) -> NDArray[np.uint8]:
+    """Clamped and truncated."""
+    levels: NDArray[np.uint8] = np.minimum(np.maximum(values, 0), 255).astype(np.uint8)
+    return levels
 
 
-def _saturate(planes: torch.Tensor, factor: float) -> torch.Tensor:
-    return _to_levels(planes.mul(factor).add_(_luma(planes), alpha=1.0 - factor))
+def _luma(pixels: NDArray[np.uint8], buffer: Buffer) -> NDArray[np.float32]:
+    """Rec. 601 luma of [C, N] rounded down; of a gray image its levels."""
+    luma = buffer("luma", (4 * pixels.shape[1],)).view(np.float32)
+    if len(pixels) == 3:
+        colors.luma(pixels, luma)
+    else:
+        luma[:] = pixels[0]
+    return luma
 
 
-def _to_levels(values: torch.Tensor) -> torch.Tensor:
-    return values.clamp_(0, 255).to(torch.uint8)
+def _look_up(planes: NDArray[np.uint8], tables: Any) -> None:
+    """Look up levels in each channel's table, uint8 [256], or in one table for all channels."""
+    if len(tables) == 1:
+        rows = planes.reshape(-1, planes.shape[2])
+        cv2.LUT(rows, tables[0], dst=rows)
+        return
+    for plane, table in zip(planes, tables, strict=False):
+        cv2.LUT(plane, table, dst=plane)
 
 
-def _luma(planes: torch.Tensor) -> torch.Tensor:
-    """Rec. 601 luma rounded down, float32 [1, H, W]."""
-    if len(planes) == 1:
-        return planes.to(torch.float32)
-    r, g, b = planes
-    luma: torch.Tensor = r.mul(0.2989).add_(g, alpha=0.587).add_(b, alpha=0.114)
-    return luma.floor_()[None]
+def _multiply(pixels: NDArray[np.uint8], rows: NDArray[np.float64]) -> None:
+    if len(pixels) == 3:
+        colors.multiply_colors(pixels, rows)
+        return
+    same = np.repeat(pixels, 3, axis=0)  # equal red, green and blue
+    colors.multiply_colors(same, rows)
+    pixels[0] = same[0]
 
 
-def _look_up(planes: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Each level's value, clamped and truncated; one table for all channels."""
-    table = _to_levels(values).reshape(256).numpy()
-    return torch.from_numpy(cv2.LUT(planes.numpy().reshape(-1, planes.shape[-1]), table)).view(planes.shape)
-
-
-def _by_channel(planes: torch.Tensor, tables: Any) -> torch.Tensor:
-    """Look up each channel's levels in that channel's table, uint8 [256]."""
-    return torch.from_numpy(np.stack([cv2.LUT(plane, row) for plane, row in zip(planes.numpy(), tables, strict=False)]))
-
-
-def _hue(planes: torch.Tensor, shift: float) -> torch.Tensor:
-    from torchvision.transforms.v2.functional import adjust_hue_image
-
-    return adjust_hue_image(planes, shift)  # type: ignore[no-any-return]
-
-
-def _matrix(planes: torch.Tensor, rows: list[list[float]]) -> torch.Tensor:
-    r, g, b = planes if len(planes) == 3 else planes.expand(3, -1, -1)
-    sums = [r.mul(x).add_(g, alpha=y).add_(b, alpha=z).add_(rest + 0.5) for x, y, z, rest in rows[: len(planes)]]
-    return _to_levels(torch.stack(sums))
-
-
-def _erase(planes: torch.Tensor, values: NDArray[np.float64]) -> torch.Tensor:
+def _erase(planes: NDArray[np.uint8], values: NDArray[np.float64]) -> None:
     (y, x, height, width), color = values[:4].astype(int).tolist(), values[4 : 4 + len(planes)].astype(np.uint8)
-    planes[:, y : y + height, x : x + width] = torch.from_numpy(color)[:, None, None]
-    return planes
+    planes[:, y : y + height, x : x + width] = color[:, None, None]
 
 
 def _stretch(plane: NDArray[np.uint8]) -> NDArray[np.uint8]:

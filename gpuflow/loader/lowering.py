@@ -35,7 +35,7 @@ from gpuflow.loader.mixing import Mixer
 from gpuflow.loader.plan import LoaderPlan
 from gpuflow.loader.prepared import PreparedChunks
 from gpuflow.loader.read import ChunkReader, keys_of
-from gpuflow.loader.records import RecordMapper, in_one_block, to_tensors
+from gpuflow.loader.records import Blocks, RecordMapper, to_tensors
 from gpuflow.loader.resolve import BadSampleResolver
 from gpuflow.loader.sampler import EpochSteps
 from gpuflow.pipeline.image_spec import as_batch
@@ -87,6 +87,7 @@ class Feed:
         if plan.share is not None:
             self._offload = CpuOffload(plan, plan.share, self._reader, self._decoder, self.workers)
         self._records = RecordMapper(plan.source, plan.targets) if plan.targets is not None else None
+        self._blocks = Blocks(keep=plan.prefetch + 2)
         self._resolver = BadSampleResolver(plan, self._reader, self._records)
         self._mixer = Mixer(plan)
         offload_meters = [self._offload.meter] if self._offload is not None else []
@@ -167,6 +168,7 @@ class Feed:
         self.workers.close()
         self._reader.close()
         self._decoder.close()
+        self._blocks.clear()
         if self._offload is not None:
             self._offload.close()
         if self._plan.gpu is not None:
@@ -378,7 +380,7 @@ class Feed:
         if self._plan.gpu is None:
             self._mixer.mix(batch, mixtures)
         if device_stream is None:
-            batch.fields = to_tensors(fields, in_one_block)
+            batch.fields = to_tensors(fields, self._blocks.pack)
             return
         if self._plan.gpu is None:
             program, slots = self._plan.program, batch.slots

@@ -14,11 +14,16 @@ from gpuflow.execute.targets import TargetMapper
 from gpuflow.loader.batch import Assembly, RaggedTensor
 from gpuflow.pipeline.records import Column, Ragged, Records
 from gpuflow.pipeline.stage import Keys
+from gpuflow.runtime.buffers import SlotPool
+from gpuflow.runtime.memory import heap
 from gpuflow.sources import Source, records_of
 
-__all__ = ["RecordMapper", "in_one_block", "to_tensors"]
+__all__ = ["Blocks", "RecordMapper", "to_tensors"]
 
 _ALIGN = 16
+_LARGE = 2**20
+"""Bytes from which on a block is used again: such memory is mapped anew each time, which takes as long as filling it.
+A small block is no larger than what it holds, for a loop may keep the boxes of an epoch."""
 
 
 class RecordMapper:
@@ -113,13 +118,28 @@ def to_tensors(
     return values
 
 
-def in_one_block(arrays: Sequence[NDArray[Any]]) -> list[torch.Tensor]:
-    """Copies of arrays as tensors that share one block of memory."""
-    starts = np.cumsum([0, *(-(-array.nbytes // _ALIGN) * _ALIGN for array in arrays)]).tolist()
-    block = np.empty(starts.pop(), np.uint8)
-    tensors = []
-    for start, array in zip(starts, arrays, strict=True):
-        view = block[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
-        np.copyto(view, array)
-        tensors.append(torch.from_numpy(view))
-    return tensors
+class Blocks:
+    """Copies the arrays of a batch into one block of memory. Large blocks are used again. Any thread may call `pack`.
+
+    keep: free large blocks that are kept.
+    """
+
+    def __init__(self, keep: int) -> None:
+        self._large = SlotPool((_LARGE,), np.uint8, keep)
+
+    def pack(self, arrays: Sequence[NDArray[Any]]) -> list[torch.Tensor]:
+        """Copies of arrays as tensors that share one block of memory."""
+        starts = np.cumsum([0, *(-(-array.nbytes // _ALIGN) * _ALIGN for array in arrays)]).tolist()
+        size = starts.pop()
+        block = torch.from_numpy(self._large.acquire(-(-size // _LARGE) * _LARGE) if size >= _LARGE else heap(size))
+        tensors = []
+        for start, array in zip(starts, arrays, strict=True):
+            dtype = torch.from_numpy(np.empty(0, array.dtype)).dtype
+            tensor = block[start : start + array.nbytes].view(dtype).view(array.shape)
+            np.copyto(tensor.numpy(), array)
+            tensors.append(tensor)
+        return tensors
+
+    def clear(self) -> None:
+        """Free the blocks that no batch holds."""
+        self._large.clear()

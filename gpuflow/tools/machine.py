@@ -78,10 +78,15 @@ class Gpu:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CpuDecoders:
-    """Versions of the decoders. libjpeg_turbo: None where no library that can decode a region is installed."""
+    """Versions of what decodes and computes on the cores.
+
+    libjpeg_turbo: None where no library that can decode a region is installed. numba: None where it is not installed,
+    or where its loops do not give what PyTorch gives, and are not used.
+    """
 
     libjpeg_turbo: str | None
     opencv: str
+    numba: str | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

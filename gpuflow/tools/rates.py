@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from gpuflow.decode.codecs import CpuDecoder, Header, engine_sampling, probe
 from gpuflow.decode.libjpeg_turbo import find_libjpeg_turbo
 from gpuflow.errors import BadSampleError, MissingExtra, SourceError
+from gpuflow.execute import colors
 from gpuflow.runtime.threads import DaemonPool
 from gpuflow.sources import SourceSpec, is_read_remotely, open_source
 from gpuflow.sources.folder import EXTENSIONS
@@ -308,9 +309,10 @@ def photographs(count: int = 32) -> list[NDArray[np.uint8]]:
 
 
 def cpu_decoders() -> CpuDecoders:
-    """The libraries that decode on the cores."""
+    """The libraries that decode and compute on the cores."""
     library = find_libjpeg_turbo()
-    return CpuDecoders(libjpeg_turbo=library.version if library else None, opencv=cv2.__version__)
+    turbo = library.version if library else None
+    return CpuDecoders(libjpeg_turbo=turbo, opencv=cv2.__version__, numba=colors.compiled_by())
 
 
 def core_rates(images: Sequence[ProbedImage], *, threads: Sequence[int]) -> tuple[tuple[DecodeRate, ...], int]:

@@ -15,6 +15,9 @@ from PIL import Image
 from torchvision import tv_tensors
 from torchvision.transforms.v2 import functional as F
 
+from gpuflow.execute import mask_maps as mask_maps_module
+from gpuflow.execute import masks as masks_module
+from gpuflow.execute.jit import loops_of
 from gpuflow.execute.mask_maps import mask_maps
 from gpuflow.execute.masks import decode_mask, fill_polygons, instance_mask, mask_fault
 from gpuflow.pipeline import stage as s
@@ -38,6 +41,28 @@ PARAMETERS = {
     ),
 }
 """What pycocotools 2.0.11 gives for these outlines, in a mask of 6 rows and 8 columns."""
+
+
+@pytest.fixture(autouse=True, params=["loops of numba", "numpy"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "numpy":
+        monkeypatch.setattr(masks_module, "loops_of", lambda _: None)
+        monkeypatch.setattr(mask_maps_module, "loops_of", lambda _: None)
+    elif loops_of("mask_loops") is None:
+        pytest.skip("numba is not installed")
+
+
+def test_any_outline_is_filled_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = np.random.default_rng(0)
+    for number in range(400):
+        height, width = rng.integers(1, 90, 2).tolist()
+        outline = rng.uniform(-20, 110, (rng.integers(1, 9), 2))
+        outline = np.round(2 * outline) / 2 if number % 3 == 0 else outline
+        filled = []
+        for way in (loops_of, lambda _: None):
+            monkeypatch.setattr(masks_module, "loops_of", way)
+            filled.append(fill_polygons(Polygons((outline,)), height, width))
+        assert np.array_equal(filled[0], filled[1]), (height, width, outline)
 
 
 @pytest.mark.parametrize(("outline", "rows"), PARAMETERS.values(), ids=PARAMETERS)

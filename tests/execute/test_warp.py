@@ -8,10 +8,8 @@ from typing import Any
 import cv2
 import numpy as np
 import pytest
-import torch
 from numpy.typing import NDArray
 
-from gpuflow.execute import pointwise
 from gpuflow.execute import warp as warp_module
 from gpuflow.execute.warp import warp
 from gpuflow.pipeline.stage import Lookup
@@ -155,16 +153,6 @@ def test_pixels_on_the_edge_of_the_image_are_found_row_by_row() -> None:
         )
         assert len(set(found)) == len(found)
         assert blended <= set(found) <= near
-
-
-def test_large_images_have_the_pixels_of_small_ones() -> None:
-    """Colours are computed on some rows after the other there."""
-    planes = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (3, 300, 401), np.uint8))
-
-    def change(part: torch.Tensor) -> torch.Tensor:
-        return pointwise._hue(pointwise._saturate(part, 1.3), 0.2)
-
-    assert torch.equal(pointwise._in_strips(planes, change), change(planes))
 
 
 class Rounded:

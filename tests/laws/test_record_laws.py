@@ -14,6 +14,7 @@ import torch
 
 import gpuflow
 from gpuflow.loader.batch import RaggedTensor
+from gpuflow.loader.records import Blocks
 from gpuflow.pipeline.records import Field, MaskFile
 from gpuflow.pipeline.targets import TargetRules
 from tests.datasets import Entries, MemorySource, deadline, fault_of, flat, interleave, loader_of
@@ -226,6 +227,29 @@ def test_fields_lie_in_one_block(source: MemoryRecords) -> None:
     start = min(tensor.data_ptr() for tensor in tensors)
     end = max(tensor.data_ptr() + tensor.nbytes for tensor in tensors)
     assert end - start <= sum(tensor.nbytes for tensor in tensors) + 16 * len(tensors)
+
+
+def test_large_blocks_are_used_again_once_no_batch_holds_them() -> None:
+    blocks, array = Blocks(keep=2), np.arange(2**20, dtype=np.int32)
+    small = np.arange(6, dtype=np.float32).reshape(2, 3)
+    first, of_first = blocks.pack([array, small])
+    second, _ = blocks.pack([array + 1, small])
+    assert first.data_ptr() != second.data_ptr()
+    place = first.data_ptr()
+    del first
+    third, _ = blocks.pack([array + 2, small])
+    assert third.data_ptr() != place, "a tensor of the first block is left"
+    assert torch.equal(of_first, torch.from_numpy(small))
+    del of_first
+    fourth, _ = blocks.pack([array + 3, small])
+    assert fourth.data_ptr() == place
+    for tensor, added in ((second, 1), (third, 2), (fourth, 3)):
+        assert torch.equal(tensor, torch.from_numpy(array + added))
+
+
+def test_a_small_block_is_no_larger_than_its_tensors() -> None:
+    (tensor,) = Blocks(keep=2).pack([np.arange(4)])
+    assert tensor.untyped_storage().nbytes() == tensor.nbytes
 
 
 def test_targets_are_what_torchvisions_detectors_take(source: MemoryRecords) -> None:
