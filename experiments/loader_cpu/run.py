@@ -2,6 +2,10 @@
 
 Writes results.csv in this file's folder, all throughput measurements to scaling.csv, and the plot.
 README.md defines each metric.
+
+    python experiments/loader_cpu/run.py --photos FOLDER       # a folder of classes of your own: images/s alone
+
+With and without color_jitter, into NAME.csv, where NAME is the folder's.
 """
 
 from __future__ import annotations
@@ -34,11 +38,22 @@ ARMS = {
     "bare threads": (f"{HERE / 'bare_threads.py'}:run", ()),
 }
 
+OWN_ARMS = {name: ARMS[name] for name in ("gpuflow", "gpuflow (processes)", "dataloader", "dataloader-uint8")}
+OWN_CONFIGS = {
+    WORKLOAD.partition(";")[0]: CONFIG,
+    "configs/photos.yaml, with color_jitter": HERE.parents[1] / "configs" / "photos.yaml",
+}
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="two short repeats, to see that it runs")
-    quick = parser.parse_args().quick
+    parser.add_argument("--photos", type=Path, help="measure images per second of this folder of classes alone")
+    options = parser.parse_args()
+    quick = options.quick
+    if options.photos is not None:
+        own_photographs(options.photos, quick)
+        return
     data()
     rows = [
         *throughput(quick),
@@ -72,17 +87,52 @@ def photographs() -> list[Path]:
     return sorted(DATA.glob("*/*.jpg"))
 
 
+def worker_counts() -> list[int]:
+    cores = len(os.sched_getaffinity(0))
+    return sorted({cores, cores + 1}) if cores <= 4 else sorted({cores // 2, cores})
+
+
+def own_photographs(folder: Path, quick: bool) -> None:
+    """Measure OWN_ARMS on a folder of classes, with each of OWN_CONFIGS."""
+    from gpuflow.tools.bench import Job, measure, row, write_results
+
+    source = (f"source.folder={folder}", "source.split=null")
+    jobs = {
+        Job(
+            arm=arm,
+            path=str(config),
+            overrides=(*source, *overrides),
+            pipeline="train",
+            workers=count,
+            seconds=1 if quick else 4,
+        ): (name, workload)
+        for count in worker_counts()
+        for workload, config in OWN_CONFIGS.items()
+        for name, (arm, overrides) in OWN_ARMS.items()
+    }
+
+    def show(job: Job, rate: float) -> None:
+        print(f"{jobs[job][0]:24} {jobs[job][1]:44} {job.workers} workers  {rate:7.0f} images/s", flush=True)
+
+    rates = measure(list(jobs), repeats=2 if quick else 5, progress=show)
+    rows = []
+    for name, workload in dict.fromkeys(jobs.values()):
+        best = max(
+            (job for job in jobs if jobs[job] == (name, workload)), key=lambda job: statistics.median(rates[job])
+        )
+        rows.append(row(name, f"{folder.name}: {workload}", "images_per_s", rates[best], "images/s"))
+    write_results(HERE / f"{folder.name}.csv", rows)
+
+
 def throughput(quick: bool) -> Iterator[dict[str, Any]]:
     """Measure every arm with several numbers of workers; the best setting of each arm counts."""
     from gpuflow.tools.bench import Job, measure, row, write_results
 
-    cores = len(os.sched_getaffinity(0))
-    counts = sorted({cores, cores + 1}) if cores <= 4 else sorted({cores // 2, cores})
     jobs = {
         Job(
             arm=arm, path=str(CONFIG), overrides=overrides, pipeline="train", workers=count, seconds=1 if quick else 3
         ): name
-        for count in counts
+        for count in worker_counts()
         for name, (arm, overrides) in ARMS.items()
     }
 
