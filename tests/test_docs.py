@@ -341,6 +341,21 @@ def test_measured_table_is_that_of_results_csv() -> None:
         assert ratio == f"{rates[arm] / rates['dataloader']:.2f}"
 
 
+def test_measured_table_of_ordinary_photographs_is_that_of_web_csv() -> None:
+    with (ROOT / "experiments/loader_cpu/web.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    workloads = list(dict.fromkeys(row["workload"] for row in rows))
+    rates = {(row["arm"], row["workload"]): float(row["value"]) for row in rows}
+    section = BENCHMARKS.split("## Ordinary photographs on two cores", 1)[1].split("\n## ", 1)[0]
+    number = r" \| ([\d,]+) \| ([\d.]+)x"
+    table = re.findall(rf"^\| `([^`]+)`[^|]*{number}{number} \|$", section, flags=re.MULTILINE)
+    assert len(table) == 4 and len(workloads) == 2
+    for arm, *figures in table:
+        for workload, rate, ratio in zip(workloads, figures[::2], figures[1::2], strict=True):
+            assert rate == f"{rates[arm, workload]:,.0f}"
+            assert ratio == f"{rates[arm, workload] / rates['dataloader', workload]:.2f}"
+
+
 def test_measured_figures_of_many_cores_are_those_of_results_csv() -> None:
     with (ROOT / "experiments/many_cores/results.csv").open(newline="") as file:
         rates = {(row["arm"], row["workload"].rpartition("; ")[2]): float(row["value"]) for row in csv.DictReader(file)}
@@ -424,9 +439,9 @@ def test_table_of_a_service_on_a_gpu_is_that_of_results_csv() -> None:
 
 
 def test_short_table_of_the_readme_is_that_of_the_results() -> None:
-    def values(experiment: str) -> dict[tuple[str, str, str], str]:
-        with (ROOT / f"experiments/{experiment}/results.csv").open(newline="") as file:
-            return {(row["arm"], row["metric"], row["workload"]): row["value"] for row in csv.DictReader(file)}
+    def values(experiment: str, file: str = "results.csv") -> dict[tuple[str, str, str], str]:
+        with (ROOT / f"experiments/{experiment}/{file}").open(newline="") as text:
+            return {(row["arm"], row["metric"], row["workload"]): row["value"] for row in csv.DictReader(text)}
 
     def pair(experiment: str, arms: tuple[str, str], metric: str, workload: str, form: str) -> list[str]:
         """The two arms' figures of the one workload whose words begin or end so."""
@@ -443,10 +458,12 @@ def test_short_table_of_the_readme_is_that_of_the_results() -> None:
     rates, dali, service = ("gpuflow", "dataloader"), ("gpuflow", "dali"), ("graph-cpu", "plain")
     with (ROOT / "experiments/loader_cpu/results.csv").open(newline="") as file:
         cpu = {row["arm"]: float(row["value"]) for row in csv.DictReader(file) if row["metric"] == "images_per_s"}
+    web = {arm: float(v) for (arm, _, words), v in values("loader_cpu", "web.csv").items() if "color_jitter" in words}
     cores = values("many_cores")
     [many] = [float(v) for (arm, _, words), v in cores.items() if arm == "gpuflow" and words.endswith("processes=16")]
     [torch] = [float(v) for (arm, _, words), v in cores.items() if arm == "dataloader" and words.endswith("workers=16")]
     expected = [
+        [f"{web[arm]:,.0f}" for arm in ("gpuflow (processes)", "dataloader")],
         [f"{cpu[arm]:,.0f}" for arm in rates],
         [f"{many:,.0f}", f"{torch:,.0f}"],
         pair("gpu_path", dali, "images_per_s", "random_resized_crop 224, flip", ",.0f"),

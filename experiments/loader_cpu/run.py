@@ -87,26 +87,21 @@ def photographs() -> list[Path]:
     return sorted(DATA.glob("*/*.jpg"))
 
 
-def worker_counts() -> list[int]:
-    cores = len(os.sched_getaffinity(0))
-    return sorted({cores, cores + 1}) if cores <= 4 else sorted({cores // 2, cores})
-
-
 def own_photographs(folder: Path, quick: bool) -> None:
-    """Measure OWN_ARMS on a folder of classes, with each of OWN_CONFIGS."""
+    """Measure OWN_ARMS on a folder of classes with each of OWN_CONFIGS, and a worker for each core."""
+    from gpuflow.plots import loader_cpu
     from gpuflow.tools.bench import Job, measure, row, write_results
 
-    source = (f"source.folder={folder}", "source.split=null")
+    source = (f"source.folder={folder}",)
     jobs = {
         Job(
             arm=arm,
             path=str(config),
             overrides=(*source, *overrides),
             pipeline="train",
-            workers=count,
+            workers=len(os.sched_getaffinity(0)),
             seconds=1 if quick else 4,
         ): (name, workload)
-        for count in worker_counts()
         for workload, config in OWN_CONFIGS.items()
         for name, (arm, overrides) in OWN_ARMS.items()
     }
@@ -115,24 +110,26 @@ def own_photographs(folder: Path, quick: bool) -> None:
         print(f"{jobs[job][0]:24} {jobs[job][1]:44} {job.workers} workers  {rate:7.0f} images/s", flush=True)
 
     rates = measure(list(jobs), repeats=2 if quick else 5, progress=show)
-    rows = []
-    for name, workload in dict.fromkeys(jobs.values()):
-        best = max(
-            (job for job in jobs if jobs[job] == (name, workload)), key=lambda job: statistics.median(rates[job])
-        )
-        rows.append(row(name, f"{folder.name}: {workload}", "images_per_s", rates[best], "images/s"))
+    rows = [
+        row(name, f"{folder.name}: {workload}", "images_per_s", rates[job], "images/s")
+        for job, (name, workload) in jobs.items()
+    ]
     write_results(HERE / f"{folder.name}.csv", rows)
+    for path in loader_cpu.draw(HERE / f"{folder.name}.csv", HERE / folder.name):
+        print("wrote", path)
 
 
 def throughput(quick: bool) -> Iterator[dict[str, Any]]:
     """Measure every arm with several numbers of workers; the best setting of each arm counts."""
     from gpuflow.tools.bench import Job, measure, row, write_results
 
+    cores = len(os.sched_getaffinity(0))
+    counts = sorted({cores, cores + 1}) if cores <= 4 else sorted({cores // 2, cores})
     jobs = {
         Job(
             arm=arm, path=str(CONFIG), overrides=overrides, pipeline="train", workers=count, seconds=1 if quick else 3
         ): name
-        for count in worker_counts()
+        for count in counts
         for name, (arm, overrides) in ARMS.items()
     }
 

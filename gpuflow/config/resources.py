@@ -34,7 +34,7 @@ def threads_of(run: RunSpec) -> int:
 def processes_of(run: RunSpec, samples: int) -> int:
     """`run.processes`; where that is auto, none for one thread or few samples, else one for each thread.
 
-    Two processes load 1.1 to 1.4 times what two threads do, which wait for the interpreter (docs/benchmarks.md).
+    Two processes load 1.1 to 1.5 times what two threads do, which wait for the interpreter (docs/benchmarks.md).
     """
     threads = threads_of(run)
     if run.processes != "auto":

@@ -234,8 +234,8 @@ class CpuRunner:
                 case PointwiseStep():
                     operations, row = (step.draw(keys[i], *_size(image)), 0) if draw is None else (draw, i)
                     planes = step.after.layout == "nchw"
-                    buffer = functools.partial(self._buffer, n=n)
-                    image = run_pointwise(image, operations, row, step.table, planes=planes, out=out, buffer=buffer)
+                    scratch = functools.partial(self._buffer, n=n)
+                    image = run_pointwise(image, operations, row, step.table, planes=planes, out=out, scratch=scratch)
                 case LocalStep():
                     image = run_filters(image, draw, i)
                 case ApplyStep(stage):

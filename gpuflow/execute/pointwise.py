@@ -5,7 +5,6 @@ Most operations are torchvision v2's, to the bit. Planes are uint8 tensors [C, H
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, assert_never
 
 import cv2
@@ -14,17 +13,15 @@ import torch
 from numpy.typing import NDArray
 
 from gpuflow.execute import colors
+from gpuflow.execute.resample import Scratch
 from gpuflow.pipeline.pointwise import Operation, Operations
 
-__all__ = ["Buffer", "run_pointwise"]
-
-Buffer = Callable[[str, tuple[int, ...]], NDArray[np.uint8]]
-"""Scratch memory by its name and shape, which the next image may use again."""
+__all__ = ["run_pointwise"]
 
 _LEVELS = np.arange(256, dtype=np.float32)
 
 
-def _new_buffer(_: str, shape: tuple[int, ...]) -> NDArray[np.uint8]:
+def _new_memory(_: str, shape: tuple[int, ...]) -> NDArray[np.uint8]:
     return np.empty(shape, np.uint8)
 
 
@@ -36,7 +33,7 @@ def run_pointwise(
     *,
     planes: bool,
     out: NDArray[Any] | None,
-    buffer: Buffer = _new_buffer,
+    scratch: Scratch = _new_memory,
 ) -> NDArray[Any]:
     """Run sample i's operations on its image [H, W, C], then look levels up in a table, if there is one.
 
@@ -47,11 +44,11 @@ def run_pointwise(
     """
     height, width, channels = image.shape
     changed = [at for at, code in enumerate(operations.codes[i].tolist()) if code != Operation.NONE]
-    parts = buffer("planes", (channels, height, width)) if changed or (planes and table is not None) else None
+    parts = scratch("planes", (channels, height, width)) if changed or (planes and table is not None) else None
     if parts is not None:
         cv2.split(image, list(parts))
         for at in changed:
-            _operate(parts, operations, i, at, buffer)
+            _operate(parts, operations, i, at, scratch)
     if table is None:
         return image if parts is None else cv2.merge(list(parts), dst=out).reshape(image.shape)
     if planes:
@@ -64,7 +61,7 @@ def run_pointwise(
     return cv2.LUT(merged, table.T[None], dst=out).reshape(image.shape)
 
 
-def _operate(planes: NDArray[np.uint8], operations: Operations, i: int, at: int, buffer: Buffer) -> None:
+def _operate(planes: NDArray[np.uint8], operations: Operations, i: int, at: int, scratch: Scratch) -> None:
     """Change planes [C, H, W] by the operation number `at` of sample i, which is not NONE."""
     factor, operation = float(operations.factors[i, at]), Operation(int(operations.codes[i, at]))
     pixels, colored = planes.reshape(len(planes), -1), len(planes) == 3
@@ -72,7 +69,7 @@ def _operate(planes: NDArray[np.uint8], operations: Operations, i: int, at: int,
         case Operation.BRIGHTNESS:
             _look_up(planes, [_to_levels(_LEVELS * np.float32(factor))])
         case Operation.CONTRAST:
-            mean = float(torch.from_numpy(_luma(pixels, buffer)).mean())
+            mean = float(torch.from_numpy(_luma(pixels, scratch)).mean())
             rest = np.float64(np.float32(1.0 - factor)) * mean  # PyTorch adds this product in one rounding
             _look_up(planes, [_to_levels((_LEVELS * np.float32(factor) + rest).astype(np.float32))])
         case Operation.SATURATION if colored:
@@ -80,7 +77,7 @@ def _operate(planes: NDArray[np.uint8], operations: Operations, i: int, at: int,
         case Operation.HUE if colored:
             colors.adjust_hue(pixels, factor)
         case Operation.GRAYSCALE if colored:
-            np.copyto(pixels, _luma(pixels, buffer), casting="unsafe")
+            np.copyto(pixels, _luma(pixels, scratch), casting="unsafe")
         case Operation.TABLE:
             _look_up(planes, operations.tables[int(factor)])
         case Operation.MATRIX:
@@ -103,9 +100,9 @@ def _to_levels(values: NDArray[np.float32]) -> NDArray[np.uint8]:
     return levels
 
 
-def _luma(pixels: NDArray[np.uint8], buffer: Buffer) -> NDArray[np.float32]:
+def _luma(pixels: NDArray[np.uint8], scratch: Scratch) -> NDArray[np.float32]:
     """Rec. 601 luma of [C, N] rounded down; of a gray image its levels."""
-    luma = buffer("luma", (4 * pixels.shape[1],)).view(np.float32)
+    luma = scratch("luma", (4 * pixels.shape[1],)).view(np.float32)
     if len(pixels) == 3:
         colors.luma(pixels, luma)
     else:
