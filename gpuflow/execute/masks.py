@@ -14,6 +14,8 @@ __all__ = ["decode_mask", "draw_instance", "fill_polygons", "instance_mask", "ma
 
 _SCALE = 5
 """pycocotools draws outlines on a grid that is finer than the pixels by this factor."""
+_FARTHEST = 2**20
+"""The largest coordinate of an outline, in pixels. The time to draw an edge grows with its length."""
 
 
 def decode_mask(mask: MaskFile, size: tuple[int, int]) -> NDArray[np.uint8]:
@@ -49,6 +51,8 @@ def mask_fault(mask: Polygons | Rle, size: tuple[int, int]) -> str | None:
             return f"has run lengths that do not add up to {size[0]}x{size[1]} pixels"
     elif not all(np.isfinite(outline).all() for outline in mask.outlines):
         return "must have finite coordinates"
+    elif any(np.abs(outline).max(initial=0) > _FARTHEST for outline in mask.outlines):
+        return f"must have coordinates of at most {_FARTHEST} pixels"
     return None
 
 

@@ -91,6 +91,11 @@ def test_run_lengths_go_down_the_columns() -> None:
         (Rle((7, 5), np.array([35])), "has 7x5 pixels, and its image 5x7"),
         (Polygons((np.array([[0, 0], [np.inf, 1], [1, 1]]),)), "must have finite coordinates"),
         (Rle((5, 7), np.array([30, 5])), None),
+        (Polygons((np.array([[0, 0], [2.0**20, 1], [1, -(2.0**20)]]),)), None),
+        *(
+            (Polygons((np.array([[0, 0], [far, 1], [1, 1]]),)), "must have coordinates of at most 1048576 pixels")
+            for far in (2.0**20 + 1, -1e12, 1e300)
+        ),
     ],
 )
 def test_masks_at_fault(mask: Polygons | Rle, reason: str | None) -> None:
