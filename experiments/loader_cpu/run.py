@@ -18,7 +18,10 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gpuflow.tools.bench import Job
 
 HERE = Path(__file__).parent
 CONFIG = HERE / "photos.yaml"
@@ -87,10 +90,20 @@ def photographs() -> list[Path]:
     return sorted(DATA.glob("*/*.jpg"))
 
 
+def measured(jobs: dict[Job, str], quick: bool) -> dict[Job, list[float]]:
+    """Images per second of jobs, each shown under its name."""
+    from gpuflow.tools.bench import measure
+
+    def show(job: Job, rate: float) -> None:
+        print(f"{jobs[job]} {job.workers} workers  {rate:7.0f} images/s", flush=True)
+
+    return measure(list(jobs), repeats=2 if quick else 5, progress=show)
+
+
 def own_photographs(folder: Path, quick: bool) -> None:
     """Measure OWN_ARMS on a folder of classes with each of OWN_CONFIGS, and a worker for each core."""
     from gpuflow.plots import loader_cpu
-    from gpuflow.tools.bench import Job, measure, row, write_results
+    from gpuflow.tools.bench import Job, row, write_results
 
     source = (f"source.folder={folder}",)
     jobs = {
@@ -106,10 +119,7 @@ def own_photographs(folder: Path, quick: bool) -> None:
         for name, (arm, overrides) in OWN_ARMS.items()
     }
 
-    def show(job: Job, rate: float) -> None:
-        print(f"{jobs[job][0]:24} {jobs[job][1]:44} {job.workers} workers  {rate:7.0f} images/s", flush=True)
-
-    rates = measure(list(jobs), repeats=2 if quick else 5, progress=show)
+    rates = measured({job: f"{name:24} {workload:44}" for job, (name, workload) in jobs.items()}, quick)
     rows = [
         row(name, f"{folder.name}: {workload}", "images_per_s", rates[job], "images/s")
         for job, (name, workload) in jobs.items()
@@ -121,7 +131,7 @@ def own_photographs(folder: Path, quick: bool) -> None:
 
 def throughput(quick: bool) -> Iterator[dict[str, Any]]:
     """Measure every arm with several numbers of workers; the best setting of each arm counts."""
-    from gpuflow.tools.bench import Job, measure, row, write_results
+    from gpuflow.tools.bench import Job, row, write_results
 
     cores = len(os.sched_getaffinity(0))
     counts = sorted({cores, cores + 1}) if cores <= 4 else sorted({cores // 2, cores})
@@ -133,10 +143,7 @@ def throughput(quick: bool) -> Iterator[dict[str, Any]]:
         for name, (arm, overrides) in ARMS.items()
     }
 
-    def show(job: Job, rate: float) -> None:
-        print(f"{jobs[job]:24} {job.workers} workers  {rate:7.0f} images/s", flush=True)
-
-    rates = measure(list(jobs), repeats=2 if quick else 5, progress=show)
+    rates = measured({job: f"{name:24}" for job, name in jobs.items()}, quick)
     scaling = [
         row(name, f"{WORKLOAD}; workers={job.workers}", "images_per_s", rates[job], "images/s")
         for job, name in jobs.items()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import typing
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 from gpuflow.config.words import fits, type_in_words
 from gpuflow.decode.optional_decoders import missing_library
 from gpuflow.errors import ConfigError, Problem, suggest
+from gpuflow.pipeline.bounds import field_types
 from gpuflow.pipeline.stage import Decoder, FromRecord, Stage
 
 __all__ = ["as_tuples", "make_stage"]
@@ -57,15 +57,9 @@ def as_tuples(value: Any) -> Any:
     return value
 
 
-@functools.lru_cache(maxsize=1024)
-def _hints(stage: Any) -> dict[str, Any]:
-    """The types of a stage's fields."""
-    return typing.get_type_hints(stage)
-
-
 def _with_fields(stage: type[Stage], name: str, parameters: dict[Any, Any]) -> dict[Any, Any]:
     """The parameters, with `{field: NAME}` as a value where the stage takes one. Raises ConfigError."""
-    hints = _hints(stage)  # type: ignore[arg-type]
+    hints = field_types(stage)  # type: ignore[arg-type]
     found, problems = dict(parameters), list[Problem]()
     for key, value in parameters.items():
         if isinstance(value, dict) and FromRecord in typing.get_args(hints.get(key)):
@@ -98,7 +92,7 @@ def _misfits(stage: type[Stage], name: str, parameters: Mapping[Any, Any]) -> It
             yield Problem.of(key, f"is not a key of {name}", action=suggest(key, fields), code="config.unknown_key")
         elif not isinstance(key, str):
             yield Problem.of((), "takes keys that are text", key, code="config.unknown_key")
-    hints = _hints(stage)  # type: ignore[arg-type]
+    hints = field_types(stage)  # type: ignore[arg-type]
     for key, field in fields.items():
         if key not in parameters:
             if field.default is dataclasses.MISSING:

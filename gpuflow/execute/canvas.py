@@ -1,7 +1,7 @@
 """Results of differing sizes on a GPU: one above the other in one block of memory, made in tiles of one size.
 
-The kernels make results of one size, which is compiled into them. So each image's result is cut into square tiles, and
-each tile is a result of its own, with its part of the geometry.
+The kernels are compiled for one size of the results. So each image's result is cut into square tiles of one size, and a
+kernel computes each tile as if it were a separate image, with the geometry shifted to the tile's place.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TILE = 128
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """The tiles of n results, as results of their own.
+    """The tiles of n results, each described as a separate result.
 
     draw: the geometry of each of M tiles. image [M]: which of the n images it belongs to. tops, lefts [M]: the row and
     column at which it begins on a canvas.

@@ -28,16 +28,17 @@ def _level(value: Any) -> Any:
 
 
 @compiled
-def _luma(r: Any, g: Any, b: Any) -> Any:
+def _gray(r: Any, g: Any, b: Any) -> Any:
     red = float32(float32(r) * float32(0.2989))
     return np.floor(_add_product(b, float32(0.114), _add_product(g, float32(0.587), red)))
 
 
 @compiled
-def _luma_loop(planes: Any, out: Any) -> None:
+def luma(planes: Any, out: Any) -> None:
+    """See `gpuflow.execute.colors.luma`."""
     reds, greens, blues = planes[0], planes[1], planes[2]
     for i in range(reds.size):
-        out[i] = _luma(reds[i], greens[i], blues[i])
+        out[i] = _gray(reds[i], greens[i], blues[i])
 
 
 @compiled
@@ -45,7 +46,7 @@ def _saturation_loop(planes: Any, factor: Any, rest: Any) -> None:
     reds, greens, blues = planes[0], planes[1], planes[2]
     for i in range(reds.size):
         r, g, b = reds[i], greens[i], blues[i]
-        gray = _luma(r, g, b)
+        gray = _gray(r, g, b)
         reds[i] = _level(_add_product(gray, rest, float32(float32(r) * factor)))
         greens[i] = _level(_add_product(gray, rest, float32(float32(g) * factor)))
         blues[i] = _level(_add_product(gray, rest, float32(float32(b) * factor)))
@@ -113,11 +114,6 @@ def _weighted(r: Any, g: Any, b: Any, x: Any, y: Any, z: Any, rest: Any) -> Any:
 
 
 # --- what `gpuflow.execute.colors` calls: planes are uint8 [3, N], contiguous, and are changed ------------------------
-
-
-def luma(planes: NDArray[np.uint8], out: NDArray[np.float32]) -> None:
-    """See `gpuflow.execute.colors.luma`."""
-    _luma_loop(planes, out)
 
 
 def adjust_saturation(planes: NDArray[np.uint8], factor: float) -> None:

@@ -21,7 +21,7 @@ from gpuflow.execute.jit import loops_of
 __all__ = ["IN_PYTORCH", "adjust_hue", "adjust_saturation", "compiled_by", "luma", "multiply_colors"]
 
 _STRIP = 2**19
-"""PyTorch's operations run on so many pixels at a time: their float32 planes are memory."""
+"""How many pixels PyTorch's operations process at a time, which limits the memory of their float32 copies."""
 
 
 def luma(planes: NDArray[np.uint8], out: NDArray[np.float32]) -> None:
@@ -78,7 +78,7 @@ def _multiply_colors(planes: NDArray[np.uint8], rows: NDArray[np.float64]) -> No
 
 
 def _strips(planes: NDArray[np.uint8]) -> Iterator[slice]:
-    """The pixels of planes [3, N], so many at a time that their float32 planes are little memory."""
+    """The pixels of planes [3, N] in groups of at most _STRIP."""
     return (slice(first, first + _STRIP) for first in range(0, planes.shape[1], _STRIP))
 
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 from gpuflow.errors import Problem
 
-__all__ = ["Bounds", "out_of_bounds"]
+__all__ = ["Bounds", "field_types", "out_of_bounds"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,16 +70,16 @@ class Bounds:
 
 def out_of_bounds(values: object) -> Iterator[Problem]:
     """Yield a problem for each field of a dataclass instance whose value breaks the bounds in the field's type."""
-    for name, hint in _hints(type(values)).items():  # type: ignore[arg-type]
+    for name, hint in field_types(type(values), include_extras=True).items():  # type: ignore[arg-type]
         value = getattr(values, name, None)
         if rule := _broken_rule(hint, value):
             yield Problem.of(name, rule, value, code="config.range")
 
 
 @functools.lru_cache(maxsize=1024)
-def _hints(kind: Any) -> dict[str, Any]:
-    """The types of a dataclass's fields."""
-    return typing.get_type_hints(kind, include_extras=True)
+def field_types(kind: Any, *, include_extras: bool = False) -> dict[str, Any]:
+    """The types of a dataclass's fields, as `typing.get_type_hints` gives them."""
+    return typing.get_type_hints(kind, include_extras=include_extras)
 
 
 def _broken_rule(hint: Any, value: Any) -> str:

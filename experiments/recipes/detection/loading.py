@@ -4,9 +4,9 @@
 
 Photographs of COCO's usual sizes are made here, with seven boxes each, and with an outline of 24 points for each box or
 without outlines. Both loaders read the same files and annotations, apply the same transforms and yield the same things:
-float32 images [N, 3, 640, 640] and a list of targets, with masks where there are outlines. gpuflow decodes on threads,
-and in processes, as it does by default on data sets of COCO's size. Each measurement is a process of its own; arms
-alternate. Writes loading.csv in this file's folder.
+float32 images [N, 3, 640, 640] and a list of targets, with masks where there are outlines. gpuflow is
+measured with threads and with worker processes, which are its default for 10,000 samples and more. Each measurement
+runs in a new process; arms alternate. Writes loading.csv in this file's folder.
 """
 
 from __future__ import annotations
