@@ -55,6 +55,14 @@ def jpeg(pixels: Pixels, subsampling: str = "4:2:0", *, quality: int = 90, progr
     return bytes(data.tobytes())
 
 
+def with_restarts(pixels: Pixels, interval: int, subsampling: str = "4:2:0") -> bytes:
+    """A JPEG with restart markers: one after each `interval` coded units."""
+    options = [cv2.IMWRITE_JPEG_RST_INTERVAL, interval, cv2.IMWRITE_JPEG_SAMPLING_FACTOR, SUBSAMPLINGS[subsampling]]
+    done, data = cv2.imencode(".jpg", np.ascontiguousarray(pixels[..., ::-1]) if pixels.ndim == 3 else pixels, options)
+    assert done
+    return bytes(data.tobytes())
+
+
 def encode(image: Pixels | Image.Image, form: str, **options: Any) -> bytes:
     """What Pillow writes: `JPEG`, `PNG`, `WEBP`, `BMP`, `GIF`, `TIFF`, ..."""
     stream = io.BytesIO()

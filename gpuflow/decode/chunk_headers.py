@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from gpuflow.decode.codecs import Header, engine_sampling, probe
+from gpuflow.decode.codecs import Header, engine_sampling, probe, scan_start
 from gpuflow.decode.header_scan import HeaderScan, scan_headers
 from gpuflow.errors import BadSampleError
 from gpuflow.sources import Payload
@@ -25,12 +25,15 @@ class Headers:
 
     sizes [N, 2]: height, width as stored, in pixels. engine [N]: whether the JPEG engines decode the file.
     sampling [N]: see `engine_sampling`; 0 for files that the engines do not decode.
+    scans, intervals [N]: see `scan_start`; valid for files that the engines decode.
     others: the header of each valid file that the engines do not decode. faults [N]: why a file is bad, or None.
     """
 
     sizes: NDArray[np.int64]
     engine: NDArray[np.bool_]
     sampling: NDArray[np.uint8]
+    scans: NDArray[np.int64]
+    intervals: NDArray[np.int64]
     others: dict[int, Header]
     faults: list[BadSampleError | None]
 
@@ -55,7 +58,7 @@ def read_headers(
     scan: HeaderScan | None = payload.prescan
     if scan is None or scan.orientation != orientation:
         scan = scan_headers(payload, orientation=orientation)
-    sizes, engine, sampling, _ = scan
+    sizes, engine, sampling, scans, intervals, _ = scan
     engine = engine & (sizes.prod(axis=1) <= max_pixels)
     others: dict[int, Header] = {}
     faults: list[BadSampleError | None] = [None] * count
@@ -79,4 +82,6 @@ def read_headers(
         engine[i], sampling[i] = factors is not None, factors or 0
         if factors is None:
             others[i] = header
-    return Headers(sizes, engine, sampling, others, faults)
+        else:
+            scans[i], intervals[i] = scan_start(payload.sample(i))
+    return Headers(sizes, engine, sampling, scans, intervals, others, faults)

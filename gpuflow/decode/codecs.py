@@ -43,6 +43,7 @@ __all__ = [
     "engine_sampling",
     "imdecode",
     "probe",
+    "scan_start",
 ]
 
 _LOG = logging.getLogger(__name__)
@@ -222,6 +223,19 @@ def engine_sampling(data: NDArray[np.uint8], header: Header) -> int | None:
     sound = sound and bytes(scan[-3:]) == b"\0\x3f\0" and set(used) <= quantisation and coded <= huffman
     sound = sound and len(set(numbers)) == channels and bytes(numbers) != b"RGB" and tuple(sampling) in ENGINE_SAMPLINGS
     return (sampling[0] if channels == 3 else 0) if sound else None
+
+
+def scan_start(data: NDArray[np.uint8]) -> tuple[int, int]:
+    """Where the compressed data of a JPEG's first scan begin, in bytes, and the restart interval in coded units.
+
+    The header must have passed `probe`. An interval of 0 means that there are no restart markers.
+    """
+    interval = end = 0
+    for marker, at, length in _segments(data.data):
+        end = at + 2 + length
+        if marker == RESTART_INTERVAL:
+            interval = int.from_bytes(data[at + 4 : at + 6])
+    return end, interval
 
 
 def check_scans(data: NDArray[np.uint8], max_scans: int = MAX_SCANS) -> None:

@@ -41,13 +41,16 @@ class HeaderScan(NamedTuple):
     """What the headers of N files say.
 
     sizes [N, 2]: height and width. engine [N]: whether a file is an ordinary baseline JPEG that the engines decode.
-    sampling [N]: factors of its first component, 0 if it is gray. orientation: whether EXIF data were looked for; a
-    file with EXIF data may be turned, so that it is then not ordinary.
+    sampling [N]: factors of its first component, 0 if it is gray. scans [N]: where its compressed data begin, in bytes
+    from its first one. intervals [N]: coded units between two restart markers, 0 if there are none. orientation:
+    whether EXIF data were looked for; a file with EXIF data may be turned, so that it is then not ordinary.
     """
 
     sizes: NDArray[np.int64]
     engine: NDArray[np.bool_]
     sampling: NDArray[np.uint8]
+    scans: NDArray[np.int64]
+    intervals: NDArray[np.int64]
     orientation: bool
 
 
@@ -74,7 +77,8 @@ def scan_headers(payload: Payload, *, orientation: bool) -> HeaderScan:
     """Scan a payload's headers. Other files than ordinary JPEGs, and small chunks, are left to `probe`."""
     count = len(payload)
     sizes, taken, sampling = np.zeros((count, 2), np.int64), np.zeros(count, bool), np.zeros(count, np.uint8)
-    result = HeaderScan(sizes, taken, sampling, orientation)
+    scans, intervals = np.zeros(count, np.int64), np.zeros(count, np.int64)
+    result = HeaderScan(sizes, taken, sampling, scans, intervals, orientation)
     if count <= _MIN_FILES:
         return result
     data = payload.buffer
@@ -95,7 +99,10 @@ def scan_headers(payload: Payload, *, orientation: bool) -> HeaderScan:
         marker = segment[:, 1]
         sound = (segment[:, 0] == 0xFF) & ORDINARY[marker]
         after = at + 2 + (segment[:, 2].astype(np.int64) << 8 | segment[:, 3])
-        sound &= (marker != RESTART_INTERVAL) | (after - at == 6)
+        if (restarts := np.flatnonzero(marker == RESTART_INTERVAL)).size:
+            sound[restarts] &= (after - at)[restarts] == 6
+            low = data[at[restarts] + 5].astype(np.int64)
+            intervals[rows[restarts]] = segment[restarts, 4].astype(np.int64) << 8 | low
         if orientation:
             sound &= marker != _EXIF
         if (adobe := marker == _ADOBE).any():
@@ -118,10 +125,11 @@ def scan_headers(payload: Payload, *, orientation: bool) -> HeaderScan:
             needed[which] |= 1 << (head[:, 12] & 3)
             needed[which] |= np.where(colors, 1 << (head[:, 15] & 3) | 1 << (head[:, 18] & 3), 0)
             sound[frames] &= (head[:, 12] < 4) & (~colors | ((head[:, 15] < 4) & (head[:, 18] < 4)))
-        if (scans := np.flatnonzero(marker == _SCAN)).size:
-            which, gray = rows[scans], components[rows[scans]] == 1
-            head = data[at[scans, None] + np.arange(5, 14)].astype(np.int64)
-            sound[scans] &= after[scans] - at[scans] == 8 + 2 * components[which]
+        if (starts := np.flatnonzero(marker == _SCAN)).size:
+            which, gray = rows[starts], components[rows[starts]] == 1
+            scans[which] = after[starts] - begin[which]
+            head = data[at[starts, None] + np.arange(5, 14)].astype(np.int64)
+            sound[starts] &= after[starts] - at[starts] == 8 + 2 * components[which]
             used, chosen, spectrum = head[:, 1:6:2], head[:, 0:5:2], head[:, 6:]
             used[gray], chosen[gray], spectrum[gray] = used[gray, :1], numbers[which[gray]], head[gray, 2:5]
             ordinary = (chosen == numbers[which]).all(axis=1) & (spectrum == _SPECTRUM).all(axis=1)
@@ -129,8 +137,8 @@ def scan_headers(payload: Payload, *, orientation: bool) -> HeaderScan:
             bits = (_DC << (used >> 4)) | (_AC << (used & 15))
             needed[which] |= np.bitwise_or.reduce(np.where((used >> 4 < 4) & (used & 15 < 4), bits, _NONE), axis=1)
             own = needed[which] & ~tables[which] == 0
-            taken[which[sound[scans] & own & ordinary & (segment[scans, 4] == components[which])]] = True
-            sound[scans] = False
+            taken[which[sound[starts] & own & ordinary & (segment[starts, 4] == components[which])]] = True
+            sound[starts] = False
         at = after
         if not sound.all():
             rows, at, last = rows[sound], at[sound], last[sound]

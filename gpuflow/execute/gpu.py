@@ -27,10 +27,11 @@ import torch
 from numpy.typing import NDArray
 
 from gpuflow.decode.blank_images import round_up
-from gpuflow.decode.chunk_headers import read_headers
+from gpuflow.decode.chunk_headers import Headers, read_headers
 from gpuflow.decode.header_scan import Prescan, scan_headers
 from gpuflow.decode.libjpeg_turbo import find_libjpeg_turbo
 from gpuflow.decode.nvjpeg import NvjpegLibrary
+from gpuflow.decode.scan_markers import expected_restarts, has_expected_markers
 from gpuflow.errors import BadSampleError, LoaderTimeout
 from gpuflow.execute.canvas import Canvas, Tiles, tiles_of
 from gpuflow.execute.complete_contents import CompleteContents
@@ -272,14 +273,14 @@ class GpuRunner:
             orientation=self._turns,
             formats=decoder.formats,
         )
-        rows = self._undamaged(np.flatnonzero(headers.engine), payload, headers.sizes, indices)
+        rows, whole, hashes = self._undamaged(payload, headers, indices)
         draws = self._draw(keys, rows, headers.sizes)
         misfit = np.zeros(len(rows), bool)
         for draw in itertools.chain.from_iterable(draws):
             for found in draw.misfits if isinstance(draw, Sampling | Warping) else ():
                 misfit |= found.where
         if misfit.any():  # the CPU path reports what is wrong with each of them
-            rows = rows[~misfit]
+            rows, whole, hashes = rows[~misfit], whole[~misfit], hashes[~misfit]
             draws = self._draw(keys, rows, headers.sizes)
         rest = np.array([fault is None for fault in headers.faults])
         rest[rows] = False
@@ -295,9 +296,6 @@ class GpuRunner:
             self.cpu_images += len(others)
         starts, lengths = (np.asarray(x, np.int64)[rows] for x in (payload.offsets, payload.sizes))
         known = None if indices is None else np.asarray(indices, np.int64)[rows]
-        whole, hashes = np.ones(len(rows), bool), np.zeros(len(rows), np.uint64)
-        if self._decoders.engines:
-            whole, hashes = self._known(rows, payload, indices)
         spare = _clear_after(payload, rows[~whole])
         lengths[~whole] += spare
         frames = np.column_stack([headers.sizes[rows], headers.sampling[rows]])
@@ -357,28 +355,35 @@ class GpuRunner:
             self._contents.add(hashes)
 
     def _undamaged(
-        self, rows: NDArray[np.int64], payload: Payload, sizes: NDArray[np.int64], indices: Sequence[int] | None
-    ) -> NDArray[np.int64]:
-        """Filter rows: keep those whose files nvJPEG's CUDA kernels decode to the same pixels in a call of any size.
+        self, payload: Payload, headers: Headers, indices: Sequence[int] | None
+    ) -> tuple[NDArray[np.int64], NDArray[np.bool_], NDArray[np.uint64]]:
+        """The rows [n] of the files that nvJPEG decodes to pixels that depend on nothing but their bytes.
 
-        The pixels that these kernels give for a damaged file depend on how many files a call has. So libjpeg-turbo
-        checks each file first; with `indices`, it checks each sample only once, and no file that an earlier run found
-        complete.
+        The pixels that the engines give for a file with markers that its scan should not have differ with the files
+        before it, and those that nvJPEG's CUDA kernels give for a damaged file with the number of files of a call. So
+        each file's markers are looked at first, and libjpeg-turbo checks it if kernels decode it. With `indices`, this
+        is not done again for files that are known to be complete, also from earlier runs.
+
+        Returns:
+            rows; which of these files are known to be complete, [n]; hashes [n] of the others, see `_known`.
         """
-        library = find_libjpeg_turbo() if self._decoders.engines == 0 else None
-        if library is None or not len(rows):
-            return rows
+        rows = np.flatnonzero(headers.engine)
         known, hashes = self._known(rows, payload, indices)
+        engines = self._decoders.engines > 0
+        library = None if engines else find_libjpeg_turbo()
         good = known.copy()
         for place in np.flatnonzero(~known).tolist():
-            height, width = sizes[rows[place]].tolist()
-            good[place] = library.accepts(payload.sample(int(rows[place])), (height, width))
-        if indices is not None:
+            row = int(rows[place])
+            (height, width), data = headers.sizes[row].tolist(), payload.sample(row)
+            restarts = expected_restarts(height, width, int(headers.sampling[row]), int(headers.intervals[row]))
+            good[place] = has_expected_markers(data[headers.scans[row] :], restarts) and (
+                library is None or library.accepts(data, (height, width))
+            )
+        if library is not None and indices is not None:
             new = good & ~known
             found, lengths = (np.asarray(x, np.int64)[rows[new]] for x in (indices, payload.sizes))
             self._add_complete(found, lengths, hashes[new])
-        undamaged: NDArray[np.int64] = rows[good]
-        return undamaged
+        return rows[good], known[good] if engines else np.ones(int(good.sum()), bool), hashes[good]
 
     def _finish(
         self,

@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from gpuflow.decode.chunk_headers import read_headers
-from gpuflow.decode.codecs import MAX_SCANS, CpuDecoder, Header, engine_sampling, probe
+from gpuflow.decode.codecs import MAX_SCANS, CpuDecoder, Header, engine_sampling, probe, scan_start
 from gpuflow.decode.header_scan import _MIN_FILES, scan_headers
 from gpuflow.errors import BadSampleError
 from gpuflow.sources import Payload
@@ -51,6 +51,9 @@ def assert_as_probe(files: Sequence[bytes], orientation: bool) -> int:
                 assert headers.engine[i] == (factors is not None)
                 assert headers.sampling[i] == (factors or 0)
                 assert (i in headers.others) == (factors is None)
+                if factors is not None:
+                    scan = headers.scans[i], headers.intervals[i]
+                    assert scan == scan_start(np.frombuffer(data, np.uint8))
                 assert headers.sizes[i].tolist() == [header.height, header.width]
     return int(headers.engine.sum())
 
@@ -68,6 +71,7 @@ def kinds() -> list[bytes]:
         found.append(images.encode(Image.fromarray(pixels), "JPEG", exif=exif.tobytes()))
         found.append(images.encode(Image.fromarray(pixels), "JPEG", comment=b"x" * 3000, optimize=True))
         found.append(images.encode(Image.fromarray(pixels), "JPEG", keep_rgb=True))
+        found += [images.with_restarts(pixels, interval) for interval in (1, 3, 700)]
     return found
 
 

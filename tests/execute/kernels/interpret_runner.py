@@ -442,6 +442,8 @@ def histories() -> dict[str, Any]:
         scan = data.index(b"\xff\xda") + 14
         cut = data[: rng.randint(scan, len(data) - 3)] + b"\xff\xd9"
         pool.append(cut if number % 2 else data)
+    middle = (pool[0].index(b"\xff\xda") + len(pool[0])) // 2
+    pool.append(pool[0][:middle] + b"\xff\xd7" + pool[0][middle + 2 :])
 
     def new() -> GpuRunner:
         substitutes: Any = (CpuDeviceStream(), CpuLibrary(3))
@@ -466,7 +468,10 @@ def histories() -> dict[str, Any]:
     for _ in range(6):
         chosen = [rng.randrange(len(pool)) for _ in range(rng.randint(1, 9))]
         wrong += sum(not torch.equal(image, fresh[i]) for i, image in zip(chosen, run(runner, chosen), strict=True))
-    return {"case": "histories", "faults": [], "max": max(apart), "mean": 0.0, "wrong": wrong, "cpu": runner.cpu_images}
+    found = {"faults": [], "max": max(apart), "mean": 0.0, "wrong": wrong, "cpu": runner.cpu_images}
+    marked = new()
+    run(marked, [len(pool) - 1])
+    return {"case": "histories", **found, "marked": [marked.engine_images, marked.cpu_images, marked.blank_images]}
 
 
 def runs() -> dict[str, Any]:

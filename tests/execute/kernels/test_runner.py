@@ -71,6 +71,7 @@ def test_a_file_gives_the_result_of_a_new_decoder_after_any_other_files(cases: d
     assert case["wrong"] == 0
     assert case["max"] <= 1, "the CPU decodes a damaged file"
     assert case["cpu"] >= 8
+    assert case["marked"] == [0, 1, 0], "the engines never get a file with a marker that its scan should not have"
 
 
 def test_views_are_made_of_images_that_are_decoded_once(cases: dict[str, dict[str, Any]]) -> None:
