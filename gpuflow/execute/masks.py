@@ -10,19 +10,25 @@ from numpy.typing import NDArray
 from gpuflow.execute.jit import loops_of
 from gpuflow.pipeline.records import MaskFile, Polygons, Rle
 
-__all__ = ["decode_mask", "draw_instance", "fill_polygons", "instance_mask", "mask_fault"]
+__all__ = ["Instance", "decode_mask", "draw_instance", "fill_polygons", "instance_mask", "mask_fault"]
 
+Instance = Polygons | Rle | NDArray[np.uint8]
+"""The mask of one instance; pixels are 0 and 1."""
 _SCALE = 5
 """pycocotools draws outlines on a grid that is finer than the pixels by this factor."""
 _FARTHEST = 2**20
 """The largest coordinate of an outline, in pixels. The time to draw an edge grows with its length."""
 
 
-def decode_mask(mask: MaskFile, size: tuple[int, int]) -> NDArray[np.uint8]:
-    """The levels of an encoded mask, uint8 [height, width]; of an image with a palette, its indices.
+def decode_mask(mask: MaskFile | NDArray[np.uint8], size: tuple[int, int]) -> NDArray[np.uint8]:
+    """The levels of a mask, uint8 [height, width]; of an encoded image with a palette, its indices.
 
     Raises ValueError if it is no image of one 8-bit channel, or not of this size.
     """
+    if isinstance(mask, np.ndarray):
+        if mask.shape != size:
+            raise ValueError(_other_size(mask.shape, size))
+        return mask
     from PIL import Image, UnidentifiedImageError
 
     try:
@@ -38,12 +44,14 @@ def decode_mask(mask: MaskFile, size: tuple[int, int]) -> NDArray[np.uint8]:
         raise ValueError(f"cannot be decoded: {error}") from error
 
 
-def _other_size(got: tuple[int, int], size: tuple[int, int]) -> str:
+def _other_size(got: tuple[int, ...], size: tuple[int, int]) -> str:
     return f"has {got[0]}x{got[1]} pixels, and its image {size[0]}x{size[1]}"
 
 
-def mask_fault(mask: Polygons | Rle, size: tuple[int, int]) -> str | None:
+def mask_fault(mask: Instance, size: tuple[int, int]) -> str | None:
     """Why an instance's mask is not one of an image of this size; None if it is one."""
+    if isinstance(mask, np.ndarray):
+        return None if mask.shape == size else _other_size(mask.shape, size)
     if isinstance(mask, Rle):
         if mask.size != size:
             return _other_size(mask.size, size)
@@ -56,15 +64,18 @@ def mask_fault(mask: Polygons | Rle, size: tuple[int, int]) -> str | None:
     return None
 
 
-def instance_mask(mask: Polygons | Rle, size: tuple[int, int]) -> NDArray[np.uint8]:
+def instance_mask(mask: Instance, size: tuple[int, int]) -> NDArray[np.uint8]:
     """The pixels of one instance, 0 or 1, uint8 [height, width]."""
     down = np.zeros(size[::-1], np.uint8)
     draw_instance(mask, 0, down)
     return down.T
 
 
-def draw_instance(mask: Polygons | Rle, bit: int, down: NDArray[np.uint8]) -> None:
+def draw_instance(mask: Instance, bit: int, down: NDArray[np.uint8]) -> None:
     """Set a bit of the pixels of one instance. down [width, height]: its pixels column by column."""
+    if isinstance(mask, np.ndarray):
+        down |= mask.T << bit
+        return
     width, height = down.shape
     if isinstance(mask, Rle):
         levels = (np.arange(len(mask.counts)) % 2).astype(np.uint8) << bit

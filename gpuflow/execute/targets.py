@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpuflow.execute.mask_maps import MaskMap, mask_maps
-from gpuflow.execute.masks import decode_mask, draw_instance, mask_fault
+from gpuflow.execute.masks import Instance, decode_mask, draw_instance, mask_fault
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.program import Program
-from gpuflow.pipeline.records import GEOMETRIC, Column, Field, MaskFile, Polygons, Ragged, Records, Rle, taken
+from gpuflow.pipeline.records import GEOMETRIC, Column, Field, MaskFile, Ragged, Records, taken
 from gpuflow.pipeline.targets import (
     MappedBoxes,
     TargetRules,
@@ -164,7 +164,7 @@ class _Masks:
     map: MaskMap
     result: tuple[int, int]
 
-    def levels(self, mask: MaskFile) -> NDArray[np.uint8]:
+    def levels(self, mask: MaskFile | NDArray[np.uint8]) -> NDArray[np.uint8]:
         """[H, W]. Raises ValueError."""
         return self.map.apply(self._decoded(mask))
 
@@ -179,7 +179,7 @@ class _Masks:
         return instances
 
     def instances(
-        self, masks: Sequence[Polygons | Rle], kept: NDArray[np.bool_] | None, out: NDArray[np.uint8] | None
+        self, masks: Sequence[Instance], kept: NDArray[np.bool_] | None, out: NDArray[np.uint8] | None
     ) -> NDArray[np.uint8]:
         """[M, H, W] of 0 and 1, of the kept instances alone, in `out` if that is given. Raises ValueError."""
         height, width = self.size
@@ -198,7 +198,7 @@ class _Masks:
                 target &= 1
         return result
 
-    def _decoded(self, mask: MaskFile) -> NDArray[np.uint8]:
+    def _decoded(self, mask: MaskFile | NDArray[np.uint8]) -> NDArray[np.uint8]:
         height, width = self.size
         return decode_mask(mask, (height, width))
 

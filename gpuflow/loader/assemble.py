@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -13,7 +12,6 @@ from gpuflow.config import BatchSpec, Config
 from gpuflow.config.record_fields import require_record_fields
 from gpuflow.config.resources import decode_processes_of, readers_of, threads_of
 from gpuflow.errors import ConfigError, Problem, SourceError
-from gpuflow.execute.targets import TargetMapper
 from gpuflow.loader.bad_samples import BadSamples
 from gpuflow.loader.cpu_share import cpu_share_of
 from gpuflow.loader.drawn_orders import MixedOrder, WeightedOrder
@@ -23,10 +21,10 @@ from gpuflow.loader.mixing import require_classes
 from gpuflow.loader.placement import place
 from gpuflow.loader.plan import LoaderPlan
 from gpuflow.loader.read_workers import ProcessReader, ProcessStorage
+from gpuflow.loader.records import target_mapper
 from gpuflow.loader.sampler import Order, ShardedOrder, ShuffledOrder
 from gpuflow.pipeline.rng import key64
-from gpuflow.pipeline.targets import TargetRules, carry_problem, views_carry_problem
-from gpuflow.pipeline.views import ViewsProgram
+from gpuflow.pipeline.targets import TargetRules
 from gpuflow.runtime.ranks import Ranks
 from gpuflow.sources import (
     HfSource,
@@ -105,7 +103,7 @@ def build_loader(
         elif source.storage is None and isinstance(unwrapped(source), HfSource | MixSource) and readers:
             process_reader = ProcessReader(source, readers, placement.gpu.prescan)
         share = cpu_share_of(config, name)
-    targets = _targets(config, name, source)
+    targets = target_mapper(config, name, fields_of(source))
     plan = LoaderPlan(
         program=program,
         source=source,
@@ -230,25 +228,6 @@ def _bad_samples(config: Config, policy: str, limit: int | None) -> BadSamples:
     except OSError as error:
         problem = f"cannot be written: {error.strerror}: {error.filename!r}; name a file in a directory that exists"
         raise ConfigError([Problem(f"{config.path}: run.bad_file", problem)]) from error
-
-
-def _targets(config: Config, name: str, source: Source) -> TargetMapper | None:
-    """What maps the fields of the source's records; None if there are none.
-
-    Raises ConfigError, with the stage's place, if a stage cannot carry a field.
-    """
-    fields = fields_of(source)
-    if not fields:
-        return None
-    program = config.any_program(name)
-    if isinstance(program, ViewsProgram):
-        if (problem := views_carry_problem(fields)) is not None:
-            raise ConfigError([replace(problem, place=f"{config.path}:", path=("pipelines", name, *problem.path))])
-        return TargetMapper(program.programs[0], fields, config.pipelines[name].targets.rules)
-    at = ("stages",) if config.pipelines[name].preset is None else ()  # a preset is not in the list
-    if (problem := carry_problem(program, fields, at)) is not None:
-        raise ConfigError([replace(problem, place=f"{config.path}:", path=("pipelines", name, *problem.path))])
-    return TargetMapper(program, fields, config.pipelines[name].targets.rules)
 
 
 def _identity(config: Config, name: str, source: Source, batch_size: int) -> str:

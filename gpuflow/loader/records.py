@@ -3,27 +3,49 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gpuflow.errors import BadSampleError
+from gpuflow.config import Config
+from gpuflow.errors import BadSampleError, ConfigError
 from gpuflow.execute.targets import TargetMapper
 from gpuflow.loader.batch import Assembly, RaggedTensor
-from gpuflow.pipeline.records import Column, Ragged, Records
+from gpuflow.pipeline.records import Column, Field, Ragged, Records
 from gpuflow.pipeline.stage import Keys
+from gpuflow.pipeline.targets import carry_problem, views_carry_problem
+from gpuflow.pipeline.views import ViewsProgram
 from gpuflow.runtime.buffers import SlotPool
 from gpuflow.runtime.memory import heap
 from gpuflow.sources import Source, records_of
 
-__all__ = ["Blocks", "RecordMapper", "to_tensors"]
+__all__ = ["Blocks", "RecordMapper", "target_mapper", "to_tensors"]
 
 _ALIGN = 16
 _LARGE = 2**20
 """Bytes from which on a block is used again: such memory is mapped anew each time, which takes as long as filling it.
 A small block is no larger than what it holds, for a loop may keep the boxes of an epoch."""
+
+
+def target_mapper(config: Config, name: str, fields: tuple[Field, ...]) -> TargetMapper | None:
+    """What maps these fields of records through a pipeline of a configuration; None if there are none.
+
+    Raises ConfigError, with the stage's place, if a stage cannot carry a field.
+    """
+    if not fields:
+        return None
+    program, rules = config.any_program(name), config.pipelines[name].targets.rules
+    if isinstance(program, ViewsProgram):
+        problem, program = views_carry_problem(fields), program.programs[0]
+    else:
+        at = ("stages",) if config.pipelines[name].preset is None else ()  # a preset is not in the list
+        problem = carry_problem(program, fields, at)
+    if problem is not None:
+        raise ConfigError([replace(problem, place=f"{config.path}:", path=("pipelines", name, *problem.path))])
+    return TargetMapper(program, fields, rules)
 
 
 class RecordMapper:

@@ -8,6 +8,7 @@ import time
 import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol, final
 
 import numpy as np
@@ -18,13 +19,15 @@ from gpuflow.config import Config
 from gpuflow.config.resources import threads_of
 from gpuflow.errors import BadSampleError, ConfigError, Key, LoaderTimeout, Problem
 from gpuflow.execute.cpu import CpuRunners
+from gpuflow.execute.targets import TargetMapper
+from gpuflow.loader.held_fields import columns_of, moved_fields
+from gpuflow.loader.records import target_mapper, to_tensors
 from gpuflow.pipeline.record_values import RecordValue, values_of
-from gpuflow.pipeline.records import GEOMETRIC, Column, Records
+from gpuflow.pipeline.records import Column, Records
 from gpuflow.pipeline.stage import Keys, Mixing
 from gpuflow.pipeline.views import AnyProgram, ViewsProgram, as_images, slot_of, slots_of
 from gpuflow.runtime.ranks import Ranks
 from gpuflow.runtime.threads import DaemonPool, use_torch_threads
-from gpuflow.sources import SourceSpec
 
 if TYPE_CHECKING:
     from gpuflow.execute.device_stream import DeviceStream
@@ -53,10 +56,7 @@ def build_transform(config: Config, name: str, device: str | torch.device | None
         if isinstance(stage, Mixing):
             rule = "mixes the images and labels of a whole batch, and a transform gets no labels"
             raise refused(rule, "stages", i, stage.stage_name, action="remove the stage, or use gpuflow.load")
-    if fields := _moved_fields(config.source):
-        rule = f"has boxes, masks or keypoints ({fields}), which a transform does not move with the images"
-        action = "use gpuflow.load, or a source without these fields"
-        raise ConfigError([Problem(f"{config.path}:", rule, action=action, path=("source",), code="config.conflict")])
+    targets = target_mapper(config, name, moved_fields(config.source))
     target = Ranks.on_host().device(device)
     runner: _Runner
     if target.type == "cuda":
@@ -73,13 +73,7 @@ def build_transform(config: Config, name: str, device: str | torch.device | None
         runner = _GpuRunner(program, found, target)
     else:
         runner = _CpuRunner(program, threads_of(config.run), config.run.timeout_s)
-    return Transform(program, config.source.seed, target, runner)
-
-
-def _moved_fields(source: SourceSpec) -> str:
-    """The declared fields that follow the moves of pixels; the source is not read for them."""
-    names = [name for name, spec in source.declared if spec.type in GEOMETRIC]
-    return ", ".join(names or (["coco"] if source.kind == "coco" else []))
+    return Transform(program, config.source.seed, target, runner, targets)
 
 
 class _Runner(Protocol):
@@ -100,8 +94,16 @@ class Transform:
     Made by `gpuflow.transform`. `close`, or leaving a `with` block, ends its threads; so does collection.
     """
 
-    def __init__(self, program: AnyProgram, seed: int, device: torch.device, runner: _Runner) -> None:
-        self._program, self._seed, self._runner = program, seed, runner
+    def __init__(
+        self,
+        program: AnyProgram,
+        seed: int,
+        device: torch.device,
+        runner: _Runner,
+        targets: TargetMapper | None = None,
+    ) -> None:
+        """targets: maps fields that follow the moves of pixels."""
+        self._program, self._seed, self._runner, self._targets = program, seed, runner, targets
         self.device = device
         first = program.programs[0] if isinstance(program, ViewsProgram) else program
         self._channels = first.specs[1].shape[2]
@@ -130,17 +132,21 @@ class Transform:
                 channels in the order that `decode` has.
             epoch: from 0. positions: [N], each sample's place in the epoch's sequence over all ranks. Random stages
                 draw by the file's seed, the epoch and the position, so equal ones give equal pixels.
-            fields: what stages take from the samples' records, by the fields' names: N values each, as a batch has
-                them. Others in it do not count.
+            fields: what belongs to the images, by name: N values each, on any device. Those that the source declares
+                as boxes (xyxy [M, 4], or torchvision's `BoundingBoxes` of any format), their labels (integers [M]),
+                masks (uint8 or bool [M, H, W] where the source has an instance each, else levels [H, W]) and keypoints
+                ([M, K, 3]) follow the images. Stages take their numbers from others. The rest comes back as it is.
 
         Returns:
             A tensor [N, C, H, W] in the dtype and memory format that a loader's batches have; of a pipeline with views
-            a dict, name to tensor [count, N, C, H, W]. On a GPU the work is queued on the current stream.
+            a dict, name to tensor [count, N, C, H, W]. On a GPU the work is queued on the current stream. If the source
+            has boxes, masks or keypoints, a pair of this tensor and a dict of the given fields, on its device, in the
+            forms of `Batch.fields`. `pipelines.NAME.targets` says which boxes are kept.
 
         Raises:
-            ValueError: images or positions of another form, or a field that is missing.
-            BadSampleError: an image that the stages cannot take, such as one that is smaller than a crop, or a value
-                of a field that a stage cannot use.
+            ValueError: images, positions or fields of another form, or a field that is missing.
+            BadSampleError: an image that the stages cannot take, such as one that is smaller than a crop, a value of a
+                field that a stage cannot use, or a box outside its image.
             LoaderTimeout: threads that took longer than run.timeout_s.
         """
         if epoch < 0:
@@ -153,8 +159,23 @@ class Transform:
             raise ValueError(f"positions must be integers [{len(listed)}], one for each image, got {shown}")
         if (places < 0).any():
             raise ValueError(f"positions must be >= 0, got {places.min()}")
-        values = self._values(fields or {}, len(listed))
-        return self._runner.run(listed, Keys(self._seed, epoch, places.astype(np.int64), values=values))
+        fields = fields or {}
+        values = self._values(fields, len(listed))
+        keys = Keys(self._seed, epoch, places.astype(np.int64), values=values)
+        if self._targets is None:
+            return self._runner.run(listed, keys)
+        moved = self._moved(self._targets, fields, listed, keys)
+        return self._runner.run(listed, keys), {**fields, **moved}
+
+    def _moved(
+        self, targets: TargetMapper, fields: Mapping[str, Any], images: Sequence[torch.Tensor], keys: Keys
+    ) -> dict[str, Any]:
+        """Those of the fields that follow the images, as a batch has them. Raises ValueError or BadSampleError."""
+        sizes = np.array([image.shape[1:] for image in images], np.int64).reshape(-1, 2)
+        chosen, columns = columns_of(targets.fields, fields, sizes)
+        found = replace(targets, fields=chosen).map(Records(columns, [None] * len(images)), keys, sizes)
+        _raise_first([None if error is None else BadSampleError("record", error) for error in found.errors])
+        return to_tensors(found.columns, lambda arrays: [torch.from_numpy(x).to(self.device) for x in arrays])
 
     def _values(self, fields: Mapping[str, Any], count: int) -> Mapping[RecordValue, NDArray[np.float64]]:
         """What the stages take from these fields of `count` samples. Raises ValueError or BadSampleError."""

@@ -5,7 +5,8 @@ A column holds one field of N samples. Its form follows from the field's type:
     number      float64 [N]
     boxes       `Ragged` of float32 [M, 4]: x1, y1, x2, y2 in pixels of the upright image, corners at pixel edges
     keypoints   `Ragged` of float32 [M, K, 3]: x, y in the same coordinates, and visibility (0, 1 or 2 as in COCO)
-    mask        a list with one `MaskFile`, or one tuple of `Polygons` and `Rle` (an instance each), per sample
+    mask        a list with one `MaskFile`, or one tuple of `Polygons` and `Rle` (an instance each), per sample; instead
+                of each of these there may be its pixels, uint8 [H, W] of the upright image: levels, or 0 and 1
     text, any   a list with one value per sample
 
 The labels of boxes are a column of their own: `Ragged` of int64 [M], under the name that `Field.labels` gives.

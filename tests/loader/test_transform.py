@@ -234,28 +234,6 @@ def test_a_pipeline_that_cannot_run_so_is_refused(photos: Path, tmp_path: Path) 
     assert gpuflow.transform(mixed, "val").preprocessing
 
 
-@pytest.mark.parametrize(
-    ("source", "named"),
-    [
-        ({"coco": "instances.json", "images": "photos"}, "coco"),
-        ({"listing": "x.jsonl", "fields": {"image": None, "boxes": None, "depth": {"type": "mask"}}}, "boxes, depth"),
-        ({"listing": "x.jsonl", "fields": {"image": None, "label": None, "caption": {"type": "text"}}}, None),
-    ],
-)
-def test_a_source_whose_records_follow_the_pixels_is_refused(
-    photos: Path, tmp_path: Path, source: dict[str, Any], named: str | None
-) -> None:
-    path = write_config(tmp_path / "x.yaml", photos, source=source)
-    if named is None:
-        gpuflow.transform(path)
-        return
-    with pytest.raises(ConfigError) as found:
-        gpuflow.transform(path)
-    assert f"x.yaml: source has boxes, masks or keypoints ({named}), which a transform does not move" in str(
-        found.value
-    )
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 def test_without_a_gpu_device_cuda_is_an_error(photos: Path, tmp_path: Path) -> None:
     with pytest.raises(LoaderError, match="torch sees no GPU here"):

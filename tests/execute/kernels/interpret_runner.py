@@ -468,7 +468,7 @@ def histories() -> dict[str, Any]:
     for _ in range(6):
         chosen = [rng.randrange(len(pool)) for _ in range(rng.randint(1, 9))]
         wrong += sum(not torch.equal(image, fresh[i]) for i, image in zip(chosen, run(runner, chosen), strict=True))
-    found = {"faults": [], "max": max(apart), "mean": 0.0, "wrong": wrong, "cpu": runner.cpu_images}
+    found: dict[str, Any] = {"faults": [], "max": max(apart), "mean": 0.0, "wrong": wrong, "cpu": runner.cpu_images}
     marked = new()
     run(marked, [len(pool) - 1])
     return {"case": "histories", **found, "marked": [marked.engine_images, marked.cpu_images, marked.blank_images]}

@@ -1,0 +1,150 @@
+"""The fields of samples that a caller holds decoded, as columns that follow an image's stages: see `Transform`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from gpuflow.pipeline.records import Column, Field, Ragged
+from gpuflow.sources import SourceSpec
+
+__all__ = ["columns_of", "moved_fields"]
+
+_OF_COCO = (
+    Field(name="boxes", type="boxes", labels="labels"),
+    Field(name="mask", type="mask", instances=True),
+    Field(name="keypoints", type="keypoints"),
+)
+
+
+def moved_fields(source: SourceSpec) -> tuple[Field, ...]:
+    """The boxes, masks and keypoints that a source declares, or COCO's. The source is not read for them."""
+    if source.kind == "coco":
+        declared = [spec.type for _, spec in source.declared]
+        return tuple(field for field in _OF_COCO if not declared or field.type in declared)
+    found: list[Field] = []
+    for name, spec in source.declared:
+        match spec.type:
+            case "boxes":
+                found.append(Field(name=name, type="boxes", labels=spec.labels or ""))
+            case "mask":
+                found.append(Field(name=name, type="mask", instances=spec.kind in ("rle", "polygons")))
+            case "keypoints":
+                found.append(Field(name=name, type="keypoints"))
+            case _:
+                pass  # it stays as it is, whatever moves
+    return tuple(found)
+
+
+def columns_of(
+    schema: Sequence[Field], fields: Mapping[str, Any], sizes: NDArray[np.int64]
+) -> tuple[tuple[Field, ...], dict[str, Column]]:
+    """Those of the fields of a schema that are there, and their values for N samples.
+
+    Args:
+        schema: what may be there. fields: N values by name, as `Transform.__call__` takes them.
+        sizes: height and width of the images, [N, 2].
+
+    Raises:
+        ValueError: a value of another form, with its place.
+    """
+    chosen: list[Field] = []
+    columns: dict[str, Column] = {}
+    for field in schema:
+        if field.name not in fields:
+            continue
+        values = _values(field.name, fields[field.name], len(sizes))
+        labels = ""
+        match field.type:
+            case "boxes":
+                columns[field.name] = _boxes(field.name, values)
+                if field.labels in fields:
+                    labels = field.labels
+                    columns[labels] = _labels(labels, _values(labels, fields[labels], len(sizes)))
+            case "keypoints":
+                columns[field.name] = _keypoints(field.name, values)
+            case "mask":
+                read = _instances if field.instances else _levels
+                columns[field.name] = [
+                    read(field.name, i, value, size)
+                    for i, (value, size) in enumerate(zip(values, sizes.tolist(), strict=True))
+                ]
+            case other:
+                raise AssertionError(f"a field of type {other} does not move")
+        chosen.append(Field(name=field.name, type=field.type, labels=labels, instances=field.instances))
+    return tuple(chosen), columns
+
+
+def _values(name: str, given: Any, count: int) -> list[Any]:
+    values = list(given)
+    if len(values) != count:
+        raise ValueError(f"fields[{name!r}] must have {count} values, one for each image, got {len(values)}")
+    return values
+
+
+def _array(name: str, i: int, value: Any, *shape: int | str) -> NDArray[Any]:
+    """Sample i's value as an array of numbers of this shape, in which a letter stands for any length."""
+    array = value.cpu().numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
+    if array.ndim == 1 and not len(array):  # an empty list has no rows
+        array = np.zeros([length if isinstance(length, int) else 0 for length in shape], array.dtype)
+    fits = len(array.shape) == len(shape) and all(
+        isinstance(wanted, str) or wanted == got for wanted, got in zip(shape, array.shape, strict=True)
+    )
+    if not fits or array.dtype.kind not in "biuf":
+        form = ", ".join(map(str, shape))
+        raise ValueError(f"fields[{name!r}][{i}] must be numbers [{form}], got {array.dtype} {list(array.shape)}")
+    return array
+
+
+def _boxes(name: str, values: Sequence[Any]) -> Ragged:
+    from torchvision import tv_tensors
+    from torchvision.transforms.v2 import functional
+
+    corners = tv_tensors.BoundingBoxFormat.XYXY
+    parts = []
+    for i, value in enumerate(values):
+        if isinstance(value, tv_tensors.BoundingBoxes) and value.format != corners:
+            plain = value.as_subclass(torch.Tensor).double()
+            value = functional.convert_bounding_box_format(plain, old_format=value.format, new_format=corners)
+        parts.append(_array(name, i, value, "M", 4).astype(np.float32))
+    return Ragged.of(parts, np.zeros((0, 4), np.float32))
+
+
+def _labels(name: str, values: Sequence[Any]) -> Ragged:
+    parts = []
+    for i, value in enumerate(values):
+        array = _array(name, i, value, "M")
+        if len(array) and array.dtype.kind not in "iu":
+            raise ValueError(f"fields[{name!r}][{i}] must be integers [M], got {array.dtype} {list(array.shape)}")
+        parts.append(array.astype(np.int64))
+    return Ragged.of(parts, np.zeros(0, np.int64))
+
+
+def _keypoints(name: str, values: Sequence[Any]) -> Ragged:
+    parts = [_array(name, i, value, "M", "K", 3).astype(np.float32) for i, value in enumerate(values)]
+    numbers = {part.shape[1] for part in parts if len(part)} or {0}
+    if len(numbers) > 1:
+        shown = ", ".join(map(str, sorted(numbers)))
+        raise ValueError(f"fields[{name!r}] must have the same number of keypoints in each row, got {shown}")
+    count = numbers.pop()
+    empty = np.zeros((0, count, 3), np.float32)
+    return Ragged.of([part if len(part) else empty for part in parts], empty)
+
+
+def _instances(name: str, i: int, value: Any, size: Sequence[int]) -> list[Any]:
+    """One mask for each instance."""
+    masks = _array(name, i, value, "M", *size) != 0
+    return list(masks.astype(np.uint8))
+
+
+def _levels(name: str, i: int, value: Any, size: Sequence[int]) -> NDArray[np.uint8]:
+    mask = _array(name, i, value, *size)
+    if mask.dtype.kind == "f" or not 0 <= int(mask.min()) <= int(mask.max()) <= 255:
+        raise ValueError(
+            f"fields[{name!r}][{i}] must be whole numbers of 0 to 255, got {mask.dtype} of {mask.min()} to {mask.max()}"
+        )
+    return mask.astype(np.uint8)
