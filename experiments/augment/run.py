@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -94,14 +95,25 @@ def of_torchvision_loop(recipe: str, device: torch.device) -> Run:
     return lambda images: torch.stack(list(pool.map(one, images)))
 
 
+@contextmanager
+def torch_threads() -> Iterator[None]:
+    """Let PyTorch's operations use as many threads as gpuflow has."""
+    torch.set_num_threads(THREADS)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(1)
+
+
 def of_torchvision_batch(recipe: str, device: torch.device) -> Run:
     """All images of a batch get the same random numbers, which training does not want."""
     transforms = torchvision_transforms(recipe)
 
     def run(images: Images) -> torch.Tensor:
-        batch = torch.stack(images)
-        for transform in transforms:
-            batch = transform(batch)
+        with torch_threads():
+            batch = torch.stack(images)
+            for transform in transforms:
+                batch = transform(batch)
         return batch
 
     return run
@@ -175,9 +187,8 @@ def of_kornia(recipe: str, device: torch.device) -> Run:
     call: Any = torch.compile(module) if device.type == "cuda" else module
 
     def run(images: Images) -> torch.Tensor:
-        torch.set_num_threads(THREADS)
-        result: torch.Tensor = call(torch.stack(images).float() / 255)
-        torch.set_num_threads(1)
+        with torch_threads():
+            result: torch.Tensor = call(torch.stack(images).float() / 255)
         return result
 
     return run

@@ -259,3 +259,69 @@ def test_on_a_gpu_it_gives_what_the_cpu_gives(photos: Path, tmp_path: Path, name
             assert (found.double() - expected.double()).abs().max() <= 2.01 * level
         with pytest.raises(ValueError, match=r"images\[0\] must be uint8 .* on cuda:0, got .* on cpu"):
             there(images, epoch=2, positions=range(9))
+
+
+ON_A_GPU: dict[str, tuple[Entries, int]] = {
+    "warps": (
+        (
+            {"decode": {}},
+            {"rotate": {"degrees": 40, "border": "reflect"}},
+            {"flip": {"horizontal": 0.5}},
+            {"perspective": {"distortion_scale": 0.4, "p": 1.0, "border": "edge"}},
+            {"affine": {"degrees": 20, "shear": 10, "fill": 114}},
+            {"letterbox": {"size": 50}},
+        ),
+        1,
+    ),
+    "nearest": (
+        ({"decode": {}}, {"affine": {"degrees": 30, "interpolation": "nearest"}}, {"center_crop": {"size": 30}}),
+        0,
+    ),
+    "colours": (
+        (
+            {"decode": {}},
+            {"center_crop": {"size": 30}},
+            {"color_jitter": {"brightness": 0.4, "contrast": 0.4, "saturation": 0.4, "hue": 0.1}},
+            {"autocontrast": {}},
+            {"equalize": {}},
+            {"grayscale": {"probability": 0.3}},
+            {"posterize": {"bits": 4, "probability": 0.5}},
+            {"solarize": {"probability": 0.5}},
+        ),
+        0,
+    ),
+    "local": (
+        (
+            {"decode": {}},
+            {"center_crop": {"size": 30}},
+            {"gaussian_blur": {"kernel_size": 9, "sigma": [0.2, 2.0]}},
+            {"sharpness": {"amount": 0.7}},
+        ),
+        1,
+    ),
+    "rand_augment": (({"decode": {}}, {"center_crop": {"size": 30}}, {"rand_augment": {}}), 1),
+    "trivial_augment": (({"decode": {}}, {"center_crop": {"size": 30}}, {"trivial_augment": {}}), 1),
+    "auto_augment": (({"decode": {}}, {"center_crop": {"size": 30}}, {"auto_augment": {}}), 1),
+}
+
+
+def test_the_pipelines_of_the_test_on_a_gpu_are_valid(photos: Path, tmp_path: Path) -> None:
+    for stages, _ in ON_A_GPU.values():
+        with gpuflow.transform(config_of(tmp_path, photos, stages)) as transform:
+            assert len(transform(random_images(), epoch=0, positions=range(7))) == 7
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no NVIDIA GPU")
+@pytest.mark.parametrize("name", ON_A_GPU)
+def test_stages_on_a_gpu_give_what_they_give_on_the_cpu(photos: Path, tmp_path: Path, name: str) -> None:
+    """But for the few pixels whose place in the image lies between two, where the nearest one is looked up."""
+    stages, most = ON_A_GPU[name]
+    path = config_of(tmp_path, photos, stages)
+    images = [torch.from_numpy(pixels(0, i)).permute(2, 0, 1) for i in range(60)]
+    with gpuflow.transform(path) as here, gpuflow.transform(path, device="cuda") as there:
+        for epoch in range(3):
+            expected = here(images, epoch=epoch, positions=range(60)).int()
+            found = there([image.cuda() for image in images], epoch=epoch, positions=range(60)).cpu().int()
+            apart = (found - expected).abs().amax(1) > most
+            assert apart.double().mean() < 0.001, f"{apart.sum()} of {apart.numel()} pixels"
