@@ -5,6 +5,8 @@ BIN := .venv/bin
 LATEST := .venv-latest
 INTEGRATIONS := .venv-integrations
 MINUTES ?= 60
+# One more than there are cores: some tests wait for processes.
+WORKERS ?= $(shell echo $$(($$(nproc) + 1)))
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test check docs bench chaos mutants test-latest test-integrations
@@ -17,8 +19,8 @@ demo: .venv/.installed  ## make sample photographs, train on them, compare loade
 	$(BIN)/gpuflow train configs/demo.yaml
 	$(BIN)/gpuflow bench configs/demo.yaml --workers 1,2 --against dataloader --out plots/out
 
-test: .venv/.installed  ## run the tests, a file at a time on each core
-	$(BIN)/python -m pytest --numprocesses auto --dist loadfile -m "not integrations"
+test: .venv/.installed  ## run the tests, files side by side
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile -m "not integrations"
 
 check: .venv/.installed  ## lint, formatting, types, which package imports which
 	$(BIN)/ruff check .
@@ -41,7 +43,7 @@ mutants: .venv/.installed  ## run the tests against faults made on purpose: expe
 test-latest: $(LATEST)/requirements.txt  ## run the CPU tests with the newest torch and torchvision
 	$(LATEST)/bin/python -m pip install --upgrade torch torchvision -r $<
 	$(LATEST)/bin/python -m pip install -e . --no-deps --no-build-isolation
-	$(LATEST)/bin/python -m pytest --numprocesses auto --dist loadfile -m "not gpu and not integrations"
+	$(LATEST)/bin/python -m pytest --numprocesses $(WORKERS) --dist loadfile -m "not gpu and not integrations"
 
 # All pins but those of torch, torchvision and what torch pins itself.
 $(LATEST)/requirements.txt: requirements.txt
