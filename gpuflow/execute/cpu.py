@@ -61,7 +61,11 @@ class _Warps:
     def __init__(self, warping: Warping) -> None:
         self.sampling = warping
         self.boxes, self.shown = warping.box.tolist(), warping.shown.tolist()
-        self.sizes = np.stack(warping.size, axis=1).tolist()
+        sizes = np.stack(warping.size, axis=1)
+        self.sizes = sizes.tolist()
+        same = (warping.matrix == np.eye(3)).all(axis=(1, 2)) & (warping.shown[:, 2:] == sizes).all(axis=1)
+        self.same = same.tolist()
+        """Whether the result is the part of the image that is taken, or would be if that had its size."""
 
 
 def _check(drawn: _Moves | _Warps, i: int) -> None:
@@ -271,6 +275,8 @@ class CpuRunner:
         (y, x, height, width), warping = warps.boxes[i], warps.sampling
         box = image[y - top : y - top + height, x - left : x - left + width]
         shape = (*warps.sizes[i], image.shape[2])
+        if warps.same[i] and out is None and image.shape == box.shape == shape:
+            return image
         result = out if out is not None else self._buffer("warped", shape, n)
         shown = y, x, height, width = warps.shown[i]
         if (height, width) != shape[:2]:

@@ -65,12 +65,13 @@ def draw_outline(points: Any, scale: int, value: Any, down: Any) -> None:
 
 
 @compiled
-def look_up(matrix: Any, tie: float, tiny: float, rows: Any, columns: Any, shown: Any, places: Any) -> None:
+def look_up(matrix: Any, tie: float, tiny: float, rows: Any, columns: Any, shown: Any, first: Any, places: Any) -> None:
     """Write which pixel each pixel of a warp shows, into places [H, W, 2]: its column and its row; -1 outside.
 
     matrix [3, 3]: maps a point of the result to a point of the image. tie, tiny: see `gpuflow.execute.warp`.
     rows, columns: the row of each of the image's rows, and the column of each column; negative ones are outside.
     shown: y, x, height and width of the part of the result that is not filled.
+    first: the row and the column of the result that places[0, 0] stands for.
     """
     a, b, c, d, e, f = matrix[0, 0], matrix[0, 1], matrix[0, 2], matrix[1, 0], matrix[1, 1], matrix[1, 2]
     g, h, k = matrix[2, 0], matrix[2, 1], matrix[2, 2]
@@ -92,4 +93,5 @@ def look_up(matrix: Any, tie: float, tiny: float, rows: Any, columns: Any, shown
             if 0 <= row < height and 0 <= column < width:
                 to_row, to_column = rows[np.uint32(row)], columns[np.uint32(column)]
                 if to_row >= 0 and to_column >= 0:
-                    places[j, i, 0], places[j, i, 1] = to_column, to_row
+                    place = places[j - first[0], i - first[1]]
+                    place[0], place[1] = to_column, to_row

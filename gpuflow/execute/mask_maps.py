@@ -101,7 +101,8 @@ class MaskMap:
         if loops is not None and constant and self._places is None:
             self._places = np.empty(shape, np.int32 if self._small else np.int64)
             pairs = self._pairs(self._places)
-            loops.look_up(warping.matrix[i], TIE, TINY, self._rows, self._columns, warping.shown[i], pairs)
+            first = np.zeros(2, np.int64)
+            loops.look_up(warping.matrix[i], TIE, TINY, self._rows, self._columns, warping.shown[i], first, pairs)
             return
         points = (np.arange(side, dtype=np.float64) + 0.5 for side in shape)
         down, across = next(points)[:, None], next(points)[None]

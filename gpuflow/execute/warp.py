@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from types import ModuleType
 from typing import Any
 
 import cv2
@@ -18,6 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from gpuflow.execute.jit import loops_of
 from gpuflow.pipeline.stage import Lookup
 
 __all__ = ["PLACES", "REMAPPED", "TIE", "TINY", "fold_back", "seen", "warp"]
@@ -62,6 +64,10 @@ def warp(
         return
     if lookup.interpolation == "bilinear" and _is_near(matrix, part) and _opencv_is_exact():
         _bilinear_by_opencv(image, matrix, part, lookup, out)
+        return
+    fixed = lookup.interpolation == "nearest" and lookup.border == "constant" and max(image.shape[:2]) < REMAPPED
+    if fixed and (loops := loops_of("mask_loops")) is not None:
+        _nearest_by_loops(loops, image, matrix, part, lookup, out)
         return
     y, x, height, width = part
     for top in range(0, height, _TILE):
@@ -138,12 +144,10 @@ def seen(matrix: Numbers, x: NDArray[Any], y: NDArray[Any]) -> tuple[NDArray[Any
 def _nearest(image: NDArray[np.uint8], x: Numbers, y: Numbers, lookup: Lookup, out: NDArray[np.uint8]) -> None:
     (height, width), constant, far = image.shape[:2], lookup.border == "constant", 2.0**31
     if constant and max(height, width) < REMAPPED:
-        places, no_more = np.empty((*x.shape, 2), np.int16), np.empty(0, np.int16)
+        places = np.empty((*x.shape, 2), np.int16)
         for axis, (at, side) in enumerate(((x, width), (y, height))):
             np.copyto(places[..., axis], np.floor(np.clip(at, -1, side) + TIE), casting="unsafe")
-        fill = np.broadcast_to(lookup.fill, image.shape[2:]).tolist()
-        pixels = cv2.remap(image, places, no_more, cv2.INTER_NEAREST, borderMode=cv2.BORDER_CONSTANT, borderValue=fill)
-        out[...] = pixels.reshape(out.shape)
+        _remap(image, places, lookup, out)
         return
     columns, rows = (np.floor(np.clip(at, -far, far) + TIE).astype(np.int64) for at in (x, y))
     if not constant:
@@ -153,6 +157,29 @@ def _nearest(image: NDArray[np.uint8], x: Numbers, y: Numbers, lookup: Lookup, o
     inside = (columns >= 0) & (columns < width) & (rows >= 0) & (rows < height)
     out[...] = lookup.fill
     out[inside] = image[rows[inside], columns[inside]]
+
+
+def _nearest_by_loops(
+    loops: ModuleType,
+    image: NDArray[np.uint8],
+    matrix: Numbers,
+    part: tuple[int, int, int, int],
+    lookup: Lookup,
+    out: NDArray[np.uint8],
+) -> None:
+    """As `_nearest` on the whole part, by one call that leaves the interpreter to other threads."""
+    shown = np.array(part)
+    places = np.empty((*part[2:], 2), np.int16)
+    rows, columns = (np.arange(side) for side in image.shape[:2])
+    loops.look_up(matrix, TIE, TINY, rows, columns, shown, shown[:2], places)
+    _remap(image, places, lookup, out)
+
+
+def _remap(image: NDArray[np.uint8], places: NDArray[np.int16], lookup: Lookup, out: NDArray[np.uint8]) -> None:
+    """Look up pixels at places [H, W, 2] of columns and rows; those outside the image get the fill."""
+    no_more, fill = np.empty(0, np.int16), np.broadcast_to(lookup.fill, image.shape[2:]).tolist()
+    pixels = cv2.remap(image, places, no_more, cv2.INTER_NEAREST, borderMode=cv2.BORDER_CONSTANT, borderValue=fill)
+    np.copyto(out, pixels.reshape(out.shape))
 
 
 def _is_near(matrix: Numbers, part: Sequence[int]) -> bool:

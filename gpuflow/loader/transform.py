@@ -26,6 +26,7 @@ from gpuflow.pipeline.record_values import RecordValue, values_of
 from gpuflow.pipeline.records import Column, Records
 from gpuflow.pipeline.stage import Keys, Mixing
 from gpuflow.pipeline.views import AnyProgram, ViewsProgram, as_images, slot_of, slots_of
+from gpuflow.runtime.buffers import SlotPool
 from gpuflow.runtime.ranks import Ranks
 from gpuflow.runtime.threads import DaemonPool, use_torch_threads
 
@@ -40,6 +41,8 @@ Result = torch.Tensor | dict[str, torch.Tensor]
 
 _PIECES_PER_THREAD = 2
 _END_SECONDS = 5.0
+_KEPT_BATCHES = 2
+"""Free batches whose memory is kept: mapping it anew takes as long as filling it."""
 
 
 def build_transform(config: Config, name: str, device: str | torch.device | None) -> Transform:
@@ -237,20 +240,33 @@ class _CpuRunner:
 
     def _begin(self) -> None:
         self._pid, self._runners = os.getpid(), CpuRunners(self._program)
+        shape, dtype = slot_of(self._program)
+        self._results, self._largest = SlotPool((0, *shape), dtype, _KEPT_BATCHES), 0
         self._pool: DaemonPool | None = None
 
     def run(self, images: Sequence[torch.Tensor], keys: Keys) -> Result:
         arrays = [image.permute(1, 2, 0).numpy() for image in images]
-        shape, dtype = slot_of(self._program)
-        memory = np.empty((len(arrays), *shape), dtype)
+        memory = self._memory(len(arrays))
         slots = slots_of(self._program, memory)
         step = -(-len(arrays) // (self._threads * _PIECES_PER_THREAD)) if self._threads > 1 else len(arrays)
         pieces = [slice(start, start + step) for start in range(0, len(arrays), step or 1)]
         faults: list[BadSampleError | None] = []
-        for found in self._each_piece(arrays, keys, slots, pieces):
-            faults += found
+        try:
+            for found in self._each_piece(arrays, keys, slots, pieces):
+                faults += found
+        except BaseException:
+            self._results.clear()  # threads may still be writing
+            raise
         _raise_first(faults)
         return as_images(self._program, memory)
+
+    def _memory(self, count: int) -> NDArray[Any]:
+        """Slots for a batch. One that is much smaller than others gets memory of its own, as a caller may keep it."""
+        shape, dtype = slot_of(self._program)
+        if 2 * count < self._largest:
+            return np.empty((count, *shape), dtype)
+        self._largest = max(self._largest, count)
+        return self._results.acquire(count)
 
     def _each_piece(
         self, arrays: Sequence[NDArray[np.uint8]], keys: Keys, slots: Any, pieces: Sequence[slice]
@@ -296,6 +312,7 @@ class _CpuRunner:
         if pool is not None:
             pool.end(_END_SECONDS)
         self._runners.clear()
+        self._results.clear()
 
 
 @final

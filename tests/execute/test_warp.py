@@ -11,6 +11,7 @@ import pytest
 from numpy.typing import NDArray
 
 from gpuflow.execute import warp as warp_module
+from gpuflow.execute.jit import loops_of
 from gpuflow.execute.warp import warp
 from gpuflow.pipeline.stage import Lookup
 from tests.images import photo
@@ -119,19 +120,20 @@ def test_gray_images() -> None:
 
 @pytest.mark.parametrize("channels", [1, 3])
 def test_nearest_pixels_are_the_same_with_and_without_opencv(channels: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Images whose places do not fit OpenCV's int16 take another way."""
+    """Images whose places do not fit OpenCV's int16 take another way, and so do all without numba."""
     rng = np.random.default_rng(channels)
     fill = tuple(rng.integers(0, 256, channels).tolist())
     for _ in range(50):
         image = rng.integers(0, 256, (*rng.integers(1, 60, 2), channels), np.uint8)
         matrix = np.eye(3) + rng.normal(0, 0.4, (3, 3)) * [[1, 1, 20], [1, 1, 20], [0.003, 0.003, 0]]
         found = []
-        for side in (warp_module.REMAPPED, 0):
+        for side, loops in ((warp_module.REMAPPED, loops_of), (warp_module.REMAPPED, lambda _: None), (0, loops_of)):
             monkeypatch.setattr(warp_module, "REMAPPED", side)
+            monkeypatch.setattr(warp_module, "loops_of", loops)
             found.append(np.empty((33, 41, channels), np.uint8))
             warp_module.warp(image, matrix, (3, -2, 33, 41), Lookup("nearest", "constant", fill), found[-1])
             monkeypatch.undo()
-        assert np.array_equal(found[0], found[1])
+        assert np.array_equal(found[0], found[1]) and np.array_equal(found[0], found[2])
 
 
 def test_pixels_on_the_edge_of_the_image_are_found_row_by_row() -> None:

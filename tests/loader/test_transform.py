@@ -16,6 +16,7 @@ from torchvision.io import ImageReadMode, decode_image
 import gpuflow
 from gpuflow.errors import BadSampleError, ConfigError, LoaderError, LoaderTimeout
 from gpuflow.execute.cpu import CpuRunner
+from gpuflow.loader.transform import _CpuRunner
 from tests.datasets import TRAIN, VAL, Entries, deadline, nothing_left_behind, pixels, python, write_config
 
 JITTER_FIRST: Entries = (
@@ -92,6 +93,25 @@ def test_a_batch_a_list_and_any_memory_format_give_the_same(photos: Path, tmp_pa
         assert torch.equal(torch.cat(alone), expected)
         assert not torch.equal(transform(images, epoch=2, positions=range(7)), expected)
         assert transform(images[:0], epoch=1, positions=[]).shape == (0, 3, 24, 24)
+
+
+def test_results_that_are_kept_do_not_change_and_memory_of_others_is_used_again(photos: Path, tmp_path: Path) -> None:
+    images = random_images()
+    for stages in (VAL, JITTER_FIRST):
+        with gpuflow.transform(config_of(tmp_path, photos, stages)) as transform:
+            kept, addresses = [], set()
+            for epoch in range(12):
+                result = transform(images, epoch=epoch, positions=range(7))
+                addresses.add(result.data_ptr())
+                if epoch % 3 == 0:
+                    kept.append((epoch, result, result.clone()))
+                elif epoch % 3 == 1:
+                    kept.append((epoch, result[2:3], result[2:3].clone()))
+            assert len(addresses) < 12
+            assert len({result.untyped_storage().data_ptr() for _, result, _ in kept}) == len(kept)
+            assert all(torch.equal(result, copy) for _, result, copy in kept)
+            one = transform(images[:1], epoch=0, positions=[0])
+            assert one.untyped_storage().nbytes() == one.nbytes, "a single image does not keep a batch's memory"
 
 
 VIEWS = {
@@ -186,6 +206,28 @@ def test_a_wait_for_stages_ends(photos: Path, tmp_path: Path, monkeypatch: pytes
                 transform(random_images(), epoch=0, positions=range(7))
         finally:
             over.set()
+    monkeypatch.undo()
+    with gpuflow.transform(config_of(tmp_path, photos)) as transform:
+        expected = transform(random_images(), epoch=0, positions=range(7))
+        late, runner = threading.Event(), transform._runner
+        assert isinstance(runner, _CpuRunner)
+        run_images = CpuRunner.run_images
+
+        def slow(self: Any, images: Any, keys: Any, slots: Any) -> Any:
+            late.wait(30)
+            slots[...] = 7
+            return run_images(self, images, keys, slots)
+
+        monkeypatch.setattr(CpuRunner, "run_images", slow)
+        runner._timeout_seconds = 0.1
+        with pytest.raises(LoaderTimeout):
+            transform(random_images(), epoch=1, positions=range(7))
+        monkeypatch.undo()
+        runner._timeout_seconds = 30
+        late.set()
+        for _ in range(5):
+            result = transform(random_images(), epoch=0, positions=range(7))
+            assert torch.equal(result, expected), "threads that are late write elsewhere"
 
 
 def test_an_error_of_a_stage_is_raised_as_it_is(photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
