@@ -88,15 +88,22 @@ def _values(name: str, given: Any, count: int) -> list[Any]:
 
 def _array(name: str, i: int, value: Any, *shape: int | str) -> NDArray[Any]:
     """Sample i's value as an array of numbers of this shape, in which a letter stands for any length."""
-    array = value.cpu().numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
+    form = ", ".join(map(str, shape))
+    if isinstance(value, torch.Tensor):
+        array = (value.double() if value.is_floating_point() else value).detach().cpu().numpy()
+    else:
+        try:
+            array = np.asarray(value)
+        except ValueError:  # rows of several lengths
+            raise ValueError(f"fields[{name!r}][{i}] must be numbers [{form}], got rows of several lengths") from None
     if array.ndim == 1 and not len(array):  # an empty list has no rows
         array = np.zeros([length if isinstance(length, int) else 0 for length in shape], array.dtype)
     fits = len(array.shape) == len(shape) and all(
         isinstance(wanted, str) or wanted == got for wanted, got in zip(shape, array.shape, strict=True)
     )
     if not fits or array.dtype.kind not in "biuf":
-        form = ", ".join(map(str, shape))
-        raise ValueError(f"fields[{name!r}][{i}] must be numbers [{form}], got {array.dtype} {list(array.shape)}")
+        shown = f"{array.dtype} {list(array.shape)}"
+        raise ValueError(f"fields[{name!r}][{i}] must be numbers [{form}], got {shown}")
     return array
 
 

@@ -102,6 +102,7 @@ def test_fields_are_those_of_the_loader(listing: Path, tmp_path: Path, stages: E
             "mask": [mask.bool() for mask in fields["mask"]],
             "depth": [tv_tensors.Mask(x) for x in fields["depth"]],
         },
+        {**fields, "keypoints": [value.double().requires_grad_() for value in fields["keypoints"]]},
         {**fields, "boxes": [value.tolist() for value in fields["boxes"]], "kinds": [x.int() for x in fields["kinds"]]},
     ]
     kept = 0
@@ -194,12 +195,13 @@ def changed(fields: dict[str, Any], name: str, i: int, value: Any) -> dict[str, 
 @pytest.mark.parametrize(
     ("name", "value", "rule"),
     [
-        ("boxes", torch.zeros(2, 5), "fields['boxes'][2] must be numbers [M, 4], got float32 [2, 5]"),
+        ("boxes", torch.zeros(2, 5), "fields['boxes'][2] must be numbers [M, 4], got float64 [2, 5]"),
         ("boxes", [["a", "b", "c", "d"]], "fields['boxes'][2] must be numbers [M, 4], got <U1 [1, 4]"),
-        ("kinds", torch.zeros(2), "fields['kinds'][2] must be integers [M], got float32 [2]"),
-        ("mask", torch.zeros(2, 3, 3), "fields['mask'][2] must be numbers [M, {0}, {1}], got float32 [2, 3, 3]"),
-        ("depth", torch.zeros(3, 3), "fields['depth'][2] must be numbers [{0}, {1}], got float32 [3, 3]"),
-        ("keypoints", torch.zeros(2, 2), "fields['keypoints'][2] must be numbers [M, K, 3], got float32 [2, 2]"),
+        ("boxes", [[1, 2, 3], [1, 2, 3, 4]], "fields['boxes'][2] must be numbers [M, 4], got rows of several lengths"),
+        ("kinds", torch.zeros(2), "fields['kinds'][2] must be integers [M], got float64 [2]"),
+        ("mask", torch.zeros(2, 3, 3), "fields['mask'][2] must be numbers [M, {0}, {1}], got float64 [2, 3, 3]"),
+        ("depth", torch.zeros(3, 3), "fields['depth'][2] must be numbers [{0}, {1}], got float64 [3, 3]"),
+        ("keypoints", torch.zeros(2, 2), "fields['keypoints'][2] must be numbers [M, K, 3], got float64 [2, 2]"),
         (
             "keypoints",
             torch.zeros(2, 5, 3),
