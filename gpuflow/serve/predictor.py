@@ -199,7 +199,11 @@ class Predictor:
             if isinstance(data, BadSampleError):
                 raise data.located(index, _path_of(image))
             files.append(data)
-        batch = self._preprocess(images if is_one else listed)
+        try:
+            batch = self._preprocess(files[0] if is_one else files)
+        except BadSampleError as error:
+            index = error.index or 0
+            raise error.located(index, _path_of(listed[index])) from None
         maps = torch.from_numpy(matrices_of(pipeline, files))
         return batch, maps[0] if is_one else maps
 

@@ -84,10 +84,27 @@ def test_what_is_seen_in_the_result_is_where_the_matrix_says(stages: list[Any], 
         assert np.abs(centre[:2] / centre[2] - (30, 26)).max() < 0.6
 
 
+def test_a_file_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is replaced meanwhile would give a matrix of another image."""
+    path, reads = tmp_path / "a.png", list[Path]()
+    path.write_bytes(image(48, 96))
+    read_bytes = Path.read_bytes
+
+    def read(self: Path) -> bytes:
+        reads.append(self)
+        return read_bytes(self)
+
+    with gpuflow.serve.load(write(tmp_path / "x.yaml", LETTERBOX), preprocess_only=True) as predictor:
+        monkeypatch.setattr(Path, "read_bytes", read)
+        predictor.preprocess(path, matrices=True)
+    assert reads == [path]
+
+
 def test_bad_images_and_stages_that_do_not_say(tmp_path: Path) -> None:
     file = write(tmp_path / "x.yaml", LETTERBOX)
     with gpuflow.serve.load(file, preprocess_only=True) as predictor:
-        for bad in (image(50, 50)[:60], b"", str(tmp_path / "gone.png")):
+        (tmp_path / "cut.png").write_bytes(image(50, 50)[:60])
+        for bad in (image(50, 50)[:60], b"", str(tmp_path / "gone.png"), str(tmp_path / "cut.png")):
             reasons = []
             for matrices in (False, True):
                 with pytest.raises(BadSampleError) as caught:
