@@ -65,7 +65,7 @@ class _Warps:
         self.sizes = sizes.tolist()
         same = (warping.matrix == np.eye(3)).all(axis=(1, 2)) & (warping.shown[:, 2:] == sizes).all(axis=1)
         self.same = same.tolist()
-        """Whether the result is the part of the image that is taken, or would be if that had its size."""
+        """Which samples' maps change no pixel, if the image has the size of the result."""
 
 
 def _check(drawn: _Moves | _Warps, i: int) -> None:
