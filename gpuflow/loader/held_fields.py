@@ -9,34 +9,28 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gpuflow.pipeline.records import Column, Field, Ragged
+from gpuflow.pipeline.records import GEOMETRIC, Column, Field, Ragged
 from gpuflow.sources import SourceSpec
+from gpuflow.sources.field_spec import FieldSpec
 
 __all__ = ["columns_of", "moved_fields"]
 
-_OF_COCO = (
-    Field(name="boxes", type="boxes", labels="labels"),
-    Field(name="mask", type="mask", instances=True),
-    Field(name="keypoints", type="keypoints"),
-)
+_OF_COCO = tuple((kind, FieldSpec(type=kind)) for kind in GEOMETRIC)
 
 
 def moved_fields(source: SourceSpec) -> tuple[Field, ...]:
     """The boxes, masks and keypoints that a source declares, or COCO's. The source is not read for them."""
-    if source.kind == "coco":
-        declared = [spec.type for _, spec in source.declared]
-        return tuple(field for field in _OF_COCO if not declared or field.type in declared)
-    found: list[Field] = []
-    for name, spec in source.declared:
+    coco, found = source.kind == "coco", list[Field]()
+    for name, spec in source.declared or (_OF_COCO if coco else ()):
         match spec.type:
             case "boxes":
-                found.append(Field(name=name, type="boxes", labels=spec.labels or ""))
+                found.append(Field(name=name, type="boxes", labels="labels" if coco else spec.labels or ""))
             case "mask":
-                found.append(Field(name=name, type="mask", instances=spec.kind in ("rle", "polygons")))
+                found.append(Field(name=name, type="mask", instances=coco or spec.kind in ("rle", "polygons")))
             case "keypoints":
                 found.append(Field(name=name, type="keypoints"))
             case _:
-                pass  # it stays as it is, whatever moves
+                pass  # images, labels, numbers, texts and other objects have no coordinates
     return tuple(found)
 
 
@@ -90,7 +84,7 @@ def _array(name: str, i: int, value: Any, *shape: int | str) -> NDArray[Any]:
     """Sample i's value as an array of numbers of this shape, in which a letter stands for any length."""
     form = ", ".join(map(str, shape))
     if isinstance(value, torch.Tensor):
-        array = (value.double() if value.is_floating_point() else value).detach().cpu().numpy()
+        array = (value.float() if value.dtype == torch.bfloat16 else value).detach().cpu().numpy()
     else:
         try:
             array = np.asarray(value)

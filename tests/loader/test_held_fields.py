@@ -188,6 +188,20 @@ def test_coco_needs_no_file(listing: Path, tmp_path: Path) -> None:
     assert torch.equal(moved["mask"].values, expected["mask"].values)
 
 
+def test_fields_of_coco_have_the_names_that_the_file_gives_them(listing: Path, tmp_path: Path) -> None:
+    declared = {"image": None, "people": {"type": "boxes"}, "outlines": {"type": "mask"}}
+    path = config_of(tmp_path, listing, CROP, coco="missing.json", images="photos", fields=declared)
+    images, fields = held(listing)
+    given = {"people": fields["boxes"], "labels": fields["kinds"], "outlines": fields["mask"], "mask": fields["depth"]}
+    with gpuflow.transform(path) as transform:
+        _, moved = transform(images, epoch=0, positions=range(COUNT), fields=given)
+    with gpuflow.transform(config_of(tmp_path, listing, CROP)) as transform:
+        _, expected = transform(images, epoch=0, positions=range(COUNT), fields=fields)
+    for name, own in (("people", "boxes"), ("labels", "kinds"), ("outlines", "mask")):
+        assert torch.equal(moved[name].values, expected[own].values)
+    assert moved["mask"] is fields["depth"], "which the file does not declare"
+
+
 def changed(fields: dict[str, Any], name: str, i: int, value: Any) -> dict[str, Any]:
     return {**fields, name: [value if i == j else other for j, other in enumerate(fields[name])]}
 
@@ -195,13 +209,13 @@ def changed(fields: dict[str, Any], name: str, i: int, value: Any) -> dict[str, 
 @pytest.mark.parametrize(
     ("name", "value", "rule"),
     [
-        ("boxes", torch.zeros(2, 5), "fields['boxes'][2] must be numbers [M, 4], got float64 [2, 5]"),
+        ("boxes", torch.zeros(2, 5), "fields['boxes'][2] must be numbers [M, 4], got float32 [2, 5]"),
         ("boxes", [["a", "b", "c", "d"]], "fields['boxes'][2] must be numbers [M, 4], got <U1 [1, 4]"),
         ("boxes", [[1, 2, 3], [1, 2, 3, 4]], "fields['boxes'][2] must be numbers [M, 4], got rows of several lengths"),
-        ("kinds", torch.zeros(2), "fields['kinds'][2] must be integers [M], got float64 [2]"),
-        ("mask", torch.zeros(2, 3, 3), "fields['mask'][2] must be numbers [M, {0}, {1}], got float64 [2, 3, 3]"),
-        ("depth", torch.zeros(3, 3), "fields['depth'][2] must be numbers [{0}, {1}], got float64 [3, 3]"),
-        ("keypoints", torch.zeros(2, 2), "fields['keypoints'][2] must be numbers [M, K, 3], got float64 [2, 2]"),
+        ("kinds", torch.zeros(2), "fields['kinds'][2] must be integers [M], got float32 [2]"),
+        ("mask", torch.zeros(2, 3, 3), "fields['mask'][2] must be numbers [M, {0}, {1}], got float32 [2, 3, 3]"),
+        ("depth", torch.zeros(3, 3), "fields['depth'][2] must be numbers [{0}, {1}], got float32 [3, 3]"),
+        ("keypoints", torch.zeros(2, 2), "fields['keypoints'][2] must be numbers [M, K, 3], got float32 [2, 2]"),
         (
             "keypoints",
             torch.zeros(2, 5, 3),
