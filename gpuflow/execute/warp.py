@@ -67,7 +67,7 @@ def warp(
         return
     fixed = lookup.interpolation == "nearest" and lookup.border == "constant" and max(image.shape[:2]) < REMAPPED
     if fixed and (loops := loops_of("mask_loops")) is not None:
-        _nearest_by_loops(loops, image, matrix, part, lookup, out)
+        _remap(image, _places_by_loops(loops, image.shape, matrix, part), lookup, out)
         return
     y, x, height, width = part
     for top in range(0, height, _TILE):
@@ -159,20 +159,14 @@ def _nearest(image: NDArray[np.uint8], x: Numbers, y: Numbers, lookup: Lookup, o
     out[inside] = image[rows[inside], columns[inside]]
 
 
-def _nearest_by_loops(
-    loops: ModuleType,
-    image: NDArray[np.uint8],
-    matrix: Numbers,
-    part: tuple[int, int, int, int],
-    lookup: Lookup,
-    out: NDArray[np.uint8],
-) -> None:
-    """As `_nearest` on the whole part, by one call that leaves the interpreter to other threads."""
-    shown = np.array(part)
-    places = np.empty((*part[2:], 2), np.int16)
-    rows, columns = (np.arange(side) for side in image.shape[:2])
+def _places_by_loops(
+    loops: ModuleType, size: Sequence[int], matrix: Numbers, part: tuple[int, int, int, int]
+) -> NDArray[np.int16]:
+    """The places that the pixels of a part show in an image of this size, by one call that does not hold the GIL."""
+    shown, places = np.array(part), np.empty((*part[2:], 2), np.int16)
+    rows, columns = (np.arange(side) for side in size[:2])
     loops.look_up(matrix, TIE, TINY, rows, columns, shown, shown[:2], places)
-    _remap(image, places, lookup, out)
+    return places
 
 
 def _remap(image: NDArray[np.uint8], places: NDArray[np.int16], lookup: Lookup, out: NDArray[np.uint8]) -> None:

@@ -261,7 +261,10 @@ class _CpuRunner:
         return as_images(self._program, memory)
 
     def _memory(self, count: int) -> NDArray[Any]:
-        """Slots for a batch. One that is much smaller than others gets memory of its own, as a caller may keep it."""
+        """Memory for the results of `count` images, used again once no tensor refers to it.
+
+        A batch of less than half the largest one's size gets new memory: kept results would else hold a whole batch's.
+        """
         shape, dtype = slot_of(self._program)
         if 2 * count < self._largest:
             return np.empty((count, *shape), dtype)

@@ -206,7 +206,11 @@ def test_a_wait_for_stages_ends(photos: Path, tmp_path: Path, monkeypatch: pytes
                 transform(random_images(), epoch=0, positions=range(7))
         finally:
             over.set()
-    monkeypatch.undo()
+
+
+def test_threads_that_are_late_do_not_write_into_later_results(
+    photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with gpuflow.transform(config_of(tmp_path, photos)) as transform:
         expected = transform(random_images(), epoch=0, positions=range(7))
         late, runner = threading.Event(), transform._runner
