@@ -79,6 +79,8 @@ class DecodeCall(NamedTuple):
 def plan_calls(chunks: Sequence[Undecoded], *, max_bytes: int) -> list[DecodeCall]:
     """The calls that decode all of the first chunk's images that are left, filled up with images of the others.
 
+    Each has an image of the first chunk.
+
     Images of the other chunks are taken only if the first chunk has several kinds. If it has one, its calls have the
     same sizes as those of its neighbours, and decoding earlier would gain nothing.
 
@@ -99,9 +101,12 @@ def plan_calls(chunks: Sequence[Undecoded], *, max_bytes: int) -> list[DecodeCal
         spaces = np.concatenate([chunk.spaces[taken] for chunk, taken in zip(chunks, rows, strict=False)])
         order = np.argsort(-spaces, kind="stable")
         numbers, taken, spaces = numbers[order], np.concatenate(rows)[order], spaces[order]
-        calls += [
-            DecodeCall(numbers[part], taken[part], int(spaces[part].sum())) for part in split(spaces, most, max_bytes)
-        ]
+        for part in split(spaces, most, max_bytes):
+            if (numbers[part] == 0).any():
+                calls.append(DecodeCall(numbers[part], taken[part], int(spaces[part].sum())))
+            else:  # what was to fill the others up did not fit
+                for number, row in zip(numbers[part].tolist(), taken[part].tolist(), strict=True):
+                    chunks[number].left[row] = True
     return calls
 
 

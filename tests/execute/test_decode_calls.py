@@ -66,6 +66,14 @@ def test_a_chunk_of_one_kind_is_decoded_alone() -> None:
     assert len(call.rows) == 100 and chunks[1].left.all()
 
 
+def test_every_call_has_an_image_of_the_first_chunk() -> None:
+    """Where memory ends a call early, what was to fill it up may be left over: it is left to its own chunk."""
+    own, other = chunk([0x22, 0x22, 0x11], [60, 60, 10]), chunk([0x22] * 8, [30] * 8)
+    calls = plan_calls([own, other], max_bytes=100)
+    assert [call.chunks.tolist() for call in calls] == [[0], [0], [0, 1]]
+    assert not own.left.any() and other.left.tolist() == [False] + [True] * 7
+
+
 def test_few_large_images_share_a_call() -> None:
     large = 0x22 + (1 << 8)
     calls = plan_calls([chunk([large, 0x22]), *(chunk([large, 0x22]) for _ in range(40))], max_bytes=MB)
@@ -95,6 +103,7 @@ def test_every_image_that_is_needed_is_in_one_call_of_its_kind(chunks: list[Unde
         assert {row for chosen, row in taken if chosen == number} == set(np.flatnonzero(before[number] & ~one.left))
     for call, pairs in zip(calls, held(calls), strict=True):
         assert len({int(chunks[number].kinds[row]) for number, row in pairs}) == 1
+        assert 0 in call.chunks
         spaces = [int(chunks[number].spaces[row]) for number, row in pairs]
         assert spaces == sorted(spaces, reverse=True) and sum(spaces) == call.space
         assert len(pairs) <= CALL_IMAGES and (call.space <= max_bytes or len(pairs) == 1)
