@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from gpuflow.decode.scan_markers import expected_restarts, has_expected_markers
 from gpuflow.sources import Payload
 
 __all__ = [
@@ -42,8 +43,9 @@ class HeaderScan(NamedTuple):
 
     sizes [N, 2]: height and width. engine [N]: whether a file is an ordinary baseline JPEG that the engines decode.
     sampling [N]: factors of its first component, 0 if it is gray. scans [N]: where its compressed data begin, in bytes
-    from its first one. intervals [N]: coded units between two restart markers, 0 if there are none. orientation:
-    whether EXIF data were looked for; a file with EXIF data may be turned, so that it is then not ordinary.
+    from its first one. intervals [N]: coded units between two restart markers, 0 if there are none. markers [N]: 1 if
+    the compressed data hold the markers that they should (`scan_markers`), 0 if not, -1 if that was not looked at.
+    orientation: whether EXIF data were looked for; a file that has them may be turned, so that it is then not ordinary.
     """
 
     sizes: NDArray[np.int64]
@@ -51,6 +53,7 @@ class HeaderScan(NamedTuple):
     sampling: NDArray[np.uint8]
     scans: NDArray[np.int64]
     intervals: NDArray[np.int64]
+    markers: NDArray[np.int8]
     orientation: bool
 
 
@@ -73,12 +76,16 @@ _LUMA = np.zeros(256, bool)
 _LUMA[[factors[0] for factors in ENGINE_SAMPLINGS if factors[1:] == (0x11, 0x11)]] = True
 
 
-def scan_headers(payload: Payload, *, orientation: bool) -> HeaderScan:
-    """Scan a payload's headers. Other files than ordinary JPEGs, and small chunks, are left to `probe`."""
+def scan_headers(payload: Payload, *, orientation: bool, markers: bool = False) -> HeaderScan:
+    """Scan a payload's headers. Other files than ordinary JPEGs, and small chunks, are left to `probe`.
+
+    markers: whether to look at the markers of the compressed data of the files that the engines decode, too.
+    """
     count = len(payload)
     sizes, taken, sampling = np.zeros((count, 2), np.int64), np.zeros(count, bool), np.zeros(count, np.uint8)
     scans, intervals = np.zeros(count, np.int64), np.zeros(count, np.int64)
-    result = HeaderScan(sizes, taken, sampling, scans, intervals, orientation)
+    checked = np.full(count, -1, np.int8)
+    result = HeaderScan(sizes, taken, sampling, scans, intervals, checked, orientation)
     if count <= _MIN_FILES:
         return result
     data = payload.buffer
@@ -142,6 +149,10 @@ def scan_headers(payload: Payload, *, orientation: bool) -> HeaderScan:
         at = after
         if not sound.all():
             rows, at, last = rows[sound], at[sound], last[sound]
+    for row in np.flatnonzero(taken).tolist() if markers else ():
+        height, width = sizes[row].tolist()
+        expected = expected_restarts(height, width, int(sampling[row]), int(intervals[row]))
+        checked[row] = has_expected_markers(payload.sample(row)[scans[row] :], expected)
     return result
 
 

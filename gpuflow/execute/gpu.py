@@ -225,7 +225,7 @@ class GpuRunner:
         self._cpu, self._cpu_pool = CpuRunners(program), cpu_pool
         self._lock = threading.Lock()
         self._calls: deque[_Call] = deque()
-        self._complete, self._contents = CompleteFiles(), contents
+        self._complete, self._contents, self._expect_unknown = CompleteFiles(), contents, True
         self.engine_images, self.cpu_images, self.blank_images = 0, 0, 0
         with device_stream.queued():
             self._decoders = NvjpegDecoderPool(device_stream, library, program.decoder.color, backend)
@@ -255,8 +255,9 @@ class GpuRunner:
 
     @property
     def prescan(self) -> Prescan:
-        """`scan_headers` for this program, which is most of the interpreter time that `prepare` needs."""
-        return functools.partial(scan_headers, orientation=self._turns)
+        """`scan_headers` for this program, which is most of the interpreter time that `prepare` needs. It looks at the
+        compressed data's markers, too, until a chunk comes whose files are all known to be complete."""
+        return functools.partial(scan_headers, orientation=self._turns, markers=self._expect_unknown)
 
     def prepare(self, payload: Payload, keys: s.Keys, indices: Sequence[int] | None = None) -> Prepared:
         """Do all work that precedes nvJPEG: headers, draws, and the images that the CPU decodes.
@@ -369,16 +370,18 @@ class GpuRunner:
         """
         rows = np.flatnonzero(headers.engine)
         known, hashes = self._known(rows, payload, indices)
+        self._expect_unknown = not known.all()
         engines = self._decoders.engines > 0
         library = None if engines else find_libjpeg_turbo()
         good = known.copy()
         for place in np.flatnonzero(~known).tolist():
             row = int(rows[place])
             (height, width), data = headers.sizes[row].tolist(), payload.sample(row)
-            restarts = expected_restarts(height, width, int(headers.sampling[row]), int(headers.intervals[row]))
-            good[place] = has_expected_markers(data[headers.scans[row] :], restarts) and (
-                library is None or library.accepts(data, (height, width))
-            )
+            markers = int(headers.markers[row])
+            if markers < 0:
+                restarts = expected_restarts(height, width, int(headers.sampling[row]), int(headers.intervals[row]))
+                markers = has_expected_markers(data[headers.scans[row] :], restarts)
+            good[place] = markers and (library is None or library.accepts(data, (height, width)))
         if library is not None and indices is not None:
             new = good & ~known
             found, lengths = (np.asarray(x, np.int64)[rows[new]] for x in (indices, payload.sizes))

@@ -97,11 +97,11 @@ def build_loader(
     read_here = listed is not None and source.storage is None  # by the caller's own code
     readers = readers_of(config, gpu=placement.gpu is not None, remote=remote)
     share, process_reader = None, None
-    if placement.gpu is not None:
+    if (gpu := placement.gpu) is not None:
         if isinstance(source.storage, LocalStorage) and readers:
-            source = source.on(ProcessStorage(readers, placement.gpu.prescan))
+            source = source.on(ProcessStorage(readers, lambda: gpu.prescan))
         elif source.storage is None and isinstance(unwrapped(source), HfSource | MixSource) and readers:
-            process_reader = ProcessReader(source, readers, placement.gpu.prescan)
+            process_reader = ProcessReader(source, readers, lambda: gpu.prescan)
         share = cpu_share_of(config, name)
     targets = target_mapper(config, name, fields_of(source))
     plan = LoaderPlan(

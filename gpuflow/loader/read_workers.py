@@ -26,6 +26,11 @@ from gpuflow.sources.storage import LocalStorage, ReadAt, Shard
 __all__ = ["ProcessReader", "ProcessStorage", "prepare", "work"]
 
 T = TypeVar("T")
+GetPrescan = Callable[[], Prescan | None]
+
+
+def nothing_more() -> None:
+    """Workers only read."""
 
 
 @final
@@ -36,12 +41,13 @@ class ProcessStorage:
     caller's thread, which raises what it has to.
 
     Args:
-        count: workers to start. prescan: what each does with what it has read; can be pickled, and so can its results.
+        count: workers to start. prescan: returns what a worker does with what it reads next, or None; that can be
+            pickled, and so can its results.
     """
 
     remote = False
 
-    def __init__(self, count: int, prescan: Prescan | None = None) -> None:
+    def __init__(self, count: int, prescan: GetPrescan = nothing_more) -> None:
         self._local = LocalStorage()
         self._workers = _Workers(count, prescan, self._local)
 
@@ -80,7 +86,7 @@ class ProcessReader:
         source: each worker has a copy. Closing this does not close it.
     """
 
-    def __init__(self, source: Source, count: int, prescan: Prescan | None = None) -> None:
+    def __init__(self, source: Source, count: int, prescan: GetPrescan = nothing_more) -> None:
         self._source = source
         self._workers = _Workers(count, prescan, without_records(source))
 
@@ -97,9 +103,9 @@ class ProcessReader:
 class _Workers:
     """Worker processes that each have a copy of a storage or a source, and call its methods."""
 
-    def __init__(self, count: int, prescan: Prescan | None, reader: LocalStorage | Source) -> None:
-        setup = (prescan, reader)
-        self._pool = WorkerPool(__name__, connections=[1] * count, setup=setup, task="read", handshake=False)
+    def __init__(self, count: int, prescan: GetPrescan, reader: LocalStorage | Source) -> None:
+        self._prescan = prescan
+        self._pool = WorkerPool(__name__, connections=[1] * count, setup=reader, task="read", handshake=False)
 
     def request(
         self, method: str, arguments: tuple[Any, ...], read_here: Callable[..., Payload], allocate: Allocate
@@ -113,7 +119,7 @@ class _Workers:
             return allocated[0] if len(allocated[0]) >= size else allocate(size)
 
         def exchange(worker: WorkerConnection) -> Payload | None:
-            worker.send((method, arguments))
+            worker.send((method, arguments, self._prescan()))
             size = worker.answer()
             if size is None:
                 return None
@@ -142,18 +148,14 @@ class _NotShared(Exception):
     """The buffer is not shared memory."""
 
 
-Setup = tuple[Prescan | None, LocalStorage | Source]
+def prepare(setup: bytes) -> LocalStorage | Source:
+    """What reads, unpickled."""
+    reader: LocalStorage | Source = pickle.loads(setup)
+    return reader
 
 
-def prepare(setup: bytes) -> Setup:
-    """The unpickled prescan, and what reads."""
-    prepared: Setup = pickle.loads(setup)
-    return prepared
-
-
-def work(connection: ParentConnection, setup: Setup) -> None:
+def work(connection: ParentConnection, reader: LocalStorage | Source) -> None:
     """Answers requests until the connection is closed."""
-    prescan, reader = setup
 
     def allocate(size: int) -> NDArray[np.uint8]:
         connection.send(size)
@@ -163,7 +165,7 @@ def work(connection: ParentConnection, setup: Setup) -> None:
         return memory
 
     while True:
-        method, arguments = connection.recv()
+        method, arguments, prescan = connection.recv()
         start = time.thread_time()
         answer = None
         try:

@@ -14,6 +14,7 @@ from PIL import Image
 from gpuflow.decode.chunk_headers import read_headers
 from gpuflow.decode.codecs import MAX_SCANS, CpuDecoder, Header, engine_sampling, probe, scan_start
 from gpuflow.decode.header_scan import _MIN_FILES, scan_headers
+from gpuflow.decode.scan_markers import expected_restarts, has_expected_markers
 from gpuflow.errors import BadSampleError
 from gpuflow.sources import Payload
 from tests import damaged, images
@@ -160,6 +161,18 @@ def test_a_scan_for_another_orientation_is_not_used() -> None:
         turned = [i for i, header in headers.others.items() if header.orientation == 6]
         assert turned == (list(range(0, 40, 3)) if orientation else [])
         assert headers.engine.sum() == 40 - len(turned)
+
+
+def test_markers_of_the_compressed_data_are_looked_at_on_request() -> None:
+    rng, pixels = random.Random(0), images.photo(40, 60)
+    sound = [images.jpeg(pixels), images.with_restarts(pixels, 4), images.jpeg(pixels, "4:4:4")]
+    files = [*sound * 5, *(data for _ in range(8) for data in damaged.damages(rng.choice(sound), rng))]
+    looked = scan_headers(payload(files), orientation=False, markers=True)
+    assert set(looked.markers[~looked.engine]) == {-1} and set(looked.markers[looked.engine]) == {0, 1}
+    for i in np.flatnonzero(looked.engine).tolist():
+        restarts = expected_restarts(40, 60, int(looked.sampling[i]), int(looked.intervals[i]))
+        assert looked.markers[i] == has_expected_markers(images.as_array(files[i])[looked.scans[i] :], restarts), i
+    assert set(scan_headers(payload(files), orientation=False).markers) == {-1}
 
 
 def test_named_formats_are_left_to_the_cpu() -> None:

@@ -295,9 +295,12 @@ def test_what_a_decoder_wants_to_know_is_found_out_there(tmp_path: Path) -> None
         pixels = images.photo(20 + i, 90 - i, seed=i)
         (tmp_path / name).write_bytes(images.jpeg(pixels, "4:2:0", progressive=i % 10 == 3))
     listing.write_text("path,label\n" + "".join(f"{name},{i % 2}\n" for i, name in enumerate(names)))
-    source, prescan = open_source(SourceSpec(listing=str(listing))), partial(scan_headers, orientation=False)
+    source, prescan = (
+        open_source(SourceSpec(listing=str(listing))),
+        partial(scan_headers, orientation=False, markers=True),
+    )
     plain = source.read(range(50), Taken())
-    source = source.on(ProcessStorage(1, prescan))
+    source = source.on(ProcessStorage(1, lambda: prescan))
     read = source.read(range(50), Taken())
     source.close()
     assert plain.prescan is None
@@ -305,6 +308,7 @@ def test_what_a_decoder_wants_to_know_is_found_out_there(tmp_path: Path) -> None
     assert read.prescan.orientation is scanned.orientation is False
     for there, here in zip(read.prescan, scanned, strict=True):
         assert np.array_equal(there, here)
+    assert np.array_equal(read.prescan.markers == 1, read.prescan.engine)
     headers = [read_headers(payload, max_pixels=2_500, max_scans=9, orientation=False) for payload in (read, plain)]
     assert np.array_equal(headers[0].engine, headers[1].engine)
     assert headers[0].engine.sum() == sum((20 + i) * (90 - i) <= 2_500 and i % 10 != 3 for i in range(50))
@@ -317,7 +321,7 @@ def stumble(payload: Payload) -> None:
 
 
 def test_a_look_that_fails_spoils_no_read(files: list[bytes]) -> None:
-    storage = ProcessStorage(1, stumble)
+    storage = ProcessStorage(1, lambda: stumble)
     for _ in range(2):
         read = storage.read(files, Taken())
         assert samples(read) == read_here(files)
