@@ -297,8 +297,7 @@ class GpuRunner:
             self.cpu_images += len(others)
         starts, lengths = (np.asarray(x, np.int64)[rows] for x in (payload.offsets, payload.sizes))
         known = None if indices is None else np.asarray(indices, np.int64)[rows]
-        spare = _clear_after(payload, rows[~whole])
-        lengths[~whole] += spare
+        lengths += _clear_after(payload, rows)
         frames = np.column_stack([headers.sizes[rows], headers.sampling[rows]])
         pitches = frames[:, 1] * self._channels
         spaces = -(-pitches * frames[:, 0] // _ALIGN) * _ALIGN
@@ -610,7 +609,9 @@ class GpuRunner:
 def _clear_after(payload: Payload, rows: NDArray[np.int64]) -> NDArray[np.int64]:
     """Write zeros after these files, because the engines read a little ahead. Returns their number for each file, [n].
 
-    It is 0 for a file without room after it, which occurs if `sources.lay_out` did not lay the payload out.
+    Files that are known to be complete get them, too: what the engines make of a file that ends a few bytes too early
+    depends on the bytes after it. A file without room after it gets none, which occurs if `sources.lay_out` did not lay
+    the payload out.
     """
     if not len(rows):
         return rows

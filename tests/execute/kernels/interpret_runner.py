@@ -147,7 +147,7 @@ class CpuLibrary:
 
     def __init__(self, channels: int) -> None:
         self._flag = cv2.IMREAD_GRAYSCALE if channels == 1 else cv2.IMREAD_COLOR_RGB
-        self._sizes, self.calls = dict[int, int](), Counter[str]()
+        self._sizes, self.calls, self.given = dict[int, int](), Counter[str](), set[bytes]()
         self._memories = [np.zeros((400, 400, channels), np.uint8) for _ in range(self.ENGINES)]
 
     def create(self, backend: int, device: None, pinned: None, flags: int, handle: Any) -> int:
@@ -169,6 +169,7 @@ class CpuLibrary:
         starts, sizes = (np.ctypeslib.as_array((ctypes.c_uint64 * size).from_address(x)) for x in (data, lengths))
         targets = np.ctypeslib.as_array((ctypes.c_uint64 * (8 * size)).from_address(images)).reshape(-1, 8)
         files = [ctypes.string_at(int(a), int(n)) for a, n in zip(starts, sizes, strict=True)]
+        self.given.update(files)
         if any(REFUSED in file for file in files):
             return 6
         self.calls["images"] += len(files)
@@ -297,12 +298,14 @@ def cases() -> Iterator[dict[str, Any]]:
             faults = runner.launch(runner.prepare(chunk, keys, indices), slots)
             decodes, first = library.calls["decode"], (runner.engine_images, runner.cpu_images)
             calls, copies = [library.calls["images"]], [device_stream.calls["copies"]]
-            again = slots
+            again, new = slots, set[bytes]()
             if name in TWICE:
+                given = library.given.copy()
                 again = runner.slots(len(chunk)).fill_(0)
                 runner.launch(runner.prepare(chunk, keys, indices), again)
                 calls.append(library.calls["images"] - calls[0])
                 copies.append(device_stream.calls["copies"] - copies[0])
+                new = library.given - given
             expected = np.zeros((len(chunk), *slot_shape(program.result)), STORAGE[program.result.dtype])
             rights = CpuRunner(program).run([chunk.sample(i) for i in range(len(chunk))], keys, expected)
             rights[-1] = BadSampleError("read", "permission denied")
@@ -319,6 +322,7 @@ def cases() -> Iterator[dict[str, Any]]:
                 "cpu": first[1],
                 "decodes": decodes,
                 "images": calls,
+                "new": len(new),
                 "copies": copies,
             }
 

@@ -65,6 +65,14 @@ def test_blank_images_precede_files_that_were_never_decoded_completely(cases: di
     assert cases["misfits, 1048576 bytes"]["images"] == [5 + 4 * 3, 5]
 
 
+def test_the_engines_get_the_same_bytes_of_a_file_that_is_known_to_be_complete(
+    cases: dict[str, dict[str, Any]],
+) -> None:
+    """With the zeros after it: of a file that ends too early, the engines' pixels depend on what follows."""
+    for name in ("crop", "misfits"):
+        assert cases[f"{name}, 1048576 bytes"]["new"] == 0
+
+
 @pytest.mark.skipif(find_libjpeg_turbo() is None, reason="its fake engines need libjpeg-turbo: gpuflow[turbo]")
 def test_a_file_gives_the_result_of_a_new_decoder_after_any_other_files(cases: dict[str, dict[str, Any]]) -> None:
     case = cases["histories"]
