@@ -13,9 +13,10 @@ from __future__ import annotations
 import ctypes
 import ctypes.util
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ from gpuflow.errors import GpuflowError, MissingExtra
 
 __all__ = ["BACKENDS", "FORMATS", "BatchedDecoder", "NvjpegError", "NvjpegLibrary", "find_nvjpeg"]
 
-BACKENDS = {"hardware": "JPEG engines", "cuda": "CUDA kernels"}
+BACKENDS: Mapping[str, str] = MappingProxyType({"hardware": "JPEG engines", "cuda": "CUDA kernels"})
 """Names of the backends for messages, in the order in which they are tried: engines, which not every GPU has, first."""
 _BACKENDS = {"hardware": 3, "cuda": 2}
 """NVJPEG_BACKEND_HARDWARE and _GPU_HYBRID."""

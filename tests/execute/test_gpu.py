@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 import gpuflow
-import gpuflow.decode.nvjpeg
+from gpuflow.execute import gpu_backend
 from tests import images
 from tests.datasets import nothing_left_behind, write_config
 
@@ -267,8 +267,8 @@ def test_out_of_memory_is_an_error_and_the_loader_works_on(folder: Path) -> None
 
 
 def test_without_engines_cuda_kernels_decode(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Removes the first backend from the table, as on a GPU without JPEG engines."""
-    monkeypatch.delitem(gpuflow.decode.nvjpeg.BACKENDS, "hardware")
+    """As on a GPU without JPEG engines."""
+    monkeypatch.setattr(gpu_backend, "BACKENDS", {"cuda": "CUDA kernels"})
     cpu, gpu, stats = both(folder, STAGES)
     assert stats["engine_images"] >= 100
     worst = max((a.images - b.images.cpu()).abs().max().item() for a, b in zip(cpu, gpu, strict=True))
@@ -300,7 +300,7 @@ def test_a_later_run_decodes_no_file_after_a_blank_image(
     backend: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if backend == "cuda":
-        monkeypatch.delitem(gpuflow.decode.nvjpeg.BACKENDS, "hardware")
+        monkeypatch.setattr(gpu_backend, "BACKENDS", {"cuda": "CUDA kernels"})
     found, engines = [], 0
     for overrides in ([], [], ["run.remember_complete_files=false"]):
         with load(folder, STAGES, "cuda", *overrides) as loader:
