@@ -112,13 +112,13 @@ def use_torch_threads(count: int) -> None:
 
 
 class QuickSwitching:
-    """While one of these exists and was not ended, Python's threads switch after 0.5 ms.
+    """While one of these exists and was not ended, Python's threads switch after 0.02 ms.
 
     A thread that returns from the GPU waits for the interpreter while another one computes, up to the switch interval,
-    and the GPU waits with it. With 0.5 ms instead of 5 ms ResNet-18 keeps 0.977 of its speed and not 0.971.
+    and the GPU waits with it (measured in experiments/gpu_path/NOTES.md and experiments/real_data/NOTES.md).
     """
 
-    _SECONDS = 0.0005
+    _SECONDS = 0.00002
     _lock = threading.Lock()
     _count, _before = 0, 0.0
 

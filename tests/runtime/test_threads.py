@@ -119,10 +119,10 @@ def test_a_stuck_thread_does_not_keep_the_process() -> None:
 def test_quick_switching_ends_with_the_last_that_wants_it() -> None:
     before = sys.getswitchinterval()
     first, second = QuickSwitching(), QuickSwitching()
-    assert sys.getswitchinterval() == pytest.approx(0.0005)
+    assert sys.getswitchinterval() == pytest.approx(0.00002)
     first.end()
     first.end()
-    assert sys.getswitchinterval() == pytest.approx(0.0005)
+    assert sys.getswitchinterval() == pytest.approx(0.00002)
     second.end()
     assert sys.getswitchinterval() == pytest.approx(before)
 
@@ -130,7 +130,7 @@ def test_quick_switching_ends_with_the_last_that_wants_it() -> None:
 def test_quick_switching_slows_nothing_that_is_quicker_already() -> None:
     before = sys.getswitchinterval()
     try:
-        sys.setswitchinterval(0.0001)
+        sys.setswitchinterval(0.00001)
         quick = sys.getswitchinterval()
         switching = QuickSwitching()
         assert sys.getswitchinterval() == quick
