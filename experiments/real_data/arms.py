@@ -100,6 +100,9 @@ class Loader(Protocol):
 
     def is_started(self) -> bool: ...
 
+    def is_warm(self) -> bool:
+        """Whether later epochs load as fast as this one: no file is new to the loader any more."""
+
     def counts(self) -> Metrics:
         """Numbers of images decoded so far: `engine_images`, `cpu_images`; empty if the loader does not count."""
 
@@ -112,7 +115,7 @@ class Gpuflow:
     dtype = torch.bfloat16
 
     def __init__(self, job: dict[str, Any]) -> None:
-        self._job, self._batches = job, self._endless()
+        self._job, self._batches, self._given = job, self._endless(), 0
         self._loader: Any = None
 
     def _endless(self) -> Iterator[tuple[Any, Any]]:
@@ -126,7 +129,11 @@ class Gpuflow:
 
     def next(self) -> tuple[Any, Any]:
         images, labels = next(self._batches)
+        self._given += 1
         return images, labels
+
+    def is_warm(self) -> bool:
+        return self._given >= len(self._loader)
 
     def is_started(self) -> bool:
         return not self._loader.stats().get("processes", {}).get("starting")
@@ -154,6 +161,9 @@ class Dali:
         return images, labels
 
     def is_started(self) -> bool:
+        return True
+
+    def is_warm(self) -> bool:
         return True
 
     def counts(self) -> Metrics:
@@ -231,13 +241,15 @@ class Training:
 class TrainingArm:
     """Measures a loader alone and while it feeds a training; without a loader, the training on a resident batch.
 
-    The training runs on a resident batch before its first batch from the loader, so that its own GPU memory is
-    allocated by then. The rate on the resident batch is measured just before that of the fed training, in this process.
+    The loader's first epoch is not measured, unless the job says so. The training runs on a resident batch before its
+    first batch from the loader, so that its own GPU memory is allocated by then. The rate on the resident batch is
+    measured just before that of the fed training, in this process.
     """
 
     def __init__(self, job: dict[str, Any], meter: Meter, loader: Loader | None, about: dict[str, Any]) -> None:
         self.about = about
         self._meter, self._loader, self._warm_up = meter, loader, float(job["warm_up"])
+        self._first_epoch = bool(job["first_epoch"])
         self._training: Training | None = None
 
     def prepare(self, workload: str) -> None:
@@ -252,6 +264,8 @@ class TrainingArm:
                 start = time.perf_counter()
                 self._meter.warm(self._fed_step(workload), self._warm_up)
                 while not self._loader.is_started() and time.perf_counter() - start < START_SECONDS:
+                    self._loader.next()
+                while not self._first_epoch and not self._loader.is_warm():
                     self._loader.next()
 
     def measure(self, workload: str) -> Metrics:

@@ -276,7 +276,7 @@ def measure_row(row: Row, options: argparse.Namespace, log: Log) -> list[str]:
     """Measure what is missing of a row. Returns what failed."""
     missing = row.missing(options.repeats, log.done())
     command = shlex.join(["python", os.path.relpath(sys.argv[0]), *sys.argv[1:]])
-    job = {name: getattr(options, name) for name in ("device", "batch", "seconds", "warm_up", "set")}
+    job = {name: getattr(options, name) for name in ("device", "batch", "seconds", "warm_up", "first_epoch", "set")}
     job |= {"folder": str(row.folder.resolve())}
     origin = {"machine": machine(), "commit": commit(), "date": datetime.date.today().isoformat(), "command": command}
     known = versions()
@@ -295,7 +295,16 @@ def measure_row(row: Row, options: argparse.Namespace, log: Log) -> list[str]:
                 **origin,
                 "machine": ", ".join(filter(None, [about["device"], origin["machine"]])),
                 "versions": " ".join(filter(None, [known, about["versions"]])),
-                "setting": ", ".join(filter(None, [f"batch={options.batch}, {options.seconds:g} s", about["setting"]])),
+                "setting": ", ".join(
+                    filter(
+                        None,
+                        [
+                            f"batch={options.batch}, {options.seconds:g} s",
+                            "from the first epoch on" if options.first_epoch else "",
+                            about["setting"],
+                        ],
+                    )
+                ),
             }
         )
         print(f"{row.name:14} {workload:18} {arm.name:15} {brief(metrics)}", flush=True)
@@ -383,6 +392,7 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=1.5, help="of each measurement (default: %(default)s)")
     parser.add_argument("--warm-up", type=float, default=2.0, help="seconds before a workload (default: %(default)s)")
+    parser.add_argument("--first-epoch", action="store_true", help="measure from the loader's first epoch on")
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--photos", type=Path, default=Path("/dev/shm/real"), help="default: %(default)s")
     parser.add_argument("--from", dest="source", type=Path, metavar="DIR", help="cut photographs from your pictures")

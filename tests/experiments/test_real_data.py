@@ -6,8 +6,11 @@ import csv
 import itertools
 import json
 import os
+import pydoc
 import subprocess
 import sys
+import threading
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -19,12 +22,13 @@ import torch
 from PIL import Image
 
 from gpuflow.decode.codecs import engine_sampling, probe
+from gpuflow.execute.gpu import GpuRunner
 from gpuflow.tools.bench import COLUMNS
 from tests.experiments.scripts import imported
 
 ROOT = Path(__file__).parents[2]
 HERE = ROOT / "experiments" / "real_data"
-SCRIPTS = ("run", "arms", "dali_loader", "engines", "calls", "photos")
+SCRIPTS = ("run", "arms", "dali_loader", "engines", "calls", "photos", "next_to_training")
 COUNT = 10_000
 """Plans that shares are counted over. A share of 3% then has a standard deviation of 0.17%."""
 
@@ -355,6 +359,9 @@ class CountingLoader:
     def is_started(self) -> bool:
         return self._count >= 20
 
+    def is_warm(self) -> bool:
+        return self._count >= 30
+
     def counts(self) -> dict[str, float]:
         return {"engine_images": 3 * self._count, "cpu_images": self._count}
 
@@ -379,12 +386,12 @@ def test_a_training_is_measured_on_a_resident_batch_and_fed(
 
     monkeypatch.setattr(arms, "Training", Training)
     monkeypatch.setattr(arms, "WARM_SECONDS", 0.0)
-    job = {"warm_up": 0.0}
+    job = {"warm_up": 0.0, "first_epoch": False}
     meter = arms.Meter("cpu", 4, 0.01)
     arm = arms.TrainingArm(job, meter, CountingLoader(seen), {})
     arm.prepare("resnet18")
     assert seen[:9] == ["resnet18 torch.float32", *["resident"] * 8], "the training's memory comes before the loader's"
-    assert seen[9:] == ["batch"] * 20, "until the loader's processes have started"
+    assert seen[9:] == ["batch"] * 30, "until the loader's processes have started, and its first epoch is over"
     del seen[:]
     metrics = arm.measure("resnet18")
     assert seen == sorted(seen, reverse=True), "first resident, then fed"
@@ -396,10 +403,34 @@ def test_a_training_is_measured_on_a_resident_batch_and_fed(
     arm.close()
     assert seen[-1] == "closed"
 
+    del seen[:]
+    arms.TrainingArm({**job, "first_epoch": True}, meter, CountingLoader(seen), {}).prepare("alone")
+    assert seen == ["batch"] * 20
+
     arm = arms.TrainingArm(job, meter, None, {})
     arm.prepare("resnet50")
     assert set(arm.measure("resnet50")) == {"images_per_s", "cpu_s_per_1000"}
     arm.close()
+
+
+def test_parts_of_the_loaders_work_are_timed_in_all_threads(
+    scripts: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = scripts["next_to_training"]
+    before = {place: pydoc.locate(place) for place in script.PARTS}
+    assert all(callable(function) for function in before.values())
+    monkeypatch.setattr("gpuflow.execute.gpu.GpuRunner.launch", lambda runner: time.sleep(0.01))
+    launch, parts = GpuRunner.launch, script.Parts()
+    runner: Any = object.__new__(GpuRunner)
+    with parts.timed():
+        runner.launch()
+        thread = threading.Thread(target=lambda: runner.launch())
+        thread.start()
+        thread.join()
+    assert GpuRunner.launch is launch, "all is as it was"
+    (line,) = parts.lines(batches=4)
+    assert line.split()[:3] == ["launch", "0.50", "a"]
+    assert [span > 9 for span in parts.spans["launch"]] == [True, True]
 
 
 # --- the engines and DALI ---------------------------------------------------------------------------------------------

@@ -1,0 +1,136 @@
+"""What the loader's threads do while a ResNet-18 trains: `python experiments/real_data/next_to_training.py FOLDER`.
+
+Prints for each measurement the training's rate, its ratio to the rate on a resident batch measured just before, the
+intervals between the launches of steps, and for each part of the loader's work how often a batch needs it and how long
+that takes, waiting included. Parts contain those below them that are indented further. Needs an NVIDIA GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import arms
+import numpy as np
+import torch
+
+HERE = Path(__file__).parent
+PARTS = {
+    "gpuflow.execute.gpu.GpuRunner.prepare": "prepare",
+    "gpuflow.execute.gpu.GpuRunner.launch": "launch",
+    "gpuflow.execute.gpu.GpuRunner._place_pending": "  wait for the CPU's images",
+    "gpuflow.execute.gpu.GpuRunner._unwritten": "  look for unwritten blocks",
+    "gpuflow.execute.nvjpeg_decoders.NvjpegDecoderPool._acquire_place": "  wait for a decoder",
+    "gpuflow.execute.nvjpeg_decoders.NvjpegDecoder.decode": "  decode",
+    "gpuflow.decode.nvjpeg.BatchedDecoder.decode": "    one call of nvJPEG",
+}
+"""Functions of the loader, and what they do."""
+RESIDENT_SECONDS = 0.5
+
+
+class Parts:
+    """Durations in ms of each part of the work while `timed` is open, in all threads."""
+
+    def __init__(self) -> None:
+        self.spans: defaultdict[str, list[float]] = defaultdict(list)
+
+    def _timing(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def run(*arguments: Any, **named: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return function(*arguments, **named)
+            finally:
+                self.spans[name].append((time.perf_counter() - start) * 1e3)
+
+        return run
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        with ExitStack() as patches:
+            for place, name in PARTS.items():
+                owner, _, method = place.rpartition(".")
+                module, _, kind = owner.rpartition(".")
+                function = getattr(getattr(sys.modules[module], kind), method)
+                patches.enter_context(patch(place, self._timing(function, name)))
+            yield
+
+    def lines(self, batches: int) -> Iterator[str]:
+        for name in PARTS.values():
+            if spans := self.spans[name]:
+                often, long = len(spans) / batches, sum(spans) / batches
+                middle, most = np.percentile(spans, [50, 95])
+                yield f"    {name:30} {often:5.2f} a batch, {long:6.2f} ms a batch; p50 {middle:.2f}, p95 {most:.2f}"
+
+
+class Run(NamedTuple):
+    """batches: launched. rate: images/s. intervals: ms between the launches of two steps."""
+
+    batches: int
+    rate: float
+    intervals: np.ndarray[Any, Any]
+
+
+def run_for(step: Callable[[], object], seconds: float, batch: int) -> Run:
+    torch.cuda.synchronize()
+    start, marks = time.perf_counter(), []
+    while time.perf_counter() - start < seconds:
+        step()
+        marks.append(time.perf_counter())
+    torch.cuda.synchronize()
+    return Run(len(marks), len(marks) * batch / (time.perf_counter() - start), np.diff(marks) * 1e3)
+
+
+def measure(title: str, training: arms.Training, loader: arms.Gpuflow, options: argparse.Namespace) -> None:
+    resident = run_for(training.resident_step, RESIDENT_SECONDS, options.batch)
+    parts = Parts()
+    for _ in range(arms.WARM_STEPS):
+        training.fed_step(loader)
+    with parts.timed():
+        fed = run_for(lambda: training.fed_step(loader), options.seconds, options.batch)
+    middle, most = np.percentile(fed.intervals, [50, 95])
+    print(
+        f"{title}: {fed.rate:,.0f} images/s, {fed.rate / resident.rate:.3f}; steps p50 {middle:.1f}, p95 {most:.1f} ms"
+    )
+    print(*parts.lines(fed.batches), sep="\n", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path, help="photographs, in a folder for each class")
+    parser.add_argument("--seconds", type=float, default=1.5, help="of each measurement (default: %(default)s)")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument(
+        "--switch-intervals", type=float, nargs="+", default=[0.02], metavar="MS", help="of Python's threads, in turns"
+    )
+    options = parser.parse_args()
+    torch.backends.cudnn.benchmark = True
+    settings = ["run.remember_complete_files=false"]
+    loader = arms.Gpuflow({"folder": options.folder, "batch": options.batch, "device": "cuda", "set": settings})
+    training = arms.Training("resnet18", arms.Meter("cuda", options.batch, options.seconds), loader.dtype)
+    for _ in range(20):
+        training.resident_step()
+    loader.next()
+    while not loader.is_started():
+        loader.next()
+    measure("first epoch", training, loader, options)
+    while not loader.is_warm():
+        loader.next()
+    for _ in range(options.repeats):
+        for interval in options.switch_intervals:
+            sys.setswitchinterval(interval / 1e3)
+            measure(f"later, threads switch after {interval:g} ms", training, loader, options)
+    loader.close()
+
+
+if __name__ == "__main__":
+    main()
