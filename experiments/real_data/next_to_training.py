@@ -8,6 +8,7 @@ that takes, waiting included. Parts contain those below them that are indented f
 from __future__ import annotations
 
 import argparse
+import ast
 import functools
 import sys
 import time
@@ -33,7 +34,8 @@ PARTS = {
     "gpuflow.decode.nvjpeg.BatchedDecoder.decode": "    one call of nvJPEG",
 }
 """Functions of the loader, and what they do."""
-RESIDENT_SECONDS = 0.5
+RESIDENT_SECONDS, SETTLING_STEPS = 0.5, 24
+"""Of a training on a resident batch; and steps until a loader has taken over another value."""
 
 
 class Parts:
@@ -112,6 +114,14 @@ def main() -> None:
     parser.add_argument(
         "--switch-intervals", type=float, nargs="+", default=[0.02], metavar="MS", help="of Python's threads, in turns"
     )
+    parser.add_argument(
+        "--try",
+        dest="tried",
+        nargs="+",
+        default=[],
+        metavar="NAME=VALUE",
+        help="constants of gpuflow's modules, each tried in turns, such as gpuflow.execute.gpu._LONG_WAIT=0.1",
+    )
     options = parser.parse_args()
     torch.backends.cudnn.benchmark = True
     settings = ["run.remember_complete_files=false"]
@@ -129,6 +139,12 @@ def main() -> None:
         for interval in options.switch_intervals:
             sys.setswitchinterval(interval / 1e3)
             measure(f"later, threads switch after {interval:g} ms", training, loader, options)
+        for text in options.tried:
+            name, _, value = text.partition("=")
+            with patch(name, ast.literal_eval(value)):
+                for _ in range(SETTLING_STEPS):
+                    training.fed_step(loader)
+                measure(f"later, {text}", training, loader, options)
     loader.close()
 
 
