@@ -26,10 +26,10 @@ from gpuflow.sources.storage import LocalStorage, ReadAt, Shard
 __all__ = ["ProcessReader", "ProcessStorage", "prepare", "work"]
 
 T = TypeVar("T")
-GetPrescan = Callable[[], Prescan | None]
+_GetPrescan = Callable[[], Prescan | None]
 
 
-def nothing_more() -> None:
+def _no_prescan() -> None:
     """Workers only read."""
 
 
@@ -47,7 +47,7 @@ class ProcessStorage:
 
     remote = False
 
-    def __init__(self, count: int, prescan: GetPrescan = nothing_more) -> None:
+    def __init__(self, count: int, prescan: _GetPrescan = _no_prescan) -> None:
         self._local = LocalStorage()
         self._workers = _Workers(count, prescan, self._local)
 
@@ -86,7 +86,7 @@ class ProcessReader:
         source: each worker has a copy. Closing this does not close it.
     """
 
-    def __init__(self, source: Source, count: int, prescan: GetPrescan = nothing_more) -> None:
+    def __init__(self, source: Source, count: int, prescan: _GetPrescan = _no_prescan) -> None:
         self._source = source
         self._workers = _Workers(count, prescan, without_records(source))
 
@@ -103,7 +103,7 @@ class ProcessReader:
 class _Workers:
     """Worker processes that each have a copy of a storage or a source, and call its methods."""
 
-    def __init__(self, count: int, prescan: GetPrescan, reader: LocalStorage | Source) -> None:
+    def __init__(self, count: int, prescan: _GetPrescan, reader: LocalStorage | Source) -> None:
         self._prescan = prescan
         self._pool = WorkerPool(__name__, connections=[1] * count, setup=reader, task="read", handshake=False)
 
