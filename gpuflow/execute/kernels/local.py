@@ -3,7 +3,8 @@
 
 The first launch sums each row of pixels with the weights of the columns, in float32, and the second one sums those sums
 with the weights of the rows, rounds, and blends the result with the image. The order of summation is not that of the
-CPU, so that a smoothed level may differ by one where the exact sum lies close to a half.
+CPU, and weights that are too small to change a sum are left out, so that a smoothed level may differ by one where the
+exact sum lies close to a half.
 """
 
 from __future__ import annotations
@@ -23,14 +24,20 @@ from gpuflow.pipeline.local import Filters
 __all__ = ["smooth", "smooth_reference"]
 
 _BLOCK = 512
-_HEAD = 4  # numbers of a sample before its weights: row of the result, whether it is changed, centre, factor
+_HEAD = 8
+"""Numbers of a sample before its weights: row of the result, whether it is changed, centre, factor; the first weight of
+the rows that counts and the one after the last, then those of the columns."""
+_LEAST = 2.0**-27
+"""A weight that is smaller than this part of the largest one changes no sum of levels: float32 has 24 bits."""
 
 
 @triton.jit
-def _mirrored(place, LENGTH: tl.constexpr):
-    """The place inside the image that shows what is at a place outside it, mirrored as often as needed."""
+def _mirrored(place, LENGTH: tl.constexpr, REACH: tl.constexpr):
+    """The place inside the image that shows what is at a place up to REACH outside it, mirrored as often as needed."""
     period: tl.constexpr = 2 * LENGTH - 2 if LENGTH > 1 else 1
-    place = tl.abs(place) % period
+    place = tl.abs(place)
+    if REACH >= LENGTH:
+        place = place % period
     return tl.minimum(place, tl.abs(period - place)) if LENGTH > 1 else place * 0
 
 
@@ -48,9 +55,11 @@ def _sum_columns(
         y, x = at // WIDTH, at % WIDTH
         row = images + n.to(tl.int64) * (PIXELS * CHANNELS) + y * (WIDTH * CHANNELS) + c
         total = tl.zeros([BLOCK], tl.float32)
-        for k in range(COLUMNS):
+        for k in range(tl.load(p + 6).to(tl.int32), tl.load(p + 7).to(tl.int32)):
             weight = tl.load(p + HEAD + ROWS + k).to(tl.float32)
-            level = tl.load(row + _mirrored(x + (k - COLUMNS // 2), WIDTH) * CHANNELS, inside, 0).to(tl.float32)
+            level = tl.load(row + _mirrored(x + (k - COLUMNS // 2), WIDTH, COLUMNS // 2) * CHANNELS, inside, 0).to(
+                tl.float32
+            )
             total = tl.fma(level, weight, total)
         tl.store(sums + (n * CHANNELS + c).to(tl.int64) * PIXELS + at, total, inside)
 
@@ -70,9 +79,9 @@ def _sum_rows(
     if tl.load(p + 1) > 0:
         plane = sums + (n * CHANNELS + c).to(tl.int64) * PIXELS + x
         total = level * tl.load(p + 2).to(tl.float32)
-        for k in range(ROWS):
+        for k in range(tl.load(p + 4).to(tl.int32), tl.load(p + 5).to(tl.int32)):
             weight = tl.load(p + HEAD + k).to(tl.float32)
-            part = tl.load(plane + _mirrored(y + (k - ROWS // 2), HEIGHT) * WIDTH, inside, 0.0)
+            part = tl.load(plane + _mirrored(y + (k - ROWS // 2), HEIGHT, ROWS // 2) * WIDTH, inside, 0.0)
             total = tl.fma(part, weight, total)
         total = (total + 12582912.0) - 12582912.0  # to the nearest whole number, a half to the even one
         share = (1.0 - tl.load(p + 3)).to(tl.float32)
@@ -99,7 +108,8 @@ def smooth(
     """
     count, height, width, channels = images.shape
     assert images.is_contiguous() and table.dtype == out.dtype
-    head = np.stack([rows, filters.active, filters.centre, filters.factor], axis=1).astype(np.float64)
+    head = np.column_stack([rows, filters.active, filters.centre, filters.factor])
+    head = np.column_stack([head, _counting(filters.rows), _counting(filters.columns)]).astype(np.float64)
     (plan,) = send(images.device, np.concatenate([head, filters.rows, filters.columns], axis=1))
     sums = torch.empty((count, channels, height, width), dtype=torch.float32, device=images.device)
     shared: dict[str, Any] = {
@@ -109,6 +119,13 @@ def smooth(
     grid = triton.cdiv(height * width, _BLOCK), count, channels
     _sum_columns[grid](images, plan, sums, **shared)
     _sum_rows[grid](images, plan, sums, table, out, *out.stride(), KEEP=filters.border == "keep", **shared)
+
+
+def _counting(weights: NDArray[np.float64]) -> NDArray[np.int64]:
+    """The first weight of each sample [N, K] that counts, and the one after the last, [N, 2]; at least one counts."""
+    sizes = np.abs(weights)
+    counts = sizes >= sizes.max(axis=1, keepdims=True) * _LEAST
+    return np.column_stack([counts.argmax(axis=1), weights.shape[1] - counts[:, ::-1].argmax(axis=1)])
 
 
 def smooth_reference(images: torch.Tensor, filters: Filters, table: torch.Tensor) -> torch.Tensor:
