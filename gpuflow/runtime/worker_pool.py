@@ -57,6 +57,8 @@ from gpuflow.runtime.worker_pool import serve
 serve(*sys.argv[2:])
 """
 _ANSWER_SECONDS, _END_SECONDS, _POLL_SECONDS, _SHORT_POLL_SECONDS = 300.0, 2.0, 0.02, 0.002
+_KILLED_SECONDS = 20.0
+"""How long a killed process may take to end: one that runs where cores are idle needs some time of a core for it."""
 _MAX_PIDS_BYTES = 1 << 16
 
 
@@ -137,7 +139,7 @@ class ForkServer:
                 time.sleep(_SHORT_POLL_SECONDS)
             self._kill_all()
             with suppress(subprocess.TimeoutExpired):
-                self._process.wait(_END_SECONDS)
+                self._process.wait(_KILLED_SECONDS)
             with suppress(ChildProcessError):  # forked while it was killed
                 while os.waitpid(-self._process.pid, os.WNOHANG) == (0, 0) and time.monotonic() < deadline:
                     time.sleep(_SHORT_POLL_SECONDS)
