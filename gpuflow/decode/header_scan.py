@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from gpuflow.decode.scan_markers import expected_restarts, has_expected_markers
+from gpuflow.decode.scan_markers import is_marked_well
 from gpuflow.sources import Payload
 
 __all__ = [
@@ -151,8 +151,8 @@ def scan_headers(payload: Payload, *, orientation: bool, markers: bool = False) 
             rows, at, last = rows[sound], at[sound], last[sound]
     for row in np.flatnonzero(taken).tolist() if markers else ():
         height, width = sizes[row].tolist()
-        expected = expected_restarts(height, width, int(sampling[row]), int(intervals[row]))
-        checked[row] = has_expected_markers(payload.sample(row)[scans[row] :], expected)
+        frame = height, width, int(sampling[row])
+        checked[row] = is_marked_well(payload.sample(row), int(scans[row]), frame, int(intervals[row]))
     return result
 
 

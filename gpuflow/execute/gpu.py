@@ -31,7 +31,7 @@ from gpuflow.decode.chunk_headers import Headers, read_headers
 from gpuflow.decode.header_scan import Prescan, scan_headers
 from gpuflow.decode.libjpeg_turbo import find_libjpeg_turbo
 from gpuflow.decode.nvjpeg import NvjpegLibrary
-from gpuflow.decode.scan_markers import expected_restarts, has_expected_markers
+from gpuflow.decode.scan_markers import is_marked_well
 from gpuflow.errors import BadSampleError, LoaderTimeout
 from gpuflow.execute.canvas import Canvas, Tiles, tiles_of
 from gpuflow.execute.complete_contents import CompleteContents
@@ -378,8 +378,8 @@ class GpuRunner:
             (height, width), data = headers.sizes[row].tolist(), payload.sample(row)
             markers = int(headers.markers[row])
             if markers < 0:
-                restarts = expected_restarts(height, width, int(headers.sampling[row]), int(headers.intervals[row]))
-                markers = has_expected_markers(data[headers.scans[row] :], restarts)
+                frame = height, width, int(headers.sampling[row])
+                markers = is_marked_well(data, int(headers.scans[row]), frame, int(headers.intervals[row]))
             good[place] = markers and (library is None or library.accepts(data, (height, width)))
         if library is not None and indices is not None:
             new = good & ~known

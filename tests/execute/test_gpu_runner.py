@@ -11,6 +11,7 @@ import ctypes
 import random
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
 
@@ -134,7 +135,7 @@ MakeRunner = Callable[[int], GpuRunner]
 
 @pytest.fixture
 def make_runner(monkeypatch: pytest.MonkeyPatch) -> MakeRunner:
-    """Makes a runner with so many bytes for decoded images."""
+    """A function that makes a runner; its argument is the size in bytes of the buffers for decoded images."""
     monkeypatch.setattr(nvjpeg_decoders, "BatchedDecoder", NumberDecoder)
     monkeypatch.setattr(nvjpeg_decoders, "_MANY_REFUSED", 10**9)
     monkeypatch.setattr(gpu_passes, "sample", sample)
@@ -190,24 +191,17 @@ def test_each_slot_gets_its_own_image(make_runner: MakeRunner, threads: int, dec
 
 def launch_all(runner: GpuRunner, prepared: Sequence[Any], slots: Sequence[Any], threads: int) -> None:
     """Launch chunks in their order, as the loader's threads do."""
-    left, lock, errors = list(range(len(prepared))), threading.Lock(), list[BaseException]()
+    left, lock = list(range(len(prepared))), threading.Lock()
 
     def launch() -> None:
-        while not errors:
+        while True:
             with lock:
                 if not left:
                     return
                 place = left.pop(0)
                 ahead = [prepared[i] for i in left[:4]]
-            try:
-                assert not any(runner.launch(prepared[place], slots[place], ahead))
-            except BaseException as error:
-                errors.append(error)
+            assert not any(runner.launch(prepared[place], slots[place], ahead))
 
-    workers = [threading.Thread(target=launch) for _ in range(threads)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join(60)
-    if errors:
-        raise errors[0]
+    with ThreadPoolExecutor(threads) as pool:
+        for future in [pool.submit(launch) for _ in range(threads)]:
+            future.result(60)

@@ -85,7 +85,7 @@ def test_a_file_gives_the_result_of_a_new_decoder_after_any_other_files(cases: d
 def test_views_are_made_of_images_that_are_decoded_once(cases: dict[str, dict[str, Any]]) -> None:
     """Of 11 files 2 cannot be decoded, and 1 is too small for a view. A call decodes 2 images of a chunk and 1 of the
     next, with any number of views. If the images of a view differ in size after its first pass, a call decodes only
-    the 2 images of its own chunk."""
+    the 2 images of that chunk."""
     for name, decoded in (("views", [3, 3]), ("views, other sizes", [2, 3])):
         case = cases[name]
         assert (case["good"], case["engines"], case["cpu"]) == (8, 5, 4)
