@@ -6,6 +6,7 @@ from gpuflow.config.models import Config, RunSpec
 from gpuflow.runtime.cpu_budget import available_threads
 
 __all__ = [
+    "check_threads_of",
     "decode_processes_of",
     "processes_of",
     "readers_of",
@@ -84,6 +85,11 @@ def readers_of(config: Config, *, gpu: bool, remote: bool) -> int:
     if remote:
         return _REMOTE_READERS
     return _GPU_READERS if gpu else 0
+
+
+def check_threads_of(config: Config) -> int:
+    """Threads of each process that reads for a GPU, which check new files; half of the cores, all of them together."""
+    return max(1, available_threads() // 2 // max(1, readers_of(config, gpu=True, remote=False)))
 
 
 def refused_processes_of(run: RunSpec) -> int:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from gpuflow.decode.scan_markers import is_marked_well
+from gpuflow.decode.complete_scan import NOT_CHECKED, check_scans
 from gpuflow.sources import Payload
 
 __all__ = [
@@ -43,8 +43,8 @@ class HeaderScan(NamedTuple):
 
     sizes [N, 2]: height and width. engine [N]: whether a file is an ordinary baseline JPEG that the engines decode.
     sampling [N]: factors of its first component, 0 if it is gray. scans [N]: where its compressed data begin, in bytes
-    from its first one. intervals [N]: coded units between two restart markers, 0 if there are none. markers [N]: 1 if
-    the compressed data hold the markers that they should (`scan_markers`), 0 if not, -1 if that was not looked at.
+    from its first one. intervals [N]: coded units between two restart markers, 0 if there are none. complete [N]: what
+    `complete_scan` found out about the compressed data, NOT_CHECKED where it was not asked.
     orientation: whether EXIF data were looked for; a file that has them may be turned, so that it is then not ordinary.
     """
 
@@ -53,7 +53,7 @@ class HeaderScan(NamedTuple):
     sampling: NDArray[np.uint8]
     scans: NDArray[np.int64]
     intervals: NDArray[np.int64]
-    markers: NDArray[np.int8]
+    complete: NDArray[np.int8]
     orientation: bool
 
 
@@ -76,15 +76,15 @@ _LUMA = np.zeros(256, bool)
 _LUMA[[factors[0] for factors in ENGINE_SAMPLINGS if factors[1:] == (0x11, 0x11)]] = True
 
 
-def scan_headers(payload: Payload, *, orientation: bool, markers: bool = False) -> HeaderScan:
+def scan_headers(payload: Payload, *, orientation: bool, check_threads: int = 0) -> HeaderScan:
     """Scan a payload's headers. Other files than ordinary JPEGs, and small chunks, are left to `probe`.
 
-    markers: whether to look at the markers of the compressed data of the files that the engines decode, too.
+    check_threads: threads that check whether the files that the engines decode are complete, too; 0 if nothing does.
     """
     count = len(payload)
     sizes, taken, sampling = np.zeros((count, 2), np.int64), np.zeros(count, bool), np.zeros(count, np.uint8)
     scans, intervals = np.zeros(count, np.int64), np.zeros(count, np.int64)
-    checked = np.full(count, -1, np.int8)
+    checked = np.full(count, NOT_CHECKED, np.int8)
     result = HeaderScan(sizes, taken, sampling, scans, intervals, checked, orientation)
     if count <= _MIN_FILES:
         return result
@@ -149,10 +149,16 @@ def scan_headers(payload: Payload, *, orientation: bool, markers: bool = False) 
         at = after
         if not sound.all():
             rows, at, last = rows[sound], at[sound], last[sound]
-    for row in np.flatnonzero(taken).tolist() if markers else ():
-        height, width = sizes[row].tolist()
-        frame = height, width, int(sampling[row])
-        checked[row] = is_marked_well(payload.sample(row), int(scans[row]), frame, int(intervals[row]))
+    if check_threads:
+        found = np.flatnonzero(taken)
+        frames = np.column_stack([sizes, sampling])[found].tolist()
+        files = (
+            (payload.sample(row), start, (height, width, factors), interval)
+            for row, start, (height, width, factors), interval in zip(
+                found.tolist(), scans[found].tolist(), frames, intervals[found].tolist(), strict=True
+            )
+        )
+        checked[found] = list(check_scans(files, check_threads))
     return result
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["expected_restarts", "has_expected_markers", "is_marked_well"]
+__all__ = ["expected_restarts", "has_expected_markers"]
 
 _FILL, _END, _FIRST_RESTART, _RESTARTS = 0xFF, 0xD9, 0xD0, 8
 
@@ -46,11 +46,3 @@ def has_expected_markers(scan: NDArray[np.uint8], restarts: int) -> bool:
     at, codes = at[restarts:], codes[restarts:]
     end = int(np.argmax(codes == _END))  # any number of fill bytes may precede a marker
     return bool(codes[end] == _END and (codes[:end] == _FILL).all() and at[end] - at[0] == end)
-
-
-def is_marked_well(data: NDArray[np.uint8], start: int, frame: tuple[int, int, int], interval: int) -> bool:
-    """Whether a file's scan holds the markers that it should.
-
-    start: where its compressed data begin. frame: height, width and sampling. interval: see `expected_restarts`.
-    """
-    return has_expected_markers(data[start:], expected_restarts(*frame, interval))

@@ -28,10 +28,9 @@ from numpy.typing import NDArray
 
 from gpuflow.decode.blank_images import round_up
 from gpuflow.decode.chunk_headers import Headers, read_headers
+from gpuflow.decode.complete_scan import COMPLETE, DAMAGED, NOT_CHECKED, check_scan
 from gpuflow.decode.header_scan import Prescan, scan_headers
-from gpuflow.decode.libjpeg_turbo import find_libjpeg_turbo
 from gpuflow.decode.nvjpeg import NvjpegLibrary
-from gpuflow.decode.scan_markers import is_marked_well
 from gpuflow.errors import BadSampleError, LoaderTimeout
 from gpuflow.execute.canvas import Canvas, Tiles, tiles_of
 from gpuflow.execute.complete_contents import CompleteContents
@@ -199,6 +198,7 @@ class GpuRunner:
         fill_calls: whether a launch may decode images of later chunks, whose results need memory until then: for each
             kind of images up to 127 of them.
         contents: the files that earlier runs found complete with this library and backend, for samples with indices.
+        check_threads: threads of a reading worker that check whether new files are complete.
 
     Raises:
         NvjpegError: the GPU does not have the backend.
@@ -217,6 +217,7 @@ class GpuRunner:
         cpu_pool: CpuDecodePool | None = None,
         fill_calls: bool = True,
         contents: CompleteContents | None = None,
+        check_threads: int = 1,
     ) -> None:
         self._program, self._device_stream, self._outputs = program, device_stream, outputs_of(program)
         self._channels = 1 if program.decoder.color == "gray" else 3
@@ -225,7 +226,8 @@ class GpuRunner:
         self._cpu, self._cpu_pool = CpuRunners(program), cpu_pool
         self._lock = threading.Lock()
         self._calls: deque[_Call] = deque()
-        self._complete, self._contents, self._expect_unknown = CompleteFiles(), contents, True
+        self._complete, self._contents = CompleteFiles(), contents
+        self._check_threads, self._expect_unknown = check_threads, True
         self.engine_images, self.cpu_images, self.blank_images = 0, 0, 0
         with device_stream.queued():
             self._decoders = NvjpegDecoderPool(device_stream, library, program.decoder.color, backend)
@@ -255,9 +257,10 @@ class GpuRunner:
 
     @property
     def prescan(self) -> Prescan:
-        """`scan_headers` for this program, which is most of the interpreter time that `prepare` needs. It looks at the
-        compressed data's markers, too, until a chunk comes whose files are all known to be complete."""
-        return functools.partial(scan_headers, orientation=self._turns, markers=self._expect_unknown)
+        """`scan_headers` for this program, which is most of the interpreter time that `prepare` needs. It checks
+        whether files are complete, too, until a chunk comes whose files are all known to be."""
+        threads = self._check_threads if self._expect_unknown else 0
+        return functools.partial(scan_headers, orientation=self._turns, check_threads=threads)
 
     def prepare(self, payload: Payload, keys: s.Keys, indices: Sequence[int] | None = None) -> Prepared:
         """Do all work that precedes nvJPEG: headers, draws, and the images that the CPU decodes.
@@ -359,10 +362,8 @@ class GpuRunner:
     ) -> tuple[NDArray[np.int64], NDArray[np.bool_], NDArray[np.uint64]]:
         """The rows [n] of the files that nvJPEG decodes to pixels that depend on nothing but their bytes.
 
-        The pixels that the engines give for a file with markers that its scan should not have differ with the files
-        before it, and those that nvJPEG's CUDA kernels give for a damaged file with the number of files of a call. So
-        each file's markers are looked at first, and libjpeg-turbo checks it if kernels decode it. With `indices`, this
-        is not done again for files that are known to be complete, also from earlier runs.
+        Each file is checked (`complete_scan`); with `indices`, not again if it is known to be complete, also from
+        earlier runs. Without libjpeg-turbo only its markers are, and the engines then decode it after a blank image.
 
         Returns:
             rows; which of these files are known to be complete, [n]; hashes [n] of the others, see `_known`.
@@ -370,22 +371,20 @@ class GpuRunner:
         rows = np.flatnonzero(headers.engine)
         known, hashes = self._known(rows, payload, indices)
         self._expect_unknown = not known.all()
-        engines = self._decoders.engines > 0
-        library = None if engines else find_libjpeg_turbo()
-        good = known.copy()
-        for place in np.flatnonzero(~known).tolist():
+        state = np.where(known, COMPLETE, headers.complete[rows])
+        for place in np.flatnonzero(state == NOT_CHECKED).tolist():
             row = int(rows[place])
-            (height, width), data = headers.sizes[row].tolist(), payload.sample(row)
-            markers = int(headers.markers[row])
-            if markers < 0:
-                frame = height, width, int(headers.sampling[row])
-                markers = is_marked_well(data, int(headers.scans[row]), frame, int(headers.intervals[row]))
-            good[place] = markers and (library is None or library.accepts(data, (height, width)))
-        if library is not None and indices is not None:
-            new = good & ~known
+            height, width = headers.sizes[row].tolist()
+            frame = height, width, int(headers.sampling[row])
+            state[place] = check_scan(payload.sample(row), int(headers.scans[row]), frame, int(headers.intervals[row]))
+        whole, good = state == COMPLETE, state != DAMAGED
+        if indices is not None:
+            new = whole & ~known
             found, lengths = (np.asarray(x, np.int64)[rows[new]] for x in (indices, payload.sizes))
             self._add_complete(found, lengths, hashes[new])
-        return rows[good], known[good] if engines else np.ones(int(good.sum()), bool), hashes[good]
+        if self._decoders.engines == 0:  # kernels show no pixels of other images
+            whole = good
+        return rows[good], whole[good], hashes[good]
 
     def _finish(
         self,

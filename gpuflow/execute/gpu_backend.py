@@ -76,10 +76,11 @@ def place_on_gpu(
     cpu_pool: CpuDecodePool | None = None,
     fill_calls: bool = True,
     remember: bool = False,
+    check_threads: int = 1,
 ) -> Placement:
     """Create the runner for a program on the stream's GPU, on engines or kernels; or say why none can run it.
 
-    decode_bytes, buffers, cpu_pool, fill_calls: see `GpuRunner`.
+    decode_bytes, buffers, cpu_pool, fill_calls, check_threads: see `GpuRunner`.
     remember: whether files that are decoded completely are remembered between runs.
     """
     found = gpu_passes_and_library(program)
@@ -102,6 +103,7 @@ def place_on_gpu(
                 cpu_pool=cpu_pool,
                 fill_calls=fill_calls,
                 contents=_contents(program, device_stream, library, backend) if remember else None,
+                check_threads=check_threads,
             )
         except NvjpegError as error:
             refusals.append(f"{description}: {error}")
@@ -118,11 +120,8 @@ def _contents(
     """The files that earlier runs found complete by the same means; None where nothing finds that out."""
     from gpuflow.execute.complete_contents import CompleteContents, path_of
 
-    device = torch.cuda.get_device_name(device_stream.device)
-    checked_by = [backend, f"nvjpeg {library.version}", device, program.decoder.color]
-    if backend == "cuda":  # these kernels have libjpeg-turbo check each file
-        turbo = find_libjpeg_turbo()
-        if turbo is None:
-            return None
-        checked_by.append(f"libjpeg-turbo {turbo.version}")
-    return CompleteContents(path_of(*checked_by))
+    device, turbo = torch.cuda.get_device_name(device_stream.device), find_libjpeg_turbo()
+    if turbo is None and backend == "cuda":  # engines then decode each file after a blank image
+        return None
+    checked_by = "blank images" if turbo is None else f"libjpeg-turbo {turbo.version}"
+    return CompleteContents(path_of(backend, f"nvjpeg {library.version}", device, program.decoder.color, checked_by))

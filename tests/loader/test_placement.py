@@ -205,10 +205,13 @@ def test_each_decoder_remembers_the_files_that_it_found_complete_itself(
     paths = [made["contents"]._path for made in gpu.made]
     assert [path.parent for path in paths] == [tmp_path / "gpuflow"] * 2
     assert [path.name for path in paths] == [
-        "complete-files-1-hardware-nvjpeg-13.0.1-nvidia-h200-rgb",
+        "complete-files-1-hardware-nvjpeg-13.0.1-nvidia-h200-rgb-libjpeg-turbo-3.1.3",
         "complete-files-1-cuda-nvjpeg-13.0.1-nvidia-h200-rgb-libjpeg-turbo-3.1.3",
     ]
     monkeypatch.setattr(gpu_backend, "find_libjpeg_turbo", lambda: None)
+    gpu.made.clear()
+    place(read, "train", torch.device("cuda"), 4)
+    assert gpu.made[0]["contents"]._path.name == "complete-files-1-hardware-nvjpeg-13.0.1-nvidia-h200-rgb-blank-images"
     gpu.made[:] = [{}, {}]
     monkeypatch.setattr(gpu_backend, "BACKENDS", {"cuda": "CUDA kernels"})
     place(read, "train", torch.device("cuda"), 4)

@@ -277,9 +277,17 @@ TWICE = ("crop", "misfits")
 """Cases that run twice; in the second run the files are known to be complete."""
 
 
-def cases() -> Iterator[dict[str, Any]]:
+def without_libjpeg_turbo() -> contextlib.AbstractContextManager[Any]:
+    """Files are checked as if it were not installed: the engines decode new ones after blank images."""
+    return mock.patch("gpuflow.decode.libjpeg_turbo.find_libjpeg_turbo", return_value=None)
+
+
+def cases(only: str | None = None) -> Iterator[dict[str, Any]]:
+    """Each pipeline, or only one of them."""
     for name, stages in PIPELINES.items():
-        for decode_bytes in (1 << 20, 6000):
+        for decode_bytes in (1 << 20, 6000) if not only else (1 << 20,):
+            if only not in (None, name):
+                continue
             pipeline = Pipeline(name, stages)
             program = fold(pipeline, trace(pipeline))
             passes = passes_of(program)
@@ -526,12 +534,13 @@ def runs() -> dict[str, Any]:
             "served": run(damaged, Unused(), first=None),
         }
         turbo, checked = find_libjpeg_turbo(), list[int]()
-        for pool in (damaged, damaged, replaced):
-            if turbo is None:
-                break
-            with mock.patch.object(turbo, "accepts", wraps=turbo.accepts) as accepts:
-                run(pool, CompleteContents(Path(folder, "cuda")), backend="cuda")
-                checked.append(accepts.call_count)
+        for backend in ("cuda", "hardware"):
+            for pool in (damaged, damaged, replaced):
+                if turbo is None:
+                    break
+                with mock.patch.object(turbo, "accepts", wraps=turbo.accepts) as accepts:
+                    run(pool, CompleteContents(Path(folder, backend)), backend=backend)
+                    checked.append(accepts.call_count)
     rights = {name: run(pool, None)[0] for name, pool in (("replaced", replaced), ("first", damaged))}
     unlike = [name for name, found in again.items() if not torch.equal(found[0], rights.get(name, rights["first"]))]
     return {
@@ -566,7 +575,7 @@ def mixed_files() -> list[bytes]:
 def windows() -> Iterator[dict[str, Any]]:
     """Chunks launched with others ahead, from several threads, and partly never: each as if it were launched alone."""
     pool = mixed_files()
-    for name, turns in (("crop", 3), ("colours", 2)):
+    for name, turns in (("crop", 3), ("colours", 3)):
         pipeline = Pipeline(name, PIPELINES[name])
         program = fold(pipeline, trace(pipeline))
         passes = passes_of(program)
@@ -706,3 +715,6 @@ if __name__ == "__main__":
     ]
     for case in [*cases(), *of_views, served(), histories(), runs(), *windows()]:
         print(json.dumps(case), flush=True)
+    with without_libjpeg_turbo():
+        for case in [*cases("misfits"), histories(), runs()]:
+            print(json.dumps({**case, "case": f"{case['case']}, no libjpeg-turbo"}), flush=True)

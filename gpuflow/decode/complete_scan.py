@@ -1,0 +1,57 @@
+"""Checks whether the compressed data of JPEG files are complete, before NVIDIA's decoders get them.
+
+Where data are missing or damaged, the JPEG engines show pixels of other images, or decode the bytes that happen to
+follow; the pixels of nvJPEG's CUDA kernels differ with the number of files of a call. What the engines make of a file
+that lacks its last bytes depends on its place in a call (measured in experiments/decoder_history), so nothing but
+reading all of its data finds out. libjpeg-turbo does that, without the interpreter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from itertools import starmap
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpuflow.decode.scan_markers import expected_restarts, has_expected_markers
+
+__all__ = ["COMPLETE", "DAMAGED", "MARKED", "NOT_CHECKED", "ScanCheck", "check_scan", "check_scans"]
+
+NOT_CHECKED, DAMAGED, MARKED, COMPLETE = -1, 0, 1, 2
+"""What is known of a file. MARKED: it has the markers that it should have, and there is no libjpeg-turbo to read the
+data between them. COMPLETE: it has, and all data of its image without an error or a warning of libjpeg-turbo."""
+
+ScanCheck = tuple[NDArray[np.uint8], int, tuple[int, int, int], int]
+"""The arguments of `check_scan`."""
+
+
+def check_scan(data: NDArray[np.uint8], start: int, frame: tuple[int, int, int], interval: int) -> int:
+    """DAMAGED, MARKED or COMPLETE.
+
+    data: a baseline JPEG. start: where its compressed data begin. frame: height, width and sampling.
+    interval: see `expected_restarts`.
+    """
+    from gpuflow.decode.libjpeg_turbo import find_libjpeg_turbo  # it imports OpenCV, which takes time
+
+    if not has_expected_markers(data[start:], expected_restarts(*frame, interval)):
+        return DAMAGED
+    library = find_libjpeg_turbo()
+    if library is None:
+        return MARKED
+    return COMPLETE if library.accepts(data, frame[:2]) else DAMAGED
+
+
+def check_scans(files: Iterable[ScanCheck], threads: int) -> Iterator[int]:
+    """What `check_scan` returns for each file, in their order, on this thread or on so many threads."""
+    apply: Callable[..., Iterator[int]] = starmap if threads <= 1 else _starmap_on(threads)
+    return apply(check_scan, files)
+
+
+@cache
+def _starmap_on(threads: int) -> Callable[..., Iterator[int]]:
+    """`starmap` on threads that stay until the process ends."""
+    pool = ThreadPoolExecutor(threads, thread_name_prefix="check")
+    return lambda function, items: pool.map(lambda arguments: function(*arguments), items)
