@@ -88,8 +88,8 @@ def readers_of(config: Config, *, gpu: bool, remote: bool) -> int:
 
 
 def check_threads_of(config: Config) -> int:
-    """Threads of each process that reads for a GPU, which check new files; half of the cores, all of them together."""
-    return max(1, available_threads() // 2 // max(1, readers_of(config, gpu=True, remote=False)))
+    """Threads of each process that reads for a GPU, which check new files; all of them together most of the cores."""
+    return max(1, (available_threads() - _CORES_FOR_TRAINING) // max(1, readers_of(config, gpu=True, remote=False)))
 
 
 def refused_processes_of(run: RunSpec) -> int:

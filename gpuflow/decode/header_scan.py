@@ -151,6 +151,7 @@ def scan_headers(payload: Payload, *, orientation: bool, check_threads: int = 0)
             rows, at, last = rows[sound], at[sound], last[sound]
     if check_threads:
         found = np.flatnonzero(taken)
+        found = found[np.argsort(begin[found] - end[found], kind="stable")]  # the largest files first
         frames = np.column_stack([sizes, sampling])[found].tolist()
         files = (
             (payload.sample(row), start, (height, width, factors), interval)

@@ -34,7 +34,6 @@ from gpuflow.decode.nvjpeg import NvjpegLibrary
 from gpuflow.errors import BadSampleError, LoaderTimeout
 from gpuflow.execute.canvas import Canvas, Tiles, tiles_of
 from gpuflow.execute.complete_contents import CompleteContents
-from gpuflow.execute.complete_files import CompleteFiles
 from gpuflow.execute.cpu import CpuRunners
 from gpuflow.execute.cpu_decode_pool import CpuDecodePool, PendingImages
 from gpuflow.execute.decode_buffers import BUFFERS, DecodeBuffers
@@ -42,6 +41,7 @@ from gpuflow.execute.decode_calls import DecodeCall, Undecoded, kinds_of, plan_c
 from gpuflow.execute.device_stream import SHORT_WAIT, DeviceStream, allocate_slots
 from gpuflow.execute.gpu_passes import DevicePasses, Pass, Target, offsets_of, plan_of
 from gpuflow.execute.kernels.unwritten import unwritten
+from gpuflow.execute.known_files import KnownFiles
 from gpuflow.execute.nvjpeg_decoders import CALL_SECONDS, JpegBatch, NvjpegDecoderPool
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.program import Program, Sampling, Warping
@@ -51,6 +51,9 @@ from gpuflow.sources import SPARE_BYTES, Payload
 __all__ = ["GpuRunner", "Prepared"]
 
 _ALIGN = 256
+_FEW_UNKNOWN = 1 / 16
+"""If a chunk has a smaller share of unknown files, those of the next one are checked where it is prepared, and no
+longer by the workers that read it, which do not know which files are known."""
 _LONG_WAIT = 0.5
 """A GPU that waits for batches for a larger part of its time has no other work that a second nvJPEG call could slow."""
 
@@ -226,7 +229,7 @@ class GpuRunner:
         self._cpu, self._cpu_pool = CpuRunners(program), cpu_pool
         self._lock = threading.Lock()
         self._calls: deque[_Call] = deque()
-        self._complete, self._contents = CompleteFiles(), contents
+        self._complete, self._damaged, self._contents = KnownFiles(), KnownFiles(), contents
         self._check_threads, self._expect_unknown = check_threads, True
         self.engine_images, self.cpu_images, self.blank_images = 0, 0, 0
         with device_stream.queued():
@@ -258,7 +261,7 @@ class GpuRunner:
     @property
     def prescan(self) -> Prescan:
         """`scan_headers` for this program, which is most of the interpreter time that `prepare` needs. It checks
-        whether files are complete, too, until a chunk comes whose files are all known to be."""
+        whether files are complete, too, until a chunk comes of which nearly all files are known."""
         threads = self._check_threads if self._expect_unknown else 0
         return functools.partial(scan_headers, orientation=self._turns, check_threads=threads)
 
@@ -370,8 +373,14 @@ class GpuRunner:
         """
         rows = np.flatnonzero(headers.engine)
         known, hashes = self._known(rows, payload, indices)
-        self._expect_unknown = not known.all()
         state = np.where(known, COMPLETE, headers.complete[rows])
+        unknown, samples, lengths = ~known, np.zeros(0, np.int64), np.zeros(0, np.int64)
+        if indices is not None:
+            samples, lengths = (np.asarray(x, np.int64)[rows] for x in (indices, payload.sizes))
+            damaged = self._damaged.known(samples, lengths)
+            unknown &= ~damaged
+            state[damaged & ~known] = DAMAGED
+        self._expect_unknown = bool(unknown.sum() > len(rows) * _FEW_UNKNOWN)
         for place in np.flatnonzero(state == NOT_CHECKED).tolist():
             row = int(rows[place])
             height, width = headers.sizes[row].tolist()
@@ -379,9 +388,9 @@ class GpuRunner:
             state[place] = check_scan(payload.sample(row), int(headers.scans[row]), frame, int(headers.intervals[row]))
         whole, good = state == COMPLETE, state != DAMAGED
         if indices is not None:
-            new = whole & ~known
-            found, lengths = (np.asarray(x, np.int64)[rows[new]] for x in (indices, payload.sizes))
-            self._add_complete(found, lengths, hashes[new])
+            new = whole & unknown
+            self._add_complete(samples[new], lengths[new], hashes[new])
+            self._damaged.add(samples[unknown & ~good], lengths[unknown & ~good])
         if self._decoders.engines == 0:  # kernels show no pixels of other images
             whole = good
         return rows[good], whole[good], hashes[good]

@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import random
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -20,6 +21,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from gpuflow.decode.complete_scan import check_scan
 from gpuflow.decode.libjpeg_turbo import find_libjpeg_turbo
 from gpuflow.decode.nvjpeg import NvjpegError
 from gpuflow.execute import gpu, gpu_passes, nvjpeg_decoders
@@ -199,6 +201,29 @@ def test_each_slot_gets_its_own_image(
                     assert number_of(slot) == number
                 else:
                     assert torch.equal(slot, expected[number]), number
+
+
+@pytest.mark.skipif(find_libjpeg_turbo() is None, reason="needs libjpeg-turbo 3: pip install 'gpuflow[turbo]'")
+def test_each_file_is_checked_once(make_runner: MakeRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Damaged ones, too. Reading workers check files as long as many are unknown."""
+    files = [data[:-7] + data[-2:] if i % 5 == 0 else data for i, data in enumerate(contents()[: 2 * CHUNK])]
+    runner, checked, expected = make_runner(1 << 20), Counter[int](), Counter[int]()
+
+    def check(data: NDArray[np.uint8], *arguments: Any) -> int:
+        checked[number_in(data.tobytes()) or 0] += 1
+        return check_scan(data, *arguments)
+
+    monkeypatch.setattr(gpu, "check_scan", check)
+    for epoch, expects in enumerate([True, False]):
+        for start in (0, CHUNK):
+            numbers = range(start, start + CHUNK)
+            payload = Payload.of([files[i] for i in numbers], lambda size: np.zeros(size, np.uint8))
+            prepared = runner.prepare(payload, Keys(0, epoch, np.array(numbers)), numbers)
+            assert set(prepared.rows) == {i - start for i in numbers if i % 5 and i % 13 != 5}
+            prescan: Any = runner.prescan
+            assert bool(prescan.keywords["check_threads"]) is expects
+    expected.update(i for i in range(2 * CHUNK) if i % 13 != 5)
+    assert checked == expected
 
 
 def launch_all(runner: GpuRunner, prepared: Sequence[Any], slots: Sequence[Any], threads: int) -> None:

@@ -1,4 +1,4 @@
-"""Remembers which samples' files are complete, so that each is checked once and not in every epoch."""
+"""Remembers what is known of samples' files, so that each is checked once and not in every epoch."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import threading
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["CompleteFiles"]
+__all__ = ["KnownFiles"]
 
 _MAX_REMEMBERED = 1 << 26
-"""The largest number of samples whose files are remembered as complete, with four bytes each."""
+"""The largest number of samples that are remembered, with four bytes each."""
 
 
-class CompleteFiles:
-    """Remembers which samples' files are undamaged, by index in the source and size in bytes.
+class KnownFiles:
+    """Samples' files of one kind, such as complete ones, by index in the source and size in bytes.
 
     Any thread may call any method.
     """
@@ -23,14 +23,14 @@ class CompleteFiles:
         self._sizes, self._lock = np.zeros(0, np.uint32), threading.Lock()
 
     def known(self, indices: NDArray[np.int64], sizes: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Which of these samples [N] are known to have undamaged files of these sizes."""
+        """Which of these samples [N] are known to have such files, of these sizes."""
         held = self._sizes
         inside = indices < len(held)
         found: NDArray[np.bool_] = inside & (held[np.where(inside, indices, 0)] == sizes) if len(held) else inside
         return found
 
     def add(self, indices: NDArray[np.int64], sizes: NDArray[np.int64]) -> None:
-        """Remember samples [N] with undamaged files of these sizes. Very high indices are not remembered."""
+        """Remember samples [N] that have such files, of these sizes. Very high indices are not remembered."""
         kept = (indices < _MAX_REMEMBERED) & (sizes <= np.iinfo(np.uint32).max)
         if not kept.any():
             return
