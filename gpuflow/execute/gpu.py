@@ -157,8 +157,7 @@ class _Call:
 class Prepared:
     """A chunk that is ready to be launched.
 
-    rows [n]: which of its samples nvJPEG decodes. indices [n]: the indices of these samples in the source, or None.
-    whole [n]: which of these files are known to be complete. hashes [n]: of the others, to remember them between runs.
+    rows [n]: which of its samples nvJPEG decodes. whole [n]: which of these files are known to be complete.
     files: the files of these rows, without output addresses.
     undecoded: which of these rows no call has taken yet; for holders of the runner's lock.
     plans: for each output the first pass's sampling or warp of these rows.
@@ -172,9 +171,7 @@ class Prepared:
     payload: Payload
     keys: s.Keys
     rows: NDArray[np.int64]
-    indices: NDArray[np.int64] | None
     whole: NDArray[np.bool_]
-    hashes: NDArray[np.uint64]
     files: JpegBatch
     undecoded: Undecoded
     plans: list[_Plan]
@@ -280,14 +277,14 @@ class GpuRunner:
             orientation=self._turns,
             formats=decoder.formats,
         )
-        rows, whole, hashes = self._undamaged(payload, headers, indices)
+        rows, whole = self._undamaged(payload, headers, indices)
         draws = self._draw(keys, rows, headers.sizes)
         misfit = np.zeros(len(rows), bool)
         for draw in itertools.chain.from_iterable(draws):
             for found in draw.misfits if isinstance(draw, Sampling | Warping) else ():
                 misfit |= found.where
         if misfit.any():  # the CPU path reports what is wrong with each of them
-            rows, whole, hashes = rows[~misfit], whole[~misfit], hashes[~misfit]
+            rows, whole = rows[~misfit], whole[~misfit]
             draws = self._draw(keys, rows, headers.sizes)
         rest = np.array([fault is None for fault in headers.faults])
         rest[rows] = False
@@ -302,7 +299,6 @@ class GpuRunner:
             self.engine_images += len(rows)
             self.cpu_images += len(others)
         starts, lengths = (np.asarray(x, np.int64)[rows] for x in (payload.offsets, payload.sizes))
-        known = None if indices is None else np.asarray(indices, np.int64)[rows]
         lengths += _clear_after(payload, rows)
         frames = np.column_stack([headers.sizes[rows], headers.sampling[rows]])
         pitches = frames[:, 1] * self._channels
@@ -313,9 +309,7 @@ class GpuRunner:
             payload=payload,
             keys=keys,
             rows=rows,
-            indices=known,
             whole=whole,
-            hashes=hashes,
             files=JpegBatch(
                 (starts + payload.buffer.ctypes.data).astype(np.uint64), lengths.astype(np.uint64), images, frames
             ),
@@ -336,64 +330,57 @@ class GpuRunner:
         pairs = zip(self._outputs, self._passes, strict=True)
         return [passes.draw(output.keys_of(own), sizes[rows]) for output, passes in pairs]
 
-    def _known(
-        self, rows: NDArray[np.int64], payload: Payload, indices: Sequence[int] | None
-    ) -> tuple[NDArray[np.bool_], NDArray[np.uint64]]:
-        """Which of these rows' files are known to be complete, and hashes of the others, if they are remembered between
-        runs. Files without indices are never known, such as those that a service gets."""
-        hashes = np.zeros(len(rows), np.uint64)
-        if indices is None:
-            return np.zeros(len(rows), bool), hashes
-        known, lengths = (np.asarray(x, np.int64)[rows] for x in (indices, payload.sizes))
-        whole = self._complete.known(known, lengths)
-        if self._contents is not None and not whole.all():
-            others = np.flatnonzero(~whole)
-            hashes[others] = self._contents.hashes(payload, rows[others])
-            found = others[self._contents.known(hashes[others])]
-            self._complete.add(known[found], lengths[found])
-            whole[found] = True
-        return whole, hashes
-
-    def _add_complete(self, indices: NDArray[np.int64], lengths: NDArray[np.int64], hashes: NDArray[np.uint64]) -> None:
-        """Remember samples [n] whose files are complete, and were not known to be."""
-        self._complete.add(indices, lengths)
-        if self._contents is not None:
-            self._contents.add(hashes)
-
     def _undamaged(
         self, payload: Payload, headers: Headers, indices: Sequence[int] | None
-    ) -> tuple[NDArray[np.int64], NDArray[np.bool_], NDArray[np.uint64]]:
+    ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """The rows [n] of the files that nvJPEG decodes to pixels that depend on nothing but their bytes.
 
-        Each file is checked (`complete_scan`); with `indices`, not again if it is known to be complete, also from
-        earlier runs. Without libjpeg-turbo only its markers are, and the engines then decode it after a blank image.
+        Each file is checked (`complete_scan`); with `indices`, once in a run, and not if an earlier run found it
+        complete. Without libjpeg-turbo only its markers are, and the engines then decode it after a blank image.
 
         Returns:
-            rows; which of these files are known to be complete, [n]; hashes [n] of the others, see `_known`.
+            rows; which of these files are known to be complete, [n].
         """
         rows = np.flatnonzero(headers.engine)
-        known, hashes = self._known(rows, payload, indices)
-        state = np.where(known, COMPLETE, headers.complete[rows])
-        unknown, samples, lengths = ~known, np.zeros(0, np.int64), np.zeros(0, np.int64)
-        if indices is not None:
-            samples, lengths = (np.asarray(x, np.int64)[rows] for x in (indices, payload.sizes))
-            damaged = self._damaged.known(samples, lengths)
-            unknown &= ~damaged
-            state[damaged & ~known] = DAMAGED
-        self._expect_unknown = bool(unknown.sum() > len(rows) * _FEW_UNKNOWN)
+        state, hashes = self._recalled(rows, payload, indices)
+        new = state == NOT_CHECKED
+        self._expect_unknown = bool(new.sum() > len(rows) * _FEW_UNKNOWN)
+        state = np.where(new, headers.complete[rows], state)
         for place in np.flatnonzero(state == NOT_CHECKED).tolist():
             row = int(rows[place])
             height, width = headers.sizes[row].tolist()
             frame = height, width, int(headers.sampling[row])
             state[place] = check_scan(payload.sample(row), int(headers.scans[row]), frame, int(headers.intervals[row]))
-        whole, good = state == COMPLETE, state != DAMAGED
         if indices is not None:
-            new = whole & unknown
-            self._add_complete(samples[new], lengths[new], hashes[new])
-            self._damaged.add(samples[unknown & ~good], lengths[unknown & ~good])
-        if self._decoders.engines == 0:  # kernels show no pixels of other images
-            whole = good
-        return rows[good], whole[good], hashes[good]
+            samples, lengths = (np.asarray(x, np.int64)[rows] for x in (indices, payload.sizes))
+            complete, damaged = new & (state == COMPLETE), new & (state == DAMAGED)
+            self._complete.add(samples[complete], lengths[complete])
+            self._damaged.add(samples[damaged], lengths[damaged])
+            if self._contents is not None:
+                self._contents.add(hashes[complete])
+        good = state != DAMAGED
+        whole = good if self._decoders.engines == 0 else state == COMPLETE  # kernels show no pixels of other images
+        return rows[good], whole[good]
+
+    def _recalled(
+        self, rows: NDArray[np.int64], payload: Payload, indices: Sequence[int] | None
+    ) -> tuple[NDArray[np.int8], NDArray[np.uint64]]:
+        """What is known of these rows' files: COMPLETE, DAMAGED or NOT_CHECKED; and hashes of the last ones, if
+        complete files are remembered between runs. Nothing is known of files without indices, as a service gets them.
+        """
+        state, hashes = np.full(len(rows), NOT_CHECKED, np.int8), np.zeros(len(rows), np.uint64)
+        if indices is None:
+            return state, hashes
+        samples, lengths = (np.asarray(x, np.int64)[rows] for x in (indices, payload.sizes))
+        state[self._damaged.known(samples, lengths)] = DAMAGED
+        state[self._complete.known(samples, lengths)] = COMPLETE
+        others = np.flatnonzero(state == NOT_CHECKED)
+        if self._contents is not None and len(others):
+            hashes[others] = self._contents.hashes(payload, rows[others])
+            found = others[self._contents.known(hashes[others])]
+            self._complete.add(samples[found], lengths[found])
+            state[found] = COMPLETE
+        return state, hashes
 
     def _finish(
         self,
@@ -568,9 +555,6 @@ class GpuRunner:
                 passes.sample(0, draws[0], sent, target)
         for number, (where, _) in call.results.items():
             one, taken = chunks[number], planned.rows[where][good[where]]
-            if not whole and one.indices is not None:
-                lengths = np.asarray(one.payload.sizes, np.int64)[one.rows[taken]]
-                self._add_complete(one.indices[taken], lengths, one.hashes[taken])
             if number:
                 self._device_stream.retain_until_done(one.payload.buffer)  # even if its chunk is never launched
         return good

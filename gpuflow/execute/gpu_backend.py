@@ -120,8 +120,9 @@ def _contents(
     """The files that earlier runs found complete by the same means; None where nothing finds that out."""
     from gpuflow.execute.complete_contents import CompleteContents, path_of
 
-    device, turbo = torch.cuda.get_device_name(device_stream.device), find_libjpeg_turbo()
-    if turbo is None and backend == "cuda":  # engines then decode each file after a blank image
+    turbo = find_libjpeg_turbo()
+    if turbo is None:
         return None
-    checked_by = "blank images" if turbo is None else f"libjpeg-turbo {turbo.version}"
-    return CompleteContents(path_of(backend, f"nvjpeg {library.version}", device, program.decoder.color, checked_by))
+    device = torch.cuda.get_device_name(device_stream.device)
+    turbo_version = f"libjpeg-turbo {turbo.version}"
+    return CompleteContents(path_of(backend, f"nvjpeg {library.version}", device, program.decoder.color, turbo_version))

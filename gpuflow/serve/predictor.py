@@ -202,8 +202,7 @@ class Predictor:
         try:
             batch = self._preprocess(files[0] if is_one else files)
         except BadSampleError as error:
-            index = error.index or 0
-            raise error.located(index, _path_of(listed[index])) from None
+            raise error.located(error.index, _path_of(listed[error.index])) from None
         maps = torch.from_numpy(matrices_of(pipeline, files))
         return batch, maps[0] if is_one else maps
 
