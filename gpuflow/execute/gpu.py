@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from gpuflow.decode.blank_images import round_up
 from gpuflow.decode.chunk_headers import Headers, read_headers
-from gpuflow.decode.complete_scan import COMPLETE, DAMAGED, NOT_CHECKED, check_scan
+from gpuflow.decode.complete_scan import COMPLETE, DAMAGED
 from gpuflow.decode.header_scan import Prescan, scan_headers
 from gpuflow.decode.nvjpeg import NvjpegLibrary
 from gpuflow.errors import BadSampleError, LoaderTimeout
@@ -39,9 +39,9 @@ from gpuflow.execute.cpu_decode_pool import CpuDecodePool, PendingImages
 from gpuflow.execute.decode_buffers import BUFFERS, DecodeBuffers
 from gpuflow.execute.decode_calls import DecodeCall, Undecoded, kinds_of, plan_calls
 from gpuflow.execute.device_stream import SHORT_WAIT, DeviceStream, allocate_slots
+from gpuflow.execute.file_checks import FileChecks
 from gpuflow.execute.gpu_passes import DevicePasses, Pass, Target, offsets_of, plan_of
 from gpuflow.execute.kernels.unwritten import unwritten
-from gpuflow.execute.known_files import KnownFiles
 from gpuflow.execute.nvjpeg_decoders import CALL_SECONDS, JpegBatch, NvjpegDecoderPool
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.program import Program, Sampling, Warping
@@ -51,9 +51,6 @@ from gpuflow.sources import SPARE_BYTES, Payload
 __all__ = ["GpuRunner", "Prepared"]
 
 _ALIGN = 256
-_FEW_UNKNOWN = 1 / 16
-"""If a chunk has a smaller share of unknown files, those of the next one are checked where it is prepared, and no
-longer by the workers that read it, which do not know which files are known."""
 _LONG_WAIT = 0.5
 """A GPU that waits for batches for a larger part of its time has no other work that a second nvJPEG call could slow."""
 
@@ -226,8 +223,7 @@ class GpuRunner:
         self._cpu, self._cpu_pool = CpuRunners(program), cpu_pool
         self._lock = threading.Lock()
         self._calls: deque[_Call] = deque()
-        self._complete, self._damaged, self._contents = KnownFiles(), KnownFiles(), contents
-        self._check_threads, self._expect_unknown = check_threads, True
+        self._checks = FileChecks(contents, check_threads)
         self.engine_images, self.cpu_images, self.blank_images = 0, 0, 0
         with device_stream.queued():
             self._decoders = NvjpegDecoderPool(device_stream, library, program.decoder.color, backend)
@@ -259,7 +255,7 @@ class GpuRunner:
     def prescan(self) -> Prescan:
         """`scan_headers` for this program, which is most of the interpreter time that `prepare` needs. It checks
         whether files are complete, too, until a chunk comes of which nearly all files are known."""
-        threads = self._check_threads if self._expect_unknown else 0
+        threads = self._checks.threads_while_reading
         return functools.partial(scan_headers, orientation=self._turns, check_threads=threads)
 
     def prepare(self, payload: Payload, keys: s.Keys, indices: Sequence[int] | None = None) -> Prepared:
@@ -335,52 +331,16 @@ class GpuRunner:
     ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """The rows [n] of the files that nvJPEG decodes to pixels that depend on nothing but their bytes.
 
-        Each file is checked (`complete_scan`); with `indices`, once in a run, and not if an earlier run found it
-        complete. Without libjpeg-turbo only its markers are, and the engines then decode it after a blank image.
+        Without libjpeg-turbo only the markers of new files are checked, and the engines decode them after blank images.
 
         Returns:
             rows; which of these files are known to be complete, [n].
         """
         rows = np.flatnonzero(headers.engine)
-        state, hashes = self._recalled(rows, payload, indices)
-        new = state == NOT_CHECKED
-        self._expect_unknown = bool(new.sum() > len(rows) * _FEW_UNKNOWN)
-        state = np.where(new, headers.complete[rows], state)
-        for place in np.flatnonzero(state == NOT_CHECKED).tolist():
-            row = int(rows[place])
-            height, width = headers.sizes[row].tolist()
-            frame = height, width, int(headers.sampling[row])
-            state[place] = check_scan(payload.sample(row), int(headers.scans[row]), frame, int(headers.intervals[row]))
-        if indices is not None:
-            samples, lengths = (np.asarray(x, np.int64)[rows] for x in (indices, payload.sizes))
-            complete, damaged = new & (state == COMPLETE), new & (state == DAMAGED)
-            self._complete.add(samples[complete], lengths[complete])
-            self._damaged.add(samples[damaged], lengths[damaged])
-            if self._contents is not None:
-                self._contents.add(hashes[complete])
+        state = self._checks.states(rows, payload, headers, indices)
         good = state != DAMAGED
         whole = good if self._decoders.engines == 0 else state == COMPLETE  # kernels show no pixels of other images
         return rows[good], whole[good]
-
-    def _recalled(
-        self, rows: NDArray[np.int64], payload: Payload, indices: Sequence[int] | None
-    ) -> tuple[NDArray[np.int8], NDArray[np.uint64]]:
-        """What is known of these rows' files: COMPLETE, DAMAGED or NOT_CHECKED; and hashes of the last ones, if
-        complete files are remembered between runs. Nothing is known of files without indices, as a service gets them.
-        """
-        state, hashes = np.full(len(rows), NOT_CHECKED, np.int8), np.zeros(len(rows), np.uint64)
-        if indices is None:
-            return state, hashes
-        samples, lengths = (np.asarray(x, np.int64)[rows] for x in (indices, payload.sizes))
-        state[self._damaged.known(samples, lengths)] = DAMAGED
-        state[self._complete.known(samples, lengths)] = COMPLETE
-        others = np.flatnonzero(state == NOT_CHECKED)
-        if self._contents is not None and len(others):
-            hashes[others] = self._contents.hashes(payload, rows[others])
-            found = others[self._contents.known(hashes[others])]
-            self._complete.add(samples[found], lengths[found])
-            state[found] = COMPLETE
-        return state, hashes
 
     def _finish(
         self,
@@ -586,16 +546,14 @@ class GpuRunner:
 
     def end_epoch(self) -> None:
         """Begin to save which files are complete, for later runs."""
-        if self._contents is not None:
-            self._contents.save_soon()
+        self._checks.save_soon()
 
     def close(self) -> None:
         """End the processes and threads that decode on the CPU, and save which files are complete. Nothing may be
         prepared or launched any more."""
         if self._cpu_pool is not None:
             self._cpu_pool.close()
-        if self._contents is not None:
-            self._contents.close()
+        self._checks.close()
 
 
 def _clear_after(payload: Payload, rows: NDArray[np.int64]) -> NDArray[np.int64]:
