@@ -6,9 +6,9 @@ from gpuflow.config.models import Config, RunSpec
 from gpuflow.runtime.cpu_budget import available_threads
 
 __all__ = [
-    "check_threads_of",
     "decode_processes_of",
     "processes_of",
+    "reader_check_threads_of",
     "readers_of",
     "refused_processes_of",
     "serving_processes_of",
@@ -87,7 +87,7 @@ def readers_of(config: Config, *, gpu: bool, remote: bool) -> int:
     return _GPU_READERS if gpu else 0
 
 
-def check_threads_of(config: Config) -> int:
+def reader_check_threads_of(config: Config) -> int:
     """Threads of each process that reads for a GPU, which check new files; all of them together most of the cores."""
     return max(1, (available_threads() - _CORES_FOR_TRAINING) // max(1, readers_of(config, gpu=True, remote=False)))
 

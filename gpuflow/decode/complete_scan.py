@@ -8,7 +8,8 @@ reading all of its data finds out. libjpeg-turbo does that, without the interpre
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import os
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from itertools import starmap
@@ -44,14 +45,14 @@ def check_scan(data: NDArray[np.uint8], start: int, frame: tuple[int, int, int],
     return COMPLETE if library.accepts(data, frame[:2]) else DAMAGED
 
 
-def check_scans(files: Iterable[ScanCheck], threads: int) -> Iterator[int]:
+def check_scans(files: Sequence[ScanCheck], threads: int) -> list[int]:
     """What `check_scan` returns for each file, in their order, on this thread or on so many threads."""
-    apply: Callable[..., Iterator[int]] = starmap if threads <= 1 else _starmap_on(threads)
-    return apply(check_scan, files)
+    if threads <= 1 or len(files) <= 1:
+        return list(starmap(check_scan, files))
+    return list(_threads(threads, os.getpid()).map(lambda arguments: check_scan(*arguments), files))
 
 
 @cache
-def _starmap_on(threads: int) -> Callable[..., Iterator[int]]:
-    """`starmap` on threads that stay until the process ends."""
-    pool = ThreadPoolExecutor(threads, thread_name_prefix="check")
-    return lambda function, items: pool.map(lambda arguments: function(*arguments), items)
+def _threads(count: int, process: int) -> ThreadPoolExecutor:
+    """Threads that stay until the process ends. process: its number; a forked child has no threads."""
+    return ThreadPoolExecutor(count, thread_name_prefix="gpuflow_check")

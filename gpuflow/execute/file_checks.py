@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpuflow.decode.chunk_headers import Headers
-from gpuflow.decode.complete_scan import COMPLETE, DAMAGED, NOT_CHECKED, check_scan
+from gpuflow.decode.complete_scan import COMPLETE, DAMAGED, NOT_CHECKED, ScanCheck, check_scans
 from gpuflow.execute.complete_contents import CompleteContents
 from gpuflow.execute.known_files import KnownFiles
 from gpuflow.sources import Payload
@@ -25,17 +25,18 @@ class FileChecks:
 
     Args:
         contents: the files that earlier runs found complete; None if nothing is remembered between runs.
-        threads: of a reading worker, to check with.
+        threads: to check with, of this process. reader_threads: of each process that reads.
     """
 
-    def __init__(self, contents: CompleteContents | None, threads: int) -> None:
-        self._contents, self._threads, self._many_new = contents, threads, True
+    def __init__(self, contents: CompleteContents | None, threads: int, reader_threads: int) -> None:
+        self._contents, self._threads = contents, threads
+        self._reader_threads, self._many_new = reader_threads, True
         self._complete, self._damaged = KnownFiles(), KnownFiles()
 
     @property
     def threads_while_reading(self) -> int:
-        """Threads with which a reading worker should check what it reads next; 0 if nearly all files are known."""
-        return self._threads if self._many_new else 0
+        """Threads with which a process should check what it reads next; 0 if nearly all files are known."""
+        return self._reader_threads if self._many_new else 0
 
     def states(
         self, rows: NDArray[np.int64], payload: Payload, headers: Headers, indices: Sequence[int] | None
@@ -48,11 +49,9 @@ class FileChecks:
         new = state == NOT_CHECKED
         self._many_new = bool(new.sum() > len(rows) * _FEW_NEW)
         state = np.where(new, headers.complete[rows], state)
-        for place in np.flatnonzero(state == NOT_CHECKED).tolist():
-            row = int(rows[place])
-            height, width = headers.sizes[row].tolist()
-            frame = height, width, int(headers.sampling[row])
-            state[place] = check_scan(payload.sample(row), int(headers.scans[row]), frame, int(headers.intervals[row]))
+        unchecked = state == NOT_CHECKED
+        if unchecked.any():
+            state[unchecked] = check_scans(_scans(rows[unchecked], payload, headers), self._threads)
         if indices is not None:
             samples, lengths = _samples(rows, payload, indices)
             complete, damaged = new & (state == COMPLETE), new & (state == DAMAGED)
@@ -89,6 +88,16 @@ class FileChecks:
         """Save which files are complete, and end the thread that does."""
         if self._contents is not None:
             self._contents.close()
+
+
+def _scans(rows: NDArray[np.int64], payload: Payload, headers: Headers) -> list[ScanCheck]:
+    """What `check_scans` needs of these rows."""
+    frames = np.column_stack([headers.sizes, headers.sampling])[rows].tolist()
+    scans, intervals = headers.scans[rows].tolist(), headers.intervals[rows].tolist()
+    return [
+        (payload.sample(row), start, (height, width, sampling), interval)
+        for row, start, (height, width, sampling), interval in zip(rows.tolist(), scans, frames, intervals, strict=True)
+    ]
 
 
 def _samples(

@@ -195,7 +195,8 @@ class GpuRunner:
         fill_calls: whether a launch may decode images of later chunks, whose results need memory until then: for each
             kind of images up to 127 of them.
         contents: the files that earlier runs found complete with this library and backend, for samples with indices.
-        check_threads: threads of a reading worker that check whether new files are complete.
+        check_threads, reader_check_threads: threads of this process, and of each process that reads, that check whether
+            new files are complete.
 
     Raises:
         NvjpegError: the GPU does not have the backend.
@@ -215,6 +216,7 @@ class GpuRunner:
         fill_calls: bool = True,
         contents: CompleteContents | None = None,
         check_threads: int = 1,
+        reader_check_threads: int = 1,
     ) -> None:
         self._program, self._device_stream, self._outputs = program, device_stream, outputs_of(program)
         self._channels = 1 if program.decoder.color == "gray" else 3
@@ -223,7 +225,7 @@ class GpuRunner:
         self._cpu, self._cpu_pool = CpuRunners(program), cpu_pool
         self._lock = threading.Lock()
         self._calls: deque[_Call] = deque()
-        self._checks = FileChecks(contents, check_threads)
+        self._checks = FileChecks(contents, check_threads, reader_check_threads)
         self.engine_images, self.cpu_images, self.blank_images = 0, 0, 0
         with device_stream.queued():
             self._decoders = NvjpegDecoderPool(device_stream, library, program.decoder.color, backend)

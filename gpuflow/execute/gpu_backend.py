@@ -77,10 +77,11 @@ def place_on_gpu(
     fill_calls: bool = True,
     remember: bool = False,
     check_threads: int = 1,
+    reader_check_threads: int = 1,
 ) -> Placement:
     """Create the runner for a program on the stream's GPU, on engines or kernels; or say why none can run it.
 
-    decode_bytes, buffers, cpu_pool, fill_calls, check_threads: see `GpuRunner`.
+    decode_bytes, buffers, cpu_pool, fill_calls, check_threads, reader_check_threads: see `GpuRunner`.
     remember: whether files that are decoded completely are remembered between runs.
     """
     found = gpu_passes_and_library(program)
@@ -104,6 +105,7 @@ def place_on_gpu(
                 fill_calls=fill_calls,
                 contents=_contents(program, device_stream, library, backend) if remember else None,
                 check_threads=check_threads,
+                reader_check_threads=reader_check_threads,
             )
         except NvjpegError as error:
             refusals.append(f"{description}: {error}")

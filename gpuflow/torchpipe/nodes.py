@@ -259,11 +259,12 @@ def _gpu_preprocessor(program: Program, device: torch.device) -> Preprocessor | 
     from gpuflow.execute.device_stream import DeviceStream
     from gpuflow.execute.gpu_backend import place_on_gpu
     from gpuflow.runtime.buffers import BytePool
+    from gpuflow.runtime.cpu_budget import available_threads
     from gpuflow.runtime.memory import pinned
     from gpuflow.torchpipe.gpu_preprocessor import GpuPreprocessor
 
     device_stream = DeviceStream(device)
-    runner = place_on_gpu(program, device_stream).gpu
+    runner = place_on_gpu(program, device_stream, check_threads=max(1, available_threads() // 2)).gpu
     pool = BytePool(make=pinned)
     if runner is None:
         return None

@@ -73,7 +73,7 @@ def test_data_that_are_missing_before_a_restart_marker_are_found(seed: int, miss
 @pytest.mark.parametrize("threads", [1, 4])
 def test_files_are_checked_in_their_order(threads: int) -> None:
     files = [arguments(sound(seed) if seed % 3 else sound(seed)[:-9] + b"\xff\xd9") for seed in range(40)]
-    assert list(check_scans(files, threads)) == [COMPLETE if seed % 3 else DAMAGED for seed in range(40)]
+    assert check_scans(files, threads) == [COMPLETE if seed % 3 else DAMAGED for seed in range(40)]
 
 
 def test_without_libjpeg_turbo_only_the_markers_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from gpuflow.decode import complete_scan
 from gpuflow.decode.chunk_headers import read_headers
 from gpuflow.decode.codecs import MAX_SCANS
 from gpuflow.decode.complete_scan import COMPLETE, DAMAGED, check_scan
 from gpuflow.decode.libjpeg_turbo import find_libjpeg_turbo
-from gpuflow.execute import file_checks
 from gpuflow.execute.complete_contents import CompleteContents
 from gpuflow.execute.file_checks import FileChecks
 from gpuflow.sources import Payload
@@ -34,7 +34,7 @@ def checked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         found.append(data.size)
         return check_scan(data, *arguments)
 
-    monkeypatch.setattr(file_checks, "check_scan", check)
+    monkeypatch.setattr(complete_scan, "check_scan", check)
     return found
 
 
@@ -48,7 +48,7 @@ def states(checks: FileChecks, files: Sequence[bytes], first: int | None = 0) ->
 
 
 def test_each_file_is_checked_once_by_its_index_and_size(checked: list[int]) -> None:
-    checks, files = FileChecks(None, 3), [*FILES[:10], *CUT[10:]]
+    checks, files = FileChecks(None, 1, 3), [*FILES[:10], *CUT[10:]]
     expected = [COMPLETE] * 10 + [DAMAGED] * 10
     assert states(checks, files) == states(checks, files) == expected
     assert checked == [len(data) for data in files]
@@ -56,8 +56,9 @@ def test_each_file_is_checked_once_by_its_index_and_size(checked: list[int]) -> 
     assert len(checked) == 21
 
 
-def test_a_file_without_an_index_is_checked_each_time(checked: list[int]) -> None:
-    checks = FileChecks(None, 3)
+@pytest.mark.parametrize("threads", [1, 4])
+def test_a_file_without_an_index_is_checked_each_time(checked: list[int], threads: int) -> None:
+    checks = FileChecks(None, threads, 3)
     for _ in range(3):
         assert states(checks, FILES[:4], None) == [COMPLETE] * 4
     assert len(checked) == 12 and checks.threads_while_reading == 3
@@ -65,18 +66,18 @@ def test_a_file_without_an_index_is_checked_each_time(checked: list[int]) -> Non
 
 def test_complete_files_are_remembered_between_runs_by_their_bytes(tmp_path: Path, checked: list[int]) -> None:
     files = [*FILES[:10], *CUT[10:]]
-    first = FileChecks(CompleteContents(tmp_path / "complete"), 3)
+    first = FileChecks(CompleteContents(tmp_path / "complete"), 1, 3)
     states(first, files)
     first.close()
     checked.clear()
-    later = FileChecks(CompleteContents(tmp_path / "complete"), 3)
+    later = FileChecks(CompleteContents(tmp_path / "complete"), 1, 3)
     assert states(later, files, first=500) == [COMPLETE] * 10 + [DAMAGED] * 10
     assert checked == [len(data) for data in CUT[10:]], "damaged ones are checked in each run"
     later.close()
 
 
 def test_workers_check_while_many_files_are_new() -> None:
-    checks = FileChecks(None, 3)
+    checks = FileChecks(None, 1, 3)
     assert checks.threads_while_reading == 3
     states(checks, FILES)
     assert checks.threads_while_reading == 3

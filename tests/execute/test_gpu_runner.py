@@ -21,10 +21,11 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from gpuflow.decode import complete_scan
 from gpuflow.decode.complete_scan import check_scan
 from gpuflow.decode.libjpeg_turbo import find_libjpeg_turbo
 from gpuflow.decode.nvjpeg import NvjpegError
-from gpuflow.execute import file_checks, gpu, gpu_passes, nvjpeg_decoders
+from gpuflow.execute import gpu, gpu_passes, nvjpeg_decoders
 from gpuflow.execute.gpu import GpuRunner
 from gpuflow.execute.gpu_passes import passes_of
 from gpuflow.pipeline.stage import Keys
@@ -213,7 +214,7 @@ def test_each_file_is_checked_once(make_runner: MakeRunner, monkeypatch: pytest.
         checked[number_in(data.tobytes()) or 0] += 1
         return check_scan(data, *arguments)
 
-    monkeypatch.setattr(file_checks, "check_scan", check)
+    monkeypatch.setattr(complete_scan, "check_scan", check)
     for epoch, expects in enumerate([True, False]):
         for start in (0, CHUNK):
             numbers = range(start, start + CHUNK)
