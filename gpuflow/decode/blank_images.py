@@ -2,9 +2,9 @@
 
 Each of NVIDIA's JPEG engines decodes into its own memory and stops where a file's data ends. If a damaged file leaves
 pixels unwritten, that memory still holds the image that the same engine decoded before, and nvJPEG copies it into the
-result and reports success (measured in experiments/decoder_history). So a file that was never decoded completely is
-decoded right after a blank image of its size on the same engine: its unwritten pixels are then blank, and
-`kernels.unwritten` finds them.
+result and reports success (measured in experiments/decoder_history). So without
+libjpeg-turbo, which finds damaged files beforehand, each file is decoded right after a blank image of its size on the
+same engine: its unwritten pixels are then blank, and `kernels.unwritten` finds them.
 
 A call assigns its images to the engines in turn, starting with the first engine: one engine decodes image i and image
 i + `engines`. The number of engines differs between GPUs; `NvjpegDecoder` measures it.

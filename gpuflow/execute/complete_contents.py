@@ -41,7 +41,7 @@ def path_of(*checked_by: str) -> Path:
 
 
 class CompleteContents:
-    """Which files were decoded completely in an earlier run; what was learned in this one is added for later runs.
+    """Which files were complete in an earlier run; what was learned in this one is added for later runs.
 
     It decides on speed alone: a file that is not known is checked again. A file of hashes that is damaged or foreign
     is ignored, and written anew. If it cannot be read or written, this run adds nothing, after one warning.
@@ -71,11 +71,11 @@ class CompleteContents:
         return np.fromiter((hash_of(view[start:end]) for start, end in parts), np.uint64, len(rows))
 
     def known(self, hashes: NDArray[np.uint64]) -> NDArray[np.bool_]:
-        """Which of these files [n] were decoded completely in an earlier run."""
+        """Which of these files [n] were complete in an earlier run."""
         return _are_in(self._held, hashes)
 
     def add(self, hashes: NDArray[np.uint64]) -> None:
-        """These files [n] were decoded completely."""
+        """These files [n] are complete."""
         if self._writable and len(hashes):
             self._new.append(hashes)
 

@@ -127,7 +127,7 @@ class ChunkRunner(Protocol):
     decoder has its own library.
 
     engine_images, cpu_images: how many images were decoded on the device, and how many on the CPU instead.
-    blank_images: how many were decoded after a blank image, because nothing was known of their files.
+    blank_images: how many were decoded after a blank image, because libjpeg-turbo is not there to check their files.
     """
 
     engine_images: int

@@ -82,7 +82,7 @@ def place_on_gpu(
     """Create the runner for a program on the stream's GPU, on engines or kernels; or say why none can run it.
 
     decode_bytes, buffers, cpu_pool, fill_calls, check_threads, reader_check_threads: see `GpuRunner`.
-    remember: whether files that are decoded completely are remembered between runs.
+    remember: whether complete files are remembered between runs.
     """
     found = gpu_passes_and_library(program)
     if isinstance(found, str):
