@@ -9,24 +9,34 @@ reading all of its data finds out. libjpeg-turbo does that, without the interpre
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from itertools import starmap
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gpuflow.decode.scan_markers import expected_restarts, has_expected_markers
+from gpuflow.sources import Payload
 
-__all__ = ["COMPLETE", "DAMAGED", "MARKED", "NOT_CHECKED", "ScanCheck", "check_scan", "check_scans"]
+__all__ = ["COMPLETE", "DAMAGED", "MARKED", "NOT_CHECKED", "ScanHeaders", "check_scan", "check_scans"]
 
 NOT_CHECKED, DAMAGED, MARKED, COMPLETE = -1, 0, 1, 2
 """What is known of a file. MARKED: it has the markers that it should have, and there is no libjpeg-turbo to read the
 data between them. COMPLETE: it has, and all data of its image without an error or a warning of libjpeg-turbo."""
 
-ScanCheck = tuple[NDArray[np.uint8], int, tuple[int, int, int], int]
-"""The arguments of `check_scan`."""
+
+class ScanHeaders(Protocol):
+    """What the headers of N files say of their scans: see `header_scan.HeaderScan`."""
+
+    @property
+    def sizes(self) -> NDArray[np.int64]: ...
+    @property
+    def sampling(self) -> NDArray[np.uint8]: ...
+    @property
+    def scans(self) -> NDArray[np.int64]: ...
+    @property
+    def intervals(self) -> NDArray[np.int64]: ...
 
 
 def check_scan(data: NDArray[np.uint8], start: int, frame: tuple[int, int, int], interval: int) -> int:
@@ -45,11 +55,19 @@ def check_scan(data: NDArray[np.uint8], start: int, frame: tuple[int, int, int],
     return COMPLETE if library.accepts(data, frame[:2]) else DAMAGED
 
 
-def check_scans(files: Sequence[ScanCheck], threads: int) -> list[int]:
-    """What `check_scan` returns for each file, in their order, on this thread or on so many threads."""
-    if threads <= 1 or len(files) <= 1:
-        return list(starmap(check_scan, files))
-    return list(_threads(threads, os.getpid()).map(lambda arguments: check_scan(*arguments), files))
+def check_scans(payload: Payload, rows: NDArray[np.int64], headers: ScanHeaders, threads: int) -> NDArray[np.int8]:
+    """What `check_scan` returns for each of these rows of a payload. It uses the calling thread if `threads` is 1."""
+
+    def check(row: int) -> int:
+        height, width = headers.sizes[row].tolist()
+        frame = height, width, int(headers.sampling[row])
+        return check_scan(payload.sample(row), int(headers.scans[row]), frame, int(headers.intervals[row]))
+
+    largest_first = np.argsort(-np.asarray(payload.sizes, np.int64)[rows], kind="stable")
+    run = map if threads == 1 or len(rows) == 1 else _threads(threads, os.getpid()).map
+    found = np.empty(len(rows), np.int8)
+    found[largest_first] = list(run(check, rows[largest_first].tolist()))
+    return found
 
 
 @cache

@@ -151,15 +151,7 @@ def scan_headers(payload: Payload, *, orientation: bool, check_threads: int = 0)
             rows, at, last = rows[sound], at[sound], last[sound]
     if check_threads:
         found = np.flatnonzero(taken)
-        found = found[np.argsort(begin[found] - end[found], kind="stable")]  # the largest files first
-        frames = np.column_stack([sizes, sampling])[found].tolist()
-        files = [
-            (payload.sample(row), start, (height, width, factors), interval)
-            for row, start, (height, width, factors), interval in zip(
-                found.tolist(), scans[found].tolist(), frames, intervals[found].tolist(), strict=True
-            )
-        ]
-        checked[found] = check_scans(files, check_threads)
+        checked[found] = check_scans(payload, found, result, check_threads)
     return result
 
 

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpuflow.decode.chunk_headers import Headers
-from gpuflow.decode.complete_scan import COMPLETE, DAMAGED, NOT_CHECKED, ScanCheck, check_scans
+from gpuflow.decode.complete_scan import COMPLETE, DAMAGED, NOT_CHECKED, check_scans
 from gpuflow.execute.complete_contents import CompleteContents
 from gpuflow.execute.known_files import KnownFiles
 from gpuflow.sources import Payload
@@ -45,39 +45,34 @@ class FileChecks:
 
         indices: of the payload's samples in the source. Without them every file is new, as those that a service gets.
         """
-        state, hashes = self._known(rows, payload, indices)
-        new = state == NOT_CHECKED
+        state = headers.complete[rows]
+        if indices is None:
+            self._check(state, rows, payload, headers)
+            return state
+        samples, lengths = (np.asarray(x, np.int64)[rows] for x in (indices, payload.sizes))
+        new, hashes = np.ones(len(rows), bool), np.zeros(len(rows), np.uint64)
+        for files, found in ((self._damaged, DAMAGED), (self._complete, COMPLETE)):
+            known = files.known(samples, lengths)
+            state[known], new[known] = found, False
+        if self._contents is not None and new.any():
+            hashes[new] = self._contents.hashes(payload, rows[new])
+            known = new & self._contents.known(hashes)
+            state[known], new[known] = COMPLETE, False
+            self._complete.add(samples[known], lengths[known])
         self._many_new = bool(new.sum() > len(rows) * _FEW_NEW)
-        state = np.where(new, headers.complete[rows], state)
-        unchecked = state == NOT_CHECKED
-        if unchecked.any():
-            state[unchecked] = check_scans(_scans(rows[unchecked], payload, headers), self._threads)
-        if indices is not None:
-            samples, lengths = _samples(rows, payload, indices)
-            complete, damaged = new & (state == COMPLETE), new & (state == DAMAGED)
-            self._complete.add(samples[complete], lengths[complete])
-            self._damaged.add(samples[damaged], lengths[damaged])
-            if self._contents is not None:
-                self._contents.add(hashes[complete])
+        self._check(state, rows, payload, headers)
+        complete, damaged = new & (state == COMPLETE), new & (state == DAMAGED)
+        self._complete.add(samples[complete], lengths[complete])
+        self._damaged.add(samples[damaged], lengths[damaged])
+        if self._contents is not None:
+            self._contents.add(hashes[complete])
         return state
 
-    def _known(
-        self, rows: NDArray[np.int64], payload: Payload, indices: Sequence[int] | None
-    ) -> tuple[NDArray[np.int8], NDArray[np.uint64]]:
-        """COMPLETE, DAMAGED or NOT_CHECKED for each row; and hashes of the last ones, if there are contents."""
-        state, hashes = np.full(len(rows), NOT_CHECKED, np.int8), np.zeros(len(rows), np.uint64)
-        if indices is None:
-            return state, hashes
-        samples, lengths = _samples(rows, payload, indices)
-        state[self._damaged.known(samples, lengths)] = DAMAGED
-        state[self._complete.known(samples, lengths)] = COMPLETE
-        others = np.flatnonzero(state == NOT_CHECKED)
-        if self._contents is not None and len(others):
-            hashes[others] = self._contents.hashes(payload, rows[others])
-            found = others[self._contents.known(hashes[others])]
-            self._complete.add(samples[found], lengths[found])
-            state[found] = COMPLETE
-        return state, hashes
+    def _check(self, state: NDArray[np.int8], rows: NDArray[np.int64], payload: Payload, headers: Headers) -> None:
+        """Replace NOT_CHECKED in the states of these rows."""
+        unchecked = state == NOT_CHECKED
+        if unchecked.any():
+            state[unchecked] = check_scans(payload, rows[unchecked], headers, self._threads)
 
     def save_soon(self) -> None:
         """Begin to save which files are complete, for later runs."""
@@ -88,20 +83,3 @@ class FileChecks:
         """Save which files are complete, and end the thread that does."""
         if self._contents is not None:
             self._contents.close()
-
-
-def _scans(rows: NDArray[np.int64], payload: Payload, headers: Headers) -> list[ScanCheck]:
-    """What `check_scans` needs of these rows."""
-    frames = np.column_stack([headers.sizes, headers.sampling])[rows].tolist()
-    scans, intervals = headers.scans[rows].tolist(), headers.intervals[rows].tolist()
-    return [
-        (payload.sample(row), start, (height, width, sampling), interval)
-        for row, start, (height, width, sampling), interval in zip(rows.tolist(), scans, frames, intervals, strict=True)
-    ]
-
-
-def _samples(
-    rows: NDArray[np.int64], payload: Payload, indices: Sequence[int]
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The indices of the rows' samples and the sizes of their files in bytes."""
-    return np.asarray(indices, np.int64)[rows], np.asarray(payload.sizes, np.int64)[rows]

@@ -264,8 +264,8 @@ class GpuRunner:
         """Do all work that precedes nvJPEG: headers, draws, and the images that the CPU decodes.
 
         The payload's memory must be pinned, and stay valid until the GPU has finished the launched chunk. `indices`:
-        the indices of the samples in the source, if any; files that were once decoded completely are recognised by
-        them, or by their bytes where those are remembered between runs.
+        the indices of the samples in the source, if any; known files are recognised by them, or by their bytes where
+        those are remembered between runs.
         """
         decoder = self._program.decoder
         headers = read_headers(

@@ -4,27 +4,20 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpuflow.decode.codecs import engine_sampling, probe, scan_start
+from gpuflow.decode.chunk_headers import read_headers
+from gpuflow.decode.codecs import MAX_SCANS, scan_start
 from gpuflow.decode.complete_scan import COMPLETE, DAMAGED, MARKED, check_scan, check_scans
-from gpuflow.decode.complete_scan import ScanCheck as Arguments
 from gpuflow.decode.libjpeg_turbo import find_libjpeg_turbo
+from gpuflow.sources import Payload
 from tests.images import as_array, jpeg, photo, with_restarts
+from tests.scans import scan_of
 
 pytestmark = pytest.mark.skipif(find_libjpeg_turbo() is None, reason="needs libjpeg-turbo 3: gpuflow[turbo]")
-
-
-def arguments(data: bytes) -> Arguments:
-    """What `check_scan` gets of a file."""
-    file = as_array(data)
-    header = probe(file)
-    sampling = engine_sampling(file, header)
-    assert sampling is not None
-    start, interval = scan_start(file)
-    return file, start, (*header.size, sampling), interval
 
 
 def sound(seed: int) -> bytes:
@@ -38,7 +31,7 @@ def sound(seed: int) -> bytes:
 @given(st.integers(0, 10_000))
 @settings(max_examples=60)
 def test_sound_files_are_complete(seed: int) -> None:
-    assert check_scan(*arguments(sound(seed))) == COMPLETE
+    assert check_scan(*scan_of(sound(seed))) == COMPLETE
 
 
 @given(st.integers(0, 10_000), st.integers(1, 60))
@@ -48,7 +41,7 @@ def test_a_file_that_lacks_its_last_bytes_is_damaged(seed: int, missing: int) ->
     data = sound(seed)
     *_, (start, stop) = runs_of_data(data)
     cut = data[: max(stop - missing, start)] + data[stop:]
-    assert check_scan(*arguments(cut)) == DAMAGED
+    assert check_scan(*scan_of(cut)) == DAMAGED
 
 
 def runs_of_data(data: bytes) -> list[tuple[int, int]]:
@@ -67,17 +60,21 @@ def test_data_that_are_missing_before_a_restart_marker_are_found(seed: int, miss
     data = with_restarts(photo(40 + seed % 30, 60, seed=seed), 2 + seed % 5)
     start, stop = random.Random(seed).choice(runs_of_data(data))
     cut = data[: max(stop - missing, start)] + data[stop:]
-    assert check_scan(*arguments(cut)) == DAMAGED
+    assert check_scan(*scan_of(cut)) == DAMAGED
 
 
 @pytest.mark.parametrize("threads", [1, 4])
 def test_files_are_checked_in_their_order(threads: int) -> None:
-    files = [arguments(sound(seed) if seed % 3 else sound(seed)[:-9] + b"\xff\xd9") for seed in range(40)]
-    assert check_scans(files, threads) == [COMPLETE if seed % 3 else DAMAGED for seed in range(40)]
+    files = [sound(seed) if seed % 3 else sound(seed)[:-9] + b"\xff\xd9" for seed in range(40)]
+    payload = Payload.of(files, lambda size: np.zeros(size, np.uint8))
+    headers = read_headers(payload, max_pixels=1 << 20, max_scans=MAX_SCANS, orientation=False)
+    rows = np.arange(39, -1, -1)
+    found = check_scans(payload, rows, headers, threads).tolist()
+    assert found == [COMPLETE if seed % 3 else DAMAGED for seed in rows.tolist()]
 
 
 def test_without_libjpeg_turbo_only_the_markers_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gpuflow.decode.libjpeg_turbo.find_libjpeg_turbo", lambda: None)
     data = jpeg(photo(40, 60))
-    assert check_scan(*arguments(data)) == check_scan(*arguments(data[:-9] + data[-2:])) == MARKED
-    assert check_scan(*arguments(data[:-2] + b"\xff\xd0\xff\xd9")) == DAMAGED
+    assert check_scan(*scan_of(data)) == check_scan(*scan_of(data[:-9] + data[-2:])) == MARKED
+    assert check_scan(*scan_of(data[:-2] + b"\xff\xd0\xff\xd9")) == DAMAGED

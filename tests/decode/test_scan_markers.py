@@ -7,19 +7,16 @@ import random
 import numpy as np
 import pytest
 
-from gpuflow.decode.codecs import engine_sampling, probe, scan_start
+from gpuflow.decode.codecs import scan_start
 from gpuflow.decode.scan_markers import expected_restarts, has_expected_markers
 from tests.images import as_array, jpeg, photo, with_restarts
+from tests.scans import scan_of
 
 
 def fits(data: bytes) -> bool:
     """Whether the markers of a file that engines may decode are as expected."""
-    file = as_array(data)
-    header = probe(file)
-    sampling = engine_sampling(file, header)
-    assert sampling is not None
-    start, interval = scan_start(file)
-    return has_expected_markers(file[start:], expected_restarts(*header.size, sampling, interval))
+    scan = scan_of(data)
+    return has_expected_markers(scan.data[scan.start :], expected_restarts(*scan.frame, scan.interval))
 
 
 @pytest.mark.parametrize("interval", [0, 1, 2, 7, 8, 9, 100, 65_535])

@@ -282,13 +282,11 @@ def without_libjpeg_turbo() -> contextlib.AbstractContextManager[Any]:
     return mock.patch("gpuflow.decode.libjpeg_turbo.find_libjpeg_turbo", return_value=None)
 
 
-def cases(only: str | None = None) -> Iterator[dict[str, Any]]:
-    """Each pipeline, or only one of them."""
-    for name, stages in PIPELINES.items():
-        for decode_bytes in (1 << 20, 6000) if not only else (1 << 20,):
-            if only not in (None, name):
-                continue
-            pipeline = Pipeline(name, stages)
+def cases(names: Sequence[str] = tuple(PIPELINES), sizes: Sequence[int] = (1 << 20, 6000)) -> Iterator[dict[str, Any]]:
+    """Pipelines with decode buffers of these sizes in bytes."""
+    for name in names:
+        for decode_bytes in sizes:
+            pipeline = Pipeline(name, PIPELINES[name])
             program = fold(pipeline, trace(pipeline))
             passes = passes_of(program)
             assert not isinstance(passes, str), passes
@@ -716,5 +714,5 @@ if __name__ == "__main__":
     for case in [*cases(), *of_views, served(), histories(), runs(), *windows()]:
         print(json.dumps(case), flush=True)
     with without_libjpeg_turbo():
-        for case in [*cases("misfits"), histories(), runs()]:
+        for case in [*cases(["misfits"], [1 << 20]), histories(), runs()]:
             print(json.dumps({**case, "case": f"{case['case']}, no libjpeg-turbo"}), flush=True)
