@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import random
 import struct
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,18 +20,20 @@ import cv2
 import numpy as np
 import torch
 
-from gpuflow.decode.blank_images import round_up
+from gpuflow.decode.chunk_headers import read_headers
+from gpuflow.decode.codecs import MAX_SCANS
 from gpuflow.decode.nvjpeg import NvjpegError, find_nvjpeg
 from gpuflow.execute.device_stream import DeviceStream
-from gpuflow.execute.kernels.unwritten import unwritten
+from gpuflow.execute.file_checks import FileChecks
 from gpuflow.execute.nvjpeg_decoders import JpegBatch, NvjpegDecoderPool
+from gpuflow.sources import Payload
 from gpuflow.tools.bench import row, write_results
 
 HERE = Path(__file__).parent
 HEIGHT, WIDTH = 375, 500
 SPACE = HEIGHT * WIDTH * 3
 BATCH = 16
-ARMS = (("engines", "hardware", False), ("engines, blank images first", "hardware", True), ("kernels", "cuda", False))
+ARMS = (("engines", "hardware"), ("kernels", "cuda"))
 
 
 def photograph(seed: int) -> bytes:
@@ -83,76 +84,63 @@ def damaged(data: bytes, rng: random.Random) -> Iterator[tuple[str, bytes]]:
 class Arm:
     """One decoder and its history: the photographs that it decodes before each batch."""
 
-    def __init__(self, backend: str, blanks: bool, seeds: range) -> None:
+    def __init__(self, backend: str, seeds: range) -> None:
         self._device_stream = DeviceStream(torch.device("cuda"))
         self._decoders = NvjpegDecoderPool(self._device_stream, find_nvjpeg(), "rgb", backend)
-        self._blanks, self._history = blanks, [photograph(seed) for seed in seeds]
-        blank = int(np.prod(round_up(np.array([HEIGHT, WIDTH])))) * 3
-        self._memory = torch.zeros(BATCH * SPACE + blank, dtype=torch.uint8, device="cuda")
+        self._checks, self._history = FileChecks(self._device_stream), [photograph(seed) for seed in seeds]
+        self._memory = torch.zeros(BATCH * SPACE, dtype=torch.uint8, device="cuda")
 
-    def decode(self, files: Sequence[bytes]) -> tuple[torch.Tensor, np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-        """Decode files after the history: images [N, HEIGHT, WIDTH, 3], which were decoded, which are incomplete."""
-        self._call(self._history, blanks=False)
-        return self._call(files, blanks=self._blanks)
+    def decode(self, files: Sequence[bytes]) -> tuple[torch.Tensor, np.ndarray[Any, Any]]:
+        """Decode files after the history: images [N, HEIGHT, WIDTH, 3], and which files were decoded."""
+        self.call(self._history)
+        return self.call(files)
 
-    def _call(
-        self, files: Sequence[bytes], *, blanks: bool
-    ) -> tuple[torch.Tensor, np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-        device_stream, count, spare = self._device_stream, len(files), 16 if blanks else 0
-        encoded = torch.frombuffer(bytearray(b"".join(data + bytes(spare) for data in files)), dtype=torch.uint8)
-        encoded = encoded.pin_memory()
-        lengths = np.array([len(data) + spare for data in files], np.uint64)
+    def incomplete(self, files: Sequence[bytes]) -> int:
+        """How many files gpuflow does not give to nvJPEG."""
+        payload = Payload.of(files, lambda size: np.zeros(size, np.uint8))
+        headers = read_headers(payload, max_pixels=HEIGHT * WIDTH, max_scans=MAX_SCANS, orientation=False)
+        rows = np.flatnonzero(headers.engine)
+        return len(files) - int(self._checks.complete(rows, payload, headers, None).sum())
+
+    def call(self, files: Sequence[bytes]) -> tuple[torch.Tensor, np.ndarray[Any, Any]]:
+        device_stream, count = self._device_stream, len(files)
+        encoded = torch.frombuffer(bytearray(b"".join(files)), dtype=torch.uint8).pin_memory()
+        lengths = np.array([len(data) for data in files], np.uint64)
         images = np.zeros((count, 8), np.uint64)
         images[:, 0], images[:, 4] = self._memory.data_ptr() + SPACE * np.arange(count), WIDTH * 3
         frames = np.array([[HEIGHT, WIDTH, 0x22]], np.int64).repeat(count, axis=0)
         data = np.cumsum(lengths) - lengths + np.uint64(encoded.data_ptr())
-        incomplete = np.zeros(count, bool)
-        with device_stream.queued():
-            with self._decoders.acquire() as decoder:
-                blank = self._memory.data_ptr() + BATCH * SPACE if blanks else None
-                good = decoder.decode(JpegBatch(data, lengths, images, frames), blank)
-            if blanks:
-                described = np.column_stack([images[:, [0, 4]].astype(np.int64), frames[:, :2], frames[:, 2] == 0])
-                incomplete = unwritten(torch.from_numpy(described).cuda(), HEIGHT, color="rgb").cpu().numpy() > 0
+        with device_stream.queued(), self._decoders.acquire() as decoder:
+            good = decoder.decode(JpegBatch(data, lengths, images, frames))
         device_stream.synchronize()
-        return self._memory[: count * SPACE].reshape(count, HEIGHT, WIDTH, 3).clone(), good, incomplete
+        return self._memory[: count * SPACE].reshape(count, HEIGHT, WIDTH, 3).clone(), good
 
 
-def measure(name: str, backend: str, blanks: bool, files: int) -> list[dict[str, Any]]:
+def measure(name: str, backend: str, files: int) -> list[dict[str, Any]]:
     rng, rows = random.Random(0), []
     try:
-        arms = Arm(backend, blanks, range(1, 1 + BATCH)), Arm(backend, blanks, range(101, 101 + BATCH))
+        arms = Arm(backend, range(1, 1 + BATCH)), Arm(backend, range(101, 101 + BATCH))
     except NvjpegError as error:
         print(f"{name}: {error}")
         return []
     subjects = [photograph(1000 + number) for number in range(8)]
     made = [list(damaged(subjects[number % 8], rng)) for number in range(files)]
     for kind, variants in ((kinds[0][0], [data for _, data in kinds]) for kinds in zip(*made, strict=True)):
-        foreign, shares, refused, found = 0, [0.0], 0, 0
+        foreign, shares, refused, kept = 0, [0.0], 0, 0
         for start in range(0, files, BATCH):
-            (a, good_a, incomplete), (b, good_b, _) = (arm.decode(variants[start : start + BATCH]) for arm in arms)
+            chosen = variants[start : start + BATCH]
+            (a, good_a), (b, good_b) = (arm.decode(chosen) for arm in arms)
             both = torch.from_numpy(good_a & good_b)
             apart = (a != b).any(dim=3).float().mean(dim=(1, 2)).cpu()[both]
             foreign += int((apart > 0).sum())
             shares += apart.tolist()
             refused += int((~good_a).sum())
-            found += int(incomplete.sum())
-        values = (("foreign_files", foreign), ("refused_files", refused), ("incomplete_files", found))
+            kept += arms[0].incomplete(chosen)
+        values = (("foreign_files", foreign), ("refused_files", refused), ("incomplete_files", kept))
         for metric, value in values:
             rows.append(row(name, f"{files} files; damage: {kind}", metric, [value], "files"))
         rows.append(row(name, f"{files} files; damage: {kind}", "foreign_pixels", [max(shares)], "share"))
-        print(f"{name:28} {kind:30} {dict(values)} largest share {max(shares):.3f}", flush=True)
-    seconds: dict[bool, list[float]] = {}
-    batch = [subjects[number % 8] for number in range(BATCH)]
-    for _ in range(5):
-        for blank in {False, blanks}:
-            arms[0]._call(batch, blanks=blank)
-            begun = time.perf_counter()
-            for _ in range(20):
-                arms[0]._call(batch, blanks=blank)
-            seconds.setdefault(blank, []).append(20 * BATCH / (time.perf_counter() - begun))
-    rows.append(row(name, f"calls of {BATCH} sound files", "images_per_s", seconds[blanks], "images/s"))
-    print(f"{name:28} {np.median(seconds[blanks]):.0f} images/s in calls of {BATCH}, copied and looked at", flush=True)
+        print(f"{name:10} {kind:30} {dict(values)} largest share {max(shares):.3f}", flush=True)
     return rows
 
 

@@ -73,10 +73,6 @@ def _decode_nothing(decoder: Any, files: Any, *rest: Any, **options: Any) -> NDA
     return np.ones(len(files.data), bool)
 
 
-def _find_nothing_unwritten(runner: Any, images: NDArray[np.uint64], *rest: Any) -> NDArray[np.bool_]:
-    return np.zeros(len(images), bool)
-
-
 def _sample_nothing(*arguments: Any, **options: Any) -> None:
     """The slots keep what their memory held before."""
 
@@ -84,7 +80,6 @@ def _sample_nothing(*arguments: Any, **options: Any) -> None:
 PARTS: dict[str, dict[str, Callable[..., Any]]] = {
     "decoding": {
         "gpuflow.execute.nvjpeg_decoders.NvjpegDecoder.decode": _decode_nothing,
-        "gpuflow.execute.gpu.GpuRunner._unwritten": _find_nothing_unwritten,
     },
     "sampling": {"gpuflow.execute.gpu_passes.sample": _sample_nothing},
 }
@@ -322,7 +317,6 @@ class Rank:
         resident = torch.randn(shape, device=device).to(torch.bfloat16, memory_format=torch.channels_last)
         self._resident = itertools.repeat(resident)
         overrides = [f"source.folder={job.photos}", f"pipelines.train.batch.size={job.batch}"]
-        overrides.append("run.remember_complete_files=false")  # an arm without decoding finds every file complete
         self._loader = gpuflow.load(CONFIG, device=device, overrides=overrides)
         stack.callback(self._loader.close)
         self._batches = (images for _ in itertools.count() for images, _ in self._loader)

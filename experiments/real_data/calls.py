@@ -60,6 +60,15 @@ class Call(NamedTuple):
     images: int
 
 
+def _blank(sampling: int) -> NDArray[np.uint8]:
+    """A gray JPEG of _FILLER_SIDE pixels with these factors of its first component; 0 for one component."""
+    import cv2
+
+    shape = (_FILLER_SIDE, _FILLER_SIDE, 3) if sampling else (_FILLER_SIDE, _FILLER_SIDE)
+    options = [cv2.IMWRITE_JPEG_SAMPLING_FACTOR, sampling << 16 | 0x1111] if sampling else []
+    return cv2.imencode(".jpg", np.full(shape, 96, np.uint8), options)[1].reshape(-1)
+
+
 class Photographs:
     """The files of a folder that the engines decode, in a random order, and a blank image of each chroma sampling.
 
@@ -67,17 +76,13 @@ class Photographs:
     """
 
     def __init__(self, files: Files, seed: int = 0) -> None:
-        from gpuflow.decode.blank_images import blank_jpeg
-
         self.count = len(files.starts)
         order = np.random.default_rng(seed).permutation(self.count)
         contents = [files.data[files.starts[n] : files.starts[n] + files.lengths[n]] for n in order]
         found, counts = np.unique(files.samplings, return_counts=True)
         self.samplings: list[int] = found[np.argsort(-counts, kind="stable")].tolist()
         """The samplings that occur, the most frequent one first."""
-        contents += [
-            np.frombuffer(blank_jpeg(_FILLER_SIDE, _FILLER_SIDE, sampling), np.uint8) for sampling in self.samplings
-        ]
+        contents += [_blank(sampling) for sampling in self.samplings]
         sizes = np.concatenate([files.sizes[order], np.full((len(self.samplings), 2), _FILLER_SIDE)])
         samplings = np.concatenate([files.samplings[order], self.samplings])
         self.files = placed(contents, sizes, samplings, files.refused)

@@ -26,9 +26,9 @@ import torch
 HERE = Path(__file__).parent
 PARTS = {
     "gpuflow.execute.gpu.GpuRunner.prepare": "prepare",
+    "gpuflow.execute.file_checks.FileChecks._check": "  check new files",
     "gpuflow.execute.gpu.GpuRunner.launch": "launch",
     "gpuflow.execute.gpu.GpuRunner._place_pending": "  wait for the CPU's images",
-    "gpuflow.execute.gpu.GpuRunner._unwritten": "  look for unwritten blocks",
     "gpuflow.execute.nvjpeg_decoders.NvjpegDecoderPool._acquire_place": "  wait for a decoder",
     "gpuflow.execute.nvjpeg_decoders.NvjpegDecoder.decode": "  decode",
     "gpuflow.decode.nvjpeg.BatchedDecoder.decode": "    one call of nvJPEG",
@@ -124,8 +124,7 @@ def main() -> None:
     )
     options = parser.parse_args()
     torch.backends.cudnn.benchmark = True
-    settings = ["run.remember_complete_files=false"]
-    loader = arms.Gpuflow({"folder": options.folder, "batch": options.batch, "device": "cuda", "set": settings})
+    loader = arms.Gpuflow({"folder": options.folder, "batch": options.batch, "device": "cuda", "set": []})
     training = arms.Training("resnet18", arms.Meter("cuda", options.batch, options.seconds), loader.dtype)
     for _ in range(20):
         training.resident_step()

@@ -379,8 +379,6 @@ class RunSpec(_Block):
         timeout_s: the longest wait for a batch or an answer, in seconds.
         memory_limit: the most GPU memory of the loader, in bytes or with a unit, such as 2GB.
         deterministic: keep `decode.cpu_share` fixed, so that every run decodes the same images by the same means.
-        remember_complete_files: where a GPU decodes, remember in gpuflow's cache folder which files are complete, by a
-            hash of their bytes, so that the first epoch of a later run is as fast as its other epochs.
         nvtx: mark what each stage does, and the loop's wait, as NVTX ranges for Nsight Systems, where there is a GPU.
     """
 
@@ -394,7 +392,6 @@ class RunSpec(_Block):
     timeout_s: Annotated[float, Field(gt=0)] = 120.0
     memory_limit: Annotated[Positive | None, BeforeValidator(_bytes, json_schema_input_type=Bytes | None)] = None
     deterministic: bool = False
-    remember_complete_files: bool = True
     nvtx: bool = False
 
 

@@ -8,10 +8,8 @@ from gpuflow.runtime.cpu_budget import available_threads
 __all__ = [
     "decode_processes_of",
     "processes_of",
-    "reader_check_threads_of",
     "readers_of",
     "refused_processes_of",
-    "serving_check_threads",
     "serving_processes_of",
     "share_threads_of",
     "threads_of",
@@ -58,11 +56,6 @@ def serving_processes_of(run: RunSpec, images: int) -> int:
     return 0 if processes <= _FEW_THREADS else processes
 
 
-def serving_check_threads() -> int:
-    """Threads with which a service checks the files of a batch for a GPU: half of the cores."""
-    return max(1, available_threads() // 2)
-
-
 def decode_processes_of(config: Config, samples: int, share_threads: int | None = None, *, remote: bool) -> int:
     """Worker processes that decode on the CPU for a loader over `samples` samples.
 
@@ -91,11 +84,6 @@ def readers_of(config: Config, *, gpu: bool, remote: bool) -> int:
     if remote:
         return _REMOTE_READERS
     return _GPU_READERS if gpu else 0
-
-
-def reader_check_threads_of(config: Config) -> int:
-    """Threads with which each reading process checks new files for a GPU: together, all cores but three."""
-    return max(1, (available_threads() - _CORES_FOR_TRAINING) // max(1, readers_of(config, gpu=True, remote=False)))
 
 
 def refused_processes_of(run: RunSpec) -> int:

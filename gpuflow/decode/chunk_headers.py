@@ -26,7 +26,6 @@ class Headers:
     sizes [N, 2]: height, width as stored, in pixels. engine [N]: whether the JPEG engines decode the file.
     sampling [N]: see `engine_sampling`; 0 for files that the engines do not decode.
     scans, intervals [N]: see `scan_start`; valid for files that the engines decode.
-    complete [N]: see `HeaderScan`.
     others: the header of each valid file that the engines do not decode. faults [N]: why a file is bad, or None.
     """
 
@@ -35,7 +34,6 @@ class Headers:
     sampling: NDArray[np.uint8]
     scans: NDArray[np.int64]
     intervals: NDArray[np.int64]
-    complete: NDArray[np.int8]
     others: dict[int, Header]
     faults: list[BadSampleError | None]
 
@@ -60,7 +58,7 @@ def read_headers(
     scan: HeaderScan | None = payload.prescan
     if scan is None or scan.orientation != orientation:
         scan = scan_headers(payload, orientation=orientation)
-    sizes, engine, sampling, scans, intervals, complete, _ = scan
+    sizes, engine, sampling, scans, intervals, _ = scan
     engine = engine & (sizes.prod(axis=1) <= max_pixels)
     others: dict[int, Header] = {}
     faults: list[BadSampleError | None] = [None] * count
@@ -86,4 +84,4 @@ def read_headers(
             others[i] = header
         else:
             scans[i], intervals[i] = scan_start(payload.sample(i))
-    return Headers(sizes, engine, sampling, scans, intervals, complete, others, faults)
+    return Headers(sizes, engine, sampling, scans, intervals, others, faults)

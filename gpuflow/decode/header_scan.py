@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from gpuflow.decode.complete_scan import NOT_CHECKED, check_scans
 from gpuflow.sources import Payload
 
 __all__ = [
@@ -43,8 +42,7 @@ class HeaderScan(NamedTuple):
 
     sizes [N, 2]: height and width. engine [N]: whether a file is an ordinary baseline JPEG that the engines decode.
     sampling [N]: factors of its first component, 0 if it is gray. scans [N]: where its compressed data begin, in bytes
-    from its first one. intervals [N]: coded units between two restart markers, 0 if there are none. complete [N]: what
-    `complete_scan` found out about the compressed data, NOT_CHECKED where it was not asked.
+    from its first one. intervals [N]: coded units between two restart markers, 0 if there are none.
     orientation: whether EXIF data were looked for; a file that has them may be turned, so that it is then not ordinary.
     """
 
@@ -53,7 +51,6 @@ class HeaderScan(NamedTuple):
     sampling: NDArray[np.uint8]
     scans: NDArray[np.int64]
     intervals: NDArray[np.int64]
-    complete: NDArray[np.int8]
     orientation: bool
 
 
@@ -76,16 +73,12 @@ _LUMA = np.zeros(256, bool)
 _LUMA[[factors[0] for factors in ENGINE_SAMPLINGS if factors[1:] == (0x11, 0x11)]] = True
 
 
-def scan_headers(payload: Payload, *, orientation: bool, check_threads: int = 0) -> HeaderScan:
-    """Scan a payload's headers. Other files than ordinary JPEGs, and small chunks, are left to `probe`.
-
-    check_threads: threads that check whether the files that the engines decode are complete, too; 0 if nothing does.
-    """
+def scan_headers(payload: Payload, *, orientation: bool) -> HeaderScan:
+    """Scan a payload's headers. Other files than ordinary JPEGs, and small chunks, are left to `probe`."""
     count = len(payload)
     sizes, taken, sampling = np.zeros((count, 2), np.int64), np.zeros(count, bool), np.zeros(count, np.uint8)
     scans, intervals = np.zeros(count, np.int64), np.zeros(count, np.int64)
-    checked = np.full(count, NOT_CHECKED, np.int8)
-    result = HeaderScan(sizes, taken, sampling, scans, intervals, checked, orientation)
+    result = HeaderScan(sizes, taken, sampling, scans, intervals, orientation)
     if count <= _MIN_FILES:
         return result
     data = payload.buffer
@@ -149,9 +142,6 @@ def scan_headers(payload: Payload, *, orientation: bool, check_threads: int = 0)
         at = after
         if not sound.all():
             rows, at, last = rows[sound], at[sound], last[sound]
-    if check_threads:
-        found = np.flatnonzero(taken)
-        checked[found] = check_scans(payload, found, result, check_threads)
     return result
 
 

@@ -14,7 +14,7 @@ import cv2
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["HEIGHT", "JPEG", "SAMPLING", "WIDTH", "cut_off", "is_right", "pixels"]
+__all__ = ["HEIGHT", "JPEG", "SAMPLING", "WIDTH", "is_right", "pixels"]
 
 HEIGHT, WIDTH, SAMPLING = 48, 64, 0x22
 JPEG = np.frombuffer(
@@ -50,10 +50,3 @@ def pixels(color: str) -> NDArray[np.uint8]:
     flags = {"rgb": cv2.IMREAD_COLOR_RGB, "bgr": cv2.IMREAD_COLOR_BGR, "gray": cv2.IMREAD_GRAYSCALE}
     image = np.asarray(cv2.imdecode(JPEG, flags[color]), np.uint8)
     return image.reshape(HEIGHT, WIDTH, -1)
-
-
-def cut_off() -> NDArray[np.uint8]:
-    """The test image with half of its data removed: its lower part is missing, but it has an end marker."""
-    data = JPEG.tobytes()
-    scan = data.index(b"\xff\xda")
-    return np.frombuffer(data[: (scan + len(data)) // 2] + b"\xff\xd9", np.uint8)

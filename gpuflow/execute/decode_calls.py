@@ -22,21 +22,16 @@ CALL_IMAGES = 128
 a training step loses 7% of its speed instead of 3% (measured in experiments/gpu_path/NOTES.md)."""
 LARGE_PIXELS, _LARGE_IMAGES = 1 << 20, 32
 """From how many pixels on an image is large, and the largest number of such images in one call."""
-_LARGE, _SIZE_STEP, _UNKNOWN = 1 << 8, 1 << 9, 1 << 16
-"""Bits of a kind above the sampling: large, how many times four times as large, and not known to be complete."""
+_LARGE, _SIZE_STEP = 1 << 8, 1 << 9
+"""Bits of a kind above the sampling: large, and how many times four times as large."""
 
 
-def kinds_of(frames: NDArray[np.int64], whole: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """The kind of each image, [N]: images of one call have the same.
-
-    frames [N, 3]: height, width and sampling. whole [N]: whether the file is known to be complete; one that is not is
-    decoded after a blank image, and so is every other file of its call.
-    """
+def kinds_of(frames: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The kind of each image, [N]: images of one call have the same. frames [N, 3]: height, width and sampling."""
     pixels = frames[:, 0] * frames[:, 1]
     large = np.maximum(0, np.log2(np.maximum(pixels, 1) / LARGE_PIXELS)).astype(np.int64) // 2
     kinds: NDArray[np.int64] = frames[:, 2].copy()
     kinds += np.where(pixels >= LARGE_PIXELS, _LARGE + _SIZE_STEP * large, 0)
-    kinds += np.where(whole, 0, _UNKNOWN)
     return kinds
 
 

@@ -93,6 +93,17 @@ class DeviceStream:
         sent = self.send(host)
         return [sent[start : start + size].view(dtype).view(shape) for start, size, dtype, shape in views]
 
+    def receive(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Copy device memory to pinned host memory. Waits, asleep, until all work queued so far is done."""
+        with self.queued():
+            host = self.pinned(tensor.shape, tensor.dtype).copy_(tensor, non_blocking=True)
+        self.record_event(blocking=True).synchronize()
+        return host
+
+    def another(self) -> DeviceStream:
+        """One with a stream of its own on the same device, with the same priority."""
+        return DeviceStream(self.device)
+
     def new_stream(self) -> torch.cuda.Stream:
         """Another stream on the same device, with the same priority."""
         return torch.cuda.Stream(self.device, priority=0)  # type: ignore[no-untyped-call]
@@ -127,12 +138,10 @@ class ChunkRunner(Protocol):
     decoder has its own library.
 
     engine_images, cpu_images: how many images were decoded on the device, and how many on the CPU instead.
-    blank_images: how many were decoded after a blank image, because libjpeg-turbo is not there to check their files.
     """
 
     engine_images: int
     cpu_images: int
-    blank_images: int
 
     def set_gpu_wait(self, share: float) -> None:
         """Says for which part of its time the consumer's GPU waits for batches, 0 to 1."""
@@ -160,9 +169,6 @@ class ChunkRunner(Protocol):
         ahead: prepared chunks that are launched later, in that order. Work on them may begin.
         """
         ...
-
-    def end_epoch(self) -> None:
-        """An epoch is over. Does not wait."""
 
     def close(self) -> None:
         """End processes and threads. Nothing may be prepared or launched any more."""

@@ -26,14 +26,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gpuflow.decode.blank_images import round_up
-from gpuflow.decode.chunk_headers import Headers, read_headers
-from gpuflow.decode.complete_scan import COMPLETE, DAMAGED
+from gpuflow.decode.chunk_headers import read_headers
 from gpuflow.decode.header_scan import Prescan, scan_headers
 from gpuflow.decode.nvjpeg import NvjpegLibrary
 from gpuflow.errors import BadSampleError, LoaderTimeout
 from gpuflow.execute.canvas import Canvas, Tiles, tiles_of
-from gpuflow.execute.complete_contents import CompleteContents
 from gpuflow.execute.cpu import CpuRunners
 from gpuflow.execute.cpu_decode_pool import CpuDecodePool, PendingImages
 from gpuflow.execute.decode_buffers import BUFFERS, DecodeBuffers
@@ -41,7 +38,6 @@ from gpuflow.execute.decode_calls import DecodeCall, Undecoded, kinds_of, plan_c
 from gpuflow.execute.device_stream import SHORT_WAIT, DeviceStream, allocate_slots
 from gpuflow.execute.file_checks import FileChecks
 from gpuflow.execute.gpu_passes import DevicePasses, Pass, Target, offsets_of, plan_of
-from gpuflow.execute.kernels.unwritten import unwritten
 from gpuflow.execute.nvjpeg_decoders import CALL_SECONDS, JpegBatch, NvjpegDecoderPool
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.program import Program, Sampling, Warping
@@ -154,7 +150,7 @@ class _Call:
 class Prepared:
     """A chunk that is ready to be launched.
 
-    rows [n]: which of its samples nvJPEG decodes. whole [n]: which of these files are known to be complete.
+    rows [n]: which of its samples nvJPEG decodes: complete files.
     files: the files of these rows, without output addresses.
     undecoded: which of these rows no call has taken yet; for holders of the runner's lock.
     plans: for each output the first pass's sampling or warp of these rows.
@@ -168,7 +164,6 @@ class Prepared:
     payload: Payload
     keys: s.Keys
     rows: NDArray[np.int64]
-    whole: NDArray[np.bool_]
     files: JpegBatch
     undecoded: Undecoded
     plans: list[_Plan]
@@ -194,9 +189,6 @@ class GpuRunner:
         cpu_pool: decodes what nvJPEG does not take; without one, `prepare` does.
         fill_calls: whether a launch may decode images of later chunks, whose results need memory until then: for each
             kind of images up to 127 of them.
-        contents: the files that earlier runs found complete with this library and backend, for samples with indices.
-        check_threads, reader_check_threads: threads of this process, and of each process that reads, that check whether
-            new files are complete.
 
     Raises:
         NvjpegError: the GPU does not have the backend.
@@ -214,9 +206,6 @@ class GpuRunner:
         buffers: int = BUFFERS,
         cpu_pool: CpuDecodePool | None = None,
         fill_calls: bool = True,
-        contents: CompleteContents | None = None,
-        check_threads: int = 1,
-        reader_check_threads: int = 1,
     ) -> None:
         self._program, self._device_stream, self._outputs = program, device_stream, outputs_of(program)
         self._channels = 1 if program.decoder.color == "gray" else 3
@@ -225,8 +214,8 @@ class GpuRunner:
         self._cpu, self._cpu_pool = CpuRunners(program), cpu_pool
         self._lock = threading.Lock()
         self._calls: deque[_Call] = deque()
-        self._checks = FileChecks(contents, check_threads, reader_check_threads)
-        self.engine_images, self.cpu_images, self.blank_images = 0, 0, 0
+        self._checks = FileChecks(device_stream)
+        self.engine_images, self.cpu_images = 0, 0
         with device_stream.queued():
             self._decoders = NvjpegDecoderPool(device_stream, library, program.decoder.color, backend)
             self._buffers = DecodeBuffers(device_stream, buffers)
@@ -255,17 +244,14 @@ class GpuRunner:
 
     @property
     def prescan(self) -> Prescan:
-        """`scan_headers` for this program, which is most of the interpreter time that `prepare` needs. It checks
-        whether files are complete, too, until a chunk comes of which nearly all files are known."""
-        threads = self._checks.threads_while_reading
-        return functools.partial(scan_headers, orientation=self._turns, check_threads=threads)
+        """`scan_headers` for this program, which is most of the interpreter time that `prepare` needs."""
+        return functools.partial(scan_headers, orientation=self._turns)
 
     def prepare(self, payload: Payload, keys: s.Keys, indices: Sequence[int] | None = None) -> Prepared:
-        """Do all work that precedes nvJPEG: headers, draws, and the images that the CPU decodes.
+        """Do all work that precedes nvJPEG: headers, checks, draws, and the images that the CPU decodes.
 
         The payload's memory must be pinned, and stay valid until the GPU has finished the launched chunk. `indices`:
-        the indices of the samples in the source, if any; known files are recognised by them, or by their bytes where
-        those are remembered between runs.
+        the indices of the samples in the source, if any; files that were checked are recognised by them.
         """
         decoder = self._program.decoder
         headers = read_headers(
@@ -275,14 +261,15 @@ class GpuRunner:
             orientation=self._turns,
             formats=decoder.formats,
         )
-        rows, whole = self._undamaged(payload, headers, indices)
+        rows = np.flatnonzero(headers.engine)
+        rows = rows[self._checks.complete(rows, payload, headers, indices)]
         draws = self._draw(keys, rows, headers.sizes)
         misfit = np.zeros(len(rows), bool)
         for draw in itertools.chain.from_iterable(draws):
             for found in draw.misfits if isinstance(draw, Sampling | Warping) else ():
                 misfit |= found.where
         if misfit.any():  # the CPU path reports what is wrong with each of them
-            rows, whole = rows[~misfit], whole[~misfit]
+            rows = rows[~misfit]
             draws = self._draw(keys, rows, headers.sizes)
         rest = np.array([fault is None for fault in headers.faults])
         rest[rows] = False
@@ -307,11 +294,10 @@ class GpuRunner:
             payload=payload,
             keys=keys,
             rows=rows,
-            whole=whole,
             files=JpegBatch(
                 (starts + payload.buffer.ctypes.data).astype(np.uint64), lengths.astype(np.uint64), images, frames
             ),
-            undecoded=Undecoded.all_of(kinds_of(frames, whole), spaces),
+            undecoded=Undecoded.all_of(kinds_of(frames), spaces),
             plans=[
                 _Plan.of(own[0], pitches, fixed=passes.first.result.fixed)
                 for own, passes in zip(draws, self._passes, strict=True)
@@ -327,22 +313,6 @@ class GpuRunner:
         own = _keys_of(keys, rows)
         pairs = zip(self._outputs, self._passes, strict=True)
         return [passes.draw(output.keys_of(own), sizes[rows]) for output, passes in pairs]
-
-    def _undamaged(
-        self, payload: Payload, headers: Headers, indices: Sequence[int] | None
-    ) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """The rows [n] of the files that nvJPEG decodes to pixels that depend on nothing but their bytes.
-
-        Without libjpeg-turbo only the markers of new files are checked, and the engines decode them after blank images.
-
-        Returns:
-            rows; which of these files are known to be complete, [n].
-        """
-        rows = np.flatnonzero(headers.engine)
-        state = self._checks.states(rows, payload, headers, indices)
-        good = state != DAMAGED
-        whole = good if self._decoders.engines == 0 else state == COMPLETE  # kernels show no pixels of other images
-        return rows[good], whole[good]
 
     def _finish(
         self,
@@ -487,14 +457,11 @@ class GpuRunner:
         chunks, planned = call.chunks, call.planned
         files = JpegBatch(*(np.empty((len(planned.rows), *x.shape[1:]), x.dtype) for x in chunks[0].files))
         targets = next([place.images for place in places] for _, places in call.results.values())
-        whole = True
         for number, (where, _) in call.results.items():
             one, taken = chunks[number], planned.rows[where]
             for field_of_all, field_of_one in zip(files, one.files, strict=True):
                 field_of_all[where] = field_of_one[taken]
-            whole = bool(one.whole[taken[0]])  # those of a call are alike
-        blank_size = 0 if whole else int(round_up(files.frames[:, :2]).prod(axis=1).max()) * self._channels
-        with self._buffers.acquire(planned.space + blank_size) as decoded:
+        with self._buffers.acquire(planned.space) as decoded:
             spaces = -(-files.images[:, 4].astype(np.int64) * files.frames[:, 0] // _ALIGN) * _ALIGN
             files.images[:, 0] = decoded.data_ptr() + np.cumsum(spaces) - spaces
             plans = [
@@ -508,11 +475,7 @@ class GpuRunner:
             ]
             sent_plans = self._device_stream.send_all(plans)
             with self._decoders.acquire() as decoder:
-                good = decoder.decode(files, None if whole else decoded.data_ptr() + planned.space)
-            if not whole:
-                good &= ~self._unwritten(files.images, files.frames)
-                with self._lock:
-                    self.blank_images += len(good)
+                good = decoder.decode(files)
             for passes, draws, sent, target in zip(self._passes, chunks[0].draws, sent_plans, targets, strict=True):
                 passes.sample(0, draws[0], sent, target)
         for number, (where, _) in call.results.items():
@@ -520,12 +483,6 @@ class GpuRunner:
             if number:
                 self._device_stream.retain_until_done(one.payload.buffer)  # even if its chunk is never launched
         return good
-
-    def _unwritten(self, images: NDArray[np.uint64], frames: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Which images, each decoded after a blank image, were not decoded completely. Waits for the GPU."""
-        described = np.column_stack([images[:, [0, 4]].astype(np.int64), frames[:, :2], frames[:, 2] == 0])
-        found = unwritten(self._send(described), int(frames[:, 0].max()), color=self._program.decoder.color)
-        return found.cpu().numpy().astype(bool)
 
     def _send(self, array: NDArray[np.int64]) -> torch.Tensor:
         (sent,) = self._device_stream.send_all([array])
@@ -546,23 +503,16 @@ class GpuRunner:
         self._place(_Finished(pending.rows, results), slots)
         self._device_stream.retain_until_done(pending.memory, self._cpu_pool.release)
 
-    def end_epoch(self) -> None:
-        """Begin to save which files are complete, for later runs."""
-        self._checks.save_soon()
-
     def close(self) -> None:
-        """End the processes and threads that decode on the CPU, and save which files are complete. Nothing may be
-        prepared or launched any more."""
+        """End the processes and threads that decode on the CPU. Nothing may be prepared or launched any more."""
         if self._cpu_pool is not None:
             self._cpu_pool.close()
-        self._checks.close()
 
 
 def _clear_after(payload: Payload, rows: NDArray[np.int64]) -> NDArray[np.int64]:
     """Write zeros after these files, because the engines read a little ahead. Returns their number for each file, [n].
 
-    Files that are known to be complete get them, too: what the engines make of a file that ends a few bytes too early
-    depends on the bytes after it. A file without room after it gets none, which occurs if `sources.lay_out` did not lay
+    A file without room after it gets none, which occurs if `sources.lay_out` did not lay
     the payload out.
     """
     if not len(rows):

@@ -8,14 +8,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from gpuflow.decode.libjpeg_turbo import find_libjpeg_turbo
 from gpuflow.decode.nvjpeg import BACKENDS, NvjpegError, NvjpegLibrary, find_nvjpeg
 from gpuflow.errors import MissingExtra
 from gpuflow.execute.decode_buffers import BUFFERS
 from gpuflow.pipeline.views import AnyProgram, ViewsProgram
 
 if TYPE_CHECKING:
-    from gpuflow.execute.complete_contents import CompleteContents
     from gpuflow.execute.cpu_decode_pool import CpuDecodePool
     from gpuflow.execute.device_stream import ChunkRunner, DeviceStream
     from gpuflow.execute.gpu_passes import Pass
@@ -75,14 +73,10 @@ def place_on_gpu(
     buffers: int = BUFFERS,
     cpu_pool: CpuDecodePool | None = None,
     fill_calls: bool = True,
-    remember: bool = False,
-    check_threads: int = 1,
-    reader_check_threads: int = 1,
 ) -> Placement:
     """Create the runner for a program on the stream's GPU, on engines or kernels; or say why none can run it.
 
-    decode_bytes, buffers, cpu_pool, fill_calls, check_threads, reader_check_threads: see `GpuRunner`.
-    remember: whether complete files are remembered between runs.
+    decode_bytes, buffers, cpu_pool, fill_calls: see `GpuRunner`.
     """
     found = gpu_passes_and_library(program)
     if isinstance(found, str):
@@ -103,9 +97,6 @@ def place_on_gpu(
                 buffers=buffers,
                 cpu_pool=cpu_pool,
                 fill_calls=fill_calls,
-                contents=_contents(program, device_stream, library, backend) if remember else None,
-                check_threads=check_threads,
-                reader_check_threads=reader_check_threads,
             )
         except NvjpegError as error:
             refusals.append(f"{description}: {error}")
@@ -114,17 +105,3 @@ def place_on_gpu(
         because = f"; no {'; no '.join(refusals)}" if refusals else ""
         return Placement(device_stream, gpu, f"{where}, then {passes_text(program, passes)}{because}")
     return Placement(device_stream, None, "; ".join(refusals))
-
-
-def _contents(
-    program: AnyProgram, device_stream: DeviceStream, library: NvjpegLibrary, backend: str
-) -> CompleteContents | None:
-    """The files that earlier runs found complete by the same means; None where nothing finds that out."""
-    from gpuflow.execute.complete_contents import CompleteContents, path_of
-
-    turbo = find_libjpeg_turbo()
-    if turbo is None:
-        return None
-    device = torch.cuda.get_device_name(device_stream.device)
-    turbo_version = f"libjpeg-turbo {turbo.version}"
-    return CompleteContents(path_of(backend, f"nvjpeg {library.version}", device, program.decoder.color, turbo_version))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import queue
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -19,22 +19,19 @@ import torch
 from numpy.typing import NDArray
 
 from gpuflow.decode import self_test
-from gpuflow.decode.blank_images import BLANK_COLOR, BLANK_LEVEL, interleave, round_up
 from gpuflow.decode.nvjpeg import BatchedDecoder, NvjpegError, NvjpegLibrary
 from gpuflow.errors import DecoderError, LoaderTimeout
-from gpuflow.execute.blank_files import BlankFiles
 from gpuflow.execute.decode_calls import LARGE_PIXELS
 
 if TYPE_CHECKING:
     from gpuflow.execute.device_stream import DeviceStream
 
-__all__ = ["CALL_SECONDS", "JpegBatch", "NvjpegDecoder", "NvjpegDecoderPool", "count_engines"]
+__all__ = ["CALL_SECONDS", "JpegBatch", "NvjpegDecoder", "NvjpegDecoderPool"]
 
 _LOG = logging.getLogger(__name__)
 _MAX_CALLS = {"hardware": 2, "cuda": 1}
 """The largest number of concurrent calls for each nvJPEG backend."""
 CALL_SECONDS = 60.0
-_MAX_ENGINES = 16
 _MANY_REFUSED = 64
 """Number of consecutive files refused after which a decoder is tested."""
 _TOLERANCE = 3
@@ -72,9 +69,6 @@ class NvjpegDecoder:
     It has a state of nvJPEG for each chroma sampling: one that decodes several samplings in turn sets the engines up
     anew for each call (20,400 instead of 28,100 images/s for two samplings in turn, experiments/real_data).
 
-    count: measures over how many engines a call is spread; 0 if a damaged file never shows pixels of other images.
-    engines: the result of `count` for the hardware backend, 0 for others.
-
     Raises NvjpegError if the GPU does not have the backend.
     """
 
@@ -86,25 +80,16 @@ class NvjpegDecoder:
         backend: str,
         *,
         second: bool,
-        count: Callable[[NvjpegDecoder], int],
     ) -> None:
         self._device_stream, self._color, self._refused = device_stream, color, 0
         self._make = partial(BatchedDecoder, library, color, backend)
         self._states = {(self_test.SAMPLING, False): _State(self._make())}
         self._stream = device_stream.new_stream() if second else device_stream.stream
-        self._blanks = BlankFiles(device_stream)
-        self.engines = 0
-        if backend == "hardware":
-            self.engines = count(self)
 
-    def decode(self, files: JpegBatch, blank: int | None = None) -> NDArray[np.bool_]:
+    def decode(self, files: JpegBatch) -> NDArray[np.bool_]:
         """Decode files of one chroma sampling. Work queued on the loader's stream from now on sees the pixels.
 
         A call that fails is retried by halves until each damaged file is in a call of its own.
-
-        Args:
-            blank: address of device memory for one blank image. If given, each file is decoded right after a blank
-                image of its size on the same engine.
 
         Returns:
             Which files were decoded, [N].
@@ -112,7 +97,7 @@ class NvjpegDecoder:
         Raises:
             DecoderError: the decoder fails on gpuflow's own test image too, even after it was replaced.
         """
-        good = self._decode_by_halves(files, blank)
+        good = self._decode_by_halves(files)
         self._device_stream.wait_stream(self._stream)
         self._refused = self._refused + len(good) if not good.any() else 0
         if self._refused >= _MANY_REFUSED:
@@ -120,9 +105,9 @@ class NvjpegDecoder:
             self.check()
         return good
 
-    def _decode_by_halves(self, files: JpegBatch, blank: int | None) -> NDArray[np.bool_]:
+    def _decode_by_halves(self, files: JpegBatch) -> NDArray[np.bool_]:
         count = len(files.data)
-        data, lengths, images = files[:3] if blank is None else self._with_blanks(files, blank)
+        data, lengths, images, _ = files
         state = self._state(files.frames)
         if state.decoder.batch_size != len(data) and state.queued is not None:  # an earlier call may still be running
             state.queued.synchronize()
@@ -133,7 +118,7 @@ class NvjpegDecoder:
                 return np.array([False])
             middle = count // 2
             halves = (slice(None, middle), slice(middle, None))
-            return np.concatenate([self._decode_by_halves(files.part(half), blank) for half in halves])
+            return np.concatenate([self._decode_by_halves(files.part(half)) for half in halves])
         finally:
             state.queued = self._device_stream.record_event(stream=self._stream)
         return np.ones(count, bool)
@@ -145,18 +130,6 @@ class NvjpegDecoder:
         if key not in self._states:
             self._states[key] = _State(self._make())
         return self._states[key]
-
-    def _with_blanks(self, files: JpegBatch, blank: int) -> tuple[NDArray[np.uint64], ...]:
-        """data, lengths and images of a call that decodes a blank image before each file."""
-        layout = interleave(len(files.data), self.engines)
-        frames = files.frames[layout.shapes]
-        frames[:, :2] = round_up(frames[:, :2])
-        data, lengths = (np.empty(layout.total, np.uint64) for _ in range(2))
-        images = np.zeros((layout.total, 8), np.uint64)
-        data[layout.photographs], lengths[layout.photographs], images[layout.photographs] = files[:3]
-        data[layout.blanks], lengths[layout.blanks] = self._blanks.files(frames)
-        images[layout.blanks, 0], images[layout.blanks, 4] = blank, frames[:, 1] * self.channels
-        return data, lengths, images
 
     @property
     def channels(self) -> int:
@@ -182,54 +155,26 @@ class NvjpegDecoder:
         difference = image.astype(np.int64) - self_test.pixels(self._color)
         return int(np.abs(difference).max()) <= _TOLERANCE
 
-    def test_images(self, files: list[NDArray[np.uint8]], engines: int | None = None) -> list[NDArray[np.uint8] | None]:
-        """Decode files of the test image's size: for each file uint8 [HEIGHT, WIDTH, C], or None if it was refused.
-
-        engines: the number of engines to spread blank images over; None for no blank images.
-        """
+    def test_images(self, files: list[NDArray[np.uint8]]) -> list[NDArray[np.uint8] | None]:
+        """Decode files of the test image's size: for each file uint8 [HEIGHT, WIDTH, C], or None if it was refused."""
         device_stream, pitch = self._device_stream, self_test.WIDTH * self.channels
         space = self_test.HEIGHT * pitch
         encoded = device_stream.pinned([sum(map(len, files))], torch.uint8).numpy()
         np.concatenate(files, out=encoded)
         lengths = np.array([len(data) for data in files], np.uint64)
         with device_stream.queued():
-            blank_space = int(np.prod(round_up(np.array([self_test.HEIGHT, self_test.WIDTH])))) * self.channels
-            memory = torch.zeros(len(files) * space + blank_space, dtype=torch.uint8, device=device_stream.device)
+            memory = torch.zeros(len(files) * space, dtype=torch.uint8, device=device_stream.device)
         device_stream.synchronize()
         images = np.zeros((len(files), 8), np.uint64)
-        images[:, 0], images[:, 4] = memory.data_ptr() + blank_space + space * np.arange(len(files)), pitch
+        images[:, 0], images[:, 4] = memory.data_ptr() + space * np.arange(len(files)), pitch
         frame = np.array([[self_test.HEIGHT, self_test.WIDTH, self_test.SAMPLING]], np.int64)
         data = np.cumsum(lengths) - lengths + np.uint64(encoded.ctypes.data)
         call = JpegBatch(data, lengths, images, frame.repeat(len(files), axis=0))
-        before, self.engines = self.engines, engines or 0
-        try:
-            good = self._decode_by_halves(call, memory.data_ptr() if engines else None)
-        finally:
-            self.engines = before
+        good = self._decode_by_halves(call)
         device_stream.wait_stream(self._stream)
         device_stream.synchronize()
-        pixels = memory[blank_space:].cpu().numpy().reshape(len(files), self_test.HEIGHT, self_test.WIDTH, -1)
+        pixels = memory.cpu().numpy().reshape(len(files), self_test.HEIGHT, self_test.WIDTH, -1)
         return [image if decoded else None for image, decoded in zip(pixels, good.tolist(), strict=True)]
-
-
-def count_engines(decoder: NvjpegDecoder) -> int:
-    """Count the engines that a call is spread over, from the pixels that damaged files show after blank images.
-
-    Raises NvjpegError if no count up to the maximum explains these pixels.
-    """
-    sound, damaged = self_test.JPEG, self_test.cut_off()
-    level = np.array([BLANK_LEVEL] if decoder.channels == 1 else BLANK_COLOR)
-    colors = (level, level[::-1])
-    for engines in range(1, _MAX_ENGINES + 1):
-        files = [sound if i % 3 else damaged for i in range(3 * engines)] + [damaged] * engines
-        decoder.test_images([sound] * len(files))
-        images = decoder.test_images(files, engines)
-        corners = [
-            image[-1, -1] for image, data in zip(images, files, strict=True) if data is damaged and image is not None
-        ]
-        if corners and all(any((corner == color).all() for color in colors) for corner in corners):
-            return engines
-    raise NvjpegError("a test of how images are spread over the engines", 9)
 
 
 class NvjpegDecoderPool:
@@ -246,13 +191,9 @@ class NvjpegDecoderPool:
         library: NvjpegLibrary,
         color: str,
         backend: str,
-        *,
-        count: Callable[[NvjpegDecoder], int] = count_engines,
     ) -> None:
-        self._make = partial(NvjpegDecoder, device_stream, library, color, backend, count=count)
+        self._make = partial(NvjpegDecoder, device_stream, library, color, backend)
         first = self._make(second=False)
-        self.engines = first.engines
-        """The number of engines that a call is spread over; 0 if a damaged file never shows pixels of other images."""
         self._decoders: list[NvjpegDecoder | None] = [first, *[None] * (_MAX_CALLS[backend] - 1)]
         self._starved = False
         self._free: queue.SimpleQueue[int] = queue.SimpleQueue()

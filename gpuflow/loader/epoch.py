@@ -37,7 +37,7 @@ class RunningPipeline:
 
     finished: its batches in order. begun: SPDL has asked for the first chunk. admission: of batches into memory.
     ahead: of batches whose share the CPU may begin. set_gpu_wait: is called with the part of its time for which the
-    consumer's GPU waits for batches. on_end: is called when the epoch is over. Without such a GPU both are None.
+    consumer's GPU waits for batches; None without such a GPU.
     """
 
     pipeline: _Stoppable
@@ -48,7 +48,6 @@ class RunningPipeline:
     ahead: Admission
     set_gpu_wait: Callable[[float], None] | None
     switching: QuickSwitching | None
-    on_end: Callable[[], None] | None = None
 
     def stop(self, timeout: float) -> bool:
         """End the pipeline and its threads, and wait for operations under way. Returns whether all ended in time."""
@@ -64,8 +63,6 @@ class RunningPipeline:
             ended = [pool.end(max(0.0, deadline - time.monotonic())) for pool in self.pools]
             if self.switching is not None:
                 self.switching.end()
-            if self.on_end is not None:
-                self.on_end()
         return all(ended)
 
 

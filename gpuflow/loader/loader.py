@@ -248,7 +248,7 @@ class Loader:
         """
         plan, extra = self._plan, dict[str, Any]()
         if plan.gpu is not None:
-            names = "engine_images", "cpu_images", "blank_images"
+            names = "engine_images", "cpu_images"
             extra = {name: getattr(plan.gpu, name) for name in names}
         if plan.share is not None:
             extra["cpu_share"] = round(plan.share.part, 4)

@@ -231,11 +231,10 @@ class Feed:
             )
             _start(pipeline)
             undo.pop_all()
-        set_gpu_wait, switching, on_end = None, None, None
+        set_gpu_wait, switching = None, None
         if plan.gpu is not None:
             set_gpu_wait, switching = functools.partial(self._set_gpu_wait, plan.gpu, admission), QuickSwitching()
-            on_end = plan.gpu.end_epoch
-        return RunningPipeline(pipeline, finished, pools, begun, admission, ahead, set_gpu_wait, switching, on_end)
+        return RunningPipeline(pipeline, finished, pools, begun, admission, ahead, set_gpu_wait, switching)
 
     def _set_gpu_wait(self, gpu: ChunkRunner, admission: Admission, share: float) -> None:
         """If the consumer's GPU waits for batches, more of them may be in flight."""

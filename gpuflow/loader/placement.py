@@ -8,7 +8,7 @@ import math
 import torch
 
 from gpuflow.config import Config
-from gpuflow.config.resources import reader_check_threads_of, refused_processes_of
+from gpuflow.config.resources import refused_processes_of
 from gpuflow.decode.preset import Preset, is_preset_on_gpu
 from gpuflow.errors import ConfigError, Problem
 from gpuflow.execute.cpu_decode_pool import CpuDecodePool
@@ -49,8 +49,6 @@ def place(config: Config, name: str, device: torch.device, batch_size: int) -> P
                 buffers=1,
                 cpu_pool=CpuDecodePool(program, processes=processes, cores=available_threads()),
                 fill_calls=config.run.memory_limit is None,
-                remember=config.run.remember_complete_files,
-                reader_check_threads=reader_check_threads_of(config),
             )
     if backend == "gpu" and placement.gpu is None:
         keys = "decode" if isinstance(program, ViewsProgram) else "stages[0].decode"

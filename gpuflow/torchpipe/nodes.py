@@ -256,7 +256,6 @@ def _cpu_preprocessor(program: Program, batch: int, processes: int) -> Preproces
 
 def _gpu_preprocessor(program: Program, device: torch.device) -> Preprocessor | None:
     """The preprocessor on a GPU, or None if the GPU cannot run the program; the CPU preprocesses then."""
-    from gpuflow.config.resources import serving_check_threads
     from gpuflow.execute.device_stream import DeviceStream
     from gpuflow.execute.gpu_backend import place_on_gpu
     from gpuflow.runtime.buffers import BytePool
@@ -264,7 +263,7 @@ def _gpu_preprocessor(program: Program, device: torch.device) -> Preprocessor | 
     from gpuflow.torchpipe.gpu_preprocessor import GpuPreprocessor
 
     device_stream = DeviceStream(device)
-    runner = place_on_gpu(program, device_stream, check_threads=serving_check_threads()).gpu
+    runner = place_on_gpu(program, device_stream).gpu
     pool = BytePool(make=pinned)
     if runner is None:
         return None

@@ -55,7 +55,7 @@ class PresetRunner:
         self._graph = RunningGraph(chain(graph, None, origin=origin, threads=threads, device=device_stream.device.type))
         self._moves = [step for step in program.steps if isinstance(step, SamplingStep)]
         self._lock = threading.Lock()
-        self.engine_images, self.cpu_images, self.blank_images = 0, 0, 0
+        self.engine_images, self.cpu_images = 0, 0
         """torchpipe does not say which images it decoded on the CPU instead; all are counted as the GPU's."""
 
     def check(self) -> None:
@@ -64,9 +64,6 @@ class PresetRunner:
 
     def set_gpu_wait(self, share: float) -> None:
         """Does nothing: no work is delayed here."""
-
-    def end_epoch(self) -> None:
-        """Does nothing: no file is remembered here."""
 
     def prepare(self, payload: Payload, keys: Keys, indices: Sequence[int] | None = None) -> _Prepared:
         """Run everything but the crops and flips, and wait for it."""

@@ -46,7 +46,7 @@ SOURCE_KEYS = (
     "splits, seed, window, extensions, weights, fields, cache"
 )
 RUN_KEYS = "threads, readers, processes, prefetch, on_error, max_bad, bad_file, timeout_s, memory_limit, deterministic"
-RUN_KEYS += ", remember_complete_files, nvtx"
+RUN_KEYS += ", nvtx"
 
 
 def read(text: str, *overrides: str) -> Config:

@@ -64,7 +64,6 @@ def test_defaults() -> None:
     run, val = config.run, config.pipelines["val"]
     assert (run.threads, run.prefetch, run.on_error, run.max_bad, run.bad_file) == ("auto", 3, None, None, None)
     assert (run.timeout_s, run.memory_limit, run.deterministic) == (120.0, None, False)
-    assert run.remember_complete_files
     assert (val.batch.size, val.batch.drop_last, val.shuffle, val.on_error) == (64, False, False, None)
 
 

@@ -13,7 +13,6 @@ from PIL import Image
 
 from gpuflow.decode.chunk_headers import read_headers
 from gpuflow.decode.codecs import MAX_SCANS, CpuDecoder, Header, engine_sampling, probe, scan_start
-from gpuflow.decode.complete_scan import DAMAGED, NOT_CHECKED, check_scan
 from gpuflow.decode.header_scan import _MIN_FILES, scan_headers
 from gpuflow.errors import BadSampleError
 from gpuflow.sources import Payload
@@ -161,20 +160,6 @@ def test_a_scan_for_another_orientation_is_not_used() -> None:
         turned = [i for i, header in headers.others.items() if header.orientation == 6]
         assert turned == (list(range(0, 40, 3)) if orientation else [])
         assert headers.engine.sum() == 40 - len(turned)
-
-
-@pytest.mark.parametrize("threads", [1, 3])
-def test_files_for_the_engines_are_checked_on_request(threads: int) -> None:
-    rng, pixels = random.Random(0), images.photo(40, 60)
-    sound = [images.jpeg(pixels), images.with_restarts(pixels, 4), images.jpeg(pixels, "4:4:4")]
-    files = [*sound * 5, *(data for _ in range(8) for data in damaged.damages(rng.choice(sound), rng))]
-    scan = scan_headers(payload(files), orientation=False, check_threads=threads)
-    assert set(scan.complete[~scan.engine]) == {NOT_CHECKED} and DAMAGED in scan.complete[scan.engine]
-    for i in np.flatnonzero(scan.engine).tolist():
-        frame = 40, 60, int(scan.sampling[i])
-        found = check_scan(images.as_array(files[i]), int(scan.scans[i]), frame, int(scan.intervals[i]))
-        assert scan.complete[i] == found, i
-    assert set(scan_headers(payload(files), orientation=False).complete) == {NOT_CHECKED}
 
 
 def test_named_formats_are_left_to_the_cpu() -> None:

@@ -1,89 +1,126 @@
-"""Which files are checked: new ones, once in a run; and complete ones of earlier runs, never."""
+"""Which files are checked, when, and in which parts. libjpeg-turbo on the CPU takes the place of the kernels."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
 
-from gpuflow.decode import complete_scan
 from gpuflow.decode.chunk_headers import read_headers
 from gpuflow.decode.codecs import MAX_SCANS
-from gpuflow.decode.complete_scan import COMPLETE, DAMAGED, check_scan
 from gpuflow.decode.libjpeg_turbo import find_libjpeg_turbo
-from gpuflow.execute.complete_contents import CompleteContents
+from gpuflow.execute import file_checks
 from gpuflow.execute.file_checks import FileChecks
+from gpuflow.execute.kernels.complete import FIELDS, SPARE_BYTES
 from gpuflow.sources import Payload
-from tests.images import jpeg, photo
+from tests.huffman import complete_by_libjpeg
+from tests.images import jpeg, photo, with_restarts
 
 pytestmark = pytest.mark.skipif(find_libjpeg_turbo() is None, reason="needs libjpeg-turbo 3: gpuflow[turbo]")
-FILES = [jpeg(photo(30 + i, 40, seed=i)) for i in range(20)]
+FILES = [
+    with_restarts(photo(30 + i, 40, seed=i), 3) if i % 4 == 3 else jpeg(photo(30 + i, 40, seed=i), kind)
+    for i, kind in enumerate(["4:2:0", "4:2:2", "4:4:4", "4:4:0", "4:2:0"] * 4)
+]
 CUT = [data[:-8] + data[-2:] for data in FILES]
 
 
+class HostStream:
+    """Replaces `DeviceStream`: its GPU is the host."""
+
+    def another(self) -> HostStream:
+        return self
+
+    def queued(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def send(self, host: torch.Tensor) -> torch.Tensor:
+        return host.clone()
+
+    def send_all(self, arrays: Sequence[NDArray[Any]]) -> list[torch.Tensor]:
+        return [torch.from_numpy(array).clone() for array in arrays]
+
+    def receive(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+
 @pytest.fixture
-def checked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Gets the size in bytes of each file that is checked."""
-    found: list[int] = []
+def checked(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """Gets the sizes in bytes of the files that are checked together."""
+    found: list[list[int]] = []
 
-    def check(data: NDArray[np.uint8], *arguments: Any) -> int:
-        found.append(data.size)
-        return check_scan(data, *arguments)
+    def check(files: torch.Tensor, large: int, data_bytes: int, places: int) -> torch.Tensor:
+        columns = dict(zip(FIELDS, files.numpy().T, strict=True))
+        spaces = columns["length"] - columns["scan"] + SPARE_BYTES
+        assert (columns["data"][1:] >= (columns["data"] + spaces)[:-1]).all(), "no file writes into the next one's part"
+        assert (columns["data"] % 8 == 0).all() and columns["data"][-1] + spaces[-1] <= data_bytes
+        ends = columns["places"] + columns["restarts"] + 2
+        assert (columns["places"][1:] >= ends[:-1]).all() and ends[-1] <= places
+        found.append(columns["length"].tolist())
+        return complete_by_libjpeg(files, large, data_bytes, places)
 
-    monkeypatch.setattr(complete_scan, "check_scan", check)
+    monkeypatch.setattr(file_checks, "complete_files", check)
     return found
 
 
-def states(checks: FileChecks, files: Sequence[bytes], first: int | None = 0) -> list[int]:
-    """What is known of the files, whose samples have indices from `first` on, or none."""
+def new_checks() -> FileChecks:
+    stream: Any = HostStream()
+    return FileChecks(stream)
+
+
+def complete(
+    checks: FileChecks, files: Sequence[bytes], first: int | None = 0, rows: Sequence[int] | None = None
+) -> list[bool]:
+    """Which files are complete, whose samples have indices from `first` on, or none."""
     payload = Payload.of(files, lambda size: np.zeros(size, np.uint8))
     headers = read_headers(payload, max_pixels=1 << 20, max_scans=MAX_SCANS, orientation=False)
     indices = None if first is None else range(first, first + len(files))
-    found: list[int] = checks.states(np.arange(len(files)), payload, headers, indices).tolist()
+    chosen = np.arange(len(files)) if rows is None else np.array(rows, np.int64)
+    found: list[bool] = checks.complete(chosen, payload, headers, indices).tolist()
     return found
 
 
-def test_each_file_is_checked_once_by_its_index_and_size(checked: list[int]) -> None:
-    checks, files = FileChecks(None, 1, 3), [*FILES[:10], *CUT[10:]]
-    expected = [COMPLETE] * 10 + [DAMAGED] * 10
-    assert states(checks, files) == states(checks, files) == expected
-    assert checked == sorted(map(len, files), reverse=True)
-    assert states(checks, CUT[:1]) == [DAMAGED], "another file with the same index"
-    assert len(checked) == 21
+def test_each_file_is_checked_once_by_its_index_and_size(checked: list[list[int]]) -> None:
+    checks, files = new_checks(), [*FILES[:10], *CUT[10:]]
+    expected = [True] * 10 + [False] * 10
+    assert complete(checks, files) == complete(checks, files) == expected
+    assert checked == [sorted(map(len, files), reverse=True)], "the largest first"
+    assert complete(checks, CUT[:1]) == [False], "another file with the same index"
+    assert complete(checks, [*FILES[:10], *CUT[10:], FILES[0]], rows=[20, 3]) == [True, True]
+    assert checked[1:] == [[len(CUT[0])], [len(FILES[0])]]
 
 
-@pytest.mark.parametrize("threads", [1, 4])
-def test_a_file_without_an_index_is_checked_each_time(checked: list[int], threads: int) -> None:
-    checks = FileChecks(None, threads, 3)
+def test_a_file_without_an_index_is_checked_each_time(checked: list[list[int]]) -> None:
+    checks = new_checks()
     for _ in range(3):
-        assert states(checks, FILES[:4], None) == [COMPLETE] * 4
-    assert len(checked) == 12 and checks.threads_while_reading == 3
+        assert complete(checks, FILES[:4], None) == [True] * 4
+    assert list(map(len, checked)) == [4] * 3
 
 
-def test_complete_files_are_remembered_between_runs_by_their_bytes(tmp_path: Path, checked: list[int]) -> None:
-    files = [*FILES[:10], *CUT[10:]]
-    first = FileChecks(CompleteContents(tmp_path / "complete"), 1, 3)
-    states(first, files)
-    first.close()
-    checked.clear()
-    later = FileChecks(CompleteContents(tmp_path / "complete"), 1, 3)
-    assert states(later, files, first=500) == [COMPLETE] * 10 + [DAMAGED] * 10
-    assert checked == sorted(map(len, CUT[10:]), reverse=True), "damaged ones are checked in each run"
-    later.close()
+@pytest.mark.parametrize(("most_bytes", "most_files"), [(1 << 25, 3), (4000, 256), (1, 256)])
+def test_many_and_large_files_are_checked_in_parts(
+    most_bytes: int, most_files: int, checked: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of any rows, in any order."""
+    monkeypatch.setattr(file_checks, "_PART_BYTES", most_bytes)
+    monkeypatch.setattr(file_checks, "_PART_FILES", most_files)
+    files = [data for pair in zip(FILES, CUT, strict=True) for data in pair]
+    rows = np.random.default_rng(0).permutation(40)[:31].tolist()
+    assert complete(new_checks(), files, None, rows) == [row % 2 == 0 for row in rows]
+    assert sorted(size for part in checked for size in part) == sorted(len(files[row]) for row in rows)
+    assert all(len(part) == 1 or (len(part) <= most_files and sum(part) <= most_bytes) for part in checked)
+    assert len(checked) > 5
 
 
-def test_workers_check_while_many_files_are_new() -> None:
-    checks = FileChecks(None, 1, 3)
-    assert checks.threads_while_reading == 3
-    states(checks, FILES)
-    assert checks.threads_while_reading == 3
-    states(checks, FILES)
-    assert checks.threads_while_reading == 0
-    states(checks, [*FILES[:19], CUT[19]])
-    assert checks.threads_while_reading == 0, "one of twenty"
-    states(checks, FILES, first=18)
-    assert checks.threads_while_reading == 3
+def test_a_file_that_is_too_large_for_the_kernels_is_left_to_the_cpu(
+    checked: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    most = sorted(map(len, FILES))[10]
+    monkeypatch.setattr(file_checks, "MAX_BYTES", most)
+    assert complete(new_checks(), FILES, None) == [len(data) <= most for data in FILES]
+    assert complete(new_checks(), [max(FILES, key=len)], None) == [False]
+    assert complete(new_checks(), [], None) == []

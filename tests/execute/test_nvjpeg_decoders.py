@@ -75,11 +75,6 @@ class SlowLibrary:
 FRAMES = np.full((4, 3), self_test.SAMPLING, np.int64)
 
 
-def no_engines(decoder: Any) -> int:
-    """The fake library decodes nothing, so no engines can be counted."""
-    return 0
-
-
 def work(
     decoders: NvjpegDecoderPool, threads: int = 3, turns: int = 12, between: Callable[[], None] = lambda: None
 ) -> None:
@@ -107,7 +102,7 @@ def work(
 def test_a_second_concurrent_call_runs_only_while_the_gpu_waits(backend: str, hurried: int, most: int) -> None:
     library, device_stream = SlowLibrary(), DeviceStream()
     substitutes: tuple[Any, Any] = (device_stream, library)
-    decoders = NvjpegDecoderPool(*substitutes, "rgb", backend, count=no_engines)
+    decoders = NvjpegDecoderPool(*substitutes, "rgb", backend)
     work(decoders)
     assert (library.most, library.made, library.streams) == (1, 1, {7}), "the GPU does not wait: one call at a time"
     decoders.set_starved(True)
@@ -124,7 +119,7 @@ def test_a_second_concurrent_call_runs_only_while_the_gpu_waits(backend: str, hu
 def test_switching_starvation_on_and_off_loses_no_place() -> None:
     library = SlowLibrary()
     substitutes: tuple[Any, Any] = (DeviceStream(), library)
-    decoders = NvjpegDecoderPool(*substitutes, "rgb", "hardware", count=no_engines)
+    decoders = NvjpegDecoderPool(*substitutes, "rgb", "hardware")
     switches = iter(range(10_000))
     work(decoders, threads=4, turns=40, between=lambda: decoders.set_starved(next(switches) % 3 == 0))
     assert library.calls == 160
@@ -137,7 +132,7 @@ def test_switching_starvation_on_and_off_loses_no_place() -> None:
 def test_a_call_that_does_not_end_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gpuflow.execute.nvjpeg_decoders.CALL_SECONDS", 0.05)
     substitutes: tuple[Any, Any] = (DeviceStream(), SlowLibrary())
-    decoders = NvjpegDecoderPool(*substitutes, "rgb", "hardware", count=no_engines)
+    decoders = NvjpegDecoderPool(*substitutes, "rgb", "hardware")
     named = pytest.raises(LoaderTimeout, match=r"nvJPEG did not end a call within 0\.05 s")
     with decoders.acquire(), named, decoders.acquire():
         pass
@@ -159,7 +154,7 @@ def test_a_state_is_not_initialized_while_an_earlier_call_may_run(monkeypatch: p
     statuses = iter([0, 6, 0, 0])
     monkeypatch.setattr(library, "decode", lambda *arguments: next(statuses))
     substitutes: tuple[Any, Any] = (device_stream, library)
-    decoders = NvjpegDecoderPool(*substitutes, "rgb", "hardware", count=no_engines)
+    decoders = NvjpegDecoderPool(*substitutes, "rgb", "hardware")
     numbers = np.ones(4, np.uint64)
     with decoders.acquire() as decoder:
         decoder.decode(JpegBatch(numbers, numbers, np.ones((4, 8), np.uint64), FRAMES))

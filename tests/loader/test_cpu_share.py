@@ -76,14 +76,10 @@ class StandIn:
     def __init__(self, entries: Any, delay: float = 0.0) -> None:
         self.program, self.delay = entries if isinstance(entries, ViewsProgram) else program(entries), delay
         self.engine_images, self.cpu_images, self.fills = 0, 0, 0
-        self.blank_images, self.ended_epochs = 0, 0
         shape, dtype = slot_of(self.program)
         self.slot_bytes = math.prod(shape) * dtype.itemsize
 
     def set_gpu_wait(self, share: float) -> None: ...
-
-    def end_epoch(self) -> None:
-        self.ended_epochs += 1
 
     def prepare(self, payload: Payload, keys: Keys, indices: object = None) -> tuple[Payload, Keys]:
         return payload, keys
@@ -422,15 +418,6 @@ def test_a_break_in_the_middle_leaves_nothing(source: Source) -> None:
             steps = epoch(number)
             next(steps)
             steps.close()  # type: ignore[attr-defined]
-
-
-def test_the_gpu_is_told_of_the_end_of_each_epoch(source: Source) -> None:
-    with feed_of(source, None) as (_, gpu, epoch):
-        assert len(list(epoch(0))) > 1 and gpu.ended_epochs == 1
-        next(steps := epoch(1))
-        assert gpu.ended_epochs == 1
-        steps.close()  # type: ignore[attr-defined]
-        assert gpu.ended_epochs == 2
 
 
 # --- what the configuration says --------------------------------------------------------------------------------------

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
 import yaml
 
 from gpuflow.config import Config, read_config
-from gpuflow.decode.nvjpeg import NvjpegError
 from gpuflow.errors import ConfigError
-from gpuflow.execute import gpu_backend
 from gpuflow.execute.gpu_backend import DECODE_BYTES, Placement, gpu_passes_and_library
 from gpuflow.execute.gpu_passes import passes_of
 from gpuflow.loader.cpu_share import cpu_share_of
 from gpuflow.loader.placement import explain_gpu, memory_for_decoding, place
 from gpuflow.pipeline.program import OpaqueStep, PointwiseStep, SamplingStep, WarpStep
 from gpuflow.stages import STAGES
-from gpuflow.torchpipe import nodes
 from tests.datasets import write_config
 
 CROP = {"random_resized_crop": {"size": 8}}
@@ -153,69 +149,3 @@ def test_the_memory_limit_is_shared_by_batches_and_decoding(tmp_path: Path) -> N
     )
     with pytest.raises(ConfigError, match=text):
         memory_for_decoding(config(tmp_path, [CROP, HALF], "run.memory_limit=19200"), "train", 10)
-
-
-@pytest.mark.parametrize("remember", [True, False])
-def test_complete_files_are_remembered_between_runs_for_training_as_the_configuration_says(
-    remember: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[bool] = []
-
-    def stand_in(program: Any, stream: Any, *arguments: Any, **options: Any) -> Placement:
-        asked.append(options["remember"])
-        return Placement(stream, None, "")
-
-    monkeypatch.setattr("gpuflow.execute.device_stream.DeviceStream", lambda device: None)
-    monkeypatch.setattr("gpuflow.loader.placement.place_on_gpu", stand_in)
-    read = config(tmp_path, [CROP, HALF], f"run.remember_complete_files={str(remember).lower()}")
-    place(read, "train", torch.device("cuda"), 4)
-    assert asked == [remember]
-
-
-class Runner:
-    """Takes the place of `GpuRunner`."""
-
-    made: ClassVar[list[dict[str, Any]]] = []
-
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        if options["backend"] == "hardware" and not self.made:
-            self.made.append(options)
-            raise NvjpegError("nvjpegCreateEx", 7)
-        self.made.append(options)
-
-
-@pytest.fixture
-def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> type[Runner]:
-    """A GPU without JPEG engines, whose nvJPEG is of version 13.0.1."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr("gpuflow.execute.gpu.GpuRunner", Runner)
-    monkeypatch.setattr("gpuflow.execute.device_stream.DeviceStream", lambda device: SimpleNamespace(device=device))
-    monkeypatch.setattr(gpu_backend, "find_nvjpeg", lambda: SimpleNamespace(version="13.0.1"))
-    monkeypatch.setattr(gpu_backend, "find_libjpeg_turbo", lambda: SimpleNamespace(version="3.1.3"))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
-    Runner.made.clear()
-    return Runner
-
-
-def test_each_decoder_remembers_the_files_that_it_found_complete_itself(
-    tmp_path: Path, gpu: type[Runner], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    read = config(tmp_path, [CROP, HALF])
-    place(read, "train", torch.device("cuda"), 4)
-    paths = [made["contents"]._path for made in gpu.made]
-    assert [path.parent for path in paths] == [tmp_path / "gpuflow"] * 2
-    assert [path.name for path in paths] == [
-        "complete-files-1-hardware-nvjpeg-13.0.1-nvidia-h200-rgb-libjpeg-turbo-3.1.3",
-        "complete-files-1-cuda-nvjpeg-13.0.1-nvidia-h200-rgb-libjpeg-turbo-3.1.3",
-    ]
-    monkeypatch.setattr(gpu_backend, "find_libjpeg_turbo", lambda: None)
-    gpu.made.clear()
-    place(read, "train", torch.device("cuda"), 4)
-    assert [made["contents"] for made in gpu.made] == [None, None], "nothing checks the files then"
-
-
-def test_a_service_remembers_no_files(tmp_path: Path, gpu: type[Runner]) -> None:
-    """What a client sends must not depend on what others sent, or on what a training has seen."""
-    program = config(tmp_path, [CROP_CENTER, HALF]).programs["train"]
-    assert nodes._gpu_preprocessor(program, torch.device("cuda")) is not None
-    assert [made["contents"] for made in gpu.made] == [None, None]
