@@ -105,6 +105,10 @@ def measure(title: str, training: arms.Training, loader: arms.Gpuflow, options: 
     print(*parts.lines(fed.batches), sep="\n", flush=True)
 
 
+def knows_none(files: object, indices: np.ndarray[Any, Any], sizes: object) -> np.ndarray[Any, Any]:
+    return np.zeros(len(indices), bool)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, help="photographs, in a folder for each class")
@@ -122,6 +126,7 @@ def main() -> None:
         metavar="NAME=VALUE",
         help="constants of gpuflow's modules, each tried in turns, such as gpuflow.execute.gpu._LONG_WAIT=0.1",
     )
+    parser.add_argument("--check-again", action="store_true", help="in turns, check every file as in a first epoch")
     options = parser.parse_args()
     torch.backends.cudnn.benchmark = True
     loader = arms.Gpuflow({"folder": options.folder, "batch": options.batch, "device": "cuda", "set": []})
@@ -138,6 +143,11 @@ def main() -> None:
         for interval in options.switch_intervals:
             sys.setswitchinterval(interval / 1e3)
             measure(f"later, threads switch after {interval:g} ms", training, loader, options)
+        if options.check_again:
+            with patch("gpuflow.execute.known_files.KnownFiles.known", knows_none):
+                for _ in range(SETTLING_STEPS):
+                    training.fed_step(loader)
+                measure("later, every file checked", training, loader, options)
         for text in options.tried:
             name, _, value = text.partition("=")
             with patch(name, ast.literal_eval(value)):

@@ -6,7 +6,7 @@ nvJPEG reports success. Nothing but reading all codes finds out. No coefficient 
 belong to it are skipped, and blocks are counted.
 
 Huffman codes can only be read one after the other, but a reader that starts at a wrong place soon finds the right
-places by itself: in half of all tries within 1,000 bits of a photograph, in nine of ten within 5,000. So a file's data
+places by itself: in half of all tries within 700 bits of a photograph, in nine of ten within 2,400. So a file's data
 are cut into parts of 8,192 bits or more. Each lane of a program reads one part, at first from where the part begins,
 then from where the lane before it ended, until no lane's beginning changes any more (A. Weissenborn and B. Schmidt,
 "Accelerating JPEG decompression on GPUs", HiPC 2021). Between restart markers, whose places are known, each interval is
