@@ -29,8 +29,8 @@ compressed data begin, in bytes from the file's first one; number of components,
 in a coded unit (MCU); units of the image; units between two restart markers, 0 if there are none; number of these
 markers; where this file's part of the working memory for data begins, a multiple of 8 bytes, and where that for places
 begins."""
-MAX_BYTES = 1 << 27
-"""The largest size of a file that is read. Places are counted in bits, in 32 bits."""
+MAX_BYTES = 1 << 26
+"""The largest size of a file that is read."""
 SPARE_BYTES = 16
 """A file's part of the working memory for data is this much larger than its compressed data."""
 _TILE, _TILE_WARPS = 1 << 14, 16
@@ -47,7 +47,11 @@ _LONG_CODES = tl.constexpr(256 << 5)
 _TABLE = tl.constexpr((1 << 10) + (256 << 5))
 _STEPS = tl.constexpr(4)
 """Codes that each lane reads before the lanes agree on whether one of them goes on."""
-_MAX_SEGMENTS = tl.constexpr(256)
+_MAX_SEGMENTS, _MAX_TABLES, _MAX_FILL = tl.constexpr(256), tl.constexpr(64), tl.constexpr(64)
+_MAX_BITS = tl.constexpr(1 << 22)
+"""Limits on what a file that was made to keep a GPU busy can ask for: segments and Huffman tables in its header, fill
+bytes before its last marker, and bits that one lane reads one after the other, which takes up to 2 s. A file that needs
+more counts as incomplete."""
 _MAX_EXTRA = tl.constexpr(3)
 """The bits that fill up the last byte may look like this many blocks."""
 
@@ -62,7 +66,7 @@ def _tables(files, tables, limits, FIELD_COUNT: tl.constexpr, TILE: tl.constexpr
     p = files + tl.program_id(0).to(tl.int64) * FIELD_COUNT
     file, end = tl.load(p).to(tl.pointer_type(tl.uint8)), tl.load(p + 2).to(tl.int32)
     wanted = tl.program_id(1) // 2 * 16 + tl.program_id(1) % 2
-    at, found, segments = tl.load(p).to(tl.int32) * 0 + 2, tl.load(p).to(tl.int32) * 0, 0
+    at, found, segments, seen = tl.load(p).to(tl.int32) * 0 + 2, tl.load(p).to(tl.int32) * 0, 0, 0
     while (at + 4 <= end) & (segments < _MAX_SEGMENTS):
         segments += 1
         marker = tl.load(file + at + 1).to(tl.int32)
@@ -72,7 +76,8 @@ def _tables(files, tables, limits, FIELD_COUNT: tl.constexpr, TILE: tl.constexpr
         else:
             if marker == 0xC4:
                 table, after = at + 4, tl.minimum(at + 2 + length, end)
-                while table + 17 <= after:
+                while (table + 17 <= after) & (seen < _MAX_TABLES):
+                    seen += 1
                     if tl.load(file + table).to(tl.int32) == wanted:
                         found = table
                     table += 17 + tl.sum(tl.load(file + table + 1 + tl.arange(0, 16)).to(tl.int32), axis=0)
@@ -142,8 +147,10 @@ def _unstuff(files, data, places, sizes, FIELD_COUNT: tl.constexpr, TILE: tl.con
         copied += tl.sum(kept.to(tl.int32), axis=0)
         seen += tl.sum(restart.to(tl.int32), axis=0)
         if end < tl.minimum(start + TILE, length):
-            while tl.load(source + end + 1, end + 1 < length, 0).to(tl.int32) == 0xFF:  # fill bytes
+            fill = 0
+            while (tl.load(source + end + 1, end + 1 < length, 0).to(tl.int32) == 0xFF) & (fill < _MAX_FILL):
                 end += 1
+                fill += 1
             found = tl.load(source + end + 1, end + 1 < length, 0).to(tl.int32)
             ended += tl.where(found == 0xD9, 1, 2)
         start += TILE
@@ -224,6 +231,7 @@ def _count(
     if size >= 0:
         file, components = tl.load(p).to(tl.pointer_type(tl.uint8)), tl.load(p + 3).to(tl.int32)
         luma, interval = tl.load(p + 4).to(tl.int32), tl.load(p + 6).to(tl.int32)
+        restarts = tl.load(p + 7).to(tl.int32)
         chosen = file + tl.load(p + 2) - 2 - 2 * components  # the first component's tables in the scan's header
         dc, ac = tl.load(chosen).to(tl.int32) * 0, tl.load(chosen).to(tl.int32) * 0
         for component in range(components):
@@ -244,22 +252,24 @@ def _count(
         limit_0, limit_1, limit_2, limit_3 = tl.load(limit), tl.load(limit + 1), tl.load(limit + 2), tl.load(limit + 3)
         lane = tl.arange(0, LANES)
         nothing = lane * 0
-        if interval > 0:
-            place, intervals = places + tl.load(p + 9), tl.load(p + 7).to(tl.int32) + 1
+        if restarts > 0:
+            place, intervals = places + tl.load(p + 9), restarts + 1
             each = interval * (expected // tl.load(p + 5).to(tl.int32))
-            missing = size * 0
+            missing, read = size * 0, size * 0
             for first in range(0, intervals, LANES):
                 own = first + lane
                 inside = own < intervals
                 start = tl.load(place + own, inside, 0) * 8
                 end = tl.load(place + own + 1, inside, 0) * 8
+                read += tl.max(end - start, axis=0)
+                inside &= read <= _MAX_BITS
                 want = tl.minimum(expected - own * each, each)
                 at, _, _, n, _ = _read(
                     words, last, table, limit_0, limit_1, limit_2, limit_3, dc, ac, luma, blocks,
                     start, nothing, nothing, inside, end, end, want,
                 )  # fmt: skip
                 missing += tl.sum((inside & ((n < want) | (end - at >= 8))).to(tl.int32), axis=0)
-            tl.store(found + number, tl.where((missing == 0) & (size > 0), 1, 0))
+            tl.store(found + number, tl.where((missing == 0) & (size > 0) & (read <= _MAX_BITS), 1, 0))
         else:
             part = tl.maximum((total + LANES - 1) // LANES, PART)
             inside = lane * part < total
@@ -267,7 +277,9 @@ def _count(
             own = ends + number.to(tl.int64) * LANES + lane
             begin = lane.to(tl.int64) * part * 512  # bit, block and coefficient
             finish, count, new, bad = begin, nothing, inside, lane < 0
-            while tl.max(new.to(tl.int32), axis=0) > 0:
+            read = part * 0
+            while (tl.max(new.to(tl.int32), axis=0) > 0) & (read <= _MAX_BITS):
+                read += part
                 at, c, k, n, valid = _read(
                     words, last, table, limit_0, limit_1, limit_2, limit_3, dc, ac, luma, blocks,
                     (begin >> 9).to(tl.int32), ((begin >> 6) & 7).to(tl.int32), (begin & 63).to(tl.int32),
@@ -283,7 +295,8 @@ def _count(
                 begin = tl.where(new, before, begin)
             first_bad = tl.min(tl.where(inside & bad, lane, LANES), axis=0)
             counted = tl.sum(tl.where(inside & (lane <= first_bad), count, 0), axis=0)
-            tl.store(found + number, tl.where((counted >= expected) & (counted <= expected + _MAX_EXTRA), 1, 0))
+            enough = (counted >= expected) & (counted <= expected + _MAX_EXTRA)
+            tl.store(found + number, tl.where(enough & (tl.max(new.to(tl.int32), axis=0) == 0), 1, 0))
 
 
 def complete_files(files: torch.Tensor, large: int, data_bytes: int, places: int) -> torch.Tensor:

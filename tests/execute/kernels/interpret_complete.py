@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import triton.language as tl
 
 from gpuflow.decode.chunk_headers import read_headers
 from gpuflow.decode.codecs import MAX_SCANS, scan_start
@@ -87,6 +88,9 @@ def cases() -> Iterator[tuple[str, list[bytes]]]:
     yield "restart markers", [swapped, restarts[:mark] + restarts[mark + 2 :], restarts[:-2], restarts[:-1]]
     behind_fill = in_the_scan(data, b"\xff\xff\xd7", 2)
     yield "a restart marker behind a fill byte", [behind_fill, data[:-2] + b"\xff\xff\x00" + data[-2:]]
+    for kind in ("4:2:0", "4:4:4"):
+        plain = images.jpeg(np.full((90, 130, 3), 96, np.uint8), kind)
+        yield f"one colour, {kind}", [plain, without_last(plain, 1), without_last(plain, 9)]
     renamed = bytearray(data)  # uses table 2 for what table 1 was
     for marker, at, _ in damaged.segments(data):
         if marker == damaged.HUFFMAN and data[at + 4] & 15 == 1:
@@ -109,6 +113,14 @@ def found_complete(files: Sequence[bytes]) -> list[bool | None]:
     return found
 
 
+def limited(name: str, limit: int, data: bytes) -> None:
+    """Print which result a file has under a lower limit of the kernels."""
+    module = vars(complete)
+    former, module[name] = module[name], tl.constexpr(limit)
+    print(json.dumps({"case": name, "kernels": found_complete([data]), "others": [[False, is_accepted(data)]]}))
+    module[name] = former
+
+
 if __name__ == "__main__":
     complete.PART_BITS = PART_BITS
     file_checks._PART_FILES = 5
@@ -120,3 +132,9 @@ if __name__ == "__main__":
             for data, mine in pairs
         ]
         print(json.dumps({"case": name, "kernels": kernels, "others": others}), flush=True)
+    rng = random.Random(0)
+    limited("_MAX_BITS", 2 * PART_BITS, images.jpeg(images.photo(60, 60, seed=1), "4:2:0"))
+    limited("_MAX_TABLES", 3, small(rng, "4:2:0", 1))
+    limited("_MAX_SEGMENTS", 4, small(rng, "4:2:0", 1))
+    data = small(rng, "4:2:0", 1)
+    limited("_MAX_FILL", 2, data[:-2] + b"\xff" * 4 + data[-2:])

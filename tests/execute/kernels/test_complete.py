@@ -37,7 +37,7 @@ def cases() -> dict[str, dict[str, Any]]:
 
 def test_files_are_complete_if_one_code_after_the_other_can_be_read(cases: dict[str, dict[str, Any]]) -> None:
     """On sound and damaged files, with the same result as the reference for each."""
-    assert len(cases) == 3 * 8 + 5
+    assert len(cases) == 3 * 8 + 7 + 4
     found = [
         (mine, other[0])
         for case in cases.values()
@@ -62,6 +62,12 @@ def test_markers_that_do_not_belong_there_make_a_file_incomplete(cases: dict[str
     for name in ("markers in the scan", "a restart marker behind a fill byte", "restart markers"):
         assert True not in cases[name]["kernels"], name
     assert cases["data after the end, fill bytes before it"]["kernels"] == [True, True]
+
+
+def test_what_takes_too_long_to_read_is_left_to_the_cpu(cases: dict[str, dict[str, Any]]) -> None:
+    """Sound files, under lower limits than gpuflow's."""
+    for name in ("_MAX_BITS", "_MAX_TABLES", "_MAX_SEGMENTS", "_MAX_FILL"):
+        assert (cases[name]["kernels"], cases[name]["others"]) == ([False], [[False, True]]), name
 
 
 def test_files_with_other_tables_are_left_to_the_cpu(cases: dict[str, dict[str, Any]]) -> None:
