@@ -10,7 +10,7 @@ import torch
 
 from gpuflow.decode.codecs import engine_sampling, probe, scan_start
 from gpuflow.decode.libjpeg_turbo import find_libjpeg_turbo
-from gpuflow.execute.kernels.complete import FIELDS
+from gpuflow.execute.kernels.complete import FIELDS, Workspace
 from tests.images import as_array
 
 __all__ = ["complete_by_libjpeg", "is_accepted", "reads_to_its_end"]
@@ -26,9 +26,9 @@ def is_accepted(data: bytes) -> bool:
     return library.accepts(array, probe(array).size)
 
 
-def complete_by_libjpeg(files: torch.Tensor, large: int, data_bytes: int, places: int) -> torch.Tensor:
+def complete_by_libjpeg(files: torch.Tensor, large: int, places: int, workspace: Workspace) -> torch.Tensor:
     """Replaces `complete_files` where the files are in the host's memory."""
-    assert data_bytes > 0 and places > 0 and 0 <= large <= len(files)
+    assert places >= 2 * len(files) <= 2 * len(workspace.tables) and 0 <= large <= len(files)
     address, length = FIELDS.index("file"), FIELDS.index("length")
     rows = files.tolist()
     return torch.tensor([is_accepted(ctypes.string_at(row[address], row[length])) for row in rows], dtype=torch.uint8)

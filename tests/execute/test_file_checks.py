@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -14,9 +15,10 @@ from numpy.typing import NDArray
 from gpuflow.decode.chunk_headers import read_headers
 from gpuflow.decode.codecs import MAX_SCANS
 from gpuflow.decode.libjpeg_turbo import find_libjpeg_turbo
+from gpuflow.errors import LoaderTimeout
 from gpuflow.execute import file_checks
 from gpuflow.execute.file_checks import FileChecks
-from gpuflow.execute.kernels.complete import FIELDS, SPARE_BYTES
+from gpuflow.execute.kernels.complete import FIELDS, SPARE_BYTES, Workspace
 from gpuflow.sources import Payload
 from tests.huffman import complete_by_libjpeg
 from tests.images import jpeg, photo, with_restarts
@@ -32,14 +34,16 @@ CUT = [data[:-8] + data[-2:] for data in FILES]
 class HostStream:
     """Replaces `DeviceStream`: its GPU is the host."""
 
+    device = torch.device("cpu")
+
     def another(self) -> HostStream:
         return self
 
     def queued(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
-    def send(self, host: torch.Tensor) -> torch.Tensor:
-        return host.clone()
+    def copy_into(self, target: torch.Tensor, host: torch.Tensor) -> None:
+        target.copy_(host)
 
     def send_all(self, arrays: Sequence[NDArray[Any]]) -> list[torch.Tensor]:
         return [torch.from_numpy(array).clone() for array in arrays]
@@ -53,15 +57,15 @@ def checked(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     """Gets the sizes in bytes of the files that are checked together."""
     found: list[list[int]] = []
 
-    def check(files: torch.Tensor, large: int, data_bytes: int, places: int) -> torch.Tensor:
+    def check(files: torch.Tensor, large: int, places: int, workspace: Workspace) -> torch.Tensor:
         columns = dict(zip(FIELDS, files.numpy().T, strict=True))
         spaces = columns["length"] - columns["scan"] + SPARE_BYTES
         assert (columns["data"][1:] >= (columns["data"] + spaces)[:-1]).all(), "no file writes into the next one's part"
-        assert (columns["data"] % 8 == 0).all() and columns["data"][-1] + spaces[-1] <= data_bytes
+        assert (columns["data"] % 8 == 0).all() and columns["data"][-1] + spaces[-1] <= len(workspace.data)
         ends = columns["places"] + columns["restarts"] + 2
         assert (columns["places"][1:] >= ends[:-1]).all() and ends[-1] <= places
         found.append(columns["length"].tolist())
-        return complete_by_libjpeg(files, large, data_bytes, places)
+        return complete_by_libjpeg(files, large, places, workspace)
 
     monkeypatch.setattr(file_checks, "complete_files", check)
     return found
@@ -124,3 +128,50 @@ def test_a_file_that_is_too_large_for_the_kernels_is_left_to_the_cpu(
     assert complete(new_checks(), FILES, None) == [len(data) <= most for data in FILES]
     assert complete(new_checks(), [max(FILES, key=len)], None) == [False]
     assert complete(new_checks(), [], None) == []
+
+
+def test_a_header_that_announces_more_restarts_than_fit_asks_for_no_memory(checked: list[list[int]]) -> None:
+    """One unit of a large image between two markers: the file would need millions of them."""
+    data = with_restarts(photo(40, 40, seed=1), 1)
+    frame = data.index(b"\xff\xc0")
+    claims = data[: frame + 5] + (60_000).to_bytes(2) + (2_000).to_bytes(2) + data[frame + 9 :]
+    payload = Payload.of([claims, data], lambda size: np.zeros(size, np.uint8))
+    headers = read_headers(payload, max_pixels=1 << 30, max_scans=MAX_SCANS, orientation=False)
+    assert headers.engine.all() and headers.sizes[0].tolist() == [60_000, 2_000]
+    assert new_checks().complete(np.arange(2), payload, headers, None).tolist() == [False, True]
+    assert checked == [[len(data)]]
+
+
+def test_new_files_far_apart_are_not_copied_with_what_lies_between(
+    checked: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file_checks, "_PART_BYTES", 5000)
+    assert complete(new_checks(), FILES, None, rows=[0, 19]) == [True, True]
+    assert checked == [[len(FILES[0])], [len(FILES[19])]]
+
+
+def test_threads_take_turns_in_one_memory(checked: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also after an error."""
+    checks, made, allocate = new_checks(), list[int](), FileChecks._allocated
+
+    def allocated(self: FileChecks, size: int) -> Any:
+        made.append(size)
+        return allocate(self, size)
+
+    monkeypatch.setattr(FileChecks, "_allocated", allocated)
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(lambda turn: complete(checks, [*FILES, *CUT], None), range(8)))
+    assert found == [[True] * 20 + [False] * 20] * 8 and len(made) == 1
+    with monkeypatch.context() as failing:
+        failing.setattr(file_checks, "_describe", raise_memory_error)
+        with pytest.raises(MemoryError):
+            complete(checks, FILES, None)
+    assert complete(checks, FILES, None) == [True] * 20 and len(made) == 1
+    checks._memory.get()
+    monkeypatch.setattr(file_checks, "_TURN_SECONDS", 0.01)
+    with pytest.raises(LoaderTimeout, match=r"did not check files within 0\.01 s"):
+        complete(checks, FILES, None)
+
+
+def raise_memory_error(*arguments: object) -> None:
+    raise MemoryError

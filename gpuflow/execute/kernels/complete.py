@@ -17,11 +17,13 @@ The format: ITU-T T.81, annexes B, C and F.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 
-__all__ = ["FIELDS", "LARGE_BYTES", "MAX_BYTES", "SPARE_BYTES", "complete_files"]
+__all__ = ["FIELDS", "LARGE_BYTES", "MAX_BYTES", "SPARE_BYTES", "Workspace", "complete_files"]
 
 FIELDS = ("file", "length", "scan", "components", "luma", "units", "interval", "restarts", "data", "places")
 """Columns of the description of the files, int64 [N, len(FIELDS)]: device address and size in bytes; where the
@@ -299,31 +301,55 @@ def _count(
             tl.store(found + number, tl.where(enough & (tl.max(new.to(tl.int32), axis=0) == 0), 1, 0))
 
 
-def complete_files(files: torch.Tensor, large: int, data_bytes: int, places: int) -> torch.Tensor:
+@dataclass(frozen=True, slots=True)
+class Workspace:
+    """Device memory in which `complete_files` works, for N files at a time.
+
+    tables int16 [N, 4, entries], limits int32 [N, 4]: of each file's Huffman codes. sizes int32 [N]: of its data.
+    data uint8 [bytes]: these, without stuffed zeros. ends int64 [N, lanes]: where each lane of the programs ended.
+    """
+
+    tables: torch.Tensor
+    limits: torch.Tensor
+    sizes: torch.Tensor
+    data: torch.Tensor
+    ends: torch.Tensor
+
+    @classmethod
+    def of(cls, files: int, data_bytes: int, device: torch.device) -> Workspace:
+        """data_bytes: SPARE_BYTES more for each file than its compressed data at least."""
+
+        def memory(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.empty(shape, dtype=dtype, device=device)
+
+        return cls(
+            memory(files, 4, _TABLE.value, dtype=torch.int16),
+            memory(files, 4, dtype=torch.int32),
+            memory(files, dtype=torch.int32),
+            memory(data_bytes, dtype=torch.uint8),
+            memory(files, _LANES[-1], dtype=torch.int64),
+        )
+
+
+def complete_files(files: torch.Tensor, large: int, places: int, workspace: Workspace) -> torch.Tensor:
     """Which baseline JPEGs hold all data of their images: uint8 [N], 0 or 1. Queues four kernels at most.
 
     files: int64 [N, len(FIELDS)]; the files' headers must have passed `header_scan` or `codecs.engine_sampling`.
     large: how many of them, which are the first ones, have more than LARGE_BYTES. It decides on speed alone.
-    data_bytes: the size of the working memory for data, at least SPARE_BYTES more a file than its compressed data.
-    places: the size of that for places, at least two more a file than it should have restart markers.
+    places: the size of the working memory for places: at least two more a file than it should have restart markers.
+    workspace: for at least N files and their data.
 
     A file counts as incomplete, too, if it needs a Huffman table 2 or 3, or has data that no encoder writes.
     """
-    count, device = len(files), files.device
-
-    def memory(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device=device)
-
-    tables = torch.zeros((count, 4, _TABLE.value), dtype=torch.int16, device=device)
-    limits, sizes = memory(count, 4, dtype=torch.int32), memory(count, dtype=torch.int32)
-    data, starts = memory(data_bytes, dtype=torch.uint8), memory(places, dtype=torch.int32)
-    found = torch.zeros(count, dtype=torch.uint8, device=device)
-    fields = len(FIELDS)
+    count, fields = len(files), len(FIELDS)
+    starts = torch.empty(places, dtype=torch.int32, device=files.device)
+    found = torch.zeros(count, dtype=torch.uint8, device=files.device)
+    tables, limits, sizes, data, ends = (getattr(workspace, name) for name in Workspace.__slots__)
+    tables[:count].zero_()
     _tables[count, 4](files, tables, limits, FIELD_COUNT=fields, TILE=1024, num_warps=4)
     _unstuff[count,](files, data, starts, sizes, FIELD_COUNT=fields, TILE=_TILE, num_warps=_TILE_WARPS)
     for begin, end, lanes in ((0, large, _LANES[1]), (large, count, _LANES[0])):
         if begin < end:
-            ends = memory(count, lanes, dtype=torch.int64)
             _count[end - begin,](
                 files, tables, limits, data, starts, sizes, ends, found, begin,
                 FIELD_COUNT=fields, LANES=lanes, PART=PART_BITS, num_warps=lanes // 32,

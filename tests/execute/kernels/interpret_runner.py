@@ -113,6 +113,9 @@ class CpuDeviceStream:
     def receive(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
 
+    def copy_into(self, target: torch.Tensor, host: torch.Tensor) -> None:
+        target.copy_(host)
+
     def queued(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
