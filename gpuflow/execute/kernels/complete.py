@@ -36,11 +36,13 @@ MAX_BYTES = 1 << 26
 SPARE_BYTES = 16
 """A file's part of the working memory for data is this much larger than its compressed data."""
 _TILE, _TILE_WARPS = 1 << 14, 16
-PART_BITS = 8192
+"""Bytes that a program copies at a time, and its warps."""
+_PART_BITS = 8192
 """The smallest number of bits that a lane reads, if the file has more."""
 _LANES = (128, 512)
-"""Of the programs for files of at most this many parts, and for larger ones."""
-LARGE_BYTES = PART_BITS * _LANES[0] // 8
+"""Lanes of the programs for files of at most that many parts, and for larger ones."""
+LARGE_BYTES = _PART_BITS * _LANES[0] // 8
+"""A file of more bytes is one of the larger ones."""
 _SHORT = tl.constexpr(10)
 """Codes of at most this many bits are looked up by their first bits."""
 _SHORT_CODES = tl.constexpr(1 << 10)
@@ -68,7 +70,7 @@ def _tables(files, tables, limits, FIELD_COUNT: tl.constexpr, TILE: tl.constexpr
     p = files + tl.program_id(0).to(tl.int64) * FIELD_COUNT
     file, end = tl.load(p).to(tl.pointer_type(tl.uint8)), tl.load(p + 2).to(tl.int32)
     wanted = tl.program_id(1) // 2 * 16 + tl.program_id(1) % 2
-    at, found, segments, seen = tl.load(p).to(tl.int32) * 0 + 2, tl.load(p).to(tl.int32) * 0, 0, 0
+    at, found, segments, seen = tl.full((), 2, tl.int32), tl.full((), 0, tl.int32), 0, 0
     while (at + 4 <= end) & (segments < _MAX_SEGMENTS):
         segments += 1
         marker = tl.load(file + at + 1).to(tl.int32)
@@ -85,7 +87,7 @@ def _tables(files, tables, limits, FIELD_COUNT: tl.constexpr, TILE: tl.constexpr
                     table += 17 + tl.sum(tl.load(file + table + 1 + tl.arange(0, 16)).to(tl.int32), axis=0)
             at += 2 + tl.maximum(length, 2)
     number = tl.program_id(0) * 4 + tl.program_id(1)
-    limit, total = found * 0, found * 0
+    limit, total = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
     if found > 0:
         for bits in tl.static_range(1, 17):
             total += tl.load(file + found + bits).to(tl.int32) << (16 - bits)
@@ -95,7 +97,7 @@ def _tables(files, tables, limits, FIELD_COUNT: tl.constexpr, TILE: tl.constexpr
         for start in range(0, stop, TILE):
             entry = start + tl.arange(0, TILE)
             code = tl.where(entry < _SHORT_CODES, entry << (16 - _SHORT), limit + entry - _SHORT_CODES)
-            first, symbols, size, place = found * 0, found * 0, entry * 0, entry * 0
+            first, symbols, size, place = 0, 0, entry * 0, entry * 0
             for bits in tl.static_range(1, 17):
                 count = tl.load(file + found + bits).to(tl.int32)
                 inside = (code >= first) & (code < first + (count << (16 - bits)))
@@ -126,8 +128,7 @@ def _unstuff(files, data, places, sizes, FIELD_COUNT: tl.constexpr, TILE: tl.con
     source = tl.load(p).to(tl.pointer_type(tl.uint8)) + scan
     length = (tl.load(p + 1) - scan).to(tl.int32)
     target, place = data + tl.load(p + 8), places + tl.load(p + 9)
-    copied, seen, start = restarts * 0, restarts * 0, restarts * 0
-    ended, wrong = restarts * 0, restarts * 0
+    copied, seen, start, ended, wrong = 0, 0, 0, 0, 0
     tl.store(place, 0)
     while (start < length) & (ended == 0):
         at = start + tl.arange(0, TILE)
@@ -235,18 +236,18 @@ def _count(
         luma, interval = tl.load(p + 4).to(tl.int32), tl.load(p + 6).to(tl.int32)
         restarts = tl.load(p + 7).to(tl.int32)
         chosen = file + tl.load(p + 2) - 2 - 2 * components  # the first component's tables in the scan's header
-        dc, ac = tl.load(chosen).to(tl.int32) * 0, tl.load(chosen).to(tl.int32) * 0
+        dc, ac = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
         for component in range(components):
             both = tl.load(chosen + 2 * component).to(tl.int32)
             dc |= ((both >> 4) & 1) << component
             ac |= (both & 1) << component
             if (both & 0xEE) != 0:  # a table that `_tables` does not build
-                size = size * 0
+                size = 0
         blocks = luma + components - 1
         expected = (tl.load(p + 5) * blocks).to(tl.int32)
         every = (1 << components) - 1
         if ((dc == 0) | (dc == every)) & ((ac == 0) | (ac == every)):  # all blocks are alike to the reader
-            luma, blocks = luma * 0 + 1, blocks * 0 + 1
+            luma, blocks = 1, 1
         words = (data + tl.load(p + 8)).to(tl.pointer_type(tl.uint32))
         last, total = (size + 3) // 4, size * 8
         table = tables + number.to(tl.int64) * (4 * _TABLE)
@@ -257,7 +258,7 @@ def _count(
         if restarts > 0:
             place, intervals = places + tl.load(p + 9), restarts + 1
             each = interval * (expected // tl.load(p + 5).to(tl.int32))
-            missing, read = size * 0, size * 0
+            missing, read = 0, 0
             for first in range(0, intervals, LANES):
                 own = first + lane
                 inside = own < intervals
@@ -279,7 +280,7 @@ def _count(
             own = ends + number.to(tl.int64) * LANES + lane
             begin = lane.to(tl.int64) * part * 512  # bit, block and coefficient
             finish, count, new, bad = begin, nothing, inside, lane < 0
-            read = part * 0
+            read = 0
             while (tl.max(new.to(tl.int32), axis=0) > 0) & (read <= _MAX_BITS):
                 read += part
                 at, c, k, n, valid = _read(
@@ -352,6 +353,6 @@ def complete_files(files: torch.Tensor, large: int, places: int, workspace: Work
         if begin < end:
             _count[end - begin,](
                 files, tables, limits, data, starts, sizes, ends, found, begin,
-                FIELD_COUNT=fields, LANES=lanes, PART=PART_BITS, num_warps=lanes // 32,
+                FIELD_COUNT=fields, LANES=lanes, PART=_PART_BITS, num_warps=lanes // 32,
             )  # fmt: skip
     return found

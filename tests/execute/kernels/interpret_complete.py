@@ -124,7 +124,7 @@ def limited(name: str, limit: int, data: bytes) -> None:
 
 
 if __name__ == "__main__":
-    complete.PART_BITS = PART_BITS
+    complete._PART_BITS = PART_BITS
     file_checks._PART_FILES = 5
     for name, files in cases():
         kernels = found_complete(files)
