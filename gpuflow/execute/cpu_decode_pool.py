@@ -37,7 +37,8 @@ _PART_IMAGES, _REQUESTS = 8, 4
 _FEW_IMAGES, _FEW_SHARE = 8, 0.003
 """No process is started for fewer images, or a smaller share of all images."""
 _PRIOR_IMAGES = 1000
-"""So many images that the GPU decodes are assumed to have been seen at first, so that a few images decide nothing."""
+"""So many images that the GPU decodes are assumed to have been seen at first, so that a few images do not start any
+process. How many are started follows from what was seen: each start takes seconds, so one should do."""
 _CORES_FOR_ALL = 20.0
 """Processes for each core if the GPU took no image at all. The JPEG engines decode 80 times as many images a second as
 one core decodes progressive JPEGs. With half as many, five processes limited a loader with 3.5% of such images."""
@@ -123,7 +124,7 @@ class CpuDecodePool:
         self._starting: WorkerPool | None = None
         self._unsent: deque[_Part] = deque()
         self._left: deque[_Part] = deque()
-        self._seen, self._taken, self._closed = _PRIOR_IMAGES, 0, False
+        self._seen, self._taken, self._closed = 0, 0, False
 
     def begin(self, payload: Payload, rows: NDArray[np.int64], keys: Keys) -> PendingImages:
         """Begin to decode the samples `rows` of a payload, whose buffer must stay as it is until the result is there.
@@ -151,6 +152,11 @@ class CpuDecodePool:
             for one in pending.parts:
                 self._decode_here(one)
         return pending
+
+    def count(self, images: int) -> None:
+        """Count images of a chunk that the GPU decodes all."""
+        with self._lock:
+            self._seen += images
 
     def finish(self, part: _Part) -> list[BadSampleError | None]:
         """What became of a part's samples, once they are decoded."""
@@ -187,7 +193,8 @@ class CpuDecodePool:
             if self._closed:
                 raise ConnectionAbortedError("this loader was closed while images were being decoded")
             self._seen, self._taken = self._seen + images, self._taken + taken
-            at_work, share = sum(map(len, self._workers)), self._taken / self._seen
+            at_work, share = sum(map(len, self._workers)), self._taken / max(1, self._seen)
+            enough = self._taken >= max(_FEW_IMAGES, _FEW_SHARE * (self._seen + _PRIOR_IMAGES))
             needed = min(self._most, math.ceil(_CORES_FOR_ALL * share * self._cores))
             if self._starting is not None:
                 self._starting.ready()
@@ -196,7 +203,7 @@ class CpuDecodePool:
                         self._most = at_work  # others could not start either
                     self._workers.append(self._starting)
                     self._starting = None
-            elif self._taken >= _FEW_IMAGES and share >= _FEW_SHARE and needed > at_work + at_work // 2:
+            elif enough and needed > at_work + at_work // 2:
                 connections = [_REQUESTS] * (needed - at_work)
                 self._starting = WorkerPool(__name__, connections=connections, setup=self._program, task="decode")
             return sum(map(len, self._workers))

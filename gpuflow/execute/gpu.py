@@ -280,6 +280,8 @@ class GpuRunner:
             work = self._cpu_pool.begin(payload, others, keys)
         elif len(others):
             work = self._finish(others, payload, keys, faults)
+        elif self._cpu_pool is not None:
+            self._cpu_pool.count(len(payload))
         with self._lock:
             self.engine_images += len(rows)
             self.cpu_images += len(others)

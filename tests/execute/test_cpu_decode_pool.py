@@ -166,12 +166,21 @@ def test_answers_that_nobody_asks_for_leave_the_workers_free(
 
 @pytest.mark.parametrize(
     ("seen", "taken", "processes"),
-    [(100_000, 50, 0), (20_000, 7, 0), (20_000, 100, 2), (20_000, 600, 10), (20_000, 4_000, 13)],
+    [
+        (100_000, 50, 0),
+        (20_000, 7, 0),
+        (20_000, 100, 2),
+        (256, 7, 0),
+        (256, 9, 12),
+        (20_000, 600, 10),
+        (20_000, 4_000, 13),
+    ],
 )
 def test_there_are_as_many_processes_as_the_share_needs(seen: int, taken: int, processes: int) -> None:
-    """None for a rare image, a few for one in 200, more for 3%, all that are allowed for a fifth."""
+    """None for a rare image, a few for one in 200, more for 3%, even of one chunk, all that are allowed for a fifth."""
     pool = pool_of(13)
-    pool._adapt(seen, taken)
+    pool.count(seen - max(200, taken))
+    pool._adapt(max(200, taken), taken)
     assert (len(pool._starting) if pool._starting is not None else 0) == processes
     pool.close()
 
