@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import re
-from typing import NamedTuple
 
 import torch
 
@@ -34,10 +33,8 @@ def complete_by_libjpeg(files: torch.Tensor, large: int, places: int, workspace:
     return torch.tensor([is_accepted(ctypes.string_at(row[address], row[length])) for row in rows], dtype=torch.uint8)
 
 
-class _Table(NamedTuple):
-    """symbols: of each (number of bits, code)."""
-
-    symbols: dict[tuple[int, int], int]
+_Table = dict[tuple[int, int], int]
+"""The symbol of each (number of bits, code)."""
 
 
 def _tables(data: bytes, end: int) -> dict[int, _Table]:
@@ -48,10 +45,10 @@ def _tables(data: bytes, end: int) -> dict[int, _Table]:
         body = data[at + 4 : at + 2 + length] if marker == 0xC4 else b""
         while body:
             counts, symbols, code = body[1:17], iter(body[17:]), 0
-            table = _Table({})
+            table = _Table()
             for bits, count in enumerate(counts, 1):
                 for _ in range(count):
-                    table.symbols[bits, code] = next(symbols)
+                    table[bits, code] = next(symbols)
                     code += 1
                 code <<= 1
             found[body[0]] = table
@@ -104,7 +101,7 @@ def _blocks(bits: str, most: int, owners: list[int], tables: list[tuple[_Table, 
     """The number of blocks that can be read, and where the last code that was read ends."""
     blocks = coefficient = place = 0
     while blocks < most:
-        table = tables[owners[blocks % len(owners)]][coefficient > 0].symbols
+        table = tables[owners[blocks % len(owners)]][coefficient > 0]
         code = (
             (size, table[size, int(bits[place : place + size], 2)])
             for size in range(1, min(16, len(bits) - place) + 1)

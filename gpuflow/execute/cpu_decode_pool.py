@@ -193,7 +193,7 @@ class CpuDecodePool:
             if self._closed:
                 raise ConnectionAbortedError("this loader was closed while images were being decoded")
             self._seen, self._taken = self._seen + images, self._taken + taken
-            at_work, share = sum(map(len, self._workers)), self._taken / max(1, self._seen)
+            at_work, share = sum(map(len, self._workers)), self._taken / self._seen
             enough = self._taken >= max(_FEW_IMAGES, _FEW_SHARE * (self._seen + _PRIOR_IMAGES))
             needed = min(self._most, math.ceil(_CORES_FOR_ALL * share * self._cores))
             if self._starting is not None:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from gpuflow.decode.header_scan import Prescan
+from gpuflow.errors import LoaderTimeout
 from gpuflow.pipeline.image_spec import slot_shape
 
 if TYPE_CHECKING:
@@ -20,8 +22,9 @@ if TYPE_CHECKING:
     from gpuflow.pipeline.stage import ImageSpec, Keys
     from gpuflow.sources import Payload
 
-__all__ = ["SHORT_WAIT", "ChunkRunner", "DeviceStream", "allocate_slots"]
+__all__ = ["SHORT_WAIT", "ChunkRunner", "DeviceStream", "allocate_slots", "take_free"]
 
+T = TypeVar("T")
 _ALIGN = 16
 SHORT_WAIT = 0.05
 """A GPU that waits for batches for a larger part of its time than this could do more with more batches in flight."""
@@ -100,8 +103,8 @@ class DeviceStream:
         self.record_event(blocking=True).synchronize()
         return host
 
-    def another(self) -> DeviceStream:
-        """One with a stream of its own on the same device, with the same priority."""
+    def on_new_stream(self) -> DeviceStream:
+        """Another `DeviceStream` for the same device: a new CUDA stream with the same priority."""
         return DeviceStream(self.device)
 
     def new_stream(self) -> torch.cuda.Stream:
@@ -122,6 +125,14 @@ class DeviceStream:
         self.synchronize()
         with self._lock:
             self._retained.clear()
+
+
+def take_free(free: queue.SimpleQueue[T], seconds: float, failure: str) -> T:
+    """Wait for the next free one of what threads use by turns. Raises LoaderTimeout, which begins with `failure`."""
+    try:
+        return free.get(timeout=seconds)
+    except queue.Empty:
+        raise LoaderTimeout(f"{failure} within {seconds:g} s; `nvidia-smi` shows what else runs there") from None
 
 
 def allocate_slots(device_stream: DeviceStream, count: int, spec: ImageSpec) -> torch.Tensor:

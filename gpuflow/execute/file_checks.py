@@ -12,9 +12,8 @@ import torch
 from numpy.typing import NDArray
 
 from gpuflow.decode.chunk_headers import Headers
-from gpuflow.errors import LoaderTimeout
-from gpuflow.execute.device_stream import DeviceStream
-from gpuflow.execute.kernels.complete import FIELDS, LARGE_BYTES, MAX_BYTES, SPARE_BYTES, Workspace, complete_files
+from gpuflow.execute.device_stream import DeviceStream, take_free
+from gpuflow.execute.kernels.complete import FIELDS, LARGE_BYTES, MARGIN_BYTES, MAX_BYTES, Workspace, complete_files
 from gpuflow.execute.known_files import KnownFiles
 from gpuflow.sources import Payload
 
@@ -23,6 +22,9 @@ __all__ = ["FileChecks"]
 _PART_BYTES, _PART_FILES = 1 << 24, 256
 """The files of a chunk are checked in parts of at most this size, or one larger file."""
 _ALIGN = 8
+_FILE, _LENGTH, _SCAN, _RESTARTS, _DATA, _PLACES = map(
+    FIELDS.index, ("file", "length", "scan", "restarts", "data", "places")
+)
 _TURN_SECONDS = 60.0
 
 
@@ -38,11 +40,11 @@ class FileChecks:
 
     Parts take turns in one piece of device memory, which is allocated for the first one.
 
-    device_stream: of the GPU that checks, which does so on a stream of its own.
+    device_stream: of the GPU that checks files. The checks run on a separate CUDA stream.
     """
 
     def __init__(self, device_stream: DeviceStream) -> None:
-        self._device_stream = device_stream.another()
+        self._device_stream = device_stream.on_new_stream()
         self._complete, self._damaged = KnownFiles(), KnownFiles()
         self._memory: queue.SimpleQueue[_Memory | None] = queue.SimpleQueue()
         self._memory.put(None)
@@ -66,42 +68,36 @@ class FileChecks:
         return complete
 
     def _check(self, rows: NDArray[np.int64], payload: Payload, headers: Headers) -> NDArray[np.bool_]:
-        complete = np.zeros(len(rows), bool)
-        starts, sizes = (np.asarray(x, np.int64)[rows] for x in (payload.offsets, payload.sizes))
-        restarts = _restarts_of(headers, rows)
-        order = np.flatnonzero((sizes <= MAX_BYTES) & (2 * restarts < sizes))
-        order = order[np.argsort(starts[order], kind="stable")]
-        for which in _parts(starts[order], sizes[order]):
+        complete, files = np.zeros(len(rows), bool), _describe(rows, payload, headers)
+        offsets, sizes = files[:, _FILE], files[:, _LENGTH]
+        order = np.flatnonzero((sizes <= MAX_BYTES) & (2 * files[:, _RESTARTS] < sizes))
+        order = order[np.argsort(offsets[order], kind="stable")]
+        for which in _parts(offsets[order], sizes[order]):
             part = order[which]
             part = part[np.argsort(-sizes[part], kind="stable")]  # the largest first
-            complete[part] = self._check_part(rows[part], payload, headers, restarts[part])
+            complete[part] = self._check_part(files[part], payload)
         return complete
 
-    def _check_part(
-        self, rows: NDArray[np.int64], payload: Payload, headers: Headers, restarts: NDArray[np.int64]
-    ) -> NDArray[np.bool_]:
+    def _check_part(self, files: NDArray[np.int64], payload: Payload) -> NDArray[np.bool_]:
         """Check files that lie close together. They are copied to the GPU with what lies between them."""
-        offsets, sizes = (np.asarray(x, np.int64)[rows] for x in (payload.offsets, payload.sizes))
+        offsets, sizes = files[:, _FILE], files[:, _LENGTH]
         start, stop = int(offsets.min()), int((offsets + sizes).max())
         with self._memory_for(stop - start) as memory:
-            files = memory.files[: stop - start]
-            self._device_stream.copy_into(files, torch.from_numpy(payload.buffer[start:stop]))
-            described = _describe(files.data_ptr() + offsets - start, sizes, headers, rows, restarts)
-            (sent,) = self._device_stream.send_all([described])
-            large, places = int((sizes > LARGE_BYTES).sum()), int((restarts + 2).sum())
+            copied = memory.files[: stop - start]
+            self._device_stream.copy_into(copied, torch.from_numpy(payload.buffer[start:stop]))
+            files[:, _FILE] += copied.data_ptr() - start
+            spaces = -(-(sizes - files[:, _SCAN] + MARGIN_BYTES) // _ALIGN) * _ALIGN
+            places = files[:, _RESTARTS] + 2
+            files[:, _DATA], files[:, _PLACES] = np.cumsum(spaces) - spaces, np.cumsum(places) - places
+            (sent,) = self._device_stream.send_all([files])
             with self._device_stream.queued():
-                found = complete_files(sent, large, places, memory.workspace)
+                found = complete_files(sent, int((sizes > LARGE_BYTES).sum()), int(places.sum()), memory.workspace)
             return self._device_stream.receive(found).numpy().astype(bool)
 
     @contextmanager
     def _memory_for(self, size: int) -> Iterator[_Memory]:
         """Memory for a part of this size, once the part before is done. Raises LoaderTimeout if that takes too long."""
-        try:
-            memory = self._memory.get(timeout=_TURN_SECONDS)
-        except queue.Empty:
-            raise LoaderTimeout(
-                f"the GPU did not check files within {_TURN_SECONDS:g} s; `nvidia-smi` shows what else runs there"
-            ) from None
+        memory = take_free(self._memory, _TURN_SECONDS, "the GPU did not check files")
         try:
             if memory is None:
                 memory = self._allocated(_PART_BYTES)
@@ -114,7 +110,7 @@ class FileChecks:
         with self._device_stream.queued():
             files = torch.empty(size, dtype=torch.uint8, device=device)
             count = _PART_FILES if size <= _PART_BYTES else 1
-            return _Memory(files, Workspace.of(count, size + count * (SPARE_BYTES + _ALIGN), device))
+            return _Memory(files, Workspace.of(count, size + count * (MARGIN_BYTES + _ALIGN), device))
 
 
 def _parts(starts: NDArray[np.int64], sizes: NDArray[np.int64]) -> Iterator[slice]:
@@ -128,39 +124,21 @@ def _parts(starts: NDArray[np.int64], sizes: NDArray[np.int64]) -> Iterator[slic
         yield slice(first, len(sizes))
 
 
-def _units_of(headers: Headers, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Of each file the number of coded units (MCUs), and of blocks of the first component in one."""
-    sampling = headers.sampling[rows].astype(np.int64)
+def _describe(rows: NDArray[np.int64], payload: Payload, headers: Headers) -> NDArray[np.int64]:
+    """The files of these rows for `complete_files`, [n, len(FIELDS)]. Instead of the device address there is the offset
+    in the payload; where working memory begins is 0."""
+    sampling, intervals = headers.sampling[rows].astype(np.int64), headers.intervals[rows]
     across, down = np.maximum(sampling >> 4, 1), np.maximum(sampling & 15, 1)
-    return (-(-headers.sizes[rows] // (8 * np.column_stack([down, across])))).prod(axis=1), across * down
-
-
-def _restarts_of(headers: Headers, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The number of restart markers that each file should have."""
-    units, intervals = _units_of(headers, rows)[0], headers.intervals[rows]
-    return np.where(intervals > 0, -(-units // np.maximum(intervals, 1)) - 1, 0)
-
-
-def _describe(
-    addresses: NDArray[np.int64],
-    lengths: NDArray[np.int64],
-    headers: Headers,
-    rows: NDArray[np.int64],
-    restarts: NDArray[np.int64],
-) -> NDArray[np.int64]:
-    """The files at these addresses as `complete_files` takes them, [n, len(FIELDS)]."""
-    units, luma = _units_of(headers, rows)
-    spaces = -(-(lengths - headers.scans[rows] + SPARE_BYTES) // _ALIGN) * _ALIGN
+    units = (-(-headers.sizes[rows] // (8 * np.column_stack([down, across])))).prod(axis=1)
     columns = {
-        "file": addresses,
-        "length": lengths,
+        "file": np.asarray(payload.offsets, np.int64)[rows],
+        "length": np.asarray(payload.sizes, np.int64)[rows],
         "scan": headers.scans[rows],
-        "components": np.where(headers.sampling[rows] > 0, 3, 1),
-        "luma": luma,
+        "components": np.where(sampling > 0, 3, 1),
+        "luma": across * down,
         "units": units,
-        "interval": headers.intervals[rows],
-        "restarts": restarts,
-        "data": np.cumsum(spaces) - spaces,
-        "places": np.cumsum(restarts + 2) - restarts - 2,
+        "interval": intervals,
+        "restarts": np.where(intervals > 0, -(-units // np.maximum(intervals, 1)) - 1, 0),
     }
-    return np.column_stack([columns[name] for name in FIELDS]).astype(np.int64)
+    nothing = np.zeros(len(rows), np.int64)
+    return np.column_stack([columns.get(name, nothing) for name in FIELDS]).astype(np.int64)

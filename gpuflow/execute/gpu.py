@@ -460,9 +460,8 @@ class GpuRunner:
         files = JpegBatch(*(np.empty((len(planned.rows), *x.shape[1:]), x.dtype) for x in chunks[0].files))
         targets = next([place.images for place in places] for _, places in call.results.values())
         for number, (where, _) in call.results.items():
-            one, taken = chunks[number], planned.rows[where]
-            for field_of_all, field_of_one in zip(files, one.files, strict=True):
-                field_of_all[where] = field_of_one[taken]
+            for field_of_all, field_of_one in zip(files, chunks[number].files, strict=True):
+                field_of_all[where] = field_of_one[planned.rows[where]]
         with self._buffers.acquire(planned.space) as decoded:
             spaces = -(-files.images[:, 4].astype(np.int64) * files.frames[:, 0] // _ALIGN) * _ALIGN
             files.images[:, 0] = decoded.data_ptr() + np.cumsum(spaces) - spaces
@@ -480,10 +479,10 @@ class GpuRunner:
                 good = decoder.decode(files)
             for passes, draws, sent, target in zip(self._passes, chunks[0].draws, sent_plans, targets, strict=True):
                 passes.sample(0, draws[0], sent, target)
-        for number, (where, _) in call.results.items():
-            one, taken = chunks[number], planned.rows[where][good[where]]
+        for number in call.results:
             if number:
-                self._device_stream.retain_until_done(one.payload.buffer)  # even if its chunk is never launched
+                buffer = chunks[number].payload.buffer
+                self._device_stream.retain_until_done(buffer)  # even if its chunk is never launched
         return good
 
     def _send(self, array: NDArray[np.int64]) -> torch.Tensor:

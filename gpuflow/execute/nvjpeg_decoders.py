@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,11 +20,9 @@ from numpy.typing import NDArray
 
 from gpuflow.decode import self_test
 from gpuflow.decode.nvjpeg import BatchedDecoder, NvjpegError, NvjpegLibrary
-from gpuflow.errors import DecoderError, LoaderTimeout
+from gpuflow.errors import DecoderError
 from gpuflow.execute.decode_calls import LARGE_PIXELS
-
-if TYPE_CHECKING:
-    from gpuflow.execute.device_stream import DeviceStream
+from gpuflow.execute.device_stream import DeviceStream, take_free
 
 __all__ = ["CALL_SECONDS", "JpegBatch", "NvjpegDecoder", "NvjpegDecoderPool"]
 
@@ -149,32 +147,28 @@ class NvjpegDecoder:
         raise DecoderError("nvJPEG does not decode gpuflow's test image; end this process and start another one")
 
     def _passes(self) -> bool:
-        (image,) = self.test_images([self_test.JPEG])
+        image = self._test_image()
         if image is None:
             return False
         difference = image.astype(np.int64) - self_test.pixels(self._color)
         return int(np.abs(difference).max()) <= _TOLERANCE
 
-    def test_images(self, files: list[NDArray[np.uint8]]) -> list[NDArray[np.uint8] | None]:
-        """Decode files of the test image's size: for each file uint8 [HEIGHT, WIDTH, C], or None if it was refused."""
-        device_stream, pitch = self._device_stream, self_test.WIDTH * self.channels
-        space = self_test.HEIGHT * pitch
-        encoded = device_stream.pinned([sum(map(len, files))], torch.uint8).numpy()
-        np.concatenate(files, out=encoded)
-        lengths = np.array([len(data) for data in files], np.uint64)
+    def _test_image(self) -> NDArray[np.uint8] | None:
+        """Decode gpuflow's own test image: uint8 [HEIGHT, WIDTH, C], or None if it was refused."""
+        device_stream, shape = self._device_stream, (self_test.HEIGHT, self_test.WIDTH, self.channels)
+        encoded = device_stream.pinned([len(self_test.JPEG)], torch.uint8).numpy()
+        encoded[:] = self_test.JPEG
         with device_stream.queued():
-            memory = torch.zeros(len(files) * space, dtype=torch.uint8, device=device_stream.device)
+            memory = torch.zeros(shape, dtype=torch.uint8, device=device_stream.device)
         device_stream.synchronize()
-        images = np.zeros((len(files), 8), np.uint64)
-        images[:, 0], images[:, 4] = memory.data_ptr() + space * np.arange(len(files)), pitch
-        frame = np.array([[self_test.HEIGHT, self_test.WIDTH, self_test.SAMPLING]], np.int64)
-        data = np.cumsum(lengths) - lengths + np.uint64(encoded.ctypes.data)
-        call = JpegBatch(data, lengths, images, frame.repeat(len(files), axis=0))
-        good = self._decode_by_halves(call)
+        images = np.zeros((1, 8), np.uint64)
+        images[:, 0], images[:, 4] = memory.data_ptr(), self_test.WIDTH * self.channels
+        frames = np.array([[self_test.HEIGHT, self_test.WIDTH, self_test.SAMPLING]], np.int64)
+        data, lengths = (np.array([value], np.uint64) for value in (encoded.ctypes.data, len(encoded)))
+        (decoded,) = self._decode_by_halves(JpegBatch(data, lengths, images, frames))
         device_stream.wait_stream(self._stream)
         device_stream.synchronize()
-        pixels = memory.cpu().numpy().reshape(len(files), self_test.HEIGHT, self_test.WIDTH, -1)
-        return [image if decoded else None for image, decoded in zip(pixels, good.tolist(), strict=True)]
+        return memory.cpu().numpy() if decoded else None
 
 
 class NvjpegDecoderPool:
@@ -220,12 +214,7 @@ class NvjpegDecoderPool:
 
     def _acquire_place(self) -> int:
         while True:
-            try:
-                place = self._free.get(timeout=CALL_SECONDS)
-            except queue.Empty:
-                raise LoaderTimeout(
-                    f"nvJPEG did not end a call within {CALL_SECONDS:g} s; `nvidia-smi` shows what else runs there"
-                ) from None
+            place = take_free(self._free, CALL_SECONDS, "nvJPEG did not end a call")
             if place == 0 or self._starved:
                 return place
             self._spare.put(place)

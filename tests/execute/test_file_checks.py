@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 
 from gpuflow.decode.chunk_headers import read_headers
 from gpuflow.decode.codecs import MAX_SCANS
@@ -18,8 +16,9 @@ from gpuflow.decode.libjpeg_turbo import find_libjpeg_turbo
 from gpuflow.errors import LoaderTimeout
 from gpuflow.execute import file_checks
 from gpuflow.execute.file_checks import FileChecks
-from gpuflow.execute.kernels.complete import FIELDS, SPARE_BYTES, Workspace
+from gpuflow.execute.kernels.complete import FIELDS, MARGIN_BYTES, Workspace
 from gpuflow.sources import Payload
+from tests.host_stream import HostStream
 from tests.huffman import complete_by_libjpeg
 from tests.images import jpeg, photo, with_restarts
 
@@ -31,27 +30,6 @@ FILES = [
 CUT = [data[:-8] + data[-2:] for data in FILES]
 
 
-class HostStream:
-    """Replaces `DeviceStream`: its GPU is the host."""
-
-    device = torch.device("cpu")
-
-    def another(self) -> HostStream:
-        return self
-
-    def queued(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    def copy_into(self, target: torch.Tensor, host: torch.Tensor) -> None:
-        target.copy_(host)
-
-    def send_all(self, arrays: Sequence[NDArray[Any]]) -> list[torch.Tensor]:
-        return [torch.from_numpy(array).clone() for array in arrays]
-
-    def receive(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor
-
-
 @pytest.fixture
 def checked(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     """Gets the sizes in bytes of the files that are checked together."""
@@ -59,7 +37,7 @@ def checked(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
 
     def check(files: torch.Tensor, large: int, places: int, workspace: Workspace) -> torch.Tensor:
         columns = dict(zip(FIELDS, files.numpy().T, strict=True))
-        spaces = columns["length"] - columns["scan"] + SPARE_BYTES
+        spaces = columns["length"] - columns["scan"] + MARGIN_BYTES
         assert (columns["data"][1:] >= (columns["data"] + spaces)[:-1]).all(), "no file writes into the next one's part"
         assert (columns["data"] % 8 == 0).all() and columns["data"][-1] + spaces[-1] <= len(workspace.data)
         ends = columns["places"] + columns["restarts"] + 2

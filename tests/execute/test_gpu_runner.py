@@ -6,7 +6,6 @@ kernel. All else is real, on the CPU.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import random
 import threading
@@ -29,6 +28,7 @@ from gpuflow.pipeline.stage import Keys
 from gpuflow.sources import Payload
 from gpuflow.stages import CenterCrop, Decode, Resize
 from tests import images
+from tests.host_stream import HostStream
 from tests.huffman import complete_by_libjpeg
 from tests.running import program_of, run
 
@@ -57,59 +57,6 @@ def contents() -> tuple[bytes, ...]:
 def number_in(data: bytes) -> int:
     at = data.index(NUMBER[:7])
     return int(data[at + 7 : at + WIDTH])
-
-
-class Event:
-    def query(self) -> bool:
-        return True
-
-    def synchronize(self) -> None:
-        """What it stands for has passed."""
-
-
-class CpuStream:
-    """Replaces `DeviceStream` and its CUDA stream: queued work runs immediately."""
-
-    device, cuda_stream = torch.device("cpu"), 7
-
-    def __init__(self) -> None:
-        self.stream = self
-
-    def queued(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    def new_stream(self) -> CpuStream:
-        return self
-
-    def another(self) -> CpuStream:
-        return self
-
-    def receive(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor
-
-    def copy_into(self, target: torch.Tensor, host: torch.Tensor) -> None:
-        target.copy_(host)
-
-    def wait_stream(self, other: CpuStream) -> None:
-        assert other is self
-
-    def record_event(self, *, blocking: bool = False, stream: Any = None) -> Event:
-        return Event()
-
-    def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(tuple(shape), dtype=dtype)
-
-    def send(self, host: torch.Tensor) -> torch.Tensor:
-        return host.clone()
-
-    def send_all(self, arrays: Sequence[NDArray[Any]]) -> list[torch.Tensor]:
-        return [torch.from_numpy(np.array(array)) for array in arrays]
-
-    def retain_until_done(self, memory: Any, on_done: Any = None) -> None:
-        """What was queued is done."""
-
-    def synchronize(self) -> None:
-        """All work is done."""
 
 
 class NumberDecoder:
@@ -150,7 +97,7 @@ def make_runner(monkeypatch: pytest.MonkeyPatch) -> MakeRunner:
     def make(decode_bytes: int) -> GpuRunner:
         passes = passes_of(PROGRAM)
         assert not isinstance(passes, str)
-        substitutes: Any = (CpuStream(), object())
+        substitutes: Any = (HostStream(), object())
         return GpuRunner(PROGRAM, [passes], *substitutes, backend="hardware", decode_bytes=decode_bytes, buffers=3)
 
     return make

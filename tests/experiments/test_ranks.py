@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import json
 import math
@@ -28,6 +27,7 @@ from gpuflow.tools.bench import COLUMNS
 from tests import images
 from tests.datasets import make_photos
 from tests.experiments.scripts import imported
+from tests.host_stream import HostStream
 
 ROOT = Path(__file__).parents[2]
 HERE = ROOT / "experiments" / "ranks"
@@ -172,45 +172,6 @@ def test_duration_of_calls(one_rank: Any) -> None:
 # --- arms -------------------------------------------------------------------------------------------------------------
 
 
-class DeviceStream:
-    """Replaces `DeviceStream` and its CUDA stream. Queued work is done immediately."""
-
-    device, cuda_stream = torch.device("cpu"), 7
-
-    def __init__(self) -> None:
-        self.stream = self
-
-    def queued(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    def record_event(self, **options: Any) -> DeviceStream:
-        return self
-
-    def synchronize(self) -> None:
-        pass
-
-    def another(self) -> DeviceStream:
-        return self
-
-    def copy_into(self, target: torch.Tensor, host: torch.Tensor) -> None:
-        target.copy_(host)
-
-    def receive(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor
-
-    def wait_stream(self, other: DeviceStream) -> None:
-        pass
-
-    def pinned(self, shape: list[int], dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype)
-
-    def send_all(self, arrays: list[Any]) -> list[torch.Tensor]:
-        return [torch.from_numpy(array) for array in arrays]
-
-    def retain_until_done(self, memory: Any) -> None:
-        pass
-
-
 class Library:
     """Replaces libnvjpeg: decodes nothing and counts the calls."""
 
@@ -239,7 +200,7 @@ def runner(library: Library, monkeypatch: pytest.MonkeyPatch) -> GpuRunner:
     program = fold(pipeline, trace(pipeline))
     passes = passes_of(program)
     assert not isinstance(passes, str), passes
-    substitutes: Any = (DeviceStream(), library)
+    substitutes: Any = (HostStream(), library)
     return GpuRunner(program, [passes], *substitutes, backend="cuda", decode_bytes=1 << 20)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from itertools import accumulate
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from gpuflow.stages import STAGES, Flip, Normalize, RandomCrop
 from gpuflow.torchpipe.preset_runner import PresetRunner
 from gpuflow.training.trainer import Trainer, TrainerEvents
 from tests.datasets import make_photos
+from tests.host_stream import HostStream
 from tests.hostile import BAD, HOSTILE
 from tests.images import jpeg, photo
 from tests.running import keys_of, program_of, run
@@ -31,17 +31,8 @@ FILES = {**HOSTILE, **{name: data for name, (data, _) in BAD.items()}}
 UNKNOWN = {"webp", "webp lossless", "empty", "text", "cut short", "huge"}
 
 
-class CpuDeviceStream:
-    """A `DeviceStream` on the CPU, where queued work is done at once."""
-
-    device = torch.device("cpu")
-
-    def queued(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-
 def runner(program: Program, seconds: float = 20) -> PresetRunner:
-    return PresetRunner(program, CpuDeviceStream(), origin="x.yaml", threads=2, timeout_seconds=seconds)  # type: ignore[arg-type]
+    return PresetRunner(program, HostStream(), origin="x.yaml", threads=2, timeout_seconds=seconds)  # type: ignore[arg-type]
 
 
 def payload(files: list[bytes], *, unreadable: int | None = None) -> Payload:

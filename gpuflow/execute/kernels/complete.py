@@ -23,7 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
-__all__ = ["FIELDS", "LARGE_BYTES", "MAX_BYTES", "SPARE_BYTES", "Workspace", "complete_files"]
+__all__ = ["FIELDS", "LARGE_BYTES", "MARGIN_BYTES", "MAX_BYTES", "Workspace", "complete_files"]
 
 FIELDS = ("file", "length", "scan", "components", "luma", "units", "interval", "restarts", "data", "places")
 """Columns of the description of the files, int64 [N, len(FIELDS)]: device address and size in bytes; where the
@@ -33,7 +33,7 @@ markers; where this file's part of the working memory for data begins, a multipl
 begins."""
 MAX_BYTES = 1 << 26
 """The largest size of a file that is read."""
-SPARE_BYTES = 16
+MARGIN_BYTES = 16
 """A file's part of the working memory for data is this much larger than its compressed data."""
 _TILE, _TILE_WARPS = 1 << 14, 16
 """Bytes that a program copies at a time, and its warps."""
@@ -318,7 +318,7 @@ class Workspace:
 
     @classmethod
     def of(cls, files: int, data_bytes: int, device: torch.device) -> Workspace:
-        """data_bytes: SPARE_BYTES more for each file than its compressed data at least."""
+        """data_bytes: MARGIN_BYTES more for each file than its compressed data at least."""
 
         def memory(*shape: int, dtype: torch.dtype) -> torch.Tensor:
             return torch.empty(shape, dtype=dtype, device=device)
@@ -345,14 +345,14 @@ def complete_files(files: torch.Tensor, large: int, places: int, workspace: Work
     count, fields = len(files), len(FIELDS)
     starts = torch.empty(places, dtype=torch.int32, device=files.device)
     found = torch.zeros(count, dtype=torch.uint8, device=files.device)
-    tables, limits, sizes, data, ends = (getattr(workspace, name) for name in Workspace.__slots__)
+    tables, limits, sizes, data = workspace.tables, workspace.limits, workspace.sizes, workspace.data
     tables[:count].zero_()
     _tables[count, 4](files, tables, limits, FIELD_COUNT=fields, TILE=1024, num_warps=4)
     _unstuff[count,](files, data, starts, sizes, FIELD_COUNT=fields, TILE=_TILE, num_warps=_TILE_WARPS)
     for begin, end, lanes in ((0, large, _LANES[1]), (large, count, _LANES[0])):
         if begin < end:
             _count[end - begin,](
-                files, tables, limits, data, starts, sizes, ends, found, begin,
+                files, tables, limits, data, starts, sizes, workspace.ends, found, begin,
                 FIELD_COUNT=fields, LANES=lanes, PART=_PART_BITS, num_warps=lanes // 32,
             )  # fmt: skip
     return found

@@ -5,14 +5,12 @@ Prints a line of JSON for each case: whether the kernels, the reference and libj
 
 from __future__ import annotations
 
-import contextlib
 import json
 import random
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 import triton.language as tl
 
 from gpuflow.decode.chunk_headers import read_headers
@@ -23,31 +21,11 @@ from gpuflow.execute.kernels import complete
 from gpuflow.sources import Payload
 from tests import damaged, images
 from tests.execute.kernels import quick_interpreter  # noqa: F401  # replaces parts of Triton's interpreter
+from tests.host_stream import HostStream
 from tests.huffman import is_accepted, reads_to_its_end
 
 PART_BITS = 300
 """Few, so that a small file has several parts."""
-
-
-class HostStream:
-    """Replaces `DeviceStream`. Queued work runs immediately."""
-
-    device = torch.device("cpu")
-
-    def another(self) -> HostStream:
-        return self
-
-    def queued(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    def copy_into(self, target: torch.Tensor, host: torch.Tensor) -> None:
-        target.copy_(host)
-
-    def send_all(self, arrays: Sequence[Any]) -> list[torch.Tensor]:
-        return [torch.from_numpy(array).clone() for array in arrays]
-
-    def receive(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor
 
 
 def small(rng: random.Random, kind: str, seed: int) -> bytes:

@@ -23,7 +23,7 @@ from gpuflow.pipeline.stage import Keys
 from tests import images
 from tests.datasets import Entries, program
 from tests.execute.kernels import quick_interpreter  # noqa: F401  # replaces parts of Triton's interpreter
-from tests.execute.kernels.interpret_runner import CpuDeviceStream
+from tests.host_stream import HostStream
 
 PIPELINES: dict[str, Entries] = {
     "crop": ({"decode": {}}, {"random_resized_crop": {"size": 13}}, {"flip": {"horizontal": 0.5}}),
@@ -92,7 +92,7 @@ def main() -> None:
         folded = program(entries)
         passes = passes_of(folded)
         assert not isinstance(passes, str), passes
-        stream: Any = CpuDeviceStream()
+        stream: Any = HostStream()
         device_passes, result = DevicePasses(passes, stream), folded.result
         for count in (3, 6):
             arrays = [images.photo(31 + i, 44 - 2 * i, seed=i) for i in range(count)]

@@ -6,7 +6,6 @@ Prints one line of JSON per case: differences from the CPU runner, and the calls
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import gc
@@ -61,6 +60,7 @@ from gpuflow.torchpipe.gpu_preprocessor import GpuPreprocessor
 from tests import images
 from tests.datasets import Entries, views_program
 from tests.execute.kernels import quick_interpreter  # noqa: F401  # replaces parts of Triton's interpreter
+from tests.host_stream import HostStream
 from tests.huffman import complete_by_libjpeg
 from tests.packages.toning.toning import MaskBlue, Tone
 
@@ -93,54 +93,6 @@ for owner, kernel in KERNELS:
     setattr(owner, kernel, one_at_a_time(getattr(owner, kernel)))
 if find_libjpeg_turbo() is not None:  # the kernels have their own test, and take long in the interpreter
     vars(file_checks)["complete_files"] = complete_by_libjpeg
-
-
-class CpuDeviceStream:
-    """Replaces `DeviceStream` and its CUDA stream. Queued work runs immediately."""
-
-    device, cuda_stream = torch.device("cpu"), 7
-
-    def __init__(self) -> None:
-        self.calls: Counter[str] = Counter()
-        self.stream = self
-
-    def wait_stream(self, other: CpuDeviceStream) -> None:
-        assert other is self, "one thread needs no second decoder"
-
-    def another(self) -> CpuDeviceStream:
-        return CpuDeviceStream()
-
-    def receive(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor
-
-    def copy_into(self, target: torch.Tensor, host: torch.Tensor) -> None:
-        target.copy_(host)
-
-    def queued(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    def record_event(self, *, blocking: bool = False, stream: Any = None) -> CpuDeviceStream:
-        return self
-
-    def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(tuple(shape), dtype=dtype)
-
-    def send(self, host: torch.Tensor) -> torch.Tensor:
-        self.calls["copies"] += 1
-        return host.clone()
-
-    def send_all(self, arrays: Sequence[Any]) -> list[torch.Tensor]:
-        self.calls["copies"] += 1
-        return [torch.from_numpy(array).clone() for array in arrays]
-
-    def retain_until_done(self, memory: Any, on_done: Callable[[Any], None] | None = None) -> None:
-        """What was queued is done."""
-        if on_done is not None:
-            on_done(memory)
-
-    def synchronize(self) -> None:
-        """As an event too: what it stands for has passed."""
-        self.calls["synchronize"] += 1
 
 
 class CpuLibrary:
@@ -292,7 +244,7 @@ def cases() -> Iterator[dict[str, Any]]:
             program = fold(pipeline, trace(pipeline))
             passes = passes_of(program)
             assert not isinstance(passes, str), passes
-            device_stream, library = CpuDeviceStream(), CpuLibrary(1 if name == "gray" else 3)
+            device_stream, library = HostStream(), CpuLibrary(1 if name == "gray" else 3)
             chunk = payload([*files(), b"\0" * 40])
             maps = np.eye(2, 3) + np.random.default_rng(0).uniform(-0.2, 0.2, (len(chunk), 2, 3))
             values = dict.fromkeys(program.record_values, maps)
@@ -360,7 +312,7 @@ def views(name: str, last: Entries) -> dict[str, Any]:
     )
     passes = passes_of_each(program)
     assert not isinstance(passes, str), passes
-    device_stream, library, contents, worst = CpuDeviceStream(), CpuLibrary(3), files(), 0.0
+    device_stream, library, contents, worst = HostStream(), CpuLibrary(3), files(), 0.0
     substitutes: Any = (device_stream, library)
     cpu_pool = CpuDecodePool(program, processes=0, cores=1, make=heap)
     runner = GpuRunner(program, passes, *substitutes, backend="hardware", decode_bytes=1 << 20, cpu_pool=cpu_pool)
@@ -420,7 +372,7 @@ def served() -> dict[str, Any]:
     program = fold(pipeline, trace(pipeline))
     passes = passes_of(program)
     assert not isinstance(passes, str), passes
-    device_stream, lent = CpuDeviceStream(), list[Any]()
+    device_stream, lent = HostStream(), list[Any]()
     substitutes: Any = (device_stream, CpuLibrary(3))
     runner = GpuRunner(program, [passes], *substitutes, backend="hardware", decode_bytes=1 << 20)
     serving = GpuPreprocessor(runner, substitutes[0], acquire=lambda n: np.empty(n + 9, np.uint8), release=lent.append)
@@ -458,7 +410,7 @@ def histories() -> dict[str, Any]:
     pool.append(pool[0][:middle] + b"\xff\xd7" + pool[0][middle + 2 :])
 
     def new() -> GpuRunner:
-        substitutes: Any = (CpuDeviceStream(), CpuLibrary(3))
+        substitutes: Any = (HostStream(), CpuLibrary(3))
         return GpuRunner(program, [passes], *substitutes, backend="hardware", decode_bytes=1 << 20)
 
     def run(runner: GpuRunner, chosen: Sequence[int]) -> torch.Tensor:
@@ -516,7 +468,7 @@ def windows() -> Iterator[dict[str, Any]]:
             library: CpuLibrary, *, ahead: bool, program: Program = program, passes: Sequence[Pass] = passes
         ) -> GpuRunner:
             cpu_pool = CpuDecodePool(program, processes=0, cores=1, make=heap) if ahead else None
-            device: Any = CpuDeviceStream()
+            device: Any = HostStream()
             nvjpeg: Any = library
             return GpuRunner(
                 program, [passes], device, nvjpeg, backend="hardware", decode_bytes=30_000, cpu_pool=cpu_pool
