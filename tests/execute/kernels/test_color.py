@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import numpy as np
 from numpy.typing import NDArray
 
 from gpuflow.pipeline.stage import Keys, Operation, Operations, Pointwise, StageKeys
 from gpuflow.stages import STAGES, ColorJitter, Normalize
+from tests.execute.kernels.interpreted import differences_of
 
-ROOT = Path(__file__).parents[3]
 ADJUSTMENTS = (Operation.BRIGHTNESS, Operation.CONTRAST, Operation.SATURATION, Operation.HUE)
-SCRIPT = Path(__file__).parent / "interpret_color.py"
 
 
 def test_kernels_equal_their_references_bit_for_bit() -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT)], env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    differences = {name: float(text) for name, text in (line.rsplit(": ", 1) for line in done.stdout.splitlines())}
+    differences = differences_of("interpret_color.py")
     examples = [example for stage in STAGES.values() for example in stage.examples()]
     pointwise = [example for example in examples if isinstance(example, Pointwise) and example.table() is None]
     assert len(differences) == 32 + 4 + 2 + 2 + 48 + 1 + 48 + 4 + 16 + len(pointwise) + 1

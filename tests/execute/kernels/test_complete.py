@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import random
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,20 +15,16 @@ from gpuflow.decode.codecs import MAX_SCANS
 from gpuflow.decode.libjpeg_turbo import find_libjpeg_turbo
 from gpuflow.sources import Payload
 from tests import damaged
+from tests.execute.kernels.interpreted import lines_of
 from tests.huffman import is_accepted, reads_to_its_end
 from tests.images import jpeg, photo, with_restarts
 
-ROOT = Path(__file__).parents[3]
 pytestmark = pytest.mark.skipif(find_libjpeg_turbo() is None, reason="needs libjpeg-turbo 3: gpuflow[turbo]")
 
 
 @pytest.fixture(scope="module")
 def cases() -> dict[str, dict[str, Any]]:
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, str(Path(__file__).parent / "interpret_complete.py")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    return {case["case"]: case for case in map(json.loads, done.stdout.splitlines())}
+    return {case["case"]: case for case in map(json.loads, lines_of("interpret_complete.py"))}
 
 
 def test_files_are_complete_if_one_code_after_the_other_can_be_read(cases: dict[str, dict[str, Any]]) -> None:

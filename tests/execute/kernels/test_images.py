@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[3]
+from tests.execute.kernels.interpreted import lines_of
 
 
 @pytest.fixture(scope="module")
 def cases() -> list[dict[str, Any]]:
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, str(Path(__file__).parent / "interpret_images.py")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    return [json.loads(line) for line in lines_of("interpret_images.py")]
 
 
 def test_pixels_and_faults_are_those_of_the_cpu(cases: list[dict[str, Any]]) -> None:

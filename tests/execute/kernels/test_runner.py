@@ -3,26 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from gpuflow.decode.libjpeg_turbo import find_libjpeg_turbo
-
-ROOT = Path(__file__).parents[3]
+from tests.execute.kernels.interpreted import lines_of
 
 
 @pytest.fixture(scope="module")
 def cases() -> dict[str, dict[str, Any]]:
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, str(Path(__file__).parent / "interpret_runner.py")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    return {case["case"]: case for case in map(json.loads, done.stdout.splitlines())}
+    return {case["case"]: case for case in map(json.loads, lines_of("interpret_runner.py"))}
 
 
 def test_pixels_and_faults_are_those_of_the_cpu(cases: dict[str, dict[str, Any]]) -> None:

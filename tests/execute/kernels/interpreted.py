@@ -1,0 +1,26 @@
+"""Runs the scripts that run kernels in Triton's interpreter, which needs numpy < 2.4 and a process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+__all__ = ["differences_of", "lines_of"]
+
+HERE, ROOT = Path(__file__).parent, Path(__file__).parents[3]
+
+
+def lines_of(script: str) -> list[str]:
+    """What a script of this folder prints, once it has ended without an error."""
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(HERE / script)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def differences_of(script: str) -> dict[str, float]:
+    """The number that a script prints behind the name of each case."""
+    return {name: float(text) for name, text in (line.rsplit(": ", 1) for line in lines_of(script))}
