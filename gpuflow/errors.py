@@ -26,6 +26,7 @@ import enum
 import errno
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final, Literal
 
 __all__ = [
@@ -182,6 +183,10 @@ class BadSampleError(GpuflowError, ValueError):
         self.stage, self.reason, self.code, self.index, self.path = stage, reason, code, index, path
         place = f"{path} (sample {index}): " if path else ""
         super().__init__(f"{place}{stage}: {reason}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Processes send each other faults."""
+        return partial(BadSampleError, index=self.index, path=self.path), (self.stage, self.reason, self.code)
 
     def located(self, index: int, path: str) -> BadSampleError:
         """The same fault with its sample named."""

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-import torch
 from numpy.typing import NDArray
 
 from gpuflow.errors import Problem
 from gpuflow.pipeline import stage as s
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["Normalize"]
 
@@ -69,6 +71,7 @@ class Normalize(s.Pointwise):
         return spec.replace(dtype=self.dtype, layout=self.layout)
 
     def torchvision(self) -> Any:
+        import torch
         from torchvision.transforms import v2
 
         normalize = v2.Normalize(list(self._values("mean")), list(self._values("std")))
@@ -77,31 +80,21 @@ class Normalize(s.Pointwise):
 
     def module(self) -> torch.nn.Module:
         """The stage as part of a model: uint8 [N, C, H, W] on any device to the dtype, bit for bit equal on a CPU."""
-        return _Module(self._values("mean"), self._values("std"), getattr(torch, self.dtype))
+        import torch
+
+        from gpuflow.stages.normalize_module import NormalizeModule
+
+        return NormalizeModule(self._values("mean"), self._values("std"), getattr(torch, self.dtype))
 
     def table(self) -> NDArray[Any]:
         """[C, 256] results, one row per channel: float32, or the bits of 16-bit floats as uint16."""
         return _table(self._values("mean"), self._values("std"), self.dtype)
 
 
-class _Module(torch.nn.Module):
-    """Computes what `_table` holds, for each pixel."""
-
-    mean: torch.Tensor
-    std: torch.Tensor
-
-    def __init__(self, mean: tuple[float, ...], std: tuple[float, ...], dtype: torch.dtype) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.tensor(mean)[:, None, None])
-        self.register_buffer("std", torch.tensor(std)[:, None, None])
-        self._dtype = dtype
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        return ((images.to(torch.float32) * (1.0 / 255) - self.mean) / self.std).to(self._dtype)
-
-
 @lru_cache(maxsize=64)
 def _table(mean: tuple[float, ...], std: tuple[float, ...], dtype: str) -> NDArray[Any]:
+    import torch
+
     levels = torch.arange(256, dtype=torch.uint8).to(torch.float32).mul_(1.0 / 255)
     columns = torch.tensor(mean)[:, None], torch.tensor(std)[:, None]
     table = levels[None].sub(columns[0]).div_(columns[1]).to(getattr(torch, dtype))

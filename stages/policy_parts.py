@@ -13,7 +13,6 @@ from functools import lru_cache
 from typing import ClassVar, Literal, final
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from gpuflow.pipeline import stage as s
@@ -51,6 +50,8 @@ class Range:
     def bins(self, count: int, height: int, width: int) -> NDArray[np.float64]:
         """The magnitude of each bin, as torchvision computes it, for an image of this size."""
         if self.whole:
+            import torch
+
             steps = torch.arange(count) / ((count - 1) / (self.low - self.high))
             return (self.low - steps).round().double().numpy()
         return _linspace(self.low, self.high * {"": 1, "height": height, "width": width}[self.of], count)
@@ -58,6 +59,8 @@ class Range:
 
 @lru_cache(maxsize=4096)
 def _linspace(low: float, high: float, count: int) -> NDArray[np.float64]:
+    import torch
+
     return torch.linspace(low, high, count).double().numpy()
 
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, ClassVar
-
-import torch
-from torch.overrides import TorchFunctionMode
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from gpuflow.errors import Problem, suggest
 from gpuflow.pipeline import stage as s
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["Torchvision"]
 
@@ -33,7 +33,7 @@ _IN_PLACE = frozenset(
     )
 )
 """The transforms that leave every pixel in its place; boxes and masks go through them unchanged."""
-_DTYPES = {torch.uint8: "uint8", torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+_DTYPES = ("uint8", "float32", "float16", "bfloat16")
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -84,7 +84,7 @@ class Torchvision(s.Opaque):
 
     @property
     def random(self) -> bool:
-        for channels, dtype in ((3, torch.uint8), (3, torch.float32), (1, torch.uint8), (1, torch.float32)):
+        for channels, dtype in ((3, "uint8"), (3, "float32"), (1, "uint8"), (1, "float32")):
             try:
                 return _probe(self.name, self.parameters, (channels, *_PROBES[0]), dtype)[2]
             except (TypeError, ValueError, RuntimeError):
@@ -99,29 +99,30 @@ class Torchvision(s.Opaque):
         if spec.layout == "encoded":
             raise ValueError("takes an image but gets encoded bytes; put decode before torchvision")
         height, width, channels = spec.shape
-        dtype = getattr(torch, spec.dtype)
         results = []
         for probe_height, probe_width in _PROBES:
             shape = (channels, height or probe_height, width or probe_width)
             try:
-                results.append(_probe(self.name, self.parameters, shape, dtype))
+                results.append(_probe(self.name, self.parameters, shape, spec.dtype))
             except (TypeError, ValueError, RuntimeError) as error:
                 raise ValueError(f"{self.name} does not take {spec}: {error}") from error
         (a, out_dtype, _), (b, _, _) = results
         if a[0] is None:
             raise ValueError(f"{self.name} gives a number of channels that varies from sample to sample")
         if out_dtype not in _DTYPES:
-            raise ValueError(f"{self.name} gives {out_dtype}; a batch holds {', '.join(_DTYPES.values())}")
+            raise ValueError(f"{self.name} gives torch.{out_dtype}; a batch holds {', '.join(_DTYPES)}")
         sides = [x if x == y else None for x, y in zip(a[1:], b[1:], strict=True)]
-        layout = "hwc" if out_dtype == torch.uint8 else "nhwc" if spec.layout == "nhwc" else "nchw"
-        return spec.replace(shape=(sides[0], sides[1], a[0]), dtype=_DTYPES[out_dtype], layout=layout)
+        layout = "hwc" if out_dtype == "uint8" else "nhwc" if spec.layout == "nhwc" else "nchw"
+        return spec.replace(shape=(sides[0], sides[1], a[0]), dtype=out_dtype, layout=layout)
 
     def torchvision(self) -> Any:
         return _build(self.name, self.parameters)
 
     def apply(self, image: torch.Tensor, seed: int) -> torch.Tensor:
+        from gpuflow.stages.sample_generator import SampleGenerator
+
         transform = _build(self.name, self.parameters)
-        with _OwnGenerator(seed):
+        with SampleGenerator(seed):
             return transform(image)  # type: ignore[no-any-return]
 
     def result_size(self, image: torch.Tensor, seed: int) -> tuple[int, int] | None:
@@ -136,56 +137,6 @@ class Torchvision(s.Opaque):
             return None
 
 
-class _OwnGenerator(TorchFunctionMode):
-    """Passes each random function called inside the block a generator seeded here. Affects only this thread.
-
-    Numbers for a GPU are drawn on the CPU and copied, so that both devices get the same numbers.
-
-    It sees the functions that Python calls. A mode that sees the operators below them (TorchDispatchMode) is not safe
-    with several threads: where two call an operator for the first time at once, torch 2.11 keeps the address of an
-    object that is then freed, and the process crashes later.
-    """
-
-    def __init__(self, seed: int) -> None:
-        super().__init__()
-        self.used = False
-        self._generator = torch.Generator().manual_seed(seed)
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, name = dict(kwargs or {}), func.__name__
-        if name not in _DRAWS and name not in _LIKE:
-            return func(*args, **kwargs)
-        self.used = True
-        if name in _LIKE:
-            return self._draw_like(name, *args, **kwargs)
-        kwargs["generator"] = self._generator
-        device = args[0].device if args and isinstance(args[0], torch.Tensor) else kwargs.get("device")
-        if device is None or torch.device(device).type == "cpu":
-            return func(*args, **kwargs)
-        moved = [x.cpu() if isinstance(x, torch.Tensor) else x for x in args]
-        result = func(*moved, **{**kwargs, **({"device": "cpu"} if "device" in kwargs else {})})
-        return args[0].copy_(result) if result is moved[0] else result.to(device)
-
-    def _draw_like(self, name: str, like: torch.Tensor, *bounds: int, **kwargs: Any) -> torch.Tensor:
-        """These functions take no generator: their numbers come from the in-place function of the same distribution."""
-        bounds += tuple(kwargs.pop(key) for key in ("low", "high") if key in kwargs)
-        result = torch.empty_like(like, **{**kwargs, "device": "cpu"})
-        draw = getattr(result, _LIKE[name])
-        draw(*((0, *bounds) if len(bounds) == 1 else bounds), generator=self._generator)
-        return result.to(kwargs.get("device") or like.device)
-
-
-_DRAWS = frozenset(
-    (
-        *("bernoulli", "binomial", "multinomial", "normal", "poisson", "rand", "randint", "randn", "randperm"),
-        *("bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_", "uniform_"),
-        *("_sample_dirichlet", "_standard_gamma"),
-    )
-)
-"""Names of the functions and methods of torch that take a generator. A test compares them with torch's own list."""
-_LIKE = {"rand_like": "uniform_", "randint_like": "random_", "randn_like": "normal_"}
-
-
 @lru_cache(maxsize=1)
 def _transforms() -> frozenset[str]:
     from torchvision.transforms import v2
@@ -196,6 +147,7 @@ def _transforms() -> frozenset[str]:
 
 @lru_cache(maxsize=256)
 def _build(name: str, parameters: tuple[tuple[str, Any], ...]) -> Any:
+    import torch
     from torchvision.transforms import InterpolationMode, v2
 
     arguments: dict[str, Any] = {key: list(value) if isinstance(value, tuple) else value for key, value in parameters}
@@ -208,21 +160,25 @@ def _build(name: str, parameters: tuple[tuple[str, Any], ...]) -> Any:
 
 @lru_cache(maxsize=256)
 def _probe(
-    name: str, parameters: tuple[tuple[str, Any], ...], shape: tuple[int, int, int], dtype: torch.dtype
-) -> tuple[tuple[int | None, int | None, int | None], torch.dtype, bool]:
+    name: str, parameters: tuple[tuple[str, Any], ...], shape: tuple[int, int, int], dtype: str
+) -> tuple[tuple[int | None, int | None, int | None], str, bool]:
     """Run the transform on a black image: returns the result's (C, H, W), its dtype, and whether it is random.
 
     A length is None if it varies with the random numbers.
     """
+    import torch
+
+    from gpuflow.stages.sample_generator import SampleGenerator
+
     shapes: set[tuple[int, ...]] = set()
     out_dtype, drew = dtype, False
     for seed in range(_PROBE_SEEDS):
-        with _OwnGenerator(seed) as mode:
-            result = _build(name, parameters)(torch.zeros(shape, dtype=dtype))
+        with SampleGenerator(seed) as mode:
+            result = _build(name, parameters)(torch.zeros(shape, dtype=getattr(torch, dtype)))
         if not isinstance(result, torch.Tensor) or result.ndim != 3:
             raise ValueError("the result is not one CHW image")
         shapes.add(tuple(result.shape))
-        out_dtype, drew = result.dtype, mode.used
+        out_dtype, drew = str(result.dtype).removeprefix("torch."), mode.used
         if not drew:
             break
     lengths = [set(side) for side in zip(*shapes, strict=True)]

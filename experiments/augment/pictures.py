@@ -142,7 +142,8 @@ def on_cpu(folded: Program, image: Pixels, keys: Keys) -> Pixels:
 
 def on_gpu(folded: Program, image: Pixels, keys: Keys, stream: Any) -> Pixels:
     from gpuflow.execute.device_stream import allocate_slots
-    from gpuflow.execute.gpu_passes import DevicePasses, interleaved, passes_of
+    from gpuflow.execute.gpu_passes import DevicePasses, interleaved
+    from gpuflow.execute.passes import passes_of
 
     passes = passes_of(folded)
     assert not isinstance(passes, str), passes

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpuflow.decode.codecs import Header, engine_sampling, probe, scan_start
-from gpuflow.decode.header_scan import HeaderScan, scan_headers
+from gpuflow.decode.header_scan import scan_headers
 from gpuflow.errors import BadSampleError
 from gpuflow.sources import Payload
 
@@ -49,16 +49,9 @@ class Headers:
 def read_headers(
     payload: Payload, *, max_pixels: int, max_scans: int, orientation: bool, formats: Collection[str] = ()
 ) -> Headers:
-    """The header of each file. Unreadable files (of size 0) are faults of the stage `read`.
-
-    `payload.prescan` may hold the result of `scan_headers`, computed by the worker that read the files. It is used only
-    if it was computed with the same `orientation`.
-    """
+    """The header of each file. Unreadable files (of size 0) are faults of the stage `read`."""
     count = len(payload)
-    scan: HeaderScan | None = payload.prescan
-    if scan is None or scan.orientation != orientation:
-        scan = scan_headers(payload, orientation=orientation)
-    sizes, engine, sampling, scans, intervals, _ = scan
+    sizes, engine, sampling, scans, intervals = scan_headers(payload, orientation=orientation)
     engine = engine & (sizes.prod(axis=1) <= max_pixels)
     others: dict[int, Header] = {}
     faults: list[BadSampleError | None] = [None] * count

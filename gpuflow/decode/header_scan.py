@@ -6,8 +6,7 @@ of every file. This module imports no decoder, so a process that only reads file
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +22,6 @@ __all__ = [
     "ORDINARY",
     "RESTART_INTERVAL",
     "HeaderScan",
-    "Prescan",
     "scan_headers",
 ]
 
@@ -32,9 +30,6 @@ ENGINE_SAMPLINGS = {(0x11,), *((first, 0x11, 0x11) for first in (0x11, 0x12, 0x2
 ENGINE_WIDTH = 5
 """The smallest width for the engines: if chroma is at most 2 samples wide, libjpeg-turbo repeats it (jdsample.c), but
 nvJPEG interpolates."""
-
-Prescan = Callable[[Payload], Any]
-"""A function that a reading worker calls on a payload to save the decoder work. It and its result can be pickled."""
 
 
 class HeaderScan(NamedTuple):
@@ -51,7 +46,6 @@ class HeaderScan(NamedTuple):
     sampling: NDArray[np.uint8]
     scans: NDArray[np.int64]
     intervals: NDArray[np.int64]
-    orientation: bool
 
 
 _MIN_FILES = 32
@@ -74,11 +68,14 @@ _LUMA[[factors[0] for factors in ENGINE_SAMPLINGS if factors[1:] == (0x11, 0x11)
 
 
 def scan_headers(payload: Payload, *, orientation: bool) -> HeaderScan:
-    """Scan a payload's headers. Other files than ordinary JPEGs, and small chunks, are left to `probe`."""
+    """Scan a payload's headers. Other files than ordinary JPEGs, and small chunks, are left to `probe`.
+
+    orientation: whether a file with EXIF data may be turned; it is then not ordinary.
+    """
     count = len(payload)
     sizes, taken, sampling = np.zeros((count, 2), np.int64), np.zeros(count, bool), np.zeros(count, np.uint8)
     scans, intervals = np.zeros(count, np.int64), np.zeros(count, np.int64)
-    result = HeaderScan(sizes, taken, sampling, scans, intervals, orientation)
+    result = HeaderScan(sizes, taken, sampling, scans, intervals)
     if count <= _MIN_FILES:
         return result
     data = payload.buffer

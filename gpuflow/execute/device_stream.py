@@ -13,12 +13,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gpuflow.decode.header_scan import Prescan
 from gpuflow.errors import LoaderTimeout
 from gpuflow.pipeline.image_spec import slot_shape
 
 if TYPE_CHECKING:
     from gpuflow.errors import BadSampleError
+    from gpuflow.execute.chunk_scan import Prescan
     from gpuflow.pipeline.stage import ImageSpec, Keys
     from gpuflow.sources import Payload
 
@@ -162,7 +162,7 @@ class ChunkRunner(Protocol):
 
     @property
     def prescan(self) -> Prescan | None:
-        """A function that a reading worker calls on a payload to save work in `prepare`; None if there is none."""
+        """What the process that reads a payload calls on it, to save work in `prepare`; None if there is nothing."""
 
     def prepare(self, payload: Payload, keys: Keys, indices: Sequence[int] | None = None) -> Any:
         """Do all work on a chunk that needs no slots. The payload's memory must stay valid until it is launched.

@@ -3,17 +3,15 @@
 With views, each image is decoded once, and the first pass of every view reads it in the decode buffer. What is said
 here of an output holds for each number of each view, or for the only image of a sample without views.
 
-A chunk is first prepared and then launched, on different threads. `prepare` reads headers, draws random numbers, and
-has the CPU begin to decode the files that the engines do not support: other formats, progressive or CMYK files, images
-that EXIF rotates. A launch may also decode images of chunks that come later, if they fit into its calls
-(`execute/decode_calls.py`). A batched call that fails is retried by halves; a file that fails alone falls back to the
-CPU decoder, and its place in the batch stays the same.
+A chunk is first prepared and then launched, on different threads. `prepare` gets headers and random parameters from
+the process that read the chunk, or works them out, and has the CPU begin to decode the files that the engines do not
+support: other formats, progressive or CMYK files, images that EXIF rotates. A launch may also decode images of chunks
+that come later, if they fit into its calls (`execute/decode_calls.py`). A batched call that fails is retried by halves;
+a file that fails alone falls back to the CPU decoder, and its place in the batch stays the same.
 """
 
 from __future__ import annotations
 
-import functools
-import itertools
 import math
 import threading
 from collections import deque
@@ -26,23 +24,23 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gpuflow.decode.chunk_headers import read_headers
-from gpuflow.decode.header_scan import Prescan, scan_headers
 from gpuflow.decode.nvjpeg import NvjpegLibrary
 from gpuflow.errors import BadSampleError, LoaderTimeout
 from gpuflow.execute.canvas import Canvas, Tiles, tiles_of
+from gpuflow.execute.chunk_scan import ChunkScan, ChunkScanner, Prescan
 from gpuflow.execute.cpu import CpuRunners
 from gpuflow.execute.cpu_decode_pool import CpuDecodePool, PendingImages
 from gpuflow.execute.decode_buffers import BUFFERS, DecodeBuffers
 from gpuflow.execute.decode_calls import DecodeCall, Undecoded, kinds_of, plan_calls
 from gpuflow.execute.device_stream import SHORT_WAIT, DeviceStream, allocate_slots
 from gpuflow.execute.file_checks import FileChecks
-from gpuflow.execute.gpu_passes import DevicePasses, Pass, Target, offsets_of, plan_of
+from gpuflow.execute.gpu_passes import DevicePasses, Target, offsets_of, plan_of
 from gpuflow.execute.nvjpeg_decoders import CALL_SECONDS, JpegBatch, NvjpegDecoderPool
+from gpuflow.execute.passes import Pass
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.program import Program, Sampling, Warping
 from gpuflow.pipeline.views import AnyProgram, outputs_of, slot_of, slots_of, split
-from gpuflow.sources import SPARE_BYTES, Payload
+from gpuflow.sources import Payload
 
 __all__ = ["GpuRunner", "Prepared"]
 
@@ -207,9 +205,10 @@ class GpuRunner:
         cpu_pool: CpuDecodePool | None = None,
         fill_calls: bool = True,
     ) -> None:
-        self._program, self._device_stream, self._outputs = program, device_stream, outputs_of(program)
+        self._program, self._device_stream = program, device_stream
+        outputs = outputs_of(program)
+        self._scanner = ChunkScanner(program.decoder, outputs, tuple(tuple(passes[x.program]) for x in outputs))
         self._channels = 1 if program.decoder.color == "gray" else 3
-        self._turns = program.decoder.orientation == "apply"
         self._decode_bytes = decode_bytes
         self._cpu, self._cpu_pool = CpuRunners(program), cpu_pool
         self._lock = threading.Lock()
@@ -220,7 +219,7 @@ class GpuRunner:
             self._decoders = NvjpegDecoderPool(device_stream, library, program.decoder.color, backend)
             self._buffers = DecodeBuffers(device_stream, buffers)
             each = [DevicePasses(one, device_stream) for one in passes]
-            self._passes = [each[output.program] for output in self._outputs]
+            self._passes = [each[output.program] for output in outputs]
         # A canvas has room for the results of one chunk.
         self._fill_calls = fill_calls and all(passes.first.result.fixed for passes in self._passes)
         device_stream.synchronize()
@@ -244,33 +243,18 @@ class GpuRunner:
 
     @property
     def prescan(self) -> Prescan:
-        """`scan_headers` for this program, which is most of the interpreter time that `prepare` needs."""
-        return functools.partial(scan_headers, orientation=self._turns)
+        """What `prepare` needs of a payload and can be found out by the process that reads it."""
+        return self._scanner
 
     def prepare(self, payload: Payload, keys: s.Keys, indices: Sequence[int] | None = None) -> Prepared:
-        """Do all work that precedes nvJPEG: headers, checks, draws, and the images that the CPU decodes.
+        """Do all work that precedes nvJPEG: `ChunkScanner`, checks, and the images that the CPU decodes.
 
         The payload's memory must be pinned, and stay valid until the GPU has finished the launched chunk. `indices`:
         the indices of the samples in the source, if any; files that were checked are recognised by them.
         """
-        decoder = self._program.decoder
-        headers = read_headers(
-            payload,
-            max_pixels=decoder.max_pixels,
-            max_scans=decoder.max_scans,
-            orientation=self._turns,
-            formats=decoder.formats,
-        )
-        rows = np.flatnonzero(headers.engine)
-        rows = rows[self._checks.complete(rows, payload, headers, indices)]
-        draws = self._draw(keys, rows, headers.sizes)
-        misfit = np.zeros(len(rows), bool)
-        for draw in itertools.chain.from_iterable(draws):
-            for found in draw.misfits if isinstance(draw, Sampling | Warping) else ():
-                misfit |= found.where
-        if misfit.any():  # the CPU path reports what is wrong with each of them
-            rows = rows[~misfit]
-            draws = self._draw(keys, rows, headers.sizes)
+        scan: ChunkScan = payload.prescan or self._scanner(payload, keys)
+        complete = self._checks.complete(scan.rows, payload, scan.headers, indices)
+        headers, rows, spare, draws = scan if complete.all() else scan.take(complete, self._scanner, keys)
         rest = np.array([fault is None for fault in headers.faults])
         rest[rows] = False
         others = np.flatnonzero(rest)
@@ -286,7 +270,7 @@ class GpuRunner:
             self.engine_images += len(rows)
             self.cpu_images += len(others)
         starts, lengths = (np.asarray(x, np.int64)[rows] for x in (payload.offsets, payload.sizes))
-        lengths += _clear_after(payload, rows)
+        lengths += spare
         frames = np.column_stack([headers.sizes[rows], headers.sampling[rows]])
         pitches = frames[:, 1] * self._channels
         spaces = -(-pitches * frames[:, 0] // _ALIGN) * _ALIGN
@@ -309,12 +293,6 @@ class GpuRunner:
             others=work,
             faults=faults,
         )
-
-    def _draw(self, keys: s.Keys, rows: NDArray[np.int64], sizes: NDArray[np.int64]) -> list[list[Any]]:
-        """For each output and each pass of it the random parameters of these rows of a chunk with these sizes."""
-        own = _keys_of(keys, rows)
-        pairs = zip(self._outputs, self._passes, strict=True)
-        return [passes.draw(output.keys_of(own), sizes[rows]) for output, passes in pairs]
 
     def _finish(
         self,
@@ -508,22 +486,6 @@ class GpuRunner:
         """End the processes and threads that decode on the CPU. Nothing may be prepared or launched any more."""
         if self._cpu_pool is not None:
             self._cpu_pool.close()
-
-
-def _clear_after(payload: Payload, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Write zeros after these files, because the engines read a little ahead. Returns their number for each file, [n].
-
-    A file without room after it gets none, which occurs if `sources.lay_out` did not lay
-    the payload out.
-    """
-    if not len(rows):
-        return rows
-    begins = np.sort(np.append(np.asarray(payload.offsets, np.int64), len(payload.buffer)))
-    ends = np.asarray(payload.offsets, np.int64)[rows] + np.asarray(payload.sizes, np.int64)[rows]
-    room = begins[np.searchsorted(begins, ends)] - ends >= SPARE_BYTES
-    if room.any():
-        payload.buffer[ends[room][:, None] + np.arange(SPARE_BYTES)] = 0
-    return np.where(room, SPARE_BYTES, 0)
 
 
 def _keys_of(keys: s.Keys, rows: NDArray[np.int64]) -> s.Keys:

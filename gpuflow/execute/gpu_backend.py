@@ -11,12 +11,12 @@ import torch
 from gpuflow.decode.nvjpeg import BACKENDS, NvjpegError, NvjpegLibrary, find_nvjpeg
 from gpuflow.errors import MissingExtra
 from gpuflow.execute.decode_buffers import BUFFERS
+from gpuflow.execute.passes import Pass, passes_of_each
 from gpuflow.pipeline.views import AnyProgram, ViewsProgram
 
 if TYPE_CHECKING:
     from gpuflow.execute.cpu_decode_pool import CpuDecodePool
     from gpuflow.execute.device_stream import ChunkRunner, DeviceStream
-    from gpuflow.execute.gpu_passes import Pass
 
 __all__ = ["CPU_ASKED_FOR", "DECODE_BYTES", "Placement", "gpu_passes_and_library", "passes_text", "place_on_gpu"]
 
@@ -46,8 +46,6 @@ def gpu_passes_and_library(program: AnyProgram) -> tuple[tuple[tuple[Pass, ...],
     """
     if program.decoder.backend == "cpu":
         return CPU_ASKED_FOR
-    from gpuflow.execute.gpu_passes import passes_of_each  # Triton, which CPU builds of torch lack
-
     passes = passes_of_each(program)
     if isinstance(passes, str):
         return passes

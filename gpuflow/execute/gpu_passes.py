@@ -20,6 +20,7 @@ from gpuflow.execute.kernels.interleave import interleave
 from gpuflow.execute.kernels.local import smooth
 from gpuflow.execute.kernels.sample import FIELDS, sample
 from gpuflow.execute.kernels.warp import warp_all, warp_plan_of
+from gpuflow.execute.passes import Pass, draw_passes
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.image_spec import as_batch, slot_shape
 from gpuflow.pipeline.program import (
@@ -27,80 +28,20 @@ from gpuflow.pipeline.program import (
     LocalStep,
     OpaqueStep,
     PointwiseStep,
-    Program,
     Sampling,
     SamplingStep,
-    Step,
     Warping,
     WarpStep,
 )
-from gpuflow.pipeline.views import AnyProgram, ViewsProgram, programs_of
 
 __all__ = [
     "DeviceImages",
     "DevicePasses",
-    "Pass",
     "Target",
     "interleaved",
     "offsets_of",
-    "passes_of",
-    "passes_of_each",
     "plan_of",
 ]
-
-
-@dataclass(frozen=True, slots=True)
-class Pass:
-    """One batched pass over a chunk's images: a step, then a lookup in a table of 256 results per channel.
-
-    step: a pointwise one may be nothing but the table. table: [C, 256] in the storage dtype, or None if levels do not
-    change. result: the spec of the images after the pass. Where they still differ in size, this pass and the next one
-    are samplings or warps.
-    """
-
-    step: Step
-    table: NDArray[Any] | None
-    result: s.ImageSpec
-
-
-def passes_of(program: Program) -> tuple[Pass, ...] | str:
-    """The passes that run a program's stages after nvJPEG decoded, or a text that says why a GPU cannot run it."""
-    if program.decoder.library is not None:
-        return f"{program.decoder!r} decodes by itself"
-    passes: list[Pass] = []
-    for step, following, end in zip(program.steps, (*program.steps[1:], None), program.ends, strict=True):
-        result = program.specs[end]
-        if not passes and not isinstance(step, SamplingStep | WarpStep):
-            first = program.pipeline.stages[1]
-            return f"{first!r} comes before the images have one size; put a crop or a resize to a fixed size first"
-        moves = isinstance(step, SamplingStep | WarpStep) and isinstance(following, SamplingStep | WarpStep)
-        if not result.fixed and not moves:
-            return f"after {program.pipeline.stages[end - 1]!r} the images still differ in size"
-        match step:
-            case PointwiseStep():
-                last, table = passes[-1], step.table
-                alone = table is not None and len(step.stages) == 1
-                if alone and last.table is None and not isinstance(last.step, OpaqueStep | ApplyStep):
-                    passes[-1] = Pass(last.step, table, result)
-                else:
-                    passes.append(Pass(step, table, result))
-            case SamplingStep() | WarpStep() | LocalStep() | ApplyStep() | OpaqueStep():
-                passes.append(Pass(step, None, result))
-            case _:
-                assert_never(step)
-    return tuple(passes) if passes else "its images differ in size; add a crop or a resize to a fixed size"
-
-
-def passes_of_each(program: AnyProgram) -> tuple[tuple[Pass, ...], ...] | str:
-    """`passes_of` each of `programs_of(program)`, or a text that says why a GPU cannot run one of them."""
-    found: list[tuple[Pass, ...]] = []
-    for i, one in enumerate(programs_of(program)):
-        passes = passes_of(one)
-        if isinstance(passes, str):
-            where = f"in view {program.pipeline.views[i].name!r}, " if isinstance(program, ViewsProgram) else ""
-            return f"{where}{passes}"
-        found.append(passes)
-    return tuple(found)
 
 
 Target = torch.Tensor | Canvas
@@ -164,28 +105,10 @@ class DevicePasses:
         """The rows of pass i's target that it fills: the final slots for the last pass, 0..n-1 for others."""
         return rows if i == len(self._passes) - 1 else np.arange(len(rows))
 
-    def draw(self, keys: s.Keys, sizes: s.Ints) -> list[Any]:
-        """Each pass's random parameters: a sampling, operations, filters, coefficients, or seeds."""
-        draws: list[Any] = []
-        height, width = sizes.T
-        for one in self._passes:
-            match one.step:
-                case SamplingStep() | WarpStep() | PointwiseStep():
-                    draws.append(one.step.draw(keys, height, width))
-                case LocalStep() | ApplyStep() | OpaqueStep():
-                    draws.append(one.step.draw(keys))
-                case unknown:
-                    assert_never(unknown)
-            if one.result.fixed:
-                height, width = (np.full(len(keys.positions), side) for side in one.result.shape[:2])
-            else:
-                height, width = draws[-1].size
-        return draws
-
     def targets(self, slots: torch.Tensor, draws: Sequence[Any], count: int) -> list[Target]:
         """Where each pass puts its results for `count` images: the slots for the last one, new memory for others.
 
-        draws: the result of `draw`.
+        draws: the result of `draw_passes`.
         """
         targets: list[Target] = []
         for one, draw in zip(self._passes[:-1], draws, strict=False):
@@ -212,7 +135,7 @@ class DevicePasses:
 
         Returns for each image None, or why a stage cannot take it; then nothing is queued.
         """
-        draws = self.draw(keys, images.sizes)
+        draws = draw_passes(self._passes, keys, images.sizes)
         faults: list[BadSampleError | None] = [None] * len(images.sizes)
         for draw in draws:
             for misfit in draw.misfits if isinstance(draw, Sampling | Warping) else ():
@@ -224,7 +147,7 @@ class DevicePasses:
     def run_later(self, draws: Sequence[Any], targets: Sequence[Target], rows: NDArray[np.int64]) -> None:
         """Queue all passes after the first one, whose results are in targets[0].
 
-        draws, targets: the results of the methods of these names. rows [n]: see `places`.
+        draws: the result of `draw_passes`. targets: that of `targets`. rows [n]: see `places`.
         """
         for i in range(1, len(self._passes)):
             self._run(i, draws[i], targets[i - 1], targets[i], self.places(i, rows))

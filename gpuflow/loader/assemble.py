@@ -99,9 +99,9 @@ def build_loader(
     share, process_reader = None, None
     if (gpu := placement.gpu) is not None:
         if isinstance(source.storage, LocalStorage) and readers:
-            source = source.on(ProcessStorage(readers, lambda: gpu.prescan))
+            source = source.on(ProcessStorage(readers, gpu.prescan))
         elif source.storage is None and isinstance(unwrapped(source), HfSource | MixSource) and readers:
-            process_reader = ProcessReader(source, readers, lambda: gpu.prescan)
+            process_reader = ProcessReader(source, readers, gpu.prescan)
         share = cpu_share_of(config, name)
     targets = target_mapper(config, name, fields_of(source))
     plan = LoaderPlan(

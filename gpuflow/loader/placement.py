@@ -14,6 +14,7 @@ from gpuflow.errors import ConfigError, Problem
 from gpuflow.execute.cpu_decode_pool import CpuDecodePool
 from gpuflow.execute.decode_buffers import BUFFERS
 from gpuflow.execute.gpu_backend import CPU_ASKED_FOR, DECODE_BYTES, Placement, passes_text, place_on_gpu
+from gpuflow.execute.passes import passes_of_each
 from gpuflow.pipeline.views import AnyProgram, ViewsProgram, slot_of
 from gpuflow.runtime.cpu_budget import available_threads
 
@@ -67,10 +68,6 @@ def explain_gpu(config: Config, name: str) -> str:
     if torch.cuda.is_available():
         placement = place(config, name, torch.device("cuda"), 1)
         return placement.reason if placement.gpu is not None else f"decoded on the CPU: {placement.reason}"
-    try:
-        from gpuflow.execute.gpu_passes import passes_of_each
-    except ImportError:  # Triton, which CPU builds of torch lack
-        return "not known: this torch is built without CUDA"
     passes = passes_of_each(program)
     if isinstance(passes, str):
         return f"decoded on the CPU: {passes}"

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from gpuflow.loader.batch import Chunk
 from gpuflow.loader.plan import LoaderPlan
+from gpuflow.loader.read_workers import scanned
 from gpuflow.pipeline.record_values import values_of
 from gpuflow.pipeline.records import Records
 from gpuflow.pipeline.stage import Keys
@@ -59,10 +60,15 @@ class ChunkReader:
 
     def read_chunk(self, epoch: int, chunk: Chunk) -> None:
         """Read a chunk's samples into its payload and prepare that for the GPU, if there is one."""
-        chunk.payload = self.read(chunk.indices)
-        self.meter.add(read_bytes=sum(chunk.payload.sizes), cpu_s=chunk.payload.cpu_s)
-        if self._plan.gpu is not None:
-            chunk.prepared = self._plan.gpu.prepare(chunk.payload, keys_of(self._plan, epoch, chunk), chunk.indices)
+        gpu = self._plan.gpu
+        if gpu is None:
+            chunk.payload = payload = self.read(chunk.indices)
+        else:
+            keys = keys_of(self._plan, epoch, chunk)
+            with scanned(keys):
+                chunk.payload = payload = self.read(chunk.indices)
+            chunk.prepared = gpu.prepare(payload, keys, chunk.indices)
+        self.meter.add(read_bytes=sum(payload.sizes), cpu_s=payload.cpu_s)
 
     def release(self, buffer: NDArray[np.uint8]) -> None:
         """Use a payload's buffer again."""

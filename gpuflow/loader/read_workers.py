@@ -4,33 +4,47 @@ A thread that reads releases the interpreter four times a file, and must get it 
 launch work on a GPU and from a training step that does the same. More such threads read no faster; processes do
 (measured in experiments/gpu_path/NOTES.md). So where a GPU decodes, each reading thread hands its files to a worker,
 which reads them with the code of `LocalStorage`. The thread waits twice: until the worker knows how much memory it
-needs, and until it has read. The worker also reads the images' headers for the decoder (`Prescan`).
+needs, and until it has read. The worker also scans what it reads, if the thread says for which samples (`scanned`).
 """
 
 from __future__ import annotations
 
+import logging
 import pickle
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar, final
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple, TypeVar, final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gpuflow.decode.header_scan import Prescan
 from gpuflow.errors import GpuflowError
+from gpuflow.execute.chunk_scan import Prescan
+from gpuflow.pipeline.stage import Keys
 from gpuflow.runtime.worker_pool import ParentConnection, WorkerConnection, WorkerPool
 from gpuflow.sources import Allocate, Payload, Source, without_records
 from gpuflow.sources.storage import LocalStorage, ReadAt, Shard
 
-__all__ = ["ProcessReader", "ProcessStorage", "prepare", "work"]
+__all__ = ["ProcessReader", "ProcessStorage", "prepare", "scanned", "work"]
 
+_LOG = logging.getLogger(__name__)
 T = TypeVar("T")
-_GetPrescan = Callable[[], Prescan | None]
+_keys: ContextVar[Keys | None] = ContextVar("keys", default=None)
 
 
-def _no_prescan() -> None:
-    """Workers only read."""
+@contextmanager
+def scanned(keys: Keys) -> Iterator[None]:
+    """What this thread reads inside the block, of samples with these keys, is also scanned by the worker that reads it.
+
+    The result is the payload's `prescan`, unless this thread had to read by itself.
+    """
+    token = _keys.set(keys)
+    try:
+        yield
+    finally:
+        _keys.reset(token)
 
 
 @final
@@ -41,13 +55,13 @@ class ProcessStorage:
     caller's thread, which raises what it has to.
 
     Args:
-        count: workers to start. prescan: returns what a worker does with what it reads next, or None; that can be
-            pickled, and so can its results.
+        count: workers to start. prescan: what they call on what they read; they only read if it is None, or if it
+            cannot be pickled, such as one with a stage that is defined in the script that is running.
     """
 
     remote = False
 
-    def __init__(self, count: int, prescan: _GetPrescan = _no_prescan) -> None:
+    def __init__(self, count: int, prescan: Prescan | None = None) -> None:
         self._local = LocalStorage()
         self._workers = _Workers(count, prescan, self._local)
 
@@ -86,7 +100,7 @@ class ProcessReader:
         source: each worker has a copy. Closing this does not close it.
     """
 
-    def __init__(self, source: Source, count: int, prescan: _GetPrescan = _no_prescan) -> None:
+    def __init__(self, source: Source, count: int, prescan: Prescan | None = None) -> None:
         self._source = source
         self._workers = _Workers(count, prescan, without_records(source))
 
@@ -103,9 +117,9 @@ class ProcessReader:
 class _Workers:
     """Worker processes that each have a copy of a storage or a source, and call its methods."""
 
-    def __init__(self, count: int, prescan: _GetPrescan, reader: LocalStorage | Source) -> None:
-        self._prescan = prescan
-        self._pool = WorkerPool(__name__, connections=[1] * count, setup=reader, task="read", handshake=False)
+    def __init__(self, count: int, prescan: Prescan | None, reader: LocalStorage | Source) -> None:
+        setup = _Setup(reader, _pickled(prescan))
+        self._pool = WorkerPool(__name__, connections=[1] * count, setup=setup, task="read", handshake=False)
 
     def request(
         self, method: str, arguments: tuple[Any, ...], read_here: Callable[..., Payload], allocate: Allocate
@@ -119,7 +133,7 @@ class _Workers:
             return allocated[0] if len(allocated[0]) >= size else allocate(size)
 
         def exchange(worker: WorkerConnection) -> Payload | None:
-            worker.send((method, arguments, self._prescan()))
+            worker.send((method, arguments, _keys.get()))
             size = worker.answer()
             if size is None:
                 return None
@@ -141,6 +155,21 @@ class _Workers:
         self._pool.close()
 
 
+class _Setup(NamedTuple):
+    """reader: what reads. prescan: a pickled `Prescan` or None."""
+
+    reader: LocalStorage | Source
+    prescan: bytes
+
+
+def _pickled(prescan: Prescan | None) -> bytes:
+    try:
+        return pickle.dumps(prescan)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        _LOG.info("processes that read do nothing else, because the pipeline cannot be pickled: %s", error)
+        return pickle.dumps(None)
+
+
 # --- the worker -------------------------------------------------------------------------------------------------------
 
 
@@ -148,14 +177,25 @@ class _NotShared(Exception):
     """The buffer is not shared memory."""
 
 
-def prepare(setup: bytes) -> LocalStorage | Source:
-    """What reads, unpickled."""
-    reader: LocalStorage | Source = pickle.loads(setup)
-    return reader
+class _Reader(NamedTuple):
+    """What a worker reads with, and what it then calls on a payload, or None."""
+
+    reader: LocalStorage | Source
+    prescan: Prescan | None
 
 
-def work(connection: ParentConnection, reader: LocalStorage | Source) -> None:
+def prepare(setup: bytes) -> _Reader:
+    """The setup, unpickled."""
+    reader, pickled = pickle.loads(setup)
+    try:
+        return _Reader(reader, pickle.loads(pickled))
+    except Exception:  # such as a stage that is defined in the script that started the loader
+        return _Reader(reader, None)
+
+
+def work(connection: ParentConnection, prepared: _Reader) -> None:
     """Answers requests until the connection is closed."""
+    reader, prescan = prepared
 
     def allocate(size: int) -> NDArray[np.uint8]:
         connection.send(size)
@@ -165,12 +205,12 @@ def work(connection: ParentConnection, reader: LocalStorage | Source) -> None:
         return memory
 
     while True:
-        method, arguments, prescan = connection.recv()
+        method, arguments, keys = connection.recv()
         start = time.thread_time()
         answer = None
         try:
             payload: Payload = getattr(reader, method)(*arguments, allocate)
-            found = prescan(payload) if prescan is not None else None
+            found = prescan(payload, keys) if prescan is not None and keys is not None else None
             answer = payload.offsets, payload.sizes, payload.errors, found, time.thread_time() - start
         except _NotShared:
             continue

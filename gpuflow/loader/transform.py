@@ -19,6 +19,7 @@ from gpuflow.config import Config
 from gpuflow.config.resources import threads_of
 from gpuflow.errors import BadSampleError, ConfigError, Key, LoaderTimeout, Problem
 from gpuflow.execute.cpu import CpuRunners
+from gpuflow.execute.passes import Pass, passes_of
 from gpuflow.execute.targets import TargetMapper
 from gpuflow.loader.held_fields import columns_of, moved_fields
 from gpuflow.loader.records import target_mapper, to_tensors
@@ -32,7 +33,7 @@ from gpuflow.runtime.threads import DaemonPool, use_torch_threads
 
 if TYPE_CHECKING:
     from gpuflow.execute.device_stream import DeviceStream
-    from gpuflow.execute.gpu_passes import DevicePasses, Pass
+    from gpuflow.execute.gpu_passes import DevicePasses
 
 __all__ = ["Transform", "build_transform"]
 
@@ -63,8 +64,6 @@ def build_transform(config: Config, name: str, device: str | torch.device | None
     target = Ranks.on_host().device(device)
     runner: _Runner
     if target.type == "cuda":
-        from gpuflow.execute.gpu_passes import passes_of
-
         found: list[tuple[Pass, ...]] = []
         for one in program.programs if isinstance(program, ViewsProgram) else [program]:
             passes = passes_of(one)

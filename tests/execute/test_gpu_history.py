@@ -68,7 +68,7 @@ def new_runner(backend: str) -> Any:
     from gpuflow.decode.nvjpeg import NvjpegError, find_nvjpeg
     from gpuflow.execute.device_stream import DeviceStream
     from gpuflow.execute.gpu import GpuRunner
-    from gpuflow.execute.gpu_passes import passes_of
+    from gpuflow.execute.passes import passes_of
 
     passes = passes_of(PROGRAM)
     assert not isinstance(passes, str)

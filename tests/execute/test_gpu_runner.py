@@ -23,7 +23,7 @@ from gpuflow.decode.libjpeg_turbo import find_libjpeg_turbo
 from gpuflow.decode.nvjpeg import NvjpegError
 from gpuflow.execute import file_checks, gpu_passes, nvjpeg_decoders
 from gpuflow.execute.gpu import GpuRunner
-from gpuflow.execute.gpu_passes import passes_of
+from gpuflow.execute.passes import passes_of
 from gpuflow.pipeline.stage import Keys
 from gpuflow.sources import Payload
 from gpuflow.stages import CenterCrop, Decode, Resize

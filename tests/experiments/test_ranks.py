@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from gpuflow.execute.gpu import GpuRunner
-from gpuflow.execute.gpu_passes import passes_of
+from gpuflow.execute.passes import passes_of
 from gpuflow.pipeline.program import fold
 from gpuflow.pipeline.stage import Pipeline
 from gpuflow.pipeline.validate import trace

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from gpuflow.execute.cpu import CpuRunner
-from gpuflow.execute.gpu_passes import passes_of
+from gpuflow.execute.passes import passes_of
 from gpuflow.parity.others import _moved
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.program import Program, SamplingStep, fold

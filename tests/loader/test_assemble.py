@@ -15,17 +15,20 @@ import torch
 
 import gpuflow
 from gpuflow.config import Config, read_config
-from gpuflow.decode.header_scan import HeaderScan, Prescan, scan_headers
 from gpuflow.errors import ConfigError, LoaderError, SourceError
+from gpuflow.execute.chunk_scan import Prescan
 from gpuflow.execute.gpu_backend import Placement
 from gpuflow.loader import assemble
 from gpuflow.loader.assemble import build_loader, open_split, open_whole
-from gpuflow.pipeline.stage import Decoder
+from gpuflow.loader.read_workers import scanned
+from gpuflow.pipeline.stage import Decoder, Keys
 from gpuflow.runtime.cpu_budget import available_threads, share_of_cores
 from gpuflow.runtime.memory import shared
+from gpuflow.sources import Payload
 from gpuflow.stages import STAGES
 from tests.datasets import flat, make_photos, write_config
 from tests.loader.test_cpu_share import StandIn
+from tests.running import keys_of
 
 
 @pytest.fixture(scope="module")
@@ -225,7 +228,11 @@ class Scanning(StandIn):
 
     @property
     def prescan(self) -> Prescan:  # type: ignore[override]
-        return functools.partial(scan_headers, orientation=self.turns)
+        return functools.partial(scan_with, self.turns)
+
+
+def scan_with(turns: bool, payload: Payload, keys: Keys) -> bool:
+    return turns
 
 
 def test_each_loader_of_one_source_has_headers_scanned_as_its_own_pipeline_says(
@@ -246,9 +253,10 @@ def test_each_loader_of_one_source_has_headers_scanned_as_its_own_pipeline_says(
         while not all(found.values()):
             assert time.monotonic() < deadline, "no worker has started"
             for name, loader in zip(found, loaders, strict=True):
-                scan: HeaderScan | None = loader._plan.source.read([0, 1], shared).prescan
-                if scan is not None:  # else a thread has read, because no worker had started yet
-                    found[name].add(scan.orientation)
+                with scanned(keys_of(2)):
+                    turns: bool | None = loader._plan.source.read([0, 1], shared).prescan
+                if turns is not None:  # else a thread has read, because no worker had started yet
+                    found[name].add(turns)
     finally:
         for loader in loaders:
             loader.close()

@@ -12,7 +12,7 @@ import yaml
 from gpuflow.config import Config, read_config
 from gpuflow.errors import ConfigError
 from gpuflow.execute.gpu_backend import DECODE_BYTES, Placement, gpu_passes_and_library
-from gpuflow.execute.gpu_passes import passes_of
+from gpuflow.execute.passes import passes_of
 from gpuflow.loader.cpu_share import cpu_share_of
 from gpuflow.loader.placement import explain_gpu, memory_for_decoding, place
 from gpuflow.pipeline.program import OpaqueStep, PointwiseStep, SamplingStep, WarpStep

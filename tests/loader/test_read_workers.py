@@ -11,24 +11,26 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from gpuflow.decode.chunk_headers import read_headers
-from gpuflow.decode.header_scan import scan_headers
 from gpuflow.errors import SourceError
-from gpuflow.loader.read_workers import ProcessStorage
+from gpuflow.execute.chunk_scan import ChunkScan, ChunkScanner, Prescan
+from gpuflow.execute.passes import passes_of
+from gpuflow.loader.read_workers import ProcessStorage, scanned
+from gpuflow.pipeline.stage import Keys
+from gpuflow.pipeline.views import outputs_of
 from gpuflow.runtime.buffers import BytePool
 from gpuflow.runtime.memory import shared, shared_block
 from gpuflow.sources import SPARE_BYTES, Payload, SourceSpec, open_source
 from gpuflow.sources.storage import LocalStorage, Shard
+from gpuflow.stages import Decode, Flip, Normalize, RandomResizedCrop
 from tests import images
 from tests.datasets import await_children, children
+from tests.running import keys_of, program_of
 
 
 @pytest.fixture
@@ -289,40 +291,57 @@ def test_closing_does_not_wait_for_a_read(tmp_path: Path) -> None:
     assert len(faults) == 1
 
 
-def test_what_a_decoder_wants_to_know_is_found_out_there(tmp_path: Path) -> None:
+def test_a_worker_finds_out_what_this_process_would(tmp_path: Path) -> None:
     listing, names = tmp_path / "list.csv", [f"{i}.jpg" for i in range(50)]
     for i, name in enumerate(names):
         pixels = images.photo(20 + i, 90 - i, seed=i)
         (tmp_path / name).write_bytes(images.jpeg(pixels, "4:2:0", progressive=i % 10 == 3))
+    (tmp_path / names[7]).write_bytes(b"no image at all")
     listing.write_text("path,label\n" + "".join(f"{name},{i % 2}\n" for i, name in enumerate(names)))
-    source, prescan = open_source(SourceSpec(listing=str(listing))), partial(scan_headers, orientation=False)
-    plain = source.read(range(50), Taken())
-    source = source.on(ProcessStorage(1, lambda: prescan))
-    read = source.read(range(50), Taken())
+    program = program_of(Decode(max_pixels=2_500), RandomResizedCrop(size=16), Flip(horizontal=0.5), Normalize())
+    passes = passes_of(program)
+    assert not isinstance(passes, str)
+    scanner, keys = ChunkScanner(program.decoder, outputs_of(program), (passes,)), keys_of(50)
+    source = open_source(SourceSpec(listing=str(listing)))
+    here: ChunkScan = scanner(source.read(range(50), Taken()), keys)
+    source = source.on(ProcessStorage(1, scanner))
+    assert source.read(range(50), Taken()).prescan is None, "no keys, no scan"
+    with scanned(keys):
+        there: ChunkScan = source.read(range(50), Taken()).prescan
     source.close()
-    assert plain.prescan is None
-    scanned: Any = prescan(plain)
-    assert read.prescan.orientation is scanned.orientation is False
-    for there, here in zip(read.prescan, scanned, strict=True):
-        assert np.array_equal(there, here)
-    headers = [read_headers(payload, max_pixels=2_500, max_scans=9, orientation=False) for payload in (read, plain)]
-    assert np.array_equal(headers[0].engine, headers[1].engine)
-    assert headers[0].engine.sum() == sum((20 + i) * (90 - i) <= 2_500 and i % 10 != 3 for i in range(50))
-    assert list(headers[0].others) == list(headers[1].others)
-    assert list(map(str, headers[0].faults)) == list(map(str, headers[1].faults))
+    assert there.headers.faults[7] is not None and there.headers.faults[6] is None
+    assert list(map(repr, there.headers.faults)) == list(map(repr, here.headers.faults))
+    assert there.headers.others == here.headers.others and 3 in there.headers.others
+    for name in ("sizes", "engine", "sampling", "scans", "intervals"):
+        assert np.array_equal(getattr(there.headers, name), getattr(here.headers, name)), name
+    assert np.array_equal(there.rows, here.rows) and np.array_equal(there.spare, here.spare)
+    for field in ("box", "grid", "window", "flips"):
+        assert np.array_equal(getattr(there.draws[0][0], field), getattr(here.draws[0][0], field)), field
 
 
-def stumble(payload: Payload) -> None:
+def stumble(payload: Payload, keys: Keys) -> None:
     raise RuntimeError("this prescan fails")
 
 
-def test_a_look_that_fails_spoils_no_read(files: list[bytes]) -> None:
-    storage = ProcessStorage(1, lambda: stumble)
+def unpicklable(payload: Payload, keys: Keys) -> None:
+    raise AssertionError("no worker has this function")
+
+
+@pytest.mark.parametrize("prescan", [stumble, lambda payload, keys: unpicklable(payload, keys)])
+def test_a_scan_that_fails_spoils_no_read(prescan: Prescan, files: list[bytes]) -> None:
+    storage = ProcessStorage(1, prescan)
     for _ in range(2):
-        read = storage.read(files, Taken())
+        with scanned(keys_of(len(files))):
+            read = storage.read(files, Taken())
         assert samples(read) == read_here(files)
         assert read.prescan is None
     storage.close()
+
+
+def test_processes_that_read_do_not_import_torch() -> None:
+    """It would take seconds until they read."""
+    code = "import sys, gpuflow.loader.read_workers, gpuflow.stages; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 def test_sources_on_this_machine_leave_their_reading_to_processes(

@@ -13,7 +13,7 @@ from torchvision.transforms import InterpolationMode, v2
 
 from gpuflow.errors import ConfigError
 from gpuflow.stages import CenterCrop, Decode, Normalize, Resize, Torchvision
-from gpuflow.stages.torchvision import _DRAWS, _LIKE, _OwnGenerator
+from gpuflow.stages.sample_generator import _DRAWS, _LIKE, SampleGenerator
 from tests.datasets import python
 from tests.images import jpeg, photo
 from tests.running import RGB, images, keys_of, program_of
@@ -168,7 +168,7 @@ def test_functions_that_resemble_a_tensor_draw_from_the_samples_generator() -> N
     state = torch.random.get_rng_state()
 
     def draw() -> list[torch.Tensor]:
-        with _OwnGenerator(5) as mode:
+        with SampleGenerator(5) as mode:
             drawn = [
                 torch.rand_like(like, dtype=torch.float32),
                 torch.randn_like(like, dtype=torch.float64),

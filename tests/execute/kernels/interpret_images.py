@@ -17,7 +17,8 @@ import torch
 from gpuflow.execute import canvas, gpu_passes
 from gpuflow.execute.cpu import CpuRunner
 from gpuflow.execute.device_stream import allocate_slots
-from gpuflow.execute.gpu_passes import DevicePasses, interleaved, passes_of
+from gpuflow.execute.gpu_passes import DevicePasses, interleaved
+from gpuflow.execute.passes import passes_of
 from gpuflow.pipeline.image_spec import STORAGE, as_batch, slot_shape
 from gpuflow.pipeline.stage import Keys
 from tests import images

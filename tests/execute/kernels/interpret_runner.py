@@ -29,7 +29,7 @@ from gpuflow.execute import canvas, file_checks, gpu, gpu_passes
 from gpuflow.execute.cpu import CpuRunner, CpuRunners
 from gpuflow.execute.cpu_decode_pool import CpuDecodePool
 from gpuflow.execute.gpu import GpuRunner, Prepared
-from gpuflow.execute.gpu_passes import Pass, passes_of, passes_of_each
+from gpuflow.execute.passes import Pass, passes_of, passes_of_each
 from gpuflow.pipeline.image_spec import STORAGE, as_batch, slot_shape
 from gpuflow.pipeline.program import Program, fold
 from gpuflow.pipeline.stage import FromRecord, Keys, Pipeline, Stage

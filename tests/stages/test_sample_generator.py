@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from gpuflow.stages.torchvision import _OwnGenerator
+from gpuflow.stages.sample_generator import SampleGenerator
 
 LIKE = torch.zeros(50, 40)
 FUNCTIONS: dict[str, tuple[Callable[[], torch.Tensor], float, float]] = {
@@ -29,7 +29,7 @@ def test_the_seed_decides_and_the_distribution_is_kept(name: str) -> None:
     found = []
     state = torch.get_rng_state()
     for seed in (1, 1, 2):
-        with _OwnGenerator(seed) as generator:
+        with SampleGenerator(seed) as generator:
             found.append(draw())
         assert generator.used
     assert torch.equal(found[0], found[1]) and not torch.equal(found[0], found[2])

@@ -1,0 +1,112 @@
+"""What is found out about a chunk before a GPU decodes it, from the encoded bytes: headers and random parameters.
+
+The process that reads a chunk does this, where one does: it takes most of the interpreter's time that a chunk needs,
+which a training loop in this process needs for its own steps (measured in experiments/real_data/NOTES.md). So nothing
+here needs torch or a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpuflow.decode.chunk_headers import Headers, read_headers
+from gpuflow.execute.passes import Pass, draw_passes
+from gpuflow.pipeline.program import Sampling, Warping
+from gpuflow.pipeline.stage import Decoder, Keys
+from gpuflow.pipeline.views import Output
+from gpuflow.sources import SPARE_BYTES, Payload
+
+__all__ = ["ChunkScan", "ChunkScanner", "Prescan"]
+
+Prescan = Callable[[Payload, Keys], Any]
+"""A function that a process that reads calls on a payload, with its samples' random keys, to save work in this process.
+It and its results can be pickled."""
+
+
+class ChunkScan(NamedTuple):
+    """The result of a `ChunkScanner` for one chunk.
+
+    headers: of all its files. rows [n]: the files that nvJPEG can decode and the stages can use.
+    spare [n]: how many zeros follow each of these files. draws: for each output and each of its passes the random
+    parameters for these rows.
+    """
+
+    headers: Headers
+    rows: NDArray[np.int64]
+    spare: NDArray[np.int64]
+    draws: list[list[Any]]
+
+    def take(self, kept: NDArray[np.bool_], scanner: ChunkScanner, keys: Keys) -> ChunkScan:
+        """The same for some of the rows."""
+        rows = self.rows[kept]
+        return self._replace(rows=rows, spare=self.spare[kept], draws=scanner.draw(keys, rows, self.headers.sizes))
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkScanner:
+    """Scans chunks for one program.
+
+    outputs: of the program. passes: for each output the passes that make it.
+    """
+
+    decoder: Decoder
+    outputs: tuple[Output, ...]
+    passes: tuple[tuple[Pass, ...], ...]
+
+    def __call__(self, payload: Payload, keys: Keys) -> ChunkScan:
+        """Scan the files of a payload whose samples have these keys. Writes zeros after those that nvJPEG can decode,
+        because the engines read a little ahead."""
+        decoder = self.decoder
+        headers = read_headers(
+            payload,
+            max_pixels=decoder.max_pixels,
+            max_scans=decoder.max_scans,
+            orientation=decoder.orientation == "apply",
+            formats=decoder.formats,
+        )
+        rows = np.flatnonzero(headers.engine)
+        draws = self.draw(keys, rows, headers.sizes)
+        if (misfit := _misfits(draws, len(rows))).any():  # the CPU path reports what is wrong with each of them
+            rows = rows[~misfit]
+            draws = self.draw(keys, rows, headers.sizes)
+        return ChunkScan(headers, rows, _clear_after(payload, rows), draws)
+
+    def draw(self, keys: Keys, rows: NDArray[np.int64], sizes: NDArray[np.int64]) -> list[list[Any]]:
+        """For each output and each of its passes the random parameters of these rows [n] of a chunk.
+
+        keys, sizes [N, 2]: of the whole chunk.
+        """
+        own = keys.take(rows)
+        pairs = zip(self.outputs, self.passes, strict=True)
+        return [draw_passes(passes, output.keys_of(own), sizes[rows]) for output, passes in pairs]
+
+
+def _misfits(draws: Sequence[Sequence[Any]], count: int) -> NDArray[np.bool_]:
+    """Which of so many rows a stage cannot use."""
+    misfit = np.zeros(count, bool)
+    for own in draws:
+        for draw in own:
+            for found in draw.misfits if isinstance(draw, Sampling | Warping) else ():
+                misfit |= found.where
+    return misfit
+
+
+def _clear_after(payload: Payload, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Write zeros after these files. Returns their number for each file, [n].
+
+    A file without room after it gets none, which occurs if `sources.lay_out` did not lay
+    the payload out.
+    """
+    if not len(rows):
+        return rows
+    begins = np.sort(np.append(np.asarray(payload.offsets, np.int64), len(payload.buffer)))
+    ends = np.asarray(payload.offsets, np.int64)[rows] + np.asarray(payload.sizes, np.int64)[rows]
+    room = begins[np.searchsorted(begins, ends)] - ends >= SPARE_BYTES
+    if room.any():
+        payload.buffer[ends[room][:, None] + np.arange(SPARE_BYTES)] = 0
+    return np.where(room, SPARE_BYTES, 0)

@@ -1,0 +1,60 @@
+"""Random functions of torch that draw from a generator of one sample, within a block."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+__all__ = ["SampleGenerator"]
+
+
+class SampleGenerator(TorchFunctionMode):
+    """Passes each random function called inside the block a generator seeded here. Affects only this thread.
+
+    Numbers for a GPU are drawn on the CPU and copied, so that both devices get the same numbers.
+
+    It sees the functions that Python calls. A mode that sees the operators below them (TorchDispatchMode) is not safe
+    with several threads: where two call an operator for the first time at once, torch 2.11 keeps the address of an
+    object that is then freed, and the process crashes later.
+    """
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.used = False
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = dict(kwargs or {}), func.__name__
+        if name not in _DRAWS and name not in _LIKE:
+            return func(*args, **kwargs)
+        self.used = True
+        if name in _LIKE:
+            return self._draw_like(name, *args, **kwargs)
+        kwargs["generator"] = self._generator
+        device = args[0].device if args and isinstance(args[0], torch.Tensor) else kwargs.get("device")
+        if device is None or torch.device(device).type == "cpu":
+            return func(*args, **kwargs)
+        moved = [x.cpu() if isinstance(x, torch.Tensor) else x for x in args]
+        result = func(*moved, **{**kwargs, **({"device": "cpu"} if "device" in kwargs else {})})
+        return args[0].copy_(result) if result is moved[0] else result.to(device)
+
+    def _draw_like(self, name: str, like: torch.Tensor, *bounds: int, **kwargs: Any) -> torch.Tensor:
+        """These functions take no generator: their numbers come from the in-place function of the same distribution."""
+        bounds += tuple(kwargs.pop(key) for key in ("low", "high") if key in kwargs)
+        result = torch.empty_like(like, **{**kwargs, "device": "cpu"})
+        draw = getattr(result, _LIKE[name])
+        draw(*((0, *bounds) if len(bounds) == 1 else bounds), generator=self._generator)
+        return result.to(kwargs.get("device") or like.device)
+
+
+_DRAWS = frozenset(
+    (
+        *("bernoulli", "binomial", "multinomial", "normal", "poisson", "rand", "randint", "randn", "randperm"),
+        *("bernoulli_", "cauchy_", "exponential_", "geometric_", "log_normal_", "normal_", "random_", "uniform_"),
+        *("_sample_dirichlet", "_standard_gamma"),
+    )
+)
+"""Names of the functions and methods of torch that take a generator. A test compares them with torch's own list."""
+_LIKE = {"rand_like": "uniform_", "randint_like": "random_", "randn_like": "normal_"}
