@@ -32,8 +32,9 @@ from gpuflow.sources import Payload
 
 __all__ = ["CpuDecodePool", "PendingImages", "prepare", "work"]
 
-_PART_IMAGES, _REQUESTS = 8, 4
-"""The largest number of images in one request, and of requests that wait for one worker or are being answered."""
+_FEW_PART_IMAGES, _PART_IMAGES, _REQUESTS = 4, 8, 4
+"""The smallest and largest number of images in a request, if there are so many: each request takes this process's time.
+And the number of requests that wait for one worker or are being answered."""
 _FEW_IMAGES, _FEW_SHARE = 8, 0.003
 """No process is started for fewer images, or a smaller share of all images."""
 _PRIOR_IMAGES = 1000
@@ -139,7 +140,7 @@ class CpuDecodePool:
         slots = slots_of(self._program, results.view(dtype).reshape(-1, *shape))
         pending = PendingImages(self, rows, memory, results)
         workers = self._adapt(len(payload), len(rows))
-        step = min(_PART_IMAGES, max(1, len(rows) // max(1, workers)))
+        step = min(_PART_IMAGES, max(_FEW_PART_IMAGES, len(rows) // max(1, workers)))
         for start in range(0, len(rows), step):
             part = slice(start, start + step)
             own = keys.take(rows[part])

@@ -7,6 +7,8 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
@@ -29,6 +31,9 @@ _ALIGN = 16
 SHORT_WAIT = 0.05
 """A GPU that waits for batches for a larger part of its time than this could do more with more batches in flight."""
 
+_current = threading.local()
+"""`device_stream`: in whose `queued` block this thread is."""
+
 
 class DeviceStream:
     """A loader's CUDA stream. It has the lowest priority: a training step that competes for the GPU runs first.
@@ -46,9 +51,20 @@ class DeviceStream:
 
     @contextmanager
     def queued(self) -> Iterator[None]:
-        """Makes this stream and its device current, so that the block's device work is queued here and nowhere else."""
-        with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
+        """Makes this stream and its device current, so that the block's device work is queued here and nowhere else.
+
+        Within such a block of the same thread it does nothing, because torch takes long to change its current stream.
+        """
+        outer: DeviceStream | None = getattr(_current, "device_stream", None)
+        if outer is self:
             yield
+            return
+        with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
+            _current.device_stream = self
+            try:
+                yield
+            finally:
+                _current.device_stream = outer
 
     def record_event(self, *, blocking: bool = False, stream: torch.cuda.Stream | None = None) -> torch.cuda.Event:
         """An event after all work queued so far. blocking: a thread that waits for the event sleeps, not spins.
@@ -86,15 +102,16 @@ class DeviceStream:
 
     def send_all(self, arrays: Sequence[NDArray[Any]]) -> list[torch.Tensor]:
         """Copy small arrays to the device in one transfer: for each array a tensor of its dtype and shape."""
-        arrays = [np.array(array, order="C") for array in arrays]
-        starts = np.cumsum([0, *(-(-array.nbytes // _ALIGN) * _ALIGN for array in arrays)]).tolist()
-        host = self.pinned([starts.pop()], torch.uint8)
-        views = []
+        *starts, end = accumulate((-(-array.nbytes // _ALIGN) * _ALIGN for array in arrays), initial=0)
+        host = self.pinned([end], torch.uint8)
+        memory = host.numpy()
         for start, array in zip(starts, arrays, strict=True):
-            host.numpy()[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
-            views.append((start, array.nbytes, torch.from_numpy(array).dtype, array.shape))
+            memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)[...] = array
         sent = self.send(host)
-        return [sent[start : start + size].view(dtype).view(shape) for start, size, dtype, shape in views]
+        return [
+            sent[start : start + array.nbytes].view(_torch_dtype(array.dtype)).view(array.shape)
+            for start, array in zip(starts, arrays, strict=True)
+        ]
 
     def receive(self, tensor: torch.Tensor) -> torch.Tensor:
         """Copy device memory to pinned host memory. Waits, asleep, until all work queued so far is done."""
@@ -125,6 +142,11 @@ class DeviceStream:
         self.synchronize()
         with self._lock:
             self._retained.clear()
+
+
+@lru_cache
+def _torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
+    return torch.from_numpy(np.empty(0, dtype)).dtype
 
 
 def take_free(free: queue.SimpleQueue[T], seconds: float, failure: str) -> T:

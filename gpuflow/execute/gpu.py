@@ -31,7 +31,7 @@ from gpuflow.execute.chunk_scan import ChunkScan, ChunkScanner, Prescan
 from gpuflow.execute.cpu import CpuRunners
 from gpuflow.execute.cpu_decode_pool import CpuDecodePool, PendingImages
 from gpuflow.execute.decode_buffers import BUFFERS, DecodeBuffers
-from gpuflow.execute.decode_calls import DecodeCall, Undecoded, kinds_of, plan_calls
+from gpuflow.execute.decode_calls import DecodeCall, Undecoded, plan_calls
 from gpuflow.execute.device_stream import SHORT_WAIT, DeviceStream, allocate_slots
 from gpuflow.execute.file_checks import FileChecks
 from gpuflow.execute.gpu_passes import DevicePasses, Target, offsets_of, plan_of
@@ -186,7 +186,7 @@ class GpuRunner:
             `set_gpu_wait` adds more.
         cpu_pool: decodes what nvJPEG does not take; without one, `prepare` does.
         fill_calls: whether a launch may decode images of later chunks, whose results need memory until then: for each
-            kind of images up to 127 of them.
+            chroma sampling up to 127 of them.
 
     Raises:
         NvjpegError: the GPU does not have the backend.
@@ -283,7 +283,7 @@ class GpuRunner:
             files=JpegBatch(
                 (starts + payload.buffer.ctypes.data).astype(np.uint64), lengths.astype(np.uint64), images, frames
             ),
-            undecoded=Undecoded.all_of(kinds_of(frames), spaces),
+            undecoded=Undecoded(frames[:, 2], spaces),
             plans=[
                 _Plan.of(own[0], pitches, fixed=passes.first.result.fixed)
                 for own, passes in zip(draws, self._passes, strict=True)
@@ -376,22 +376,26 @@ class GpuRunner:
                     call.fail(error)
             raise
         good = np.ones(len(chunk.rows), bool)
+        moved: list[tuple[_Rows, NDArray[np.int64], _Rows]] = []
         for call, number in [*((call, 0) for call in own), *chunk.early]:
             where, held = call.results[number]
             taken = call.planned.rows[where]
             good[taken] = call.good[where]
             if number:
-                sent = self._device_stream.send_all([place.rows[taken] for place in first])
-                for place, rows, one in zip(first, sent, held, strict=True):
-                    assert not isinstance(place.images, Canvas) and not isinstance(one.images, Canvas)
-                    place.images.index_copy_(0, rows, one.images[one.rows[0] : one.rows[-1] + 1])
+                moved += [(place, place.rows[taken], one) for place, one in zip(first, held, strict=True)]
+        if moved:
+            sent = self._device_stream.send_all([rows for _, rows, _ in moved])
+            for rows, (place, _, one) in zip(sent, moved, strict=True):
+                assert not isinstance(place.images, Canvas) and not isinstance(one.images, Canvas)
+                place.images.index_copy_(0, rows, one.images[one.rows[0] : one.rows[-1] + 1])
         chunk.early.clear()  # which refer to this chunk
         return good
 
     def _new_calls(self, chunks: Sequence[Prepared], first: Sequence[_Rows]) -> list[_Call]:
         """Plan the calls for the first chunk; for holders of the lock."""
         calls: list[_Call] = []
-        planned = plan_calls([one.undecoded for one in chunks], max_bytes=self._decode_bytes)
+        undecoded = [one.undecoded for one in chunks]
+        planned = plan_calls(undecoded, max_bytes=self._decode_bytes)
         try:
             for one in planned:
                 calls.append(self._new_call(one, chunks, first))
@@ -399,8 +403,7 @@ class GpuRunner:
             for call in calls:
                 call.fail(error)
             for other in planned[len(calls) :]:
-                for place, row in zip(other.chunks.tolist(), other.rows.tolist(), strict=True):
-                    chunks[place].undecoded.left[row] = True
+                other.give_back(undecoded)
             raise
         return calls
 

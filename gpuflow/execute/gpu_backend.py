@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CPU_ASKED_FOR", "DECODE_BYTES", "Placement", "gpu_passes_and_library", "passes_text", "place_on_gpu"]
 
-DECODE_BYTES = 1 << 28
+DECODE_BYTES = 1 << 27
 """The largest size of one buffer for decoded pixels, in bytes, unless run.memory_limit asks for less."""
 
 CPU_ASKED_FOR = "its decode.backend is cpu"

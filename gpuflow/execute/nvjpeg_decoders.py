@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 from gpuflow.decode import self_test
 from gpuflow.decode.nvjpeg import BatchedDecoder, NvjpegError, NvjpegLibrary
 from gpuflow.errors import DecoderError
-from gpuflow.execute.decode_calls import LARGE_PIXELS
 from gpuflow.execute.device_stream import DeviceStream, take_free
 
 __all__ = ["CALL_SECONDS", "JpegBatch", "NvjpegDecoder", "NvjpegDecoderPool"]
@@ -81,7 +80,7 @@ class NvjpegDecoder:
     ) -> None:
         self._device_stream, self._color, self._refused = device_stream, color, 0
         self._make = partial(BatchedDecoder, library, color, backend)
-        self._states = {(self_test.SAMPLING, False): _State(self._make())}
+        self._states = {self_test.SAMPLING: _State(self._make())}
         self._stream = device_stream.new_stream() if second else device_stream.stream
 
     def decode(self, files: JpegBatch) -> NDArray[np.bool_]:
@@ -122,12 +121,11 @@ class NvjpegDecoder:
         return np.ones(count, bool)
 
     def _state(self, frames: NDArray[np.int64]) -> _State:
-        """The state for images [N, 3] of one sampling. Few and large ones have their own: a call with another number of
-        images than the last one initializes the state again."""
-        key = int(frames[0, 2]), bool((frames[:, :2].prod(axis=1) >= LARGE_PIXELS).all())
-        if key not in self._states:
-            self._states[key] = _State(self._make())
-        return self._states[key]
+        """The state for images [N, 3] of one sampling."""
+        sampling = int(frames[0, 2])
+        if sampling not in self._states:
+            self._states[sampling] = _State(self._make())
+        return self._states[sampling]
 
     @property
     def channels(self) -> int:
@@ -139,7 +137,7 @@ class NvjpegDecoder:
             return
         _LOG.warning("nvJPEG no longer decodes gpuflow's test image; its decoder is replaced")
         try:
-            self._states = {(self_test.SAMPLING, False): _State(self._make())}
+            self._states = {self_test.SAMPLING: _State(self._make())}
             if self._passes():
                 return
         except NvjpegError as error:

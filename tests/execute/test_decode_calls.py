@@ -7,44 +7,41 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpuflow.execute.decode_calls import CALL_IMAGES, LARGE_PIXELS, DecodeCall, Undecoded, kinds_of, plan_calls, split
+from gpuflow.execute.decode_calls import CALL_IMAGES, DecodeCall, Undecoded, deal, plan_calls
 
 MB = 1 << 20
-KINDS = st.sampled_from([0x11, 0x22, 0x22, 0x22, 0x22 + (1 << 8)])
+SAMPLINGS = st.sampled_from([0x11, 0x22, 0x22, 0x22, 0])
 
 
 @pytest.mark.parametrize(
     ("count", "most", "sizes"),
     [(256, 128, [128, 128]), (255, 128, [128, 127]), (129, 128, [65, 64]), (1, 128, [1]), (0, 128, [])],
 )
-def test_calls_are_of_one_size(count: int, most: int, sizes: list[int]) -> None:
-    assert [call.stop - call.start for call in split(np.full(count, 10), most, MB)] == sizes
+def test_calls_have_equally_many_images(count: int, most: int, sizes: list[int]) -> None:
+    assert [len(call) for call in deal(np.full(count, 10), most, MB)] == sizes
 
 
-def test_no_call_needs_more_memory_than_allowed_but_for_one_large_image() -> None:
-    calls = split(np.array([30, 30, 30, 200, 30, 60, 20]), 128, 100)
-    assert [(call.start, call.stop) for call in calls] == [(0, 3), (3, 4), (4, 6), (6, 7)]
+def test_no_call_needs_more_memory_than_allowed_but_for_one_larger_image() -> None:
+    spaces = np.array([30, 30, 30, 200, 30, 60, 20])
+    calls = [spaces[call].tolist() for call in deal(spaces, 128, 100)]
+    assert calls == [[200], [60, 30], [30, 30], [30, 20]]
 
 
-def test_a_kind_is_a_sampling_a_size_and_whether_the_file_is_known() -> None:
-    side = int(LARGE_PIXELS**0.5)
-    sizes = [
-        (side, side - 1),
-        (side, side),
-        (2 * side, 2 * side),
-        (2 * side, 2 * side - 1),
-        (4 * side, 4 * side),
-        (5, 9),
-    ]
-    frames = np.array([(*size, 0x22) for size in sizes])
-    small, large, larger, *rest = kinds_of(frames).tolist()
-    assert len({small, large, larger, rest[1]}) == 4 and rest[0] == large and rest[2] == small
-    frames[:, 2] = 0
-    assert not set(kinds_of(frames).tolist()) & {small, large, larger, *rest}
+def test_calls_of_images_of_many_sizes_need_about_equal_memory() -> None:
+    spaces = (np.random.default_rng(0).lognormal(size=256) * 1e5).astype(np.int64)
+    first, second = (int(spaces[call].sum()) for call in deal(spaces, 128, int(spaces.sum())))
+    assert second < first < 1.1 * second
 
 
-def chunk(kinds: list[int], spaces: list[int] | None = None) -> Undecoded:
-    return Undecoded.all_of(np.array(kinds, np.int64), np.array(spaces or [10] * len(kinds), np.int64))
+def chunk(samplings: list[int], spaces: list[int] | None = None) -> Undecoded:
+    return Undecoded(np.array(samplings, np.int64), np.array(spaces or [10] * len(samplings), np.int64))
+
+
+def left(one: Undecoded) -> set[int]:
+    """The images that no call has taken."""
+    rows = [one.take(sampling) for sampling in list(one.left())]
+    one.give_back(np.concatenate([*rows, np.zeros(0, np.int64)]))
+    return {row for own in rows for row in own.tolist()}
 
 
 def held(calls: list[DecodeCall]) -> list[list[tuple[int, int]]]:
@@ -56,52 +53,53 @@ def test_images_of_later_chunks_fill_the_calls_of_a_mixed_chunk() -> None:
     first, second = plan_calls(chunks, max_bytes=MB)
     assert len(first.rows) == 5 and first.chunks.tolist() == [0, 0, 0, 2, 2]
     assert len(second.rows) == CALL_IMAGES and np.bincount(second.chunks).tolist() == [100, 28]
-    assert [one.left.sum() for one in chunks] == [0, 32, 60]
+    assert [len(left(one)) for one in chunks] == [0, 32, 60]
 
 
-def test_a_chunk_of_one_kind_is_decoded_alone() -> None:
+def test_a_chunk_of_one_sampling_is_decoded_alone() -> None:
     chunks = [chunk([0x22] * 100), chunk([0x22] * 100)]
     (call,) = plan_calls(chunks, max_bytes=MB)
-    assert len(call.rows) == 100 and chunks[1].left.all()
+    assert len(call.rows) == 100 and len(left(chunks[1])) == 100
 
 
 def test_every_call_has_an_image_of_the_first_chunk() -> None:
-    """Where memory ends a call early, what was to fill it up may be left over: it is left to its own chunk."""
+    """Where what was to fill a call up does not fit after all, it is left to its own chunk."""
     own, other = chunk([0x22, 0x22, 0x11], [60, 60, 10]), chunk([0x22] * 8, [30] * 8)
     calls = plan_calls([own, other], max_bytes=100)
-    assert [call.chunks.tolist() for call in calls] == [[0], [0], [0, 1]]
-    assert not own.left.any() and other.left.tolist() == [False] + [True] * 7
+    assert sorted(call.chunks.tolist() for call in calls) == [[0], [0, 1], [0, 1]]
+    assert not left(own) and left(other) == set(range(2, 8))
 
 
-def test_few_large_images_share_a_call() -> None:
-    large = 0x22 + (1 << 8)
-    calls = plan_calls([chunk([large, 0x22]), *(chunk([large, 0x22]) for _ in range(40))], max_bytes=MB)
-    assert sorted(len(call.rows) for call in calls) == [32, 41]
+def test_the_images_of_a_call_that_nobody_runs_are_left_again() -> None:
+    chunks = [chunk([0x22] * 3 + [0x11]), chunk([0x22] * 3)]
+    for call in plan_calls(chunks, max_bytes=MB):
+        call.give_back(chunks)
+    assert [left(one) for one in chunks] == [{0, 1, 2, 3}, {0, 1, 2}]
 
 
 @st.composite
 def windows(draw: st.DrawFn) -> list[Undecoded]:
     found = []
     for _ in range(draw(st.integers(1, 4))):
-        kinds = draw(st.lists(KINDS, min_size=1, max_size=300))
-        spaces = draw(st.lists(st.integers(1, 300), min_size=len(kinds), max_size=len(kinds)))
-        one = chunk(kinds, spaces)
-        one.left[:] = draw(st.lists(st.booleans(), min_size=len(kinds), max_size=len(kinds)))
+        samplings = draw(st.lists(SAMPLINGS, min_size=1, max_size=300))
+        spaces = draw(st.lists(st.integers(1, 300), min_size=len(samplings), max_size=len(samplings)))
+        one = chunk(samplings, spaces)
+        one.take(draw(SAMPLINGS), draw(st.integers(0, 300)), MB)
         found.append(one)
     return found
 
 
 @given(windows(), st.sampled_from([100, 5_000, MB]))
-def test_every_image_that_is_needed_is_in_one_call_of_its_kind(chunks: list[Undecoded], max_bytes: int) -> None:
-    before = [one.left.copy() for one in chunks]
+def test_every_image_that_is_needed_is_in_one_call_of_its_sampling(chunks: list[Undecoded], max_bytes: int) -> None:
+    before = [left(one) for one in chunks]
     calls = plan_calls(chunks, max_bytes=max_bytes)
     taken = [pair for call in held(calls) for pair in call]
     assert len(taken) == len(set(taken)), "no image twice"
-    assert not chunks[0].left.any() and all(before[number][row] for number, row in taken)
+    assert not left(chunks[0])
     for number, one in enumerate(chunks):
-        assert {row for chosen, row in taken if chosen == number} == set(np.flatnonzero(before[number] & ~one.left))
+        assert {row for chosen, row in taken if chosen == number} == before[number] - left(one)
     for call, pairs in zip(calls, held(calls), strict=True):
-        assert len({int(chunks[number].kinds[row]) for number, row in pairs}) == 1
+        assert len({int(chunks[number].samplings[row]) for number, row in pairs}) == 1
         assert 0 in call.chunks
         spaces = [int(chunks[number].spaces[row]) for number, row in pairs]
         assert spaces == sorted(spaces, reverse=True) and sum(spaces) == call.space
