@@ -1,8 +1,9 @@
 """What the loader's threads do while a ResNet-18 trains: `python experiments/real_data/next_to_training.py FOLDER`.
 
 Prints for each measurement the training's rate, its ratio to the rate on a resident batch measured just before, the
-intervals between the launches of steps, and for each part of the loader's work how often a batch needs it and how long
-that takes, waiting included. Parts contain those below them that are indented further. Needs an NVIDIA GPU.
+intervals between the launches of steps, and for each part of the loader's work how often a batch needs it, how long
+that takes, waiting included, and how much of it a processor computes. Parts contain those below them that are indented
+further. Needs an NVIDIA GPU.
 """
 
 from __future__ import annotations
@@ -25,10 +26,14 @@ import torch
 
 HERE = Path(__file__).parent
 PARTS = {
-    "gpuflow.execute.gpu.GpuRunner.prepare": "prepare",
-    "gpuflow.execute.file_checks.FileChecks._check": "  check new files",
+    "gpuflow.loader.read.ChunkReader.read_chunk": "read and prepare",
+    "gpuflow.loader.read_workers._Workers.request": "  ask a process to read and scan",
+    "gpuflow.execute.gpu.GpuRunner.prepare": "  prepare",
+    "gpuflow.execute.file_checks.FileChecks._check": "    check new files",
+    "gpuflow.execute.cpu_decode_pool.CpuDecodePool.begin": "    ask processes to decode",
     "gpuflow.execute.gpu.GpuRunner.launch": "launch",
     "gpuflow.execute.gpu.GpuRunner._place_pending": "  wait for the CPU's images",
+    "gpuflow.execute.gpu.GpuRunner._new_calls": "  form calls",
     "gpuflow.execute.nvjpeg_decoders.NvjpegDecoderPool._acquire_place": "  wait for a decoder",
     "gpuflow.execute.nvjpeg_decoders.NvjpegDecoder.decode": "  decode",
     "gpuflow.decode.nvjpeg.BatchedDecoder.decode": "    one call of nvJPEG",
@@ -39,19 +44,19 @@ RESIDENT_SECONDS, SETTLING_STEPS = 0.5, 24
 
 
 class Parts:
-    """Durations in ms of each part of the work while `timed` is open, in all threads."""
+    """Durations in ms of each part of the work while `timed` is open, in all threads: by the clock, and computing."""
 
     def __init__(self) -> None:
-        self.spans: defaultdict[str, list[float]] = defaultdict(list)
+        self.spans: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
 
     def _timing(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
         @functools.wraps(function)
         def run(*arguments: Any, **named: Any) -> Any:
-            start = time.perf_counter()
+            start, computed = time.perf_counter(), time.thread_time()
             try:
                 return function(*arguments, **named)
             finally:
-                self.spans[name].append((time.perf_counter() - start) * 1e3)
+                self.spans[name].append(((time.perf_counter() - start) * 1e3, (time.thread_time() - computed) * 1e3))
 
         return run
 
@@ -68,9 +73,12 @@ class Parts:
     def lines(self, batches: int) -> Iterator[str]:
         for name in PARTS.values():
             if spans := self.spans[name]:
-                often, long = len(spans) / batches, sum(spans) / batches
-                middle, most = np.percentile(spans, [50, 95])
-                yield f"    {name:30} {often:5.2f} a batch, {long:6.2f} ms a batch; p50 {middle:.2f}, p95 {most:.2f}"
+                spans_ms, computing_ms = np.array(spans).T
+                middle, most = np.percentile(spans_ms, [50, 95])
+                yield (
+                    f"    {name:34} {len(spans) / batches:5.2f} a batch, {spans_ms.sum() / batches:6.2f} ms a batch, "
+                    f"computing {computing_ms.sum() / batches:5.2f}; p50 {middle:.2f}, p95 {most:.2f}"
+                )
 
 
 class Run(NamedTuple):
@@ -105,6 +113,10 @@ def measure(title: str, training: arms.Training, loader: arms.Gpuflow, options: 
     print(*parts.lines(fed.batches), sep="\n", flush=True)
 
 
+def decodes_nothing(decoder: object, *arguments: object) -> None:
+    """Takes the place of a call of nvJPEG."""
+
+
 def knows_none(files: object, indices: np.ndarray[Any, Any], sizes: object) -> np.ndarray[Any, Any]:
     return np.zeros(len(indices), bool)
 
@@ -127,6 +139,7 @@ def main() -> None:
         help="constants of gpuflow's modules, each tried in turns, such as gpuflow.execute.gpu._LONG_WAIT=0.1",
     )
     parser.add_argument("--check-again", action="store_true", help="in turns, check every file as in a first epoch")
+    parser.add_argument("--without-decoding", action="store_true", help="in turns, leave nvJPEG's calls out")
     options = parser.parse_args()
     torch.backends.cudnn.benchmark = True
     loader = arms.Gpuflow({"folder": options.folder, "batch": options.batch, "device": "cuda", "set": []})
@@ -148,6 +161,11 @@ def main() -> None:
                 for _ in range(SETTLING_STEPS):
                     training.fed_step(loader)
                 measure("later, every file checked", training, loader, options)
+        if options.without_decoding:
+            with patch("gpuflow.decode.nvjpeg.BatchedDecoder.decode", decodes_nothing):
+                for _ in range(SETTLING_STEPS):
+                    training.fed_step(loader)
+                measure("later, without calls of nvJPEG", training, loader, options)
         for text in options.tried:
             name, _, value = text.partition("=")
             with patch(name, ast.literal_eval(value)):

@@ -16,7 +16,7 @@ __all__ = ["BUFFERS", "DecodeBuffers"]
 BUFFERS = 3
 """The largest number of decode buffers, one for each thread that launches chunks."""
 
-_BLOCK, _WASTE, _ACQUIRE_SECONDS = 1 << 20, 4, 60.0
+_BLOCK, _WASTE, _ACQUIRE_SECONDS = 1 << 23, 4, 60.0
 _RECENT = 8
 """Buffers, in turn for large and small calls, are judged by the largest of so many sizes."""
 
@@ -65,7 +65,7 @@ class DecodeBuffers:
             buffer = None  # frees the old memory before the new memory is allocated
             try:
                 with self._device_stream.queued():
-                    buffer = torch.empty(need + need // 16, dtype=torch.uint8, device=self._device_stream.device)
+                    buffer = torch.empty(need, dtype=torch.uint8, device=self._device_stream.device)
             except torch.OutOfMemoryError:
                 self._free.put((None, None))
                 raise

@@ -45,6 +45,8 @@ from gpuflow.sources import Payload
 __all__ = ["GpuRunner", "Prepared"]
 
 _ALIGN = 256
+_AHEAD = 3
+"""So many later chunks may have images in a call. With more, calls are hardly fuller, and results need more memory."""
 _LONG_WAIT = 0.5
 """A GPU that waits for batches for a larger part of its time has no other work that a second nvJPEG call could slow."""
 
@@ -359,7 +361,7 @@ class GpuRunner:
         The calls that are needed for this are put into a queue, and this thread runs calls from that queue, also those
         of other threads, until its own are over.
         """
-        chunks = (chunk, *ahead) if self._fill_calls else (chunk,)
+        chunks = (chunk, *ahead[:_AHEAD]) if self._fill_calls else (chunk,)
         with self._lock:  # from here on no call for another chunk takes images of this one
             own = self._new_calls(chunks, first)
         self._calls.extend(own)

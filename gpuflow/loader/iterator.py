@@ -96,12 +96,13 @@ class EpochIterator(Iterator[Batch]):
         if self._end is not None:
             raise LoaderError(f"epoch {self._epoch} was ended because {self._end}; iterate the loader anew")
         start = time.perf_counter()
+        stream = torch.cuda.current_stream(self._plan.device) if self._plan.device_stream is not None else None
         try:
-            asked = self._timed_event() if self._plan.gpu is not None else None
+            asked = _timed_event(stream) if stream is not None and self._plan.gpu is not None else None
             assembly = self._get()
-            batch = self._batch(assembly)
-            if asked is not None:
-                self._gpu_wait.add(asked, self._timed_event())
+            batch = self._batch(assembly, stream)
+            if stream is not None and asked is not None:
+                self._gpu_wait.add(asked, _timed_event(stream))
                 self._run.set_gpu_wait(self._gpu_wait.share)
                 self._stats.gpu_wait_share = self._gpu_wait.share
         except BaseException:
@@ -137,10 +138,11 @@ class EpochIterator(Iterator[Batch]):
             raise assembly.error
         return assembly
 
-    def _batch(self, assembly: Assembly) -> Batch:
-        images, rows = self._tensors(assembly)
+    def _batch(self, assembly: Assembly, stream: torch.cuda.Stream | None) -> Batch:
+        """stream: the consumer's, on a GPU."""
+        images, rows = self._tensors(assembly, stream)
         if self._step > 0:  # the batch before is not needed any more, once the GPU has come as far as this one
-            self._run.release(None if assembly.ready is None else self._stream().record_event())
+            self._run.release(None if stream is None else stream.record_event())
         if not assembly.kept.all():
             kept = np.flatnonzero(assembly.kept)
             if len(kept) == 0:
@@ -158,14 +160,13 @@ class EpochIterator(Iterator[Batch]):
         second = labels if self._plan.labelled else targets_of(images, indices, fields, mapper.fields)
         return Batch((images, second), fields=fields, _schema=mapper.fields, **known)
 
-    def _tensors(self, assembly: Assembly) -> tuple[Images, list[torch.Tensor]]:
-        """The batch's images or views, and labels, valid, indices; on a GPU safe to use on the current stream."""
-        if assembly.ready is None:
+    def _tensors(self, assembly: Assembly, stream: torch.cuda.Stream | None) -> tuple[Images, list[torch.Tensor]]:
+        """The batch's images or views, and labels, valid, indices; on a GPU safe to use on the stream."""
+        if stream is None or assembly.ready is None:
             rows = [torch.from_numpy(x) for x in (assembly.labels, assembly.valid, assembly.indices)]
             slots = assembly.slots
             return as_images(self._plan.program, slots.memory if isinstance(slots, ViewSlots) else slots), rows
         images: Images = assembly.slots
-        stream = self._stream()
         stream.wait_event(assembly.ready)
         for tensor in (*(images.values() if isinstance(images, dict) else [images]), *assembly.there):
             tensor.record_stream(stream)
@@ -176,15 +177,6 @@ class EpochIterator(Iterator[Batch]):
             elif isinstance(column, torch.Tensor):
                 column.record_stream(stream)
         return images, list(assembly.there)
-
-    def _timed_event(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record(self._stream())
-        return event
-
-    def _stream(self) -> torch.cuda.Stream:
-        """The consumer's."""
-        return torch.cuda.current_stream(self._plan.device)
 
     def _warn_of_many_bad(self) -> None:
         distinct, size = self._plan.bad.distinct, self._steps.size
@@ -217,6 +209,12 @@ class EpochIterator(Iterator[Batch]):
         """Does not wait: the collector may run this on a thread of the pipeline, and a Ctrl-C during it is lost."""
         if hasattr(self, "_end") and not sys.is_finalizing():
             self.end("it was left", wait=False)
+
+
+def _timed_event(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record(stream)
+    return event
 
 
 def _select(images: Images, rows: NDArray[np.int64]) -> Images:
