@@ -55,7 +55,10 @@ def test_errors_keep_their_values_between_processes() -> None:
     again = pickle.loads(pickle.dumps(ConfigError([problem, Problem("x:", "is wrong")])))
     assert again.problems == (problem, Problem("x:", "is wrong"))
     assert again.problems[1].value is UNSET
-    assert BadSampleError("decode", "huge", "sample.too_large").located(3, "a.jpg").code == "sample.too_large"
+    fault = BadSampleError("decode", "huge", "sample.too_large").located(3, "a.jpg")
+    found = pickle.loads(pickle.dumps(fault))
+    assert str(found) == str(fault) == "a.jpg (sample 3): decode: huge"
+    assert (found.stage, found.reason, found.code, found.index) == ("decode", "huge", "sample.too_large", 3)
 
 
 def test_each_code_is_explained() -> None:

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from gpuflow.errors import BadSampleError, DecoderError
 from gpuflow.execute.cpu import CpuRunners
-from gpuflow.execute.cpu_workers import PlainFault, decode_shared, faults_of, open_runner, prepare
+from gpuflow.execute.cpu_workers import decode_shared, open_runner, prepare
 from gpuflow.pipeline.stage import Keys
 from gpuflow.pipeline.views import AnyProgram, slot_of, slots_of
 from gpuflow.runtime.buffers import BytePool
@@ -246,8 +246,8 @@ class CpuDecodePool:
 def _receive(part: _Part) -> list[BadSampleError | None] | None:
     """The answer of the worker; None if it was lost."""
     assert part.pending is not None
-    answer: list[PlainFault] | None = part.pending.result()
-    return None if answer is None else faults_of(answer)
+    answer: list[BadSampleError | None] | None = part.pending.result()
+    return answer
 
 
 # --- the worker -------------------------------------------------------------------------------------------------------

@@ -12,29 +12,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gpuflow.errors import BadSampleError, Code, DecoderError
+from gpuflow.errors import BadSampleError, DecoderError
 from gpuflow.execute.cpu import CpuRunner, ViewsRunner, runner_of
 from gpuflow.pipeline.stage import Keys
 from gpuflow.pipeline.views import AnyProgram, slot_of, slots_of
 from gpuflow.runtime.worker_pool import READY, ParentConnection
 
-__all__ = ["PlainFault", "decode_shared", "faults_of", "open_runner", "plain_faults", "prepare", "slots_in"]
+__all__ = ["decode_shared", "open_runner", "prepare", "slots_in"]
 
 _first_call = threading.Lock()
 """torch's first call in a forked process makes its thread pool anew, and fails where two threads do that at once."""
-
-PlainFault = tuple[str, str, Code] | None
-"""What became of a sample, as a message between processes: None, or the stage that gave it up, the reason, the code."""
-
-
-def plain_faults(faults: Sequence[BadSampleError | None]) -> list[PlainFault]:
-    """Faults as values that another process turns back with `faults_of`."""
-    return [None if fault is None else (fault.stage, fault.reason, fault.code) for fault in faults]
-
-
-def faults_of(plain: Sequence[PlainFault]) -> list[BadSampleError | None]:
-    """The opposite of `plain_faults`."""
-    return [None if fault is None else BadSampleError(*fault) for fault in plain]
 
 
 def prepare(setup: bytes) -> Any:
@@ -75,7 +62,7 @@ def decode_shared(
     sizes: Sequence[int],
     keys: Keys,
     batch: int | None = None,
-) -> list[PlainFault] | None:
+) -> list[BadSampleError | None] | None:
     """Decode samples between two memories that the parent shares next: the encoded bytes, and a batch's slots.
 
     Args:
@@ -91,7 +78,7 @@ def decode_shared(
     assert encoded is not None and slots is not None
     samples = [encoded[offset : offset + length] for offset, length in zip(offsets, sizes, strict=True)]
     try:
-        return plain_faults(runner.run(samples, keys, slots_in(slots, program, start, len(samples), batch)))
+        return runner.run(samples, keys, slots_in(slots, program, start, len(samples), batch))
     except DecoderError:
         raise
     except Exception:

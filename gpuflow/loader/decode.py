@@ -73,7 +73,7 @@ class WorkerDecoder:
             sizes[:] = outcome.sizes
         self._meter.add(samples=len(chunk), read_bytes=outcome.read_bytes, busy_s=outcome.read_s)
         meter.add(busy_s=-outcome.read_s, cpu_s=outcome.cpu_s)
-        return outcome.errors()
+        return outcome.faults
 
     def ready(self) -> bool:
         """Whether a worker can be asked."""

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from gpuflow.errors import BadSampleError, DecoderError
 from gpuflow.execute.cpu import CpuRunner, CpuRunners, ViewsRunner
-from gpuflow.execute.cpu_workers import PlainFault, faults_of, open_runner, plain_faults, prepare, slots_in
+from gpuflow.execute.cpu_workers import open_runner, prepare, slots_in
 from gpuflow.pipeline.stage import Keys
 from gpuflow.pipeline.views import AnyProgram, ViewSlots
 from gpuflow.runtime.buffers import BytePool
@@ -34,18 +34,15 @@ __all__ = ["DecodeWorkers", "Outcome", "decode", "prepare", "work"]
 class Outcome:
     """What became of a chunk's samples.
 
-    faults [n]: None, or the stage and the reason. read_bytes, read_s: of the source. cpu_s: processor seconds in all.
+    faults [n]: None, or why a sample is bad. read_bytes, read_s: of the source. cpu_s: processor seconds in all.
     sizes [n, 2]: see `CpuRunner.run`; None if they were not asked for.
     """
 
-    faults: list[PlainFault]
+    faults: list[BadSampleError | None]
     read_bytes: int
     read_s: float
     cpu_s: float
     sizes: NDArray[np.int64] | None = None
-
-    def errors(self) -> list[BadSampleError | None]:
-        return faults_of(self.faults)
 
 
 def decode(
@@ -153,4 +150,4 @@ def _run(
     read_s = time.perf_counter() - begun
     faults = decode(runner, payload, keys, slots, sizes)
     pool.release(payload.buffer)
-    return Outcome(plain_faults(faults), sum(payload.sizes), read_s, time.thread_time() - cpu, sizes)
+    return Outcome(faults, sum(payload.sizes), read_s, time.thread_time() - cpu, sizes)

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from gpuflow.errors import BadSampleError, DecoderError
 from gpuflow.execute.cpu import CpuRunner, CpuRunners
-from gpuflow.execute.cpu_workers import PlainFault, decode_shared, faults_of, open_runner, prepare
+from gpuflow.execute.cpu_workers import decode_shared, open_runner, prepare
 from gpuflow.pipeline.image_spec import STORAGE, as_batch, slot_shape
 from gpuflow.pipeline.program import Program
 from gpuflow.pipeline.stage import Keys
@@ -73,8 +73,8 @@ class CpuPreprocessor:
             while requests:
                 part, pending = requests.pop()
                 if pending is not None:
-                    answer: list[PlainFault] | None = pending.result()
-                    faults[part] = self._run(payload, part, slots) if answer is None else faults_of(answer)
+                    answer: list[BadSampleError | None] | None = pending.result()
+                    faults[part] = self._run(payload, part, slots) if answer is None else answer
         except BaseException:
             for _, pending in requests:
                 if pending is not None:

@@ -115,7 +115,7 @@ class Processes:
             slots, done = slots_for(REGION, 1), None
             while done is None:  # until the processes have started
                 done = self._workers.run([number], keys_of(1), slots, 0)
-            found.append(outcome(torch.from_numpy(slots[0]).permute(2, 0, 1), done.errors()[0]))
+            found.append(outcome(torch.from_numpy(slots[0]).permute(2, 0, 1), done.faults[0]))
         return found
 
     def close(self) -> None:
@@ -323,7 +323,7 @@ def bombed_processes(data: bytes) -> object:
             done = workers.run([0], keys_of(1), slots_for(BOMB, 1), 0)
     finally:
         workers.close()
-    return done.errors()[0]
+    return done.faults[0]
 
 
 def bombed_service(data: bytes) -> object:

@@ -340,13 +340,6 @@ def test_slots_in_the_middle_of_a_batch(source: Source, monkeypatch: pytest.Monk
         assert epoch_rows(loader) == expected
 
 
-def test_an_outcome_names_faults_again() -> None:
-    outcome = Outcome([None, ("decode", "truncated", "sample.bad")], 10, 0.1, 0.2)
-    sound, fault = outcome.errors()
-    assert sound is None
-    assert str(fault) == "decode: truncated"
-
-
 @pytest.mark.parametrize(
     "entries", [COLOURED, [{"decode": {}}, {"resize": {"shorter": 30}}, {"center_crop": {"size": 20}}]]
 )

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -323,12 +324,12 @@ def stumble(payload: Payload, keys: Keys) -> None:
     raise RuntimeError("this prescan fails")
 
 
-def unpicklable(payload: Payload, keys: Keys) -> None:
-    raise AssertionError("no worker has this function")
-
-
-@pytest.mark.parametrize("prescan", [stumble, lambda payload, keys: unpicklable(payload, keys)])
-def test_a_scan_that_fails_spoils_no_read(prescan: Prescan, files: list[bytes]) -> None:
+@pytest.mark.parametrize("what", ["raises", "cannot be pickled", "is in a module that workers cannot import"])
+def test_a_scan_that_fails_spoils_no_read(what: str, files: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    prescan: Prescan = stumble if what == "raises" else lambda payload, keys: None
+    if what.startswith("is in"):
+        prescan.__module__, prescan.__qualname__ = "only_here", "scan"
+        monkeypatch.setitem(sys.modules, "only_here", types.SimpleNamespace(scan=prescan))
     storage = ProcessStorage(1, prescan)
     for _ in range(2):
         with scanned(keys_of(len(files))):
