@@ -340,8 +340,11 @@ def measure(
         try:
             run = ARMS[name](recipe, device)
             compiles = name == "kornia" and device.type == "cuda"
+            start = time.perf_counter()
             for images in itertools.islice(itertools.cycle(batches), COMPILED_CALLS if compiles else WARM_UP_CALLS):
                 run(images)
+            if compiles:
+                print(f"{recipe:9} {name:18} compiled in {time.perf_counter() - start:.0f} s", flush=True)
             runs[name] = run
         except Missing as reason:
             print(f"{recipe:9} {name:18} left out: {reason}", flush=True)
