@@ -11,10 +11,11 @@ import torch
 
 from gpuflow.execute.device_stream import DeviceStream
 
-__all__ = ["BUFFERS", "DecodeBuffers"]
+__all__ = ["BUFFERS", "BUFFERS_FOR_ONE_CALL", "DecodeBuffers"]
 
-BUFFERS = 3
-"""The largest number of decode buffers, one for each thread that launches chunks."""
+BUFFERS, BUFFERS_FOR_ONE_CALL = 3, 2
+"""The largest number of decode buffers, one for each thread that launches chunks; and how many are of use with one
+nvJPEG call at a time: it writes one while kernels read the other."""
 
 _BLOCK, _WASTE, _ACQUIRE_SECONDS = 1 << 23, 4, 60.0
 _RECENT = 8
@@ -40,10 +41,11 @@ class DecodeBuffers:
         for place in range(BUFFERS):
             (self._free if place < count else self._spare).put((None, None))
 
-    def grow(self) -> None:
-        """Add one buffer, up to BUFFERS."""
-        with suppress(queue.Empty):
-            self._free.put(self._spare.get_nowait())
+    def grow(self, most: int) -> None:
+        """Add one buffer, if there are fewer than `most`, which is at most BUFFERS."""
+        if self._spare.qsize() > BUFFERS - most:
+            with suppress(queue.Empty):
+                self._free.put(self._spare.get_nowait())
 
     @contextmanager
     def acquire(self, size: int) -> Iterator[torch.Tensor]:

@@ -30,7 +30,7 @@ from gpuflow.execute.canvas import Canvas, Tiles, tiles_of
 from gpuflow.execute.chunk_scan import ChunkScan, ChunkScanner, Prescan
 from gpuflow.execute.cpu import CpuRunners
 from gpuflow.execute.cpu_decode_pool import CpuDecodePool, PendingImages
-from gpuflow.execute.decode_buffers import BUFFERS, DecodeBuffers
+from gpuflow.execute.decode_buffers import BUFFERS, BUFFERS_FOR_ONE_CALL, DecodeBuffers
 from gpuflow.execute.decode_calls import DecodeCall, Undecoded, plan_calls
 from gpuflow.execute.device_stream import SHORT_WAIT, DeviceStream, allocate_slots
 from gpuflow.execute.file_checks import FileChecks
@@ -49,6 +49,9 @@ _AHEAD = 3
 """So many later chunks may have images in a call. With more, calls are hardly fuller, and results need more memory."""
 _LONG_WAIT = 0.5
 """A GPU that waits for batches for a larger part of its time has no other work that a second nvJPEG call could slow."""
+_LONG_WAITS = 32
+"""So many batches in a row must be so late: the first ones of a training are, and then never again. A second call needs
+as much GPU memory as the first one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +184,7 @@ class GpuRunner:
     so that the engines do not wait for it. `NvjpegDecoderPool` says when two threads may call nvJPEG at the same time.
 
     Args:
-        program: what to run. passes: the result of `gpu_passes.passes_of_each(program)`.
+        program: what to run. passes: the result of `passes.passes_of_each(program)`.
         library: the nvJPEG to decode with. backend: one of `nvjpeg.BACKENDS`.
         decode_bytes: the largest size of a buffer for decoded pixels; one larger image gets a buffer of its own.
         buffers: the number of such buffers at first, which is the number of chunks launched at a time;
@@ -217,6 +220,7 @@ class GpuRunner:
         self._calls: deque[_Call] = deque()
         self._checks = FileChecks(device_stream)
         self.engine_images, self.cpu_images = 0, 0
+        self._long_waits = 0
         with device_stream.queued():
             self._decoders = NvjpegDecoderPool(device_stream, library, program.decoder.color, backend)
             self._buffers = DecodeBuffers(device_stream, buffers)
@@ -231,11 +235,14 @@ class GpuRunner:
     def set_gpu_wait(self, share: float) -> None:
         """Says for which part of its time the consumer's GPU waits for batches, 0 to 1.
 
-        If it waits at all, adds a decode buffer; if it waits most of the time, see `NvjpegDecoderPool.set_starved`.
+        To be called for each batch. If it waits at all, a second decode buffer is used. If it has waited most of the
+        time for a while, more of them are, and see `NvjpegDecoderPool.set_starved`.
         """
-        self._decoders.set_starved(share > _LONG_WAIT)
+        self._long_waits = self._long_waits + 1 if share > _LONG_WAIT else 0
+        starved = self._long_waits >= _LONG_WAITS
+        self._decoders.set_starved(starved)
         if share > SHORT_WAIT:
-            self._buffers.grow()
+            self._buffers.grow(BUFFERS if starved else BUFFERS_FOR_ONE_CALL)
 
     def check(self) -> None:
         """Decode gpuflow's own test image with a GPU decoder and the CPU decoders. Raises DecoderError if one fails."""

@@ -150,7 +150,8 @@ def test_the_cpu_decodes_damaged_files(backend: str) -> None:
 def test_two_calls_at_a_time_keep_their_images_apart() -> None:
     runner = new_runner("hardware")
     expected = dict(enumerate(decode(runner, range(len(pool())), known=False)))
-    runner.set_gpu_wait(1.0)
+    for _ in range(40):
+        runner.set_gpu_wait(1.0)
     wrong: list[int] = []
 
     def work(seed: int) -> None:

@@ -139,8 +139,11 @@ def test_one_decode_buffer_does_until_more_are_asked_for() -> None:
         with buffers.acquire(1 << 20) as buffer:
             addresses.add(buffer.data_ptr())
     assert len(addresses) == 1
+    for most in (1, 2, 2, 2):
+        buffers.grow(most)
+    assert buffers._free.qsize() == 2
     for _ in range(BUFFERS + 2):
-        buffers.grow()
+        buffers.grow(BUFFERS)
     with contextlib.ExitStack() as held:
         lent = [held.enter_context(buffers.acquire(1 << 20)).data_ptr() for _ in range(BUFFERS)]
         assert len(set(lent)) == BUFFERS
