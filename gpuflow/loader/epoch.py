@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import atexit
 import functools
 import logging
@@ -85,13 +86,14 @@ class EpochRun:
         self.owner = threading.Thread(
             target=_own, args=(begin, culprit, begun, end, collected), name="gpuflow_epoch", daemon=True
         )
-        self.owner.start()
+        _thread.start_new_thread(_start, (self.owner, begun))
         try:
             running = begun.get(timeout=2 * START_SECONDS)
         except queue.Empty:
             raise TimeoutError(f"its threads did not start within {2 * START_SECONDS:g} s") from None
         if isinstance(running, BaseException):
-            self.owner.join(2 * STOP_SECONDS)
+            if self.owner.ident is not None:
+                self.owner.join(2 * STOP_SECONDS)
             raise running
         self._running = running
 
@@ -115,6 +117,18 @@ class EpochRun:
     def release(self, completion: Completion | None = None) -> None:
         """A batch is not in flight any more: now, or once `completion` is done."""
         self._running.admission.release(completion)
+
+
+def _start(owner: threading.Thread, begun: queue.SimpleQueue[RunningPipeline | BaseException]) -> None:
+    """Start a thread; to be called on another one than the main thread.
+
+    There a Ctrl-C can interrupt `Thread.start`, which leaves locks held, or the thread among those being started for
+    ever.
+    """
+    try:
+        owner.start()
+    except BaseException as error:
+        begun.put(error)
 
 
 def _own(
