@@ -99,8 +99,7 @@ def _misfits(draws: Sequence[Sequence[Any]], count: int) -> NDArray[np.bool_]:
 def _clear_after(payload: Payload, rows: NDArray[np.int64]) -> NDArray[np.int64]:
     """Write zeros after these files. Returns their number for each file, [n].
 
-    A file without room after it gets none, which occurs if `sources.lay_out` did not lay
-    the payload out.
+    A file without room after it gets none, which occurs if `sources.lay_out` did not lay the payload out.
     """
     if not len(rows):
         return rows

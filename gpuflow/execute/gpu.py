@@ -315,7 +315,7 @@ class GpuRunner:
         results = self._device_stream.pinned((len(rows), math.prod(shape) * dtype.itemsize), torch.uint8)
         slots = slots_of(self._program, results.numpy().view(dtype).reshape(-1, *shape))
         samples = [payload.sample(i) for i in rows.tolist()]
-        for row, fault in zip(rows.tolist(), self._cpu.run(samples, _keys_of(keys, rows), slots), strict=True):
+        for row, fault in zip(rows.tolist(), self._cpu.run(samples, keys.take(rows), slots), strict=True):
             faults[row] = fault
         return _Finished(rows, results)
 
@@ -498,7 +498,3 @@ class GpuRunner:
         """End the processes and threads that decode on the CPU. Nothing may be prepared or launched any more."""
         if self._cpu_pool is not None:
             self._cpu_pool.close()
-
-
-def _keys_of(keys: s.Keys, rows: NDArray[np.int64]) -> s.Keys:
-    return keys.take(rows)
