@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from gpuflow.decode.codecs import probe
 from gpuflow.errors import BadSampleError
+from gpuflow.execute.cpu import header_of
 from gpuflow.parity.images import Encoded
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.program import ApplyStep, LocalStep, PointwiseStep, Program, SamplingStep, WarpStep, fold
@@ -116,13 +116,6 @@ def _decoded_size(decoder: s.Decoder, data: Encoded) -> Size | None:
         assert height is not None and width is not None
         return height, width
     try:
-        header = probe(
-            data,
-            max_pixels=decoder.max_pixels,
-            max_scans=decoder.max_scans,
-            orientation=decoder.orientation == "apply",
-            formats=decoder.formats,
-        )
+        return header_of(data, decoder).upright_size
     except BadSampleError:
         return None
-    return header.upright_size
