@@ -185,7 +185,7 @@ class BadSampleError(GpuflowError, ValueError):
         super().__init__(f"{place}{stage}: {reason}")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Processes send each other faults."""
+        """Pickles the values: worker processes send these errors to the loader."""
         return partial(BadSampleError, index=self.index, path=self.path), (self.stage, self.reason, self.code)
 
     def located(self, index: int, path: str) -> BadSampleError:

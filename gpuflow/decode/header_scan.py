@@ -1,7 +1,7 @@
 """Scans the headers of a chunk's ordinary JPEGs together, as arrays, without a Python loop over files or bytes.
 
 The header of a JPEG from a camera or a library has about ten marker segments. Each step of the scan reads one segment
-of every file. This module imports no decoder, so a process that only reads files starts fast.
+of every file.
 """
 
 from __future__ import annotations

@@ -24,8 +24,8 @@ from gpuflow.sources import SPARE_BYTES, Payload
 __all__ = ["ChunkScan", "ChunkScanner", "Prescan"]
 
 Prescan = Callable[[Payload, Keys], Any]
-"""A function that a process that reads calls on a payload, with its samples' random keys, to save work in this process.
-It and its results can be pickled."""
+"""What a process that reads files calls on each payload and its samples' random keys, so that the process that trains
+need not. It and its results can be pickled."""
 
 
 class ChunkScan(NamedTuple):
@@ -87,7 +87,7 @@ class ChunkScanner:
 
 
 def _misfits(draws: Sequence[Sequence[Any]], count: int) -> NDArray[np.bool_]:
-    """Which of so many rows a stage cannot use."""
+    """Which rows, [count], have an image that a stage cannot be run on. draws: those of `ChunkScanner.draw`."""
     misfit = np.zeros(count, bool)
     for own in draws:
         for draw in own:

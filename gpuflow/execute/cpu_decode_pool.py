@@ -33,8 +33,8 @@ from gpuflow.sources import Payload
 __all__ = ["CpuDecodePool", "PendingImages", "prepare", "work"]
 
 _FEW_PART_IMAGES, _PART_IMAGES, _REQUESTS = 4, 8, 4
-"""The smallest and largest number of images in a request, if there are so many: each request takes this process's time.
-And the number of requests that wait for one worker or are being answered."""
+"""A request to a worker process has 4 to 8 images, or all of a chunk if it has fewer: requests take time of the process
+that trains. At most 4 requests wait for one worker or are being answered."""
 _FEW_IMAGES, _FEW_SHARE = 8, 0.003
 """No process is started for fewer images, or a smaller share of all images."""
 _PRIOR_IMAGES = 1000

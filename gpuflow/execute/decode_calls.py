@@ -34,13 +34,15 @@ class Undecoded:
         self.mixed = len(self._left) > 1
         """Whether the chunk has images of several samplings."""
 
-    def left(self) -> Iterator[int]:
+    def samplings_left(self) -> Iterator[int]:
         """The samplings of images that no call has taken."""
         yield from (sampling for sampling, rows in self._left.items() if len(rows))
 
     def take(self, sampling: int, images: int | None = None, space: int = 0) -> NDArray[np.int64]:
-        """Take the first images of a sampling, all of them or at most so many and so many bytes: their numbers within
-        the chunk."""
+        """Take all images of a sampling, or the first ones. Returns their numbers within the chunk.
+
+        images, space: the largest number of images and of bytes to take; all are taken if `images` is None.
+        """
         rows = self._left.get(sampling, _NONE)
         count = len(rows)
         if images is not None and count:
@@ -49,10 +51,9 @@ class Undecoded:
         return rows[:count]
 
     def give_back(self, rows: NDArray[np.int64]) -> None:
-        """These images were taken, but no call decodes them."""
-        for sampling in np.unique(self.samplings[rows]).tolist():
-            own = rows[self.samplings[rows] == sampling]
-            self._left[sampling] = np.sort(np.concatenate([self._left[sampling], own]))
+        """These images of one sampling were taken, but no call decodes them."""
+        sampling = int(self.samplings[rows[0]])
+        self._left[sampling] = np.sort(np.concatenate([self._left[sampling], rows]))
 
 
 class DecodeCall(NamedTuple):
@@ -84,7 +85,7 @@ def plan_calls(chunks: list[Undecoded], *, max_bytes: int) -> list[DecodeCall]:
     """
     own = chunks[0]
     calls: list[DecodeCall] = []
-    for sampling in own.left():
+    for sampling in own.samplings_left():
         rows = [own.take(sampling)]
         images, space = len(rows[0]), int(own.spaces[rows[0]].sum())
         full, free = -(-images // CALL_IMAGES) * CALL_IMAGES, -(-space // max_bytes) * max_bytes

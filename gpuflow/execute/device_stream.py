@@ -150,7 +150,10 @@ def _torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
 
 
 def take_free(free: queue.SimpleQueue[T], seconds: float, failure: str) -> T:
-    """Wait for the next free one of what threads use by turns. Raises LoaderTimeout, which begins with `failure`."""
+    """Take an item from a queue of free resources.
+
+    Raises LoaderTimeout, whose text begins with `failure`, if none is free within so many seconds.
+    """
     try:
         return free.get(timeout=seconds)
     except queue.Empty:

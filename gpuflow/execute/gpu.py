@@ -46,12 +46,13 @@ __all__ = ["GpuRunner", "Prepared"]
 
 _ALIGN = 256
 _AHEAD = 3
-"""So many later chunks may have images in a call. With more, calls are hardly fuller, and results need more memory."""
+"""The number of later chunks whose images may fill up a chunk's calls. With more, calls are hardly fuller, and results
+need more memory."""
 _LONG_WAIT = 0.5
 """A GPU that waits for batches for a larger part of its time has no other work that a second nvJPEG call could slow."""
 _LONG_WAITS = 32
-"""So many batches in a row must be so late: the first ones of a training are, and then never again. A second call needs
-as much GPU memory as the first one."""
+"""The number of batches in a row for which the GPU must have waited so long. Fewer would count the first batches of a
+training, which are late, and a second call needs as much GPU memory as the first one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,8 +39,9 @@ def chunk(samplings: list[int], spaces: list[int] | None = None) -> Undecoded:
 
 def left(one: Undecoded) -> set[int]:
     """The images that no call has taken."""
-    rows = [one.take(sampling) for sampling in list(one.left())]
-    one.give_back(np.concatenate([*rows, np.zeros(0, np.int64)]))
+    rows = [one.take(sampling) for sampling in one.samplings_left()]
+    for own in rows:
+        one.give_back(own)
     return {row for own in rows for row in own.tolist()}
 
 

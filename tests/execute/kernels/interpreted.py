@@ -1,4 +1,7 @@
-"""Runs the scripts that run kernels in Triton's interpreter, which needs numpy < 2.4 and a process of its own."""
+"""Runs the scripts that run kernels in Triton's interpreter, each in a new process with TRITON_INTERPRET=1.
+
+The interpreter needs numpy < 2.4.
+"""
 
 from __future__ import annotations
 
