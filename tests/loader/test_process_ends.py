@@ -89,13 +89,23 @@ class Running:
     def stop(self, seconds):
         return True
 
-signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
 interrupted = 0
+interrupts = False
+
+# Interrupts a trial once: the alarm of an earlier one may come late, as any thread may receive it.
+def ring(*_):
+    global interrupts
+    if interrupts:
+        interrupts = False
+        signal.raise_signal(signal.SIGINT)
+
+signal.signal(signal.SIGALRM, ring)
 for trial in range(4000):
     try:
+        interrupts = True
         signal.setitimer(signal.ITIMER_REAL, random.uniform(1e-6, 3e-4))
         run = EpochRun(Running, str)
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        interrupts = False
     except KeyboardInterrupt:
         interrupted += 1
 signal.setitimer(signal.ITIMER_REAL, 0)
@@ -128,10 +138,15 @@ def ring(*_):
         left -= 1
         signal.raise_signal(signal.SIGINT)
 
-def absorb(depth):
+# Interrupts a loop after `first` seconds and twice more. All of it is within `try`: an alarm may come late.
+def absorb(depth, first):
+    global left
     try:
         if depth:
-            absorb(depth - 1)
+            absorb(depth - 1, first)
+        else:
+            left = 3
+            signal.setitimer(signal.ITIMER_REAL, first, 0.02)
         while left:
             for batch in loader:
                 if not left:
@@ -141,9 +156,7 @@ def absorb(depth):
 
 signal.signal(signal.SIGALRM, ring)
 for trial in range(40):
-    left = 3
-    signal.setitimer(signal.ITIMER_REAL, 0.001 + 0.003 * trial, 0.02)
-    absorb(3)
+    absorb(3, 0.001 + 0.003 * trial)
     done += left == 0
 signal.setitimer(signal.ITIMER_REAL, 0)
 assert len(epoch_rows(loader)) == 6
