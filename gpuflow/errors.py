@@ -235,7 +235,11 @@ class MissingExtra(GpuflowError, ImportError):
     """An optional dependency is used but not installed."""
 
     def __init__(self, feature: str, package: str, extra: str) -> None:
+        self._given = feature, package, extra
         super().__init__(f"{feature} needs {package}, which is not installed; pip install 'gpuflow[{extra}]'")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), self._given
 
 
 _SYSTEM_FAULTS = {

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import gpuflow.errors
+from gpuflow.decode.nvjpeg import NvjpegError
 from gpuflow.errors import (
     UNSET,
     BadSampleError,
@@ -59,6 +60,8 @@ def test_errors_keep_their_values_between_processes() -> None:
     found = pickle.loads(pickle.dumps(fault))
     assert str(found) == str(fault) == "a.jpg (sample 3): decode: huge"
     assert (found.stage, found.reason, found.code, found.index) == ("decode", "huge", "sample.too_large", 3)
+    for error in (MissingExtra("source.hf", "datasets", "hf"), NvjpegError("nvjpegDecodeBatched", 6)):
+        assert str(pickle.loads(pickle.dumps(error))) == str(error)
 
 
 def test_each_code_is_explained() -> None:

@@ -52,8 +52,11 @@ class NvjpegError(GpuflowError, RuntimeError):
     """A call of nvJPEG failed."""
 
     def __init__(self, call: str, status: int) -> None:
-        self.status = status
+        self.call, self.status = call, status
         super().__init__(f"nvJPEG: {call} returned {status} ({_STATUS.get(status, 'unknown')})")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.call, self.status)
 
 
 class NvjpegLibrary:
