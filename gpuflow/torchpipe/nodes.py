@@ -19,7 +19,7 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 from gpuflow.decode.preset import Preset
-from gpuflow.errors import BadSampleError, DecoderError, PredictorError, is_system_fault
+from gpuflow.errors import BadSampleError, DecoderError, PredictorError
 from gpuflow.execute.cpu import CpuRunner
 from gpuflow.pipeline.image_spec import STORAGE, as_batch, slot_shape
 from gpuflow.pipeline.program import Program
@@ -237,13 +237,10 @@ class PreprocessNode:
 
 
 def _failed(error: BaseException) -> Exception:
-    """An unexpected exception as an error of the image, or of the predictor if the image cannot be its cause."""
+    """The answer to an exception of preprocessing: a bad image as it is, all else as a fault of the predictor."""
     if isinstance(error, BadSampleError):
         return error
-    if isinstance(error, (DecoderError, OSError)) or is_system_fault(error):
-        failed: Exception = PredictorError(f"preprocessing failed: {error!r}")
-    else:
-        failed = BadSampleError("preprocess", repr(error))
+    failed = PredictorError(f"preprocessing failed: {error!r}")
     failed.__cause__ = error
     return failed
 

@@ -284,5 +284,5 @@ class RunningGraph:
             return False
         self._release()
         if self._callers is not None:
-            self._callers.end(timeout)
+            self._callers.end(max(0.0, deadline - time.monotonic()))
         return True

@@ -92,7 +92,7 @@ def test_the_error_of_an_image_is_written_into_its_item_alone(on_thread: OnThrea
 def test_data_of_a_wrong_type_is_an_error_of_its_item_too(on_thread: OnThread) -> None:
     items = [item_of("photo.jpg"), item_of(GOOD)]  # type: ignore[arg-type]
     on_thread(preprocess_node(on_thread).forward, items)
-    assert items[0]["error"].startswith("preprocess: TypeError(")
+    assert items[0]["error"].startswith("preprocessing failed: TypeError(")
     assert items[1]["result"].shape == (1, 3, 16, 16)
 
 
