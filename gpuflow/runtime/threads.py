@@ -14,8 +14,6 @@ from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from typing import ParamSpec, TypeVar
 
-import torch
-
 __all__ = ["DaemonPool", "QuickSwitching", "use_torch_threads"]
 
 _START_SECONDS, _SHUTDOWN_SECONDS, _LOOK_SECONDS = 30.0, 10.0, 0.001
@@ -103,6 +101,8 @@ def use_torch_threads(count: int) -> None:
 
     torch.set_num_threads also changes the default of later threads, so another thread sets that back.
     """
+    import torch
+
     if torch.get_num_threads() == count:  # which also ties this thread to the default, so that what is set next stays
         return
     with _torch_lock, DaemonPool(1, "torch_threads") as other:

@@ -13,7 +13,6 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TypeVar, final
@@ -22,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpuflow.errors import SourceError
+from gpuflow.runtime.threads import DaemonPool
 from gpuflow.sources.payload import Allocate, Payload
 from gpuflow.sources.storage.base import ReadAt, Shard
 from gpuflow.sources.storage.disk_cache import VERSION_BYTES, CacheSpec, Claim, DiskCache
@@ -144,7 +144,7 @@ class CachedStorage:
         if not self._are_versioned(shards):
             yield from self._storage.scan(shards, scanner)
             return
-        with ThreadPoolExecutor(_THREADS) as threads:
+        with DaemonPool(_THREADS, "storage") as threads:
             yield from threads.map(lambda shard: scanner(shard, self._reader(shard)), shards)
 
     def _reader(self, shard: Shard) -> ReadAt:

@@ -318,7 +318,7 @@ class DiskCache:
         self._count(max(0, self._bytes_used() + size))
 
     def _make_room(self, size: int) -> bool:
-        """Whether there is room for so many bytes, after old entries were removed if need be."""
+        """Whether there is room for `size` bytes, after old entries were removed if need be."""
         if size > self.size or self._bytes_used() + size <= self.size:
             return size <= self.size
         self._remove_left_over()

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, NoReturn, TypeVar, final
 from urllib.parse import unquote
 
 import numpy as np
 
 from gpuflow.errors import MissingExtra, SourceError, is_system_fault, system_fault
+from gpuflow.runtime.threads import DaemonPool
 from gpuflow.sources.payload import Allocate, Payload, lay_out
 from gpuflow.sources.storage.base import ReadAt, Shard
 from gpuflow.sources.storage.request_limit import RequestLimit
@@ -213,7 +213,7 @@ class RemoteStorage:
             raise _cannot_be_listed(directory, fault) from fault
 
     def inspect(self, paths: Sequence[str]) -> list[Shard | str]:
-        with ThreadPoolExecutor(_THREADS) as threads:
+        with DaemonPool(_THREADS, "storage") as threads:
             return list(threads.map(self._inspect, paths))
 
     def _inspect(self, path: str) -> Shard | str:
@@ -257,7 +257,7 @@ class RemoteStorage:
             except Exception as fault:  # as above
                 return fault
 
-        with ThreadPoolExecutor(_THREADS) as threads:
+        with DaemonPool(_THREADS, "storage") as threads:
             return list(threads.map(info, urls))
 
     def scan(self, shards: Sequence[Shard], scanner: Callable[[Shard, ReadAt], T]) -> Iterator[T]:
@@ -278,7 +278,7 @@ class RemoteStorage:
             except Exception as fault:  # as above
                 raise SourceError(f"{shard.path}: {_describe(fault)}; check that it can be read in ranges") from fault
 
-        with ThreadPoolExecutor(_THREADS) as threads:
+        with DaemonPool(_THREADS, "storage") as threads:
             yield from threads.map(scan_with_retries, shards)
 
     def close(self) -> None:
