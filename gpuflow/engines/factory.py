@@ -43,10 +43,12 @@ def open_engines(model: ModelSpec, *, image: ImageSpec, device: torch.device) ->
             from gpuflow.engines import onnx
 
             engines = onnx.open_all(model, image=image, device=device)
-        case _:
+        case "tensorrt":
             from gpuflow.engines import tensorrt
 
             engines = tensorrt.open_all(model, image=image, device=device)
+        case other:
+            raise AssertionError(f"no engine {other!r}")
     check_classes(engines[0], model.file, image, device, class_names(model, engines[0].info))
     return tuple(engines)
 

@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from gpuflow.config import ModelSpec
 from gpuflow.errors import ConfigError, Problem
@@ -39,7 +39,7 @@ class Settings:
     maker: `python` or `torchpipe`, whose engines differ in their profiles. instances: profiles that torchpipe makes.
     """
 
-    precision: str
+    precision: Literal["float32", "float16", "bfloat16"]
     shape: tuple[int, int, int]
     low: int
     best: int

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any, Protocol
+from typing import Any, Protocol, assert_never
 
 import torch
 
@@ -72,8 +72,10 @@ def build(path: str, settings: Settings, timing: bytes) -> tuple[bytes, bytes]:
             config.set_flag(trt.BuilderFlag.FP16)
         case "bfloat16":
             config.set_flag(trt.BuilderFlag.BF16)
-        case _:
+        case "float32":
             config.clear_flag(trt.BuilderFlag.TF32)  # on by default, with 10 bits of mantissa
+        case unknown:
+            assert_never(unknown)
     measured = config.create_timing_cache(timing)
     config.set_timing_cache(measured, ignore_mismatch=False)
     profile = builder.create_optimization_profile()

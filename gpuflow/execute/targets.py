@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, assert_never
 
 import cv2
 import numpy as np
@@ -96,8 +96,13 @@ class TargetMapper:
                     yield from keypoints_at_fault(field.name, column)
                     if first is not None:
                         yield from _unequal(field.name, column, first.name, columns[first.name])
-                case "mask" if field.instances and first is not None:
-                    yield from _unequal(field.name, column, first.name, columns[first.name])
+                case "mask":
+                    if field.instances and first is not None:
+                        yield from _unequal(field.name, column, first.name, columns[first.name])
+                case "number" | "text" | "any":
+                    pass
+                case unknown:
+                    assert_never(unknown)
 
     # --- mapping --------------------------------------------------------------------------------------------------
 
@@ -188,7 +193,7 @@ class _Masks:
                 raise ValueError(f"[{i}] {fault}")
         chosen = [mask for i, mask in enumerate(masks) if kept is None or kept[i]]
         result = np.empty((len(chosen), *self.result), np.uint8) if out is None else out
-        for first in range(0, len(chosen), _BITS):  # so many instances are moved at once, a bit each
+        for first in range(0, len(chosen), _BITS):  # moves this many instances at once, a bit each
             down = np.zeros((width, height), np.uint8)
             for bit, mask in enumerate(chosen[first : first + _BITS]):
                 draw_instance(mask, bit, down)

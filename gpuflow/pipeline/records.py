@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, assert_never
 
 import numpy as np
 from numpy.typing import NDArray
@@ -112,8 +112,10 @@ def taken(column: Column, samples: NDArray[np.int64]) -> Column:
             return column.take(samples)
         case list():
             return [column[i] for i in samples.tolist()]
-        case _:
+        case np.ndarray():
             return column[samples]
+        case unknown:
+            assert_never(unknown)
 
 
 @dataclass(frozen=True, slots=True)

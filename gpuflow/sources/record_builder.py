@@ -78,7 +78,7 @@ class RecordBuilder:
     """Collects the declared fields of samples, block by block, and builds their table.
 
     Args:
-        declared: names and specs of the fields; those of images, labels and masks' files are not its business.
+        declared: names and specs of the fields; those of images, labels and masks' files are ignored.
         classes: of boxes' labels: see `resolve_labels`. place: the place of the whole source.
         locate: the places of single samples.
         mixed_masks: whether a mask of one instance may be polygons or run lengths, whatever its kind.
@@ -139,8 +139,10 @@ class RecordBuilder:
                         if not isinstance(value, str):
                             raise self._fault(i, column, "must be text", value)
                     self._objects[name] += values
-                case _:
+                case "any":
                     self._objects[name] += values
+                case other:
+                    raise AssertionError(f"{name} is no field of a record: {other!r}")
         self._count += count
 
     def build(
@@ -382,7 +384,7 @@ class _InstanceBuilder:
         self._sizes.extend(size)
 
     def add_block(self, counts: NDArray[np.int64]) -> None:
-        """End a block of samples that have so many instances each."""
+        """End a block of samples that have `counts` instances each."""
         self._counts.append(counts)
         self._blocks.append(np.concatenate([np.zeros(0), *self._block]))
         self._block = []

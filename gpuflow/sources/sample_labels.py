@@ -43,8 +43,10 @@ def sample_labels(
             return _ClassesEach(Labels(classes, place), column, locate)
         case "number" | "vector":
             return _Numbers(column, locate, is_vector=spec.kind == "vector")
-        case _:
+        case "class" | None:
             return _OneClassEach(Labels(classes, place), column, locate)
+        case other:
+            raise AssertionError(f"no kind of label: {other!r}")
 
 
 @final
