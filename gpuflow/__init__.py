@@ -9,6 +9,7 @@ with gpuflow.load("configs/photos.yaml", "train") as loader:
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -72,40 +73,24 @@ __all__ = [
 ]
 
 
+_MODULES = {
+    "Batch": "gpuflow.loader.batch",
+    "Loader": "gpuflow.loader.loader",
+    "TensorToTensor": "gpuflow.migration.transforms",
+    "Transform": "gpuflow.loader.transform",
+    "WrappedLoader": "gpuflow.migration.wrap",
+    "bytes_loader": "gpuflow.migration.dataset",
+    "cv2_resize": "gpuflow.migration.transforms",
+    "save_checkpoint": "gpuflow.training.checkpoint",
+    "serve_metrics": "gpuflow.loader.metrics_server",
+}
+"""Names that are imported at their first use, because their modules need torch."""
+
+
 def __getattr__(name: str) -> object:
-    if name == "Batch":
-        from gpuflow.loader.batch import Batch
-
-        return Batch
-    if name == "Loader":
-        from gpuflow.loader.loader import Loader
-
-        return Loader
-    if name == "Transform":
-        from gpuflow.loader.transform import Transform
-
-        return Transform
-    if name == "bytes_loader":
-        from gpuflow.migration.dataset import bytes_loader
-
-        return bytes_loader
-    if name in ("TensorToTensor", "cv2_resize"):
-        from gpuflow.migration import transforms
-
-        return getattr(transforms, name)
-    if name == "WrappedLoader":
-        from gpuflow.migration.wrap import WrappedLoader
-
-        return WrappedLoader
-    if name == "serve_metrics":
-        from gpuflow.loader.metrics_server import serve_metrics
-
-        return serve_metrics
-    if name == "save_checkpoint":
-        from gpuflow.training.checkpoint import save_checkpoint
-
-        return save_checkpoint
-    raise AttributeError(f"module 'gpuflow' has no attribute {name!r}")
+    if name not in _MODULES:
+        raise AttributeError(f"module 'gpuflow' has no attribute {name!r}")
+    return getattr(importlib.import_module(_MODULES[name]), name)
 
 
 def load(
@@ -129,9 +114,16 @@ def load(
             the current one.
         overrides: dotted assignments such as `run.threads=8`.
 
+    Returns:
+        A `Loader`: each `for` over it is an epoch of batches (images, labels): images [N, C, H, W] in the pipeline's
+        dtype, labels int64 [N]. See `Batch` for targets and views.
+
     Raises:
         ConfigError: the file, with every located problem, or an environment that contradicts the process group.
         SourceError: the source cannot be indexed.
+        LoaderError: torch sees no GPU, or not the one of this process.
+        MissingExtra: the source or a decoder needs a package that is not installed.
+        ValueError: `rank` is not within [0, world_size).
     """
     from gpuflow.config import read_config
     from gpuflow.loader.assemble import build_loader

@@ -71,7 +71,7 @@ def build_loader(
     program = config.any_program(name)
     pipeline = config.pipelines[name]
     if not 0 <= rank < world_size:
-        raise ValueError(f"rank must be within [0, world_size), got rank {rank} of {world_size}")
+        raise ValueError(f"rank must be within [0, world_size), got rank {rank} of {world_size}; give both, or neither")
     target = Ranks.on_host().device(device)
     batch_size = _batch_size(config, name, pipeline.batch, world_size) if listed is None else listed.batch_size
     drop_last = pipeline.batch.drop_last and listed is None

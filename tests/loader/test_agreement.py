@@ -86,7 +86,7 @@ def test_arguments_win_over_the_group(reports: Reports) -> None:
 
 def test_only_a_rank_outside_the_world_is_an_error(reports: Reports) -> None:
     for one in each(reports, "outside"):
-        assert one["text"] == "rank must be within [0, world_size), got rank 2 of 2"
+        assert one["text"] == "rank must be within [0, world_size), got rank 2 of 2; give both, or neither"
 
 
 def test_an_environment_that_contradicts_the_group(reports: Reports) -> None:

@@ -351,7 +351,10 @@ def test_rank_and_world_size_come_from_the_environment(config: Path, monkeypatch
 def test_refuses_a_rank_outside_the_world(rank: int, world_size: int, config: Path) -> None:
     with pytest.raises(ValueError, match=r"^rank must be within") as caught:
         gpuflow.load(config, rank=rank, world_size=world_size)
-    assert str(caught.value) == f"rank must be within [0, world_size), got rank {rank} of {world_size}"
+    assert (
+        str(caught.value)
+        == f"rank must be within [0, world_size), got rank {rank} of {world_size}; give both, or neither"
+    )
 
 
 def test_a_global_batch_is_shared_among_the_ranks(photos: Path, tmp_path: Path) -> None:
