@@ -7,6 +7,7 @@ threads, and the state of the user's generator does not change.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -66,9 +67,13 @@ class Torchvision(s.Opaque):
         )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Unpickle, and import torchvision: once for all workers of a pool, which are forked after that."""
+        """Unpickle, and import torchvision: once for all workers of a pool, which are forked after that.
+
+        A process that has not imported torch reads and draws, but runs no transform.
+        """
         vars(self).update(state)
-        _build(self.name, self.parameters)
+        if "torch" in sys.modules:
+            _build(self.name, self.parameters)
 
     def faults(self) -> Iterator[Problem]:
         known = _transforms()

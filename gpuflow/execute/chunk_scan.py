@@ -31,15 +31,24 @@ need not. It and its results can be pickled."""
 class ChunkScan(NamedTuple):
     """The result of a `ChunkScanner` for one chunk.
 
-    headers: of all its files. rows [n]: the files that nvJPEG can decode and the stages can use.
+    offsets, sizes, errors: of the payload that it scanned. headers: of all its files.
+    rows [n]: the files that nvJPEG can decode and the stages can use.
     spare [n]: how many zeros follow each of these files. draws: for each output and each of its passes the random
     parameters for these rows.
     """
 
+    offsets: Sequence[int]
+    sizes: Sequence[int]
+    errors: Sequence[str | None]
     headers: Headers
     rows: NDArray[np.int64]
     spare: NDArray[np.int64]
     draws: list[list[Any]]
+
+    def is_of(self, payload: Payload) -> bool:
+        """Whether these samples are those that were scanned: a source may change what a process read for it."""
+        pairs = (self.offsets, payload.offsets), (self.sizes, payload.sizes), (self.errors, payload.errors)
+        return all(list(scanned) == list(given) for scanned, given in pairs)
 
     def take(self, kept: NDArray[np.bool_], scanner: ChunkScanner, keys: Keys) -> ChunkScan:
         """The same for some of the rows."""
@@ -74,7 +83,8 @@ class ChunkScanner:
         if (misfit := _misfits(draws, len(rows))).any():  # the CPU path reports what is wrong with each of them
             rows = rows[~misfit]
             draws = self.draw(keys, rows, headers.sizes)
-        return ChunkScan(headers, rows, _clear_after(payload, rows), draws)
+        spare = _clear_after(payload, rows)
+        return ChunkScan(payload.offsets, payload.sizes, payload.errors, headers, rows, spare, draws)
 
     def draw(self, keys: Keys, rows: NDArray[np.int64], sizes: NDArray[np.int64]) -> list[list[Any]]:
         """For each output and each of its passes the random parameters of these rows [n] of a chunk.

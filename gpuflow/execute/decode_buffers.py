@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 
 import torch
 
-from gpuflow.execute.device_stream import DeviceStream
+from gpuflow.execute.device_stream import DeviceStream, take_free
 
 __all__ = ["BUFFERS", "BUFFERS_FOR_ONE_CALL", "DecodeBuffers"]
 
@@ -19,7 +19,7 @@ nvJPEG call at a time: it writes one while kernels read the other."""
 
 _BLOCK, _WASTE, _ACQUIRE_SECONDS = 1 << 23, 4, 60.0
 _RECENT = 8
-"""Buffers, in turn for large and small calls, are judged by the largest of so many sizes."""
+"""A buffer is freed if it is over `_WASTE` times the largest of this many recent requests, some of them small."""
 
 
 class DecodeBuffers:
@@ -30,11 +30,12 @@ class DecodeBuffers:
     hold one at a time.
 
     Args:
+        most_bytes: the largest size of a buffer, except for a larger image.
         count: the number of buffers, until `grow` adds more.
     """
 
-    def __init__(self, device_stream: DeviceStream, count: int = BUFFERS) -> None:
-        self._device_stream = device_stream
+    def __init__(self, device_stream: DeviceStream, most_bytes: int, count: int = BUFFERS) -> None:
+        self._device_stream, self._most_bytes = device_stream, most_bytes
         self._sizes: deque[int] = deque(maxlen=_RECENT)
         self._free: queue.SimpleQueue[tuple[torch.Tensor | None, torch.cuda.Event | None]] = queue.SimpleQueue()
         self._spare: queue.SimpleQueue[tuple[None, None]] = queue.SimpleQueue()
@@ -58,18 +59,18 @@ class DecodeBuffers:
 
     def _free_buffer(self, size: int) -> torch.Tensor:
         """A free buffer. One that is too small, or far too large after a huge image, is replaced."""
-        buffer, read = self._free.get(timeout=_ACQUIRE_SECONDS)
-        if read is not None:
-            read.synchronize()
-        need = -(-size // _BLOCK) * _BLOCK
-        self._sizes.append(need)
-        if buffer is None or len(buffer) < size or len(buffer) > _WASTE * max(self._sizes):
-            buffer = None  # frees the old memory before the new memory is allocated
-            try:
+        buffer, read = take_free(self._free, _ACQUIRE_SECONDS, "the GPU did not release a decode buffer")
+        try:
+            if read is not None:
+                read.synchronize()
+            need = max(size, min(-(-size // _BLOCK) * _BLOCK, self._most_bytes))
+            self._sizes.append(need)
+            if buffer is None or len(buffer) < size or len(buffer) > _WASTE * max(self._sizes):
+                buffer = None  # frees the old memory before the new memory is allocated
                 with self._device_stream.queued():
                     buffer = torch.empty(need, dtype=torch.uint8, device=self._device_stream.device)
-            except torch.OutOfMemoryError:
-                self._free.put((None, None))
-                raise
-            self._device_stream.synchronize()  # work still queued may read this memory under its previous owner
+                self._device_stream.synchronize()  # work still queued may read this memory under its previous owner
+        except BaseException:
+            self._free.put((None, None))
+            raise
         return buffer

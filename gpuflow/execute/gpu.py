@@ -93,7 +93,8 @@ class _Plan:
     def write(
         self, taken: NDArray[np.int64], addresses: NDArray[np.uint64], place: _Rows, target: Target
     ) -> NDArray[np.int64]:
-        """The rows for the images `taken` of the n, which are at these addresses, to a place next to a target."""
+        """The rows of the kernel's plan for the images `taken` of the n, which are at these addresses. Their results go
+        to `place`, given as offsets from `target`."""
         if self.tiles is None:
             assert not isinstance(place.images, Canvas) and not isinstance(target, Canvas), (
                 "their results have one size"
@@ -224,7 +225,7 @@ class GpuRunner:
         self._long_waits = 0
         with device_stream.queued():
             self._decoders = NvjpegDecoderPool(device_stream, library, program.decoder.color, backend)
-            self._buffers = DecodeBuffers(device_stream, buffers)
+            self._buffers = DecodeBuffers(device_stream, decode_bytes, buffers)
             each = [DevicePasses(one, device_stream) for one in passes]
             self._passes = [each[output.program] for output in outputs]
         # A canvas has room for the results of one chunk.
@@ -262,9 +263,13 @@ class GpuRunner:
         The payload's memory must be pinned, and stay valid until the GPU has finished the launched chunk. `indices`:
         the indices of the samples in the source, if any; files that were checked are recognised by them.
         """
-        scan: ChunkScan = payload.prescan or self._scanner(payload, keys)
+        scan: ChunkScan | None = payload.prescan
+        if scan is None or not scan.is_of(payload):
+            scan = self._scanner(payload, keys)
         complete = self._checks.complete(scan.rows, payload, scan.headers, indices)
-        headers, rows, spare, draws = scan if complete.all() else scan.take(complete, self._scanner, keys)
+        if not complete.all():
+            scan = scan.take(complete, self._scanner, keys)
+        headers, rows, spare, draws = scan.headers, scan.rows, scan.spare, scan.draws
         rest = np.array([fault is None for fault in headers.faults])
         rest[rows] = False
         others = np.flatnonzero(rest)
@@ -471,9 +476,8 @@ class GpuRunner:
             for passes, draws, sent, target in zip(self._passes, chunks[0].draws, sent_plans, targets, strict=True):
                 passes.sample(0, draws[0], sent, target)
         for number in call.results:
-            if number:
-                buffer = chunks[number].payload.buffer
-                self._device_stream.retain_until_done(buffer)  # even if its chunk is never launched
+            buffer = chunks[number].payload.buffer
+            self._device_stream.retain_until_done(buffer)  # even if its chunk is never launched, or not to its end
         return good
 
     def _send(self, array: NDArray[np.int64]) -> torch.Tensor:

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple, TypeVar, final
 import numpy as np
 from numpy.typing import NDArray
 
-from gpuflow.errors import GpuflowError
 from gpuflow.execute.chunk_scan import Prescan
 from gpuflow.pipeline.stage import Keys
 from gpuflow.runtime.worker_pool import ParentConnection, WorkerConnection, WorkerPool
@@ -165,7 +164,7 @@ class _Setup(NamedTuple):
 def _pickled(prescan: Prescan | None) -> bytes:
     try:
         return pickle.dumps(prescan)
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
+    except Exception as error:  # whatever a stage's own pickling raises
         _LOG.info("processes that read do nothing else, because the pipeline cannot be pickled: %s", error)
         return pickle.dumps(None)
 
@@ -210,10 +209,20 @@ def work(connection: ParentConnection, prepared: _Reader) -> None:
         answer = None
         try:
             payload: Payload = getattr(reader, method)(*arguments, allocate)
-            found = prescan(payload, keys) if prescan is not None and keys is not None else None
+            found = _scan(prescan, payload, keys) if prescan is not None and keys is not None else None
             answer = payload.offsets, payload.sizes, payload.errors, found, time.thread_time() - start
         except _NotShared:
             continue
-        except (GpuflowError, MemoryError):  # raised again by the thread that reads instead
+        except Exception:  # raised again by the thread that reads instead
             pass
         connection.send(answer)
+
+
+def _scan(prescan: Prescan, payload: Payload, keys: Keys) -> Any:
+    """The scan of a payload; None if that fails, or if its source reads other files than its samples' here."""
+    if len(keys.positions) != len(payload):
+        return None
+    try:
+        return prescan(payload, keys)
+    except Exception:  # such as that of a stage's `draw`; raised again by the thread that then scans
+        return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import time
 import types
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +30,7 @@ from gpuflow.runtime.buffers import BytePool
 from gpuflow.runtime.memory import shared, shared_block
 from gpuflow.sources import SPARE_BYTES, Payload, SourceSpec, open_source
 from gpuflow.sources.storage import LocalStorage, Shard
-from gpuflow.stages import Decode, Flip, Normalize, RandomResizedCrop
+from gpuflow.stages import Decode, Flip, Normalize, RandomResizedCrop, Torchvision
 from tests import images
 from tests.datasets import await_children, children
 from tests.running import keys_of, program_of
@@ -308,8 +310,14 @@ def test_a_worker_finds_out_what_this_process_would(tmp_path: Path) -> None:
     source = source.on(ProcessStorage(1, scanner))
     assert source.read(range(50), Taken()).prescan is None, "no keys, no scan"
     with scanned(keys):
-        there: ChunkScan = source.read(range(50), Taken()).prescan
+        payload = source.read(range(50), Taken())
+    with scanned(keys_of(49)):
+        assert source.read(range(50), Taken()).prescan is None, "nor with those of other samples"
     source.close()
+    there: ChunkScan = payload.prescan
+    assert there.is_of(payload)
+    assert not there.is_of(replace(payload, offsets=payload.offsets[::-1], sizes=payload.sizes[::-1]))
+    assert not there.is_of(replace(payload, errors=["has no image", *payload.errors[1:]]))
     assert there.headers.faults[7] is not None and there.headers.faults[6] is None
     assert list(map(repr, there.headers.faults)) == list(map(repr, here.headers.faults))
     assert there.headers.others == here.headers.others and 3 in there.headers.others
@@ -324,25 +332,55 @@ def stumble(payload: Payload, keys: Keys) -> None:
     raise RuntimeError("this prescan fails")
 
 
-@pytest.mark.parametrize("what", ["raises", "cannot be pickled", "is in a module that workers cannot import"])
+class Unpicklable:
+    """As a script of torch.jit, whose pickling raises what it likes."""
+
+    def __call__(self, payload: Payload, keys: Keys) -> None: ...
+
+    def __reduce__(self) -> tuple[object, ...]:
+        raise RuntimeError("cannot be pickled")
+
+
+WAYS_TO_FAIL = ["raises", "is a lambda", "cannot be pickled", "is in a module that workers cannot import"]
+
+
+@pytest.mark.parametrize("what", WAYS_TO_FAIL)
 def test_a_scan_that_fails_spoils_no_read(what: str, files: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
-    prescan: Prescan = stumble if what == "raises" else lambda payload, keys: None
+    made: dict[str, Prescan] = {"raises": stumble, "cannot be pickled": Unpicklable()}
+    prescan = made.get(what, lambda payload, keys: None)
     if what.startswith("is in"):
         prescan.__module__, prescan.__qualname__ = "only_here", "scan"
         monkeypatch.setitem(sys.modules, "only_here", types.SimpleNamespace(scan=prescan))
+    before = children()
     storage = ProcessStorage(1, prescan)
+    (worker,) = await_children(1, before) - before
     for _ in range(2):
         with scanned(keys_of(len(files))):
             read = storage.read(files, Taken())
         assert samples(read) == read_here(files)
-        assert read.prescan is None
+        assert read.prescan is None and read.cpu_s > 0
+    assert children() - before == {worker}
     storage.close()
 
 
 def test_processes_that_read_do_not_import_torch() -> None:
     """It would take seconds until they read."""
-    code = "import sys, gpuflow.loader.read_workers, gpuflow.stages; sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    stages = (RandomResizedCrop(size=16), Torchvision(name="GaussianBlur", parameters=(("kernel_size", 3),)))
+    program = program_of(Decode(), *stages, Normalize())
+    passes = passes_of(program)
+    assert not isinstance(passes, str)
+    scanner = pickle.dumps(ChunkScanner(program.decoder, outputs_of(program), (passes,)))
+    code = """
+import pickle, sys
+import numpy as np
+import gpuflow.loader.read_workers, gpuflow.stages
+from gpuflow.pipeline.stage import Keys
+scanner = pickle.load(sys.stdin.buffer)
+((_, seeds, *_),) = scanner.draw(Keys(0, 0, np.arange(3)), np.arange(3), np.full((3, 2), 40))
+assert len(set(seeds.tolist())) == 3
+sys.exit("torch" in sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", code], input=scanner, check=True, timeout=60)
 
 
 def test_sources_on_this_machine_leave_their_reading_to_processes(

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from gpuflow.execute.decode_buffers import BUFFERS, DecodeBuffers
 from gpuflow.runtime.buffers import BytePool, SlotPool
 
 
@@ -114,40 +111,6 @@ def test_slots_outlive_their_pool() -> None:
     del pool
     gc.collect()
     assert (slots == 5).all()
-
-
-class OnCpu:
-    """Stands where `DeviceStream` does, and for its events. What it queues is done at once."""
-
-    device = torch.device("cpu")
-
-    def queued(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    def record_event(self, *, blocking: bool) -> OnCpu:
-        return self
-
-    def synchronize(self) -> None:
-        pass
-
-
-def test_one_decode_buffer_does_until_more_are_asked_for() -> None:
-    here: Any = OnCpu()
-    buffers = DecodeBuffers(here, 1)
-    addresses = set()
-    for _ in range(4):
-        with buffers.acquire(1 << 20) as buffer:
-            addresses.add(buffer.data_ptr())
-    assert len(addresses) == 1
-    for most in (1, 2, 2, 2):
-        buffers.grow(most)
-    assert buffers._free.qsize() == 2
-    for _ in range(BUFFERS + 2):
-        buffers.grow(BUFFERS)
-    with contextlib.ExitStack() as held:
-        lent = [held.enter_context(buffers.acquire(1 << 20)).data_ptr() for _ in range(BUFFERS)]
-        assert len(set(lent)) == BUFFERS
-        assert buffers._free.empty(), "and no more than that"
 
 
 def test_slots_grow_with_the_largest_batch_and_smaller_ones_are_not_kept() -> None:
