@@ -257,7 +257,7 @@ def doctor(
 def train(
     path: ConfigFile,
     overrides: Overrides = None,
-    max_steps: Annotated[int | None, typer.Option(min=1, help="Stop after so many steps, with a checkpoint.")] = None,
+    max_steps: Annotated[int | None, typer.Option(min=1, help="Stop after this many steps, with a checkpoint.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the checkpoint in train.out.")] = False,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; by default a GPU if there is one.")] = None,
     metrics_port: Annotated[

@@ -75,8 +75,8 @@ class SaveSpec(_Block):
     """How often `gpuflow train` writes a checkpoint within an epoch: by `steps` or by `minutes`, one of them.
 
     Args:
-        steps: after so many steps.
-        minutes: after so many minutes.
+        steps: after this many steps.
+        minutes: after this many minutes.
     """
 
     steps: Positive | None = None

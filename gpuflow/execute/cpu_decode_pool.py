@@ -171,7 +171,7 @@ class CpuDecodePool:
         return part.faults if part.faults is not None else self._decode_here(part)
 
     def leave(self, parts: Sequence[_Part]) -> None:
-        """Nobody will ask for these parts."""
+        """Abandon parts of a chunk that is never launched."""
         self._left.extend(part for part in parts if part.faults is None)
 
     def release(self, memory: NDArray[np.uint8]) -> None:

@@ -68,7 +68,7 @@ class DecodeCall(NamedTuple):
     space: int
 
     def give_back(self, chunks: list[Undecoded]) -> None:
-        """Nobody will run this call."""
+        """Return the images of this call, which is not run."""
         for number in np.unique(self.chunks).tolist():
             chunks[number].give_back(self.rows[self.chunks == number])
 

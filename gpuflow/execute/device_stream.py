@@ -38,7 +38,7 @@ _current = threading.local()
 class DeviceStream:
     """A loader's CUDA stream. It has the lowest priority: a training step that competes for the GPU runs first.
 
-    Only `synchronize` and `close` wait for the GPU. Any thread may call any method.
+    Only `receive`, `synchronize` and `close` wait for the GPU. Any thread may call any method.
 
     stream: an existing stream of the device to use instead of a new one.
     """
@@ -152,7 +152,7 @@ def _torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
 def take_free(free: queue.SimpleQueue[T], seconds: float, failure: str) -> T:
     """Take an item from a queue of free resources.
 
-    Raises LoaderTimeout, whose text begins with `failure`, if none is free within so many seconds.
+    Raises LoaderTimeout, whose text begins with `failure`, if none is free within `seconds`.
     """
     try:
         return free.get(timeout=seconds)

@@ -123,7 +123,8 @@ class DevicePasses:
     ) -> None:
         """Queue all passes on n images, one for each slot.
 
-        draws: the result of `draw`. addresses, pitches [n]: of interleaved uint8 images; a pitch is the bytes of a row.
+        draws: the result of `draw_passes`. addresses, pitches [n]: of interleaved uint8 images; a pitch is the number
+            of bytes in a row.
         """
         rows = np.arange(len(addresses))
         targets = self.targets(slots, draws, len(rows))

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpuflow.execute.jit import loops_of
-from gpuflow.execute.warp import REMAPPED, TIE, TINY, fold_back, seen
+from gpuflow.execute.warp import REMAPPED, TIE, TINY, fold_back, image_points
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.program import (
     ApplyStep,
@@ -107,7 +107,7 @@ class MaskMap:
         points = (np.arange(side, dtype=np.float64) + 0.5 for side in shape)
         down, across = next(points)[:, None], next(points)[None]
         numbers = np.int16 if self._small and constant else np.int32
-        columns, rows = (_floors(line, numbers) for line in seen(warping.matrix[i], across, down))
+        columns, rows = (_floors(line, numbers) for line in image_points(warping.matrix[i], across, down))
         if constant:
             outside = _is_outside(rows, height) | _is_outside(columns, width)
         else:

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from gpuflow.execute.jit import loops_of
 from gpuflow.pipeline.stage import Lookup
 
-__all__ = ["PLACES", "REMAPPED", "TIE", "TINY", "fold_back", "seen", "warp"]
+__all__ = ["PLACES", "REMAPPED", "TIE", "TINY", "fold_back", "image_points", "warp"]
 
 TIE = 2.0**-20
 """A nearest pixel whose edge is less than this away is the next one, so that rounding errors do not choose."""
@@ -35,7 +35,7 @@ REMAPPED = 2**15 - 2
 _FLOAT32_REACH = 2.0**13
 """A sum of float32 terms that stay below this gives a place that is wrong by less than 0.001 of a pixel."""
 _LEAST_THIRD = 0.25
-"""The same of a projective map whose third coordinate is at least this, and 1 somewhere."""
+"""Of a projective map, if its third coordinate, which is 1 somewhere, stays at least this large."""
 _MARGIN = 0.01
 """More than the error of a place in float32, in pixels."""
 _BORDERS = {"constant": cv2.BORDER_CONSTANT, "edge": cv2.BORDER_REPLICATE, "reflect": cv2.BORDER_REFLECT_101}
@@ -74,7 +74,7 @@ def warp(
         for left in range(0, width, _TILE):
             tile = out[top : top + _TILE, left : left + _TILE]
             rows, columns = (np.arange(side, dtype=np.float64) for side in tile.shape[:2])
-            at_x, at_y = seen(matrix, columns[None] + (x + left + 0.5), rows[:, None] + (y + top + 0.5))
+            at_x, at_y = image_points(matrix, columns[None] + (x + left + 0.5), rows[:, None] + (y + top + 0.5))
             (_nearest if lookup.interpolation == "nearest" else _bilinear)(image, at_x, at_y, lookup, tile)
 
 
@@ -105,8 +105,8 @@ def _copy(
         out[...] = lookup.fill
         if inside_y.any() and inside_x.any():
             (y0, y1), (x0, x1) = (np.flatnonzero(inside)[[0, -1]].tolist() for inside in (inside_y, inside_x))
-            seen = image[_slice(rows[y0 : y1 + 1]), _slice(columns[x0 : x1 + 1])]
-            np.copyto(out[y0 : y1 + 1, x0 : x1 + 1], seen)
+            visible = image[_slice(rows[y0 : y1 + 1]), _slice(columns[x0 : x1 + 1])]
+            np.copyto(out[y0 : y1 + 1, x0 : x1 + 1], visible)
         return
     rows, columns = (fold_back(at, side, lookup.border) for at, side in ((rows, height), (columns, width)))
     np.copyto(out, image[rows][:, columns])
@@ -130,8 +130,8 @@ def fold_back(at: NDArray[Any], length: int, border: str) -> NDArray[Any]:
     return folded
 
 
-def seen(matrix: Numbers, x: NDArray[Any], y: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
-    """The points of the image that are seen at points of the result, for instance x [1, W], y [H, 1] to [H, W] each."""
+def image_points(matrix: Numbers, x: NDArray[Any], y: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+    """The points of the image that points of the result show, for instance x [1, W], y [H, 1] to [H, W] each."""
     (a, b, c), (d, e, f), (g, h, i) = matrix.tolist()
     at_x, at_y = a * x + (b * y + c), d * x + (e * y + f)
     if (g, h, i) == (0, 0, 1):
@@ -257,7 +257,7 @@ def _blend_edge(image: NDArray[np.uint8], back: Numbers, fill: Sequence[float], 
     at = _band(back, (height, width), (out.shape[0], out.shape[1]))
     if not len(at[0]):
         return
-    x, y = seen(back, at[1].astype(np.float64), at[0].astype(np.float64))
+    x, y = image_points(back, at[1].astype(np.float64), at[0].astype(np.float64))
     left, top = np.floor(x), np.floor(y)
     total, covered = np.zeros((len(x), image.shape[2])), np.zeros(len(x))
     for column, across in ((left, left + 1 - x), (left + 1, x - left)):

@@ -31,11 +31,11 @@ WAIT_SECONDS = 10.0
 _UNKNOWN = "it is not known whether all ranks load the same samples"
 _FIRST_POLL_SECONDS, _LONGEST_POLL_SECONDS = 0.005, 0.5
 
-Said = list[tuple[int, str]]
-"""What a rank said of its loaders of one name, in order: runs of equal ones, with the number of the last of each."""
+Announcements = list[tuple[int, str]]
+"""The descriptions of a rank's loaders of one name, in order: for each run of equal ones the number of the last one."""
 
-_announced: dict[str, Said] = {}
-"""By the loaders' name: what this process said."""
+_announced: dict[str, Announcements] = {}
+"""What this process announced, by the loaders' name."""
 _announced_lock = threading.Lock()
 
 
@@ -126,7 +126,7 @@ class RankAgreement:
                 stacklevel=4,
             )
 
-    def _agrees(self, theirs: Said) -> bool:
+    def _agrees(self, theirs: Announcements) -> bool:
         """Whether another rank loads the same. If some ranks made loaders that others did not, it need not be the
         loader of the same number."""
         if _count(theirs) == self._number:
@@ -134,7 +134,7 @@ class RankAgreement:
         return any(what == self._own for _, what in theirs)
 
 
-def _count(said: Said) -> int:
+def _count(said: Announcements) -> int:
     return said[-1][0] if said else 0
 
 
@@ -153,7 +153,7 @@ def _store_error() -> type[Exception]:
     return dist.DistError
 
 
-def _read(store: Store, keys: list[str]) -> list[Said]:
+def _read(store: Store, keys: list[str]) -> list[Announcements]:
     """What each rank said of its loaders of one name; nothing for a rank that made none."""
     present = keys if store.check(keys) else [key for key in keys if store.check([key])]
     values = dict(zip(present, store.multi_get(present), strict=True)) if present else {}

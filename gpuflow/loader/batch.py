@@ -169,10 +169,10 @@ class Assembly:
     unfinished: chunks that are not decoded yet.
     slots [B, ...]: the pixels, allocated for the first chunk: an array, on the GPU a tensor, or `ViewSlots` of either;
         of a whole batch of views on the GPU a dict of tensors.
-    shared: the number of last rows that the CPU decodes next to a GPU. memory: where it decodes them to.
-    there: labels, valid and indices on the GPU. They and the slots are complete once the event `ready` has passed.
+    offloaded: how many of its last rows the CPU decodes next to a GPU. offload_memory: where it decodes them to.
+    sent: labels, valid and indices on the GPU. They and the slots are complete once the event `ready` has passed.
     pieces: mapped records of some rows, a tuple of the rows and columns each. fields: the whole of them, as in `Batch`.
-    over: done once all chunks are decoded, or there is an error, or the epoch is being ended.
+    decoded: done once all chunks are decoded, or there is an error, or the epoch is being ended.
     """
 
     step: int
@@ -183,20 +183,20 @@ class Assembly:
     unfinished: int
     labels: NDArray[Any] = field(default_factory=lambda: np.empty(0, np.int64))
     slots: Any = None
-    shared: int = 0
-    memory: NDArray[np.uint8] | None = None
-    there: Sequence[torch.Tensor] = ()
+    offloaded: int = 0
+    offload_memory: NDArray[np.uint8] | None = None
+    sent: Sequence[torch.Tensor] = ()
     ready: torch.cuda.Event | None = None
     pieces: list[tuple[NDArray[np.int64], Mapping[str, Column]]] = field(default_factory=list)
     fields: Mapping[str, Any] = field(default_factory=dict)
     error: BaseException | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
-    over: Future[None] = field(default_factory=Future)
+    decoded: Future[None] = field(default_factory=Future)
 
     @property
-    def own(self) -> int:
-        """Rows that are not shared."""
-        return len(self.positions) - self.shared
+    def first_offloaded(self) -> int:
+        """The first row that is offloaded; the number of rows if none is."""
+        return len(self.positions) - self.offloaded
 
     def fail(self, error: BaseException) -> None:
         """Remember the first error; the loader raises it when this batch's turn has come."""
@@ -207,7 +207,7 @@ class Assembly:
     def end(self) -> None:
         """No chunk is waited for any more. Again does nothing."""
         with suppress(InvalidStateError):
-            self.over.set_result(None)
+            self.decoded.set_result(None)
 
 
 @dataclass(slots=True)

@@ -48,7 +48,7 @@ class CpuOffload:
     def decode(self, chunk: Chunk, keys: Keys, sizes: Sizes = None) -> tuple[Faults, Any]:
         """Read and decode a chunk; its faults and its slots."""
         batch, (shape, dtype) = chunk.batch, slot_of(self._plan.program)
-        start = chunk.start - batch.own
+        start = chunk.start - batch.first_offloaded
         whole = slots_of(self._plan.program, self._memory(batch).view(dtype).reshape(-1, *shape))
         faults = self._workers.decode(chunk, keys, self.meter, whole, start, sizes)
         slots = whole[start : start + len(chunk)]
@@ -61,21 +61,21 @@ class CpuOffload:
     def send(self, batch: Assembly) -> None:
         """Queue the copy of a batch's pixels that the CPU decoded into its slots on the GPU: one for each output."""
         device_stream = self._plan.device_stream
-        if batch.memory is not None and device_stream is not None:
+        if batch.offload_memory is not None and device_stream is not None:
             held = slots_of(self._plan.program, torch.from_numpy(self._memory(batch)))
-            for there, here in zip(split(batch.slots[batch.own :]), split(held), strict=True):
+            for there, here in zip(split(batch.slots[batch.first_offloaded :]), split(held), strict=True):
                 device_stream.copy_into(there, here)
-            device_stream.retain_until_done(batch.memory, self._pinned.release)
-            batch.memory = None
+            device_stream.retain_until_done(batch.offload_memory, self._pinned.release)
+            batch.offload_memory = None
 
     def _memory(self, batch: Assembly) -> NDArray[np.uint8]:
-        """Where the CPU puts its rows of a batch: [shared, bytes of a slot]."""
+        """Where the CPU puts its rows of a batch: [offloaded, bytes of a slot]."""
         shape, dtype = slot_of(self._plan.program)
         slot_bytes = math.prod(shape) * dtype.itemsize
         with batch.lock:
-            if batch.memory is None:
-                batch.memory = self._pinned.acquire(batch.shared * slot_bytes)
-        return batch.memory[: batch.shared * slot_bytes].reshape(batch.shared, slot_bytes)
+            if batch.offload_memory is None:
+                batch.offload_memory = self._pinned.acquire(batch.offloaded * slot_bytes)
+        return batch.offload_memory[: batch.offloaded * slot_bytes].reshape(batch.offloaded, slot_bytes)
 
     def close(self) -> None:
         """Free the memory."""

@@ -13,10 +13,10 @@ from gpuflow.config.resources import share_threads_of
 
 __all__ = ["Share", "cpu_share_of"]
 
-_SLOWLY = 1 / 16
-"""A change shows only once the batches that have been begun are done: some ten of them."""
-_BACK = 1 / 64
-"""Of the part, given back for each batch for which the CPU was late."""
+_SMOOTHING = 1 / 16
+"""The weight of the newest batch. A change takes about ten batches to show: those that were begun before it."""
+_LATE_STEP = 1 / 64
+"""The fraction by which the part shrinks after a batch that the CPU delayed."""
 
 
 class Share:
@@ -53,13 +53,13 @@ class Share:
         if not self.adapts:
             return
         if late:
-            self.part -= _BACK * self.part
+            self.part -= _LATE_STEP * self.part
         elif bound_by_engines and last is not None and rate:
-            self._images += own - _SLOWLY * self._images
-            self._seconds += now - last - _SLOWLY * self._seconds
+            self._images += own - _SMOOTHING * self._images
+            self._seconds += now - last - _SMOOTHING * self._seconds
             if self._seconds:
                 engines = self._images / self._seconds
-                self.part += _SLOWLY * (rate / (rate + engines) - self.part)
+                self.part += _SMOOTHING * (rate / (rate + engines) - self.part)
 
 
 def cpu_share_of(config: Config, name: str) -> Share | None:

@@ -10,7 +10,7 @@ __all__ = ["GpuWait"]
 
 _BATCHES = 16
 _FIRST_BATCHES = 8
-"""So many batches are not judged: the first ones of an epoch are always late."""
+"""The first batches of an epoch are always late and are not measured."""
 
 
 class GpuWait:

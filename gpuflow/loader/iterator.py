@@ -168,7 +168,7 @@ class EpochIterator(Iterator[Batch]):
             return as_images(self._plan.program, slots.memory if isinstance(slots, ViewSlots) else slots), rows
         images: Images = assembly.slots
         stream.wait_event(assembly.ready)
-        for tensor in (*(images.values() if isinstance(images, dict) else [images]), *assembly.there):
+        for tensor in (*(images.values() if isinstance(images, dict) else [images]), *assembly.sent):
             tensor.record_stream(stream)
         for column in assembly.fields.values():
             if isinstance(column, RaggedTensor):
@@ -176,7 +176,7 @@ class EpochIterator(Iterator[Batch]):
                 column.offsets.record_stream(stream)
             elif isinstance(column, torch.Tensor):
                 column.record_stream(stream)
-        return images, list(assembly.there)
+        return images, list(assembly.sent)
 
     def _warn_of_many_bad(self) -> None:
         distinct, size = self._plan.bad.distinct, self._steps.size

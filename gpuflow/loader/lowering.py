@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Feed"]
 
-_LARGEST_CHUNK, _LARGEST_GPU_CHUNK, _LARGEST_SHARED_CHUNK = 32, 256, 16
+_LARGEST_CHUNK, _LARGEST_GPU_CHUNK, _LARGEST_OFFLOADED_CHUNK = 32, 256, 16
 _SHARED_AHEAD = 8
 """Batches. A core needs five times as long for a chunk as the engines for a batch."""
 _BATCHES_AT_EASE = 3
@@ -107,7 +107,7 @@ class Feed:
     def start(self, epoch: int, steps: EpochSteps) -> EpochRun:
         """Begin an epoch. The first one starts the workers, without waiting for them.
 
-        Raises LoaderError if the process may not have so many threads or open files, or if it is a forked child of the
+        Raises LoaderError if the process may not have that many threads or open files, or if it is a forked child of a
         process that ran an epoch.
         """
         if self._begun and self.forked:
@@ -189,11 +189,13 @@ class Feed:
 
         async def emit(batch: Assembly) -> None:
             if offload is not None:
-                if batch.shared and batch.error is None:
-                    late = not batch.over.done()
-                    await asyncio.wrap_future(batch.over)
+                if batch.offloaded and batch.error is None:
+                    late = not batch.decoded.done()
+                    await asyncio.wrap_future(batch.decoded)
                     rate = offload.meter.capacity()
-                    offload.share.update(batch.own, late=late, wanted=self._gpu_wait > SHORT_WAIT, rate=rate)
+                    offload.share.update(
+                        batch.first_offloaded, late=late, wanted=self._gpu_wait > SHORT_WAIT, rate=rate
+                    )
                 ahead.release()
             finished.put(batch)  # SPDL's sink would pass it on by its event loop, later
 
@@ -266,12 +268,12 @@ class Feed:
             batch = self._assembly(epoch, step, steps)
             count = len(batch.positions)
             if offload_threads is not None:
-                for start in range(batch.own, count, _LARGEST_SHARED_CHUNK):
-                    chunk = Chunk(batch, start, min(start + _LARGEST_SHARED_CHUNK, count), last=False)
+                for start in range(batch.first_offloaded, count, _LARGEST_OFFLOADED_CHUNK):
+                    chunk = Chunk(batch, start, min(start + _LARGEST_OFFLOADED_CHUNK, count), last=False)
                     offload_threads.submit(decode_share, chunk)
-            for start in range(0, max(batch.own, 1), self._chunk_size):
-                stop = min(start + self._chunk_size, batch.own)
-                yield Chunk(batch, start, stop, last=stop == batch.own)
+            for start in range(0, max(batch.first_offloaded, 1), self._chunk_size):
+                stop = min(start + self._chunk_size, batch.first_offloaded)
+                yield Chunk(batch, start, stop, last=stop == batch.first_offloaded)
 
     def _assembly(self, epoch: int, step: int, steps: EpochSteps) -> Assembly:
         """A batch, empty as yet; or without rows, and with the error that keeps it from having them."""
@@ -282,9 +284,9 @@ class Feed:
             none = np.empty(0, np.int64)
             return Assembly(step, none, none, none.astype(bool), none.astype(bool), 1, error=error)
         count = len(positions)
-        shared = self._offload.rows(count) if self._offload is not None else 0
-        chunks = -(-(count - shared) // self._chunk_size) - (-shared // _LARGEST_SHARED_CHUNK)
-        return Assembly(step, positions, indices, valid, np.ones(count, bool), chunks, shared=shared)
+        offloaded = self._offload.rows(count) if self._offload is not None else 0
+        chunks = -(-(count - offloaded) // self._chunk_size) - (-offloaded // _LARGEST_OFFLOADED_CHUNK)
+        return Assembly(step, positions, indices, valid, np.ones(count, bool), chunks, offloaded=offloaded)
 
     # --- operations on a chunk ----------------------------------------------------------------------------------
 
@@ -396,7 +398,7 @@ class Feed:
             self._mixer.queue(batch, mixtures, device_stream)
             if isinstance(batch.slots, ViewSlots):
                 batch.slots = as_images(self._plan.program, batch.slots.memory)
-        batch.there = device_stream.send_all([batch.labels, batch.valid, batch.indices])
+        batch.sent = device_stream.send_all([batch.labels, batch.valid, batch.indices])
         batch.fields = to_tensors(fields, device_stream.send_all)
         batch.ready = device_stream.record_event()
 

@@ -26,7 +26,8 @@ __all__ = ["Mixer", "require_classes"]
 class Mixer:
     """Mixes the batches of one loader, on any thread. Does nothing where the pipeline has no mixing stages.
 
-    All ways give the same batch: partners come from the rank's own batch, and a wrapped or skipped sample is nobody's.
+    All ways give the same batch: partners come from the rank's own batch, and a wrapped or skipped sample is no
+    sample's partner.
     """
 
     def __init__(self, plan: LoaderPlan) -> None:

@@ -61,7 +61,7 @@ class EpochSteps(Protocol):
         """The positions of this rank's batch at `step`, and which of them are valid (not wrapped)."""
 
     def reached(self, step: int) -> int:
-        """Where the epoch stands after so many of these steps, as `LoaderPlan.steps.begin` takes it."""
+        """Where the epoch stands after `step` of these steps, as `LoaderPlan.steps.begin` takes it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -171,7 +171,7 @@ class Steps:
         return replace(self, start=start)
 
     def reached(self, step: int) -> int:
-        """The first position that is still to come after so many steps."""
+        """The first position that is still to come after `step` steps."""
         return self.start + step * self.stride
 
     def positions(self, step: int) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:

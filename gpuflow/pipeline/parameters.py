@@ -34,7 +34,7 @@ def range_of(value: float | tuple[float, float], *, neutral: float = 1.0) -> tup
 
 
 def is_random(probability: float, bounds: tuple[float, float] | None = None, *, neutral: float = 1.0) -> bool:
-    """Whether samples differ that an operation changes with this probability, by a factor from this range."""
+    """Whether an operation is random: it changes only some samples, or its factor varies."""
     low, high = bounds if bounds is not None else (0.0, 0.0)
     changes = bounds is None or not low == high == neutral
     return probability > 0 and (low != high or (probability < 1 and changes))

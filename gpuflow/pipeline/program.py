@@ -50,10 +50,10 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Misfit:
-    """Samples of whose images a stage cannot make what it should: [N] true for each, with the sizes [N, 2] to name.
+    """Why a stage cannot run on some of N samples: a crop does not fit into the image, or a result is too large.
 
-    max_pixels: None if a crop, or what `larger` names, is larger than the image, whose size it names; else the limit
-    that a resized image, whose size it names, exceeds.
+    where [N]: these samples. sizes [N, 2]: heights and widths that the error names, of the image or of the result.
+    max_pixels: the limit that the result exceeds; None if what `larger` names is larger than the image.
     """
 
     stage: str

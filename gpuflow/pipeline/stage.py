@@ -207,7 +207,8 @@ class Lookup(NamedTuple):
 
 
 class Geometry(Stage):
-    """Moves pixels. `resizes`, `pads`, `fill` and `warps` declare, before anything runs, which moves `draw` may return.
+    """Moves pixels. `resizes`, `pads`, `padding_fill` and `warps` declare, before anything runs, which moves `draw` may
+    return.
 
     A stage that warps returns no `Resize`, and no `Pad` of border `constant`.
     """

@@ -37,12 +37,12 @@ _REGION_BYTES = 1 << 36
 
 
 def heap(size: int) -> NDArray[np.uint8]:
-    """So many bytes of ordinary memory."""
+    """Allocate `size` bytes of ordinary memory."""
     return np.empty(size, np.uint8)
 
 
 def pinned(size: int) -> NDArray[np.uint8]:
-    """So many bytes of memory that a GPU copies from directly."""
+    """Allocate `size` bytes of pinned memory, which a GPU copies from directly."""
     import torch
 
     return torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy()
@@ -71,7 +71,7 @@ def memory_file(name: str) -> int:
 
 
 def shared(size: int) -> NDArray[np.uint8]:
-    """So many bytes that other processes can map, see `shared_block`. Where that cannot be had, it is `heap`."""
+    """Allocate `size` bytes that other processes can map, see `shared_block`; as `heap` where the system has none."""
     try:
         return _here().allocate(size)
     except OSError:
@@ -95,12 +95,12 @@ def shared_and_pinned(size: int) -> NDArray[np.uint8]:
 
 
 def shared_block(memory: NDArray[Any]) -> SharedBlock | None:
-    """By what other processes can map this array, or None where it does not begin where one of `shared` does."""
+    """What other processes need to map this array, or None if it does not begin where an array of `shared` does."""
     return _here().blocks.get(memory.ctypes.data)
 
 
 def shared_keys() -> set[int]:
-    """Of all regions that there are now."""
+    """The keys of all open regions."""
     return _here().keys()
 
 
@@ -132,7 +132,7 @@ class _Region:
         return self._free == [(0, self.size)]
 
     def acquire(self, length: int) -> int | None:
-        """The start of so many free bytes, the first that there are; None if there are not so many together."""
+        """Where the first `length` contiguous free bytes start; None if there are none."""
         for i, (start, free) in enumerate(self._free):
             if free >= length:
                 self._free[i : i + 1] = [(start + length, free - length)] if free > length else []
@@ -176,7 +176,7 @@ class _SharedMemory:
         return {region.key for region in tuple(self._regions)}
 
     def allocate(self, size: int) -> NDArray[np.uint8]:
-        """So many bytes. Views of the array keep them. Raises OSError where there is no memory to share."""
+        """Allocate `size` bytes, which views of the array keep. Raises OSError where there is no memory to share."""
         length = -(-max(size, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
         try:
             with self._lock:
@@ -234,7 +234,7 @@ _memory = _SharedMemory()
 
 
 def _here() -> _SharedMemory:
-    """This process's: a forked child begins anew, with a lock that nobody holds."""
+    """The shared memory of this process. A forked child gets a new one, whose lock no thread holds."""
     global _memory
     if _memory.process != os.getpid():
         _memory = _SharedMemory()

@@ -311,7 +311,7 @@ class WorkerPool:
         return self.counts()["at_work"] > 0
 
     def wait_until_ready(self, seconds: float) -> None:
-        """Wait until no worker is starting any more. Those that still are after so many seconds are discarded."""
+        """Wait until no worker is starting any more. Discard those that still are after `seconds`."""
         deadline = time.monotonic() + seconds
         while self._starting and time.monotonic() < deadline:
             self._welcome_started()
@@ -427,7 +427,7 @@ class WorkerPool:
 
 
 class Pending:
-    """A request that a worker is at."""
+    """A request that was sent to a worker and is not answered yet."""
 
     def __init__(self, pool: WorkerPool, connection: WorkerConnection) -> None:
         self._pool, self._connection = pool, connection

@@ -80,9 +80,10 @@ class Predictor:
     """Predicts from encoded images, in batches over all callers. Any thread may call any method.
 
     A list reaches the model as one batch, or as few as `serve.model.batch` allows. All instances work on the batches of
-    a long list at the same time, a few batches ahead of its answers. Load a predictor once, not for
-    each request: torchpipe never ends a graph's threads. While other threads run Python code, an instance waits up to
-    5 ms for the interpreter each time; a service sets `sys.setswitchinterval(0.0005)`, which a library must not.
+    a long list at the same time, a few batches ahead of its answers. Load a predictor once, not for each request:
+    torchpipe never ends a graph's threads. While other threads run Python code, an instance waits for the interpreter
+    up to its switch interval each time, 5 ms by default; `gpuflow serve` sets 0.02 ms. In a process of your own, call
+    `sys.setswitchinterval`.
 
     Args:
         graph: of `lower` or `chain`. engines: warmed up, one for each instance of the model node; none if the graph

@@ -213,7 +213,7 @@ class SourceSpec:
             rule = f"must go with source.{_KINDS_OF[wrong[0]][0]}, got source.{given[0]}"
             yield Problem.of(wrong[0], rule, action=f"remove {wrong[0]}", code="config.conflict")
         elif self.classes is not None and given[0] in _NAMED_BY:
-            rule = f"must go with listing or tar, got source.{given[0]}"
+            rule = f"must go with listing, tar, hf or mix, got source.{given[0]}"
             yield Problem.of("classes", rule, action=_NAMED_BY[given[0]], code="config.conflict")
         elif given[0] == "mix" and isinstance(self.classes, int):
             action = "or set unite_classes: true to unite those of its sources"

@@ -284,7 +284,7 @@ class _Entry:
 
 @final
 class _GroupCache:
-    """The row groups that this process read last, at most so many bytes of them. Any thread may ask for one."""
+    """The row groups that this process read last, up to a number of bytes. Any thread may ask for one."""
 
     def __init__(self, kept_bytes: int) -> None:
         self._kept_bytes, self._bytes = kept_bytes, 0

@@ -29,11 +29,11 @@ __all__ = ["PassResult", "Trainer", "TrainerEvents"]
 
 _READ_SECONDS = 0.5
 _LEARNING_RATE, _PER_SAMPLES = 0.1, 256
-"""The learning rate that suits a step of so many samples. It is scaled in proportion (Goyal et al., 2017)."""
+"""The learning rate for a step of 256 samples; for others in proportion (Goyal et al., 2017)."""
 _STATISTICS_SAMPLES = 256
 """Training samples of a rank over which BatchNorm's statistics are recomputed after an epoch."""
 _WARM_SHARE, _WARM_STEPS, _WARM_MOST = 0.05, 100, 0.3
-"""The warm-up is this share of all steps, at least so many steps, but not more than this share."""
+"""The warm-up takes the first share of all steps, but at least this many steps, and at most the last share."""
 
 
 @dataclass(frozen=True, slots=True)

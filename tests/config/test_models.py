@@ -107,7 +107,7 @@ BYTES = "bytes, or text with a unit such as 512MB or 2GiB"
         ),
         (
             "source: {folder: x, classes: 3}",
-            "source.classes must go with listing or tar, got source.folder; its directories name the classes",
+            "source.classes must go with listing, tar, hf or mix, got source.folder; its directories name the classes",
         ),
         (
             "source: {listing: x, classes: [a, a]}",

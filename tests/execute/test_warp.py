@@ -147,7 +147,7 @@ def test_pixels_on_the_edge_of_the_image_are_found_row_by_row() -> None:
         if not warp_module._is_near(matrix, (0, 0, *result)):
             continue
         rows, columns = (np.arange(side, dtype=np.float64) for side in result)
-        x, y = warp_module.seen(matrix, columns[None], rows[:, None])
+        x, y = warp_module.image_points(matrix, columns[None], rows[:, None])
         inside = np.minimum(np.minimum(x + 1, size[1] - x), np.minimum(y + 1, size[0] - y))
         found = [*zip(*(axis.tolist() for axis in warp_module._band(matrix, size, result)), strict=True)]
         blended, near = (

@@ -354,9 +354,9 @@ def test_what_a_source_raises_is_raised_at_its_step(source: Source) -> None:
 def test_the_engines_do_all_until_there_are_processes(source: Source) -> None:
     with feed_of(source, Share(0.5, threads=2, adapts=True), processes=2) as (feed, gpu, epoch):
         first = next(epoch(0))
-        assert first.shared == 0 and gpu.fills == 0
+        assert first.offloaded == 0 and gpu.fills == 0
         await_processes(feed, epoch)
-        assert next(epoch(0)).shared > 0
+        assert next(epoch(0)).offloaded > 0
 
 
 def test_its_processes_run_where_cores_are_idle(source: Source) -> None:

@@ -275,7 +275,7 @@ def test_a_misspelt_list_a_missing_file_and_a_missing_directory() -> None:
         ({}, "source needs the key 'images' with source.coco: the directory of its images"),
         (
             {"images": "i", "classes": 3},
-            "source.classes must go with listing or tar, got source.coco; its categories name the classes",
+            "source.classes must go with listing, tar, hf or mix, got source.coco; its categories name the classes",
         ),
         (
             {"images": "i", "fields": {"label": {}}},

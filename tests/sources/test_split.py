@@ -160,7 +160,7 @@ def test_a_spec_is_a_value() -> None:
         ({"tar": "b", "root": "c"}, "source.root must go with source.listing, got source.tar; remove root"),
         (
             {"folder": "a", "classes": 3},
-            "source.classes must go with listing or tar, got source.folder; its directories name the classes",
+            "source.classes must go with listing, tar, hf or mix, got source.folder; its directories name the classes",
         ),
         ({"tar": "b", "classes": 0}, "source.classes must be >= 1, got 0"),
         ({"tar": "b", "classes": ()}, "source.classes must be distinct names, at least one, got []"),

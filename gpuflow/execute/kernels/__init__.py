@@ -1,3 +1,3 @@
-"""Triton kernels, each with its reference in plain PyTorch."""
+"""Triton kernels: sampling, warps, colours, neighbourhoods, masks and the check of Huffman codes."""
 
 __all__: list[str] = []

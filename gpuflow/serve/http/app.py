@@ -5,10 +5,10 @@
     POST /seen              an image as the body: a PNG of the image that the model gets
     GET  /healthz, /readyz, /metrics, /openapi.json, and / for a web page
 
-Every error is answered by {"error": {"kind", "reason"}}: 400 a malformed request, 408 a head or a body that does not
-arrive, 413 too large, 415 another media type or a compressed body, 422 not an image, 500 the model failed, 503 with
-Retry-After while the service is full, loading or shutting down, 504 no answer in time. A form is a 422 only if none of
-its files is an image.
+Every error is answered by {"error": {"kind", "reason"}}: 400 a malformed request, 404 no such path, 405 another method,
+408 a head or a body that does not arrive, 413 too large, 415 another media type or a compressed body, 422 not an image,
+500 the model failed, 501 no picture of the model's input, 503 with Retry-After while the service is full, loading or
+shutting down, 504 no answer in time. A form is a 422 only if none of its files is an image.
 
 The service never reads a path or a URL that a client names.
 """

@@ -173,7 +173,7 @@ class Reservation:
     # --- the queue ----------------------------------------------------------------------------------------------------
 
     def check_places(self, images: int) -> None:
-        """Raises Refused if the queue has no room for so many images."""
+        """Raises Refused if the queue has no room for this number of images."""
         length, most = self._occupancy.queue_length, self._occupancy.limits.max_queue
         if length + images > most:
             rest = f", and the request has {images} images" if images > 1 else ""
