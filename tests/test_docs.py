@@ -7,6 +7,7 @@ import csv
 import importlib.util
 import re
 import tomllib
+from fnmatch import fnmatch
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -455,7 +456,7 @@ def test_short_table_of_the_readme_is_that_of_the_results() -> None:
         ]
         return [format(float(value), form) for [value] in found]
 
-    rates, dali, service = ("gpuflow", "dataloader"), ("gpuflow", "dali"), ("graph-cpu", "plain")
+    cpu_arms, dali, service = ("gpuflow (processes)", "dataloader"), ("gpuflow", "dali"), ("graph-cpu", "plain")
     with (ROOT / "experiments/loader_cpu/results.csv").open(newline="") as file:
         cpu = {row["arm"]: float(row["value"]) for row in csv.DictReader(file) if row["metric"] == "images_per_s"}
     web = {arm: float(v) for (arm, _, words), v in values("loader_cpu", "web.csv").items() if "color_jitter" in words}
@@ -463,8 +464,8 @@ def test_short_table_of_the_readme_is_that_of_the_results() -> None:
     [many] = [float(v) for (arm, _, words), v in cores.items() if arm == "gpuflow" and words.endswith("processes=16")]
     [torch] = [float(v) for (arm, _, words), v in cores.items() if arm == "dataloader" and words.endswith("workers=16")]
     expected = [
-        [f"{web[arm]:,.0f}" for arm in ("gpuflow (processes)", "dataloader")],
-        [f"{cpu[arm]:,.0f}" for arm in rates],
+        [f"{web[arm]:,.0f}" for arm in cpu_arms],
+        [f"{cpu[arm]:,.0f}" for arm in cpu_arms],
         [f"{many:,.0f}", f"{torch:,.0f}"],
         pair("real_data", dali, "images_per_s", "web; alone", ",.0f"),
         pair("real_data", dali, "step_ratio", "web; resnet50", ".3f"),
@@ -503,3 +504,13 @@ def test_levels_of_other_libraries_are_those_of_the_parity_report() -> None:
     assert f"Against PIL images it has {levels['pillow']} level." in text
     assert f"against those the report has {levels['pillow']} level, for a bilinear resize" in text
     assert f"up to {levels['torchpipe_cpu']} levels away" in text
+
+
+def test_the_tree_in_the_architecture_names_every_module() -> None:
+    """`kernels/` and the stages, which have a table of their own, stand there as folders."""
+    (tree,) = blocks((ROOT / "ARCHITECTURE.md").read_text(), "text")
+    names = re.findall(r"[\w*]+\.py", tree)
+    modules = [path for path in (ROOT / "gpuflow").rglob("*.py") if path.name not in ("__init__.py", "__main__.py")]
+    shown = [path for path in modules if path.parent.name not in ("kernels", "stages", "plots")]
+    assert len(shown) > 100
+    assert [path for path in shown if not any(fnmatch(path.name, name) for name in names)] == []
