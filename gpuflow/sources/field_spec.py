@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, get_args
 from gpuflow.errors import Problem, suggest
 from gpuflow.pipeline.bounds import Bounds
 
-__all__ = ["TYPES", "FieldSpec", "Fields", "field_problems", "pairs_of_fields"]
+__all__ = ["TYPES", "FieldSpec", "Fields", "classes_of_boxes", "field_problems", "pairs_of_fields"]
 
 Type = Literal["image", "label", "boxes", "mask", "keypoints", "number", "text", "any"]
 TYPES: tuple[Type, ...] = get_args(Type)
@@ -39,6 +39,11 @@ class FieldSpec:
     labels: str | None = None
     classes: Annotated[int, Bounds(least=1)] | tuple[str, ...] | None = None
 
+    @property
+    def is_mask_file(self) -> bool:
+        """Whether it is a mask in a file of its own."""
+        return self.type == "mask" and self.kind in (None, "file")
+
 
 Fields = Mapping[str, FieldSpec | Mapping[str, Any] | None] | tuple[tuple[str, FieldSpec], ...]
 
@@ -55,6 +60,17 @@ _KEYS: dict[str, tuple[str, ...]] = {
 _KINDS = {"label": ("class", "classes", "number", "vector"), "mask": ("file", "rle", "polygons")}
 _ONCE = ("image", "label", "boxes")
 _OF_COCO = ("boxes", "mask", "keypoints")
+
+
+def classes_of_boxes(
+    declared: Sequence[tuple[str, FieldSpec]], classes: int | tuple[str, ...] | None
+) -> int | tuple[str, ...] | None:
+    """The classes of the boxes' labels: the boxes' own, else those of the source if no label is declared.
+
+    classes: those of the source.
+    """
+    own = next((field.classes for _, field in declared if field.type == "boxes"), None)
+    return classes if own is None and all(field.type != "label" for _, field in declared) else own
 
 
 def pairs_of_fields(given: Fields) -> tuple[tuple[str, FieldSpec], ...]:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from gpuflow.errors import SourceError
 from gpuflow.pipeline.records import Field, Records
 from gpuflow.sources.base import SourceSpec
-from gpuflow.sources.field_spec import FieldSpec
+from gpuflow.sources.field_spec import FieldSpec, classes_of_boxes
 from gpuflow.sources.fingerprint import fingerprint, relative
 from gpuflow.sources.hf_tables import Cells, Table, broken, features_of, is_of_bytes, open_cells, open_table, pyarrow
 from gpuflow.sources.hints import missing_path, near_word
@@ -254,7 +254,7 @@ class _Reader:
             classes, labels = self._class_labels(self._label_column(), self._spec.classes)
             return HfSource(cells, names, labels, classes, splits)
         label_name = next((name for name, field in declared.items() if field.type == "label"), None)
-        records = self._records(label_name)
+        records = self._records()
         label = declared[label_name] if label_name is not None else None
         if label is None:
             classes = next((field.classes for field in records.fields if field.type == "boxes"), ())
@@ -371,12 +371,10 @@ class _Reader:
         )
         return found, lookup[numbers]
 
-    def _records(self, label_name: str | None) -> RecordTable:
+    def _records(self) -> RecordTable:
         declared = [(name, replace(field, column=field.column or name)) for name, field in self._spec.declared]
         boxes = next((field for _, field in declared if field.type == "boxes"), None)
-        classes: int | Classes | str | None = boxes.classes if boxes is not None else None
-        if label_name is None and classes is None:
-            classes = self._spec.classes
+        classes: int | Classes | str | None = classes_of_boxes(declared, self._spec.classes)
         if boxes is not None and boxes.labels is not None:
             classes = self._classes_of(boxes.labels, classes)
         builder = RecordBuilder(declared, None if isinstance(classes, str) else classes, self._where, self)
@@ -388,7 +386,7 @@ class _Reader:
         masks = {
             name: MaskCells(self._cells(self._image_column(field.column)))
             for name, field in declared
-            if field.type == "mask" and field.kind in (None, "file")
+            if field.is_mask_file
         }
         return builder.build(masks, (self._storage,) if masks else ())
 

@@ -23,7 +23,7 @@ from gpuflow.sources.base import SourceSpec
 from gpuflow.sources.files import FileSource
 from gpuflow.sources.labels import Codes, resolve_labels
 from gpuflow.sources.listing_fields import open_with_fields
-from gpuflow.sources.listing_text import check_path, csv_lines, load, not_utf8, resolved
+from gpuflow.sources.listing_text import check_path, csv_lines, csv_rows, json_objects, load, resolved
 from gpuflow.sources.paths import PathTableBuilder
 from gpuflow.sources.storage import is_remote, open_storage, parent_of
 
@@ -175,21 +175,8 @@ def _csv_chunks(data: bytes) -> Iterator[tuple[list[str], list[str]]]:
 
 def _csv_rows(data: bytes, place: str) -> Iterator[Row]:
     """Like `_csv_chunks`, but yields single rows with their lines. Raises SourceError at the faulty row."""
-    reader = csv_lines(data)
     columns = None
-    start = 0
-    while True:
-        start = reader.line_num + 1
-        try:
-            row = next(reader, None)
-        except csv.Error as fault:
-            raise SourceError(f"{place}:{start}: row must be valid CSV, got: {fault}; check its quotes") from fault
-        except UnicodeDecodeError as fault:
-            raise not_utf8(data, place) from fault
-        if row is None:
-            return
-        if not row:
-            continue
+    for start, row in csv_rows(data, place):
         if columns is None:
             try:
                 columns = _columns(data)
@@ -223,21 +210,8 @@ def _json_lines(data: bytes) -> Iterator[tuple[list[str], list[int | str]]]:
 
 def _json_rows(data: bytes, place: str) -> Iterator[Row]:
     """Like `_csv_rows`, for JSON lines."""
-    for number, line in enumerate(io.BytesIO(data), start=1):
-        if line.isspace():
-            continue
+    for number, row in json_objects(data, place):
         here = f"{place}:{number}"
-        try:
-            row = json.loads(line.decode("utf-8-sig"))  # of bytes, json would guess the encoding
-        except UnicodeDecodeError as fault:
-            raise not_utf8(data, place) from fault
-        except json.JSONDecodeError as fault:
-            raise SourceError(
-                f"{here}: line must be a JSON object, got invalid JSON ({fault.msg} at column {fault.colno}); "
-                f"write one object a line"
-            ) from fault
-        if not isinstance(row, dict):
-            raise SourceError(f"{here}: line must be a JSON object, got {type(row).__name__}; write one object a line")
         lacking = [key for key in ("path", "label") if key not in row]
         if lacking:
             raise SourceError(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import os
 from array import array
@@ -13,10 +11,10 @@ from typing import Any, final
 
 from gpuflow.errors import SourceError, show
 from gpuflow.sources.base import SourceSpec
-from gpuflow.sources.field_spec import FieldSpec
+from gpuflow.sources.field_spec import FieldSpec, classes_of_boxes
 from gpuflow.sources.files import FileSource
 from gpuflow.sources.hints import near_word
-from gpuflow.sources.listing_text import check_path, csv_lines, load, not_utf8, resolved
+from gpuflow.sources.listing_text import check_path, csv_rows, json_objects, load, resolved
 from gpuflow.sources.paths import PathTable, PathTableBuilder
 from gpuflow.sources.record_builder import RecordBuilder
 from gpuflow.sources.record_table import MaskFiles
@@ -55,19 +53,11 @@ def open_with_fields(spec: SourceSpec, place: str, *, is_csv: bool) -> FileSourc
     label_name = next((name for name, field in declared.items() if field.type == "label"), None)
     label = declared[label_name] if label_name is not None else None
     label_column = "" if label_name is None or label is None else label.column or label_name
-    boxes = next((field for field in declared.values() if field.type == "boxes"), None)
-    box_classes = boxes.classes if boxes is not None else None
-    if label is None and box_classes is None:
-        box_classes = spec.classes
     lines = _Lines(place)
-    builder = RecordBuilder(spec.declared, box_classes, place, lines)
+    builder = RecordBuilder(spec.declared, classes_of_boxes(spec.declared, spec.classes), place, lines)
     label_classes = label.classes if label is not None and label.classes is not None else spec.classes
     labels = sample_labels(label, label_column, label_classes, place, lines)
-    masks = {
-        name: field.column or name
-        for name, field in declared.items()
-        if field.type == "mask" and field.kind in (None, "file")
-    }
+    masks = {name: field.column or name for name, field in declared.items() if field.is_mask_file}
     tables = {column: PathTableBuilder() for column in (image, *masks.values())}
     columns = list(dict.fromkeys([*tables, *([label_column] if label is not None else []), *builder.columns()]))
     data = load(place)
@@ -116,7 +106,7 @@ def _csv_blocks(
     data: bytes, lines: _Lines, columns: Sequence[str], parsers: Mapping[str, tuple[Parser, str]]
 ) -> Iterator[tuple[int, Block]]:
     """Yield blocks of samples, and the number of the first one in each. Cells are parsed to what JSON lines hold."""
-    rows = _csv_rows(data, lines)
+    rows = csv_rows(data, lines.place)
     line, header = next(rows, (1, None))
     if header is None:
         return
@@ -143,25 +133,6 @@ def _csv_blocks(
             },
         )
         first += len(block)
-
-
-def _csv_rows(data: bytes, lines: _Lines) -> Iterator[tuple[int, list[str]]]:
-    """Yield each row that is not empty, and the line on which it starts."""
-    reader = csv_lines(data)
-    while True:
-        start = reader.line_num + 1
-        try:
-            row = next(reader, None)
-        except csv.Error as fault:
-            raise SourceError(
-                f"{lines.place}:{start}: row must be valid CSV, got: {fault}; check its quotes"
-            ) from fault
-        except UnicodeDecodeError as fault:
-            raise not_utf8(data, lines.place) from fault
-        if row is None:
-            return
-        if row:
-            yield start, row
 
 
 def _parsed(texts: Sequence[str], column: str, first: int, lines: _Lines, parser: Parser, form: str) -> list[Any]:
@@ -222,24 +193,10 @@ def _json_blocks(data: bytes, lines: _Lines, columns: Sequence[str]) -> Iterator
 
 def _json_rows(data: bytes, place: str, columns: Sequence[str]) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield each object with these keys, and its line."""
-    for number, line in enumerate(io.BytesIO(data), start=1):
-        if line.isspace():
-            continue
-        here = f"{place}:{number}"
-        try:
-            row = json.loads(line.decode("utf-8-sig"))
-        except UnicodeDecodeError as fault:
-            raise not_utf8(data, place) from fault
-        except json.JSONDecodeError as fault:
-            raise SourceError(
-                f"{here}: line must be a JSON object, got invalid JSON ({fault.msg} at column {fault.colno}); "
-                f"write one object a line"
-            ) from fault
-        if not isinstance(row, dict):
-            raise SourceError(f"{here}: line must be a JSON object, got {type(row).__name__}; write one object a line")
+    for number, row in json_objects(data, place):
         for column in columns:
             if column not in row:
-                raise _missing(f"{here}: object must have the key", column, list(row))
+                raise _missing(f"{place}:{number}: object must have the key", column, list(row))
         yield number, row
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import chain, islice
 from typing import Any
 
@@ -14,7 +15,7 @@ from gpuflow.sources.hints import missing_path
 from gpuflow.sources.paths import PathTable, PathTableBuilder
 from gpuflow.sources.storage import is_remote, open_storage
 
-__all__ = ["check_path", "csv_lines", "load", "not_utf8", "resolved"]
+__all__ = ["check_path", "csv_lines", "csv_rows", "json_objects", "load", "resolved"]
 
 _BOM = b"\xef\xbb\xbf"
 
@@ -59,6 +60,43 @@ def csv_lines(data: bytes) -> Any:
     return csv.reader(io.TextIOWrapper(io.BytesIO(data), encoding="utf-8", newline=""), strict=True)
 
 
+def csv_rows(data: bytes, place: str) -> Iterator[tuple[int, list[str]]]:
+    """Yield each row of CSV that is not empty, and the line on which it starts. Raises SourceError at a faulty one."""
+    reader = csv_lines(data)
+    while True:
+        start = reader.line_num + 1
+        try:
+            row = next(reader, None)
+        except csv.Error as fault:
+            raise SourceError(f"{place}:{start}: row must be valid CSV, got: {fault}; check its quotes") from fault
+        except UnicodeDecodeError as fault:
+            raise _not_utf8(data, place) from fault
+        if row is None:
+            return
+        if row:
+            yield start, row
+
+
+def json_objects(data: bytes, place: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield each object of JSON lines, and its line. Raises SourceError at a line that is none and is not empty."""
+    for number, line in enumerate(io.BytesIO(data), start=1):
+        if line.isspace():
+            continue
+        here = f"{place}:{number}"
+        try:
+            row = json.loads(line.decode("utf-8-sig"))  # of bytes, json would guess the encoding
+        except UnicodeDecodeError as fault:
+            raise _not_utf8(data, place) from fault
+        except json.JSONDecodeError as fault:
+            raise SourceError(
+                f"{here}: line must be a JSON object, got invalid JSON ({fault.msg} at column {fault.colno}); "
+                f"write one object a line"
+            ) from fault
+        if not isinstance(row, dict):
+            raise SourceError(f"{here}: line must be a JSON object, got {type(row).__name__}; write one object a line")
+        yield number, row
+
+
 def check_path(path: str, here: str) -> None:
     """Raise SourceError for a path that no file can have. here: its place."""
     if not path:
@@ -71,7 +109,7 @@ def check_path(path: str, here: str) -> None:
         raise SourceError(f"{here}: path must be valid Unicode, got {path!r}; correct it") from fault
 
 
-def not_utf8(data: bytes, place: str) -> SourceError:
+def _not_utf8(data: bytes, place: str) -> SourceError:
     """The error for text that cannot be decoded. place: the file's."""
     try:
         data.decode()

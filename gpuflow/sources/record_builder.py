@@ -107,14 +107,14 @@ class RecordBuilder:
 
     def columns(self) -> list[str]:
         """The columns that `add` needs."""
-        columns = [spec.column or name for name, spec in self._declared if not _is_mask_file(spec)]
+        columns = [spec.column or name for name, spec in self._declared if not spec.is_mask_file]
         return columns + [spec.labels for _, spec in self._declared if spec.labels is not None]
 
     def add(self, columns: Mapping[str, Sequence[Any]], count: int) -> None:
         """Append the next `count` samples: for each column a value of each. Raises SourceError at the faulty one."""
         boxes: NDArray[np.int64] | None = None
         for name, spec in sorted(self._declared, key=lambda field: field[1].type != "boxes"):
-            if _is_mask_file(spec):
+            if spec.is_mask_file:
                 continue
             column = spec.column or name
             values = columns[column]
@@ -170,13 +170,13 @@ class RecordBuilder:
                     stores[labels] = Rows(Ragged(numbers, boxes.rows.offsets))
             elif spec.type == "keypoints":
                 stores[name] = Rows(self._ragged(name, (0, self._keypoints.get(name, 0), 3)))
-            elif spec.type == "mask" and not _is_mask_file(spec):
+            elif spec.type == "mask" and not spec.is_mask_file:
                 stores[name] = self._masks.setdefault(name, _InstanceBuilder()).build(frozenset(self._bad))
             elif spec.type == "number":
                 stores[name] = Numbers(np.concatenate([np.zeros(0), *self._arrays[name]]))
             elif spec.type in ("text", "any"):
                 stores[name] = Objects(self._objects[name])
-            instances = spec.type == "mask" and not _is_mask_file(spec)
+            instances = spec.type == "mask" and not spec.is_mask_file
             kind = cast(FieldType, spec.type)
             fields.append(Field(name=name, type=kind, labels=labels, classes=classes, instances=instances))
         if self._bad:
@@ -398,10 +398,6 @@ class _InstanceBuilder:
             sizes=np.array(self._sizes, dtype=np.int32).reshape(-1, 2),
             empty=empty,
         )
-
-
-def _is_mask_file(spec: FieldSpec) -> bool:
-    return spec.type == "mask" and spec.kind in (None, "file")
 
 
 def _numeric(rows: list[Any], shape: tuple[int, ...] | None) -> NDArray[np.float64] | None:

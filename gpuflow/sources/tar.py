@@ -7,13 +7,11 @@ cached in the user's cache folder (`~/.cache/gpuflow`), and from then on a sampl
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
 import os
 import re
 import warnings
-import zipfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -24,7 +22,6 @@ from numpy.typing import NDArray
 
 from gpuflow.errors import SourceError
 from gpuflow.pipeline.records import Field, Records
-from gpuflow.runtime.files import atomic_write, cache_folder
 from gpuflow.sources.base import SourceSpec
 from gpuflow.sources.fingerprint import fingerprint, relative
 from gpuflow.sources.hints import missing_path
@@ -32,9 +29,20 @@ from gpuflow.sources.labels import Codes, resolve_labels
 from gpuflow.sources.paths import PathTable, PathTableBuilder
 from gpuflow.sources.payload import Allocate, Payload
 from gpuflow.sources.record_table import NO_FIELDS, RecordTable
+from gpuflow.sources.shard_cache import cache_path, load_arrays, save_arrays
 from gpuflow.sources.storage import CachedStorage, ReadAt, Shard, Storage, is_remote, open_storage
 from gpuflow.sources.tar_fields import read_fields
-from gpuflow.sources.tar_members import Member, members_of
+from gpuflow.sources.tar_members import (
+    Member,
+    json_of,
+    key_of,
+    label_in,
+    members_of,
+    no_image,
+    no_label,
+    same_key,
+    text_of,
+)
 
 __all__ = ["IMAGE_EXTENSIONS", "TarSource", "expand_braces", "open_tar"]
 
@@ -141,11 +149,11 @@ def open_tar(spec: SourceSpec) -> TarSource:
         _warn_of_small_cache(spec, storage, shards, len(source))
         return source
     extensions = (*IMAGE_EXTENSIONS, *spec.extensions)
-    cache = _cache_path(shards, spec.extensions)
-    index = _load_index(cache)
+    cache = cache_path("tar", shards, _CACHE_FORMAT, *spec.extensions)
+    index = _index_of(load_arrays(cache))
     if index is None:
         index = _build_index(storage, shards, extensions)
-        _save_index(cache, index)
+        save_arrays(cache, _arrays_of(index))
     if not len(index.codes):
         raise SourceError(
             f"{spec.tar}: must hold at least one image ({', '.join(extensions)}), got none; check what is in it"
@@ -258,113 +266,81 @@ def _scan_shard(
     cls_members: dict[str, tuple[str, bytes]] = {}
     json_members: dict[str, tuple[str, bytes]] = {}
     for member in members_of(shard, read_at):
-        directory, slash, file = member.name.rpartition("/")
-        stem, dot, extension = file.partition(".")
-        extension = extension.lower()
-        if not stem or not dot:
+        key, extension = key_of(member.name)
+        if not key or not extension:
             continue
-        key = directory + slash + stem
         if extension in extensions:
             if key in images:
-                raise _duplicate(shard, member.name, images[key].name)
+                raise same_key(shard, member.name, images[key].name)
             images[key] = member
         elif extension in ("cls", "json"):
             texts = cls_members if extension == "cls" else json_members
             if key in texts:
-                raise _duplicate(shard, member.name, texts[key][0])
+                raise same_key(shard, member.name, texts[key][0])
             texts[key] = (member.name, read_at(member.start, member.size))
     labels = []
     for key, member in images.items():
         label = _label(shard, cls_members.pop(key, None), json_members.pop(key, None))
         if label is None:
-            raise SourceError(
-                f"{shard.path}/{member.name}: image must have a label, got none; "
-                f'add {key}.cls, or {key}.json with the key "label" or "cls"'
-            )
+            raise no_label(f"{shard.path}/{member.name}", key)
         labels.append(label)
     for key, member_json in json_members.items():
         if key not in cls_members and _label(shard, None, member_json) is not None:
             cls_members[key] = member_json
     for name, _ in cls_members.values():
-        raise SourceError(
-            f"{shard.path}/{name}: label must have an image ({', '.join(extensions)}), got none; add or remove it"
-        )
+        raise no_image(f"{shard.path}/{name}", extensions)
     return list(images.values()), labels
-
-
-def _duplicate(shard: Shard, name: str, before: str) -> SourceError:
-    return SourceError(
-        f"{shard.path}/{name}: key must be unique in its shard, but {before} has the same; rename or remove one"
-    )
 
 
 def _label(shard: Shard, cls: tuple[str, bytes] | None, json_member: tuple[str, bytes] | None) -> str | None:
     """The label as written in a .cls member, else in a .json member; None if there is neither."""
     if cls is not None:
         name, data = cls
-        try:
-            text = data.decode().strip()
-        except UnicodeDecodeError as fault:
-            raise SourceError(
-                f"{shard.path}/{name}: label must be UTF-8 text, got {data[:20]!r}; correct it"
-            ) from fault
-        if not text:
-            raise SourceError(f"{shard.path}/{name}: label must not be empty; give a class name or a number")
-        return text
+        return _not_empty(text_of(data, f"{shard.path}/{name}").strip(), f"{shard.path}/{name}")
     if json_member is None:
         return None
     name, data = json_member
-    try:
-        value = json.loads(data)
-    except ValueError as fault:
-        raise SourceError(f"{shard.path}/{name}: must be valid JSON, got an error: {fault}; correct it") from fault
-    label = value.get("label", value.get("cls")) if isinstance(value, dict) else None
+    label = label_in(json_of(data, f"{shard.path}/{name}"))
     if label is not None and type(label) not in (int, str):
         raise SourceError(
             f"{shard.path}/{name}: label must be an integer or a class name, got {json.dumps(label)}; correct it"
         )
-    return None if label is None else str(label).strip()
+    if label is None:
+        return None
+    return _not_empty(str(label).strip(), f"{shard.path}/{name}")
 
 
-def _cache_path(shards: Sequence[Shard], extensions: tuple[str, ...]) -> str:
-    """One file for this very list of shards, with these other extensions; another size or time of one of them is
-    another file."""
-    files = [(s.path if is_remote(s.path) else os.path.abspath(s.path), s.size, s.stamp) for s in shards]
-    text = json.dumps([_CACHE_FORMAT, files, *extensions])
-    return str(cache_folder() / f"tar-{hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}.npz")
+def _not_empty(label: str, here: str) -> str:
+    if not label:
+        raise SourceError(f"{here}: label must not be empty; give a class name or a number")
+    return label
 
 
-def _load_index(path: str) -> _Index | None:
-    """The cached index, or None where there is none or it is damaged."""
+def _index_of(arrays: Mapping[str, NDArray[Any]] | None) -> _Index | None:
+    """The cached index; None if there is none or it lacks something."""
+    if arrays is None:
+        return None
     try:
-        with open(path, "rb") as file, np.load(file, allow_pickle=False) as arrays:
-            return _Index(
-                images=PathTable(arrays["images"].tobytes(), arrays["image_starts"]),
-                starts=arrays["starts"],
-                sizes=arrays["sizes"],
-                codes=arrays["codes"],
-                values=json.loads(arrays["values"].tobytes()),
-                shard_sizes=arrays["shard_sizes"],
-            )
-    except (OSError, ValueError, TypeError, KeyError, EOFError, RuntimeError, zipfile.BadZipFile):
+        return _Index(
+            images=PathTable(arrays["images"].tobytes(), arrays["image_starts"]),
+            starts=arrays["starts"],
+            sizes=arrays["sizes"],
+            codes=arrays["codes"],
+            values=json.loads(arrays["values"].tobytes()),
+            shard_sizes=arrays["shard_sizes"],
+        )
+    except (ValueError, KeyError):
         return None
 
 
-def _save_index(path: str, index: _Index) -> None:
-    """Writes the cache. Where that fails the next run indexes the shards again."""
-    values = json.dumps(index.values).encode()
-    try:
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        with atomic_write(path) as file:
-            np.savez(
-                file,
-                images=np.frombuffer(index.images.blob, dtype=np.uint8),
-                image_starts=index.images.starts,
-                starts=index.starts,
-                sizes=index.sizes,
-                codes=index.codes,
-                values=np.frombuffer(values, dtype=np.uint8),
-                shard_sizes=index.shard_sizes,
-            )
-    except OSError:
-        return
+def _arrays_of(index: _Index) -> dict[str, NDArray[Any]]:
+    """What `_index_of` reads."""
+    return {
+        "images": np.frombuffer(index.images.blob, dtype=np.uint8),
+        "image_starts": index.images.starts,
+        "starts": index.starts,
+        "sizes": index.sizes,
+        "codes": index.codes,
+        "values": np.frombuffer(json.dumps(index.values).encode(), dtype=np.uint8),
+        "shard_sizes": index.shard_sizes,
+    }

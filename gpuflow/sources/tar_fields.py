@@ -5,11 +5,8 @@ What the members hold that are no images and no masks is cached, as the places o
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
-import zipfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, final
 
@@ -17,16 +14,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpuflow.errors import SourceError, show
-from gpuflow.runtime.files import atomic_write, cache_folder
 from gpuflow.sources.base import SourceSpec
-from gpuflow.sources.field_spec import FieldSpec
+from gpuflow.sources.field_spec import FieldSpec, classes_of_boxes
 from gpuflow.sources.hints import near_word
 from gpuflow.sources.paths import PathTable, PathTableBuilder
 from gpuflow.sources.record_builder import RecordBuilder
 from gpuflow.sources.record_table import MaskMembers, RecordTable
 from gpuflow.sources.sample_labels import sample_labels
-from gpuflow.sources.storage import ReadAt, Shard, Storage, is_remote
-from gpuflow.sources.tar_members import Member, members_of
+from gpuflow.sources.shard_cache import cache_path, load_arrays, save_arrays
+from gpuflow.sources.storage import ReadAt, Shard, Storage
+from gpuflow.sources.tar_members import (
+    Member,
+    json_of,
+    key_of,
+    label_in,
+    members_of,
+    no_image,
+    no_label,
+    same_key,
+    text_of,
+)
 
 __all__ = ["TarFields", "read_fields"]
 
@@ -82,11 +89,11 @@ class _Members:
 
     def member(self, i: int, suffix: str) -> str:
         """The path of a sample's member, whether or not there is one."""
-        return f"{self.shard(i)}/{_key(self.images[i])[0]}.{suffix}"
+        return f"{self.shard(i)}/{key_of(self.images[i])[0]}.{suffix}"
 
     def value(self, i: int, column: str) -> str:
         if column == _LABEL:
-            return f"{self.sample(i)}: label"
+            return f"{self.member(i, 'json' if self.content('cls', i) is None else 'cls')}: label"
         return self.member(i, column[1:]) if column.startswith(".") else f"{self.member(i, 'json')}: {column}"
 
     def row(self, i: int, column: str, j: int) -> str:
@@ -100,17 +107,17 @@ def read_fields(spec: SourceSpec, storage: Storage, shards: Sequence[Shard], ima
     """
     assert spec.tar is not None
     declared = tuple((name, _with_column(name, field)) for name, field in spec.declared)
-    mask_suffixes = tuple(dict.fromkeys(_column(field)[1:] for _, field in declared if _is_mask_file(field)))
-    others = [_column(field) for _, field in declared if field.type != "image" and not _is_mask_file(field)]
+    mask_suffixes = tuple(dict.fromkeys(_column(field)[1:] for _, field in declared if field.is_mask_file))
+    others = [_column(field) for _, field in declared if field.type != "image" and not field.is_mask_file]
     others += [field.labels for _, field in declared if field.labels is not None]
     required = {column[1:] if column.startswith(".") else "json" for column in others if column != _LABEL}
     suffixes = tuple(sorted(required | {"cls", "json"} if _LABEL in others else required))
-    cache = _cache_path(shards, suffixes, mask_suffixes)
-    arrays = _load(cache)
+    cache = cache_path("tar-fields", shards, _CACHE_FORMAT, suffixes, mask_suffixes)
+    arrays = load_arrays(cache)
     if arrays is None:
-        scan = _scanner(images, suffixes, mask_suffixes)
+        scan = _scanner(images, suffixes, mask_suffixes, required)
         arrays = _build(storage, shards, scan, suffixes, mask_suffixes)
-        _save(cache, arrays)
+        save_arrays(cache, arrays)
     members = _Members(arrays, shards)
     count = len(members.images)
     if not count:
@@ -122,12 +129,8 @@ def read_fields(spec: SourceSpec, storage: Storage, shards: Sequence[Shard], ima
     for suffix in mask_suffixes:
         _check_present(members, suffix, members.arrays[f"mask.{suffix}.starts"])
     label = next((field for _, field in declared if field.type == "label"), None)
-    boxes = next((field for _, field in declared if field.type == "boxes"), None)
-    box_classes = boxes.classes if boxes is not None else None
-    if label is None and box_classes is None:
-        box_classes = spec.classes
     label_classes = label.classes if label is not None and label.classes is not None else spec.classes
-    builder = RecordBuilder(declared, box_classes, spec.tar, members)
+    builder = RecordBuilder(declared, classes_of_boxes(declared, spec.classes), spec.tar, members)
     label_column = "" if label is None else _column(label)
     labels = sample_labels(label, label_column, label_classes, spec.tar, members)
     columns = {column: _reader_of(members, column, declared) for column in builder.columns()}
@@ -148,7 +151,7 @@ def read_fields(spec: SourceSpec, storage: Storage, shards: Sequence[Shard], ima
             arrays[f"mask.{_column(field)[1:]}.sizes"],
         )
         for name, field in declared
-        if _is_mask_file(field)
+        if field.is_mask_file
     }
     table = builder.build(files, (storage,) if files else ())
     if label is None:
@@ -171,7 +174,7 @@ def read_fields(spec: SourceSpec, storage: Storage, shards: Sequence[Shard], ima
 def _with_column(name: str, field: FieldSpec) -> FieldSpec:
     """The field with its column, by default that of its type."""
     defaults = {"text": ".txt", "label": _LABEL}
-    default = ".mask.png" if _is_mask_file(field) else defaults.get(str(field.type), name)
+    default = ".mask.png" if field.is_mask_file else defaults.get(str(field.type), name)
     return replace(field, column=field.column or default)
 
 
@@ -180,26 +183,26 @@ def _column(field: FieldSpec) -> str:
     return field.column
 
 
-def _is_mask_file(field: FieldSpec) -> bool:
-    return field.type == "mask" and field.kind in (None, "file")
-
-
 @final
 class _Rows:
     """The parsed `.json` members of a block."""
 
     def __init__(self, members: _Members) -> None:
         self._members = members
-        self._known: dict[int, dict[str, Any]] = {}
+        self._known: dict[int, Any] = {}
+
+    def value(self, i: int) -> Any:
+        """The value of sample i, an empty object if it has no such member."""
+        if i not in self._known:
+            self._known[i] = json_of(self._members.content("json", i) or b"{}", self._members.member(i, "json"))
+        return self._known[i]
 
     def __getitem__(self, i: int) -> dict[str, Any]:
-        if i not in self._known:
-            here = self._members.member(i, "json")
-            row = _parsed(self._members.content("json", i) or b"{}", here)
-            if not isinstance(row, dict):
-                raise SourceError(f"{here}: must be a JSON object, got {show(row)}; correct it")
-            self._known[i] = row
-        return self._known[i]
+        """The value of sample i, which must be an object."""
+        row = self.value(i)
+        if not isinstance(row, dict):
+            raise SourceError(f"{self._members.member(i, 'json')}: must be a JSON object, got {show(row)}; correct it")
+        return row
 
 
 _Reader = Callable[[int, _Rows], Any]
@@ -212,15 +215,10 @@ def _reader_of(members: _Members, column: str, declared: Sequence[tuple[str, Fie
     def label(i: int, rows: _Rows) -> Any:
         content = members.content("cls", i)
         if content is not None:
-            return _label(_text(content, members.member(i, "cls")), owner)
-        row = rows[i]
-        value = row.get("label", row.get("cls"))
+            return _label(text_of(content, members.member(i, "cls")), owner)
+        value = label_in(rows.value(i))
         if value is None:
-            key = _key(members.images[i])[0]
-            raise SourceError(
-                f"{members.sample(i)}: image must have a label, got none; "
-                f'add {key}.cls, or {key}.json with the key "label" or "cls"'
-            )
+            raise no_label(members.sample(i), key_of(members.images[i])[0])
         return value
 
     def key(i: int, rows: _Rows) -> Any:
@@ -239,10 +237,10 @@ def _reader_of(members: _Members, column: str, declared: Sequence[tuple[str, Fie
         content = members.content(column[1:], i)
         assert content is not None
         if owner is not None and owner.type == "text":
-            return _text(content, here)
+            return text_of(content, here)
         if owner is not None and owner.type == "label":
-            return _label(_text(content, here), owner)
-        return _parsed(content, here)
+            return _label(text_of(content, here), owner)
+        return json_of(content, here)
 
     return label if column == _LABEL else whole if column.startswith(".") else key
 
@@ -260,28 +258,7 @@ def _label(text: str, field: FieldSpec | None) -> Any:
     return text
 
 
-def _text(content: bytes, here: str) -> str:
-    try:
-        return content.decode()
-    except UnicodeDecodeError as fault:
-        raise SourceError(f"{here}: must be UTF-8 text, got {content[:20]!r}; correct it") from fault
-
-
-def _parsed(content: bytes, here: str) -> Any:
-    try:
-        return json.loads(content)
-    except ValueError as fault:
-        raise SourceError(f"{here}: must be valid JSON, got an error: {fault}; correct it") from fault
-
-
 # --- members ----------------------------------------------------------------------------------------------------------
-
-
-def _key(name: str) -> tuple[str, str]:
-    """The key that a sample's members share, and a member's suffix."""
-    directory, slash, file = name.rpartition("/")
-    stem, _, suffix = file.partition(".")
-    return directory + slash + stem, suffix.lower()
 
 
 _IMAGE = ""
@@ -291,31 +268,41 @@ _Sample = tuple[Member, dict[str, bytes], dict[str, Member]]
 
 
 def _scanner(
-    images: Sequence[str], suffixes: Sequence[str], masks: Sequence[str]
+    images: Sequence[str], suffixes: Sequence[str], masks: Sequence[str], required: Collection[str]
 ) -> Callable[[Shard, ReadAt], list[_Sample]]:
+    """Finds the samples of a shard.
+
+    images, suffixes, masks: the suffixes of images, of contents and of masks. required: contents that each sample has.
+    """
+
+    def needs_image(suffix: str, member: Member, shard: Shard, read_at: ReadAt) -> bool:
+        """Whether a member belongs to a sample: JSON without a label may be about the shard as a whole."""
+        if suffix != "json" or suffix in required:
+            return True
+        return label_in(json_of(read_at(member.start, member.size), f"{shard.path}/{member.name}")) is not None
+
     def scan(shard: Shard, read_at: ReadAt) -> list[_Sample]:
         found: dict[str, dict[str, Member]] = {}
         for member in members_of(shard, read_at):
-            key, suffix = _key(member.name)
-            if suffix not in suffixes and suffix not in masks:
-                if suffix not in images:
-                    continue
+            key, suffix = key_of(member.name)
+            if suffix in images and suffix not in suffixes and suffix not in masks:
                 suffix = _IMAGE
+            elif suffix not in suffixes and suffix not in masks:
+                continue
+            if not key:
+                continue
             held = found.setdefault(key, {})
             if suffix in held:
-                raise SourceError(
-                    f"{shard.path}/{member.name}: key must be unique in its shard, but {held[suffix].name} has the "
-                    f"same; rename or remove one"
-                )
+                raise same_key(shard, member.name, held[suffix].name)
             held[suffix] = member
         samples = []
         for held in found.values():
             image = held.get(_IMAGE)
             if image is None:
-                name = next(iter(held.values())).name
-                raise SourceError(
-                    f"{shard.path}/{name}: member must have an image ({', '.join(images)}), got none; add or remove it"
-                )
+                for suffix, member in held.items():
+                    if needs_image(suffix, member, shard, read_at):
+                        raise no_image(f"{shard.path}/{member.name}", images)
+                continue
             contents = {s: read_at(held[s].start, held[s].size) for s in suffixes if s in held}
             samples.append((image, contents, {s: held[s] for s in masks if s in held}))
         return samples
@@ -367,38 +354,8 @@ def _check_present(members: _Members, suffix: str, held: NDArray[np.int64]) -> N
     """Raise SourceError for a sample without the member of a suffix. held: negative where there is none."""
     if (lacking := np.flatnonzero(held < 0)).size:
         i = int(lacking[0])
-        key = _key(members.images[i])[0]
+        key = key_of(members.images[i])[0]
         raise SourceError(
             f"{members.sample(i)}: sample must have the member {key}.{suffix}, got none ({lacking.size} of {len(held)} "
             f"samples); add it, or correct source.fields"
         )
-
-
-# --- cache ------------------------------------------------------------------------------------------------------------
-
-
-def _cache_path(shards: Sequence[Shard], suffixes: Sequence[str], masks: Sequence[str]) -> str:
-    """One file for these very shards and suffixes; another size or time of a shard is another file."""
-    files = [(s.path if is_remote(s.path) else os.path.abspath(s.path), s.size, s.stamp) for s in shards]
-    text = json.dumps([_CACHE_FORMAT, files, suffixes, masks])
-    digest = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-    return str(cache_folder() / f"tar-fields-{digest}.npz")
-
-
-def _load(path: str) -> dict[str, NDArray[Any]] | None:
-    """The cached arrays, or None where there are none or they are damaged."""
-    try:
-        with open(path, "rb") as file, np.load(file, allow_pickle=False) as arrays:
-            return dict(arrays)
-    except (OSError, ValueError, TypeError, KeyError, EOFError, RuntimeError, zipfile.BadZipFile):
-        return None
-
-
-def _save(path: str, arrays: Mapping[str, NDArray[Any]]) -> None:
-    """Write the cache. Where that fails the next run indexes the shards again."""
-    try:
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        with atomic_write(path) as file:
-            np.savez(file, **arrays)  # type: ignore[arg-type]
-    except OSError:
-        return

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
 import tarfile
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 from gpuflow.errors import SourceError
 from gpuflow.sources.storage import ReadAt, Shard
 
-__all__ = ["Member", "members_of"]
+__all__ = ["Member", "json_of", "key_of", "label_in", "members_of", "no_image", "no_label", "same_key", "text_of"]
 
 _BLOCK_BYTES = 512
 _PAX_TYPES = (tarfile.XHDTYPE, tarfile.SOLARIS_XHDTYPE)
@@ -23,6 +24,54 @@ class Member(NamedTuple):
     name: str
     start: int
     size: int
+
+
+def key_of(name: str) -> tuple[str, str]:
+    """The key that a sample's members share, which is the path up to the first dot of the file's name, and a member's
+    suffix; an empty key or suffix for a member of no sample."""
+    directory, slash, file = name.rpartition("/")
+    stem, _, suffix = file.partition(".")
+    return directory + slash + stem if stem else "", suffix.lower()
+
+
+def same_key(shard: Shard, name: str, before: str) -> SourceError:
+    """The error for two members of one key and suffix, or for two images of one key."""
+    return SourceError(
+        f"{shard.path}/{name}: key must be unique in its shard, but {before} has the same; rename or remove one"
+    )
+
+
+def no_label(image: str, key: str) -> SourceError:
+    """The error for an image at this place without a label."""
+    return SourceError(
+        f'{image}: image must have a label, got none; add {key}.cls, or {key}.json with the key "label" or "cls"'
+    )
+
+
+def no_image(member: str, images: Sequence[str]) -> SourceError:
+    """The error for a member at this place without an image. images: the suffixes of images."""
+    return SourceError(f"{member}: member must have an image ({', '.join(images)}), got none; add or remove it")
+
+
+def text_of(content: bytes, here: str) -> str:
+    """The text of a member at this place. Raises SourceError."""
+    try:
+        return content.decode()
+    except UnicodeDecodeError as fault:
+        raise SourceError(f"{here}: must be UTF-8 text, got {content[:20]!r}; correct it") from fault
+
+
+def json_of(content: bytes, here: str) -> Any:
+    """The value of a JSON member at this place. Raises SourceError."""
+    try:
+        return json.loads(content)
+    except ValueError as fault:
+        raise SourceError(f"{here}: must be valid JSON, got an error: {fault}; correct it") from fault
+
+
+def label_in(value: Any) -> Any:
+    """The label in the value of a JSON member; None if it has none."""
+    return value.get("label", value.get("cls")) if isinstance(value, dict) else None
 
 
 def members_of(shard: Shard, read_at: ReadAt) -> Iterator[Member]:

@@ -448,11 +448,11 @@ def test_damaged_extended_header(make_tar: MakeTar) -> None:
         ),
         (
             [("1.cls", b"0"), ("2.jpg", b"x"), ("2.cls", b"0")],
-            "s.tar/1.cls: label must have an image (jpg, jpeg, png, webp, bmp), got none; add or remove it",
+            "s.tar/1.cls: member must have an image (jpg, jpeg, png, webp, bmp), got none; add or remove it",
         ),
         (
             [("1.json", b'{"label": 3}'), ("2.jpg", b"x"), ("2.cls", b"0")],
-            "s.tar/1.json: label must have an image (jpg, jpeg, png, webp, bmp), got none; add or remove it",
+            "s.tar/1.json: member must have an image (jpg, jpeg, png, webp, bmp), got none; add or remove it",
         ),
         (
             [("1.jpg", b"x"), ("1.cls", b"0"), ("1.png", b"x")],
@@ -463,7 +463,7 @@ def test_damaged_extended_header(make_tar: MakeTar) -> None:
             "s.tar/1.cls: key must be unique in its shard, but 1.cls has the same; rename or remove one",
         ),
         ([("1.jpg", b"x"), ("1.cls", b" ")], "s.tar/1.cls: label must not be empty; give a class name or a number"),
-        ([("1.jpg", b"x"), ("1.cls", b"\xff")], "s.tar/1.cls: label must be UTF-8 text, got b'\\xff'; correct it"),
+        ([("1.jpg", b"x"), ("1.cls", b"\xff")], "s.tar/1.cls: must be UTF-8 text, got b'\\xff'; correct it"),
         (
             [("1.jpg", b"x"), ("1.json", b"{")],
             "s.tar/1.json: must be valid JSON, got an error: "
@@ -529,7 +529,7 @@ def test_other_extensions_are_images_where_they_are_named(shard: Callable[..., S
     members = [("a.jpg", b"1"), ("a.cls", b"0"), ("b.heic", b"2"), ("b.cls", b"1")]
     assert len(shard(members, extensions=("heic",))) == 2
     assert len(shard(members, extensions=("heic",))) == 2
-    with pytest.raises(SourceError, match=r"label must have an image \(jpg, jpeg, png, webp, bmp\), got none"):
+    with pytest.raises(SourceError, match=r"member must have an image \(jpg, jpeg, png, webp, bmp\), got none"):
         shard(members)
     fields = {"image": {"type": "image"}, "label": {"type": "label"}}
     assert len(shard(members, extensions=("heic",), fields=fields)) == 2

@@ -176,3 +176,48 @@ def test_tar_files_of_the_library_are_read() -> None:
     Path("p.tar").write_bytes(stream.getvalue())
     source = open_source(SourceSpec(tar="p.tar", fields=FIELDS))
     assert records_of(source, [0]).columns["text"] == ["ein Kätzchen"]
+
+
+# --- an image and a label, declared or not ----------------------------------------------------------------------------
+
+PAIR = [("1.jpg", b"x"), ("1.cls", b"0")]
+
+
+@pytest.mark.parametrize(
+    "members",
+    [
+        [("1.JPG", b"x"), ("1.CLS", b"0"), ("2.png", b"y"), ("2.json", b'{"cls": 3}')],
+        [("1.jpg", b"x"), ("1.json", b'{"label": " a "}')],
+        [("1.jpg", b"x"), ("1.json", b'{"label": 2}'), ("2.jpg", b"x"), ("2.json", b'{"label": "2"}')],
+        [*PAIR, ("1.json", b"{")],
+        [*PAIR, ("meta.json", b'{"made": 2024}')],
+        [*PAIR, ("meta.json", b"[1]")],
+        [*PAIR, (".jpg", b"x"), ("a/.cls", b"x")],
+    ],
+)
+def test_an_image_and_a_label_are_the_same_declared_or_not(members: Members, read_all: ReadAll) -> None:
+    plain = opened(members)
+    declared = open_source(SourceSpec(tar="s.tar", fields={"image": None, "label": None}))
+    assert (plain.classes, plain.labels.tolist()) == (declared.classes, declared.labels.tolist())
+    assert [plain.path(i) for i in range(len(plain))] == [declared.path(i) for i in range(len(declared))]
+    assert read_all(plain) == read_all(declared)
+
+
+@pytest.mark.parametrize(
+    "members",
+    [
+        [("1.jpg", b"x")],
+        [("1.jpg", b"x"), ("1.cls", b"\xff")],
+        [("1.jpg", b"x"), ("1.json", b"{")],
+        [("1.jpg", b"x"), ("1.json", b"[1]")],
+        [("1.jpg", b"x"), ("1.json", b'{"label": null}')],
+        [("1.jpg", b"x"), ("1.json", b'{"label": true}')],
+        [*PAIR, ("1.png", b"x")],
+        [*PAIR, ("1.cls", b"1")],
+        [*PAIR, ("2.cls", b"0")],
+        [*PAIR, ("2.json", b'{"label": 3}')],
+        [*PAIR, ("meta.json", b"{")],
+    ],
+)
+def test_a_faulty_image_or_label_is_the_same_error_declared_or_not(members: Members) -> None:
+    assert refused(members) == refused(members, fields={"image": None, "label": None})

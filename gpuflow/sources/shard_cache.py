@@ -1,0 +1,48 @@
+"""Arrays that were found out about shards, kept in the user's cache folder until a shard changes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import zipfile
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gpuflow.runtime.files import atomic_write, cache_folder
+from gpuflow.sources.storage import Shard, is_remote
+
+__all__ = ["cache_path", "load_arrays", "save_arrays"]
+
+
+def cache_path(name: str, shards: Sequence[Shard], *asked: Any) -> str:
+    """The file for these very shards, and for what was asked of them; another size or time of a shard is another file.
+
+    asked: values of JSON, the version of the arrays' form among them.
+    """
+    version, *rest = asked
+    files = [(s.path if is_remote(s.path) else os.path.abspath(s.path), s.size, s.stamp) for s in shards]
+    digest = hashlib.blake2b(json.dumps([version, files, *rest]).encode(), digest_size=16).hexdigest()
+    return str(cache_folder() / f"{name}-{digest}.npz")
+
+
+def load_arrays(path: str) -> dict[str, NDArray[Any]] | None:
+    """The cached arrays, or None if there are none or they are damaged."""
+    try:
+        with open(path, "rb") as file, np.load(file, allow_pickle=False) as arrays:
+            return dict(arrays)
+    except (OSError, ValueError, TypeError, KeyError, EOFError, RuntimeError, zipfile.BadZipFile):
+        return None
+
+
+def save_arrays(path: str, arrays: Mapping[str, NDArray[Any]]) -> None:
+    """Write the cache. If that fails, the next run indexes the shards again."""
+    try:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with atomic_write(path) as file:
+            np.savez(file, **arrays)  # type: ignore[arg-type]
+    except OSError:
+        return
