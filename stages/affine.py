@@ -10,7 +10,7 @@ import numpy as np
 
 from gpuflow.errors import Problem
 from gpuflow.pipeline import stage as s
-from gpuflow.stages.rotate import (
+from gpuflow.pipeline.warp_parameters import (
     Angle,
     Border,
     Fill,

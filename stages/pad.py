@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar
 import numpy as np
 
 from gpuflow.pipeline import stage as s
-from gpuflow.stages.rotate import Border, Fill, check_fill
+from gpuflow.pipeline.warp_parameters import Border, Fill, check_fill
 
 __all__ = ["Pad"]
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.parameters import Probability
-from gpuflow.stages.rotate import Border, Fill, WarpInterpolation, check_fill, lookup_of
+from gpuflow.pipeline.warp_parameters import Border, Fill, WarpInterpolation, check_fill, lookup_of
 
 __all__ = ["Perspective"]
 

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpuflow.pipeline import stage as s
-from gpuflow.stages.rotate import Fill, WarpInterpolation, check_fill, lookup_of, rotation
+from gpuflow.pipeline.warp_parameters import Fill, WarpInterpolation, check_fill, lookup_of, rotation
 from gpuflow.stages.sharpness import Sharpness
 
 __all__ = ["OPERATIONS", "AugmentPolicy", "Drawn", "Magnitudes", "Range", "uniform_places"]

@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar
 
 from gpuflow.errors import Problem
 from gpuflow.pipeline import stage as s
+from gpuflow.pipeline.warp_parameters import Fill, WarpInterpolation
 from gpuflow.stages.policy_parts import (
     OPERATIONS,
     AugmentPolicy,
@@ -16,7 +17,6 @@ from gpuflow.stages.policy_parts import (
     Range,
     uniform_places,
 )
-from gpuflow.stages.rotate import Fill, WarpInterpolation
 
 __all__ = ["RandAugment"]
 

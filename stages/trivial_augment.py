@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 from gpuflow.pipeline import stage as s
+from gpuflow.pipeline.warp_parameters import Fill, WarpInterpolation
 from gpuflow.stages.policy_parts import AugmentPolicy, Drawn, Magnitudes, Range, uniform_places
-from gpuflow.stages.rotate import Fill, WarpInterpolation
 
 __all__ = ["TrivialAugment"]
 

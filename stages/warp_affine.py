@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from gpuflow.errors import Problem
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.record_values import independent
+from gpuflow.pipeline.warp_parameters import Border, Fill, WarpInterpolation, check_fill, lookup_of
 from gpuflow.stages.center_crop import Size, size_pair
-from gpuflow.stages.rotate import Border, Fill, WarpInterpolation, check_fill, lookup_of
 
 __all__ = ["WarpAffine"]
 

@@ -10,9 +10,9 @@ import torch
 from torchvision.transforms import InterpolationMode, v2
 
 from gpuflow.pipeline import stage as s
+from gpuflow.pipeline.warp_parameters import Fill, WarpInterpolation
 from gpuflow.stages import CenterCrop, Decode
 from gpuflow.stages.policy_parts import OPERATIONS, AugmentPolicy, Drawn, Range
-from gpuflow.stages.rotate import Fill, WarpInterpolation
 from tests.images import photo, png
 from tests.running import decoded, images, keys_of, program_of
 
