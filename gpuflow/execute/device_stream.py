@@ -7,15 +7,13 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from gpuflow.errors import LoaderTimeout
+from gpuflow.execute import packing
 from gpuflow.pipeline.image_spec import slot_shape
 
 if TYPE_CHECKING:
@@ -27,7 +25,6 @@ if TYPE_CHECKING:
 __all__ = ["SHORT_WAIT", "ChunkRunner", "DeviceStream", "allocate_slots", "take_free"]
 
 T = TypeVar("T")
-_ALIGN = 16
 SHORT_WAIT = 0.05
 """A GPU that waits for batches for a larger part of its time than this could do more with more batches in flight."""
 
@@ -102,16 +99,10 @@ class DeviceStream:
 
     def send_all(self, arrays: Sequence[NDArray[Any]]) -> list[torch.Tensor]:
         """Copy small arrays to the device in one transfer: for each array a tensor of its dtype and shape."""
-        *starts, end = accumulate((-(-array.nbytes // _ALIGN) * _ALIGN for array in arrays), initial=0)
-        host = self.pinned([end], torch.uint8)
-        memory = host.numpy()
-        for start, array in zip(starts, arrays, strict=True):
-            memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)[...] = array
-        sent = self.send(host)
-        return [
-            sent[start : start + array.nbytes].view(_torch_dtype(array.dtype)).view(array.shape)
-            for start, array in zip(starts, arrays, strict=True)
-        ]
+        starts, size = packing.layout(arrays)
+        host = self.pinned([size], torch.uint8)
+        packing.write(host.numpy(), starts, arrays)
+        return packing.tensors_in(self.send(host), starts, arrays)
 
     def receive(self, tensor: torch.Tensor) -> torch.Tensor:
         """Copy device memory to pinned host memory. Waits, asleep, until all work queued so far is done."""
@@ -142,11 +133,6 @@ class DeviceStream:
         self.synchronize()
         with self._lock:
             self._retained.clear()
-
-
-@lru_cache
-def _torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
-    return torch.from_numpy(np.empty(0, dtype)).dtype
 
 
 def take_free(free: queue.SimpleQueue[T], seconds: float, failure: str) -> T:

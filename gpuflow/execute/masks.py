@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from gpuflow.execute.jit import loops_of
 from gpuflow.pipeline.records import MaskFile, Polygons, Rle
 
-__all__ = ["Instance", "decode_mask", "draw_instance", "fill_polygons", "instance_mask", "mask_fault"]
+__all__ = ["Instance", "decode_mask", "draw_instance", "instance_mask", "mask_fault"]
 
 Instance = Polygons | Rle | NDArray[np.uint8]
 """The mask of one instance; pixels are 0 and 1."""
@@ -65,7 +65,7 @@ def mask_fault(mask: Instance, size: tuple[int, int]) -> str | None:
 
 
 def instance_mask(mask: Instance, size: tuple[int, int]) -> NDArray[np.uint8]:
-    """The pixels of one instance, 0 or 1, uint8 [height, width]."""
+    """The pixels of one instance, 0 or 1, uint8 [height, width]; of polygons by pycocotools' rules (rleFrPoly)."""
     down = np.zeros(size[::-1], np.uint8)
     draw_instance(mask, 0, down)
     return down.T
@@ -88,11 +88,6 @@ def draw_instance(mask: Instance, bit: int, down: NDArray[np.uint8]) -> None:
         else:
             first, inside = _filled(_turns(points, height, width), height, width)
             down[first : first + len(inside)] |= inside << bit
-
-
-def fill_polygons(polygons: Polygons, height: int, width: int) -> NDArray[np.uint8]:
-    """The pixels inside any of the outlines, by pycocotools' rules (rleFrPoly): equal to it pixel by pixel."""
-    return instance_mask(polygons, (height, width))
 
 
 def _filled(turns: NDArray[np.int64], height: int, width: int) -> tuple[int, NDArray[np.uint8]]:

@@ -8,7 +8,7 @@ import math
 import torch
 
 from gpuflow.config import Config
-from gpuflow.config.resources import refused_processes_of
+from gpuflow.config.resources import refused_processes_of, threads_of
 from gpuflow.decode.preset import Preset, is_preset_on_gpu
 from gpuflow.errors import ConfigError, Problem
 from gpuflow.execute.cpu_decode_pool import CpuDecodePool
@@ -93,7 +93,6 @@ def _by_torchpipe(config: Config, name: str, preset: Preset, device: torch.devic
         )
     if importlib.util.find_spec("torchpipe") is None:
         raise fault("which needs torchpipe, and that is not installed; pip install 'gpuflow[serve]'")
-    from gpuflow.config.resources import threads_of
     from gpuflow.execute.device_stream import DeviceStream
     from gpuflow.torchpipe.preset_runner import PresetRunner
 

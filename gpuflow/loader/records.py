@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from gpuflow.config import Config
 from gpuflow.errors import BadSampleError, ConfigError
+from gpuflow.execute import packing
 from gpuflow.execute.targets import TargetMapper
 from gpuflow.loader.batch import Assembly, RaggedTensor
 from gpuflow.pipeline.records import Column, Field, Ragged, Records
@@ -24,7 +25,6 @@ from gpuflow.sources import Source, records_of
 
 __all__ = ["Blocks", "RecordMapper", "target_mapper", "to_tensors"]
 
-_ALIGN = 16
 _LARGE = 2**20
 """Bytes from which on a block is used again: such memory is mapped anew each time, which takes as long as filling it.
 A small block is no larger than what it holds, for a loop may keep the boxes of an epoch."""
@@ -151,16 +151,10 @@ class Blocks:
 
     def pack(self, arrays: Sequence[NDArray[Any]]) -> list[torch.Tensor]:
         """Copies of arrays as tensors that share one block of memory."""
-        starts = np.cumsum([0, *(-(-array.nbytes // _ALIGN) * _ALIGN for array in arrays)]).tolist()
-        size = starts.pop()
-        block = torch.from_numpy(self._large.acquire(-(-size // _LARGE) * _LARGE) if size >= _LARGE else heap(size))
-        tensors = []
-        for start, array in zip(starts, arrays, strict=True):
-            dtype = torch.from_numpy(np.empty(0, array.dtype)).dtype
-            tensor = block[start : start + array.nbytes].view(dtype).view(array.shape)
-            np.copyto(tensor.numpy(), array)
-            tensors.append(tensor)
-        return tensors
+        starts, size = packing.layout(arrays)
+        block = self._large.acquire(-(-size // _LARGE) * _LARGE) if size >= _LARGE else heap(size)
+        packing.write(block, starts, arrays)
+        return packing.tensors_in(torch.from_numpy(block), starts, arrays)
 
     def clear(self) -> None:
         """Free the blocks that no batch holds."""

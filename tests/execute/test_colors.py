@@ -88,19 +88,19 @@ from gpuflow.pipeline.records import Polygons
 planes = np.random.default_rng(0).integers(0, 256, (3, 1000), np.uint8)
 colors.adjust_saturation(planes, 1.3)
 outline = np.array([[2.5, 1], [30, 8], [12, 28]])
-pixels = masks.fill_polygons(Polygons((outline,)), 30, 40).sum()
+pixels = masks.instance_mask(Polygons((outline,)), (30, 40)).sum()
 print(colors.compiled_by(), planes.sum(), pixels, loops_of("mask_loops"))
 """
 
 
 def test_without_numba_the_results_are_the_same() -> None:
-    from gpuflow.execute.masks import fill_polygons
+    from gpuflow.execute.masks import instance_mask
     from gpuflow.pipeline.records import Polygons
 
     done = python(CODE, seconds=60)
     planes = np.random.default_rng(0).integers(0, 256, (3, 1000), np.uint8)
     colors.adjust_saturation(planes, 1.3)
-    pixels = fill_polygons(Polygons((np.array([[2.5, 1], [30, 8], [12, 28]]),)), 30, 40).sum()
+    pixels = instance_mask(Polygons((np.array([[2.5, 1], [30, 8], [12, 28]]),)), (30, 40)).sum()
     assert (done.stdout, done.stderr) == (f"None {planes.sum()} {pixels} None\n", "")
 
 

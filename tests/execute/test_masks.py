@@ -19,7 +19,7 @@ from gpuflow.execute import mask_maps as mask_maps_module
 from gpuflow.execute import masks as masks_module
 from gpuflow.execute.jit import loops_of
 from gpuflow.execute.mask_maps import mask_maps
-from gpuflow.execute.masks import decode_mask, fill_polygons, instance_mask, mask_fault
+from gpuflow.execute.masks import decode_mask, instance_mask, mask_fault
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.records import MaskFile, Polygons, Rle
 from gpuflow.stages import CenterCrop, Decode, Flip, Resize
@@ -61,21 +61,21 @@ def test_any_outline_is_filled_alike(monkeypatch: pytest.MonkeyPatch) -> None:
         filled = []
         for way in (loops_of, lambda _: None):
             monkeypatch.setattr(masks_module, "loops_of", way)
-            filled.append(fill_polygons(Polygons((outline,)), height, width))
+            filled.append(instance_mask(Polygons((outline,)), (height, width)))
         assert np.array_equal(filled[0], filled[1]), (height, width, outline)
 
 
 @pytest.mark.parametrize(("outline", "rows"), PARAMETERS.values(), ids=PARAMETERS)
 def test_polygons_are_filled_as_by_pycocotools(outline: list[list[float]], rows: list[str]) -> None:
-    ours = fill_polygons(Polygons((np.array(outline, np.float64),)), 6, 8)
+    ours = instance_mask(Polygons((np.array(outline, np.float64),)), (6, 8))
     assert ["".join(".#"[pixel] for pixel in row) for row in ours] == rows
 
 
 def test_outlines_of_an_instance_are_united() -> None:
     left, right = (np.array([[x, 0], [x + 3, 0], [x + 3, 3], [x, 3]], np.float64) for x in (0, 2))
-    both = fill_polygons(Polygons((left, right)), 4, 6)
+    both = instance_mask(Polygons((left, right)), (4, 6))
     np.testing.assert_array_equal(
-        both, fill_polygons(Polygons((left,)), 4, 6) | fill_polygons(Polygons((right,)), 4, 6)
+        both, instance_mask(Polygons((left,)), (4, 6)) | instance_mask(Polygons((right,)), (4, 6))
     )
 
 

@@ -16,7 +16,7 @@ from torchvision.transforms.v2 import functional
 
 import gpuflow
 from gpuflow.errors import BadSampleError, ConfigError
-from gpuflow.execute.masks import fill_polygons
+from gpuflow.execute.masks import instance_mask
 from gpuflow.pipeline.records import Polygons
 from tests.datasets import Entries, deadline, pixels, write_config
 
@@ -76,7 +76,7 @@ def held(listing: Path) -> tuple[list[torch.Tensor], dict[str, Any]]:
         height, width = image.shape[:2]
         images.append(torch.from_numpy(image.copy()).permute(2, 0, 1))
         outlines = [np.array(outline).reshape(-1, 2) for (outline,) in line["mask"]]
-        masks = [fill_polygons(Polygons((outline,)), height, width) for outline in outlines]
+        masks = [instance_mask(Polygons((outline,)), (height, width)) for outline in outlines]
         fields["boxes"].append(torch.tensor(line["boxes"]).reshape(-1, 4))
         fields["kinds"].append(torch.tensor(line["kinds"], dtype=torch.int64))
         fields["mask"].append(torch.from_numpy(np.stack([*masks, np.zeros((height, width), np.uint8)])[:-1]))

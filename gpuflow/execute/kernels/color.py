@@ -28,10 +28,10 @@ import triton
 import triton.language as tl
 from numpy.typing import NDArray
 
-from gpuflow.execute.pointwise import run_pointwise
+from gpuflow.execute.kernels.transfer import send
 from gpuflow.pipeline.pointwise import Operation, Operations
 
-__all__ = ["adjust", "adjust_reference", "send"]
+__all__ = ["adjust"]
 
 _BLOCK = 512
 _SLICES = 32  # partial sums of an image, a power of two; 2^31 / 255 pixels each is more than any image has
@@ -343,28 +343,3 @@ def adjust(
         images, described, sums, made, tables, values, table, out, *out.stride(),
         DENSE=out.stride(2) == width * out.stride(3), **shared,
     )  # fmt: skip
-
-
-def send(device: torch.device, *arrays: NDArray[Any]) -> list[torch.Tensor]:
-    """Copies of the arrays on the device, each flat and aligned, by one transfer."""
-    flat = [np.ascontiguousarray(array).reshape(-1) for array in arrays]
-    ends = np.cumsum([0, *(-(-array.nbytes // 16) * 16 for array in flat)]).tolist()
-    host = np.empty(ends[-1], np.uint8)
-    for array, first in zip(flat, ends, strict=False):
-        host[first : first + array.nbytes] = array.view(np.uint8)
-    sent = torch.from_numpy(host)
-    if device.type == "cuda":  # torch keeps pinned memory until copies from it have ended
-        sent = sent.pin_memory().to(device, non_blocking=True)
-    return [
-        sent[first : first + array.nbytes].view(getattr(torch, array.dtype.name))
-        for array, first in zip(flat, ends, strict=False)
-    ]
-
-
-def adjust_reference(images: torch.Tensor, operations: Operations, table: torch.Tensor) -> torch.Tensor:
-    """The reference for `adjust`: the CPU's operations, one image at a time; [N, C, H, W]."""
-    results = []
-    for i, pixels in enumerate(images.numpy()):
-        image = torch.from_numpy(run_pointwise(pixels, operations, i, None, planes=False, out=None)).permute(2, 0, 1)
-        results.append(torch.stack([values[plane.long()] for values, plane in zip(table, image, strict=True)]))
-    return torch.stack(results)

@@ -17,11 +17,10 @@ import triton
 import triton.language as tl
 from numpy.typing import NDArray
 
-from gpuflow.execute.kernels.color import send
-from gpuflow.execute.local import run_filters
+from gpuflow.execute.kernels.transfer import send
 from gpuflow.pipeline.local import Filters
 
-__all__ = ["smooth", "smooth_reference"]
+__all__ = ["smooth"]
 
 _BLOCK = 512
 _HEAD = 8
@@ -126,12 +125,3 @@ def _counting(weights: NDArray[np.float64]) -> NDArray[np.int64]:
     sizes = np.abs(weights)
     counts = sizes >= sizes.max(axis=1, keepdims=True) * _LEAST
     return np.column_stack([counts.argmax(axis=1), weights.shape[1] - counts[:, ::-1].argmax(axis=1)])
-
-
-def smooth_reference(images: torch.Tensor, filters: Filters, table: torch.Tensor) -> torch.Tensor:
-    """The reference for `smooth`: the CPU's filters, one image at a time; [N, C, H, W]."""
-    results = []
-    for i, pixels in enumerate(images.numpy()):
-        image = torch.from_numpy(run_filters(pixels, filters, i)).permute(2, 0, 1)
-        results.append(torch.stack([values[plane.long()] for values, plane in zip(table, image, strict=True)]))
-    return torch.stack(results)

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-__all__ = ["FIELDS", "sample", "sample_reference"]
+__all__ = ["FIELDS", "sample"]
 
 FIELDS = (
     "address", "pitch",
@@ -205,37 +205,3 @@ def sample(
         KIND=_KINDS[interpolation], ANTIALIAS=antialias, KEPT=_KEPT[interpolation],
         ROWS=ROWS, COLUMNS=COLUMNS, ALIGNED=out.stride(0) % 16 == 0, num_warps=WARPS,
     )  # fmt: skip
-
-
-def sample_reference(
-    images: list[torch.Tensor],
-    plan: torch.Tensor,
-    table: torch.Tensor,
-    *,
-    interpolation: str,
-    antialias: bool,
-    fill: tuple[float, ...] = (0,),
-) -> torch.Tensor:
-    """The reference for `sample` in plain PyTorch. images: uint8 [H_i, W_i, C]. Ignores addresses and pitches in the
-    plan."""
-    results = []
-    for image, row in zip(images, plan.tolist(), strict=True):
-        _, _, y, x, height, width, mirror_y, mirror_x, *grid, sy, sx, sh, sw, wy, wx, wh, ww, flip_y, flip_x, _ = row
-        box = image[y : y + height, x : x + width].permute(2, 0, 1)[None].float()
-        box = box.flip([axis for axis, on in ((2, mirror_y), (3, mirror_x)) if on])
-        smooth = {"antialias": antialias, "align_corners": False} if interpolation != "nearest" else {}
-        for size in ((height, grid[1]), grid):
-            resized = torch.nn.functional.interpolate(box, size, mode=interpolation, **smooth)
-            box = resized.add(0.5).floor().clamp(0, 255)
-        levels = box[0].long()
-        outside = torch.tensor(fill, dtype=torch.long).expand(len(levels))[:, None, None]
-        shown = outside.repeat(1, *levels.shape[1:])
-        rows, columns = slice(max(sy, 0), max(sy + sh, 0)), slice(max(sx, 0), max(sx + sw, 0))
-        shown[:, rows, columns] = levels[:, rows, columns]
-        window = outside.repeat(1, wh, ww)
-        y0, x0, y1, x1 = max(wy, 0), max(wx, 0), min(wy + wh, grid[0]), min(wx + ww, grid[1])
-        if y1 > y0 and x1 > x0:
-            window[:, y0 - wy : y1 - wy, x0 - wx : x1 - wx] = shown[:, y0:y1, x0:x1]
-        window = window.flip([axis for axis, on in ((1, flip_y), (2, flip_x)) if on])
-        results.append(torch.stack([values[channel] for values, channel in zip(table, window, strict=True)]))
-    return torch.stack(results)

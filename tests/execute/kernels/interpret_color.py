@@ -15,11 +15,12 @@ from numpy.typing import NDArray
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from gpuflow.execute.kernels import color
-from gpuflow.execute.kernels.color import adjust, adjust_reference
+from gpuflow.execute.kernels.color import adjust
 from gpuflow.execute.pointwise import run_pointwise
 from gpuflow.pipeline.stage import Keys, Operation, Operations, Pointwise
 from gpuflow.stages import STAGES, ColorJitter, Normalize
 from tests.execute.kernels import quick_interpreter  # noqa: F401  # replaces parts of Triton's interpreter
+from tests.execute.kernels.references import adjust_reference
 from tests.packages.toning.toning import Tone
 
 SIZES = ((48, 37), (17, 31), (1, 48), (1, 1))

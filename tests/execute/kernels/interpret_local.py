@@ -13,10 +13,11 @@ import torch
 from triton.runtime.interpreter import InterpreterBuilder
 
 from gpuflow.execute.kernels import local
-from gpuflow.execute.kernels.local import smooth, smooth_reference
+from gpuflow.execute.kernels.local import smooth
 from gpuflow.pipeline.stage import Filters, Keys, Local
 from gpuflow.stages import STAGES, GaussianBlur, Sharpness
 from tests.execute.kernels.interpret_color import Case, Launches, apart, batch, fma, levels, pictures
+from tests.execute.kernels.references import smooth_reference
 
 LAYOUTS = ((torch.float32, "nchw"), (torch.uint8, "nhwc"), (torch.bfloat16, "strided"))
 

@@ -12,11 +12,12 @@ import numpy as np
 import torch
 
 from gpuflow.execute.gpu_passes import plan_of
-from gpuflow.execute.kernels.sample import sample, sample_reference
+from gpuflow.execute.kernels.sample import sample
 from gpuflow.pipeline.program import SamplingStep
 from gpuflow.pipeline.stage import Geometry, Keys
 from gpuflow.stages import CenterCrop, Flip, Letterbox, Pad, RandomCrop, RandomResizedCrop, Resize
 from tests.execute.kernels import quick_interpreter  # noqa: F401  # replaces parts of Triton's interpreter
+from tests.execute.kernels.references import sample_reference
 
 SIZES = ((48, 37), (1, 1), (17, 48), (5, 3))
 

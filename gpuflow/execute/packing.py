@@ -1,0 +1,41 @@
+"""Several arrays in one block of memory, so that they take one allocation and one transfer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+__all__ = ["layout", "tensors_in", "write"]
+
+_ALIGN = 16
+
+
+def layout(arrays: Sequence[NDArray[Any]]) -> tuple[list[int], int]:
+    """Where each array begins in the block, and the size of the block, in bytes."""
+    *starts, size = accumulate((-(-array.nbytes // _ALIGN) * _ALIGN for array in arrays), initial=0)
+    return starts, size
+
+
+def write(block: NDArray[np.uint8], starts: Sequence[int], arrays: Sequence[NDArray[Any]]) -> None:
+    """Copy the arrays to where they begin."""
+    for start, array in zip(starts, arrays, strict=True):
+        block[start : start + array.nbytes].view(array.dtype).reshape(array.shape)[...] = array
+
+
+def tensors_in(block: torch.Tensor, starts: Sequence[int], arrays: Sequence[NDArray[Any]]) -> list[torch.Tensor]:
+    """A view of the block, uint8 [size] on any device, for each array: with its dtype and its shape."""
+    return [
+        block[start : start + array.nbytes].view(_torch_dtype(array.dtype)).view(array.shape)
+        for start, array in zip(starts, arrays, strict=True)
+    ]
+
+
+@lru_cache
+def _torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
+    return torch.from_numpy(np.empty(0, dtype)).dtype
