@@ -12,6 +12,7 @@ from gpuflow.config import BatchSpec, Config
 from gpuflow.config.record_fields import require_record_fields
 from gpuflow.config.resources import decode_processes_of, readers_of, threads_of
 from gpuflow.errors import ConfigError, Problem, SourceError
+from gpuflow.execute.chunk_scan import Prescan
 from gpuflow.loader.bad_samples import BadSamples
 from gpuflow.loader.cpu_share import cpu_share_of
 from gpuflow.loader.drawn_orders import MixedOrder, WeightedOrder
@@ -81,27 +82,19 @@ def build_loader(
     require_record_fields(config, name, source)
     order = _order(config, source, pipeline, batch_size) if listed is None else listed
     if drop_last and order.size < batch_size * world_size:
-        where = f"{config.path}: pipelines.{name}.batch"
-        raise ConfigError(
-            [
-                Problem(
-                    where,
-                    f"leaves no step: {order.size} samples do not fill one of {batch_size} x {world_size} rank(s); "
-                    "take a smaller size or drop_last: false",
-                )
-            ]
+        rule = (
+            f"leaves no step: {order.size} samples do not fill one of {batch_size} x {world_size} rank(s); take a "
+            "smaller size or drop_last: false"
         )
+        raise ConfigError([Problem(f"{config.path}: pipelines.{name}.batch", rule)])
     run, seed = config.run, config.source.seed
     limit = run.max_bad if not isinstance(run.max_bad, float) else int(run.max_bad * len(source))
     remote = is_read_remotely(source)
     read_here = listed is not None and source.storage is None  # by the caller's own code
     readers = readers_of(config, gpu=placement.gpu is not None, remote=remote)
     share, process_reader = None, None
-    if (gpu := placement.gpu) is not None:
-        if isinstance(source.storage, LocalStorage) and readers:
-            source = source.on(ProcessStorage(readers, gpu.prescan))
-        elif source.storage is None and isinstance(unwrapped(source), HfSource | MixSource) and readers:
-            process_reader = ProcessReader(source, readers, gpu.prescan)
+    if placement.gpu is not None:
+        source, process_reader = _read_by_processes(source, readers, placement.gpu.prescan)
         share = cpu_share_of(config, name)
     targets = target_mapper(config, name, fields_of(source))
     plan = LoaderPlan(
@@ -136,6 +129,18 @@ def build_loader(
         gpu=placement.gpu,
     )
     return Loader(plan)
+
+
+def _read_by_processes(source: Source, readers: int, prescan: Prescan | None) -> tuple[Source, ProcessReader | None]:
+    """A source whose storage is read by processes; or the source, and the reader of one that has no storage of its own.
+
+    A source that is read remotely, or by code of the caller, stays as it is.
+    """
+    if readers and isinstance(source.storage, LocalStorage):
+        return source.on(ProcessStorage(readers, prescan)), None
+    if readers and source.storage is None and isinstance(unwrapped(source), HfSource | MixSource):
+        return source, ProcessReader(source, readers, prescan)
+    return source, None
 
 
 def open_split(config: Config, name: str, whole: Source | None = None) -> Source:

@@ -30,17 +30,15 @@ from gpuflow.execute.device_stream import SHORT_WAIT
 from gpuflow.loader.batch import Assembly, Chunk
 from gpuflow.loader.cpu_offload import CpuOffload
 from gpuflow.loader.decode import ChunkDecoder, Faults, Run, Sizes, WorkerDecoder
+from gpuflow.loader.delivery import Delivery
 from gpuflow.loader.epoch import START_SECONDS, STOP_SECONDS, EpochRun, RunningPipeline
-from gpuflow.loader.mixing import Mixer
 from gpuflow.loader.plan import LoaderPlan
 from gpuflow.loader.prepared import PreparedChunks
 from gpuflow.loader.read import ChunkReader, keys_of
-from gpuflow.loader.records import Blocks, RecordMapper, to_tensors
+from gpuflow.loader.records import RecordMapper
 from gpuflow.loader.resolve import BadSampleResolver
 from gpuflow.loader.sampler import EpochSteps
-from gpuflow.pipeline.image_spec import as_batch
 from gpuflow.pipeline.stage import Keys
-from gpuflow.pipeline.views import ViewSlots, ViewsProgram, as_images
 from gpuflow.runtime.admission import Admission
 from gpuflow.runtime.metrics import Meter, oldest_operation
 from gpuflow.runtime.threads import DaemonPool, QuickSwitching
@@ -87,9 +85,8 @@ class Feed:
         if plan.share is not None:
             self._offload = CpuOffload(plan, plan.share, self._reader, self._decoder, self.workers)
         self._records = RecordMapper(plan.source, plan.targets) if plan.targets is not None else None
-        self._blocks = Blocks(keep=plan.prefetch + 2)
         self._resolver = BadSampleResolver(plan, self._reader, self._records)
-        self._mixer = Mixer(plan)
+        self._delivery = Delivery(plan, self._records, self._offload)
         offload_meters = [self._offload.meter] if self._offload is not None else []
         self.meters = (self._reader.meter, *offload_meters, self._decoder.meter)
         self._owners: list[threading.Thread] = []
@@ -168,7 +165,7 @@ class Feed:
         self.workers.close()
         self._reader.close()
         self._decoder.close()
-        self._blocks.clear()
+        self._delivery.close()
         if self._offload is not None:
             self._offload.close()
         if self._plan.gpu is not None:
@@ -367,40 +364,8 @@ class Feed:
             batch.unfinished -= 1
             whole = batch.unfinished == 0
         if whole:
-            self._deliver(epoch, batch)
+            self._delivery.deliver(epoch, batch)
             batch.end()
-
-    def _deliver(self, epoch: int, batch: Assembly) -> None:
-        """Look up the labels of a whole batch, mix it, and queue the rest of its way to the GPU: pixels from the CPU,
-        labels, fields, masks."""
-        batch.labels = self._plan.source.labels[batch.indices]
-        if batch.labels.dtype == np.uint8:  # several classes a sample, of which losses want floats
-            batch.labels = batch.labels.astype(np.float32)
-        device_stream, mixtures = self._plan.device_stream, self._mixer.draw(epoch, batch)
-        fields = {} if self._records is None else self._records.join(batch)
-        if self._plan.gpu is None:
-            self._mixer.mix(batch, mixtures)
-        if device_stream is None:
-            batch.fields = to_tensors(fields, self._blocks.pack)
-            return
-        if self._plan.gpu is None:
-            program, slots = self._plan.program, batch.slots
-            if isinstance(program, ViewsProgram):
-                pixels = slots.memory
-                batch.slots = as_images(program, device_stream.send(torch.from_numpy(pixels)))
-            else:
-                pixels = slots
-                batch.slots = device_stream.send(as_batch(pixels, program.result))
-            device_stream.retain_until_done(pixels)
-        elif self._offload is not None:
-            self._offload.send(batch)
-        if self._plan.gpu is not None:
-            self._mixer.queue(batch, mixtures, device_stream)
-            if isinstance(batch.slots, ViewSlots):
-                batch.slots = as_images(self._plan.program, batch.slots.memory)
-        batch.sent = device_stream.send_all([batch.labels, batch.valid, batch.indices])
-        batch.fields = to_tensors(fields, device_stream.send_all)
-        batch.ready = device_stream.record_event()
 
     def _begin_thread(self) -> None:
         """Keep torch's operators on this thread, and its allocations on this loader's GPU.
