@@ -24,7 +24,7 @@ from gpuflow.errors import BadSampleError, DecoderError
 from gpuflow.execute.cpu import CpuRunners
 from gpuflow.execute.cpu_workers import decode_shared, open_runner, prepare
 from gpuflow.pipeline.stage import Keys
-from gpuflow.pipeline.views import AnyProgram, slot_of, slots_of
+from gpuflow.pipeline.views import AnyProgram, slot_bytes_of, slot_of, slots_of
 from gpuflow.runtime.buffers import BytePool
 from gpuflow.runtime.memory import shared_and_pinned, shared_block
 from gpuflow.runtime.worker_pool import ParentConnection, Pending, WorkerConnection, WorkerPool
@@ -133,7 +133,7 @@ class CpuDecodePool:
         keys: of all samples of the payload. The largest files are decoded first.
         """
         shape, dtype = slot_of(self._program)
-        slot_bytes = math.prod(shape) * dtype.itemsize
+        slot_bytes = slot_bytes_of(self._program)
         rows = rows[np.argsort(-np.asarray(payload.sizes, np.int64)[rows], kind="stable")]
         memory = self._results.acquire(len(rows) * slot_bytes)
         results = memory[: len(rows) * slot_bytes].reshape(len(rows), slot_bytes)

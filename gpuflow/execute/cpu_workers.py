@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import pickle
 import threading
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ from numpy.typing import NDArray
 from gpuflow.errors import BadSampleError, DecoderError
 from gpuflow.execute.cpu import CpuRunner, ViewsRunner, runner_of
 from gpuflow.pipeline.stage import Keys
-from gpuflow.pipeline.views import AnyProgram, slot_of, slots_of
+from gpuflow.pipeline.views import AnyProgram, slot_bytes_of, slot_of, slots_of
 from gpuflow.runtime.worker_pool import READY, ParentConnection
 
 __all__ = ["decode_shared", "open_runner", "prepare", "slots_in"]
@@ -49,7 +48,7 @@ def open_runner(connection: ParentConnection, program: AnyProgram) -> Any:
 def slots_in(memory: NDArray[np.uint8], program: AnyProgram, start: int, count: int, batch: int | None = None) -> Any:
     """The slots [start, start + count) in a batch's memory. batch: the batch's number of samples, needed with views."""
     shape, dtype = slot_of(program)
-    size = math.prod(shape) * dtype.itemsize * (start + count if batch is None else batch)
+    size = slot_bytes_of(program) * (start + count if batch is None else batch)
     return slots_of(program, memory[:size].view(dtype).reshape(-1, *shape))[start : start + count]
 
 

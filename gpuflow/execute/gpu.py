@@ -12,7 +12,6 @@ a file that fails alone falls back to the CPU decoder, and its place in the batc
 
 from __future__ import annotations
 
-import math
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -39,7 +38,7 @@ from gpuflow.execute.nvjpeg_decoders import CALL_SECONDS, JpegBatch, NvjpegDecod
 from gpuflow.execute.passes import Pass
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.program import Program, Sampling, Warping
-from gpuflow.pipeline.views import AnyProgram, outputs_of, slot_of, slots_of, split
+from gpuflow.pipeline.views import AnyProgram, outputs_of, slot_bytes_of, slot_of, slots_of, split
 from gpuflow.sources import Payload
 
 __all__ = ["GpuRunner", "Prepared"]
@@ -318,7 +317,7 @@ class GpuRunner:
     ) -> _Finished:
         """Run the program for these rows on the CPU, into pinned memory. Writes why samples are bad into `faults`."""
         shape, dtype = slot_of(self._program)
-        results = self._device_stream.pinned((len(rows), math.prod(shape) * dtype.itemsize), torch.uint8)
+        results = self._device_stream.pinned((len(rows), slot_bytes_of(self._program)), torch.uint8)
         slots = slots_of(self._program, results.numpy().view(dtype).reshape(-1, *shape))
         samples = [payload.sample(i) for i in rows.tolist()]
         for row, fault in zip(rows.tolist(), self._cpu.run(samples, keys.take(rows), slots), strict=True):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ from gpuflow.loader.decode import ChunkDecoder, Faults, Sizes, WorkerDecoder
 from gpuflow.loader.plan import LoaderPlan
 from gpuflow.loader.read import ChunkReader
 from gpuflow.pipeline.stage import Keys
-from gpuflow.pipeline.views import slot_of, slots_of, split
+from gpuflow.pipeline.views import slot_bytes_of, slot_of, slots_of, split
 from gpuflow.runtime import memory
 from gpuflow.runtime.buffers import BytePool
 from gpuflow.runtime.metrics import Meter, nvtx
@@ -70,8 +69,7 @@ class CpuOffload:
 
     def _memory(self, batch: Assembly) -> NDArray[np.uint8]:
         """Where the CPU puts its rows of a batch: [offloaded, bytes of a slot]."""
-        shape, dtype = slot_of(self._plan.program)
-        slot_bytes = math.prod(shape) * dtype.itemsize
+        slot_bytes = slot_bytes_of(self._plan.program)
         with batch.lock:
             if batch.offload_memory is None:
                 batch.offload_memory = self._pinned.acquire(batch.offloaded * slot_bytes)

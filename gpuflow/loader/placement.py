@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import math
 
 import torch
 
@@ -15,7 +14,7 @@ from gpuflow.execute.cpu_decode_pool import CpuDecodePool
 from gpuflow.execute.decode_buffers import BUFFERS
 from gpuflow.execute.gpu_backend import CPU_ASKED_FOR, DECODE_BYTES, Placement, passes_text, place_on_gpu
 from gpuflow.execute.passes import passes_of_each
-from gpuflow.pipeline.views import AnyProgram, ViewsProgram, slot_of
+from gpuflow.pipeline.views import AnyProgram, ViewsProgram, slot_bytes_of
 from gpuflow.runtime.cpu_budget import available_threads
 
 __all__ = ["explain_gpu", "memory_for_decoding", "place"]
@@ -112,8 +111,7 @@ def memory_for_decoding(config: Config, name: str, batch_size: int) -> int:
     limit = config.run.memory_limit
     if limit is None:
         return DECODE_BYTES
-    shape, dtype = slot_of(_program_of(config, name))
-    batch_bytes = batch_size * math.prod(shape) * dtype.itemsize
+    batch_bytes = batch_size * slot_bytes_of(_program_of(config, name))
     batches = config.run.prefetch + 2  # and the one that the consumer holds
     left = (limit - batches * batch_bytes) // BUFFERS
     if left <= 0:

@@ -31,6 +31,7 @@ __all__ = [
     "as_images",
     "outputs_of",
     "programs_of",
+    "slot_bytes_of",
     "slot_of",
     "slots_of",
     "split",
@@ -166,6 +167,12 @@ def slot_of(program: AnyProgram) -> tuple[tuple[int, ...], np.dtype[Any]]:
     if isinstance(program, ViewsProgram):
         return (program.slot_bytes,), np.dtype(np.uint8)
     return slot_shape(program.result), np.dtype(STORAGE[program.result.dtype])
+
+
+def slot_bytes_of(program: AnyProgram) -> int:
+    """The size of one sample's memory in a batch's, in bytes."""
+    shape, dtype = slot_of(program)
+    return math.prod(shape) * dtype.itemsize
 
 
 def slots_of(program: AnyProgram, memory: NDArray[Any] | torch.Tensor) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import assert_never
 
@@ -29,7 +28,7 @@ from gpuflow.pipeline.program import (
     WarpStep,
 )
 from gpuflow.pipeline.stage import Decoder, Policy
-from gpuflow.pipeline.views import AnyProgram, ViewsProgram, slot_of
+from gpuflow.pipeline.views import AnyProgram, ViewsProgram, slot_bytes_of
 from gpuflow.sources import Source, WeightsSpec, fields_of, fingerprint_of, has_labels, has_one_class, is_read_remotely
 from gpuflow.sources.files import FileSource
 from gpuflow.sources.storage import is_remote
@@ -105,8 +104,7 @@ def _facts(config: Config, name: str, program: AnyProgram) -> Iterator[Text]:
     pipeline, run = config.pipelines[name], config.run
     where, samples, remote, fingerprint, fields = _source(config, name)
     size = pipeline.batch.size or pipeline.batch.global_size or 0
-    slot, dtype = slot_of(program)
-    megabytes = size * math.prod(slot) * dtype.itemsize / 1e6
+    megabytes = size * slot_bytes_of(program) / 1e6
     yield Text(f"  source         {where}")
     if fields:
         yield Text(f"  fields         {fields}")
