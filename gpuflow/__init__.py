@@ -110,8 +110,8 @@ def load(
         rank, world_size: this process among those that share the epochs, such as the data-parallel ranks of a larger
             run; by default its place in an initialised `torch.distributed`, else in torchrun's environment (RANK,
             WORLD_SIZE), else 0 of 1.
-        device: where batches are delivered; the CPU by default. `cuda` is the GPU of torchrun's LOCAL_RANK, else
-            the current one.
+        device: where batches are delivered; the CPU by default. `cuda` is the GPU of torchrun's LOCAL_RANK, else the
+            current one.
         overrides: dotted assignments such as `run.threads=8`.
 
     Returns:
@@ -201,7 +201,8 @@ def wrap(
         local_rank: the GPU that batches are delivered on; by default torchrun's LOCAL_RANK under `ddp`, else the
             current GPU. Without a GPU that torch sees, batches stay on the CPU.
         name: the pipeline; may be left out if the file has one.
-        device: where batches are delivered, in place of `local_rank`. overrides: as in `gpuflow.load`.
+        device: where batches are delivered, in place of `local_rank`.
+        overrides: as in `gpuflow.load`.
 
     Raises:
         ConfigError: the file, an argument, or a transform that has no stage, each with its place.

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["app", "main"]
 
 app = typer.Typer(
-    help="How images get from disk into a training loop, at the speed of the hardware. One YAML file says it all.",
+    help="Turns images into tensors, as one YAML file describes, for PyTorch training and for serving.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,

@@ -1,6 +1,7 @@
-"""What a package that brings stages or sources of its own needs: their kinds, and the values that they get and give.
+"""What a package with stages or sources of its own imports: the kinds of stages and sources, and their values.
 
-Documented in `gpuflow.pipeline`; these names stay here from one version to the next.
+These names stay from one version to the next. They are defined in `gpuflow.pipeline`, `gpuflow.sources` and
+`gpuflow.errors`.
 """
 
 from gpuflow.errors import Problem, SourceError

@@ -19,7 +19,7 @@ class Autocontrast(s.Pointwise):
     """Stretch each channel to the levels 0-255, as torchvision's autocontrast does.
 
     Args:
-        probability: of changing an image.
+        probability: the probability of changing an image.
     """
 
     stage_name: ClassVar[str] = "autocontrast"

@@ -20,7 +20,7 @@ class Brightness(s.Pointwise):
 
     Args:
         amount: the factor is drawn from [max(0, 1 - v), 1 + v] for a number v, or from [low, high].
-        probability: of changing an image.
+        probability: the probability of changing an image.
     """
 
     stage_name: ClassVar[str] = "brightness"

@@ -30,7 +30,7 @@ class ColorJitter(s.Pointwise):
         contrast: the factor is drawn from [max(0, 1 - v), 1 + v] for a number v, or from [low, high].
         saturation: the factor is drawn from [max(0, 1 - v), 1 + v] for a number v, or from [low, high].
         hue: the shift is drawn from [-v, v] for a number v, or from [low, high], in turns of the colour circle.
-        probability: of changing an image.
+        probability: the probability of changing an image.
     """
 
     stage_name: ClassVar[str] = "color_jitter"

@@ -19,7 +19,7 @@ class Equalize(s.Pointwise):
     """Equalize the histogram of each channel, as torchvision's equalize does.
 
     Args:
-        probability: of changing an image.
+        probability: the probability of changing an image.
     """
 
     stage_name: ClassVar[str] = "equalize"

@@ -27,7 +27,7 @@ class GaussianBlur(s.Local):
     Args:
         kernel_size: rows and columns of the neighbourhood, an odd number of pixels.
         sigma: the standard deviation in pixels, or the range [low, high] that it is drawn from.
-        probability: of changing an image.
+        probability: the probability of changing an image.
     """
 
     stage_name: ClassVar[str] = "gaussian_blur"

@@ -21,7 +21,7 @@ class Grayscale(s.Pointwise):
     Gray images do not change. For images of one channel, decode with `color: gray`.
 
     Args:
-        probability: of changing an image.
+        probability: the probability of changing an image.
     """
 
     stage_name: ClassVar[str] = "grayscale"

@@ -20,7 +20,7 @@ class Hue(s.Pointwise):
 
     Args:
         amount: the shift is drawn from [-v, v] for a number v, or from [low, high], in turns of the colour circle.
-        probability: of changing an image.
+        probability: the probability of changing an image.
     """
 
     stage_name: ClassVar[str] = "hue"

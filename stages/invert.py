@@ -19,7 +19,7 @@ class Invert(s.Pointwise):
     """Invert all levels, as torchvision's invert does.
 
     Args:
-        probability: of changing an image.
+        probability: the probability of changing an image.
     """
 
     stage_name: ClassVar[str] = "invert"

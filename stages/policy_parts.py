@@ -105,7 +105,7 @@ class Magnitudes:
     def draw(
         self, operation: s.Ints, place: s.Ints, negated: s.Bools, bins: int, height: s.Ints, width: s.Ints
     ) -> Drawn:
-        """The magnitudes of operations [N], at these places [N] of so many bins, some of them negated."""
+        """The magnitudes of operations [N], at these places [N] among `bins` magnitudes, some of them negated."""
         magnitude = self._table(bins)[operation, place]
         for name in self._sized:
             rows = np.flatnonzero(operation == OPERATIONS.index(name))

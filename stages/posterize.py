@@ -20,7 +20,7 @@ class Posterize(s.Pointwise):
 
     Args:
         bits: how many bits of 8 are kept.
-        probability: of changing an image.
+        probability: the probability of changing an image.
     """
 
     stage_name: ClassVar[str] = "posterize"

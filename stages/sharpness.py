@@ -24,7 +24,7 @@ class Sharpness(s.Local):
     Args:
         amount: the factor is drawn from [max(0, 1 - v), 1 + v] for a number v, or from [low, high]; 0 gives the
             smoothed image and 2 a sharper one.
-        probability: of changing an image.
+        probability: the probability of changing an image.
     """
 
     stage_name: ClassVar[str] = "sharpness"

@@ -20,7 +20,7 @@ class Solarize(s.Pointwise):
 
     Args:
         threshold: the lowest level that is inverted.
-        probability: of changing an image.
+        probability: the probability of changing an image.
     """
 
     stage_name: ClassVar[str] = "solarize"

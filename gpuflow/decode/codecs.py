@@ -76,8 +76,10 @@ def probe(
 
     Args:
         data: the encoded bytes, uint8 [n].
-        max_pixels: the largest allowed width * height. max_scans: the largest allowed number of scans of a JPEG.
-        orientation: also read the EXIF orientation. formats: what `decode.formats` names.
+        max_pixels: the largest allowed width * height.
+        max_scans: the largest allowed number of scans of a JPEG.
+        orientation: also read the EXIF orientation.
+        formats: what `decode.formats` names.
 
     Raises:
         BadSampleError: the bytes are empty, of an unknown format, truncated, too large, deeper than 8 bits, or have

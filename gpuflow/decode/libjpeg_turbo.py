@@ -88,8 +88,10 @@ class LibjpegTurbo:
         neighbours, and then cut to size: its pixels equal those of the whole image, bit for bit.
 
         Args:
-            data: the encoded bytes, uint8 [n]. color: one of PIXEL_FORMATS.
-            size: (height, width) in the file's header. buffer: uint8, large enough for all pixels of that size.
+            data: the encoded bytes, uint8 [n].
+            color: one of PIXEL_FORMATS.
+            size: (height, width) in the file's header.
+            buffer: uint8, large enough for all pixels of that size.
 
         Returns:
             uint8 [height, width, C], a view of `buffer`. None if libjpeg-turbo gives an error or a warning, finds

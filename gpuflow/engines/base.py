@@ -238,8 +238,11 @@ def refuse_other_preprocessing(info: ModelInfo, pipeline: Pipeline, path: str, *
     """Raise ConfigError, with a diff, if the pipeline is not the one that the model was trained with.
 
     Args:
-        info: the file's metadata. pipeline: runs before the model. path: the model's file.
-        force: accept any pipeline. trust: accept any pipeline before a file that does not record its preprocessing.
+        info: the file's metadata.
+        pipeline: runs before the model.
+        path: the model's file.
+        force: accept any pipeline.
+        trust: accept any pipeline before a file that does not record its preprocessing.
     """
     if force or info.preprocessing == pipeline.fingerprint or (trust and info.preprocessing is None):
         return

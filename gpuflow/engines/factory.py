@@ -24,7 +24,9 @@ def open_engines(model: ModelSpec, *, image: ImageSpec, device: torch.device) ->
     """`model.instances` engines, not warmed up yet, which share the cores and, if the library supports it, the weights.
 
     Args:
-        model: the block `serve.model`. image: what the pipeline gives. device: where the model runs.
+        model: the block `serve.model`.
+        image: what the pipeline gives.
+        device: where the model runs.
 
     Raises:
         ConfigError: the file is missing, is no model, does not take such images, or contradicts itself.

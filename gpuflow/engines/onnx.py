@@ -30,8 +30,11 @@ class OnnxEngine:
     """One session of onnxruntime.
 
     Args:
-        path: the model. image: what the pipeline gives. batch: the largest one.
-        device: `cpu`, or `cuda` for onnxruntime's CUDA provider. threads: of an operator, on a CPU.
+        path: the model.
+        image: what the pipeline gives.
+        batch: the largest one.
+        device: `cpu`, or `cuda` for onnxruntime's CUDA provider.
+        threads: of an operator, on a CPU.
     """
 
     def __init__(self, path: str, *, image: ImageSpec, batch: int, device: torch.device, threads: int) -> None:

@@ -58,13 +58,17 @@ class TorchEngine:
     """Runs a module, on a GPU on a stream of its own. `run` sets the number of torch's threads of the calling thread.
 
     Args:
-        module: in eval mode; it is moved to the device. image: what the pipeline gives. batch: the largest one.
-        info: metadata of the module. precision: dtype to which weights and images are cast; None casts nothing.
+        module: in eval mode; it is moved to the device.
+        image: what the pipeline gives.
+        batch: the largest one.
+        info: metadata of the module.
+        precision: dtype to which weights and images are cast; None casts nothing.
         sizes: batch sizes to pad to, ascending up to `batch`; None pads nothing.
         cuda_graphs: `warm_up` captures each of `sizes` as a CUDA graph, compares it with the plain run, and with `auto`
             does without those that fail, with True raises ConfigError; batches before that run without.
         compiled: the result of `torch.compile` of the module, which replaces the module in `warm_up`.
-        threads: that torch may use; None leaves its setting alone. file: that the module was loaded from.
+        threads: that torch may use; None leaves its setting alone.
+        file: that the module was loaded from.
         capture: what captures the work on one size; by default as a CUDA graph.
     """
 

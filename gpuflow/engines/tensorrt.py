@@ -103,9 +103,13 @@ class TensorrtEngine:
     """One execution context of a built engine.
 
     Args:
-        built: the deserialized engine (`tensorrt.ICudaEngine`), which contexts share. info: its model's metadata.
-        image: what the pipeline gives. low, high: the smallest and largest batch that it was built for.
-        device: of the tensors. stream: that runs the work. about: values that `describe` adds.
+        built: the deserialized engine (`tensorrt.ICudaEngine`), which contexts share.
+        info: its model's metadata.
+        image: what the pipeline gives.
+        low, high: the smallest and largest batch that it was built for.
+        device: of the tensors.
+        stream: that runs the work.
+        about: values that `describe` adds.
     """
 
     def __init__(

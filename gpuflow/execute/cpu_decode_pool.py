@@ -38,8 +38,8 @@ that trains. At most 4 requests wait for one worker or are being answered."""
 _FEW_IMAGES, _FEW_SHARE = 8, 0.003
 """No process is started for fewer images, or a smaller share of all images."""
 _PRIOR_IMAGES = 1000
-"""So many images that the GPU decodes are assumed to have been seen at first, so that a few images do not start any
-process. How many are started follows from what was seen: each start takes seconds, so one should do."""
+"""The assumed number of earlier images that the GPU decoded, so that a few refused images at first start no process.
+The number of processes follows from the share of refused images; each start takes seconds, so there should be one."""
 _CORES_FOR_ALL = 20.0
 """Processes for each core if the GPU took no image at all. The JPEG engines decode 80 times as many images a second as
 one core decodes progressive JPEGs. With half as many, five processes limited a loader with 3.5% of such images."""
@@ -105,7 +105,8 @@ class CpuDecodePool:
     """Runs a program on the CPU for one `GpuRunner`. Any thread may call any method.
 
     Args:
-        processes: the largest number of worker processes. cores: that this process may use.
+        processes: the largest number of worker processes.
+        cores: that this process may use.
         make: allocates memory that worker processes can map and the GPU copies from.
     """
 

@@ -65,7 +65,8 @@ def decode_shared(
     """Decode samples between two memories that the parent shares next: the encoded bytes, and a batch's slots.
 
     Args:
-        start: the slot of the first sample. offsets, sizes [N]: of the samples in the encoded bytes. keys: of them.
+        start: the slot of the first sample. offsets, sizes [N]: of the samples in the encoded bytes.
+        keys: of them.
         batch: see `slots_in`.
 
     Returns:

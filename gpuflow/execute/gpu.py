@@ -185,11 +185,13 @@ class GpuRunner:
     so that the engines do not wait for it. `NvjpegDecoderPool` says when two threads may call nvJPEG at the same time.
 
     Args:
-        program: what to run. passes: the result of `passes.passes_of_each(program)`.
-        library: the nvJPEG to decode with. backend: one of `nvjpeg.BACKENDS`.
+        program: what to run.
+        passes: the result of `passes.passes_of_each(program)`.
+        library: the nvJPEG to decode with.
+        backend: one of `nvjpeg.BACKENDS`.
         decode_bytes: the largest size of a buffer for decoded pixels; one larger image gets a buffer of its own.
-        buffers: the number of such buffers at first, which is the number of chunks launched at a time;
-            `set_gpu_wait` adds more.
+        buffers: the number of such buffers at first, which is the number of chunks launched at a time; `set_gpu_wait`
+            adds more.
         cpu_pool: decodes what nvJPEG does not take; without one, `prepare` does.
         fill_calls: whether a launch may decode images of later chunks, whose results need memory until then: for each
             chroma sampling up to 127 of them.

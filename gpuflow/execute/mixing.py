@@ -67,7 +67,8 @@ def mix_images_at_once(images: torch.Tensor, sent: Sequence[torch.Tensor], *, bl
     Takes the memory of a second batch meanwhile. Images must be finite where they are blended.
 
     Args:
-        images: [N, C, H, W], contiguous or channels_last. sent: `arrays_of` the mixture, on the same device.
+        images: [N, C, H, W], contiguous or channels_last.
+        sent: `arrays_of` the mixture, on the same device.
         blends: whether any weight is not 1.
     """
     partners, own, other, boxes = sent

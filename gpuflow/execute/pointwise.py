@@ -38,8 +38,10 @@ def run_pointwise(
     """Run sample i's operations on its image [H, W, C], then look levels up in a table, if there is one.
 
     Args:
-        image: is not changed. operations: of all samples.
-        table: [C, 256] in the result's dtype. planes: the result of the table is [C, H, W], and [H, W, C] otherwise.
+        image: is not changed.
+        operations: of all samples.
+        table: [C, 256] in the result's dtype.
+        planes: the result of the table is [C, H, W], and [H, W, C] otherwise.
         out: receives the result, if given.
     """
     height, width, channels = image.shape

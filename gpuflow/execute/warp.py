@@ -55,7 +55,8 @@ def warp(
     """Write the part (y, x, height, width) of a warped image into `out`.
 
     Args:
-        image: [H, W, C]. matrix: [3, 3], maps a point of the result to a point of the image.
+        image: [H, W, C].
+        matrix: [3, 3], maps a point of the result to a point of the image.
         out: [height, width, C], with any strides.
     """
     shifts = _whole_shifts(matrix)

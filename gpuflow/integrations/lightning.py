@@ -144,12 +144,12 @@ class EpochLoader(LoaderAdapter):
 
     def _require_equal_steps(self, epoch: int) -> None:
         """Refuse to go on within an epoch whose steps had other numbers of samples: the trainer counts steps."""
-        state, here = self._restored, self.loader.samples_per_step
-        there = state.get("samples_per_step", here)
-        if there != here and state["position"] and state["epoch"] == epoch:
+        state, current = self._restored, self.loader.samples_per_step
+        saved = state.get("samples_per_step", current)
+        if saved != current and state["position"] and state["epoch"] == epoch:
             raise StateError(
-                f"the checkpoint is of the middle of an epoch whose steps have {there} samples on all ranks, here they "
-                f"have {here}, and Lightning counts steps; restore it with the same batch size and number of ranks, "
+                f"the checkpoint is of the middle of an epoch whose steps have {saved} samples on all ranks, here they "
+                f"have {current}, and Lightning counts steps; restore it with the same batch size and number of ranks, "
                 "or restore a checkpoint of an epoch's end"
             )
 

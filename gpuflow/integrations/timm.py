@@ -137,7 +137,8 @@ class TimmLoader(LoaderAdapter):
     """A `Loader` with the attributes of timm's: `mixup_enabled`, `sampler.set_epoch`, `dataset`.
 
     Args:
-        build: makes the loader with or without mixing. mixes: whether there is anything to mix.
+        build: makes the loader with or without mixing.
+        mixes: whether there is anything to mix.
     """
 
     def __init__(self, build: Callable[[bool], Loader], *, mixes: bool) -> None:

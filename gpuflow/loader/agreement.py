@@ -66,12 +66,12 @@ class RankAgreement:
         key = f"gpuflow/{plan.shared_name}/{plan.world_size}"
         self._own = describe()
         with _announced_lock:
-            said = _announced.setdefault(key, [])
-            self._number = _count(said) + 1
-            if said and said[-1][1] == self._own:
-                said.pop()
-            said.append((self._number, self._own))
-            _store().set(f"{key}/{plan.rank}", json.dumps(said))
+            announced = _announced.setdefault(key, [])
+            self._number = _count(announced) + 1
+            if announced and announced[-1][1] == self._own:
+                announced.pop()
+            announced.append((self._number, self._own))
+            _store().set(f"{key}/{plan.rank}", json.dumps(announced))
         self._key = key
 
     def check(self, describe: Callable[[], str]) -> None:
@@ -102,9 +102,9 @@ class RankAgreement:
         name, world_size = self._plan.program.pipeline.name, self._plan.world_size
         deadline, pause = time.monotonic() + min(WAIT_SECONDS, self._plan.timeout_seconds), _FIRST_POLL_SECONDS
         while True:  # and no Store.wait, which lets no Ctrl-C through
-            said = _read(store, [f"{key}/{rank}" for rank in range(world_size)])
-            unlike = [rank for rank, theirs in enumerate(said) if not self._agrees(theirs)]
-            missing = [rank for rank in unlike if _count(said[rank]) < self._number]
+            announced = _read(store, [f"{key}/{rank}" for rank in range(world_size)])
+            unlike = [rank for rank, other in enumerate(announced) if not self._agrees(other)]
+            missing = [rank for rank in unlike if _count(announced[rank]) < self._number]
             left = deadline - time.monotonic()
             if not missing or left <= 0:
                 break
@@ -113,7 +113,7 @@ class RankAgreement:
         if len(missing) < len(unlike):
             found: dict[str, list[int]] = {}
             for rank in sorted(set(range(world_size)).difference(missing)):
-                found.setdefault(said[rank][-1][1] if rank in unlike else self._own, []).append(rank)
+                found.setdefault(announced[rank][-1][1] if rank in unlike else self._own, []).append(rank)
             raise LoaderError(
                 f"the ranks differ in what they load as {name!r}: "
                 + "; ".join(f"{_ranks(ranks)}: {what}" for what, ranks in found.items())
@@ -126,16 +126,16 @@ class RankAgreement:
                 stacklevel=4,
             )
 
-    def _agrees(self, theirs: Announcements) -> bool:
+    def _agrees(self, other: Announcements) -> bool:
         """Whether another rank loads the same. If some ranks made loaders that others did not, it need not be the
         loader of the same number."""
-        if _count(theirs) == self._number:
-            return theirs[-1][1] == self._own
-        return any(what == self._own for _, what in theirs)
+        if _count(other) == self._number:
+            return other[-1][1] == self._own
+        return any(what == self._own for _, what in other)
 
 
-def _count(said: Announcements) -> int:
-    return said[-1][0] if said else 0
+def _count(announced: Announcements) -> int:
+    return announced[-1][0] if announced else 0
 
 
 def _store() -> Store:

@@ -62,8 +62,8 @@ class CpuOffload:
         device_stream = self._plan.device_stream
         if batch.offload_memory is not None and device_stream is not None:
             held = slots_of(self._plan.program, torch.from_numpy(self._memory(batch)))
-            for there, here in zip(split(batch.slots[batch.first_offloaded :]), split(held), strict=True):
-                device_stream.copy_into(there, here)
+            for target, pixels in zip(split(batch.slots[batch.first_offloaded :]), split(held), strict=True):
+                device_stream.copy_into(target, pixels)
             device_stream.retain_until_done(batch.offload_memory, self._pinned.release)
             batch.offload_memory = None
 

@@ -25,7 +25,9 @@ class Share:
     For one thread.
 
     Args:
-        part: to begin with, 0 to 1. threads: that decode it. adapts: false leaves the part as it is.
+        part: to begin with, 0 to 1.
+        threads: that decode it.
+        adapts: false leaves the part as it is.
     """
 
     def __init__(self, part: float, *, threads: int, adapts: bool) -> None:

@@ -64,7 +64,8 @@ class DecodeWorkers:
     """Worker processes that read and decode for one loader. Any thread may call any method.
 
     Args:
-        threads: chunks at a time, of all workers together. processes: the workers that share them.
+        threads: chunks at a time, of all workers together.
+        processes: the workers that share them.
         idle: they run only where a core is idle (SCHED_IDLE).
     """
 

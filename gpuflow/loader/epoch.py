@@ -84,7 +84,7 @@ class EpochRun:
         self.request_stop: Callable[[], None] = functools.partial(end.put, None)
         """Ends the epoch, without waiting for that."""
         self.owner = threading.Thread(
-            target=_own, args=(begin, culprit, begun, end, collected), name="gpuflow_epoch", daemon=True
+            target=_run_epoch, args=(begin, culprit, begun, end, collected), name="gpuflow_epoch", daemon=True
         )
         _thread.start_new_thread(_start, (self.owner, begun))
         try:
@@ -131,7 +131,7 @@ def _start(owner: threading.Thread, begun: queue.SimpleQueue[RunningPipeline | B
         begun.put(error)
 
 
-def _own(
+def _run_epoch(
     begin: Callable[[], RunningPipeline],
     culprit: Callable[[], str],
     begun: queue.SimpleQueue[RunningPipeline | BaseException],

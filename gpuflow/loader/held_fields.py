@@ -40,7 +40,8 @@ def columns_of(
     """Those of the fields of a schema that are there, and their values for N samples.
 
     Args:
-        schema: what may be there. fields: N values by name, as `Transform.__call__` takes them.
+        schema: what may be there.
+        fields: N values by name, as `Transform.__call__` takes them.
         sizes: height and width of the images, [N, 2].
 
     Raises:

@@ -57,7 +57,9 @@ class ListedEpochs:
         draw: gets the epoch and the number of the first batch that is still to come, and returns the indices of this
             rank's samples, one after the other, and the number of samples in each batch.
         count: says how many batches an epoch has.
-        samples: in the source. batch_size: of most batches. rank, world_size: this rank and how many there are.
+        samples: in the source.
+        batch_size: of most batches.
+        rank, world_size: this rank and how many there are.
     """
 
     def __init__(

@@ -242,9 +242,17 @@ class Loader:
     # --- statistics and shutdown ----------------------------------------------------------------------------------
 
     def stats(self) -> dict[str, Any]:
-        """What the stages did in this or the last epoch, the consumer's wait, the number of bad samples so far.
+        """What the loader did in this or the last epoch.
 
-        With `source.cache`, `cache` says what came from there since the source was opened, and what from the server.
+        Returns:
+            `epoch`, `batches`, `elapsed_s`; `consumer_wait_s`, seconds for which the loop waited for batches;
+            `gpu_wait_share`, the part of its time for which the consumer's GPU waited, if that was measured.
+            `stages`: by name `samples`, `images_per_s`, `busy_share` of the stage's threads, `cpu_s`, `threads`,
+            `bytes` that it read, and `waiting`, the average number of samples that were ready for the next stage.
+            `bad` and `bad_distinct`: since the loader was made, how often a sample was bad, and how many samples were.
+            Where they apply: `engine_images` and `cpu_images`, decoded by the GPU and for it by the CPU; `cpu_share`;
+            `cache`, what came from `source.cache` and from the server since the source was opened; `processes`, the
+            state of the worker processes.
         """
         plan, extra = self._plan, dict[str, Any]()
         if plan.gpu is not None:

@@ -28,25 +28,33 @@ class LoaderPlan:
     """What a loader delivers, and how. `gpuflow.loader.assemble` makes it from a configuration.
 
     Args:
-        program, source: what is done to which samples. process_reader: reads them in worker processes; None where the
-            source does that by itself, or nobody does. order: which sample comes when. seed: of all random draws.
-        batch_size: samples a step. drop_last: leave out an incomplete last step. rank, world_size: of this process.
+        program, source: what is done to which samples.
+        process_reader: reads them in worker processes; None where the source does that by itself, or nobody does.
+        order: which sample comes when.
+        seed: of all random draws.
+        batch_size: samples a step.
+        drop_last: leave out an incomplete last step.
+        rank, world_size: of this process.
         rank_given: whether the caller chose them, perhaps those of a subgroup; else they are those of the process.
-        device: where batches are delivered. device_stream: to that device if it is a GPU, else None.
+        device: where batches are delivered.
+        device_stream: to that device if it is a GPU, else None.
         gpu: decodes on the GPU; None where the CPU decodes.
-        threads: that decode, or that launch work on the GPU. readers: threads that only read, for storage that is
-            waited for; with 0 each decoding thread reads its own chunks, which spares a hand-over.
+        threads: that decode, or that launch work on the GPU.
+        readers: threads that only read, for storage that is waited for; with 0 each decoding thread reads its own
+            chunks, which spares a hand-over.
         processes: worker processes that the decoding threads (those of `share` if there is one) leave chunks to; they
             read, too.
         share: the part of each batch that the CPU decodes next to `gpu`, on separate threads, or None.
-        prefetch: finished batches that wait for the consumer. timeout_seconds: how long the consumer waits for one.
+        prefetch: finished batches that wait for the consumer.
+        timeout_seconds: how long the consumer waits for one.
         bad: counts bad samples and says what becomes of them.
         targets: maps the fields of the source's records; None if it has no fields besides image and label.
         record_values: what stages take from these records.
         labelled: whether the source has labels; without them a batch is the pair (images, targets).
         nvtx: mark the stages' operations and the consumer's wait for a profiler.
         identity: names all that decides which samples come when and as what, except for the files themselves; states of
-            other loaders are refused by it. former_identity: what states without the source's fingerprint may have.
+            other loaders are refused by it.
+        former_identity: what states without the source's fingerprint may have.
         shared_name: the loader's name among those of this process, the same on every rank.
     """
 

@@ -54,8 +54,9 @@ class ProcessStorage:
     caller's thread, which raises what it has to.
 
     Args:
-        count: workers to start. prescan: what they call on what they read; they only read if it is None, or if it
-            cannot be pickled, such as one with a stage that is defined in the script that is running.
+        count: workers to start.
+        prescan: what they call on what they read; they only read if it is None, or if it cannot be pickled, such as one
+            with a stage that is defined in the script that is running.
     """
 
     remote = False

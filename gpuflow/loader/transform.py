@@ -132,12 +132,13 @@ class Transform:
         Args:
             images: uint8 [N, C, H, W], or N tensors [C, H, W] of any sizes, on this transform's device, with the
                 channels in the order that `decode` has.
-            epoch: from 0. positions: [N], each sample's place in the epoch's sequence over all ranks. Random stages
-                draw by the file's seed, the epoch and the position, so equal ones give equal pixels.
-            fields: what belongs to the images, by name: N values each, on any device. Those that the source declares
-                as boxes (xyxy [M, 4], or torchvision's `BoundingBoxes` of any format), their labels (integers [M]),
-                masks (uint8 or bool [M, H, W] where the source has an instance each, else levels [H, W]) and keypoints
-                ([M, K, 3]) follow the images. Stages take their numbers from others. The rest comes back as it is.
+            epoch: from 0.
+            positions: [N], each sample's place in the epoch's sequence over all ranks. Random stages draw by the file's
+                seed, the epoch and the position, so equal ones give equal pixels.
+            fields: what belongs to the images, by name: N values each, on any device. Those that the source declares as
+                boxes (xyxy [M, 4], or torchvision's `BoundingBoxes` of any format), their labels (integers [M]), masks
+                (uint8 or bool [M, H, W] where the source has an instance each, else levels [H, W]) and keypoints ([M,
+                K, 3]) follow the images. Stages take their numbers from others. The rest comes back as it is.
 
         Returns:
             A tensor [N, C, H, W] in the dtype and memory format that a loader's batches have; of a pipeline with views

@@ -32,7 +32,9 @@ def read_transform(
     """The stages of a transform, which is run on a test picture where something in it has no equal stage.
 
     Args:
-        transform: a Compose, or any transform of one image. source: as the user named it. table: the vocabulary.
+        transform: a Compose, or any transform of one image.
+        source: as the user named it.
+        table: the vocabulary.
         tensor: it gets uint8 tensors, not PIL images.
     """
     reader = _Reader(source, table)

@@ -61,8 +61,11 @@ def gap(place: str, rule: str, *, nearest: str, apart: str = "", path: tuple[Key
     """The problem of something that no stage equals.
 
     Args:
-        place: where it stands. rule: what it is, and why no stage equals it. nearest: the nearest stage, or what to do
-        in its place. apart: how far that is from it. path: the keys that lead to it in its file.
+        place: where it stands.
+        rule: what it is, and why no stage equals it.
+        nearest: the nearest stage, or what to do in its place.
+        apart: how far that is from it.
+        path: the keys that lead to it in its file.
     """
     action = f"nearest: {nearest}{f' ({apart})' if apart else ''}"
     return Problem(place, rule, action=action, path=path, code="import.stage")

@@ -35,7 +35,8 @@ def read_source(source: str, table: Mapping[str, type[Stage]]) -> Imported:
 
     Args:
         source: `torchvision:WEIGHTS`, `torchvision:module:attribute` or `module:attribute`, whose module's code runs,
-            `timm:NAME`, `hf:DIR`, `albumentations:FILE` or `torchpipe:FILE`. table: the vocabulary.
+            `timm:NAME`, `hf:DIR`, `albumentations:FILE` or `torchpipe:FILE`.
+        table: the vocabulary.
 
     Raises:
         ConfigError: there is no such source, or it cannot be read.
@@ -60,7 +61,8 @@ def read_sources(sources: Sequence[str], table: Mapping[str, type[Stage]], *, pa
     """Read one or two sources, and write them as one file.
 
     Args:
-        sources: as in `read_source`; of two, one gives the pipeline `train` and the other `val`. table: the vocabulary.
+        sources: as in `read_source`; of two, one gives the pipeline `train` and the other `val`.
+        table: the vocabulary.
         partial: whether a file is written although something has no equal stage, or although it is not valid.
 
     Raises:

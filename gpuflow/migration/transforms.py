@@ -67,8 +67,10 @@ def stages_of(transforms: Any, name: str, place: str, table: Mapping[str, type[S
     """The stages that transforms stand for.
 
     Args:
-        transforms: a Compose of torchvision, a list or one transform. tensor: whether they get tensors, not PIL images.
-        name, place: the argument that it was given as, and where that is, for problems. table: the vocabulary.
+        transforms: a Compose of torchvision, a list or one transform.
+        tensor: whether they get tensors, not PIL images.
+        name, place: the argument that it was given as, and where that is, for problems.
+        table: the vocabulary.
 
     Raises:
         ConfigError: every transform that no stage equals.

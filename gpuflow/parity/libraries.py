@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from gpuflow.errors import BadSampleError, is_system_fault
-from gpuflow.migration.theirs import Theirs, their_transform
+from gpuflow.migration.library_transforms import LibraryTransform, library_transform
 from gpuflow.parity.base import Result, Results
 from gpuflow.parity.images import Encoded, hostile_images
 from gpuflow.parity.others import FORMATS, Reference, reason_of
@@ -33,10 +33,10 @@ def libraries_of(names: Sequence[str], program: Program) -> Mapping[str, Library
     """
     found = {}
     for name in filter(is_library, names):
-        theirs = their_transform(name)
-        found[name] = Library(program, theirs)
-        if theirs.other is not None:
-            found[f"{name}, {theirs.other[0]}"] = Library(program, theirs.other[1])
+        transform = library_transform(name)
+        found[name] = Library(program, transform)
+        if transform.other is not None:
+            found[f"{name}, {transform.other[0]}"] = Library(program, transform.other[1])
     return found
 
 
@@ -45,10 +45,10 @@ class Library:
     """Decodes by Pillow, and runs another library's transforms. It shows the decoded images, and the final results."""
 
     program: Program
-    theirs: Theirs
+    transform: LibraryTransform
 
     def describe(self) -> str:
-        return f"{Reference(self.program, 'pil').describe().partition(',')[0]}, {self.theirs.about}"
+        return f"{Reference(self.program, 'pil').describe().partition(',')[0]}, {self.transform.about}"
 
     def missing(self) -> str | None:
         picture = next(image.data for image in hostile_images() if image.kind == "hostile")
@@ -76,7 +76,7 @@ class Library:
             warnings.simplefilter("ignore")
             try:
                 with Image.open(io.BytesIO(data.tobytes()), formats=FORMATS) as image:
-                    return self.theirs.run(image.convert("RGB"))
+                    return self.transform.run(image.convert("RGB"))
             except Exception as error:  # Pillow's parsers and the library's code raise anything
                 if is_system_fault(error):
                     raise

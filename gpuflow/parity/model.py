@@ -68,7 +68,9 @@ class Classifier:
     """Runs a model on the CPU. All batches have one size, so that equal images get equal logits.
 
     Args:
-        file: the model file. program: the program whose results are its input. batch: the batch size.
+        file: the model file.
+        program: the program whose results are its input.
+        batch: the batch size.
     """
 
     def __init__(self, file: str, program: Program, *, batch: int) -> None:

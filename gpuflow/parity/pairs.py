@@ -89,9 +89,10 @@ def pairs_of(
     """The pairs that can be compared here, and for each needed way None or the reason why it cannot run here.
 
     Args:
-        ways: all ways by name. against: two ways to compare, and no others; None for the default pairs.
+        ways: all ways by name.
+        against: two ways to compare, and no others; None for the default pairs.
         tolerance: the levels by which the ways in `against` may differ; by default 0, and the sum of the stages'
-        tolerances if the second one is another library's.
+            tolerances if the second one is another library's.
 
     Raises:
         GpuflowError: a requested way is unknown or cannot run, or no pair with a limit can be compared.

@@ -73,8 +73,9 @@ def prefixes_of(program: Program, samples: Sequence[Encoded], *, seed: int = 0) 
     Mixing stages are in none: they work on batches, not on images.
 
     Args:
-        program: the whole pipeline. samples: in the order in which they will run, from position 0 on. seed: seed of the
-            random keys.
+        program: the whole pipeline.
+        samples: in the order in which they will run, from position 0 on.
+        seed: seed of the random keys.
     """
     stages, name = program.pipeline.stages, program.pipeline.name
     decoded = [_decoded_size(program.decoder, data) for data in samples]

@@ -54,13 +54,16 @@ def study(
     """Run the ways on images and compare them.
 
     Args:
-        config: a checked configuration. name: the pipeline of validation.
-        count: the number of the user's own images. data: a directory to read them from instead of the source.
+        config: a checked configuration.
+        name: the pipeline of validation.
+        count: the number of the user's own images.
+        data: a directory to read them from instead of the source.
         against: two ways to compare, and no others; the second one may be another library's source.
         tolerance: the levels by which these may differ; by default 0, or the sum of the stages' tolerances for another
             library.
         model: the model file for logits; by default `serve.model.file` if it exists.
-        ways: the ways by name; by default all. command: the command line, for the report.
+        ways: the ways by name; by default all.
+        command: the command line, for the report.
         progress: called with the number of images done, the number of all images, and the current stage.
 
     Raises:

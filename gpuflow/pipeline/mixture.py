@@ -80,12 +80,14 @@ def draw_mixture(
     odd number, stay as they are.
 
     Args:
-        keys: of the batch's samples (N). height, width: of the images.
-        valid [N]: false where a sample was wrapped around to fill the last step of several ranks.
+        keys: of the batch's samples (N).
+        height, width: of the images. valid [N]: false where a sample was wrapped around to fill the last step of
+            several ranks.
         mode: which samples share their numbers: those of a batch are its first sample's, those of a pair its first's.
         probability: that a sample, pair or batch is mixed.
-        blend_alpha: the weight of blended pixels is drawn from Beta(alpha, alpha). box_alpha: the share of the image
-            outside the box is. box_probability: of a box instead of blending.
+        blend_alpha: the weight of blended pixels is drawn from Beta(alpha, alpha).
+        box_alpha: the share of the image outside the box is.
+        box_probability: of a box instead of blending.
         share_of_area: whether a label's share is that of the pixels outside the clipped box, instead of the drawn one.
     """
     own, partners = np.arange(len(valid)), np.arange(len(valid))

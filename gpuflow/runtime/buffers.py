@@ -60,8 +60,10 @@ class SlotPool:
     The next `acquire` finds out which slots are free: a callback at their end could swallow a Ctrl-C.
 
     Args:
-        shape: the slots of a full batch, [B, ...]; they grow with the largest batch. dtype: of an element.
-        keep: free batches that are kept. make: allocates memory of a given number of bytes.
+        shape: the slots of a full batch, [B, ...]; they grow with the largest batch.
+        dtype: of an element.
+        keep: free batches that are kept.
+        make: allocates memory of a given number of bytes.
     """
 
     def __init__(

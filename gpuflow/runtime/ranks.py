@@ -151,7 +151,8 @@ class Group:
     """The processes of `process_group`. With a single process its methods do nothing.
 
     Args:
-        ranks: this process. device: where its model and what it shares lives.
+        ranks: this process.
+        device: where its model and what it shares lives.
     """
 
     def __init__(self, ranks: Ranks, device: torch.device) -> None:

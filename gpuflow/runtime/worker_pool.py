@@ -79,12 +79,14 @@ class ForkServer:
     """A process and the workers that it forks, itself being the first of them. Raises OSError if it cannot be started.
 
     Args:
-        module: what the workers run, see this module's docstring. connections: how many each worker has. setup: bytes.
+        module: what the workers run, see this module's docstring.
+        connections: how many each worker has.
+        setup: bytes.
     """
 
     def __init__(self, module: str, *, connections: Sequence[int], setup: bytes) -> None:
         pipes = [[Pipe() for _ in range(count)] for count in connections]
-        descriptors = [[theirs.fileno() for _, theirs in own] for own in pipes]
+        descriptors = [[worker_end.fileno() for _, worker_end in own] for own in pipes]
         shared_file = memory_file("gpuflow_setup")  # the setup, then the workers' process ids
         try:
             fcntl.lockf(shared_file, fcntl.LOCK_EX)  # until this process ends; see `_end_with_parent`
@@ -104,9 +106,11 @@ class ForkServer:
             os.close(shared_file)
             raise
         finally:
-            for _, theirs in itertools.chain(*pipes):
-                theirs.close()
-        self.connections = [WorkerConnection(ours, self, worker) for worker, own in enumerate(pipes) for ours, _ in own]
+            for _, worker_end in itertools.chain(*pipes):
+                worker_end.close()
+        self.connections = [
+            WorkerConnection(parent_end, self, worker) for worker, own in enumerate(pipes) for parent_end, _ in own
+        ]
         self._pids, self._close = (shared_file, len(setup)), weakref.finalize(self, os.close, shared_file)
         self._ending = threading.RLock()  # the garbage collector may call `end` on a thread that is in `kill`
 
@@ -211,10 +215,10 @@ class WorkerConnection:
         if block is None:
             self.send(None)
             return False
-        gone = self._known - shared_keys()
+        released = self._known - shared_keys()
         known = block.key in self._known
-        self._known = self._known - gone | {block.key}
-        self.send((block, known, gone))
+        self._known = self._known - released | {block.key}
+        self.send((block, known, released))
         if not known:
             send_handle(self._connection, block.descriptor, 0)  # Linux ignores the process id
         return True
@@ -465,12 +469,13 @@ def serve(name: str, setup: str, descriptors: str) -> None:
         file.seek(0)
         prepared = module.prepare(file.read())
     shares: list[list[int]] = json.loads(descriptors)
-    mine = _fork(shares, int(setup))
+    own_descriptors = _fork(shares, int(setup))
     threading.Thread(target=_end_with_parent, args=(int(setup),), daemon=True).start()
-    for descriptor in itertools.chain(*(share for share in shares if share is not mine)):
+    for descriptor in itertools.chain(*(share for share in shares if share is not own_descriptors)):
         os.close(descriptor)  # or the other worker's end would go unnoticed
     threads = [
-        threading.Thread(target=_converse, args=(module.work, descriptor, prepared), daemon=True) for descriptor in mine
+        threading.Thread(target=_converse, args=(module.work, descriptor, prepared), daemon=True)
+        for descriptor in own_descriptors
     ]
     for thread in threads:
         thread.start()
@@ -535,8 +540,8 @@ class ParentConnection:
         message: tuple[SharedBlock, bool, set[int]] | None = self._connection.recv()
         if message is None:
             return None
-        block, known, gone = message
-        for key in gone:
+        block, known, released = message
+        for key in released:
             del self._mapped[key]
         if not known:
             descriptor = recv_handle(self._connection)

@@ -41,7 +41,9 @@ def lower(path: str | Path, *, device: str = "cpu", overrides: Sequence[str] = (
     Needs neither torchpipe nor the model file.
 
     Args:
-        path: the YAML file. device: where the model runs, `cpu` or `cuda`. overrides: such as `serve.model.batch=8`.
+        path: the YAML file.
+        device: where the model runs, `cpu` or `cuda`.
+        overrides: such as `serve.model.batch=8`.
 
     Raises:
         ConfigError: the file, with every located problem.
@@ -67,8 +69,8 @@ def load(
         path: the YAML file.
         device: where the model runs; the CPU by default.
         overrides: dotted assignments such as `serve.model.instances=2`.
-        model: replaces `serve.model.file`: any callable that takes images [N, C, H, W] on the device and returns
-            logits [N, K]. A torch.nn.Module is moved to the device and set to eval(). One thread calls it.
+        model: replaces `serve.model.file`: any callable that takes images [N, C, H, W] on the device and returns logits
+            [N, K]. A torch.nn.Module is moved to the device and set to eval(). One thread calls it.
         preprocess_only: open no model; only `preprocess` works then.
 
     Raises:

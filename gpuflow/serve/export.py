@@ -86,9 +86,11 @@ def export_model(
     """Export a checkpoint of `gpuflow train`, with a dynamic batch axis.
 
     Args:
-        out: `.onnx` for ONNX, `.pt2` for torch.export. checkpoint: `<train.out>/last.pt` by default.
+        out: `.onnx` for ONNX, `.pt2` for torch.export.
+        checkpoint: `<train.out>/last.pt` by default.
         fold_normalize: put the pipeline's last stage into the model, which then takes uint8 pixels [N, C, H, W].
-        opset: of ONNX; torch's default otherwise. data: a directory of images to check on, instead of the source.
+        opset: of ONNX; torch's default otherwise.
+        data: a directory of images to check on, instead of the source.
 
     Raises:
         ConfigError: checkpoint, options or data do not fit the configuration, or torch cannot export the model.

@@ -22,7 +22,8 @@ class Pictures:
     stages cannot be undone; their values are scaled, the smallest to black and the largest to white.
 
     Args:
-        image: what the pipeline gives. pipeline: its stages; without them values are scaled.
+        image: what the pipeline gives.
+        pipeline: its stages; without them values are scaled.
     """
 
     def __init__(self, image: ImageSpec, pipeline: Pipeline | None) -> None:

@@ -86,10 +86,13 @@ class Predictor:
     `sys.setswitchinterval`.
 
     Args:
-        graph: of `lower` or `chain`. engines: warmed up, one for each instance of the model node; none if the graph
-            ends with images, or torchpipe runs the model.
-        image: the model's input. pipeline: the stages before the model, for showing that input as a picture.
-        classes: the names of the model's outputs. timeout_seconds: limit for each answer.
+        graph: of `lower` or `chain`.
+        engines: warmed up, one for each instance of the model node; none if the graph ends with images, or torchpipe
+            runs the model.
+        image: the model's input.
+        pipeline: the stages before the model, for showing that input as a picture.
+        classes: the names of the model's outputs.
+        timeout_seconds: limit for each answer.
 
     gives_images: whether the graph can return the model's input.
     """
@@ -186,9 +189,9 @@ class Predictor:
         They are the graph's own images, bit for bit those of validation. Raises as a call does.
 
         Args:
-            matrices: return a pair, with float64 [3, 3] or [N, 3, 3] on the CPU as its second part. It maps a point
-                (x, y, 1) of the model's input to the point of the upright image that was given. Both are in pixels from
-                the corner at the top left. PredictorError if a stage may move pixels without saying where to.
+            matrices: return a pair, with float64 [3, 3] or [N, 3, 3] on the CPU as its second part. It maps a point (x,
+                y, 1) of the model's input to the point of the upright image that was given. Both are in pixels from the
+                corner at the top left. PredictorError if a stage may move pixels without saying where to.
         """
         if not matrices:
             return self._preprocess(images)

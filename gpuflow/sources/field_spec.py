@@ -95,7 +95,8 @@ def field_problems(pairs: Sequence[tuple[str, FieldSpec]], source: str) -> Itera
     """A problem for each broken rule between the keys of fields, its path from the mapping of fields on.
 
     Args:
-        pairs: names and specs. source: the kind of source that has them.
+        pairs: names and specs.
+        source: the kind of source that has them.
     """
     first: dict[str, str] = {}
     columns: dict[str, str] = {}

@@ -25,7 +25,8 @@ class FileSource:
     Args:
         root: the folder that whole paths may lie below; of no matter to the fingerprint.
         note: how its index was read, for `gpuflow explain`; empty if there was nothing to decide.
-        has_labels: whether its samples have labels. table: the declared fields besides image and label.
+        has_labels: whether its samples have labels.
+        table: the declared fields besides image and label.
     """
 
     shard_sizes = None

@@ -41,7 +41,8 @@ class HfSource:
     """The samples of a dataset, in the order of its files and their rows. `open_hf` creates it.
 
     Args:
-        cells: the column of images. names: the files' names, for the fingerprint.
+        cells: the column of images.
+        names: the files' names, for the fingerprint.
         splits: the first index of each of the dataset's own splits that is read, and the one behind its last.
     """
 

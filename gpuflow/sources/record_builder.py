@@ -47,7 +47,8 @@ class Labels:
     """The labels of samples, or of boxes, in the making: each distinct one has a number.
 
     Args:
-        classes: see `resolve_labels`. place: the place of the whole source, for messages.
+        classes: see `resolve_labels`.
+        place: the place of the whole source, for messages.
     """
 
     def __init__(self, classes: int | tuple[str, ...] | None, place: str) -> None:
@@ -79,7 +80,8 @@ class RecordBuilder:
 
     Args:
         declared: names and specs of the fields; those of images, labels and masks' files are ignored.
-        classes: of boxes' labels: see `resolve_labels`. place: the place of the whole source.
+        classes: of boxes' labels: see `resolve_labels`.
+        place: the place of the whole source.
         locate: the places of single samples.
         mixed_masks: whether a mask of one instance may be polygons or run lengths, whatever its kind.
     """
@@ -154,7 +156,8 @@ class RecordBuilder:
         """The table of all samples.
 
         Args:
-            files: the columns of masks that are files. storages: what they are read from.
+            files: the columns of masks that are files.
+            storages: what they are read from.
             box_labels: classes and the label of each box, in a column `labels`, where they are known from elsewhere.
         """
         fields, stores = [], dict[str, Store](files or {})

@@ -33,7 +33,9 @@ def sample_labels(
     """What collects the labels that a field declares; None: no labels.
 
     Args:
-        column: where they stand. classes: see `resolve_labels`. place: the place of the whole source.
+        column: where they stand.
+        classes: see `resolve_labels`.
+        place: the place of the whole source.
         locate: the places of single samples.
     """
     if spec is None:

@@ -28,7 +28,9 @@ def read_weights(
     """The weights of some samples of a source, float64; None where `spec` gives none.
 
     Args:
-        source: the whole source. open_source: indexes a source. part: indices of the samples that are asked for.
+        source: the whole source.
+        open_source: indexes a source.
+        part: indices of the samples that are asked for.
 
     Raises SourceError: there is not one finite weight >= 0 for each sample of the source, or those of the part are 0.
     """

@@ -174,7 +174,7 @@ def _no_gpu(
         return Finding("GPU", "problem", f"torch can use none: {gpu_error}", _GPU_ADVICE)
     if driver is None or not driver.gpus:
         return Finding("GPU", "ok", "none here; gpuflow runs on the CPU")
-    idle = _many(driver.gpus, "GPU")
+    idle = _counted(driver.gpus, "GPU")
     if software.cuda is None:
         pair = " ".join(f"{name}=={version}" for name, version in TESTED.items())
         return Finding(
@@ -289,10 +289,10 @@ def _environment(environment: Mapping[str, str], has_gpu: bool) -> Iterator[Find
 
 
 def _cores(cores: Cores) -> Iterator[Finding]:
-    have = _many(cores.usable, "core")
+    have = _counted(cores.usable, "core")
     if cores.usable < cores.present:
-        have = f"{cores.usable} of {_many(cores.present, 'core')}"
-    threads = _many(cores.threads, "thread")
+        have = f"{cores.usable} of {_counted(cores.present, 'core')}"
+    threads = _counted(cores.threads, "thread")
     if cores.ranks > 1:
         threads += f" in each of {cores.ranks} ranks"
     if cores.quota is not None and cores.threads * cores.ranks > max(1.0, cores.quota):
@@ -331,7 +331,7 @@ def _open_files(limits: ResourceLimits, threads: int) -> Iterator[Finding]:
             f"the hard limit is {hard:,}: raise nofile in /etc/security/limits.conf, or start the container with "
             f"--ulimit nofile={most}"
         )
-    have = f"{_limit_of(soft)}; {_many(threads, 'thread')}"
+    have = f"{_limit_of(soft)}; {_counted(threads, 'thread')}"
     if soft < least:
         text = f"{have} need at least {least:,}, and a file that cannot be opened counts as a bad sample"
         yield Finding("open files", "problem", text, advice)
@@ -401,13 +401,13 @@ def _disk(disk: Sequence[DiskRate], source: str | None) -> Iterator[Finding]:
             yield Finding(
                 "disk",
                 "problem",
-                f"none of {_many(rate.unreadable, 'image')} could be read",
+                f"none of {_counted(rate.unreadable, 'image')} could be read",
                 "check that the files exist and that you may read them",
             )
             continue
         text = (
             f"{_rate(rate.images_per_s)} images/s, {_rate(rate.bytes_per_s / 1e6)} MB/s: {rate.images:,} read by "
-            f"{_many(rate.readers, 'thread')} from {rate.filesystem}, {_coldness(rate)}"
+            f"{_counted(rate.readers, 'thread')} from {rate.filesystem}, {_coldness(rate)}"
         )
         if rate.unreadable:
             yield Finding("disk", "note", f"{text}; {rate.unreadable} could not be read", "gpuflow scan FILE says why")
@@ -430,7 +430,7 @@ def _coldness(rate: DiskRate) -> str:
 
 def _core_rates(rates: Sequence[DecodeRate], cores: Cores) -> Iterator[Finding]:
     for rate in rates:
-        text = f"{_rate(rate.images_per_s)} images/s decoded whole by {_many(rate.at_once, 'thread')}"
+        text = f"{_rate(rate.images_per_s)} images/s decoded whole by {_counted(rate.at_once, 'thread')}"
         due = min(rate.at_once, cores.usable, cores.quota or cores.usable)
         if rate is rates[-1] and rate.cores is not None and rate.cores < _FAIR_SHARE * due:
             yield Finding(
@@ -459,25 +459,25 @@ def _limit(
     """Which of disk and decoder is slower."""
     if not disk or not core_rates or disk[0].images == 0:
         return
-    decoder, who = core_rates[-1], "the cores"
+    decoder, name = core_rates[-1], "the cores"
     if engines is not None and engines.rate is not None:
-        decoder, who = engines.rate, "the engines" if engines.backend == "hardware" else "the GPU's kernels"
+        decoder, name = engines.rate, "the engines" if engines.backend == "hardware" else "the GPU's kernels"
     first, best = disk[0], max(disk, key=lambda rate: rate.images_per_s)
     read, decoded = first.images_per_s, decoder.images_per_s
     if first.images < _FEW_IMAGES and first.images / read < _SHORT_SECONDS:
         yield Finding(
             "limit",
             "note",
-            f"{_many(first.images, 'image')} are too few to compare disk and decoder",
+            f"{_counted(first.images, 'image')} are too few to compare disk and decoder",
             f"name a source with more; {2 * _FEW_IMAGES} are enough",
         )
     elif read >= decoded:
-        text = f"decoding: the disk delivers {_rate(read)} images/s, more than the {_rate(decoded)} that {who} decode"
+        text = f"decoding: the disk delivers {_rate(read)} images/s, more than the {_rate(decoded)} that {name} decode"
         if first.cached and first.filesystem not in _IN_MEMORY:
             text += "; a disk that is not cached may deliver fewer"
         yield Finding("limit", "ok", f"{text}; gpuflow bench FILE measures it with crops and all")
     else:
-        text = f"the disk: it delivers {_rate(read)} images/s, fewer than the {_rate(decoded)} that {who} decode"
+        text = f"the disk: it delivers {_rate(read)} images/s, fewer than the {_rate(decoded)} that {name} decode"
         if best.images_per_s > _MUCH_FASTER * read:
             advice = (
                 f"set run.readers: {best.readers}; with {best.readers} threads the disk delivers "
@@ -493,7 +493,7 @@ def _limit(
 # --- words ------------------------------------------------------------------------------------------------------------
 
 
-def _many(count: int, noun: str) -> str:
+def _counted(count: int, noun: str) -> str:
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
@@ -521,7 +521,7 @@ def report(findings: Sequence[Finding]) -> RenderableType:
                 table.add_row(status, Text("" if i else topic), _words(finding))
         parts += [Text(heading, style="bold"), table, Text()]
     counts = Counter(finding.status for finding in findings)
-    return Group(*parts, Text(", ".join(_many(counts[status], status) for status in ("problem", "note"))))
+    return Group(*parts, Text(", ".join(_counted(counts[status], status) for status in ("problem", "note"))))
 
 
 def _words(finding: Finding) -> RenderableType:

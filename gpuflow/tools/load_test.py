@@ -161,8 +161,9 @@ def measure(load: Load, files: Sequence[str], *, pids: Sequence[int] | None = No
     """Measure a service under a load.
 
     Args:
-        files: the images to send, in turn. pids: the service's processes, by default those of this machine that
-            listen on the URL's port. With no processes the service's own use of the machine is not measured.
+        files: the images to send, in turn.
+        pids: the service's processes, by default those of this machine that listen on the URL's port. With no processes
+            the service's own use of the machine is not measured.
 
     Raises:
         GpuflowError: the service does not answer a first request, or a process of clients failed.

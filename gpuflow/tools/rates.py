@@ -212,7 +212,7 @@ def _read(extents: Sequence[Extent], deadline: float, keep: tuple[int, int]) -> 
     """Read until the deadline. Returns the first images as well. keep: the most images and bytes to return."""
     files: list[NDArray[np.uint8]] = []
     images = total = cached = unreadable = 0
-    told, room = True, keep[1]
+    cache_readable, room = True, keep[1]
     buffer = memoryview(bytearray(1 << 20))
     for path, start, size in extents:
         if time.perf_counter() > deadline:
@@ -233,12 +233,12 @@ def _read(extents: Sequence[Extent], deadline: float, keep: tuple[int, int]) -> 
             unreadable += 1
             continue
         images, total = images + 1, total + got
-        told = told and ready is not None
+        cache_readable = cache_readable and ready is not None
         cached += ready == size
         if len(files) < keep[0] and got <= room:
             room -= got
             files.append(np.frombuffer(bytes(buffer[:got]), np.uint8))
-    return _Read(files, images, total, cached if told else None, unreadable)
+    return _Read(files, images, total, cached if cache_readable else None, unreadable)
 
 
 def _read_cached(descriptor: int, buffer: memoryview, start: int) -> int | None:

@@ -79,7 +79,7 @@ def scan(
         threads: how many decode at once.
         record_values: what stages take from the records, which must be of their forms.
         timeout_seconds: a file that takes longer is a finding, and another thread goes on with the next one.
-        progress: told how many more samples are through.
+        progress: called with the number of samples that were finished since the last call.
     """
     starts = iter(range(0, len(source), _CHUNK))
     scanner, waiting = _Scanner(source, decoder, threads, record_values), list[_Chunk]()

@@ -41,7 +41,9 @@ class CpuPreprocessor:
     thread does. Workers that are lost are started again, at most every ten seconds.
 
     Args:
-        program: of the block `serve`. batch: how many files `run` gets at most. processes: to start, one at least.
+        program: of the block `serve`.
+        batch: how many files `run` gets at most.
+        processes: to start, one at least.
     """
 
     def __init__(self, program: Program, *, batch: int, processes: int) -> None:

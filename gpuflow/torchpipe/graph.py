@@ -137,8 +137,11 @@ def chain(
     """The graph that preprocesses and then runs the model: one node if a GPU or processes preprocess, otherwise two.
 
     Args:
-        program: of the block `serve`. model: its `model`; None if it has none or the caller brings the model.
-        origin: the configuration's file. threads: instances that preprocess. device: where the model runs.
+        program: of the block `serve`.
+        model: its `model`; None if it has none or the caller brings the model.
+        origin: the configuration's file.
+        threads: instances that preprocess.
+        device: where the model runs.
         platform: that an engine built by torchpipe is tied to; without it the engine is not cached.
         gpu_decodes: whether this GPU can run the program; used unless the stages set `backend: cpu`.
         processes: that preprocess if the GPU does not.

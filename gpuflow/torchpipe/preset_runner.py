@@ -36,8 +36,11 @@ class PresetRunner:
     Crops and flips run after the pointwise stages here: these are modules in the graph, and treat each pixel alike.
 
     Args:
-        program: its stages pass `Preset.refuses`. device_stream: to the device that the preset's operators run on.
-        origin: the configuration's file. threads: instances of the operators. timeout_seconds: limit for each image.
+        program: its stages pass `Preset.refuses`.
+        device_stream: to the device that the preset's operators run on.
+        origin: the configuration's file.
+        threads: instances of the operators.
+        timeout_seconds: limit for each image.
 
     Raises:
         MissingExtra: torchpipe is not installed. PredictorError: it does not take the operators.

@@ -150,8 +150,9 @@ class RequestQueue:
     here until none is left.
 
     Args:
-        start: passes requests to torchpipe as one item and does not wait. instances: of the node. batch: its largest
-            batch.
+        start: passes requests to torchpipe as one item and does not wait.
+        instances: of the node.
+        batch: its largest batch.
 
     arrived: how often requests have been added so far.
     """

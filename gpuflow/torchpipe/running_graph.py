@@ -79,7 +79,8 @@ class RunningGraph:
     """A graph that torchpipe runs. Any thread may submit.
 
     Args:
-        graph: what to run. engines: one for each instance of its model node, warmed up; none if it ends with images.
+        graph: what to run.
+        engines: one for each instance of its model node, warmed up; none if it ends with images.
 
     Raises:
         MissingExtra: torchpipe is not installed. PredictorError: torchpipe does not take the graph.
@@ -263,7 +264,8 @@ class RunningGraph:
         """Refuse new images, wait for those in flight, then release models and buffers. Later calls do nothing.
 
         Args:
-            timeout: seconds. cancel: drop what the model has not started on.
+            timeout: seconds.
+            cancel: drop what the model has not started on.
 
         Returns:
             Whether all ended in time. If not, nothing is released.

@@ -83,9 +83,10 @@ def save_checkpoint(
         path: the file, which ends in `.pt`. It is written whole or not at all.
         model: the model, also as wrapped by DistributedDataParallel or torch.compile.
         arch: its name in torchvision, such as `resnet50`. Models that are not torchvision's are served as `.pt2`.
-        loader: that it is trained on. val: that it is validated on, whose preprocessing is the one to serve with; by
-            default that of `loader`.
-        optimizer: whose state to save. more: further values, such as the step.
+        loader: that it is trained on.
+        val: that it is validated on, whose preprocessing is the one to serve with; by default that of `loader`.
+        optimizer: whose state to save.
+        more: further values, such as the step.
 
     Raises:
         ValueError: torchvision has no such model, or these weights are not its. OSError: the file cannot be written.

@@ -71,7 +71,8 @@ class Trainer:
     Rank 0 writes the checkpoints, which do not depend on the number of ranks.
 
     Args:
-        config: a checked configuration. device: where to train; by default a GPU if torch sees one.
+        config: a checked configuration.
+        device: where to train; by default a GPU if torch sees one.
         resume: continue from `<train.out>/last.pt`.
         ranks: the rank of this process and the number of ranks; by default one rank.
 
@@ -361,7 +362,8 @@ class _PassTotals:
     """Sums over the batches of a pass. They stay on the device, because reading them waits for all queued work.
 
     Args:
-        device: where the batches are. world_size: how many ranks make the same pass.
+        device: where the batches are.
+        world_size: how many ranks make the same pass.
     """
 
     def __init__(self, device: torch.device, world_size: int) -> None:

@@ -68,7 +68,8 @@ class Occupancy:
     """What the requests of a service take up. All methods are called on the event loop's thread.
 
     Args:
-        in_flight: images that the predictor has and did not answer yet. decoding_bytes: of those it did not decode yet.
+        in_flight: images that the predictor has and did not answer yet.
+        decoding_bytes: of those it did not decode yet.
 
     active: requests that are admitted and not answered yet. reserved: their images that the predictor does not count
     yet. body_bytes: of bodies that are being read or were read, and whose images the predictor does not have yet.

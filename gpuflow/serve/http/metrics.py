@@ -53,7 +53,9 @@ class Metrics:
     """The counters of one service, on a registry of their own.
 
     Args:
-        queue: number of images in flight. held: bytes of bodies in memory. ready: whether requests are admitted.
+        queue: number of images in flight.
+        held: bytes of bodies in memory.
+        ready: whether requests are admitted.
         batches: how often the model ran, by batch size.
     """
 

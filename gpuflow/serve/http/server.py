@@ -69,7 +69,9 @@ def run(
     """Serve until a signal comes, then end the process with code 0.
 
     Args:
-        load: makes the predictor; called on a thread. name: of the configuration. port: 0 selects a free one.
+        load: makes the predictor; called on a thread.
+        name: of the configuration.
+        port: 0 selects a free one.
         cors: the origins whose pages may send requests.
         report: gets a line at the start, when the model is loaded, at each signal and at the end.
 

@@ -82,7 +82,8 @@ class CachedStorage:
     """A remote storage whose files are kept on a local disk.
 
     Args:
-        storage: the remote one. spec: where files are kept.
+        storage: the remote one.
+        spec: where files are kept.
 
     Raises:
         SourceError: the folder of the cache cannot be used.

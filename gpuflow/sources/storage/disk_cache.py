@@ -84,7 +84,8 @@ class DiskCache:
     Where the disk is full or cannot be written, there is one warning, and nothing more is added.
 
     Args:
-        folder: see the module. size: the most bytes that it may hold.
+        folder: see the module.
+        size: the most bytes that it may hold.
 
     Raises:
         SourceError: the folder holds something else, or the cache of another version, or cannot be used.

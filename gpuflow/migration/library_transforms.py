@@ -18,14 +18,14 @@ from gpuflow.migration.python_objects import named_transform, needs
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["LIBRARIES", "Theirs", "their_transform"]
+__all__ = ["LIBRARIES", "LibraryTransform", "library_transform"]
 
 LIBRARIES = ("torchvision", "timm", "hf", "albumentations")
 """The libraries that a source may begin with."""
 
 
 @dataclass(frozen=True, slots=True)
-class Theirs:
+class LibraryTransform:
     """A transform of a PIL image in RGB to a tensor [C, H, W]. about: what runs, with versions.
 
     other: another implementation of it, with the name that tells them apart, such as `slow`.
@@ -33,10 +33,10 @@ class Theirs:
 
     run: Callable[[Any], torch.Tensor]
     about: str
-    other: tuple[str, Theirs] | None = None
+    other: tuple[str, LibraryTransform] | None = None
 
 
-def their_transform(source: str) -> Theirs:
+def library_transform(source: str) -> LibraryTransform:
     """The transform of a source that begins with one of LIBRARIES.
 
     Raises:
@@ -49,20 +49,20 @@ def their_transform(source: str) -> Theirs:
     return _OPENERS[library](name)
 
 
-def _torchvision(name: str) -> Theirs:
-    return Theirs(_to_tensor(named_transform(name)), f"{name} on PIL images, {_version('torchvision')}")
+def _torchvision(name: str) -> LibraryTransform:
+    return LibraryTransform(_to_tensor(named_transform(name)), f"{name} on PIL images, {_version('torchvision')}")
 
 
-def _timm(name: str) -> Theirs:
+def _timm(name: str) -> LibraryTransform:
     config, _ = data_config(name)
     timm = needs("timm.data", f"timm:{name}")
-    return Theirs(
+    return LibraryTransform(
         _to_tensor(timm.create_transform(**dataclasses.asdict(config))),
         f"create_transform on PIL images, {_version('timm')}",
     )
 
 
-def _huggingface(name: str) -> Theirs:
+def _huggingface(name: str) -> LibraryTransform:
     transformers, path = needs("transformers", f"hf:{name}"), Path(name)
     document = read_document(str(path / "preprocessor_config.json" if path.is_dir() else path))
     backends = ("torchvision", "pil")
@@ -79,14 +79,14 @@ def _huggingface(name: str) -> Theirs:
         return lambda image: processor(images=image, return_tensors="pt")["pixel_values"][0]
 
     version = _version("transformers")
-    return Theirs(
+    return LibraryTransform(
         run(fast),
         f"{type(fast).__name__}, the fast processor, {version}",
-        ("slow", Theirs(run(slow), f"{type(slow).__name__}, the slow processor, {version}")),
+        ("slow", LibraryTransform(run(slow), f"{type(slow).__name__}, the slow processor, {version}")),
     )
 
 
-def _albumentations(name: str) -> Theirs:
+def _albumentations(name: str) -> LibraryTransform:
     albumentations = needs("albumentations", f"albumentations:{name}")
     import numpy as np
     import torch
@@ -97,10 +97,10 @@ def _albumentations(name: str) -> Theirs:
         found = transform(image=np.array(image))["image"]
         return found if isinstance(found, torch.Tensor) else torch.from_numpy(found).permute(2, 0, 1)
 
-    return Theirs(run, f"{_version('albumentations')}, OpenCV's resize")
+    return LibraryTransform(run, f"{_version('albumentations')}, OpenCV's resize")
 
 
-_OPENERS: dict[str, Callable[[str], Theirs]] = dict(
+_OPENERS: dict[str, Callable[[str], LibraryTransform]] = dict(
     zip(LIBRARIES, (_torchvision, _timm, _huggingface, _albumentations), strict=True)
 )
 
