@@ -88,7 +88,6 @@ def build_loader(
         )
         raise ConfigError([Problem(f"{config.path}: pipelines.{name}.batch", rule)])
     run, seed = config.run, config.source.seed
-    limit = run.max_bad if not isinstance(run.max_bad, float) else int(run.max_bad * len(source))
     remote = is_read_remotely(source)
     read_here = listed is not None and source.storage is None  # by the caller's own code
     readers = readers_of(config, gpu=placement.gpu is not None, remote=remote)
@@ -112,7 +111,7 @@ def build_loader(
         threads=threads_of(run) if placement.gpu is None else _LAUNCHERS,
         prefetch=run.prefetch,
         timeout_seconds=run.timeout_s,
-        bad=_bad_samples(config, config.on_error_of(name), limit),
+        bad=_bad_samples(config, config.on_error_of(name), len(source)),
         targets=targets,
         record_values=program.record_values,
         labelled=has_labels(source),
@@ -194,9 +193,9 @@ def _order_of(spec: SourceSpec, source: Source, seed: int) -> Order:
 
 def _mixed_order(spec: SourceSpec, source: MixSource, batch_size: int) -> MixedOrder:
     orders = []
-    for i, (entry, part) in enumerate(zip(spec.entries, source.parts, strict=True)):
+    for i, (part_spec, part) in enumerate(zip(spec.mixed, source.parts, strict=True)):
         try:
-            orders.append(_order_of(entry.spec, part, key64("part", spec.seed, i)))
+            orders.append(_order_of(part_spec, part, key64("part", spec.seed, i)))
         except SourceError as error:
             raise SourceError(f"source.mix[{i}]: {error}") from error
     order = MixedOrder(
@@ -227,9 +226,12 @@ def _batch_size(config: Config, name: str, batch: BatchSpec, world_size: int) ->
     return batch.global_size // world_size
 
 
-def _bad_samples(config: Config, policy: str, limit: int | None) -> BadSamples:
+def _bad_samples(config: Config, policy: str, samples: int) -> BadSamples:
+    most, of = config.run.max_bad, None
+    if isinstance(most, float):
+        most, of = int(most * samples), samples
     try:
-        return BadSamples(policy=policy, limit=limit, path=config.run.bad_file)
+        return BadSamples(policy=policy, limit=most, path=config.run.bad_file, samples=of)
     except OSError as error:
         problem = f"cannot be written: {error.strerror}: {error.filename!r}; name a file in a directory that exists"
         raise ConfigError([Problem(f"{config.path}: run.bad_file", problem)]) from error
@@ -254,7 +256,7 @@ def _identity(config: Config, name: str, source: Source, batch_size: int) -> str
 def _shared_name(config: Config, name: str) -> str:
     """A name for this loader among those of a process, the same on all ranks: their folders may lie elsewhere."""
     spec = config.source
-    specs = [entry.spec for entry in spec.entries] or [spec]
+    specs = spec.mixed or (spec,)
     place = " ".join(os.path.basename(each.where.rstrip("/")) for each in specs)
     return f"{name}/{key64(spec.kind, place, spec.split, config.any_program(name).pipeline.fingerprint):016x}"
 

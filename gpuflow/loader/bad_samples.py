@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 from io import FileIO
 
@@ -18,15 +19,33 @@ class BadSamples:
         policy: `raise`, `replace` or `skip`.
         limit: distinct bad samples that are allowed, or None for any number.
         path: a file to which each bad sample is appended once, as a JSON line (index, path, stage, reason).
+        samples: the number of samples of the source if `limit` is for all of them. A process that has drawn only a part
+            of them, such as one of several ranks, may find that part of `limit`, and what chance adds. None: `limit` is
+            for this process.
     """
 
-    def __init__(self, *, policy: str, limit: int | None, path: str | None) -> None:
-        self.policy, self.limit = policy, limit
-        self.count = 0
+    def __init__(self, *, policy: str, limit: int | None, path: str | None, samples: int | None = None) -> None:
+        self.policy, self.limit, self._samples = policy, limit, samples
+        self.count, self._drawn = 0, 0
         self._known: set[int] = set()
         self._path = path
         self._file = open(path, "ab", buffering=0) if path else None  # noqa: SIM115
         self._lock = threading.Lock()
+
+    def begin_epoch(self, samples: int) -> None:
+        """Count the samples that this process draws in an epoch."""
+        self._drawn += samples
+
+    def allowed(self, limit: float, samples: int) -> int:
+        """How many bad samples this process may find so far, if `limit` of the source's `samples` may be bad.
+
+        Of a part drawn at random, four standard deviations more than expected, which chance alone exceeds once in
+        30,000 times.
+        """
+        if self._drawn >= samples:
+            return int(limit)
+        expected = limit * self._drawn / samples
+        return int(min(limit, expected + 4 * math.sqrt(expected)))
 
     @property
     def distinct(self) -> int:
@@ -41,9 +60,17 @@ class BadSamples:
                 if self._file is not None:
                     row = {"index": fault.index, "path": fault.path, "stage": fault.stage, "reason": fault.reason}
                     self._append(self._file, json.dumps(row).encode() + b"\n")
-        if self.limit is not None and self.distinct > self.limit:
+        if self.limit is None:
+            return
+        allowed = self.limit if self._samples is None else self.allowed(self.limit, self._samples)
+        if self.distinct > allowed:
+            limit = str(allowed)
+            if self._samples is not None and self._drawn < self._samples:
+                limit = (
+                    f"{self.limit} of {self._samples} samples: {allowed} of the {self._drawn} that this process drew"
+                )
             raise TooManyBadSamples(
-                f"{self.distinct} bad samples are more than run.max_bad allows ({self.limit}); the last: {fault}; "
+                f"{self.distinct} bad samples are more than run.max_bad allows ({limit}); the last: {fault}; "
                 "run `gpuflow scan` to list them all"
             ) from fault
 

@@ -179,11 +179,12 @@ class EpochIterator(Iterator[Batch]):
         return images, list(assembly.sent)
 
     def _warn_of_many_bad(self) -> None:
-        distinct, size = self._plan.bad.distinct, self._steps.size
-        if not self._progress.warned_of_many_bad and distinct > _MANY_BAD * size:
+        bad, samples = self._plan.bad, len(self._plan.source)
+        if not self._progress.warned_of_many_bad and bad.distinct > bad.allowed(_MANY_BAD * samples, samples):
             self._progress.warned_of_many_bad = True
             warnings.warn(
-                f"{distinct} of {size} samples are bad so far; run `gpuflow scan` to list them, or set run.max_bad",
+                f"{bad.distinct} of {samples} samples are bad so far; run `gpuflow scan` to list them, or set "
+                "run.max_bad",
                 stacklevel=3,
             )
 

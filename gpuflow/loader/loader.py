@@ -106,6 +106,12 @@ class Loader:
         return self._steps.stride
 
     @property
+    def samples_per_epoch(self) -> int:
+        """Samples of an epoch on all ranks, of a wrapped DataLoader on this one. With weights or a mix their number is
+        not that of the source."""
+        return self._steps.size
+
+    @property
     def pipeline(self) -> Pipeline | ViewsPipeline:
         """The stages, or the views with theirs, as a value."""
         return self._plan.program.pipeline
@@ -133,6 +139,7 @@ class Loader:
         epoch, start = self._progress.upcoming
         self._stats.start_epoch(epoch)
         steps = self._steps.begin(epoch, start)
+        self._plan.bad.begin_epoch(len(steps) * self.batch_size)
         iterator = EpochIterator(self._plan, self._feed, self._stats, self._progress, epoch, steps)
         self._progress.begin()
         self._active = weakref.ref(iterator)

@@ -47,7 +47,8 @@ class SamplerDraws:
         with torch.random.fork_rng(devices=[], enabled=wanted is not None):
             if wanted is not None:
                 self._set_generators(wanted["generators"])
-            generators = self._generators()
+                self._begun = wanted["begun"]
+            begun, generators = self._begun, self._generators()
             indices, sizes = self._batches()
         order = _digest(indices, sizes)
         if wanted is not None and order != wanted["order"]:
@@ -56,17 +57,22 @@ class SamplerDraws:
                 f"set_epoch({epoch}), or seed what it draws from as before, or start a new epoch with "
                 f"set_epoch({epoch + 1})"
             )
-        self._state = {"order": order, "generators": generators}
+        self._state = {"order": order, "generators": generators, "begun": begun}
         return indices, sizes
 
     def state(self) -> dict[str, Any]:
-        """A hash of the order of the epoch that was drawn last, and torch's generators before it was drawn."""
+        """A hash of the order of the epoch that was drawn last, and torch's generators before it was drawn; whether an
+        epoch was drawn before it."""
         return dict(self._state)
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Have the next epoch drawn as the one of this state. Raises StateError if it is none."""
         try:
-            self._state = {"order": str(state["order"]), "generators": [str(text) for text in state["generators"]]}
+            self._state = {
+                "order": str(state["order"]),
+                "generators": [str(text) for text in state["generators"]],
+                "begun": bool(state.get("begun", False)),
+            }
         except (KeyError, TypeError) as error:
             raise StateError(f"not a wrapped loader's state: {error!r}; pass what state_dict() returned") from error
 

@@ -7,7 +7,7 @@ paths and encoded bytes; only the decoder interprets the bytes.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, Protocol, TypeVar
 
 from numpy.typing import NDArray
@@ -306,6 +306,12 @@ class SourceSpec:
         if self.mix:
             return " and ".join(entry.spec.where for entry in self.entries)
         return str(getattr(self, self.kind))
+
+    @property
+    def mixed(self) -> tuple[SourceSpec, ...]:
+        """Of a mix its sources, each with the splits that the mix names; empty if this is no mix."""
+        specs = tuple(entry.spec for entry in self.entries)
+        return tuple(replace(spec, splits=self.splits) for spec in specs) if self.splits else specs
 
     @property
     def declared(self) -> tuple[tuple[str, FieldSpec], ...]:

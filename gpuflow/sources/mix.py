@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import cached_property
 from typing import Any, final
 
@@ -131,13 +130,13 @@ class MixSource:
 def open_mix(spec: SourceSpec, open_source: Callable[[SourceSpec], Source]) -> MixSource:
     """Index all sources of a mix. open_source: indexes one of them."""
     parts: list[Source] = []
-    for i, entry in enumerate(spec.entries):
+    for i, part in enumerate(spec.mixed):
         try:
-            parts.append(open_source(replace(entry.spec, splits=spec.splits) if spec.splits else entry.spec))
+            parts.append(open_source(part))
             _check(parts, i)
         except SourceError as error:
-            for part in parts:
-                part.close()
+            for opened in parts:
+                opened.close()
             raise SourceError(f"source.mix[{i}]: {error}") from error
     return MixSource(parts, _classes(spec, parts))
 

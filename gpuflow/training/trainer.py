@@ -18,7 +18,6 @@ from torch.nn import functional as F
 from gpuflow.config import Config
 from gpuflow.errors import ConfigError, LoaderError, Problem, StateError, suggest
 from gpuflow.loader.assemble import build_loader, open_whole
-from gpuflow.loader.sampler import Steps
 from gpuflow.pipeline.rng import key64
 from gpuflow.runtime.files import locked_folder
 from gpuflow.runtime.ranks import Group, Ranks, process_group
@@ -238,7 +237,7 @@ class Trainer:
         if self._spec.lr is not None:
             return self._spec.lr
         loader = self.train_loader
-        samples = min(loader.batch_size * self._ranks.world_size, len(loader.dataset))
+        samples = min(loader.samples_per_step, loader.samples_per_epoch)
         return _LEARNING_RATE * samples / _PER_SAMPLES
 
     def _learning_rate(self) -> float:
@@ -343,19 +342,11 @@ class Trainer:
 
     def _steps_done(self) -> int:
         """The number of finished steps, counted in steps of the present number of ranks."""
-        loader, stand = self.train_loader, self.train_loader.state_dict()
-        left = len(
-            Steps(
-                size=len(loader.dataset),
-                batch_size=loader.batch_size,
-                world_size=self._ranks.world_size,
-                drop_last=self._config.pipelines["train"].batch.drop_last,
-                start=stand["position"],
-            )
-        )
+        loader, left = self.train_loader, self.train_loader.steps_left
+        done = (loader.upcoming_epoch + 1) * len(loader) - left
         if left == 0:  # what other ranks left of the epoch fills no step of these
-            loader.set_epoch(stand["epoch"] + 1)
-        return int((stand["epoch"] + 1) * len(loader) - left)
+            loader.set_epoch(loader.upcoming_epoch + 1)
+        return done
 
 
 class _PassTotals:

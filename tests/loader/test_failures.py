@@ -231,6 +231,24 @@ def test_more_than_max_bad(max_bad: str, limit: int, files: list[Path], config: 
 
 
 @many_bad
+@pytest.mark.parametrize("bad", [8, 10, 24])
+def test_a_rank_stops_when_it_finds_more_than_its_part_of_max_bad(bad: int) -> None:
+    """240 samples, of which 24 may be bad; of the 60 that one of four ranks draws in an epoch 6, and 9 by chance."""
+    images = [None if i % 8 == 0 and i < 8 * bad else jpeg(i % 3, i) for i in range(240)]  # all come to rank 0
+    ranks: dict[str, Any] = {"world_size": 4, "batch_size": 2, "shuffle": False, "policy": "skip"}
+    ranks |= {"limit": 24, "limit_of": 240}
+    with loader_of(MemorySource(images), RAW, rank=1, **ranks) as other:
+        assert sum(len(batch.indices) for batch in other) == 60
+    with loader_of(MemorySource(images), RAW, rank=0, **ranks) as loader:
+        if bad < 24:
+            assert sum(len(batch.indices) for batch in loader) == 60 - bad
+            return
+        _, error = fault_of(loader)
+    assert isinstance(error, TooManyBadSamples)
+    assert "more than run.max_bad allows (24 of 240 samples: 15 of the 60 that this process drew)" in str(error)
+
+
+@many_bad
 def test_max_bad_counts_each_sample_once(files: list[Path], config: Path) -> None:
     with gpuflow.load(config, "train", overrides=["run.max_bad=2"]) as loader:
         for file in files[:2]:

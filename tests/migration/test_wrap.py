@@ -93,6 +93,7 @@ Make = Callable[[Any], DataLoader[Any]]
 LOADERS: dict[str, Make] = {
     "in order": lambda data: DataLoader(data, batch_size=5),
     "shuffle": lambda data: DataLoader(data, batch_size=5, shuffle=True),
+    "persistent workers": lambda data: DataLoader(data, 5, shuffle=True, num_workers=1, persistent_workers=True),
     "generator": lambda data: DataLoader(data, batch_size=5, shuffle=True, generator=seeded()),
     "drop_last": lambda data: DataLoader(data, batch_size=5, shuffle=True, drop_last=True),
     "own generator": lambda data: DataLoader(data, batch_size=5, sampler=RandomSampler(data, generator=seeded())),
@@ -130,7 +131,7 @@ def test_batches_are_those_of_the_dataloader(name: str, photos: ImageFolder, con
     assert found == [[photos.targets[i] for i in batch] for batch in expected]
 
 
-@pytest.mark.parametrize("name", ["shuffle", "generator", "weights", "batches", "rank"])
+@pytest.mark.parametrize("name", ["shuffle", "persistent workers", "generator", "weights", "batches", "rank"])
 def test_a_resumed_epoch_equals_an_uninterrupted_one(name: str, photos: ImageFolder, config: Path) -> None:
     torch.manual_seed(2)
     with gpuflow.wrap(LOADERS[name](photos), config, transforms_gpu=GPU) as loader:
@@ -479,7 +480,7 @@ def test_states_of_others_are_refused(photos: ImageFolder, config: Path) -> None
     with gpuflow.wrap(DataLoader(photos, batch_size=4), config) as loader:
         next(iter(loader))
         state = loader.state_dict()
-        assert (state["position"], list(state["sampler"])) == (1, ["order", "generators"])
+        assert (state["position"], list(state["sampler"])) == (1, ["order", "generators", "begun"])
         for broken in ({**state, "sampler": None}, {**state, "sampler": {"order": ""}}, {**state, "seed": 7}, {}):
             with pytest.raises(StateError):
                 loader.load_state_dict(broken)

@@ -150,3 +150,11 @@ def test_keys_that_do_not_go_together(keys: dict[str, Any], expected: str) -> No
     with pytest.raises(ConfigError) as error:
         SourceSpec(**keys)
     assert str(error.value).startswith(expected)
+
+
+def test_the_sources_of_a_mix_have_its_splits() -> None:
+    """Weights in a column are read by these, so that they are those of the same parts."""
+    spec = mix({"hf": "a", "weights": {"column": "w"}}, {"hf": "b"}, splits=("train", "test"))
+    assert [(part.hf, part.splits) for part in spec.mixed] == [("a", ("train", "test")), ("b", ("train", "test"))]
+    assert [part.splits for part in mix({"hf": "a"}).mixed] == [()]
+    assert SourceSpec(folder="a").mixed == ()

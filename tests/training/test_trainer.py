@@ -122,6 +122,21 @@ def test_resumed_at_any_step_ends_with_the_same_weights(model: str, config_file:
         assert same(weights(second), weights(whole)), f"interrupted after step {step}"
 
 
+def test_an_epoch_of_weighted_draws_is_resumed_at_its_step(config_file: Path, tmp_path: Path) -> None:
+    """Such an epoch has more samples than the source: 20 of 12 here, in five steps."""
+    file = tmp_path / "weights.txt"
+    file.write_text("\n".join(str(1 + i % 3) for i in range(12)))
+    document = yaml.safe_load(config_file.read_text())
+    document["source"]["weights"] = {"file": str(file), "samples": 20}
+    path = tmp_path / "weighted.yaml"
+    path.write_text(yaml.safe_dump(document))
+    for step in (3, 4, 6):
+        Trainer(read(path), device="cpu").run(TrainerEvents(), max_steps=step)
+        second = Trainer(read(path), device="cpu", resume=True)
+        assert second.step == step
+        assert second.train_loader.upcoming_epoch == step // 5
+
+
 def test_a_finished_run_has_nothing_to_resume(config_file: Path) -> None:
     Trainer(read(config_file), device="cpu").run(TrainerEvents())
     again, record = Trainer(read(config_file), device="cpu", resume=True), Record()
