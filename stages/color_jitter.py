@@ -49,12 +49,14 @@ class ColorJitter(s.Pointwise):
             cls(brightness=0.4, contrast=0.4, saturation=0.4, hue=0.1),
             cls(brightness=(1.3, 1.3)),
             cls(brightness=0.8, saturation=(0.2, 1.8), probability=0.8),
+            cls(brightness=(1.6, 1.6), contrast=(0.5, 0.5)),
         )
 
     @property
     def random(self) -> bool:
-        varies = any(low != high for low, high in self._ranges())
-        return self.probability > 0 and (varies or (self.probability < 1 and any(self._active())))
+        """Two adjustments by fixed factors are random, too: the order in which they run is drawn."""
+        varies, count = any(low != high for low, high in self._ranges()), sum(self._active())
+        return self.probability > 0 and (varies or count > 1 or (self.probability < 1 and count > 0))
 
     def _ranges(self) -> list[tuple[float, float]]:
         return [range_of(getattr(self, name), neutral=0.0 if name == "hue" else 1.0) for name in _ADJUSTMENTS]

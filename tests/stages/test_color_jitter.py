@@ -15,6 +15,8 @@ from torchvision.transforms.v2 import functional as tv
 
 from gpuflow.errors import ConfigError
 from gpuflow.execute.pointwise import run_pointwise
+from gpuflow.pipeline import stage as s
+from gpuflow.pipeline.validate import trace
 from gpuflow.stages import CenterCrop, ColorJitter, Decode, Normalize
 from tests.images import jpeg, photo, png
 from tests.running import RGB, alone, decoded, images, keys_of, program_of
@@ -127,6 +129,16 @@ def test_adjustments_that_are_not_set_change_nothing() -> None:
     assert not ColorJitter(brightness=(0.5, 0.5)).random
     halved = ColorJitter(brightness=(0.5, 0.5), hue=(0.0, 0.0))
     assert torch.equal(alone2(halved, data), tv.adjust_brightness(decoded(data), 0.5))
+
+
+def test_two_adjustments_by_fixed_factors_are_random_because_their_order_is() -> None:
+    fixed = ColorJitter(brightness=(1.6, 1.6), contrast=(0.5, 0.5))
+    batch = images(program_of(Decode(), CenterCrop(size=30), fixed), [png(photo(30, 30))] * 20, keys_of(20))
+    assert len({image.numpy().tobytes() for image in batch}) == 2
+    assert fixed.random
+    assert not dataclasses.replace(fixed, probability=0.0).random
+    with pytest.raises(ConfigError, match=r"serve\[2\].color_jitter is random and cannot serve"):
+        trace(s.Pipeline("serve", (Decode(), CenterCrop(size=30), fixed)), serving=True)
 
 
 def alone2(stage: ColorJitter, data: bytes) -> torch.Tensor:
