@@ -12,7 +12,7 @@ import os
 from array import array
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Any, final
+from typing import Any
 
 import numpy as np
 
@@ -23,35 +23,13 @@ from gpuflow.sources.files import FileSource
 from gpuflow.sources.hints import missing_path, near_word
 from gpuflow.sources.listing_text import check_path, resolved
 from gpuflow.sources.paths import PathTableBuilder
-from gpuflow.sources.record_builder import RecordBuilder
+from gpuflow.sources.record_builder import Locate, RecordBuilder
 from gpuflow.sources.storage import is_remote, open_storage
 
 __all__ = ["open_coco"]
 
 _IMAGES = 4096
 """Number of images in one block."""
-
-
-@final
-class _Places:
-    """Where values stand: images, and annotations by their number in the file.
-
-    images: in the order of samples. annotations: for each sample the numbers of its annotations in the file.
-    """
-
-    def __init__(self, place: str) -> None:
-        self.place = place
-        self.images: Sequence[Any] = ()
-        self.annotations: Sequence[array[int]] = ()
-
-    def sample(self, i: int) -> str:
-        return f"{self.place}: image {self.images[i]['file_name']!r}"
-
-    def value(self, i: int, column: str) -> str:
-        return f"{self.sample(i)}: {column}"
-
-    def row(self, i: int, column: str, j: int) -> str:
-        return f"{self.place}: annotations[{self.annotations[i][j]}].{column}"
 
 
 def open_coco(spec: SourceSpec) -> FileSource:
@@ -61,14 +39,11 @@ def open_coco(spec: SourceSpec) -> FileSource:
     document = _document(place)
     classes, label_of = _categories(document, place)
     images = sorted(_checked_images(document, place), key=lambda image: image["id"])
-    places = _Places(place)
-    places.images = images
     sample_of = {image["id"]: i for i, image in enumerate(images)}
     if len(sample_of) < len(images):
         twice = next(a["id"] for a, b in pairwise(images) if a["id"] == b["id"])
         raise SourceError(f"{place}: images must have ids of their own, got {twice} twice; correct one")
-    held = [array("q") for _ in images]
-    places.annotations = held
+    held = [array("q") for _ in images]  # the numbers of each sample's annotations in the file
     annotations = document["annotations"]
     crowds = 0
     for k, annotation in enumerate(annotations):
@@ -79,6 +54,10 @@ def open_coco(spec: SourceSpec) -> FileSource:
             held[sample].append(k)
     declared = spec.declared or _default_fields(annotations)
     declared = tuple((name, _with_column(field)) for name, field in declared)
+    places = Locate(
+        lambda i: f"{place}: image {images[i]['file_name']!r}",
+        row=lambda i, column, j: f"{place}: annotations[{held[i][j]}].{column}",
+    )
     builder = RecordBuilder(declared, None, place, places, mixed_masks=True)
     empty_keypoints = _empty_keypoints(document, place)
     for first in range(0, len(images), _IMAGES):

@@ -54,8 +54,12 @@ class FileSource:
     @cached_property
     def fingerprint(self) -> str:
         """See `gpuflow.sources.fingerprint`."""
-        entries = self._paths.entries_below(self._root)
-        return fingerprint(entries, self.labels, self.classes, known=self._table.digest())
+        return fingerprint(self.entries, self.labels, self.classes, known=self._table.digest())
+
+    @property
+    def entries(self) -> bytes:
+        """See `gpuflow.sources.fingerprint.entries_of`."""
+        return self._paths.entries_below(self._root)
 
     def __len__(self) -> int:
         return len(self.labels)

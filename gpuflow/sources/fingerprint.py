@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from gpuflow.sources.base import Source
 
-__all__ = ["fingerprint", "fingerprint_of", "relative"]
+__all__ = ["entries_of", "fingerprint", "fingerprint_of", "relative"]
 
 
 def fingerprint(
@@ -48,10 +48,15 @@ def _bytes(labels: NDArray[Any]) -> bytes:
 def fingerprint_of(source: Source) -> str:
     """A source's own `fingerprint`; where it has none, that of its paths, labels and classes."""
     own: str | None = getattr(source, "fingerprint", None)
+    return own if own is not None else fingerprint(entries_of(source), source.labels, source.classes)
+
+
+def entries_of(source: Source) -> bytes:
+    """What names a source's samples, in their order, whatever their labels and fields are. Equal for equal samples."""
+    own: bytes | None = getattr(source, "entries", None)
     if own is not None:
         return own
-    paths = [source.path(index) for index in range(len(source))]
-    return fingerprint(b"".join(map(_entry, relative(paths))), source.labels, source.classes)
+    return b"".join(map(_entry, relative([source.path(index) for index in range(len(source))])))
 
 
 def relative(paths: Sequence[str]) -> list[str]:

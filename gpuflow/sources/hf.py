@@ -26,7 +26,7 @@ from gpuflow.sources.hf_tables import Cells, Table, broken, features_of, is_of_b
 from gpuflow.sources.hints import missing_path, near_word
 from gpuflow.sources.labels import resolve_labels
 from gpuflow.sources.payload import Allocate, Payload
-from gpuflow.sources.record_builder import RecordBuilder
+from gpuflow.sources.record_builder import Locate, RecordBuilder
 from gpuflow.sources.record_table import NO_FIELDS, MaskCells, RecordTable
 from gpuflow.sources.sample_labels import sample_labels
 from gpuflow.sources.storage import LocalStorage, Storage, is_remote
@@ -76,8 +76,12 @@ class HfSource:
     @cached_property
     def fingerprint(self) -> str:
         """See `gpuflow.sources.fingerprint`. Names of the files, sizes of the images or of the row groups."""
-        entries = b"".join(os.fsencode(name) + b"\0" for name in relative(self._names))
-        return fingerprint(entries, self.labels, self.classes, self._cells.sizes(), known=self._table.digest())
+        return fingerprint(self.entries, self.labels, self.classes, self._cells.sizes(), known=self._table.digest())
+
+    @property
+    def entries(self) -> bytes:
+        """See `gpuflow.sources.fingerprint.entries_of`: the names of the files, whose rows have one order."""
+        return b"".join(os.fsencode(name) + b"\0" for name in relative(self._names))
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -225,7 +229,7 @@ class _Reader:
         self._spec, self._tables, self._storage = spec, tables, storage
         self._ends = np.cumsum([table.rows for table in tables])
         self._schema, self._features = tables[0].schema, features_of(tables[0].schema)
-        self._where = str(spec.hf)
+        self._where, self._locate = str(spec.hf), Locate(self._place)
         for table in tables[1:]:
             if not table.schema.equals(self._schema) or features_of(table.schema) != self._features:
                 raise SourceError(
@@ -233,18 +237,10 @@ class _Reader:
                     "classes, and has others; write them again, or name one of them"
                 )
 
-    # The places of values, for messages: see `Locate`.
-
-    def sample(self, i: int) -> str:
+    def _place(self, i: int) -> str:
         number = int(np.searchsorted(self._ends, i, side="right"))
         table = self._tables[number]
         return f"{table.shard.path}[{i - int(self._ends[number]) + table.rows}]"
-
-    def value(self, i: int, column: str) -> str:
-        return f"{self.sample(i)}: {column}"
-
-    def row(self, i: int, column: str, j: int) -> str:
-        return f"{self.sample(i)}: {column}[{j}]"
 
     def source(self, splits: Mapping[str, tuple[int, int]]) -> HfSource:
         declared = dict(self._spec.declared)
@@ -332,7 +328,7 @@ class _Reader:
         if field.kind in (None, "class") and column in self._schema.names:
             return self._class_labels(column, classes)
         known = None if field.kind in ("number", "vector") else self._classes_of(column, classes)
-        labels = sample_labels(field, column, known, self._where, self)
+        labels = sample_labels(field, column, known, self._where, self._locate)
         for columns in self._blocks([column]):
             labels.add(columns[column])
         return labels.build()
@@ -350,14 +346,16 @@ class _Reader:
         values = pa.chunked_array(parts, kind)
         if values.null_count:
             i = int(np.argmax(values.is_null().to_numpy()))
-            raise SourceError(f"{self.value(i, column)} must be a class, got null; correct it or remove the row")
+            raise SourceError(
+                f"{self._locate.value(i, column)} must be a class, got null; correct it or remove the row"
+            )
         codes = values.dictionary_encode().combine_chunks()
         if isinstance(codes, pa.ChunkedArray):
             codes = codes.chunk(0)
         numbers, written = codes.indices.to_numpy(), codes.dictionary.to_pylist()
 
         def locate(code: int) -> str:
-            return self.value(int(np.argmax(numbers == code)), column)
+            return self._locate.value(int(np.argmax(numbers == code)), column)
 
         if names is not None and pa.types.is_integer(kind):
             for code, value in enumerate(written):
@@ -378,7 +376,7 @@ class _Reader:
         classes: int | Classes | str | None = classes_of_boxes(declared, self._spec.classes)
         if boxes is not None and boxes.labels is not None:
             classes = self._classes_of(boxes.labels, classes)
-        builder = RecordBuilder(declared, None if isinstance(classes, str) else classes, self._where, self)
+        builder = RecordBuilder(declared, None if isinstance(classes, str) else classes, self._where, self._locate)
         columns = builder.columns()
         for column in columns:
             self._check_column(column, "the column")

@@ -16,7 +16,7 @@ from gpuflow.sources.files import FileSource
 from gpuflow.sources.hints import near_word
 from gpuflow.sources.listing_text import check_path, csv_rows, json_objects, load, resolved
 from gpuflow.sources.paths import PathTable, PathTableBuilder
-from gpuflow.sources.record_builder import RecordBuilder
+from gpuflow.sources.record_builder import Locate, RecordBuilder
 from gpuflow.sources.record_table import MaskFiles
 from gpuflow.sources.sample_labels import sample_labels
 from gpuflow.sources.storage import is_remote, open_storage, parent_of
@@ -35,15 +35,7 @@ class _Lines:
 
     def __init__(self, place: str) -> None:
         self.place, self.numbers = place, array("q")
-
-    def sample(self, i: int) -> str:
-        return f"{self.place}:{self.numbers[i]}"
-
-    def value(self, i: int, column: str) -> str:
-        return f"{self.sample(i)}: {column}"
-
-    def row(self, i: int, column: str, j: int) -> str:
-        return f"{self.sample(i)}: {column}[{j}]"
+        self.locate = Locate(lambda i: f"{place}:{self.numbers[i]}")
 
 
 def open_with_fields(spec: SourceSpec, place: str, *, is_csv: bool) -> FileSource:
@@ -54,9 +46,9 @@ def open_with_fields(spec: SourceSpec, place: str, *, is_csv: bool) -> FileSourc
     label = declared[label_name] if label_name is not None else None
     label_column = "" if label_name is None or label is None else label.column or label_name
     lines = _Lines(place)
-    builder = RecordBuilder(spec.declared, classes_of_boxes(spec.declared, spec.classes), place, lines)
+    builder = RecordBuilder(spec.declared, classes_of_boxes(spec.declared, spec.classes), place, lines.locate)
     label_classes = label.classes if label is not None and label.classes is not None else spec.classes
-    labels = sample_labels(label, label_column, label_classes, place, lines)
+    labels = sample_labels(label, label_column, label_classes, place, lines.locate)
     masks = {name: field.column or name for name, field in declared.items() if field.is_mask_file}
     tables = {column: PathTableBuilder() for column in (image, *masks.values())}
     columns = list(dict.fromkeys([*tables, *([label_column] if label is not None else []), *builder.columns()]))
@@ -68,9 +60,9 @@ def open_with_fields(spec: SourceSpec, place: str, *, is_csv: bool) -> FileSourc
         for column, table in tables.items():
             for i, path in enumerate(block[column], start=first):
                 if not isinstance(path, str):
-                    here = lines.value(i, column)
+                    here = lines.locate.value(i, column)
                     raise SourceError(f"{here} must be the path of a file, got {show(path)}; correct it")
-                check_path(path, lines.value(i, column))
+                check_path(path, lines.locate.value(i, column))
             table.add(block[column])
         labels.add(block[label_column if label is not None else image])
         builder.add(block, len(block[image]))
@@ -78,7 +70,7 @@ def open_with_fields(spec: SourceSpec, place: str, *, is_csv: bool) -> FileSourc
         raise SourceError(f"{place}: must list at least one sample, got none; add rows")
     root = spec.root if spec.root is not None else parent_of(place)
     root = root if is_remote(root) else os.path.expanduser(root)
-    paths = {column: resolved(table, root, lines.sample) for column, table in tables.items()}
+    paths = {column: resolved(table, root, lines.locate.sample) for column, table in tables.items()}
     storage = open_storage(_first(paths[image]), spec.cache_spec)
     files = {}
     for name, column in masks.items():
@@ -143,7 +135,7 @@ def _parsed(texts: Sequence[str], column: str, first: int, lines: _Lines, parser
             try:
                 parser(text)
             except ValueError as fault:
-                here = lines.value(i, column)
+                here = lines.locate.value(i, column)
                 raise SourceError(f"{here} must be {form}, got {show(text)}; correct it") from fault
         raise
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
-from typing import Any, Protocol, cast, final
+from typing import Any, cast, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,17 +29,25 @@ from gpuflow.sources.storage import Storage
 __all__ = ["Labels", "Locate", "RecordBuilder"]
 
 
-class Locate(Protocol):
-    """Where values stand, for messages."""
+@final
+class Locate:
+    """Where values stand, for messages.
 
-    def sample(self, i: int) -> str:
-        """The place of sample i: `list.jsonl:17`."""
+    Args:
+        sample: returns the place of sample i: `list.jsonl:17`.
+        value: returns the place of one of its values, by default `list.jsonl:17: boxes`.
+        row: returns the place of row j of a value, by default `list.jsonl:17: boxes[2]`.
+    """
 
-    def value(self, i: int, column: str) -> str:
-        """The place of one of its values: `list.jsonl:17: boxes`."""
-
-    def row(self, i: int, column: str, j: int) -> str:
-        """The place of row j of a value: `list.jsonl:17: boxes[2]`."""
+    def __init__(
+        self,
+        sample: Callable[[int], str],
+        value: Callable[[int, str], str] | None = None,
+        row: Callable[[int, str, int], str] | None = None,
+    ) -> None:
+        self.sample = sample
+        self.value = value or (lambda i, column: f"{sample(i)}: {column}")
+        self.row = row or (lambda i, column, j: f"{self.value(i, column)}[{j}]")
 
 
 @final

@@ -33,14 +33,14 @@ from gpuflow.sources.shard_cache import cache_path, load_arrays, save_arrays
 from gpuflow.sources.storage import CachedStorage, ReadAt, Shard, Storage, is_remote, open_storage
 from gpuflow.sources.tar_fields import read_fields
 from gpuflow.sources.tar_members import (
+    SCAN_FORMAT,
     Member,
+    Sample,
     json_of,
     key_of,
     label_in,
-    members_of,
-    no_image,
     no_label,
-    same_key,
+    samples_of,
     text_of,
 )
 
@@ -48,7 +48,6 @@ __all__ = ["IMAGE_EXTENSIONS", "TarSource", "expand_braces", "open_tar"]
 
 IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp", "bmp")
 
-_CACHE_FORMAT = 1
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _RANGE = re.compile(r"(\d+)\.\.(\d+)")
 
@@ -96,11 +95,14 @@ class TarSource:
     @cached_property
     def fingerprint(self) -> str:
         """See `gpuflow.sources.fingerprint`. Names and sizes of the images, names and lengths of the shards."""
-        index = self._index
+        index, known = self._index, self._table.digest()
+        return fingerprint(self.entries, self.labels, self.classes, index.sizes, index.shard_sizes, known=known)
+
+    @property
+    def entries(self) -> bytes:
+        """See `gpuflow.sources.fingerprint.entries_of`."""
         shards = relative([shard.path for shard in self._shards])
-        entries = b"".join([index.images.blob, *(os.fsencode(shard) + b"\0" for shard in shards)])
-        known = self._table.digest()
-        return fingerprint(entries, self.labels, self.classes, index.sizes, index.shard_sizes, known=known)
+        return b"".join([self._index.images.blob, *(os.fsencode(shard) + b"\0" for shard in shards)])
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -149,7 +151,7 @@ def open_tar(spec: SourceSpec) -> TarSource:
         _warn_of_small_cache(spec, storage, shards, len(source))
         return source
     extensions = (*IMAGE_EXTENSIONS, *spec.extensions)
-    cache = cache_path("tar", shards, _CACHE_FORMAT, *spec.extensions)
+    cache = cache_path("tar", shards, SCAN_FORMAT, *spec.extensions)
     index = _index_of(load_arrays(cache))
     if index is None:
         index = _build_index(storage, shards, extensions)
@@ -242,12 +244,12 @@ def _build_index(storage: Storage, shards: Sequence[Shard], extensions: tuple[st
     starts: list[NDArray[np.int64]] = []
     sizes: list[NDArray[np.int64]] = []
     counts = []
-    for members, labels in storage.scan(shards, functools.partial(_scan_shard, extensions=extensions)):
-        images.add([member.name for member in members])
-        starts.append(np.array([member.start for member in members], dtype=np.int64))
-        sizes.append(np.array([member.size for member in members], dtype=np.int64))
-        codes.append(np.array([values[label] for label in labels], dtype=np.int64))
-        counts.append(len(members))
+    for labelled in storage.scan(shards, functools.partial(_labelled_images, extensions=extensions)):
+        images.add([image.name for image, _ in labelled])
+        starts.append(np.array([image.start for image, _ in labelled], dtype=np.int64))
+        sizes.append(np.array([image.size for image, _ in labelled], dtype=np.int64))
+        codes.append(np.array([values[label] for _, label in labelled], dtype=np.int64))
+        counts.append(len(labelled))
     return _Index(
         images=images.build(),
         starts=np.concatenate(starts),
@@ -258,62 +260,30 @@ def _build_index(storage: Storage, shards: Sequence[Shard], extensions: tuple[st
     )
 
 
-def _scan_shard(
-    shard: Shard, read_at: ReadAt, extensions: tuple[str, ...] = IMAGE_EXTENSIONS
-) -> tuple[list[Member], list[str]]:
+def _labelled_images(shard: Shard, read_at: ReadAt, extensions: tuple[str, ...]) -> list[tuple[Member, str]]:
     """The images of one shard and their labels as written."""
-    images: dict[str, Member] = {}
-    cls_members: dict[str, tuple[str, bytes]] = {}
-    json_members: dict[str, tuple[str, bytes]] = {}
-    for member in members_of(shard, read_at):
-        key, extension = key_of(member.name)
-        if not key or not extension:
-            continue
-        if extension in extensions:
-            if key in images:
-                raise same_key(shard, member.name, images[key].name)
-            images[key] = member
-        elif extension in ("cls", "json"):
-            texts = cls_members if extension == "cls" else json_members
-            if key in texts:
-                raise same_key(shard, member.name, texts[key][0])
-            texts[key] = (member.name, read_at(member.start, member.size))
-    labels = []
-    for key, member in images.items():
-        label = _label(shard, cls_members.pop(key, None), json_members.pop(key, None))
-        if label is None:
-            raise no_label(f"{shard.path}/{member.name}", key)
-        labels.append(label)
-    for key, member_json in json_members.items():
-        if key not in cls_members and _label(shard, None, member_json) is not None:
-            cls_members[key] = member_json
-    for name, _ in cls_members.values():
-        raise no_image(f"{shard.path}/{name}", extensions)
-    return list(images.values()), labels
+    samples = samples_of(shard, read_at, images=extensions, contents=("cls", "json"))
+    return [(sample.image, _label(shard, sample)) for sample in samples]
 
 
-def _label(shard: Shard, cls: tuple[str, bytes] | None, json_member: tuple[str, bytes] | None) -> str | None:
-    """The label as written in a .cls member, else in a .json member; None if there is neither."""
-    if cls is not None:
-        name, data = cls
-        return _not_empty(text_of(data, f"{shard.path}/{name}").strip(), f"{shard.path}/{name}")
-    if json_member is None:
-        return None
-    name, data = json_member
-    label = label_in(json_of(data, f"{shard.path}/{name}"))
-    if label is not None and type(label) not in (int, str):
-        raise SourceError(
-            f"{shard.path}/{name}: label must be an integer or a class name, got {json.dumps(label)}; correct it"
-        )
+def _label(shard: Shard, sample: Sample) -> str:
+    """The label as written in a sample's .cls member, else in its .json member."""
+    image, members, contents = sample
+    here, label = f"{shard.path}/{image.name}", None
+    if "cls" in members:
+        here = f"{shard.path}/{members['cls'].name}"
+        label = text_of(contents["cls"], here)
+    elif "json" in members:
+        here = f"{shard.path}/{members['json'].name}"
+        label = label_in(json_of(contents["json"], here))
     if label is None:
-        return None
-    return _not_empty(str(label).strip(), f"{shard.path}/{name}")
-
-
-def _not_empty(label: str, here: str) -> str:
-    if not label:
+        raise no_label(f"{shard.path}/{image.name}", key_of(image.name)[0])
+    if type(label) not in (int, str):
+        raise SourceError(f"{here}: label must be an integer or a class name, got {json.dumps(label)}; correct it")
+    text = str(label).strip()
+    if not text:
         raise SourceError(f"{here}: label must not be empty; give a class name or a number")
-    return label
+    return text
 
 
 def _index_of(arrays: Mapping[str, NDArray[Any]] | None) -> _Index | None:

@@ -6,8 +6,9 @@ What the members hold that are no images and no masks is cached, as the places o
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, final
 
 import numpy as np
@@ -18,20 +19,20 @@ from gpuflow.sources.base import SourceSpec
 from gpuflow.sources.field_spec import FieldSpec, classes_of_boxes
 from gpuflow.sources.hints import near_word
 from gpuflow.sources.paths import PathTable, PathTableBuilder
-from gpuflow.sources.record_builder import RecordBuilder
+from gpuflow.sources.record_builder import Locate, RecordBuilder
 from gpuflow.sources.record_table import MaskMembers, RecordTable
 from gpuflow.sources.sample_labels import sample_labels
 from gpuflow.sources.shard_cache import cache_path, load_arrays, save_arrays
-from gpuflow.sources.storage import ReadAt, Shard, Storage
+from gpuflow.sources.storage import Shard, Storage
 from gpuflow.sources.tar_members import (
+    SCAN_FORMAT,
     Member,
+    Sample,
     json_of,
     key_of,
     label_in,
-    members_of,
-    no_image,
     no_label,
-    same_key,
+    samples_of,
     text_of,
 )
 
@@ -39,7 +40,6 @@ __all__ = ["TarFields", "read_fields"]
 
 _ROWS = 4096
 """Number of samples in one block."""
-_CACHE_FORMAT = 1
 _LABEL = ".cls or .json"
 """The column of a label that is not given: the member `.cls`, else the key `label` or `cls` of `.json`."""
 
@@ -91,13 +91,17 @@ class _Members:
         """The path of a sample's member, whether or not there is one."""
         return f"{self.shard(i)}/{key_of(self.images[i])[0]}.{suffix}"
 
-    def value(self, i: int, column: str) -> str:
+    @property
+    def locate(self) -> Locate:
+        return Locate(self.sample, self._value, self._row)
+
+    def _value(self, i: int, column: str) -> str:
         if column == _LABEL:
             return f"{self.member(i, 'json' if self.content('cls', i) is None else 'cls')}: label"
         return self.member(i, column[1:]) if column.startswith(".") else f"{self.member(i, 'json')}: {column}"
 
-    def row(self, i: int, column: str, j: int) -> str:
-        return f"{self.value(i, column)}[{j}]" if not column.startswith(".") else f"{self.value(i, column)}: [{j}]"
+    def _row(self, i: int, column: str, j: int) -> str:
+        return f"{self._value(i, column)}{': ' if column.startswith('.') else ''}[{j}]"
 
 
 def read_fields(spec: SourceSpec, storage: Storage, shards: Sequence[Shard], images: Sequence[str]) -> TarFields:
@@ -112,11 +116,11 @@ def read_fields(spec: SourceSpec, storage: Storage, shards: Sequence[Shard], ima
     others += [field.labels for _, field in declared if field.labels is not None]
     required = {column[1:] if column.startswith(".") else "json" for column in others if column != _LABEL}
     suffixes = tuple(sorted(required | {"cls", "json"} if _LABEL in others else required))
-    cache = cache_path("tar-fields", shards, _CACHE_FORMAT, suffixes, mask_suffixes)
+    cache = cache_path("tar-fields", shards, SCAN_FORMAT, tuple(images), suffixes, mask_suffixes)
     arrays = load_arrays(cache)
     if arrays is None:
-        scan = _scanner(images, suffixes, mask_suffixes, required)
-        arrays = _build(storage, shards, scan, suffixes, mask_suffixes)
+        scan = partial(samples_of, images=images, contents=suffixes, others=mask_suffixes, required=required)
+        arrays = _arrays_of(storage.scan(shards, scan), suffixes, mask_suffixes)
         save_arrays(cache, arrays)
     members = _Members(arrays, shards)
     count = len(members.images)
@@ -130,9 +134,9 @@ def read_fields(spec: SourceSpec, storage: Storage, shards: Sequence[Shard], ima
         _check_present(members, suffix, members.arrays[f"mask.{suffix}.starts"])
     label = next((field for _, field in declared if field.type == "label"), None)
     label_classes = label.classes if label is not None and label.classes is not None else spec.classes
-    builder = RecordBuilder(declared, classes_of_boxes(declared, spec.classes), spec.tar, members)
+    builder = RecordBuilder(declared, classes_of_boxes(declared, spec.classes), spec.tar, members.locate)
     label_column = "" if label is None else _column(label)
-    labels = sample_labels(label, label_column, label_classes, spec.tar, members)
+    labels = sample_labels(label, label_column, label_classes, spec.tar, members.locate)
     columns = {column: _reader_of(members, column, declared) for column in builder.columns()}
     label_reader = _reader_of(members, label_column, declared) if label is not None else None
     for first in range(0, count, _ROWS):
@@ -261,77 +265,24 @@ def _label(text: str, field: FieldSpec | None) -> Any:
 # --- members ----------------------------------------------------------------------------------------------------------
 
 
-_IMAGE = ""
-"""Stands for the suffix of the image among a sample's members."""
-_Sample = tuple[Member, dict[str, bytes], dict[str, Member]]
-"""An image, the contents of other members by suffix, and the masks by suffix."""
-
-
-def _scanner(
-    images: Sequence[str], suffixes: Sequence[str], masks: Sequence[str], required: Collection[str]
-) -> Callable[[Shard, ReadAt], list[_Sample]]:
-    """Finds the samples of a shard.
-
-    images, suffixes, masks: the suffixes of images, of contents and of masks. required: contents that each sample has.
-    """
-
-    def needs_image(suffix: str, member: Member, shard: Shard, read_at: ReadAt) -> bool:
-        """Whether a member belongs to a sample: JSON without a label may be about the shard as a whole."""
-        if suffix != "json" or suffix in required:
-            return True
-        return label_in(json_of(read_at(member.start, member.size), f"{shard.path}/{member.name}")) is not None
-
-    def scan(shard: Shard, read_at: ReadAt) -> list[_Sample]:
-        found: dict[str, dict[str, Member]] = {}
-        for member in members_of(shard, read_at):
-            key, suffix = key_of(member.name)
-            if suffix in images and suffix not in suffixes and suffix not in masks:
-                suffix = _IMAGE
-            elif suffix not in suffixes and suffix not in masks:
-                continue
-            if not key:
-                continue
-            held = found.setdefault(key, {})
-            if suffix in held:
-                raise same_key(shard, member.name, held[suffix].name)
-            held[suffix] = member
-        samples = []
-        for held in found.values():
-            image = held.get(_IMAGE)
-            if image is None:
-                for suffix, member in held.items():
-                    if needs_image(suffix, member, shard, read_at):
-                        raise no_image(f"{shard.path}/{member.name}", images)
-                continue
-            contents = {s: read_at(held[s].start, held[s].size) for s in suffixes if s in held}
-            samples.append((image, contents, {s: held[s] for s in masks if s in held}))
-        return samples
-
-    return scan
-
-
-def _build(
-    storage: Storage,
-    shards: Sequence[Shard],
-    scan: Callable[[Shard, ReadAt], list[_Sample]],
-    suffixes: Sequence[str],
-    masks: Sequence[str],
+def _arrays_of(
+    shards: Iterable[list[Sample]], suffixes: Sequence[str], masks: Sequence[str]
 ) -> dict[str, NDArray[Any]]:
-    """The arrays of `_Members`."""
+    """The arrays of `_Members`. shards: the samples of each. suffixes, masks: of contents and of masks."""
     names, places, shard_sizes = PathTableBuilder(), list[tuple[int, int]](), list[int]()
     texts: dict[str, tuple[bytearray, list[int]]] = {suffix: (bytearray(), []) for suffix in suffixes}
     mask_names = {suffix: PathTableBuilder() for suffix in masks}
     mask_places: dict[str, list[tuple[int, int]]] = {suffix: [] for suffix in masks}
-    for samples in storage.scan(shards, scan):
-        names.add([image.name for image, _, _ in samples])
-        places += [(image.start, image.size) for image, _, _ in samples]
+    for samples in shards:
+        names.add([sample.image.name for sample in samples])
+        places += [(sample.image.start, sample.image.size) for sample in samples]
         shard_sizes.append(len(samples))
         for suffix, (blob, ends) in texts.items():
-            for _, contents, _ in samples:
-                blob += contents.get(suffix, b"")
-                ends.append(len(blob) if suffix in contents else -1 - len(blob))
+            for sample in samples:
+                blob += sample.contents.get(suffix, b"")
+                ends.append(len(blob) if suffix in sample.contents else -1 - len(blob))
         for suffix in masks:
-            members = [held.get(suffix, Member(f"{image.name}: none", -1, 0)) for image, _, held in samples]
+            members = [x.members.get(suffix, Member(f"{x.image.name}: none", -1, 0)) for x in samples]
             mask_names[suffix].add([member.name for member in members])
             mask_places[suffix] += [(member.start, member.size) for member in members]
     arrays: dict[str, NDArray[Any]] = {"shard_sizes": np.array(shard_sizes, np.int64)}

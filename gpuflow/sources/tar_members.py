@@ -1,17 +1,31 @@
-"""The members of a tar, from its headers."""
+"""The members of a tar, from its headers, and the samples that they are."""
 
 from __future__ import annotations
 
 import json
 import re
 import tarfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from gpuflow.errors import SourceError
 from gpuflow.sources.storage import ReadAt, Shard
 
-__all__ = ["Member", "json_of", "key_of", "label_in", "members_of", "no_image", "no_label", "same_key", "text_of"]
+__all__ = [
+    "SCAN_FORMAT",
+    "Member",
+    "Sample",
+    "json_of",
+    "key_of",
+    "label_in",
+    "members_of",
+    "no_label",
+    "samples_of",
+    "text_of",
+]
+
+SCAN_FORMAT = 2
+"""The version of what `samples_of` finds, and of the arrays that are cached of it."""
 
 _BLOCK_BYTES = 512
 _PAX_TYPES = (tarfile.XHDTYPE, tarfile.SOLARIS_XHDTYPE)
@@ -34,11 +48,58 @@ def key_of(name: str) -> tuple[str, str]:
     return directory + slash + stem if stem else "", suffix.lower()
 
 
-def same_key(shard: Shard, name: str, before: str) -> SourceError:
-    """The error for two members of one key and suffix, or for two images of one key."""
-    return SourceError(
-        f"{shard.path}/{name}: key must be unique in its shard, but {before} has the same; rename or remove one"
-    )
+class Sample(NamedTuple):
+    """An image and, by suffix, the other members of its key: all that were asked for, and the contents of some."""
+
+    image: Member
+    members: Mapping[str, Member]
+    contents: Mapping[str, bytes]
+
+
+def samples_of(
+    shard: Shard,
+    read_at: ReadAt,
+    *,
+    images: Collection[str],
+    contents: Collection[str],
+    others: Collection[str] = (),
+    required: Collection[str] = (),
+) -> list[Sample]:
+    """The samples of a shard, in the order of their images.
+
+    Args:
+        images: the suffixes of images.
+        contents: the suffixes of members whose contents are read.
+        others: those of members whose places alone are wanted.
+        required: contents that every sample has.
+
+    Raises SourceError for two members of one key and suffix, two images of one key, and a member without an image.
+    """
+    found: dict[str, Member] = {}
+    members: dict[str, dict[str, Member]] = {}
+    texts: dict[str, dict[str, bytes]] = {}
+    for member in members_of(shard, read_at):
+        key, suffix = key_of(member.name)
+        is_asked_for = suffix in contents or suffix in others
+        if not key or not (is_asked_for or suffix in images):
+            continue
+        held, name = (members.setdefault(key, {}), suffix) if is_asked_for else (found, key)
+        if name in held:
+            raise SourceError(
+                f"{shard.path}/{member.name}: key must be unique in its shard, but {held[name].name} has the same; "
+                "rename or remove one"
+            )
+        held[name] = member
+        if suffix in contents:  # now, because a server's shard is read from its start to its end
+            texts.setdefault(key, {})[suffix] = read_at(member.start, member.size)
+    for key in [key for key in members if key not in found]:
+        for suffix, member in members[key].items():
+            here = f"{shard.path}/{member.name}"
+            may_be_alone = suffix == "json" and suffix in contents and suffix not in required
+            if may_be_alone and label_in(json_of(texts[key][suffix], here)) is None:
+                continue  # it may be about the shard as a whole
+            raise SourceError(f"{here}: member must have an image ({', '.join(images)}), got none; add or remove it")
+    return [Sample(image, members.get(key, {}), texts.get(key, {})) for key, image in found.items()]
 
 
 def no_label(image: str, key: str) -> SourceError:
@@ -46,11 +107,6 @@ def no_label(image: str, key: str) -> SourceError:
     return SourceError(
         f'{image}: image must have a label, got none; add {key}.cls, or {key}.json with the key "label" or "cls"'
     )
-
-
-def no_image(member: str, images: Sequence[str]) -> SourceError:
-    """The error for a member at this place without an image. images: the suffixes of images."""
-    return SourceError(f"{member}: member must have an image ({', '.join(images)}), got none; add or remove it")
 
 
 def text_of(content: bytes, here: str) -> str:

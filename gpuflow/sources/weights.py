@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from gpuflow.errors import SourceError, show
 from gpuflow.sources.base import Source, SourceSpec, WeightsSpec
 from gpuflow.sources.field_spec import FieldSpec
+from gpuflow.sources.fingerprint import entries_of
 from gpuflow.sources.hints import missing_path, near_word
 from gpuflow.sources.record_source import records_of
 
@@ -41,7 +42,7 @@ def read_weights(
         weights, lines = _from_file(place, spec.weights.column)
     else:
         place, lines = spec.where, None
-        weights = _from_column(spec, spec.weights.column or "", open_source)
+        weights = _from_column(spec, spec.weights.column or "", source, open_source)
     if len(weights) != len(source):
         raise SourceError(
             f"source.weights: {place} must have one weight for each of the {len(source)} samples, got {len(weights)}; "
@@ -65,21 +66,40 @@ def read_weights(
     return chosen
 
 
-def _from_column(spec: SourceSpec, column: str, open_source: Callable[[SourceSpec], Source]) -> NDArray[np.float64]:
-    """The values of a column: the source is indexed again, with it as its only field."""
-    images = tuple((name, field) for name, field in spec.declared if field.type == "image")
-    if spec.hf is not None and not images:
-        images = (("image", FieldSpec(type="image", column=spec.image)),)
-    fields = (*images, (_FIELD, FieldSpec(type="number", column=column)))
+def _from_column(
+    spec: SourceSpec, column: str, source: Source, open_source: Callable[[SourceSpec], Source]
+) -> NDArray[np.float64]:
+    """The values of a column: the source is indexed again, with it as its only field besides those of files."""
+    in_members = spec.tar is not None  # where a mask's suffix may be one of images
+    kept = tuple(
+        (n, field) for n, field in spec.declared if field.type == "image" or (in_members and field.is_mask_file)
+    )
+    if spec.image is not None:
+        kept = (("image", FieldSpec(type="image", column=spec.image)),)
+    fields = (*kept, (_FIELD, FieldSpec(type="number", column=column)))
     try:
-        source = open_source(replace(spec, fields=fields, weights=None, image=None, label=None, classes=None))
+        other = open_source(replace(spec, fields=fields, weights=None, image=None, label=None, classes=None))
     except SourceError as error:
         raise SourceError(f"source.weights: {error}") from error
     try:
-        values = records_of(source, range(len(source))).columns[_FIELD]
+        _check_same_samples(spec, source, other)
+        values = records_of(other, range(len(other))).columns[_FIELD]
         return np.array(values, np.float64)
     finally:
-        source.close()
+        other.close()
+
+
+def _check_same_samples(spec: SourceSpec, source: Source, other: Source) -> None:
+    """Raise SourceError where a source that was indexed again has other samples, or has them in another order."""
+    if len(source) == len(other) and entries_of(source) == entries_of(other):
+        return
+    count = min(len(source), len(other))
+    differ = next((i for i in range(count) if source.path(i) != other.path(i)), count)
+    first, second = (each.path(differ) if differ < len(each) else "none" for each in (source, other))
+    raise SourceError(
+        f"source.weights: {spec.where}: must give the same samples with the column of weights as without it, but "
+        f"sample {differ} is {second} and not {first}; write the weights into a file: weights: {{file: NAME}}"
+    )
 
 
 def _from_file(place: str, column: str | None) -> tuple[NDArray[np.float64], Sequence[int] | None]:

@@ -116,6 +116,21 @@ def test_only_image_and_label_are_the_same_samples_as_without_fields() -> None:
     assert fingerprint_of(open_source(SourceSpec(tar="s.tar", fields=FIELDS))) != fingerprint_of(plain)
 
 
+def test_other_extensions_are_images_where_they_are_named() -> None:
+    """With an index in the cache for each choice."""
+    members = [*two(), ("0003.heic", b"image 0003"), *((f"0003.{x}", b"7") for x in ("cls", "txt", "mask.png"))]
+    members.append(("0003.json", json.dumps({"boxes": [], "kinds": [], "weight": 1}).encode()))
+    assert len(opened(members, fields=FIELDS, extensions=("heic",))) == 3
+    with pytest.raises(SourceError, match=r"/0003\.cls: member must have an image \(jpg, jpeg, png, webp, bmp\), got"):
+        open_source(SourceSpec(tar="s.tar", fields=FIELDS))
+
+
+def test_samples_have_the_order_of_their_images() -> None:
+    members = [("b.cls", b"0"), ("a.jpg", b"a"), ("a.cls", b"1"), ("b.jpg", b"b")]
+    source = opened(members, fields={"label": None})
+    assert [source.path(i) for i in range(2)] == ["s.tar/a.jpg", "s.tar/b.jpg"] and source.labels.tolist() == [1, 0]
+
+
 def test_what_is_missing() -> None:
     members = [member for member in two() if member[0] != "0002.txt"]
     assert refused(members, fields=FIELDS) == (
@@ -193,6 +208,7 @@ PAIR = [("1.jpg", b"x"), ("1.cls", b"0")]
         [*PAIR, ("meta.json", b'{"made": 2024}')],
         [*PAIR, ("meta.json", b"[1]")],
         [*PAIR, (".jpg", b"x"), ("a/.cls", b"x")],
+        [("2.cls", b"0"), ("1.jpg", b"x"), ("1.cls", b"1"), ("2.jpg", b"y")],
     ],
 )
 def test_an_image_and_a_label_are_the_same_declared_or_not(members: Members, read_all: ReadAll) -> None:

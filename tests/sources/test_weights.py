@@ -10,6 +10,7 @@ import pytest
 
 from gpuflow.errors import ConfigError, SourceError
 from gpuflow.sources import SourceSpec, open_source, subset, weights_of
+from tests.sources.conftest import tar_bytes
 
 LISTING = "path,label,w\n" + "".join(f"{i}.jpg,{i % 2},{i / 2}\n" for i in range(6))
 
@@ -51,6 +52,57 @@ def test_a_part_has_the_weights_of_its_samples(listing: Path) -> None:
     for part in ("train", "val"):
         paths = [subset(source, whole, part).path(i) for i in range(3)]
         assert weights(whole, part) == [int(Path(path).stem) / 2 for path in paths]
+
+
+SCATTERED = [
+    ("a.json", b'{"w": 0.5}'),
+    ("b.jpg", b"b"),
+    ("b.json", b'{"w": 2}'),
+    ("b.cls", b"0"),
+    ("c.cls", b"1"),
+    ("a.jpg", b"a"),
+    ("a.cls", b"1"),
+    ("c.jpg", b"c"),
+    ("c.json", b'{"w": 3}'),
+]
+"""Members that are not sorted by their keys: the images come in the order b, a, c."""
+
+
+@pytest.mark.parametrize("fields", [{}, {"image": None, "label": None, "w": {"type": "number"}}])
+def test_weights_of_shards_belong_to_the_samples_whose_key_they_have(fields: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "s.tar").write_bytes(tar_bytes(SCATTERED))
+    whole = SourceSpec(tar=str(tmp_path / "s.tar"), fields=fields, weights={"column": "w"})
+    source = open_source(whole)
+    assert [Path(source.path(i)).name for i in range(3)] == ["b.jpg", "a.jpg", "c.jpg"]
+    assert source.labels.tolist() == [0, 1, 1]
+    assert weights(whole) == [2, 0.5, 3]
+
+
+def test_weights_of_shards_whose_masks_have_the_suffix_of_images(tmp_path: Path) -> None:
+    (tmp_path / "s.tar").write_bytes(tar_bytes([*SCATTERED, *((f"{key}.png", b"mask") for key in "abc")]))
+    fields: dict[str, Any] = {"label": None, "mask": {"column": ".png"}}
+    assert weights(SourceSpec(tar=str(tmp_path / "s.tar"), fields=fields, weights={"column": "w"})) == [2, 0.5, 3]
+
+
+@pytest.mark.parametrize(
+    ("rows", "differ", "first", "second"),
+    [([0, 1, 5, 4, 3, 2], 2, "/2.jpg", "/5.jpg"), ([0, 1, 2], 3, "/3.jpg", "")],
+    ids=["another order", "fewer samples"],
+)
+def test_a_column_of_other_samples_is_refused(
+    rows: list[int], differ: int, first: str, second: str, listing: Path
+) -> None:
+    whole = spec(listing, column="w")
+    source = open_source(whole)
+    header, *lines = LISTING.splitlines(keepends=True)
+    listing.write_text("".join([header, *(lines[i] for i in rows)]))
+    with pytest.raises(SourceError) as error:
+        weights_of(whole, source)
+    assert str(error.value) == (
+        f"source.weights: {listing}: must give the same samples with the column of weights as without it, but sample "
+        f"{differ} is {str(listing.parent) + second if second else 'none'} and not {listing.parent}{first}; "
+        "write the weights into a file: weights: {file: NAME}"
+    )
 
 
 def test_a_source_without_weights_has_none(listing: Path) -> None:
