@@ -181,7 +181,7 @@ def mask_maps(program: Program, keys: s.Keys, sizes: s.Ints) -> list[MaskMap]:
 
 def _move(maps: Sequence[MaskMap], placed: Sequence[PlacedMove]) -> None:
     for one in placed:
-        assert not isinstance(one.move, s.Warp), "warps are no sampling step"
+        assert one.move is not None and not isinstance(one.move, s.Warp), "warps are no sampling step"
         for i, each in enumerate(maps):
             each.move(one.move, i)
 

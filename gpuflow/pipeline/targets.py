@@ -2,13 +2,15 @@
 
 Everything is mapped move by move, for all boxes of all samples at once, as torchvision v2 does with TVTensors: the four
 corners of a box are mapped, and the result is the box around them, clamped to the image after each crop, pad and warp.
-Coordinates are those of `moves`.
+Warps in a row, with the crops and flips between them, are one move, as they are for pixels: what one of them moves out
+of the image, the next one may move back. Coordinates are those of `moves`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import assert_never
 
 import numpy as np
@@ -17,7 +19,7 @@ from numpy.typing import NDArray
 from gpuflow.errors import Key, Problem
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.moves import Crop, Flip, Matrices, Move, Pad, Resize, Warp, forward
-from gpuflow.pipeline.program import Program
+from gpuflow.pipeline.program import Program, SamplingStep, WarpStep
 from gpuflow.pipeline.records import GEOMETRIC, Field, Ragged
 
 __all__ = [
@@ -55,42 +57,72 @@ class TargetRules:
 
 @dataclass(frozen=True, slots=True)
 class PlacedMove:
-    """A move of N samples, where it takes points (`moves.forward`), and the heights and widths [N] that it gives."""
+    """A move of N samples.
 
-    move: Move
+    move: None if these are several that run as one warp. matrix: where it takes points, see `moves.forward`.
+    after: the heights and widths [N] that it gives. clips [N]: for which samples boxes are clamped after it.
+    """
+
+    move: Move | None
     matrix: Matrices
     after: tuple[s.Ints, s.Ints]
+    clips: s.Bools
+
+    @classmethod
+    def of(cls, move: Move, height: s.Ints, width: s.Ints) -> PlacedMove:
+        """A move of images of these sizes [N]."""
+        matrix, *after = forward(move, height, width)
+        match move:
+            case Crop() | Pad():
+                clips = np.ones(len(height), bool)
+            case Warp():
+                clips = np.ones(len(height), bool) if move.active is None else move.active
+            case Flip() | Resize():
+                clips = np.zeros(len(height), bool)
+            case _:
+                assert_never(move)
+        return cls(move, matrix, (after[0], after[1]), clips)
 
     @property
-    def clips(self) -> s.Bools | None:
-        """For which samples boxes are clamped after it, [N]; None for no sample."""
-        match self.move:
-            case Crop() | Pad():
-                return np.ones(len(self.matrix), bool)
-            case Warp():
-                return np.ones(len(self.matrix), bool) if self.move.active is None else self.move.active
-            case Flip() | Resize():
-                return None
-            case _:
-                assert_never(self.move)
+    def warps(self) -> bool:
+        """Whether pixels are looked up for it; other moves select pixels, or resize them."""
+        return isinstance(self.move, Warp) or (isinstance(self.move, Pad) and self.move.border != "constant")
 
 
 def moves_of(program: Program, keys: s.Keys, sizes: s.Ints) -> list[PlacedMove]:
     """The moves of N samples, in order, drawn again from the same keys. sizes [N, 2]: of the upright images."""
-    return moves_of_stages(((stage, occurrence) for _, stage, occurrence in program.pipeline.parts()), keys, *sizes.T)
+    placed: list[PlacedMove] = []
+    height, width = sizes.T
+    for step in program.steps:
+        if isinstance(step, SamplingStep | WarpStep):
+            moves = moves_of_stages(zip(step.stages, step.occurrences, strict=True), keys, height, width)
+            placed += moves if isinstance(step, SamplingStep) else _with_one_warp(moves)
+            height, width = moves[-1].after if moves else (height, width)
+    return placed
+
+
+def _with_one_warp(moves: Sequence[PlacedMove]) -> list[PlacedMove]:
+    """The moves of a `WarpStep`, all from the first warp to the last one as one."""
+    warps = [i for i, placed in enumerate(moves) if placed.warps]
+    if len(warps) < 2:
+        return list(moves)
+    first, end = warps[0], warps[-1] + 1
+    joined = moves[first:end]
+    matrix: Matrices = reduce(lambda total, placed: placed.matrix @ total, joined[1:], joined[0].matrix)
+    clips = np.logical_or.reduce([placed.clips for placed in joined])
+    return [*moves[:first], PlacedMove(None, matrix, joined[-1].after, clips), *moves[end:]]
 
 
 def moves_of_stages(
     stages: Iterable[tuple[s.Stage, int]], keys: s.Keys, height: s.Ints, width: s.Ints
 ) -> list[PlacedMove]:
-    """The moves of stages, each with the number of stages of its name before it, on images of these sizes [N]."""
+    """Each move of stages, each with the number of stages of its name before it, on images of these sizes [N]."""
     placed: list[PlacedMove] = []
     for stage, occurrence in stages:
         if isinstance(stage, s.Geometry):
             for move in stage.draw(keys.stage(stage.key_name, occurrence), height, width):
-                matrix, after_height, after_width = forward(move, height, width)
-                placed.append(PlacedMove(move, matrix, (after_height, after_width)))
-                height, width = after_height, after_width
+                placed.append(PlacedMove.of(move, height, width))
+                height, width = placed[-1].after
     return placed
 
 
@@ -208,8 +240,7 @@ def map_boxes(boxes: Ragged, moves: Sequence[PlacedMove], sizes: s.Ints, rules: 
         mapped = _map_points(placed.matrix[sample], corners)
         now = np.concatenate([mapped.min(axis=1), mapped.max(axis=1)], axis=1)
         height, width = placed.after
-        if (clips := placed.clips) is not None:
-            now, visible = _clamp(now, visible, height[sample], width[sample], clips[sample])
+        now, visible = _clamp(now, visible, height[sample], width[sample], placed.clips[sample])
     now, visible = _clamp(now, visible, height[sample], width[sample], np.ones(len(sample), bool))
     area = _area(now)
     kept = (area > 0) & (area >= rules.min_area) & (visible >= rules.min_visibility)
@@ -230,7 +261,7 @@ def map_keypoints(keypoints: Ragged, moves: Sequence[PlacedMove], sizes: s.Ints)
     hide(sizes[:, 0], sizes[:, 1])
     for placed in moves:
         points = _map_points(placed.matrix[sample], points)
-        if placed.clips is not None:
+        if placed.clips.any():
             hide(*placed.after)
     return Ragged(np.concatenate([points, visibility[..., None]], axis=2).astype(np.float32), keypoints.offsets)
 

@@ -55,7 +55,9 @@ def by_torchvision(loader: gpuflow.Loader, folder: Path, index: int, position: i
     image = cv2.imread(source.path(index))
     assert image is not None
     size = (image.shape[0], image.shape[1])
-    moves = [one.move for one in moves_of(program, Keys(0, 0, np.array([position])), np.array([size]))]
+    placed = moves_of(program, Keys(0, 0, np.array([position])), np.array([size]))
+    moves = [one.move for one in placed if one.move is not None]
+    assert len(moves) == len(placed), "the recipe has one warp"
     boxes = tv_tensors.BoundingBoxes(torch.from_numpy(column[0]), format="XYXY", canvas_size=size)
     boxes = F.clamp_bounding_boxes(torchvision_moves(boxes, moves, 0))
     pixels = torch.from_numpy(np.array([instance_mask(mask, size) for mask in masks[0]]))

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torchvision import tv_tensors
 from torchvision.transforms.v2 import functional as F
 
-from gpuflow.execute.mask_maps import MaskMap
+from gpuflow.execute.mask_maps import MaskMap, mask_maps
 from gpuflow.pipeline.moves import Crop, Flip, Move, Pad, Resize, Warp, forward
 from gpuflow.pipeline.records import Field, Ragged
 from gpuflow.pipeline.stage import Keys
@@ -36,9 +36,8 @@ def placed(moves: Sequence[Move], sizes: NDArray[np.int64]) -> list[PlacedMove]:
     height, width = sizes[:, 0], sizes[:, 1]
     found = []
     for move in moves:
-        matrix, after_height, after_width = forward(move, height, width)
-        found.append(PlacedMove(move, matrix, (after_height, after_width)))
-        height, width = after_height, after_width
+        found.append(PlacedMove.of(move, height, width))
+        height, width = found[-1].after
     return found
 
 
@@ -154,6 +153,64 @@ def test_inactive_warps_leave_targets_alone() -> None:
     mapped = map_boxes(Ragged.of([box, box], box[:0]), placed([warp], sizes), sizes, ALL)
     np.testing.assert_allclose(mapped.boxes[0], box)
     np.testing.assert_allclose(mapped.boxes[1], [[11, 1, 18, 5]], atol=1e-5)
+
+
+WARPS: dict[str, Entries] = {
+    "back again": ({"decode": {}}, {"affine": {"scale": [1.6, 1.6]}}, {"affine": {"scale": [0.625, 0.625]}}),
+    "turned": (
+        {"decode": {}},
+        {"rotate": {"degrees": 45}},
+        {"flip": {"horizontal": 0.5}},
+        {"affine": {"translate": [0.2, 0.2], "scale": [0.5, 1.0]}},
+        {"center_crop": {"size": [48, 50]}},
+    ),
+    "cropped": (
+        {"decode": {}},
+        {"random_crop": {"size": [50, 52]}},
+        {"rotate": {"degrees": 30}},
+        {"random_crop": {"size": [40, 44]}},
+        {"affine": {"degrees": 20}},
+        {"pad": {"padding": 3}},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WARPS)
+def test_warps_in_a_row_take_targets_where_they_take_pixels(name: str) -> None:
+    """As one warp: what the first one moves out of the image, the next one may move back."""
+    size, count = (60, 64), 40
+    rng = np.random.default_rng(5)
+    folded = program((*WARPS[name], {"center_crop": {"size": [46, 48]}}))
+    keys, sizes = Keys(3, 1, np.arange(count)), np.array([size] * count)
+    moves = moves_of(folded, keys, sizes)
+    edges = np.sort(np.stack([rng.integers(0, side, (count, 4, 2)) for side in (64, 60)], axis=2), axis=3)
+    boxes = (edges.transpose(0, 1, 3, 2).reshape(count, 4, 4) + np.array([0, 0, 1, 1])).astype(np.float32)
+    empty, points = np.empty((0, 4), np.float32), np.empty((0, 1, 3), np.float32)
+    mapped = map_boxes(Ragged.of(list(boxes), empty), moves, sizes, TargetRules(min_area=0.0))
+    centres = np.concatenate([(boxes[..., :2] + boxes[..., 2:]) / 2, np.full((count, 4, 1), 2)], axis=2)
+    keypoints = map_keypoints(Ragged.of(list(centres[:, :, None].astype(np.float32)), points), moves, sizes)
+    seen = 0
+    for i, mask_map in enumerate(mask_maps(folded, keys, sizes)):
+        kept = iter(mapped.boxes[i])
+        for j, ((x1, y1, x2, y2), is_kept) in enumerate(zip(boxes[i].astype(int), mapped.kept_of(i), strict=True)):
+            mask = np.zeros(size, np.uint8)
+            mask[y1:y2, x1:x2] = 1
+            rows, columns = np.nonzero(mask_map.apply(mask))
+            box = next(kept) if is_kept else None
+            if len(rows):
+                assert box is not None, "it is in the result"
+                left, top, right, bottom = box + np.array([-1, -1, 1, 1])
+                assert left <= columns.min() and columns.max() + 1 <= right, (i, j)
+                assert top <= rows.min() and rows.max() + 1 <= bottom, (i, j)
+            x, y, visible = keypoints[i][j, 0]
+            if visible and 1 <= x <= 47 and 1 <= y <= 45 and min(x2 - x1, y2 - y1) > 4:
+                assert mask_map.apply(mask)[int(y), int(x)] == 1, "a box's centre shows the box"
+                seen += 1
+    assert seen > 30
+    if name == "back again":
+        cropped = moves_of(program(({"decode": {}}, {"center_crop": {"size": [46, 48]}})), keys, sizes)
+        alone = map_boxes(Ragged.of(list(boxes), empty), cropped, sizes, TargetRules(min_area=0.0))
+        np.testing.assert_allclose(mapped.boxes.values, alone.boxes.values, atol=1e-3)
 
 
 @pytest.mark.parametrize(
