@@ -275,8 +275,8 @@ class CpuRunner:
         (y, x, height, width), warping = warps.boxes[i], warps.sampling
         box = image[y - top : y - top + height, x - left : x - left + width]
         shape = (*warps.sizes[i], image.shape[2])
-        if warps.same[i] and out is None and image.shape == box.shape == shape:
-            return image
+        if n and warps.same[i] and out is None and image.shape == box.shape == shape:
+            return image  # and not what a decoder or a caller gave, which a later stage must not write to
         result = out if out is not None else self._buffer("warped", shape, n)
         shown = y, x, height, width = warps.shown[i]
         if (height, width) != shape[:2]:

@@ -14,11 +14,13 @@ from gpuflow.execute.resample import resample
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.image_spec import STORAGE, as_batch, slot_shape
 from gpuflow.stages import (
+    Affine,
     CenterCrop,
     ColorJitter,
     Decode,
     Flip,
     Normalize,
+    Perspective,
     RandomCrop,
     RandomResizedCrop,
     Resize,
@@ -100,6 +102,18 @@ def test_encoded_bytes_stay_as_they_are() -> None:
     program = program_of(*TRAIN)
     CpuRunner(program).run(samples, keys_of(8), np.empty((8, 3, 32, 32), np.float32))
     assert [bytes(sample) for sample in samples] == list(SAMPLES)
+
+
+@pytest.mark.parametrize("first", [Perspective(probability=0.0), Affine(), CenterCrop(size=40)], ids=repr)
+def test_decoded_images_stay_as_they_are_where_a_stage_writes_to_its_own(first: s.Stage) -> None:
+    erasing = Torchvision(name="RandomErasing", parameters=(("p", 1.0), ("inplace", True)))
+    program = program_of(Decode(), first, erasing, CenterCrop(size=32))
+    given = [photo(40, 40, seed=i) for i in range(4)]
+    kept = [image.copy() for image in given]
+    slots = np.empty((4, *slot_shape(program.result)), np.uint8)
+    assert not any(CpuRunner(program).run_images(given, keys_of(4), slots))
+    assert not np.array_equal(slots.reshape(4, -1)[0], kept[0][4:36, 4:36].reshape(-1)), "it erased something"
+    assert all(np.array_equal(a, b) for a, b in zip(given, kept, strict=True))
 
 
 @pytest.mark.parametrize("place", range(8))
