@@ -24,7 +24,7 @@ class Perspective(s.Geometry):
 
     Args:
         distortion_scale: how far each corner moves at most, as a fraction of half the width and half the height.
-        p: the probability of moving the corners.
+        probability: the probability of moving the corners.
         interpolation: how pixels are resampled, without antialiasing.
         border: what is seen outside the image: `constant` levels, the pixel at the `edge`, or the image again, as in a
             mirror: `reflect`.
@@ -33,9 +33,10 @@ class Perspective(s.Geometry):
 
     stage_name: ClassVar[str] = "perspective"
     tolerance: ClassVar[float] = 1.0
+    other_names: ClassVar[tuple[str, ...]] = ("RandomPerspective",)
 
     distortion_scale: Annotated[float, s.Bounds(least=0, most=1)] = 0.5
-    p: Probability = 0.5
+    probability: Probability = 0.5
     interpolation: WarpInterpolation = "bilinear"
     border: Border = "constant"
     fill: Fill = 0
@@ -45,13 +46,13 @@ class Perspective(s.Geometry):
         return (
             cls(),
             cls(distortion_scale=0.0),
-            cls(distortion_scale=0.9, p=1.0, fill=114),
-            cls(p=0.8, border="reflect", interpolation="nearest"),
+            cls(distortion_scale=0.9, probability=1.0, fill=114),
+            cls(probability=0.8, border="reflect", interpolation="nearest"),
         )
 
     @property
     def random(self) -> bool:
-        return self.p > 0 and self.distortion_scale > 0
+        return self.probability > 0 and self.distortion_scale > 0
 
     @property
     def warps(self) -> s.Lookup:
@@ -68,7 +69,7 @@ class Perspective(s.Geometry):
         from torchvision.transforms import InterpolationMode, v2
 
         mode = InterpolationMode(self.interpolation)
-        return v2.RandomPerspective(self.distortion_scale, self.p, mode, fill=self.fill)
+        return v2.RandomPerspective(self.distortion_scale, self.probability, mode, fill=self.fill)
 
     def draw(self, keys: s.StageKeys, height: s.Ints, width: s.Ints) -> tuple[s.Move, ...]:
         numbers = keys.uniform(9)
@@ -82,7 +83,7 @@ class Perspective(s.Geometry):
         for a, b, c in combinations(np.moveaxis(end, 1, 0), 3):
             (x, y), (z, w) = (b - a).T, (c - a).T
             flat |= x * w == y * z
-        active = (numbers[:, 0] < self.p) & ~flat & (start != end).any(axis=(1, 2))
+        active = (numbers[:, 0] < self.probability) & ~flat & (start != end).any(axis=(1, 2))
         matrix = np.broadcast_to(np.eye(3), (len(height), 3, 3)).copy()
         matrix[active] = _map_of_corners(end[active], start[active])
         return (s.Warp(matrix, height, width, *self.warps, active=active),)

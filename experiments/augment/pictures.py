@@ -55,7 +55,7 @@ PICTURES: dict[str, dict[str, Parameters]] = {
         "scale 0.6": {"scale": (0.6, 0.6), "degrees": (20, 20)},
         "scale 1.5": {"scale": (1.5, 1.5), "degrees": (40, 40), "shear": (20, 20)},
     },
-    "perspective": {f"scale {n}": {"distortion_scale": n, "p": 1.0} for n in (0.2, 0.5, 0.9)},
+    "perspective": {f"scale {n}": {"distortion_scale": n, "probability": 1.0} for n in (0.2, 0.5, 0.9)},
     "warp_affine": {
         "turn": {"matrix": _TURN},
         "mirror, edge": {"matrix": _MIRROR, "border": "edge"},

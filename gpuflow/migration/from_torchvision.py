@@ -358,7 +358,7 @@ def _affine(reader: _Reader, t: Any) -> _Equal:
 
 
 def _perspective(reader: _Reader, t: Any) -> _Equal:
-    return _warped(t, "perspective", {"distortion_scale": number(t.distortion_scale), "p": number(t.p)})
+    return _warped(t, "perspective", {"distortion_scale": number(t.distortion_scale), "probability": number(t.p)})
 
 
 def _pad(reader: _Reader, t: Any) -> _Equal:

@@ -86,7 +86,7 @@ def of_affine(keys: s.StageKeys) -> Numbers:
 
 def of_perspective(keys: s.StageKeys) -> Numbers:
     """How far each corner moves."""
-    (warp,) = moves(Perspective(distortion_scale=0.5, p=1.0), keys)
+    (warp,) = moves(Perspective(distortion_scale=0.5, probability=1.0), keys)
     corners = np.array([[0, WIDTH - 1, WIDTH - 1, 0], [0, 0, HEIGHT - 1, HEIGHT - 1], [1, 1, 1, 1]])
     x, y, third = np.moveaxis(np.linalg.inv(warp.matrix) @ corners, 1, 0)
     inwards = np.abs(np.stack([x / third - corners[0], y / third - corners[1]], axis=1))
@@ -127,7 +127,7 @@ STAGE_OF: Mapping[str, s.Stage] = {
     "flip": Flip(horizontal=0.5),
     "rotate": Rotate(degrees=30),
     "affine": Affine(degrees=30),
-    "perspective": Perspective(p=1.0),
+    "perspective": Perspective(probability=1.0),
     "color_jitter": ColorJitter(brightness=0.4, contrast=0.4),
     "torchvision": Torchvision(name="RandomHorizontalFlip", parameters=(("p", 0.5),)),
 }

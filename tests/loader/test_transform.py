@@ -313,7 +313,7 @@ ON_A_GPU: dict[str, tuple[Entries, int]] = {
             {"decode": {}},
             {"rotate": {"degrees": 40, "border": "reflect"}},
             {"flip": {"horizontal": 0.5}},
-            {"perspective": {"distortion_scale": 0.4, "p": 1.0, "border": "edge"}},
+            {"perspective": {"distortion_scale": 0.4, "probability": 1.0, "border": "edge"}},
             {"affine": {"degrees": 20, "shear": 10, "fill": 114}},
             {"letterbox": {"size": 50}},
         ),

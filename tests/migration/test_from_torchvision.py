@@ -76,7 +76,7 @@ def texts(found: Imported) -> list[str]:
                 }
             },
         ),
-        (v1.RandomPerspective(0.3, 0.7), {"perspective": {"distortion_scale": 0.3, "p": 0.7}}),
+        (v1.RandomPerspective(0.3, 0.7), {"perspective": {"distortion_scale": 0.3, "probability": 0.7}}),
         (v1.Pad((1, 2)), {"pad": {"padding": [1, 2]}}),
         (v2.Pad(3, fill=9), {"pad": {"padding": 3, "fill": 9}}),
         (

@@ -21,7 +21,7 @@ from tests.stages.warps import apart_from, warp_of
 @pytest.mark.parametrize("fill", [0, (9, 200, 50)])
 @pytest.mark.parametrize("scale", [0.2, 0.7])
 def test_pixels_are_those_of_torchvision(scale: float, fill: Any, interpolation: Any) -> None:
-    stage = Perspective(distortion_scale=scale, p=1.0, fill=fill, interpolation=interpolation)
+    stage = Perspective(distortion_scale=scale, probability=1.0, fill=fill, interpolation=interpolation)
     for size in ((150, 211), (60, 60), (31, 8)):
         image = photo(*size)
         for position in range(3):
@@ -38,7 +38,9 @@ def test_pixels_are_those_of_torchvision(scale: float, fill: Any, interpolation:
             assert apart_from(expected, image, stage, keys) <= (interpolation == "bilinear")
 
 
-@pytest.mark.parametrize("stage", [Perspective(p=0.0), Perspective(distortion_scale=0.0, p=1.0)], ids=repr)
+@pytest.mark.parametrize(
+    "stage", [Perspective(probability=0.0), Perspective(distortion_scale=0.0, probability=1.0)], ids=repr
+)
 def test_without_distortion_no_pixel_changes(stage: Perspective) -> None:
     data = png(photo(40, 57))
     batch = images(program_of(Decode(), stage, CenterCrop(size=(40, 57))), [data] * 8)
@@ -56,14 +58,14 @@ def test_what_is_not_warped_keeps_its_pixels() -> None:
 
 @pytest.mark.parametrize("size", [(1, 1), (1, 9), (2, 2), (3, 2)])
 def test_corners_on_a_line_leave_the_image_as_it_is(size: tuple[int, int]) -> None:
-    move = warp_of(Perspective(distortion_scale=1.0, p=1.0), 200, *size)
+    move = warp_of(Perspective(distortion_scale=1.0, probability=1.0), 200, *size)
     assert move.active is not None and not move.active.all()
     assert np.isfinite(move.matrix).all() and (np.abs(np.linalg.det(move.matrix)) > 1e-9).all()
 
 
 def test_corners_have_torchvisions_distribution() -> None:
     count, height, width = 3000, 41, 60
-    matrix = warp_of(Perspective(distortion_scale=0.4, p=1.0), count, height, width).matrix
+    matrix = warp_of(Perspective(distortion_scale=0.4, probability=1.0), count, height, width).matrix
     theirs = v2.RandomPerspective(0.4, 1.0)
     torch.manual_seed(0)
     drawn = [theirs.make_params([torch.empty(3, height, width)])["coefficients"] for _ in range(count)]
@@ -82,7 +84,7 @@ def test_corners_have_torchvisions_distribution() -> None:
     ("parameters", "text"),
     [
         ({"distortion_scale": 1.5}, "perspective.distortion_scale must be within [0, 1], got 1.5"),
-        ({"p": -0.5}, "perspective.p must be a probability within [0, 1], got -0.5"),
+        ({"probability": -0.5}, "perspective.probability must be a probability within [0, 1], got -0.5"),
     ],
     ids=str,
 )

@@ -38,7 +38,7 @@ PIPELINES: dict[str, Entries] = {
     "warps": (
         {"decode": {}},
         {"flip": {"horizontal": 0.5}},
-        {"perspective": {"p": 0.7, "border": "edge"}},
+        {"perspective": {"probability": 0.7, "border": "edge"}},
         {"affine": {"degrees": 90, "scale": (0.5, 1.5), "border": "edge"}},
         {"center_crop": {"size": 24}},
         {"letterbox": {"size": (14, 18)}},

@@ -28,7 +28,7 @@ def pipelines() -> list[tuple[str, tuple[Geometry, ...]]]:
     for kind, border in itertools.product(("nearest", "bilinear"), ("constant", "edge", "reflect")):
         shared = {"interpolation": kind, "border": border, "fill": (9, 200, 50)}
         affine = Affine(degrees=90, translate=(0.2, 0.2), scale=(0.4, 2.0), shear=20.0, **shared)  # type: ignore[arg-type]
-        far = Perspective(distortion_scale=0.9, p=0.7, **shared)  # type: ignore[arg-type]
+        far = Perspective(distortion_scale=0.9, probability=0.7, **shared)  # type: ignore[arg-type]
         same = Rotate(degrees=0, **shared)  # type: ignore[arg-type]
         fixed = WarpAffine(matrix=TURN, size=30, **shared)  # type: ignore[arg-type]
         found += [
