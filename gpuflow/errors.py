@@ -277,8 +277,13 @@ def system_fault(error: BaseException, path: str) -> BaseException:
     return fault
 
 
-def suggest(word: object, known: Iterable[str], *, else_all: bool = True) -> str:
-    """Names the closest known word, `did you mean 'resize'?`; where none is close, all known words or nothing."""
+def suggest(word: object, known: Iterable[str], *, else_all: bool = True, meant: str = "") -> str:
+    """Names the closest known word, `did you mean 'resize'?`; where none is close, all known words or nothing.
+
+    meant: what the word is known to stand for, which is named in place of a close one.
+    """
+    if meant:
+        return f"did you mean {meant!r}?"
     names = sorted(known)
     close = difflib.get_close_matches(str(word), names, n=1, cutoff=0.6)
     if close:

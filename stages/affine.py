@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
@@ -47,6 +47,8 @@ class Affine(s.Geometry):
 
     stage_name: ClassVar[str] = "affine"
     tolerance: ClassVar[float] = 1.0
+    other_names: ClassVar[tuple[str, ...]] = ("RandomAffine", "ShiftScaleRotate", "Shear", "Translate")
+    other_keys: ClassVar[Mapping[str, str]] = {"rotate": "degrees", "scale_limit": "scale", "shift_limit": "translate"}
 
     degrees: Angle = 0.0
     translate: Annotated[tuple[float, float], s.Bounds(least=0, most=1, words="fractions within [0, 1]")] = (0.0, 0.0)

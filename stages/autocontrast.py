@@ -23,6 +23,7 @@ class Autocontrast(s.Pointwise):
     """
 
     stage_name: ClassVar[str] = "autocontrast"
+    other_names: ClassVar[tuple[str, ...]] = ("RandomAutocontrast",)
 
     probability: Probability = 1.0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -24,6 +25,8 @@ class Brightness(s.Pointwise):
     """
 
     stage_name: ClassVar[str] = "brightness"
+    other_names: ClassVar[tuple[str, ...]] = ("RandomBrightness", "AdjustBrightness")
+    other_keys: ClassVar[Mapping[str, str]] = {"brightness": "amount", "brightness_factor": "amount"}
 
     amount: Factor
     probability: Probability = 1.0

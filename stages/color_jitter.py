@@ -36,6 +36,7 @@ class ColorJitter(s.Pointwise):
     stage_name: ClassVar[str] = "color_jitter"
     tolerance: ClassVar[float] = 1.0
     late_fields: ClassVar[tuple[str, ...]] = ("probability",)
+    other_names: ClassVar[tuple[str, ...]] = ("RandomBrightnessContrast", "HueSaturationValue")
 
     brightness: Factor = 0.0
     contrast: Factor = 0.0

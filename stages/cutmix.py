@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
@@ -30,6 +31,7 @@ class Cutmix(s.Mixing):
     """
 
     stage_name: ClassVar[str] = "cutmix"
+    other_keys: ClassVar[Mapping[str, str]] = {"cutmix_alpha": "alpha"}
 
     alpha: Annotated[float, s.Bounds(above=0)] = 1.0
     probability: Probability = 1.0

@@ -35,6 +35,7 @@ class Decode(Decoder):
     tolerance: ClassVar[float] = 1.0
     where_fields: ClassVar[tuple[str, ...]] = ("backend", "cpu_share", "max_scans")
     late_fields: ClassVar[tuple[str, ...]] = ("background", "formats")
+    other_names: ClassVar[tuple[str, ...]] = ("DecodeImage", "LoadImage")
 
     color: Literal["rgb", "bgr", "gray"] = "rgb"
     backend: Literal["auto", "cpu", "gpu"] = "auto"

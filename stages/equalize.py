@@ -23,6 +23,7 @@ class Equalize(s.Pointwise):
     """
 
     stage_name: ClassVar[str] = "equalize"
+    other_names: ClassVar[tuple[str, ...]] = ("RandomEqualize",)
 
     probability: Probability = 1.0
 

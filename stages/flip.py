@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -21,6 +22,15 @@ class Flip(s.Geometry):
     """
 
     stage_name: ClassVar[str] = "flip"
+    other_names: ClassVar[tuple[str, ...]] = (
+        "RandomHorizontalFlip",
+        "RandomVerticalFlip",
+        "HorizontalFlip",
+        "VerticalFlip",
+        "HFlip",
+        "VFlip",
+    )
+    other_keys: ClassVar[Mapping[str, str]] = {"p": "horizontal"}
 
     horizontal: Probability = 0.0
     vertical: Probability = 0.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
@@ -32,6 +32,7 @@ class GaussianBlur(s.Local):
 
     stage_name: ClassVar[str] = "gaussian_blur"
     tolerance: ClassVar[float] = 1.0
+    other_keys: ClassVar[Mapping[str, str]] = {"blur_limit": "kernel_size", "sigma_limit": "sigma"}
 
     kernel_size: Annotated[int, s.Bounds(least=1)]
     sigma: Annotated[float, s.Bounds(above=0)] | Annotated[tuple[float, float], s.Bounds(above=0, ascending=True)] = (

@@ -26,6 +26,7 @@ class Grayscale(s.Pointwise):
 
     stage_name: ClassVar[str] = "grayscale"
     tolerance: ClassVar[float] = 1.0
+    other_names: ClassVar[tuple[str, ...]] = ("RandomGrayscale", "ToGray", "Greyscale")
 
     probability: Probability = 1.0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -24,6 +25,8 @@ class Hue(s.Pointwise):
     """
 
     stage_name: ClassVar[str] = "hue"
+    other_names: ClassVar[tuple[str, ...]] = ("AdjustHue",)
+    other_keys: ClassVar[Mapping[str, str]] = {"hue": "amount", "hue_factor": "amount"}
 
     amount: Shift
     probability: Probability = 1.0

@@ -23,6 +23,7 @@ class Invert(s.Pointwise):
     """
 
     stage_name: ClassVar[str] = "invert"
+    other_names: ClassVar[tuple[str, ...]] = ("RandomInvert", "InvertImg")
 
     probability: Probability = 1.0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -32,6 +33,7 @@ class Letterbox(s.Geometry):
     stage_name: ClassVar[str] = "letterbox"
     tolerance: ClassVar[float] = 1.0
     resizes: ClassVar[bool] = True
+    other_keys: ClassVar[Mapping[str, str]] = {"new_shape": "size"}
 
     size: Size
     fill: Fill = 114

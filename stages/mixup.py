@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
@@ -30,6 +31,7 @@ class Mixup(s.Mixing):
     """
 
     stage_name: ClassVar[str] = "mixup"
+    other_keys: ClassVar[Mapping[str, str]] = {"mixup_alpha": "alpha", "switch_prob": "switch_probability"}
 
     alpha: Annotated[float, s.Bounds(above=0)] = 1.0
     cutmix_alpha: Annotated[float, s.Bounds(least=0)] = 0.0

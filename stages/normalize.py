@@ -36,6 +36,14 @@ class Normalize(s.Pointwise):
 
     stage_name: ClassVar[str] = "normalize"
     tolerance: ClassVar[float] = 0.0
+    other_names: ClassVar[tuple[str, ...]] = (
+        "ToTensor",
+        "ToImage",
+        "ToDtype",
+        "ToFloat",
+        "PILToTensor",
+        "ConvertImageDtype",
+    )
 
     mean: Literal["imagenet"] | Annotated[tuple[float, ...], s.Bounds()] = "imagenet"
     std: Literal["imagenet"] | Annotated[tuple[float, ...], s.Bounds(above=0)] = "imagenet"

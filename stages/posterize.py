@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
@@ -24,6 +25,8 @@ class Posterize(s.Pointwise):
     """
 
     stage_name: ClassVar[str] = "posterize"
+    other_names: ClassVar[tuple[str, ...]] = ("RandomPosterize",)
+    other_keys: ClassVar[Mapping[str, str]] = {"num_bits": "bits"}
 
     bits: Annotated[int, s.Bounds(least=0, most=8)]
     probability: Probability = 1.0

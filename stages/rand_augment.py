@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
@@ -55,6 +55,7 @@ class RandAugment(AugmentPolicy):
     """
 
     stage_name: ClassVar[str] = "rand_augment"
+    other_keys: ClassVar[Mapping[str, str]] = {"num_ops": "operations", "num_magnitude_bins": "bins"}
 
     operations: Annotated[int, s.Bounds(least=1)] = 2
     magnitude: Annotated[int, s.Bounds(least=0)] = 9

@@ -34,6 +34,7 @@ class RandomErasing(s.Pointwise):
     """
 
     stage_name: ClassVar[str] = "random_erasing"
+    other_names: ClassVar[tuple[str, ...]] = ("Erasing", "CoarseDropout", "Cutout")
 
     probability: Probability = 0.5
     scale: Annotated[tuple[float, float], s.Bounds(least=0, most=1, ascending=True)] = (0.02, 0.33)

@@ -34,6 +34,7 @@ class RandomResizedCrop(s.Geometry):
     stage_name: ClassVar[str] = "random_resized_crop"
     tolerance: ClassVar[float] = 1.0
     resizes: ClassVar[bool] = True
+    other_names: ClassVar[tuple[str, ...]] = ("RandomSizedCrop", "RandomResizedCropAndInterpolation")
 
     size: Size
     scale: Annotated[tuple[float, float], s.Bounds(above=0, most=1, ascending=True)] = (0.08, 1.0)

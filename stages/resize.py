@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -38,6 +38,8 @@ class Resize(s.Geometry):
     tolerance: ClassVar[float] = 1.0
     resizes: ClassVar[bool] = True
     late_fields: ClassVar[tuple[str, ...]] = ("rounding",)
+    other_names: ClassVar[tuple[str, ...]] = ("SmallestMaxSize", "LongestMaxSize")
+    other_keys: ClassVar[Mapping[str, str]] = {"size": "shorter", "min_size": "shorter"}
 
     height: Side | None = None
     width: Side | None = None

@@ -34,6 +34,7 @@ class Rotate(s.Geometry):
 
     stage_name: ClassVar[str] = "rotate"
     tolerance: ClassVar[float] = 1.0
+    other_names: ClassVar[tuple[str, ...]] = ("RandomRotation", "SafeRotate")
 
     degrees: Angle
     interpolation: WarpInterpolation = "bilinear"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -25,6 +26,8 @@ class Saturation(s.Pointwise):
 
     stage_name: ClassVar[str] = "saturation"
     tolerance: ClassVar[float] = 1.0
+    other_names: ClassVar[tuple[str, ...]] = ("Color", "AdjustSaturation")
+    other_keys: ClassVar[Mapping[str, str]] = {"saturation": "amount", "saturation_factor": "amount"}
 
     amount: Factor
     probability: Probability = 1.0

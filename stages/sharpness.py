@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -28,6 +29,8 @@ class Sharpness(s.Local):
     """
 
     stage_name: ClassVar[str] = "sharpness"
+    other_names: ClassVar[tuple[str, ...]] = ("RandomAdjustSharpness", "AdjustSharpness", "Sharpen")
+    other_keys: ClassVar[Mapping[str, str]] = {"sharpness": "amount", "sharpness_factor": "amount"}
 
     amount: Factor
     probability: Probability = 1.0

@@ -24,6 +24,7 @@ class Solarize(s.Pointwise):
     """
 
     stage_name: ClassVar[str] = "solarize"
+    other_names: ClassVar[tuple[str, ...]] = ("RandomSolarize",)
 
     threshold: Annotated[float, s.Bounds(least=0, most=255)] = 128.0
     probability: Probability = 1.0

@@ -25,6 +25,12 @@ _PROBES = ((61, 83), (97, 53))
 _PROBE_SEEDS = 16
 """A random transform is probed this many times, to detect that its result has a random size."""
 _CONTAINERS = {"Transform", "Compose", "Lambda", "RandomApply", "RandomChoice", "RandomOrder"}
+_NOT_OF_ONE_IMAGE = {
+    *("FiveCrop", "TenCrop", "LinearTransformation", "UniformTemporalSubsample", "CutMix", "MixUp"),
+    *("ToPILImage", "ToPureTensor", "RandomIoUCrop", "SetClampingMode", "ConvertBoundingBoxFormat"),
+    *("ClampBoundingBoxes", "ClampKeyPoints", "SanitizeBoundingBoxes", "SanitizeKeyPoints"),
+}
+"""The transforms that this stage cannot run, or that do nothing to an image alone: no error suggests them."""
 _IN_PLACE = frozenset(
     (
         *("ColorJitter", "RandomPhotometricDistort", "Grayscale", "RandomGrayscale", "RGB", "RandomChannelPermutation"),
@@ -51,6 +57,11 @@ class Torchvision(s.Opaque):
 
     name: str
     parameters: tuple[tuple[str, Any], ...] = ()
+
+    @classmethod
+    def entry_for(cls, name: str) -> str:
+        classes = {one.lower(): one for one in _transforms() - _NOT_OF_ONE_IMAGE}
+        return f"torchvision: {{name: {classes[name]}}}" if name in classes else ""
 
     @classmethod
     def examples(cls) -> tuple[Torchvision, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
@@ -44,6 +45,8 @@ class TrivialAugment(AugmentPolicy):
     """
 
     stage_name: ClassVar[str] = "trivial_augment"
+    other_names: ClassVar[tuple[str, ...]] = ("TrivialAugmentWide",)
+    other_keys: ClassVar[Mapping[str, str]] = {"num_magnitude_bins": "bins"}
 
     bins: Annotated[int, s.Bounds(least=2)] = 31
     interpolation: WarpInterpolation = "nearest"

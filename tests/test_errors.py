@@ -84,6 +84,7 @@ def test_keys_and_suggestions() -> None:
     assert suggest("resie", ["resize", "flip"]) == "did you mean 'resize'?"
     assert suggest("zzz", ["resize", "flip"]) == "known: flip, resize"
     assert suggest("zzz", ["resize", "flip"], else_all=False) == ""
+    assert suggest("resie", ["resize", "flip"], meant="flip") == "did you mean 'flip'?"
 
 
 def test_texts_of_errors() -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
+import re
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from gpuflow.config.words import fits, type_in_words
 from gpuflow.decode.optional_decoders import missing_library
 from gpuflow.errors import ConfigError, Problem, suggest
 from gpuflow.pipeline.bounds import field_types
+from gpuflow.pipeline.parameters import OTHER_KEYS
 from gpuflow.pipeline.stage import Decoder, FromRecord, Stage
 
 __all__ = ["as_tuples", "make_stage"]
@@ -33,7 +36,7 @@ def make_stage(entry: Any, stages: Mapping[str, type[Stage]]) -> Stage:
         raise ConfigError([Problem.of((), rule, entry, code="config.type")])
     ((name, given),) = entry.items()
     if name not in stages:
-        action = suggest(name, stages)
+        action = _suggest_stage(str(name), stages)
         raise ConfigError([Problem.of(name, "is not a stage", action=action, code="stage.unknown")])
     if given is not None and not isinstance(given, dict):
         raise ConfigError([Problem.of(name, "must be a mapping of parameters", given, code="config.type")])
@@ -46,6 +49,32 @@ def make_stage(entry: Any, stages: Mapping[str, type[Stage]]) -> Stage:
             [Problem.of((name, "formats"), f"names what cannot be decoded here: {missing}", code="config.rule")]
         )
     return stage
+
+
+def _suggest_stage(name: str, stages: Mapping[str, type[Stage]]) -> str:
+    """Names the stage that another library calls so, or the entry that runs its transform, or the closest stage."""
+    plain = _plain(name)
+    known = {_plain(other): one for one, stage in stages.items() for other in (one, *stage.other_names)}
+    entry = known.get(plain) or next(filter(None, (stage.entry_for(plain) for stage in stages.values())), "")
+    if entry or not name.startswith(_RANDOM):
+        return suggest(name, stages, meant=entry)
+    rests = {one.removeprefix(_RANDOM): one for one in stages}  # what many names begin with makes no name close
+    close = difflib.get_close_matches(name.removeprefix(_RANDOM), rests, n=1)
+    return suggest(name, stages, meant=rests[close[0]]) if close else f"known: {', '.join(sorted(stages))}"
+
+
+_RANDOM = "random_"
+
+
+def _plain(name: str) -> str:
+    """A name without what differs between libraries: `RandomCrop` and `random_crop` are one."""
+    return re.sub(r"[^a-z0-9]", "", name.lower())
+
+
+def _suggest_key(key: object, stage: type[Stage], fields: Collection[str]) -> str:
+    """Names the parameter that other libraries call so, or the closest one."""
+    meant = stage.other_keys.get(str(key)) or OTHER_KEYS.get(str(key), "")
+    return suggest(key, fields, meant=meant if meant in fields else "")
 
 
 def as_tuples(value: Any) -> Any:
@@ -89,7 +118,8 @@ def _misfits(stage: type[Stage], name: str, parameters: Mapping[Any, Any]) -> It
         if key in fields:
             continue
         if stage.open_field is None:
-            yield Problem.of(key, f"is not a key of {name}", action=suggest(key, fields), code="config.unknown_key")
+            action = _suggest_key(key, stage, fields)
+            yield Problem.of(key, f"is not a key of {name}", action=action, code="config.unknown_key")
         elif not isinstance(key, str):
             yield Problem.of((), "takes keys that are text", key, code="config.unknown_key")
     hints = field_types(stage)  # type: ignore[arg-type]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import numpy as np
@@ -11,7 +12,32 @@ from numpy.typing import NDArray
 from gpuflow.pipeline.bounds import Bounds
 from gpuflow.pipeline.rng import StageKeys
 
-__all__ = ["Factor", "Probability", "Shift", "adjustment", "drawn_factors", "is_random", "range_of", "with_probability"]
+__all__ = [
+    "OTHER_KEYS",
+    "Factor",
+    "Probability",
+    "Shift",
+    "adjustment",
+    "drawn_factors",
+    "is_random",
+    "range_of",
+    "with_probability",
+]
+
+OTHER_KEYS: Mapping[str, str] = {
+    "p": "probability",
+    "prob": "probability",
+    "angle": "degrees",
+    "degree": "degrees",
+    "rotation": "degrees",
+    "resample": "interpolation",
+    "padding_mode": "border",
+    "border_mode": "border",
+    "fillcolor": "fill",
+    "fill_value": "fill",
+    "factor": "amount",
+}
+"""What torchvision, timm and Albumentations call parameters that several stages have, and their names here."""
 
 Probability = Annotated[float, Bounds(least=0, most=1, words="a probability within [0, 1]")]
 Factor = (

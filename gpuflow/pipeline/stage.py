@@ -86,6 +86,9 @@ class Stage:
     open_field: the name of the field that receives all other keys, as sorted (key, value) pairs; None if there is none.
     where_fields: the fields that select where it runs or limit its work, and do not change the pixels.
     late_fields: the fields that did not always exist. At their defaults they do not count, so that fingerprints stay.
+    other_names: what torchvision, timm and Albumentations call it, for hints in errors.
+    other_keys: their names of its parameters, and what these are called here; `parameters.OTHER_KEYS` has those that
+        several stages share.
     """
 
     stage_name: ClassVar[str]
@@ -93,6 +96,8 @@ class Stage:
     open_field: ClassVar[str | None] = None
     where_fields: ClassVar[tuple[str, ...]] = ()
     late_fields: ClassVar[tuple[str, ...]] = ()
+    other_names: ClassVar[tuple[str, ...]] = ()
+    other_keys: ClassVar[Mapping[str, str]] = {}
 
     def __post_init__(self) -> None:
         problems = [*out_of_bounds(self), *map(self._problem, self.faults())]
@@ -113,6 +118,14 @@ class Stage:
         Each parameter has two values among them that can be exchanged for one another.
         """
         raise NotImplementedError
+
+    @classmethod
+    def entry_for(cls, name: str) -> str:
+        """The entry by which this stage runs another library's transform of this name; empty if it does not.
+
+        For hints, where no stage has the name. name: in lower case, letters and digits alone.
+        """
+        return ""
 
     def faults(self) -> Iterator[Problem | tuple[str, str]]:
         """Yield a problem for each broken rule that `Bounds` cannot declare, with its path from the parameters on.

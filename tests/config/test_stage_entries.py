@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
 from gpuflow.config.schema import json_schema
+from gpuflow.pipeline.parameters import OTHER_KEYS
 from gpuflow.pipeline.stage import Stage
 from gpuflow.stages import (
     STAGES,
@@ -148,6 +149,83 @@ from tests.config.files import fault, read, stages_of
 )
 def test_stages(stages: str, expected: str) -> None:
     assert fault(stages_of(stages)) == f"x.yaml:2: {expected}"
+
+
+# --- names of other libraries ---------------------------------------------------------------------------------------
+
+HINTS = {
+    **dict.fromkeys(("random_rotation", "RandomRotation", "rotation"), "rotate"),
+    **dict.fromkeys(("random_affine", "RandomAffine", "ShiftScaleRotate"), "affine"),
+    **dict.fromkeys(("random_horizontal_flip", "horizontal_flip", "HorizontalFlip", "RandomVerticalFlip"), "flip"),
+    **dict.fromkeys(("random_erase", "CoarseDropout", "erasing"), "random_erasing"),
+    **dict.fromkeys(("to_tensor", "ToTensor", "ConvertImageDtype"), "normalize"),
+    **dict.fromkeys(("aug_mix", "AugMix"), "torchvision: {name: AugMix}"),
+    **dict.fromkeys(("elastic_transform", "ElasticTransform"), "torchvision: {name: ElasticTransform}"),
+    **dict.fromkeys(("gaussian_noise", "GaussianNoise"), "torchvision: {name: GaussianNoise}"),
+    "CutMix": "cutmix",
+    "MixUp": "mixup",
+    "RandAugment": "rand_augment",
+    "TrivialAugmentWide": "trivial_augment",
+    "random_invert": "invert",
+    "random_pad": "pad",
+    "SmallestMaxSize": "resize",
+    "colour_jitter": "color_jitter",
+}
+
+
+@pytest.mark.parametrize("name", HINTS)
+def test_a_name_of_another_library_leads_to_its_stage(name: str) -> None:
+    expected = f"x.yaml:2: pipelines.a.stages[1].{name} is not a stage; did you mean {HINTS[name]!r}?"
+    assert fault(stages_of(f"decode, {name}: {{}}")) == expected
+
+
+@pytest.mark.parametrize("name", ["random_zoom", "five_crops_of_it", "sanitize_bounding_boxes"])
+def test_a_name_that_no_stage_is_like_gets_the_list(name: str) -> None:
+    """Of which `random_` and endings that many names share are no part."""
+    assert fault(stages_of(f"decode, {name}: {{}}")).endswith(" is not a stage; known: " + ", ".join(sorted(STAGES)))
+
+
+def test_no_hint_names_a_transform_that_is_another_one() -> None:
+    """For torchvision's names: the stage that the importer puts in its place, or the transform itself."""
+    from gpuflow.migration.from_torchvision import _EQUAL
+    from gpuflow.stages.torchvision import _NOT_OF_ONE_IMAGE, _transforms
+
+    for name in sorted(_transforms() - _NOT_OF_ONE_IMAGE):
+        hint = fault(stages_of(f"decode, {name}: {{}}")).partition("did you mean ")[2].strip("'?")
+        if name in _EQUAL:
+            assert hint in STAGES and hint != "torchvision", name
+        else:
+            assert hint in ("normalize", f"torchvision: {{name: {name}}}"), name
+
+
+def test_other_names_and_keys_stand_for_one_stage_and_its_parameters() -> None:
+    names = [other.lower() for stage in STAGES.values() for other in stage.other_names]
+    assert len(set(names)) == len(names)
+    assert not {name.replace("_", "") for name in STAGES} & set(names)
+    for stage in STAGES.values():
+        fields = {field.name for field in dataclasses.fields(stage)}
+        assert set(stage.other_keys.values()) <= fields
+        assert not set(stage.other_keys) & fields
+    shared = {field.name for stage in STAGES.values() for field in dataclasses.fields(stage)}
+    assert set(OTHER_KEYS.values()) <= shared
+
+
+@pytest.mark.parametrize(
+    ("entry", "expected"),
+    [
+        ("perspective: {p: 0.5}", "perspective.p is not a key of perspective; did you mean 'probability'?"),
+        ("invert: {p: 0.5}", "invert.p is not a key of invert; did you mean 'probability'?"),
+        ("flip: {p: 0.5}", "flip.p is not a key of flip; did you mean 'horizontal'?"),
+        ("mixup: {mixup_alpha: 0.8}", "mixup.mixup_alpha is not a key of mixup; did you mean 'alpha'?"),
+        ("mixup: {switch_prob: 0.8}", "mixup.switch_prob is not a key of mixup; did you mean 'switch_probability'?"),
+        ("rand_augment: {num_ops: 2}", "rand_augment.num_ops is not a key of rand_augment; did you mean 'operations'?"),
+        ("pad: {padding: 3, padding_mode: edge}", "pad.padding_mode is not a key of pad; did you mean 'border'?"),
+        ("resize: {size: 3}", "resize.size is not a key of resize; did you mean 'shorter'?"),
+        ("center_crop: {size: 3, p: 1}", "center_crop.p is not a key of center_crop; known: rounding, size"),
+    ],
+)
+def test_a_key_of_another_library_leads_to_the_parameter(entry: str, expected: str) -> None:
+    assert fault(stages_of(f"decode, {entry}")) == f"x.yaml:2: pipelines.a.stages[1].{expected}"
 
 
 # --- any stage survives the way through YAML -------------------------------------------------------------------------
