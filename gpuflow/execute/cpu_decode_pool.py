@@ -159,6 +159,7 @@ class CpuDecodePool:
         """Count images of a chunk that the GPU decodes all."""
         with self._lock:
             self._seen += images
+            self._receive_left()
 
     def finish(self, part: _Part) -> list[BadSampleError | None]:
         """What became of a part's samples, once they are decoded."""
@@ -168,7 +169,7 @@ class CpuDecodePool:
         if part.pending is not None:
             part.faults = _receive(part)
             with self._lock:
-                self._send_all()
+                self._send_all()  # the worker is free
         return part.faults if part.faults is not None else self._decode_here(part)
 
     def leave(self, parts: Sequence[_Part]) -> None:
@@ -210,16 +211,25 @@ class CpuDecodePool:
                 self._starting = WorkerPool(__name__, connections=connections, setup=self._program, task="decode")
             return sum(map(len, self._workers))
 
-    def _send_all(self) -> None:
-        """Send what was not sent, as far as workers take it. For holders of the lock."""
+    def _receive_left(self) -> None:
+        """Receive the answers for abandoned parts that are there; drop what was not sent. For holders of the lock.
+
+        The other parts stay, because workers still use their memory; a worker that does not answer in time is killed.
+        """
         for _ in range(len(self._left)):
             part = self._left.popleft()
             with suppress(ValueError):
                 self._unsent.remove(part)
-            if part.pending is not None and part.pending.is_answered():
+            if part.pending is None:
+                continue
+            if part.pending.is_answered():
                 _receive(part)
-            elif part.pending is not None:
+            elif not part.pending.expire():
                 self._left.append(part)
+
+    def _send_all(self) -> None:
+        """Send what was not sent, as far as workers take it. For holders of the lock."""
+        self._receive_left()
         while self._unsent:
             pending = next(filter(None, (pool.begin(self._unsent[0].send) for pool in self._workers)), None)
             if pending is None:
@@ -245,9 +255,13 @@ class CpuDecodePool:
 
 
 def _receive(part: _Part) -> list[BadSampleError | None] | None:
-    """The answer of the worker; None if it was lost."""
-    assert part.pending is not None
-    answer: list[BadSampleError | None] | None = part.pending.result()
+    """The answer of the worker; None if it was lost, or if decoding raised there.
+
+    The part is no longer pending then, because its connection takes the requests of others.
+    """
+    pending, part.pending = part.pending, None
+    assert pending is not None
+    answer: list[BadSampleError | None] | None = pending.result()
     return answer
 
 

@@ -205,7 +205,7 @@ class WorkerConnection:
     def answer(self) -> Any:
         """Wait for the worker's next message."""
         if not self._connection.poll(_ANSWER_SECONDS):
-            raise TimeoutError(f"no answer within {_ANSWER_SECONDS:g} s")
+            raise _no_answer()
         return self._connection.recv()
 
     def share(self, memory: NDArray[Any]) -> bool:
@@ -435,6 +435,7 @@ class Pending:
 
     def __init__(self, pool: WorkerPool, connection: WorkerConnection) -> None:
         self._pool, self._connection = pool, connection
+        self._deadline = time.monotonic() + _ANSWER_SECONDS
 
     def result(self) -> Any:
         """Wait for the answer; None if the worker is lost."""
@@ -447,9 +448,20 @@ class Pending:
         except (OSError, EOFError):  # the worker is lost
             return True
 
+    def expire(self) -> bool:
+        """Kill the worker if it has had as long for its answer as `result` would wait. Returns whether that was so."""
+        if time.monotonic() <= self._deadline:
+            return False
+        self._pool._lose(self._connection, _no_answer())
+        return True
+
     def abandon(self) -> None:
         """Give up the answer, and with it the worker."""
         self._pool._discard(self._connection)
+
+
+def _no_answer() -> TimeoutError:
+    return TimeoutError(f"no answer within {_ANSWER_SECONDS:g} s")
 
 
 def _end(servers: Sequence[ForkServer], owner: int) -> None:

@@ -10,7 +10,8 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -19,20 +20,46 @@ from numpy.typing import NDArray
 
 from gpuflow.execute.cpu import runner_of
 from gpuflow.execute.cpu_decode_pool import CpuDecodePool, PendingImages
+from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.program import fold
 from gpuflow.pipeline.stage import Keys, Pipeline
 from gpuflow.pipeline.validate import trace
 from gpuflow.pipeline.views import AnyProgram, slot_of, slots_of, split
+from gpuflow.runtime import worker_pool
 from gpuflow.runtime.memory import heap, shared
 from gpuflow.sources import Payload
 from gpuflow.stages import Decode, Flip, RandomResizedCrop
 from tests import images
-from tests.datasets import Entries, views_program
+from tests.datasets import Entries, deadline, views_program
+
+FAILS, WAITS = 40, 41
+"""Positions of samples for which `Faulty` raises in every process, or does not end in a worker process."""
+_PARENT = "GPUFLOW_TEST_PARENT"
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Faulty(s.Geometry):
+    """A custom stage with faults of its own."""
+
+    stage_name: ClassVar[str] = "faulty"
+
+    def output(self, spec: s.ImageSpec) -> s.ImageSpec:
+        return spec
+
+    def draw(self, keys: s.StageKeys, height: s.Ints, width: s.Ints) -> tuple[s.Move, ...]:
+        if (keys.positions == FAILS).any():
+            raise RuntimeError("mine")
+        while (keys.positions == WAITS).any() and os.environ[_PARENT] != str(os.getpid()):
+            time.sleep(0.1)
+        return ()
+
 
 PIPELINE = Pipeline("train", (Decode(), RandomResizedCrop(size=12), Flip(horizontal=0.5)))
+FAULTY = Pipeline("train", (Decode(), Faulty(), RandomResizedCrop(size=12), Flip(horizontal=0.5)))
 LARGE: Entries = [{"decode": {}}, {"resize": {"height": 9, "width": 7}}, {"normalize": {"dtype": "bfloat16"}}]
 PROGRAMS: dict[str, AnyProgram] = {
     "stages": fold(PIPELINE, trace(PIPELINE)),
+    "faulty": fold(FAULTY, trace(FAULTY)),
     "views": views_program({"small": (2, [{"decode": {}}, {"random_resized_crop": {"size": 5}}]), "large": (1, LARGE)}),
 }
 SECONDS = 60.0
@@ -72,15 +99,15 @@ def check(pending: PendingImages, name: str = "stages") -> None:
 
 
 @contextmanager
-def at_work(name: str = "stages") -> Iterator[CpuDecodePool]:
+def at_work(name: str = "stages", processes: int = 3) -> Iterator[CpuDecodePool]:
     """A pool whose workers are at work."""
-    pool = pool_of(3, name=name)
+    pool = pool_of(processes, name=name)
     deadline = time.monotonic() + SECONDS
     while not pool._workers:
         check(begin(pool, np.arange(len(FILES))), name)
         assert time.monotonic() < deadline
         time.sleep(0.05)  # leaves the cores to the workers
-    assert pool.counts() == {"at_work": 3, "starting": 0}
+    assert pool.counts() == {"at_work": processes, "starting": 0}
     yield pool
     pool.close()
 
@@ -162,6 +189,60 @@ def test_answers_that_nobody_asks_for_leave_the_workers_free(
         assert time.monotonic() < deadline
     monkeypatch.setattr(CpuDecodePool, "_decode_here", lambda *arguments: pytest.fail("a worker was free"))
     check(begin(working, np.arange(12)))
+
+
+@pytest.fixture
+def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[CpuDecodePool]:
+    """A pool with one worker whose stage has faults."""
+    monkeypatch.setenv(_PARENT, str(os.getpid()))
+    with deadline(SECONDS), at_work("faulty", 1) as pool:
+        yield pool
+
+
+def begin_at(pool: CpuDecodePool, position: int) -> PendingImages:
+    """Begin two images of samples at this position."""
+    return pool.begin(Payload.of(FILES, shared), np.array([2, 3]), Keys(3, 1, np.full(len(FILES), position)))
+
+
+def answered(pending: PendingImages) -> None:
+    """Wait until the workers have decoded these images."""
+    while not all(part.pending is not None and part.pending.is_answered() for part in pending.parts):
+        time.sleep(0.01)
+
+
+def test_a_request_whose_decoding_raises_takes_no_answer_of_others(faulty: CpuDecodePool) -> None:
+    """Its connection serves other requests once the worker has answered, also while the chunk still exists."""
+    for _ in range(3):
+        failed = begin_at(faulty, FAILS)
+        with pytest.raises(RuntimeError, match="mine"):
+            failed.result()
+        del failed
+        first = begin(faulty, np.arange(4))
+        answered(first)
+        second = begin(faulty, np.arange(4, 9))  # receives the answers that nobody asks for
+        check(first, "faulty")
+        check(second, "faulty")
+    (workers,) = faulty._workers
+    idle = [workers._idle.get_nowait() for _ in range(workers._idle.qsize())]
+    assert len(idle) == len(set(map(id, idle))) == 4, "each connection is free once"
+    assert not faulty._left
+
+
+def test_an_abandoned_request_without_an_answer_costs_its_worker_and_holds_no_memory(
+    faulty: CpuDecodePool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(worker_pool, "_ANSWER_SECONDS", 1.0)
+    pending = begin_at(faulty, WAITS)
+    memory = weakref.ref(pending.memory)
+    del pending
+    faulty.count(1)
+    assert memory() is not None, "the worker may still write there"
+    time.sleep(1.1)
+    faulty.count(1)
+    assert memory() is None and not faulty._left
+    assert faulty.counts()["at_work"] == 0
+    assert "a process that decodes has ended: TimeoutError" in caplog.text
+    check(begin(faulty, np.arange(9)), "faulty")
 
 
 @pytest.mark.parametrize(
