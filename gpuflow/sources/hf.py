@@ -7,7 +7,6 @@ In Parquet files a row group is decoded as a whole, so neighbouring samples are 
 from __future__ import annotations
 
 import glob
-import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -25,6 +24,7 @@ from gpuflow.sources.fingerprint import fingerprint, relative
 from gpuflow.sources.hf_tables import Cells, Table, broken, features_of, is_of_bytes, open_cells, open_table, pyarrow
 from gpuflow.sources.hints import missing_path, near_word
 from gpuflow.sources.labels import resolve_labels
+from gpuflow.sources.listing_text import parsed_json
 from gpuflow.sources.payload import Allocate, Payload
 from gpuflow.sources.record_builder import Locate, RecordBuilder
 from gpuflow.sources.record_table import NO_FIELDS, MaskCells, RecordTable
@@ -208,7 +208,7 @@ def _loaded(path: str, key: str, *, optional: bool = False) -> list[Any] | None:
     """A list in a JSON file; None where there is no such file. Raises SourceError."""
     try:
         with open(path, encoding="utf-8") as file:
-            value = json.load(file)
+            value = parsed_json(file.read())
         return list(value.get(key) or ()) if optional else list(value[key])
     except (FileNotFoundError, NotADirectoryError):
         return None

@@ -6,7 +6,6 @@ Parquet file cells are compressed together in row groups, of which a process kee
 
 from __future__ import annotations
 
-import json
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpuflow.errors import MissingExtra, SourceError, is_system_fault, system_fault
+from gpuflow.sources.listing_text import parsed_json
 from gpuflow.sources.payload import Allocate, Payload, lay_out
 from gpuflow.sources.storage import LocalStorage, Shard, Storage
 from gpuflow.sources.storage.retry import LOCAL_DELAYS, retry
@@ -160,7 +160,7 @@ class _ParquetTable:
 def features_of(schema: Any) -> dict[str, Any]:
     """What `datasets` wrote of the columns; empty in a file of other software."""
     try:
-        known = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
+        known = parsed_json((schema.metadata or {})[b"huggingface"])["info"]["features"]
     except (KeyError, ValueError, TypeError):
         return {}
     return known if isinstance(known, dict) else {}

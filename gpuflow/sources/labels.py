@@ -29,7 +29,8 @@ def resolve_labels(
 ) -> tuple[tuple[str, ...], NDArray[np.int64]]:
     """Return the class names, and the label of each distinct value.
 
-    The first value decides whether labels are names or numbers.
+    The first value decides whether labels are names or numbers. Unless the names are given, decimal numbers such as
+    `3.0` are neither, and the first value must not be the only name.
 
     Args:
         values: the distinct values as written, in order of first occurrence.
@@ -42,6 +43,7 @@ def resolve_labels(
         if values[0] in classes or not numeric:
             return classes, _named(values, classes, locate)
         return classes, _numbered(values, len(classes), locate)
+    _check_names(values, locate)
     if numeric:
         labels = _numbered(values, classes, locate)
         count = classes if classes is not None else int(labels.max()) + 1
@@ -63,6 +65,25 @@ _DIGITS = re.compile(r"-?[0-9]{1,4000}")
 def _integer(text: str) -> int | None:
     """The value of decimal digits; None for any other text. A sign is understood, so that it can be refused."""
     return int(text) if _DIGITS.fullmatch(text) else None
+
+
+_DECIMAL = re.compile(r"[+-]?([0-9]+\.[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
+
+
+def _check_names(values: Sequence[str], locate: Callable[[int], str]) -> None:
+    """Raise SourceError for labels that would be names, but were hardly meant as names."""
+    for code, text in enumerate(values):
+        if _DECIMAL.fullmatch(text):
+            raise SourceError(
+                f"{locate(code)}: label must be an integer or a class name, got {text!r}; write integers, or list "
+                "the names in source.classes"
+            )
+    first, *others = values
+    if first and _integer(first) is None and others and all(_integer(text) is not None for text in others):
+        raise SourceError(
+            f"{locate(0)}: label must be an integer like all others, got {first!r}; correct it, or list the names in "
+            "source.classes"
+        )
 
 
 def _numbered(values: Sequence[str], count: int | None, locate: Callable[[int], str]) -> NDArray[np.int64]:

@@ -7,7 +7,6 @@ the faulty row.
 from __future__ import annotations
 
 import csv
-import io
 import json
 import os
 import re
@@ -23,7 +22,16 @@ from gpuflow.sources.base import SourceSpec
 from gpuflow.sources.files import FileSource
 from gpuflow.sources.labels import Codes, resolve_labels
 from gpuflow.sources.listing_fields import open_with_fields
-from gpuflow.sources.listing_text import check_path, csv_lines, csv_rows, json_objects, load, resolved
+from gpuflow.sources.listing_text import (
+    check_path,
+    csv_lines,
+    csv_rows,
+    json_lines,
+    json_objects,
+    load,
+    parsed_json,
+    resolved,
+)
 from gpuflow.sources.paths import PathTableBuilder
 from gpuflow.sources.storage import is_remote, open_storage, parent_of
 
@@ -41,7 +49,8 @@ _LABEL_WORDS = {"category", "class", "class_id", "class_name", "label", "label_i
 _LABEL_WORDS |= {"target_id"}
 """Usual names of the columns of paths and of labels."""
 _FILE = re.compile(r"(?s).*(/|\\|\.\w{1,5}$)")
-"""What paths have and names of columns have not: a slash, or an extension."""
+"""What paths have and names of columns mostly have not: a slash, or an extension."""
+_WITH_EXTENSION = re.compile(r"(?s).*\.\w{1,5}$")
 _NUMBER = re.compile(r"-?[0-9]+")
 
 
@@ -128,21 +137,21 @@ def _is_header(names: Sequence[str], rows: Sequence[Sequence[str]]) -> bool:
     """Whether the first row, in lower case, names columns: it is unlike the rows below it, which are samples.
 
     A row with a path is a sample, whatever its label is. Without one, it is a header if its words are usual names of
-    columns, or if a column has paths or numbers in every row below and nothing that is equal to its name.
+    columns, or if a column has paths or numbers in every row below and nothing that is equal to its name. Words with a
+    slash, such as `image/path`, are no path if the paths below have extensions and the labels below are numbers.
     """
+    below = [[field.strip().lower() for field in row] for row in rows if len(row) == len(names)]
+    columns = list(zip(names, zip(*below, strict=True), strict=bool(below)))
+    over_numbers = any(all(map(_NUMBER.fullmatch, cells)) and not _NUMBER.fullmatch(name) for name, cells in columns)
     if any(map(_FILE.match, names)):
-        return False
+        over_files = any(all(map(_WITH_EXTENSION.match, cells)) for _, cells in columns)
+        return over_files and over_numbers and not any(map(_WITH_EXTENSION.match, names))
     if not _PATH_WORDS.isdisjoint(names) or "label" in names or _LABEL_WORDS.issuperset(names):
         return bool(names)
-    below = [[field.strip().lower() for field in row] for row in rows if len(row) == len(names)]
-    columns = list(zip(*below, strict=True))
-    if any(name in column for name, column in zip(names, columns, strict=bool(below))):
+    if any(name in cells for name, cells in columns):
         return False
-    return any(
-        all(map(_FILE.match, column)) or all(map(_NUMBER.fullmatch, column))
-        for name, column in zip(names, columns, strict=bool(below))
-        if not _NUMBER.fullmatch(name)
-    )
+    over_paths = any(all(map(_FILE.match, cells)) for name, cells in columns if not _NUMBER.fullmatch(name))
+    return over_paths or over_numbers
 
 
 def _path_column(names: Sequence[str], rows: Sequence[Sequence[str]]) -> int:
@@ -199,10 +208,9 @@ def _csv_rows(data: bytes, place: str) -> Iterator[Row]:
 
 def _json_lines(data: bytes) -> Iterator[tuple[list[str], list[int | str]]]:
     """Like `_csv_chunks`, for JSON lines."""
-    reader = io.BytesIO(data)
-    while lines := list(islice(reader, _ROWS)):
-        lines = [line for line in lines if not line.isspace()]
-        rows = json.loads((b"[" + b",".join(lines) + b"]").decode())
+    reader = json_lines(data)
+    while lines := [line for _, line in islice(reader, _ROWS)]:
+        rows = parsed_json((b"[" + b",".join(lines) + b"]").decode())
         if len(rows) != len(lines):
             raise ValueError("a line is not one object")
         yield [row["path"] for row in rows], [row["label"] for row in rows]

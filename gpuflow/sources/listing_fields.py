@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,7 +13,7 @@ from gpuflow.sources.base import SourceSpec
 from gpuflow.sources.field_spec import FieldSpec, classes_of_boxes
 from gpuflow.sources.files import FileSource
 from gpuflow.sources.hints import near_word
-from gpuflow.sources.listing_text import check_path, csv_rows, json_objects, load, resolved
+from gpuflow.sources.listing_text import check_path, column_of, csv_rows, json_objects, load, parsed_json, resolved
 from gpuflow.sources.paths import PathTable, PathTableBuilder
 from gpuflow.sources.record_builder import Locate, RecordBuilder
 from gpuflow.sources.record_table import MaskFiles
@@ -103,10 +102,12 @@ def _csv_blocks(
     if header is None:
         return
     names = [name.strip() for name in header]
+    places = dict[str, int]()
     for column in columns:
-        if column not in names:
+        place = column_of(column, names)
+        if place is None:
             raise _missing(f"{lines.place}:{line}: header must have the column", column, names)
-    places = {column: names.index(column) for column in columns}
+        places[column] = place
     first = 0
     while block := list(islice(rows, _ROWS)):
         lines.numbers.extend(line for line, _ in block)
@@ -160,13 +161,13 @@ def _parsers(declared: Sequence[tuple[str, FieldSpec]]) -> dict[str, tuple[Parse
 
 def _list(text: str) -> Any:
     """A list in JSON; no text is an empty list."""
-    return json.loads(text) if text.strip() else []
+    return parsed_json(text) if text.strip() else []
 
 
 def _names(text: str) -> Any:
     """`cat|dog`, or a list in JSON."""
     if text.lstrip().startswith("["):
-        return json.loads(text)
+        return parsed_json(text)
     return [name.strip() for name in text.split("|")] if text.strip() else []
 
 

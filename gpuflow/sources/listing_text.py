@@ -6,7 +6,8 @@ import csv
 import io
 import json
 import os
-from collections.abc import Callable, Iterator
+from codecs import BOM_UTF8
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, islice
 from typing import Any
 
@@ -15,16 +16,27 @@ from gpuflow.sources.hints import missing_path
 from gpuflow.sources.paths import PathTable, PathTableBuilder
 from gpuflow.sources.storage import is_remote, open_storage
 
-__all__ = ["check_path", "csv_lines", "csv_rows", "json_objects", "load", "resolved"]
+__all__ = [
+    "check_path",
+    "column_of",
+    "csv_lines",
+    "csv_rows",
+    "json_lines",
+    "json_objects",
+    "load",
+    "parsed_json",
+    "resolved",
+]
 
-_BOM = b"\xef\xbb\xbf"
+_LARGEST_CELL = 1 << 24
+"""Characters of a cell of CSV: the masks of an image's instances take millions. More are a quote that never ends."""
 
 
 def load(place: str) -> bytes:
     """The bytes of a listing, without the mark of their encoding. Raises SourceError."""
     if not is_remote(place) and not os.path.exists(place):
         raise SourceError(f"source.listing must be a file, got {place!r}, which does not exist{missing_path(place)}")
-    return open_storage(place).load(place).removeprefix(_BOM)
+    return open_storage(place).load(place).removeprefix(BOM_UTF8)
 
 
 def resolved(table: PathTableBuilder, root: str, locate: Callable[[int], str]) -> PathTable:
@@ -57,6 +69,7 @@ def _scheme(path: str) -> str:
 
 def csv_lines(data: bytes) -> Any:
     """A reader of the rows of CSV."""
+    csv.field_size_limit(max(csv.field_size_limit(), _LARGEST_CELL))  # of all readers of this process: it has no other
     return csv.reader(io.TextIOWrapper(io.BytesIO(data), encoding="utf-8", newline=""), strict=True)
 
 
@@ -77,14 +90,37 @@ def csv_rows(data: bytes, place: str) -> Iterator[tuple[int, list[str]]]:
             yield start, row
 
 
+def column_of(name: str, header: Sequence[str]) -> int | None:
+    """The place of a column in a header: that of this very name, else the only one that differs in case alone."""
+    if name in header:
+        return header.index(name)
+    alike = [i for i, other in enumerate(header) if other.lower() == name.lower()]
+    return alike[0] if len(alike) == 1 else None
+
+
+def parsed_json(text: str | bytes) -> Any:
+    """The value of JSON. Raises ValueError, also for one that is nested too deeply."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def json_lines(data: bytes) -> Iterator[tuple[int, bytes]]:
+    """Yield each line that is not empty, and its number. A mark of the encoding may begin it, as in files that were
+    joined."""
+    for number, line in enumerate(io.BytesIO(data), start=1):
+        line = line.removeprefix(BOM_UTF8)
+        if line and not line.isspace():
+            yield number, line
+
+
 def json_objects(data: bytes, place: str) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield each object of JSON lines, and its line. Raises SourceError at a line that is none and is not empty."""
-    for number, line in enumerate(io.BytesIO(data), start=1):
-        if line.isspace():
-            continue
+    for number, line in json_lines(data):
         here = f"{place}:{number}"
         try:
-            row = json.loads(line.decode("utf-8-sig"))  # of bytes, json would guess the encoding
+            row = parsed_json(line.decode())  # of bytes, json would guess the encoding
         except UnicodeDecodeError as fault:
             raise _not_utf8(data, place) from fault
         except json.JSONDecodeError as fault:
@@ -92,6 +128,8 @@ def json_objects(data: bytes, place: str) -> Iterator[tuple[int, dict[str, Any]]
                 f"{here}: line must be a JSON object, got invalid JSON ({fault.msg} at column {fault.colno}); "
                 f"write one object a line"
             ) from fault
+        except ValueError as fault:
+            raise SourceError(f"{here}: line must be a JSON object, got an error: {fault}; correct it") from fault
         if not isinstance(row, dict):
             raise SourceError(f"{here}: line must be a JSON object, got {type(row).__name__}; write one object a line")
         yield number, row

@@ -5,7 +5,6 @@ What the members hold that are no images and no masks is cached, as the places o
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,6 +17,7 @@ from gpuflow.errors import SourceError, show
 from gpuflow.sources.base import SourceSpec
 from gpuflow.sources.field_spec import FieldSpec, classes_of_boxes
 from gpuflow.sources.hints import near_word
+from gpuflow.sources.listing_text import parsed_json
 from gpuflow.sources.paths import PathTable, PathTableBuilder
 from gpuflow.sources.record_builder import Locate, RecordBuilder
 from gpuflow.sources.record_table import MaskMembers, RecordTable
@@ -256,7 +256,7 @@ def _label(text: str, field: FieldSpec | None) -> Any:
         return [name.strip() for name in text.split("|")] if text else []
     if field is not None and field.kind in ("classes", "number", "vector"):
         try:
-            return json.loads(text)
+            return parsed_json(text)
         except ValueError:
             return text
     return text

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 import tarfile
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from gpuflow.errors import SourceError
+from gpuflow.sources.listing_text import parsed_json
 from gpuflow.sources.storage import ReadAt, Shard
 
 __all__ = [
@@ -120,7 +120,7 @@ def text_of(content: bytes, here: str) -> str:
 def json_of(content: bytes, here: str) -> Any:
     """The value of a JSON member at this place. Raises SourceError."""
     try:
-        return json.loads(content)
+        return parsed_json(content)
     except ValueError as fault:
         raise SourceError(f"{here}: must be valid JSON, got an error: {fault}; correct it") from fault
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import csv
 import os
+from codecs import BOM_UTF8
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +16,7 @@ from gpuflow.sources.base import Source, SourceSpec, WeightsSpec
 from gpuflow.sources.field_spec import FieldSpec
 from gpuflow.sources.fingerprint import entries_of
 from gpuflow.sources.hints import missing_path, near_word
+from gpuflow.sources.listing_text import column_of, csv_rows
 from gpuflow.sources.record_source import records_of
 
 __all__ = ["read_weights"]
@@ -111,13 +112,11 @@ def _from_file(place: str, column: str | None) -> tuple[NDArray[np.float64], Seq
                 got = f"{array.dtype} of shape {list(array.shape)}"
                 raise SourceError(f"source.weights: {place} must be numbers in one axis, got {got}; correct the file")
             return array.astype(np.float64), None
-        rows = _rows(place, Path(place).read_text(encoding="utf-8-sig"))
+        rows = _rows(place)
     except FileNotFoundError as fault:
         raise SourceError(
             f"source.weights.file must be a file, got {place!r}, which does not exist{missing_path(place)}"
         ) from fault
-    except UnicodeDecodeError as fault:
-        raise SourceError(f"source.weights: {place}: text must be UTF-8; convert the file") from fault
     except (OSError, ValueError, EOFError) as fault:
         if isinstance(fault, SourceError):
             raise
@@ -125,12 +124,13 @@ def _from_file(place: str, column: str | None) -> tuple[NDArray[np.float64], Seq
     cell = 0
     if column is not None:
         header = [name.strip() for name in rows[0][1]] if rows else []
-        if column not in header:
+        found = column_of(column, header)
+        if found is None:
             raise SourceError(
                 f"source.weights: {place}:1: header must have the column {column!r}, got {', '.join(header) or 'none'}"
                 f"{near_word(column, header)}"
             )
-        cell, rows = header.index(column), rows[1:]
+        cell, rows = found, rows[1:]
     numbers = np.empty(len(rows))
     for i, (line, row) in enumerate(rows):
         if column is None and len(row) != 1:
@@ -146,10 +146,10 @@ def _from_file(place: str, column: str | None) -> tuple[NDArray[np.float64], Seq
     return numbers, [line for line, _ in rows]
 
 
-def _rows(place: str, text: str) -> list[tuple[int, list[str]]]:
-    """The rows of a CSV file that are not empty, and their lines."""
-    reader = csv.reader(text.splitlines(keepends=True), strict=True)
+def _rows(place: str) -> list[tuple[int, list[str]]]:
+    """The lines and rows of a CSV file, without empty ones."""
+    data = Path(place).read_bytes().removeprefix(BOM_UTF8)
     try:
-        return [(reader.line_num, row) for row in reader if row]
-    except csv.Error as fault:
-        raise SourceError(f"source.weights: {place}:{reader.line_num}: row must be valid CSV, got: {fault}") from fault
+        return list(csv_rows(data, place))
+    except SourceError as error:
+        raise SourceError(f"source.weights: {error}") from error

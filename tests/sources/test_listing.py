@@ -71,6 +71,8 @@ def test_csv_with_a_header_and_other_columns(read_all: ReadAll) -> None:
         ("label,picture", "1,a.jpg\n0,b.jpg\n", "paths from 'picture', labels from 'label'"),
         ("Path,lable", "a,dog\nb,cat\n", "paths from 'Path', labels from 'lable'"),
         ("label,path", "1,a.jpg\n0,b.jpg\n", "paths from 'path', labels from 'label'"),
+        ("image/path,image/label", "x/a.jpg,1\nb.jpg,0\n", "paths from 'image/path', labels from 'image/label'"),
+        ("image/label,image/path", "1,a.jpg\n0,b.jpg\n", "paths from 'image/path', labels from 'image/label'"),
     ],
 )
 def test_a_header_is_known_by_the_rows_below_it(header: str, rows: str, note: str) -> None:
@@ -92,6 +94,8 @@ def test_a_header_is_known_by_the_rows_below_it(header: str, rows: str, note: st
         "image.gif,dog\nb.jpg,1_\n",
         "x,dog\na.jpg,dog\n",
         "sub/a,label\nb,dog\n",
+        "sub/a,dog\nsub/b.jpg,cat\n",
+        "sub/a,3\nsub/b.jpg,1\n",
     ],
 )
 def test_a_first_row_that_is_a_sample(rows: str) -> None:
@@ -187,6 +191,31 @@ def test_names_and_numbers_mixed() -> None:
     )
 
 
+@pytest.mark.parametrize("form", ["3.0", "10.", "-.5", "+1.5e3"])
+def test_decimal_numbers_are_no_names(form: str) -> None:
+    """In the order of their text, `10.0` would come before `2.0`."""
+    rule = (
+        f"label must be an integer or a class name, got '{form}'; write integers, or list the names in source.classes"
+    )
+    fails(f"list.csv:3: {rule}", f"path,label\na.jpg,dog\nb.jpg,{form}\n")
+    fails(f"list.jsonl:1: {rule}", f'{{"path": "a.jpg", "label": "{form}"}}\n', name="list.jsonl")
+    assert contents(listing(f"a.jpg,{form}\n", classes=("1", form)))[1:] == ([1], ("1", form))
+
+
+def test_a_name_above_numbers_alone() -> None:
+    """Of a header that is not known by the paths below it, for one."""
+    action = "correct it, or list the names in source.classes"
+    fails(
+        f"list.csv:1: label must be an integer like all others, got 'image/label'; {action}",
+        "image/path,image/label\nsub/a,0\nsub/b,1\n",
+    )
+    fails(
+        f"list.csv:2: label must be an integer like all others, got 'dog'; {action}",
+        "path,label\na.jpg,dog\nb.jpg,10\nc.jpg,2\n",
+    )
+    assert contents(listing("a.jpg,dog\nb.jpg,1\n", classes=("1", "dog")))[1] == [1, 0]
+
+
 def test_unknown_class_names() -> None:
     names = ("dog", "cat")
     rule = "list.csv:2: label must be one of source.classes, got"
@@ -221,7 +250,7 @@ def test_headers_that_leave_the_columns_open() -> None:
 @pytest.mark.parametrize("form", ["1_0", "+10", "\u0661\u0660", " 10_", "0x10", "1e1"])
 def test_only_decimal_digits_are_numbers(form: str) -> None:
     """Python reads most of these as the number 10."""
-    assert contents(listing(f"a.jpg,{form}\nb.jpg,10\n"))[2] == tuple(sorted([form.strip(), "10"]))
+    assert contents(listing(f"a.jpg,{form}\nb.jpg,10\nc.jpg,x\n"))[2] == tuple(sorted([form.strip(), "10", "x"]))
     fails(
         f"list.csv:2: label must be an integer like the first one, got {form.strip()!r}; "
         "write every label as a number, or every label as a name",
@@ -268,6 +297,21 @@ def test_encoding() -> None:
     )
 
 
+def test_a_cell_of_millions_of_characters() -> None:
+    note = "x" * 3_000_000
+    assert contents(listing(f"path,label,note\na.jpg,3,{note}\n"))[:2] == (["a.jpg"], [3])
+    with pytest.raises(SourceError, match=r"list\.csv:2: row must be valid CSV, got: field larger than field limit"):
+        listing(f'path,label,note\na.jpg,3,"{"x" * (1 << 24)}\n')
+
+
+@pytest.mark.parametrize("fields", [{}, {"label": None}])
+def test_json_lines_of_joined_files(fields: dict[str, None]) -> None:
+    """Each file may begin with the mark of its encoding, and one may hold nothing else."""
+    bom, row = b"\xef\xbb\xbf", b'{"path": "%s.jpg", "label": %d}\n'
+    text = bom + row % (b"a", 0) + bom + row % (b"b", 1) + bom + b"\n" + bom
+    assert contents(listing(text, name="list.jsonl", fields=fields))[:2] == (["a.jpg", "b.jpg"], [0, 1])
+
+
 @pytest.mark.parametrize("text", ["", "\n\n", "path,label\n"])
 def test_empty_csv(text: str) -> None:
     fails("list.csv: must list at least one sample, got none; add rows of path and label", text)
@@ -297,6 +341,11 @@ GOOD = '{"path": "a.jpg", "label": 0}\n'
         ('{"path": 3, "label": 1}', "path must be a string, got 3; correct it"),
         ('{"path": "", "label": 1}', "path must not be empty; name a file or remove the row"),
         ('{"path": "\\ud800", "label": 1}', "path must be valid Unicode, got '\\ud800'; correct it"),
+        (
+            '{"path": "a.jpg", "label": 1, "more": ' + "[" * 100_000 + "]" * 100_000 + "}",
+            "line must be a JSON object, got an error: it is nested too deeply; correct it",
+        ),
+        ('{"path": "a.jpg", "label": ' + "1" * 5000 + "}", None),
         ('{"path": "a", "label": 1}, {}', None),
         ('{"path": "a"', None),
     ],

@@ -403,6 +403,26 @@ def test_vectors_of_different_lengths_and_unknown_classes() -> None:
     )
 
 
+def test_a_column_may_differ_in_case_if_no_other_does() -> None:
+    fields: Any = {"image": {"column": "path"}, "n": {"type": "number"}, "N": {"type": "number"}}
+    source = table("Path,n,N\na.jpg,1,2\n", fields=fields)
+    assert source.path(0) == "a.jpg"
+    assert [values(records_of(source, [0]), name) for name in ("n", "N")] == [[1], [2]]
+    assert refused_table("PATH,Path,n,N\na.jpg,b.jpg,1,2\n", fields=fields).startswith(
+        "list.csv:1: header must have the column 'path', got PATH, Path, n, N"
+    )
+
+
+def test_values_that_are_nested_too_deeply() -> None:
+    deep = "[" * 100_000 + "]" * 100_000
+    assert refused_table(f'path,boxes\na.jpg,"{deep}"\n', fields={"boxes": {}}).startswith(
+        "list.csv:2: boxes must be a list in JSON, got '[[["
+    )
+    assert refused(f'{{"path": "a.jpg", "x": {deep}}}', fields={"x": {"type": "any"}}) == (
+        "list.jsonl:1: line must be a JSON object, got an error: it is nested too deeply; correct it"
+    )
+
+
 def test_faults_of_csv() -> None:
     fields: Any = {"boxes": {"labels": "kinds"}}
     assert refused_table("path,box,kinds\na.jpg,[],\n", fields=fields) == (

@@ -162,6 +162,13 @@ def test_what_is_wrong() -> None:
     assert refused([("a.jpg", b"i"), ("a.json", b"{")], fields={"boxes": {}}).startswith(
         "s.tar/a.json: must be valid JSON, got an error: "
     )
+    deep = b"[" * 100_000 + b"]" * 100_000
+    assert refused([("a.jpg", b"i"), ("a.json", deep)], fields={"boxes": {}}) == (
+        "s.tar/a.json: must be valid JSON, got an error: it is nested too deeply; correct it"
+    )
+    assert refused([*sample("a", {}, cls=deep)], fields={"label": {"kind": "vector"}}).startswith(
+        "s.tar/a.cls: label must be a list of finite numbers, got '[[["
+    )
     assert refused([*sample("a", [])], fields={"boxes": {}}) == (
         "s.tar/a.json: must be a JSON object, got []; correct it"
     )

@@ -46,6 +46,23 @@ def test_a_column_and_files_of_all_kinds_give_the_same(listing: Path, tmp_path: 
     assert weights(spec(tmp_path / "list.jsonl", column="w")) == expected
 
 
+def test_a_column_of_a_header_in_other_letters(tmp_path: Path) -> None:
+    (tmp_path / "list.csv").write_text("Path,Label,W\na.jpg,0,0.5\nb.jpg,1,2\n")
+    (tmp_path / "w.csv").write_text("Id,W\n0,3\n1,4\n")
+    assert (
+        weights(spec(tmp_path / "list.csv", column="w")) == weights(spec(tmp_path / "list.csv", column="W")) == [0.5, 2]
+    )
+    assert weights(spec(tmp_path / "list.csv", file=str(tmp_path / "w.csv"), column="w")) == [3, 4]
+
+
+def test_only_line_ends_end_a_line_of_a_file(listing: Path, tmp_path: Path) -> None:
+    """Python's `splitlines` ends one at U+0085 and U+2028, too."""
+    names = ["a\u0085", "\u2028b", "c\x0b", '"d\ne"', "f", "g"]
+    text = "\ufeffid,w\r\n" + "".join(f"{name},{i}\r\n" for i, name in enumerate(names))
+    (tmp_path / "w.csv").write_bytes(text.encode())
+    assert weights(spec(listing, file=str(tmp_path / "w.csv"), column="w")) == [0, 1, 2, 3, 4, 5]
+
+
 def test_a_part_has_the_weights_of_its_samples(listing: Path) -> None:
     whole = SourceSpec(listing=str(listing), weights={"column": "w"}, split={"train": 0.5, "val": 0.5})
     source = open_source(whole)
@@ -145,15 +162,22 @@ FILES = [
         ":1: header must have the column 'weigt', got id, weight; did you",
     ),
     ("w.csv", "id,w\n0\n", {"column": "w"}, ":2: must be a number, got no such field; correct it"),
+    (
+        "w.csv",
+        'id,w\n0,"1\n',
+        {"column": "w"},
+        ":2: row must be valid CSV, got: unexpected end of data; check its quotes",
+    ),
+    ("w.txt", b"1\n\xe9\n", {}, ":2: text must be UTF-8, got byte 0xe9; convert the file"),
     ("w.npy", "text", {}, "cannot be read"),
 ]
 
 
 @pytest.mark.parametrize(("name", "text", "keys", "expected"), FILES)
 def test_a_file_that_is_wrong(
-    name: str, text: str, keys: dict[str, str], expected: str, listing: Path, tmp_path: Path
+    name: str, text: str | bytes, keys: dict[str, str], expected: str, listing: Path, tmp_path: Path
 ) -> None:
-    (tmp_path / name).write_text(text)
+    (tmp_path / name).write_bytes(text.encode() if isinstance(text, str) else text)
     with pytest.raises(SourceError) as error:
         weights(spec(listing, file=str(tmp_path / name), **keys))
     assert str(error.value).startswith(f"source.weights: {tmp_path}/{name}")
