@@ -21,7 +21,7 @@ from gpuflow.sources.base import SourceSpec
 from gpuflow.sources.field_spec import FieldSpec
 from gpuflow.sources.files import FileSource
 from gpuflow.sources.hints import missing_path, near_word
-from gpuflow.sources.listing_text import check_path, resolved
+from gpuflow.sources.listing_text import check_path, parsed_json, resolved
 from gpuflow.sources.paths import PathTableBuilder
 from gpuflow.sources.record_builder import Locate, RecordBuilder
 from gpuflow.sources.storage import is_remote, open_storage
@@ -48,7 +48,7 @@ def open_coco(spec: SourceSpec) -> FileSource:
     crowds = 0
     for k, annotation in enumerate(annotations):
         sample = _check_annotation(annotation, f"{place}: annotations[{k}]", sample_of, label_of)
-        if annotation.get("iscrowd"):
+        if _is_crowd(annotation):
             crowds += 1
         else:
             held[sample].append(k)
@@ -64,7 +64,7 @@ def open_coco(spec: SourceSpec) -> FileSource:
         numbers = held[first : first + _IMAGES]
         block: dict[str, list[Any]] = {
             "bbox": [[annotations[k]["bbox"] for k in ks] for ks in numbers],
-            "segmentation": [[annotations[k].get("segmentation", []) for k in ks] for ks in numbers],
+            "segmentation": [[_or_empty(annotations[k].get("segmentation")) for k in ks] for ks in numbers],
             "keypoints": [[annotations[k].get("keypoints") or empty_keypoints for k in ks] for ks in numbers],
         }
         for name, field in declared:
@@ -101,11 +101,13 @@ def _document(place: str) -> dict[str, Any]:
     if not is_remote(place) and not os.path.exists(place):
         raise SourceError(f"source.coco must be a file, got {place!r}, which does not exist{missing_path(place)}")
     try:
-        document = json.loads(open_storage(place).load(place))
+        document = parsed_json(open_storage(place).load(place))
     except json.JSONDecodeError as fault:
         raise SourceError(f"{place}:{fault.lineno}: must be JSON, got an error: {fault.msg}; correct it") from fault
     except UnicodeDecodeError as fault:
         raise SourceError(f"{place}: must be UTF-8 text, got an error: {fault.reason}; convert it") from fault
+    except ValueError as fault:
+        raise SourceError(f"{place}: must be JSON, got an error: {fault}; correct it") from fault
     if not isinstance(document, dict):
         raise SourceError(f"{place}: must be an object with images, annotations and categories, got {show(document)}")
     for key in ("images", "annotations", "categories"):
@@ -157,15 +159,26 @@ def _check_annotation(annotation: Any, here: str, sample_of: Mapping[int, int], 
         raise SourceError(
             f"{here}.category_id must be the id of one of the categories, got {show(category)}; add that category"
         )
-    if not annotation.get("iscrowd") and "bbox" not in annotation:
+    if annotation.get("iscrowd") not in (None, 0, 1):
+        raise SourceError(f"{here}.iscrowd must be 0 or 1, got {show(annotation['iscrowd'])}; correct it")
+    if not _is_crowd(annotation) and "bbox" not in annotation:
         raise SourceError(f"{here} must have a bbox, got {', '.join(annotation)}; add it")
     return sample_of[image]
+
+
+def _is_crowd(annotation: Mapping[str, Any]) -> bool:
+    return bool(annotation.get("iscrowd"))
+
+
+def _or_empty(value: Any) -> Any:
+    """A value of an annotation; an empty list where it has none, or null."""
+    return [] if value is None else value
 
 
 def _default_fields(annotations: Sequence[Mapping[str, Any]]) -> tuple[tuple[str, FieldSpec], ...]:
     """Boxes, and whatever else annotations have."""
     fields = [("boxes", FieldSpec(type="boxes"))]
-    kept = [annotation for annotation in annotations if not annotation.get("iscrowd")]
+    kept = [annotation for annotation in annotations if not _is_crowd(annotation)]
     if any(annotation.get("segmentation") for annotation in kept):
         fields.append(("mask", FieldSpec(type="mask")))
     if any(annotation.get("keypoints") for annotation in kept):

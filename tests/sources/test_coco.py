@@ -121,6 +121,24 @@ def test_keypoints_with_visibility_and_annotations_without() -> None:
     assert not points[0].any()
 
 
+def test_a_null_is_a_key_that_is_missing() -> None:
+    content = document()
+    content["annotations"][0] |= {"keypoints": [1, 2, 2]}
+    content["annotations"][2] |= {"segmentation": None, "keypoints": None, "iscrowd": None}
+    records = records_of(opened(content), [0])
+    assert records.errors == [None]
+    masks, points = records.columns["mask"], records.columns["keypoints"]
+    assert isinstance(masks, list) and masks[0][0] == Polygons(()) and isinstance(points, Ragged)
+    assert points[0].tolist() == [[[0, 0, 0]]] * 2
+
+
+@pytest.mark.parametrize("value", [0, False, None])
+def test_an_annotation_that_is_no_crowd_is_kept(value: Any) -> None:
+    content = document()
+    content["annotations"][1]["iscrowd"] = value
+    assert rows(records_of(opened(content), [0]).columns["labels"]) == [[1, 1, 0]]
+
+
 def test_declared_fields_are_all_there_is() -> None:
     source = opened(document(), fields={"image": {}, "boxes": {}, "width": {"type": "number"}, "id": {"type": "any"}})
     records = records_of(source, [0, 2])
@@ -232,6 +250,14 @@ def test_a_mask_that_cannot_be_is_a_bad_record(segmentation: Any, reason: str) -
             {"counts": [20]},
             "instances.json: annotations[2].segmentation must have a size [height, width], got null; correct it",
         ),
+        *(
+            (
+                ("annotations", 2, "iscrowd"),
+                value,
+                f"instances.json: annotations[2].iscrowd must be 0 or 1, got {value!r}; correct it",
+            )
+            for value in ("0", 2, [0])
+        ),
         (("images", 1, "id"), 30, "instances.json: images must have ids of their own, got 30 twice; correct one"),
         (("images", 1, "file_name"), "", "instances.json: images[1] must have a file_name, got ''; correct it"),
         (
@@ -264,6 +290,9 @@ def test_a_misspelt_list_a_missing_file_and_a_missing_directory() -> None:
     Path("instances.json").write_text(json.dumps(document()))
     with pytest.raises(SourceError, match=r"source.images must be a directory, got 'image'; did you mean 'images'\?"):
         open_source(SourceSpec(coco="instances.json", images="image"))
+    Path("instances.json").write_text('{"images": ' + "[" * 100_000 + "]" * 100_000 + "}")
+    with pytest.raises(SourceError, match=r"instances.json: must be JSON, got an error: it is nested too deeply; corr"):
+        open_source(SourceSpec(coco="instances.json", images="images"))
     Path("instances.json").write_text("{\n[")
     with pytest.raises(SourceError, match=r"instances.json:2: must be JSON, got an error"):
         open_source(SourceSpec(coco="instances.json", images="images"))
