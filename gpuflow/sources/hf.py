@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any, final
@@ -149,7 +150,8 @@ def _find(root: str, names: Sequence[str]) -> dict[str, list[str]]:
                 f"source.hf must be a directory, a file or a pattern, got {root!r}, which does not exist"
                 f"{missing_path(root)}"
             )
-        return _by_name(paths, names) if names else {"": paths}
+        fixed = root if os.path.exists(root) else _WILDCARD.split(root, maxsplit=1)[0]
+        return _by_name(paths, names, os.path.dirname(fixed)) if names else {"": paths}
     known = _loaded(os.path.join(root, "dataset_dict.json"), "splits")
     if known is not None:
         if not names:
@@ -173,23 +175,35 @@ def _find(root: str, names: Sequence[str]) -> dict[str, list[str]]:
             f"{root}: must hold state.json or dataset_dict.json, which save_to_disk writes, or .parquet files, got "
             f"none; check source.hf"
         )
-    return _by_name([os.path.join(root, path) for path in paths], names) if names else {"": paths}
+    return _by_name(paths, names, root) if names else {"": paths}
 
 
-def _by_name(paths: Sequence[str], names: Sequence[str]) -> dict[str, list[str]]:
-    """Parquet files by split: `train-00000-of-00002.parquet`, `train.parquet` or `train/0.parquet`."""
-    found = {}
+_WILDCARD = re.compile(r"[*?[]")
+
+
+def _by_name(paths: Sequence[str], names: Sequence[str], root: str) -> dict[str, list[str]]:
+    """Parquet files by split: `train-00000-of-00002.parquet`, `train.parquet` or `train/0.parquet` below `root`."""
+    found, split_of = dict[str, list[str]](), dict[str, str]()
     for name in names:
-        own = [
-            path for path in paths if os.path.basename(path).startswith((f"{name}-", f"{name}.")) or f"/{name}/" in path
-        ]
+        own = [path for path in paths if _is_of_split(os.path.relpath(path, root), name)]
         if not own:
             raise SourceError(
                 f"source.splits: no file of the split {name!r}, such as {name}-00000-of-00001.parquet, among "
                 f"{len(paths)} files like {paths[0]}; correct the name"
             )
+        for path in own:
+            if split_of.setdefault(path, name) != name:
+                raise SourceError(
+                    f"{path}: file must be of one split, got the names of {split_of[path]!r} and {name!r}; rename it"
+                )
         found[name] = own
     return found
+
+
+def _is_of_split(path: str, name: str) -> bool:
+    """Whether a file has the name of a split, or lies in a directory that has."""
+    *directories, file = path.split(os.sep)
+    return name in directories or file.startswith((f"{name}-", f"{name}."))
 
 
 def _saved(folder: str) -> list[str]:
@@ -231,6 +245,11 @@ class _Reader:
         self._schema, self._features = tables[0].schema, features_of(tables[0].schema)
         self._where, self._locate = str(spec.hf), Locate(self._place)
         for table in tables[1:]:
+            if table.form != tables[0].form:
+                raise SourceError(
+                    f"{table.shard.path}: must be an {tables[0].form} file like {tables[0].shard.path}, got "
+                    f"{table.form}; name the files of one form: source.hf: 'DIRECTORY/*.parquet'"
+                )
             if not table.schema.equals(self._schema) or features_of(table.schema) != self._features:
                 raise SourceError(
                     f"{table.shard.path}: must have the columns of {tables[0].shard.path}, with the same types and "
@@ -265,7 +284,7 @@ class _Reader:
         try:
             return open_cells(self._tables, self._storage, column, self._spec.window)
         except (pyarrow().ArrowException, OSError) as error:
-            raise broken(self._where, "Arrow", error) from error
+            raise broken(self._where, self._tables[0].form, error) from error
 
     def _image_column(self, name: str | None) -> str:
         """The column of images of this name, or that there is. Raises SourceError."""
@@ -313,11 +332,11 @@ class _Reader:
         names = feature.get("names") if isinstance(feature, dict) and feature.get("_type") == "ClassLabel" else None
         return tuple(map(str, names)) if isinstance(names, list) else None
 
-    def _classes_of(self, column: str, given: int | Classes | str | None) -> int | Classes | None:
+    def _classes_of(self, column: str, given: int | Classes | None) -> int | Classes | None:
         """The classes that a column's values are of: what is given, else the names that `datasets` knows."""
         names = self._class_names(column)
         if names is None or isinstance(given, tuple):
-            return None if isinstance(given, str) else given
+            return given
         if isinstance(given, int) and given != len(names):
             raise SourceError(f"{self._where}: {column} has {len(names)} classes, and classes says {given}; remove it")
         return names
@@ -327,13 +346,14 @@ class _Reader:
         self._check_column(column, "the column of labels")
         if field.kind in (None, "class") and column in self._schema.names:
             return self._class_labels(column, classes)
-        known = None if field.kind in ("number", "vector") else self._classes_of(column, classes)
+        is_number = field.kind in ("number", "vector")
+        known = None if is_number else self._classes_of(column, classes)
         labels = sample_labels(field, column, known, self._where, self._locate)
-        for columns in self._blocks([column]):
+        for columns in self._blocks([column], labels=[] if is_number else [column]):
             labels.add(columns[column])
         return labels.build()
 
-    def _class_labels(self, column: str, classes: int | Classes | str | None) -> tuple[Classes, NDArray[np.int64]]:
+    def _class_labels(self, column: str, classes: int | Classes | None) -> tuple[Classes, NDArray[np.int64]]:
         """Labels of one class each, from a column of numbers or of names."""
         pa = pyarrow()
         kind, names = self._schema.field(column).type, self._class_names(column)
@@ -358,13 +378,7 @@ class _Reader:
             return self._locate.value(int(np.argmax(numbers == code)), column)
 
         if names is not None and pa.types.is_integer(kind):
-            for code, value in enumerate(written):
-                if not 0 <= value < len(names):
-                    raise SourceError(
-                        f"{locate(code)} must be one of the {len(names)} classes, 0..{len(names) - 1}, got {value}; "
-                        "correct it, or declare fields without a label"
-                    )
-            written = [names[value] for value in written]
+            written = [_name(value, names, locate, code) for code, value in enumerate(written)]
         found, lookup = resolve_labels(
             [str(value) for value in written], self._classes_of(column, classes), locate, self._where
         )
@@ -373,14 +387,15 @@ class _Reader:
     def _records(self) -> RecordTable:
         declared = [(name, replace(field, column=field.column or name)) for name, field in self._spec.declared]
         boxes = next((field for _, field in declared if field.type == "boxes"), None)
-        classes: int | Classes | str | None = classes_of_boxes(declared, self._spec.classes)
-        if boxes is not None and boxes.labels is not None:
-            classes = self._classes_of(boxes.labels, classes)
-        builder = RecordBuilder(declared, None if isinstance(classes, str) else classes, self._where, self._locate)
+        classes = classes_of_boxes(declared, self._spec.classes)
+        labels = [boxes.labels] if boxes is not None and boxes.labels is not None else []
+        for column in labels:
+            classes = self._classes_of(column, classes)
+        builder = RecordBuilder(declared, classes, self._where, self._locate)
         columns = builder.columns()
         for column in columns:
             self._check_column(column, "the column")
-        for block in self._blocks(columns):
+        for block in self._blocks(columns, labels):
             builder.add(block, len(next(iter(block.values()))))
         masks = {
             name: MaskCells(self._cells(self._image_column(field.column)))
@@ -389,8 +404,11 @@ class _Reader:
         }
         return builder.build(masks, (self._storage,) if masks else ())
 
-    def _blocks(self, columns: Sequence[str]) -> Any:
-        """The values of columns, block by block, as lists of what JSON has. `a.b` is the member b of column a."""
+    def _blocks(self, columns: Sequence[str], labels: Sequence[str]) -> Iterator[dict[str, list[Any]]]:
+        """The values of columns, block by block, as lists of what JSON has. `a.b` is the member b of column a.
+
+        labels: those whose numbers are replaced by the names that `datasets` knows for them.
+        """
         if not columns:
             return
         whole = {column: column if column in self._schema.names else column.partition(".")[0] for column in columns}
@@ -401,21 +419,46 @@ class _Reader:
                 raise SourceError(
                     f"{self._where}: the column {column!r} must be numbers, text or lists of them, got {kind}"
                 )
+        first = 0
         for table in self._tables:
             for batch in self._read(table, read):
                 held = {name: batch.column(name).to_pylist() for name in read}
-                yield {
+                block = {
                     column: held[name]
                     if column == name
                     else [_member(value, column[len(name) + 1 :]) for value in held[name]]
                     for column, name in whole.items()
                 }
+                yield block | {column: self._with_names(column, block[column], first) for column in labels}
+                first += batch.num_rows
+
+    def _with_names(self, column: str, values: list[Any], first: int) -> list[Any]:
+        """Labels, or lists of them, by their names where `datasets` knows those. first: the number of values[0]."""
+        names, locate = self._class_names(column), self._locate
+        if names is None:
+            return values
+        return [
+            [_name(label, names, locate.row, i, column, j) for j, label in enumerate(value)]
+            if isinstance(value, list)
+            else _name(value, names, locate.value, i, column)
+            for i, value in enumerate(values, start=first)
+        ]
 
     def _read(self, table: Table, columns: Sequence[str]) -> Any:
         try:
             yield from table.batches(columns)
         except (pyarrow().ArrowException, OSError) as error:
-            raise broken(table.shard.path, "Parquet", error) from error
+            raise broken(table.shard.path, table.form, error) from error
+
+
+def _name(label: Any, names: Classes, locate: Callable[..., str], *at: Any) -> Any:
+    """The name of a label that is a number, anything else as it is. Raises SourceError for one that has no name."""
+    if type(label) is int and not 0 <= label < len(names):
+        raise SourceError(
+            f"{locate(*at)} must be one of the {len(names)} classes, 0..{len(names) - 1}, got {label}; correct it, or "
+            "declare fields without it"
+        )
+    return names[label] if type(label) is int else label
 
 
 def _get(features: Mapping[str, Any], column: str, key: str) -> Any:

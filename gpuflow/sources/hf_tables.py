@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol, final
 
@@ -100,14 +101,15 @@ class _Rows:
 
 
 class Table(Protocol):
-    """One file that is open."""
+    """What is known of one file, which is not kept open. form: `Arrow` or `Parquet`."""
 
+    form: str
     shard: Shard
     schema: Any
     rows: int
 
     def batches(self, columns: Sequence[str]) -> Iterator[Any]:
-        """The record batches of all rows, with these columns alone."""
+        """The record batches of all rows, with these columns alone. Raises SourceError if the file has changed."""
 
 
 def open_table(storage: Storage, path: str) -> Table:
@@ -116,21 +118,25 @@ def open_table(storage: Storage, path: str) -> Table:
     [shard] = storage.inspect([path])
     if isinstance(shard, str):
         raise SourceError(f"{path}: {shard}; check source.hf")
-    is_parquet = not path.lower().endswith(".arrow")
+    kind = _ArrowTable if path.lower().endswith(".arrow") else _ParquetTable
     try:
-        return _ParquetTable(shard) if is_parquet else _ArrowTable(shard)
+        return kind(shard)
     except (pa.ArrowException, OSError) as error:
-        raise broken(path, "Parquet" if is_parquet else "Arrow", error) from error
+        raise broken(path, kind.form, error) from error
 
 
-def broken(path: str, form: str, error: BaseException) -> SourceError:
-    """The error for a file that is damaged or cut short."""
+def broken(path: str, form: str, error: BaseException) -> BaseException:
+    """The error for a file that is damaged or cut short; a fault of the environment as it is raised."""
+    if is_system_fault(error):
+        return system_fault(error, path)
     reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
     return SourceError(f"{path}: must be a whole {form} file, got an error: {reason}; copy or write it again")
 
 
 @final
 class _ArrowTable:
+    form = "Arrow"
+
     def __init__(self, shard: Shard) -> None:
         pa = pyarrow()
         self.shard = shard
@@ -147,14 +153,30 @@ class _ArrowTable:
 
 @final
 class _ParquetTable:
+    form = "Parquet"
+
     def __init__(self, shard: Shard) -> None:
         self.shard = shard
-        self.file = pyarrow().parquet.ParquetFile(shard.path)
-        self.schema, self.rows = self.file.schema_arrow, self.file.metadata.num_rows
+        with _parquet_file(shard) as file:
+            self.schema, self.metadata = file.schema_arrow, file.metadata
+        self.rows = self.metadata.num_rows
 
     def batches(self, columns: Sequence[str]) -> Iterator[Any]:
-        for group in range(self.file.num_row_groups):
-            yield from self.file.read_row_group(group, columns=list(columns), use_threads=False).to_batches()
+        with _parquet_file(self.shard, self.metadata) as file:
+            for group in range(file.num_row_groups):
+                yield from file.read_row_group(group, columns=list(columns), use_threads=False).to_batches()
+
+
+@contextmanager
+def _parquet_file(shard: Shard, metadata: Any = None) -> Iterator[Any]:
+    """A Parquet file, open. Raises SourceError at the end if it has changed since it was found."""
+    try:
+        with pyarrow().parquet.ParquetFile(shard.path, metadata=metadata) as file:
+            yield file
+    finally:  # after the read: what was read before a change is right
+        [now] = LocalStorage().inspect([shard.path])
+        if isinstance(now, Shard) and now != shard:
+            raise shard.changed(now.size)
 
 
 def features_of(schema: Any) -> dict[str, Any]:
@@ -399,13 +421,8 @@ class ParquetCells:
     def _load(self, number: int) -> _Group:
         owner = int(self.owners[number])
         shard = self.rows.files[owner]
-        try:
-            with pyarrow().parquet.ParquetFile(shard.path) as file:
-                table = file.read_row_group(number - int(self.firsts[owner]), columns=[self.column], use_threads=False)
-        finally:  # after the read: what was read before a change is right
-            [now] = LocalStorage().inspect([shard.path])
-            if isinstance(now, Shard) and now != shard:
-                raise shard.changed(now.size)
+        with _parquet_file(shard) as file:
+            table = file.read_row_group(number - int(self.firsts[owner]), columns=[self.column], use_threads=False)
         column = table.column(0)
         return _group(column.chunk(0) if column.num_chunks == 1 else column.combine_chunks())[0]
 
@@ -421,7 +438,7 @@ def _parquet_cells(tables: Sequence[_ParquetTable], rows: _Rows, column: str, wi
     kind = tables[0].schema.field(column).type
     leaf = f"{column}.bytes" if pyarrow().types.is_struct(kind) else column
     for number, table in enumerate(tables):
-        metadata = table.file.metadata
+        metadata = table.metadata
         places = [i for i in range(metadata.num_columns) if metadata.schema.column(i).path == leaf]
         firsts.append(len(owners))
         for group in range(metadata.num_row_groups):

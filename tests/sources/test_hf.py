@@ -1,16 +1,31 @@
-"""The source `hf`, in short: tests/integrations has what needs `datasets`."""
+"""The source `hf` on what pyarrow alone writes: tests/integrations has what needs `datasets`."""
 
 from __future__ import annotations
 
+import errno
 import importlib.util
+import itertools
+import json
+import os
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from gpuflow.errors import MissingExtra, SourceError
-from gpuflow.sources import SourceSpec, open_source
-from tests.datasets import jpeg
+from gpuflow.errors import MissingExtra, SourceError, SystemFault
+from gpuflow.pipeline.records import Ragged
+from gpuflow.sources import Source, SourceSpec, fields_of, open_source, records_of, subset, weights_of
+from tests.datasets import jpeg, no_more_files
 from tests.sources.conftest import ReadAll
+
+with_pyarrow = pytest.mark.skipif(
+    importlib.util.find_spec("pyarrow") is None, reason="the package pyarrow is not installed"
+)
+NAMES = ("1", "0", "2")
+"""Of digits: a number must not be taken for a name."""
 
 
 @pytest.mark.skipif(importlib.util.find_spec("pyarrow") is not None, reason="pyarrow is installed")
@@ -19,17 +34,238 @@ def test_without_pyarrow_the_extra_is_named(tmp_path: Path) -> None:
         open_source(SourceSpec(hf=str(tmp_path)))
 
 
-def test_a_parquet_file(tmp_path: Path, read_all: ReadAll) -> None:
-    pa = pytest.importorskip("pyarrow", reason="the package pyarrow is not installed")
+Write = Callable[..., Path]
+
+
+def table(columns: dict[str, Any], features: dict[str, Any] | None = None) -> Any:
+    """A table with what `datasets` writes of its columns."""
+    import pyarrow as pa
+
+    known = json.dumps({"info": {"features": features}})
+    return pa.table(columns).replace_schema_metadata({"huggingface": known} if features else {})
+
+
+def write_parquet(path: Path, columns: dict[str, Any], features: dict[str, Any] | None = None) -> Path:
     import pyarrow.parquet as pq
 
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(table(columns, features), path)
+    return path
+
+
+def write_saved(
+    folder: Path, columns: dict[str, Any], features: dict[str, Any] | None = None, *, files: int = 1
+) -> Path:
+    """A folder as `save_to_disk` writes it, with the same rows in each file."""
+    import pyarrow as pa
+
+    folder.mkdir(parents=True)
+    data, names = table(columns, features), [f"data-{i:05d}.arrow" for i in range(files)]
+    for name in names:
+        with pa.OSFile(str(folder / name), "wb") as file, pa.ipc.new_stream(file, data.schema) as writer:
+            writer.write_table(data)
+    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": name} for name in names]}))
+    return folder
+
+
+forms = pytest.mark.parametrize("write", [write_parquet, write_saved], ids=["Parquet", "Arrow"])
+
+
+@with_pyarrow
+def test_a_parquet_file(tmp_path: Path, read_all: ReadAll) -> None:
     data = [jpeg(0, i) for i in range(9)]
-    pq.write_table(pa.table({"image": [*data[:8], None], "label": ["b", "a", "b"] * 3}), tmp_path / "x.parquet")
-    source = open_source(SourceSpec(hf=str(tmp_path / "x.parquet")))
+    path = write_parquet(tmp_path / "x.parquet", {"image": [*data[:8], None], "label": ["b", "a", "b"] * 3})
+    source = open_source(SourceSpec(hf=str(path)))
     assert (source.classes, source.labels.tolist()) == (("a", "b"), [1, 0, 1] * 3)
     assert read_all(source, [7, 8, 0]) == [data[7], "has no image: its cell is null", data[0]]
-    (tmp_path / "x.parquet").write_bytes((tmp_path / "x.parquet").read_bytes()[:-9])
+    path.write_bytes(path.read_bytes()[:-9])
     with pytest.raises(
         SourceError, match=r"x\.parquet: must be a whole Parquet file, got an error: .*; copy or write it"
     ):
-        open_source(SourceSpec(hf=str(tmp_path / "x.parquet")))
+        open_source(SourceSpec(hf=str(path)))
+
+
+# --- classes that `datasets` knows by name ----------------------------------------------------------------------------
+
+CLASS = {"names": list(NAMES), "_type": "ClassLabel"}
+FEATURES = {
+    "tags": {"feature": CLASS, "_type": "List"},
+    "about": {"kind": CLASS},
+    "objects": {"feature": {"bbox": {"_type": "List"}, "kind": CLASS}, "_type": "List"},
+}
+
+
+def labelled(numbers: list[int | None]) -> dict[str, Any]:
+    """A sample for each number: in a list, in a structure, and as the label of a box."""
+    return {
+        "image": [b"image"] * len(numbers),
+        "tags": [[number] for number in numbers],
+        "about": [{"kind": number} for number in numbers],
+        "objects": [[{"bbox": [0, 0, 1, 1], "kind": number}] for number in numbers],
+    }
+
+
+BOXES: dict[str, Any] = {"boxes": {"column": "objects.bbox", "labels": "objects.kind"}}
+
+
+def box_labels(source: Source) -> list[str]:
+    """The classes of all boxes, by name."""
+    column = records_of(source, range(len(source))).columns["objects.kind"]
+    assert isinstance(column, Ragged)
+    return [fields_of(source)[0].classes[label] for label in column.values]
+
+
+@with_pyarrow
+@forms
+@pytest.mark.parametrize("given", [None, ("2", "1", "0", "more")])
+def test_numbers_of_classes_are_no_names(write: Write, given: tuple[str, ...] | None, tmp_path: Path) -> None:
+    numbers = [0, 1, 2, 1]
+    expected, classes = [NAMES[number] for number in numbers], given or NAMES
+    path = str(write(tmp_path / "x.parquet", labelled(list(numbers)), FEATURES))
+
+    several = open_source(SourceSpec(hf=path, classes=given, fields={"label": {"kind": "classes", "column": "tags"}}))
+    assert several.classes == classes
+    assert [[several.classes[i] for i in row.nonzero()[0]] for row in several.labels] == [[name] for name in expected]
+
+    nested = open_source(SourceSpec(hf=path, classes=given, fields={"label": {"column": "about.kind"}}))
+    assert nested.classes == classes and [nested.classes[label] for label in nested.labels] == expected
+
+    boxes = open_source(SourceSpec(hf=path, classes=given, fields=BOXES))
+    assert fields_of(boxes)[0].classes == classes and box_labels(boxes) == expected
+
+
+@with_pyarrow
+def test_numbers_that_are_no_classes(tmp_path: Path) -> None:
+    rule = "must be one of the 3 classes, 0..2, got -1; correct it, or declare fields without it"
+    path = write_parquet(tmp_path / "x.parquet", labelled([0, -1]), FEATURES)
+    for fields, place in (
+        ({"label": {"kind": "classes", "column": "tags"}}, "tags[0]"),
+        ({"label": {"column": "about.kind"}}, "about.kind"),
+        (BOXES, "objects.kind[0]"),
+    ):
+        with pytest.raises(SourceError) as error:
+            open_source(SourceSpec(hf=str(path), fields=fields))
+        assert str(error.value) == f"{path}[1]: {place} {rule}"
+    write_parquet(path, labelled([0, None]), FEATURES)
+    with pytest.raises(SourceError, match=r"\[1\]: objects\.kind\[0\] must be an integer or a class name, got null"):
+        open_source(SourceSpec(hf=str(path), fields=BOXES))
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+def samples(count: int, label: int = 0) -> dict[str, Any]:
+    return {"image": [b"image"] * count, "label": [label] * count}
+
+
+@with_pyarrow
+@pytest.mark.parametrize("place", ["", "*.parquet", "**/*.parquet"], ids=["directory", "pattern", "deep pattern"])
+def test_splits_are_names_below_the_given_directory(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not of a directory above it; a relative directory is one, too."""
+    root = tmp_path / "train" / "data"
+    for name, label in (("train", 0), ("test", 1)):
+        write_parquet(root / f"{name}-00000-of-00001.parquet", samples(3 - label, label))
+        if place != "*.parquet":
+            write_parquet(root / name / "more.parquet", samples(2, label))
+    monkeypatch.chdir(tmp_path)
+    for start in (root, Path("train/data")):
+        spec = SourceSpec(hf=str(start / place), splits=("train", "test"))
+        source = open_source(spec)
+        assert [set(subset(source, spec, name).labels.tolist()) for name in spec.splits] == [{0}, {1}]
+        assert len(source) == (5 if place == "*.parquet" else 9)
+
+
+@with_pyarrow
+def test_a_file_of_two_splits(tmp_path: Path) -> None:
+    for name in ("train", "test"):
+        write_parquet(tmp_path / "train" / f"{name}.parquet", samples(1))
+    with pytest.raises(SourceError) as error:
+        open_source(SourceSpec(hf=str(tmp_path), splits=("train", "test")))
+    assert str(error.value) == (
+        f"{tmp_path}/train/test.parquet: file must be of one split, got the names of 'train' and 'test'; rename it"
+    )
+
+
+@with_pyarrow
+def test_files_of_both_forms(tmp_path: Path) -> None:
+    write_saved(tmp_path / "x", samples(1))
+    write_parquet(tmp_path / "x" / "y.parquet", samples(1))
+    with pytest.raises(SourceError, match=r"y\.parquet: must be an Arrow file like .*00000\.arrow, got Parquet; name"):
+        open_source(SourceSpec(hf=f"{tmp_path}/x/[dy]*.*"))
+
+
+@contextmanager
+def few_files(count: int) -> Iterator[None]:
+    """This process may open so many files more."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = set(map(int, os.listdir("/proc/self/fd")))
+    free = (number for number in itertools.count() if number not in used)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (next(itertools.islice(free, count, None)), before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@with_pyarrow
+@forms
+def test_files_are_not_kept_open(write: Write, tmp_path: Path, read_all: ReadAll) -> None:
+    if write is write_saved:
+        path = write_saved(tmp_path / "saved", samples(2), files=60)
+    else:
+        path = tmp_path / "many"
+        for number in range(60):
+            write_parquet(path / f"{number:02}.parquet", samples(2))
+    fields: dict[str, Any] = {"label": None, "n": {"type": "number", "column": "label"}}
+    open_source(SourceSpec(hf=str(path)))  # what imports on first use opens files, too
+    with few_files(10):
+        source = open_source(SourceSpec(hf=str(path), fields=fields))
+        assert read_all(source, range(0, 120, 50)) == [b"image"] * 3
+        source.close()
+
+
+@with_pyarrow
+@forms
+def test_without_file_descriptors_opening_raises(write: Write, tmp_path: Path) -> None:
+    path = write(tmp_path / "x.parquet", samples(2))
+    open_source(SourceSpec(hf=str(path)))
+    path = path / "data-00000.arrow" if write is write_saved else path
+    with no_more_files(), pytest.raises(SystemFault) as caught:
+        open_source(SourceSpec(hf=str(path)))
+    assert (caught.value.errno, caught.value.filename) == (errno.EMFILE, str(path))
+
+
+@with_pyarrow
+def test_a_file_that_changes_while_it_is_indexed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import pyarrow.parquet as pq
+
+    path = write_parquet(tmp_path / "x.parquet", samples(2))
+    real = pq.ParquetFile.read_row_group
+
+    def write_then_read(*arguments: Any, **keys: Any) -> Any:
+        with path.open("ab") as file:
+            file.write(b"more")
+        return real(*arguments, **keys)
+
+    monkeypatch.setattr(pq.ParquetFile, "read_row_group", write_then_read)
+    with pytest.raises(SourceError, match=r"x\.parquet: shard must stay as it was indexed, but has changed"):
+        open_source(SourceSpec(hf=str(path)))
+
+
+# --- weights ----------------------------------------------------------------------------------------------------------
+
+
+@with_pyarrow
+@forms
+@pytest.mark.parametrize(
+    "keys",
+    [{}, {"image": "photo", "label": "label"}, {"fields": {"label": None}}, {"fields": {"image": {"column": "photo"}}}],
+    ids=["found", "named", "found, with fields", "named by fields"],
+)
+def test_weights_where_the_images_have_any_name(write: Write, keys: dict[str, Any], tmp_path: Path) -> None:
+    columns = {"photo": [b"image"] * 3, "label": [0, 1, 0], "w": [0.5, 1, 2]}
+    spec = SourceSpec(hf=str(write(tmp_path / "x.parquet", columns)), weights={"column": "w"}, **keys)
+    found = weights_of(spec, open_source(spec))
+    assert found is not None and found.tolist() == [0.5, 1, 2]
