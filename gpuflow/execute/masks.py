@@ -7,6 +7,7 @@ import io
 import numpy as np
 from numpy.typing import NDArray
 
+from gpuflow.errors import is_system_fault
 from gpuflow.execute.jit import loops_of
 from gpuflow.pipeline.records import MaskFile, Polygons, Rle
 
@@ -23,7 +24,7 @@ _FARTHEST = 2**20
 def decode_mask(mask: MaskFile | NDArray[np.uint8], size: tuple[int, int]) -> NDArray[np.uint8]:
     """The levels of a mask, uint8 [height, width]; of an encoded image with a palette, its indices.
 
-    Raises ValueError if it is no image of one 8-bit channel, or not of this size.
+    Raises ValueError if it is no image of one 8-bit channel, or not of this size, and faults of the environment.
     """
     if isinstance(mask, np.ndarray):
         if mask.shape != size:
@@ -33,15 +34,18 @@ def decode_mask(mask: MaskFile | NDArray[np.uint8], size: tuple[int, int]) -> ND
 
     try:
         with Image.open(io.BytesIO(mask.data)) as image:
-            if image.mode not in ("L", "P", "1"):
-                raise ValueError(f"must have one channel of 8 bits, got an image of mode {image.mode}")
-            if image.size[::-1] != size:
-                raise ValueError(_other_size(image.size[::-1], size))
-            return np.asarray(image, np.uint8)
+            mode, found = image.mode, image.size[::-1]
+            if mode in ("L", "P", "1") and found == size:
+                return np.asarray(image, np.uint8)
     except UnidentifiedImageError:
         raise ValueError("must be an image file, such as PNG") from None
-    except (OSError, SyntaxError) as error:  # PIL's word for a damaged PNG
+    except Exception as error:  # Pillow's readers raise many kinds, such as SyntaxError and DecompressionBombError
+        if is_system_fault(error):
+            raise
         raise ValueError(f"cannot be decoded: {error}") from error
+    if mode not in ("L", "P", "1"):
+        raise ValueError(f"must have one channel of 8 bits, got an image of mode {mode}")
+    raise ValueError(_other_size(found, size))
 
 
 def _other_size(got: tuple[int, ...], size: tuple[int, int]) -> str:

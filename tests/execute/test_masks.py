@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import io
+import struct
+import zlib
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -108,6 +111,13 @@ def encoded(image: Image.Image) -> MaskFile:
     return MaskFile(data.getvalue())
 
 
+def huge(side: int) -> MaskFile:
+    """A PNG whose header says so many pixels in each row and column."""
+    data = encoded(Image.new("L", (7, 5))).data
+    header = b"IHDR" + struct.pack(">II", side, side) + data[24:29]
+    return MaskFile(data[:12] + header + struct.pack(">I", zlib.crc32(header)) + data[33:])
+
+
 def test_a_palettes_indices_are_the_levels() -> None:
     levels = np.random.default_rng(0).integers(0, 20, (5, 7)).astype(np.uint8)
     image = Image.fromarray(levels)
@@ -122,11 +132,24 @@ def test_a_palettes_indices_are_the_levels() -> None:
         (encoded(Image.new("RGB", (7, 5))), "must have one channel of 8 bits, got an image of mode RGB"),
         (encoded(Image.new("L", (5, 7))), "has 7x5 pixels, and its image 5x7"),
         (MaskFile(encoded(Image.effect_noise((7, 5), 9)).data[:60]), "cannot be decoded: "),
+        (huge(20_000), "cannot be decoded: Image size .400000000 pixels. exceeds limit"),
+        (huge(10_000), r"^(has 10000x10000 pixels, and its image 5x7|cannot be decoded: Image size .100000000 pixels)"),
     ],
 )
 def test_files_at_fault(mask: MaskFile, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         decode_mask(mask, (5, 7))
+
+
+@pytest.mark.parametrize("fault", [OSError(errno.EMFILE, "Too many open files"), MemoryError()], ids=repr)
+def test_a_fault_of_the_environment_is_none_of_the_file(fault: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: Any) -> None:
+        raise fault
+
+    monkeypatch.setattr(Image, "open", fail)
+    with pytest.raises(type(fault)) as caught:
+        decode_mask(encoded(Image.new("L", (7, 5))), (5, 7))
+    assert caught.value is fault
 
 
 # --- through a program ------------------------------------------------------------------------------------------------
