@@ -52,7 +52,7 @@ class Affine(s.Geometry):
 
     degrees: Angle = 0.0
     translate: Annotated[tuple[float, float], s.Bounds(least=0, most=1, words="fractions within [0, 1]")] = (0.0, 0.0)
-    scale: Annotated[tuple[float, float], s.Bounds(above=0, ascending=True)] = (1.0, 1.0)
+    scale: Annotated[tuple[float, float], s.Bounds(least=0.001, limit=1000, ascending=True)] = (1.0, 1.0)
     shear: _Shear = 0.0
     interpolation: WarpInterpolation = "bilinear"
     border: Border = "constant"

@@ -4,21 +4,14 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
 from gpuflow.pipeline import stage as s
+from gpuflow.pipeline.parameters import Size, size_pair
 
-__all__ = ["CenterCrop", "Size", "check_fits", "size_pair"]
-
-Size = Annotated[int | tuple[int, int], s.Bounds(least=1)]
-"""A side in pixels, or [height, width]."""
-
-
-def size_pair(size: int | tuple[int, int]) -> tuple[int, int]:
-    """(height, width) from an int or [height, width]."""
-    return (size, size) if isinstance(size, int) else size
+__all__ = ["CenterCrop", "check_fits"]
 
 
 def check_fits(size: tuple[int, int], spec: s.ImageSpec, margin: int = 0) -> None:

@@ -33,7 +33,7 @@ class Cutmix(s.Mixing):
     stage_name: ClassVar[str] = "cutmix"
     other_keys: ClassVar[Mapping[str, str]] = {"cutmix_alpha": "alpha"}
 
-    alpha: Annotated[float, s.Bounds(above=0)] = 1.0
+    alpha: Annotated[float, s.Bounds(above=0, limit=1000)] = 1.0
     probability: Probability = 1.0
     mode: MixMode = "batch"
     label_smoothing: Probability = 0.0

@@ -41,8 +41,8 @@ class Decode(Decoder):
     backend: Literal["auto", "cpu", "gpu"] = "auto"
     cpu_share: Annotated[float, Bounds(least=0, most=1)] = 0.0
     orientation: Literal["ignore", "apply"] = "ignore"
-    max_pixels: Annotated[int, Bounds(least=1)] = 179_000_000
-    max_scans: Annotated[int, Bounds(least=1)] = 100
+    max_pixels: Annotated[int, Bounds(least=1, limit=10**12)] = 179_000_000
+    max_scans: Annotated[int, Bounds(least=1, limit=100_000)] = 100
     background: Annotated[tuple[int, int, int], Bounds(least=0, most=255)] | None = None
     formats: tuple[Literal["tiff", "gif", "avif", "heic", "jxl", "jp2", "png16", "webp_animated"], ...] = ()
 

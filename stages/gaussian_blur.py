@@ -34,11 +34,11 @@ class GaussianBlur(s.Local):
     tolerance: ClassVar[float] = 1.0
     other_keys: ClassVar[Mapping[str, str]] = {"blur_limit": "kernel_size", "sigma_limit": "sigma"}
 
-    kernel_size: Annotated[int, s.Bounds(least=1)]
-    sigma: Annotated[float, s.Bounds(above=0)] | Annotated[tuple[float, float], s.Bounds(above=0, ascending=True)] = (
-        0.1,
-        2.0,
-    )
+    kernel_size: Annotated[int, s.Bounds(least=1, limit=1023)]
+    sigma: (
+        Annotated[float, s.Bounds(above=0, limit=1000)]
+        | Annotated[tuple[float, float], s.Bounds(above=0, limit=1000, ascending=True)]
+    ) = (0.1, 2.0)
     probability: Probability = 1.0
 
     @classmethod
@@ -46,7 +46,7 @@ class GaussianBlur(s.Local):
         return (cls(kernel_size=9), cls(kernel_size=5, sigma=(0.5, 1.5)), cls(kernel_size=3, sigma=1, probability=0.5))
 
     def faults(self) -> Iterator[Problem]:
-        if self.kernel_size > 0 and self.kernel_size % 2 == 0:
+        if self.kernel_size % 2 == 0:
             yield Problem.of("kernel_size", "must be odd", self.kernel_size, code="config.range")
 
     def _range(self) -> tuple[float, float]:
@@ -71,7 +71,8 @@ class GaussianBlur(s.Local):
     def filters(self, coefficients: NDArray[np.float64]) -> s.Filters:
         half = (self.kernel_size - 1) / 2
         places = np.linspace(-half, half, self.kernel_size)
-        weights = np.exp(-(places**2) / (2 * coefficients[:, 1:2] ** 2))
+        with np.errstate(over="ignore"):  # of a tiny sigma: only the pixel itself has a weight then
+            weights = np.exp(-0.5 * (places / coefficients[:, 1:2]) ** 2)
         weights /= weights.sum(axis=1, keepdims=True)
         zeros = np.zeros(len(coefficients))
         return s.Filters(

@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from gpuflow.pipeline import stage as s
+from gpuflow.pipeline.parameters import Size, size_pair
 from gpuflow.pipeline.warp_parameters import Fill, check_fill
-from gpuflow.stages.center_crop import Size, size_pair
 from gpuflow.stages.resize import Interpolation
 
 __all__ = ["Letterbox"]

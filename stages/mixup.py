@@ -33,8 +33,8 @@ class Mixup(s.Mixing):
     stage_name: ClassVar[str] = "mixup"
     other_keys: ClassVar[Mapping[str, str]] = {"mixup_alpha": "alpha", "switch_prob": "switch_probability"}
 
-    alpha: Annotated[float, s.Bounds(above=0)] = 1.0
-    cutmix_alpha: Annotated[float, s.Bounds(least=0)] = 0.0
+    alpha: Annotated[float, s.Bounds(above=0, limit=1000)] = 1.0
+    cutmix_alpha: Annotated[float, s.Bounds(least=0, limit=1000)] = 0.0
     probability: Probability = 1.0
     switch_probability: Probability = 0.5
     mode: MixMode = "batch"

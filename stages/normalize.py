@@ -45,8 +45,8 @@ class Normalize(s.Pointwise):
         "ConvertImageDtype",
     )
 
-    mean: Literal["imagenet"] | Annotated[tuple[float, ...], s.Bounds()] = "imagenet"
-    std: Literal["imagenet"] | Annotated[tuple[float, ...], s.Bounds(above=0)] = "imagenet"
+    mean: Literal["imagenet"] | Annotated[tuple[float, ...], s.Bounds(limit=1000)] = "imagenet"
+    std: Literal["imagenet"] | Annotated[tuple[float, ...], s.Bounds(least=1e-6, limit=1000)] = "imagenet"
     dtype: Literal["float32", "float16", "bfloat16"] = "float32"
     layout: Literal["nchw", "nhwc"] = "nchw"
 

@@ -8,11 +8,12 @@ from typing import Annotated, Any, ClassVar
 import numpy as np
 
 from gpuflow.pipeline import stage as s
+from gpuflow.pipeline.parameters import LONGEST
 from gpuflow.pipeline.warp_parameters import Border, Fill, check_fill
 
 __all__ = ["Pad"]
 
-_Side = s.Bounds(least=0)
+_Side = s.Bounds(least=0, limit=LONGEST)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

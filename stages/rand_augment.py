@@ -57,9 +57,9 @@ class RandAugment(AugmentPolicy):
     stage_name: ClassVar[str] = "rand_augment"
     other_keys: ClassVar[Mapping[str, str]] = {"num_ops": "operations", "num_magnitude_bins": "bins"}
 
-    operations: Annotated[int, s.Bounds(least=1)] = 2
-    magnitude: Annotated[int, s.Bounds(least=0)] = 9
-    bins: Annotated[int, s.Bounds(least=2)] = 31
+    operations: Annotated[int, s.Bounds(least=1, limit=16)] = 2
+    magnitude: Annotated[int, s.Bounds(least=0, limit=999)] = 9
+    bins: Annotated[int, s.Bounds(least=2, limit=1000)] = 31
     interpolation: WarpInterpolation = "nearest"
     fill: Fill = 0
 

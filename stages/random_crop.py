@@ -8,7 +8,8 @@ from typing import Annotated, Any, ClassVar
 import numpy as np
 
 from gpuflow.pipeline import stage as s
-from gpuflow.stages.center_crop import Size, check_fits, size_pair
+from gpuflow.pipeline.parameters import LONGEST, Size, size_pair
+from gpuflow.stages.center_crop import check_fits
 
 __all__ = ["RandomCrop"]
 
@@ -25,7 +26,7 @@ class RandomCrop(s.Geometry):
     stage_name: ClassVar[str] = "random_crop"
 
     size: Size
-    padding: Annotated[int, s.Bounds(least=0)] = 0
+    padding: Annotated[int, s.Bounds(least=0, limit=LONGEST)] = 0
 
     @classmethod
     def examples(cls) -> tuple[RandomCrop, ...]:

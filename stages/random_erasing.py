@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpuflow.pipeline import stage as s
-from gpuflow.pipeline.parameters import Probability
+from gpuflow.pipeline.parameters import Probability, Ratio
 
 __all__ = ["RandomErasing"]
 
@@ -38,7 +38,7 @@ class RandomErasing(s.Pointwise):
 
     probability: Probability = 0.5
     scale: Annotated[tuple[float, float], s.Bounds(least=0, most=1, ascending=True)] = (0.02, 0.33)
-    ratio: Annotated[tuple[float, float], s.Bounds(above=0, ascending=True)] = (0.3, 3.3)
+    ratio: Ratio = (0.3, 3.3)
     value: (
         Literal["imagenet", "random"]
         | Annotated[int, s.Bounds(least=0, most=255)]

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar
 import numpy as np
 
 from gpuflow.pipeline import stage as s
-from gpuflow.stages.center_crop import Size, size_pair
+from gpuflow.pipeline.parameters import Ratio, Size, size_pair
 from gpuflow.stages.resize import Interpolation
 
 __all__ = ["RandomResizedCrop"]
@@ -38,7 +38,7 @@ class RandomResizedCrop(s.Geometry):
 
     size: Size
     scale: Annotated[tuple[float, float], s.Bounds(above=0, most=1, ascending=True)] = (0.08, 1.0)
-    ratio: Annotated[tuple[float, float], s.Bounds(above=0, ascending=True)] = (3 / 4, 4 / 3)
+    ratio: Ratio = (3 / 4, 4 / 3)
     interpolation: Interpolation = "bilinear"
     antialias: bool = True
 

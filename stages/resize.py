@@ -5,18 +5,17 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
 from gpuflow.errors import Problem
 from gpuflow.pipeline import stage as s
+from gpuflow.pipeline.parameters import Side
 
 __all__ = ["Interpolation", "Resize"]
 
 Interpolation = Literal["nearest", "bilinear", "bicubic"]
-Side = Annotated[int, s.Bounds(least=1)]
-"""A length in pixels."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

@@ -40,6 +40,8 @@ _IN_PLACE = frozenset(
     )
 )
 """The transforms that leave every pixel in its place; boxes and masks go through them unchanged."""
+_REFUSALS = (TypeError, ValueError, RuntimeError, OverflowError)
+"""What transforms raise for images and parameters that they cannot take."""
 _DTYPES = ("uint8", "float32", "float16", "bfloat16")
 
 
@@ -103,7 +105,7 @@ class Torchvision(s.Opaque):
         for channels, dtype in ((3, "uint8"), (3, "float32"), (1, "uint8"), (1, "float32")):
             try:
                 return _probe(self.name, self.parameters, (channels, *_PROBES[0]), dtype)[2]
-            except (TypeError, ValueError, RuntimeError):
+            except _REFUSALS:
                 continue
         return False  # it accepts no image; `output` raises the error
 
@@ -120,8 +122,9 @@ class Torchvision(s.Opaque):
             shape = (channels, height or probe_height, width or probe_width)
             try:
                 results.append(_probe(self.name, self.parameters, shape, spec.dtype))
-            except (TypeError, ValueError, RuntimeError) as error:
-                raise ValueError(f"{self.name} does not take {spec}: {error}") from error
+            except _REFUSALS as error:
+                reason = str(error).partition("\n")[0]
+                raise ValueError(f"{self.name} does not take {spec}: {reason}") from error
         (a, out_dtype, _), (b, _, _) = results
         if a[0] is None:
             raise ValueError(f"{self.name} gives a number of channels that varies from sample to sample")

@@ -48,7 +48,7 @@ class TrivialAugment(AugmentPolicy):
     other_names: ClassVar[tuple[str, ...]] = ("TrivialAugmentWide",)
     other_keys: ClassVar[Mapping[str, str]] = {"num_magnitude_bins": "bins"}
 
-    bins: Annotated[int, s.Bounds(least=2)] = 31
+    bins: Annotated[int, s.Bounds(least=2, limit=1000)] = 31
     interpolation: WarpInterpolation = "nearest"
     fill: Fill = 0
 

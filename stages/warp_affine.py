@@ -4,22 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gpuflow.errors import Problem
 from gpuflow.pipeline import stage as s
-from gpuflow.pipeline.record_values import independent
+from gpuflow.pipeline.parameters import Size, size_pair
+from gpuflow.pipeline.record_values import LARGEST, independent
 from gpuflow.pipeline.warp_parameters import Border, Fill, WarpInterpolation, check_fill, lookup_of
-from gpuflow.stages.center_crop import Size, size_pair
 
 __all__ = ["WarpAffine"]
 
-Row = tuple[float, float, float]
-Point = tuple[float, float]
-Points = tuple[Point, Point, Point]
+_Row = tuple[float, float, float]
+_Point = tuple[float, float]
+Matrix = Annotated[tuple[_Row, _Row], s.Bounds(limit=LARGEST)]
+Points = Annotated[tuple[_Point, _Point, _Point], s.Bounds(limit=LARGEST)]
 
 _HALF = np.array([[1, 0, 0.5], [0, 1, 0.5], [0, 0, 1]])
 """Maps indices of pixels, OpenCV's coordinates, to points of which (0, 0) is the image's corner."""
@@ -50,7 +51,7 @@ class WarpAffine(s.Geometry):
     stage_name: ClassVar[str] = "warp_affine"
     tolerance: ClassVar[float] = 1.0
 
-    matrix: tuple[Row, Row] | s.FromRecord | None = None
+    matrix: Matrix | s.FromRecord | None = None
     source: Points | s.FromRecord | None = None
     target: Points | s.FromRecord | None = None
     inverse_map: bool = False

@@ -189,7 +189,7 @@ def _type_schema(hint: Any, bounds: Bounds | None = None) -> Schema:
     if origin is not None and issubclass(origin, Mapping):
         return {"type": "object", "additionalProperties": _type_schema(parts[1], bounds)}
     if hint in (int, float) and bounds is not None:
-        limits = {"minimum": bounds.least, "exclusiveMinimum": bounds.above, "maximum": bounds.most}
+        limits = {"minimum": bounds.lowest, "exclusiveMinimum": bounds.above, "maximum": bounds.highest}
         return {"type": _TYPES[hint]} | {name: limit for name, limit in limits.items() if limit is not None}
     if dataclasses.is_dataclass(hint):
         assert isinstance(hint, type)

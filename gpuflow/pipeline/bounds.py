@@ -18,12 +18,14 @@ __all__ = ["Bounds", "field_types", "out_of_bounds"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bounds:
-    """The allowed range of a number, or of each number in a list: `Annotated[float, Bounds(least=0, most=1)]`.
+    """The allowed range of a number, or of each number in lists: `Annotated[float, Bounds(least=0, most=1)]`.
 
     Args:
         least: the smallest allowed value.
         above: an exclusive lower limit.
         most: the largest allowed value.
+        limit: the largest allowed absolute value, where all values in use are far below it: it keeps a mistyped number
+            from exhausting memory or leaving the range of floats. An error names it only if it is exceeded.
         ascending: in a pair [low, high], high must not be less than low.
         words: a text that describes the allowed values, if the bounds do not suffice.
     """
@@ -31,24 +33,45 @@ class Bounds:
     least: float | None = None
     above: float | None = None
     most: float | None = None
+    limit: float | None = None
     ascending: bool = False
     words: str = ""
 
     def broken_rule(self, value: Any) -> str:
-        """The rule that a number or a tuple of numbers breaks; empty if it breaks none."""
-        numbers = value if isinstance(value, tuple) else (value,)
+        """The rule that a number or a tuple of numbers, or of tuples, breaks; empty if it breaks none.
+
+        Integers are compared as integers: they may be too large for a float.
+        """
+        numbers = tuple(_numbers(value))
         descending = self.ascending and any(low > high for low, high in pairwise(numbers))
         if descending or not all(self._holds(number) for number in numbers):
             return self.rule
-        return "" if all(map(math.isfinite, numbers)) else "must be finite"
+        if not all(-math.inf < number < math.inf for number in numbers):
+            return "must be finite"
+        if self.limit is None or all(abs(number) <= self.limit for number in numbers):
+            return ""
+        signed = self.lowest == -self.limit
+        return f"must be within [{-self.limit:g}, {self.limit:g}]" if signed else f"must be <= {self.limit:g}"
 
     def _holds(self, number: float) -> bool:
         return (
-            not math.isnan(number)
+            number == number  # not NaN
             and (self.least is None or number >= self.least)
             and (self.above is None or number > self.above)
             and (self.most is None or number <= self.most)
         )
+
+    @property
+    def lowest(self) -> float | None:
+        """The smallest allowed value; None if there is none, or an exclusive lower limit."""
+        if self.limit is not None and self.least is None and self.above is None:
+            return -self.limit
+        return self.least
+
+    @property
+    def highest(self) -> float | None:
+        """The largest allowed value; None if there is none."""
+        return self.limit if self.most is None else self.most
 
     @property
     def rule(self) -> str:
@@ -66,6 +89,15 @@ class Bounds:
         if self.most is None:
             return f"{'>' if sign == '<' else '>='} {start:g}"
         return f"within {'(' if sign == '<' else '['}{start:g}, {self.most:g}]"
+
+
+def _numbers(value: Any) -> Iterator[Any]:
+    """What a value holds: itself, or the items of a tuple, those of tuples in it included."""
+    if isinstance(value, tuple):
+        for item in value:
+            yield from _numbers(item)
+    else:
+        yield value
 
 
 def out_of_bounds(values: object) -> Iterator[Problem]:
@@ -96,8 +128,7 @@ def _broken_rule(hint: Any, value: Any) -> str:
 
 
 def _is_numeric(value: Any) -> bool:
-    numbers = value if isinstance(value, tuple) else (value,)
-    return all(isinstance(number, (int, float)) and not isinstance(number, bool) for number in numbers)
+    return all(isinstance(number, (int, float)) and not isinstance(number, bool) for number in _numbers(value))
 
 
 def _takes(hint: Any, value: Any) -> bool:

@@ -13,16 +13,30 @@ from gpuflow.pipeline.bounds import Bounds
 from gpuflow.pipeline.rng import StageKeys
 
 __all__ = [
+    "LONGEST",
     "OTHER_KEYS",
     "Factor",
     "Probability",
+    "Ratio",
     "Shift",
+    "Side",
+    "Size",
     "adjustment",
     "drawn_factors",
     "is_random",
     "range_of",
+    "size_pair",
     "with_probability",
 ]
+
+LONGEST = 65_535
+"""The largest side of an image that a stage makes, and the most padding, in pixels: as long as a JPEG's can be."""
+Side = Annotated[int, Bounds(least=1, limit=LONGEST)]
+"""A length in pixels."""
+Size = Annotated[int | tuple[int, int], Bounds(least=1, limit=LONGEST)]
+"""A side in pixels, or [height, width]."""
+Ratio = Annotated[tuple[float, float], Bounds(least=0.001, limit=1000, ascending=True)]
+"""The range of an aspect ratio."""
 
 OTHER_KEYS: Mapping[str, str] = {
     "p": "probability",
@@ -41,8 +55,8 @@ OTHER_KEYS: Mapping[str, str] = {
 
 Probability = Annotated[float, Bounds(least=0, most=1, words="a probability within [0, 1]")]
 Factor = (
-    Annotated[float, Bounds(least=0, words=">= 0 or [low, high]")]
-    | Annotated[tuple[float, float], Bounds(least=0, ascending=True)]
+    Annotated[float, Bounds(least=0, limit=1000, words=">= 0 or [low, high]")]
+    | Annotated[tuple[float, float], Bounds(least=0, limit=1000, ascending=True)]
 )
 """How far factors are from 1, or the range that they are drawn from."""
 Shift = (
@@ -50,6 +64,11 @@ Shift = (
     | Annotated[tuple[float, float], Bounds(least=-0.5, most=0.5, ascending=True)]
 )
 """How far hues are shifted at most, in turns of the colour circle, or the range of the shift."""
+
+
+def size_pair(size: int | tuple[int, int]) -> tuple[int, int]:
+    """(height, width) from an int or [height, width]."""
+    return (size, size) if isinstance(size, int) else size
 
 
 def range_of(value: float | tuple[float, float], *, neutral: float = 1.0) -> tuple[float, float]:

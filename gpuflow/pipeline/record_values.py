@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 from gpuflow.errors import Key, Problem, show, suggest
 from gpuflow.pipeline.records import Column, Ragged, Records
 
-__all__ = ["FromRecord", "RecordValue", "field_problems_of", "independent", "values_of"]
+__all__ = ["LARGEST", "FromRecord", "RecordValue", "field_problems_of", "independent", "values_of"]
 
 Floats = NDArray[np.float64]
 
-_LARGEST = 1e9
+LARGEST = 1e9
 """Of a number in a record, so that products and inverses of maps stay finite."""
 _FLAT = 1e-9
 """The least determinant of two vectors, in proportion to the products that it is the difference of."""
@@ -68,7 +68,7 @@ class RecordValue:
     def rule(self) -> str:
         """What a value in a record must be."""
         wanted = "two rows of three numbers" if self.form == "matrix" else "at least three points [x, y]"
-        return f"must be {wanted}, each finite and at most {_LARGEST:g}"
+        return f"must be {wanted}, each finite and at most {LARGEST:g}"
 
     def read(self, column: Column) -> Floats:
         """The numbers of N samples [N, ...]; NaN for a sample that has none of this form."""
@@ -97,7 +97,7 @@ class RecordValue:
             found = show(rows[0, :3, :2].tolist())
         else:
             found = show(_plain(column[i]))
-        if not (np.abs(values) <= _LARGEST).all():
+        if not (np.abs(values) <= LARGEST).all():
             return f"{self.field} {self.rule}, got {found}"
         rule = "must be invertible" if self.form == "matrix" else "must be points that do not lie on one line"
         return f"{self.field} {rule}, got {found}"
@@ -111,7 +111,7 @@ def values_of(wanted: Sequence[RecordValue], records: Records) -> tuple[dict[Rec
         column = records.columns[one.field]
         values[one] = found = one.read(column)
         with np.errstate(invalid="ignore", over="ignore"):
-            bad = ~(np.abs(found) <= _LARGEST).all(axis=(1, 2)) | one.singular(found)
+            bad = ~(np.abs(found) <= LARGEST).all(axis=(1, 2)) | one.singular(found)
         for i in np.flatnonzero(bad).tolist():
             errors[i] = errors[i] or one.fault(column, i, found[i])
         found[bad] = one.stand_in

@@ -100,7 +100,7 @@ class Stage:
     other_keys: ClassVar[Mapping[str, str]] = {}
 
     def __post_init__(self) -> None:
-        problems = [*out_of_bounds(self), *map(self._problem, self.faults())]
+        problems = list(out_of_bounds(self)) or list(map(self._problem, self.faults()))
         if problems:
             raise ConfigError([problem.below(self.stage_name) for problem in problems])
 
@@ -130,7 +130,8 @@ class Stage:
     def faults(self) -> Iterator[Problem | tuple[str, str]]:
         """Yield a problem for each broken rule that `Bounds` cannot declare, with its path from the parameters on.
 
-        A pair (field, broken rule) is a problem too; the field is empty if several parameters break the rule.
+        It is called where all numbers are within their bounds. A pair (field, broken rule) is a problem too; the field
+        is empty if several parameters break the rule.
         """
         yield from ()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gpuflow.errors import Code, ConfigError, Key, Problem
-from gpuflow.pipeline.stage import ENCODED, Decoder, Geometry, ImageSpec, Mixing, Pipeline
+from gpuflow.pipeline.stage import ENCODED, Decoder, ImageSpec, Mixing, Pipeline
 
 __all__ = ["trace"]
 
@@ -49,9 +49,8 @@ def trace(pipeline: Pipeline, *, at: tuple[Key, ...] | None = None, serving: boo
             specs.append(stage.output(specs[-1]))
         except ValueError as error:
             raise fault(i, str(error)) from error
-        height, width, _ = specs[-1].shape
-        if isinstance(stage, Geometry) and stage.resizes and height is not None and width is not None:
-            decoder = pipeline.stages[0]
+        (height, width, _), decoder = specs[-1].shape, pipeline.stages[0]
+        if specs[-1].shape != specs[-2].shape and height is not None and width is not None and i > 0:
             assert isinstance(decoder, Decoder)
             if height * width > decoder.max_pixels:
                 rule = f"makes {height}x{width} = {height * width:,} pixels of every image, more than max_pixels"

@@ -22,8 +22,8 @@ __all__ = [
 ]
 
 Angle = (
-    Annotated[float, s.Bounds(least=0, words=">= 0 or [low, high]")]
-    | Annotated[tuple[float, float], s.Bounds(ascending=True)]
+    Annotated[float, s.Bounds(least=0, limit=3600, words=">= 0 or [low, high]")]
+    | Annotated[tuple[float, float], s.Bounds(limit=3600, ascending=True)]
 )
 """Degrees: v stands for [-v, v]."""
 WarpInterpolation = Literal["nearest", "bilinear"]

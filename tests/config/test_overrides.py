@@ -48,8 +48,8 @@ def test_an_override_of_a_shared_list_changes_all_who_share_it() -> None:
 
 
 def test_overrides_of_stages_that_are_no_more_than_a_name() -> None:
-    config = read(FULL, "pipelines.val.stages.decode.max_pixels=9", "pipelines.val.stages.resize={longer: 300}")
-    assert config.program("val").pipeline.stages[:2] == (Decode(max_pixels=9), Resize(longer=300))
+    config = read(FULL, "pipelines.val.stages.decode.max_pixels=99999", "pipelines.val.stages.resize={longer: 300}")
+    assert config.program("val").pipeline.stages[:2] == (Decode(max_pixels=99_999), Resize(longer=300))
     config = read(
         FULL,
         "pipelines.val.stages.1={resize: {longer: 300}}",

@@ -62,6 +62,24 @@ def mappings(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
             yield from mappings(item, (*at, i))
 
 
+def numbers(schema: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """The schema of each number in a schema, with the keys that lead to it."""
+    if isinstance(schema, dict):
+        if schema.get("type") in ("integer", "number"):
+            yield at, schema
+        for key, item in schema.items():
+            yield from numbers(item, (*at, key))
+    elif isinstance(schema, list):
+        for i, item in enumerate(schema):
+            yield from numbers(item, (*at, i))
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_each_number_of_a_stage_has_a_smallest_and_a_largest_value(name: str) -> None:
+    for at, found in numbers(SCHEMA["$defs"][f"stage.{name}"]):
+        assert "maximum" in found and ("minimum" in found or "exclusiveMinimum" in found), at
+
+
 MISSPELT: tuple[Callable[[dict[str, Any]], None], ...] = (
     lambda held: held.update(zzz=1),
     lambda held: held.update({f"{next(iter(held), 'x')}x": 1}),

@@ -69,6 +69,33 @@ from tests.config.files import fault, read, stages_of
             "pipelines.a.stages[1].center_crop.size must be an integer or [an integer, an integer], got 8.0",
         ),
         ("decode, center_crop: {size: 0}", "pipelines.a.stages[1].center_crop.size must be >= 1, got 0"),
+        *(
+            (f"decode, {stage}: {{{key}: {value}}}", f"pipelines.a.stages[1].{stage}.{key} must be {rule}, got {value}")
+            for stage, key, value, rule in (
+                ("resize", "shorter", 10**23, "<= 65535"),
+                ("center_crop", "size", 1_000_000, "<= 65535"),
+                ("center_crop", "size", [9, 70_000], "<= 65535"),
+                ("pad", "padding", 10**20, "<= 65535"),
+                ("rand_augment", "magnitude", 10**40, "<= 999"),
+                ("rand_augment", "bins", 10**9, "<= 1000"),
+                ("rand_augment", "operations", 20_000, "<= 16"),
+                ("trivial_augment", "bins", 10**9, "<= 1000"),
+                ("gaussian_blur", "kernel_size", 100_001, "<= 1023"),
+                ("rotate", "degrees", 1e200, "<= 3600"),
+                ("rotate", "degrees", [-4000, 3], "within [-3600, 3600]"),
+                ("brightness", "amount", 1e200, "<= 1000"),
+                ("warp_affine", "matrix", [[1, 0, 0], [0, 1, 1e200]], "within [-1e+09, 1e+09]"),
+            )
+        ),
+        (
+            f"decode, resize: {{shorter: {10**400}}}",
+            f"pipelines.a.stages[1].resize.shorter must be <= 65535, got 1{'0' * 56}...",
+        ),
+        (
+            f"decode, torchvision: {{name: Resize, size: {10**400}}}",
+            "pipelines.a.stages[1].torchvision Resize does not take uint8 ?x?x3 hwc: integer division result too large "
+            "for a float",
+        ),
         (
             "decode, resize: {height: 8}",
             "pipelines.a.stages[1].resize needs height and width, or shorter, or longer; give one of these",

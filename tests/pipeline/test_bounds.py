@@ -33,6 +33,30 @@ def test_bounds(bounds: Bounds, rule: str, good: list[Any], bad: list[Any]) -> N
     assert [bounds.broken_rule(value) for value in bad] == [rule] * len(bad)
 
 
+@pytest.mark.parametrize(
+    ("bounds", "rule", "good", "bad"),
+    [
+        (Bounds(least=1, limit=99), "must be <= 99", [1, 99], [100, (3, 10**400), 10**400]),
+        (Bounds(above=0, limit=9), "must be <= 9", [1e-200, 9], [9.1]),
+        (Bounds(limit=1e9), "must be within [-1e+09, 1e+09]", [-1e9, ((1, 2), (3, 4))], [1e300, ((1, 2), (-1e300, 4))]),
+        (Bounds(least=0, limit=9, ascending=True, words="a pair"), "must be <= 9", [(1, 2)], [(1, 10)]),
+    ],
+)
+def test_a_limit_is_named_only_where_it_is_exceeded(bounds: Bounds, rule: str, good: list[Any], bad: list[Any]) -> None:
+    assert [bounds.broken_rule(value) for value in good] == [""] * len(good)
+    assert [bounds.broken_rule(value) for value in bad] == [rule] * len(bad)
+    assert bounds.broken_rule(-1) in ("", bounds.rule) and "9" not in bounds.rule
+    assert bounds.highest == bounds.limit
+    assert bounds.lowest == (-1e9 if bounds.least is None and bounds.above is None else bounds.least)
+
+
+@pytest.mark.parametrize("bounds", [Bounds(least=1), Bounds(above=0), Bounds(most=3), Bounds(least=0, most=1)])
+def test_integers_that_no_float_holds_are_compared(bounds: Bounds) -> None:
+    huge = 10**400
+    assert bounds.broken_rule(huge) == ("" if bounds.most is None else bounds.rule)
+    assert bounds.broken_rule(-huge) == ("" if bounds.least is bounds.above is None else bounds.rule)
+
+
 def test_infinity_is_told_apart() -> None:
     assert Bounds(least=0).broken_rule(math.inf) == "must be finite"
     assert Bounds(least=0).broken_rule(math.nan) == "must be >= 0"

@@ -7,7 +7,18 @@ import pytest
 from gpuflow.errors import ConfigError
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.validate import trace
-from gpuflow.stages import CenterCrop, ColorJitter, Decode, Flip, Normalize, RandomCrop, Resize, Torchvision
+from gpuflow.stages import (
+    CenterCrop,
+    ColorJitter,
+    Decode,
+    Flip,
+    Normalize,
+    Pad,
+    RandomCrop,
+    Resize,
+    Torchvision,
+    WarpAffine,
+)
 
 GRAYSCALE = Torchvision(name="Grayscale")
 BLUR = Torchvision(name="GaussianBlur", parameters=(("kernel_size", 3),))
@@ -58,6 +69,31 @@ def test_specs_between_the_stages() -> None:
             (Decode(max_pixels=1023), Resize(height=32, width=32)),
             "p[1].resize makes 32x32 = 1,024 pixels of every image, more than max_pixels; "
             "raise decode.max_pixels, which is 1,023, or resize to less",
+        ),
+        (
+            (Decode(max_pixels=1023), CenterCrop(size=32)),
+            "p[1].center_crop makes 32x32 = 1,024 pixels of every image, more than max_pixels; "
+            "raise decode.max_pixels, which is 1,023, or resize to less",
+        ),
+        (
+            (Decode(), RandomCrop(size=60_000, padding=60_000)),
+            "p[1].random_crop makes 60000x60000 = 3,600,000,000 pixels of every image, more than max_pixels; "
+            "raise decode.max_pixels, which is 179,000,000, or resize to less",
+        ),
+        (
+            (Decode(), CenterCrop(size=9), Pad(padding=9_000)),
+            "p[2].pad makes 18009x18009 = 324,324,081 pixels of every image, more than max_pixels; "
+            "raise decode.max_pixels, which is 179,000,000, or resize to less",
+        ),
+        (
+            (Decode(), WarpAffine(matrix=((1.0, 0.0, 0.0), (0.0, 1.0, 0.0)), size=(30_000, 6_000))),
+            "p[1].warp_affine makes 30000x6000 = 180,000,000 pixels of every image, more than max_pixels; "
+            "raise decode.max_pixels, which is 179,000,000, or resize to less",
+        ),
+        (
+            (Decode(), CenterCrop(size=9), Torchvision(name="Pad", parameters=(("padding", 9_000),))),
+            "p[2].torchvision makes 18009x18009 = 324,324,081 pixels of every image, more than max_pixels; "
+            "raise decode.max_pixels, which is 179,000,000, or resize to less",
         ),
         (
             (Decode(), Resize(height=8, width=20), CenterCrop(size=9)),

@@ -91,7 +91,7 @@ def test_parameters_have_torchvisions_distributions() -> None:
     ("parameters", "text"),
     [
         ({"translate": (0.1, 1.5)}, "affine.translate must be fractions within [0, 1], got [0.1, 1.5]"),
-        ({"scale": (0.0, 1.0)}, "affine.scale must be [low, high] with 0 < low <= high, got [0.0, 1.0]"),
+        ({"scale": (0.0, 1.0)}, "affine.scale must be [low, high] with 0.001 <= low <= high, got [0.0, 1.0]"),
         (
             {"shear": 90.0},
             "affine.shear must be within [0, 89], [low, high] or [x low, x high, y low, y high], got 90.0",

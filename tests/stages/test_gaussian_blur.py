@@ -9,6 +9,7 @@ from torchvision.transforms.v2 import functional as tv
 
 from gpuflow.execute.local import run_filters
 from gpuflow.stages import GaussianBlur
+from tests.images import photo
 from tests.running import keys_of, levels_apart
 from tests.stages.operations import check_draws, check_refuses, pictures
 
@@ -39,6 +40,14 @@ def test_an_image_that_is_smaller_than_the_kernel() -> None:
     for shape in ((1, 1, 3), (3, 40, 1), (2, 5, 3)):
         image = np.full(shape, 77, np.uint8)
         assert np.array_equal(run_filters(image, filters, 0), image)
+
+
+@pytest.mark.parametrize("sigma", [1e-3, 1e-200, 5e-324])
+def test_a_tiny_sigma_leaves_the_image_as_it_is(sigma: float) -> None:
+    filters = GaussianBlur(kernel_size=5, sigma=sigma).filters(np.array([[1.0, sigma]]))
+    assert filters.rows.tolist() == filters.columns.tolist() == [[0, 0, 1, 0, 0]]
+    image = photo(20, 31)
+    assert np.array_equal(run_filters(image, filters, 0), image)
 
 
 def test_its_sigmas_and_its_probability() -> None:

@@ -88,9 +88,9 @@ def test_imagenet_is_what_models_were_trained_with() -> None:
     [
         ({"mean": (0.5,)}, "normalize.std must have as many values as mean, got 3"),
         ({"std": (0.5,)}, "normalize.std must have as many values as mean, got 1"),
-        ({"std": (0.5, 0.0, 0.5)}, "normalize.std must be > 0, got [0.5, 0.0, 0.5]"),
+        ({"std": (0.5, 0.0, 0.5)}, "normalize.std must be >= 1e-06, got [0.5, 0.0, 0.5]"),
         ({"mean": (), "std": ()}, "normalize.std must have at least one value, got []"),
-        ({"std": (0.5, float("nan"), 0.5)}, "normalize.std must be > 0, got [0.5, nan, 0.5]"),
+        ({"std": (0.5, float("nan"), 0.5)}, "normalize.std must be >= 1e-06, got [0.5, nan, 0.5]"),
         ({"mean": (0.5, float("inf"), 0.5)}, "normalize.mean must be finite, got [0.5, inf, 0.5]"),
     ],
 )

@@ -79,7 +79,9 @@ def test_errors() -> None:
         scale=(0.1, 1.5),
     )
     check_refuses(
-        "random_erasing.ratio must be [low, high] with 0 < low <= high, got [0.0, 1.0]", RandomErasing, ratio=(0.0, 1.0)
+        "random_erasing.ratio must be [low, high] with 0.001 <= low <= high, got [0.0, 1.0]",
+        RandomErasing,
+        ratio=(0.0, 1.0),
     )
 
 

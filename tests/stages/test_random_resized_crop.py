@@ -147,8 +147,14 @@ NATIVE = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
             {"scale": (0.5, 2.0)},
             "random_resized_crop.scale must be [low, high] with 0 < low <= high <= 1, got [0.5, 2.0]",
         ),
-        ({"ratio": (0.0, 1.0)}, "random_resized_crop.ratio must be [low, high] with 0 < low <= high, got [0.0, 1.0]"),
-        ({"ratio": (2.0, 1.0)}, "random_resized_crop.ratio must be [low, high] with 0 < low <= high, got [2.0, 1.0]"),
+        (
+            {"ratio": (0.0, 1.0)},
+            "random_resized_crop.ratio must be [low, high] with 0.001 <= low <= high, got [0.0, 1.0]",
+        ),
+        (
+            {"ratio": (2.0, 1.0)},
+            "random_resized_crop.ratio must be [low, high] with 0.001 <= low <= high, got [2.0, 1.0]",
+        ),
     ],
 )
 def test_errors(parameters: dict[str, Any], text: str) -> None:
