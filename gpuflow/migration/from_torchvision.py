@@ -20,6 +20,14 @@ _TENSORS = "Matches torchvision: the stages are its v2 transforms of uint8 tenso
 _PILLOW = (
     "They get PIL images, which Pillow resizes: within 1 level of tensors for bilinear filters, 2 for bicubic ones."
 )
+_PILLOW_WARPS = (
+    "They get PIL images, which Pillow warps: within 1 level of tensors, but for pixels at the image's border, which "
+    "it does not blend with the fill."
+)
+_FLOATS_ROUND = (
+    "torchvision keeps fractions of a level between transforms that get floats. Here each of them rounds to levels: a "
+    "level apart for most pixels, and more where solarize, posterize or equalize tells two close levels apart."
+)
 _RANDOM = "Random transforms have the same distributions and other draws, which follow from seed, epoch and position."
 _FILTERS = ("bilinear", "bicubic")
 _LEVELS = s.ImageSpec(shape=(None, None, 3), color="rgb")
@@ -46,16 +54,18 @@ def read_transform(
 class _Reader:
     """Goes through transforms in order.
 
-    tensor, scaled: whether the image is a tensor by then, and one of floats of 0 to 1. mean: that of Normalize.
+    tensor, scaled: whether the image is a tensor by then, and one of floats: of 0 to 1, but for conversions that run by
+    their names. mean: that of Normalize.
     """
 
     def __init__(self, source: str, table: Mapping[str, type[s.Stage]]) -> None:
         self._source, self._table = source, table
         self.entries: list[Entry] = []
         self.gaps: list[Problem] = []
-        self.tensor = self.scaled = self.pillow = False
+        self.tensor = self.scaled = self.pillow = self.pillow_warps = False
         self.mean: tuple[float, ...] | None = None
         self._dtype, self._path = "float32", ""
+        self._rounds = False  # an entry rounds what are floats in torchvision
         self._floats_from: int | None = None  # the first entry that makes floats, or works on them
 
     def result(self) -> Imported:
@@ -63,10 +73,11 @@ class _Reader:
             self._scale()
         stages = [make_stage(entry.as_yaml, self._table) for entry in self.entries]
         random = any(stage.random for stage in stages)
-        matches = [_TENSORS, *([_PILLOW] if self.pillow else ()), *([_RANDOM] if random else ())]
+        pillow = ((_PILLOW, self.pillow), (_PILLOW_WARPS, self.pillow_warps))
+        notes = (*pillow, (_FLOATS_ROUND, self._rounds), (_RANDOM, random))
         return Imported(
             source=self._source,
-            matches=tuple(matches),
+            matches=(_TENSORS, *(note for note, holds in notes if holds)),
             pipelines={"train" if random else "val": (decode(), *self.entries)},
             gaps=tuple(self.gaps),
         )
@@ -85,6 +96,8 @@ class _Reader:
             self._preset(transform)
         elif library == "torchvision" and name == "RandomApply":
             self._random_apply(transform)
+        elif (library, name) == ("timm", "ToTensor"):
+            self._unscaled(transform)
         elif library in ("torchvision", "timm") and name in _STEPS:
             _STEPS[name](self, transform)
         elif equal is not None:
@@ -118,6 +131,7 @@ class _Reader:
             (entry,) = inner.entries
             sometimes = Entry(entry.stage, {**entry.parameters, "probability": number(transform.p)})
             if self._faults(sometimes) is None:
+                self.pillow, self.pillow_warps = self.pillow or inner.pillow, self.pillow_warps or inner.pillow_warps
                 self._emit(sometimes)
                 return
         names = ", ".join(type(part).__name__ for part in parts)
@@ -132,7 +146,8 @@ class _Reader:
         last = self._floats_from is None or self._floats_from == len(self.entries) - 1
         moves = type(transform).__name__ in _MOVES and last
         self.pillow = self.pillow or (not self.tensor and type(transform).__name__ in _RESIZING)
-        if found is None or (self._floats_from is not None and not moves):
+        unfit = isinstance(found, Entry) and self._faults(found) is not None  # a number that the stage does not take
+        if found is None or unfit or (self._floats_from is not None and not moves):
             self.by_name(transform)
         elif isinstance(found, Entry):
             self._emit(found)
@@ -185,21 +200,40 @@ class _Reader:
             self.by_name(transform)
 
     def convert(self, transform: Any) -> None:
-        """A conversion to another type of numbers."""
-        dtype = str(transform.dtype).removeprefix("torch.")
-        if dtype == "uint8" and not self.scaled:
+        """A conversion to another type of numbers. On levels, nothing is needed but a note of the type."""
+        dtype, scale = str(transform.dtype).removeprefix("torch."), getattr(transform, "scale", True)
+        on_levels, count = self._floats_from is None, len(self.entries)
+        if dtype == (self._dtype if self.scaled else "uint8"):
             self.tensor = True
-        elif dtype in ("float32", "float16", "bfloat16") and getattr(transform, "scale", True) and not self.scaled:
-            self.tensor, self.scaled, self._dtype = True, True, dtype
-        elif not (self.scaled and dtype == self._dtype):
+        elif on_levels and scale and dtype in ("uint8", *_FLOAT_TYPES):
+            self.tensor, self.scaled = True, dtype != "uint8"
+            self._dtype = dtype if self.scaled else self._dtype
+        else:
             self.by_name(transform)
-            if not self.scaled:
-                self.tensor, self.scaled, self._floats_from = True, True, len(self.entries) - 1
+            if len(self.entries) > count:
+                self.tensor, self.scaled = True, dtype != "uint8"
+                self._dtype = dtype if self.scaled else self._dtype
+                self._floats_from = len(self.entries) - 1 if self._floats_from is None else self._floats_from
+
+    def _unscaled(self, transform: Any) -> None:
+        """timm's ToTensor, which gives levels as floats."""
+        from torchvision.transforms import v2
+
+        self.convert(v2.ToDtype(transform.dtype, scale=False))
 
     def to_pil(self, transform: Any) -> None:
         if self.scaled:
             self.refuse(transform, "makes levels of floats again")
         self.tensor = False
+
+    def level(self, value: float) -> int | None:
+        """The level of 0-255 that a number is in the units that the image has at this place.
+
+        None if it is not one; of floats it is the nearest.
+        """
+        level = value * 255 if self.scaled else value
+        whole = round(level)
+        return whole if 0 <= whole <= 255 and (self.scaled or whole == level) else None
 
     def _scale(self, mean: Sequence[float] = (0, 0, 0), std: Sequence[float] = (1, 1, 1)) -> None:
         self._floats_from = len(self.entries)
@@ -207,6 +241,7 @@ class _Reader:
 
     def _emit(self, entry: Entry) -> None:
         """Add an entry that works on levels of 0-255: before normalize, if that stands there."""
+        self._rounds = self._rounds or (self.scaled and entry.stage not in _EXACT)
         if self._floats_from is None:
             self.entries.append(entry)
         else:
@@ -289,8 +324,11 @@ def _resize(reader: _Reader, t: Any) -> _Equal:
 
 
 def _sampled(reader: _Reader, stage: str, keys: dict[str, Any], t: Any) -> _Equal:
-    """A stage that resizes. `antialias` counts for tensors only."""
+    """A stage that resizes. `antialias` counts for tensors only. The stage clamps, as torchvision does for levels."""
     mode = _mode(t)
+    unclamped = mode == "bicubic" and reader.scaled
+    if unclamped and _parameters(t) is not None:
+        return None
     if mode == "nearest" and reader.tensor:
         return Entry(stage, {**keys, "interpolation": "nearest"})
     if mode == "nearest-exact" and reader.tensor:
@@ -298,6 +336,8 @@ def _sampled(reader: _Reader, stage: str, keys: dict[str, Any], t: Any) -> _Equa
     if mode.startswith("nearest") and (parameters := _parameters(t)) is not None:  # as Pillow's nearest
         return Entry("torchvision", {**parameters, "interpolation": "nearest-exact"}, "as Pillow's nearest")
     entry = Entry(stage, {**keys, **_filters(mode, antialias=not reader.tensor or bool(getattr(t, "antialias", True)))})
+    if unclamped:
+        return _Nearest(entry, f"{type(t).__name__} resizes floats by bicubic, and does not clamp them to 0-1")
     if mode in _FILTERS:
         return entry
     return _Nearest(entry, f"{type(t).__name__} resizes by {mode}, which the stage {stage} does not have")
@@ -325,20 +365,24 @@ def _flip(side: str) -> Callable[[_Reader, Any], _Equal]:
     return lambda reader, t: Entry("flip", {side: number(t.p)})
 
 
-def _fill(t: Any) -> dict[str, Any]:
-    """The key `fill`, unless it is black; levels are whole numbers."""
-    fill = t.fill if isinstance(t.fill, (list, tuple)) else [t.fill or 0]
-    levels = [round(float(level)) for level in fill]
+def _fill(reader: _Reader, t: Any) -> dict[str, Any] | None:
+    """The key `fill`, unless it is black; None if it is no level, or differs by type of image."""
+    if isinstance(t.fill, dict):
+        return None
+    levels = [reader.level(value) for value in (t.fill if isinstance(t.fill, (list, tuple)) else [t.fill or 0])]
+    if None in levels:
+        return None
     return {"fill": levels[0] if len(set(levels)) == 1 else levels} if any(levels) else {}
 
 
-def _warped(t: Any, stage: str, keys: dict[str, Any]) -> _Equal:
+def _warped(reader: _Reader, t: Any, stage: str, keys: dict[str, Any]) -> _Equal:
     """A stage that warps. torchvision's default is nearest, and that of gpuflow bilinear."""
     if _mode(t) not in ("nearest", "bilinear") or getattr(t, "expand", False) or getattr(t, "center", None):
         return None
-    if isinstance(t.fill, dict):
+    if (fill := _fill(reader, t)) is None:
         return None
-    return Entry(stage, {**keys, **({"interpolation": "nearest"} if _mode(t) == "nearest" else {}), **_fill(t)})
+    reader.pillow_warps = reader.pillow_warps or not reader.tensor
+    return Entry(stage, {**keys, **({"interpolation": "nearest"} if _mode(t) == "nearest" else {}), **fill})
 
 
 def _span(value: Sequence[float]) -> Any:
@@ -354,20 +398,22 @@ def _affine(reader: _Reader, t: Any) -> _Equal:
             keys[key] = [number(x) for x in value]
     if t.shear is not None:
         keys["shear"] = _span(t.shear) if len(t.shear) == 2 else [number(x) for x in t.shear]
-    return _warped(t, "affine", keys)
+    return _warped(reader, t, "affine", keys)
 
 
 def _perspective(reader: _Reader, t: Any) -> _Equal:
-    return _warped(t, "perspective", {"distortion_scale": number(t.distortion_scale), "probability": number(t.p)})
+    return _warped(
+        reader, t, "perspective", {"distortion_scale": number(t.distortion_scale), "probability": number(t.p)}
+    )
 
 
 def _pad(reader: _Reader, t: Any) -> _Equal:
-    if t.padding_mode not in ("constant", "edge", "reflect") or isinstance(t.fill, dict):
+    if t.padding_mode not in ("constant", "edge", "reflect") or (fill := _fill(reader, t)) is None:
         return None
     sides = [t.padding] if isinstance(t.padding, int) else [int(side) for side in t.padding]
     sides = sides * 4 if len(sides) == 1 else sides
     border = {} if t.padding_mode == "constant" else {"border": t.padding_mode}
-    return Entry("pad", {"padding": sides[0] if len(set(sides)) == 1 else sides, **border, **_fill(t)})
+    return Entry("pad", {"padding": sides[0] if len(set(sides)) == 1 else sides, **border, **fill})
 
 
 def _color_jitter(reader: _Reader, t: Any) -> _Equal:
@@ -384,6 +430,11 @@ def _color_jitter(reader: _Reader, t: Any) -> _Equal:
 
 def _probability(stage: str) -> Callable[[_Reader, Any], _Equal]:
     return lambda reader, t: Entry(stage, {"probability": number(t.p)})
+
+
+def _solarize(reader: _Reader, t: Any) -> _Equal:
+    threshold = round(t.threshold * 255, 3) if reader.scaled else t.threshold
+    return Entry("solarize", {"threshold": number(threshold), "probability": number(t.p)})
 
 
 def _grayscale(reader: _Reader, t: Any) -> _Equal:
@@ -427,10 +478,9 @@ def _policy(stage: str, **names: str) -> Callable[[_Reader, Any], _Equal]:
     """A policy of augmentations. names: torchvision's attributes, and gpuflow's keys for them."""
 
     def equal(reader: _Reader, t: Any) -> _Equal:
-        policy = getattr(getattr(t, "policy", None), "value", "imagenet")
-        return (
-            _warped(t, stage, {key: getattr(t, name) for name, key in names.items()}) if policy == "imagenet" else None
-        )
+        if getattr(getattr(t, "policy", None), "value", "imagenet") != "imagenet":
+            return None
+        return _warped(reader, t, stage, {key: getattr(t, name) for name, key in names.items()})
 
     return equal
 
@@ -442,7 +492,7 @@ _EQUAL: dict[str, Callable[[_Reader, Any], _Equal]] = {
     "RandomResizedCrop": _random_resized_crop,
     "RandomHorizontalFlip": _flip("horizontal"),
     "RandomVerticalFlip": _flip("vertical"),
-    "RandomRotation": lambda reader, t: _warped(t, "rotate", {"degrees": _span(t.degrees)}),
+    "RandomRotation": lambda reader, t: _warped(reader, t, "rotate", {"degrees": _span(t.degrees)}),
     "RandomAffine": _affine,
     "RandomPerspective": _perspective,
     "Pad": _pad,
@@ -453,9 +503,7 @@ _EQUAL: dict[str, Callable[[_Reader, Any], _Equal]] = {
     "RandomEqualize": _probability("equalize"),
     "RandomInvert": _probability("invert"),
     "RandomPosterize": lambda reader, t: Entry("posterize", {"bits": t.bits, "probability": number(t.p)}),
-    "RandomSolarize": lambda reader, t: Entry(
-        "solarize", {"threshold": number(t.threshold), "probability": number(t.p)}
-    ),
+    "RandomSolarize": _solarize,
     "RandomAdjustSharpness": lambda reader, t: Entry(
         "sharpness", {"amount": [number(t.sharpness_factor)] * 2, "probability": number(t.p)}
     ),
@@ -475,6 +523,9 @@ _TIMM: dict[str, Callable[[_Reader, Any], _Equal]] = {
 _PRESETS = ("ImageClassification", "SemanticSegmentation")
 _MOVES = ("RandomHorizontalFlip", "RandomVerticalFlip", "CenterCrop", "RandomErasing")
 """Transforms that may stand behind Normalize, and whose stage then stands before normalize."""
+_EXACT = ("center_crop", "flip", "pad", "random_crop", "random_erasing")
+"""Stages whose results are levels of the image, so that they do not round."""
+_FLOAT_TYPES = ("float32", "float16", "bfloat16")
 _RESIZING = ("Resize", "RandomResizedCrop", "RandomResizedCropAndInterpolation")
 _REFUSED = {
     "Lambda": "runs Python code, which a file cannot hold",
@@ -512,6 +563,12 @@ def _to_scaled(reader: _Reader, t: Any) -> None:
         reader.tensor = reader.scaled = True
 
 
+def _to_rgb(reader: _Reader, t: Any) -> None:
+    """Images have three channels, unless Grayscale has left one."""
+    if any(entry.parameters.get("name") == "Grayscale" for entry in reader.entries):
+        reader.by_name(t)
+
+
 _STEPS: dict[str, Callable[[_Reader, Any], None]] = {
     "ToTensor": _to_scaled,
     "MaybeToTensor": _to_scaled,
@@ -524,7 +581,7 @@ _STEPS: dict[str, Callable[[_Reader, Any], None]] = {
     "Normalize": _Reader.normalize,
     "ToPureTensor": _nothing,
     "Identity": _nothing,
-    "RGB": _nothing,
+    "RGB": _to_rgb,
 }
 """What changes the type of an image, but not its pixels."""
 
@@ -546,6 +603,8 @@ def _parameters(transform: Any) -> dict[str, Any] | None:
         if not hasattr(transform, name):
             return None
         value = _plain(getattr(transform, name))
+        if cls is v2.RandomErasing and name == "value" and value is None:  # as v2 keeps it
+            value = "random"
         if value is _UNKNOWN:
             return None
         if value != _plain(parameter.default):

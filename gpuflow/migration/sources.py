@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from gpuflow.config import read_config
+from gpuflow.config import Config, read_config
 from gpuflow.errors import ConfigError, Problem
 from gpuflow.migration.from_albumentations import read_albumentations
 from gpuflow.migration.from_huggingface import read_huggingface
@@ -17,6 +17,7 @@ from gpuflow.migration.from_torchvision import read_transform
 from gpuflow.migration.imported import Imported
 from gpuflow.migration.python_objects import named_transform
 from gpuflow.migration.yaml_text import to_yaml
+from gpuflow.pipeline.program import Program, WarpStep
 from gpuflow.pipeline.stage import Stage
 from gpuflow.version import __version__
 
@@ -28,6 +29,10 @@ _READERS = {
     "albumentations": read_albumentations,
     "torchpipe": read_torchpipe,
 }
+_ONE_WARP = (
+    "Warps in a row, such as two of rotate, affine and perspective, run as one warp, which samples once. That is "
+    "sharper than one after the other, as other libraries run them: up to tens of levels apart at the image's edges."
+)
 
 
 def read_source(source: str, table: Mapping[str, type[Stage]]) -> Imported:
@@ -78,19 +83,28 @@ def read_sources(sources: Sequence[str], table: Mapping[str, type[Stage]], *, pa
         )
     text = to_yaml(found, version=__version__)
     problems = tuple(problem for one in found for problem in one.gaps)
-    problems += tuple(_problems_of(text, " ".join(sources), table))
+    config = _checked(text, " ".join(sources), table)
+    if not isinstance(config, Config):
+        problems += config
+    elif any(map(_has_one_warp_for_several, config.programs.values())):
+        text = to_yaml([replace(one, matches=(*one.matches, _ONE_WARP)) for one in found], version=__version__)
     if problems and not partial:
         raise ConfigError(problems)
     return Written(text, problems)
 
 
-def _problems_of(text: str, sources: str, table: Mapping[str, type[Stage]]) -> Sequence[Problem]:
-    """What `gpuflow check` says of the file."""
+def _has_one_warp_for_several(program: Program) -> bool:
+    """Whether several stages that warp run as one."""
+    steps = [step for step in program.steps if isinstance(step, WarpStep)]
+    return any(sum(stage.warps is not None for stage in step.stages) > 1 for step in steps)
+
+
+def _checked(text: str, sources: str, table: Mapping[str, type[Stage]]) -> Config | tuple[Problem, ...]:
+    """The file as it is read, or what `gpuflow check` says of it."""
     with tempfile.TemporaryDirectory(prefix="gpuflow_") as folder:
         path = Path(folder) / "imported.yaml"
         path.write_text(text, encoding="utf-8")
         try:
-            read_config(path, table)
+            return read_config(path, table)
         except ConfigError as error:
-            return [replace(problem, place=f"{sources}, as YAML:") for problem in error.problems]
-    return ()
+            return tuple(replace(problem, place=f"{sources}, as YAML:") for problem in error.problems)

@@ -79,6 +79,14 @@ def test_the_file_of_torchvisions_weights(imported: Run, tmp_path: Path) -> None
     )
 
 
+def test_the_file_says_that_warps_in_a_row_run_as_one(imported: Run) -> None:
+    note = "Warps in a row, such as two of rotate, affine and perspective, run as one warp"
+    two, one = imported(f"{THEIRS}:two_warps"), imported(f"{THEIRS}:one_warp")
+    assert (two.code, one.code) == (0, 0)
+    texts = [" ".join(done.out.replace("\n#", "").split()) for done in (two, one)]
+    assert [note in text for text in texts] == [True, False]
+
+
 def test_a_lambda_is_an_error_unless_the_rest_is_enough(imported: Run, tmp_path: Path) -> None:
     source, out = f"{THEIRS}:with_lambda", tmp_path / "x.yaml"
     done = imported(source, "--out", out)

@@ -122,6 +122,92 @@ def test_each_transform(transform: Any, expected: dict[str, Any] | None) -> None
     assert stages_of(found) == ([expected] if expected else [])
 
 
+@pytest.mark.parametrize(
+    ("transform", "expected"),
+    [
+        (v2.Pad(2, fill=1.0), {"pad": {"padding": 2, "fill": 255}}),
+        (v2.Pad(2, fill=0.5), {"pad": {"padding": 2, "fill": 128}}),
+        (v2.Pad(2, fill=[0.485, 0.456, 0.406]), {"pad": {"padding": 2, "fill": [124, 116, 104]}}),
+        (v2.RandomRotation(10, fill=1.0), {"rotate": {"degrees": 10, "interpolation": "nearest", "fill": 255}}),
+        (v2.RandomAffine(10, fill=0.2), {"affine": {"degrees": 10, "interpolation": "nearest", "fill": 51}}),
+        (
+            v2.RandomPerspective(fill=1.0),
+            {"perspective": {"distortion_scale": 0.5, "probability": 0.5, "fill": 255}},
+        ),
+        (
+            v2.RandAugment(fill=0.5),
+            {"rand_augment": {"operations": 2, "magnitude": 9, "bins": 31, "interpolation": "nearest", "fill": 128}},
+        ),
+        (v2.RandomSolarize(0.5), {"solarize": {"threshold": 127.5, "probability": 0.5}}),
+        (v2.RandomSolarize(128 / 255), {"solarize": {"threshold": 128, "probability": 0.5}}),
+        (v2.RandomPosterize(3), {"posterize": {"bits": 3, "probability": 0.5}}),
+    ],
+    ids=lambda value: type(value).__name__ if not isinstance(value, dict) else "",
+)
+def test_numbers_behind_a_conversion_to_floats_become_levels(transform: Any, expected: dict[str, Any]) -> None:
+    found = read(*theirs.SCALED, transform)
+    assert (texts(found), stages_of(found)) == ([], [expected, ZERO_TO_ONE])
+
+
+@pytest.mark.parametrize(
+    ("transform", "parameters"),
+    [
+        (v2.Pad(2, fill=2.0), {"padding": 2, "fill": 2}),
+        (v2.Resize((8, 9), InterpolationMode.BICUBIC), {"size": [8, 9], "interpolation": "bicubic"}),
+        (v2.RandomErasing(value=0.5), {"value": [0.5]}),
+        (v2.RandomErasing(value="random"), {"value": "random"}),
+    ],
+    ids=lambda value: type(value).__name__ if not isinstance(value, dict) else "",
+)
+def test_what_floats_can_be_and_levels_cannot_runs_by_name(transform: Any, parameters: dict[str, Any]) -> None:
+    found = read(*theirs.SCALED, transform)
+    assert texts(found) == []
+    assert stages_of(found) == [ZERO_TO_ONE, {"torchvision": {"name": type(transform).__name__, **parameters}}]
+
+
+def test_a_fill_that_is_no_level_runs_by_name() -> None:
+    assert stages_of(read(v2.PILToTensor(), v2.Pad(2, fill=0.5))) == [
+        {"torchvision": {"name": "Pad", "padding": 2, "fill": 0.5}}
+    ]
+
+
+def test_floats_that_become_levels_again() -> None:
+    """Numbers behind the second conversion are levels, and a type that is there already needs no conversion."""
+    to_levels = v2.ToDtype(torch.uint8, scale=True)
+    assert stages_of(read(*theirs.SCALED, to_levels, v2.Pad(2, fill=9))) == [{"pad": {"padding": 2, "fill": 9}}]
+    found = read(*theirs.SCALED, v2.GaussianNoise(), to_levels, v2.JPEG((90, 90)), *theirs.SCALED)
+    assert texts(found) == []
+    assert [stage["torchvision"]["name"] for stage in stages_of(found)[1:]] == [
+        "GaussianNoise",
+        "ToDtype",
+        "JPEG",
+        "ToDtype",
+    ]
+
+
+def test_gray_images_that_get_three_channels_again() -> None:
+    assert stages_of(read(v2.RGB(), v2.Grayscale(1), v2.RGB())) == [
+        {"torchvision": {"name": "Grayscale"}},
+        {"torchvision": {"name": "RGB"}},
+    ]
+
+
+def test_the_notes_say_where_results_are_not_to_the_level() -> None:
+    floats, pillow = (
+        "keeps fractions of a level between transforms that get floats",
+        "which Pillow warps: within 1 level",
+    )
+    rotate = v2.RandomRotation((10, 10))
+    for transforms, notes in (
+        ((v2.PILToTensor(), rotate), set()),
+        ((rotate,), {pillow}),
+        ((*theirs.SCALED, rotate), {floats}),
+        ((*theirs.SCALED, v2.CenterCrop(9)), set()),
+    ):
+        text = " ".join(read(*transforms).matches)
+        assert {note for note in (floats, pillow) if note in text} == notes
+
+
 def test_a_training_pipeline_of_v1() -> None:
     found = read_transform(theirs.train, "user:train", STAGES)
     assert list(found.pipelines) == ["train"]

@@ -24,6 +24,10 @@ val = v2.Compose([v2.Resize(56), v2.CenterCrop(48), *SCALED, v2.Normalize(*IMAGE
 lanczos = v1.Compose([v1.Resize((40, 48), InterpolationMode.LANCZOS), v1.ToTensor()])
 nested = v2.Compose([v2.Compose([v2.Resize([40, 48])]), nn.Sequential(v2.Grayscale(3)), v2.PILToTensor()])
 with_lambda = v1.Compose([v1.Resize((40, 48)), v1.Lambda(lambda image: image.rotate(180)), v1.ToTensor()])
+two_warps = v2.Compose(
+    [v2.Resize((48, 48)), v2.RandomRotation(9), v2.RandomHorizontalFlip(), v2.RandomAffine(9), *SCALED]
+)
+one_warp = v2.Compose([v2.RandomRotation(9), v2.Resize((48, 48)), v2.RandomAffine(9), *SCALED])
 no_size = v1.Compose([v1.ToTensor()])
 number = 7
 
