@@ -1,3 +1,7 @@
-"""Triton kernels: sampling, warps, colours, neighbourhoods, masks and the check of Huffman codes."""
+"""Triton kernels: sampling, warps, colours, neighbourhoods, interleaving and the check of Huffman codes.
+
+The programs for all parts of all images are on the first axis of a grid, those of one image next to each other: CUDA
+allows 2^31 - 1 programs there, and 65,535 on the other axes.
+"""
 
 __all__: list[str] = []

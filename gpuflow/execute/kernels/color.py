@@ -199,7 +199,7 @@ def _measure(
     sums [N, STATISTICS, SLICES]: of luma, for contrast. counts [N, SLICES, 3, 256]: of each channel's levels, for the
     operations that need histograms. Samples with fewer operations get sums of 0.
     """
-    part, n = tl.program_id(0), tl.program_id(1)
+    part, n = tl.program_id(0) % SLICES, tl.program_id(0) // SLICES
     codes = plan + n * (1 + 2 * COUNT) + 1
     before, found, wanted = COUNT, 0, _CONTRAST
     for k in range(COUNT):
@@ -237,7 +237,7 @@ def _measure(
     tl.store(sums + (n * STATISTICS + turn) * SLICES + part, tl.sum(total))
     if HISTOGRAMS:
         if wanted != _CONTRAST:
-            target = counts + (n * SLICES + part) * 768 + tl.arange(0, 256)
+            target = counts + (n * SLICES + part).to(tl.int64) * 768 + tl.arange(0, 256)
             tl.store(target, in_r)
             if CHANNELS == 3:
                 tl.store(target + 256, in_g)
@@ -250,7 +250,7 @@ def _make_table(
     PIXELS: tl.constexpr, COUNT: tl.constexpr, STATISTICS: tl.constexpr, SLICES: tl.constexpr,
 ):  # fmt: skip
     """One channel's table of levels, of the operation number `turn` of those that need a statistic."""
-    c, n = tl.program_id(0), tl.program_id(1)
+    n, c = tl.program_id(0), tl.program_id(1)
     codes = plan + n * (1 + 2 * COUNT) + 1
     found, wanted = 0, _CONTRAST
     for k in range(COUNT):
@@ -260,7 +260,8 @@ def _make_table(
         found += needs.to(tl.int32)
     if wanted != _CONTRAST:
         level = tl.arange(0, 256)
-        parts = counts + n * SLICES * 768 + tl.arange(0, SLICES)[:, None] * 768 + c * 256 + level[None, :]
+        begin = counts + n.to(tl.int64) * (SLICES * 768) + c * 256
+        parts = begin + tl.arange(0, SLICES)[:, None] * 768 + level[None, :]
         count = tl.sum(tl.load(parts), 0)
         high = tl.max(tl.where(count > 0, level, 0), 0)
         low = tl.min(tl.where(count > 0, level, 255), 0)
@@ -284,7 +285,8 @@ def _adjust(
     PIXELS: tl.constexpr, WIDTH: tl.constexpr, CHANNELS: tl.constexpr, COUNT: tl.constexpr, STATISTICS: tl.constexpr,
     KINDS: tl.constexpr, DENSE: tl.constexpr, SLICES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    at, n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.program_id(1)
+    blocks: tl.constexpr = (PIXELS + BLOCK - 1) // BLOCK
+    n, at = tl.program_id(0) // blocks, tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     inside = at < PIXELS
     p = plan + n * (1 + 2 * COUNT)
     r, g, b = _pixels(images + n.to(tl.int64) * (PIXELS * CHANNELS), at, inside, CHANNELS)
@@ -334,12 +336,12 @@ def adjust(
     kinds = sum(1 << int(kind) for kind in operations.kinds - _ALWAYS)
     shared: dict[str, Any] = {**size, "WIDTH": width, "CHANNELS": channels, "KINDS": kinds, "BLOCK": _BLOCK}
     for turn in range(statistics):
-        _measure[_SLICES, count](
+        _measure[_SLICES * count,](
             images, described, sums, counts, made, tables, values, turn, HISTOGRAMS=histograms, **shared
         )
         if histograms:
-            _make_table[channels, count](described, counts, made, turn, **size)
-    _adjust[triton.cdiv(height * width, _BLOCK), count](
+            _make_table[count, channels](described, counts, made, turn, **size)
+    _adjust[triton.cdiv(height * width, _BLOCK) * count,](
         images, described, sums, made, tables, values, table, out, *out.stride(),
         DENSE=out.stride(2) == width * out.stride(3), **shared,
     )  # fmt: skip

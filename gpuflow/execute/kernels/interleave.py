@@ -17,14 +17,15 @@ bytes, the size in pixels, and the device address of the result, [height, width,
 _PIXELS = 512
 
 
-@triton.jit
-def _interleave(images, FIELD_COUNT: tl.constexpr, CHANNELS: tl.constexpr, PIXELS: tl.constexpr):
-    """PIXELS pixels of one image."""
-    p = images + tl.program_id(0).to(tl.int64) * FIELD_COUNT
+@triton.jit(do_not_specialize=["blocks"])
+def _interleave(images, blocks, FIELD_COUNT: tl.constexpr, CHANNELS: tl.constexpr, PIXELS: tl.constexpr):
+    """PIXELS pixels of one image. blocks: programs for each image."""
+    n, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
+    p = images + n.to(tl.int64) * FIELD_COUNT
     image, result = tl.load(p).to(tl.pointer_type(tl.uint8)), tl.load(p + 6).to(tl.pointer_type(tl.uint8))
     stride_c, stride_y, stride_x = tl.load(p + 1), tl.load(p + 2), tl.load(p + 3)
     height, width = tl.load(p + 4), tl.load(p + 5)
-    pixel = tl.program_id(1).to(tl.int64) * PIXELS + tl.arange(0, PIXELS)
+    pixel = block.to(tl.int64) * PIXELS + tl.arange(0, PIXELS)
     inside = pixel < height * width
     begins = image + pixel // width * stride_y + pixel % width * stride_x
     for c in tl.static_range(CHANNELS):
@@ -33,5 +34,6 @@ def _interleave(images, FIELD_COUNT: tl.constexpr, CHANNELS: tl.constexpr, PIXEL
 
 def interleave(images: torch.Tensor, most_pixels: int, *, channels: int) -> None:
     """Copy N images as `images`, int64 [N, len(FIELDS)] on the device, says. most_pixels: of the largest one."""
-    grid: Any = (len(images), triton.cdiv(most_pixels, _PIXELS))
-    _interleave[grid](images, FIELD_COUNT=len(FIELDS), CHANNELS=channels, PIXELS=_PIXELS)
+    blocks = triton.cdiv(most_pixels, _PIXELS)
+    grid: Any = (blocks * len(images),)
+    _interleave[grid](images, blocks, FIELD_COUNT=len(FIELDS), CHANNELS=channels, PIXELS=_PIXELS)

@@ -47,7 +47,9 @@ def _sum_columns(
     HEAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """sums [N, C, H, W]: of each row's pixels; nothing for samples that are not changed."""
-    at, n, c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.program_id(1), tl.program_id(2)
+    blocks: tl.constexpr = (PIXELS + BLOCK - 1) // BLOCK
+    n, c = tl.program_id(0) // blocks, tl.program_id(1)
+    at = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     p = plan + n * (HEAD + ROWS + COLUMNS)
     if tl.load(p + 1) > 0:
         inside = at < PIXELS
@@ -70,7 +72,9 @@ def _sum_rows(
     KEEP: tl.constexpr, HEAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     HEIGHT: tl.constexpr = PIXELS // WIDTH
-    at, n, c = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.program_id(1), tl.program_id(2)
+    blocks: tl.constexpr = (PIXELS + BLOCK - 1) // BLOCK
+    n, c = tl.program_id(0) // blocks, tl.program_id(1)
+    at = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     p = plan + n * (HEAD + ROWS + COLUMNS)
     inside = at < PIXELS
     y, x = at // WIDTH, at % WIDTH
@@ -115,7 +119,7 @@ def smooth(
         "PIXELS": height * width, "WIDTH": width, "CHANNELS": channels, "ROWS": filters.rows.shape[1],
         "COLUMNS": filters.columns.shape[1], "HEAD": _HEAD, "BLOCK": _BLOCK, "enable_fp_fusion": False,
     }  # fmt: skip
-    grid = triton.cdiv(height * width, _BLOCK), count, channels
+    grid = triton.cdiv(height * width, _BLOCK) * count, channels
     _sum_columns[grid](images, plan, sums, **shared)
     _sum_rows[grid](images, plan, sums, table, out, *out.stride(), KEEP=filters.border == "keep", **shared)
 

@@ -87,11 +87,13 @@ def _sample(
     ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """A tile of ROWS by COLUMNS of one sample: resample each line of the box, then add it to the rows it affects."""
-    tiles: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
-    row = tl.program_id(0) // tiles * ROWS + tl.arange(0, ROWS)
-    column = tl.program_id(0) % tiles * COLUMNS + tl.arange(0, COLUMNS)
+    across: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
+    tiles: tl.constexpr = (HEIGHT + ROWS - 1) // ROWS * across
+    n, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    row = tile // across * ROWS + tl.arange(0, ROWS)
+    column = tile % across * COLUMNS + tl.arange(0, COLUMNS)
     inside = (row < HEIGHT)[:, None] & (column < WIDTH)[None, :]
-    p = plan + tl.program_id(1).to(tl.int64) * FIELD_COUNT
+    p = plan + n.to(tl.int64) * FIELD_COUNT
     image = tl.load(p).to(tl.pointer_type(tl.uint8))
     pitch = tl.load(p + 1)
     box_y, box_x = tl.load(p + 2).to(tl.int32), tl.load(p + 3).to(tl.int32)
@@ -197,7 +199,7 @@ def sample(
         fill: the levels outside the images, one for all channels or one for each.
     """
     _, channels, height, width = out.shape
-    grid: Any = (triton.cdiv(height, ROWS) * triton.cdiv(width, COLUMNS), len(plan))
+    grid: Any = (triton.cdiv(height, ROWS) * triton.cdiv(width, COLUMNS) * len(plan),)
     fills = [float(level) for level in (fill * 3 if len(fill) == 1 else fill)]
     _sample[grid](
         plan, table, out, *out.stride()[1:], *fills,

@@ -69,11 +69,13 @@ def _warp(
     NEAREST: tl.constexpr, BORDER: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """A tile of ROWS by COLUMNS of one sample."""
-    tiles: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
-    row = (tl.program_id(0) // tiles * ROWS + tl.arange(0, ROWS))[:, None]
-    column = (tl.program_id(0) % tiles * COLUMNS + tl.arange(0, COLUMNS))[None, :]
+    across: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
+    tiles: tl.constexpr = (HEIGHT + ROWS - 1) // ROWS * across
+    n, tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    row = (tile // across * ROWS + tl.arange(0, ROWS))[:, None]
+    column = (tile % across * COLUMNS + tl.arange(0, COLUMNS))[None, :]
     inside = (row < HEIGHT) & (column < WIDTH)
-    p = plan + tl.program_id(1).to(tl.int64) * FIELD_COUNT
+    p = plan + n.to(tl.int64) * FIELD_COUNT
     image = tl.load(p).to(tl.pointer_type(tl.uint8))
     pitch = tl.load(p + 1)
     image += tl.load(p + 2) * pitch + tl.load(p + 3) * CHANNELS
@@ -134,7 +136,7 @@ def warp_all(plan: torch.Tensor, table: torch.Tensor, out: torch.Tensor, *, look
         out: [B, C, H, W] with any strides; every sample's result is H by W.
     """
     _, channels, height, width = out.shape
-    grid: Any = (triton.cdiv(height, ROWS) * triton.cdiv(width, COLUMNS), len(plan))
+    grid: Any = (triton.cdiv(height, ROWS) * triton.cdiv(width, COLUMNS) * len(plan),)
     fill = [float(level) for level in (lookup.fill * 3 if len(lookup.fill) == 1 else lookup.fill)]
     _warp[grid](
         plan, table, out, *out.stride()[1:], *fill,
