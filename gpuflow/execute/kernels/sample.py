@@ -116,10 +116,10 @@ def _sample(
         x = tl.minimum((gx.to(tl.float32) * (box_w.to(tl.float32) / grid_w)).to(tl.int32), box_w - 1)
         y = tl.where(tl.load(p + 6) > 0, box_h - 1 - y, y) + box_y
         x = tl.where(tl.load(p + 7) > 0, box_w - 1 - x, x) + box_x
-        pixel = image + y[:, None] * pitch + x[None, :] * CHANNELS
+        nearest = image + y[:, None] * pitch + x[None, :] * CHANNELS
         for c in tl.static_range(CHANNELS):
             fill = fill_0 if c == 0 else (fill_1 if c == 1 else fill_2)
-            level = tl.where(seen, tl.load(pixel + c, seen, 0).to(tl.float32), fill).to(tl.int32)
+            level = tl.where(seen, tl.load(nearest + c, seen, 0).to(tl.float32), fill).to(tl.int32)
             tl.store(target + c * stride_c, tl.load(table + c * 256 + level), inside)
         return
 

@@ -1,6 +1,6 @@
-"""What each kernel is launched with, without a GPU: grids that CUDA allows.
+"""What each kernel is launched with, without a GPU: grids that CUDA allows, and code that compiles for a GPU.
 
-Triton's interpreter, in which other tests run the kernels, knows no limit on grids.
+Triton's interpreter, in which other tests run the kernels, knows no limit on grids and compiles nothing.
 """
 
 from __future__ import annotations
@@ -9,12 +9,16 @@ import inspect
 import itertools
 from collections.abc import Callable
 from importlib import import_module
+from pathlib import Path
 from pkgutil import iter_modules
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 import pytest
 import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from gpuflow.execute import kernels
@@ -29,6 +33,11 @@ MANY = 100_000
 INTERPOLATIONS: Final = ("nearest", "bilinear")
 BORDERS: Final = ("constant", "edge", "reflect")
 OUTSIDE: Final = ("reflect", "keep")
+TARGET = GPUTarget("cuda", 80, 32)
+TYPES = {
+    torch.uint8: "u8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64", torch.float32: "fp32",
+    torch.float64: "fp64",
+}  # fmt: skip
 
 
 class Launch(NamedTuple):
@@ -109,3 +118,34 @@ def test_many_and_large_images_are_within_cudas_limits_on_grids(launches: list[L
     assert {launch.kernel for launch in launches} == set(ALL.values())
     for kernel, (first, *others), _, _ in launches:
         assert first < 1 << 31 and all(size <= MOST for size in others), kernel
+
+
+def source_of(launch: Launch) -> tuple[ASTSource, dict[str, Any]]:
+    """What Triton compiles for a launch, and its options."""
+    kernel, _, positional, named = launch
+    names = kernel.arg_names
+    values = {**dict(zip(names, positional, strict=False)), **{k: v for k, v in named.items() if k in names}}
+    options = {key: value for key, value in named.items() if key not in names}
+    signature, constants = {}, {}
+    for place, (parameter, name) in enumerate(zip(kernel.params, names, strict=True)):
+        value = values[name]
+        if parameter.is_constexpr:
+            signature[name], constants[place,] = "constexpr", value
+        elif isinstance(value, torch.Tensor):
+            signature[name] = f"*{TYPES[value.dtype]}"
+        else:
+            signature[name] = "fp32" if isinstance(value, float) else "i32"
+    return ASTSource(kernel, signature, constants), options
+
+
+def test_every_kernel_compiles_for_a_gpu(
+    launches: list[Launch], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    launch_all(2, 24)
+    compiled = set()
+    for launch in launches:
+        source, options = source_of(launch)
+        compiled.add(launch.kernel)
+        assert triton.compile(source, target=TARGET, options=options).asm["ptx"]
+    assert compiled == set(ALL.values())
