@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, final
 
@@ -26,7 +27,8 @@ class MixSource:
 
     Args:
         parts: the sources. All have the same fields and the same kind of labels.
-        classes: the names of all classes, those of each source among them; empty where labels are numbers.
+        classes: the names of all classes, those of each source among them; empty where labels are numbers. They are
+            those of the samples' labels, or of the boxes where no label is declared.
     """
 
     shard_sizes = None
@@ -34,7 +36,15 @@ class MixSource:
     def __init__(self, parts: Sequence[Source], classes: tuple[str, ...]) -> None:
         self.parts, self.classes = tuple(parts), classes
         self._ends = np.cumsum([len(part) for part in parts])
-        self.labels: NDArray[Any] = np.concatenate([_relabelled(part, classes) for part in parts])
+        self._lookups = [_lookup(part, classes) for part in parts]
+        self.labels: NDArray[Any] = np.concatenate(
+            [_relabelled(part, lookup, len(classes)) for part, lookup in zip(parts, self._lookups, strict=True)]
+        )
+        first = parts[0]
+        self.fields: tuple[Field, ...] = tuple(
+            replace(field, classes=classes) if _has_the_classes(field, first) else field for field in fields_of(first)
+        )
+        self._keypoints = _keypoint_counts(parts)
 
     def with_parts(self, parts: Sequence[Source]) -> MixSource:
         """The same mix of other samples of the same sources."""
@@ -87,10 +97,6 @@ class MixSource:
         return Payload(buffer=buffers[0], offsets=offsets, sizes=sizes, errors=errors)
 
     @property
-    def fields(self) -> tuple[Field, ...]:
-        return fields_of(self.parts[0])
-
-    @property
     def has_labels(self) -> bool:
         return has_labels(self.parts[0])
 
@@ -98,14 +104,28 @@ class MixSource:
         places = np.asarray(indices, dtype=np.int64)
         owners = np.searchsorted(self._ends, places, side="right")
         numbers = np.unique(owners).tolist()
-        found = [
-            records_of(self.parts[number], (places[owners == number] - self._first(number)).tolist())
-            for number in numbers
-        ]
+        found = [self._records_of(number, places[owners == number] - self._first(number)) for number in numbers]
         order = np.argsort(np.argsort(owners, kind="stable"))
-        columns = {name: _joined([records.columns[name] for records in found], order) for name in found[0].columns}
+        columns = {
+            name: _joined([records.columns[name] for records in found], order, self._keypoints.get(name))
+            for name in found[0].columns
+        }
         errors = [error for records in found for error in records.errors]
         return Records(columns, [errors[i] for i in order.tolist()])
+
+    def _records_of(self, number: int, own: NDArray[np.int64]) -> Records:
+        """The records of samples of one source, whose boxes have the labels of the mix."""
+        part, lookup = self.parts[number], self._lookups[number]
+        records = records_of(part, own.tolist())
+        if lookup is None:
+            return records
+        columns = dict(records.columns)
+        for field in fields_of(part):
+            if _has_the_classes(field, part):
+                labels = columns[field.labels]
+                assert isinstance(labels, Ragged)
+                columns[field.labels] = Ragged(lookup[labels.values], labels.offsets)
+        return Records(columns, records.errors)
 
     def without_records(self) -> MixSource:
         return self.with_parts([without_records(part) for part in self.parts])
@@ -144,7 +164,7 @@ def open_mix(spec: SourceSpec, open_source: Callable[[SourceSpec], Source]) -> M
 def _check(parts: Sequence[Source], i: int) -> None:
     """Raise SourceError if the last source carries something else than the first one."""
     first, last = parts[0], parts[-1]
-    if fields_of(first) != fields_of(last):
+    if _comparable_fields(first) != _comparable_fields(last):
         names = [", ".join(field.name for field in fields_of(part)) or "none" for part in (first, last)]
         raise SourceError(
             f"its fields must be those of source.mix[0] ({names[0]}), with the same types and classes, got {names[1]}; "
@@ -153,11 +173,43 @@ def _check(parts: Sequence[Source], i: int) -> None:
     kinds = [(has_labels(part), part.labels.dtype.kind, part.labels.ndim) for part in (first, last)]
     if kinds[0] != kinds[1] or (last.labels.dtype.kind == "f" and first.labels.shape[1:] != last.labels.shape[1:]):
         raise SourceError("its labels must be of the same kind as those of source.mix[0]; declare the same label")
+    known, own = _keypoint_counts(parts[:-1]), _keypoint_counts([last])
+    if differ := [name for name in own if 0 not in (known.get(name, 0), own[name]) and known[name] != own[name]]:
+        name = differ[0]
+        raise SourceError(
+            f"its {name} must be {known[name]} keypoints for each instance, like those of the sources before it, got "
+            f"{own[name]}; leave the field out, or load the source by itself"
+        )
+
+
+def _has_the_classes(field: Field, source: Source) -> bool:
+    """Whether the labels of boxes are of the source's classes, because no label is declared that they belong to."""
+    return bool(field.labels) and not has_labels(source) and field.classes == source.classes
+
+
+def _comparable_fields(source: Source) -> list[Field]:
+    """The fields, without the classes that are compared as those of the source."""
+    return [replace(field, classes=()) if _has_the_classes(field, source) else field for field in fields_of(source)]
+
+
+def _keypoint_counts(parts: Sequence[Source]) -> dict[str, int]:
+    """For each field of keypoints how many an instance has; 0 while no source has instances."""
+    counts = dict[str, int]()
+    for part in parts:
+        names = [field.name for field in fields_of(part) if field.type == "keypoints"]
+        columns = records_of(part, []).columns if names else {}
+        for name in names:
+            column = columns[name]
+            assert isinstance(column, Ragged)
+            counts[name] = max(counts.get(name, 0), column.values.shape[1])
+    return counts
 
 
 def _classes(spec: SourceSpec, parts: Sequence[Source]) -> tuple[str, ...]:
     """The classes of a mix: what all sources have, or what `spec` says. Raises SourceError."""
     if isinstance(spec.classes, tuple):
+        if has_labels(parts[0]) and parts[0].labels.dtype.kind == "f":
+            raise SourceError("source.classes must go with labels that are classes, got numbers; remove it")
         for i, part in enumerate(parts):
             if lacking := [name for name in part.classes if name not in spec.classes]:
                 raise SourceError(
@@ -184,27 +236,37 @@ def _place(classes: tuple[str, ...], name: str) -> int:
     return classes.index(name) if name in classes else -1
 
 
-def _relabelled(part: Source, classes: tuple[str, ...]) -> NDArray[Any]:
-    """A source's labels, as places among all classes."""
-    if part.classes == classes or not has_labels(part):
-        return part.labels
+def _lookup(part: Source, classes: tuple[str, ...]) -> NDArray[np.int64] | None:
+    """For each class of a source its place among all classes; None if it has just these."""
+    if part.classes == classes:
+        return None
     places = {name: place for place, name in enumerate(classes)}
-    lookup = np.array([places[name] for name in part.classes], np.int64)
-    labels: NDArray[Any]
-    if part.labels.ndim == 1:
-        labels = lookup[part.labels]
+    return np.array([places[name] for name in part.classes], np.int64)
+
+
+def _relabelled(part: Source, lookup: NDArray[np.int64] | None, count: int) -> NDArray[Any]:
+    """A source's labels, as places among all `count` classes."""
+    labels: NDArray[Any] = part.labels
+    if lookup is None or not has_labels(part):
         return labels
-    labels = np.zeros((len(part), len(classes)), part.labels.dtype)
-    labels[:, lookup] = part.labels
-    return labels
+    if labels.ndim == 1:
+        placed: NDArray[Any] = lookup[labels]
+        return placed
+    held = np.zeros((len(part), count), labels.dtype)
+    held[:, lookup] = labels
+    return held
 
 
-def _joined(parts: Sequence[Column], order: NDArray[np.int64]) -> Column:
-    """Columns one after the other, and of these rows the ones in `order`."""
+def _joined(parts: Sequence[Column], order: NDArray[np.int64], keypoints: int | None) -> Column:
+    """Columns one after the other, and of these rows the ones in `order`.
+
+    keypoints: of a column of keypoints, how many an instance has: where no sample has one, the column does not say.
+    """
     first = parts[0]
     if isinstance(first, Ragged):
+        empty = first.values[:0] if keypoints is None else np.zeros((0, keypoints, 3), first.values.dtype)
         rows = [part[i] for part in parts if isinstance(part, Ragged) for i in range(len(part))]
-        return Ragged.of([rows[i] for i in order.tolist()], first.values[:0])
+        return Ragged.of([rows[i] if len(rows[i]) else empty for i in order.tolist()], empty)
     if isinstance(first, list):
         values = [value for part in parts if isinstance(part, list) for value in part]
         return [values[i] for i in order.tolist()]

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 
 import gpuflow
 from gpuflow.loader.batch import RaggedTensor
@@ -331,3 +332,33 @@ def test_ragged_tensors_index_like_lists() -> None:
         ragged[3]
     assert repr(ragged) == "RaggedTensor(3 samples, values [5] torch.int64)"
     assert [rows.tolist() for rows in pickle.loads(pickle.dumps(ragged))] == [[0, 1], [], [2, 3, 4]]
+
+
+def test_a_batch_of_a_mix_has_the_classes_of_the_loader_and_one_number_of_keypoints(tmp_path: Path) -> None:
+    """Also where the sources number the classes of their boxes otherwise, or have no instance at all."""
+    parts = []
+    for number, kinds in enumerate((["cat", "dog"], ["dog", "owl"], [])):
+        rows = []
+        for i in range(4):
+            path = tmp_path / f"{number}{i}.png"
+            path.write_bytes(png(np.zeros((32, 32), np.uint8)).data)
+            boxes = [[1, 1, 20 + k, 30] for k in range(len(kinds))]
+            points = [[5, 5, 2, 6, 6, 1]] * len(kinds)
+            rows.append({"path": path.name, "boxes": boxes, "kinds": kinds, "points": points})
+        (tmp_path / f"{number}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        fields = {"boxes": {"labels": "kinds"}, "points": {"type": "keypoints"}}
+        parts.append({"source": {"listing": str(tmp_path / f"{number}.jsonl"), "fields": fields}})
+    for order in (parts, parts[::-1]):
+        resize = {"resize": {"height": 32, "width": 32}}
+        train = {"stages": [{"decode": {}}, resize], "batch": {"size": 3}, "shuffle": True}
+        names = ["owl", "cat", "dog"]
+        (tmp_path / "x.yaml").write_text(
+            yaml.safe_dump({"source": {"mix": order, "classes": names}, "pipelines": {"train": train}})
+        )
+        with gpuflow.load(tmp_path / "x.yaml", "train") as loader:
+            assert loader.classes == tuple(names)
+            for batch in loader:
+                for i, index in enumerate(batch.indices.tolist()):
+                    kinds = [["cat", "dog"], ["dog", "owl"], []][int(Path(loader.dataset.path(index)).name[0])]
+                    assert [names[label] for label in batch["kinds"][i].tolist()] == kinds
+                    assert batch["points"][i].shape == (len(kinds), 2, 3)

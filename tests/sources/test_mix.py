@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 from gpuflow.errors import ConfigError, SourceError
-from gpuflow.sources import MixSource, SourceSpec, fields_of, open_source, records_of, subset
+from gpuflow.sources import MixSource, Source, SourceSpec, fields_of, open_source, records_of, subset
 from gpuflow.sources.fingerprint import fingerprint_of
 from tests.datasets import make_photos
 from tests.sources.conftest import ReadAll
@@ -109,6 +110,87 @@ def test_fields_are_joined_in_the_order_that_is_asked_for(tmp_path: Path) -> Non
     ):
         open_source(mix(entries[0], other))
     assert [field.name for field in fields_of(source)] == ["boxes", "caption", "n"]
+
+
+def detection(path: Path, *rows: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    """A listing of these rows, of boxes with labels and other fields."""
+    path.write_text("".join(json.dumps({"path": f"{i}.jpg", **row}) + "\n" for i, row in enumerate(rows)))
+    return {"listing": str(path), "fields": {"boxes": {"labels": "kinds"}, **fields}}
+
+
+def box_labels(source: Source, indices: list[int]) -> list[list[int]]:
+    column: Any = records_of(source, indices).columns["kinds"]
+    assert column.values.dtype == np.int64
+    return [column[i].tolist() for i in range(len(indices))]
+
+
+BOX = [0, 0, 1, 1]
+
+
+def test_labels_of_boxes_are_places_among_the_classes_of_the_mix(tmp_path: Path) -> None:
+    cats = detection(tmp_path / "a.jsonl", {"boxes": [BOX, BOX], "kinds": ["cat", "dog"]}, {"boxes": [], "kinds": []})
+    owls = detection(tmp_path / "b.jsonl", {"boxes": [BOX, BOX], "kinds": ["owl", "cat"]})
+    none = detection(tmp_path / "c.jsonl", {"boxes": [], "kinds": []})
+    names = ("owl", "bee", "dog", "cat")
+    for parts, keys, classes in (
+        ((cats, owls, none), {"unite_classes": True}, ("cat", "dog", "owl")),
+        ((cats, owls, none), {"classes": names}, names),
+        ((cats, cats, cats), {"classes": names}, names),
+        ((cats, cats, cats), {}, ("cat", "dog")),
+    ):
+        source = open_source(mix(*parts, **keys))
+        assert source.classes == fields_of(source)[0].classes == classes
+        found = [[classes[label] for label in labels] for labels in box_labels(source, [2, 0, 1])]
+        assert found == [["owl", "cat"] if parts[1] is owls else ["cat", "dog"], ["cat", "dog"], []]
+        part = subset(source, SourceSpec(mix=({"source": {"folder": "x"}},), split={"all": 1.0}), "all")
+        assert fields_of(part) == fields_of(source) and box_labels(part, [2, 0]) == box_labels(source, [2, 0])
+    with pytest.raises(SourceError, match=r"^source\.mix\[1\]: its 2 classes must be the 2 of source\.mix\[0\]"):
+        open_source(mix(cats, owls))
+
+
+def test_where_a_label_is_declared_classes_of_boxes_stay_their_own(tmp_path: Path) -> None:
+    row = {"boxes": [BOX], "kinds": ["dog"], "label": "b"}
+    first = detection(tmp_path / "a.jsonl", row, {**row, "kinds": ["cat"], "label": "a"}, label=None)
+    other = detection(tmp_path / "b.jsonl", {**row, "kinds": ["owl"]}, label=None)
+    source = open_source(mix(first, first, classes=("b", "a")))
+    assert (source.classes, source.labels.tolist()) == (("b", "a"), [0, 1, 0, 1])
+    assert fields_of(source)[0].classes == ("cat", "dog") and box_labels(source, [0, 3]) == [[1], [0]]
+    with pytest.raises(
+        SourceError, match=r"^source\.mix\[1\]: its fields must be those of source\.mix\[0\] \(boxes\), w"
+    ):
+        open_source(mix(first, other, unite_classes=True))
+
+
+def test_keypoints_of_sources_of_which_one_has_no_instance(tmp_path: Path) -> None:
+    def points(name: str, *instances: list[list[float]]) -> dict[str, Any]:
+        rows = [{"boxes": [BOX] * len(held), "kinds": [0] * len(held), "points": held} for held in instances]
+        return detection(tmp_path / name, *rows, points={"type": "keypoints"})
+
+    none, some = points("a.jsonl", [], []), points("b.jsonl", [[1, 2, 2, 3, 4, 0]], [])
+    for parts in ((none, some), (some, none), (none, some, none)):
+        source = open_source(mix(*parts, unite_classes=True))
+        held = 0 if parts[0] is some else 2
+        for indices in ([held, 1 if held else 2], [3 - held], [held, held]):
+            column: Any = records_of(source, indices).columns["points"]
+            assert column.values.shape[1:] == (2, 3) and column.values.dtype == np.float32
+            assert [len(column[i]) for i in range(len(indices))] == [int(i == held) for i in indices]
+    assert records_of(open_source(mix(none, none)), [3, 0]).errors == [None, None]
+    with pytest.raises(SourceError) as error:
+        open_source(mix(none, some, points("c.jsonl", [[1, 2, 2]]), unite_classes=True))
+    assert str(error.value) == (
+        "source.mix[2]: its points must be 2 keypoints for each instance, like those of the sources before it, got 1; "
+        "leave the field out, or load the source by itself"
+    )
+
+
+def test_classes_for_labels_that_are_numbers(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("path,label\na.jpg,1.5\n")
+    part = {"listing": str(tmp_path / "a.csv"), "fields": {"label": {"kind": "number"}}}
+    assert open_source(mix(part, part)).labels.tolist() == [1.5, 1.5]
+    with pytest.raises(
+        SourceError, match=r"^source\.classes must go with labels that are classes, got numbers; remove"
+    ):
+        open_source(mix(part, part, classes=("a",)))
 
 
 @pytest.mark.parametrize(
