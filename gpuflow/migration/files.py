@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from gpuflow.config.yaml_file import Lines, read_yaml
-from gpuflow.errors import ConfigError, Key, Problem, suggest
+from gpuflow.errors import UNSET, ConfigError, Key, Problem, suggest
 
 __all__ = ["Document", "read_document", "read_toml"]
 
@@ -36,11 +36,8 @@ class Document:
                 rule = f"is not a key of {owner} that gpuflow knows"
                 yield Problem(self.place(*at, key), rule, found[key], action, (*at, key), "import.unknown_key")
 
-    def error(self, rule: str, *at: Key, value: Any = None, action: str = "") -> ConfigError:
-        place = self.place(*at)
-        if value is None:
-            return ConfigError([Problem(place, rule, action=action, path=at, code="import.source")])
-        return ConfigError([Problem(place, rule, value, action, at, "import.source")])
+    def error(self, rule: str, *at: Key, value: object = UNSET, action: str = "") -> ConfigError:
+        return ConfigError([Problem(self.place(*at), rule, value, action, at, "import.source")])
 
 
 def read_document(path: str) -> Document:

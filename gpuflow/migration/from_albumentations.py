@@ -10,7 +10,7 @@ import cv2
 from gpuflow.errors import Key, Problem
 from gpuflow.migration.distance import apart, picture
 from gpuflow.migration.files import Document, read_document
-from gpuflow.migration.imported import Entry, Imported, decode, gap, normalize, number
+from gpuflow.migration.imported import Entry, Imported, decode, gap, normalize, number, size_of
 
 __all__ = ["read_albumentations"]
 
@@ -73,11 +73,17 @@ class _Reader:
         self.gaps: list[Problem] = []
         self.random = False
 
-    def add(self, given: Mapping[str, Any], at: tuple[Key, ...]) -> None:
+    def add(self, given: Any, at: tuple[Key, ...]) -> None:
         """Add the entries of a transform. at: where it stands in the file."""
-        name = str(given.get("__class_fullname__")).rpartition(".")[2]
+        if not isinstance(given, dict) or not isinstance(given.get("__class_fullname__"), str):
+            rule = "must be a transform as A.save writes it, with __class_fullname__"
+            raise self._document.error(rule, *at, value=given)
+        name = given["__class_fullname__"].rpartition(".")[2]
         if name in _CONTAINERS and given.get("p", 1) == 1:
-            for i, part in enumerate(given.get("transforms", ())):
+            parts = given.get("transforms")
+            if not isinstance(parts, list):
+                raise self._document.error("must be a list of transforms", *at, "transforms", value=parts)
+            for i, part in enumerate(parts):
                 self.add(part, (*at, "transforms", i))
             return
         if name not in _KNOWN:
@@ -89,10 +95,9 @@ class _Reader:
         try:
             self.entries += make(self, given)
         except (KeyError, TypeError, ValueError) as error:
-            rule = (
-                f"is {name} without {error}" if isinstance(error, KeyError) else f"is {name} with other values: {error}"
-            )
-            raise self._document.error(rule, *at) from error
+            without = f"is {name} without {error}"
+            other = f"is {name} with other values than Albumentations writes: {error}"
+            raise self._document.error(without if isinstance(error, KeyError) else other, *at) from error
 
     def _refuse(self, at: tuple[Key, ...], rule: str, nearest: str, measured: str = "") -> None:
         self.gaps.append(gap(self._document.place(*at), rule, nearest=nearest, apart=measured, path=at))
@@ -139,10 +144,6 @@ _Given = Mapping[str, Any]
 _Make = Callable[[_Reader, _Given], list[Entry]]
 
 
-def _side(height: int, width: int) -> Any:
-    return height if height == width else [height, width]
-
-
 def _resize(reader: _Reader, given: _Given) -> list[Entry]:
     reader.always(given, "resize")
     size = {"height": given["height"], "width": given["width"]}
@@ -166,7 +167,7 @@ def _crop(stage: str, **keys: Any) -> _Make:
         reader.random |= "rounding" not in keys
         if given.get("pad_if_needed"):
             reader.differs("pad_if_needed", "pads smaller images", f"{stage}, for images that are large enough")
-        return [Entry(stage, {"size": _side(given["height"], given["width"]), **keys})]
+        return [Entry(stage, {"size": size_of([given["height"], given["width"]]), **keys})]
 
     return make
 
@@ -178,7 +179,7 @@ def _random_resized_crop(reader: _Reader, given: _Given) -> list[Entry]:
     return [
         Entry(
             "random_resized_crop",
-            {"size": _side(*given["size"]), **keys, **reader.filters(given, "random_resized_crop")},
+            {"size": size_of(given["size"]), **keys, **reader.filters(given, "random_resized_crop")},
         )
     ]
 
@@ -238,6 +239,7 @@ def _rotate(reader: _Reader, given: _Given) -> list[Entry]:
 
 
 def _normalize(reader: _Reader, given: _Given) -> list[Entry]:
+    reader.always(given, "normalize")
     if given.get("normalization", "standard") != "standard":
         reader.differs(
             "normalization", "takes mean and std of each image", "normalize with the data set's mean and std"
@@ -247,6 +249,7 @@ def _normalize(reader: _Reader, given: _Given) -> list[Entry]:
 
 
 def _to_float(reader: _Reader, given: _Given) -> list[Entry]:
+    reader.always(given, "normalize")
     unit = (given.get("max_value") or 255) / 255
     return [normalize(std=[unit] * 3)]
 

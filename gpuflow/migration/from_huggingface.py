@@ -10,7 +10,7 @@ from typing import Any
 from gpuflow.errors import Problem
 from gpuflow.migration.distance import apart
 from gpuflow.migration.files import Document, read_document
-from gpuflow.migration.imported import IMAGENET_MEAN, IMAGENET_STD, Entry, Imported, decode, gap, normalize
+from gpuflow.migration.imported import IMAGENET_MEAN, IMAGENET_STD, Entry, Imported, decode, gap, normalize, size_of
 
 __all__ = ["PROCESSORS", "Processor", "read_huggingface"]
 
@@ -131,9 +131,9 @@ class _Reader:
         if not isinstance(size, Mapping):
             raise self._document.error("must be a number or a mapping", "size", value=size)
         sides = {key: value for key, value in size.items() if value is not None}
-        if processor.crop_pct is not None and set(sides) == {"shortest_edge"}:
-            return self._convnext(sides["shortest_edge"], filters)
         match sides:
+            case {"shortest_edge": int(side), **rest} if processor.crop_pct is not None and not rest:
+                return self._convnext(side, filters)
             case {"height": int(height), "width": int(width), **rest} if not rest:
                 return [Entry("resize", {"height": height, "width": width, **filters})]
             case {"shortest_edge": int(side), **rest} if set(rest) <= {"longest_edge"}:
@@ -149,14 +149,14 @@ class _Reader:
                 )
                 return [Entry("resize", {"longer": max(height, width), **filters})]
             case _:
-                rule = "must have the keys height and width, or shortest_edge, or max_height and max_width"
+                rule = "must give whole numbers: height and width, or shortest_edge, or max_height and max_width"
                 raise self._document.error(rule, "size", value=dict(size))
 
     def _convnext(self, side: int, filters: dict[str, Any]) -> list[Entry]:
         """Below 384 pixels a resize and a crop, from there on a square."""
         if side >= 384:
             return [Entry("resize", {"height": side, "width": side, **filters})]
-        share = self._get("crop_pct", self._processor.crop_pct)
+        share = self._positive("crop_pct", self._processor.crop_pct)
         resize = Entry("resize", {"shorter": int(side / share), **filters}, f"{side} / crop_pct {share:g}")
         return [resize, _crop(side, side)]
 
@@ -182,7 +182,7 @@ class _Reader:
 
     def _scale(self) -> list[Entry]:
         """Rescaling and normalization: (pixel * factor - mean) / std, with the units of 0 to 1 that normalize has."""
-        factor = float(self._get("rescale_factor", _EIGHT_BITS)) if self._get("do_rescale", True) else 1.0
+        factor = self._positive("rescale_factor", _EIGHT_BITS) if self._get("do_rescale", True) else 1.0
         if not self._get("do_normalize", True):
             if factor == 1:
                 return []
@@ -190,6 +190,12 @@ class _Reader:
         mean, std = (self._numbers(f"image_{key}", getattr(self._processor, key)) for key in ("mean", "std"))
         unit = _EIGHT_BITS / factor
         return [normalize([x * unit for x in mean], [x * unit for x in std])]
+
+    def _positive(self, key: str, default: float | None) -> float:
+        value = self._get(key, default)
+        if not isinstance(value, (int, float)) or not value > 0:
+            raise self._document.error("must be a number above 0", key, value=value)
+        return float(value)
 
     def _numbers(self, key: str, default: tuple[float, ...]) -> list[float]:
         value = self._get(key, default)
@@ -216,5 +222,4 @@ class _Reader:
 
 
 def _crop(height: int, width: int) -> Entry:
-    size = height if height == width else [height, width]
-    return Entry("center_crop", {"size": size, "rounding": "down"})
+    return Entry("center_crop", {"size": size_of([height, width]), "rounding": "down"})

@@ -10,7 +10,7 @@ from typing import Any
 from gpuflow.errors import ConfigError, Problem, suggest
 from gpuflow.migration.distance import apart
 from gpuflow.migration.files import read_document
-from gpuflow.migration.imported import IMAGENET_MEAN, IMAGENET_STD, Entry, Imported, decode, gap, normalize
+from gpuflow.migration.imported import IMAGENET_MEAN, IMAGENET_STD, Entry, Imported, decode, gap, normalize, size_of
 from gpuflow.migration.python_objects import needs
 
 __all__ = ["DataConfig", "data_config", "read_timm"]
@@ -97,15 +97,21 @@ def _fits(key: str, value: Any) -> bool:
         return isinstance(value, str)
     if key == "crop_pct":
         return isinstance(value, (int, float)) and value > 0
-    numbers = int if key == "input_size" else (int, float)
-    return isinstance(value, list) and len(value) in (1, 3) and all(isinstance(x, numbers) and x >= 0 for x in value)
+    if not isinstance(value, list):
+        return False
+    if key == "input_size":
+        return len(value) == 3 and all(isinstance(side, int) and side > 0 for side in value)
+    return len(value) in (1, 3) and all(isinstance(x, (int, float)) and x >= 0 for x in value)
 
 
 def _resolved(keys: Mapping[str, Any]) -> DataConfig:
-    """As timm.data.resolve_data_config: what is missing or empty is the default."""
+    """As timm.data.resolve_data_config: what is missing or empty is the default. One number is that of each channel."""
     given = {key: keys[key] for key in _DATA if keys.get(key)}
     values: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
-    return DataConfig(**values)
+    config = DataConfig(**values)
+    channels = config.input_size[0]
+    repeated = {key: one * channels for key in ("mean", "std") if len(one := getattr(config, key)) == 1}
+    return dataclasses.replace(config, **repeated)
 
 
 def read_timm(name: str) -> Imported:
@@ -113,7 +119,7 @@ def read_timm(name: str) -> Imported:
     config, problems = data_config(name)
     source = f"timm:{name}"
     entries, gaps = _evaluation(config, source)
-    size = _side(config.input_size[1:])
+    size = size_of(config.input_size[1:])
     train = [
         decode(),
         Entry("random_resized_crop", {"size": size, **_filter(config)}, "scale and ratio: timm's defaults"),
@@ -144,14 +150,14 @@ def _evaluation(config: DataConfig, source: str) -> tuple[list[Entry], list[Prob
     height, width = config.input_size[1:]
     box = [math.floor(side / config.crop_pct) for side in (height, width)]
     note = f"{height} / crop_pct {config.crop_pct:g}"
-    crop = Entry("center_crop", {"size": _side((height, width))})
+    crop = Entry("center_crop", {"size": size_of((height, width))})
     ending = [crop, normalize(config.mean, config.std)]
     match config.crop_mode:
         case "squash":
             resize = Entry("resize", {"height": box[0], "width": box[1], **_filter(config)}, f"squash: {note}")
         case "border":
             fill = [round(255 * level) for level in config.mean]
-            resize = Entry("letterbox", {"size": _side(box), "fill": fill, **_filter(config)}, f"border: {note}")
+            resize = Entry("letterbox", {"size": size_of(box), "fill": fill, **_filter(config)}, f"border: {note}")
             if box == [height, width]:
                 ending = ending[1:]
             else:
@@ -184,7 +190,3 @@ def _measured(config: DataConfig) -> str:
     return apart(
         lambda image: image.resize(size, theirs), lambda image: image.resize(size, getattr(Image.Resampling, ours))
     )
-
-
-def _side(size: Any) -> Any:
-    return size[0] if size[0] == size[1] else list(size)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from gpuflow.errors import ConfigError, Problem, suggest
@@ -27,6 +27,7 @@ _KEYS = (
     *("or", "precision", "model", "model::cache", "mean", "std", "data_format", "Interpreter::backend"),
 )
 _MODEL = "tensorrttensor"
+_NUMBERS_RULE = 'must be numbers separated by commas, such as "123.675, 116.28, 103.53"'
 
 
 def read_torchpipe(path: str) -> Imported:
@@ -65,7 +66,7 @@ class _Reader:
         on_gpu = any(_ON_GPU[0] in lower[name] for name in decoding)
         fallback = on_gpu and any(_ON_CPU[0] in lower[name] for name in decoding)
         preset = self._preset(decoding, on_gpu=on_gpu)
-        model = next((node for name, node in self._nodes.items() if _MODEL in lower[name]), None)
+        model = next((name for name in self._nodes if _MODEL in lower[name]), None)
         entries = self._normalization(model)
         return Imported(
             source=f"torchpipe:{self._path}",
@@ -106,21 +107,39 @@ class _Reader:
         preset = "torchpipe_gpu" if on_gpu else "torchpipe_cpu"
         return PresetEntry(preset=preset, height=first[0], width=first[1], color=first[2])
 
-    def _normalization(self, model: Mapping[str, Any] | None) -> list[Entry]:
+    def _normalization(self, model: str | None) -> list[Entry]:
         """`mean` and `std` of the model's node, in levels."""
-        if model is None or "mean" not in model or "std" not in model:
+        if model is None or not {"mean", "std"} <= self._nodes[model].keys():
             return []
-        mean, std = ([float(x) / 255 for x in str(model[key]).split(",")] for key in ("mean", "std"))
+        mean, std = (
+            [level / 255 for level in self._value(model, key, _numbers, _NUMBERS_RULE)] for key in ("mean", "std")
+        )
         return [normalize(mean, std)]
 
-    def _served(self, node: Mapping[str, Any]) -> dict[str, Any]:
+    def _served(self, model: str) -> dict[str, Any]:
         """The keys of `serve.model`."""
+        node = self._nodes[model]
         keys: dict[str, Any] = {"file": node.get("model", "model.onnx")}
         if (batch := re.match(r"\d+", str(node.get("max", "")))) is not None:
             keys["batch"] = int(batch[0])
-        keys |= {"instances": int(node["instance_num"])} if "instance_num" in node else {}
-        keys |= {"timeout_ms": float(node["batching_timeout"])} if "batching_timeout" in node else {}
+        for key, ours, make, rule in (
+            ("instance_num", "instances", int, "must be a whole number"),
+            ("batching_timeout", "timeout_ms", float, "must be a number of milliseconds"),
+        ):
+            keys |= {ours: self._value(model, key, make, rule)} if key in node else {}
         return {**keys, "preprocessing": "trust"}
+
+    def _value(self, name: str, key: str, make: Callable[[str], Any], rule: str) -> Any:
+        """The value of a node's key, made from its text."""
+        value = self._nodes[name][key]
+        try:
+            return make(str(value))
+        except ValueError as error:
+            raise ConfigError([Problem(self._at(name), rule, value, path=(key,), code="import.source")]) from error
+
+
+def _numbers(text: str) -> list[float]:
+    return [float(word) for word in text.split(",")]
 
 
 _NO_NUMBERS = (

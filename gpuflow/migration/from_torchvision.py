@@ -10,7 +10,7 @@ from typing import Any
 from gpuflow.config.stage_entries import make_stage
 from gpuflow.errors import Problem
 from gpuflow.migration.distance import apart
-from gpuflow.migration.imported import IMAGENET_MEAN, Entry, Imported, decode, gap, normalize, number
+from gpuflow.migration.imported import IMAGENET_MEAN, Entry, Imported, decode, gap, normalize, number, size_of
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.parameters import range_of
 
@@ -116,7 +116,7 @@ class _Reader:
         elif size:
             self.refuse(preset, f"resizes by {_mode(preset)}, which the stage resize does not have")
         if crop := getattr(preset, "crop_size", None):
-            self._emit(Entry("center_crop", {"size": _side(crop)}))
+            self._emit(Entry("center_crop", {"size": size_of(crop)}))
         self.tensor = self.scaled = True
         self.normalize(preset)
 
@@ -303,13 +303,6 @@ def _mode(transform: Any) -> str:
     return "random" if isinstance(mode, (tuple, list)) else str(getattr(mode, "value", mode))
 
 
-def _side(size: Any) -> Any:
-    """A size as YAML has it: one number for a square."""
-    sides = [int(size)] * 2 if isinstance(size, (int, float)) else [int(side) for side in size]
-    sides = sides * 2 if len(sides) == 1 else sides
-    return sides[0] if sides[0] == sides[1] else sides
-
-
 def _target(size: Any) -> dict[str, Any]:
     """The keys for a size: an int, or a sequence of one or two."""
     sides = [size] if isinstance(size, int) else [int(side) for side in size]
@@ -345,7 +338,7 @@ def _sampled(reader: _Reader, stage: str, keys: dict[str, Any], t: Any) -> _Equa
 
 def _random_resized_crop(reader: _Reader, t: Any) -> _Equal:
     scale, ratio = ([number(x) for x in value] for value in (t.scale, t.ratio))
-    keys: dict[str, Any] = {"size": _side(t.size)}
+    keys: dict[str, Any] = {"size": size_of(t.size)}
     keys |= {"scale": scale} if scale != [0.08, 1] else {}
     keys |= {"ratio": ratio} if ratio != [0.75, number(4 / 3)] else {}
     return _sampled(reader, "random_resized_crop", keys, t)
@@ -358,7 +351,7 @@ def _random_crop(reader: _Reader, t: Any) -> _Equal:
     plain = not t.pad_if_needed and (not padding or (t.fill in (0, None) and t.padding_mode == "constant"))
     if not plain or padding == -1:
         return None
-    return Entry("random_crop", {"size": _side(t.size), **({"padding": padding} if padding else {})})
+    return Entry("random_crop", {"size": size_of(t.size), **({"padding": padding} if padding else {})})
 
 
 def _flip(side: str) -> Callable[[_Reader, Any], _Equal]:
@@ -487,7 +480,7 @@ def _policy(stage: str, **names: str) -> Callable[[_Reader, Any], _Equal]:
 
 _EQUAL: dict[str, Callable[[_Reader, Any], _Equal]] = {
     "Resize": _resize,
-    "CenterCrop": lambda reader, t: Entry("center_crop", {"size": _side(t.size)}),
+    "CenterCrop": lambda reader, t: Entry("center_crop", {"size": size_of(t.size)}),
     "RandomCrop": _random_crop,
     "RandomResizedCrop": _random_resized_crop,
     "RandomHorizontalFlip": _flip("horizontal"),

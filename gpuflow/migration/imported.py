@@ -10,7 +10,18 @@ import numpy as np
 
 from gpuflow.errors import Key, Problem
 
-__all__ = ["IMAGENET_MEAN", "IMAGENET_STD", "Entry", "Imported", "PresetEntry", "decode", "gap", "normalize", "number"]
+__all__ = [
+    "IMAGENET_MEAN",
+    "IMAGENET_STD",
+    "Entry",
+    "Imported",
+    "PresetEntry",
+    "decode",
+    "gap",
+    "normalize",
+    "number",
+    "size_of",
+]
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 _NAMES = {"mean": IMAGENET_MEAN, "std": IMAGENET_STD}
@@ -87,6 +98,13 @@ def normalize(
     if dtype != "float32":
         parameters["dtype"] = dtype
     return Entry("normalize", parameters, comment)
+
+
+def size_of(sides: float | Sequence[float]) -> int | list[int]:
+    """A size as YAML has it: one number for a square, else [height, width]."""
+    given = [int(side) for side in (sides if isinstance(sides, Sequence) else [sides])]
+    height, width = given if len(given) == 2 else given * 2
+    return height if height == width else [height, width]
 
 
 def number(value: float) -> float | int:

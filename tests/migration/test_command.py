@@ -79,12 +79,20 @@ def test_the_file_of_torchvisions_weights(imported: Run, tmp_path: Path) -> None
     )
 
 
-def test_the_file_says_that_warps_in_a_row_run_as_one(imported: Run) -> None:
-    note = "Warps in a row, such as two of rotate, affine and perspective, run as one warp"
-    two, one = imported(f"{THEIRS}:two_warps"), imported(f"{THEIRS}:one_warp")
-    assert (two.code, one.code) == (0, 0)
-    texts = [" ".join(done.out.replace("\n#", "").split()) for done in (two, one)]
-    assert [note in text for text in texts] == [True, False]
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [(f"{THEIRS}:two_warps", True), (f"{THEIRS}:one_warp", False), ("albumentations:a.json", True)],
+)
+def test_the_file_says_that_warps_in_a_row_run_as_one(
+    imported: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, said: bool
+) -> None:
+    resize, rotate = {"name": "Resize", "height": 30, "width": 40}, {"name": "Rotate", "limit": [-9, 9]}
+    (tmp_path / "a.json").write_text(json.dumps(serialised(resize, rotate, rotate)))
+    monkeypatch.chdir(tmp_path)
+    done = imported(source)
+    assert done.code == 0
+    text = " ".join(done.out.replace("\n#", "").split())
+    assert ("Warps in a row, such as two of rotate, affine and perspective, run as one warp" in text) == said
 
 
 def test_a_lambda_is_an_error_unless_the_rest_is_enough(imported: Run, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from tests.migration.their_configs import VIT
 
 HALF = {"normalize": {"mean": [0.5, 0.5, 0.5], "std": [0.5, 0.5, 0.5]}}
 IMAGENET = {"normalize": {"mean": "imagenet", "std": "imagenet"}}
+CONVNEXT = {"image_processor_type": "ConvNextImageProcessor", "size": {"shortest_edge": 224}}
 TOML = """
 batching_timeout = 1
 instance_num = 1
@@ -144,8 +145,17 @@ def test_what_an_image_processor_has_and_no_stage_equals(tmp_path: Path, keys: d
         ({**VIT, "image_mean": [0.5]}, "x.json:5: image_mean must be three numbers, got [0.5]"),
         (
             {**VIT, "size": {"width": 3}},
-            "x.json:18: size must have the keys height and width, or shortest_edge, or max_height and max_width, "
+            "x.json:18: size must give whole numbers: height and width, or shortest_edge, or max_height and max_width, "
             "got {'width': 3}",
+        ),
+        ({**VIT, "rescale_factor": 0}, "x.json:17: rescale_factor must be a number above 0, got 0"),
+        ({**VIT, "rescale_factor": "x"}, "x.json:17: rescale_factor must be a number above 0, got 'x'"),
+        ({**VIT, **CONVNEXT, "crop_pct": "x"}, "x.json:21: crop_pct must be a number above 0, got 'x'"),
+        ({**VIT, **CONVNEXT, "crop_pct": 0}, "x.json:21: crop_pct must be a number above 0, got 0"),
+        (
+            {**VIT, **CONVNEXT, "size": {"shortest_edge": "224"}},
+            "x.json:18: size must give whole numbers: height and width, or shortest_edge, or max_height and max_width, "
+            "got {'shortest_edge': '224'}",
         ),
     ],
 )
@@ -195,6 +205,17 @@ def test_what_timm_has_and_no_stage_equals(tmp_path: Path) -> None:
     assert "interpolation is 'lanczos', which the stage resize does not have; nearest: " in lanczos
     assert "levels apart on a test picture" in lanczos
     assert "crop_mode 'center' with an input of 96x128 fits the image around a box; nearest: resize" in box
+
+
+def test_one_mean_is_that_of_each_channel(tmp_path: Path) -> None:
+    assert val_of(read(tmp_path, "timm", {"mean": [0.5], "std": [0.5]}))[-1] == HALF
+
+
+@pytest.mark.parametrize("size", [[3], [3, 0, 224], [3, 224.5, 224]])
+def test_a_size_that_timm_does_not_take(tmp_path: Path, size: list[float]) -> None:
+    rule = r"x\.json:2: input_size must be three whole numbers: channels, height and width, got \[3"
+    with pytest.raises(ConfigError, match=rule):
+        read(tmp_path, "timm", {"input_size": size})
 
 
 def test_values_that_timm_does_not_take(tmp_path: Path) -> None:
@@ -284,6 +305,14 @@ def test_serialised_transforms_of_albumentations(tmp_path: Path, transform: dict
             "x.json:9: transform.transforms[0].p is 0.5, but the stage resize has no probability; nearest: resize",
         ),
         (
+            {"name": "Normalize", "p": 0.5, "mean": [0.5] * 3, "std": [0.5] * 3, "max_pixel_value": 255.0},
+            "x.json:9: transform.transforms[0].p is 0.5, but the stage normalize has no probability; nearest: normal",
+        ),
+        (
+            {"name": "ToFloat", "p": 0.5, "max_value": 255.0},
+            "x.json:9: transform.transforms[0].p is 0.5, but the stage normalize has no probability; nearest: normal",
+        ),
+        (
             {"name": "Resize", "height": 3, "width": 3, "interpolation": 3},
             "x.json:12: transform.transforms[0].interpolation is OpenCV's number 3, a filter that the stage resize "
             "does not have; nearest: resize: {interpolation: bilinear, antialias: true} (up to ",
@@ -300,6 +329,27 @@ def test_a_file_that_is_not_serialised_albumentations(tmp_path: Path) -> None:
         read(tmp_path, "albumentations", {"transform": []})
     with pytest.raises(ConfigError, match=r"x\.json:7: transform\.transforms\[0\] is Resize without 'height'"):
         read(tmp_path, "albumentations", serialised({"name": "Resize"}))
+
+
+NO_TRANSFORM = "must be a transform as A.save writes it, with __class_fullname__"
+
+
+@pytest.mark.parametrize(
+    ("transforms", "text"),
+    [
+        ([5], f"x.json:7: transform.transforms[0] {NO_TRANSFORM}, got 5"),
+        ([None], f"x.json:7: transform.transforms[0] {NO_TRANSFORM}, got null"),
+        ([{}], f"x.json:7: transform.transforms[0] {NO_TRANSFORM}, got {{}}"),
+        (None, "x.json:6: transform.transforms must be a list of transforms, got null"),
+        ({"a": 1}, "x.json:6: transform.transforms must be a list of transforms, got {'a': 1}"),
+    ],
+)
+def test_a_list_that_holds_no_transforms(tmp_path: Path, transforms: Any, text: str) -> None:
+    document = serialised()
+    document["transform"]["transforms"] = transforms
+    with pytest.raises(ConfigError) as error:
+        read(tmp_path, "albumentations", document)
+    assert str(error.value).replace(f"{tmp_path}/", "") == text
 
 
 # --- torchpipe --------------------------------------------------------------------------------------------------------
@@ -359,9 +409,18 @@ def test_what_a_toml_has_and_no_preset_equals(tmp_path: Path, before: str, after
         ("a = [", "x.toml: is not valid TOML: "),
         ("[a]\nbackend = 'TensorrtTensor'", "x.toml: has no node that decodes by DecodeTensor or DecodeMat"),
         ("[a]\nbackend = 'DecodeMat'", "x.toml: [a] needs resize_h and resize_w: 'resize_h'"),
+        (
+            TOML + MODEL.replace('"123.675, 116.28, 103.53"', "[123, 116, 103]"),
+            "x.toml: [resnet18] mean must be numbers separated by commas, such as "
+            '"123.675, 116.28, 103.53", got [123, 116, 103]',
+        ),
+        (
+            TOML + MODEL.replace("instance_num = 2", 'instance_num = "two"'),
+            "x.toml: [resnet18] instance_num must be a whole number, got 'two'",
+        ),
     ],
 )
-def test_a_toml_that_decodes_nothing(tmp_path: Path, toml: str, text: str) -> None:
+def test_a_toml_that_cannot_be_read(tmp_path: Path, toml: str, text: str) -> None:
     with pytest.raises(ConfigError) as error:
         read(tmp_path, "torchpipe", toml, "x.toml")
     assert str(error.value).replace(f"{tmp_path}/", "").startswith(text)
