@@ -18,14 +18,14 @@ from gpuflow.integrations.adapter import LoaderAdapter
 from gpuflow.loader.assemble import build_loader
 from gpuflow.loader.batch import Batch
 from gpuflow.loader.loader import Loader
+from gpuflow.migration.from_timm import DataConfig
 from gpuflow.runtime.ranks import Ranks
 from gpuflow.vocabulary import stage_table
 
 __all__ = ["EpochSampler", "TimmLoader", "create_loader"]
 
 _PLACE = "timm.create_loader:"
-_MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-_CROP_PCT = 0.875
+_DEFAULTS = DataConfig()
 _DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 _SCHEDULE = "input_size_choices", "batch_size_choices", "batch_choice_weights", "batch_schedule_epochs", "num_batches"
 _MIX_ACTION = "leave it out, and mix in the loop with timm's Mixup"
@@ -55,8 +55,8 @@ def create_loader(
     num_aug_repeats: int = 0,
     num_aug_splits: int = 0,
     interpolation: str = "bilinear",
-    mean: Sequence[float] = _MEAN,
-    std: Sequence[float] = _STD,
+    mean: Sequence[float] = _DEFAULTS.mean,
+    std: Sequence[float] = _DEFAULTS.std,
     num_workers: int = 1,
     distributed: bool = False,
     crop_pct: float | None = None,
@@ -111,7 +111,7 @@ def create_loader(
     elif is_training:
         stages += _exact_stages(input_size, size, "bilinear" if interpolation == "random" else interpolation)
     else:
-        stages += _evaluation_stages(size, crop_pct or _CROP_PCT, crop_mode, interpolation)
+        stages += _evaluation_stages(size, crop_pct or _DEFAULTS.crop_pct, crop_mode, interpolation)
     dtype = "float16" if fp16 else _DTYPES[img_dtype]
     stages.append({"normalize": {"mean": list(mean), "std": list(std), "dtype": dtype}})
     if is_training and not no_aug and re_prob > 0 and re_mode == "pixel":
