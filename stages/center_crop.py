@@ -11,29 +11,12 @@ import numpy as np
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.parameters import Size, size_pair
 
-__all__ = ["CenterCrop", "check_fits"]
-
-
-def check_fits(size: tuple[int, int], spec: s.ImageSpec, margin: int = 0) -> None:
-    """Raise ValueError if no image of this spec, with `margin` pixels added on each side, can hold a crop of `size`."""
-    height, width = size
-    too_tall = spec.shape[0] is not None and height > spec.shape[0] + 2 * margin
-    too_wide = spec.shape[1] is not None and width > spec.shape[1] + 2 * margin
-    if too_tall or too_wide:
-        raise ValueError(
-            f"crops {height}x{width} from an image of {spec.shape[0]}x{spec.shape[1]}, which is smaller; "
-            "crop less or resize to more"
-        )
-    if spec.shorter is not None and min(size) > spec.shorter + 2 * margin:
-        raise ValueError(
-            f"crops {height}x{width} from an image whose shorter side is {spec.shorter}, which is smaller; "
-            "crop less or resize to more"
-        )
+__all__ = ["CenterCrop"]
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class CenterCrop(s.Geometry):
-    """Crop the centre of an image; an image smaller than the crop is centred on black.
+    """Crop the centre of an image. An image that is smaller than the crop, on either side, is centred on black.
 
     Args:
         size: the result in pixels: the side of a square, or [height, width].
@@ -66,7 +49,6 @@ class CenterCrop(s.Geometry):
 
     def output(self, spec: s.ImageSpec) -> s.ImageSpec:
         s.require_pixels(self, spec)
-        check_fits(size_pair(self.size), spec)
         return spec.replace(shape=(*size_pair(self.size), spec.shape[2]))
 
     def torchvision(self) -> Any:

@@ -9,7 +9,6 @@ import numpy as np
 
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.parameters import LONGEST, Size, size_pair
-from gpuflow.stages.center_crop import check_fits
 
 __all__ = ["RandomCrop"]
 
@@ -45,7 +44,7 @@ class RandomCrop(s.Geometry):
 
     def output(self, spec: s.ImageSpec) -> s.ImageSpec:
         s.require_pixels(self, spec)
-        check_fits(size_pair(self.size), spec, self.padding)
+        _check_fits(size_pair(self.size), spec, self.padding)
         return spec.replace(shape=(*size_pair(self.size), spec.shape[2]))
 
     def torchvision(self) -> Any:
@@ -62,3 +61,20 @@ class RandomCrop(s.Geometry):
         x = (place[:, 1] * choices_x).astype(np.int64) - self.padding
         full = np.full_like
         return (s.Crop(y, x, full(height, crop_height), full(width, crop_width), margin=self.padding),)
+
+
+def _check_fits(size: tuple[int, int], spec: s.ImageSpec, margin: int = 0) -> None:
+    """Raise ValueError if no image of this spec, with `margin` pixels added on each side, can hold a crop of `size`."""
+    height, width = size
+    too_tall = spec.shape[0] is not None and height > spec.shape[0] + 2 * margin
+    too_wide = spec.shape[1] is not None and width > spec.shape[1] + 2 * margin
+    if too_tall or too_wide:
+        raise ValueError(
+            f"crops {height}x{width} from an image of {spec.shape[0]}x{spec.shape[1]}, which is smaller; "
+            "crop less or resize to more"
+        )
+    if spec.shorter is not None and min(size) > spec.shorter + 2 * margin:
+        raise ValueError(
+            f"crops {height}x{width} from an image whose shorter side is {spec.shorter}, which is smaller; "
+            "crop less or resize to more"
+        )

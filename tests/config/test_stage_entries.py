@@ -159,8 +159,8 @@ from tests.config.files import fault, read, stages_of
             "add center_crop, random_crop, random_resized_crop or resize with height and width",
         ),
         (
-            "decode, resize: {shorter: 8}, center_crop: {size: 9}",
-            "pipelines.a.stages[2].center_crop crops 9x9 from an image whose shorter side is 8, which is smaller; "
+            "decode, resize: {shorter: 8}, random_crop: {size: 9}",
+            "pipelines.a.stages[2].random_crop crops 9x9 from an image whose shorter side is 8, which is smaller; "
             "crop less or resize to more",
         ),
         (

@@ -96,8 +96,8 @@ def test_specs_between_the_stages() -> None:
             "raise decode.max_pixels, which is 179,000,000, or resize to less",
         ),
         (
-            (Decode(), Resize(height=8, width=20), CenterCrop(size=9)),
-            "p[2].center_crop crops 9x9 from an image of 8x20, which is smaller; crop less or resize to more",
+            (Decode(), Resize(height=8, width=20), RandomCrop(size=9)),
+            "p[2].random_crop crops 9x9 from an image of 8x20, which is smaller; crop less or resize to more",
         ),
         (
             (Decode(), Resize(shorter=8), RandomCrop(size=9)),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -62,13 +64,16 @@ def test_errors(size: int | tuple[int, int], text: str) -> None:
     assert str(caught.value) == text
 
 
-def test_a_crop_that_can_never_fit() -> None:
-    with pytest.raises(ValueError, match="crops") as caught:
-        CenterCrop(size=9).output(RGB.replace(shape=(8, 20, 3)))
-    assert str(caught.value) == "crops 9x9 from an image of 8x20, which is smaller; crop less or resize to more"
-    with pytest.raises(ValueError, match="crops") as caught:
-        CenterCrop(size=(12, 30)).output(RGB.replace(shorter=10))
-    assert str(caught.value) == (
-        "crops 12x30 from an image whose shorter side is 10, which is smaller; crop less or resize to more"
-    )
-    assert CenterCrop(size=(10, 30)).output(RGB.replace(shorter=10)).shape == (10, 30, 3)
+@pytest.mark.parametrize("color", ["rgb", "gray"])
+@pytest.mark.parametrize("resize", [Resize(height=8, width=20), Resize(shorter=8)], ids=repr)
+def test_an_image_of_known_size_is_centred_on_black_as_well(resize: Resize, color: Any, photo_bytes: bytes) -> None:
+    """As torchvision does, whether the size is known before anything runs or not."""
+    for size in ((9, 9), (8, 21), (30, 7)):
+        crop = CenterCrop(size=size)
+        (result,) = images(program_of(Decode(color=color), resize, crop), [photo_bytes])
+        assert torch.equal(result, crop.torchvision()(resize.torchvision()(decoded(photo_bytes, color))))
+
+
+def test_specs() -> None:
+    assert CenterCrop(size=9).output(RGB.replace(shape=(8, 20, 3))).shape == (9, 9, 3)
+    assert CenterCrop(size=(12, 30)).output(RGB.replace(shorter=10)).shape == (12, 30, 3)

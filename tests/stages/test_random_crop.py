@@ -84,3 +84,9 @@ def test_padding_counts_when_fitting() -> None:
     with pytest.raises(ValueError, match="crops") as caught:
         RandomCrop(size=11, padding=1).output(RGB.replace(shape=(8, 8, 3)))
     assert str(caught.value) == "crops 11x11 from an image of 8x8, which is smaller; crop less or resize to more"
+    with pytest.raises(ValueError, match="crops") as caught:
+        RandomCrop(size=(12, 30), padding=1).output(RGB.replace(shorter=9))
+    assert str(caught.value) == (
+        "crops 12x30 from an image whose shorter side is 9, which is smaller; crop less or resize to more"
+    )
+    assert RandomCrop(size=(11, 30), padding=1).output(RGB.replace(shorter=9)).shape == (11, 30, 3)
