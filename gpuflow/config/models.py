@@ -374,8 +374,8 @@ class RunSpec(_Block):
         prefetch: finished batches that wait for the training loop.
         on_error: what happens to a bad sample: `raise` stops, `replace` takes another one, `skip` leaves it out; by
             default `skip` in the pipeline val and `replace` in others.
-        max_bad: the most bad samples that are allowed: a number of each process, or a fraction of the source; by default
-            no limit.
+        max_bad: the most bad samples that are allowed: a number of each process, or a fraction of the source; by
+            default no limit.
         bad_file: a file that lists each bad sample, as JSON lines.
         timeout_s: the longest wait for a batch or an answer, in seconds.
         memory_limit: the most GPU memory of the loader, in bytes or with a unit, such as 2GB.
