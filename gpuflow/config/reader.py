@@ -288,8 +288,8 @@ class _Reader:
     def _check_fields(
         self, source: SourceSpec, programs: Mapping[str, Program], views: Mapping[str, ViewsProgram]
     ) -> None:
-        """Report the first stage of each pipeline, or its views, that cannot carry the declared fields, and the stages
-        that take a field that is not declared.
+        """Report the first stage of each pipeline, or its views, that cannot carry the declared fields, the stages that
+        take a field that is not declared, and those that mix samples which cannot be mixed.
 
         `serve` carries and takes none.
         """

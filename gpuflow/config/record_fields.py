@@ -1,28 +1,54 @@
-"""Which fields of a sample's record the stages of a pipeline take, and whether the source has them."""
+"""Which fields of a sample's record the stages of a pipeline take, and which stop them; whether the source has them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from gpuflow.config.models import Config
 from gpuflow.decode.preset import Preset
 from gpuflow.errors import ConfigError, Key, Problem
 from gpuflow.pipeline.record_values import RecordValue, field_problems_of
+from gpuflow.pipeline.stage import Mixing
 from gpuflow.pipeline.views import AnyProgram, ViewsProgram
 from gpuflow.sources import Source, SourceSpec, fields_of
 
-__all__ = ["declared_problems", "refuse_record_fields", "require_record_fields"]
+__all__ = ["declared_problems", "mixing_problems", "refuse_record_fields", "require_record_fields"]
 
 
 def declared_problems(name: str, program: AnyProgram, source: SourceSpec) -> Iterator[Problem]:
-    """A problem for each field that a pipeline takes and the source does not declare, or with another type.
+    """A problem for each field that a pipeline takes and the source does not declare, or with another type, and for
+    each mixing stage where the declared fields cannot be mixed.
 
     Without declared fields, those of COCO and of other packages' sources are known once the source is open.
     """
     specs = [entry.spec for entry in source.entries] or [source]
-    if source.declared or not any(spec.kind == "coco" or spec.other for spec in specs):
-        yield from field_problems_of(_taken(name, program), {name: spec.type for name, spec in source.declared})
+    declared = source.declared
+    if declared or not any(spec.kind == "coco" or spec.other for spec in specs):
+        yield from field_problems_of(_taken(name, program), {name: spec.type for name, spec in declared})
+    if declared:
+        others = [name for name, spec in declared if spec.type not in ("image", "label")]
+        classes = any(spec.type == "label" and spec.kind in (None, "class") for _, spec in declared)
+        yield from mixing_problems(name, program, others, one_class=classes)
+    elif specs[0].kind == "coco":
+        yield from mixing_problems(name, program, ["boxes"], one_class=False)
+
+
+def mixing_problems(name: str, program: AnyProgram, fields: Sequence[str], *, one_class: bool) -> Iterator[Problem]:
+    """A problem for each mixing stage of a pipeline, if samples have these fields besides image and label, or not one
+    class each."""
+    if isinstance(program, ViewsProgram) or (one_class and not fields):
+        return
+    rule, action = "mixes labels, but the samples do not have one class each", "remove the stage or declare a class"
+    if fields:
+        rule = f"mixes images and labels, but samples also have {', '.join(fields)}"
+        action = "remove the stage or these fields"
+    stages = program.pipeline.stages
+    heads = sum(isinstance(stage, Preset) for stage in stages)
+    for i, stage in enumerate(stages):
+        if isinstance(stage, Mixing):
+            at = ("pipelines", name, "stages", i - heads, stage.stage_name)
+            yield Problem.of(at, rule, action=action, code="config.conflict")
 
 
 def require_record_fields(config: Config, name: str, source: Source) -> None:

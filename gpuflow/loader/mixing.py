@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from gpuflow.config import Config
-from gpuflow.errors import ConfigError, Problem
+from gpuflow.config.record_fields import mixing_problems
+from gpuflow.errors import ConfigError
 from gpuflow.execute.mixing import arrays_of, mix_images, mix_images_at_once, mix_labels, soft_labels
 from gpuflow.loader.batch import Assembly
 from gpuflow.loader.plan import LoaderPlan
 from gpuflow.pipeline.image_spec import as_batch
 from gpuflow.pipeline.program import Program
-from gpuflow.pipeline.stage import Keys, Mixing, Mixture
+from gpuflow.pipeline.stage import Keys, Mixture
 from gpuflow.sources import Source, fields_of, has_one_class
 
 if TYPE_CHECKING:
@@ -66,22 +68,11 @@ class Mixer:
 
 
 def require_classes(config: Config, name: str, source: Source) -> None:
-    """Raise ConfigError if a pipeline mixes samples whose labels are not one class each, or that carry more fields."""
-    if name in config.views:
-        return  # which have no mixing stages
-    pipeline = config.programs[name].pipeline
-    at, first = ("pipelines", name, "stages"), len(config.pipelines[name].head())
-    fields = ", ".join(field.name for field in fields_of(source))
-    if fields:
-        rule, action = f"mixes images and labels, but samples also have {fields}", "remove the stage or these fields"
-    elif not (has_one_class(source) and source.classes):
-        rule, action = "mixes labels, but the samples do not have one class each", "remove the stage or declare a class"
-    else:
-        return
-    problems = [
-        Problem(f"{config.path}:", rule, action=action, path=(*at, i - first, stage.stage_name), code="config.conflict")
-        for i, stage in enumerate(pipeline.stages)
-        if isinstance(stage, Mixing)
-    ]
+    """Raise ConfigError if a pipeline mixes samples whose labels are not one class each, or that carry more fields.
+
+    For a source whose fields are not declared, this is known once it is open.
+    """
+    fields, classes = [field.name for field in fields_of(source)], has_one_class(source) and bool(source.classes)
+    problems = list(mixing_problems(name, config.any_program(name), fields, one_class=classes))
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError([replace(problem, place=f"{config.path}:") for problem in problems])

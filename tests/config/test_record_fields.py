@@ -11,6 +11,7 @@ from gpuflow.config import read_config
 from gpuflow.errors import ConfigError
 from gpuflow.pipeline.stage import FromRecord
 from gpuflow.stages import STAGES, WarpAffine
+from tests.config.files import fault, read
 from tests.datasets import make_photos
 from tests.faces import FIELDS, TARGET, face_config, make_faces
 
@@ -117,3 +118,44 @@ def test_errors_in_views_name_the_view(listing: Path, tmp_path: Path) -> None:
         read_config(path, STAGES)
     (problem,) = caught.value.problems
     assert problem.path == ("pipelines", "train", "views", "a", "stages", 0, "warp_affine", "matrix", "field")
+
+
+# --- mixing ----------------------------------------------------------------------------------------------------------
+
+MIXED = "pipelines: {train: {stages: [decode, center_crop: {size: 8}, normalize, cutmix, mixup]}}"
+OTHERS = "mixes images and labels, but samples also have {}; remove the stage or these fields"
+NO_CLASS = "mixes labels, but the samples do not have one class each; remove the stage or declare a class"
+
+
+@pytest.mark.parametrize(
+    ("source", "rule"),
+    [
+        ("{listing: a.csv, fields: {image, label, boxes}}", OTHERS.format("boxes")),
+        ("{tar: a.tar, fields: {image, label, boxes, name: {type: text}}}", OTHERS.format("boxes, name")),
+        ("{listing: a.csv, fields: {image, label: {kind: classes}}}", NO_CLASS),
+        ("{listing: a.csv, fields: {image, label: {kind: vector}}}", NO_CLASS),
+        ("{hf: a, fields: {image}}", NO_CLASS),
+        ("{folder: a, fields: {image}}", NO_CLASS),
+        ("{coco: a.json, images: a}", OTHERS.format("boxes")),
+        ("{coco: a.json, images: a, fields: {image, mask}}", OTHERS.format("mask")),
+        ("{mix: [{source: {coco: a.json, images: a}}, {source: {coco: b.json, images: b}}]}", OTHERS.format("boxes")),
+    ],
+)
+def test_samples_that_cannot_be_mixed_are_known_before_the_source_is_open(source: str, rule: str) -> None:
+    """As `gpuflow.load` says it of an open source, at the line of each mixing stage."""
+    at = "x.yaml:2: pipelines.train.stages"
+    assert fault(f"source: {source}\n{MIXED}\n") == f"{at}[3].cutmix {rule}\n{at}[4].mixup {rule}"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{folder: a}",
+        "{listing: a.csv}",
+        "{hf: a}",
+        "{listing: a.csv, fields: {image, label}}",
+        "{listing: a.csv, fields: {image, class: {type: label, kind: class}}}",
+    ],
+)
+def test_samples_with_one_class_each_are_mixed(source: str) -> None:
+    assert len(read(f"source: {source}\n{MIXED}\n").programs["train"].mixings) == 2
