@@ -10,14 +10,21 @@ from __future__ import annotations
 
 import io
 import json
+import math
+import operator
 import re
 import zipfile
 from collections.abc import Callable, Iterator
-from typing import Any
+from dataclasses import is_dataclass
+from functools import cache
+from types import ModuleType, UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import torch
+from torch._export.serde import schema
+from torch._export.serde.union import _Union
 
-__all__ = ["refuse_code"]
+__all__ = ["drop_origins", "refuse_code"]
 
 _ENTRIES = re.compile(
     r"archive_format|archive_version|byteorder|\.data/(version|serialization_id)|extra/[^/]+|models/model\.json"
@@ -34,8 +41,8 @@ _OPERATORS = re.compile(
     r"|_operator\.(getitem|add|sub|mul|floordiv|truediv|mod|neg|pow|eq|ne|lt|le|gt|ge|and_|or_)"
     r"|math\.(ceil|floor|trunc)|torch\.sym_(float|int|ite|max|min|not|sqrt|sum)"
 )
-_FORBIDDEN_OPERATORS = re.compile(r"torch\.ops\.aten\.from_file\..*")
-"""`from_file` maps any file of this machine, and can write to it."""
+_FORBIDDEN_OPERATORS = re.compile(r"torch\.ops\.aten\.(from_file|save)\..*")
+"""`from_file` maps any file of this machine, and can write to it; TorchScript's `save` writes one."""
 _SYMBOL = re.compile(r"Symbol\('([a-z]+\d+)'(?:, [a-z]+=(?:True|False))*\)", re.ASCII)
 _SIZE = re.compile(r"L\['\w+'\](?:\[\d+\])*\.(?:size|stride|storage_offset)\(\)(?:\[\d+\])?", re.ASCII)
 _FLOAT = re.compile(r"Float\('[-+]?\d+(?:\.\d*)?(?:e[-+]?\d+)?', precision=\d+\)", re.ASCII)
@@ -52,6 +59,9 @@ _NAME = re.compile(r"[A-Za-z_]\w*|", re.ASCII)
 _DOTTED = re.compile(r"[\w.\- ]*", re.ASCII)
 """Names of parameters and modules. torch writes them and all others into Python text, which it runs."""
 _TREE_TYPES = (None, "builtins.tuple", "builtins.list", "builtins.dict")
+_ORIGINS = "stack_trace", "nn_module_stack", "source_fn_stack", "torch_fn", "custom", "from_node"
+"""What a node's metadata may say about where the node comes from."""
+_OWN_MODULES = "torch", "operator", "math"
 
 
 def refuse_code(path: str) -> None:
@@ -72,15 +82,27 @@ def refuse_code(path: str) -> None:
             if name in others or not _ENTRIES.fullmatch(name):
                 raise _refusal(f"the entry {name}")
         for name in _CONFIGS:
-            for weight in json.loads(archive.read_bytes(name))["config"].values():
-                if weight["use_pickle"] or not re.fullmatch(r"(weight|tensor)_\d+", weight["path_name"]):
-                    raise _refusal(f"a pickled object in {name}")
+            config = json.loads(archive.read_string(name))
+            for found in _code_in(schema.PayloadConfig, config, "PayloadConfig"):
+                raise _refusal(f"{found} in {name}")
+            if any(weight["use_pickle"] for weight in config["config"].values()):
+                raise _refusal(f"a pickled object in {name}")
         try:  # torch does the same, but then goes on without weights_only
             torch.load(io.BytesIO(archive.read_bytes(_SAMPLE_INPUTS)), weights_only=True)
         except Exception as error:
             raise _refusal(f"a pickled object in {_SAMPLE_INPUTS}") from error
-        for found in _code_in(json.loads(archive.read_bytes(_MODEL))):
+        for found in _code_in(schema.ExportedProgram, json.loads(archive.read_string(_MODEL)), "ExportedProgram"):
             raise _refusal(f"{found} in {_MODEL}")
+
+
+def drop_origins(program: torch.export.ExportedProgram) -> None:
+    """Remove what the nodes of a program say about where they come from: torch.compile uses it to generate code."""
+    for module in program.graph_module.modules():
+        if isinstance(module, torch.fx.GraphModule):
+            module.meta.pop("custom", None)
+            for node in module.graph.nodes:
+                for name in _ORIGINS:
+                    node.meta.pop(name, None)
 
 
 def _refusal(what: str) -> ValueError:
@@ -90,38 +112,63 @@ def _refusal(what: str) -> ValueError:
     )
 
 
-def _code_in(value: Any, key: str = "") -> Iterator[str]:
-    """What of a serialized graph is not known to be harmless; `key` is that of the innermost mapping."""
-    if isinstance(value, dict):
-        if "inputs" in value and "target" in value:
-            yield from _unless(_is_operator, "the operator", value["target"])
-        for name, item in value.items():
-            if name == "metadata":
-                continue  # stack traces and names of modules, which are looked up and never called
-            if key.endswith("_values"):
-                yield from _unless(_NAME.fullmatch, "the name", name)
-            yield from _code_in(item, name)
-    elif isinstance(value, list):
+# --- a value of each type of torch's schema ---------------------------------------------------------------------------
+
+
+def _code_in(kind: Any, value: Any, place: str) -> Iterator[str]:
+    """What is not known to be harmless in a value that torch reads as this type of its schema.
+
+    The rule for a text follows from the field of the schema that it belongs to; names that the file's author chose have
+    no influence on it. torch does not check the types of values, so that it takes a text for a number: here each value
+    must be of its type. Fields that the schema does not have are skipped, as torch skips them.
+
+    Args:
+        place: the class of the schema, and its field, that the value belongs to.
+    """
+    field, arguments = place.rpartition(".")[2], get_args(kind)
+    container = get_origin(kind)
+    if container in (Union, UnionType):
+        assert arguments[1:] == (type(None),), f"torch's schema has no union but Optional, got {kind} at {place}"
+        if value is not None:
+            yield from _code_in(arguments[0], value, place)
+    elif container is list and isinstance(value, list):
         for item in value:
-            yield from _code_in(item, key)
-    elif isinstance(value, str):
-        match key:
-            case "expr_str":
-                yield from _unless(_is_expression, "the expression", value)
-            case "guards_code":
-                yield from _unless(_is_guard, "the guard", value)
-            case "as_operator":
-                yield from _unless(_is_operator, "the operator", value)
-            case "in_spec" | "out_spec":
-                yield from _unless(_is_tree, "the structure", value)
-            case "name" | "as_name" | "forward_arg_names" | "user_input_name" | "verifiers":
-                yield from _unless(_NAME.fullmatch, "the name", value)
-            case "fqn" | "parameter_name" | "buffer_name" | "tensor_constant_name":
-                yield from _unless(_DOTTED.fullmatch, "the name", value)
-            case "custom_obj_name" | "class_fqn":
-                yield "an object of the class " + repr(value)
-            case _:  # a text argument of an operator, or a field that torch only compares
-                pass
+            yield from _code_in(arguments[0], item, place)
+    elif field == "metadata" and isinstance(value, dict):
+        for name, text in value.items():
+            if not isinstance(text, str) or (name == "source_fn_stack" and not _is_stack(text)):
+                yield f"the {name} {str(text)[:80]!r}"
+    elif container is dict and isinstance(value, dict):
+        for name, item in value.items():
+            yield from _unless(_KEYS.get(field, _is_nothing), "the name", name)
+            yield from _code_in(arguments[1], item, place)
+    elif isinstance(kind, type) and is_dataclass(kind) and isinstance(value, dict):
+        types = _types_of(kind)
+        if issubclass(kind, _Union) and len(value) != 1:
+            yield f"{len(value)} values in place of one {kind.__name__}"
+        for name, of_field in types.items():
+            if name in value:
+                yield from _code_in(of_field, value[name], f"{kind.__name__}.{name}")
+    elif kind is str and isinstance(value, str):
+        what, allowed = _TEXTS.get(field, ("the text", _is_nothing))
+        yield from _unless(allowed, what, value)
+    elif not _is_number(kind, value):
+        yield f"{str(value)[:80]!r} as the value of {place}"
+
+
+@cache
+def _types_of(kind: type) -> dict[str, Any]:
+    """The types of the fields of a class of the schema."""
+    return get_type_hints(kind, vars(schema))
+
+
+def _is_number(kind: Any, value: Any) -> bool:
+    """Whether torch reads the value as a number or truth value of this type, and it is one."""
+    if kind is bool:
+        return isinstance(value, bool)
+    if kind is float:
+        return type(value) in (int, float) or value in ("Infinity", "-Infinity", "NaN")
+    return kind is not str and isinstance(kind, type) and issubclass(kind, int) and type(value) is int
 
 
 def _unless(allowed: Callable[[str], object], what: str, text: str) -> Iterator[str]:
@@ -129,8 +176,54 @@ def _unless(allowed: Callable[[str], object], what: str, text: str) -> Iterator[
         yield f"{what} {text[:80]!r}"
 
 
+# --- texts ------------------------------------------------------------------------------------------------------------
+
+
+def _is_anything(text: str) -> bool:
+    """For a text argument of an operator, and for what torch only compares."""
+    return True
+
+
+def _is_nothing(text: str) -> bool:
+    """For objects of other classes than tensors, and for fields that torch 2.11 does not have."""
+    return False
+
+
 def _is_operator(target: str) -> bool:
     return _OPERATORS.fullmatch(target) is not None and _FORBIDDEN_OPERATORS.fullmatch(target) is None
+
+
+def _is_stack(text: str) -> bool:
+    """Whether torch finds the functions that a node comes from without leaving its own modules."""
+    return all(_is_in_torch(entry.rpartition(",")[2]) for entry in text.split(";"))
+
+
+def _is_in_torch(target: str) -> bool:
+    """Whether torch reads attributes of its own modules alone to find the function of this name.
+
+    Reading those of others can run code: `torch.ctypes.cdll` loads the library that an attribute of it names.
+    """
+    if _is_operator(target):
+        return True
+    names = target.split(".")[1:]
+    found: object
+    if target.startswith("torch.nn"):
+        found, names = torch.nn, names[1:]
+    elif target.startswith("torch"):
+        found = torch
+    elif target.startswith("_operator"):
+        found = operator
+    elif target.startswith("math"):
+        found = math
+    else:
+        return not target.startswith("#")  # torch keeps the text; after # it calls what an extension has registered
+    for name in names:
+        if not isinstance(found, ModuleType) or found.__name__.partition(".")[0] not in _OWN_MODULES:
+            return False
+        found = getattr(found, name, None)
+        if found is None:
+            break  # torch keeps the text
+    return True
 
 
 def _is_expression(text: str) -> bool:
@@ -158,3 +251,46 @@ def _is_tree(text: str) -> bool:
 
 def _is_plain_key(key: object) -> bool:
     return isinstance(key, str) and _NAME.fullmatch(key) is not None
+
+
+_NAMES, _MODULES = ("the name", _NAME.fullmatch), ("the name", _DOTTED.fullmatch)
+_OBJECTS = "an object of the class", _is_nothing
+_TEXTS: dict[str, tuple[str, Callable[[str], object]]] = {
+    "expr_str": ("the expression", _is_expression),
+    "guards_code": ("the guard", _is_guard),
+    "target": ("the operator", _is_operator),
+    "as_operator": ("the operator", _is_operator),
+    "in_spec": ("the structure", _is_tree),
+    "out_spec": ("the structure", _is_tree),
+    "name": _NAMES,
+    "as_name": _NAMES,
+    "forward_arg_names": _NAMES,
+    "field_names": _NAMES,
+    "user_input_name": _NAMES,
+    "verifiers": _NAMES,
+    "fqn": _MODULES,
+    "parameter_name": _MODULES,
+    "buffer_name": _MODULES,
+    "tensor_constant_name": _MODULES,
+    "custom_obj_name": _OBJECTS,
+    "class_fqn": _OBJECTS,
+    "path_name": ("the path", re.compile(r"(weight|tensor)_\d+").fullmatch),
+    "as_string": ("the text", _is_anything),
+    "as_strings": ("the text", _is_anything),
+    "type": ("the device", _is_anything),
+    "torch_version": ("the version", _is_anything),
+}
+"""What each field of the schema that is a text is called, and which texts are harmless in it."""
+_KEYS: dict[str, Callable[[str], object]] = {
+    "tensor_values": _NAME.fullmatch,
+    "sym_int_values": _NAME.fullmatch,
+    "sym_float_values": _NAME.fullmatch,
+    "sym_bool_values": _NAME.fullmatch,
+    "custom_obj_values": _is_nothing,
+    "as_string_to_argument": _NAME.fullmatch,
+    "treespec_namedtuple_fields": _DOTTED.fullmatch,
+    "opset_version": _DOTTED.fullmatch,
+    "range_constraints": _NAME.fullmatch,
+    "config": _DOTTED.fullmatch,
+}
+"""Which names are harmless in each mapping of the schema."""

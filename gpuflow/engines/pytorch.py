@@ -33,7 +33,7 @@ from gpuflow.engines.base import (
     run_in_thread,
 )
 from gpuflow.engines.cuda_graphs import Captured, CudaGraphs, GraphMaker, difference, tolerance
-from gpuflow.engines.program_file import refuse_code
+from gpuflow.engines.program_file import drop_origins, refuse_code
 from gpuflow.errors import ConfigError, Problem
 from gpuflow.pipeline.stage import ImageSpec
 from gpuflow.runtime.threads import DaemonPool, use_torch_threads
@@ -306,7 +306,9 @@ def _load_program(path: str, image: ImageSpec, info: ModelInfo, device: torch.de
         with warnings.catch_warnings():
             # torch maps the weights read-only and warns about it; nothing writes to them.
             warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)
-            return torch.export.load(path)
+            program = torch.export.load(path)
+        drop_origins(program)
+        return program
 
     program = read_model(path, load, "a program of torch.export")
     inputs = [node for node in program.graph.nodes if node.name in program.graph_signature.user_inputs]

@@ -5,18 +5,21 @@ from __future__ import annotations
 import io
 import json
 import pickle
+import re
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 import torch
 from torch import nn
+from torch._export.serde import schema
 from torch.export.pt2_archive import PT2ArchiveReader, PT2ArchiveWriter
 
-from gpuflow.engines.program_file import _is_expression, refuse_code
+from gpuflow.engines.program_file import _KEYS, _TEXTS, _is_expression, drop_origins, refuse_code
 from gpuflow.errors import ConfigError
 from tests.serve.models import Models, engine, save_program
 
@@ -128,7 +131,31 @@ def expression(entries: Entries, marker: Path) -> Entries:
     return edit(entries, MODEL, change)
 
 
-RUN_WHEN_OPENED = [pickled_weight, pickled_constant, old_weights, old_constants, sample_inputs, expression]
+def expression_of_the_tensor(name: str) -> Callable[[Entries, Path], Entries]:
+    """The expression, in the sizes of a tensor that has this name in the whole file."""
+
+    def attack(entries: Entries, marker: Path) -> Entries:
+        renamed = entries | {MODEL: entries[MODEL].replace(b'"images"', f'"{name}"'.encode())}
+
+        def change(model: Any) -> None:
+            size = model["graph_module"]["graph"]["tensor_values"][name]["sizes"][0]
+            size["as_expr"]["expr_str"] = f"[open({str(marker)!r}, 'w'), {size['as_expr']['expr_str']}][1]"
+
+        return edit(renamed, MODEL, change)
+
+    attack.__name__ = f"tensor_{name}"
+    return attack
+
+
+RUN_WHEN_OPENED = [
+    pickled_weight,
+    pickled_constant,
+    old_weights,
+    old_constants,
+    sample_inputs,
+    expression,
+    *map(expression_of_the_tensor, ("metadata", "target", "inputs", "expr_str", "as_string", "type")),
+]
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -144,6 +171,64 @@ def test_code_in_a_file_does_not_run(
     with suppress(Exception):  # what torch says of it afterwards differs
         torch.export.load(path)
     assert marker.exists(), "this is a file whose code torch runs"
+
+
+def texts(value: Any, place: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
+    """The places of all plain values and of all names in a JSON value; a name's place ends with "name of"."""
+    if isinstance(value, dict):
+        for name, item in value.items():
+            yield (*place, name, "name of")
+            yield from texts(item, (*place, name))
+    elif isinstance(value, list):
+        for number, item in enumerate(value):
+            yield from texts(item, (*place, number))
+    else:
+        yield place
+
+
+def with_text(value: Any, place: tuple[str | int, ...], text: str) -> Any:
+    """A copy of a JSON value with this text at that place."""
+    copied = inner = json.loads(json.dumps(value))
+    *way, last = place[:-1] if place[-1] == "name of" else place
+    for step in way:
+        inner = inner[step]
+    if place[-1] == "name of":
+        inner[text] = inner.pop(last)
+    else:
+        inner[last] = text
+    return copied
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_no_text_in_a_program_runs_when_it_is_let_through(entries: Entries, tmp_path: Path) -> None:
+    """Every value and every name in the file is replaced in turn by text that creates a file if it is evaluated."""
+    marker, path, let_through = tmp_path / "marker", tmp_path / "m.pt2", set()
+    for name in (MODEL, WEIGHTS):
+        model = json.loads(entries[name])
+        for place in texts(model):
+            changed = with_text(model, place, f"[open({str(marker)!r}, 'w'), 2][1]")
+            write(path, entries | {name: json.dumps(changed).encode()})
+            try:
+                refuse_code(str(path))
+            except Exception:
+                continue
+            if place[-1] != "name of":  # fields of other names are skipped, and torch misses the one that was renamed
+                let_through.add(next(step for step in reversed(place) if isinstance(step, str)))
+            with suppress(Exception):
+                torch.export.load(path)
+            assert not marker.exists(), place
+    assert let_through == {"stack_trace", "nn_module_stack", "torch_fn", "torch_version", "type"}
+
+
+def test_every_text_of_the_schema_has_a_rule() -> None:
+    in_no_program = schema.AOTInductorModelPickleData, schema.ExternKernelNode, schema.ExternKernelNodes
+    kinds = {kind for kind in vars(schema).values() if isinstance(kind, type) and is_dataclass(kind)}
+    for kind in kinds.difference(in_no_program):
+        for name, of_field in get_type_hints(kind, vars(schema)).items():
+            if name not in ("metadata", "_type"):  # which is checked by itself, and which is no field
+                keys, values = re.subn(r"dict\[str, ", "", str(of_field))[::-1]
+                assert keys == 0 or name in _KEYS, f"{kind.__name__}.{name}"
+                assert not re.search(r"\bstr\b", values) or name in _TEXTS, f"{kind.__name__}.{name}"
 
 
 def test_an_archive_of_the_old_format_is_refused(tmp_path: Path) -> None:
@@ -167,6 +252,11 @@ def tree(node: dict[str, Any]) -> str:
     return json.dumps([1, {"context": None, "children_spec": [], **node}])
 
 
+def from_function(name: str) -> Callable[[Entries], Entries]:
+    """The first node comes from a function of this name."""
+    return in_model(lambda m: nodes(m)[0]["metadata"].update(source_fn_stack=f"images,torch.flatten;x,{name}"))
+
+
 QUOTE = "a'); import os; ('"
 
 
@@ -182,6 +272,15 @@ QUOTE = "a'); import os; ('"
             in_model(lambda m: nodes(m)[0].update(target="torch.ops.aten.from_file.default")),
             "the operator 'torch.ops.aten.from_file.default'",
         ),
+        (
+            in_model(lambda m: nodes(m)[0].update(target="torch.ops.aten.save.default")),
+            "the operator 'torch.ops.aten.save.default'",
+        ),
+        (from_function("torch.ctypes.cdll./tmp/library"), "the source_fn_stack 'images,torch.flatten;x,torch.ctypes"),
+        (from_function("torchvision.ctypes.cdll.x"), "the source_fn_stack "),
+        (from_function("torch.nn.functional.torch.ctypes.cdll.x"), "the source_fn_stack "),
+        (from_function("torch.nnx.functional.torch.ctypes.cdll.x"), "the source_fn_stack "),
+        (from_function("#extension:x"), "the source_fn_stack "),
         (in_model(lambda m: nodes(m)[0].update(name=QUOTE)), f"the name {QUOTE!r}"),
         (in_model(lambda m: nodes(m)[0]["inputs"][0].update(name=QUOTE)), f"the name {QUOTE!r}"),
         (in_model(lambda m: call(m).update(forward_arg_names=[QUOTE])), f"the name {QUOTE!r}"),
@@ -216,6 +315,20 @@ QUOTE = "a'); import os; ('"
             in_model(lambda m: sizes(m).__setitem__(0, {"as_expr": {"expr_str": "s77.__class__", "hint": None}})),
             "the expression 's77.__class__'",
         ),
+        (
+            in_model(lambda m: sizes(m).__setitem__(0, {"as_expr": {"expr_str": "s77", "hint": {"as_int": "2"}}})),
+            "'2' as the value of SymExprHint.as_int",
+        ),
+        (in_model(lambda m: sizes(m).__setitem__(0, {})), "0 values in place of one SymInt"),
+        (
+            in_model(lambda m: next(iter(m["range_constraints"].values())).update(min_val="0")),
+            "'0' as the value of RangeConstraint",
+        ),
+        (in_model(lambda m: m["graph_module"]["graph"].update(nodes="x")), "'x' as the value of Graph.nodes"),
+        (
+            lambda e: edit(e, WEIGHTS, lambda c: first_weight(c).update(path_name="../weight_0")),
+            "the path '../weight_0'",
+        ),
     ],
 )
 def test_what_is_not_known_to_be_harmless_is_refused(
@@ -230,6 +343,21 @@ def test_what_is_not_known_to_be_harmless_is_refused(
 def test_conditions_on_sizes_pass(entries: Entries, tmp_path: Path) -> None:
     guards = ["L['images'].size()[0] <= 2 * L['images'].size()[3]", "L['args'][0].stride()[1] == 1"]
     refuse_code(str(write(tmp_path / "m.pt2", in_model(lambda m: m.update(guards_code=guards))(entries))))
+
+
+@pytest.mark.parametrize(
+    "name", ["permute", "_operator.iadd", "torch.nn.modules.conv.Conv2d", "torch._C._nn.gelu", "torchvision.ops.misc.A"]
+)
+def test_functions_that_nodes_come_from_pass(name: str, entries: Entries, tmp_path: Path) -> None:
+    refuse_code(str(write(tmp_path / "m.pt2", from_function(name)(entries))))
+
+
+def test_the_origin_of_nodes_is_dropped(entries: Entries, tmp_path: Path) -> None:
+    program = torch.export.load(write(tmp_path / "m.pt2", from_function("torch.nn.Linear")(entries)))
+    assert any("source_fn_stack" in node.meta for node in program.graph.nodes)
+    drop_origins(program)
+    assert all(set(node.meta) == {"val"} for node in program.graph.nodes)
+    assert program.module()(torch.zeros(5, 3, 4, 4)).shape == (5, 2)
 
 
 def test_sound_files_pass(models: Models, entries: Entries, tmp_path: Path) -> None:
