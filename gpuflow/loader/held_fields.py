@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from gpuflow.errors import BadSampleError, show
 from gpuflow.pipeline.records import GEOMETRIC, Column, Field, Ragged
 from gpuflow.sources import SourceSpec
 from gpuflow.sources.field_spec import FieldSpec
@@ -46,6 +47,7 @@ def columns_of(
 
     Raises:
         ValueError: a value of another form, with its place.
+        BadSampleError: a keypoint of another visibility than 0, 1 and 2, as in a source.
     """
     chosen: list[Field] = []
     columns: dict[str, Column] = {}
@@ -110,6 +112,9 @@ def _boxes(name: str, values: Sequence[Any]) -> Ragged:
     parts = []
     for i, value in enumerate(values):
         if isinstance(value, tv_tensors.BoundingBoxes) and value.format != corners:
+            if tv_tensors.is_rotated_bounding_format(value.format):
+                rule = "must be boxes whose sides are along the image's"
+                raise ValueError(f"fields[{name!r}][{i}] {rule}, got the format {value.format.value}")
             plain = value.as_subclass(torch.Tensor).double()
             value = functional.convert_bounding_box_format(plain, old_format=value.format, new_format=corners)
         parts.append(_array(name, i, value, "M", 4).astype(np.float32))
@@ -128,6 +133,11 @@ def _labels(name: str, values: Sequence[Any]) -> Ragged:
 
 def _keypoints(name: str, values: Sequence[Any]) -> Ragged:
     parts = [_array(name, i, value, "M", "K", 3).astype(np.float32) for i, value in enumerate(values)]
+    for i, part in enumerate(parts):
+        finite, known = np.isfinite(part).all(axis=(1, 2)), np.isin(part[:, :, 2], (0, 1, 2)).all(axis=1)
+        for j in np.flatnonzero(finite & ~known)[:1].tolist():  # of others it is said where they are mapped
+            rule = f"{name}[{j}] must have a visibility of 0, 1 or 2, got {show(part[j, :, 2].tolist())}"
+            raise BadSampleError("record", rule).located(i, f"images[{i}]")
     numbers = {part.shape[1] for part in parts if len(part)} or {0}
     if len(numbers) > 1:
         shown = ", ".join(map(str, sorted(numbers)))

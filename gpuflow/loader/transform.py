@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from gpuflow.config import Config
 from gpuflow.config.resources import threads_of
-from gpuflow.errors import BadSampleError, ConfigError, Key, LoaderTimeout, Problem
+from gpuflow.errors import BadSampleError, ConfigError, Key, LoaderTimeout, Problem, show
 from gpuflow.execute.cpu import CpuRunners
 from gpuflow.execute.passes import Pass, passes_of
 from gpuflow.execute.targets import TargetMapper
@@ -149,11 +149,11 @@ class Transform:
         Raises:
             ValueError: images, positions or fields of another form, or a field that is missing.
             BadSampleError: an image that the stages cannot take, such as one that is smaller than a crop, a value of a
-                field that a stage cannot use, or a box outside its image.
+                field that a stage cannot use, a box outside its image, or a keypoint of no known visibility.
             LoaderTimeout: threads that took longer than run.timeout_s.
         """
-        if epoch < 0:
-            raise ValueError(f"epoch must be >= 0, got {epoch}")
+        if not hasattr(epoch, "__index__") or not 0 <= epoch < 2**63:
+            raise ValueError(f"epoch must be an integer within [0, 2**63), got {show(epoch)}")
         listed = list(images)
         self._check(images, listed)
         places = np.asarray(positions.cpu() if isinstance(positions, torch.Tensor) else positions)
@@ -164,7 +164,7 @@ class Transform:
             raise ValueError(f"positions must be >= 0, got {places.min()}")
         fields = fields or {}
         values = self._values(fields, len(listed))
-        keys = Keys(self._seed, epoch, places.astype(np.int64), values=values)
+        keys = Keys(self._seed, int(epoch), places.astype(np.int64), values=values)
         if self._targets is None:
             return self._runner.run(listed, keys)
         moved = self._moved(self._targets, fields, listed, keys)

@@ -235,6 +235,18 @@ def test_values_of_another_form_are_refused(listing: Path, tmp_path: Path, name:
         assert str(found.value) == f"fields['{name}'] must have 7 values, one for each image, got 6"
 
 
+@pytest.mark.parametrize(("form", "numbers"), [("XYWHR", 5), ("CXCYWHR", 5), ("XYXYXYXY", 8)])
+def test_rotated_boxes_are_named(listing: Path, tmp_path: Path, form: str, numbers: int) -> None:
+    images, fields = held(listing)
+    size = tuple(images[2].shape[1:])
+    boxes = tv_tensors.BoundingBoxes(torch.full((2, numbers), 5.0), format=form, canvas_size=size)
+    with gpuflow.transform(config_of(tmp_path, listing, CROP)) as transform:
+        with pytest.raises(ValueError, match="fields") as found:
+            transform(images, epoch=0, positions=range(COUNT), fields=changed(fields, "boxes", 2, boxes))
+        rule = "must be boxes whose sides are along the image's"
+        assert str(found.value) == f"fields['boxes'][2] {rule}, got the format {form}"
+
+
 def test_levels_above_255_are_refused(listing: Path, tmp_path: Path) -> None:
     images, fields = held(listing)
     for value in (fields["depth"][2].int() + 300, fields["depth"][2].int() - 400, fields["depth"][2].float()):
@@ -252,6 +264,13 @@ def test_levels_above_255_are_refused(listing: Path, tmp_path: Path) -> None:
         ("boxes", [[1, 2, float("nan"), 9], [1, 2, 3, 9]], "boxes[0] must have finite numbers, got [1, 2, nan, 9]"),
         ("kinds", [1], "kinds has 1 rows, and boxes has 2"),
         ("keypoints", np.zeros((1, 2, 3)), "keypoints has 1 rows, and boxes has 2"),
+        (
+            "keypoints",
+            [[[1, 2, 0], [3, 4, 1]], [[1, 2, 7], [3, 4, -1]]],
+            "keypoints[1] must have a visibility of 0, 1 or 2, got [7.0, -1.0]",
+        ),
+        ("keypoints", [[[1, 2, 0], [3, 4, 0.5]]], "keypoints[0] must have a visibility of 0, 1 or 2, got [0.0, 0.5]"),
+        ("keypoints", [[[1, 2, 2], [3, 4, float("nan")]]] * 2, "keypoints[0] must have finite numbers"),
     ],
 )
 def test_a_bad_record_is_named(listing: Path, tmp_path: Path, name: str, value: Any, rule: str) -> None:

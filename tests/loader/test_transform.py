@@ -169,8 +169,20 @@ def test_other_input_is_refused(photos: Path, tmp_path: Path, images: Any, posit
         with pytest.raises(ValueError, match="must be") as found:
             transform(images, epoch=0, positions=positions)
         assert str(found.value) == rule
-        with pytest.raises(ValueError, match="epoch must be >= 0, got -1"):
-            transform(random_images(1), epoch=-1, positions=[0])
+
+
+@pytest.mark.parametrize(
+    ("epoch", "shown"), [(-1, "-1"), (0.5, "0.5"), (1.0, "1.0"), ("0", "'0'"), (None, "null"), (2**63, str(2**63))]
+)
+def test_an_epoch_is_a_whole_number(photos: Path, tmp_path: Path, epoch: Any, shown: str) -> None:
+    with gpuflow.transform(config_of(tmp_path, photos)) as transform:
+        with pytest.raises(ValueError, match="epoch must be") as found:
+            transform(random_images(1), epoch=epoch, positions=[0])
+        assert str(found.value) == f"epoch must be an integer within [0, 2**63), got {shown}"
+        expected = transform(random_images(1), epoch=3, positions=[0])
+        of_numpy: Any = np.int32(3)
+        assert torch.equal(transform(random_images(1), epoch=of_numpy, positions=[0]), expected)
+        assert len(transform(random_images(1), epoch=2**63 - 1, positions=[2**62])) == 1
 
 
 @pytest.mark.parametrize("threads", [1, 2])
