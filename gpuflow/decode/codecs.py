@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpuflow.decode import self_test
-from gpuflow.decode.header import ANIMATION, Header, refuse, stored, upright
+from gpuflow.decode.header import ANIMATION, Header, refuse, require_memory, stored, upright
 from gpuflow.decode.header_scan import (
     ALL_CODES,
     CODE_SHARES,
@@ -479,6 +479,7 @@ class CpuDecoder:
         flags = _OPENCV_FLAGS[self._color] | cv2.IMREAD_IGNORE_ORIENTATION
         decoded = imdecode(data, cv2.IMREAD_UNCHANGED if composited or deep else flags)
         if decoded is None:
+            require_memory(header)
             refuse(f"the {LABELS.get(header.format, header.format.upper())} decoder gave up; the data is damaged")
         if composited and decoded.ndim == 2:  # OpenCV gives no alpha for a gray PNG with a transparent level
             decoded = _with_alpha(decoded, _transparent_level(data.data))

@@ -1,4 +1,4 @@
-"""What the header of an image file says, and how an image is turned upright by it."""
+"""What the header of an image file says, the memory that decoding takes by it, and how an image is turned upright."""
 
 from __future__ import annotations
 
@@ -10,12 +10,16 @@ from numpy.typing import NDArray
 
 from gpuflow.errors import BadSampleError, Code
 
-__all__ = ["ANIMATION", "Header", "refuse", "stored", "upright"]
+__all__ = ["ANIMATION", "Header", "refuse", "require_memory", "stored", "upright"]
 
 _SWAPPED = 5
 """EXIF orientations from this value on rotate the image by 90 degrees, so they swap height and width."""
 _INVERSE = {6: 8, 8: 6}
 """EXIF orientations that are not their own inverse."""
+_DECODING_BYTES = 8
+"""The most memory for each pixel while an image is decoded that is no JPEG: 4 channels of 16 bits."""
+_JPEG_BYTES, _COEFFICIENT_BYTES = 3, 2
+"""The same of a JPEG: 3 channels, and all coefficients of each component if it has several scans."""
 ANIMATION = "an animation; gpuflow decodes still images"
 
 
@@ -60,6 +64,21 @@ class Header:
 def refuse(reason: str, code: Code = "sample.bad") -> NoReturn:
     """Raise BadSampleError of the stage `decode`."""
     raise BadSampleError("decode", reason, code)
+
+
+def require_memory(header: Header) -> None:
+    """Raise MemoryError if there is not enough memory to decode an image.
+
+    To be called before a file is refused that a decoder gave up: most decoders say no more than that, also where it was
+    memory that they lacked.
+    """
+    pixels, size = header.width * header.height, _DECODING_BYTES
+    if header.format == "jpeg":
+        size = _JPEG_BYTES + _COEFFICIENT_BYTES * header.channels
+    try:
+        np.empty(pixels * size, np.uint8)
+    except MemoryError:
+        raise MemoryError(f"not enough memory to decode an image of {pixels:,} pixels") from None
 
 
 def upright(image: NDArray[np.uint8], orientation: int) -> NDArray[np.uint8]:

@@ -13,13 +13,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gpuflow.decode.header import Header, refuse
+from gpuflow.decode.header import Header, refuse, require_memory
 from gpuflow.decode.optional_headers import LABELS
 from gpuflow.errors import BadSampleError, MissingExtra, is_system_fault
 
 __all__ = ["decode_optional", "missing_library"]
 
 _EXTRA = "formats"
+_PILLOW_LACKS_MEMORY = ("out of memory", "decoder error -9")
+"""How the texts of Pillow's OSErrors for its codecs' status -9 begin; they have no errno."""
 _Decoder = Callable[[bytes, Header, bool], NDArray[np.uint8]]
 """Decodes bytes with this header, with alpha or without."""
 
@@ -31,7 +33,8 @@ def decode_optional(data: NDArray[np.uint8], header: Header, *, alpha: bool) -> 
         Gray, RGB or, if asked for and present, RGBA: uint8 [H, W, C]. Levels of 16 bits are their upper 8 bits.
 
     Raises:
-        BadSampleError: the library refused the file. MissingExtra: the library is not installed.
+        BadSampleError: the library refused the file. MissingExtra: the library is not installed. MemoryError: there is
+            not enough memory for the image.
     """
     try:
         image = _DECODERS[header.format](data.tobytes(), header, alpha)
@@ -41,6 +44,9 @@ def decode_optional(data: NDArray[np.uint8], header: Header, *, alpha: bool) -> 
         if is_system_fault(error):
             raise
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        if isinstance(error, OSError) and reason.startswith(_PILLOW_LACKS_MEMORY):
+            raise MemoryError(f"not enough memory to decode {LABELS[header.format]}") from error
+        require_memory(header)
         refuse(f"the {LABELS[header.format]} decoder gave up: {reason}")
     _require_size(header, *image.shape[:2])
     return image

@@ -8,6 +8,7 @@ A served model runs them in torchpipe. Training on the CPU gets the same pixels 
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import ClassVar, Literal, TypeGuard
 
@@ -16,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpuflow.decode.codecs import MAX_SCANS, check_animation, check_scans, imdecode, probe
+from gpuflow.decode.header import require_memory
 from gpuflow.decode.libjpeg_turbo import find_libjpeg_turbo
 from gpuflow.errors import BadSampleError
 from gpuflow.pipeline import stage as s
@@ -73,6 +75,8 @@ class Preset(s.Decoder):
         self.check(data)
         image = imdecode(data, cv2.IMREAD_COLOR)
         if image is None:
+            with suppress(BadSampleError):  # torchpipe's operators take files that gpuflow's decoders would not
+                require_memory(probe(data, max_pixels=self.max_pixels))
             raise BadSampleError(self.stage_name, CANNOT_DECODE)
         resized = np.asarray(cv2.resize(image, (self.width, self.height)), np.uint8)
         if self.color == "rgb":
@@ -99,6 +103,7 @@ class Preset(s.Decoder):
         if self.device == "cuda" and data[:2].tobytes() == b"\xff\xd8":
             header, library = probe(data, max_pixels=self.max_pixels), find_libjpeg_turbo()
             if library is not None and header.channels in (1, 3) and not library.accepts(data, header.size):
+                require_memory(header)
                 raise BadSampleError(self.stage_name, DAMAGED)
 
     def refuses(self, stage: s.Stage, *, serving: bool) -> str | None:

@@ -21,6 +21,7 @@ from PIL import Image, ImageOps
 from gpuflow.decode.codecs import CpuDecoder, Header, _segments, decoder_description, engine_sampling, probe
 from gpuflow.decode.libjpeg_turbo import find_libjpeg_turbo
 from gpuflow.errors import BadSampleError
+from tests.datasets import python
 from tests.images import (
     SUBSAMPLINGS,
     as_array,
@@ -455,6 +456,48 @@ def test_a_header_without_end_takes_no_longer_than_its_length() -> None:
     endless = b"RIFF" + struct.pack("<I", 400_004) + b"WEBP" + b"VP8X" + bytes((10, 0, 0, 0, 8, *[0] * 9))
     with pytest.raises(BadSampleError):
         decode(endless + b"\0" * 400_000, orientation=True)
+
+
+# --- lack of memory ---------------------------------------------------------------------------------------------------
+
+LACK = """
+import resource, sys
+import cv2, numpy as np
+from gpuflow.decode.codecs import CpuDecoder, probe
+from gpuflow.decode.preset import Preset
+def used():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[0]) * resource.getpagesize()
+data = cv2.imencode(".jpg", np.full((6000, 6000, 3), 90, np.uint8), [cv2.IMWRITE_JPEG_PROGRESSIVE, 1])[1].reshape(-1)
+header, preset = probe(data), Preset(name="torchpipe_cpu", height=8, width=8)
+decoders = {
+    "opencv": lambda: CpuDecoder("rgb", library=None).decode(data, header)[0],
+    "any": lambda: CpuDecoder("rgb").decode(data, header)[0],
+    "preset": lambda: preset.decode(data),
+}
+resource.setrlimit(resource.RLIMIT_AS, (used() + (int(sys.argv[1]) << 20), -1))
+for name, decode in decoders.items():
+    try:
+        print(name, decode().shape)
+    except (MemoryError, ValueError) as error:
+        print(name, isinstance(error, MemoryError))
+"""
+"""Decodes a progressive JPEG of 103 MiB, for which libjpeg needs as much again, within a limit in MiB."""
+
+
+@pytest.mark.parametrize("limit", [60, 130, 170])
+def test_lack_of_memory_makes_no_sound_file_bad(limit: int) -> None:
+    """OpenCV says nothing of libjpeg's lack of memory: it returns no image, as for a damaged file."""
+    done = python(LACK, str(limit))
+    found = dict(line.split(" ", 1) for line in done.stdout.splitlines())
+    assert found.keys() == {"opencv", "any", "preset"}, done.stderr
+    assert (found["opencv"], found["preset"]) == ("True", "True")
+    assert found["any"] in ("True", "(6000, 6000, 3)"), "libjpeg-turbo takes less memory, where it is installed"
+
+
+def test_with_enough_memory_the_same_file_is_decoded() -> None:
+    done = python(LACK, "600")
+    assert done.stdout.splitlines() == ["opencv (6000, 6000, 3)", "any (6000, 6000, 3)", "preset (8, 8, 3)"]
 
 
 # --- which decoders --------------------------------------------------------------------------------------------------

@@ -16,9 +16,10 @@ import cv2
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from PIL import Image, features
+from PIL import Image, ImageFile, features
 
 from gpuflow.config.stage_entries import make_stage
+from gpuflow.decode import header
 from gpuflow.decode.codecs import CpuDecoder, Header, probe
 from gpuflow.decode.header import stored, upright
 from gpuflow.decode.optional_decoders import missing_library
@@ -484,14 +485,41 @@ def test_damage_gives_a_fault_or_an_image_and_threads_change_nothing(form: str) 
     assert backwards[::-1] == serial
 
 
-def test_memory_that_a_library_lacks_is_no_samples_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+OUT_OF_MEMORY = -9
+"""The status of Pillow's codecs."""
+
+
+def let_pillow_raise(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the decoding of every TIFF raise an error."""
+
     def fail(*_: object) -> None:
-        raise MemoryError
+        raise error
 
     from PIL import TiffImagePlugin
 
     monkeypatch.setattr(TiffImagePlugin.TiffImageFile, "load", fail)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        ImageFile._get_oserror(OUT_OF_MEMORY, encoder=False),
+        OSError(f"decoder error {OUT_OF_MEMORY}"),  # of TiffImagePlugin
+    ],
+)
+def test_memory_that_a_library_lacks_is_no_samples_fault(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    let_pillow_raise(error, monkeypatch)
     with pytest.raises(MemoryError):
+        decode(TIFF)
+
+
+def test_a_file_is_refused_only_where_there_is_memory_to_decode_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most errors of libraries do not say whether memory or the file is at fault."""
+    let_pillow_raise(OSError("broken data stream when reading image file"), monkeypatch)
+    assert fault_of(TIFF).reason == "the TIFF decoder gave up: broken data stream when reading image file"
+    monkeypatch.setattr(header, "_DECODING_BYTES", 1 << 50)
+    with pytest.raises(MemoryError, match="not enough memory to decode an image of 1,961 pixels"):
         decode(TIFF)
 
 
