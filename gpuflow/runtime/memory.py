@@ -89,9 +89,21 @@ def shared_and_pinned(size: int) -> NDArray[np.uint8]:
         return pinned(size)
     address = memory.ctypes.data
     if int(runtime.cudaHostRegister(address, size, 0)):
+        _clear_cuda_error()
         return pinned(size)
     weakref.finalize(memory, runtime.cudaHostUnregister, address).atexit = False  # the latest one runs first
     return memory
+
+
+def _clear_cuda_error() -> None:
+    """Clear the error that a failed call of CUDA's runtime left to this thread.
+
+    torch raises it after the next kernel that this thread launches, whatever that is: here a kernel for nothing else.
+    """
+    import torch
+
+    with suppress(RuntimeError):
+        torch.ones(1, device="cuda")
 
 
 def shared_block(memory: NDArray[Any]) -> SharedBlock | None:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import gc
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
 
-from gpuflow.runtime.memory import SharedBlock, shared, shared_block, shared_keys
+from gpuflow.runtime.memory import SharedBlock, heap, shared, shared_and_pinned, shared_block, shared_keys
 from tests.datasets import deadline, python
 
 SIZE = 300_000
@@ -179,3 +181,59 @@ print(len(buffer), shared_block(buffer))
 """
     done = python(code)
     assert (done.returncode, done.stdout) == (0, "1000 None\n"), done.stderr
+
+
+class CudaRuntime:
+    """Takes the place of CUDA's runtime and torch's kernels: a failed call's error stays until a kernel raises it."""
+
+    def __init__(self, *, registers: bool) -> None:
+        self.registers, self.error, self.registered = registers, 0, set[int]()
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        if self.registers:
+            self.registered.add(address)
+        else:
+            self.error = 2
+        return self.error
+
+    def cudaHostUnregister(self, address: int) -> int:
+        self.registered.remove(address)
+        return 0
+
+    def launch(self, *arguments: Any, **options: Any) -> None:
+        error, self.error = self.error, 0
+        if error:
+            raise RuntimeError(f"CUDA error {error} of an earlier call")
+
+
+@pytest.fixture
+def make_runtime(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], CudaRuntime]:
+    def make(registers: bool) -> CudaRuntime:
+        runtime = CudaRuntime(registers=registers)
+        monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+        monkeypatch.setattr(torch, "ones", runtime.launch)
+        monkeypatch.setattr("gpuflow.runtime.memory.pinned", heap)
+        return runtime
+
+    return make
+
+
+def test_memory_that_cannot_be_registered_leaves_no_error_behind(make_runtime: Callable[[bool], CudaRuntime]) -> None:
+    """It would be raised after the next kernel that this thread launches."""
+    runtime = make_runtime(False)
+    buffer = shared_and_pinned(SIZE)
+    assert len(buffer) == SIZE and shared_block(buffer) is None
+    runtime.launch()
+
+
+def test_registered_memory_is_unregistered_with_its_last_view(make_runtime: Callable[[bool], CudaRuntime]) -> None:
+    runtime = make_runtime(True)
+    buffer = shared_and_pinned(SIZE)
+    assert runtime.registered == {buffer.ctypes.data} and shared_block(buffer) is not None
+    view = buffer[5:]
+    del buffer
+    gc.collect()
+    assert runtime.registered
+    del view
+    gc.collect()
+    assert not runtime.registered
