@@ -112,7 +112,7 @@ class TorchEngine:
         """
         run: Callable[[Callable[[], str | None]], str | None] = run_in_thread
         if self._compiled is not None:
-            self._module, run = self._compiled, _run_in_compiler_thread
+            self._module, run = self._compiled, _run_in_lasting_thread
         failed: dict[str, list[int]] = {}
         for size in sorted(self._sizes or {1, self.batch}, reverse=True):
             if self._capture is not None and (fault := run(partial(self._capture_size, size))) is not None:
@@ -206,17 +206,18 @@ class TorchEngine:
 
 
 @lru_cache(maxsize=1)
-def _compiler_thread() -> DaemonPool:
-    return DaemonPool(1, "compiler")
+def _lasting_thread() -> DaemonPool:
+    return DaemonPool(1, "programs", lambda: use_torch_threads(1))  # loading needs no more; compiled code sets its own
 
 
-def _run_in_compiler_thread(work: Callable[[], T]) -> T:
-    """Call `work` on the one thread that compiles, which never ends.
+def _run_in_lasting_thread(work: Callable[[], T]) -> T:
+    """Call `work` on the one thread that loads programs and compiles, which never ends.
 
-    torch 2.11 crashes if a thread compiles after another thread that has compiled ended. Compiled code runs on any
-    thread with the same number of torch's threads; with another number torch would compile it again.
+    Where torch 2.11 sees no GPU, it keeps an object of the last thread that did either, and uses it the next time: it
+    crashes if that thread has ended. Compiled code runs on any thread with the same number of torch's threads; with
+    another number torch would compile it again.
     """
-    return _compiler_thread().submit(work).result(_COMPILE_SECONDS)
+    return _lasting_thread().submit(work).result(_COMPILE_SECONDS)
 
 
 # --- files ------------------------------------------------------------------------------------------------------------
@@ -233,7 +234,7 @@ def open_all(model: ModelSpec, *, image: ImageSpec, device: torch.device) -> lis
         precision = model.precision
     else:
         info = info_of(path)
-        module = _load_program(path, image, info, device)
+        module = _run_in_lasting_thread(lambda: _load_program(path, image, info, device))
     compiled: Any = torch.compile(module, dynamic=False) if model.compile else None
     threads = cores_per_instance(model.instances) if device.type == "cpu" or model.compile else None
     return [

@@ -728,3 +728,24 @@ def test_engines_share_the_cores_that_control_groups_grant(
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(64)))
     monkeypatch.setattr(cpu_budget, "cpu_quota", lambda: quota)
     assert cores_per_instance(instances) == threads
+
+
+def test_programs_are_loaded_again_and_compiled_after_one_was_loaded(models: Models) -> None:
+    """Each of them on a thread of its own crashed where torch sees no GPU; so this runs without one."""
+    code = f"""
+import torch
+from gpuflow.engines.base import run_in_thread
+from gpuflow.engines.pytorch import TorchEngine
+from tests.serve.models import CPU, FLOAT, engine, noise
+
+for _ in range(3):
+    logits = run_in_thread(lambda: engine({str(models.pt2)!r})).run(noise(1))
+module = engine({str(models.pt2)!r})._module
+compiled = torch.compile(module, backend="eager", dynamic=False)
+running = TorchEngine(module, image=FLOAT, batch=1, device=CPU, sizes=(1,), compiled=compiled, threads=1)
+running.warm_up()
+torch.testing.assert_close(running.run(noise(1)), logits)
+print("compiled")
+"""
+    done = python(code, cwd=ROOT, CUDA_VISIBLE_DEVICES="")
+    assert (done.returncode, done.stdout) == (0, "compiled\n"), done.stderr
