@@ -15,8 +15,9 @@ from gpuflow.stages import CenterCrop, Decode
 from gpuflow.stages.policy_parts import OPERATIONS, AugmentPolicy, Drawn, Range
 from tests.images import photo, png
 from tests.running import decoded, images, keys_of, program_of
+from tests.stages.warps import ties_of
 
-__all__ = ["FEW", "Fixed", "by_torchvision", "check_draws", "check_magnitudes", "frequencies"]
+__all__ = ["FEW", "Fixed", "by_torchvision", "check_draws", "check_magnitudes", "check_ties", "frequencies"]
 
 FEW = 1e-3
 """The largest share of pixels that may differ: those of nearest warps whose place is between two pixels."""
@@ -61,6 +62,31 @@ def check_magnitudes(space: dict[str, Range | None], torchvision: Any, bins: int
             if ours is not None:
                 assert ours.bins(bins, height, width).tolist() == theirs.double().tolist(), name
                 assert ours.both_signs == both_signs, name
+
+
+def check_ties(space: dict[str, Range | None], bins: int, tied: dict[int, float]) -> None:
+    """That nearest pixels are torchvision's wherever none lies between two, and that few do, at a quarter of the bins.
+
+    tied: the bins of ShearX and ShearY at which more do, and which part of the rows or columns that is.
+    """
+    height, width = 224, 250
+    pixels = np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    data, size = png(pixels), CenterCrop(size=(height, width))
+    for name in ("ShearX", "ShearY", "TranslateX", "TranslateY", "Rotate"):
+        space_of_name = space[name]
+        assert space_of_name is not None
+        for place, magnitude in enumerate(space_of_name.bins(bins, height, width).tolist()):
+            magnitude *= 1 if place % 2 else -1
+            stage = Fixed(name=name, magnitude=magnitude)
+            (move,) = stage.parts()[0].draw(keys_of(1).stage("fixed", 0), np.array([height]), np.array([width]))  # type: ignore[attr-defined]
+            ties = ties_of(move.matrix[0], (height, width))
+            share = tied.get(place, 0.0) if name.startswith("Shear") else 0.0
+            few = 0.01 if name == "Rotate" else 0.25 * share if share else FEW
+            assert abs(ties.mean() - share) < few, (name, place)
+            if share or place % 4 == 1:
+                (found,) = images(program_of(Decode(), stage, size), [data])
+                apart = (found != by_torchvision(decoded(data), name, magnitude, "nearest", 0)).any(dim=0).numpy()
+                assert not apart[~ties].any(), (name, place)
 
 
 def check_draws(policy: AugmentPolicy, count: int = 48) -> None:

@@ -9,13 +9,18 @@ from torchvision.transforms import v2
 from gpuflow.stages import TrivialAugment
 from gpuflow.stages.trivial_augment import _SPACE
 from tests.running import keys_of
-from tests.stages.policies import check_draws, check_magnitudes, frequencies
+from tests.stages.policies import check_draws, check_magnitudes, check_ties, frequencies
 
 
 def test_the_magnitudes_are_those_of_torchvision() -> None:
     assert list(_SPACE) == list(v2.TrivialAugmentWide._AUGMENTATION_SPACE)
     for bins in (2, 11, 31):
         check_magnitudes(_SPACE, v2.TrivialAugmentWide._AUGMENTATION_SPACE, bins)
+
+
+def test_the_magnitudes_at_which_nearest_pixels_lie_between_two() -> None:
+    """As the docstring lists them."""
+    check_ties(_SPACE, 31, {8: 1 / 125, 24: 1 / 125})
 
 
 @pytest.mark.parametrize("stage", [TrivialAugment(), TrivialAugment(bins=5, fill=(9, 99, 199))], ids=repr)
