@@ -12,11 +12,12 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
-from typing import ParamSpec, TypeVar
+from functools import partial
+from typing import Any, ParamSpec, TypeVar
 
 __all__ = ["DaemonPool", "QuickSwitching", "use_torch_threads"]
 
-_START_SECONDS, _SHUTDOWN_SECONDS, _LOOK_SECONDS = 30.0, 10.0, 0.001
+_START_SECONDS, _SHUTDOWN_SECONDS = 30.0, 10.0
 
 _torch_lock = threading.Lock()
 
@@ -25,7 +26,9 @@ T = TypeVar("T")
 
 
 class DaemonPool(Executor):
-    """`threads` daemon threads that run submitted calls in order.
+    """`threads` daemon threads that run submitted calls in order. Any thread may call any method.
+
+    It uses a queue and no lock, because a Ctrl-C cannot leave a queue locked.
 
     initializer: called once on each thread, before the constructor returns. If it raises, or not all threads can be
         started, so does the constructor, and no thread is left.
@@ -33,7 +36,7 @@ class DaemonPool(Executor):
 
     def __init__(self, threads: int, name: str, initializer: Callable[[], None] = lambda: None) -> None:
         self._initializer, self._begun = initializer, queue.SimpleQueue[BaseException | None]()
-        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
         self._closing = False
         self._threads = list[threading.Thread]()
         try:
@@ -63,37 +66,64 @@ class DaemonPool(Executor):
             self._begun.put(error)
             return
         self._begun.put(None)
-        while (task := self._work.get()) is not None:
-            if not self._closing:
-                task()
-            del task
+        while (call := self._work.get()) is not None:
+            future, function = call
+            if self._closing:
+                _cancel(future)
+            else:
+                _run(future, function)
+            del call, future, function
+        self._work.put(None)  # ends the next thread
 
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """Run a call on one of the threads. Raises RuntimeError if the pool was ended."""
+        if self._closing:
+            raise RuntimeError("these threads were ended; they take no more calls")
         future: Future[T] = Future()
-
-        def task() -> None:
-            if future.set_running_or_notify_cancel():
-                try:
-                    future.set_result(fn(*args, **kwargs))
-                except BaseException as error:
-                    future.set_exception(error)
-
-        self._work.put(task)
+        self._work.put((future, partial(fn, *args, **kwargs)))
+        self._cancel_if_ended()  # since then
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = True) -> None:
         self.end(timeout=_SHUTDOWN_SECONDS if wait else 0.0)
 
     def end(self, timeout: float) -> bool:
-        """End the threads and drop calls that have not begun. Returns whether all ended within `timeout` seconds."""
+        """End the threads and cancel calls that have not begun. Returns whether all ended within `timeout` seconds."""
         self._closing = True
-        for _ in self._threads:
-            self._work.put(None)
+        self._cancel_if_ended()
         deadline = time.monotonic() + timeout
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(max(0.0, deadline - time.monotonic()))
         return not any(thread.is_alive() for thread in self._threads)
+
+    def _cancel_if_ended(self) -> None:
+        """If the pool was ended, cancel the calls in the queue, and leave in it what ends the threads."""
+        if not self._closing:
+            return
+        try:
+            while True:
+                call = self._work.get_nowait()
+                if call is not None:
+                    _cancel(call[0])
+        except queue.Empty:
+            pass
+        finally:
+            self._work.put(None)
+
+
+def _run(future: Future[Any], function: Callable[[], Any]) -> None:
+    if future.set_running_or_notify_cancel():
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+
+
+def _cancel(future: Future[Any]) -> None:
+    """Cancel a call that has not begun; wakes those who wait for it."""
+    if future.cancel():
+        future.set_running_or_notify_cancel()
 
 
 def use_torch_threads(count: int) -> None:

@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import CancelledError, Future, wait
 
 import pytest
 import torch
@@ -65,7 +66,7 @@ def test_an_initializer_that_raises_leaves_no_thread() -> None:
         DaemonPool(3, "test", initialize)
 
 
-def test_what_has_not_begun_is_dropped_at_the_end() -> None:
+def test_what_has_not_begun_is_cancelled_at_the_end() -> None:
     pool, release = DaemonPool(1, "test"), threading.Event()
     ran: list[int] = []
     first = pool.submit(release.wait, 10)
@@ -75,7 +76,54 @@ def test_what_has_not_begun_is_dropped_at_the_end() -> None:
     threading.Timer(0.1, release.set).start()
     assert pool.end(5)
     assert first.result(1)
-    assert not ran and not second.done()
+    assert not ran and second.cancelled()
+
+
+def test_waiting_for_a_call_that_never_begins_ends_at_once() -> None:
+    """Also if a thread is stuck, and for those who wait for several calls."""
+    pool, release = DaemonPool(1, "test"), threading.Event()
+    first = pool.submit(release.wait, 10)
+    while not first.running():
+        time.sleep(0.001)
+    waiting = [pool.submit(int) for _ in range(3)]
+    assert waiting[1].cancel()
+    assert not pool.end(0.0)
+    assert wait(waiting, 5).not_done == set()
+    with pytest.raises(CancelledError):
+        waiting[0].result(5)
+    release.set()
+    assert pool.end(5)
+
+
+def test_a_pool_that_was_ended_takes_no_calls() -> None:
+    pool = DaemonPool(2, "test")
+    assert pool.end(5)
+    with pytest.raises(RuntimeError, match="these threads were ended; they take no more calls"):
+        pool.submit(int)
+
+
+def test_no_call_is_lost_while_a_pool_ends() -> None:
+    """Several threads submit while it ends: each call runs, or is cancelled, or is refused."""
+    for _ in range(30):
+        pool, futures, refused = DaemonPool(2, "test"), list[Future[int]](), list[str]()
+
+        def work(pool: DaemonPool, futures: list[Future[int]], refused: list[str]) -> None:
+            try:
+                while True:
+                    futures.append(pool.submit(int))
+            except RuntimeError as error:
+                refused.append(str(error))  # which ends the loop
+
+        submitting = [threading.Thread(target=work, args=(pool, futures, refused)) for _ in range(2)]
+        for thread in submitting:
+            thread.start()
+        while len(futures) < 20:
+            time.sleep(0)
+        assert pool.end(5)
+        for thread in submitting:
+            thread.join(5)
+        assert wait(futures, 5).not_done == set()
+        assert len(refused) == len(submitting)
 
 
 def test_the_end_is_not_waited_for_longer_than_asked() -> None:
