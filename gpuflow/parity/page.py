@@ -36,8 +36,8 @@ def write_report(report: Report, folder: Path) -> tuple[Path, Path]:
     folder.mkdir(parents=True, exist_ok=True)
     figures, shown = folder / "parity.json", folder / "report.html"
     for path, text in ((figures, json.dumps(report.as_dict(), indent=2) + "\n"), (shown, page(report))):
-        with atomic_write(path, text=True) as file:
-            file.write(text)
+        with atomic_write(path) as file:  # file names need not be text
+            file.write(text.encode(errors="backslashreplace"))
     return figures, shown
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import dataclasses
 import json
+import os
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -142,6 +143,12 @@ def test_one_picture_shows_that_nothing_differs() -> None:
     found = Reader(page(report()))
     assert len(found.pictures) == (1 + 1) * 3
     assert "no difference" in found.text
+
+
+def test_a_report_of_files_whose_names_are_not_text(tmp_path: Path) -> None:
+    named = dataclasses.replace(report(), file=os.fsdecode(b"caf\xe9.yaml"))
+    _, shown = write_report(named, tmp_path)
+    assert "Parity of caf\\udce9.yaml" in shown.read_text(encoding="utf-8")
 
 
 def test_json_has_everything_but_the_pictures(tmp_path: Path) -> None:
