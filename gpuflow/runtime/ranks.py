@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-__all__ = ["Group", "Ranks", "group_ranks", "process_group"]
+__all__ = ["Group", "Ranks", "device_named", "group_ranks", "process_group"]
 
 _LEAST = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
 """The smallest value of each variable."""
@@ -96,15 +96,18 @@ class Ranks:
         """Where this process works. `cuda` without an index is the GPU of this local rank; None is the CPU.
 
         Raises:
-            LoaderError: torch sees no GPU, or fewer than the host has ranks.
+            ConfigError: there is no such device.
+            LoaderError: torch sees no GPU, not this one, or fewer than the host has ranks.
         """
         import torch
 
-        target = torch.device(device or "cpu")
+        target = device_named(device or "cpu")
         if target.type != "cuda":
             return target
         if not torch.cuda.is_available():
             raise LoaderError(f"device {str(target)!r} needs CUDA, and torch sees no GPU here; use device='cpu'")
+        if (target.index or 0) >= (visible := torch.cuda.device_count()):
+            raise LoaderError(f"device {str(target)!r} is not there: torch sees {visible} GPU(s), numbered from 0")
         if self.local_rank is None or str(target) != "cuda":
             return target
         return torch.device("cuda", self.gpu(torch.cuda.device_count()))
@@ -119,6 +122,24 @@ class Ranks:
                 f"start {visible} (torchrun --nproc-per-node {visible}) or use device='cpu'"
             )
         return self.local_rank
+
+
+def device_named(device: str | torch.device) -> torch.device:
+    """The device of this name, whether or not this machine has it.
+
+    Raises:
+        ConfigError: it is neither the CPU nor a GPU of CUDA.
+    """
+    import torch
+
+    problem = Problem.of("device", "must be cpu, cuda, or one GPU such as cuda:0", str(device), code="config.range")
+    try:
+        found = torch.device(device)
+    except RuntimeError as error:
+        raise ConfigError([problem]) from error
+    if found.type not in ("cpu", "cuda"):
+        raise ConfigError([problem])
+    return found
 
 
 def group_ranks() -> tuple[int, int] | None:
