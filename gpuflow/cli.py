@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import importlib
+import io
 import json
 import os
 import shlex
@@ -16,9 +17,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
-from typer.core import TyperCommand
+from rich.text import Text
+from typer.core import TyperCommand, TyperGroup
 
-from gpuflow.errors import ConfigError, GpuflowError
+from gpuflow.errors import ConfigError, GpuflowError, Problem, is_system_fault
 
 if TYPE_CHECKING:
     from gpuflow.config import Config
@@ -26,14 +28,36 @@ if TYPE_CHECKING:
 
 __all__ = ["app", "main"]
 
+_out = Console(highlight=False, markup=False, soft_wrap=True, emoji=False)
+_err = Console(stderr=True, highlight=False, markup=False, soft_wrap=True, emoji=False)
+
+
+class _Commands(TyperGroup):
+    """Ends a command without a traceback: exit 1 with a line for each fault, exit 130 after Ctrl-C."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            _err.print("interrupted")
+            raise typer.Exit(130) from None
+        except Exception as error:
+            if not _is_fault(error):
+                raise
+            problems = error.problems if isinstance(error, ConfigError) else (_text_of(error),)
+            rank = os.environ.get("RANK", "")  # torchrun lets all its processes print to one terminal
+            for problem in problems:
+                _err.print(_labelled("error:", "red", f"rank {rank}: {problem}" if rank else str(problem)))
+            raise typer.Exit(1) from error
+
+
 app = typer.Typer(
+    cls=_Commands,
     help="Turns images into tensors, as one YAML file describes, for PyTorch training and for serving.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-_out = Console(highlight=False, soft_wrap=True, emoji=False)
-_err = Console(stderr=True, highlight=False, soft_wrap=True, emoji=False)
 
 ConfigFile = Annotated[Path, typer.Argument(metavar="FILE", help="The YAML file, such as configs/photos.yaml.")]
 Overrides = Annotated[
@@ -43,22 +67,49 @@ Overrides = Annotated[
 
 
 def main() -> None:
-    """The console script: located errors without a traceback, exit 1; Ctrl-C exits 130."""
-    try:
-        app()
-    except (GpuflowError, ValueError) as error:
-        problems = error.problems if isinstance(error, ConfigError) else (error,)
-        rank = os.environ.get("RANK", "")  # torchrun lets all its processes print to one terminal
-        for problem in problems:
-            _err.print(f"[red]error:[/] {_escape(f'rank {rank}: {problem}' if rank else str(problem))}")
-        sys.exit(1)
-    except KeyboardInterrupt:
-        _err.print("interrupted")
-        sys.exit(130)
+    """The console script."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: file names need not be text
+    app()
 
 
-def _escape(text: str) -> str:
-    return text.replace("[", "\\[")
+def _is_fault(error: Exception) -> bool:
+    """Whether an exception is a fault of the input or the machine, and not of this code or the pipe behind stdout."""
+    if isinstance(error, BrokenPipeError):
+        return isinstance(error, GpuflowError)
+    return isinstance(error, (GpuflowError, ValueError, OSError)) or is_system_fault(error)
+
+
+def _text_of(error: Exception) -> str:
+    """What an exception says; of a failed system call, its file and the reason, without its number."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
+    return str(error) or type(error).__name__
+
+
+def _labelled(label: str, style: str, text: str) -> Text:
+    return Text.assemble((label, style), " ", text)
+
+
+def _check_output(option: str, path: Path, *, folder: bool = False) -> None:
+    """Check that a file, or files in a folder, can be written, before the work whose results they hold.
+
+    Raises:
+        ConfigError: what stands there is a directory, or none can be made or written to.
+    """
+
+    def error(rule: str) -> ConfigError:
+        return ConfigError([Problem(f"{option}:", f"{path} {rule}")])
+
+    if not folder and path.is_dir():
+        raise error("must be a file, and is a directory")
+    place = path if folder else path.parent
+    while not place.exists():
+        place = place.parent
+    if not place.is_dir():
+        raise error("must be a directory" if place == path else f"must be in a directory, and {place} is none")
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise error(f"must be in a directory that can be written to, and {place} cannot")
 
 
 def _read(path: Path, overrides: list[str] | None) -> Config:
@@ -70,11 +121,11 @@ def _read(path: Path, overrides: list[str] | None) -> Config:
 
 def _bar(console: Console = _err) -> Progress:
     return Progress(
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
         TimeRemainingColumn(),
-        TextColumn("{task.fields[note]}"),
+        TextColumn("{task.fields[note]}", markup=False),
         console=console,
     )
 
@@ -105,11 +156,12 @@ def samples(
     from gpuflow.tools.detection_samples import make_detection_samples
     from gpuflow.tools.samples import make_samples
 
+    _check_output("DIR", directory, folder=True)
     make = make_detection_samples if kind is SampleKind.detection else make_samples
     with _bar() as bar:
         task = bar.add_task("photographs", total=count, note="")
         summary = make(directory, count, seed=seed, progress=lambda done, _: bar.update(task, completed=done))
-    _out.print(_escape(str(summary)))
+    _out.print(str(summary))
 
 
 @app.command()
@@ -117,12 +169,12 @@ def check(path: ConfigFile, overrides: Overrides = None) -> None:
     """Check a file: says that it is valid, or lists every error with its place and exits 1. Reads no image."""
     config = _read(path, overrides)
     for name, program in config.programs.items():
-        _out.print(f"{name}: {_escape(repr(program.pipeline).partition(': ')[2])}  gives {program.result}")
+        _out.print(f"{name}: {repr(program.pipeline).partition(': ')[2]}  gives {program.result}")
     for name, several in config.views.items():
         for view, result in several.results:
-            stages = _escape(repr(view.pipeline).partition(": ")[2])
+            stages = repr(view.pipeline).partition(": ")[2]
             _out.print(f"{name}.{view.name}: {stages}  gives {view.count} x {result}")
-    _out.print(f"[green]valid:[/] {path}")
+    _out.print(_labelled("valid:", "green", str(path)))
 
 
 @app.command(name="import")
@@ -153,9 +205,11 @@ def import_(
     from gpuflow.migration import read_sources
     from gpuflow.vocabulary import stage_table
 
+    if out is not None:
+        _check_output("--out", out)
     found = read_sources(sources, stage_table(), partial=partial)
     for problem in found.problems:
-        _err.print(f"[yellow]not carried over:[/] {_escape(str(problem))}")
+        _err.print(_labelled("not carried over:", "yellow", str(problem)))
     if out is None:
         print(found.text, end="")
         return
@@ -204,13 +258,14 @@ def show(
     from gpuflow.tools.show import page, samples_of
 
     _read(path, overrides).any_program(pipeline)
+    _check_output("--out", out)
     config = _read(path, [*(overrides or []), f"pipelines.{pipeline}.batch.drop_last=false"])
     shown = samples_of(config, pipeline, count, epoch=epoch, device=device)
     described = config.any_program(pipeline).pipeline
     stages = "\n".join(described.texts) if isinstance(described, ViewsPipeline) else repr(described)
     out.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_write(out, text=True) as file:
-        file.write(page(f"{path.name}: {pipeline}, epoch {epoch}", stages, shown))
+    with atomic_write(out) as file:  # file names need not be text
+        file.write(page(f"{path.name}: {pipeline}, epoch {epoch}", stages, shown).encode(errors="backslashreplace"))
     _out.print(f"wrote {out}: {len(shown)} samples of {pipeline}")
 
 
@@ -234,7 +289,7 @@ def doctor(
 
     if data is not None and not data.is_dir():
         raise ValueError(f"--data: must be a directory, got {str(data)!r}")
-    with _err.status("looking around") as status:
+    with _err.status(Text("looking around")) as status:
         config = _read(path, None) if path is not None and not broken_modules() else None
         source = SourceSpec(folder=str(data)) if data is not None else config.source if config is not None else None
         threads, readers = (config.run.threads, config.run.readers) if config is not None else ("auto", "auto")
@@ -242,7 +297,7 @@ def doctor(
             source=source,
             threads=None if threads == "auto" else threads,
             readers=None if readers == "auto" else readers,
-            progress=status.update,
+            progress=lambda text: status.update(Text(text)),
         )
     findings = judge(machine)
     if as_json:
@@ -272,7 +327,7 @@ def train(
     One process a GPU: torchrun --nproc-per-node 2 -m gpuflow train FILE. Batch sizes are those of a process.
     """
     from gpuflow.loader.metrics_server import serve_metrics
-    from gpuflow.runtime.ranks import Ranks
+    from gpuflow.runtime.ranks import Ranks, device_named
     from gpuflow.training.trainer import PassResult, Trainer, TrainerEvents
 
     class Bar(TrainerEvents):
@@ -295,6 +350,8 @@ def train(
             )
 
     ranks = Ranks.from_environment()
+    if device is not None:
+        device_named(device)
     config = _read(path, overrides)
     if config.train.size is not None:
         config = _read(path, [*_sizes(config), *(overrides or [])])
@@ -344,6 +401,7 @@ def bench(
     b.check_arms(arms)
     config = _read(path, overrides)
     config.program(pipeline)
+    _check_output("--out", out, folder=True)
     jobs = [
         b.Job(
             arm=arm, path=str(path), overrides=tuple(overrides or ()), pipeline=pipeline, workers=count, seconds=seconds
@@ -435,7 +493,7 @@ def scan(path: ConfigFile, overrides: Overrides = None) -> None:
         counts = ", ".join(f"{count:,} {name}" for name, count in sorted(needed.items()))
         names = ", ".join(sorted({*program.decoder.formats, *needed}))
         text = f"{counts}: decode: {{formats: [{names}]}} has them decoded, with pip install 'gpuflow[formats]'"
-        _err.print(text, markup=False)
+        _err.print(text)
     source.close()
     if bad:
         raise typer.Exit(1)
@@ -476,11 +534,14 @@ def export(
     if (suffix := option.replace("--", ".")) != out.suffix:
         raise ValueError(f"{option}: must name a {suffix} file, got {str(out)!r}")
     config = _read(path, overrides)
+    _check_output(option, out)
     if option == "--toml":
         from gpuflow.runtime.files import atomic_write
+        from gpuflow.runtime.ranks import device_named
         from gpuflow.torchpipe.graph import lower, to_toml
 
-        graph = lower(config, device=device)
+        graph = lower(config, device=str(device_named(device)))
+        out.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(out, text=True) as file:
             file.write(to_toml(graph, file=str(out)))
         _out.print(f"wrote {out}: preprocessing {graph.preprocessing}; its header says how to run it")
@@ -493,10 +554,10 @@ def export(
     for line in done.checks:
         _out.print(str(line))
     height, width, channels = done.image.shape
-    takes = _escape(f"{done.image.dtype} [N, {channels}, {height}, {width}]")
+    takes = f"{done.image.dtype} [N, {channels}, {height}, {width}]"
     _out.print(f"wrote {done.path}: takes {takes}, preprocessing {done.info.preprocessing}")
     if done.info.folded is not None:
-        _out.print(f"{_escape(done.info.folded)} is inside: serve it with stages that end before it")
+        _out.print(f"{done.info.folded} is inside: serve it with stages that end before it")
 
 
 class _ParityCommand(TyperCommand):
@@ -557,6 +618,7 @@ def parity(
     config = _read(path, overrides)
     if config.train.size is not None:
         config = _read(path, [*_sizes(config), *(overrides or [])])
+    _check_output("--out", out, folder=True)
     with _bar() as bar:
         task = bar.add_task("images", total=None, note="", visible=False)
         report = study(
@@ -619,7 +681,7 @@ def serve(
         limits=limits,
         cors=cors or (),
         access_log=access_log,
-        report=lambda text: _err.print(_escape(text)),
+        report=_err.print,
     )
 
 
@@ -645,6 +707,7 @@ def load_test(
     from gpuflow.tools.bench import write_results
     from gpuflow.tools.nvml import load_nvml
 
+    _check_output("--out", out, folder=True)
     counts, files, points = _counts("--clients", clients), loadtest.choose_files(data), []
     with _bar() as bar:
         task = bar.add_task("measurements", total=len(counts), note="")
@@ -655,7 +718,7 @@ def load_test(
             bar.update(task, advance=1)
     _out.print(loadtest.render(points), soft_wrap=False)
     for note in loadtest.notes(points, gpus_asked=load_nvml() is not None):
-        _out.print(_escape(note))
+        _out.print(note)
     results = out / "load_test.csv"
     write_results(results, loadtest.rows(points, arm=name, workload=data.name))
     _plot("load_test", results)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -18,11 +19,28 @@ import torch
 from typer.testing import CliRunner
 
 from gpuflow.cli import app
+from gpuflow.errors import SystemFault
 from tests.commands import Run, command_here
 from tests.datasets import deadline, make_photos, truncate, write_config
 from tests.images import encode, photo
 
-COMMANDS = ["samples", "check", "explain", "show", "train", "bench", "scan", "load-test"]
+COMMANDS = [
+    *(
+        "samples",
+        "check",
+        "import",
+        "schema",
+        "explain",
+        "show",
+        "doctor",
+        "train",
+        "bench",
+        "scan",
+        "export",
+        "parity",
+    ),
+    *("serve", "load-test"),
+]
 MAIN = "from gpuflow.cli import main; main()"
 
 
@@ -62,7 +80,8 @@ def test_every_command_says_what_it_does(command: str) -> None:
 def test_the_help_lists_every_command() -> None:
     result = CliRunner().invoke(app, ["--help"])
     assert result.exit_code == 0
-    assert all(re.search(rf"\b{command}\b", result.output) for command in COMMANDS)
+    listed = re.findall(r"^\W*([a-z-]+)  +[A-Z]", result.output, re.MULTILINE)
+    assert sorted(listed) == sorted(COMMANDS)
 
 
 def test_an_unknown_command_or_option_exits_2(gpuflow: Run) -> None:
@@ -125,6 +144,17 @@ def test_check_of_a_file_that_is_not_there(gpuflow: Run, config: Path) -> None:
     done = gpuflow("check", config.with_name("y.yaml"))
     assert done.code == 1
     assert done.err == f"error: {config.with_name('y.yaml')}: no such file; did you mean '{config}'?\n"
+
+
+@pytest.mark.parametrize("name", ["t[new].yaml", "t[/red].yaml", "t\\[new].yaml", "[red]t[/].yaml"])
+def test_brackets_in_file_names_are_text_not_markup(gpuflow: Run, config: Path, name: str) -> None:
+    named = config.parent / name  # some are in a folder of their own
+    named.parent.mkdir(exist_ok=True)
+    named.write_bytes(config.read_bytes())
+    assert gpuflow("check", named).out.splitlines()[-1] == f"valid: {named}"
+    assert gpuflow("show", named, "-n", 1, "--out", f"{named}.html").out == f"wrote {named}.html: 1 samples of train\n"
+    named.unlink()
+    assert gpuflow("check", named).err.startswith(f"error: {named}: no such file")
 
 
 def test_brackets_in_errors_are_text_not_markup(gpuflow: Run, config: Path) -> None:
@@ -289,6 +319,7 @@ def test_ctrl_c_in_training_exits_130(config: Path) -> None:
             process.kill()
     assert process.returncode == 130
     assert "Traceback" not in err
+    assert err.endswith("interrupted\n")
 
 
 # --- bench ------------------------------------------------------------------------------------------------------------
@@ -311,3 +342,122 @@ def test_bench_of_an_unknown_pipeline(gpuflow: Run, config: Path) -> None:
     done = gpuflow("bench", config, "--pipeline", "vall")
     assert done.code == 1
     assert done.err == f"error: {config}: pipelines has no pipeline 'vall'; did you mean 'val'?\n"
+
+
+# --- what cannot be written, and faults of the machine ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("command", "option", "file"),
+    [
+        (["show", "x.yaml", "--out"], "--out", "x.html"),
+        (["export", "x.yaml", "--toml"], "--toml", "x.toml"),
+        (["import", "torchvision:ResNet50_Weights.IMAGENET1K_V2", "--out"], "--out", "x.yaml"),
+        (["samples"], "DIR", "x"),
+        (["bench", "x.yaml", "--out"], "--out", "x"),
+        (["parity", "x.yaml", "--out"], "--out", "x"),
+        (["load-test", "--data", "photos", "--out"], "--out", "x"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_an_output_that_cannot_be_written_is_said_first(
+    gpuflow: Run, config: Path, monkeypatch: pytest.MonkeyPatch, command: list[str], option: str, file: str
+) -> None:
+    monkeypatch.chdir(config.parent)
+    done = gpuflow(*command, f"x.yaml/{file}")
+    text = f"error: {option}: x.yaml/{file} must be in a directory, and x.yaml is none\n"
+    assert (done.code, done.out, done.err) == (1, "", text)
+
+
+def test_an_output_that_is_a_directory_or_needs_one(gpuflow: Run, config: Path) -> None:
+    folder = config.parent / "photos"
+    done = gpuflow("show", config, "--out", folder)
+    assert done.err == f"error: --out: {folder} must be a file, and is a directory\n"
+    done = gpuflow("parity", config, "--out", config)
+    assert done.err == f"error: --out: {config} must be a directory\n"
+
+
+def test_export_makes_the_folder_of_its_output(gpuflow: Run, config: Path) -> None:
+    config.write_text(config.read_text() + "serve: {stages: [decode, {resize: {height: 24, width: 24}}, normalize]}\n")
+    out = config.parent / "made" / "graphs" / "x.toml"
+    done = gpuflow("export", config, "--toml", out)
+    assert (done.code, done.err) == (0, "")
+    assert out.is_file()
+
+
+@pytest.mark.parametrize("command", [["show"], ["train"], ["export", "--toml", "x.toml"]], ids=lambda value: value[0])
+@pytest.mark.parametrize("device", ["foo", "cuda:x", "meta"])
+def test_a_device_that_does_not_exist(
+    gpuflow: Run, config: Path, monkeypatch: pytest.MonkeyPatch, command: list[str], device: str
+) -> None:
+    monkeypatch.chdir(config.parent)
+    name, *options = command
+    done = gpuflow(name, config, *options, "--device", device)
+    text = f"error: device must be cpu, cuda, or one GPU such as cuda:0, got {device!r}\n"
+    assert (done.code, done.out, done.err) == (1, "", text)
+
+
+def test_a_gpu_that_the_machine_does_not_have(gpuflow: Run, config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    done = gpuflow("show", config, "--device", "cuda:2")
+    assert done.err == "error: device 'cuda:2' is not there: torch sees 2 GPU(s), numbered from 0\n"
+
+
+def test_a_failed_system_call_names_its_file(gpuflow: Run, config: Path) -> None:
+    (config.parent / "nowhere").symlink_to("missing")
+    done = gpuflow("show", config, "-n", 1, "--out", config.parent / "nowhere" / "x.html")
+    assert (done.code, done.err) == (1, f"error: {config.parent / 'nowhere'}: File exists\n")
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (MemoryError(), "error: MemoryError\n"),
+        (torch.OutOfMemoryError("CUDA out of memory"), "error: CUDA out of memory\n"),
+        (SystemFault(errno.EPIPE, "Broken pipe; check its other end", "x.tar"), "error: x.tar: Broken pipe; check its"),
+        (OSError(errno.ENOSPC, "No space left on device"), "error: No space left on device\n"),
+        (BrokenPipeError(errno.EPIPE, "Broken pipe"), ""),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_faults_of_the_machine_are_a_line(
+    gpuflow: Run, config: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, text: str
+) -> None:
+    def fail(config: object) -> None:
+        raise error
+
+    monkeypatch.setattr("gpuflow.tools.explain.explain", fail)
+    done = gpuflow("explain", config)
+    assert (done.code, done.out) == (1, "")
+    assert done.err.startswith(text) and bool(done.err) == bool(text)
+
+
+def test_a_fault_of_the_code_keeps_its_traceback(gpuflow: Run, config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(config: object) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr("gpuflow.tools.explain.explain", fail)
+    with pytest.raises(RuntimeError, match="a bug"):
+        gpuflow("explain", config)
+
+
+def test_a_reader_that_closes_the_pipe_is_no_fault(config: Path) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-c", MAIN, "check", str(config)]
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, check=False, timeout=60)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_file_names_that_are_not_text(gpuflow: Run, config: Path) -> None:
+    photo_file = min((config.parent / "photos").rglob("*.jpg"))
+    photo_file.rename(photo_file.with_name(os.fsdecode(b"caf\xe9.jpg")))
+    named = config.rename(config.with_name(os.fsdecode(b"\xe9.yaml")))
+    out = config.with_name("x.html")
+    assert gpuflow("show", named, "-n", 12, "--out", out).code == 0
+    page = out.read_text(encoding="utf-8")
+    assert "caf\\udce9.jpg" in page and "<title>\\udce9.yaml" in page
+    done = gpuflow("check", named)
+    assert done.out.splitlines()[-1] == f"valid: {config.parent}/\\udce9.yaml"

@@ -46,6 +46,8 @@ def read_document(path: str) -> Document:
     Raises:
         ConfigError: there is no such file, or it holds no mapping.
     """
+    if not Path(path).exists():
+        raise _no_file(path)
     data, lines = read_yaml(path, holds="keys")
     return Document(path, data, lines)
 
@@ -59,9 +61,16 @@ def read_toml(path: str) -> dict[str, Any]:
     try:
         return tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ConfigError([Problem(f"{path}:", "no such file", code="config.file")]) from None
+        raise _no_file(path) from None
     except (OSError, UnicodeDecodeError) as error:
         problem = Problem(f"{path}:", f"cannot be read as UTF-8 text: {error}", code="config.file")
         raise ConfigError([problem]) from error
     except tomllib.TOMLDecodeError as error:
         raise ConfigError([Problem(f"{path}:", f"is not valid TOML: {error}", code="config.file")]) from error
+
+
+def _no_file(path: str) -> ConfigError:
+    """The error of a missing file, with one of its folder that has a similar name."""
+    siblings = [str(sibling) for sibling in Path(path).parent.glob(f"*{Path(path).suffix}")]
+    action = suggest(path, siblings, else_all=False)
+    return ConfigError([Problem(f"{path}:", "no such file", action=action, code="config.file")])

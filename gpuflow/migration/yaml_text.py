@@ -23,7 +23,8 @@ def to_yaml(found: Sequence[Imported], *, version: str) -> str:
 
     version: gpuflow's.
     """
-    return "\n".join((*_header(found, version), *_body(found))) + "\n"
+    text = "\n".join((*_header(found, version), *_body(found))) + "\n"
+    return text.encode(errors="backslashreplace").decode()  # names of files, in comments, need not be text
 
 
 def _header(found: Sequence[Imported], version: str) -> Iterator[str]:

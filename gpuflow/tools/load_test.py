@@ -66,7 +66,7 @@ class Load:
 
     def __post_init__(self) -> None:
         if not _is_address(self.url):
-            raise ValueError(f"Load.url must be like http://127.0.0.1:8888, got {self.url!r}")
+            raise ValueError(f"--url: must be like http://127.0.0.1:8888, got {self.url!r}")
         for name in ("clients", "request_batch"):
             if getattr(self, name) < 1:
                 raise ValueError(f"Load.{name} must be >= 1, got {getattr(self, name)}")
@@ -180,7 +180,7 @@ def _check(load: Load, files: Sequence[str]) -> None:
     problem, _ = client.ask()
     client.close()
     if problem in (_NO_CONNECTION, _TIMEOUT):
-        raise GpuflowError(f"{load.url}: nobody answers ({client.reason}); start a service with gpuflow serve FILE")
+        raise GpuflowError(f"{load.url}: no service answers ({client.reason}); start a service with gpuflow serve FILE")
     if problem is not None:
         raise GpuflowError(f"{load.url}: answers {problem} to {files[0]}: {client.reason}")
 

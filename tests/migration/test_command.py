@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -159,3 +160,23 @@ def test_a_module_whose_code_fails(imported: Run, tmp_path: Path, monkeypatch: p
     assert (
         "failing_module:x: the code of module 'failing_module' raises ZeroDivisionError: division by zero" in done.err
     )
+
+
+def test_a_file_whose_name_is_not_text(imported: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path(os.fsdecode(b"caf\xe9.json")).write_text(json.dumps(VIT))
+    done = imported(os.fsdecode(b"hf:caf\xe9.json"), "--out", "x.yaml")
+    assert (done.code, done.err) == (0, "wrote x.yaml\n")
+    assert "gpuflow import hf:caf\\udce9.json" in Path("x.yaml").read_text(encoding="utf-8")
+
+
+def test_a_missing_file_is_named_with_one_of_a_similar_name(
+    imported: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("timm_model.json", "other.yaml"):
+        Path(name).write_text("{}")
+    assert imported("timm:timm_modle.json").err == (
+        "error: timm_modle.json: no such file; did you mean 'timm_model.json'?\n"
+    )
+    assert imported("hf:preprocessor_config.json").err == "error: preprocessor_config.json: no such file\n"

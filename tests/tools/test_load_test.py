@@ -146,8 +146,8 @@ def test_a_percentile_is_the_least_latency_that_so_many_do_not_exceed(latencies:
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"url": "127.0.0.1:8888"}, "Load.url must be like http://127.0.0.1:8888, got '127.0.0.1:8888'"),
-        ({"url": "http://x:port"}, "Load.url must be like http://127.0.0.1:8888, got 'http://x:port'"),
+        ({"url": "127.0.0.1:8888"}, "--url: must be like http://127.0.0.1:8888, got '127.0.0.1:8888'"),
+        ({"url": "http://x:port"}, "--url: must be like http://127.0.0.1:8888, got 'http://x:port'"),
         ({"clients": 0}, "Load.clients must be >= 1, got 0"),
         ({"request_batch": 0}, "Load.request_batch must be >= 1, got 0"),
         ({"seconds": 0.0}, "Load.seconds must be a number of seconds > 0, got 0.0"),
@@ -304,13 +304,13 @@ def test_what_the_service_takes(files: tuple[str, ...]) -> None:
 # --- errors -----------------------------------------------------------------------------------------------------------
 
 
-def test_nobody_answers(files: tuple[str, ...]) -> None:
+def test_no_service_answers(files: tuple[str, ...]) -> None:
     with scripted(lambda *_: OK) as server:
         url = server.url
     with pytest.raises(GpuflowError) as caught:
         measure(short(url), files)
     reason = "[Errno 111] Connection refused"
-    assert str(caught.value) == f"{url}: nobody answers ({reason}); start a service with gpuflow serve FILE"
+    assert str(caught.value) == f"{url}: no service answers ({reason}); start a service with gpuflow serve FILE"
 
 
 def test_something_else_answers(files: tuple[str, ...]) -> None:
@@ -421,7 +421,7 @@ def test_the_command(
     ("arguments", "text"),
     [
         (["--clients", "5,x"], "error: --clients: must be numbers >= 1 separated by commas, got '5,x'"),
-        (["--url", "localhost"], "error: Load.url must be like http://127.0.0.1:8888, got 'localhost'"),
+        (["--url", "localhost"], "error: --url: must be like http://127.0.0.1:8888, got 'localhost'"),
     ],
 )
 def test_what_the_command_does_not_take(
