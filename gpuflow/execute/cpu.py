@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from gpuflow.decode.codecs import CpuDecoder, Header, probe
-from gpuflow.errors import BadSampleError
+from gpuflow.errors import BadSampleError, GpuflowError, is_system_fault
 from gpuflow.execute.local import run_filters
 from gpuflow.execute.pointwise import run_pointwise
 from gpuflow.execute.resample import resample_part
@@ -43,6 +43,8 @@ __all__ = ["CpuRunner", "CpuRunners", "ViewsRunner", "call_opaque", "header_of",
 
 _KEPT_BYTES = 1 << 24
 """Scratch memory of at most this size is kept for images that need much less."""
+_NO_MEMORY = "can't allocate memory"
+"""In the text of torch's RuntimeError for a CPU without memory."""
 
 
 class _Moves:
@@ -469,13 +471,24 @@ def header_of(data: NDArray[np.uint8], decoder: s.Decoder) -> Header:
 def call_opaque(step: OpaqueStep, image: NDArray[Any], seed: int) -> NDArray[Any]:
     """Run an opaque stage on one image. `step.before` and `step.after` say how the images lie in memory.
 
-    Raises BadSampleError if the result would be larger than an image may be.
+    Raises BadSampleError if the result would be larger than an image may be, and for what the stage raises: it may well
+    take other images. Faults of the environment are raised as they are.
     """
     tensor = as_batch(image[None], step.before)[0]
-    size = None if step.after.fixed else step.stage.result_size(tensor, seed)
-    if size is not None and math.prod(size) > step.max_pixels:
-        raise too_large(step.stage.stage_name, *size, step.max_pixels)
-    result = step.stage.apply(tensor, seed)
+    try:
+        size = None if step.after.fixed else step.stage.result_size(tensor, seed)
+        if size is not None and math.prod(size) > step.max_pixels:
+            raise too_large(step.stage.stage_name, *size, step.max_pixels)
+        result = step.stage.apply(tensor, seed)
+    except GpuflowError:
+        raise
+    except Exception as error:
+        if is_system_fault(error) or _NO_MEMORY in str(error):
+            raise
+        reason = str(error).strip().partition("\n")[0]
+        text = f"{type(error).__name__}: {reason}" if reason else type(error).__name__
+        # without the traceback, which refers to the frames of this call, and these to all samples
+        raise BadSampleError(step.stage.stage_name, text) from error.with_traceback(None)
     result = (result if step.after.layout == "nchw" else result.permute(1, 2, 0)).contiguous()
     return (result.view(torch.uint16) if STORAGE[step.after.dtype] is np.uint16 else result).numpy()
 

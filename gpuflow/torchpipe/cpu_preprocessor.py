@@ -62,27 +62,33 @@ class CpuPreprocessor:
         self._pool.wait_until_ready(_START_SECONDS)
 
     def run(self, files: Sequence[bytes]) -> list[torch.Tensor | BadSampleError]:
-        """For each file its image [1, C, H, W], or why it is bad. The images are rows of one batch in memory."""
+        """For each file its image [1, C, H, W], or why it is bad. The images are rows of one batch in memory.
+
+        Raises what preprocessing one of them raises besides that.
+        """
         payload = Payload.of(files, self._bytes.acquire)
         slots = self._slots.acquire(len(files))
         parts = _parts(len(files), max(1, self._pool.counts()["at_work"]))
         requests = [(part, self._begin(payload, part, slots)) for part in parts]
         faults: list[BadSampleError | None] = [None] * len(files)
+        errors: list[Exception] = []
+        requests.sort(key=lambda request: request[1] is None)  # its own parts while the workers are at theirs
         try:
-            for part, pending in requests:
-                if pending is None:
-                    faults[part] = self._run(payload, part, slots)
             while requests:
                 part, pending = requests.pop()
-                if pending is not None:
-                    answer: list[BadSampleError | None] | None = pending.result()
+                answer: list[BadSampleError | None] | None = None if pending is None else pending.result()
+                try:
                     faults[part] = self._run(payload, part, slots) if answer is None else answer
+                except Exception as error:  # raised once all workers have answered, which can work on
+                    errors.append(error)
         except BaseException:
             for _, pending in requests:
                 if pending is not None:
                     pending.abandon()
             raise
         self._bytes.release(payload.buffer)
+        if errors:
+            raise errors[0]
         batch = as_batch(slots, self._program.result)
         return [batch[i : i + 1] if fault is None else fault for i, fault in enumerate(faults)]
 

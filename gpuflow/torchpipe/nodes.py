@@ -48,7 +48,7 @@ class Preprocessor(Protocol):
     """Preprocesses several images at a time. Any thread may call any method."""
 
     def run(self, files: Sequence[bytes]) -> list[torch.Tensor | BadSampleError]:
-        """Each file's image [1, C, H, W], or why it is bad."""
+        """Each file's image [1, C, H, W], or why it is bad. What else one of the files raises is raised for all."""
         ...
 
     def check(self) -> None:
@@ -203,13 +203,21 @@ class PreprocessNode:
             _write(item, image)
 
     def images(self, files: Sequence[bytes]) -> Sequence[torch.Tensor | Exception]:
-        """Each file's image [1, C, H, W], or its error. Raises nothing."""
+        """Each file's image [1, C, H, W], or its error. Raises nothing.
+
+        If several files at a time raise an exception, each half of them is run again, so that only the file that raises
+        it gets it. Such a file is bad if it is so on this thread.
+        """
         if self._batched is None or not files:
             return [self._image(data) for data in files]
         try:
             return self._batched.run(files)
         except BaseException as error:  # a caller waits for each item, so every error becomes an answer
-            return [_failed(error)] * len(files)
+            if len(files) > 1:
+                half = len(files) // 2
+                return [*self.images(files[:half]), *self.images(files[half:])]
+            on_this_thread = self._image(files[0])
+            return [on_this_thread if isinstance(on_this_thread, BadSampleError) else _failed(error)]
 
     def _image(self, data: bytes) -> torch.Tensor | Exception:
         assert self._runner is not None, "a graph that was closed gets no items"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,6 +25,7 @@ from gpuflow.stages import STAGES
 from gpuflow.torchpipe.graph import chain
 from tests.datasets import VAL, Entries, deadline, make_photos, no_more_files, program, python, write_config
 from tests.hostile import BAD
+from tests.images import jpeg, photo
 from tests.serve.fakes import CLASSES, FakeEngine, Gate, Nap, mean_color
 from tests.serve.models import SIDE, Models, noise, save_program
 from tests.serve.services import predictor_of as service_of
@@ -102,6 +104,35 @@ def test_labels_instead_of_logits(files: list[Path]) -> None:
         assert several[0] == one[:1] and len(several) == 3
         assert predictor([], top_k=1) == []
         assert predictor([]).shape == (0, 3)
+
+
+@pytest.mark.parametrize("processes", [0, 2])
+def test_what_a_stage_raises_for_an_image_is_a_fault_of_it_in_serving_and_in_training(
+    tmp_path: Path, processes: int
+) -> None:
+    stages = [VAL[0], {"torchvision": {"name": "Pad", "padding": 40, "padding_mode": "reflect"}}, *VAL[1:]]
+    for number in range(12):
+        (tmp_path / "photos" / "a").mkdir(parents=True, exist_ok=True)
+        side = 20 if number == 7 else 50 + number
+        (tmp_path / "photos" / "a" / f"{number:02d}.jpg").write_bytes(jpeg(photo(side, side)))
+    files = sorted((tmp_path / "photos").rglob("*.jpg"))
+    path = write_config(tmp_path / "x.yaml", tmp_path / "photos", val=stages, serve={"stages": stages})
+    overrides = [f"run.processes={processes}", f"run.bad_file={tmp_path / 'bad.jsonl'}"]
+    with gpuflow.serve.load(path, model=mean_color, device="cpu", overrides=overrides) as predictor:
+        answers = predictor.predict(files)
+    fault = answers.pop(7)
+    assert isinstance(fault, BadSampleError) and fault.stage == "torchvision"
+    assert fault.reason.startswith("RuntimeError: ") and "Padding size" in fault.reason
+    overrides.append("run.on_error=skip")
+    with (
+        gpuflow.load(path, "val", device="cpu", overrides=overrides) as loader,
+        pytest.warns(UserWarning, match="1 of 12 samples are bad"),
+    ):
+        images = torch.cat([images for images, _ in loader])
+    logits = [answer.logits for answer in answers if isinstance(answer, Prediction)]
+    assert torch.equal(torch.stack(logits), mean_color(images))
+    (row,) = map(json.loads, (tmp_path / "bad.jsonl").read_text().splitlines())
+    assert (row["index"], row["stage"], row["reason"]) == (7, fault.stage, fault.reason)
 
 
 def test_images_that_cannot_be_read_or_decoded_are_located(

@@ -8,7 +8,9 @@ import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -16,9 +18,13 @@ import torch
 import gpuflow.serve
 from gpuflow.errors import BadSampleError
 from gpuflow.parity.images import hostile_images
+from gpuflow.pipeline import stage as s
+from gpuflow.stages import CenterCrop, Decode, Normalize, Resize
 from gpuflow.torchpipe.cpu_preprocessor import CpuPreprocessor, _parts
 from tests.datasets import Entries, await_children, children, jpeg, program, write_config
-from tests.running import images
+from tests.images import jpeg as jpeg_of
+from tests.images import photo
+from tests.running import images, program_of
 from tests.serve.fakes import mean_color
 
 STAGES: Entries = [
@@ -77,6 +83,58 @@ def test_a_killed_process_spoils_nothing(caplog: pytest.LogCaptureFixture) -> No
             for _ in range(3):
                 assert torch.equal(torch.cat(preprocessor.run(DATA)), whole)  # type: ignore[arg-type]
     assert "threads decode instead" in caplog.text
+    preprocessor.close()
+    await_children(0, before)
+
+
+REFLECT: Entries = [
+    {"decode": {}},
+    {"torchvision": {"name": "Pad", "parameters": (("padding", 40), ("padding_mode", "reflect"))}},
+    *STAGES[1:],
+]
+SMALL, LARGE = jpeg_of(photo(20, 20)), [jpeg_of(photo(50, 60, seed=seed)) for seed in range(12)]
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class OutOfMemory(s.Opaque):
+    """There is no memory for a small image."""
+
+    stage_name: ClassVar[str] = "out_of_memory"
+
+    def output(self, spec: s.ImageSpec) -> s.ImageSpec:
+        return spec
+
+    def apply(self, image: torch.Tensor, seed: int) -> torch.Tensor:
+        if image.shape[1] < 25:
+            raise MemoryError("none left")
+        return image
+
+
+def test_what_a_stage_raises_for_one_image_is_a_fault_of_that_image() -> None:
+    before = children()
+    preprocessor = CpuPreprocessor(program(REFLECT), batch=16, processes=2)
+    mine, whole = children() - before, images(program(REFLECT), LARGE)
+    for place in (0, 5, 12):
+        found = preprocessor.run([*LARGE[:place], SMALL, *LARGE[place:]])
+        fault = found.pop(place)
+        assert isinstance(fault, BadSampleError)
+        assert fault.stage == "torchvision" and "Padding size" in fault.reason
+        assert torch.equal(torch.cat(found), whole)  # type: ignore[arg-type]
+    assert children() - before == mine
+    preprocessor.close()
+    await_children(0, before)
+
+
+def test_an_exception_of_one_file_is_raised_and_costs_no_process() -> None:
+    stages = Decode(), OutOfMemory(), Resize(shorter=40), CenterCrop(size=32), Normalize()
+    before = children()
+    preprocessor = CpuPreprocessor(program_of(*stages), batch=16, processes=2)
+    mine, whole = children() - before, images(program_of(*stages), LARGE)
+    for place in (0, 12):
+        with pytest.raises(MemoryError, match="none left"):
+            preprocessor.run([*LARGE[:place], SMALL, *LARGE[place:]])
+        assert torch.equal(torch.cat(preprocessor.run(LARGE)), whole)  # type: ignore[arg-type]
+        assert children() - before == mine and preprocessor._pool.counts()["at_work"] == 2
     preprocessor.close()
     await_children(0, before)
 

@@ -96,6 +96,40 @@ def test_data_of_a_wrong_type_is_an_error_of_its_item_too(on_thread: OnThread) -
     assert items[1]["result"].shape == (1, 3, 16, 16)
 
 
+class Fragile:
+    """A `Preprocessor` that raises for all files if one of them is `refused`, and counts its calls."""
+
+    def __init__(self, error: BaseException, refused: bytes) -> None:
+        self.error, self.refused, self.calls = error, refused, list[int]()
+
+    def run(self, files: Sequence[bytes]) -> list[torch.Tensor | BadSampleError]:
+        self.calls.append(len(files))
+        if self.refused in files:
+            raise self.error
+        return [torch.full((1, 3, 16, 16), float(len(data))) for data in files]
+
+    def check(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no kernel"), MemoryError(), SystemExit(3)], ids=repr)
+def test_an_exception_of_one_of_several_files_leaves_the_others(on_thread: OnThread, error: BaseException) -> None:
+    node = preprocess_node(on_thread)
+    bad, reason = BAD["text"]
+    for refused, kind, text in (
+        (bad, BadSampleError, reason),
+        (GOOD, PredictorError, f"preprocessing failed: {error!r}"),
+    ):
+        node._batched = fragile = Fragile(error, refused)
+        files = [b"1" * (i + 1) for i in range(8)]
+        files[5] = refused
+        found = on_thread(node.images, files)
+        assert isinstance(found[5], kind) and str(found[5]) == text, "what is bad on the CPU is bad"
+        assert [float(one.mean()) for one in found if isinstance(one, torch.Tensor)] == [1, 2, 3, 4, 5, 7, 8]
+        assert fragile.calls == [8, 4, 4, 2, 1, 1, 2]
+
+
 def test_a_node_that_raises_takes_one_image_at_a_time(on_thread: OnThread) -> None:
     node = preprocess_node(on_thread, on_error="raise")
     assert (node.max(), preprocess_node(on_thread).max()) == (1, 2)
