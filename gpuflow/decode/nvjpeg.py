@@ -46,6 +46,8 @@ _STATUS = {
     9: "implementation not supported",
     10: "incomplete bitstream",
 }
+_OF_A_FILE, _ALLOCATION_FAILED = frozenset((3, 4, 9, 10)), 5
+"""The statuses that say something of a file, and that of a lack of memory."""
 
 
 class NvjpegError(GpuflowError, RuntimeError):
@@ -54,6 +56,15 @@ class NvjpegError(GpuflowError, RuntimeError):
     def __init__(self, call: str, status: int) -> None:
         self.call, self.status = call, status
         super().__init__(f"nvJPEG: {call} returned {status} ({_STATUS.get(status, 'unknown')})")
+
+    @property
+    def is_of_a_file(self) -> bool:
+        """Whether nvJPEG refuses a file, and did not fail for another reason."""
+        return self.status in _OF_A_FILE
+
+    @property
+    def lacks_memory(self) -> bool:
+        return self.status == _ALLOCATION_FAILED
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.call, self.status)

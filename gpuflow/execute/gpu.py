@@ -472,8 +472,7 @@ class GpuRunner:
                 for i, target in enumerate(targets)
             ]
             sent_plans = self._device_stream.send_all(plans)
-            with self._decoders.acquire() as decoder:
-                good = decoder.decode(files)
+            good = self._decoders.decode(files)
             for passes, draws, sent, target in zip(self._passes, chunks[0].draws, sent_plans, targets, strict=True):
                 passes.sample(0, draws[0], sent, target)
         for number in call.results:

@@ -6,6 +6,7 @@ Two concurrent calls decode a fifth more images than one, but they cost a traini
 
 from __future__ import annotations
 
+import errno
 import logging
 import queue
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 
 from gpuflow.decode import self_test
 from gpuflow.decode.nvjpeg import BatchedDecoder, NvjpegError, NvjpegLibrary
-from gpuflow.errors import DecoderError
+from gpuflow.errors import DecoderError, SystemFault
 from gpuflow.execute.device_stream import DeviceStream, take_free
 
 __all__ = ["CALL_SECONDS", "JpegBatch", "NvjpegDecoder", "NvjpegDecoderPool"]
@@ -79,6 +80,8 @@ class NvjpegDecoder:
         second: bool,
     ) -> None:
         self._device_stream, self._color, self._refused = device_stream, color, 0
+        self._reported = set[int]()
+        """The statuses of nvJPEG that were logged."""
         self._make = partial(BatchedDecoder, library, color, backend)
         self._states = {self_test.SAMPLING: _State(self._make())}
         self._stream = device_stream.new_stream() if second else device_stream.stream
@@ -93,6 +96,7 @@ class NvjpegDecoder:
 
         Raises:
             DecoderError: the decoder fails on gpuflow's own test image too, even after it was replaced.
+            SystemFault: there is not enough GPU memory for one file.
         """
         good = self._decode_by_halves(files)
         self._device_stream.wait_stream(self._stream)
@@ -110,7 +114,10 @@ class NvjpegDecoder:
             state.queued.synchronize()
         try:
             state.decoder.decode(data, lengths, images, self._stream.cuda_stream)
-        except NvjpegError:
+        except NvjpegError as error:
+            if count == 1 and error.lacks_memory:
+                raise _memory_fault(error) from error
+            self._report(error)
             if count == 1:
                 return np.array([False])
             middle = count // 2
@@ -124,8 +131,25 @@ class NvjpegDecoder:
         """The state for images [N, 3] of one sampling."""
         sampling = int(frames[0, 2])
         if sampling not in self._states:
-            self._states[sampling] = _State(self._make())
+            try:
+                self._states[sampling] = _State(self._make())
+            except NvjpegError as error:
+                if error.lacks_memory:
+                    raise _memory_fault(error) from error
+                raise
         return self._states[sampling]
+
+    def _report(self, error: NvjpegError) -> None:
+        """Log a failed call if it says nothing of a file, the first one of each status."""
+        if not error.is_of_a_file and error.status not in self._reported:
+            self._reported.add(error.status)
+            _LOG.warning("%s; the images of such a call are decoded in smaller calls, or by the CPU", error)
+
+    def synchronize(self) -> None:
+        """Block the host until the GPU has finished all calls of this decoder."""
+        for state in self._states.values():
+            if state.queued is not None:
+                state.queued.synchronize()
 
     @property
     def channels(self) -> int:
@@ -133,13 +157,15 @@ class NvjpegDecoder:
 
     def check(self) -> None:
         """Decode gpuflow's own test image; replace a decoder that fails. Raises DecoderError if the new one fails."""
-        if self._passes():
-            return
-        _LOG.warning("nvJPEG no longer decodes gpuflow's test image; its decoder is replaced")
         try:
+            if self._passes():
+                return
+            _LOG.warning("nvJPEG no longer decodes gpuflow's test image; its decoder is replaced")
             self._states = {self_test.SAMPLING: _State(self._make())}
             if self._passes():
                 return
+        except SystemFault as fault:
+            raise DecoderError(f"nvJPEG does not decode gpuflow's test image: {fault.strerror}") from fault
         except NvjpegError as error:
             raise DecoderError(f"{error}; end this process and start another one") from error
         raise DecoderError("nvJPEG does not decode gpuflow's test image; end this process and start another one")
@@ -167,6 +193,10 @@ class NvjpegDecoder:
         device_stream.wait_stream(self._stream)
         device_stream.synchronize()
         return memory.cpu().numpy() if decoded else None
+
+
+def _memory_fault(error: NvjpegError) -> SystemFault:
+    return SystemFault(errno.ENOMEM, f"{error}; free GPU memory, or lower batch.size")
 
 
 class NvjpegDecoderPool:
@@ -201,25 +231,54 @@ class NvjpegDecoderPool:
             with suppress(queue.Empty):
                 self._free.put(self._spare.get_nowait())
 
+    def decode(self, files: JpegBatch) -> NDArray[np.bool_]:
+        """Decode files by a decoder that is free: see `NvjpegDecoder.decode`. Raises LoaderTimeout as `acquire` does.
+
+        If there is no memory for the second decoder's call, that decoder is given up, and the first one decodes them.
+        """
+        with self.acquire() as decoder:
+            try:
+                return decoder.decode(files)
+            except SystemFault as fault:
+                if decoder is self._decoders[0]:
+                    raise
+                decoder.synchronize()  # it may have decoded some of them
+                self._give_up(self._decoders.index(decoder), str(fault))
+        del decoder  # which frees its memory
+        return self.decode(files)
+
     @contextmanager
     def acquire(self) -> Iterator[NvjpegDecoder]:
         """A decoder, once one is free. Raises LoaderTimeout if an earlier call does not end."""
         place = self._acquire_place()
+        decoder = self._decoders[place]
+        assert decoder is not None
         try:
-            yield self._decoder(place)
+            yield decoder
         finally:
-            self._free.put(place)
+            if self._decoders[place] is not None:
+                self._free.put(place)
 
     def _acquire_place(self) -> int:
         while True:
             place = take_free(self._free, CALL_SECONDS, "nvJPEG did not end a call")
-            if place == 0 or self._starved:
+            if place == 0:
                 return place
-            self._spare.put(place)
+            if not self._starved:
+                self._spare.put(place)
+            elif self._is_made(place):
+                return place
 
-    def _decoder(self, place: int) -> NvjpegDecoder:
-        """The decoder at this place. The second is created on first use: it needs as much GPU memory as the first."""
-        decoder = self._decoders[place]
-        if decoder is None:
-            decoder = self._decoders[place] = self._make(second=True)
-        return decoder
+    def _is_made(self, place: int) -> bool:
+        """Create the second decoder on first use: it needs as much GPU memory as the first. False if that fails."""
+        if self._decoders[place] is None:
+            try:
+                self._decoders[place] = self._make(second=True)
+            except RuntimeError as error:  # NvjpegError, or one of torch's for the stream
+                self._give_up(place, str(error))
+        return self._decoders[place] is not None
+
+    def _give_up(self, place: int, reason: str) -> None:
+        """Do without the decoder at this place, which is in no queue, for good."""
+        self._decoders[place] = None
+        _LOG.warning("%s; nvJPEG decodes one call at a time, not two", reason)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -11,8 +12,8 @@ import numpy as np
 import pytest
 
 from gpuflow.decode import self_test
-from gpuflow.errors import LoaderTimeout
-from gpuflow.execute.nvjpeg_decoders import JpegBatch, NvjpegDecoderPool
+from gpuflow.errors import DecoderError, LoaderTimeout, SystemFault, is_system_fault
+from gpuflow.execute.nvjpeg_decoders import JpegBatch, NvjpegDecoder, NvjpegDecoderPool
 
 
 class Stream:
@@ -136,6 +137,119 @@ def test_a_call_that_does_not_end_is_named(monkeypatch: pytest.MonkeyPatch) -> N
     named = pytest.raises(LoaderTimeout, match=r"nvJPEG did not end a call within 0\.05 s")
     with decoders.acquire(), named, decoders.acquire():
         pass
+
+
+class FaultyLibrary(SlowLibrary):
+    """Fails calls that decode: `fails` gets the number of images and the stream, and returns a status of nvJPEG."""
+
+    def __init__(self, fails: Callable[[int, int], int]) -> None:
+        super().__init__()
+        self._fails, self.decoded = fails, list[tuple[int, int]]()
+        self.most_decoders = 1 << 10
+
+    def create(self, *arguments: Any) -> int:
+        super().create()
+        return 0 if self.made <= self.most_decoders else NO_MEMORY
+
+    def initialize(self, handle: Any, state: Any, count: int, *arguments: Any) -> int:
+        self._count = count
+        return 0
+
+    def decode(self, handle: Any, state: Any, data: int, lengths: int, images: int, stream: int) -> int:
+        status = self._fails(self._count, stream)
+        if not status:
+            self.decoded.append((self._count, stream))
+        return status
+
+
+NO_MEMORY = 5
+FIRST, SECOND = 7, 5
+"""The streams of the two decoders."""
+
+
+def pool_on(library: SlowLibrary) -> NvjpegDecoderPool:
+    substitutes: tuple[Any, Any] = (DeviceStream(), library)
+    return NvjpegDecoderPool(*substitutes, "rgb", "hardware")
+
+
+def four() -> JpegBatch:
+    numbers = np.ones(4, np.uint64)
+    return JpegBatch(numbers, numbers, np.ones((4, 8), np.uint64), FRAMES)
+
+
+def test_without_memory_for_a_call_smaller_ones_decode_its_images(caplog: pytest.LogCaptureFixture) -> None:
+    library = FaultyLibrary(lambda count, stream: NO_MEMORY if count > 2 else 0)
+    decoders = pool_on(library)
+    for _ in range(3):
+        assert decoders.decode(four()).all()
+    assert set(library.decoded) == {(2, FIRST)}
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "nvJPEG: nvjpegDecodeBatched returned 5 (allocation failed); "
+        "the images of such a call are decoded in smaller calls, or by the CPU"
+    )
+
+
+def test_without_memory_for_one_image_it_is_no_images_fault() -> None:
+    decoders = pool_on(FaultyLibrary(lambda count, stream: NO_MEMORY))
+    with pytest.raises(SystemFault) as caught:
+        decoders.decode(four())
+    assert is_system_fault(caught.value)
+    assert caught.value.strerror == (
+        "nvJPEG: nvjpegDecodeBatched returned 5 (allocation failed); free GPU memory, or lower batch.size"
+    )
+    with pytest.raises(SystemFault):
+        decoders.decode(four())  # the decoder is free again
+
+
+def test_without_memory_for_a_state_it_is_no_images_fault() -> None:
+    library = FaultyLibrary(lambda count, stream: 0)
+    library.most_decoders = 1
+    other = four()._replace(frames=FRAMES + 1)
+    with pytest.raises(SystemFault, match="nvjpegCreateEx"):
+        pool_on(library).decode(other)
+
+
+def test_a_check_without_memory_is_an_error_of_the_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(decoder: NvjpegDecoder) -> None:
+        decoder._decode_by_halves(four())
+
+    monkeypatch.setattr(NvjpegDecoder, "_test_image", fail)
+    decoders = pool_on(FaultyLibrary(lambda count, stream: NO_MEMORY))
+    text = r"gpuflow's test image: nvJPEG: .*\(allocation failed\)"
+    with decoders.acquire() as decoder, pytest.raises(DecoderError, match=text) as caught:
+        decoder.check()
+    assert is_system_fault(caught.value)
+
+
+@pytest.mark.parametrize(("status", "logged"), [(3, 0), (4, 0), (9, 0), (10, 0), (1, 1), (6, 1), (8, 1)])
+def test_failures_that_are_not_of_a_file_are_logged_once(
+    status: int, logged: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    decoders = pool_on(FaultyLibrary(lambda count, stream: status))
+    for _ in range(3):
+        assert not decoders.decode(four()).any()
+    assert len(caplog.records) == logged
+
+
+@pytest.mark.parametrize("when", ["it is created", "it decodes"])
+def test_without_memory_for_the_second_decoder_the_first_one_goes_on(
+    when: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    library = FaultyLibrary(lambda count, stream: NO_MEMORY if stream == SECOND else 0)
+    if when == "it is created":
+        library.most_decoders = 1
+    decoders = pool_on(library)
+    decoders.set_starved(True)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(5):
+            decoders.set_starved(True)
+            assert decoders.decode(four()).all()
+        work(decoders)
+    assert {stream for _, stream in library.decoded} == {FIRST}
+    assert library.made == 2, "it is tried once"
+    text = "nvJPEG decodes one call at a time, not two"
+    assert [record.getMessage().endswith(text) for record in caplog.records].count(True) == 1
 
 
 class Event(Stream):
