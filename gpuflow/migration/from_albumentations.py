@@ -17,6 +17,9 @@ __all__ = ["read_albumentations"]
 _MATCHES = (
     "Matches Albumentations on RGB images of uint8: OpenCV's resize does not antialias, and is within 1 level of this."
 )
+_BORDER = (
+    "Pixels at the border of a rotated image are blended with the fill as torchvision does it: up to 64 levels apart."
+)
 _RANDOM = "Random transforms have the same ranges and probabilities; their draws are others."
 _COMMON = ("__class_fullname__", "p", "mask_interpolation", "fill_mask")
 _LINEAR, _AREA = cv2.INTER_LINEAR, cv2.INTER_AREA
@@ -56,9 +59,10 @@ def read_albumentations(path: str) -> Imported:
         raise document.error(rule, action=f"write it with A.save(transform, {path!r})")
     reader = _Reader(document)
     reader.add(transform, ("transform",))
+    notes = ((_BORDER, reader.blends), (_RANDOM, reader.random))
     return Imported(
         source=f"albumentations:{path}",
-        matches=(_MATCHES, *((_RANDOM,) if reader.random else ())),
+        matches=(_MATCHES, *(note for note, holds in notes if holds)),
         pipelines={"train" if reader.random else "val": (decode(), *reader.entries)},
         gaps=tuple(reader.gaps),
     )
@@ -71,7 +75,7 @@ class _Reader:
         self._document = document
         self.entries: list[Entry] = []
         self.gaps: list[Problem] = []
-        self.random = False
+        self.random = self.blends = False
 
     def add(self, given: Any, at: tuple[Key, ...]) -> None:
         """Add the entries of a transform. at: where it stands in the file."""
@@ -228,6 +232,7 @@ def _rotate(reader: _Reader, given: _Given) -> list[Entry]:
     if given.get("crop_border"):
         reader.differs("crop_border", "cuts off the border", "rotate, which keeps the size")
     mode = _FILTERS.get(given.get("interpolation", _LINEAR), "bicubic")
+    reader.blends |= border == "constant" and mode != "nearest"
     if mode == "bicubic":
         reader.differs("interpolation", "is a filter that the stage rotate does not have", "bilinear")
     keys: dict[str, Any] = {"degrees": high if low == -high else [low, high]}

@@ -324,6 +324,12 @@ def test_what_albumentations_has_and_no_stage_equals(tmp_path: Path, transform: 
     assert found.startswith(text)
 
 
+@pytest.mark.parametrize(("border", "said"), [(0, True), (1, False)])
+def test_the_notes_say_how_a_rotated_border_is_blended(tmp_path: Path, border: int, said: bool) -> None:
+    found = read(tmp_path, "albumentations", serialised({"name": "Rotate", "limit": [-9, 9], "border_mode": border}))
+    assert any("blended with the fill as torchvision does it" in note for note in found.matches) == said
+
+
 def test_a_file_that_is_not_serialised_albumentations(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"x\.json: must hold what Albumentations' A\.to_dict gives"):
         read(tmp_path, "albumentations", {"transform": []})
