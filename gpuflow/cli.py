@@ -56,6 +56,7 @@ app = typer.Typer(
     help="Turns images into tensors, as one YAML file describes, for PyTorch training and for serving.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
     add_completion=False,
 )
 

@@ -77,6 +77,13 @@ def test_every_command_says_what_it_does(command: str) -> None:
     assert len(words) > 200
 
 
+def test_paragraphs_of_the_help_fill_the_width() -> None:
+    result = CliRunner(env={"COLUMNS": "80"}).invoke(app, ["import", "--help"])
+    paragraph = result.output.partition("module:attribute names")[2].partition("\n" + " " * 80)[0]
+    _, *lines, _ = (line.rstrip() for line in paragraph.splitlines())
+    assert len(lines) >= 3 and min(map(len, lines)) > 60
+
+
 def test_the_help_lists_every_command() -> None:
     result = CliRunner().invoke(app, ["--help"])
     assert result.exit_code == 0
