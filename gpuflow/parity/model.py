@@ -11,8 +11,9 @@ import torch
 from gpuflow.config import Config, ModelSpec
 from gpuflow.engines import Engine, open_engine, read_info, refuse_other_preprocessing
 from gpuflow.engines.base import black_images
-from gpuflow.errors import ConfigError, MissingExtra
+from gpuflow.errors import ConfigError, MissingExtra, Problem
 from gpuflow.parity.base import Result
+from gpuflow.parity.measure import differences
 from gpuflow.parity.report import Logits
 from gpuflow.pipeline.program import Program
 from gpuflow.pipeline.stage import Pipeline
@@ -50,6 +51,9 @@ def find_model(config: Config, program: Program, path: Path | None) -> tuple[Stu
         return None, f"none: {file} is not there; train or export it, or name another one with --model"
     if problems := [replace(problem, place="--model:", path=()) for problem in ModelSpec(file=file).problems()]:
         raise ConfigError(problems)
+    if path is not None and not path.is_file():
+        action = "train or export the model, or leave the option out"
+        raise ConfigError([Problem("--model:", "must be the file of a model, and there is no such file", file, action)])
     try:
         info, stages = read_info(file), program.pipeline.stages
     except MissingExtra as error:
@@ -112,11 +116,11 @@ class LogitTally:
 
     def add(self, a: torch.Tensor, b: torch.Tensor) -> None:
         """Add the logits [K] of one image from both ways."""
-        difference = (a - b).abs()
+        apart = differences(a, b)
         self._images += 1
         self._flips += int(a.argmax() != b.argmax())
-        self._max, self._sum = max(self._max, float(difference.max())), self._sum + float(difference.sum())
-        self._values += difference.numel()
+        self._max, self._sum = max(self._max, float(apart.max())), self._sum + float(apart.sum())
+        self._values += apart.numel()
 
     def result(self, kind: str) -> Logits | None:
         """The summary; None if there was no image."""

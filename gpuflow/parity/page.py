@@ -35,7 +35,10 @@ def write_report(report: Report, folder: Path) -> tuple[Path, Path]:
     """Write parity.json and report.html into a folder, which is created if it does not exist."""
     folder.mkdir(parents=True, exist_ok=True)
     figures, shown = folder / "parity.json", folder / "report.html"
-    for path, text in ((figures, json.dumps(report.as_dict(), indent=2) + "\n"), (shown, page(report))):
+    for path, text in (
+        (figures, json.dumps(report.as_dict(), indent=2, allow_nan=False) + "\n"),
+        (shown, page(report)),
+    ):
         with atomic_write(path) as file:  # file names need not be text
             file.write(text.encode(errors="backslashreplace"))
     return figures, shown

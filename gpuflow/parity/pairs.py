@@ -16,7 +16,7 @@ from gpuflow.errors import BadSampleError, GpuflowError, did_you_mean
 from gpuflow.parity.base import Result, Way
 from gpuflow.parity.images import ParityImage
 from gpuflow.parity.libraries import is_library
-from gpuflow.parity.measure import Scale, Tally, levels_apart
+from gpuflow.parity.measure import Scale, Tally, differences, levels_apart
 from gpuflow.parity.model import Answers, LogitTally
 from gpuflow.parity.prefixes import Prefix
 from gpuflow.parity.report import Pair, Picture, Row
@@ -147,7 +147,7 @@ class PairComparison:
         self._pixels, self._apart, self._value = 0, 0, 0.0
         self._refused: list[str] = []
         self._alone: list[tuple[str, str]] = []
-        self._beyond: list[tuple[str, str]] = []
+        self._reference_refuses: list[tuple[str, str]] = []
         self._worst = {"own": [], "hostile": []}
         return True
 
@@ -167,8 +167,14 @@ class PairComparison:
                 self._refused.append(sample.name)
                 continue
             ((way, fault),) = faults.items()
-            listed = self._beyond if self._rule.kind in ("reference", "library") and way == self.b else self._alone
-            listed.append((sample.name, f"{way} refuses it: {fault.stage}: {fault.reason}"))
+            excused = way == self.b and self._may_refuse(sample)
+            (self._reference_refuses if excused else self._alone).append(
+                (sample.name, f"{way} refuses it: {fault.stage}: {fault.reason}")
+            )
+
+    def _may_refuse(self, sample: ParityImage) -> bool:
+        """Whether the reference may refuse an image: torchvision any, another library those that are not the user's."""
+        return self._rule.kind == "reference" or (self._rule.kind == "library" and sample.kind != "own")
 
     def _compare(self, sample: ParityImage, size: tuple[int, int] | None, a: torch.Tensor, b: torch.Tensor) -> None:
         self._same_device = self._same_device and a.device.type == b.device.type
@@ -181,7 +187,7 @@ class PairComparison:
         self._pixels += largest.size
         self._apart += int((largest > max(_ROUNDING, self._scale.noise)).sum())
         if levels.size:
-            self._value = max(self._value, float((a.double() - b.double()).abs().max()))
+            self._value = max(self._value, float(differences(a, b).max()))
         if not self._prefix.program.specs[self._prefix.count].fixed:
             return
         score, worst = float(levels.mean() if self._rule.kind == "nothing" else levels.max()), self._worst[kind]
@@ -214,7 +220,7 @@ class PairComparison:
                 hostile=hostile.result(),
                 refused=tuple(self._refused),
                 alone=tuple(self._alone),
-                beyond=tuple(self._beyond),
+                reference_refuses=tuple(self._reference_refuses),
                 pixels=self._apart / max(self._pixels, 1),
                 value=self._value,
             )

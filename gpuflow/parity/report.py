@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -24,9 +25,9 @@ class Row:
     allowed: the limit in levels, 0 for equal, None for no limit. noise: levels that rounding to 16 or 32 bits may add.
     refused: images that both refuse. alone: images that only one of them refuses, or for which the results differ in
     shape or dtype, with the reason.
-    beyond: images that only the reference refuses, with the reason; they do not count against the other way.
+    reference_refuses: images that only the reference refuses, with the reason; they do not count against the other way.
     pixels: the share of pixels that are apart by more than the rounding of floats. value: the largest difference of the
-    results themselves, after normalize for instance.
+    results themselves, after normalize for instance; infinite where one of two values is NaN or infinite.
     """
 
     stage: str
@@ -39,7 +40,7 @@ class Row:
     hostile: Levels | None
     refused: tuple[str, ...]
     alone: tuple[tuple[str, str], ...]
-    beyond: tuple[tuple[str, str], ...]
+    reference_refuses: tuple[tuple[str, str], ...]
     pixels: float = 0.0
     value: float = 0.0
 
@@ -50,9 +51,11 @@ class Row:
 
     @property
     def breach(self) -> bool:
-        """Whether the two ways differ by more than allowed, or do not accept the same images."""
+        """Whether the two ways differ by more than allowed, or do not accept the same images, or none was compared."""
         if self.allowed is None:
             return False
+        if self.images == 0:
+            return True
         apart = self.differ > 0 if self.allowed == 0 else not self.max <= self.allowed + self.noise
         return apart or bool(self.alone)
 
@@ -61,7 +64,8 @@ class Row:
 class Logits:
     """Differences between a model's logits for two ways' images of one kind, `own` or `hostile`.
 
-    max, mean: of the differences of logits. flips: the number of images whose top prediction differs.
+    max, mean: of the differences of logits; infinite where one of two logits is NaN or infinite. flips: the number of
+    images whose top prediction differs.
     """
 
     kind: str
@@ -102,19 +106,28 @@ class Pair:
         return any(row.breach for row in self.rows)
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything but the pictures, as plain values."""
+        """Everything but the pictures, as plain values; None for infinite ones, which JSON cannot say."""
         return {
             "a": self.a,
             "b": self.b,
             "asked": self.asked,
             "verdict": ("breach" if self.breach else "pass") if self.asked else None,
             "rows": [
-                {**asdict(row), "alone": dict(row.alone), "beyond": dict(row.beyond), "breach": row.breach}
+                {
+                    **_finite(asdict(row)),
+                    "alone": dict(row.alone),
+                    "reference_refuses": dict(row.reference_refuses),
+                    "breach": row.breach,
+                }
                 for row in self.rows
             ],
-            "logits": [asdict(logits) for logits in self.logits],
+            "logits": [_finite(asdict(logits)) for logits in self.logits],
             "skipped": [{"stage": stage, "reason": reason} for stage, reason in self.skipped],
         }
+
+
+def _finite(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: None if value in (math.inf, -math.inf) else value for name, value in values.items()}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

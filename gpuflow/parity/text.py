@@ -88,7 +88,8 @@ def breaches(pair: Pair) -> Iterator[str]:
             more = f" ({_in_results(row)})" if is_library(pair.b) and row.pixels else ""
             apart = f"{show_levels(row.max)} levels apart{more}, limit {show_allowed(row)}" if row.differ else ""
             alone = f"{len(row.alone)} images that only one of them accepts or gives in this form" if row.alone else ""
-            yield f"{pair.a} against {pair.b} after {row.stage}: {'; '.join(filter(None, (apart, alone)))}"
+            none = "no image could be compared" if row.images == 0 and not row.alone else ""
+            yield f"{pair.a} against {pair.b} after {row.stage}: {'; '.join(filter(None, (apart, alone, none)))}"
 
 
 def notes(report: Report) -> Iterator[str]:
@@ -99,7 +100,7 @@ def notes(report: Report) -> Iterator[str]:
         for reason in dict.fromkeys(reason for _, reason in pair.skipped):
             stages = ", ".join(stage for stage, other in pair.skipped if other == reason)
             yield f"{name}: not after {stages}: {reason}"
-        alone = dict(entry for row in pair.rows for entry in (*row.alone, *row.beyond))
+        alone = dict(entry for row in pair.rows for entry in (*row.alone, *row.reference_refuses))
         for image, reason in list(alone.items())[:_LISTED]:
             yield f"{name}: {image}: {reason}"
         if len(alone) > _LISTED:

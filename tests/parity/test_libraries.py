@@ -12,6 +12,7 @@ import pytest
 from gpuflow.parity.libraries import libraries_of
 from tests.commands import Run, command_here
 from tests.datasets import VAL, deadline
+from tests.images import jpeg, photo
 from tests.parity.conftest import read
 
 THEIRS = "torchvision:tests.migration.their_transforms"
@@ -62,6 +63,33 @@ def test_random_transforms_cannot_be_compared(parity: Run, imported: str, photos
     done = parity("--against", f"{THEIRS}:train", "--data", photos)
     assert done.code == 1
     assert "train cannot run here: it draws random numbers; name the transforms of validation" in done.err
+
+
+FAILING = "torchvision:tests.parity.failing_transforms"
+
+
+def test_transforms_that_take_no_image_cannot_be_compared(parity: Run, imported: str, photos: Path) -> None:
+    done = parity("--against", f"{FAILING}:always", "--data", photos)
+    assert done.code == 1
+    assert "always cannot run here: it fails on every image of gpuflow's own: no image is good enough" in done.err
+
+
+def test_an_image_of_yours_that_only_the_library_refuses_is_a_breach(
+    parity: Run, imported: str, tmp_path: Path
+) -> None:
+    (tmp_path / "data").mkdir()
+    for number in range(3):
+        (tmp_path / "data" / f"{number}.jpg").write_bytes(jpeg(photo(40, 40 + number // 2)))
+    source = f"{FAILING}:photographs"
+    done = parity("--against", source, "--data", tmp_path / "data")
+    assert done.code == 1
+    words = " ".join(done.out.split())
+    assert f"BREACH: val against {source} after normalize: " in words
+    assert "2 images that only one of them accepts or gives in this form" in words
+    (pair,) = json.loads((tmp_path / "out" / "parity.json").read_text())["pairs"]
+    reason = f"{source} refuses it: library: not this size"
+    assert pair["rows"][-1]["alone"] == {"0.jpg": reason, "1.jpg": reason}
+    assert not pair["rows"][0]["breach"]
 
 
 def test_a_source_that_names_no_library(photos: Path, tmp_path: Path) -> None:

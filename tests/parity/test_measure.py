@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from gpuflow.decode.preset import Preset
-from gpuflow.parity.measure import Levels, Scale, Tally, levels_apart
+from gpuflow.errors import GpuflowError
+from gpuflow.parity.measure import Levels, Scale, Tally, differences, levels_apart
 from gpuflow.stages import CenterCrop, Decode, Normalize, Torchvision
 from tests.running import program_of
 
@@ -52,6 +53,20 @@ def test_nan_and_infinity_are_255_levels_from_any_number() -> None:
     nan, inf = float("nan"), float("inf")
     a, b = torch.tensor([nan, nan, inf, inf, 1.0]), torch.tensor([nan, 0.0, inf, 0.0, 1.0])
     assert levels_apart(a[None, None], b[None, None], PLAIN).flatten().tolist() == [0, 255, 0, 255, 0]
+
+
+def test_differences_of_what_is_no_number() -> None:
+    nan, inf = float("nan"), float("inf")
+    a, b = torch.tensor([nan, nan, inf, inf, 1.0]), torch.tensor([nan, 0.0, inf, 0.0, 1.5])
+    assert differences(a, b).tolist() == [0, inf, 0, inf, 0.5]
+    assert differences(torch.tensor([3], dtype=torch.uint8), torch.tensor([5], dtype=torch.uint8)).tolist() == [2]
+
+
+def test_a_stage_that_takes_no_plain_image() -> None:
+    pad = Torchvision(name="Pad", parameters=(("padding", 9), ("padding_mode", "reflect")))
+    scaled = Torchvision(name="ToDtype", parameters=(("dtype", "float32"), ("scale", True)))
+    with pytest.raises(GpuflowError, match="parity: a plain image of 8x8 pixels cannot be preprocessed: torchvision: "):
+        Scale.of(program_of(Decode(), pad, CenterCrop(size=4), scaled))
 
 
 def test_a_tally_of_pixels() -> None:

@@ -39,7 +39,7 @@ def row(stage: str, number: int, allowed: float | None, most: float) -> Row:
         hostile=None,
         refused=("empty file",),
         alone=(),
-        beyond=(),
+        reference_refuses=(),
     )
 
 
@@ -173,7 +173,7 @@ def test_json_has_everything_but_the_pictures(tmp_path: Path) -> None:
         "hostile": None,
         "refused": ["empty file"],
         "alone": {},
-        "beyond": {},
+        "reference_refuses": {},
         "pixels": 0,
         "value": 0,
         "breach": True,

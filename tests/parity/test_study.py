@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,10 @@ from gpuflow.parity import Report, study
 from gpuflow.parity.base import Result, Results, Way
 from gpuflow.parity.images import Encoded
 from gpuflow.parity.measure import Levels
+from gpuflow.parity.model import LogitTally
 from gpuflow.parity.pairs import Rule
 from gpuflow.parity.prefixes import Prefix
-from gpuflow.parity.report import Pair, Row
+from gpuflow.parity.report import Logits, Pair, Row
 from gpuflow.parity.text import breaches, verdict
 from gpuflow.parity.ways import ways_of
 from gpuflow.stages import STAGES
@@ -110,7 +112,7 @@ def test_one_list_of_stages_passes(photos: Path, tmp_path: Path) -> None:
         ("center_crop", 3, 0, 40, 0),
         ("normalize", 4, 0, 40, 0),
     ]
-    assert all(sorted(row.refused) == list(BAD) and row.alone == row.beyond == () for row in serve.rows)
+    assert all(sorted(row.refused) == list(BAD) and row.alone == row.reference_refuses == () for row in serve.rows)
     assert serve.skipped == tuple(
         (stage, "a graph gives images of one size, and after this stage they differ") for stage in ("decode", "resize")
     )
@@ -161,9 +163,9 @@ def test_an_image_that_only_the_reference_refuses_is_no_breach(photos: Path, tmp
     """torchvision refuses an image of height 0, which resizing the longer side would make of a 400x3 image."""
     stages = STAGES_OF_ALL_KINDS["gray, longer side"]
     (decode, resize, _) = pair(study(read(photos, tmp_path, stages), count=0), "torchvision").rows
-    assert decode.beyond == ()
-    assert {name for name, _ in resize.beyond} == {"jpeg 400x3", "jpeg 2x300"}
-    assert resize.beyond[0][1].startswith("torchvision refuses it: torchvision: ")
+    assert decode.reference_refuses == ()
+    assert {name for name, _ in resize.reference_refuses} == {"jpeg 400x3", "jpeg 2x300"}
+    assert resize.reference_refuses[0][1].startswith("torchvision refuses it: torchvision: ")
 
 
 def test_a_preset_is_trained_and_served_alike(photos: Path, tmp_path: Path) -> None:
@@ -233,6 +235,20 @@ def test_an_image_that_only_one_way_accepts_is_a_breach(photos: Path, tmp_path: 
         read(photos, tmp_path), lambda _, x: x if isinstance(x, torch.Tensor) else torch.zeros(3, 2, 2)
     )
     assert {name for name, _ in only_gives.pairs[0].rows[-1].alone} == set(BAD)
+
+
+def test_a_pair_of_which_no_image_can_be_compared_is_a_breach(photos: Path, tmp_path: Path) -> None:
+    config = read(photos, tmp_path)
+    ways, refuse = dict(ways_of(config, "val")), lambda _, result: BadSampleError("decode", "not today")
+    report = study(
+        config,
+        count=2,
+        against=("val", "serve"),
+        ways={name: Changed(ways["val"], refuse) for name in ("val", "serve")},
+    )
+    assert all((row.images, len(row.refused), row.breach) == (0, 41, True) for row in report.pairs[0].rows)
+    assert verdict(report).splitlines()[0] == "BREACH: val against serve after decode: no image could be compared"
+    assert not study(config, count=2, ways={**ways, "opencv": Changed(ways["val"], refuse)}).breach
 
 
 def test_a_naive_way_is_never_a_breach_unless_asked_for(photos: Path, tmp_path: Path) -> None:
@@ -339,7 +355,7 @@ def test_what_each_rule_allows() -> None:
 def test_rounding_to_16_bits_is_no_breach() -> None:
     row = Row(
         stage="normalize", number=1, allowed=2, noise=0.9, images=1, differ=1, own=None, hostile=None, refused=(),
-        alone=(), beyond=(),
+        alone=(), reference_refuses=(),
     )  # fmt: skip
 
     def apart(levels: float, **changes: Any) -> bool:
@@ -350,6 +366,8 @@ def test_rounding_to_16_bits_is_no_breach() -> None:
     assert apart(0.5, allowed=0)
     assert not apart(100, allowed=None)
     assert apart(0, alone=(("x", "y"),))
+    assert apart(0, images=0)
+    assert not apart(0, images=0, allowed=None)
 
 
 # --- logits -----------------------------------------------------------------------------------------------------------
@@ -372,6 +390,20 @@ def test_logits_and_flips(model: Path, photos: Path, tmp_path: Path) -> None:
     _, hostile = pair(report, "torchpipe_cpu").logits
     assert hostile.images == 33  # no WebP
     assert hostile.flips > 0 and hostile.max > hostile.mean > 0
+
+
+def test_logits_that_are_no_numbers_are_infinitely_far_from_numbers() -> None:
+    nan, inf = math.nan, math.inf
+    tally = LogitTally()
+    tally.add(torch.tensor([nan, 1.0, -inf]), torch.tensor([nan, 1.5, -inf]))
+    assert tally.result("own") == Logits(kind="own", images=1, max=0.5, mean=0.5 / 3, flips=0)
+    for ours, theirs in ((nan, 0.0), (0.0, inf), (-inf, inf)):
+        tally = LogitTally()
+        tally.add(torch.tensor([ours, 1.0]), torch.tensor([theirs, 1.0]))
+        found = tally.result("own")
+        assert found is not None and (found.max, found.mean) == (inf, inf)
+        shown = Pair(a="val", b="serve", asked="", rows=(), logits=(found,)).as_dict()["logits"]
+        assert (shown[0]["max"], shown[0]["mean"]) == (None, None)
 
 
 def test_the_served_model_is_taken_by_itself(model: Path, photos: Path, tmp_path: Path) -> None:
@@ -398,5 +430,11 @@ def test_the_served_model_is_taken_by_itself(model: Path, photos: Path, tmp_path
 def test_a_model_that_does_not_fit(model: Path, photos: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^--model: must end in \.onnx, \.pt or \.pt2, got 'x\.txt'$"):
         study(read(photos, tmp_path), count=0, model=Path("x.txt"))
+    with pytest.raises(ConfigError) as caught:
+        study(read(photos, tmp_path), count=0, model=Path("gone.onnx"))
+    assert str(caught.value) == (
+        "--model: must be the file of a model, and there is no such file, got 'gone.onnx'; "
+        "train or export the model, or leave the option out"
+    )
     with pytest.raises(ConfigError, match=r"takes images of float32 3x24x24 .*, serve\.stages give uint8 3x24x24"):
         study(read(photos, tmp_path, RAW), count=0, model=model)
