@@ -1,0 +1,18 @@
+"""Transforms that raise, for `gpuflow parity FILE --against torchvision:tests.parity.failing_transforms:NAME`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.migration.their_transforms import val
+
+
+def always(image: Any) -> Any:
+    raise ValueError("no image is good enough")
+
+
+def photographs(image: Any) -> Any:
+    """Raises for the size that the tests' photographs have."""
+    if image.size == (40, 40):
+        raise ValueError("not this size")
+    return val(image)
