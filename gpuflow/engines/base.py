@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from gpuflow.config import ModelSpec
-from gpuflow.errors import ConfigError, Problem
+from gpuflow.errors import ConfigError, Problem, show
 from gpuflow.pipeline.stage import ImageSpec, Pipeline
 from gpuflow.runtime.cpu_budget import available_threads
 from gpuflow.runtime.threads import DaemonPool
@@ -63,8 +63,23 @@ class ModelInfo:
 
     @classmethod
     def from_json(cls, text: str | None) -> ModelInfo:
-        """From what `to_json` wrote; unknown keys are ignored. None and "" give an empty `ModelInfo`."""
-        fields = json.loads(text) if text else {}
+        """From what `to_json` wrote; unknown keys are ignored. None and "" give an empty `ModelInfo`.
+
+        Raises ValueError for anything else.
+        """
+        return cls.of(json.loads(text) if text else {})
+
+    @classmethod
+    def of(cls, fields: Any) -> ModelInfo:
+        """From the values of a mapping; unknown keys are ignored. Raises ValueError if they are of other types."""
+        if not isinstance(fields, Mapping):
+            raise ValueError(f"its metadata must be a mapping, got {show(fields)}")
+        for key, rule, fits in (
+            *((key, "a list of texts", _are_texts) for key in ("classes", "stages")),
+            *((key, "a text", _is_text) for key in ("preprocessing", "folded")),
+        ):
+            if (value := fields.get(key)) is not None and not fits(value):
+                raise ValueError(f"{key} in its metadata must be {rule}, got {show(value)}")
         classes, stages = fields.get("classes"), fields.get("stages")
         return cls(
             classes=None if classes is None else tuple(classes),
@@ -72,6 +87,14 @@ class ModelInfo:
             stages=None if stages is None else tuple(stages),
             folded=fields.get("folded"),
         )
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _are_texts(value: object) -> bool:
+    return isinstance(value, (list, tuple)) and all(map(_is_text, value))
 
 
 class Engine(Protocol):

@@ -46,7 +46,8 @@ class OnnxEngine:
         options.log_severity_level = 3  # errors
         providers = _providers(ort, device)
         self._session: Any = read_model(path, lambda: ort.InferenceSession(path, options, providers=providers), _KIND)
-        self.info = ModelInfo.from_json(self._session.get_modelmeta().custom_metadata_map.get(METADATA_KEY))
+        found = self._session.get_modelmeta().custom_metadata_map
+        self.info = read_model(path, lambda: ModelInfo.from_json(found.get(METADATA_KEY)), _KIND)
         self._input, self._output = self._input_and_output()
         if device.type == "cuda" and self._session.get_providers()[0] != providers[0][0]:
             raise model_error(path, "cannot run on onnxruntime's CUDA provider here; its log on stderr says why")
@@ -121,7 +122,7 @@ def info_of(path: str) -> ModelInfo:
         raise MissingExtra("reading an .onnx file", "onnx", "serve") from error
     model = read_model(path, lambda: onnx.load(path, load_external_data=False), _KIND)
     found = {entry.key: entry.value for entry in model.metadata_props}
-    return ModelInfo.from_json(found.get(METADATA_KEY))
+    return read_model(path, lambda: ModelInfo.from_json(found.get(METADATA_KEY)), _KIND)
 
 
 def _onnxruntime() -> Any:

@@ -258,7 +258,7 @@ def open_all(model: ModelSpec, *, image: ImageSpec, device: torch.device) -> lis
 def info_of(path: str) -> ModelInfo:
     """The metadata of a `.pt` or `.pt2` file."""
     if path.endswith(".pt"):
-        return _checkpoint_info(_read_checkpoint(path))
+        return _checkpoint_info(path, _read_checkpoint(path))
     return read_model(path, lambda: _program_info(path), "a program of torch.export")
 
 
@@ -273,7 +273,7 @@ def load_checkpoint(path: str) -> tuple[nn.Module, ModelInfo]:
         module.load_state_dict(state["model"])
         return module.eval().to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
 
-    return read_model(path, build, f"a checkpoint of {state['arch']}"), _checkpoint_info(state)
+    return read_model(path, build, f"a checkpoint of {state['arch']}"), _checkpoint_info(path, state)
 
 
 def _read_checkpoint(path: str) -> dict[str, Any]:
@@ -286,13 +286,8 @@ def _read_checkpoint(path: str) -> dict[str, Any]:
     return state  # type: ignore[no-any-return]
 
 
-def _checkpoint_info(state: dict[str, Any]) -> ModelInfo:
-    stages = state.get("stages")
-    return ModelInfo(
-        classes=tuple(state["classes"]),
-        preprocessing=state["preprocessing"],
-        stages=None if stages is None else tuple(stages),
-    )
+def _checkpoint_info(path: str, state: dict[str, Any]) -> ModelInfo:
+    return read_model(path, lambda: ModelInfo.of(state), f"a checkpoint of {state['arch']}")
 
 
 def _program_info(path: str) -> ModelInfo:

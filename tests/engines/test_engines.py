@@ -185,6 +185,36 @@ def test_info_survives_json() -> None:
     assert '"gpuflow": "' in info.to_json()
 
 
+BAD_METADATA = {
+    "[1]": "its metadata must be a mapping, got [1]",
+    "{bad": "Expecting property name enclosed in double quotes",
+    '{"classes": 5}': "classes in its metadata must be a list of texts, got 5",
+    '{"classes": ["a", 5]}': "classes in its metadata must be a list of texts, got ['a', 5]",
+    '{"stages": "decode"}': "stages in its metadata must be a list of texts, got 'decode'",
+    '{"preprocessing": 1}': "preprocessing in its metadata must be a text, got 1",
+    '{"folded": {}}': "folded in its metadata must be a text, got {}",
+}
+
+
+@pytest.mark.parametrize(("text", "reason"), BAD_METADATA.items(), ids=BAD_METADATA)
+def test_metadata_of_another_form_names_the_file(text: str, reason: str, models: Models, tmp_path: Path) -> None:
+    model, path = onnx.load(models.onnx), tmp_path / "m.onnx"
+    (entry,) = [entry for entry in model.metadata_props if entry.key == METADATA_KEY]
+    entry.value = text
+    onnx.save(model, path)
+    for act in (lambda: read_info(str(path)), lambda: engine(path)):
+        assert fault(act).startswith(f"{path}: cannot be read as an ONNX model: {reason}")
+
+
+def test_a_checkpoint_of_other_classes_names_the_file(models: Models, tmp_path: Path) -> None:
+    state = torch.load(models.checkpoint, weights_only=True) | {"classes": 5}
+    torch.save(state, tmp_path / "m.pt")
+    expected = (
+        f"{tmp_path}/m.pt: cannot be read as a checkpoint of squeezenet1_1: classes in its metadata must be a list"
+    )
+    assert fault(lambda: read_info(str(tmp_path / "m.pt"))).startswith(expected)
+
+
 # --- other preprocessing ----------------------------------------------------------------------------------------------
 
 
