@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from gpuflow.pipeline.stage import ImageSpec, Keys
     from gpuflow.sources import Payload
 
-__all__ = ["SHORT_WAIT", "ChunkRunner", "DeviceStream", "allocate_slots", "take_free"]
+__all__ = ["SHORT_WAIT", "ChunkRunner", "DeviceStream", "allocate_slots", "send_array", "take_free"]
 
 T = TypeVar("T")
 SHORT_WAIT = 0.05
@@ -99,10 +99,8 @@ class DeviceStream:
 
     def send_all(self, arrays: Sequence[NDArray[Any]]) -> list[torch.Tensor]:
         """Copy small arrays to the device in one transfer: for each array a tensor of its dtype and shape."""
-        starts, size = packing.layout(arrays)
-        host = self.pinned([size], torch.uint8)
-        packing.write(host.numpy(), starts, arrays)
-        return packing.tensors_in(self.send(host), starts, arrays)
+        with self.queued():
+            return packing.send_all(arrays, self.device)
 
     def receive(self, tensor: torch.Tensor) -> torch.Tensor:
         """Copy device memory to pinned host memory. Waits, asleep, until all work queued so far is done."""
@@ -114,10 +112,6 @@ class DeviceStream:
     def on_new_stream(self) -> DeviceStream:
         """Another `DeviceStream` for the same device: a new CUDA stream with the same priority."""
         return DeviceStream(self.device)
-
-    def new_stream(self) -> torch.cuda.Stream:
-        """Another stream on the same device, with the same priority."""
-        return torch.cuda.Stream(self.device, priority=0)  # type: ignore[no-untyped-call]
 
     def wait_stream(self, other: torch.cuda.Stream) -> None:
         """Work queued from now on begins once the other stream has finished what was queued there so far."""
@@ -144,6 +138,12 @@ def take_free(free: queue.SimpleQueue[T], seconds: float, failure: str) -> T:
         return free.get(timeout=seconds)
     except queue.Empty:
         raise LoaderTimeout(f"{failure} within {seconds:g} s; `nvidia-smi` shows what else runs there") from None
+
+
+def send_array(device_stream: DeviceStream, array: NDArray[Any]) -> torch.Tensor:
+    """Copy one small array to the device: a tensor of its dtype and shape."""
+    (sent,) = device_stream.send_all([array])
+    return sent
 
 
 def allocate_slots(device_stream: DeviceStream, count: int, spec: ImageSpec) -> torch.Tensor:

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from gpuflow.decode.chunk_headers import Headers
-from gpuflow.execute.device_stream import DeviceStream, take_free
+from gpuflow.execute.device_stream import DeviceStream, send_array, take_free
 from gpuflow.execute.kernels.complete import FIELDS, LARGE_BYTES, MARGIN_BYTES, MAX_BYTES, Workspace, complete_files
 from gpuflow.execute.known_files import KnownFiles
 from gpuflow.sources import Payload
@@ -89,7 +89,7 @@ class FileChecks:
             spaces = -(-(sizes - files[:, _SCAN] + MARGIN_BYTES) // _ALIGN) * _ALIGN
             places = files[:, _RESTARTS] + 2
             files[:, _DATA], files[:, _PLACES] = np.cumsum(spaces) - spaces, np.cumsum(places) - places
-            (sent,) = self._device_stream.send_all([files])
+            sent = send_array(self._device_stream, files)
             with self._device_stream.queued():
                 found = complete_files(sent, int((sizes > LARGE_BYTES).sum()), int(places.sum()), memory.workspace)
             return self._device_stream.receive(found).numpy().astype(bool)

@@ -31,7 +31,7 @@ from gpuflow.execute.cpu import CpuRunners
 from gpuflow.execute.cpu_decode_pool import CpuDecodePool, PendingImages
 from gpuflow.execute.decode_buffers import BUFFERS, BUFFERS_FOR_ONE_CALL, DecodeBuffers
 from gpuflow.execute.decode_calls import DecodeCall, Undecoded, plan_calls
-from gpuflow.execute.device_stream import SHORT_WAIT, DeviceStream, allocate_slots
+from gpuflow.execute.device_stream import SHORT_WAIT, DeviceStream, allocate_slots, send_array
 from gpuflow.execute.file_checks import FileChecks
 from gpuflow.execute.gpu_passes import DevicePasses, Target, offsets_of, plan_of
 from gpuflow.execute.nvjpeg_decoders import CALL_SECONDS, JpegBatch, NvjpegDecoderPool
@@ -480,13 +480,10 @@ class GpuRunner:
             self._device_stream.retain_until_done(buffer)  # even if its chunk is never launched, or not to its end
         return good
 
-    def _send(self, array: NDArray[np.int64]) -> torch.Tensor:
-        (sent,) = self._device_stream.send_all([array])
-        return sent
-
     def _place(self, finished: _Finished, slots: Any) -> None:
         """Copy what the CPU finished into its slots: one transfer, and one kernel for each output."""
-        rows, results = self._send(finished.rows), self._device_stream.send(finished.results)
+        device_stream = self._device_stream
+        rows, results = send_array(device_stream, finished.rows), device_stream.send(finished.results)
         for target, images in zip(split(slots), split(slots_of(self._program, results)), strict=True):
             target.index_copy_(0, rows, images)
 

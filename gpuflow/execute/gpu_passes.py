@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from gpuflow.errors import BadSampleError
 from gpuflow.execute.canvas import Canvas, tiles_of
-from gpuflow.execute.device_stream import DeviceStream, allocate_slots
+from gpuflow.execute.device_stream import DeviceStream, allocate_slots, send_array
 from gpuflow.execute.kernels.color import adjust
 from gpuflow.execute.kernels.interleave import interleave
 from gpuflow.execute.kernels.local import smooth
@@ -76,8 +76,7 @@ def interleaved(images: Sequence[torch.Tensor], device_stream: DeviceStream) -> 
         memory = torch.empty(int(pixels.sum()) * channels, dtype=torch.uint8, device=device_stream.device)
         begins = memory.data_ptr() + (np.cumsum(pixels) - pixels) * channels
         described = np.column_stack([addresses[copied], strides[copied], sizes[copied], begins])
-        (sent,) = device_stream.send_all([described])
-        interleave(sent, int(pixels.max()), channels=channels)
+        interleave(send_array(device_stream, described), int(pixels.max()), channels=channels)
     addresses[copied], pitches[copied] = begins, sizes[copied, 1] * channels
     return DeviceImages(addresses, pitches, sizes, memory)
 
@@ -167,14 +166,14 @@ class DevicePasses:
         match step:
             case OpaqueStep(stage):
                 result = stage.apply_batch(images, draw)
-                target.index_copy_(0, self._send(places), result)
+                target.index_copy_(0, send_array(self._device_stream, places), result)
             case PointwiseStep():
                 adjust(images.permute(0, 2, 3, 1), places, draw, self._tables[i], target)
             case LocalStep():
                 smooth(images.permute(0, 2, 3, 1), places, draw, self._tables[i], target)
             case ApplyStep() as step:
                 result = _apply_on_cpu(step, images, draw)
-                target.index_copy_(0, self._send(places), result.to(target.device))
+                target.index_copy_(0, send_array(self._device_stream, places), result.to(target.device))
             case unknown:
                 assert_never(unknown)
 
@@ -193,7 +192,7 @@ class DevicePasses:
             plan = plan_of(tiles.draw, addresses[tiles.image], pitches[tiles.image], target.offsets(tiles))
         else:
             plan = plan_of(draw, addresses, pitches, offsets_of(target, target, places))
-        self.sample(i, draw, self._send(plan), target)
+        self.sample(i, draw, send_array(self._device_stream, plan), target)
 
     def sample(self, i: int, drawn: Sampling | Warping, plan: torch.Tensor, target: Target) -> None:
         """Queue pass i, a sampling or a warp of the images whose addresses a plan has (`plan_of`), to its offsets."""
@@ -203,10 +202,6 @@ class DevicePasses:
             return
         kind, antialias, fill = drawn.interpolation, drawn.antialias, drawn.fill
         sample(plan, table, target, interpolation=kind, antialias=antialias, fill=fill)
-
-    def _send(self, array: NDArray[np.int64]) -> torch.Tensor:
-        (sent,) = self._device_stream.send_all([array])
-        return sent
 
 
 def _apply_on_cpu(step: ApplyStep, images: torch.Tensor, coefficients: NDArray[np.float64]) -> torch.Tensor:

@@ -84,7 +84,7 @@ class NvjpegDecoder:
         """The statuses of nvJPEG that were logged."""
         self._make = partial(BatchedDecoder, library, color, backend)
         self._states = {self_test.SAMPLING: _State(self._make())}
-        self._stream = device_stream.new_stream() if second else device_stream.stream
+        self._stream = device_stream.on_new_stream().stream if second else device_stream.stream
 
     def decode(self, files: JpegBatch) -> NDArray[np.bool_]:
         """Decode files of one chroma sampling. Work queued on the loader's stream from now on sees the pixels.

@@ -1,4 +1,4 @@
-"""Several arrays in one block of memory, so that they take one allocation and one transfer."""
+"""Several arrays in one block of memory, so that they take one allocation and one transfer to a device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-__all__ = ["layout", "tensors_in", "write"]
+__all__ = ["layout", "send_all", "tensors_in", "write"]
 
 _ALIGN = 16
 
@@ -34,6 +34,15 @@ def tensors_in(block: torch.Tensor, starts: Sequence[int], arrays: Sequence[NDAr
         block[start : start + array.nbytes].view(_torch_dtype(array.dtype)).view(array.shape)
         for start, array in zip(starts, arrays, strict=True)
     ]
+
+
+def send_all(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[torch.Tensor]:
+    """Queue a copy of small arrays to a device on its current stream: a tensor of dtype and shape for each of them."""
+    starts, size = layout(arrays)
+    # torch keeps pinned memory until copies from it have ended.
+    block = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    write(block.numpy(), starts, arrays)
+    return tensors_in(block.to(device, non_blocking=True), starts, arrays)
 
 
 @lru_cache

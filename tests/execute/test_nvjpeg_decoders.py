@@ -32,9 +32,11 @@ class DeviceStream:
         self.branches: list[Stream] = []
         self.joined: list[Stream] = []
 
-    def new_stream(self) -> Stream:
-        self.branches.append(Stream(5))
-        return self.branches[-1]
+    def on_new_stream(self) -> DeviceStream:
+        other = DeviceStream()
+        other.stream = Stream(5)
+        self.branches.append(other.stream)
+        return other
 
     def record_event(self, *, stream: Stream) -> Stream:
         return stream

@@ -28,7 +28,7 @@ import triton
 import triton.language as tl
 from numpy.typing import NDArray
 
-from gpuflow.execute.kernels.transfer import send
+from gpuflow.execute.packing import send_all
 from gpuflow.pipeline.pointwise import Operation, Operations
 
 __all__ = ["adjust"]
@@ -323,7 +323,7 @@ def adjust(
     count, height, width, channels = images.shape
     assert images.is_contiguous() and table.dtype == out.dtype
     plan = np.concatenate([rows[:, None], operations.codes, operations.factors], axis=1, dtype=np.float64)
-    described, values, tables = send(images.device, plan, operations.values, operations.tables)
+    described, values, tables = send_all([plan, operations.values, operations.tables], images.device)
     statistics, histograms = operations.statistics, bool(operations.kinds & _HISTOGRAMS)
     slots = max(statistics, 1)
     sums = torch.empty((count, slots, _SLICES), dtype=torch.int32, device=images.device)

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from numpy.typing import NDArray
 
-from gpuflow.execute.kernels.transfer import send
+from gpuflow.execute.packing import send_all
 from gpuflow.pipeline.local import Filters
 
 __all__ = ["smooth"]
@@ -113,7 +113,7 @@ def smooth(
     assert images.is_contiguous() and table.dtype == out.dtype
     head = np.column_stack([rows, filters.active, filters.centre, filters.factor])
     head = np.column_stack([head, _counting(filters.rows), _counting(filters.columns)]).astype(np.float64)
-    (plan,) = send(images.device, np.concatenate([head, filters.rows, filters.columns], axis=1))
+    (plan,) = send_all([np.concatenate([head, filters.rows, filters.columns], axis=1)], images.device)
     sums = torch.empty((count, channels, height, width), dtype=torch.float32, device=images.device)
     shared: dict[str, Any] = {
         "PIXELS": height * width, "WIDTH": width, "CHANNELS": channels, "ROWS": filters.rows.shape[1],
