@@ -1,6 +1,6 @@
 """Runs the colour operations of one sample on the CPU: the reference for the GPU's kernel.
 
-Most operations are torchvision v2's, to the bit. Planes are uint8 tensors [C, H, W]; C is 1, or 3: red, green, blue.
+Most operations are torchvision v2's, to the bit. Planes are uint8 arrays [C, H, W]; C is 1, or 3: red, green, blue.
 """
 
 from __future__ import annotations

@@ -49,8 +49,9 @@ if TYPE_CHECKING:
 __all__ = ["Feed"]
 
 _LARGEST_CHUNK, _LARGEST_GPU_CHUNK, _LARGEST_OFFLOADED_CHUNK = 32, 256, 16
-_SHARED_AHEAD = 8
-"""Batches. A core needs five times as long for a chunk as the engines for a batch."""
+_OFFLOADED_AHEAD = 8
+"""The number of batches whose offloaded parts may be begun before their turn: a core needs five times as long for a
+chunk as the engines for a batch."""
 _BATCHES_AT_EASE = 3
 """Batches in flight on a GPU that does not wait for data: with the consumer, ready, and in the making."""
 
@@ -181,7 +182,7 @@ class Feed:
         builder: Any = PipelineBuilder()
         begun, capacity = threading.Event(), plan.prefetch + 2
         at_ease = capacity if plan.gpu is None else min(capacity, _BATCHES_AT_EASE)
-        admission, ahead = Admission(at_ease, spare=capacity - at_ease), Admission(_SHARED_AHEAD)
+        admission, ahead = Admission(at_ease, spare=capacity - at_ease), Admission(_OFFLOADED_AHEAD)
         finished: queue.SimpleQueue[Assembly] = queue.SimpleQueue()
 
         async def emit(batch: Assembly) -> None:
@@ -207,7 +208,7 @@ class Feed:
             offload_threads: DaemonPool | None = None
             if offload is not None:
                 offload.share.begin()
-                offload_threads = start_pool(offload.meter.threads, "share")
+                offload_threads = start_pool(offload.meter.threads, "offload")
             builder.add_source(self._chunks(epoch, steps, begun, admission, ahead, offload_threads))
             prepared = PreparedChunks()
             read = _never_raise(self._reader.meter, functools.partial(self._read, epoch, prepared))
@@ -253,10 +254,10 @@ class Feed:
     ) -> AsyncIterator[Chunk]:
         """The chunks for SPDL; those of the CPU's share are submitted to its threads at the same time."""
         begun.set()
-        decode = functools.partial(self._decode_share, epoch, admission)
+        decode = functools.partial(self._decode_offloaded, epoch, admission)
         operation = _never_raise(self._offload.meter, decode) if self._offload is not None else None
 
-        def decode_share(chunk: Chunk) -> None:
+        def decode_offloaded(chunk: Chunk) -> None:
             assert operation is not None
             if ahead.acquire(chunk.batch.step):
                 operation(chunk)
@@ -267,7 +268,7 @@ class Feed:
             if offload_threads is not None:
                 for start in range(batch.first_offloaded, count, _LARGEST_OFFLOADED_CHUNK):
                     chunk = Chunk(batch, start, min(start + _LARGEST_OFFLOADED_CHUNK, count), last=False)
-                    offload_threads.submit(decode_share, chunk)
+                    offload_threads.submit(decode_offloaded, chunk)
             for start in range(0, max(batch.first_offloaded, 1), self._chunk_size):
                 stop = min(start + self._chunk_size, batch.first_offloaded)
                 yield Chunk(batch, start, stop, last=stop == batch.first_offloaded)
@@ -338,7 +339,7 @@ class Feed:
             paths = list(map(self._plan.source.path, chunk.indices))
             raise LoaderTimeout(f"{late}; it was at {_files(paths)}", paths) from late
 
-    def _decode_share(self, epoch: int, admission: Admission, chunk: Chunk) -> None:
+    def _decode_offloaded(self, epoch: int, admission: Admission, chunk: Chunk) -> None:
         assert self._offload is not None
         keys, sizes = keys_of(self._plan, epoch, chunk), self._sizes(chunk)
         faults, slots = self._offload.decode(chunk, keys, sizes)
