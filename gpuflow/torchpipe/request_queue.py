@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-__all__ = ["Group", "Request", "RequestQueue", "callers", "joined"]
+__all__ = ["Request", "RequestGroup", "RequestQueue", "callers", "joined"]
 
 
-class Group:
+class RequestGroup:
     """Requests that the model gets as one batch, such as those of a list or of a form.
 
     Where another node than the model's decodes, it reports each request once, and the last report returns those that
@@ -64,7 +64,7 @@ class Request:
         *,
         wrap: Callable[[torch.Tensor], Any],
         wants_image: bool = False,
-        group: Group | None = None,
+        group: RequestGroup | None = None,
         row: int = 0,
         ends_call: bool = True,
     ) -> None:

@@ -29,7 +29,7 @@ from gpuflow.torchpipe.adapter import (
 )
 from gpuflow.torchpipe.graph import MODEL, OURS, PREDICT, PREPROCESS, Graph
 from gpuflow.torchpipe.nodes import SESSIONS, ModelNode, PredictNode, PreprocessNode, Session
-from gpuflow.torchpipe.request_queue import Group, Request, RequestQueue
+from gpuflow.torchpipe.request_queue import Request, RequestGroup, RequestQueue
 
 if TYPE_CHECKING:
     from gpuflow.engines import Engine
@@ -165,7 +165,7 @@ class RunningGraph:
         requests: list[Request] = []
         for begin in range(0, len(files), self._batch):
             part = files[begin : begin + self._batch]
-            group = Group(len(part)) if len(part) > 1 else None
+            group = RequestGroup(len(part)) if len(part) > 1 else None
             requests += (
                 Request(data, self._done, wrap=wrap, wants_image=wants_image, group=group, row=row, ends_call=False)
                 for row, data in enumerate(part)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from gpuflow.errors import BadSampleError
-from gpuflow.torchpipe.request_queue import Group, Request, RequestQueue, callers, joined
+from gpuflow.torchpipe.request_queue import Request, RequestGroup, RequestQueue, callers, joined
 
 LONG = 20.0
 
@@ -43,7 +43,7 @@ def add(queue: RequestQueue, *data: bytes) -> None:
 
 def group_of(data: bytes, *, ends_call: bool = True) -> list[Request]:
     """A list of images of one byte each."""
-    group = Group(len(data))
+    group = RequestGroup(len(data))
     images = (data[row : row + 1] for row in range(len(data)))
     requests = [
         Request(image, lambda request: None, wrap=lambda value: value, group=group, row=row, ends_call=False)
