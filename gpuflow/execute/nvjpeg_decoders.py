@@ -32,6 +32,8 @@ _MAX_CALLS = {"hardware": 2, "cuda": 1}
 CALL_SECONDS = 60.0
 _MANY_REFUSED = 64
 """Number of consecutive files refused after which a decoder is tested."""
+_LARGE_IMAGES = 8
+"""If more files of one call find no memory, the GPU is full; a few are larger than others, and the CPU decodes them."""
 _TOLERANCE = 3
 """Levels of 0-255 by which nvJPEG's kernels may differ from the CPU."""
 
@@ -79,7 +81,8 @@ class NvjpegDecoder:
         *,
         second: bool,
     ) -> None:
-        self._device_stream, self._color, self._refused = device_stream, color, 0
+        self._device_stream, self._color, self._second = device_stream, color, second
+        self._refused, self._without_memory = 0, 0
         self._reported = set[int]()
         """The statuses of nvJPEG that were logged."""
         self._make = partial(BatchedDecoder, library, color, backend)
@@ -89,15 +92,17 @@ class NvjpegDecoder:
     def decode(self, files: JpegBatch) -> NDArray[np.bool_]:
         """Decode files of one chroma sampling. Work queued on the loader's stream from now on sees the pixels.
 
-        A call that fails is retried by halves until each damaged file is in a call of its own.
+        A call that fails is retried by halves until each damaged file, and each one that is too large for the GPU's
+        free memory, is in a separate call.
 
         Returns:
             Which files were decoded, [N].
 
         Raises:
             DecoderError: the decoder fails on gpuflow's own test image too, even after it was replaced.
-            SystemFault: there is not enough GPU memory for one file.
+            SystemFault: there is no GPU memory for many of the files, or for one file of a second decoder's.
         """
+        self._without_memory = 0
         good = self._decode_by_halves(files)
         self._device_stream.wait_stream(self._stream)
         self._refused = self._refused + len(good) if not good.any() else 0
@@ -109,17 +114,19 @@ class NvjpegDecoder:
     def _decode_by_halves(self, files: JpegBatch) -> NDArray[np.bool_]:
         count = len(files.data)
         data, lengths, images, _ = files
-        state = self._state(files.frames)
+        try:
+            state = self._state(files.frames)
+        except NvjpegError as error:
+            self._report(error)
+            return self._refuse(files, error)
         if state.decoder.batch_size != len(data) and state.queued is not None:  # an earlier call may still be running
             state.queued.synchronize()
         try:
             state.decoder.decode(data, lengths, images, self._stream.cuda_stream)
         except NvjpegError as error:
-            if count == 1 and error.lacks_memory:
-                raise _memory_fault(error) from error
             self._report(error)
             if count == 1:
-                return np.array([False])
+                return self._refuse(files, error)
             middle = count // 2
             halves = (slice(None, middle), slice(middle, None))
             return np.concatenate([self._decode_by_halves(files.part(half)) for half in halves])
@@ -128,16 +135,20 @@ class NvjpegDecoder:
         return np.ones(count, bool)
 
     def _state(self, frames: NDArray[np.int64]) -> _State:
-        """The state for images [N, 3] of one sampling."""
+        """The state for images [N, 3] of one sampling. Raises NvjpegError if there is no memory for it."""
         sampling = int(frames[0, 2])
         if sampling not in self._states:
-            try:
-                self._states[sampling] = _State(self._make())
-            except NvjpegError as error:
-                if error.lacks_memory:
-                    raise _memory_fault(error) from error
-                raise
+            self._states[sampling] = _State(self._make())
         return self._states[sampling]
+
+    def _refuse(self, files: JpegBatch, error: NvjpegError) -> NDArray[np.bool_]:
+        """The result for files that nvJPEG does not decode. Raises SystemFault, see `decode`."""
+        count = len(files.data)
+        if error.lacks_memory:
+            self._without_memory += count
+            if self._second or self._without_memory > _LARGE_IMAGES:
+                raise SystemFault(errno.ENOMEM, f"{error}; free GPU memory, or lower batch.size") from error
+        return np.zeros(count, bool)
 
     def _report(self, error: NvjpegError) -> None:
         """Log a failed call if it says nothing of a file, the first one of each status."""
@@ -189,14 +200,11 @@ class NvjpegDecoder:
         images[:, 0], images[:, 4] = memory.data_ptr(), self_test.WIDTH * self.channels
         frames = np.array([[self_test.HEIGHT, self_test.WIDTH, self_test.SAMPLING]], np.int64)
         data, lengths = (np.array([value], np.uint64) for value in (encoded.ctypes.data, len(encoded)))
+        self._without_memory = _LARGE_IMAGES  # this image is small
         (decoded,) = self._decode_by_halves(JpegBatch(data, lengths, images, frames))
         device_stream.wait_stream(self._stream)
         device_stream.synchronize()
         return memory.cpu().numpy() if decoded else None
-
-
-def _memory_fault(error: NvjpegError) -> SystemFault:
-    return SystemFault(errno.ENOMEM, f"{error}; free GPU memory, or lower batch.size")
 
 
 class NvjpegDecoderPool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import threading
 import time
@@ -192,29 +193,52 @@ def test_without_memory_for_a_call_smaller_ones_decode_its_images(caplog: pytest
     )
 
 
-def test_without_memory_for_one_image_it_is_no_images_fault() -> None:
+def many(count: int) -> JpegBatch:
+    numbers = np.arange(count).astype(np.uint64)
+    return JpegBatch(numbers, numbers, np.ones((count, 8), np.uint64), np.repeat(FRAMES[:1], count, axis=0))
+
+
+def test_what_is_too_large_for_the_free_memory_is_left_to_the_cpu(caplog: pytest.LogCaptureFixture) -> None:
+    library = FaultyLibrary(lambda count, stream: 0)
+    large = {3, 70}
+
+    def decode(handle: Any, state: Any, data: int, lengths: int, images: int, stream: int) -> int:
+        files = np.ctypeslib.as_array((ctypes.c_uint64 * library._count).from_address(data))
+        return NO_MEMORY if large & set(files.tolist()) else 0
+
+    library.decode = decode  # type: ignore[method-assign]
+    decoders = pool_on(library)
+    for _ in range(2):
+        assert set(np.flatnonzero(~decoders.decode(many(128))).tolist()) == large
+    assert len(caplog.records) == 1
+
+
+def test_a_gpu_without_memory_is_no_images_fault() -> None:
     decoders = pool_on(FaultyLibrary(lambda count, stream: NO_MEMORY))
     with pytest.raises(SystemFault) as caught:
-        decoders.decode(four())
+        decoders.decode(many(128))
     assert is_system_fault(caught.value)
     assert caught.value.strerror == (
         "nvJPEG: nvjpegDecodeBatched returned 5 (allocation failed); free GPU memory, or lower batch.size"
     )
     with pytest.raises(SystemFault):
-        decoders.decode(four())  # the decoder is free again
+        decoders.decode(many(9))  # the decoder is free again
+    assert not decoders.decode(many(8)).any()
 
 
 def test_without_memory_for_a_state_it_is_no_images_fault() -> None:
     library = FaultyLibrary(lambda count, stream: 0)
     library.most_decoders = 1
-    other = four()._replace(frames=FRAMES + 1)
+    decoders = pool_on(library)
+    other = many(128)._replace(frames=np.repeat(FRAMES[:1] + 1, 128, axis=0))
     with pytest.raises(SystemFault, match="nvjpegCreateEx"):
-        pool_on(library).decode(other)
+        decoders.decode(other)
+    assert decoders.decode(many(128)).all()
 
 
 def test_a_check_without_memory_is_an_error_of_the_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(decoder: NvjpegDecoder) -> None:
-        decoder._decode_by_halves(four())
+        decoder._decode_by_halves(many(9))
 
     monkeypatch.setattr(NvjpegDecoder, "_test_image", fail)
     decoders = pool_on(FaultyLibrary(lambda count, stream: NO_MEMORY))
