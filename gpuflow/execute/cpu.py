@@ -471,8 +471,9 @@ def header_of(data: NDArray[np.uint8], decoder: s.Decoder) -> Header:
 def call_opaque(step: OpaqueStep, image: NDArray[Any], seed: int) -> NDArray[Any]:
     """Run an opaque stage on one image. `step.before` and `step.after` say how the images lie in memory.
 
-    Raises BadSampleError if the result would be larger than an image may be, and for what the stage raises: it may well
-    take other images. Faults of the environment are raised as they are.
+    Raises BadSampleError if the result would be larger than an image may be, and for a ValueError or a RuntimeError of
+    the stage, by which torch's functions refuse an image, such as one that is too small. Other exceptions, which are
+    faults of the stage or of the environment, are raised as they are.
     """
     tensor = as_batch(image[None], step.before)[0]
     try:
@@ -482,7 +483,7 @@ def call_opaque(step: OpaqueStep, image: NDArray[Any], seed: int) -> NDArray[Any
         result = step.stage.apply(tensor, seed)
     except GpuflowError:
         raise
-    except Exception as error:
+    except (ValueError, RuntimeError) as error:
         if is_system_fault(error) or _NO_MEMORY in str(error):
             raise
         reason = str(error).strip().partition("\n")[0]

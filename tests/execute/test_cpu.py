@@ -213,3 +213,23 @@ def test_opencvs_number_of_threads_does_not_matter() -> None:
             assert torch.equal(images(program, SAMPLES), expected)
     finally:
         cv2.setNumThreads(before)
+
+
+@pytest.mark.parametrize(("error", "is_bad"), [(ValueError, True), (RuntimeError, True), (KeyError, False)])
+def test_what_an_opaque_stage_raises_is_bad_only_where_it_refuses_an_image(
+    error: type[Exception], is_bad: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(stage: Torchvision, image: torch.Tensor, seed: int) -> torch.Tensor:
+        raise error("not this one")
+
+    monkeypatch.setattr(Torchvision, "apply", refuse)
+    program = program_of(Decode(), CenterCrop(size=8), Torchvision(name="RandomInvert"))
+    slots = np.empty((1, *slot_shape(program.result)), np.uint8)
+    runner = CpuRunner(program)
+    if is_bad:
+        (fault,) = runner.run([as_array(SAMPLES[0])], keys_of(1), slots)
+        assert fault is not None
+        assert (fault.stage, fault.reason) == ("torchvision", f"{error.__name__}: not this one")
+        return
+    with pytest.raises(error):
+        runner.run([as_array(SAMPLES[0])], keys_of(1), slots)
