@@ -29,9 +29,6 @@ class HostStream:
     def on_new_stream(self) -> HostStream:
         return HostStream()
 
-    def new_stream(self) -> HostStream:
-        return self
-
     def wait_stream(self, other: HostStream) -> None:
         assert other is self, "there is one stream alone"
 

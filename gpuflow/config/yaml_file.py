@@ -41,8 +41,14 @@ def read_yaml(path: str, *, holds: str = "source and pipelines") -> tuple[dict[s
         siblings = sorted(str(sibling) for sibling in Path(path).parent.glob("*.yaml"))
         action = suggest(path, siblings) if siblings else "give the path of a YAML file"
         raise error("no such file", action=action) from None
-    except (OSError, UnicodeDecodeError) as cause:
-        raise error(f"cannot be read as UTF-8 text: {cause}") from cause
+    except IsADirectoryError:
+        files = sorted(str(file) for file in Path(path).glob("*.yaml"))
+        action = f"name a file in it, such as {files[0]}" if files else "give the path of a YAML file"
+        raise error("is a directory", action=action) from None
+    except OSError as cause:
+        raise error(f"cannot be read: {cause.strerror}") from cause
+    except UnicodeDecodeError as cause:
+        raise error(f"is not UTF-8 text: {cause}", action="save it as UTF-8") from cause
     except yaml.MarkedYAMLError as cause:
         line = f":{cause.problem_mark.line + 1}" if cause.problem_mark else ""
         raise error(f"is not valid YAML: {cause.problem}", line=line, code="config.yaml") from cause

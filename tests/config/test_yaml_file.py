@@ -27,11 +27,11 @@ def test_a_missing_file(here: Path) -> None:
     assert str(caught.value) == "photos.yaml: no such file; did you mean 'photo.yaml'?"
     with pytest.raises(ConfigError) as caught:
         read_config(here, STAGES)
-    assert str(caught.value) == f"{here}: cannot be read as UTF-8 text: [Errno 21] Is a directory: '{here}'"
+    assert str(caught.value) == f"{here}: is a directory; name a file in it, such as {here}/photo.yaml"
     Path("latin.yaml").write_bytes(b"source: {folder: gr\xf6\xdfe}\n")
     with pytest.raises(ConfigError) as caught:
         read_config("latin.yaml", STAGES)
-    assert str(caught.value).startswith("latin.yaml: cannot be read as UTF-8 text: 'utf-8' codec can't decode byte")
+    assert str(caught.value).startswith("latin.yaml: is not UTF-8 text: 'utf-8' codec can't decode byte")
 
 
 @pytest.mark.parametrize(
