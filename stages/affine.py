@@ -1,4 +1,4 @@
-"""affine: turns, shifts, scales and shears an image about its centre at random. The image keeps its size."""
+"""affine: turns, shifts, scales and shears an image about a point at random. The image keeps its size."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.warp_parameters import (
     Angle,
     Border,
+    Center,
     Fill,
     WarpInterpolation,
     about_center,
@@ -31,7 +32,7 @@ _Shear = (
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Affine(s.Geometry):
-    """Turn, shift, scale and shear an image about its centre, as torchvision's RandomAffine does.
+    """Turn, shift, scale and shear an image about its centre or another point, as torchvision's RandomAffine does.
 
     Args:
         degrees: the angle, clockwise, is drawn from [-v, v] for a number v, or from [low, high].
@@ -39,6 +40,8 @@ class Affine(s.Geometry):
         scale: the scale is drawn from [low, high].
         shear: the angle of the shear along x is drawn from [-v, v] for a number v, or from [low, high]; along y too,
             from the last two of [x low, x high, y low, y high].
+        center: the point [x, y] that stays in its place, in pixels from the left and the top edge; by default the
+            centre of the image.
         interpolation: how pixels are resampled, without antialiasing.
         border: what is seen outside the image: `constant` levels, the pixel at the `edge`, or the image again, as in a
             mirror: `reflect`.
@@ -47,6 +50,7 @@ class Affine(s.Geometry):
 
     stage_name: ClassVar[str] = "affine"
     tolerance: ClassVar[float] = 1.0
+    late_fields: ClassVar[tuple[str, ...]] = ("center",)
     other_names: ClassVar[tuple[str, ...]] = ("RandomAffine", "ShiftScaleRotate", "Shear", "Translate")
     other_keys: ClassVar[Mapping[str, str]] = {"rotate": "degrees", "scale_limit": "scale", "shift_limit": "translate"}
 
@@ -54,6 +58,7 @@ class Affine(s.Geometry):
     translate: Annotated[tuple[float, float], s.Bounds(least=0, most=1, words="fractions within [0, 1]")] = (0.0, 0.0)
     scale: Annotated[tuple[float, float], s.Bounds(least=0.001, limit=1000, ascending=True)] = (1.0, 1.0)
     shear: _Shear = 0.0
+    center: Center | None = None
     interpolation: WarpInterpolation = "bilinear"
     border: Border = "constant"
     fill: Fill = 0
@@ -65,6 +70,7 @@ class Affine(s.Geometry):
             cls(degrees=20, translate=(0.1, 0.2), scale=(0.5, 1.5), shear=(-20.0, 30.0, 5.0, 15.0), fill=114),
             cls(degrees=(10, 10), scale=(1.3, 1.3), shear=(8, 8)),
             cls(scale=(0.3, 2.0), border="edge", interpolation="nearest"),
+            cls(degrees=(30, 30), scale=(0.8, 0.8), shear=(5, 5), center=(11.5, 40.0)),
         )
 
     def faults(self) -> Iterator[Problem]:
@@ -99,7 +105,8 @@ class Affine(s.Geometry):
         degrees, scale, along_x, along_y = self._ranges()
         shear = (*along_x, *along_y)
         mode = InterpolationMode(self.interpolation)
-        return v2.RandomAffine(degrees, self.translate, scale, shear, mode, fill=self.fill)
+        center = None if self.center is None else list(self.center)
+        return v2.RandomAffine(degrees, self.translate, scale, shear, mode, fill=self.fill, center=center)
 
     def draw(self, keys: s.StageKeys, height: s.Ints, width: s.Ints) -> tuple[s.Move, ...]:
         numbers = keys.uniform(6)
@@ -112,6 +119,6 @@ class Affine(s.Geometry):
         a, c = np.cos(angle - shear_y) / np.cos(shear_y), np.sin(angle - shear_y) / np.cos(shear_y)
         b, d = -(a * np.tan(shear_x) + np.sin(angle)), np.cos(angle) - c * np.tan(shear_x)
         linear = np.stack([d, -b, -c, a], axis=1).reshape(-1, 2, 2) / scale[:, None, None]
-        matrix = about_center(linear, height, width)
+        matrix = about_center(linear, height, width, self.center)
         matrix[:, :2, 2] -= (linear @ shift[:, :, None])[:, :, 0]
         return (s.Warp(matrix, height, width, *self.warps),)

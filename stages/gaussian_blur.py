@@ -25,7 +25,7 @@ class GaussianBlur(s.Local):
     agree within one level. Images that are smaller than the kernel, which torchvision refuses, are mirrored repeatedly.
 
     Args:
-        kernel_size: rows and columns of the neighbourhood, an odd number of pixels.
+        kernel_size: rows and columns of the neighbourhood, an odd number of pixels; or [columns, rows].
         sigma: the standard deviation in pixels, or the range [low, high] that it is drawn from.
         probability: the probability of changing an image.
     """
@@ -34,7 +34,7 @@ class GaussianBlur(s.Local):
     tolerance: ClassVar[float] = 1.0
     other_keys: ClassVar[Mapping[str, str]] = {"blur_limit": "kernel_size", "sigma_limit": "sigma"}
 
-    kernel_size: Annotated[int, s.Bounds(least=1, limit=1023)]
+    kernel_size: Annotated[int | tuple[int, int], s.Bounds(least=1, limit=1023)]
     sigma: (
         Annotated[float, s.Bounds(above=0, limit=1000)]
         | Annotated[tuple[float, float], s.Bounds(above=0, limit=1000, ascending=True)]
@@ -43,18 +43,27 @@ class GaussianBlur(s.Local):
 
     @classmethod
     def examples(cls) -> tuple[GaussianBlur, ...]:
-        return (cls(kernel_size=9), cls(kernel_size=5, sigma=(0.5, 1.5)), cls(kernel_size=3, sigma=1, probability=0.5))
+        return (
+            cls(kernel_size=9),
+            cls(kernel_size=5, sigma=(0.5, 1.5)),
+            cls(kernel_size=3, sigma=1, probability=0.5),
+            cls(kernel_size=(3, 7)),
+        )
 
     def faults(self) -> Iterator[Problem]:
-        if self.kernel_size % 2 == 0:
+        if any(side % 2 == 0 for side in self._sides()):
             yield Problem.of("kernel_size", "must be odd", self.kernel_size, code="config.range")
+
+    def _sides(self) -> tuple[int, int]:
+        """Columns and rows."""
+        return self.kernel_size if isinstance(self.kernel_size, tuple) else (self.kernel_size, self.kernel_size)
 
     def _range(self) -> tuple[float, float]:
         return self.sigma if isinstance(self.sigma, tuple) else (self.sigma, self.sigma)
 
     @property
     def random(self) -> bool:
-        return self.kernel_size > 1 and is_random(self.probability, self._range(), neutral=0.0)
+        return max(self._sides()) > 1 and is_random(self.probability, self._range(), neutral=0.0)
 
     def output(self, spec: s.ImageSpec) -> s.ImageSpec:
         s.require_pixels(self, spec)
@@ -63,23 +72,28 @@ class GaussianBlur(s.Local):
     def torchvision(self) -> Any:
         from torchvision.transforms import v2
 
-        return with_probability(v2.GaussianBlur(self.kernel_size, self.sigma), self.probability)
+        return with_probability(v2.GaussianBlur(self._sides(), self.sigma), self.probability)
 
     def draw(self, keys: s.StageKeys) -> NDArray[np.float64]:
         return drawn_factors(keys, self.probability, self._range())
 
     def filters(self, coefficients: NDArray[np.float64]) -> s.Filters:
-        half = (self.kernel_size - 1) / 2
-        places = np.linspace(-half, half, self.kernel_size)
-        with np.errstate(over="ignore"):  # of a tiny sigma: only the pixel itself has a weight then
-            weights = np.exp(-0.5 * (places / coefficients[:, 1:2]) ** 2)
-        weights /= weights.sum(axis=1, keepdims=True)
+        columns, rows = (_weights(side, coefficients[:, 1:2]) for side in self._sides())
         zeros = np.zeros(len(coefficients))
         return s.Filters(
-            rows=weights,
-            columns=weights,
+            rows=rows,
+            columns=columns,
             centre=zeros,
             factor=zeros,
             active=coefficients[:, 0] > 0,
             border="reflect",
         )
+
+
+def _weights(count: int, sigma: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The weights of neighbours along one side, [N, count], for sigmas [N, 1]."""
+    half = (count - 1) / 2
+    with np.errstate(over="ignore"):  # of a tiny sigma: only the pixel itself has a weight then
+        weights: NDArray[np.float64] = np.exp(-0.5 * (np.linspace(-half, half, count) / sigma) ** 2)
+    weights /= weights.sum(axis=1, keepdims=True)
+    return weights

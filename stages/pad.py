@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
 from gpuflow.pipeline import stage as s
-from gpuflow.pipeline.parameters import LONGEST
-from gpuflow.pipeline.warp_parameters import Border, Fill, check_fill
+from gpuflow.pipeline.parameters import Padding, sides_of
+from gpuflow.pipeline.warp_parameters import Border, Fill, check_fill, check_reflects, levels_of
 
 __all__ = ["Pad"]
-
-_Side = s.Bounds(least=0, limit=LONGEST)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -29,7 +27,7 @@ class Pad(s.Geometry):
 
     stage_name: ClassVar[str] = "pad"
 
-    padding: Annotated[int, _Side] | Annotated[tuple[int, int], _Side] | Annotated[tuple[int, int, int, int], _Side]
+    padding: Padding
     border: Border = "constant"
     fill: Fill = 0
 
@@ -44,21 +42,13 @@ class Pad(s.Geometry):
             cls(padding=5, fill=114),
         )
 
-    def _sides(self) -> tuple[int, int, int, int]:
-        """Left, top, right, bottom."""
-        if isinstance(self.padding, int):
-            return (self.padding,) * 4
-        x, y, *rest = self.padding
-        return (x, y, rest[0], rest[1]) if rest else (x, y, x, y)
-
     @property
     def pads(self) -> bool:
         return self.border == "constant"
 
     @property
     def padding_fill(self) -> tuple[float, ...]:
-        levels = self.fill if isinstance(self.fill, tuple) else (self.fill,)
-        return levels if any(levels) else (0,)
+        return levels_of(self.fill)
 
     @property
     def warps(self) -> s.Lookup | None:
@@ -67,11 +57,10 @@ class Pad(s.Geometry):
     def output(self, spec: s.ImageSpec) -> s.ImageSpec:
         s.require_pixels(self, spec)
         check_fill(self.fill, spec)
-        left, top, right, bottom = self._sides()
+        left, top, right, bottom = sides_of(self.padding)
         height, width, channels = spec.shape
-        for side, most in ((height, max(top, bottom)), (width, max(left, right))):
-            if self.border == "reflect" and side is not None and most >= side:
-                raise ValueError(f"reflects {most} of {side} pixels; pad less than that, or with border: edge")
+        if self.border == "reflect":
+            check_reflects((left, top, right, bottom), spec)
         padded = (height and height + top + bottom, width and width + left + right)
         shorter = spec.shorter + 2 * left if spec.shorter is not None and left == top == right == bottom else None
         return spec.replace(shape=(*padded, channels), shorter=shorter)
@@ -79,8 +68,8 @@ class Pad(s.Geometry):
     def torchvision(self) -> Any:
         from torchvision.transforms import v2
 
-        return v2.Pad(list(self._sides()), self.fill, self.border)
+        return v2.Pad(list(sides_of(self.padding)), self.fill, self.border)
 
     def draw(self, keys: s.StageKeys, height: s.Ints, width: s.Ints) -> tuple[s.Move, ...]:
-        left, top, right, bottom = (np.full_like(height, side) for side in self._sides())
+        left, top, right, bottom = (np.full_like(height, side) for side in sides_of(self.padding))
         return (s.Pad(top, bottom, left, right, self.border, self.padding_fill if self.pads else (0,)),)

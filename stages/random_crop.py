@@ -1,37 +1,54 @@
-"""random_crop: crops a box of fixed size at a random place, optionally after padding the image with black."""
+"""random_crop: crops a box of fixed size at a random place, optionally after padding the image."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
 from gpuflow.pipeline import stage as s
-from gpuflow.pipeline.parameters import LONGEST, Size, size_pair
+from gpuflow.pipeline.parameters import Padding, Size, sides_of, size_pair
+from gpuflow.pipeline.warp_parameters import Border, Fill, check_fill, check_reflects, levels_of
 
 __all__ = ["RandomCrop"]
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class RandomCrop(s.Geometry):
-    """Crop a box at a random place. An image that is smaller than the box even with padding is a bad sample.
+    """Crop a box at a random place, as torchvision's RandomCrop does.
+
+    An image that is smaller than the box even with padding is a bad sample, unless it is padded as needed.
 
     Args:
         size: the box in pixels: the side of a square, or [height, width].
-        padding: black pixels that are added on every side before the crop.
+        padding: the number of pixels that are added before the crop on each side, [left and right, top and bottom], or
+            [left, top, right, bottom].
+        pad_if_needed: whether an image that is smaller than the box is padded further: by the difference, on both of
+            the sides concerned.
+        border: what is added: `constant` levels, the pixel at the `edge`, or the image as in a mirror, without the
+            pixel at the edge: `reflect`, which takes less padding than the image has pixels.
+        fill: the level of a constant border, or [red, green, blue].
     """
 
     stage_name: ClassVar[str] = "random_crop"
+    late_fields: ClassVar[tuple[str, ...]] = ("pad_if_needed", "border", "fill")
 
     size: Size
-    padding: Annotated[int, s.Bounds(least=0, limit=LONGEST)] = 0
+    padding: Padding = 0
+    pad_if_needed: bool = False
+    border: Border = "constant"
+    fill: Fill = 0
 
     @classmethod
     def examples(cls) -> tuple[RandomCrop, ...]:
         return (
             cls(size=(24, 30)),
             cls(size=30, padding=7),
+            cls(size=30, padding=(3, 0, 9, 5), fill=(9, 200, 50)),
+            cls(size=(70, 90), pad_if_needed=True),
+            cls(size=(50, 60), padding=(4, 9), pad_if_needed=True, border="reflect"),
+            cls(size=40, padding=12, border="edge"),
         )
 
     @property
@@ -39,42 +56,74 @@ class RandomCrop(s.Geometry):
         return True
 
     @property
+    def _may_pad(self) -> bool:
+        return self.pad_if_needed or any(sides_of(self.padding))
+
+    @property
     def pads(self) -> bool:
-        return self.padding > 0
+        return self._may_pad and self.border == "constant"
+
+    @property
+    def padding_fill(self) -> tuple[float, ...]:
+        return levels_of(self.fill)
+
+    @property
+    def warps(self) -> s.Lookup | None:
+        return s.Lookup("nearest", self.border, (0,)) if self._may_pad and self.border != "constant" else None
 
     def output(self, spec: s.ImageSpec) -> s.ImageSpec:
         s.require_pixels(self, spec)
-        _check_fits(size_pair(self.size), spec, self.padding)
+        check_fill(self.fill, spec)
+        if self.border == "reflect":
+            check_reflects(self._padding_of(spec), spec)
+        if not self.pad_if_needed:
+            _check_fits(size_pair(self.size), spec, sides_of(self.padding))
         return spec.replace(shape=(*size_pair(self.size), spec.shape[2]))
+
+    def _padding_of(self, spec: s.ImageSpec) -> tuple[int, int, int, int]:
+        """Left, top, right, bottom for an image of this spec; without what it may need on a side that is not known."""
+        known = (np.array([side or max(size_pair(self.size))]) for side in spec.shape[:2])
+        left, top, right, bottom = (int(side[0]) for side in self._sides(*known))
+        return left, top, right, bottom
+
+    def _sides(self, height: s.Ints, width: s.Ints) -> tuple[s.Ints, s.Ints, s.Ints, s.Ints]:
+        """Left, top, right, bottom of the padding of images of these sizes [N]."""
+        left, top, right, bottom = (np.full_like(height, side) for side in sides_of(self.padding))
+        if self.pad_if_needed:
+            crop_height, crop_width = size_pair(self.size)
+            more_y = np.maximum(crop_height - (height + top + bottom), 0)
+            more_x = np.maximum(crop_width - (width + left + right), 0)
+            left, top, right, bottom = left + more_x, top + more_y, right + more_x, bottom + more_y
+        return left, top, right, bottom
 
     def torchvision(self) -> Any:
         from torchvision.transforms import v2
 
-        return v2.RandomCrop(size_pair(self.size), padding=self.padding or None)
+        padding = list(sides_of(self.padding)) if any(sides_of(self.padding)) else None
+        return v2.RandomCrop(size_pair(self.size), padding, self.pad_if_needed, self.fill, self.border)
 
     def draw(self, keys: s.StageKeys, height: s.Ints, width: s.Ints) -> tuple[s.Move, ...]:
+        left, top, right, bottom = self._sides(height, width)
         crop_height, crop_width = size_pair(self.size)
         place = keys.uniform(2)
-        choices_y = np.maximum(height + 2 * self.padding - crop_height, 0) + 1
-        choices_x = np.maximum(width + 2 * self.padding - crop_width, 0) + 1
-        y = (place[:, 0] * choices_y).astype(np.int64) - self.padding
-        x = (place[:, 1] * choices_x).astype(np.int64) - self.padding
-        full = np.full_like
-        return (s.Crop(y, x, full(height, crop_height), full(width, crop_width), margin=self.padding),)
+        y = (place[:, 0] * (np.maximum(height + top + bottom - crop_height, 0) + 1)).astype(np.int64)
+        x = (place[:, 1] * (np.maximum(width + left + right - crop_width, 0) + 1)).astype(np.int64)
+        box = np.full_like(height, crop_height), np.full_like(width, crop_width)
+        if not self._may_pad:
+            return (s.Crop(y, x, *box),)
+        if isinstance(self.padding, int) and not self.pad_if_needed and self.pads and not any(self.padding_fill):
+            return (s.Crop(y - top, x - left, *box, margin=self.padding),)
+        return s.Pad(top, bottom, left, right, self.border, self.padding_fill), s.Crop(y, x, *box)
 
 
-def _check_fits(size: tuple[int, int], spec: s.ImageSpec, margin: int = 0) -> None:
-    """Raise ValueError if no image of this spec, with `margin` pixels added on each side, can hold a crop of `size`."""
-    height, width = size
-    too_tall = spec.shape[0] is not None and height > spec.shape[0] + 2 * margin
-    too_wide = spec.shape[1] is not None and width > spec.shape[1] + 2 * margin
-    if too_tall or too_wide:
-        raise ValueError(
-            f"crops {height}x{width} from an image of {spec.shape[0]}x{spec.shape[1]}, which is smaller; "
-            "crop less or resize to more"
-        )
-    if spec.shorter is not None and min(size) > spec.shorter + 2 * margin:
-        raise ValueError(
-            f"crops {height}x{width} from an image whose shorter side is {spec.shorter}, which is smaller; "
-            "crop less or resize to more"
-        )
+def _check_fits(size: tuple[int, int], spec: s.ImageSpec, padding: tuple[int, int, int, int]) -> None:
+    """Raise ValueError if no image of this spec, with this padding on its sides, can hold a crop of `size`."""
+    left, top, right, bottom = padding
+    height, width = (side - more for side, more in zip(size, (top + bottom, left + right), strict=True))
+    action = "crop less or resize to more"
+    if any(side is not None and crop > side for side, crop in zip(spec.shape[:2], (height, width), strict=True)):
+        image = f"an image of {spec.shape[0]}x{spec.shape[1]}"
+        raise ValueError(f"crops {size[0]}x{size[1]} from {image}, which is smaller; {action}")
+    if spec.shorter is not None and min(height, width) > spec.shorter:
+        image = f"an image whose shorter side is {spec.shorter}"
+        raise ValueError(f"crops {size[0]}x{size[1]} from {image}, which is smaller; {action}")

@@ -27,6 +27,8 @@ class Resize(s.Geometry):
         width: the result's width in pixels; needs `height` too.
         shorter: the length of the shorter side in pixels; the longer one follows the aspect ratio.
         longer: the length of the longer side in pixels; the shorter one follows the aspect ratio.
+        max_size: with `shorter`, the most pixels of the longer side: the shorter one is less than asked for where the
+            longer one would be more, as with torchvision's Resize.
         interpolation: how pixels are resampled.
         antialias: widen the filter with the scale when the image shrinks, as PIL and torchvision do.
         rounding: how the side that follows is rounded: `down`, as torchvision and transformers do, or to the `nearest`
@@ -36,7 +38,7 @@ class Resize(s.Geometry):
     stage_name: ClassVar[str] = "resize"
     tolerance: ClassVar[float] = 1.0
     resizes: ClassVar[bool] = True
-    late_fields: ClassVar[tuple[str, ...]] = ("rounding",)
+    late_fields: ClassVar[tuple[str, ...]] = ("rounding", "max_size")
     other_names: ClassVar[tuple[str, ...]] = ("SmallestMaxSize", "LongestMaxSize")
     other_keys: ClassVar[Mapping[str, str]] = {"size": "shorter", "min_size": "shorter"}
 
@@ -44,6 +46,7 @@ class Resize(s.Geometry):
     width: Side | None = None
     shorter: Side | None = None
     longer: Side | None = None
+    max_size: Side | None = None
     interpolation: Interpolation = "bilinear"
     antialias: bool = True
     rounding: Literal["down", "nearest"] = "down"
@@ -59,6 +62,8 @@ class Resize(s.Geometry):
             cls(longer=40, interpolation="nearest"),
             cls(longer=50),
             cls(shorter=31, rounding="nearest"),
+            cls(shorter=30, max_size=43),
+            cls(shorter=29, max_size=40, rounding="nearest"),
         )
 
     def faults(self) -> Iterator[Problem]:
@@ -66,6 +71,12 @@ class Resize(s.Geometry):
         if sum(ways) != 1 or (self.height is None) != (self.width is None):
             rule = "needs height and width, or shorter, or longer"
             yield Problem.of((), rule, action="give one of these", code="config.conflict")
+        elif self.max_size is not None and self.shorter is None:
+            rule = "limits the side that follows shorter, which is not given"
+            yield Problem.of("max_size", rule, action="give shorter, or longer alone", code="config.conflict")
+        elif self.max_size is not None and self.shorter is not None and self.max_size <= self.shorter:
+            rule = f"must be more than shorter = {self.shorter}"
+            yield Problem.of("max_size", rule, self.max_size, code="config.conflict")
 
     def output(self, spec: s.ImageSpec) -> s.ImageSpec:
         s.require_pixels(self, spec)
@@ -73,7 +84,7 @@ class Resize(s.Geometry):
         if self.height is not None:
             return spec.replace(shape=(self.height, self.width, channels))
         if height is None or width is None:
-            return spec.replace(shape=(None, None, channels), shorter=self.shorter)
+            return spec.replace(shape=(None, None, channels), shorter=None if self.max_size else self.shorter)
         out_height, out_width = self._size(np.array([height]), np.array([width]))
         return spec.replace(shape=(int(out_height[0]), int(out_width[0]), channels))
 
@@ -85,6 +96,16 @@ class Resize(s.Geometry):
         else:
             assert self.longer is not None
             known, target = np.maximum(height, width), self.longer
+        sides = self._scaled(height, width, target, known)
+        if self.max_size is not None:
+            longer = np.maximum(*sides)
+            limited = self._scaled(*sides, self.max_size, longer)
+            height, width = (np.where(longer > self.max_size, *both) for both in zip(limited, sides, strict=True))
+            return height, width
+        return sides
+
+    def _scaled(self, height: s.Ints, width: s.Ints, target: int, known: s.Ints) -> tuple[s.Ints, s.Ints]:
+        """Sizes in proportion, in which the sides of length `known` become `target`."""
         exact = (target * side / known for side in (height, width))
         whole = ((np.rint(side) if self.rounding == "nearest" else side).astype(np.int64) for side in exact)
         other_height, other_width = (np.maximum(side, 1) for side in whole)
@@ -99,7 +120,7 @@ class Resize(s.Geometry):
         if self.height is not None and self.width is not None:
             return v2.Resize((self.height, self.width), mode, antialias=self.antialias)
         # torchvision sets the longer side only through max_size.
-        return v2.Resize(self.shorter, mode, max_size=self.longer, antialias=self.antialias)
+        return v2.Resize(self.shorter, mode, max_size=self.longer or self.max_size, antialias=self.antialias)
 
     def draw(self, keys: s.StageKeys, height: s.Ints, width: s.Ints) -> tuple[s.Move, ...]:
         return (s.Resize(*self._size(height, width), self.interpolation, self.antialias),)

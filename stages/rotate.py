@@ -1,18 +1,25 @@
-"""rotate: turns an image about its centre by a random angle. The image keeps its size."""
+"""rotate: turns an image by a random angle. The image keeps its size, or grows with `expand`."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
+from numpy.typing import NDArray
+
+from gpuflow.errors import Problem
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.warp_parameters import (
     Angle,
     Border,
+    Center,
     Fill,
     WarpInterpolation,
     angle_range,
     check_fill,
+    expanded_rotation,
     lookup_of,
     rotation,
 )
@@ -22,10 +29,13 @@ __all__ = ["Rotate"]
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Rotate(s.Geometry):
-    """Turn an image about its centre, counterclockwise, as torchvision's RandomRotation does.
+    """Turn an image about its centre or another point, counterclockwise, as torchvision's RandomRotation does.
 
     Args:
         degrees: the angle is drawn from [-v, v] for a number v, or from [low, high].
+        center: the point [x, y] that stays in its place, in pixels from the left and the top edge; by default the
+            centre of the image.
+        expand: whether the result is as large as the whole turned image needs, so that its size depends on the angle.
         interpolation: how pixels are resampled, without antialiasing.
         border: what is seen outside the image: `constant` levels, the pixel at the `edge`, or the image again, as in a
             mirror: `reflect`.
@@ -34,9 +44,12 @@ class Rotate(s.Geometry):
 
     stage_name: ClassVar[str] = "rotate"
     tolerance: ClassVar[float] = 1.0
+    late_fields: ClassVar[tuple[str, ...]] = ("center", "expand")
     other_names: ClassVar[tuple[str, ...]] = ("RandomRotation", "SafeRotate")
 
     degrees: Angle
+    center: Center | None = None
+    expand: bool = False
     interpolation: WarpInterpolation = "bilinear"
     border: Border = "constant"
     fill: Fill = 0
@@ -49,7 +62,15 @@ class Rotate(s.Geometry):
             cls(degrees=(-50, 90), interpolation="nearest"),
             cls(degrees=40, border="reflect"),
             cls(degrees=15, fill=114),
+            cls(degrees=(25, 25), center=(10.0, 33.5)),
+            cls(degrees=(30, 30), expand=True, fill=114),
+            cls(degrees=70, expand=True, interpolation="nearest"),
         )
+
+    def faults(self) -> Iterator[Problem]:
+        if self.expand and self.center is not None:
+            rule = "does not go with expand, which moves the whole turned image into the result"
+            yield Problem.of("center", rule, action="remove one of them", code="config.conflict")
 
     @property
     def random(self) -> bool:
@@ -63,7 +84,14 @@ class Rotate(s.Geometry):
     def output(self, spec: s.ImageSpec) -> s.ImageSpec:
         s.require_pixels(self, spec)
         check_fill(self.fill, spec)
-        return spec
+        if not self.expand:
+            return spec
+        height, width, channels = spec.shape
+        if self.random or height is None or width is None:
+            return spec.replace(shape=(None, None, channels))
+        degrees = np.array([angle_range(self.degrees)[0]])
+        _, out_height, out_width = self._warp(degrees, np.array([height]), np.array([width]))
+        return spec.replace(shape=(int(out_height[0]), int(out_width[0]), channels))
 
     def torchvision(self) -> Any:
         if self.border != "constant":
@@ -71,9 +99,16 @@ class Rotate(s.Geometry):
         from torchvision.transforms import InterpolationMode, v2
 
         mode = InterpolationMode(self.interpolation)
-        return v2.RandomRotation(angle_range(self.degrees), mode, fill=self.fill)
+        center = None if self.center is None else list(self.center)
+        return v2.RandomRotation(angle_range(self.degrees), mode, self.expand, center, self.fill)
 
     def draw(self, keys: s.StageKeys, height: s.Ints, width: s.Ints) -> tuple[s.Move, ...]:
         low, high = angle_range(self.degrees)
         degrees = low + keys.uniform(1)[:, 0] * (high - low)
-        return (s.Warp(rotation(degrees, height, width), height, width, *self.warps),)
+        return (s.Warp(*self._warp(degrees, height, width), *self.warps),)
+
+    def _warp(self, degrees: NDArray[np.float64], height: s.Ints, width: s.Ints) -> tuple[s.Matrices, s.Ints, s.Ints]:
+        """The maps [N, 3, 3] of rotations by these angles [N], and the heights and widths of the results [N]."""
+        if self.expand:
+            return expanded_rotation(degrees, height, width)
+        return rotation(degrees, height, width, self.center), height, width

@@ -16,6 +16,7 @@ __all__ = [
     "LONGEST",
     "OTHER_KEYS",
     "Factor",
+    "Padding",
     "Probability",
     "Ratio",
     "Shift",
@@ -25,6 +26,7 @@ __all__ = [
     "drawn_factors",
     "is_random",
     "range_of",
+    "sides_of",
     "size_pair",
     "with_probability",
 ]
@@ -35,6 +37,9 @@ Side = Annotated[int, Bounds(least=1, limit=LONGEST)]
 """A length in pixels."""
 Size = Annotated[int | tuple[int, int], Bounds(least=1, limit=LONGEST)]
 """A side in pixels, or [height, width]."""
+_Padded = Bounds(least=0, limit=LONGEST)
+Padding = Annotated[int, _Padded] | Annotated[tuple[int, int], _Padded] | Annotated[tuple[int, int, int, int], _Padded]
+"""Pixels on every side, [left and right, top and bottom], or [left, top, right, bottom]."""
 Ratio = Annotated[tuple[float, float], Bounds(least=0.001, limit=1000, ascending=True)]
 """The range of an aspect ratio."""
 
@@ -69,6 +74,14 @@ Shift = (
 def size_pair(size: int | tuple[int, int]) -> tuple[int, int]:
     """(height, width) from an int or [height, width]."""
     return (size, size) if isinstance(size, int) else size
+
+
+def sides_of(padding: int | tuple[int, int] | tuple[int, int, int, int]) -> tuple[int, int, int, int]:
+    """Left, top, right, bottom of a `Padding`."""
+    if isinstance(padding, int):
+        return (padding,) * 4
+    x, y, *rest = padding
+    return (x, y, rest[0], rest[1]) if rest else (x, y, x, y)
 
 
 def range_of(value: float | tuple[float, float], *, neutral: float = 1.0) -> tuple[float, float]:

@@ -12,11 +12,15 @@ from gpuflow.pipeline import stage as s
 __all__ = [
     "Angle",
     "Border",
+    "Center",
     "Fill",
     "WarpInterpolation",
     "about_center",
     "angle_range",
     "check_fill",
+    "check_reflects",
+    "expanded_rotation",
+    "levels_of",
     "lookup_of",
     "rotation",
 ]
@@ -26,6 +30,8 @@ Angle = (
     | Annotated[tuple[float, float], s.Bounds(limit=3600, ascending=True)]
 )
 """Degrees: v stands for [-v, v]."""
+Center = Annotated[tuple[float, float], s.Bounds(limit=1_000_000)]
+"""A point [x, y] in pixels from the left and the top edge of the image."""
 WarpInterpolation = Literal["nearest", "bilinear"]
 Border = Literal["constant", "edge", "reflect"]
 Level = Annotated[int, s.Bounds(least=0, most=255)]
@@ -50,17 +56,58 @@ def check_fill(fill: int | tuple[int, int, int], spec: s.ImageSpec) -> None:
         raise ValueError(f"fills with {len(fill)} levels but gets {spec}; give one level")
 
 
-def about_center(linear: NDArray[np.float64], height: s.Ints, width: s.Ints) -> s.Matrices:
-    """Linear maps [N, 2, 2] of the vectors from the centres of images of these sizes, as maps of points [N, 3, 3]."""
+def levels_of(fill: int | tuple[int, int, int]) -> tuple[int, ...]:
+    """The levels of a padding; black is one level, so that a padding with it and a crop beyond the image are alike."""
+    levels = fill if isinstance(fill, tuple) else (fill,)
+    return levels if any(levels) else (0,)
+
+
+def check_reflects(padding: tuple[int, int, int, int], spec: s.ImageSpec) -> None:
+    """Raise ValueError if an image of this spec has too few pixels to be mirrored for this padding on its sides."""
+    left, top, right, bottom = padding
+    for side, most in zip(spec.shape[:2], (max(top, bottom), max(left, right)), strict=True):
+        if side is not None and most >= side:
+            raise ValueError(f"reflects {most} of {side} pixels; pad less than that, or with border: edge")
+
+
+def about_center(
+    linear: NDArray[np.float64], height: s.Ints, width: s.Ints, center: tuple[float, float] | None = None
+) -> s.Matrices:
+    """Linear maps [N, 2, 2] of the vectors from a point, by default the centres of images of these sizes, as maps of
+    points [N, 3, 3]."""
     matrix = np.zeros((len(linear), 3, 3))
     matrix[:, :2, :2], matrix[:, 2, 2] = linear, 1
-    center = np.stack([width, height], axis=1) / 2
-    matrix[:, :2, 2] = center - (linear @ center[:, :, None])[:, :, 0]
+    fixed = np.stack([width, height], axis=1) / 2 if center is None else np.broadcast_to(center, (len(linear), 2))
+    matrix[:, :2, 2] = fixed - (linear @ fixed[:, :, None])[:, :, 0]
     return matrix
 
 
-def rotation(degrees: NDArray[np.float64], height: s.Ints, width: s.Ints) -> s.Matrices:
+def rotation(
+    degrees: NDArray[np.float64], height: s.Ints, width: s.Ints, center: tuple[float, float] | None = None
+) -> s.Matrices:
     """Maps [N, 3, 3] from the output to the input of images of these sizes that are turned by these angles [N]."""
     angle = np.radians(degrees)
     cos, sin = np.cos(angle), np.sin(angle)
-    return about_center(np.stack([cos, -sin, sin, cos], axis=1).reshape(-1, 2, 2), height, width)
+    return about_center(np.stack([cos, -sin, sin, cos], axis=1).reshape(-1, 2, 2), height, width, center)
+
+
+def expanded_rotation(degrees: NDArray[np.float64], height: s.Ints, width: s.Ints) -> tuple[s.Matrices, s.Ints, s.Ints]:
+    """As `rotation`, to results that just hold the whole turned images, as torchvision computes them.
+
+    Returns:
+        the maps, and the heights and widths of the results [N].
+    """
+    matrix = rotation(degrees, height, width)
+    half = np.stack([width, height], axis=1) / 2
+    corners = half[:, None] * np.array([[-1, -1], [-1, 1], [1, 1], [1, -1]])
+    ends = corners @ matrix[:, :2, :2].swapaxes(1, 2) + half[:, None]
+    low, high = (np.trunc(end * _STEPS) / _STEPS for end in (ends.min(axis=1), ends.max(axis=1)))
+    size = (np.ceil(high) - np.floor(low)).astype(np.int64)
+    quarter = np.mod(degrees, 180) == 90
+    size[quarter] = np.stack([height, width], axis=1)[quarter]
+    matrix[:, :2, 2] = half - (matrix[:, :2, :2] @ (size[:, :, None] / 2))[:, :, 0]
+    return matrix, size[:, 1], size[:, 0]
+
+
+_STEPS = 10_000
+"""Corners are cut to this part of a pixel, so that rounding errors add no pixel."""

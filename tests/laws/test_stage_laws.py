@@ -279,6 +279,12 @@ geometry: st.SearchStrategy[s.Geometry] = st.one_of(
     st.builds(lambda n, f: Resize(longer=n, **f), st.integers(8, 48), filters),
     st.builds(lambda h, w: CenterCrop(size=(h, w)), sides, sides),
     st.builds(lambda h, w, p: RandomCrop(size=(h, w), padding=p), sides, sides, st.sampled_from([0, 0, 3, 60])),
+    st.builds(
+        lambda h, w, fill: RandomCrop(size=(h, w), padding=(0, 3, 1, 9), pad_if_needed=True, fill=fill),
+        sides,
+        sides,
+        st.sampled_from([0, 114]),
+    ),
     st.builds(lambda h, w, f: RandomResizedCrop(size=(h, w), **f), sides, sides, filters),
     st.builds(lambda h, v: Flip(horizontal=h, vertical=v), chances, chances),
 )
@@ -305,8 +311,9 @@ def one_by_one(pipeline: s.Pipeline, data: bytes, keys: s.Keys) -> torch.Tensor 
             image = stage.apply(image, int(step.draw(keys)[0]))
             continue
         assert isinstance(stage, s.Geometry)
-        if isinstance(stage, RandomCrop):
+        if isinstance(stage, RandomCrop) and not stage.pad_if_needed:
             height, width = stage.size if isinstance(stage.size, tuple) else (stage.size, stage.size)
+            assert isinstance(stage.padding, int)
             room = 2 * stage.padding
             if height > image.shape[1] + room or width > image.shape[2] + room:
                 return None
@@ -427,6 +434,14 @@ def test_folded_geometry_equals_one_stage_after_the_other(stages: list[s.Stage],
         (CenterCrop(size=30), Flip(vertical=0.5), Rotate(degrees=90, fill=9), RandomCrop(size=30, padding=6)),
         (Resize(height=30, width=40), CenterCrop(size=20), Rotate(degrees=50, border="reflect"), RandomCrop(size=9)),
         (Rotate(degrees=50), Resize(height=9, width=12), Rotate(degrees=20, border="edge"), Flip(vertical=1.0)),
+        (
+            Flip(vertical=0.5),
+            Rotate(degrees=50, expand=True),
+            RandomCrop(size=30, pad_if_needed=True),
+            Flip(vertical=0.5),
+        ),
+        (Rotate(degrees=50, expand=True, fill=9), Resize(shorter=20, max_size=30), CenterCrop(size=25)),
+        (RandomCrop(size=40, padding=3, pad_if_needed=True, border="edge"), Rotate(degrees=20), RandomCrop(size=9)),
     ],
     ids=lambda stages: " -> ".join(map(repr, stages)),
 )

@@ -50,6 +50,17 @@ def test_pixels_are_those_of_torchvision(
         assert apart_from(expected, image, stage) <= (interpolation == "bilinear")
 
 
+@pytest.mark.parametrize("interpolation", ["nearest", "bilinear"])
+@pytest.mark.parametrize("center", [(0.0, 0.0), (10.25, 77.0), (-30.0, 400.5)], ids=str)
+def test_another_center_is_torchvisions(center: tuple[float, float], interpolation: Any) -> None:
+    stage = Affine(degrees=(17.3, 17.3), scale=(0.9, 0.9), shear=(7, 7), center=center, interpolation=interpolation)
+    for size in SIZES:
+        image, mode = photo(*size), InterpolationMode(interpolation)
+        planes = torch.from_numpy(image).permute(2, 0, 1)
+        expected = tv.affine_image(planes, 17.3, [0, 0], 0.9, [7.0, 0.0], mode, fill=0, center=list(center))
+        assert apart_from(expected, image, stage) <= (interpolation == "bilinear")
+
+
 def test_shifts_are_of_whole_pixels_and_torchvisions() -> None:
     image, stage = photo(60, 80), Affine(translate=(0.2, 0.4), fill=7)
     for position in range(5):

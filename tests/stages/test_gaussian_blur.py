@@ -34,6 +34,17 @@ def test_equals_torchvision_within_a_level(kernel_size: int) -> None:
     assert apart < 0.001 * total
 
 
+def test_columns_and_rows_of_their_own_are_in_torchvisions_order() -> None:
+    stage, image = GaussianBlur(kernel_size=(3, 9), sigma=2), photo(40, 50)
+    filters = stage.filters(np.array([[1.0, 2.0]]))
+    assert filters.columns.shape == (1, 3) and filters.rows.shape == (1, 9)
+    result = torch.from_numpy(run_filters(image, filters, 0)).permute(2, 0, 1)
+    plain = torch.from_numpy(image).permute(2, 0, 1)
+    assert levels_apart(result, tv.gaussian_blur(plain, [3, 9], [2.0, 2.0])) <= 1
+    assert levels_apart(result, tv.gaussian_blur(plain, [9, 3], [2.0, 2.0])) > 1
+    assert not GaussianBlur(kernel_size=(1, 1)).random and GaussianBlur(kernel_size=(1, 3)).random
+
+
 def test_an_image_that_is_smaller_than_the_kernel() -> None:
     """It is mirrored repeatedly, so that one colour stays as it is."""
     filters = GaussianBlur(kernel_size=23, sigma=5).filters(np.array([[1.0, 5.0]]))
@@ -58,6 +69,7 @@ def test_its_sigmas_and_its_probability() -> None:
 
 def test_errors() -> None:
     check_refuses("gaussian_blur.kernel_size must be odd, got 4", GaussianBlur, kernel_size=4)
+    check_refuses("gaussian_blur.kernel_size must be odd, got [3, 4]", GaussianBlur, kernel_size=(3, 4))
     check_refuses("gaussian_blur.kernel_size must be >= 1, got 0", GaussianBlur, kernel_size=0)
     check_refuses("gaussian_blur.sigma must be > 0, got 0.0", GaussianBlur, kernel_size=3, sigma=0.0)
     check_refuses(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -9,9 +11,9 @@ from torchvision.transforms.v2 import functional as tv
 
 from gpuflow.errors import ConfigError
 from gpuflow.pipeline import stage as s
-from gpuflow.stages import Decode, Normalize, RandomCrop
+from gpuflow.stages import CenterCrop, Decode, Flip, Normalize, RandomCrop, Resize
 from tests.images import jpeg, photo, png
-from tests.running import RGB, decoded, images, keys_of, program_of, run
+from tests.running import RGB, by_torchvision, decoded, images, keys_of, program_of, run
 
 COUNT = 4000
 
@@ -40,6 +42,87 @@ def test_pixels_are_those_of_torchvision(padding: int) -> None:
             assert torch.equal(image, tv.crop_image(padded, y, x, 21, 30))
         expected = torch.stack([Normalize().torchvision()(image) for image in batch])
         assert torch.equal(images(inside, [data] * 12, keys), expected)
+
+
+PADDED = (
+    RandomCrop(size=(21, 30), padding=(3, 5)),
+    RandomCrop(size=(21, 30), padding=(1, 2, 30, 4), fill=(9, 200, 50)),
+    RandomCrop(size=(21, 30), padding=9, fill=114),
+    RandomCrop(size=(21, 30), padding=9, border="edge"),
+    RandomCrop(size=(21, 30), padding=(0, 9, 4, 1), border="reflect"),
+    RandomCrop(size=(60, 90), pad_if_needed=True),
+    RandomCrop(size=(60, 90), padding=3, pad_if_needed=True),
+    RandomCrop(size=(60, 90), padding=(1, 2, 3, 4), pad_if_needed=True, fill=7),
+    RandomCrop(size=(60, 90), pad_if_needed=True, border="edge"),
+    RandomCrop(size=(41, 52), pad_if_needed=True, border="reflect"),
+)
+
+
+@pytest.mark.parametrize("stage", PADDED, ids=repr)
+def test_padding_is_that_of_torchvision(stage: RandomCrop) -> None:
+    """What is padded, and the range of places, are what torchvision's transform computes for the image."""
+    theirs, count = stage.torchvision(), 300
+    torch.manual_seed(0)
+    for size in ((40, 51), (21, 30), (59, 200), (70, 89)):
+        pad, crop = stage.draw(keys_of(count).stage("random_crop", 0), *(np.full(count, side) for side in size))
+        assert isinstance(pad, s.Pad) and isinstance(crop, s.Crop)
+        drawn = [theirs.make_params([torch.empty(3, *size)]) for _ in range(count)]
+        sides = [side.tolist() for side in (pad.left, pad.top, pad.right, pad.bottom)]
+        assert [set(side) for side in sides] == [{side} for side in drawn[0]["padding"]]
+        for ours, key in ((crop.y, "top"), (crop.x, "left")):
+            others = np.array([params[key] for params in drawn])
+            assert abs(ours.mean() - others.mean()) <= 0.2 * max(others.max(), ours.max())
+            assert abs(int(ours.max()) - int(others.max())) <= 0.1 * others.max()
+
+
+@pytest.mark.parametrize("color", ["rgb", "gray"])
+@pytest.mark.parametrize("stage", PADDED, ids=repr)
+def test_pixels_of_padded_images_are_those_of_torchvision(stage: RandomCrop, color: Any) -> None:
+    if color == "gray" and isinstance(stage.fill, tuple):
+        return
+    keys = keys_of(12)
+    for data in (jpeg(photo(75, 101)), png(photo(40, 51)), png(photo(60, 33))):
+        batch = images(program_of(Decode(color=color), stage), [data] * 12, keys)
+        for i, image in enumerate(batch):
+            expected = by_torchvision(stage, decoded(data, color), keys[i].stage("random_crop", 0))
+            assert torch.equal(image, expected)
+
+
+def test_padding_between_other_stages() -> None:
+    keys, data = keys_of(12), png(photo(40, 57))
+    for crop in PADDED:
+        stages = (Resize(height=33, width=50), Flip(horizontal=0.5), crop, Flip(vertical=0.5), CenterCrop(size=70))
+        batch = images(program_of(Decode(), *stages), [data] * 12, keys)
+        for i, image in enumerate(batch):
+            expected = decoded(data)
+            for stage, turn in zip(stages, (0, 0, 0, 1, 0), strict=True):
+                expected = by_torchvision(stage, expected, keys[i].stage(stage.stage_name, turn))
+            assert torch.equal(image, expected), crop
+
+
+def test_a_crop_without_padding_is_one_move_whatever_its_fill() -> None:
+    size = np.array([40]), np.array([50])
+    for stage in (RandomCrop(size=9), RandomCrop(size=9, fill=7), RandomCrop(size=9, border="reflect", padding=(0, 0))):
+        (move,) = stage.draw(keys_of(1).stage("random_crop", 0), *size)
+        assert isinstance(move, s.Crop) and move.margin == 0 and not stage.pads and stage.warps is None
+
+
+def test_more_padding_than_an_image_has_pixels_to_reflect() -> None:
+    stage = RandomCrop(size=30, pad_if_needed=True, border="reflect")
+    _, faults = run(program_of(Decode(), stage), [png(photo(15, 40)), png(photo(16, 40))])
+    assert str(faults[0]) == "random_crop: the padding is larger than the image, which has 15x40 pixels here"
+    assert faults[1] is None
+    with pytest.raises(ValueError, match=r"reflects 15 of 15 pixels; pad less than that, or with border: edge"):
+        stage.output(RGB.replace(shape=(15, None, 3)))
+    assert stage.output(RGB.replace(shape=(16, None, 3))).shape == (30, 30, 3)
+    assert stage.output(RGB.replace(shape=(None, 17, 3))).shape == (30, 30, 3)
+
+
+def test_an_image_that_is_too_small_with_padding_on_some_sides_is_a_bad_sample() -> None:
+    for stage in (RandomCrop(size=30, padding=(1, 0, 1, 2)), RandomCrop(size=30, padding=1, fill=9)):
+        _, faults = run(program_of(Decode(), stage), [png(photo(28, 28)), png(photo(27, 28)), png(photo(28, 27))])
+        assert [fault is None for fault in faults] == [True, False, False]
+        assert str(faults[1]) == "random_crop: the crop is larger than the image, which has 29x30 pixels here"
 
 
 def test_every_place_is_reached_equally_often() -> None:
@@ -71,9 +154,11 @@ def test_an_image_that_is_too_small_is_a_bad_sample() -> None:
         ({"size": 0}, "random_crop.size must be >= 1, got 0"),
         ({"size": (4, -1)}, "random_crop.size must be >= 1, got [4, -1]"),
         ({"size": 4, "padding": -1}, "random_crop.padding must be >= 0, got -1"),
+        ({"size": 4, "padding": (1, 2, 3, -4)}, "random_crop.padding must be >= 0, got [1, 2, 3, -4]"),
+        ({"size": 4, "fill": 256}, "random_crop.fill must be within [0, 255], got 256"),
     ],
 )
-def test_errors(parameters: dict[str, int], text: str) -> None:
+def test_errors(parameters: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         RandomCrop(**parameters)
     assert str(caught.value) == text
@@ -90,3 +175,10 @@ def test_padding_counts_when_fitting() -> None:
         "crops 12x30 from an image whose shorter side is 9, which is smaller; crop less or resize to more"
     )
     assert RandomCrop(size=(11, 30), padding=1).output(RGB.replace(shorter=9)).shape == (11, 30, 3)
+    assert RandomCrop(size=99, pad_if_needed=True).output(RGB.replace(shape=(8, 8, 3))).shape == (99, 99, 3)
+    one_side = RandomCrop(size=(11, 9), padding=(0, 3, 0, 0))
+    assert one_side.output(RGB.replace(shape=(8, 9, 3))).shape == (11, 9, 3)
+    with pytest.raises(ValueError, match="crops 11x9 from an image of 7x9, which is smaller"):
+        one_side.output(RGB.replace(shape=(7, 9, 3)))
+    with pytest.raises(ValueError, match="fills with 3 levels"):
+        RandomCrop(size=3, padding=1, fill=(1, 2, 3)).output(s.ImageSpec(shape=(9, 9, 1), color="gray"))

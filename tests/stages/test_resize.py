@@ -12,7 +12,7 @@ from torchvision.transforms.v2 import functional as tv
 
 from gpuflow.errors import ConfigError
 from gpuflow.pipeline import stage as s
-from gpuflow.stages import Decode, Normalize, Resize
+from gpuflow.stages import CenterCrop, Decode, Normalize, Resize
 from tests.images import jpeg, photo, png
 from tests.running import RGB, alone, decoded, images, keys_of, levels_apart, program_of, resized, size_of
 
@@ -69,6 +69,32 @@ def test_sizes_are_those_of_torchvision(height: int, width: int, side: int, shor
     assert (int(move.height[0]), int(move.width[0])) == after.shape[:2]
 
 
+@given(height=st.integers(1, 700), width=st.integers(1, 700), side=st.integers(1, 500), more=st.integers(1, 400))
+def test_sizes_with_max_size_are_those_of_torchvision(height: int, width: int, side: int, more: int) -> None:
+    stage = Resize(shorter=side, max_size=side + more)
+    expected = tv._geometry._compute_resized_output_size((height, width), size=[side], max_size=side + more)
+    expected = [max(n, 1) for n in expected]  # of thin images torchvision leaves nothing
+    assert list(stage.output(RGB.replace(shape=(height, width, 3))).shape[:2]) == expected
+    (move,) = stage.draw(keys_of(1).stage("resize", 0), *size_of(torch.empty(3, height, width)))
+    assert isinstance(move, s.Resize)
+    assert [int(move.height[0]), int(move.width[0])] == expected
+
+
+def test_pixels_with_max_size_are_those_of_torchvision() -> None:
+    stage = Resize(shorter=30, max_size=40)
+    for size in ((60, 70), (60, 200), (200, 61), (50, 50)):
+        data = png(photo(*size))
+        expected = stage.torchvision()(decoded(data))
+        (found,) = images(program_of(Decode(), stage, CenterCrop(size=tuple(expected.shape[1:]))), [data])
+        assert levels_apart(found, expected) <= (not NATIVE)
+
+
+def test_max_size_and_rounding_to_the_nearest_number() -> None:
+    stage = Resize(shorter=29, max_size=40, rounding="nearest")
+    assert stage.output(RGB.replace(shape=(60, 100, 3))).shape == (24, 40, 3)
+    assert stage.output(RGB.replace(shape=(60, 77, 3))).shape == (29, 37, 3)
+
+
 def test_sizes_in_a_pipeline() -> None:
     for size, expected in [((30, 60), (10, 20)), ((60, 30), (20, 10)), ((31, 31), (10, 10)), ((1, 400), (10, 4000))]:
         program = program_of(Decode(), Resize(shorter=10), Resize(height=4, width=4))
@@ -82,7 +108,7 @@ def test_a_thin_image_keeps_one_pixel() -> None:
 
 def test_shorter_is_known_although_the_shape_is_not() -> None:
     assert Resize(shorter=9).output(RGB) == RGB.replace(shape=(None, None, 3), shorter=9)
-    assert Resize(longer=9).output(RGB) == RGB
+    assert Resize(longer=9).output(RGB) == Resize(shorter=9, max_size=20).output(RGB) == RGB
 
 
 @pytest.mark.parametrize(
@@ -96,6 +122,11 @@ def test_shorter_is_known_although_the_shape_is_not() -> None:
             {"height": 3, "width": 3, "shorter": 3},
             "resize needs height and width, or shorter, or longer; give one of these",
         ),
+        (
+            {"longer": 3, "max_size": 9},
+            "resize.max_size limits the side that follows shorter, which is not given; give shorter, or longer alone",
+        ),
+        ({"shorter": 9, "max_size": 9}, "resize.max_size must be more than shorter = 9, got 9"),
         ({"shorter": 0}, "resize.shorter must be >= 1, got 0"),
         ({"longer": -2}, "resize.longer must be >= 1, got -2"),
         ({"height": 0, "width": -1}, "resize.height must be >= 1, got 0\nresize.width must be >= 1, got -1"),

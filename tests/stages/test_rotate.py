@@ -10,9 +10,9 @@ from torchvision.transforms.v2 import functional as tv
 
 from gpuflow.errors import ConfigError
 from gpuflow.pipeline import stage as s
-from gpuflow.stages import CenterCrop, Decode, Rotate
+from gpuflow.stages import CenterCrop, Decode, Letterbox, Normalize, Rotate
 from tests.images import photo, png
-from tests.running import RGB, decoded, images, keys_of, levels_apart, program_of
+from tests.running import RGB, by_torchvision, decoded, images, keys_of, levels_apart, program_of, run
 from tests.stages.warps import apart_from, warp_of
 
 SIZES = ((150, 211), (60, 60), (31, 8), (1, 1))
@@ -30,6 +30,65 @@ def test_pixels_are_those_of_torchvision(angle: float, fill: int | tuple[int, in
             torch.from_numpy(image).permute(2, 0, 1), angle, InterpolationMode(interpolation), fill=levels
         )
         assert apart_from(expected, image, stage, special=angle % 45 == 0) <= (interpolation == "bilinear")
+
+
+@pytest.mark.parametrize("interpolation", ["nearest", "bilinear"])
+@pytest.mark.parametrize("center", [(0.0, 0.0), (10.25, 77.0), (-30.0, 400.5)], ids=str)
+@pytest.mark.parametrize("angle", [17.3, -133.0])
+def test_another_center_is_torchvisions(angle: float, center: tuple[float, float], interpolation: str) -> None:
+    stage = Rotate(degrees=(angle, angle), center=center, interpolation=interpolation, fill=9)  # type: ignore[arg-type]
+    for size in SIZES:
+        image, mode = photo(*size), InterpolationMode(interpolation)
+        planes = torch.from_numpy(image).permute(2, 0, 1)
+        expected = tv.rotate_image(planes, angle, mode, center=list(center), fill=9)
+        assert apart_from(expected, image, stage) <= (interpolation == "bilinear")
+
+
+@pytest.mark.parametrize("interpolation", ["nearest", "bilinear"])
+@pytest.mark.parametrize("angle", [0.0, 17.3, -133.0, 45.0, 90.0, 180.0, 270.0, 30.0])
+def test_expanded_results_are_torchvisions(angle: float, interpolation: str) -> None:
+    stage = Rotate(degrees=(angle, angle), expand=True, interpolation=interpolation, fill=114)  # type: ignore[arg-type]
+    for size in SIZES:
+        image = photo(*size)
+        planes = torch.from_numpy(image).permute(2, 0, 1)
+        expected = tv.rotate_image(planes, angle, InterpolationMode(interpolation), expand=True, fill=114)
+        known = stage.output(RGB.replace(shape=(*size, 3))).shape
+        assert known == (*expected.shape[1:], 3)
+        assert apart_from(expected, image, stage, special=angle % 30 == 0) <= (interpolation == "bilinear")
+
+
+def test_expanded_sizes_are_torchvisions() -> None:
+    rng, count = np.random.default_rng(0), 400
+    for height, width in ((224, 224), (333, 500), (1, 640), (7, 5)):
+        angles = np.concatenate([rng.uniform(-200, 200, count), np.arange(-360, 361, 15)])
+        for angle in angles.tolist():
+            move = warp_of(Rotate(degrees=(angle, angle), expand=True), 1, height, width)
+            expected = tv.rotate_image(torch.empty((1, height, width), dtype=torch.uint8), angle, expand=True)
+            assert (int(move.height[0]), int(move.width[0])) == tuple(expected.shape[1:]), (angle, height, width)
+
+
+def test_each_expanded_sample_has_its_own_size() -> None:
+    count = 12
+    move = warp_of(Rotate(degrees=60, expand=True), count, 40, 90)
+    assert len({*zip(move.height.tolist(), move.width.tolist(), strict=True)}) > 6
+    spec = RGB.replace(shape=(40, 90, 3), shorter=None)
+    assert Rotate(degrees=60, expand=True).output(spec).shape == (None, None, 3)
+    assert Rotate(degrees=(90, 90), expand=True).output(RGB).shape == (None, None, 3)
+    rotate, letterbox = Rotate(degrees=60, expand=True, fill=114), Letterbox(size=30)
+    program = program_of(Decode(), rotate, letterbox, Normalize())
+    assert [type(step).__name__ for step in program.steps] == ["WarpStep", "SamplingStep", "PointwiseStep"]
+    data, keys = png(photo(40, 90)), keys_of(count)
+    batch = images(program_of(Decode(), rotate, letterbox), [data] * count, keys)
+    for i in range(count):
+        turned = by_torchvision(rotate, decoded(data), keys[i].stage("rotate", 0))
+        assert levels_apart(batch[i], letterbox.torchvision()(turned)) <= 1
+
+
+def test_a_result_above_max_pixels_is_a_bad_sample() -> None:
+    program = program_of(Decode(max_pixels=60 * 60), Rotate(degrees=(45, 45), expand=True), CenterCrop(size=60))
+    _, faults = run(program, [png(photo(60, 60)), png(photo(30, 30))])
+    assert str(faults[0]).startswith("rotate: the resized image would have 86x86 = 7,396 pixels")
+    assert faults[1] is None
 
 
 @pytest.mark.parametrize("interpolation", ["nearest", "bilinear"])
@@ -86,6 +145,12 @@ def test_torchvision_has_no_other_borders() -> None:
         ({"degrees": -3}, "rotate.degrees must be >= 0 or [low, high], got -3"),
         ({"degrees": (5.0, -3.0)}, "rotate.degrees must be [low, high] with low <= high, got [5.0, -3.0]"),
         ({"degrees": float("inf")}, "rotate.degrees must be finite, got inf"),
+        (
+            {"degrees": 3, "expand": True, "center": (1.0, 2.0)},
+            "rotate.center does not go with expand, which moves the whole turned image into the result; "
+            "remove one of them",
+        ),
+        ({"degrees": 3, "center": (1.0, 1e7)}, "rotate.center must be within [-1e+06, 1e+06], got [1.0, 10000000.0]"),
         ({"degrees": 3, "fill": 256}, "rotate.fill must be within [0, 255], got 256"),
         ({"degrees": 3, "fill": (0, -1, 0)}, "rotate.fill must be within [0, 255], got [0, -1, 0]"),
     ],

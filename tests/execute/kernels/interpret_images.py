@@ -58,9 +58,23 @@ PIPELINES: dict[str, Entries] = {
         {"resize": {"height": 24, "width": 15}},
         {"normalize": {"mean": (0, 0, 0), "std": (1 / 255,) * 3}},
     ),
+    "a warp that expands": (
+        {"decode": {}},
+        {"rotate": {"degrees": 60, "expand": True, "fill": 114}},
+        {"flip": {"vertical": 0.5}},
+        {"resize": {"shorter": 24, "max_size": 30}},
+        {"random_crop": {"size": 27, "padding": (1, 0, 2, 4), "pad_if_needed": True, "fill": 114}},
+    ),
+    "crops of padded images": (
+        {"decode": {}},
+        {"random_crop": {"size": (33, 42), "padding": (2, 5), "pad_if_needed": True, "border": "reflect"}},
+        {"random_crop": {"size": (30, 50), "padding": 3, "pad_if_needed": True, "fill": (9, 200, 50)}},
+        {"rotate": {"degrees": 40, "center": (3.0, 9.5), "border": "edge"}},
+        {"gaussian_blur": {"kernel_size": (3, 7)}},
+    ),
     "misfits": ({"decode": {}}, {"random_crop": {"size": 30}}),
 }
-OTHER_SIZES = ("a warp to other sizes", "three other sizes")
+OTHER_SIZES = ("a warp to other sizes", "three other sizes", "a warp that expands", "crops of padded images")
 """These run on interleaved images alone, for the interpreter is slow."""
 launches: Counter[str] = Counter()
 

@@ -16,7 +16,7 @@ def cases() -> list[dict[str, Any]]:
 
 
 def test_pixels_and_faults_are_those_of_the_cpu(cases: list[dict[str, Any]]) -> None:
-    assert len(cases) == 5 * 2 * 4 + 2 * 2
+    assert len(cases) == 5 * 2 * 4 + 4 * 2
     for case in cases:
         assert case["difference"] <= 1, case
         assert case["faults"] == case["rights"], case
@@ -33,4 +33,6 @@ def test_launches_do_not_depend_on_the_number_of_images(cases: list[dict[str, An
     assert launches["warps, interleaved", 6] == {"warp_all": 1, "sample": 1}
     assert launches["a warp to other sizes, interleaved", 6] == {"warp_all": 1, "sample": 1}
     assert launches["three other sizes, interleaved", 6] == {"warp_all": 1, "sample": 3}
+    assert launches["a warp that expands, interleaved", 6] == {"warp_all": 1, "sample": 1}
+    assert launches["crops of padded images, interleaved", 6] == {"warp_all": 2, "sample": 1}
     assert launches["misfits, planes", 6] == {"interleave": 1}, "no pass is queued if a stage cannot take an image"
