@@ -311,9 +311,11 @@ def _target(size: Any) -> dict[str, Any]:
 
 def _resize(reader: _Reader, t: Any) -> _Equal:
     limit = getattr(t, "max_size", None)
-    if (t.size is None) == (limit is None):
-        return None
-    return _sampled(reader, "resize", {"longer": limit} if t.size is None else _target(t.size), t)
+    if t.size is None:
+        keys = {"longer": limit}
+    else:
+        keys = _target(t.size) if limit is None else {**_target(t.size), "max_size": limit}
+    return _sampled(reader, "resize", keys, t)
 
 
 def _sampled(reader: _Reader, stage: str, keys: dict[str, Any], t: Any) -> _Equal:
@@ -345,13 +347,25 @@ def _random_resized_crop(reader: _Reader, t: Any) -> _Equal:
 
 
 def _random_crop(reader: _Reader, t: Any) -> _Equal:
-    padding = t.padding if isinstance(t.padding, (int, type(None))) else set(t.padding)
-    if isinstance(padding, set):
-        padding = padding.pop() if len(padding) == 1 else -1
-    plain = not t.pad_if_needed and (not padding or (t.fill in (0, None) and t.padding_mode == "constant"))
-    if not plain or padding == -1:
-        return None
-    return Entry("random_crop", {"size": size_of(t.size), **({"padding": padding} if padding else {})})
+    keys: dict[str, Any] = {"size": size_of(t.size)}
+    padding = _numbers(_padding_of(t) or 0)
+    if t.pad_if_needed or padding != 0:
+        if (around := _around(reader, t)) is None:
+            return None
+        keys |= {"padding": padding} if padding != 0 else {}
+        keys |= {"pad_if_needed": True} if t.pad_if_needed else {}
+        keys |= around
+    return Entry("random_crop", keys)
+
+
+def _padding_of(crop: Any) -> Any:
+    """The padding of a RandomCrop as users give it; v2's holds it as left, right, top and bottom."""
+    from torchvision.transforms import v2
+
+    if not isinstance(crop, v2.RandomCrop) or crop.padding is None:
+        return crop.padding
+    left, right, top, bottom = crop.padding
+    return [left, top, right, bottom]
 
 
 def _flip(side: str) -> Callable[[_Reader, Any], _Equal]:
@@ -370,10 +384,12 @@ def _fill(reader: _Reader, t: Any) -> dict[str, Any] | None:
 
 def _warped(reader: _Reader, t: Any, stage: str, keys: dict[str, Any]) -> _Equal:
     """A stage that warps. torchvision's default is nearest, and that of gpuflow bilinear."""
-    if _mode(t) not in ("nearest", "bilinear") or getattr(t, "expand", False) or getattr(t, "center", None):
+    if _mode(t) not in ("nearest", "bilinear") or (fill := _fill(reader, t)) is None:
         return None
-    if (fill := _fill(reader, t)) is None:
-        return None
+    if getattr(t, "expand", False):
+        keys = {**keys, "expand": True}
+    elif (center := getattr(t, "center", None)) is not None:
+        keys = {**keys, "center": [number(x) for x in center]}
     reader.pillow_warps = reader.pillow_warps or not reader.tensor
     return Entry(stage, {**keys, **({"interpolation": "nearest"} if _mode(t) == "nearest" else {}), **fill})
 
@@ -401,12 +417,21 @@ def _perspective(reader: _Reader, t: Any) -> _Equal:
 
 
 def _pad(reader: _Reader, t: Any) -> _Equal:
-    if t.padding_mode not in ("constant", "edge", "reflect") or (fill := _fill(reader, t)) is None:
+    around = _around(reader, t)
+    return None if around is None else Entry("pad", {"padding": _numbers(t.padding), **around})
+
+
+def _numbers(value: int | Sequence[int]) -> int | list[int]:
+    """A padding or a neighbourhood as YAML has it: one number if all are equal."""
+    sides = [value] if isinstance(value, int) else [int(side) for side in value]
+    return sides[0] if len(set(sides)) == 1 else sides
+
+
+def _around(reader: _Reader, t: Any) -> dict[str, Any] | None:
+    """The keys `border` and `fill` of what is padded, without defaults; None if no stage has them."""
+    if t.padding_mode not in ("constant", "edge", "reflect"):
         return None
-    sides = [t.padding] if isinstance(t.padding, int) else [int(side) for side in t.padding]
-    sides = sides * 4 if len(sides) == 1 else sides
-    border = {} if t.padding_mode == "constant" else {"border": t.padding_mode}
-    return Entry("pad", {"padding": sides[0] if len(set(sides)) == 1 else sides, **border, **fill})
+    return _fill(reader, t) if t.padding_mode == "constant" else {"border": t.padding_mode}
 
 
 def _color_jitter(reader: _Reader, t: Any) -> _Equal:
@@ -435,9 +460,8 @@ def _grayscale(reader: _Reader, t: Any) -> _Equal:
 
 
 def _gaussian_blur(reader: _Reader, t: Any) -> _Equal:
-    rows, columns = t.kernel_size
     low, high = (number(x) for x in t.sigma)
-    return Entry("gaussian_blur", {"kernel_size": rows, "sigma": [low, high]}) if rows == columns else None
+    return Entry("gaussian_blur", {"kernel_size": _numbers(t.kernel_size), "sigma": [low, high]})
 
 
 def _random_erasing(reader: _Reader, t: Any) -> _Equal:
@@ -595,7 +619,9 @@ def _parameters(transform: Any) -> dict[str, Any] | None:
             continue
         if not hasattr(transform, name):
             return None
-        value = _plain(getattr(transform, name))
+        value = _plain(
+            _padding_of(transform) if (cls, name) == (v2.RandomCrop, "padding") else getattr(transform, name)
+        )
         if cls is v2.RandomErasing and name == "value" and value is None:  # as v2 keeps it
             value = "random"
         if value is _UNKNOWN:

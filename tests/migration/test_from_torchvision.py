@@ -41,7 +41,8 @@ def texts(found: Imported) -> list[str]:
         (v2.Resize([256]), {"resize": {"shorter": 256}}),
         (v1.Resize((30, 40)), {"resize": {"height": 30, "width": 40}}),
         (v2.Resize(None, max_size=300), {"resize": {"longer": 300}}),
-        (v2.Resize(256, max_size=300), {"torchvision": {"name": "Resize", "size": [256], "max_size": 300}}),
+        (v2.Resize(256, max_size=300), {"resize": {"shorter": 256, "max_size": 300}}),
+        (v1.Resize([256], max_size=300), {"resize": {"shorter": 256, "max_size": 300}}),
         (v2.Resize(20, InterpolationMode.BICUBIC), {"resize": {"shorter": 20, "interpolation": "bicubic"}}),
         (
             v1.Resize(20, InterpolationMode.NEAREST),
@@ -52,7 +53,25 @@ def texts(found: Imported) -> list[str]:
         (v1.RandomCrop(32, padding=4), {"random_crop": {"size": 32, "padding": 4}}),
         (
             v2.RandomCrop(32, pad_if_needed=True),
-            {"torchvision": {"name": "RandomCrop", "size": [32, 32], "pad_if_needed": True}},
+            {"random_crop": {"size": 32, "pad_if_needed": True}},
+        ),
+        (v2.RandomCrop(32, padding=0, fill=7), {"random_crop": {"size": 32}}),
+        (v2.RandomCrop(32, padding=(1, 2), fill=7), {"random_crop": {"size": 32, "padding": [1, 2, 1, 2], "fill": 7}}),
+        (
+            v1.RandomCrop(32, padding=(1, 2, 3, 4), padding_mode="reflect"),
+            {"random_crop": {"size": 32, "padding": [1, 2, 3, 4], "border": "reflect"}},
+        ),
+        (v1.RandomCrop(32, padding=(1, 2)), {"random_crop": {"size": 32, "padding": [1, 2]}}),
+        (
+            v2.RandomCrop(32, padding=(1, 2, 3, 4), padding_mode="symmetric"),
+            {
+                "torchvision": {
+                    "name": "RandomCrop",
+                    "size": [32, 32],
+                    "padding": [1, 2, 3, 4],
+                    "padding_mode": "symmetric",
+                }
+            },
         ),
         (v1.RandomResizedCrop(224), {"random_resized_crop": {"size": 224}}),
         (v2.RandomResizedCrop(9, (0.3, 1)), {"random_resized_crop": {"size": 9, "scale": [0.3, 1]}}),
@@ -62,7 +81,15 @@ def texts(found: Imported) -> list[str]:
         (v2.RandomRotation((5, 9), InterpolationMode.BILINEAR, fill=7), {"rotate": {"degrees": [5, 9], "fill": 7}}),
         (
             v2.RandomRotation(30, expand=True),
-            {"torchvision": {"name": "RandomRotation", "degrees": [-30, 30], "expand": True}},
+            {"rotate": {"degrees": 30, "expand": True, "interpolation": "nearest"}},
+        ),
+        (
+            v1.RandomRotation(30, center=(0, 9.5)),
+            {"rotate": {"degrees": 30, "center": [0, 9.5], "interpolation": "nearest"}},
+        ),
+        (
+            v2.RandomAffine(3, center=(8, 9), interpolation=InterpolationMode.BILINEAR),
+            {"affine": {"degrees": 3, "center": [8, 9]}},
         ),
         (
             v1.RandomAffine(8, translate=(0.1, 0.2), scale=(0.5, 2), shear=3),
@@ -91,6 +118,7 @@ def texts(found: Imported) -> list[str]:
         (v2.Grayscale(1), {"torchvision": {"name": "Grayscale"}}),
         (v1.RandomGrayscale(0.2), {"grayscale": {"probability": 0.2}}),
         (v1.GaussianBlur(5, (0.1, 2)), {"gaussian_blur": {"kernel_size": 5, "sigma": [0.1, 2]}}),
+        (v2.GaussianBlur((3, 7)), {"gaussian_blur": {"kernel_size": [3, 7], "sigma": [0.1, 2]}}),
         (v2.RandomErasing(0.3), {"random_erasing": {"probability": 0.3}}),
         (
             v1.RandAugment(3, 7),
