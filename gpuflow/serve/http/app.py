@@ -44,7 +44,7 @@ except ModuleNotFoundError as error:
 from gpuflow.runtime.threads import DaemonPool
 from gpuflow.serve.http.body import BodyMiddleware, check_headers, read_images
 from gpuflow.serve.http.body import error_content as _error
-from gpuflow.serve.http.limits import Occupancy, Refused, RequestLimits, Reservation
+from gpuflow.serve.http.limits import CLOSED_HERE, Occupancy, Refused, RequestLimits, Reservation
 from gpuflow.serve.http.limits import busy as _busy
 from gpuflow.serve.http.metrics import CONTENT_TYPE, ROUTES, Metrics
 from gpuflow.serve.pictures import Pictures
@@ -55,7 +55,7 @@ __all__ = ["Health", "RequestLimits", "Service", "check_origins", "create_app"]
 _CHECK_SECONDS, _ANSWER_SECONDS = 5.0, 10.0
 """The time between two checks of the decoders, and the limit for one of them."""
 _DISCONNECTED = 499
-"""The status that is counted, as nginx does, for a client that closed the connection before its answer."""
+"""The status that is counted, as nginx does, for a request whose connection ended before its answer."""
 
 T = TypeVar("T")
 
@@ -294,7 +294,8 @@ class Service:
         else:
             assert isinstance(error, ClientDisconnect)
             refused = Refused(_DISCONNECTED, "disconnected", "the client closed the connection")
-        self.metrics.error(refused.kind)
+        if refused.status_code != _DISCONNECTED or CLOSED_HERE not in request.scope.get("state", ()):
+            self.metrics.error(refused.kind)  # a connection that the service closed was counted then
         return JSONResponse(
             _error(refused.kind, refused.detail), status_code=refused.status_code, headers=refused.headers
         )
@@ -303,7 +304,8 @@ class Service:
 class Health:
     """Whether a service's decoders work, checked at most every few seconds when a client asks for it.
 
-    check: raises DecoderError if a decoder does not work. fault: its text at the last check; None if all work.
+    check: raises an exception, mostly DecoderError, if a decoder does not work. fault: its text at the last check; None
+    if all work.
     """
 
     def __init__(self, check: Callable[[], None]) -> None:
@@ -323,13 +325,17 @@ class Health:
     async def _run_check(self) -> str | None:
         if self._pool is None:
             self._pool = DaemonPool(1, "check")
-        try:
-            await asyncio.wait_for(asyncio.wrap_future(self._pool.submit(self._check)), _ANSWER_SECONDS)
-        except TimeoutError:
+        checked = asyncio.wrap_future(self._pool.submit(self._check))
+        if not (await asyncio.wait([checked], timeout=_ANSWER_SECONDS))[0]:
+            checked.cancel()
             return f"the decoders did not decode a test image within {_ANSWER_SECONDS:g} s"
-        except (DecoderError, PredictorError) as error:
-            return str(error)
-        return None
+        match checked.exception():
+            case None:
+                return None
+            case DecoderError() | PredictorError() as error:
+                return str(error)
+            case error:
+                return f"{type(error).__name__}: {error}"
 
 
 async def _disconnected(request: Request) -> None:
