@@ -119,6 +119,20 @@ def test_an_image_that_is_chosen_dropped_or_pasted(page: Browser, live: Live, ph
     assert page.messages == []
 
 
+def test_an_answer_without_the_time_in_the_service(page: Browser, live: Live, photo: Path) -> None:
+    """Behind a proxy that drops the header Server-Timing."""
+    page.run(
+        "{const real = window.fetch; window.fetch = async (...given) => {"
+        "const answer = await real(...given); return new Response(answer.body, {status: answer.status})}}"
+    )
+    page.choose("#file", photo)
+    page.wait(SHOWN)
+    page.wait(SEEN)
+    assert shown(page) == rows(live.ask(PHOTO).json()["predictions"])
+    assert re.fullmatch(r"[\d.]+ ms", page.run("document.querySelector('#time').textContent"))
+    assert page.run("document.querySelector('#error').hidden") and page.messages == []
+
+
 def test_the_picture_is_what_the_model_saw(page: Browser, live: Live, photo: Path) -> None:
     page.choose("#file", photo)
     page.wait(SEEN)
