@@ -1,19 +1,23 @@
-"""The connections of a service: how many there may be, and how long a client may take to send the head of a request.
+"""The connections of a service: how many there may be, and for how long one may wait for its client.
 
 A server that waits for its clients without a limit can be stopped by a few of them. Here a connection that waits for
-its client gives way: the head of a request has to arrive within seconds, and where no further connection can be opened,
-the one that has waited the longest for its client is closed.
+its client gives way: the head of a request has to arrive within seconds, a client that reads nothing of its answers for
+some seconds is cut off, and where no further connection can be opened, the one that has waited the longest for its
+client, to send or to read, is closed.
 """
 
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import http
 import itertools
 import json
 import math
 import resource
+import struct
 import sys
+import termios
 import time
 from contextlib import suppress
 from typing import Any, final
@@ -22,7 +26,7 @@ import h11
 import psutil
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
-from gpuflow.serve.http.limits import MALFORMED, OVER_LIMIT, RequestLimits
+from gpuflow.serve.http.limits import CLOSED_HERE, MALFORMED, OVER_LIMIT, RequestLimits
 from gpuflow.serve.http.metrics import Metrics
 
 __all__ = ["Connection", "Connections"]
@@ -34,8 +38,11 @@ _SPARE_FILES = 64
 _LINGER_SECONDS = 1.0
 """How long a connection stays open after a refusal, so that the client reads it."""
 _STALLED_SECONDS = 1.0
-"""A body that made less progress than _PROGRESS_BYTES in this time may have its connection closed for another one."""
+"""A body or an answer that made less progress than _PROGRESS_BYTES in this time may have its connection closed for
+another one."""
 _PROGRESS_BYTES, _LOOK_AT, _CHECK_SECONDS = 65_536, 8, 1.0
+_UNREAD_SECONDS = 10.0
+"""How long a client may take for the next byte of its answers."""
 
 
 @final
@@ -45,7 +52,7 @@ class Connections:
     def __init__(self, limits: RequestLimits, metrics: Metrics) -> None:
         self.limits, self.metrics = limits, metrics
         self._open: set[Connection] = set()
-        self._waiting: dict[Connection, tuple[float, bool]] = {}  # since when, and whether for a body; oldest first
+        self._waiting: dict[Connection, tuple[float, bool]] = {}  # since when, and `transferring`; oldest first
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self._files = files if files != resource.RLIM_INFINITY else sys.maxsize
         self._most, self._checked = limits.max_connections, -math.inf
@@ -75,33 +82,36 @@ class Connections:
             return False
         is_full = len(self) > most + _SPARE
         now = time.monotonic()
-        for waiting, (since, for_body) in itertools.islice(self._waiting.items(), _LOOK_AT):
-            if is_full or not for_body or now - since > _STALLED_SECONDS:
-                self.metrics.error("connections")
-                waiting.abort()
+        for waiting, (since, transferring) in itertools.islice(self._waiting.items(), _LOOK_AT):
+            if is_full or not transferring or now - since > _STALLED_SECONDS:
+                waiting.abort("evicted")
                 return False
         if is_full:
-            self.metrics.error("connections")
-            connection.abort()
+            connection.abort("evicted")
         return True
 
     def make_room(self) -> None:
         """Close some connections that wait for their clients."""
         for waiting in list(itertools.islice(self._waiting, _LOOK_AT)):
-            self.metrics.error("connections")
-            waiting.abort()
+            waiting.abort("evicted")
+
+    def abort_unread(self) -> None:
+        """Close the connections whose clients have not read all of their answers."""
+        for connection in list(self._open):
+            if connection.unsent:
+                connection.abort("unread")
 
     def remove(self, connection: Connection) -> None:
         self._open.discard(connection)
         self._waiting.pop(connection, None)
 
-    def set_waiting(self, connection: Connection, *, for_body: bool) -> None:
-        """A connection waits for its client from now on."""
+    def set_waiting(self, connection: Connection, *, transferring: bool) -> None:
+        """A connection waits for its client from now on. transferring: for a body, or to read an answer."""
         self._waiting.pop(connection, None)
-        self._waiting[connection] = time.monotonic(), for_body
+        self._waiting[connection] = time.monotonic(), transferring
 
     def set_active(self, connection: Connection) -> None:
-        """A connection has all that its client has to send for now."""
+        """A connection needs nothing of its client for now."""
         self._waiting.pop(connection, None)
 
 
@@ -116,17 +126,22 @@ class Connection(H11Protocol):
         self._head_timer: asyncio.TimerHandle | None = None
         self._body_bytes = 0
         self._reading: RequestResponseCycle | None = None
+        self._unread_timer: asyncio.TimerHandle | None = None
+        self._unread, self._read_at = 0, 0.0  # bytes at the last check, and when there were last fewer than before
+        self._unread_since_mark = 0  # bytes when this connection last counted as one that makes progress
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         if self._connections.add(self):
             self.app_state = {**self.app_state, OVER_LIMIT: True}
-        self._connections.set_waiting(self, for_body=False)
+        self._connections.set_waiting(self, transferring=False)
         self._limit_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._connections.remove(self)
         self._end_timer()
+        if self._unread_timer is not None:
+            self._unread_timer.cancel()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -139,6 +154,17 @@ class Connection(H11Protocol):
     def on_response_complete(self) -> None:
         super().on_response_complete()
         self._follow(has_data=False)
+        self._watch_unread()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._connections.set_waiting(self, transferring=True)
+        self._watch_unread()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._in_request and not self.cycle.more_body and not self.transport.is_closing():
+            self._connections.set_active(self)
 
     def _follow(self, *, has_data: bool) -> None:
         """Find out whether this connection waits for its client now, and limit the time that a head may take."""
@@ -148,17 +174,18 @@ class Connection(H11Protocol):
             if has_data and not self._head_begun:
                 self._head_begun = True
                 self._limit_head()
-                self._connections.set_waiting(self, for_body=False)
+                self._connections.set_waiting(self, transferring=False)
             elif not has_data:
-                self._connections.set_waiting(self, for_body=False)
+                self._connections.set_waiting(self, transferring=self.unsent > 0)
             return
         self._head_begun = False
         self._end_timer()
         if not self.cycle.more_body:
-            self._connections.set_active(self)
+            if not self.flow.write_paused:
+                self._connections.set_active(self)
         elif self._reading is not self.cycle or self._body_bytes >= _PROGRESS_BYTES:
             self._reading, self._body_bytes = self.cycle, 0
-            self._connections.set_waiting(self, for_body=True)
+            self._connections.set_waiting(self, transferring=True)
 
     def send_400_response(self, msg: str) -> None:
         """What h11 cannot parse. If the application reads the body, it answers itself."""
@@ -178,16 +205,59 @@ class Connection(H11Protocol):
         self.cycle.scope["state"][MALFORMED] = reason
         self.cycle.message_event.set()
 
-    def abort(self) -> None:
-        """Close the connection at once."""
+    def abort(self, kind: str) -> None:
+        """Close the connection at once. kind: what that is counted as."""
         self._refused = True
+        if self._in_request:
+            self.cycle.scope["state"][CLOSED_HERE] = True
+        self._connections.metrics.error(kind)
         self._connections.remove(self)
         self.transport.abort()
+
+    @property
+    def unsent(self) -> int:
+        """Bytes of answers that the system has not taken yet, because the client does not read those before."""
+        return self.transport.get_write_buffer_size()
 
     @property
     def _in_request(self) -> bool:
         cycle: RequestResponseCycle | None = self.cycle
         return cycle is not None and not cycle.response_complete
+
+    def _watch_unread(self) -> None:
+        """Look from time to time whether the client reads its answers, as long as some of them are unsent."""
+        if not self.unsent:
+            return
+        self._unread, self._read_at = self._unread_bytes(), time.monotonic()
+        if self._unread_timer is None:
+            self._unread_since_mark = self._unread
+            self._unread_timer = self.loop.call_later(_CHECK_SECONDS, self._check_unread)
+        if self.transport.is_closing():
+            self._connections.set_waiting(self, transferring=True)
+
+    def _check_unread(self) -> None:
+        self._unread_timer = None
+        if not self.unsent:
+            return
+        unread, now = self._unread_bytes(), time.monotonic()
+        if unread < self._unread:
+            self._read_at = now
+        elif now - self._read_at >= _UNREAD_SECONDS:
+            self.abort("unread")
+            return
+        self._unread = unread
+        if self._unread_since_mark - unread >= _PROGRESS_BYTES:
+            self._unread_since_mark = unread
+            if self.flow.write_paused or self.transport.is_closing():
+                self._connections.set_waiting(self, transferring=True)
+        self._unread_timer = self.loop.call_later(_CHECK_SECONDS, self._check_unread)
+
+    def _unread_bytes(self) -> int:
+        """The unsent bytes, and those in the system's buffer that the client's system has not confirmed."""
+        with suppress(OSError):
+            found = fcntl.ioctl(self.transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(4))
+            return self.unsent + int(struct.unpack("i", found)[0])
+        return self.unsent
 
     def _limit_head(self) -> None:
         if self._head_timer is None:
@@ -225,6 +295,7 @@ class Connection(H11Protocol):
         response = h11.Response(status_code=status, headers=headers, reason=phrase)
         for event in (response, h11.Data(data=body), h11.EndOfMessage()):
             self.transport.write(self.conn.send(event) or b"")
+        self._watch_unread()
         self._connections.metrics.error(kind)
         self._connections.metrics.answer("", status=status, seconds=0.0, received=0, sent=len(body))
         with suppress(OSError):  # the client has gone

@@ -11,10 +11,11 @@ from typing import final
 
 from starlette.exceptions import HTTPException
 
-__all__ = ["MALFORMED", "OVER_LIMIT", "Occupancy", "Refused", "RequestLimits", "Reservation", "busy"]
+__all__ = ["CLOSED_HERE", "MALFORMED", "OVER_LIMIT", "Occupancy", "Refused", "RequestLimits", "Reservation", "busy"]
 
-MALFORMED, OVER_LIMIT = "gpuflow.malformed", "gpuflow.over_limit"
-"""Keys of a request's state: why the rest of its body cannot be read; that its connection is one too many."""
+MALFORMED, OVER_LIMIT, CLOSED_HERE = "gpuflow.malformed", "gpuflow.over_limit", "gpuflow.closed_here"
+"""Keys of a request's state: why the rest of its body cannot be read; that its connection is one too many; that the
+service closed its connection, and not the client."""
 
 _RETRY_SECONDS = {"connections": "1", "queue_full": "1", "loading": "5", "draining": "5"}
 _STALLED_SECONDS, _PROGRESS_BYTES = 1.0, 65_536

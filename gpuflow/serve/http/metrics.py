@@ -1,7 +1,8 @@
 """The metrics of a service, in Prometheus' text format.
 
-gpuflow_requests_total{route, status}   answers
-gpuflow_errors_total{kind}              refused requests, and images that cannot be decoded
+gpuflow_requests_total{route, status}   answers; with the status 499 requests whose connection ended before the answer,
+                                        closed by the client, or by the service as `evicted` or `unread`
+gpuflow_errors_total{kind}              refused requests, closed connections, and images that cannot be decoded
 gpuflow_images_total                    images answered with predictions
 gpuflow_request_seconds{route}          from a request's headers to the end of its answer, if that was a 200
 gpuflow_batch_size                      images in a batch of the model
@@ -29,6 +30,7 @@ KINDS = (
     "connections",
     "disconnected",
     "draining",
+    "evicted",
     "internal",
     "loading",
     "method",
@@ -40,10 +42,12 @@ KINDS = (
     "slow_head",
     "timeout",
     "too_large",
+    "unread",
     "unsupported_type",
 )
-"""The values of `error.kind` in an answer; `disconnected` also for clients that closed the connection before it, and
-`connections` for those that were closed to make room for others."""
+"""The values of `error.kind` in an answer. Three are counted only: `disconnected` for clients that closed the
+connection before the answer, `evicted` for connections that the service closed because there were too many, and
+`unread` for those that it closed because the client did not read its answers."""
 ROUTES = ("/", "/healthz", "/metrics", "/openapi.json", "/predict", "/readyz", "/seen")
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 _SIZES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0)

@@ -38,9 +38,9 @@ _BACKLOG, _ACCEPTED_AT_A_TIME = 2048, 1
 """Connections that the system keeps waiting, and those that asyncio accepts before the limit on them is applied."""
 _IDLE_SECONDS = 75
 _MOST_RECORDS, _PERIOD_SECONDS = 5, 60.0
-_STALLED_SECONDS, _REFUSE_SECONDS, _CLOSE_SECONDS = 10.0, 0.2, 5
-"""At the end: how long a body may make no progress, how long late requests still get a 503, and how long connections
-may take to close."""
+_STALLED_SECONDS, _REFUSE_SECONDS, _CLOSE_SECONDS, _ABORT_SECONDS = 10.0, 0.2, 5, 0.5
+"""At the end: how long a body may make no progress, how long late requests still get a 503, how long connections may
+take to close, and how long before that those of clients that do not read are aborted."""
 _LOGGING: dict[str, Any] = {
     "version": 1,
     "disable_existing_loggers": False,
@@ -185,6 +185,15 @@ class Server(uvicorn.Server):
         await super().startup(sockets)
         for listener in sockets or ():
             listener.listen(_BACKLOG)  # asyncio set the backlog to the number that it accepts at a time
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn does it, but without cancelling, and logging, requests whose clients do not read the answer."""
+        seconds = self.config.timeout_graceful_shutdown or 0
+        timer = asyncio.get_running_loop().call_later(seconds - _ABORT_SECONDS, self._connections.abort_unread)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            timer.cancel()
 
     def _handle_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         if isinstance(context.get("exception"), OSError) and "socket" in context:  # from accept

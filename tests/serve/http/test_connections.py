@@ -14,6 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import requests
+from starlette.requests import Request
+from starlette.responses import Response
 
 from gpuflow.serve.http.app import RequestLimits
 from gpuflow.serve.http.server import FewRecords
@@ -177,6 +179,8 @@ def test_connections_whose_bodies_are_stalled_give_way() -> None:
             return any(is_closed(connection) for connection in readable)
 
         wait(given_way)
+        assert errors(live, "evicted") >= 1
+        assert errors(live, "disconnected") == 0, "the clients did not close them"
 
 
 def test_requests_that_are_answered_are_not_closed() -> None:
@@ -197,6 +201,63 @@ def test_requests_that_are_answered_are_not_closed() -> None:
         gate.open()
         assert all(future.result(timeout=20).ok for future in taken)
         assert errors(live, "connections") >= 1
+
+
+def connect_without_reading(live: Live) -> socket.socket:
+    """A connection whose client asks for many answers and reads none, so that the service cannot send them."""
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    client.settimeout(0.5)
+    client.connect(("127.0.0.1", live.port))
+    with contextlib.suppress(TimeoutError):  # once the service does not read any more requests
+        while True:
+            client.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 200)
+    return client
+
+
+def test_clients_that_do_not_read_give_way() -> None:
+    with served(FakeEngine(), RequestLimits(max_connections=4)) as live, contextlib.ExitStack() as clients:
+        for _ in range(4):
+            clients.enter_context(connect_without_reading(live))
+        wait(lambda: live.get("/openapi.json").ok)
+        assert errors(live, "evicted") >= 1
+        assert errors(live, "unread") == 0
+
+
+def test_a_client_that_does_not_read_for_some_seconds_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpuflow.serve.http.connections._CHECK_SECONDS", 0.1)
+    with served(FakeEngine()) as live, connect_without_reading(live) as slow, connect_without_reading(live):
+        slow.setblocking(False)
+
+        def one_is_cut_off() -> bool:
+            with contextlib.suppress(BlockingIOError):
+                slow.recv(1000)
+            return errors(live, "unread") == 1
+
+        assert not one_is_cut_off()
+        monkeypatch.setattr("gpuflow.serve.http.connections._UNREAD_SECONDS", 2.0)
+        begun = time.monotonic()
+        wait(one_is_cut_off)
+        while time.monotonic() - begun < 6:
+            assert one_is_cut_off(), "the other one reads a little all the time"
+        wait(lambda: errors(live, "unread") == 2)
+
+
+def test_an_answer_that_is_not_read_is_cut_off_on_a_connection_that_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpuflow.serve.http.connections._CHECK_SECONDS", 0.1)
+    monkeypatch.setattr("gpuflow.serve.http.connections._UNREAD_SECONDS", 0.5)
+    monkeypatch.setattr("gpuflow.serve.http.app._page", lambda: large_answer)
+    with served(FakeEngine()) as live, live.connect("GET / HTTP/1.1\nConnection: close") as client:
+        wait(lambda: errors(live, "unread") == 1)
+        received = 0
+        with contextlib.suppress(ConnectionError):
+            while part := client.recv(1 << 20):
+                received += len(part)
+        assert received < 20_000_000
+
+
+async def large_answer(request: Request) -> Response:
+    return Response(bytes(20_000_000))
 
 
 def test_honest_clients_are_answered_while_others_are_slow() -> None:

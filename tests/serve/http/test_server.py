@@ -158,6 +158,20 @@ def test_a_model_that_hangs_does_not_keep_the_process(starter: ServiceStarter) -
         assert process.lines[-1] == "stopped; all requests answered"
 
 
+def test_clients_that_do_not_read_do_not_keep_the_process(starter: ServiceStarter) -> None:
+    with starter.start("slow model") as process, socket.socket() as client:
+        host, port = process.ready().url.removeprefix("http://").split(":")
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.settimeout(0.5)
+        client.connect((host, int(port)))
+        with contextlib.suppress(TimeoutError):
+            while True:
+                client.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 200)
+        process.signal()
+        assert process.wait() == 0
+        assert process.lines[1:] == [process.lines[1], TERM.format(0), "stopped; all requests answered"]
+
+
 def test_a_signal_while_the_model_is_loaded(starter: ServiceStarter) -> None:
     with starter.start("endless load") as process:
         answer = post(process.url)
