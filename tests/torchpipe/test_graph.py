@@ -23,7 +23,7 @@ FILE = {"file": "m.onnx"}
 STAGES_JSON = (
     '[["decode", {"color": "rgb", "backend": "auto", "cpu_share": 0.0, "orientation": "ignore", '
     '"max_pixels": 179000000, "max_scans": 100, "background": null, "formats": []}], '
-    '["resize", {"height": null, "width": null, "shorter": 32, "longer": null, '
+    '["resize", {"height": null, "width": null, "shorter": 32, "longer": null, "max_size": null, '
     '"interpolation": "bilinear", "antialias": true, "rounding": "down"}], '
     '["center_crop", {"size": 24, "rounding": "nearest"}], '
     '["normalize", {"mean": "imagenet", "std": "imagenet", "dtype": "float32", "layout": "nchw"}]]'
