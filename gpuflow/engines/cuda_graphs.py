@@ -67,7 +67,7 @@ class CudaGraphs:
         """
         _failed.append(graph)
         pool, self._pool = self._pool, None
-        with suppress(RuntimeError):  # this version of torch has told its allocator already
+        with suppress(RuntimeError):  # this version of torch ends it itself
             torch._C._cuda_endAllocateToPool(self._device.index or 0, pool)
 
 
