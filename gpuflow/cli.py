@@ -265,8 +265,8 @@ def show(
     described = config.any_program(pipeline).pipeline
     stages = "\n".join(described.texts) if isinstance(described, ViewsPipeline) else repr(described)
     out.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_write(out) as file:  # file names need not be text
-        file.write(page(f"{path.name}: {pipeline}, epoch {epoch}", stages, shown).encode(errors="backslashreplace"))
+    with atomic_write(out, text=True) as file:
+        file.write(page(f"{path.name}: {pipeline}, epoch {epoch}", stages, shown))
     _out.print(f"wrote {out}: {len(shown)} samples of {pipeline}")
 
 

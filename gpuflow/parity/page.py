@@ -39,8 +39,8 @@ def write_report(report: Report, folder: Path) -> tuple[Path, Path]:
         (figures, json.dumps(report.as_dict(), indent=2, allow_nan=False) + "\n"),
         (shown, page(report)),
     ):
-        with atomic_write(path) as file:  # file names need not be text
-            file.write(text.encode(errors="backslashreplace"))
+        with atomic_write(path, text=True) as file:
+            file.write(text)
     return figures, shown
 
 

@@ -56,7 +56,8 @@ def atomic_write(
 
     Args:
         path: the file to write. Its directory must exist.
-        text: open it for text in UTF-8, newlines as written; otherwise for bytes.
+        text: open it for text in UTF-8, newlines as written; what is no text, such as bytes of a file's name, is escaped
+            by backslashes. Otherwise for bytes.
         suffix: how the temporary file's name ends, for writers that open `file.name` and choose a format by it.
     """
     return _replacing(Path(path), text, suffix)
@@ -71,7 +72,8 @@ def _replacing(path: Path, text: bool, suffix: str) -> Iterator[IO[Any]]:
         """Where the mode is that of an old file, nobody else may read the new one before it has that mode."""
         return os.open(name, flags, 0o666 if mode is None else 0o600)
 
-    form = {"mode": "x", "encoding": "utf-8", "newline": ""} if text else {"mode": "xb"}
+    of_text = {"mode": "x", "encoding": "utf-8", "errors": "backslashreplace", "newline": ""}
+    form = of_text if text else {"mode": "xb"}
     file: IO[Any] = open(partial, **form, opener=create)  # type: ignore[call-overload]  # noqa: SIM115
     try:
         with file:

@@ -47,6 +47,12 @@ def test_text_is_utf8_with_newlines_as_written(tmp_path: Path) -> None:
     assert (tmp_path / "file.txt").read_bytes() == "größer\r\nthan\n".encode()
 
 
+def test_what_is_no_text_is_escaped(tmp_path: Path) -> None:
+    with atomic_write(tmp_path / "file.txt", text=True) as file:
+        file.write(os.fsdecode(b"\xff.jpg"))
+    assert (tmp_path / "file.txt").read_bytes() == b"\\udcff.jpg"
+
+
 def test_the_old_file_is_there_until_the_new_one_is_complete(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"old")
