@@ -199,7 +199,7 @@ def _is_stack(text: str) -> bool:
 
 
 def _is_in_torch(target: str) -> bool:
-    """Whether torch reads attributes of its own modules alone to find the function of this name.
+    """Whether torch finds the function of this name by reading attributes of torch's modules, and of no others.
 
     Reading those of others can run code: `torch.ctypes.cdll` loads the library that an attribute of it names.
     """

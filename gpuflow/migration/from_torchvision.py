@@ -26,7 +26,7 @@ _PILLOW_WARPS = (
 )
 _FLOATS_ROUND = (
     "torchvision keeps fractions of a level between transforms that get floats. Here each of them rounds to levels: a "
-    "level apart for most pixels, and more where solarize, posterize or equalize tells two close levels apart."
+    "level apart for most pixels, and more where solarize, posterize or equalize maps close levels far apart."
 )
 _RANDOM = "Random transforms have the same distributions and other draws, which follow from seed, epoch and position."
 _FILTERS = ("bilinear", "bicubic")

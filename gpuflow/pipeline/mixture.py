@@ -81,8 +81,8 @@ def draw_mixture(
 
     Args:
         keys: of the batch's samples (N).
-        height, width: of the images. valid [N]: false where a sample was wrapped around to fill the last step of
-            several ranks.
+        height, width: of the images.
+        valid [N]: false where a sample was wrapped around to fill the last step of several ranks.
         mode: which samples share their numbers: those of a batch are its first sample's, those of a pair its first's.
         probability: that a sample, pair or batch is mixed.
         blend_alpha: the weight of blended pixels is drawn from Beta(alpha, alpha).

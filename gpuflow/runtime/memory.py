@@ -98,7 +98,7 @@ def shared_and_pinned(size: int) -> NDArray[np.uint8]:
 def _clear_cuda_error() -> None:
     """Clear the error that a failed call of CUDA's runtime left to this thread.
 
-    torch raises it after the next kernel that this thread launches, whatever that is: here a kernel for nothing else.
+    torch raises it after the next kernel that this thread launches, so this launches one whose result nothing uses.
     """
     import torch
 
