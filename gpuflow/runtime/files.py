@@ -56,8 +56,8 @@ def atomic_write(
 
     Args:
         path: the file to write. Its directory must exist.
-        text: open it for text in UTF-8, newlines as written; what is no text, such as bytes of a file's name, is escaped
-            by backslashes. Otherwise for bytes.
+        text: open it for text in UTF-8, newlines as written; what is no text, such as bytes of a file's name, is
+            escaped by backslashes. Otherwise for bytes.
         suffix: how the temporary file's name ends, for writers that open `file.name` and choose a format by it.
     """
     return _replacing(Path(path), text, suffix)
