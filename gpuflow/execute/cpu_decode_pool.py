@@ -9,6 +9,7 @@ no thread waits in between, since each one that wakes up needs the interpreter.
 
 from __future__ import annotations
 
+import heapq
 import math
 import threading
 from collections import deque
@@ -33,8 +34,8 @@ from gpuflow.sources import Payload
 __all__ = ["CpuDecodePool", "PendingImages", "prepare", "work"]
 
 _FEW_PART_IMAGES, _PART_IMAGES, _REQUESTS = 4, 8, 4
-"""A request to a worker process has 4 to 8 images, or all of a chunk if it has fewer: requests take time of the process
-that trains. At most 4 requests wait for one worker or are being answered."""
+"""A request to a worker process has 4 images on average, 8 if there are few workers, or all of a chunk: requests take
+time of the process that trains. At most 4 requests wait for one worker or are being answered."""
 _FEW_IMAGES, _FEW_SHARE = 8, 0.003
 """No process is started for fewer images, or a smaller share of all images."""
 _PRIOR_IMAGES = 1000
@@ -131,21 +132,24 @@ class CpuDecodePool:
     def begin(self, payload: Payload, rows: NDArray[np.int64], keys: Keys) -> PendingImages:
         """Begin to decode the samples `rows` of a payload, whose buffer must stay as it is until the result is there.
 
-        keys: of all samples of the payload. The largest files are decoded first.
+        keys: of all samples of the payload.
         """
         shape, dtype = slot_of(self._program)
         slot_bytes = slot_bytes_of(self._program)
-        rows = rows[np.argsort(-np.asarray(payload.sizes, np.int64)[rows], kind="stable")]
+        workers = self._adapt(len(payload), len(rows))
+        step = min(_PART_IMAGES, max(_FEW_PART_IMAGES, len(rows) // max(1, workers)))
+        parts = _deal(np.asarray(payload.sizes, np.int64)[rows], -(-len(rows) // step))
+        rows = rows[np.concatenate(parts)]
         memory = self._results.acquire(len(rows) * slot_bytes)
         results = memory[: len(rows) * slot_bytes].reshape(len(rows), slot_bytes)
         slots = slots_of(self._program, results.view(dtype).reshape(-1, *shape))
         pending = PendingImages(self, rows, memory, results)
-        workers = self._adapt(len(payload), len(rows))
-        step = min(_PART_IMAGES, max(_FEW_PART_IMAGES, len(rows) // max(1, workers)))
-        for start in range(0, len(rows), step):
-            part = slice(start, start + step)
-            own = keys.take(rows[part])
-            pending.parts.append(_Part(payload, rows[part].tolist(), own, memory, slots[part], start, len(rows)))
+        start = 0
+        for part in parts:
+            own = slice(start, start + len(part))
+            taken = rows[own]
+            pending.parts.append(_Part(payload, taken.tolist(), keys.take(taken), memory, slots[own], start, len(rows)))
+            start += len(part)
         if workers and shared_block(payload.buffer) is not None and shared_block(memory) is not None:
             with self._lock:
                 self._unsent.extend(pending.parts)
@@ -231,7 +235,8 @@ class CpuDecodePool:
         """Send what was not sent, as far as workers take it. For holders of the lock."""
         self._receive_left()
         while self._unsent:
-            pending = next(filter(None, (pool.begin(self._unsent[0].send) for pool in self._workers)), None)
+            pools = sorted(self._workers, key=lambda pool: pool.load)
+            pending = next(filter(None, (pool.begin(self._unsent[0].send) for pool in pools)), None)
             if pending is None:
                 return
             self._unsent.popleft().pending = pending
@@ -252,6 +257,21 @@ class CpuDecodePool:
         self._left.clear()
         self._results.clear()
         self._runners.clear()
+
+
+def _deal(sizes: NDArray[np.int64], parts: int) -> list[NDArray[np.int64]]:
+    """Deal files of these sizes [N] to at most `parts` parts of about equal size, each the numbers of its files.
+
+    The largest first, each to the smallest part so far (longest processing time first, Graham 1969): how long a file
+    takes follows roughly from its size.
+    """
+    dealt: list[list[int]] = [[] for _ in range(parts)]
+    smallest = [(0, part) for part in range(parts)]
+    for number in np.argsort(-sizes, kind="stable").tolist():
+        total, part = smallest[0]
+        dealt[part].append(number)
+        heapq.heapreplace(smallest, (total + int(sizes[number]), part))
+    return [np.array(part, np.int64) for part in dealt if part]
 
 
 def _receive(part: _Part) -> list[BadSampleError | None] | None:

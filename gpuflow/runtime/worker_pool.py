@@ -1,4 +1,4 @@
-"""Worker processes: a pool starts them, gives each request to a free one, and does without those that are lost.
+"""Worker processes: a pool starts them, gives each request to the least busy one, and does without those that are lost.
 
 For work that threads cannot do in parallel because each of them needs the interpreter too often. A fork server is
 started as a new Python process, which does not import the script that is running, and forks the workers, so that all
@@ -22,13 +22,13 @@ import logging
 import mmap
 import os
 import pickle
-import queue
 import signal
 import subprocess
 import sys
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib import import_module
@@ -258,7 +258,9 @@ class WorkerPool:
         self._restart_seconds, self._next_restart, self._restarting = restart_seconds, 0.0, threading.Lock()
         self._task, self._pid, self._servers = task, os.getpid(), list[ForkServer]()
         self._workers: set[tuple[ForkServer, int]] = set()
-        self._idle: queue.SimpleQueue[WorkerConnection] = queue.SimpleQueue()
+        self._idle, self._idle_lock = list[WorkerConnection](), threading.Lock()
+        self._requests: Counter[tuple[ForkServer, int]] = Counter()
+        """For each worker, how many of its connections are in use."""
         self._starting, self._starting_lock = list[WorkerConnection](), threading.Lock()
         self._refusals: set[str] = set()
         self._end = weakref.finalize(self, _end, self._servers, self._pid)
@@ -276,8 +278,7 @@ class WorkerPool:
         if self._handshake:
             self._starting += server.connections
         else:
-            for connection in server.connections:
-                self._idle.put(connection)
+            self._idle += server.connections
 
     def _restart_lost(self) -> None:
         """Start workers in place of those that were lost, if that is wanted and the last time is long enough ago."""
@@ -304,6 +305,12 @@ class WorkerPool:
     def closed(self) -> bool:
         return not self._end.alive
 
+    @property
+    def load(self) -> float:
+        """Requests under way for each worker."""
+        with self._idle_lock:
+            return self._requests.total() / max(1, len(self._workers))
+
     def counts(self) -> dict[str, int]:
         """Workers `at_work`, and `starting`: those that cannot be asked yet."""
         starting = {connection.worker for connection in list(self._starting)}
@@ -326,12 +333,12 @@ class WorkerPool:
             self._starting.clear()
 
     def request(self, exchange: Callable[[WorkerConnection], T]) -> T | None:
-        """The result of `exchange` with a free worker; None if none is free, or it was lost meanwhile."""
+        """The result of `exchange` with the least busy worker; None if none is free, or it was lost meanwhile."""
         connection = self._acquire()
         return None if connection is None else self._finish(connection, exchange)
 
     def begin(self, send: Callable[[WorkerConnection], bool]) -> Pending | None:
-        """Send a request to a free worker without waiting for the answer; None if that is not possible.
+        """Send a request to the least busy worker without waiting for the answer; None if that is not possible.
 
         send: returns whether the worker will answer.
         """
@@ -359,15 +366,30 @@ class WorkerPool:
             self._starting.clear()
 
     def _acquire(self) -> WorkerConnection | None:
-        """A free connection, or None; always None in a forked child of the process that the workers belong to."""
+        """A free connection to the worker with the fewest requests, or None.
+
+        It is always None in a forked child of the process that the workers belong to.
+        """
         if os.getpid() != self._pid:
             return None
         self._restart_lost()
         self._welcome_started()
-        try:
-            return self._idle.get_nowait()
-        except queue.Empty:
-            return None
+        with self._idle_lock:
+            if not self._idle:
+                return None
+            connection = min(self._idle, key=lambda connection: self._requests[connection.worker])
+            self._idle.remove(connection)
+            self._requests[connection.worker] += 1
+        return connection
+
+    def _release(self, connection: WorkerConnection) -> None:
+        """Free a connection, or close it if its worker was lost meanwhile."""
+        with self._idle_lock:
+            if connection.worker in self._workers:
+                self._requests[connection.worker] -= 1
+                self._idle.append(connection)
+            else:
+                connection.close()
 
     def _finish(
         self, connection: WorkerConnection, exchange: Callable[[WorkerConnection], T], *, keep: bool = False
@@ -382,7 +404,7 @@ class WorkerPool:
             self._discard(connection)  # in the middle of an answer that nobody will read
             raise
         if not keep or not result:
-            self._idle.put(connection)
+            self._release(connection)
         return result
 
     def _welcome_started(self) -> None:
@@ -400,7 +422,8 @@ class WorkerPool:
             self._lose(connection, error)
             return
         if message == READY:
-            self._idle.put(connection)
+            with self._idle_lock:
+                self._idle.append(connection)
         else:
             self._restart_seconds = None  # another one could not start either
             self._refuse(connection, message)
@@ -419,11 +442,15 @@ class WorkerPool:
         server, worker = connection.worker
         server.kill(worker)
         connection.close()
-        try:
+        with self._idle_lock:
+            if connection.worker not in self._workers:
+                return False
             self._workers.remove(connection.worker)
-        except KeyError:
-            return False
-        if not any(other is server for other, _ in list(self._workers)):
+            del self._requests[connection.worker]
+            for other in [one for one in self._idle if one.worker == connection.worker]:
+                self._idle.remove(other)
+                other.close()
+        if not any(one is server for one, _ in list(self._workers)):
             server.end()
             with suppress(ValueError):  # another thread was faster
                 self._servers.remove(server)

@@ -18,6 +18,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from gpuflow.execute import cpu_decode_pool
 from gpuflow.execute.cpu import runner_of
 from gpuflow.execute.cpu_decode_pool import CpuDecodePool, PendingImages
 from gpuflow.pipeline import stage as s
@@ -157,11 +158,22 @@ def test_more_requests_than_workers_take_lose_nothing(working: CpuDecodePool) ->
         check(chunk)
 
 
-def test_the_largest_files_are_decoded_first(working: CpuDecodePool) -> None:
+def test_requests_have_about_equally_much_to_decode(working: CpuDecodePool) -> None:
+    """And each its largest file first."""
     pending = begin(working, np.arange(len(FILES)))
-    sizes = [len(FILES[i]) for i in pending.rows]
-    assert sizes == sorted(sizes, reverse=True)
+    sizes = [[len(FILES[i]) for i in part.rows] for part in pending.parts]
+    totals = list(map(sum, sizes))
+    assert len(totals) > 1 and max(totals) - min(totals) <= max(map(len, FILES))
+    assert all(part == sorted(part, reverse=True) for part in sizes)
     check(pending)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "parts"), [([900, 5, 4, 3, 2, 1], [[0], [1, 4, 5], [2, 3]]), ([7], [[0]]), ([0, 0], [[0, 1]])]
+)
+def test_a_file_that_takes_long_is_alone_in_its_request(sizes: list[int], parts: list[list[int]]) -> None:
+    dealt = cpu_decode_pool._deal(np.array(sizes), 3)
+    assert [part.tolist() for part in dealt] == parts
 
 
 def test_memory_that_cannot_be_shared_is_decoded_here(working: CpuDecodePool) -> None:
@@ -223,8 +235,8 @@ def test_a_request_whose_decoding_raises_takes_no_answer_of_others(faulty: CpuDe
         check(first, "faulty")
         check(second, "faulty")
     (workers,) = faulty._workers
-    idle = [workers._idle.get_nowait() for _ in range(workers._idle.qsize())]
-    assert len(idle) == len(set(map(id, idle))) == 4, "each connection is free once"
+    assert len(workers._idle) == len(set(map(id, workers._idle))) == 4, "each connection is free once"
+    assert workers.load == 0
     assert not faulty._left
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from multiprocessing import Pipe
@@ -26,9 +27,9 @@ def make() -> Iterator[Make]:
     """Makes pools of workers that echo, and closes them."""
     pools = []
 
-    def pool(workers: int = 1, setup: object = "setup") -> WorkerPool:
+    def pool(workers: int = 1, setup: object = "setup", connections: int = 1) -> WorkerPool:
         pools.append(
-            WorkerPool("tests.runtime.echo_worker", connections=[1] * workers, setup=setup, task="echo", handshake=True)
+            WorkerPool("tests.runtime.echo_worker", connections=[connections] * workers, setup=setup, task="echo")
         )
         pools[-1].wait_until_ready(SECONDS)
         return pools[-1]
@@ -79,6 +80,39 @@ def test_requests_get_their_answers(make: Make) -> None:
     ids: list[int] = []
     pool.each_idle(lambda connection: ids.append(echo(None)(connection)[2]))
     assert len(set(ids)) == 2 and os.getpid() not in ids
+
+
+def test_each_request_goes_to_the_worker_with_the_fewest(make: Make) -> None:
+    """Whatever the order in which answers are received. So no request waits while another worker has nothing to do."""
+    pool, rng = make(3, connections=4), np.random.default_rng(0)
+    under_way: list[tuple[tuple[object, int], Any]] = []
+    for number in range(60):
+        while len(under_way) == 12 or (under_way and rng.random() < 0.4):
+            _, pending = under_way.pop(rng.integers(len(under_way)))
+            assert pending.result()[0] == "setup"
+        counts = Counter(worker for worker, _ in under_way)
+        pending = pool.begin(post(number))
+        assert pending is not None
+        worker = pending._connection.worker
+        assert len(counts) < 3 or counts[worker] == min(counts.values())
+        assert counts[worker] == 0 or len(counts) == 3
+        under_way.append((worker, pending))
+        assert pool.load == len(under_way) / 3
+    for _, pending in under_way:
+        pending.result()
+    assert pool.load == 0 and len(pool._idle) == 12
+
+
+def test_a_lost_worker_takes_its_other_connections_along(make: Make) -> None:
+    pool = make(2, connections=3)
+    kept = [pool.begin(post(number)) for number in range(2)]
+    assert pool.request(echo("end")) is None
+    assert len(pool) == 1
+    for pending in kept:
+        assert pending is not None
+        pending.result()
+    assert [ask(pool, number) for number in range(6)] == [("setup", number) for number in range(6)]
+    assert len(pool._idle) == 3 and pool.load == 0
 
 
 def test_a_request_that_was_not_sent_leaves_its_worker_free(make: Make) -> None:
