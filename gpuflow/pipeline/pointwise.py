@@ -152,7 +152,7 @@ class Operations:
         factors, tables, values = [], 0, 0
         for part in joined:
             first = np.where(part.codes == Operation.TABLE, tables, 0)
-            first = np.where(np.isin(part.codes, (Operation.MATRIX, Operation.ERASE)), values, first)
+            first = np.where((part.codes == Operation.MATRIX) | (part.codes == Operation.ERASE), values, first)
             factors.append(part.factors + first)
             tables, values = tables + len(part.tables), values + len(part.values)
         return cls(

@@ -371,6 +371,7 @@ class _WarpBuilder:
         none = np.zeros_like(height)
         self.size = height, width
         self._matrix = np.broadcast_to(np.eye(3), (len(height), 3, 3)).copy()
+        self._is_moved = False
         self._shown = np.stack([none, none, height, width], axis=1)
         self._box: s.Ints | None = None
         self._misfits: list[Misfit] = []
@@ -378,7 +379,7 @@ class _WarpBuilder:
     def move(self, move: s.Crop | s.Flip) -> None:
         """Select or mirror pixels; what crops have padded so far moves with them."""
         moved, height, width = forward(move, *self.size)
-        self.size = height, width
+        self.size, self._is_moved = (height, width), True
         self._matrix = self._matrix @ np.linalg.inv(moved).round()
         self._shown = _overlap(_moved(self._shown, moved), self._whole())
 
@@ -420,8 +421,10 @@ class _WarpBuilder:
         """Before the first warp: the region that was cropped so far, to which the matrix refers from now on."""
         if self._box is not None:
             return
-        self._box = _moved(self._whole(), self._matrix)
-        self._matrix[:, :2, 2] -= self._box[:, 1::-1]
+        self._box = self._whole()
+        if self._is_moved:
+            self._box = _moved(self._box, self._matrix)
+            self._matrix[:, :2, 2] -= self._box[:, 1::-1]
 
     def warping(self, lookup: s.Lookup) -> Warping:
         self._fix_box()

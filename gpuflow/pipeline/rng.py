@@ -14,6 +14,7 @@ import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -110,15 +111,26 @@ class StageKeys:
     epoch: int
     positions: NDArray[np.int64]
     values: Mapping[RecordValue, NDArray[np.float64]] = field(default_factory=dict)
+    _words: list[NDArray[np.uint64]] = field(default_factory=list, init=False, repr=False, compare=False)
+    """The words drawn so far, [N, M], the longest last: stages that draw in parts ask for the first ones again."""
 
     def uniform(self, count: int) -> NDArray[np.float64]:
-        """`count` numbers per sample, in [0, 1) with 32 random bits each: float64 [N, count]."""
-        blocks = np.arange(-(-count // 4), dtype=np.uint64)[None, :]
+        """`count` numbers per sample, in [0, 1) with 32 random bits each: float64 [N, count].
+
+        They are the first ones of the same sequence in every call.
+        """
+        if not self._words or self._words[-1].shape[1] < count:
+            self._words.append(self._draw(-(-count // 4)))
+        return np.multiply(self._words[-1][:, :count], 2.0**-32, dtype=np.float64)
+
+    def _draw(self, blocks: int) -> NDArray[np.uint64]:
+        """The first words of each sample, four in a block: 32 random bits each, [N, 4 * blocks]."""
+        numbers = np.arange(blocks, dtype=np.uint64)[None, :]
         place = self.positions.astype(np.uint64)[:, None]
-        shape = np.broadcast_shapes(place.shape, blocks.shape)
-        counters = (place & _LOW32, place >> _SHIFT32, np.full(shape, self.epoch, np.uint64), blocks)
+        shape = len(place), blocks
+        counters = (place & _LOW32, place >> _SHIFT32, np.full(shape, self.epoch, np.uint64), numbers)
         words = np.stack(_philox([np.broadcast_to(c, shape) for c in counters], self.key), axis=-1)
-        return np.multiply(words.reshape(len(place), 4 * blocks.size)[:, :count], 2.0**-32, dtype=np.float64)
+        return words.reshape(len(place), 4 * blocks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,10 +146,19 @@ class Keys:
     positions: NDArray[np.int64]
     view: tuple[str, int] | tuple[()] = ()
     values: Mapping[RecordValue, NDArray[np.float64]] = field(default_factory=dict)
+    _stages: dict[tuple[str, int], StageKeys] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def stage(self, name: str, occurrence: int) -> StageKeys:
-        key = key64("stage", self.seed, name, occurrence, *self.view)
-        return StageKeys(key, self.epoch, self.positions, self.values)
+        """The keys of one stage: the same object in every call, which remembers what was drawn."""
+        known = self._stages.get((name, occurrence))
+        if known is None:
+            key = key64("stage", self.seed, name, occurrence, *self.view)
+            known = self._stages[name, occurrence] = StageKeys(key, self.epoch, self.positions, self.values)
+        return known
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Without what was drawn, which another process draws again."""
+        return Keys, (self.seed, self.epoch, self.positions, self.view, self.values)
 
     def of_view(self, name: str, number: int) -> Keys:
         """The keys of the same samples for one view."""

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-import numpy as np
+import pickle
+from unittest.mock import Mock
 
+import numpy as np
+import pytest
+
+from gpuflow.pipeline import rng
 from tests.running import keys_of
 
 ONCE = 5.5
@@ -11,11 +16,30 @@ ONCE = 5.5
 
 
 def test_the_first_numbers_are_the_same_however_many_are_drawn() -> None:
-    keys = keys_of(20, seed=3, epoch=1).stage("a", 0)
-    many = keys.uniform(22)
+    many = keys_of(20, seed=3, epoch=1).stage("a", 0).uniform(22)
     assert many.shape == (20, 22)
     for count in range(1, 22):
-        assert np.array_equal(keys.uniform(count), many[:, :count])
+        assert np.array_equal(keys_of(20, seed=3, epoch=1).stage("a", 0).uniform(count), many[:, :count])
+
+
+def test_a_stage_that_draws_in_parts_gets_the_same_numbers_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In any order, whatever was done to the arrays. They are worked out once, and are not sent to other processes."""
+    keys = keys_of(20, seed=3, epoch=1)
+    right = keys_of(20, seed=3, epoch=1).stage("a", 0).uniform(9)
+    philox = Mock(side_effect=rng._philox)
+    monkeypatch.setattr(rng, "_philox", philox)
+    for count in (2, 9, 4, 1, 9):
+        drawn = keys.stage("a", 0).uniform(count)
+        assert np.array_equal(drawn, right[:, :count])
+        drawn[:] = 7
+    assert philox.call_count == 2, "for two numbers, then for nine"
+    fresh = keys_of(20, seed=3, epoch=1)
+    assert len(pickle.dumps(keys)) == len(pickle.dumps(fresh))
+    copied = pickle.loads(pickle.dumps(keys))
+    assert np.array_equal(copied.stage("a", 0).uniform(9), right)
+    assert not np.array_equal(keys.stage("a", 1).uniform(9), right)
+    assert not np.array_equal(keys.of_view("large", 0).stage("a", 0).uniform(9), right)
+    assert np.array_equal(keys.take(slice(3, 5)).stage("a", 0).uniform(9), right[3:5])
 
 
 def test_numbers_positions_epochs_seeds_names_and_occurrences_are_independent() -> None:
