@@ -6,8 +6,10 @@ by ("ok", value) or ("failed", text). The answer to a job and to "prepare" is th
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import functools
+import importlib
 import os
 import sys
 import time
@@ -329,8 +331,18 @@ class EnginesArm:
         """The decoders end with the process."""
 
 
+def set_constant(place: str, value: str) -> None:
+    """Give a constant of a module another value, such as gpuflow.execute.gpu._LONG_WAIT. Raises AttributeError."""
+    module, _, name = place.rpartition(".")
+    owner = importlib.import_module(module)
+    getattr(owner, name)  # a misspelt one would change nothing
+    setattr(owner, name, ast.literal_eval(value))
+
+
 def open_arm(job: dict[str, Any]) -> TrainingArm | EnginesArm:
     """The arm of a job. Its `about` holds the GPU's name, its setting, versions, and what it chose by measurement."""
+    for place, value in job.get("constants", {}).items():
+        set_constant(place, value)
     meter = Meter(job["device"], job["batch"], job["seconds"])
     about: dict[str, Any] = {"device": "", "setting": "", "versions": "", "choice": {}}
     if meter.device.type == "cuda":

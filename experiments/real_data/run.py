@@ -17,7 +17,7 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from pathlib import Path
@@ -194,15 +194,18 @@ def take_turns(
 class ArmProcess:
     """An arm in a process of its own, which starts at once; `open` makes it ready to measure.
 
+    name: by default the arm's. environment: variables besides those of this process.
     about: its device, setting, versions and choice, as `open_arm` of arms.py says.
     """
 
-    def __init__(self, job: dict[str, Any]) -> None:
-        self.name = str(job["arm"])
+    def __init__(self, job: dict[str, Any], *, name: str = "", environment: Mapping[str, str] | None = None) -> None:
+        self.name = name or str(job["arm"])
         self.about: dict[str, Any] = {}
         self._connection, theirs = Pipe()
         command = [sys.executable, str(ARM_PROGRAM), str(theirs.fileno())]
-        self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+        self._process = subprocess.Popen(
+            command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env={**os.environ, **(environment or {})}
+        )
         theirs.close()
         self._job = job
 

@@ -23,12 +23,13 @@ from PIL import Image
 
 from gpuflow.decode.codecs import engine_sampling, probe
 from gpuflow.execute.gpu import GpuRunner
+from gpuflow.loader import lowering
 from gpuflow.tools.bench import COLUMNS
 from tests.experiments.scripts import imported
 
 ROOT = Path(__file__).parents[2]
 HERE = ROOT / "experiments" / "real_data"
-SCRIPTS = ("run", "arms", "dali_loader", "engines", "calls", "photos", "next_to_training")
+SCRIPTS = ("run", "arms", "compare", "dali_loader", "engines", "calls", "photos", "next_to_training")
 COUNT = 10_000
 """Plans that shares are counted over. A share of 3% then has a standard deviation of 0.17%."""
 
@@ -341,6 +342,44 @@ def test_the_script_measures_a_loader_on_the_cpu(picture: Path, tmp_path: Path) 
         assert (row["arm"], row["workload"], row["repeats"]) == ("gpuflow", "same; alone", "2")
         assert row["setting"] == "batch=4, 0.1 s, run.processes=0"
         assert "experiments/real_data/run.py --resume" in row["command"]
+
+
+def test_settings_are_keys_constants_and_variables(scripts: dict[str, Any]) -> None:
+    compare = scripts["compare"]
+    assert compare.setting_of("base") == compare.Setting("base")
+    setting = compare.setting_of("x:run.prefetch=1,gpuflow.loader.lowering._OFFLOADED_AHEAD=3,OMP_NUM_THREADS=1")
+    assert setting.keys == ["run.prefetch=1"]
+    assert setting.constants == {"gpuflow.loader.lowering._OFFLOADED_AHEAD": "3"}
+    assert setting.environment == {"OMP_NUM_THREADS": "1"}
+    with pytest.raises(SystemExit, match=r"'run\.prefetch' must be KEY=VALUE"):
+        compare.setting_of("x:run.prefetch")
+
+
+def test_a_constant_gets_another_value(scripts: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    set_constant = scripts["arms"].set_constant
+    monkeypatch.setattr(lowering, "_OFFLOADED_AHEAD", 8)
+    set_constant("gpuflow.loader.lowering._OFFLOADED_AHEAD", "3")
+    assert lowering._OFFLOADED_AHEAD == 3
+    with pytest.raises(AttributeError, match="_OFFLOADED"):
+        set_constant("gpuflow.loader.lowering._OFFLOADED", "3")
+
+
+def test_settings_are_compared_in_turns(
+    scripts: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program = ARM_PROGRAM.replace("count * 10.0", "count * 10.0 * int(os.environ.get('FACTOR', '1'))")
+    (tmp_path / "arm.py").write_text(f"import os\n{program}")
+    monkeypatch.setattr(scripts["run"], "ARM_PROGRAM", tmp_path / "arm.py")
+    words = [str(tmp_path), "base", "more:FACTOR=7", "--workloads", "alone", "--repeats", "3"]
+    scripts["compare"].main(words)
+    printed = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in printed[:6]] == ["base", "more", "more", "base", "base", "more"]
+    assert [" ".join(line.split()) for line in printed[6:]] == [
+        "alone base 20 (10, 20, 30)",
+        "alone more 140 (70, 140, 210)",
+    ]
+    with pytest.raises(SystemExit, match="names must differ, got base, base"):
+        scripts["compare"].main([str(tmp_path), "base", "base"])
 
 
 class CountingLoader:
