@@ -9,7 +9,7 @@ import numpy as np
 
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.parameters import Padding, sides_of
-from gpuflow.pipeline.warp_parameters import Border, Fill, check_fill, check_reflects, levels_of
+from gpuflow.pipeline.warp_parameters import Border, Fill, check_fill, check_mirrors, levels_of
 
 __all__ = ["Pad"]
 
@@ -21,7 +21,7 @@ class Pad(s.Geometry):
     Args:
         padding: the number of pixels on each side, [left and right, top and bottom], or [left, top, right, bottom].
         border: `constant` levels, the pixel at the `edge`, or the image as in a mirror, without the pixel at the edge:
-            `reflect`, which takes less padding than the image has pixels.
+            `reflect`, which takes less padding than the image has pixels; or with it: `symmetric`, which takes as much.
         fill: the level of a constant border, or [red, green, blue].
     """
 
@@ -40,6 +40,7 @@ class Pad(s.Geometry):
             cls(padding=6, border="edge"),
             cls(padding=(1, 2, 3, 4), border="reflect"),
             cls(padding=5, fill=114),
+            cls(padding=(4, 0, 3, 7), border="symmetric"),
         )
 
     @property
@@ -59,8 +60,7 @@ class Pad(s.Geometry):
         check_fill(self.fill, spec)
         left, top, right, bottom = sides_of(self.padding)
         height, width, channels = spec.shape
-        if self.border == "reflect":
-            check_reflects((left, top, right, bottom), spec)
+        check_mirrors(self.border, (left, top, right, bottom), spec)
         padded = (height and height + top + bottom, width and width + left + right)
         shorter = spec.shorter + 2 * left if spec.shorter is not None and left == top == right == bottom else None
         return spec.replace(shape=(*padded, channels), shorter=shorter)

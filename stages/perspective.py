@@ -27,7 +27,7 @@ class Perspective(s.Geometry):
         probability: the probability of moving the corners.
         interpolation: how pixels are resampled, without antialiasing.
         border: what is seen outside the image: `constant` levels, the pixel at the `edge`, or the image again, as in a
-            mirror: `reflect`.
+            mirror: `reflect` without the pixel at the edge, `symmetric` with it.
         fill: the level of a constant border, or [red, green, blue].
     """
 

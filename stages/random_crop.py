@@ -9,7 +9,7 @@ import numpy as np
 
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.parameters import Padding, Size, sides_of, size_pair
-from gpuflow.pipeline.warp_parameters import Border, Fill, check_fill, check_reflects, levels_of
+from gpuflow.pipeline.warp_parameters import Border, Fill, check_fill, check_mirrors, levels_of
 
 __all__ = ["RandomCrop"]
 
@@ -27,7 +27,8 @@ class RandomCrop(s.Geometry):
         pad_if_needed: whether an image that is smaller than the box is padded further: by the difference, on both of
             the sides concerned.
         border: what is added: `constant` levels, the pixel at the `edge`, or the image as in a mirror, without the
-            pixel at the edge: `reflect`, which takes less padding than the image has pixels.
+            pixel at the edge: `reflect`, which takes less padding than the image has pixels; or with it: `symmetric`,
+            which takes as much.
         fill: the level of a constant border, or [red, green, blue].
     """
 
@@ -49,6 +50,7 @@ class RandomCrop(s.Geometry):
             cls(size=(70, 90), pad_if_needed=True),
             cls(size=(50, 60), padding=(4, 9), pad_if_needed=True, border="reflect"),
             cls(size=40, padding=12, border="edge"),
+            cls(size=(40, 50), padding=(9, 3), border="symmetric"),
         )
 
     @property
@@ -74,8 +76,7 @@ class RandomCrop(s.Geometry):
     def output(self, spec: s.ImageSpec) -> s.ImageSpec:
         s.require_pixels(self, spec)
         check_fill(self.fill, spec)
-        if self.border == "reflect":
-            check_reflects(self._padding_of(spec), spec)
+        check_mirrors(self.border, self._padding_of(spec), spec)
         if not self.pad_if_needed:
             _check_fits(size_pair(self.size), spec, sides_of(self.padding))
         return spec.replace(shape=(*size_pair(self.size), spec.shape[2]))

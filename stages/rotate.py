@@ -38,7 +38,7 @@ class Rotate(s.Geometry):
         expand: whether the result is as large as the whole turned image needs, so that its size depends on the angle.
         interpolation: how pixels are resampled, without antialiasing.
         border: what is seen outside the image: `constant` levels, the pixel at the `edge`, or the image again, as in a
-            mirror: `reflect`.
+            mirror: `reflect` without the pixel at the edge, `symmetric` with it.
         fill: the level of a constant border, or [red, green, blue].
     """
 

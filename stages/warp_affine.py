@@ -44,7 +44,7 @@ class WarpAffine(s.Geometry):
         size: the result in pixels: the side of a square, or [height, width]; by default the image's own size.
         interpolation: how pixels are resampled, without antialiasing.
         border: what is seen outside the image: `constant` levels, the pixel at the `edge`, or the image again, as in a
-            mirror: `reflect`.
+            mirror: `reflect` without the pixel at the edge, `symmetric` with it.
         fill: the level of a constant border, or [red, green, blue].
     """
 

@@ -153,4 +153,7 @@ def _inside(at: NDArray[np.int64], length: int, border: str) -> tuple[NDArray[np
     elif border == "reflect" and length > 1:
         ways = np.concatenate([np.arange(length), np.arange(length - 2, 0, -1)])
         at = ways[at % len(ways)]
+    elif border == "symmetric":
+        ways = np.concatenate([np.arange(length), np.arange(length)[::-1]])
+        at = ways[at % len(ways)]
     return at.clip(0, length - 1), seen

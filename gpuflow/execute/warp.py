@@ -3,8 +3,8 @@
 A result is at most one level from the exact one: OpenCV 5 computes `bilinear` in float32 where coordinates are small
 enough for that; otherwise coordinates are computed in float64 and weights in float32. With a constant border,
 `bilinear` blends at the edge as torchvision does: mask * (sum - fill) + fill, where `sum` adds the weighted pixels
-inside the image and `mask` their weights. With the borders `edge` and `reflect`, pixels outside are looked up inside. A
-map that only mirrors and shifts whole pixels copies them.
+inside the image and `mask` their weights. With the other borders, pixels outside are looked up inside. A map that only
+mirrors and shifts whole pixels copies them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,12 @@ _LEAST_THIRD = 0.25
 """Of a projective map, if its third coordinate, which is 1 somewhere, stays at least this large."""
 _MARGIN = 0.01
 """More than the error of a place in float32, in pixels."""
-_BORDERS = {"constant": cv2.BORDER_CONSTANT, "edge": cv2.BORDER_REPLICATE, "reflect": cv2.BORDER_REFLECT_101}
+_BORDERS = {
+    "constant": cv2.BORDER_CONSTANT,
+    "edge": cv2.BORDER_REPLICATE,
+    "reflect": cv2.BORDER_REFLECT_101,
+    "symmetric": cv2.BORDER_REFLECT,
+}
 _TILE = 256
 """Results are made in squares of this side, each from the part of the image that it shows: both are floats then."""
 
@@ -125,10 +130,11 @@ def fold_back(at: NDArray[Any], length: int, border: str) -> NDArray[Any]:
     """Indices of pixels, whole or between two, of which those outside 0 to length - 1 are looked up inside."""
     if border == "edge" or length == 1:
         return np.clip(at, 0, length - 1)
-    period = 2 * (length - 1)
+    symmetric = border == "symmetric"
+    period = 2 * length if symmetric else 2 * (length - 1)
     at = at % period
-    folded: NDArray[Any] = np.minimum(at, period - at)
-    return folded
+    folded: NDArray[Any] = np.minimum(at, period - symmetric - at)
+    return np.clip(folded, 0, length - 1) if symmetric else folded
 
 
 def image_points(matrix: Numbers, x: NDArray[Any], y: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:

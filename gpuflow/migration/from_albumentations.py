@@ -225,7 +225,12 @@ def _rotate(reader: _Reader, given: _Given) -> list[Entry]:
     reader.always(given, "rotate")
     low, high = (number(x) for x in given["limit"])
     reader.draws(given, (low, high))
-    borders = {cv2.BORDER_CONSTANT: "constant", cv2.BORDER_REPLICATE: "edge", cv2.BORDER_REFLECT_101: "reflect"}
+    borders = {
+        cv2.BORDER_CONSTANT: "constant",
+        cv2.BORDER_REPLICATE: "edge",
+        cv2.BORDER_REFLECT_101: "reflect",
+        cv2.BORDER_REFLECT: "symmetric",
+    }
     if (border := borders.get(given.get("border_mode", 0))) is None:
         reader.differs("border_mode", "is a border that the stage rotate does not have", "border: reflect")
         border = "reflect"

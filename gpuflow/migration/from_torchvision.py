@@ -429,7 +429,7 @@ def _numbers(value: int | Sequence[int]) -> int | list[int]:
 
 def _around(reader: _Reader, t: Any) -> dict[str, Any] | None:
     """The keys `border` and `fill` of what is padded, without defaults; None if no stage has them."""
-    if t.padding_mode not in ("constant", "edge", "reflect"):
+    if t.padding_mode not in ("constant", "edge", "reflect", "symmetric"):
         return None
     return _fill(reader, t) if t.padding_mode == "constant" else {"border": t.padding_mode}
 

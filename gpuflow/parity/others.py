@@ -158,7 +158,12 @@ def _by_nvjpeg(data: Encoded, decoder: s.Decoder) -> torch.Tensor:
 # --- OpenCV -----------------------------------------------------------------------------------------------------------
 
 _FILTERS = {"nearest": cv2.INTER_NEAREST, "bilinear": cv2.INTER_LINEAR, "bicubic": cv2.INTER_CUBIC}
-_BORDERS = {"constant": cv2.BORDER_CONSTANT, "edge": cv2.BORDER_REPLICATE, "reflect": cv2.BORDER_REFLECT_101}
+_BORDERS = {
+    "constant": cv2.BORDER_CONSTANT,
+    "edge": cv2.BORDER_REPLICATE,
+    "reflect": cv2.BORDER_REFLECT_101,
+    "symmetric": cv2.BORDER_REFLECT,
+}
 
 
 def _scalar(fill: tuple[float, ...]) -> tuple[float, ...]:

@@ -12,12 +12,15 @@ from typing import assert_never
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Bools", "Crop", "Flip", "Ints", "Matrices", "Move", "Pad", "Resize", "Warp", "forward"]
+__all__ = ["MIRRORS", "Bools", "Crop", "Flip", "Ints", "Matrices", "Move", "Pad", "Resize", "Warp", "forward"]
 
 Ints = NDArray[np.int64]
 Bools = NDArray[np.bool_]
 Matrices = NDArray[np.float64]
 """Projective maps of points, [N, 3, 3]."""
+MIRRORS = {"reflect": 1, "symmetric": 0}
+"""The borders that mirror the image, and how many of its pixels at an edge they leave out. The others are the most that
+they can pad on that side."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +58,7 @@ class Pad:
     """Add rows and columns, each [N] and >= 0, as torchvision's Pad does.
 
     border: `constant` gives them the levels `fill`, one for all channels or one for each; `edge` repeats the pixels at
-        the edge; `reflect` mirrors the image without repeating those.
+        the edge; `reflect` mirrors the image without repeating those, and `symmetric` repeats them.
     """
 
     top: Ints

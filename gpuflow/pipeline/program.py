@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from gpuflow.errors import BadSampleError
 from gpuflow.pipeline import stage as s
-from gpuflow.pipeline.moves import forward
+from gpuflow.pipeline.moves import MIRRORS, forward
 
 __all__ = [
     "ApplyStep",
@@ -395,8 +395,9 @@ class _WarpBuilder:
             self._misfits += _too_large(stage, crop.height, crop.width, max_pixels)
             self.move(crop)
             return
-        if move.border == "reflect":
-            short = (np.maximum(move.top, move.bottom) >= height) | (np.maximum(move.left, move.right) >= width)
+        if move.border in MIRRORS:
+            rows, columns = height - MIRRORS[move.border], width - MIRRORS[move.border]
+            short = (np.maximum(move.top, move.bottom) > rows) | (np.maximum(move.left, move.right) > columns)
             if short.any():
                 self._misfits.append(Misfit(stage, short, np.stack([height, width], axis=1), larger="padding"))
         moved, height, width = forward(move, *self.size)

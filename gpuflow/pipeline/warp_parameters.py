@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpuflow.pipeline import stage as s
+from gpuflow.pipeline.moves import MIRRORS
 
 __all__ = [
     "Angle",
@@ -18,7 +19,7 @@ __all__ = [
     "about_center",
     "angle_range",
     "check_fill",
-    "check_reflects",
+    "check_mirrors",
     "expanded_rotation",
     "levels_of",
     "lookup_of",
@@ -33,7 +34,7 @@ Angle = (
 Center = Annotated[tuple[float, float], s.Bounds(limit=1_000_000)]
 """A point [x, y] in pixels from the left and the top edge of the image."""
 WarpInterpolation = Literal["nearest", "bilinear"]
-Border = Literal["constant", "edge", "reflect"]
+Border = Literal["constant", "edge", "reflect", "symmetric"]
 Level = Annotated[int, s.Bounds(least=0, most=255)]
 Fill = Level | Annotated[tuple[int, int, int], s.Bounds(least=0, most=255)]
 """The levels of pixels outside the image, one for all channels or one for each."""
@@ -62,12 +63,14 @@ def levels_of(fill: int | tuple[int, int, int]) -> tuple[int, ...]:
     return levels if any(levels) else (0,)
 
 
-def check_reflects(padding: tuple[int, int, int, int], spec: s.ImageSpec) -> None:
+def check_mirrors(border: str, padding: tuple[int, int, int, int], spec: s.ImageSpec) -> None:
     """Raise ValueError if an image of this spec has too few pixels to be mirrored for this padding on its sides."""
     left, top, right, bottom = padding
     for side, most in zip(spec.shape[:2], (max(top, bottom), max(left, right)), strict=True):
-        if side is not None and most >= side:
-            raise ValueError(f"reflects {most} of {side} pixels; pad less than that, or with border: edge")
+        if border not in MIRRORS or side is None:
+            continue
+        if most > (limit := side - MIRRORS[border]):
+            raise ValueError(f"mirrors {most} of {side} pixels; pad at most {limit}, or with border: edge")
 
 
 def about_center(

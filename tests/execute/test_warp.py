@@ -17,7 +17,7 @@ from gpuflow.pipeline.stage import Lookup
 from tests.images import photo
 from tests.running import warped
 
-BORDERS = ("constant", "edge", "reflect")
+BORDERS = ("constant", "edge", "reflect", "symmetric")
 LOOKUPS = [Lookup(way, border, (7, 99, 200)) for way, border in itertools.product(("nearest", "bilinear"), BORDERS)]
 every_lookup = pytest.mark.parametrize("lookup", LOOKUPS, ids=lambda lookup: f"{lookup.interpolation}, {lookup.border}")
 BILINEAR = Lookup("bilinear", "constant", (0,))
@@ -98,12 +98,12 @@ def test_points_without_an_image_are_harmless(matrix: Any, lookup: Lookup) -> No
     assert run(photo(20, 30), matrix, (20, 30), lookup).shape == (20, 30, 3)
 
 
-@pytest.mark.parametrize("border", ["edge", "reflect"])
+@pytest.mark.parametrize("border", ["edge", "reflect", "symmetric"])
 @pytest.mark.parametrize("matrix", [value for name, value in MAPS.items() if name not in ("far outside",)])
 def test_the_result_is_opencvs(matrix: Any, border: str) -> None:
     """OpenCV's coordinates are indices of pixels, which lie half a pixel further to the top left."""
     image, half = photo(50, 61), np.array([[1, 0, 0.5], [0, 1, 0.5], [0, 0, 1]])
-    borders = {"edge": cv2.BORDER_REPLICATE, "reflect": cv2.BORDER_REFLECT_101}
+    borders = {"edge": cv2.BORDER_REPLICATE, "reflect": cv2.BORDER_REFLECT_101, "symmetric": cv2.BORDER_REFLECT}
     flags = cv2.INTER_LINEAR | cv2.WARP_INVERSE_MAP
     expected = cv2.warpPerspective(
         image, np.linalg.inv(half) @ np.array(matrix) @ half, (57, 48), flags=flags, borderMode=borders[border]

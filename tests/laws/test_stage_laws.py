@@ -255,7 +255,7 @@ def test_a_deterministic_stage_equals_its_torchvision_transform(stage: s.Stage) 
         data = png(pixels)
         try:
             expected = stage.torchvision()(decoded(data))
-        except RuntimeError:  # the image is too small for torchvision
+        except (RuntimeError, IndexError):  # the image is too small for torchvision
             assert min(pixels.shape[:2]) < 8
             continue
         height, width = expected.shape[1:]

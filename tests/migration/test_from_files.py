@@ -260,6 +260,7 @@ def serialised(*transforms: dict[str, Any]) -> dict[str, Any]:
             IMAGENET,
         ),
         ({"name": "Rotate", "limit": [-9, 9], "border_mode": 4}, {"rotate": {"degrees": 9, "border": "reflect"}}),
+        ({"name": "Rotate", "limit": [-9, 9], "border_mode": 2}, {"rotate": {"degrees": 9, "border": "symmetric"}}),
         (
             {
                 "name": "ColorJitter",

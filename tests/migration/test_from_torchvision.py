@@ -64,14 +64,7 @@ def texts(found: Imported) -> list[str]:
         (v1.RandomCrop(32, padding=(1, 2)), {"random_crop": {"size": 32, "padding": [1, 2]}}),
         (
             v2.RandomCrop(32, padding=(1, 2, 3, 4), padding_mode="symmetric"),
-            {
-                "torchvision": {
-                    "name": "RandomCrop",
-                    "size": [32, 32],
-                    "padding": [1, 2, 3, 4],
-                    "padding_mode": "symmetric",
-                }
-            },
+            {"random_crop": {"size": 32, "padding": [1, 2, 3, 4], "border": "symmetric"}},
         ),
         (v1.RandomResizedCrop(224), {"random_resized_crop": {"size": 224}}),
         (v2.RandomResizedCrop(9, (0.3, 1)), {"random_resized_crop": {"size": 9, "scale": [0.3, 1]}}),
@@ -106,10 +99,7 @@ def texts(found: Imported) -> list[str]:
         (v1.RandomPerspective(0.3, 0.7), {"perspective": {"distortion_scale": 0.3, "probability": 0.7}}),
         (v1.Pad((1, 2)), {"pad": {"padding": [1, 2]}}),
         (v2.Pad(3, fill=9), {"pad": {"padding": 3, "fill": 9}}),
-        (
-            v2.Pad(3, padding_mode="symmetric"),
-            {"torchvision": {"name": "Pad", "padding": 3, "padding_mode": "symmetric"}},
-        ),
+        (v2.Pad(3, padding_mode="symmetric"), {"pad": {"padding": 3, "border": "symmetric"}}),
         (
             v1.ColorJitter(0.4, 0, (0.5, 2), 0.1),
             {"color_jitter": {"brightness": 0.4, "saturation": [0.5, 2], "hue": 0.1}},

@@ -74,7 +74,7 @@ def test_shifts_are_of_whole_pixels_and_torchvisions() -> None:
         assert apart_from(expected, image, stage, keys) == 0
 
 
-@pytest.mark.parametrize("border", ["constant", "edge", "reflect"])
+@pytest.mark.parametrize("border", ["constant", "edge", "reflect", "symmetric"])
 def test_the_defaults_change_no_pixel(border: Any) -> None:
     data = png(photo(40, 57))
     (image,) = images(program_of(Decode(), Affine(border=border), CenterCrop(size=(40, 57))), [data])

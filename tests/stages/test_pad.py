@@ -14,7 +14,7 @@ from tests.images import photo, png
 from tests.running import RGB, decoded, images, program_of, run
 
 
-@pytest.mark.parametrize("border", ["constant", "edge", "reflect"])
+@pytest.mark.parametrize("border", ["constant", "edge", "reflect", "symmetric"])
 @pytest.mark.parametrize("padding", [0, 7, (3, 0), (1, 2, 3, 4)])
 @pytest.mark.parametrize("fill", [0, 114, (9, 200, 50)])
 def test_pixels_are_those_of_torchvision(padding: Any, fill: Any, border: Any) -> None:
@@ -28,7 +28,7 @@ def test_pixels_are_those_of_torchvision(padding: Any, fill: Any, border: Any) -
         assert torch.equal(images(program_of(Decode(), *stages), [data])[0], expected)
 
 
-@pytest.mark.parametrize("border", ["constant", "edge", "reflect"])
+@pytest.mark.parametrize("border", ["constant", "edge", "reflect", "symmetric"])
 def test_between_other_stages(border: Any) -> None:
     pad = Pad(padding=(5, 6, 7, 8), border=border, fill=114 if border == "constant" else 0)
     stages = (Resize(height=20, width=30), Flip(horizontal=1.0), pad, Flip(vertical=1.0), CenterCrop(size=(30, 36)))
@@ -56,13 +56,24 @@ def test_an_image_that_is_too_small_to_reflect_is_a_bad_sample() -> None:
     assert faults[1] is None
 
 
+def test_a_mirrored_image_with_the_pixel_at_the_edge_is_as_large_as_the_image() -> None:
+    data = png(photo(9, 40))
+    program = program_of(Decode(), Pad(padding=9, border="symmetric"), CenterCrop(size=(27, 58)))
+    results, faults = run(program, [data, png(photo(8, 40))])
+    assert torch.equal(results[0], v2.Pad(9, padding_mode="symmetric")(decoded(data))) and faults[0] is None
+    assert str(faults[1]) == "pad: the padding is larger than the image, which has 8x40 pixels here"
+
+
 def test_specs() -> None:
     assert Pad(padding=(1, 2, 3, 4)).output(RGB.replace(shape=(10, None, 3))).shape == (16, None, 3)
     assert Pad(padding=3).output(RGB.replace(shape=(None, None, 3), shorter=20)).shorter == 26
     assert Pad(padding=(3, 2)).output(RGB.replace(shape=(None, None, 3), shorter=20)).shorter is None
-    with pytest.raises(ValueError, match="reflects") as caught:
-        Pad(padding=10, border="reflect").output(RGB.replace(shape=(10, 20, 3)))
-    assert str(caught.value) == "reflects 10 of 10 pixels; pad less than that, or with border: edge"
+    assert Pad(padding=10, border="symmetric").output(RGB.replace(shape=(10, 20, 3))).shape == (30, 40, 3)
+    for padding, border, most in ((10, "reflect", 9), (11, "symmetric", 10)):
+        with pytest.raises(ValueError, match="mirrors") as caught:
+            Pad(padding=padding, border=border).output(RGB.replace(shape=(10, 20, 3)))  # type: ignore[arg-type]
+        text = f"mirrors {padding} of 10 pixels; pad at most {most}, or with border: edge"
+        assert str(caught.value) == text
 
 
 @pytest.mark.parametrize(

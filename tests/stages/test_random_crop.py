@@ -50,6 +50,7 @@ PADDED = (
     RandomCrop(size=(21, 30), padding=9, fill=114),
     RandomCrop(size=(21, 30), padding=9, border="edge"),
     RandomCrop(size=(21, 30), padding=(0, 9, 4, 1), border="reflect"),
+    RandomCrop(size=(21, 30), padding=(7, 1, 0, 8), border="symmetric"),
     RandomCrop(size=(60, 90), pad_if_needed=True),
     RandomCrop(size=(60, 90), padding=3, pad_if_needed=True),
     RandomCrop(size=(60, 90), padding=(1, 2, 3, 4), pad_if_needed=True, fill=7),
@@ -112,10 +113,13 @@ def test_more_padding_than_an_image_has_pixels_to_reflect() -> None:
     _, faults = run(program_of(Decode(), stage), [png(photo(15, 40)), png(photo(16, 40))])
     assert str(faults[0]) == "random_crop: the padding is larger than the image, which has 15x40 pixels here"
     assert faults[1] is None
-    with pytest.raises(ValueError, match=r"reflects 15 of 15 pixels; pad less than that, or with border: edge"):
+    with pytest.raises(ValueError, match=r"mirrors 15 of 15 pixels; pad at most 14, or with border: edge"):
         stage.output(RGB.replace(shape=(15, None, 3)))
     assert stage.output(RGB.replace(shape=(16, None, 3))).shape == (30, 30, 3)
     assert stage.output(RGB.replace(shape=(None, 17, 3))).shape == (30, 30, 3)
+    stage = RandomCrop(size=30, pad_if_needed=True, border="symmetric")
+    assert run(program_of(Decode(), stage), [png(photo(15, 40))])[1] == [None]
+    assert stage.output(RGB.replace(shape=(15, None, 3))).shape == (30, 30, 3)
 
 
 def test_an_image_that_is_too_small_with_padding_on_some_sides_is_a_bad_sample() -> None:

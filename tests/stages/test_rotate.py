@@ -92,7 +92,7 @@ def test_a_result_above_max_pixels_is_a_bad_sample() -> None:
 
 
 @pytest.mark.parametrize("interpolation", ["nearest", "bilinear"])
-@pytest.mark.parametrize("border", ["constant", "edge", "reflect"])
+@pytest.mark.parametrize("border", ["constant", "edge", "reflect", "symmetric"])
 def test_no_turn_changes_no_pixel(border: str, interpolation: str) -> None:
     data = png(photo(40, 57))
     stage = Rotate(degrees=0, border=border, interpolation=interpolation)  # type: ignore[arg-type]

@@ -16,7 +16,7 @@ from tests.running import decoded, images, program_of
 
 MATRIX = ((0.9, 0.25, 3.5), (-0.15, 1.1, 4.25))
 POINTS: Any = ((0.0, 0.0), (40.0, 0.0), (0.0, 40.0)), ((5.0, 10.0), (43.0, 2.0), (9.0, 50.0))
-BORDERS = {"edge": cv2.BORDER_REPLICATE, "reflect": cv2.BORDER_REFLECT_101}
+BORDERS = {"edge": cv2.BORDER_REPLICATE, "reflect": cv2.BORDER_REFLECT_101, "symmetric": cv2.BORDER_REFLECT}
 
 
 def warped(stage: WarpAffine, image: Any, size: tuple[int, int]) -> Any:

@@ -32,7 +32,7 @@ FIELDS = (
 `pipeline.program.Warping`, of which the matrix is the bits of float64 numbers, row by row, and how many elements after
 the first one of `out` the result begins."""
 ROWS, COLUMNS, WARPS = 4, 32, 4
-_BORDERS = {"constant": 0, "edge": 1, "reflect": 2}
+_BORDERS = {"constant": 0, "edge": 1, "reflect": 2, "symmetric": 3}
 _TIE, _TINY, _PLACES = tl.constexpr(TIE), tl.constexpr(TINY), tl.constexpr(PLACES)
 
 
@@ -43,6 +43,10 @@ def _fold_back(at, length, BORDER: tl.constexpr):
         period = tl.maximum(2 * (length - 1), 1).to(tl.float64)
         at = at - tl.floor(at / period) * period
         at = tl.minimum(at, period - at)
+    if BORDER == 3:
+        period = (2 * length).to(tl.float64)
+        at = at - tl.floor(at / period) * period
+        at = tl.minimum(at, period - 1.0 - at)
     return tl.minimum(tl.maximum(at, 0.0), (length - 1).to(tl.float64))
 
 

@@ -25,7 +25,7 @@ def pipelines() -> list[tuple[str, tuple[Geometry, ...]]]:
     """Runs of stages that warp, for every interpolation and border."""
     found: list[tuple[str, tuple[Geometry, ...]]] = []
     flip, end = Flip(horizontal=0.5, vertical=0.5), CenterCrop(size=(21, 35))
-    for kind, border in itertools.product(("nearest", "bilinear"), ("constant", "edge", "reflect")):
+    for kind, border in itertools.product(("nearest", "bilinear"), ("constant", "edge", "reflect", "symmetric")):
         shared = {"interpolation": kind, "border": border, "fill": (9, 200, 50)}
         affine = Affine(degrees=90, translate=(0.2, 0.2), scale=(0.4, 2.0), shear=20.0, **shared)  # type: ignore[arg-type]
         far = Perspective(distortion_scale=0.9, probability=0.7, **shared)  # type: ignore[arg-type]
@@ -38,8 +38,8 @@ def pipelines() -> list[tuple[str, tuple[Geometry, ...]]]:
             (f"padded {kind} {border}", (fixed, RandomCrop(size=33, padding=5), flip)),
             (f"same {kind} {border}", (flip, same, end)),
         ]
-    edge, reflect = (Pad(padding=(2, 3, 4, 1), border=border) for border in ("edge", "reflect"))
-    found += [("pad edge", (flip, edge, end)), ("pad reflect", (flip, reflect, end))]
+    for border in ("edge", "reflect", "symmetric"):
+        found += [(f"pad {border}", (flip, Pad(padding=(2, 3, 4, 1), border=border), end))]  # type: ignore[arg-type]
     return found
 
 

@@ -31,7 +31,7 @@ MOST = 65_535
 MANY = 100_000
 """More images, or tiles of images, than the second axis takes."""
 INTERPOLATIONS: Final = ("nearest", "bilinear")
-BORDERS: Final = ("constant", "edge", "reflect")
+BORDERS: Final = ("constant", "edge", "reflect", "symmetric")
 OUTSIDE: Final = ("reflect", "keep")
 TARGET = GPUTarget("cuda", 80, 32)
 TYPES = {
