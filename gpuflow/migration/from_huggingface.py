@@ -137,9 +137,7 @@ class _Reader:
             case {"height": int(height), "width": int(width), **rest} if not rest:
                 return [Entry("resize", {"height": height, "width": width, **filters})]
             case {"shortest_edge": int(side), **rest} if set(rest) <= {"longest_edge"}:
-                if rest:
-                    self._gap("size", "limits both sides", f"resize: {{shorter: {side}}}", "longer images stay larger")
-                return [Entry("resize", {"shorter": side, **filters})]
+                return [Entry("resize", {**self._limited(side, rest.get("longest_edge")), **filters})]
             case {"max_height": int(height), "max_width": int(width), **rest} if not rest:
                 self._gap(
                     "size",
@@ -151,6 +149,22 @@ class _Reader:
             case _:
                 rule = "must give whole numbers: height and width, or shortest_edge, or max_height and max_width"
                 raise self._document.error(rule, "size", value=dict(size))
+
+    def _limited(self, side: int, most: Any) -> dict[str, int]:
+        """The size of an image whose shorter side is `side`, or less where the longer one would be more than `most`.
+
+        There the processors round the shorter side to the nearest number, and `resize` rounds it down. They also leave
+        an image as it is if its shorter side has that length already.
+        """
+        if most is None:
+            return {"shorter": side}
+        if not isinstance(most, int):
+            raise self._document.error("must be a whole number", "size", "longest_edge", value=most)
+        keys = {"shorter": side, "max_size": most} if most > side else {"longer": most}
+        shown = ", ".join(f"{key}: {value}" for key, value in keys.items())
+        rule = "limits both sides, and rounds the shorter one to the nearest number where the longer one is too long"
+        self._gap("size", rule, f"resize: {{{shown}}}", "of what is resized, sides are at most one pixel apart")
+        return keys
 
     def _convnext(self, side: int, filters: dict[str, Any]) -> list[Entry]:
         """Below 384 pixels a resize and a crop, from there on a square."""

@@ -6,12 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from gpuflow.errors import ConfigError
 from gpuflow.migration import Imported, read_source
 from gpuflow.migration.python_objects import MissingLibrary
-from gpuflow.stages import STAGES
+from gpuflow.stages import STAGES, Resize
 from tests.migration.their_configs import VIT
 
 HALF = {"normalize": {"mean": [0.5, 0.5, 0.5], "std": [0.5, 0.5, 0.5]}}
@@ -133,9 +134,52 @@ def test_what_an_image_processor_has_and_no_stage_equals(tmp_path: Path, keys: d
 
 
 @pytest.mark.parametrize(
+    ("most", "keys"),
+    [
+        (1333, {"shorter": 800, "max_size": 1333}),
+        (800, {"longer": 800}),
+        (600, {"longer": 600}),
+    ],
+)
+def test_a_size_that_limits_both_sides(tmp_path: Path, most: int, keys: dict[str, Any]) -> None:
+    size = {"shortest_edge": 800, "longest_edge": most}
+    found = read(tmp_path, "hf", {**VIT, "size": size})
+    assert val_of(found) == [{"resize": keys}, HALF]
+    (text,) = texts(found, tmp_path)
+    assert text == (
+        "x.json:18: size limits both sides, and rounds the shorter one to the nearest number where the longer one is "
+        f"too long; nearest: resize: {{{', '.join(f'{key}: {value}' for key, value in keys.items())}}} "
+        "(of what is resized, sides are at most one pixel apart)"
+    )
+    height, width = np.random.default_rng(0).integers(20, 3000, (2, 20_000))
+    theirs = sizes_of_transformers(height, width, 800, most)
+    ours = np.stack(Resize(**keys)._size(height, width))
+    resized = (theirs != np.stack([height, width])).any(axis=0)
+    apart = np.abs(ours - theirs)[:, resized]
+    assert apart.max() == 1 and resized.mean() > 0.99
+    short = np.maximum(height, width) / np.minimum(height, width) * 800 <= most
+    assert np.array_equal(ours[:, short], theirs[:, short])
+
+
+def sizes_of_transformers(height: Any, width: Any, shorter: int, most: int) -> Any:
+    """What transformers' get_size_with_aspect_ratio gives for images of these sizes: [2, N]."""
+    low, high = np.minimum(height, width), np.maximum(height, width)
+    limited = high / low * shorter > most
+    exact = np.where(limited, most * low / high, shorter)
+    side = np.rint(exact).astype(int)
+    other = (exact * high / low).astype(int)
+    sizes = np.where(height <= width, [side, other], [other, side])
+    return np.where(low == side, [height, width], sizes)
+
+
+@pytest.mark.parametrize(
     ("value", "text"),
     [
         ("[1]", "x.json: must be a mapping with keys, got [1]"),
+        (
+            {**VIT, "size": {"shortest_edge": 800, "longest_edge": "x"}},
+            "x.json:20: size.longest_edge must be a whole number, got 'x'",
+        ),
         (
             {key: value for key, value in VIT.items() if key != "image_processor_type"},
             "x.json: needs the key 'image_processor_type'; write down the class that you load it with, such as "
