@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,9 @@ from torchvision.datasets import ImageFolder
 
 import gpuflow
 from gpuflow.errors import ConfigError
+from gpuflow.integrations.accelerate import AccelerateLoader
 from gpuflow.integrations.timm import create_loader
+from gpuflow.loader.batch import Batch
 from tests.datasets import make_photos, write_config
 
 
@@ -76,6 +80,64 @@ def test_accelerate_saves_and_loads_a_place_within_an_epoch(config: Path, tmp_pa
     with pytest.raises(AttributeError, match=r"skip_first_batches is not needed"):
         accelerate.skip_first_batches(loader, 1)
     loader.close()
+
+
+class Metrics:
+    """Stands for Accelerate's GradientState: `gather_for_metrics` asks it for the loader that is being iterated."""
+
+    def __init__(self) -> None:
+        self.loaders: list[AccelerateLoader] = []
+
+    def _add_dataloader(self, loader: AccelerateLoader) -> None:
+        self.loaders.append(loader)
+
+    def _remove_dataloader(self, loader: AccelerateLoader) -> None:
+        self.loaders.remove(loader)
+
+    def gathered(self, ranks: Sequence[Iterable[Batch]]) -> list[int]:
+        """What `gather_for_metrics` returns of the samples' numbers in an epoch of these ranks."""
+        found: list[int] = []
+        for batches in zip(*ranks, strict=True):
+            step = torch.cat([batch.indices for batch in batches])
+            last = self.loaders[-1]
+            found += step[: last.remainder if last.end_of_dataloader and last.remainder > 0 else None].tolist()
+        return found
+
+
+@pytest.mark.parametrize(
+    ("weights", "taken", "ranks", "count"),
+    [
+        ("", 0, 2, 12),
+        ("", 1, 2, 8),
+        ("", 2, 3, 4),
+        ("{file: weights.txt, replacement: false, samples: 10}", 0, 2, 10),
+        ("{file: weights.txt, samples: 9}", 0, 3, 9),
+    ],
+)
+def test_accelerate_gathers_each_sample_that_is_left_once(
+    weights: str, taken: int, ranks: int, count: int, config: Path
+) -> None:
+    """taken: steps of one rank before. The samples left, and those of an epoch drawn by weights, are not as many as
+    the source has."""
+    (config.parent / "weights.txt").write_text("1\n" * 12)
+    overrides = [f"source.weights={weights.replace('weights.txt', str(config.parent / 'weights.txt'))}"] * bool(weights)
+    with gpuflow.load(config, rank=0, world_size=1, overrides=overrides) as before:
+        seen = [i for batch in islice(before, taken) for i in batch.indices.tolist()]
+        state = before.state_dict()
+    metrics = Metrics()
+    state_of_accelerate: Any = metrics
+    loaders = [
+        AccelerateLoader(gpuflow.load(config, rank=i, world_size=ranks, overrides=overrides), state_of_accelerate)
+        for i in range(ranks)
+    ]
+    for loader in loaders:
+        loader.load_state_dict(state)
+    found = metrics.gathered(loaders)
+    assert len(found) == count and metrics.loaders == []
+    if "replacement" in weights or not weights:
+        assert len({*seen, *found}) == len(seen) + len(found)
+    for loader in loaders:
+        loader.close()
 
 
 def test_torchdata_takes_a_loader_as_stateful(config: Path) -> None:

@@ -63,9 +63,9 @@ class AccelerateLoader(LoaderAdapter):
 
     def __iter__(self) -> Iterator[Batch]:
         loader = self.loader
-        left = loader.steps_left
+        left, samples_left = loader.steps_left, loader.samples_per_epoch - loader.upcoming_position
         self.end_of_dataloader = False
-        self.remainder = -1 if loader.drop_last else len(loader.dataset) % loader.samples_per_step
+        self.remainder = -1 if loader.drop_last else samples_left % loader.samples_per_step
         self._state._add_dataloader(self)
         try:
             for step, batch in enumerate(loader, start=1):

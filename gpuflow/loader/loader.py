@@ -71,6 +71,11 @@ class Loader:
         return self._progress.upcoming[0]
 
     @property
+    def upcoming_position(self) -> int:
+        """The position of that epoch with which the next `for` begins; of a wrapped DataLoader the number of a step."""
+        return self._progress.upcoming[1]
+
+    @property
     def steps_left(self) -> int:
         """Steps that the next `for` makes: all of an epoch, or what a restored state leaves of it."""
         return self._steps.left(self._progress.upcoming[1])
