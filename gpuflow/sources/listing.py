@@ -24,6 +24,7 @@ from gpuflow.sources.labels import Codes, resolve_labels
 from gpuflow.sources.listing_fields import open_with_fields
 from gpuflow.sources.listing_text import (
     check_path,
+    check_sample,
     csv_lines,
     csv_rows,
     json_lines,
@@ -179,6 +180,8 @@ def _csv_chunks(data: bytes) -> Iterator[tuple[list[str], list[str]]]:
     while rows := list(islice(reader, _ROWS)):
         if set(map(len, rows)) - {width}:
             raise ValueError("a row is too short or too long")
+        if header is not None and list(header) in rows:
+            raise ValueError("a row repeats the header")
         yield [row[path] for row in rows], [row[label] for row in rows]
 
 
@@ -202,6 +205,7 @@ def _csv_rows(data: bytes, place: str) -> Iterator[Row]:
             raise SourceError(
                 f"{place}:{start}: {rule}, got {len(row)} field{'s' * (len(row) != 1)}; quote a path that has a comma"
             )
+        check_sample(row, header, f"{place}:{start}")
         check_path(row[path], f"{place}:{start}")
         yield Row(start, row[path], row[label])
 

@@ -13,7 +13,16 @@ from gpuflow.sources.base import SourceSpec
 from gpuflow.sources.field_spec import FieldSpec, classes_of_boxes
 from gpuflow.sources.files import FileSource
 from gpuflow.sources.hints import near_word
-from gpuflow.sources.listing_text import check_path, column_of, csv_rows, json_objects, load, parsed_json, resolved
+from gpuflow.sources.listing_text import (
+    check_path,
+    check_sample,
+    column_of,
+    csv_rows,
+    json_objects,
+    load,
+    parsed_json,
+    resolved,
+)
 from gpuflow.sources.paths import PathTable, PathTableBuilder
 from gpuflow.sources.record_builder import Locate, RecordBuilder
 from gpuflow.sources.record_table import MaskFiles
@@ -117,6 +126,7 @@ def _csv_blocks(
                     f"{lines.place}:{line}: row must have the header's {len(names)} fields, got {len(row)} "
                     f"field{'s' * (len(row) != 1)}; quote a field that has a comma"
                 )
+            check_sample(row, header, f"{lines.place}:{line}")
         cells = {column: [row[place] for _, row in block] for column, place in places.items()}
         yield (
             first,

@@ -7,7 +7,7 @@ import io
 import json
 import os
 from codecs import BOM_UTF8
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, islice
 from typing import Any
 
@@ -18,6 +18,7 @@ from gpuflow.sources.storage import is_remote, open_storage
 
 __all__ = [
     "check_path",
+    "check_sample",
     "column_of",
     "csv_lines",
     "csv_rows",
@@ -68,9 +69,12 @@ def _scheme(path: str) -> str:
 
 
 def csv_lines(data: bytes) -> Any:
-    """A reader of the rows of CSV."""
+    """A reader of the rows of CSV. A mark of the encoding may begin a line, as in files that were joined."""
     csv.field_size_limit(max(csv.field_size_limit(), _LARGEST_CELL))  # of all readers of this process: it has no other
-    return csv.reader(io.TextIOWrapper(io.BytesIO(data), encoding="utf-8", newline=""), strict=True)
+    lines: Iterable[str] = io.TextIOWrapper(io.BytesIO(data), encoding="utf-8", newline="")
+    if BOM_UTF8 in data:
+        lines = (line.removeprefix("\ufeff") for line in lines)
+    return csv.reader(lines, strict=True)
 
 
 def csv_rows(data: bytes, place: str) -> Iterator[tuple[int, list[str]]]:
@@ -88,6 +92,12 @@ def csv_rows(data: bytes, place: str) -> Iterator[tuple[int, list[str]]]:
             return
         if row:
             yield start, row
+
+
+def check_sample(row: Sequence[str], header: Sequence[str] | None, here: str) -> None:
+    """Raise SourceError for a row that repeats the header, as in files that were joined. here: its place."""
+    if header is not None and tuple(row) == tuple(header):
+        raise SourceError(f"{here}: row must be a sample, got the header again: {','.join(row)}; remove the row")
 
 
 def column_of(name: str, header: Sequence[str]) -> int | None:

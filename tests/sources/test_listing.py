@@ -312,6 +312,27 @@ def test_json_lines_of_joined_files(fields: dict[str, None]) -> None:
     assert contents(listing(text, name="list.jsonl", fields=fields))[:2] == (["a.jpg", "b.jpg"], [0, 1])
 
 
+@pytest.mark.parametrize("header", [b"", b"path,label\n"])
+def test_csv_of_joined_files(header: bytes) -> None:
+    """A mark of the encoding may begin each line, also in front of a quote."""
+    bom = b"\xef\xbb\xbf"
+    text = bom + header + b"a.jpg,cat\n" + bom + b'"b, c.jpg",dog\n' + bom + b"\r\n" + bom + b"d.jpg,dog\n" + bom
+    assert contents(listing(text)) == (["a.jpg", "b, c.jpg", "d.jpg"], [0, 1, 1], ("cat", "dog"))
+    line = 5 + header.count(b"\n")
+    fails(f"list.csv:{line}: path must not be empty; name a file or remove the row", text[: -len(bom)] + b",1\n")
+
+
+@pytest.mark.parametrize("fields", [{}, {"label": None}])
+@pytest.mark.parametrize("bom", [b"", b"\xef\xbb\xbf"])
+def test_the_header_of_a_second_file_is_no_sample(bom: bytes, fields: dict[str, None]) -> None:
+    part = bom + b"path,label\na.jpg,cat\n"
+    with pytest.raises(SourceError) as error:
+        listing(part + part, fields=fields)
+    assert str(error.value).endswith(
+        "list.csv:3: row must be a sample, got the header again: path,label; remove the row"
+    )
+
+
 @pytest.mark.parametrize("text", ["", "\n\n", "path,label\n"])
 def test_empty_csv(text: str) -> None:
     fails("list.csv: must list at least one sample, got none; add rows of path and label", text)
