@@ -21,7 +21,7 @@ from gpuflow.sources.fingerprint import fingerprint
 from gpuflow.sources.paths import PathTableBuilder
 from gpuflow.sources.storage import LocalStorage, Storage
 
-__all__ = ["PLACE", "DatasetSource", "bytes_loader", "source_of"]
+__all__ = ["PLACE", "DatasetSource", "bytes_loader", "files_hash", "source_of"]
 
 PLACE = "gpuflow.wrap:"
 """Where its arguments are, for problems."""
@@ -53,6 +53,13 @@ def source_of(dataset: Any) -> Source:
     table.add([os.fspath(path) for path, _ in samples])
     labels = np.array([label for _, label in samples], np.int64)
     return FileSource(LocalStorage(), table.build(), labels, tuple(folder.classes), root=os.fspath(folder.root))
+
+
+def files_hash(dataset: Any) -> int | None:
+    """A hash, in this process, of the files and labels that gpuflow reads itself; None if the dataset is asked for its
+    samples."""
+    found = _files(dataset)
+    return None if found is None else hash(tuple(map(tuple, found[0])))
 
 
 def _refused(rule: str, value: object = None, action: str = "", path: tuple[str, ...] = ()) -> ConfigError:

@@ -15,12 +15,12 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 from gpuflow.config import AddedStages, Config, read_config
 from gpuflow.config.yaml_file import read_yaml
 from gpuflow.decode.preset import Preset
-from gpuflow.errors import UNSET, ConfigError, Key, Problem
+from gpuflow.errors import UNSET, ConfigError, Key, LoaderError, Problem
 from gpuflow.loader.assemble import build_loader
 from gpuflow.loader.batch import Batch
 from gpuflow.loader.listed import ListedEpochs
 from gpuflow.loader.loader import Loader
-from gpuflow.migration.dataset import PLACE, source_of
+from gpuflow.migration.dataset import PLACE, files_hash, source_of
 from gpuflow.migration.sampling import SamplerDraws
 from gpuflow.migration.transforms import Cv2Resize, Found, stages_of
 from gpuflow.pipeline.stage import Pipeline, Stage
@@ -79,12 +79,18 @@ class WrappedLoader:
 
     def __init__(self, loader: Loader, dataloader: DataLoader[Any], draws: SamplerDraws) -> None:
         self._loader, self._dataloader, self._draws = loader, dataloader, draws
+        self._files_hash = files_hash(dataloader.dataset)
 
     def __len__(self) -> int:
         """Steps of an epoch: the DataLoader's length."""
         return len(self._dataloader)
 
     def __iter__(self) -> Iterator[Batch]:
+        if files_hash(self._dataloader.dataset) != self._files_hash:
+            raise LoaderError(
+                "the dataset has other samples or labels than when gpuflow.wrap read them; call gpuflow.wrap again, "
+                f"then set_epoch({self._loader.upcoming_epoch}) of what it returns"
+            )
         return iter(self._loader)
 
     def reset(self) -> None:

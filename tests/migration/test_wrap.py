@@ -218,6 +218,40 @@ class Encoded(Dataset[tuple[bytes, int]]):
         return jpeg(index % 3, index), self._label(index)
 
 
+def relabel(subset: Subset[Any]) -> None:
+    """Give the second sample another label, in place."""
+    samples: Any = subset.dataset
+    path, label = samples.samples[1]
+    samples.samples[1] = (path, label + 1)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        relabel,
+        lambda subset: setattr(subset, "indices", [5, 6, 7]),
+        lambda subset: setattr(subset.dataset, "target_transform", lambda label: label + 1),
+    ],
+    ids=["label", "subset", "target_transform"],
+)
+def test_a_dataset_that_changes_is_an_error_and_no_old_samples(
+    change: Callable[[Subset[Any]], None], folder: Path, config: Path
+) -> None:
+    subset = Subset(ImageFolder(str(folder / "photos"), loader=gpuflow.bytes_loader), [0, 1, 2])
+    dataloader = DataLoader(subset, batch_size=2)
+    with gpuflow.wrap(dataloader, config) as loader:
+        assert [labels.tolist() for _, labels in loader] == [[0, 0], [0]]
+        change(subset)
+        with pytest.raises(
+            LoaderError, match=r"other samples or labels .* call gpuflow.wrap again, then set_epoch\(1\)"
+        ):
+            next(iter(loader))
+    dataset: Any = subset.dataset
+    with gpuflow.wrap(dataloader, config) as loader:
+        expected = [dataset[i][1] for i in subset.indices]
+        assert [int(label) for _, labels in loader for label in labels] == expected
+
+
 def test_a_dataset_without_paths_is_read_through_its_getitem(config: Path) -> None:
     with gpuflow.wrap(DataLoader(Encoded(), batch_size=4, shuffle=True), config) as loader:
         assert loader.classes == ("a", "b", "c")
