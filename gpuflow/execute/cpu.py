@@ -39,7 +39,7 @@ from gpuflow.pipeline.program import (
 )
 from gpuflow.pipeline.views import AnyProgram, ViewSlots, ViewsProgram, outputs_of, split
 
-__all__ = ["CpuRunner", "CpuRunners", "ViewsRunner", "call_opaque", "header_of", "runner_of"]
+__all__ = ["CpuRunner", "CpuRunners", "ViewsRunner", "bad_by_stage", "call_opaque", "header_of", "runner_of"]
 
 _KEPT_BYTES = 1 << 24
 """Scratch memory of at most this size is kept for images that need much less."""
@@ -481,17 +481,28 @@ def call_opaque(step: OpaqueStep, image: NDArray[Any], seed: int) -> NDArray[Any
         if size is not None and math.prod(size) > step.max_pixels:
             raise too_large(step.stage.stage_name, *size, step.max_pixels)
         result = step.stage.apply(tensor, seed)
-    except GpuflowError:
-        raise
     except (ValueError, RuntimeError) as error:
-        if is_system_fault(error) or _NO_MEMORY in str(error):
+        if (fault := bad_by_stage(step, error)) is None or fault is error:
             raise
-        reason = str(error).strip().partition("\n")[0]
-        text = f"{type(error).__name__}: {reason}" if reason else type(error).__name__
-        # without the traceback, which refers to the frames of this call, and these to all samples
-        raise BadSampleError(step.stage.stage_name, text) from error.with_traceback(None)
+        raise fault from fault.__cause__
     result = (result if step.after.layout == "nchw" else result.permute(1, 2, 0)).contiguous()
     return (result.view(torch.uint16) if STORAGE[step.after.dtype] is np.uint16 else result).numpy()
+
+
+def bad_by_stage(step: OpaqueStep, error: Exception) -> BadSampleError | None:
+    """Why a sample is bad for which an opaque stage raised this; None if that is a fault of something else."""
+    if isinstance(error, BadSampleError):
+        return error
+    if isinstance(error, GpuflowError) or not isinstance(error, ValueError | RuntimeError):
+        return None
+    if is_system_fault(error) or _NO_MEMORY in str(error):
+        return None
+    reason = str(error).strip().partition("\n")[0]
+    text = f"{type(error).__name__}: {reason}" if reason else type(error).__name__
+    fault = BadSampleError(step.stage.stage_name, text)
+    # without the traceback, which refers to the frames of the call, and these to all samples
+    fault.__cause__ = error.with_traceback(None)
+    return fault
 
 
 def _size(image: NDArray[Any]) -> tuple[s.Ints, s.Ints]:

@@ -7,7 +7,8 @@ A chunk is first prepared and then launched, on different threads. `prepare` get
 the process that read the chunk, or works them out, and has the CPU begin to decode the files that the engines do not
 support: other formats, progressive or CMYK files, images that EXIF rotates. A launch may also decode images of chunks
 that come later, if they fit into its calls (`execute/decode_calls.py`). A batched call that fails is retried by halves;
-a file that fails alone falls back to the CPU decoder, and its place in the batch stays the same.
+a file that fails alone falls back to the CPU decoder, and its place in the batch stays the same. So does a sample that
+an opaque stage refuses alone, so that a sample is bad where the CPU finds it bad, and for the same reason.
 """
 
 from __future__ import annotations
@@ -344,7 +345,7 @@ class GpuRunner:
             together with those of this chunk.
         """
         with self._device_stream.queued():
-            refused = self._run_on_gpu(chunk, slots, ahead) if len(chunk.rows) else chunk.rows
+            refused, by_stages = self._run_on_gpu(chunk, slots, ahead) if len(chunk.rows) else (chunk.rows, {})
             if isinstance(chunk.others, PendingImages):
                 self._place_pending(chunk.others, chunk.faults, slots)
             elif chunk.others is not None:
@@ -354,10 +355,22 @@ class GpuRunner:
                 with self._lock:
                     self.engine_images -= len(refused)
                     self.cpu_images += len(refused)
+            for row, fault in by_stages.items():
+                if chunk.faults[row] is None:
+                    error = fault.__cause__ or fault
+                    error.add_note(f"The stage {fault.stage} raised this on the GPU only.")
+                    raise error
         return chunk.faults
 
-    def _run_on_gpu(self, chunk: Prepared, slots: Any, ahead: Sequence[Prepared]) -> NDArray[np.int64]:
-        """Decode a chunk and run every pass on it. Returns the rows that nvJPEG refused, whose slots hold no result."""
+    def _run_on_gpu(
+        self, chunk: Prepared, slots: Any, ahead: Sequence[Prepared]
+    ) -> tuple[NDArray[np.int64], dict[int, BadSampleError]]:
+        """Decode a chunk and run every pass on it.
+
+        Returns:
+            The rows that nvJPEG or an opaque stage refused, whose slots hold no result. And what the stage raised, by
+            row, if it refused all images that were decoded: it cannot run on a GPU if the CPU then runs one of them.
+        """
         rows = chunk.rows
         pairs = zip(self._passes, split(slots), strict=True)
         targets = [
@@ -365,9 +378,13 @@ class GpuRunner:
         ]
         first = [_Rows(own[0], passes.places(0, rows)) for passes, own in zip(self._passes, targets, strict=True)]
         good = self._decode(chunk, first, ahead)
+        by_stages: dict[int, BadSampleError] = {}
         for passes, draws, own in zip(self._passes, chunk.draws, targets, strict=True):
-            passes.run_later(draws, own, rows)
-        return rows[~good]
+            by_stages |= passes.run_later(draws, own, rows)
+        by_stages = {i: fault for i, fault in by_stages.items() if good[i]}
+        whole = len(by_stages) == good.sum()
+        good[list(by_stages)] = False
+        return rows[~good], {int(rows[i]): fault for i, fault in by_stages.items() if whole}
 
     def _decode(self, chunk: Prepared, first: Sequence[_Rows], ahead: Sequence[Prepared]) -> NDArray[np.bool_]:
         """Decode a chunk and run the first pass of each output, to its place. Returns which rows were decoded.

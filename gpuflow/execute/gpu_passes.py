@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from gpuflow.errors import BadSampleError
 from gpuflow.execute.canvas import Canvas, tiles_of
+from gpuflow.execute.cpu import bad_by_stage
 from gpuflow.execute.device_stream import DeviceStream, allocate_slots, send_array
 from gpuflow.execute.kernels.color import adjust
 from gpuflow.execute.kernels.interleave import interleave
@@ -119,8 +120,8 @@ class DevicePasses:
 
     def run(
         self, draws: Sequence[Any], addresses: NDArray[np.int64], pitches: NDArray[np.int64], slots: torch.Tensor
-    ) -> None:
-        """Queue all passes on n images, one for each slot.
+    ) -> dict[int, BadSampleError]:
+        """Queue all passes on n images, one for each slot. Returns what `run_later` does.
 
         draws: the result of `draw_passes`. addresses, pitches [n]: of interleaved uint8 images; a pitch is the number
             of bytes in a row.
@@ -128,12 +129,12 @@ class DevicePasses:
         rows = np.arange(len(addresses))
         targets = self.targets(slots, draws, len(rows))
         self._move(0, draws[0], addresses, pitches, targets[0], rows)
-        self.run_later(draws, targets, rows)
+        return self.run_later(draws, targets, rows)
 
     def run_images(self, images: DeviceImages, keys: s.Keys, slots: torch.Tensor) -> list[BadSampleError | None]:
         """Queue all passes on n images, one for each slot.
 
-        Returns for each image None, or why a stage cannot take it; then nothing is queued.
+        Returns for each image None, or why a stage cannot take it; then its slot holds no result.
         """
         draws = draw_passes(self._passes, keys, images.sizes)
         faults: list[BadSampleError | None] = [None] * len(images.sizes)
@@ -141,19 +142,30 @@ class DevicePasses:
             for misfit in draw.misfits if isinstance(draw, Sampling | Warping) else ():
                 faults = [fault or misfit.fault(i) for i, fault in enumerate(faults)]
         if faults and not any(faults):
-            self.run(draws, images.addresses, images.pitches, slots)
+            for i, fault in self.run(draws, images.addresses, images.pitches, slots).items():
+                faults[i] = fault
         return faults
 
-    def run_later(self, draws: Sequence[Any], targets: Sequence[Target], rows: NDArray[np.int64]) -> None:
+    def run_later(
+        self, draws: Sequence[Any], targets: Sequence[Target], rows: NDArray[np.int64]
+    ) -> dict[int, BadSampleError]:
         """Queue all passes after the first one, whose results are in targets[0].
 
         draws: the result of `draw_passes`. targets: that of `targets`. rows [n]: see `places`.
-        """
-        for i in range(1, len(self._passes)):
-            self._run(i, draws[i], targets[i - 1], targets[i], self.places(i, rows))
 
-    def _run(self, i: int, draw: Any, images: Target, target: Target, places: NDArray[np.int64]) -> None:
-        """Queue a pass after the first one, from images [n, C, H, W] or a canvas to rows of the target."""
+        Returns which of the n images an opaque stage refused, and why; their places in the last target hold no result.
+        """
+        refused: dict[int, BadSampleError] = {}
+        for i in range(1, len(self._passes)):
+            found = self._run(i, draws[i], targets[i - 1], targets[i], self.places(i, rows))
+            refused = {**found, **refused}  # later passes get what is no image
+        return refused
+
+    def _run(
+        self, i: int, draw: Any, images: Target, target: Target, places: NDArray[np.int64]
+    ) -> dict[int, BadSampleError]:
+        """Queue a pass after the first one, from images [n, C, H, W] or a canvas to rows of the target. Returns what
+        `run_later` does."""
         step = self._passes[i].step
         if isinstance(step, SamplingStep | WarpStep):
             if isinstance(images, Canvas):
@@ -161,12 +173,11 @@ class DevicePasses:
             else:
                 addresses, pitch = images.data_ptr() + np.arange(len(images)) * images.stride(0), images.stride(2)
             self._move(i, draw, addresses, np.full(len(addresses), pitch), target, places)
-            return
+            return {}
         assert not isinstance(images, Canvas) and not isinstance(target, Canvas), "see passes_of"
         match step:
-            case OpaqueStep(stage):
-                result = stage.apply_batch(images, draw)
-                target.index_copy_(0, send_array(self._device_stream, places), result)
+            case OpaqueStep() as step:
+                return self._call(step, images, draw, target, places)
             case PointwiseStep():
                 adjust(images.permute(0, 2, 3, 1), places, draw, self._tables[i], target)
             case LocalStep():
@@ -176,6 +187,34 @@ class DevicePasses:
                 target.index_copy_(0, send_array(self._device_stream, places), result.to(target.device))
             case unknown:
                 assert_never(unknown)
+        return {}
+
+    def _call(
+        self, step: OpaqueStep, images: torch.Tensor, seeds: s.Ints, target: torch.Tensor, places: NDArray[np.int64]
+    ) -> dict[int, BadSampleError]:
+        """Queue an opaque stage on images [n, C, H, W]. Returns which of them it refuses, and why.
+
+        A batch that it refuses is passed again by halves. That needs the images as they were: if the call that failed
+        wrote to them, its exception is raised, as are those that no image causes, such as errors of CUDA.
+        """
+        refused: dict[int, BadSampleError] = {}
+        parts = [slice(0, len(images))]
+        while parts:
+            part, version = parts.pop(), _version(images)
+            try:
+                result = step.stage.apply_batch(images[part], seeds[part])
+            except (ValueError, RuntimeError) as error:
+                fault = None if _is_of_device(error) else bad_by_stage(step, error)
+                if fault is None or version is None or _version(images) != version:
+                    raise
+                if part.stop - part.start == 1:
+                    refused[part.start] = fault.with_traceback(None)  # which refers to this frame
+                else:
+                    middle = (part.start + part.stop) // 2
+                    parts += [slice(middle, part.stop), slice(part.start, middle)]
+            else:
+                target.index_copy_(0, send_array(self._device_stream, places[part]), result)
+        return refused
 
     def _move(
         self,
@@ -202,6 +241,20 @@ class DevicePasses:
             return
         kind, antialias, fill = drawn.interpolation, drawn.antialias, drawn.fill
         sample(plan, table, target, interpolation=kind, antialias=antialias, fill=fill)
+
+
+def _version(images: torch.Tensor) -> int | None:
+    """A number that changes when torch writes to a tensor; None if it keeps none."""
+    return None if images.is_inference() else images._version
+
+
+def _is_of_device(error: Exception) -> bool:
+    """Whether an exception is an error of CUDA or of its libraries, which says nothing about an image."""
+    return isinstance(error, torch.AcceleratorError) or any(name in str(error) for name in _OF_DEVICE)
+
+
+_OF_DEVICE = ("CUDA", "cuDNN", "cuFFT", "Triton Error")
+"""In the texts of such errors."""
 
 
 def _apply_on_cpu(step: ApplyStep, images: torch.Tensor, coefficients: NDArray[np.float64]) -> torch.Tensor:

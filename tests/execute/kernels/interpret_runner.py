@@ -16,7 +16,8 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import cv2
 import numpy as np
@@ -29,10 +30,11 @@ from gpuflow.execute import canvas, file_checks, gpu, gpu_passes
 from gpuflow.execute.cpu import CpuRunner, CpuRunners
 from gpuflow.execute.cpu_decode_pool import CpuDecodePool
 from gpuflow.execute.gpu import GpuRunner, Prepared
+from gpuflow.execute.gpu_passes import DevicePasses, interleaved
 from gpuflow.execute.passes import Pass, passes_of, passes_of_each
-from gpuflow.pipeline.image_spec import STORAGE, as_batch, slot_shape
+from gpuflow.pipeline.image_spec import STORAGE, ImageSpec, as_batch, slot_shape
 from gpuflow.pipeline.program import Program, fold
-from gpuflow.pipeline.stage import FromRecord, Keys, Pipeline, Stage
+from gpuflow.pipeline.stage import FromRecord, Keys, Opaque, Pipeline, Stage
 from gpuflow.pipeline.validate import trace
 from gpuflow.pipeline.views import slot_of, slots_of, split
 from gpuflow.runtime.memory import heap
@@ -438,6 +440,92 @@ def histories() -> dict[str, Any]:
     return {"case": "histories", **found, "marked": [marked.engine_images, marked.cpu_images]}
 
 
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Inverted(Opaque):
+    """Inverts images, and refuses dark ones.
+
+    least: the lowest mean of the levels of an image that is not refused. way: when it refuses a batch, if not at once.
+    """
+
+    stage_name: ClassVar[str] = "inverted"
+    calls: ClassVar[list[int]] = []
+
+    least: float = 0
+    way: str = "at once"
+
+    def output(self, spec: ImageSpec) -> ImageSpec:
+        return spec
+
+    def apply(self, image: torch.Tensor, seed: int) -> torch.Tensor:
+        if (image.double().mean((-3, -2, -1)) < self.least).any():
+            raise ValueError("the image is dark")
+        return image.bitwise_not()
+
+    def apply_batch(self, images: torch.Tensor, seeds: Any) -> torch.Tensor:
+        self.calls.append(len(images))
+        if self.way == "after writing":
+            images.add_(1)
+        elif self.way == "on the GPU":
+            raise RuntimeError("it has no form for this device")
+        elif self.way == "after an error of CUDA":
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return super().apply_batch(images, seeds)
+
+
+def refusals() -> dict[str, Any]:
+    """An opaque stage that refuses some images of a chunk: what becomes of these, and of the others."""
+    contents = [images.jpeg(images.photo(30 + i, 44 - i, seed=i) // (3 if i in (2, 5) else 1)) for i in range(7)]
+    chunk = Payload.of([*contents, images.png(images.photo(30, 30) // 3)], lambda size: np.full(size, 0xAB, np.uint8))
+    keys, count = Keys(3, 1, np.arange(len(chunk))), len(chunk)
+
+    def programs(**parameters: Any) -> tuple[Program, tuple[Pass, ...]]:
+        stages = (Decode(), Resize(height=9, width=12), Inverted(**parameters), CenterCrop(size=8), Normalize())
+        program = fold(pipeline := Pipeline("refusals", stages), trace(pipeline))
+        passes = passes_of(program)
+        assert not isinstance(passes, str), passes
+        return program, passes
+
+    def launch(**parameters: Any) -> tuple[list[str], torch.Tensor, GpuRunner]:
+        program, passes = programs(**parameters)
+        substitutes: Any = (HostStream(), CpuLibrary(3))
+        runner = GpuRunner(program, [passes], *substitutes, backend="hardware", decode_bytes=1 << 20)
+        Inverted.calls.clear()
+        slots = runner.slots(count).fill_(0)
+        return list(map(str, runner.launch(runner.prepare(chunk, keys), slots))), slots, runner
+
+    def raised(**parameters: Any) -> list[Any]:
+        try:
+            launch(**parameters)
+        except (ValueError, RuntimeError) as error:
+            return [type(error).__name__, str(error), *getattr(error, "__notes__", []), list(Inverted.calls)]
+        return []
+
+    _, every, _ = launch()
+    found, slots, runner = launch(least=60)
+    calls = list(Inverted.calls)
+    program, passes = programs(least=60)
+    expected = np.zeros((count, *slot_shape(program.result)), STORAGE[program.result.dtype])
+    rights = list(map(str, CpuRunner(program).run([chunk.sample(i) for i in range(count)], keys, expected)))
+    good = [i for i, fault in enumerate(found) if fault == "None"]
+    stream: Any = HostStream()
+    held = [torch.from_numpy(images.photo(20, 30, seed=i) // (3 if i == 1 else 1)).permute(2, 0, 1) for i in range(3)]
+    of_images = DevicePasses(passes, stream).run_images(
+        interleaved(held, stream), keys.take(slice(3)), torch.zeros(3, *slots.shape[1:])
+    )
+    return {
+        "case": "refusals",
+        "faults": [mine for mine, right in zip(found, rights, strict=True) if mine != right],
+        "max": float((slots[good] - every[good]).abs().max()),
+        "mean": 0.0,
+        "found": found,
+        "calls": calls,
+        "counts": [runner.engine_images, runner.cpu_images],
+        "of_images": list(map(str, of_images)),
+        "of_dark_images": launch(least=256)[0],
+        "raised": {way: raised(least=60, way=way) for way in ("after writing", "on the GPU", "after an error of CUDA")},
+    }
+
+
 FILES = 26
 """Few, because each takes 0.04 s in the interpreter, and enough for calls of several chunks."""
 
@@ -596,5 +684,5 @@ if __name__ == "__main__":
         views("views", ({"center_crop": {"size": 11}},)),
         views("views, other sizes", ({"letterbox": {"size": 11}},)),
     ]
-    for case in [*cases(), *of_views, served(), histories(), *windows()]:
+    for case in [*cases(), *of_views, served(), histories(), refusals(), *windows()]:
         print(json.dumps(case), flush=True)

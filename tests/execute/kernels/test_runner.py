@@ -17,7 +17,7 @@ def cases() -> dict[str, dict[str, Any]]:
 
 
 def test_pixels_and_faults_are_those_of_the_cpu(cases: dict[str, dict[str, Any]]) -> None:
-    assert len(cases) == 28
+    assert len(cases) == 29
     for case in cases.values():
         assert case["faults"] == [], case
         most = (
@@ -29,7 +29,7 @@ def test_pixels_and_faults_are_those_of_the_cpu(cases: dict[str, dict[str, Any]]
 def test_what_the_engines_refuse_is_decoded_by_the_cpu(cases: dict[str, dict[str, Any]]) -> None:
     """Of 12 samples 3 are bad; the CPU decodes a PNG, a progressive JPEG and a file that makes the call fail."""
     for name, case in cases.items():
-        if not name.startswith(("misfits", "views", "served", "histories", "windows")):
+        if not name.startswith(("misfits", "views", "served", "histories", "refusals", "windows")):
             assert (case["good"], case["engines"], case["cpu"]) == (9, 6, 3), case
 
 
@@ -64,6 +64,30 @@ def test_a_file_gives_the_result_of_a_new_decoder_after_any_other_files(cases: d
     assert case["max"] <= 1, "the CPU decodes a damaged file"
     assert case["cpu"] >= 8
     assert case["marked"] == [0, 1], "the engines never get a file with a marker that its scan should not have"
+
+
+def test_images_that_an_opaque_stage_refuses_are_bad_and_no_others(cases: dict[str, dict[str, Any]]) -> None:
+    """The stage gets halves of what it refuses. The others keep the result that they have in a chunk without these."""
+    case, fault = cases["refusals"], "inverted: ValueError: the image is dark"
+    assert case["found"] == ["None", "None", fault, "None", "None", fault, "None", fault]
+    assert case["max"] == 0
+    assert case["calls"] == [7, 3, 1, 2, 1, 1, 4, 2, 2, 1, 1]
+    assert case["counts"] == [5, 3], "the CPU says whether an image that the stage refuses is bad"
+    assert case["of_images"] == ["None", fault, "None"]
+    assert case["of_dark_images"] == [fault] * 8
+
+
+def test_what_no_image_causes_is_raised_as_it_is(cases: dict[str, dict[str, Any]]) -> None:
+    raised = cases["refusals"]["raised"]
+    assert raised["after writing"] == ["ValueError", "the image is dark", [7]], "the images are not what they were"
+    assert raised["after an error of CUDA"] == [
+        "RuntimeError",
+        "CUDA error: an illegal memory access was encountered",
+        [7],
+    ]
+    name, text, note, calls = raised["on the GPU"]
+    assert (name, text) == ("RuntimeError", "it has no form for this device")
+    assert note == "The stage inverted raised this on the GPU only." and len(calls) == 13
 
 
 def test_views_are_made_of_images_that_are_decoded_once(cases: dict[str, dict[str, Any]]) -> None:
