@@ -24,20 +24,26 @@ __all__ = [
     "text_of",
 ]
 
-SCAN_FORMAT = 2
+SCAN_FORMAT = 3
 """The version of what `samples_of` finds, and of the arrays that are cached of it."""
 
 _BLOCK_BYTES = 512
 _PAX_TYPES = (tarfile.XHDTYPE, tarfile.SOLARIS_XHDTYPE)
 _DIGITS = re.compile(r"[0-9]{1,19}")
+_SEARCHED_BYTES = 1 << 20
+"""Bytes that are read at a time where zeros are expected."""
 
 
 class Member(NamedTuple):
-    """A regular file in a tar, and the place of its bytes."""
+    """A file in a tar, and the place of its bytes.
+
+    link: the path to which it is a link, if no file before it in the tar has that path; it then has no bytes.
+    """
 
     name: str
     start: int
     size: int
+    link: str = ""
 
 
 def key_of(name: str) -> tuple[str, str]:
@@ -73,16 +79,25 @@ def samples_of(
         others: those of members whose places alone are wanted.
         required: contents that every sample has.
 
-    Raises SourceError for two members of one key and suffix, two images of one key, and a member without an image.
+    Raises SourceError for two members of one key and suffix, two images of one key, a member without an image, a link
+    to what is no file of the shard, and an image whose name has dots before its extension if its key has no image.
     """
     found: dict[str, Member] = {}
+    dotted: dict[str, Member] = {}
     members: dict[str, dict[str, Member]] = {}
     texts: dict[str, dict[str, bytes]] = {}
     for member in members_of(shard, read_at):
         key, suffix = key_of(member.name)
         is_asked_for = suffix in contents or suffix in others
         if not key or not (is_asked_for or suffix in images):
+            if key and suffix.rpartition(".")[2] in images:
+                dotted.setdefault(key, member)
             continue
+        if member.link:
+            raise SourceError(
+                f"{shard.path}/{member.name}: member must be a file, got a link to {member.link!r}, which is no file "
+                "before it in the shard; make the shard with tar --dereference"
+            )
         held, name = (members.setdefault(key, {}), suffix) if is_asked_for else (found, key)
         if name in held:
             raise SourceError(
@@ -92,6 +107,12 @@ def samples_of(
         held[name] = member
         if suffix in contents:  # now, because a server's shard is read from its start to its end
             texts.setdefault(key, {})[suffix] = read_at(member.start, member.size)
+    for key, member in dotted.items():
+        if key not in found:
+            raise SourceError(
+                f"{shard.path}/{member.name}: name must have one dot, that of its extension: a key ends at the first "
+                f"dot, and {key!r} has no image; rename it and what belongs to it"
+            )
     for key in [key for key in members if key not in found]:
         for suffix, member in members[key].items():
             here = f"{shard.path}/{member.name}"
@@ -131,19 +152,22 @@ def label_in(value: Any) -> Any:
 
 
 def members_of(shard: Shard, read_at: ReadAt) -> Iterator[Member]:
-    """Yield the regular files of a tar from its headers: ustar, GNU long names and pax."""
+    """Yield the files of a tar from its headers: ustar, GNU long names and pax.
+
+    A hard link to a file before it, as `tar` writes files that share their content, has the place of that file.
+    """
     offset = 0
+    files: dict[str, Member] = {}
     renamed: dict[str, str] = {}
     everywhere: dict[str, str] = {}
     while block := read_at(offset, _BLOCK_BYTES):
         try:
             header = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
         except tarfile.HeaderError as fault:
-            if offset and block.count(0) == _BLOCK_BYTES:
+            if block.count(0) == _BLOCK_BYTES and (offset or shard.size % _BLOCK_BYTES == 0):
+                _require_end(shard, read_at, offset)
                 return
             if not offset:
-                if block.count(0) == _BLOCK_BYTES and shard.size % _BLOCK_BYTES == 0:
-                    return
                 raise SourceError(
                     f"{shard.path}: must be an uncompressed tar, got a file that starts with {block[:8]!r}; "
                     f"unpack or replace it"
@@ -174,15 +198,41 @@ def members_of(shard: Shard, read_at: ReadAt) -> Iterator[Member]:
             renamed |= _pax(read_at(start, size), shard, start)
         elif header.type == tarfile.XGLTYPE:
             everywhere |= _pax(read_at(start, size), shard, start)
-        elif header.type != tarfile.GNUTYPE_LONGLINK:
+        elif header.type == tarfile.GNUTYPE_LONGLINK:
+            renamed["linkpath"] = _text(read_at(start, size).partition(b"\0")[0])
+        else:
             name = attributes.get("path", header.name)
+            target = attributes.get("linkpath", header.linkname)
             renamed = {}
             if header.type == tarfile.GNUTYPE_SPARSE or any(key.startswith("GNU.sparse") for key in attributes):
                 raise SourceError(f"{shard.path}/{name}: member must not be sparse; make the shard without --sparse")
             if header.isreg():
-                yield Member(name, start, size)
+                files[name] = member = Member(name, start, size)
+                yield member
+            elif header.islnk() and target in files:
+                files[name] = member = files[target]._replace(name=name)
+                yield member
+            elif header.islnk() or header.issym():
+                yield Member(name, start, 0, target)
     if not offset:
         raise SourceError(f"{shard.path}: must be an uncompressed tar, got an empty file; replace it")
+
+
+def _require_end(shard: Shard, read_at: ReadAt, offset: int) -> None:
+    """Raise SourceError if another tar begins behind the end of the first one, as in files that `cat` joined."""
+    while offset < shard.size and (data := read_at(offset, _SEARCHED_BYTES)):
+        zeros = len(data) - len(data.lstrip(b"\0"))
+        if zeros < len(data):
+            begin = offset + zeros - (offset + zeros) % _BLOCK_BYTES
+            try:
+                tarfile.TarInfo.frombuf(read_at(begin, _BLOCK_BYTES), "utf-8", "surrogateescape")
+            except tarfile.HeaderError:
+                return
+            raise SourceError(
+                f"{shard.path}: must be one tar, but another one begins at byte {begin}; join tars with "
+                "tar --concatenate, or list them in source.tar"
+            )
+        offset += len(data)
 
 
 _EXTRA_TYPES = (*_PAX_TYPES, tarfile.XGLTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK)

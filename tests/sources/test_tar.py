@@ -132,7 +132,7 @@ def test_long_names(form: int, shard: Callable[..., Source], read_all: ReadAll) 
 
 def test_members_that_are_no_files(read_all: ReadAll) -> None:
     with tarfile.open("s.tar", "w", format=tarfile.PAX_FORMAT, pax_headers={"comment": "for all"}) as archive:
-        for name, kind in (("dir.jpg", tarfile.DIRTYPE), ("link.jpg", tarfile.SYMTYPE), ("pipe.jpg", tarfile.FIFOTYPE)):
+        for name, kind in (("dir.jpg", tarfile.DIRTYPE), ("link.old", tarfile.SYMTYPE), ("pipe.jpg", tarfile.FIFOTYPE)):
             header = tarfile.TarInfo(name)
             header.type, header.linkname = kind, "dir.jpg/" + "x" * 200
             archive.addfile(header)
@@ -143,6 +143,60 @@ def test_members_that_are_no_files(read_all: ReadAll) -> None:
     source = open_source(SourceSpec(tar="s.tar"))
     assert read_all(source) == [b"one"]
     assert source.path(0) == "s.tar/1.jpg"
+
+
+@pytest.mark.parametrize("form", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
+def test_hard_links_have_the_bytes_of_their_file(form: int, read_all: ReadAll) -> None:
+    """`tar` writes one of several files that share their content, and links in place of the others."""
+    folder = Path((50 if form == tarfile.USTAR_FORMAT else 200) * "x")
+    folder.mkdir()
+    (folder / "0.jpg").write_bytes(b"zero")
+    (folder / "0.cls").write_bytes(b"5")
+    (folder / "1.jpg").write_bytes(b"one")
+    for name in ("1.cls", "2.cls"):
+        (folder / name).hardlink_to(folder / "0.cls")
+    (folder / "2.jpg").hardlink_to(folder / "1.jpg")
+    with tarfile.open("s.tar", "w", format=form) as archive:
+        archive.add(folder)
+        assert any(member.islnk() for member in archive.getmembers())
+    source = open_source(SourceSpec(tar="s.tar"))
+    by_name = {source.path(i).rpartition("/")[2]: data for i, data in enumerate(read_all(source))}
+    assert by_name == {"0.jpg": b"zero", "1.jpg": b"one", "2.jpg": b"one"} and source.labels.tolist() == 3 * [5]
+
+
+@pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE])
+def test_an_image_that_is_a_link_to_elsewhere_is_an_error(kind: bytes, make_tar: MakeTar) -> None:
+    with tarfile.open("s.tar", "w") as archive:
+        header = tarfile.TarInfo("1.jpg")
+        header.type, header.linkname = kind, "/photos/1.jpg"
+        archive.addfile(header)
+    assert refused(tar="s.tar", fields={"image": None}) == (
+        "s.tar/1.jpg: member must be a file, got a link to '/photos/1.jpg', which is no file before it in the shard; "
+        "make the shard with tar --dereference"
+    )
+
+
+def test_an_image_with_dots_in_its_name_is_an_error_where_its_key_has_no_image(shard: Callable[..., Source]) -> None:
+    members = [("1.jpg", b"one"), ("1.cls", b"0"), ("a/IMG_1.2.JPG", b"two"), ("a/IMG_1.2.cls", b"1")]
+    with pytest.raises(SourceError) as caught:
+        shard(members)
+    assert str(caught.value) == (
+        "s.tar/a/IMG_1.2.JPG: name must have one dot, that of its extension: a key ends at the first dot, and "
+        "'a/IMG_1' has no image; rename it and what belongs to it"
+    )
+    assert len(shard([*members[:2], ("1.thumb.jpg", b"small"), ("._1.2.jpg", b"of macOS")])) == 1
+
+
+@pytest.mark.parametrize("first", [[], [("1.jpg", b"one"), ("1.cls", b"0")]], ids=["empty", "full"])
+def test_tars_that_were_joined_as_files_are_an_error(first: Members, make_tar: MakeTar, read_all: ReadAll) -> None:
+    one, two = make_tar(first), make_tar([("2.jpg", b"two"), ("2.cls", b"0")])
+    Path("s.tar").write_bytes(one + two)
+    assert refused(tar="s.tar") == (
+        f"s.tar: must be one tar, but another one begins at byte {len(one)}; join tars with tar --concatenate, or list "
+        "them in source.tar"
+    )
+    Path("s.tar").write_bytes(two + bytes(3 << 20) + b"no header")
+    assert read_all(open_source(SourceSpec(tar="s.tar"))) == [b"two"]
 
 
 def test_a_shard_without_end_blocks(make_tar: MakeTar, read_all: ReadAll) -> None:
