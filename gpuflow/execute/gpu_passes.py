@@ -63,12 +63,18 @@ class DeviceImages:
     memory: torch.Tensor | None
 
 
-def interleaved(images: Sequence[torch.Tensor], device_stream: DeviceStream) -> DeviceImages:
-    """Tensors of the device, uint8 [C, H_i, W_i] of any strides. Those that are not interleaved are copied, at once."""
-    sizes = np.array([image.shape[1:] for image in images], np.int64).reshape(-1, 2)
-    strides = np.array([image.stride() for image in images], np.int64).reshape(-1, 3)
-    addresses = np.array([image.data_ptr() for image in images], np.int64)
-    pitches, channels = strides[:, 1].copy(), len(images[0]) if images else 1
+def interleaved(images: torch.Tensor | Sequence[torch.Tensor], device_stream: DeviceStream) -> DeviceImages:
+    """Tensors of the device, uint8 [N, C, H, W], or [C, H_i, W_i] each, of any strides. Those that are not interleaved
+    are copied, at once."""
+    if isinstance(images, torch.Tensor):
+        first = [*images.shape[1:], *images.stride()[1:], images.data_ptr()]
+        described = np.tile(np.array(first, np.int64), (len(images), 1))
+        described[:, 6] += images.stride(0) * np.arange(len(images))
+    else:
+        columns = [(*image.shape, *image.stride(), image.data_ptr()) for image in images]
+        described = np.array(columns, np.int64).reshape(-1, 7)
+    sizes, strides, addresses = described[:, 1:3], described[:, 3:6], described[:, 6]
+    pitches, channels = strides[:, 1].copy(), int(described[0, 0]) if len(described) else 1
     copied = ((strides[:, 0] != 1) & (channels > 1)) | (strides[:, 2] != channels)
     if not copied.any():
         return DeviceImages(addresses, pitches, sizes, None)
@@ -76,8 +82,8 @@ def interleaved(images: Sequence[torch.Tensor], device_stream: DeviceStream) -> 
     with device_stream.queued():
         memory = torch.empty(int(pixels.sum()) * channels, dtype=torch.uint8, device=device_stream.device)
         begins = memory.data_ptr() + (np.cumsum(pixels) - pixels) * channels
-        described = np.column_stack([addresses[copied], strides[copied], sizes[copied], begins])
-        interleave(send_array(device_stream, described), int(pixels.max()), channels=channels)
+        plan = np.column_stack([addresses[copied], strides[copied], sizes[copied], begins])
+        interleave(send_array(device_stream, plan), int(pixels.max()), channels=channels)
     addresses[copied], pitches[copied] = begins, sizes[copied, 1] * channels
     return DeviceImages(addresses, pitches, sizes, memory)
 

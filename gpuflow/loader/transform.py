@@ -81,7 +81,7 @@ def build_transform(config: Config, name: str, device: str | torch.device | None
 class _Runner(Protocol):
     """Runs a program's stages on N checked images."""
 
-    def run(self, images: Sequence[torch.Tensor], keys: Keys) -> Result:
+    def run(self, images: Images, keys: Keys) -> Result:
         """The batch. Raises BadSampleError."""
         ...
 
@@ -154,25 +154,24 @@ class Transform:
         """
         if not hasattr(epoch, "__index__") or not 0 <= epoch < 2**63:
             raise ValueError(f"epoch must be an integer within [0, 2**63), got {show(epoch)}")
-        listed = list(images)
-        self._check(images, listed)
+        images = images if isinstance(images, torch.Tensor) else list(images)
+        self._check(images)
+        count = len(images)
         places = np.asarray(positions.cpu() if isinstance(positions, torch.Tensor) else positions)
-        if places.shape != (len(listed),) or (len(places) and places.dtype.kind not in "iu"):
+        if places.shape != (count,) or (count and places.dtype.kind not in "iu"):
             shown = f"{places.dtype} {list(places.shape)}"
-            raise ValueError(f"positions must be integers [{len(listed)}], one for each image, got {shown}")
+            raise ValueError(f"positions must be integers [{count}], one for each image, got {shown}")
         if (places < 0).any():
             raise ValueError(f"positions must be >= 0, got {places.min()}")
         fields = fields or {}
-        values = self._values(fields, len(listed))
+        values = self._values(fields, count)
         keys = Keys(self._seed, int(epoch), places.astype(np.int64), values=values)
         if self._targets is None:
-            return self._runner.run(listed, keys)
-        moved = self._moved(self._targets, fields, listed, keys)
-        return self._runner.run(listed, keys), {**fields, **moved}
+            return self._runner.run(images, keys)
+        moved = self._moved(self._targets, fields, images, keys)
+        return self._runner.run(images, keys), {**fields, **moved}
 
-    def _moved(
-        self, targets: TargetMapper, fields: Mapping[str, Any], images: Sequence[torch.Tensor], keys: Keys
-    ) -> dict[str, Any]:
+    def _moved(self, targets: TargetMapper, fields: Mapping[str, Any], images: Images, keys: Keys) -> dict[str, Any]:
         """Those of the fields that follow the images, as a batch has them. Raises ValueError or BadSampleError."""
         sizes = np.array([image.shape[1:] for image in images], np.int64).reshape(-1, 2)
         chosen, columns = columns_of(targets.fields, fields, sizes)
@@ -199,18 +198,21 @@ class Transform:
         _raise_first([None if error is None else BadSampleError("record", error) for error in errors])
         return values
 
-    def _check(self, images: Images, listed: Sequence[torch.Tensor]) -> None:
+    def _check(self, images: Images) -> None:
         """Raise ValueError unless every image is what the stages take."""
-        wanted = f"uint8 [{self._channels}, H, W] on {self.device}"
         if isinstance(images, torch.Tensor) and images.ndim != 4:
             raise ValueError(f"images must be [N, C, H, W], or a list of [C, H, W], got {list(images.shape)}")
-        for i, image in enumerate(listed):
+        for i, image in enumerate(images[:1] if isinstance(images, torch.Tensor) else images):  # which all are alike
             if not isinstance(image, torch.Tensor):
-                raise ValueError(f"images[{i}] must be a tensor, {wanted}, got {type(image).__name__}")
+                raise ValueError(f"images[{i}] must be a tensor, {self._wanted}, got {type(image).__name__}")
             fits = image.dtype == torch.uint8 and image.ndim == 3 and image.shape[0] == self._channels
             if not fits or not image.numel() or image.device != self.device:
                 shown = f"{str(image.dtype).removeprefix('torch.')} {list(image.shape)} on {image.device}"
-                raise ValueError(f"images[{i}] must be {wanted}, got {shown}")
+                raise ValueError(f"images[{i}] must be {self._wanted}, got {shown}")
+
+    @property
+    def _wanted(self) -> str:
+        return f"uint8 [{self._channels}, H, W] on {self.device}"
 
     def close(self) -> None:
         """End the threads; a later call starts new ones."""
@@ -244,7 +246,7 @@ class _CpuRunner:
         self._results, self._largest = SlotPool((0, *shape), dtype, _KEPT_BATCHES), 0
         self._pool: DaemonPool | None = None
 
-    def run(self, images: Sequence[torch.Tensor], keys: Keys) -> Result:
+    def run(self, images: Images, keys: Keys) -> Result:
         arrays = [image.permute(1, 2, 0).numpy() for image in images]
         memory = self._memory(len(arrays))
         slots = slots_of(self._program, memory)
@@ -330,7 +332,7 @@ class _GpuRunner:
         self._of_streams: dict[torch.cuda.Stream, tuple[DeviceStream, list[DevicePasses]]] = {}
         self._lock = threading.Lock()
 
-    def run(self, images: Sequence[torch.Tensor], keys: Keys) -> Result:
+    def run(self, images: Images, keys: Keys) -> Result:
         from gpuflow.execute.device_stream import allocate_slots
         from gpuflow.execute.gpu_passes import interleaved
 

@@ -1,0 +1,42 @@
+"""How images that the caller holds on a GPU are described to the kernels, here in the memory of the CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from gpuflow.execute import gpu_passes
+from gpuflow.execute.gpu_passes import interleaved
+from tests.host_stream import HostStream
+
+BATCHES = {
+    "interleaved": torch.zeros(4, 5, 7, 3, dtype=torch.uint8).permute(0, 3, 1, 2),
+    "planes": torch.zeros(4, 3, 5, 7, dtype=torch.uint8),
+    "gray": torch.zeros(4, 1, 5, 7, dtype=torch.uint8),
+    "every other image": torch.zeros(8, 5, 7, 3, dtype=torch.uint8).permute(0, 3, 1, 2)[::2],
+    "one image, repeated": torch.zeros(1, 5, 7, 3, dtype=torch.uint8).permute(0, 3, 1, 2).expand(4, -1, -1, -1),
+    "parts of larger planes": torch.zeros(4, 3, 9, 9, dtype=torch.uint8)[:, :, 1:6, 1:8],
+    "none": torch.zeros(0, 3, 5, 7, dtype=torch.uint8),
+}
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_a_batch_is_described_as_its_images_are(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plans = []
+    monkeypatch.setattr(gpu_passes, "interleave", lambda plan, *_, **__: plans.append(plan.clone()))
+    stream: Any = HostStream()
+    batch = BATCHES[name]
+    whole, each = interleaved(batch, stream), interleaved(list(batch), stream)
+    assert whole.sizes.tolist() == each.sizes.tolist() == [[5, 7]] * len(batch)
+    assert whole.pitches.tolist() == each.pitches.tolist()
+    if plans:
+        assert name in ("planes", "parts of larger planes")
+        first, second = plans
+        assert torch.equal(first[:, :-1], second[:, :-1]), "the last column is where an image is copied to"
+        assert np.array_equal(whole.addresses, first[:, -1]) and np.array_equal(each.addresses, second[:, -1])
+    else:
+        assert np.array_equal(whole.addresses, each.addresses)
+        assert whole.addresses.tolist() == [image.data_ptr() for image in batch]
