@@ -9,6 +9,7 @@ import json
 import os
 import shlex
 import sys
+import warnings
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -30,6 +31,7 @@ __all__ = ["app", "main"]
 
 _out = Console(highlight=False, markup=False, soft_wrap=True, emoji=False)
 _err = Console(stderr=True, highlight=False, markup=False, soft_wrap=True, emoji=False)
+_standard_format_warning = warnings.formatwarning
 
 
 class _Commands(TyperGroup):
@@ -71,7 +73,17 @@ def main() -> None:
     """The console script."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: file names need not be text
+    warnings.formatwarning = _format_warning
     app()
+
+
+def _format_warning(
+    message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+) -> str:
+    """A warning about gpuflow's input as one line, as errors are; others with the line of code that they are about."""
+    if issubclass(category, UserWarning) and Path(filename).is_relative_to(Path(__file__).parent):
+        return f"warning: {message}\n"
+    return _standard_format_warning(message, category, filename, lineno, line)
 
 
 def _is_fault(error: Exception) -> bool:
@@ -463,11 +475,11 @@ def scan(path: ConfigFile, overrides: Overrides = None) -> None:
     """
     from gpuflow.config.record_fields import require_record_fields
     from gpuflow.config.resources import threads_of
-    from gpuflow.sources import open_source
+    from gpuflow.loader.assemble import open_whole
     from gpuflow.tools.scan import scan as findings
 
     config = _read(path, overrides)
-    source = open_source(config.source)
+    source = open_whole(config)
     first = next(iter(config.pipelines))
     program = config.any_program(first)
     require_record_fields(config, first, source)

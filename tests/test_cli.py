@@ -105,6 +105,18 @@ def test_help_needs_no_torch() -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_a_warning_is_one_line() -> None:
+    code = (
+        "import warnings; from gpuflow import cli\n"
+        "def app():\n"
+        "    warnings.warn('2 of 16 samples are bad so far')\n"
+        "    warnings.warn_explicit('of gpuflow', UserWarning, cli.__file__, 1)\n"
+        "cli.app = app; cli.main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stderr == "<string>:3: UserWarning: 2 of 16 samples are bad so far\nwarning: of gpuflow\n"
+
+
 # --- check and explain ------------------------------------------------------------------------------------------------
 
 
@@ -204,6 +216,12 @@ def test_scan_of_a_clean_source(gpuflow: Run, config: Path) -> None:
     done = gpuflow("scan", config)
     assert (done.code, done.out) == (0, "")
     assert "12 samples, 0 bad" in done.err
+
+
+def test_scan_of_a_source_that_is_not_there(gpuflow: Run, config: Path) -> None:
+    done = gpuflow("scan", config, "source.folder=/nowhere")
+    assert done.code == 1
+    assert done.err.startswith(f"error: {config}: source: source.folder must be a directory, got '/nowhere'")
 
 
 def test_scan_lists_findings_as_json_lines(gpuflow: Run, config: Path) -> None:
