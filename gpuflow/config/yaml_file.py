@@ -20,6 +20,11 @@ _MAX_ALIASED = 100_000
 _CYCLE = "is nested too deeply, or an alias stands inside what it names"
 
 
+def _yaml_files(folder: Path) -> list[str]:
+    """The YAML files of a folder that an error may suggest: hidden ones belong to other tools."""
+    return [str(file) for file in sorted(folder.glob("*.yaml")) if not file.name.startswith(".")]
+
+
 def read_yaml(path: str, *, holds: str = "source and pipelines") -> tuple[dict[str, Any], Lines]:
     """The mapping that a file holds, and the lines of its values. holds: its keys, for the error if it is none.
 
@@ -38,11 +43,11 @@ def read_yaml(path: str, *, holds: str = "source and pipelines") -> tuple[dict[s
         data = loader.construct_document(node) if node is not None else None
         lines = dict(_lines(loader, node))
     except FileNotFoundError:
-        siblings = sorted(str(sibling) for sibling in Path(path).parent.glob("*.yaml"))
+        siblings = _yaml_files(Path(path).parent)
         action = suggest(path, siblings) if siblings else "give the path of a YAML file"
         raise error("no such file", action=action) from None
     except IsADirectoryError:
-        files = sorted(str(file) for file in Path(path).glob("*.yaml"))
+        files = _yaml_files(Path(path))
         action = f"name a file in it, such as {files[0]}" if files else "give the path of a YAML file"
         raise error("is a directory", action=action) from None
     except OSError as cause:

@@ -70,7 +70,7 @@ def read_toml(path: str) -> dict[str, Any]:
 
 
 def _no_file(path: str) -> ConfigError:
-    """The error of a missing file, with one of its folder that has a similar name."""
+    """The error of a missing file, with one of its folder that has a similar name, if there is one."""
     siblings = [str(sibling) for sibling in Path(path).parent.glob(f"*{Path(path).suffix}")]
-    action = suggest(path, siblings, else_all=False)
+    action = suggest(path, siblings, else_all=False) or "check the path"
     return ConfigError([Problem(f"{path}:", "no such file", action=action, code="config.file")])

@@ -18,6 +18,7 @@ from tests.datasets import deadline
 
 
 def test_a_missing_file(here: Path) -> None:
+    Path(".photos.yaml").write_text(SMALL)  # a hidden file, such as those of tools, is not what was meant
     with pytest.raises(ConfigError) as caught:
         read_config("photos.yaml", STAGES)
     assert str(caught.value) == "photos.yaml: no such file; give the path of a YAML file"

@@ -179,4 +179,6 @@ def test_a_missing_file_is_named_with_one_of_a_similar_name(
     assert imported("timm:timm_modle.json").err == (
         "error: timm_modle.json: no such file; did you mean 'timm_model.json'?\n"
     )
-    assert imported("hf:preprocessor_config.json").err == "error: preprocessor_config.json: no such file\n"
+    assert (
+        imported("hf:preprocessor_config.json").err == "error: preprocessor_config.json: no such file; check the path\n"
+    )
