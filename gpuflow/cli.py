@@ -369,13 +369,16 @@ def train(
     if config.train.size is not None:
         config = _read(path, [*_sizes(config), *(overrides or [])])
     trainer = Trainer(config, device=device, resume=resume, ranks=ranks)
-    first = ranks.rank == 0
+    first, start = ranks.rank == 0, trainer.step
     with ExitStack() as stack:
         if metrics_port is not None:
             stack.enter_context(serve_metrics(trainer.loaders, port=metrics_port))
         bar = stack.enter_context(_bar(_err if first else Console(quiet=True)))
         trainer.run(Bar() if first else TrainerEvents(), max_steps=max_steps)
-    if first:
+    if first and trainer.step == start:
+        done = f"{trainer.checkpoint} is at step {start}, after train.epochs = {config.train.epochs}"
+        _out.print(f"nothing left to train: {done}; raise train.epochs to go on")
+    elif first:
         _out.print(f"saved {trainer.checkpoint} at step {trainer.step}, preprocessing {trainer.preprocessing}")
 
 

@@ -287,8 +287,20 @@ def test_a_resumed_training_ends_with_the_same_weights(gpuflow: Run, config: Pat
         assert done.code == 0
         assert "at step 6" in done.out
         assert all(torch.equal(whole[name], value) for name, value in final_weights(config).items())
+        done = gpuflow("train", config, "--device", "cpu", "--resume")
+        checkpoint = config.parent / "run" / "last.pt"
+        assert done.out == (
+            f"nothing left to train: {checkpoint} is at step 6, after train.epochs = 2; raise train.epochs to go on\n"
+        )
     finally:
         torch.set_num_threads(threads)
+
+
+def test_a_directory_that_cannot_be_made_is_not_said_to_be_full(gpuflow: Run, config: Path) -> None:
+    done = gpuflow("train", config, "--device", "cpu", f"train.out={config}/run")
+    assert done.code == 1
+    assert f"{config}: train.out cannot be written: Not a directory: '{config}/run'" in done.err
+    assert done.err.endswith("; name another directory\n")
 
 
 def test_train_size_sets_every_size(gpuflow: Run, config: Path) -> None:

@@ -309,7 +309,11 @@ class Trainer:
             )
         except OSError as error:
             reason = f"cannot be written: {error.strerror}: {str(error.filename or self.checkpoint)!r}"
-            self._refuse_out(reason, "free space there or name another directory; --resume goes on", error)
+            refused = isinstance(error, PermissionError | FileNotFoundError | NotADirectoryError)
+            action = (
+                "name another directory" if refused else "free space there or name another directory; --resume goes on"
+            )
+            self._refuse_out(reason, action, error)
 
     def _refuse_out(self, rule: str, action: str, cause: OSError) -> NoReturn:
         place = f"{self._config.path}:"
