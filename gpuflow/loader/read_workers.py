@@ -65,8 +65,8 @@ class ProcessStorage:
         self._local = LocalStorage()
         self._workers = _Workers(count, prescan, self._local)
 
-    def __reduce__(self) -> tuple[type[LocalStorage], tuple[()]]:
-        return LocalStorage, ()  # in another process it needs no workers
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self._local.__reduce__()  # in another process it needs no workers
 
     def read(self, paths: Sequence[bytes], allocate: Allocate) -> Payload:
         return self._workers.request("read", (list(paths),), self._local.read, allocate)

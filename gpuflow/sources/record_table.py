@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -121,12 +122,15 @@ class Numbers:
 @final
 @dataclass(frozen=True, slots=True)
 class Objects:
-    """One text, or one value of JSON, per sample."""
+    """One text, or one value of JSON, per sample.
+
+    Each `take` copies the values: a loop that changes those of its batch must not change those of later epochs.
+    """
 
     values: list[Any]
 
     def take(self, samples: NDArray[np.int64], errors: list[str | None]) -> list[Any]:
-        return [self.values[i] for i in samples.tolist()]
+        return [copy.deepcopy(self.values[i]) for i in samples.tolist()]
 
     def parts(self) -> Iterator[bytes]:
         yield json.dumps(self.values).encode()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import pickle
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 from gpuflow.errors import SourceError
 from gpuflow.sources import SourceSpec, open_source, subset
 from gpuflow.sources.storage.local import LocalStorage
+from tests.sources.conftest import ReadAll, tar_bytes
 
 
 class Recorder:
@@ -94,3 +96,23 @@ def test_a_member_of_an_unknown_type_is_passed_over(tmp_path: Path, monkeypatch:
     source = open_source(SourceSpec(tar=str(tmp_path / "s.tar")))
     payload = source.read([0, 1], lambda size: np.zeros(size, np.uint8))
     assert [payload.sample(i).tobytes() for i in range(2)] == [b"one", b"two"]
+
+
+@pytest.mark.parametrize(
+    "keys", [{"folder": "a"}, {"listing": "a/list.csv"}, {"tar": "a/s.tar"}], ids=lambda keys: next(iter(keys))
+)
+def test_relative_paths_start_from_the_directory_in_which_a_source_was_opened(
+    keys: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read_all: ReadAll
+) -> None:
+    """Also in a worker process that starts later, and where files of the same names are in the other directory."""
+    for place in ("here", "there"):
+        photos = tmp_path / place / "a" / "dog"
+        photos.mkdir(parents=True)
+        (photos / "1.jpg").write_bytes(place.encode())
+        (photos.parent / "list.csv").write_text("dog/1.jpg,dog\n")
+        (photos.parent / "s.tar").write_bytes(tar_bytes([("1.jpg", place.encode()), ("1.cls", b"dog")]))
+    monkeypatch.chdir(tmp_path / "here")
+    source = open_source(SourceSpec(**keys))
+    monkeypatch.chdir(tmp_path / "there")
+    assert read_all(source) == read_all(pickle.loads(pickle.dumps(source))) == [b"here"]
+    assert source.path(0).startswith("a/")

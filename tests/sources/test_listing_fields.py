@@ -189,6 +189,16 @@ def test_any_value_of_json_passes() -> None:
     assert values(records_of(source, [1, 0]), "extra") == [None, {"x": [1]}]
 
 
+def test_a_loop_may_change_what_it_gets() -> None:
+    """A transform that pops a key of a sample's `meta` would find it gone in the next epoch, and states be refused."""
+    source = lines(row(meta={"x": [1]}), row(meta=[]), fields={"meta": {"type": "any"}})
+    for value in values(records_of(source, [0, 1]), "meta"):
+        value.clear()
+    assert values(records_of(source, [0, 1]), "meta") == [{"x": [1]}, []]
+    unchanged = lines(row(meta={"x": [1]}), row(meta=[]), fields={"meta": {"type": "any"}})
+    assert fingerprint_of(source) == fingerprint_of(unchanged)
+
+
 def test_blocks_and_lines_are_counted_through() -> None:
     rows = [row(boxes=[[0, 0, i + 1, 1]] * (i % 3)) for i in range(9000)]
     rows[8500] = row(boxes=[[0, 0, 1, 1], [5, 0, 5, 1]])

@@ -40,19 +40,33 @@ _PERMANENT = {
 }
 
 
+def _current_directory() -> bytes:
+    try:
+        return os.getcwdb()
+    except FileNotFoundError:  # it was deleted
+        return b""
+
+
 @final
 class LocalStorage:
-    """Files on this machine, or on a network file system that is mounted here."""
+    """Files on this machine, or on a network file system that is mounted here.
+
+    base: the directory that relative paths start from, also after the process has changed to another one; by default
+    the current one.
+    """
 
     remote = False
 
-    def __init__(self) -> None:
-        self._pool = _FilePool()
+    def __init__(self, base: bytes | None = None) -> None:
+        self._base = os.path.join(_current_directory(), b"") if base is None else base
+        self._pool = _FilePool(self._base)
 
-    def __reduce__(self) -> tuple[type[LocalStorage], tuple[()]]:
-        return LocalStorage, ()  # a pickled copy in another process opens its own files
+    def __reduce__(self) -> tuple[type[LocalStorage], tuple[bytes]]:
+        return LocalStorage, (self._base,)  # a pickled copy in another process opens its own files
 
     def read(self, paths: Sequence[bytes], allocate: Allocate) -> Payload:
+        base = self._base
+        places = [path if path[:1] == b"/" else base + path for path in paths]
         count = len(paths)
         descriptors = [-1] * count
         sizes = [0] * count
@@ -66,14 +80,14 @@ class LocalStorage:
         def measure(i: int) -> None:
             if i < _OPENED_IN_ADVANCE:
                 try:
-                    descriptors[i] = os.open(paths[i], _READ_ONLY)
+                    descriptors[i] = os.open(places[i], _READ_ONLY)
                     status = os.fstat(descriptors[i])
                 except OSError as fault:
                     if fault.errno not in _OUT_OF_DESCRIPTORS:
                         raise
-                    status = os.stat(paths[i])
+                    status = os.stat(places[i])
             else:
-                status = os.stat(paths[i])
+                status = os.stat(places[i])
             if S_IFMT(status.st_mode) != S_IFREG:
                 errors[i] = "is a directory" if S_IFMT(status.st_mode) == S_IFDIR else "not a regular file"
             elif not status.st_size:
@@ -83,7 +97,7 @@ class LocalStorage:
 
         def fetch(i: int) -> None:
             if descriptors[i] < 0:
-                descriptors[i] = os.open(paths[i], _READ_ONLY)
+                descriptors[i] = os.open(places[i], _READ_ONLY)
             start, size = offsets[i], sizes[i]
             got = os.preadv(descriptors[i], [view[start : start + size]], 0)
             if got < size:
@@ -182,10 +196,13 @@ class _OpenFile:
 
 @final
 class _FilePool:
-    """Open shards, shared by threads. It keeps at most `limit` idle ones and closes the least recently used first."""
+    """Open shards, shared by threads. It keeps at most `limit` idle ones and closes the least recently used first.
 
-    def __init__(self, limit: int = 32) -> None:
-        self._limit = limit
+    base: the directory that relative paths start from, with a slash at its end.
+    """
+
+    def __init__(self, base: bytes, limit: int = 32) -> None:
+        self._base, self._limit = base, limit
         self._lock = threading.Lock()
         self._files: OrderedDict[Shard, _OpenFile] = OrderedDict()
 
@@ -196,7 +213,7 @@ class _FilePool:
                 file.users += 1
                 self._files.move_to_end(shard)
                 return file
-        opened = _OpenFile(shard, os.open(shard.path, _READ_ONLY))
+        opened = _OpenFile(shard, os.open(os.path.join(self._base, os.fsencode(shard.path)), _READ_ONLY))
         with self._lock:
             file = self._files.setdefault(shard, opened)
             file.users += 1
