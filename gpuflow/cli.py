@@ -22,6 +22,7 @@ from rich.text import Text
 from typer.core import TyperCommand, TyperGroup
 
 from gpuflow.errors import ConfigError, GpuflowError, Problem, is_system_fault
+from gpuflow.version import __version__
 
 if TYPE_CHECKING:
     from gpuflow.config import Config
@@ -67,6 +68,21 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(metavar="[KEY.KEY=VALUE]...", help="Overrides of the file, such as run.threads=8."),
 ]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"gpuflow {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _common(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Options of gpuflow itself; `_print_version` has answered them."""
 
 
 def main() -> None:

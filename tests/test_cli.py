@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib.metadata
 import json
 import os
 import re
@@ -89,6 +90,11 @@ def test_the_help_lists_every_command() -> None:
     assert result.exit_code == 0
     listed = re.findall(r"^\W*([a-z-]+)  +[A-Z]", result.output, re.MULTILINE)
     assert sorted(listed) == sorted(COMMANDS)
+
+
+def test_the_version_is_that_of_the_package(gpuflow: Run) -> None:
+    done = gpuflow("--version")
+    assert (done.code, done.out) == (0, f"gpuflow {importlib.metadata.version('gpuflow')}\n")
 
 
 def test_an_unknown_command_or_option_exits_2(gpuflow: Run) -> None:
