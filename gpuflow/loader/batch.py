@@ -165,6 +165,7 @@ class Assembly:
 
     indices, valid [B]: of each row's sample.
     labels [B]: looked up once all samples are read and bad ones are replaced; mixed labels are [B, classes].
+    read_labels [B, ...]: those that came with the samples; None if the source knows them by index.
     kept [B]: false where a bad sample was skipped.
     unfinished: chunks that are not decoded yet.
     slots [B, ...]: the pixels, allocated for the first chunk: an array, on the GPU a tensor, or `ViewSlots` of either;
@@ -182,6 +183,7 @@ class Assembly:
     kept: NDArray[np.bool_]
     unfinished: int
     labels: NDArray[Any] = field(default_factory=lambda: np.empty(0, np.int64))
+    read_labels: NDArray[Any] | None = None
     slots: Any = None
     offloaded: int = 0
     offload_memory: NDArray[np.uint8] | None = None
@@ -197,6 +199,15 @@ class Assembly:
     def first_offloaded(self) -> int:
         """The first row that is offloaded; the number of rows if none is."""
         return len(self.positions) - self.offloaded
+
+    def add_labels(self, start: int, labels: NDArray[Any] | None) -> None:
+        """Set the labels of the rows from `start` on to those that came with their samples, if they did."""
+        if labels is None:
+            return
+        with self.lock:
+            if self.read_labels is None:
+                self.read_labels = np.zeros((len(self.positions), *labels.shape[1:]), labels.dtype)
+            self.read_labels[start : start + len(labels)] = labels
 
     def fail(self, error: BaseException) -> None:
         """Remember the first error; the loader raises it when this batch's turn has come."""

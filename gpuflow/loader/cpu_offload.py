@@ -53,6 +53,7 @@ class CpuOffload:
         slots = whole[start : start + len(chunk)]
         if faults is None:
             payload = self._reader.read(chunk.indices)
+            chunk.batch.add_labels(chunk.start, payload.labels)
             self._reader.meter.add(samples=len(chunk), read_bytes=sum(payload.sizes), cpu_s=payload.cpu_s)
             faults = self._decoder.run_on_cpu(payload, keys, slots, sizes)
         return faults, slots

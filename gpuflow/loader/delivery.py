@@ -34,7 +34,8 @@ class Delivery:
 
     def deliver(self, epoch: int, batch: Assembly) -> None:
         """Look up the labels of a batch, mix it, and queue what is left of its way to a GPU."""
-        batch.labels = self._plan.source.labels[batch.indices]
+        known = batch.read_labels
+        batch.labels = self._plan.source.labels[batch.indices] if known is None else known
         if batch.labels.dtype == np.uint8:  # several classes a sample, of which losses want floats
             batch.labels = batch.labels.astype(np.float32)
         mixtures = self._mixer.draw(epoch, batch)

@@ -68,6 +68,7 @@ class ChunkReader:
             with scanned(keys):
                 chunk.payload = payload = self.read(chunk.indices)
             chunk.prepared = gpu.prepare(payload, keys, chunk.indices)
+        chunk.batch.add_labels(chunk.start, payload.labels)
         self.meter.add(read_bytes=sum(payload.sizes), cpu_s=payload.cpu_s)
 
     def release(self, buffer: NDArray[np.uint8]) -> None:

@@ -84,6 +84,7 @@ class BadSampleResolver:
             (new_fault,) = faults
             if new_fault is None:
                 batch.indices[row] = index
+                batch.add_labels(row, payload.labels)
                 return
             bad.record(new_fault.located(index, source.path(index)))
         raise TooManyBadSamples(

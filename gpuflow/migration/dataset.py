@@ -91,7 +91,8 @@ def _files(dataset: Any) -> tuple[list[tuple[str, int]], DatasetFolder] | None:
 class DatasetSource:
     """The samples of a map-style dataset, each (encoded bytes, label), read on gpuflow's threads.
 
-    A label is known once its sample was read: until then `labels` holds a zero. All labels have the form of the first.
+    A label is known once its sample was read, and may be another one the next time: payloads have the labels of their
+    samples, `labels` has zeros. All labels have the form of the first.
     """
 
     shard_sizes = None
@@ -117,7 +118,8 @@ class DatasetSource:
     def read(self, indices: Sequence[int], allocate: Allocate) -> Payload:
         files: list[bytes | NDArray[np.uint8]] = []
         errors: list[str | None] = []
-        for index in indices:
+        labels = np.zeros((len(indices), *self.labels.shape[1:]), self.labels.dtype)
+        for i, index in enumerate(indices):
             try:
                 data, label = self._sample(index)
             except OSError as error:
@@ -131,10 +133,10 @@ class DatasetSource:
                     f"{self.path(index)} has a label of {label.dtype} {list(label.shape)}, and the first sample has "
                     f"one of {self.labels.dtype} {list(self.labels.shape[1:])}; give all samples labels of one form"
                 )
-            self.labels[index] = label
+            labels[i] = label
             files.append(data)
             errors.append(None)
-        return replace(Payload.of(files, allocate), errors=errors)
+        return replace(Payload.of(files, allocate), errors=errors, labels=labels)
 
     def _sample(self, index: int) -> tuple[bytes | NDArray[np.uint8], NDArray[Any]]:
         """Raises what the dataset does, with a note that names the sample."""

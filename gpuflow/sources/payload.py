@@ -35,6 +35,7 @@ class Payload:
     errors: for each sample None, or why it cannot be read (its size is then 0).
     prescan: the result of the prescan that the reading worker ran on the payload; None if it ran none.
     cpu_s: processor seconds that another process spent on reading it.
+    labels: of the samples, [n, ...], where each comes with its sample; None if `Source.labels` has them.
     """
 
     buffer: NDArray[np.uint8]
@@ -43,6 +44,7 @@ class Payload:
     errors: Sequence[str | None]
     prescan: Any = None
     cpu_s: float = 0.0
+    labels: NDArray[Any] | None = None
 
     @classmethod
     def of(cls, files: Sequence[bytes | NDArray[np.uint8]], allocate: Allocate) -> Self:

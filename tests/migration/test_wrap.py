@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import random
 from collections.abc import Callable, Iterator
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from torch.utils.data import (
     DataLoader,
     Dataset,
@@ -263,6 +265,27 @@ def test_a_dataset_without_paths_is_read_through_its_getitem(config: Path) -> No
     with gpuflow.wrap(DataLoader(vectors, batch_size=4), config) as loader:
         (_, labels), *_ = loader
         assert labels.tolist() == [[float(i), 0.5] for i in range(4)]
+
+
+class Drawn(Dataset[tuple[bytes, int]]):
+    """Each call gives another class, whatever the index is, and an image of that brightness. Index 0 is damaged."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> tuple[bytes, int]:
+        label = random.randrange(250)
+        data = io.BytesIO()
+        Image.new("L", (8, 8), label).save(data, "PNG")
+        return (data.getvalue()[:20] if index == 0 else data.getvalue()), label
+
+
+@pytest.mark.filterwarnings("ignore:1 of 4 samples are bad so far:UserWarning")
+def test_labels_belong_to_their_images_where_an_index_gives_another_sample_each_time(config: Path) -> None:
+    sampler = WeightedRandomSampler([1.0] * 4, 60)  # so that the same index is read again while batches wait
+    with gpuflow.wrap(DataLoader(Drawn(), batch_size=6, sampler=sampler), config) as loader:
+        brightness, labels = zip(*((images[:, 0, 4, 4].long(), labels) for images, labels in loader), strict=True)
+        assert torch.cat(labels).tolist() == torch.cat(brightness).tolist() and loader.stats()["bad"] > 0
 
 
 @pytest.mark.filterwarnings("ignore:1 of 9 samples are bad so far:UserWarning")
