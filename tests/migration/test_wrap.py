@@ -268,7 +268,7 @@ def test_a_dataset_without_paths_is_read_through_its_getitem(config: Path) -> No
 
 
 class Drawn(Dataset[tuple[bytes, int]]):
-    """Each call gives another class, whatever the index is, and an image of that brightness. Index 0 is damaged."""
+    """Returns a random label on every call, and an image whose gray level equals it. Index 0 has a damaged image."""
 
     def __len__(self) -> int:
         return 4

@@ -23,7 +23,8 @@ def test_the_first_numbers_are_the_same_however_many_are_drawn() -> None:
 
 
 def test_a_stage_that_draws_in_parts_gets_the_same_numbers_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In any order, whatever was done to the arrays. They are worked out once, and are not sent to other processes."""
+    """Also if it asks for more numbers or fewer, and if a returned array was changed. The numbers are computed once for
+    the largest request so far, and a pickled `Keys` does not contain them."""
     keys = keys_of(20, seed=3, epoch=1)
     right = keys_of(20, seed=3, epoch=1).stage("a", 0).uniform(9)
     philox = Mock(side_effect=rng._philox)
