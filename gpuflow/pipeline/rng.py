@@ -112,16 +112,16 @@ class StageKeys:
     positions: NDArray[np.int64]
     values: Mapping[RecordValue, NDArray[np.float64]] = field(default_factory=dict)
     _words: list[NDArray[np.uint64]] = field(default_factory=list, init=False, repr=False, compare=False)
-    """The words drawn so far, [N, M], the longest last: stages that draw in parts ask for the first ones again."""
+    """The words drawn so far, [N, M]; empty before the first draw. A stage that draws in parts asks for some again."""
 
     def uniform(self, count: int) -> NDArray[np.float64]:
         """`count` numbers per sample, in [0, 1) with 32 random bits each: float64 [N, count].
 
         They are the first ones of the same sequence in every call.
         """
-        if not self._words or self._words[-1].shape[1] < count:
-            self._words.append(self._draw(-(-count // 4)))
-        return np.multiply(self._words[-1][:, :count], 2.0**-32, dtype=np.float64)
+        if not self._words or self._words[0].shape[1] < count:
+            self._words[:] = [self._draw(-(-count // 4))]
+        return np.multiply(self._words[0][:, :count], 2.0**-32, dtype=np.float64)
 
     def _draw(self, blocks: int) -> NDArray[np.uint64]:
         """The first words of each sample, four in a block: 32 random bits each, [N, 4 * blocks]."""

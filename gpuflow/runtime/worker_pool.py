@@ -278,7 +278,8 @@ class WorkerPool:
         if self._handshake:
             self._starting += server.connections
         else:
-            self._idle += server.connections
+            with self._idle_lock:
+                self._idle += server.connections
 
     def _restart_lost(self) -> None:
         """Start workers in place of those that were lost, if that is wanted and the last time is long enough ago."""
