@@ -190,6 +190,11 @@ class CpuDecodePool:
         counts = [pool.counts() for pool in [*self._workers, *starting]]
         return {name: sum(count[name] for count in counts) for name in ("at_work", "starting")}
 
+    @property
+    def is_starting(self) -> bool:
+        """Whether processes are starting."""
+        return self._starting is not None
+
     def check(self) -> None:
         """Decode gpuflow's own test image on this thread. Raises DecoderError if that fails."""
         self._runners.check()

@@ -18,6 +18,9 @@ BUFFERS, BUFFERS_FOR_ONE_CALL = 3, 2
 nvJPEG call at a time: it writes one while kernels read the other."""
 
 _BLOCK, _WASTE, _ACQUIRE_SECONDS = 1 << 23, 4, 60.0
+_GROWTH = 4
+"""A buffer that is too small is replaced by one that is larger by a fourth at least: torch keeps the memory of the old
+one, which is too small for the next."""
 _RECENT = 8
 """A buffer is freed if it is over `_WASTE` times the largest of this many recent requests, some of them small."""
 
@@ -63,9 +66,11 @@ class DecodeBuffers:
         try:
             if read is not None:
                 read.synchronize()
-            need = max(size, min(-(-size // _BLOCK) * _BLOCK, self._most_bytes))
+            need = self._rounded(size)
             self._sizes.append(need)
             if buffer is None or len(buffer) < size or len(buffer) > _WASTE * max(self._sizes):
+                if buffer is not None and len(buffer) < size:
+                    need = max(need, min(self._rounded(len(buffer) + len(buffer) // _GROWTH), self._most_bytes))
                 buffer = None  # frees the old memory before the new memory is allocated
                 with self._device_stream.queued():
                     buffer = torch.empty(need, dtype=torch.uint8, device=self._device_stream.device)
@@ -74,3 +79,7 @@ class DecodeBuffers:
             self._free.put((None, None))
             raise
         return buffer
+
+    def _rounded(self, size: int) -> int:
+        """`size`, or the bytes of a buffer for it and for slightly larger ones."""
+        return max(size, min(-(-size // _BLOCK) * _BLOCK, self._most_bytes))

@@ -168,6 +168,10 @@ class ChunkRunner(Protocol):
     def set_gpu_wait(self, share: float) -> None:
         """Says for which part of its time the consumer's GPU waits for batches, 0 to 1."""
 
+    @property
+    def is_starting(self) -> bool:
+        """Whether processes are starting that decode a part of the images."""
+
     def check(self) -> None:
         """Decode gpuflow's own test image. Raises DecoderError if that fails."""
 

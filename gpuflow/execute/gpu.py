@@ -248,6 +248,11 @@ class GpuRunner:
         if share > SHORT_WAIT:
             self._buffers.grow(BUFFERS if starved else BUFFERS_FOR_ONE_CALL)
 
+    @property
+    def is_starting(self) -> bool:
+        """Whether processes are starting that decode what nvJPEG does not take."""
+        return self._cpu_pool is not None and self._cpu_pool.is_starting
+
     def check(self) -> None:
         """Decode gpuflow's own test image with a GPU decoder and the CPU decoders. Raises DecoderError if one fails."""
         with self._device_stream.queued(), self._decoders.acquire() as decoder:

@@ -54,6 +54,9 @@ _OFFLOADED_AHEAD = 8
 chunk as the engines for a batch."""
 _BATCHES_AT_EASE = 3
 """Batches in flight on a GPU that does not wait for data: with the consumer, ready, and in the making."""
+_SETTLING_BATCHES = 64
+"""The number of batches, of a loader's first ones and of those after a start of worker processes, that are late for
+that reason alone."""
 
 _NAMED_FILES = 8
 """The largest number of files that an error names; `LoaderTimeout.paths` holds all of them."""
@@ -91,7 +94,7 @@ class Feed:
         offload_meters = [self._offload.meter] if self._offload is not None else []
         self.meters = (self._reader.meter, *offload_meters, self._decoder.meter)
         self._owners: list[threading.Thread] = []
-        self._gpu_wait = 0.0
+        self._gpu_wait, self._settling = 0.0, _SETTLING_BATCHES
         self._pid, self._begun = os.getpid(), False
 
     @property
@@ -237,7 +240,13 @@ class Feed:
         return RunningPipeline(pipeline, finished, pools, begun, admission, ahead, set_gpu_wait, switching)
 
     def _set_gpu_wait(self, gpu: ChunkRunner, admission: Admission, share: float) -> None:
-        """If the consumer's GPU waits for batches, more of them may be in flight."""
+        """If the consumer's GPU waits for batches, more of them may be in flight.
+
+        Not at first and not while worker processes start: memory that is taken then would be kept for the whole run.
+        """
+        self._settling = _SETTLING_BATCHES if gpu.is_starting else max(0, self._settling - 1)
+        if self._settling:
+            share = 0.0
         self._gpu_wait = share
         gpu.set_gpu_wait(share)
         if share > SHORT_WAIT:

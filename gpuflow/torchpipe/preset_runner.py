@@ -68,6 +68,11 @@ class PresetRunner:
     def set_gpu_wait(self, share: float) -> None:
         """Does nothing: no work is delayed here."""
 
+    @property
+    def is_starting(self) -> bool:
+        """Never: torchpipe has threads alone."""
+        return False
+
     def prepare(self, payload: Payload, keys: Keys, indices: Sequence[int] | None = None) -> _Prepared:
         """Run everything but the crops and flips, and wait for it."""
         waiting: list[Future[torch.Tensor] | BadSampleError] = [

@@ -61,6 +61,16 @@ def test_a_buffer_is_no_larger_than_the_most_but_for_a_larger_image(size: int, m
         assert len(buffer) == allocated
 
 
+def test_a_buffer_that_is_too_small_is_replaced_by_one_with_room_to_spare() -> None:
+    """So that calls whose sizes differ replace it a few times alone: torch keeps the memory of each one."""
+    here: Any = OnCpu()
+    buffers, sizes = DecodeBuffers(here, 128 * MB, 1), set()
+    for need in range(40, 129):
+        with buffers.acquire(need * MB) as buffer:
+            sizes.add(len(buffer) // MB)
+    assert sizes == {40, 56, 72, 96, 120, 128}
+
+
 def test_a_buffer_that_does_not_become_free(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode_buffers, "_ACQUIRE_SECONDS", 0.01)
     here: Any = OnCpu()

@@ -79,6 +79,8 @@ class StandIn:
         shape, dtype = slot_of(self.program)
         self.slot_bytes = math.prod(shape) * dtype.itemsize
 
+    is_starting = False
+
     def set_gpu_wait(self, share: float) -> None: ...
 
     def prepare(self, payload: Payload, keys: Keys, indices: object = None) -> tuple[Payload, Keys]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from gpuflow.execute.gpu import GpuRunner
 from gpuflow.loader.gpu_wait import GpuWait
+from gpuflow.loader.lowering import _SETTLING_BATCHES, Feed
 
 
 class Event:
@@ -100,3 +102,39 @@ def test_the_first_batches_of_a_training_are_late_and_begin_no_second_call() -> 
     assert not any(parts.starved) and set(parts.grown) == {2}
     GpuRunner.set_gpu_wait(parts, 0.9)
     assert parts.starved[-1]
+
+
+class Asked:
+    """Stands in for a runner and for the batches in flight: what a loader tells both."""
+
+    is_starting = False
+
+    def __init__(self) -> None:
+        self.shares: list[float] = []
+        self.grown = 0
+
+    def set_gpu_wait(self, share: float) -> None:
+        self.shares.append(share)
+
+    def grow(self) -> None:
+        self.grown += 1
+
+
+def test_waits_for_processes_that_start_take_no_memory() -> None:
+    """It would be kept for the whole run."""
+    feed: Any = SimpleNamespace(_settling=_SETTLING_BATCHES)
+    asked: Any = Asked()
+
+    def told(share: float, batches: int) -> tuple[set[float], int]:
+        asked.shares, asked.grown = [], 0
+        for _ in range(batches):
+            Feed._set_gpu_wait(feed, asked, asked, share)
+        return set(asked.shares), asked.grown
+
+    assert told(0.9, _SETTLING_BATCHES - 1) == ({0.0}, 0), "a loader's first batches"
+    assert told(0.9, 3) == ({0.9}, 3)
+    asked.is_starting = True
+    assert told(0.9, 100) == ({0.0}, 0)
+    asked.is_starting = False
+    assert told(0.9, _SETTLING_BATCHES - 1) == ({0.0}, 0)
+    assert told(0.9, 2) == ({0.9}, 2)
