@@ -68,8 +68,9 @@ def test_batches_count_once_the_gpu_has_come_to_them() -> None:
     assert measured.share == pytest.approx(0.5)
 
 
-class Parts:
-    """Stands in for a runner: what it tells its decoders and buffers."""
+class FakeRunner:
+    """Has the attributes of a `GpuRunner` that `set_gpu_wait` uses, and is its own decoders and buffers: records the
+    calls that these receive."""
 
     def __init__(self) -> None:
         self._decoders = self._buffers = self
@@ -89,23 +90,24 @@ class Parts:
 )
 def test_a_second_call_is_for_a_gpu_that_waits_most_of_its_time(share: float, starved: bool, grown: list[int]) -> None:
     """A training step that waits a little has no use for it: two calls at a time slow the step."""
-    parts: Any = Parts()
+    runner: Any = FakeRunner()
     for _ in range(40):
-        GpuRunner.set_gpu_wait(parts, share)
-    assert (parts.starved[-1:], parts.grown[-1:]) == ([starved], grown)
+        GpuRunner.set_gpu_wait(runner, share)
+    assert (runner.starved[-1:], runner.grown[-1:]) == ([starved], grown)
 
 
 def test_the_first_batches_of_a_training_are_late_and_begin_no_second_call() -> None:
-    parts: Any = Parts()
+    runner: Any = FakeRunner()
     for share in [0.9] * 31 + [0.4] + [0.9] * 31:
-        GpuRunner.set_gpu_wait(parts, share)
-    assert not any(parts.starved) and set(parts.grown) == {2}
-    GpuRunner.set_gpu_wait(parts, 0.9)
-    assert parts.starved[-1]
+        GpuRunner.set_gpu_wait(runner, share)
+    assert not any(runner.starved) and set(runner.grown) == {2}
+    GpuRunner.set_gpu_wait(runner, 0.9)
+    assert runner.starved[-1]
 
 
-class Asked:
-    """Stands in for a runner and for the batches in flight: what a loader tells both."""
+class FakeRunnerAndAdmission:
+    """Takes the place of a runner and of the limit on batches in flight: records the shares of waiting time that the
+    runner is given, and how often the limit is raised."""
 
     is_starting = False
 
@@ -120,21 +122,22 @@ class Asked:
         self.grown += 1
 
 
-def test_waits_for_processes_that_start_take_no_memory() -> None:
-    """It would be kept for the whole run."""
+def test_late_batches_while_worker_processes_start_take_no_memory() -> None:
+    """Memory taken for them would be kept for the whole run."""
     feed: Any = SimpleNamespace(_settling=_SETTLING_BATCHES)
-    asked: Any = Asked()
+    fake: Any = FakeRunnerAndAdmission()
 
-    def told(share: float, batches: int) -> tuple[set[float], int]:
-        asked.shares, asked.grown = [], 0
-        for _ in range(batches):
-            Feed._set_gpu_wait(feed, asked, asked, share)
-        return set(asked.shares), asked.grown
+    def after_batches(count: int, share: float) -> tuple[set[float], int]:
+        """Measure the same share `count` times: the shares that the runner was given, and the raises of the limit."""
+        fake.shares, fake.grown = [], 0
+        for _ in range(count):
+            Feed._set_gpu_wait(feed, fake, fake, share)
+        return set(fake.shares), fake.grown
 
-    assert told(0.9, _SETTLING_BATCHES - 1) == ({0.0}, 0), "a loader's first batches"
-    assert told(0.9, 3) == ({0.9}, 3)
-    asked.is_starting = True
-    assert told(0.9, 100) == ({0.0}, 0)
-    asked.is_starting = False
-    assert told(0.9, _SETTLING_BATCHES - 1) == ({0.0}, 0)
-    assert told(0.9, 2) == ({0.9}, 2)
+    assert after_batches(_SETTLING_BATCHES - 1, 0.9) == ({0.0}, 0), "a loader's first batches"
+    assert after_batches(3, 0.9) == ({0.9}, 3)
+    fake.is_starting = True
+    assert after_batches(100, 0.9) == ({0.0}, 0)
+    fake.is_starting = False
+    assert after_batches(_SETTLING_BATCHES - 1, 0.9) == ({0.0}, 0)
+    assert after_batches(2, 0.9) == ({0.9}, 2)
