@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 import torch
 
 from gpuflow.execute.device_stream import DeviceStream, take_free
+from gpuflow.execute.private_memory import PrivateMemory
 
 __all__ = ["BUFFERS", "BUFFERS_FOR_ONE_CALL", "DecodeBuffers"]
 
@@ -19,10 +20,12 @@ nvJPEG call at a time: it writes one while kernels read the other."""
 
 _BLOCK, _WASTE, _ACQUIRE_SECONDS = 1 << 23, 4, 60.0
 _GROWTH = 4
-"""A buffer that is too small is replaced by one that is larger by a fourth at least: torch keeps the memory of the old
-one, which is too small for the next."""
+"""A buffer that is too small is replaced by one that is larger by a fourth at least: each time may wait for the GPU."""
 _RECENT = 8
 """A buffer is freed if it is over `_WASTE` times the largest of this many recent requests, some of them small."""
+
+
+_Buffer = PrivateMemory[torch.Tensor]
 
 
 class DecodeBuffers:
@@ -40,7 +43,7 @@ class DecodeBuffers:
     def __init__(self, device_stream: DeviceStream, most_bytes: int, count: int = BUFFERS) -> None:
         self._device_stream, self._most_bytes = device_stream, most_bytes
         self._sizes: deque[int] = deque(maxlen=_RECENT)
-        self._free: queue.SimpleQueue[tuple[torch.Tensor | None, torch.cuda.Event | None]] = queue.SimpleQueue()
+        self._free: queue.SimpleQueue[tuple[_Buffer | None, torch.cuda.Event | None]] = queue.SimpleQueue()
         self._spare: queue.SimpleQueue[tuple[None, None]] = queue.SimpleQueue()
         for place in range(BUFFERS):
             (self._free if place < count else self._spare).put((None, None))
@@ -56,11 +59,11 @@ class DecodeBuffers:
         """A uint8 buffer of at least `size` bytes. Work that reads it must be queued before the block ends."""
         buffer = self._free_buffer(size)
         try:
-            yield buffer
+            yield buffer.tensors
         finally:
             self._free.put((buffer, self._device_stream.record_event(blocking=True)))
 
-    def _free_buffer(self, size: int) -> torch.Tensor:
+    def _free_buffer(self, size: int) -> _Buffer:
         """A free buffer. One that is too small, or far too large after a huge image, is replaced."""
         buffer, read = take_free(self._free, _ACQUIRE_SECONDS, "the GPU did not release a decode buffer")
         try:
@@ -68,13 +71,16 @@ class DecodeBuffers:
                 read.synchronize()
             need = self._rounded(size)
             self._sizes.append(need)
-            if buffer is None or len(buffer) < size or len(buffer) > _WASTE * max(self._sizes):
-                if buffer is not None and len(buffer) < size:
-                    need = max(need, min(self._rounded(len(buffer) + len(buffer) // _GROWTH), self._most_bytes))
-                buffer = None  # frees the old memory before the new memory is allocated
+            has = 0 if buffer is None else len(buffer.tensors)
+            if buffer is None or has < size or has > _WASTE * max(self._sizes):
+                if has < size:
+                    need = max(need, min(self._rounded(has + has // _GROWTH), self._most_bytes))
+                if buffer is not None:
+                    buffer.free()
+                    buffer = None
+                device = self._device_stream.device
                 with self._device_stream.queued():
-                    buffer = torch.empty(need, dtype=torch.uint8, device=self._device_stream.device)
-                self._device_stream.synchronize()  # work still queued may read this memory under its previous owner
+                    buffer = PrivateMemory(device, lambda: torch.empty(need, dtype=torch.uint8, device=device))
         except BaseException:
             self._free.put((None, None))
             raise

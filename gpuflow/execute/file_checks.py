@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 import numpy as np
@@ -15,6 +15,7 @@ from gpuflow.decode.chunk_headers import Headers
 from gpuflow.execute.device_stream import DeviceStream, send_array, take_free
 from gpuflow.execute.kernels.complete import FIELDS, LARGE_BYTES, MARGIN_BYTES, MAX_BYTES, Workspace, complete_files
 from gpuflow.execute.known_files import KnownFiles
+from gpuflow.execute.private_memory import PrivateMemory
 from gpuflow.sources import Payload
 
 __all__ = ["FileChecks"]
@@ -26,6 +27,8 @@ _FILE, _LENGTH, _SCAN, _RESTARTS, _DATA, _PLACES = map(
     FIELDS.index, ("file", "length", "scan", "restarts", "data", "places")
 )
 _TURN_SECONDS = 60.0
+_UNUSED_CHUNKS = 256
+"""After so many chunks without a new file the memory is freed; the next new file allocates it again."""
 
 
 class _Memory(NamedTuple):
@@ -38,7 +41,8 @@ class _Memory(NamedTuple):
 class FileChecks:
     """The checks of one loader's or service's files. Any thread may call any method.
 
-    Parts take turns in one piece of device memory, which is allocated for the first one.
+    Parts take turns in one piece of device memory, which is allocated for the first one. It is freed once files have
+    long been known, as in a second epoch.
 
     device_stream: of the GPU that checks files. The checks run on a separate CUDA stream.
     """
@@ -46,8 +50,9 @@ class FileChecks:
     def __init__(self, device_stream: DeviceStream) -> None:
         self._device_stream = device_stream.on_new_stream()
         self._complete, self._damaged = KnownFiles(), KnownFiles()
-        self._memory: queue.SimpleQueue[_Memory | None] = queue.SimpleQueue()
+        self._memory: queue.SimpleQueue[PrivateMemory[_Memory] | None] = queue.SimpleQueue()
         self._memory.put(None)
+        self._unused = 0
 
     def complete(
         self, rows: NDArray[np.int64], payload: Payload, headers: Headers, indices: Sequence[int] | None
@@ -62,6 +67,10 @@ class FileChecks:
         samples, lengths = (np.asarray(x, np.int64)[rows] for x in (indices, payload.sizes))
         complete = self._complete.known(samples, lengths)
         new = ~(complete | self._damaged.known(samples, lengths))
+        if not new.any():
+            self._count_unused()
+            return complete
+        self._unused = 0
         complete[new] = self._check(rows[new], payload, headers)
         for files, found in ((self._complete, complete), (self._damaged, ~complete)):
             files.add(samples[new & found], lengths[new & found])
@@ -83,9 +92,8 @@ class FileChecks:
         offsets, sizes = files[:, _FILE], files[:, _LENGTH]
         start, stop = int(offsets.min()), int((offsets + sizes).max())
         with self._memory_for(stop - start) as memory:
-            copied = memory.files[: stop - start]
-            self._device_stream.copy_into(copied, torch.from_numpy(payload.buffer[start:stop]))
-            files[:, _FILE] += copied.data_ptr() - start
+            self._device_stream.copy_into(memory.files[: stop - start], torch.from_numpy(payload.buffer[start:stop]))
+            files[:, _FILE] += memory.files.data_ptr() - start
             spaces = -(-(sizes - files[:, _SCAN] + MARGIN_BYTES) // _ALIGN) * _ALIGN
             places = files[:, _RESTARTS] + 2
             files[:, _DATA], files[:, _PLACES] = np.cumsum(spaces) - spaces, np.cumsum(places) - places
@@ -100,10 +108,22 @@ class FileChecks:
         memory = take_free(self._memory, _TURN_SECONDS, "the GPU did not check files")
         try:
             if memory is None:
-                memory = self._allocated(_PART_BYTES)
-            yield memory if size <= _PART_BYTES else self._allocated(size)
+                with self._device_stream.queued():
+                    memory = PrivateMemory(self._device_stream.device, lambda: self._allocated(_PART_BYTES))
+            yield memory.tensors if size <= _PART_BYTES else self._allocated(size)
         finally:
             self._memory.put(memory)
+
+    def _count_unused(self) -> None:
+        """A chunk had no new file: free the memory after many such chunks."""
+        self._unused += 1
+        if self._unused < _UNUSED_CHUNKS:
+            return
+        self._unused = 0
+        with suppress(queue.Empty):  # a part is being checked
+            if (memory := self._memory.get_nowait()) is not None:
+                memory.free()
+            self._memory.put(None)
 
     def _allocated(self, size: int) -> _Memory:
         device = self._device_stream.device

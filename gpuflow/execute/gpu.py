@@ -484,6 +484,7 @@ class GpuRunner:
         with self._buffers.acquire(planned.space) as decoded:
             spaces = -(-files.images[:, 4].astype(np.int64) * files.frames[:, 0] // _ALIGN) * _ALIGN
             files.images[:, 0] = decoded.data_ptr() + np.cumsum(spaces) - spaces
+            del decoded  # which would keep the memory after the buffer is replaced
             plans = [
                 np.concatenate(
                     [

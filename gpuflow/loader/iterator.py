@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 import warnings
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -20,11 +21,14 @@ from gpuflow.loader.lowering import Feed
 from gpuflow.loader.plan import LoaderPlan
 from gpuflow.loader.sampler import EpochSteps
 from gpuflow.pipeline.views import ViewSlots, as_images
+from gpuflow.runtime.admission import Completion
 from gpuflow.runtime.metrics import Stats, nvtx
 
 __all__ = ["EpochIterator", "Progress"]
 
 _MANY_BAD = 0.05
+_QUERIES_UNTIL_KEPT = 4
+"""A batch whose images the consumer still holds at this query, a millisecond after the one before, is kept by it."""
 
 Images = torch.Tensor | dict[str, torch.Tensor]
 """[B, C, H, W], or of a pipeline with views for each a tensor [count, B, C, H, W]."""
@@ -36,6 +40,7 @@ class Progress:
 
     epoch, position: of the next sample that the consumer gets. following: the epoch to run after that one.
     begun: whether a `for` has begun this epoch and its last batch was not handed over yet.
+    images: the last batch's images, which take GPU memory until the consumer drops them; None if none do.
     """
 
     epoch: int = 0
@@ -43,6 +48,7 @@ class Progress:
     following: int = 1
     begun: bool = False
     warned_of_many_bad: bool = False
+    images: weakref.ref[torch.Tensor] | None = None
 
     @property
     def upcoming(self) -> tuple[int, int]:
@@ -66,6 +72,23 @@ class Progress:
             self.move_to(self.following)
 
 
+class _Unused:
+    """Done once a batch is not in use: the GPU has passed `event`, and the consumer has dropped the images.
+
+    Most loops drop them just after they have the next ones. Memory for a further batch that is allocated in between is
+    kept for the whole run. A consumer that keeps the images delays this by a few queries only.
+    """
+
+    def __init__(self, event: Completion, images: weakref.ref[torch.Tensor]) -> None:
+        self._event, self._images, self._queries_left = event, images, _QUERIES_UNTIL_KEPT
+
+    def query(self) -> bool:
+        if not self._event.query():
+            return False
+        self._queries_left -= 1
+        return self._images() is None or self._queries_left <= 0
+
+
 class EpochIterator(Iterator[Batch]):
     """The batches of one epoch. The loader refers to it weakly, so that a `break` ends it."""
 
@@ -74,7 +97,9 @@ class EpochIterator(Iterator[Batch]):
     ) -> None:
         self._plan, self._feed, self._stats, self._progress = plan, feed, stats, progress
         self._epoch, self._steps = epoch, steps
-        self._run = feed.start(epoch, steps)
+        images = progress.images
+        self._previous = None if images is None or images() is None else images
+        self._run = feed.start(epoch, steps, in_flight=0 if self._previous is None else 1)
         self._step = 0
         self._end: str | None = None
         self._gpu_wait = GpuWait()
@@ -141,8 +166,11 @@ class EpochIterator(Iterator[Batch]):
     def _batch(self, assembly: Assembly, stream: torch.cuda.Stream | None) -> Batch:
         """stream: the consumer's, on a GPU."""
         images, rows = self._tensors(assembly, stream)
-        if self._step > 0:  # the batch before is not needed any more, once the GPU has come as far as this one
-            self._run.release(None if stream is None else stream.record_event())
+        if self._previous is not None:  # it is not needed any more, once the GPU has come as far as this one
+            self._run.release(None if stream is None else _Unused(stream.record_event(), self._previous))
+        self._previous = weakref.ref(next(iter(images.values())) if isinstance(images, dict) else images)
+        if stream is not None:
+            self._progress.images = self._previous
         if not assembly.kept.all():
             kept = np.flatnonzero(assembly.kept)
             if len(kept) == 0:

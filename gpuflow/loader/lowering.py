@@ -105,8 +105,10 @@ class Feed:
         """
         return os.getpid() != self._pid
 
-    def start(self, epoch: int, steps: EpochSteps) -> EpochRun:
+    def start(self, epoch: int, steps: EpochSteps, *, in_flight: int = 0) -> EpochRun:
         """Begin an epoch. The first one starts the workers, without waiting for them.
+
+        in_flight: batches of the epoch before that the consumer still has; each needs a `release`, too.
 
         Raises LoaderError if the process may not have that many threads or open files, or if it is a forked child of a
         process that ran an epoch.
@@ -117,7 +119,7 @@ class Feed:
         self.workers.start()
         torch_threads = torch.get_num_threads()
         try:
-            run = EpochRun(functools.partial(self._begin, epoch, steps), self.culprit)
+            run = EpochRun(functools.partial(self._begin, epoch, steps, in_flight), self.culprit)
         except GpuflowError:
             raise
         except (OSError, RuntimeError, MemoryError) as error:
@@ -180,12 +182,12 @@ class Feed:
 
     # --- the pipeline of an epoch -------------------------------------------------------------------------------
 
-    def _begin(self, epoch: int, steps: EpochSteps) -> RunningPipeline:
+    def _begin(self, epoch: int, steps: EpochSteps, in_flight: int) -> RunningPipeline:
         plan, offload = self._plan, self._offload
         builder: Any = PipelineBuilder()
         begun, capacity = threading.Event(), plan.prefetch + 2
         at_ease = capacity if plan.gpu is None else min(capacity, _BATCHES_AT_EASE)
-        admission, ahead = Admission(at_ease, spare=capacity - at_ease), Admission(_OFFLOADED_AHEAD)
+        admission, ahead = Admission(at_ease - in_flight, spare=capacity - at_ease), Admission(_OFFLOADED_AHEAD)
         finished: queue.SimpleQueue[Assembly] = queue.SimpleQueue()
 
         async def emit(batch: Assembly) -> None:

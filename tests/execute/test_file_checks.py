@@ -151,5 +151,35 @@ def test_threads_take_turns_in_one_memory(checked: list[list[int]], monkeypatch:
         complete(checks, FILES, None)
 
 
+def test_memory_is_freed_once_files_have_long_been_known(
+    checked: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file_checks, "_UNUSED_CHUNKS", 3)
+    checks = new_checks()
+
+    def has_memory() -> bool:
+        memory = checks._memory.get_nowait()
+        checks._memory.put(memory)
+        return memory is not None
+
+    assert not has_memory()
+    for first in (0, 100):  # new files, twice
+        assert complete(checks, FILES, first) == [True] * 20 and has_memory()
+        for _ in range(2):
+            complete(checks, FILES, first)
+        assert has_memory()
+        complete(checks, FILES, first)
+        assert not has_memory()
+    for first in (200, 300):  # between new files there are too few others
+        complete(checks, FILES, first)
+        for _ in range(2):
+            complete(checks, FILES, first)
+        assert has_memory()
+    checks._memory.get()  # while a part is being checked
+    for _ in range(3):
+        complete(checks, FILES, 0)
+    assert len(checked) == 4
+
+
 def raise_memory_error(*arguments: object) -> None:
     raise MemoryError

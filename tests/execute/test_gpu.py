@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from PIL import Image
 
 import gpuflow
-from gpuflow.execute import gpu_backend
+from gpuflow.execute import file_checks, gpu_backend
 from gpuflow.execute.kernels.complete import complete_files
 from tests import images
 from tests.datasets import nothing_left_behind, write_config
@@ -25,6 +26,7 @@ pytestmark = [
 
 MEAN, STD = [0.0, 0.0, 0.0], [1 / 255] * 3  # so that a difference of 1 is a level
 GEOMETRY: list[dict[str, Any]] = [{"random_resized_crop": {"size": 32}}, {"flip": {"horizontal": 0.5, "vertical": 0.5}}]
+GEOMETRY_OF_224: list[dict[str, Any]] = [{"decode": {}}, {"random_resized_crop": {"size": 224}}]
 STAGES: list[dict[str, Any]] = [{"decode": {}}, *GEOMETRY, {"normalize": {"mean": MEAN, "std": STD}}]
 BICUBIC = {"resize": {"height": 20, "width": 27, "interpolation": "bicubic"}}
 CROPPED: list[dict[str, Any]] = [{"decode": {}}, {"resize": {"shorter": 40}}, {"center_crop": {"size": 40}}]
@@ -248,6 +250,56 @@ def test_a_huge_image_leaves_no_huge_buffer(tmp_path: Path) -> None:
         list(loader)
         torch.cuda.synchronize()
         assert torch.cuda.memory_allocated() - before < 100 << 20
+
+
+def test_a_training_loop_takes_memory_for_three_batches_in_all_epochs(folder: Path) -> None:
+    """With the consumer, ready, and in the making."""
+    snapshot: Callable[[], list[dict[str, Any]]] = torch.cuda.memory_snapshot
+    steps, size, known = 0, 40 * 3 * 224 * 224 * 2, {segment["address"] for segment in snapshot()}
+    weights = torch.randn(4096, 4096, device="cuda")
+    with load(folder, [*GEOMETRY_OF_224, NHWC], "cuda", "pipelines.train.batch.size=40") as loader:
+        for _ in range(6):
+            for images, _ in loader:
+                steps += len(images) > 0
+                for _ in range(20):  # a step for which the loader need not hurry
+                    weights = weights @ weights / 64
+        torch.cuda.synchronize()
+        stream = loader._plan.device_stream
+        assert stream is not None and steps == 36
+        batches = sum(
+            block["size"] >= size
+            for segment in snapshot()
+            if segment["address"] not in known and segment["stream"] == stream.stream.cuda_stream
+            for block in segment["blocks"]
+        )
+        assert batches <= 3
+
+
+def test_decode_buffers_and_checks_give_their_memory_back(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the GPU, not to torch's cache."""
+    monkeypatch.setattr(file_checks, "_UNUSED_CHUNKS", 4)
+    gc.collect()
+    with load(folder, STAGES, "cuda") as loader:
+        list(loader)
+        torch.cuda.synchronize()
+        runner: Any = loader._plan.gpu
+        held = runner._checks._memory.get_nowait()
+        runner._checks._memory.put(held)
+        assert held is not None
+        del held
+        before, reserved = torch.cuda.mem_get_info()[0], torch.cuda.memory_reserved()
+        list(loader)
+        assert runner._checks._memory.get_nowait() is None
+        runner._checks._memory.put(None)
+        torch.cuda.synchronize()
+        assert reserved - torch.cuda.memory_reserved() >= 48 << 20
+        assert torch.cuda.mem_get_info()[0] - before >= 48 << 20
+        with runner._buffers.acquire(40 << 20):
+            pass
+        reserved = torch.cuda.memory_reserved()
+        with runner._buffers.acquire(80 << 20):
+            pass
+        assert torch.cuda.memory_reserved() - reserved == 40 << 20, "the smaller one is not kept"
 
 
 def test_out_of_memory_is_an_error_and_the_loader_works_on(folder: Path) -> None:

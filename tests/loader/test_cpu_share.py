@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import queue
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -389,6 +390,31 @@ def test_it_is_made_ahead_of_batches_that_wait_for_their_memory(source: Source) 
         with deadline(20):
             while feed.meters[1].read(1.0)["samples"] < 8 * 2:
                 time.sleep(0.01)
+        run.stop()
+
+
+@pytest.mark.parametrize("in_flight", [0, 1])
+def test_a_batch_of_the_epoch_before_counts_while_the_consumer_has_it(
+    source: Source, monkeypatch: pytest.MonkeyPatch, in_flight: int
+) -> None:
+    """So an epoch's change takes no memory for one more batch, which would be kept for the whole run."""
+    allocated = queue.SimpleQueue[int]()
+    slots = StandIn.slots
+
+    def counted(self: StandIn, count: int) -> Any:
+        allocated.put(count)
+        return slots(self, count)
+
+    monkeypatch.setattr(StandIn, "slots", counted)
+    with feed_of(source, None, batch_size=4) as (feed, _, _):
+        steps = Steps(size=len(source), batch_size=4, rank=0, world_size=1, drop_last=False)
+        run = feed.start(0, steps, in_flight=in_flight)
+        for _ in range(3 - in_flight):
+            allocated.get(timeout=20)
+        time.sleep(0.1)
+        assert allocated.empty()
+        run.release()
+        allocated.get(timeout=20)
         run.stop()
 
 

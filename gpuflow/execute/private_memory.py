@@ -1,0 +1,39 @@
+"""Device memory apart from torch's cache, which goes back to the GPU when it is freed."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+import torch
+
+__all__ = ["PrivateMemory"]
+
+T = TypeVar("T")
+
+
+class PrivateMemory(Generic[T]):
+    """Tensors in a memory pool of their own (`torch.cuda.MemPool`), for large buffers that are replaced or freed.
+
+    torch keeps the memory of other tensors for the stream that they were allocated on, even if nothing there asks for
+    that size again; then neither the training nor another library can have it. `free` gives this memory back to the
+    GPU. That may wait for the GPU's work, so it is for rare changes.
+
+    tensors: what `allocate` returned. Memory of a tensor that something else still holds when it is freed goes back
+        only when torch empties its cache.
+
+    Args:
+        allocate: allocates the tensors on the device, on the current stream.
+    """
+
+    def __init__(self, device: torch.device, allocate: Callable[[], T]) -> None:
+        pool = torch.cuda.MemPool() if device.type == "cuda" else None
+        with torch.cuda.use_mem_pool(pool, device) if pool is not None else contextlib.nullcontext():
+            self.tensors = allocate()
+        self._pool = pool  # after the tensors, so that it is deleted after them
+
+    def free(self) -> None:
+        """Give the memory back. The GPU must have finished all work on it."""
+        del self.tensors
+        self._pool = None
