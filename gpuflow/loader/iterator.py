@@ -7,7 +7,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ from gpuflow.pipeline.views import ViewSlots, as_images
 from gpuflow.runtime.admission import Completion
 from gpuflow.runtime.metrics import Stats, nvtx
 
-__all__ = ["EpochIterator", "Progress"]
+__all__ = ["EpochIterator", "InUse", "Progress"]
 
 _MANY_BAD = 0.05
 _QUERIES_UNTIL_KEPT = 4
@@ -40,7 +40,6 @@ class Progress:
 
     epoch, position: of the next sample that the consumer gets. following: the epoch to run after that one.
     begun: whether a `for` has begun this epoch and its last batch was not handed over yet.
-    images: the last batch's images, which take GPU memory until the consumer drops them; None if none do.
     """
 
     epoch: int = 0
@@ -48,7 +47,6 @@ class Progress:
     following: int = 1
     begun: bool = False
     warned_of_many_bad: bool = False
-    images: weakref.ref[torch.Tensor] | None = None
 
     @property
     def upcoming(self) -> tuple[int, int]:
@@ -89,21 +87,72 @@ class _Unused:
         return self._images() is None or self._queries_left <= 0
 
 
+@dataclass(slots=True)
+class InUse:
+    """The batches of a loader on a GPU that were handed over and may be in use, by the consumer or by the GPU's work.
+
+    They take memory, also when the next epoch begins, and count as batches in flight there.
+
+    last: the images of the newest one, if any. earlier: of those before it, when each is not in use any more.
+    """
+
+    last: weakref.ref[torch.Tensor] | None = None
+    earlier: list[Completion] = field(default_factory=list)
+
+    def hand_over(self, images: Images, event: Completion) -> Completion | None:
+        """A batch is handed over. Returns when the one before is not in use any more, if there was one.
+
+        event: after all work that the consumer has queued so far.
+        """
+        unused = None if self.last is None else _Unused(event, self.last)
+        if unused is not None:
+            self.earlier = [one for one in self.earlier if not one.query()] + [unused]
+        self.last = weakref.ref(next(iter(images.values())) if isinstance(images, dict) else images)
+        return unused
+
+    def in_flight(self, event: Completion) -> list[Completion | None]:
+        """For each batch in use, when it is not any more; None for the newest one, if the consumer still has it.
+
+        event: as for `hand_over`.
+        """
+        found: list[Completion | None] = [one for one in self.earlier if not one.query()]
+        if self.last is not None and self.last() is not None:
+            return [*found, None]
+        if self.last is not None:
+            self.last = None
+            self.earlier.append(event)
+            found.append(event)
+        return found
+
+
 class EpochIterator(Iterator[Batch]):
     """The batches of one epoch. The loader refers to it weakly, so that a `break` ends it."""
 
     def __init__(
-        self, plan: LoaderPlan, feed: Feed, stats: Stats, progress: Progress, epoch: int, steps: EpochSteps
+        self,
+        plan: LoaderPlan,
+        feed: Feed,
+        stats: Stats,
+        progress: Progress,
+        in_use: InUse,
+        epoch: int,
+        steps: EpochSteps,
     ) -> None:
         self._plan, self._feed, self._stats, self._progress = plan, feed, stats, progress
         self._epoch, self._steps = epoch, steps
-        images = progress.images
-        self._previous = None if images is None or images() is None else images
-        self._run = feed.start(epoch, steps, in_flight=0 if self._previous is None else 1)
+        self._in_use, stream = in_use, self._stream
+        self._run = feed.start(
+            epoch, steps, in_flight=[] if stream is None else in_use.in_flight(stream.record_event())
+        )
         self._step = 0
         self._end: str | None = None
         self._gpu_wait = GpuWait()
         self._ranges = nvtx(plan.nvtx)
+
+    @property
+    def _stream(self) -> torch.cuda.Stream | None:
+        """The consumer's stream, if batches are on a GPU."""
+        return torch.cuda.current_stream(self._plan.device) if self._plan.device_stream is not None else None
 
     @property
     def ended(self) -> bool:
@@ -120,8 +169,7 @@ class EpochIterator(Iterator[Batch]):
             raise StopIteration
         if self._end is not None:
             raise LoaderError(f"epoch {self._epoch} was ended because {self._end}; iterate the loader anew")
-        start = time.perf_counter()
-        stream = torch.cuda.current_stream(self._plan.device) if self._plan.device_stream is not None else None
+        start, stream = time.perf_counter(), self._stream
         try:
             asked = _timed_event(stream) if stream is not None and self._plan.gpu is not None else None
             assembly = self._get()
@@ -166,11 +214,11 @@ class EpochIterator(Iterator[Batch]):
     def _batch(self, assembly: Assembly, stream: torch.cuda.Stream | None) -> Batch:
         """stream: the consumer's, on a GPU."""
         images, rows = self._tensors(assembly, stream)
-        if self._previous is not None:  # it is not needed any more, once the GPU has come as far as this one
-            self._run.release(None if stream is None else _Unused(stream.record_event(), self._previous))
-        self._previous = weakref.ref(next(iter(images.values())) if isinstance(images, dict) else images)
-        if stream is not None:
-            self._progress.images = self._previous
+        if stream is None:
+            if self._step > 0:  # the batch before is not needed any more
+                self._run.release()
+        elif (unused := self._in_use.hand_over(images, stream.record_event())) is not None:
+            self._run.release(unused)
         if not assembly.kept.all():
             kept = np.flatnonzero(assembly.kept)
             if len(kept) == 0:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Self
 from gpuflow.errors import LoaderError, StateError
 from gpuflow.loader.agreement import RankAgreement
 from gpuflow.loader.batch import Batch
-from gpuflow.loader.iterator import EpochIterator, Progress
+from gpuflow.loader.iterator import EpochIterator, InUse, Progress
 from gpuflow.loader.lowering import Feed
 from gpuflow.loader.plan import LoaderPlan
 from gpuflow.pipeline.rng import key64
@@ -53,7 +53,7 @@ class Loader:
         self._plan, self._steps = plan, plan.steps
         self._feed = Feed(plan)
         self._stats = Stats(*self._feed.meters)
-        self._progress = Progress()
+        self._progress, self._in_use = Progress(), InUse()
         self._active: weakref.ref[EpochIterator] | None = None
         self._agreement = RankAgreement(plan)
         self._finalizer = weakref.finalize(self, self._feed.close)
@@ -145,7 +145,7 @@ class Loader:
         self._stats.start_epoch(epoch)
         steps = self._steps.begin(epoch, start)
         self._plan.bad.begin_epoch(len(steps) * self.batch_size)
-        iterator = EpochIterator(self._plan, self._feed, self._stats, self._progress, epoch, steps)
+        iterator = EpochIterator(self._plan, self._feed, self._stats, self._progress, self._in_use, epoch, steps)
         self._progress.begin()
         self._active = weakref.ref(iterator)
         return iterator

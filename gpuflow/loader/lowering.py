@@ -39,7 +39,7 @@ from gpuflow.loader.records import RecordMapper
 from gpuflow.loader.resolve import BadSampleResolver
 from gpuflow.loader.sampler import EpochSteps
 from gpuflow.pipeline.stage import Keys
-from gpuflow.runtime.admission import Admission
+from gpuflow.runtime.admission import Admission, Completion
 from gpuflow.runtime.metrics import Meter, oldest_operation
 from gpuflow.runtime.threads import DaemonPool, QuickSwitching
 
@@ -105,10 +105,11 @@ class Feed:
         """
         return os.getpid() != self._pid
 
-    def start(self, epoch: int, steps: EpochSteps, *, in_flight: int = 0) -> EpochRun:
+    def start(self, epoch: int, steps: EpochSteps, in_flight: Sequence[Completion | None] = ()) -> EpochRun:
         """Begin an epoch. The first one starts the workers, without waiting for them.
 
-        in_flight: batches of the epoch before that the consumer still has; each needs a `release`, too.
+        in_flight: for each batch of earlier epochs that may be in use, when it is not any more; or None, if a call of
+            `release` will say so.
 
         Raises LoaderError if the process may not have that many threads or open files, or if it is a forked child of a
         process that ran an epoch.
@@ -182,12 +183,16 @@ class Feed:
 
     # --- the pipeline of an epoch -------------------------------------------------------------------------------
 
-    def _begin(self, epoch: int, steps: EpochSteps, in_flight: int) -> RunningPipeline:
+    def _begin(self, epoch: int, steps: EpochSteps, in_flight: Sequence[Completion | None]) -> RunningPipeline:
         plan, offload = self._plan, self._offload
         builder: Any = PipelineBuilder()
         begun, capacity = threading.Event(), plan.prefetch + 2
         at_ease = capacity if plan.gpu is None else min(capacity, _BATCHES_AT_EASE)
-        admission, ahead = Admission(at_ease - in_flight, spare=capacity - at_ease), Admission(_OFFLOADED_AHEAD)
+        in_flight = in_flight[-at_ease:]  # there may be more, if the GPU waited for batches
+        admission, ahead = Admission(at_ease - len(in_flight), spare=capacity - at_ease), Admission(_OFFLOADED_AHEAD)
+        for completion in in_flight:
+            if completion is not None:
+                admission.release(completion)
         finished: queue.SimpleQueue[Assembly] = queue.SimpleQueue()
 
         async def emit(batch: Assembly) -> None:

@@ -255,7 +255,8 @@ def test_a_huge_image_leaves_no_huge_buffer(tmp_path: Path) -> None:
 def test_a_training_loop_takes_memory_for_three_batches_in_all_epochs(folder: Path) -> None:
     """With the consumer, ready, and in the making."""
     snapshot: Callable[[], list[dict[str, Any]]] = torch.cuda.memory_snapshot
-    steps, size, known = 0, 40 * 3 * 224 * 224 * 2, {segment["address"] for segment in snapshot()}
+    steps, known = 0, {segment["address"] for segment in snapshot()}
+    size = 12 << 20  # of a batch, rounded by torch; no decode buffer has this one
     weights = torch.randn(4096, 4096, device="cuda")
     with load(folder, [*GEOMETRY_OF_224, NHWC], "cuda", "pipelines.train.batch.size=40") as loader:
         for _ in range(6):
@@ -272,7 +273,7 @@ def test_a_training_loop_takes_memory_for_three_batches_in_all_epochs(folder: Pa
             if segment["address"] not in known and segment["stream"] == stream.stream.cuda_stream
             for block in segment["blocks"]
         )
-        assert batches <= 3
+        assert 2 <= batches <= 3
 
 
 def test_decode_buffers_and_checks_give_their_memory_back(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

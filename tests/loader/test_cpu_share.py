@@ -393,11 +393,22 @@ def test_it_is_made_ahead_of_batches_that_wait_for_their_memory(source: Source) 
         run.stop()
 
 
-@pytest.mark.parametrize("in_flight", [0, 1])
-def test_a_batch_of_the_epoch_before_counts_while_the_consumer_has_it(
-    source: Source, monkeypatch: pytest.MonkeyPatch, in_flight: int
+class Later:
+    """Takes the place of an event that the GPU has not passed yet."""
+
+    passed = False
+
+    def query(self) -> bool:
+        return self.passed
+
+
+@pytest.mark.parametrize(
+    ("earlier", "free"), [([], 3), ([None], 2), ([Later(), None], 1), ([Later(), Later(), Later(), Later(), None], 0)]
+)
+def test_batches_of_the_epoch_before_count_while_they_are_in_use(
+    source: Source, monkeypatch: pytest.MonkeyPatch, earlier: list[Later | None], free: int
 ) -> None:
-    """So an epoch's change takes no memory for one more batch, which would be kept for the whole run."""
+    """So an epoch's change takes no memory for further batches, which would be kept for the whole run."""
     allocated = queue.SimpleQueue[int]()
     slots = StandIn.slots
 
@@ -408,13 +419,22 @@ def test_a_batch_of_the_epoch_before_counts_while_the_consumer_has_it(
     monkeypatch.setattr(StandIn, "slots", counted)
     with feed_of(source, None, batch_size=4) as (feed, _, _):
         steps = Steps(size=len(source), batch_size=4, rank=0, world_size=1, drop_last=False)
-        run = feed.start(0, steps, in_flight=in_flight)
-        for _ in range(3 - in_flight):
-            allocated.get(timeout=20)
-        time.sleep(0.1)
-        assert allocated.empty()
-        run.release()
-        allocated.get(timeout=20)
+        run = feed.start(0, steps, earlier)
+        waiting = [one for one in earlier[-3:] if one is not None]
+
+        def assert_allocated(batches: int) -> None:
+            for _ in range(batches):
+                allocated.get(timeout=20)
+            time.sleep(0.05)
+            assert allocated.empty()
+
+        assert_allocated(free)
+        for one in waiting:
+            one.passed = True
+        assert_allocated(len(waiting))
+        if None in earlier:
+            run.release()
+            assert_allocated(1)
         run.stop()
 
 
