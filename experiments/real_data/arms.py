@@ -263,12 +263,12 @@ class TrainingArm:
             self._meter.warm(self._training.resident_step, self._warm_up)
         if self._loader is not None:
             with self._meter.watched():
-                start = time.perf_counter()
-                self._meter.warm(self._fed_step(workload), self._warm_up)
+                start, step = time.perf_counter(), self._fed_step(workload)
+                self._meter.warm(step, self._warm_up)
                 while not self._loader.is_started() and time.perf_counter() - start < START_SECONDS:
-                    self._loader.next()
+                    step()
                 while not self._first_epoch and not self._loader.is_warm():
-                    self._loader.next()
+                    step()
 
     def measure(self, workload: str) -> Metrics:
         if workload == "alone":

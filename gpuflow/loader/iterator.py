@@ -141,9 +141,8 @@ class EpochIterator(Iterator[Batch]):
         self._plan, self._feed, self._stats, self._progress = plan, feed, stats, progress
         self._epoch, self._steps = epoch, steps
         self._in_use, stream = in_use, self._stream
-        self._run = feed.start(
-            epoch, steps, in_flight=[] if stream is None else in_use.in_flight(stream.record_event())
-        )
+        in_flight = [] if stream is None else in_use.in_flight(stream.record_event())
+        self._run = feed.start(epoch, steps, in_flight)
         self._step = 0
         self._end: str | None = None
         self._gpu_wait = GpuWait()

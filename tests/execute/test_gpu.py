@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,6 @@ pytestmark = [
 
 MEAN, STD = [0.0, 0.0, 0.0], [1 / 255] * 3  # so that a difference of 1 is a level
 GEOMETRY: list[dict[str, Any]] = [{"random_resized_crop": {"size": 32}}, {"flip": {"horizontal": 0.5, "vertical": 0.5}}]
-GEOMETRY_OF_224: list[dict[str, Any]] = [{"decode": {}}, {"random_resized_crop": {"size": 224}}]
 STAGES: list[dict[str, Any]] = [{"decode": {}}, *GEOMETRY, {"normalize": {"mean": MEAN, "std": STD}}]
 BICUBIC = {"resize": {"height": 20, "width": 27, "interpolation": "bicubic"}}
 CROPPED: list[dict[str, Any]] = [{"decode": {}}, {"resize": {"shorter": 40}}, {"center_crop": {"size": 40}}]
@@ -250,30 +248,6 @@ def test_a_huge_image_leaves_no_huge_buffer(tmp_path: Path) -> None:
         list(loader)
         torch.cuda.synchronize()
         assert torch.cuda.memory_allocated() - before < 100 << 20
-
-
-def test_a_training_loop_takes_memory_for_three_batches_in_all_epochs(folder: Path) -> None:
-    """With the consumer, ready, and in the making."""
-    snapshot: Callable[[], list[dict[str, Any]]] = torch.cuda.memory_snapshot
-    steps, known = 0, {segment["address"] for segment in snapshot()}
-    size = 12 << 20  # of a batch, rounded by torch; no decode buffer has this one
-    weights = torch.randn(4096, 4096, device="cuda")
-    with load(folder, [*GEOMETRY_OF_224, NHWC], "cuda", "pipelines.train.batch.size=40") as loader:
-        for _ in range(6):
-            for images, _ in loader:
-                steps += len(images) > 0
-                for _ in range(20):  # a step for which the loader need not hurry
-                    weights = weights @ weights / 64
-        torch.cuda.synchronize()
-        stream = loader._plan.device_stream
-        assert stream is not None and steps == 36
-        batches = sum(
-            block["size"] >= size
-            for segment in snapshot()
-            if segment["address"] not in known and segment["stream"] == stream.stream.cuda_stream
-            for block in segment["blocks"]
-        )
-        assert 2 <= batches <= 3
 
 
 def test_decode_buffers_and_checks_give_their_memory_back(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ import os
 import queue
 import signal
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +24,7 @@ from gpuflow.config import read_config
 from gpuflow.config.resources import decode_processes_of
 from gpuflow.errors import BadSampleError, LoaderTimeout
 from gpuflow.execute.cpu import runner_of
+from gpuflow.loader import iterator
 from gpuflow.loader.bad_samples import BadSamples
 from gpuflow.loader.batch import Assembly
 from gpuflow.loader.cpu_share import Share, cpu_share_of
@@ -33,6 +35,7 @@ from gpuflow.loader.sampler import ShuffledOrder, Steps
 from gpuflow.pipeline.stage import Keys
 from gpuflow.pipeline.views import ViewsProgram, outputs_of, slot_of, slots_of, split
 from gpuflow.runtime.memory import shared
+from gpuflow.runtime.metrics import Stats
 from gpuflow.sources import Payload, Source
 from gpuflow.stages import STAGES
 from tests import datasets
@@ -436,6 +439,63 @@ def test_batches_of_the_epoch_before_count_while_they_are_in_use(
             run.release()
             assert_allocated(1)
         run.stop()
+
+
+class LateStream:
+    """Takes the place of the consumer's stream: the GPU passes an event SECONDS after it was recorded."""
+
+    SECONDS = 0.3
+
+    def record_event(self) -> SimpleNamespace:
+        recorded = time.monotonic()
+        return SimpleNamespace(query=lambda: time.monotonic() >= recorded + self.SECONDS)
+
+    def wait_event(self, event: object) -> None: ...
+
+
+@pytest.mark.parametrize("way", ["a loop", "a loop that drops its last batch", "next"])
+def test_three_batches_are_in_use_at_most_whatever_the_epoch(
+    source: Source, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """By the consumer, ready, or in the making, next to a GPU that is behind the program that gives it work."""
+    stream, most = LateStream(), 0
+    in_use: dict[int, float] = {}  # until when the GPU works on the memory of each batch; without end while it is held
+    slots = StandIn.slots
+
+    def allocate(self: StandIn, count: int) -> torch.Tensor:
+        nonlocal most
+        memory: torch.Tensor = slots(self, count)
+        number = len(in_use)
+
+        def drop(reference: object) -> None:
+            in_use[number] = time.monotonic() + stream.SECONDS - 0.05  # which a thread may take to see an event
+
+        references.append(weakref.ref(memory, drop))
+        in_use[number] = math.inf
+        most = max(most, sum(end > time.monotonic() for end in in_use.values()))
+        return memory
+
+    references: list[weakref.ref[torch.Tensor]] = []
+    monkeypatch.setattr(StandIn, "slots", allocate)
+    monkeypatch.setattr(StandIn, "record_event", lambda self: object())
+    monkeypatch.setattr("torch.cuda.current_stream", lambda device: stream)
+    monkeypatch.setattr("torch.Tensor.record_stream", lambda self, stream: None)
+    monkeypatch.setattr(iterator, "_timed_event", lambda stream: SimpleNamespace(query=lambda: False))
+    steps = Steps(size=len(source), batch_size=20, rank=0, world_size=1, drop_last=False)
+    with feed_of(source, None) as (feed, _, _):
+        stats, progress, state = Stats(*feed.meters), iterator.Progress(), iterator.InUse()
+        for epoch in range(4):
+            batches = iterator.EpochIterator(feed._plan, feed, stats, progress, state, epoch, steps)
+            if way == "next":
+                for _ in range(len(steps)):
+                    next(batches)
+                batches.close()
+                continue
+            for images, _ in batches:
+                assert len(images)
+            if way != "a loop":
+                del images
+        assert len(in_use) == 4 * len(steps) and most == 3
 
 
 def test_the_memory_is_used_again(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
