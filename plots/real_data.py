@@ -33,7 +33,7 @@ KINDS = {
 """What each kind is, in the order of the figure. Other kinds follow in the order of the file."""
 TRAININGS = {"resnet18": "ResNet-18", "resnet50": "ResNet-50", "compiled_resnet18": "ResNet-18, compiled"}
 
-_HOW = "JPEG engines: nothing else runs, calls of one chroma sampling, shuffled or sorted by size; lines: all repeats"
+_HOW = "JPEG engines: nothing else runs, calls of one chroma sampling; lines: all repeats"
 
 Table = dict[str, dict[str, dict[str, style.Result]]]
 """For each kind and workload its arms."""
