@@ -361,8 +361,8 @@ def test_measured_figures_of_many_cores_are_those_of_results_csv() -> None:
     with (ROOT / "experiments/many_cores/results.csv").open(newline="") as file:
         rates = {(row["arm"], row["workload"].rpartition("; ")[2]): float(row["value"]) for row in csv.DictReader(file)}
     ours, theirs = rates["gpuflow", "run.processes=16"], rates["dataloader", "workers=16"]
-    told = f"gpuflow loads {ours:,.0f} images/s and DataLoader with PIL images {theirs:,.0f}"
-    assert told in " ".join(BENCHMARKS.split())
+    expected = f"gpuflow loads {ours:,.0f} images/s and DataLoader with PIL images {theirs:,.0f}"
+    assert expected in " ".join(BENCHMARKS.split())
 
 
 def test_measured_table_on_a_gpu_is_that_of_results_csv() -> None:
@@ -482,7 +482,7 @@ def test_short_table_of_the_readme_is_that_of_the_results() -> None:
 def test_ratios_of_a_service_on_a_gpu_are_those_of_results_csv() -> None:
     """`10 callers 6 to 9 times ... 40 callers 14 to 19 times`: the ratios of all torch rows, rounded."""
     values = service_figures(ON_A_GPU)
-    told = []
+    expected = []
     for clients in ("10", "40"):
         ratios = [
             values["graph-gpu", *where] / values["plain", *where]
@@ -490,9 +490,9 @@ def test_ratios_of_a_service_on_a_gpu_are_those_of_results_csv() -> None:
             if arm == "plain" and where[0] is None and where[3:] == [clients, "qps"]
         ]
         assert len(ratios) == 4
-        told.append(f"{clients} callers {min(ratios):.0f} to {max(ratios):.0f} times")
+        expected.append(f"{clients} callers {min(ratios):.0f} to {max(ratios):.0f} times")
     text = " ".join(BENCHMARKS.split())
-    assert all(words in text for words in told), told
+    assert all(words in text for words in expected), expected
 
 
 def test_levels_of_other_libraries_are_those_of_the_parity_report() -> None:

@@ -74,12 +74,12 @@ def beside(folder: str, batches: Batches, processes: int) -> None:
 
 
 def main() -> None:
-    folder, *told = sys.argv[1:]
-    if told[:1] == ["--decode"]:
-        decode_on(folder, told[1], int(told[2]))
+    folder, *arguments = sys.argv[1:]
+    if arguments[:1] == ["--decode"]:
+        decode_on(folder, arguments[1], int(arguments[2]))
     batches = gpuflow_batches(folder, [])
     print(f"{torch.cuda.get_device_name()}, {Path('/proc/cpuinfo').read_text().count('processor')} cores")
-    for processes in map(int, told or ["0", "2", "4", "8", "12"]):
+    for processes in map(int, arguments or ["0", "2", "4", "8", "12"]):
         beside(folder, batches, processes)
 
 

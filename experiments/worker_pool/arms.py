@@ -375,14 +375,14 @@ def kill_one(arm: Arm) -> dict[str, float | str]:
     outcome = "went on"
     while len(arrived) < AFTER_KILL and outcome == "went on":
         try:
-            told = found.get(timeout=HANG_SECONDS)
+            answer = found.get(timeout=HANG_SECONDS)
         except queue.Empty:
             outcome = f"hang: nothing for {HANG_SECONDS:g} s"
         else:
-            if isinstance(told, str):
-                outcome = f"error: {told}"
+            if isinstance(answer, str):
+                outcome = f"error: {answer}"
             else:
-                arrived.append(told)
+                arrived.append(answer)
     _one_thread()
     decode, right = Decode(workload), 0
     for number, found_sum in arrived:

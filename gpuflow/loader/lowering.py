@@ -52,9 +52,9 @@ _LARGEST_CHUNK, _LARGEST_GPU_CHUNK, _LARGEST_OFFLOADED_CHUNK = 32, 256, 16
 _OFFLOADED_AHEAD = 8
 """The number of batches whose offloaded parts may be begun before their turn: a core needs five times as long for a
 chunk as the engines for a batch."""
-_BATCHES_AT_EASE = 3
+_FEWEST_IN_FLIGHT = 3
 """Batches in flight on a GPU that does not wait for data: with the consumer, ready, and in the making."""
-_SETTLING_BATCHES = 64
+_FIRST_BATCHES = 64
 """The number of batches, of a loader's first ones and of those after a start of worker processes, that are late for
 that reason alone."""
 
@@ -94,7 +94,7 @@ class Feed:
         offload_meters = [self._offload.meter] if self._offload is not None else []
         self.meters = (self._reader.meter, *offload_meters, self._decoder.meter)
         self._owners: list[threading.Thread] = []
-        self._gpu_wait, self._settling = 0.0, _SETTLING_BATCHES
+        self._gpu_wait, self._first_left = 0.0, _FIRST_BATCHES
         self._pid, self._begun = os.getpid(), False
 
     @property
@@ -187,9 +187,9 @@ class Feed:
         plan, offload = self._plan, self._offload
         builder: Any = PipelineBuilder()
         begun, capacity = threading.Event(), plan.prefetch + 2
-        at_ease = capacity if plan.gpu is None else min(capacity, _BATCHES_AT_EASE)
-        in_flight = in_flight[-at_ease:]  # there may be more, if the GPU waited for batches
-        admission, ahead = Admission(at_ease - len(in_flight), spare=capacity - at_ease), Admission(_OFFLOADED_AHEAD)
+        fewest = capacity if plan.gpu is None else min(capacity, _FEWEST_IN_FLIGHT)
+        in_flight = in_flight[-fewest:]  # there may be more, if the GPU waited for batches
+        admission, ahead = Admission(fewest - len(in_flight), spare=capacity - fewest), Admission(_OFFLOADED_AHEAD)
         for completion in in_flight:
             if completion is not None:
                 admission.release(completion)
@@ -251,8 +251,8 @@ class Feed:
 
         Not at first and not while worker processes start: memory that is taken then would be kept for the whole run.
         """
-        self._settling = _SETTLING_BATCHES if gpu.is_starting else max(0, self._settling - 1)
-        if self._settling:
+        self._first_left = _FIRST_BATCHES if gpu.is_starting else max(0, self._first_left - 1)
+        if self._first_left:
             share = 0.0
         self._gpu_wait = share
         gpu.set_gpu_wait(share)

@@ -124,7 +124,7 @@ def run_machine(number: int, *, examples: int, steps: int) -> int:
     class Seeded(LoaderMachine):
         """A class of its own, because the seed is kept in it."""
 
-    told = settings(
+    limits = settings(
         phases=PHASES,
         max_examples=examples,
         stateful_step_count=steps,
@@ -133,7 +133,7 @@ def run_machine(number: int, *, examples: int, steps: int) -> int:
         derandomize=False,
         print_blob=False,
     )
-    run_state_machine_as_test(seed(number)(Seeded), settings=told)
+    run_state_machine_as_test(seed(number)(Seeded), settings=limits)
     return examples
 
 

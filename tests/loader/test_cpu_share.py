@@ -129,11 +129,17 @@ class StandIn:
 
 @contextlib.contextmanager
 def feed_of(
-    source: Source, share: Share | None, entries: Any = NHWC, *, delay: float = 0.0, batch_size: int = 20, **told: Any
+    source: Source,
+    share: Share | None,
+    entries: Any = NHWC,
+    *,
+    delay: float = 0.0,
+    batch_size: int = 20,
+    **options: Any,
 ) -> Iterator[tuple[Feed, StandIn, Callable[[int], Iterator[Assembly]]]]:
     """A feed for the stand-in, and what iterates an epoch of it."""
     gpu = StandIn(entries, delay)
-    order = ShuffledOrder(size=len(source), seed=0, shuffle=told.pop("shuffle", True))
+    order = ShuffledOrder(size=len(source), seed=0, shuffle=options.pop("shuffle", True))
     substitutes: dict[str, Any] = {"gpu": gpu, "device_stream": gpu}
     plan = LoaderPlan(
         program=gpu.program,
@@ -141,14 +147,14 @@ def feed_of(
         order=order,
         seed=0,
         batch_size=batch_size,
-        threads=told.pop("threads", 3),
+        threads=options.pop("threads", 3),
         prefetch=2,
-        bad=BadSamples(policy=told.pop("policy", "replace"), limit=None, path=None),
+        bad=BadSamples(policy=options.pop("policy", "replace"), limit=None, path=None),
         readers=2,
         share=share,
         device=torch.device("cpu"),
         **substitutes,
-        **told,
+        **options,
     )
     feed = Feed(plan)
 
@@ -250,9 +256,9 @@ def test_the_slower_one_gets_less(delay: float, slow: float, smaller: bool, sour
     with feed_of(source, share, delay=delay, batch_size=4) as (feed, _, epoch):
         work = feed._decoder.run_on_cpu
 
-        def slowly(*told: Any) -> Any:
+        def slowly(*arguments: Any) -> Any:
             time.sleep(slow)
-            return work(*told)
+            return work(*arguments)
 
         feed._decoder.run_on_cpu = slowly  # type: ignore[assignment, method-assign]
         feed._gpu_wait = 1.0
@@ -532,17 +538,17 @@ def test_a_break_in_the_middle_leaves_nothing(source: Source) -> None:
 
 
 def test_what_the_configuration_asks_for(folder: Path, tmp_path: Path) -> None:
-    def told(share: float, *overrides: str) -> tuple[Any, int]:
+    def chosen(share: float, *overrides: str) -> tuple[Any, int]:
         train = [{"decode": {"cpu_share": share}}, *NHWC[1:]]
         path = write_config(tmp_path / "x.yaml", folder, train=train, run={"threads": 6})
         config = read_config(str(path), STAGES, list(overrides))
         found = cpu_share_of(config, "train")
         return found, decode_processes_of(config, 20_000, found.threads if found else None, remote=False)
 
-    assert told(0.0)[0] is None
-    share, processes = told(0.25)
+    assert chosen(0.0)[0] is None
+    share, processes = chosen(0.25)
     assert (share.part, share.threads, share.adapts, processes) == (0.25, 6, True, 6)
-    assert told(0.25, "run.processes=2")[1] == 2
-    assert told(0.25, "run.processes=9")[1] == 6
-    assert told(0.25, "run.readers=3")[1] == 6
-    assert not told(0.25, "run.deterministic=true")[0].adapts
+    assert chosen(0.25, "run.processes=2")[1] == 2
+    assert chosen(0.25, "run.processes=9")[1] == 6
+    assert chosen(0.25, "run.readers=3")[1] == 6
+    assert not chosen(0.25, "run.deterministic=true")[0].adapts

@@ -66,7 +66,7 @@ def made_elsewhere(loader: Loader, monkeypatch: pytest.MonkeyPatch) -> list[bool
     found: list[bool] = []
     run = DecodeWorkers.run
 
-    def told(
+    def counted(
         self: DecodeWorkers,
         indices: Sequence[int],
         keys: Keys,
@@ -79,7 +79,7 @@ def made_elsewhere(loader: Loader, monkeypatch: pytest.MonkeyPatch) -> list[bool
         found.append(outcome is not None)
         return outcome
 
-    monkeypatch.setattr(DecodeWorkers, "run", told)
+    monkeypatch.setattr(DecodeWorkers, "run", counted)
     with deadline(180):
         while not loader._feed.workers.started or loader._feed.workers.counts()["starting"]:
             with suppress(BadSampleError):
@@ -92,10 +92,10 @@ def made_elsewhere(loader: Loader, monkeypatch: pytest.MonkeyPatch) -> list[bool
 
 @pytest.mark.parametrize("entries", [None, COLOURED], ids=["float32", "coloured"])
 def test_batches_are_those_of_threads(entries: Any, source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
-    told = {} if entries is None else {"entries": entries}
-    with loader_of(source, threads=2, **told) as by_threads:
+    options = {} if entries is None else {"entries": entries}
+    with loader_of(source, threads=2, **options) as by_threads:
         expected = [epoch_rows(by_threads) for _ in range(2)]
-    with loader_of(source, threads=5, processes=2, batch_size=4, prefetch=3, **told) as loader:
+    with loader_of(source, threads=5, processes=2, batch_size=4, prefetch=3, **options) as loader:
         elsewhere = made_elsewhere(loader, monkeypatch)
         assert [epoch_rows(loader) for _ in range(2)] == expected
         assert sum(elsewhere) >= 0.9 * len(elsewhere), "hardly any by a thread that found no process free"
@@ -214,10 +214,10 @@ def test_what_a_stage_raises_is_raised_at_its_step(source: Source, monkeypatch: 
     assert (step, repr(fault)) == (expected[0], repr(expected[1]))
 
 
-def fixed_setup(self: DecodeWorkers, program: Any, source: Any, **told: Any) -> None:
+def fixed_setup(self: DecodeWorkers, program: Any, source: Any, **options: Any) -> None:
     """A lambda cannot be pickled: the processes get a source that raises by itself."""
     faulty: Any = Faulty(source.source)
-    real_init(self, program, faulty, **told)
+    real_init(self, program, faulty, **options)
 
 
 real_init = DecodeWorkers.__init__
@@ -331,10 +331,10 @@ def test_the_configuration_says_how_many(folder: Path, tmp_path: Path) -> None:
 
 def test_slots_in_the_middle_of_a_batch(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
     """With more threads than chunks of one batch, and chunks that do not divide it."""
-    told: dict[str, Any] = {"batch_size": 10, "drop_last": False}
-    with loader_of(source, **told) as loader:
+    options: dict[str, Any] = {"batch_size": 10, "drop_last": False}
+    with loader_of(source, **options) as loader:
         expected = epoch_rows(loader)
-    with loader_of(source, threads=7, processes=1, prefetch=1, **told) as loader:
+    with loader_of(source, threads=7, processes=1, prefetch=1, **options) as loader:
         assert loader._feed._chunk_size == 3
         made_elsewhere(loader, monkeypatch)
         assert epoch_rows(loader) == expected

@@ -9,7 +9,7 @@ import pytest
 
 from gpuflow.execute.gpu import GpuRunner
 from gpuflow.loader.gpu_wait import GpuWait
-from gpuflow.loader.lowering import _SETTLING_BATCHES, Feed
+from gpuflow.loader.lowering import _FIRST_BATCHES, Feed
 
 
 class Event:
@@ -124,7 +124,7 @@ class FakeRunnerAndAdmission:
 
 def test_late_batches_while_worker_processes_start_take_no_memory() -> None:
     """Memory taken for them would be kept for the whole run."""
-    feed: Any = SimpleNamespace(_settling=_SETTLING_BATCHES)
+    feed: Any = SimpleNamespace(_first_left=_FIRST_BATCHES)
     fake: Any = FakeRunnerAndAdmission()
 
     def after_batches(count: int, share: float) -> tuple[set[float], int]:
@@ -134,10 +134,10 @@ def test_late_batches_while_worker_processes_start_take_no_memory() -> None:
             Feed._set_gpu_wait(feed, fake, fake, share)
         return set(fake.shares), fake.grown
 
-    assert after_batches(_SETTLING_BATCHES - 1, 0.9) == ({0.0}, 0), "a loader's first batches"
+    assert after_batches(_FIRST_BATCHES - 1, 0.9) == ({0.0}, 0), "a loader's first batches"
     assert after_batches(3, 0.9) == ({0.9}, 3)
     fake.is_starting = True
     assert after_batches(100, 0.9) == ({0.0}, 0)
     fake.is_starting = False
-    assert after_batches(_SETTLING_BATCHES - 1, 0.9) == ({0.0}, 0)
+    assert after_batches(_FIRST_BATCHES - 1, 0.9) == ({0.0}, 0)
     assert after_batches(2, 0.9) == ({0.9}, 2)

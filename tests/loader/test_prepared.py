@@ -1,4 +1,4 @@
-"""Which prepared chunks a launch is told of."""
+"""Which prepared chunks a launch gets, besides its own."""
 
 from __future__ import annotations
 

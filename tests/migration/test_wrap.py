@@ -106,7 +106,7 @@ LOADERS: dict[str, Make] = {
 }
 
 
-def told(loader: Any, epoch: int) -> None:
+def set_epoch(loader: Any, epoch: int) -> None:
     """What a training loop does before each epoch."""
     if isinstance(loader.sampler, DistributedSampler):
         loader.sampler.set_epoch(epoch)
@@ -118,13 +118,13 @@ def test_batches_are_those_of_the_dataloader(name: str, photos: ImageFolder, con
     expected: list[list[int]] = []
     torch.manual_seed(1)
     for epoch in range(2):
-        told(plain, epoch)
+        set_epoch(plain, epoch)
         expected += [batch.tolist() for batch in plain]
     dataloader, found = LOADERS[name](photos), []
     torch.manual_seed(1)
     with gpuflow.wrap(dataloader, config, transforms_gpu=GPU) as loader:
         for epoch in range(2):
-            told(loader, epoch)
+            set_epoch(loader, epoch)
             for images, labels in (batches := iter(loader)):
                 assert images.shape[1:] == (3, 24, 24) and images.dtype == torch.float32
                 found.append(labels.tolist())
@@ -137,9 +137,9 @@ def test_batches_are_those_of_the_dataloader(name: str, photos: ImageFolder, con
 def test_a_resumed_epoch_equals_an_uninterrupted_one(name: str, photos: ImageFolder, config: Path) -> None:
     torch.manual_seed(2)
     with gpuflow.wrap(LOADERS[name](photos), config, transforms_gpu=GPU) as loader:
-        told(loader, 0)
+        set_epoch(loader, 0)
         list(loader)
-        told(loader, 1)
+        set_epoch(loader, 1)
         whole, states = [], []
         for batch in loader:
             whole.append(rows(batch))
@@ -147,7 +147,7 @@ def test_a_resumed_epoch_equals_an_uninterrupted_one(name: str, photos: ImageFol
     torch.manual_seed(99)
     with gpuflow.wrap(LOADERS[name](photos), config, transforms_gpu=GPU) as loader:
         loader.load_state_dict(states[1])
-        told(loader, 1)
+        set_epoch(loader, 1)
         assert loader.state_dict() == states[1]
         if name == "batches":
             with pytest.raises(StateError) as caught:

@@ -66,7 +66,7 @@ def names(folder: Path) -> list[str]:
 
 
 class Record(TrainerEvents):
-    """What a trainer told."""
+    """The events of a trainer."""
 
     def __init__(self) -> None:
         self.passes: list[tuple[str, int, int]] = []
