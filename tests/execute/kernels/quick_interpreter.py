@@ -96,20 +96,39 @@ def _operands(
     div_or_mod: bool = False,
 ) -> Any:
     """As TritonSemantic.binary_op_type_checking_impl: equal types stay, and a number becomes a tensor once."""
-    if isinstance(lhs, tl.tensor) and arithmetic_check and not lhs.dtype.is_ptr():
-        form = lhs.type.sizes if lhs.type.is_block() else ()
-        if isinstance(rhs, tl.tensor):
-            same = lhs.dtype is rhs.dtype and form == (rhs.type.sizes if rhs.type.is_block() else ())
-            if same and not div_or_mod:
-                return lhs, rhs
-        elif isinstance(rhs, (int, float)) and lhs.dtype.is_floating():
-            key = (type(rhs), rhs, lhs.dtype.name, form, div_or_mod)
-            if key not in _constants:
-                cast, constant = _operands_any(self, lhs, rhs, arithmetic_check=True, div_or_mod=div_or_mod)
-                _constants[key] = constant if cast is lhs else None
-            if _constants[key] is not None:
-                return lhs, _constants[key]
+    if arithmetic_check:
+        if isinstance(lhs, tl.tensor) and isinstance(rhs, tl.tensor):
+            if lhs.dtype is rhs.dtype and not div_or_mod and not lhs.dtype.is_ptr():
+                return (lhs, rhs) if _form(lhs) == _form(rhs) else self.broadcast_impl_value(lhs, rhs)
+        elif isinstance(lhs, tl.tensor) and isinstance(rhs, (int, float)) and not lhs.dtype.is_ptr():
+            constant = _constant(self, lhs, rhs, div_or_mod, first=True)
+            if constant is not None:
+                return lhs, constant
+        elif isinstance(rhs, tl.tensor) and isinstance(lhs, (int, float)) and not rhs.dtype.is_ptr():
+            constant = _constant(self, rhs, lhs, div_or_mod, first=False)
+            if constant is not None:
+                return constant, rhs
     return _operands_any(self, lhs, rhs, allow_lhs_ptr, allow_rhs_ptr, arithmetic_check, div_or_mod)
+
+
+def _form(tensor: Any) -> tuple[int, ...]:
+    """The shape of a tensor in plain numbers, () for a scalar."""
+    sizes: tuple[int, ...] = tensor.type.sizes if tensor.type.is_block() else ()
+    return sizes
+
+
+def _constant(self: Any, tensor: Any, number: float, div_or_mod: bool, *, first: bool) -> Any:
+    """A number as the tensor that an operation with `tensor` takes, or None if the operation casts `tensor`, too.
+
+    first: whether `tensor` is the operation's first operand.
+    """
+    key = type(number), str(number), tensor.dtype.name, _form(tensor), div_or_mod, first  # -0.0 equals 0.0
+    if key not in _constants:
+        pair = (tensor, number) if first else (number, tensor)
+        made = _operands_any(self, *pair, arithmetic_check=True, div_or_mod=div_or_mod)
+        cast, constant = made if first else reversed(made)
+        _constants[key] = constant if cast is tensor else None
+    return _constants[key]
 
 
 def _sanitize_overflow(self: Any, lhs: Any, rhs: Any, binary_op: Any) -> None:
