@@ -81,6 +81,7 @@ class DecodeBuffers:
                 device = self._device_stream.device
                 with self._device_stream.queued():
                     buffer = PrivateMemory(device, lambda: torch.empty(need, dtype=torch.uint8, device=device))
+                self._device_stream.synchronize()  # work still queued may read this memory under its previous owner
         except BaseException:
             self._free.put((None, None))
             raise

@@ -20,6 +20,8 @@ class PrivateMemory(Generic[T]):
     that size again; then neither the training nor another library can have it. `free` gives this memory back to the
     GPU. That may wait for the GPU's work, so it is for rare changes.
 
+    torch's other allocators, such as cudaMallocAsync, have no pools: with one of them this is memory like any other.
+
     tensors: what `allocate` returned. Memory of a tensor that something else still holds when it is freed goes back
         only when torch empties its cache.
 
@@ -28,7 +30,8 @@ class PrivateMemory(Generic[T]):
     """
 
     def __init__(self, device: torch.device, allocate: Callable[[], T]) -> None:
-        pool = torch.cuda.MemPool() if device.type == "cuda" else None
+        has_pools = device.type == "cuda" and torch.cuda.get_allocator_backend() == "native"
+        pool = torch.cuda.MemPool() if has_pools else None
         with torch.cuda.use_mem_pool(pool, device) if pool is not None else contextlib.nullcontext():
             self.tensors = allocate()
         self._pool = pool  # after the tensors, so that it is deleted after them
