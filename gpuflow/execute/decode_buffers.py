@@ -77,10 +77,8 @@ class DecodeBuffers:
                     need = max(need, min(self._rounded(has + has // _GROWTH), self._most_bytes))
                 if buffer is not None:
                     buffer.free()
-                    buffer = None
                 device = self._device_stream.device
-                with self._device_stream.queued():
-                    buffer = PrivateMemory(device, lambda: torch.empty(need, dtype=torch.uint8, device=device))
+                buffer = PrivateMemory(self._device_stream, lambda: torch.empty(need, dtype=torch.uint8, device=device))
                 self._device_stream.synchronize()  # work still queued may read this memory under its previous owner
         except BaseException:
             self._free.put((None, None))

@@ -28,7 +28,7 @@ _FILE, _LENGTH, _SCAN, _RESTARTS, _DATA, _PLACES = map(
 )
 _TURN_SECONDS = 60.0
 _UNUSED_CHUNKS = 256
-"""After so many chunks without a new file the memory is freed; the next new file allocates it again."""
+"""The number of consecutive chunks without a new file after which the memory is freed."""
 
 
 class _Memory(NamedTuple):
@@ -41,8 +41,8 @@ class _Memory(NamedTuple):
 class FileChecks:
     """The checks of one loader's or service's files. Any thread may call any method.
 
-    Parts take turns in one piece of device memory, which is allocated for the first one. It is freed once files have
-    long been known, as in a second epoch.
+    Parts take turns in one piece of device memory, which is allocated for the first one. It is freed when no chunk
+    has had a new file for a while, as in a second epoch, and allocated again for the next new file.
 
     device_stream: of the GPU that checks files. The checks run on a separate CUDA stream.
     """
@@ -108,8 +108,7 @@ class FileChecks:
         memory = take_free(self._memory, _TURN_SECONDS, "the GPU did not check files")
         try:
             if memory is None:
-                with self._device_stream.queued():
-                    memory = PrivateMemory(self._device_stream.device, lambda: self._allocated(_PART_BYTES))
+                memory = PrivateMemory(self._device_stream, lambda: self._allocated(_PART_BYTES))
             yield memory.tensors if size <= _PART_BYTES else self._allocated(size)
         finally:
             self._memory.put(memory)

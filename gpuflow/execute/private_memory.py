@@ -8,6 +8,8 @@ from typing import Generic, TypeVar
 
 import torch
 
+from gpuflow.execute.device_stream import DeviceStream
+
 __all__ = ["PrivateMemory"]
 
 T = TypeVar("T")
@@ -26,14 +28,17 @@ class PrivateMemory(Generic[T]):
         only when torch empties its cache.
 
     Args:
-        allocate: allocates the tensors on the device, on the current stream.
+        device_stream: its stream and device are current while `allocate` runs.
+        allocate: allocates the tensors on that device.
     """
 
-    def __init__(self, device: torch.device, allocate: Callable[[], T]) -> None:
+    def __init__(self, device_stream: DeviceStream, allocate: Callable[[], T]) -> None:
+        device = device_stream.device
         has_pools = device.type == "cuda" and torch.cuda.get_allocator_backend() == "native"
-        pool = torch.cuda.MemPool() if has_pools else None
-        with torch.cuda.use_mem_pool(pool, device) if pool is not None else contextlib.nullcontext():
-            self.tensors = allocate()
+        with device_stream.queued():
+            pool = torch.cuda.MemPool() if has_pools else None
+            with torch.cuda.use_mem_pool(pool, device) if pool is not None else contextlib.nullcontext():
+                self.tensors = allocate()
         self._pool = pool  # after the tensors, so that it is deleted after them
 
     def free(self) -> None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import sys
 import time
 import warnings
-import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,22 +15,17 @@ from numpy.typing import NDArray
 
 from gpuflow.errors import LoaderError, LoaderTimeout
 from gpuflow.loader.batch import Assembly, Batch, RaggedTensor, targets_of
+from gpuflow.loader.batches_in_use import BatchesInUse, Images
 from gpuflow.loader.gpu_wait import GpuWait
 from gpuflow.loader.lowering import Feed
 from gpuflow.loader.plan import LoaderPlan
 from gpuflow.loader.sampler import EpochSteps
 from gpuflow.pipeline.views import ViewSlots, as_images
-from gpuflow.runtime.admission import Completion
 from gpuflow.runtime.metrics import Stats, nvtx
 
-__all__ = ["EpochIterator", "InUse", "Progress"]
+__all__ = ["EpochIterator", "Progress"]
 
 _MANY_BAD = 0.05
-_QUERIES_UNTIL_KEPT = 4
-"""A batch whose images the consumer still holds at this query, a millisecond after the one before, is kept by it."""
-
-Images = torch.Tensor | dict[str, torch.Tensor]
-"""[B, C, H, W], or of a pipeline with views for each a tensor [count, B, C, H, W]."""
 
 
 @dataclass(slots=True)
@@ -70,61 +64,6 @@ class Progress:
             self.move_to(self.following)
 
 
-class _Unused:
-    """Done once a batch is not in use: the GPU has passed `event`, and the consumer has dropped the images.
-
-    Most loops drop them just after they have the next ones. Memory for a further batch that is allocated in between is
-    kept for the whole run. A consumer that keeps the images delays this by a few queries only.
-    """
-
-    def __init__(self, event: Completion, images: weakref.ref[torch.Tensor]) -> None:
-        self._event, self._images, self._queries_left = event, images, _QUERIES_UNTIL_KEPT
-
-    def query(self) -> bool:
-        if not self._event.query():
-            return False
-        self._queries_left -= 1
-        return self._images() is None or self._queries_left <= 0
-
-
-@dataclass(slots=True)
-class InUse:
-    """The batches of a loader on a GPU that were handed over and may be in use, by the consumer or by the GPU's work.
-
-    They take memory, also when the next epoch begins, and count as batches in flight there.
-
-    last: the images of the newest one, if any. earlier: of those before it, when each is not in use any more.
-    """
-
-    last: weakref.ref[torch.Tensor] | None = None
-    earlier: list[Completion] = field(default_factory=list)
-
-    def hand_over(self, images: Images, event: Completion) -> Completion | None:
-        """A batch is handed over. Returns when the one before is not in use any more, if there was one.
-
-        event: after all work that the consumer has queued so far.
-        """
-        unused = None if self.last is None else _Unused(event, self.last)
-        if unused is not None:
-            self.earlier = [one for one in self.earlier if not one.query()] + [unused]
-        self.last = weakref.ref(next(iter(images.values())) if isinstance(images, dict) else images)
-        return unused
-
-    def in_flight(self, event: Completion) -> list[Completion | None]:
-        """For each batch in use, when it is not any more; None for the newest one, if the consumer still has it.
-
-        event: as for `hand_over`.
-        """
-        found: list[Completion | None] = [one for one in self.earlier if not one.query()]
-        if self.last is not None and self.last() is not None:
-            return [*found, None]
-        if self.last is not None:
-            self.last = None
-            self.earlier.append(event)
-            found.append(event)
-        return found
-
-
 class EpochIterator(Iterator[Batch]):
     """The batches of one epoch. The loader refers to it weakly, so that a `break` ends it."""
 
@@ -134,7 +73,7 @@ class EpochIterator(Iterator[Batch]):
         feed: Feed,
         stats: Stats,
         progress: Progress,
-        in_use: InUse,
+        in_use: BatchesInUse,
         epoch: int,
         steps: EpochSteps,
     ) -> None:
@@ -216,7 +155,7 @@ class EpochIterator(Iterator[Batch]):
         if stream is None:
             if self._step > 0:  # the batch before is not needed any more
                 self._run.release()
-        elif (unused := self._in_use.hand_over(images, stream.record_event())) is not None:
+        elif (unused := self._in_use.add(images, stream.record_event())) is not None:
             self._run.release(unused)
         if not assembly.kept.all():
             kept = np.flatnonzero(assembly.kept)

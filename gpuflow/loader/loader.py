@@ -13,7 +13,8 @@ from typing import Any, NamedTuple, Self
 from gpuflow.errors import LoaderError, StateError
 from gpuflow.loader.agreement import RankAgreement
 from gpuflow.loader.batch import Batch
-from gpuflow.loader.iterator import EpochIterator, InUse, Progress
+from gpuflow.loader.batches_in_use import BatchesInUse
+from gpuflow.loader.iterator import EpochIterator, Progress
 from gpuflow.loader.lowering import Feed
 from gpuflow.loader.plan import LoaderPlan
 from gpuflow.pipeline.rng import key64
@@ -53,7 +54,7 @@ class Loader:
         self._plan, self._steps = plan, plan.steps
         self._feed = Feed(plan)
         self._stats = Stats(*self._feed.meters)
-        self._progress, self._in_use = Progress(), InUse()
+        self._progress, self._in_use = Progress(), BatchesInUse()
         self._active: weakref.ref[EpochIterator] | None = None
         self._agreement = RankAgreement(plan)
         self._finalizer = weakref.finalize(self, self._feed.close)

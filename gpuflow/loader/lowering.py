@@ -94,7 +94,7 @@ class Feed:
         offload_meters = [self._offload.meter] if self._offload is not None else []
         self.meters = (self._reader.meter, *offload_meters, self._decoder.meter)
         self._owners: list[threading.Thread] = []
-        self._gpu_wait, self._first_left = 0.0, _FIRST_BATCHES
+        self._gpu_wait, self._first_batches_left = 0.0, _FIRST_BATCHES
         self._pid, self._begun = os.getpid(), False
 
     @property
@@ -251,8 +251,8 @@ class Feed:
 
         Not at first and not while worker processes start: memory that is taken then would be kept for the whole run.
         """
-        self._first_left = _FIRST_BATCHES if gpu.is_starting else max(0, self._first_left - 1)
-        if self._first_left:
+        self._first_batches_left = _FIRST_BATCHES if gpu.is_starting else max(0, self._first_batches_left - 1)
+        if self._first_batches_left:
             share = 0.0
         self._gpu_wait = share
         gpu.set_gpu_wait(share)

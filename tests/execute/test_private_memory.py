@@ -1,4 +1,4 @@
-"""Memory in a pool of its own, with a pool that records what becomes of it. On a GPU: tests/execute/test_gpu.py."""
+"""Tests `PrivateMemory` on a CPU, with a fake `torch.cuda.MemPool`. tests/execute/test_gpu.py has a test on a GPU."""
 
 from __future__ import annotations
 
@@ -6,17 +6,26 @@ import contextlib
 import gc
 import weakref
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
 from gpuflow.execute.private_memory import PrivateMemory
+from tests.host_stream import HostStream
 
 GPU = torch.device("cuda", 1)
 
 
+def stream_on(device: torch.device) -> Any:
+    """A fake stream of a device that this machine need not have."""
+    stream: Any = HostStream()
+    stream.device = device
+    return stream
+
+
 class Pool:
-    """Takes the place of `torch.cuda.MemPool`. in_use: the devices whose memory it allocates now."""
+    """Replaces `torch.cuda.MemPool`. in_use: the devices for which it is the current pool."""
 
     def __init__(self) -> None:
         self.in_use: list[torch.device] = []
@@ -55,7 +64,7 @@ def test_tensors_are_allocated_in_the_pool_and_deleted_before_it(pools: list[wea
         weakref.finalize(memory, lambda: pool_left.append(pools[0]() is not None))
         return memory
 
-    memory = PrivateMemory(GPU, allocate)
+    memory = PrivateMemory(stream_on(GPU), allocate)
     pool = pools[0]()
     assert len(memory.tensors) == 3 and pool is not None and pool.in_use == []
     del pool
@@ -71,7 +80,7 @@ def test_a_failed_allocation_leaves_no_pool(pools: list[weakref.ref[Pool]]) -> N
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     with pytest.raises(torch.OutOfMemoryError):
-        PrivateMemory(GPU, allocate)
+        PrivateMemory(stream_on(GPU), allocate)
     gc.collect()  # the error's traceback
     assert len(pools) == 1 and pools[0]() is None
 
@@ -82,7 +91,7 @@ def test_without_pools_it_is_memory_like_any_other(
 ) -> None:
     """torch raises RuntimeError where a pool is made with another allocator than its own."""
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: backend)
-    memory = PrivateMemory(torch.device(device), lambda: torch.empty(3))
+    memory = PrivateMemory(stream_on(torch.device(device)), lambda: torch.empty(3))
     assert len(memory.tensors) == 3
     memory.free()
     assert not pools

@@ -27,6 +27,7 @@ from gpuflow.execute.cpu import runner_of
 from gpuflow.loader import iterator
 from gpuflow.loader.bad_samples import BadSamples
 from gpuflow.loader.batch import Assembly
+from gpuflow.loader.batches_in_use import BatchesInUse
 from gpuflow.loader.cpu_share import Share, cpu_share_of
 from gpuflow.loader.decode_workers import decode
 from gpuflow.loader.lowering import Feed
@@ -57,6 +58,7 @@ from tests.datasets import (
     views_program,
     write_config,
 )
+from tests.host_stream import FakeEvent
 
 NHWC: Entries = [
     {"decode": {}},
@@ -402,20 +404,17 @@ def test_it_is_made_ahead_of_batches_that_wait_for_their_memory(source: Source) 
         run.stop()
 
 
-class Later:
-    """Takes the place of an event that the GPU has not passed yet."""
-
-    passed = False
-
-    def query(self) -> bool:
-        return self.passed
-
-
 @pytest.mark.parametrize(
-    ("earlier", "free"), [([], 3), ([None], 2), ([Later(), None], 1), ([Later(), Later(), Later(), Later(), None], 0)]
+    ("earlier", "free"),
+    [
+        ([], 3),
+        ([None], 2),
+        ([FakeEvent(), None], 1),
+        ([FakeEvent(), FakeEvent(), FakeEvent(), FakeEvent(), None], 0),
+    ],
 )
 def test_batches_of_the_epoch_before_count_while_they_are_in_use(
-    source: Source, monkeypatch: pytest.MonkeyPatch, earlier: list[Later | None], free: int
+    source: Source, monkeypatch: pytest.MonkeyPatch, earlier: list[FakeEvent | None], free: int
 ) -> None:
     """So an epoch's change takes no memory for further batches, which would be kept for the whole run."""
     allocated = queue.SimpleQueue[int]()
@@ -489,7 +488,7 @@ def test_three_batches_are_in_use_at_most_whatever_the_epoch(
     monkeypatch.setattr(iterator, "_timed_event", lambda stream: SimpleNamespace(query=lambda: False))
     steps = Steps(size=len(source), batch_size=20, rank=0, world_size=1, drop_last=False)
     with feed_of(source, None) as (feed, _, _):
-        stats, progress, state = Stats(*feed.meters), iterator.Progress(), iterator.InUse()
+        stats, progress, state = Stats(*feed.meters), iterator.Progress(), BatchesInUse()
         for epoch in range(4):
             batches = iterator.EpochIterator(feed._plan, feed, stats, progress, state, epoch, steps)
             if way == "next":

@@ -124,7 +124,7 @@ class FakeRunnerAndAdmission:
 
 def test_late_batches_while_worker_processes_start_take_no_memory() -> None:
     """Memory taken for them would be kept for the whole run."""
-    feed: Any = SimpleNamespace(_first_left=_FIRST_BATCHES)
+    feed: Any = SimpleNamespace(_first_batches_left=_FIRST_BATCHES)
     fake: Any = FakeRunnerAndAdmission()
 
     def after_batches(count: int, share: float) -> tuple[set[float], int]:

@@ -8,6 +8,7 @@ import threading
 import time
 
 from gpuflow.runtime.admission import Admission
+from tests.host_stream import FakeEvent
 
 
 def test_no_more_are_admitted_than_the_capacity() -> None:
@@ -68,17 +69,8 @@ def test_a_closed_admission_turns_away_whoever_waits_or_comes() -> None:
     assert answers == [False] * 3 and not admission.acquire(4)
 
 
-class Later:
-    """Comes to pass when told."""
-
-    passed = False
-
-    def query(self) -> bool:
-        return self.passed
-
-
 def test_a_place_is_free_once_its_completion_is_done() -> None:
-    admission, later, entered = Admission(1), Later(), threading.Event()
+    admission, later, entered = Admission(1), FakeEvent(), threading.Event()
     assert admission.acquire(0)
     admission.release(later)
 
@@ -94,9 +86,9 @@ def test_a_place_is_free_once_its_completion_is_done() -> None:
     waiting.join(5)
 
 
-def test_a_admission_closes_over_what_never_comes_to_pass() -> None:
+def test_closing_ends_the_wait_for_an_event_that_never_passes() -> None:
     admission, answers = Admission(0), list[bool]()
-    admission.release(Later())
+    admission.release(FakeEvent())
     waiting = threading.Thread(target=lambda: answers.append(admission.acquire(0)))
     waiting.start()
     time.sleep(0.02)
