@@ -7,6 +7,7 @@ import math
 import os
 import queue
 import signal
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -82,6 +83,7 @@ class StandIn:
     def __init__(self, entries: Any, delay: float = 0.0) -> None:
         self.program, self.delay = entries if isinstance(entries, ViewsProgram) else program(entries), delay
         self.engine_images, self.cpu_images, self.fills = 0, 0, 0
+        self._counting = threading.Lock()  # several threads launch
         shape, dtype = slot_of(self.program)
         self.slot_bytes = math.prod(shape) * dtype.itemsize
 
@@ -105,7 +107,8 @@ class StandIn:
         )
         for there, here in zip(split(slots), split(slots_of(self.program, torch.from_numpy(made))), strict=True):
             there.copy_(here)
-        self.engine_images += len(payload)
+        with self._counting:
+            self.engine_images += len(payload)
         time.sleep(self.delay)
         return faults
 
@@ -120,7 +123,8 @@ class StandIn:
 
     def copy_into(self, there: torch.Tensor, host: torch.Tensor) -> None:
         assert there.stride() == host.stride(), "one copy of bytes"
-        self.fills += 1
+        with self._counting:
+            self.fills += 1
         there.copy_(host)
 
     def send_all(self, arrays: Sequence[NDArray[Any]]) -> list[torch.Tensor]:
