@@ -28,6 +28,7 @@ from gpuflow.errors import (
     SystemFault,
     TooManyBadSamples,
 )
+from gpuflow.runtime.hardware_queues import request_queues
 from gpuflow.version import __version__ as __version__
 from gpuflow.vocabulary import stage_table
 
@@ -72,6 +73,7 @@ __all__ = [
     "wrap",
 ]
 
+request_queues()
 
 _MODULES = {
     "Batch": "gpuflow.loader.batch",

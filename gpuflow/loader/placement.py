@@ -16,6 +16,7 @@ from gpuflow.execute.gpu_backend import CPU_ASKED_FOR, DECODE_BYTES, Placement, 
 from gpuflow.execute.passes import passes_of_each
 from gpuflow.pipeline.views import AnyProgram, ViewsProgram, slot_bytes_of
 from gpuflow.runtime.cpu_budget import available_threads
+from gpuflow.runtime.hardware_queues import warn_if_late
 
 __all__ = ["explain_gpu", "memory_for_decoding", "place"]
 
@@ -37,6 +38,7 @@ def place(config: Config, name: str, device: torch.device, batch_size: int) -> P
     else:
         from gpuflow.execute.device_stream import DeviceStream
 
+        warn_if_late()
         device_stream = DeviceStream(device)
         placement = Placement(device_stream, None, CPU_ASKED_FOR)
         if backend != "cpu":

@@ -15,6 +15,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from gpuflow.runtime import hardware_queues
 from gpuflow.sources.storage import is_remote
 from gpuflow.tools.machine import (
     MODULES,
@@ -44,7 +45,6 @@ FILES_A_THREAD = 32
 _SPARE_FILES = 64
 """File descriptors for the rest of the process: pipes, libraries, checkpoints."""
 _SMALL_SHARED_MEMORY = 1 << 30
-_HARDWARE_QUEUES = 8
 _FEW_IMAGES, _SHORT_SECONDS = 200, 0.4
 _MUCH_FASTER, _FAIR_SHARE = 1.3, 0.75
 _IN_MEMORY = ("tmpfs", "ramfs")
@@ -274,14 +274,14 @@ def _environment(environment: Mapping[str, str], has_gpu: bool) -> Iterator[Find
             "PYTORCH_NO_CUDA_MEMORY_CACHING=1 makes every tensor wait for the GPU's allocator",
             "unset it",
         )
-    queues = environment.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
-    if queues.isdigit() and int(queues) < _HARDWARE_QUEUES:
+    queues = environment.get(hardware_queues.VARIABLE, "")
+    if queues.isdigit() and int(queues) < hardware_queues.QUEUES:
         yield Finding(
             "environment",
             "note",
-            f"CUDA_DEVICE_MAX_CONNECTIONS={queues}: decoding and training may share a hardware queue and wait for "
+            f"{hardware_queues.VARIABLE}={queues}: decoding and training may share a hardware queue and wait for "
             "each other",
-            f"unset it, or set it to {_HARDWARE_QUEUES} (the default) or more, unless the training needs it",
+            f"unset it, so that gpuflow sets it to {hardware_queues.QUEUES}, unless the training needs it",
         )
 
 

@@ -1,0 +1,55 @@
+"""The hardware queues that CUDA uses: asked for when gpuflow is imported, unless the environment says how many."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from gpuflow.runtime import hardware_queues
+from gpuflow.runtime.hardware_queues import QUEUES, VARIABLE, request_queues, warn_if_late
+
+
+@pytest.fixture(autouse=True)
+def as_imported_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hardware_queues, "_late", False)
+
+
+@pytest.mark.parametrize(("before", "after"), [(None, str(QUEUES)), ("1", "1"), ("8", "8")])
+def test_importing_gpuflow_asks_for_all_queues_unless_the_environment_says_how_many(
+    before: str | None, after: str
+) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != VARIABLE}
+    environment |= {} if before is None else {VARIABLE: before}
+    code = f"import gpuflow, os, sys; print(os.environ['{VARIABLE}'], 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == [after, "False"], done.stderr
+
+
+def test_a_process_that_used_the_gpu_before_is_warned_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv(VARIABLE)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    request_queues()
+    assert VARIABLE not in os.environ, "it would have no effect any more"
+    with caplog.at_level(logging.WARNING):
+        warn_if_late()
+        warn_if_late()
+    (record,) = caplog.records
+    assert f"import gpuflow first, or set {VARIABLE}={QUEUES}" in record.getMessage()
+
+
+def test_no_warning_where_the_queues_were_asked_for_in_time(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delenv(VARIABLE)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    request_queues()
+    assert os.environ[VARIABLE] == str(QUEUES)
+    warn_if_late()
+    assert not caplog.records
