@@ -60,17 +60,28 @@ class DecodeCall(NamedTuple):
     """The N images of one nvJPEG call, the largest first: the engines take them in turn, so each gets as much to do.
 
     chunks [N]: the place of each image's chunk in the sequence that `plan_calls` got. rows [N]: the image's number
-    within its chunk. space: bytes for all of them when decoded.
+    within its chunk. spaces [N]: bytes that each needs when it is decoded. sampling: of all of them.
     """
 
     chunks: NDArray[np.int64]
     rows: NDArray[np.int64]
-    space: int
+    spaces: NDArray[np.int64]
+    sampling: int
+
+    @property
+    def space(self) -> int:
+        """Bytes for all of them when decoded."""
+        return int(self.spaces.sum())
+
+    def by_chunk(self) -> Iterator[tuple[int, NDArray[np.bool_]]]:
+        """Each chunk that has images in this call, and which of the N those are, in order of the chunks."""
+        for chunk in sorted(set(self.chunks.tolist())):
+            yield chunk, self.chunks == chunk
 
     def give_back(self, chunks: list[Undecoded]) -> None:
         """Return the images of this call, which is not run."""
-        for number in np.unique(self.chunks).tolist():
-            chunks[number].give_back(self.rows[self.chunks == number])
+        for number, where in self.by_chunk():
+            chunks[number].give_back(self.rows[where])
 
 
 def plan_calls(chunks: list[Undecoded], *, max_bytes: int) -> list[DecodeCall]:
@@ -98,7 +109,7 @@ def plan_calls(chunks: list[Undecoded], *, max_bytes: int) -> list[DecodeCall]:
         spaces = np.concatenate([chunk.spaces[taken] for chunk, taken in zip(chunks, rows, strict=False)])
         together = np.concatenate(rows)
         for part in deal(spaces, CALL_IMAGES, max_bytes):
-            call = DecodeCall(numbers[part], together[part], int(spaces[part].sum()))
+            call = DecodeCall(numbers[part], together[part], spaces[part], sampling)
             if (call.chunks == 0).any():
                 calls.append(call)
             else:  # what was to fill the others up did not fit

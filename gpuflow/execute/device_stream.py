@@ -43,7 +43,7 @@ class DeviceStream:
     def __init__(self, device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
         self.stream = stream or torch.cuda.Stream(device, priority=0)  # type: ignore[no-untyped-call]
         self.device = self.stream.device
-        self._retained: deque[tuple[torch.cuda.Event, NDArray[Any], Callable[[NDArray[Any]], None] | None]] = deque()
+        self._retained: deque[tuple[torch.cuda.Event, Any, Callable[[Any], None] | None]] = deque()
         self._lock = threading.Lock()
 
     @contextmanager
@@ -72,8 +72,9 @@ class DeviceStream:
         event.record(stream or self.stream)
         return event
 
-    def retain_until_done(self, memory: NDArray[Any], on_done: Callable[[NDArray[Any]], None] | None = None) -> None:
-        """Retain memory until all work queued so far is done; a later call of this method then calls `on_done`."""
+    def retain_until_done(self, memory: T, on_done: Callable[[T], None] | None = None) -> None:
+        """Retain memory, an array or several, until all work queued so far is done; a later call of this method then
+        calls `on_done`."""
         done = []
         with self._lock:
             self._retained.append((self.record_event(), memory, on_done))
@@ -148,9 +149,13 @@ def send_array(device_stream: DeviceStream, array: NDArray[Any]) -> torch.Tensor
 
 def allocate_slots(device_stream: DeviceStream, count: int, spec: ImageSpec) -> torch.Tensor:
     """Allocate device memory for `count` images: [count, C, H, W] in the spec's dtype and memory format."""
+    dtype, device = getattr(torch, spec.dtype), device_stream.device
     with device_stream.queued():
-        memory = torch.empty((count, *slot_shape(spec)), dtype=getattr(torch, spec.dtype), device=device_stream.device)
-    return memory if spec.layout == "nchw" else memory.permute(0, 3, 1, 2)
+        if spec.layout == "nchw":
+            return torch.empty((count, *slot_shape(spec)), dtype=dtype, device=device)
+        height, width, channels = slot_shape(spec)
+        strides = (height * width * channels, 1, width * channels, channels)
+        return torch.empty_strided((count, channels, height, width), strides, dtype=dtype, device=device)
 
 
 class ChunkRunner(Protocol):

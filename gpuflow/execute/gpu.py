@@ -112,18 +112,30 @@ class _Plan:
         return rows
 
 
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """The images of one chunk in a call.
+
+    where [N]: which of the call's N images they are. rows [m]: which of the chunk's files that nvJPEG decodes.
+    places: for each output where its first pass puts them.
+    """
+
+    where: NDArray[np.bool_]
+    rows: NDArray[np.int64]
+    places: list[_Rows]
+
+
 @final
 class _Call:
     """One nvJPEG call, from its planning to its end.
 
-    chunks: see `DecodeCall.chunks`. results: where the first passes put each image: for each chunk that has any, which
-    images of the call are its own, and for each output where they go.
+    chunks: see `DecodeCall.chunks`. results: where the first passes put each image, for each chunk that has any.
     """
 
     def __init__(self, planned: DecodeCall, chunks: Sequence[Prepared]) -> None:
         self.planned = planned
         self.chunks: Sequence[Prepared] = chunks
-        self.results: dict[int, tuple[NDArray[np.bool_], list[_Rows]]] = {}
+        self.results: dict[int, _Part] = {}
         self.good = np.zeros(len(planned.rows), bool)
         """Which images were decoded, once the call is over."""
         self._error: BaseException | None = None
@@ -156,7 +168,7 @@ class Prepared:
     """A chunk that is ready to be launched.
 
     rows [n]: which of its samples nvJPEG decodes: complete files.
-    files: the files of these rows, without output addresses.
+    data, lengths, pitches [n]: of the files of these rows, as `JpegBatch` has them.
     undecoded: which of these rows no call has taken yet; for holders of the runner's lock.
     plans: for each output the first pass's sampling or warp of these rows.
     sizes [N, 2]: height and width of all upright images of the chunk that have a valid header.
@@ -169,7 +181,9 @@ class Prepared:
     payload: Payload
     keys: s.Keys
     rows: NDArray[np.int64]
-    files: JpegBatch
+    data: NDArray[np.uint64]
+    lengths: NDArray[np.uint64]
+    pitches: NDArray[np.int64]
     undecoded: Undecoded
     plans: list[_Plan]
     sizes: NDArray[np.int64]
@@ -293,19 +307,17 @@ class GpuRunner:
             self.cpu_images += len(others)
         starts, lengths = (np.asarray(x, np.int64)[rows] for x in (payload.offsets, payload.sizes))
         lengths += spare
-        frames = np.column_stack([headers.sizes[rows], headers.sampling[rows]])
-        pitches = frames[:, 1] * self._channels
-        spaces = -(-pitches * frames[:, 0] // _ALIGN) * _ALIGN
-        images = np.zeros((len(rows), 8), np.uint64)
-        images[:, 4] = pitches
+        (heights, widths), sampling = headers.sizes[rows].T, headers.sampling[rows].astype(np.int64)
+        pitches = widths * self._channels
+        spaces = _aligned(pitches * heights)
         return Prepared(
             payload=payload,
             keys=keys,
             rows=rows,
-            files=JpegBatch(
-                (starts + payload.buffer.ctypes.data).astype(np.uint64), lengths.astype(np.uint64), images, frames
-            ),
-            undecoded=Undecoded(frames[:, 2], spaces),
+            data=(starts + payload.buffer.ctypes.data).astype(np.uint64),
+            lengths=lengths.astype(np.uint64),
+            pitches=pitches,
+            undecoded=Undecoded(sampling, spaces),
             plans=[
                 _Plan.of(own[0], pitches, fixed=passes.first.result.fixed)
                 for own, passes in zip(draws, self._passes, strict=True)
@@ -416,16 +428,16 @@ class GpuRunner:
         good = np.ones(len(chunk.rows), bool)
         moved: list[tuple[_Rows, NDArray[np.int64], _Rows]] = []
         for call, number in [*((call, 0) for call in own), *chunk.early]:
-            where, held = call.results[number]
-            taken = call.planned.rows[where]
-            good[taken] = call.good[where]
+            part = call.results[number]
+            good[part.rows] = call.good[part.where]
             if number:
-                moved += [(place, place.rows[taken], one) for place, one in zip(first, held, strict=True)]
+                moved += [(place, place.rows[part.rows], one) for place, one in zip(first, part.places, strict=True)]
         if moved:
             sent = self._device_stream.send_all([rows for _, rows, _ in moved])
             for rows, (place, _, one) in zip(sent, moved, strict=True):
                 assert not isinstance(place.images, Canvas) and not isinstance(one.images, Canvas)
-                place.images.index_copy_(0, rows, one.images[one.rows[0] : one.rows[-1] + 1])
+                whole = len(one.rows) == len(one.images)
+                place.images.index_copy_(0, rows, one.images if whole else one.images[one.rows[0] : one.rows[-1] + 1])
         chunk.early.clear()  # which refer to this chunk
         return good
 
@@ -453,15 +465,15 @@ class GpuRunner:
             [allocate_slots(self._device_stream, others, one.first.result) for one in self._passes] if others else []
         )
         used = 0
-        for place in np.unique(planned.chunks).tolist():
-            where = planned.chunks == place
-            if place == 0:
-                call.results[place] = where, [_Rows(one.images, one.rows[planned.rows[where]]) for one in first]
+        for number, where in planned.by_chunk():
+            taken = planned.rows[where]
+            if number == 0:
+                call.results[number] = _Part(where, taken, [_Rows(one.images, one.rows[taken]) for one in first])
             else:
-                rows = np.arange(used, used + int(where.sum()))
-                call.results[place] = where, [_Rows(room, rows) for room in rooms]
+                rows = np.arange(used, used + len(taken))
+                call.results[number] = _Part(where, taken, [_Rows(room, rows) for room in rooms])
                 used += len(rows)
-                chunks[place].early.append((call, place))
+                chunks[number].early.append((call, number))
         return call
 
     def _run_call(self, call: _Call) -> None:
@@ -475,21 +487,22 @@ class GpuRunner:
 
     def _decode_call(self, call: _Call) -> NDArray[np.bool_]:
         """Returns which of its images were decoded."""
-        chunks, planned = call.chunks, call.planned
-        files = JpegBatch(*(np.empty((len(planned.rows), *x.shape[1:]), x.dtype) for x in chunks[0].files))
-        targets = next([place.images for place in places] for _, places in call.results.values())
-        for number, (where, _) in call.results.items():
-            for field_of_all, field_of_one in zip(files, chunks[number].files, strict=True):
-                field_of_all[where] = field_of_one[planned.rows[where]]
+        chunks, planned, count = call.chunks, call.planned, len(call.planned.rows)
+        data, lengths, pitches = np.empty(count, np.uint64), np.empty(count, np.uint64), np.empty(count, np.int64)
+        targets = next([place.images for place in part.places] for part in call.results.values())
+        for number, part in call.results.items():
+            one = chunks[number]
+            data[part.where], lengths[part.where] = one.data[part.rows], one.lengths[part.rows]
+            pitches[part.where] = one.pitches[part.rows]
         with self._buffers.acquire(planned.space) as decoded:
-            spaces = -(-files.images[:, 4].astype(np.int64) * files.frames[:, 0] // _ALIGN) * _ALIGN
-            files.images[:, 0] = decoded.data_ptr() + np.cumsum(spaces) - spaces
+            addresses = (decoded.data_ptr() + np.cumsum(planned.spaces) - planned.spaces).astype(np.uint64)
             del decoded  # which would keep the memory after the buffer is replaced
+            files = JpegBatch.of(data, lengths, addresses, pitches, planned.sampling)
             plans = [
-                np.concatenate(
+                _joined(
                     [
-                        chunks[number].plans[i].write(planned.rows[where], files.images[where, 0], places[i], target)
-                        for number, (where, places) in call.results.items()
+                        chunks[number].plans[i].write(part.rows, addresses[part.where], part.places[i], target)
+                        for number, part in call.results.items()
                     ]
                 )
                 for i, target in enumerate(targets)
@@ -498,9 +511,8 @@ class GpuRunner:
             good = self._decoders.decode(files)
             for passes, draws, sent, target in zip(self._passes, chunks[0].draws, sent_plans, targets, strict=True):
                 passes.sample(0, draws[0], sent, target)
-        for number in call.results:
-            buffer = chunks[number].payload.buffer
-            self._device_stream.retain_until_done(buffer)  # even if its chunk is never launched, or not to its end
+        # Even if a chunk is never launched, or not to its end.
+        self._device_stream.retain_until_done([chunks[number].payload.buffer for number in call.results])
         return good
 
     def _place(self, finished: _Finished, slots: Any) -> None:
@@ -523,3 +535,13 @@ class GpuRunner:
         """End the processes and threads that decode on the CPU. Nothing may be prepared or launched any more."""
         if self._cpu_pool is not None:
             self._cpu_pool.close()
+
+
+def _aligned(sizes: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The space that images of these sizes in bytes take in a decode buffer."""
+    spaces: NDArray[np.int64] = -(-sizes // _ALIGN) * _ALIGN
+    return spaces
+
+
+def _joined(plans: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
+    return plans[0] if len(plans) == 1 else np.concatenate(plans)

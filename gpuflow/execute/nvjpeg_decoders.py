@@ -43,16 +43,30 @@ class JpegBatch(NamedTuple):
 
     data, lengths [N]: address in pinned host memory and size in bytes of each file.
     images [N, 8]: where each image is written, as `BatchedDecoder.decode` takes it.
-    frames [N, 3]: height, width and sampling of each image.
+    sampling: of all of them.
     """
 
     data: NDArray[np.uint64]
     lengths: NDArray[np.uint64]
     images: NDArray[np.uint64]
-    frames: NDArray[np.int64]
+    sampling: int
+
+    @classmethod
+    def of(
+        cls,
+        data: NDArray[np.uint64],
+        lengths: NDArray[np.uint64],
+        addresses: NDArray[np.uint64],
+        pitches: NDArray[np.int64],
+        sampling: int,
+    ) -> JpegBatch:
+        """Interleaved images, each written to an address; pitches: the bytes of a row."""
+        images = np.zeros((len(data), 8), np.uint64)
+        images[:, 0], images[:, 4] = addresses, pitches
+        return cls(data, lengths, images, sampling)
 
     def part(self, which: slice) -> JpegBatch:
-        return JpegBatch(self.data[which], self.lengths[which], self.images[which], self.frames[which])
+        return JpegBatch(self.data[which], self.lengths[which], self.images[which], self.sampling)
 
 
 @dataclass(slots=True)
@@ -113,9 +127,9 @@ class NvjpegDecoder:
 
     def _decode_by_halves(self, files: JpegBatch) -> NDArray[np.bool_]:
         count = len(files.data)
-        data, lengths, images, _ = files
+        data, lengths, images, sampling = files
         try:
-            state = self._state(files.frames)
+            state = self._state(sampling)
         except NvjpegError as error:
             self._report(error)
             return self._refuse(files, error)
@@ -134,9 +148,8 @@ class NvjpegDecoder:
             state.queued = self._device_stream.record_event(stream=self._stream)
         return np.ones(count, bool)
 
-    def _state(self, frames: NDArray[np.int64]) -> _State:
-        """The state for images [N, 3] of one sampling. Raises NvjpegError if there is no memory for it."""
-        sampling = int(frames[0, 2])
+    def _state(self, sampling: int) -> _State:
+        """The state for images of one sampling. Raises NvjpegError if there is no memory for it."""
         if sampling not in self._states:
             self._states[sampling] = _State(self._make())
         return self._states[sampling]
@@ -196,12 +209,12 @@ class NvjpegDecoder:
         with device_stream.queued():
             memory = torch.zeros(shape, dtype=torch.uint8, device=device_stream.device)
         device_stream.synchronize()
-        images = np.zeros((1, 8), np.uint64)
-        images[:, 0], images[:, 4] = memory.data_ptr(), self_test.WIDTH * self.channels
-        frames = np.array([[self_test.HEIGHT, self_test.WIDTH, self_test.SAMPLING]], np.int64)
-        data, lengths = (np.array([value], np.uint64) for value in (encoded.ctypes.data, len(encoded)))
+        data, lengths, address = (
+            np.array([value], np.uint64) for value in (encoded.ctypes.data, len(encoded), memory.data_ptr())
+        )
+        pitch = np.array([self_test.WIDTH * self.channels])
         self._without_memory = _LARGE_IMAGES  # this image is small
-        (decoded,) = self._decode_by_halves(JpegBatch(data, lengths, images, frames))
+        (decoded,) = self._decode_by_halves(JpegBatch.of(data, lengths, address, pitch, self_test.SAMPLING))
         device_stream.wait_stream(self._stream)
         device_stream.synchronize()
         return memory.cpu().numpy() if decoded else None

@@ -29,18 +29,32 @@ def write(block: NDArray[np.uint8], starts: Sequence[int], arrays: Sequence[NDAr
 
 
 def tensors_in(block: torch.Tensor, starts: Sequence[int], arrays: Sequence[NDArray[Any]]) -> list[torch.Tensor]:
-    """A view of the block, uint8 [size] on any device, for each array: with its dtype and its shape."""
-    return [
-        block[start : start + array.nbytes].view(_torch_dtype(array.dtype)).view(array.shape)
-        for start, array in zip(starts, arrays, strict=True)
-    ]
+    """A view of the block, uint8 [size] on any device, for each array: with its dtype and its shape.
+
+    Each call of torch gives Python's interpreter to another thread for a moment, so there are as few as possible.
+    """
+    typed: dict[np.dtype[Any], torch.Tensor] = {}
+    tensors = []
+    for start, array in zip(starts, arrays, strict=True):
+        if array.dtype not in typed:
+            typed[array.dtype] = block.view(_torch_dtype(array.dtype))
+        first = start // array.itemsize
+        values = typed[array.dtype][first : first + array.size]
+        tensors.append(values if array.ndim == 1 else values.view(array.shape))
+    return tensors
 
 
 def send_all(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[torch.Tensor]:
     """Queue a copy of small arrays to a device on its current stream: a tensor of dtype and shape for each of them."""
-    starts, size = layout(arrays)
     # torch keeps pinned memory until copies from it have ended.
-    block = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    pinned = device.type == "cuda"
+    if len(arrays) == 1:
+        (array,) = arrays
+        host = torch.empty(array.shape, dtype=_torch_dtype(array.dtype), pin_memory=pinned)
+        host.numpy()[...] = array
+        return [host.to(device, non_blocking=True)]
+    starts, size = layout(arrays)
+    block = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
     write(block.numpy(), starts, arrays)
     return tensors_in(block.to(device, non_blocking=True), starts, arrays)
 

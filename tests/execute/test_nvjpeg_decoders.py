@@ -76,7 +76,7 @@ class SlowLibrary:
         return 0
 
 
-FRAMES = np.full((4, 3), self_test.SAMPLING, np.int64)
+SAMPLING = self_test.SAMPLING
 
 
 def work(
@@ -90,7 +90,7 @@ def work(
                 between()
                 with decoders.acquire() as decoder:
                     numbers = np.ones(4, np.uint64)
-                    assert decoder.decode(JpegBatch(numbers, numbers, np.ones((4, 8), np.uint64), FRAMES)).all()
+                    assert decoder.decode(JpegBatch(numbers, numbers, np.ones((4, 8), np.uint64), SAMPLING)).all()
         except BaseException as fault:
             faults.append(fault)
 
@@ -177,7 +177,7 @@ def pool_on(library: SlowLibrary) -> NvjpegDecoderPool:
 
 def four() -> JpegBatch:
     numbers = np.ones(4, np.uint64)
-    return JpegBatch(numbers, numbers, np.ones((4, 8), np.uint64), FRAMES)
+    return JpegBatch(numbers, numbers, np.ones((4, 8), np.uint64), SAMPLING)
 
 
 def test_without_memory_for_a_call_smaller_ones_decode_its_images(caplog: pytest.LogCaptureFixture) -> None:
@@ -195,7 +195,7 @@ def test_without_memory_for_a_call_smaller_ones_decode_its_images(caplog: pytest
 
 def many(count: int) -> JpegBatch:
     numbers = np.arange(count).astype(np.uint64)
-    return JpegBatch(numbers, numbers, np.ones((count, 8), np.uint64), np.repeat(FRAMES[:1], count, axis=0))
+    return JpegBatch(numbers, numbers, np.ones((count, 8), np.uint64), SAMPLING)
 
 
 def test_what_is_too_large_for_the_free_memory_is_left_to_the_cpu(caplog: pytest.LogCaptureFixture) -> None:
@@ -230,7 +230,7 @@ def test_without_memory_for_a_state_it_is_no_images_fault() -> None:
     library = FaultyLibrary(lambda count, stream: 0)
     library.most_decoders = 1
     decoders = pool_on(library)
-    other = many(128)._replace(frames=np.repeat(FRAMES[:1] + 1, 128, axis=0))
+    other = many(128)._replace(sampling=SAMPLING + 1)
     with pytest.raises(SystemFault, match="nvjpegCreateEx"):
         decoders.decode(other)
     assert decoders.decode(many(128)).all()
@@ -297,7 +297,7 @@ def test_a_state_is_not_initialized_while_an_earlier_call_may_run(monkeypatch: p
     decoders = NvjpegDecoderPool(*substitutes, "rgb", "hardware")
     numbers = np.ones(4, np.uint64)
     with decoders.acquire() as decoder:
-        decoder.decode(JpegBatch(numbers, numbers, np.ones((4, 8), np.uint64), FRAMES))
+        decoder.decode(JpegBatch(numbers, numbers, np.ones((4, 8), np.uint64), SAMPLING))
         assert Event.waits == 0
-        decoder.decode(JpegBatch(numbers, numbers, np.ones((4, 8), np.uint64), FRAMES))  # fails, then halves
+        decoder.decode(JpegBatch(numbers, numbers, np.ones((4, 8), np.uint64), SAMPLING))  # fails, then halves
     assert Event.waits == 1
