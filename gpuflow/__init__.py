@@ -28,7 +28,7 @@ from gpuflow.errors import (
     SystemFault,
     TooManyBadSamples,
 )
-from gpuflow.runtime.hardware_queues import request_queues
+from gpuflow.runtime.hardware_queues import request_queues as _request_queues
 from gpuflow.version import __version__ as __version__
 from gpuflow.vocabulary import stage_table
 
@@ -73,7 +73,7 @@ __all__ = [
     "wrap",
 ]
 
-request_queues()
+_request_queues()
 
 _MODULES = {
     "Batch": "gpuflow.loader.batch",

@@ -310,20 +310,20 @@ class Rank:
         self._calls = Calls()
         stack.enter_context(self._calls.recorded())
         arms = [ARMS[name] for _, names in job.arms for name in names]
-        self._trainings = {
+        self.trainings = {
             ddp: Training(job.model, device, job.batch, ddp=ddp) for ddp in sorted({arm.ddp for arm in arms})
         }
         shape = (job.batch, 3, 224, 224)
         resident = torch.randn(shape, device=device).to(torch.bfloat16, memory_format=torch.channels_last)
-        self._resident = itertools.repeat(resident)
+        self.resident = itertools.repeat(resident)
         overrides = [f"source.folder={job.photos}", f"pipelines.train.batch.size={job.batch}"]
         self._loader = gpuflow.load(CONFIG, device=device, overrides=overrides)
         stack.callback(self._loader.close)
-        self._batches = (images for _ in itertools.count() for images, _ in self._loader)
-        stack.callback(self._batches.close)
+        self.batches = (images for _ in itertools.count() for images, _ in self._loader)
+        stack.callback(self.batches.close)
         if any(arm.fed for arm in arms):
             for _ in range(job.warm_up):
-                next(self._batches)
+                next(self.batches)
 
     def other_thread(self, what: str) -> AbstractContextManager[Callable[[], object]]:
         """What another thread does meanwhile. Gives a function to call before each step."""
@@ -341,7 +341,7 @@ class Rank:
 
     def measure(self, name: str, steps: int) -> Figures:
         arm, clock, marks, start = ARMS[name], self._clock, list[Any](), 0.0
-        training, batches = self._trainings[arm.ddp], self._batches if arm.fed else self._resident
+        training, batches = self.trainings[arm.ddp], self.batches if arm.fed else self.resident
         training.reset()
         with left_out(arm.without), self.other_thread(arm.other_thread) as before_step:
             for number in range(-WARM_UP_STEPS, steps):

@@ -1,0 +1,125 @@
+"""Where the threads of a training wait for locks, with and without the loader.
+
+    python experiments/ranks/lock_waits.py /dev/shm/photos [--arms resident gpuflow]
+
+Compiles lock_waits.c, which is loaded before other libraries and records each wait for a lock of pthreads: of CUDA's
+driver, of Python's interpreter, of torch. Recording takes time, so waits and steps are longer than without it. Needs
+gcc.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from one_rank import ARMS, WARM_UP_STEPS, Job, Rank, use
+
+SOURCE = Path(__file__).with_suffix(".c")
+PRELOAD = "LD_PRELOAD"
+INTERPRETER, OTHERS = "Python's interpreter", ("libc.so", "libcuda.so", "libpthread")
+"""What a wait in Python's own code is called, and libraries whose functions do not say what waits."""
+SHORTEST_MS = 0.02
+"""Shorter waits per step are not printed."""
+
+
+def compiled(folder: str) -> Path:
+    library = Path(folder) / "lock_waits.so"
+    subprocess.run(["gcc", "-O2", "-fPIC", "-shared", "-o", library, SOURCE, "-ldl", "-lpthread"], check=True)
+    return library
+
+
+def lines(path: Path, steps: int) -> Iterator[str]:
+    """The waits of a written file, for each thread the longest first."""
+    names = {thread.native_id: thread.name for thread in threading.enumerate()}
+    waits: dict[str, dict[tuple[str, str], list[float]]] = defaultdict(lambda: defaultdict(lambda: [0.0, 0.0]))
+    for line in path.read_text(encoding="utf-8").splitlines():
+        number, kind, count, ns, places = line.split("\t")
+        frames = [frame for frame in places.split("|") if frame]
+        named = (frame for frame in frames if not frame.startswith(OTHERS) and not frame.endswith(":?"))
+        place = next(named, frames[-1] if frames else "?")
+        if kind.endswith("limit") and frames and frames[0].startswith(("python", "libpython")):
+            kind = INTERPRETER
+        entry = waits[names.get(int(number), f"thread {number} of a library")][kind, place]
+        entry[0] += int(count) / steps
+        entry[1] += int(ns) / 1e6 / steps
+    for thread, found in sorted(waits.items()):
+        long_ones = [(ms, often, where) for where, (often, ms) in found.items() if ms >= SHORTEST_MS]
+        if long_ones:
+            yield f"  {thread}"
+        for ms, often, (kind, place) in sorted(long_ones, reverse=True):
+            yield f"    {often:7.1f} a step, {ms:6.2f} ms a step: {kind}, {place}"
+
+
+def measure(options: argparse.Namespace) -> None:
+    """Train with each arm, in a process that has the library."""
+    library = ctypes.CDLL(os.environ[PRELOAD])
+    device = torch.device("cuda", 0) if options.device == "cuda" else torch.device("cpu")
+    use(device)
+    torch.backends.cudnn.benchmark = True
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    backend = "nccl" if options.device == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
+    job = Job(
+        ranks=1,
+        model=options.model,
+        photos=str(options.photos),
+        device=options.device,
+        batch=options.batch,
+        seconds=0.0,
+        warm_up=options.warm_up,
+        workload="",
+        arms=((0, tuple(options.arms)),),
+        missing=frozenset(),
+        log=Path(os.devnull),
+        origin={},
+    )
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        rank = Rank(job, device, stack)
+        for name in options.arms:
+            rank.measure(name, WARM_UP_STEPS)
+            library.lock_waits_start()
+            figures = rank.measure(name, options.steps)
+            library.lock_waits_write(os.fsencode(folder / "waits"))
+            print(f"{name}: {figures.images_per_s:,.0f} images/s, {figures.interval_ms:.1f} ms a step (median)")
+            print(*lines(folder / "waits", options.steps + WARM_UP_STEPS), sep="\n", flush=True)
+    os._exit(0)  # without waiting for threads of NCCL
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("photos", type=Path, help="photographs, in a folder for each class")
+    parser.add_argument(
+        "--arms", nargs="+", choices=ARMS, default=["resident", "gpuflow"], metavar="ARM", help=", ".join(ARMS)
+    )
+    parser.add_argument("--model", default="resnet18", help="of torchvision")
+    parser.add_argument("--steps", type=int, default=50, help="of a measurement")
+    parser.add_argument("--warm-up", type=int, default=200, help="batches that are loaded first")
+    parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument(
+        "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: only to see that the script runs"
+    )
+    options = parser.parse_args()
+    if PRELOAD in os.environ:
+        measure(options)
+    with tempfile.TemporaryDirectory() as folder:
+        environment = {**os.environ, PRELOAD: str(compiled(folder))}
+        sys.exit(subprocess.run([sys.executable, *sys.argv], env=environment).returncode)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,159 @@
+"""Where the time of a training's steps goes: on the GPU, or waiting for batches, with few and many hardware queues.
+
+    python experiments/ranks/steps.py /dev/shm/photos [--queues 8 32] [--repeats 3] [--model resnet18]
+
+Each number of hardware queues is measured in its own process, on one GPU. There the step is launched kernel by kernel
+or as one CUDA graph, which leaves the processor almost nothing to do, with DistributedDataParallel (DDP) and without.
+See NOTES.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from one_rank import STEPS_AHEAD, WARM_UP_STEPS, Job, Rank, Training
+from torch.multiprocessing.spawn import spawn
+
+from gpuflow.runtime.hardware_queues import VARIABLE
+
+BEFORE_CAPTURE = 12
+"""The steps that DDP needs before a graph can be captured."""
+
+
+class GraphTraining:
+    """A training whose step is captured as a CUDA graph, on the first images that it gets."""
+
+    def __init__(self, model: str, device: torch.device, batch: int, *, ddp: bool) -> None:
+        self._side, self._graph = torch.cuda.Stream(device), torch.cuda.CUDAGraph()  # type: ignore[no-untyped-call]
+        self._images: torch.Tensor | None = None
+        with torch.cuda.stream(self._side):  # as DDP requires it
+            self._training = Training(model, device, batch, ddp=ddp)
+
+    def step(self, images: torch.Tensor) -> None:
+        if self._images is None:
+            self._images = images.clone()
+            self._capture(self._images)
+        self._images.copy_(images)
+        self._graph.replay()
+
+    def _capture(self, images: torch.Tensor) -> None:
+        self._side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._side):
+            for _ in range(BEFORE_CAPTURE):
+                self._training.step(images)
+        torch.cuda.current_stream().wait_stream(self._side)
+        torch.cuda.synchronize()
+        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):  # the loader's threads work meanwhile
+            self._training.step(images)
+
+
+class Steps(NamedTuple):
+    """images_per_s; and in ms of each step: working, how long the GPU worked on it, waiting, how long it waited for the
+    batch before that, getting, how long the loop waited for the batch."""
+
+    images_per_s: float
+    working: list[float]
+    waiting: list[float]
+    getting: list[float]
+
+    def __str__(self) -> str:
+        parts = [f"{self.images_per_s:7,.0f} images/s"]
+        for name, times in (("GPU works", self.working), ("GPU waits", self.waiting), ("loop waits", self.getting)):
+            middle, most = np.percentile(times, [50, 95])
+            parts.append(f"{name} {np.mean(times):.1f} (p50 {middle:.1f}, p95 {most:.1f})")
+        return "; ".join(parts) + " ms"
+
+
+def event() -> torch.cuda.Event:
+    found = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    found.record()
+    return found
+
+
+def measured(training: Any, batches: Iterator[torch.Tensor], steps: int, batch: int) -> Steps:
+    marks: list[tuple[torch.cuda.Event, torch.cuda.Event, torch.cuda.Event]] = []
+    getting, start = list[float](), 0.0
+    for number in range(-WARM_UP_STEPS, steps):
+        if number == 0:
+            torch.cuda.synchronize()
+            marks, getting, start = [], [], time.perf_counter()
+        asked, before = event(), time.perf_counter()
+        images = next(batches)
+        getting.append((time.perf_counter() - before) * 1000)
+        begun = event()
+        training.step(images)
+        del images
+        marks.append((asked, begun, event()))
+        if len(marks) > STEPS_AHEAD:
+            marks[-1 - STEPS_AHEAD][2].synchronize()
+    torch.cuda.synchronize()
+    rate = steps * batch / (time.perf_counter() - start)
+    working = [begun.elapsed_time(ended) for _, begun, ended in marks]
+    return Steps(rate, working, [asked.elapsed_time(begun) for asked, begun, _ in marks], getting)
+
+
+def measure(number: int, options: argparse.Namespace, port: int) -> None:
+    """One process; prints a line for each measurement."""
+    device = torch.device("cuda", 0)
+    torch.cuda.set_device(device)
+    torch.backends.cudnn.benchmark = True
+    address = f"tcp://127.0.0.1:{port}"
+    dist.init_process_group("nccl", init_method=address, rank=number, world_size=1, device_id=device)
+    job = Job(
+        ranks=1,
+        model=options.model,
+        photos=str(options.photos),
+        device="cuda",
+        batch=options.batch,
+        seconds=0.0,
+        warm_up=options.warm_up,
+        workload="",
+        arms=((0, ("gpuflow", "gpuflow without DDP")),),
+        missing=frozenset(),
+        log=Path(os.devnull),
+        origin={},
+    )
+    with ExitStack() as stack:
+        rank = Rank(job, device, stack)
+        trainings: dict[tuple[str, bool], Any] = {("launched", ddp): rank.trainings[ddp] for ddp in (False, True)}
+        for ddp in (False, True):
+            trainings["a graph", ddp] = GraphTraining(options.model, device, options.batch, ddp=ddp)
+        for repeat in range(options.repeats):
+            for (kind, ddp), training in trainings.items():
+                title = f"{os.environ[VARIABLE]:>2} queues, {kind:8}{', DDP' if ddp else ''}"
+                if repeat == 0:
+                    print(f"{title}, resident: {measured(training, rank.resident, options.steps, options.batch)}")
+                print(f"{title}: {measured(training, rank.batches, options.steps, options.batch)}", flush=True)
+    os._exit(0)  # without waiting for threads of NCCL
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("photos", type=Path, help="photographs, in a folder for each class")
+    parser.add_argument("--queues", type=int, nargs="+", default=[8, 32], help="hardware queues (default: 8 32)")
+    parser.add_argument("--model", default="resnet18", help="of torchvision")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=60, help="of a measurement")
+    parser.add_argument("--warm-up", type=int, default=256, help="batches that are loaded first")
+    parser.add_argument("--batch", type=int, default=256)
+    options = parser.parse_args()
+    for queues in options.queues:
+        os.environ[VARIABLE] = str(queues)
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        spawn(measure, (options, port), nprocs=1)  # type: ignore[no-untyped-call]
+
+
+if __name__ == "__main__":
+    main()
