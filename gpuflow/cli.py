@@ -10,7 +10,7 @@ import os
 import shlex
 import sys
 import warnings
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -25,6 +25,8 @@ from gpuflow.errors import ConfigError, GpuflowError, Problem, is_system_fault
 from gpuflow.version import __version__
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from gpuflow.config import Config
     from gpuflow.loader.loader import Loader
 
@@ -148,15 +150,23 @@ def _read(path: Path, overrides: list[str] | None) -> Config:
     return read_config(path, stage_table(), overrides or [])
 
 
-def _bar(console: Console = _err) -> Progress:
-    return Progress(
+@contextmanager
+def _bar(console: Console = _err) -> Iterator[Progress]:
+    """A progress bar. What fails before its first step leaves none behind."""
+    columns = (
         TextColumn("{task.description}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
         TimeRemainingColumn(),
         TextColumn("{task.fields[note]}", markup=False),
-        console=console,
     )
+    with Progress(*columns, console=console) as bar:
+        try:
+            yield bar
+        except BaseException:
+            for task in bar.tasks:
+                bar.update(task.id, visible=task.completed > 0)
+            raise
 
 
 class SampleKind(enum.StrEnum):
@@ -696,9 +706,10 @@ def serve(
     """
     from gpuflow.serve.http.app import RequestLimits
     from gpuflow.serve.http.server import run
-    from gpuflow.serve.predictor import open_predictor
+    from gpuflow.serve.predictor import check_block, open_predictor
 
     config = _read(path, overrides)
+    check_block(config)
     limits = RequestLimits(
         max_body_bytes=round(max_body_mb * 1e6),
         max_queue=max_queue,

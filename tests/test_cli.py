@@ -387,6 +387,33 @@ def test_bench_of_an_unknown_pipeline(gpuflow: Run, config: Path) -> None:
     assert done.err == f"error: {config}: pipelines has no pipeline 'vall'; did you mean 'val'?\n"
 
 
+def test_bench_of_a_source_that_is_not_there_has_no_bar_and_no_traceback(gpuflow: Run, config: Path) -> None:
+    done = gpuflow("bench", config, "source.folder=/nowhere", "--workers", "1")
+    first, second, *rest = done.err.strip().splitlines()
+    assert (done.code, first, rest) == (1, "error: bench: gpuflow with 1 worker(s) failed:", [])
+    assert second.startswith(f"{config}: source: source.folder must be a directory, got '/nowhere'")
+
+
+# --- serve ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("block", "text"),
+    [
+        ("", ": has no block serve; add serve: {stages: ..., model: ...}"),
+        (
+            "serve: {stages: [decode, {resize: {height: 24, width: 24}}, normalize]}\n",
+            ": serve has no model; add model:",
+        ),
+    ],
+)
+def test_serve_needs_a_block_with_a_model_before_it_listens(block: str, text: str, gpuflow: Run, config: Path) -> None:
+    config.write_text(config.read_text() + block)
+    done = gpuflow("serve", config, "--port", "0")
+    assert done.code == 1
+    assert done.err.startswith(f"error: {config}{text}"), "and no line says that it serves"
+
+
 # --- what cannot be written, and faults of the machine ----------------------------------------------------------------
 
 

@@ -61,6 +61,8 @@ def read_yaml(path: str, *, holds: str = "source and pipelines") -> tuple[dict[s
         raise error(_CYCLE, code="config.yaml") from None
     except (yaml.YAMLError, ValueError) as cause:
         raise error(f"is not valid YAML: {cause}", code="config.yaml") from cause
+    if node is None:
+        raise error(f"is empty; write a mapping with {holds}", code="config.type")
     if not isinstance(data, dict):
         raise error(f"must be a mapping with {holds}", data, code="config.type")
     return data, lines

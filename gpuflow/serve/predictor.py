@@ -35,11 +35,20 @@ from gpuflow.torchpipe.graph import DEFAULT_BATCH, MODEL, PREDICT, Graph, chain,
 from gpuflow.torchpipe.running_graph import RunningGraph
 
 if TYPE_CHECKING:
-    from gpuflow.config import Config, ModelSpec
+    from gpuflow.config import Config, ModelSpec, ServeSpec
     from gpuflow.engines.plans import Platform
     from gpuflow.pipeline.program import Program
 
-__all__ = ["CallableEngine", "Image", "Labels", "Prediction", "Predictor", "chain_here", "open_predictor"]
+__all__ = [
+    "CallableEngine",
+    "Image",
+    "Labels",
+    "Prediction",
+    "Predictor",
+    "chain_here",
+    "check_block",
+    "open_predictor",
+]
 
 Image = bytes | bytearray | memoryview | str | os.PathLike[str]
 """One encoded image: its bytes, or the path of its file."""
@@ -453,6 +462,16 @@ def chain_here(
     )
 
 
+def check_block(config: Config, *, needs_model: bool = True) -> ServeSpec:
+    """The block `serve` of a configuration. Raises ConfigError if it has none, or none with a model."""
+    if config.serve is None:
+        raise ConfigError([Problem(f"{config.path}:", "has no block serve; add serve: {stages: ..., model: ...}")])
+    if needs_model and config.serve.model is None:
+        problem = "has no model; add model: {file: ...}, or load it with model= or preprocess_only=True"
+        raise ConfigError([Problem(f"{config.path}: serve", problem)])
+    return config.serve
+
+
 def open_predictor(
     config: Config,
     *,
@@ -461,12 +480,8 @@ def open_predictor(
     preprocess_only: bool = False,
 ) -> Predictor:
     """The predictor of a configuration's block `serve`. See `gpuflow.serve.load`."""
-    if config.serve is None:
-        raise ConfigError([Problem(f"{config.path}:", "has no block serve; add serve: {stages: ..., model: ...}")])
-    program, block = config.programs["serve"], config.serve.model
-    if block is None and model is None and not preprocess_only:
-        problem = "has no model; add model: {file: ...}, or load it with model= or preprocess_only=True"
-        raise ConfigError([Problem(f"{config.path}: serve", problem)])
+    block = check_block(config, needs_model=model is None and not preprocess_only).model
+    program = config.programs["serve"]
     target = Ranks.from_environment().device(device)
     engines: Sequence[Engine] = ()
     classes: tuple[str, ...] | None = None

@@ -302,7 +302,10 @@ def write_results(path: Path, rows: Iterable[dict[str, Any]]) -> None:
 def _main() -> None:
     fields = json.loads(sys.argv[1])
     job = Job(**{**fields, "overrides": tuple(fields["overrides"])})
-    result = rate(_arm(job.arm)(job), warm_up=job.warm_up, seconds=job.seconds)
+    try:
+        result = rate(_arm(job.arm)(job), warm_up=job.warm_up, seconds=job.seconds)
+    except GpuflowError as error:
+        sys.exit(str(error))
     print(json.dumps(result), flush=True)
     os._exit(0)  # do not wait for persistent workers of another loader
 

@@ -38,8 +38,9 @@ def test_a_missing_file(here: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("", "x.yaml: must be a mapping with source and pipelines, got null"),
-        ("# nothing\n", "x.yaml: must be a mapping with source and pipelines, got null"),
+        ("", "x.yaml: is empty; write a mapping with source and pipelines"),
+        ("# nothing\n", "x.yaml: is empty; write a mapping with source and pipelines"),
+        ("null\n", "x.yaml: must be a mapping with source and pipelines, got null"),
         ("- source\n", "x.yaml: must be a mapping with source and pipelines, got ['source']"),
         ("photos", "x.yaml: must be a mapping with source and pipelines, got 'photos'"),
         ("a: 1\nb: c: d\n", "x.yaml:2: is not valid YAML: mapping values are not allowed here"),
