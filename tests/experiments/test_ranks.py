@@ -278,3 +278,12 @@ def test_two_ranks_are_measured_on_a_cpu_and_not_again(
         found = {(row["arm"], row["metric"]) for row in csv.DictReader(file)}
     metrics = ("images_per_s", "step_ratio", "interval_ms", "interval_p95_ms")
     assert found == {(arm, metric) for arm in ("resident", "gpuflow") for metric in metrics}
+
+
+def test_a_line_of_steps_has_means_medians_and_95th_percentiles() -> None:
+    with imported(HERE, ["one_rank", "steps"]) as modules:
+        one = modules["steps"].Steps(12_345.6, working=[20.0, 20.0, 22.0], waiting=[0.0, 0.0, 3.0], getting=[1.0] * 3)
+    assert str(one) == (
+        " 12,346 images/s; GPU works 20.7 (p50 20.0, p95 21.8); GPU waits 1.0 (p50 0.0, p95 2.7); "
+        "loop waits 1.0 (p50 1.0, p95 1.0) ms"
+    )
