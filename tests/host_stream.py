@@ -15,7 +15,7 @@ __all__ = ["FakeEvent", "HostStream"]
 
 
 class FakeEvent:
-    """Takes the place of a `torch.cuda.Event`, which the GPU has passed once a test sets `passed`."""
+    """Replaces a `torch.cuda.Event`, which the GPU has passed once a test sets `passed`."""
 
     passed = False
 

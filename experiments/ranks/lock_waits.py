@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import ctypes
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -23,8 +22,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
-from one_rank import ARMS, WARM_UP_STEPS, Job, Rank, use
+from one_rank import ARMS, WARM_UP_STEPS, only_rank
 
 SOURCE = Path(__file__).with_suffix(".c")
 PRELOAD = "LD_PRELOAD"
@@ -66,30 +64,9 @@ def measure(options: argparse.Namespace) -> None:
     """Train with each arm, in a process that has the library."""
     library = ctypes.CDLL(os.environ[PRELOAD])
     device = torch.device("cuda", 0) if options.device == "cuda" else torch.device("cpu")
-    use(device)
-    torch.backends.cudnn.benchmark = True
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    backend = "nccl" if options.device == "cuda" else "gloo"
-    dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
-    job = Job(
-        ranks=1,
-        model=options.model,
-        photos=str(options.photos),
-        device=options.device,
-        batch=options.batch,
-        seconds=0.0,
-        warm_up=options.warm_up,
-        workload="",
-        arms=((0, tuple(options.arms)),),
-        missing=frozenset(),
-        log=Path(os.devnull),
-        origin={},
-    )
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        rank = Rank(job, device, stack)
+        rank = only_rank(options, device, options.arms, stack)
         for name in options.arms:
             rank.measure(name, WARM_UP_STEPS)
             library.lock_waits_start()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import datetime
 import itertools
 import json
 import os
+import socket
 import statistics
 import threading
 import time
@@ -371,6 +373,51 @@ class Rank:
         return combined([Figures(*figures.tolist()) for figures in every])
 
 
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+        return port
+
+
+def join_group(number: int, ranks: int, device: torch.device, port: int) -> None:
+    """Make this process rank `number` of a process group."""
+    on_gpu = device.type == "cuda"
+    use(device)
+    torch.backends.cudnn.benchmark = True
+    dist.init_process_group(
+        "nccl" if on_gpu else "gloo",
+        init_method=f"tcp://127.0.0.1:{port}",
+        rank=number,
+        world_size=ranks,
+        timeout=datetime.timedelta(seconds=WAIT_SECONDS),
+        device_id=device if on_gpu else None,
+    )
+
+
+def only_rank(options: argparse.Namespace, device: torch.device, arms: Sequence[str], stack: ExitStack) -> Rank:
+    """The rank of this process in a process group of one, for scripts that call `Rank.measure` themselves.
+
+    options: photos, model, batch and warm_up, see `Job`.
+    """
+    join_group(0, 1, device, free_port())
+    job = Job(
+        ranks=1,
+        model=options.model,
+        photos=str(options.photos),
+        device=device.type,
+        batch=options.batch,
+        seconds=0.0,
+        warm_up=options.warm_up,
+        workload="",
+        arms=((0, tuple(arms)),),
+        missing=frozenset(),
+        log=Path(os.devnull),
+        origin={},
+    )
+    return Rank(job, device, stack)
+
+
 def append(log: Path, record: Record) -> None:
     with log.open("a", encoding="utf-8") as file:
         file.write(json.dumps(record) + "\n")
@@ -378,18 +425,8 @@ def append(log: Path, record: Record) -> None:
 
 def main(number: int, job: Job, port: int) -> None:
     """The process of rank `number`."""
-    on_gpu = job.device == "cuda"
-    device = torch.device("cuda", number) if on_gpu else torch.device("cpu")
-    use(device)
-    torch.backends.cudnn.benchmark = True
-    dist.init_process_group(
-        "nccl" if on_gpu else "gloo",
-        init_method=f"tcp://127.0.0.1:{port}",
-        rank=number,
-        world_size=job.ranks,
-        timeout=datetime.timedelta(seconds=WAIT_SECONDS),
-        device_id=device if on_gpu else None,
-    )
+    device = torch.device("cuda", number) if job.device == "cuda" else torch.device("cpu")
+    join_group(number, job.ranks, device, port)
     with ExitStack() as stack:
         rank = Rank(job, device, stack)
         rate = rank.measure_all("resident", WARM_UP_STEPS)["images_per_s"] / job.ranks

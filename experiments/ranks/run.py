@@ -14,7 +14,6 @@ import argparse
 import csv
 import datetime
 import json
-import socket
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from one_rank import ARMS, WARM_UP_STEPS, Job, Record
+from one_rank import ARMS, WARM_UP_STEPS, Job, Record, free_port
 from one_rank import main as measure
 from torch.multiprocessing.spawn import ProcessException, spawn
 
@@ -175,10 +174,7 @@ def job_of(options: argparse.Namespace, gpus: int, model: str, records: Sequence
 
 def run_ranks(job: Job) -> None:
     """Run the processes of a job. Raises what one of them raised, or TimeoutError; then all of them have ended."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    context = spawn(measure, (job, port), nprocs=job.ranks, join=False)  # type: ignore[no-untyped-call]
+    context = spawn(measure, (job, free_port()), nprocs=job.ranks, join=False)  # type: ignore[no-untyped-call]
     turns = sum(len(names) for _, names in job.arms)
     limit = START_SECONDS + turns * (SLOWEST * job.seconds + WARM_UP_STEPS)
     end = time.monotonic() + limit

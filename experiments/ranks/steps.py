@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import socket
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -20,8 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
-from one_rank import STEPS_AHEAD, WARM_UP_STEPS, Job, Rank, Training
+from one_rank import STEPS_AHEAD, WARM_UP_STEPS, Training, only_rank
 from torch.multiprocessing.spawn import spawn
 
 from gpuflow.runtime.hardware_queues import VARIABLE
@@ -102,29 +100,11 @@ def measured(training: Any, batches: Iterator[torch.Tensor], steps: int, batch: 
     return Steps(rate, working, [asked.elapsed_time(begun) for asked, begun, _ in marks], getting)
 
 
-def measure(number: int, options: argparse.Namespace, port: int) -> None:
+def measure(_number: int, options: argparse.Namespace) -> None:
     """One process; prints a line for each measurement."""
     device = torch.device("cuda", 0)
-    torch.cuda.set_device(device)
-    torch.backends.cudnn.benchmark = True
-    address = f"tcp://127.0.0.1:{port}"
-    dist.init_process_group("nccl", init_method=address, rank=number, world_size=1, device_id=device)
-    job = Job(
-        ranks=1,
-        model=options.model,
-        photos=str(options.photos),
-        device="cuda",
-        batch=options.batch,
-        seconds=0.0,
-        warm_up=options.warm_up,
-        workload="",
-        arms=((0, ("gpuflow", "gpuflow without DDP")),),
-        missing=frozenset(),
-        log=Path(os.devnull),
-        origin={},
-    )
     with ExitStack() as stack:
-        rank = Rank(job, device, stack)
+        rank = only_rank(options, device, ["gpuflow", "gpuflow without DDP"], stack)
         trainings: dict[tuple[str, bool], Any] = {("launched", ddp): rank.trainings[ddp] for ddp in (False, True)}
         for ddp in (False, True):
             trainings["a graph", ddp] = GraphTraining(options.model, device, options.batch, ddp=ddp)
@@ -149,10 +129,7 @@ def main() -> None:
     options = parser.parse_args()
     for queues in options.queues:
         os.environ[VARIABLE] = str(queues)
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        spawn(measure, (options, port), nprocs=1)  # type: ignore[no-untyped-call]
+        spawn(measure, (options,), nprocs=1)  # type: ignore[no-untyped-call]
 
 
 if __name__ == "__main__":

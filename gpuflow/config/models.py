@@ -524,6 +524,14 @@ class Config:
             raise ConfigError([replace(problem, place=f"{self.path}:")])
         return self.views[name] if name in self.views else self.programs[name]
 
+    def serve_block(self) -> ServeSpec:
+        """The block `serve`. Raises ConfigError if there is none."""
+        if self.serve is None:
+            action = "add serve: {stages: ..., model: ...}"
+            problem = Problem(f"{self.path}:", "has no block serve", action=action, code="config.missing_key")
+            raise ConfigError([problem])
+        return self.serve
+
     def split_of(self, name: str) -> str | None:
         """The part of `source.split` that a pipeline reads; None if it reads the whole source, as `serve` does."""
         split = self.pipelines[name].split if name in self.pipelines else None

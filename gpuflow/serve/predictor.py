@@ -464,12 +464,11 @@ def chain_here(
 
 def check_block(config: Config, *, needs_model: bool = True) -> ServeSpec:
     """The block `serve` of a configuration. Raises ConfigError if it has none, or none with a model."""
-    if config.serve is None:
-        raise ConfigError([Problem(f"{config.path}:", "has no block serve; add serve: {stages: ..., model: ...}")])
-    if needs_model and config.serve.model is None:
+    block = config.serve_block()
+    if needs_model and block.model is None:
         problem = "has no model; add model: {file: ...}, or load it with model= or preprocess_only=True"
         raise ConfigError([Problem(f"{config.path}: serve", problem)])
-    return config.serve
+    return block
 
 
 def open_predictor(

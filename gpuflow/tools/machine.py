@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from gpuflow.runtime import hardware_queues
+
 __all__ = [
     "MODULES",
     "VARIABLES",
@@ -33,7 +35,7 @@ MODULES = {
 }
 """The modules that gpuflow cannot run without: module -> the distribution that contains it."""
 VARIABLES = (
-    "CUDA_DEVICE_MAX_CONNECTIONS",
+    hardware_queues.VARIABLE,
     "CUDA_LAUNCH_BLOCKING",
     "CUDA_VISIBLE_DEVICES",
     "PYTORCH_NO_CUDA_MEMORY_CACHING",

@@ -109,16 +109,13 @@ def lower(config: Config, *, device: str = "cpu") -> Graph:
     """
     from gpuflow.config.resources import serving_processes_of, threads_of
 
-    if config.serve is None:
-        action = "add serve: {stages: ..., model: ...}"
-        problem = Problem(f"{config.path}:", "has no block serve", action=action, code="config.missing_key")
-        raise ConfigError([problem])
+    model = config.serve_block().model
     return chain(
         config.programs["serve"],
-        config.serve.model,
+        model,
         origin=config.path,
         threads=threads_of(config.run),
-        processes=serving_processes_of(config.run, images_at_a_time(config.serve.model)),
+        processes=serving_processes_of(config.run, images_at_a_time(model)),
         device=device,
     )
 

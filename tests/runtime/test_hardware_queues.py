@@ -14,9 +14,12 @@ from gpuflow.runtime import hardware_queues
 from gpuflow.runtime.hardware_queues import QUEUES, VARIABLE, request_queues, warn_if_late
 
 
-@pytest.fixture(autouse=True)
-def as_imported_now(monkeypatch: pytest.MonkeyPatch) -> None:
+def import_gpuflow(monkeypatch: pytest.MonkeyPatch, *, after_the_gpu_was_used: bool) -> None:
+    """What importing it does, in an environment that does not set the variable."""
+    monkeypatch.delenv(VARIABLE, raising=False)
     monkeypatch.setattr(hardware_queues, "_late", False)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: after_the_gpu_was_used)
+    request_queues()
 
 
 @pytest.mark.parametrize(("before", "after"), [(None, str(QUEUES)), ("1", "1"), ("8", "8")])
@@ -33,9 +36,7 @@ def test_importing_gpuflow_asks_for_all_queues_unless_the_environment_says_how_m
 def test_a_process_that_used_the_gpu_before_is_warned_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.delenv(VARIABLE)
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    request_queues()
+    import_gpuflow(monkeypatch, after_the_gpu_was_used=True)
     assert VARIABLE not in os.environ, "it would have no effect any more"
     with caplog.at_level(logging.WARNING):
         warn_if_late()
@@ -47,9 +48,7 @@ def test_a_process_that_used_the_gpu_before_is_warned_once(
 def test_no_warning_where_the_queues_were_asked_for_in_time(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.delenv(VARIABLE)
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
-    request_queues()
+    import_gpuflow(monkeypatch, after_the_gpu_was_used=False)
     assert os.environ[VARIABLE] == str(QUEUES)
     warn_if_late()
     assert not caplog.records
