@@ -71,8 +71,7 @@ class _Part:
 
     def send(self, worker: WorkerConnection) -> bool:
         offsets, sizes = ([values[i] for i in self.rows] for values in (self.payload.offsets, self.payload.sizes))
-        worker.send((self.start, offsets, sizes, self.keys, self.count))
-        return worker.share(self.payload.buffer) and worker.share(self.memory)
+        return worker.send((self.start, offsets, sizes, self.keys, self.count), self.payload.buffer, self.memory)
 
 
 class PendingImages:

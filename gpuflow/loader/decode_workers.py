@@ -86,8 +86,8 @@ class DecodeWorkers:
 
         def exchange(worker: WorkerConnection) -> Outcome | None:
             memory = slots.memory if isinstance(slots, ViewSlots) else slots
-            worker.send((indices, keys, start, len(memory), sizes))
-            outcome: Outcome | None = worker.answer() if worker.share(memory) else None
+            shared = worker.send((indices, keys, start, len(memory), sizes), memory)
+            outcome: Outcome | None = worker.answer() if shared else None
             return outcome
 
         return self._pool.request(exchange)

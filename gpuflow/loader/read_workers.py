@@ -138,7 +138,7 @@ class _Workers:
             if size is None:
                 return None
             buffer = allocate_once(size)
-            if not worker.share(buffer):
+            if not worker.send(None, buffer):
                 return None
             answer = worker.answer()
             if answer is None:
@@ -199,6 +199,7 @@ def work(connection: ParentConnection, prepared: _Reader) -> None:
 
     def allocate(size: int) -> NDArray[np.uint8]:
         connection.send(size)
+        connection.recv()
         memory = connection.memory()
         if memory is None:
             raise _NotShared

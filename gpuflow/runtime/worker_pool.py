@@ -23,12 +23,14 @@ import mmap
 import os
 import pickle
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import threading
 import time
 import weakref
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib import import_module
@@ -60,6 +62,8 @@ _ANSWER_SECONDS, _END_SECONDS, _POLL_SECONDS, _SHORT_POLL_SECONDS = 300.0, 2.0, 
 _KILLED_SECONDS = 20.0
 """How long a killed process may take to end: one that runs where cores are idle needs some time of a core for it."""
 _MAX_PIDS_BYTES = 1 << 16
+_HEADER, _READ_BYTES = struct.Struct("!i"), 1 << 20
+"""What `multiprocessing.connection.Connection` writes before a message of less than 2 GiB: its length."""
 
 
 def _current_directory() -> str | None:
@@ -195,33 +199,54 @@ class WorkerConnection:
     def __init__(self, connection: Connection[Any, Any], server: ForkServer, worker: int) -> None:
         self._connection, self.worker = connection, (server, worker)
         self._known: set[int] = set()
+        self._received = bytearray()
+        with socket.socket(fileno=os.dup(connection.fileno())) as same:
+            seconds, rest = divmod(_ANSWER_SECONDS, 1)
+            same.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", int(seconds), int(rest * 1e6)))
 
-    def send(self, value: object) -> None:
-        self._connection.send(value)
+    def send(self, value: object, *memory: NDArray[Any]) -> bool:
+        """Send a value, and let the worker map memory that `memory.shared` allocated, in one message.
+
+        Returns False if some of it is other memory, for which the worker gets None from `ParentConnection.memory`.
+        """
+        shares: list[tuple[SharedBlock, bool, set[int]] | None] = []
+        descriptors = []
+        for block in map(shared_block, memory):
+            if block is None:
+                shares.append(None)
+                continue
+            released = self._known - shared_keys()
+            known = block.key in self._known
+            self._known = self._known - released | {block.key}
+            shares.append((block, known, released))
+            if not known:
+                descriptors.append(block.descriptor)
+        self._connection.send((value, shares))
+        for descriptor in descriptors:
+            send_handle(self._connection, descriptor, 0)  # Linux ignores the process id
+        return None not in shares
 
     def has_answer(self) -> bool:
-        return self._connection.poll()
+        return bool(self._received) or self._connection.poll()
 
     def answer(self) -> Any:
-        """Wait for the worker's next message."""
-        if not self._connection.poll(_ANSWER_SECONDS):
-            raise _no_answer()
-        return self._connection.recv()
+        """Wait for the worker's next message.
 
-    def share(self, memory: NDArray[Any]) -> bool:
-        """Let the worker map memory that `memory.shared` allocated. False if it is other memory; the worker then gets
-        None from `ParentConnection.memory`."""
-        block = shared_block(memory)
-        if block is None:
-            self.send(None)
-            return False
-        released = self._known - shared_keys()
-        known = block.key in self._known
-        self._known = self._known - released | {block.key}
-        self.send((block, known, released))
-        if not known:
-            send_handle(self._connection, block.descriptor, 0)  # Linux ignores the process id
-        return True
+        `Connection.recv` calls the system three times, and each call gives Python's interpreter away.
+        """
+        data = self._received
+        while len(data) < _HEADER.size or len(data) < _HEADER.size + _HEADER.unpack_from(data)[0]:
+            try:
+                more = os.read(self._connection.fileno(), _READ_BYTES)
+            except BlockingIOError:
+                raise _no_answer() from None
+            if not more:
+                raise EOFError("the worker has ended")
+            data += more
+        end = _HEADER.size + _HEADER.unpack_from(data)[0]
+        message = pickle.loads(memoryview(data)[_HEADER.size : end])
+        self._received = data[end:]
+        return message
 
     def close(self) -> None:
         """Only the thread that uses it may call this: another one's descriptor could be reused under it."""
@@ -567,17 +592,20 @@ class ParentConnection:
 
     def __init__(self, connection: Connection[Any, Any]) -> None:
         self._connection = connection
+        self._shares = deque[tuple[SharedBlock, bool, set[int]] | None]()
         self._mapped: dict[int, NDArray[np.uint8]] = {}
 
     def recv(self) -> Any:
-        return self._connection.recv()
+        value, shares = self._connection.recv()
+        self._shares.extend(shares)
+        return value
 
     def send(self, value: object) -> None:
         self._connection.send(value)
 
     def memory(self) -> NDArray[np.uint8] | None:
-        """The memory that `WorkerConnection.share` got, from its first byte on, mapped here; None if not shared."""
-        message: tuple[SharedBlock, bool, set[int]] | None = self._connection.recv()
+        """The next memory that `WorkerConnection.send` got, from its first byte on, mapped here; None if not shared."""
+        message = self._shares.popleft()
         if message is None:
             return None
         block, known, released = message

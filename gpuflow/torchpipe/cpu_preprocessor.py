@@ -96,8 +96,7 @@ class CpuPreprocessor:
         """Have a worker decode a part of the files, if one is free."""
 
         def send(worker: WorkerConnection) -> bool:
-            worker.send((part.start, payload.offsets[part], payload.sizes[part]))
-            return worker.share(payload.buffer) and worker.share(slots)
+            return worker.send((part.start, payload.offsets[part], payload.sizes[part]), payload.buffer, slots)
 
         return self._pool.begin(send)
 

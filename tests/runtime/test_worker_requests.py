@@ -188,7 +188,8 @@ def test_memory_is_mapped_once_for_all_requests() -> None:
     connection, worker = WorkerConnection(ours, cast(ForkServer, None), 0), ParentConnection(theirs)
 
     def shared(memory: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        assert connection.share(memory)
+        assert connection.send("memory", memory)
+        assert worker.recv() == "memory"
         mapped = worker.memory()
         assert mapped is not None
         return mapped
@@ -199,7 +200,10 @@ def test_memory_is_mapped_once_for_all_requests() -> None:
     assert [int(mapped[0]) for mapped in seen] == [1, 2, 1, 2]
     places = [mapped.ctypes.data for mapped in seen]
     assert places[:2] == places[2:]
-    assert not connection.share(np.zeros(10, np.uint8)), "ordinary memory"
+    assert not connection.send("memory", first, np.zeros(10, np.uint8)), "the second is ordinary memory"
+    assert worker.recv() == "memory"
+    mapped = worker.memory()
+    assert mapped is not None and mapped[0] == 1
     assert worker.memory() is None
     ours.close()
     theirs.close()
