@@ -29,7 +29,7 @@ class HostStream:
     calls: counts `copies` to the device and calls of `synchronize`.
     """
 
-    device, cuda_stream = torch.device("cpu"), 7
+    device, cuda_stream, cuda_event = torch.device("cpu"), 7, 9
 
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()

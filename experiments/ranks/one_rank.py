@@ -24,6 +24,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 import torch.distributed as dist
+from calls_in_c import calls_in_c
 from numpy.typing import NDArray
 
 import gpuflow
@@ -64,6 +65,8 @@ ARMS = {
     "gpuflow without decoding": Arm(fed=True, without=("decoding",)),
     "gpuflow without decoding and sampling": Arm(fed=True, without=("decoding", "sampling")),
     "decoding only": Arm(other_thread="decoding"),
+    "calls in C": Arm(other_thread="calls in C"),
+    "calls in C without DDP": Arm(other_thread="calls in C", ddp=False),
     "busy interpreter": Arm(other_thread="computing"),
     "resident without DDP": Arm(ddp=False),
     "gpuflow without DDP": Arm(fed=True, ddp=False),
@@ -118,9 +121,8 @@ def computing(share: float) -> Iterator[Callable[[], object]]:
         thread.join(WAIT_SECONDS)
 
 
-@contextmanager
-def decoding(runner: Any, files: Sequence[bytes], device: torch.device) -> Iterator[Callable[[], object]]:
-    """Another thread decodes and samples one chunk for each call of the function; nothing uses the result."""
+def one_chunk(runner: Any, files: Sequence[bytes], device: torch.device) -> Callable[[], None]:
+    """A function that prepares and launches one chunk. Nothing uses the result."""
 
     def pinned(size: int) -> NDArray[np.uint8]:
         memory: NDArray[np.uint8] = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda").numpy()
@@ -130,13 +132,21 @@ def decoding(runner: Any, files: Sequence[bytes], device: torch.device) -> Itera
         faults = runner.launch(runner.prepare(payload, keys, range(len(files))), slots)
         assert not any(faults), faults
 
+    payload, keys = Payload.of(files, pinned), Keys(0, 0, np.arange(len(files)))
+    slots = runner.slots(len(files))
+    return decode
+
+
+@contextmanager
+def decoding(decode: Callable[[], None], device: torch.device) -> Iterator[Callable[[], object]]:
+    """Another thread decodes and samples one chunk for each call of the function."""
+
     def decode_one_more() -> None:
         under_way.append(decoder.submit(decode))
         if len(under_way) > STEPS_AHEAD:
             under_way.popleft().result(WAIT_SECONDS)
 
-    payload, keys = Payload.of(files, pinned), Keys(0, 0, np.arange(len(files)))
-    slots, under_way = runner.slots(len(files)), deque[Future[None]]()
+    under_way = deque[Future[None]]()
     with ThreadPoolExecutor(1, initializer=lambda: use(device)) as decoder:
         yield decode_one_more
         for future in under_way:
@@ -334,10 +344,16 @@ class Rank:
                 return contextlib.nullcontext(lambda: None)
             case "computing":
                 return computing(COMPUTING_SHARE)
-            case "decoding":
+            case "decoding" | "calls in C":
                 source = self._loader.dataset
                 files = [Path(source.path(index)).read_bytes() for index in range(self._job.batch)]
-                return decoding(self._loader._plan.gpu, files, self._device)
+                decode = one_chunk(self._loader._plan.gpu, files, self._device)
+                if what == "decoding":
+                    return decoding(decode, self._device)
+                repeated: AbstractContextManager[Callable[[], object]] = calls_in_c(
+                    decode, self._device, ahead=STEPS_AHEAD, seconds=WAIT_SECONDS
+                )
+                return repeated
             case _:
                 raise AssertionError(what)
 

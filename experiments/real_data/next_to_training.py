@@ -36,7 +36,7 @@ PARTS = {
     "gpuflow.execute.gpu.GpuRunner._new_calls": "  form calls",
     "gpuflow.execute.nvjpeg_decoders.NvjpegDecoderPool._acquire_place": "  wait for a decoder",
     "gpuflow.execute.nvjpeg_decoders.NvjpegDecoder.decode": "  decode",
-    "gpuflow.decode.nvjpeg.BatchedDecoder.decode": "    one call of nvJPEG",
+    "gpuflow.decode.nvjpeg.BatchedDecoder.decode_by": "    one call of nvJPEG",
 }
 """Functions of the loader, and what they do."""
 RESIDENT_SECONDS, SETTLING_STEPS = 0.5, 24

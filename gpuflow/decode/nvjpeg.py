@@ -13,7 +13,7 @@ from __future__ import annotations
 import ctypes
 import ctypes.util
 import importlib.util
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
@@ -138,16 +138,31 @@ class BatchedDecoder:
         Raises:
             NvjpegError: the call failed; any image may be the cause, and the state of every image is unknown.
         """
-        if len(data) != self.batch_size:
-            status = self._library.initialize(self._handle, self._state, len(data), 1, self._format)
-            self._check("nvjpegDecodeBatchedInitialize", status)
-            self.batch_size = len(data)
-        status = self._library.decode(
-            self._handle, self._state, data.ctypes.data, lengths.ctypes.data, images.ctypes.data, stream
-        )
-        if status:
+
+        def run(handle: int, state: int, form: int, *, initialize: bool) -> None:
+            if initialize:
+                status = self._library.initialize(handle, state, len(data), 1, form)
+                self._check("nvjpegDecodeBatchedInitialize", status)
+            status = self._library.decode(
+                handle, state, data.ctypes.data, lengths.ctypes.data, images.ctypes.data, stream
+            )
+            self._check("nvjpegDecodeBatched", status)
+
+        self.decode_by(run, len(data))
+
+    def decode_by(self, run: Callable[..., None], count: int) -> None:
+        """Have a function make the calls for `count` images.
+
+        run: gets the nvjpegHandle_t, the nvjpegJpegState_t and the output format as integers, and `initialize`: whether
+            the state has to be initialized first, because the last call had another number of images.
+        """
+        handle, state = self._handle.value, self._state.value
+        try:
+            run(handle, state, self._format, initialize=count != self.batch_size)
+        except BaseException:
             self.batch_size = 0  # the state may be corrupt, so the next call initializes it again
-        self._check("nvjpegDecodeBatched", status)
+            raise
+        self.batch_size = count
 
     def _check(self, call: str, status: int) -> None:
         if status:

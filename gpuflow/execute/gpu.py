@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 from gpuflow.decode.nvjpeg import NvjpegLibrary
 from gpuflow.errors import BadSampleError, LoaderTimeout
+from gpuflow.execute import packing
 from gpuflow.execute.canvas import Canvas, Tiles, tiles_of
 from gpuflow.execute.chunk_scan import ChunkScan, ChunkScanner, Prescan
 from gpuflow.execute.cpu import CpuRunners
@@ -34,7 +35,10 @@ from gpuflow.execute.decode_buffers import BUFFERS, BUFFERS_FOR_ONE_CALL, Decode
 from gpuflow.execute.decode_calls import DecodeCall, Undecoded, plan_calls
 from gpuflow.execute.device_stream import SHORT_WAIT, DeviceStream, allocate_slots, send_array
 from gpuflow.execute.file_checks import FileChecks
+from gpuflow.execute.first_passes import FirstPasses
+from gpuflow.execute.gpu_call import GpuCalls, Transfer
 from gpuflow.execute.gpu_passes import DevicePasses, Target, offsets_of, plan_of
+from gpuflow.execute.image_copies import ImageCopies, ImageRows
 from gpuflow.execute.nvjpeg_decoders import CALL_SECONDS, JpegBatch, NvjpegDecoderPool
 from gpuflow.execute.passes import Pass
 from gpuflow.pipeline import stage as s
@@ -244,6 +248,9 @@ class GpuRunner:
             self._buffers = DecodeBuffers(device_stream, decode_bytes, buffers)
             each = [DevicePasses(one, device_stream) for one in passes]
             self._passes = [each[output.program] for output in outputs]
+            calls = GpuCalls.find(device_stream, library)
+            self._first_passes = FirstPasses(self._passes, device_stream, calls)
+            self._copies = ImageCopies(device_stream, calls)
         # A canvas has room for the results of one chunk.
         self._fill_calls = fill_calls and all(passes.first.result.fixed for passes in self._passes)
         device_stream.synchronize()
@@ -433,13 +440,24 @@ class GpuRunner:
             if number:
                 moved += [(place, place.rows[part.rows], one) for place, one in zip(first, part.places, strict=True)]
         if moved:
-            sent = self._device_stream.send_all([rows for _, rows, _ in moved])
-            for rows, (place, _, one) in zip(sent, moved, strict=True):
-                assert not isinstance(place.images, Canvas) and not isinstance(one.images, Canvas)
-                whole = len(one.rows) == len(one.images)
-                place.images.index_copy_(0, rows, one.images if whole else one.images[one.rows[0] : one.rows[-1] + 1])
+            self._move(moved)
         chunk.early.clear()  # which refer to this chunk
         return good
+
+    def _move(self, moved: Sequence[tuple[_Rows, NDArray[np.int64], _Rows]]) -> None:
+        """Copy results to their places. moved: each place, the rows of it, and the rows that hold the results."""
+        pairs = [
+            (place.images, rows, one.images, one.rows)
+            for place, rows, one in moved
+            if not isinstance(place.images, Canvas) and not isinstance(one.images, Canvas)
+        ]
+        assert len(pairs) == len(moved), "calls for later chunks have results of one size"
+        copies = [(ImageRows.of(results, own), ImageRows.of(images, rows)) for images, rows, results, own in pairs]
+        if self._copies.queue(copies):
+            return
+        sent = self._device_stream.send_all([rows for _, rows, _, _ in pairs])
+        for at, (images, _, results, own) in zip(sent, pairs, strict=True):
+            images.index_copy_(0, at, results if len(own) == len(results) else results[own[0] : own[-1] + 1])
 
     def _new_calls(self, chunks: Sequence[Prepared], first: Sequence[_Rows]) -> list[_Call]:
         """Plan the calls for the first chunk; for holders of the lock."""
@@ -494,9 +512,14 @@ class GpuRunner:
             one = chunks[number]
             data[part.where], lengths[part.where] = one.data[part.rows], one.lengths[part.rows]
             pitches[part.where] = one.pitches[part.rows]
-        with self._buffers.acquire(planned.space) as decoded:
-            addresses = (decoded.data_ptr() + np.cumsum(planned.spaces) - planned.spaces).astype(np.uint64)
-            del decoded  # which would keep the memory after the buffer is replaced
+        draws = [own[0] for own in chunks[0].draws]
+        captured = self._first_passes.captured(draws, targets)
+        if captured is not None:
+            targets = captured.targets
+        with self._buffers.acquire(planned.space, wait=captured is None) as buffer:
+            # Even if a chunk is never launched, or not to its end.
+            buffer.sources += [chunks[number].payload.buffer for number in call.results]
+            addresses = (buffer.address + np.cumsum(planned.spaces) - planned.spaces).astype(np.uint64)
             files = JpegBatch.of(data, lengths, addresses, pitches, planned.sampling)
             plans = [
                 _joined(
@@ -507,20 +530,28 @@ class GpuRunner:
                 )
                 for i, target in enumerate(targets)
             ]
-            sent_plans = self._device_stream.send_all(plans)
-            good = self._decoders.decode(files)
-            for passes, draws, sent, target in zip(self._passes, chunks[0].draws, sent_plans, targets, strict=True):
-                passes.sample(0, draws[0], sent, target)
-        # Even if a chunk is never launched, or not to its end.
-        self._device_stream.retain_until_done([chunks[number].payload.buffer for number in call.results])
+            gpu_call = None
+            if captured is not None:
+                gpu_call = captured.call(buffer.plans(packing.layout(plans)[1]), plans)
+            good = self._decoders.decode(files, gpu_call)
+            if gpu_call is not None and gpu_call.queued:
+                buffer.done_recorded()
+            else:
+                self._first_passes.run(draws, plans, targets)
         return good
 
     def _place(self, finished: _Finished, slots: Any) -> None:
         """Copy what the CPU finished into its slots: one transfer, and one kernel for each output."""
-        device_stream = self._device_stream
-        rows, results = send_array(device_stream, finished.rows), device_stream.send(finished.results)
-        for target, images in zip(split(slots), split(slots_of(self._program, results)), strict=True):
-            target.index_copy_(0, rows, images)
+        device_stream, rows, targets = self._device_stream, finished.rows, split(slots)
+        if isinstance(self._program, Program):
+            (target,) = targets
+            memory, own = torch.empty_like(finished.results, device=device_stream.device), np.arange(len(rows))
+            source = ImageRows(memory.data_ptr(), memory.shape[1], memory.shape[1], own)
+            if self._copies.queue([(source, ImageRows.of(target, rows))], Transfer(finished.results, memory)):
+                return
+        sent, results = send_array(device_stream, rows), device_stream.send(finished.results)
+        for target, images in zip(targets, split(slots_of(self._program, results)), strict=True):
+            target.index_copy_(0, sent, images)
 
     def _place_pending(self, pending: PendingImages, faults: list[BadSampleError | None], slots: Any) -> None:
         """Wait for images that the CPU decodes, then copy them. Writes why samples are bad into `faults`."""

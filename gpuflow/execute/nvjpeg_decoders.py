@@ -23,6 +23,7 @@ from gpuflow.decode import self_test
 from gpuflow.decode.nvjpeg import BatchedDecoder, NvjpegError, NvjpegLibrary
 from gpuflow.errors import DecoderError, SystemFault
 from gpuflow.execute.device_stream import DeviceStream, take_free
+from gpuflow.execute.gpu_call import GpuCall
 
 __all__ = ["CALL_SECONDS", "JpegBatch", "NvjpegDecoder", "NvjpegDecoderPool"]
 
@@ -103,11 +104,13 @@ class NvjpegDecoder:
         self._states = {self_test.SAMPLING: _State(self._make())}
         self._stream = device_stream.on_new_stream().stream if second else device_stream.stream
 
-    def decode(self, files: JpegBatch) -> NDArray[np.bool_]:
+    def decode(self, files: JpegBatch, call: GpuCall | None = None) -> NDArray[np.bool_]:
         """Decode files of one chroma sampling. Work queued on the loader's stream from now on sees the pixels.
 
         A call that fails is retried by halves until each damaged file, and each one that is too large for the GPU's
         free memory, is in a separate call.
+
+        call: what to queue together with the decoding; it is not queued if the decoding of all files at once fails.
 
         Returns:
             Which files were decoded, [N].
@@ -117,26 +120,24 @@ class NvjpegDecoder:
             SystemFault: there is no GPU memory for many of the files, or for one file of a second decoder's.
         """
         self._without_memory = 0
-        good = self._decode_by_halves(files)
-        self._device_stream.wait_stream(self._stream)
+        good = self._decode_by_halves(files, call)
+        if call is None or not call.queued:
+            self._device_stream.wait_stream(self._stream)
         self._refused = self._refused + len(good) if not good.any() else 0
         if self._refused >= _MANY_REFUSED:
             self._refused = 0
             self.check()
         return good
 
-    def _decode_by_halves(self, files: JpegBatch) -> NDArray[np.bool_]:
+    def _decode_by_halves(self, files: JpegBatch, call: GpuCall | None = None) -> NDArray[np.bool_]:
         count = len(files.data)
-        data, lengths, images, sampling = files
         try:
-            state = self._state(sampling)
+            state = self._state(files.sampling)
         except NvjpegError as error:
             self._report(error)
             return self._refuse(files, error)
-        if state.decoder.batch_size != len(data) and state.queued is not None:  # an earlier call may still be running
-            state.queued.synchronize()
         try:
-            state.decoder.decode(data, lengths, images, self._stream.cuda_stream)
+            self._queue(state, files, call)
         except NvjpegError as error:
             self._report(error)
             if count == 1:
@@ -144,9 +145,22 @@ class NvjpegDecoder:
             middle = count // 2
             halves = (slice(None, middle), slice(middle, None))
             return np.concatenate([self._decode_by_halves(files.part(half)) for half in halves])
+        return np.ones(count, bool)
+
+    def _queue(self, state: _State, files: JpegBatch, call: GpuCall | None) -> None:
+        """Queue one call of nvJPEG, and what else is queued with it. Raises NvjpegError."""
+        data, lengths, images, _ = files
+        stream = self._stream.cuda_stream
+        if call is not None:
+            state.queued = state.queued or self._device_stream.record_event(stream=self._stream)
+            call.queue_decoding(state.decoder, data, lengths, images, stream, state.queued)
+            return
+        if state.decoder.batch_size != len(data) and state.queued is not None:  # an earlier call may still be running
+            state.queued.synchronize()
+        try:
+            state.decoder.decode(data, lengths, images, stream)
         finally:
             state.queued = self._device_stream.record_event(stream=self._stream)
-        return np.ones(count, bool)
 
     def _state(self, sampling: int) -> _State:
         """The state for images of one sampling. Raises NvjpegError if there is no memory for it."""
@@ -252,14 +266,14 @@ class NvjpegDecoderPool:
             with suppress(queue.Empty):
                 self._free.put(self._spare.get_nowait())
 
-    def decode(self, files: JpegBatch) -> NDArray[np.bool_]:
+    def decode(self, files: JpegBatch, call: GpuCall | None = None) -> NDArray[np.bool_]:
         """Decode files by a decoder that is free: see `NvjpegDecoder.decode`. Raises LoaderTimeout as `acquire` does.
 
         If there is no memory for the second decoder's call, that decoder is given up, and the first one decodes them.
         """
         with self.acquire() as decoder:
             try:
-                return decoder.decode(files)
+                return decoder.decode(files, call)
             except SystemFault as fault:
                 if decoder is self._decoders[0]:
                     raise

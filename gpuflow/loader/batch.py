@@ -247,3 +247,9 @@ class Chunk:
         """Which samples its rows hold."""
         found: list[int] = self.batch.indices[self.start : self.stop].tolist()
         return found
+
+    @property
+    def slots(self) -> Any:
+        """Its rows of the batch's slots."""
+        whole = len(self) == len(self.batch.positions)
+        return self.batch.slots if whole else self.batch.slots[self.start : self.stop]

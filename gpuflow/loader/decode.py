@@ -130,7 +130,7 @@ class ChunkDecoder:
         if chunk.payload is None:
             read(chunk)
         assert chunk.payload is not None
-        faults = self.run(chunk.payload, keys, slots[chunk.start : chunk.stop], sizes, chunk.prepared, ahead)
+        faults = self.run(chunk.payload, keys, chunk.slots, sizes, chunk.prepared, ahead)
         chunk.payload = chunk.prepared = None
         return faults
 

@@ -337,8 +337,7 @@ class Feed:
         keys, sizes = keys_of(self._plan, epoch, chunk), self._sizes(chunk)
         with self._naming_files(chunk):
             faults = self._decoder.decode(chunk, keys, read, prepared.take(chunk), sizes)
-        slots = chunk.batch.slots[chunk.start : chunk.stop]
-        self._finish(epoch, admission, chunk, keys, faults, sizes, self._decoder.run, slots)
+        self._finish(epoch, admission, chunk, keys, faults, sizes, self._decoder.run, chunk.slots)
 
     def _sizes(self, chunk: Chunk) -> Sizes:
         """Room for the sizes of a chunk's images, where its records need them."""

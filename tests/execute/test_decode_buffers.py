@@ -38,7 +38,7 @@ def test_one_decode_buffer_does_until_more_are_asked_for() -> None:
     addresses = set()
     for _ in range(4):
         with buffers.acquire(1 << 20) as buffer:
-            addresses.add(buffer.data_ptr())
+            addresses.add(buffer.address)
     assert len(addresses) == 1
     for most in (1, 2, 2, 2):
         buffers.grow(most)
@@ -46,7 +46,7 @@ def test_one_decode_buffer_does_until_more_are_asked_for() -> None:
     for _ in range(BUFFERS + 2):
         buffers.grow(BUFFERS)
     with contextlib.ExitStack() as held:
-        lent = [held.enter_context(buffers.acquire(1 << 20)).data_ptr() for _ in range(BUFFERS)]
+        lent = [held.enter_context(buffers.acquire(1 << 20)).address for _ in range(BUFFERS)]
         assert len(set(lent)) == BUFFERS
         assert buffers._free.empty(), "and no more than that"
 
@@ -58,7 +58,7 @@ def test_one_decode_buffer_does_until_more_are_asked_for() -> None:
 def test_a_buffer_is_no_larger_than_the_most_but_for_a_larger_image(size: int, most: int, allocated: int) -> None:
     here: Any = OnCpu()
     with DecodeBuffers(here, most).acquire(size) as buffer:
-        assert len(buffer) == allocated
+        assert buffer.size == allocated
 
 
 def test_a_buffer_that_is_too_small_is_replaced_by_one_with_room_to_spare() -> None:
@@ -67,7 +67,7 @@ def test_a_buffer_that_is_too_small_is_replaced_by_one_with_room_to_spare() -> N
     buffers, sizes = DecodeBuffers(here, 128 * MB, 1), set()
     for need in range(40, 129):
         with buffers.acquire(need * MB) as buffer:
-            sizes.add(len(buffer) // MB)
+            sizes.add(buffer.size // MB)
     assert sizes == {40, 56, 72, 96, 120, 128}
 
 

@@ -14,6 +14,7 @@ from PIL import Image
 
 import gpuflow
 from gpuflow.execute import file_checks, gpu_backend
+from gpuflow.execute.gpu_call import GpuCalls
 from gpuflow.execute.kernels.complete import complete_files
 from tests import images
 from tests.datasets import nothing_left_behind, write_config
@@ -118,6 +119,22 @@ def test_pixels_are_within_two_levels_of_the_cpu(name: str, folder: Path) -> Non
         )
         apart = (a.images.float() - b.images.cpu().float()).abs()
         assert apart.max() <= 2 and apart.mean() < 0.25
+
+
+@pytest.mark.parametrize("name", ["train", "channels_last", "uint8", "gray", "two samplings"])
+def test_c_code_gives_the_same_batches_as_python(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over two epochs; only the first of all calls is Python's in any case."""
+    batches: list[list[gpuflow.Batch]] = []
+    for found in (True, False):
+        if not found:
+            monkeypatch.setattr(GpuCalls, "find", classmethod(lambda *arguments: None))
+        with load(folder, PIPELINES[name], "cuda") as loader:
+            batches.append([batch for _ in range(2) for batch in loader])
+            runner: Any = loader._plan.gpu
+            assert (runner._first_passes._captured is not None) == found
+            assert (runner._copies._launch is not None) == found
+    for a, b in zip(*batches, strict=True):
+        assert torch.equal(a.images, b.images) and torch.equal(a.indices, b.indices)
 
 
 def test_a_bad_file_is_replaced_by_the_same_sample_as_on_the_cpu(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import random
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
@@ -28,6 +28,7 @@ from gpuflow.pipeline.stage import Keys
 from gpuflow.sources import Payload
 from gpuflow.stages import CenterCrop, Decode, Resize
 from tests import images
+from tests.execute.fake_driver import FakeDriver
 from tests.host_stream import HostStream
 from tests.huffman import complete_by_libjpeg
 from tests.running import program_of, run
@@ -65,17 +66,30 @@ class NumberDecoder:
     def __init__(self, *arguments: Any) -> None:
         self.batch_size = 0
 
+    def decode_by(self, run: Callable[..., None], count: int) -> None:
+        number, former = id(self), self.batch_size
+        self.batch_size = 0
+        run(number, number, 5, initialize=count != former)
+        self.batch_size = count
+
     def decode(
         self, data: NDArray[np.uint64], lengths: NDArray[np.uint64], images: NDArray[np.uint64], stream: int
     ) -> None:
-        self.batch_size = len(data)
-        files = [ctypes.string_at(int(at), int(length)) for at, length in zip(data, lengths, strict=True)]
-        numbers = [number_in(file) for file in files]
-        assert all(number % DAMAGED for number in numbers), "it gets complete files alone"
-        if any(number % REFUSED == 0 for number in numbers):
-            raise NvjpegError("nvjpegDecodeBatched", 6)
-        for number, target in zip(numbers, images[:, 0].tolist(), strict=True):
-            ctypes.memmove(target, number.to_bytes(4), 4)
+        self.batch_size = 0  # the C code's library does not know of it
+        if status := decode(data, lengths, images):
+            raise NvjpegError("nvjpegDecodeBatched", status)
+
+
+def decode(data: NDArray[np.uint64], lengths: NDArray[np.uint64], images: NDArray[np.uint64]) -> int:
+    """The status of a call of nvJPEG."""
+    files = [ctypes.string_at(int(at), int(length)) for at, length in zip(data, lengths, strict=True)]
+    numbers = [number_in(file) for file in files]
+    assert all(number % DAMAGED for number in numbers), "it gets complete files alone"
+    if any(number % REFUSED == 0 for number in numbers):
+        return 6
+    for number, target in zip(numbers, images[:, 0].tolist(), strict=True):
+        ctypes.memmove(target, number.to_bytes(4), 4)
+    return 0
 
 
 def sample(plan: torch.Tensor, table: torch.Tensor, target: torch.Tensor, **options: Any) -> None:
@@ -86,13 +100,25 @@ def sample(plan: torch.Tensor, table: torch.Tensor, target: torch.Tensor, **opti
 MakeRunner = Callable[[int], GpuRunner]
 
 
-@pytest.fixture
-def make_runner(monkeypatch: pytest.MonkeyPatch) -> MakeRunner:
-    """A function that makes a runner; its argument is the size in bytes of the buffers for decoded images."""
+def copy_images(plan: torch.Tensor) -> None:
+    for source, target, size in plan.tolist():
+        ctypes.memmove(target, source, size)
+
+
+@pytest.fixture(params=["Python", "C"])
+def make_runner(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeRunner]:
+    """A function that makes a runner; its argument is the size in bytes of the buffers for decoded images.
+
+    Python code queues the runner's work, or C code does.
+    """
     monkeypatch.setattr(nvjpeg_decoders, "BatchedDecoder", NumberDecoder)
     monkeypatch.setattr(nvjpeg_decoders, "_MANY_REFUSED", 10**9)
     monkeypatch.setattr(gpu_passes, "sample", sample)
     monkeypatch.setattr(file_checks, "complete_files", complete_by_libjpeg)
+
+    driver = FakeDriver(decode)
+    if request.param == "C":
+        driver.install(monkeypatch, copy_images)
 
     def make(decode_bytes: int) -> GpuRunner:
         passes = passes_of(PROGRAM)
@@ -100,7 +126,10 @@ def make_runner(monkeypatch: pytest.MonkeyPatch) -> MakeRunner:
         substitutes: Any = (HostStream(), object())
         return GpuRunner(PROGRAM, [passes], *substitutes, backend="hardware", decode_bytes=decode_bytes, buffers=3)
 
-    return make
+    yield make
+    driver.check()
+    made = {name for name, *_ in driver.calls}
+    assert made == ({"wait", "transfer", "initialize", "decode", "record", "launch"} if request.param == "C" else set())
 
 
 def is_decoded(number: int) -> bool:

@@ -204,6 +204,7 @@ def runner(library: Library, monkeypatch: pytest.MonkeyPatch) -> GpuRunner:
     return GpuRunner(program, [passes], *substitutes, backend="cuda", decode_bytes=1 << 20)
 
 
+CPU = torch.device("cpu")
 FILES = [images.jpeg(images.photo(30 + i, 44, seed=i)) for i in range(3)]
 
 
@@ -221,7 +222,7 @@ def test_every_part_that_an_arm_leaves_out_is_left_out_of_the_runner_alone(
             calls.spans.clear()
             with (
                 one_rank.left_out(one_rank.ARMS[name].without),
-                one_rank.decoding(runner, FILES, torch.device("cpu")) as decode_one_more,
+                one_rank.decoding(one_rank.one_chunk(runner, FILES, CPU), CPU) as decode_one_more,
             ):
                 decode_one_more()
                 decode_one_more()
@@ -238,7 +239,7 @@ def test_an_error_of_the_thread_that_decodes_is_raised(one_rank: Any, runner: Gp
     with (
         pytest.raises(AssertionError, match="decode"),
         one_rank.left_out(["decoding", "sampling"]),
-        one_rank.decoding(runner, [*FILES, b"no image"], torch.device("cpu")) as decode_one_more,
+        one_rank.decoding(one_rank.one_chunk(runner, [*FILES, b"no image"], CPU), CPU) as decode_one_more,
     ):
         decode_one_more()
 

@@ -22,7 +22,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from gpuflow.execute import kernels
-from gpuflow.execute.kernels import color, complete, interleave, local, sample, warp
+from gpuflow.execute.kernels import color, complete, copy, interleave, local, sample, warp
 from gpuflow.pipeline.pointwise import Operation, Operations
 from gpuflow.pipeline.stage import Filters, Lookup
 
@@ -108,6 +108,7 @@ def launch_all(count: int, side: int) -> None:
         operations = Operations.of(codes, codes.astype(float), kinds=kinds, statistics=2)
         color.adjust(images, rows, operations, table, out)
     interleave.interleave(described(interleave.FIELDS), side * side, channels=3)
+    copy.copy_images(described(copy.FIELDS))
     workspace = complete.Workspace.of(count, 1 << 20, torch.device("meta"))
     complete.complete_files(described(complete.FIELDS), count // 2, 10, workspace)
 

@@ -1,0 +1,68 @@
+"""Compiles a C file of this package with the machine's compiler, once: the library stays in the cache folder.
+
+A wheel that carries compiled code would fit one kind of machine. Where this code runs, Triton has needed the compiler
+before, for the code that launches its kernels.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shlex
+import subprocess
+import tempfile
+from functools import lru_cache
+from pathlib import Path
+
+from gpuflow.runtime.files import cache_folder
+
+__all__ = ["compiled"]
+
+_LOG = logging.getLogger(__name__)
+_FLAGS, _COMPILE_SECONDS = ("-O2", "-fPIC", "-shared", "-std=gnu11"), 60.0
+
+
+@lru_cache
+def compiled(source: Path) -> ctypes.CDLL | None:
+    """The library of a C file, whose functions release the interpreter; None, logged, where it cannot be compiled.
+
+    The environment variable CC names the compiler, by default `cc`. Without a folder for the cache it is compiled for
+    this process alone.
+    """
+    try:
+        text = source.read_bytes()
+        key = hashlib.sha256(repr((text, _FLAGS, platform.machine(), platform.libc_ver())).encode()).hexdigest()[:16]
+        name = f"{source.stem}-{key}.so"
+        try:
+            kept = cache_folder() / "compiled"
+            kept.mkdir(parents=True, exist_ok=True, mode=0o700)
+            if not (kept / name).exists():
+                _compile(source, kept, name)
+            return ctypes.CDLL(str(kept / name))
+        except OSError as error:
+            _LOG.info("nothing compiled is kept: %s", error)
+            with tempfile.TemporaryDirectory() as folder:
+                _compile(source, Path(folder), name)
+                return ctypes.CDLL(str(Path(folder) / name))
+    except (OSError, subprocess.SubprocessError) as error:
+        detail = getattr(error, "stderr", None) or str(error)
+        _LOG.info("%s is not compiled, so Python code does its work: %s", source.name, detail)
+        return None
+
+
+def _compile(source: Path, folder: Path, name: str) -> None:
+    """Compile to a file in the folder, which is there as a whole or not at all."""
+    command = [*shlex.split(os.environ.get("CC", "cc")), *_FLAGS]
+    with tempfile.TemporaryDirectory(dir=folder) as own:
+        result = Path(own) / name
+        subprocess.run(
+            [*command, "-o", str(result), str(source)],
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=_COMPILE_SECONDS,
+        )
+        result.replace(folder / name)
