@@ -35,11 +35,11 @@ class FakeLibrary:
         state._obj.value = 22
         return 0
 
-    def initialize(self, handle: Any, state: Any, size: int, threads: int, output: int) -> int:
-        self.calls.append(("initialize", handle.value, state.value, size, threads, output))
+    def initialize(self, handle: int, state: int, size: int, threads: int, output: int) -> int:
+        self.calls.append(("initialize", handle, state, size, threads, output))
         return 0
 
-    def decode(self, handle: Any, state: Any, data: int, lengths: int, images: int, stream: int) -> int:
+    def decode(self, handle: int, state: int, data: int, lengths: int, images: int, stream: int) -> int:
         size = next(call[3] for call in reversed(self.calls) if call[0] == "initialize")
         given = np.ctypeslib.as_array((ctypes.c_uint64 * size).from_address(data)).tolist()
         pitches = np.ctypeslib.as_array((ctypes.c_uint64 * (8 * size)).from_address(images)).reshape(size, 8)[:, 4]

@@ -350,9 +350,9 @@ def test_on_a_gpu_each_file_is_decoded_once_for_all_views(
     """The views are within two levels of the CPU's, and those of the CPU's share of a batch are its own."""
     counts, decode = list[int](), NvjpegDecoder.decode
 
-    def counted(decoder: NvjpegDecoder, files: JpegBatch) -> Any:
+    def counted(decoder: NvjpegDecoder, files: JpegBatch, *others: Any) -> Any:
         counts.append(len(files.data))
-        return decode(decoder, files)
+        return decode(decoder, files, *others)
 
     monkeypatch.setattr(NvjpegDecoder, "decode", counted)
     path = config_of(tmp_path, photos, SCALED, deterministic=True)
