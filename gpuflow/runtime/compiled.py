@@ -7,11 +7,13 @@ before, for the code that launches its kernels.
 from __future__ import annotations
 
 import ctypes
+import errno
 import hashlib
 import logging
 import os
 import platform
 import shlex
+import stat
 import subprocess
 import tempfile
 from functools import lru_cache
@@ -37,8 +39,7 @@ def compiled(source: Path) -> ctypes.CDLL | None:
         key = hashlib.sha256(repr((text, _FLAGS, platform.machine(), platform.libc_ver())).encode()).hexdigest()[:16]
         name = f"{source.stem}-{key}.so"
         try:
-            kept = cache_folder() / "compiled"
-            kept.mkdir(parents=True, exist_ok=True, mode=0o700)
+            kept = _own_folder(cache_folder() / "compiled")
             if not (kept / name).exists():
                 _compile(source, kept, name)
             return ctypes.CDLL(str(kept / name))
@@ -51,6 +52,15 @@ def compiled(source: Path) -> ctypes.CDLL | None:
         detail = getattr(error, "stderr", None) or str(error)
         _LOG.info("%s is not compiled, so Python code does its work: %s", source.name, detail)
         return None
+
+
+def _own_folder(folder: Path) -> Path:
+    """Make the folder, if need be. Raises OSError if another user may write to it: its libraries run here."""
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    status = folder.stat()
+    if status.st_uid != os.geteuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise PermissionError(errno.EPERM, "other users may write to this folder", str(folder))
+    return folder
 
 
 def _compile(source: Path, folder: Path, name: str) -> None:

@@ -67,6 +67,18 @@ def test_without_a_folder_for_the_cache(source: Path, tmp_path: Path, monkeypatc
     assert seven(source) == 7
 
 
+def test_a_cache_that_other_users_can_write_to_is_not_used(
+    source: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "cache" / "gpuflow" / "compiled"
+    folder.mkdir(parents=True)
+    folder.chmod(0o777)
+    with caplog.at_level(logging.INFO, "gpuflow"):
+        assert seven(source) == 7
+    assert "nothing compiled is kept: " in caplog.text and "other users may write to this folder" in caplog.text
+    assert list(folder.iterdir()) == []
+
+
 def test_a_file_in_the_cache_that_is_no_library(source: Path, tmp_path: Path) -> None:
     assert seven(source) == 7
     (kept,) = (tmp_path / "cache" / "gpuflow" / "compiled").iterdir()
