@@ -30,8 +30,8 @@ __all__ = ["Driver", "GpuCall", "GpuCalls", "KernelLaunch", "PlanMemory", "Trans
 
 _LOG = logging.getLogger(__name__)
 _SOURCE = Path(__file__).with_suffix(".c")
-_THREAD_LOCAL, _KERNEL_NODE = 1, 0
-"""CU_STREAM_CAPTURE_MODE_THREAD_LOCAL and CU_GRAPH_NODE_TYPE_KERNEL."""
+_NON_BLOCKING, _THREAD_LOCAL, _KERNEL_NODE = 1, 1, 0
+"""CU_STREAM_NON_BLOCKING, CU_STREAM_CAPTURE_MODE_THREAD_LOCAL and CU_GRAPH_NODE_TYPE_KERNEL."""
 _MOST_PARAMETERS = 64
 """As in gpu_call.c."""
 _STEPS = {1: "nvjpegDecodeBatchedInitialize", 2: "nvjpegDecodeBatched"}
@@ -121,6 +121,7 @@ class Driver:
         self.wait_for_event, self.record_event = calls.cuEventSynchronize, calls.cuEventRecord
         self.wait_in_stream, self.transfer = calls.cuStreamWaitEvent, calls.cuMemcpyHtoDAsync_v2
         self.launch = calls.cuLaunchKernel
+        self.create_stream, self.destroy_stream = calls.cuStreamCreate, calls.cuStreamDestroy_v2
         self.begin_capture, self.end_capture = calls.cuStreamBeginCapture_v2, calls.cuStreamEndCapture
         self.graph_nodes, self.node_type = calls.cuGraphGetNodes, calls.cuGraphNodeGetType
         self.kernel_of_node, self.kernel_function = calls.cuGraphKernelNodeGetParams_v2, calls.cuKernelGetFunction
@@ -158,13 +159,14 @@ class KernelLaunch:
 
 
 class _Graph:
-    """A CUgraph, destroyed with this object."""
+    """A CUgraph, or a null pointer; destroyed with this object."""
 
     def __init__(self, driver: Driver, handle: ctypes.c_void_p) -> None:
         self._driver, self.handle = driver, handle
 
     def __del__(self) -> None:
-        self._driver.destroy_graph(self.handle)
+        if self.handle.value:
+            self._driver.destroy_graph(self.handle)
 
 
 def capture_launch(
@@ -178,16 +180,8 @@ def capture_launch(
         RuntimeError: it does something else than to launch one kernel with the address of the plan, in blocks and
             threads of one dimension; or CUDA fails.
     """
-    stream = device_stream.on_new_stream()  # no other thread queues work there
-    graph_handle = ctypes.c_void_p()
-    with stream.queued():
-        _check("cuStreamBeginCapture", driver.begin_capture(_POINTER(stream.stream.cuda_stream), _THREAD_LOCAL))
-        try:
-            launch(plan)
-        finally:
-            status = driver.end_capture(_POINTER(stream.stream.cuda_stream), ctypes.byref(graph_handle))
-        _check("cuStreamEndCapture", status)
-    graph = _Graph(driver, graph_handle)
+    graph = _captured(driver, device_stream, launch, plan)
+    graph_handle = graph.handle
     count = ctypes.c_size_t()
     _check("cuGraphGetNodes", driver.graph_nodes(graph_handle, None, ctypes.byref(count)))
     nodes, kind = (_POINTER * count.value)(), ctypes.c_int(-1)
@@ -218,6 +212,28 @@ def capture_launch(
         node.shared_bytes,
         (graph, launch),
     )
+
+
+def _captured(
+    driver: Driver, device_stream: DeviceStream, launch: Callable[[torch.Tensor], None], plan: torch.Tensor
+) -> _Graph:
+    """What `launch` queues. It is captured on a stream of its own: torch's new streams may be in use elsewhere."""
+    handle, graph = _POINTER(), _POINTER()
+    with device_stream.queued():  # which makes the device current
+        _check("cuStreamCreate", driver.create_stream(ctypes.byref(handle), _NON_BLOCKING))
+        try:
+            stream = torch.cuda.ExternalStream(handle.value, device_stream.device)  # type: ignore[no-untyped-call]
+            with torch.cuda.stream(stream):
+                _check("cuStreamBeginCapture", driver.begin_capture(handle, _THREAD_LOCAL))
+                try:
+                    launch(plan)
+                finally:
+                    status = driver.end_capture(handle, ctypes.byref(graph))
+                    captured = _Graph(driver, graph)
+            _check("cuStreamEndCapture", status)
+        finally:
+            driver.destroy_stream(handle)
+    return captured
 
 
 def _parameters(driver: Driver, function: ctypes.c_void_p, node: _KernelNode) -> list[tuple[int, int]]:

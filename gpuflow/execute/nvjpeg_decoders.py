@@ -280,7 +280,7 @@ class NvjpegDecoderPool:
                 decoder.synchronize()  # it may have decoded some of them
                 self._give_up(self._decoders.index(decoder), str(fault))
         del decoder  # which frees its memory
-        return self.decode(files)
+        return self.decode(files, call)
 
     @contextmanager
     def acquire(self) -> Iterator[NvjpegDecoder]:

@@ -15,7 +15,7 @@ from gpuflow.execute import first_passes, gpu_call, image_copies
 from gpuflow.execute.gpu_call import GpuCalls, KernelLaunch
 from gpuflow.runtime.compiled import compiled
 
-__all__ = ["DONE", "STREAM", "FakeDriver"]
+__all__ = ["DONE", "STREAM", "FakeDriver", "copy_images", "use_c_code"]
 
 STREAM, DONE, ROW_BLOCKS = 7, 9, 3
 """The handles of the loader's stream and of each event; the blocks of a row of a plan."""
@@ -33,14 +33,15 @@ def _array(address: int, shape: tuple[int, ...]) -> NDArray[np.uint64]:
 class FakeDriver:
     """calls: the name of each call and what identifies it. status: what a call of this name returns, by default 0.
 
-    decode: what nvjpegDecodeBatched does with addresses, lengths and destinations [N, 8].
+    decode: what nvjpegDecodeBatched does with addresses, lengths and destinations [N, 8]. library: does that instead,
+        with the methods of `NvjpegLibrary`.
     """
 
-    def __init__(self, decode: Decode = lambda data, lengths, images: 0) -> None:
+    def __init__(self, decode: Decode = lambda data, lengths, images: 0, library: Any = None) -> None:
         self.calls: list[tuple[Any, ...]] = []
         self.status: dict[str, int] = {}
         self.errors: list[BaseException] = []
-        self._decode, self._counts = decode, dict[int, int]()
+        self._decode, self._library, self._counts = decode, library, dict[int, int]()
         self._kernels: list[tuple[Kernel, int]] = []
         self.wait_for_event = self._function(partial(self._noted, "wait"), _POINTER)
         self.record_event = self._function(partial(self._noted, "record"), _POINTER, _POINTER)
@@ -65,18 +66,6 @@ class FakeDriver:
         values = (ctypes.c_uint64 * 2)(5, 0)
         parameters = (_POINTER * 2)(ctypes.addressof(values), ctypes.addressof(values) + 8)
         return KernelLaunch(len(self._kernels), parameters, 1, ROW_BLOCKS, 32, 64, values)
-
-    def install(self, monkeypatch: Any, copy: Callable[[torch.Tensor], None]) -> None:
-        """Have every runner use the C code. copy: what copies images, as `copy_images` does."""
-
-        def capture(driver: Any, stream: Any, launch: Callable[[torch.Tensor], None], plan: torch.Tensor) -> Any:
-            return self.kernel(lambda rows: launch(torch.from_numpy(rows)), plan.shape[1])
-
-        calls = self.code()
-        monkeypatch.setattr(GpuCalls, "find", classmethod(lambda cls, stream, library: calls))
-        monkeypatch.setattr(image_copies, "copy_images", copy)
-        for module in (first_passes, image_copies):
-            monkeypatch.setattr(module, "capture_launch", capture)
 
     def _function(self, call: Callable[..., int], *types: Any) -> Any:
         """A function for C. What it raises is kept for `check`, as C code knows no exceptions."""
@@ -116,10 +105,38 @@ class FakeDriver:
 
     def _initialize(self, handle: int, state: int, images: int, threads: int, form: int) -> int:
         self._counts[state] = images
+        if self._library is not None:
+            self._library.initialize(handle, state, images, threads, form)
         return self._noted("initialize", handle, state, images, threads, form)
 
     def _decode_batch(self, handle: int, state: int, data: int, lengths: int, images: int, stream: int) -> int:
+        if self._library is not None:
+            self._noted("decode", handle, state, stream)
+            status: int = self._library.decode(handle, state, data, lengths, images, stream)
+            return status
         count = self._counts[state]
         found = self._decode(_array(data, (count,)), _array(lengths, (count,)), _array(images, (count, 8)))
         self._noted("decode", handle, state, stream)
         return self.status.get("decode", found)
+
+
+def use_c_code(monkeypatch: Any, copy: Callable[[torch.Tensor], None], driver_of: Callable[[Any], FakeDriver]) -> None:
+    """Have every new runner use the C code.
+
+    copy: what copies images, as `copy_images` does. driver_of: gives the driver for a runner's nvJPEG library.
+    """
+
+    def capture(driver: Any, stream: Any, launch: Callable[[torch.Tensor], None], plan: torch.Tensor) -> KernelLaunch:
+        launch_of: KernelLaunch = driver.kernel(lambda rows: launch(torch.from_numpy(rows)), plan.shape[1])
+        return launch_of
+
+    monkeypatch.setattr(GpuCalls, "find", classmethod(lambda cls, stream, library: driver_of(library).code()))
+    monkeypatch.setattr(image_copies, "copy_images", copy)
+    for module in (first_passes, image_copies):
+        monkeypatch.setattr(module, "capture_launch", capture)
+
+
+def copy_images(plan: torch.Tensor) -> None:
+    """As the kernel does, in the host's memory."""
+    for source, target, size in plan.tolist():
+        ctypes.memmove(target, source, size)

@@ -28,7 +28,7 @@ from gpuflow.pipeline.stage import Keys
 from gpuflow.sources import Payload
 from gpuflow.stages import CenterCrop, Decode, Resize
 from tests import images
-from tests.execute.fake_driver import FakeDriver
+from tests.execute.fake_driver import FakeDriver, copy_images, use_c_code
 from tests.host_stream import HostStream
 from tests.huffman import complete_by_libjpeg
 from tests.running import program_of, run
@@ -100,11 +100,6 @@ def sample(plan: torch.Tensor, table: torch.Tensor, target: torch.Tensor, **opti
 MakeRunner = Callable[[int], GpuRunner]
 
 
-def copy_images(plan: torch.Tensor) -> None:
-    for source, target, size in plan.tolist():
-        ctypes.memmove(target, source, size)
-
-
 @pytest.fixture(params=["Python", "C"])
 def make_runner(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeRunner]:
     """A function that makes a runner; its argument is the size in bytes of the buffers for decoded images.
@@ -118,7 +113,7 @@ def make_runner(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 
     driver = FakeDriver(decode)
     if request.param == "C":
-        driver.install(monkeypatch, copy_images)
+        use_c_code(monkeypatch, copy_images, lambda library: driver)
 
     def make(decode_bytes: int) -> GpuRunner:
         passes = passes_of(PROGRAM)

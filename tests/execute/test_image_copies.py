@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from typing import Any
 
 import numpy as np
@@ -11,19 +10,14 @@ import torch
 
 from gpuflow.execute.gpu_call import Transfer
 from gpuflow.execute.image_copies import ImageCopies, ImageRows
-from tests.execute.fake_driver import FakeDriver
+from tests.execute.fake_driver import FakeDriver, copy_images, use_c_code
 from tests.host_stream import HostStream
-
-
-def copy_images(plan: torch.Tensor) -> None:
-    for source, target, size in plan.tolist():
-        ctypes.memmove(target, source, size)
 
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     driver = FakeDriver()
-    driver.install(monkeypatch, copy_images)
+    use_c_code(monkeypatch, copy_images, lambda library: driver)
     return driver
 
 

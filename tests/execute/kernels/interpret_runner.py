@@ -1,7 +1,8 @@
 """Run by test_runner.py with TRITON_INTERPRET=1, in its own process: the GPU runner with a CPU in place of the GPU.
 
 A device stream on the CPU and a libnvjpeg that decodes with OpenCV replace those of CUDA; all else is real.
-Prints one line of JSON per case: differences from the CPU runner, and the calls.
+Prints one line of JSON per case: differences from the CPU runner, and the calls. With the argument `C` it runs some of
+the cases, and C code queues the work (gpu_call.c).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import functools
 import gc
 import json
 import random
+import sys
 import threading
 import weakref
 from collections import Counter
@@ -21,6 +23,7 @@ from typing import Any, ClassVar
 
 import cv2
 import numpy as np
+import pytest
 import torch
 from PIL import Image
 
@@ -61,6 +64,7 @@ from gpuflow.stages import (
 from gpuflow.torchpipe.gpu_preprocessor import GpuPreprocessor
 from tests import images
 from tests.datasets import Entries, views_program
+from tests.execute.fake_driver import FakeDriver, copy_images, use_c_code
 from tests.execute.kernels import quick_interpreter  # noqa: F401  # replaces parts of Triton's interpreter
 from tests.host_stream import HostStream
 from tests.huffman import complete_by_libjpeg
@@ -238,9 +242,9 @@ TWICE = ("crop", "misfits")
 """Cases that run twice; in the second run no file is checked."""
 
 
-def cases() -> Iterator[dict[str, Any]]:
-    """Pipelines with decode buffers of two sizes in bytes."""
-    for name in PIPELINES:
+def cases(names: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """These of PIPELINES with decode buffers of two sizes in bytes."""
+    for name in names:
         for decode_bytes in (1 << 20, 6000):
             pipeline = Pipeline(name, PIPELINES[name])
             program = fold(pipeline, trace(pipeline))
@@ -681,11 +685,30 @@ def no_memory(
     return text, torch.equal(found[good], right[good]) and len(good) >= 10
 
 
-if __name__ == "__main__":
+def main(mode: str) -> None:
     canvas.TILE = 16  # so that images have several tiles
+    names: Sequence[str] = tuple(PIPELINES)
+    drivers: list[FakeDriver] = []
+    if mode == "C":
+        names = "crop", "two samplings", "warps", "other sizes"
+
+        def driver_of(library: Any) -> FakeDriver:
+            drivers.append(FakeDriver(library=library))
+            return drivers[-1]
+
+        use_c_code(pytest.MonkeyPatch(), copy_images, driver_of)
     of_views = [
         views("views", ({"center_crop": {"size": 11}},)),
         views("views, other sizes", ({"letterbox": {"size": 11}},)),
     ]
-    for case in [*cases(), *of_views, served(), histories(), refusals(), *windows()]:
+    for case in [*cases(names), *of_views, *windows()]:
         print(json.dumps(case), flush=True)
+    if mode != "C":
+        for case in (served(), histories(), refusals()):
+            print(json.dumps(case), flush=True)
+    for driver in drivers:
+        driver.check()
+
+
+if __name__ == "__main__":
+    main("".join(sys.argv[1:]))

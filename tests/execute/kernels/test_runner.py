@@ -140,3 +140,16 @@ def test_without_memory_for_its_images_a_later_chunk_is_still_whole(
     cases: dict[str, dict[str, Any]], name: str
 ) -> None:
     assert cases[f"windows, {name}"]["no_memory"] == ["no room for images", True]
+
+
+def test_c_code_queues_the_same(cases: dict[str, dict[str, Any]]) -> None:
+    """All but the transfers, and the first passes that Triton launches before they are known."""
+    other = ("copies", "counts")
+    found = [json.loads(line) for line in lines_of("interpret_runner.py", "C")]
+    assert len(found) == 2 * 4 + 2 + 2
+    for case in found:
+        expected = cases[case["case"]]
+        same = {name: value for name, value in case.items() if name not in other}
+        assert same == {name: value for name, value in expected.items() if name not in other}
+        if "copies" in case:
+            assert sum(case["copies"]) < sum(expected["copies"]), "C code transfers the plans"
