@@ -26,7 +26,17 @@ from gpuflow.execute import packing
 from gpuflow.execute.device_stream import DeviceStream
 from gpuflow.runtime.compiled import compiled
 
-__all__ = ["Driver", "GpuCall", "GpuCalls", "KernelLaunch", "PlanMemory", "Transfer", "capture_launch", "find_driver"]
+__all__ = [
+    "Driver",
+    "GpuCall",
+    "GpuCalls",
+    "KernelLaunch",
+    "PlanMemory",
+    "Transfer",
+    "can_be_used",
+    "capture_launch",
+    "find_driver",
+]
 
 _LOG = logging.getLogger(__name__)
 _SOURCE = Path(__file__).with_suffix(".c")
@@ -136,6 +146,11 @@ def find_driver() -> Driver | None:
     except (OSError, AttributeError) as error:
         _LOG.info("Python code queues the work of a GPU: %s", error)
         return None
+
+
+def can_be_used() -> bool:
+    """Whether C code can queue a GPU's work here: it is compiled, and the driver is new enough."""
+    return compiled(_SOURCE) is not None and find_driver() is not None
 
 
 # --- a kernel and its parameters --------------------------------------------------------------------------------------

@@ -88,6 +88,7 @@ def judge(machine: Machine) -> list[Finding]:
         *_software(machine.software),
         *_gpu(machine.driver, machine.gpus, machine.gpu_error, machine.software, machine.environment),
         *_engines(machine.engines, has_gpu),
+        *_c_code(machine.c_code),
         *_decoder(machine.decoders),
         *_environment(machine.environment, has_gpu),
         *_cores(machine.cores),
@@ -226,6 +227,18 @@ def _engines(engines: JpegEngines | None, has_gpu: bool) -> Iterator[Finding]:
         yield Finding("JPEG engines", "ok", f"{library}: not tried, for they take none of the images")
     else:
         yield Finding("JPEG engines", "ok", library)
+
+
+def _c_code(used: bool | None) -> Iterator[Finding]:
+    if used:
+        yield Finding("C code", "ok", "queues the GPU's work without Python's interpreter")
+    elif used is not None:
+        yield Finding(
+            "C code",
+            "note",
+            "Python queues the GPU's work, and a training's launches wait for the interpreter more often",
+            "install a C compiler as `cc`, or name one in the variable CC; CUDA's driver must be 12.4 or newer",
+        )
 
 
 def _decoder(decoders: CpuDecoders | None) -> Iterator[Finding]:

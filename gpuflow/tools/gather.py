@@ -71,6 +71,7 @@ def _measured(
     machine: Machine, source: SourceSpec | None, readers: int | None, progress: Callable[[str], object]
 ) -> Machine:
     """Adds the measured rates to the machine's values."""
+    from gpuflow.execute.gpu_call import can_be_used
     from gpuflow.tools import rates
 
     threads = machine.cores.threads
@@ -94,6 +95,7 @@ def _measured(
         machine,
         decoders=decoders,
         engines=rates.jpeg_engines(images if machine.gpus else ()),
+        c_code=can_be_used() if machine.gpus else None,
         data=rates.data(images, bad=bad, where=machine.source if files else None),
         data_error=error,
         disk=disk,

@@ -58,6 +58,7 @@ H100 = Machine(
     source="data/photos",
     decoders=CpuDecoders(libjpeg_turbo="3.1.0", opencv="4.12.0", numba="0.68.1"),
     engines=ENGINES,
+    c_code=True,
     data=DATA,
     disk=(DISK, replace(DISK, readers=16, images_per_s=41000.0)),
     core_rates=(
@@ -66,7 +67,12 @@ H100 = Machine(
     ),
 )
 NO_GPU = replace(
-    H100, driver=None, gpus=(), engines=JpegEngines(path="/lib/libnvjpeg.so.13", version="13.0.1"), disk=(DISK,)
+    H100,
+    driver=None,
+    gpus=(),
+    engines=JpegEngines(path="/lib/libnvjpeg.so.13", version="13.0.1"),
+    c_code=None,
+    disk=(DISK,),
 )
 
 
@@ -90,6 +96,7 @@ def test_a_sound_machine_with_a_gpu() -> None:
         Finding("driver", "ok", "NVIDIA 580.65.06, for CUDA up to 13.0"),
         Finding("GPU", "ok", "1 x NVIDIA H100 80GB HBM3, 79 GiB; torch is built for CUDA 13.0"),
         Finding("JPEG engines", "ok", "libnvjpeg 13.0.1, /lib/libnvjpeg.so.13"),
+        Finding("C code", "ok", "queues the GPU's work without Python's interpreter"),
         Finding("CPU decoder", "ok", "libjpeg-turbo 3.1.0 (JPEG, only the region of a crop), OpenCV 4.12.0 (the rest)"),
         Finding("colours", "ok", "loops compiled by numba 0.68.1"),
         Finding("cores", "ok", "16 cores; gpuflow decodes with 16 threads"),
@@ -169,7 +176,16 @@ def test_another_torch_is_noted() -> None:
 def test_a_module_that_cannot_be_imported_is_a_problem(module: str, topic: str, advice: str) -> None:
     software = replace(SOFTWARE, broken={module: "ImportError: libGL.so.1"})
     machine = replace(
-        H100, software=software, gpus=(), decoders=None, engines=None, data=None, disk=(), core_rates=(), source=None
+        H100,
+        software=software,
+        gpus=(),
+        decoders=None,
+        engines=None,
+        c_code=None,
+        data=None,
+        disk=(),
+        core_rates=(),
+        source=None,
     )
     problems = [finding for finding in judge(machine) if finding.status == "problem"]
     assert problems == [Finding(topic, "problem", f"{module} cannot be imported: ImportError: libGL.so.1", advice)]
@@ -330,6 +346,20 @@ def test_no_library_and_no_gpu() -> None:
     assert only("JPEG engines", replace(NO_GPU, engines=JpegEngines())) == Finding(
         "JPEG engines", "ok", "none without a GPU"
     )
+
+
+@pytest.mark.parametrize(
+    ("c_code", "status", "advice"),
+    [(True, "ok", None), (False, "note", "install a C compiler as `cc`, or name one in the variable CC")],
+)
+def test_c_code(c_code: bool, status: str, advice: str | None) -> None:
+    finding = only("C code", replace(H100, c_code=c_code))
+    assert finding.status == status and (finding.advice or "").startswith(advice or "")
+    assert (finding.advice is None) == (advice is None)
+
+
+def test_c_code_is_for_gpus_alone() -> None:
+    assert [finding for finding in judge(NO_GPU) if finding.topic == "C code"] == []
 
 
 def test_opencv_alone_is_noted() -> None:
