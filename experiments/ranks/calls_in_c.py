@@ -1,13 +1,11 @@
 """Calls of nvJPEG that a thread without Python makes, to learn what Python's part in a loader costs a training.
 
-Compiles calls_in_c.c, which needs gcc.
+Compiles calls_in_c.c, which needs a C compiler.
 """
 
 from __future__ import annotations
 
 import ctypes
-import subprocess
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,16 +18,10 @@ from numpy.typing import NDArray
 
 from gpuflow.decode.nvjpeg import BatchedDecoder, find_nvjpeg
 from gpuflow.execute.first_passes import FirstPasses
+from gpuflow.runtime.compiled import compiled
 
 SOURCE = Path(__file__).with_suffix(".c")
 _FUNCTIONS = ("cudaSetDevice", "cudaEventCreateWithFlags", "cudaEventRecord", "cudaEventSynchronize")
-
-
-def _compiled() -> ctypes.CDLL:
-    with tempfile.TemporaryDirectory() as folder:
-        library = Path(folder) / "calls_in_c.so"
-        subprocess.run(["gcc", "-O2", "-fPIC", "-shared", "-o", library, SOURCE, "-lpthread"], check=True)
-        return ctypes.CDLL(str(library))
 
 
 def _recorded(launch: Callable[[], object]) -> list[tuple[BatchedDecoder, list[NDArray[np.uint64]]]]:
@@ -55,9 +47,11 @@ def calls_in_c(
     """A thread without Python makes the calls of a launch again, each time that the function is called.
 
     The function waits while `ahead` of its calls are not answered. The encoded bytes that the launch decodes must stay
-    where they are. Raises RuntimeError if a call failed, or took longer than `seconds`.
+    where they are. Raises RuntimeError if a call failed, or took longer than `seconds`, or without a C compiler.
     """
-    recorded, library = _recorded(launch), _compiled()
+    recorded, library = _recorded(launch), compiled(SOURCE)
+    if library is None:
+        raise RuntimeError(f"{SOURCE.name} cannot be compiled; install a C compiler as `cc`, or name one in CC")
     spaces = [int(images[:, 0].max() - images[:, 0].min()) + (1 << 27) for _, (_, _, images) in recorded]
     memory = torch.empty(max(spaces), dtype=torch.uint8, device=device)
     decoders = {id(decoder): BatchedDecoder(find_nvjpeg(), "rgb") for decoder, _ in recorded}
