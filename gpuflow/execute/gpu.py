@@ -543,7 +543,7 @@ class GpuRunner:
     def _place(self, finished: _Finished, slots: Any) -> None:
         """Copy what the CPU finished into its slots: one transfer, and one kernel for each output."""
         device_stream, rows, targets = self._device_stream, finished.rows, split(slots)
-        if isinstance(self._program, Program):
+        if self._copies.available and isinstance(self._program, Program):
             (target,) = targets
             memory, own = torch.empty_like(finished.results, device=device_stream.device), np.arange(len(rows))
             source = ImageRows(memory.data_ptr(), memory.shape[1], memory.shape[1], own)

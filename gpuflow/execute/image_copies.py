@@ -64,6 +64,11 @@ class ImageCopies:
             except RuntimeError as error:
                 _LOG.info("Python code queues copies of images: %s", error)
 
+    @property
+    def available(self) -> bool:
+        """Whether C code can copy images at all."""
+        return self._launch is not None
+
     def queue(
         self, pairs: Sequence[tuple[ImageRows | None, ImageRows | None]], transfer: Transfer | None = None
     ) -> bool:
