@@ -100,9 +100,9 @@ class DecodeBuffer:
 class DecodeBuffers:
     """A pool of device buffers for decoded images: nvJPEG writes one while kernels read another.
 
-    nvJPEG writes from streams of its own, which do not wait for work queued on the caller's stream. So the host must
-    wait until the GPU has read the buffer's previous contents. At most as many threads as there are buffers may hold
-    one at a time.
+    nvJPEG writes on its internal streams, which are not synchronized with the caller's stream. So the host must wait
+    until the GPU has read the buffer's previous contents. At most as many threads as there are buffers may hold one at
+    a time.
 
     Args:
         most_bytes: the largest size of a buffer, except for a larger image.

@@ -10,7 +10,7 @@
 #include <string.h>
 
 enum { MOST_PARAMETERS = 64 };
-enum step { INITIALIZE = 1, DECODE, RECORD, WAIT, TRANSFER, LAUNCH };
+enum step { INITIALIZE = 1, DECODE, RECORD, WAIT, TRANSFER, LAUNCH, WAIT_IN_STREAM };
 
 struct functions {
     int (*wait_for_event)(void *event);
@@ -36,9 +36,9 @@ struct launch {
 /* Each pointer to a part that a call does not have is NULL, and each number of bytes is 0.
  *
  * free: an event after which the memory of this call may be written. source: what is copied to `plans`, pinned memory,
- * and from there to the device; pixels: what is copied to the device as it is. handle: of nvJPEG. initialize: whether the state must be set
- * up for this number of images. decoded: an event after the last call that used the state. done: an event to record at
- * the end. */
+ * and from there to the device. pixels: what is copied to the device directly. handle: of nvJPEG. initialize: whether
+ * the state must be set up for this number of images. decoded: an event after the last call that used the state. done:
+ * an event to record at the end. */
 struct call {
     void *free;
     const void *source;
@@ -74,7 +74,7 @@ static int64_t decode(const struct functions *f, const struct call *call) {
     if (failure || of_event)
         return failure ? failure : of_event;
     if (call->decoding_stream != call->stream)
-        return failed(RECORD, f->wait_in_stream(call->stream, call->decoded, 0));
+        return failed(WAIT_IN_STREAM, f->wait_in_stream(call->stream, call->decoded, 0));
     return 0;
 }
 

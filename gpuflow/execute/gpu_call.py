@@ -45,8 +45,14 @@ _NON_BLOCKING, _THREAD_LOCAL, _KERNEL_NODE = 1, 1, 0
 _MOST_PARAMETERS = 64
 """As in gpu_call.c."""
 _STEPS = {1: "nvjpegDecodeBatchedInitialize", 2: "nvjpegDecodeBatched"}
-_CUDA_STEPS = {3: "cuEventRecord", 4: "cuEventSynchronize", 5: "cuMemcpyHtoDAsync", 6: "cuLaunchKernel"}
-"""What failed, by the numbers of gpu_call.c."""
+_CUDA_STEPS = {
+    3: "cuEventRecord",
+    4: "cuEventSynchronize",
+    5: "cuMemcpyHtoDAsync",
+    6: "cuLaunchKernel",
+    7: "cuStreamWaitEvent",
+}
+"""The function that failed, by the numbers of gpu_call.c."""
 _POINTER, _INTEGER, _WORD = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint64
 
 
@@ -232,7 +238,10 @@ def capture_launch(
 def _captured(
     driver: Driver, device_stream: DeviceStream, launch: Callable[[torch.Tensor], None], plan: torch.Tensor
 ) -> _Graph:
-    """What `launch` queues. It is captured on a stream of its own: torch's new streams may be in use elsewhere."""
+    """A CUDA graph of the work that `launch` queues, captured on a new stream.
+
+    The driver creates the stream, because torch takes streams from a pool and may return one that other code uses.
+    """
     handle, graph = _POINTER(), _POINTER()
     with device_stream.queued():  # which makes the device current
         _check("cuStreamCreate", driver.create_stream(ctypes.byref(handle), _NON_BLOCKING))
@@ -294,10 +303,10 @@ class Transfer(NamedTuple):
 
 @final
 class GpuCall:
-    """What is to be queued at once: a plan for each kernel, a call of nvJPEG, and the kernels.
+    """Work that is queued at once: the transfer of the plans, one for each kernel, a call of nvJPEG, and the kernels.
 
-    memory: for the plans. The call waits for the work that had it before, asleep. transfer: queued after the plans.
-    queued: whether it was queued.
+    memory: for the plans. The calling thread sleeps until the previous work on this memory is done. transfer: queued
+    after the plans. queued: whether the work was queued.
     """
 
     def __init__(

@@ -14,8 +14,8 @@ __all__ = ["ALIGN", "FIELDS", "copy_images"]
 FIELDS = ("source", "target", "bytes")
 """Columns of a plan, int64 [N, 3]: two device addresses, and how many bytes to copy. All are multiples of ALIGN."""
 ALIGN = 16
-_WORDS, _WORD_BYTES, _BLOCKS = 2048, 4, 32
-"""Words that a program copies at a time; programs of an image."""
+_WORDS, _BLOCKS = 2048, 32
+"""Words of four bytes that a program copies at a time; programs of an image."""
 
 
 @triton.jit
