@@ -20,11 +20,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 import gpuflow
 from gpuflow.config import read_config
+from gpuflow.execute.file_checks import FileChecks
 from gpuflow.runtime.ranks import Ranks
 from gpuflow.stages import STAGES
 from gpuflow.training.trainer import PassResult, Trainer, TrainerEvents
@@ -186,6 +189,14 @@ def main(path: str, out: str, device: str, max_steps: str) -> None:
         with gpuflow.load(path, "train", device=device) as loader:
             devices = {str(tensor.device) for batch in loader for tensor in (*batch, batch.valid, batch.indices)}
         report |= {"loaded_to": sorted(devices), "in_use_after_loading": gpus_in_use()}
+    checked: list[int] = []
+    check = FileChecks._check
+
+    def counted(checks: FileChecks, rows: NDArray[np.int64], *arguments: Any) -> NDArray[np.bool_]:
+        checked.append(len(rows))
+        return check(checks, rows, *arguments)
+
+    FileChecks._check = counted  # type: ignore[method-assign, assignment]
     trainer = Trainer(read_config(path, STAGES), device=device, ranks=ranks)
     without_dropout(trainer.model)
     notes, loaders = Notes(trainer), (Seen(trainer.train_loader), Seen(trainer.val_loader))  # type: ignore[arg-type]
@@ -195,6 +206,7 @@ def main(path: str, out: str, device: str, max_steps: str) -> None:
         report["in_use_after_training"] = gpus_in_use()
         report["reserved"] = [torch.cuda.memory_reserved(index) for index in range(torch.cuda.device_count())]
     report |= {
+        "checked": sum(checked),
         "device": str(trainer.device),
         "step": trainer.step,
         "train": loaders[0].samples,

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 
@@ -179,6 +180,12 @@ class ChunkRunner(Protocol):
 
     def check(self) -> None:
         """Decode gpuflow's own test image. Raises DecoderError if that fails."""
+
+    def share_checks(self, samples: int, memory_of: Callable[[int], NDArray[np.uint8] | None]) -> None:
+        """Have ranks of one host know which files of a source of that many samples one of them has checked.
+
+        memory_of: gives memory of a size in bytes, zeros at first, that these ranks share; None if there is none.
+        """
 
     @property
     def prescan(self) -> Prescan | None:

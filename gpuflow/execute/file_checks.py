@@ -1,4 +1,4 @@
-"""Which files of a chunk are complete. Each file of a source is checked once in a run, on the GPU."""
+"""Which files of a chunk are complete. Each file of a source is checked once in a run, on the GPU of one rank."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from gpuflow.decode.chunk_headers import Headers
 from gpuflow.execute.device_stream import DeviceStream, send_array, take_free
 from gpuflow.execute.kernels.complete import FIELDS, LARGE_BYTES, MARGIN_BYTES, MAX_BYTES, Workspace, complete_files
-from gpuflow.execute.known_files import KnownFiles
+from gpuflow.execute.known_files import MAX_REMEMBERED, KnownFiles
 from gpuflow.execute.private_memory import PrivateMemory
 from gpuflow.sources import Payload
 
@@ -53,6 +53,19 @@ class FileChecks:
         self._memory: queue.SimpleQueue[PrivateMemory[_Memory] | None] = queue.SimpleQueue()
         self._memory.put(None)
         self._unused = 0
+
+    @staticmethod
+    def shared_bytes(samples: int) -> int:
+        """The size of memory for `share`, for a source of that many samples."""
+        return 2 * min(samples, MAX_REMEMBERED) * np.dtype(np.uint32).itemsize
+
+    def share(self, memory: NDArray[np.uint8]) -> None:
+        """From now on remember in this memory which files were checked, and with what result.
+
+        memory: uint8 [shared_bytes], zeros at first, that other processes with the same source use, too.
+        """
+        for files, own in zip((self._complete, self._damaged), memory.view(np.uint32).reshape(2, -1), strict=True):
+            files.share(own)
 
     def complete(
         self, rows: NDArray[np.int64], payload: Payload, headers: Headers, indices: Sequence[int] | None

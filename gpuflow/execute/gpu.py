@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, final
@@ -279,6 +279,15 @@ class GpuRunner:
         with self._device_stream.queued(), self._decoders.acquire() as decoder:
             decoder.check()
         self._cpu.check()
+
+    def share_checks(self, samples: int, memory_of: Callable[[int], NDArray[np.uint8] | None]) -> None:
+        """Have ranks of one host know which files of a source of that many samples one of them has checked.
+
+        memory_of: see `ChunkRunner.share_checks`.
+        """
+        memory = memory_of(FileChecks.shared_bytes(samples))
+        if memory is not None:
+            self._checks.share(memory)
 
     @property
     def prescan(self) -> Prescan:

@@ -1,4 +1,4 @@
-"""Remembers what is known of samples' files, so that each is checked once and not in every epoch."""
+"""Remembers what is known of samples' files, so that each is checked once: not in every epoch, nor by every rank."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import threading
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["KnownFiles"]
+__all__ = ["MAX_REMEMBERED", "KnownFiles"]
 
-_MAX_REMEMBERED = 1 << 26
+MAX_REMEMBERED = 1 << 26
 """The largest number of samples that are remembered, with four bytes each."""
 
 
@@ -21,6 +21,17 @@ class KnownFiles:
 
     def __init__(self) -> None:
         self._sizes, self._lock = np.zeros(0, np.uint32), threading.Lock()
+        self._most = MAX_REMEMBERED
+
+    def share(self, memory: NDArray[np.uint32]) -> None:
+        """From now on remember files in this memory [number of samples], which other processes use, too.
+
+        Where nothing is known it has zeros. What is known here already is written to it.
+        """
+        with self._lock:
+            own = self._sizes[: len(memory)]
+            np.copyto(memory[: len(own)], own, where=own > 0)
+            self._sizes, self._most = memory, len(memory)
 
     def known(self, indices: NDArray[np.int64], sizes: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Which of these samples [N] are known to have such files, of these sizes."""
@@ -31,13 +42,13 @@ class KnownFiles:
 
     def add(self, indices: NDArray[np.int64], sizes: NDArray[np.int64]) -> None:
         """Remember samples [N] that have such files, of these sizes. Very high indices are not remembered."""
-        kept = (indices < _MAX_REMEMBERED) & (sizes <= np.iinfo(np.uint32).max)
-        if not kept.any():
-            return
-        indices, sizes = indices[kept], sizes[kept]
         with self._lock:
+            kept = (indices < self._most) & (sizes <= np.iinfo(np.uint32).max)
+            if not kept.any():
+                return
+            indices, sizes = indices[kept], sizes[kept]
             if (need := int(indices.max()) + 1) > len(self._sizes):
-                grown = np.zeros(min(max(need, 2 * len(self._sizes)), _MAX_REMEMBERED), np.uint32)
+                grown = np.zeros(min(max(need, 2 * len(self._sizes)), self._most), np.uint32)
                 grown[: len(self._sizes)] = self._sizes
                 self._sizes = grown
             self._sizes[indices] = sizes

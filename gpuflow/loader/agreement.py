@@ -8,6 +8,7 @@ time, then warns and goes on. A rank that begins later still compares itself wit
 
 from __future__ import annotations
 
+import hashlib
 import json
 import threading
 import time
@@ -16,8 +17,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+import numpy as np
+from numpy.typing import NDArray
+
 from gpuflow.errors import LoaderError
 from gpuflow.loader.plan import LoaderPlan
+from gpuflow.loader.rank_memory import shared_by_ranks
 from gpuflow.runtime.ranks import group_ranks
 
 if TYPE_CHECKING:
@@ -74,15 +79,15 @@ class RankAgreement:
             _store().set(f"{key}/{plan.rank}", json.dumps(announced))
         self._key = key
 
-    def check(self, describe: Callable[[], str]) -> None:
-        """Compare this rank with the others, once.
+    def check(self, describe: Callable[[], str]) -> bool:
+        """Compare this rank with the others, once. Returns whether this call did.
 
         Raises:
             LoaderError: ranks differ, or the group is one that this loader was made too early to know.
         """
         plan, group = self._plan, group_ranks()
         if self._done or group is None:
-            return
+            return False
         if group != (plan.rank, plan.world_size) and not plan.rank_given:
             raise LoaderError(
                 f"this loader is rank {plan.rank} of {plan.world_size}, and this process is rank {group[0]} of "
@@ -97,6 +102,19 @@ class RankAgreement:
             reason = str(error).splitlines()[0]
             warnings.warn(f"{_UNKNOWN}: the process group's store does not answer: {reason}", stacklevel=3)
         self._done = True
+        return self._key is not None
+
+    def memory(self, size: int) -> NDArray[np.uint8] | None:
+        """Memory for what this host's ranks find out about the samples of this loader, see `shared_by_ranks`.
+
+        Ranks that load other samples have other memory. None for a loader that is not compared.
+        """
+        if self._key is None:
+            return None
+        loads = hashlib.sha256(self._own.encode()).hexdigest()
+        with suppress(_store_error()):
+            return shared_by_ranks(_store(), f"{self._key}/{self._number}/{loads}", size)
+        return None
 
     def _compare(self, store: Store, key: str) -> None:
         name, world_size = self._plan.program.pipeline.name, self._plan.world_size

@@ -141,7 +141,8 @@ class Loader:
         if not self._finalizer.alive:
             raise LoaderError("this loader is closed; make another one with gpuflow.load")
         self._end_active("another one began")
-        self._agreement.check(self._shared_facts)
+        if self._agreement.check(self._shared_facts) and self._plan.gpu is not None:
+            self._plan.gpu.share_checks(len(self._plan.source), self._agreement.memory)
         epoch, start = self._progress.upcoming
         self._stats.start_epoch(epoch)
         steps = self._steps.begin(epoch, start)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from gpuflow.errors import BadSampleError, LoaderTimeout
 from gpuflow.execute.device_stream import DeviceStream, allocate_slots
@@ -67,6 +68,9 @@ class PresetRunner:
 
     def set_gpu_wait(self, share: float) -> None:
         """Does nothing: no work is delayed here."""
+
+    def share_checks(self, samples: int, memory_of: Callable[[int], NDArray[np.uint8] | None]) -> None:
+        """Does nothing: torchpipe checks no files."""
 
     @property
     def is_starting(self) -> bool:

@@ -76,6 +76,31 @@ def test_each_file_is_checked_once_by_its_index_and_size(checked: list[list[int]
     assert checked[1:] == [[len(CUT[0])], [len(FILES[0])]]
 
 
+def test_a_file_is_checked_by_one_of_those_that_share_memory(checked: list[list[int]]) -> None:
+    """Whether it is complete or not, and what was known before stays known."""
+    one, other, files = new_checks(), new_checks(), [*FILES[:8], *CUT[8:12]]
+    expected = [True] * 8 + [False] * 4
+    assert complete(one, files, rows=[0, 1, 8]) == [True, True, False]
+    memory = np.zeros(FileChecks.shared_bytes(12), np.uint8)
+    one.share(memory)
+    other.share(memory)
+    assert complete(other, files, rows=range(6)) == expected[:6]
+    assert complete(one, files) == expected
+    assert complete(other, files) == expected
+    assert list(map(len, checked)) == [3, 4, 5]
+    assert complete(other, CUT[:1]) == [False], "another file with the same index"
+    assert complete(one, CUT[:1]) == [False]
+    assert list(map(len, checked[3:])) == [1]
+
+
+def test_an_index_beyond_the_shared_memory_is_not_remembered(checked: list[list[int]]) -> None:
+    checks = new_checks()
+    checks.share(np.zeros(FileChecks.shared_bytes(2), np.uint8))
+    for _ in range(2):
+        assert complete(checks, FILES[:4]) == [True] * 4
+    assert list(map(len, checked)) == [4, 2]
+
+
 def test_a_file_without_an_index_is_checked_each_time(checked: list[list[int]]) -> None:
     checks = new_checks()
     for _ in range(3):

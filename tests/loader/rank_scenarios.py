@@ -12,10 +12,14 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch.distributed as dist
+from numpy.typing import NDArray
 
 import gpuflow
 from gpuflow.loader import agreement
@@ -62,6 +66,25 @@ def early(config: Path, join: Callable[[], None]) -> dict[str, Any]:
             return {"text": str(error)}
 
 
+def what_is_checked(config: Path, rank: int) -> dict[str, Any]:
+    """What the runner of a GPU gets to share, in two epochs, and what this rank finds there."""
+    given: list[NDArray[np.uint8] | None] = []
+
+    def share_checks(samples: int, memory_of: Callable[[int], NDArray[np.uint8] | None]) -> None:
+        given.append(memory_of(samples))
+
+    with gpuflow.load(config) as loader:
+        gpu: Any = SimpleNamespace(share_checks=share_checks, set_gpu_wait=lambda share: None)
+        loader._plan = replace(loader._plan, gpu=gpu)
+        for _ in range(2):
+            assert len(list(loader)) == len(loader)
+        (memory,) = given
+        assert memory is not None
+        memory[rank] = 10 + rank
+        dist.barrier()
+        return {"found": memory.tolist()}
+
+
 def main(rank: int, directory: Path) -> None:
     def join() -> None:
         dist.init_process_group("gloo", init_method=f"file://{directory / 'store'}", rank=rank, world_size=RANKS)
@@ -78,6 +101,7 @@ def main(rank: int, directory: Path) -> None:
     report["other_environment"] = with_environment(same, RANK="0", WORLD_SIZE="1")
     report["other_environment_and_arguments"] = with_environment_and_arguments(same, rank)
     report["other_files"] = loaded(own)
+    report["checks"] = what_is_checked(same, rank)
     report["other_files_of_a_subgroup"] = loaded(own, rank=0, world_size=1)
     report["other_seed"] = loaded(same, overrides=[f"source.seed={rank}", "pipelines.train.stages.flip.horizontal=0.3"])
     dist.barrier()

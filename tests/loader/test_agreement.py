@@ -77,6 +77,12 @@ def test_ranks_that_no_launcher_named_share_the_epoch(scenario: str, reports: Re
     assert [one["warnings"] for one in found] == [[], []]
 
 
+def test_ranks_share_what_they_find_out_about_files(reports: Reports) -> None:
+    """It is asked for once, and has one place for each sample."""
+    shared = [10, 11] + [0] * (PHOTOS - 2)
+    assert each(reports, "checks") == [{"found": shared}] * RANKS
+
+
 def test_arguments_win_over_the_group(reports: Reports) -> None:
     for rank, one in enumerate(each(reports, "subgroup")):
         assert (one["rank"], sorted(one["samples"]), one["warnings"]) == ([0, 1], list(range(PHOTOS)), []), rank

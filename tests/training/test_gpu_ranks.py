@@ -68,6 +68,12 @@ def test_two_ranks_train_one_model(ranks: list[dict[str, Any]], directory: Path)
         )
 
 
+def test_each_file_is_checked_by_one_rank(ranks: list[dict[str, Any]]) -> None:
+    """In three epochs of training and of validation, each with its own loader. Wrapped samples may be checked twice."""
+    checked = sum(rank["checked"] for rank in ranks)
+    assert 2 * PHOTOS <= checked <= 2 * (PHOTOS + 58)
+
+
 def test_each_rank_loads_to_its_own_gpu(ranks: list[dict[str, Any]]) -> None:
     assert [report["loaded_to"] for report in ranks] == [["cuda:0"], ["cuda:1"]]
     assert [report["device"] for report in ranks] == ["cuda:0", "cuda:1"]
