@@ -25,6 +25,8 @@ import engines
 import psutil
 import torch
 
+import gpuflow  # before the first use of the GPU: it requests as many hardware queues as CUDA has, for each arm
+
 HERE = Path(__file__).parent
 WARM_STEPS, WARM_SECONDS, START_SECONDS = 8, 0.3, 60.0
 """Unmeasured steps and seconds before each measurement, and how long a loader's worker processes may take to start."""
@@ -121,8 +123,6 @@ class Gpuflow:
         self._loader: Any = None
 
     def _endless(self) -> Iterator[tuple[Any, Any]]:
-        import gpuflow
-
         overrides = [f"source.folder={self._job['folder']}", f"pipelines.train.batch.size={self._job['batch']}"]
         device = None if self._job["device"] == "cpu" else self._job["device"]
         self._loader = gpuflow.load(HERE / "photos.yaml", device=device, overrides=[*overrides, *self._job["set"]])
