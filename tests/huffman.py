@@ -8,8 +8,9 @@ import re
 import torch
 
 from gpuflow.decode.codecs import engine_sampling, probe, scan_start
+from gpuflow.decode.complete import FIELDS
 from gpuflow.decode.libjpeg_turbo import find_libjpeg_turbo
-from gpuflow.execute.kernels.complete import FIELDS, Workspace
+from gpuflow.execute.kernels.complete import Workspace
 from tests.images import as_array
 
 __all__ = ["complete_by_libjpeg", "is_accepted", "reads_to_its_end"]
@@ -66,6 +67,8 @@ def reads_to_its_end(data: bytes) -> bool:
     assert sampling is not None
     across, down = (sampling >> 4, sampling & 15) if sampling else (1, 1)
     units = -(-header.width // (8 * across)) * -(-header.height // (8 * down))
+    if interval >= units:
+        interval = 0  # there is no marker
     components = 3 if sampling else 1
     tables, chosen = _tables(data, start), data[start - 2 - 2 * components : start - 3 : 2]
     owners = [0] * (across * down) + list(range(1, components))

@@ -117,7 +117,7 @@ def decodes_nothing(decoder: object, *arguments: object) -> None:
     """Takes the place of a call of nvJPEG."""
 
 
-def knows_none(files: object, indices: np.ndarray[Any, Any], sizes: object) -> np.ndarray[Any, Any]:
+def knows_none(files: object, indices: np.ndarray[Any, Any], sizes: object = None) -> np.ndarray[Any, Any]:
     return np.zeros(len(indices), bool)
 
 
@@ -157,7 +157,8 @@ def main() -> None:
             sys.setswitchinterval(interval / 1e3)
             measure(f"later, threads switch after {interval:g} ms", training, loader, options)
         if options.check_again:
-            with patch("gpuflow.execute.known_files.KnownFiles.known", knows_none):
+            known_files = "gpuflow.execute.known_files.KnownFiles"
+            with patch(f"{known_files}.known", knows_none), patch(f"{known_files}.have", knows_none):
                 for _ in range(SETTLING_STEPS):
                     training.fed_step(loader)
                 measure("later, every file checked", training, loader, options)

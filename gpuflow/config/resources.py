@@ -6,6 +6,7 @@ from gpuflow.config.models import Config, RunSpec
 from gpuflow.runtime.cpu_budget import available_threads
 
 __all__ = [
+    "check_threads_of",
     "decode_processes_of",
     "processes_of",
     "readers_of",
@@ -22,6 +23,8 @@ _FEW_THREADS = 4
 _WORTH_PROCESSES = 10_000
 """Samples from which on processes are started, which takes seconds."""
 _CORES_FOR_TRAINING = 3
+_FEWEST_CORES_FOR_CHECKS, _CORES_FOR_ONE_CHECK_THREAD = 12, 2
+"""A core checks 3,400 photographs of 65 kB a second, and a ResNet-18 on an H100 takes 12,000."""
 _CORES_FOR_ONE_SHARE_THREAD = 4
 """More threads slow down what launches, reads and trains by more than they add (experiments/gpu_path/NOTES.md)."""
 
@@ -92,6 +95,12 @@ def refused_processes_of(run: RunSpec) -> int:
     Three cores are left to the process that trains and to those that read.
     """
     return max(1, available_threads() - _CORES_FOR_TRAINING) if run.processes == "auto" else run.processes
+
+
+def check_threads_of(cores: int) -> int:
+    """Threads in each process that reads that check new files for a GPU's decoder; 0 where the GPU checks them, because
+    there are few cores for its process."""
+    return cores // _CORES_FOR_ONE_CHECK_THREAD if cores >= _FEWEST_CORES_FOR_CHECKS else 0
 
 
 def share_threads_of(run: RunSpec) -> int:

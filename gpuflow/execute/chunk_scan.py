@@ -15,17 +15,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpuflow.decode.chunk_headers import Headers, read_headers
+from gpuflow.decode.complete import complete_on_cpu
 from gpuflow.execute.passes import Pass, draw_passes
 from gpuflow.pipeline.program import Sampling, Warping
 from gpuflow.pipeline.stage import Decoder, Keys
 from gpuflow.pipeline.views import Output
 from gpuflow.sources import SPARE_BYTES, Payload
 
-__all__ = ["ChunkScan", "ChunkScanner", "Prescan"]
+__all__ = ["Checked", "ChunkScan", "ChunkScanner", "Prescan"]
 
-Prescan = Callable[[Payload, Keys], Any]
-"""What a process that reads files calls on each payload and its samples' random keys, so that the process that trains
-need not. It and its results can be pickled."""
+Prescan = Callable[[Payload, Keys, NDArray[np.bool_] | None], Any]
+"""What a process that reads files calls on each payload, its samples' random keys, and which of them to check, so that
+the process that trains need not. It and its results can be pickled."""
+
+
+class Checked(NamedTuple):
+    """For some rows [n] of a chunk, which files were checked, and which of those are complete."""
+
+    checked: NDArray[np.bool_]
+    complete: NDArray[np.bool_]
 
 
 class ChunkScan(NamedTuple):
@@ -34,7 +42,7 @@ class ChunkScan(NamedTuple):
     offsets, sizes, errors: of the payload that it scanned. headers: of all its files.
     rows [n]: the files that nvJPEG can decode and the stages can use.
     spare [n]: how many zeros follow each of these files. draws: for each output and each of its passes the random
-    parameters for these rows.
+    parameters for these rows. found: which of these rows are complete files, if that was asked and could be found out.
     """
 
     offsets: Sequence[int]
@@ -44,6 +52,7 @@ class ChunkScan(NamedTuple):
     rows: NDArray[np.int64]
     spare: NDArray[np.int64]
     draws: list[list[Any]]
+    found: Checked | None = None
 
     def is_of(self, payload: Payload) -> bool:
         """Whether these samples are those that were scanned: a source may change what a process read for it."""
@@ -53,7 +62,8 @@ class ChunkScan(NamedTuple):
     def take(self, kept: NDArray[np.bool_], scanner: ChunkScanner, keys: Keys) -> ChunkScan:
         """The same for some of the rows."""
         rows = self.rows[kept]
-        return self._replace(rows=rows, spare=self.spare[kept], draws=scanner.draw(keys, rows, self.headers.sizes))
+        draws = scanner.draw(keys, rows, self.headers.sizes)
+        return self._replace(rows=rows, spare=self.spare[kept], draws=draws, found=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,15 +71,20 @@ class ChunkScanner:
     """Scans chunks for one program.
 
     outputs: of the program. passes: for each output the passes that make it.
+    threads: that check files.
     """
 
     decoder: Decoder
     outputs: tuple[Output, ...]
     passes: tuple[tuple[Pass, ...], ...]
+    threads: int = 1
 
-    def __call__(self, payload: Payload, keys: Keys) -> ChunkScan:
+    def __call__(self, payload: Payload, keys: Keys, unchecked: NDArray[np.bool_] | None = None) -> ChunkScan:
         """Scan the files of a payload whose samples have these keys. Writes zeros after those that nvJPEG can decode,
-        because the engines read a little ahead."""
+        because the engines read a little ahead.
+
+        unchecked: which of the files to check, [N]; None for none.
+        """
         decoder = self.decoder
         headers = read_headers(
             payload,
@@ -84,7 +99,19 @@ class ChunkScanner:
             rows = rows[~misfit]
             draws = self.draw(keys, rows, headers.sizes)
         spare = _clear_after(payload, rows)
-        return ChunkScan(payload.offsets, payload.sizes, payload.errors, headers, rows, spare, draws)
+        found = self._check(rows, payload, headers, unchecked[rows]) if unchecked is not None else None
+        return ChunkScan(payload.offsets, payload.sizes, payload.errors, headers, rows, spare, draws, found)
+
+    def _check(
+        self, rows: NDArray[np.int64], payload: Payload, headers: Headers, unchecked: NDArray[np.bool_]
+    ) -> Checked | None:
+        """Check those of the rows [n] that are unchecked; None where C code cannot be compiled."""
+        found = complete_on_cpu(rows[unchecked], payload, headers, self.threads)
+        if found is None:
+            return None
+        complete = np.zeros(len(rows), bool)
+        complete[unchecked] = found
+        return Checked(unchecked, complete)
 
     def draw(self, keys: Keys, rows: NDArray[np.int64], sizes: NDArray[np.int64]) -> list[list[Any]]:
         """For each output and each of its passes the random parameters of these rows [n] of a chunk.

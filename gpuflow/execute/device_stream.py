@@ -187,6 +187,9 @@ class ChunkRunner(Protocol):
         memory_of: gives memory of a size in bytes, zeros at first, that these ranks share; None if there is none.
         """
 
+    def unchecked(self, indices: Sequence[int]) -> NDArray[np.bool_] | None:
+        """Which of these samples' files the process that reads them should check; None for none."""
+
     @property
     def prescan(self) -> Prescan | None:
         """What the process that reads a payload calls on it, to save work in `prepare`; None if there is nothing."""

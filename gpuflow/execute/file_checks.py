@@ -1,4 +1,8 @@
-"""Which files of a chunk are complete. Each file of a source is checked once in a run, on the GPU of one rank."""
+"""Which files of a chunk are complete. Each file of a source is checked once in a run, by one rank of a host.
+
+Where there are cores for it, the process that reads a file checks it (`execute/chunk_scan.py`), else the GPU does: its
+kernels take time from those of a training.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +16,10 @@ import torch
 from numpy.typing import NDArray
 
 from gpuflow.decode.chunk_headers import Headers
+from gpuflow.decode.complete import FIELDS, MAX_BYTES, can_be_read, complete_on_cpu, describe, is_available
+from gpuflow.execute.chunk_scan import Checked
 from gpuflow.execute.device_stream import DeviceStream, send_array, take_free
-from gpuflow.execute.kernels.complete import FIELDS, LARGE_BYTES, MARGIN_BYTES, MAX_BYTES, Workspace, complete_files
+from gpuflow.execute.kernels.complete import LARGE_BYTES, MARGIN_BYTES, Workspace, complete_files
 from gpuflow.execute.known_files import MAX_REMEMBERED, KnownFiles
 from gpuflow.execute.private_memory import PrivateMemory
 from gpuflow.sources import Payload
@@ -26,6 +32,9 @@ _ALIGN = 8
 _FILE, _LENGTH, _SCAN, _RESTARTS, _DATA, _PLACES = map(
     FIELDS.index, ("file", "length", "scan", "restarts", "data", "places")
 )
+_MOST_CPU_BYTES = 1 << 18
+"""A service's larger files are checked on the GPU, where many threads read one file. In a loader the threads read other
+files of the chunk meanwhile."""
 _TURN_SECONDS = 60.0
 _UNUSED_CHUNKS = 256
 """The number of consecutive chunks without a new file after which the memory is freed."""
@@ -45,10 +54,12 @@ class FileChecks:
     has had a new file for a while, as in a second epoch, and allocated again for the next new file.
 
     device_stream: of the GPU that checks files. The checks run on a separate CUDA stream.
+    threads: that check files on the CPU instead, where its C code can be compiled; 0 for the GPU.
     """
 
-    def __init__(self, device_stream: DeviceStream) -> None:
+    def __init__(self, device_stream: DeviceStream, threads: int = 0) -> None:
         self._device_stream = device_stream.on_new_stream()
+        self._threads = threads if threads and is_available() else 0
         self._complete, self._damaged = KnownFiles(), KnownFiles()
         self._memory: queue.SimpleQueue[PrivateMemory[_Memory] | None] = queue.SimpleQueue()
         self._memory.put(None)
@@ -67,16 +78,30 @@ class FileChecks:
         for files, own in zip((self._complete, self._damaged), memory.view(np.uint32).reshape(2, -1), strict=True):
             files.share(own)
 
+    def unchecked(self, indices: Sequence[int]) -> NDArray[np.bool_] | None:
+        """Which of these samples' files the process that reads them should check, see `ChunkScanner`; None for none."""
+        if not self._threads:
+            return None
+        samples = np.asarray(indices, np.int64)
+        unchecked: NDArray[np.bool_] = ~(self._complete.have(samples) | self._damaged.have(samples))
+        return unchecked if unchecked.any() else None
+
     def complete(
-        self, rows: NDArray[np.int64], payload: Payload, headers: Headers, indices: Sequence[int] | None
+        self,
+        rows: NDArray[np.int64],
+        payload: Payload,
+        headers: Headers,
+        indices: Sequence[int] | None,
+        found: Checked | None = None,
     ) -> NDArray[np.bool_]:
-        """Which of these rows [n] of a payload are complete files. Waits for the GPU.
+        """Which of these rows [n] of a payload are complete files. May wait for the GPU.
 
         headers: of all files of the payload; those of the rows are files that the engines decode.
         indices: of the payload's samples in the source. Without them every file is new, as those that a service gets.
+        found: what the process that read them found out.
         """
         if indices is None:
-            return self._check(rows, payload, headers)
+            return self._check(rows, payload, headers, _MOST_CPU_BYTES)
         samples, lengths = (np.asarray(x, np.int64)[rows] for x in (indices, payload.sizes))
         complete = self._complete.known(samples, lengths)
         new = ~(complete | self._damaged.known(samples, lengths))
@@ -84,15 +109,34 @@ class FileChecks:
             self._count_unused()
             return complete
         self._unused = 0
-        complete[new] = self._check(rows[new], payload, headers)
-        for files, found in ((self._complete, complete), (self._damaged, ~complete)):
-            files.add(samples[new & found], lengths[new & found])
+        if found is not None:
+            complete[new] = found.complete[new]
+        left = new if found is None else new & ~found.checked
+        if left.any():
+            complete[left] = self._check(rows[left], payload, headers)
+        for files, which in ((self._complete, complete), (self._damaged, ~complete)):
+            files.add(samples[new & which], lengths[new & which])
         return complete
 
-    def _check(self, rows: NDArray[np.int64], payload: Payload, headers: Headers) -> NDArray[np.bool_]:
-        complete, files = np.zeros(len(rows), bool), _describe(rows, payload, headers)
+    def _check(
+        self, rows: NDArray[np.int64], payload: Payload, headers: Headers, most_cpu_bytes: int = MAX_BYTES
+    ) -> NDArray[np.bool_]:
+        """most_cpu_bytes: larger files are checked on the GPU in any case."""
+        sizes = np.asarray(payload.sizes, np.int64)[rows]
+        here = (sizes <= most_cpu_bytes) & (self._threads > 0)
+        on_cpu = complete_on_cpu(rows[here], payload, headers, self._threads) if here.any() else None
+        if on_cpu is None:
+            return self._check_on_gpu(rows, payload, headers)
+        complete = np.zeros(len(rows), bool)
+        complete[here] = on_cpu
+        if not here.all():
+            complete[~here] = self._check_on_gpu(rows[~here], payload, headers)
+        return complete
+
+    def _check_on_gpu(self, rows: NDArray[np.int64], payload: Payload, headers: Headers) -> NDArray[np.bool_]:
+        complete, files = np.zeros(len(rows), bool), describe(rows, payload, headers)
         offsets, sizes = files[:, _FILE], files[:, _LENGTH]
-        order = np.flatnonzero((sizes <= MAX_BYTES) & (2 * files[:, _RESTARTS] < sizes))
+        order = np.flatnonzero(can_be_read(files))
         order = order[np.argsort(offsets[order], kind="stable")]
         for which in _parts(offsets[order], sizes[order]):
             part = order[which]
@@ -154,23 +198,3 @@ def _parts(starts: NDArray[np.int64], sizes: NDArray[np.int64]) -> Iterator[slic
             first = i
     if len(sizes):
         yield slice(first, len(sizes))
-
-
-def _describe(rows: NDArray[np.int64], payload: Payload, headers: Headers) -> NDArray[np.int64]:
-    """The files of these rows for `complete_files`, [n, len(FIELDS)]. Instead of the device address there is the offset
-    in the payload; where working memory begins is 0."""
-    sampling, intervals = headers.sampling[rows].astype(np.int64), headers.intervals[rows]
-    across, down = np.maximum(sampling >> 4, 1), np.maximum(sampling & 15, 1)
-    units = (-(-headers.sizes[rows] // (8 * np.column_stack([down, across])))).prod(axis=1)
-    columns = {
-        "file": np.asarray(payload.offsets, np.int64)[rows],
-        "length": np.asarray(payload.sizes, np.int64)[rows],
-        "scan": headers.scans[rows],
-        "components": np.where(sampling > 0, 3, 1),
-        "luma": across * down,
-        "units": units,
-        "interval": intervals,
-        "restarts": np.where(intervals > 0, -(-units // np.maximum(intervals, 1)) - 1, 0),
-    }
-    nothing = np.zeros(len(rows), np.int64)
-    return np.column_stack([columns.get(name, nothing) for name in FIELDS]).astype(np.int64)

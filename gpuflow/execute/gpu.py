@@ -214,6 +214,7 @@ class GpuRunner:
         cpu_pool: decodes what nvJPEG does not take; without one, `prepare` does.
         fill_calls: whether a launch may decode images of later chunks, whose results need memory until then: for each
             chroma sampling up to 127 of them.
+        check_threads: that check new files on the CPU, in each process that reads; 0 if the GPU checks them.
 
     Raises:
         NvjpegError: the GPU does not have the backend.
@@ -231,16 +232,18 @@ class GpuRunner:
         buffers: int = BUFFERS,
         cpu_pool: CpuDecodePool | None = None,
         fill_calls: bool = True,
+        check_threads: int = 0,
     ) -> None:
         self._program, self._device_stream = program, device_stream
         outputs = outputs_of(program)
-        self._scanner = ChunkScanner(program.decoder, outputs, tuple(tuple(passes[x.program]) for x in outputs))
+        each_passes = tuple(tuple(passes[x.program]) for x in outputs)
+        self._scanner = ChunkScanner(program.decoder, outputs, each_passes, max(1, check_threads))
         self._channels = 1 if program.decoder.color == "gray" else 3
         self._decode_bytes = decode_bytes
         self._cpu, self._cpu_pool = CpuRunners(program), cpu_pool
         self._lock = threading.Lock()
         self._calls: deque[_Call] = deque()
-        self._checks = FileChecks(device_stream)
+        self._checks = FileChecks(device_stream, check_threads)
         self.engine_images, self.cpu_images = 0, 0
         self._long_waits = 0
         with device_stream.queued():
@@ -289,6 +292,10 @@ class GpuRunner:
         if memory is not None:
             self._checks.share(memory)
 
+    def unchecked(self, indices: Sequence[int]) -> NDArray[np.bool_] | None:
+        """Which of these samples' files the process that reads them should check; None for none."""
+        return self._checks.unchecked(indices)
+
     @property
     def prescan(self) -> Prescan:
         """What `prepare` needs of a payload and can be found out by the process that reads it."""
@@ -303,7 +310,7 @@ class GpuRunner:
         scan: ChunkScan | None = payload.prescan
         if scan is None or not scan.is_of(payload):
             scan = self._scanner(payload, keys)
-        complete = self._checks.complete(scan.rows, payload, scan.headers, indices)
+        complete = self._checks.complete(scan.rows, payload, scan.headers, indices, scan.found)
         if not complete.all():
             scan = scan.take(complete, self._scanner, keys)
         headers, rows, spare, draws = scan.headers, scan.rows, scan.spare, scan.draws

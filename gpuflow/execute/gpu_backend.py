@@ -71,10 +71,11 @@ def place_on_gpu(
     buffers: int = BUFFERS,
     cpu_pool: CpuDecodePool | None = None,
     fill_calls: bool = True,
+    check_threads: int = 0,
 ) -> Placement:
     """Create the runner for a program on the stream's GPU, on engines or kernels; or say why none can run it.
 
-    decode_bytes, buffers, cpu_pool, fill_calls: see `GpuRunner`.
+    decode_bytes, buffers, cpu_pool, fill_calls, check_threads: see `GpuRunner`.
     """
     found = gpu_passes_and_library(program)
     if isinstance(found, str):
@@ -95,6 +96,7 @@ def place_on_gpu(
                 buffers=buffers,
                 cpu_pool=cpu_pool,
                 fill_calls=fill_calls,
+                check_threads=check_threads,
             )
         except NvjpegError as error:
             refusals.append(f"{description}: {error}")

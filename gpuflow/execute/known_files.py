@@ -40,6 +40,13 @@ class KnownFiles:
         found: NDArray[np.bool_] = inside & (held[np.where(inside, indices, 0)] == sizes) if len(held) else inside
         return found
 
+    def have(self, indices: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Which of these samples [N] are known to have such files, of any size."""
+        held = self._sizes
+        inside = indices < len(held)
+        found: NDArray[np.bool_] = inside & (held[np.where(inside, indices, 0)] > 0) if len(held) else inside
+        return found
+
     def add(self, indices: NDArray[np.int64], sizes: NDArray[np.int64]) -> None:
         """Remember samples [N] that have such files, of these sizes. Very high indices are not remembered."""
         with self._lock:

@@ -7,7 +7,7 @@ import importlib.util
 import torch
 
 from gpuflow.config import Config
-from gpuflow.config.resources import refused_processes_of, threads_of
+from gpuflow.config.resources import check_threads_of, refused_processes_of, threads_of
 from gpuflow.decode.preset import Preset, is_preset_on_gpu
 from gpuflow.errors import ConfigError, Problem
 from gpuflow.execute.cpu_decode_pool import CpuDecodePool
@@ -51,6 +51,7 @@ def place(config: Config, name: str, device: torch.device, batch_size: int) -> P
                 buffers=1,
                 cpu_pool=CpuDecodePool(program, processes=processes, cores=available_threads()),
                 fill_calls=config.run.memory_limit is None,
+                check_threads=check_threads_of(available_threads()),
             )
     if backend == "gpu" and placement.gpu is None:
         keys = "decode" if isinstance(program, ViewsProgram) else "stages[0].decode"

@@ -65,7 +65,7 @@ class ChunkReader:
             chunk.payload = payload = self.read(chunk.indices)
         else:
             keys = keys_of(self._plan, epoch, chunk)
-            with scanned(keys):
+            with scanned(keys, gpu.unchecked(chunk.indices)):
                 chunk.payload = payload = self.read(chunk.indices)
             chunk.prepared = gpu.prepare(payload, keys, chunk.indices)
         chunk.batch.add_labels(chunk.start, payload.labels)

@@ -30,20 +30,23 @@ __all__ = ["ProcessReader", "ProcessStorage", "prepare", "scanned", "work"]
 
 _LOG = logging.getLogger(__name__)
 T = TypeVar("T")
-_keys: ContextVar[Keys | None] = ContextVar("keys", default=None)
+Wanted = tuple[Keys, NDArray[np.bool_] | None]
+_wanted: ContextVar[Wanted | None] = ContextVar("wanted", default=None)
 
 
 @contextmanager
-def scanned(keys: Keys) -> Iterator[None]:
+def scanned(keys: Keys, unchecked: NDArray[np.bool_] | None = None) -> Iterator[None]:
     """What this thread reads inside the block, of samples with these keys, is also scanned by the worker that reads it.
 
     The result is the payload's `prescan`, unless this thread had to read by itself.
+
+    unchecked: which of the samples' files are to be checked, too; None for none.
     """
-    token = _keys.set(keys)
+    token = _wanted.set((keys, unchecked))
     try:
         yield
     finally:
-        _keys.reset(token)
+        _wanted.reset(token)
 
 
 @final
@@ -133,7 +136,7 @@ class _Workers:
             return allocated[0] if len(allocated[0]) >= size else allocate(size)
 
         def exchange(worker: WorkerConnection) -> Payload | None:
-            worker.send((method, arguments, _keys.get()))
+            worker.send((method, arguments, _wanted.get()))
             size = worker.answer()
             if size is None:
                 return None
@@ -206,12 +209,12 @@ def work(connection: ParentConnection, prepared: _Reader) -> None:
         return memory
 
     while True:
-        method, arguments, keys = connection.recv()
+        method, arguments, wanted = connection.recv()
         start = time.thread_time()
         answer = None
         try:
             payload: Payload = getattr(reader, method)(*arguments, allocate)
-            found = _scan(prescan, payload, keys) if prescan is not None and keys is not None else None
+            found = _scan(prescan, payload, wanted) if prescan is not None and wanted is not None else None
             answer = payload.offsets, payload.sizes, payload.errors, found, time.thread_time() - start
         except _NotShared:
             continue
@@ -220,11 +223,12 @@ def work(connection: ParentConnection, prepared: _Reader) -> None:
         connection.send(answer)
 
 
-def _scan(prescan: Prescan, payload: Payload, keys: Keys) -> Any:
+def _scan(prescan: Prescan, payload: Payload, wanted: Wanted) -> Any:
     """The scan of a payload; None if that fails, or if its source reads other files than its samples' here."""
+    keys, unchecked = wanted
     if len(keys.positions) != len(payload):
         return None
     try:
-        return prescan(payload, keys)
+        return prescan(payload, keys, unchecked)
     except Exception:  # such as that of a stage's `draw`; raised again by the thread that then scans
         return None

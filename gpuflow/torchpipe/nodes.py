@@ -24,6 +24,7 @@ from gpuflow.execute.cpu import CpuRunner
 from gpuflow.pipeline.image_spec import STORAGE, as_batch, slot_shape
 from gpuflow.pipeline.program import Program
 from gpuflow.pipeline.stage import Keys
+from gpuflow.runtime.cpu_budget import available_threads
 from gpuflow.runtime.threads import use_torch_threads
 from gpuflow.torchpipe.adapter import keep_thread_state
 from gpuflow.torchpipe.graph import program_from_json
@@ -38,6 +39,8 @@ Item = MutableMapping[str, Any]
 
 _MAX_BATCH = 2
 """Images that an instance accepts at a time. With 1, torchpipe blocks the caller until an instance is free."""
+_CHECK_THREADS = 4
+"""The largest number of threads that check the files of a batch, before a GPU decodes them."""
 _MOST_FAILURES, _FAILED_SECONDS = 3, 60.0
 _EMPTY, _CANCELLED = torch.empty(0), PredictorError("cancelled")
 _ONE = Keys(0, 0, np.zeros(1, np.int64))
@@ -268,7 +271,7 @@ def _gpu_preprocessor(program: Program, device: torch.device) -> Preprocessor | 
     from gpuflow.torchpipe.gpu_preprocessor import GpuPreprocessor
 
     device_stream = DeviceStream(device)
-    runner = place_on_gpu(program, device_stream).gpu
+    runner = place_on_gpu(program, device_stream, check_threads=min(available_threads(), _CHECK_THREADS)).gpu
     pool = BytePool(make=pinned)
     if runner is None:
         return None

@@ -72,6 +72,9 @@ class PresetRunner:
     def share_checks(self, samples: int, memory_of: Callable[[int], NDArray[np.uint8] | None]) -> None:
         """Does nothing: torchpipe checks no files."""
 
+    def unchecked(self, indices: Sequence[int]) -> None:
+        """None: torchpipe needs no checks."""
+
     @property
     def is_starting(self) -> bool:
         """Never: torchpipe has threads alone."""

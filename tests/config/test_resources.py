@@ -7,7 +7,7 @@ from typing import Literal
 import pytest
 
 from gpuflow.config import ModelSpec, RunSpec
-from gpuflow.config.resources import serving_processes_of
+from gpuflow.config.resources import check_threads_of, serving_processes_of
 from gpuflow.torchpipe.graph import images_at_a_time
 
 
@@ -31,6 +31,11 @@ def test_how_many_processes_decode_for_a_service(
     threads: int, processes: int | Literal["auto"], images: int, expected: int
 ) -> None:
     assert serving_processes_of(RunSpec(threads=threads, processes=processes), images) == expected
+
+
+@pytest.mark.parametrize(("cores", "expected"), [(1, 0), (11, 0), (12, 6), (16, 8), (27, 13)])
+def test_how_many_threads_check_files_where_a_gpu_decodes(cores: int, expected: int) -> None:
+    assert check_threads_of(cores) == expected
 
 
 def test_how_many_images_a_model_runs_on_at_a_time() -> None:

@@ -12,11 +12,13 @@ import torch
 
 from gpuflow.decode.chunk_headers import read_headers
 from gpuflow.decode.codecs import MAX_SCANS
+from gpuflow.decode.complete import FIELDS
 from gpuflow.decode.libjpeg_turbo import find_libjpeg_turbo
 from gpuflow.errors import LoaderTimeout
 from gpuflow.execute import file_checks
+from gpuflow.execute.chunk_scan import Checked
 from gpuflow.execute.file_checks import FileChecks
-from gpuflow.execute.kernels.complete import FIELDS, MARGIN_BYTES, Workspace
+from gpuflow.execute.kernels.complete import MARGIN_BYTES, Workspace
 from gpuflow.sources import Payload
 from tests.host_stream import HostStream
 from tests.huffman import complete_by_libjpeg
@@ -93,6 +95,39 @@ def test_a_file_is_checked_by_one_of_those_that_share_memory(checked: list[list[
     assert list(map(len, checked[3:])) == [1]
 
 
+def test_threads_of_the_cpu_check_files_where_there_are_some(
+    checked: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of a loader all, those of a service but the large ones; and all on the GPU where there is no compiler."""
+    stream: Any = HostStream()
+    checks, files, expected = FileChecks(stream, 2), [*FILES, *CUT], [True] * 20 + [False] * 20
+    monkeypatch.setattr(file_checks, "_MOST_CPU_BYTES", most := sorted(map(len, files))[30])
+    assert complete(checks, files) == expected and not checked
+    assert complete(checks, files, None) == expected
+    assert sorted(size for part in checked for size in part) == sorted(len(data) for data in files if len(data) > most)
+    checked.clear()
+    monkeypatch.setattr("gpuflow.decode.complete.compiled", lambda source: None)
+    assert complete(FileChecks(stream, 2), files) == expected
+    assert sum(map(len, checked)) == 40
+
+
+def test_what_another_process_checked_is_not_checked_again(checked: list[list[int]]) -> None:
+    stream: Any = HostStream()
+    checks, files = FileChecks(stream, 2), [*FILES[:4], *CUT[4:8]]
+    assert complete(checks, files, 0, [1, 5]) == [True, False]
+    unchecked = checks.unchecked(range(8))
+    assert unchecked is not None and unchecked.tolist() == [i not in (1, 5) for i in range(8)]
+    payload = Payload.of(files, lambda size: np.zeros(size, np.uint8))
+    headers = read_headers(payload, max_pixels=1 << 20, max_scans=MAX_SCANS, orientation=False)
+    rows, done = np.arange(8), np.arange(8) < 6
+    found = Checked(done, done & (np.arange(8) % 2 == 0))  # which is wrong of 1, 3 and 4
+    result = checks.complete(rows, payload, headers, range(8), found).tolist()
+    assert result == [True, True, True, False, True, False, False, False]
+    assert checks.unchecked(range(8)) is None
+    assert checks.complete(rows, payload, headers, range(8)).tolist() == result
+    assert new_checks().unchecked(range(8)) is None, "the GPU checks them"
+
+
 def test_an_index_beyond_the_shared_memory_is_not_remembered(checked: list[list[int]]) -> None:
     checks = new_checks()
     checks.share(np.zeros(FileChecks.shared_bytes(2), np.uint8))
@@ -127,7 +162,7 @@ def test_a_file_that_is_too_large_for_the_kernels_is_left_to_the_cpu(
     checked: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     most = sorted(map(len, FILES))[10]
-    monkeypatch.setattr(file_checks, "MAX_BYTES", most)
+    monkeypatch.setattr("gpuflow.decode.complete.MAX_BYTES", most)
     assert complete(new_checks(), FILES, None) == [len(data) <= most for data in FILES]
     assert complete(new_checks(), [max(FILES, key=len)], None) == [False]
     assert complete(new_checks(), [], None) == []
@@ -166,7 +201,7 @@ def test_threads_take_turns_in_one_memory(checked: list[list[int]], monkeypatch:
         found = list(threads.map(lambda turn: complete(checks, [*FILES, *CUT], None), range(8)))
     assert found == [[True] * 20 + [False] * 20] * 8 and len(made) == 1
     with monkeypatch.context() as failing:
-        failing.setattr(file_checks, "_describe", raise_memory_error)
+        failing.setattr(file_checks, "describe", raise_memory_error)
         with pytest.raises(MemoryError):
             complete(checks, FILES, None)
     assert complete(checks, FILES, None) == [True] * 20 and len(made) == 1

@@ -10,12 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from PIL import Image
 
 import gpuflow
 from gpuflow.execute import file_checks, gpu_backend
 from gpuflow.execute.gpu_call import GpuCalls
 from gpuflow.execute.kernels.complete import complete_files
+from gpuflow.execute.known_files import KnownFiles
+from gpuflow.loader import placement
 from tests import images
 from tests.datasets import nothing_left_behind, write_config
 
@@ -268,7 +271,8 @@ def test_a_huge_image_leaves_no_huge_buffer(tmp_path: Path) -> None:
 
 
 def test_decode_buffers_and_checks_give_their_memory_back(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To the GPU, not to torch's cache."""
+    """To the GPU, not to torch's cache. No other process may use this GPU meanwhile."""
+    monkeypatch.setattr(placement, "check_threads_of", lambda cores: 0)
     monkeypatch.setattr(file_checks, "_UNUSED_CHUNKS", 4)
     gc.collect()
     with load(folder, STAGES, "cuda") as loader:
@@ -340,26 +344,47 @@ def test_batches_that_the_consumer_keeps_do_not_change(folder: Path) -> None:
         assert all(torch.equal(a.images, b.images) for a, b in zip(loader, kept, strict=False))
 
 
-@pytest.mark.parametrize("backend", ["hardware", "cuda"])
-def test_files_are_checked_in_the_first_epoch(backend: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Later ones check none, and have the same pixels at the same epoch."""
+@pytest.mark.parametrize(("backend", "threads"), [("hardware", 0), ("cuda", 0), ("hardware", 3)])
+def test_files_are_checked_in_the_first_epoch(
+    backend: str, threads: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the GPU, or by threads of the CPU. Later epochs check none, and have the same pixels at the same epoch."""
     checked: list[int] = []
+    on_gpu: list[int] = []
 
     def counted(files: torch.Tensor, *arguments: Any) -> torch.Tensor:
-        checked.append(len(files))
+        on_gpu.append(len(files))
         return complete_files(files, *arguments)
 
+    def added(known: KnownFiles, samples: NDArray[np.int64], sizes: NDArray[np.int64]) -> None:
+        checked.append(len(samples))
+        add(known, samples, sizes)
+
+    add = KnownFiles.add
+    monkeypatch.setattr(KnownFiles, "add", added)
+    monkeypatch.setattr(placement, "check_threads_of", lambda cores: threads)
     monkeypatch.setattr("gpuflow.execute.file_checks.complete_files", counted)
     if backend == "cuda":
         monkeypatch.setattr(gpu_backend, "BACKENDS", {"cuda": "CUDA kernels"})
     with load(folder, STAGES, "cuda") as loader:
         first = list(loader)
         assert sum(checked) >= loader.stats()["engine_images"] >= 100
+        assert sum(on_gpu) == (0 if threads else sum(checked))
         checked.clear()
         loader.set_epoch(0)
         again = list(loader)
-        assert not checked
+        assert not sum(checked)
     assert all(torch.equal(a.images, b.images) for a, b in zip(first, again, strict=True))
+
+
+def test_batches_are_equal_whoever_checks_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    batches = {}
+    for threads in (0, 1, 8):
+        monkeypatch.setattr(placement, "check_threads_of", lambda cores, threads=threads: threads)
+        with load(folder, STAGES, "cuda") as loader:
+            batches[threads] = list(loader)
+    for threads in (1, 8):
+        assert all(torch.equal(a.images, b.images) for a, b in zip(batches[0], batches[threads], strict=True))
 
 
 def test_resumed_on_the_gpu_equals_uninterrupted(folder: Path) -> None:

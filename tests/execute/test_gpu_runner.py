@@ -11,8 +11,9 @@ import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import pytest
@@ -97,15 +98,15 @@ def sample(plan: torch.Tensor, table: torch.Tensor, target: torch.Tensor, **opti
         ctypes.memmove(target.data_ptr() + row[-1], row[0], 4)
 
 
-MakeRunner = Callable[[int], GpuRunner]
+class MakeRunner(Protocol):
+    """Makes a runner. decode_bytes: the size of its buffers for decoded images. check_threads: see `GpuRunner`."""
+
+    def __call__(self, decode_bytes: int, check_threads: int = 0) -> GpuRunner: ...
 
 
 @pytest.fixture(params=["Python", "C"])
 def make_runner(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeRunner]:
-    """A function that makes a runner; its argument is the size in bytes of the buffers for decoded images.
-
-    Python code queues the runner's work, or C code does.
-    """
+    """Python code queues the runner's work, or C code does."""
     monkeypatch.setattr(nvjpeg_decoders, "BatchedDecoder", NumberDecoder)
     monkeypatch.setattr(nvjpeg_decoders, "_MANY_REFUSED", 10**9)
     monkeypatch.setattr(gpu_passes, "sample", sample)
@@ -115,11 +116,19 @@ def make_runner(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     if request.param == "C":
         use_c_code(monkeypatch, copy_images, lambda library: driver)
 
-    def make(decode_bytes: int) -> GpuRunner:
+    def make(decode_bytes: int, check_threads: int = 0) -> GpuRunner:
         passes = passes_of(PROGRAM)
         assert not isinstance(passes, str)
         substitutes: Any = (HostStream(), object())
-        return GpuRunner(PROGRAM, [passes], *substitutes, backend="hardware", decode_bytes=decode_bytes, buffers=3)
+        return GpuRunner(
+            PROGRAM,
+            [passes],
+            *substitutes,
+            backend="hardware",
+            decode_bytes=decode_bytes,
+            buffers=3,
+            check_threads=check_threads,
+        )
 
     yield make
     driver.check()
@@ -142,7 +151,20 @@ def number_of(slot: torch.Tensor) -> int:
 @pytest.mark.skipif(find_libjpeg_turbo() is None, reason="needs libjpeg-turbo 3: pip install 'gpuflow[turbo]'")
 def test_each_slot_gets_its_own_image(make_runner: MakeRunner, threads: int, decode_bytes: int) -> None:
     """In a first epoch, where files are unknown, and in later ones. Calls hold images of up to five chunks."""
-    runner = make_runner(decode_bytes)
+    check_slots(make_runner(decode_bytes), threads, scans=False)
+
+
+@pytest.mark.parametrize("scans", [False, True])
+def test_each_slot_gets_its_own_image_if_the_cpu_checks_files(make_runner: MakeRunner, scans: bool) -> None:
+    """The process that read them does, or the one that trains."""
+    runner = make_runner(60_000, 2)
+    assert runner.unchecked(range(CHUNK)) is not None, "needs a compiler"
+    check_slots(runner, 2, scans=scans)
+    assert runner.unchecked([number for number in range(len(contents())) if is_decoded(number)]) is None
+
+
+def check_slots(runner: GpuRunner, threads: int, *, scans: bool) -> None:
+    """scans: whether the process that reads scans files."""
     expected, faults = run(PROGRAM, contents())
     assert not any(faults)
     for epoch in range(3):
@@ -151,10 +173,21 @@ def test_each_slot_gets_its_own_image(make_runner: MakeRunner, threads: int, dec
             Payload.of([contents()[i] for i in numbers], lambda size: np.full(size, 0xAB, np.uint8))
             for numbers in order
         ]
-        prepared = [
-            runner.prepare(payload, Keys(0, epoch, np.array(numbers)), numbers)
-            for payload, numbers in zip(payloads, order, strict=True)
-        ]
+        keys = [Keys(0, epoch, np.array(numbers)) for numbers in order]
+        if scans:
+            wanted = [runner.unchecked(numbers) for numbers in order]
+            asked = {
+                i
+                for one, numbers in zip(wanted, order, strict=True)
+                if one is not None
+                for i in np.compress(one, numbers)
+            }
+            assert asked == {i for i in range(len(contents())) if epoch == 0 or i % 13 == 5}, "those are no JPEGs"
+            payloads = [
+                replace(one, prescan=runner.prescan(one, *pair))
+                for one, pair in zip(payloads, zip(keys, wanted, strict=True), strict=True)
+            ]
+        prepared = [runner.prepare(*one) for one in zip(payloads, keys, order, strict=True)]
         slots = [runner.slots(CHUNK).fill_(0) for _ in order]
         launch_all(runner, prepared, slots, threads)
         for images_of_chunk, numbers in zip(slots, order, strict=True):

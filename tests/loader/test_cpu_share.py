@@ -91,6 +91,8 @@ class StandIn:
 
     def set_gpu_wait(self, share: float) -> None: ...
 
+    def unchecked(self, indices: Sequence[int]) -> None: ...
+
     def prepare(self, payload: Payload, keys: Keys, indices: object = None) -> tuple[Payload, Keys]:
         return payload, keys
 

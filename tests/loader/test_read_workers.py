@@ -304,12 +304,16 @@ def test_a_worker_finds_out_what_this_process_would(tmp_path: Path) -> None:
     program = program_of(Decode(max_pixels=2_500), RandomResizedCrop(size=16), Flip(horizontal=0.5), Normalize())
     passes = passes_of(program)
     assert not isinstance(passes, str)
-    scanner, keys = ChunkScanner(program.decoder, outputs_of(program), (passes,)), keys_of(50)
+    scanner, keys = ChunkScanner(program.decoder, outputs_of(program), (passes,), threads=2), keys_of(50)
+    data, unchecked = (tmp_path / names[4]).read_bytes(), np.arange(50) % 3 > 0
+    (tmp_path / names[4]).write_bytes(data[:-9] + data[-2:])
     source = open_source(SourceSpec(listing=str(listing)))
-    here: ChunkScan = scanner(source.read(range(50), Taken()), keys)
+    here: ChunkScan = scanner(source.read(range(50), Taken()), keys, unchecked)
     source = source.on(ProcessStorage(1, scanner))
     assert source.read(range(50), Taken()).prescan is None, "no keys, no scan"
     with scanned(keys):
+        assert source.read(range(50), Taken()).prescan.found is None, "nothing to check, nothing checked"
+    with scanned(keys, unchecked):
         payload = source.read(range(50), Taken())
     with scanned(keys_of(49)):
         assert source.read(range(50), Taken()).prescan is None, "nor with those of other samples"
@@ -324,18 +328,22 @@ def test_a_worker_finds_out_what_this_process_would(tmp_path: Path) -> None:
     for name in ("sizes", "engine", "sampling", "scans", "intervals"):
         assert np.array_equal(getattr(there.headers, name), getattr(here.headers, name)), name
     assert np.array_equal(there.rows, here.rows) and np.array_equal(there.spare, here.spare)
+    assert there.found is not None and here.found is not None
+    assert np.array_equal(there.found.checked, unchecked[there.rows])
+    assert there.rows[there.found.complete].tolist() == [i for i in there.rows.tolist() if i % 3 and i != 4]
+    assert np.array_equal(there.found.complete, here.found.complete)
     for field in ("box", "grid", "window", "flips"):
         assert np.array_equal(getattr(there.draws[0][0], field), getattr(here.draws[0][0], field)), field
 
 
-def stumble(payload: Payload, keys: Keys) -> None:
+def stumble(payload: Payload, keys: Keys, unchecked: object) -> None:
     raise RuntimeError("this prescan fails")
 
 
 class Unpicklable:
     """As a script of torch.jit, whose pickling raises what it likes."""
 
-    def __call__(self, payload: Payload, keys: Keys) -> None: ...
+    def __call__(self, payload: Payload, keys: Keys, unchecked: object) -> None: ...
 
     def __reduce__(self) -> tuple[object, ...]:
         raise RuntimeError("cannot be pickled")
@@ -347,7 +355,7 @@ WAYS_TO_FAIL = ["raises", "is a lambda", "cannot be pickled", "is in a module th
 @pytest.mark.parametrize("what", WAYS_TO_FAIL)
 def test_a_scan_that_fails_spoils_no_read(what: str, files: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
     made: dict[str, Prescan] = {"raises": stumble, "cannot be pickled": Unpicklable()}
-    prescan = made.get(what, lambda payload, keys: None)
+    prescan = made.get(what, lambda payload, keys, unchecked: None)
     if what.startswith("is in"):
         prescan.__module__, prescan.__qualname__ = "only_here", "scan"
         monkeypatch.setitem(sys.modules, "only_here", types.SimpleNamespace(scan=prescan))

@@ -1,9 +1,8 @@
 # mypy: disable-error-code="assignment, import-untyped, no-untyped-def, untyped-decorator"
 """Finds out on the GPU which baseline JPEGs hold the data of all their blocks, by reading their Huffman codes.
 
-Where data are missing, NVIDIA's JPEG engines show pixels of other images or decode the bytes that happen to follow, and
-nvJPEG reports success. Nothing but reading all codes finds out. No coefficient is computed: a code and the bits that
-belong to it are skipped, and blocks are counted.
+decode/complete.py says what for, and describes the files. No coefficient is computed: a code and the bits that belong
+to it are skipped, and blocks are counted.
 
 Huffman codes can only be read one after the other, but a reader that starts at a wrong place soon finds the right
 places by itself: in half of all tries within 700 bits of a photograph, in nine of ten within 2,400. So a file's data
@@ -23,16 +22,10 @@ import torch
 import triton
 import triton.language as tl
 
-__all__ = ["FIELDS", "LARGE_BYTES", "MARGIN_BYTES", "MAX_BYTES", "Workspace", "complete_files"]
+from gpuflow.decode.complete import FIELDS
 
-FIELDS = ("file", "length", "scan", "components", "luma", "units", "interval", "restarts", "data", "places")
-"""Columns of the description of the files, int64 [N, len(FIELDS)]: device address and size in bytes; where the
-compressed data begin, in bytes from the file's first one; number of components, 1 or 3; blocks of the first component
-in a coded unit (MCU); units of the image; units between two restart markers, 0 if there are none; number of these
-markers; where this file's part of the working memory for data begins, a multiple of 8 bytes, and where that for places
-begins."""
-MAX_BYTES = 1 << 26
-"""The largest size of a file that is read."""
+__all__ = ["LARGE_BYTES", "MARGIN_BYTES", "Workspace", "complete_files"]
+
 MARGIN_BYTES = 16
 """A file's part of the working memory for data is this much larger than its compressed data."""
 _TILE, _TILE_WARPS = 1 << 14, 16

@@ -21,6 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
+from gpuflow.decode.complete import FIELDS as FILE_FIELDS
 from gpuflow.execute import kernels
 from gpuflow.execute.kernels import color, complete, copy, interleave, local, sample, warp
 from gpuflow.pipeline.pointwise import Operation, Operations
@@ -110,7 +111,7 @@ def launch_all(count: int, side: int) -> None:
     interleave.interleave(described(interleave.FIELDS), side * side, channels=3)
     copy.copy_images(described(copy.FIELDS))
     workspace = complete.Workspace.of(count, 1 << 20, torch.device("meta"))
-    complete.complete_files(described(complete.FIELDS), count // 2, 10, workspace)
+    complete.complete_files(described(FILE_FIELDS), count // 2, 10, workspace)
 
 
 @pytest.mark.parametrize(("count", "side"), [(MANY, 8), (2, 13_000)])

@@ -1,0 +1,121 @@
+"""Which baseline JPEGs C code finds complete, compared with a reader of one code after the other in Python."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+
+from gpuflow.decode import complete
+from gpuflow.decode.chunk_headers import Headers, read_headers
+from gpuflow.decode.codecs import MAX_SCANS, scan_start
+from gpuflow.decode.complete import complete_on_cpu
+from gpuflow.runtime.compiled import compiled
+from gpuflow.sources import Payload
+from tests import damaged
+from tests.huffman import reads_to_its_end
+from tests.images import as_array, jpeg, photo, with_restarts
+
+pytestmark = pytest.mark.skipif(compiled(Path(complete.__file__).with_suffix(".c")) is None, reason="needs a compiler")
+KINDS = ["4:2:0", "4:2:2", "4:4:4", "4:4:0", "gray", "restarts 1", "restarts 7", "restarts 90"]
+
+
+def sound(kind: str, rng: random.Random, longest: int = 120) -> bytes:
+    pixels = photo(rng.randint(9, longest), rng.randint(9, longest), seed=rng.randrange(1 << 30))
+    if kind == "gray":
+        return jpeg(pixels[..., 0])
+    if kind.startswith("restarts"):
+        return with_restarts(pixels, int(kind.split()[1]), rng.choice(["4:2:0", "4:4:4"]))
+    return jpeg(pixels, kind)
+
+
+def flipped(data: bytes, rng: random.Random) -> bytes:
+    """With one bit of the compressed data changed."""
+    changed = bytearray(data)
+    changed[rng.randrange(scan_start(as_array(data))[0], len(data))] ^= 1 << rng.randrange(8)
+    return bytes(changed)
+
+
+def scanned(files: Sequence[bytes]) -> tuple[Payload, Headers, np.ndarray]:
+    payload = Payload.of(files, lambda size: np.full(size, 0xAB, np.uint8))
+    headers = read_headers(payload, max_pixels=1 << 30, max_scans=MAX_SCANS, orientation=False)
+    return payload, headers, np.flatnonzero(headers.engine)
+
+
+def found_complete(files: Sequence[bytes], threads: int = 1) -> list[bool]:
+    payload, headers, rows = scanned(files)
+    assert len(rows) == len(files)
+    found = complete_on_cpu(rows, payload, headers, threads)
+    assert found is not None
+    complete: list[bool] = found.tolist()
+    return complete
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_file_is_complete_if_one_code_after_the_other_can_be_read(kind: str) -> None:
+    """Sound and damaged files, with one result for any number of threads."""
+    rng, files, whole = random.Random(kind), list[bytes](), set[bytes]()
+    for _ in range(8):
+        data = sound(kind, rng)
+        whole.add(data)
+        files += [data, *damaged.damages(data, rng), *(flipped(data, rng) for _ in range(3))]
+        files += [*(data[: -2 - n] + data[-2:] for n in (1, 2, 5, 12)), data[:-1], data[:-2]]
+        files += [data + b"\xff\xd0more", data[:-2] + b"\xff\xff" + data[-2:]]
+    payload, headers, rows = scanned(files)
+    found = complete_on_cpu(rows, payload, headers, 1)
+    assert found is not None
+    assert found.tolist() == [reads_to_its_end(files[row]) for row in rows.tolist()]
+    assert {files[row] for row in rows[found].tolist()} >= whole
+    assert len(found) > found.sum() + 40
+    for threads in (2, 3, 200):
+        other = complete_on_cpu(rows, payload, headers, threads)
+        assert other is not None and np.array_equal(other, found)
+
+
+def test_files_with_optimized_tables_and_large_ones() -> None:
+    """Each has other tables than the file before, with codes of 16 bits in the larger ones."""
+    rng, files = random.Random(3), list[bytes]()
+    for quality in (30, 75, 99):
+        pixels = photo(500, 700, seed=quality)
+        options = [cv2.IMWRITE_JPEG_QUALITY, quality, cv2.IMWRITE_JPEG_OPTIMIZE, 1]
+        data = cv2.imencode(".jpg", pixels, options)[1].tobytes()
+        files += [data, data[:-3] + data[-2:], jpeg(pixels, "4:4:4", quality=quality)]
+    rng.shuffle(files)
+    assert found_complete(files, 2) == [reads_to_its_end(data) for data in files]
+
+
+def test_nothing_is_read_of_what_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    files = [sound("4:2:0", random.Random(seed)) for seed in range(9)]
+    most = sorted(map(len, files))[4]
+    monkeypatch.setattr(complete, "MAX_BYTES", most)
+    assert found_complete(files) == [len(data) <= most for data in files]
+    assert found_complete([]) == []
+
+
+def test_what_the_kernels_leave_to_the_cpu_is_left_here_too() -> None:
+    """A table 2, more tables or segments than a header needs, and many fill bytes before the last marker."""
+    data = sound("4:2:0", random.Random(0))
+    renamed = bytearray(data)
+    for marker, at, _ in damaged.segments(data):
+        if marker == damaged.HUFFMAN and data[at + 4] & 15 == 1:
+            renamed[at + 4] += 1
+        if marker == damaged.SCAN:
+            renamed[at + 8] = renamed[at + 10] = 0x22
+    assert found_complete([bytes(renamed)]) == [False]
+    tables = next(data[at:end] for marker, at, end in damaged.segments(data) if marker == damaged.HUFFMAN)
+    for inserted, most in ((b"\xff\xfe\x00\x02", 256), (tables, 64)):
+        few, many = (data[:2] + inserted * n + data[2:] for n in (most // 2, most + 1))
+        assert found_complete([few, many]) == [True, False], inserted
+    few, many = (data[:-2] + b"\xff" * n + data[-2:] for n in (60, 70))
+    assert found_complete([few, many]) == [True, False]
+
+
+def test_without_a_compiler_nothing_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(complete, "compiled", lambda source: None)
+    payload, headers, rows = scanned([sound("4:2:0", random.Random(0))])
+    assert complete_on_cpu(rows, payload, headers, 1) is None
+    assert not complete.is_available()
