@@ -212,13 +212,15 @@ class _Colouring(s.Pointwise):
             codes[drawn.has(name)] = operation
         rows = np.flatnonzero(drawn.has(*_TABLES))
         codes[rows] = s.Operation.TABLE
-        factors[rows, 0] = np.arange(len(rows))
+        # Samples with one operation and magnitude, here as one complex number, share a table.
+        pairs = drawn.operation[rows] + 1j * drawn.magnitude[rows]
+        _, first, factors[rows, 0] = np.unique(pairs, return_index=True, return_inverse=True)
         return s.Operations.of(
             codes,
             factors,
             kinds=[*_FACTORS.values(), *_STATISTICS.values(), s.Operation.TABLE],
             statistics=1,
-            tables=_tables(Drawn(drawn.operation[rows], drawn.magnitude[rows])),
+            tables=_tables(Drawn(drawn.operation[rows[first]], drawn.magnitude[rows[first]])),
         )
 
 

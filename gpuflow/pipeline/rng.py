@@ -9,21 +9,27 @@ and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002). Its round fu
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from gpuflow.pipeline.record_values import RecordValue
+from gpuflow.runtime.compiled import compiled
 
 __all__ = ["Keys", "StageKeys", "key64", "permute"]
 
 _ROUNDS = 8
+_MANY_SAMPLES = 128
+"""C code draws for so many samples: a GPU's chunks. Those of the CPU are smaller, and numpy is quick there."""
 
 _U64 = np.uint64
 
@@ -105,6 +111,17 @@ def _philox(counters: NDArray[np.uint64], key: int) -> NDArray[np.uint64]:
     return words
 
 
+@lru_cache
+def _words_in_c() -> Callable[..., None] | None:
+    """`gpuflow_random_words` of rng.c; None without a compiler. It keeps the interpreter for its few microseconds."""
+    code = compiled(Path(__file__).with_suffix(".c"))
+    if code is None:
+        return None
+    pointer, whole = ctypes.c_void_p, ctypes.c_uint64
+    function = ctypes.PYFUNCTYPE(None, pointer, ctypes.c_int64, ctypes.c_int64, whole, whole, pointer)
+    return function(ctypes.cast(code.gpuflow_random_words, pointer).value or 0)
+
+
 @dataclass(frozen=True, slots=True)
 class StageKeys:
     """The random numbers of one stage for N samples, a pure function of (seed, epoch, position, stage).
@@ -131,6 +148,11 @@ class StageKeys:
 
     def _draw(self, blocks: int) -> NDArray[np.uint64]:
         """The first words of each sample, four in a block: 32 random bits each, [N, 4 * blocks]."""
+        count = len(self.positions)
+        if count >= _MANY_SAMPLES and (words_in_c := _words_in_c()) is not None:
+            positions, found = np.ascontiguousarray(self.positions, np.int64), np.empty((count, 4 * blocks), np.uint64)
+            words_in_c(positions.ctypes.data, count, blocks, self.epoch, self.key, found.ctypes.data)
+            return found
         place = self.positions.astype(np.uint64)[:, None]
         counters = np.empty((4, len(place), blocks), np.uint64)
         counters[0], counters[1], counters[2] = place & _LOW32, place >> _SHIFT32, self.epoch
