@@ -97,9 +97,10 @@ def refused_processes_of(run: RunSpec) -> int:
     return max(1, available_threads() - _CORES_FOR_TRAINING) if run.processes == "auto" else run.processes
 
 
-def check_threads_of(cores: int) -> int:
+def check_threads_of(run: RunSpec) -> int:
     """Threads in each process that reads that check new files for a GPU's decoder; 0 where the GPU checks them, because
-    there are few cores for its process."""
+    this process may use few cores."""
+    cores = threads_of(run)
     return cores // _CORES_FOR_ONE_CHECK_THREAD if cores >= _FEWEST_CORES_FOR_CHECKS else 0
 
 

@@ -33,7 +33,7 @@ _NAME = "gpuflow-ranks-"
 def shared_by_ranks(store: Store, key: str, size: int) -> NDArray[np.uint8] | None:
     """Memory [size], zeros at first, that all ranks of this host get that ask with this key; None if it cannot be had.
 
-    Raises torch.distributed.DistError if the store does not answer.
+    Raises RuntimeError if the store does not answer, or has no `compare_set`.
     """
     with suppress(OSError), ExitStack() as opened:
         token = secrets.token_hex(8)

@@ -33,9 +33,14 @@ def test_how_many_processes_decode_for_a_service(
     assert serving_processes_of(RunSpec(threads=threads, processes=processes), images) == expected
 
 
-@pytest.mark.parametrize(("cores", "expected"), [(1, 0), (11, 0), (12, 6), (16, 8), (27, 13)])
-def test_how_many_threads_check_files_where_a_gpu_decodes(cores: int, expected: int) -> None:
-    assert check_threads_of(cores) == expected
+@pytest.mark.parametrize(("threads", "expected"), [(1, 0), (11, 0), (12, 6), (16, 8), (27, 13)])
+def test_how_many_threads_check_files_where_a_gpu_decodes(
+    threads: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many as run.threads says there are cores, or the process may use."""
+    assert check_threads_of(RunSpec(threads=threads)) == expected
+    monkeypatch.setattr("gpuflow.config.resources.available_threads", lambda: threads)
+    assert check_threads_of(RunSpec()) == expected
 
 
 def test_how_many_images_a_model_runs_on_at_a_time() -> None:

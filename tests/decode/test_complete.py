@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(compiled(Path(complete.__file__).with_suffix(".c
 KINDS = ["4:2:0", "4:2:2", "4:4:4", "4:4:0", "gray", "restarts 1", "restarts 7", "restarts 90"]
 
 
-def sound(kind: str, rng: random.Random, longest: int = 120) -> bytes:
+def sound(kind: str, rng: random.Random, longest: int = 70) -> bytes:
     pixels = photo(rng.randint(9, longest), rng.randint(9, longest), seed=rng.randrange(1 << 30))
     if kind == "gray":
         return jpeg(pixels[..., 0])
@@ -59,7 +59,7 @@ def found_complete(files: Sequence[bytes], threads: int = 1) -> list[bool]:
 def test_a_file_is_complete_if_one_code_after_the_other_can_be_read(kind: str) -> None:
     """Sound and damaged files, with one result for any number of threads."""
     rng, files, whole = random.Random(kind), list[bytes](), set[bytes]()
-    for _ in range(8):
+    for _ in range(5):
         data = sound(kind, rng)
         whole.add(data)
         files += [data, *damaged.damages(data, rng), *(flipped(data, rng) for _ in range(3))]
@@ -70,7 +70,7 @@ def test_a_file_is_complete_if_one_code_after_the_other_can_be_read(kind: str) -
     assert found is not None
     assert found.tolist() == [reads_to_its_end(files[row]) for row in rows.tolist()]
     assert {files[row] for row in rows[found].tolist()} >= whole
-    assert len(found) > found.sum() + 40
+    assert len(found) > found.sum() + 25
     for threads in (2, 3, 200):
         other = complete_on_cpu(rows, payload, headers, threads)
         assert other is not None and np.array_equal(other, found)
@@ -80,7 +80,7 @@ def test_files_with_optimized_tables_and_large_ones() -> None:
     """Each has other tables than the file before, with codes of 16 bits in the larger ones."""
     rng, files = random.Random(3), list[bytes]()
     for quality in (30, 75, 99):
-        pixels = photo(500, 700, seed=quality)
+        pixels = photo(120, 170, seed=quality)
         options = [cv2.IMWRITE_JPEG_QUALITY, quality, cv2.IMWRITE_JPEG_OPTIMIZE, 1]
         data = cv2.imencode(".jpg", pixels, options)[1].tobytes()
         files += [data, data[:-3] + data[-2:], jpeg(pixels, "4:4:4", quality=quality)]

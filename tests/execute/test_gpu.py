@@ -272,7 +272,7 @@ def test_a_huge_image_leaves_no_huge_buffer(tmp_path: Path) -> None:
 
 def test_decode_buffers_and_checks_give_their_memory_back(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the GPU, not to torch's cache. No other process may use this GPU meanwhile."""
-    monkeypatch.setattr(placement, "check_threads_of", lambda cores: 0)
+    monkeypatch.setattr(placement, "check_threads_of", lambda run: 0)
     monkeypatch.setattr(file_checks, "_UNUSED_CHUNKS", 4)
     gc.collect()
     with load(folder, STAGES, "cuda") as loader:
@@ -362,7 +362,7 @@ def test_files_are_checked_in_the_first_epoch(
 
     add = KnownFiles.add
     monkeypatch.setattr(KnownFiles, "add", added)
-    monkeypatch.setattr(placement, "check_threads_of", lambda cores: threads)
+    monkeypatch.setattr(placement, "check_threads_of", lambda run: threads)
     monkeypatch.setattr("gpuflow.execute.file_checks.complete_files", counted)
     if backend == "cuda":
         monkeypatch.setattr(gpu_backend, "BACKENDS", {"cuda": "CUDA kernels"})
@@ -380,7 +380,7 @@ def test_files_are_checked_in_the_first_epoch(
 def test_batches_are_equal_whoever_checks_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     batches = {}
     for threads in (0, 1, 8):
-        monkeypatch.setattr(placement, "check_threads_of", lambda cores, threads=threads: threads)
+        monkeypatch.setattr(placement, "check_threads_of", lambda run, threads=threads: threads)
         with load(folder, STAGES, "cuda") as loader:
             batches[threads] = list(loader)
     for threads in (1, 8):
