@@ -23,9 +23,9 @@ enum { BITS = 31, STEP_SHIFT = 5, CODE_SHIFT = 10, LONG = 0xFFFF };
 enum { STEPS = 63, ENDS = 1 << 11 };
 
 struct table {
-    int64_t bytes;            /* of `segment` that are there; 0 if the file has no such table */
+    int64_t bytes;                  /* of `segment` that are there; 0 if the file has no such table */
     uint8_t segment[17 + 16 * 255]; /* as in the file's header: its class and number, 16 counts, symbols */
-    int32_t first[17], place[17]; /* of each number of bits: its first code, as 16 bits, and symbol */
+    int32_t first[17], place[17];   /* of each number of bits: its first code, as 16 bits, and symbol */
     uint16_t one[ENTRIES], several[ENTRIES];
 };
 
