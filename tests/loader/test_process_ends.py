@@ -52,7 +52,7 @@ for epoch in range(1000):
 
 @pytest.mark.parametrize(
     ("where", "seconds", "delay"),
-    [("first batch", 0.4, 0.0), ("body", 0.0, 0.05), ("iterating", 0.0005, 0.0), ("iterating", 0.0, 0.33)],
+    [("first batch", 0.05, 0.0), ("body", 0.0, 0.05), ("iterating", 0.0005, 0.0), ("iterating", 0.0, 0.33)],
 )
 def test_ctrl_c_ends_the_process(where: str, seconds: float, delay: float) -> None:
     with subprocess.Popen(
