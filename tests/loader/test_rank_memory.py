@@ -25,9 +25,9 @@ import sys
 from torch.distributed import FileStore
 from gpuflow.loader.rank_memory import shared_by_ranks
 memory = shared_by_ranks(FileStore(sys.argv[1], 2), "key", int(sys.argv[2]))
-print("none" if memory is None else memory[:4].tolist())
-if memory is not None:
-    memory[3] = 9
+found = memory[:4].tolist()
+memory[3] = 9
+print(found, flush=True)
 sys.stdin.readline()
 """
 
@@ -92,6 +92,7 @@ def test_memory_of_a_killed_rank_stays_with_the_others_and_new_ranks_go_without(
 
 
 def test_it_goes_with_the_last_view(store: Any) -> None:
+    gc.collect()  # memory of earlier tests
     before = open_files()
     memory = shared_by_ranks(store, "a", 100)
     assert memory is not None
