@@ -1,6 +1,6 @@
 /* Finds out which baseline JPEGs hold the data of all their blocks, by reading their Huffman codes one after the other.
  *
- * complete.py says what for, and describes the files. No coefficient is computed: a code and the bits that belong to it
+ * See complete.py, which describes the files. No coefficient is computed: a code and the bits that belong to it
  * are skipped, and blocks are counted. The same rule as execute/kernels/complete.py; the format: ITU-T T.81, annexes B,
  * C and F.
  */
@@ -77,7 +77,7 @@ static const uint8_t *find_table(const uint8_t *file, int64_t end, int wanted) {
     return found;
 }
 
-/* Many files have the same tables, so that of the file before may do. */
+/* Keeps the table of the file before if it is the same, as in many files. */
 static void build_table(struct table *t, const uint8_t *file, int64_t end, int wanted) {
     const uint8_t *found = find_table(file, end, wanted);
     int64_t bytes = found ? 17 : 0;

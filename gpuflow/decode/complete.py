@@ -1,4 +1,4 @@
-"""Which baseline JPEGs hold the data of all their blocks: what is asked, and the answer by C code on the CPU.
+"""Finds out which baseline JPEGs hold the data of all their blocks, by C code on the CPU.
 
 Where data are missing, NVIDIA's JPEG engines show pixels of other images or decode the bytes that happen to follow, and
 nvJPEG reports success. Nothing but reading all Huffman codes finds out, which complete.c does here and

@@ -83,7 +83,7 @@ class ChunkScanner:
         """Scan the files of a payload whose samples have these keys. Writes zeros after those that nvJPEG can decode,
         because the engines read a little ahead.
 
-        unchecked: which of the files to check, [N]; None for none.
+        unchecked: which of the files to check, if nvJPEG can decode them, [N]; None for none.
         """
         decoder = self.decoder
         headers = read_headers(
@@ -99,7 +99,8 @@ class ChunkScanner:
             rows = rows[~misfit]
             draws = self.draw(keys, rows, headers.sizes)
         spare = _clear_after(payload, rows)
-        found = self._check(rows, payload, headers, unchecked[rows]) if unchecked is not None else None
+        chosen = None if unchecked is None else unchecked[rows]
+        found = self._check(rows, payload, headers, chosen) if chosen is not None and chosen.any() else None
         return ChunkScan(payload.offsets, payload.sizes, payload.errors, headers, rows, spare, draws, found)
 
     def _check(

@@ -35,17 +35,22 @@ class KnownFiles:
 
     def known(self, indices: NDArray[np.int64], sizes: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Which of these samples [N] are known to have such files, of these sizes."""
-        held = self._sizes
-        inside = indices < len(held)
-        found: NDArray[np.bool_] = inside & (held[np.where(inside, indices, 0)] == sizes) if len(held) else inside
-        return found
+        held = self._held(indices)
+        known: NDArray[np.bool_] = (held > 0) & (held == sizes)
+        return known
 
     def have(self, indices: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Which of these samples [N] are known to have such files, of any size."""
-        held = self._sizes
-        inside = indices < len(held)
-        found: NDArray[np.bool_] = inside & (held[np.where(inside, indices, 0)] > 0) if len(held) else inside
-        return found
+        have: NDArray[np.bool_] = self._held(indices) > 0
+        return have
+
+    def _held(self, indices: NDArray[np.int64]) -> NDArray[np.uint32]:
+        """The size that is remembered of each of these samples [N]; 0 where none is."""
+        sizes = self._sizes
+        inside = indices < len(sizes)
+        held = np.zeros(len(indices), np.uint32)
+        held[inside] = sizes[indices[inside]]
+        return held
 
     def add(self, indices: NDArray[np.int64], sizes: NDArray[np.int64]) -> None:
         """Remember samples [N] that have such files, of these sizes. Very high indices are not remembered."""

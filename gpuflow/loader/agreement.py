@@ -111,9 +111,9 @@ class RankAgreement:
         """
         if self._key is None:
             return None
-        loads = hashlib.sha256(self._own.encode()).hexdigest()
+        digest = hashlib.sha256(self._own.encode()).hexdigest()
         with suppress(RuntimeError):  # the store does not answer, or cannot do this
-            return shared_by_ranks(_store(), f"{self._key}/{self._number}/{loads}", size)
+            return shared_by_ranks(_store(), f"{self._key}/{self._number}/{digest}", size)
         return None
 
     def _compare(self, store: Store, key: str) -> None:

@@ -1,8 +1,9 @@
 """Memory that the ranks of one host share, found through the store of their process group.
 
-The first rank of a host that asks makes a file in memory (memfd), and the others open it among that process's open
-files in /proc. So it has no name that could be left behind, and goes with the last process that uses it, also if all
-of them are killed. Nobody waits: a rank that cannot open it, for example from another container, goes without.
+The first rank of a host that calls `shared_by_ranks` creates an anonymous file in memory (memfd). The other ranks open
+it through that process's descriptors in /proc. The kernel frees it with the last process that uses it, even if all of
+them are killed, and no file name can be left behind. No rank waits for another one: a rank that cannot open the file,
+for example from another container, shares no memory.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["shared_by_ranks"]
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
-"""A file with a text that tells one running host from another."""
+"""Holds the kernel's boot ID, a text that differs between hosts."""
 _NAME = "gpuflow-ranks-"
 
 
@@ -45,7 +46,7 @@ def shared_by_ranks(store: Store, key: str, size: int) -> NDArray[np.uint8] | No
         if found != own:
             return _opened(found, size)
         memory = _mapped(descriptor, size)
-        # The others can open the file for as long as this process has it open.
+        # Other ranks can open the file only while this descriptor is open.
         weakref.finalize(memory, opened.pop_all().close).atexit = False
         return memory
     return None

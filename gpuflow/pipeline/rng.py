@@ -29,7 +29,7 @@ __all__ = ["Keys", "StageKeys", "key64", "permute"]
 
 _ROUNDS = 8
 _MANY_SAMPLES = 128
-"""C code draws for so many samples: a GPU's chunks. Those of the CPU are smaller, and numpy is quick there."""
+"""The smallest number of samples for which C code draws. The CPU decodes smaller chunks: numpy is fast enough there."""
 
 _U64 = np.uint64
 
@@ -113,7 +113,10 @@ def _philox(counters: NDArray[np.uint64], key: int) -> NDArray[np.uint64]:
 
 @lru_cache
 def _words_in_c() -> Callable[..., None] | None:
-    """`gpuflow_random_words` of rng.c; None without a compiler. It keeps the interpreter for its few microseconds."""
+    """`gpuflow_random_words` of rng.c; None without a compiler.
+
+    It does not release the interpreter lock, because a call takes microseconds.
+    """
     code = compiled(Path(__file__).with_suffix(".c"))
     if code is None:
         return None

@@ -20,8 +20,19 @@ from gpuflow.sources import Payload
 from tests import damaged
 from tests.images import jpeg, photo, with_restarts
 
+KINDS = ["4:2:0", "4:2:2", "4:4:4", "4:4:0", "gray", "restarts 1", "restarts 7", "restarts 90"]
 SPECIAL = [0x00, 0xFF, 0xC4, 0xD0, 0xDA]
 """Bytes that often mean something."""
+
+
+def sound(kind: str, rng: random.Random, longest: int = 70) -> bytes:
+    """A file of this kind, of at most `longest` pixels a side."""
+    pixels = photo(rng.randint(9, longest), rng.randint(9, longest), seed=rng.randrange(1 << 30))
+    if kind == "gray":
+        return jpeg(pixels[..., 0])
+    if kind.startswith("restarts"):
+        return with_restarts(pixels, int(kind.split()[1]), rng.choice(["4:2:0", "4:4:4"]))
+    return jpeg(pixels, kind)
 
 
 def changed(data: bytes, rng: random.Random) -> bytes:
@@ -39,12 +50,7 @@ def main(path: str) -> None:
     vars(complete)["compiled"] = lambda source: library
     rng, read, whole = random.Random(0), 0, 0
     for _ in range(60):
-        pixels = photo(rng.randint(1, 60), rng.randint(1, 60), seed=rng.randrange(1 << 30))
-        kind = rng.choice(["4:2:0", "4:4:4", "4:2:2", "4:4:0", "gray", "restarts"])
-        if kind == "restarts":
-            data = with_restarts(pixels, rng.choice([1, 2, 7]))
-        else:
-            data = jpeg(pixels[..., 0]) if kind == "gray" else jpeg(pixels, kind)
+        data = sound(rng.choice(KINDS), rng)
         for one in (data, *damaged.damages(data, rng), *(changed(data, rng) for _ in range(12))):
             payload = Payload(buffer=np.array(bytearray(one)), offsets=[0], sizes=[len(one)], errors=[None])
             headers = read_headers(payload, max_pixels=1 << 30, max_scans=MAX_SCANS, orientation=False)

@@ -17,23 +17,13 @@ from gpuflow.decode import complete
 from gpuflow.decode.chunk_headers import Headers, read_headers
 from gpuflow.decode.codecs import MAX_SCANS, scan_start
 from gpuflow.decode.complete import complete_on_cpu
-from gpuflow.runtime.compiled import compiled
 from gpuflow.sources import Payload
 from tests import damaged
+from tests.decode.sanitized_complete import KINDS, sound
 from tests.huffman import reads_to_its_end
-from tests.images import as_array, jpeg, photo, with_restarts
+from tests.images import as_array, jpeg, photo
 
-pytestmark = pytest.mark.skipif(compiled(Path(complete.__file__).with_suffix(".c")) is None, reason="needs a compiler")
-KINDS = ["4:2:0", "4:2:2", "4:4:4", "4:4:0", "gray", "restarts 1", "restarts 7", "restarts 90"]
-
-
-def sound(kind: str, rng: random.Random, longest: int = 70) -> bytes:
-    pixels = photo(rng.randint(9, longest), rng.randint(9, longest), seed=rng.randrange(1 << 30))
-    if kind == "gray":
-        return jpeg(pixels[..., 0])
-    if kind.startswith("restarts"):
-        return with_restarts(pixels, int(kind.split()[1]), rng.choice(["4:2:0", "4:4:4"]))
-    return jpeg(pixels, kind)
+pytestmark = pytest.mark.skipif(not complete.is_available(), reason="needs a compiler")
 
 
 def flipped(data: bytes, rng: random.Random) -> bytes:

@@ -1,8 +1,8 @@
 # mypy: disable-error-code="assignment, import-untyped, no-untyped-def, untyped-decorator"
 """Finds out on the GPU which baseline JPEGs hold the data of all their blocks, by reading their Huffman codes.
 
-decode/complete.py says what for, and describes the files. No coefficient is computed: a code and the bits that belong
-to it are skipped, and blocks are counted.
+See decode/complete.py, which describes the files. No coefficient is computed: a code and the bits that belong to it are
+skipped, and blocks are counted.
 
 Huffman codes can only be read one after the other, but a reader that starts at a wrong place soon finds the right
 places by itself: in half of all tries within 700 bits of a photograph, in nine of ten within 2,400. So a file's data
