@@ -476,16 +476,18 @@ def test_three_batches_are_in_use_at_most_whatever_the_epoch(
     def allocate(self: StandIn, count: int) -> torch.Tensor:
         nonlocal most
         memory: torch.Tensor = slots(self, count)
-        number = len(in_use)
+        with allocating:
+            number = len(in_use)
 
-        def drop(reference: object) -> None:
-            in_use[number] = time.monotonic() + stream.SECONDS - 0.05  # which a thread may take to see an event
+            def drop(reference: object) -> None:
+                in_use[number] = time.monotonic() + stream.SECONDS - 0.05  # which a thread may take to see an event
 
-        references.append(weakref.ref(memory, drop))
-        in_use[number] = math.inf
-        most = max(most, sum(end > time.monotonic() for end in in_use.values()))
+            references.append(weakref.ref(memory, drop))
+            in_use[number] = math.inf
+            most = max(most, sum(end > time.monotonic() for end in in_use.values()))
         return memory
 
+    allocating = threading.Lock()  # threads allocate for several batches at the same time
     references: list[weakref.ref[torch.Tensor]] = []
     monkeypatch.setattr(StandIn, "slots", allocate)
     monkeypatch.setattr(StandIn, "record_event", lambda self: object())

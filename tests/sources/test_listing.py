@@ -408,22 +408,28 @@ def test_a_listing_of_two_file_systems() -> None:
 
 @pytest.mark.parametrize("name", ["big.csv", "big.jsonl"])
 def test_a_million_rows(name: str, in_directory: Path) -> None:
+    """Sooner than Python's json module parses one and a half million such rows, and in bounded memory."""
     with open(name, "w") as file:
         for i in range(1_000_000):
             path, label = f"train/n{i % 1000:08d}/n{i % 1000:08d}_{i}.JPEG", i % 1000
             file.write(f"{path},{label}\n" if name == "big.csv" else f'{{"path": "{path}", "label": {label}}}\n')
     script = rf"""
-import re, time
+import json, re, time
 from gpuflow.sources import SourceSpec, open_source
 def memory_mb(name):
     return int(re.search(name + r":\s+(\d+) kB", open("/proc/self/status").read())[1]) / 1e3
 before = memory_mb("VmRSS")
+row = '{{"path": "train/n00000999/n00000999_999999.JPEG", "label": 999}}'
 start = time.process_time()  # other programs may keep the cores busy
+for _ in range(1_500_000):
+    json.loads(row)
+limit = time.process_time() - start
+start = time.process_time()
 source = open_source(SourceSpec(listing={str(in_directory / name)!r}))
 seconds = time.process_time() - start
 peak_mb = memory_mb("VmHWM") - before
 assert len(source) == 1_000_000 and source.path(999_999).endswith("n00000999_999999.JPEG")
-assert seconds < 3, seconds
+assert seconds < limit, (seconds, limit)
 assert peak_mb < 250, peak_mb
 """
     subprocess.run([sys.executable, "-c", script], check=True, cwd=Path(__file__).parents[2])
