@@ -16,9 +16,9 @@ from gpuflow.errors import BadSampleError
 from gpuflow.execute.canvas import Canvas, tiles_of
 from gpuflow.execute.cpu import bad_by_stage
 from gpuflow.execute.device_stream import DeviceStream, allocate_slots, send_array
-from gpuflow.execute.kernels.color import adjust
+from gpuflow.execute.kernels.color import adjust, adjust_plan_of
 from gpuflow.execute.kernels.interleave import interleave
-from gpuflow.execute.kernels.local import smooth
+from gpuflow.execute.kernels.local import smooth, smooth_plan_of
 from gpuflow.execute.kernels.sample import FIELDS, sample
 from gpuflow.execute.kernels.warp import warp_all, warp_plan_of
 from gpuflow.execute.passes import Pass, draw_passes
@@ -134,8 +134,10 @@ class DevicePasses:
         """
         rows = np.arange(len(addresses))
         targets = self.targets(slots, draws, len(rows))
-        self._move(0, draws[0], addresses, pitches, targets[0], rows)
-        return self.run_later(draws, targets, rows)
+        plan = self._plan_of_move(draws[0], addresses, pitches, targets[0], rows)
+        (first,), *later = self._send([[plan], *self._plans(draws, targets, rows)])
+        self.sample(0, draws[0], first, targets[0])
+        return self._queue(draws, targets, later)
 
     def run_images(self, images: DeviceImages, keys: s.Keys, slots: torch.Tensor) -> list[BadSampleError | None]:
         """Queue all passes on n images, one for each slot.
@@ -161,44 +163,81 @@ class DevicePasses:
 
         Returns which of the n images an opaque stage refused, and why; their places in the last target hold no result.
         """
-        refused: dict[int, BadSampleError] = {}
+        return self._queue(draws, targets, self._send(self._plans(draws, targets, rows)))
+
+    def _plans(
+        self, draws: Sequence[Any], targets: Sequence[Target], rows: NDArray[np.int64]
+    ) -> list[list[NDArray[Any]]]:
+        """What each pass after the first one reads on the device."""
+        plans: list[list[NDArray[Any]]] = []
         for i in range(1, len(self._passes)):
-            found = self._run(i, draws[i], targets[i - 1], targets[i], self.places(i, rows))
+            images, draw, places = targets[i - 1], draws[i], self.places(i, rows)
+            match self._passes[i].step:
+                case SamplingStep() | WarpStep():
+                    if isinstance(images, Canvas):
+                        addresses, pitch = images.addresses, images.pitch
+                    else:
+                        addresses = images.data_ptr() + np.arange(len(images)) * images.stride(0)
+                        pitch = images.stride(2)
+                    pitches = np.full(len(addresses), pitch)
+                    plans.append([self._plan_of_move(draw, addresses, pitches, targets[i], places)])
+                case PointwiseStep():
+                    plans.append(adjust_plan_of(places, draw))
+                case LocalStep():
+                    plans.append([smooth_plan_of(places, draw)])
+                case ApplyStep() | OpaqueStep():
+                    plans.append([places])
+                case unknown:
+                    assert_never(unknown)
+        return plans
+
+    def _send(self, plans: Sequence[Sequence[NDArray[Any]]]) -> list[list[torch.Tensor]]:
+        """Copy the arrays of all passes to the device in one transfer."""
+        flat = [array for plan in plans for array in plan]
+        sent = iter(self._device_stream.send_all(flat) if flat else [])
+        return [[next(sent) for _ in plan] for plan in plans]
+
+    def _queue(
+        self, draws: Sequence[Any], targets: Sequence[Target], plans: Sequence[Sequence[torch.Tensor]]
+    ) -> dict[int, BadSampleError]:
+        """Queue the passes after the first one. Returns what `run_later` does.
+
+        plans: the arrays of each of them, on the device.
+        """
+        refused: dict[int, BadSampleError] = {}
+        for i, plan in enumerate(plans, start=1):
+            found = self._run(i, draws[i], targets[i - 1], targets[i], plan)
             refused = {**found, **refused}  # later passes get what is no image
         return refused
 
     def _run(
-        self, i: int, draw: Any, images: Target, target: Target, places: NDArray[np.int64]
+        self, i: int, draw: Any, images: Target, target: Target, plan: Sequence[torch.Tensor]
     ) -> dict[int, BadSampleError]:
-        """Queue a pass after the first one, from images [n, C, H, W] or a canvas to rows of the target. Returns what
+        """Queue pass i, after the first one, from images [n, C, H, W] or a canvas to the target. Returns what
         `run_later` does."""
-        step = self._passes[i].step
+        step, table = self._passes[i].step, self._tables[i]
         if isinstance(step, SamplingStep | WarpStep):
-            if isinstance(images, Canvas):
-                addresses, pitch = images.addresses, images.pitch
-            else:
-                addresses, pitch = images.data_ptr() + np.arange(len(images)) * images.stride(0), images.stride(2)
-            self._move(i, draw, addresses, np.full(len(addresses), pitch), target, places)
+            self.sample(i, draw, plan[0], target)
             return {}
         assert not isinstance(images, Canvas) and not isinstance(target, Canvas), "see passes_of"
         match step:
             case OpaqueStep() as step:
-                return self._call(step, images, draw, target, places)
+                return self._call(step, images, draw, target, plan[0])
             case PointwiseStep():
-                adjust(images.permute(0, 2, 3, 1), places, draw, self._tables[i], target)
+                adjust(images.permute(0, 2, 3, 1), plan, draw, table, target)
             case LocalStep():
-                smooth(images.permute(0, 2, 3, 1), places, draw, self._tables[i], target)
+                smooth(images.permute(0, 2, 3, 1), plan[0], draw, table, target)
             case ApplyStep() as step:
-                result = _apply_on_cpu(step, images, draw)
-                target.index_copy_(0, send_array(self._device_stream, places), result.to(target.device))
+                target.index_copy_(0, plan[0], _apply_on_cpu(step, images, draw).to(target.device))
             case unknown:
                 assert_never(unknown)
         return {}
 
     def _call(
-        self, step: OpaqueStep, images: torch.Tensor, seeds: s.Ints, target: torch.Tensor, places: NDArray[np.int64]
+        self, step: OpaqueStep, images: torch.Tensor, seeds: s.Ints, target: torch.Tensor, places: torch.Tensor
     ) -> dict[int, BadSampleError]:
-        """Queue an opaque stage on images [n, C, H, W]. Returns which of them it refuses, and why.
+        """Queue an opaque stage on images [n, C, H, W], to these rows [n] of the target. Returns which of them it
+        refuses, and why.
 
         A batch that it refuses is passed again by halves. That needs the images as they were: if the call that failed
         wrote to them, its exception is raised, as are those that no image causes, such as errors of CUDA.
@@ -219,25 +258,22 @@ class DevicePasses:
                     middle = (part.start + part.stop) // 2
                     parts += [slice(middle, part.stop), slice(part.start, middle)]
             else:
-                target.index_copy_(0, send_array(self._device_stream, places[part]), result)
+                target.index_copy_(0, places[part], result)
         return refused
 
-    def _move(
+    def _plan_of_move(
         self,
-        i: int,
         draw: Sampling | Warping,
         addresses: NDArray[np.int64],
         pitches: NDArray[np.int64],
         target: Target,
         places: NDArray[np.int64],
-    ) -> None:
-        """Queue pass i, a sampling or a warp of n images, to rows of the target, or to a canvas."""
+    ) -> NDArray[np.int64]:
+        """A sampling or a warp of n images, to these rows [n] of the target or to a canvas, as its kernel reads it."""
         if isinstance(target, Canvas):
             tiles = tiles_of(draw)
-            plan = plan_of(tiles.draw, addresses[tiles.image], pitches[tiles.image], target.offsets(tiles))
-        else:
-            plan = plan_of(draw, addresses, pitches, offsets_of(target, target, places))
-        self.sample(i, draw, send_array(self._device_stream, plan), target)
+            return plan_of(tiles.draw, addresses[tiles.image], pitches[tiles.image], target.offsets(tiles))
+        return plan_of(draw, addresses, pitches, offsets_of(target, target, places))
 
     def sample(self, i: int, drawn: Sampling | Warping, plan: torch.Tensor, target: Target) -> None:
         """Queue pass i, a sampling or a warp of the images whose addresses a plan has (`plan_of`), to its offsets."""

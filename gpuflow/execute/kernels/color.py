@@ -20,6 +20,7 @@ difference.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -28,10 +29,9 @@ import triton
 import triton.language as tl
 from numpy.typing import NDArray
 
-from gpuflow.execute.packing import send_all
 from gpuflow.pipeline.pointwise import Operation, Operations
 
-__all__ = ["adjust"]
+__all__ = ["adjust", "adjust_plan_of"]
 
 _BLOCK = 512
 _SLICES = 32  # partial sums of an image, a power of two; 2^31 / 255 pixels each is more than any image has
@@ -305,8 +305,14 @@ def _adjust(
         tl.store(target + c * stride_c, tl.load(table + c * 256 + level, inside), inside)
 
 
+def adjust_plan_of(rows: NDArray[np.int64], operations: Operations) -> list[NDArray[Any]]:
+    """Encode operations as `adjust` reads them. rows: the row of its result for each image, [N]."""
+    plan = np.concatenate([rows[:, None], operations.codes, operations.factors], axis=1, dtype=np.float64)
+    return [plan, operations.values, operations.tables]
+
+
 def adjust(
-    images: torch.Tensor, rows: NDArray[np.int64], operations: Operations, table: torch.Tensor, out: torch.Tensor
+    images: torch.Tensor, plan: Sequence[torch.Tensor], operations: Operations, table: torch.Tensor, out: torch.Tensor
 ) -> None:
     """Run the operations on a chunk's images and write them into a batch, in at most 1 + 2 * statistics launches.
 
@@ -314,7 +320,7 @@ def adjust(
 
     Args:
         images: uint8 [N, H, W, C] on the device, contiguous, C = 1 or 3 (red, green, blue).
-        rows: the row of `out` for each image, [N].
+        plan: the arrays of `adjust_plan_of`, on the device.
         operations: of these images. Without any, only the table is applied.
         table: [C, 256] on the device in the dtype of `out`: the result for each level.
         out: [B, C, H, W] with any strides. Other rows do not change. It may share memory with `images` if each image
@@ -322,8 +328,7 @@ def adjust(
     """
     count, height, width, channels = images.shape
     assert images.is_contiguous() and table.dtype == out.dtype
-    plan = np.concatenate([rows[:, None], operations.codes, operations.factors], axis=1, dtype=np.float64)
-    described, values, tables = send_all([plan, operations.values, operations.tables], images.device)
+    described, values, tables = plan
     statistics, histograms = operations.statistics, bool(operations.kinds & _HISTOGRAMS)
     slots = max(statistics, 1)
     sums = torch.empty((count, slots, _SLICES), dtype=torch.int32, device=images.device)
@@ -341,7 +346,7 @@ def adjust(
         )
         if histograms:
             _make_table[count, channels](described, counts, made, turn, **size)
-    _adjust[triton.cdiv(height * width, _BLOCK) * count,](
+    _adjust[-(-height * width // _BLOCK) * count,](
         images, described, sums, made, tables, values, table, out, *out.stride(),
         DENSE=out.stride(2) == width * out.stride(3), **shared,
     )  # fmt: skip

@@ -34,6 +34,6 @@ def _interleave(images, blocks, FIELD_COUNT: tl.constexpr, CHANNELS: tl.constexp
 
 def interleave(images: torch.Tensor, most_pixels: int, *, channels: int) -> None:
     """Copy N images as `images`, int64 [N, len(FIELDS)] on the device, says. most_pixels: of the largest one."""
-    blocks = triton.cdiv(most_pixels, _PIXELS)
+    blocks = -(-most_pixels // _PIXELS)
     grid: Any = (blocks * len(images),)
     _interleave[grid](images, blocks, FIELD_COUNT=len(FIELDS), CHANNELS=channels, PIXELS=_PIXELS)

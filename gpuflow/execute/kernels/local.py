@@ -17,10 +17,9 @@ import triton
 import triton.language as tl
 from numpy.typing import NDArray
 
-from gpuflow.execute.packing import send_all
 from gpuflow.pipeline.local import Filters
 
-__all__ = ["smooth"]
+__all__ = ["smooth", "smooth_plan_of"]
 
 _BLOCK = 512
 _HEAD = 8
@@ -98,34 +97,44 @@ def _sum_rows(
     tl.store(target, tl.load(table + c * 256 + level.to(tl.int32), inside), inside)
 
 
-def smooth(
-    images: torch.Tensor, rows: NDArray[np.int64], filters: Filters, table: torch.Tensor, out: torch.Tensor
-) -> None:
+def smooth_plan_of(rows: NDArray[np.int64], filters: Filters) -> NDArray[np.float64]:
+    """Encode filters as `smooth` reads them. rows: the row of its result for each image, [N]."""
+    head = (rows, filters.active, filters.centre, filters.factor)
+    of_rows = _counting(filters.rows)
+    of_columns = of_rows if filters.columns is filters.rows else _counting(filters.columns)
+    parts = [*of_rows, *of_columns, filters.rows, filters.columns]
+    plan: NDArray[np.float64] = np.concatenate([*(x[:, None] for x in head), *parts], axis=1, dtype=np.float64)
+    return plan
+
+
+def smooth(images: torch.Tensor, plan: torch.Tensor, filters: Filters, table: torch.Tensor, out: torch.Tensor) -> None:
     """Filter a chunk's images and write them into a batch. Queues work on the current stream and waits for none.
 
     Args:
         images: uint8 [N, H, W, C] on the device, contiguous.
-        rows: the row of `out` for each image, [N].
+        plan: the array of `smooth_plan_of`, on the device.
         table: [C, 256] on the device in the dtype of `out`: the result for each level.
         out: [B, C, H, W] with any strides, which shares no memory with `images`. Other rows do not change.
     """
     count, height, width, channels = images.shape
     assert images.is_contiguous() and table.dtype == out.dtype
-    head = np.column_stack([rows, filters.active, filters.centre, filters.factor])
-    head = np.column_stack([head, _counting(filters.rows), _counting(filters.columns)]).astype(np.float64)
-    (plan,) = send_all([np.concatenate([head, filters.rows, filters.columns], axis=1)], images.device)
     sums = torch.empty((count, channels, height, width), dtype=torch.float32, device=images.device)
     shared: dict[str, Any] = {
         "PIXELS": height * width, "WIDTH": width, "CHANNELS": channels, "ROWS": filters.rows.shape[1],
         "COLUMNS": filters.columns.shape[1], "HEAD": _HEAD, "BLOCK": _BLOCK, "enable_fp_fusion": False,
     }  # fmt: skip
-    grid = triton.cdiv(height * width, _BLOCK) * count, channels
+    grid = -(-height * width // _BLOCK) * count, channels
     _sum_columns[grid](images, plan, sums, **shared)
     _sum_rows[grid](images, plan, sums, table, out, *out.stride(), KEEP=filters.border == "keep", **shared)
 
 
-def _counting(weights: NDArray[np.float64]) -> NDArray[np.int64]:
-    """The first weight of each sample [N, K] that counts, and the one after the last, [N, 2]; at least one counts."""
+def _counting(weights: NDArray[np.float64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The first weight of each sample [N, K] that counts, and the one after the last, [N, 1] each; at least one
+    counts."""
+    first, after = np.zeros((len(weights), 1), np.int64), np.full((len(weights), 1), weights.shape[1])
     sizes = np.abs(weights)
     counts = sizes >= sizes.max(axis=1, keepdims=True) * _LEAST
-    return np.column_stack([counts.argmax(axis=1), weights.shape[1] - counts[:, ::-1].argmax(axis=1)])
+    if not counts.all():
+        first[:, 0] = counts.argmax(axis=1)
+        after[:, 0] -= counts[:, ::-1].argmax(axis=1)
+    return first, after

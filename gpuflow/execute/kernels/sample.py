@@ -199,7 +199,7 @@ def sample(
         fill: the levels outside the images, one for all channels or one for each.
     """
     _, channels, height, width = out.shape
-    grid: Any = (triton.cdiv(height, ROWS) * triton.cdiv(width, COLUMNS) * len(plan),)
+    grid: Any = (-(-height // ROWS) * -(-width // COLUMNS) * len(plan),)
     fills = [float(level) for level in (fill * 3 if len(fill) == 1 else fill)]
     _sample[grid](
         plan, table, out, *out.stride()[1:], *fills,

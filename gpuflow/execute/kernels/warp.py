@@ -140,7 +140,7 @@ def warp_all(plan: torch.Tensor, table: torch.Tensor, out: torch.Tensor, *, look
         out: [B, C, H, W] with any strides; every sample's result is H by W.
     """
     _, channels, height, width = out.shape
-    grid: Any = (triton.cdiv(height, ROWS) * triton.cdiv(width, COLUMNS) * len(plan),)
+    grid: Any = (-(-height // ROWS) * -(-width // COLUMNS) * len(plan),)
     fill = [float(level) for level in (lookup.fill * 3 if len(lookup.fill) == 1 else lookup.fill)]
     _warp[grid](
         plan, table, out, *out.stride()[1:], *fill,

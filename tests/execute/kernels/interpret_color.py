@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 from gpuflow.execute.kernels import color
-from gpuflow.execute.kernels.color import adjust
+from gpuflow.execute.kernels.color import adjust, adjust_plan_of
+from gpuflow.execute.packing import send_all
 from gpuflow.execute.pointwise import run_pointwise
 from gpuflow.pipeline.stage import Keys, Operation, Operations, Pointwise
 from gpuflow.stages import STAGES, ColorJitter, Normalize
@@ -91,7 +92,7 @@ def compare_operations(
     table = levels(channels, dtype)
     out = batch(count + 1, channels, (height, width), dtype, layout)
     rows = np.arange(count)[::-1].copy()
-    adjust(images, rows, operations, table, out)
+    adjust(images, send_all(adjust_plan_of(rows, operations), out.device), operations, table, out)
     untouched = apart(out[count:], torch.full_like(out[count:], 7))
     return max(apart(out[rows.tolist()], adjust_reference(images, operations, table)), untouched)
 
@@ -156,7 +157,8 @@ def as_stages() -> Iterator[Case]:
         one = run_pointwise(image, parts[0], i, None, planes=False, out=None)
         expected.append(torch.from_numpy(run_pointwise(one, parts[1], i, table, planes=True, out=None)))
     out = batch(count, 3, SIZES[1], torch.float32, "nchw")
-    adjust(images, np.arange(count), joined, torch.from_numpy(table), out)
+    plan = send_all(adjust_plan_of(np.arange(count), joined), out.device)
+    adjust(images, plan, joined, torch.from_numpy(table), out)
     yield "two jitters and normalize as stages", apart(out, torch.stack(expected))
 
 
@@ -232,7 +234,8 @@ def launches() -> Iterator[Case]:
     for name, one in new_operations(1, (4, 5), 3).items():
         for operations in (one, new_operations(8, (4, 5), 3)[name]):
             count, before = len(operations.codes), sum(kernel.count for kernel in kernels.values())
-            adjust(pictures(count, (4, 5), 3), np.arange(count), operations, levels(3), out)
+            plan = send_all(adjust_plan_of(np.arange(count), operations), out.device)
+            adjust(pictures(count, (4, 5), 3), plan, operations, levels(3), out)
             launched = sum(kernel.count for kernel in kernels.values()) - before
             yield f"launches for {count}, {name}", launched - (1 + 2 * one.statistics)
 

@@ -23,7 +23,7 @@ from gpuflow.pipeline.image_spec import STORAGE, as_batch, slot_shape
 from gpuflow.pipeline.stage import Keys
 from tests import images
 from tests.datasets import Entries, program
-from tests.execute.kernels import quick_interpreter  # noqa: F401  # replaces parts of Triton's interpreter
+from tests.execute.kernels.quick_interpreter import use_large_tiles
 from tests.host_stream import HostStream
 
 PIPELINES: dict[str, Entries] = {
@@ -101,6 +101,7 @@ def forms(arrays: Sequence[Any]) -> Iterator[tuple[str, list[torch.Tensor]]]:
 
 def main() -> None:
     canvas.TILE = 16  # so that images have several tiles
+    use_large_tiles()
     for kernel in ("sample", "warp_all", "adjust", "interleave"):
         setattr(gpu_passes, kernel, counted(kernel))
     for name, entries in PIPELINES.items():

@@ -13,7 +13,7 @@ import torch
 from triton.runtime.interpreter import InterpreterBuilder
 
 from gpuflow.execute.kernels import local
-from gpuflow.execute.kernels.local import smooth
+from gpuflow.execute.kernels.local import smooth, smooth_plan_of
 from gpuflow.pipeline.stage import Filters, Keys, Local
 from gpuflow.stages import STAGES, GaussianBlur, Sharpness
 from tests.execute.kernels.interpret_color import Case, Launches, apart, batch, fma, levels, pictures
@@ -32,7 +32,7 @@ def compare(images: torch.Tensor, filters: Filters, dtype: torch.dtype, layout: 
     table = torch.arange(256).expand(channels, 256).contiguous().to(dtype)
     out = batch(count + 1, channels, (height, width), dtype, layout)
     rows = np.arange(count)[::-1].copy()
-    smooth(images, rows, filters, table, out)
+    smooth(images, torch.from_numpy(smooth_plan_of(rows, filters)), filters, table, out)
     untouched = apart(out[count:], torch.full_like(out[count:], 7))
     return max(apart(out[rows.tolist()], smooth_reference(images, filters, table)), untouched)
 
@@ -64,7 +64,8 @@ def launches() -> Iterator[Case]:
         before = sum(kernel.count for kernel in kernels.values())
         out = batch(count, 3, (4, 5), torch.float32, "nchw")
         filters = drawn(GaussianBlur(kernel_size=3), count)
-        smooth(pictures(count, (4, 5), 3), np.arange(count), filters, levels(3), out)
+        plan = torch.from_numpy(smooth_plan_of(np.arange(count), filters))
+        smooth(pictures(count, (4, 5), 3), plan, filters, levels(3), out)
         yield f"launches for {count}", sum(kernel.count for kernel in kernels.values()) - before - 2
 
 

@@ -10,13 +10,14 @@ from __future__ import annotations
 import ctypes
 import functools
 import gc
+import itertools
 import json
 import random
 import sys
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -65,7 +66,7 @@ from gpuflow.torchpipe.gpu_preprocessor import GpuPreprocessor
 from tests import images
 from tests.datasets import Entries, views_program
 from tests.execute.fake_driver import FakeDriver, copy_images, use_c_code
-from tests.execute.kernels import quick_interpreter  # noqa: F401  # replaces parts of Triton's interpreter
+from tests.execute.kernels.quick_interpreter import use_large_tiles
 from tests.host_stream import HostStream
 from tests.huffman import complete_by_libjpeg
 from tests.packages.toning.toning import MaskBlue, Tone
@@ -547,10 +548,13 @@ def mixed_files() -> list[bytes]:
     return found
 
 
-def windows() -> Iterator[dict[str, Any]]:
-    """Chunks launched with others ahead, from several threads, and partly never: each as if it were launched alone."""
+def windows(names: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Chunks launched with others ahead, from several threads, and partly never: each as if it were launched alone.
+
+    names: of the PIPELINES.
+    """
     pool = mixed_files()
-    for name, turns in (("crop", 3), ("colours", 3)):
+    for name in names:
         pipeline = Pipeline(name, PIPELINES[name])
         program = fold(pipeline, trace(pipeline))
         passes = passes_of(program)
@@ -575,7 +579,7 @@ def windows() -> Iterator[dict[str, Any]]:
         rights = alone.slots(len(pool)).fill_(0)
         right_faults = list(map(str, alone.launch(prepare(alone, range(len(pool))), rights)))
         wrong = faults = images_of_others = 0
-        for turn in range(turns):
+        for turn in range(3):
             order = rng.sample(range(len(pool)), len(pool))
             ends = sorted(rng.sample(range(1, len(pool)), rng.randint(1, 7)))
             parts = [order[start:end] for start, end in zip([0, *ends], [*ends, len(pool)], strict=True)]
@@ -687,6 +691,7 @@ def no_memory(
 
 def main(mode: str) -> None:
     canvas.TILE = 16  # so that images have several tiles
+    use_large_tiles()
     names: Sequence[str] = tuple(PIPELINES)
     drivers: list[FakeDriver] = []
     if mode == "C":
@@ -697,15 +702,14 @@ def main(mode: str) -> None:
             return drivers[-1]
 
         use_c_code(pytest.MonkeyPatch(), copy_images, driver_of)
-    of_views = [
-        views("views", ({"center_crop": {"size": 11}},)),
-        views("views, other sizes", ({"letterbox": {"size": 11}},)),
-    ]
-    for case in [*cases(names), *of_views, *windows()]:
+    found: list[Iterable[dict[str, Any]]] = [cases(names), [views("views", ({"center_crop": {"size": 11}},))]]
+    if mode == "C":
+        found += [windows(("crop",))]
+    else:
+        found += [[views("views, other sizes", ({"letterbox": {"size": 11}},))], windows(("crop", "colours"))]
+        found += [[served(), histories(), refusals()]]
+    for case in itertools.chain.from_iterable(found):
         print(json.dumps(case), flush=True)
-    if mode != "C":
-        for case in (served(), histories(), refusals()):
-            print(json.dumps(case), flush=True)
     for driver in drivers:
         driver.check()
 

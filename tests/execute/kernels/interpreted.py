@@ -19,7 +19,7 @@ def lines_of(script: str, *arguments: str) -> list[str]:
     """What a script of this folder prints with these arguments, once it has ended without an error."""
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, str(HERE / script), *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 

@@ -16,7 +16,9 @@ from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpretedFunction, InterpreterError
 
-__all__: list[str] = []
+from gpuflow.execute.kernels import sample, warp
+
+__all__ = ["use_large_tiles"]
 
 _replaced: list[Any] = []
 _blocks: dict[tuple[str, tuple[int, ...]], dict[str, Any]] = {}
@@ -34,6 +36,15 @@ _check_overflow = TritonSemantic.binary_op_sanitize_overflow_impl
 _EXACT = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
 _equal = tl.dtype.__eq__
 _NO_SHAPE, _ONE = tl.tuple([]), tl.constexpr(1)
+
+
+def use_large_tiles() -> None:
+    """Have each program of the geometric kernels make 32 by 32 pixels of a result: it takes no longer than for a few.
+
+    For scripts that test what uses the kernels. The kernels' own tests run them with the tiles that they have.
+    """
+    for kernel in (sample, warp):
+        vars(kernel).update(ROWS=32, COLUMNS=32)
 
 
 def _call(self: Any, *arguments: Any, **options: Any) -> Any:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from gpuflow.execute.packing import send_all
 from gpuflow.execute.pointwise import run_pointwise
 from gpuflow.pipeline.stage import Keys, Operations
 from gpuflow.stages import ColorJitter, Normalize
@@ -61,7 +62,7 @@ def memory(count: int, channels: int, dtype: str, layout: str) -> torch.Tensor:
 @pytest.mark.parametrize("channels", [1, 3])
 @pytest.mark.parametrize("name", STAGES)
 def test_equal_to_the_cpus_stages(name: str, channels: int) -> None:
-    from gpuflow.execute.kernels.color import adjust
+    from gpuflow.execute.kernels.color import adjust, adjust_plan_of
 
     count, stage, tail = 12, STAGES[name], normalize(channels, "float32")
     images = pictures(count, channels)
@@ -75,7 +76,8 @@ def test_equal_to_the_cpus_stages(name: str, channels: int) -> None:
     for layout in ("nchw", "nhwc"):
         out = memory(count, channels, "float32", layout)
         rows = np.arange(count)[::-1].copy()
-        adjust(images.cuda(), rows, operations, device_table(tail), out)
+        plan = send_all(adjust_plan_of(rows, operations), out.device)
+        adjust(images.cuda(), plan, operations, device_table(tail), out)
         difference = (out.cpu()[rows.tolist()] - expected).abs()
         assert difference.max() == 0, f"{(difference > 0).sum()} of {difference.numel()}, at most {difference.max()}"
 
@@ -84,19 +86,20 @@ def test_equal_to_the_cpus_stages(name: str, channels: int) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_256_images_take_less_than_half_a_millisecond(dtype: str, layout: str, capsys: Any) -> None:
     """Times work queued after a kernel that sleeps, so that the time of launches is not measured."""
-    from gpuflow.execute.kernels.color import adjust
+    from gpuflow.execute.kernels.color import adjust, adjust_plan_of
 
     count, repeats = 256, 20
     images, rows, out = pictures(count, 3).cuda(), np.arange(count), memory(count, 3, dtype, layout)
     table = device_table(normalize(3, dtype))
     for name, stage in STAGES.items():
         operations = operations_of(stage, stage.draw(Keys(0, 0, rows).stage("color_jitter", 0)))
-        adjust(images, rows, operations, table, out)
+        plan = send_all(adjust_plan_of(rows, operations), out.device)
+        adjust(images, plan, operations, table, out)
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         torch.cuda._sleep(100_000_000)  # type: ignore[no-untyped-call]
         start.record()
         for _ in range(repeats):
-            adjust(images, rows, operations, table, out)
+            adjust(images, plan, operations, table, out)
         end.record()
         end.synchronize()
         microseconds = start.elapsed_time(end) * 1000 / repeats

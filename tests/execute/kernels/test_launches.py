@@ -103,11 +103,13 @@ def launch_all(count: int, side: int) -> None:
     weights, active = np.ones((count, 5)), each.astype(bool)
     for outside in OUTSIDE:
         filters = Filters(rows=weights, columns=weights, centre=each, factor=each, active=active, border=outside)
-        local.smooth(images, rows, filters, table, out)
+        plan = torch.from_numpy(local.smooth_plan_of(rows, filters)).to("meta")
+        local.smooth(images, plan, filters, table, out)
     codes = np.zeros((count, 2), np.int64)
     for kinds in (set(Operation), {Operation.CONTRAST, Operation.HUE}):  # the latter need no histogram
         operations = Operations.of(codes, codes.astype(float), kinds=kinds, statistics=2)
-        color.adjust(images, rows, operations, table, out)
+        plans = [torch.from_numpy(x).to("meta") for x in color.adjust_plan_of(rows, operations)]
+        color.adjust(images, plans, operations, table, out)
     interleave.interleave(described(interleave.FIELDS), side * side, channels=3)
     copy.copy_images(described(copy.FIELDS))
     workspace = complete.Workspace.of(count, 1 << 20, torch.device("meta"))
