@@ -85,6 +85,7 @@ def made_elsewhere(loader: Loader, monkeypatch: pytest.MonkeyPatch) -> list[bool
             with suppress(BadSampleError):
                 for _ in loader:
                     time.sleep(0.05)
+    loader._feed.wait()  # an epoch that an error ended may keep the processes busy for a while
     found.clear()
     loader.set_epoch(0)
     return found

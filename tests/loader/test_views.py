@@ -158,7 +158,7 @@ def test_threads_and_processes_do_not_change_the_pixels(photos: Path, tmp_path: 
         if "processes" in run:
             workers = loader._feed.workers._workers
             assert workers is not None
-            workers._pool.wait_until_ready(30)
+            workers._pool.wait_until_ready(120)
             assert workers.ready()
         assert equal(epoch_of(loader), expected[1])
 
@@ -304,7 +304,7 @@ def test_a_batch_has_the_fields_of_its_samples(
                     assert batch[1] == batch.targets()
             workers = loader._feed.workers._workers
             if workers is not None:
-                workers._pool.wait_until_ready(30)
+                workers._pool.wait_until_ready(120)
 
 
 def test_annotations_of_coco_do_not_follow_views(photos: Path, tmp_path: Path) -> None:
