@@ -12,7 +12,7 @@ from gpuflow.pipeline.warp_parameters import Fill, WarpInterpolation
 from gpuflow.stages.policy_parts import (
     OPERATIONS,
     AugmentPolicy,
-    Drawn,
+    Choice,
     Magnitudes,
     Range,
     uniform_places,
@@ -32,7 +32,6 @@ _SPACE: dict[str, Range | None] = {
     "Equalize": None,
     "Invert": None,
 }
-_MAGNITUDES = Magnitudes(_SPACE)
 _BINS = 10
 _IMAGENET = (
     (("Posterize", 0.4, 8), ("Rotate", 0.6, 9)),
@@ -76,6 +75,7 @@ class AutoAugment(AugmentPolicy):
     """
 
     stage_name: ClassVar[str] = "auto_augment"
+    magnitudes: ClassVar[Magnitudes] = Magnitudes(_SPACE)
 
     interpolation: WarpInterpolation = "nearest"
     fill: Fill = 0
@@ -88,14 +88,14 @@ class AutoAugment(AugmentPolicy):
     def rounds(self) -> int:
         return 2
 
-    def choose(self, keys: s.StageKeys, turn: int, height: s.Ints, width: s.Ints) -> Drawn:
+    def choose(self, keys: s.StageKeys, turn: int) -> Choice:
         numbers = keys.uniform(5)
         pair = uniform_places(numbers[:, 0], len(_IMAGENET))
         chance, sign = numbers[:, 1 + 2 * turn], numbers[:, 2 + 2 * turn]
         names, probabilities, bins = zip(*(one[turn] for one in _IMAGENET), strict=True)
         operation = np.array([OPERATIONS.index(name) for name in names])[pair]
         operation[chance >= np.array(probabilities)[pair]] = OPERATIONS.index("Identity")
-        return _MAGNITUDES.draw(operation, np.array(bins)[pair], sign < 0.5, _BINS, height, width)
+        return Choice(operation, np.array(bins)[pair], sign < 0.5, _BINS)
 
     def torchvision(self) -> Any:
         from torchvision.transforms import InterpolationMode, v2

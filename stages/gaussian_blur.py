@@ -78,7 +78,9 @@ class GaussianBlur(s.Local):
         return drawn_factors(keys, self.probability, self._range())
 
     def filters(self, coefficients: NDArray[np.float64]) -> s.Filters:
-        columns, rows = (_weights(side, coefficients[:, 1:2]) for side in self._sides())
+        of_columns, of_rows = self._sides()
+        columns = _weights(of_columns, coefficients[:, 1:2])
+        rows = columns if of_rows == of_columns else _weights(of_rows, coefficients[:, 1:2])
         zeros = np.zeros(len(coefficients))
         return s.Filters(
             rows=rows,

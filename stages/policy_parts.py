@@ -19,16 +19,29 @@ from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.warp_parameters import Fill, WarpInterpolation, check_fill, lookup_of, rotation
 from gpuflow.stages.sharpness import Sharpness
 
-__all__ = ["OPERATIONS", "AugmentPolicy", "Drawn", "Magnitudes", "Range", "uniform_places"]
+__all__ = ["OPERATIONS", "AugmentPolicy", "Choice", "Drawn", "Magnitudes", "Range", "uniform_places"]
 
 OPERATIONS = (
     *("Identity", "ShearX", "ShearY", "TranslateX", "TranslateY", "Rotate", "Brightness", "Color", "Contrast"),
     *("Sharpness", "Posterize", "Solarize", "AutoContrast", "Equalize", "Invert"),
 )
 """torchvision's names of the operations. An operation's number is its place in this tuple."""
-_FACTORS = {"Brightness": s.Operation.BRIGHTNESS, "Color": s.Operation.SATURATION, "Contrast": s.Operation.CONTRAST}
-_STATISTICS = {"AutoContrast": s.Operation.AUTOCONTRAST, "Equalize": s.Operation.EQUALIZE}
-_TABLES = ("Posterize", "Solarize", "Invert")
+_COLORS = {
+    "Brightness": s.Operation.BRIGHTNESS,
+    "Color": s.Operation.SATURATION,
+    "Contrast": s.Operation.CONTRAST,
+    "Posterize": s.Operation.TABLE,
+    "Solarize": s.Operation.TABLE,
+    "AutoContrast": s.Operation.AUTOCONTRAST,
+    "Equalize": s.Operation.EQUALIZE,
+    "Invert": s.Operation.TABLE,
+}
+_CODES = np.array([_COLORS.get(name, s.Operation.NONE) for name in OPERATIONS])
+_ENTRIES = {"ShearX": 1, "TranslateX": 2, "ShearY": 3, "TranslateY": 5}
+"""Which number of a matrix, row by row, an operation changes."""
+_ENTRY = np.array([_ENTRIES.get(name, 0) for name in OPERATIONS])
+_SHIFTS = np.array([name.startswith("Translate") for name in OPERATIONS])
+_ROTATE, _SHARPEN = OPERATIONS.index("Rotate"), OPERATIONS.index("Sharpness")
 _SHARPNESS = Sharpness(amount=0.0)
 """Its filters depend on a sample's coefficients alone."""
 
@@ -64,10 +77,15 @@ def _linspace(low: float, high: float, count: int) -> NDArray[np.float64]:
     return torch.linspace(low, high, count).double().numpy()
 
 
-@lru_cache
-def _are(names: tuple[str, ...]) -> s.Bools:
-    """For each of OPERATIONS, whether it is one of these."""
-    return np.isin(OPERATIONS, names)
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One round's operation of each sample, the bin of its magnitude among `bins`, and whether that is negated, each
+    [N]. An operation that has no magnitude, or one of one sign, ignores these."""
+
+    operation: s.Ints
+    place: s.Ints
+    negated: s.Bools
+    bins: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +94,6 @@ class Drawn:
 
     operation: s.Ints
     magnitude: NDArray[np.float64]
-
-    def has(self, *names: str) -> s.Bools:
-        """Which samples have one of these operations, [N]."""
-        samples: s.Bools = _are(names)[self.operation]
-        return samples
 
 
 def uniform_places(numbers: NDArray[np.float64], count: int) -> s.Ints:
@@ -97,30 +110,36 @@ class Magnitudes:
     """
 
     def __init__(self, ranges: Mapping[str, Range | None]) -> None:
-        self._ranges = {name: one for name, one in ranges.items() if one is not None}
-        self._signed = _are(tuple(name for name, one in self._ranges.items() if one.both_signs))
-        self._sized = tuple(name for name, one in self._ranges.items() if one.of)
+        self._ranges = {OPERATIONS.index(name): one for name, one in ranges.items() if one is not None}
+        self._signed = np.array([i in self._ranges and self._ranges[i].both_signs for i in range(len(OPERATIONS))])
+        self._sized = tuple(i for i, one in self._ranges.items() if one.of)
         self._tables: dict[int, NDArray[np.float64]] = {}
 
-    def draw(
-        self, operation: s.Ints, place: s.Ints, negated: s.Bools, bins: int, height: s.Ints, width: s.Ints
-    ) -> Drawn:
-        """The magnitudes of operations [N], at these places [N] among `bins` magnitudes, some of them negated."""
-        magnitude = self._table(bins)[operation, place]
-        for name in self._sized:
-            rows = np.flatnonzero(operation == OPERATIONS.index(name))
+    def of(self, choice: Choice) -> Drawn:
+        """The chosen operations and their magnitudes; 0 for those of the image's size."""
+        magnitude = self._table(choice.bins)[choice.operation, choice.place]
+        return Drawn(choice.operation, self._with_signs(choice, magnitude))
+
+    def of_sizes(self, choice: Choice, height: s.Ints, width: s.Ints) -> Drawn:
+        """The chosen operations and their magnitudes, for images of these sizes [N] in pixels."""
+        magnitude = self._table(choice.bins)[choice.operation, choice.place]
+        for number in self._sized:
+            rows = np.flatnonzero(choice.operation == number)
             for size in {*zip(height[rows].tolist(), width[rows].tolist(), strict=True)}:
                 same = rows[(height[rows] == size[0]) & (width[rows] == size[1])]
-                magnitude[same] = self._ranges[name].bins(bins, *size)[place[same]]
-        return Drawn(operation, np.where(negated & self._signed[operation], -magnitude, magnitude))
+                magnitude[same] = self._ranges[number].bins(choice.bins, *size)[choice.place[same]]
+        return Drawn(choice.operation, self._with_signs(choice, magnitude))
+
+    def _with_signs(self, choice: Choice, magnitude: NDArray[np.float64]) -> NDArray[np.float64]:
+        return np.where(choice.negated & self._signed[choice.operation], -magnitude, magnitude)
 
     def _table(self, bins: int) -> NDArray[np.float64]:
         """The magnitude of each of OPERATIONS in each bin; 0 for one that has none or one of the image's size."""
         if (table := self._tables.get(bins)) is None:
             table = self._tables[bins] = np.zeros((len(OPERATIONS), bins))
-            for name, one in self._ranges.items():
+            for number, one in self._ranges.items():
                 if not one.of:
-                    table[OPERATIONS.index(name)] = one.bins(bins, 1, 1)
+                    table[number] = one.bins(bins, 1, 1)
         return table
 
 
@@ -128,6 +147,7 @@ class AugmentPolicy(s.Policy):
     """A policy of torchvision's operations, in rounds of one operation for each sample."""
 
     tolerance: ClassVar[float] = 1.0
+    magnitudes: ClassVar[Magnitudes]
 
     interpolation: WarpInterpolation
     fill: Fill
@@ -137,9 +157,21 @@ class AugmentPolicy(s.Policy):
         """How many operations a sample gets, one after the other."""
         raise NotImplementedError
 
-    def choose(self, keys: s.StageKeys, turn: int, height: s.Ints, width: s.Ints) -> Drawn:
-        """The operations of round `turn`, for images of these sizes [N] in pixels."""
+    def choose(self, keys: s.StageKeys, turn: int) -> Choice:
+        """The operations of round `turn`."""
         raise NotImplementedError
+
+    def chosen(self, keys: s.StageKeys, turn: int) -> Choice:
+        """What `choose` returns, which the parts of a round share."""
+        return keys.once(("choice", self, turn), lambda: self.choose(keys, turn))
+
+    def drawn(self, keys: s.StageKeys, turn: int) -> Drawn:
+        """The operations of round `turn` with the magnitudes that do not depend on an image's size."""
+        return keys.once(("drawn", self, turn), lambda: self.magnitudes.of(self.chosen(keys, turn)))
+
+    def drawn_for(self, keys: s.StageKeys, turn: int, height: s.Ints, width: s.Ints) -> Drawn:
+        """The operations of round `turn` with all magnitudes, for images of these sizes [N] in pixels."""
+        return self.magnitudes.of_sizes(self.chosen(keys, turn), height, width)
 
     @property
     def random(self) -> bool:
@@ -174,15 +206,17 @@ class _Moving(s.Geometry):
         return lookup_of(self.policy.interpolation, "constant", self.policy.fill)
 
     def draw(self, keys: s.StageKeys, height: s.Ints, width: s.Ints) -> tuple[s.Move, ...]:
-        drawn = self.policy.choose(keys, self.turn, height, width)
-        m, matrix = drawn.magnitude, np.tile(np.eye(3), (len(height), 1, 1))
-        matrix[:, 0, 1] = np.where(drawn.has("ShearX"), m, 0)
-        matrix[:, 1, 0] = np.where(drawn.has("ShearY"), m, 0)
-        matrix[:, 0, 2] = np.where(drawn.has("TranslateX"), -np.trunc(m), 0)
-        matrix[:, 1, 2] = np.where(drawn.has("TranslateY"), -np.trunc(m), 0)
-        turned = drawn.has("Rotate")
-        matrix[turned] = rotation(m[turned], height[turned], width[turned])
-        active = turned | drawn.has("ShearX", "ShearY", "TranslateX", "TranslateY")
+        drawn = self.policy.drawn_for(keys, self.turn, height, width)
+        numbers = np.zeros((len(height), 9))
+        numbers[:, ::4] = 1
+        entry = _ENTRY[drawn.operation]
+        rows, turned = np.flatnonzero(entry), np.flatnonzero(drawn.operation == _ROTATE)
+        m = drawn.magnitude[rows]
+        numbers[rows, entry[rows]] = np.where(_SHIFTS[drawn.operation[rows]], -np.trunc(m), m)
+        matrix = numbers.reshape(-1, 3, 3)
+        matrix[turned] = rotation(drawn.magnitude[turned], height[turned], width[turned])
+        active = entry > 0
+        active[turned] = True
         return (s.Warp(matrix, height, width, *self.warps, active),)
 
 
@@ -200,38 +234,42 @@ class _Colouring(s.Pointwise):
         return self.policy.stage_name
 
     def draw(self, keys: s.StageKeys) -> NDArray[np.float64]:
-        anything = np.ones(len(keys.positions), np.int64)  # the magnitude of a colour does not depend on the size
-        drawn = self.policy.choose(keys, self.turn, anything, anything)
-        return np.stack([drawn.operation, drawn.magnitude], axis=1)
+        drawn = self.policy.drawn(keys, self.turn)
+        return np.array([drawn.operation, drawn.magnitude]).T
 
     def operations(self, coefficients: NDArray[np.float64], height: s.Ints, width: s.Ints) -> s.Operations:
-        drawn = Drawn(coefficients[:, 0].astype(np.int64), coefficients[:, 1])
-        codes = np.full((len(coefficients), 1), int(s.Operation.NONE))
-        factors = 1.0 + drawn.magnitude[:, None]
-        for name, operation in (*_FACTORS.items(), *_STATISTICS.items()):
-            codes[drawn.has(name)] = operation
-        rows = np.flatnonzero(drawn.has(*_TABLES))
-        codes[rows] = s.Operation.TABLE
+        operation, magnitude = coefficients[:, 0].astype(np.int64), coefficients[:, 1]
+        codes, factors = _CODES[operation], 1.0 + magnitude
+        rows = np.flatnonzero(codes == s.Operation.TABLE)
         # Samples with one operation and magnitude, here as one complex number, share a table.
-        pairs = drawn.operation[rows] + 1j * drawn.magnitude[rows]
-        _, first, factors[rows, 0] = np.unique(pairs, return_index=True, return_inverse=True)
+        pairs, factors[rows] = np.unique(operation[rows] + 1j * magnitude[rows], return_inverse=True)
+        tables = [_table(int(pair.real), pair.imag) for pair in pairs.tolist()]
         return s.Operations.of(
-            codes,
-            factors,
-            kinds=[*_FACTORS.values(), *_STATISTICS.values(), s.Operation.TABLE],
+            codes[:, None],
+            factors[:, None],
+            kinds=_COLORS.values(),
             statistics=1,
-            tables=_tables(Drawn(drawn.operation[rows[first]], drawn.magnitude[rows[first]])),
+            tables=np.stack(tables) if tables else None,
         )
 
 
-def _tables(drawn: Drawn) -> NDArray[np.uint8]:
-    """The level for each level, uint8 [N, 3, 256], of samples that all have one of `_TABLES`."""
-    levels, m = np.arange(256)[None], drawn.magnitude[:, None]
-    dropped = 8 - np.clip(m, 0, 8).astype(np.int64)
-    table = np.where(drawn.has("Posterize")[:, None], levels >> dropped << dropped, 255 - levels)
-    threshold = (255.0 * m).astype(np.float32)  # in which torch compares
-    table = np.where(drawn.has("Solarize")[:, None] & (levels < threshold), levels, table)
-    return np.repeat(table[:, None].astype(np.uint8), 3, axis=1)
+@lru_cache(maxsize=4096)
+def _table(operation: int, magnitude: float) -> NDArray[np.uint8]:
+    """The level for each level, uint8 [3, 256], of an operation that looks levels up."""
+    levels = np.arange(256)
+    match OPERATIONS[operation]:
+        case "Posterize":
+            dropped = 8 - min(max(int(magnitude), 0), 8)
+            levels = levels >> dropped << dropped
+        case "Solarize":
+            levels = np.where(levels < np.float32(255.0 * magnitude), levels, 255 - levels)  # torch compares in float32
+        case "Invert":
+            levels = 255 - levels
+        case other:
+            raise ValueError(f"{other} has no table")
+    table = np.repeat(levels[None].astype(np.uint8), 3, axis=0)
+    table.flags.writeable = False
+    return table
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -248,9 +286,8 @@ class _Sharpening(s.Local):
         return self.policy.stage_name
 
     def draw(self, keys: s.StageKeys) -> NDArray[np.float64]:
-        anything = np.ones(len(keys.positions), np.int64)
-        drawn = self.policy.choose(keys, self.turn, anything, anything)
-        return np.stack([drawn.has("Sharpness"), 1.0 + drawn.magnitude], axis=1)
+        drawn = self.policy.drawn(keys, self.turn)
+        return np.array([drawn.operation == _SHARPEN, 1.0 + drawn.magnitude]).T
 
     def filters(self, coefficients: NDArray[np.float64]) -> s.Filters:
         return _SHARPNESS.filters(coefficients)

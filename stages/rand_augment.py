@@ -6,13 +6,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
+import numpy as np
+
 from gpuflow.errors import Problem
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.warp_parameters import Fill, WarpInterpolation
 from gpuflow.stages.policy_parts import (
     OPERATIONS,
     AugmentPolicy,
-    Drawn,
+    Choice,
     Magnitudes,
     Range,
     uniform_places,
@@ -37,7 +39,6 @@ _SPACE: dict[str, Range | None] = {
     "Equalize": None,
 }
 """torchvision's RandAugment, in its order."""
-_MAGNITUDES = Magnitudes(_SPACE)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -62,6 +63,7 @@ class RandAugment(AugmentPolicy):
     """
 
     stage_name: ClassVar[str] = "rand_augment"
+    magnitudes: ClassVar[Magnitudes] = Magnitudes(_SPACE)
     other_keys: ClassVar[Mapping[str, str]] = {"num_ops": "operations", "num_magnitude_bins": "bins"}
 
     operations: Annotated[int, s.Bounds(least=1, limit=16)] = 2
@@ -83,12 +85,10 @@ class RandAugment(AugmentPolicy):
     def rounds(self) -> int:
         return self.operations
 
-    def choose(self, keys: s.StageKeys, turn: int, height: s.Ints, width: s.Ints) -> Drawn:
+    def choose(self, keys: s.StageKeys, turn: int) -> Choice:
         numbers = keys.uniform(2 * (turn + 1))[:, 2 * turn :]
-        names = list(_SPACE)
-        operation = uniform_places(numbers[:, 0], len(names))
-        place = operation * 0 + self.magnitude
-        return _MAGNITUDES.draw(operation, place, numbers[:, 1] < 0.5, self.bins, height, width)
+        operation = uniform_places(numbers[:, 0], len(_SPACE))
+        return Choice(operation, np.full_like(operation, self.magnitude), numbers[:, 1] < 0.5, self.bins)
 
     def torchvision(self) -> Any:
         from torchvision.transforms import InterpolationMode, v2

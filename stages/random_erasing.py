@@ -74,7 +74,18 @@ class RandomErasing(s.Pointwise):
         return keys.uniform(6 + 2 * _ATTEMPTS)
 
     def operations(self, coefficients: NDArray[np.float64], height: s.Ints, width: s.Ints) -> s.Operations:
-        chance, place, color = coefficients[:, 0], coefficients[:, 1:3], coefficients[:, 3:6]
+        erased = np.flatnonzero(coefficients[:, 0] < self.probability)
+        fits, some_boxes = self._boxes(coefficients[erased], height[erased], width[erased])
+        active, boxes = np.zeros(len(coefficients), bool), np.zeros((len(coefficients), 4), np.int64)
+        active[erased], boxes[erased] = fits, some_boxes
+        colors: Any = np.floor(coefficients[:, 3:6] * 256)
+        if self.value != "random":
+            levels: Any = _IMAGENET if self.value == "imagenet" else self.value
+            colors = np.atleast_2d(np.asarray(levels, np.float64))
+        return s.Operations.erase(active, boxes, colors)
+
+    def _boxes(self, coefficients: NDArray[np.float64], height: s.Ints, width: s.Ints) -> tuple[s.Bools, s.Ints]:
+        """For images of these sizes [N] whether any of the drawn boxes fits, [N], and the first that does, [N, 4]."""
         areas, ratios = coefficients[:, 6 : 6 + _ATTEMPTS], coefficients[:, 6 + _ATTEMPTS :]
         low, high = self.scale
         area = (height * width)[:, None] * (low + areas * (high - low))
@@ -84,10 +95,6 @@ class RandomErasing(s.Pointwise):
         fits = (tall < height[:, None]) & (wide < width[:, None])
         first = fits.argmax(axis=1)[:, None]
         size = np.concatenate([np.take_along_axis(side, first, 1) for side in (tall, wide)], axis=1)
-        room = np.stack([height, width], axis=1) - size + 1
-        boxes = np.concatenate([np.floor(place * room), size], axis=1).astype(np.int64)
-        colors: Any = np.floor(color * 256)
-        if self.value != "random":
-            levels: Any = _IMAGENET if self.value == "imagenet" else self.value
-            colors = np.atleast_2d(np.asarray(levels, np.float64))
-        return s.Operations.erase((chance < self.probability) & fits.any(axis=1), boxes, colors)
+        room = np.array([height, width]).T - size + 1
+        boxes = np.concatenate([np.floor(coefficients[:, 1:3] * room), size], axis=1)
+        return fits.any(axis=1), boxes.astype(np.int64)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.parameters import Ratio, Size, size_pair
@@ -65,20 +66,16 @@ class RandomResizedCrop(s.Geometry):
 
     def draw(self, keys: s.StageKeys, height: s.Ints, width: s.Ints) -> tuple[s.Move, ...]:
         numbers = keys.uniform(2 * _ATTEMPTS + 2)
-        H, W = height[:, None], width[:, None]
-        area = H * W * (self.scale[0] + numbers[:, :_ATTEMPTS] * (self.scale[1] - self.scale[0]))
-        low, high = np.log(self.ratio)
-        ratio = np.exp(low + numbers[:, _ATTEMPTS:-2] * (high - low))
-        box_w, box_h = np.rint(np.sqrt(area * ratio)), np.rint(np.sqrt(area / ratio))
-        fits = (box_w > 0) & (box_w <= W) & (box_h > 0) & (box_h <= H)
-        rows, first = np.arange(len(height)), fits.argmax(axis=1)
-        h, w = box_h[rows, first].astype(np.int64), box_w[rows, first].astype(np.int64)
+        h, w, fits = self._boxes(numbers, 0, 1, height, width)
+        again = np.flatnonzero(~fits)  # for most images the first box fits
+        if len(again):
+            some = self._boxes(numbers[again], 1, _ATTEMPTS, height[again], width[again])
+            h[again], w[again], fits[again] = some
         y = (numbers[:, -2] * (height - h + 1)).astype(np.int64)
         x = (numbers[:, -1] * (width - w + 1)).astype(np.int64)
 
-        none = ~fits.any(axis=1)
-        if none.any():
-            whole_ratio = width / height
+        if not fits.all():
+            none, whole_ratio = ~fits, width / height
             h = np.where(none, np.where(whole_ratio < self.ratio[0], np.rint(width / self.ratio[0]), height), h)
             w = np.where(none, np.where(whole_ratio > self.ratio[1], np.rint(height * self.ratio[1]), width), w)
             h, w = np.clip(h.astype(np.int64), 1, height), np.clip(w.astype(np.int64), 1, width)
@@ -87,3 +84,19 @@ class RandomResizedCrop(s.Geometry):
         full = np.full_like
         resize = s.Resize(full(h, out_height), full(w, out_width), self.interpolation, self.antialias)
         return (s.Crop(y, x, h, w), resize)
+
+    def _boxes(
+        self, numbers: NDArray[np.float64], first: int, last: int, height: s.Ints, width: s.Ints
+    ) -> tuple[s.Ints, s.Ints, s.Bools]:
+        """Of each image's drawn boxes from `first` up to `last` the first that fits: height, width, and whether any
+        does, [N] each."""
+        H, W = height[:, None], width[:, None]
+        areas, ratios = numbers[:, first:last], numbers[:, _ATTEMPTS + first : _ATTEMPTS + last]
+        area = H * W * (self.scale[0] + areas * (self.scale[1] - self.scale[0]))
+        low, high = np.log(self.ratio)
+        ratio = np.exp(low + ratios * (high - low))
+        box_w, box_h = np.rint(np.sqrt(area * ratio)), np.rint(np.sqrt(area / ratio))
+        fits = (box_w > 0) & (box_w <= W) & (box_h > 0) & (box_h <= H)
+        rows, chosen = np.arange(len(height)), fits.argmax(axis=1)
+        h, w = box_h[rows, chosen].astype(np.int64), box_w[rows, chosen].astype(np.int64)
+        return h, w, fits[rows, chosen]

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar
 
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.warp_parameters import Fill, WarpInterpolation
-from gpuflow.stages.policy_parts import AugmentPolicy, Drawn, Magnitudes, Range, uniform_places
+from gpuflow.stages.policy_parts import AugmentPolicy, Choice, Magnitudes, Range, uniform_places
 
 __all__ = ["TrivialAugment"]
 
@@ -29,7 +29,6 @@ _SPACE: dict[str, Range | None] = {
     "Equalize": None,
 }
 """torchvision's TrivialAugmentWide, in its order."""
-_MAGNITUDES = Magnitudes(_SPACE)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -50,6 +49,7 @@ class TrivialAugment(AugmentPolicy):
     """
 
     stage_name: ClassVar[str] = "trivial_augment"
+    magnitudes: ClassVar[Magnitudes] = Magnitudes(_SPACE)
     other_names: ClassVar[tuple[str, ...]] = ("TrivialAugmentWide",)
     other_keys: ClassVar[Mapping[str, str]] = {"num_magnitude_bins": "bins"}
 
@@ -65,10 +65,10 @@ class TrivialAugment(AugmentPolicy):
     def rounds(self) -> int:
         return 1
 
-    def choose(self, keys: s.StageKeys, turn: int, height: s.Ints, width: s.Ints) -> Drawn:
+    def choose(self, keys: s.StageKeys, turn: int) -> Choice:
         numbers = keys.uniform(3)
         operation, place = uniform_places(numbers[:, 0], len(_SPACE)), uniform_places(numbers[:, 1], self.bins)
-        return _MAGNITUDES.draw(operation, place, numbers[:, 2] < 0.5, self.bins, height, width)
+        return Choice(operation, place, numbers[:, 2] < 0.5, self.bins)
 
     def torchvision(self) -> Any:
         from torchvision.transforms import InterpolationMode, v2

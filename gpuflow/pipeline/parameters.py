@@ -102,7 +102,7 @@ def drawn_factors(keys: StageKeys, probability: float, bounds: tuple[float, floa
     """For N samples whether each is changed, 1 or 0, and its factor, uniform within the bounds: [N, 2]."""
     numbers = keys.uniform(2)
     low, high = bounds
-    return np.stack([numbers[:, 0] < probability, low + numbers[:, 1] * (high - low)], axis=1)
+    return np.array([numbers[:, 0] < probability, low + numbers[:, 1] * (high - low)]).T
 
 
 def adjustment(name: str, bounds: tuple[float, float], probability: float) -> Any:

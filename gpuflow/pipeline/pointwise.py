@@ -52,6 +52,10 @@ class Operation(enum.IntEnum):
         return self in (Operation.CONTRAST, Operation.AUTOCONTRAST, Operation.EQUALIZE)
 
 
+_WITH_VALUES = frozenset({Operation.MATRIX, Operation.ERASE})
+"""Operations whose factor is a row of `Operations.values`."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Operations:
     """The operations of N samples, M for each, in order. `kinds`, `statistics` and M do not depend on the draws.
@@ -148,12 +152,19 @@ class Operations:
     @classmethod
     def join(cls, count: int, parts: Iterable[Operations]) -> Operations:
         """The operations of several stages on `count` samples, one stage after the other."""
-        joined = [cls.of(np.empty((count, 0), np.int64), np.empty((count, 0)), kinds=()), *parts]
+        joined = list(parts)
+        if not joined:
+            return cls.of(np.empty((count, 0), np.int64), np.empty((count, 0)), kinds=())
+        if len(joined) == 1:
+            return joined[0]
         factors, tables, values = [], 0, 0
         for part in joined:
-            first = np.where(part.codes == Operation.TABLE, tables, 0)
-            first = np.where((part.codes == Operation.MATRIX) | (part.codes == Operation.ERASE), values, first)
-            factors.append(part.factors + first)
+            own = part.factors
+            if tables and Operation.TABLE in part.kinds:
+                own = own + np.where(part.codes == Operation.TABLE, tables, 0)
+            if values and part.kinds & _WITH_VALUES:
+                own = own + np.where(np.isin(part.codes, list(_WITH_VALUES)), values, 0)
+            factors.append(own)
             tables, values = tables + len(part.tables), values + len(part.values)
         return cls(
             codes=np.concatenate([part.codes for part in joined], axis=1),

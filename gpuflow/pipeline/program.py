@@ -298,7 +298,7 @@ class _SamplingBuilder:
     """Combines the moves of N samples into one sampling. Every [N, 4] is y, x, height, width."""
 
     def __init__(self, height: s.Ints, width: s.Ints) -> None:
-        self._box = np.stack([np.zeros_like(height), np.zeros_like(width), height, width], axis=1)
+        self._box = np.array([np.zeros_like(height), np.zeros_like(width), height, width]).T
         self._grid: s.Ints | None = None
         self._shown = self._window = self._box
         self._mirrors = self._flips = np.zeros((len(height), 2), bool)
@@ -317,14 +317,14 @@ class _SamplingBuilder:
             self._fix_grid(height, width)
         y = np.where(self._flips[:, 0], height - move.y - move.height, move.y)
         x = np.where(self._flips[:, 1], width - move.x - move.width, move.x)
-        self._window = np.stack([self._window[:, 0] + y, self._window[:, 1] + x, move.height, move.width], axis=1)
+        self._window = np.array([self._window[:, 0] + y, self._window[:, 1] + x, move.height, move.width]).T
         if self._grid is None:
             self._box = self._window
         else:
             self._shown = _overlap(self._shown, self._window)
 
     def flip(self, move: s.Flip) -> None:
-        self._flips = self._flips ^ np.stack([move.vertical, move.horizontal], axis=1)
+        self._flips = self._flips ^ np.array([move.vertical, move.horizontal]).T
 
     def resize(self, move: s.Resize, stage: str, max_pixels: int) -> None:
         assert self._grid is None, "a second resize starts a new sampling"
@@ -342,8 +342,8 @@ class _SamplingBuilder:
         self._fill = move.fill
 
     def _fix_grid(self, height: s.Ints, width: s.Ints) -> None:
-        self._grid = np.stack([height, width], axis=1)
-        self._shown = self._window = np.stack([np.zeros_like(height), np.zeros_like(width), height, width], axis=1)
+        self._grid = np.array([height, width]).T
+        self._shown = self._window = np.array([np.zeros_like(height), np.zeros_like(width), height, width]).T
 
     def sampling(self) -> Sampling:
         if self._grid is None:
@@ -368,19 +368,18 @@ class _WarpBuilder:
     """Combines the moves of N samples into one warp."""
 
     def __init__(self, height: s.Ints, width: s.Ints) -> None:
-        none = np.zeros_like(height)
         self.size = height, width
-        self._matrix = np.broadcast_to(np.eye(3), (len(height), 3, 3)).copy()
-        self._is_moved = False
-        self._shown = np.stack([none, none, height, width], axis=1)
+        self._matrix: s.Matrices | None = None  # no move so far
+        self._shown = self._whole()
         self._box: s.Ints | None = None
         self._misfits: list[Misfit] = []
 
     def move(self, move: s.Crop | s.Flip) -> None:
         """Select or mirror pixels; what crops have padded so far moves with them."""
         moved, height, width = forward(move, *self.size)
-        self.size, self._is_moved = (height, width), True
-        self._matrix = self._matrix @ np.linalg.inv(moved).round()
+        self.size = height, width
+        back = np.linalg.inv(moved).round().astype(np.float64)
+        self._matrix = back if self._matrix is None else self._matrix @ back
         self._shown = _overlap(_moved(self._shown, moved), self._whole())
 
     def crop(self, move: s.Crop, stage: str) -> None:
@@ -399,7 +398,7 @@ class _WarpBuilder:
             rows, columns = height - MIRRORS[move.border], width - MIRRORS[move.border]
             short = (np.maximum(move.top, move.bottom) > rows) | (np.maximum(move.left, move.right) > columns)
             if short.any():
-                self._misfits.append(Misfit(stage, short, np.stack([height, width], axis=1), larger="padding"))
+                self._misfits.append(Misfit(stage, short, np.array([height, width]).T, larger="padding"))
         moved, height, width = forward(move, *self.size)
         back: s.Matrices = np.linalg.inv(moved).round().astype(np.float64)
         self.warp(s.Warp(back, height, width), stage, max_pixels)
@@ -407,23 +406,30 @@ class _WarpBuilder:
     def warp(self, move: s.Warp, stage: str, max_pixels: int) -> None:
         self._misfits += _too_large(stage, move.height, move.width, max_pixels)
         self._fix_box()
-        active = np.ones(len(move.matrix), bool) if move.active is None else move.active
-        self._matrix = np.where(active[:, None, None], self._matrix @ move.matrix, self._matrix)
-        height, width = self.size
-        self.size = np.where(active, move.height, height), np.where(active, move.width, width)
+        before = self._matrices()
+        matrix = move.matrix if self._matrix is None else before @ move.matrix
+        height, width = move.height, move.width
+        if move.active is not None:
+            matrix = np.where(move.active[:, None, None], matrix, before)
+            height, width = (np.where(move.active, *sides) for sides in zip((height, width), self.size, strict=True))
+        self._matrix, self.size = matrix, (height, width)
         self._shown = self._whole()
+
+    def _matrices(self) -> s.Matrices:
+        """The maps [N, 3, 3] of all moves so far, from the result to the image or, once a box is known, to that."""
+        return np.broadcast_to(np.eye(3), (len(self._shown), 3, 3)) if self._matrix is None else self._matrix
 
     def _whole(self) -> s.Ints:
         """The whole image as a box."""
         height, width = self.size
-        return np.stack([np.zeros_like(height), np.zeros_like(width), height, width], axis=1)
+        return np.array([np.zeros_like(height), np.zeros_like(width), height, width]).T
 
     def _fix_box(self) -> None:
         """Before the first warp: the region that was cropped so far, to which the matrix refers from now on."""
         if self._box is not None:
             return
         self._box = self._whole()
-        if self._is_moved:
+        if self._matrix is not None:
             self._box = _moved(self._box, self._matrix)
             self._matrix[:, :2, 2] -= self._box[:, 1::-1]
 
@@ -433,7 +439,7 @@ class _WarpBuilder:
         height, width = self.size
         return Warping(
             box=self._box,
-            matrix=self._matrix,
+            matrix=self._matrices(),
             height=height,
             width=width,
             shown=self._shown,
@@ -464,13 +470,13 @@ def _outside(move: s.Crop, stage: str, height: s.Ints, width: s.Ints) -> list[Mi
     outside_y = (move.y < -move.margin) | (move.y + move.height > height + move.margin)
     outside_x = (move.x < -move.margin) | (move.x + move.width > width + move.margin)
     outside = outside_y | outside_x
-    return [Misfit(stage, outside, np.stack([height, width], axis=1))] if outside.any() else []
+    return [Misfit(stage, outside, np.array([height, width]).T)] if outside.any() else []
 
 
 def _too_large(stage: str, height: s.Ints, width: s.Ints, max_pixels: int) -> list[Misfit]:
     """The samples whose results have more than `max_pixels` pixels."""
     large = height.astype(np.float64) * width > max_pixels
-    return [Misfit(stage, large, np.stack([height, width], axis=1), max_pixels)] if large.any() else []
+    return [Misfit(stage, large, np.array([height, width]).T, max_pixels)] if large.any() else []
 
 
 def _overlap(a: s.Ints, b: s.Ints) -> s.Ints:

@@ -13,11 +13,11 @@ import ctypes
 import dataclasses
 import hashlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -27,6 +27,7 @@ from gpuflow.runtime.compiled import compiled
 
 __all__ = ["Keys", "StageKeys", "key64", "permute"]
 
+T = TypeVar("T")
 _ROUNDS = 8
 _MANY_SAMPLES = 128
 """The smallest number of samples for which C code draws. The CPU decodes smaller chunks: numpy is fast enough there."""
@@ -139,6 +140,7 @@ class StageKeys:
     values: Mapping[RecordValue, NDArray[np.float64]] = field(default_factory=dict)
     _words: list[NDArray[np.uint64]] = field(default_factory=list, init=False, repr=False, compare=False)
     """The words drawn so far, [N, M]; empty before the first draw. A stage that draws in parts asks for some again."""
+    _made: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def uniform(self, count: int) -> NDArray[np.float64]:
         """`count` numbers per sample, in [0, 1) with 32 random bits each: float64 [N, count].
@@ -148,6 +150,13 @@ class StageKeys:
         if not self._words or self._words[0].shape[1] < count:
             self._words[:] = [self._draw(-(-count // 4))]
         return np.multiply(self._words[0][:, :count], 2.0**-32, dtype=np.float64)
+
+    def once(self, name: Hashable, make: Callable[[], T]) -> T:
+        """What `make` returns, which is called only if nothing of this name was made for these samples yet."""
+        if name not in self._made:
+            self._made[name] = make()
+        made: T = self._made[name]
+        return made
 
     def _draw(self, blocks: int) -> NDArray[np.uint64]:
         """The first words of each sample, four in a block: 32 random bits each, [N, 4 * blocks]."""

@@ -38,9 +38,12 @@ class Fixed(AugmentPolicy):
     def rounds(self) -> int:
         return 1
 
-    def choose(self, keys: s.StageKeys, turn: int, height: s.Ints, width: s.Ints) -> Drawn:
+    def drawn(self, keys: s.StageKeys, turn: int) -> Drawn:
         count = len(keys.positions)
         return Drawn(np.full(count, OPERATIONS.index(self.name)), np.full(count, self.magnitude))
+
+    def drawn_for(self, keys: s.StageKeys, turn: int, height: s.Ints, width: s.Ints) -> Drawn:
+        return self.drawn(keys, turn)
 
 
 def by_torchvision(image: torch.Tensor, name: str, magnitude: float, interpolation: str, fill: Any) -> torch.Tensor:
@@ -97,7 +100,7 @@ def check_draws(policy: AugmentPolicy, count: int = 48) -> None:
     batch = images(program_of(Decode(), policy, CenterCrop(size=(height, width))), [data] * count, keys)
     sizes = np.full(count, height), np.full(count, width)
     stage_keys = keys.stage(policy.stage_name, 0)
-    rounds = [policy.choose(stage_keys, turn, *sizes) for turn in range(policy.rounds)]
+    rounds = [policy.drawn_for(stage_keys, turn, *sizes) for turn in range(policy.rounds)]
     apart = torch.zeros(count)
     for i in range(count):
         expected = decoded(data)
@@ -112,7 +115,6 @@ def check_draws(policy: AugmentPolicy, count: int = 48) -> None:
 
 def frequencies(policy: AugmentPolicy, turn: int = 0, count: int = 20_000) -> dict[str, float]:
     """How often each operation is drawn."""
-    sizes = np.full(count, 100), np.full(count, 100)
-    drawn = policy.choose(keys_of(count).stage(policy.stage_name, 0), turn, *sizes)
+    drawn = policy.drawn(keys_of(count).stage(policy.stage_name, 0), turn)
     counts = np.bincount(drawn.operation, minlength=len(OPERATIONS))
     return {name: counts[i] / count for i, name in enumerate(OPERATIONS)}

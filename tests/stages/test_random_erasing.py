@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -44,8 +45,11 @@ def test_a_box_equals_torchvisions_erase(value: Any) -> None:
 def test_boxes_are_drawn_as_torchvision_draws_them() -> None:
     """Small boxes always fit: areas and the logarithms of ratios are uniform, and so are places."""
     scale, ratio, side = (0.02, 0.1), (0.5, 2.0), 2000
-    changed, boxes = drawn_boxes(RandomErasing(probability=0.25, scale=scale, ratio=ratio, value="random"), side, side)
+    stage = RandomErasing(probability=1.0, scale=scale, ratio=ratio, value="random")
+    _, boxes = drawn_boxes(stage, side, side)
+    changed, some = drawn_boxes(replace(stage, probability=0.25), side, side)
     assert abs(changed.mean() - 0.25) < 0.04
+    assert (some[changed] == boxes[changed]).all()
     y, x, height, width = boxes[:, :4].T
     numbers = [
         (height * width / side**2 - scale[0]) / (scale[1] - scale[0]),

@@ -7,6 +7,7 @@ import pytest
 from torchvision.transforms import v2
 
 from gpuflow.stages import TrivialAugment
+from gpuflow.stages.policy_parts import OPERATIONS
 from gpuflow.stages.trivial_augment import _SPACE
 from tests.running import keys_of
 from tests.stages.policies import check_draws, check_magnitudes, check_ties, frequencies
@@ -32,9 +33,8 @@ def test_operations_and_magnitudes_are_drawn_alike() -> None:
     for name, share in frequencies(TrivialAugment()).items():
         assert share == pytest.approx(0 if name == "Invert" else 1 / 14, abs=0.01)
     count = 50_000
-    sizes = np.full(count, 9), np.full(count, 9)
-    drawn = TrivialAugment(bins=5).choose(keys_of(count).stage("trivial_augment", 0), 0, *sizes)
-    turned = drawn.magnitude[drawn.has("Rotate")]
+    drawn = TrivialAugment(bins=5).drawn(keys_of(count).stage("trivial_augment", 0), 0)
+    turned = drawn.magnitude[drawn.operation == OPERATIONS.index("Rotate")]
     values, counts = np.unique(turned, return_counts=True)
     assert values.tolist() == [-135.0, -101.25, -67.5, -33.75, 0.0, 33.75, 67.5, 101.25, 135.0]
     assert counts / len(turned) == pytest.approx([0.1] * 4 + [0.2] + [0.1] * 4, abs=0.02)
