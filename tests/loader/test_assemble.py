@@ -248,7 +248,7 @@ def test_each_loader_of_one_source_has_headers_scanned_as_its_own_pipeline_says(
     whole = open_whole(config)
     loaders = [build_loader(config, name, rank=0, world_size=1, device="cpu", whole=whole) for name in ("train", "val")]
     found: dict[str, set[bool]] = {"train": set(), "val": set()}
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 180
     try:
         while not all(found.values()):
             assert time.monotonic() < deadline, "no worker has started"

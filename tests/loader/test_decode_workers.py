@@ -194,7 +194,7 @@ class Mine(MemorySource): pass
 if __name__ == "__main__":
     import logging; logging.basicConfig()
     with loader_of(Mine.of(9), processes=3, threads=4) as loader:
-        workers, end = loader._feed.workers, time.monotonic() + 30
+        workers, end = loader._feed.workers, time.monotonic() + 90
         while not workers.started or (workers.counts()["starting"] and time.monotonic() < end):
             assert len(epoch_rows(loader)) == 3
     print("done")

@@ -238,7 +238,7 @@ def forked(end, loader, batches):
     if child == 0:
         end(loader, batches)
         sys.exit(3)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 180
     while (found := os.waitpid(child, os.WNOHANG)) == (0, 0):
         if time.monotonic() > deadline:
             os.kill(child, signal.SIGKILL)

@@ -248,7 +248,7 @@ def test_processes_end_with_their_storage_and_with_this_process(files: list[byte
     )
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60, check=False)
     child = int(done.stdout)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 180
     while alive(child) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not alive(child), done.stderr

@@ -31,7 +31,7 @@ from tests.datasets import VAL, Entries, program
 from tests.serve.fakes import CLASSES, FakeEngine, Gate, Nap
 
 ROOT = Path(__file__).parents[2]
-SECONDS = 20.0
+SECONDS = 60.0
 
 
 def predictor_of(
