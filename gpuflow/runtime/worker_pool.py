@@ -339,12 +339,12 @@ class WorkerPool:
 
     def counts(self) -> dict[str, int]:
         """Workers `at_work`, and `starting`: those that cannot be asked yet."""
+        self._welcome_started()
         starting = {connection.worker for connection in list(self._starting)}
         return {"at_work": len(self) - len(starting), "starting": len(starting)}
 
     def ready(self) -> bool:
         """Whether there is a worker that can be asked."""
-        self._welcome_started()
         return self.counts()["at_work"] > 0
 
     def wait_until_ready(self, seconds: float) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 
 from gpuflow.runtime.memory import shared as shared_memory
 from gpuflow.runtime.worker_pool import ForkServer, ParentConnection, WorkerConnection, WorkerPool
+from tests.datasets import deadline
 
 Make = Callable[..., WorkerPool]
 SECONDS = 60.0
@@ -80,6 +82,18 @@ def test_requests_get_their_answers(make: Make) -> None:
     ids: list[int] = []
     pool.each_idle(lambda connection: ids.append(echo(None)(connection)[2]))
     assert len(set(ids)) == 2 and os.getpid() not in ids
+
+
+def test_workers_that_have_started_are_counted_before_any_request() -> None:
+    pool = WorkerPool("tests.runtime.echo_worker", connections=[1, 1], setup="setup", task="echo")
+    try:
+        assert pool.counts() == {"at_work": 0, "starting": 2}
+        with deadline(SECONDS):
+            while pool.counts() != {"at_work": 2, "starting": 0}:
+                time.sleep(0.02)
+    finally:
+        pool.close()
+    assert pool.counts()["starting"] == 0
 
 
 def test_each_request_goes_to_the_worker_with_the_fewest(make: Make) -> None:
