@@ -105,7 +105,7 @@ def test_pictures_have_both_forms(tmp_path: Path) -> None:
         "brightness",
         "mixup",
     ]
-    subprocess.run(command, check=True, timeout=120, capture_output=True, cwd=AUGMENT.parents[1])
+    subprocess.run(command, check=True, timeout=360, capture_output=True, cwd=AUGMENT.parents[1])
     with np.load(out) as file:
         assert json.loads(str(file["about"]))["stages"] == ["brightness", "mixup"]
         names = [name for name in file.files if name.endswith("/cpu")]
@@ -114,3 +114,13 @@ def test_pictures_have_both_forms(tmp_path: Path) -> None:
             both = file[name], file[name.removesuffix("cpu") + "gpu"]
             assert both[0].shape == (16, 16, 3)
             assert np.abs(np.subtract(*both, dtype=np.int16)).max() <= 1
+
+
+def test_the_hosts_work_is_measured_without_a_gpu(tmp_path: Path) -> None:
+    out = tmp_path / "host.csv"
+    command = [sys.executable, str(AUGMENT / "host.py"), "--recipes", "geometry", "--batch", "4", "--calls", "3"]
+    subprocess.run([*command, "--out", str(out)], check=True, timeout=300, capture_output=True)
+    with out.open(newline="") as file:
+        (found,) = csv.DictReader(file)
+    assert (found["workload"], found["metric"], found["repeats"]) == ("geometry 224; batch=4", "host_ms", "3")
+    assert 0 < float(found["low"]) <= float(found["value"]) <= float(found["high"])
