@@ -407,7 +407,8 @@ class _WarpBuilder:
         self._misfits += _too_large(stage, move.height, move.width, max_pixels)
         self._fix_box()
         before = self._matrices()
-        matrix = move.matrix if self._matrix is None else before @ move.matrix
+        matrix = np.ascontiguousarray(move.matrix, np.float64)  # one layout, so that products round in one way
+        matrix = matrix if self._matrix is None else before @ matrix
         height, width = move.height, move.width
         if move.active is not None:
             matrix = np.where(move.active[:, None, None], matrix, before)
