@@ -331,6 +331,8 @@ class Feed:
 
     def _decode(self, epoch: int, admission: Admission, prepared: PreparedChunks, chunk: Chunk) -> None:
         def read(chunk: Chunk) -> None:
+            if admission.closed:  # no process has answered; a thread that decoded now could outlive the interpreter
+                raise LoaderError("the epoch was ended")
             with self._reader.meter.work(len(chunk), chunk):
                 self._reader.read_chunk(epoch, chunk)
 
