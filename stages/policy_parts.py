@@ -148,6 +148,7 @@ class AugmentPolicy(s.Policy):
 
     tolerance: ClassVar[float] = 1.0
     magnitudes: ClassVar[Magnitudes]
+    """Of its operations."""
 
     interpolation: WarpInterpolation
     fill: Fill

@@ -141,6 +141,7 @@ class StageKeys:
     _words: list[NDArray[np.uint64]] = field(default_factory=list, init=False, repr=False, compare=False)
     """The words drawn so far, [N, M]; empty before the first draw. A stage that draws in parts asks for some again."""
     _made: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """What `once` has made, by its name."""
 
     def uniform(self, count: int) -> NDArray[np.float64]:
         """`count` numbers per sample, in [0, 1) with 32 random bits each: float64 [N, count].

@@ -21,8 +21,10 @@ import gpuflow
 from gpuflow.config import RunSpec
 from gpuflow.config.resources import processes_of
 from gpuflow.errors import BadSampleError
+from gpuflow.loader.batch import Chunk
 from gpuflow.loader.decode_workers import DecodeWorkers, Outcome
 from gpuflow.loader.loader import Loader
+from gpuflow.loader.read import ChunkReader
 from gpuflow.pipeline.stage import Keys
 from gpuflow.sources import Allocate, Payload, Source, SourceSpec, open_source
 from tests.datasets import (
@@ -281,6 +283,37 @@ def test_processes_share_what_they_have_imported(source: Source, monkeypatch: py
             rows = (line.split() for line in Path(f"/proc/{child}/smaps_rollup").read_text().splitlines()[1:])
             kib = {name: int(value) for name, value, *_ in rows}
             assert kib["Private_Dirty:"] + kib["Private_Clean:"] < 0.3 * kib["Rss:"]
+
+
+def test_nothing_is_decoded_in_place_of_a_process_once_the_epoch_was_ended(
+    source: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread that then began to decode could outlive the interpreter, which ends the process by an abort."""
+    asked, ended, read = threading.Event(), threading.Event(), list[Chunk]()
+
+    def no_answer(self: DecodeWorkers, *arguments: Any, **options: Any) -> None:
+        asked.set()
+        assert ended.wait(60)
+
+    def release() -> None:
+        end = time.monotonic() + 60
+        while not admission.closed and time.monotonic() < end:
+            time.sleep(0.01)
+        ended.set()
+
+    with loader_of(source, processes=2) as loader:
+        made_elsewhere(loader, monkeypatch)
+        monkeypatch.setattr(DecodeWorkers, "run", no_answer)
+        monkeypatch.setattr(ChunkReader, "read_chunk", lambda self, epoch, chunk: read.append(chunk))
+        batches: Any = iter(loader)
+        assert asked.wait(60)
+        admission = batches._run._running.admission
+        releasing = threading.Thread(target=release)
+        releasing.start()
+        loader.reset()
+        releasing.join(60)
+        loader._feed.wait()
+        assert admission.closed and read == []
 
 
 def test_ctrl_c_ends_a_loop_and_leaves_no_process(folder: Path, tmp_path: Path) -> None:
