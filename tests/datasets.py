@@ -303,6 +303,8 @@ def loader_of(
 
 
 T = TypeVar("T")
+BUSY = 3
+"""How many times as long as on an idle machine something may take on a busy one."""
 Row = tuple[int, int, bool, bytes]
 """(index, label, valid, pixels) of one sample."""
 
@@ -361,7 +363,7 @@ def deadline(seconds: float) -> Iterator[None]:
 
     A block that even then goes on ends the process.
     """
-    seconds *= 3  # for a busy machine
+    seconds *= BUSY
 
     def expire(number: int, frame: FrameType | None) -> None:
         faulthandler.dump_traceback(all_threads=True)
@@ -460,6 +462,6 @@ def python(
         env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
         capture_output=True,
         text=True,
-        timeout=3 * seconds,  # for a busy machine
+        timeout=BUSY * seconds,
         check=False,
     )

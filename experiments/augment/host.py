@@ -9,7 +9,6 @@ drawing, describing and packing, torch's allocations and Triton's part of each l
 from __future__ import annotations
 
 import argparse
-import contextlib
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,21 +16,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from pictures import CpuStream
+from run import CONFIG, HEIGHT, HERE, RECIPES, WIDTH
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
 from gpuflow.config import read_config
-from gpuflow.execute import packing
 from gpuflow.execute.gpu_passes import DevicePasses, interleaved
 from gpuflow.execute.passes import passes_of
 from gpuflow.pipeline.stage import Keys
 from gpuflow.stages import STAGES
 from gpuflow.tools.bench import row, write_results
 
-HERE = Path(__file__).parent
-RECIPES = ("timm", "view", "geometry")
-HEIGHT, WIDTH = 375, 500
 WARM_UP_CALLS = 3
 
 
@@ -63,30 +59,18 @@ class NoDriver:
         return GPUTarget("cuda", 90, 32)
 
 
-class HostStream:
-    """Replaces a `DeviceStream`: the memory of the device is the host's."""
-
-    device = torch.device("cpu")
-
-    def queued(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    def send_all(self, arrays: Sequence[NDArray[Any]]) -> list[torch.Tensor]:
-        return packing.send_all(arrays, self.device)
-
-
 def measure(recipe: str, count: int, calls: int) -> list[float]:
     """The seconds of each call on `count` images."""
-    program: Any = read_config(HERE / "recipes.yaml", STAGES).programs[recipe]
-    passes, stream = passes_of(program), HostStream()
+    program: Any = read_config(CONFIG, STAGES).programs[recipe]
+    passes, stream = passes_of(program), CpuStream()
     assert not isinstance(passes, str), passes
-    runner: Any = DevicePasses(passes, stream)  # type: ignore[arg-type]
+    runner: Any = DevicePasses(passes, stream)
     images = torch.zeros((count, HEIGHT, WIDTH, 3), dtype=torch.uint8).permute(0, 3, 1, 2)
     slots = torch.empty((count, 3, 224, 224))
     seconds = []
     for epoch in range(calls + WARM_UP_CALLS):
         start = time.perf_counter()
-        runner.run_images(interleaved(images, stream), Keys(0, epoch, np.arange(count)), slots)  # type: ignore[arg-type]
+        runner.run_images(interleaved(images, stream), Keys(0, epoch, np.arange(count)), slots)
         seconds.append(time.perf_counter() - start)
     return seconds[WARM_UP_CALLS:]
 

@@ -21,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
+from gpuflow.execute import packing
 from gpuflow.pipeline.mixture import Mixture
 from gpuflow.pipeline.program import Program, fold
 from gpuflow.pipeline.stage import Keys, Mixing, Pipeline
@@ -109,7 +110,7 @@ class CpuStream:
         return contextlib.nullcontext()
 
     def send_all(self, arrays: Sequence[NDArray[Any]]) -> list[torch.Tensor]:
-        return [torch.from_numpy(array).clone() for array in arrays]
+        return packing.send_all(arrays, self.device)
 
 
 def photograph(name: str, side: int) -> Pixels:
