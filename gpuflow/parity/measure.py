@@ -23,6 +23,7 @@ Differences = NDArray[np.uint8] | NDArray[np.float32]
 
 _STEPS = 64
 _LARGEST = 255
+_MOST = 1e6
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,11 +123,12 @@ class Scale:
 def levels_apart(a: torch.Tensor, b: torch.Tensor, scale: Scale) -> Differences:
     """The difference of each value of two images [C, H, W] of the same shape and dtype, in levels.
 
-    A value that is NaN or infinite in only one of them counts as 255 levels apart.
+    A value that is NaN or infinite in only one of them counts as 255 levels apart, and a million is the most.
     """
     if a.dtype == torch.uint8:
         return torch.where(a > b, a - b, b - a).numpy()
-    return (differences(a, b) / scale.unit.abs()).nan_to_num(posinf=_LARGEST).numpy().astype(np.float32)
+    levels = (differences(a, b) / scale.unit.abs()).nan_to_num(posinf=_LARGEST)
+    return levels.clamp(max=_MOST).numpy().astype(np.float32)
 
 
 def differences(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -388,6 +388,9 @@ class ModelNode:
             for row, image in enumerate(images)
             if wanted[row]
         }
+        if answers and self._device.type == "cuda":
+            # The copies are read on any stream, and the memory that they are made from is used again at once.
+            torch.cuda.current_stream(self._device).synchronize()
         if self._engine is not None and rows:
             batch = torch.cat([images[row] for row in rows]) if len(rows) > 1 else images[rows[0]]
             # A copy, because users could not modify inference tensors.

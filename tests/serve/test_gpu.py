@@ -24,6 +24,11 @@ STAGES = [{"decode": {}}, {"resize": {"shorter": 40}}, {"center_crop": {"size": 
 KINDS = ("4:2:0", "4:2:2", "4:4:4", "4:4:0")
 
 
+def keep_busy(cycles: int) -> None:
+    """Have the default stream wait on the GPU."""
+    torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
+
+
 @pytest.fixture
 def config(tmp_path: Path) -> Path:
     """40 photographs, of which some are progressive or PNG."""
@@ -115,3 +120,28 @@ def test_many_callers_get_their_own_answers(config: Path, tmp_path: Path) -> Non
             for _ in range(10):
                 found = list(callers.map(predictor, files, timeout=60))
                 assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("head", ["decode", "torchpipe_gpu"])
+def test_images_of_earlier_requests_stay_while_the_gpu_is_busy(head: str, config: Path, tmp_path: Path) -> None:
+    files = [path.read_bytes() for path in sorted((tmp_path / "photos" / "a").iterdir())[:7]]
+    if head == "torchpipe_gpu":
+        pytest.importorskip("torchpipe")
+        block = "{preset: torchpipe_gpu, height: 32, width: 32, stages: [normalize]}"
+        config = tmp_path / "y.yaml"
+        config.write_text(f"source: {{folder: {tmp_path / 'photos'}}}\npipelines: {{val: {block}}}\nserve: {block}\n")
+    with gpuflow.serve.load(config, device="cuda", preprocess_only=True) as predictor:
+        expected = [predictor.preprocess(data).cpu() for data in files]
+        keep_busy(2_000_000_000)  # about a second: what is queued after it waits
+        found = [predictor.preprocess(data) for data in files]
+        assert all(torch.equal(a.cpu(), b) for a, b in zip(found, expected, strict=True))
+
+
+def test_an_image_is_ready_on_another_stream(config: Path, tmp_path: Path) -> None:
+    data = sorted((tmp_path / "photos" / "a").iterdir())[0].read_bytes()
+    with gpuflow.serve.load(config, device="cuda", preprocess_only=True) as predictor:
+        expected = predictor.preprocess(data).cpu()
+        keep_busy(500_000_000)
+        image = predictor.preprocess(data)
+        with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]
+            assert torch.equal(image.cpu(), expected)
