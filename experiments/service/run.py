@@ -26,7 +26,7 @@ RESULTS, LISTS, PROCESSES = HERE / "results.csv", HERE / "lists.csv", HERE / "pr
 SIZES = {"500x375": (500, 375), "1080x1080": (1080, 1080)}
 PHOTOGRAPHS = 128
 UNITS = {"qps": "requests/s", "images_per_s": "images/s", "rss_mb": "MB", "mean_batch": "images", "bound_per_s": "1/s"}
-ARMS = {"cpu": ("plain", "graph-cpu"), "cuda": ("plain", "graph-cpu", "graph-gpu")}
+ARMS = {"cpu": ("plain", "graph-cpu"), "cuda": ("plain", "plain-eager", "graph-cpu", "graph-gpu")}
 LIST_ARMS = {"cpu": ("plain", "plain-batch", "graph-cpu"), "cuda": ("plain", "plain-batch", "graph-cpu", "graph-gpu")}
 """Where a request has several images: with --images."""
 PROCESS_ARMS = ("graph-cpu",)
@@ -42,6 +42,8 @@ GPU_MODEL = (
 )
 """Overrides for the model on a GPU; `--set serve.model.compile=true` and the like change it for every arm."""
 NO_GRAPHS = "serve.model.cuda_graphs=false"
+PLAIN_EAGER = "plain-eager"
+"""The plain way without CUDA graphs, as guides for beginners write it."""
 _PROCESS_SECONDS = 600.0
 _QUIET_PERCENT = 15
 
@@ -70,7 +72,7 @@ def main() -> None:
     parser.add_argument("--arch", help="a torchvision model; by default resnet18 on a CPU, resnet50 on a GPU")
     parser.add_argument("--cores", type=int, help="how many cores are used; by default all")
     parser.add_argument("--engines", default="", help="torch, onnxruntime; by default both on a CPU, torch on a GPU")
-    parser.add_argument("--arms", help="plain, graph-cpu, graph-gpu, separated by commas; by default all")
+    parser.add_argument("--arms", help="plain, plain-eager, graph-cpu, graph-gpu, separated by commas; by default all")
     parser.add_argument("--images", default="1", help="images in a request, such as 1,4,16; the rows go to lists.csv")
     parser.add_argument(
         "--processes", help="values of run.processes, such as 0,4,8,auto, where the CPU decodes; into processes.csv"
@@ -141,6 +143,8 @@ def expanded(names: Iterable[str], processes: str | None) -> tuple[Arm, ...]:
         if processes and name in (*PROCESS_ARMS, "CPU decode only"):
             values = processes.split(",")
             arms += [Arm(name=name, title=f"{name} processes={n}", overrides=(f"run.processes={n}",)) for n in values]
+        elif name == PLAIN_EAGER:
+            arms.append(Arm(name="plain", title=name, overrides=(NO_GRAPHS,)))
         else:
             arms.append(Arm(name=name, title=name))
     return tuple(arms)
@@ -259,18 +263,16 @@ def compare(rows: Iterable[dict[str, Any]]) -> Iterator[str]:
     """Ratios of throughput and latency, graph to plain way."""
     values = {(row["workload"], row["arm"], row["metric"]): float(row["value"]) for row in rows}
     for (workload, arm, metric), qps in values.items():
-        if arm == "plain" or metric != "qps" or (workload, "plain", metric) not in values:
-            continue
-        ours, plain = (
-            {name: values.get((workload, which, name), float("nan")) for name in ("qps", "tp50_ms", "tp99_ms")}
-            for which in (arm, "plain")
-        )
-        tp50, tp99 = (ours[name] / plain[name] for name in ("tp50_ms", "tp99_ms"))
-        rate = qps / plain["qps"]
-        yield f"{workload:44} {arm:10} throughput {rate:.2f}x  TP50 {tp50:.2f}x  TP99 {tp99:.2f}x of plain"
-
-
-# --- models and photographs -------------------------------------------------------------------------------------------
+        for base in ("plain", PLAIN_EAGER):
+            if metric != "qps" or arm in ("plain", PLAIN_EAGER) or (workload, base, metric) not in values:
+                continue
+            ours, plain = (
+                {name: values.get((workload, which, name), float("nan")) for name in ("qps", "tp50_ms", "tp99_ms")}
+                for which in (arm, base)
+            )
+            tp50, tp99 = (ours[name] / plain[name] for name in ("tp50_ms", "tp99_ms"))
+            rate = qps / plain["qps"]
+            yield f"{workload:44} {arm:10} throughput {rate:.2f}x  TP50 {tp50:.2f}x  TP99 {tp99:.2f}x of {base}"
 
 
 def models(options: argparse.Namespace, photographs: dict[str, str]) -> list[Model]:

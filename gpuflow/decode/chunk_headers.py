@@ -1,6 +1,6 @@
 """Reads the headers of a whole chunk: for each file, the result of `codecs.probe`.
 
-`header_scan` reads the headers of ordinary JPEGs together. `probe` reads every other file, so the results are equal.
+`header_scan` reads the headers of ordinary JPEGs by C code. `probe` reads every other file, so the results are equal.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def read_headers(
 ) -> Headers:
     """The header of each file. Unreadable files (of size 0) are faults of the stage `read`."""
     count = len(payload)
-    sizes, engine, sampling, scans, intervals = scan_headers(payload, orientation=orientation)
+    engine, sizes, sampling, scans, intervals = scan_headers(payload, orientation=orientation)
     engine = engine & (sizes.prod(axis=1) <= max_pixels)
     others: dict[int, Header] = {}
     faults: list[BadSampleError | None] = [None] * count

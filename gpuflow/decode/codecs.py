@@ -19,15 +19,6 @@ from numpy.typing import NDArray
 
 from gpuflow.decode import self_test
 from gpuflow.decode.header import ANIMATION, Header, refuse, require_memory, stored, upright
-from gpuflow.decode.header_scan import (
-    ALL_CODES,
-    CODE_SHARES,
-    DC_SYMBOLS,
-    ENGINE_SAMPLINGS,
-    ENGINE_WIDTH,
-    ORDINARY,
-    RESTART_INTERVAL,
-)
 from gpuflow.decode.libjpeg_turbo import LibjpegTurbo, find_libjpeg_turbo
 from gpuflow.decode.optional_decoders import decode_optional
 from gpuflow.decode.optional_headers import LABELS, READERS, Reader, format_by_content
@@ -47,6 +38,11 @@ __all__ = [
 ]
 
 _LOG = logging.getLogger(__name__)
+_ENGINE_SAMPLINGS = {(0x11,), *((first, 0x11, 0x11) for first in (0x11, 0x12, 0x21, 0x22))}
+"""Sampling factors of each component, horizontal * 16 + vertical: gray, 4:4:4, 4:4:0, 4:2:2 and 4:2:0."""
+_ENGINE_WIDTH = 5
+"""The smallest width for the engines: if chroma is at most 2 samples wide, libjpeg-turbo repeats it (jdsample.c), but
+nvJPEG interpolates."""
 MAX_SCANS = 100
 """The default limit on the scans of one JPEG. Encoders write at most about twenty; each may take as long as a whole
 image to decode."""
@@ -59,6 +55,15 @@ _MAX_SIDE = 1 << 20
 """The largest height or width in pixels that OpenCV decodes."""
 _MANY_REFUSED = 32
 """Number of consecutive files refused after which a decoder is tested."""
+_RESTART_INTERVAL = 0xDD
+_ORDINARY = np.zeros(256, bool)
+"""[256] true for the markers of a baseline JPEG: tables, comments, application data, the frame and the scan."""
+_ORDINARY[[0xC0, 0xC4, 0xDA, 0xDB, _RESTART_INTERVAL, 0xFE, *range(0xE0, 0xF0)]] = True
+_CODE_SHARES, _ALL_CODES = 1 << np.arange(15, -1, -1), 1 << 16
+"""The number of 16-bit codes that begin with a code of each length 1-16, and of all 16-bit codes. A valid table
+must not use all of them."""
+_DC_SYMBOLS = 16
+"""The number of categories of DC differences."""
 _MAX_SEGMENTS, _MAX_CHUNKS = 10_000, 200_000
 """The largest number of marker segments of a JPEG before its first scan, and of chunks of a PNG. A file with more is
 bad: reading it would only take time."""
@@ -195,7 +200,7 @@ def engine_sampling(data: NDArray[np.uint8], header: Header) -> int | None:
         Factors of the first component, horizontal * 16 + vertical; 0 for a gray image; None if the engines may not
         decode the file.
     """
-    if header.format != "jpeg" or header.progressive or header.orientation != 1 or header.width < ENGINE_WIDTH:
+    if header.format != "jpeg" or header.progressive or header.orientation != 1 or header.width < _ENGINE_WIDTH:
         return None
     view, channels = data.data, header.channels
     quantisation, huffman, frames = set[int](), set[int](), list[tuple[int, int, int]]()
@@ -205,7 +210,7 @@ def engine_sampling(data: NDArray[np.uint8], header: Header) -> int | None:
             return None  # stray bytes, which libjpeg skips with a warning
         end = at + 2 + length
         body = view[at + 4 : at + 2 + length]
-        if not ORDINARY[marker] or (marker == RESTART_INTERVAL and length != 4):
+        if not _ORDINARY[marker] or (marker == _RESTART_INTERVAL and length != 4):
             return None
         if marker in _FRAMES:
             frames.append((marker, at, length))
@@ -223,7 +228,9 @@ def engine_sampling(data: NDArray[np.uint8], header: Header) -> int | None:
     coded = {table for both in scan[2 : 1 + 2 * channels : 2] for table in (both >> 4, both & 15 | 16)}
     sound = len(scan) == 4 + 2 * channels and scan[0] == channels and scan[1 : 1 + 2 * channels : 2].tolist() == numbers
     sound = sound and bytes(scan[-3:]) == b"\0\x3f\0" and set(used) <= quantisation and coded <= huffman
-    sound = sound and len(set(numbers)) == channels and bytes(numbers) != b"RGB" and tuple(sampling) in ENGINE_SAMPLINGS
+    sound = (
+        sound and len(set(numbers)) == channels and bytes(numbers) != b"RGB" and tuple(sampling) in _ENGINE_SAMPLINGS
+    )
     return (sampling[0] if channels == 3 else 0) if sound else None
 
 
@@ -235,7 +242,7 @@ def scan_start(data: NDArray[np.uint8]) -> tuple[int, int]:
     interval = end = 0
     for marker, at, length in _segments(data.data):
         end = at + 2 + length
-        if marker == RESTART_INTERVAL:
+        if marker == _RESTART_INTERVAL:
             interval = int.from_bytes(data[at + 4 : at + 6])
     return end, interval
 
@@ -288,8 +295,8 @@ def _huffman_tables(body: memoryview) -> set[int]:
         number, counts = body[at], body[at + 1 : at + 17]
         symbols = body[at + 17 : at + 17 + sum(counts)]
         at += 17 + sum(counts)
-        used = sum(count * share for count, share in zip(counts, CODE_SHARES.tolist(), strict=True))
-        if used < ALL_CODES and (number >= 16 or max(symbols, default=0) < DC_SYMBOLS):
+        used = sum(count * share for count, share in zip(counts, _CODE_SHARES.tolist(), strict=True))
+        if used < _ALL_CODES and (number >= 16 or max(symbols, default=0) < _DC_SYMBOLS):
             found.add(number)
         else:
             found.discard(number)

@@ -14,7 +14,7 @@
 enum { FILE_ADDRESS, LENGTH, SCAN, COMPONENTS, LUMA, UNITS, INTERVAL, RESTARTS, FIELDS = 10 };
 
 enum { LOOKUP_BITS = 12, ENTRIES = 1 << LOOKUP_BITS, MARGIN = 16, MOST_EXTRA = 3, MOST_THREADS = 64 };
-enum { MOST_SEGMENTS = 256, MOST_TABLES = 64, MOST_FILL = 64 };
+enum { MOST_SEGMENTS = 256, MOST_TABLES = 64, MOST_FILL = 64, MOST_KEPT = 1 << 20, KEPT = 16 };
 
 /* An entry: the bits of a code and of what belongs to it, by how many coefficients it advances (0: to the end of the
  * block), and the bits of the code alone. An entry of 0 is an invalid code. */
@@ -276,6 +276,30 @@ static int is_complete(struct memory *m, const int64_t *file) {
     return 1;
 }
 
+static struct memory *kept[KEPT]; /* that no thread uses: the next call finds its tables built */
+
+/* NULL if there is no memory. */
+static struct memory *take_memory(void) {
+    for (int i = 0; i < KEPT; i++) {
+        struct memory *m = __atomic_exchange_n(&kept[i], NULL, __ATOMIC_ACQUIRE);
+        if (m)
+            return m;
+    }
+    return calloc(1, sizeof(struct memory));
+}
+
+static void give_memory_back(struct memory *m) {
+    int large = m->size > MOST_KEPT || m->count > MOST_KEPT / (int64_t)sizeof *m->places;
+    for (int i = 0; i < KEPT && !large; i++) {
+        struct memory *none = NULL;
+        if (__atomic_compare_exchange_n(&kept[i], &none, m, 0, __ATOMIC_RELEASE, __ATOMIC_RELAXED))
+            return;
+    }
+    free(m->data);
+    free(m->places);
+    free(m);
+}
+
 struct work {
     const int64_t *files;
     int64_t count, next;
@@ -284,14 +308,12 @@ struct work {
 
 static void *check_files(void *argument) {
     struct work *work = argument;
-    struct memory *m = calloc(1, sizeof *m);
+    struct memory *m = take_memory();
     if (!m)
         return NULL;
     for (int64_t i; (i = __atomic_fetch_add(&work->next, 1, __ATOMIC_RELAXED)) < work->count;)
         work->found[i] = (uint8_t)is_complete(m, work->files + i * FIELDS);
-    free(m->data);
-    free(m->places);
-    free(m);
+    give_memory_back(m);
     return NULL;
 }
 

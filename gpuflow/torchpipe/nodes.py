@@ -39,7 +39,7 @@ Item = MutableMapping[str, Any]
 
 _MAX_BATCH = 2
 """Images that an instance accepts at a time. With 1, torchpipe blocks the caller until an instance is free."""
-_CHECK_THREADS = 4
+_CHECK_THREADS = 16
 """The largest number of threads that check the files of a batch, before a GPU decodes them."""
 _MOST_FAILURES, _FAILED_SECONDS = 3, 60.0
 _EMPTY, _CANCELLED = torch.empty(0), PredictorError("cancelled")

@@ -39,7 +39,7 @@ def test_help() -> None:
 
 def test_every_arm_of_the_run_is_one_that_measures() -> None:
     tables = (*RUN["ARMS"].values(), *RUN["LIST_ARMS"].values(), *RUN["BOUNDS"].values(), RUN["PROCESS_ARMS"])
-    assert {arm for arms in tables for arm in arms} == set(MEASURE["ARMS"])
+    assert {arm.name for arms in tables for arm in RUN["expanded"](arms, None)} == set(MEASURE["ARMS"])
 
 
 def test_the_plain_way_gives_the_engine_what_torchvision_gives_within_its_resize() -> None:
@@ -91,6 +91,8 @@ def test_one_arm_for_each_number_of_processes_where_the_cpu_decodes() -> None:
         ("graph-gpu", "graph-gpu", ()),
     ]
     assert [arm.title for arm in RUN["expanded"](("graph-cpu",), None)] == ["graph-cpu"]
+    (eager,) = RUN["expanded"](("plain-eager",), None)
+    assert (eager.name, eager.title, eager.overrides) == ("plain", "plain-eager", ("serve.model.cuda_graphs=false",))
 
 
 def test_a_run_that_was_cut_off_continues(tmp_path: Path) -> None:

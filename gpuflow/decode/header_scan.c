@@ -1,0 +1,153 @@
+/* Reads the headers of ordinary baseline JPEGs, for header_scan.py.
+ *
+ * The rules are those of `probe` and `engine_sampling` in codecs.py. A file that is not certainly ordinary is left to
+ * these. The format: ITU-T T.81, annex B.
+ */
+
+#include <stdint.h>
+
+/* Columns of the result, as in header_scan.py. */
+enum { ORDINARY, HEIGHT, WIDTH, SAMPLING, SCAN, INTERVAL, COLUMNS };
+enum { MOST_SEGMENTS = 64, LEAST_BYTES = 20, LEAST_WIDTH = 5, MOST_TABLES = 4, DC_SYMBOLS = 16 };
+
+struct header {
+    int64_t components, interval, height, width, sampling;
+    uint8_t numbers[3], quantisation[3];
+    uint32_t has_quantisation, has_dc, has_ac; /* a bit for each table */
+};
+
+static int is_ordinary_marker(int marker) {
+    return marker == 0xC0 || marker == 0xC4 || marker == 0xDA || marker == 0xDB || marker == 0xDD || marker == 0xFE ||
+           (marker >= 0xE0 && marker <= 0xEF);
+}
+
+static int read_quantisation(struct header *h, const uint8_t *at, const uint8_t *end) {
+    for (; at < end; at += 65) {
+        if (*at >= MOST_TABLES) /* or of 16 bits */
+            return 0;
+        h->has_quantisation |= 1u << *at;
+    }
+    return at == end;
+}
+
+static int read_huffman(struct header *h, const uint8_t *at, const uint8_t *end) {
+    while (at < end) {
+        int kind = *at >> 4, number = *at & 15;
+        if (end - at < 17 || kind > 1 || number >= MOST_TABLES)
+            return 0;
+        int64_t symbols = 0, codes = 0; /* of 16 bits; a valid table does not use all of them */
+        for (int bits = 1; bits <= 16; bits++) {
+            symbols += at[bits];
+            codes += (int64_t)at[bits] << (16 - bits);
+        }
+        if (codes >= 1 << 16 || end - at < 17 + symbols)
+            return 0;
+        for (int64_t i = 0; kind == 0 && i < symbols; i++)
+            if (at[17 + i] >= DC_SYMBOLS)
+                return 0;
+        *(kind ? &h->has_ac : &h->has_dc) |= 1u << number;
+        at += 17 + symbols;
+    }
+    return 1;
+}
+
+/* at: of the frame header's marker; its `length` bytes are there. */
+static int read_frame(struct header *h, const uint8_t *at, int64_t length) {
+    int64_t components = at[9];
+    if (h->components || at[4] != 8 || (components != 1 && components != 3) || length != 8 + 3 * components)
+        return 0;
+    h->components = components;
+    h->height = at[5] << 8 | at[6];
+    h->width = at[7] << 8 | at[8];
+    if (!h->height || h->width < LEAST_WIDTH)
+        return 0;
+    for (int i = 0; i < components; i++) {
+        h->numbers[i] = at[10 + 3 * i];
+        h->quantisation[i] = at[12 + 3 * i];
+        if (h->quantisation[i] >= MOST_TABLES)
+            return 0;
+        for (int k = 0; k < i; k++)
+            if (h->numbers[k] == h->numbers[i])
+                return 0;
+    }
+    int first = at[11];
+    if (components == 1)
+        return first == 0x11;
+    h->sampling = first;
+    if (h->numbers[0] == 'R' && h->numbers[1] == 'G' && h->numbers[2] == 'B')
+        return 0;
+    return (first == 0x11 || first == 0x12 || first == 0x21 || first == 0x22) && at[14] == 0x11 && at[17] == 0x11;
+}
+
+/* at: of the scan header's marker; its `length` bytes are there. Whether the scan holds the whole image, and all its
+ * tables were there before it. */
+static int read_scan(const struct header *h, const uint8_t *at, int64_t length) {
+    int64_t components = h->components;
+    if (!components || at[4] != components || length != 6 + 2 * components)
+        return 0;
+    for (int i = 0; i < components; i++) {
+        int dc = at[6 + 2 * i] >> 4, ac = at[6 + 2 * i] & 15;
+        if (at[5 + 2 * i] != h->numbers[i] || dc >= MOST_TABLES || ac >= MOST_TABLES)
+            return 0;
+        if (!(h->has_dc >> dc & 1) || !(h->has_ac >> ac & 1) || !(h->has_quantisation >> h->quantisation[i] & 1))
+            return 0;
+    }
+    const uint8_t *last = at + 5 + 2 * components;
+    return last[0] == 0 && last[1] == 63 && last[2] == 0;
+}
+
+/* Whether the image ends in these bytes, the last of a file. */
+static int has_end(const uint8_t *begin, const uint8_t *end) {
+    for (const uint8_t *at = end - 2; at >= begin; at--)
+        if (at[0] == 0xFF && at[1] == 0xD9)
+            return 1;
+    return 0;
+}
+
+static void read_file(const uint8_t *file, int64_t size, int orientation, int64_t *found) {
+    struct header h = {0};
+    const uint8_t *at = file + 2, *end = file + size;
+    if (size < LEAST_BYTES || file[0] != 0xFF || file[1] != 0xD8)
+        return;
+    for (int segments = 0; segments < MOST_SEGMENTS && end - at >= LEAST_BYTES; segments++) {
+        int marker = at[1];
+        int64_t length = at[2] << 8 | at[3];
+        if (at[0] != 0xFF || !is_ordinary_marker(marker) || length < 2 || end - at < 2 + length)
+            return;
+        const uint8_t *after = at + 2 + length;
+        if (marker == 0xDD) {
+            if (length != 4)
+                return;
+            h.interval = at[4] << 8 | at[5];
+        } else if (marker == 0xE1 && orientation) {
+            return; /* it may be turned */
+        } else if (marker == 0xEE && !at[15]) {
+            return; /* Adobe's transform 0 may mean RGB */
+        } else if (marker == 0xDB && !read_quantisation(&h, at + 4, after)) {
+            return;
+        } else if (marker == 0xC4 && !read_huffman(&h, at + 4, after)) {
+            return;
+        } else if (marker == 0xC0 && !read_frame(&h, at, length)) {
+            return;
+        } else if (marker == 0xDA) {
+            if (!read_scan(&h, at, length) || !has_end(at, end))
+                return;
+            found[HEIGHT] = h.height;
+            found[WIDTH] = h.width;
+            found[SAMPLING] = h.sampling;
+            found[SCAN] = after - file;
+            found[INTERVAL] = h.interval;
+            found[ORDINARY] = 1;
+            return;
+        }
+        at = after;
+    }
+}
+
+/* offsets, sizes [count]: of the files in `bytes`. orientation: whether a file with EXIF data may be turned, and is then
+ * not ordinary. found [count, COLUMNS]: zeros, where the files' rows are written. */
+void gpuflow_headers(const uint8_t *bytes, const int64_t *offsets, const int64_t *sizes, int64_t count,
+                     int64_t orientation, int64_t *found) {
+    for (int64_t i = 0; i < count; i++)
+        read_file(bytes + offsets[i], sizes[i], orientation != 0, found + i * COLUMNS);
+}
