@@ -94,11 +94,12 @@ ARMS: dict[str, Arm] = {
     "engines sorted": Arm("JPEG engines, sorted", "#b9b9b9", "8"),
     "bare threads": Arm("bare threads", "#555555", "^"),
     "plain": Arm("cv2, one lock", "#c23b22", "s"),
+    "plain-eager": Arm("cv2, no CUDA graphs", "#7a5195", "<"),
     "graph-cpu": Arm("graph, CPU decode", "#5b7fc7", "o"),
     "graph-gpu": Arm("graph, GPU decode", "#1b3a8a", "D"),
     "service": Arm("service", "#2a7f9e", "o"),
 }
-_SPARE = (("#7a5195", "<"), ("#222222", ">"), ("#8c564b", "d"))
+_SPARE = (("#9a6a2f", "<"), ("#222222", ">"), ("#8c564b", "d"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -32,7 +32,7 @@ _ALIGN = 8
 _FILE, _LENGTH, _SCAN, _RESTARTS, _DATA, _PLACES = map(
     FIELDS.index, ("file", "length", "scan", "restarts", "data", "places")
 )
-_MOST_CPU_BYTES = 1 << 18
+_MOST_CPU_BYTES = 1 << 20
 """A service's larger files are checked on the GPU, where many threads read one file. In a loader the threads read other
 files of the chunk meanwhile."""
 _TURN_SECONDS = 60.0

@@ -17,7 +17,7 @@ from plots import gpu_path, load_test, loader_cpu, real_data, style, worker_scal
 Draw = Callable[[Path, Path], list[Path]]
 ARMS = {**dict.fromkeys(style.ARMS), "an arm of its own": None}
 LOADERS = (1500.0, 1510.0, 1495.0, 500.0, 495.0, 490.0, 10.0, 480.0, 1600.0, 1700.0, 12_345.0)
-RATES = dict(zip(ARMS, (*LOADERS, 50.0, 96.0, 1234.0, 95.0, 0.0), strict=True))
+RATES = dict(zip(ARMS, (*LOADERS, 50.0, 12.0, 96.0, 1234.0, 95.0, 0.0), strict=True))
 METRICS = {"images_per_s": 1.0, "step_ratio": 0.0001, "qps": 1.0, "tp50_ms": 2.0, "tp99_ms": 30.0}
 """For each metric the factor from the rate to its value."""
 ON_KINDS = [f"{kind}; {workload}" for kind in ("sizes", "my own", "web") for workload in ("alone", "resnet50", "vit")]
