@@ -35,12 +35,17 @@ class Checked(NamedTuple):
     checked: NDArray[np.bool_]
     complete: NDArray[np.bool_]
 
+    def take(self, kept: NDArray[np.bool_]) -> Checked:
+        """The same for some of the rows."""
+        return Checked(self.checked[kept], self.complete[kept])
+
 
 class ChunkScan(NamedTuple):
     """The result of a `ChunkScanner` for one chunk.
 
     offsets, sizes, errors: of the payload that it scanned. headers: of all its files.
     rows [n]: the files that nvJPEG can decode and the stages can use.
+    progressive [n]: which of these it can decode only once they are rewritten, see `decode.baseline`.
     spare [n]: how many zeros follow each of these files. draws: for each output and each of its passes the random
     parameters for these rows. found: which of these rows are complete files, if that was asked and could be found out.
     """
@@ -50,6 +55,7 @@ class ChunkScan(NamedTuple):
     errors: Sequence[str | None]
     headers: Headers
     rows: NDArray[np.int64]
+    progressive: NDArray[np.bool_]
     spare: NDArray[np.int64]
     draws: list[list[Any]]
     found: Checked | None = None
@@ -63,7 +69,8 @@ class ChunkScan(NamedTuple):
         """The same for some of the rows."""
         rows = self.rows[kept]
         draws = scanner.draw(keys, rows, self.headers.sizes)
-        return self._replace(rows=rows, spare=self.spare[kept], draws=draws, found=None)
+        spare, progressive = self.spare[kept], self.progressive[kept]
+        return self._replace(rows=rows, progressive=progressive, spare=spare, draws=draws, found=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,15 +100,18 @@ class ChunkScanner:
             orientation=decoder.orientation == "apply",
             formats=decoder.formats,
         )
-        rows = np.flatnonzero(headers.engine)
+        progressive = _to_rewrite(headers)
+        rows = np.flatnonzero(headers.engine | progressive)
         draws = self.draw(keys, rows, headers.sizes)
         if (misfit := _misfits(draws, len(rows))).any():  # the CPU path reports what is wrong with each of them
             rows = rows[~misfit]
             draws = self.draw(keys, rows, headers.sizes)
         spare = _clear_after(payload, rows)
-        chosen = None if unchecked is None else unchecked[rows]
+        rewritten = progressive[rows]
+        chosen = None if unchecked is None else unchecked[rows] & ~rewritten
         found = self._check(rows, payload, headers, chosen) if chosen is not None and chosen.any() else None
-        return ChunkScan(payload.offsets, payload.sizes, payload.errors, headers, rows, spare, draws, found)
+        read = payload.offsets, payload.sizes, payload.errors
+        return ChunkScan(*read, headers, rows, rewritten, spare, draws, found)
 
     def _check(
         self, rows: NDArray[np.int64], payload: Payload, headers: Headers, unchecked: NDArray[np.bool_]
@@ -122,6 +132,14 @@ class ChunkScanner:
         own = keys.take(rows)
         pairs = zip(self.outputs, self.passes, strict=True)
         return [draw_passes(passes, output.keys_of(own), sizes[rows]) for output, passes in pairs]
+
+
+def _to_rewrite(headers: Headers) -> NDArray[np.bool_]:
+    """Which files [N] nvJPEG may decode once they are rewritten: progressive JPEGs that are not turned."""
+    found = np.zeros(len(headers.engine), bool)
+    for i, header in headers.others.items():
+        found[i] = header.format == "jpeg" and header.progressive and header.orientation == 1 and header.channels != 4
+    return found
 
 
 def _misfits(draws: Sequence[Sequence[Any]], count: int) -> NDArray[np.bool_]:

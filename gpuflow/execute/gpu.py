@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from gpuflow.decode.baseline import rewrite_progressive
 from gpuflow.decode.nvjpeg import NvjpegLibrary
 from gpuflow.errors import BadSampleError, LoaderTimeout
 from gpuflow.execute import packing
@@ -44,7 +45,7 @@ from gpuflow.execute.passes import Pass
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.program import Program, Sampling, Warping
 from gpuflow.pipeline.views import AnyProgram, outputs_of, slot_bytes_of, slot_of, slots_of, split
-from gpuflow.sources import Payload
+from gpuflow.sources import SPARE_BYTES, Payload
 
 __all__ = ["GpuRunner", "Prepared"]
 
@@ -167,12 +168,56 @@ class _Call:
             raise self._error
 
 
+@dataclass(slots=True)
+class _Files:
+    """The files of a chunk that nvJPEG decodes, n of them.
+
+    addresses, sizes, spare [n]: of each file, and how many zeros follow it. sampling [n]: as `Headers` has it.
+    memory: that holds them.
+    """
+
+    addresses: NDArray[np.int64]
+    sizes: NDArray[np.int64]
+    spare: NDArray[np.int64]
+    sampling: NDArray[np.int64]
+    memory: tuple[NDArray[np.uint8], ...]
+
+    @classmethod
+    def of(cls, scan: ChunkScan, payload: Payload) -> _Files:
+        starts, sizes = (np.asarray(x, np.int64)[scan.rows] for x in (payload.offsets, payload.sizes))
+        sampling = scan.headers.sampling[scan.rows].astype(np.int64)
+        return cls(starts + payload.buffer.ctypes.data, sizes, scan.spare.copy(), sampling, (payload.buffer,))
+
+    def rewrite(self, scan: ChunkScan, payload: Payload, device_stream: DeviceStream, threads: int) -> None:
+        """Replace the progressive files by baseline ones. One that is not to be rewritten then has a size of 0."""
+        which = scan.progressive
+
+        def allocate(size: int) -> NDArray[np.uint8]:
+            memory: NDArray[np.uint8] = device_stream.pinned([size], torch.uint8).numpy()
+            return memory
+
+        found = rewrite_progressive(payload, scan.rows[which], allocate, threads)
+        if found is None:
+            self.sizes[which] = 0
+            return
+        self.addresses[which], self.sizes[which] = found.offsets + found.buffer.ctypes.data, found.sizes
+        self.sampling[which], self.spare[which] = found.sampling, SPARE_BYTES
+        self.memory = (*self.memory, found.buffer)
+
+    def take(self, kept: NDArray[np.bool_]) -> _Files:
+        """The same for some of them."""
+        addresses, sizes, spare, sampling = (
+            values[kept] for values in (self.addresses, self.sizes, self.spare, self.sampling)
+        )
+        return _Files(addresses, sizes, spare, sampling, self.memory)
+
+
 @dataclass(frozen=True, slots=True)
 class Prepared:
     """A chunk that is ready to be launched.
 
     rows [n]: which of its samples nvJPEG decodes: complete files.
-    data, lengths, pitches [n]: of the files of these rows, as `JpegBatch` has them.
+    data, lengths, pitches [n]: of the files of these rows, as `JpegBatch` has them. memory: that holds these files.
     undecoded: which of these rows no call has taken yet; for holders of the runner's lock.
     plans: for each output the first pass's sampling or warp of these rows.
     sizes [N, 2]: height and width of all upright images of the chunk that have a valid header.
@@ -187,6 +232,7 @@ class Prepared:
     rows: NDArray[np.int64]
     data: NDArray[np.uint64]
     lengths: NDArray[np.uint64]
+    memory: Sequence[NDArray[np.uint8]]
     pitches: NDArray[np.int64]
     undecoded: Undecoded
     plans: list[_Plan]
@@ -310,10 +356,16 @@ class GpuRunner:
         scan: ChunkScan | None = payload.prescan
         if scan is None or not scan.is_of(payload):
             scan = self._scanner(payload, keys)
-        complete = self._checks.complete(scan.rows, payload, scan.headers, indices, scan.found)
+        files = _Files.of(scan, payload)
+        if scan.progressive.any():
+            files.rewrite(scan, payload, self._device_stream, self._scanner.threads)
+        complete = files.sizes > 0
+        if (own := ~scan.progressive).any():
+            found = None if scan.found is None else scan.found.take(own)
+            complete[own] = self._checks.complete(scan.rows[own], payload, scan.headers, indices, found)
         if not complete.all():
-            scan = scan.take(complete, self._scanner, keys)
-        headers, rows, spare, draws = scan.headers, scan.rows, scan.spare, scan.draws
+            scan, files = scan.take(complete, self._scanner, keys), files.take(complete)
+        headers, rows, draws = scan.headers, scan.rows, scan.draws
         rest = np.array([fault is None for fault in headers.faults])
         rest[rows] = False
         others = np.flatnonzero(rest)
@@ -328,19 +380,18 @@ class GpuRunner:
         with self._lock:
             self.engine_images += len(rows)
             self.cpu_images += len(others)
-        starts, lengths = (np.asarray(x, np.int64)[rows] for x in (payload.offsets, payload.sizes))
-        lengths += spare
-        (heights, widths), sampling = headers.sizes[rows].T, headers.sampling[rows].astype(np.int64)
+        heights, widths = headers.sizes[rows].T
         pitches = widths * self._channels
         spaces = _aligned(pitches * heights)
         return Prepared(
             payload=payload,
             keys=keys,
             rows=rows,
-            data=(starts + payload.buffer.ctypes.data).astype(np.uint64),
-            lengths=lengths.astype(np.uint64),
+            data=files.addresses.astype(np.uint64),
+            lengths=(files.sizes + files.spare).astype(np.uint64),
+            memory=files.memory,
             pitches=pitches,
-            undecoded=Undecoded(sampling, spaces),
+            undecoded=Undecoded(files.sampling, spaces),
             plans=[
                 _Plan.of(own[0], pitches, fixed=passes.first.result.fixed)
                 for own, passes in zip(draws, self._passes, strict=True)
@@ -534,7 +585,7 @@ class GpuRunner:
             targets = captured.targets
         with self._buffers.acquire(planned.space, wait=captured is None) as buffer:
             # Even if a chunk is never launched, or not to its end.
-            buffer.sources += [chunks[number].payload.buffer for number in call.results]
+            buffer.sources += [memory for number in call.results for memory in chunks[number].memory]
             addresses = (buffer.address + np.cumsum(planned.spaces) - planned.spaces).astype(np.uint64)
             files = JpegBatch.of(data, lengths, addresses, pitches, planned.sampling)
             plans = [

