@@ -344,7 +344,7 @@ static inline uint64_t take_steps(struct bits *b, uint64_t mask) {
 
 /* Refines a block. fast: with the processor's bit instructions, and in the end all that is to be refined, so that hardly a
  * branch depends on the data. */
-static inline int refine_ac(struct bits *b, const struct scan *s, int16_t *block, uint64_t *mask, int *run, int fast) {
+__attribute__((always_inline)) static inline int refine_ac(struct bits *b, const struct scan *s, int16_t *block, uint64_t *mask, int *run, int fast) {
     uint64_t rest = (~0ull << s->first) & (~0ull >> (63 - s->last)); /* where no code has led yet */
     uint64_t steps = 0;
     while (!*run && rest) {
@@ -389,7 +389,7 @@ static inline int refine_ac(struct bits *b, const struct scan *s, int16_t *block
     return 1;
 }
 
-static inline int read_ac_scan_by(struct bits *b, const struct scan *s, int fast) {
+__attribute__((always_inline)) static inline int read_ac_scan_by(struct bits *b, const struct scan *s, int fast) {
     struct component *c = s->components[0];
     int run = 0;
     for (int64_t row = 0; row < c->rows; row++) {

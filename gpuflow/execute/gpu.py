@@ -5,10 +5,11 @@ here of an output holds for each number of each view, or for the only image of a
 
 A chunk is first prepared and then launched, on different threads. `prepare` gets headers and random parameters from
 the process that read the chunk, or works them out, and has the CPU begin to decode the files that the engines do not
-support: other formats, progressive or CMYK files, images that EXIF rotates. A launch may also decode images of chunks
-that come later, if they fit into its calls (`execute/decode_calls.py`). A batched call that fails is retried by halves;
-a file that fails alone falls back to the CPU decoder, and its place in the batch stays the same. So does a sample that
-an opaque stage refuses alone, so that a sample is bad where the CPU finds it bad, and for the same reason.
+support: other formats, CMYK files, images that EXIF rotates. Progressive JPEGs it rewrites as baseline ones
+(`decode/baseline.py`). A launch may also decode images of chunks that come later, if they fit into its calls
+(`execute/decode_calls.py`). A batched call that fails is retried by halves; a file that fails alone falls back to the
+CPU decoder, and its place in the batch stays the same. So does a sample that an opaque stage refuses alone, so that a
+sample is bad where the CPU finds it bad, and for the same reason.
 """
 
 from __future__ import annotations

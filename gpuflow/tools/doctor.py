@@ -397,7 +397,7 @@ def _data(data: Data | None, error: str | None, has_gpu: bool) -> Iterator[Findi
         yield Finding(
             "images",
             "note",
-            f"{text}; {rest} of them are not for the JPEG engines, and the cores decode those",
+            f"{text}; {rest} of them are not for the JPEG engines, and the cores decode or rewrite those",
             "save them as baseline JPEGs (not progressive, PNG, CMYK or turned by EXIF) if decoding is the limit",
         )
     else:

@@ -27,8 +27,8 @@ def test_pixels_and_faults_are_those_of_the_cpu(cases: dict[str, dict[str, Any]]
 
 
 def test_what_the_engines_refuse_is_decoded_by_the_cpu(cases: dict[str, dict[str, Any]]) -> None:
-    """Of 12 samples 3 are bad; the CPU decodes a PNG and a file that makes the call fail. A progressive JPEG is rewritten
-    for the engines."""
+    """Of 12 samples 3 are bad; the CPU decodes a PNG and a file that makes the call fail. A progressive JPEG is
+    rewritten for the engines."""
     for name, case in cases.items():
         if not name.startswith(("misfits", "views", "served", "histories", "refusals", "windows")):
             assert (case["good"], case["engines"], case["cpu"]) == (9, 7, 2), case
