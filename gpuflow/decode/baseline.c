@@ -18,7 +18,7 @@
 enum { ADDRESS, LENGTH, TARGET, ROOM, SIZE, FIELDS };
 
 enum { LOOKUP_BITS = 11, ENTRIES = 1 << LOOKUP_BITS, MARGIN = 16, MOST_THREADS = 64, KEPT = 16 };
-enum { MOST_SEGMENTS = 512, MOST_SCANS = 128, MOST_TABLES = 4, MOST_KEPT = 1 << 25, LEAST_WIDTH = 5 };
+enum { MOST_SEGMENTS = 512, MOST_SCANS = 128, MOST_TABLES = 4, MOST_KEPT = 1 << 23, LEAST_WIDTH = 5 };
 /* 64 MB of coefficients: a photograph of 22 million pixels with 4:2:0. */
 enum { MOST_BLOCKS = 1 << 19, DC_BITS = 11, AC_BITS = 10 };
 
