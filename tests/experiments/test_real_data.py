@@ -25,6 +25,7 @@ from gpuflow.decode.codecs import engine_sampling, probe
 from gpuflow.execute.gpu import GpuRunner
 from gpuflow.loader import lowering
 from gpuflow.tools.bench import COLUMNS
+from tests import images
 from tests.experiments.scripts import imported
 
 ROOT = Path(__file__).parents[2]
@@ -684,3 +685,27 @@ def test_dali_gets_the_names_that_it_decodes_with_their_labels(
     files, labels, left_out = dali.readable(tmp_path)
     assert dict(zip(files, labels, strict=True)) == {str(tmp_path / "a/3.jpg"): 0, str(tmp_path / "b/1.jpg"): 1}
     assert left_out == 2
+
+
+def test_what_progressive_photographs_cost_is_printed_and_written(tmp_path: Path) -> None:
+    for number, progressive in enumerate((True, False, True)):
+        (tmp_path / f"{number}.jpg").write_bytes(
+            images.jpeg(images.photo(40, 60, seed=number), progressive=progressive)
+        )
+    command = [sys.executable, str(HERE / "rewriting.py"), str(tmp_path), "--repeats", "2", "--out"]
+    out = tmp_path / "out.csv"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [*command, str(out)], capture_output=True, text=True, timeout=120, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    with out.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["arm"] for row in rows] == ["decoded", "preprocessed", "rewritten"]
+    assert all(row["workload"].startswith("2 progressive JPEGs") and float(row["value"]) > 0 for row in rows)
+    (tmp_path / "0.jpg").unlink()
+    (tmp_path / "2.jpg").unlink()
+    done = subprocess.run(
+        [*command, str(out)], capture_output=True, text=True, timeout=120, env=environment, check=False
+    )
+    assert done.returncode == 2 and "has no progressive JPEGs; photos.py makes them" in done.stderr

@@ -55,6 +55,17 @@ def test_nan_and_infinity_are_255_levels_from_any_number() -> None:
     assert levels_apart(a[None, None], b[None, None], PLAIN).flatten().tolist() == [0, 255, 0, 255, 0]
 
 
+def test_an_absurd_number_is_a_million_levels_away() -> None:
+    """Such as the largest bfloat16, where a picture is not one at all; in float32 it could not be counted."""
+    scale = Scale(torch.zeros(1, 1, 1).double(), torch.full((1, 1, 1), 0.01).double(), 0.0)
+    (apart,) = levels_apart(torch.full((1, 1, 1), 3e38, dtype=torch.bfloat16), torch.zeros(1, 1, 1), scale).flatten()
+    assert apart == 1e6
+    tally = Tally()
+    tally.add(np.array([apart]))
+    found = tally.result()
+    assert found is not None and found.max == 1e6
+
+
 def test_differences_of_what_is_no_number() -> None:
     nan, inf = float("nan"), float("inf")
     a, b = torch.tensor([nan, nan, inf, inf, 1.0]), torch.tensor([nan, 0.0, inf, 0.0, 1.5])
