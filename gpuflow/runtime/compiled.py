@@ -16,6 +16,7 @@ import shlex
 import stat
 import subprocess
 import tempfile
+import threading
 from functools import lru_cache
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from gpuflow.runtime.files import cache_folder
 __all__ = ["compiled"]
 
 _LOG = logging.getLogger(__name__)
+_one_at_a_time = threading.Lock()
 _FLAGS, _COMPILE_SECONDS = ("-O2", "-fPIC", "-shared", "-std=gnu11"), 60.0
 
 
@@ -35,23 +37,29 @@ def compiled(source: Path) -> ctypes.CDLL | None:
     this process alone.
     """
     try:
-        text = source.read_bytes()
-        key = hashlib.sha256(repr((text, _FLAGS, platform.machine(), platform.libc_ver())).encode()).hexdigest()[:16]
-        name = f"{source.stem}-{key}.so"
-        try:
-            kept = _own_folder(cache_folder() / "compiled")
-            if not (kept / name).exists():
-                _compile(source, kept, name)
-            return ctypes.CDLL(str(kept / name))
-        except OSError as error:
-            _LOG.info("nothing compiled is kept: %s", error)
-            with tempfile.TemporaryDirectory() as folder:
-                _compile(source, Path(folder), name)
-                return ctypes.CDLL(str(Path(folder) / name))
+        with _one_at_a_time:  # threads that need the library at the same time wait for the one that compiles
+            return _library(source)
     except (OSError, subprocess.SubprocessError) as error:
         detail = getattr(error, "stderr", None) or str(error)
         _LOG.info("%s is not compiled, so Python code does its work: %s", source.name, detail)
         return None
+
+
+def _library(source: Path) -> ctypes.CDLL:
+    """The compiled file. Raises OSError or SubprocessError if it cannot be compiled."""
+    text = source.read_bytes()
+    key = hashlib.sha256(repr((text, _FLAGS, platform.machine(), platform.libc_ver())).encode()).hexdigest()[:16]
+    name = f"{source.stem}-{key}.so"
+    try:
+        kept = _own_folder(cache_folder() / "compiled")
+        if not (kept / name).exists():
+            _compile(source, kept, name)
+        return ctypes.CDLL(str(kept / name))
+    except OSError as error:
+        _LOG.info("nothing compiled is kept: %s", error)
+        with tempfile.TemporaryDirectory() as folder:
+            _compile(source, Path(folder), name)
+            return ctypes.CDLL(str(Path(folder) / name))
 
 
 def _own_folder(folder: Path) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -86,3 +87,15 @@ def test_a_file_in_the_cache_that_is_no_library(source: Path, tmp_path: Path) ->
     kept.write_bytes(b"")
     compiled.cache_clear()
     assert seven(source) == 7
+
+
+def test_threads_that_need_it_at_the_same_time_compile_it_once(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = tmp_path / "slow-cc"
+    slow.write_text(f'#!/bin/sh\necho call >> {tmp_path}/calls\nsleep 0.3\nexec cc "$@"\n')
+    slow.chmod(0o755)
+    monkeypatch.setenv("CC", str(slow))
+    with ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(seven, [source] * 4, timeout=60)) == [7] * 4
+    assert (tmp_path / "calls").read_text() == "call\n"
