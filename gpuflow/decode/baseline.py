@@ -25,8 +25,9 @@ _SOURCE = Path(__file__).with_suffix(".c")
 _POINTER, _INTEGER = ctypes.c_void_p, ctypes.c_int64
 _PLAIN = False
 """Whether to do without the processor's bit instructions (BMI2), as on processors that lack them."""
-_ROOM, _MORE_ROOM = 1.25, 4096
-"""A rewritten file has at most so many times the bytes of the progressive one, and this many bytes more."""
+_ROOM, _MORE_ROOM = 1.5, 4096
+"""A rewritten file has at most this many times the bytes of the progressive one, and this many bytes more. Usual ones
+grow by 5 to 15%, those of quality 15 by 40%."""
 
 
 class Rewritten(NamedTuple):

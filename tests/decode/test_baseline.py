@@ -62,6 +62,8 @@ def whole() -> list[bytes]:
             encoded = io.BytesIO()
             Image.fromarray(photo).save(encoded, "JPEG", quality=quality, progressive=True, comment=b"a comment")
             found.append(encoded.getvalue())
+    extreme = rng.integers(0, 2, (97, 131), dtype=np.uint8) * 255
+    found += [images.encode(Image.fromarray(extreme), "JPEG", quality=100, progressive=True)]
     return found
 
 
@@ -78,9 +80,6 @@ def test_every_decoder_gives_the_same_pixels(threads: int) -> None:
 
 def test_what_the_engines_do_not_decode_is_left_alone() -> None:
     photo = images.photo(40, 60)
-    extreme = np.random.default_rng(0).integers(0, 2, (97, 131), dtype=np.uint8) * 255
-    encoded = io.BytesIO()
-    Image.fromarray(extreme).save(encoded, "JPEG", quality=100, progressive=True)
     files = [
         images.jpeg(photo),
         images.png(photo),
@@ -90,7 +89,6 @@ def test_what_the_engines_do_not_decode_is_left_alone() -> None:
         images.encode(Image.fromarray(photo), "JPEG", progressive=True, keep_rgb=True),
         images.jpeg(photo[:, :4], progressive=True),  # too narrow
         images.encode(Image.fromarray(photo), "JPEG", progressive=True, restart_marker_blocks=3),
-        encoded.getvalue(),  # coefficients that a baseline file cannot have
     ]
     assert [copy is None for copy in rewritten(files)] == [True] * len(files)
 
@@ -126,6 +124,16 @@ def test_a_damaged_file_that_is_rewritten_has_the_pixels_that_the_cpu_decodes(se
             pytest.fail("the CPU refuses a file that was rewritten")
         assert np.array_equal(pixels(copy), expected)
     assert kept > 10
+
+
+def test_a_file_that_grows_by_too_much_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = images.jpeg(images.photo(200, 300), progressive=True)
+    (copy,) = rewritten([data])
+    assert copy is not None
+    for room in range(0, len(copy), max(1, len(copy) // 50)):
+        monkeypatch.setattr(baseline, "_ROOM", 0)
+        monkeypatch.setattr(baseline, "_MORE_ROOM", room)
+        assert rewritten([data]) == [None], room
 
 
 def test_without_a_compiler_nothing_is_rewritten(monkeypatch: pytest.MonkeyPatch) -> None:
