@@ -129,7 +129,8 @@ def test_bad_samples_are_those_of_threads(
     with loader_of(source, shuffle=False, policy=policy, processes=2) as loader:
         elsewhere = made_elsewhere(loader, monkeypatch)
         assert result(loader) == expected
-        assert sum(elsewhere) >= 0.8 * len(elsewhere)
+        if policy != "raise":  # which abandons the chunks that processes are at
+            assert sum(elsewhere) >= 0.8 * len(elsewhere)
         assert loader.stats()["bad_distinct"] == (0 if policy == "raise" else 3)
 
 
