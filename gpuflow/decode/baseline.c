@@ -1,24 +1,23 @@
 /* Rewrites progressive JPEGs as baseline ones with the same coefficients, for NVIDIA's JPEG engines, which decode
  * baseline files alone.
  *
- * See baseline.py. A file is rewritten only if every coefficient of every block is there, at full precision, and each
- * scan ends where its data end; anything else is left to the CPU's decoder. The formats: ITU-T T.81, annexes B, F
+ * See baseline.py, which has the headers of the result read by header_scan.c. A file is rewritten only if every
+ * coefficient of every block is there, at full precision, and each scan ends where its data end; anything else is left
+ * to the CPU's decoder. The formats: ITU-T T.81, annexes B, F
  * (baseline) and G (progressive); the Huffman tables that are written are those of annex K.
  *
  * For each block there is a mask of its coefficients that are not 0. A scan that refines them reads only these, and so
  * does the baseline encoder.
  */
 
-#include <pthread.h>
-#include <stdint.h>
-#include <stdlib.h>
+#include "threads.h"
 #include <string.h>
 
 /* Columns of a file, as in baseline.py. */
 enum { ADDRESS, LENGTH, TARGET, ROOM, SIZE, FIELDS };
 
-enum { LOOKUP_BITS = 11, ENTRIES = 1 << LOOKUP_BITS, MARGIN = 16, MOST_THREADS = 64, KEPT = 16 };
-enum { MOST_SEGMENTS = 512, MOST_SCANS = 128, MOST_TABLES = 4, MOST_KEPT = 1 << 23, LEAST_WIDTH = 5 };
+enum { LOOKUP_BITS = 11, ENTRIES = 1 << LOOKUP_BITS, MARGIN = 16 };
+enum { MOST_SEGMENTS = 512, MOST_SCANS = 128, MOST_TABLES = 4, MOST_KEPT = 1 << 23 };
 /* 64 MB of coefficients: a photograph of 22 million pixels with 4:2:0. */
 enum { MOST_BLOCKS = 1 << 19, DC_BITS = 11, AC_BITS = 10 };
 
@@ -251,7 +250,7 @@ static int read_dc_scan(struct bits *b, const struct scan *s, int64_t across, in
     return 1;
 }
 
-/* How many blocks, from this one on, have no further code; -1 if the data are wrong. */
+/* How many blocks, from this one on, have no further code. */
 static inline int eob_run(struct bits *b, int run) {
     return (1 << run) + take(b, run);
 }
@@ -283,8 +282,8 @@ static int read_first_ac(struct bits *b, const struct scan *s, int16_t *block, u
     return 1;
 }
 
-/* Refines the coefficients of this mask, a bit for each: one step away from 0, or none. Without a branch for the bit, which
- * nothing predicts. Their bit `low` is not set yet, because they were known to one bit less. */
+/* Refines the coefficients of this mask, a bit for each: one step away from 0, or none. Without a branch for the bit,
+ * which nothing predicts. Their bit `low` is not set yet, because they were known to one bit less. */
 static inline void refine(struct bits *b, int16_t *block, uint64_t mask, int low) {
     for (; mask; mask &= mask - 1) {
         int16_t *coefficient = block + __builtin_ctzll(mask);
@@ -313,9 +312,9 @@ static int has_bit_instructions(void) {
            !__builtin_cpu_is("znver2");
 }
 #else
-static inline uint64_t deposit(uint64_t bits, uint64_t mask) { return bits & mask & 0; }
-static inline int count_of(uint64_t mask) { return (int)(mask & 0); }
-static int has_bit_instructions(void) { return 0; }
+static int has_bit_instructions(void) { return 0; } /* so that the two others are not called */
+static inline uint64_t deposit(uint64_t bits, uint64_t mask) { return bits & mask; }
+static inline int count_of(uint64_t mask) { return mask != 0; }
 #endif
 
 static inline uint64_t reversed(uint64_t bits) {
@@ -342,9 +341,10 @@ static inline uint64_t take_steps(struct bits *b, uint64_t mask) {
     return deposit(first | take_reversed(b, count - 32) << 32, mask);
 }
 
-/* Refines a block. fast: with the processor's bit instructions, and in the end all that is to be refined, so that hardly a
- * branch depends on the data. */
-__attribute__((always_inline)) static inline int refine_ac(struct bits *b, const struct scan *s, int16_t *block, uint64_t *mask, int *run, int fast) {
+/* Refines a block. fast: with the processor's bit instructions, and in the end all that is to be refined, so that
+ * hardly a branch depends on the data. */
+__attribute__((always_inline)) static inline int refine_ac(struct bits *b, const struct scan *s, int16_t *block,
+                                                           uint64_t *mask, int *run, int fast) {
     uint64_t rest = (~0ull << s->first) & (~0ull >> (63 - s->last)); /* where no code has led yet */
     uint64_t steps = 0;
     while (!*run && rest) {
@@ -457,7 +457,7 @@ static int read_frame(struct memory *m, struct picture *p, const uint8_t *at, in
     int count = at[9], most_across = 1, most_down = 1;
     p->height = at[5] << 8 | at[6];
     p->width = at[7] << 8 | at[8];
-    if (!p->height || p->width < LEAST_WIDTH)
+    if (!p->height || !p->width)
         return 0;
     for (int i = 0; i < count; i++) {
         struct component *c = &p->components[i];
@@ -479,8 +479,6 @@ static int read_frame(struct memory *m, struct picture *p, const uint8_t *at, in
         }
     }
     struct component *c = p->components;
-    if (count == 3 && c[0].number == 'R' && c[1].number == 'G' && c[2].number == 'B')
-        return 0;
     p->across = (p->width + 8 * most_across - 1) / (8 * most_across);
     p->down = (p->height + 8 * most_down - 1) / (8 * most_down);
     for (int i = 0; i < count; i++) {
@@ -803,61 +801,38 @@ static int64_t rewrite(struct memory *m, const int64_t *file) {
     return write_all(m, &p, (uint8_t *)(uintptr_t)file[TARGET], file[ROOM]);
 }
 
-static struct memory *kept[KEPT]; /* that no thread uses */
-
-static struct memory *take_memory(void) {
-    for (int i = 0; i < KEPT; i++) {
-        struct memory *m = __atomic_exchange_n(&kept[i], NULL, __ATOMIC_ACQUIRE);
-        if (m)
-            return m;
-    }
-    return calloc(1, sizeof(struct memory));
+static int is_large(const void *memory) {
+    const struct memory *m = memory;
+    return m->size + m->count * (int64_t)(64 * sizeof *m->blocks + sizeof *m->masks) > MOST_KEPT;
 }
 
-static void give_memory_back(struct memory *m) {
-    int large = m->size + m->count * 136 > MOST_KEPT;
-    for (int i = 0; i < KEPT && !large; i++) {
-        struct memory *none = NULL;
-        if (__atomic_compare_exchange_n(&kept[i], &none, m, 0, __ATOMIC_RELEASE, __ATOMIC_RELAXED))
-            return;
-    }
+static void release(void *memory) {
+    struct memory *m = memory;
     free(m->blocks);
     free(m->masks);
     free(m->data);
-    free(m);
 }
 
-struct work {
-    int64_t *files;
-    int64_t count, next;
+struct files {
+    int64_t *described;
     int fast;
 };
 
-static void *rewrite_files(void *argument) {
-    struct work *work = argument;
-    struct memory *m = take_memory();
-    if (!m)
-        return NULL;
-    m->fast = work->fast;
-    for (int64_t i; (i = __atomic_fetch_add(&work->next, 1, __ATOMIC_RELAXED)) < work->count;)
-        work->files[i * FIELDS + SIZE] = rewrite(m, work->files + i * FIELDS);
-    give_memory_back(m);
-    return NULL;
+static void rewrite_file(void *memory, void *files, int64_t number) {
+    struct memory *m = memory;
+    struct files *all = files;
+    int64_t *file = all->described + number * FIELDS;
+    m->fast = all->fast;
+    file[SIZE] = rewrite(m, file);
 }
 
 /* files [count, FIELDS]: writes SIZE, the bytes of the rewritten file at TARGET, or 0 if it is not one to rewrite.
  * threads: that share the work, with the calling one. plain: whether to do without the processor's bit instructions. */
 void gpuflow_baseline(int64_t *files, int64_t count, int64_t threads, int64_t plain) {
-    struct work work = {files, count, 0, !plain && has_bit_instructions()};
-    pthread_t others[MOST_THREADS];
-    int64_t started = 0;
+    static struct task task = {rewrite_file, is_large, release, sizeof(struct memory), {NULL}};
+    struct files all = {files, !plain && has_bit_instructions()};
     pthread_once(&codes_made, make_codes);
     for (int64_t i = 0; i < count; i++)
         files[i * FIELDS + SIZE] = 0;
-    while (started < threads - 1 && started < count - 1 && started < MOST_THREADS &&
-           !pthread_create(&others[started], NULL, rewrite_files, &work))
-        started++;
-    rewrite_files(&work);
-    for (int64_t i = 0; i < started; i++)
-        pthread_join(others[i], NULL);
+    share_files(&task, &all, count, threads);
 }

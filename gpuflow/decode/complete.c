@@ -5,16 +5,14 @@
  * C and F.
  */
 
-#include <pthread.h>
-#include <stdint.h>
-#include <stdlib.h>
+#include "threads.h"
 #include <string.h>
 
 /* Columns of the description of a file, as in complete.py. */
 enum { FILE_ADDRESS, LENGTH, SCAN, COMPONENTS, LUMA, UNITS, INTERVAL, RESTARTS, FIELDS = 10 };
 
-enum { LOOKUP_BITS = 12, ENTRIES = 1 << LOOKUP_BITS, MARGIN = 16, MOST_EXTRA = 3, MOST_THREADS = 64 };
-enum { MOST_SEGMENTS = 256, MOST_TABLES = 64, MOST_FILL = 64, MOST_KEPT = 1 << 20, KEPT = 16 };
+enum { LOOKUP_BITS = 12, ENTRIES = 1 << LOOKUP_BITS, MARGIN = 16, MOST_EXTRA = 3 };
+enum { MOST_SEGMENTS = 256, MOST_TABLES = 64, MOST_FILL = 64, MOST_KEPT = 1 << 20 };
 
 /* An entry: the bits of a code and of what belongs to it, by how many coefficients it advances (0: to the end of the
  * block), and the bits of the code alone. An entry of 0 is an invalid code. */
@@ -276,57 +274,31 @@ static int is_complete(struct memory *m, const int64_t *file) {
     return 1;
 }
 
-static struct memory *kept[KEPT]; /* that no thread uses: the next call finds its tables built */
-
-/* NULL if there is no memory. */
-static struct memory *take_memory(void) {
-    for (int i = 0; i < KEPT; i++) {
-        struct memory *m = __atomic_exchange_n(&kept[i], NULL, __ATOMIC_ACQUIRE);
-        if (m)
-            return m;
-    }
-    return calloc(1, sizeof(struct memory));
+static int is_large(const void *memory) {
+    const struct memory *m = memory;
+    return m->size > MOST_KEPT || m->count > MOST_KEPT / (int64_t)sizeof *m->places;
 }
 
-static void give_memory_back(struct memory *m) {
-    int large = m->size > MOST_KEPT || m->count > MOST_KEPT / (int64_t)sizeof *m->places;
-    for (int i = 0; i < KEPT && !large; i++) {
-        struct memory *none = NULL;
-        if (__atomic_compare_exchange_n(&kept[i], &none, m, 0, __ATOMIC_RELEASE, __ATOMIC_RELAXED))
-            return;
-    }
+static void release(void *memory) {
+    struct memory *m = memory;
     free(m->data);
     free(m->places);
-    free(m);
 }
 
-struct work {
-    const int64_t *files;
-    int64_t count, next;
+struct files {
+    const int64_t *described;
     uint8_t *found;
 };
 
-static void *check_files(void *argument) {
-    struct work *work = argument;
-    struct memory *m = take_memory();
-    if (!m)
-        return NULL;
-    for (int64_t i; (i = __atomic_fetch_add(&work->next, 1, __ATOMIC_RELAXED)) < work->count;)
-        work->found[i] = (uint8_t)is_complete(m, work->files + i * FIELDS);
-    give_memory_back(m);
-    return NULL;
+static void check_file(void *memory, void *files, int64_t number) {
+    struct files *all = files;
+    all->found[number] = (uint8_t)is_complete(memory, all->described + number * FIELDS);
 }
 
 /* Writes 1 to `found` [count] for each complete file, else 0. threads: that share the work, with the calling one. */
 void gpuflow_complete(const int64_t *files, int64_t count, int64_t threads, uint8_t *found) {
-    struct work work = {files, count, 0, found};
-    pthread_t others[MOST_THREADS];
-    int64_t started = 0;
+    static struct task task = {check_file, is_large, release, sizeof(struct memory), {NULL}};
+    struct files all = {files, found};
     memset(found, 0, (size_t)count);
-    while (started < threads - 1 && started < count - 1 && started < MOST_THREADS &&
-           !pthread_create(&others[started], NULL, check_files, &work))
-        started++;
-    check_files(&work);
-    for (int64_t i = 0; i < started; i++)
-        pthread_join(others[i], NULL);
+    share_files(&task, &all, count, threads);
 }

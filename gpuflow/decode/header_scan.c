@@ -144,8 +144,8 @@ static void read_file(const uint8_t *file, int64_t size, int orientation, int64_
     }
 }
 
-/* offsets, sizes [count]: of the files in `bytes`. orientation: whether a file with EXIF data may be turned, and is then
- * not ordinary. found [count, COLUMNS]: zeros, where the files' rows are written. */
+/* offsets, sizes [count]: of the files in `bytes`. orientation: whether a file with EXIF data may be turned, and is
+ * then not ordinary. found [count, COLUMNS]: zeros, where the files' rows are written. */
 void gpuflow_headers(const uint8_t *bytes, const int64_t *offsets, const int64_t *sizes, int64_t count,
                      int64_t orientation, int64_t *found) {
     for (int64_t i = 0; i < count; i++)

@@ -33,6 +33,8 @@ _FLAGS, _COMPILE_SECONDS = ("-O2", "-fPIC", "-shared", "-std=gnu11"), 60.0
 def compiled(source: Path) -> ctypes.CDLL | None:
     """The library of a C file, whose functions release the interpreter; None, logged, where it cannot be compiled.
 
+    It may include the headers of its folder, and is compiled anew if one of them changes.
+
     The environment variable CC names the compiler, by default `cc`. Without a folder for the cache it is compiled for
     this process alone.
     """
@@ -47,7 +49,7 @@ def compiled(source: Path) -> ctypes.CDLL | None:
 
 def _library(source: Path) -> ctypes.CDLL:
     """The compiled file. Raises OSError or SubprocessError if it cannot be compiled."""
-    text = source.read_bytes()
+    text = [path.read_bytes() for path in (source, *sorted(source.parent.glob("*.h")))]
     key = hashlib.sha256(repr((text, _FLAGS, platform.machine(), platform.libc_ver())).encode()).hexdigest()[:16]
     name = f"{source.stem}-{key}.so"
     try:

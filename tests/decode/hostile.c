@@ -1,6 +1,6 @@
 /* Run by test_hostile_files.py under the compiler's sanitizers: C code that reads files, on files that were changed.
  *
- * Arguments: how often each file is changed, then libraries' files. Each changed file is in memory of exactly its size,
+ * Arguments: how often each file is changed, then files. Each changed file is in memory of exactly its size,
  * so that a read or write next to it is found. Prints how many files were taken by each function, and of how many.
  */
 

@@ -99,3 +99,12 @@ def test_threads_that_need_it_at_the_same_time_compile_it_once(
     with ThreadPoolExecutor(4) as threads:
         assert list(threads.map(seven, [source] * 4, timeout=60)) == [7] * 4
     assert (tmp_path / "calls").read_text() == "call\n"
+
+
+def test_a_header_that_changes_is_compiled_anew(source: Path) -> None:
+    header = source.with_name("number.h")
+    source.write_text('#include "number.h"\nint seven(void) { return NUMBER; }\n')
+    for number in (7, 8):
+        header.write_text(f"#define NUMBER {number}\n")
+        compiled.cache_clear()
+        assert seven(source) == number
