@@ -32,7 +32,7 @@ from gpuflow.runtime.ranks import Ranks
 from gpuflow.runtime.threads import use_torch_threads
 from gpuflow.serve.matrices import matrices_of, require_known_moves
 from gpuflow.torchpipe.graph import DEFAULT_BATCH, MODEL, PREDICT, Graph, chain, images_at_a_time
-from gpuflow.torchpipe.running_graph import RunningGraph
+from gpuflow.torchpipe.running_graph import RunningGraph, unchanged
 
 if TYPE_CHECKING:
     from gpuflow.config import Config, ModelSpec, ServeSpec
@@ -282,7 +282,7 @@ class Predictor:
 
     def _submit_images(self, files: Sequence[bytes], *, more_follow: bool = False) -> list[Future[torch.Tensor]]:
         self._require_images()
-        return self._running.submit_all(files, wrap=_unchanged, wants_image=True, more_follow=more_follow)
+        return self._running.submit_all(files, wrap=unchanged, wants_image=True, more_follow=more_follow)
 
     def _require_images(self) -> None:
         if not self.gives_images:
@@ -362,10 +362,6 @@ def _several(images: Image | Iterable[Image]) -> tuple[Iterable[Image], bool]:
 def _path_of(image: Image) -> str:
     """An image's path, for messages."""
     return os.fspath(image) if isinstance(image, (str, os.PathLike)) else "bytes"
-
-
-def _unchanged(value: torch.Tensor) -> torch.Tensor:
-    return value
 
 
 def _parts(images: Iterable[Image], size: int) -> Iterator[tuple[list[Image], bool]]:

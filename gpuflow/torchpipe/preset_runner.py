@@ -18,7 +18,7 @@ from gpuflow.pipeline.stage import Geometry, Keys, Mixing, Pipeline
 from gpuflow.pipeline.validate import trace
 from gpuflow.sources import Payload
 from gpuflow.torchpipe.graph import chain
-from gpuflow.torchpipe.running_graph import RunningGraph
+from gpuflow.torchpipe.running_graph import RunningGraph, unchanged
 
 __all__ = ["PresetRunner"]
 
@@ -85,7 +85,7 @@ class PresetRunner:
         waiting: list[Future[torch.Tensor] | BadSampleError] = [
             BadSampleError("read", error)
             if (error := payload.errors[i]) is not None
-            else self._graph.submit(payload.sample(i).tobytes(), wrap=_unchanged, wants_image=True)
+            else self._graph.submit(payload.sample(i).tobytes(), wrap=unchanged, wants_image=True)
             for i in range(len(payload))
         ]
         height, width, _ = self._program.specs[1].shape
@@ -133,10 +133,6 @@ class PresetRunner:
 
     def close(self) -> None:
         """Does nothing: the graph ends with this."""
-
-
-def _unchanged(image: torch.Tensor) -> torch.Tensor:
-    return image
 
 
 def _crop_and_flip(image: torch.Tensor, sampling: Sampling, i: int) -> torch.Tensor:

@@ -34,7 +34,7 @@ from gpuflow.torchpipe.request_queue import Request, RequestGroup, RequestQueue
 if TYPE_CHECKING:
     from gpuflow.engines import Engine
 
-__all__ = ["RunningGraph", "register"]
+__all__ = ["RunningGraph", "register", "unchanged"]
 
 T = TypeVar("T")
 
@@ -42,6 +42,11 @@ _EXIT_SECONDS = 10.0
 _MAX_CALLERS = 64
 
 _open: weakref.WeakSet[RunningGraph] = weakref.WeakSet()
+
+
+def unchanged(image: torch.Tensor) -> torch.Tensor:
+    """The `wrap` of requests that want an image as the graph has it."""
+    return image
 
 
 def register() -> None:
