@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import argparse
 import os
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+import numpy as np
+from measure import _ANSWER, _caller, _first_requests, _images, _rate
 from run import CONFIG, make_photographs, models
 
 from gpuflow.execute.file_checks import FileChecks
@@ -24,9 +24,6 @@ from gpuflow.sources import Payload
 from gpuflow.torchpipe import nodes
 from gpuflow.torchpipe.gpu_preprocessor import GpuPreprocessor
 from gpuflow.torchpipe.request_queue import RequestQueue
-
-_ANSWER = 60.0
-_WARM_UP = 1.0
 
 
 class Times:
@@ -62,7 +59,7 @@ def main() -> None:
     times = Times()
     Payload.of = staticmethod(times.of("copy to pinned memory", Payload.of))  # type: ignore[method-assign]
     if options.without_check:
-        FileChecks.complete = lambda self, rows, *_: _all_of(rows)  # type: ignore[method-assign]
+        FileChecks.complete = lambda self, rows, *_: np.ones(len(rows), bool)  # type: ignore[method-assign]
     times.method("check files", FileChecks, "complete")
     times.method("prepare (with the check)", GpuRunner, "prepare")
     times.method("call nvJPEG", NvjpegDecoderPool, "decode")
@@ -77,41 +74,22 @@ def main() -> None:
     predictor = gpuflow.serve.load(CONFIG, device="cuda", overrides=[*model.overrides, *options.set])
     for engine in nodes.SESSIONS[next(iter(nodes.SESSIONS))].engines:
         engine.run = times.of("model", engine.run)  # type: ignore[method-assign]
-    files = [path.read_bytes() for path in sorted(Path(photographs).iterdir())]
+    requests = _images(str(photographs))
+
+    def predict(data: bytes) -> object:
+        return predictor.submit(data).result(_ANSWER)
+
     for clients in map(int, options.clients.split(",")):
-        _loop(predictor, files, clients, _WARM_UP)
+        _first_requests(predict, requests, clients)
+        before, begun = sum(predictor.batches.values()), time.perf_counter()
         times.seconds.clear()
-        before = sum(predictor.batches.values())
-        answers, seconds = _loop(predictor, files, clients, options.seconds)
-        batches = sum(predictor.batches.values()) - before
-        print(f"{clients} callers: {answers / seconds:.0f} requests/s, {answers / batches:.1f} in a batch, of which")
+        rate = _rate([_caller(predict, requests, number) for number in range(clients)], options.seconds)
+        batches, seconds = sum(predictor.batches.values()) - before, time.perf_counter() - begun
+        print(f"{clients} callers: {rate:.0f} requests/s, {rate * seconds / batches:.1f} in a batch, of which")
         print(f"  {1000 * seconds / batches:6.2f} ms  all")
         for name, spent in sorted(times.seconds.items(), key=lambda pair: -pair[1]):
             print(f"  {1000 * spent / batches:6.2f} ms  {name}", flush=True)
     os._exit(0)
-
-
-def _all_of(rows: Any) -> Any:
-    import numpy as np
-
-    return np.ones(len(rows), bool)
-
-
-def _loop(predictor: Any, files: list[bytes], clients: int, seconds: float) -> tuple[int, float]:
-    """Answers, and seconds."""
-    counts, begun = [0] * clients, time.perf_counter()
-
-    def send(client: int) -> None:
-        while time.perf_counter() < begun + seconds:
-            predictor.submit(files[(client * 7 + counts[client]) % len(files)]).result(_ANSWER)
-            counts[client] += 1
-
-    threads = [threading.Thread(target=send, args=(client,)) for client in range(clients)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return sum(counts), time.perf_counter() - begun
 
 
 if __name__ == "__main__":
