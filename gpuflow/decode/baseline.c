@@ -7,7 +7,8 @@
  * (baseline) and G (progressive); the Huffman tables that are written are those of annex K.
  *
  * For each block there is a mask of its coefficients that are not 0. A scan that refines them reads only these, and so
- * does the baseline encoder.
+ * does the baseline encoder. Masks and blocks have the first coefficient last, at bit and place 63: files have it in
+ * their highest bits.
  */
 
 #include "threads.h"
@@ -16,7 +17,8 @@
 /* Columns of a file, as in baseline.py. */
 enum { ADDRESS, LENGTH, TARGET, ROOM, SIZE, FIELDS };
 
-enum { LOOKUP_BITS = 11, ENTRIES = 1 << LOOKUP_BITS, MARGIN = 16 };
+enum { LOOKUP_BITS = 11, ENTRIES = 1 << LOOKUP_BITS };
+enum { MARGIN = 512 }; /* zeros after data: more than one coded unit reads past their end */
 enum { MOST_SEGMENTS = 512, MOST_SCANS = 128, MOST_TABLES = 4, MOST_KEPT = 1 << 23 };
 /* 64 MB of coefficients: a photograph of 22 million pixels with 4:2:0. */
 enum { MOST_BLOCKS = 1 << 19, DC_BITS = 11, AC_BITS = 10 };
@@ -32,16 +34,15 @@ struct component {
     int number, across, down, quantisation;
     int64_t columns, rows; /* blocks that hold pixels */
     int64_t pitch, lines;  /* with those that fill up the coded units */
-    int16_t *blocks;       /* [lines, pitch, 64], in zigzag order */
+    int16_t *blocks;       /* [lines, pitch, 64]: the last coefficient in zigzag order first */
     uint64_t *masks;       /* [lines, pitch] */
     int8_t precision[64];  /* the lowest bit that is known of each coefficient; -1 before the first one */
 };
 
 struct bits {
-    const uint8_t *next;
-    uint64_t ahead; /* upcoming bits, the first one the highest */
-    int have;       /* how many of them there are */
-    int64_t left;   /* until the data end; negative after too many were read */
+    const uint8_t *next, *end; /* bytes that are not in `ahead` yet, and where the data end */
+    uint64_t ahead;            /* upcoming bits, the first one the highest */
+    int have;                  /* how many of them there are; those below are upcoming ones, too, or 0 */
 };
 
 struct memory {
@@ -53,7 +54,6 @@ struct memory {
     struct table dc[MOST_TABLES], ac[MOST_TABLES];
     uint8_t quantisation[MOST_TABLES][64];
     int has_quantisation[MOST_TABLES];
-    int fast; /* see `refine_ac` */
 };
 
 /* Makes room for data, of a scan or of the whole result. 0 if there is no memory. */
@@ -68,62 +68,56 @@ static int has_bytes(struct memory *m, int64_t size) {
 
 /* --- reading ----------------------------------------------------------------------------------------------------- */
 
-static inline void refill(struct bits *b) {
-    if (b->have <= 32) {
-        uint32_t word;
-        if (b->left < b->have) /* the data end; what follows counts as zeros */
-            word = 0;
-        else {
-            memcpy(&word, b->next, 4);
-            b->next += 4;
-        }
-        b->ahead |= (uint64_t)__builtin_bswap32(word) << (32 - b->have);
-        b->have += 32;
-    }
+/* Compiled into each of the functions that rewrite a file, for processors with other instructions. */
+#define INLINE __attribute__((always_inline)) static inline
+
+/* Makes at least 56 bits ready. */
+INLINE void refill(struct bits *b) {
+    uint64_t word;
+    memcpy(&word, b->next, 8);
+    b->ahead |= __builtin_bswap64(word) >> b->have;
+    b->next += (63 - b->have) >> 3;
+    b->have |= 56;
 }
 
-static inline void skip(struct bits *b, int count) {
+INLINE void skip(struct bits *b, int count) {
     b->ahead <<= count;
     b->have -= count;
-    b->left -= count;
 }
 
-/* The next bits, at most 16. */
-static inline int take(struct bits *b, int count) {
-    if (!count)
-        return 0;
-    refill(b);
-    int value = (int)(b->ahead >> (64 - count));
+/* How many bits are left until the data end; negative after too many were read. */
+INLINE int64_t left_of(const struct bits *b) { return 8 * (b->end - b->next) + b->have; }
+
+/* The next bits, at most 32, which are ready. */
+INLINE uint32_t take(struct bits *b, int count) {
+    uint32_t value = (uint32_t)(b->ahead >> 1 >> (63 - count));
     skip(b, count);
     return value;
 }
 
-static inline int take_one(struct bits *b) {
-    refill(b);
-    int value = (int)(b->ahead >> 63);
-    skip(b, 1);
-    return value;
-}
-
-/* The next code's symbol, or -1. */
-static inline int read_symbol(struct bits *b, const struct table *t) {
-    refill(b);
-    int entry = t->lookup[b->ahead >> (64 - LOOKUP_BITS)];
-    if (entry) {
-        skip(b, entry & 15);
-        return entry >> 4;
-    }
-    int32_t code = (int32_t)(b->ahead >> 48);
+/* The symbol of a code of more than LOOKUP_BITS bits, or -1. */
+static int read_long_code(const struct table *t, int32_t code, int *bits) {
     for (int count = LOOKUP_BITS + 1; count <= 16; count++)
         if (code >= t->first[count] && code < t->first[count + 1]) {
-            skip(b, count);
+            *bits = count;
             return t->symbols[t->place[count] + ((code - t->first[count]) >> (16 - count))];
         }
     return -1;
 }
 
+/* The next code's symbol, or -1. Leaves 40 bits ready. */
+INLINE int read_symbol(struct bits *b, const struct table *t) {
+    refill(b);
+    int entry = t->lookup[b->ahead >> (64 - LOOKUP_BITS)], bits = entry & 15, symbol = entry >> 4;
+    if (!entry)
+        symbol = read_long_code(t, (int32_t)(b->ahead >> 48), &bits);
+    skip(b, bits);
+    return symbol;
+}
+
 /* The number that these bits stand for. */
-static inline int extended(int value, int count) {
+INLINE int extended(uint32_t bits, int count) {
+    int value = (int)bits;
     return value < 1 << (count - 1) ? value - (1 << count) + 1 : value;
 }
 
@@ -200,7 +194,7 @@ struct scan {
     const struct table *dc[3], *ac;
 };
 
-static inline int read_dc(struct bits *b, const struct table *t, int *before, int16_t *block, int low) {
+INLINE int read_dc(struct bits *b, const struct table *t, int *before, int16_t *coefficient, int low) {
     int count = read_symbol(b, t);
     if (count < 0 || count > DC_BITS + 1)
         return 0;
@@ -211,52 +205,51 @@ static inline int read_dc(struct bits *b, const struct table *t, int *before, in
     int value = *before * (1 << low);
     if (value < INT16_MIN || value > INT16_MAX)
         return 0;
-    block[0] = (int16_t)value;
+    *coefficient = (int16_t)value;
     return 1;
 }
 
-static int read_dc_block(struct bits *b, const struct scan *s, int place, int *before, int64_t at) {
-    int16_t *block = s->components[place]->blocks + 64 * at;
+INLINE int read_dc_block(struct bits *b, const struct scan *s, int place, int *before, int64_t at) {
+    int16_t *coefficient = s->components[place]->blocks + 64 * at + 63;
     if (!s->former)
-        return read_dc(b, s->dc[place], before, block, s->low);
-    if (take_one(b))
-        block[0] = (int16_t)(block[0] | 1 << s->low);
+        return read_dc(b, s->dc[place], before, coefficient, s->low);
+    refill(b);
+    *coefficient = (int16_t)(*coefficient | (int)take(b, 1) << s->low);
     return 1;
 }
 
-static int read_dc_scan(struct bits *b, const struct scan *s, int64_t across, int64_t down) {
+INLINE int read_dc_scan(struct bits *bits, const struct scan *s, int64_t across, int64_t down) {
+    struct bits b = *bits;
     int before[3] = {0};
+    struct component *c = s->components[0];
     if (s->count == 1) {
-        struct component *c = s->components[0];
         for (int64_t row = 0; row < c->rows; row++)
             for (int64_t column = 0; column < c->columns; column++)
-                if (!read_dc_block(b, s, 0, &before[0], row * c->pitch + column))
+                if (!read_dc_block(&b, s, 0, &before[0], row * c->pitch + column) || left_of(&b) < 0)
                     return 0;
+        *bits = b;
         return 1;
     }
-    for (int64_t row = 0; row < down; row++) {
+    for (int64_t row = 0; row < down; row++)
         for (int64_t column = 0; column < across; column++)
             for (int i = 0; i < s->count; i++) {
-                struct component *c = s->components[i];
+                c = s->components[i];
                 for (int y = 0; y < c->down; y++)
                     for (int x = 0; x < c->across; x++)
-                        if (!read_dc_block(b, s, i, &before[i],
-                                           (row * c->down + y) * c->pitch + column * c->across + x))
+                        if (!read_dc_block(&b, s, i, &before[i],
+                                           (row * c->down + y) * c->pitch + column * c->across + x) ||
+                            left_of(&b) < 0)
                             return 0;
             }
-        if (b->left < 0)
-            return 0;
-    }
+    *bits = b;
     return 1;
 }
 
 /* How many blocks, from this one on, have no further code. */
-static inline int eob_run(struct bits *b, int run) {
-    return (1 << run) + take(b, run);
-}
+INLINE int eob_run(struct bits *b, int run) { return (1 << run) + (int)take(b, run); }
 
-static int read_first_ac(struct bits *b, const struct scan *s, int16_t *block, uint64_t *mask, int *run) {
-    for (int k = s->first; k <= s->last; k++) {
+INLINE int read_first_ac(struct bits *b, const struct scan *s, int16_t *block, uint64_t *mask, int *run) {
+    for (int k = 63 - s->first; k >= 63 - s->last; k--) {
         int symbol = read_symbol(b, s->ac), zeros = symbol >> 4, count = symbol & 15;
         if (symbol < 0)
             return 0;
@@ -265,13 +258,13 @@ static int read_first_ac(struct bits *b, const struct scan *s, int16_t *block, u
                 *run = eob_run(b, zeros) - 1;
                 return 1;
             }
-            k += 15;
-            if (k > s->last)
+            k -= 15;
+            if (k < 63 - s->last)
                 return 0;
             continue;
         }
-        k += zeros;
-        if (k > s->last || count > AC_BITS)
+        k -= zeros;
+        if (k < 63 - s->last || count > AC_BITS)
             return 0;
         int value = extended(take(b, count), count) * (1 << s->low);
         if (value < INT16_MIN || value > INT16_MAX)
@@ -282,137 +275,123 @@ static int read_first_ac(struct bits *b, const struct scan *s, int16_t *block, u
     return 1;
 }
 
-/* Refines the coefficients of this mask, a bit for each: one step away from 0, or none. Without a branch for the bit,
- * which nothing predicts. Their bit `low` is not set yet, because they were known to one bit less. */
-static inline void refine(struct bits *b, int16_t *block, uint64_t mask, int low) {
-    for (; mask; mask &= mask - 1) {
-        int16_t *coefficient = block + __builtin_ctzll(mask);
-        int sign = *coefficient >> 15, step = -take_one(b) & 1 << low;
-        *coefficient = (int16_t)(*coefficient + ((step ^ sign) - sign));
-    }
+INLINE uint64_t first_of(uint64_t mask) { return 1ull << (63 - __builtin_clzll(mask)); }
+
+/* Refines one coefficient: a step away from 0. Its bit `low`, which the step sets, is not set yet. */
+INLINE void refine(int16_t *coefficient, int step) {
+    int sign = *coefficient >> 15;
+    *coefficient = (int16_t)(*coefficient + ((step ^ sign) - sign));
 }
 
 #if defined(__x86_64__)
-/* The bits of a number at the places of a mask, the lowest first. */
-static inline uint64_t deposit(uint64_t bits, uint64_t mask) {
+/* The lowest bits of a number at the places of a mask. */
+INLINE uint64_t deposit(uint64_t bits, uint64_t mask) {
     uint64_t found;
     __asm__("pdepq %2, %1, %0" : "=r"(found) : "r"(bits), "r"(mask));
     return found;
 }
-
-static inline int count_of(uint64_t mask) {
-    uint64_t found;
-    __asm__("popcntq %1, %0" : "=r"(found) : "r"(mask) : "cc");
-    return (int)found;
-}
-
-/* Whether the processor has these two instructions, and fast: the first Zen processors have a slow pdep. */
-static int has_bit_instructions(void) {
-    return __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("popcnt") && !__builtin_cpu_is("znver1") &&
-           !__builtin_cpu_is("znver2");
-}
 #else
-static int has_bit_instructions(void) { return 0; } /* so that the two others are not called */
-static inline uint64_t deposit(uint64_t bits, uint64_t mask) { return bits & mask; }
-static inline int count_of(uint64_t mask) { return mask != 0; }
+INLINE uint64_t deposit(uint64_t bits, uint64_t mask) { return bits & mask; } /* which is not called */
 #endif
 
-static inline uint64_t reversed(uint64_t bits) {
-    bits = __builtin_bswap64(bits);
-    bits = (bits >> 4 & 0x0F0F0F0F0F0F0F0Full) | (bits & 0x0F0F0F0F0F0F0F0Full) << 4;
-    bits = (bits >> 2 & 0x3333333333333333ull) | (bits & 0x3333333333333333ull) << 2;
-    return (bits >> 1 & 0x5555555555555555ull) | (bits & 0x5555555555555555ull) << 1;
+/* Takes a bit for each coefficient of this mask, of which there are at most 63; 39 bits are ready. Returns which of them
+ * are to be refined. */
+INLINE uint64_t take_steps(struct bits *b, uint64_t mask) {
+    int count = __builtin_popcountll(mask);
+    uint64_t bits = 0;
+    if (count > 32) {
+        bits = (uint64_t)take(b, 32) << (count - 32);
+        refill(b);
+        count -= 32;
+    }
+    return deposit(bits | take(b, count), mask);
 }
 
-/* The next bits, at most 32, the first one the lowest. */
-static inline uint64_t take_reversed(struct bits *b, int count) {
-    refill(b);
-    uint64_t bits = reversed(b->ahead);
-    skip(b, count);
-    return bits & ((1ull << count) - 1);
+/* The same, one bit after the other, without `deposit`. Refines them at once. */
+INLINE void take_each_step(struct bits *b, uint64_t mask, int16_t *block, int step) {
+    for (; mask; mask ^= first_of(mask)) {
+        if (!b->have)
+            refill(b);
+        refine(block + 63 - __builtin_clzll(mask), -(int)take(b, 1) & step);
+    }
 }
 
-/* Takes a bit for each coefficient of this mask. Returns the mask of those that are to be refined. */
-static inline uint64_t take_steps(struct bits *b, uint64_t mask) {
-    int count = count_of(mask);
-    if (count <= 32)
-        return deposit(take_reversed(b, count), mask);
-    uint64_t first = take_reversed(b, 32);
-    return deposit(first | take_reversed(b, count - 32) << 32, mask);
+/* The coefficient after the first `zeros` ones of this mask; 0 if there is none. */
+INLINE uint64_t one_after(uint64_t mask, int zeros, int fast) {
+    if (fast) {
+        int places = __builtin_popcountll(mask) - zeros;
+        return places < 1 ? 0 : deposit(1ull << (places - 1), mask);
+    }
+    for (; zeros && mask; zeros--)
+        mask ^= first_of(mask);
+    return mask ? first_of(mask) : 0;
 }
 
-/* Refines a block. fast: with the processor's bit instructions, and in the end all that is to be refined, so that
- * hardly a branch depends on the data. */
-__attribute__((always_inline)) static inline int refine_ac(struct bits *b, const struct scan *s, int16_t *block,
-                                                           uint64_t *mask, int *run, int fast) {
-    uint64_t rest = (~0ull << s->first) & (~0ull >> (63 - s->last)); /* where no code has led yet */
-    uint64_t steps = 0;
+/* Refines a block. fast: with `deposit`, and in the end all coefficients that are to be refined, so that hardly a branch
+ * depends on the data. */
+INLINE int refine_ac(struct bits *b, const struct scan *s, int16_t *block, uint64_t *mask, int *run, int fast) {
+    uint64_t rest = ~0ull >> s->first & ~0ull << (63 - s->last); /* where no code has led yet */
+    uint64_t steps = 0, known = *mask;
+    int step = 1 << s->low;
     while (!*run && rest) {
-        int symbol = read_symbol(b, s->ac), zeros = symbol >> 4, count = symbol & 15, value = 0;
+        int symbol = read_symbol(b, s->ac), zeros = symbol >> 4, count = symbol & 15;
         if (symbol < 0 || count > 1)
             return 0;
-        if (count)
-            value = take_one(b) ? 1 << s->low : -(1 << s->low);
-        else if (zeros < 15) {
+        if (!count && zeros < 15) {
             *run = eob_run(b, zeros);
             break;
         }
-        uint64_t left = rest & ~*mask, until; /* the zero after `zeros` of them; what is none is refined on the way */
-        if (fast) {
-            until = deposit(1ull << zeros, left);
-        } else {
-            for (; zeros; zeros--)
-                left &= left - 1;
-            until = left & -left;
-        }
+        int value = b->ahead >> 63 ? step : -step; /* of a new coefficient, if one comes */
+        skip(b, count);
+        uint64_t until = one_after(rest & ~known, zeros, fast); /* what is none of these is refined on the way */
         if (!until)
             return 0;
-        uint64_t before = rest & (until - 1);
+        uint64_t passed = rest & ~(2 * until - 1) & known;
         if (fast)
-            steps |= take_steps(b, before & *mask);
+            steps |= take_steps(b, passed);
         else
-            refine(b, block, before & *mask, s->low);
+            take_each_step(b, passed, block, step);
         if (count) {
-            block[__builtin_ctzll(until)] = (int16_t)value;
+            block[63 - __builtin_clzll(until)] = (int16_t)value;
             *mask |= until;
         }
-        rest &= ~(before | until);
-    }
-    for (; steps; steps &= steps - 1) {
-        int16_t *coefficient = block + __builtin_ctzll(steps);
-        *coefficient = (int16_t)(*coefficient + (*coefficient > 0 ? 1 << s->low : -(1 << s->low)));
+        rest &= until - 1;
     }
     if (*run) {
-        refine(b, block, rest & *mask, s->low);
+        refill(b);
+        if (fast)
+            steps |= take_steps(b, rest & known);
+        else
+            take_each_step(b, rest & known, block, step);
         --*run;
     }
+    for (; steps; steps &= steps - 1)
+        refine(block + __builtin_ctzll(steps), step);
     return 1;
 }
 
-__attribute__((always_inline)) static inline int read_ac_scan_by(struct bits *b, const struct scan *s, int fast) {
+INLINE int read_ac_scan(struct bits *bits, const struct scan *s, int fast) {
     struct component *c = s->components[0];
+    struct bits b = *bits;
     int run = 0;
     for (int64_t row = 0; row < c->rows; row++) {
         int16_t *block = c->blocks + 64 * row * c->pitch;
         uint64_t *mask = c->masks + row * c->pitch;
         for (int64_t column = 0; column < c->columns; column++, block += 64, mask++) {
             if (s->former) {
-                if (!refine_ac(b, s, block, mask, &run, fast))
+                if (!refine_ac(&b, s, block, mask, &run, fast))
                     return 0;
             } else if (run) {
                 run--;
-            } else if (!read_first_ac(b, s, block, mask, &run)) {
+            } else if (!read_first_ac(&b, s, block, mask, &run)) {
                 return 0;
             }
+            if (left_of(&b) < 0)
+                return 0;
         }
-        if (b->left < 0)
-            return 0;
     }
+    *bits = b;
     return !run;
-}
-
-static int read_ac_scan(struct bits *b, const struct scan *s, int fast) {
-    return fast ? read_ac_scan_by(b, s, 1) : read_ac_scan_by(b, s, 0);
 }
 
 /* --- headers ----------------------------------------------------------------------------------------------------- */
@@ -532,7 +511,7 @@ static int read_scan_header(struct memory *m, struct picture *p, const uint8_t *
 }
 
 /* Reads all scans. Whether the file is one to rewrite, and nothing is missing. */
-static int read_all(struct memory *m, const uint8_t *file, int64_t size, struct picture *p) {
+INLINE int read_all(struct memory *m, const uint8_t *file, int64_t size, struct picture *p, int fast) {
     const uint8_t *at = file + 2, *end = file + size;
     int scans = 0;
     memset(m->has_quantisation, 0, sizeof m->has_quantisation);
@@ -565,10 +544,10 @@ static int read_all(struct memory *m, const uint8_t *file, int64_t size, struct 
                 return 0;
             int64_t bytes = 0;
             at = unstuff(m, after, end, &bytes);
-            struct bits b = {m->data, 0, 0, 8 * bytes};
-            if (!at || !(s.first ? read_ac_scan(&b, &s, m->fast) : read_dc_scan(&b, &s, p->across, p->down)))
+            struct bits b = {m->data, m->data + bytes, 0, 0};
+            if (!at || !(s.first ? read_ac_scan(&b, &s, fast) : read_dc_scan(&b, &s, p->across, p->down)))
                 return 0;
-            if (b.left < 0 || b.left >= 8)
+            if (left_of(&b) >= 8)
                 return 0;
             continue;
         }
@@ -650,7 +629,7 @@ struct writer {
 };
 
 /* At most 32 bits. Eight bytes of room are needed. */
-static inline void put(struct writer *w, uint32_t bits, int count) {
+INLINE void put(struct writer *w, uint32_t bits, int count) {
     w->have += count;
     w->bits = w->bits << count | bits;
     uint64_t first = __builtin_bswap64(w->bits << (63 - w->have) << 1);
@@ -659,13 +638,13 @@ static inline void put(struct writer *w, uint32_t bits, int count) {
     w->have &= 7;
 }
 
-static inline int size_of(int value) {
+INLINE int size_of(int value) {
     unsigned magnitude = (unsigned)(value < 0 ? -value : value);
     return magnitude ? 32 - __builtin_clz(magnitude) : 0;
 }
 
 /* A symbol's code, then the low bits of a value; of a negative one, of what is one less. */
-static inline void put_value(struct writer *w, uint32_t code, int value, int size) {
+INLINE void put_value(struct writer *w, uint32_t code, int value, int size) {
     uint32_t low = (uint32_t)(value + (value >> 31)) & ((1u << size) - 1);
     put(w, (code & 0xFFFF) << size | low, (int)(code >> 16) + size);
 }
@@ -673,23 +652,24 @@ static inline void put_value(struct writer *w, uint32_t code, int value, int siz
 /* A block's codes: 27 bits for each coefficient, and what `put` writes too much. */
 enum { BLOCK_BYTES = 64 * 27 / 8 + 16 };
 
-static inline int write_block(struct writer *w, const int16_t *block, uint64_t mask, int *before, int kind) {
-    int apart = block[0] - *before, size = size_of(apart), last = 0, too_large = size > DC_BITS;
+INLINE int write_block(struct writer *w, const int16_t *block, uint64_t mask, int *before, int kind) {
+    int apart = block[63] - *before, size = size_of(apart), too_large = size > DC_BITS, place = 63;
     const uint32_t *codes = ac_codes[kind].of;
     if (too_large || w->end - w->at < BLOCK_BYTES)
         return 0;
-    *before = block[0];
+    *before = block[63];
     put_value(w, dc_codes[kind].of[size], apart, size);
-    for (; mask; mask &= mask - 1) {
-        int k = __builtin_ctzll(mask), zeros = k - last - 1;
+    for (mask <<= 1; mask;) {
+        int zeros = __builtin_clzll(mask);
+        mask = mask << zeros << 1;
+        place -= zeros + 1;
         for (; zeros > 15; zeros -= 16)
             put(w, codes[0xF0] & 0xFFFF, (int)(codes[0xF0] >> 16));
-        size = size_of(block[k]);
+        size = size_of(block[place]);
         too_large |= size > AC_BITS;
-        put_value(w, codes[(zeros << 4 | size) & 255], block[k], size & 15);
-        last = k;
+        put_value(w, codes[(zeros << 4 | size) & 255], block[place], size & 15);
     }
-    if (last != 63)
+    if (place)
         put(w, codes[0] & 0xFFFF, (int)(codes[0] >> 16));
     return !too_large;
 }
@@ -762,7 +742,7 @@ static uint8_t *stuff(const uint8_t *at, const uint8_t *end, uint8_t *to, const 
 }
 
 /* Returns the number of bytes; 0 if there is no room, or a value that a baseline file cannot have. */
-static int64_t write_all(struct memory *m, const struct picture *p, uint8_t *to, int64_t room) {
+INLINE int64_t write_all(struct memory *m, const struct picture *p, uint8_t *to, int64_t room) {
     if (room < MOST_HEADER || !has_bytes(m, room + BLOCK_BYTES))
         return 0;
     struct writer w = {m->data, m->data + room + BLOCK_BYTES, 0, 0};
@@ -790,16 +770,45 @@ static int64_t write_all(struct memory *m, const struct picture *p, uint8_t *to,
 
 /* --- files ------------------------------------------------------------------------------------------------------- */
 
-static int64_t rewrite(struct memory *m, const int64_t *file) {
+INLINE int64_t rewrite(struct memory *m, const int64_t *file, int fast) {
     struct picture p = {0};
     const uint8_t *bytes = (const uint8_t *)(uintptr_t)file[ADDRESS];
-    if (!read_all(m, bytes, file[LENGTH], &p))
+    if (!read_all(m, bytes, file[LENGTH], &p, fast))
         return 0;
     for (int i = 0; i < p.count; i++)
         if (!m->has_quantisation[p.components[i].quantisation])
             return 0;
     return write_all(m, &p, (uint8_t *)(uintptr_t)file[TARGET], file[ROOM]);
 }
+
+typedef int64_t rewriter(struct memory *m, const int64_t *file);
+
+static int64_t rewrite_anywhere(struct memory *m, const int64_t *file) { return rewrite(m, file, 0); }
+
+#if defined(__x86_64__)
+__attribute__((target("bmi,lzcnt,popcnt"))) static int64_t rewrite_by_counts(struct memory *m, const int64_t *file) {
+    return rewrite(m, file, 0);
+}
+
+__attribute__((target("bmi,bmi2,lzcnt,popcnt"))) static int64_t rewrite_fast(struct memory *m, const int64_t *file) {
+    return rewrite(m, file, 1);
+}
+
+/* The fastest one for this processor. All that have BMI have LZCNT; the first Zen processors have a slow pdep.
+ * most: as in baseline.py. */
+static rewriter *choose(int64_t most) {
+    if (most < 1 || !__builtin_cpu_supports("bmi") || !__builtin_cpu_supports("popcnt"))
+        return rewrite_anywhere;
+    if (most < 2 || !__builtin_cpu_supports("bmi2") || __builtin_cpu_is("znver1") || __builtin_cpu_is("znver2"))
+        return rewrite_by_counts;
+    return rewrite_fast;
+}
+#else
+static rewriter *choose(int64_t most) {
+    (void)most;
+    return rewrite_anywhere;
+}
+#endif
 
 static int is_large(const void *memory) {
     const struct memory *m = memory;
@@ -815,22 +824,21 @@ static void release(void *memory) {
 
 struct files {
     int64_t *described;
-    int fast;
+    rewriter *rewrite;
 };
 
 static void rewrite_file(void *memory, void *files, int64_t number) {
     struct memory *m = memory;
     struct files *all = files;
     int64_t *file = all->described + number * FIELDS;
-    m->fast = all->fast;
-    file[SIZE] = rewrite(m, file);
+    file[SIZE] = all->rewrite(m, file);
 }
 
 /* files [count, FIELDS]: writes SIZE, the bytes of the rewritten file at TARGET, or 0 if it is not one to rewrite.
- * threads: that share the work, with the calling one. plain: whether to do without the processor's bit instructions. */
-void gpuflow_baseline(int64_t *files, int64_t count, int64_t threads, int64_t plain) {
+ * threads: that share the work, with the calling one. most: as in baseline.py. */
+void gpuflow_baseline(int64_t *files, int64_t count, int64_t threads, int64_t most) {
     static struct task task = {rewrite_file, is_large, release, sizeof(struct memory), {NULL}};
-    struct files all = {files, !plain && has_bit_instructions()};
+    struct files all = {files, choose(most)};
     pthread_once(&codes_made, make_codes);
     for (int64_t i = 0; i < count; i++)
         files[i * FIELDS + SIZE] = 0;

@@ -23,8 +23,9 @@ __all__ = ["Rewritten", "rewrite_progressive"]
 
 _SOURCE = Path(__file__).with_suffix(".c")
 _POINTER, _INTEGER = ctypes.c_void_p, ctypes.c_int64
-_PLAIN = False
-"""Whether to do without the processor's bit instructions (BMI2), as on processors that lack them."""
+_MOST_INSTRUCTIONS = 2
+"""Which of the processor's instructions to use where it has them: 0 those of all processors, 1 also those that count
+bits (BMI), 2 also those that put bits at the places of a mask (BMI2)."""
 _ROOM, _MORE_ROOM = 1.5, 4096
 """A rewritten file has at most this many times the bytes of the progressive one, and this many bytes more. Usual ones
 grow by 5 to 15%, those of quality 15 by 40%."""
@@ -59,7 +60,7 @@ def rewrite_progressive(
     buffer, offsets = allocate(end), np.array(places, np.int64)
     columns = [starts + payload.buffer.ctypes.data, lengths, offsets + buffer.ctypes.data, rooms, 0 * rooms]
     files = np.stack(columns, axis=1)
-    arguments = map(_INTEGER, (len(rows), threads, _PLAIN))
+    arguments = map(_INTEGER, (len(rows), threads, _MOST_INSTRUCTIONS))
     code.gpuflow_baseline(files.ctypes.data_as(_POINTER), *arguments)
     sizes = files[:, -1].copy()
     copies = Payload(buffer=buffer, offsets=places, sizes=sizes.tolist(), errors=[None] * len(rows))

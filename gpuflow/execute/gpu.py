@@ -262,6 +262,7 @@ class GpuRunner:
         fill_calls: whether a launch may decode images of later chunks, whose results need memory until then: for each
             chroma sampling up to 127 of them.
         check_threads: that check new files on the CPU, in each process that reads; 0 if the GPU checks them.
+        rewrite_threads: that rewrite progressive files of one chunk, in this process.
 
     Raises:
         NvjpegError: the GPU does not have the backend.
@@ -280,13 +281,14 @@ class GpuRunner:
         cpu_pool: CpuDecodePool | None = None,
         fill_calls: bool = True,
         check_threads: int = 0,
+        rewrite_threads: int = 1,
     ) -> None:
         self._program, self._device_stream = program, device_stream
         outputs = outputs_of(program)
         each_passes = tuple(tuple(passes[x.program]) for x in outputs)
         self._scanner = ChunkScanner(program.decoder, outputs, each_passes, max(1, check_threads))
         self._channels = 1 if program.decoder.color == "gray" else 3
-        self._decode_bytes = decode_bytes
+        self._decode_bytes, self._rewrite_threads = decode_bytes, rewrite_threads
         self._cpu, self._cpu_pool = CpuRunners(program), cpu_pool
         self._lock = threading.Lock()
         self._calls: deque[_Call] = deque()
@@ -359,7 +361,7 @@ class GpuRunner:
             scan = self._scanner(payload, keys)
         files = _Files.of(scan, payload)
         if scan.progressive.any():
-            files.rewrite(scan, payload, self._device_stream, self._scanner.threads)
+            files.rewrite(scan, payload, self._device_stream, self._rewrite_threads)
         complete = files.sizes > 0
         if (own := ~scan.progressive).any():
             found = None if scan.found is None else scan.found.take(own)

@@ -72,10 +72,11 @@ def place_on_gpu(
     cpu_pool: CpuDecodePool | None = None,
     fill_calls: bool = True,
     check_threads: int = 0,
+    rewrite_threads: int = 1,
 ) -> Placement:
     """Create the runner for a program on the stream's GPU, on engines or kernels; or say why none can run it.
 
-    decode_bytes, buffers, cpu_pool, fill_calls, check_threads: see `GpuRunner`.
+    decode_bytes, buffers, cpu_pool, fill_calls, check_threads, rewrite_threads: see `GpuRunner`.
     """
     found = gpu_passes_and_library(program)
     if isinstance(found, str):
@@ -97,6 +98,7 @@ def place_on_gpu(
                 cpu_pool=cpu_pool,
                 fill_calls=fill_calls,
                 check_threads=check_threads,
+                rewrite_threads=rewrite_threads,
             )
         except NvjpegError as error:
             refusals.append(f"{description}: {error}")

@@ -52,6 +52,7 @@ def place(config: Config, name: str, device: torch.device, batch_size: int) -> P
                 cpu_pool=CpuDecodePool(program, processes=processes, cores=available_threads()),
                 fill_calls=config.run.memory_limit is None,
                 check_threads=check_threads_of(config.run),
+                rewrite_threads=threads_of(config.run),
             )
     if backend == "gpu" and placement.gpu is None:
         keys = "decode" if isinstance(program, ViewsProgram) else "stages[0].decode"

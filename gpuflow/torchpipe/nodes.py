@@ -39,8 +39,8 @@ Item = MutableMapping[str, Any]
 
 _MAX_BATCH = 2
 """Images that an instance accepts at a time. With 1, torchpipe blocks the caller until an instance is free."""
-_CHECK_THREADS = 16
-"""The largest number of threads that check the files of a batch, before a GPU decodes them."""
+_FILE_THREADS = 16
+"""The largest number of threads that check or rewrite the files of a batch, before a GPU decodes them."""
 _MOST_FAILURES, _FAILED_SECONDS = 3, 60.0
 _EMPTY, _CANCELLED = torch.empty(0), PredictorError("cancelled")
 _ONE = Keys(0, 0, np.zeros(1, np.int64))
@@ -271,7 +271,8 @@ def _gpu_preprocessor(program: Program, device: torch.device) -> Preprocessor | 
     from gpuflow.torchpipe.gpu_preprocessor import GpuPreprocessor
 
     device_stream = DeviceStream(device)
-    runner = place_on_gpu(program, device_stream, check_threads=min(available_threads(), _CHECK_THREADS)).gpu
+    threads = min(available_threads(), _FILE_THREADS)
+    runner = place_on_gpu(program, device_stream, check_threads=threads, rewrite_threads=threads).gpu
     pool = BytePool(make=pinned)
     if runner is None:
         return None

@@ -66,7 +66,7 @@ int main(int count, char **arguments) {
             int64_t room = rand() % 5 ? length * 5 / 4 + 4096 : rand() % (length * 5 / 4 + 4096);
             uint8_t *target = malloc((size_t)(room ? room : 1));
             int64_t one[5] = {(int64_t)(uintptr_t)copy, length, (int64_t)(uintptr_t)target, room, 0};
-            gpuflow_baseline(one, 1, 1, rand() % 2);
+            gpuflow_baseline(one, 1, 1, rand() % 3);
             rewritten += one[4] > 0;
             free(target);
             free(copy);

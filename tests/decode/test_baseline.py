@@ -19,10 +19,10 @@ from gpuflow.sources import SPARE_BYTES, Payload
 from tests import damaged, images
 
 
-@pytest.fixture(params=[False, True], ids=["bit instructions", "plain"], autouse=True)
+@pytest.fixture(params=[2, 1, 0], ids=["BMI2", "BMI", "plain"], autouse=True)
 def instructions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The C code has two ways to refine coefficients."""
-    monkeypatch.setattr(baseline, "_PLAIN", request.param)
+    """The C code has a function for each."""
+    monkeypatch.setattr(baseline, "_MOST_INSTRUCTIONS", request.param)
 
 
 SAMPLINGS = ("4:2:0", "4:2:2", "4:4:0", "4:4:4")
