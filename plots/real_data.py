@@ -29,6 +29,7 @@ KINDS = {
     "sizes": "80 to 3,000 pixels, 4:2:0",
     "progressive": "about 500x375 pixels, 3% progressive",
     "progressive20": "about 500x375 pixels, 20% progressive",
+    "turned": "about 500x375 pixels, half of them turned by EXIF data",
 }
 """What each kind is, in the order of the figure. Other kinds follow in the order of the file."""
 TRAININGS = {"resnet18": "ResNet-18", "resnet50": "ResNet-50", "compiled_resnet18": "ResNet-18, compiled"}

@@ -80,6 +80,14 @@ def with_orientation(pixels: Pixels, form: str, orientation: int, **options: Any
     return encode(pixels, form, exif=exif, **options)
 
 
+def turned(data: bytes, orientation: int) -> bytes:
+    """The same JPEG with EXIF data that turn it."""
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    block = exif.tobytes()
+    return data[:2] + b"\xff\xe1" + (len(block) + 2).to_bytes(2) + block + data[2:]
+
+
 def pillow(data: bytes, mode: str = "RGB") -> Pixels:
     """Pillow's pixels, HWC."""
     with Image.open(io.BytesIO(data)) as image:

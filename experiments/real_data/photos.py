@@ -32,6 +32,9 @@ _RATIOS = ((4, 3), (3, 2), (1, 1), (16, 9), (3, 4), (2, 3), (9, 16))
 """Width and height of the kinds with one size, and the ratios of width to height of cameras and phones."""
 _MEDIAN_SIDE, _SPREAD, _SIDES = 500, 0.5, (80, 3000)
 """The longer side in pixels of the kinds with many sizes: median, standard deviation of its logarithm, limits."""
+_TURNS = {3: Image.Transpose.ROTATE_180, 6: Image.Transpose.ROTATE_90, 8: Image.Transpose.ROTATE_270}
+"""The orientations of cameras and phones, and how an upright image is stored for each."""
+_ORIENTATION_TAG = 0x0112
 _CLASSES = 20
 _MARKER = ".photos.json"
 _RECIPE = 1  # a change of the photographs made here needs a new number
@@ -60,8 +63,9 @@ _ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff")
 class Kind:
     """Which shares of a kind's files differ from a baseline JPEG in YCbCr 4:2:0 of about 500x375 pixels.
 
-    many_sizes: whether sizes and ratios vary. yuv444, yuv422: shares of these chroma samplings. quality: lowest and
-    highest quality of the encoder.
+    many_sizes: whether sizes and ratios vary. yuv444, yuv422: shares of these chroma samplings. turned: the share that
+    EXIF data turn; if there are any, the other files have EXIF data, too. quality: lowest and highest quality of the
+    encoder.
     """
 
     many_sizes: bool = False
@@ -71,6 +75,7 @@ class Kind:
     gray: float = 0.0
     png: float = 0.0
     cmyk: float = 0.0
+    turned: float = 0.0
     quality: tuple[int, int] = (85, 94)
 
 
@@ -80,6 +85,7 @@ KINDS = {
     "sizes": Kind(many_sizes=True),
     "progressive": Kind(progressive=0.03),
     "progressive20": Kind(progressive=0.2),
+    "turned": Kind(turned=0.5),
     "web": Kind(
         many_sizes=True,
         yuv444=0.15,
@@ -95,7 +101,8 @@ KINDS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """What one file will be. crop: the part of the picture, as fractions: size, left, top. mode: of Pillow."""
+    """What one file will be. crop: the part of the picture, as fractions: size, left, top. mode: of Pillow.
+    orientation: of the EXIF data, 1 to 8; 0 for none. width, height: upright."""
 
     width: int
     height: int
@@ -104,6 +111,7 @@ class Plan:
     sampling: str
     progressive: bool
     quality: int
+    orientation: int
     crop: tuple[float, float, float]
     gain: float
 
@@ -119,7 +127,8 @@ def plan(kind: Kind, seed: int, number: int) -> Plan:
         rng.integers(len(_RATIOS)),
     )
     quality = int(rng.integers(kind.quality[0], kind.quality[1] + 1))
-    chroma, scans, other = rng.random(3).tolist()
+    chroma, scans, other, turn = rng.random(4).tolist()
+    orientation = int(rng.choice(list(_TURNS))) if turn < kind.turned else 1
     width, height = _SHAPES[shape]
     if kind.many_sizes:
         longest = float(np.clip(_MEDIAN_SIDE * np.exp(_SPREAD * side), *_SIDES))
@@ -136,6 +145,7 @@ def plan(kind: Kind, seed: int, number: int) -> Plan:
         sampling=sampling if mode == "RGB" and not is_png else "",
         progressive=scans < kind.progressive and not is_png,
         quality=quality,
+        orientation=orientation if kind.turned else 0,
         crop=crop,
         gain=gain,
     )
@@ -236,11 +246,16 @@ def encode(picture: Image.Image, what: Plan, noise: np.random.Generator) -> byte
     pixels_HWC = np.asarray(crop.point(levels * 3), np.int16)
     noisy_HWC = pixels_HWC + noise.integers(-7, 8, pixels_HWC.shape, dtype=np.int8)
     image = Image.fromarray(noisy_HWC.clip(0, 255).astype(np.uint8)).convert(what.mode)
+    if what.orientation in _TURNS:
+        image = image.transpose(_TURNS[what.orientation])
     encoded = io.BytesIO()
     if what.format == "PNG":
         image.save(encoded, "PNG")
     else:
         options: dict[str, Any] = {"subsampling": what.sampling} if what.sampling else {}
+        if what.orientation:
+            options["exif"] = exif = Image.Exif()
+            exif[_ORIENTATION_TAG] = what.orientation
         image.save(encoded, "JPEG", quality=what.quality, progressive=what.progressive, **options)
     return encoded.getvalue()
 

@@ -64,7 +64,7 @@ def rewrite_progressive(
     code.gpuflow_baseline(files.ctypes.data_as(_POINTER), *arguments)
     sizes = files[:, -1].copy()
     copies = Payload(buffer=buffer, offsets=places, sizes=sizes.tolist(), errors=[None] * len(rows))
-    scan = scan_headers(copies, orientation=False)
+    scan = scan_headers(copies, max_scans=1, orientation=False)
     sizes[~scan.engine] = 0
     buffer[(offsets + sizes)[:, None] + np.arange(SPARE_BYTES)] = 0
     return Rewritten(buffer, offsets, sizes, scan.sampling)

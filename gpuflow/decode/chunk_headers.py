@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpuflow.decode.codecs import Header, engine_sampling, probe, scan_start
+from gpuflow.decode.header import SWAPPED
 from gpuflow.decode.header_scan import scan_headers
 from gpuflow.errors import BadSampleError
 from gpuflow.sources import Payload
@@ -23,13 +24,15 @@ __all__ = ["Headers", "read_headers"]
 class Headers:
     """The headers of a chunk's N files.
 
-    sizes [N, 2]: height, width as stored, in pixels. engine [N]: whether the JPEG engines decode the file.
+    sizes [N, 2]: height, width as stored, in pixels. orientations [N]: as EXIF counts them, 1 to 8; 1 if the file says
+    nothing, or nobody asked. engine [N]: whether the JPEG engines decode the file.
     sampling [N]: see `engine_sampling`; 0 for files that the engines do not decode.
     scans, intervals [N]: see `scan_start`; valid for files that the engines decode.
     others: the header of each valid file that the engines do not decode. faults [N]: why a file is bad, or None.
     """
 
     sizes: NDArray[np.int64]
+    orientations: NDArray[np.uint8]
     engine: NDArray[np.bool_]
     sampling: NDArray[np.uint8]
     scans: NDArray[np.int64]
@@ -40,10 +43,8 @@ class Headers:
     @property
     def upright_sizes(self) -> NDArray[np.int64]:
         """Height and width of the upright images, [N, 2]."""
-        sizes = self.sizes.copy()
-        for i, header in self.others.items():
-            sizes[i] = header.upright_size
-        return sizes
+        swapped = self.orientations >= SWAPPED
+        return np.where(swapped[:, None], self.sizes[:, ::-1], self.sizes) if swapped.any() else self.sizes
 
 
 def read_headers(
@@ -51,11 +52,18 @@ def read_headers(
 ) -> Headers:
     """The header of each file. Unreadable files (of size 0) are faults of the stage `read`."""
     count = len(payload)
-    engine, sizes, sampling, scans, intervals = scan_headers(payload, orientation=orientation)
-    engine = engine & (sizes.prod(axis=1) <= max_pixels)
+    scan = scan_headers(payload, max_scans=max_scans, orientation=orientation)
+    _, _, sizes, channels, orientations, sampling, scans, intervals = scan
+    ordinary = sizes.prod(axis=1) <= max_pixels
+    engine, progressive = scan.engine & ordinary, scan.progressive & ordinary
     others: dict[int, Header] = {}
     faults: list[BadSampleError | None] = [None] * count
-    for i in np.flatnonzero(~engine).tolist():
+    for i in np.flatnonzero(progressive).tolist():
+        height, width = sizes[i].tolist()
+        turn = int(orientations[i])
+        others[i] = Header("jpeg", width, height, int(channels[i]), progressive=True, orientation=turn)
+    for i in np.flatnonzero(~(engine | progressive)).tolist():
+        orientations[i] = 1
         if (error := payload.errors[i]) is not None:
             faults[i] = BadSampleError("read", error)
             continue
@@ -70,11 +78,11 @@ def read_headers(
         except BadSampleError as fault:
             faults[i] = fault.with_traceback(None)  # which refers to this frame, and that to all samples
             continue
-        sizes[i] = header.height, header.width
+        sizes[i], orientations[i] = header.size, header.orientation
         factors = engine_sampling(payload.sample(i), header)
         engine[i], sampling[i] = factors is not None, factors or 0
         if factors is None:
             others[i] = header
         else:
             scans[i], intervals[i] = scan_start(payload.sample(i))
-    return Headers(sizes, engine, sampling, scans, intervals, others, faults)
+    return Headers(sizes, orientations, engine, sampling, scans, intervals, others, faults)

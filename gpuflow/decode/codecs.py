@@ -193,14 +193,14 @@ def engine_sampling(data: NDArray[np.uint8], header: Header) -> int | None:
     """Whether NVIDIA's JPEG engines may decode a file whose header passed `probe`, and its chroma sampling.
 
     They decode only files for which they certainly give the CPU's pixels, within one level: one baseline scan, gray or
-    YCbCr, with a common subsampling, not too narrow, without rotation, with all the tables that it uses and no segment
-    that libjpeg refuses.
+    YCbCr, with a common subsampling, not too narrow, with all the tables that it uses and no segment that libjpeg
+    refuses.
 
     Returns:
         Factors of the first component, horizontal * 16 + vertical; 0 for a gray image; None if the engines may not
         decode the file.
     """
-    if header.format != "jpeg" or header.progressive or header.orientation != 1 or header.width < _ENGINE_WIDTH:
+    if header.format != "jpeg" or header.progressive or header.width < _ENGINE_WIDTH:
         return None
     view, channels = data.data, header.channels
     quantisation, huffman, frames = set[int](), set[int](), list[tuple[int, int, int]]()

@@ -10,10 +10,12 @@ from numpy.typing import NDArray
 
 from gpuflow.errors import BadSampleError, Code
 
-__all__ = ["ANIMATION", "Header", "refuse", "require_memory", "stored", "upright"]
+__all__ = ["ANIMATION", "FLIPPED_X", "FLIPPED_Y", "SWAPPED", "Header", "refuse", "require_memory", "stored", "upright"]
 
-_SWAPPED = 5
+SWAPPED = 5
 """EXIF orientations from this value on rotate the image by 90 degrees, so they swap height and width."""
+FLIPPED_Y, FLIPPED_X = (3, 4, 7, 8), (2, 3, 6, 7)
+"""EXIF orientations whose rows, and whose columns, are in reverse order, after height and width are swapped."""
 _INVERSE = {6: 8, 8: 6}
 """EXIF orientations that are not their own inverse."""
 _DECODING_BYTES = 8
@@ -58,7 +60,7 @@ class Header:
         return self._size_after(self.turned)
 
     def _size_after(self, orientation: int) -> tuple[int, int]:
-        return (self.width, self.height) if orientation >= _SWAPPED else (self.height, self.width)
+        return (self.width, self.height) if orientation >= SWAPPED else (self.height, self.width)
 
 
 def refuse(reason: str, code: Code = "sample.bad") -> NoReturn:
@@ -83,11 +85,11 @@ def require_memory(header: Header) -> None:
 
 def upright(image: NDArray[np.uint8], orientation: int) -> NDArray[np.uint8]:
     """Apply an EXIF orientation (JEITA CP-3451, tag 0x0112) to an HWC image."""
-    if orientation >= _SWAPPED:
+    if orientation >= SWAPPED:
         image = image.transpose(1, 0, 2)
-    if orientation in (3, 4, 7, 8):
+    if orientation in FLIPPED_Y:
         image = image[::-1]
-    if orientation in (2, 3, 6, 7):
+    if orientation in FLIPPED_X:
         image = image[:, ::-1]
     return np.ascontiguousarray(image)
 

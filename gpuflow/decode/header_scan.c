@@ -1,23 +1,27 @@
-/* Reads the headers of ordinary baseline JPEGs, for header_scan.py.
+/* Reads the headers of ordinary JPEGs, for header_scan.py.
  *
  * The rules are those of `probe` and `engine_sampling` in codecs.py. A file that is not certainly ordinary is left to
- * these. The format: ITU-T T.81, annex B.
+ * these. The formats: ITU-T T.81, annex B, and for the orientation JEITA CP-3451 (EXIF).
  */
 
 #include <stdint.h>
+#include <string.h>
 
-/* Columns of the result, as in header_scan.py. */
-enum { ORDINARY, HEIGHT, WIDTH, SAMPLING, SCAN, INTERVAL, COLUMNS };
-enum { MOST_SEGMENTS = 64, LEAST_BYTES = 20, LEAST_WIDTH = 5, MOST_TABLES = 4, DC_SYMBOLS = 16 };
+/* Columns of the result, and the kinds of files, as in header_scan.py. */
+enum { KIND, HEIGHT, WIDTH, CHANNELS, ORIENTATION, SAMPLING, SCAN, INTERVAL, COLUMNS };
+enum { OTHER, BASELINE, PROGRESSIVE };
+enum { ORIENTATION_TAG = 0x0112, SHORT = 3 };
+enum { MOST_SEGMENTS = 64, LEAST_BYTES = 20, LEAST_WIDTH = 5, MOST_TABLES = 4, DC_SYMBOLS = 16, MOST_LATER_SEGMENTS = 10000 };
 
 struct header {
-    int64_t components, interval, height, width, sampling;
+    int64_t components, interval, height, width, sampling, orientation;
+    int is_progressive;
     uint8_t numbers[3], quantisation[3];
     uint32_t has_quantisation, has_dc, has_ac; /* a bit for each table */
 };
 
 static int is_ordinary_marker(int marker) {
-    return marker == 0xC0 || marker == 0xC4 || marker == 0xDA || marker == 0xDB || marker == 0xDD || marker == 0xFE ||
+    return marker == 0xC0 || marker == 0xC2 || marker == 0xC4 || marker == 0xDA || marker == 0xDB || marker == 0xDD || marker == 0xFE ||
            (marker >= 0xE0 && marker <= 0xEF);
 }
 
@@ -83,7 +87,7 @@ static int read_frame(struct header *h, const uint8_t *at, int64_t length) {
  * tables were there before it. */
 static int read_scan(const struct header *h, const uint8_t *at, int64_t length) {
     int64_t components = h->components;
-    if (!components || at[4] != components || length != 6 + 2 * components)
+    if (at[4] != components || length != 6 + 2 * components)
         return 0;
     for (int i = 0; i < components; i++) {
         int dc = at[6 + 2 * i] >> 4, ac = at[6 + 2 * i] & 15;
@@ -104,8 +108,58 @@ static int has_end(const uint8_t *begin, const uint8_t *end) {
     return 0;
 }
 
-static void read_file(const uint8_t *file, int64_t size, int orientation, int64_t *found) {
-    struct header h = {0};
+/* Whether at most `most` scans follow from a marker on, and not absurdly many segments. */
+static int has_few_scans(const uint8_t *at, const uint8_t *end, int64_t most) {
+    int64_t scans = 0;
+    for (int segments = 0; segments < MOST_LATER_SEGMENTS; segments++) {
+        int marker = 0;
+        while (!marker) { /* one that begins a segment or ends the image */
+            at = memchr(at, 0xFF, (size_t)(end - at));
+            if (!at || ++at == end)
+                return 1;
+            if (*at != 0xFF && *at != 0x01 && (*at < 0xD0 || *at > 0xD8))
+                marker = *at;
+        }
+        scans += marker == 0xDA;
+        int64_t length = end - at < 3 ? 0 : at[1] << 8 | at[2];
+        if (marker == 0xD9 || scans > most || end - at <= 1 + length)
+            return scans <= most;
+        at += 1 + (length < 2 ? 2 : length);
+    }
+    return 0;
+}
+
+static uint32_t number(const uint8_t *at, int bytes, int is_little) {
+    uint32_t value = 0;
+    for (int i = 0; i < bytes; i++)
+        value |= (uint32_t)at[i] << 8 * (is_little ? i : bytes - 1 - i);
+    return value;
+}
+
+/* The orientation that EXIF data give, which are a TIFF block; 1 if they give none, or are malformed. */
+static int64_t read_orientation(const uint8_t *at, const uint8_t *end) {
+    if (end - at >= 6 && !memcmp(at, "Exif\0", 6)) /* some programs write the prefix twice */
+        at += 6;
+    int64_t size = end - at;
+    int is_little = size >= 2 && at[0] == 'I' && at[1] == 'I';
+    if (size < 8 || (!is_little && (at[0] != 'M' || at[1] != 'M')))
+        return 1;
+    int64_t begin = number(at + 4, 4, is_little);
+    if (size - begin < 2)
+        return 1;
+    int64_t entries = number(at + begin, 2, is_little);
+    for (int64_t i = 0, entry = begin + 2; i < entries && size - entry >= 10; i++, entry += 12) {
+        uint32_t tag = number(at + entry, 2, is_little), kind = number(at + entry + 2, 2, is_little);
+        if (tag == ORIENTATION_TAG && kind == SHORT) {
+            uint32_t value = number(at + entry + 8, 2, is_little);
+            return value >= 1 && value <= 8 ? value : 1;
+        }
+    }
+    return 1;
+}
+
+static void read_file(const uint8_t *file, int64_t size, int orientation, int64_t most_scans, int64_t *found) {
+    struct header h = {.orientation = 1};
     const uint8_t *at = file + 2, *end = file + size;
     if (size < LEAST_BYTES || file[0] != 0xFF || file[1] != 0xD8)
         return;
@@ -119,35 +173,41 @@ static void read_file(const uint8_t *file, int64_t size, int orientation, int64_
             if (length != 4)
                 return;
             h.interval = at[4] << 8 | at[5];
-        } else if (marker == 0xE1 && orientation) {
-            return; /* it may be turned */
+        } else if (marker == 0xE1 && orientation && !memcmp(at + 4, "Exif\0", 6)) {
+            h.orientation = read_orientation(at + 10, length < 8 ? at + 10 : after);
         } else if (marker == 0xEE && !at[15]) {
             return; /* Adobe's transform 0 may mean RGB */
         } else if (marker == 0xDB && !read_quantisation(&h, at + 4, after)) {
             return;
         } else if (marker == 0xC4 && !read_huffman(&h, at + 4, after)) {
             return;
-        } else if (marker == 0xC0 && !read_frame(&h, at, length)) {
-            return;
+        } else if (marker == 0xC0 || marker == 0xC2) {
+            if (!read_frame(&h, at, length))
+                return;
+            h.is_progressive = marker == 0xC2;
         } else if (marker == 0xDA) {
-            if (!read_scan(&h, at, length) || !has_end(at, end))
+            if (!h.components || !has_end(at, end))
+                return;
+            if (h.is_progressive ? !has_few_scans(at, end, most_scans) : !read_scan(&h, at, length))
                 return;
             found[HEIGHT] = h.height;
             found[WIDTH] = h.width;
-            found[SAMPLING] = h.sampling;
+            found[CHANNELS] = h.components;
+            found[ORIENTATION] = h.orientation;
+            found[SAMPLING] = h.is_progressive ? 0 : h.sampling;
             found[SCAN] = after - file;
             found[INTERVAL] = h.interval;
-            found[ORDINARY] = 1;
+            found[KIND] = h.is_progressive ? PROGRESSIVE : BASELINE;
             return;
         }
         at = after;
     }
 }
 
-/* offsets, sizes [count]: of the files in `bytes`. orientation: whether a file with EXIF data may be turned, and is
- * then not ordinary. found [count, COLUMNS]: zeros, where the files' rows are written. */
+/* offsets, sizes [count]: of the files in `bytes`. orientation: whether to read that, which is else 1. most_scans: a file
+ * with more of them is not ordinary. found [count, COLUMNS]: zeros, where the files' rows are written. */
 void gpuflow_headers(const uint8_t *bytes, const int64_t *offsets, const int64_t *sizes, int64_t count,
-                     int64_t orientation, int64_t *found) {
+                     int64_t orientation, int64_t most_scans, int64_t *found) {
     for (int64_t i = 0; i < count; i++)
-        read_file(bytes + offsets[i], sizes[i], orientation != 0, found + i * COLUMNS);
+        read_file(bytes + offsets[i], sizes[i], orientation != 0, most_scans, found + i * COLUMNS);
 }

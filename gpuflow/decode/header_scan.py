@@ -16,28 +16,34 @@ __all__ = ["HeaderScan", "scan_headers"]
 
 _SOURCE = Path(__file__).with_suffix(".c")
 _POINTER, _INTEGER = ctypes.c_void_p, ctypes.c_int64
-_COLUMNS = 6
+_COLUMNS = 8
+_BASELINE, _PROGRESSIVE = 1, 2
 
 
 class HeaderScan(NamedTuple):
     """What the headers of N files say; zeros for a file that is not ordinary.
 
-    engine [N]: whether a file is an ordinary baseline JPEG that the engines decode. sizes [N, 2]: height and width.
-    sampling [N]: factors of its first component, 0 if it is gray. scans [N]: where its compressed data begin, in bytes
-    from its first one. intervals [N]: coded units between two restart markers, 0 if there are none.
+    engine, progressive [N]: whether a file is an ordinary baseline JPEG that the engines decode, or an ordinary
+    progressive one. sizes [N, 2]: height and width as stored. channels [N]: 1 or 3. orientations [N]: as EXIF counts
+    them, 1 if it says nothing. sampling [N]: factors of its first component, 0 if it is gray. scans [N]: where its
+    compressed data begin, in bytes from its first one. intervals [N]: coded units between two restart markers, 0 if
+    there are none.
     """
 
     engine: NDArray[np.bool_]
+    progressive: NDArray[np.bool_]
     sizes: NDArray[np.int64]
+    channels: NDArray[np.uint8]
+    orientations: NDArray[np.uint8]
     sampling: NDArray[np.uint8]
     scans: NDArray[np.int64]
     intervals: NDArray[np.int64]
 
 
-def scan_headers(payload: Payload, *, orientation: bool) -> HeaderScan:
+def scan_headers(payload: Payload, *, max_scans: int, orientation: bool) -> HeaderScan:
     """Scan a payload's headers. Other files than ordinary JPEGs are left to `probe`; all of them without a C compiler.
 
-    orientation: whether a file with EXIF data may be turned; it is then not ordinary.
+    max_scans, orientation: as `probe` has them; a file with more scans is not ordinary.
     """
     found = np.zeros((len(payload), _COLUMNS), np.int64)
     if (code := compiled(_SOURCE)) is not None:
@@ -48,9 +54,17 @@ def scan_headers(payload: Payload, *, orientation: bool) -> HeaderScan:
             sizes.ctypes.data_as(_POINTER),
             _INTEGER(len(payload)),
             _INTEGER(orientation),
+            _INTEGER(max_scans),
             found.ctypes.data_as(_POINTER),
         )
-    engine, height, width, sampling, scans, intervals = found.T
+    kind, _, _, channels, orientations, sampling, scans, intervals = found.T
     return HeaderScan(
-        engine > 0, np.column_stack([height, width]), sampling.astype(np.uint8), scans.copy(), intervals.copy()
+        engine=kind == _BASELINE,
+        progressive=kind == _PROGRESSIVE,
+        sizes=found[:, 1:3].copy(),
+        channels=channels.astype(np.uint8),
+        orientations=orientations.astype(np.uint8),
+        sampling=sampling.astype(np.uint8),
+        scans=scans.copy(),
+        intervals=intervals.copy(),
     )

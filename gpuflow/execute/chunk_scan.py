@@ -68,7 +68,7 @@ class ChunkScan(NamedTuple):
     def take(self, kept: NDArray[np.bool_], scanner: ChunkScanner, keys: Keys) -> ChunkScan:
         """The same for some of the rows."""
         rows = self.rows[kept]
-        draws = scanner.draw(keys, rows, self.headers.sizes)
+        draws = scanner.draw(keys, rows, self.headers.upright_sizes)
         spare, progressive = self.spare[kept], self.progressive[kept]
         return self._replace(rows=rows, progressive=progressive, spare=spare, draws=draws, found=None)
 
@@ -102,10 +102,11 @@ class ChunkScanner:
         )
         progressive = _to_rewrite(headers)
         rows = np.flatnonzero(headers.engine | progressive)
-        draws = self.draw(keys, rows, headers.sizes)
+        sizes = headers.upright_sizes
+        draws = self.draw(keys, rows, sizes)
         if (misfit := _misfits(draws, len(rows))).any():  # the CPU path reports what is wrong with each of them
             rows = rows[~misfit]
-            draws = self.draw(keys, rows, headers.sizes)
+            draws = self.draw(keys, rows, sizes)
         spare = _clear_after(payload, rows)
         rewritten = progressive[rows]
         chosen = None if unchecked is None else unchecked[rows] & ~rewritten
@@ -127,7 +128,7 @@ class ChunkScanner:
     def draw(self, keys: Keys, rows: NDArray[np.int64], sizes: NDArray[np.int64]) -> list[list[Any]]:
         """For each output and each of its passes the random parameters of these rows [n] of a chunk.
 
-        keys, sizes [N, 2]: of the whole chunk.
+        keys, sizes [N, 2]: of the whole chunk; height and width of the upright images.
         """
         own = keys.take(rows)
         pairs = zip(self.outputs, self.passes, strict=True)
@@ -135,10 +136,10 @@ class ChunkScanner:
 
 
 def _to_rewrite(headers: Headers) -> NDArray[np.bool_]:
-    """Which files [N] nvJPEG may decode once they are rewritten: progressive JPEGs that are not turned."""
+    """Which files [N] nvJPEG may decode once they are rewritten: progressive JPEGs, gray or in color."""
     found = np.zeros(len(headers.engine), bool)
     for i, header in headers.others.items():
-        found[i] = header.format == "jpeg" and header.progressive and header.orientation == 1 and header.channels != 4
+        found[i] = header.format == "jpeg" and header.progressive and header.channels != 4
     return found
 
 

@@ -5,11 +5,13 @@ here of an output holds for each number of each view, or for the only image of a
 
 A chunk is first prepared and then launched, on different threads. `prepare` gets headers and random parameters from
 the process that read the chunk, or works them out, and has the CPU begin to decode the files that the engines do not
-support: other formats, CMYK files, images that EXIF rotates. Progressive JPEGs it rewrites as baseline ones
-(`decode/baseline.py`). A launch may also decode images of chunks that come later, if they fit into its calls
-(`execute/decode_calls.py`). A batched call that fails is retried by halves; a file that fails alone falls back to the
-CPU decoder, and its place in the batch stays the same. So does a sample that an opaque stage refuses alone, so that a
-sample is bad where the CPU finds it bad, and for the same reason.
+support: other formats, CMYK files. Progressive JPEGs it rewrites as baseline ones (`decode/baseline.py`). Images that
+EXIF data turn are decoded as stored, and the first kernel reads them upright (`execute/pixel_steps.py`).
+
+A launch may also decode images of chunks that come later, if they fit into its calls (`execute/decode_calls.py`). A
+batched call that fails is retried by halves; a file that fails alone falls back to the CPU decoder, and its place in
+the batch stays the same. So does a sample that an opaque stage refuses alone, so that a sample is bad where the CPU
+finds it bad, and for the same reason.
 """
 
 from __future__ import annotations
@@ -43,6 +45,7 @@ from gpuflow.execute.gpu_passes import DevicePasses, Target, offsets_of, plan_of
 from gpuflow.execute.image_copies import ImageCopies, ImageRows
 from gpuflow.execute.nvjpeg_decoders import CALL_SECONDS, JpegBatch, NvjpegDecoderPool
 from gpuflow.execute.passes import Pass
+from gpuflow.execute.pixel_steps import pixel_steps
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.program import Program, Sampling, Warping
 from gpuflow.pipeline.views import AnyProgram, outputs_of, slot_bytes_of, slot_of, slots_of, split
@@ -79,22 +82,23 @@ class _Rows:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """The first pass of one output on images [n], as its kernel reads it (`plan_of`), without addresses and places.
+    """The first pass of one output on images [n], as its kernel reads it (`plan_of`), without where the images and the
+    results are.
 
-    rows [M, K]: of each image, or of each tile where results differ in size. tiles: in that case what they belong to.
+    rows [M, K]: of each image, or of each tile where results differ in size. Instead of an address there is how far the
+    upper left pixel is from the image's first byte. tiles: what the tiles belong to, if there are any.
     """
 
     rows: NDArray[np.int64]
     tiles: Tiles | None
 
     @classmethod
-    def of(cls, draw: Sampling | Warping, pitches: NDArray[np.int64], *, fixed: bool) -> _Plan:
-        """For images [n] with these pitches. fixed: whether their results have one size."""
+    def of(cls, draw: Sampling | Warping, steps: NDArray[np.int64], *, fixed: bool) -> _Plan:
+        """For images [n] with these `pixel_steps`. fixed: whether their results have one size."""
         tiles = None if fixed else tiles_of(draw)
         if tiles is not None:
-            draw, pitches = tiles.draw, pitches[tiles.image]
-        nothing = np.zeros(len(pitches), np.int64)
-        return cls(plan_of(draw, nothing, pitches, nothing), tiles)
+            draw, steps = tiles.draw, steps[tiles.image]
+        return cls(plan_of(draw, steps, np.zeros(len(steps), np.int64)), tiles)
 
     def write(
         self, taken: NDArray[np.int64], addresses: NDArray[np.uint64], place: _Rows, target: Target
@@ -106,7 +110,8 @@ class _Plan:
                 "their results have one size"
             )
             rows = self.rows[taken]
-            rows[:, 0], rows[:, -1] = addresses, offsets_of(target, place.images, place.rows)
+            rows[:, 0] += addresses.astype(np.int64)
+            rows[:, -1] = offsets_of(target, place.images, place.rows)
             return rows
         assert isinstance(place.images, Canvas) and place.images is target, "a call has images of one chunk then"
         number = np.full(int(self.tiles.image.max(initial=-1)) + 1, -1)
@@ -114,7 +119,8 @@ class _Plan:
         numbers = number[self.tiles.image]
         kept = np.flatnonzero(numbers >= 0)
         rows = self.rows[kept]
-        rows[:, 0], rows[:, -1] = addresses[numbers[kept]], target.offsets(self.tiles)[kept]
+        rows[:, 0] += addresses[numbers[kept]].astype(np.int64)
+        rows[:, -1] = target.offsets(self.tiles)[kept]
         return rows
 
 
@@ -383,9 +389,10 @@ class GpuRunner:
         with self._lock:
             self.engine_images += len(rows)
             self.cpu_images += len(others)
-        heights, widths = headers.sizes[rows].T
-        pitches = widths * self._channels
-        spaces = _aligned(pitches * heights)
+        stored = headers.sizes[rows]
+        pitches = stored[:, 1] * self._channels
+        spaces = _aligned(pitches * stored[:, 0])
+        steps = pixel_steps(stored, self._channels, headers.orientations[rows])
         return Prepared(
             payload=payload,
             keys=keys,
@@ -396,7 +403,7 @@ class GpuRunner:
             pitches=pitches,
             undecoded=Undecoded(files.sampling, spaces),
             plans=[
-                _Plan.of(own[0], pitches, fixed=passes.first.result.fixed)
+                _Plan.of(own[0], steps, fixed=passes.first.result.fixed)
                 for own, passes in zip(draws, self._passes, strict=True)
             ],
             sizes=headers.upright_sizes,

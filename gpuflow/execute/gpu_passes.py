@@ -22,6 +22,7 @@ from gpuflow.execute.kernels.local import smooth, smooth_plan_of
 from gpuflow.execute.kernels.sample import FIELDS, sample
 from gpuflow.execute.kernels.warp import warp_all, warp_plan_of
 from gpuflow.execute.passes import Pass, draw_passes
+from gpuflow.execute.pixel_steps import pixel_steps
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.image_spec import as_batch, slot_shape
 from gpuflow.pipeline.program import (
@@ -53,12 +54,12 @@ Target = torch.Tensor | Canvas
 class DeviceImages:
     """Interleaved uint8 images in device memory.
 
-    addresses, pitches [n]: of the first byte; the bytes of a row. sizes [n, 2]: height and width in pixels.
+    places [n, 3]: the address of the upper left pixel, and how many bytes further the next row and the next column are.
+    sizes [n, 2]: height and width in pixels.
     memory: of those that were copied; it may be released once all work that reads them is queued.
     """
 
-    addresses: NDArray[np.int64]
-    pitches: NDArray[np.int64]
+    places: NDArray[np.int64]
     sizes: NDArray[np.int64]
     memory: torch.Tensor | None
 
@@ -74,18 +75,19 @@ def interleaved(images: torch.Tensor | Sequence[torch.Tensor], device_stream: De
         columns = [(*image.shape, *image.stride(), image.data_ptr()) for image in images]
         described = np.array(columns, np.int64).reshape(-1, 7)
     sizes, strides, addresses = described[:, 1:3], described[:, 3:6], described[:, 6]
-    pitches, channels = strides[:, 1].copy(), int(described[0, 0]) if len(described) else 1
-    copied = ((strides[:, 0] != 1) & (channels > 1)) | (strides[:, 2] != channels)
+    places, channels = described[:, [6, 4, 5]], int(described[0, 0]) if len(described) else 1
+    copied = (strides[:, 0] != 1) & (channels > 1)
     if not copied.any():
-        return DeviceImages(addresses, pitches, sizes, None)
+        return DeviceImages(places, sizes, None)
     pixels = sizes[copied].prod(axis=1)
     with device_stream.queued():
         memory = torch.empty(int(pixels.sum()) * channels, dtype=torch.uint8, device=device_stream.device)
         begins = memory.data_ptr() + (np.cumsum(pixels) - pixels) * channels
         plan = np.column_stack([addresses[copied], strides[copied], sizes[copied], begins])
         interleave(send_array(device_stream, plan), int(pixels.max()), channels=channels)
-    addresses[copied], pitches[copied] = begins, sizes[copied, 1] * channels
-    return DeviceImages(addresses, pitches, sizes, memory)
+    places[copied] = pixel_steps(sizes[copied], channels)
+    places[copied, 0] += begins
+    return DeviceImages(places, sizes, memory)
 
 
 class DevicePasses:
@@ -124,17 +126,14 @@ class DevicePasses:
                 targets.append(Canvas.allocate(self._device_stream, draw, one.result.shape[2]))
         return [*targets, slots]
 
-    def run(
-        self, draws: Sequence[Any], addresses: NDArray[np.int64], pitches: NDArray[np.int64], slots: torch.Tensor
-    ) -> dict[int, BadSampleError]:
+    def run(self, draws: Sequence[Any], places: NDArray[np.int64], slots: torch.Tensor) -> dict[int, BadSampleError]:
         """Queue all passes on n images, one for each slot. Returns what `run_later` does.
 
-        draws: the result of `draw_passes`. addresses, pitches [n]: of interleaved uint8 images; a pitch is the number
-            of bytes in a row.
+        draws: the result of `draw_passes`. places [n, 3]: see `DeviceImages`.
         """
-        rows = np.arange(len(addresses))
+        rows = np.arange(len(places))
         targets = self.targets(slots, draws, len(rows))
-        plan = self._plan_of_move(draws[0], addresses, pitches, targets[0], rows)
+        plan = self._plan_of_move(draws[0], places, targets[0], rows)
         (first,), *later = self._send([[plan], *self._plans(draws, targets, rows)])
         self.sample(0, draws[0], first, targets[0])
         return self._queue(draws, targets, later)
@@ -150,7 +149,7 @@ class DevicePasses:
             for misfit in draw.misfits if isinstance(draw, Sampling | Warping) else ():
                 faults = [fault or misfit.fault(i) for i, fault in enumerate(faults)]
         if faults and not any(faults):
-            for i, fault in self.run(draws, images.addresses, images.pitches, slots).items():
+            for i, fault in self.run(draws, images.places, slots).items():
                 faults[i] = fault
         return faults
 
@@ -175,12 +174,12 @@ class DevicePasses:
             match self._passes[i].step:
                 case SamplingStep() | WarpStep():
                     if isinstance(images, Canvas):
-                        addresses, pitch = images.addresses, images.pitch
+                        addresses, steps = images.addresses, (images.pitch, images.memory.shape[2])
                     else:
                         addresses = images.data_ptr() + np.arange(len(images)) * images.stride(0)
-                        pitch = images.stride(2)
-                    pitches = np.full(len(addresses), pitch)
-                    plans.append([self._plan_of_move(draw, addresses, pitches, targets[i], places)])
+                        steps = images.stride(2), images.stride(3)
+                    own = np.column_stack([addresses, np.tile(steps, (len(addresses), 1))])
+                    plans.append([self._plan_of_move(draw, own, targets[i], places)])
                 case PointwiseStep():
                     plans.append(adjust_plan_of(places, draw))
                 case LocalStep():
@@ -264,16 +263,18 @@ class DevicePasses:
     def _plan_of_move(
         self,
         draw: Sampling | Warping,
-        addresses: NDArray[np.int64],
-        pitches: NDArray[np.int64],
-        target: Target,
         places: NDArray[np.int64],
+        target: Target,
+        rows: NDArray[np.int64],
     ) -> NDArray[np.int64]:
-        """A sampling or a warp of n images, to these rows [n] of the target or to a canvas, as its kernel reads it."""
+        """A sampling or a warp of n images, to these rows [n] of the target or to a canvas, as its kernel reads it.
+
+        places [n, 3]: see `DeviceImages`.
+        """
         if isinstance(target, Canvas):
             tiles = tiles_of(draw)
-            return plan_of(tiles.draw, addresses[tiles.image], pitches[tiles.image], target.offsets(tiles))
-        return plan_of(draw, addresses, pitches, offsets_of(target, target, places))
+            return plan_of(tiles.draw, places[tiles.image], target.offsets(tiles))
+        return plan_of(draw, places, offsets_of(target, target, rows))
 
     def sample(self, i: int, drawn: Sampling | Warping, plan: torch.Tensor, target: Target) -> None:
         """Queue pass i, a sampling or a warp of the images whose addresses a plan has (`plan_of`), to its offsets."""
@@ -317,18 +318,15 @@ def offsets_of(target: torch.Tensor, images: torch.Tensor, rows: NDArray[np.int6
     return between + rows * images.stride(0)
 
 
-def plan_of(
-    sampling: Sampling | Warping, addresses: NDArray[Any], pitches: NDArray[np.int64], offsets: NDArray[Any]
-) -> NDArray[np.int64]:
+def plan_of(sampling: Sampling | Warping, places: NDArray[np.int64], offsets: NDArray[Any]) -> NDArray[np.int64]:
     """Encode a sampling or a warp as its kernel reads it: int64 [n, number of the kernel's FIELDS].
 
-    In either, the first column is the address, the second the pitch and the last the offset.
+    places [n, 3]: see `DeviceImages`; in either kernel's plan these are the first columns. offsets [n]: the last one.
     """
     if isinstance(sampling, Warping):
-        return warp_plan_of(sampling, addresses, pitches, offsets)
+        return warp_plan_of(sampling, places, offsets)
     parts = [
-        addresses[:, None],
-        pitches[:, None],
+        places,
         sampling.box,
         sampling.mirrors,
         sampling.grid,

@@ -398,7 +398,7 @@ def _data(data: Data | None, error: str | None, has_gpu: bool) -> Iterator[Findi
             "images",
             "note",
             f"{text}; {rest} of them are not for the JPEG engines, and the cores decode or rewrite those",
-            "save them as baseline JPEGs (not progressive, PNG, CMYK or turned by EXIF) if decoding is the limit",
+            "save them as baseline JPEGs (not progressive, PNG or CMYK) if decoding is the limit",
         )
     else:
         yield Finding("images", "ok", text)

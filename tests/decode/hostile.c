@@ -9,11 +9,12 @@
 #include <stdlib.h>
 #include <string.h>
 
-void gpuflow_headers(const uint8_t *, const int64_t *, const int64_t *, int64_t, int64_t, int64_t *);
+void gpuflow_headers(const uint8_t *, const int64_t *, const int64_t *, int64_t, int64_t, int64_t, int64_t *);
 void gpuflow_baseline(int64_t *, int64_t, int64_t, int64_t);
 void gpuflow_complete(const int64_t *, int64_t, int64_t, uint8_t *);
 
-enum { ORDINARY, HEIGHT, WIDTH, SAMPLING, SCAN, INTERVAL, COLUMNS }; /* as in header_scan.c */
+enum { KIND, HEIGHT, WIDTH, CHANNELS, ORIENTATION, SAMPLING, SCAN, INTERVAL, COLUMNS }; /* as in header_scan.c */
+enum { BASELINE = 1 };
 
 static uint8_t *changed(const uint8_t *data, int64_t size, int64_t *length) {
     int64_t kept = rand() % 4 ? size : rand() % size;
@@ -58,8 +59,8 @@ int main(int count, char **arguments) {
         for (int turn = atoi(arguments[1]); turn > 0; turn--, all++) {
             int64_t length, offset = 0, header[COLUMNS] = {0};
             uint8_t *copy = changed(data, size, &length);
-            gpuflow_headers(copy, &offset, &length, 1, rand() % 2, header);
-            if (header[ORDINARY]) {
+            gpuflow_headers(copy, &offset, &length, 1, rand() % 2, rand() % 12, header);
+            if (header[KIND] == BASELINE) {
                 ordinary++;
                 complete += is_complete(copy, length, header);
             }

@@ -48,7 +48,9 @@ def assert_as_probe(files: Sequence[bytes], orientation: bool) -> int:
                 factors = engine_sampling(np.frombuffer(data, np.uint8), header)
                 assert headers.engine[i] == (factors is not None)
                 assert headers.sampling[i] == (factors or 0)
-                assert (i in headers.others) == (factors is None)
+                assert headers.others.get(i) == (header if factors is None else None)
+                assert headers.orientations[i] == header.orientation
+                assert headers.upright_sizes[i].tolist() == list(header.upright_size)
                 if factors is not None:
                     scan = headers.scans[i], headers.intervals[i]
                     assert scan == scan_start(np.frombuffer(data, np.uint8))
@@ -64,9 +66,12 @@ def kinds() -> list[bytes]:
         found += [images.jpeg(pixels, sampling) for sampling in ("4:2:0", "4:2:2", "4:4:0", "4:4:4")]
         found += [images.jpeg(pixels, progressive=True), images.png(pixels)]
         found += [images.encode(Image.fromarray(pixels).convert(mode), "JPEG") for mode in ("L", "CMYK")]
-        exif = Image.Exif()
-        exif[0x0112] = 6
-        found.append(images.encode(Image.fromarray(pixels), "JPEG", exif=exif.tobytes()))
+        for turn, progressive in ((6, False), (1, False), (3, True)):
+            exif = Image.Exif()
+            exif[0x0112] = turn
+            exif[0x010F] = "a camera"
+            picture = Image.fromarray(pixels)
+            found.append(images.encode(picture, "JPEG", exif=exif.tobytes(), progressive=progressive))
         found.append(images.encode(Image.fromarray(pixels), "JPEG", comment=b"x" * 3000, optimize=True))
         found.append(images.encode(Image.fromarray(pixels), "JPEG", keep_rgb=True))
         found += [images.with_restarts(pixels, interval) for interval in (1, 3, 700)]
@@ -144,15 +149,14 @@ def test_the_cpu_decodes_every_file_that_the_engines_get(capfd: pytest.CaptureFi
     capfd.readouterr()  # the libraries' own complaints
 
 
-def test_a_scan_for_another_orientation_is_not_used() -> None:
-    """EXIF data make a file one that the CPU decodes, but only where they are applied."""
+def test_exif_data_turn_images_only_where_they_are_applied() -> None:
     pixels = images.photo(40, 60)
     files = [images.with_orientation(pixels, "JPEG", 6) if i % 3 == 0 else images.jpeg(pixels) for i in range(40)]
     for orientation in (False, True):
         headers = read_headers(payload(files), max_pixels=MAX_PIXELS, max_scans=MAX_SCANS, orientation=orientation)
-        turned = [i for i, header in headers.others.items() if header.orientation == 6]
+        turned = np.flatnonzero(headers.orientations == 6).tolist()
         assert turned == (list(range(0, 40, 3)) if orientation else [])
-        assert headers.engine.sum() == 40 - len(turned)
+        assert headers.engine.all()
 
 
 def test_named_formats_are_left_to_the_cpu() -> None:
@@ -165,3 +169,27 @@ def test_named_formats_are_left_to_the_cpu() -> None:
     assert {i: header.format for i, header in headers.others.items()} == {1: "tiff"}
     assert [fault and fault.code for fault in headers.faults] == [None, None, "sample.format"]
     assert headers.upright_sizes[:2].tolist() == [[30, 40]] * 2
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_damaged_exif_data_are_read_as_probe_reads_them(seed: int) -> None:
+    """Bytes of the TIFF block are changed, also those of the prefix, lengths, and places of entries."""
+    rng = random.Random(seed)
+    sound = []
+    for turn in range(1, 9):
+        for order in (">", "<"):
+            exif = Image.Exif()
+            exif.endian = order
+            exif[0x0112], exif[0x010F] = turn, "a camera"
+            block = exif.tobytes()
+            block = block if turn % 2 else block[:6] + block  # some programs write the prefix twice
+            sound.append(images.encode(Image.fromarray(images.photo(16, 24, seed=turn)), "JPEG", exif=block))
+    files = []
+    for _ in range(600):
+        changed = bytearray(rng.choice(sound))
+        for _ in range(rng.randint(0, 3)):
+            changed[rng.randrange(20, 90)] = rng.choice([0, 1, 2, 6, 0xFF, rng.randrange(256)])
+        files.append(bytes(changed))
+    assert assert_as_probe(files, orientation=True) >= 200
+    turned = read_headers(payload(files), max_pixels=MAX_PIXELS, max_scans=MAX_SCANS, orientation=True).orientations
+    assert set(turned.tolist()) == set(range(1, 9))

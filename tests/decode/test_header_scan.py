@@ -7,16 +7,16 @@ import pytest
 
 from gpuflow.decode import header_scan
 from gpuflow.decode.chunk_headers import read_headers
-from gpuflow.decode.header_scan import scan_headers
+from gpuflow.decode.header import Header
+from gpuflow.decode.header_scan import HeaderScan, scan_headers
 from tests import images
 from tests.decode.test_chunk_headers import MAX_PIXELS, payload
 
 PHOTO = images.photo(40, 56)
 
 
-def ordinary(*files: bytes, orientation: bool = False) -> list[bool]:
-    found: list[bool] = scan_headers(payload(files), orientation=orientation).engine.tolist()
-    return found
+def scanned(*files: bytes, max_scans: int = 20, orientation: bool = False) -> HeaderScan:
+    return scan_headers(payload(files), max_scans=max_scans, orientation=orientation)
 
 
 def test_an_ordinary_file_needs_no_probe(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -26,18 +26,35 @@ def test_an_ordinary_file_needs_no_probe(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("gpuflow.decode.chunk_headers.probe", refuse)
     files = [images.jpeg(PHOTO, sampling) for sampling in ("4:2:0", "4:2:2", "4:4:0", "4:4:4")]
     files += [images.jpeg(PHOTO[..., 0]), images.with_restarts(PHOTO, 3), images.jpeg(PHOTO) + b"bytes after the end"]
-    headers = read_headers(payload(files), max_pixels=MAX_PIXELS, max_scans=1, orientation=True)
-    assert headers.engine.all()
-    assert headers.sampling.tolist() == [0x22, 0x21, 0x12, 0x11, 0, 0x22, 0x22]
-    assert (headers.sizes == [40, 56]).all()
+    files += [images.with_orientation(PHOTO, "JPEG", 6), images.jpeg(PHOTO, progressive=True)]
+    headers = read_headers(payload(files), max_pixels=MAX_PIXELS, max_scans=10, orientation=True)
+    assert headers.engine.tolist() == [True] * 8 + [False]
+    assert headers.sampling.tolist() == [0x22, 0x21, 0x12, 0x11, 0, 0x22, 0x22, 0x22, 0]
+    assert headers.orientations.tolist() == [1] * 7 + [6, 1]
+    assert (headers.sizes[:7] == [40, 56]).all()
+    assert headers.upright_sizes[7].tolist() == headers.sizes[7, ::-1].tolist()
+    assert headers.others == {8: Header("jpeg", 56, 40, 3, progressive=True)}
 
 
 def test_what_is_not_ordinary_is_left_to_probe() -> None:
     whole = images.jpeg(PHOTO)
     fill = whole[:2] + b"\xff" + whole[2:]
-    assert ordinary(b"", b"\xff", whole[:30], whole[:-2], images.jpeg(PHOTO, progressive=True), fill) == [False] * 6
-    turned = images.with_orientation(PHOTO, "JPEG", 6)
-    assert ordinary(turned) == [True] and ordinary(turned, orientation=True) == [False]
+    found = scanned(b"", b"\xff", whole[:30], whole[:-2], fill, images.png(PHOTO))
+    assert not found.engine.any() and not found.progressive.any() and not found.sizes.any()
+
+
+def test_a_progressive_file_with_too_many_scans_is_left_to_probe() -> None:
+    file = images.jpeg(PHOTO, progressive=True)
+    scans = file.count(b"\xff\xda")
+    assert scanned(file, max_scans=scans).progressive.tolist() == [True]
+    assert scanned(file, max_scans=scans - 1).progressive.tolist() == [False]
+
+
+def test_an_orientation_is_read_only_where_it_is_asked_for() -> None:
+    files = [images.with_orientation(PHOTO, "JPEG", orientation) for orientation in range(1, 9)]
+    assert scanned(*files).orientations.tolist() == [1] * 8
+    found = scanned(*files, orientation=True)
+    assert found.orientations.tolist() == list(range(1, 9)) and found.engine.all()
 
 
 def test_without_a_compiler_probe_reads_every_file(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,7 +64,7 @@ def test_without_a_compiler_probe_reads_every_file(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(header_scan, "compiled", lambda source: None)
     found = read_headers(files, **limits)  # type: ignore[arg-type]
     assert found.engine.tolist() == expected.engine.tolist() == [True, False, False]
-    for name in ("sizes", "sampling", "scans", "intervals"):
+    for name in ("sizes", "orientations", "sampling", "scans", "intervals"):
         assert np.array_equal(getattr(found, name), getattr(expected, name))
     assert found.others == expected.others
     assert [str(fault) for fault in found.faults] == [str(fault) for fault in expected.faults]

@@ -31,12 +31,13 @@ def test_a_batch_is_described_as_its_images_are(name: str, monkeypatch: pytest.M
     batch = BATCHES[name]
     whole, each = interleaved(batch, stream), interleaved(list(batch), stream)
     assert whole.sizes.tolist() == each.sizes.tolist() == [[5, 7]] * len(batch)
-    assert whole.pitches.tolist() == each.pitches.tolist()
+    assert np.array_equal(whole.places[:, 1:], each.places[:, 1:])
     if plans:
         assert name in ("planes", "parts of larger planes")
         first, second = plans
         assert torch.equal(first[:, :-1], second[:, :-1]), "the last column is where an image is copied to"
-        assert np.array_equal(whole.addresses, first[:, -1]) and np.array_equal(each.addresses, second[:, -1])
+        assert np.array_equal(whole.places[:, 0], first[:, -1]) and np.array_equal(each.places[:, 0], second[:, -1])
+        assert (whole.places[:, 1:] == [7 * 3, 3]).all()
     else:
-        assert np.array_equal(whole.addresses, each.addresses)
-        assert whole.addresses.tolist() == [image.data_ptr() for image in batch]
+        assert np.array_equal(whole.places, each.places)
+        assert whole.places.tolist() == [[image.data_ptr(), *image.stride()[1:]] for image in batch]

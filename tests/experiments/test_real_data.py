@@ -61,6 +61,7 @@ def picture(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("sizes", {"4:2:0": 1.0, "progressive": 0.0}),
         ("progressive", {"4:2:0": 1.0, "progressive": 0.03}),
         ("progressive20", {"4:2:0": 1.0, "progressive": 0.2}),
+        ("turned", {"4:2:0": 1.0, "turned": 0.5}),
         ("web", {"4:4:4": 0.15, "4:2:2": 0.05, "progressive": 0.03, "L": 0.01, "CMYK": 0.002, "PNG": 0.005}),
     ],
 )
@@ -69,6 +70,8 @@ def test_shares_of_a_kind(kind: str, shares: dict[str, float], scripts: dict[str
     plans = [photos.plan(photos.KINDS[kind], 0, number) for number in range(COUNT)]
     found = Counter(word for plan in plans for word in (plan.sampling, plan.mode, plan.format))
     found["progressive"] = sum(plan.progressive for plan in plans)
+    found["turned"] = sum(plan.orientation > 1 for plan in plans)
+    assert {plan.orientation for plan in plans} == ({1, 3, 6, 8} if kind == "turned" else {0})
     for name, share in shares.items():
         assert found[name] / COUNT == pytest.approx(share, abs=0.012 if share < 1 else 0), name
     assert (found["L"] > 0, found["PNG"] > 0) == (kind == "web",) * 2
@@ -89,15 +92,16 @@ def test_files_are_what_their_plans_say(scripts: dict[str, Any], picture: Path) 
     factors = {"4:2:0": 0x22, "4:2:2": 0x21, "4:4:4": 0x11}
     with Image.open(picture / "own.png") as image:
         source = image.convert("RGB")
-    kind = photos.Kind(yuv444=0.3, yuv422=0.3, progressive=0.3, gray=0.2, png=0.2, cmyk=0.2)
+    kind = photos.Kind(yuv444=0.3, yuv422=0.3, progressive=0.3, gray=0.2, png=0.2, cmyk=0.2, turned=0.5)
     seen = set()
     for number in range(24):
         plan = photos.plan(kind, 0, number)
         data = np.frombuffer(photos.encode(source, plan, np.random.default_rng(0)), np.uint8)
-        header = probe(data)
-        assert (header.width, header.height, header.format) == (plan.width, plan.height, plan.format.lower())
+        header = probe(data, orientation=True)
+        assert (*header.upright_size, header.format) == (plan.height, plan.width, plan.format.lower())
         assert header.progressive == plan.progressive
         if plan.format == "JPEG":
+            assert header.orientation == plan.orientation
             assert header.channels == {"RGB": 3, "L": 1, "CMYK": 4}[plan.mode]
         if plan.sampling and not plan.progressive:
             assert engine_sampling(data, header) == factors[plan.sampling]

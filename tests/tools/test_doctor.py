@@ -555,7 +555,7 @@ def test_unlimited_locked_memory() -> None:
             "note",
             "256 of data/photos, 500x375 pixels (median), 61 kB (mean); 56 of them are not for the JPEG engines, and "
             "the cores decode or rewrite those",
-            "save them as baseline JPEGs (not progressive, PNG, CMYK or turned by EXIF) if decoding is the limit",
+            "save them as baseline JPEGs (not progressive, PNG or CMYK) if decoding is the limit",
         ),
     ],
 )

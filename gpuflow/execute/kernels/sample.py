@@ -18,7 +18,7 @@ import triton.language as tl
 __all__ = ["FIELDS", "sample"]
 
 FIELDS = (
-    "address", "pitch",
+    "address", "step_y", "step_x",
     "box_y", "box_x", "box_height", "box_width",
     "mirror_y", "mirror_x",
     "grid_height", "grid_width",
@@ -27,8 +27,9 @@ FIELDS = (
     "flip_y", "flip_x",
     "offset",
 )  # fmt: skip
-"""Columns of a chunk's plan, int64 [N, len(FIELDS)]: the image's device address, its bytes per row, the fields of
-`pipeline.program.Sampling`, and how many elements after the first one of `out` its result begins."""
+"""Columns of a chunk's plan, int64 [N, len(FIELDS)]: the device address of the image's upper left pixel and the bytes
+from there to the next row's and the next column's, the fields of `pipeline.program.Sampling`, and how many elements
+after the first one of `out` its result begins."""
 ROWS, COLUMNS, WARPS = 4, 32, 1
 _NEAREST, _BILINEAR, _BICUBIC = 0, 1, 2
 _KINDS = {"nearest": _NEAREST, "bilinear": _BILINEAR, "bicubic": _BICUBIC}
@@ -95,28 +96,28 @@ def _sample(
     inside = (row < HEIGHT)[:, None] & (column < WIDTH)[None, :]
     p = plan + n.to(tl.int64) * FIELD_COUNT
     image = tl.load(p).to(tl.pointer_type(tl.uint8))
-    pitch = tl.load(p + 1)
-    box_y, box_x = tl.load(p + 2).to(tl.int32), tl.load(p + 3).to(tl.int32)
-    box_h, box_w = tl.load(p + 4).to(tl.int32), tl.load(p + 5).to(tl.int32)
-    grid_h, grid_w = tl.load(p + 8).to(tl.int32), tl.load(p + 9).to(tl.int32)
-    shown_y, shown_x = tl.load(p + 10).to(tl.int32), tl.load(p + 11).to(tl.int32)
-    shown_h, shown_w = tl.load(p + 12).to(tl.int32), tl.load(p + 13).to(tl.int32)
-    offset = tl.load(p + 20)
+    step_y, step_x = tl.load(p + 1), tl.load(p + 2).to(tl.int32).to(tl.int64)
+    box_y, box_x = tl.load(p + 3).to(tl.int32), tl.load(p + 4).to(tl.int32)
+    box_h, box_w = tl.load(p + 5).to(tl.int32), tl.load(p + 6).to(tl.int32)
+    grid_h, grid_w = tl.load(p + 9).to(tl.int32), tl.load(p + 10).to(tl.int32)
+    shown_y, shown_x = tl.load(p + 11).to(tl.int32), tl.load(p + 12).to(tl.int32)
+    shown_h, shown_w = tl.load(p + 13).to(tl.int32), tl.load(p + 14).to(tl.int32)
+    offset = tl.load(p + 21)
     if ALIGNED:
         offset = tl.multiple_of(offset, 16)
     target = out + offset + row[:, None] * stride_y + column[None, :] * stride_x
 
-    gy = tl.where(tl.load(p + 18) > 0, HEIGHT - 1 - row, row) + tl.load(p + 14).to(tl.int32)
-    gx = tl.where(tl.load(p + 19) > 0, WIDTH - 1 - column, column) + tl.load(p + 15).to(tl.int32)
+    gy = tl.where(tl.load(p + 19) > 0, HEIGHT - 1 - row, row) + tl.load(p + 15).to(tl.int32)
+    gx = tl.where(tl.load(p + 20) > 0, WIDTH - 1 - column, column) + tl.load(p + 16).to(tl.int32)
     seen_y, seen_x = (gy >= shown_y) & (gy < shown_y + shown_h), (gx >= shown_x) & (gx < shown_x + shown_w)
     seen = inside & seen_y[:, None] & seen_x[None, :]
 
     if KIND == 0:
         y = tl.minimum((gy.to(tl.float32) * (box_h.to(tl.float32) / grid_h)).to(tl.int32), box_h - 1)
         x = tl.minimum((gx.to(tl.float32) * (box_w.to(tl.float32) / grid_w)).to(tl.int32), box_w - 1)
-        y = tl.where(tl.load(p + 6) > 0, box_h - 1 - y, y) + box_y
-        x = tl.where(tl.load(p + 7) > 0, box_w - 1 - x, x) + box_x
-        nearest = image + y[:, None] * pitch + x[None, :] * CHANNELS
+        y = tl.where(tl.load(p + 7) > 0, box_h - 1 - y, y) + box_y
+        x = tl.where(tl.load(p + 8) > 0, box_w - 1 - x, x) + box_x
+        nearest = image + y[:, None] * step_y + x[None, :] * step_x
         for c in tl.static_range(CHANNELS):
             fill = fill_0 if c == 0 else (fill_1 if c == 1 else fill_2)
             level = tl.where(seen, tl.load(nearest + c, seen, 0).to(tl.float32), fill).to(tl.int32)
@@ -132,7 +133,7 @@ def _sample(
     for i in tl.static_range(KEPT):
         weight_x = _weight(first_x + i, center_x, inverse_x, box_w, KIND, ANTIALIAS)
         weights += (tl.where(i < taps_x, weight_x, 0.0),)
-        places += (tl.minimum(tl.maximum(first_x + i, 0), box_w - 1) * CHANNELS,)
+        places += (tl.minimum(tl.maximum(first_x + i, 0), box_w - 1) * step_x,)
         total_x += weights[i]
     for i in range(KEPT, taps_x):
         total_x += _weight(first_x + i, center_x, inverse_x, box_w, KIND, ANTIALIAS)
@@ -141,12 +142,12 @@ def _sample(
     green = tl.zeros([ROWS, COLUMNS], tl.float32)
     blue = tl.zeros([ROWS, COLUMNS], tl.float32)
     total_y = tl.zeros([ROWS], tl.float32)
-    image += box_y * pitch + box_x * CHANNELS
+    image += box_y * step_y + box_x * step_x
     top, bottom = tl.min(first_y, 0), tl.max(first_y, 0) + taps_y
     if ANTIALIAS:  # lines beyond the box weigh nothing
         top, bottom = tl.maximum(top, 0), tl.minimum(bottom, box_h)
     for y in range(top, bottom):
-        line = image + tl.minimum(tl.maximum(y, 0), box_h - 1) * pitch
+        line = image + tl.minimum(tl.maximum(y, 0), box_h - 1) * step_y
         red_x = tl.zeros([COLUMNS], tl.float32)
         green_x = tl.zeros([COLUMNS], tl.float32)
         blue_x = tl.zeros([COLUMNS], tl.float32)
@@ -159,7 +160,7 @@ def _sample(
         for i in range(KEPT, taps_x):
             x = first_x + i
             weight_x = _weight(x, center_x, inverse_x, box_w, KIND, ANTIALIAS)
-            pixel = line + tl.minimum(tl.maximum(x, 0), box_w - 1) * CHANNELS
+            pixel = line + tl.minimum(tl.maximum(x, 0), box_w - 1) * step_x
             red_x += weight_x * _float(tl.load(pixel))
             if CHANNELS == 3:
                 green_x += weight_x * _float(tl.load(pixel + 1))

@@ -22,15 +22,15 @@ from gpuflow.pipeline.stage import Lookup
 __all__ = ["FIELDS", "warp_all", "warp_plan_of"]
 
 FIELDS = (
-    "address", "pitch",
+    "address", "step_y", "step_x",
     "box_y", "box_x", "box_height", "box_width",
     "a", "b", "c", "d", "e", "f", "g", "h", "i",
     "shown_y", "shown_x", "shown_height", "shown_width",
     "offset",
 )  # fmt: skip
-"""Columns of a chunk's plan, int64 [N, len(FIELDS)]: the image's device address, its bytes per row, the fields of
-`pipeline.program.Warping`, of which the matrix is the bits of float64 numbers, row by row, and how many elements after
-the first one of `out` the result begins."""
+"""Columns of a chunk's plan, int64 [N, len(FIELDS)]: the device address of the image's upper left pixel and the bytes
+from there to the next row's and the next column's, the fields of `pipeline.program.Warping`, of which the matrix is the
+bits of float64 numbers, row by row, and how many elements after the first one of `out` the result begins."""
 ROWS, COLUMNS, WARPS = 4, 32, 4
 _BORDERS = {"constant": 0, "edge": 1, "reflect": 2, "symmetric": 3}
 _TIE, _TINY, _PLACES = tl.constexpr(TIE), tl.constexpr(TINY), tl.constexpr(PLACES)
@@ -81,15 +81,15 @@ def _warp(
     inside = (row < HEIGHT) & (column < WIDTH)
     p = plan + n.to(tl.int64) * FIELD_COUNT
     image = tl.load(p).to(tl.pointer_type(tl.uint8))
-    pitch = tl.load(p + 1)
-    image += tl.load(p + 2) * pitch + tl.load(p + 3) * CHANNELS
-    box_h, box_w = tl.load(p + 4).to(tl.int32), tl.load(p + 5).to(tl.int32)
-    shown_y, shown_x = tl.load(p + 15).to(tl.int32), tl.load(p + 16).to(tl.int32)
-    shown_h, shown_w = tl.load(p + 17).to(tl.int32), tl.load(p + 18).to(tl.int32)
-    target = out + tl.load(p + 19) + row * stride_y + column * stride_x
+    step_y, step_x = tl.load(p + 1), tl.load(p + 2).to(tl.int32).to(tl.int64)
+    image += tl.load(p + 3) * step_y + tl.load(p + 4) * step_x
+    box_h, box_w = tl.load(p + 5).to(tl.int32), tl.load(p + 6).to(tl.int32)
+    shown_y, shown_x = tl.load(p + 16).to(tl.int32), tl.load(p + 17).to(tl.int32)
+    shown_h, shown_w = tl.load(p + 18).to(tl.int32), tl.load(p + 19).to(tl.int32)
+    target = out + tl.load(p + 20) + row * stride_y + column * stride_x
     shown = (row >= shown_y) & (row < shown_y + shown_h) & (column >= shown_x) & (column < shown_x + shown_w)
 
-    m = p + 6
+    m = p + 7
     x, y = column.to(tl.float64) + 0.5, row.to(tl.float64) + 0.5
     at_x = tl.load(m).to(tl.float64, bitcast=True) * x + (
         tl.load(m + 1).to(tl.float64, bitcast=True) * y + tl.load(m + 2).to(tl.float64, bitcast=True)
@@ -107,7 +107,8 @@ def _warp(
     left, right = (column_0 >= 0) & (column_0 < box_w), (column_1 >= 0) & (column_1 < box_w)
     top, bottom = (row_0 >= 0) & (row_0 < box_h), (row_1 >= 0) & (row_1 < box_h)
     seen = inside & shown
-    line_0, line_1 = image + row_0 * pitch, image + row_1 * pitch
+    line_0, line_1 = image + row_0 * step_y, image + row_1 * step_y
+    place_0, place_1 = column_0 * step_x, column_1 * step_x
     weight_0, weight_1 = (1.0 - share_y) * (1.0 - share_x), (1.0 - share_y) * share_x
     weight_2, weight_3 = share_y * (1.0 - share_x), share_y * share_x
     mask = (tl.where(left, 1.0 - share_x, 0.0) + tl.where(right, share_x, 0.0)) * (
@@ -115,15 +116,15 @@ def _warp(
     )
     for c in tl.static_range(CHANNELS):
         fill = fill_0 if c == 0 else (fill_1 if c == 1 else fill_2)
-        value = tl.load(line_0 + column_0 * CHANNELS + c, seen & top & left, 0).to(tl.float32)
+        value = tl.load(line_0 + place_0 + c, seen & top & left, 0).to(tl.float32)
         if NEAREST:
             if BORDER == 0:
                 value = tl.where(top & left, value, fill)
         else:
             value *= weight_0
-            value += weight_1 * tl.load(line_0 + column_1 * CHANNELS + c, seen & top & right, 0).to(tl.float32)
-            value += weight_2 * tl.load(line_1 + column_0 * CHANNELS + c, seen & bottom & left, 0).to(tl.float32)
-            value += weight_3 * tl.load(line_1 + column_1 * CHANNELS + c, seen & bottom & right, 0).to(tl.float32)
+            value += weight_1 * tl.load(line_0 + place_1 + c, seen & top & right, 0).to(tl.float32)
+            value += weight_2 * tl.load(line_1 + place_0 + c, seen & bottom & left, 0).to(tl.float32)
+            value += weight_3 * tl.load(line_1 + place_1 + c, seen & bottom & right, 0).to(tl.float32)
             if BORDER == 0:
                 value = tl.where(mask < 1.0, mask * (value - fill) + fill, value)
             value = (value + 12582912.0) - 12582912.0  # 1.5 * 2 ** 23: rounds half to even
@@ -150,12 +151,10 @@ def warp_all(plan: torch.Tensor, table: torch.Tensor, out: torch.Tensor, *, look
     )  # fmt: skip
 
 
-def warp_plan_of(
-    warping: Warping, addresses: NDArray[Any], pitches: NDArray[np.int64], offsets: NDArray[Any]
-) -> NDArray[np.int64]:
-    """Encode a warp as the kernel reads it: int64 [n, len(FIELDS)]."""
+def warp_plan_of(warping: Warping, places: NDArray[np.int64], offsets: NDArray[Any]) -> NDArray[np.int64]:
+    """Encode a warp as the kernel reads it: int64 [n, len(FIELDS)]. places [n, 3]: its first three columns."""
     matrix = np.ascontiguousarray(warping.matrix, np.float64).reshape(-1, 9).view(np.int64)
-    parts = [addresses[:, None], pitches[:, None], warping.box, matrix, warping.shown, offsets[:, None]]
+    parts = [places, warping.box, matrix, warping.shown, offsets[:, None]]
     plan = np.concatenate([np.asarray(column, np.int64) for column in parts], axis=1)
     assert plan.shape[1] == len(FIELDS)
     return plan

@@ -112,7 +112,7 @@ class CpuLibrary:
     ENGINES = 3
 
     def __init__(self, channels: int) -> None:
-        self._flag = cv2.IMREAD_GRAYSCALE if channels == 1 else cv2.IMREAD_COLOR_RGB
+        self._flag = cv2.IMREAD_IGNORE_ORIENTATION | (cv2.IMREAD_GRAYSCALE if channels == 1 else cv2.IMREAD_COLOR_RGB)
         self._sizes, self.calls, self.given = dict[int, int](), Counter[str](), set[bytes]()
         self._memories = [np.zeros((400, 400, channels), np.uint8) for _ in range(self.ENGINES)]
 
@@ -165,13 +165,19 @@ def complete(file: bytes, height: int, width: int) -> bool:
 
 
 def files() -> list[bytes]:
-    """Chunks of files that the engines decode, files that only the CPU decodes, and files that nothing decodes."""
+    """Chunks of files that the engines decode, files that only the CPU decodes, and files that nothing decodes. EXIF
+    data turn some of them."""
     found = [
-        images.jpeg(images.photo(30 + 3 * i, 44 - 2 * i, seed=i), kind)
-        for i, kind in enumerate(["4:2:0", "4:2:2", "4:4:4", "4:4:0", "4:2:0"])
+        images.turned(images.jpeg(images.photo(30 + 3 * i, 44 - 2 * i, seed=i), kind), turn)
+        for i, (kind, turn) in enumerate([("4:2:0", 6), ("4:2:2", 1), ("4:4:4", 3), ("4:4:0", 5), ("4:2:0", 8)])
     ]
     pixels = images.photo(33, 29, seed=9)
-    found += [images.png(pixels), images.jpeg(pixels, progressive=True), images.jpeg(pixels)[:300], b"no image"]
+    found += [
+        images.png(pixels),
+        images.turned(images.jpeg(pixels, progressive=True), 7),
+        images.jpeg(pixels)[:300],
+        b"no image",
+    ]
     found.append(images.encode(Image.fromarray(pixels), "JPEG", comment=REFUSED))
     found.append(images.jpeg(images.photo(31, 27, seed=10)))
     return found
@@ -188,7 +194,12 @@ def payload(contents: Sequence[bytes]) -> Payload:
 
 
 PIPELINES: dict[str, tuple[Stage, ...]] = {
-    "crop": (Decode(), RandomResizedCrop(size=13), Flip(horizontal=0.5), Normalize(mean=(0,) * 3, std=(1 / 255,) * 3)),
+    "crop": (
+        Decode(orientation="apply"),
+        RandomResizedCrop(size=13),
+        Flip(horizontal=0.5),
+        Normalize(mean=(0,) * 3, std=(1 / 255,) * 3),
+    ),
     "levels": (Decode(), Resize(shorter=16), CenterCrop(size=16)),
     "gray": (Decode(color="gray"), Resize(height=9, width=11)),
     "two samplings": (Decode(), Resize(height=20, width=17), Resize(height=9, width=12), RandomCrop(size=8)),
@@ -217,7 +228,7 @@ PIPELINES: dict[str, tuple[Stage, ...]] = {
         Normalize(),
     ),
     "warps": (
-        Decode(),
+        Decode(orientation="apply"),
         Affine(degrees=40, translate=(0.1, 0.1), scale=(0.7, 1.3), fill=114),
         CenterCrop(size=20),
         Letterbox(size=(20, 26), fill=(9, 200, 50)),
@@ -542,7 +553,8 @@ def mixed_files() -> list[bytes]:
     for number in range(FILES):
         size = rng.randint(17, 30), rng.randint(17, 30)
         kind = rng.choice(["4:2:0"] * 6 + ["4:4:4"] * 2 + ["4:2:2"])
-        found.append(images.jpeg(images.photo(*size, seed=number), kind, progressive=number % 11 == 3))
+        file = images.jpeg(images.photo(*size, seed=number), kind, progressive=number % 11 == 3)
+        found.append(images.turned(file, number % 8 + 1))
     found[11], found[20] = b"no image", images.png(images.photo(33, 29, seed=9))
     found[22] = images.encode(Image.fromarray(images.photo(30, 30, seed=8)), "JPEG", comment=REFUSED)
     return found

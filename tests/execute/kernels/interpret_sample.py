@@ -18,6 +18,7 @@ from gpuflow.pipeline.stage import Geometry, Keys
 from gpuflow.stages import CenterCrop, Flip, Letterbox, Pad, RandomCrop, RandomResizedCrop, Resize
 from tests.execute.kernels import quick_interpreter  # noqa: F401  # replaces parts of Triton's interpreter
 from tests.execute.kernels.references import sample_reference
+from tests.execute.kernels.turned import in_memory
 
 SIZES = ((48, 37), (1, 1), (17, 48), (5, 3))
 
@@ -47,8 +48,8 @@ def difference(stages: tuple[Geometry, ...], channels: int, layout: str, dtype: 
     heights, widths = np.array(SIZES).T
     sampling = SamplingStep(stages, (0,) * len(stages), 10**6).draw(Keys(0, 0, np.arange(len(SIZES))), heights, widths)
     rows = np.arange(len(SIZES))[::-1].copy()
-    addresses = np.array([image.data_ptr() for image in images])
-    plan = torch.from_numpy(plan_of(sampling, addresses, widths * channels, rows))
+    held, places = in_memory([image.numpy() for image in images])
+    plan = torch.from_numpy(plan_of(sampling, places, rows))
     table = torch.stack([torch.arange(256.0) + 256 * c for c in range(channels)]).to(dtype)
     height, width = sampling.window[0, 2:].tolist()
     memory = torch.channels_last if layout == "nhwc" else torch.contiguous_format
@@ -60,6 +61,7 @@ def difference(stages: tuple[Geometry, ...], channels: int, layout: str, dtype: 
         "fill": sampling.fill,
     }
     sample(plan, table, out, **how)
+    del held
     expected = sample_reference(images, plan, table, **how)
     return float((out[rows.tolist()].float() - expected.float()).abs().max())
 

@@ -16,6 +16,7 @@ from gpuflow.pipeline.program import WarpStep
 from gpuflow.pipeline.stage import Geometry, Keys
 from gpuflow.stages import Affine, CenterCrop, Flip, Pad, Perspective, RandomCrop, Rotate, WarpAffine
 from tests.execute.kernels import quick_interpreter  # noqa: F401  # replaces parts of Triton's interpreter
+from tests.execute.kernels.turned import in_memory
 
 SIZES = ((48, 37), (1, 1), (17, 48), (5, 3))
 TURN = ((0.7, -0.7, 9.3), (0.7, 0.7, -4.1))
@@ -52,13 +53,14 @@ def difference(stages: tuple[Geometry, ...], channels: int, layout: str, dtype: 
     step = WarpStep(stages, tuple(range(len(stages))), 10**6, key)
     warping = step.draw(Keys(0, 0, np.arange(len(SIZES))), heights, widths)
     rows = np.arange(len(SIZES))[::-1].copy()
-    addresses = np.array([image.ctypes.data for image in images])
+    held, places = in_memory(images)
     height, width = int(warping.height[0]), int(warping.width[0])
     memory = torch.channels_last if layout == "nhwc" else torch.contiguous_format
     out = torch.full((len(SIZES), channels, height, width), -1.0).to(dtype).contiguous(memory_format=memory)
-    plan = torch.from_numpy(warp_plan_of(warping, addresses, widths * channels, rows * out.stride(0)))
+    plan = torch.from_numpy(warp_plan_of(warping, places, rows * out.stride(0)))
     table = torch.stack([torch.arange(256.0) + 256 * c for c in range(channels)]).to(dtype)
     warp_all(plan, table, out, lookup=key)
+    del held
     expected = []
     for i, image in enumerate(images):
         (y, x, box_h, box_w), (top, left, shown_h, shown_w) = warping.box[i], warping.shown[i]

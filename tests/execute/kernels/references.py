@@ -37,11 +37,11 @@ def sample_reference(
     antialias: bool,
     fill: tuple[float, ...] = (0,),
 ) -> torch.Tensor:
-    """The reference for `sample` in plain PyTorch. images: uint8 [H_i, W_i, C]. Ignores addresses and pitches in the
-    plan."""
+    """The reference for `sample` in plain PyTorch. images: uint8 [H_i, W_i, C]. Ignores the plan's
+    columns that say where images are."""
     results = []
-    for image, row in zip(images, plan.tolist(), strict=True):
-        _, _, y, x, height, width, mirror_y, mirror_x, *grid, sy, sx, sh, sw, wy, wx, wh, ww, flip_y, flip_x, _ = row
+    for image, row in zip(images, plan[:, 3:].tolist(), strict=True):
+        y, x, height, width, mirror_y, mirror_x, *grid, sy, sx, sh, sw, wy, wx, wh, ww, flip_y, flip_x, _ = row
         box = image[y : y + height, x : x + width].permute(2, 0, 1)[None].float()
         box = box.flip([axis for axis, on in ((2, mirror_y), (3, mirror_x)) if on])
         smooth = {"antialias": antialias, "align_corners": False} if interpolation != "nearest" else {}
