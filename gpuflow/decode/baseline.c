@@ -264,12 +264,9 @@ INLINE int read_first_ac(struct bits *b, const struct scan *s, int16_t *block, u
             continue;
         }
         k -= zeros;
-        if (k < 63 - s->last || count > AC_BITS)
+        if (k < 63 - s->last || count + s->low > AC_BITS) /* what it will be refined to fits, too */
             return 0;
-        int value = extended(take(b, count), count) * (1 << s->low);
-        if (value < INT16_MIN || value > INT16_MAX)
-            return 0;
-        block[k] = (int16_t)value;
+        block[k] = (int16_t)(extended(take(b, count), count) * (1 << s->low));
         *mask |= 1ull << k;
     }
     return 1;
@@ -485,7 +482,7 @@ static int read_scan_header(struct memory *m, struct picture *p, const uint8_t *
     int is_dc = !s->first;
     if (is_dc ? s->last != 0 : s->count != 1 || s->last < s->first || s->last > 63)
         return 0;
-    if (s->low > 13 || (s->former && s->former != s->low + 1))
+    if (s->low > (is_dc ? 13 : AC_BITS - 1) || (s->former && s->former != s->low + 1))
         return 0;
     for (int i = 0, from = 0; i < s->count; i++) {
         while (from < p->count && p->components[from].number != at[5 + 2 * i])
@@ -653,9 +650,9 @@ INLINE void put_value(struct writer *w, uint32_t code, int value, int size) {
 enum { BLOCK_BYTES = 64 * 27 / 8 + 16 };
 
 INLINE int write_block(struct writer *w, const int16_t *block, uint64_t mask, int *before, int kind) {
-    int apart = block[63] - *before, size = size_of(apart), too_large = size > DC_BITS, place = 63;
+    int apart = block[63] - *before, size = size_of(apart), place = 63;
     const uint32_t *codes = ac_codes[kind].of;
-    if (too_large || w->end - w->at < BLOCK_BYTES)
+    if (size > DC_BITS || w->end - w->at < BLOCK_BYTES)
         return 0;
     *before = block[63];
     put_value(w, dc_codes[kind].of[size], apart, size);
@@ -665,13 +662,12 @@ INLINE int write_block(struct writer *w, const int16_t *block, uint64_t mask, in
         place -= zeros + 1;
         for (; zeros > 15; zeros -= 16)
             put(w, codes[0xF0] & 0xFFFF, (int)(codes[0xF0] >> 16));
-        size = size_of(block[place]);
-        too_large |= size > AC_BITS;
-        put_value(w, codes[(zeros << 4 | size) & 255], block[place], size & 15);
+        size = size_of(block[place]); /* at most AC_BITS */
+        put_value(w, codes[zeros << 4 | size], block[place], size);
     }
     if (place)
         put(w, codes[0] & 0xFFFF, (int)(codes[0] >> 16));
-    return !too_large;
+    return 1;
 }
 
 static uint8_t *put_bytes(uint8_t *to, const void *from, int64_t count) {

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from gpuflow.decode.chunk_headers import Headers, read_headers
 from gpuflow.decode.complete import complete_on_cpu
 from gpuflow.execute.passes import Pass, draw_passes
+from gpuflow.execute.pixel_steps import rows_are_short
 from gpuflow.pipeline.program import Sampling, Warping
 from gpuflow.pipeline.stage import Decoder, Keys
 from gpuflow.pipeline.views import Output
@@ -101,7 +102,8 @@ class ChunkScanner:
             formats=decoder.formats,
         )
         progressive = _to_rewrite(headers)
-        rows = np.flatnonzero(headers.engine | progressive)
+        short = rows_are_short(headers.sizes, headers.orientations)
+        rows = np.flatnonzero((headers.engine | progressive) & short)
         sizes = headers.upright_sizes
         draws = self.draw(keys, rows, sizes)
         if (misfit := _misfits(draws, len(rows))).any():  # the CPU path reports what is wrong with each of them

@@ -22,7 +22,7 @@ from gpuflow.execute.kernels.local import smooth, smooth_plan_of
 from gpuflow.execute.kernels.sample import FIELDS, sample
 from gpuflow.execute.kernels.warp import warp_all, warp_plan_of
 from gpuflow.execute.passes import Pass, draw_passes
-from gpuflow.execute.pixel_steps import pixel_steps
+from gpuflow.execute.pixel_steps import ROW_BYTES, pixel_steps
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.image_spec import as_batch, slot_shape
 from gpuflow.pipeline.program import (
@@ -65,8 +65,8 @@ class DeviceImages:
 
 
 def interleaved(images: torch.Tensor | Sequence[torch.Tensor], device_stream: DeviceStream) -> DeviceImages:
-    """Tensors of the device, uint8 [N, C, H, W], or [C, H_i, W_i] each, of any strides. Those that are not interleaved
-    are copied, at once."""
+    """Tensors of the device, uint8 [N, C, H, W], or [C, H_i, W_i] each, of any strides. Those whose pixels' channels
+    are not next to each other are copied, at once."""
     if isinstance(images, torch.Tensor):
         first = [*images.shape[1:], *images.stride()[1:], images.data_ptr()]
         described = np.tile(np.array(first, np.int64), (len(images), 1))
@@ -76,7 +76,7 @@ def interleaved(images: torch.Tensor | Sequence[torch.Tensor], device_stream: De
         described = np.array(columns, np.int64).reshape(-1, 7)
     sizes, strides, addresses = described[:, 1:3], described[:, 3:6], described[:, 6]
     places, channels = described[:, [6, 4, 5]], int(described[0, 0]) if len(described) else 1
-    copied = (strides[:, 0] != 1) & (channels > 1)
+    copied = ((strides[:, 0] != 1) & (channels > 1)) | (strides[:, 2] * sizes[:, 1] > ROW_BYTES)
     if not copied.any():
         return DeviceImages(places, sizes, None)
     pixels = sizes[copied].prod(axis=1)

@@ -11,7 +11,20 @@ from numpy.typing import NDArray
 
 from gpuflow.decode.header import FLIPPED_X, FLIPPED_Y, SWAPPED
 
-__all__ = ["pixel_steps"]
+__all__ = ["ROW_BYTES", "pixel_steps", "rows_are_short"]
+
+ROW_BYTES = (1 << 31) - 1
+"""The most bytes from the first to the last pixel of an upright row: kernels compute them in 32 bits."""
+
+
+def rows_are_short(sizes: NDArray[np.int64], orientations: NDArray[np.integer]) -> NDArray[np.bool_]:
+    """Whether kernels can read interleaved images upright, [n], see `ROW_BYTES`. Arguments: as of `pixel_steps`.
+
+    They cannot if an image of more than 700 million pixels is turned by 90 degrees: an upright row then has a pixel of
+    each stored one.
+    """
+    short: NDArray[np.bool_] = (orientations < SWAPPED) | (3 * sizes.prod(axis=1) <= ROW_BYTES)
+    return short
 
 
 def pixel_steps(

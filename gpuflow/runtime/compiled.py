@@ -26,7 +26,7 @@ __all__ = ["compiled"]
 
 _LOG = logging.getLogger(__name__)
 _one_at_a_time = threading.Lock()
-_FLAGS, _COMPILE_SECONDS = ("-O2", "-fPIC", "-shared", "-std=gnu11"), 60.0
+_FLAGS, _COMPILE_SECONDS = ("-O3", "-fPIC", "-shared", "-std=gnu11"), 60.0
 
 
 @lru_cache

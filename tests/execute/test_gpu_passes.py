@@ -15,6 +15,8 @@ from tests.host_stream import HostStream
 BATCHES = {
     "interleaved": torch.zeros(4, 5, 7, 3, dtype=torch.uint8).permute(0, 3, 1, 2),
     "planes": torch.zeros(4, 3, 5, 7, dtype=torch.uint8),
+    "four bytes a pixel": torch.zeros(4, 5, 7, 4, dtype=torch.uint8).permute(0, 3, 1, 2)[:, :3],
+    "columns in memory": torch.zeros(4, 7, 5, 3, dtype=torch.uint8).permute(0, 3, 2, 1),
     "gray": torch.zeros(4, 1, 5, 7, dtype=torch.uint8),
     "every other image": torch.zeros(8, 5, 7, 3, dtype=torch.uint8).permute(0, 3, 1, 2)[::2],
     "one image, repeated": torch.zeros(1, 5, 7, 3, dtype=torch.uint8).permute(0, 3, 1, 2).expand(4, -1, -1, -1),

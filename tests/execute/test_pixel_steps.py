@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from gpuflow.decode.header import stored, upright
-from gpuflow.execute.pixel_steps import pixel_steps
+from gpuflow.execute.pixel_steps import pixel_steps, rows_are_short
 
 
 @pytest.mark.parametrize("channels", [1, 3])
@@ -29,3 +29,9 @@ def test_nothing_is_turned_by_default() -> None:
     assert pixel_steps(sizes, 3).tolist() == [[0, 21, 3], [0, 3, 3]]
     assert np.array_equal(pixel_steps(sizes, 3, np.array([1, 1])), pixel_steps(sizes, 3))
     assert pixel_steps(sizes[:0], 3).shape == (0, 3)
+
+
+def test_huge_images_are_read_only_as_they_are_stored() -> None:
+    sizes = np.array([(20_000, 30_000), (30_000, 30_000), (65_535, 65_535)])
+    assert rows_are_short(sizes, np.array([6, 4, 1])).tolist() == [True, True, True]
+    assert rows_are_short(sizes, np.array([8, 5, 7])).tolist() == [True, False, False]

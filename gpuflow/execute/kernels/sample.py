@@ -96,7 +96,7 @@ def _sample(
     inside = (row < HEIGHT)[:, None] & (column < WIDTH)[None, :]
     p = plan + n.to(tl.int64) * FIELD_COUNT
     image = tl.load(p).to(tl.pointer_type(tl.uint8))
-    step_y, step_x = tl.load(p + 1), tl.load(p + 2).to(tl.int32).to(tl.int64)
+    step_y, step_x = tl.load(p + 1), tl.load(p + 2).to(tl.int32)  # 64 bits would need more registers
     box_y, box_x = tl.load(p + 3).to(tl.int32), tl.load(p + 4).to(tl.int32)
     box_h, box_w = tl.load(p + 5).to(tl.int32), tl.load(p + 6).to(tl.int32)
     grid_h, grid_w = tl.load(p + 9).to(tl.int32), tl.load(p + 10).to(tl.int32)
@@ -193,7 +193,8 @@ def sample(
     """Fill a chunk's slots.
 
     Args:
-        plan: int64 [N, len(FIELDS)] on the device. Images are uint8, interleaved, C channels.
+        plan: int64 [N, len(FIELDS)] on the device. Images are uint8, interleaved, C channels, and none of their rows
+            is longer than `ROW_BYTES`.
         table: [C, 256] on the device in the dtype of `out`: the result for each level.
         out: [B, C, H, W] with any strides; every sample's window is H by W. Only the memory at the offsets of the plan
             changes, which may be that of another tensor with the same strides.

@@ -81,7 +81,7 @@ def _warp(
     inside = (row < HEIGHT) & (column < WIDTH)
     p = plan + n.to(tl.int64) * FIELD_COUNT
     image = tl.load(p).to(tl.pointer_type(tl.uint8))
-    step_y, step_x = tl.load(p + 1), tl.load(p + 2).to(tl.int32).to(tl.int64)
+    step_y, step_x = tl.load(p + 1), tl.load(p + 2).to(tl.int32)
     image += tl.load(p + 3) * step_y + tl.load(p + 4) * step_x
     box_h, box_w = tl.load(p + 5).to(tl.int32), tl.load(p + 6).to(tl.int32)
     shown_y, shown_x = tl.load(p + 16).to(tl.int32), tl.load(p + 17).to(tl.int32)
@@ -107,8 +107,8 @@ def _warp(
     left, right = (column_0 >= 0) & (column_0 < box_w), (column_1 >= 0) & (column_1 < box_w)
     top, bottom = (row_0 >= 0) & (row_0 < box_h), (row_1 >= 0) & (row_1 < box_h)
     seen = inside & shown
-    line_0, line_1 = image + row_0 * step_y, image + row_1 * step_y
-    place_0, place_1 = column_0 * step_x, column_1 * step_x
+    line_0, place_0 = image + row_0 * step_y, column_0 * step_x
+    line_1, place_1 = line_0 + step_y, place_0 + step_x
     weight_0, weight_1 = (1.0 - share_y) * (1.0 - share_x), (1.0 - share_y) * share_x
     weight_2, weight_3 = share_y * (1.0 - share_x), share_y * share_x
     mask = (tl.where(left, 1.0 - share_x, 0.0) + tl.where(right, share_x, 0.0)) * (
@@ -136,7 +136,8 @@ def warp_all(plan: torch.Tensor, table: torch.Tensor, out: torch.Tensor, *, look
     """Fill a chunk's slots: see `sample`.
 
     Args:
-        plan: int64 [N, len(FIELDS)] on the device. Images are uint8, interleaved, C channels.
+        plan: int64 [N, len(FIELDS)] on the device. Images are uint8, interleaved, C channels, and none of their rows
+            is longer than `ROW_BYTES`.
         table: [C, 256] on the device in the dtype of `out`: the result for each level.
         out: [B, C, H, W] with any strides; every sample's result is H by W.
     """
