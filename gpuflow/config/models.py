@@ -366,7 +366,8 @@ class RunSpec(_Block):
 
     Args:
         threads: threads that decode on the CPU; `auto`: the cores that this process may use, shared among the ranks.
-        readers: threads that only read; `auto`: none for local files, 16 for URLs, 2 where a GPU decodes.
+        readers: threads that only read; `auto`: none for local files, 16 for URLs, 2 where a GPU decodes (3 from 12
+            threads on).
         processes: worker processes that read and decode instead of the threads; `auto`: one for each thread where there
             are two or more, from 10,000 samples on; and for a service where the CPU decodes, where there are more than
             four. Where a GPU decodes: the most that decode the files that it does not take; `auto`: all cores but

@@ -59,10 +59,12 @@ def rewrite_progressive(
     places, end = lay_out(rooms.tolist())
     buffer, offsets = allocate(end), np.array(places, np.int64)
     columns = [starts + payload.buffer.ctypes.data, lengths, offsets + buffer.ctypes.data, rooms, 0 * rooms]
-    files = np.stack(columns, axis=1)
+    order = np.argsort(-lengths, kind="stable")  # the largest first, so that no thread is left with one at the end
+    files = np.stack(columns, axis=1)[order]
     arguments = map(_INTEGER, (len(rows), threads, _MOST_INSTRUCTIONS))
     code.gpuflow_baseline(files.ctypes.data_as(_POINTER), *arguments)
-    sizes = files[:, -1].copy()
+    sizes = np.empty_like(lengths)
+    sizes[order] = files[:, -1]
     copies = Payload(buffer=buffer, offsets=places, sizes=sizes.tolist(), errors=[None] * len(rows))
     scan = scan_headers(copies, max_scans=1, orientation=False)
     sizes[~scan.engine] = 0

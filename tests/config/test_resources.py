@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from types import SimpleNamespace
+from typing import Any, Literal
 
 import pytest
 
 from gpuflow.config import ModelSpec, RunSpec
-from gpuflow.config.resources import check_threads_of, serving_processes_of
+from gpuflow.config.resources import check_threads_of, readers_of, serving_processes_of
 from gpuflow.torchpipe.graph import images_at_a_time
 
 
@@ -41,6 +42,15 @@ def test_how_many_threads_check_files_where_a_gpu_decodes(
     assert check_threads_of(RunSpec(threads=threads)) == expected
     monkeypatch.setattr("gpuflow.config.resources.available_threads", lambda: threads)
     assert check_threads_of(RunSpec()) == expected
+
+
+@pytest.mark.parametrize(("threads", "expected"), [(1, 2), (11, 2), (12, 3), (64, 3)])
+def test_how_many_threads_read_where_a_gpu_decodes(threads: int, expected: int) -> None:
+    config: Any = SimpleNamespace(run=RunSpec(threads=threads))
+    assert readers_of(config, gpu=True, remote=False) == expected
+    assert readers_of(config, gpu=False, remote=False) == 0 and readers_of(config, gpu=True, remote=True) == 16
+    config.run = RunSpec(threads=threads, readers=1)
+    assert readers_of(config, gpu=True, remote=True) == 1
 
 
 def test_how_many_images_a_model_runs_on_at_a_time() -> None:
