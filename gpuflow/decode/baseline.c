@@ -291,8 +291,8 @@ INLINE uint64_t deposit(uint64_t bits, uint64_t mask) {
 INLINE uint64_t deposit(uint64_t bits, uint64_t mask) { return bits & mask; } /* which is not called */
 #endif
 
-/* Takes a bit for each coefficient of this mask, of which there are at most 63; 39 bits are ready. Returns which of them
- * are to be refined. */
+/* Takes a bit for each coefficient of this mask, of which there are at most 63; 39 bits are ready. Returns which of
+ * them are to be refined. */
 INLINE uint64_t take_steps(struct bits *b, uint64_t mask) {
     int count = __builtin_popcountll(mask);
     uint64_t bits = 0;
@@ -324,8 +324,8 @@ INLINE uint64_t one_after(uint64_t mask, int zeros, int fast) {
     return mask ? first_of(mask) : 0;
 }
 
-/* Refines a block. fast: with `deposit`, and in the end all coefficients that are to be refined, so that hardly a branch
- * depends on the data. */
+/* Refines a block. fast: with `deposit`, and in the end all coefficients that are to be refined, so that hardly a
+ * branch depends on the data. */
 INLINE int refine_ac(struct bits *b, const struct scan *s, int16_t *block, uint64_t *mask, int *run, int fast) {
     uint64_t rest = ~0ull >> s->first & ~0ull << (63 - s->last); /* where no code has led yet */
     uint64_t steps = 0, known = *mask;

@@ -11,7 +11,8 @@
 enum { KIND, HEIGHT, WIDTH, CHANNELS, ORIENTATION, SAMPLING, SCAN, INTERVAL, COLUMNS };
 enum { OTHER, BASELINE, PROGRESSIVE };
 enum { ORIENTATION_TAG = 0x0112, SHORT = 3 };
-enum { MOST_SEGMENTS = 64, LEAST_BYTES = 20, LEAST_WIDTH = 5, MOST_TABLES = 4, DC_SYMBOLS = 16, MOST_LATER_SEGMENTS = 10000 };
+enum { MOST_SEGMENTS = 64, MOST_LATER_SEGMENTS = 10000 };
+enum { LEAST_BYTES = 20, LEAST_WIDTH = 5, MOST_TABLES = 4, DC_SYMBOLS = 16 };
 
 struct header {
     int64_t components, interval, height, width, sampling, orientation;
@@ -21,8 +22,8 @@ struct header {
 };
 
 static int is_ordinary_marker(int marker) {
-    return marker == 0xC0 || marker == 0xC2 || marker == 0xC4 || marker == 0xDA || marker == 0xDB || marker == 0xDD || marker == 0xFE ||
-           (marker >= 0xE0 && marker <= 0xEF);
+    return marker == 0xC0 || marker == 0xC2 || marker == 0xC4 || marker == 0xDA || marker == 0xDB || marker == 0xDD ||
+           marker == 0xFE || (marker >= 0xE0 && marker <= 0xEF);
 }
 
 static int read_quantisation(struct header *h, const uint8_t *at, const uint8_t *end) {
@@ -129,7 +130,7 @@ static int has_few_scans(const uint8_t *at, const uint8_t *end, int64_t most) {
     return 0;
 }
 
-static uint32_t number(const uint8_t *at, int bytes, int is_little) {
+static uint32_t read_number(const uint8_t *at, int bytes, int is_little) {
     uint32_t value = 0;
     for (int i = 0; i < bytes; i++)
         value |= (uint32_t)at[i] << 8 * (is_little ? i : bytes - 1 - i);
@@ -144,14 +145,14 @@ static int64_t read_orientation(const uint8_t *at, const uint8_t *end) {
     int is_little = size >= 2 && at[0] == 'I' && at[1] == 'I';
     if (size < 8 || (!is_little && (at[0] != 'M' || at[1] != 'M')))
         return 1;
-    int64_t begin = number(at + 4, 4, is_little);
+    int64_t begin = read_number(at + 4, 4, is_little);
     if (size - begin < 2)
         return 1;
-    int64_t entries = number(at + begin, 2, is_little);
+    int64_t entries = read_number(at + begin, 2, is_little);
     for (int64_t i = 0, entry = begin + 2; i < entries && size - entry >= 10; i++, entry += 12) {
-        uint32_t tag = number(at + entry, 2, is_little), kind = number(at + entry + 2, 2, is_little);
+        uint32_t tag = read_number(at + entry, 2, is_little), kind = read_number(at + entry + 2, 2, is_little);
         if (tag == ORIENTATION_TAG && kind == SHORT) {
-            uint32_t value = number(at + entry + 8, 2, is_little);
+            uint32_t value = read_number(at + entry + 8, 2, is_little);
             return value >= 1 && value <= 8 ? value : 1;
         }
     }
@@ -204,8 +205,8 @@ static void read_file(const uint8_t *file, int64_t size, int orientation, int64_
     }
 }
 
-/* offsets, sizes [count]: of the files in `bytes`. orientation: whether to read that, which is else 1. most_scans: a file
- * with more of them is not ordinary. found [count, COLUMNS]: zeros, where the files' rows are written. */
+/* offsets, sizes [count]: of the files in `bytes`. orientation: whether to read that, which is else 1. most_scans: a
+ * file with more of them is not ordinary. found [count, COLUMNS]: zeros, where the files' rows are written. */
 void gpuflow_headers(const uint8_t *bytes, const int64_t *offsets, const int64_t *sizes, int64_t count,
                      int64_t orientation, int64_t most_scans, int64_t *found) {
     for (int64_t i = 0; i < count; i++)

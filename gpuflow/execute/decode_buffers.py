@@ -72,6 +72,12 @@ class DecodeBuffer:
         if self._read is not None:
             self._read.synchronize()
 
+    def free(self) -> None:
+        """Give the memory for the images back, once the GPU has read them. The buffer is not to be used any more."""
+        self.wait()
+        if self._pixels is not None:
+            self._pixels.free()
+
     def _begin(self) -> None:
         """New images will be written, once the former ones are read."""
         self._former_sources, self.sources, self._recorded = self.sources, [], False
@@ -122,6 +128,19 @@ class DecodeBuffers:
         if self._spare.qsize() > BUFFERS - most:
             with suppress(queue.Empty):
                 self._free.put(self._spare.get_nowait())
+
+    def shrink(self, most: int) -> None:
+        """Free buffers that nothing uses until there are at most `most`; `grow` adds them again. May wait for the
+        GPU."""
+        while BUFFERS - self._spare.qsize() > most:
+            try:
+                buffer = self._free.get_nowait()
+            except queue.Empty:  # all are in use
+                return
+            try:
+                buffer.free()
+            finally:
+                self._spare.put(DecodeBuffer(self._device_stream))
 
     @contextmanager
     def acquire(self, size: int, *, wait: bool = True) -> Iterator[DecodeBuffer]:

@@ -62,6 +62,9 @@ _LONG_WAIT = 0.5
 _LONG_WAITS = 32
 """The number of batches in a row for which the GPU must have waited so long. Fewer would count the first batches of a
 training, which are late, and a second call needs as much GPU memory as the first one."""
+_SETTLED = 256
+"""The number of batches in a row for which the GPU must not have waited so long before memory for a second call is
+given back. Freeing it may wait for the GPU, as may allocating it again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,7 +303,7 @@ class GpuRunner:
         self._calls: deque[_Call] = deque()
         self._checks = FileChecks(device_stream, check_threads)
         self.engine_images, self.cpu_images = 0, 0
-        self._long_waits = 0
+        self._long_waits = self._settled = 0
         with device_stream.queued():
             self._decoders = NvjpegDecoderPool(device_stream, library, program.decoder.color, backend)
             self._buffers = DecodeBuffers(device_stream, decode_bytes, buffers)
@@ -319,13 +322,19 @@ class GpuRunner:
         """Says for which part of its time the consumer's GPU waits for batches, 0 to 1.
 
         To be called for each batch. If it waits at all, a second decode buffer is used. If it has waited most of the
-        time for a while, more of them are, and see `NvjpegDecoderPool.set_starved`.
+        time for a while, more of them are, and see `NvjpegDecoderPool.set_starved`; once it has not for a longer while,
+        the memory for this is given back.
         """
-        self._long_waits = self._long_waits + 1 if share > _LONG_WAIT else 0
+        waited_long = share > _LONG_WAIT
+        self._long_waits = self._long_waits + 1 if waited_long else 0
+        self._settled = 0 if waited_long else self._settled + 1
         starved = self._long_waits >= _LONG_WAITS
         self._decoders.set_starved(starved)
         if share > SHORT_WAIT:
             self._buffers.grow(BUFFERS if starved else BUFFERS_FOR_ONE_CALL)
+        if self._settled and self._settled % _SETTLED == 0:
+            self._decoders.release_second()
+            self._buffers.shrink(BUFFERS_FOR_ONE_CALL)
 
     @property
     def is_starting(self) -> bool:

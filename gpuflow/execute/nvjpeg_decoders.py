@@ -189,6 +189,12 @@ class NvjpegDecoder:
             if state.queued is not None:
                 state.queued.synchronize()
 
+    def free(self) -> None:
+        """Give its memory back, once the GPU has finished all its calls. It is not to be used any more."""
+        self.synchronize()
+        with self._device_stream.queued():
+            self._states.clear()
+
     @property
     def channels(self) -> int:
         return 1 if self._color == "gray" else 3
@@ -265,6 +271,20 @@ class NvjpegDecoderPool:
         if starved:
             with suppress(queue.Empty):
                 self._free.put(self._spare.get_nowait())
+
+    def release_second(self) -> None:
+        """Free the memory of the second decoder, unless the GPU waits for decoded images or a call uses it. `acquire`
+        makes it again. May wait for the GPU."""
+        if self._starved:
+            return
+        with suppress(queue.Empty):
+            place = self._spare.get_nowait()
+            try:
+                decoder, self._decoders[place] = self._decoders[place], None
+                if decoder is not None:
+                    decoder.free()
+            finally:
+                self._spare.put(place)
 
     def decode(self, files: JpegBatch, call: GpuCall | None = None) -> NDArray[np.bool_]:
         """Decode files by a decoder that is free: see `NvjpegDecoder.decode`. Raises LoaderTimeout as `acquire` does.

@@ -51,6 +51,45 @@ def test_one_decode_buffer_does_until_more_are_asked_for() -> None:
         assert buffers._free.empty(), "and no more than that"
 
 
+def test_buffers_that_nothing_uses_are_freed_and_come_back() -> None:
+    here: Any = OnCpu()
+    buffers = DecodeBuffers(here, 1 << 27, BUFFERS)
+    with contextlib.ExitStack() as held:
+        lent = [held.enter_context(buffers.acquire(MB)) for _ in range(BUFFERS)]
+        buffers.shrink(2)
+        assert all(buffer.size == 8 * MB for buffer in lent), "they are in use"
+    for most in (3, 2, 2):
+        buffers.shrink(most)
+    assert (buffers._free.qsize(), buffers._spare.qsize()) == (2, 1)
+    buffers.shrink(0)
+    assert buffers._free.empty()
+    for _ in range(BUFFERS):
+        buffers.grow(BUFFERS)
+    with contextlib.ExitStack() as held:
+        again = [held.enter_context(buffers.acquire(MB)) for _ in range(BUFFERS)]
+        assert not {id(buffer) for buffer in again} & {id(buffer) for buffer in lent}
+
+
+def test_a_buffer_that_the_gpu_still_reads_is_freed_once_that_is_over() -> None:
+    waits: list[int] = []
+
+    class Event(OnCpu):
+        def synchronize(self) -> None:
+            waits.append(buffers._free.qsize())
+
+    class Stream(OnCpu):
+        def record_event(self, *, blocking: bool) -> OnCpu:
+            return Event()
+
+    here: Any = Stream()
+    buffers = DecodeBuffers(here, 1 << 27, 1)
+    with buffers.acquire(MB):
+        pass
+    waits.clear()
+    buffers.shrink(0)
+    assert waits == [0] and buffers._spare.qsize() == BUFFERS
+
+
 @pytest.mark.parametrize(
     ("size", "most", "allocated"),
     [(MB, 128 * MB, 8 * MB), (9 * MB, 128 * MB, 16 * MB), (MB, 3 * MB, 3 * MB), (20 * MB, 3 * MB, 20 * MB)],

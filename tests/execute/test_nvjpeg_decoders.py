@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -38,6 +40,9 @@ class DeviceStream:
         other.stream = Stream(5)
         self.branches.append(other.stream)
         return other
+
+    def queued(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     def record_event(self, *, stream: Stream) -> Stream:
         return stream
@@ -120,12 +125,43 @@ def test_a_second_concurrent_call_runs_only_while_the_gpu_waits(backend: str, hu
     assert library.most == 1
 
 
+def test_the_second_decoder_is_freed_when_the_gpu_no_longer_waits_and_made_again_when_it_does() -> None:
+    library = SlowLibrary()
+    substitutes: tuple[Any, Any] = (DeviceStream(), library)
+    decoders = NvjpegDecoderPool(*substitutes, "rgb", "hardware")
+    decoders.release_second()
+    decoders.set_starved(True)
+    work(decoders)
+    decoders.release_second()
+    second = weakref.ref(decoders._decoders[1])
+    assert library.made == 2 and second() is not None, "it is of use"
+    decoders.set_starved(False)
+    work(decoders)
+    for _ in range(2):
+        decoders.release_second()
+    assert second() is None
+    work(decoders)
+    assert library.made == 2
+    for again in (3, 3):
+        decoders.set_starved(True)
+        library.most = 0
+        work(decoders)
+        assert (library.most, library.made) == (2, again)
+
+
 def test_switching_starvation_on_and_off_loses_no_place() -> None:
     library = SlowLibrary()
     substitutes: tuple[Any, Any] = (DeviceStream(), library)
     decoders = NvjpegDecoderPool(*substitutes, "rgb", "hardware")
     switches = iter(range(10_000))
-    work(decoders, threads=4, turns=40, between=lambda: decoders.set_starved(next(switches) % 3 == 0))
+
+    def switch() -> None:
+        turn = next(switches)
+        decoders.set_starved(turn % 3 == 0)
+        if turn % 4 == 1:
+            decoders.release_second()
+
+    work(decoders, threads=4, turns=40, between=switch)
     assert library.calls == 160
     decoders.set_starved(True)
     library.most = 0

@@ -74,15 +74,22 @@ class FakeRunner:
 
     def __init__(self) -> None:
         self._decoders = self._buffers = self
-        self._long_waits = 0
+        self._long_waits = self._settled = 0
         self.starved: list[bool] = []
         self.grown: list[int] = []
+        self.freed: list[str] = []
 
     def set_starved(self, starved: bool) -> None:
         self.starved.append(starved)
 
     def grow(self, most: int) -> None:
         self.grown.append(most)
+
+    def release_second(self) -> None:
+        self.freed.append("a decoder")
+
+    def shrink(self, most: int) -> None:
+        self.freed.append(f"buffers over {most}")
 
 
 @pytest.mark.parametrize(
@@ -103,6 +110,18 @@ def test_the_first_batches_of_a_training_are_late_and_begin_no_second_call() -> 
     assert not any(runner.starved) and set(runner.grown) == {2}
     GpuRunner.set_gpu_wait(runner, 0.9)
     assert runner.starved[-1]
+
+
+def test_memory_for_a_second_call_is_given_back_after_many_batches_without_long_waits() -> None:
+    runner: Any = FakeRunner()
+    for share in [0.9] * 40 + [0.3] * 255 + [0.9] + [0.3] * 255:
+        GpuRunner.set_gpu_wait(runner, share)
+    assert runner.freed == []
+    GpuRunner.set_gpu_wait(runner, 0.0)
+    assert runner.freed == ["a decoder", "buffers over 2"]
+    for _ in range(256):
+        GpuRunner.set_gpu_wait(runner, 0.0)
+    assert runner.freed == ["a decoder", "buffers over 2"] * 2, "what was in use the first time"
 
 
 class FakeRunnerAndAdmission:
