@@ -15,6 +15,8 @@ __all__ = ["ROW_BYTES", "pixel_steps", "rows_are_short"]
 
 ROW_BYTES = (1 << 31) - 1
 """The most bytes from the first to the last pixel of an upright row: kernels compute them in 32 bits."""
+_FLIPS = np.array([(turn in FLIPPED_Y, turn in FLIPPED_X) for turn in range(9)])
+"""[9, 2]: for each orientation whether rows, and whether columns, are in reverse order."""
 
 
 def rows_are_short(sizes: NDArray[np.int64], orientations: NDArray[np.integer]) -> NDArray[np.bool_]:
@@ -37,11 +39,11 @@ def pixel_steps(
     nothing is turned.
     """
     stored = np.column_stack([sizes[:, 1] * channels, np.full(len(sizes), channels)])
-    if orientations is None:
+    if orientations is None or (orientations == 1).all():
         return np.column_stack([np.zeros(len(sizes), np.int64), stored])
     swapped = orientations >= SWAPPED
     steps = np.where(swapped[:, None], stored[:, ::-1], stored)
     ends = np.where(swapped[:, None], sizes[:, ::-1], sizes) - 1  # the last row and column of the upright image
-    flips = np.column_stack([np.isin(orientations, FLIPPED_Y), np.isin(orientations, FLIPPED_X)])
+    flips = _FLIPS[orientations]
     starts = (ends * steps * flips).sum(axis=1)
     return np.column_stack([starts, np.where(flips, -steps, steps)])
