@@ -3,8 +3,8 @@
  *
  * See baseline.py, which has the headers of the result read by header_scan.c. A file is rewritten only if every
  * coefficient of every block is there, at full precision, and each scan ends where its data end; anything else is left
- * to the CPU's decoder. The formats: ITU-T T.81, annexes B, F
- * (baseline) and G (progressive); the Huffman tables that are written are those of annex K.
+ * to the CPU's decoder. The formats: ITU-T T.81, annexes B, F (baseline) and G (progressive); the Huffman tables that
+ * are written are those of annex K.
  *
  * For each block there is a mask of its coefficients that are not 0. A scan that refines them reads only these, and so
  * does the baseline encoder. Masks and blocks have the first coefficient last, at bit and place 63: files have it in
@@ -218,16 +218,14 @@ INLINE int read_dc_block(struct bits *b, const struct scan *s, int place, int *b
     return 1;
 }
 
-INLINE int read_dc_scan(struct bits *bits, const struct scan *s, int64_t across, int64_t down) {
-    struct bits b = *bits;
+INLINE int read_dc_scan(struct bits *b, const struct scan *s, int64_t across, int64_t down) {
     int before[3] = {0};
     struct component *c = s->components[0];
     if (s->count == 1) {
         for (int64_t row = 0; row < c->rows; row++)
             for (int64_t column = 0; column < c->columns; column++)
-                if (!read_dc_block(&b, s, 0, &before[0], row * c->pitch + column) || left_of(&b) < 0)
+                if (!read_dc_block(b, s, 0, &before[0], row * c->pitch + column) || left_of(b) < 0)
                     return 0;
-        *bits = b;
         return 1;
     }
     for (int64_t row = 0; row < down; row++)
@@ -236,12 +234,11 @@ INLINE int read_dc_scan(struct bits *bits, const struct scan *s, int64_t across,
                 c = s->components[i];
                 for (int y = 0; y < c->down; y++)
                     for (int x = 0; x < c->across; x++)
-                        if (!read_dc_block(&b, s, i, &before[i],
+                        if (!read_dc_block(b, s, i, &before[i],
                                            (row * c->down + y) * c->pitch + column * c->across + x) ||
-                            left_of(&b) < 0)
+                            left_of(b) < 0)
                             return 0;
             }
-    *bits = b;
     return 1;
 }
 
@@ -367,27 +364,25 @@ INLINE int refine_ac(struct bits *b, const struct scan *s, int16_t *block, uint6
     return 1;
 }
 
-INLINE int read_ac_scan(struct bits *bits, const struct scan *s, int fast) {
+INLINE int read_ac_scan(struct bits *b, const struct scan *s, int fast) {
     struct component *c = s->components[0];
-    struct bits b = *bits;
     int run = 0;
     for (int64_t row = 0; row < c->rows; row++) {
         int16_t *block = c->blocks + 64 * row * c->pitch;
         uint64_t *mask = c->masks + row * c->pitch;
         for (int64_t column = 0; column < c->columns; column++, block += 64, mask++) {
             if (s->former) {
-                if (!refine_ac(&b, s, block, mask, &run, fast))
+                if (!refine_ac(b, s, block, mask, &run, fast))
                     return 0;
             } else if (run) {
                 run--;
-            } else if (!read_first_ac(&b, s, block, mask, &run)) {
+            } else if (!read_first_ac(b, s, block, mask, &run)) {
                 return 0;
             }
-            if (left_of(&b) < 0)
+            if (left_of(b) < 0)
                 return 0;
         }
     }
-    *bits = b;
     return !run;
 }
 

@@ -52,10 +52,11 @@ def read_headers(
 ) -> Headers:
     """The header of each file. Unreadable files (of size 0) are faults of the stage `read`."""
     count = len(payload)
-    scan = scan_headers(payload, max_scans=max_scans, orientation=orientation)
-    _, _, sizes, channels, orientations, sampling, scans, intervals = scan
-    ordinary = sizes.prod(axis=1) <= max_pixels
-    engine, progressive = scan.engine & ordinary, scan.progressive & ordinary
+    engine, progressive, sizes, channels, orientations, sampling, scans, intervals = scan_headers(
+        payload, max_scans=max_scans, orientation=orientation
+    )
+    allowed = sizes.prod(axis=1) <= max_pixels
+    engine, progressive = engine & allowed, progressive & allowed
     others: dict[int, Header] = {}
     faults: list[BadSampleError | None] = [None] * count
     for i in np.flatnonzero(progressive).tolist():

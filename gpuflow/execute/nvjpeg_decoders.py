@@ -297,9 +297,8 @@ class NvjpegDecoderPool:
             except SystemFault as fault:
                 if decoder is self._decoders[0]:
                     raise
-                decoder.synchronize()  # it may have decoded some of them
+                decoder.free()  # it may have decoded some of them
                 self._give_up(self._decoders.index(decoder), str(fault))
-        del decoder  # which frees its memory
         return self.decode(files, call)
 
     @contextmanager

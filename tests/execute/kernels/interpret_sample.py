@@ -48,7 +48,7 @@ def difference(stages: tuple[Geometry, ...], channels: int, layout: str, dtype: 
     heights, widths = np.array(SIZES).T
     sampling = SamplingStep(stages, (0,) * len(stages), 10**6).draw(Keys(0, 0, np.arange(len(SIZES))), heights, widths)
     rows = np.arange(len(SIZES))[::-1].copy()
-    held, places = in_memory([image.numpy() for image in images])
+    _held, places = in_memory([image.numpy() for image in images])
     plan = torch.from_numpy(plan_of(sampling, places, rows))
     table = torch.stack([torch.arange(256.0) + 256 * c for c in range(channels)]).to(dtype)
     height, width = sampling.window[0, 2:].tolist()
@@ -61,7 +61,6 @@ def difference(stages: tuple[Geometry, ...], channels: int, layout: str, dtype: 
         "fill": sampling.fill,
     }
     sample(plan, table, out, **how)
-    del held
     expected = sample_reference(images, plan, table, **how)
     return float((out[rows.tolist()].float() - expected.float()).abs().max())
 

@@ -53,14 +53,13 @@ def difference(stages: tuple[Geometry, ...], channels: int, layout: str, dtype: 
     step = WarpStep(stages, tuple(range(len(stages))), 10**6, key)
     warping = step.draw(Keys(0, 0, np.arange(len(SIZES))), heights, widths)
     rows = np.arange(len(SIZES))[::-1].copy()
-    held, places = in_memory(images)
+    _held, places = in_memory(images)
     height, width = int(warping.height[0]), int(warping.width[0])
     memory = torch.channels_last if layout == "nhwc" else torch.contiguous_format
     out = torch.full((len(SIZES), channels, height, width), -1.0).to(dtype).contiguous(memory_format=memory)
     plan = torch.from_numpy(warp_plan_of(warping, places, rows * out.stride(0)))
     table = torch.stack([torch.arange(256.0) + 256 * c for c in range(channels)]).to(dtype)
     warp_all(plan, table, out, lookup=key)
-    del held
     expected = []
     for i, image in enumerate(images):
         (y, x, box_h, box_w), (top, left, shown_h, shown_w) = warping.box[i], warping.shown[i]

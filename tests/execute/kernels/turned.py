@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -17,7 +16,7 @@ __all__ = ["in_memory"]
 def in_memory(images: Sequence[NDArray[np.uint8]]) -> tuple[list[NDArray[np.uint8]], NDArray[np.int64]]:
     """Upright images [H_i, W_i, C], each stored for another EXIF orientation: the arrays, and where kernels find their
     pixels, [n, 3] (`DeviceImages.places`)."""
-    orientations = np.array([turn for turn, _ in zip(itertools.cycle((6, 3, 8, 5, 1, 7, 2, 4)), images, strict=False)])
+    orientations = np.resize((6, 3, 8, 5, 1, 7, 2, 4), len(images))
     held = [stored(image, int(turn)) for image, turn in zip(images, orientations, strict=True)]
     places = pixel_steps(np.array([array.shape[:2] for array in held]), images[0].shape[2], orientations)
     places[:, 0] += [array.ctypes.data for array in held]
