@@ -7,6 +7,7 @@ number of kernels, whatever was drawn. Operations are not folded: each samples a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -16,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpuflow.pipeline import stage as s
-from gpuflow.pipeline.warp_parameters import Fill, WarpInterpolation, check_fill, lookup_of, rotation
+from gpuflow.pipeline.warp_parameters import Fill, WarpInterpolation, check_fill, lookup_of
 from gpuflow.stages.sharpness import Sharpness
 
 __all__ = ["OPERATIONS", "AugmentPolicy", "Choice", "Drawn", "Magnitudes", "Range", "uniform_places"]
@@ -37,11 +38,10 @@ _COLORS = {
     "Invert": s.Operation.TABLE,
 }
 _CODES = np.array([_COLORS.get(name, s.Operation.NONE) for name in OPERATIONS])
-_ENTRIES = {"ShearX": 1, "TranslateX": 2, "ShearY": 3, "TranslateY": 5}
-"""Which number of a matrix, row by row, an operation changes."""
-_ENTRY = np.array([_ENTRIES.get(name, 0) for name in OPERATIONS])
-_SHIFTS = np.array([name.startswith("Translate") for name in OPERATIONS])
-_ROTATE, _SHARPEN = OPERATIONS.index("Rotate"), OPERATIONS.index("Sharpness")
+_SHIFT = np.array([{"TranslateX": 2, "TranslateY": 5}.get(name, 0) for name in OPERATIONS])
+"""Which number of a matrix, row by row, an operation changes that shifts whole pixels; 0 for others."""
+_IS_MAPPED = np.isin(OPERATIONS, ("ShearX", "ShearY", "Rotate"))
+_SHARPEN = OPERATIONS.index("Sharpness")
 _SHARPNESS = Sharpness(amount=0.0)
 """Its filters depend on a sample's coefficients alone."""
 
@@ -204,21 +204,50 @@ class _Moving(s.Geometry):
 
     @property
     def warps(self) -> s.Lookup:
-        return lookup_of(self.policy.interpolation, "constant", self.policy.fill)
+        found = lookup_of(self.policy.interpolation, "constant", self.policy.fill)
+        return found._replace(as_torchvision=found.interpolation == "nearest")
 
     def draw(self, keys: s.StageKeys, height: s.Ints, width: s.Ints) -> tuple[s.Move, ...]:
         drawn = self.policy.drawn_for(keys, self.turn, height, width)
         numbers = np.zeros((len(height), 9))
         numbers[:, ::4] = 1
-        entry = _ENTRY[drawn.operation]
-        rows, turned = np.flatnonzero(entry), np.flatnonzero(drawn.operation == _ROTATE)
-        m = drawn.magnitude[rows]
-        numbers[rows, entry[rows]] = np.where(_SHIFTS[drawn.operation[rows]], -np.trunc(m), m)
-        matrix = numbers.reshape(-1, 3, 3)
-        matrix[turned] = rotation(drawn.magnitude[turned], height[turned], width[turned])
-        active = entry > 0
-        active[turned] = True
-        return (s.Warp(matrix, height, width, *self.warps, active),)
+        operation, magnitude = drawn.operation, drawn.magnitude
+        shifted, mapped = np.flatnonzero(_SHIFT[operation]), np.flatnonzero(_IS_MAPPED[operation])
+        numbers[shifted, _SHIFT[operation[shifted]]] = -np.trunc(magnitude[shifted])
+        described = (values[mapped].tolist() for values in (operation, magnitude, height, width))
+        for row, *one in zip(mapped.tolist(), *described, strict=True):
+            numbers[row, :6] = _map_of(*one)
+        active = np.zeros(len(height), bool)
+        active[shifted] = active[mapped] = True
+        return (s.Warp(numbers.reshape(-1, 3, 3), height, width, *self.warps, active),)
+
+
+@lru_cache(maxsize=4096)
+def _map_of(operation: int, magnitude: float, height: int, width: int) -> tuple[float, ...]:
+    """Where the points of a sheared or turned image of this size come from: the first two rows of the map's matrix.
+
+    To the bit as torchvision v2 computes it, whose numbers, of the map about the image's center, are float32. So the
+    matrix is not rounded: float64 holds all of its sums.
+    """
+    angle = shear_x = shear_y = left = top = 0.0
+    match OPERATIONS[operation]:
+        case "Rotate":
+            angle = math.radians(-(magnitude % 360))
+        case "ShearX" | "ShearY" as name:  # about the upper left corner
+            shear = math.radians(math.degrees(math.atan(magnitude)))
+            shear_x, shear_y = (shear, 0.0) if name == "ShearX" else (0.0, shear)
+            left, top = -width * 0.5, -height * 0.5
+        case other:
+            raise ValueError(f"{other} neither shears nor turns")
+    a = math.cos(angle - shear_y) / math.cos(shear_y)
+    c = math.sin(angle - shear_y) / math.cos(shear_y)
+    b, d = -(a * math.tan(shear_x) + math.sin(angle)), math.cos(angle) - c * math.tan(shear_x)
+    numbers: list[float] = []
+    for across, down, fixed, side in ((d, -b, left, width), (-c, a, top, height)):
+        shift = fixed - across * left - down * top
+        across, down, shift = np.array([across, down, shift], np.float32).tolist()
+        numbers += (across, down, shift + side / 2 - (across * width + down * height) / 2)
+    return tuple(numbers)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

@@ -47,12 +47,10 @@ class RandAugment(AugmentPolicy):
 
     Cubuk et al., "RandAugment: Practical automated data augmentation with a reduced search space", 2019.
 
-    With `interpolation: nearest`, a pixel of the result may lie exactly between two pixels of the image. There
-    torchvision's rounding errors in float32 choose one of them, and gpuflow takes the right or the lower one; all
-    other pixels equal torchvision's. A shear by m has such pixels where m, as a fraction in lowest terms, has an odd
-    numerator and an odd denominator q: in one row (ShearX) or column (ShearY) of q. Of 31 bins, these are the
-    magnitudes 20 (one row of 5) and 4, 12 and 28 (one of 25). Of a rotation less than one pixel in 100 lies so, of a
-    shift none.
+    With `interpolation: nearest`, all pixels are those of torchvision on a GPU, on every device. Where a point lies
+    exactly between two pixels, torchvision's rounding errors in float32 choose one of them. Shears have whole rows or
+    columns of such points, at 4 of 31 magnitudes. Torchvision itself may take others of these pixels on a processor
+    that adds up float32 products in another way than GPUs and Intel's processors do, such as one of AMD.
 
     Args:
         operations: how many operations a sample gets, one after the other.

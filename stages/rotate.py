@@ -107,7 +107,8 @@ class Rotate(s.Geometry):
     def draw(self, keys: s.StageKeys, height: s.Ints, width: s.Ints) -> tuple[s.Move, ...]:
         low, high = angle_range(self.degrees)
         degrees = low + keys.uniform(1)[:, 0] * (high - low)
-        return (s.Warp(*self._warp(degrees, height, width), *self.warps),)
+        matrix, height, width = self._warp(degrees, height, width)
+        return (s.Warp(matrix, height, width, *self.warps),)
 
     def _warp(self, degrees: NDArray[np.float64], height: s.Ints, width: s.Ints) -> tuple[s.Matrices, s.Ints, s.Ints]:
         """The maps [N, 3, 3] of rotations by these angles [N], and the heights and widths of the results [N]."""

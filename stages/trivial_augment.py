@@ -37,10 +37,7 @@ class TrivialAugment(AugmentPolicy):
 
     Müller and Hutter, "TrivialAugment: Tuning-free Yet State-of-the-Art Data Augmentation", ICCV 2021.
 
-    With `interpolation: nearest`, pixels that lie exactly between two pixels of the image may differ from
-    torchvision's, as in `rand_augment`. Of 31 bins, ShearX and ShearY have such pixels at 8 and 24, in one row or
-    column of 125. Rotate has them on the diagonals at 10 and 30, which are 45 and 135 degrees, and everywhere at 20,
-    which is 90 degrees, if one side of the image is odd and the other one even.
+    With `interpolation: nearest`, all pixels are torchvision's, as in `rand_augment`.
 
     Args:
         bins: into how many magnitudes the range of each operation is divided.

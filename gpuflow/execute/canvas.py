@@ -103,7 +103,8 @@ def _part(
     sides = np.full(len(image), TILE)
     if isinstance(draw, Warping):
         matrix, shown = draw.matrix[image].copy(), draw.shown[image].copy()
-        matrix[:, :, 2] += matrix[:, :, 0] * left[:, None] + matrix[:, :, 1] * top[:, None]
+        if not draw.lookup.as_torchvision:  # whose places depend on the whole result; the kernel takes it from `shown`
+            matrix[:, :, 2] += matrix[:, :, 0] * left[:, None] + matrix[:, :, 1] * top[:, None]
         shown[:, 0] -= top
         shown[:, 1] -= left
         return replace(draw, box=draw.box[image], matrix=matrix, height=sides, width=sides, shown=shown, misfits=())

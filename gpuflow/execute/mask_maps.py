@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpuflow.execute.jit import loops_of
-from gpuflow.execute.warp import REMAPPED, TIE, TINY, fold_back, image_points
+from gpuflow.execute.warp import REMAPPED, TIE, TINY, fold_back, image_points, points_as_torchvision
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.program import (
     ApplyStep,
@@ -97,17 +97,22 @@ class MaskMap:
         self._select(np.arange(y, y + height), np.arange(x, x + width))
         shape = [int(side[i]) for side in warping.size]
         constant = warping.lookup.border == "constant"
-        loops = loops_of("mask_loops")
+        as_torchvision, loops = warping.lookup.as_torchvision, loops_of("mask_loops")
         if loops is not None and constant and self._places is None:
             self._places = np.empty(shape, np.int32 if self._small else np.int64)
             pairs = self._pairs(self._places)
             first = np.zeros(2, np.int64)
-            loops.look_up(warping.matrix[i], TIE, TINY, self._rows, self._columns, warping.shown[i], first, pairs)
+            sides = self._rows, self._columns
+            loops.look_up(warping.matrix[i], as_torchvision, TIE, TINY, *sides, warping.shown[i], first, pairs)
             return
         points = (np.arange(side, dtype=np.float64) + 0.5 for side in shape)
         down, across = next(points)[:, None], next(points)[None]
         numbers = np.int16 if self._small and constant else np.int32
-        columns, rows = (_floors(line, numbers) for line in image_points(warping.matrix[i], across, down))
+        if as_torchvision:
+            seen = points_as_torchvision(warping.matrix[i], across, down, (height, width))
+        else:
+            seen = image_points(warping.matrix[i], across, down)
+        columns, rows = (_floors(line, numbers) for line in seen)
         if constant:
             outside = _is_outside(rows, height) | _is_outside(columns, width)
         else:

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from gpuflow.execute.jit import loops_of
 from gpuflow.pipeline.stage import Lookup
 
-__all__ = ["PLACES", "REMAPPED", "TIE", "TINY", "fold_back", "image_points", "warp"]
+__all__ = ["PLACES", "REMAPPED", "TIE", "TINY", "fold_back", "image_points", "points_as_torchvision", "warp"]
 
 TIE = 2.0**-20
 """A nearest pixel whose edge is less than this away is the next one, so that rounding errors do not choose."""
@@ -73,14 +73,18 @@ def warp(
         return
     fixed = lookup.interpolation == "nearest" and lookup.border == "constant" and max(image.shape[:2]) < REMAPPED
     if fixed and (loops := loops_of("mask_loops")) is not None:
-        _remap(image, _places_by_loops(loops, image.shape, matrix, part), lookup, out)
+        _remap(image, _places_by_loops(loops, image.shape, matrix, part, lookup), lookup, out)
         return
     y, x, height, width = part
     for top in range(0, height, _TILE):
         for left in range(0, width, _TILE):
             tile = out[top : top + _TILE, left : left + _TILE]
             rows, columns = (np.arange(side, dtype=np.float64) for side in tile.shape[:2])
-            at_x, at_y = image_points(matrix, columns[None] + (x + left + 0.5), rows[:, None] + (y + top + 0.5))
+            points = columns[None] + (x + left + 0.5), rows[:, None] + (y + top + 0.5)
+            if lookup.as_torchvision:
+                at_x, at_y = points_as_torchvision(matrix, *points, image.shape[:2])
+            else:
+                at_x, at_y = image_points(matrix, *points)
             (_nearest if lookup.interpolation == "nearest" else _bilinear)(image, at_x, at_y, lookup, tile)
 
 
@@ -148,6 +152,29 @@ def image_points(matrix: Numbers, x: NDArray[Any], y: NDArray[Any]) -> tuple[NDA
     return at_x / third, at_y / third
 
 
+def points_as_torchvision(
+    matrix: Numbers, x: NDArray[Any], y: NDArray[Any], size: Sequence[int]
+) -> tuple[NDArray[Any], NDArray[Any]]:
+    """As `image_points`, but the centers of the pixels that torchvision v2 takes with `nearest`, by an affine map to a
+    result of the image's size (height, width).
+
+    Where a point lies between two pixels, its rounding errors choose: those of float32, of `_affine_grid`'s product on
+    a GPU or an Intel processor, each term of which is multiplied and added at once, and of PyTorch's grid_sample. Here
+    all is computed in float64, which holds products of two float32 numbers exactly, and rounded after each step.
+    """
+    (height, width), found = size, []
+    for (across, down, shift), side in zip(matrix[:2].tolist(), (width, height), strict=True):
+        shift += (across * width + down * height - side) / 2  # of the map about the centers
+        across, down, shift = (float(np.float32(number) / np.float32(0.5 * side)) for number in (across, down, shift))
+        place = ((x - width / 2) * across).astype(np.float32)
+        place = ((y - height / 2) * down + place).astype(np.float32)
+        place += np.float32(shift)
+        place += np.float32(1)
+        place = (place.astype(np.float64) * side - 1).astype(np.float32)
+        found.append(np.rint(place / 2).astype(np.float64) + 0.5)
+    return found[0], found[1]
+
+
 def _nearest(image: NDArray[np.uint8], x: Numbers, y: Numbers, lookup: Lookup, out: NDArray[np.uint8]) -> None:
     (height, width), constant, far = image.shape[:2], lookup.border == "constant", 2.0**31
     if constant and max(height, width) < REMAPPED:
@@ -167,12 +194,12 @@ def _nearest(image: NDArray[np.uint8], x: Numbers, y: Numbers, lookup: Lookup, o
 
 
 def _places_by_loops(
-    loops: ModuleType, size: Sequence[int], matrix: Numbers, part: tuple[int, int, int, int]
+    loops: ModuleType, size: Sequence[int], matrix: Numbers, part: tuple[int, int, int, int], lookup: Lookup
 ) -> NDArray[np.int16]:
     """The places that the pixels of a part show in an image of this size, by one call that does not hold the GIL."""
     shown, places = np.array(part), np.empty((*part[2:], 2), np.int16)
     rows, columns = (np.arange(side) for side in size[:2])
-    loops.look_up(matrix, TIE, TINY, rows, columns, shown, shown[:2], places)
+    loops.look_up(matrix, lookup.as_torchvision, TIE, TINY, rows, columns, shown, shown[:2], places)
     return places
 
 

@@ -75,6 +75,7 @@ class Warp:
 
     matrix: maps a point of the output to the point of the input that is seen there. height, width [N]: of the output.
     interpolation: `nearest` or `bilinear`. border, fill: what is seen outside the input, as in `Pad`.
+    as_torchvision: see `Lookup`.
     active [N]: samples that are not active keep their pixels and their size exactly; None if all are active.
     """
 
@@ -84,6 +85,7 @@ class Warp:
     interpolation: str = "bilinear"
     border: str = "constant"
     fill: tuple[float, ...] = (0,)
+    as_torchvision: bool = False
     active: Bools | None = None
 
 

@@ -26,8 +26,10 @@ from gpuflow.execute.masks import decode_mask, instance_mask, mask_fault
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.records import MaskFile, Polygons, Rle
 from gpuflow.stages import CenterCrop, Decode, Flip, Resize
+from tests.images import png
 from tests.records import rle
 from tests.running import images, keys_of, program_of
+from tests.stages.policies import Fixed
 
 PARAMETERS = {
     "a square at half pixels": (
@@ -206,6 +208,20 @@ def test_a_mask_is_sampled_where_its_image_is(stages: tuple[s.Stage, ...]) -> No
     wanted = images(program, [bytes(cv2.imencode(".png", mask)[1]) for mask in masks], keys)
     for mask, map, image in zip(masks, mask_maps(program, keys, sizes), wanted, strict=True):
         np.testing.assert_array_equal(map.apply(mask), image[0].numpy())
+
+
+@pytest.mark.parametrize("loops", [loops_of, lambda _: None], ids=["numba", "numpy"])
+@pytest.mark.parametrize(("name", "magnitude"), [("ShearX", 0.2), ("ShearY", -0.28), ("Rotate", 45.0)])
+def test_a_mask_is_sampled_where_a_policy_samples_its_image(
+    name: str, magnitude: float, loops: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where points lie exactly between two pixels."""
+    monkeypatch.setattr(mask_maps_module, "loops_of", loops)
+    mask = np.random.default_rng(0).integers(0, 256, (50, 63)).astype(np.uint8)
+    program = program_of(Decode(), Fixed(name=name, magnitude=magnitude), CenterCrop(size=mask.shape))
+    (image,) = images(program, [png(np.repeat(mask[..., None], 3, axis=2))])
+    (ours,) = [one.apply(mask) for one in mask_maps(program, keys_of(1), np.array([mask.shape]))]
+    np.testing.assert_array_equal(ours, image[0].numpy())
 
 
 def test_a_turned_mask_is_torchvisions() -> None:

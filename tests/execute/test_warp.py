@@ -118,20 +118,28 @@ def test_gray_images() -> None:
     assert np.abs(found - exact(image, MAPS["turned"], (33, 44), BILINEAR)).max() <= 0.7
 
 
+@pytest.mark.parametrize("as_torchvision", [False, True], ids=["exact", "as torchvision"])
 @pytest.mark.parametrize("channels", [1, 3])
-def test_nearest_pixels_are_the_same_with_and_without_opencv(channels: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nearest_pixels_are_the_same_with_and_without_opencv(
+    channels: int, as_torchvision: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Images whose places do not fit OpenCV's int16 take another way, and so do all without numba."""
     rng = np.random.default_rng(channels)
     fill = tuple(rng.integers(0, 256, channels).tolist())
     for _ in range(50):
         image = rng.integers(0, 256, (*rng.integers(1, 60, 2), channels), np.uint8)
         matrix = np.eye(3) + rng.normal(0, 0.4, (3, 3)) * [[1, 1, 20], [1, 1, 20], [0.003, 0.003, 0]]
+        if as_torchvision:  # affine maps, often by magnitudes that put points between two pixels
+            matrix[2] = 0, 0, 1
+            matrix[:2, :2] = np.round(5 * matrix[:2, :2]) / 5
+            matrix[:2, 2] = np.round(2 * matrix[:2, 2]) / 2
         found = []
         for side, loops in ((warp_module.REMAPPED, loops_of), (warp_module.REMAPPED, lambda _: None), (0, loops_of)):
             monkeypatch.setattr(warp_module, "REMAPPED", side)
             monkeypatch.setattr(warp_module, "loops_of", loops)
             found.append(np.empty((33, 41, channels), np.uint8))
-            warp_module.warp(image, matrix, (3, -2, 33, 41), Lookup("nearest", "constant", fill), found[-1])
+            lookup = Lookup("nearest", "constant", fill, as_torchvision)
+            warp_module.warp(image, matrix, (3, -2, 33, 41), lookup, found[-1])
             monkeypatch.undo()
         assert np.array_equal(found[0], found[1]) and np.array_equal(found[0], found[2])
 

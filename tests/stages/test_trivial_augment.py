@@ -10,7 +10,7 @@ from gpuflow.stages import TrivialAugment
 from gpuflow.stages.policy_parts import OPERATIONS
 from gpuflow.stages.trivial_augment import _SPACE
 from tests.running import keys_of
-from tests.stages.policies import check_draws, check_magnitudes, check_ties, frequencies
+from tests.stages.policies import check_draws, check_magnitudes, check_nearest, frequencies
 
 
 def test_the_magnitudes_are_those_of_torchvision() -> None:
@@ -19,9 +19,8 @@ def test_the_magnitudes_are_those_of_torchvision() -> None:
         check_magnitudes(_SPACE, v2.TrivialAugmentWide._AUGMENTATION_SPACE, bins)
 
 
-def test_the_magnitudes_at_which_nearest_pixels_lie_between_two() -> None:
-    """As the docstring lists them."""
-    check_ties(_SPACE, 31, {8: 1 / 125, 24: 1 / 125})
+def test_nearest_pixels_are_those_of_torchvision(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_nearest(_SPACE, 31, monkeypatch)
 
 
 @pytest.mark.parametrize("stage", [TrivialAugment(), TrivialAugment(bins=5, fill=(9, 99, 199))], ids=repr)

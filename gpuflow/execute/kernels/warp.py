@@ -67,10 +67,28 @@ def _place(at, length, NEAREST: tl.constexpr, BORDER: tl.constexpr):
 
 
 @triton.jit
+def _rounded(value):
+    """A float64 number as the next float32 number."""
+    return value.to(tl.float32).to(tl.float64)
+
+
+@triton.jit
+def _point_as_torchvision(x, y, across, down, shift, height, width, side):
+    """See `points_as_torchvision` in execute/warp.py, of one axis, whose side is `side`. All is float64."""
+    unit = 0.5 * side
+    place = _rounded((x - 0.5 * width) * _rounded(_rounded(across) / unit))
+    place = _rounded((y - 0.5 * height) * _rounded(_rounded(down) / unit) + place)
+    place = _rounded(place + _rounded(_rounded(shift + 0.5 * (across * width + down * height - side)) / unit))
+    place = _rounded(_rounded(place + 1.0) * side - 1.0) * 0.5
+    return (place + 6755399441055744.0) - 6755399441055744.0 + 0.5  # 1.5 * 2 ** 52: rounds half to even
+
+
+@triton.jit
 def _warp(
     plan, table, out, stride_c, stride_y, stride_x, fill_0, fill_1, fill_2,
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr, CHANNELS: tl.constexpr, FIELD_COUNT: tl.constexpr,
-    NEAREST: tl.constexpr, BORDER: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    NEAREST: tl.constexpr, BORDER: tl.constexpr, AS_TORCHVISION: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """A tile of ROWS by COLUMNS of one sample."""
     across: tl.constexpr = (WIDTH + COLUMNS - 1) // COLUMNS
@@ -91,18 +109,22 @@ def _warp(
 
     m = p + 7
     x, y = column.to(tl.float64) + 0.5, row.to(tl.float64) + 0.5
-    at_x = tl.load(m).to(tl.float64, bitcast=True) * x + (
-        tl.load(m + 1).to(tl.float64, bitcast=True) * y + tl.load(m + 2).to(tl.float64, bitcast=True)
-    )
-    at_y = tl.load(m + 3).to(tl.float64, bitcast=True) * x + (
-        tl.load(m + 4).to(tl.float64, bitcast=True) * y + tl.load(m + 5).to(tl.float64, bitcast=True)
-    )
-    third = tl.load(m + 6).to(tl.float64, bitcast=True) * x + (
-        tl.load(m + 7).to(tl.float64, bitcast=True) * y + tl.load(m + 8).to(tl.float64, bitcast=True)
-    )
-    third = tl.where(tl.abs(third) < _TINY, _TINY, third)
-    column_0, share_x = _place(at_x / third, box_w, NEAREST, BORDER)
-    row_0, share_y = _place(at_y / third, box_h, NEAREST, BORDER)
+    a, b = tl.load(m).to(tl.float64, bitcast=True), tl.load(m + 1).to(tl.float64, bitcast=True)
+    c, d = tl.load(m + 2).to(tl.float64, bitcast=True), tl.load(m + 3).to(tl.float64, bitcast=True)
+    e, f = tl.load(m + 4).to(tl.float64, bitcast=True), tl.load(m + 5).to(tl.float64, bitcast=True)
+    if AS_TORCHVISION:
+        height, width = box_h.to(tl.float64), box_w.to(tl.float64)
+        x, y = x - shown_x.to(tl.float64), y - shown_y.to(tl.float64)  # of a tile in the whole result
+        at_x = _point_as_torchvision(x, y, a, b, c, height, width, width)
+        at_y = _point_as_torchvision(x, y, d, e, f, height, width, height)
+    else:
+        third = tl.load(m + 6).to(tl.float64, bitcast=True) * x + (
+            tl.load(m + 7).to(tl.float64, bitcast=True) * y + tl.load(m + 8).to(tl.float64, bitcast=True)
+        )
+        third = tl.where(tl.abs(third) < _TINY, _TINY, third)
+        at_x, at_y = (a * x + (b * y + c)) / third, (d * x + (e * y + f)) / third
+    column_0, share_x = _place(at_x, box_w, NEAREST, BORDER)
+    row_0, share_y = _place(at_y, box_h, NEAREST, BORDER)
     column_1, row_1 = column_0 + 1, row_0 + 1
     left, right = (column_0 >= 0) & (column_0 < box_w), (column_1 >= 0) & (column_1 < box_w)
     top, bottom = (row_0 >= 0) & (row_0 < box_h), (row_1 >= 0) & (row_1 < box_h)
@@ -148,6 +170,7 @@ def warp_all(plan: torch.Tensor, table: torch.Tensor, out: torch.Tensor, *, look
         plan, table, out, *out.stride()[1:], *fill,
         HEIGHT=height, WIDTH=width, CHANNELS=channels, FIELD_COUNT=len(FIELDS),
         NEAREST=lookup.interpolation == "nearest", BORDER=_BORDERS[lookup.border],
+        AS_TORCHVISION=lookup.as_torchvision,
         ROWS=ROWS, COLUMNS=COLUMNS, num_warps=WARPS,
     )  # fmt: skip
 

@@ -10,6 +10,8 @@ import itertools
 import numpy as np
 import torch
 
+from gpuflow.execute.canvas import Canvas, tiles_of
+from gpuflow.execute.gpu_passes import plan_of
 from gpuflow.execute.kernels.warp import warp_all, warp_plan_of
 from gpuflow.execute.warp import warp
 from gpuflow.pipeline.program import WarpStep
@@ -17,6 +19,8 @@ from gpuflow.pipeline.stage import Geometry, Keys
 from gpuflow.stages import Affine, CenterCrop, Flip, Pad, Perspective, RandomCrop, Rotate, WarpAffine
 from tests.execute.kernels import quick_interpreter  # noqa: F401  # replaces parts of Triton's interpreter
 from tests.execute.kernels.turned import in_memory
+from tests.host_stream import HostStream
+from tests.stages.policies import Fixed
 
 SIZES = ((48, 37), (1, 1), (17, 48), (5, 3))
 TURN = ((0.7, -0.7, 9.3), (0.7, 0.7, -4.1))
@@ -42,6 +46,28 @@ def pipelines() -> list[tuple[str, tuple[Geometry, ...]]]:
     for border in ("edge", "reflect", "symmetric"):
         found += [(f"pad {border}", (flip, Pad(padding=(2, 3, 4, 1), border=border), end))]  # type: ignore[arg-type]
     return found
+
+
+def difference_of_policy(name: str) -> float:
+    """Of a policy's operation, on whole images of one size and on images of several sizes in tiles."""
+    rng = np.random.default_rng(0)
+    part = Fixed(name=name, magnitude=20.0 if name == "Rotate" else 0.2, fill=9).parts()[0]
+    assert isinstance(part, Geometry) and part.warps is not None
+    step, most = WarpStep((part,), (0,), 10**6, part.warps), 0
+    for sizes in ([(40, 35)] * 2, [(140, 35), (33, 270)]):
+        images = [rng.integers(0, 256, (*size, 3), dtype=np.uint8) for size in sizes]
+        warping = step.draw(Keys(0, 0, np.arange(len(sizes))), *np.array(sizes).T)
+        _held, places = in_memory(images)
+        canvas = Canvas.allocate(HostStream(), warping, 3)  # type: ignore[arg-type]
+        tiles = tiles_of(warping)
+        plan = torch.from_numpy(plan_of(tiles.draw, places[tiles.image], canvas.offsets(tiles)))
+        warp_all(plan, torch.arange(256).to(torch.uint8).expand(3, 256).contiguous(), canvas.tile, lookup=part.warps)
+        for i, (image, top) in enumerate(zip(images, canvas.tops.tolist(), strict=True)):
+            expected = np.empty_like(image)
+            warp(image, warping.matrix[i], (0, 0, *image.shape[:2]), part.warps, expected)
+            found = canvas.memory[top : top + image.shape[0], : image.shape[1]].numpy()
+            most = max(most, int(np.abs(found.astype(int) - expected).max()))
+    return float(most)
 
 
 def difference(stages: tuple[Geometry, ...], channels: int, layout: str, dtype: torch.dtype) -> float:
@@ -74,6 +100,8 @@ def difference(stages: tuple[Geometry, ...], channels: int, layout: str, dtype: 
 if __name__ == "__main__":
     for name, stages in pipelines():
         print(f"{name}, 3 channels nchw float32: {difference(stages, 3, 'nchw', torch.float32)}", flush=True)
+    for name in ("ShearX", "ShearY", "Rotate"):
+        print(f"{name} of a policy: {difference_of_policy(name)}", flush=True)
     stages = pipelines()[17][1]
     dtypes = (torch.float32, torch.float16, torch.bfloat16, torch.uint8)
     for channels, layout, dtype in itertools.product((1, 3), ("nchw", "nhwc"), dtypes):
