@@ -94,9 +94,11 @@ def interleaved(images: torch.Tensor | Sequence[torch.Tensor], device_stream: De
 
 
 def _numbers_of(method: Callable[[torch.Tensor], tuple[int, ...]], images: Sequence[torch.Tensor]) -> NDArray[np.int64]:
-    """What a method returns of tensors [C, H, W], three numbers each: [N, 3]. It is one pass of C code over them."""
-    numbers = chain.from_iterable(map(method, images))
-    return np.fromiter(numbers, np.int64, 3 * len(images)).reshape(-1, 3)
+    """What a method returns of tensors [C, H, W], three numbers each: [N, 3], or [1, 3] if all are alike."""
+    found = list(map(method, images))
+    if len(set(found)) == 1:
+        return np.array(found[:1], np.int64)
+    return np.fromiter(chain.from_iterable(found), np.int64, 3 * len(found)).reshape(-1, 3)
 
 
 class DevicePasses:

@@ -351,21 +351,20 @@ class _GpuRunner:
         from gpuflow.execute.gpu_passes import interleaved
 
         device_stream, passes = self._of_current_stream()
-        held = interleaved(images, device_stream)
-        if not isinstance(self._program, ViewsProgram):
-            slots = allocate_slots(device_stream, len(images), self._program.result)
-            with device_stream.queued():
+        with device_stream.queued():
+            held = interleaved(images, device_stream)
+            if not isinstance(self._program, ViewsProgram):
+                slots = allocate_slots(device_stream, len(images), self._program.result)
                 _raise_first(passes[0].run_images(held, keys, slots))
-            return slots
-        views: dict[str, torch.Tensor] = {}
-        for (view, result), own in zip(self._program.results, passes, strict=True):
-            slots = allocate_slots(device_stream, view.count * len(images), result)
-            views[view.name] = slots.view(view.count, len(images), *slots.shape[1:])
-            for number in range(view.count):
-                rows = slots[number * len(images) : (number + 1) * len(images)]
-                with device_stream.queued():
+                return slots
+            views: dict[str, torch.Tensor] = {}
+            for (view, result), own in zip(self._program.results, passes, strict=True):
+                slots = allocate_slots(device_stream, view.count * len(images), result)
+                views[view.name] = slots.view(view.count, len(images), *slots.shape[1:])
+                for number in range(view.count):
+                    rows = slots[number * len(images) : (number + 1) * len(images)]
                     _raise_first(own.run_images(held, keys.of_view(view.name, number), rows))
-        return views
+            return views
 
     def _of_current_stream(self) -> tuple[DeviceStream, list[DevicePasses]]:
         from gpuflow.execute.device_stream import DeviceStream

@@ -174,6 +174,12 @@ class StageKeys:
         return words.T.reshape(len(place), 4 * blocks)
 
 
+@lru_cache(maxsize=1024)
+def _key_of_stage(seed: int, name: str, occurrence: int, view: tuple[str, int] | tuple[()]) -> int:
+    """The key of a stage's numbers, which each batch asks for."""
+    return key64("stage", seed, name, occurrence, *view)
+
+
 @dataclass(frozen=True, slots=True)
 class Keys:
     """The random keys of N samples: seed, epoch and positions [N]. Each stage has its own, by name and occurrence.
@@ -193,7 +199,7 @@ class Keys:
         """The keys of one stage: the same object in every call, which remembers what was drawn."""
         known = self._stages.get((name, occurrence))
         if known is None:
-            key = key64("stage", self.seed, name, occurrence, *self.view)
+            key = _key_of_stage(self.seed, name, occurrence, self.view)
             known = self._stages[name, occurrence] = StageKeys(key, self.epoch, self.positions, self.values)
         return known
 
