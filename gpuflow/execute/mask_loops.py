@@ -65,18 +65,10 @@ def draw_outline(points: Any, scale: int, value: Any, down: Any) -> None:
 
 
 @compiled
-def _about_center(across: float, down: float, shift: float, height: float, width: float, side: float) -> Any:
-    """One row of a map about the image's center in units of half of `side`, as `points_as_torchvision` rounds it."""
-    shift += (across * width + down * height - side) / 2
-    unit = np.float32(0.5 * side)
-    return np.float32(across) / unit, np.float32(down) / unit, np.float32(shift) / unit
-
-
-@compiled
 def _look_up_line(across: Any, rest: float, shift: Any, first: float, side: float, line: Any) -> None:
     """Write which pixels a row of the result shows, along the axis whose side is `side`, into `line`, float32.
 
-    across, shift: float32, of `_about_center`. rest: what the row adds. first: of the points, from the center.
+    across, shift: float32. rest: what the row adds. first: of the points, from the center.
     """
     for i in range(len(line)):
         place = np.float32(rest + across * np.float32(first + i)) + shift + np.float32(1)
@@ -86,7 +78,7 @@ def _look_up_line(across: Any, rest: float, shift: Any, first: float, side: floa
 @compiled
 def look_up(
     matrix: Any,
-    as_torchvision: bool,
+    rounded: Any,
     tie: float,
     tiny: float,
     rows: Any,
@@ -97,8 +89,8 @@ def look_up(
 ) -> None:
     """Write which pixel each pixel of a warp shows, into places [H, W, 2]: its column and its row; -1 outside.
 
-    matrix [3, 3]: maps a point of the result to a point of the image. as_torchvision: see `Lookup`. tie, tiny: see
-    `gpuflow.execute.warp`.
+    matrix [3, 3]: maps a point of the result to a point of the image. rounded: its `float32_map`, to take the pixels
+    that torchvision takes, or None. tie, tiny: see `gpuflow.execute.warp`.
     rows, columns: the row of each of the image's rows, and the column of each column; negative ones are outside.
     shown: y, x, height and width of the part of the result that is not filled.
     first: the row and the column of the result that places[0, 0] stands for.
@@ -107,21 +99,20 @@ def look_up(
     g, h, k = matrix[2, 0], matrix[2, 1], matrix[2, 2]
     affine = g == 0 and h == 0 and k == 1
     height, width = float(len(rows)), float(len(columns))
-    across_x, down_x, shift_x = _about_center(a, b, c, height, width, width)
-    across_y, down_y, shift_y = _about_center(d, e, f, height, width, height)
     line_x, line_y = np.empty((2, shown[3]), np.float32)
     begin = shown[1] + 0.5 - width / 2
     places[:] = -1
     for j in range(shown[0], shown[0] + shown[2]):
         y = j + 0.5
         x_rest, y_rest, third_rest = b * y + c, e * y + f, h * y + k
-        if as_torchvision:
-            _look_up_line(across_x, down_x * (y - height / 2), shift_x, begin, width, line_x)
-            _look_up_line(across_y, down_y * (y - height / 2), shift_y, begin, height, line_y)
+        if rounded is not None:
+            middle = y - height / 2
+            _look_up_line(rounded[0, 0], rounded[0, 1] * middle, rounded[0, 2], begin, width, line_x)
+            _look_up_line(rounded[1, 0], rounded[1, 1] * middle, rounded[1, 2], begin, height, line_y)
         for i in range(shown[1], shown[1] + shown[3]):
             x = i + 0.5
             at_x, at_y = a * x + x_rest, d * x + y_rest
-            if as_torchvision:
+            if rounded is not None:
                 at_x, at_y = line_x[i - shown[1]], line_y[i - shown[1]]
             elif not affine:
                 third = g * x + third_rest

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpuflow.execute.jit import loops_of
-from gpuflow.execute.warp import REMAPPED, TIE, TINY, fold_back, image_points, points_as_torchvision
+from gpuflow.execute.warp import REMAPPED, TIE, TINY, float32_map, fold_back, image_points, points_as_torchvision
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.program import (
     ApplyStep,
@@ -102,8 +102,9 @@ class MaskMap:
             self._places = np.empty(shape, np.int32 if self._small else np.int64)
             pairs = self._pairs(self._places)
             first = np.zeros(2, np.int64)
+            rounded = float32_map(warping.matrix[i], height, width) if as_torchvision else None
             sides = self._rows, self._columns
-            loops.look_up(warping.matrix[i], as_torchvision, TIE, TINY, *sides, warping.shown[i], first, pairs)
+            loops.look_up(warping.matrix[i], rounded, TIE, TINY, *sides, warping.shown[i], first, pairs)
             return
         points = (np.arange(side, dtype=np.float64) + 0.5 for side in shape)
         down, across = next(points)[:, None], next(points)[None]

@@ -22,7 +22,17 @@ from numpy.typing import NDArray
 from gpuflow.execute.jit import loops_of
 from gpuflow.pipeline.stage import Lookup
 
-__all__ = ["PLACES", "REMAPPED", "TIE", "TINY", "fold_back", "image_points", "points_as_torchvision", "warp"]
+__all__ = [
+    "PLACES",
+    "REMAPPED",
+    "TIE",
+    "TINY",
+    "float32_map",
+    "fold_back",
+    "image_points",
+    "points_as_torchvision",
+    "warp",
+]
 
 TIE = 2.0**-20
 """A nearest pixel whose edge is less than this away is the next one, so that rounding errors do not choose."""
@@ -152,6 +162,17 @@ def image_points(matrix: Numbers, x: NDArray[Any], y: NDArray[Any]) -> tuple[NDA
     return at_x / third, at_y / third
 
 
+def float32_map(matrix: Numbers, height: Any, width: Any) -> NDArray[np.float32]:
+    """Affine maps [..., 3, 3] as torchvision has them in float32, [..., 2, 3]: about the center of images of these
+    sizes, and in units of half their sides."""
+    sides = np.stack(np.broadcast_arrays(width, height), axis=-1).astype(np.float64)
+    linear = matrix[..., :2, :2]
+    shift = matrix[..., :2, 2] + ((linear * sides[..., None, :]).sum(axis=-1) - sides) / 2
+    rounded = np.concatenate([linear, shift[..., None]], axis=-1).astype(np.float32)
+    found: NDArray[np.float32] = rounded / (sides / 2).astype(np.float32)[..., None]
+    return found
+
+
 def points_as_torchvision(
     matrix: Numbers, x: NDArray[Any], y: NDArray[Any], size: Sequence[int]
 ) -> tuple[NDArray[Any], NDArray[Any]]:
@@ -163,13 +184,9 @@ def points_as_torchvision(
     all is computed in float64, which holds products of two float32 numbers exactly, and rounded after each step.
     """
     (height, width), found = size, []
-    for (across, down, shift), side in zip(matrix[:2].tolist(), (width, height), strict=True):
-        shift += (across * width + down * height - side) / 2  # of the map about the centers
-        across, down, shift = (float(np.float32(number) / np.float32(0.5 * side)) for number in (across, down, shift))
+    for (across, down, shift), side in zip(float32_map(matrix, *size), (width, height), strict=True):
         place = ((x - width / 2) * across).astype(np.float32)
-        place = ((y - height / 2) * down + place).astype(np.float32)
-        place += np.float32(shift)
-        place += np.float32(1)
+        place = ((y - height / 2) * down + place).astype(np.float32) + shift + np.float32(1)
         place = (place.astype(np.float64) * side - 1).astype(np.float32)
         found.append(np.rint(place / 2).astype(np.float64) + 0.5)
     return found[0], found[1]
@@ -199,7 +216,8 @@ def _places_by_loops(
     """The places that the pixels of a part show in an image of this size, by one call that does not hold the GIL."""
     shown, places = np.array(part), np.empty((*part[2:], 2), np.int16)
     rows, columns = (np.arange(side) for side in size[:2])
-    loops.look_up(matrix, lookup.as_torchvision, TIE, TINY, rows, columns, shown, shown[:2], places)
+    rounded = float32_map(matrix, *size[:2]) if lookup.as_torchvision else None
+    loops.look_up(matrix, rounded, TIE, TINY, rows, columns, shown, shown[:2], places)
     return places
 
 

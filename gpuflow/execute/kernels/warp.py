@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from numpy.typing import NDArray
 
-from gpuflow.execute.warp import PLACES, TIE, TINY
+from gpuflow.execute.warp import PLACES, TIE, TINY, float32_map
 from gpuflow.pipeline.program import Warping
 from gpuflow.pipeline.stage import Lookup
 
@@ -30,7 +30,8 @@ FIELDS = (
 )  # fmt: skip
 """Columns of a chunk's plan, int64 [N, len(FIELDS)]: the device address of the image's upper left pixel and the bytes
 from there to the next row's and the next column's, the fields of `pipeline.program.Warping`, of which the matrix is the
-bits of float64 numbers, row by row, and how many elements after the first one of `out` the result begins."""
+bits of float64 numbers, row by row, or of its `float32_map` where pixels are to be torchvision's, and how many elements
+after the first one of `out` the result begins."""
 ROWS, COLUMNS, WARPS = 4, 32, 4
 _BORDERS = {"constant": 0, "edge": 1, "reflect": 2, "symmetric": 3}
 _TIE, _TINY, _PLACES = tl.constexpr(TIE), tl.constexpr(TINY), tl.constexpr(PLACES)
@@ -67,20 +68,13 @@ def _place(at, length, NEAREST: tl.constexpr, BORDER: tl.constexpr):
 
 
 @triton.jit
-def _rounded(value):
-    """A float64 number as the next float32 number."""
-    return value.to(tl.float32).to(tl.float64)
-
-
-@triton.jit
-def _point_as_torchvision(x, y, across, down, shift, height, width, side):
-    """See `points_as_torchvision` in execute/warp.py, of one axis, whose side is `side`. All is float64."""
-    unit = 0.5 * side
-    place = _rounded((x - 0.5 * width) * _rounded(_rounded(across) / unit))
-    place = _rounded((y - 0.5 * height) * _rounded(_rounded(down) / unit) + place)
-    place = _rounded(place + _rounded(_rounded(shift + 0.5 * (across * width + down * height - side)) / unit))
-    place = _rounded(_rounded(place + 1.0) * side - 1.0) * 0.5
-    return (place + 6755399441055744.0) - 6755399441055744.0 + 0.5  # 1.5 * 2 ** 52: rounds half to even
+def _pixel_as_torchvision(x, y, across, down, shift, side):
+    """See `points_as_torchvision` in execute/warp.py: the nearest pixel along one axis, whose side is `side`; -1 or
+    `side` outside. x, y: from the center, float32. across, down, shift: of a `float32_map`, in float64."""
+    place = tl.fma(y, down.to(tl.float32), x * across.to(tl.float32)) + shift.to(tl.float32) + 1.0
+    place = tl.fma(place, side.to(tl.float32), -1.0) * 0.5
+    place = (place + 12582912.0) - 12582912.0  # 1.5 * 2 ** 23: rounds half to even
+    return tl.minimum(tl.maximum(place, -1.0), side.to(tl.float32)).to(tl.int32)
 
 
 @triton.jit
@@ -108,23 +102,24 @@ def _warp(
     shown = (row >= shown_y) & (row < shown_y + shown_h) & (column >= shown_x) & (column < shown_x + shown_w)
 
     m = p + 7
-    x, y = column.to(tl.float64) + 0.5, row.to(tl.float64) + 0.5
     a, b = tl.load(m).to(tl.float64, bitcast=True), tl.load(m + 1).to(tl.float64, bitcast=True)
     c, d = tl.load(m + 2).to(tl.float64, bitcast=True), tl.load(m + 3).to(tl.float64, bitcast=True)
     e, f = tl.load(m + 4).to(tl.float64, bitcast=True), tl.load(m + 5).to(tl.float64, bitcast=True)
     if AS_TORCHVISION:
-        height, width = box_h.to(tl.float64), box_w.to(tl.float64)
-        x, y = x - shown_x.to(tl.float64), y - shown_y.to(tl.float64)  # of a tile in the whole result
-        at_x = _point_as_torchvision(x, y, a, b, c, height, width, width)
-        at_y = _point_as_torchvision(x, y, d, e, f, height, width, height)
+        # A tile's place in the whole result is in `shown`.
+        x = (column - shown_x).to(tl.float32) + (0.5 - 0.5 * box_w.to(tl.float32))
+        y = (row - shown_y).to(tl.float32) + (0.5 - 0.5 * box_h.to(tl.float32))
+        column_0 = _pixel_as_torchvision(x, y, a, b, c, box_w)
+        row_0 = _pixel_as_torchvision(x, y, d, e, f, box_h)
+        share_x, share_y = 0.0, 0.0
     else:
+        x, y = column.to(tl.float64) + 0.5, row.to(tl.float64) + 0.5
         third = tl.load(m + 6).to(tl.float64, bitcast=True) * x + (
             tl.load(m + 7).to(tl.float64, bitcast=True) * y + tl.load(m + 8).to(tl.float64, bitcast=True)
         )
         third = tl.where(tl.abs(third) < _TINY, _TINY, third)
-        at_x, at_y = (a * x + (b * y + c)) / third, (d * x + (e * y + f)) / third
-    column_0, share_x = _place(at_x, box_w, NEAREST, BORDER)
-    row_0, share_y = _place(at_y, box_h, NEAREST, BORDER)
+        column_0, share_x = _place((a * x + (b * y + c)) / third, box_w, NEAREST, BORDER)
+        row_0, share_y = _place((d * x + (e * y + f)) / third, box_h, NEAREST, BORDER)
     column_1, row_1 = column_0 + 1, row_0 + 1
     left, right = (column_0 >= 0) & (column_0 < box_w), (column_1 >= 0) & (column_1 < box_w)
     top, bottom = (row_0 >= 0) & (row_0 < box_h), (row_1 >= 0) & (row_1 < box_h)
@@ -177,8 +172,10 @@ def warp_all(plan: torch.Tensor, table: torch.Tensor, out: torch.Tensor, *, look
 
 def warp_plan_of(warping: Warping, places: NDArray[np.int64], offsets: NDArray[Any]) -> NDArray[np.int64]:
     """Encode a warp as the kernel reads it: int64 [n, len(FIELDS)]. places [n, 3]: its first three columns."""
-    matrix = np.ascontiguousarray(warping.matrix, np.float64).reshape(-1, 9).view(np.int64)
-    parts = [places, warping.box, matrix, warping.shown, offsets[:, None]]
+    matrix = np.array(warping.matrix, np.float64, order="C")
+    if warping.lookup.as_torchvision:
+        matrix[:, :2] = float32_map(matrix, *warping.box[:, 2:].T)
+    parts = [places, warping.box, matrix.reshape(-1, 9).view(np.int64), warping.shown, offsets[:, None]]
     plan = np.concatenate([np.asarray(column, np.int64) for column in parts], axis=1)
     assert plan.shape[1] == len(FIELDS)
     return plan

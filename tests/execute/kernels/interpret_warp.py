@@ -9,6 +9,7 @@ import itertools
 
 import numpy as np
 import torch
+from triton.runtime.interpreter import InterpreterBuilder
 
 from gpuflow.execute.canvas import Canvas, tiles_of
 from gpuflow.execute.gpu_passes import plan_of
@@ -18,6 +19,7 @@ from gpuflow.pipeline.program import WarpStep
 from gpuflow.pipeline.stage import Geometry, Keys
 from gpuflow.stages import Affine, CenterCrop, Flip, Pad, Perspective, RandomCrop, Rotate, WarpAffine
 from tests.execute.kernels import quick_interpreter  # noqa: F401  # replaces parts of Triton's interpreter
+from tests.execute.kernels.interpret_color import fma
 from tests.execute.kernels.turned import in_memory
 from tests.host_stream import HostStream
 from tests.stages.policies import Fixed
@@ -98,6 +100,7 @@ def difference(stages: tuple[Geometry, ...], channels: int, layout: str, dtype: 
 
 
 if __name__ == "__main__":
+    InterpreterBuilder.create_fma = fma
     for name, stages in pipelines():
         print(f"{name}, 3 channels nchw float32: {difference(stages, 3, 'nchw', torch.float32)}", flush=True)
     for name in ("ShearX", "ShearY", "Rotate"):
