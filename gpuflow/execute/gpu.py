@@ -20,7 +20,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, final
 
 import numpy as np
@@ -132,7 +132,7 @@ class _Part:
     """The images of one chunk in a call.
 
     where [N]: which of the call's N images they are. rows [m]: which of the chunk's files that nvJPEG decodes.
-    places: for each output where its first pass puts them.
+    places: for each output where its first pass puts them; of a call's first chunk no longer once it is over.
     """
 
     where: NDArray[np.bool_]
@@ -161,8 +161,11 @@ class _Call:
         return self._over.is_set()
 
     def finish(self, good: NDArray[np.bool_]) -> None:
-        """It is queued."""
+        """It is queued. From now on it does not refer to the batch of its first chunk, which may end long before the
+        later chunks that refer to this call."""
         self.good = good
+        if (own := self.results.get(0)) is not None:
+            self.results[0] = replace(own, places=[])
         self._over.set()
 
     def fail(self, error: BaseException) -> None:

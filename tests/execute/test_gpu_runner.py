@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import random
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -196,6 +197,28 @@ def check_slots(runner: GpuRunner, threads: int, *, scans: bool) -> None:
                     assert number_of(slot) == number
                 else:
                     assert torch.equal(slot, expected[number]), number
+
+
+def test_a_launched_batch_is_free_before_later_chunks_that_its_calls_decoded_too(make_runner: MakeRunner) -> None:
+    """Its memory is used again once the consumer drops it, while chunks that wait for their turn refer to its calls."""
+    runner, decoded = make_runner(1 << 20), np.array([i for i in range(len(contents())) if is_decoded(i)])
+    order = decoded[: 4 * CHUNK].reshape(4, CHUNK)
+    for epoch in range(2):  # C code queues from the second launch on
+        prepared = [
+            runner.prepare(
+                Payload.of([contents()[i] for i in numbers], lambda size: np.zeros(size, np.uint8)),
+                Keys(0, epoch, numbers),
+                numbers.tolist(),
+            )
+            for numbers in order
+        ]
+        slots = runner.slots(CHUNK)
+        runner.launch(prepared[0], slots, prepared[1:])
+        assert any(one.early for one in prepared[1:])
+        batch = weakref.ref(slots)
+        del slots
+        assert batch() is None
+        launch_all(runner, prepared[1:], [runner.slots(CHUNK) for _ in prepared[1:]], 1)
 
 
 def launch_all(runner: GpuRunner, prepared: Sequence[Any], slots: Sequence[Any], threads: int) -> None:
