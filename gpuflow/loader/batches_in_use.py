@@ -15,8 +15,8 @@ Images = torch.Tensor | dict[str, torch.Tensor]
 """[B, C, H, W], or of a pipeline with views for each a tensor [count, B, C, H, W]."""
 
 _MOST_QUERIES = 4
-"""How often to ask, once a millisecond, whether the consumer still refers to the images of a batch that the GPU has
-finished with. If it does even then, it is taken to keep them, and the loader goes on."""
+"""How often to ask, a millisecond or more apart, whether the consumer still refers to the images of a batch that the
+GPU has finished with. If it does even then, it is taken to keep them, and the loader goes on."""
 
 
 class Unused:

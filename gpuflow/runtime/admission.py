@@ -10,7 +10,10 @@ from typing import Protocol
 
 __all__ = ["Admission", "Completion"]
 
-_POLL_SECONDS = 0.001
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.001, 0.02
+"""Seconds between two questions whether a batch is done. Each takes Python's interpreter from the training's thread."""
+_LONGEST_WAIT, _WAITS = 0.1, 8
+"""How long a wait counts at most, in seconds, and over how many waits or so their mean is taken."""
 
 
 class Completion(Protocol):
@@ -35,6 +38,7 @@ class Admission:
         self._spare: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._change = threading.Condition()
         self._admitted, self._watched, self._closed = 0, False, False
+        self._usual_wait = 0.0
         for _ in range(capacity):
             self.release()
         for _ in range(spare):
@@ -51,13 +55,18 @@ class Admission:
         return not self._closed
 
     def _watch(self) -> None:
-        """Wait for one more place, on behalf of all waiting threads. Holds the lock before and after, not meanwhile."""
+        """Wait for one more place, on behalf of all waiting threads. Holds the lock before and after, not meanwhile.
+
+        It asks at half of the time that a wait usually takes, then at half of the rest, and so on.
+        """
         self._watched = True
         self._change.release()
         try:
-            completion = self._places.get()
+            completion, begun = self._places.get(), time.monotonic()
             while completion is not None and not completion.query() and not self._closed:
-                time.sleep(_POLL_SECONDS)
+                left = self._usual_wait - (time.monotonic() - begun)
+                time.sleep(min(max(left / 2, _SHORTEST_PAUSE), _LONGEST_PAUSE))
+            self._usual_wait += (min(time.monotonic() - begun, _LONGEST_WAIT) - self._usual_wait) / _WAITS
         finally:
             self._change.acquire()
             self._watched = False

@@ -86,6 +86,46 @@ def test_a_place_is_free_once_its_completion_is_done() -> None:
     waiting.join(5)
 
 
+class LateEvent:
+    """Passes a while after it was made, and counts how often it was asked."""
+
+    SECONDS = 0.03
+
+    def __init__(self) -> None:
+        self._passes, self.asked = time.monotonic() + self.SECONDS, 0
+
+    def query(self) -> bool:
+        self.asked += 1
+        return time.monotonic() >= self._passes
+
+
+def test_a_completion_is_asked_seldom_where_waits_are_alike() -> None:
+    """Asking each millisecond would be 30 times. A busy machine asks less often, not more."""
+    admission, events = Admission(1), list[LateEvent]()
+    assert admission.acquire(0)
+    for turn in range(1, 25):
+        events.append(LateEvent())
+        admission.release(events[-1])
+        assert admission.acquire(turn)
+    asked = [event.asked for event in events[12:]]
+    assert min(asked) >= 2 and sorted(asked)[len(asked) // 2] <= 12
+
+
+def test_a_short_wait_after_a_long_one_is_noticed() -> None:
+    admission, late = Admission(1), LateEvent()
+    late._passes += 1.0
+    assert admission.acquire(0)
+    admission.release(late)
+    assert admission.acquire(1)
+    assert admission._usual_wait <= 0.1
+    for turn in range(2, 40):
+        event = FakeEvent()
+        event.passed = True
+        admission.release(event)
+        assert admission.acquire(turn)
+    assert admission._usual_wait < 0.001
+
+
 def test_closing_ends_the_wait_for_an_event_that_never_passes() -> None:
     admission, answers = Admission(0), list[bool]()
     admission.release(FakeEvent())
