@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
@@ -66,13 +65,12 @@ class RandomResizedCrop(s.Geometry):
         return v2.RandomResizedCrop(size_pair(self.size), self.scale, self.ratio, mode, antialias=self.antialias)
 
     def draw(self, keys: s.StageKeys, height: s.Ints, width: s.Ints) -> tuple[s.Move, ...]:
-        numbers, pixels = keys.uniform(2 * _ATTEMPTS + 2), height * width
-        box_h, box_w = self._sides(numbers[:, 0], numbers[:, _ATTEMPTS], pixels)
-        fits = (box_w > 0) & (box_w <= width) & (box_h > 0) & (box_h <= height)
-        h, w = box_h.astype(np.int64), box_w.astype(np.int64)
+        numbers = keys.uniform(2 * _ATTEMPTS + 2)
+        h, w, fits = self._boxes(numbers, 0, 1, height, width)
         again = np.flatnonzero(~fits)  # for most images the first box fits
         if len(again):
-            h[again], w[again], fits[again] = self._later_boxes(numbers[again], height[again], width[again])
+            some = self._boxes(numbers[again], 1, _ATTEMPTS, height[again], width[again])
+            h[again], w[again], fits[again] = some
         y = (numbers[:, -2] * (height - h + 1)).astype(np.int64)
         x = (numbers[:, -1] * (width - w + 1)).astype(np.int64)
 
@@ -87,30 +85,18 @@ class RandomResizedCrop(s.Geometry):
         resize = s.Resize(full(h, out_height), full(w, out_width), self.interpolation, self.antialias)
         return (s.Crop(y, x, h, w), resize)
 
-    def _later_boxes(
-        self, numbers: NDArray[np.float64], height: s.Ints, width: s.Ints
+    def _boxes(
+        self, numbers: NDArray[np.float64], first: int, last: int, height: s.Ints, width: s.Ints
     ) -> tuple[s.Ints, s.Ints, s.Bools]:
-        """Of each image's drawn boxes after the first the first that fits: height, width, and whether any does, [N]
-        each."""
+        """Of each image's drawn boxes from `first` up to `last` the first that fits: height, width, and whether any
+        does, [N] each."""
         H, W = height[:, None], width[:, None]
-        box_h, box_w = self._sides(numbers[:, 1:_ATTEMPTS], numbers[:, _ATTEMPTS + 1 : 2 * _ATTEMPTS], H * W)
+        areas, ratios = numbers[:, first:last], numbers[:, _ATTEMPTS + first : _ATTEMPTS + last]
+        area = H * W * (self.scale[0] + areas * (self.scale[1] - self.scale[0]))
+        low, high = np.log(self.ratio)
+        ratio = np.exp(low + ratios * (high - low))
+        box_w, box_h = np.rint(np.sqrt(area * ratio)), np.rint(np.sqrt(area / ratio))
         fits = (box_w > 0) & (box_w <= W) & (box_h > 0) & (box_h <= H)
         rows, chosen = np.arange(len(height)), fits.argmax(axis=1)
         h, w = box_h[rows, chosen].astype(np.int64), box_w[rows, chosen].astype(np.int64)
         return h, w, fits[rows, chosen]
-
-    def _sides(
-        self, areas: NDArray[np.float64], ratios: NDArray[np.float64], pixels: s.Ints
-    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Height and width of the boxes that uniform numbers stand for, in whole pixels, of images with that many
-        pixels."""
-        area = pixels * (self.scale[0] + areas * (self.scale[1] - self.scale[0]))
-        low, high = _logarithms(self.ratio)
-        ratio = np.exp(low + ratios * (high - low))
-        return np.rint(np.sqrt(area / ratio)), np.rint(np.sqrt(area * ratio))
-
-
-@lru_cache
-def _logarithms(numbers: tuple[float, float]) -> tuple[float, float]:
-    low, high = np.log(numbers).tolist()
-    return low, high
