@@ -9,7 +9,6 @@ import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Protocol, final
 
 import numpy as np
@@ -203,26 +202,17 @@ class Transform:
         """Raise ValueError unless every image is what the stages take."""
         if isinstance(images, torch.Tensor) and images.ndim != 4:
             raise ValueError(f"images must be [N, C, H, W], or a list of [C, H, W], got {list(images.shape)}")
-        if not isinstance(images, torch.Tensor) and self._fit(images):
-            return
-        for i, image in enumerate(images[:1] if isinstance(images, torch.Tensor) else images):  # which all are alike
+        first: dict[object, int] = {}  # of the images that are alike
+        for i, image in enumerate(images[:1] if isinstance(images, torch.Tensor) else images):
+            first.setdefault(_kind_of(image), i)
+        for i in first.values():
+            image = images[i]
             if not isinstance(image, torch.Tensor):
                 raise ValueError(f"images[{i}] must be a tensor, {self._wanted}, got {type(image).__name__}")
             fits = image.dtype == torch.uint8 and image.ndim == 3 and image.shape[0] == self._channels
             if not fits or not image.numel() or image.device != self.device:
                 shown = f"{str(image.dtype).removeprefix('torch.')} {list(image.shape)} on {image.device}"
                 raise ValueError(f"images[{i}] must be {self._wanted}, got {shown}")
-
-    def _fit(self, images: Sequence[object]) -> bool:
-        """Whether every image is what the stages take: by C code, for lists of hundreds of images."""
-        if not all(issubclass(kind, torch.Tensor) for kind in set(map(type, images))):
-            return False
-        shapes = set(map(attrgetter("shape"), images))
-        return (
-            all(len(shape) == 3 and shape[0] == self._channels and shape.numel() for shape in shapes)
-            and set(map(attrgetter("dtype"), images)) <= {torch.uint8}
-            and set(map(attrgetter("device"), images)) <= {self.device}
-        )
 
     @property
     def _wanted(self) -> str:
@@ -237,6 +227,11 @@ class Transform:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _kind_of(image: object) -> object:
+    """What decides whether stages can take an image."""
+    return (image.dtype, image.shape, image.device) if isinstance(image, torch.Tensor) else type(image)
 
 
 def _raise_first(faults: Sequence[BadSampleError | None]) -> None:
