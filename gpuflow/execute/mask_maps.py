@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpuflow.execute.jit import loops_of
-from gpuflow.execute.warp import REMAPPED, TIE, TINY, float32_map, fold_back, image_points, points_as_torchvision
+from gpuflow.execute.warp import REMAPPED, TIE, fold_back, look_up_by_loops, seen_points
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.program import (
     ApplyStep,
@@ -96,30 +96,23 @@ class MaskMap:
         y, x, height, width = warping.box[i].tolist()
         self._select(np.arange(y, y + height), np.arange(x, x + width))
         shape = [int(side[i]) for side in warping.size]
-        constant = warping.lookup.border == "constant"
-        as_torchvision, loops = warping.lookup.as_torchvision, loops_of("mask_loops")
+        matrix, lookup, constant = warping.matrix[i], warping.lookup, warping.lookup.border == "constant"
+        loops = loops_of("mask_loops")
         if loops is not None and constant and self._places is None:
             self._places = np.empty(shape, np.int32 if self._small else np.int64)
             pairs = self._pairs(self._places)
             first = np.zeros(2, np.int64)
-            rounded = float32_map(warping.matrix[i], height, width) if as_torchvision else None
-            sides = self._rows, self._columns
-            loops.look_up(warping.matrix[i], rounded, TIE, TINY, *sides, warping.shown[i], first, pairs)
+            look_up_by_loops(loops, matrix, lookup, self._rows, self._columns, warping.shown[i], first, pairs)
             return
         points = (np.arange(side, dtype=np.float64) + 0.5 for side in shape)
         down, across = next(points)[:, None], next(points)[None]
         numbers = np.int16 if self._small and constant else np.int32
-        if as_torchvision:
-            seen = points_as_torchvision(warping.matrix[i], across, down, (height, width))
-        else:
-            seen = image_points(warping.matrix[i], across, down)
+        seen = seen_points(matrix, across, down, (height, width), lookup)
         columns, rows = (_floors(line, numbers) for line in seen)
         if constant:
             outside = _is_outside(rows, height) | _is_outside(columns, width)
         else:
-            rows, columns = (
-                fold_back(at, side, warping.lookup.border) for at, side in ((rows, height), (columns, width))
-            )
+            rows, columns = (fold_back(at, side, lookup.border) for at, side in ((rows, height), (columns, width)))
             outside = np.zeros(shape, bool)
         y, x, shown_height, shown_width = warping.shown[i].tolist()
         outside[:y] = outside[y + shown_height :] = outside[:, :x] = outside[:, x + shown_width :] = True

@@ -30,7 +30,8 @@ __all__ = [
     "float32_map",
     "fold_back",
     "image_points",
-    "points_as_torchvision",
+    "look_up_by_loops",
+    "seen_points",
     "warp",
 ]
 
@@ -91,10 +92,7 @@ def warp(
             tile = out[top : top + _TILE, left : left + _TILE]
             rows, columns = (np.arange(side, dtype=np.float64) for side in tile.shape[:2])
             points = columns[None] + (x + left + 0.5), rows[:, None] + (y + top + 0.5)
-            if lookup.as_torchvision:
-                at_x, at_y = points_as_torchvision(matrix, *points, image.shape[:2])
-            else:
-                at_x, at_y = image_points(matrix, *points)
+            at_x, at_y = seen_points(matrix, *points, image.shape[:2], lookup)
             (_nearest if lookup.interpolation == "nearest" else _bilinear)(image, at_x, at_y, lookup, tile)
 
 
@@ -192,6 +190,13 @@ def points_as_torchvision(
     return found[0], found[1]
 
 
+def seen_points(
+    matrix: Numbers, x: NDArray[Any], y: NDArray[Any], size: Sequence[int], lookup: Lookup
+) -> tuple[NDArray[Any], NDArray[Any]]:
+    """`image_points`, or `points_as_torchvision` of an image of this size, as the lookup asks for."""
+    return points_as_torchvision(matrix, x, y, size) if lookup.as_torchvision else image_points(matrix, x, y)
+
+
 def _nearest(image: NDArray[np.uint8], x: Numbers, y: Numbers, lookup: Lookup, out: NDArray[np.uint8]) -> None:
     (height, width), constant, far = image.shape[:2], lookup.border == "constant", 2.0**31
     if constant and max(height, width) < REMAPPED:
@@ -216,9 +221,23 @@ def _places_by_loops(
     """The places that the pixels of a part show in an image of this size, by one call that does not hold the GIL."""
     shown, places = np.array(part), np.empty((*part[2:], 2), np.int16)
     rows, columns = (np.arange(side) for side in size[:2])
-    rounded = float32_map(matrix, *size[:2]) if lookup.as_torchvision else None
-    loops.look_up(matrix, rounded, TIE, TINY, rows, columns, shown, shown[:2], places)
+    look_up_by_loops(loops, matrix, lookup, rows, columns, shown, shown[:2], places)
     return places
+
+
+def look_up_by_loops(
+    loops: ModuleType,
+    matrix: Numbers,
+    lookup: Lookup,
+    rows: NDArray[np.int64],
+    columns: NDArray[np.int64],
+    shown: NDArray[np.int64],
+    first: NDArray[np.int64],
+    places: NDArray[Any],
+) -> None:
+    """Write places: see `mask_loops.look_up`."""
+    rounded = float32_map(matrix, len(rows), len(columns)) if lookup.as_torchvision else None
+    loops.look_up(matrix, rounded, TIE, TINY, rows, columns, shown, first, places)
 
 
 def _remap(image: NDArray[np.uint8], places: NDArray[np.int16], lookup: Lookup, out: NDArray[np.uint8]) -> None:
