@@ -359,6 +359,13 @@ def measure(
     return [row(name, workload, "images_per_s", values, "images/s") for name, values in rates.items()]
 
 
+def save(path: Path, rows: Sequence[dict[str, Any]], device: torch.device) -> None:
+    """Write rows in place of those of the same arms and workloads; of a GPU with its name."""
+    if device.type == "cuda":
+        rows = [{**one, "machine": f"{torch.cuda.get_device_name(device)}, {one['machine']}"} for one in rows]
+    write_results(path, [*kept(path, rows), *rows])
+
+
 def kept(path: Path, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The rows that a file has of other arms and workloads."""
     if not path.exists():
@@ -387,14 +394,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     batches = photographs(options.batch, device)
     for recipe in options.recipes:
         rows = measure(recipe, names, batches, options, device)
-        write_results(options.out, [*kept(options.out, rows), *rows])
+        save(options.out, rows, device)
         values = {one["arm"]: float(one["value"]) for one in rows}
         if "gpuflow" in values:
             slower = {name: values["gpuflow"] / value for name, value in values.items() if name != "gpuflow"}
             print(recipe, *(f"gpuflow/{name} {ratio:.2f}" for name, ratio in slower.items()), flush=True)
     if device.type == "cuda":
-        rows = measure_gpu_time(options.recipes, batches, device)
-        write_results(options.out, [*kept(options.out, rows), *rows])
+        save(options.out, measure_gpu_time(options.recipes, batches, device), device)
 
 
 if __name__ == "__main__":

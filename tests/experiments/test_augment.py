@@ -16,7 +16,7 @@ import torch
 
 import gpuflow
 from gpuflow.stages import STAGES
-from gpuflow.tools.bench import COLUMNS
+from gpuflow.tools.bench import COLUMNS, row
 from tests import images
 from tests.experiments.scripts import imported
 
@@ -78,6 +78,15 @@ def read(path: Path) -> list[dict[str, str]]:
         rows = list(reader)
     assert reader.fieldnames == COLUMNS
     return rows
+
+
+def test_rows_of_a_gpu_have_its_name(scripts: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100")
+    rows = [row("gpuflow", "timm", "images_per_s", [2.0], "images/s")]
+    for device, start in (("cpu", rows[0]["machine"]), ("cuda", f"NVIDIA H100, {rows[0]['machine']}")):
+        scripts["run"].save(tmp_path / "results.csv", rows, torch.device(device))
+        (saved,) = read(tmp_path / "results.csv")
+        assert saved["machine"] == start
 
 
 def test_the_results_have_every_recipe_and_the_arms_of_a_cpu(scripts: dict[str, Any]) -> None:
