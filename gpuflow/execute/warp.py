@@ -31,6 +31,7 @@ __all__ = [
     "fold_back",
     "image_points",
     "look_up_by_loops",
+    "points_as_torchvision",
     "seen_points",
     "warp",
 ]
