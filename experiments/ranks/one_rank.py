@@ -250,21 +250,28 @@ class Training:
     """A torchvision model that is trained in bf16 autocast and channels_last memory, on the default stream.
 
     On a CPU it is trained in float32, because few CPUs compute in bf16.
+
+    model: its name; after `compiled_` its forward pass and its loss are compiled.
     """
 
     def __init__(self, model: str, device: torch.device, batch: int, *, ddp: bool) -> None:
         import torchvision
 
         torch.manual_seed(0)
-        self._module = getattr(torchvision.models, model)().to(device, memory_format=torch.channels_last)
+        make = getattr(torchvision.models, model.removeprefix("compiled_"))
+        self._module = make().to(device, memory_format=torch.channels_last)
         self._initial = {name: value.clone() for name, value in self._module.state_dict().items()}
-        self._network = self._module
+        on_gpu, network = device.type == "cuda", self._module
         if ddp:
-            ids = [device] if device.type == "cuda" else None
-            self._network = torch.nn.parallel.DistributedDataParallel(self._module, device_ids=ids)
+            network = torch.nn.parallel.DistributedDataParallel(self._module, device_ids=[device] if on_gpu else None)
+
+        def loss_of(images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            with torch.autocast(device.type, torch.bfloat16, enabled=on_gpu):
+                return torch.nn.functional.cross_entropy(network(images if on_gpu else images.float()), labels)
+
+        self._loss_of = torch.compile(loss_of) if model.startswith("compiled_") else loss_of
         self._optimizer = torch.optim.SGD(self._module.parameters(), 0.1, momentum=0.9)
         self._labels = torch.randint(0, 1000, (batch,), device=device)
-        self._device = device
 
     def reset(self) -> None:
         """Start again: batches of an arm that leaves decoding out may have made the weights infinite."""
@@ -272,10 +279,7 @@ class Training:
         self._optimizer.state.clear()
 
     def step(self, images: torch.Tensor) -> None:
-        on_gpu = self._device.type == "cuda"
-        with torch.autocast(self._device.type, torch.bfloat16, enabled=on_gpu):
-            results = self._network(images if on_gpu else images.float())
-            loss = torch.nn.functional.cross_entropy(results, self._labels)
+        loss = self._loss_of(images, self._labels)
         self._optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
         self._optimizer.step()

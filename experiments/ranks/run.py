@@ -106,7 +106,9 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--gpus", type=numbers, default=[1, 2], metavar="1,2,4", help="numbers of GPUs, one rank each")
     parser.add_argument("--photos", type=Path, default=Path("/dev/shm/photos"), help="folder (default: %(default)s)")
-    parser.add_argument("--models", nargs="+", default=["resnet18", "resnet50"], help="of torchvision")
+    parser.add_argument(
+        "--models", nargs="+", default=["resnet18", "resnet50"], help="of torchvision, or `compiled_` and its name"
+    )
     parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=ARMS, metavar="ARM", help=", ".join(ARMS))
     parser.add_argument("--repeats", type=at_least_one, default=5)
     parser.add_argument("--seconds", type=float, default=2.0, help="of a measurement (default: %(default)s)")

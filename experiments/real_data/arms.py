@@ -140,8 +140,12 @@ class Gpuflow:
     def is_started(self) -> bool:
         return not self._loader.stats().get("processes", {}).get("starting")
 
+    def stats(self) -> dict[str, Any]:
+        """The loader's, see `gpuflow.loader.Loader.stats`; empty before the first batch."""
+        return {} if self._loader is None else dict(self._loader.stats())
+
     def counts(self) -> Metrics:
-        stats: dict[str, Any] = {} if self._loader is None else self._loader.stats()
+        stats = self.stats()
         return {name: stats[name] for name in ("engine_images", "cpu_images") if name in stats}
 
     def close(self) -> None:
@@ -229,12 +233,12 @@ class Training:
         self._resident = images.contiguous(memory_format=torch.channels_last), labels
 
     def resident_step(self) -> None:
-        self._step(*self._resident)
+        self.step(*self._resident)
 
     def fed_step(self, loader: Loader) -> None:
-        self._step(*loader.next())
+        self.step(*loader.next())
 
-    def _step(self, images: Any, labels: Any) -> None:
+    def step(self, images: Any, labels: Any) -> None:
         self._optimizer.zero_grad(set_to_none=True)
         self._loss_of(images, labels).backward()
         self._optimizer.step()

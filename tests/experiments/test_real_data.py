@@ -30,7 +30,7 @@ from tests.experiments.scripts import imported
 
 ROOT = Path(__file__).parents[2]
 HERE = ROOT / "experiments" / "real_data"
-SCRIPTS = ("run", "arms", "compare", "dali_loader", "engines", "calls", "photos", "next_to_training")
+SCRIPTS = ("run", "arms", "compare", "dali_loader", "engines", "calls", "photos", "next_to_training", "gpu_time")
 COUNT = 10_000
 """Plans that shares are counted over. A share of 3% then has a standard deviation of 0.17%."""
 
@@ -476,6 +476,33 @@ def test_parts_of_the_loaders_work_are_timed_in_all_threads(
     assert line.split()[:3] == ["launch", "0.50", "a"]
     for span, computing in parts.spans["launch"]:
         assert span > 9 > computing, "it sleeps"
+
+
+def test_gaps_between_a_trainings_kernels_have_a_cause(scripts: dict[str, Any]) -> None:
+    def kernel(start: float, duration: float, stream: int, call: int, name: str = "step") -> dict[str, Any]:
+        ids = {"stream": stream, "correlation": call}
+        return {"cat": "kernel", "name": name, "ts": start, "dur": duration, "args": ids}
+
+    calls = [(0, 1), (5, 2), (1500, 3), (1501, 4), (10, 5)]
+    events = [{"cat": "cuda_runtime", "ts": ts, "dur": 1, "args": {"correlation": call}} for ts, call in calls]
+    events += [
+        kernel(10, 90, 7, 1),
+        kernel(110, 890, 7, 2),  # 10 us after the one before it, asked for long before
+        kernel(1510, 490, 7, 3),  # asked for 500 us after the end of the one before it
+        kernel(2000, 1000, 7, 4),
+        kernel(200, 300, 9, 5, "convert"),
+    ]
+    found = scripts["gpu_time"].milliseconds_of(events, steps=2)
+    assert found == pytest.approx(
+        {
+            "all": 1.495,
+            "kernels a step": 2,
+            "long gaps, queued late": 0.255,
+            "other streams: convert": 0.15,
+            "short gaps, held up": 0.005,
+            "the training's kernels": 1.235,
+        }
+    )
 
 
 # --- the engines and DALI ---------------------------------------------------------------------------------------------

@@ -1,0 +1,141 @@
+"""What the GPU does while a training is fed: `python experiments/real_data/gpu_time.py FOLDER`.
+
+Traces steps of a training on a resident batch and on the loader's batches. Prints where the time of a step goes, in ms:
+the training's kernels, and the gaps between them. A gap is `queued late` if the host called for the kernel only after
+the one before it had ended, otherwise `held up`: the kernel waited for an event, such as a batch that was not decoded
+yet, or for room on the GPU. Needs an NVIDIA GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import arms
+import numpy as np
+import torch
+
+LONG_US = 200.0
+"""A longer gap is not one of those between any two kernels."""
+SETTLING_STEPS = 24
+Event = dict[str, Any]
+
+
+def traced(step: Callable[[], object], steps: int) -> list[Event]:
+    """What ran on the GPU and which of CUDA's functions were called, in the order of their starts (Kineto's events)."""
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(steps):
+            step()
+        torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "trace.json")
+        profile.export_chrome_trace(str(path))
+        events: list[Event] = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+    return sorted((event for event in events if event.get("ph") == "X"), key=lambda event: float(event["ts"]))
+
+
+def milliseconds_of(events: list[Event], steps: int) -> dict[str, float]:
+    """Parts of a step in ms, of the stream on which most kernels ran: the training's."""
+    on_gpu = [event for event in events if event["cat"] in ("kernel", "gpu_memcpy", "gpu_memset")]
+    calls = {
+        event["args"]["correlation"]: float(event["ts"])
+        for event in events
+        if event["cat"] in ("cuda_runtime", "cuda_driver") and "correlation" in event.get("args", {})
+    }
+    kernels = defaultdict[int, int](int)
+    for event in on_gpu:
+        kernels[event["args"]["stream"]] += event["cat"] == "kernel"
+    training = max(kernels, key=kernels.__getitem__)
+    found = defaultdict[str, float](float)
+    end = begin = 0.0
+    for event in on_gpu:
+        start, duration = float(event["ts"]), float(event["dur"])
+        if event["args"]["stream"] != training:
+            name = event["name"] if event["cat"] == "kernel" else event["cat"]
+            found[f"other streams: {name[:40]}"] += duration
+            continue
+        begin = begin or start
+        if end and start > end:
+            late = calls.get(event["args"]["correlation"], start) > end
+            length = "long" if start - end > LONG_US else "short"
+            found[f"{length} gaps, {'queued late' if late else 'held up'}"] += start - end
+        found["the training's kernels"] += duration
+        end = max(end, start + duration)
+    found["all"] = end - begin
+    found["kernels a step"] = kernels[training] * 1e3
+    return {name: value / steps / 1e3 for name, value in sorted(found.items())}
+
+
+def measure(title: str, training: arms.Training, loader: arms.Gpuflow | None, options: argparse.Namespace) -> None:
+    waits: list[float] = []
+
+    def step() -> None:
+        if loader is None:
+            training.resident_step()
+            return
+        before = time.perf_counter()
+        batch = loader.next()
+        waits.append((time.perf_counter() - before) * 1e3)
+        training.step(*batch)
+
+    for _ in range(SETTLING_STEPS):
+        step()
+    torch.cuda.synchronize()
+    waits.clear()
+    start, count = time.perf_counter(), 0
+    while time.perf_counter() - start < options.seconds:
+        step()
+        count += 1
+    launched = time.perf_counter()
+    torch.cuda.synchronize()
+    end = time.perf_counter()
+    step_ms = (end - start) / count * 1e3
+    print(f"{title}: {step_ms:.2f} ms a step, {options.batch / step_ms * 1e3:,.0f} images/s", flush=True)
+    print(f"    the loop was {(end - launched) * 1e3:.1f} ms ahead of the GPU at the end")
+    if loader is not None:
+        middle, most = np.percentile(waits, [50, 95])
+        share = loader.stats().get("gpu_wait_share", float("nan"))
+        print(f"    the loop waits {np.mean(waits):.1f} ms for a batch (p50 {middle:.1f}, p95 {most:.1f}), ", end="")
+        print(f"the GPU for {share:.1%} of its time")
+    for name, value in milliseconds_of(traced(step, options.steps), options.steps).items():
+        print(f"    {name:56} {value:8.2f}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path, help="photographs, in a folder for each class")
+    parser.add_argument("--models", nargs="+", default=["resnet18", "compiled_resnet18"], help="see run.py's workloads")
+    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument(
+        "--seconds", type=float, default=1.5, help="of each untraced measurement (default: %(default)s)"
+    )
+    parser.add_argument("--steps", type=int, default=24, help="that are traced (default: %(default)s)")
+    parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="overrides of photos.yaml")
+    options = parser.parse_args()
+    torch.backends.cudnn.benchmark = True
+    loader = arms.Gpuflow({"folder": options.folder, "batch": options.batch, "device": "cuda", "set": options.set})
+    meter = arms.Meter("cuda", options.batch, options.seconds)
+    trainings = {model: arms.Training(model, meter, loader.dtype) for model in options.models}
+    for training in trainings.values():
+        meter.warm(training.resident_step, 1.0)
+    loader.next()
+    while not (loader.is_started() and loader.is_warm()):
+        loader.next()
+    for repeat in range(options.repeats):
+        for model, training in trainings.items():
+            if repeat == 0:
+                measure(f"{model}, resident", training, None, options)
+            measure(f"{model}, fed", training, loader, options)
+    loader.close()
+
+
+if __name__ == "__main__":
+    main()
