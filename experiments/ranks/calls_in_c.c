@@ -11,14 +11,18 @@ struct functions {
     int (*record_event)(void *, void *);
     int (*wait_for_event)(void *);
     int (*initialize)(void *, void *, int, int, int);
-    int (*decode)(void *, void *, const void *, const void *, const void *, void *);
+    int (*set_region)(void *, int, int, int, int);
+    int (*decode)(void *, void *, const void *, const void *, const void *, void *const *, void *);
 };
 
-/* state: its number among the states. data, lengths, images: as nvjpegDecodeBatched takes them. */
+/* state: its number among the states. data, lengths, images, parameters: as nvjpegDecodeBatchedEx takes them. regions:
+ * the x, y, width and height of the part of each image that is written. */
 struct call {
     void *handle, *state;
     int64_t number_of_state, count, format;
     const void *data, *lengths, *images;
+    void *const *parameters;
+    const int32_t (*regions)[4];
 };
 
 enum { STATES = 16, BLOCKING = 1 | 2 /* cudaEventBlockingSync | cudaEventDisableTiming */ };
@@ -42,7 +46,11 @@ static void repeat_calls(void **events, int64_t *sizes) {
             failures += f.initialize(one->handle, one->state, (int)one->count, 1, (int)one->format) != 0;
             sizes[state] = one->count;
         }
-        failures += f.decode(one->handle, one->state, one->data, one->lengths, one->images, stream) != 0;
+        for (int64_t j = 0; j < one->count; j++) {
+            const int32_t *region = one->regions[j];
+            failures += f.set_region(one->parameters[j], region[0], region[1], region[2], region[3]) != 0;
+        }
+        failures += 0 != f.decode(one->handle, one->state, one->data, one->lengths, one->images, one->parameters, stream);
         f.record_event(events[state], stream);
     }
 }

@@ -9,7 +9,7 @@ import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import numpy as np
@@ -24,13 +24,26 @@ SOURCE = Path(__file__).with_suffix(".c")
 _FUNCTIONS = ("cudaSetDevice", "cudaEventCreateWithFlags", "cudaEventRecord", "cudaEventSynchronize")
 
 
-def _recorded(launch: Callable[[], object]) -> list[tuple[BatchedDecoder, list[NDArray[np.uint64]]]]:
-    """The calls that a launch makes: the decoder and copies of data, lengths and images of each."""
-    found: list[tuple[BatchedDecoder, list[NDArray[np.uint64]]]] = []
+class _Recorded(NamedTuple):
+    """A call that a launch made: the decoder and copies of what `BatchedDecoder.decode` got."""
+
+    decoder: BatchedDecoder
+    data: NDArray[np.uint64]
+    lengths: NDArray[np.uint64]
+    images: NDArray[np.uint64]
+    regions: NDArray[np.int32]
+
+
+def _recorded(launch: Callable[[], object]) -> list[_Recorded]:
+    """The calls that a launch makes."""
+    found: list[_Recorded] = []
     decode = BatchedDecoder.decode
 
     def recording(decoder: BatchedDecoder, *arguments: Any) -> None:
-        found.append((decoder, [array.copy() for array in arguments[:3]]))
+        data, lengths, images, _, regions = arguments
+        if regions is None:
+            raise RuntimeError("this libnvjpeg does not decode parts of images")
+        found.append(_Recorded(decoder, data.copy(), lengths.copy(), images.copy(), regions.copy()))
         decode(decoder, *arguments)
 
     by_python = patch.object(FirstPasses, "captured", lambda *arguments: None)
@@ -52,19 +65,24 @@ def calls_in_c(
     recorded, library = _recorded(launch), compiled(SOURCE)
     if library is None:
         raise RuntimeError(f"{SOURCE.name} cannot be compiled; install a C compiler as `cc`, or name one in CC")
-    spaces = [int(images[:, 0].max() - images[:, 0].min()) + (1 << 27) for _, (_, _, images) in recorded]
+    spaces = [int(one.images[:, 0].max() - one.images[:, 0].min()) + (1 << 27) for one in recorded]
     memory = torch.empty(max(spaces), dtype=torch.uint8, device=device)
-    decoders = {id(decoder): BatchedDecoder(find_nvjpeg(), "rgb") for decoder, _ in recorded}
+    decoders = {id(one.decoder): BatchedDecoder(find_nvjpeg(), "rgb") for one in recorded}
     numbers = {key: number for number, key in enumerate(decoders)}
     rows: list[Sequence[int]] = []
-    for decoder, (data, lengths, images) in recorded:
-        images[:, 0] = images[:, 0] - images[:, 0].min() + np.uint64(memory.data_ptr())
-        own = decoders[id(decoder)]
-        state = [own._handle.value or 0, own._state.value or 0, numbers[id(decoder)], len(data), own._format]
-        rows.append([*state, data.ctypes.data, lengths.ctypes.data, images.ctypes.data])
+    kept: list[object] = []
+    for one in recorded:
+        one.images[:, 0] = one.images[:, 0] - one.images[:, 0].min() + np.uint64(memory.data_ptr())
+        own, count = decoders[id(one.decoder)], len(one.data)
+        parameters = own.parameters(count)
+        kept.append(parameters)
+        state = [own._handle.value or 0, own._state.value or 0, numbers[id(one.decoder)], count, own._format]
+        arrays = [array.ctypes.data for array in (one.data, one.lengths, one.images)]
+        rows.append([*state, *arrays, ctypes.addressof(parameters), one.regions.ctypes.data])
     table = np.array(rows, np.uint64)
     runtime, nvjpeg = ctypes.CDLL(f"libcudart.so.{(torch.version.cuda or '').split('.')[0]}"), find_nvjpeg()
-    pointers = [getattr(runtime, name) for name in _FUNCTIONS] + [nvjpeg.initialize, nvjpeg.decode]
+    calls = nvjpeg.initialize, nvjpeg.set_region, nvjpeg.decode_regions
+    pointers = [*(getattr(runtime, name) for name in _FUNCTIONS), *calls]
     addresses = [ctypes.cast(function, ctypes.c_void_p).value or 0 for function in pointers]
     functions = np.array(addresses, np.uint64)
     stream = torch.cuda.Stream(device, priority=0)  # type: ignore[no-untyped-call]

@@ -85,6 +85,16 @@ class NvjpegLibrary:
         self.initialize.argtypes = [pointer, pointer, integer, integer, integer]
         self.decode = calls.nvjpegDecodeBatched
         self.decode.argtypes = [pointer, pointer, pointer, pointer, pointer, pointer]
+        self.create_parameters = calls.nvjpegDecodeParamsCreate
+        self.create_parameters.argtypes = [pointer, pointer]
+        self.set_format = calls.nvjpegDecodeParamsSetOutputFormat
+        self.set_format.argtypes = [pointer, integer]
+        self.set_region = calls.nvjpegDecodeParamsSetROI
+        self.set_region.argtypes = [pointer, integer, integer, integer, integer]
+        self.decode_regions = calls.nvjpegDecodeBatchedEx
+        self.decode_regions.argtypes = [pointer, pointer, pointer, pointer, pointer, pointer, pointer]
+        self.destroy_parameters = calls.nvjpegDecodeParamsDestroy
+        self.destroy_parameters.argtypes = [pointer]
         self.destroy_state = calls.nvjpegJpegStateDestroy
         self.destroy_state.argtypes = [pointer]
         self.destroy = calls.nvjpegDestroy
@@ -115,18 +125,26 @@ class BatchedDecoder:
         status = library.create(_BACKENDS[backend], None, None, flags, ctypes.byref(self._handle))
         self._check("nvjpegCreateEx", status)
         self._check("nvjpegJpegStateCreate", library.create_state(self._handle, ctypes.byref(self._state)))
+        self._parameters: list[ctypes.c_void_p] = []
         self.batch_size = 0
         """Number of images in the last call. A call with another number initializes the state again; no earlier call
         may still be running then."""
 
     def __del__(self) -> None:
+        for parameters in getattr(self, "_parameters", ()):
+            self._library.destroy_parameters(parameters)
         if getattr(self, "_state", None):
             self._library.destroy_state(self._state)
         if getattr(self, "_handle", None):
             self._library.destroy(self._handle)
 
     def decode(
-        self, data: NDArray[np.uint64], lengths: NDArray[np.uint64], images: NDArray[np.uint64], stream: int
+        self,
+        data: NDArray[np.uint64],
+        lengths: NDArray[np.uint64],
+        images: NDArray[np.uint64],
+        stream: int,
+        regions: NDArray[np.int32] | None = None,
     ) -> None:
         """Queue the decoding of a batch on `stream`. The encoded bytes must stay valid until that work is done.
 
@@ -134,6 +152,8 @@ class BatchedDecoder:
             data, lengths: address in pinned host memory and size in bytes of each JPEG, [N].
             images: where each image is written, [N, 8]: four device addresses of channels, four pitches in bytes.
             stream: a cudaStream_t.
+            regions: the part of each image that is written: x, y, width and height in pixels, [N, 4]; all of it by
+                default. Only for the engines.
 
         Raises:
             NvjpegError: the call failed; any image may be the cause, and the state of every image is unknown.
@@ -143,10 +163,15 @@ class BatchedDecoder:
             if initialize:
                 status = self._library.initialize(handle, state, len(data), 1, form)
                 self._check("nvjpegDecodeBatchedInitialize", status)
-            status = self._library.decode(
-                handle, state, data.ctypes.data, lengths.ctypes.data, images.ctypes.data, stream
-            )
-            self._check("nvjpegDecodeBatched", status)
+            arrays = data.ctypes.data, lengths.ctypes.data, images.ctypes.data
+            if regions is None:
+                self._check("nvjpegDecodeBatched", self._library.decode(handle, state, *arrays, stream))
+                return
+            parameters = self.parameters(len(data))
+            for one, region in zip(parameters, regions.tolist(), strict=True):
+                self._check("nvjpegDecodeParamsSetROI", self._library.set_region(one, *region))
+            status = self._library.decode_regions(handle, state, *arrays, ctypes.addressof(parameters), stream)
+            self._check("nvjpegDecodeBatchedEx", status)
 
         self.decode_by(run, len(data))
 
@@ -163,6 +188,15 @@ class BatchedDecoder:
             self.batch_size = 0  # the state may be corrupt, so the next call initializes it again
             raise
         self.batch_size = count
+
+    def parameters(self, count: int) -> ctypes.Array[ctypes.c_void_p]:
+        """The nvjpegDecodeParams_t of `count` images, which the caller sets. Raises NvjpegError."""
+        while len(self._parameters) < count:
+            new = ctypes.c_void_p()
+            self._check("nvjpegDecodeParamsCreate", self._library.create_parameters(self._handle, ctypes.byref(new)))
+            self._parameters.append(new)
+            self._check("nvjpegDecodeParamsSetOutputFormat", self._library.set_format(new, self._format))
+        return (ctypes.c_void_p * count)(*(one.value for one in self._parameters[:count]))
 
     def _check(self, call: str, status: int) -> None:
         if status:

@@ -25,11 +25,12 @@ _NONE = np.zeros(0, np.int64)
 class Undecoded:
     """The images of one chunk that no call has taken.
 
-    samplings [N]: of all images of the chunk. spaces [N]: bytes that each needs when it is decoded.
+    samplings, pixels [N]: of all images of the chunk. spaces [N]: bytes that each needs when it is decoded, which may
+    be a part of it alone.
     """
 
-    def __init__(self, samplings: NDArray[np.int64], spaces: NDArray[np.int64]) -> None:
-        self.samplings, self.spaces = samplings, spaces
+    def __init__(self, samplings: NDArray[np.int64], pixels: NDArray[np.int64], spaces: NDArray[np.int64]) -> None:
+        self.samplings, self.pixels, self.spaces = samplings, pixels, spaces
         self._left = {one: np.flatnonzero(samplings == one) for one in np.unique(samplings).tolist()}
         self.mixed = len(self._left) > 1
         """Whether the chunk has images of several samplings."""
@@ -106,9 +107,10 @@ def plan_calls(chunks: list[Undecoded], *, max_bytes: int) -> list[DecodeCall]:
             rows.append(other.take(sampling, full - images, free - space))
             images, space = images + len(rows[-1]), space + int(other.spaces[rows[-1]].sum())
         numbers = np.repeat(np.arange(len(rows)), [len(x) for x in rows])
+        pixels = np.concatenate([chunk.pixels[taken] for chunk, taken in zip(chunks, rows, strict=False)])
         spaces = np.concatenate([chunk.spaces[taken] for chunk, taken in zip(chunks, rows, strict=False)])
         together = np.concatenate(rows)
-        for part in deal(spaces, CALL_IMAGES, max_bytes):
+        for part in deal(pixels, spaces, CALL_IMAGES, max_bytes):
             call = DecodeCall(numbers[part], together[part], spaces[part], sampling)
             if (call.chunks == 0).any():
                 calls.append(call)
@@ -117,13 +119,16 @@ def plan_calls(chunks: list[Undecoded], *, max_bytes: int) -> list[DecodeCall]:
     return calls
 
 
-def deal(spaces: NDArray[np.int64], max_images: int, max_bytes: int) -> Iterator[NDArray[np.int64]]:
-    """Deal images of these spaces [N] to calls of about equal space, none above `max_images` or `max_bytes`; a larger
-    image is alone. Each call's images are in descending order."""
-    order = np.argsort(-spaces, kind="stable")
-    huge = int((spaces > max_bytes).sum())
-    yield from order[:huge, None]
-    order = order[huge:]
+def deal(
+    pixels: NDArray[np.int64], spaces: NDArray[np.int64], max_images: int, max_bytes: int
+) -> Iterator[NDArray[np.int64]]:
+    """Deal images of these numbers of pixels and spaces [N] to calls of about equally many pixels, none above
+    `max_images` or `max_bytes`; an image of a larger space is alone. Each call's images are in descending order of
+    pixels."""
+    order = np.argsort(-pixels, kind="stable")
+    huge = spaces[order] > max_bytes
+    yield from order[huge, None]
+    order = order[~huge]
     count = len(order)
     calls = max(-(-count // max_images), -(-int(spaces[order].sum()) // max_bytes))
     while any(spaces[order[i::calls]].sum() > max_bytes for i in range(calls)):

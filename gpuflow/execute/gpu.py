@@ -1,7 +1,8 @@
 """Runs a program on the GPU, one chunk at a time: nvJPEG decodes, then a few batched kernels do the other stages.
 
 With views, each image is decoded once, and the first pass of every view reads it in the decode buffer. What is said
-here of an output holds for each number of each view, or for the only image of a sample without views.
+here of an output holds for each number of each view, or for the only image of a sample without views. Of an image that
+the engines decode, the buffer gets the smallest part that has all that the first passes read.
 
 A chunk is first prepared and then launched, on different threads. `prepare` gets headers and random parameters from
 the process that read the chunk, or works them out, and has the CPU begin to decode the files that the engines do not
@@ -45,7 +46,7 @@ from gpuflow.execute.gpu_passes import DevicePasses, Target, offsets_of, plan_of
 from gpuflow.execute.image_copies import ImageCopies, ImageRows
 from gpuflow.execute.nvjpeg_decoders import CALL_SECONDS, JpegBatch, NvjpegDecoderPool
 from gpuflow.execute.passes import Pass
-from gpuflow.execute.pixel_steps import pixel_steps
+from gpuflow.execute.pixel_steps import Regions
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.program import Program, Sampling, Warping
 from gpuflow.pipeline.views import AnyProgram, outputs_of, slot_bytes_of, slot_of, slots_of, split
@@ -231,6 +232,7 @@ class Prepared:
 
     rows [n]: which of its samples nvJPEG decodes: complete files.
     data, lengths, pitches [n]: of the files of these rows, as `JpegBatch` has them. memory: that holds these files.
+    regions [n, 4]: the part of each that is decoded, as `JpegBatch` has it; None for all of it.
     undecoded: which of these rows no call has taken yet; for holders of the runner's lock.
     plans: for each output the first pass's sampling or warp of these rows.
     sizes [N, 2]: height and width of all upright images of the chunk that have a valid header.
@@ -247,6 +249,7 @@ class Prepared:
     lengths: NDArray[np.uint64]
     memory: Sequence[NDArray[np.uint8]]
     pitches: NDArray[np.int64]
+    regions: NDArray[np.int32] | None
     undecoded: Undecoded
     plans: list[_Plan]
     sizes: NDArray[np.int64]
@@ -309,6 +312,7 @@ class GpuRunner:
         self._long_waits = self._settled = 0
         with device_stream.queued():
             self._decoders = NvjpegDecoderPool(device_stream, library, program.decoder.color, backend)
+            self._decodes_regions = self._decoders.decodes_regions()
             self._buffers = DecodeBuffers(device_stream, decode_bytes, buffers)
             each = [DevicePasses(one, device_stream) for one in passes]
             self._passes = [each[output.program] for output in outputs]
@@ -401,10 +405,9 @@ class GpuRunner:
         with self._lock:
             self.engine_images += len(rows)
             self.cpu_images += len(others)
-        stored = headers.sizes[rows]
-        pitches = stored[:, 1] * self._channels
-        spaces = _aligned(pitches * stored[:, 0])
-        steps = pixel_steps(stored, self._channels, headers.orientations[rows])
+        regions = self._regions_of(headers.sizes[rows], headers.orientations[rows], [own[0].box for own in draws])
+        pitches = regions.sizes[:, 1] * self._channels
+        spaces = _aligned(pitches * regions.sizes[:, 0])
         return Prepared(
             payload=payload,
             keys=keys,
@@ -413,9 +416,10 @@ class GpuRunner:
             lengths=(files.sizes + files.spare).astype(np.uint64),
             memory=files.memory,
             pitches=pitches,
-            undecoded=Undecoded(files.sampling, spaces),
+            regions=regions.as_nvjpeg() if self._decodes_regions else None,
+            undecoded=Undecoded(files.sampling, headers.sizes[rows].prod(axis=1), spaces),
             plans=[
-                _Plan.of(own[0], steps, fixed=passes.first.result.fixed)
+                _Plan.of(own[0], regions.steps, fixed=passes.first.result.fixed)
                 for own, passes in zip(draws, self._passes, strict=True)
             ],
             sizes=headers.upright_sizes,
@@ -423,6 +427,14 @@ class GpuRunner:
             others=work,
             faults=faults,
         )
+
+    def _regions_of(
+        self, sizes: NDArray[np.int64], orientations: NDArray[np.integer], boxes: Sequence[NDArray[np.int64]]
+    ) -> Regions:
+        """The parts that are decoded of images of these stored sizes. boxes: what each output reads."""
+        if self._decodes_regions:
+            return Regions.around(boxes, sizes, self._channels, orientations)
+        return Regions.whole(sizes, self._channels, orientations)
 
     def _finish(
         self,
@@ -596,11 +608,14 @@ class GpuRunner:
         """Returns which of its images were decoded."""
         chunks, planned, count = call.chunks, call.planned, len(call.planned.rows)
         data, lengths, pitches = np.empty(count, np.uint64), np.empty(count, np.uint64), np.empty(count, np.int64)
+        regions = np.empty((count, 4), np.int32) if self._decodes_regions else None
         targets = next([place.images for place in part.places] for part in call.results.values())
         for number, part in call.results.items():
             one = chunks[number]
             data[part.where], lengths[part.where] = one.data[part.rows], one.lengths[part.rows]
             pitches[part.where] = one.pitches[part.rows]
+            if regions is not None and one.regions is not None:
+                regions[part.where] = one.regions[part.rows]
         draws = [own[0] for own in chunks[0].draws]
         captured = self._first_passes.captured(draws, targets)
         if captured is not None:
@@ -609,7 +624,7 @@ class GpuRunner:
             # Even if a chunk is never launched, or not to its end.
             buffer.sources += [memory for number in call.results for memory in chunks[number].memory]
             addresses = (buffer.address + np.cumsum(planned.spaces) - planned.spaces).astype(np.uint64)
-            files = JpegBatch.of(data, lengths, addresses, pitches, planned.sampling)
+            files = JpegBatch.of(data, lengths, addresses, pitches, planned.sampling, regions)
             plans = [
                 _joined(
                     [

@@ -10,7 +10,7 @@
 #include <string.h>
 
 enum { MOST_PARAMETERS = 64 };
-enum step { INITIALIZE = 1, DECODE, RECORD, WAIT, TRANSFER, LAUNCH, WAIT_IN_STREAM };
+enum step { INITIALIZE = 1, DECODE, RECORD, WAIT, TRANSFER, LAUNCH, WAIT_IN_STREAM, SET_REGION, DECODE_REGIONS };
 
 struct functions {
     int (*wait_for_event)(void *event);
@@ -22,6 +22,9 @@ struct functions {
                   void **extra);
     int (*initialize)(void *handle, void *state, int images, int threads, int format);
     int (*decode)(void *handle, void *state, const void *data, const void *lengths, const void *images, void *stream);
+    int (*set_region)(void *parameters, int x, int y, int width, int height);
+    int (*decode_regions)(void *handle, void *state, const void *data, const void *lengths, const void *images,
+                          void *const *parameters, void *stream);
 };
 
 /* A kernel that gets the same parameters each time, but for the address of its plan. */
@@ -37,8 +40,9 @@ struct launch {
  *
  * free: an event after which the memory of this call may be written. source: what is copied to `plans`, pinned memory,
  * and from there to the device. pixels: what is copied to the device directly. handle: of nvJPEG. initialize: whether
- * the state must be set up for this number of images. decoded: an event after the last call that used the state. done:
- * an event to record at the end. */
+ * the state must be set up for this number of images. decoded: an event after the last call that used the state.
+ * regions: x, y, width and height of the part of each image that is written; all of it without them. parameters: an
+ * nvjpegDecodeParams_t for each image. done: an event to record at the end. */
 struct call {
     void *free;
     const void *source;
@@ -51,6 +55,8 @@ struct call {
     void *handle, *state;
     int64_t images, format, initialize;
     const void *data, *lengths, *destinations;
+    const int32_t (*regions)[4];
+    void *const *parameters;
     void *decoding_stream, *decoded;
     void *stream, *done;
     const struct launch *launches;
@@ -58,6 +64,21 @@ struct call {
 };
 
 static int64_t failed(enum step step, int status) { return status ? (int64_t)step << 32 | (uint32_t)status : 0; }
+
+static int64_t decode_images(const struct functions *f, const struct call *call) {
+    if (!call->regions)
+        return failed(DECODE, f->decode(call->handle, call->state, call->data, call->lengths, call->destinations,
+                                        call->decoding_stream));
+    for (int64_t i = 0; i < call->images; i++) {
+        const int32_t *region = call->regions[i];
+        int64_t failure =
+            failed(SET_REGION, f->set_region(call->parameters[i], region[0], region[1], region[2], region[3]));
+        if (failure)
+            return failure;
+    }
+    return failed(DECODE_REGIONS, f->decode_regions(call->handle, call->state, call->data, call->lengths,
+                                                    call->destinations, call->parameters, call->decoding_stream));
+}
 
 static int64_t decode(const struct functions *f, const struct call *call) {
     int64_t failure;
@@ -68,8 +89,7 @@ static int64_t decode(const struct functions *f, const struct call *call) {
         if (failure)
             return failure;
     }
-    failure = failed(DECODE, f->decode(call->handle, call->state, call->data, call->lengths, call->destinations,
-                                       call->decoding_stream));
+    failure = decode_images(f, call);
     int64_t of_event = failed(RECORD, f->record_event(call->decoded, call->decoding_stream));
     if (failure || of_event)
         return failure ? failure : of_event;

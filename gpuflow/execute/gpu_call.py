@@ -44,7 +44,12 @@ _NON_BLOCKING, _THREAD_LOCAL, _KERNEL_NODE = 1, 1, 0
 """CU_STREAM_NON_BLOCKING, CU_STREAM_CAPTURE_MODE_THREAD_LOCAL and CU_GRAPH_NODE_TYPE_KERNEL."""
 _MOST_PARAMETERS = 64
 """As in gpu_call.c."""
-_STEPS = {1: "nvjpegDecodeBatchedInitialize", 2: "nvjpegDecodeBatched"}
+_STEPS = {
+    1: "nvjpegDecodeBatchedInitialize",
+    2: "nvjpegDecodeBatched",
+    8: "nvjpegDecodeParamsSetROI",
+    9: "nvjpegDecodeBatchedEx",
+}
 _CUDA_STEPS = {
     3: "cuEventRecord",
     4: "cuEventSynchronize",
@@ -67,6 +72,8 @@ class _Functions(ctypes.Structure):
             "launch",
             "initialize",
             "decode",
+            "set_region",
+            "decode_regions",
         )
     ]
 
@@ -102,6 +109,8 @@ class _Call(ctypes.Structure):
         ("data", _POINTER),
         ("lengths", _POINTER),
         ("destinations", _POINTER),
+        ("regions", _POINTER),
+        ("parameters", _POINTER),
         ("decoding_stream", _POINTER),
         ("decoded", _POINTER),
         ("stream", _POINTER),
@@ -370,11 +379,12 @@ class GpuCall:
         images: NDArray[np.uint64],
         stream: int,
         decoded: torch.cuda.Event,
+        regions: NDArray[np.int32] | None = None,
     ) -> None:
         """Queue the plans, a call of nvJPEG and the kernels.
 
         Args:
-            data, lengths, images, stream: as `BatchedDecoder.decode` has them.
+            data, lengths, images, stream, regions: as `BatchedDecoder.decode` has them.
             decoded: an event after the last call that used the decoder; recorded after this one, even if it fails.
 
         Raises:
@@ -384,6 +394,10 @@ class GpuCall:
         call = self._call
         call.images, call.decoding_stream, call.decoded = len(data), stream, decoded.cuda_event
         call.data, call.lengths, call.destinations = data.ctypes.data, lengths.ctypes.data, images.ctypes.data
+
+        if regions is not None:
+            parameters = decoder.parameters(len(data))
+            call.regions, call.parameters = regions.ctypes.data, ctypes.addressof(parameters)
 
         def queue(handle: int, state: int, form: int, *, initialize: bool) -> None:
             call.handle, call.state, call.format, call.initialize = handle, state, form, initialize
@@ -402,7 +416,8 @@ class GpuCalls:
     def __init__(self, code: ctypes.CDLL, driver: Driver, library: NvjpegLibrary, stream: int) -> None:
         self.driver = driver
         names = ("wait_for_event", "record_event", "wait_in_stream", "transfer", "launch")
-        functions = [*(getattr(driver, name) for name in names), library.initialize, library.decode]
+        decoding = library.initialize, library.decode, library.set_region, library.decode_regions
+        functions = [*(getattr(driver, name) for name in names), *decoding]
         self._functions = _Functions(*(ctypes.cast(function, _POINTER) for function in functions))
         self.stream = stream
         self._queue = code.gpuflow_queue

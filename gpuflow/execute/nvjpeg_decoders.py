@@ -37,13 +37,16 @@ _LARGE_IMAGES = 8
 """If more files of one call find no memory, the GPU is full; a few are larger than others, and the CPU decodes them."""
 _TOLERANCE = 3
 """Levels of 0-255 by which nvJPEG's kernels may differ from the CPU."""
+_TEST_REGION = 13, 7, 30, 21
+"""The x, y, width and height of a part of the test image; nothing of it is at a multiple of 2."""
 
 
 class JpegBatch(NamedTuple):
     """The N JPEG files of one nvJPEG call.
 
     data, lengths [N]: address in pinned host memory and size in bytes of each file.
-    images [N, 8]: where each image is written, as `BatchedDecoder.decode` takes it.
+    images [N, 8], regions [N, 4]: where each image is written, and which part of it, as `BatchedDecoder.decode` takes
+        them.
     sampling: of all of them.
     """
 
@@ -51,6 +54,7 @@ class JpegBatch(NamedTuple):
     lengths: NDArray[np.uint64]
     images: NDArray[np.uint64]
     sampling: int
+    regions: NDArray[np.int32] | None = None
 
     @classmethod
     def of(
@@ -60,14 +64,16 @@ class JpegBatch(NamedTuple):
         addresses: NDArray[np.uint64],
         pitches: NDArray[np.int64],
         sampling: int,
+        regions: NDArray[np.int32] | None = None,
     ) -> JpegBatch:
         """Interleaved images, each written to an address; pitches: the bytes of a row."""
         images = np.zeros((len(data), 8), np.uint64)
         images[:, 0], images[:, 4] = addresses, pitches
-        return cls(data, lengths, images, sampling)
+        return cls(data, lengths, images, sampling, regions)
 
     def part(self, which: slice) -> JpegBatch:
-        return JpegBatch(self.data[which], self.lengths[which], self.images[which], self.sampling)
+        regions = None if self.regions is None else self.regions[which]
+        return JpegBatch(self.data[which], self.lengths[which], self.images[which], self.sampling, regions)
 
 
 @dataclass(slots=True)
@@ -97,6 +103,7 @@ class NvjpegDecoder:
         second: bool,
     ) -> None:
         self._device_stream, self._color, self._second = device_stream, color, second
+        self._on_engines = backend == "hardware"
         self._refused, self._without_memory = 0, 0
         self._reported = set[int]()
         """The statuses of nvJPEG that were logged."""
@@ -149,16 +156,16 @@ class NvjpegDecoder:
 
     def _queue(self, state: _State, files: JpegBatch, call: GpuCall | None) -> None:
         """Queue one call of nvJPEG, and what else is queued with it. Raises NvjpegError."""
-        data, lengths, images, _ = files
+        data, lengths, images, _, regions = files
         stream = self._stream.cuda_stream
         if call is not None:
             state.queued = state.queued or self._device_stream.record_event(stream=self._stream)
-            call.queue_decoding(state.decoder, data, lengths, images, stream, state.queued)
+            call.queue_decoding(state.decoder, data, lengths, images, stream, state.queued, regions)
             return
         if state.decoder.batch_size != len(data) and state.queued is not None:  # an earlier call may still be running
             state.queued.synchronize()
         try:
-            state.decoder.decode(data, lengths, images, stream)
+            state.decoder.decode(data, lengths, images, stream, regions)
         finally:
             state.queued = self._device_stream.record_event(stream=self._stream)
 
@@ -199,6 +206,15 @@ class NvjpegDecoder:
     def channels(self) -> int:
         return 1 if self._color == "gray" else 3
 
+    def decodes_regions(self) -> bool:
+        """Whether the engines write a part of an image with the pixels that it has in the whole one. They decode
+        gpuflow's own test image; CUDA kernels are not tried."""
+        if not self._on_engines:
+            return False
+        x, y, width, height = _TEST_REGION
+        whole, part = self._test_image(), self._test_image(_TEST_REGION)
+        return whole is not None and part is not None and np.array_equal(part, whole[y : y + height, x : x + width])
+
     def check(self) -> None:
         """Decode gpuflow's own test image; replace a decoder that fails. Raises DecoderError if the new one fails."""
         try:
@@ -221,9 +237,13 @@ class NvjpegDecoder:
         difference = image.astype(np.int64) - self_test.pixels(self._color)
         return int(np.abs(difference).max()) <= _TOLERANCE
 
-    def _test_image(self) -> NDArray[np.uint8] | None:
-        """Decode gpuflow's own test image: uint8 [HEIGHT, WIDTH, C], or None if it was refused."""
-        device_stream, shape = self._device_stream, (self_test.HEIGHT, self_test.WIDTH, self.channels)
+    def _test_image(self, region: tuple[int, int, int, int] | None = None) -> NDArray[np.uint8] | None:
+        """Decode gpuflow's own test image, or a part of it: uint8 [height, width, C], or None if it was refused.
+
+        region: x, y, width, height of the part.
+        """
+        width, height = (self_test.WIDTH, self_test.HEIGHT) if region is None else region[2:]
+        device_stream, shape = self._device_stream, (height, width, self.channels)
         encoded = device_stream.pinned([len(self_test.JPEG)], torch.uint8).numpy()
         encoded[:] = self_test.JPEG
         with device_stream.queued():
@@ -232,9 +252,10 @@ class NvjpegDecoder:
         data, lengths, address = (
             np.array([value], np.uint64) for value in (encoded.ctypes.data, len(encoded), memory.data_ptr())
         )
-        pitch = np.array([self_test.WIDTH * self.channels])
+        regions = None if region is None else np.array([region], np.int32)
+        files = JpegBatch.of(data, lengths, address, np.array([width * self.channels]), self_test.SAMPLING, regions)
         self._without_memory = _LARGE_IMAGES  # this image is small
-        (decoded,) = self._decode_by_halves(JpegBatch.of(data, lengths, address, pitch, self_test.SAMPLING))
+        (decoded,) = self._decode_by_halves(files)
         device_stream.wait_stream(self._stream)
         device_stream.synchronize()
         return memory.cpu().numpy() if decoded else None
@@ -264,6 +285,11 @@ class NvjpegDecoderPool:
         self._spare: queue.SimpleQueue[int] = queue.SimpleQueue()
         for place in range(1, len(self._decoders)):
             self._spare.put(place)
+
+    def decodes_regions(self) -> bool:
+        """See `NvjpegDecoder.decodes_regions`."""
+        with self.acquire() as decoder:
+            return decoder.decodes_regions()
 
     def set_starved(self, starved: bool) -> None:
         """Says whether the GPU waits for decoded images. Takes effect at the next `acquire`."""

@@ -6,12 +6,15 @@ next row's and the next column's pixels are from there.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
 from gpuflow.decode.header import FLIPPED_X, FLIPPED_Y, SWAPPED
 
-__all__ = ["ROW_BYTES", "pixel_steps", "rows_are_short"]
+__all__ = ["ROW_BYTES", "Regions", "pixel_steps", "rows_are_short"]
 
 ROW_BYTES = (1 << 31) - 1
 """The most bytes from the first to the last pixel of an upright row: kernels compute them in 32 bits."""
@@ -47,3 +50,52 @@ def pixel_steps(
     flips = _FLIPS[orientations]
     starts = (ends * steps * flips).sum(axis=1)
     return np.column_stack([starts, np.where(flips, -steps, steps)])
+
+
+class Regions(NamedTuple):
+    """The part of each image that is decoded, of n images.
+
+    sizes [n, 2]: its height and width as stored. offsets [n, 2]: the row and column of the stored image where it
+    begins. steps [n, 3]: how to read the upright image if memory holds this part alone, see `pixel_steps`; the upper
+    left pixel may be outside.
+    """
+
+    sizes: NDArray[np.int64]
+    offsets: NDArray[np.int64]
+    steps: NDArray[np.int64]
+
+    @classmethod
+    def whole(cls, sizes: NDArray[np.int64], channels: int, orientations: NDArray[np.integer]) -> Regions:
+        """All of each image. Arguments: as of `pixel_steps`."""
+        return cls(sizes, np.zeros_like(sizes), pixel_steps(sizes, channels, orientations))
+
+    @classmethod
+    def around(
+        cls,
+        boxes: Sequence[NDArray[np.int64]],
+        sizes: NDArray[np.int64],
+        channels: int,
+        orientations: NDArray[np.integer],
+    ) -> Regions:
+        """The smallest part that has all pixels of some boxes, and one pixel at least.
+
+        boxes: each [n, 4], y, x, height, width in the upright images. Other arguments: as of `pixel_steps`.
+        """
+        swapped, is_turned = (orientations >= SWAPPED)[:, None], bool((orientations != 1).any())
+        upright = np.where(swapped, sizes[:, ::-1], sizes) if is_turned else sizes
+        first, end = boxes[0][:, :2], boxes[0][:, :2] + boxes[0][:, 2:]
+        for box in boxes[1:]:
+            first, end = np.minimum(first, box[:, :2]), np.maximum(end, box[:, :2] + box[:, 2:])
+        first = np.maximum(np.minimum(first, upright - 1), 0)
+        end = np.maximum(np.minimum(end, upright), first + 1)
+        parts, offsets = end - first, first
+        if is_turned:
+            offsets = np.where(_FLIPS[orientations], upright - end, first)
+            parts, offsets = (np.where(swapped, values[:, ::-1], values) for values in (parts, offsets))
+        steps = pixel_steps(parts, channels, orientations)
+        steps[:, 0] -= (first * steps[:, 1:]).sum(axis=1)
+        return cls(parts, offsets, steps)
+
+    def as_nvjpeg(self) -> NDArray[np.int32]:
+        """x, y, width and height, [n, 4]."""
+        return np.concatenate([self.offsets[:, ::-1], self.sizes[:, ::-1]], axis=1).astype(np.int32)

@@ -29,13 +29,35 @@ FUNCTIONS = {
         "nvjpegImage_t *destinations",
         "cudaStream_t stream",
     ),
+    "nvjpegDecodeParamsCreate": ("nvjpegHandle_t handle", "nvjpegDecodeParams_t *decode_params"),
+    "nvjpegDecodeParamsSetOutputFormat": (
+        "nvjpegDecodeParams_t decode_params",
+        "nvjpegOutputFormat_t output_format",
+    ),
+    "nvjpegDecodeParamsSetROI": (
+        "nvjpegDecodeParams_t decode_params",
+        "int offset_x",
+        "int offset_y",
+        "int roi_width",
+        "int roi_height",
+    ),
+    "nvjpegDecodeBatchedEx": (
+        "nvjpegHandle_t handle",
+        "nvjpegJpegState_t jpeg_handle",
+        "const unsigned char *const *data",
+        "const size_t *lengths",
+        "nvjpegImage_t *destinations",
+        "nvjpegDecodeParams_t *decode_params",
+        "cudaStream_t stream",
+    ),
+    "nvjpegDecodeParamsDestroy": ("nvjpegDecodeParams_t decode_params",),
     "nvjpegJpegStateDestroy": ("nvjpegJpegState_t jpeg_handle",),
     "nvjpegDestroy": ("nvjpegHandle_t handle",),
     "nvjpegGetProperty": ("libraryPropertyType type", "int *value"),
 }
 """Each returns an nvjpegStatus_t."""
 
-POINTERS = {"nvjpegHandle_t", "nvjpegJpegState_t", "cudaStream_t"}
+POINTERS = {"nvjpegHandle_t", "nvjpegJpegState_t", "nvjpegDecodeParams_t", "cudaStream_t"}
 """Names of types that are pointers to a struct."""
 ENUMS = {"nvjpegBackend_t", "nvjpegOutputFormat_t", "libraryPropertyType"}
 

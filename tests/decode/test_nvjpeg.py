@@ -46,6 +46,31 @@ class FakeLibrary:
         self.calls.append(("decode", given, pitches.tolist(), stream))
         return 6 if self._bad & set(given) else 0
 
+    def create_parameters(self, handle: ctypes.c_void_p, parameters: Any) -> int:
+        parameters._obj.value = 100 + sum(call[0] == "create_parameters" for call in self.calls)
+        self.calls.append(("create_parameters", handle.value))
+        return 0
+
+    def set_format(self, parameters: ctypes.c_void_p, form: int) -> int:
+        self.calls.append(("set_format", parameters.value, form))
+        return 0
+
+    def set_region(self, parameters: int, x: int, y: int, width: int, height: int) -> int:
+        self.calls.append(("set_region", parameters, x, y, width, height))
+        return 2 if width <= 0 else 0
+
+    def decode_regions(
+        self, handle: int, state: int, data: int, lengths: int, images: int, parameters: int, stream: int
+    ) -> int:
+        status = self.decode(handle, state, data, lengths, images, stream)
+        count = len(self.calls[-1][1])
+        self.calls.append(("with", (ctypes.c_uint64 * count).from_address(parameters)[:]))
+        return status
+
+    def destroy_parameters(self, parameters: ctypes.c_void_p) -> int:
+        self.calls.append(("destroy_parameters", parameters.value))
+        return 0
+
     def destroy_state(self, state: Any) -> int:
         self.calls.append(("destroy_state", state.value))
         return 0
@@ -78,6 +103,42 @@ def test_calls_in_order_with_their_arguments() -> None:
         ("destroy_state", 22),
         ("destroy", 11),
     ]
+
+
+def test_parts_of_images() -> None:
+    library: Any = FakeLibrary()
+    engines = BatchedDecoder(library, "rgb")
+    regions = np.array([(1, 2, 3, 4), (5, 6, 7, 8)], np.int32)
+    engines.decode(*batch(1, 2), stream=77, regions=regions)
+    engines.decode(*batch(3), stream=77, regions=regions[1:])
+    del engines
+    assert library.calls[2:] == [
+        ("initialize", 11, 22, 2, 1, 5),
+        ("create_parameters", 11),
+        ("set_format", 100, 5),
+        ("create_parameters", 11),
+        ("set_format", 101, 5),
+        ("set_region", 100, 1, 2, 3, 4),
+        ("set_region", 101, 5, 6, 7, 8),
+        ("decode", [1, 2], [30, 30], 77),
+        ("with", [100, 101]),
+        ("initialize", 11, 22, 1, 1, 5),
+        ("set_region", 100, 5, 6, 7, 8),
+        ("decode", [3], [30], 77),
+        ("with", [100]),
+        ("destroy_parameters", 100),
+        ("destroy_parameters", 101),
+        ("destroy_state", 22),
+        ("destroy", 11),
+    ]
+
+
+def test_a_part_that_nvjpeg_refuses() -> None:
+    library: Any = FakeLibrary()
+    engines = BatchedDecoder(library, "rgb")
+    with pytest.raises(NvjpegError, match=r"^nvJPEG: nvjpegDecodeParamsSetROI returned 2 \(invalid parameter\)$"):
+        engines.decode(*batch(1), stream=0, regions=np.zeros((1, 4), np.int32))
+    assert engines.batch_size == 0, "the next call initializes the state again"
 
 
 def test_cuda_kernels_are_asked_for_the_same_pixels() -> None:
@@ -136,7 +197,7 @@ def test_the_binding_declares_the_functions_of_the_header(monkeypatch: pytest.Mo
         for name, parameters in header.FUNCTIONS.items()
     }, "and no restype: ctypes takes an int, which is what an nvjpegStatus_t is"
     names = {id(function): name for name, function in functions.items()}
-    for attribute in ("create", "create_state", "initialize", "decode", "destroy_state", "destroy"):
+    for attribute in vars(library).keys() - {"path", "_version"}:
         parameters = header.FUNCTIONS[names[id(getattr(library, attribute))]]
         fake = inspect.signature(getattr(FakeLibrary(), attribute))
         assert len(fake.parameters) == len(parameters), f"the fake's {attribute}"

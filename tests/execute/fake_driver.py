@@ -51,6 +51,8 @@ class FakeDriver:
         self.launch = self._function(self._launch, *launched)
         self.initialize = self._function(self._initialize, _POINTER, _POINTER, _INT, _INT, _INT)
         self.decode = self._function(self._decode_batch, *[_POINTER] * 6)
+        self.set_region = self._function(self._set_region, _POINTER, *[_INT] * 4)
+        self.decode_regions = self._function(self._decode_parts, *[_POINTER] * 7)
 
     def code(self) -> GpuCalls:
         """The C code with these functions."""
@@ -118,6 +120,22 @@ class FakeDriver:
         found = self._decode(_array(data, (count,)), _array(lengths, (count,)), _array(images, (count, 8)))
         self._noted("decode", handle, state, stream)
         return self.status.get("decode", found)
+
+    def _set_region(self, parameters: int, *region: int) -> int:
+        if self._library is not None:
+            self._library.set_region(parameters, *region)
+        return self._noted("set region", parameters, *region)
+
+    def _decode_parts(
+        self, handle: int, state: int, data: int, lengths: int, images: int, parameters: int, stream: int
+    ) -> int:
+        if self._library is None:
+            count = self._counts[state]
+            self._noted("with", _array(parameters, (count,)).tolist())
+            return self._decode_batch(handle, state, data, lengths, images, stream)
+        self._noted("decode", handle, state, stream)
+        status: int = self._library.decode_regions(handle, state, data, lengths, images, parameters, stream)
+        return status
 
 
 def use_c_code(monkeypatch: Any, copy: Callable[[torch.Tensor], None], driver_of: Callable[[Any], FakeDriver]) -> None:

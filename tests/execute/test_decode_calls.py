@@ -18,23 +18,30 @@ SAMPLINGS = st.sampled_from([0x11, 0x22, 0x22, 0x22, 0])
     [(256, 128, [128, 128]), (255, 128, [128, 127]), (129, 128, [65, 64]), (1, 128, [1]), (0, 128, [])],
 )
 def test_calls_have_equally_many_images(count: int, most: int, sizes: list[int]) -> None:
-    assert [len(call) for call in deal(np.full(count, 10), most, MB)] == sizes
+    assert [len(call) for call in deal(np.arange(count), np.full(count, 10), most, MB)] == sizes
 
 
 def test_no_call_needs_more_memory_than_allowed_but_for_one_larger_image() -> None:
     spaces = np.array([30, 30, 30, 200, 30, 60, 20])
-    calls = [spaces[call].tolist() for call in deal(spaces, 128, 100)]
+    calls = [spaces[call].tolist() for call in deal(spaces, spaces, 128, 100)]
     assert calls == [[200], [60, 30], [30, 30], [30, 20]]
 
 
 def test_calls_of_images_of_many_sizes_need_about_equal_memory() -> None:
     spaces = (np.random.default_rng(0).lognormal(size=256) * 1e5).astype(np.int64)
-    first, second = (int(spaces[call].sum()) for call in deal(spaces, 128, int(spaces.sum())))
+    first, second = (int(spaces[call].sum()) for call in deal(spaces, spaces, 128, int(spaces.sum())))
     assert second < first < 1.1 * second
 
 
+def test_the_engines_get_images_of_most_pixels_first_whatever_part_of_them_is_kept() -> None:
+    pixels, spaces = np.array([50, 90, 70, 80]), np.array([40, 10, 300, 20])
+    assert [call.tolist() for call in deal(pixels, spaces, 128, 100)] == [[2], [1, 3, 0]]
+
+
 def chunk(samplings: list[int], spaces: list[int] | None = None) -> Undecoded:
-    return Undecoded(np.array(samplings, np.int64), np.array(spaces or [10] * len(samplings), np.int64))
+    """Of images whose space is that of all their pixels."""
+    size = np.array(spaces or [10] * len(samplings), np.int64)
+    return Undecoded(np.array(samplings, np.int64), size, size)
 
 
 def left(one: Undecoded) -> set[int]:

@@ -18,6 +18,7 @@ from gpuflow.execute import file_checks, gpu_backend
 from gpuflow.execute.gpu_call import GpuCalls
 from gpuflow.execute.kernels.complete import complete_files
 from gpuflow.execute.known_files import KnownFiles
+from gpuflow.execute.nvjpeg_decoders import NvjpegDecoder
 from gpuflow.loader import placement
 from tests import images
 from tests.chaos.accounting import wait_for
@@ -124,6 +125,23 @@ def test_pixels_are_within_two_levels_of_the_cpu(name: str, folder: Path) -> Non
         )
         apart = (a.images.float() - b.images.cpu().float()).abs()
         assert apart.max() <= 2 and apart.mean() < 0.25
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_parts_of_images_give_the_same_batches_as_whole_images(
+    name: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches: list[list[gpuflow.Batch]] = []
+    for parts in (True, False):
+        if not parts:
+            monkeypatch.setattr(NvjpegDecoder, "decodes_regions", lambda decoder: False)
+        with load(folder, PIPELINES[name], "cuda") as loader:
+            batches.append([batch for _ in range(2) for batch in loader])
+            runner: Any = loader._plan.gpu
+            if parts and not runner._decodes_regions:
+                pytest.skip("this GPU has no JPEG engines, or its nvJPEG does not decode parts of images")
+    for a, b in zip(*batches, strict=True):
+        assert torch.equal(a.images, b.images)
 
 
 @pytest.mark.parametrize("name", ["train", "channels_last", "uint8", "turned", "gray", "two samplings"])

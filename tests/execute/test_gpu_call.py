@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 import numpy as np
@@ -22,9 +23,12 @@ class Event:
 
 
 class Decoder:
-    """Replaces `BatchedDecoder`; it has only the method that a call uses."""
+    """Replaces `BatchedDecoder`; it has only the methods that a call uses."""
 
     batch_size = 0
+
+    def parameters(self, count: int) -> Any:
+        return (ctypes.c_void_p * count)(*range(100, 100 + count))
 
     def decode_by(self, run: Any, count: int) -> None:
         former, self.batch_size = self.batch_size, 0
@@ -41,11 +45,13 @@ def plan(rows: int) -> NDArray[np.int64]:
     return np.arange(3 * rows, dtype=np.int64).reshape(rows, 3)
 
 
-def queue(call: GpuCall, decoder: Decoder, count: int = 2, stream: int = STREAM) -> None:
+def queue(
+    call: GpuCall, decoder: Decoder, count: int = 2, stream: int = STREAM, regions: NDArray[np.int32] | None = None
+) -> None:
     values = np.arange(1, count + 1, dtype=np.uint64)
     anything: Any = decoder
     event: Any = Event()
-    call.queue_decoding(anything, values, values * 10, np.ones((count, 8), np.uint64), stream, event)
+    call.queue_decoding(anything, values, values * 10, np.ones((count, 8), np.uint64), stream, event, regions)
 
 
 def test_the_calls_in_their_order() -> None:
@@ -80,6 +86,19 @@ def test_the_calls_in_their_order() -> None:
     assert driver.calls == [*first, *later, *last]
     assert seen == [plan(2).tolist(), plan(1).tolist()] * 3
     assert decoded[0] == ([1, 2], [10, 20], [[1] * 8] * 2) and len(decoded[2][0]) == 1
+
+
+def test_parts_of_images() -> None:
+    driver, decoder = FakeDriver(), Decoder()
+    call = GpuCall(driver.code(), memory(), [plan(1)], [driver.kernel(lambda rows: None, 3)])
+    queue(call, decoder, regions=np.array([(1, 2, 3, 4), (5, 6, 7, 8)], np.int32))
+    driver.check()
+    assert driver.calls[4:-3] == [
+        ("set region", 100, 1, 2, 3, 4),
+        ("set region", 101, 5, 6, 7, 8),
+        ("with", [100, 101]),
+        ("decode", HANDLE, STATE, STREAM),
+    ]
 
 
 def test_a_transfer_and_kernels_without_decoding() -> None:
@@ -128,6 +147,22 @@ def test_a_failure_of_nvjpeg_launches_nothing(name: str, error: str, after: list
     driver.status.clear()
     queue(GpuCall(driver.code(), memory(), [plan(1)], [kernel]), decoder)
     assert ("initialize", HANDLE, STATE, 2, 1, 5) in driver.calls[len(names) :]
+
+
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        ("set region", r"^nvJPEG: nvjpegDecodeParamsSetROI returned 2 \(invalid parameter\)$"),
+        ("decode", r"^nvJPEG: nvjpegDecodeBatchedEx returned 2 \(invalid parameter\)$"),
+    ],
+)
+def test_parts_that_nvjpeg_refuses(name: str, error: str) -> None:
+    driver = FakeDriver()
+    driver.status[name] = 2
+    call = GpuCall(driver.code(), memory(), [plan(1)], [driver.kernel(lambda rows: None, 3)])
+    with pytest.raises(NvjpegError, match=error):
+        queue(call, Decoder(), regions=np.ones((2, 4), np.int32))
+    assert not call.queued and driver.calls[-1] == ("record", DECODED, STREAM)
 
 
 @pytest.mark.parametrize(

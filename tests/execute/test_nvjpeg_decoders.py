@@ -17,6 +17,7 @@ import pytest
 from gpuflow.decode import self_test
 from gpuflow.errors import DecoderError, LoaderTimeout, SystemFault, is_system_fault
 from gpuflow.execute.nvjpeg_decoders import JpegBatch, NvjpegDecoder, NvjpegDecoderPool
+from tests.host_stream import HostStream
 
 
 class Stream:
@@ -282,6 +283,57 @@ def test_a_check_without_memory_is_an_error_of_the_decoder(monkeypatch: pytest.M
     with decoders.acquire() as decoder, pytest.raises(DecoderError, match=text) as caught:
         decoder.check()
     assert is_system_fault(caught.value)
+
+
+class PartsLibrary(SlowLibrary):
+    """Writes a pattern for an image, and for a part of it the same pattern plus `wrong`, or fails with `status`."""
+
+    PATTERN = np.arange(self_test.HEIGHT * self_test.WIDTH * 3).reshape(self_test.HEIGHT, self_test.WIDTH, 3) % 251
+
+    def __init__(self, wrong: int = 0, status: int = 0) -> None:
+        super().__init__()
+        self._wrong, self._status, self._region = wrong, status, (0, 0, 0, 0)
+
+    def create_parameters(self, *arguments: Any) -> int:
+        return 0
+
+    set_format = destroy_parameters = create_parameters
+
+    def set_region(self, parameters: Any, x: int, y: int, width: int, height: int) -> int:
+        self._region = x, y, width, height
+        return 0
+
+    def decode(self, handle: Any, state: Any, data: int, lengths: int, images: int, stream: int) -> int:
+        self._write(images, self.PATTERN)
+        return 0
+
+    def decode_regions(self, *arguments: Any) -> int:
+        x, y, width, height = self._region
+        self._write(arguments[4], self.PATTERN[y : y + height, x : x + width] + self._wrong)
+        return self._status
+
+    def _write(self, images: int, pixels: Any) -> None:
+        data = np.ascontiguousarray(pixels, np.uint8)
+        target = (ctypes.c_uint64 * 8).from_address(images)
+        assert target[4] == data[0].nbytes
+        ctypes.memmove(target[0], data.ctypes.data, data.nbytes)
+
+
+@pytest.mark.parametrize(
+    ("backend", "library", "expected"),
+    [
+        ("hardware", PartsLibrary(), True),
+        ("hardware", PartsLibrary(wrong=1), False),
+        ("hardware", PartsLibrary(status=9), False),
+        ("cuda", PartsLibrary(), False),
+    ],
+)
+def test_parts_of_images_are_decoded_if_they_have_the_pixels_of_the_whole(
+    backend: str, library: Any, expected: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    stream: Any = HostStream()
+    assert NvjpegDecoderPool(stream, library, "rgb", backend).decodes_regions() == expected
+    assert not caplog.records
 
 
 @pytest.mark.parametrize(("status", "logged"), [(3, 0), (4, 0), (9, 0), (10, 0), (1, 1), (6, 1), (8, 1)])

@@ -115,6 +115,7 @@ class CpuLibrary:
         self._flag = cv2.IMREAD_IGNORE_ORIENTATION | (cv2.IMREAD_GRAYSCALE if channels == 1 else cv2.IMREAD_COLOR_RGB)
         self._sizes, self.calls, self.given = dict[int, int](), Counter[str](), set[bytes]()
         self._memories = [np.zeros((400, 400, channels), np.uint8) for _ in range(self.ENGINES)]
+        self._regions: list[tuple[int, int, int, int]] = []
 
     def create(self, backend: int, device: None, pinned: None, flags: int, handle: Any) -> int:
         handle._obj.value = 11
@@ -129,7 +130,35 @@ class CpuLibrary:
         self._sizes[state] = size
         return 0
 
+    def create_parameters(self, handle: Any, parameters: Any) -> int:
+        self._regions.append((0, 0, -1, -1))
+        parameters._obj.value = len(self._regions)
+        return 0
+
+    def set_format(self, parameters: Any, output: int) -> int:
+        return 0
+
+    def set_region(self, parameters: Any, *region: int) -> int:
+        x, y, width, height = region
+        self._regions[getattr(parameters, "value", parameters) - 1] = x, y, width, height
+        return 0
+
+    def decode_regions(
+        self, handle: Any, state: Any, data: int, lengths: int, images: int, parameters: int, stream: int
+    ) -> int:
+        numbers = (ctypes.c_uint64 * self._sizes[state]).from_address(parameters)[:]
+        return self._decode(state, data, lengths, images, [self._regions[number - 1] for number in numbers])
+
+    def destroy_parameters(self, parameters: Any) -> int:
+        return 0
+
     def decode(self, handle: Any, state: Any, data: int, lengths: int, images: int, stream: int) -> int:
+        return self._decode(state, data, lengths, images, [None] * self._sizes[state])
+
+    def _decode(
+        self, state: Any, data: int, lengths: int, images: int, regions: Sequence[tuple[int, int, int, int] | None]
+    ) -> int:
+        """regions: the x, y, width and height of the part of each image that is written; None for all of it."""
         self.calls["decode"] += 1
         size = self._sizes[state]
         starts, sizes = (np.ctypeslib.as_array((ctypes.c_uint64 * size).from_address(x)) for x in (data, lengths))
@@ -139,14 +168,17 @@ class CpuLibrary:
         if any(REFUSED in file for file in files):
             return 6
         self.calls["images"] += len(files)
-        for place, (file, target) in enumerate(zip(files, targets, strict=True)):
+        for place, (file, target, region) in enumerate(zip(files, targets, regions, strict=True)):
             pixels = cv2.imdecode(np.frombuffer(file, np.uint8), self._flag)
-            assert pixels is not None and int(target[4]) == pixels[0].nbytes
+            assert pixels is not None
             height, width = pixels.shape[:2]
             memory = self._memories[place % self.ENGINES]
             written = height if complete(file, height, width) else height // 2
             memory[:written, :width] = pixels.reshape(height, width, -1)[:written]
-            shown = np.ascontiguousarray(memory[:height, :width])
+            left, top, columns, rows = region or (0, 0, width, height)
+            assert 0 <= left < left + columns <= width and 0 <= top < top + rows <= height
+            shown = np.ascontiguousarray(memory[top : top + rows, left : left + columns])
+            assert int(target[4]) == shown[0].nbytes
             ctypes.memmove(int(target[0]), shown.ctypes.data, shown.nbytes)
         return 0
 
@@ -653,11 +685,11 @@ def errors(new: Callable[..., GpuRunner], prepare: Callable[[GpuRunner, Sequence
     class Failing(CpuLibrary):
         left = 0
 
-        def decode(self, *arguments: Any) -> int:
+        def _decode(self, *arguments: Any) -> int:
             self.left -= 1
             if self.left == 0:
                 raise MemoryError("no room for a call")
-            return super().decode(*arguments)
+            return super()._decode(*arguments)
 
     runner = new(library := Failing(3), ahead=True)
     first, second = prepare(runner, range(9)), prepare(runner, range(12, 21))
