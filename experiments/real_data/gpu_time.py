@@ -3,7 +3,8 @@
 Traces steps of a training on a resident batch and on the loader's batches. Prints where the time of a step goes, in ms:
 the training's kernels, and the gaps between them. A gap is `queued late` if the host called for the kernel only after
 the one before it had ended, otherwise `held up`: the kernel waited for an event, such as a batch that was not decoded
-yet, or for room on the GPU. Needs an NVIDIA GPU.
+yet, or for room on the GPU. Then it prints which of CUDA's functions take most time in each thread, waits included; the
+threads that launch the training's kernels come first. Needs an NVIDIA GPU.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ import argparse
 import json
 import tempfile
 import time
-from collections import defaultdict
-from collections.abc import Callable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ import torch
 LONG_US = 200.0
 """A longer gap is not one of those between any two kernels."""
 SETTLING_STEPS = 24
+_THREADS, _FUNCTIONS = 6, 6
+"""The numbers of threads, and of functions of each, that are printed."""
 Event = dict[str, Any]
 
 
@@ -41,18 +44,22 @@ def traced(step: Callable[[], object], steps: int) -> list[Event]:
     return sorted((event for event in events if event.get("ph") == "X"), key=lambda event: float(event["ts"]))
 
 
-def milliseconds_of(events: list[Event], steps: int) -> dict[str, float]:
-    """Parts of a step in ms, of the stream on which most kernels ran: the training's."""
+def on_gpu_of(events: list[Event]) -> tuple[list[Event], int]:
+    """The kernels and copies, and the stream on which most kernels ran: the training's."""
     on_gpu = [event for event in events if event["cat"] in ("kernel", "gpu_memcpy", "gpu_memset")]
-    calls = {
-        event["args"]["correlation"]: float(event["ts"])
-        for event in events
-        if event["cat"] in ("cuda_runtime", "cuda_driver") and "correlation" in event.get("args", {})
-    }
-    kernels = defaultdict[int, int](int)
-    for event in on_gpu:
-        kernels[event["args"]["stream"]] += event["cat"] == "kernel"
-    training = max(kernels, key=kernels.__getitem__)
+    kernels = Counter(event["args"]["stream"] for event in on_gpu if event["cat"] == "kernel")
+    return on_gpu, kernels.most_common(1)[0][0]
+
+
+def calls_of(events: list[Event]) -> list[Event]:
+    """The calls of CUDA's functions."""
+    return [event for event in events if event["cat"] in ("cuda_runtime", "cuda_driver")]
+
+
+def milliseconds_of(events: list[Event], steps: int) -> dict[str, float]:
+    """Parts of a step in ms on the training's stream."""
+    on_gpu, training = on_gpu_of(events)
+    calls = {event["args"].get("correlation"): float(event["ts"]) for event in calls_of(events)}
     found = defaultdict[str, float](float)
     end = begin = 0.0
     for event in on_gpu:
@@ -69,8 +76,28 @@ def milliseconds_of(events: list[Event], steps: int) -> dict[str, float]:
         found["the training's kernels"] += duration
         end = max(end, start + duration)
     found["all"] = end - begin
-    found["kernels a step"] = kernels[training] * 1e3
     return {name: value / steps / 1e3 for name, value in sorted(found.items())}
+
+
+def calls_by_thread(events: list[Event], steps: int) -> Iterator[str]:
+    """For each thread the functions of CUDA that took most of its time."""
+    on_gpu, training = on_gpu_of(events)
+    launched = {event["args"]["correlation"] for event in on_gpu if event["args"]["stream"] == training}
+    threads, is_launching = defaultdict[int, list[Event]](list), set[int]()
+    for event in calls_of(events):
+        threads[event["tid"]].append(event)
+        if event["args"].get("correlation") in launched:
+            is_launching.add(event["tid"])
+    totals = {tid: sum(float(event["dur"]) for event in calls) for tid, calls in threads.items()}
+    for tid in sorted(threads, key=lambda tid: (tid not in is_launching, -totals[tid]))[:_THREADS]:
+        role = "a thread of the training" if tid in is_launching else "another thread"
+        yield f"    {role}: {len(threads[tid]) / steps:.0f} calls a step, {totals[tid] / steps / 1e3:.2f} ms"
+        by_name = defaultdict[str, list[float]](list)
+        for event in threads[tid]:
+            by_name[event["name"]].append(float(event["dur"]))
+        for name, spans in sorted(by_name.items(), key=lambda item: -sum(item[1]))[:_FUNCTIONS]:
+            total, longest = sum(spans) / steps / 1e3, max(spans) / 1e3
+            yield f"        {name:44} {len(spans) / steps:7.1f} {total:8.2f} ms, longest {longest:.2f}"
 
 
 def measure(title: str, training: arms.Training, loader: arms.Gpuflow | None, options: argparse.Namespace) -> None:
@@ -104,8 +131,10 @@ def measure(title: str, training: arms.Training, loader: arms.Gpuflow | None, op
         share = loader.stats().get("gpu_wait_share", float("nan"))
         print(f"    the loop waits {np.mean(waits):.1f} ms for a batch (p50 {middle:.1f}, p95 {most:.1f}), ", end="")
         print(f"the GPU for {share:.1%} of its time")
-    for name, value in milliseconds_of(traced(step, options.steps), options.steps).items():
+    events = traced(step, options.steps)
+    for name, value in milliseconds_of(events, options.steps).items():
         print(f"    {name:56} {value:8.2f}", flush=True)
+    print(*calls_by_thread(events, options.steps), sep="\n", flush=True)
 
 
 def main() -> None:

@@ -484,7 +484,10 @@ def test_gaps_between_a_trainings_kernels_have_a_cause(scripts: dict[str, Any]) 
         return {"cat": "kernel", "name": name, "ts": start, "dur": duration, "args": ids}
 
     calls = [(0, 1), (5, 2), (1500, 3), (1501, 4), (10, 5)]
-    events = [{"cat": "cuda_runtime", "ts": ts, "dur": 1, "args": {"correlation": call}} for ts, call in calls]
+    events = [
+        {"cat": "cuda_runtime", "name": "launch", "ts": ts, "dur": 400, "tid": call // 5, "args": {"correlation": call}}
+        for ts, call in calls
+    ]
     events += [
         kernel(10, 90, 7, 1),
         kernel(110, 890, 7, 2),  # 10 us after the one before it, asked for long before
@@ -496,13 +499,19 @@ def test_gaps_between_a_trainings_kernels_have_a_cause(scripts: dict[str, Any]) 
     assert found == pytest.approx(
         {
             "all": 1.495,
-            "kernels a step": 2,
             "long gaps, queued late": 0.255,
             "other streams: convert": 0.15,
             "short gaps, held up": 0.005,
             "the training's kernels": 1.235,
         }
     )
+    lines = list(scripts["gpu_time"].calls_by_thread(events, steps=2))
+    assert [" ".join(line.split()) for line in lines] == [
+        "a thread of the training: 2 calls a step, 0.80 ms",
+        "launch 2.0 0.80 ms, longest 0.40",
+        "another thread: 0 calls a step, 0.20 ms",
+        "launch 0.5 0.20 ms, longest 0.40",
+    ]
 
 
 # --- the engines and DALI ---------------------------------------------------------------------------------------------
