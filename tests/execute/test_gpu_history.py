@@ -202,3 +202,41 @@ def test_callers_of_a_service_get_their_own_images(kind: str, tmp_path: Path) ->
             for number, mine in zip(numbers, outcomes(predictor, numbers, callers), strict=True):
                 assert same(found.setdefault(number, mine), mine), number
         predictor.check()
+
+
+@pytest.mark.parametrize("sampling", ["4:2:0", "4:4:4"])
+@pytest.mark.parametrize("backend", ["hardware", "cuda"])
+def test_calls_in_a_row_of_one_decoder_keep_their_images_apart(backend: str, sampling: str) -> None:
+    """Also if the GPU begins none of them before all are queued, and all have as many files."""
+    from gpuflow.decode.nvjpeg import BatchedDecoder, NvjpegError, find_nvjpeg
+
+    height, width, count, calls = 120, 160, 24, 4
+    try:
+        decoder = BatchedDecoder(find_nvjpeg(), "rgb", backend)
+    except NvjpegError as error:
+        pytest.skip(f"this GPU has no {backend} backend of nvJPEG: {error}")
+    cuda: Any = torch.cuda
+    stream = cuda.Stream()
+    contents = [jpeg(photo(height, width, seed=number), sampling) for number in range(calls * count)]
+    buffers = [torch.frombuffer(bytearray(data), dtype=torch.uint8).pin_memory() for data in contents]
+    addresses = np.array([data.data_ptr() for data in buffers], np.uint64).reshape(calls, count)
+    lengths = np.array([len(data) for data in contents], np.uint64).reshape(calls, count)
+
+    def decoded(*, wait: bool) -> torch.Tensor:
+        images = torch.zeros((calls, count, height, width, 3), dtype=torch.uint8, device="cuda")
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            cuda._sleep(10**8)
+        for call in range(calls):
+            targets = np.zeros((count, 8), np.uint64)
+            targets[:, 0] = [image.data_ptr() for image in images[call]]
+            targets[:, 4] = 3 * width
+            decoder.decode(addresses[call], lengths[call], targets, stream.cuda_stream)
+            if wait:
+                torch.cuda.synchronize()
+        torch.cuda.synchronize()
+        return images
+
+    expected = decoded(wait=True)
+    for _ in range(5):
+        assert torch.equal(decoded(wait=False), expected)
