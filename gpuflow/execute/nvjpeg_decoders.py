@@ -87,6 +87,9 @@ class _State:
 class NvjpegDecoder:
     """One nvJPEG decoder that queues its work on a loader's stream, or on a second stream. Not thread-safe.
 
+    With CUDA kernels, a call begins once the GPU has finished the call before it: nvJPEG writes over what these still
+    read, and leaves images as the memory was (tests/execute/test_gpu_history.py).
+
     It has a state of nvJPEG for each chroma sampling: one that decodes several samplings in turn sets the engines up
     anew for each call (20,400 instead of 28,100 images/s for two samplings in turn, experiments/real_data).
 
@@ -158,12 +161,13 @@ class NvjpegDecoder:
         """Queue one call of nvJPEG, and what else is queued with it. Raises NvjpegError."""
         data, lengths, images, _, regions = files
         stream = self._stream.cuda_stream
+        initializes = state.decoder.batch_size != len(data)  # which the C code waits for itself
+        if state.queued is not None and (not self._on_engines or (initializes and call is None)):
+            state.queued.synchronize()  # an earlier call may still be running
         if call is not None:
             state.queued = state.queued or self._device_stream.record_event(stream=self._stream)
             call.queue_decoding(state.decoder, data, lengths, images, stream, state.queued, regions)
             return
-        if state.decoder.batch_size != len(data) and state.queued is not None:  # an earlier call may still be running
-            state.queued.synchronize()
         try:
             state.decoder.decode(data, lengths, images, stream, regions)
         finally:

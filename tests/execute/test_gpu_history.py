@@ -207,34 +207,37 @@ def test_callers_of_a_service_get_their_own_images(kind: str, tmp_path: Path) ->
 @pytest.mark.parametrize("sampling", ["4:2:0", "4:4:4"])
 @pytest.mark.parametrize("backend", ["hardware", "cuda"])
 def test_calls_in_a_row_of_one_decoder_keep_their_images_apart(backend: str, sampling: str) -> None:
-    """Also if the GPU begins none of them before all are queued, and all have as many files."""
-    from gpuflow.decode.nvjpeg import BatchedDecoder, NvjpegError, find_nvjpeg
+    """Also if the GPU is busy when they are queued, and all have as many files."""
+    from gpuflow.decode.nvjpeg import NvjpegError, find_nvjpeg
+    from gpuflow.execute.device_stream import DeviceStream
+    from gpuflow.execute.nvjpeg_decoders import JpegBatch, NvjpegDecoder
 
     height, width, count, calls = 120, 160, 24, 4
+    device_stream, cuda = DeviceStream(torch.device("cuda")), torch.cuda
     try:
-        decoder = BatchedDecoder(find_nvjpeg(), "rgb", backend)
+        decoder = NvjpegDecoder(device_stream, find_nvjpeg(), "rgb", backend, second=False)
     except NvjpegError as error:
         pytest.skip(f"this GPU has no {backend} backend of nvJPEG: {error}")
-    cuda: Any = torch.cuda
-    stream = cuda.Stream()
     contents = [jpeg(photo(height, width, seed=number), sampling) for number in range(calls * count)]
     buffers = [torch.frombuffer(bytearray(data), dtype=torch.uint8).pin_memory() for data in contents]
     addresses = np.array([data.data_ptr() for data in buffers], np.uint64).reshape(calls, count)
     lengths = np.array([len(data) for data in contents], np.uint64).reshape(calls, count)
+    kind = {"4:2:0": 0x22, "4:4:4": 0x11}[sampling]
 
     def decoded(*, wait: bool) -> torch.Tensor:
         images = torch.zeros((calls, count, height, width, 3), dtype=torch.uint8, device="cuda")
-        torch.cuda.synchronize()
-        with torch.cuda.stream(stream):
-            cuda._sleep(10**8)
-        for call in range(calls):
-            targets = np.zeros((count, 8), np.uint64)
-            targets[:, 0] = [image.data_ptr() for image in images[call]]
-            targets[:, 4] = 3 * width
-            decoder.decode(addresses[call], lengths[call], targets, stream.cuda_stream)
-            if wait:
-                torch.cuda.synchronize()
-        torch.cuda.synchronize()
+        cuda.synchronize()
+        with device_stream.queued():
+            keep_busy: Any = cuda._sleep
+            keep_busy(10**8)
+            for call in range(calls):
+                targets = np.array([image.data_ptr() for image in images[call]], np.uint64)
+                pitches = np.full(count, 3 * width)
+                files = JpegBatch.of(addresses[call], lengths[call], targets, pitches, kind)
+                assert decoder.decode(files).all()
+                if wait:
+                    cuda.synchronize()
+        cuda.synchronize()
         return images
 
     expected = decoded(wait=True)

@@ -150,6 +150,18 @@ def test_the_second_decoder_is_freed_when_the_gpu_no_longer_waits_and_made_again
         assert (library.most, library.made) == (2, again)
 
 
+@pytest.mark.parametrize(("backend", "waits"), [("hardware", 1), ("cuda", 3)])
+def test_cuda_kernels_have_one_call_at_a_time(backend: str, waits: int) -> None:
+    """The engines may have several, unless their state is set up anew for another number of images."""
+    stream: Any = HostStream()
+    library: Any = SlowLibrary()
+    decoder = NvjpegDecoder(stream, library, "rgb", backend, second=False)
+    for count in (4, 4, 3, 3):
+        numbers = np.ones(count, np.uint64)
+        assert decoder.decode(JpegBatch(numbers, numbers, np.ones((count, 8), np.uint64), SAMPLING)).all()
+    assert stream.calls["synchronize"] == waits
+
+
 def test_switching_starvation_on_and_off_loses_no_place() -> None:
     library = SlowLibrary()
     substitutes: tuple[Any, Any] = (DeviceStream(), library)
