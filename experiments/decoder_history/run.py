@@ -106,11 +106,11 @@ class Arm:
         device_stream, count = self._device_stream, len(files)
         encoded = torch.frombuffer(bytearray(b"".join(files)), dtype=torch.uint8).pin_memory()
         lengths = np.array([len(data) for data in files], np.uint64)
-        addresses = (self._memory.data_ptr() + SPACE * np.arange(count)).astype(np.uint64)
-        pitches = np.full(count, WIDTH * 3)
+        images = np.zeros((count, 8), np.uint64)
+        images[:, 0], images[:, 4] = self._memory.data_ptr() + SPACE * np.arange(count), WIDTH * 3
         data = np.cumsum(lengths) - lengths + np.uint64(encoded.data_ptr())
         with device_stream.queued(), self._decoders.acquire() as decoder:
-            good = decoder.decode(JpegBatch.of(data, lengths, addresses, pitches, 0x22))
+            good = decoder.decode(JpegBatch(data, lengths, images, 0x22))
         device_stream.synchronize()
         return self._memory[: count * SPACE].reshape(count, HEIGHT, WIDTH, 3).clone(), good
 

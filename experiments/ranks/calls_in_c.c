@@ -22,7 +22,7 @@ struct call {
     int64_t number_of_state, count, format;
     const void *data, *lengths, *images;
     void *const *parameters;
-    const int32_t (*regions)[4];
+    const int64_t (*regions)[4];
 };
 
 enum { STATES = 16, BLOCKING = 1 | 2 /* cudaEventBlockingSync | cudaEventDisableTiming */ };
@@ -47,8 +47,9 @@ static void repeat_calls(void **events, int64_t *sizes) {
             sizes[state] = one->count;
         }
         for (int64_t j = 0; j < one->count; j++) {
-            const int32_t *region = one->regions[j];
-            failures += f.set_region(one->parameters[j], region[0], region[1], region[2], region[3]) != 0;
+            const int64_t *region = one->regions[j];
+            int x = (int)region[0], y = (int)region[1], width = (int)region[2], height = (int)region[3];
+            failures += f.set_region(one->parameters[j], x, y, width, height) != 0;
         }
         failures += 0 != f.decode(one->handle, one->state, one->data, one->lengths, one->images, one->parameters, stream);
         f.record_event(events[state], stream);

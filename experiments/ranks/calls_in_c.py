@@ -31,7 +31,7 @@ class _Recorded(NamedTuple):
     data: NDArray[np.uint64]
     lengths: NDArray[np.uint64]
     images: NDArray[np.uint64]
-    regions: NDArray[np.int32]
+    regions: NDArray[np.int64]
 
 
 def _recorded(launch: Callable[[], object]) -> list[_Recorded]:

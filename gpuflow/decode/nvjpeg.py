@@ -144,7 +144,7 @@ class BatchedDecoder:
         lengths: NDArray[np.uint64],
         images: NDArray[np.uint64],
         stream: int,
-        regions: NDArray[np.int32] | None = None,
+        regions: NDArray[np.int64] | None = None,
     ) -> None:
         """Queue the decoding of a batch on `stream`. The encoded bytes must stay valid until that work is done.
 

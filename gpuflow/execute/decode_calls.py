@@ -31,7 +31,7 @@ class Undecoded:
 
     def __init__(self, samplings: NDArray[np.int64], pixels: NDArray[np.int64], spaces: NDArray[np.int64]) -> None:
         self.samplings, self.pixels, self.spaces = samplings, pixels, spaces
-        self._left = {one: np.flatnonzero(samplings == one) for one in np.unique(samplings).tolist()}
+        self._left = {one: np.flatnonzero(samplings == one) for one in sorted(set(samplings.tolist()))}
         self.mixed = len(self._left) > 1
         """Whether the chunk has images of several samplings."""
 
@@ -74,10 +74,10 @@ class DecodeCall(NamedTuple):
         """Bytes for all of them when decoded."""
         return int(self.spaces.sum())
 
-    def by_chunk(self) -> Iterator[tuple[int, NDArray[np.bool_]]]:
-        """Each chunk that has images in this call, and which of the N those are, in order of the chunks."""
+    def by_chunk(self) -> Iterator[tuple[int, NDArray[np.int64]]]:
+        """Each chunk that has images in this call, and the numbers of those among the N, in order of the chunks."""
         for chunk in sorted(set(self.chunks.tolist())):
-            yield chunk, self.chunks == chunk
+            yield chunk, np.flatnonzero(self.chunks == chunk)
 
     def give_back(self, chunks: list[Undecoded]) -> None:
         """Return the images of this call, which is not run."""

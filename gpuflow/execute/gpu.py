@@ -47,6 +47,7 @@ from gpuflow.execute.image_copies import ImageCopies, ImageRows
 from gpuflow.execute.nvjpeg_decoders import CALL_SECONDS, JpegBatch, NvjpegDecoderPool
 from gpuflow.execute.passes import Pass
 from gpuflow.execute.pixel_steps import Regions
+from gpuflow.execute.tables import copy_rows, first_numbers, join_tables, table_of
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.program import Program, Sampling, Warping
 from gpuflow.pipeline.views import AnyProgram, outputs_of, slot_bytes_of, slot_of, slots_of, split
@@ -113,7 +114,8 @@ class _Plan:
             assert not isinstance(place.images, Canvas) and not isinstance(target, Canvas), (
                 "their results have one size"
             )
-            rows = self.rows[taken]
+            rows = np.empty((len(taken), self.rows.shape[1]), np.int64)
+            copy_rows(self.rows, taken, rows, first_numbers(len(taken)))
             rows[:, 0] += addresses.astype(np.int64)
             rows[:, -1] = offsets_of(target, place.images, place.rows)
             return rows
@@ -132,11 +134,11 @@ class _Plan:
 class _Part:
     """The images of one chunk in a call.
 
-    where [N]: which of the call's N images they are. rows [m]: which of the chunk's files that nvJPEG decodes.
+    where [m]: their numbers among the call's images. rows [m]: which of the chunk's files that nvJPEG decodes.
     places: for each output where its first pass puts them; of a call's first chunk no longer once it is over.
     """
 
-    where: NDArray[np.bool_]
+    where: NDArray[np.int64]
     rows: NDArray[np.int64]
     places: list[_Rows]
 
@@ -231,8 +233,7 @@ class Prepared:
     """A chunk that is ready to be launched.
 
     rows [n]: which of its samples nvJPEG decodes: complete files.
-    data, lengths, pitches [n]: of the files of these rows, as `JpegBatch` has them. memory: that holds these files.
-    regions [n, 4]: the part of each that is decoded, as `JpegBatch` has it; None for all of it.
+    entries [n, 7]: of the files of these rows, as `JpegBatch.of` takes them. memory: that holds these files.
     undecoded: which of these rows no call has taken yet; for holders of the runner's lock.
     plans: for each output the first pass's sampling or warp of these rows.
     sizes [N, 2]: height and width of all upright images of the chunk that have a valid header.
@@ -245,11 +246,8 @@ class Prepared:
     payload: Payload
     keys: s.Keys
     rows: NDArray[np.int64]
-    data: NDArray[np.uint64]
-    lengths: NDArray[np.uint64]
+    entries: NDArray[np.int64]
     memory: Sequence[NDArray[np.uint8]]
-    pitches: NDArray[np.int64]
-    regions: NDArray[np.int32] | None
     undecoded: Undecoded
     plans: list[_Plan]
     sizes: NDArray[np.int64]
@@ -405,21 +403,20 @@ class GpuRunner:
         with self._lock:
             self.engine_images += len(rows)
             self.cpu_images += len(others)
-        regions = self._regions_of(headers.sizes[rows], headers.orientations[rows], [own[0].box for own in draws])
-        pitches = regions.sizes[:, 1] * self._channels
-        spaces = _aligned(pitches * regions.sizes[:, 0])
+        stored = headers.sizes[rows]
+        regions = self._regions_of(stored, headers.orientations[rows], [own[0].box for own in draws])
+        x, y, width, height, steps = regions
+        pitches = width * self._channels
+        lengths = files.sizes + files.spare
         return Prepared(
             payload=payload,
             keys=keys,
             rows=rows,
-            data=files.addresses.astype(np.uint64),
-            lengths=(files.sizes + files.spare).astype(np.uint64),
+            entries=table_of(len(rows), [files.addresses, lengths, pitches, x, y, width, height]),
             memory=files.memory,
-            pitches=pitches,
-            regions=regions.as_nvjpeg() if self._decodes_regions else None,
-            undecoded=Undecoded(files.sampling, headers.sizes[rows].prod(axis=1), spaces),
+            undecoded=Undecoded(files.sampling, stored[:, 0] * stored[:, 1], _aligned(pitches * height)),
             plans=[
-                _Plan.of(own[0], regions.steps, fixed=passes.first.result.fixed)
+                _Plan.of(own[0], steps, fixed=passes.first.result.fixed)
                 for own, passes in zip(draws, self._passes, strict=True)
             ],
             sizes=headers.upright_sizes,
@@ -607,15 +604,11 @@ class GpuRunner:
     def _decode_call(self, call: _Call) -> NDArray[np.bool_]:
         """Returns which of its images were decoded."""
         chunks, planned, count = call.chunks, call.planned, len(call.planned.rows)
-        data, lengths, pitches = np.empty(count, np.uint64), np.empty(count, np.uint64), np.empty(count, np.int64)
-        regions = np.empty((count, 4), np.int32) if self._decodes_regions else None
+        entries = np.empty((count, chunks[0].entries.shape[1]), np.int64)
         targets = next([place.images for place in part.places] for part in call.results.values())
         for number, part in call.results.items():
             one = chunks[number]
-            data[part.where], lengths[part.where] = one.data[part.rows], one.lengths[part.rows]
-            pitches[part.where] = one.pitches[part.rows]
-            if regions is not None and one.regions is not None:
-                regions[part.where] = one.regions[part.rows]
+            copy_rows(one.entries, part.rows, entries, part.where)
         draws = [own[0] for own in chunks[0].draws]
         captured = self._first_passes.captured(draws, targets)
         if captured is not None:
@@ -624,9 +617,9 @@ class GpuRunner:
             # Even if a chunk is never launched, or not to its end.
             buffer.sources += [memory for number in call.results for memory in chunks[number].memory]
             addresses = (buffer.address + np.cumsum(planned.spaces) - planned.spaces).astype(np.uint64)
-            files = JpegBatch.of(data, lengths, addresses, pitches, planned.sampling, regions)
+            files = JpegBatch.of(entries, addresses, planned.sampling, with_regions=self._decodes_regions)
             plans = [
-                _joined(
+                join_tables(
                     [
                         chunks[number].plans[i].write(part.rows, addresses[part.where], part.places[i], target)
                         for number, part in call.results.items()
@@ -676,7 +669,3 @@ def _aligned(sizes: NDArray[np.int64]) -> NDArray[np.int64]:
     """The space that images of these sizes in bytes take in a decode buffer."""
     spaces: NDArray[np.int64] = -(-sizes // _ALIGN) * _ALIGN
     return spaces
-
-
-def _joined(plans: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
-    return plans[0] if len(plans) == 1 else np.concatenate(plans)

@@ -55,7 +55,7 @@ struct call {
     void *handle, *state;
     int64_t images, format, initialize;
     const void *data, *lengths, *destinations;
-    const int32_t (*regions)[4];
+    const int64_t (*regions)[4];
     void *const *parameters;
     void *decoding_stream, *decoded;
     void *stream, *done;
@@ -70,9 +70,9 @@ static int64_t decode_images(const struct functions *f, const struct call *call)
         return failed(DECODE, f->decode(call->handle, call->state, call->data, call->lengths, call->destinations,
                                         call->decoding_stream));
     for (int64_t i = 0; i < call->images; i++) {
-        const int32_t *region = call->regions[i];
-        int64_t failure =
-            failed(SET_REGION, f->set_region(call->parameters[i], region[0], region[1], region[2], region[3]));
+        const int64_t *region = call->regions[i];
+        int x = (int)region[0], y = (int)region[1], width = (int)region[2], height = (int)region[3];
+        int64_t failure = failed(SET_REGION, f->set_region(call->parameters[i], x, y, width, height));
         if (failure)
             return failure;
     }

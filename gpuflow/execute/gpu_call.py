@@ -326,9 +326,7 @@ class GpuCall:
         launches: Sequence[KernelLaunch],
         transfer: Transfer | None = None,
     ) -> None:
-        starts, size = packing.layout(plans)
-        block = np.empty(size, np.uint8)
-        packing.write(block, starts, plans)
+        starts, block = packing.in_one_block(plans)
         used = [
             (one, memory.device + start, one.blocks * len(plan))
             for one, start, plan in zip(launches, starts, plans, strict=True)
@@ -356,7 +354,7 @@ class GpuCall:
             source=block.ctypes.data,
             plans=memory.host,
             plans_on_device=memory.device,
-            bytes_of_plans=size,
+            bytes_of_plans=len(block),
             stream=calls.stream,
             done=memory.done.cuda_event,
             launches=ctypes.addressof(self._launches),
@@ -379,7 +377,7 @@ class GpuCall:
         images: NDArray[np.uint64],
         stream: int,
         decoded: torch.cuda.Event,
-        regions: NDArray[np.int32] | None = None,
+        regions: NDArray[np.int64] | None = None,
     ) -> None:
         """Queue the plans, a call of nvJPEG and the kernels.
 

@@ -24,6 +24,7 @@ from gpuflow.execute.kernels.sample import FIELDS, sample
 from gpuflow.execute.kernels.warp import warp_all, warp_plan_of
 from gpuflow.execute.passes import Pass, draw_passes
 from gpuflow.execute.pixel_steps import ROW_BYTES, pixel_steps
+from gpuflow.execute.tables import table_of
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.image_spec import as_batch, slot_shape
 from gpuflow.pipeline.program import (
@@ -344,8 +345,8 @@ def plan_of(sampling: Sampling | Warping, places: NDArray[np.int64], offsets: ND
         sampling.shown,
         sampling.window,
         sampling.flips,
-        offsets[:, None],
+        offsets,
     ]
-    plan = np.concatenate([np.asarray(column, np.int64) for column in parts], axis=1)
+    plan = table_of(len(places), parts)
     assert plan.shape[1] == len(FIELDS)
     return plan

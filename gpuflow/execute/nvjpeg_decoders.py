@@ -24,6 +24,7 @@ from gpuflow.decode.nvjpeg import BatchedDecoder, NvjpegError, NvjpegLibrary
 from gpuflow.errors import DecoderError, SystemFault
 from gpuflow.execute.device_stream import DeviceStream, take_free
 from gpuflow.execute.gpu_call import GpuCall
+from gpuflow.execute.tables import table_of
 
 __all__ = ["CALL_SECONDS", "JpegBatch", "NvjpegDecoder", "NvjpegDecoderPool"]
 
@@ -54,22 +55,21 @@ class JpegBatch(NamedTuple):
     lengths: NDArray[np.uint64]
     images: NDArray[np.uint64]
     sampling: int
-    regions: NDArray[np.int32] | None = None
+    regions: NDArray[np.int64] | None = None
 
     @classmethod
     def of(
-        cls,
-        data: NDArray[np.uint64],
-        lengths: NDArray[np.uint64],
-        addresses: NDArray[np.uint64],
-        pitches: NDArray[np.int64],
-        sampling: int,
-        regions: NDArray[np.int32] | None = None,
+        cls, entries: NDArray[np.int64], addresses: NDArray[np.uint64], sampling: int, *, with_regions: bool
     ) -> JpegBatch:
-        """Interleaved images, each written to an address; pitches: the bytes of a row."""
-        images = np.zeros((len(data), 8), np.uint64)
-        images[:, 0], images[:, 4] = addresses, pitches
-        return cls(data, lengths, images, sampling, regions)
+        """Interleaved images, each written to an address.
+
+        entries [N, 7]: address in pinned host memory and size in bytes of each file, the bytes of a row of pixels where
+            the image is written, and the x, y, width and height of the part of it that is written.
+        """
+        count = len(entries)
+        images = table_of(count, [addresses, 0, 0, 0, entries[:, 2], 0, 0, 0]).view(np.uint64)
+        data, lengths = entries[:, 0].astype(np.uint64), entries[:, 1].astype(np.uint64)
+        return cls(data, lengths, images, sampling, table_of(count, [entries[:, 3:]]) if with_regions else None)
 
     def part(self, which: slice) -> JpegBatch:
         regions = None if self.regions is None else self.regions[which]
@@ -253,11 +253,11 @@ class NvjpegDecoder:
         with device_stream.queued():
             memory = torch.zeros(shape, dtype=torch.uint8, device=device_stream.device)
         device_stream.synchronize()
-        data, lengths, address = (
-            np.array([value], np.uint64) for value in (encoded.ctypes.data, len(encoded), memory.data_ptr())
+        entries = np.array(
+            [[encoded.ctypes.data, len(encoded), width * self.channels, *(region or (0, 0, width, height))]]
         )
-        regions = None if region is None else np.array([region], np.int32)
-        files = JpegBatch.of(data, lengths, address, np.array([width * self.channels]), self_test.SAMPLING, regions)
+        address = np.array([memory.data_ptr()], np.uint64)
+        files = JpegBatch.of(entries, address, self_test.SAMPLING, with_regions=region is not None)
         self._without_memory = _LARGE_IMAGES  # this image is small
         (decoded,) = self._decode_by_halves(files)
         device_stream.wait_stream(self._stream)

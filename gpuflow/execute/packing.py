@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-__all__ = ["layout", "send_all", "tensors_in", "write"]
+__all__ = ["in_one_block", "layout", "send_all", "tensors_in", "write"]
 
 _ALIGN = 16
 
@@ -26,6 +26,19 @@ def write(block: NDArray[np.uint8], starts: Sequence[int], arrays: Sequence[NDAr
     """Copy the arrays to where they begin."""
     for start, array in zip(starts, arrays, strict=True):
         block[start : start + array.nbytes].view(array.dtype).reshape(array.shape)[...] = array
+
+
+def in_one_block(arrays: Sequence[NDArray[Any]]) -> tuple[list[int], NDArray[np.uint8]]:
+    """Where each array begins in a block that has them all, and the block, uint8 [size].
+
+    The block of one contiguous array of a fitting size is the array itself.
+    """
+    starts, size = layout(arrays)
+    if len(arrays) == 1 and arrays[0].nbytes == size and arrays[0].flags.c_contiguous:
+        return starts, arrays[0].reshape(-1).view(np.uint8)
+    block = np.empty(size, np.uint8)
+    write(block, starts, arrays)
+    return starts, block
 
 
 def tensors_in(block: torch.Tensor, starts: Sequence[int], arrays: Sequence[NDArray[Any]]) -> list[torch.Tensor]:

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpuflow.decode.header import FLIPPED_X, FLIPPED_Y, SWAPPED
+from gpuflow.execute.tables import table_of
 
 __all__ = ["ROW_BYTES", "Regions", "pixel_steps", "rows_are_short"]
 
@@ -41,9 +42,9 @@ def pixel_steps(
     sizes [n, 2]: height and width as stored, one row after the other. orientations [n]: as EXIF counts them; by default
     nothing is turned.
     """
-    stored = np.column_stack([sizes[:, 1] * channels, np.full(len(sizes), channels)])
+    stored = table_of(len(sizes), [sizes[:, 1] * channels, channels])
     if orientations is None or (orientations == 1).all():
-        return np.column_stack([np.zeros(len(sizes), np.int64), stored])
+        return table_of(len(sizes), [0, stored])
     swapped = orientations >= SWAPPED
     steps = np.where(swapped[:, None], stored[:, ::-1], stored)
     ends = np.where(swapped[:, None], sizes[:, ::-1], sizes) - 1  # the last row and column of the upright image
@@ -55,19 +56,21 @@ def pixel_steps(
 class Regions(NamedTuple):
     """The part of each image that is decoded, of n images.
 
-    sizes [n, 2]: its height and width as stored. offsets [n, 2]: the row and column of the stored image where it
-    begins. steps [n, 3]: how to read the upright image if memory holds this part alone, see `pixel_steps`; the upper
-    left pixel may be outside.
+    x, y, width, height [n]: of the part in the stored image. steps [n, 3]: how to read the upright image if memory
+    holds this part alone, see `pixel_steps`; the upper left pixel may be outside.
     """
 
-    sizes: NDArray[np.int64]
-    offsets: NDArray[np.int64]
+    x: NDArray[np.int64]
+    y: NDArray[np.int64]
+    width: NDArray[np.int64]
+    height: NDArray[np.int64]
     steps: NDArray[np.int64]
 
     @classmethod
     def whole(cls, sizes: NDArray[np.int64], channels: int, orientations: NDArray[np.integer]) -> Regions:
         """All of each image. Arguments: as of `pixel_steps`."""
-        return cls(sizes, np.zeros_like(sizes), pixel_steps(sizes, channels, orientations))
+        zeros = np.zeros(len(sizes), np.int64)
+        return cls(zeros, zeros, sizes[:, 1], sizes[:, 0], pixel_steps(sizes, channels, orientations))
 
     @classmethod
     def around(
@@ -81,21 +84,23 @@ class Regions(NamedTuple):
 
         boxes: each [n, 4], y, x, height, width in the upright images. Other arguments: as of `pixel_steps`.
         """
-        swapped, is_turned = (orientations >= SWAPPED)[:, None], bool((orientations != 1).any())
-        upright = np.where(swapped, sizes[:, ::-1], sizes) if is_turned else sizes
-        first, end = boxes[0][:, :2], boxes[0][:, :2] + boxes[0][:, 2:]
-        for box in boxes[1:]:
-            first, end = np.minimum(first, box[:, :2]), np.maximum(end, box[:, :2] + box[:, 2:])
-        first = np.maximum(np.minimum(first, upright - 1), 0)
-        end = np.maximum(np.minimum(end, upright), first + 1)
-        parts, offsets = end - first, first
+        stored = sizes.T
+        swapped, is_turned = orientations >= SWAPPED, bool((orientations != 1).any())
+        upright = np.where(swapped, stored[::-1], stored) if is_turned else stored
+        starts, ends = [], []
+        for axis in (0, 1):
+            start, end = boxes[0][:, axis], boxes[0][:, axis] + boxes[0][:, axis + 2]
+            for box in boxes[1:]:
+                start, end = np.minimum(start, box[:, axis]), np.maximum(end, box[:, axis] + box[:, axis + 2])
+            starts.append(np.maximum(np.minimum(start, upright[axis] - 1), 0))
+            ends.append(np.maximum(np.minimum(end, upright[axis]), starts[axis] + 1))
+        (top, left), (bottom, right) = starts, ends
+        y, x, height, width = top, left, bottom - top, right - left
         if is_turned:
-            offsets = np.where(_FLIPS[orientations], upright - end, first)
-            parts, offsets = (np.where(swapped, values[:, ::-1], values) for values in (parts, offsets))
-        steps = pixel_steps(parts, channels, orientations)
-        steps[:, 0] -= (first * steps[:, 1:]).sum(axis=1)
-        return cls(parts, offsets, steps)
-
-    def as_nvjpeg(self) -> NDArray[np.int32]:
-        """x, y, width and height, [n, 4]."""
-        return np.concatenate([self.offsets[:, ::-1], self.sizes[:, ::-1]], axis=1).astype(np.int32)
+            flipped_y, flipped_x = _FLIPS[orientations].T
+            y, x = np.where(flipped_y, upright[0] - bottom, top), np.where(flipped_x, upright[1] - right, left)
+            y, x = np.where(swapped, x, y), np.where(swapped, y, x)
+            height, width = np.where(swapped, width, height), np.where(swapped, height, width)
+        steps = pixel_steps(table_of(len(sizes), [height, width]), channels, orientations)
+        steps[:, 0] -= top * steps[:, 1] + left * steps[:, 2]
+        return cls(x, y, width, height, steps)

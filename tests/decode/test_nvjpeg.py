@@ -108,7 +108,7 @@ def test_calls_in_order_with_their_arguments() -> None:
 def test_parts_of_images() -> None:
     library: Any = FakeLibrary()
     engines = BatchedDecoder(library, "rgb")
-    regions = np.array([(1, 2, 3, 4), (5, 6, 7, 8)], np.int32)
+    regions = np.array([(1, 2, 3, 4), (5, 6, 7, 8)], np.int64)
     engines.decode(*batch(1, 2), stream=77, regions=regions)
     engines.decode(*batch(3), stream=77, regions=regions[1:])
     del engines
@@ -137,7 +137,7 @@ def test_a_part_that_nvjpeg_refuses() -> None:
     library: Any = FakeLibrary()
     engines = BatchedDecoder(library, "rgb")
     with pytest.raises(NvjpegError, match=r"^nvJPEG: nvjpegDecodeParamsSetROI returned 2 \(invalid parameter\)$"):
-        engines.decode(*batch(1), stream=0, regions=np.zeros((1, 4), np.int32))
+        engines.decode(*batch(1), stream=0, regions=np.zeros((1, 4), np.int64))
     assert engines.batch_size == 0, "the next call initializes the state again"
 
 

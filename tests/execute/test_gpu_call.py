@@ -46,7 +46,7 @@ def plan(rows: int) -> NDArray[np.int64]:
 
 
 def queue(
-    call: GpuCall, decoder: Decoder, count: int = 2, stream: int = STREAM, regions: NDArray[np.int32] | None = None
+    call: GpuCall, decoder: Decoder, count: int = 2, stream: int = STREAM, regions: NDArray[np.int64] | None = None
 ) -> None:
     values = np.arange(1, count + 1, dtype=np.uint64)
     anything: Any = decoder
@@ -91,7 +91,7 @@ def test_the_calls_in_their_order() -> None:
 def test_parts_of_images() -> None:
     driver, decoder = FakeDriver(), Decoder()
     call = GpuCall(driver.code(), memory(), [plan(1)], [driver.kernel(lambda rows: None, 3)])
-    queue(call, decoder, regions=np.array([(1, 2, 3, 4), (5, 6, 7, 8)], np.int32))
+    queue(call, decoder, regions=np.array([(1, 2, 3, 4), (5, 6, 7, 8)], np.int64))
     driver.check()
     assert driver.calls[4:-3] == [
         ("set region", 100, 1, 2, 3, 4),
@@ -161,7 +161,7 @@ def test_parts_that_nvjpeg_refuses(name: str, error: str) -> None:
     driver.status[name] = 2
     call = GpuCall(driver.code(), memory(), [plan(1)], [driver.kernel(lambda rows: None, 3)])
     with pytest.raises(NvjpegError, match=error):
-        queue(call, Decoder(), regions=np.ones((2, 4), np.int32))
+        queue(call, Decoder(), regions=np.ones((2, 4), np.int64))
     assert not call.queued and driver.calls[-1] == ("record", DECODED, STREAM)
 
 

@@ -84,7 +84,7 @@ class NumberDecoder:
         lengths: NDArray[np.uint64],
         images: NDArray[np.uint64],
         stream: int,
-        regions: NDArray[np.int32] | None = None,
+        regions: NDArray[np.int64] | None = None,
     ) -> None:
         self.batch_size = 0  # the C code's library does not know of it
         if status := decode(data, lengths, images):

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from numpy.typing import NDArray
 
+from gpuflow.execute.tables import table_of
 from gpuflow.execute.warp import PLACES, TIE, TINY, float32_map
 from gpuflow.pipeline.program import Warping
 from gpuflow.pipeline.stage import Lookup
@@ -175,7 +176,6 @@ def warp_plan_of(warping: Warping, places: NDArray[np.int64], offsets: NDArray[A
     matrix = np.array(warping.matrix, np.float64, order="C")
     if warping.lookup.as_torchvision:
         matrix[:, :2] = float32_map(matrix, *warping.box[:, 2:].T)
-    parts = [places, warping.box, matrix.reshape(-1, 9).view(np.int64), warping.shown, offsets[:, None]]
-    plan = np.concatenate([np.asarray(column, np.int64) for column in parts], axis=1)
+    plan = table_of(len(places), [places, warping.box, matrix.reshape(-1, 9).view(np.int64), warping.shown, offsets])
     assert plan.shape[1] == len(FIELDS)
     return plan
