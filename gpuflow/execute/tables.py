@@ -22,6 +22,7 @@ __all__ = ["copy_rows", "first_numbers", "join_tables", "table_of"]
 
 _SOURCE = Path(__file__).with_suffix(".c")
 _NUMBERS = np.arange(4096)
+_NUMBERS.setflags(write=False)
 
 
 def table_of(count: int, parts: Sequence[NDArray[Any] | int]) -> NDArray[np.int64]:
@@ -39,7 +40,7 @@ def table_of(count: int, parts: Sequence[NDArray[Any] | int]) -> NDArray[np.int6
 
 
 def first_numbers(count: int) -> NDArray[np.int64]:
-    """0, 1, 2, ... [count]. Not to be written."""
+    """0, 1, 2, ..., int64 [count]. May be read-only."""
     return _NUMBERS[:count] if count <= len(_NUMBERS) else np.arange(count)
 
 
