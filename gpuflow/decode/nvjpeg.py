@@ -126,6 +126,7 @@ class BatchedDecoder:
         self._check("nvjpegCreateEx", status)
         self._check("nvjpegJpegStateCreate", library.create_state(self._handle, ctypes.byref(self._state)))
         self._parameters: list[ctypes.c_void_p] = []
+        self._parameter_array: ctypes.Array[ctypes.c_void_p] = (ctypes.c_void_p * 0)()
         self.batch_size = 0
         """Number of images in the last call. A call with another number initializes the state again; no earlier call
         may still be running then."""
@@ -168,7 +169,7 @@ class BatchedDecoder:
                 self._check("nvjpegDecodeBatched", self._library.decode(handle, state, *arrays, stream))
                 return
             parameters = self.parameters(len(data))
-            for one, region in zip(parameters, regions.tolist(), strict=True):
+            for one, region in zip(parameters, regions.tolist(), strict=False):
                 self._check("nvjpegDecodeParamsSetROI", self._library.set_region(one, *region))
             status = self._library.decode_regions(handle, state, *arrays, ctypes.addressof(parameters), stream)
             self._check("nvjpegDecodeBatchedEx", status)
@@ -190,13 +191,16 @@ class BatchedDecoder:
         self.batch_size = count
 
     def parameters(self, count: int) -> ctypes.Array[ctypes.c_void_p]:
-        """The nvjpegDecodeParams_t of `count` images, which the caller sets. Raises NvjpegError."""
+        """An nvjpegDecodeParams_t for each of at least `count` images, for the caller to set. Raises NvjpegError."""
         while len(self._parameters) < count:
             new = ctypes.c_void_p()
             self._check("nvjpegDecodeParamsCreate", self._library.create_parameters(self._handle, ctypes.byref(new)))
             self._parameters.append(new)
             self._check("nvjpegDecodeParamsSetOutputFormat", self._library.set_format(new, self._format))
-        return (ctypes.c_void_p * count)(*(one.value for one in self._parameters[:count]))
+        if len(self._parameter_array) < count:
+            handles = [one.value for one in self._parameters]
+            self._parameter_array = (ctypes.c_void_p * len(handles))(*handles)
+        return self._parameter_array
 
     def _check(self, call: str, status: int) -> None:
         if status:
