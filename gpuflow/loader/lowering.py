@@ -23,7 +23,6 @@ import numpy as np
 import torch
 from spdl.pipeline import AsyncQueue, PipelineBuilder
 from spdl.pipeline import Pipeline as SpdlPipeline
-from spdl.pipeline.defs import Aggregator
 
 from gpuflow.errors import GpuflowError, LoaderError, LoaderTimeout
 from gpuflow.execute.device_stream import SHORT_WAIT
@@ -60,16 +59,6 @@ that reason alone."""
 
 _NAMED_FILES = 8
 """The largest number of files that an error names; `LoaderTimeout.paths` holds all of them."""
-
-
-class _ByStep(Aggregator):
-    """Chunks arrive in order; the last one of a batch completes it."""
-
-    def accumulate(self, item: Chunk) -> Assembly | None:
-        return item.batch if item.last else None
-
-    def flush(self) -> None:
-        return None
 
 
 class Feed:
@@ -195,7 +184,10 @@ class Feed:
                 admission.release(completion)
         finished: queue.SimpleQueue[Assembly] = queue.SimpleQueue()
 
-        async def emit(batch: Assembly) -> None:
+        async def emit(chunk: Chunk) -> None:
+            if not chunk.last:  # chunks arrive in order; the last one of a batch completes it
+                return
+            batch = chunk.batch
             if offload is not None:
                 if batch.offloaded and batch.error is None:
                     late = not batch.decoded.done()
@@ -234,7 +226,7 @@ class Feed:
                     operation, executor=threads, concurrency=meter.threads, output_order="input", name=meter.name
                 )
             _try_what_spdl_needs()
-            builder.aggregate(_ByStep()).pipe(emit).add_sink(1)
+            builder.pipe(emit).add_sink(1)
             # The meters count what SPDL's own statistics would, which double its time an item.
             pipeline: SpdlPipeline[None] = builder.build(
                 num_threads=1, queue_class=AsyncQueue, task_hook_factory=lambda stage: []
