@@ -21,11 +21,11 @@ from typing import Any
 import arms
 import numpy as np
 import torch
+from next_to_training import SETTLING_STEPS, run_for
 
 LONG_US = 200.0
 """A longer gap is not one of those between any two kernels."""
-SETTLING_STEPS = 24
-_THREADS, _FUNCTIONS = 6, 6
+THREADS, FUNCTIONS = 6, 6
 """The numbers of threads, and of functions of each, that are printed."""
 Event = dict[str, Any]
 
@@ -89,13 +89,13 @@ def calls_by_thread(events: list[Event], steps: int) -> Iterator[str]:
         if event["args"].get("correlation") in launched:
             is_launching.add(event["tid"])
     totals = {tid: sum(float(event["dur"]) for event in calls) for tid, calls in threads.items()}
-    for tid in sorted(threads, key=lambda tid: (tid not in is_launching, -totals[tid]))[:_THREADS]:
+    for tid in sorted(threads, key=lambda tid: (tid not in is_launching, -totals[tid]))[:THREADS]:
         role = "a thread of the training" if tid in is_launching else "another thread"
         yield f"    {role}: {len(threads[tid]) / steps:.0f} calls a step, {totals[tid] / steps / 1e3:.2f} ms"
         by_name = defaultdict[str, list[float]](list)
         for event in threads[tid]:
             by_name[event["name"]].append(float(event["dur"]))
-        for name, spans in sorted(by_name.items(), key=lambda item: -sum(item[1]))[:_FUNCTIONS]:
+        for name, spans in sorted(by_name.items(), key=lambda item: -sum(item[1]))[:FUNCTIONS]:
             total, longest = sum(spans) / steps / 1e3, max(spans) / 1e3
             yield f"        {name:44} {len(spans) / steps:7.1f} {total:8.2f} ms, longest {longest:.2f}"
 
@@ -114,18 +114,10 @@ def measure(title: str, training: arms.Training, loader: arms.Gpuflow | None, op
 
     for _ in range(SETTLING_STEPS):
         step()
-    torch.cuda.synchronize()
     waits.clear()
-    start, count = time.perf_counter(), 0
-    while time.perf_counter() - start < options.seconds:
-        step()
-        count += 1
-    launched = time.perf_counter()
-    torch.cuda.synchronize()
-    end = time.perf_counter()
-    step_ms = (end - start) / count * 1e3
-    print(f"{title}: {step_ms:.2f} ms a step, {options.batch / step_ms * 1e3:,.0f} images/s", flush=True)
-    print(f"    the loop was {(end - launched) * 1e3:.1f} ms ahead of the GPU at the end")
+    run = run_for(step, options.seconds, options.batch)
+    print(f"{title}: {options.batch / run.rate * 1e3:.2f} ms a step, {run.rate:,.0f} images/s", flush=True)
+    print(f"    the loop was {run.ahead:.1f} ms ahead of the GPU at the end")
     if loader is not None:
         middle, most = np.percentile(waits, [50, 95])
         share = loader.stats().get("gpu_wait_share", float("nan"))

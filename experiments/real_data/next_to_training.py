@@ -82,11 +82,13 @@ class Parts:
 
 
 class Run(NamedTuple):
-    """batches: launched. rate: images/s. intervals: ms between the launches of two steps."""
+    """batches: launched. rate: images/s. intervals: ms between the launches of two steps. ahead: by how many ms the
+    loop was ahead of the GPU at the end."""
 
     batches: int
     rate: float
     intervals: np.ndarray[Any, Any]
+    ahead: float
 
 
 def run_for(step: Callable[[], object], seconds: float, batch: int) -> Run:
@@ -96,7 +98,8 @@ def run_for(step: Callable[[], object], seconds: float, batch: int) -> Run:
         step()
         marks.append(time.perf_counter())
     torch.cuda.synchronize()
-    return Run(len(marks), len(marks) * batch / (time.perf_counter() - start), np.diff(marks) * 1e3)
+    end = time.perf_counter()
+    return Run(len(marks), len(marks) * batch / (end - start), np.diff(marks) * 1e3, (end - marks[-1]) * 1e3)
 
 
 def measure(title: str, training: arms.Training, loader: arms.Gpuflow, options: argparse.Namespace) -> None:

@@ -149,6 +149,8 @@ class BatchedDecoder:
     ) -> None:
         """Queue the decoding of a batch on `stream`. The encoded bytes must stay valid until that work is done.
 
+        With CUDA kernels, the call before must be done: they read what this call overwrites.
+
         Args:
             data, lengths: address in pinned host memory and size in bytes of each JPEG, [N].
             images: where each image is written, [N, 8]: four device addresses of channels, four pitches in bytes.

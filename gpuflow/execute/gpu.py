@@ -47,7 +47,7 @@ from gpuflow.execute.image_copies import ImageCopies, ImageRows
 from gpuflow.execute.nvjpeg_decoders import CALL_SECONDS, JpegBatch, NvjpegDecoderPool
 from gpuflow.execute.passes import Pass
 from gpuflow.execute.pixel_steps import Regions
-from gpuflow.execute.tables import copy_rows, first_numbers, join_tables, table_of
+from gpuflow.execute.tables import copy_rows, join_tables, table_of, take_rows
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.program import Program, Sampling, Warping
 from gpuflow.pipeline.views import AnyProgram, outputs_of, slot_bytes_of, slot_of, slots_of, split
@@ -114,8 +114,7 @@ class _Plan:
             assert not isinstance(place.images, Canvas) and not isinstance(target, Canvas), (
                 "their results have one size"
             )
-            rows = np.empty((len(taken), self.rows.shape[1]), np.int64)
-            copy_rows(self.rows, taken, rows, first_numbers(len(taken)))
+            rows = take_rows(self.rows, taken)
             rows[:, 0] += addresses.astype(np.int64)
             rows[:, -1] = offsets_of(target, place.images, place.rows)
             return rows
@@ -279,6 +278,7 @@ class GpuRunner:
 
     Raises:
         NvjpegError: the GPU does not have the backend.
+        SystemFault: there is no GPU memory for a small image.
     """
 
     def __init__(

@@ -46,8 +46,8 @@ class JpegBatch(NamedTuple):
     """The N JPEG files of one nvJPEG call.
 
     data, lengths [N]: address in pinned host memory and size in bytes of each file.
-    images [N, 8], regions [N, 4]: where each image is written, and which part of it, as `BatchedDecoder.decode` takes
-        them.
+    images [N, 8]: where each image is written, as `BatchedDecoder.decode` takes it.
+    regions [N, 4]: which part of each is written: x, y, width and height in pixels; None for all of it.
     sampling: of all of them.
     """
 
@@ -161,8 +161,9 @@ class NvjpegDecoder:
         """Queue one call of nvJPEG, and what else is queued with it. Raises NvjpegError."""
         data, lengths, images, _, regions = files
         stream = self._stream.cuda_stream
-        initializes = state.decoder.batch_size != len(data)  # which the C code waits for itself
-        if state.queued is not None and (not self._on_engines or (initializes and call is None)):
+        # C code waits itself before it initializes a state for another number of images.
+        initializes = call is None and state.decoder.batch_size != len(data)
+        if state.queued is not None and (initializes or not self._on_engines):
             state.queued.synchronize()  # an earlier call may still be running
         if call is not None:
             state.queued = state.queued or self._device_stream.record_event(stream=self._stream)
@@ -212,7 +213,7 @@ class NvjpegDecoder:
 
     def decodes_regions(self) -> bool:
         """Whether the engines write a part of an image with the pixels that it has in the whole one. They decode
-        gpuflow's own test image; CUDA kernels are not tried."""
+        gpuflow's own test image; CUDA kernels are not tried. Raises SystemFault without memory for it."""
         if not self._on_engines:
             return False
         x, y, width, height = _TEST_REGION

@@ -42,9 +42,9 @@ def pixel_steps(
     sizes [n, 2]: height and width as stored, one row after the other. orientations [n]: as EXIF counts them; by default
     nothing is turned.
     """
-    stored = table_of(len(sizes), [sizes[:, 1] * channels, channels])
     if orientations is None or (orientations == 1).all():
-        return table_of(len(sizes), [0, stored])
+        return table_of(len(sizes), [0, sizes[:, 1] * channels, channels])
+    stored = table_of(len(sizes), [sizes[:, 1] * channels, channels])
     swapped = orientations >= SWAPPED
     steps = np.where(swapped[:, None], stored[:, ::-1], stored)
     ends = np.where(swapped[:, None], sizes[:, ::-1], sizes) - 1  # the last row and column of the upright image
@@ -101,6 +101,7 @@ class Regions(NamedTuple):
             y, x = np.where(flipped_y, upright[0] - bottom, top), np.where(flipped_x, upright[1] - right, left)
             y, x = np.where(swapped, x, y), np.where(swapped, y, x)
             height, width = np.where(swapped, width, height), np.where(swapped, height, width)
-        steps = pixel_steps(table_of(len(sizes), [height, width]), channels, orientations)
+        parts = table_of(len(sizes), [height, width])
+        steps = pixel_steps(parts, channels, orientations if is_turned else None)
         steps[:, 0] -= top * steps[:, 1] + left * steps[:, 2]
         return cls(x, y, width, height, steps)

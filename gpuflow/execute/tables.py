@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from gpuflow.runtime.compiled import compiled
 
-__all__ = ["copy_rows", "first_numbers", "join_tables", "table_of"]
+__all__ = ["copy_rows", "join_tables", "table_of", "take_rows"]
 
 _SOURCE = Path(__file__).with_suffix(".c")
 _NUMBERS = np.arange(4096)
@@ -39,11 +39,6 @@ def table_of(count: int, parts: Sequence[NDArray[Any] | int]) -> NDArray[np.int6
     return table
 
 
-def first_numbers(count: int) -> NDArray[np.int64]:
-    """0, 1, 2, ..., int64 [count]. May be read-only."""
-    return _NUMBERS[:count] if count <= len(_NUMBERS) else np.arange(count)
-
-
 def join_tables(tables: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
     """The rows of all tables, each int64 [n, columns], one below the other."""
     if len(tables) == 1:
@@ -51,10 +46,17 @@ def join_tables(tables: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
     joined = np.empty((sum(map(len, tables)), tables[0].shape[1]), np.int64)
     first = 0
     for table in tables:
-        rows = first_numbers(len(table))
+        rows = _first_numbers(len(table))
         copy_rows(table, rows, joined, rows + first)
         first += len(table)
     return joined
+
+
+def take_rows(table: NDArray[np.int64], rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    """table[rows], for a contiguous table."""
+    taken = np.empty((len(rows), table.shape[1]), np.int64)
+    copy_rows(table, rows, taken, _first_numbers(len(rows)))
+    return taken
 
 
 def copy_rows(
@@ -68,6 +70,11 @@ def copy_rows(
     assert source.flags.c_contiguous and target.flags.c_contiguous and source.shape[1] == target.shape[1]
     arrays = source, np.ascontiguousarray(rows), target, np.ascontiguousarray(places)
     copy(*(array.ctypes.data for array in arrays), len(rows), source.shape[1])
+
+
+def _first_numbers(count: int) -> NDArray[np.int64]:
+    """0, 1, 2, ..., int64 [count]. May be read-only."""
+    return _NUMBERS[:count] if count <= len(_NUMBERS) else np.arange(count)
 
 
 @lru_cache(maxsize=1)

@@ -79,12 +79,7 @@ class NumberDecoder:
         self.batch_size = count
 
     def decode(
-        self,
-        data: NDArray[np.uint64],
-        lengths: NDArray[np.uint64],
-        images: NDArray[np.uint64],
-        stream: int,
-        regions: NDArray[np.int64] | None = None,
+        self, data: NDArray[np.uint64], lengths: NDArray[np.uint64], images: NDArray[np.uint64], *rest: Any
     ) -> None:
         self.batch_size = 0  # the C code's library does not know of it
         if status := decode(data, lengths, images):
