@@ -20,7 +20,7 @@
 typedef struct {
     const char *kind;
     void *frames[FRAMES];
-    int depth;
+    int depth, holds_interpreter;
     uint64_t count, ns;
 } Place;
 
@@ -41,10 +41,18 @@ static uint64_t now(void) {
     return time.tv_sec * 1000000000ull + time.tv_nsec;
 }
 
+// Whether this thread has Python's interpreter, so that no other thread can run Python code meanwhile.
+static int holds_interpreter(void) {
+    static int (*check)(void);
+    if (!check) check = dlsym(RTLD_DEFAULT, "PyGILState_Check");
+    return check && check();
+}
+
 static void waited(const char *kind, uint64_t start) {
     if (!recording || busy) return;
     busy = 1;
-    uint64_t ns = now() - start, hash = (uintptr_t)kind;
+    int holds = holds_interpreter();
+    uint64_t ns = now() - start, hash = (uintptr_t)kind + holds;
     if (!own) {
         own = calloc(1, sizeof(Table));
         own->thread = syscall(SYS_gettid);
@@ -60,8 +68,10 @@ static void waited(const char *kind, uint64_t start) {
         if (!place->count) {
             place->kind = kind;
             place->depth = depth;
+            place->holds_interpreter = holds;
             memcpy(place->frames, frames, sizeof frames);
-        } else if (place->kind != kind || memcmp(place->frames + OWN_FRAMES, frames + OWN_FRAMES, compared)) {
+        } else if (place->kind != kind || place->holds_interpreter != holds ||
+                   memcmp(place->frames + OWN_FRAMES, frames + OWN_FRAMES, compared)) {
             continue;
         }
         place->count++;
@@ -78,7 +88,7 @@ void lock_waits_start(void) {
     recording = 1;
 }
 
-// A line for each place: thread, kind of lock, number of waits, ns in all, and the functions, the innermost first.
+// A line for each place: thread, kind of lock, whether the thread has the interpreter, number of waits, ns in all, and the functions, the innermost first.
 void lock_waits_write(const char *path) {
     recording = 0;
     FILE *file = fopen(path, "w");
@@ -86,7 +96,8 @@ void lock_waits_write(const char *path) {
     for (Table *table = tables; table; table = table->next)
         for (Place *place = table->places; place < table->places + PLACES; place++) {
             if (!place->count) continue;
-            fprintf(file, "%d\t%s\t%lu\t%lu\t", table->thread, place->kind, place->count, place->ns);
+            fprintf(file, "%d\t%s\t%d\t%lu\t%lu\t", table->thread, place->kind, place->holds_interpreter, place->count,
+                    place->ns);
             for (int i = OWN_FRAMES; i < place->depth; i++) {
                 Dl_info info = {0};
                 if (!dladdr(place->frames[i], &info) || !info.dli_fname) continue;

@@ -43,12 +43,14 @@ def lines(path: Path, steps: int) -> Iterator[str]:
     names = {thread.native_id: thread.name for thread in threading.enumerate()}
     waits: dict[str, dict[tuple[str, str], list[float]]] = defaultdict(lambda: defaultdict(lambda: [0.0, 0.0]))
     for line in path.read_text(encoding="utf-8").splitlines():
-        number, kind, count, ns, places = line.split("\t")
+        number, kind, holds_interpreter, count, ns, places = line.split("\t")
         frames = [frame for frame in places.split("|") if frame]
         named = (frame for frame in frames if not frame.startswith(OTHERS) and not frame.endswith(":?"))
         place = next(named, frames[-1] if frames else "?")
         if kind.endswith("limit") and frames and frames[0].startswith(("python", "libpython")):
             kind = INTERPRETER
+        elif holds_interpreter == "1":
+            kind += " while it has Python's interpreter"
         entry = waits[names.get(int(number), f"thread {number} of a library")][kind, place]
         entry[0] += int(count) / steps
         entry[1] += int(ns) / 1e6 / steps
