@@ -171,7 +171,8 @@ class Assembly:
     slots [B, ...]: the pixels, allocated for the first chunk: an array, on the GPU a tensor, or `ViewSlots` of either;
         of a whole batch of views on the GPU a dict of tensors.
     offloaded: how many of its last rows the CPU decodes next to a GPU. offload_memory: where it decodes them to.
-    sent: labels, valid and indices on the GPU. They and the slots are complete once the event `ready` has passed.
+    sent: labels, valid and indices on the GPU, views of one block of memory. They and the slots are complete once the
+        event `ready` has passed.
     pieces: mapped records of some rows, a tuple of the rows and columns each. fields: the whole of them, as in `Batch`.
     decoded: done once all chunks are decoded, or there is an error, or the epoch is being ended.
     """

@@ -111,11 +111,7 @@ class EpochIterator(Iterator[Batch]):
         try:
             asked = _timed_event(stream) if stream is not None and self._plan.gpu is not None else None
             assembly = self._get()
-            batch = self._batch(assembly, stream)
-            if stream is not None and asked is not None:
-                self._gpu_wait.add(asked, _timed_event(stream))
-                self._run.set_gpu_wait(self._gpu_wait.share)
-                self._stats.gpu_wait_share = self._gpu_wait.share
+            batch = self._batch(assembly, stream, asked)
         except BaseException:
             self.end("an error was raised")
             raise
@@ -149,14 +145,20 @@ class EpochIterator(Iterator[Batch]):
             raise assembly.error
         return assembly
 
-    def _batch(self, assembly: Assembly, stream: torch.cuda.Stream | None) -> Batch:
-        """stream: the consumer's, on a GPU."""
+    def _batch(self, assembly: Assembly, stream: torch.cuda.Stream | None, asked: torch.cuda.Event | None) -> Batch:
+        """stream: the consumer's, on a GPU. asked: if the GPU decodes, an event of before the batch was waited for."""
         images, rows = self._tensors(assembly, stream)
         if stream is None:
             if self._step > 0:  # the batch before is not needed any more
                 self._run.release()
-        elif (unused := self._in_use.add(images, stream.record_event())) is not None:
-            self._run.release(unused)
+        else:
+            begun = stream.record_event() if asked is None else _timed_event(stream)
+            if (unused := self._in_use.add(images, begun)) is not None:
+                self._run.release(unused)
+            if asked is not None:
+                self._gpu_wait.add(asked, begun)
+                self._run.set_gpu_wait(self._gpu_wait.share)
+                self._stats.gpu_wait_share = self._gpu_wait.share
         if not assembly.kept.all():
             kept = np.flatnonzero(assembly.kept)
             if len(kept) == 0:
@@ -182,7 +184,7 @@ class EpochIterator(Iterator[Batch]):
             return as_images(self._plan.program, slots.memory if isinstance(slots, ViewSlots) else slots), rows
         images: Images = assembly.slots
         stream.wait_event(assembly.ready)
-        for tensor in (*(images.values() if isinstance(images, dict) else [images]), *assembly.sent):
+        for tensor in (*(images.values() if isinstance(images, dict) else [images]), *assembly.sent[:1]):
             tensor.record_stream(stream)
         for column in assembly.fields.values():
             if isinstance(column, RaggedTensor):

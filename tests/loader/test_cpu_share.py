@@ -31,6 +31,7 @@ from gpuflow.loader.batch import Assembly
 from gpuflow.loader.batches_in_use import BatchesInUse
 from gpuflow.loader.cpu_share import Share, cpu_share_of
 from gpuflow.loader.decode_workers import decode
+from gpuflow.loader.gpu_wait import GpuWait
 from gpuflow.loader.lowering import Feed
 from gpuflow.loader.plan import LoaderPlan
 from gpuflow.loader.sampler import ShuffledOrder, Steps
@@ -493,7 +494,8 @@ def test_three_batches_are_in_use_at_most_whatever_the_epoch(
     monkeypatch.setattr(StandIn, "record_event", lambda self: object())
     monkeypatch.setattr("torch.cuda.current_stream", lambda device: stream)
     monkeypatch.setattr("torch.Tensor.record_stream", lambda self, stream: None)
-    monkeypatch.setattr(iterator, "_timed_event", lambda stream: SimpleNamespace(query=lambda: False))
+    monkeypatch.setattr(iterator, "_timed_event", LateStream.record_event)
+    monkeypatch.setattr(GpuWait, "add", lambda self, asked, begun: None)
     steps = Steps(size=len(source), batch_size=20, rank=0, world_size=1, drop_last=False)
     with feed_of(source, None) as (feed, _, _):
         stats, progress, state = Stats(*feed.meters), iterator.Progress(), BatchesInUse()
