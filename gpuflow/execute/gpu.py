@@ -47,7 +47,7 @@ from gpuflow.execute.image_copies import ImageCopies, ImageRows
 from gpuflow.execute.nvjpeg_decoders import CALL_SECONDS, JpegBatch, NvjpegDecoderPool
 from gpuflow.execute.passes import Pass
 from gpuflow.execute.pixel_steps import Regions
-from gpuflow.execute.tables import copy_rows, join_tables, table_of, take_rows
+from gpuflow.execute.tables import copy_rows, table_of
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.program import Program, Sampling, Warping
 from gpuflow.pipeline.views import AnyProgram, outputs_of, slot_bytes_of, slot_of, slots_of, split
@@ -105,26 +105,15 @@ class _Plan:
             draw, steps = tiles.draw, steps[tiles.image]
         return cls(plan_of(draw, steps, np.zeros(len(steps), np.int64)), tiles)
 
-    def write(
-        self, taken: NDArray[np.int64], addresses: NDArray[np.uint64], place: _Rows, target: Target
-    ) -> NDArray[np.int64]:
-        """The rows of the kernel's plan for the images `taken` of the n, which are at these addresses. Their results go
-        to `place`, given as offsets from `target`."""
-        if self.tiles is None:
-            assert not isinstance(place.images, Canvas) and not isinstance(target, Canvas), (
-                "their results have one size"
-            )
-            rows = take_rows(self.rows, taken)
-            rows[:, 0] += addresses.astype(np.int64)
-            rows[:, -1] = offsets_of(target, place.images, place.rows)
-            return rows
-        assert isinstance(place.images, Canvas) and place.images is target, "a call has images of one chunk then"
+    def on_canvas(self, taken: NDArray[np.int64], addresses: NDArray[np.int64], target: Canvas) -> NDArray[np.int64]:
+        """The rows of the kernel's plan for the tiles of the images `taken` of the n, which are at these addresses."""
+        assert self.tiles is not None, "their results differ in size"
         number = np.full(int(self.tiles.image.max(initial=-1)) + 1, -1)
         number[taken] = np.arange(len(taken))
         numbers = number[self.tiles.image]
         kept = np.flatnonzero(numbers >= 0)
         rows = self.rows[kept]
-        rows[:, 0] += addresses[numbers[kept]].astype(np.int64)
+        rows[:, 0] += addresses[numbers[kept]]
         rows[:, -1] = target.offsets(self.tiles)[kept]
         return rows
 
@@ -616,17 +605,9 @@ class GpuRunner:
         with self._buffers.acquire(planned.space, wait=captured is None) as buffer:
             # Even if a chunk is never launched, or not to its end.
             buffer.sources += [memory for number in call.results for memory in chunks[number].memory]
-            addresses = (buffer.address + np.cumsum(planned.spaces) - planned.spaces).astype(np.uint64)
+            addresses = buffer.address + np.cumsum(planned.spaces) - planned.spaces
             files = JpegBatch.of(entries, addresses, planned.sampling, with_regions=self._decodes_regions)
-            plans = [
-                join_tables(
-                    [
-                        chunks[number].plans[i].write(part.rows, addresses[part.where], part.places[i], target)
-                        for number, part in call.results.items()
-                    ]
-                )
-                for i, target in enumerate(targets)
-            ]
+            plans = [_plan_of_call(call, i, addresses, target) for i, target in enumerate(targets)]
             gpu_call = None
             if captured is not None:
                 gpu_call = captured.call(buffer.plans(packing.layout(plans)[1]), plans)
@@ -663,6 +644,25 @@ class GpuRunner:
         """End the processes and threads that decode on the CPU. Nothing may be prepared or launched any more."""
         if self._cpu_pool is not None:
             self._cpu_pool.close()
+
+
+def _plan_of_call(call: _Call, i: int, addresses: NDArray[np.int64], target: Target) -> NDArray[np.int64]:
+    """The first pass of output i on a call's images [n], which are at these addresses, as its kernel reads it.
+
+    target: where the results are, or a tensor that their offsets count from.
+    """
+    parts = [(call.chunks[number].plans[i], part) for number, part in call.results.items()]
+    if isinstance(target, Canvas):
+        ((plan, part),) = parts  # a call has images of one chunk then
+        return plan.on_canvas(part.rows, addresses[part.where], target)
+    rows = np.empty((len(addresses), parts[0][0].rows.shape[1]), np.int64)
+    for plan, part in parts:
+        place = part.places[i]
+        assert not isinstance(place.images, Canvas), "their results have one size"
+        copy_rows(plan.rows, part.rows, rows, part.where)
+        rows[part.where, -1] = offsets_of(target, place.images, place.rows)
+    rows[:, 0] += addresses
+    return rows
 
 
 def _aligned(sizes: NDArray[np.int64]) -> NDArray[np.int64]:

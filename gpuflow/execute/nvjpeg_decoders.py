@@ -59,7 +59,7 @@ class JpegBatch(NamedTuple):
 
     @classmethod
     def of(
-        cls, entries: NDArray[np.int64], addresses: NDArray[np.uint64], sampling: int, *, with_regions: bool
+        cls, entries: NDArray[np.int64], addresses: NDArray[np.int64], sampling: int, *, with_regions: bool
     ) -> JpegBatch:
         """Interleaved images, each written to an address.
 
@@ -257,7 +257,7 @@ class NvjpegDecoder:
         entries = np.array(
             [[encoded.ctypes.data, len(encoded), width * self.channels, *(region or (0, 0, width, height))]]
         )
-        address = np.array([memory.data_ptr()], np.uint64)
+        address = np.array([memory.data_ptr()])
         files = JpegBatch.of(entries, address, self_test.SAMPLING, with_regions=region is not None)
         self._without_memory = _LARGE_IMAGES  # this image is small
         (decoded,) = self._decode_by_halves(files)

@@ -18,11 +18,9 @@ from numpy.typing import NDArray
 
 from gpuflow.runtime.compiled import compiled
 
-__all__ = ["copy_rows", "join_tables", "table_of", "take_rows"]
+__all__ = ["copy_rows", "table_of"]
 
 _SOURCE = Path(__file__).with_suffix(".c")
-_NUMBERS = np.arange(4096)
-_NUMBERS.setflags(write=False)
 
 
 def table_of(count: int, parts: Sequence[NDArray[Any] | int]) -> NDArray[np.int64]:
@@ -39,26 +37,6 @@ def table_of(count: int, parts: Sequence[NDArray[Any] | int]) -> NDArray[np.int6
     return table
 
 
-def join_tables(tables: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
-    """The rows of all tables, each int64 [n, columns], one below the other."""
-    if len(tables) == 1:
-        return tables[0]
-    joined = np.empty((sum(map(len, tables)), tables[0].shape[1]), np.int64)
-    first = 0
-    for table in tables:
-        rows = _first_numbers(len(table))
-        copy_rows(table, rows, joined, rows + first)
-        first += len(table)
-    return joined
-
-
-def take_rows(table: NDArray[np.int64], rows: NDArray[np.int64]) -> NDArray[np.int64]:
-    """table[rows], for a contiguous table."""
-    taken = np.empty((len(rows), table.shape[1]), np.int64)
-    copy_rows(table, rows, taken, _first_numbers(len(rows)))
-    return taken
-
-
 def copy_rows(
     source: NDArray[np.int64], rows: NDArray[np.int64], target: NDArray[np.int64], places: NDArray[np.int64]
 ) -> None:
@@ -70,11 +48,6 @@ def copy_rows(
     assert source.flags.c_contiguous and target.flags.c_contiguous and source.shape[1] == target.shape[1]
     arrays = source, np.ascontiguousarray(rows), target, np.ascontiguousarray(places)
     copy(*(array.ctypes.data for array in arrays), len(rows), source.shape[1])
-
-
-def _first_numbers(count: int) -> NDArray[np.int64]:
-    """0, 1, 2, ..., int64 [count]. May be read-only."""
-    return _NUMBERS[:count] if count <= len(_NUMBERS) else np.arange(count)
 
 
 @lru_cache(maxsize=1)

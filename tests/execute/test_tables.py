@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from gpuflow.execute import tables
-from gpuflow.execute.tables import copy_rows, join_tables, table_of, take_rows
+from gpuflow.execute.tables import copy_rows, table_of
 
 
 @pytest.mark.parametrize("count", [0, 1, 700])
@@ -19,13 +19,8 @@ def test_columns_next_to_each_other(count: int) -> None:
     assert np.array_equal(table, np.column_stack([np.full(count, 7), offsets, box, flags]))
 
 
-@pytest.mark.parametrize("count", [0, 5, 4096, 5000])
-def test_first_numbers(count: int) -> None:
-    assert np.array_equal(tables._first_numbers(count), np.arange(count))
-
-
 @pytest.mark.parametrize("compiled", [True, False])
-def test_rows_are_copied_and_joined(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_copied(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if compiled:
         assert tables._compiled_copy() is not None, "tests need a compiler"
     else:
@@ -39,7 +34,3 @@ def test_rows_are_copied_and_joined(compiled: bool, monkeypatch: pytest.MonkeyPa
     assert np.array_equal(target, expected)
     copy_rows(source, rows[:0], target, places[:0])
     assert np.array_equal(target, expected)
-    assert np.array_equal(take_rows(source, rows), source[rows])
-    parts = [source[:9], source[9:9], source[20:]]
-    assert np.array_equal(join_tables(parts), np.concatenate(parts))
-    assert join_tables(parts[:1]) is parts[0]
