@@ -1,9 +1,11 @@
-// Records where threads wait for locks of pthreads, for LD_PRELOAD. The functions are called by lock_waits.py.
+// Records where threads wait for locks of pthreads, and how long each has Python's interpreter, for LD_PRELOAD. The
+// functions are called by lock_waits.py.
 
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
 #include <execinfo.h>
+#include <link.h>
 #include <pthread.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -26,6 +28,7 @@ typedef struct {
 
 typedef struct Table {
     Place places[PLACES];  // a hash table: places beyond its size are not recorded
+    uint64_t since, times, held;  // when it took the interpreter, how often it did, and for how many ns in all
     int thread;
     struct Table *next;
 } Table;
@@ -41,6 +44,14 @@ static uint64_t now(void) {
     return time.tv_sec * 1000000000ull + time.tv_nsec;
 }
 
+static void find_own(void) {
+    if (own) return;
+    own = calloc(1, sizeof(Table));
+    own->thread = syscall(SYS_gettid);
+    do own->next = tables;
+    while (!__sync_bool_compare_and_swap(&tables, own->next, own));
+}
+
 // Whether this thread has Python's interpreter, so that no other thread can run Python code meanwhile.
 static int holds_interpreter(void) {
     static int (*check)(void);
@@ -53,12 +64,7 @@ static void waited(const char *kind, uint64_t start) {
     busy = 1;
     int holds = holds_interpreter();
     uint64_t ns = now() - start, hash = (uintptr_t)kind + holds;
-    if (!own) {
-        own = calloc(1, sizeof(Table));
-        own->thread = syscall(SYS_gettid);
-        do own->next = tables;
-        while (!__sync_bool_compare_and_swap(&tables, own->next, own));
-    }
+    find_own();
     void *frames[FRAMES] = {0};
     int depth = backtrace(frames, FRAMES);
     for (int i = OWN_FRAMES; i < depth; i++) hash = (hash ^ (uintptr_t)frames[i]) * 1099511628211ull;
@@ -81,19 +87,44 @@ static void waited(const char *kind, uint64_t start) {
     busy = 0;
 }
 
+// Where the code of Python's interpreter is, and the two conditions that it signals: when a thread gives it away, and
+// when one has taken it, in this order in memory.
+static uintptr_t code, code_end, given, taken;
+
+static int find_code(struct dl_phdr_info *object, size_t size, void *function) {
+    uintptr_t begin = UINTPTR_MAX, end = 0;
+    for (int i = 0; i < object->dlpi_phnum; i++) {
+        if (object->dlpi_phdr[i].p_type != PT_LOAD) continue;
+        uintptr_t at = object->dlpi_addr + object->dlpi_phdr[i].p_vaddr;
+        if (at < begin) begin = at;
+        if (at + object->dlpi_phdr[i].p_memsz > end) end = at + object->dlpi_phdr[i].p_memsz;
+    }
+    if ((uintptr_t)function < begin || (uintptr_t)function >= end) return 0;
+    code = begin;
+    code_end = end;
+    return 1;
+}
+
 void lock_waits_start(void) {
     void *frames[1];
     backtrace(frames, 1);  // the first call loads a library
-    for (Table *table = tables; table; table = table->next) memset(table->places, 0, sizeof table->places);
+    dl_iterate_phdr(find_code, dlsym(RTLD_DEFAULT, "PyEval_SaveThread"));
+    for (Table *table = tables; table; table = table->next) {
+        memset(table->places, 0, sizeof table->places);
+        table->since = table->times = table->held = 0;
+    }
     recording = 1;
 }
 
-// A line for each place: thread, kind of lock, whether the thread has the interpreter, number of waits, ns in all, and the functions, the innermost first.
+// A line for each place: thread, kind of lock, whether the thread has the interpreter, number of waits, ns in all, and
+// the functions, the innermost first. And one for each thread that had the interpreter: how often, and for how long.
 void lock_waits_write(const char *path) {
     recording = 0;
     FILE *file = fopen(path, "w");
     if (!file) return;
-    for (Table *table = tables; table; table = table->next)
+    for (Table *table = tables; table; table = table->next) {
+        if (table->times)
+            fprintf(file, "%d\thas the interpreter\t1\t%lu\t%lu\t\n", table->thread, table->times, table->held);
         for (Place *place = table->places; place < table->places + PLACES; place++) {
             if (!place->count) continue;
             fprintf(file, "%d\t%s\t%d\t%lu\t%lu\t", table->thread, place->kind, place->holds_interpreter, place->count,
@@ -106,6 +137,7 @@ void lock_waits_write(const char *path) {
             }
             fprintf(file, "\n");
         }
+    }
     fclose(file);
 }
 
@@ -147,4 +179,22 @@ int pthread_cond_timedwait(pthread_cond_t *condition, pthread_mutex_t *mutex, co
     int result = next(condition, mutex, end);
     waited("condition with a time limit", start);  // Python's interpreter
     return result;
+}
+
+int pthread_cond_signal(pthread_cond_t *condition) {
+    static int (*next)(pthread_cond_t *);
+    if (!next) next = next_of("pthread_cond_signal", "GLIBC_2.3.2");
+    uintptr_t caller = (uintptr_t)__builtin_return_address(0), at = (uintptr_t)condition;
+    if (recording && caller >= code && caller < code_end) {
+        if (!given || at < given) given = at;
+        if (at > taken) taken = at;
+        find_own();
+        if (at == taken) own->since = now();
+        if (at == given && given != taken && own->since) {
+            own->held += now() - own->since;
+            own->times++;
+            own->since = 0;
+        }
+    }
+    return next(condition);
 }

@@ -1,10 +1,10 @@
-"""Where the threads of a training wait for locks, with and without the loader.
+"""Where the threads of a training wait for locks, and how long each has Python's interpreter.
 
     python experiments/ranks/lock_waits.py /dev/shm/photos [--arms resident gpuflow]
 
 Compiles lock_waits.c, which is loaded before other libraries and records each wait for a lock of pthreads: of CUDA's
-driver, of Python's interpreter, of torch. Recording takes time, so waits and steps are longer than without it. Needs
-gcc.
+driver, of Python's interpreter, of torch; and when threads take the interpreter and give it away. Recording takes time,
+so waits and steps are longer than without it. Needs gcc.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from one_rank import ARMS, WARM_UP_STEPS, only_rank
 
 SOURCE = Path(__file__).with_suffix(".c")
 PRELOAD = "LD_PRELOAD"
+HAS_INTERPRETER = "has the interpreter"
 INTERPRETER, OTHERS = "Python's interpreter", ("libc.so", "libcuda.so", "libpthread")
 """What a wait in Python's own code is called, and libraries whose functions do not say what waits."""
 SHORTEST_MS = 0.02
@@ -39,14 +40,18 @@ def compiled(folder: str) -> Path:
 
 
 def lines(path: Path, steps: int) -> Iterator[str]:
-    """The waits of a written file, for each thread the longest first."""
+    """How long threads have the interpreter, and the waits of a written file, for each thread the longest first."""
     names = {thread.native_id: thread.name for thread in threading.enumerate()}
     waits: dict[str, dict[tuple[str, str], list[float]]] = defaultdict(lambda: defaultdict(lambda: [0.0, 0.0]))
+    held: dict[str, tuple[float, float]] = {}
     for line in path.read_text(encoding="utf-8").splitlines():
         number, kind, holds_interpreter, count, ns, places = line.split("\t")
         frames = [frame for frame in places.split("|") if frame]
         named = (frame for frame in frames if not frame.startswith(OTHERS) and not frame.endswith(":?"))
         place = next(named, frames[-1] if frames else "?")
+        if kind == HAS_INTERPRETER:
+            held[names.get(int(number), f"thread {number} of a library")] = int(count) / steps, int(ns) / 1e6 / steps
+            continue
         if kind.endswith("limit") and frames and frames[0].startswith(("python", "libpython")):
             kind = INTERPRETER
         elif holds_interpreter == "1":
@@ -54,6 +59,10 @@ def lines(path: Path, steps: int) -> Iterator[str]:
         entry = waits[names.get(int(number), f"thread {number} of a library")][kind, place]
         entry[0] += int(count) / steps
         entry[1] += int(ns) / 1e6 / steps
+    if held:
+        yield f"  the interpreter is in use for {sum(ms for _, ms in held.values()):.2f} ms a step"
+    for thread, (often, ms) in sorted(held.items(), key=lambda item: -item[1][1]):
+        yield f"    {often:7.1f} times a step, {ms:6.2f} ms a step: {thread}"
     for thread, found in sorted(waits.items()):
         long_ones = [(ms, often, where) for where, (often, ms) in found.items() if ms >= SHORTEST_MS]
         if long_ones:
