@@ -1,4 +1,5 @@
-"""What is found out about a chunk before a GPU decodes it, from the encoded bytes: headers and random parameters.
+"""What is found out about a chunk before a GPU decodes it, from the encoded bytes: headers, random parameters, and the
+tables that nvJPEG and the first passes read.
 
 The process that reads a chunk does this, where one does: it takes most of the interpreter's time that a chunk needs,
 which a training loop in this process needs for its own steps (measured in experiments/real_data/NOTES.md). So nothing
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 
 from gpuflow.decode.chunk_headers import Headers, read_headers
 from gpuflow.decode.complete import complete_on_cpu
+from gpuflow.execute.chunk_tables import ChunkTables
 from gpuflow.execute.passes import Pass, draw_passes
 from gpuflow.execute.pixel_steps import rows_are_short
 from gpuflow.pipeline.program import Sampling, Warping
@@ -47,8 +49,8 @@ class ChunkScan(NamedTuple):
     offsets, sizes, errors: of the payload that it scanned. headers: of all its files.
     rows [n]: the files that nvJPEG can decode and the stages can use.
     progressive [n]: which of these it can decode only once they are rewritten, see `decode.baseline`.
-    spare [n]: how many zeros follow each of these files. draws: for each output and each of its passes the random
-    parameters for these rows. found: which of these rows are complete files, if that was asked and could be found out.
+    draws: for each output and each of its passes the random parameters for these rows. tables: of these rows.
+    found: which of these rows are complete files, if that was asked and could be found out.
     """
 
     offsets: Sequence[int]
@@ -57,8 +59,8 @@ class ChunkScan(NamedTuple):
     headers: Headers
     rows: NDArray[np.int64]
     progressive: NDArray[np.bool_]
-    spare: NDArray[np.int64]
     draws: list[list[Any]]
+    tables: ChunkTables
     found: Checked | None = None
 
     def is_of(self, payload: Payload) -> bool:
@@ -69,9 +71,8 @@ class ChunkScan(NamedTuple):
     def take(self, kept: NDArray[np.bool_], scanner: ChunkScanner, keys: Keys) -> ChunkScan:
         """The same for some of the rows."""
         rows = self.rows[kept]
-        draws = scanner.draw(keys, rows, self.headers.upright_sizes)
-        spare, progressive = self.spare[kept], self.progressive[kept]
-        return self._replace(rows=rows, progressive=progressive, spare=spare, draws=draws, found=None)
+        draws, tables = scanner.draw(keys, rows, self.headers.upright_sizes), self.tables.take(kept)
+        return self._replace(rows=rows, progressive=self.progressive[kept], draws=draws, tables=tables, found=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,13 +80,14 @@ class ChunkScanner:
     """Scans chunks for one program.
 
     outputs: of the program. passes: for each output the passes that make it.
-    threads: that check files.
+    threads: that check files. with_regions: see `ChunkTables.of`.
     """
 
     decoder: Decoder
     outputs: tuple[Output, ...]
     passes: tuple[tuple[Pass, ...], ...]
     threads: int = 1
+    with_regions: bool = False
 
     def __call__(self, payload: Payload, keys: Keys, unchecked: NDArray[np.bool_] | None = None) -> ChunkScan:
         """Scan the files of a payload whose samples have these keys. Writes zeros after those that nvJPEG can decode,
@@ -113,8 +115,18 @@ class ChunkScanner:
         rewritten = progressive[rows]
         chosen = None if unchecked is None else unchecked[rows] & ~rewritten
         found = self._check(rows, payload, headers, chosen) if chosen is not None and chosen.any() else None
+        starts, lengths = (np.asarray(x, np.int64)[rows] for x in (payload.offsets, payload.sizes))
+        tables = ChunkTables.of(
+            headers,
+            rows,
+            (starts, lengths + spare),
+            [own[0] for own in draws],
+            [own[0].result.fixed for own in self.passes],
+            channels=1 if decoder.color == "gray" else 3,
+            with_regions=self.with_regions,
+        )
         read = payload.offsets, payload.sizes, payload.errors
-        return ChunkScan(*read, headers, rows, rewritten, spare, draws, found)
+        return ChunkScan(*read, headers, rows, rewritten, draws, tables, found)
 
     def _check(
         self, rows: NDArray[np.int64], payload: Payload, headers: Headers, unchecked: NDArray[np.bool_]

@@ -46,8 +46,7 @@ from gpuflow.execute.gpu_passes import DevicePasses, Target, offsets_of, plan_of
 from gpuflow.execute.image_copies import ImageCopies, ImageRows
 from gpuflow.execute.nvjpeg_decoders import CALL_SECONDS, JpegBatch, NvjpegDecoderPool
 from gpuflow.execute.passes import Pass
-from gpuflow.execute.pixel_steps import Regions
-from gpuflow.execute.tables import copy_rows, table_of
+from gpuflow.execute.tables import copy_rows
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.program import Program, Sampling, Warping
 from gpuflow.pipeline.views import AnyProgram, outputs_of, slot_bytes_of, slot_of, slots_of, split
@@ -55,7 +54,6 @@ from gpuflow.sources import SPARE_BYTES, Payload
 
 __all__ = ["GpuRunner", "Prepared"]
 
-_ALIGN = 256
 _AHEAD = 3
 """The number of later chunks whose images may fill up a chunk's calls. With more, calls are hardly fuller, and results
 need more memory."""
@@ -103,7 +101,7 @@ class _Plan:
         tiles = None if fixed else tiles_of(draw)
         if tiles is not None:
             draw, steps = tiles.draw, steps[tiles.image]
-        return cls(plan_of(draw, steps, np.zeros(len(steps), np.int64)), tiles)
+        return cls(plan_of(draw, steps, 0), tiles)
 
     def on_canvas(self, taken: NDArray[np.int64], addresses: NDArray[np.int64], target: Canvas) -> NDArray[np.int64]:
         """The rows of the kernel's plan for the tiles of the images `taken` of the n, which are at these addresses."""
@@ -170,50 +168,6 @@ class _Call:
             raise LoaderTimeout(f"a call of nvJPEG was not queued within {CALL_SECONDS:g} s")
         if self._error is not None:
             raise self._error
-
-
-@dataclass(slots=True)
-class _Files:
-    """The files of a chunk that nvJPEG decodes, n of them.
-
-    addresses, sizes, spare [n]: of each file, and how many zeros follow it. sampling [n]: as `Headers` has it.
-    memory: that holds them.
-    """
-
-    addresses: NDArray[np.int64]
-    sizes: NDArray[np.int64]
-    spare: NDArray[np.int64]
-    sampling: NDArray[np.int64]
-    memory: tuple[NDArray[np.uint8], ...]
-
-    @classmethod
-    def of(cls, scan: ChunkScan, payload: Payload) -> _Files:
-        starts, sizes = (np.asarray(x, np.int64)[scan.rows] for x in (payload.offsets, payload.sizes))
-        sampling = scan.headers.sampling[scan.rows].astype(np.int64)
-        return cls(starts + payload.buffer.ctypes.data, sizes, scan.spare.copy(), sampling, (payload.buffer,))
-
-    def rewrite(self, scan: ChunkScan, payload: Payload, device_stream: DeviceStream, threads: int) -> None:
-        """Replace the progressive files by baseline ones. One that is not to be rewritten then has a size of 0."""
-        which = scan.progressive
-
-        def allocate(size: int) -> NDArray[np.uint8]:
-            memory: NDArray[np.uint8] = device_stream.pinned([size], torch.uint8).numpy()
-            return memory
-
-        found = rewrite_progressive(payload, scan.rows[which], allocate, threads)
-        if found is None:
-            self.sizes[which] = 0
-            return
-        self.addresses[which], self.sizes[which] = found.offsets + found.buffer.ctypes.data, found.sizes
-        self.sampling[which], self.spare[which] = found.sampling, SPARE_BYTES
-        self.memory = (*self.memory, found.buffer)
-
-    def take(self, kept: NDArray[np.bool_]) -> _Files:
-        """The same for some of them."""
-        addresses, sizes, spare, sampling = (
-            values[kept] for values in (self.addresses, self.sizes, self.spare, self.sampling)
-        )
-        return _Files(addresses, sizes, spare, sampling, self.memory)
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,8 +242,6 @@ class GpuRunner:
         self._program, self._device_stream = program, device_stream
         outputs = outputs_of(program)
         each_passes = tuple(tuple(passes[x.program]) for x in outputs)
-        self._scanner = ChunkScanner(program.decoder, outputs, each_passes, max(1, check_threads))
-        self._channels = 1 if program.decoder.color == "gray" else 3
         self._decode_bytes, self._rewrite_threads = decode_bytes, rewrite_threads
         self._cpu, self._cpu_pool = CpuRunners(program), cpu_pool
         self._lock = threading.Lock()
@@ -300,6 +252,9 @@ class GpuRunner:
         with device_stream.queued():
             self._decoders = NvjpegDecoderPool(device_stream, library, program.decoder.color, backend)
             self._decodes_regions = self._decoders.decodes_regions()
+            self._scanner = ChunkScanner(
+                program.decoder, outputs, each_passes, max(1, check_threads), self._decodes_regions
+            )
             self._buffers = DecodeBuffers(device_stream, decode_bytes, buffers)
             each = [DevicePasses(one, device_stream) for one in passes]
             self._passes = [each[output.program] for output in outputs]
@@ -368,16 +323,25 @@ class GpuRunner:
         scan: ChunkScan | None = payload.prescan
         if scan is None or not scan.is_of(payload):
             scan = self._scanner(payload, keys)
-        files = _Files.of(scan, payload)
-        if scan.progressive.any():
-            files.rewrite(scan, payload, self._device_stream, self._rewrite_threads)
-        complete = files.sizes > 0
+        entries, samplings, memory = scan.tables.entries.copy(), scan.tables.samplings, [payload.buffer]
+        entries[:, 0] += payload.buffer.ctypes.data
+        complete = np.ones(len(scan.rows), bool)
+        if (which := scan.progressive).any():
+            found = rewrite_progressive(payload, scan.rows[which], self._pinned, self._rewrite_threads)
+            complete[which] = found is not None and found.sizes > 0
+            if found is not None:
+                files = [found.offsets + found.buffer.ctypes.data, found.sizes + SPARE_BYTES]
+                entries[which, :2] = np.column_stack(files)
+                samplings = samplings.copy()
+                samplings[which] = found.sampling
+                memory.append(found.buffer)
         if (own := ~scan.progressive).any():
-            found = None if scan.found is None else scan.found.take(own)
-            complete[own] = self._checks.complete(scan.rows[own], payload, scan.headers, indices, found)
+            checked = None if scan.found is None else scan.found.take(own)
+            complete[own] = self._checks.complete(scan.rows[own], payload, scan.headers, indices, checked)
+        scan = scan._replace(tables=scan.tables._replace(entries=entries, samplings=samplings))
         if not complete.all():
-            scan, files = scan.take(complete, self._scanner, keys), files.take(complete)
-        headers, rows, draws = scan.headers, scan.rows, scan.draws
+            scan = scan.take(complete, self._scanner, keys)
+        headers, rows, draws, tables = scan.headers, scan.rows, scan.draws, scan.tables
         rest = np.array([fault is None for fault in headers.faults])
         rest[rows] = False
         others = np.flatnonzero(rest)
@@ -392,21 +356,16 @@ class GpuRunner:
         with self._lock:
             self.engine_images += len(rows)
             self.cpu_images += len(others)
-        stored = headers.sizes[rows]
-        regions = self._regions_of(stored, headers.orientations[rows], [own[0].box for own in draws])
-        x, y, width, height, steps = regions
-        pitches = width * self._channels
-        lengths = files.sizes + files.spare
         return Prepared(
             payload=payload,
             keys=keys,
             rows=rows,
-            entries=table_of(len(rows), [files.addresses, lengths, pitches, x, y, width, height]),
-            memory=files.memory,
-            undecoded=Undecoded(files.sampling, stored[:, 0] * stored[:, 1], _aligned(pitches * height)),
+            entries=tables.entries,
+            memory=memory,
+            undecoded=Undecoded(tables.samplings, tables.pixels, tables.spaces),
             plans=[
-                _Plan.of(own[0], steps, fixed=passes.first.result.fixed)
-                for own, passes in zip(draws, self._passes, strict=True)
+                _Plan.of(own[0], tables.steps, fixed=passes.first.result.fixed) if plan is None else _Plan(plan, None)
+                for own, passes, plan in zip(draws, self._passes, tables.plans, strict=True)
             ],
             sizes=headers.upright_sizes,
             draws=draws,
@@ -414,13 +373,10 @@ class GpuRunner:
             faults=faults,
         )
 
-    def _regions_of(
-        self, sizes: NDArray[np.int64], orientations: NDArray[np.integer], boxes: Sequence[NDArray[np.int64]]
-    ) -> Regions:
-        """The parts that are decoded of images of these stored sizes. boxes: what each output reads."""
-        if self._decodes_regions:
-            return Regions.around(boxes, sizes, self._channels, orientations)
-        return Regions.whole(sizes, self._channels, orientations)
+    def _pinned(self, size: int) -> NDArray[np.uint8]:
+        """Pinned memory of this many bytes."""
+        memory: NDArray[np.uint8] = self._device_stream.pinned([size], torch.uint8).numpy()
+        return memory
 
     def _finish(
         self,
@@ -663,9 +619,3 @@ def _plan_of_call(call: _Call, i: int, addresses: NDArray[np.int64], target: Tar
         rows[part.where, -1] = offsets_of(target, place.images, place.rows)
     rows[:, 0] += addresses
     return rows
-
-
-def _aligned(sizes: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The space that images of these sizes in bytes take in a decode buffer."""
-    spaces: NDArray[np.int64] = -(-sizes // _ALIGN) * _ALIGN
-    return spaces

@@ -20,11 +20,11 @@ from gpuflow.execute.device_stream import DeviceStream, allocate_slots, send_arr
 from gpuflow.execute.kernels.color import adjust, adjust_plan_of
 from gpuflow.execute.kernels.interleave import interleave
 from gpuflow.execute.kernels.local import smooth, smooth_plan_of
-from gpuflow.execute.kernels.sample import FIELDS, sample
+from gpuflow.execute.kernels.sample import sample
 from gpuflow.execute.kernels.warp import warp_all, warp_plan_of
 from gpuflow.execute.passes import Pass, draw_passes
 from gpuflow.execute.pixel_steps import ROW_BYTES, pixel_steps
-from gpuflow.execute.tables import table_of
+from gpuflow.execute.sampling_plan import sampling_plan_of
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.image_spec import as_batch, slot_shape
 from gpuflow.pipeline.program import (
@@ -330,23 +330,12 @@ def offsets_of(target: torch.Tensor, images: torch.Tensor, rows: NDArray[np.int6
     return between + rows * images.stride(0)
 
 
-def plan_of(sampling: Sampling | Warping, places: NDArray[np.int64], offsets: NDArray[Any]) -> NDArray[np.int64]:
+def plan_of(sampling: Sampling | Warping, places: NDArray[np.int64], offsets: NDArray[Any] | int) -> NDArray[np.int64]:
     """Encode a sampling or a warp as its kernel reads it: int64 [n, number of the kernel's FIELDS].
 
-    places [n, 3]: see `DeviceImages`; in either kernel's plan these are the first columns. offsets [n]: the last one.
+    places [n, 3]: see `DeviceImages`; in either kernel's plan these are the first columns. offsets [n]: the last one,
+        or one number for all.
     """
     if isinstance(sampling, Warping):
         return warp_plan_of(sampling, places, offsets)
-    parts = [
-        places,
-        sampling.box,
-        sampling.mirrors,
-        sampling.grid,
-        sampling.shown,
-        sampling.window,
-        sampling.flips,
-        offsets,
-    ]
-    plan = table_of(len(places), parts)
-    assert plan.shape[1] == len(FIELDS)
-    return plan
+    return sampling_plan_of(sampling, places, offsets)

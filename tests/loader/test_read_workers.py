@@ -327,7 +327,11 @@ def test_a_worker_finds_out_what_this_process_would(tmp_path: Path) -> None:
     assert there.headers.others == here.headers.others and 3 in there.headers.others
     for name in ("sizes", "engine", "sampling", "scans", "intervals"):
         assert np.array_equal(getattr(there.headers, name), getattr(here.headers, name)), name
-    assert np.array_equal(there.rows, here.rows) and np.array_equal(there.spare, here.spare)
+    assert np.array_equal(there.rows, here.rows)
+    *tables, plans = there.tables
+    *expected, plans_here = here.tables
+    for one, other in zip([*tables, *plans], [*expected, *plans_here], strict=True):
+        assert one is not None and other is not None and np.array_equal(one, other)
     assert there.found is not None and here.found is not None
     assert np.array_equal(there.found.checked, unchecked[there.rows])
     assert there.rows[there.found.complete].tolist() == [i for i in there.rows.tolist() if i % 3 and i != 4]

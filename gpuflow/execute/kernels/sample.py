@@ -15,21 +15,10 @@ import torch
 import triton
 import triton.language as tl
 
-__all__ = ["FIELDS", "sample"]
+from gpuflow.execute.sampling_plan import FIELDS
 
-FIELDS = (
-    "address", "step_y", "step_x",
-    "box_y", "box_x", "box_height", "box_width",
-    "mirror_y", "mirror_x",
-    "grid_height", "grid_width",
-    "shown_y", "shown_x", "shown_height", "shown_width",
-    "window_y", "window_x", "window_height", "window_width",
-    "flip_y", "flip_x",
-    "offset",
-)  # fmt: skip
-"""Columns of a chunk's plan, int64 [N, len(FIELDS)]: the device address of the image's upper left pixel and the bytes
-from there to the next row's and the next column's, the fields of `pipeline.program.Sampling`, and how many elements
-after the first one of `out` its result begins."""
+__all__ = ["sample"]
+
 ROWS, COLUMNS, WARPS = 4, 32, 1
 _NEAREST, _BILINEAR, _BICUBIC = 0, 1, 2
 _KINDS = {"nearest": _NEAREST, "bilinear": _BILINEAR, "bicubic": _BICUBIC}

@@ -171,7 +171,7 @@ def warp_all(plan: torch.Tensor, table: torch.Tensor, out: torch.Tensor, *, look
     )  # fmt: skip
 
 
-def warp_plan_of(warping: Warping, places: NDArray[np.int64], offsets: NDArray[Any]) -> NDArray[np.int64]:
+def warp_plan_of(warping: Warping, places: NDArray[np.int64], offsets: NDArray[Any] | int) -> NDArray[np.int64]:
     """Encode a warp as the kernel reads it: int64 [n, len(FIELDS)]. places [n, 3]: its first three columns."""
     matrix = np.array(warping.matrix, np.float64, order="C")
     if warping.lookup.as_torchvision:

@@ -24,6 +24,7 @@ from triton.runtime.jit import JITFunction
 from gpuflow.decode.complete import FIELDS as FILE_FIELDS
 from gpuflow.execute import kernels
 from gpuflow.execute.kernels import color, complete, copy, interleave, local, sample, warp
+from gpuflow.execute.sampling_plan import FIELDS as SAMPLING_FIELDS
 from gpuflow.pipeline.pointwise import Operation, Operations
 from gpuflow.pipeline.stage import Filters, Lookup
 
@@ -97,7 +98,7 @@ def launch_all(count: int, side: int) -> None:
         return memory(count, len(fields), dtype=torch.int64)
 
     for kind, antialias in itertools.product(("nearest", "bilinear", "bicubic"), (True, False)):
-        sample.sample(described(sample.FIELDS), table, out, interpolation=kind, antialias=antialias)
+        sample.sample(described(SAMPLING_FIELDS), table, out, interpolation=kind, antialias=antialias)
     for interpolation, border in itertools.product(INTERPOLATIONS, BORDERS):
         warp.warp_all(described(warp.FIELDS), table, out, lookup=Lookup(interpolation, border, (0,)))
     weights, active = np.ones((count, 5)), each.astype(bool)
