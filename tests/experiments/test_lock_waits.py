@@ -1,4 +1,5 @@
-"""experiments/ranks/lock_waits: each wait of a thread for a lock is recorded, with what waited and how long."""
+"""experiments/ranks/lock_waits: each wait of a thread for a lock is recorded, with what waited and how long, and for
+how long each thread has Python's interpreter."""
 
 from __future__ import annotations
 
@@ -50,18 +51,27 @@ def test_threads_that_compute_in_turn_wait_for_the_interpreter(lock_waits: Any, 
     assert len(threads) >= 2, "both threads waited"
     waits = [float(line.split("a step,")[1].split("ms")[0]) for line in lines if lock_waits.INTERPRETER in line]
     assert 100 < sum(waits) < 700, "of 0.3 s, in which both compute, each waits for about half"
+    (in_use,) = (float(line.split("for")[1].split("ms")[0]) for line in lines if "interpreter is in use" in line)
+    assert 100 < in_use < 700, "nearly all of the time by one of them"
 
 
 def test_waits_of_a_step_the_longest_first(lock_waits: Any, tmp_path: Path) -> None:
     found = tmp_path / "waits"
     found.write_text(
-        "1\twrite lock\t20\t4000000\tlibcuda.so.1:?|libcudart.so.13:cudaLaunchKernel|python:main|\n"
-        "1\tcondition with a time limit\t10\t6000000\tpython:?|python:PyEval_RestoreThread|\n"
-        "1\tmutex\t1\t1000\tpython:main|\n"
-        "2\tmutex\t1\t1000\tpython:main|\n"
+        "1\twrite lock\t0\t20\t4000000\tlibcuda.so.1:?|libcudart.so.13:cudaLaunchKernel|python:main|\n"
+        "1\twrite lock\t1\t2\t2000000\tlibcuda.so.1:?|libcudart.so.13:cudaFree|python:main|\n"
+        "1\tcondition with a time limit\t0\t10\t6000000\tpython:?|python:PyEval_RestoreThread|\n"
+        "1\tmutex\t0\t1\t1000\tpython:main|\n"
+        "2\tmutex\t0\t1\t1000\tpython:main|\n"
+        "2\thas the interpreter\t1\t4\t1000000\t\n"
+        "1\thas the interpreter\t1\t8\t3000000\t\n"
     )
     assert list(lock_waits.lines(found, 2)) == [
+        "  the interpreter is in use for 2.00 ms a step",
+        "        4.0 times a step,   1.50 ms a step: thread 1 of a library",
+        "        2.0 times a step,   0.50 ms a step: thread 2 of a library",
         "  thread 1 of a library",
         "        5.0 a step,   3.00 ms a step: Python's interpreter, python:PyEval_RestoreThread",
         "       10.0 a step,   2.00 ms a step: write lock, libcudart.so.13:cudaLaunchKernel",
+        "        1.0 a step,   1.00 ms a step: write lock while it has Python's interpreter, libcudart.so.13:cudaFree",
     ]
