@@ -27,6 +27,7 @@ from one_rank import ARMS, WARM_UP_STEPS, only_rank
 SOURCE = Path(__file__).with_suffix(".c")
 PRELOAD = "LD_PRELOAD"
 HAS_INTERPRETER = "has the interpreter"
+"""In place of a kind of lock in the lines that lock_waits.c writes."""
 INTERPRETER, OTHERS = "Python's interpreter", ("libc.so", "libcuda.so", "libpthread")
 """What a wait in Python's own code is called, and libraries whose functions do not say what waits."""
 SHORTEST_MS = 0.02
@@ -46,19 +47,21 @@ def lines(path: Path, steps: int) -> Iterator[str]:
     held: dict[str, tuple[float, float]] = {}
     for line in path.read_text(encoding="utf-8").splitlines():
         number, kind, holds_interpreter, count, ns, places = line.split("\t")
+        thread = names.get(int(number), f"thread {number} of a library")
+        often, ms = int(count) / steps, int(ns) / 1e6 / steps
+        if kind == HAS_INTERPRETER:
+            held[thread] = often, ms
+            continue
         frames = [frame for frame in places.split("|") if frame]
         named = (frame for frame in frames if not frame.startswith(OTHERS) and not frame.endswith(":?"))
         place = next(named, frames[-1] if frames else "?")
-        if kind == HAS_INTERPRETER:
-            held[names.get(int(number), f"thread {number} of a library")] = int(count) / steps, int(ns) / 1e6 / steps
-            continue
         if kind.endswith("limit") and frames and frames[0].startswith(("python", "libpython")):
             kind = INTERPRETER
         elif holds_interpreter == "1":
             kind += " while it has Python's interpreter"
-        entry = waits[names.get(int(number), f"thread {number} of a library")][kind, place]
-        entry[0] += int(count) / steps
-        entry[1] += int(ns) / 1e6 / steps
+        entry = waits[thread][kind, place]
+        entry[0] += often
+        entry[1] += ms
     if held:
         yield f"  the interpreter is in use for {sum(ms for _, ms in held.values()):.2f} ms a step"
     for thread, (often, ms) in sorted(held.items(), key=lambda item: -item[1][1]):
