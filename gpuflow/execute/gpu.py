@@ -34,6 +34,7 @@ from gpuflow.errors import BadSampleError, LoaderTimeout
 from gpuflow.execute import packing
 from gpuflow.execute.canvas import Canvas, Tiles, tiles_of
 from gpuflow.execute.chunk_scan import ChunkScan, ChunkScanner, Prescan
+from gpuflow.execute.chunk_tables import ChunkTables
 from gpuflow.execute.cpu import CpuRunners
 from gpuflow.execute.cpu_decode_pool import CpuDecodePool, PendingImages
 from gpuflow.execute.decode_buffers import BUFFERS, BUFFERS_FOR_ONE_CALL, DecodeBuffers
@@ -46,7 +47,6 @@ from gpuflow.execute.gpu_passes import DevicePasses, Target, offsets_of, plan_of
 from gpuflow.execute.image_copies import ImageCopies, ImageRows
 from gpuflow.execute.nvjpeg_decoders import CALL_SECONDS, JpegBatch, NvjpegDecoderPool
 from gpuflow.execute.passes import Pass
-from gpuflow.execute.tables import copy_rows
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.program import Program, Sampling, Warping
 from gpuflow.pipeline.views import AnyProgram, outputs_of, slot_bytes_of, slot_of, slots_of, split
@@ -323,22 +323,11 @@ class GpuRunner:
         scan: ChunkScan | None = payload.prescan
         if scan is None or not scan.is_of(payload):
             scan = self._scanner(payload, keys)
-        entries, samplings, memory = scan.tables.entries.copy(), scan.tables.samplings, [payload.buffer]
-        entries[:, 0] += payload.buffer.ctypes.data
-        complete = np.ones(len(scan.rows), bool)
-        if (which := scan.progressive).any():
-            found = rewrite_progressive(payload, scan.rows[which], self._pinned, self._rewrite_threads)
-            complete[which] = found is not None and found.sizes > 0
-            if found is not None:
-                files = [found.offsets + found.buffer.ctypes.data, found.sizes + SPARE_BYTES]
-                entries[which, :2] = np.column_stack(files)
-                samplings = samplings.copy()
-                samplings[which] = found.sampling
-                memory.append(found.buffer)
+        tables, memory, complete = self._with_addresses(scan, payload)
         if (own := ~scan.progressive).any():
             checked = None if scan.found is None else scan.found.take(own)
             complete[own] = self._checks.complete(scan.rows[own], payload, scan.headers, indices, checked)
-        scan = scan._replace(tables=scan.tables._replace(entries=entries, samplings=samplings))
+        scan = scan._replace(tables=tables)
         if not complete.all():
             scan = scan.take(complete, self._scanner, keys)
         headers, rows, draws, tables = scan.headers, scan.rows, scan.draws, scan.tables
@@ -372,6 +361,31 @@ class GpuRunner:
             others=work,
             faults=faults,
         )
+
+    def _with_addresses(
+        self, scan: ChunkScan, payload: Payload
+    ) -> tuple[ChunkTables, list[NDArray[np.uint8]], NDArray[np.bool_]]:
+        """The scan's tables with the address of each file; progressive files are rewritten as baseline ones.
+
+        Returns them, the memory that has the files, and which files [n] nvJPEG can decode if they are complete: all but
+        those that cannot be rewritten.
+        """
+        tables, memory, good = scan.tables, [payload.buffer], np.ones(len(scan.rows), bool)
+        entries = tables.entries.copy()  # the payload may be prepared again
+        entries[:, 0] += payload.buffer.ctypes.data
+        tables = tables._replace(entries=entries)
+        which = scan.progressive
+        if not which.any():
+            return tables, memory, good
+        found = rewrite_progressive(payload, scan.rows[which], self._pinned, self._rewrite_threads)
+        if found is None:
+            return tables, memory, ~which
+        good[which] = found.sizes > 0
+        entries[which, 0] = found.offsets + found.buffer.ctypes.data
+        entries[which, 1] = found.sizes + SPARE_BYTES
+        samplings = tables.samplings.copy()
+        samplings[which] = found.sampling
+        return tables._replace(samplings=samplings), [*memory, found.buffer], good
 
     def _pinned(self, size: int) -> NDArray[np.uint8]:
         """Pinned memory of this many bytes."""
@@ -552,8 +566,7 @@ class GpuRunner:
         entries = np.empty((count, chunks[0].entries.shape[1]), np.int64)
         targets = next([place.images for place in part.places] for part in call.results.values())
         for number, part in call.results.items():
-            one = chunks[number]
-            copy_rows(one.entries, part.rows, entries, part.where)
+            entries[part.where] = chunks[number].entries[part.rows]
         draws = [own[0] for own in chunks[0].draws]
         captured = self._first_passes.captured(draws, targets)
         if captured is not None:
@@ -615,7 +628,7 @@ def _plan_of_call(call: _Call, i: int, addresses: NDArray[np.int64], target: Tar
     for plan, part in parts:
         place = part.places[i]
         assert not isinstance(place.images, Canvas), "their results have one size"
-        copy_rows(plan.rows, part.rows, rows, part.where)
+        rows[part.where] = plan.rows[part.rows]
         rows[part.where, -1] = offsets_of(target, place.images, place.rows)
     rows[:, 0] += addresses
     return rows

@@ -1,12 +1,11 @@
-"""Tables that are filled without giving Python's interpreter away equal those that numpy makes."""
+"""Tables for nvJPEG and kernels equal those that numpy makes of columns."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from gpuflow.execute import tables
-from gpuflow.execute.tables import copy_rows, table_of
+from gpuflow.execute.tables import table_of
 
 
 @pytest.mark.parametrize("count", [0, 1, 700])
@@ -17,20 +16,3 @@ def test_columns_next_to_each_other(count: int) -> None:
     table = table_of(count, [7, offsets, box, flags])
     assert table.dtype == np.int64 and table.flags.c_contiguous
     assert np.array_equal(table, np.column_stack([np.full(count, 7), offsets, box, flags]))
-
-
-@pytest.mark.parametrize("compiled", [True, False])
-def test_rows_are_copied(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if compiled:
-        assert tables._compiled_copy() is not None, "tests need a compiler"
-    else:
-        monkeypatch.setattr(tables, "_compiled_copy", lambda: None)
-    rng = np.random.default_rng(0)
-    source, target = rng.integers(-99, 99, (50, 7)), np.full((30, 7), -1)
-    rows, places = rng.permutation(50)[:20], rng.permutation(30)[:20]
-    copy_rows(source, rows[::2], target, places[::2])  # every other one: not contiguous
-    expected = np.full((30, 7), -1)
-    expected[places[::2]] = source[rows[::2]]
-    assert np.array_equal(target, expected)
-    copy_rows(source, rows[:0], target, places[:0])
-    assert np.array_equal(target, expected)
