@@ -86,11 +86,17 @@ class EpochRun:
         self.owner = threading.Thread(
             target=_run_epoch, args=(begin, culprit, begun, end, collected), name="gpuflow_epoch", daemon=True
         )
-        _thread.start_new_thread(_start, (self.owner, begun))
         try:
+            _thread.start_new_thread(_start, (self.owner, begun))
             running = begun.get(timeout=2 * START_SECONDS)
         except queue.Empty:
+            self.request_stop()
             raise TimeoutError(f"its threads did not start within {2 * START_SECONDS:g} s") from None
+        except (
+            BaseException
+        ):  # a Ctrl-C, whose traceback may keep this object: its collection would end the epoch too late
+            self.request_stop()
+            raise
         if isinstance(running, BaseException):
             if self.owner.ident is not None:
                 self.owner.join(2 * STOP_SECONDS)

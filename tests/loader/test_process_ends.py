@@ -119,6 +119,30 @@ print(interrupted > 100, [thread.name for thread in threading.enumerate()])
     assert (done.returncode, done.stdout) == (0, "True ['MainThread']\n"), done.stdout + done.stderr
 
 
+def test_ctrl_c_while_an_epoch_begins_ends_the_program(config: Path) -> None:
+    """SPDL has the interpreter stop its thread before waiting for it, but just after that thread has started. Here the
+    interpreter begins to end in between."""
+    code = """
+import os, signal, sys, threading, time
+import gpuflow
+
+register = threading._register_atexit
+
+def interrupted(*arguments):
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(2)
+    register(*arguments)
+
+loader = gpuflow.load(sys.argv[1])
+threading._register_atexit = interrupted
+for batch in loader:
+    pass
+"""
+    done = python(code, str(config), cwd=ROOT, seconds=20)
+    assert done.stderr.endswith("KeyboardInterrupt\n") and done.stderr.count("Traceback") == 1, done.stderr
+    assert done.returncode in (-signal.SIGINT, 1), "1 if a thread has evaluated text since then"
+
+
 def test_ctrl_c_at_any_moment_leaves_nothing(config: Path) -> None:
     """Interrupts 40 loops of one process, each a little later and each three times, as an impatient user does.
 
