@@ -1,10 +1,10 @@
-/* Philox4x32-10 for many samples, see rng.py: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011. */
+/* Random numbers and the permutation of rng.py, for many samples at a time. rng.py names the algorithms' sources. */
 
 #include <stdint.h>
 
-enum { ROUNDS = 10 };
+enum { ROUNDS = 10, TURNS = 8 };
 
-/* Writes `blocks` blocks of four words for each sample, words [count, blocks, 4]: of 32 bits in 64. */
+/* Philox4x32-10. Writes `blocks` blocks of four words for each sample, words [count, blocks, 4]: of 32 bits in 64. */
 void gpuflow_random_words(const int64_t *positions, int64_t count, int64_t blocks, uint64_t epoch, uint64_t key,
                           uint64_t *words) {
     for (int64_t i = 0; i < count; i++) {
@@ -24,5 +24,34 @@ void gpuflow_random_words(const int64_t *positions, int64_t count, int64_t block
             words[2] = c;
             words[3] = d;
         }
+    }
+}
+
+/* SplitMix64's finaliser. */
+static uint64_t mix(uint64_t x) {
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9;
+    x = (x ^ x >> 27) * 0x94D049BB133111EB;
+    return x ^ x >> 31;
+}
+
+/* The sum of two numbers below `size`, modulo `size`. A division takes longer. */
+static uint64_t sum_below(uint64_t size, uint64_t a, uint64_t b) { return a + b < size ? a + b : a + b - size; }
+
+/* Maps each of the values, which are below `size`, by the permutation of `key`: an alternating Feistel network over
+ * `left_size` * `right_size` values, repeated where it leads to `size` or above. */
+void gpuflow_permute(uint64_t *values, int64_t count, uint64_t size, uint64_t left_size, uint64_t right_size,
+                     uint64_t key) {
+    uint64_t keys[TURNS];
+    for (int turn = 0; turn < TURNS; turn++)
+        keys[turn] = mix((uint64_t)(turn + 1) * 0x9E3779B97F4A7C15 + key);
+    for (int64_t i = 0; i < count; i++) {
+        do {
+            uint64_t left = values[i] / right_size, right = values[i] % right_size;
+            for (int turn = 0; turn < TURNS; turn += 2) {
+                left = sum_below(left_size, left, mix(right ^ keys[turn]) % left_size);
+                right = sum_below(right_size, right, mix(left ^ keys[turn + 1]) % right_size);
+            }
+            values[i] = left * right_size + right;
+        } while (values[i] >= size);
     }
 }

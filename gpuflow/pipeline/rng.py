@@ -31,6 +31,9 @@ T = TypeVar("T")
 _ROUNDS = 8
 _MANY_SAMPLES = 128
 """The smallest number of samples for which C code draws. The CPU decodes smaller chunks: numpy is fast enough there."""
+_MOST_PERMUTED = 1 << 14
+"""The largest number of positions that C code permutes, in about a millisecond: it does not release the interpreter
+lock, and numpy does."""
 
 _U64 = np.uint64
 
@@ -64,6 +67,9 @@ def permute(positions: ArrayLike, size: int, key: int) -> NDArray[np.int64]:
     shape, x = x.shape, x.reshape(-1)
     left_size = math.isqrt(size - 1) + 1
     right_size = -(-size // left_size)
+    if _MANY_SAMPLES <= len(x) <= _MOST_PERMUTED and (permute_in_c := _permute_in_c()) is not None:
+        permute_in_c(x.ctypes.data, len(x), size, left_size, right_size, key)
+        return x.astype(np.int64).reshape(shape)
     a, b, n = _U64(left_size), _U64(right_size), _U64(size)
     round_keys = _mix(np.arange(1, _ROUNDS + 1, dtype=np.uint64) * _U64(0x9E3779B97F4A7C15) + _U64(key))
 
@@ -112,18 +118,27 @@ def _philox(counters: NDArray[np.uint64], key: int) -> NDArray[np.uint64]:
     return words
 
 
+_POINTER, _INTEGER, _WHOLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint64
+
+
 @lru_cache
 def _words_in_c() -> Callable[..., None] | None:
-    """`gpuflow_random_words` of rng.c; None without a compiler.
+    """`gpuflow_random_words` of rng.c; None without a compiler."""
+    return _in_c("gpuflow_random_words", _POINTER, _INTEGER, _INTEGER, _WHOLE, _WHOLE, _POINTER)
 
-    It does not release the interpreter lock, because a call takes microseconds.
-    """
+
+@lru_cache
+def _permute_in_c() -> Callable[..., None] | None:
+    """`gpuflow_permute` of rng.c; None without a compiler."""
+    return _in_c("gpuflow_permute", _POINTER, _INTEGER, _WHOLE, _WHOLE, _WHOLE, _WHOLE)
+
+
+def _in_c(name: str, *types: Any) -> Callable[..., None] | None:
+    """A function of rng.c, which does not release the interpreter lock, because a call takes microseconds."""
     code = compiled(Path(__file__).with_suffix(".c"))
     if code is None:
         return None
-    pointer, whole = ctypes.c_void_p, ctypes.c_uint64
-    function = ctypes.PYFUNCTYPE(None, pointer, ctypes.c_int64, ctypes.c_int64, whole, whole, pointer)
-    return function(ctypes.cast(code.gpuflow_random_words, pointer).value or 0)
+    return ctypes.PYFUNCTYPE(None, *types)(ctypes.cast(getattr(code, name), _POINTER).value or 0)
 
 
 @dataclass(frozen=True, slots=True)

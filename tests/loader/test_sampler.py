@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpuflow.loader.sampler import ShardedOrder, ShuffledOrder, Steps
+from gpuflow.pipeline import rng
 from gpuflow.pipeline.rng import key64, permute
 
 key_numbers = st.integers(0, 2**64 - 1)
@@ -45,6 +46,19 @@ def test_permute_does_not_depend_on_how_positions_are_grouped(size: int, key: in
     together = permute(places, size, key)
     assert [int(permute(place, size, key)) for place in places] == together.tolist()
     assert np.array_equal(permute(places.reshape(2, 3), size, key), together.reshape(2, 3))
+
+
+@pytest.mark.parametrize("size", [1, 2, 128, 5000, 10**6 + 3, 2**32 + 1, 10**12, 2**62 - 1, 2**62])
+@pytest.mark.parametrize("count", [127, 128, 300, 16384, 16385])
+def test_permute_is_the_same_with_c_code_and_without(size: int, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    places = np.random.default_rng(count).integers(0, size, count)
+    places[:2] = 0, size - 1
+    assert rng._permute_in_c() is not None, "needs a compiler"
+    for key in (0, 1, 2**63, 2**64 - 1, key64("order", 0, count)):
+        with monkeypatch.context() as patch:
+            found = permute(places, size, key)
+            patch.setattr(rng, "_permute_in_c", lambda: None)
+            assert np.array_equal(permute(places, size, key), found)
 
 
 def test_permute_leaves_its_argument_alone() -> None:
