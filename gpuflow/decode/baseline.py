@@ -19,7 +19,7 @@ from gpuflow.decode.header_scan import scan_headers
 from gpuflow.runtime.compiled import compiled
 from gpuflow.sources import SPARE_BYTES, Payload, lay_out
 
-__all__ = ["Rewritten", "rewrite_progressive"]
+__all__ = ["Rewritten", "rewrite_progressive", "room_for"]
 
 _SOURCE = Path(__file__).with_suffix(".c")
 _POINTER, _INTEGER = ctypes.c_void_p, ctypes.c_int64
@@ -44,6 +44,11 @@ class Rewritten(NamedTuple):
     sampling: NDArray[np.uint8]
 
 
+def room_for(payload: Payload, rows: NDArray[np.int64]) -> int:
+    """The bytes that `rewrite_progressive` allocates for these rows [n] of a payload."""
+    return lay_out(_rooms(np.asarray(payload.sizes, np.int64)[rows]))[1]
+
+
 def rewrite_progressive(
     payload: Payload, rows: NDArray[np.int64], allocate: Callable[[int], NDArray[np.uint8]], threads: int
 ) -> Rewritten | None:
@@ -55,10 +60,10 @@ def rewrite_progressive(
     if code is None:
         return None
     starts, lengths = (np.asarray(x, np.int64)[rows] for x in (payload.offsets, payload.sizes))
-    rooms = (lengths * _ROOM).astype(np.int64) + _MORE_ROOM
-    places, end = lay_out(rooms.tolist())
+    rooms = _rooms(lengths)
+    places, end = lay_out(rooms)
     buffer, offsets = allocate(end), np.array(places, np.int64)
-    columns = [starts + payload.buffer.ctypes.data, lengths, offsets + buffer.ctypes.data, rooms, 0 * rooms]
+    columns = [starts + payload.buffer.ctypes.data, lengths, offsets + buffer.ctypes.data, np.array(rooms), 0 * lengths]
     order = np.argsort(-lengths, kind="stable")  # the largest first, so that no thread is left with one at the end
     files = np.stack(columns, axis=1)[order]
     arguments = map(_INTEGER, (len(rows), threads, _MOST_INSTRUCTIONS))
@@ -70,3 +75,9 @@ def rewrite_progressive(
     sizes[~scan.engine] = 0
     buffer[(offsets + sizes)[:, None] + np.arange(SPARE_BYTES)] = 0
     return Rewritten(buffer, offsets, sizes, scan.sampling)
+
+
+def _rooms(lengths: NDArray[np.int64]) -> list[int]:
+    """How many bytes files of these lengths get for their rewritten form."""
+    rooms: list[int] = ((lengths * _ROOM).astype(np.int64) + _MORE_ROOM).tolist()
+    return rooms

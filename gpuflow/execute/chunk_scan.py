@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from gpuflow.decode.baseline import rewrite_progressive, room_for
 from gpuflow.decode.chunk_headers import Headers, read_headers
 from gpuflow.decode.complete import complete_on_cpu
 from gpuflow.execute.chunk_tables import ChunkTables
@@ -26,10 +27,6 @@ from gpuflow.pipeline.views import Output
 from gpuflow.sources import SPARE_BYTES, Payload
 
 __all__ = ["Checked", "ChunkScan", "ChunkScanner", "Prescan"]
-
-Prescan = Callable[[Payload, Keys, NDArray[np.bool_] | None], Any]
-"""What a process that reads files calls on each payload, its samples' random keys, and which of them to check, so that
-the process that trains need not. It and its results can be pickled."""
 
 
 class Checked(NamedTuple):
@@ -51,6 +48,9 @@ class ChunkScan(NamedTuple):
     progressive [n]: which of these it can decode only once they are rewritten, see `decode.baseline`.
     draws: for each output and each of its passes the random parameters for these rows. tables: of these rows.
     found: which of these rows are complete files, if that was asked and could be found out.
+    rewritten [n]: which of these rows are left if progressive files that cannot be rewritten are taken out. The others
+        were rewritten, into the payload's buffer after its files. None if none was: it has no room, or no compiler.
+    room: bytes that this needs.
     """
 
     offsets: Sequence[int]
@@ -62,6 +62,8 @@ class ChunkScan(NamedTuple):
     draws: list[list[Any]]
     tables: ChunkTables
     found: Checked | None = None
+    rewritten: NDArray[np.bool_] | None = None
+    room: int = 0
 
     def is_of(self, payload: Payload) -> bool:
         """Whether these samples are those that were scanned: a source may change what a process read for it."""
@@ -72,7 +74,19 @@ class ChunkScan(NamedTuple):
         """The same for some of the rows."""
         rows = self.rows[kept]
         draws, tables = scanner.draw(keys, rows, self.headers.upright_sizes), self.tables.take(kept)
-        return self._replace(rows=rows, progressive=self.progressive[kept], draws=draws, tables=tables, found=None)
+        return self._replace(
+            rows=rows,
+            progressive=self.progressive[kept],
+            draws=draws,
+            tables=tables,
+            found=None,
+            rewritten=None if self.rewritten is None else self.rewritten[kept],
+        )
+
+
+Prescan = Callable[[Payload, Keys, NDArray[np.bool_] | None], ChunkScan]
+"""What a process that reads files calls on each payload, its samples' random keys, and which of them to check, so that
+the process that trains need not. It and its results can be pickled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,18 +94,19 @@ class ChunkScanner:
     """Scans chunks for one program.
 
     outputs: of the program. passes: for each output the passes that make it.
-    threads: that check files. with_regions: see `ChunkTables.of`.
+    threads: that check files. rewrite_threads: that rewrite progressive ones. with_regions: see `ChunkTables.of`.
     """
 
     decoder: Decoder
     outputs: tuple[Output, ...]
     passes: tuple[tuple[Pass, ...], ...]
     threads: int = 1
+    rewrite_threads: int = 1
     with_regions: bool = False
 
     def __call__(self, payload: Payload, keys: Keys, unchecked: NDArray[np.bool_] | None = None) -> ChunkScan:
         """Scan the files of a payload whose samples have these keys. Writes zeros after those that nvJPEG can decode,
-        because the engines read a little ahead.
+        because the engines read a little ahead, and rewrites progressive ones if the buffer has room for them.
 
         unchecked: which of the files to check, if nvJPEG can decode them, [N]; None for none.
         """
@@ -112,8 +127,8 @@ class ChunkScanner:
             rows = rows[~misfit]
             draws = self.draw(keys, rows, sizes)
         spare = _clear_after(payload, rows)
-        rewritten = progressive[rows]
-        chosen = None if unchecked is None else unchecked[rows] & ~rewritten
+        to_rewrite = progressive[rows]
+        chosen = None if unchecked is None else unchecked[rows] & ~to_rewrite
         found = self._check(rows, payload, headers, chosen) if chosen is not None and chosen.any() else None
         starts, lengths = (np.asarray(x, np.int64)[rows] for x in (payload.offsets, payload.sizes))
         tables = ChunkTables.of(
@@ -126,7 +141,23 @@ class ChunkScanner:
             with_regions=self.with_regions,
         )
         read = payload.offsets, payload.sizes, payload.errors
-        return ChunkScan(*read, headers, rows, rewritten, draws, tables, found)
+        scan = ChunkScan(*read, headers, rows, to_rewrite, draws, tables, found)
+        return self._rewrite(scan, payload) if to_rewrite.any() else scan
+
+    def _rewrite(self, scan: ChunkScan, payload: Payload) -> ChunkScan:
+        """The scan once progressive files are rewritten to the end of the payload's buffer, if that has room."""
+        which = scan.progressive
+        end = max(map(sum, zip(payload.offsets, payload.sizes, strict=True))) + SPARE_BYTES
+        rest = payload.buffer[end:]
+        scan = scan._replace(room=room_for(payload, scan.rows[which]))
+        if scan.room > len(rest):
+            return scan
+        found = rewrite_progressive(payload, scan.rows[which], lambda size: rest[:size], self.rewrite_threads)
+        if found is None:
+            return scan
+        rewritten = ~which
+        rewritten[which] = found.sizes > 0
+        return scan._replace(tables=scan.tables.with_files(which, found, end), rewritten=rewritten)
 
     def _check(
         self, rows: NDArray[np.int64], payload: Payload, headers: Headers, unchecked: NDArray[np.bool_]

@@ -12,11 +12,13 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from gpuflow.decode.baseline import Rewritten
 from gpuflow.decode.chunk_headers import Headers
 from gpuflow.execute.pixel_steps import Regions
 from gpuflow.execute.sampling_plan import sampling_plan_of
 from gpuflow.execute.tables import table_of
 from gpuflow.pipeline.program import Sampling, Warping
+from gpuflow.sources import SPARE_BYTES
 
 __all__ = ["ChunkTables"]
 
@@ -79,6 +81,14 @@ class ChunkTables(NamedTuple):
                 for draw, has_one_size in zip(draws, fixed, strict=True)
             ],
         )
+
+    def with_files(self, which: NDArray[np.bool_], files: Rewritten, start: int) -> ChunkTables:
+        """The same if those `which` are read in their rewritten form, whose offsets count from `start`."""
+        entries, samplings = self.entries.copy(), self.samplings.copy()
+        entries[which, 0] = files.offsets + start
+        entries[which, 1] = files.sizes + SPARE_BYTES
+        samplings[which] = files.sampling
+        return self._replace(entries=entries, samplings=samplings)
 
     def take(self, kept: NDArray[np.bool_]) -> ChunkTables:
         """The same for some of the files."""

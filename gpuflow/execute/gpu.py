@@ -50,7 +50,7 @@ from gpuflow.execute.passes import Pass
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.program import Program, Sampling, Warping
 from gpuflow.pipeline.views import AnyProgram, outputs_of, slot_bytes_of, slot_of, slots_of, split
-from gpuflow.sources import SPARE_BYTES, Payload
+from gpuflow.sources import Payload
 
 __all__ = ["GpuRunner", "Prepared"]
 
@@ -217,7 +217,7 @@ class GpuRunner:
         fill_calls: whether a launch may decode images of later chunks, whose results need memory until then: for each
             chroma sampling up to 127 of them.
         check_threads: that check new files on the CPU, in each process that reads; 0 if the GPU checks them.
-        rewrite_threads: that rewrite progressive files of one chunk, in this process.
+        rewrite_threads: that rewrite progressive files of one chunk, in this process or in the one that reads it.
 
     Raises:
         NvjpegError: the GPU does not have the backend.
@@ -253,7 +253,12 @@ class GpuRunner:
             self._decoders = NvjpegDecoderPool(device_stream, library, program.decoder.color, backend)
             self._decodes_regions = self._decoders.decodes_regions()
             self._scanner = ChunkScanner(
-                program.decoder, outputs, each_passes, max(1, check_threads), self._decodes_regions
+                program.decoder,
+                outputs,
+                each_passes,
+                threads=max(1, check_threads),
+                rewrite_threads=rewrite_threads,
+                with_regions=self._decodes_regions,
             )
             self._buffers = DecodeBuffers(device_stream, decode_bytes, buffers)
             each = [DevicePasses(one, device_stream) for one in passes]
@@ -365,27 +370,25 @@ class GpuRunner:
     def _with_addresses(
         self, scan: ChunkScan, payload: Payload
     ) -> tuple[ChunkTables, list[NDArray[np.uint8]], NDArray[np.bool_]]:
-        """The scan's tables with the address of each file; progressive files are rewritten as baseline ones.
+        """The scan's tables with the address of each file. Progressive files are rewritten if they were not yet.
 
         Returns them, the memory that has the files, and which files [n] nvJPEG can decode if they are complete: all but
         those that cannot be rewritten.
         """
-        tables, memory, good = scan.tables, [payload.buffer], np.ones(len(scan.rows), bool)
+        tables, which = scan.tables, scan.progressive
         entries = tables.entries.copy()  # the payload may be prepared again
         entries[:, 0] += payload.buffer.ctypes.data
         tables = tables._replace(entries=entries)
-        which = scan.progressive
+        if scan.rewritten is not None:
+            return tables, [payload.buffer], scan.rewritten.copy()
         if not which.any():
-            return tables, memory, good
+            return tables, [payload.buffer], np.ones(len(which), bool)
         found = rewrite_progressive(payload, scan.rows[which], self._pinned, self._rewrite_threads)
         if found is None:
-            return tables, memory, ~which
+            return tables, [payload.buffer], ~which
+        good = ~which
         good[which] = found.sizes > 0
-        entries[which, 0] = found.offsets + found.buffer.ctypes.data
-        entries[which, 1] = found.sizes + SPARE_BYTES
-        samplings = tables.samplings.copy()
-        samplings[which] = found.sampling
-        return tables._replace(samplings=samplings), [*memory, found.buffer], good
+        return tables.with_files(which, found, found.buffer.ctypes.data), [payload.buffer, found.buffer], good
 
     def _pinned(self, size: int) -> NDArray[np.uint8]:
         """Pinned memory of this many bytes."""

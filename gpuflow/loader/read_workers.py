@@ -4,7 +4,8 @@ A thread that reads releases the interpreter four times a file, and must get it 
 launch work on a GPU and from a training step that does the same. More such threads read no faster; processes do
 (measured in experiments/gpu_path/NOTES.md). So where a GPU decodes, each reading thread hands its files to a worker,
 which reads them with the code of `LocalStorage`. The thread waits twice: until the worker knows how much memory it
-needs, and until it has read. The worker also scans what it reads, if the thread says for which samples (`scanned`).
+needs, and until it has read. The worker also scans what it reads and rewrites progressive files, if the thread says for
+which samples (`scanned`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any, NamedTuple, TypeVar, final
 import numpy as np
 from numpy.typing import NDArray
 
-from gpuflow.execute.chunk_scan import Prescan
+from gpuflow.execute.chunk_scan import ChunkScan, Prescan
 from gpuflow.pipeline.stage import Keys
 from gpuflow.runtime.worker_pool import ParentConnection, WorkerConnection, WorkerPool
 from gpuflow.sources import Allocate, Payload, Source, without_records
@@ -29,6 +30,9 @@ from gpuflow.sources.storage import LocalStorage, ReadAt, Shard
 __all__ = ["ProcessReader", "ProcessStorage", "prepare", "scanned", "work"]
 
 _LOG = logging.getLogger(__name__)
+_ROOM_KEPT = 16
+"""A worker asks for as much room after the files as the last chunk's progressive files needed in their rewritten form,
+or the chunks before it did: this part less for each chunk since."""
 T = TypeVar("T")
 Wanted = tuple[Keys, NDArray[np.bool_] | None]
 _wanted: ContextVar[Wanted | None] = ContextVar("wanted", default=None)
@@ -72,7 +76,7 @@ class ProcessStorage:
         return self._local.__reduce__()  # in another process it needs no workers
 
     def read(self, paths: Sequence[bytes], allocate: Allocate) -> Payload:
-        return self._workers.request("read", (list(paths),), self._local.read, allocate)
+        return self._workers.request("read", (paths,), self._local.read, allocate)
 
     def read_ranges(
         self, shards: Sequence[Shard], starts: Sequence[int], sizes: Sequence[int], allocate: Allocate
@@ -199,9 +203,10 @@ def prepare(setup: bytes) -> _Reader:
 def work(connection: ParentConnection, prepared: _Reader) -> None:
     """Answers requests until the connection is closed."""
     reader, prescan = prepared
+    room = 0
 
     def allocate(size: int) -> NDArray[np.uint8]:
-        connection.send(size)
+        connection.send(size + room)
         connection.recv()
         memory = connection.memory()
         if memory is None:
@@ -215,6 +220,7 @@ def work(connection: ParentConnection, prepared: _Reader) -> None:
         try:
             payload: Payload = getattr(reader, method)(*arguments, allocate)
             found = _scan(prescan, payload, wanted) if prescan is not None and wanted is not None else None
+            room = room if found is None else max(found.room, room - room // _ROOM_KEPT)
             answer = payload.offsets, payload.sizes, payload.errors, found, time.thread_time() - start
         except _NotShared:
             continue
@@ -223,7 +229,7 @@ def work(connection: ParentConnection, prepared: _Reader) -> None:
         connection.send(answer)
 
 
-def _scan(prescan: Prescan, payload: Payload, wanted: Wanted) -> Any:
+def _scan(prescan: Prescan, payload: Payload, wanted: Wanted) -> ChunkScan | None:
     """The scan of a payload; None if that fails, or if its source reads other files than its samples' here."""
     keys, unchecked = wanted
     if len(keys.positions) != len(payload):

@@ -8,12 +8,49 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from typing import final
+from typing import Any, final, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["PathTable", "PathTableBuilder"]
+__all__ = ["PathTable", "PathTableBuilder", "Paths"]
+
+
+@final
+class Paths(Sequence[bytes]):
+    """Some paths, which are split only when they are asked for: another process gets them as one object.
+
+    Args:
+        prefix: precedes every entry.
+        text: the entries, each followed by a NUL.
+    """
+
+    __slots__ = ("_entries", "_prefix", "_text")
+
+    def __init__(self, prefix: bytes, text: bytes) -> None:
+        self._prefix, self._text = prefix, text
+        self._entries: list[bytes] | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Paths, (self._prefix, self._text)
+
+    def __len__(self) -> int:
+        return len(self._split())
+
+    @overload
+    def __getitem__(self, place: int) -> bytes: ...
+    @overload
+    def __getitem__(self, place: slice) -> list[bytes]: ...
+    def __getitem__(self, place: int | slice) -> bytes | list[bytes]:
+        return self._split()[place]
+
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(self._split())
+
+    def _split(self) -> list[bytes]:
+        if self._entries is None:
+            self._entries = [self._prefix + entry for entry in self._text.split(b"\0")[:-1]]
+        return self._entries
 
 
 @final
@@ -48,12 +85,12 @@ class PathTable:
             return self.blob
         return (b"\0" + self.blob).replace(b"\0" + start, b"\0")[1:]
 
-    def take(self, indices: Sequence[int]) -> list[bytes]:
+    def take(self, indices: Sequence[int]) -> Paths:
         """The paths at these indices."""
-        blob, prefix = self.blob, self.prefix
         places = np.asarray(indices, dtype=np.int64)
         firsts, nexts = self.starts[places].tolist(), self.starts[places + 1].tolist()
-        return [prefix + blob[first : following - 1] for first, following in zip(firsts, nexts, strict=True)]
+        blob = self.blob
+        return Paths(self.prefix, b"".join([blob[start:end] for start, end in zip(firsts, nexts, strict=True)]))
 
 
 @final

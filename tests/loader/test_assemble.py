@@ -6,6 +6,7 @@ import functools
 import os
 import threading
 import time
+import types
 from pathlib import Path
 from typing import Any
 
@@ -231,8 +232,8 @@ class Scanning(StandIn):
         return functools.partial(scan_with, self.turns)
 
 
-def scan_with(turns: bool, payload: Payload, keys: Keys, unchecked: object) -> bool:
-    return turns
+def scan_with(turns: bool, payload: Payload, keys: Keys, unchecked: object) -> Any:
+    return types.SimpleNamespace(turns=turns, room=0)
 
 
 def test_each_loader_of_one_source_has_headers_scanned_as_its_own_pipeline_says(
@@ -254,9 +255,9 @@ def test_each_loader_of_one_source_has_headers_scanned_as_its_own_pipeline_says(
             assert time.monotonic() < deadline, "no worker has started"
             for name, loader in zip(found, loaders, strict=True):
                 with scanned(keys_of(2)):
-                    turns: bool | None = loader._plan.source.read([0, 1], shared).prescan
-                if turns is not None:  # else a thread has read, because no worker had started yet
-                    found[name].add(turns)
+                    scan = loader._plan.source.read([0, 1], shared).prescan
+                if scan is not None:  # else a thread has read, because no worker had started yet
+                    found[name].add(scan.turns)
     finally:
         for loader in loaders:
             loader.close()

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from gpuflow.decode.baseline import rewrite_progressive
 from gpuflow.errors import SourceError
 from gpuflow.execute.chunk_scan import ChunkScan, ChunkScanner, Prescan
 from gpuflow.execute.passes import passes_of
@@ -308,7 +309,7 @@ def test_a_worker_finds_out_what_this_process_would(tmp_path: Path) -> None:
     data, unchecked = (tmp_path / names[4]).read_bytes(), np.arange(50) % 3 > 0
     (tmp_path / names[4]).write_bytes(data[:-9] + data[-2:])
     source = open_source(SourceSpec(listing=str(listing)))
-    here: ChunkScan = scanner(source.read(range(50), Taken()), keys, unchecked)
+    here: ChunkScan = scanner(source.read(range(50), lambda size: shared(3 * size)), keys, unchecked)
     source = source.on(ProcessStorage(1, scanner))
     assert source.read(range(50), Taken()).prescan is None, "no keys, no scan"
     with scanned(keys):
@@ -340,14 +341,53 @@ def test_a_worker_finds_out_what_this_process_would(tmp_path: Path) -> None:
         assert np.array_equal(getattr(there.draws[0][0], field), getattr(here.draws[0][0], field)), field
 
 
-def stumble(payload: Payload, keys: Keys, unchecked: object) -> None:
+def test_a_worker_rewrites_progressive_files_where_the_buffer_has_room(tmp_path: Path) -> None:
+    """It asks for that room from the second chunk on. What it cannot rewrite is left out."""
+    listing, names = tmp_path / "list.csv", [f"{i}.jpg" for i in range(20)]
+    for i, name in enumerate(names):
+        pixels = images.photo(64, 90 + i, seed=i)
+        (tmp_path / name).write_bytes(images.jpeg(pixels, "4:2:2" if i % 8 else "4:4:4", progressive=i % 4 == 0))
+    data = (tmp_path / names[12]).read_bytes()
+    (tmp_path / names[12]).write_bytes(data[:-9] + data[-2:])
+    listing.write_text("path,label\n" + "".join(f"{name},{i % 2}\n" for i, name in enumerate(names)))
+    program = program_of(Decode(), RandomResizedCrop(size=16))
+    passes = passes_of(program)
+    assert not isinstance(passes, str)
+    scanner, keys, taken = ChunkScanner(program.decoder, outputs_of(program), (passes,)), keys_of(20), Taken()
+    source = open_source(SourceSpec(listing=str(listing))).on(ProcessStorage(1, scanner))
+    with scanned(keys):
+        first, second = (source.read(range(20), taken) for _ in range(2))
+    source.close()
+    scan, later = first.prescan, second.prescan
+    assert scan.rewritten is None and scan.progressive.sum() == 5 and later.progressive.sum() == 5
+    assert taken.sizes[1] - taken.sizes[0] == scan.room == later.room > sum(first.sizes[::4])
+    (left_out,) = np.flatnonzero(~later.rewritten)
+    assert later.rows[left_out] == 12
+    right = rewrite_progressive(first, scan.rows[scan.progressive], shared, 1)
+    assert right is not None
+    at, size = right.offsets, right.sizes
+    rewritten = [right.buffer[start : start + count] for start, count in zip(at, size, strict=True)]
+    for row, file, sampling in zip(np.flatnonzero(later.progressive), rewritten, right.sampling, strict=True):
+        start, length = later.tables.entries[row, :2]
+        if row != left_out:
+            assert np.array_equal(second.buffer[start : start + length - SPARE_BYTES], file)
+            assert not second.buffer[start + length - SPARE_BYTES : start + length].any()
+            assert later.tables.samplings[row] == sampling
+    others = ~later.progressive
+    for one, other in zip(later.tables[:4], scan.tables[:4], strict=True):
+        assert np.array_equal(one[others], other[others])
+    assert [bytes(second.sample(i)) for i in range(20)] == [bytes(first.sample(i)) for i in range(20)]
+
+
+def stumble(payload: Payload, keys: Keys, unchecked: object) -> ChunkScan:
     raise RuntimeError("this prescan fails")
 
 
 class Unpicklable:
     """As a script of torch.jit, whose pickling raises what it likes."""
 
-    def __call__(self, payload: Payload, keys: Keys, unchecked: object) -> None: ...
+    def __call__(self, payload: Payload, keys: Keys, unchecked: object) -> ChunkScan:
+        raise AssertionError("no worker has it")
 
     def __reduce__(self) -> tuple[object, ...]:
         raise RuntimeError("cannot be pickled")
@@ -359,7 +399,7 @@ WAYS_TO_FAIL = ["raises", "is a lambda", "cannot be pickled", "is in a module th
 @pytest.mark.parametrize("what", WAYS_TO_FAIL)
 def test_a_scan_that_fails_spoils_no_read(what: str, files: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
     made: dict[str, Prescan] = {"raises": stumble, "cannot be pickled": Unpicklable()}
-    prescan = made.get(what, lambda payload, keys, unchecked: None)
+    prescan = made.get(what, lambda payload, keys, unchecked: stumble(payload, keys, unchecked))
     if what.startswith("is in"):
         prescan.__module__, prescan.__qualname__ = "only_here", "scan"
         monkeypatch.setitem(sys.modules, "only_here", types.SimpleNamespace(scan=prescan))
