@@ -11,13 +11,16 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from gpuflow.decode.codecs import Header, engine_sampling, probe, scan_start
+from gpuflow.decode.codecs import engine_sampling, probe, scan_start
 from gpuflow.decode.header import SWAPPED
 from gpuflow.decode.header_scan import scan_headers
 from gpuflow.errors import BadSampleError
 from gpuflow.sources import Payload
 
 __all__ = ["Headers", "read_headers"]
+
+_GRAY_OR_COLOR = 1, 3
+"""Numbers of channels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +31,7 @@ class Headers:
     nothing, or nobody asked. engine [N]: whether the JPEG engines decode the file.
     sampling [N]: see `engine_sampling`; 0 for files that the engines do not decode.
     scans, intervals [N]: see `scan_start`; valid for files that the engines decode.
-    others: the header of each valid file that the engines do not decode. faults [N]: why a file is bad, or None.
+    progressive [N]: whether the file is a progressive JPEG, gray or in color. faults [N]: why a file is bad, or None.
     """
 
     sizes: NDArray[np.int64]
@@ -37,7 +40,7 @@ class Headers:
     sampling: NDArray[np.uint8]
     scans: NDArray[np.int64]
     intervals: NDArray[np.int64]
-    others: dict[int, Header]
+    progressive: NDArray[np.bool_]
     faults: list[BadSampleError | None]
 
     @property
@@ -52,17 +55,12 @@ def read_headers(
 ) -> Headers:
     """The header of each file. Unreadable files (of size 0) are faults of the stage `read`."""
     count = len(payload)
-    engine, progressive, sizes, channels, orientations, sampling, scans, intervals = scan_headers(
+    engine, progressive, sizes, orientations, sampling, scans, intervals = scan_headers(
         payload, max_scans=max_scans, orientation=orientation
     )
     allowed = sizes.prod(axis=1) <= max_pixels
     engine, progressive = engine & allowed, progressive & allowed
-    others: dict[int, Header] = {}
     faults: list[BadSampleError | None] = [None] * count
-    for i in np.flatnonzero(progressive).tolist():
-        height, width = sizes[i].tolist()
-        turn = int(orientations[i])
-        others[i] = Header("jpeg", width, height, int(channels[i]), progressive=True, orientation=turn)
     for i in np.flatnonzero(~(engine | progressive)).tolist():
         orientations[i] = 1
         if (error := payload.errors[i]) is not None:
@@ -83,7 +81,7 @@ def read_headers(
         factors = engine_sampling(payload.sample(i), header)
         engine[i], sampling[i] = factors is not None, factors or 0
         if factors is None:
-            others[i] = header
+            progressive[i] = header.format == "jpeg" and header.progressive and header.channels in _GRAY_OR_COLOR
         else:
             scans[i], intervals[i] = scan_start(payload.sample(i))
-    return Headers(sizes, orientations, engine, sampling, scans, intervals, others, faults)
+    return Headers(sizes, orientations, engine, sampling, scans, intervals, progressive, faults)

@@ -8,7 +8,7 @@
 #include <string.h>
 
 /* Columns of the result, and the kinds of files, as in header_scan.py. */
-enum { KIND, HEIGHT, WIDTH, CHANNELS, ORIENTATION, SAMPLING, SCAN, INTERVAL, COLUMNS };
+enum { KIND, HEIGHT, WIDTH, ORIENTATION, SAMPLING, SCAN, INTERVAL, COLUMNS };
 enum { OTHER, BASELINE, PROGRESSIVE };
 enum { ORIENTATION_TAG = 0x0112, SHORT = 3 };
 enum { MOST_SEGMENTS = 64, MOST_LATER_SEGMENTS = 10000 };
@@ -193,7 +193,6 @@ static void read_file(const uint8_t *file, int64_t size, int orientation, int64_
                 return;
             found[HEIGHT] = h.height;
             found[WIDTH] = h.width;
-            found[CHANNELS] = h.components;
             found[ORIENTATION] = h.orientation;
             found[SAMPLING] = h.is_progressive ? 0 : h.sampling;
             found[SCAN] = after - file;

@@ -16,7 +16,7 @@ __all__ = ["HeaderScan", "scan_headers"]
 
 _SOURCE = Path(__file__).with_suffix(".c")
 _POINTER, _INTEGER = ctypes.c_void_p, ctypes.c_int64
-_COLUMNS = 8
+_COLUMNS = 7
 _BASELINE, _PROGRESSIVE = 1, 2
 
 
@@ -24,8 +24,8 @@ class HeaderScan(NamedTuple):
     """What the headers of N files say; zeros for a file that is not ordinary.
 
     engine, progressive [N]: whether a file is an ordinary baseline JPEG that the engines decode, or an ordinary
-    progressive one. sizes [N, 2]: height and width as stored. channels [N]: 1 or 3. orientations [N]: as EXIF counts
-    them, 1 if it says nothing. sampling [N]: factors of its first component, 0 if it is gray. scans [N]: where its
+    progressive one. sizes [N, 2]: height and width as stored. orientations [N]: as EXIF counts them, 1 if it says
+    nothing. sampling [N]: factors of its first component, 0 if it is gray. scans [N]: where its
     compressed data begin, in bytes from its first one. intervals [N]: coded units between two restart markers, 0 if
     there are none.
     """
@@ -33,7 +33,6 @@ class HeaderScan(NamedTuple):
     engine: NDArray[np.bool_]
     progressive: NDArray[np.bool_]
     sizes: NDArray[np.int64]
-    channels: NDArray[np.uint8]
     orientations: NDArray[np.uint8]
     sampling: NDArray[np.uint8]
     scans: NDArray[np.int64]
@@ -57,12 +56,11 @@ def scan_headers(payload: Payload, *, max_scans: int, orientation: bool) -> Head
             _INTEGER(max_scans),
             found.ctypes.data_as(_POINTER),
         )
-    kind, _, _, channels, orientations, sampling, scans, intervals = found.T
+    kind, _, _, orientations, sampling, scans, intervals = found.T
     return HeaderScan(
         engine=kind == _BASELINE,
         progressive=kind == _PROGRESSIVE,
         sizes=found[:, 1:3].copy(),
-        channels=channels.astype(np.uint8),
         orientations=orientations.astype(np.uint8),
         sampling=sampling.astype(np.uint8),
         scans=scans.copy(),

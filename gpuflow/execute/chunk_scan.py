@@ -118,16 +118,15 @@ class ChunkScanner:
             orientation=decoder.orientation == "apply",
             formats=decoder.formats,
         )
-        progressive = _to_rewrite(headers)
         short = rows_are_short(headers.sizes, headers.orientations)
-        rows = np.flatnonzero((headers.engine | progressive) & short)
+        rows = np.flatnonzero((headers.engine | headers.progressive) & short)
         sizes = headers.upright_sizes
         draws = self.draw(keys, rows, sizes)
         if (misfit := _misfits(draws, len(rows))).any():  # the CPU path reports what is wrong with each of them
             rows = rows[~misfit]
             draws = self.draw(keys, rows, sizes)
         spare = _clear_after(payload, rows)
-        to_rewrite = progressive[rows]
+        to_rewrite = headers.progressive[rows]
         chosen = None if unchecked is None else unchecked[rows] & ~to_rewrite
         found = self._check(rows, payload, headers, chosen) if chosen is not None and chosen.any() else None
         starts, lengths = (np.asarray(x, np.int64)[rows] for x in (payload.offsets, payload.sizes))
@@ -178,14 +177,6 @@ class ChunkScanner:
         own = keys.take(rows)
         pairs = zip(self.outputs, self.passes, strict=True)
         return [draw_passes(passes, output.keys_of(own), sizes[rows]) for output, passes in pairs]
-
-
-def _to_rewrite(headers: Headers) -> NDArray[np.bool_]:
-    """Which files [N] nvJPEG may decode once they are rewritten: progressive JPEGs, gray or in color."""
-    found = np.zeros(len(headers.engine), bool)
-    for i, header in headers.others.items():
-        found[i] = header.format == "jpeg" and header.progressive and header.channels != 4
-    return found
 
 
 def _misfits(draws: Sequence[Sequence[Any]], count: int) -> NDArray[np.bool_]:

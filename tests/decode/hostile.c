@@ -13,7 +13,7 @@ void gpuflow_headers(const uint8_t *, const int64_t *, const int64_t *, int64_t,
 void gpuflow_baseline(int64_t *, int64_t, int64_t, int64_t);
 void gpuflow_complete(const int64_t *, int64_t, int64_t, uint8_t *);
 
-enum { KIND, HEIGHT, WIDTH, CHANNELS, ORIENTATION, SAMPLING, SCAN, INTERVAL, COLUMNS }; /* as in header_scan.c */
+enum { KIND, HEIGHT, WIDTH, ORIENTATION, SAMPLING, SCAN, INTERVAL, COLUMNS }; /* as in header_scan.c */
 enum { BASELINE = 1 };
 
 static uint8_t *changed(const uint8_t *data, int64_t size, int64_t *length) {

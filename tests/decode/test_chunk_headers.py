@@ -48,7 +48,8 @@ def assert_as_probe(files: Sequence[bytes], orientation: bool) -> int:
                 factors = engine_sampling(np.frombuffer(data, np.uint8), header)
                 assert headers.engine[i] == (factors is not None)
                 assert headers.sampling[i] == (factors or 0)
-                assert headers.others.get(i) == (header if factors is None else None)
+                rewritable = header.format == "jpeg" and header.progressive and header.channels in (1, 3)
+                assert headers.progressive[i] == rewritable
                 assert headers.orientations[i] == header.orientation
                 assert headers.upright_sizes[i].tolist() == list(header.upright_size)
                 if factors is not None:
@@ -166,7 +167,7 @@ def test_named_formats_are_left_to_the_cpu() -> None:
     limits = {"max_pixels": MAX_PIXELS, "max_scans": MAX_SCANS}
     headers = read_headers(payload(files), **limits, orientation=False, formats=("tiff",))
     assert headers.engine.tolist() == [True, False, False]
-    assert {i: header.format for i, header in headers.others.items()} == {1: "tiff"}
+    assert not headers.progressive.any()
     assert [fault and fault.code for fault in headers.faults] == [None, None, "sample.format"]
     assert headers.upright_sizes[:2].tolist() == [[30, 40]] * 2
 

@@ -7,7 +7,6 @@ import pytest
 
 from gpuflow.decode import header_scan
 from gpuflow.decode.chunk_headers import read_headers
-from gpuflow.decode.header import Header
 from gpuflow.decode.header_scan import HeaderScan, scan_headers
 from tests import images
 from tests.decode.test_chunk_headers import MAX_PIXELS, payload
@@ -33,7 +32,7 @@ def test_an_ordinary_file_needs_no_probe(monkeypatch: pytest.MonkeyPatch) -> Non
     assert headers.orientations.tolist() == [1] * 7 + [6, 1]
     assert (headers.sizes[:7] == [40, 56]).all()
     assert headers.upright_sizes[7].tolist() == headers.sizes[7, ::-1].tolist()
-    assert headers.others == {8: Header("jpeg", 56, 40, 3, progressive=True)}
+    assert headers.progressive.tolist() == [False] * 8 + [True]
 
 
 def test_what_is_not_ordinary_is_left_to_probe() -> None:
@@ -64,7 +63,6 @@ def test_without_a_compiler_probe_reads_every_file(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(header_scan, "compiled", lambda source: None)
     found = read_headers(files, **limits)  # type: ignore[arg-type]
     assert found.engine.tolist() == expected.engine.tolist() == [True, False, False]
-    for name in ("sizes", "orientations", "sampling", "scans", "intervals"):
+    for name in ("sizes", "orientations", "sampling", "scans", "intervals", "progressive"):
         assert np.array_equal(getattr(found, name), getattr(expected, name))
-    assert found.others == expected.others
     assert [str(fault) for fault in found.faults] == [str(fault) for fault in expected.faults]

@@ -325,8 +325,8 @@ def test_a_worker_finds_out_what_this_process_would(tmp_path: Path) -> None:
     assert not there.is_of(replace(payload, errors=["has no image", *payload.errors[1:]]))
     assert there.headers.faults[7] is not None and there.headers.faults[6] is None
     assert list(map(repr, there.headers.faults)) == list(map(repr, here.headers.faults))
-    assert there.headers.others == here.headers.others and 3 in there.headers.others
-    for name in ("sizes", "engine", "sampling", "scans", "intervals"):
+    assert there.headers.progressive[3]
+    for name in ("sizes", "engine", "sampling", "scans", "intervals", "progressive"):
         assert np.array_equal(getattr(there.headers, name), getattr(here.headers, name)), name
     assert np.array_equal(there.rows, here.rows)
     *tables, plans = there.tables
