@@ -8,18 +8,18 @@ measured in experiments/real_data).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["CALL_IMAGES", "DecodeCall", "Undecoded", "deal", "plan_calls"]
+__all__ = ["CALL_IMAGES", "CallPart", "DecodeCall", "Undecoded", "deal", "plan_calls"]
 
 CALL_IMAGES = 128
 """The largest number of images in one nvJPEG call. nvJPEG and the decode buffers need memory for all of them; with 64
 a training step loses 7% of its speed instead of 3% (measured in experiments/gpu_path/NOTES.md)."""
-_NONE = np.zeros(0, np.int64)
+_NONE, _ALL = np.zeros(0, np.int64), slice(None)
 
 
 class Undecoded:
@@ -57,32 +57,36 @@ class Undecoded:
         self._left[sampling] = np.sort(np.concatenate([self._left[sampling], rows]))
 
 
+class CallPart(NamedTuple):
+    """The images of one chunk in a call.
+
+    chunk: the chunk's place in the sequence that `plan_calls` got. where [m]: the images' numbers within the call, or a
+    slice of all of them. rows [m]: their numbers within the chunk.
+    """
+
+    chunk: int
+    where: NDArray[np.int64] | slice
+    rows: NDArray[np.int64]
+
+
 class DecodeCall(NamedTuple):
     """The N images of one nvJPEG call, the largest first: the engines take them in turn, so each gets as much to do.
 
-    chunks [N]: the place of each image's chunk in the sequence that `plan_calls` got. rows [N]: the image's number
-    within its chunk. spaces [N]: bytes that each needs when it is decoded. sampling: of all of them.
+    parts: of each chunk that has any of them, in the chunks' order. spaces [N]: bytes that each needs when it is
+    decoded. sampling: of all of them.
     """
 
-    chunks: NDArray[np.int64]
-    rows: NDArray[np.int64]
+    parts: Sequence[CallPart]
     spaces: NDArray[np.int64]
     sampling: int
 
-    @property
-    def space(self) -> int:
-        """Bytes for all of them when decoded."""
-        return int(self.spaces.sum())
-
-    def by_chunk(self) -> Iterator[tuple[int, NDArray[np.int64]]]:
-        """Each chunk that has images in this call, and the numbers of those among the N, in order of the chunks."""
-        for chunk in sorted(set(self.chunks.tolist())):
-            yield chunk, np.flatnonzero(self.chunks == chunk)
+    def __len__(self) -> int:
+        return len(self.spaces)
 
     def give_back(self, chunks: list[Undecoded]) -> None:
         """Return the images of this call, which is not run."""
-        for number, where in self.by_chunk():
-            chunks[number].give_back(self.rows[where])
+        for part in self.parts:
+            chunks[part.chunk].give_back(part.rows)
 
 
 def plan_calls(chunks: list[Undecoded], *, max_bytes: int) -> list[DecodeCall]:
@@ -105,18 +109,35 @@ def plan_calls(chunks: list[Undecoded], *, max_bytes: int) -> list[DecodeCall]:
             if images == full:
                 break
             rows.append(other.take(sampling, full - images, free - space))
-            images, space = images + len(rows[-1]), space + int(other.spaces[rows[-1]].sum())
-        numbers = np.repeat(np.arange(len(rows)), [len(x) for x in rows])
-        pixels = np.concatenate([chunk.pixels[taken] for chunk, taken in zip(chunks, rows, strict=False)])
-        spaces = np.concatenate([chunk.spaces[taken] for chunk, taken in zip(chunks, rows, strict=False)])
-        together = np.concatenate(rows)
-        for part in deal(pixels, spaces, CALL_IMAGES, max_bytes):
-            call = DecodeCall(numbers[part], together[part], spaces[part], sampling)
-            if (call.chunks == 0).any():
+            if len(rows[-1]):
+                images, space = images + len(rows[-1]), space + int(other.spaces[rows[-1]].sum())
+        for call in _calls(chunks, rows, sampling, max_bytes):
+            if call.parts[0].chunk == 0:
                 calls.append(call)
             else:  # what was to fill the others up did not fit
                 call.give_back(chunks)
     return calls
+
+
+def _calls(
+    chunks: list[Undecoded], rows: Sequence[NDArray[np.int64]], sampling: int, max_bytes: int
+) -> Iterator[DecodeCall]:
+    """The calls that decode these images of each chunk, which have one sampling."""
+    used = [number for number, own in enumerate(rows) if len(own)]
+    if len(used) == 1:
+        (number,) = used
+        pixels, spaces = (table[rows[number]] for table in (chunks[number].pixels, chunks[number].spaces))
+        for order in deal(pixels, spaces, CALL_IMAGES, max_bytes):
+            yield DecodeCall([CallPart(number, _ALL, rows[number][order])], spaces[order], sampling)
+        return
+    pixels = np.concatenate([chunks[number].pixels[rows[number]] for number in used])
+    spaces = np.concatenate([chunks[number].spaces[rows[number]] for number in used])
+    numbers, together = np.repeat(used, [len(rows[number]) for number in used]), np.concatenate(rows)
+    for order in deal(pixels, spaces, CALL_IMAGES, max_bytes):
+        chosen, own = numbers[order], together[order]
+        places = [(number, np.flatnonzero(chosen == number)) for number in used]
+        parts = [CallPart(number, where, own[where]) for number, where in places if len(where)]
+        yield DecodeCall(parts, spaces[order], sampling)
 
 
 def deal(
@@ -126,6 +147,9 @@ def deal(
     `max_images` or `max_bytes`; an image of a larger space is alone. Each call's images are in descending order of
     pixels."""
     order = np.argsort(-pixels, kind="stable")
+    if 0 < len(order) <= max_images and int(spaces.sum()) <= max_bytes:
+        yield order
+        return
     huge = spaces[order] > max_bytes
     yield from order[huge, None]
     order = order[~huge]

@@ -21,7 +21,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, final
 
 import numpy as np
@@ -120,11 +120,11 @@ class _Plan:
 class _Part:
     """The images of one chunk in a call.
 
-    where [m]: their numbers among the call's images. rows [m]: which of the chunk's files that nvJPEG decodes.
+    where, rows: see `CallPart`; of the chunk's files that nvJPEG decodes.
     places: for each output where its first pass puts them; of a call's first chunk no longer once it is over.
     """
 
-    where: NDArray[np.int64]
+    where: NDArray[np.int64] | slice
     rows: NDArray[np.int64]
     places: list[_Rows]
 
@@ -133,14 +133,15 @@ class _Part:
 class _Call:
     """One nvJPEG call, from its planning to its end.
 
-    chunks: see `DecodeCall.chunks`. results: where the first passes put each image, for each chunk that has any.
+    chunks: those that were planned together. results: for each chunk that has any of its images, where the first passes
+    put them.
     """
 
     def __init__(self, planned: DecodeCall, chunks: Sequence[Prepared]) -> None:
         self.planned = planned
         self.chunks: Sequence[Prepared] = chunks
         self.results: dict[int, _Part] = {}
-        self.good = np.zeros(len(planned.rows), bool)
+        self.good = np.zeros(len(planned), bool)
         """Which images were decoded, once the call is over."""
         self._error: BaseException | None = None
         self._over = threading.Event()
@@ -153,8 +154,8 @@ class _Call:
         """It is queued. From now on it does not refer to the batch of its first chunk, which may end long before the
         later chunks that refer to this call."""
         self.good = good
-        if (own := self.results.get(0)) is not None:
-            self.results[0] = replace(own, places=[])
+        own = self.results[0]
+        self.results[0] = _Part(own.where, own.rows, [])
         self._over.set()
 
     def fail(self, error: BaseException) -> None:
@@ -466,7 +467,7 @@ class GpuRunner:
         for passes, draws, own in zip(self._passes, chunk.draws, targets, strict=True):
             by_stages |= passes.run_later(draws, own, rows)
         by_stages = {i: fault for i, fault in by_stages.items() if good[i]}
-        whole = len(by_stages) == good.sum()
+        whole = bool(by_stages) and len(by_stages) == good.sum()
         good[list(by_stages)] = False
         return rows[~good], {int(rows[i]): fault for i, fault in by_stages.items() if whole}
 
@@ -538,16 +539,12 @@ class GpuRunner:
     def _new_call(self, planned: DecodeCall, chunks: Sequence[Prepared], first: Sequence[_Rows]) -> _Call:
         """A call, with memory for the images that belong to later chunks, and known to those."""
         call = _Call(planned, chunks)
-        others = int((planned.chunks > 0).sum())
-        rooms = (
-            [allocate_slots(self._device_stream, others, one.first.result) for one in self._passes] if others else []
-        )
-        used = 0
-        for number, where in planned.by_chunk():
-            taken = planned.rows[where]
-            if number == 0:
-                call.results[number] = _Part(where, taken, [_Rows(one.images, one.rows[taken]) for one in first])
-            else:
+        own, *others = planned.parts
+        call.results[0] = _Part(own.where, own.rows, [_Rows(one.images, one.rows[own.rows]) for one in first])
+        if others:
+            count, used = len(planned) - len(own.rows), 0
+            rooms = [allocate_slots(self._device_stream, count, one.first.result) for one in self._passes]
+            for number, where, taken in others:
                 rows = np.arange(used, used + len(taken))
                 call.results[number] = _Part(where, taken, [_Rows(room, rows) for room in rooms])
                 used += len(rows)
@@ -565,19 +562,19 @@ class GpuRunner:
 
     def _decode_call(self, call: _Call) -> NDArray[np.bool_]:
         """Returns which of its images were decoded."""
-        chunks, planned, count = call.chunks, call.planned, len(call.planned.rows)
-        entries = np.empty((count, chunks[0].entries.shape[1]), np.int64)
-        targets = next([place.images for place in part.places] for part in call.results.values())
-        for number, part in call.results.items():
-            entries[part.where] = chunks[number].entries[part.rows]
+        chunks, planned = call.chunks, call.planned
         draws = [own[0] for own in chunks[0].draws]
+        targets: list[Target] = [place.images for place in call.results[0].places]
         captured = self._first_passes.captured(draws, targets)
         if captured is not None:
             targets = captured.targets
-        with self._buffers.acquire(planned.space, wait=captured is None) as buffer:
+        ends = np.cumsum(planned.spaces)
+        with self._buffers.acquire(int(ends[-1]), wait=captured is None) as buffer:
             # Even if a chunk is never launched, or not to its end.
             buffer.sources += [memory for number in call.results for memory in chunks[number].memory]
-            addresses = buffer.address + np.cumsum(planned.spaces) - planned.spaces
+            addresses = buffer.address + ends - planned.spaces
+            parts = [(chunks[number].entries, part) for number, part in call.results.items()]
+            entries = _rows_of_call(len(planned), parts)
             files = JpegBatch.of(entries, addresses, planned.sampling, with_regions=self._decodes_regions)
             plans = [_plan_of_call(call, i, addresses, target) for i, target in enumerate(targets)]
             gpu_call = None
@@ -618,6 +615,17 @@ class GpuRunner:
             self._cpu_pool.close()
 
 
+def _rows_of_call(count: int, parts: Sequence[tuple[NDArray[np.int64], _Part]]) -> NDArray[np.int64]:
+    """For a call's images [count] their rows of tables. parts: the table of each chunk, and its images in the call."""
+    (table, part), *others = parts
+    if not others:
+        return table.take(part.rows, 0)
+    rows = np.empty((count, table.shape[1]), np.int64)
+    for table, part in parts:
+        rows[part.where] = table.take(part.rows, 0)
+    return rows
+
+
 def _plan_of_call(call: _Call, i: int, addresses: NDArray[np.int64], target: Target) -> NDArray[np.int64]:
     """The first pass of output i on a call's images [n], which are at these addresses, as its kernel reads it.
 
@@ -626,12 +634,11 @@ def _plan_of_call(call: _Call, i: int, addresses: NDArray[np.int64], target: Tar
     parts = [(call.chunks[number].plans[i], part) for number, part in call.results.items()]
     if isinstance(target, Canvas):
         ((plan, part),) = parts  # a call has images of one chunk then
-        return plan.on_canvas(part.rows, addresses[part.where], target)
-    rows = np.empty((len(addresses), parts[0][0].rows.shape[1]), np.int64)
-    for plan, part in parts:
+        return plan.on_canvas(part.rows, addresses, target)
+    rows = _rows_of_call(len(addresses), [(plan.rows, part) for plan, part in parts])
+    for _, part in parts:
         place = part.places[i]
         assert not isinstance(place.images, Canvas), "their results have one size"
-        rows[part.where] = plan.rows[part.rows]
         rows[part.where, -1] = offsets_of(target, place.images, place.rows)
     rows[:, 0] += addresses
     return rows

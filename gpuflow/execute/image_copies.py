@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from gpuflow.execute.device_stream import DeviceStream, send_array
 from gpuflow.execute.gpu_call import GpuCall, GpuCalls, KernelLaunch, PlanMemory, Transfer, capture_launch
 from gpuflow.execute.kernels.copy import ALIGN, FIELDS, copy_images
+from gpuflow.execute.tables import table_of
 
 __all__ = ["ImageCopies", "ImageRows"]
 
@@ -79,7 +80,7 @@ class ImageCopies:
         if self._calls is None or self._launch is None:
             return False
         plans = [
-            np.column_stack([source.addresses, target.addresses, np.full(len(source.rows), source.size)])
+            table_of(len(source.rows), [source.addresses, target.addresses, source.size])
             for source, target in pairs
             if source is not None and target is not None
         ]

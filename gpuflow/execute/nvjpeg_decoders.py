@@ -24,7 +24,6 @@ from gpuflow.decode.nvjpeg import BatchedDecoder, NvjpegError, NvjpegLibrary
 from gpuflow.errors import DecoderError, SystemFault
 from gpuflow.execute.device_stream import DeviceStream, take_free
 from gpuflow.execute.gpu_call import GpuCall
-from gpuflow.execute.tables import table_of
 
 __all__ = ["CALL_SECONDS", "JpegBatch", "NvjpegDecoder", "NvjpegDecoderPool"]
 
@@ -66,10 +65,10 @@ class JpegBatch(NamedTuple):
         entries [N, 7]: address in pinned host memory and size in bytes of each file, the bytes of a row of pixels where
             the image is written, and the x, y, width and height of the part of it that is written.
         """
-        count = len(entries)
-        images = table_of(count, [addresses, 0, 0, 0, entries[:, 2], 0, 0, 0]).view(np.uint64)
-        data, lengths = entries[:, 0].astype(np.uint64), entries[:, 1].astype(np.uint64)
-        return cls(data, lengths, images, sampling, table_of(count, [entries[:, 3:]]) if with_regions else None)
+        images = np.zeros((len(entries), 8), np.int64)
+        images[:, 0], images[:, 4] = addresses, entries[:, 2]
+        data, lengths = entries[:, :2].T.astype(np.uint64, order="C")
+        return cls(data, lengths, images.view(np.uint64), sampling, entries[:, 3:].copy() if with_regions else None)
 
     def part(self, which: slice) -> JpegBatch:
         regions = None if self.regions is None else self.regions[which]

@@ -52,29 +52,37 @@ def left(one: Undecoded) -> set[int]:
     return {row for own in rows for row in own.tolist()}
 
 
-def held(calls: list[DecodeCall]) -> list[list[tuple[int, int]]]:
-    return [list(zip(call.chunks.tolist(), call.rows.tolist(), strict=True)) for call in calls]
+def held(call: DecodeCall) -> list[tuple[int, int]]:
+    """The chunk of each of its images, and the image's number there."""
+    pairs = np.full((len(call), 2), -1)
+    for part in call.parts:
+        pairs[part.where, 0], pairs[part.where, 1] = part.chunk, part.rows
+    return [(chunk, row) for chunk, row in pairs.tolist()]
+
+
+def chunks_of(call: DecodeCall) -> list[int]:
+    return [chunk for chunk, _ in held(call)]
 
 
 def test_images_of_later_chunks_fill_the_calls_of_a_mixed_chunk() -> None:
     chunks = [chunk([0x22] * 100 + [0x11] * 3), chunk([0x22] * 60), chunk([0x11] * 2 + [0x22] * 60)]
     first, second = plan_calls(chunks, max_bytes=MB)
-    assert len(first.rows) == 5 and first.chunks.tolist() == [0, 0, 0, 2, 2]
-    assert len(second.rows) == CALL_IMAGES and np.bincount(second.chunks).tolist() == [100, 28]
+    assert chunks_of(first) == [0, 0, 0, 2, 2]
+    assert len(second) == CALL_IMAGES and np.bincount(chunks_of(second)).tolist() == [100, 28]
     assert [len(left(one)) for one in chunks] == [0, 32, 60]
 
 
 def test_a_chunk_of_one_sampling_is_decoded_alone() -> None:
     chunks = [chunk([0x22] * 100), chunk([0x22] * 100)]
     (call,) = plan_calls(chunks, max_bytes=MB)
-    assert len(call.rows) == 100 and len(left(chunks[1])) == 100
+    assert len(call) == 100 and len(left(chunks[1])) == 100
 
 
 def test_every_call_has_an_image_of_the_first_chunk() -> None:
     """Where what was to fill a call up does not fit after all, it is left to its own chunk."""
     own, other = chunk([0x22, 0x22, 0x11], [60, 60, 10]), chunk([0x22] * 8, [30] * 8)
     calls = plan_calls([own, other], max_bytes=100)
-    assert sorted(call.chunks.tolist() for call in calls) == [[0], [0, 1], [0, 1]]
+    assert sorted(chunks_of(call) for call in calls) == [[0], [0, 1], [0, 1]]
     assert not left(own) and left(other) == set(range(2, 8))
 
 
@@ -101,14 +109,16 @@ def windows(draw: st.DrawFn) -> list[Undecoded]:
 def test_every_image_that_is_needed_is_in_one_call_of_its_sampling(chunks: list[Undecoded], max_bytes: int) -> None:
     before = [left(one) for one in chunks]
     calls = plan_calls(chunks, max_bytes=max_bytes)
-    taken = [pair for call in held(calls) for pair in call]
+    taken = [pair for call in calls for pair in held(call)]
     assert len(taken) == len(set(taken)), "no image twice"
     assert not left(chunks[0])
     for number, one in enumerate(chunks):
         assert {row for chosen, row in taken if chosen == number} == before[number] - left(one)
-    for call, pairs in zip(calls, held(calls), strict=True):
+    for call in calls:
+        pairs = held(call)
         assert len({int(chunks[number].samplings[row]) for number, row in pairs}) == 1
-        assert 0 in call.chunks
+        assert call.parts[0].chunk == 0
+        assert [part.chunk for part in call.parts] == sorted({number for number, _ in pairs})
         spaces = [int(chunks[number].spaces[row]) for number, row in pairs]
-        assert spaces == sorted(spaces, reverse=True) and sum(spaces) == call.space
-        assert len(pairs) <= CALL_IMAGES and (call.space <= max_bytes or len(pairs) == 1)
+        assert spaces == sorted(spaces, reverse=True) and call.spaces.tolist() == spaces
+        assert len(pairs) <= CALL_IMAGES and (sum(spaces) <= max_bytes or len(pairs) == 1)
