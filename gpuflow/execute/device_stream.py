@@ -187,14 +187,14 @@ class ChunkRunner(Protocol):
         memory_of: gives memory of a size in bytes, zeros at first, that these ranks share; None if there is none.
         """
 
-    def unchecked(self, indices: Sequence[int]) -> NDArray[np.bool_] | None:
+    def unchecked(self, indices: Sequence[int] | NDArray[np.int64]) -> NDArray[np.bool_] | None:
         """Which of these samples' files the process that reads them should check; None for none."""
 
     @property
     def prescan(self) -> Prescan | None:
         """What the process that reads a payload calls on it, to save work in `prepare`; None if there is nothing."""
 
-    def prepare(self, payload: Payload, keys: Keys, indices: Sequence[int] | None = None) -> Any:
+    def prepare(self, payload: Payload, keys: Keys, indices: Sequence[int] | NDArray[np.int64] | None = None) -> Any:
         """Do all work on a chunk that needs no slots. The payload's memory must stay valid until it is launched.
 
         indices: the indices in the source of the chunk's samples, or None if they are not from a source.

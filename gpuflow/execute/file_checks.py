@@ -78,7 +78,7 @@ class FileChecks:
         for files, own in zip((self._complete, self._damaged), memory.view(np.uint32).reshape(2, -1), strict=True):
             files.share(own)
 
-    def unchecked(self, indices: Sequence[int]) -> NDArray[np.bool_] | None:
+    def unchecked(self, indices: Sequence[int] | NDArray[np.int64]) -> NDArray[np.bool_] | None:
         """Which of these samples' files the process that reads them should check, see `ChunkScanner`; None for none."""
         if not self._threads:
             return None
@@ -91,7 +91,7 @@ class FileChecks:
         rows: NDArray[np.int64],
         payload: Payload,
         headers: Headers,
-        indices: Sequence[int] | None,
+        indices: Sequence[int] | NDArray[np.int64] | None,
         found: Checked | None = None,
     ) -> NDArray[np.bool_]:
         """Which of these rows [n] of a payload are complete files. May wait for the GPU.

@@ -311,7 +311,7 @@ class GpuRunner:
         if memory is not None:
             self._checks.share(memory)
 
-    def unchecked(self, indices: Sequence[int]) -> NDArray[np.bool_] | None:
+    def unchecked(self, indices: Sequence[int] | NDArray[np.int64]) -> NDArray[np.bool_] | None:
         """Which of these samples' files the process that reads them should check; None for none."""
         return self._checks.unchecked(indices)
 
@@ -320,7 +320,9 @@ class GpuRunner:
         """What `prepare` needs of a payload and can be found out by the process that reads it."""
         return self._scanner
 
-    def prepare(self, payload: Payload, keys: s.Keys, indices: Sequence[int] | None = None) -> Prepared:
+    def prepare(
+        self, payload: Payload, keys: s.Keys, indices: Sequence[int] | NDArray[np.int64] | None = None
+    ) -> Prepared:
         """Do all work that precedes nvJPEG: `ChunkScanner`, checks, and the images that the CPU decodes.
 
         The payload's memory must be pinned, and stay valid until the GPU has finished the launched chunk. `indices`:

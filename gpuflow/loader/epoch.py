@@ -92,9 +92,8 @@ class EpochRun:
         except queue.Empty:
             self.request_stop()
             raise TimeoutError(f"its threads did not start within {2 * START_SECONDS:g} s") from None
-        except (
-            BaseException
-        ):  # a Ctrl-C, whose traceback may keep this object: its collection would end the epoch too late
+        except BaseException:
+            # A Ctrl-C. Its traceback may keep this object until the interpreter waits for the pipeline's thread.
             self.request_stop()
             raise
         if isinstance(running, BaseException):

@@ -64,10 +64,10 @@ class ChunkReader:
         if gpu is None:
             chunk.payload = payload = self.read(chunk.indices)
         else:
-            keys = keys_of(self._plan, epoch, chunk)
-            with scanned(keys, gpu.unchecked(chunk.indices)):
+            keys, samples = keys_of(self._plan, epoch, chunk), chunk.batch.indices[chunk.start : chunk.stop]
+            with scanned(keys, gpu.unchecked(samples)):
                 chunk.payload = payload = self.read(chunk.indices)
-            chunk.prepared = gpu.prepare(payload, keys, chunk.indices)
+            chunk.prepared = gpu.prepare(payload, keys, samples)
         chunk.batch.add_labels(chunk.start, payload.labels)
         self.meter.add(read_bytes=sum(payload.sizes), cpu_s=payload.cpu_s)
 

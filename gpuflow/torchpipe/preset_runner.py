@@ -72,7 +72,7 @@ class PresetRunner:
     def share_checks(self, samples: int, memory_of: Callable[[int], NDArray[np.uint8] | None]) -> None:
         """Does nothing: torchpipe checks no files."""
 
-    def unchecked(self, indices: Sequence[int]) -> None:
+    def unchecked(self, indices: object) -> None:
         """None: torchpipe needs no checks."""
 
     @property
@@ -80,7 +80,7 @@ class PresetRunner:
         """Never: torchpipe has threads alone."""
         return False
 
-    def prepare(self, payload: Payload, keys: Keys, indices: Sequence[int] | None = None) -> _Prepared:
+    def prepare(self, payload: Payload, keys: Keys, indices: object = None) -> _Prepared:
         """Run everything but the crops and flips, and wait for it."""
         waiting: list[Future[torch.Tensor] | BadSampleError] = [
             BadSampleError("read", error)
