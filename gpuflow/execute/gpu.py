@@ -57,15 +57,14 @@ __all__ = ["GpuRunner", "Prepared"]
 _AHEAD = 3
 """The number of later chunks whose images may fill up a chunk's calls. With more, calls are hardly fuller, and results
 need more memory."""
-_LONG_WAIT = 0.1
-"""A GPU that waits for batches for a larger part of its time does with two calls of nvJPEG at a time: one decodes large
-photographs on a few engines while the other one uses the rest (measured in experiments/real_data/NOTES.md)."""
-_LONG_WAITS, _MOST_LONG_WAITS = 32, 256
-"""How many more batches must have waited so long than not until a second call is made, and at most count. Fewer would
-count the first batches of a training, which are late, and a second call needs as much GPU memory as the first one."""
+_LONG_WAIT = 0.5
+"""A GPU that waits for batches for a larger part of its time has no other work that a second nvJPEG call could slow."""
+_LONG_WAITS = 32
+"""The number of batches in a row for which the GPU must have waited so long. Fewer would count the first batches of a
+training, which are late, and a second call needs as much GPU memory as the first one."""
 _SETTLED = 256
-"""The number of batches without need for a second call before memory for one is given back. Freeing it may wait for the
-GPU, as may allocating it again."""
+"""The number of batches in a row for which the GPU must not have waited so long before memory for a second call is
+given back. Freeing it may wait for the GPU, as may allocating it again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,7 +250,6 @@ class GpuRunner:
         self._checks = FileChecks(device_stream, check_threads)
         self.engine_images, self.cpu_images = 0, 0
         self._long_waits = self._settled = 0
-        self._starved = False
         with device_stream.queued():
             self._decoders = NvjpegDecoderPool(device_stream, library, program.decoder.color, backend)
             self._decodes_regions = self._decoders.decodes_regions()
@@ -278,22 +276,17 @@ class GpuRunner:
     def set_gpu_wait(self, share: float) -> None:
         """Says for which part of its time the consumer's GPU waits for batches, 0 to 1.
 
-        To be called for each batch. If it waits at all, a second decode buffer is used. If it waits for long again and
-        again, more of them are, and see `NvjpegDecoderPool.set_starved`; once it has not for as many batches, the
-        memory for this is given back.
+        To be called for each batch. If it waits at all, a second decode buffer is used. If it has waited most of the
+        time for a while, more of them are, and see `NvjpegDecoderPool.set_starved`; once it has not for a longer while,
+        the memory for this is given back.
         """
-        if share > _LONG_WAIT:
-            self._long_waits = min(self._long_waits + 1, _MOST_LONG_WAITS)
-        else:
-            self._long_waits = max(self._long_waits - 1, 0)
-        if self._long_waits >= _LONG_WAITS:
-            self._starved = True
-        elif not self._long_waits:
-            self._starved = False
-        self._settled = 0 if self._starved else self._settled + 1
-        self._decoders.set_starved(self._starved)
+        waited_long = share > _LONG_WAIT
+        self._long_waits = self._long_waits + 1 if waited_long else 0
+        self._settled = 0 if waited_long else self._settled + 1
+        starved = self._long_waits >= _LONG_WAITS
+        self._decoders.set_starved(starved)
         if share > SHORT_WAIT:
-            self._buffers.grow(BUFFERS if self._starved else BUFFERS_FOR_ONE_CALL)
+            self._buffers.grow(BUFFERS if starved else BUFFERS_FOR_ONE_CALL)
         if self._settled and self._settled % _SETTLED == 0:
             self._decoders.release_second()
             self._buffers.shrink(BUFFERS_FOR_ONE_CALL)

@@ -1,8 +1,7 @@
-"""A loader's nvJPEG decoders: limits concurrent nvJPEG calls to one, or two where the GPU waits for batches.
+"""A loader's nvJPEG decoders: limits concurrent nvJPEG calls to one, or two while the GPU waits for a batch.
 
-Two concurrent calls decode a fifth more images than one, a third more of photographs of many sizes, but with few
-hardware queues they cost a training step a sixth of its speed (measured in experiments/gpu_path/NOTES.md and
-experiments/real_data/NOTES.md). So a second call is made only if one cannot keep up with the training.
+Two concurrent calls decode a fifth more images than one, but they cost a training step a sixth of its speed
+(measured in experiments/gpu_path/NOTES.md). So a second call is allowed only while no step is running.
 """
 
 from __future__ import annotations

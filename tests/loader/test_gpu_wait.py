@@ -75,7 +75,6 @@ class FakeRunner:
     def __init__(self) -> None:
         self._decoders = self._buffers = self
         self._long_waits = self._settled = 0
-        self._starved = False
         self.starved: list[bool] = []
         self.grown: list[int] = []
         self.freed: list[str] = []
@@ -94,9 +93,10 @@ class FakeRunner:
 
 
 @pytest.mark.parametrize(
-    ("share", "starved", "grown"), [(0.0, False, []), (0.06, False, [2]), (0.1, False, [2]), (0.11, True, [3])]
+    ("share", "starved", "grown"), [(0.0, False, []), (0.1, False, [2]), (0.49, False, [2]), (0.9, True, [3])]
 )
-def test_a_second_call_is_for_a_gpu_that_waits_for_long(share: float, starved: bool, grown: list[int]) -> None:
+def test_a_second_call_is_for_a_gpu_that_waits_most_of_its_time(share: float, starved: bool, grown: list[int]) -> None:
+    """A training step that waits a little has no use for it: two calls at a time slow the step."""
     runner: Any = FakeRunner()
     for _ in range(40):
         GpuRunner.set_gpu_wait(runner, share)
@@ -105,35 +105,16 @@ def test_a_second_call_is_for_a_gpu_that_waits_for_long(share: float, starved: b
 
 def test_the_first_batches_of_a_training_are_late_and_begin_no_second_call() -> None:
     runner: Any = FakeRunner()
-    for share in [0.9] * 31 + [0.08] * 20 + [0.9] * 20:
+    for share in [0.9] * 31 + [0.4] + [0.9] * 31:
         GpuRunner.set_gpu_wait(runner, share)
     assert not any(runner.starved) and set(runner.grown) == {2}
     GpuRunner.set_gpu_wait(runner, 0.9)
     assert runner.starved[-1]
 
 
-def test_a_second_call_that_is_needed_now_and_then_stays() -> None:
-    """It makes the waits shorter, which is no reason to do without it."""
-    runner: Any = FakeRunner()
-    for share in [0.9] * 60 + [0.0, 0.3] * 200 + [0.0] * 59:
-        GpuRunner.set_gpu_wait(runner, share)
-    assert all(runner.starved[32:])
-    GpuRunner.set_gpu_wait(runner, 0.0)
-    assert not runner.starved[-1]
-
-
-def test_a_second_call_that_was_needed_for_long_is_given_up_after_256_batches() -> None:
-    runner: Any = FakeRunner()
-    for share in [0.9] * 5000 + [0.0] * 255:
-        GpuRunner.set_gpu_wait(runner, share)
-    assert runner.starved[-1]
-    GpuRunner.set_gpu_wait(runner, 0.0)
-    assert not runner.starved[-1]
-
-
 def test_memory_for_a_second_call_is_given_back_after_many_batches_without_long_waits() -> None:
     runner: Any = FakeRunner()
-    for share in [0.9] * 40 + [0.0] * 39 + [0.0] * 255:
+    for share in [0.9] * 40 + [0.3] * 255 + [0.9] + [0.3] * 255:
         GpuRunner.set_gpu_wait(runner, share)
     assert runner.freed == []
     GpuRunner.set_gpu_wait(runner, 0.0)
