@@ -26,6 +26,7 @@ from gpuflow.execute.gpu import GpuRunner
 from gpuflow.loader import lowering
 from gpuflow.tools.bench import COLUMNS
 from tests import images
+from tests.datasets import make_photos
 from tests.experiments.scripts import imported
 
 ROOT = Path(__file__).parents[2]
@@ -749,3 +750,13 @@ def test_what_progressive_photographs_cost_is_printed_and_written(tmp_path: Path
         [*command, str(out)], capture_output=True, text=True, timeout=120, env=environment, check=False
     )
     assert done.returncode == 2 and "has no progressive JPEGs; photos.py makes them" in done.stderr
+
+
+def test_a_loader_in_another_process_paces_a_training(tmp_path: Path) -> None:
+    make_photos(tmp_path / "photos", classes=2, each=4)
+    command = [sys.executable, str(HERE / "other_process.py"), str(tmp_path / "photos"), "--device", "cpu"]
+    command += ["--model", "squeezenet1_1", "--batch", "2", "--repeats", "1", "--seconds", "0.1"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT)
+    assert result.returncode == 0, result.stderr
+    names = [line.partition(":")[0] for line in result.stdout.splitlines() if "a step" in line]
+    assert names == ["paced by another process", "fed by this process"]
