@@ -36,7 +36,8 @@ class DataModule(LightningDataModule):  # type: ignore[misc, unused-ignore]
 
     Rank, number of ranks and device are the trainer's. Each epoch is the trainer's `current_epoch`, and a checkpoint
     of the trainer holds the training loader's state, also within an epoch: `fit(..., ckpt_path=...)` goes on with the
-    next batch. The batches are already on the device.
+    next batch. The batches are already on the device. With the trainer's `overfit_batches` each epoch has the first
+    batches of epoch 0.
 
     Args:
         config: the YAML file.
@@ -108,7 +109,10 @@ class DataModule(LightningDataModule):  # type: ignore[misc, unused-ignore]
                 device=device if device is not None and device.type == "cuda" else None,
                 whole=self._whole,
             )
-            self._loaders[loop] = EpochLoader(loader, lambda: None if trainer is None else trainer.current_epoch)
+            repeats = trainer is not None and trainer.overfit_batches > 0
+            self._loaders[loop] = EpochLoader(
+                loader, lambda: None if trainer is None else trainer.current_epoch, repeats=repeats
+            )
         return self._loaders[loop]
 
 
@@ -118,15 +122,20 @@ class EpochLoader(LoaderAdapter):
 
     `epoch` is called with the first batch. Lightning makes iterators earlier, more than once for an epoch, and before
     it has counted the epoch that a checkpoint completes.
+
+    repeats: each `for` runs epoch 0 from its start instead.
     """
 
-    def __init__(self, loader: Loader, epoch: Callable[[], int | None]) -> None:
+    def __init__(self, loader: Loader, epoch: Callable[[], int | None], *, repeats: bool = False) -> None:
         super().__init__(loader)
-        self._epoch = epoch
+        self._epoch, self._repeats = epoch, repeats
         self._restored: Mapping[str, Any] = {}
 
     def __iter__(self) -> Iterator[Batch]:
-        if (epoch := self._epoch()) is not None:
+        if self._repeats:
+            self.loader.set_epoch(1)  # so that a position that was restored within epoch 0 is given up
+            self.loader.set_epoch(0)
+        elif (epoch := self._epoch()) is not None:
             if self._restored:
                 self._require_equal_steps(epoch)
                 self._restored = {}

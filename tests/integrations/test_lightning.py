@@ -106,6 +106,22 @@ def test_every_loop_has_its_pipeline_and_leaves_nothing_behind(tmp_path: Path) -
     assert model.seen["train"][:8] != model.seen["train"][8:]
 
 
+def test_overfit_batches_trains_on_the_same_batches_in_each_epoch(tmp_path: Path) -> None:
+    """Also if a checkpoint is restored, whether of the middle of an epoch or of its end."""
+    file, model = make_data(tmp_path), Model()
+    checkpoints = ModelCheckpoint(tmp_path / "checkpoints", every_n_train_steps=1, save_top_k=-1)
+    options: dict[str, Any] = {"overfit_batches": 3, "num_sanity_val_steps": 0, "limit_val_batches": 0}
+    trainer(tmp_path, max_epochs=3, callbacks=[checkpoints], **options).fit(model, DataModule(file))
+    first, *others = (model.seen["train"][start : start + 3] for start in range(0, 9, 3))
+    assert len({i for batch in first for i in batch}) == 12 and others == [first, first]
+    for step in (1, 3):
+        checkpoint, resumed = next((tmp_path / "checkpoints").glob(f"*step={step}.ckpt")), Model()
+        trainer(tmp_path, max_epochs=3, **options).fit(resumed, DataModule(file), ckpt_path=checkpoint)
+        seen = resumed.seen["train"]
+        assert len(seen) == 9 - step and seen[-3:] == first
+        assert all(batch in first for batch in seen)
+
+
 def test_a_file_without_val_trains_without_validation(tmp_path: Path) -> None:
     model = Model()
     trainer(tmp_path).fit(model, DataModule(make_data(tmp_path), val="absent"))
