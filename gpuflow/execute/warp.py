@@ -23,6 +23,7 @@ from gpuflow.execute.jit import loops_of
 from gpuflow.pipeline.stage import Lookup
 
 __all__ = [
+    "OPENCV_BORDERS",
     "PLACES",
     "REMAPPED",
     "TIE",
@@ -50,12 +51,13 @@ _LEAST_THIRD = 0.25
 """Of a projective map, if its third coordinate, which is 1 somewhere, stays at least this large."""
 _MARGIN = 0.01
 """More than the error of a place in float32, in pixels."""
-_BORDERS = {
+OPENCV_BORDERS = {
     "constant": cv2.BORDER_CONSTANT,
     "edge": cv2.BORDER_REPLICATE,
     "reflect": cv2.BORDER_REFLECT_101,
     "symmetric": cv2.BORDER_REFLECT,
 }
+"""What OpenCV calls each border."""
 _TILE = 256
 """Results are made in squares of this side, each from the part of the image that it shows: both are floats then."""
 
@@ -285,7 +287,7 @@ def _bilinear_by_opencv(
         given,
         (width, height),
         flags=cv2.INTER_LINEAR | cv2.WARP_INVERSE_MAP,
-        borderMode=_BORDERS[lookup.border],
+        borderMode=OPENCV_BORDERS[lookup.border],
         borderValue=np.broadcast_to(lookup.fill, image.shape[2:]).tolist(),
     )
     np.copyto(out, pixels.reshape(out.shape))

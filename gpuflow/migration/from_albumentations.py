@@ -8,6 +8,7 @@ from typing import Any
 import cv2
 
 from gpuflow.errors import Key, Problem
+from gpuflow.execute.warp import OPENCV_BORDERS
 from gpuflow.migration.distance import apart, picture
 from gpuflow.migration.files import Document, read_document
 from gpuflow.migration.imported import Entry, Imported, decode, gap, normalize, number, size_of
@@ -225,12 +226,7 @@ def _rotate(reader: _Reader, given: _Given) -> list[Entry]:
     reader.always(given, "rotate")
     low, high = (number(x) for x in given["limit"])
     reader.draws(given, (low, high))
-    borders = {
-        cv2.BORDER_CONSTANT: "constant",
-        cv2.BORDER_REPLICATE: "edge",
-        cv2.BORDER_REFLECT_101: "reflect",
-        cv2.BORDER_REFLECT: "symmetric",
-    }
+    borders = {number: name for name, number in OPENCV_BORDERS.items()}
     if (border := borders.get(given.get("border_mode", 0))) is None:
         reader.differs("border_mode", "is a border that the stage rotate does not have", "border: reflect")
         border = "reflect"

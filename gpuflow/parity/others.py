@@ -22,6 +22,7 @@ from gpuflow.errors import BadSampleError, is_system_fault
 from gpuflow.execute.cpu import call_opaque, header_of
 from gpuflow.execute.local import run_filters
 from gpuflow.execute.pointwise import run_pointwise
+from gpuflow.execute.warp import OPENCV_BORDERS
 from gpuflow.parity.base import Result, Results, missing_gpu, missing_torchpipe, served
 from gpuflow.parity.images import Encoded
 from gpuflow.parity.prefixes import Prefix
@@ -158,12 +159,6 @@ def _by_nvjpeg(data: Encoded, decoder: s.Decoder) -> torch.Tensor:
 # --- OpenCV -----------------------------------------------------------------------------------------------------------
 
 _FILTERS = {"nearest": cv2.INTER_NEAREST, "bilinear": cv2.INTER_LINEAR, "bicubic": cv2.INTER_CUBIC}
-_BORDERS = {
-    "constant": cv2.BORDER_CONSTANT,
-    "edge": cv2.BORDER_REPLICATE,
-    "reflect": cv2.BORDER_REFLECT_101,
-    "symmetric": cv2.BORDER_REFLECT,
-}
 
 
 def _scalar(fill: tuple[float, ...]) -> tuple[float, ...]:
@@ -241,7 +236,7 @@ def _moved(image: NDArray[Any], move: s.Move) -> NDArray[Any]:
             return padded[y + margin : y + margin + height, x + margin : x + margin + width]
         case s.Pad():
             top, bottom, left, right = (int(side[0]) for side in (move.top, move.bottom, move.left, move.right))
-            kind, fill = _BORDERS[move.border], _scalar(move.fill)
+            kind, fill = OPENCV_BORDERS[move.border], _scalar(move.fill)
             padded = cv2.copyMakeBorder(image, top, bottom, left, right, kind, value=fill)
             return padded.reshape(*padded.shape[:2], -1)
         case s.Warp():
@@ -253,7 +248,7 @@ def _moved(image: NDArray[Any], move: s.Move) -> NDArray[Any]:
                 np.linalg.inv(half) @ move.matrix[0] @ half,
                 (int(move.width[0]), int(move.height[0])),
                 flags=_FILTERS[move.interpolation] | cv2.WARP_INVERSE_MAP,
-                borderMode=_BORDERS[move.border],
+                borderMode=OPENCV_BORDERS[move.border],
                 borderValue=_scalar(move.fill),
             )
             return warped.reshape(*warped.shape[:2], -1)
