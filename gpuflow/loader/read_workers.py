@@ -32,7 +32,7 @@ __all__ = ["ProcessReader", "ProcessStorage", "prepare", "scanned", "work"]
 _LOG = logging.getLogger(__name__)
 _ROOM_KEPT = 16
 """A worker asks for as much room after the files as the last chunk's progressive files needed in their rewritten form,
-or the chunks before it did: this part less for each chunk since."""
+or the chunks before it did, this part less for each chunk since; but for no more than the files themselves need."""
 T = TypeVar("T")
 Wanted = tuple[Keys, NDArray[np.bool_] | None]
 _wanted: ContextVar[Wanted | None] = ContextVar("wanted", default=None)
@@ -206,7 +206,7 @@ def work(connection: ParentConnection, prepared: _Reader) -> None:
     room = 0
 
     def allocate(size: int) -> NDArray[np.uint8]:
-        connection.send(size + room)
+        connection.send(size + min(room, size))
         connection.recv()
         memory = connection.memory()
         if memory is None:
