@@ -384,6 +384,13 @@ def test_settings_are_compared_in_turns(
         "alone base 20 (10, 20, 30)",
         "alone more 140 (70, 140, 210)",
     ]
+    scripts["compare"].main([*words, "--repeats", "2", "--processes", "2"])
+    printed = capsys.readouterr().out.splitlines()
+    assert Counter(line.split()[1] for line in printed[:8]) == dict.fromkeys(["base", "more", "base/2", "more/2"], 2)
+    assert [" ".join(line.split()) for line in printed[8:]] == [
+        "alone base 15 (10, 20; 10, 20)",
+        "alone more 105 (70, 140; 70, 140)",
+    ]
     with pytest.raises(SystemExit, match="names must differ, got base, base"):
         scripts["compare"].main([str(tmp_path), "base", "base"])
 
