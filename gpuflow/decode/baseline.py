@@ -46,7 +46,7 @@ class Rewritten(NamedTuple):
 
 def room_for(payload: Payload, rows: NDArray[np.int64]) -> int:
     """The bytes that `rewrite_progressive` allocates for these rows [n] of a payload."""
-    return lay_out(_rooms(np.asarray(payload.sizes, np.int64)[rows]))[1]
+    return lay_out(_rooms(np.asarray(payload.sizes, np.int64)[rows]).tolist())[1]
 
 
 def rewrite_progressive(
@@ -61,9 +61,9 @@ def rewrite_progressive(
         return None
     starts, lengths = (np.asarray(x, np.int64)[rows] for x in (payload.offsets, payload.sizes))
     rooms = _rooms(lengths)
-    places, end = lay_out(rooms)
+    places, end = lay_out(rooms.tolist())
     buffer, offsets = allocate(end), np.array(places, np.int64)
-    columns = [starts + payload.buffer.ctypes.data, lengths, offsets + buffer.ctypes.data, np.array(rooms), 0 * lengths]
+    columns = [starts + payload.buffer.ctypes.data, lengths, offsets + buffer.ctypes.data, rooms, 0 * rooms]
     order = np.argsort(-lengths, kind="stable")  # the largest first, so that no thread is left with one at the end
     files = np.stack(columns, axis=1)[order]
     arguments = map(_INTEGER, (len(rows), threads, _MOST_INSTRUCTIONS))
@@ -77,7 +77,6 @@ def rewrite_progressive(
     return Rewritten(buffer, offsets, sizes, scan.sampling)
 
 
-def _rooms(lengths: NDArray[np.int64]) -> list[int]:
+def _rooms(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
     """How many bytes files of these lengths get for their rewritten form."""
-    rooms: list[int] = ((lengths * _ROOM).astype(np.int64) + _MORE_ROOM).tolist()
-    return rooms
+    return (lengths * _ROOM).astype(np.int64) + _MORE_ROOM

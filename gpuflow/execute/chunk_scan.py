@@ -1,5 +1,5 @@
 """What is found out about a chunk before a GPU decodes it, from the encoded bytes: headers, random parameters, and the
-tables that nvJPEG and the first passes read.
+tables that nvJPEG and the first passes read. Progressive files are rewritten for its engines.
 
 The process that reads a chunk does this, where one does: it takes most of the interpreter's time that a chunk needs,
 which a training loop in this process needs for its own steps (measured in experiments/real_data/NOTES.md). So nothing
@@ -48,9 +48,9 @@ class ChunkScan(NamedTuple):
     progressive [n]: which of these it can decode only once they are rewritten, see `decode.baseline`.
     draws: for each output and each of its passes the random parameters for these rows. tables: of these rows.
     found: which of these rows are complete files, if that was asked and could be found out.
-    rewritten [n]: which of these rows are left if progressive files that cannot be rewritten are taken out. The others
-        were rewritten, into the payload's buffer after its files. None if none was: it has no room, or no compiler.
-    room: bytes that this needs.
+    rewritten: whether the progressive ones are rewritten, into the payload's buffer after its files, where the tables
+        say; those that cannot be are not among the rows then. False if the buffer has no room, or without a compiler.
+    room: bytes that the buffer needs for them after its files; 0 without a compiler.
     """
 
     offsets: Sequence[int]
@@ -62,7 +62,7 @@ class ChunkScan(NamedTuple):
     draws: list[list[Any]]
     tables: ChunkTables
     found: Checked | None = None
-    rewritten: NDArray[np.bool_] | None = None
+    rewritten: bool = False
     room: int = 0
 
     def is_of(self, payload: Payload) -> bool:
@@ -79,8 +79,7 @@ class ChunkScan(NamedTuple):
             progressive=self.progressive[kept],
             draws=draws,
             tables=tables,
-            found=None,
-            rewritten=None if self.rewritten is None else self.rewritten[kept],
+            found=None if self.found is None else self.found.take(kept),
         )
 
 
@@ -141,22 +140,22 @@ class ChunkScanner:
         )
         read = payload.offsets, payload.sizes, payload.errors
         scan = ChunkScan(*read, headers, rows, to_rewrite, draws, tables, found)
-        return self._rewrite(scan, payload) if to_rewrite.any() else scan
+        return self._rewrite(scan, payload, keys) if to_rewrite.any() else scan
 
-    def _rewrite(self, scan: ChunkScan, payload: Payload) -> ChunkScan:
+    def _rewrite(self, scan: ChunkScan, payload: Payload, keys: Keys) -> ChunkScan:
         """The scan once progressive files are rewritten to the end of the payload's buffer, if that has room."""
         which = scan.progressive
         end = max(map(sum, zip(payload.offsets, payload.sizes, strict=True))) + SPARE_BYTES
-        rest = payload.buffer[end:]
-        scan = scan._replace(room=room_for(payload, scan.rows[which]))
-        if scan.room > len(rest):
-            return scan
+        rest, room = payload.buffer[end:], room_for(payload, scan.rows[which])
+        if room > len(rest):
+            return scan._replace(room=room)
         found = rewrite_progressive(payload, scan.rows[which], lambda size: rest[:size], self.rewrite_threads)
         if found is None:
             return scan
-        rewritten = ~which
-        rewritten[which] = found.sizes > 0
-        return scan._replace(tables=scan.tables.with_files(which, found, end), rewritten=rewritten)
+        scan = scan._replace(tables=scan.tables.with_files(which, found, end), rewritten=True, room=room)
+        kept = ~which
+        kept[which] = found.sizes > 0
+        return scan if kept.all() else scan.take(kept, self, keys)
 
     def _check(
         self, rows: NDArray[np.int64], payload: Payload, headers: Headers, unchecked: NDArray[np.bool_]

@@ -6,8 +6,9 @@ the engines decode, the buffer gets the smallest part that has all that the firs
 
 A chunk is first prepared and then launched, on different threads. `prepare` gets headers and random parameters from
 the process that read the chunk, or works them out, and has the CPU begin to decode the files that the engines do not
-support: other formats, CMYK files. Progressive JPEGs it rewrites as baseline ones (`decode/baseline.py`). Images that
-EXIF data turn are decoded as stored, and the first kernel reads them upright (`execute/pixel_steps.py`).
+support: other formats, CMYK files. That process, or `prepare`, rewrites progressive JPEGs as baseline ones
+(`decode/baseline.py`). Images that EXIF data turn are decoded as stored, and the first kernel reads them upright
+(`execute/pixel_steps.py`).
 
 A launch may also decode images of chunks that come later, if they fit into its calls (`execute/decode_calls.py`). A
 batched call that fails is retried by halves; a file that fails alone falls back to the CPU decoder, and its place in
@@ -382,9 +383,7 @@ class GpuRunner:
         entries = tables.entries.copy()  # the payload may be prepared again
         entries[:, 0] += payload.buffer.ctypes.data
         tables = tables._replace(entries=entries)
-        if scan.rewritten is not None:
-            return tables, [payload.buffer], scan.rewritten.copy()
-        if not which.any():
+        if scan.rewritten or not which.any():
             return tables, [payload.buffer], np.ones(len(which), bool)
         found = rewrite_progressive(payload, scan.rows[which], self._pinned, self._rewrite_threads)
         if found is None:
