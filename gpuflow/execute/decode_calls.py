@@ -124,19 +124,16 @@ def _calls(
 ) -> Iterator[DecodeCall]:
     """The calls that decode these images of each chunk, which have one sampling."""
     used = [number for number, own in enumerate(rows) if len(own)]
-    if len(used) == 1:
-        (number,) = used
-        pixels, spaces = (table[rows[number]] for table in (chunks[number].pixels, chunks[number].spaces))
-        for order in deal(pixels, spaces, CALL_IMAGES, max_bytes):
-            yield DecodeCall([CallPart(number, _ALL, rows[number][order])], spaces[order], sampling)
-        return
     pixels = np.concatenate([chunks[number].pixels[rows[number]] for number in used])
     spaces = np.concatenate([chunks[number].spaces[rows[number]] for number in used])
     numbers, together = np.repeat(used, [len(rows[number]) for number in used]), np.concatenate(rows)
     for order in deal(pixels, spaces, CALL_IMAGES, max_bytes):
         chosen, own = numbers[order], together[order]
-        places = [(number, np.flatnonzero(chosen == number)) for number in used]
-        parts = [CallPart(number, where, own[where]) for number, where in places if len(where)]
+        if len(used) == 1:
+            parts = [CallPart(used[0], _ALL, own)]
+        else:
+            places = [(number, np.flatnonzero(chosen == number)) for number in used]
+            parts = [CallPart(number, where, own[where]) for number, where in places if len(where)]
         yield DecodeCall(parts, spaces[order], sampling)
 
 
