@@ -56,6 +56,7 @@ Measured = dict[tuple[str, str], list[run.Record]]
 
 
 def process_name(setting: str, number: int) -> str:
+    """The name of a setting's process, the first one's is the setting's own."""
     return setting if number == 0 else f"{setting}/{number + 1}"
 
 

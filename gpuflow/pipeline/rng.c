@@ -2,7 +2,7 @@
 
 #include <stdint.h>
 
-enum { ROUNDS = 10, TURNS = 8 };
+enum { ROUNDS = 10, TURNS = 8 }; /* of Philox; of the permutation, as in rng.py */
 
 /* Philox4x32-10. Writes `blocks` blocks of four words for each sample, words [count, blocks, 4]: of 32 bits in 64. */
 void gpuflow_random_words(const int64_t *positions, int64_t count, int64_t blocks, uint64_t epoch, uint64_t key,

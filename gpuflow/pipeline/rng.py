@@ -28,7 +28,9 @@ from gpuflow.runtime.compiled import compiled
 __all__ = ["Keys", "StageKeys", "key64", "permute"]
 
 T = TypeVar("T")
+_POINTER, _INTEGER, _WORD = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint64
 _ROUNDS = 8
+"""Of the permutation, as in rng.c."""
 _MANY_SAMPLES = 128
 """The smallest number of samples for which C code draws. The CPU decodes smaller chunks: numpy is fast enough there."""
 _MOST_PERMUTED = 1 << 14
@@ -118,19 +120,16 @@ def _philox(counters: NDArray[np.uint64], key: int) -> NDArray[np.uint64]:
     return words
 
 
-_POINTER, _INTEGER, _WHOLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint64
-
-
 @lru_cache
 def _words_in_c() -> Callable[..., None] | None:
     """`gpuflow_random_words` of rng.c; None without a compiler."""
-    return _in_c("gpuflow_random_words", _POINTER, _INTEGER, _INTEGER, _WHOLE, _WHOLE, _POINTER)
+    return _in_c("gpuflow_random_words", _POINTER, _INTEGER, _INTEGER, _WORD, _WORD, _POINTER)
 
 
 @lru_cache
 def _permute_in_c() -> Callable[..., None] | None:
     """`gpuflow_permute` of rng.c; None without a compiler."""
-    return _in_c("gpuflow_permute", _POINTER, _INTEGER, _WHOLE, _WHOLE, _WHOLE, _WHOLE)
+    return _in_c("gpuflow_permute", _POINTER, _INTEGER, _WORD, _WORD, _WORD, _WORD)
 
 
 def _in_c(name: str, *types: Any) -> Callable[..., None] | None:
