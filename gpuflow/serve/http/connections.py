@@ -3,7 +3,8 @@
 A server that waits for its clients without a limit can be stopped by a few of them. Here a connection that waits for
 its client gives way: the head of a request has to arrive within seconds, a client that reads nothing of its answers for
 some seconds is cut off, and where no further connection can be opened, the one that has waited the longest for its
-client, to send or to read, is closed.
+client, to send or to read, is closed. Neither may one client keep the others waiting: a connection is read in small
+parts, and a body in tiny chunks, each of which takes as long to parse as a large one, is refused.
 """
 
 from __future__ import annotations
@@ -41,8 +42,13 @@ _STALLED_SECONDS = 1.0
 """A body or an answer that made less progress than _PROGRESS_BYTES in this time may have its connection closed for
 another one."""
 _PROGRESS_BYTES, _LOOK_AT, _CHECK_SECONDS = 65_536, 8, 1.0
+"""_LOOK_AT: of how many waiting connections one is chosen. _CHECK_SECONDS: between two looks at a connection."""
 _UNREAD_SECONDS = 10.0
 """How long a client may take for the next byte of its answers."""
+_READ_BYTES = 1 << 15
+"""The most bytes that are read, and parsed, at a time: others wait meanwhile."""
+_SMALLEST_CHUNK = 32
+"""The least average number of bytes of a body's chunks, with what frames them, where a read has several of them."""
 
 
 @final
@@ -132,6 +138,7 @@ class Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        transport.max_size = _READ_BYTES  # type: ignore[attr-defined]  # of asyncio's transports for sockets
         if self._connections.add(self):
             self.app_state = {**self.app_state, OVER_LIMIT: True}
         self._connections.set_waiting(self, transferring=False)
@@ -148,8 +155,18 @@ class Connection(H11Protocol):
         if self._refused:
             return
         self._body_bytes += len(data)
+        if self._is_in_tiny_chunks(data):
+            self._refuse_body(f"the body has chunks of fewer than {_SMALLEST_CHUNK} bytes; send larger ones")
+            return
         super().data_received(data)
         self._follow(has_data=True)
+
+    def _is_in_tiny_chunks(self, data: bytes) -> bool:
+        """Whether parsing this part of a chunked body would take too long. A chunk has two ends of lines."""
+        if self.conn.their_state is not h11.SEND_BODY or len(data) < _SMALLEST_CHUNK**2:
+            return False
+        chunked = any(name == b"transfer-encoding" for name, _ in self.headers)
+        return chunked and data.count(b"\r\n") * _SMALLEST_CHUNK > 2 * len(data)
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -195,7 +212,14 @@ class Connection(H11Protocol):
             status = getattr(error, "error_status_hint", 400)
             self._refuse(status if status < 500 else 400, "bad_request", reason)
             return
+        self._refuse_body(reason)
+
+    def _refuse_body(self, reason: str) -> None:
+        """Read no more of a body. If the application waits for it, it answers with this reason."""
         self._refused = True
+        if not self._in_request:
+            self.transport.close()
+            return
         if self.cycle.response_started:
             self.transport.close()
             return

@@ -19,7 +19,7 @@ service closed its connection, and not the client."""
 
 _RETRY_SECONDS = {"connections": "1", "queue_full": "1", "loading": "5", "draining": "5"}
 _STALLED_SECONDS, _PROGRESS_BYTES = 1.0, 65_536
-"""A body is stalled if fewer bytes than these arrived in a time, which is this one where memory is short."""
+"""A body of which fewer bytes than these arrived in this time is stalled, and is refused where memory is short."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -25,6 +25,7 @@ from tests.serve.services import Live, answer_of, served, wait
 
 PHOTO = jpeg(0, 0)
 HEAD = f"POST /predict HTTP/1.1\nContent-Type: image/jpeg\nContent-Length: {len(PHOTO)}"
+CHUNKED = "POST /predict HTTP/1.1\nContent-Type: image/jpeg\nTransfer-Encoding: chunked"
 HALF = b"POST /predict HTTP/1.1\r\nContent-Ty"
 
 
@@ -122,15 +123,43 @@ def test_a_malformed_head_is_answered_as_json_and_counted(live: Live, sent: byte
 
 def test_a_malformed_body_is_answered_once(live: Live) -> None:
     before = errors(live, "bad_request"), errors(live, "disconnected")
-    request = "POST /predict HTTP/1.1\nContent-Type: image/jpeg\nTransfer-Encoding: chunked"
-    with live.connect(request, b"zz\r\nabc") as connection:
+    with live.connect(CHUNKED, b"zz\r\nabc") as connection:
         status, headers, body = answer_of(connection)
         assert (status, headers["connection"], json.loads(body)["error"]["kind"]) == (400, "close", "bad_request")
         assert is_closed(connection)
     assert (errors(live, "bad_request"), errors(live, "disconnected")) == (before[0] + 1, before[1])
-    with live.connect(request.replace("/predict", "/nothing"), b"zz\r\nabc") as connection:
+    with live.connect(CHUNKED.replace("/predict", "/nothing"), b"zz\r\nabc") as connection:
         assert answer_of(connection)[0] == 404, "known before the body"
         assert is_closed(connection)
+
+
+def in_chunks(body: bytes, size: int) -> bytes:
+    parts = [body[start : start + size] for start in range(0, len(body), size)]
+    return b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in parts) + b"0\r\n\r\n"
+
+
+def test_a_body_in_tiny_chunks_is_refused(live: Live) -> None:
+    """Each takes as long to parse as a large one, while all other clients wait."""
+    before = errors(live, "bad_request")
+    with live.connect(CHUNKED) as connection, contextlib.suppress(ConnectionError):
+        for _ in range(200):
+            connection.sendall(in_chunks(b"a" * 1000, 1)[:-5])
+        status, headers, body = answer_of(connection)
+        assert (status, headers["connection"]) == (400, "close")
+        assert json.loads(body)["error"]["reason"] == "the body has chunks of fewer than 32 bytes; send larger ones"
+    wait(lambda: errors(live, "bad_request") == before + 1)
+    with live.connect(CHUNKED.replace("/predict", "/healthz")) as connection:
+        assert answer_of(connection)[0] == 405
+        for _ in range(20):
+            with contextlib.suppress(ConnectionError):
+                connection.sendall(in_chunks(b"a" * 1000, 1)[:-5])
+        assert is_closed(connection)
+
+
+@pytest.mark.parametrize("size", [32, 1000, len(PHOTO)])
+def test_a_body_may_come_in_chunks(live: Live, size: int) -> None:
+    with live.connect(CHUNKED, in_chunks(PHOTO, size)) as connection:
+        assert answer_of(connection)[0] == 200
 
 
 def test_what_follows_the_last_request_of_a_connection_is_ignored() -> None:
