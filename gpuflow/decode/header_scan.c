@@ -122,10 +122,12 @@ static int has_few_scans(const uint8_t *at, const uint8_t *end, int64_t most) {
                 marker = *at;
         }
         scans += marker == 0xDA;
-        int64_t length = end - at < 3 ? 0 : at[1] << 8 | at[2];
+        int64_t length = end - at < 3 ? 2 : at[1] << 8 | at[2];
+        if (length < 2) /* which is wrong: at least the length itself is there */
+            length = 2;
         if (marker == 0xD9 || scans > most || end - at <= 1 + length)
             return scans <= most;
-        at += 1 + (length < 2 ? 2 : length);
+        at += 1 + length;
     }
     return 0;
 }

@@ -24,6 +24,8 @@ static uint8_t *changed(const uint8_t *data, int64_t size, int64_t *length) {
         copy[kept - 2] = 0xFF;
         copy[kept - 1] = 0xD9;
     }
+    if (kept > 4 && rand() % 4 == 0) /* a segment whose length is cut off */
+        memcpy(copy + kept - 3, "\xFF\xE1", 3);
     int64_t most = rand() % 3 || kept < 700 ? kept : 700;
     for (int times = rand() % 5; times > 0 && most; times--)
         copy[rand() % most] = (uint8_t)(rand() % 3 ? rand() : rand() % 2 ? 0xFF : 0);
@@ -59,7 +61,7 @@ int main(int count, char **arguments) {
         for (int turn = atoi(arguments[1]); turn > 0; turn--, all++) {
             int64_t length, offset = 0, header[COLUMNS] = {0};
             uint8_t *copy = changed(data, size, &length);
-            gpuflow_headers(copy, &offset, &length, 1, rand() % 2, rand() % 12, header);
+            gpuflow_headers(copy, &offset, &length, 1, rand() % 2, rand() % 2 ? 100 : rand() % 12, header);
             if (header[KIND] == BASELINE) {
                 ordinary++;
                 complete += is_complete(copy, length, header);

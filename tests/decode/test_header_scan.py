@@ -49,6 +49,16 @@ def test_a_progressive_file_with_too_many_scans_is_left_to_probe() -> None:
     assert scanned(file, max_scans=scans - 1).progressive.tolist() == [False]
 
 
+@pytest.mark.parametrize("cut_off", [b"\xff", b"\xff\xe1", b"\xff\xe1\0", b"\xff\xe1\0\x10"])
+def test_a_segment_that_is_cut_off_ends_the_search_for_scans(cut_off: bytes) -> None:
+    """What follows the file in the buffer is not read as part of it: here an end marker, then scans."""
+    comment = b"\xff\xfe\0\x04\xff\xd9"  # the end marker that a whole file has
+    file = images.jpeg(PHOTO, progressive=True)[:-2] + comment + cut_off
+    scans = file.count(b"\xff\xda")
+    content = payload([file, b"\xff\xda\0\x02" * 20])
+    assert scan_headers(content, max_scans=scans, orientation=False).progressive.tolist() == [True, False]
+
+
 def test_an_orientation_is_read_only_where_it_is_asked_for() -> None:
     files = [images.with_orientation(PHOTO, "JPEG", orientation) for orientation in range(1, 9)]
     assert scanned(*files).orientations.tolist() == [1] * 8

@@ -34,8 +34,14 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
+def with_end_in_a_comment(progressive: bytes) -> bytes:
+    """Without its end marker, of which a comment after the last scan has the bytes."""
+    return progressive[:-2] + b"\xff\xfe\0\x0a" + b"\xff\xd9" + bytes(6) + bytes(12)
+
+
 def test_no_damaged_file_has_anything_read_or_written_next_to_it(program: Path, tmp_path: Path) -> None:
     files = kinds()[:36] + [images.jpeg(images.photo(33, 51), kind, progressive=True) for kind in images.SUBSAMPLINGS]
+    files += [with_end_in_a_comment(images.jpeg(images.photo(33, 51), "4:2:0", progressive=True))]
     for number, data in enumerate(files):
         (tmp_path / f"{number:03}").write_bytes(data)
     paths = sorted(map(str, tmp_path.iterdir()))
