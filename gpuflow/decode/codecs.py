@@ -339,15 +339,22 @@ def _read_webp(view: memoryview, orientation: bool, max_scans: int) -> Header:
         height = int.from_bytes(view[27:30], "little") + 1
         form = "webp_animated" if view[20] & 0x02 else form
         alpha = bool(view[20] & 0x10)
-        at = 12
-        while orientation and at + 8 <= len(view):
-            name, length = struct.unpack_from("<4sI", view, at)
-            if name == b"EXIF":
-                turn = _tiff_orientation(view[at + 8 : at + 8 + length])
-            at += 8 + length + length % 2
+        turn = _webp_orientation(view) if orientation else 1
     else:
         refuse(f"damaged header: unknown WebP chunk {kind!r}")
     return Header(form, width, height, 3, orientation=turn, alpha=alpha)
+
+
+def _webp_orientation(view: memoryview) -> int:
+    at = 12
+    for _ in range(_MAX_CHUNKS):
+        if at + 8 > len(view):
+            return 1
+        name, length = struct.unpack_from("<4sI", view, at)
+        if name == b"EXIF":
+            return _tiff_orientation(view[at + 8 : at + 8 + length])
+        at += 8 + length + length % 2
+    refuse(f"more than {_MAX_CHUNKS:,} chunks")
 
 
 def _read_bmp(view: memoryview, orientation: bool, max_scans: int) -> Header:

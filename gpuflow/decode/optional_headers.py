@@ -41,7 +41,8 @@ _AVIF_BRANDS = frozenset((b"avif", b"avis"))
 _SEQUENCES = frozenset((b"avis", b"hevc", b"hevx", b"hevm", b"hevs", b"msf1"))
 """Major brands of image sequences."""
 _MAX_PARTS = 100_000
-"""The largest number of boxes, blocks, tile parts or extents that are looked at; a file with more is bad."""
+"""The largest number of boxes in a box, blocks, tile parts, extents or entries of a list that are looked at; a file
+with more is bad."""
 
 
 def format_by_content(view: memoryview) -> str | None:
@@ -153,21 +154,24 @@ def _check_strips(view: memoryview, tags: dict[int, Any]) -> None:
 def _read_gif(view: memoryview, orientation: bool, max_scans: int) -> Header:
     """Up to the end of the first frame. The image is the screen, enlarged if the frame reaches beyond it."""
     width, height, packed = struct.unpack_from("<HHB", view, 6)
-    at, transparent = 13 + _gif_palette(packed), False
-    for _ in range(_MAX_PARTS):
+    at, transparent, parts = 13 + _gif_palette(packed), False, iter(range(_MAX_PARTS))
+    for _ in parts:
         kind = view[at]
         if kind == 0x21:
             transparent = transparent or (view[at + 1] == 0xF9 and bool(view[at + 3] & 1))
-            at = _behind_blocks(view, at + 2)
+            at = _behind_blocks(view, at + 2, parts)
         elif kind == 0x2C:
             left, top, columns, rows, packed = struct.unpack_from("<HHHHB", view, at + 1)
-            _behind_blocks(view, at + 11 + _gif_palette(packed))
+            _behind_blocks(view, at + 11 + _gif_palette(packed), parts)
             return Header("gif", max(width, left + columns), max(height, top + rows), 3, alpha=transparent)
         elif kind == 0x3B:
             refuse("damaged data: a GIF without a frame")
         else:
             refuse(f"damaged data: unknown block {kind:#04x}")
-    refuse(f"more than {_MAX_PARTS:,} blocks before the first frame")
+    refuse(_TOO_MANY_BLOCKS)
+
+
+_TOO_MANY_BLOCKS = f"more than {_MAX_PARTS:,} blocks up to the end of the first frame"
 
 
 def _gif_palette(packed: int) -> int:
@@ -175,11 +179,14 @@ def _gif_palette(packed: int) -> int:
     return 3 << (packed & 7) + 1 if packed & 0x80 else 0
 
 
-def _behind_blocks(view: memoryview, at: int) -> int:
-    """The place behind sub-blocks, each with its length in front, that an empty one ends."""
-    while length := view[at]:
+def _behind_blocks(view: memoryview, at: int, parts: Iterator[int]) -> int:
+    """The place behind sub-blocks, each with its length in front, that an empty one ends. Takes one of `parts` each."""
+    for _ in parts:
+        length = view[at]
         at += 1 + length
-    return at + 1
+        if not length:
+            return at
+    refuse(_TOO_MANY_BLOCKS)
 
 
 # --- boxes: AVIF, HEIC, JPEG 2000 and JPEG XL -------------------------------------------------------------------------
@@ -229,13 +236,9 @@ def _read_heif(name: str) -> Reader:
         _check_extents(view, inner[b"iloc"])
         at = inner[b"pitm"].start
         (primary,) = struct.unpack_from(">I" if view[at] else ">H", view, at + 4)
-        properties = list[_Box]()
-        chosen = list[int]()
-        for box in _boxes(view, inner[b"iprp"].start, inner[b"iprp"].end):
-            if box.kind == b"ipco":
-                properties = list(_boxes(view, box.start, box.end))
-            elif box.kind == b"ipma":
-                chosen += _properties_of(view, box, primary)
+        parts = list(_boxes(view, inner[b"iprp"].start, inner[b"iprp"].end))
+        properties = [one for box in parts if box.kind == b"ipco" for one in _boxes(view, box.start, box.end)]
+        chosen = _properties_of(view, [box for box in parts if box.kind == b"ipma"], primary)
         own = [properties[number - 1] for number in chosen if 0 < number <= len(properties)]
         width, height = 0, 0
         for box in own:
@@ -268,20 +271,29 @@ _CROPPED_PIXELS = 1 << 16
 """A crop to less than a quarter may remove this many pixels: what is decoded must not be far more than what is kept."""
 
 
-def _properties_of(view: memoryview, box: _Box, item: int) -> list[int]:
-    """The numbers, from 1 on, of an item's properties in a box `ipma`."""
+def _properties_of(view: memoryview, lists: list[_Box], item: int) -> list[int]:
+    """The numbers, from 1 on, of an item's properties in the boxes `ipma`."""
+    entries = (entry for box in lists for entry in _property_lists(view, box))
+    for count, (number, properties) in enumerate(entries):
+        if number == item:
+            return properties
+        if count == _MAX_PARTS:
+            refuse(f"more than {_MAX_PARTS:,} lists of properties")
+    return []
+
+
+def _property_lists(view: memoryview, box: _Box) -> Iterator[tuple[int, list[int]]]:
+    """The number of each item in a box `ipma`, and those of its properties."""
     version, wide = view[box.start], view[box.start + 3] & 1
     (count,) = struct.unpack_from(">I", view, box.start + 4)
-    at = box.start + 8
-    for _ in range(min(count, _MAX_PARTS)):
-        (number,) = struct.unpack_from(">I" if version else ">H", view, at)
+    at, inside = box.start + 8, view[: box.end]
+    for _ in range(count):
+        (number,) = struct.unpack_from(">I" if version else ">H", inside, at)
         at += 4 if version else 2
-        length = view[at]
-        if number == item:
-            values = struct.unpack_from(f">{length}{'H' if wide else 'B'}", view, at + 1)
-            return [value & (0x7FFF if wide else 0x7F) for value in values]
+        length = inside[at]
+        values = struct.unpack_from(f">{length}{'H' if wide else 'B'}", inside, at + 1)
+        yield number, [value & (0x7FFF if wide else 0x7F) for value in values]
         at += 1 + length * (1 + wide)
-    return []
 
 
 def _heif_orientation(view: memoryview, own: list[_Box]) -> int:
@@ -308,12 +320,16 @@ def _check_extents(view: memoryview, box: _Box) -> None:
             raise IndexError
         return int.from_bytes(view[at - width : at])
 
+    parts = 0
     for _ in range(number(4 if version == 2 else 2)):
         number(4 if version == 2 else 2)
         method = number(2) & 15 if version in (1, 2) else 0
         number(2)
-        base = number(widths[2])
-        for _ in range(number(2)):
+        base, extents = number(widths[2]), number(2)
+        parts += 1 + extents  # extents of no bytes may be as many as their number says
+        if parts > _MAX_PARTS:
+            refuse(f"more than {_MAX_PARTS:,} parts of images")
+        for _ in range(extents):
             number(widths[3])
             offset, length = number(widths[0]), number(widths[1])
             if method == 0 and base + offset + length > len(view):

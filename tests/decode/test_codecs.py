@@ -340,6 +340,15 @@ UNDECODABLE: dict[str, tuple[bytes, str]] = {
 }
 
 
+def test_a_webp_of_very_many_chunks_is_bad_where_its_orientation_is_looked_for() -> None:
+    count = 200_000
+    head = b"RIFF" + struct.pack("<I", 22 + 8 * count) + b"WEBPVP8X" + struct.pack("<I", 10)
+    data = np.frombuffer(head + bytes(10 + 8 * count), np.uint8)
+    assert probe(data).width == 1
+    with pytest.raises(BadSampleError, match="more than 200,000 chunks"):
+        probe(data, orientation=True)
+
+
 @pytest.mark.parametrize("name", BAD)
 @pytest.mark.parametrize("orientation", [False, True])
 def test_errors_of_the_header(name: str, orientation: bool) -> None:

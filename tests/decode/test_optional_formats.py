@@ -350,6 +350,20 @@ def big_endian_at(data: bytes, at: int, *values: int) -> bytes:
     return data[:at] + new + data[at + len(new) :]
 
 
+def box(kind: bytes, content: bytes) -> bytes:
+    return struct.pack(">I4s", 8 + len(content), kind) + content
+
+
+def avif(extents: bytes = bytes(8), properties: bytes = b"") -> bytes:
+    """Without an image: the contents of its boxes `iloc`, and of `iprp`."""
+    inner = box(b"pitm", bytes(5) + b"\1") + box(b"iloc", extents) + box(b"iprp", properties)
+    return box(b"ftyp", b"avif" + bytes(4) + b"avif") + box(b"meta", bytes(4) + inner)
+
+
+MANY_EXTENTS = bytes(6) + struct.pack(">H", 9) + struct.pack(">HHH", 1, 0, 65_535) * 9
+"""Of no bytes."""
+GIF_START = b"GIF89a" + struct.pack("<HHBBB", 4, 4, 0, 0, 0)
+
 REFUSED: dict[str, tuple[Callable[[], bytes], str]] = {
     "floating-point tiff": (
         pil("TIFF", Image.fromarray(np.ones((5, 5), np.float32))),
@@ -383,6 +397,10 @@ REFUSED: dict[str, tuple[Callable[[], bytes], str]] = {
         lambda: GIF[:6] + struct.pack("<HH", 60_000, 60_000) + GIF[10:],
         "60000x60000 = 3,600,000,000 pixels are more than max_pixels = 179,000,000",
     ),
+    "gif with many blocks": (
+        lambda: GIF_START + b"\x21\xfe" + b"\1a" * 100_000 + bytes(1) + b";",
+        "more than 100,000 blocks up to the end of the first frame",
+    ),
     "gif without a frame": (lambda: b"GIF89a" + bytes(7) + b";", "damaged data: a GIF without a frame"),
     "jp2 of 60000x60000": (
         lambda: big_endian_at(big_endian_at(JP2, SIZ, 60_000, 60_000), SIZ + 16, 60_000, 60_000),
@@ -403,6 +421,15 @@ REFUSED: dict[str, tuple[Callable[[], bytes], str]] = {
     "avif of 60000x60000": (
         lambda: big_endian_at(data_of("avif"), data_of("avif").index(b"ispe") + 8, 60_000, 60_000),
         "60000x60000 = 3,600,000,000 pixels are more than max_pixels = 179,000,000",
+    ),
+    "avif with many extents": (lambda: avif(MANY_EXTENTS), "more than 100,000 parts of images"),
+    "avif with many lists of properties": (
+        lambda: avif(properties=box(b"ipma", struct.pack(">II", 0, 1 << 20) + bytes(3 << 20))),
+        "more than 100,000 lists of properties",
+    ),
+    "avif with a list of properties that ends too early": (
+        lambda: avif(properties=box(b"ipma", struct.pack(">II", 0, 1 << 31)) * 9) + bytes(100),
+        "truncated: the header breaks off after 314 bytes",
     ),
     "animated avif": (
         pil("AVIF", save_all=True, append_images=[NEGATIVE]),
