@@ -19,6 +19,7 @@ import ctypes.util
 import importlib.util
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 
@@ -164,7 +165,8 @@ def _candidates() -> Iterator[str]:
     if spec is not None and spec.origin is not None:
         yield from map(str, sorted(Path(spec.origin).parent.glob("_pylibjxl*.so")))
     if system := ctypes.util.find_library("turbojpeg"):
-        ctypes.CDLL(system)  # loads it, so that its path appears in /proc/self/maps
+        with suppress(OSError):
+            ctypes.CDLL(system)  # loads it, so that its path appears in /proc/self/maps
         yield from (path for path in _loaded_files() if Path(path).name.startswith("libturbojpeg"))
 
 

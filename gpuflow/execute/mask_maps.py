@@ -56,7 +56,7 @@ class MaskMap:
             result[:, self._columns < 0] = 0
             return result
         pairs = self._pairs(self._settle(self._places))
-        if self._small:
+        if self._small and max(pairs.shape[:2]) < REMAPPED:
             no_more, constant = np.empty(0, np.int16), cv2.BORDER_CONSTANT
             return np.asarray(
                 cv2.remap(

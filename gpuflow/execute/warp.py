@@ -85,7 +85,8 @@ def warp(
     if lookup.interpolation == "bilinear" and _is_near(matrix, part) and _opencv_is_exact():
         _bilinear_by_opencv(image, matrix, part, lookup, out)
         return
-    fixed = lookup.interpolation == "nearest" and lookup.border == "constant" and max(image.shape[:2]) < REMAPPED
+    is_small = max(*image.shape[:2], *part[2:]) < REMAPPED
+    fixed = lookup.interpolation == "nearest" and lookup.border == "constant" and is_small
     if fixed and (loops := loops_of("mask_loops")) is not None:
         _remap(image, _places_by_loops(loops, image.shape, matrix, part, lookup), lookup, out)
         return

@@ -449,7 +449,10 @@ class WorkerPool:
             return
         if message == READY:
             with self._idle_lock:
-                self._idle.append(connection)
+                if connection.worker in self._workers:
+                    self._idle.append(connection)
+                else:  # it was lost by another connection meanwhile
+                    connection.close()
         else:
             self._restart_seconds = None  # another one could not start either
             self._refuse(connection, message)

@@ -180,3 +180,14 @@ def test_a_file_that_is_no_library_raises() -> None:
         LibjpegTurbo("/no-such-library.so")
     with pytest.raises(AttributeError, match="tj3"):
         LibjpegTurbo("libc.so.6")
+
+
+def test_a_system_library_that_cannot_be_loaded_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as one that was removed while it is still listed, or whose own libraries are gone."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("ctypes.util.find_library", lambda name: "libno-such-turbojpeg.so.0")
+    find_libjpeg_turbo.cache_clear()
+    try:
+        assert find_libjpeg_turbo() is None
+    finally:
+        find_libjpeg_turbo.cache_clear()

@@ -194,6 +194,10 @@ PROGRAMS: dict[str, tuple[s.Stage, ...]] = {
         CenterCrop(size=(80, 90)),
         Resize(height=20, width=20, interpolation="nearest"),
     ),
+    "a turn, then wider than OpenCV takes": (
+        Turn(angle=33),
+        Resize(height=3, width=40_000, interpolation="nearest"),
+    ),
     "larger, then a turn": (CenterCrop(size=(80, 90)), Turn(angle=33)),
 }
 

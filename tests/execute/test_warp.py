@@ -144,6 +144,17 @@ def test_nearest_pixels_are_the_same_with_and_without_opencv(
         assert np.array_equal(found[0], found[1]) and np.array_equal(found[0], found[2])
 
 
+def test_a_result_may_have_more_rows_than_opencv_takes() -> None:
+    """Nearest pixels of a long panorama that is turned, or enlarged."""
+    image, rows = np.random.default_rng(0).integers(0, 256, (20, 20, 3), np.uint8), 40_000
+    lookup = Lookup("nearest", "constant", (0.0,) * 3)
+    matrix = np.array([[1, 0.0001, 0], [0, 20 / rows, 0], [0, 0, 1]])
+    out, middle = np.empty((rows, 20, 3), np.uint8), np.empty((200, 20, 3), np.uint8)
+    warp_module.warp(image, matrix, (0, 0, rows, 20), lookup, out)
+    warp_module.warp(image, matrix, (20_000, 0, 200, 20), lookup, middle)
+    assert np.array_equal(out[20_000:20_200], middle) and len(np.unique(out)) > 100
+
+
 def test_pixels_on_the_edge_of_the_image_are_found_row_by_row() -> None:
     """All that are blended with the border, few others, and none twice."""
     rng = np.random.default_rng(0)

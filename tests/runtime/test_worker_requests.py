@@ -129,6 +129,24 @@ def test_a_lost_worker_takes_its_other_connections_along(make: Make) -> None:
     assert len(pool._idle) == 3 and pool.load == 0
 
 
+def test_a_connection_that_is_found_ready_after_its_worker_was_lost_is_not_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pool = WorkerPool("tests.runtime.echo_worker", connections=[2], setup="setup", task="echo")
+    try:
+        with deadline(SECONDS):
+            while not all(one.has_answer() for one in pool._starting):
+                time.sleep(0.01)
+        with monkeypatch.context() as changed:
+            changed.setattr(pool, "_welcome_started", lambda: None)
+            pool._welcome(pool._starting.pop())
+            assert pool.request(echo("end")) is None
+        assert pool.request(echo("x")) is None
+        assert (len(pool), pool.load, pool._starting) == (0, 0.0, [])
+    finally:
+        pool.close()
+
+
 def test_a_request_that_was_not_sent_leaves_its_worker_free(make: Make) -> None:
     pool = make()
     assert pool.begin(lambda connection: False) is None
