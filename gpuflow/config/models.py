@@ -344,7 +344,7 @@ class ServeSpec(PresetKeys):
             yield from (problem.below("model") for problem in self.model.problems())
 
 
-_AMOUNT = r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)"
+_AMOUNT = r"(\d{1,18}(?:\.\d{1,18})?)\s*([A-Za-z]+)"
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 
 

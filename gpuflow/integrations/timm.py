@@ -383,4 +383,7 @@ def _samples(dataset: Any) -> tuple[Iterable[tuple[str, int]], list[str]]:
     if getattr(dataset, "target_transform", None) is not None:
         rule, action = "must have no target_transform", "map the labels in the loop"
         raise ConfigError([_problem("dataset", rule, dataset.target_transform, action)])
+    if sorted(places.values()) != list(range(len(places))):
+        rule, action = "must have class_to_idx with the numbers from 0 on, each once", "number the classes so"
+        raise ConfigError([_problem("dataset", rule, sorted(places.values()), action)])
     return samples, sorted(places, key=places.__getitem__)

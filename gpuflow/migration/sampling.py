@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import operator
 from collections.abc import Mapping
 from contextlib import suppress
 from itertools import chain, islice
@@ -104,7 +105,7 @@ class SamplerDraws:
         if 0 in sizes:
             raise LoaderError(f"the sampler gave an empty batch, number {sizes.index(0)}; leave it out")
         try:
-            indices = np.fromiter(chain.from_iterable(batches), np.int64)
+            indices = np.fromiter(map(operator.index, chain.from_iterable(batches)), np.int64)
         except (TypeError, ValueError) as error:
             wrong = next((index for index in chain.from_iterable(batches) if not hasattr(index, "__index__")), None)
             raise LoaderError(f"the sampler must give indices of the dataset, whole numbers, got {wrong!r}") from error

@@ -59,7 +59,8 @@ def open_coco(spec: SourceSpec) -> FileSource:
         row=lambda i, column, j: f"{place}: annotations[{held[i][j]}].{column}",
     )
     builder = RecordBuilder(declared, None, place, places, mixed_masks=True)
-    empty_keypoints = _empty_keypoints(document, place)
+    has_keypoints = any(field.type == "keypoints" for _, field in declared)
+    empty_keypoints = _empty_keypoints(document, place) if has_keypoints else []
     for first in range(0, len(images), _IMAGES):
         numbers = held[first : first + _IMAGES]
         block: dict[str, list[Any]] = {
@@ -128,6 +129,8 @@ def _categories(document: Mapping[str, Any], place: str) -> tuple[tuple[str, ...
             raise SourceError(f"{here} must have a name, got {show(category)}; correct it")
         if category["id"] in names:
             raise SourceError(f"{here} must have an id of its own, got {category['id']} twice; correct one")
+        if category["name"] in names.values():
+            raise SourceError(f"{here} must have a name of its own, got {show(category['name'])} twice; rename one")
         names[category["id"]] = category["name"]
     ids = sorted(names)
     return tuple(names[number] for number in ids), {number: label for label, number in enumerate(ids)}

@@ -324,19 +324,24 @@ class _GroupCache:
         with entry.lock:
             if entry.group is not None:
                 return entry.group
-            group = entry.group = load(number)
-        with self._lock:
-            self.loads += 1
-            if self._entries.get(number) is entry:
-                self._bytes += group.data.nbytes
-            for other in list(self._entries):
-                known = self._entries[other].group
-                if self._bytes <= self._kept_bytes or other == number:
-                    break
-                if known is not None:
-                    self._bytes -= known.data.nbytes
-                    del self._entries[other]
+            group = load(number)
+            with self._lock:
+                self.loads += 1
+                entry.group = group
+                if self._entries.get(number) is entry:
+                    self._bytes += group.data.nbytes
+                self._shrink(number)
         return group
+
+    def _shrink(self, kept: int) -> None:
+        """Forget the oldest groups until the others are small enough, but not the one to be kept; for holders of the
+        lock."""
+        for number, entry in list(self._entries.items()):
+            if self._bytes <= self._kept_bytes or number == kept:
+                break
+            if entry.group is not None:
+                self._bytes -= entry.group.data.nbytes
+                del self._entries[number]
 
     def clear(self) -> None:
         with self._lock:

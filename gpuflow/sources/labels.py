@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from gpuflow.errors import SourceError
+from gpuflow.errors import SourceError, show
 from gpuflow.sources.hints import near_word
 
 __all__ = ["Codes", "resolve_labels"]
@@ -29,8 +29,9 @@ def resolve_labels(
 ) -> tuple[tuple[str, ...], NDArray[np.int64]]:
     """Return the class names, and the label of each distinct value.
 
-    The first value decides whether labels are names or numbers. Unless the names are given, decimal numbers such as
-    `3.0` are neither, and the first value must not be the only name.
+    The first value decides whether labels are names or numbers; where integers are among the given names, they are
+    names. Unless the names are given, decimal numbers such as `3.0` are neither, and the first value must not be the
+    only name.
 
     Args:
         values: the distinct values as written, in order of first occurrence.
@@ -40,7 +41,7 @@ def resolve_labels(
     """
     numeric = _integer(values[0]) is not None
     if isinstance(classes, tuple):
-        if values[0] in classes or not numeric:
+        if not numeric or any(_integer(name) is not None for name in classes):
             return classes, _named(values, classes, locate)
         return classes, _numbered(values, len(classes), locate)
     _check_names(values, locate)
@@ -95,15 +96,16 @@ def _numbered(values: Sequence[str], count: int | None, locate: Callable[[int], 
                 f"{locate(code)}: label must be an integer like the first one, got {text!r}; "
                 f"write every label as a number, or every label as a name"
             )
+        given = show(label)
         if label < 0:
-            raise SourceError(f"{locate(code)}: label must be >= 0, got {label}; number the classes from 0")
+            raise SourceError(f"{locate(code)}: label must be >= 0, got {given}; number the classes from 0")
         if count is not None and label >= count:
             raise SourceError(
-                f"{locate(code)}: label must be in 0..{count - 1}, got {label}; raise source.classes or correct it"
+                f"{locate(code)}: label must be in 0..{count - 1}, got {given}; raise source.classes or correct it"
             )
         if count is None and label >= _MAX_INFERRED:
             raise SourceError(
-                f"{locate(code)}: label must be below {_MAX_INFERRED} unless source.classes is given, got {label}; "
+                f"{locate(code)}: label must be below {_MAX_INFERRED} unless source.classes is given, got {given}; "
                 f"number the classes from 0 without gaps"
             )
         labels[code] = label

@@ -125,6 +125,8 @@ def _columns(data: bytes) -> Columns:
         rows.extend(islice(reader, _LOOKED_AT))
     names = [name.strip().lower() for name in first]
     if "path" in names and "label" in names:
+        if names.count("path") > 1 or names.count("label") > 1:
+            raise ValueError("a header with two of them")
         return Columns(tuple(first), names.index("path"), names.index("label"), len(first))
     if not _is_header(names, rows):
         return Columns(None, 0, 1, 2)
@@ -202,9 +204,8 @@ def _csv_rows(data: bytes, place: str) -> Iterator[Row]:
         header, path, label, width = columns
         if len(row) != width:
             rule = f"row must have the header's {width} fields" if header is not None else "row must be path,label"
-            raise SourceError(
-                f"{place}:{start}: {rule}, got {len(row)} field{'s' * (len(row) != 1)}; quote a path that has a comma"
-            )
+            action = "separate fields by commas" if len(row) == 1 else "quote a path that has a comma"
+            raise SourceError(f"{place}:{start}: {rule}, got {len(row)} field{'s' * (len(row) != 1)}; {action}")
         check_sample(row, header, f"{place}:{start}")
         check_path(row[path], f"{place}:{start}")
         yield Row(start, row[path], row[label])

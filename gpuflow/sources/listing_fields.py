@@ -23,7 +23,7 @@ from gpuflow.sources.listing_text import (
     parsed_json,
     resolved,
 )
-from gpuflow.sources.paths import PathTable, PathTableBuilder
+from gpuflow.sources.paths import PathTableBuilder
 from gpuflow.sources.record_builder import Locate, RecordBuilder
 from gpuflow.sources.record_table import MaskFiles
 from gpuflow.sources.sample_labels import sample_labels
@@ -61,9 +61,10 @@ def open_with_fields(spec: SourceSpec, place: str, *, is_csv: bool) -> FileSourc
     tables = {column: PathTableBuilder() for column in (image, *masks.values())}
     columns = list(dict.fromkeys([*tables, *([label_column] if label is not None else []), *builder.columns()]))
     data = load(place)
-    blocks = (
-        _csv_blocks(data, lines, columns, _parsers(spec.declared)) if is_csv else _json_blocks(data, lines, columns)
-    )
+    if is_csv:
+        blocks = _csv_blocks(data, lines, columns, _parsers(spec.declared, place))
+    else:
+        blocks = _json_blocks(data, lines, columns)
     for first, block in blocks:
         for column, table in tables.items():
             for i, path in enumerate(block[column], start=first):
@@ -79,10 +80,10 @@ def open_with_fields(spec: SourceSpec, place: str, *, is_csv: bool) -> FileSourc
     root = spec.root if spec.root is not None else parent_of(place)
     root = root if is_remote(root) else os.path.expanduser(root)
     paths = {column: resolved(table, root, lines.locate.sample) for column, table in tables.items()}
-    storage = open_storage(_first(paths[image]), spec.cache_spec)
+    storage = open_storage(paths[image][0], spec.cache_spec)
     files = {}
     for name, column in masks.items():
-        path = _first(paths[column])
+        path = paths[column][0]
         same = is_remote(path) == storage.remote
         files[name] = MaskFiles(storage if same else open_storage(path, spec.cache_spec), paths[column], root)
     storages = tuple(dict.fromkeys([storage, *(file.storage for file in files.values())])) if files else ()
@@ -91,10 +92,6 @@ def open_with_fields(spec: SourceSpec, place: str, *, is_csv: bool) -> FileSourc
     if label is None:
         classes = next((field.classes for field in records.fields if field.type == "boxes"), ())
     return FileSource(storage, paths[image], values, classes, root=root, has_labels=label is not None, table=records)
-
-
-def _first(paths: PathTable) -> str:
-    return paths[0]
 
 
 # --- CSV --------------------------------------------------------------------------------------------------------------
@@ -115,7 +112,7 @@ def _csv_blocks(
     for column in columns:
         place = column_of(column, names)
         if place is None:
-            raise _missing(f"{lines.place}:{line}: header must have the column", column, names)
+            raise _missing(f"{lines.place}:{line}: header must have the column {column!r} once", column, names)
         places[column] = place
     first = 0
     while block := list(islice(rows, _ROWS)):
@@ -151,22 +148,39 @@ def _parsed(texts: Sequence[str], column: str, first: int, lines: _Lines, parser
         raise
 
 
-def _parsers(declared: Sequence[tuple[str, FieldSpec]]) -> dict[str, tuple[Parser, str]]:
-    """How the cells of columns become values, and what that is called. Columns of text are not among them."""
-    parsers: dict[str, tuple[Parser, str]] = {}
+def _parsers(declared: Sequence[tuple[str, FieldSpec]], place: str) -> dict[str, tuple[Parser, str]]:
+    """How the cells of columns become values, and what that is called. Columns of text are not among them.
+
+    Raises SourceError if two fields would read one column differently.
+    """
+    found: dict[str, tuple[str, tuple[Parser, str] | None]] = {}
     for name, spec in declared:
-        column = spec.column or name
-        if spec.type in ("boxes", "keypoints") or (spec.type == "mask" and spec.kind in ("rle", "polygons")):
-            parsers[column] = _list, "a list in JSON"
-        elif spec.type == "number" or (spec.type == "label" and spec.kind == "number"):
-            parsers[column] = float, "a number"
-        elif spec.type == "label" and spec.kind == "vector":
-            parsers[column] = _list, "a list in JSON"
-        elif spec.type == "label" and spec.kind == "classes":
-            parsers[column] = _names, "labels separated by |, or a list in JSON"
+        read = [(spec.column or name, _parser(spec))]
         if spec.labels is not None:
-            parsers[spec.labels] = _names, "labels separated by |, or a list in JSON"
-    return parsers
+            read.append((spec.labels, _NAMES))
+        for column, parser in read:
+            other, known = found.setdefault(column, (name, parser))
+            if known != parser:
+                raise SourceError(
+                    f"{place}: the fields {other} and {name} must not read the column {column!r} in two ways "
+                    f"({_form(known)}, {_form(parser)}); give one of them a column of its own"
+                )
+    return {column: parser for column, (_, parser) in found.items() if parser is not None}
+
+
+def _parser(spec: FieldSpec) -> tuple[Parser, str] | None:
+    """How a cell becomes the value of a field, and what that is called; None if it stays text."""
+    if spec.type in ("boxes", "keypoints") or (spec.type == "mask" and spec.kind in ("rle", "polygons")):
+        return _LIST
+    if spec.type == "number" or (spec.type == "label" and spec.kind == "number"):
+        return _NUMBER
+    if spec.type == "label" and spec.kind == "vector":
+        return _LIST
+    return _NAMES if spec.type == "label" and spec.kind == "classes" else None
+
+
+def _form(parser: tuple[Parser, str] | None) -> str:
+    return "text" if parser is None else parser[1]
 
 
 def _list(text: str) -> Any:
@@ -179,6 +193,11 @@ def _names(text: str) -> Any:
     if text.lstrip().startswith("["):
         return parsed_json(text)
     return [name.strip() for name in text.split("|")] if text.strip() else []
+
+
+_LIST: tuple[Parser, str] = _list, "a list in JSON"
+_NUMBER: tuple[Parser, str] = float, "a number"
+_NAMES: tuple[Parser, str] = _names, "labels separated by |, or a list in JSON"
 
 
 # --- JSON lines -------------------------------------------------------------------------------------------------------
@@ -199,10 +218,11 @@ def _json_rows(data: bytes, place: str, columns: Sequence[str]) -> Iterator[tupl
     for number, row in json_objects(data, place):
         for column in columns:
             if column not in row:
-                raise _missing(f"{place}:{number}: object must have the key", column, list(row))
+                raise _missing(f"{place}:{number}: object must have the key {column!r}", column, list(row))
         yield number, row
 
 
 def _missing(rule: str, column: str, known: list[str]) -> SourceError:
-    """The error for a column that is not there, with those that are."""
-    return SourceError(f"{rule} {column!r}, got {', '.join(known) or 'none'}{near_word(column, known)}")
+    """The error for a column that is not there, or there twice, with those that are."""
+    others = [name for name in known if name != column]
+    return SourceError(f"{rule}, got {', '.join(known) or 'none'}{near_word(column, others)}")

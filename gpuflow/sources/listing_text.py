@@ -101,10 +101,9 @@ def check_sample(row: Sequence[str], header: Sequence[str] | None, here: str) ->
 
 
 def column_of(name: str, header: Sequence[str]) -> int | None:
-    """The place of a column in a header: that of this very name, else the only one that differs in case alone."""
-    if name in header:
-        return header.index(name)
-    alike = [i for i, other in enumerate(header) if other.lower() == name.lower()]
+    """The place of the only column of this very name, else of the only one that differs in case alone; None without."""
+    same = [i for i, other in enumerate(header) if other == name]
+    alike = same or [i for i, other in enumerate(header) if other.lower() == name.lower()]
     return alike[0] if len(alike) == 1 else None
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from itertools import chain
 from typing import Any, Protocol, final
@@ -136,5 +135,8 @@ class _Numbers:
         return (), np.concatenate(self._blocks)
 
 
+_LARGEST = float(np.finfo(np.float32).max)
+
+
 def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and abs(value) <= np.finfo(np.float32).max and math.isfinite(value)
+    return type(value) in (int, float) and abs(value) <= _LARGEST  # which NaN is not either

@@ -188,7 +188,8 @@ def _with_fields(spec: SourceSpec, storage: Storage, shards: Sequence[Shard]) ->
 
 
 def expand_braces(pattern: str) -> list[str]:
-    """Expand a pattern to paths: `{08..11}` counts with leading zeros, `{a,b}` lists names; several braces combine."""
+    """Expand a pattern to paths: `{08..11}` counts with leading zeros, `{0..11}` without, `{a,b}` lists names; several
+    braces combine."""
     parts = _BRACES.split(pattern)
     if any("{" in text or "}" in text for text in parts[::2]):
         raise SourceError(f"source.tar must have matching braces without nesting, got {pattern!r}; correct it")
@@ -207,7 +208,7 @@ def _choices(body: str, pattern: str) -> list[str]:
     first, last = span[1], span[2]
     if int(first) > int(last):
         raise SourceError(f"source.tar must count upwards, got {{{body}}} in {pattern!r}; swap the ends")
-    padded = first.startswith("0") or last.startswith("0")
+    padded = any(end.startswith("0") and len(end) > 1 for end in (first, last))
     width = max(len(first), len(last)) if padded else 0
     return [f"{number:0{width}d}" for number in range(int(first), int(last) + 1)]
 

@@ -111,6 +111,7 @@ def read_fields(spec: SourceSpec, storage: Storage, shards: Sequence[Shard], ima
     """
     assert spec.tar is not None
     declared = tuple((name, _with_column(name, field)) for name, field in spec.declared)
+    _check_shared_members(declared, spec.tar)
     mask_suffixes = tuple(dict.fromkeys(_column(field)[1:] for _, field in declared if field.is_mask_file))
     others = [_column(field) for _, field in declared if field.type != "image" and not field.is_mask_file]
     others += [field.labels for _, field in declared if field.labels is not None]
@@ -180,6 +181,19 @@ def _with_column(name: str, field: FieldSpec) -> FieldSpec:
     defaults = {"text": ".txt", "label": _LABEL}
     default = ".mask.png" if field.is_mask_file else defaults.get(str(field.type), name)
     return replace(field, column=field.column or default)
+
+
+def _check_shared_members(declared: Sequence[tuple[str, FieldSpec]], place: str) -> None:
+    """Raise SourceError if two fields would read one member differently. Keys of a `.json` member may be shared."""
+    first: dict[str, tuple[str, FieldSpec]] = {}
+    for name, field in declared:
+        column = _column(field)
+        other, known = first.setdefault(column, (name, field))
+        if column.startswith(".") and (field.type, field.kind) != (known.type, known.kind):
+            raise SourceError(
+                f"{place}: the fields {other} and {name} must not read the member {column} in two ways; give one of "
+                "them a member of its own"
+            )
 
 
 def _column(field: FieldSpec) -> str:

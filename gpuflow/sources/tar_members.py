@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import tarfile
+from codecs import BOM_UTF8
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -24,7 +25,7 @@ __all__ = [
     "text_of",
 ]
 
-SCAN_FORMAT = 3
+SCAN_FORMAT = 4
 """The version of what `samples_of` finds, and of the arrays that are cached of it."""
 
 _BLOCK_BYTES = 512
@@ -37,7 +38,8 @@ _SEARCHED_BYTES = 1 << 20
 class Member(NamedTuple):
     """A file in a tar, and the place of its bytes.
 
-    link: the path to which it is a link, if no file before it in the tar has that path; it then has no bytes.
+    link: the path to which it is a symbolic link, or a hard link where no file before it in the tar has that path; it
+        then has no bytes.
     """
 
     name: str
@@ -80,7 +82,7 @@ def samples_of(
         required: contents that every sample has.
 
     Raises SourceError for two members of one key and suffix, two images of one key, a member without an image, a link
-    to what is no file of the shard, and an image whose name has dots before its extension if its key has no image.
+    (`Member.link`), and an image whose name has dots before its extension if its key has no image.
     """
     found: dict[str, Member] = {}
     dotted: dict[str, Member] = {}
@@ -95,8 +97,8 @@ def samples_of(
             continue
         if member.link:
             raise SourceError(
-                f"{shard.path}/{member.name}: member must be a file, got a link to {member.link!r}, which is no file "
-                "before it in the shard; make the shard with tar --dereference"
+                f"{shard.path}/{member.name}: member must be a file, or a hard link to one before it in the shard, got "
+                f"a link to {member.link!r}; make the shard with tar --dereference"
             )
         held, name = (members.setdefault(key, {}), suffix) if is_asked_for else (found, key)
         if name in held:
@@ -133,7 +135,7 @@ def no_label(image: str, key: str) -> SourceError:
 def text_of(content: bytes, here: str) -> str:
     """The text of a member at this place. Raises SourceError."""
     try:
-        return content.decode()
+        return content.removeprefix(BOM_UTF8).decode()
     except UnicodeDecodeError as fault:
         raise SourceError(f"{here}: must be UTF-8 text, got {content[:20]!r}; correct it") from fault
 
@@ -148,7 +150,10 @@ def json_of(content: bytes, here: str) -> Any:
 
 def label_in(value: Any) -> Any:
     """The label in the value of a JSON member; None if it has none."""
-    return value.get("label", value.get("cls")) if isinstance(value, dict) else None
+    if not isinstance(value, dict):
+        return None
+    label = value.get("label")
+    return value.get("cls") if label is None else label
 
 
 def members_of(shard: Shard, read_at: ReadAt) -> Iterator[Member]:

@@ -127,8 +127,8 @@ def _from_file(place: str, column: str | None) -> tuple[NDArray[np.float64], Seq
         found = column_of(column, header)
         if found is None:
             raise SourceError(
-                f"source.weights: {place}:1: header must have the column {column!r}, got {', '.join(header) or 'none'}"
-                f"{near_word(column, header)}"
+                f"source.weights: {place}:1: header must have the column {column!r} once, got "
+                f"{', '.join(header) or 'none'}{near_word(column, [name for name in header if name != column])}"
             )
         cell, rows = found, rows[1:]
     numbers = np.empty(len(rows))
@@ -142,7 +142,8 @@ def _from_file(place: str, column: str | None) -> tuple[NDArray[np.float64], Seq
             numbers[i] = float(row[cell])
         except (ValueError, IndexError) as fault:
             got = show(row[cell]) if cell < len(row) else "no such field"
-            raise SourceError(f"source.weights: {place}:{line}: must be a number, got {got}; correct it") from fault
+            action = f"if it names the column, write column: {row[0]}" if column is None and not i else "correct it"
+            raise SourceError(f"source.weights: {place}:{line}: must be a number, got {got}; {action}") from fault
     return numbers, [line for line, _ in rows]
 
 

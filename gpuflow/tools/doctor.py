@@ -346,7 +346,7 @@ def _open_files(limits: ResourceLimits, threads: int) -> Iterator[Finding]:
         )
     have = f"{_limit_of(soft)}; {_counted(threads, 'thread')}"
     if soft < least:
-        text = f"{have} need at least {least:,}, and a file that cannot be opened counts as a bad sample"
+        text = f"{have} need at least {least:,}, and a file that cannot be opened ends the epoch"
         yield Finding("open files", "problem", text, advice)
     else:
         yield Finding("open files", "note", f"{have} hold up to {most:,}, and wait where there are fewer", advice)

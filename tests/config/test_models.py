@@ -58,6 +58,7 @@ BYTES = "bytes, or text with a unit such as 512MB or 2GiB"
         ("run: {bad_file: 3}", "run.bad_file must be text, got 3"),
         ("run: {deterministic: 1}", "run.deterministic must be true or false, got 1"),
         ("run: {memory_limit: [1]}", f"run.memory_limit must be {BYTES}, got [1]"),
+        (f"run: {{memory_limit: {'9' * 400}GB}}", f"run.memory_limit must be {BYTES}, got '{'9' * 56}..."),
         ("run: {memory_limit: 3 parsecs}", f"run.memory_limit must be {BYTES}, got '3 parsecs'"),
         ("source: {folder: x, cache: y}", "source.cache must be a mapping with dir, size, got 'y'"),
         ("source: {folder: x, cache: {dir: y, size: [1]}}", f"source.cache.size must be {BYTES}, got [1]"),

@@ -519,6 +519,7 @@ def test_files_that_wrap_does_not_take(photos: ImageFolder, config: Path, tmp_pa
     [
         ([[0, 1], [COUNT]], f"the sampler gave the index {COUNT}, and the dataset has {COUNT} samples"),
         ([[0], []], "the sampler gave an empty batch, number 1; leave it out"),
+        ([[0.9], [1]], "the sampler must give indices of the dataset, whole numbers, got 0.9"),
         (
             [[(0, 224)]],
             "the sampler must give indices of the dataset, whole numbers, got (0, 224)",

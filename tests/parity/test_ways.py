@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import struct
 import zlib
@@ -20,8 +21,10 @@ from gpuflow.decode.codecs import decoder_description
 from gpuflow.errors import BadSampleError
 from gpuflow.parity.base import Result, Way
 from gpuflow.parity.images import Encoded, hostile_images
+from gpuflow.parity.ours import Training
 from gpuflow.parity.prefixes import Prefix, prefixes_of
 from gpuflow.parity.ways import NAIVE, ways_of
+from gpuflow.sources import SourceSpec
 from gpuflow.stages import Normalize
 from tests.datasets import RAW, VAL, Entries
 from tests.images import encode, photo, png_chunk
@@ -263,3 +266,14 @@ def test_named_formats_are_the_same_image_in_each_way(folder: Path) -> None:
         tiff, jp2, png = ways[name].run(prefix, files)
         assert isinstance(tiff, torch.Tensor) and isinstance(jp2, torch.Tensor) and isinstance(png, torch.Tensor)
         assert torch.equal(tiff, png) and torch.equal(jp2, png), name
+
+
+@pytest.mark.parametrize(
+    "source", [{"hf": "ds", "splits": ["train", "val"]}, {"hf": "ds"}, {"coco": "x.json", "images": "x"}]
+)
+def test_the_loader_runs_on_images_of_our_own_whatever_the_source(source: dict[str, Any], folder: Path) -> None:
+    config = read(folder / "photos", folder)
+    config = dataclasses.replace(config, source=SourceSpec(**source))
+    prefix = list(prefixes_of(config.programs["val"], encoded()))[-1]
+    found = list(Training(config, "val", "cpu").run(prefix, encoded()))
+    assert [isinstance(one, torch.Tensor) for one in found] == [name in GOOD for name in SOME]

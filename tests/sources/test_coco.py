@@ -110,6 +110,17 @@ def test_the_note_counts_what_is_left_out() -> None:
     assert source.note == "3 annotations, 1 images without any, 1 annotations of crowds left out"
 
 
+def test_keypoints_that_differ_in_number_matter_only_where_they_are_read() -> None:
+    content = document()
+    for annotation, count in zip(content["annotations"], (1, 2), strict=False):
+        annotation["keypoints"] = [1, 2, 2] * count
+    assert len(opened(content, fields={"boxes": None})) == len(content["images"])
+    assert refused(content) == (
+        "instances.json: annotations must have equally many keypoints, got 3 and 6 numbers; leave the field keypoints "
+        "out, or split the file"
+    )
+
+
 def test_keypoints_with_visibility_and_annotations_without() -> None:
     content = document()
     content["annotations"][0] |= {"keypoints": [1, 2, 2, 0, 0, 0]}
@@ -264,6 +275,12 @@ def test_a_mask_that_cannot_be_is_a_bad_record(segmentation: Any, reason: str) -
             ("categories", 1, "id"),
             90,
             "instances.json: categories[1] must have an id of its own, got 90 twice; correct one",
+        ),
+        (
+            ("categories", 1, "name"),
+            document()["categories"][0]["name"],
+            f"instances.json: categories[1] must have a name of its own, got {document()['categories'][0]['name']!r} "
+            "twice; rename one",
         ),
         (("images",), [], "instances.json: must have at least one image, got none; add images"),
         (("images",), {}, "instances.json: must have the list 'images', got {}"),

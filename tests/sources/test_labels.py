@@ -22,6 +22,15 @@ def test_classes_have_the_order_of_their_names() -> None:
     assert [classes[label] for label in labels] == names
 
 
+def test_labels_are_names_where_names_are_integers() -> None:
+    """Otherwise a first label that is misspelt would make numbers of all of them, of which most would be valid."""
+    classes = ("0", "1", "10", "2")
+    assert resolve_labels(["2", "10"], classes, str, "list.csv")[1].tolist() == [3, 2]
+    with pytest.raises(SourceError, match=r"0: label .*'3'"):
+        resolve_labels(["3", "2"], classes, str, "list.csv")
+    assert resolve_labels(["3", "2"], ("a", "b", "c", "d"), str, "list.csv")[1].tolist() == [3, 2]
+
+
 def test_a_missing_path_is_compared_with_its_own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "data" / "photos").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
@@ -33,7 +42,8 @@ def test_a_missing_path_is_compared_with_its_own_directory(tmp_path: Path, monke
 
 def test_numbers_in_braces_are_as_wide_as_the_widest_end() -> None:
     assert expand_braces("{008..9}") == ["008", "009"]
-    assert expand_braces("{0..10}") == [f"{number:02}" for number in range(11)]
+    assert expand_braces("{00..10}") == [f"{number:02}" for number in range(11)]
+    assert expand_braces("{0..10}") == [f"{number}" for number in range(11)]
 
 
 def test_up_to_twenty_words_are_listed() -> None:

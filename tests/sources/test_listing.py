@@ -260,7 +260,7 @@ def test_only_decimal_digits_are_numbers(form: str) -> None:
 
 def test_number_of_fields() -> None:
     rule = "row must be path,label, got"
-    fails(f"list.csv:1: {rule} 1 field; quote a path that has a comma", "a.jpg\n")
+    fails(f"list.csv:1: {rule} 1 field; separate fields by commas", "a.jpg\n")
     fails(f"list.csv:2: {rule} 3 fields; quote a path that has a comma", "a.jpg,0\nc, d.jpg,0\n")
     fails(
         "list.csv:3: row must have the header's 2 fields, got 3 fields; quote a path that has a comma",

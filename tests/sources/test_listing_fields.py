@@ -419,8 +419,32 @@ def test_a_column_may_differ_in_case_if_no_other_does() -> None:
     assert source.path(0) == "a.jpg"
     assert [values(records_of(source, [0]), name) for name in ("n", "N")] == [[1], [2]]
     assert refused_table("PATH,Path,n,N\na.jpg,b.jpg,1,2\n", fields=fields).startswith(
-        "list.csv:1: header must have the column 'path', got PATH, Path, n, N"
+        "list.csv:1: header must have the column 'path' once, got PATH, Path, n, N"
     )
+
+
+def test_fields_may_share_a_column_that_they_read_alike() -> None:
+    fields: Any = {"label": {"column": "y"}, "y": {"type": "text"}}
+    source = table("path,y\na.jpg,3\nb.jpg,4\n", fields=fields)
+    assert source.labels.tolist() == [3, 4] and values(records_of(source, [0, 1]), "y") == ["3", "4"]
+    fields = {"label": {"column": "y"}, "score": {"type": "number", "column": "y"}}
+    assert refused_table("path,y\na.jpg,3\n", fields=fields) == (
+        "list.csv: the fields label and score must not read the column 'y' in two ways (text, a number); give one of "
+        "them a column of its own"
+    )
+    source = lines(row(y=3), row(y=4), fields=fields)
+    assert source.labels.tolist() == [3, 4] and values(records_of(source, [0, 1]), "score") == [3, 4]
+
+
+def test_a_column_that_a_header_names_twice() -> None:
+    for keys in ({}, {"fields": {"label": None}}):
+        assert "got path, label, label" in refused_table("path,label,label\na.jpg,x,y\n", **keys)
+
+
+@pytest.mark.parametrize("number", ["1" + 400 * "0", "1e39", "NaN", "Infinity", "-1e400"])
+def test_numbers_that_are_no_float32(number: str) -> None:
+    message = refused(f'{{"path": "a.jpg", "label": {number}}}', fields={"label": {"kind": "number"}})
+    assert message.startswith("list.jsonl:1: label must be a finite number, got ")
 
 
 def test_values_that_are_nested_too_deeply() -> None:
@@ -436,7 +460,7 @@ def test_values_that_are_nested_too_deeply() -> None:
 def test_faults_of_csv() -> None:
     fields: Any = {"boxes": {"labels": "kinds"}}
     assert refused_table("path,box,kinds\na.jpg,[],\n", fields=fields) == (
-        "list.csv:1: header must have the column 'boxes', got path, box, kinds; did you mean 'box'?"
+        "list.csv:1: header must have the column 'boxes' once, got path, box, kinds; did you mean 'box'?"
     )
     assert refused_table("path,boxes,kinds\na.jpg,[],\nb.jpg,[1,\n", fields=fields) == (
         "list.csv:3: boxes must be a list in JSON, got '[1'; correct it"

@@ -164,6 +164,17 @@ def test_hard_links_have_the_bytes_of_their_file(form: int, read_all: ReadAll) -
     assert by_name == {"0.jpg": b"zero", "1.jpg": b"one", "2.jpg": b"one"} and source.labels.tolist() == 3 * [5]
 
 
+def test_a_mark_of_the_encoding_is_no_part_of_a_label(shard: Callable[..., Source]) -> None:
+    members = [("1.jpg", b"one"), ("1.cls", b"cat"), ("2.jpg", b"two"), ("2.cls", b"\xef\xbb\xbfcat\r\n")]
+    source = shard(members)
+    assert (source.classes, source.labels.tolist()) == (("cat",), [0, 0])
+
+
+@pytest.mark.parametrize("label", [b'{"label": null, "cls": 3}', b'{"cls": 3}', b'{"label": 3, "cls": null}'])
+def test_the_label_of_a_json_member(label: bytes, shard: Callable[..., Source]) -> None:
+    assert shard([("1.jpg", b"one"), ("1.json", label)]).labels.tolist() == [3]
+
+
 @pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE])
 def test_an_image_that_is_a_link_to_elsewhere_is_an_error(kind: bytes, make_tar: MakeTar) -> None:
     with tarfile.open("s.tar", "w") as archive:
@@ -171,8 +182,8 @@ def test_an_image_that_is_a_link_to_elsewhere_is_an_error(kind: bytes, make_tar:
         header.type, header.linkname = kind, "/photos/1.jpg"
         archive.addfile(header)
     assert refused(tar="s.tar", fields={"image": None}) == (
-        "s.tar/1.jpg: member must be a file, got a link to '/photos/1.jpg', which is no file before it in the shard; "
-        "make the shard with tar --dereference"
+        "s.tar/1.jpg: member must be a file, or a hard link to one before it in the shard, got a link to "
+        "'/photos/1.jpg'; make the shard with tar --dereference"
     )
 
 

@@ -159,7 +159,7 @@ FILES = [
         "w.csv",
         "id,weight\n0,1\n",
         {"column": "weigt"},
-        ":1: header must have the column 'weigt', got id, weight; did you",
+        ":1: header must have the column 'weigt' once, got id, weight; did you",
     ),
     ("w.csv", "id,w\n0\n", {"column": "w"}, ":2: must be a number, got no such field; correct it"),
     (
@@ -188,7 +188,7 @@ def test_a_file_that_is_missing_and_a_column_that_is(listing: Path, tmp_path: Pa
     (tmp_path / "weights.txt").write_text("1\n" * 6)
     with pytest.raises(SourceError, match=r"source\.weights\.file must be a file.*did you mean"):
         weights(spec(listing, file=str(tmp_path / "weight.txt")))
-    with pytest.raises(SourceError, match=r"source\.weights: .*list\.csv:1: header must have the column 'v', got"):
+    with pytest.raises(SourceError, match=r"source\.weights: .*list\.csv:1: header must have the column 'v' once, got"):
         weights(spec(listing, column="v"))
 
 

@@ -494,7 +494,7 @@ def test_cores(cores: Cores, expected: Finding | None) -> None:
             89,
             4096,
             "problem",
-            "limit 89; 16 threads need at least 90, and a file that cannot be opened counts as a bad sample",
+            "limit 89; 16 threads need at least 90, and a file that cannot be opened ends the epoch",
             "ulimit -n 586",
         ),
     ],
