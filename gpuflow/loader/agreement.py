@@ -4,6 +4,9 @@ Ranks that listed different files make different steps, deliver samples twice or
 for ever. Each rank writes what it loads into the store of the group when its loader is made, and reads what the others
 wrote at the first `for`. That is no collective: a loader that only some ranks make waits for the others for a limited
 time, then warns and goes on. A rank that begins later still compares itself with those that wrote before.
+
+At each `for` the first rank also writes where it begins, and the others compare themselves with it, without waiting: a
+state that only some ranks loaded would give samples twice or never, too.
 """
 
 from __future__ import annotations
@@ -57,6 +60,7 @@ class RankAgreement:
         self._plan = plan
         self._key: str | None = None
         self._own, self._number = "", 0
+        self._loops = 0
         self._done = False
 
     def announce(self, describe: Callable[[], str]) -> None:
@@ -104,6 +108,33 @@ class RankAgreement:
         self._done = True
         return self._key is not None
 
+    def begin(self, epoch: int, position: int) -> None:
+        """Compare where this rank's next loop begins with where another rank began its loop of the same number.
+
+        Raises:
+            LoaderError: they differ.
+        """
+        if self._key is None:
+            return
+        self._loops += 1
+        rank, own = self._plan.rank, f"epoch {epoch} at sample {position:,}"
+        key = f"{self._key}/{self._number}/{self._digest}/loop {self._loops}"
+        try:
+            first = json.loads(_store().compare_set(key, "", json.dumps([rank, own])))
+        except (_store_error(), RuntimeError):  # the store does not answer, or cannot do this
+            return
+        if first[1] != own:
+            raise LoaderError(
+                f"the ranks differ in where they begin: rank {first[0]} began {first[1]}, rank {rank} begins {own}; "
+                "load the same state and set the same epoch on every rank, and pass rank= and world_size= to a loader "
+                "that not all ranks make"
+            )
+
+    @property
+    def _digest(self) -> str:
+        """Of what this rank loads."""
+        return hashlib.sha256(self._own.encode()).hexdigest()
+
     def memory(self, size: int) -> NDArray[np.uint8] | None:
         """Memory for what this host's ranks find out about the samples of this loader, see `shared_by_ranks`.
 
@@ -111,9 +142,8 @@ class RankAgreement:
         """
         if self._key is None:
             return None
-        digest = hashlib.sha256(self._own.encode()).hexdigest()
         with suppress(RuntimeError):  # the store does not answer, or cannot do this
-            return shared_by_ranks(_store(), f"{self._key}/{self._number}/{digest}", size)
+            return shared_by_ranks(_store(), f"{self._key}/{self._number}/{self._digest}", size)
         return None
 
     def _compare(self, store: Store, key: str) -> None:

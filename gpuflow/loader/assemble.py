@@ -258,7 +258,7 @@ def _shared_name(config: Config, name: str) -> str:
     spec = config.source
     specs = spec.mixed or (spec,)
     place = " ".join(os.path.basename(each.where.rstrip("/")) for each in specs)
-    return f"{name}/{key64(spec.kind, place, spec.split, config.any_program(name).pipeline.fingerprint):016x}"
+    return f"{name}/{key64(spec.kind, place, spec.split):016x}"
 
 
 def _former_identity(config: Config, name: str, source: Source) -> str:

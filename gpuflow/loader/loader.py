@@ -144,6 +144,7 @@ class Loader:
         if self._agreement.check(self._shared_facts) and self._plan.gpu is not None:
             self._plan.gpu.share_checks(len(self._plan.source), self._agreement.memory)
         epoch, start = self._progress.upcoming
+        self._agreement.begin(epoch, start)
         self._stats.start_epoch(epoch)
         steps = self._steps.begin(epoch, start)
         self._plan.bad.begin_epoch(len(steps) * self.batch_size)
@@ -209,8 +210,8 @@ class Loader:
         """What must be equal on all ranks."""
         s = self._steps
         return (
-            f"{s.size:,} samples with the fingerprint {self._source_fingerprint} in batches of {s.batch_size}, seed "
-            f"{self._plan.seed}"
+            f"{s.size:,} samples with the fingerprint {self._source_fingerprint} in {len(s):,} steps of "
+            f"{s.batch_size}, seed {self._plan.seed}, stages and order {self._plan.identity}"
         )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

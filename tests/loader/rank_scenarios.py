@@ -47,6 +47,22 @@ def loaded(config: Path, name: str = "train", **options: Any) -> dict[str, Any]:
     return {**found, "warnings": [str(warning.message) for warning in caught], "seconds": time.monotonic() - start}
 
 
+def restored(config: Path, rank: int, ranks: list[int]) -> dict[str, Any]:
+    """A loop from the middle of epoch 1 on, on these ranks; the others begin at the start, after rank 0."""
+    with gpuflow.load(config) as loader:
+        if rank in ranks:
+            loader.load_state_dict({**loader.state_dict(), "epoch": 1, "position": 4})
+        if rank:
+            dist.barrier()
+        try:
+            samples = iter(loader)
+            if not rank:
+                dist.barrier()
+            return {"samples": [index for batch in samples for index in batch.indices.tolist()]}
+        except gpuflow.LoaderError as error:
+            return {"text": str(error)}
+
+
 def with_environment(config: Path, **variables: str) -> dict[str, Any]:
     os.environ.update(variables)
     try:
@@ -103,7 +119,17 @@ def main(rank: int, directory: Path) -> None:
     report["other_files"] = loaded(own)
     report["checks"] = what_is_checked(same, rank)
     report["other_files_of_a_subgroup"] = loaded(own, rank=0, world_size=1)
-    report["other_seed"] = loaded(same, overrides=[f"source.seed={rank}", "pipelines.train.stages.flip.horizontal=0.3"])
+    for scenario, override in {
+        "other_seed": "source.seed=1",
+        "other_order": "pipelines.train.shuffle=false",
+        "other_steps": "pipelines.train.batch.drop_last=true",
+        "other_stages": "pipelines.train.stages.flip.horizontal=0.3",
+    }.items():
+        dist.barrier()  # so that no rank has made its next loader when the other one looks at this one
+        report[scenario] = loaded(same, overrides=[override] * rank)
+    dist.barrier()
+    report["same_state"] = restored(same, rank, [0, 1])
+    report["other_state"] = restored(same, rank, [0])
     dist.barrier()
     agreement.WAIT_SECONDS = 0.3
     report["alone"] = loaded(directory / "alone.yaml") if rank == 0 else None

@@ -131,7 +131,7 @@ def test_ranks_with_other_files_are_told_so_before_the_first_batch(reports: Repo
     assert start == "the ranks differ in what they load as 'train'"
     assert zero.startswith(" 0: 12 samples with the fingerprint ")
     assert one.startswith(" 1: 13 samples with the fingerprint ")
-    assert zero.endswith(" in batches of 4, seed 0")
+    assert " in 2 steps of 4, seed 0, stages and order " in zero
     assert end == " give every rank the same files, labels and configuration, then start all of them again"
 
 
@@ -143,11 +143,25 @@ def test_a_subgroup_is_not_compared(reports: Reports) -> None:
     assert [len(one["samples"]) for one in each(reports, "other_files_of_a_subgroup")] == [PHOTOS, PHOTOS + 1]
 
 
-def test_ranks_with_another_seed_are_told_so(reports: Reports) -> None:
-    for one in each(reports, "other_seed"):
-        zero, other, _ = _facts(one["text"])
-        assert zero.endswith(", seed 0")
-        assert other.endswith(", seed 1")
+@pytest.mark.parametrize("scenario", ["other_seed", "other_order", "other_steps", "other_stages"])
+def test_a_rank_with_another_configuration_is_told_so_at_once(scenario: str, reports: Reports) -> None:
+    """The other one may have made such a loader before, and need not wait then."""
+    one = reports[1][scenario]
+    zero, own, _ = _facts(one["text"])
+    assert zero.removeprefix(" 0:") != own.removeprefix(" 1:") and one["seconds"] < 5
+    assert ", seed 0, " in zero and (", seed 1, " if scenario == "other_seed" else ", seed 0, ") in own
+
+
+def test_ranks_that_begin_at_different_places_are_told_so(reports: Reports) -> None:
+    """The one that comes first cannot know, and is ended by its launcher."""
+    first, second = each(reports, "other_state")
+    assert len(first["samples"]) == 4
+    assert second["text"] == (
+        "the ranks differ in where they begin: rank 0 began epoch 1 at sample 4, rank 1 begins epoch 0 at sample 0; "
+        "load the same state and set the same epoch on every rank, and pass rank= and world_size= to a loader that not "
+        "all ranks make"
+    )
+    assert [len(one["samples"]) for one in each(reports, "same_state")] == [4, 4]
 
 
 def test_a_loader_that_only_one_rank_makes_goes_on_with_a_warning(reports: Reports) -> None:
