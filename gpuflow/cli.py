@@ -205,7 +205,12 @@ def samples(
 
 @app.command()
 def check(path: ConfigFile, overrides: Overrides = None) -> None:
-    """Check a file: says that it is valid, or lists every error with its place and exits 1. Reads no image."""
+    """Check a file: says that it is valid, or lists every error with its place and exits 1. Reads no image.
+
+    It does not open the source, which may be on another machine; gpuflow scan does.
+    """
+    from gpuflow.sources.hints import missing_source
+
     config = _read(path, overrides)
     for name, program in config.programs.items():
         _out.print(f"{name}: {repr(program.pipeline).partition(': ')[2]}  gives {program.result}")
@@ -213,6 +218,9 @@ def check(path: ConfigFile, overrides: Overrides = None) -> None:
         for view, result in several.results:
             stages = repr(view.pipeline).partition(": ")[2]
             _out.print(f"{name}.{view.name}: {stages}  gives {view.count} x {result}")
+    for one in config.source.mixed or (config.source,):
+        if hint := missing_source(one):
+            _out.print(_labelled("note:", "yellow", f"the source is not on this machine: {hint}"))
     _out.print(_labelled("valid:", "green", str(path)))
 
 

@@ -20,6 +20,10 @@ __all__ = ["Normalize"]
 _IMAGENET = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
 
 
+_LARGEST = 10.0
+"""A larger mean or standard deviation is in units of 0 to 255."""
+
+
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Normalize(s.Pointwise):
     """Normalize each channel: (pixel / 255 - mean) / std.
@@ -68,6 +72,10 @@ class Normalize(s.Pointwise):
             yield Problem.of("std", "must have as many values as mean", count, code="config.conflict")
         elif not count:
             yield Problem.of("std", "must have at least one value", self.std, code="config.range")
+        for field in ("mean", "std"):
+            if any(abs(value) > _LARGEST for value in self._values(field)):
+                rule = "must be in units of 0 to 1"
+                yield Problem.of(field, rule, getattr(self, field), "divide it by 255", code="config.range")
 
     def output(self, spec: s.ImageSpec) -> s.ImageSpec:
         s.require_pixels(self, spec)

@@ -137,6 +137,13 @@ def test_check_of_a_valid_file(gpuflow: Run, config: Path) -> None:
     ]
 
 
+def test_check_says_that_the_source_is_not_here(gpuflow: Run, config: Path) -> None:
+    for given, hint in (("$HOME/photos", "variables such as $HOME are not replaced"), ("/no/photos", "check the path")):
+        done = gpuflow("check", config, f"source.folder={given}")
+        assert done.code == 0
+        assert f"note: the source is not on this machine: '{given}'; {hint}" in done.out
+
+
 def test_check_lists_every_error_with_its_line(gpuflow: Run, tmp_path: Path) -> None:
     path = tmp_path / "bad.yaml"
     path.write_text(

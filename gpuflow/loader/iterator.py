@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Iterator
@@ -84,6 +85,7 @@ class EpochIterator(Iterator[Batch]):
         self._run = feed.start(epoch, steps, in_flight)
         self._step = 0
         self._end: str | None = None
+        self._turn = threading.Lock()
         self._gpu_wait = GpuWait()
         self._ranges = nvtx(plan.nvtx)
 
@@ -98,8 +100,18 @@ class EpochIterator(Iterator[Batch]):
         return self._end is not None
 
     def __next__(self) -> Batch:
+        """The next batch. Several threads take turns."""
         if self._feed.forked:
             raise self._feed.error_in_child()
+        timeout = self._plan.timeout_seconds
+        if not self._turn.acquire(timeout=timeout):
+            raise LoaderTimeout(f"another thread has waited for a batch for run.timeout_s = {timeout:g} s")
+        try:
+            return self._next()
+        finally:
+            self._turn.release()
+
+    def _next(self) -> Batch:
         if self._end is None and self._step == len(self._steps):
             self._progress.finish()
             self.end("over", wait=False)

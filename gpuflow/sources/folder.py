@@ -1,4 +1,7 @@
-"""The folder source: one directory per class, with the order and the labels of torchvision's ImageFolder."""
+"""The folder source: one directory per class, with the order and the labels of torchvision's ImageFolder.
+
+Unlike there, names that begin with a dot are left out: `.ipynb_checkpoints` is no class, and `._1.jpg` no image.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,17 @@ __all__ = ["EXTENSIONS", "open_folder"]
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 """The extensions of ImageFolder, in its order; upper and lower case are equal."""
 
-_OTHER_KINDS = {".csv": "listing", ".jsonl": "listing", ".ndjson": "listing", ".json": "listing", ".tar": "tar"}
+_OTHER_KINDS = {
+    ".csv": "listing",
+    ".jsonl": "listing",
+    ".ndjson": "listing",
+    ".json": "listing",
+    ".tar": "tar",
+    ".parquet": "hf",
+    ".arrow": "hf",
+}
+_NAMED = 6
+"""The most empty class directories that an error names."""
 
 
 def open_folder(spec: SourceSpec) -> FileSource:
@@ -43,7 +56,8 @@ def open_folder(spec: SourceSpec) -> FileSource:
         counts.append(len(images))
     empty = [name for name, count in zip(classes, counts, strict=True) if not count]
     if empty:
-        others = f" (nor do {len(empty) - 1} more classes)" if len(empty) > 1 else ""
+        others = f"; nor do {', '.join(empty[1:_NAMED])}" if len(empty) > 1 else ""
+        others += f" and {len(empty) - _NAMED} more" if len(empty) > _NAMED else ""
         raise SourceError(
             f"{root}/{empty[0]}: a class directory must hold an image ({', '.join(extensions)}), got none{others}; "
             f"add images or remove the directory"
@@ -59,7 +73,7 @@ def _local_tree(root: str, extensions: tuple[str, ...]) -> Iterator[tuple[str, l
     """Yield each class and its images, as paths relative to the root."""
     try:
         with os.scandir(root) as entries:
-            known = [(entry.name, _is_directory(entry)) for entry in entries]
+            known = [(entry.name, _is_directory(entry)) for entry in entries if not entry.name.startswith(".")]
     except FileNotFoundError as fault:
         raise SourceError(
             f"source.folder must be a directory, got {root!r}, which does not exist{missing_path(root)}"
@@ -128,6 +142,8 @@ def _walk(top: str, above: frozenset[_Identity]) -> Iterator[tuple[str, list[str
         try:
             with os.scandir(directory) as entries:
                 for entry in entries:
+                    if entry.name.startswith("."):
+                        continue
                     if _is_directory(entry):
                         waiting.append((f"{directory}/{entry.name}", above | {identity}))
                     else:
@@ -160,7 +176,7 @@ def _remote_tree(
     found = storage.find(root)
     for name, path, *_ in found:
         directory, _, file = name.rpartition("/")
-        if directory:
+        if directory and not any(part.startswith(".") for part in name.split("/")):
             images = classes.setdefault(directory.partition("/")[0], [])
             if file.lower().endswith(extensions):
                 images.append((directory, file, path))

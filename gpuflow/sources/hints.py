@@ -5,10 +5,14 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Collection
+from typing import TYPE_CHECKING
 
 from gpuflow.errors import did_you_mean
 
-__all__ = ["missing_path", "near_word"]
+if TYPE_CHECKING:
+    from gpuflow.sources.base import SourceSpec
+
+__all__ = ["missing_path", "missing_source", "near_word"]
 
 
 def near_word(word: str, known: Collection[str]) -> str:
@@ -20,6 +24,8 @@ def near_word(word: str, known: Collection[str]) -> str:
 
 def missing_path(path: str) -> str:
     """A clause for a local path that does not exist: suggests a similar name, or says where relative paths start."""
+    if "$" in path:
+        return "; variables such as $HOME are not replaced, write the path itself"
     parent, name = os.path.split(path.rstrip("/"))
     while parent and not os.path.isdir(parent):
         parent, name = os.path.split(parent)
@@ -29,3 +35,11 @@ def missing_path(path: str) -> str:
         rest = path.rstrip("/")[len(os.path.join(parent, name)) :]
         return f"; did you mean {os.path.join(parent, close[0]) + rest!r}?"
     return "; check the path" if os.path.isabs(path) else f"; relative paths start from {os.getcwd()}"
+
+
+def missing_source(spec: SourceSpec) -> str:
+    """What a source names that does not exist, and a hint; empty if it exists, or is not a single local path."""
+    path = spec.where
+    if spec.other or spec.mix or "://" in path or any(mark in path for mark in "*?[{"):
+        return ""
+    return "" if os.path.exists(os.path.expanduser(path)) else f"{path!r}{missing_path(path)}"

@@ -8,6 +8,7 @@ import pickle
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -416,6 +417,14 @@ def test_a_loader_can_be_made_in_one_thread_and_iterated_in_another() -> None:
 
 
 # --- statistics -------------------------------------------------------------------------------------------------------
+
+
+def test_threads_that_share_an_iterator_take_turns_and_all_come_to_its_end() -> None:
+    with loader_of(MemorySource.of(64), batch_size=2) as loader, ThreadPoolExecutor(4) as pool:
+        for _ in range(3):
+            batches = iter(loader)
+            found = pool.map(lambda _: [batch.indices.tolist() for batch in batches], range(4), timeout=60)
+            assert sorted(index for one in found for batch in one for index in batch) == list(range(64))
 
 
 def test_statistics_of_a_whole_epoch() -> None:

@@ -42,7 +42,7 @@ def test_order_and_labels_are_those_of_image_folder(tmp_path: Path, read_all: Re
     root = plant(
         tmp_path / "photos",
         *("b/2.JPG", "b/10.png", "b/1.jpeg", "b/readme.txt", "a/z/1.webp", "a/z-1/1.bmp", "a/z/q/2.jpg", "a/y.ppm"),
-        *("a/Z.tif", "a/a.tiff", "a/é.jpg", "a/x.jpg/inner.pgm", "a/.jpg", "C/.hidden.jpg", "top.jpg", "a/b.jpg.txt"),
+        *("a/Z.tif", "a/a.tiff", "a/é.jpg", "a/x.jpg/inner.pgm", "C/shown.jpg", "top.jpg", "a/b.jpg.txt"),
     )
     other = plant(tmp_path / "other", "linked/3.jpg", "linked/sub/4.jpg")
     (root / "a" / "link").symlink_to(other / "linked")
@@ -136,7 +136,19 @@ def test_class_without_images(tmp_path: Path) -> None:
     fails(f"{rule}; add images or remove the directory", folder=str(tmp_path))
     (tmp_path / "c").mkdir()
     (tmp_path / "d" / "x.jpg").mkdir(parents=True)
-    fails(f"{rule} (nor do 2 more classes); add images or remove the directory", folder=str(tmp_path))
+    fails(f"{rule}; nor do c, d; add images or remove the directory", folder=str(tmp_path))
+    for i in range(9):
+        (tmp_path / f"e{i}").mkdir()
+    fails(f"{rule}; nor do c, d, e0, e1, e2 and 6 more; add images or remove the directory", folder=str(tmp_path))
+
+
+def test_names_that_begin_with_a_dot_are_left_out(tmp_path: Path) -> None:
+    """Notebooks, desktops and editors make them, and they would shift all labels."""
+    hidden = ("a/.ipynb_checkpoints/1.jpg", "a/._1.jpg", "b/.x/2.jpg", ".trash/4.jpg")
+    root = plant(tmp_path, "a/1.jpg", "b/3.jpg", *hidden)
+    source = open_source(SourceSpec(folder=str(root)))
+    assert source.classes == ("a", "b")
+    assert [source.path(i).removeprefix(f"{root}/") for i in range(len(source))] == ["a/1.jpg", "b/3.jpg"]
 
 
 def test_a_link_to_an_ancestor_is_not_followed(tmp_path: Path) -> None:

@@ -92,6 +92,10 @@ def test_imagenet_is_what_models_were_trained_with() -> None:
         ({"mean": (), "std": ()}, "normalize.std must have at least one value, got []"),
         ({"std": (0.5, float("nan"), 0.5)}, "normalize.std must be >= 1e-06, got [0.5, nan, 0.5]"),
         ({"mean": (0.5, float("inf"), 0.5)}, "normalize.mean must be finite, got [0.5, inf, 0.5]"),
+        (
+            {"mean": (123.7, 116.3, 103.5), "std": (1.0, 1.0, 1.0)},
+            "normalize.mean must be in units of 0 to 1, got [123.7, 116.3, 103.5]; divide it by 255",
+        ),
     ],
 )
 def test_errors(parameters: dict[str, Any], text: str) -> None:
