@@ -422,8 +422,8 @@ def test_a_loader_can_be_made_in_one_thread_and_iterated_in_another() -> None:
 def test_threads_that_share_an_iterator_take_turns_and_all_come_to_its_end() -> None:
     with loader_of(MemorySource.of(64), batch_size=2) as loader, ThreadPoolExecutor(4) as pool:
         for _ in range(3):
-            batches = iter(loader)
-            found = pool.map(lambda _: [batch.indices.tolist() for batch in batches], range(4), timeout=60)
+            each = [iter(loader)] * 4
+            found = pool.map(lambda batches: [batch.indices.tolist() for batch in batches], each, timeout=60)
             assert sorted(index for one in found for batch in one for index in batch) == list(range(64))
 
 
