@@ -697,8 +697,15 @@ def serve(
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes one that is free.")] = 8888,
     device: Annotated[str | None, typer.Option(help="Where the model runs: cpu, cuda or cuda:1.")] = None,
     max_queue: Annotated[int, typer.Option(min=1, help="Images under way at a time; more are refused by a 503.")] = 256,
-    max_body_mb: Annotated[float, typer.Option(min=0.001, help="Of one request; more is refused by a 413.")] = 32.0,
-    timeout_s: Annotated[float, typer.Option(min=0.001, help="For a request to arrive, and for its answer.")] = 30.0,
+    max_body_mb: Annotated[
+        float, typer.Option(min=0.001, max=1e6, help="Of one request; more is refused by a 413.")
+    ] = 32.0,
+    max_megapixels: Annotated[
+        float, typer.Option(min=0.001, max=1e6, help="Of one image; a larger one is answered as a bad image.")
+    ] = 50.0,
+    timeout_s: Annotated[
+        float, typer.Option(min=0.001, max=1e6, help="For a request to arrive, and for its answer.")
+    ] = 30.0,
     max_connections: Annotated[
         int,
         typer.Option(min=1, help="Open at a time; further ones take the place of those that wait for their client."),
@@ -721,6 +728,7 @@ def serve(
     limits = RequestLimits(
         max_body_bytes=round(max_body_mb * 1e6),
         max_queue=max_queue,
+        max_pixels=round(max_megapixels * 1e6),
         timeout_s=timeout_s,
         max_connections=max_connections,
     )

@@ -101,7 +101,7 @@ Code = Literal[
     stage.size            images of varying size at the end of a pipeline
     sample.bad            an encoded image that cannot become a tensor
     sample.format         an encoded image of a format that `decode.formats` would have to name
-    sample.too_large      an encoded image of more pixels than `max_pixels`
+    sample.too_large      an encoded image of more pixels than `max_pixels`, or more scans than `max_scans`
     import.source         another library's transforms that cannot be read
     import.stage          a transform of another library that no stage equals
     import.unknown_key    a key of another library's file that is not known

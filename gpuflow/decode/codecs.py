@@ -263,7 +263,7 @@ def _check_scans(view: memoryview, at: int, max_scans: int) -> None:
             return
         scans += marker == 0xDA
         if scans > max_scans:
-            refuse(f"more than max_scans = {max_scans} scans")
+            refuse(f"more than max_scans = {max_scans} scans", "sample.too_large")
         at = found.end() + max(2, int.from_bytes(view[found.end() : found.end() + 2]))
     refuse(f"more than {_MAX_SEGMENTS:,} marker segments")
 

@@ -21,12 +21,17 @@ import hashlib
 import math
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
+from functools import partial
 from importlib import resources
 from typing import Annotated, Any, TypeVar
 
+import numpy as np
+
+from gpuflow.decode.codecs import probe
+from gpuflow.decode.optional_headers import LABELS
 from gpuflow.errors import BadSampleError, DecoderError, MissingExtra, PredictorError, did_you_mean, suggest
 
 try:
@@ -227,14 +232,41 @@ class Service:
     ) -> list[asyncio.Future[T]]:
         """Submit images together and empty the list: from now on only the predictor has their bytes, until it decodes
         them."""
-        reservation.reserve(len(images))
         files, images[:] = tuple(images), ()
+        sizes = [self._pixels(data) for data in files]
+        reservation.reserve(len(files), sum(size for size in sizes if isinstance(size, int)))
         for data in files:
             reservation.submit_one(len(data))
+        accepted = [data for data, size in zip(files, sizes, strict=True) if isinstance(size, int)]
         try:
-            return [asyncio.wrap_future(future) for future in submit(files)]
+            submitted = iter(submit(accepted) if accepted else ())
         except PredictorError as error:
             raise Refused(500, "model", str(error)) from error
+        return [self._answer(size, submitted) for size in sizes]
+
+    def _pixels(self, data: bytes) -> int | BadSampleError:
+        """The pixels of an image, or the error that it is too large for the limits; 0 for a header that cannot be read,
+        of which the decoder says why."""
+        limits, file = self.limits, np.frombuffer(data, np.uint8)
+        try:
+            header = probe(file, max_pixels=limits.max_pixels, max_scans=limits.max_scans, formats=LABELS)
+        except BadSampleError as error:
+            return error if error.code == "sample.too_large" else 0
+        return header.width * header.height
+
+    def _answer(self, size: int | BadSampleError, submitted: Iterator[Future[T]]) -> asyncio.Future[T]:
+        """What becomes of one image: the next future that the predictor gave, or its error."""
+        if isinstance(size, BadSampleError):
+            refused: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+            refused.set_exception(size)
+            return refused
+        answer = asyncio.wrap_future(next(submitted))
+        self.occupancy.pixels += size
+        answer.add_done_callback(partial(self._release_pixels, size))
+        return answer
+
+    def _release_pixels(self, size: int, _: asyncio.Future[Any]) -> None:
+        self.occupancy.pixels -= size
 
     async def _answers(self, request: Request, futures: Sequence[asyncio.Future[T]]) -> list[T | BadSampleError]:
         """The answer for each image. Raises Refused if the model failed or time ran out, and cancels the others."""
@@ -328,7 +360,7 @@ class Health:
         checked = asyncio.wrap_future(self._pool.submit(self._check))
         if not (await asyncio.wait([checked], timeout=_ANSWER_SECONDS))[0]:
             checked.cancel()
-            return f"the decoders did not decode a test image within {_ANSWER_SECONDS:g} s"
+            return f"the decoders did not decode a test image within {_ANSWER_SECONDS:g} s: they are busy, or hang"
         match checked.exception():
             case None:
                 return None

@@ -200,7 +200,7 @@ def error_content(kind: str, reason: str, **more: str) -> dict[str, Any]:
 class BodyMiddleware:
     """Wraps an app: counts requests and bytes, and discards what a client still sends after its answer.
 
-    Refuses requests on connections above the limit, other than probes.
+    Refuses requests whose end is ambiguous, and those on connections above the limit, other than probes.
 
     closing: whether each connection shall be closed after its answer.
     """
@@ -216,13 +216,11 @@ class BodyMiddleware:
         begun = time.perf_counter()
         exchange = _Exchange(scope, receive, send, max_bytes=self._max_discarded, closing=self._closing)
         try:
-            if OVER_LIMIT in scope.get("state", {}) and scope["path"] not in _PROBES:
-                self._metrics.error("connections")
-                reason = "the service has too many connections; retry later, or keep one open for several requests"
-                refused = busy("connections", reason)
+            if (refused := _refusal(scope)) is not None:
+                self._metrics.error(refused.kind)
                 content = error_content(refused.kind, refused.detail)
-                answer = JSONResponse(content, 503, {**(refused.headers or {}), "Connection": "close"})
-                await answer(scope, exchange.receive, exchange.send)
+                headers = {**(refused.headers or {}), "Connection": "close"}
+                await JSONResponse(content, refused.status_code, headers)(scope, exchange.receive, exchange.send)
             else:
                 await self._app(scope, exchange.receive, exchange.send)
         except Exception:
@@ -237,6 +235,17 @@ class BodyMiddleware:
                 received=exchange.received,
                 sent=exchange.sent,
             )
+
+
+def _refusal(scope: Scope) -> Refused | None:
+    """Why a request is refused whatever it asks for, and its connection closed."""
+    names = {name for name, _ in scope["headers"]}
+    if {b"content-length", b"transfer-encoding"} <= names:  # a proxy may see another end of it (RFC 9112, 6.1)
+        return Refused(400, "bad_request", "a request must not have both Content-Length and Transfer-Encoding")
+    if OVER_LIMIT in scope.get("state", {}) and scope["path"] not in _PROBES:
+        reason = "the service has too many connections; retry later, or keep one open for several requests"
+        return busy("connections", reason)
+    return None
 
 
 class _Exchange:
@@ -299,4 +308,5 @@ class _Exchange:
 
 
 def _with_close(message: Message) -> Message:
-    return {**message, "headers": [*message["headers"], (b"connection", b"close")]}
+    others = [(name, value) for name, value in message["headers"] if name != b"connection"]
+    return {**message, "headers": [*others, (b"connection", b"close")]}

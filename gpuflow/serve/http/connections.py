@@ -89,7 +89,8 @@ class Connections:
         is_full = len(self) > most + _SPARE
         now = time.monotonic()
         for waiting, (since, transferring) in itertools.islice(self._waiting.items(), _LOOK_AT):
-            if is_full or not transferring or now - since > _STALLED_SECONDS:
+            stalled = not transferring or now - since > _STALLED_SECONDS
+            if is_full or (stalled and not waiting.waits_for_service):
                 waiting.abort("evicted")
                 return False
         if is_full:
@@ -242,6 +243,16 @@ class Connection(H11Protocol):
     def unsent(self) -> int:
         """Bytes of answers that the system has not taken yet, because the client does not read those before."""
         return self.transport.get_write_buffer_size()
+
+    @property
+    def waits_for_service(self) -> bool:
+        """Whether the client has read its answers, and sent what was not read yet."""
+        if self.unsent:
+            return False
+        with suppress(OSError):
+            found = fcntl.ioctl(self.transport.get_extra_info("socket").fileno(), termios.FIONREAD, bytes(4))
+            return int(struct.unpack("i", found)[0]) > 0
+        return False
 
     @property
     def _in_request(self) -> bool:

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import final
 
 from starlette.exceptions import HTTPException
@@ -28,6 +28,8 @@ class RequestLimits:
 
     max_body_bytes: of one request. max_images: in one request.
     max_queue: images in flight at a time; a request takes its places once its body has arrived.
+    max_pixels: of one image, by its header. max_queue_pixels: of all images in flight at a time.
+    max_scans: of a JPEG; encoders write at most about twenty, and each takes as long as a whole image.
     max_held_bytes: of all bodies in memory at a time, until their images are decoded; a single one is always accepted.
     timeout_s: seconds for a body to arrive, and again as many for its answer.
     max_connections: open at a time; fewer where the process may not open that many files.
@@ -37,18 +39,21 @@ class RequestLimits:
     max_body_bytes: int = 32_000_000
     max_images: int = 64
     max_queue: int = 256
+    max_pixels: int = 50_000_000
+    max_scans: int = 20
+    max_queue_pixels: int = 2_000_000_000
     max_held_bytes: int = 512_000_000
     timeout_s: float = 30.0
     max_connections: int = 1000
     head_s: float = 10.0
 
     def __post_init__(self) -> None:
-        for name in ("max_body_bytes", "max_images", "max_queue", "max_held_bytes", "max_connections"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"RequestLimits.{name} must be >= 1, got {getattr(self, name)}")
-        for name in ("timeout_s", "head_s"):
-            if not 0 < getattr(self, name) < float("inf"):
-                raise ValueError(f"RequestLimits.{name} must be a number of seconds > 0, got {getattr(self, name)}")
+        for name, value in asdict(self).items():
+            if name in ("timeout_s", "head_s"):
+                if not 0 < value < float("inf"):
+                    raise ValueError(f"RequestLimits.{name} must be a number of seconds > 0, got {value}")
+            elif value < 1:
+                raise ValueError(f"RequestLimits.{name} must be >= 1, got {value}")
 
 
 class Refused(HTTPException):
@@ -73,14 +78,15 @@ class Occupancy:
         decoding_bytes: of those it did not decode yet.
 
     active: requests that are admitted and not answered yet. reserved: their images that the predictor does not count
-    yet. body_bytes: of bodies that are being read or were read, and whose images the predictor does not have yet.
+    yet. pixels: of the images that it has. body_bytes: of bodies that are being read or were read, and whose images the
+    predictor does not have yet.
     """
 
     def __init__(
         self, limits: RequestLimits, *, in_flight: Callable[[], int], decoding_bytes: Callable[[], int]
     ) -> None:
         self.limits = limits
-        self.active = self.reserved = self.body_bytes = 0
+        self.active = self.reserved = self.pixels = self.body_bytes = 0
         self._in_flight, self._decoding_bytes = in_flight, decoding_bytes
         self._arriving: set[Reservation] = set()
 
@@ -181,9 +187,16 @@ class Reservation:
             rest = f", and the request has {images} images" if images > 1 else ""
             raise busy("queue_full", f"the queue is full: {length} of {most} places taken{rest}")
 
-    def reserve(self, images: int) -> None:
-        """Take places for the images of a body that has arrived. Raises Refused if the queue is full."""
+    def reserve(self, images: int, pixels: int) -> None:
+        """Take places for the images of a body that has arrived. Raises Refused if the queue is full, or has no room
+        for their pixels."""
         self.check_places(images)
+        taken, most = self._occupancy.pixels, self._occupancy.limits.max_queue_pixels
+        if pixels > most:
+            reason = f"the images of a request must have at most {most:,} pixels, got {pixels:,}; send several requests"
+            raise Refused(413, "too_large", reason)
+        if taken + pixels > most:
+            raise busy("queue_full", f"the queue is full: its images have {taken:,} of {most:,} pixels")
         self._occupancy.reserved += images
         self._images = images
 

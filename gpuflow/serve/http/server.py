@@ -48,6 +48,7 @@ _LOGGING: dict[str, Any] = {
     "filters": {"few": {"()": "gpuflow.serve.http.server.FewRecords"}},
     "handlers": {"stderr": {"class": "logging.StreamHandler", "formatter": "plain"}},
     "loggers": {
+        "python_multipart": {"handlers": ["stderr"], "level": "ERROR", "propagate": False, "filters": ["few"]},
         "asyncio": {"handlers": ["stderr"], "level": "WARNING", "propagate": False, "filters": ["few"]},
         "uvicorn.error": {"handlers": ["stderr"], "level": "WARNING", "propagate": False, "filters": ["few"]},
         "uvicorn.access": {"handlers": ["stderr"], "level": "INFO", "propagate": False},

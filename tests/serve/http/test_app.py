@@ -18,11 +18,14 @@ import requests
 import torch
 from prometheus_client.parser import text_string_to_metric_families
 
+from gpuflow.decode.codecs import probe
 from gpuflow.serve.http.app import RequestLimits, create_app
 from gpuflow.serve.predictor import Predictor
 from gpuflow.torchpipe.graph import Graph, Node, chain
+from tests import images
 from tests.datasets import RAW, VAL, jpeg, program, python
 from tests.hostile import BAD, HOSTILE
+from tests.images import patch_png, png
 from tests.serve.fakes import CLASSES, Break, FakeEngine, Gate
 from tests.serve.services import Live, answer_of, predictor_of, served, wait
 
@@ -98,6 +101,13 @@ def test_the_files_of_a_form_are_one_batch(one_node: bool) -> None:
         assert sorted(engine.counts) == [4, 4, 16, 16]
 
 
+def bad_image(reason: str) -> dict[str, Any]:
+    """The answer for a file that training refuses with this reason. The service takes fewer pixels."""
+    stage, _, text = reason.partition(": ")
+    text = text.replace("max_pixels = 179,000,000", "max_pixels = 50,000,000")
+    return {"error": {"kind": "bad_image", "stage": stage, "reason": text}}
+
+
 def test_bad_images_among_hostile_ones(live: Live) -> None:
     """Each file gets the same answer as alone."""
     files = [(name, data, "") for name, data in HOSTILE.items()] + [(name, *BAD[name]) for name in BAD]
@@ -107,8 +117,7 @@ def test_bad_images_among_hostile_ones(live: Live) -> None:
     for i, result in zip(order, answer.json()["results"], strict=True):
         name, data, reason = files[i]
         if reason:
-            stage, _, text = reason.partition(": ")
-            assert result == {"error": {"kind": "bad_image", "stage": stage, "reason": text}}
+            assert result == bad_image(reason)
         else:
             assert result == live.ask(data).json(), name
 
@@ -116,8 +125,7 @@ def test_bad_images_among_hostile_ones(live: Live) -> None:
 @pytest.mark.parametrize("name", BAD)
 def test_a_bad_image_alone(live: Live, name: str) -> None:
     data, reason = BAD[name]
-    stage, _, text = reason.partition(": ")
-    expected = {"error": {"kind": "bad_image", "stage": stage, "reason": text}}
+    expected = bad_image(reason)
     answer = live.ask(data)
     assert (answer.status_code, answer.json()) == (422, expected)
     answer = live.form(data)
@@ -336,6 +344,46 @@ def test_a_full_queue() -> None:
         assert [future.result(timeout=20).status_code for future in taken] == [200, 200, 200]
         assert live.ask(PHOTO).ok
         assert live.service.occupancy.queue_length == live.service.occupancy.active == 0
+
+
+def test_large_images_are_refused_by_their_headers() -> None:
+    """Of a few bytes a decoder can make gigabytes, or work for minutes."""
+    large = patch_png(png(np.zeros((1, 1, 3), np.uint8)), width=13_000, height=13_000)
+    progressive = images.jpeg(images.photo(16, 16), progressive=True)
+    scan = progressive[progressive.rindex(b"\xff\xda") : -2]
+    with served(FakeEngine()) as live:
+        for data, reason in (
+            (large, "13000x13000 = 169,000,000 pixels are more than max_pixels = 50,000,000"),
+            (progressive[:-2] + 20 * scan + progressive[-2:], "more than max_scans = 20 scans"),
+        ):
+            for path in ("/predict", "/seen"):
+                assert error(live.ask(data, path)) == (422, "bad_image", reason)
+            results = live.form(PHOTO, data, PHOTO).json()["results"]
+            assert ["error" in result for result in results] == [False, True, False]
+            assert results[0] == results[2]
+        assert live.service.occupancy.pixels == live.service.occupancy.queue_length == 0
+
+
+def test_pixels_in_flight_are_limited() -> None:
+    gate, header = Gate(), probe(np.frombuffer(PHOTO, np.uint8))
+    one = header.width * header.height
+    with (
+        served(FakeEngine(before=gate, batch=1), RequestLimits(max_queue_pixels=3 * one)) as live,
+        ThreadPoolExecutor(2) as pool,
+    ):
+        taken = [pool.submit(live.form, PHOTO, PHOTO)]
+        wait(lambda: live.service.occupancy.pixels == 2 * one)
+        answer = live.form(PHOTO, PHOTO)
+        reason = f"the queue is full: its images have {2 * one:,} of {3 * one:,} pixels"
+        assert error(answer) == (503, "queue_full", reason)
+        assert answer.headers["Retry-After"] == "1"
+        assert error(live.form(*[PHOTO] * 4))[:2] == (413, "too_large"), "would never fit"
+        taken.append(pool.submit(live.ask, PHOTO))
+        wait(lambda: live.service.occupancy.pixels == 3 * one)
+        gate.open()
+        assert [future.result(timeout=20).status_code for future in taken] == [200, 200]
+        wait(lambda: live.service.occupancy.pixels == 0)
+        assert live.form(PHOTO, PHOTO).ok
 
 
 def test_a_slow_client_takes_no_place_and_is_refused_in_time() -> None:

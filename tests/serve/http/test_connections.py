@@ -162,6 +162,14 @@ def test_a_body_may_come_in_chunks(live: Live, size: int) -> None:
         assert answer_of(connection)[0] == 200
 
 
+def test_a_request_with_two_lengths_is_refused_and_nothing_after_it_is_answered(live: Live) -> None:
+    """A proxy before the service may take what follows for a part of the body."""
+    with live.connect(f"{CHUNKED}\nContent-Length: 4", b"0\r\n\r\nGET /metrics HTTP/1.1\r\nHost: x\r\n\r\n") as client:
+        status, headers, body = answer_of(client)
+        assert (status, headers["connection"], json.loads(body)["error"]["kind"]) == (400, "close", "bad_request")
+        assert is_closed(client)
+
+
 def test_what_follows_the_last_request_of_a_connection_is_ignored() -> None:
     gate = Gate()
     with (

@@ -60,5 +60,5 @@ def test_a_check_that_hangs_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     async def ask() -> str | None:
         return await Health(check).refresh()
 
-    assert asyncio.run(ask()) == "the decoders did not decode a test image within 0.1 s"
+    assert asyncio.run(ask()) == "the decoders did not decode a test image within 0.1 s: they are busy, or hang"
     hang.set()

@@ -82,7 +82,17 @@ def test_a_model_file_that_is_missing(models: Models, starter: ServiceStarter) -
 
 
 @pytest.mark.parametrize(
-    "option", ["--max-queue=0", "--max-body-mb=0", "--max-connections=0", "--timeout-s=-1", "--port=70000"]
+    "option",
+    [
+        "--max-queue=0",
+        "--max-body-mb=0",
+        "--max-body-mb=inf",
+        "--max-megapixels=0",
+        "--timeout-s=inf",
+        "--max-connections=0",
+        "--timeout-s=-1",
+        "--port=70000",
+    ],
 )
 def test_options_out_of_range(option: str) -> None:
     done = CliRunner().invoke(app, ["serve", "x.yaml", option])
@@ -94,11 +104,13 @@ def test_options_become_limits(monkeypatch: pytest.MonkeyPatch, models: Models) 
     """A megabyte has 10^6 bytes, as in the metrics and in `docs/serving.md`."""
     given: dict[str, Any] = {}
     monkeypatch.setattr("gpuflow.serve.http.server.run", lambda load, **options: given.update(options))
-    options = ["--max-body-mb=1.5", "--max-queue=3", "--timeout-s=2", "--max-connections=7"]
+    options = ["--max-body-mb=1.5", "--max-queue=3", "--max-megapixels=2", "--timeout-s=2", "--max-connections=7"]
     origins = ["--cors=https://a.org", "--cors=http://b.org:8080"]
     done = CliRunner().invoke(app, ["serve", str(models.config), *options, *origins])
     assert done.exit_code == 0, done.output
-    assert given["limits"] == RequestLimits(max_body_bytes=1_500_000, max_queue=3, timeout_s=2.0, max_connections=7)
+    assert given["limits"] == RequestLimits(
+        max_body_bytes=1_500_000, max_queue=3, max_pixels=2_000_000, timeout_s=2.0, max_connections=7
+    )
     assert given["cors"] == ["https://a.org", "http://b.org:8080"]
 
 
