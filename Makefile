@@ -51,7 +51,7 @@ $(LATEST)/requirements.txt: requirements.txt
 	grep -vE '^(torch|torchvision)==' $< > $@
 
 test-integrations: $(INTEGRATIONS)/.installed  ## run the adapters' tests against the real libraries
-	$(INTEGRATIONS)/bin/python -m pytest tests/integrations tests/test_integrations.py
+	$(INTEGRATIONS)/bin/python -m pytest tests/integrations tests/test_integrations.py tests/sources/test_hf.py
 
 $(INTEGRATIONS)/.installed: requirements.txt requirements-integrations.txt pyproject.toml
 	$(PYTHON) -m venv $(INTEGRATIONS)

@@ -204,6 +204,18 @@ def test_keys_of_run_are_those_of_the_table() -> None:
     assert {key for row in rows for key in re.findall(r"[a-z_]+", row)} - {"run"} == set(RunSpec.model_fields)
 
 
+def test_every_key_of_a_source_is_explained() -> None:
+    from dataclasses import fields
+
+    from gpuflow.sources import SourceSpec
+
+    section = PAGES["docs/reference/yaml.md"].split("## Sources")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| (`[a-z_`, ]+`) \|", section, flags=re.MULTILINE)
+    keys = {field.name for field in fields(SourceSpec)} - {"other"}
+    assert {key for row in rows for key in re.findall(r"[a-z_]+", row)} == keys
+    assert not [key for key in keys if isinstance(getattr(SourceSpec, key, None), property)]
+
+
 @code_blocks("yaml")
 def test_yaml_blocks_are_valid_configs(text: str, tmp_path: Path) -> None:
     """A whole file, or a part of one: a list of stages, or blocks without a source or pipelines."""

@@ -197,8 +197,8 @@ class BatchedDecoder:
         while len(self._parameters) < count:
             new = ctypes.c_void_p()
             self._check("nvjpegDecodeParamsCreate", self._library.create_parameters(self._handle, ctypes.byref(new)))
-            self._parameters.append(new)
             self._check("nvjpegDecodeParamsSetOutputFormat", self._library.set_format(new, self._format))
+            self._parameters.append(new)
         if len(self._parameter_array) < count:
             handles = [one.value for one in self._parameters]
             self._parameter_array = (ctypes.c_void_p * len(handles))(*handles)

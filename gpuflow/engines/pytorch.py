@@ -38,10 +38,12 @@ from gpuflow.errors import ConfigError, Problem
 from gpuflow.pipeline.stage import ImageSpec
 from gpuflow.runtime.threads import DaemonPool, use_torch_threads
 
-__all__ = ["EXTRA_FILE", "TorchEngine", "info_of", "load_checkpoint", "open_all", "padded_sizes"]
+__all__ = ["CHECKPOINT_VERSION", "EXTRA_FILE", "TorchEngine", "info_of", "load_checkpoint", "open_all", "padded_sizes"]
 
 EXTRA_FILE = f"{METADATA_KEY}.json"
 """The file inside a `.pt2` that holds its `ModelInfo`."""
+CHECKPOINT_VERSION = 1
+"""Of the files that training writes and serving reads."""
 _MAX_SIZES = 8  # torch.compile stops compiling a function after this many variants
 _COMPILE_SECONDS = 1800.0
 _LOG = logging.getLogger(__name__)
@@ -283,6 +285,9 @@ def _read_checkpoint(path: str) -> dict[str, Any]:
     missing = [key for key in keys if not isinstance(state, dict) or key not in state]
     if missing:
         raise model_error(path, f"is not {what}: it has no {', '.join(missing)}; export a model of your own as .pt2")
+    if (version := state.get("version", CHECKPOINT_VERSION)) != CHECKPOINT_VERSION:
+        rule = f"is a checkpoint of version {version}, this gpuflow reads version {CHECKPOINT_VERSION}"
+        raise model_error(path, f"{rule}; upgrade gpuflow")
     return state  # type: ignore[no-any-return]
 
 

@@ -144,13 +144,18 @@ def _slice(at: NDArray[np.int64]) -> slice:
 
 def fold_back(at: NDArray[Any], length: int, border: str) -> NDArray[Any]:
     """Indices of pixels, whole or between two, of which those outside 0 to length - 1 are looked up inside."""
-    if border == "edge" or length == 1:
-        return np.clip(at, 0, length - 1)
-    symmetric = border == "symmetric"
-    period = 2 * length if symmetric else 2 * (length - 1)
-    at = at % period
-    folded: NDArray[Any] = np.minimum(at, period - symmetric - at)
-    return np.clip(folded, 0, length - 1) if symmetric else folded
+    match border:
+        case "edge":
+            inside = at
+        case "reflect":
+            period = max(2 * (length - 1), 1)
+            inside = np.minimum(at % period, period - at % period)
+        case "symmetric":
+            period = 2 * length
+            inside = np.minimum(at % period, period - 1 - at % period)
+        case _:
+            raise ValueError(f"no pixel outside is looked up inside with border: {border}")
+    return np.clip(inside, 0, length - 1)
 
 
 def image_points(matrix: Numbers, x: NDArray[Any], y: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:

@@ -213,7 +213,7 @@ class EpochIterator(Iterator[Batch]):
             warnings.warn(
                 f"{bad.distinct} of {samples} samples are bad so far; run `gpuflow scan` to list them, or set "
                 "run.max_bad",
-                stacklevel=3,
+                stacklevel=4,
             )
 
     def close(self) -> None:

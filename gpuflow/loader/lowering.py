@@ -152,23 +152,22 @@ class Feed:
         return f"{operation}, on {_files(paths)}", paths
 
     def close(self) -> None:
-        """Kill the workers, free the buffers, close the source and the list of bad samples.
+        """Kill the workers, free the buffers, close the source and the list of bad samples; all of them even if one
+        raises, such as a GPU's stream after an error of CUDA.
 
         Does nothing in a forked child.
         """
         if self.forked:
             return
-        self.workers.close()
-        self._reader.close()
-        self._decoder.close()
-        self._delivery.close()
-        if self._offload is not None:
-            self._offload.close()
-        if self._plan.gpu is not None:
-            self._plan.gpu.close()
-        if self._plan.device_stream is not None:
-            self._plan.device_stream.close()
-        self._plan.bad.close()
+        plan = self._plan
+        parts = (
+            *(plan.bad, plan.device_stream, plan.gpu, self._offload),
+            *(self._delivery, self._decoder, self._reader, self.workers),
+        )
+        with contextlib.ExitStack() as stack:  # which closes the last one first
+            for part in parts:
+                if part is not None:
+                    stack.callback(part.close)
 
     # --- the pipeline of an epoch -------------------------------------------------------------------------------
 

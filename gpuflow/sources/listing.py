@@ -81,7 +81,8 @@ def open_listing(spec: SourceSpec) -> FileSource:
     place = spec.listing if is_remote(spec.listing) else os.path.expanduser(spec.listing)
     extension = os.path.splitext(place)[1].lower()
     if extension not in _FORMATS:
-        raise SourceError(f"source.listing must end in {', '.join(_FORMATS)}, got {spec.listing!r}; rename the file")
+        action = "did you mean source.hf?" if extension in (".parquet", ".arrow") else "rename the file"
+        raise SourceError(f"source.listing must end in {', '.join(_FORMATS)}, got {spec.listing!r}; {action}")
     if spec.declared:
         return open_with_fields(spec, place, is_csv=_FORMATS[extension][1] is _csv_rows)
     chunks, rows = _FORMATS[extension]

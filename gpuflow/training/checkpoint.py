@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from gpuflow.engines.pytorch import CHECKPOINT_VERSION
 from gpuflow.errors import StateError, suggest
 from gpuflow.pipeline.stage import Pipeline
 from gpuflow.pipeline.views import ViewsPipeline
@@ -18,7 +19,6 @@ from gpuflow.runtime.files import atomic_write
 
 __all__ = ["TrainedOn", "build_model", "known_models", "read_checkpoint", "save_checkpoint", "write_checkpoint"]
 
-_VERSION = 1
 _KEYS: dict[str, type] = {
     "arch": str,
     "classes": list,
@@ -107,7 +107,7 @@ def save_checkpoint(
         )
     pipeline = (val or loader).pipeline
     state = {
-        "version": _VERSION,
+        "version": CHECKPOINT_VERSION,
         "arch": arch,
         "classes": list(loader.classes),
         "model": weights,
@@ -150,8 +150,8 @@ def read_checkpoint(path: Path, device: torch.device) -> dict[str, Any]:
         if not isinstance(state.get(key), kind):
             found = f"is a {type(state[key]).__name__}" if key in state else "is not there"
             raise _damaged(path, f"is not a whole checkpoint of gpuflow train: {key!r} {found}")
-    if state.get("version") != _VERSION:
-        rule = f"is a checkpoint of version {state.get('version')}, this gpuflow reads version {_VERSION}"
+    if state.get("version") != CHECKPOINT_VERSION:
+        rule = f"is a checkpoint of version {state.get('version')}, this gpuflow reads version {CHECKPOINT_VERSION}"
         raise StateError(f"{path}: {rule}; upgrade gpuflow")
     return state
 

@@ -67,7 +67,7 @@ class Trainer:
     Where `train` mixes samples, the loss is the cross entropy with the mixed labels. Validation has class labels.
 
     Several processes (ranks) can train one model: each trains on the batches of its rank, and gradients are averaged.
-    Rank 0 writes the checkpoints, which do not depend on the number of ranks.
+    Rank 0 writes the checkpoints, from which any number of ranks can go on.
 
     Args:
         config: a checked configuration.
@@ -321,8 +321,9 @@ class Trainer:
         raise ConfigError([problem]) from cause
 
     def _resume(self) -> None:
+        before = _identity(self.checkpoint) if self.checkpoint.exists() else None  # the next save compares with it
         state = read_checkpoint(self.checkpoint, self.device)
-        self._resumed = _identity(self.checkpoint)
+        self._resumed = before
         for key, ours in (("arch", self._spec.model), ("classes", list(self.train_loader.classes))):
             if state[key] != ours:
                 raise StateError(

@@ -40,7 +40,8 @@ _TIE, _TINY, _PLACES = tl.constexpr(TIE), tl.constexpr(TINY), tl.constexpr(PLACE
 
 @triton.jit
 def _fold_back(at, length, BORDER: tl.constexpr):
-    """The places, in units of pixels, inside an image at which those outside are looked up."""
+    """The places, in units of pixels, inside an image at which those outside are looked up. Border 1 has the edge's."""
+    tl.static_assert(BORDER <= 3)
     if BORDER == 2:
         period = tl.maximum(2 * (length - 1), 1).to(tl.float64)
         at = at - tl.floor(at / period) * period

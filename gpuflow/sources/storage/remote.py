@@ -108,6 +108,8 @@ class RemoteStorage:
             for i, answer in zip(items, self._fetch(items, urls, starts, ends), strict=True):
                 if isinstance(answer, FileNotFoundError):
                     errors[i] = "no such file"
+                elif isinstance(answer, PermissionError):
+                    errors[i] = _describe(answer)
                 elif isinstance(answer, BaseException):
                     errors[i] = _describe(answer) + AFTER_RETRIES
                     again.append(i)
@@ -218,7 +220,7 @@ class RemoteStorage:
 
     def _inspect(self, path: str) -> Shard | str:
         try:
-            # None is permanent: over HTTP any failure comes as FileNotFoundError
+            # no exception is permanent here: over HTTP any failure comes as FileNotFoundError
             info = retry(lambda: self._fs.info(path), (), REMOTE_DELAYS)
         except FileNotFoundError:
             return "no such file"

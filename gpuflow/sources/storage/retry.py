@@ -21,7 +21,7 @@ AFTER_RETRIES = f"; tried {len(LOCAL_DELAYS)} times"
 def retry_each(
     items: Sequence[int], attempt: Callable[[Sequence[int]], Sequence[int]], delays: Sequence[float]
 ) -> None:
-    """Call `attempt` on all items, then on those that it returned, until it returns none or was called four times."""
+    """Call `attempt` on all items, then on those that it returned until there are none, at most once for each delay."""
     for delay in delays:
         if not items:
             return
@@ -31,8 +31,8 @@ def retry_each(
 
 
 def retry(action: Callable[[], T], permanent: tuple[type[Exception], ...], delays: Sequence[float]) -> T:
-    """Call `action` until it succeeds, at most four times. Exceptions in `permanent` are raised immediately, others
-    after the last attempt."""
+    """Call `action` until it succeeds, at most once for each delay. Exceptions in `permanent` are raised immediately,
+    others after the last attempt."""
     results: list[T] = []
     faults: list[Exception] = []
 
