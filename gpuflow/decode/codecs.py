@@ -215,9 +215,13 @@ def engine_sampling(data: NDArray[np.uint8], header: Header) -> int | None:
         if marker in _FRAMES:
             frames.append((marker, at, length))
         elif marker == 0xDB:
-            quantisation |= _quantisation_tables(body)
+            if (tables := _quantisation_tables(body)) is None:
+                return None
+            quantisation |= tables
         elif marker == 0xC4:
-            huffman |= _huffman_tables(body)
+            if (tables := _huffman_tables(body)) is None:
+                return None
+            huffman |= tables
         elif marker == 0xEE and bytes(body[:5]) == b"Adobe" and view[at + 15] == 0 and channels != 1:
             return None  # transform 0 may mean RGB
     if len(frames) != 1 or frames[0][2] != 8 + 3 * channels or frames[0][0] != 0xC0:
@@ -277,30 +281,39 @@ _ALONE = np.zeros(256, bool)
 _ALONE[[0x01, *range(0xD0, 0xD8)]] = True
 
 
-def _quantisation_tables(body: memoryview) -> set[int]:
-    """The numbers of a DQT segment's 8-bit tables. The engines may not decode files that need 16-bit tables."""
+_TABLES = 4
+"""Of each kind, numbered from 0."""
+
+
+def _quantisation_tables(body: memoryview) -> set[int] | None:
+    """The numbers of a DQT segment's 8-bit tables; None for a segment that libjpeg refuses. The engines may not decode
+    files that need 16-bit tables."""
     found, at = set[int](), 0
     while at < len(body):
         wide, number = divmod(body[at], 16)
         at += 1 + (128 if wide else 64)
+        if number >= _TABLES:
+            return None
         if not wide:
             found.add(number)
-    return found if at == len(body) else set()
+    return found if at == len(body) else None
 
 
-def _huffman_tables(body: memoryview) -> set[int]:
-    """The numbers of a DHT segment's valid tables; 16 is added to the numbers of AC tables."""
+def _huffman_tables(body: memoryview) -> set[int] | None:
+    """The numbers of a DHT segment's valid tables, 16 more for AC tables; None for a segment that libjpeg refuses."""
     found, at = set[int](), 0
     while at + 17 <= len(body):
         number, counts = body[at], body[at + 1 : at + 17]
         symbols = body[at + 17 : at + 17 + sum(counts)]
         at += 17 + sum(counts)
+        if number & 15 >= _TABLES or number >> 4 > 1 or sum(counts) > 256:
+            return None
         used = sum(count * share for count, share in zip(counts, _CODE_SHARES.tolist(), strict=True))
         if used < _ALL_CODES and (number >= 16 or max(symbols, default=0) < _DC_SYMBOLS):
             found.add(number)
         else:
             found.discard(number)
-    return found if at == len(body) else set()
+    return found if at == len(body) else None
 
 
 def _read_png(view: memoryview, orientation: bool, max_scans: int) -> Header:

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from gpuflow.config import Config
-from gpuflow.errors import ConfigError, LoaderError, Problem, StateError, suggest
+from gpuflow.errors import ConfigError, GpuflowError, LoaderError, Problem, StateError, suggest
 from gpuflow.loader.assemble import build_loader, open_whole
 from gpuflow.pipeline.rng import key64
 from gpuflow.runtime.files import locked_folder
@@ -175,7 +175,7 @@ class Trainer:
             for parameters in self._optimizer.param_groups:
                 parameters["lr"] = self._learning_rate()
             self._seed_step()
-            logits = replica(images)
+            logits = self._logits(replica, images)
             loss = F.cross_entropy(logits, labels)
             self._optimizer.zero_grad(set_to_none=True)
             loss.backward()  # type: ignore[no-untyped-call]
@@ -189,6 +189,20 @@ class Trainer:
             self._save_if_due()
         events.end_pass("train", self.epoch, totals.result(group))
         return bool(loader.state_dict()["epoch"] != self.epoch)
+
+    def _logits(self, replica: nn.Module, images: torch.Tensor) -> torch.Tensor:
+        """The model's output. Raises GpuflowError for one image, on whose 1x1 features BatchNorm cannot train."""
+        try:
+            return replica(images)  # type: ignore[no-any-return]
+        except ValueError as error:
+            if len(images) > 1 or "more than 1 value per channel" not in str(error):
+                raise
+            samples, size = self.train_loader.samples_per_epoch, self.train_loader.batch_size
+            raise GpuflowError(
+                f"{self._config.path}: the last batch of epoch {self.epoch} has one image ({samples:,} samples in "
+                f"batches of {size}), with which {self._spec.model} cannot train; set pipelines.train.batch.drop_last: "
+                "true, or another size"
+            ) from error
 
     @torch.no_grad()
     def _recompute_statistics(self) -> None:

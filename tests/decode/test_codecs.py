@@ -369,6 +369,30 @@ def test_errors_of_the_decoder(name: str) -> None:
         assert str(caught.value) == f"decode: {reason}"
 
 
+def with_segment(code: int, body: bytes) -> bytes:
+    """The JPEG with one segment more, right after its start."""
+    return JPEG[:2] + bytes((0xFF, code)) + (2 + len(body)).to_bytes(2) + body + JPEG[2:]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        with_segment(0xDB, b"\x04" + bytes(range(1, 65))),
+        with_segment(0xDB, bytes(range(60))),
+        with_segment(0xC4, b"\x04" + bytes(15) + b"\x01\x00"),
+        with_segment(0xC4, b"\x20" + bytes(15) + b"\x01\x00"),
+        with_segment(0xC4, b"\x00" + bytes(15) + b"\x09\x00"),
+        with_segment(0xC4, bytes(9)),
+    ],
+    ids=["quantisation table 4", "half a table", "Huffman table 4", "of no class", "without symbols", "half a head"],
+)
+def test_a_file_with_a_segment_that_libjpeg_refuses_is_not_for_the_engines(data: bytes) -> None:
+    assert engine_sampling(as_array(JPEG), probe(as_array(JPEG))) is not None
+    assert engine_sampling(as_array(data), probe(as_array(data))) is None
+    with pytest.raises(BadSampleError):
+        decode(data)
+
+
 def test_the_size_is_that_which_libjpeg_finds() -> None:
     data = as_array(two_faced())
     assert probe(data).size == (37, 53)

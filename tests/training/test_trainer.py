@@ -14,7 +14,7 @@ import yaml
 
 from gpuflow.config import Config, read_config
 from gpuflow.config.models import SaveSpec
-from gpuflow.errors import ConfigError, StateError
+from gpuflow.errors import ConfigError, GpuflowError, StateError
 from gpuflow.runtime.ranks import Group, Ranks
 from gpuflow.sources import Subset
 from gpuflow.stages import STAGES
@@ -142,6 +142,16 @@ def test_a_finished_run_has_nothing_to_resume(config_file: Path) -> None:
     again, record = Trainer(read(config_file), device="cpu", resume=True), Record()
     assert again.run(record) is None
     assert record.passes == []
+
+
+def test_a_last_batch_of_one_image_that_cannot_be_trained_on_is_explained(config_file: Path) -> None:
+    options = ("train.model=resnet18", "pipelines.train.batch.size=11", "pipelines.val.batch.size=4")
+    with pytest.raises(GpuflowError) as caught:
+        Trainer(read(config_file, *options), device="cpu").run(TrainerEvents())
+    assert str(caught.value) == (
+        f"{config_file}: the last batch of epoch 0 has one image (12 samples in batches of 11), with which resnet18 "
+        "cannot train; set pipelines.train.batch.drop_last: true, or another size"
+    )
 
 
 def test_without_a_val_pipeline_there_is_no_validation(config_file: Path, tmp_path: Path) -> None:
