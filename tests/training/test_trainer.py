@@ -145,7 +145,7 @@ def test_a_finished_run_has_nothing_to_resume(config_file: Path) -> None:
 
 
 def test_a_last_batch_of_one_image_that_cannot_be_trained_on_is_explained(config_file: Path) -> None:
-    options = ("train.model=resnet18", "pipelines.train.batch.size=11", "pipelines.val.batch.size=4")
+    options = ("train.model=resnet18", "pipelines.train.batch.size=11")
     with pytest.raises(GpuflowError) as caught:
         Trainer(read(config_file, *options), device="cpu").run(TrainerEvents())
     assert str(caught.value) == (
