@@ -1,7 +1,7 @@
 """The common style of all figures: fonts, one colour per arm, reading results.csv, writing files.
 
 A figure is a function of one results.csv: the same file gives the same bytes, without a date or a random id.
-plots/ reads only CSV files and never imports gpuflow.
+plots/ reads files of results, mostly CSV, and never imports gpuflow.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ words.py          types and faults in words
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,7 +25,7 @@ from gpuflow.config.stage_entries import as_tuples, make_stage
 from gpuflow.config.words import problems_of
 from gpuflow.config.yaml_file import read_yaml
 from gpuflow.decode.preset import Preset
-from gpuflow.errors import ConfigError, Key, Problem, suggest
+from gpuflow.errors import ConfigError, Key, Problem, show, suggest
 from gpuflow.pipeline.program import Program, fold
 from gpuflow.pipeline.records import GEOMETRIC, Field
 from gpuflow.pipeline.stage import Mixing, Pipeline, Stage
@@ -66,8 +67,13 @@ def read_config(
 
     Raises:
         ConfigError: with every located problem of the file.
+        TypeError: `path` is no path, or `overrides` is a text.
     """
-    return _Reader(str(path), stages, added).read(overrides)
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(f"path must be that of a YAML file, got {show(path)}")
+    if isinstance(overrides, str):
+        raise TypeError(f"overrides must be a list such as [{overrides!r}], got a text")
+    return _Reader(os.fspath(path), stages, added).read(overrides)
 
 
 def check_config(data: dict[str, Any], stages: Mapping[str, type[Stage]], *, place: str) -> Config:

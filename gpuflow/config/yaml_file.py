@@ -56,7 +56,9 @@ def read_yaml(path: str, *, holds: str = "source and pipelines") -> tuple[dict[s
         raise error(f"is not UTF-8 text: {cause}", action="save it as UTF-8") from cause
     except yaml.MarkedYAMLError as cause:
         line = f":{cause.problem_mark.line + 1}" if cause.problem_mark else ""
-        raise error(f"is not valid YAML: {cause.problem}", line=line, code="config.yaml") from cause
+        raise error(
+            f"is not valid YAML: {cause.problem}", action=_advice(cause), line=line, code="config.yaml"
+        ) from cause
     except RecursionError:
         raise error(_CYCLE, code="config.yaml") from None
     except (yaml.YAMLError, ValueError) as cause:
@@ -66,6 +68,21 @@ def read_yaml(path: str, *, holds: str = "source and pipelines") -> tuple[dict[s
     if not isinstance(data, dict):
         raise error(f"must be a mapping with {holds}", data, code="config.type")
     return data, lines
+
+
+def _advice(fault: yaml.MarkedYAMLError) -> str:
+    """What to do about the usual mistakes; empty for others."""
+    problem = str(fault.problem)
+    begun = f"line {fault.context_mark.line + 1}" if fault.context_mark else "a line above"
+    if r"'\t'" in problem:
+        return "indent by spaces, not by tabs"
+    if problem.startswith("expected <block end>"):
+        return f"indent it as its neighbours in the block that begins on {begun}"
+    if problem.startswith("expected ',' or"):
+        return f"close the bracket that opens on {begun}"
+    if problem.startswith("mapping values"):
+        return "begin a new line for the second key, or put the text in quotes"
+    return ""
 
 
 def parse_value(text: str) -> Any:

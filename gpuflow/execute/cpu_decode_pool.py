@@ -90,7 +90,7 @@ class PendingImages:
         """Wait for the results, uint8 [n, bytes of a slot], which `slots_of` takes, in memory that the GPU copies from;
         and for each sample None, or why it is bad.
 
-        Raises what decoding raises, or ConnectionAbortedError if the pool was closed.
+        Raises what decoding raises.
         """
         faults = [fault for part in self.parts for fault in self._pool.finish(part)]
         self.parts.clear()

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, NoReturn, Self
 
 from gpuflow.errors import LoaderError, StateError
 from gpuflow.loader.agreement import RankAgreement
@@ -127,6 +127,9 @@ class Loader:
         """The fingerprint of the pipeline's stages and all their parameters, 16 hex digits."""
         return self._plan.program.pipeline.fingerprint
 
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a loader cannot be pickled or copied: it has threads; make it in the process that iterates it")
+
     def __repr__(self) -> str:
         s, pipeline = self._steps, self._plan.program.pipeline
         return (
@@ -226,8 +229,10 @@ class Loader:
             version, seed, epoch, position = (_whole(state, key) for key in ("version", "seed", "epoch", "position"))
             config, source = str(state["config"]), state.get("source")
             following = _whole(state, "next_epoch") if "next_epoch" in state else epoch + 1
-        except (KeyError, TypeError, ValueError) as error:
-            raise StateError(f"not a loader's state: {error!r}; pass what state_dict() returned") from error
+        except KeyError as error:
+            raise StateError(f"not a loader's state: it has no {error}; pass what state_dict() returned") from error
+        except (TypeError, ValueError) as error:
+            raise StateError(f"not a loader's state: {error}; pass what state_dict() returned") from error
         if version != 1:
             raise StateError(f"the state is of version {version}, this gpuflow reads version 1; upgrade gpuflow")
         configs = (self._plan.identity,) if source is not None else (self._plan.identity, self._plan.former_identity)
@@ -271,8 +276,7 @@ class Loader:
         """
         plan, extra = self._plan, dict[str, Any]()
         if plan.gpu is not None:
-            names = "engine_images", "cpu_images"
-            extra = {name: getattr(plan.gpu, name) for name in names}
+            extra = {"engine_images": plan.gpu.engine_images, "cpu_images": plan.gpu.cpu_images}
         if plan.share is not None:
             extra["cpu_share"] = round(plan.share.part, 4)
         if isinstance(plan.source.storage, CachedStorage):

@@ -82,14 +82,12 @@ def gap(place: str, rule: str, *, nearest: str, apart: str = "", path: tuple[Key
     return Problem(place, rule, action=action, path=path, code="import.stage")
 
 
-def decode(comment: str = "") -> Entry:
+def decode() -> Entry:
     """The first stage of all that is imported."""
-    return Entry("decode", {"color": "rgb"}, comment)
+    return Entry("decode", {"color": "rgb"})
 
 
-def normalize(
-    mean: Sequence[float] = (0, 0, 0), std: Sequence[float] = (1, 1, 1), *, dtype: str = "float32", comment: str = ""
-) -> Entry:
+def normalize(mean: Sequence[float] = (0, 0, 0), std: Sequence[float] = (1, 1, 1), *, dtype: str = "float32") -> Entry:
     """The stage that scales pixels to 0-1 and normalizes them; `imagenet` where the numbers are those of ImageNet."""
     parameters: dict[str, Any] = {}
     for name, values in (("mean", mean), ("std", std)):
@@ -97,7 +95,7 @@ def normalize(
         parameters[name] = "imagenet" if tuple(numbers) == _NAMES[name] else numbers
     if dtype != "float32":
         parameters["dtype"] = dtype
-    return Entry("normalize", parameters, comment)
+    return Entry("normalize", parameters)
 
 
 def size_of(sides: float | Sequence[float]) -> int | list[int]:

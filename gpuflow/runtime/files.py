@@ -1,4 +1,4 @@
-"""Writes a file whole or not at all, and names the folder for cached files."""
+"""Writes a file whole or not at all, locks files between processes, and names the folder for cached files."""
 
 from __future__ import annotations
 

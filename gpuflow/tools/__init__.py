@@ -1,3 +1,3 @@
-"""What the commands doctor, scan, explain, bench, samples and load-test run."""
+"""What the commands doctor, scan, show, explain, bench, samples and load-test run."""
 
 __all__: list[str] = []

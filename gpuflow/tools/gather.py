@@ -10,7 +10,6 @@ import resource
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import psutil
@@ -158,13 +157,6 @@ def _cores(named: int | None, broken: Mapping[str, str]) -> Cores:
         threads=threads,
         ranks=int(ranks) if ranks.isdigit() else 1,
     )
-
-
-def _text(path: Path) -> str | None:
-    try:
-        return path.read_text()
-    except OSError:
-        return None
 
 
 def _limits() -> ResourceLimits:

@@ -205,6 +205,3 @@ class Machine:
     data_error: str | None = None
     disk: tuple[DiskRate, ...] = ()
     core_rates: tuple[DecodeRate, ...] = ()
-
-
-# --- reading them -----------------------------------------------------------------------------------------------------

@@ -325,3 +325,10 @@ def test_rules_for_boxes_have_bounds(rule: str) -> None:
     assert f"pipelines.train.targets.{key} must be" in fault(
         CARRYING.replace("{min_area: 4", f"{{{rule}", 1).replace(", min_visibility: 0.25", "")
     )
+
+
+def test_arguments_of_other_types_are_named() -> None:
+    with pytest.raises(TypeError, match=r"^path must be that of a YAML file, got \{'source': 1\}$"):
+        read_config({"source": 1}, STAGES)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"^overrides must be a list such as \['run.threads=8'\], got a text$"):
+        read_config("x.yaml", STAGES, "run.threads=8")

@@ -43,13 +43,29 @@ def test_a_missing_file(here: Path) -> None:
         ("null\n", "x.yaml: must be a mapping with source and pipelines, got null"),
         ("- source\n", "x.yaml: must be a mapping with source and pipelines, got ['source']"),
         ("photos", "x.yaml: must be a mapping with source and pipelines, got 'photos'"),
-        ("a: 1\nb: c: d\n", "x.yaml:2: is not valid YAML: mapping values are not allowed here"),
-        ("a: [1, 2\nb: 3\n", "x.yaml:2: is not valid YAML: expected ',' or ']', but got ':'"),
+        (
+            "a: 1\nb: c: d\n",
+            "x.yaml:2: is not valid YAML: mapping values are not allowed here; begin a new line for the second key, or "
+            "put the text in quotes",
+        ),
+        (
+            "a: [1, 2\nb: 3\n",
+            "x.yaml:2: is not valid YAML: expected ',' or ']', but got ':'; close the bracket that opens on line 1",
+        ),
+        (
+            "a:\n  - 1\n   - 2\n- 3\n",
+            "x.yaml:4: is not valid YAML: expected <block end>, but found '-'; indent it as its neighbours in the "
+            "block that begins on line 1",
+        ),
         ("a: {\n", "x.yaml:2: is not valid YAML: expected the node content, but found '<stream end>'"),
         ("a: 'b\n", "x.yaml:2: is not valid YAML: found unexpected end of stream"),
         ("a: *b\n", "x.yaml:1: is not valid YAML: found undefined alias 'b'"),
         ("a: 1\n---\nb: 2\n", "x.yaml:2: is not valid YAML: but found another document"),
-        ("a: 1\n\tb: 2\n", "x.yaml:2: is not valid YAML: found character '\\t' that cannot start any token"),
+        (
+            "a: 1\n\tb: 2\n",
+            "x.yaml:2: is not valid YAML: found character '\\t' that cannot start any token; indent by spaces, not by "
+            "tabs",
+        ),
         ("[a, b]: 1\n", "x.yaml:1: is not valid YAML: found unhashable key"),
         (
             "run: {}\nsource: {}\nrun: {}\n",

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
 import pickle
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -491,3 +492,9 @@ def test_a_batch_can_be_pickled_and_rebuilt(tmp_path: Path) -> None:
     assert type(again) is Batch and torch.equal(again.valid, batch.valid) and (again.step, again.epoch) == (3, 1)
     moved = type(batch)([tensor.clone() for tensor in batch])
     assert torch.equal(moved.labels, labels) and not hasattr(moved, "valid")
+
+
+@pytest.mark.parametrize("copied", [pickle.dumps, copy.copy, copy.deepcopy])
+def test_a_loader_cannot_be_pickled_or_copied(copied: Callable[[object], object]) -> None:
+    with loader_of(MemorySource.of(4)) as loader, pytest.raises(TypeError, match="make it in the process that"):
+        copied(loader)

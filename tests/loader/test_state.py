@@ -244,18 +244,16 @@ def test_what_comes_out_counts(override: str, config: Path) -> None:
         ({"position": -1}, "the state's position -1 is outside the epoch's 12 samples"),
         (
             {"epoch": "soon"},
-            "not a loader's state: TypeError(\"'str' object cannot be interpreted as an integer\"); "
-            "pass what state_dict() returned",
+            "not a loader's state: 'str' object cannot be interpreted as an integer; pass what state_dict() returned",
         ),
-        ({"epoch": -1}, "not a loader's state: ValueError('epoch is -1'); pass what state_dict() returned"),
+        ({"epoch": -1}, "not a loader's state: epoch is -1; pass what state_dict() returned"),
         (
             {"next_epoch": float("inf")},
-            "not a loader's state: TypeError(\"'float' object cannot be interpreted as an integer\"); "
-            "pass what state_dict() returned",
+            "not a loader's state: 'float' object cannot be interpreted as an integer; pass what state_dict() returned",
         ),
         (
             {"epoch": 1 << 70},
-            "not a loader's state: ValueError('epoch is 1180591620717411303424'); pass what state_dict() returned",
+            "not a loader's state: epoch is 1180591620717411303424; pass what state_dict() returned",
         ),
     ],
 )
@@ -317,7 +315,7 @@ def test_a_state_that_says_nothing_of_the_files_loads_with_a_warning(
             assert [(batch.epoch, batch.step) for batch in loader] == [(3, 0), (3, 1)]
 
 
-@pytest.mark.parametrize(("state", "what"), [({}, "KeyError('version')"), ({"version": 1}, "KeyError('seed')")])
+@pytest.mark.parametrize(("state", "what"), [({}, "it has no 'version'"), ({"version": 1}, "it has no 'seed'")])
 def test_refuses_what_is_no_state(state: dict[str, Any], what: str) -> None:
     with loader_of(MemorySource.of(4)) as loader, pytest.raises(StateError) as caught:
         loader.load_state_dict(state)

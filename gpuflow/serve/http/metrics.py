@@ -9,7 +9,7 @@ gpuflow_batch_size                      images in a batch of the model
 gpuflow_queue_length                    images in flight
 gpuflow_held_bytes                      bodies in memory: being read, or not decoded yet
 gpuflow_received_bytes_total, gpuflow_sent_bytes_total   bodies without headers
-gpuflow_ready                           1 while requests are admitted
+gpuflow_ready                           1 while requests are admitted and /readyz last found the decoders working
 process_*                               CPU seconds, memory and files of this process
 """
 

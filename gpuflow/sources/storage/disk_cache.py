@@ -38,7 +38,7 @@ VERSION_BYTES = 16
 _FORMAT = "gpuflow cache, format 1\n"
 _MARKER, _USED, _PARTIAL, _ENTRIES = "gpuflow-cache", "used", "partial", "entries"
 _LOCK_SECONDS = 60.0
-"""For the list of files, which is read once in a while to see which ones are old."""
+"""The longest wait for the cache's lock, which another process holds while it reads the list of files."""
 _SPARE = 1 / 20
 """Of the size, freed on top of what is needed, so that not each new entry reads the list of files."""
 
