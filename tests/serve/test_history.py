@@ -16,6 +16,7 @@ import torch
 
 from gpuflow.errors import BadSampleError, DecoderError
 from gpuflow.serve.http import app as service_module
+from gpuflow.serve.http.limits import RequestLimits
 from gpuflow.serve.pictures import Pictures
 from gpuflow.serve.predictor import Predictor
 from gpuflow.torchpipe.graph import DEFAULT_BATCH, chain
@@ -48,7 +49,8 @@ def url(request: pytest.FixtureRequest) -> Iterator[str]:
     engine = FakeEngine(batch=DEFAULT_BATCH)
     graph = chain(PROGRAM, None, origin="x.yaml", threads=2, device="cpu", processes=request.param)
     predictor = Predictor(graph, [engine], image=PROGRAM.result, pipeline=PROGRAM.pipeline, classes=CLASSES)
-    with predictor, served(predictor) as live:
+    decoders = RequestLimits(max_pixels=179_000_000, max_scans=100)  # the service's own are lower
+    with predictor, served(predictor, decoders) as live:
         yield live.url
 
 
