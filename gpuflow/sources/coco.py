@@ -42,7 +42,7 @@ def open_coco(spec: SourceSpec) -> FileSource:
     sample_of = {image["id"]: i for i, image in enumerate(images)}
     if len(sample_of) < len(images):
         twice = next(a["id"] for a, b in pairwise(images) if a["id"] == b["id"])
-        raise SourceError(f"{place}: images must have ids of their own, got {twice} twice; correct one")
+        raise SourceError(f"{place}: images must have unique ids, got {twice} twice; correct one")
     held = [array("q") for _ in images]  # the numbers of each sample's annotations in the file
     annotations = document["annotations"]
     crowds = 0
@@ -128,9 +128,9 @@ def _categories(document: Mapping[str, Any], place: str) -> tuple[tuple[str, ...
         if not isinstance(category.get("name"), str):
             raise SourceError(f"{here} must have a name, got {show(category)}; correct it")
         if category["id"] in names:
-            raise SourceError(f"{here} must have an id of its own, got {category['id']} twice; correct one")
+            raise SourceError(f"{here} must have a unique id, got {category['id']} twice; correct one")
         if category["name"] in names.values():
-            raise SourceError(f"{here} must have a name of its own, got {show(category['name'])} twice; rename one")
+            raise SourceError(f"{here} must have a unique name, got {show(category['name'])} twice; rename one")
         names[category["id"]] = category["name"]
     ids = sorted(names)
     return tuple(names[number] for number in ids), {number: label for label, number in enumerate(ids)}

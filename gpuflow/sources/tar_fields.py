@@ -191,8 +191,8 @@ def _check_shared_members(declared: Sequence[tuple[str, FieldSpec]], place: str)
         other, known = first.setdefault(column, (name, field))
         if column.startswith(".") and (field.type, field.kind) != (known.type, known.kind):
             raise SourceError(
-                f"{place}: the fields {other} and {name} must not read the member {column} in two ways; give one of "
-                "them a member of its own"
+                f"{place}: the fields {other} and {name} must not read the member {column} in two ways; name another "
+                "member for one of them"
             )
 
 

@@ -269,17 +269,17 @@ def test_a_mask_that_cannot_be_is_a_bad_record(segmentation: Any, reason: str) -
             )
             for value in ("0", 2, [0])
         ),
-        (("images", 1, "id"), 30, "instances.json: images must have ids of their own, got 30 twice; correct one"),
+        (("images", 1, "id"), 30, "instances.json: images must have unique ids, got 30 twice; correct one"),
         (("images", 1, "file_name"), "", "instances.json: images[1] must have a file_name, got ''; correct it"),
         (
             ("categories", 1, "id"),
             90,
-            "instances.json: categories[1] must have an id of its own, got 90 twice; correct one",
+            "instances.json: categories[1] must have a unique id, got 90 twice; correct one",
         ),
         (
             ("categories", 1, "name"),
             document()["categories"][0]["name"],
-            f"instances.json: categories[1] must have a name of its own, got {document()['categories'][0]['name']!r} "
+            f"instances.json: categories[1] must have a unique name, got {document()['categories'][0]['name']!r} "
             "twice; rename one",
         ),
         (("images",), [], "instances.json: must have at least one image, got none; add images"),

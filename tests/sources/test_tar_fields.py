@@ -184,7 +184,7 @@ def test_fields_may_share_a_member_that_they_read_alike() -> None:
     members = [("1.jpg", b"one"), ("1.txt", b"cat\n")]
     fields: Any = {"label": {"kind": "classes", "column": ".txt"}, "text": None}
     rule = "the fields label and text must not read the member .txt in two ways"
-    assert refused(members, fields=fields) == f"s.tar: {rule}; give one of them a member of its own"
+    assert refused(members, fields=fields) == f"s.tar: {rule}; name another member for one of them"
     fields = {"text": None, "caption": {"type": "text", "column": ".txt"}}
     columns = records_of(opened(members, fields=fields), [0]).columns
     assert columns["caption"] == columns["text"] == ["cat\n"]

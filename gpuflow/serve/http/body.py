@@ -238,7 +238,7 @@ class BodyMiddleware:
 
 
 def _refusal(scope: Scope) -> Refused | None:
-    """Why a request is refused whatever it asks for, and its connection closed."""
+    """The refusal of a request that the application does not get, and after which its connection is closed, or None."""
     names = {name for name, _ in scope["headers"]}
     if {b"content-length", b"transfer-encoding"} <= names:  # a proxy may see another end of it (RFC 9112, 6.1)
         return Refused(400, "bad_request", "a request must not have both Content-Length and Transfer-Encoding")
