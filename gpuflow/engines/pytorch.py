@@ -38,7 +38,16 @@ from gpuflow.errors import ConfigError, Problem
 from gpuflow.pipeline.stage import ImageSpec
 from gpuflow.runtime.threads import DaemonPool, use_torch_threads
 
-__all__ = ["CHECKPOINT_VERSION", "EXTRA_FILE", "TorchEngine", "info_of", "load_checkpoint", "open_all", "padded_sizes"]
+__all__ = [
+    "CHECKPOINT_VERSION",
+    "EXTRA_FILE",
+    "TorchEngine",
+    "info_of",
+    "load_checkpoint",
+    "open_all",
+    "padded_sizes",
+    "version_fault",
+]
 
 EXTRA_FILE = f"{METADATA_KEY}.json"
 """The file inside a `.pt2` that holds its `ModelInfo`."""
@@ -278,6 +287,13 @@ def load_checkpoint(path: str) -> tuple[nn.Module, ModelInfo]:
     return read_model(path, build, f"a checkpoint of {state['arch']}"), _checkpoint_info(path, state)
 
 
+def version_fault(version: object) -> str:
+    """Why a checkpoint of this version cannot be read; empty if it can."""
+    if version == CHECKPOINT_VERSION:
+        return ""
+    return f"is a checkpoint of version {version}, this gpuflow reads version {CHECKPOINT_VERSION}; upgrade gpuflow"
+
+
 def _read_checkpoint(path: str) -> dict[str, Any]:
     what = "a checkpoint of gpuflow train"
     state = read_model(path, lambda: torch.load(path, map_location="cpu", weights_only=True), what)
@@ -285,9 +301,8 @@ def _read_checkpoint(path: str) -> dict[str, Any]:
     missing = [key for key in keys if not isinstance(state, dict) or key not in state]
     if missing:
         raise model_error(path, f"is not {what}: it has no {', '.join(missing)}; export a model of your own as .pt2")
-    if (version := state.get("version", CHECKPOINT_VERSION)) != CHECKPOINT_VERSION:
-        rule = f"is a checkpoint of version {version}, this gpuflow reads version {CHECKPOINT_VERSION}"
-        raise model_error(path, f"{rule}; upgrade gpuflow")
+    if fault := version_fault(state.get("version", CHECKPOINT_VERSION)):
+        raise model_error(path, fault)
     return state  # type: ignore[no-any-return]
 
 

@@ -145,17 +145,18 @@ def _slice(at: NDArray[np.int64]) -> slice:
 def fold_back(at: NDArray[Any], length: int, border: str) -> NDArray[Any]:
     """Indices of pixels, whole or between two, of which those outside 0 to length - 1 are looked up inside."""
     match border:
-        case "edge":
-            inside = at
-        case "reflect":
-            period = max(2 * (length - 1), 1)
-            inside = np.minimum(at % period, period - at % period)
+        case "reflect" if length > 1:
+            at = at % (2 * (length - 1))
+            folded: NDArray[Any] = np.minimum(at, 2 * (length - 1) - at)
+            return folded
         case "symmetric":
-            period = 2 * length
-            inside = np.minimum(at % period, period - 1 - at % period)
+            at = at % (2 * length)
+            at = np.minimum(at, 2 * length - 1 - at)
+        case "edge" | "reflect":
+            pass  # the nearest pixel, which of one pixel is that one
         case _:
-            raise ValueError(f"no pixel outside is looked up inside with border: {border}")
-    return np.clip(inside, 0, length - 1)
+            raise ValueError(f"border {border!r} looks up no pixel inside the image")
+    return np.clip(at, 0, length - 1)
 
 
 def image_points(matrix: Numbers, x: NDArray[Any], y: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:

@@ -160,12 +160,9 @@ class Feed:
         if self.forked:
             return
         plan = self._plan
-        parts = (
-            *(plan.bad, plan.device_stream, plan.gpu, self._offload),
-            *(self._delivery, self._decoder, self._reader, self.workers),
-        )
+        shared = plan.gpu, plan.device_stream, plan.bad
         with contextlib.ExitStack() as stack:  # which closes the last one first
-            for part in parts:
+            for part in reversed((self.workers, self._reader, self._decoder, self._delivery, self._offload, *shared)):
                 if part is not None:
                     stack.callback(part.close)
 

@@ -8,6 +8,7 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from gpuflow.errors import did_you_mean
+from gpuflow.sources.storage import is_remote
 
 if TYPE_CHECKING:
     from gpuflow.sources.base import SourceSpec
@@ -40,6 +41,6 @@ def missing_path(path: str) -> str:
 def missing_source(spec: SourceSpec) -> str:
     """What a source names that does not exist, and a hint; empty if it exists, or is not a single local path."""
     path = spec.where
-    if spec.other or spec.mix or "://" in path or any(mark in path for mark in "*?[{"):
+    if spec.other or spec.mix or is_remote(path) or any(mark in path for mark in "*?[{"):
         return ""
     return "" if os.path.exists(os.path.expanduser(path)) else f"{path!r}{missing_path(path)}"

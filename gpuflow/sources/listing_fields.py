@@ -108,12 +108,7 @@ def _csv_blocks(
     if header is None:
         return
     names = [name.strip() for name in header]
-    places = dict[str, int]()
-    for column in columns:
-        place = column_of(column, names)
-        if place is None:
-            raise _missing(f"{lines.place}:{line}: header must have the column {column!r} once", column, names)
-        places[column] = place
+    places = {column: column_of(column, names, f"{lines.place}:{line}") for column in columns}
     first = 0
     while block := list(islice(rows, _ROWS)):
         lines.numbers.extend(line for line, _ in block)
@@ -163,7 +158,7 @@ def _parsers(declared: Sequence[tuple[str, FieldSpec]], place: str) -> dict[str,
             if known != parser:
                 raise SourceError(
                     f"{place}: the fields {other} and {name} must not read the column {column!r} in two ways "
-                    f"({_form(known)}, {_form(parser)}); give one of them a column of its own"
+                    f"({_form(known)}, {_form(parser)}); name another column for one of them"
                 )
     return {column: parser for column, (_, parser) in found.items() if parser is not None}
 
@@ -218,11 +213,8 @@ def _json_rows(data: bytes, place: str, columns: Sequence[str]) -> Iterator[tupl
     for number, row in json_objects(data, place):
         for column in columns:
             if column not in row:
-                raise _missing(f"{place}:{number}: object must have the key {column!r}", column, list(row))
+                raise SourceError(
+                    f"{place}:{number}: object must have the key {column!r}, got {', '.join(row)}"
+                    f"{near_word(column, list(row))}"
+                )
         yield number, row
-
-
-def _missing(rule: str, column: str, known: list[str]) -> SourceError:
-    """The error for a column that is not there, or there twice, with those that are."""
-    others = [name for name in known if name != column]
-    return SourceError(f"{rule}, got {', '.join(known) or 'none'}{near_word(column, others)}")

@@ -12,7 +12,7 @@ from itertools import chain, islice
 from typing import Any
 
 from gpuflow.errors import SourceError
-from gpuflow.sources.hints import missing_path
+from gpuflow.sources.hints import missing_path, near_word
 from gpuflow.sources.paths import PathTable, PathTableBuilder
 from gpuflow.sources.storage import is_remote, open_storage
 
@@ -100,11 +100,17 @@ def check_sample(row: Sequence[str], header: Sequence[str] | None, here: str) ->
         raise SourceError(f"{here}: row must be a sample, got the header again: {','.join(row)}; remove the row")
 
 
-def column_of(name: str, header: Sequence[str]) -> int | None:
-    """The place of the only column of this very name, else of the only one that differs in case alone; None without."""
+def column_of(name: str, header: Sequence[str], here: str) -> int:
+    """The place of the only column of this very name, else of the only one that differs in case alone.
+
+    Raises SourceError, for a header that stands `here`, if there is none, or if there are several.
+    """
     same = [i for i, other in enumerate(header) if other == name]
     alike = same or [i for i, other in enumerate(header) if other.lower() == name.lower()]
-    return alike[0] if len(alike) == 1 else None
+    if len(alike) == 1:
+        return alike[0]
+    hint = near_word(name, [other for other in header if other != name])
+    raise SourceError(f"{here}: header must have the column {name!r} once, got {', '.join(header) or 'none'}{hint}")
 
 
 def parsed_json(text: str | bytes) -> Any:

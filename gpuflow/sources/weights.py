@@ -15,7 +15,7 @@ from gpuflow.errors import SourceError, show
 from gpuflow.sources.base import Source, SourceSpec, WeightsSpec
 from gpuflow.sources.field_spec import FieldSpec
 from gpuflow.sources.fingerprint import entries_of
-from gpuflow.sources.hints import missing_path, near_word
+from gpuflow.sources.hints import missing_path
 from gpuflow.sources.listing_text import column_of, csv_rows
 from gpuflow.sources.record_source import records_of
 
@@ -124,13 +124,7 @@ def _from_file(place: str, column: str | None) -> tuple[NDArray[np.float64], Seq
     cell = 0
     if column is not None:
         header = [name.strip() for name in rows[0][1]] if rows else []
-        found = column_of(column, header)
-        if found is None:
-            raise SourceError(
-                f"source.weights: {place}:1: header must have the column {column!r} once, got "
-                f"{', '.join(header) or 'none'}{near_word(column, [name for name in header if name != column])}"
-            )
-        cell, rows = found, rows[1:]
+        cell, rows = column_of(column, header, f"source.weights: {place}:1"), rows[1:]
     numbers = np.empty(len(rows))
     for i, (line, row) in enumerate(rows):
         if column is None and len(row) != 1:

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from gpuflow.engines.pytorch import CHECKPOINT_VERSION
+from gpuflow.engines.pytorch import CHECKPOINT_VERSION, version_fault
 from gpuflow.errors import StateError, suggest
 from gpuflow.pipeline.stage import Pipeline
 from gpuflow.pipeline.views import ViewsPipeline
@@ -150,9 +150,8 @@ def read_checkpoint(path: Path, device: torch.device) -> dict[str, Any]:
         if not isinstance(state.get(key), kind):
             found = f"is a {type(state[key]).__name__}" if key in state else "is not there"
             raise _damaged(path, f"is not a whole checkpoint of gpuflow train: {key!r} {found}")
-    if state.get("version") != CHECKPOINT_VERSION:
-        rule = f"is a checkpoint of version {state.get('version')}, this gpuflow reads version {CHECKPOINT_VERSION}"
-        raise StateError(f"{path}: {rule}; upgrade gpuflow")
+    if fault := version_fault(state.get("version")):
+        raise StateError(f"{path}: {fault}")
     return state
 
 

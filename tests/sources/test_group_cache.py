@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import sys
 import threading
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ BYTES, KEPT = 1000, 3
 
 
 @pytest.fixture
-def often_switched() -> object:
+def often_switched() -> Iterator[None]:
     """Threads take turns after a microsecond."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)

@@ -429,8 +429,8 @@ def test_fields_may_share_a_column_that_they_read_alike() -> None:
     assert source.labels.tolist() == [3, 4] and values(records_of(source, [0, 1]), "y") == ["3", "4"]
     fields = {"label": {"column": "y"}, "score": {"type": "number", "column": "y"}}
     assert refused_table("path,y\na.jpg,3\n", fields=fields) == (
-        "list.csv: the fields label and score must not read the column 'y' in two ways (text, a number); give one of "
-        "them a column of its own"
+        "list.csv: the fields label and score must not read the column 'y' in two ways (text, a number); name another "
+        "column for one of them"
     )
     source = lines(row(y=3), row(y=4), fields=fields)
     assert source.labels.tolist() == [3, 4] and values(records_of(source, [0, 1]), "score") == [3, 4]
