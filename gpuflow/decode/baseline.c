@@ -9,6 +9,9 @@
  * For each block there is a mask of its coefficients that are not 0. A scan that refines them reads only these, and so
  * does the baseline encoder. Masks and blocks have the first coefficient last, at bit and place 63: files have it in
  * their highest bits.
+ *
+ * Each code's place depends on the one before it, and what it says cannot be predicted. So what counts is how long the
+ * way from one code to the next is, and that no branch depends on a coefficient's sign, or on whether it is refined.
  */
 
 #include "threads.h"
@@ -105,20 +108,20 @@ static int read_long_code(const struct table *t, int32_t code, int *bits) {
     return -1;
 }
 
-/* The next code's symbol, or -1. Leaves 40 bits ready. */
+/* The next code's symbol, or -1. 16 bits are ready, and 40 afterwards: the code is looked up while others are read. */
 INLINE int read_symbol(struct bits *b, const struct table *t) {
-    refill(b);
     int entry = t->lookup[b->ahead >> (64 - LOOKUP_BITS)], bits = entry & 15, symbol = entry >> 4;
+    refill(b);
     if (!entry)
         symbol = read_long_code(t, (int32_t)(b->ahead >> 48), &bits);
     skip(b, bits);
     return symbol;
 }
 
-/* The number that these bits stand for. */
+/* The number that these bits stand for: without their highest one, a negative number. */
 INLINE int extended(uint32_t bits, int count) {
-    int value = (int)bits;
-    return value < 1 << (count - 1) ? value - (1 << count) + 1 : value;
+    int is_negative = (int)(bits >> (count - 1)) - 1; /* -1, or 0 */
+    return (int)bits + (is_negative & (1 - (1 << count)));
 }
 
 /* Whether the segment's tables are valid. */
@@ -271,96 +274,87 @@ INLINE int read_first_ac(struct bits *b, const struct scan *s, int16_t *block, u
 
 INLINE uint64_t first_of(uint64_t mask) { return 1ull << (63 - __builtin_clzll(mask)); }
 
-/* Refines one coefficient: a step away from 0. Its bit `low`, which the step sets, is not set yet. */
-INLINE void refine(int16_t *coefficient, int step) {
-    int sign = *coefficient >> 15;
-    *coefficient = (int16_t)(*coefficient + ((step ^ sign) - sign));
+typedef int16_t lanes __attribute__((vector_size(32), aligned(16), may_alias));
+
+/* Moves these coefficients a step away from 0. Their bit `low`, which the step sets, is not set yet. */
+INLINE void refine(int16_t *block, uint64_t mask, int16_t step) {
+    const lanes bits = {1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, INT16_MIN};
+    for (lanes *at = (lanes *)block; mask; at++, mask >>= 16) {
+        lanes sign = *at >> 15, is_refined = (((lanes){0} + (int16_t)mask) & bits) == bits;
+        *at += ((((lanes){0} + step) ^ sign) - sign) & is_refined;
+    }
 }
 
+/* The lowest bits of a number at the places of a mask. fast: the processor has an instruction for that. */
+INLINE uint64_t deposit(uint64_t bits, uint64_t mask, int fast) {
+    uint64_t found = 0;
 #if defined(__x86_64__)
-/* The lowest bits of a number at the places of a mask. */
-INLINE uint64_t deposit(uint64_t bits, uint64_t mask) {
-    uint64_t found;
-    __asm__("pdepq %2, %1, %0" : "=r"(found) : "r"(bits), "r"(mask));
+    if (fast) {
+        __asm__("pdepq %2, %1, %0" : "=r"(found) : "r"(bits), "r"(mask));
+        return found;
+    }
+#else
+    (void)fast;
+#endif
+    for (; bits && mask; bits >>= 1, mask &= mask - 1)
+        found |= (mask & -mask) & -(bits & 1);
     return found;
 }
-#else
-INLINE uint64_t deposit(uint64_t bits, uint64_t mask) { return bits & mask; } /* which is not called */
-#endif
 
-/* Takes a bit for each coefficient of this mask, of which there are at most 63; 39 bits are ready. Returns which of
- * them are to be refined. */
-INLINE uint64_t take_steps(struct bits *b, uint64_t mask) {
-    int count = __builtin_popcountll(mask);
-    uint64_t bits = 0;
-    if (count > 32) {
-        bits = (uint64_t)take(b, 32) << (count - 32);
+/* Appends bits to those that were taken. 39 are ready, and 16 afterwards. */
+INLINE uint64_t take_more(struct bits *b, uint64_t taken, int count) {
+    for (; count > 23; count -= 23) {
+        taken = taken << 23 | take(b, 23);
         refill(b);
-        count -= 32;
     }
-    return deposit(bits | take(b, count), mask);
-}
-
-/* The same, one bit after the other, without `deposit`. Refines them at once. */
-INLINE void take_each_step(struct bits *b, uint64_t mask, int16_t *block, int step) {
-    for (; mask; mask ^= first_of(mask)) {
-        if (!b->have)
-            refill(b);
-        refine(block + 63 - __builtin_clzll(mask), -(int)take(b, 1) & step);
-    }
+    return taken << count | take(b, count);
 }
 
 /* The coefficient after the first `zeros` ones of this mask; 0 if there is none. */
 INLINE uint64_t one_after(uint64_t mask, int zeros, int fast) {
     if (fast) {
-        int places = __builtin_popcountll(mask) - zeros;
-        return places < 1 ? 0 : deposit(1ull << (places - 1), mask);
+        int place = __builtin_popcountll(mask) - zeros;
+        return place < 1 ? 0 : deposit(1ull << (place - 1), mask, fast);
     }
     for (; zeros && mask; zeros--)
         mask ^= first_of(mask);
     return mask ? first_of(mask) : 0;
 }
 
-/* Refines a block. fast: with `deposit`, and in the end all coefficients that are to be refined, so that hardly a
- * branch depends on the data. */
+/* Refines a block. A code leads over some coefficients that were 0 until now to the next of them. After it there is a
+ * bit for each other coefficient on the way: whether it is refined. */
 INLINE int refine_ac(struct bits *b, const struct scan *s, int16_t *block, uint64_t *mask, int *run, int fast) {
-    uint64_t rest = ~0ull >> s->first & ~0ull << (63 - s->last); /* where no code has led yet */
-    uint64_t steps = 0, known = *mask;
-    int step = 1 << s->low;
+    const uint64_t all = ~0ull >> s->first & ~0ull << (63 - s->last), known = *mask & all;
+    uint64_t rest = all, refined = 0; /* where no code has led yet; bits of those that are known */
+    int left = __builtin_popcountll(known); /* without a bit until now */
     while (!*run && rest) {
-        int symbol = read_symbol(b, s->ac), zeros = symbol >> 4, count = symbol & 15;
+        int symbol = read_symbol(b, s->ac), count = symbol & 15;
         if (symbol < 0 || count > 1)
             return 0;
-        if (!count && zeros < 15) {
-            *run = eob_run(b, zeros);
+        if (!count && symbol < 0xF0) {
+            *run = eob_run(b, symbol >> 4);
             break;
         }
-        int value = b->ahead >> 63 ? step : -step; /* of a new coefficient, if one comes */
+        int value = b->ahead >> 63 ? 1 << s->low : -(1 << s->low); /* of a new coefficient, if one comes */
         skip(b, count);
-        uint64_t until = one_after(rest & ~known, zeros, fast); /* what is none of these is refined on the way */
-        if (!until)
+        uint64_t found = one_after(rest & ~known, symbol >> 4, fast);
+        if (!found)
             return 0;
-        uint64_t passed = rest & ~(2 * until - 1) & known;
-        if (fast)
-            steps |= take_steps(b, passed);
-        else
-            take_each_step(b, passed, block, step);
+        rest = all & (found - 1);
+        int after = __builtin_popcountll(rest & known);
+        refined = take_more(b, refined, left - after);
+        left = after;
         if (count) {
-            block[63 - __builtin_clzll(until)] = (int16_t)value;
-            *mask |= until;
+            block[63 - __builtin_clzll(found)] = (int16_t)value;
+            *mask |= found;
         }
-        rest &= until - 1;
     }
     if (*run) {
         refill(b);
-        if (fast)
-            steps |= take_steps(b, rest & known);
-        else
-            take_each_step(b, rest & known, block, step);
+        refined = take_more(b, refined, left);
         --*run;
     }
-    for (; steps; steps &= steps - 1)
-        refine(block + __builtin_ctzll(steps), step);
+    refine(block, deposit(refined, known, fast), (int16_t)(1 << s->low));
     return 1;
 }
 
@@ -537,6 +531,7 @@ INLINE int read_all(struct memory *m, const uint8_t *file, int64_t size, struct 
             int64_t bytes = 0;
             at = unstuff(m, after, end, &bytes);
             struct bits b = {m->data, m->data + bytes, 0, 0};
+            refill(&b);
             if (!at || !(s.first ? read_ac_scan(&b, &s, fast) : read_dc_scan(&b, &s, p->across, p->down)))
                 return 0;
             if (left_of(&b) >= 8)
@@ -593,18 +588,40 @@ static const uint8_t ac_symbols[2][162] = {
      0xc2, 0xc3, 0xc4, 0xc5, 0xc6, 0xc7, 0xc8, 0xc9, 0xca, 0xd2, 0xd3, 0xd4, 0xd5, 0xd6, 0xd7, 0xd8, 0xd9, 0xda,
      0xe2, 0xe3, 0xe4, 0xe5, 0xe6, 0xe7, 0xe8, 0xe9, 0xea, 0xf2, 0xf3, 0xf4, 0xf5, 0xf6, 0xf7, 0xf8, 0xf9, 0xfa}};
 
+enum { SMALL = 32, LENGTH_AT = 26 };
+
+/* Codes of coefficients that are not 0, or of differences between two first ones. The size of a value is its number of
+ * bits without the sign. */
 struct codes {
-    uint32_t of[256]; /* bits of a symbol's code << 16 | the code */
+    uint32_t of[256];              /* of a symbol, zeros << 4 | size: bits of its code << 16 | the code */
+    uint32_t small[16][2 * SMALL]; /* of zeros and a value + SMALL, with the value's bits: bits << LENGTH_AT | these */
 };
 
 static struct codes dc_codes[2], ac_codes[2];
 static pthread_once_t codes_made = PTHREAD_ONCE_INIT;
+
+INLINE int size_of(int value) {
+    unsigned magnitude = (unsigned)(value < 0 ? -value : value);
+    return magnitude ? 32 - __builtin_clz(magnitude) : 0;
+}
+
+/* A symbol's code, then the low bits of a value; of a negative one, of what is one less. */
+INLINE uint32_t code_with(uint32_t code, int value, int size) {
+    uint32_t low = (uint32_t)(value + (value >> 31)) & ((1u << size) - 1);
+    return (code & 0xFFFF) << size | low;
+}
 
 static void make_codes_of(struct codes *codes, const uint8_t *counts, const uint8_t *symbols) {
     uint32_t code = 0;
     for (int count = 1, place = 0; count <= 16; count++, code <<= 1)
         for (int i = 0; i < counts[count - 1]; i++)
             codes->of[symbols[place++]] = (uint32_t)count << 16 | code++;
+    for (int zeros = 0; zeros < 16; zeros++)
+        for (int value = -SMALL; value < SMALL; value++) {
+            int size = size_of(value);
+            uint32_t code = codes->of[zeros << 4 | size], bits = (code >> 16) + (uint32_t)size;
+            codes->small[zeros][value + SMALL] = bits << LENGTH_AT | code_with(code, value, size);
+        }
 }
 
 static void make_codes(void) {
@@ -616,52 +633,52 @@ static void make_codes(void) {
 
 struct writer {
     uint8_t *at, *end;
-    uint64_t bits; /* the lowest `have` ones, at most 7 */
-    int have;
+    uint64_t bits, have; /* the lowest `have` ones, at most 7 */
 };
 
 /* At most 32 bits. Eight bytes of room are needed. */
-INLINE void put(struct writer *w, uint32_t bits, int count) {
+INLINE void put(struct writer *w, uint64_t bits, uint64_t count) {
     w->have += count;
     w->bits = w->bits << count | bits;
-    uint64_t first = __builtin_bswap64(w->bits << (63 - w->have) << 1);
+    uint64_t first = __builtin_bswap64(w->bits << (-w->have & 63));
     memcpy(w->at, &first, 8);
     w->at += w->have >> 3;
     w->have &= 7;
 }
 
-INLINE int size_of(int value) {
-    unsigned magnitude = (unsigned)(value < 0 ? -value : value);
-    return magnitude ? 32 - __builtin_clz(magnitude) : 0;
+INLINE void put_value(struct writer *w, uint32_t code, int value, int size) {
+    put(w, code_with(code, value, size), (code >> 16) + (uint32_t)size);
 }
 
-/* A symbol's code, then the low bits of a value; of a negative one, of what is one less. */
-INLINE void put_value(struct writer *w, uint32_t code, int value, int size) {
-    uint32_t low = (uint32_t)(value + (value >> 31)) & ((1u << size) - 1);
-    put(w, (code & 0xFFFF) << size | low, (int)(code >> 16) + size);
-}
+INLINE void put_symbol(struct writer *w, uint32_t code) { put(w, code & 0xFFFF, code >> 16); }
 
 /* A block's codes: 27 bits for each coefficient, and what `put` writes too much. */
 enum { BLOCK_BYTES = 64 * 27 / 8 + 16 };
 
 INLINE int write_block(struct writer *w, const int16_t *block, uint64_t mask, int *before, int kind) {
-    int apart = block[63] - *before, size = size_of(apart), place = 63;
-    const uint32_t *codes = ac_codes[kind].of;
+    const struct codes *codes = &ac_codes[kind];
+    const int16_t *last = block + 63; /* that was written */
+    int apart = *last - *before, size = size_of(apart);
     if (size > DC_BITS || w->end - w->at < BLOCK_BYTES)
         return 0;
-    *before = block[63];
+    *before = *last;
     put_value(w, dc_codes[kind].of[size], apart, size);
     for (mask <<= 1; mask;) {
-        int zeros = __builtin_clzll(mask);
+        int64_t zeros = __builtin_clzll(mask);
         mask = mask << zeros << 1;
-        place -= zeros + 1;
+        last -= zeros + 1;
         for (; zeros > 15; zeros -= 16)
-            put(w, codes[0xF0] & 0xFFFF, (int)(codes[0xF0] >> 16));
-        size = size_of(block[place]); /* at most AC_BITS */
-        put_value(w, codes[zeros << 4 | size], block[place], size);
+            put_symbol(w, codes->of[0xF0]);
+        if (-SMALL <= *last && *last < SMALL) {
+            uint32_t code = codes->small[zeros][*last + SMALL];
+            put(w, code & ((1u << LENGTH_AT) - 1), code >> LENGTH_AT);
+        } else {
+            size = size_of(*last); /* at most AC_BITS */
+            put_value(w, codes->of[zeros << 4 | size], *last, size);
+        }
     }
-    if (place)
-        put(w, codes[0] & 0xFFFF, (int)(codes[0] >> 16));
+    if (last != block)
+        put_symbol(w, codes->of[0]);
     return 1;
 }
 
@@ -749,7 +766,7 @@ INLINE int64_t write_all(struct memory *m, const struct picture *p, uint8_t *to,
                             return 0;
                     }
             }
-    int fill = (8 - w.have) & 7; /* with ones */
+    uint64_t fill = -w.have & 7; /* with ones */
     put(&w, (1u << fill) - 1, fill);
     uint8_t *end = stuff(m->data, w.at, write_header(m, p, to), to + room - 2);
     if (!end)
@@ -781,7 +798,8 @@ __attribute__((target("bmi,lzcnt,popcnt"))) static int64_t rewrite_by_counts(str
     return rewrite(m, file, 0);
 }
 
-__attribute__((target("bmi,bmi2,lzcnt,popcnt"))) static int64_t rewrite_fast(struct memory *m, const int64_t *file) {
+__attribute__((target("avx2,bmi,bmi2,lzcnt,popcnt"))) static int64_t rewrite_fast(struct memory *m,
+                                                                                  const int64_t *file) {
     return rewrite(m, file, 1);
 }
 
@@ -790,7 +808,8 @@ __attribute__((target("bmi,bmi2,lzcnt,popcnt"))) static int64_t rewrite_fast(str
 static rewriter *choose(int64_t most) {
     if (most < 1 || !__builtin_cpu_supports("bmi") || !__builtin_cpu_supports("popcnt"))
         return rewrite_anywhere;
-    if (most < 2 || !__builtin_cpu_supports("bmi2") || __builtin_cpu_is("znver1") || __builtin_cpu_is("znver2"))
+    if (most < 2 || !__builtin_cpu_supports("bmi2") || !__builtin_cpu_supports("avx2") || __builtin_cpu_is("znver1") ||
+        __builtin_cpu_is("znver2"))
         return rewrite_by_counts;
     return rewrite_fast;
 }
