@@ -27,7 +27,7 @@ _WORTH_PROCESSES = 10_000
 """Samples from which on processes are started, which takes seconds."""
 _CORES_FOR_TRAINING = 3
 _FEWEST_CORES_FOR_CHECKS, _CORES_FOR_ONE_CHECK_THREAD = 12, 2
-"""A core checks 3,400 photographs of 65 kB a second, and a ResNet-18 on an H100 takes 12,000."""
+"""A core checks 4,500 photographs of 65 kB a second, and a ResNet-18 on an H100 takes 12,000."""
 _CORES_FOR_ONE_SHARE_THREAD = 4
 """More threads slow down what launches, reads and trains by more than they add (experiments/gpu_path/NOTES.md)."""
 

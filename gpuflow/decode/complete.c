@@ -30,7 +30,7 @@ struct table {
 struct bits {
     const uint8_t *next;
     uint64_t ahead; /* upcoming bits, the first one the highest */
-    int have;       /* how many of them there are */
+    int have;       /* how many of them there are; those below are upcoming ones, too, or 0 */
     int64_t left;   /* until the data end */
 };
 
@@ -135,14 +135,20 @@ static uint16_t long_entry(const struct table *t, int32_t code, int is_dc) {
     return 0;
 }
 
+/* Makes at least 56 bits ready. */
 static inline void refill(struct bits *b) {
-    if (b->have <= 32) {
-        uint32_t word;
-        memcpy(&word, b->next, 4);
-        b->ahead |= (uint64_t)__builtin_bswap32(word) << (32 - b->have);
-        b->next += 4;
-        b->have += 32;
-    }
+    uint64_t word;
+    memcpy(&word, b->next, 8);
+    b->ahead |= __builtin_bswap64(word) >> b->have;
+    b->next += (63 - b->have) >> 3;
+    b->have |= 56;
+}
+
+/* The entry for the next code, of which 16 bits are ready; 56 afterwards. It is looked up while others are read. */
+static inline uint16_t look_up(struct bits *b, const uint16_t *entries) {
+    uint16_t entry = entries[b->ahead >> (64 - LOOKUP_BITS)];
+    refill(b);
+    return entry;
 }
 
 static inline void skip(struct bits *b, int count) {
@@ -153,8 +159,7 @@ static inline void skip(struct bits *b, int count) {
 
 /* Skips one code and returns how far it advances, or -1: it is invalid, or not all of it is there. */
 static inline int read_one(struct bits *b, const struct table *t, int is_dc) {
-    refill(b);
-    uint16_t one = t->one[b->ahead >> (64 - LOOKUP_BITS)];
+    uint16_t one = look_up(b, t->one);
     if (one == LONG)
         one = long_entry(t, (int32_t)(b->ahead >> 48), is_dc);
     if (!one || (one & BITS) > b->left)
@@ -168,8 +173,7 @@ static int read_block(struct bits *b, const struct table *dc, const struct table
     if (read_one(b, dc, 1) < 0)
         return 0;
     for (int k = 1; k < 64;) {
-        refill(b);
-        uint16_t several = ac->several[b->ahead >> (64 - LOOKUP_BITS)];
+        uint16_t several = look_up(b, ac->several);
         int steps = several >> STEP_SHIFT & STEPS;
         if (several && k + steps < 64 && (several & BITS) <= b->left) {
             skip(b, several & BITS);
@@ -262,6 +266,7 @@ static int is_complete(struct memory *m, const int64_t *file) {
         int64_t begin = m->places[i], left = (m->places[i + 1] - begin) * 8;
         int64_t want = expected - i * each < each ? expected - i * each : each, read = 0;
         struct bits b = {m->data + begin, 0, 0, left};
+        refill(&b);
         int64_t most = restarts ? want : want + MOST_EXTRA + 1;
         for (int64_t c = 0; read < most; read++, c = c + 1 == blocks ? 0 : c + 1) {
             int64_t component = c < luma ? 0 : c - luma + 1;
