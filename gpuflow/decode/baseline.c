@@ -43,9 +43,9 @@ struct component {
 };
 
 struct bits {
-    const uint8_t *next, *end; /* bytes that are not in `ahead` yet, and where the data end */
-    uint64_t ahead;            /* upcoming bits, the first one the highest */
-    int have;                  /* how many of them there are; those below are upcoming ones, too, or 0 */
+    const uint8_t *data;
+    int64_t at, end; /* the number of the next bit, and how many there are */
+    uint64_t ahead;  /* the next bits, the first one the highest, then zeros */
 };
 
 struct memory {
@@ -74,26 +74,24 @@ static int has_bytes(struct memory *m, int64_t size) {
 /* Compiled into each of the functions that rewrite a file, for processors with other instructions. */
 #define INLINE __attribute__((always_inline)) static inline
 
-/* Makes at least 56 bits ready. */
+/* Makes at least 57 bits ready. */
 INLINE void refill(struct bits *b) {
     uint64_t word;
-    memcpy(&word, b->next, 8);
-    b->ahead |= __builtin_bswap64(word) >> b->have;
-    b->next += (63 - b->have) >> 3;
-    b->have |= 56;
+    memcpy(&word, b->data + (b->at >> 3), 8);
+    b->ahead = __builtin_bswap64(word) << (b->at & 7);
 }
 
-INLINE void skip(struct bits *b, int count) {
+INLINE void skip(struct bits *b, int64_t count) {
     b->ahead <<= count;
-    b->have -= count;
+    b->at += count;
 }
 
-/* How many bits are left until the data end; negative after too many were read. */
-INLINE int64_t left_of(const struct bits *b) { return 8 * (b->end - b->next) + b->have; }
+/* How many bits are left; negative after too many were read. */
+INLINE int64_t left_of(const struct bits *b) { return b->end - b->at; }
 
 /* The next bits, at most 32, which are ready. */
-INLINE uint32_t take(struct bits *b, int count) {
-    uint32_t value = (uint32_t)(b->ahead >> 1 >> (63 - count));
+INLINE uint32_t take(struct bits *b, int64_t count) {
+    uint32_t value = (uint32_t)(b->ahead >> 1 >> (~count & 63));
     skip(b, count);
     return value;
 }
@@ -276,11 +274,13 @@ INLINE uint64_t first_of(uint64_t mask) { return 1ull << (63 - __builtin_clzll(m
 
 typedef int16_t lanes __attribute__((vector_size(32), aligned(16), may_alias));
 
-/* Moves these coefficients a step away from 0. Their bit `low`, which the step sets, is not set yet. */
-INLINE void refine(int16_t *block, uint64_t mask, int16_t step) {
+/* Moves the coefficients of a mask a step away from 0; those that are 0, to where `negative` says. Their bit `low`,
+ * which the step sets, is not set yet. */
+INLINE void refine(int16_t *block, uint64_t mask, uint64_t negative, int16_t step) {
     const lanes bits = {1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, INT16_MIN};
-    for (lanes *at = (lanes *)block; mask; at++, mask >>= 16) {
-        lanes sign = *at >> 15, is_refined = (((lanes){0} + (int16_t)mask) & bits) == bits;
+    for (lanes *at = (lanes *)block + 3; mask; at--, mask <<= 16, negative <<= 16) {
+        lanes sign = (*at >> 15) | ((((lanes){0} + (int16_t)(negative >> 48)) & bits) == bits);
+        lanes is_refined = (((lanes){0} + (int16_t)(mask >> 48)) & bits) == bits;
         *at += ((((lanes){0} + step) ^ sign) - sign) & is_refined;
     }
 }
@@ -310,51 +310,60 @@ INLINE uint64_t take_more(struct bits *b, uint64_t taken, int count) {
     return taken << count | take(b, count);
 }
 
-/* The coefficient after the first `zeros` ones of this mask; 0 if there is none. */
-INLINE uint64_t one_after(uint64_t mask, int zeros, int fast) {
+/* The coefficient after the first `zeros` ones of a mask; 0 if there is none. Those before it are left out of `next`.
+ * fast: `next` is the first one's bit if the mask's bits stood together, else the mask that is left. */
+INLINE uint64_t one_after(uint64_t *next, uint64_t mask, int zeros, int fast) {
+    uint64_t found;
     if (fast) {
-        int place = __builtin_popcountll(mask) - zeros;
-        return place < 1 ? 0 : deposit(1ull << (place - 1), mask, fast);
+        *next >>= zeros;
+        found = deposit(*next, mask, fast);
+        *next >>= 1;
+        return found;
     }
-    for (; zeros && mask; zeros--)
-        mask ^= first_of(mask);
-    return mask ? first_of(mask) : 0;
+    for (; zeros && *next; zeros--)
+        *next ^= first_of(*next);
+    found = *next ? first_of(*next) : 0;
+    *next ^= found;
+    return found;
 }
 
 /* Refines a block. A code leads over some coefficients that were 0 until now to the next of them. After it there is a
  * bit for each other coefficient on the way: whether it is refined. */
 INLINE int refine_ac(struct bits *b, const struct scan *s, int16_t *block, uint64_t *mask, int *run, int fast) {
-    const uint64_t all = ~0ull >> s->first & ~0ull << (63 - s->last), known = *mask & all;
-    uint64_t rest = all, refined = 0; /* where no code has led yet; bits of those that are known */
-    int left = __builtin_popcountll(known); /* without a bit until now */
-    while (!*run && rest) {
+    const uint64_t all = ~0ull >> s->first & ~0ull << (63 - s->last), known = *mask & all, zero = all & ~known;
+    uint64_t next = fast && zero ? 1ull << (__builtin_popcountll(zero) - 1) : zero; /* see `one_after` */
+    uint64_t rest = *run ? 0 : all;               /* where no code has led yet */
+    uint64_t made = 0, negative = 0, refined = 0; /* new coefficients, their signs, and a bit for each known one */
+    int left = __builtin_popcountll(known);       /* known ones without a bit until now */
+    while (rest) {
         int symbol = read_symbol(b, s->ac), count = symbol & 15;
-        if (symbol < 0 || count > 1)
-            return 0;
-        if (!count && symbol < 0xF0) {
-            *run = eob_run(b, symbol >> 4);
-            break;
+        if (count != 1) {
+            if (count || symbol < 0)
+                return 0;
+            if (symbol < 0xF0) {
+                *run = eob_run(b, symbol >> 4);
+                break;
+            }
         }
-        int value = b->ahead >> 63 ? 1 << s->low : -(1 << s->low); /* of a new coefficient, if one comes */
+        uint64_t sign = (uint64_t)((int64_t)~b->ahead >> 63); /* all ones: of a new coefficient below 0, if one comes */
         skip(b, count);
-        uint64_t found = one_after(rest & ~known, symbol >> 4, fast);
+        uint64_t found = one_after(&next, zero, symbol >> 4, fast);
         if (!found)
             return 0;
         rest = all & (found - 1);
         int after = __builtin_popcountll(rest & known);
         refined = take_more(b, refined, left - after);
         left = after;
-        if (count) {
-            block[63 - __builtin_clzll(found)] = (int16_t)value;
-            *mask |= found;
-        }
+        made |= found & -(uint64_t)count;
+        negative |= found & sign;
     }
     if (*run) {
         refill(b);
         refined = take_more(b, refined, left);
         --*run;
     }
-    refine(block, deposit(refined, known, fast), (int16_t)(1 << s->low));
+    *mask |= made;
+    refine(block, deposit(refined, known, fast) | made, negative, (int16_t)(1 << s->low));
     return 1;
 }
 
@@ -530,7 +539,7 @@ INLINE int read_all(struct memory *m, const uint8_t *file, int64_t size, struct 
                 return 0;
             int64_t bytes = 0;
             at = unstuff(m, after, end, &bytes);
-            struct bits b = {m->data, m->data + bytes, 0, 0};
+            struct bits b = {m->data, 0, 8 * bytes, 0};
             refill(&b);
             if (!at || !(s.first ? read_ac_scan(&b, &s, fast) : read_dc_scan(&b, &s, p->across, p->down)))
                 return 0;
@@ -588,13 +597,13 @@ static const uint8_t ac_symbols[2][162] = {
      0xc2, 0xc3, 0xc4, 0xc5, 0xc6, 0xc7, 0xc8, 0xc9, 0xca, 0xd2, 0xd3, 0xd4, 0xd5, 0xd6, 0xd7, 0xd8, 0xd9, 0xda,
      0xe2, 0xe3, 0xe4, 0xe5, 0xe6, 0xe7, 0xe8, 0xe9, 0xea, 0xf2, 0xf3, 0xf4, 0xf5, 0xf6, 0xf7, 0xf8, 0xf9, 0xfa}};
 
-enum { SMALL = 32, LENGTH_AT = 26 };
+enum { SMALL = 32, COUNT_BITS = 6, COUNT = (1 << COUNT_BITS) - 1 };
 
-/* Codes of coefficients that are not 0, or of differences between two first ones. The size of a value is its number of
- * bits without the sign. */
+/* Each entry is bits to write and their number, bits << COUNT_BITS | number. A value is a coefficient that is not 0, or
+ * a difference between two first coefficients; its size is its number of bits without the sign. */
 struct codes {
-    uint32_t of[256];              /* of a symbol, zeros << 4 | size: bits of its code << 16 | the code */
-    uint32_t small[16][2 * SMALL]; /* of zeros and a value + SMALL, with the value's bits: bits << LENGTH_AT | these */
+    uint32_t of[256];              /* of a symbol, zeros << 4 | size */
+    uint32_t small[16][2 * SMALL]; /* of zeros and a value + SMALL, the value's own bits included */
 };
 
 static struct codes dc_codes[2], ac_codes[2];
@@ -605,22 +614,21 @@ INLINE int size_of(int value) {
     return magnitude ? 32 - __builtin_clz(magnitude) : 0;
 }
 
-/* A symbol's code, then the low bits of a value; of a negative one, of what is one less. */
-INLINE uint32_t code_with(uint32_t code, int value, int size) {
-    uint32_t low = (uint32_t)(value + (value >> 31)) & ((1u << size) - 1);
-    return (code & 0xFFFF) << size | low;
+/* A symbol's code with the low bits of a value after it; of a negative one, of what is one less. */
+INLINE uint64_t with_value(uint64_t code, int value, int size) {
+    uint64_t low = (uint64_t)(value + (value >> 31)) & ((1u << size) - 1);
+    return ((code >> COUNT_BITS << size | low) << COUNT_BITS) + (code & COUNT) + (uint64_t)size;
 }
 
 static void make_codes_of(struct codes *codes, const uint8_t *counts, const uint8_t *symbols) {
     uint32_t code = 0;
-    for (int count = 1, place = 0; count <= 16; count++, code <<= 1)
+    for (uint32_t count = 1, place = 0; count <= 16; count++, code <<= 1)
         for (int i = 0; i < counts[count - 1]; i++)
-            codes->of[symbols[place++]] = (uint32_t)count << 16 | code++;
+            codes->of[symbols[place++]] = code++ << COUNT_BITS | count;
     for (int zeros = 0; zeros < 16; zeros++)
         for (int value = -SMALL; value < SMALL; value++) {
             int size = size_of(value);
-            uint32_t code = codes->of[zeros << 4 | size], bits = (code >> 16) + (uint32_t)size;
-            codes->small[zeros][value + SMALL] = bits << LENGTH_AT | code_with(code, value, size);
+            codes->small[zeros][value + SMALL] = (uint32_t)with_value(codes->of[zeros << 4 | size], value, size);
         }
 }
 
@@ -636,24 +644,40 @@ struct writer {
     uint64_t bits, have; /* the lowest `have` ones, at most 7 */
 };
 
-/* At most 32 bits. Eight bytes of room are needed. */
-INLINE void put(struct writer *w, uint64_t bits, uint64_t count) {
-    w->have += count;
-    w->bits = w->bits << count | bits;
+/* Appends at most 27 bits. Twice at most until `flush`. */
+INLINE void append(struct writer *w, uint64_t code) {
+    w->bits = w->bits << (code & COUNT) | code >> COUNT_BITS;
+    w->have += code & COUNT;
+}
+
+/* Writes whole bytes. Eight bytes of room are needed. */
+INLINE void flush(struct writer *w) {
     uint64_t first = __builtin_bswap64(w->bits << (-w->have & 63));
     memcpy(w->at, &first, 8);
     w->at += w->have >> 3;
     w->have &= 7;
 }
 
-INLINE void put_value(struct writer *w, uint32_t code, int value, int size) {
-    put(w, code_with(code, value, size), (code >> 16) + (uint32_t)size);
-}
-
-INLINE void put_symbol(struct writer *w, uint32_t code) { put(w, code & 0xFFFF, code >> 16); }
-
 /* A block's codes: 27 bits for each coefficient, and what `put` writes too much. */
 enum { BLOCK_BYTES = 64 * 27 / 8 + 16 };
+
+/* Appends the code of the first coefficient of a mask, and takes it from the mask. */
+INLINE void append_one(struct writer *w, const struct codes *codes, const int16_t **last, uint64_t *mask) {
+    int64_t zeros = __builtin_clzll(*mask);
+    *mask = *mask << zeros << 1;
+    *last -= zeros + 1;
+    for (; zeros > 15; zeros -= 16) {
+        append(w, codes->of[0xF0]);
+        flush(w);
+    }
+    int64_t value = **last;
+    if ((uint64_t)(value + SMALL) < 2 * SMALL) {
+        append(w, codes->small[zeros][value + SMALL]);
+    } else {
+        int size = size_of((int)value); /* at most AC_BITS */
+        append(w, with_value(codes->of[zeros << 4 | size], (int)value, size));
+    }
+}
 
 INLINE int write_block(struct writer *w, const int16_t *block, uint64_t mask, int *before, int kind) {
     const struct codes *codes = &ac_codes[kind];
@@ -662,23 +686,17 @@ INLINE int write_block(struct writer *w, const int16_t *block, uint64_t mask, in
     if (size > DC_BITS || w->end - w->at < BLOCK_BYTES)
         return 0;
     *before = *last;
-    put_value(w, dc_codes[kind].of[size], apart, size);
+    append(w, with_value(dc_codes[kind].of[size], apart, size));
     for (mask <<= 1; mask;) {
-        int64_t zeros = __builtin_clzll(mask);
-        mask = mask << zeros << 1;
-        last -= zeros + 1;
-        for (; zeros > 15; zeros -= 16)
-            put_symbol(w, codes->of[0xF0]);
-        if (-SMALL <= *last && *last < SMALL) {
-            uint32_t code = codes->small[zeros][*last + SMALL];
-            put(w, code & ((1u << LENGTH_AT) - 1), code >> LENGTH_AT);
-        } else {
-            size = size_of(*last); /* at most AC_BITS */
-            put_value(w, codes->of[zeros << 4 | size], *last, size);
-        }
+        append_one(w, codes, &last, &mask);
+        flush(w);
+        if (!mask)
+            break;
+        append_one(w, codes, &last, &mask);
     }
     if (last != block)
-        put_symbol(w, codes->of[0]);
+        append(w, codes->of[0]);
+    flush(w);
     return 1;
 }
 
@@ -767,7 +785,8 @@ INLINE int64_t write_all(struct memory *m, const struct picture *p, uint8_t *to,
                     }
             }
     uint64_t fill = -w.have & 7; /* with ones */
-    put(&w, (1u << fill) - 1, fill);
+    append(&w, ((1u << fill) - 1) << COUNT_BITS | fill);
+    flush(&w);
     uint8_t *end = stuff(m->data, w.at, write_header(m, p, to), to + room - 2);
     if (!end)
         return 0;
