@@ -20,7 +20,7 @@ from gpuflow.execute.packing import send_all
 from gpuflow.execute.pointwise import run_pointwise
 from gpuflow.pipeline.stage import Keys, Operation, Operations, Pointwise
 from gpuflow.stages import STAGES, ColorJitter, Normalize
-from tests.execute.kernels import quick_interpreter  # noqa: F401  # replaces parts of Triton's interpreter
+from tests.execute.kernels.quick_interpreter import use_few_slices
 from tests.execute.kernels.references import adjust_reference
 from tests.packages.toning.toning import Tone
 
@@ -242,7 +242,11 @@ def launches() -> Iterator[Case]:
 
 if __name__ == "__main__":
     InterpreterBuilder.create_fma = fma
-    adjustments = one_operation, orders, fused_luma, some_left_out, layouts, as_stages
-    for cases in (*adjustments, other_operations, joined_operations, examples, launches):
+    own_slices = layouts, some_left_out, as_stages, joined_operations
+    for number, cases in enumerate(
+        (*own_slices, one_operation, orders, fused_luma, other_operations, examples, launches)
+    ):
+        if number == len(own_slices):
+            use_few_slices()
         for name, difference in cases():
             print(f"{name}: {difference}", flush=True)

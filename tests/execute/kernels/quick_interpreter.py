@@ -7,18 +7,19 @@ each operation on a tensor. What is replaced here computes the same values, each
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import triton.language as tl
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpretedFunction, InterpreterError
 
-from gpuflow.execute.kernels import sample, warp
+from gpuflow.execute.kernels import color, sample, warp
+from tests.execute.kernels.recorded import check_overflow, form_of, note_a_look, recorded
 
-__all__ = ["use_large_tiles"]
+__all__ = ["use_few_slices", "use_large_tiles"]
 
 _replaced: list[Any] = []
 _blocks: dict[tuple[str, tuple[int, ...]], dict[str, Any]] = {}
@@ -32,8 +33,10 @@ _numpy_type = interpreter._get_np_dtype
 _broadcast_any = TritonSemantic.broadcast_impl_value
 _computation_type = TritonSemantic.computation_type_impl
 _operands_any = TritonSemantic.binary_op_type_checking_impl
-_check_overflow = TritonSemantic.binary_op_sanitize_overflow_impl
-_EXACT = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
+_check_overflow_any = TritonSemantic.binary_op_sanitize_overflow_impl
+_patch_lang_tensor = interpreter._patch_lang_tensor
+_to_tensor_any = TritonSemantic.to_tensor
+_operations: dict[Any, list[tuple[str, Any]]] = {}
 _equal = tl.dtype.__eq__
 _NO_SHAPE, _ONE = tl.tuple([]), tl.constexpr(1)
 
@@ -41,10 +44,15 @@ _NO_SHAPE, _ONE = tl.tuple([]), tl.constexpr(1)
 def use_large_tiles() -> None:
     """Have each program of the geometric kernels make 32 by 32 pixels of a result: it takes no longer than for a few.
 
-    For scripts that test what uses the kernels. The kernels' own tests run them with the tiles that they have.
+    For scripts that test what uses the kernels, and for kernels' own tests once they have run the tiles that they have.
     """
     for kernel in (sample, warp):
         vars(kernel).update(ROWS=32, COLUMNS=32)
+
+
+def use_few_slices() -> None:
+    """Have two programs measure an image's colours, in several steps: a small image has nothing to do for more."""
+    vars(color).update(_SLICES=2)
 
 
 def _call(self: Any, *arguments: Any, **options: Any) -> Any:
@@ -78,6 +86,7 @@ def _tensor(self: Any, handle: Any, type: Any) -> None:
     """As tensor.__init__."""
     self.handle, self.type, self.dtype = handle, type, type.scalar
     self.shape, self.numel = (type.tensor_shape, type.tensor_numel) if type.is_block() else (_NO_SHAPE, _ONE)
+    self.form = None if handle is None else form_of(handle, type)
 
 
 def _to_ir(self: Any, builder: Any) -> Any:
@@ -143,13 +152,11 @@ def _constant(self: Any, tensor: Any, number: float, div_or_mod: bool, *, first:
 
 
 def _sanitize_overflow(self: Any, lhs: Any, rhs: Any, binary_op: Any) -> None:
-    """As TritonSemantic.binary_op_sanitize_overflow_impl, which has the last word on what does not fit."""
-    scalar = lhs.type.scalar
-    if 8 <= scalar.int_bitwidth < 64:
-        exact = _EXACT[binary_op.__name__](lhs.handle.data.astype(np.int64), rhs.handle.data.astype(np.int64))
-        if scalar.get_int_min_value() <= exact.min() and exact.max() <= scalar.get_int_max_value():
-            return
-    _check_overflow(self, lhs, rhs, binary_op)
+    """As TritonSemantic.binary_op_sanitize_overflow_impl."""
+    if 8 <= lhs.type.scalar.int_bitwidth < 64:
+        check_overflow(self.builder, lhs, rhs, binary_op.__name__)
+    else:
+        _check_overflow_any(self, lhs, rhs, binary_op)
 
 
 def _common_type(self: Any, a_ty: Any, a_is_scalar: bool, b_ty: Any, b_is_scalar: bool, div_or_mod: bool) -> Any:
@@ -168,15 +175,35 @@ def _get_np_dtype(tt_dtype: Any) -> Any:
     return _numpy_types[element.name]
 
 
-def _patch_attr(obj: Any, name: str, member: Callable[..., Any], builder: Any, scope: Any) -> None:
+def _patch_builtin(package: Any, builder: Any, scope: Any) -> None:
     """As the interpreter's function of this name."""
-    semantic = TritonSemantic(builder)
+    if package not in _operations:
+        semantic = TritonSemantic(builder)
+        members = [(name, member) for name, member in inspect.getmembers(package) if tl.core.is_builtin(member)]
+        _operations[package] = [(name, recorded(member, semantic)) for name, member in members]
+    for name, operation in _operations[package]:
+        scope.set_attr(package, name, operation)
 
-    def call(*arguments: Any, **options: Any) -> Any:
-        options["_semantic"] = semantic
-        return member(*arguments, **options)
 
-    scope.set_attr(obj, name, call)
+def _patch_tensor(tensor: Any, scope: Any) -> None:
+    """As the interpreter's _patch_lang_tensor; says when an operation looks at a value."""
+    _patch_lang_tensor(tensor, scope)
+    for name in ("__bool__", "__index__"):
+        scope.set_attr(tensor, name, _looking(getattr(tensor, name)))
+
+
+def _looking(method: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def look(self: Any) -> Any:
+        if self.handle.data.size == 1:
+            note_a_look(self)
+        return method(self)
+
+    return look
+
+
+def _to_tensor(self: Any, x: Any, check_type: bool = True) -> Any:
+    """As TritonSemantic.to_tensor."""
+    return x if x.__class__ is tl.tensor else _to_tensor_any(self, x, check_type)
 
 
 InterpretedFunction.__call__ = _call
@@ -189,4 +216,6 @@ TritonSemantic.binary_op_type_checking_impl = _operands
 TritonSemantic.binary_op_sanitize_overflow_impl = _sanitize_overflow
 TritonSemantic.computation_type_impl = _common_type
 interpreter._get_np_dtype = _get_np_dtype
-interpreter._patch_attr = _patch_attr
+interpreter._patch_builtin = _patch_builtin
+interpreter._patch_lang_tensor = _patch_tensor
+TritonSemantic.to_tensor = _to_tensor
