@@ -120,9 +120,9 @@ def working() -> Iterator[CpuDecodePool]:
         yield pool
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def own() -> Iterator[CpuDecodePool]:
-    """A pool for a test that kills its workers or closes it."""
+    """A pool for a test that kills workers of it, and for one that closes it later."""
     with at_work() as pool:
         yield pool
 
@@ -203,12 +203,20 @@ def test_answers_that_nobody_asks_for_leave_the_workers_free(
     check(begin(working, np.arange(12)))
 
 
+@pytest.fixture(scope="module")
+def faulty() -> Iterator[CpuDecodePool]:
+    """A pool with one worker whose stage has faults, for a test that leaves it as it is and one that loses the worker
+    later."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(_PARENT, str(os.getpid()))
+        with at_work("faulty", 1) as pool:
+            yield pool
+
+
 @pytest.fixture
-def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[CpuDecodePool]:
-    """A pool with one worker whose stage has faults."""
-    monkeypatch.setenv(_PARENT, str(os.getpid()))
-    with deadline(SECONDS), at_work("faulty", 1) as pool:
-        yield pool
+def in_time() -> Iterator[None]:
+    with deadline(SECONDS):
+        yield
 
 
 def begin_at(pool: CpuDecodePool, position: int) -> PendingImages:
@@ -222,6 +230,7 @@ def answered(pending: PendingImages) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.usefixtures("in_time")
 def test_a_request_whose_decoding_raises_takes_no_answer_of_others(faulty: CpuDecodePool) -> None:
     """Its connection serves other requests once the worker has answered, also while the chunk still exists."""
     for _ in range(3):
@@ -240,6 +249,7 @@ def test_a_request_whose_decoding_raises_takes_no_answer_of_others(faulty: CpuDe
     assert not faulty._left
 
 
+@pytest.mark.usefixtures("in_time")
 def test_an_abandoned_request_without_an_answer_costs_its_worker_and_holds_no_memory(
     faulty: CpuDecodePool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

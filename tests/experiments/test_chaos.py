@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 
 from gpuflow.tools.bench import COLUMNS
+from tests.chaos import rounds
 from tests.chaos.rounds import ROUNDS
 
 ROOT = Path(__file__).parents[2]
@@ -57,12 +57,19 @@ def test_a_failure_says_how_to_replay_it() -> None:
     assert done("fuzz-tars", 7).replay == "python -m tests.chaos.rounds fuzz-tars 7"
 
 
-def test_rounds_run_and_are_recorded(tmp_path: Path) -> None:
-    command = [sys.executable, str(HERE / "run.py"), "--minutes", "0", "--seed", "0", "--only", "fuzz-listings"]
-    ended = subprocess.run(
-        [*command, "--out", str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert "1 rounds, 0 failed" in ended.stdout
+def test_rounds_run_and_are_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["rounds", "--list"])
+    rounds.main()
+    known = capsys.readouterr().out.split()
+    assert known == list(ROUNDS)
+    command = [str(HERE / "run.py"), "--minutes", "0", "--seed", "0", "--only", "fuzz-listings"]
+    monkeypatch.setattr(sys, "argv", [*command, "--out", str(tmp_path)])
+    monkeypatch.setitem(RUN["main"].__globals__, "names", lambda: known)
+    with pytest.raises(SystemExit) as end:
+        RUN["main"]()
+    assert end.value.code == 0
+    assert "1 rounds, 0 failed" in capsys.readouterr().out
     assert (tmp_path / "results.csv").read_text().startswith(",".join(COLUMNS))
     assert (tmp_path / "failures.log").read_text() == ""

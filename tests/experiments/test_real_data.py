@@ -5,9 +5,7 @@ from __future__ import annotations
 import csv
 import itertools
 import json
-import os
 import pydoc
-import subprocess
 import sys
 import threading
 import time
@@ -31,7 +29,19 @@ from tests.experiments.scripts import imported
 
 ROOT = Path(__file__).parents[2]
 HERE = ROOT / "experiments" / "real_data"
-SCRIPTS = ("run", "arms", "compare", "dali_loader", "engines", "calls", "photos", "next_to_training", "gpu_time")
+SCRIPTS = (
+    "run",
+    "arms",
+    "compare",
+    "dali_loader",
+    "engines",
+    "calls",
+    "photos",
+    "next_to_training",
+    "gpu_time",
+    "other_process",
+    "rewriting",
+)
 COUNT = 10_000
 """Plans that shares are counted over. A share of 3% then has a standard deviation of 0.17%."""
 
@@ -333,16 +343,20 @@ def test_workloads_of_a_row(scripts: dict[str, Any]) -> None:
     assert chosen.workloads == ("compiled_resnet18", "alone")
 
 
-def test_the_script_measures_a_loader_on_the_cpu(picture: Path, tmp_path: Path) -> None:
+def test_the_script_measures_a_loader_on_the_cpu(
+    scripts: dict[str, Any],
+    picture: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     words = ["--device", "cpu", "--rows", "same", "--arms", "gpuflow", "dali", "--workloads", "alone", "--batch", "4"]
     words += ["--seconds", "0.1", "--warm-up", "0.1", "--repeats", "2", "--count", "8", "--names", "2"]
     words += ["--from", str(picture), "--photos", str(tmp_path / "photos"), "--out", str(tmp_path), "--set"]
-    command = [sys.executable, str(HERE / "run.py"), "--resume", *words, "run.processes=0"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    monkeypatch.setattr(sys, "argv", [str(HERE / "run.py"), "--resume", *words, "run.processes=0"])
     for printed in (2, 0):  # the second start finds nothing to measure
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
-        assert done.returncode == 0, done.stderr
-        assert done.stdout.count("images/s") == printed
+        scripts["run"].main()
+        assert capsys.readouterr().out.count("images/s") == printed
         with (tmp_path / "results.csv").open(newline="") as file:
             [row] = [row for row in csv.DictReader(file) if row["metric"] == "images_per_s"]
         assert (row["arm"], row["workload"], row["repeats"]) == ("gpuflow", "same; alone", "2")
@@ -735,35 +749,44 @@ def test_dali_gets_the_names_that_it_decodes_with_their_labels(
     assert left_out == 2
 
 
-def test_what_progressive_photographs_cost_is_printed_and_written(tmp_path: Path) -> None:
+def test_what_progressive_photographs_cost_is_printed_and_written(
+    scripts: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     for number, progressive in enumerate((True, False, True)):
         (tmp_path / f"{number}.jpg").write_bytes(
             images.jpeg(images.photo(40, 60, seed=number), progressive=progressive)
         )
-    command = [sys.executable, str(HERE / "rewriting.py"), str(tmp_path), "--repeats", "2", "--out"]
-    out = tmp_path / "out.csv"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [*command, str(out)], capture_output=True, text=True, timeout=120, env=environment, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    out, threads = tmp_path / "out.csv", torch.get_num_threads()
+    monkeypatch.setattr(sys, "argv", ["rewriting.py", str(tmp_path), "--repeats", "2", "--out", str(out)])
+    scripts["rewriting"].main()
+    torch.set_num_threads(threads)
+    assert capsys.readouterr().out.count(" ms an image") == 3
     with out.open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert [row["arm"] for row in rows] == ["decoded", "preprocessed", "rewritten"]
     assert all(row["workload"].startswith("2 progressive JPEGs") and float(row["value"]) > 0 for row in rows)
     (tmp_path / "0.jpg").unlink()
     (tmp_path / "2.jpg").unlink()
-    done = subprocess.run(
-        [*command, str(out)], capture_output=True, text=True, timeout=120, env=environment, check=False
-    )
-    assert done.returncode == 2 and "has no progressive JPEGs; photos.py makes them" in done.stderr
+    with pytest.raises(SystemExit) as end:
+        scripts["rewriting"].main()
+    torch.set_num_threads(threads)
+    assert end.value.code == 2
+    assert "has no progressive JPEGs; photos.py makes them" in capsys.readouterr().err
 
 
-def test_a_loader_in_another_process_paces_a_training(tmp_path: Path) -> None:
+def test_a_loader_in_another_process_paces_a_training(
+    scripts: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With a model of one layer: on a processor, each step of torchvision's takes a second in bfloat16."""
+
+    def tiny() -> torch.nn.Module:
+        return torch.nn.Sequential(torch.nn.AvgPool2d(56), torch.nn.Flatten(), torch.nn.Linear(48, 1000))
+
     make_photos(tmp_path / "photos", classes=2, each=4)
-    command = [sys.executable, str(HERE / "other_process.py"), str(tmp_path / "photos"), "--device", "cpu"]
-    command += ["--model", "squeezenet1_1", "--batch", "2", "--repeats", "1", "--seconds", "0.1"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT)
-    assert result.returncode == 0, result.stderr
-    names = [line.partition(":")[0] for line in result.stdout.splitlines() if "a step" in line]
-    assert names == ["paced by another process", "fed by this process"]
+    monkeypatch.setattr("torchvision.models.tiny", tiny, raising=False)
+    monkeypatch.setattr(scripts["other_process"], "RESIDENT_SECONDS", 0.05)
+    monkeypatch.setattr(scripts["arms"], "WARM_SECONDS", 0.0)
+    words = [str(tmp_path / "photos"), "--device", "cpu", "--model", "tiny", "--batch", "2"]
+    scripts["other_process"].main([*words, "--repeats", "1", "--seconds", "0.1"])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in lines] == ["paced by another process", "fed by this process"]

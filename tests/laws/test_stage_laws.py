@@ -408,7 +408,7 @@ def checks(stages: Sequence[s.Stage]) -> bool:
     return True
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(stages=st.lists(geometry, min_size=1, max_size=5), seed=st.integers(0, 2**32))
 def test_folded_geometry_equals_one_stage_after_the_other(stages: list[s.Stage], seed: int) -> None:
     stages = stages if checks(stages) else [*stages, Resize(height=16, width=17)]

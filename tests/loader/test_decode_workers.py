@@ -8,7 +8,7 @@ import pickle
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from gpuflow.loader.read import ChunkReader
 from gpuflow.pipeline.stage import Keys
 from gpuflow.sources import Allocate, Payload, Source, SourceSpec, open_source
 from tests.datasets import (
+    Entries,
     MemorySource,
     Raise,
     TappedSource,
@@ -47,7 +48,7 @@ from tests.datasets import (
 )
 
 ROOT = Path(__file__).parents[2]
-COLOURED = [
+COLOURED: Entries = [
     {"decode": {}},
     {"random_resized_crop": {"size": 24}},
     {"flip": {"horizontal": 0.5}},
@@ -61,6 +62,23 @@ COLOURED = [
 def folder(tmp_path: Path) -> Path:
     make_photos(tmp_path / "photos", classes=3, each=14)
     return tmp_path / "photos"
+
+
+@pytest.fixture(scope="module")
+def others() -> set[int]:
+    """The processes that are not those of `shared_loader`."""
+    return children()
+
+
+@pytest.fixture(scope="module")
+def shared_loader(others: set[int], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Loader]:
+    """Of the photographs of `source`, for tests that leave its processes as they are: they take seconds to start."""
+    folder = tmp_path_factory.mktemp("shared") / "photos"
+    make_photos(folder, classes=3, each=14)
+    photos = open_source(SourceSpec(folder=str(folder)))
+    with loader_of(photos, threads=5, processes=3, batch_size=4, prefetch=3) as loader:
+        yield loader
+    photos.close()
 
 
 def made_elsewhere(loader: Loader, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
@@ -93,12 +111,18 @@ def made_elsewhere(loader: Loader, monkeypatch: pytest.MonkeyPatch) -> list[bool
     return found
 
 
-@pytest.mark.parametrize("entries", [None, COLOURED], ids=["float32", "coloured"])
-def test_batches_are_those_of_threads(entries: Any, source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = {} if entries is None else {"entries": entries}
-    with loader_of(source, threads=2, **options) as by_threads:
+def test_batches_are_those_of_threads(source: Source, shared_loader: Loader, monkeypatch: pytest.MonkeyPatch) -> None:
+    with loader_of(source, threads=2) as by_threads:
         expected = [epoch_rows(by_threads) for _ in range(2)]
-    with loader_of(source, threads=5, processes=2, batch_size=4, prefetch=3, **options) as loader:
+    elsewhere = made_elsewhere(shared_loader, monkeypatch)
+    assert [epoch_rows(shared_loader) for _ in range(2)] == expected
+    assert sum(elsewhere) >= 0.9 * len(elsewhere), "hardly any by a thread that found no process free"
+
+
+def test_coloured_batches_are_those_of_threads(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+    with loader_of(source, COLOURED, threads=2) as by_threads:
+        expected = [epoch_rows(by_threads) for _ in range(2)]
+    with loader_of(source, COLOURED, threads=5, processes=2, batch_size=4, prefetch=3) as loader:
         elsewhere = made_elsewhere(loader, monkeypatch)
         assert [epoch_rows(loader) for _ in range(2)] == expected
         assert sum(elsewhere) >= 0.9 * len(elsewhere), "hardly any by a thread that found no process free"
@@ -148,17 +172,16 @@ def test_a_source_behind_urls_is_not_sent_to_processes(folder: Path, caplog: pyt
     memory.rm("/photos", recursive=True)
 
 
-def test_an_epoch_can_be_resumed(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_epoch_can_be_resumed(source: Source, shared_loader: Loader, monkeypatch: pytest.MonkeyPatch) -> None:
     with loader_of(source) as loader:
         expected = epoch_rows(loader)
-    with loader_of(source, threads=4, processes=2) as loader:
-        made_elsewhere(loader, monkeypatch)
-        iterator = iter(loader)
-        for _ in range(3):
-            next(iterator)
-        state = loader.state_dict()
-        loader.load_state_dict(state)
-        assert epoch_rows(loader) == expected[3:]
+    made_elsewhere(shared_loader, monkeypatch)
+    iterator = iter(shared_loader)
+    for _ in range(3):
+        next(iterator)
+    state = shared_loader.state_dict()
+    shared_loader.load_state_dict(state)
+    assert epoch_rows(shared_loader) == expected[3:]
 
 
 def test_a_killed_process_is_done_without(
@@ -277,15 +300,15 @@ def test_batches_that_are_kept_hold_no_descriptors(source: Source, monkeypatch: 
         assert [rows(batch) for batch in first] == epoch_rows(loader)
 
 
-def test_processes_share_what_they_have_imported(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_share_what_they_have_imported(
+    shared_loader: Loader, others: set[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One that was started by itself has 280 MB of its own, nearly all torch's."""
-    before = children()
-    with loader_of(source, threads=4, processes=3) as loader:
-        made_elsewhere(loader, monkeypatch)
-        for child in await_children(3, before):
-            rows = (line.split() for line in Path(f"/proc/{child}/smaps_rollup").read_text().splitlines()[1:])
-            kib = {name: int(value) for name, value, *_ in rows}
-            assert kib["Private_Dirty:"] + kib["Private_Clean:"] < 0.3 * kib["Rss:"]
+    made_elsewhere(shared_loader, monkeypatch)
+    for child in await_children(3, others):
+        rows = (line.split() for line in Path(f"/proc/{child}/smaps_rollup").read_text().splitlines()[1:])
+        kib = {name: int(value) for name, value, *_ in rows}
+        assert kib["Private_Dirty:"] + kib["Private_Clean:"] < 0.3 * kib["Rss:"]
 
 
 def test_nothing_is_decoded_in_place_of_a_process_once_the_epoch_was_ended(

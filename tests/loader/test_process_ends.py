@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.datasets import deadline, make_photos, python, write_config
+from tests.datasets import deadline, make_photos, write_config
+from tests.forking import Interpreter
 
-ROOT = Path(__file__).parents[2]
 CTRL_C_SECONDS = 60.0
 
 
@@ -29,6 +27,12 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("ends")
     make_photos(root / "photos", classes=3, each=8)
     return write_config(root / "x.yaml", root / "photos")
+
+
+@pytest.fixture(scope="module")
+def interpreter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Interpreter]:
+    with Interpreter(tmp_path_factory.mktemp("scripts")) as started:
+        yield started
 
 
 # --- Ctrl-C -----------------------------------------------------------------------------------------------------------
@@ -54,23 +58,13 @@ for epoch in range(1000):
     ("where", "seconds", "delay"),
     [("first batch", 0.05, 0.0), ("body", 0.0, 0.05), ("iterating", 0.0005, 0.0), ("iterating", 0.0, 0.33)],
 )
-def test_ctrl_c_ends_the_process(where: str, seconds: float, delay: float) -> None:
-    with subprocess.Popen(
-        [sys.executable, "-c", CTRL_C.format(seconds=seconds, where=where)],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    ) as process:
-        try:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "ready\n"
-            time.sleep(delay)
-            process.send_signal(signal.SIGINT)
-            _, noise = process.communicate(timeout=CTRL_C_SECONDS)
-        finally:
-            process.kill()
+def test_ctrl_c_ends_the_process(where: str, seconds: float, delay: float, interpreter: Interpreter) -> None:
+    with interpreter.start(CTRL_C.format(seconds=seconds, where=where)) as process:
+        process.await_output("ready\n")
+        time.sleep(delay)
+        os.kill(process.pid, signal.SIGINT)
+        process.wait(CTRL_C_SECONDS)
+    noise = process.stderr
     assert process.returncode == -signal.SIGINT
     lines = [line for line in noise.strip().splitlines() if "a thread stays behind" not in line]  # on a busy machine
     assert lines[0] == "Traceback (most recent call last):"
@@ -79,7 +73,7 @@ def test_ctrl_c_ends_the_process(where: str, seconds: float, delay: float) -> No
     assert not [name for name in os.listdir("/dev/shm") if str(process.pid) in name]
 
 
-def test_ctrl_c_while_an_epochs_thread_starts_leaves_nothing() -> None:
+def test_ctrl_c_while_an_epochs_thread_starts_leaves_nothing(interpreter: Interpreter) -> None:
     """`Thread.start` on the main thread leaves about one in 400 listed, and raises RuntimeError for one in 2,000."""
     code = """
 import random, signal, threading, time
@@ -115,11 +109,11 @@ while threading.active_count() > 1 and time.monotonic() < end:
     time.sleep(0.05)
 print(interrupted > 100, [thread.name for thread in threading.enumerate()])
 """
-    done = python(code, cwd=ROOT, seconds=100)
+    done = interpreter.run(code, seconds=100)
     assert (done.returncode, done.stdout) == (0, "True ['MainThread']\n"), done.stdout + done.stderr
 
 
-def test_ctrl_c_while_an_epoch_begins_ends_the_program(config: Path) -> None:
+def test_ctrl_c_while_an_epoch_begins_ends_the_program(config: Path, interpreter: Interpreter) -> None:
     """SPDL has the interpreter stop its thread before waiting for it, but just after that thread has started. Here the
     interpreter begins to end in between."""
     code = """
@@ -138,12 +132,12 @@ threading._register_atexit = interrupted
 for batch in loader:
     pass
 """
-    done = python(code, str(config), cwd=ROOT, seconds=20)
+    done = interpreter.run(code, str(config), seconds=20)
     assert done.stderr.endswith("KeyboardInterrupt\n") and done.stderr.count("Traceback") == 1, done.stderr
     assert done.returncode in (-signal.SIGINT, 1), "1 if a thread has evaluated text since then"
 
 
-def test_ctrl_c_at_any_moment_leaves_nothing(config: Path) -> None:
+def test_ctrl_c_at_any_moment_leaves_nothing(config: Path, interpreter: Interpreter) -> None:
     """Interrupts 40 loops of one process, each a little later and each three times, as an impatient user does.
 
     The later ones meet the cleaning up after the first. What was interrupted can go on.
@@ -191,13 +185,13 @@ while threading.active_count() > 1 and time.monotonic() < end:
     time.sleep(0.05)
 print(done, [thread.name for thread in threading.enumerate()], len(set(os.listdir("/proc/self/fd")) - before))
 """
-    done = python(code, str(config), cwd=ROOT, seconds=100)
+    done = interpreter.run(code, str(config), seconds=100)
     assert (done.returncode, done.stdout) == (0, "40 ['MainThread'] 0\n"), done.stdout + done.stderr
     assert "never awaited" not in done.stderr
 
 
 @pytest.mark.parametrize("end", ["", "import sys; sys.exit()"])
-def test_a_script_may_end_in_the_middle_of_an_epoch(end: str) -> None:
+def test_a_script_may_end_in_the_middle_of_an_epoch(end: str, interpreter: Interpreter) -> None:
     code = f"""
 from tests.datasets import *
 loader = loader_of(TappedSource(MemorySource.of(200), Slow(0.002)))
@@ -205,18 +199,18 @@ epoch = iter(loader)
 next(epoch)
 {end}
 """
-    done = python(code, cwd=ROOT)
+    done = interpreter.run(code)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-def test_a_script_that_fails_shows_its_own_error_alone() -> None:
+def test_a_script_that_fails_shows_its_own_error_alone(interpreter: Interpreter) -> None:
     code = """
 from tests.datasets import *
 loader = loader_of(TappedSource(MemorySource.of(200), Slow(0.002)))
 for images, labels in loader:
     raise ValueError("mine")
 """
-    done = python(code, cwd=ROOT, seconds=30)
+    done = interpreter.run(code, seconds=30)
     assert done.returncode == 1
     assert done.stderr.count("Traceback") == 1
     assert done.stderr.splitlines()[-1] == "ValueError: mine"
@@ -305,6 +299,6 @@ loader.close()
 """
 
 
-def test_a_forked_child_can_exit_whatever_lock_was_held_at_the_fork() -> None:
-    done = python(FORKS, cwd=ROOT, seconds=300)
+def test_a_forked_child_can_exit_whatever_lock_was_held_at_the_fork(interpreter: Interpreter) -> None:
+    done = interpreter.run(FORKS, seconds=300)
     assert (done.returncode, done.stdout, done.stderr) == (0, "[3, 3, 3, 3] True\n", "")

@@ -7,9 +7,9 @@ import gc
 import random
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
-from typing import Any, Literal
+from typing import Literal
 
 import pytest
 import torch
@@ -19,7 +19,8 @@ from gpuflow.engines import Engine
 from gpuflow.errors import BadSampleError, PredictorError
 from gpuflow.torchpipe.graph import PREDICT, Graph, Node, chain
 from gpuflow.torchpipe.running_graph import RunningGraph, register
-from tests.datasets import Entries, deadline, jpeg, program, python
+from tests.datasets import Entries, deadline, jpeg, program
+from tests.forking import Forked, Interpreter
 from tests.hostile import BAD
 from tests.running import program_of
 from tests.serve.fakes import Break, FakeEngine, Gate, Nap, mean_color
@@ -400,18 +401,20 @@ def test_a_graph_that_torchpipe_does_not_know() -> None:
 PRELUDE = """
 import os, sys, threading, time
 from tests.serve.fakes import FakeEngine, Gate, Nap
-from tests.torchpipe.test_running_graph import DATA, start, submit
+from tests.torchpipe.test_running_graph import DATA, preset, start, submit
 """
+Script = Callable[[str], Forked]
 
 
-def script(body: str, **options: Any) -> Any:
-    return python(PRELUDE + body, seconds=60, **options)
+@pytest.fixture(scope="module")
+def script(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Script]:
+    with Interpreter(tmp_path_factory.mktemp("scripts"), imports=PRELUDE) as interpreter:
+        yield lambda body: interpreter.run(PRELUDE + body)
 
 
-def test_stdout_stays_empty_and_the_process_exits() -> None:
+def test_stdout_stays_empty_and_the_process_exits(script: Script) -> None:
     """Neither making a graph, nor bad requests, nor closing it print a line."""
     done = script("""
-from tests.torchpipe.test_running_graph import preset
 running, other = start([FakeEngine()]), preset()
 submit(running, DATA[0]).result(20), submit(running, b"x").exception(20), submit(other, b"x").exception(20)
 print("done")
@@ -419,7 +422,7 @@ print("done")
     assert (done.returncode, done.stdout) == (0, "done\n")
 
 
-def test_exit_cancels_waiting_requests_and_finishes_running_ones() -> None:
+def test_exit_cancels_waiting_requests_and_finishes_running_ones(script: Script) -> None:
     done = script("""
 engine = FakeEngine(before=Nap(0.5), batch=1)
 running = start([engine], batch=1)
@@ -431,7 +434,7 @@ sys.exit(3)
     assert "Traceback" not in done.stderr
 
 
-def test_exit_does_not_wait_for_a_model_that_hangs() -> None:
+def test_exit_does_not_wait_for_a_model_that_hangs(script: Script) -> None:
     done = script("""
 import gpuflow.torchpipe.running_graph as runtime
 runtime._EXIT_SECONDS = 0.5
@@ -444,7 +447,7 @@ sys.exit(3)
     assert done.returncode == 3
 
 
-def test_ctrl_c_while_waiting_ends_the_process() -> None:
+def test_ctrl_c_while_waiting_ends_the_process(script: Script) -> None:
     done = script("""
 import signal
 running = start([FakeEngine(before=Nap(0.5))])
@@ -455,7 +458,7 @@ threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
     assert done.stderr.strip().endswith("KeyboardInterrupt")
 
 
-def test_a_forked_child_gets_an_error_and_can_exit() -> None:
+def test_a_forked_child_gets_an_error_and_can_exit(script: Script) -> None:
     done = script("""
 from gpuflow.errors import PredictorError
 running = start([FakeEngine()])

@@ -103,9 +103,9 @@ def test_a_run_trains_validates_and_saves(config_file: Path) -> None:
     assert names(trainer.checkpoint.parent) == [".lock", "last.pt"]
 
 
-@pytest.mark.parametrize("model", ["resnet18", "squeezenet1_1"])
+@pytest.mark.parametrize("model", ["shufflenet_v2_x0_5", "squeezenet1_1"])
 def test_resumed_at_any_step_ends_with_the_same_weights(model: str, config_file: Path) -> None:
-    """resnet18 has batch statistics, squeezenet1_1 draws dropout from torch's generator."""
+    """shufflenet_v2_x0_5 has batch statistics, squeezenet1_1 draws dropout from torch's generator."""
     at = range(1, STEPS) if model == "squeezenet1_1" else (2, 4)
     overrides = [f"train.model={model}"]
     whole = Trainer(read(config_file, *overrides), device="cpu")
