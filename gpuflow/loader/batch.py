@@ -133,20 +133,28 @@ def targets_of(
     canvas = images.shape[-2:] if isinstance(images, torch.Tensor) else (0, 0)  # views carry no boxes
     columns: dict[str, Any] = {"image_id": indices}
     first = next((one for one in schema if one.type == "boxes"), None)
-    names = {"mask": "masks", "keypoints": "keypoints"}
+    own = {name for one in schema for name in (one.name, one.labels)}
     wraps: dict[str, Any] = {}
+
+    def named(known: str, name: str) -> str:
+        """The name that detectors know; a field's own where that of another field is the same."""
+        return name if known in columns or known in own - {name} else known
+
     for one in schema:
         name = one.name
         if one is first:
-            name = "boxes"
-        elif one.type == "keypoints" or (one.type == "mask" and one.instances):
-            name = names[one.type]
+            name = named("boxes", name)
+        elif one.type == "keypoints":
+            name = named("keypoints", name)
+        elif one.type == "mask" and one.instances:
+            name = named("masks", name)
         columns[name] = fields[one.name]
         if one.type == "boxes":
             wraps[name] = lambda rows: tv_tensors.BoundingBoxes(rows, format="XYXY", canvas_size=canvas)
             if one.labels:
                 labels = fields[one.labels]
-                columns["labels" if one is first else one.labels] = _counted_from_1(labels) if background else labels
+                labels_name = named("labels", one.labels) if one is first else one.labels
+                columns[labels_name] = _counted_from_1(labels) if background else labels
         elif one.type == "mask":
             wraps[name] = tv_tensors.Mask
     return [

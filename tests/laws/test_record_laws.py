@@ -14,7 +14,7 @@ import torch
 import yaml
 
 import gpuflow
-from gpuflow.loader.batch import RaggedTensor
+from gpuflow.loader.batch import RaggedTensor, targets_of
 from gpuflow.loader.records import Blocks
 from gpuflow.pipeline.records import Field, MaskFile
 from gpuflow.pipeline.targets import TargetRules
@@ -271,6 +271,37 @@ def test_targets_are_what_torchvisions_detectors_take(source: MemoryRecords) -> 
         assert target["caption"] == f"number {int(batch.indices[i])}"
     from_0 = [target["labels"].tolist() for target in batch.targets(background=False)]
     assert from_0 == [labels.tolist() for labels in batch["box_labels"]]
+
+
+def test_fields_of_one_name_in_targets_keep_their_own() -> None:
+    fields = (
+        Field(name="bb", type="boxes", labels="kinds"),
+        Field(name="labels", type="text"),
+        Field(name="left", type="keypoints"),
+        Field(name="right", type="keypoints"),
+        Field(name="shapes", type="mask", instances=True),
+        Field(name="masks", type="mask"),
+    )
+    ragged = {
+        "bb": torch.zeros(2, 4),
+        "kinds": torch.tensor([3, 4]),
+        "left": torch.zeros(2, 5, 3),
+        "right": torch.zeros(2, 6, 3),
+        "shapes": torch.zeros(2, 8, 9, dtype=torch.uint8),
+    }
+    given = {name: RaggedTensor(values, torch.tensor([0, 2])) for name, values in ragged.items()}
+    others = {"labels": ["a cat"], "masks": torch.zeros(1, 8, 9, dtype=torch.uint8)}
+    (target,) = targets_of(torch.zeros(1, 3, 8, 9), torch.tensor([5]), {**given, **others}, fields)
+    assert (target.pop("labels"), target["kinds"].tolist()) == ("a cat", [4, 5])
+    assert {name: list(value.shape) for name, value in target.items()} == {
+        "image_id": [],
+        "boxes": [2, 4],
+        "kinds": [2],
+        "keypoints": [2, 5, 3],
+        "right": [2, 6, 3],
+        "shapes": [2, 8, 9],
+        "masks": [8, 9],
+    }
 
 
 def test_a_source_without_labels_gives_images_and_targets() -> None:
