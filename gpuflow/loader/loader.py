@@ -10,7 +10,7 @@ from functools import cached_property
 from types import TracebackType
 from typing import Any, NamedTuple, NoReturn, Self
 
-from gpuflow.errors import LoaderError, StateError
+from gpuflow.errors import LoaderError, StateError, show
 from gpuflow.loader.agreement import RankAgreement
 from gpuflow.loader.batch import Batch
 from gpuflow.loader.batches_in_use import BatchesInUse
@@ -27,7 +27,8 @@ from gpuflow.sources.storage import CachedStorage
 __all__ = ["Loader", "LoaderTotals"]
 
 
-_MAX_EPOCHS = 1 << 63
+_EPOCHS = 1 << 62
+"""Epochs that may be named. Those that follow them fit into 64 bits, too."""
 """Random keys hold the epoch as a number of 64 bits."""
 
 
@@ -160,9 +161,13 @@ class Loader:
         """Make the next `for` run this epoch, as that of `torch.utils.data.DistributedSampler` does.
 
         An epoch under way goes on to its end. A position that was restored within the same epoch is kept.
+
+        Raises:
+            ValueError: it is not an integer, of Python, numpy or a tensor, within [0, 2**62).
         """
-        if epoch < 0:
-            raise ValueError(f"epoch must be >= 0, got {epoch}")
+        if not hasattr(epoch, "__index__") or not 0 <= epoch < _EPOCHS:
+            raise ValueError(f"epoch must be an integer within [0, 2**62), got {show(epoch)}")
+        epoch = int(epoch)  # which others' random keys and states equal
         progress = self._progress
         active = self._active() if self._active is not None else None
         if progress.begun and active is not None and not active.ended:
@@ -317,6 +322,6 @@ class Loader:
 def _whole(state: Mapping[str, Any], key: str) -> int:
     """A number of a state. Raises KeyError, TypeError or ValueError if there is none that `state_dict` could give."""
     value = operator.index(state[key])
-    if "epoch" in key and not 0 <= value < _MAX_EPOCHS:
+    if "epoch" in key and not 0 <= value < 2 * _EPOCHS:
         raise ValueError(f"{key} is {value}")
     return value

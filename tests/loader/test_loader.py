@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import json
 import os
 import pickle
 import threading
@@ -98,9 +99,30 @@ def test_set_epoch_names_the_epoch() -> None:
         assert [batch.epoch for batch in loader] == [7] * 3
 
 
-def test_set_epoch_refuses_a_negative_one() -> None:
-    with loader_of(MemorySource.of(4)) as loader, pytest.raises(ValueError, match=r"^epoch must be >= 0, got -1$"):
-        loader.set_epoch(-1)
+@pytest.mark.parametrize("epoch", [-1, 1.0, "1", None, 2**62])
+def test_set_epoch_refuses_what_is_no_epoch(epoch: Any) -> None:
+    with loader_of(MemorySource.of(4)) as loader:
+        with pytest.raises(ValueError, match=r"^epoch must be an integer within \[0, 2\*\*62\), got "):
+            loader.set_epoch(epoch)
+        assert loader.state_dict()["epoch"] == 0
+
+
+@pytest.mark.parametrize("one", [np.int64(1), np.uint8(1), torch.tensor(1), True])
+def test_any_integer_names_an_epoch_and_leaves_a_state_that_loads(one: Any) -> None:
+    with loader_of(MemorySource.of(12)) as loader:
+        loader.set_epoch(1)
+        expected = order_of(loader)
+        loader.set_epoch(one)
+        assert json.loads(json.dumps(loader.state_dict()))["epoch"] == 1
+        assert order_of(loader) == expected
+        loader.load_state_dict(loader.state_dict())
+
+
+def test_the_last_epoch_leaves_a_state_that_loads() -> None:
+    with loader_of(MemorySource.of(12)) as loader:
+        loader.set_epoch(2**62 - 1)
+        assert len(order_of(loader)) == 12
+        loader.load_state_dict(loader.state_dict())
 
 
 def test_without_shuffle_the_order_is_the_sources() -> None:
