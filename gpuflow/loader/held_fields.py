@@ -14,7 +14,7 @@ from gpuflow.pipeline.records import GEOMETRIC, Column, Field, Ragged
 from gpuflow.sources import SourceSpec
 from gpuflow.sources.field_spec import FieldSpec
 
-__all__ = ["columns_of", "moved_fields"]
+__all__ = ["columns_of", "keypoints_of", "moved_fields"]
 
 _OF_COCO = tuple((kind, FieldSpec(type=kind)) for kind in GEOMETRIC)
 
@@ -63,7 +63,7 @@ def columns_of(
                     labels = field.labels
                     columns[labels] = _labels(labels, _values(labels, fields[labels], len(sizes)))
             case "keypoints":
-                columns[field.name] = _keypoints(field.name, values)
+                columns[field.name] = keypoints_of(field.name, values)
             case "mask":
                 read = _instances if field.instances else _levels
                 columns[field.name] = [
@@ -131,7 +131,8 @@ def _labels(name: str, values: Sequence[Any]) -> Ragged:
     return Ragged.of(parts, np.zeros(0, np.int64))
 
 
-def _keypoints(name: str, values: Sequence[Any]) -> Ragged:
+def keypoints_of(name: str, values: Sequence[Any]) -> Ragged:
+    """Keypoints [M, K, 3] of each sample as a column. Raises ValueError; BadSampleError for an unknown visibility."""
     parts = [_array(name, i, value, "M", "K", 3).astype(np.float32) for i, value in enumerate(values)]
     for i, part in enumerate(parts):
         finite, known = np.isfinite(part).all(axis=(1, 2)), np.isin(part[:, :, 2], (0, 1, 2)).all(axis=1)

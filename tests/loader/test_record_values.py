@@ -363,6 +363,21 @@ def test_a_transform_takes_the_fields_values(listing: Path, tmp_path: Path) -> N
                 assert torch.equal(transform(images, epoch=0, positions=indices, fields=fields), batch.images)
 
 
+def test_a_transform_takes_points_from_keypoints(listing: Path, tmp_path: Path) -> None:
+    warp = {"source": {"field": "points"}, "target": TARGET}
+    path = face_config(tmp_path / "x.yaml", listing, warp, fields=POINTS)
+    with gpuflow.load(path, "val") as loader, gpuflow.transform(path, "val") as transform:
+        for batch in loader:
+            indices = batch.indices.tolist()
+            images = [torch.from_numpy(image_of(i)).permute(2, 0, 1) for i in indices]
+            # As a source has them: from the corner of the image, with a visibility.
+            points = [np.column_stack([landmarks_of(i) + 0.5, np.full(5, 2)])[None] for i in indices]
+            found: Any = transform(images, epoch=0, positions=indices, fields={"points": points})
+            assert torch.equal(found[0], batch.images)
+            expected: Any = batch["points"]
+            assert torch.equal(found[1]["points"].values, expected.values)
+
+
 @pytest.mark.parametrize(
     ("fields", "kind", "text"),
     [
