@@ -15,7 +15,7 @@ from gpuflow.errors import ConfigError, Problem, SourceError
 from gpuflow.execute.chunk_scan import Prescan
 from gpuflow.loader.bad_samples import BadSamples
 from gpuflow.loader.cpu_share import cpu_share_of
-from gpuflow.loader.drawn_orders import MixedOrder, WeightedOrder
+from gpuflow.loader.drawn_orders import MixedOrder, MixInOrder, WeightedOrder
 from gpuflow.loader.listed import ListedEpochs
 from gpuflow.loader.loader import Loader
 from gpuflow.loader.mixing import require_classes
@@ -163,6 +163,8 @@ def open_whole(config: Config) -> Source:
 def _order(config: Config, source: Source, pipeline: PipelineSpec, batch_size: int) -> Order:
     """Which sample comes when. Weights and mixes are drawn where the pipeline shuffles. Errors name the file."""
     spec = config.source
+    if not pipeline.shuffle and isinstance(source, MixSource):
+        return MixInOrder(source.sizes, seed=spec.seed)
     if not pipeline.shuffle:
         return ShuffledOrder(size=len(source), seed=spec.seed, shuffle=False)
     try:

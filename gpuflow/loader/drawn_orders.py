@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from typing import final
 
@@ -17,7 +18,7 @@ from numpy.typing import ArrayLike, NDArray
 from gpuflow.loader.sampler import Order
 from gpuflow.pipeline.rng import StageKeys, key64, permute
 
-__all__ = ["MixedOrder", "WeightedOrder", "apportion"]
+__all__ = ["MixInOrder", "MixedOrder", "WeightedOrder", "apportion"]
 
 Table = NDArray[np.int64]
 
@@ -150,6 +151,36 @@ class MixedOrder:
     def _at(self, epoch: int, position: int) -> tuple[int, int, int]:
         sources, ranks = self._places(epoch, np.array([position]))
         return int(sources[0]), *self._pass(int(sources[0]), epoch, int(ranks[0]))
+
+
+@final
+class MixInOrder:
+    """Several sources, one after the other, each in its own order: that of a mix that is not shuffled.
+
+    Args:
+        lengths: the number of samples of each source.
+    """
+
+    digest = ""
+
+    def __init__(self, lengths: Sequence[int], *, seed: int = 0) -> None:
+        self._ends, self._lengths, self._seed = np.cumsum(lengths).tolist(), tuple(lengths), seed
+
+    @property
+    def size(self) -> int:
+        return int(self._ends[-1])
+
+    def indices(self, epoch: int, positions: ArrayLike) -> NDArray[np.int64]:
+        return np.array(positions, dtype=np.int64)
+
+    def candidates(self, epoch: int, position: int) -> int:
+        return self._lengths[bisect_right(self._ends, position)]
+
+    def replacement(self, epoch: int, position: int, attempt: int) -> int:
+        source = bisect_right(self._ends, position)
+        key = key64("replace", self._seed, epoch, position)
+        own = permute([attempt], self._lengths[source], key)
+        return int(self._ends[source] - self._lengths[source] + own[0])
 
 
 def apportion(weights: Sequence[float], total: int) -> list[int]:

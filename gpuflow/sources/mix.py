@@ -164,12 +164,19 @@ def open_mix(spec: SourceSpec, open_source: Callable[[SourceSpec], Source]) -> M
 def _check(parts: Sequence[Source], i: int) -> None:
     """Raise SourceError if the last source carries something else than the first one."""
     first, last = parts[0], parts[-1]
-    if _comparable_fields(first) != _comparable_fields(last):
-        names = [", ".join(field.name for field in fields_of(part)) or "none" for part in (first, last)]
+    wanted, fields = _comparable_fields(first), _comparable_fields(last)
+    names = [", ".join(field.name for field in own) or "none" for own in (wanted, fields)]
+    if names[0] != names[1]:
         raise SourceError(
-            f"its fields must be those of source.mix[0] ({names[0]}), with the same types and classes, got {names[1]}; "
-            "declare the same fields in each source"
+            f"its fields must be those of source.mix[0] ({names[0]}), got {names[1]}; declare the same fields in each "
+            "source"
         )
+    for one, other in zip(wanted, fields, strict=True):
+        if one != other:
+            raise SourceError(
+                f"its {one.name} must be as in source.mix[0], {_described(one)}, got {_described(other)}; declare the "
+                "same in each source"
+            )
     kinds = [(has_labels(part), part.labels.dtype.kind, part.labels.ndim) for part in (first, last)]
     if kinds[0] != kinds[1] or (last.labels.dtype.kind == "f" and first.labels.shape[1:] != last.labels.shape[1:]):
         raise SourceError("its labels must be of the same kind as those of source.mix[0]; declare the same label")
@@ -190,6 +197,13 @@ def _has_the_classes(field: Field, source: Source) -> bool:
 def _comparable_fields(source: Source) -> list[Field]:
     """The fields, without the classes that are compared as those of the source."""
     return [replace(field, classes=()) if _has_the_classes(field, source) else field for field in fields_of(source)]
+
+
+def _described(field: Field) -> str:
+    """The type of a field in an error, with what belongs to it."""
+    kind = f"{field.type} of instances" if field.instances else field.type
+    labels = f" with the labels {field.labels}" if field.labels else ""
+    return kind + labels + (f" of the classes {', '.join(field.classes)}" if field.classes else "")
 
 
 def _keypoint_counts(parts: Sequence[Source]) -> dict[str, int]:

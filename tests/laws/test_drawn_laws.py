@@ -136,6 +136,18 @@ def test_a_pipeline_that_does_not_shuffle_reads_each_sample_once(config: Path) -
 
 
 @pytest.mark.filterwarnings("ignore:.* samples are bad so far:UserWarning")
+def test_without_shuffle_a_bad_sample_of_a_mix_is_replaced_by_one_of_its_source(config: Path) -> None:
+    with load(config, "pipelines.train.shuffle=false") as loader:
+        order, count = loader._plan.order, len(loader.dataset)
+        for bad in (2, count - 1):
+            with loader_of(_WithBad(loader.dataset, bad), RAW, batch_size=BATCH, order=order) as damaged:
+                found = [row[0] for row in flat(epoch_rows(damaged))]
+            stand_in = found[bad]
+            assert found == [*range(bad), stand_in, *range(bad + 1, count)] and stand_in != bad
+            assert config.stem not in ("mix", "mix_by_batch") or (stand_in < 10) == (bad < 10)
+
+
+@pytest.mark.filterwarnings("ignore:.* samples are bad so far:UserWarning")
 def test_a_bad_sample_is_replaced_by_one_of_its_source_and_changes_no_other(
     config: Path, reference: list[list[Row]]
 ) -> None:

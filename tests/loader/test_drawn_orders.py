@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from gpuflow.loader.drawn_orders import MixedOrder, WeightedOrder, _log, apportion
+from gpuflow.loader.drawn_orders import MixedOrder, MixInOrder, WeightedOrder, _log, apportion
 from gpuflow.loader.sampler import Order, ShardedOrder, ShuffledOrder
 
 WEIGHTS = np.array([0.0, 1.0, 2.0, 3.0, 0.5, 0.0, 10.0, 1e-3])
@@ -157,6 +157,14 @@ def test_a_stand_in_is_of_the_same_source() -> None:
     for position in range(24):
         tried = {order.replacement(0, position, attempt) for attempt in range(order.candidates(0, position))}
         assert tried == (set(range(5)) if places[position] < 5 else set(range(5, 12)))
+
+
+def test_in_order_a_stand_in_is_of_the_same_source() -> None:
+    order = MixInOrder((5, 0, 7), seed=3)
+    assert order.size == 12 and order.indices(2, [[3, 11]]).tolist() == [[3, 11]]
+    for position in range(12):
+        tried = [order.replacement(0, position, attempt) for attempt in range(order.candidates(0, position))]
+        assert sorted(tried) == list(range(5) if position < 5 else range(5, 12))
 
 
 @given(weights=st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=8), total=st.integers(0, 10_000))
