@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,17 @@ def both(folder: Path, stages: Any, *overrides: str) -> tuple[list[gpuflow.Batch
         gpu = list(loader)
         stats = loader.stats()
     return cpu, gpu, stats
+
+
+def apart(some: Iterable[gpuflow.Batch], others: Iterable[gpuflow.Batch]) -> list[str]:
+    """The images that differ: which samples they are of, in how many pixels, and by how much."""
+    found = []
+    for a, b in zip(some, others, strict=True):
+        for index, one, other in zip(a.indices.tolist(), a.images, b.images, strict=True):
+            if not torch.equal(one, other):
+                difference = (one.float() - other.float()).abs().amax(0)
+                found.append(f"sample {index}: {int((difference > 0).sum())} pixels, by up to {difference.max():.3f}")
+    return found
 
 
 @pytest.mark.parametrize("name", PIPELINES)
@@ -256,7 +268,7 @@ def test_decoding_in_parts_gives_the_same_pixels(folder: Path, monkeypatch: pyte
         whole = list(loader)
     with load(folder, STAGES, "cuda", "pipelines.train.batch.size=70", "run.memory_limit=8MB") as loader:
         parts = list(loader)
-    assert all(torch.equal(a.images, b.images) for a, b in zip(whole, parts, strict=True))
+    assert not apart(whole, parts)
 
 
 @pytest.mark.parametrize("processes", [0, 3])
@@ -333,7 +345,7 @@ def test_out_of_memory_is_an_error_and_the_loader_works_on(folder: Path) -> None
         big.set_epoch(0)
         assert sum(len(batch.images) for batch in big) == 207
         big.close()
-        assert all(torch.equal(a.images, b.images) for a, b in zip(expected, loader, strict=True))
+        assert not apart(expected, loader)
 
 
 def test_without_engines_cuda_kernels_decode(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -395,7 +407,7 @@ def test_files_are_checked_in_the_first_epoch(
         loader.set_epoch(0)
         again = list(loader)
         assert not sum(checked)
-    assert all(torch.equal(a.images, b.images) for a, b in zip(first, again, strict=True))
+    assert not apart(first, again)
 
 
 def test_batches_are_equal_whoever_checks_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -405,7 +417,7 @@ def test_batches_are_equal_whoever_checks_files(folder: Path, monkeypatch: pytes
         with load(folder, STAGES, "cuda") as loader:
             batches[threads] = list(loader)
     for threads in (1, 8):
-        assert all(torch.equal(a.images, b.images) for a, b in zip(batches[0], batches[threads], strict=True))
+        assert not apart(batches[0], batches[threads])
 
 
 def test_resumed_on_the_gpu_equals_uninterrupted(folder: Path) -> None:
@@ -419,7 +431,7 @@ def test_resumed_on_the_gpu_equals_uninterrupted(folder: Path) -> None:
         loader.load_state_dict(state)
         rest = list(loader)
     assert len(rest) == len(whole) - 1
-    assert all(torch.equal(a.images, b.images) for a, b in zip(whole[1:], rest, strict=True))
+    assert not apart(whole[1:], rest)
 
 
 @pytest.mark.parametrize(  # processes take a second to start
