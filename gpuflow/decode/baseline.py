@@ -1,6 +1,6 @@
 """Rewrites progressive JPEGs as baseline ones with the same coefficients, by C code: GPUs' engines decode only those.
 
-That takes about half of the time of decoding them on the CPU. A file that is not complete and sound, that is very
+That takes about two fifths of the time of decoding them on the CPU. A file that is not complete and sound, that is very
 large, or whose baseline form the engines would not decode, is not rewritten; neither is any without a C compiler. What
 is rewritten depends on the file alone, so that its pixels are always the same ones.
 """
