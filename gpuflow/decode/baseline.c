@@ -91,7 +91,7 @@ INLINE int64_t left_of(const struct bits *b) { return b->end - b->at; }
 
 /* The next bits, at most 32, which are ready. */
 INLINE uint32_t take(struct bits *b, int64_t count) {
-    uint32_t value = (uint32_t)(b->ahead >> 1 >> (~count & 63));
+    uint32_t value = (uint32_t)(b->ahead >> 1 >> (~count & 63)); /* 63 - count, in fewer instructions */
     skip(b, count);
     return value;
 }
@@ -602,11 +602,12 @@ enum { SMALL = 32, COUNT_BITS = 6, COUNT = (1 << COUNT_BITS) - 1 };
 /* Each entry is bits to write and their number, bits << COUNT_BITS | number. A value is a coefficient that is not 0, or
  * a difference between two first coefficients; its size is its number of bits without the sign. */
 struct codes {
-    uint32_t of[256];              /* of a symbol, zeros << 4 | size */
-    uint32_t small[16][2 * SMALL]; /* of zeros and a value + SMALL, the value's own bits included */
+    uint32_t of_difference[DC_BITS + 1]; /* of a size */
+    uint32_t of[256];                    /* of a symbol, zeros << 4 | size */
+    uint32_t small[16][2 * SMALL];       /* of zeros and a coefficient + SMALL, the coefficient's bits included */
 };
 
-static struct codes dc_codes[2], ac_codes[2];
+static struct codes written[2]; /* of luma, and of chroma */
 static pthread_once_t codes_made = PTHREAD_ONCE_INIT;
 
 INLINE int size_of(int value) {
@@ -620,11 +621,14 @@ INLINE uint64_t with_value(uint64_t code, int value, int size) {
     return ((code >> COUNT_BITS << size | low) << COUNT_BITS) + (code & COUNT) + (uint64_t)size;
 }
 
-static void make_codes_of(struct codes *codes, const uint8_t *counts, const uint8_t *symbols) {
+static void make_codes_of(uint32_t *codes, const uint8_t *counts, const uint8_t *symbols) {
     uint32_t code = 0;
     for (uint32_t count = 1, place = 0; count <= 16; count++, code <<= 1)
         for (int i = 0; i < counts[count - 1]; i++)
-            codes->of[symbols[place++]] = code++ << COUNT_BITS | count;
+            codes[symbols[place++]] = code++ << COUNT_BITS | count;
+}
+
+static void make_small(struct codes *codes) {
     for (int zeros = 0; zeros < 16; zeros++)
         for (int value = -SMALL; value < SMALL; value++) {
             int size = size_of(value);
@@ -634,8 +638,9 @@ static void make_codes_of(struct codes *codes, const uint8_t *counts, const uint
 
 static void make_codes(void) {
     for (int i = 0; i < 2; i++) {
-        make_codes_of(&dc_codes[i], dc_counts[i], dc_symbols);
-        make_codes_of(&ac_codes[i], ac_counts[i], ac_symbols[i]);
+        make_codes_of(written[i].of_difference, dc_counts[i], dc_symbols);
+        make_codes_of(written[i].of, ac_counts[i], ac_symbols[i]);
+        make_small(&written[i]);
     }
 }
 
@@ -680,13 +685,13 @@ INLINE void append_one(struct writer *w, const struct codes *codes, const int16_
 }
 
 INLINE int write_block(struct writer *w, const int16_t *block, uint64_t mask, int *before, int kind) {
-    const struct codes *codes = &ac_codes[kind];
+    const struct codes *codes = &written[kind];
     const int16_t *last = block + 63; /* that was written */
     int apart = *last - *before, size = size_of(apart);
     if (size > DC_BITS || w->end - w->at < BLOCK_BYTES)
         return 0;
     *before = *last;
-    append(w, with_value(dc_codes[kind].of[size], apart, size));
+    append(w, with_value(codes->of_difference[size], apart, size));
     for (mask <<= 1; mask;) {
         append_one(w, codes, &last, &mask);
         flush(w);

@@ -27,6 +27,8 @@ struct table {
     uint16_t one[ENTRIES], several[ENTRIES];
 };
 
+/* Unlike in baseline.c: with the number of the next bit instead, a file takes a fourth longer here, because there is
+ * little other work between two codes. */
 struct bits {
     const uint8_t *next;
     uint64_t ahead; /* upcoming bits, the first one the highest */
