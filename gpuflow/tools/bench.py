@@ -299,11 +299,15 @@ def write_results(path: Path, rows: Iterable[dict[str, Any]]) -> None:
         writer.writerows(rows)
 
 
-def _main() -> None:
-    fields = json.loads(sys.argv[1])
+def rate_of(fields: dict[str, Any]) -> float:
+    """Measure a job in this process. fields: those of `Job`, as JSON has them."""
     job = Job(**{**fields, "overrides": tuple(fields["overrides"])})
+    return rate(_arm(job.arm)(job), warm_up=job.warm_up, seconds=job.seconds)
+
+
+def _main() -> None:
     try:
-        result = rate(_arm(job.arm)(job), warm_up=job.warm_up, seconds=job.seconds)
+        result = rate_of(json.loads(sys.argv[1]))
     except GpuflowError as error:
         sys.exit(str(error))
     print(json.dumps(result), flush=True)

@@ -54,8 +54,7 @@ from gpuflow.tools import bench
 
 for fields in json.loads(sys.argv[1]):
     try:
-        job = bench.Job(**fields | {"overrides": tuple(fields["overrides"])})
-        found = bench.rate(bench.ARMS[job.arm](job), warm_up=job.warm_up, seconds=job.seconds)
+        found = bench.rate_of(fields)
     except Exception:
         found = traceback.format_exc()
     print(json.dumps(found), flush=True)
