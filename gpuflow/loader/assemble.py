@@ -163,9 +163,9 @@ def open_whole(config: Config) -> Source:
 def _order(config: Config, source: Source, pipeline: PipelineSpec, batch_size: int) -> Order:
     """Which sample comes when. Weights and mixes are drawn where the pipeline shuffles. Errors name the file."""
     spec = config.source
-    if not pipeline.shuffle and isinstance(source, MixSource):
-        return MixInOrder(source.sizes, seed=spec.seed)
     if not pipeline.shuffle:
+        if isinstance(source, MixSource):
+            return MixInOrder(source.sizes, seed=spec.seed)
         return ShuffledOrder(size=len(source), seed=spec.seed, shuffle=False)
     try:
         if isinstance(source, MixSource):

@@ -202,7 +202,7 @@ def _comparable_fields(source: Source) -> list[Field]:
 def _described(field: Field) -> str:
     """The type of a field in an error, with what belongs to it."""
     kind = f"{field.type} of instances" if field.instances else field.type
-    labels = f" with the labels {field.labels}" if field.labels else ""
+    labels = f" with labels from {field.labels!r}" if field.labels else ""
     return kind + labels + (f" of the classes {', '.join(field.classes)}" if field.classes else "")
 
 

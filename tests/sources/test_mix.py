@@ -158,8 +158,8 @@ def test_where_a_label_is_declared_classes_of_boxes_stay_their_own(tmp_path: Pat
     with pytest.raises(SourceError) as found:
         open_source(mix(first, other, unite_classes=True))
     assert str(found.value) == (
-        "source.mix[1]: its boxes must be as in source.mix[0], boxes with the labels kinds of the classes cat, dog, "
-        "got boxes with the labels kinds of the classes owl; declare the same in each source"
+        "source.mix[1]: its boxes must be as in source.mix[0], boxes with labels from 'kinds' of the classes cat, dog, "
+        "got boxes with labels from 'kinds' of the classes owl; declare the same in each source"
     )
 
 
