@@ -1,7 +1,7 @@
 """Runs scripts as forks of one interpreter that has imported torch and gpuflow, which takes a new one seconds.
 
-Each script is the `__main__` of a process of its own, which runs and ends as one started by `python -c` does: with one
-thread, with no loader before it, and through the interpreter's own end.
+Each script runs as `__main__` of a separate process, which behaves as one that `python -c` started: it begins with one
+thread and without a loader, and ends with the normal shutdown of the interpreter.
 """
 
 from __future__ import annotations

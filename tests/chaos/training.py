@@ -138,8 +138,10 @@ def _finished(config: Path, out: Path) -> Path:
     threads, last = torch.get_num_threads(), out / "last.pt"
     torch.set_num_threads(1)
     read = read_config(config, STAGES, (f"train.out={out}", "run.processes=0"))
-    Trainer(read, device="cpu", resume=last.exists()).run(TrainerEvents())
-    torch.set_num_threads(threads)
+    try:
+        Trainer(read, device="cpu", resume=last.exists()).run(TrainerEvents())
+    finally:
+        torch.set_num_threads(threads)
     return last
 
 

@@ -158,7 +158,7 @@ def test_a_failure_ends_the_measurement() -> None:
 
 @pytest.mark.parametrize("arm", ["graph-cpu", "plain-batch", "engine only"])
 def test_an_arm_measures(arm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One of them in a process of its own, as in a run; the others here, because importing torch takes long."""
+    """graph-cpu in a separate process, as run.py starts it; the others in this one, which has imported torch."""
     monkeypatch.chdir(tmp_path)
     make_photos(tmp_path / "photos", classes=1, each=2)
     job = {
