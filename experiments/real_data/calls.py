@@ -9,13 +9,14 @@ printed when it ends. FOLDER holds photographs that photos.py made.
     states     calls of alternating sizes, with one nvJPEG state or one for each size
     samplings  calls of one sampling, alternating samplings, and calls formed from windows of 1, 2 and 4 chunks
     windows    calls formed from windows of 1 to 16 chunks, in order and ordered by size
-    cuda       nvJPEG's CUDA backend on progressive and baseline files
+    cuda       nvJPEG's CUDA backend on progressive and baseline files, and which pixels depend on a call's size
     cores      the CPU on progressive and baseline files; needs no GPU
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import multiprocessing
 import os
 import time
@@ -49,7 +50,7 @@ PROGRESSIVE = -1
 _NAMES = {0x22: "4:2:0", 0x21: "4:2:2", 0x11: "4:4:4", 0: "gray"}
 _FILLER_SIDE = 16
 _SECONDS, _START_SECONDS = 1.0, 60.0
-_COMPARED = 32
+_CUDA_SIZES = (8, 32, 49, 50, 64, 128)
 
 
 class Call(NamedTuple):
@@ -214,7 +215,7 @@ ENGINE_PARTS: dict[str, Callable[[Photographs], Iterator[Measured]]] = {
 
 
 class Decoders:
-    """nvJPEG states on one stream that decode files of `files`. backend: `hardware` (the engines) or `cuda`."""
+    """nvJPEG states on one stream that decode files of `files`. backend: as `nvjpeg.BatchedDecoder` takes it."""
 
     def __init__(self, files: Files, backend: str = "hardware") -> None:
         import torch
@@ -243,8 +244,9 @@ class Decoders:
         def decode() -> None:
             try:
                 for state, images in prepared:
-                    if state.batch_size not in (0, len(images[0])):
-                        self._stream.synchronize()  # no call may run while its state is initialised anew
+                    if state.batch_size not in (0, len(images[0])) or self._backend != "hardware":
+                        # No call may run while its state is initialised anew, or while CUDA kernels read its memory.
+                        self._stream.synchronize()
                     state.decode(*images, self._stream.cuda_stream)
             finally:
                 self._stream.synchronize()
@@ -306,10 +308,11 @@ def by_format(files: Files) -> dict[str, NDArray[np.int64]]:
     return {name: members for name, members in found.items() if len(members)}
 
 
-def cuda_lines(files: Files) -> Iterator[Measured]:
+def cuda_lines(files: Files, backend: str) -> Iterator[Measured]:
     for name, members in by_format(files).items():
-        for size in (16, 64, 128):
-            yield f"CUDA backend, {name}, calls of {size}", plain(pieces(np.resize(members, 2 * size), size))
+        for size in _CUDA_SIZES:
+            calls = plain(pieces(np.resize(members, max(2 * size, CALL)), size), size)
+            yield f"{backend}, {name}, calls of {size}", calls
 
 
 def contents_of(files: Files, members: NDArray[np.int64]) -> list[NDArray[np.uint8]]:
@@ -332,13 +335,27 @@ def largest_difference(images: Iterable[NDArray[np.uint8]], contents: Iterable[N
 
 
 def measure_cuda(files: Files, seconds: float) -> None:
-    decoders = Decoders(files, "cuda")
-    measure(cuda_lines(files), decoders.cycle, files, seconds)
-    for name, members in by_format(files).items():
-        [call] = plain([members[:_COMPARED]])
-        levels = largest_difference(decoders.images(call), contents_of(files, call.files))
+    for backend in ("cuda", "cuda_few"):
+        decoders = Decoders(files, backend)
+        measure(cuda_lines(files, backend), decoders.cycle, files, seconds)
+        for name, members in by_format(files).items():
+            compare_calls(decoders, f"{backend}, {name}", files, members[:CALL])
+
+
+def compare_calls(decoders: Decoders, name: str, files: Files, members: NDArray[np.int64]) -> None:
+    """Print how far these images are from the CPU's, and how many differ in calls of fewer images."""
+    expected = list(decoders.images(Call(0, members, len(members))))
+    levels = largest_difference(expected, contents_of(files, members))
+    print(f"  {name}: up to {levels} levels from the CPU's", flush=True)
+    for size in _CUDA_SIZES:
+        calls = plain(pieces(members, size), size)
+        images = itertools.chain.from_iterable(decoders.images(call) for call in calls)
+        apart = [np.abs(a.astype(np.int16) - b) for a, b in zip(images, expected, strict=True)]
+        apart = [one for one in apart if one.any()]
+        values, levels = sum(np.count_nonzero(one) for one in apart), max((int(one.max()) for one in apart), default=0)
         print(
-            f"  CUDA backend, {name}: largest difference to the CPU in {call.images} images: {levels} levels",
+            f"  {name}, calls of {size} instead of {len(members)}: {len(apart)} images differ, in {values} values, "
+            f"by up to {levels} levels",
             flush=True,
         )
 

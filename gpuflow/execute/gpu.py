@@ -211,7 +211,7 @@ class GpuRunner:
         program: what to run.
         passes: the result of `passes.passes_of_each(program)`.
         library: the nvJPEG to decode with.
-        backend: one of `nvjpeg.BACKENDS`.
+        backend: as `nvjpeg.BatchedDecoder` takes it.
         decode_bytes: the largest size of a buffer for decoded pixels; one larger image gets a buffer of its own.
         buffers: the number of such buffers at first, which is the number of chunks launched at a time; `set_gpu_wait`
             adds more.

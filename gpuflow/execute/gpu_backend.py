@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from gpuflow.decode.nvjpeg import BACKENDS, NvjpegError, NvjpegLibrary, find_nvjpeg
+from gpuflow.decode.nvjpeg import BACKENDS, BatchedDecoder, NvjpegError, NvjpegLibrary, find_nvjpeg, for_chunks_of
 from gpuflow.errors import MissingExtra
 from gpuflow.execute.decode_buffers import BUFFERS
 from gpuflow.execute.passes import Pass, passes_of_each
@@ -18,12 +18,22 @@ if TYPE_CHECKING:
     from gpuflow.execute.cpu_decode_pool import CpuDecodePool
     from gpuflow.execute.device_stream import ChunkRunner, DeviceStream
 
-__all__ = ["CPU_ASKED_FOR", "DECODE_BYTES", "Placement", "gpu_passes_and_library", "passes_text", "place_on_gpu"]
+__all__ = [
+    "CPU_ASKED_FOR",
+    "DECODE_BYTES",
+    "Placement",
+    "gpu_decodes",
+    "gpu_passes_and_library",
+    "passes_text",
+    "place_on_gpu",
+]
 
 DECODE_BYTES = 1 << 27
 """The largest size of one buffer for decoded pixels, in bytes, unless run.memory_limit asks for less."""
 
 CPU_ASKED_FOR = "its decode.backend is cpu"
+_ENGINES = "hardware"
+_KERNELS_NOT_ASKED_FOR = "its CUDA kernels decode only if decode.backend is gpu"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +65,20 @@ def gpu_passes_and_library(program: AnyProgram) -> tuple[tuple[tuple[Pass, ...],
         return str(error)
 
 
+def gpu_decodes(program: AnyProgram) -> bool:
+    """Whether this machine's GPU decodes a program, by the rule of `place_on_gpu`. May open the GPU."""
+    found = gpu_passes_and_library(program)
+    if isinstance(found, str):
+        return False
+    if program.decoder.backend == "gpu":
+        return True
+    try:
+        BatchedDecoder(found[1], program.decoder.color, _ENGINES)
+    except NvjpegError:
+        return False
+    return True
+
+
 def passes_text(program: AnyProgram, passes: Sequence[Sequence[Pass]]) -> str:
     """How many passes run on the decoded images, in words; with views, how often each is drawn, too."""
     if not isinstance(program, ViewsProgram):
@@ -68,14 +92,19 @@ def place_on_gpu(
     device_stream: DeviceStream,
     decode_bytes: int = DECODE_BYTES,
     *,
+    images: int,
     buffers: int = BUFFERS,
     cpu_pool: CpuDecodePool | None = None,
     fill_calls: bool = True,
     check_threads: int = 0,
     rewrite_threads: int = 1,
 ) -> Placement:
-    """Create the runner for a program on the stream's GPU, on engines or kernels; or say why none can run it.
+    """Create the runner for a program on the stream's GPU, on its engines; or say why none can run it.
 
+    A GPU without engines decodes with CUDA kernels if `decode.backend` is gpu. Otherwise the CPU decodes, because that
+    is faster where a GPU has several cores (measured in docs/gpu.md), and the training has the GPU for itself.
+
+    images: the largest number of images in a chunk. Kernels decode chunks of few images in another way.
     decode_bytes, buffers, cpu_pool, fill_calls, check_threads, rewrite_threads: see `GpuRunner`.
     """
     found = gpu_passes_and_library(program)
@@ -85,14 +114,18 @@ def place_on_gpu(
 
     passes, library = found
     refusals = []
+    kernels = program.decoder.backend == "gpu"
     for backend, description in BACKENDS.items():
+        if backend != _ENGINES and not kernels:
+            refusals.append(_KERNELS_NOT_ASKED_FOR)
+            continue
         try:
             gpu = GpuRunner(
                 program,
                 passes,
                 device_stream,
                 library,
-                backend=backend,
+                backend=for_chunks_of(images, backend),
                 decode_bytes=decode_bytes,
                 buffers=buffers,
                 cpu_pool=cpu_pool,

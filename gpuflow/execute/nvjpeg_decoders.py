@@ -22,13 +22,14 @@ from numpy.typing import NDArray
 from gpuflow.decode import self_test
 from gpuflow.decode.nvjpeg import BatchedDecoder, NvjpegError, NvjpegLibrary
 from gpuflow.errors import DecoderError, SystemFault
+from gpuflow.execute.decode_calls import CALL_IMAGES
 from gpuflow.execute.device_stream import DeviceStream, take_free
 from gpuflow.execute.gpu_call import GpuCall
 
 __all__ = ["CALL_SECONDS", "JpegBatch", "NvjpegDecoder", "NvjpegDecoderPool"]
 
 _LOG = logging.getLogger(__name__)
-_MAX_CALLS = {"hardware": 2, "cuda": 1}
+_MAX_CALLS = {"hardware": 2, "cuda": 1, "cuda_few": 1}
 """The largest number of concurrent calls for each nvJPEG backend."""
 CALL_SECONDS = 60.0
 _MANY_REFUSED = 64
@@ -74,6 +75,21 @@ class JpegBatch(NamedTuple):
         regions = None if self.regions is None else self.regions[which]
         return JpegBatch(self.data[which], self.lengths[which], self.images[which], self.sampling, regions)
 
+    def filled_up(self, filler: JpegBatch, count: int) -> JpegBatch:
+        """These files, without regions, and the one of `filler` as often as it takes to make `count` of them."""
+        times = max(0, count - len(self.data))
+        pairs = (self.data, filler.data), (self.lengths, filler.lengths), (self.images, filler.images)
+        data, lengths, images = (np.concatenate([own, one.repeat(times, 0)]) for own, one in pairs)
+        return JpegBatch(data, lengths, images, self.sampling)
+
+
+class _TestFile(NamedTuple):
+    """A call of gpuflow's own test image. encoded: the file, pinned. pixels: where it is written, uint8 [H, W, C]."""
+
+    call: JpegBatch
+    encoded: NDArray[np.uint8]
+    pixels: torch.Tensor
+
 
 @dataclass(slots=True)
 class _State:
@@ -88,6 +104,10 @@ class NvjpegDecoder:
 
     With CUDA kernels, a call begins once the GPU has finished the call before it: nvJPEG writes over what these still
     read, and leaves images as the memory was (tests/execute/test_gpu_history.py).
+
+    With CUDA kernels, a call is filled up to CALL_IMAGES images with copies of a tiny one. In calls of fewer than 50 or
+    100 images, depending on its version, nvJPEG leaves the Huffman codes to the processor, and some pixels of the same
+    file differ by up to 3 levels (measured in experiments/real_data/NOTES.md). `cuda_few` always leaves them to it.
 
     It has a state of nvJPEG for each chroma sampling: one that decodes several samplings in turn sets the engines up
     anew for each call (20,400 instead of 28,100 images/s for two samplings in turn, experiments/real_data).
@@ -112,6 +132,7 @@ class NvjpegDecoder:
         self._make = partial(BatchedDecoder, library, color, backend)
         self._states = {self_test.SAMPLING: _State(self._make())}
         self._stream = device_stream.on_new_stream().stream if second else device_stream.stream
+        self._filler = self._test_file() if backend == "cuda" else None
 
     def decode(self, files: JpegBatch, call: GpuCall | None = None) -> NDArray[np.bool_]:
         """Decode files of one chroma sampling. Work queued on the loader's stream from now on sees the pixels.
@@ -158,6 +179,8 @@ class NvjpegDecoder:
 
     def _queue(self, state: _State, files: JpegBatch, call: GpuCall | None) -> None:
         """Queue one call of nvJPEG, and what else is queued with it. Raises NvjpegError."""
+        if self._filler is not None:
+            files = files.filled_up(self._filler.call, CALL_IMAGES)
         data, lengths, images, _, regions = files
         stream = self._stream.cuda_stream
         # C code waits itself before it initializes a state for another number of images.
@@ -246,6 +269,15 @@ class NvjpegDecoder:
 
         region: x, y, width, height of the part.
         """
+        file = self._test_file(region)
+        self._without_memory = _LARGE_IMAGES  # this image is small
+        (decoded,) = self._decode_by_halves(file.call)
+        self._device_stream.wait_stream(self._stream)
+        self._device_stream.synchronize()
+        return file.pixels.cpu().numpy() if decoded else None
+
+    def _test_file(self, region: tuple[int, int, int, int] | None = None) -> _TestFile:
+        """See `_test_image`."""
         width, height = (self_test.WIDTH, self_test.HEIGHT) if region is None else region[2:]
         device_stream, shape = self._device_stream, (height, width, self.channels)
         encoded = device_stream.pinned([len(self_test.JPEG)], torch.uint8).numpy()
@@ -257,12 +289,8 @@ class NvjpegDecoder:
             [[encoded.ctypes.data, len(encoded), width * self.channels, *(region or (0, 0, width, height))]]
         )
         address = np.array([memory.data_ptr()])
-        files = JpegBatch.of(entries, address, self_test.SAMPLING, with_regions=region is not None)
-        self._without_memory = _LARGE_IMAGES  # this image is small
-        (decoded,) = self._decode_by_halves(files)
-        device_stream.wait_stream(self._stream)
-        device_stream.synchronize()
-        return memory.cpu().numpy() if decoded else None
+        call = JpegBatch.of(entries, address, self_test.SAMPLING, with_regions=region is not None)
+        return _TestFile(call, encoded, memory)
 
 
 class NvjpegDecoderPool:

@@ -1,4 +1,4 @@
-"""Where a pipeline is decoded: by the GPU's JPEG engines, by CUDA kernels, or on the CPU, and why."""
+"""Where a pipeline is decoded: by the GPU's JPEG engines, by its CUDA kernels, or on the CPU, and why."""
 
 from __future__ import annotations
 
@@ -48,6 +48,7 @@ def place(config: Config, name: str, device: torch.device, batch_size: int) -> P
                 program,
                 device_stream,
                 decode_bytes,
+                images=batch_size,
                 buffers=1,
                 cpu_pool=CpuDecodePool(program, processes=processes, cores=available_threads()),
                 fill_calls=config.run.memory_limit is None,
@@ -74,7 +75,8 @@ def explain_gpu(config: Config, name: str) -> str:
     passes = passes_of_each(program)
     if isinstance(passes, str):
         return f"decoded on the CPU: {passes}"
-    return f"JPEG engines if it has them, else CUDA kernels; then {passes_text(program, passes)}"
+    others = "CUDA kernels" if program.decoder.backend == "gpu" else "decoded on the CPU"
+    return f"JPEG engines, then {passes_text(program, passes)}; {others} if it has none"
 
 
 def _program_of(config: Config, name: str) -> AnyProgram:

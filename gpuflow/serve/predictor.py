@@ -26,7 +26,7 @@ from gpuflow.errors import (
     is_system_fault,
     system_fault,
 )
-from gpuflow.execute.gpu_backend import gpu_passes_and_library
+from gpuflow.execute.gpu_backend import gpu_decodes
 from gpuflow.pipeline.stage import ImageSpec, Pipeline
 from gpuflow.runtime.ranks import Ranks
 from gpuflow.runtime.threads import use_torch_threads
@@ -454,7 +454,7 @@ def chain_here(
         processes=serving_processes_of(config.run, images_at_a_time(model)),
         device=device,
         platform=platform,
-        gpu_decodes=device != "cpu" and not isinstance(gpu_passes_and_library(program), str),
+        gpu_decodes=device != "cpu" and gpu_decodes(program),
     )
 
 

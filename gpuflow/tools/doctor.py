@@ -221,7 +221,7 @@ def _engines(engines: JpegEngines | None, has_gpu: bool) -> Iterator[Finding]:
             "look who else uses the GPU (nvidia-smi)",
         )
     elif engines.backend != "hardware":
-        text = f"none on this GPU: its kernels decode ({library}), which the training shares"
+        text = f"none on this GPU: the cores decode, or its kernels ({library}) where decode.backend is gpu"
         yield Finding("JPEG engines", "note", text, "A100, H100 and H200 are GPUs with engines")
     elif engines.rate is None:
         yield Finding("JPEG engines", "ok", f"{library}: not tried, for they take none of the images")
@@ -473,8 +473,8 @@ def _limit(
     if not disk or not core_rates or disk[0].images == 0:
         return
     decoder, name = core_rates[-1], "the cores"
-    if engines is not None and engines.rate is not None:
-        decoder, name = engines.rate, "the engines" if engines.backend == "hardware" else "the GPU's kernels"
+    if engines is not None and engines.rate is not None and engines.backend == "hardware":
+        decoder, name = engines.rate, "the engines"
     first, best = disk[0], max(disk, key=lambda rate: rate.images_per_s)
     read, decoded = first.images_per_s, decoder.images_per_s
     if first.images < _FEW_IMAGES and first.images / read < _SHORT_SECONDS:

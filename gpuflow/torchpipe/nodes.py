@@ -167,14 +167,14 @@ class PreprocessNode:
         self._runner: CpuRunner | None = CpuRunner(program)
         on_gpu = self._device.type == "cuda"
         session = _session(parameters, program) if on_gpu or processes or "session" in parameters else None
+        batch = int(parameters.get("batch", _MAX_BATCH))
         self._batched: Preprocessor | None = None
         self._session = session
         if session is not None:
             session.add_node(self)
             if on_gpu:
-                self._batched = session.preprocessor(partial(_gpu_preprocessor, program, self._device))
+                self._batched = session.preprocessor(partial(_gpu_preprocessor, program, batch, self._device))
             elif processes:
-                batch = int(parameters["batch"])
                 self._batched = session.preprocessor(partial(_cpu_preprocessor, program, batch, processes))
         self._at_a_time = 1 if self._raises else _MAX_BATCH
 
@@ -262,7 +262,7 @@ def _cpu_preprocessor(program: Program, batch: int, processes: int) -> Preproces
     return CpuPreprocessor(program, batch=batch, processes=processes)
 
 
-def _gpu_preprocessor(program: Program, device: torch.device) -> Preprocessor | None:
+def _gpu_preprocessor(program: Program, batch: int, device: torch.device) -> Preprocessor | None:
     """The preprocessor on a GPU, or None if the GPU cannot run the program; the CPU preprocesses then."""
     from gpuflow.execute.device_stream import DeviceStream
     from gpuflow.execute.gpu_backend import place_on_gpu
@@ -272,7 +272,7 @@ def _gpu_preprocessor(program: Program, device: torch.device) -> Preprocessor | 
 
     device_stream = DeviceStream(device)
     threads = min(available_threads(), _FILE_THREADS)
-    runner = place_on_gpu(program, device_stream, check_threads=threads, rewrite_threads=threads).gpu
+    runner = place_on_gpu(program, device_stream, images=batch, check_threads=threads, rewrite_threads=threads).gpu
     pool = BytePool(make=pinned)
     if runner is None:
         return None

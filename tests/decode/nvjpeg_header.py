@@ -61,7 +61,7 @@ POINTERS = {"nvjpegHandle_t", "nvjpegJpegState_t", "nvjpegDecodeParams_t", "cuda
 """Names of types that are pointers to a struct."""
 ENUMS = {"nvjpegBackend_t", "nvjpegOutputFormat_t", "libraryPropertyType"}
 
-NVJPEG_BACKEND = {"GPU_HYBRID": 2, "HARDWARE": 3}
+NVJPEG_BACKEND = {"HYBRID": 1, "GPU_HYBRID": 2, "HARDWARE": 3}
 NVJPEG_OUTPUT = {"Y": 2, "RGBI": 5, "BGRI": 6}
 NVJPEG_FLAGS = {"HW_DECODE_NO_PIPELINE": 1, "UPSAMPLING_WITH_INTERPOLATION": 1 << 5}
 NVJPEG_STATUS = {

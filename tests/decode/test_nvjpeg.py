@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from gpuflow.decode import nvjpeg
-from gpuflow.decode.nvjpeg import BatchedDecoder, NvjpegError, NvjpegLibrary
+from gpuflow.decode.nvjpeg import BACKENDS, BatchedDecoder, NvjpegError, NvjpegLibrary, for_chunks_of
 from tests.decode import nvjpeg_header as header
 
 
@@ -147,6 +147,14 @@ def test_cuda_kernels_are_asked_for_the_same_pixels() -> None:
     assert library.calls[0] == ("create", 2, 1 << 5)
 
 
+def test_few_images_are_decoded_with_the_processors_help() -> None:
+    library: Any = FakeLibrary()
+    kinds = [for_chunks_of(images, backend) for images in (49, 50) for backend in BACKENDS]
+    assert kinds == ["hardware", "cuda_few", "hardware", "cuda"]
+    BatchedDecoder(library, "rgb", "cuda_few")
+    assert library.calls[0] == ("create", 1, 1 << 5)
+
+
 def test_a_gpu_without_engines() -> None:
     library: Any = FakeLibrary(create_status=7)
     with pytest.raises(NvjpegError, match=r"^nvJPEG: nvjpegCreateEx returned 7 \(architecture mismatch\)$"):
@@ -205,7 +213,8 @@ def test_the_binding_declares_the_functions_of_the_header(monkeypatch: pytest.Mo
 
 def test_the_constants_are_those_of_the_header() -> None:
     backend, output, flags = header.NVJPEG_BACKEND, header.NVJPEG_OUTPUT, header.NVJPEG_FLAGS
-    assert {"hardware": backend["HARDWARE"], "cuda": backend["GPU_HYBRID"]} == nvjpeg._BACKENDS
+    constants = {"hardware": backend["HARDWARE"], "cuda": backend["GPU_HYBRID"], "cuda_few": backend["HYBRID"]}
+    assert constants == nvjpeg._BACKENDS
     assert {"rgb": output["RGBI"], "bgr": output["BGRI"], "gray": output["Y"]} == nvjpeg.FORMATS
     assert flags["HW_DECODE_NO_PIPELINE"] == nvjpeg._FLAG_NO_PIPELINE
     assert flags["UPSAMPLING_WITH_INTERPOLATION"] == nvjpeg._FLAG_INTERPOLATION

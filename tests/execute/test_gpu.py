@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 import gpuflow
+from gpuflow.decode.nvjpeg import NvjpegError
 from gpuflow.execute import file_checks, gpu_backend
 from gpuflow.execute.gpu_call import GpuCalls
 from gpuflow.execute.kernels.complete import complete_files
@@ -33,6 +34,7 @@ pytestmark = [
 MEAN, STD = [0.0, 0.0, 0.0], [1 / 255] * 3  # so that a difference of 1 is a level
 GEOMETRY: list[dict[str, Any]] = [{"random_resized_crop": {"size": 32}}, {"flip": {"horizontal": 0.5, "vertical": 0.5}}]
 STAGES: list[dict[str, Any]] = [{"decode": {}}, *GEOMETRY, {"normalize": {"mean": MEAN, "std": STD}}]
+BY_THE_GPU: list[dict[str, Any]] = [{"decode": {"backend": "gpu"}}, *STAGES[1:]]
 BICUBIC = {"resize": {"height": 20, "width": 27, "interpolation": "bicubic"}}
 CROPPED: list[dict[str, Any]] = [{"decode": {}}, {"resize": {"shorter": 40}}, {"center_crop": {"size": 40}}]
 NHWC = {"normalize": {"mean": MEAN, "std": STD, "layout": "nhwc", "dtype": "float16"}}
@@ -348,13 +350,26 @@ def test_out_of_memory_is_an_error_and_the_loader_works_on(folder: Path) -> None
         assert not apart(expected, loader)
 
 
-def test_without_engines_cuda_kernels_decode(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("batch", [50, 32])
+def test_without_engines_cuda_kernels_decode_if_asked(
+    batch: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As on a GPU without JPEG engines."""
     monkeypatch.setattr(gpu_backend, "BACKENDS", {"cuda": "CUDA kernels"})
-    cpu, gpu, stats = both(folder, STAGES)
+    cpu, gpu, stats = both(folder, BY_THE_GPU, f"pipelines.train.batch.size={batch}")
     assert stats["engine_images"] >= 100
     worst = max((a.images - b.images.cpu()).abs().max().item() for a, b in zip(cpu, gpu, strict=True))
     assert worst <= 4
+
+
+def test_without_engines_the_cpu_decodes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: Any, **options: Any) -> None:
+        raise NvjpegError("nvjpegCreateEx", 7)
+
+    monkeypatch.setattr("gpuflow.execute.gpu.GpuRunner", refuse)
+    with load(folder, STAGES, "cpu") as on_cpu, load(folder, STAGES, "cuda") as loader:
+        for a, b in zip(on_cpu, loader, strict=True):
+            assert b.images.is_cuda and torch.equal(a.images, b.images.cpu())
 
 
 def test_batches_that_the_consumer_keeps_do_not_change(folder: Path) -> None:
@@ -399,7 +414,7 @@ def test_files_are_checked_in_the_first_epoch(
     monkeypatch.setattr("gpuflow.execute.file_checks.complete_files", counted)
     if backend == "cuda":
         monkeypatch.setattr(gpu_backend, "BACKENDS", {"cuda": "CUDA kernels"})
-    with load(folder, STAGES, "cuda") as loader:
+    with load(folder, BY_THE_GPU, "cuda") as loader:
         first = list(loader)
         assert sum(checked) >= loader.stats()["engine_images"] - 207 // 9 >= 100, "of a ninth, rewritten, none is"
         assert sum(on_gpu) == (0 if threads else sum(checked))

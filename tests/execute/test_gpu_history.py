@@ -109,7 +109,7 @@ def difference(a: torch.Tensor | str, b: torch.Tensor | str) -> str:
     )
 
 
-@pytest.mark.parametrize("backend", ["hardware", "cuda"])
+@pytest.mark.parametrize("backend", ["hardware", "cuda", "cuda_few"])
 def test_a_file_gives_what_it_gives_a_new_decoder(backend: str) -> None:
     rng, first, second = random.Random(1), new_runner(backend), new_runner(backend)
     everything = list(range(len(pool())))
@@ -204,20 +204,54 @@ def test_callers_of_a_service_get_their_own_images(kind: str, tmp_path: Path) ->
         predictor.check()
 
 
-@pytest.mark.parametrize("sampling", ["4:2:0", "4:4:4"])
-@pytest.mark.parametrize("backend", ["hardware", "cuda"])
-def test_calls_in_a_row_of_one_decoder_keep_their_images_apart(backend: str, sampling: str) -> None:
-    """Also if the GPU is busy when they are queued, and all have as many files."""
+def new_decoder(backend: str) -> Any:
     from gpuflow.decode.nvjpeg import NvjpegError, find_nvjpeg
     from gpuflow.execute.device_stream import DeviceStream
-    from gpuflow.execute.nvjpeg_decoders import JpegBatch, NvjpegDecoder
+    from gpuflow.execute.nvjpeg_decoders import NvjpegDecoder
 
-    height, width, count, calls = 120, 160, 24, 4
-    device_stream, cuda = DeviceStream(torch.device("cuda")), torch.cuda
     try:
-        decoder = NvjpegDecoder(device_stream, find_nvjpeg(), "rgb", backend, second=False)
+        return NvjpegDecoder(DeviceStream(torch.device("cuda")), find_nvjpeg(), "rgb", backend, second=False)
     except NvjpegError as error:
         pytest.skip(f"this GPU has no {backend} backend of nvJPEG: {error}")
+
+
+@pytest.mark.parametrize("backend", ["hardware", "cuda", "cuda_few"])
+def test_calls_of_any_size_give_the_same_pixels(backend: str) -> None:
+    """nvJPEG's CUDA kernels get a few values of most photographs otherwise in calls of few images."""
+    from gpuflow.execute.nvjpeg_decoders import JpegBatch
+
+    height, width, count = 480, 640, 160
+    decoder = new_decoder(backend)
+    contents = [jpeg(photo(height, width, seed=number), "4:2:0") for number in range(count)]
+    buffers = [torch.frombuffer(bytearray(data), dtype=torch.uint8).pin_memory() for data in contents]
+    addresses = np.array([data.data_ptr() for data in buffers], np.uint64)
+    lengths = np.array([len(data) for data in contents], np.uint64)
+
+    def decoded(at_once: int) -> torch.Tensor:
+        images = torch.zeros((count, height, width, 3), dtype=torch.uint8, device="cuda")
+        torch.cuda.synchronize()
+        for start in range(0, count, at_once):
+            part = slice(start, start + at_once)
+            images_at = np.zeros((len(lengths[part]), 8), np.uint64)
+            images_at[:, 0], images_at[:, 4] = [image.data_ptr() for image in images[part]], 3 * width
+            assert decoder.decode(JpegBatch(addresses[part], lengths[part], images_at, 0x22)).all()
+        torch.cuda.synchronize()
+        return images
+
+    expected = decoded(128)
+    for at_once in (7, 49, 50, 101):
+        assert torch.equal(decoded(at_once), expected), at_once
+
+
+@pytest.mark.parametrize("sampling", ["4:2:0", "4:4:4"])
+@pytest.mark.parametrize("backend", ["hardware", "cuda", "cuda_few"])
+def test_calls_in_a_row_of_one_decoder_keep_their_images_apart(backend: str, sampling: str) -> None:
+    """Also if the GPU is busy when they are queued, and all have as many files."""
+    from gpuflow.execute.nvjpeg_decoders import JpegBatch
+
+    height, width, count, calls = 120, 160, 24, 4
+    decoder, cuda = new_decoder(backend), torch.cuda
+    device_stream = decoder._device_stream
     contents = [jpeg(photo(height, width, seed=number), sampling) for number in range(calls * count)]
     buffers = [torch.frombuffer(bytearray(data), dtype=torch.uint8).pin_memory() for data in contents]
     addresses = np.array([data.data_ptr() for data in buffers], np.uint64).reshape(calls, count)

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from gpuflow.decode import self_test
 from gpuflow.errors import DecoderError, LoaderTimeout, SystemFault, is_system_fault
@@ -35,6 +36,14 @@ class DeviceStream:
         self.stream = Stream(7)
         self.branches: list[Stream] = []
         self.joined: list[Stream] = []
+
+    device = torch.device("cpu")
+
+    def pinned(self, shape: list[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype)
+
+    def synchronize(self) -> None:
+        pass
 
     def on_new_stream(self) -> DeviceStream:
         other = DeviceStream()
@@ -150,12 +159,13 @@ def test_the_second_decoder_is_freed_when_the_gpu_no_longer_waits_and_made_again
         assert (library.most, library.made) == (2, again)
 
 
-@pytest.mark.parametrize(("backend", "waits"), [("hardware", 1), ("cuda", 3)])
+@pytest.mark.parametrize(("backend", "waits"), [("hardware", 1), ("cuda", 3), ("cuda_few", 3)])
 def test_cuda_kernels_have_one_call_at_a_time(backend: str, waits: int) -> None:
     """The engines may have several, unless their state is set up anew for another number of images."""
     stream: Any = HostStream()
     library: Any = SlowLibrary()
     decoder = NvjpegDecoder(stream, library, "rgb", backend, second=False)
+    stream.calls.clear()
     for count in (4, 4, 3, 3):
         numbers = np.ones(count, np.uint64)
         assert decoder.decode(JpegBatch(numbers, numbers, np.ones((count, 8), np.uint64), SAMPLING)).all()
@@ -295,6 +305,34 @@ def test_a_check_without_memory_is_an_error_of_the_decoder(monkeypatch: pytest.M
     with decoders.acquire() as decoder, pytest.raises(DecoderError, match=text) as caught:
         decoder.check()
     assert is_system_fault(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("backend", "expected"), [("cuda", {128}), ("cuda_few", {1, 2, 3, 5}), ("hardware", {1, 2, 3, 5})]
+)
+def test_calls_of_cuda_kernels_are_filled_up(backend: str, expected: set[int]) -> None:
+    """With copies of one image, written to memory that no other image has; also the halves of a call that fails."""
+    bad, counts = 3, set[int]()
+
+    def decode(handle: Any, state: Any, data: int, lengths: int, images: int, stream: int) -> int:
+        count = library._count
+        counts.add(count)
+        files = np.ctypeslib.as_array((ctypes.c_uint64 * count).from_address(data)).tolist()
+        targets = np.ctypeslib.as_array((ctypes.c_uint64 * (8 * count)).from_address(images)).reshape(-1, 8)
+        sizes = np.ctypeslib.as_array((ctypes.c_uint64 * count).from_address(lengths)).tolist()
+        own = [i for i, file in enumerate(files) if file < 5]
+        assert [sizes[i] for i in own] == [files[i] for i in own] and (targets[own] == 1).all()
+        for i in set(range(count)) - set(own):
+            assert sizes[i] == len(self_test.JPEG) and ctypes.string_at(files[i], sizes[i]) == self_test.JPEG.tobytes()
+            assert targets[i, 0] > 5 and targets[i, 4] == self_test.WIDTH * 3
+        return 3 if bad in files else 0
+
+    library = FaultyLibrary(lambda count, stream: 0)
+    library.decode = decode  # type: ignore[method-assign]
+    substitutes: tuple[Any, Any] = (DeviceStream(), library)
+    decoders = NvjpegDecoderPool(*substitutes, "rgb", backend)
+    assert decoders.decode(many(5)).tolist() == [True, True, True, False, True]
+    assert counts == expected
 
 
 class PartsLibrary(SlowLibrary):

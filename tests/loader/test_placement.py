@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,8 +11,9 @@ import torch
 import yaml
 
 from gpuflow.config import Config, read_config
+from gpuflow.decode.nvjpeg import NvjpegError
 from gpuflow.errors import ConfigError
-from gpuflow.execute.gpu_backend import DECODE_BYTES, Placement, gpu_passes_and_library
+from gpuflow.execute.gpu_backend import DECODE_BYTES, Placement, gpu_decodes, gpu_passes_and_library
 from gpuflow.execute.passes import passes_of
 from gpuflow.loader.cpu_share import cpu_share_of
 from gpuflow.loader.placement import explain_gpu, memory_for_decoding, place
@@ -28,6 +30,7 @@ SECOND = {"resize": {"height": 6, "width": 5}}
 
 
 FIX = "put a crop or a resize to a fixed size first"
+NO_ENGINES = NvjpegError("nvjpegCreateEx", 7)
 
 
 def config(tmp_path: Path, stages: list[Any], *overrides: str) -> Config:
@@ -70,8 +73,10 @@ def test_what_runs_nowhere_but_on_the_cpu(tmp_path: Path, stages: list[Any], rea
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what this machine has where it has a GPU")
 def test_explains_what_a_gpu_would_do(tmp_path: Path) -> None:
-    text = "JPEG engines if it has them, else CUDA kernels; then 2 batched pass(es)"
+    text = "JPEG engines, then 2 batched pass(es); decoded on the CPU if it has none"
     assert explain_gpu(config(tmp_path, [CROP, JITTER, HALF]), "train") == text
+    asked_for = config(tmp_path, [CROP, HALF], "pipelines.train.stages.decode.backend=gpu")
+    assert explain_gpu(asked_for, "train") == "JPEG engines, then 1 batched pass(es); CUDA kernels if it has none"
     refused = config(tmp_path, [CROP, HALF], "pipelines.train.stages.decode.backend=cpu")
     assert explain_gpu(refused, "train") == "decoded on the CPU: its decode.backend is cpu"
     assert gpu_passes_and_library(refused.programs["train"]) == "its decode.backend is cpu"
@@ -89,7 +94,9 @@ def with_views(tmp_path: Path, *overrides: str, **views: Any) -> Config:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what this machine has where it has a GPU")
 def test_explains_what_a_gpu_would_do_with_views(tmp_path: Path) -> None:
     views = {"large": {"stages": [CROP, JITTER, HALF]}, "small": {"count": 6, "stages": [CROP]}}
-    text = "JPEG engines if it has them, else CUDA kernels; then batched passes for each view: large 1 x 2, small 6 x 1"
+    text = (
+        "JPEG engines, then batched passes for each view: large 1 x 2, small 6 x 1; decoded on the CPU if it has none"
+    )
     assert explain_gpu(with_views(tmp_path, **views), "train") == text
     refused = with_views(tmp_path, "pipelines.train.decode.backend=cpu", **views)
     assert explain_gpu(refused, "train") == "decoded on the CPU: its decode.backend is cpu"
@@ -118,6 +125,56 @@ def test_views_are_placed_by_the_rules_of_stages(tmp_path: Path, monkeypatch: py
     backend = with_views(tmp_path, "pipelines.train.decode.backend=gpu", a={"stages": [CROP]})
     with pytest.raises(ConfigError, match=r"pipelines\.train\.decode\.backend is gpu, but asked; use auto or cpu"):
         place(backend, "train", torch.device("cuda"), 4)
+
+
+@pytest.mark.parametrize(
+    ("backend", "batch", "tried", "reason"),
+    [
+        (
+            "auto",
+            64,
+            ["hardware"],
+            f"JPEG engines: {NO_ENGINES}; its CUDA kernels decode only if decode.backend is gpu",
+        ),
+        ("gpu", 64, ["hardware", "cuda"], "CUDA kernels of a GPU (libnvjpeg 13.0.0), then 1 batched pass(es)"),
+        ("gpu", 49, ["hardware", "cuda_few"], "CUDA kernels of a GPU (libnvjpeg 13.0.0), then 1 batched pass(es)"),
+    ],
+)
+def test_a_gpu_without_engines(
+    backend: str, batch: int, tried: list[str], reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its kernels decode where that is asked for, small batches in another way."""
+    found: list[str] = []
+
+    def runner(*arguments: Any, backend: str, **options: Any) -> object:
+        found.append(backend)
+        if backend == "hardware":
+            raise NO_ENGINES
+        return object()
+
+    monkeypatch.setattr("gpuflow.execute.gpu.GpuRunner", runner)
+    monkeypatch.setattr("gpuflow.execute.gpu_backend.find_nvjpeg", lambda: SimpleNamespace(version="13.0.0"))
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "a GPU")
+    monkeypatch.setattr("gpuflow.execute.device_stream.DeviceStream", lambda device: SimpleNamespace(device=device))
+    read = config(tmp_path, [CROP], f"pipelines.train.stages.decode.backend={backend}")
+    placement = place(read, "train", torch.device("cuda"), batch)
+    assert (placement.gpu is None) == (backend == "auto") and found == tried
+    assert placement.reason.startswith(reason)
+
+
+@pytest.mark.parametrize(("backend", "status", "expected"), [("auto", 0, True), ("auto", 7, False), ("gpu", 7, True)])
+def test_a_service_decodes_where_a_loader_does(
+    backend: str, status: int, expected: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def decoder(library: Any, color: str, wanted: str) -> None:
+        assert (color, wanted) == ("rgb", "hardware")
+        if status:
+            raise NvjpegError("nvjpegCreateEx", status)
+
+    monkeypatch.setattr("gpuflow.execute.gpu_backend.find_nvjpeg", lambda: None)
+    monkeypatch.setattr("gpuflow.execute.gpu_backend.BatchedDecoder", decoder)
+    read = config(tmp_path, [CROP], f"pipelines.train.stages.decode.backend={backend}")
+    assert gpu_decodes(read.programs["train"]) == expected
 
 
 def test_what_serves_is_explained_on_a_gpu_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from torch import nn
 import gpuflow
 import gpuflow.serve
 from gpuflow.config import read_config
+from gpuflow.decode.nvjpeg import NvjpegError
 from gpuflow.decode.preset import CANNOT_DECODE
 from gpuflow.errors import BadSampleError, ConfigError, MissingExtra, PredictorError, PredictorTimeout, SystemFault
 from gpuflow.execute import gpu_backend
@@ -445,25 +446,32 @@ PAD = {"torchvision": {"name": "Pad", "padding": 2}}
 
 
 @pytest.mark.parametrize(
-    ("backend", "library", "first", "decodes"),
+    ("backend", "engines", "first", "decodes"),
     [
         ("auto", True, [], True),
         ("gpu", True, [], True),
+        ("gpu", False, [], True),
         ("cpu", True, [], False),
         ("auto", False, [], False),
+        ("auto", None, [], False),
         ("auto", True, [PAD], False),
     ],
-    ids=["auto", "gpu", "cpu", "no libnvjpeg", "before the images have one size"],
+    ids=["auto", "gpu", "kernels", "cpu", "no engines", "no libnvjpeg", "before the images have one size"],
 )
 def test_a_node_with_all_threads_preprocesses_if_the_gpu_cannot(
-    backend: str, library: bool, first: Entries, decodes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    backend: str, engines: bool | None, first: Entries, decodes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def find_nvjpeg() -> object:
-        if library:
+        if engines is not None:
             return object()
         raise MissingExtra("decoding on the GPU", "libnvjpeg", "gpu")
 
+    def decoder(library: object, color: str, wanted: str) -> None:
+        if not engines:
+            raise NvjpegError("nvjpegCreateEx", 7)
+
     monkeypatch.setattr(gpu_backend, "find_nvjpeg", find_nvjpeg)
+    monkeypatch.setattr(gpu_backend, "BatchedDecoder", decoder)
     stages = [{"decode": {"backend": backend}}, *first, *VAL[1:]]
     path = write_config(tmp_path / "x.yaml", "photos", serve={"stages": stages}, run={"threads": 3})
     config = read_config(path, STAGES)

@@ -345,7 +345,7 @@ def test_instances_on_a_gpu_share_one_preprocessor(on_thread: OnThread, monkeypa
     class OnGpu:
         closed = False
 
-        def __init__(self, program: object, device: torch.device) -> None:
+        def __init__(self, program: object, batch: int, device: torch.device) -> None:
             made.append(self)
             self.device = device
 
