@@ -356,8 +356,10 @@ def test_without_engines_cuda_kernels_decode_if_asked(
 ) -> None:
     """As on a GPU without JPEG engines."""
     monkeypatch.setattr(gpu_backend, "BACKENDS", {"cuda": "CUDA kernels"})
-    cpu, gpu, stats = both(folder, BY_THE_GPU, f"pipelines.train.batch.size={batch}")
-    assert stats["engine_images"] >= 100
+    size = f"pipelines.train.batch.size={batch}"
+    with load(folder, STAGES, "cpu", size) as on_cpu, load(folder, BY_THE_GPU, "cuda", size) as on_gpu:
+        cpu, gpu = list(on_cpu), list(on_gpu)
+        assert on_gpu.stats()["engine_images"] >= 100
     worst = max((a.images - b.images.cpu()).abs().max().item() for a, b in zip(cpu, gpu, strict=True))
     assert worst <= 4
 
