@@ -5,6 +5,10 @@ BIN := .venv/bin
 LATEST := .venv-latest
 INTEGRATIONS := .venv-integrations
 MINUTES ?= 60
+# Hundreds of processes of the tests import the same modules: Python is to keep what it compiled, also where a container
+# says otherwise. So pip need not compile what nothing imports.
+unexport PYTHONDONTWRITEBYTECODE
+INSTALL := -m pip install --no-compile
 # One more than there are cores: some tests wait for processes.
 WORKERS ?= $(shell echo $$(($$(nproc) + 1)))
 
@@ -41,8 +45,8 @@ mutants: .venv/.installed  ## run the tests against faults made on purpose: expe
 	$(BIN)/python experiments/mutants/run.py
 
 test-latest: $(LATEST)/requirements.txt  ## run the CPU tests with the newest torch and torchvision
-	$(LATEST)/bin/python -m pip install --upgrade torch torchvision -r $<
-	$(LATEST)/bin/python -m pip install -e . --no-deps --no-build-isolation
+	$(LATEST)/bin/python $(INSTALL) --upgrade torch torchvision -r $<
+	$(LATEST)/bin/python $(INSTALL) -e . --no-deps --no-build-isolation
 	$(LATEST)/bin/python -m pytest --numprocesses $(WORKERS) --dist loadfile -m "not gpu and not integrations"
 
 # All pins but those of torch, torchvision and what torch pins itself.
@@ -55,14 +59,14 @@ test-integrations: $(INTEGRATIONS)/.installed  ## run the adapters' tests agains
 
 $(INTEGRATIONS)/.installed: requirements.txt requirements-integrations.txt pyproject.toml
 	$(PYTHON) -m venv $(INTEGRATIONS)
-	$(INTEGRATIONS)/bin/python -m pip install -r requirements-integrations.txt
-	$(INTEGRATIONS)/bin/python -m pip install -e . --no-deps --no-build-isolation
+	$(INTEGRATIONS)/bin/python $(INSTALL) -r requirements-integrations.txt
+	$(INTEGRATIONS)/bin/python $(INSTALL) -e . --no-deps --no-build-isolation
 	@touch $@
 
 .venv/.installed: requirements.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "gpuflow needs Python 3.11 or newer, and $(PYTHON) is not; run for example make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install -r requirements.txt
-	$(BIN)/python -m pip install -e . --no-deps --no-build-isolation
+	$(BIN)/python $(INSTALL) -r requirements.txt
+	$(BIN)/python $(INSTALL) -e . --no-deps --no-build-isolation
 	@touch $@
