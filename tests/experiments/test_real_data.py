@@ -702,7 +702,7 @@ def test_progressive_files_on_the_cpu(scripts: dict[str, Any], picture: Path, tm
     changed = images[0].copy()
     changed[0, 0, 0] ^= 4
     assert calls.largest_difference([changed], contents[:1]) == 4
-    assert [len(cycle[0].files) for _, cycle in calls.cuda_lines(files)] == [16, 64, 128] * 2
+    assert [len(cycle[0].files) for _, cycle in calls.cuda_lines(files, "cuda")] == [8, 32, 49, 50, 64, 128] * 2
     assert calls.cpu_rate(contents, 2, 0.01) > 0
 
 
