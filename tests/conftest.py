@@ -9,6 +9,7 @@ import pickle
 import signal
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ import pytest
 import torch
 
 from gpuflow.sources import Source, SourceSpec, open_source
+from tests.fork_servers import forked_servers
 from tests.images import jpeg, photo
 
 if TYPE_CHECKING:
@@ -113,6 +115,13 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         if "MPLCONFIGDIR" not in os.environ:  # matplotlib takes seconds to list the fonts
             patch.setenv("MPLCONFIGDIR", os.path.join(users, "matplotlib"))
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick_fork_servers(own_cache: None) -> Iterator[None]:
+    """In a run of many tests on several processes, worker pools start without importing torch anew."""
+    with forked_servers() if "PYTEST_XDIST_WORKER" in os.environ else nullcontext():
         yield
 
 
