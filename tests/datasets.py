@@ -428,10 +428,11 @@ def children() -> set[int]:
     found: set[int] = set()
     parents = [os.getpid()]
     while parents:
+        threads = Path(f"/proc/{parents.pop()}/task")
         with suppress(FileNotFoundError):  # a process that has ended
-            for task in os.listdir(f"/proc/{(parent := parents.pop())}/task"):
+            for thread in list(threads.iterdir()):
                 with suppress(OSError):  # a thread or a process that has ended
-                    parents += (new := set(map(int, Path(f"/proc/{parent}/task/{task}/children").read_text().split())))
+                    parents += (new := set(map(int, (thread / "children").read_text().split())))
                     found |= new
     return found
 

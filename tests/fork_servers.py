@@ -2,8 +2,8 @@
 
 A fork server of gpuflow is a new Python process, which imports torch and gpuflow for some seconds. The tests start
 hundreds of them. Here such a process is forked instead, from one that has imported these, with the command line, the
-environment, directory, session and open files of a new one. Scripts that tests start are not affected: their loaders
-start new ones.
+environment, directory, session and open files of a new one. Scripts that tests start (also those of tests/forking.py)
+are not affected: their loaders start new ones.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ import pytest
 
 from gpuflow.runtime import worker_pool
 
-__all__ = ["Forked", "Template", "forked_servers"]
+__all__ = ["forked_servers"]
 
 _OWN_DESCRIPTOR = 500
-"""The template's descriptors have numbers from here on, so that a fork can have those of the new process's numbers."""
+"""The interpreter's descriptors are numbered from here on, so that a fork can have the numbers of a new process."""
 _START_SECONDS = 300.0
 _MOST_BYTES, _MOST_DESCRIPTORS = 1 << 20, 250
 _PROGRAM = f"""
@@ -76,7 +76,7 @@ exec(compile(task["program"], "<string>", "exec"), {{"__name__": "__main__"}})
 
 
 @final
-class Forked:
+class _Forked:
     """A forked process, with what gpuflow uses of subprocess.Popen."""
 
     def __init__(self, pid: int) -> None:
@@ -93,7 +93,7 @@ class Forked:
 
 
 @final
-class Template:
+class _Template:
     """The interpreter that is forked. It ends with this process. Any thread may call any method."""
 
     def __init__(self) -> None:
@@ -112,7 +112,7 @@ class Template:
 
     def popen(
         self, command: Sequence[str], *, pass_fds: Sequence[int], env: Mapping[str, str], **others: Any
-    ) -> Forked:
+    ) -> _Forked:
         """As subprocess.Popen starts a fork server."""
         executable, _, _, program, *arguments = command
         if not os.access(executable, os.X_OK):
@@ -132,7 +132,7 @@ class Template:
                     self._ready = self._socket.recv(1) == b"1"
                     assert self._ready, "the interpreter to fork could not start"
                 socket.send_fds(self._socket, [json.dumps(task).encode()], [nothing, nothing, 2, *pass_fds])
-                return Forked(int.from_bytes(self._socket.recv(4), sys.byteorder))
+                return _Forked(int.from_bytes(self._socket.recv(4), sys.byteorder))
         finally:
             os.close(nothing)
 
@@ -145,7 +145,7 @@ class Template:
 @contextmanager
 def forked_servers() -> Iterator[None]:
     """Fork servers are forks in this block."""
-    template = Template()
+    template = _Template()
     stand_in = SimpleNamespace(
         Popen=template.popen, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired
     )

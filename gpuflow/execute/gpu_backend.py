@@ -114,9 +114,8 @@ def place_on_gpu(
 
     passes, library = found
     refusals = []
-    kernels = program.decoder.backend == "gpu"
     for backend, description in BACKENDS.items():
-        if backend != _ENGINES and not kernels:
+        if backend != _ENGINES and program.decoder.backend != "gpu":
             refusals.append(_KERNELS_NOT_ASKED_FOR)
             continue
         try:
