@@ -391,9 +391,12 @@ def train(
 
         def end_pass(self, name: str, epoch: int, result: PassResult) -> None:
             bar.remove_task(self.task)
+            bad = self.loader.stats()["bad_distinct"]
+            whose = "" if ranks.world_size == 1 else " on rank 0"
             _out.print(
                 f"epoch {epoch + 1}  {name:5}  loss {result.loss:.3f}  accuracy {result.accuracy:.3f}  "
                 f"{result.images_per_s:,.0f} images/s"
+                + (f"  bad samples so far{whose}: {bad:,}, which gpuflow scan lists" if bad else "")
             )
 
     ranks = Ranks.from_environment()

@@ -309,6 +309,17 @@ def test_a_resumed_training_ends_with_the_same_weights(gpuflow: Run, config: Pat
         torch.set_num_threads(threads)
 
 
+def test_train_counts_bad_samples(gpuflow: Run, config: Path) -> None:
+    """One that is replaced lowers no figure, so nothing else would say that it is bad."""
+    min((config.parent / "photos").rglob("*.jpg")).write_bytes(b"no image")
+    with pytest.warns(UserWarning, match="1 of"):  # of so few it is many
+        done = gpuflow("train", config, "--device", "cpu", "pipelines.train.batch.drop_last=false", "train.epochs=1")
+    assert done.code == 0
+    lines = [line for line in done.out.splitlines() if line.startswith("epoch")]
+    assert [line.split()[2] for line in lines] == ["train", "val"], "both read all files"
+    assert all(line.endswith(" images/s  bad samples so far: 1, which gpuflow scan lists") for line in lines)
+
+
 def test_a_directory_that_cannot_be_made_is_not_said_to_be_full(gpuflow: Run, config: Path) -> None:
     done = gpuflow("train", config, "--device", "cpu", f"train.out={config}/run")
     assert done.code == 1
