@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 from gpuflow.pipeline import stage as spec
@@ -25,15 +25,23 @@ PLOTS = sorted((ROOT / "plots").glob("*.py"))
 EXPERIMENTS = sorted((ROOT / "experiments").rglob("*.py"))
 
 
-def imports(path: Path) -> Iterator[str]:
+@cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    """All nodes of a file's syntax tree."""
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
+@cache
+def imports(path: Path) -> set[str]:
     """Every module that a file imports, anywhere in it; `from a import b` counts as a and as a.b."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    found = set[str]()
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
             assert node.level == 0, f"{path}: imports are absolute"
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found
 
 
 def importers(files: list[Path], package: str) -> set[str]:
@@ -90,7 +98,7 @@ def test_the_engine_mentions_no_stage_by_name() -> None:
     """Neither a class of a stage nor its name where code compares or looks up. Texts for people may name one."""
     classes = {stage.__name__ for stage in STAGES.values()} - set(spec.__all__)  # a move may be called as a stage
     for path in ENGINE:
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in nodes_of(path):
             if isinstance(node, ast.Name):
                 assert node.id not in classes, f"{path}:{node.lineno}: names the stage {node.id}"
             if not isinstance(node, (ast.Compare, ast.Subscript)):
