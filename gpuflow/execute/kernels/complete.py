@@ -17,6 +17,7 @@ The format: ITU-T T.81, annexes B, C and F.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -340,12 +341,13 @@ def complete_files(files: torch.Tensor, large: int, places: int, workspace: Work
     found = torch.zeros(count, dtype=torch.uint8, device=files.device)
     tables, limits, sizes, data = workspace.tables, workspace.limits, workspace.sizes, workspace.data
     tables[:count].zero_()
-    _tables[count, 4](files, tables, limits, FIELD_COUNT=fields, TILE=1024, num_warps=4)
-    _unstuff[count,](files, data, starts, sizes, FIELD_COUNT=fields, TILE=_TILE, num_warps=_TILE_WARPS)
+    shared: dict[str, Any] = {"FIELD_COUNT": fields, "enable_fp_fusion": True}
+    _tables[count, 4](files, tables, limits, TILE=1024, num_warps=4, **shared)
+    _unstuff[count,](files, data, starts, sizes, TILE=_TILE, num_warps=_TILE_WARPS, **shared)
     for begin, end, lanes in ((0, large, _LANES[1]), (large, count, _LANES[0])):
         if begin < end:
             _count[end - begin,](
                 files, tables, limits, data, starts, sizes, workspace.ends, found, begin,
-                FIELD_COUNT=fields, LANES=lanes, PART=_PART_BITS, num_warps=lanes // 32,
+                LANES=lanes, PART=_PART_BITS, num_warps=lanes // 32, **shared,
             )  # fmt: skip
     return found

@@ -33,4 +33,4 @@ def _copy(plan, FIELD_COUNT: tl.constexpr, BLOCKS: tl.constexpr, WORDS: tl.const
 def copy_images(plan: torch.Tensor) -> None:
     """Copy images. plan: int64 [N, 3] on the device, see FIELDS."""
     grid: Any = (len(plan) * _BLOCKS,)
-    _copy[grid](plan, FIELD_COUNT=len(FIELDS), BLOCKS=_BLOCKS, WORDS=_WORDS, num_warps=4)
+    _copy[grid](plan, FIELD_COUNT=len(FIELDS), BLOCKS=_BLOCKS, WORDS=_WORDS, num_warps=4, enable_fp_fusion=True)

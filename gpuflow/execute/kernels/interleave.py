@@ -36,4 +36,4 @@ def interleave(images: torch.Tensor, most_pixels: int, *, channels: int) -> None
     """Copy N images as `images`, int64 [N, len(FIELDS)] on the device, says. most_pixels: of the largest one."""
     blocks = -(-most_pixels // _PIXELS)
     grid: Any = (blocks * len(images),)
-    _interleave[grid](images, blocks, FIELD_COUNT=len(FIELDS), CHANNELS=channels, PIXELS=_PIXELS)
+    _interleave[grid](images, blocks, FIELD_COUNT=len(FIELDS), CHANNELS=channels, PIXELS=_PIXELS, enable_fp_fusion=True)

@@ -168,7 +168,7 @@ def warp_all(plan: torch.Tensor, table: torch.Tensor, out: torch.Tensor, *, look
         HEIGHT=height, WIDTH=width, CHANNELS=channels, FIELD_COUNT=len(FIELDS),
         NEAREST=lookup.interpolation == "nearest", BORDER=_BORDERS[lookup.border],
         AS_TORCHVISION=lookup.as_torchvision,
-        ROWS=ROWS, COLUMNS=COLUMNS, num_warps=WARPS,
+        ROWS=ROWS, COLUMNS=COLUMNS, num_warps=WARPS, enable_fp_fusion=True,
     )  # fmt: skip
 
 

@@ -11,10 +11,11 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import triton.language as tl
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
-from triton.runtime.interpreter import InterpretedFunction, InterpreterError
+from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, InterpreterError
 
 from gpuflow.execute.kernels import color, sample, warp
 from tests.execute.kernels.recorded import check_overflow, form_of, note_a_look, recorded
@@ -36,6 +37,7 @@ _operands_any = TritonSemantic.binary_op_type_checking_impl
 _check_overflow_any = TritonSemantic.binary_op_sanitize_overflow_impl
 _patch_lang_tensor = interpreter._patch_lang_tensor
 _to_tensor_any = TritonSemantic.to_tensor
+_splat_any = InterpreterBuilder.create_splat
 _operations: dict[Any, list[tuple[str, Any]]] = {}
 _equal = tl.dtype.__eq__
 _NO_SHAPE, _ONE = tl.tuple([]), tl.constexpr(1)
@@ -201,6 +203,14 @@ def _looking(method: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return look
 
 
+def _splat(self: Any, type_: Any, value: Any) -> Any:
+    """As InterpreterBuilder.create_splat, which makes numbers of truth values: Triton 3.9 loads with no such mask."""
+    made = _splat_any(self, type_, value)
+    if value.data.dtype == np.bool_:
+        made.data = made.data.astype(np.bool_)
+    return made
+
+
 def _to_tensor(self: Any, x: Any, check_type: bool = True) -> Any:
     """As TritonSemantic.to_tensor."""
     return x if x.__class__ is tl.tensor else _to_tensor_any(self, x, check_type)
@@ -216,6 +226,7 @@ TritonSemantic.binary_op_type_checking_impl = _operands
 TritonSemantic.binary_op_sanitize_overflow_impl = _sanitize_overflow
 TritonSemantic.computation_type_impl = _common_type
 interpreter._get_np_dtype = _get_np_dtype
+InterpreterBuilder.create_splat = _splat
 interpreter._patch_builtin = _patch_builtin
 interpreter._patch_lang_tensor = _patch_tensor
 TritonSemantic.to_tensor = _to_tensor
