@@ -96,7 +96,7 @@ import pytest
 import run
 copy = Path(sys.argv[1])
 run.TESTS = ("loader",)
-run.LEAST_SECONDS = 5
+run.LEAST_SECONDS = 15
 tests, calls = run.recorded(copy, copy.parent / "trace.jsonl")
 run.run_all(copy, run.mutants_in(copy, "gpuflow/loader/sampler.py"), tests, calls, copy.parent / "outcomes.csv", 9)
 """
