@@ -8,12 +8,14 @@ MINUTES ?= 60
 # Hundreds of processes of the tests import the same modules: Python is to keep what it compiled, also where a container
 # says otherwise. So pip need not compile what nothing imports.
 unexport PYTHONDONTWRITEBYTECODE
-# $(call install,VENV,ARGUMENTS): with uv, which needs a fifth of pip's time; with pip where uv finds no packages, because
-# only pip's settings name their index.
+# $(call install,VENV,PACKAGES) installs these packages and gpuflow: with uv, which needs a fifth of pip's time; with pip
+# where uv finds no packages, because only pip's settings name their index.
 define install
 	$(1)/bin/python -m pip install --quiet --no-compile --constraint requirements.txt uv
-	$(1)/bin/uv pip install --python $(1)/bin/python $(2) || $(1)/bin/python -m pip install --no-compile $(2)
+	$(call uv_or_pip,$(1),$(2))
+	$(call uv_or_pip,$(1),-e . --no-deps --no-build-isolation)
 endef
+uv_or_pip = $(1)/bin/uv pip install --python $(1)/bin/python $(2) || $(1)/bin/python -m pip install --no-compile $(2)
 # One more than there are cores: some tests wait for processes.
 WORKERS ?= $(shell echo $$(($$(nproc) + 1)))
 
@@ -51,7 +53,6 @@ mutants: .venv/.installed  ## run the tests against faults made on purpose: expe
 
 test-latest: $(LATEST)/requirements.txt  ## run the CPU tests with the newest torch and torchvision
 	$(call install,$(LATEST),--upgrade torch torchvision -r $<)
-	$(call install,$(LATEST),-e . --no-deps --no-build-isolation)
 	$(LATEST)/bin/python -m pytest --numprocesses $(WORKERS) --dist loadfile -m "not gpu and not integrations"
 
 # All pins but those of torch, torchvision and what torch pins itself.
@@ -65,7 +66,6 @@ test-integrations: $(INTEGRATIONS)/.installed  ## run the adapters' tests agains
 $(INTEGRATIONS)/.installed: requirements.txt requirements-integrations.txt pyproject.toml
 	$(PYTHON) -m venv $(INTEGRATIONS)
 	$(call install,$(INTEGRATIONS),-r requirements-integrations.txt)
-	$(call install,$(INTEGRATIONS),-e . --no-deps --no-build-isolation)
 	@touch $@
 
 .venv/.installed: requirements.txt pyproject.toml
@@ -73,5 +73,4 @@ $(INTEGRATIONS)/.installed: requirements.txt requirements-integrations.txt pypro
 		{ echo "gpuflow needs Python 3.11 or newer, and $(PYTHON) is not; run for example make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
 	$(PYTHON) -m venv .venv
 	$(call install,.venv,-r requirements.txt)
-	$(call install,.venv,-e . --no-deps --no-build-isolation)
 	@touch $@

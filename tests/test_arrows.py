@@ -26,16 +26,10 @@ EXPERIMENTS = sorted((ROOT / "experiments").rglob("*.py"))
 
 
 @cache
-def nodes_of(path: Path) -> list[ast.AST]:
-    """All nodes of a file's syntax tree."""
-    return list(ast.walk(ast.parse(path.read_text())))
-
-
-@cache
 def imports(path: Path) -> set[str]:
     """Every module that a file imports, anywhere in it; `from a import b` counts as a and as a.b."""
     found = set[str]()
-    for node in nodes_of(path):
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -98,7 +92,7 @@ def test_the_engine_mentions_no_stage_by_name() -> None:
     """Neither a class of a stage nor its name where code compares or looks up. Texts for people may name one."""
     classes = {stage.__name__ for stage in STAGES.values()} - set(spec.__all__)  # a move may be called as a stage
     for path in ENGINE:
-        for node in nodes_of(path):
+        for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Name):
                 assert node.id not in classes, f"{path}:{node.lineno}: names the stage {node.id}"
             if not isinstance(node, (ast.Compare, ast.Subscript)):

@@ -204,7 +204,7 @@ def _looking(method: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _splat(self: Any, type_: Any, value: Any) -> Any:
-    """As InterpreterBuilder.create_splat, which makes numbers of truth values: Triton 3.9 loads with no such mask."""
+    """As InterpreterBuilder.create_splat, but truth values stay what they are: Triton 3.9 refuses a mask of numbers."""
     made = _splat_any(self, type_, value)
     if value.data.dtype == np.bool_:
         made.data = made.data.astype(np.bool_)
