@@ -426,7 +426,7 @@ def _sizes(config: Config) -> list[str]:
         for name in ("train", "val")
         if name in config.programs
         for i, stage in enumerate(config.programs[name].pipeline.stages, start=-len(config.pipelines[name].head()))
-        if hasattr(stage, "size")
+        if getattr(stage, "size", None) is not None
     ]
 
 
@@ -670,7 +670,12 @@ def parity(
         raise ValueError(f"--tolerance: goes with --against A B, got {tolerance:g} alone")
     config = _read(path, overrides)
     if config.train.size is not None:
-        config = _read(path, [*_sizes(config), *(overrides or [])])
+        unsized, config = config, _read(path, [*_sizes(config), *(overrides or [])])
+        served = unsized.programs.get("serve")
+        if served is not None and served != config.programs["serve"]:
+            rule = "changes serve.stages here, which are the list of val by an anchor, but not in a service"
+            action = "write the size into the stages and leave train.size out"
+            raise ConfigError([Problem(f"{path}:", f"train.size {rule}", value=config.train.size, action=action)])
     _check_output("--out", out, folder=True)
     with _bar() as bar:
         task = bar.add_task("images", total=None, note="", visible=False)

@@ -19,7 +19,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from gpuflow.cli import app
+from gpuflow.cli import _read, _sizes, app
 from gpuflow.errors import SystemFault
 from tests.commands import Run, command_here
 from tests.datasets import deadline, make_photos, truncate, write_config
@@ -335,6 +335,32 @@ def test_train_size_sets_every_size(gpuflow: Run, config: Path) -> None:
     fingerprint = done.out.split()[-1]
     assert fingerprint in explained
     assert fingerprint not in gpuflow("explain", config).out
+
+
+def test_train_size_leaves_stages_without_a_size_alone(config: Path) -> None:
+    """`warp_affine` may have a size, and has none here: its images keep theirs."""
+    warp = "{warp_affine: {matrix: [[1, 0, 0], [0, 1, 0]]}}"
+    crop = "{random_resized_crop: {size: 8}}"
+    stages = f"pipelines.train.stages=[decode, {warp}, {crop}, normalize]"
+    sizes = _sizes(_read(config, [stages, "train.size=16"]))
+    assert [one for one in sizes if "train" in one.split(".stages")[0]] == [
+        "pipelines.train.stages.2.random_resized_crop.size=16"
+    ]
+
+
+def test_parity_refuses_a_train_size_that_a_service_does_not_have(gpuflow: Run, config: Path) -> None:
+    shared = config.with_name("shared.yaml")
+    shared.write_text(
+        f"source: {{folder: {config.parent}/photos}}\n"
+        "preprocess: &eval [decode, {resize: {shorter: 40}}, {center_crop: {size: 32}}, normalize]\n"
+        "pipelines: {val: {stages: *eval}}\n"
+        "serve: {stages: *eval}\n"
+    )
+    done = gpuflow("parity", shared, "train.size=16", "--images", 2, "--out", config.parent / "report")
+    assert done.code == 1
+    assert (
+        "train.size changes serve.stages here, which are the list of val by an anchor, but not in a service" in done.err
+    )
 
 
 def test_train_says_that_the_port_of_its_metrics_is_taken(gpuflow: Run, config: Path) -> None:

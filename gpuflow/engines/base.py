@@ -228,7 +228,7 @@ def class_names(model: ModelSpec, info: ModelInfo) -> tuple[str, ...] | None:
     if model.classes is None or isinstance(model.classes, tuple):
         return model.classes or info.classes
     try:
-        names = Path(model.classes).read_text(encoding="utf-8").rstrip().splitlines()
+        names = Path(model.classes).read_text(encoding="utf-8-sig").rstrip().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         rule = f"must be a list of names, or a text file with one on each line: {error}"
         raise ConfigError([Problem("serve.model.classes", rule)]) from error

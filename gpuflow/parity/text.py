@@ -78,7 +78,7 @@ def figures(pair: Pair) -> str:
 
 
 def _in_results(row: Row) -> str:
-    return f"{row.value:.3g} after {row.stage}, {100 * row.pixels:.2g}% of the pixels"
+    return f"{row.value:.3g} after {row.stage}, {100 * row.pixels:.3g}% of the pixels"
 
 
 def breaches(pair: Pair) -> Iterator[str]:

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from io import IOBase
 from itertools import islice
 from pathlib import Path
 from types import TracebackType
@@ -72,6 +73,8 @@ class Prediction:
 
     def ranked(self, k: int) -> tuple[tuple[int, str, float], ...]:
         """As `top`, with the output's index first: (index, label, probability)."""
+        if k < 0:
+            raise ValueError(f"k must be >= 0, got {k}")
         values, rows = self.logits.softmax(dim=0).topk(min(k, len(self.logits)))
         return tuple(
             (row, self.classes[row] if self.classes else str(row), value)
@@ -356,6 +359,8 @@ def _several(images: Image | Iterable[Image]) -> tuple[Iterable[Image], bool]:
     """The images, and whether a single one was given."""
     if isinstance(images, (bytes, bytearray, memoryview, str, os.PathLike)):
         return [images], True
+    if isinstance(images, IOBase):
+        raise TypeError("an image must be a path or the bytes of its file, got an open file; give its read()")
     return images, False
 
 
@@ -386,8 +391,10 @@ def _begin(images: Sequence[Image], submit: _Submit[T], *, more_follow: bool) ->
 
 
 def _read(image: Image) -> bytes | BadSampleError:
-    if not isinstance(image, (str, os.PathLike)):
+    if isinstance(image, (bytes, bytearray, memoryview)):
         return bytes(image)
+    if not isinstance(image, (str, os.PathLike)):
+        raise TypeError(f"an image must be a path or the bytes of its file, got {type(image).__name__}")
     try:
         return Path(image).read_bytes()
     except OSError as error:

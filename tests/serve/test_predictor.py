@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import io
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -95,6 +97,24 @@ def test_labels_by_probability() -> None:
     assert [label for label, _ in named] == ["green", "blue"]
     assert [probability for _, probability in named] == pytest.approx(logits.softmax(dim=0)[[1, 2]].tolist())
     assert [label for label, _ in Prediction(logits=logits).top(9)] == ["1", "2", "0"]
+
+
+def test_fewer_labels_than_none_are_refused() -> None:
+    with pytest.raises(ValueError, match="k must be >= 0, got -1"):
+        Prediction(logits=torch.zeros(3)).top(-1)
+
+
+@pytest.mark.parametrize(
+    ("images", "message"),
+    [
+        (np.frombuffer(b"abc", np.uint8), "an image must be a path or the bytes of its file, got uint8"),
+        ([5], "an image must be a path or the bytes of its file, got int"),
+        (io.BytesIO(b"a\nb"), "an image must be a path or the bytes of its file, got an open file"),
+    ],
+)
+def test_what_is_no_image_is_refused(images: Any, message: str) -> None:
+    with predictor_of(FakeEngine()) as predictor, pytest.raises(TypeError, match=message):
+        predictor(images)
 
 
 def test_labels_instead_of_logits(files: list[Path]) -> None:
