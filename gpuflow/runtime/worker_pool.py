@@ -572,16 +572,23 @@ def _end_with_parent(shared_file: int) -> None:
 def _fork(shares: Sequence[list[int]], shared_file: int) -> list[int]:
     """Fork one process for each further share; returns the share of this process. Writes their ids behind the setup.
 
-    No other thread may have been started before.
+    Each process waits until their ids are there: without them `ForkServer.kill` kills the whole group. No other thread
+    may have been started before.
     """
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
     pids = [os.getpid()]
+    until_written, end = os.pipe()
     for share in shares[1:]:
         if (pid := os.fork()) == 0:
+            os.close(end)
+            os.read(until_written, 1)  # until the fork server has closed its end, or has ended
+            os.close(until_written)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             return share
         pids.append(pid)
     os.write(shared_file, json.dumps(pids).encode())
+    os.close(end)
+    os.close(until_written)
     return shares[0]
 
 

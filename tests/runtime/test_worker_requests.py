@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -19,6 +21,7 @@ from numpy.typing import NDArray
 from gpuflow.runtime.memory import shared as shared_memory
 from gpuflow.runtime.worker_pool import ForkServer, ParentConnection, WorkerConnection, WorkerPool
 from tests.datasets import deadline
+from tests.forking import ROOT
 
 Make = Callable[..., WorkerPool]
 SECONDS = 60.0
@@ -204,6 +207,31 @@ def test_workers_that_do_not_start_are_said_and_given_up(
     messages = [record.getMessage() for record in caplog.records]
     assert len(messages) == (1 if setup == "refuse" else 2), "the same reason is said once"
     assert all(message.startswith(start) and message.endswith("; threads echo instead") for message in messages)
+
+
+FORKED = """
+import os, time
+from gpuflow.runtime import worker_pool
+ids, (reports, report) = os.memfd_create("ids"), os.pipe()
+write = os.write
+def write_late(*arguments):
+    time.sleep(0.3)
+    write(*arguments)
+os.write = write_late
+share = worker_pool._fork([[0], [1], [2]], ids)
+if share != [0]:
+    write(report, b"known " if os.fstat(ids).st_size else b"unknown ")
+    os._exit(0)
+os.close(report)
+with open(reports) as file:
+    print(file.read())
+"""
+
+
+def test_a_worker_starts_when_the_ids_of_all_are_known() -> None:
+    """A worker that was killed before, because it refuses, ended all others with it."""
+    done = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "known known", "")
 
 
 def test_closing_leaves_no_descriptor_while_the_pool_is_still_held(make: Make) -> None:
