@@ -402,9 +402,7 @@ def train(
     ranks = Ranks.from_environment()
     if device is not None:
         device_named(device)
-    config = _read(path, overrides)
-    if config.train.size is not None:
-        config = _read(path, [*_sizes(config), *(overrides or [])])
+    config = _with_train_size(_read(path, overrides), overrides)
     trainer = Trainer(config, device=device, resume=resume, ranks=ranks)
     first, start = ranks.rank == 0, trainer.step
     with ExitStack() as stack:
@@ -417,6 +415,11 @@ def train(
         _out.print(f"nothing left to train: {done}; raise train.epochs to go on")
     elif first:
         _out.print(f"saved {trainer.checkpoint} at step {trainer.step}, preprocessing {trainer.preprocessing}")
+
+
+def _with_train_size(config: Config, overrides: list[str] | None) -> Config:
+    """What the file describes with `train.size`, if it is set, in the stages of train and val."""
+    return config if config.train.size is None else _read(Path(config.path), [*_sizes(config), *(overrides or [])])
 
 
 def _sizes(config: Config) -> list[str]:
@@ -601,8 +604,7 @@ def export(
         return
     from gpuflow.serve.export import export_model
 
-    if config.train.size is not None:
-        config = _read(path, [*_sizes(config), *(overrides or [])])
+    config = _with_train_size(config, overrides)
     done = export_model(config, out, checkpoint=checkpoint, fold_normalize=fold_normalize, opset=opset, data=data)
     for line in done.checks:
         _out.print(str(line))
@@ -668,14 +670,12 @@ def parity(
 
     if tolerance is not None and against is None:
         raise ValueError(f"--tolerance: goes with --against A B, got {tolerance:g} alone")
-    config = _read(path, overrides)
-    if config.train.size is not None:
-        unsized, config = config, _read(path, [*_sizes(config), *(overrides or [])])
-        served = unsized.programs.get("serve")
-        if served is not None and served != config.programs["serve"]:
-            rule = "changes serve.stages here, which are the list of val by an anchor, but not in a service"
-            action = "write the size into the stages and leave train.size out"
-            raise ConfigError([Problem(f"{path}:", f"train.size {rule}", value=config.train.size, action=action)])
+    written = _read(path, overrides)
+    config = _with_train_size(written, overrides)
+    if config.programs.get("serve") != written.programs.get("serve"):
+        rule = "changes serve.stages here, which are the list of val by an anchor, but not in a service"
+        action = "write the size into the stages and leave train.size out"
+        raise ConfigError([Problem(f"{path}:", f"train.size {rule}", value=config.train.size, action=action)])
     _check_output("--out", out, folder=True)
     with _bar() as bar:
         task = bar.add_task("images", total=None, note="", visible=False)
@@ -690,8 +690,8 @@ def parity(
             progress=lambda done, total, stage: bar.update(task, completed=done, total=total, note=stage, visible=True),
         )
     _out.print(render(report), soft_wrap=False)
-    for written in write_report(report, out):
-        _out.print(f"wrote {written}")
+    for file in write_report(report, out):
+        _out.print(f"wrote {file}")
     skip_cleanup()
     if report.breach:
         raise typer.Exit(1)

@@ -52,6 +52,7 @@ __all__ = [
 ]
 
 Image = bytes | bytearray | memoryview | str | os.PathLike[str]
+_BYTES = (bytes, bytearray, memoryview)
 """One encoded image: its bytes, or the path of its file."""
 Labels = tuple[tuple[str, float], ...]
 """(label, probability), the most likely first."""
@@ -68,7 +69,10 @@ class Prediction:
     classes: tuple[str, ...] | None = None
 
     def top(self, k: int) -> Labels:
-        """The k most likely labels by softmax, or all if there are fewer. Without names a label is its index."""
+        """The k most likely labels by softmax, or all if there are fewer. Without names a label is its index.
+
+        Raises ValueError if k is negative.
+        """
         return tuple((label, probability) for _, label, probability in self.ranked(k))
 
     def ranked(self, k: int) -> tuple[tuple[int, str, float], ...]:
@@ -144,6 +148,7 @@ class Predictor:
         """Logits of one image, float32 [K], or of several, [N, K]; with `top_k`, the most likely labels instead.
 
         Raises:
+            TypeError: what was given is neither a path nor the bytes of a file. ValueError: `top_k` is negative.
             BadSampleError: the first image that cannot be read or decoded. `predict` still returns the others.
             PredictorError: the predictor is closed or has no model, or the model failed.
             PredictorTimeout: an answer did not come in time.
@@ -172,19 +177,17 @@ class Predictor:
         Raises:
             TypeError: `data` is not bytes. PredictorError: the predictor is closed or has no model.
         """
-        if not isinstance(data, (bytes, bytearray, memoryview)):
-            raise TypeError(f"submit takes the bytes of one encoded image, got {type(data).__name__}")
-        (future,) = self._submit([bytes(data)])
+        (future,) = self._submit([_bytes_of(data, "submit")])
         return future
 
     def submit_all(self, files: Sequence[bytes]) -> list[Future[Prediction]]:
         """As `submit`, for images that belong together, such as those of a form: the model gets them as one batch, or
         as few as `serve.model.batch` allows. A bad image is an error of its own future alone."""
-        return self._submit([bytes(data) for data in files])
+        return self._submit([_bytes_of(data, "submit_all") for data in files])
 
     def submit_image(self, data: bytes) -> Future[torch.Tensor]:
         """The model's input for one image, [C, H, W]. Otherwise as `submit`; needs no model."""
-        (future,) = self._submit_images([bytes(data)])
+        (future,) = self._submit_images([_bytes_of(data, "submit_image")])
         return future
 
     @overload
@@ -357,9 +360,9 @@ class Predictor:
 
 def _several(images: Image | Iterable[Image]) -> tuple[Iterable[Image], bool]:
     """The images, and whether a single one was given."""
-    if isinstance(images, (bytes, bytearray, memoryview, str, os.PathLike)):
+    if isinstance(images, (*_BYTES, str, os.PathLike)):
         return [images], True
-    if isinstance(images, IOBase):
+    if isinstance(images, IOBase):  # which would give its lines
         raise TypeError("an image must be a path or the bytes of its file, got an open file; give its read()")
     return images, False
 
@@ -390,8 +393,15 @@ def _begin(images: Sequence[Image], submit: _Submit[T], *, more_follow: bool) ->
     return [next(submitted) if isinstance(data, bytes) else _failed(data) for data in read]
 
 
+def _bytes_of(data: bytes | bytearray | memoryview, method: str) -> bytes:
+    """The bytes of one image's file. Raises TypeError for all else: of a number, `bytes` would make as many zeros."""
+    if not isinstance(data, _BYTES):
+        raise TypeError(f"{method} takes the bytes of one encoded image, got {type(data).__name__}")
+    return bytes(data)
+
+
 def _read(image: Image) -> bytes | BadSampleError:
-    if isinstance(image, (bytes, bytearray, memoryview)):
+    if isinstance(image, _BYTES):
         return bytes(image)
     if not isinstance(image, (str, os.PathLike)):
         raise TypeError(f"an image must be a path or the bytes of its file, got {type(image).__name__}")

@@ -22,7 +22,7 @@ from gpuflow.parity.model import LogitTally
 from gpuflow.parity.pairs import Rule
 from gpuflow.parity.prefixes import Prefix
 from gpuflow.parity.report import Logits, Pair, Row
-from gpuflow.parity.text import breaches, verdict
+from gpuflow.parity.text import breaches, figures, verdict
 from gpuflow.parity.ways import ways_of
 from gpuflow.stages import STAGES
 from tests.datasets import RAW, VAL, Entries
@@ -368,6 +368,19 @@ def test_rounding_to_16_bits_is_no_breach() -> None:
     assert apart(0, alone=(("x", "y"),))
     assert apart(0, images=0)
     assert not apart(0, images=0, allowed=None)
+
+
+def test_a_verdict_gives_shares_of_pixels_as_percentages() -> None:
+    row = Row(
+        stage="normalize", number=1, allowed=2, noise=0, images=1, differ=1, own=Levels(max=9, mean=1, p999=9),
+        hostile=None, refused=(), alone=(), reference_refuses=(), value=0.5,
+    )  # fmt: skip
+    for share, percent in ((1, "100%"), (0.996, "99.6%"), (0.00012, "0.012%")):
+        pair = Pair(
+            a="val", b="torchvision", asked="", rows=(dataclasses.replace(row, pixels=share),), logits=(), skipped=(),
+            pictures=(),
+        )  # fmt: skip
+        assert f"0.5 after normalize, {percent} of the pixels" in figures(pair)
 
 
 # --- logits -----------------------------------------------------------------------------------------------------------

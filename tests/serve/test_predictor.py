@@ -99,7 +99,7 @@ def test_labels_by_probability() -> None:
     assert [label for label, _ in Prediction(logits=logits).top(9)] == ["1", "2", "0"]
 
 
-def test_fewer_labels_than_none_are_refused() -> None:
+def test_a_negative_number_of_labels_is_refused() -> None:
     with pytest.raises(ValueError, match="k must be >= 0, got -1"):
         Prediction(logits=torch.zeros(3)).top(-1)
 
@@ -341,6 +341,10 @@ def test_submit_is_for_services(predictor: Predictor, files: list[Path]) -> None
     with pytest.raises(TypeError) as caught:
         predictor.submit(str(files[0]))  # type: ignore[arg-type]
     assert str(caught.value) == "submit takes the bytes of one encoded image, got str"
+    with pytest.raises(TypeError, match="submit_all takes the bytes of one encoded image, got int"):
+        predictor.submit_all([data, 5])  # type: ignore[list-item]
+    with pytest.raises(TypeError, match="submit_image takes the bytes of one encoded image, got int"):
+        predictor.submit_image(5)  # type: ignore[arg-type]
 
 
 def test_an_answer_that_does_not_arrive_in_time(files: list[Path]) -> None:
