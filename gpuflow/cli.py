@@ -304,11 +304,10 @@ def show(
     from gpuflow.runtime.files import atomic_write
     from gpuflow.tools.show import page, samples_of
 
-    _read(path, overrides).any_program(pipeline)
-    _check_output("--out", out)
-    config = _read(path, [*(overrides or []), f"pipelines.{pipeline}.batch.drop_last=false"])
-    shown = samples_of(config, pipeline, count, epoch=epoch, device=device)
+    config = _read(path, overrides)
     described = config.any_program(pipeline).pipeline
+    _check_output("--out", out)
+    shown = samples_of(config, pipeline, count, epoch=epoch, device=device)
     stages = "\n".join(described.texts) if isinstance(described, ViewsPipeline) else repr(described)
     out.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(out, text=True) as file:
@@ -402,7 +401,7 @@ def train(
     ranks = Ranks.from_environment()
     if device is not None:
         device_named(device)
-    config = _with_train_size(_read(path, overrides), overrides)
+    config = _read(path, overrides)
     trainer = Trainer(config, device=device, resume=resume, ranks=ranks)
     first, start = ranks.rank == 0, trainer.step
     with ExitStack() as stack:
@@ -415,22 +414,6 @@ def train(
         _out.print(f"nothing left to train: {done}; raise train.epochs to go on")
     elif first:
         _out.print(f"saved {trainer.checkpoint} at step {trainer.step}, preprocessing {trainer.preprocessing}")
-
-
-def _with_train_size(config: Config, overrides: list[str] | None) -> Config:
-    """What the file describes with `train.size`, if it is set, in the stages of train and val."""
-    return config if config.train.size is None else _read(Path(config.path), [*_sizes(config), *(overrides or [])])
-
-
-def _sizes(config: Config) -> list[str]:
-    """`train.size` as overrides: every stage of train and val that has a `size` gets this one."""
-    return [
-        f"pipelines.{name}.stages.{i}.{stage.stage_name}.size={config.train.size}"
-        for name in ("train", "val")
-        if name in config.programs
-        for i, stage in enumerate(config.programs[name].pipeline.stages, start=-len(config.pipelines[name].head()))
-        if getattr(stage, "size", None) is not None
-    ]
 
 
 @app.command()
@@ -604,7 +587,6 @@ def export(
         return
     from gpuflow.serve.export import export_model
 
-    config = _with_train_size(config, overrides)
     done = export_model(config, out, checkpoint=checkpoint, fold_normalize=fold_normalize, opset=opset, data=data)
     for line in done.checks:
         _out.print(str(line))
@@ -619,6 +601,7 @@ class _ParityCommand(TyperCommand):
     """Takes one value of --against where that is another library's source: it is compared with `val`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        args = [part for arg in args for part in (arg.split("=", 1) if arg.startswith("--against=") else [arg])]
         at = args.index("--against") + 1 if "--against" in args else len(args)
         if at < len(args) and ":" in args[at]:
             args = [*args[:at], "val", *args[at:]]
@@ -670,12 +653,7 @@ def parity(
 
     if tolerance is not None and against is None:
         raise ValueError(f"--tolerance: goes with --against A B, got {tolerance:g} alone")
-    written = _read(path, overrides)
-    config = _with_train_size(written, overrides)
-    if config.programs.get("serve") != written.programs.get("serve"):
-        rule = "changes serve.stages here, which are the list of val by an anchor, but not in a service"
-        action = "write the size into the stages and leave train.size out"
-        raise ConfigError([Problem(f"{path}:", f"train.size {rule}", value=config.train.size, action=action)])
+    config = _read(path, overrides)
     _check_output("--out", out, folder=True)
     with _bar() as bar:
         task = bar.add_task("images", total=None, note="", visible=False)

@@ -19,7 +19,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from gpuflow.cli import _read, _sizes, app
+from gpuflow.cli import app
 from gpuflow.errors import SystemFault
 from tests.commands import Run, command_here
 from tests.datasets import deadline, make_photos, truncate, write_config
@@ -131,8 +131,8 @@ def test_check_of_a_valid_file(gpuflow: Run, config: Path) -> None:
     assert done.code == 0
     assert done.err == ""
     assert done.out.splitlines() == [
-        "train: decode() -> random_resized_crop(size=24) -> normalize()  gives float32 24x24x3 nchw",
-        "val: decode() -> resize(shorter=36) -> center_crop(size=24) -> normalize()  gives float32 24x24x3 nchw",
+        "train: decode() -> random_resized_crop(size=32) -> normalize()  gives float32 32x32x3 nchw",
+        "val: decode() -> resize(shorter=36) -> center_crop(size=32) -> normalize()  gives float32 32x32x3 nchw",
         f"valid: {config}",
     ]
 
@@ -327,44 +327,13 @@ def test_a_directory_that_cannot_be_made_is_not_said_to_be_full(gpuflow: Run, co
     assert done.err.endswith("; name another directory\n")
 
 
-def test_train_size_sets_every_size(gpuflow: Run, config: Path) -> None:
+def test_every_command_takes_train_size(gpuflow: Run, config: Path) -> None:
     """The checkpoint's hash is that of the stages at 32 pixels, not at the 24 of the file."""
     done = gpuflow("train", config, "--device", "cpu", "--max-steps", 1)
     assert done.code == 0
-    explained = gpuflow("explain", config, "pipelines.val.stages.center_crop.size=32").out
     fingerprint = done.out.split()[-1]
-    assert fingerprint in explained
-    assert fingerprint not in gpuflow("explain", config).out
-
-
-def test_train_size_leaves_stages_without_a_size_alone(config: Path) -> None:
-    """`warp_affine` may have a size, and has none here: its images keep theirs."""
-    warp = "{warp_affine: {matrix: [[1, 0, 0], [0, 1, 0]]}}"
-    crop = "{random_resized_crop: {size: 8}}"
-    stages = f"pipelines.train.stages=[decode, {warp}, {crop}, normalize]"
-    sizes = _sizes(_read(config, [stages, "train.size=16"]))
-    assert [one for one in sizes if one.startswith("pipelines.train.")] == [
-        "pipelines.train.stages.2.random_resized_crop.size=16"
-    ]
-
-
-OWN_STAGES = "[decode, {resize: {shorter: 40}}, {center_crop: {size: 16}}, normalize]"
-
-
-@pytest.mark.parametrize(("stages", "refused"), [("*eval", True), (OWN_STAGES, False)])
-def test_parity_refuses_a_train_size_that_a_service_does_not_have(
-    gpuflow: Run, config: Path, stages: str, refused: bool
-) -> None:
-    path = config.with_name("sizes.yaml")
-    path.write_text(
-        f"source: {{folder: {config.parent}/photos}}\n"
-        "preprocess: &eval [decode, {resize: {shorter: 40}}, {center_crop: {size: 32}}, normalize]\n"
-        "pipelines: {val: {stages: *eval}}\n"
-        f"serve: {{stages: {stages}}}\n"
-    )
-    done = gpuflow("parity", path, "train.size=16", "--images", 2, "--out", config.parent / "report")
-    refusal = "train.size changes serve.stages here, which are the list of val by an anchor, but not in a service"
-    assert (done.code, refusal in done.err) == (int(refused), refused)
+    assert fingerprint in gpuflow("explain", config).out
+    assert fingerprint not in gpuflow("explain", config, "train.size=null").out
 
 
 def test_train_says_that_the_port_of_its_metrics_is_taken(gpuflow: Run, config: Path) -> None:

@@ -32,6 +32,7 @@ __all__ = [
     "Document",
     "ModelSpec",
     "PipelineSpec",
+    "Pixels",
     "PresetKeys",
     "RunSpec",
     "SaveSpec",
@@ -45,6 +46,12 @@ __all__ = [
 
 OnError = Literal["raise", "replace", "skip"]
 Positive = Annotated[int, Field(ge=1)]
+Samples = Annotated[int, Field(ge=1, le=1_000_000)]
+Workers = Annotated[int, Field(ge=1, le=1024)]
+"""Threads, processes, queues: far more than any machine has use for, so that a mistyped number is found at once."""
+Pixels = Annotated[int, Field(ge=1, le=65_535)]
+Seconds = Annotated[float, Field(gt=0, le=1_000_000)]
+"""Eleven days: a longer wait is none that anyone means."""
 
 
 class _Block(BaseModel):
@@ -60,8 +67,8 @@ class BatchSpec(_Block):
         drop_last: leave out the last batch of an epoch where it would be smaller than the others.
     """
 
-    size: Positive | None = None
-    global_size: Positive | None = Field(default=None, alias="global")
+    size: Samples | None = None
+    global_size: Samples | None = Field(default=None, alias="global")
     drop_last: bool = False
 
     def problems(self) -> Iterator[Problem]:
@@ -80,7 +87,7 @@ class SaveSpec(_Block):
     """
 
     steps: Positive | None = None
-    minutes: Annotated[float, Field(gt=0)] | None = None
+    minutes: Annotated[float, Field(gt=0, le=1_000_000)] | None = None
 
     def problems(self) -> Iterator[Problem]:
         """A problem where not exactly one of the two is given, its path from this block on."""
@@ -99,16 +106,17 @@ class TrainSpec(_Block):
         weight_decay: the optimizer's weight decay.
         out: the directory for checkpoints and results, of one run at a time.
         save_every: how often a checkpoint is written within an epoch; one is also written after each epoch.
-        size: the `size` in pixels of every stage of train and val that has one; by default what the stages say.
+        size: the `size` in pixels of every stage of train and val that has one, also where YAML's anchors share their
+            stages with others; by default what the stages say.
     """
 
     model: str = "resnet18"
-    epochs: Positive = 10
+    epochs: Annotated[int, Field(ge=1, le=1_000_000)] = 10
     lr: Annotated[float, Field(gt=0)] | None = None
     weight_decay: Annotated[float, Field(ge=0)] = 1e-4
     out: str = "runs/train"
     save_every: SaveSpec = SaveSpec(minutes=10.0)
-    size: Positive | None = None
+    size: Pixels | None = None
 
     def problems(self) -> Iterator[Problem]:
         """A problem for each broken rule between keys, its path from this block on."""
@@ -124,8 +132,8 @@ class TensorrtSpec(_Block):
         cache: the directory for built engines; by default one in the user's cache folder.
     """
 
-    min_batch: Positive = 1
-    opt_batch: Positive | None = None
+    min_batch: Samples = 1
+    opt_batch: Samples | None = None
     cache: str | None = None
 
 
@@ -154,9 +162,9 @@ class ModelSpec(_Block):
 
     file: str
     engine: Literal["auto", "torch", "onnxruntime", "tensorrt"] = "auto"
-    batch: Positive = 16
-    instances: Positive = 1
-    timeout_ms: Annotated[float, Field(ge=0)] = 2.0
+    batch: Samples = 16
+    instances: Workers = 1
+    timeout_ms: Annotated[float, Field(ge=0, le=60_000)] = 2.0
     compile: bool = False
     cuda_graphs: bool | Literal["auto"] = "auto"
     precision: Literal["float32", "float16", "bfloat16"] = "float32"
@@ -227,8 +235,8 @@ class PresetKeys(_Block):
     """
 
     preset: Literal["torchpipe_cpu", "torchpipe_gpu"] | None = None
-    height: Positive | None = None
-    width: Positive | None = None
+    height: Pixels | None = None
+    width: Pixels | None = None
     color: Literal["rgb", "bgr"] | None = None
 
     def preset_problems(self) -> Iterator[Problem]:
@@ -257,7 +265,7 @@ class ViewSpec(_Block):
         stages: what happens to each decoded image, in this order.
     """
 
-    count: Positive = 1
+    count: Annotated[int, Field(ge=1, le=1000)] = 1
     stages: tuple[Any, ...]
 
 
@@ -384,14 +392,14 @@ class RunSpec(_Block):
         nvtx: mark what each stage does, and the loop's wait, as NVTX ranges for Nsight Systems, where there is a GPU.
     """
 
-    threads: Positive | Literal["auto"] = "auto"
-    readers: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
-    processes: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
-    prefetch: Positive = 3
+    threads: Workers | Literal["auto"] = "auto"
+    readers: Annotated[int, Field(ge=0, le=1024)] | Literal["auto"] = "auto"
+    processes: Annotated[int, Field(ge=0, le=1024)] | Literal["auto"] = "auto"
+    prefetch: Workers = 3
     on_error: OnError | None = None
     max_bad: Annotated[int, Field(ge=0)] | Annotated[float, Field(ge=0, le=1)] | None = None
     bad_file: str | None = None
-    timeout_s: Annotated[float, Field(gt=0)] = 120.0
+    timeout_s: Seconds = 120.0
     memory_limit: Annotated[Positive | None, BeforeValidator(_bytes, json_schema_input_type=Bytes | None)] = None
     deterministic: bool = False
     nvtx: bool = False

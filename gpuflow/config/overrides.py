@@ -1,4 +1,7 @@
-"""Dotted overrides of a file's data: `run.threads=8`, `pipelines.train.stages.resize.shorter=160`."""
+"""Dotted overrides of a file's data: `run.threads=8`, `pipelines.train.stages.resize.shorter=160`.
+
+What YAML's anchors share stays shared: an override changes it wherever it stands, so that val and serve stay equal.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ class Overrides:
     def __init__(self, data: dict[str, Any]) -> None:
         self._data = data
         self._set: list[tuple[Any, Key, str]] = []
-        """(container, key, override): YAML's aliases share containers, so an override may show in several places."""
+        """(container, key, override). Anchors share containers, so an override may show in several places."""
 
     def apply(self, override: str) -> None:
         """Apply one `key.key=value`. Raises ConfigError, without a place, where it leads nowhere or is no YAML."""
@@ -30,13 +33,15 @@ class Overrides:
             rule = "must be of the form key.key=value, such as run.threads=8"
             raise ConfigError([Problem.of((), rule, code="config.override")])
         value = parse_value(text)
-        at: list[Key] = []
+        at: list[Any] = []
         holder: Any = None
         target: Any = self._data
         for word in keys.strip().split("."):
             if target is None:
                 target = holder[at[-1]] = {}
                 self._set.append((holder, at[-1], override))
+            if isinstance(holder, list) and target == word:
+                target = holder[at[-1]] = {word: None}
             found = _enter(target, word)
             if isinstance(found, Problem):
                 raise ConfigError([found.below(*at)])
@@ -62,7 +67,7 @@ class Overrides:
 def _enter(target: Any, word: str) -> list[Key] | Problem:
     """The keys that lead from `target` to what a word of a dotted path means, or what is wrong with it.
 
-    A stage that stands in a list as no more than its name is given a mapping to hold parameters.
+    A stage that stands in a list as its name alone is given a mapping to hold parameters.
     """
 
     def problem(rule: str, action: str = "") -> Problem:

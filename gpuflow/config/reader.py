@@ -11,18 +11,18 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pydantic
 
-from gpuflow.config.models import Config, Document, PresetKeys, SourceKeys
+from gpuflow.config.models import Config, Document, Pixels, PresetKeys, SourceKeys
 from gpuflow.config.overrides import Overrides
 from gpuflow.config.record_fields import declared_problems
 from gpuflow.config.stage_entries import as_tuples, make_stage
-from gpuflow.config.words import problems_of
+from gpuflow.config.words import fits, problems_of
 from gpuflow.config.yaml_file import read_yaml
 from gpuflow.decode.preset import Preset
 from gpuflow.errors import ConfigError, Key, Problem, show, suggest
@@ -108,7 +108,11 @@ class _Reader:
             except ConfigError as error:
                 for problem in error.problems:
                     self._report_override(override, problem)
+        for at, text in _texts(self._data):
+            if not _is_text(text):
+                self._report(Problem.of(at, "must be text without NUL or lone surrogates", text, code="config.type"))
         self._stop_if_faulty()
+        self._apply_train_size()
         own, other, known = self._source_keys()
         document = self._document(own) if known else None
         source = self._source(own, other) if known else None
@@ -127,6 +131,18 @@ class _Reader:
             serve=document.serve,
             run=document.run,
         )
+
+    def _apply_train_size(self) -> None:
+        """Set the `size` of the stages of train and val that have one to `train.size`, where that is set."""
+        size = _value_at(self._data, "train", "size")
+        if not fits(size, Pixels):
+            return  # which `_document` reports, unless there is none
+        for name in ("train", "val"):
+            entries = _value_at(self._data, "pipelines", name, "stages")
+            for entry in entries if isinstance(entries, list) else ():
+                for parameters in entry.values() if isinstance(entry, dict) else ():
+                    if isinstance(parameters, dict) and parameters.get("size") is not None:
+                        parameters["size"] = size
 
     # --- problems ---------------------------------------------------------------------------------------------------
 
@@ -348,6 +364,30 @@ class _Reader:
             for problem in error.problems:
                 self._report(replace(problem, path=(*at, *_behind(problem.path, len(head)))))
         return None
+
+
+def _texts(data: Any, at: tuple[Key, ...] = ()) -> Iterator[tuple[tuple[Key, ...], str]]:
+    """(path, text) of every text among nested values."""
+    if isinstance(data, str):
+        yield at, data
+    elif isinstance(data, dict | list):
+        for key, value in data.items() if isinstance(data, dict) else enumerate(data):
+            yield from _texts(value, (*at, key))
+
+
+def _is_text(text: str) -> bool:
+    """Whether a text can be printed, or name a file, whose bytes need not be valid text."""
+    try:
+        return b"\0" not in os.fsencode(text)
+    except UnicodeEncodeError:
+        return False
+
+
+def _value_at(data: Any, *keys: str) -> Any:
+    """The value that these keys lead to in nested mappings; None where there is none."""
+    for key in keys:
+        data = data.get(key) if isinstance(data, dict) else None
+    return data
 
 
 def _behind(path: tuple[Key, ...], heads: int) -> tuple[Key, ...]:

@@ -94,12 +94,17 @@ def _describe(fault: Any, model: type[BaseModel]) -> Problem:
         return Problem.of(at[:-1], f"needs the key {at[-1]!r}: {type_in_words(hint)}", code="config.missing_key")
     if kind in _BOUNDS:
         name, sign = _BOUNDS[kind]
-        return Problem.of(at, f"must be {sign} {fault['ctx'][name]:g}", value, code="config.range")
+        return Problem.of(at, f"must be {sign} {_in_digits(fault['ctx'][name])}", value, code="config.range")
     if kind == "literal_error" and isinstance(value, str) and hint is not None:
         action = suggest(value, _choices(hint), else_all=False)
         return Problem.of(at, f"must be {type_in_words(hint)}", value, action, code="config.range")
     rule = f"must be {fault['ctx']['error'] if kind == 'value_error' else type_in_words(hint)}"
     return Problem.of(at, rule, value, code="config.type")
+
+
+def _in_digits(number: float) -> str:
+    """1,000,000 and 0.5, without an exponent."""
+    return f"{int(number):,}" if number == int(number) else f"{number:g}"
 
 
 def _choices(hint: Any) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,11 +26,13 @@ __all__ = [
     "check_batch",
     "check_classes",
     "check_input",
+    "check_logits",
     "class_names",
     "cores_per_instance",
     "model_error",
     "noise_images",
     "read_model",
+    "reading_fault",
     "refuse_other_preprocessing",
     "run_in_thread",
 ]
@@ -181,8 +184,16 @@ def read_model(path: str, read: Callable[[], T], what: str) -> T:
     try:
         return read()
     except Exception as error:
-        reason = str(error).strip().partition("\n")[0] or type(error).__name__
-        raise model_error(path, f"cannot be read as {what}: {reason}") from error
+        raise model_error(path, f"cannot be read as {what}: {reading_fault(error)}") from error
+
+
+def reading_fault(error: Exception) -> str:
+    """Why a library could not read a file, in one line."""
+    if isinstance(error, pickle.UnpicklingError):  # whose text advises torch.load(weights_only=False), which runs code
+        return "it is damaged, or holds more than tensors and plain values"
+    if isinstance(error, KeyError):
+        return "it is damaged, or of another kind"
+    return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
 def check_input(path: str, image: ImageSpec, info: ModelInfo, *, shape: Sequence[int | None], dtype: str) -> None:
@@ -217,6 +228,15 @@ def check_batch(images: torch.Tensor, image: ImageSpec, batch: int) -> None:
         raise ValueError(f"an engine takes {image.dtype} [N, {channels}, {height}, {width}], got {got}")
     if not 1 <= count <= batch:
         raise ValueError(f"an engine takes 1 to {batch} images, its serve.model.batch, got {count}")
+
+
+def check_logits(output: object, count: int) -> torch.Tensor:
+    """What a model gave for `count` images, if it is a tensor with a row for each. Raises ValueError."""
+    if not isinstance(output, torch.Tensor):
+        raise ValueError(f"its output must be one tensor, logits [N, classes], got a {type(output).__name__}")
+    if output.ndim == 0 or len(output) != count:
+        raise ValueError(f"its output must have a row for each of {count} images, got the shape {list(output.shape)}")
+    return output
 
 
 def class_names(model: ModelSpec, info: ModelInfo) -> tuple[str, ...] | None:

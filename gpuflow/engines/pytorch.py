@@ -26,6 +26,7 @@ from gpuflow.engines.base import (
     black_images,
     check_batch,
     check_input,
+    check_logits,
     cores_per_instance,
     model_error,
     noise_images,
@@ -42,6 +43,7 @@ __all__ = [
     "CHECKPOINT_VERSION",
     "EXTRA_FILE",
     "TorchEngine",
+    "build_model",
     "info_of",
     "load_checkpoint",
     "open_all",
@@ -173,8 +175,7 @@ class TorchEngine:
             return graph.logits
         if size > count:
             images = nn.functional.pad(images, (0, 0, 0, 0, 0, 0, 0, size - count))
-        logits: torch.Tensor = self._module(images.to(self._dtype))
-        return logits
+        return check_logits(self._module(images.to(self._dtype)), size)
 
     def _capture_size(self, size: int) -> str | None:
         """Capture the work on `size` images, and compare it with the plain run on the same images.
@@ -278,13 +279,22 @@ def load_checkpoint(path: str) -> tuple[nn.Module, ModelInfo]:
     state = _read_checkpoint(path)
 
     def build() -> nn.Module:
-        from torchvision import models
-
-        module: nn.Module = models.get_model_builder(state["arch"])(weights=None, num_classes=len(state["classes"]))
+        module = build_model(state["arch"], len(state["classes"]))
         module.load_state_dict(state["model"])
         return module.eval().to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
 
     return read_model(path, build, f"a checkpoint of {state['arch']}"), _checkpoint_info(path, state)
+
+
+def build_model(arch: str, classes: int) -> nn.Module:
+    """A classification model of torchvision, by name, with new weights. Raises ValueError if there is none."""
+    from torchvision import models
+
+    build: Callable[..., nn.Module] = models.get_model_builder(arch)
+    with warnings.catch_warnings():
+        # GoogLeNet's and Inception v3's, about how their weights will be drawn one day.
+        warnings.filterwarnings("ignore", "The default weight initialization", FutureWarning)
+        return build(weights=None, num_classes=classes)
 
 
 def version_fault(version: object) -> str:

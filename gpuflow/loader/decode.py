@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -102,12 +103,21 @@ class ChunkDecoder:
         else:
             make = memory.pinned if on_gpu else memory.heap
         shape, dtype = slot_of(plan.program)
-        self._slots = SlotPool((plan.batch_size, *shape), dtype, keep=plan.prefetch + 2, make=make)
+        self._slots = SlotPool((0, *shape), dtype, keep=plan.prefetch + 2, make=make)
 
     def allocate(self, batch: Assembly) -> None:
-        """Give a batch its slots."""
+        """Give a batch its slots. Raises MemoryError if there is not enough memory for them."""
         count, gpu = len(batch.positions), self._plan.gpu
-        batch.slots = slots_of(self._plan.program, self._slots.acquire(count)) if gpu is None else gpu.slots(count)
+        try:
+            batch.slots = slots_of(self._plan.program, self._slots.acquire(count)) if gpu is None else gpu.slots(count)
+        except MemoryError as error:
+            shape, dtype = slot_of(self._plan.program)
+            needed = count * math.prod(shape) * np.dtype(dtype).itemsize
+            name = self._plan.program.pipeline.name
+            raise MemoryError(
+                f"not enough memory for a batch of {count:,} samples, which needs {needed:,} bytes; "
+                f"set a smaller pipelines.{name}.batch"
+            ) from error
 
     def decode(
         self,

@@ -17,7 +17,7 @@ import torch
 
 from gpuflow.config.resources import serving_processes_of, threads_of
 from gpuflow.engines import Engine, ModelInfo, class_names, open_engines, read_info, refuse_other_preprocessing
-from gpuflow.engines.base import black_images
+from gpuflow.engines.base import black_images, check_classes, check_logits
 from gpuflow.errors import (
     BadSampleError,
     ConfigError,
@@ -411,6 +411,8 @@ def _read(image: Image) -> bytes | BadSampleError:
         if is_system_fault(error):
             raise system_fault(error, os.fspath(image)) from error
         return BadSampleError("read", error.strerror or str(error))
+    except ValueError as error:  # a name that no file can have
+        return BadSampleError("read", str(error))
 
 
 def _failed(fault: BadSampleError) -> Future[Any]:
@@ -449,8 +451,7 @@ class CallableEngine:
     def run(self, images: torch.Tensor) -> torch.Tensor:
         assert self._model is not None, "a closed engine does not run"
         use_torch_threads(self._threads)
-        logits = self._model(images.to(self._device))
-        return logits.float().cpu()
+        return check_logits(self._model(images.to(self._device)), len(images)).float().cpu()
 
     def describe(self) -> dict[str, Any]:
         return {"engine": "own", "model": self._name, "device": str(self._device), "batch": self.batch}
@@ -505,6 +506,7 @@ def open_predictor(
         batch = block.batch if block is not None else DEFAULT_BATCH
         engines = [CallableEngine(model, image=program.result, device=target, batch=batch)]
         classes = class_names(block, ModelInfo()) if block is not None else None
+        check_classes(engines[0], f"model={type(model).__name__}", program.result, target, classes)
     else:
         assert block is not None
         info = read_info(block.file)

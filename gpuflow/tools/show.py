@@ -64,13 +64,16 @@ class Shown:
 
 
 def samples_of(config: Config, name: str, count: int, *, epoch: int = 0, device: str = "cpu") -> list[Shown]:
-    """The first samples of an epoch of a pipeline, as a loop gets them.
+    """The first samples of an epoch of a pipeline, as a loop gets them; those of an incomplete last batch, too.
 
     Args:
         count: how many; fewer if the epoch has fewer.
         device: where they are decoded and transformed.
     """
     shown: list[Shown] = []
+    spec = config.pipelines[name]
+    whole = spec.model_copy(update={"batch": spec.batch.model_copy(update={"drop_last": False})})
+    config = replace(config, pipelines={**config.pipelines, name: whole})
     with build_loader(config, name, rank=0, world_size=1, device=device) as loader:
         views = _views(config.any_program(name))
         labelled, fields = has_labels(loader.dataset), fields_of(loader.dataset)

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from gpuflow.engines.pytorch import CHECKPOINT_VERSION, version_fault
+from gpuflow.engines.base import reading_fault
+from gpuflow.engines.pytorch import CHECKPOINT_VERSION, build_model, version_fault
 from gpuflow.errors import StateError, suggest
 from gpuflow.pipeline.stage import Pipeline
 from gpuflow.pipeline.views import ViewsPipeline
 from gpuflow.runtime.files import atomic_write
 
-__all__ = ["TrainedOn", "build_model", "known_models", "read_checkpoint", "save_checkpoint", "write_checkpoint"]
+__all__ = ["TrainedOn", "known_models", "read_checkpoint", "save_checkpoint", "usual_sizes", "write_checkpoint"]
 
 _KEYS: dict[str, type] = {
     "arch": str,
@@ -56,12 +58,11 @@ def known_models() -> list[str]:
     return models.list_models(module=models)  # type: ignore[no-any-return]
 
 
-def build_model(arch: str, classes: int) -> nn.Module:
-    """A classification model of torchvision, with new weights. `arch` is one of `known_models`."""
+def usual_sizes(arch: str) -> list[int]:
+    """The sides in pixels of the images that torchvision's weights for this model were trained for, ascending."""
     from torchvision import models
 
-    build: Callable[..., nn.Module] = models.get_model_builder(arch)
-    return build(weights=None, num_classes=classes)
+    return sorted({weights.transforms().crop_size[0] for weights in models.get_model_weights(arch)})
 
 
 def save_checkpoint(
@@ -95,10 +96,8 @@ def save_checkpoint(
         raise ValueError(f"arch must be a classification model of torchvision, got {arch!r}; {_close(arch)}")
     module = _unwrapped(model)
     weights = module.state_dict()
-    with torch.device("meta"):
-        expected = build_model(arch, len(loader.classes)).state_dict()
     ours = {name: tuple(value.shape) for name, value in weights.items()}
-    theirs = {name: tuple(value.shape) for name, value in expected.items()}
+    theirs = _shapes_of(arch, len(loader.classes))
     if ours != theirs:
         name = min(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
         raise ValueError(
@@ -119,6 +118,17 @@ def save_checkpoint(
         **more,
     }
     write_checkpoint(Path(path), state)
+
+
+@lru_cache(maxsize=1)
+def _shapes_of(arch: str, classes: int) -> dict[str, tuple[int, ...]]:
+    """The names and shapes of a model's weights."""
+    try:
+        with torch.device("meta"):  # which has shapes and no values
+            model = build_model(arch, classes)
+    except NotImplementedError:  # RegNet computes its widths with tensors
+        model = build_model(arch, classes)
+    return {name: tuple(value.shape) for name, value in model.state_dict().items()}
 
 
 def write_checkpoint(path: Path, state: Mapping[str, Any]) -> None:
@@ -142,8 +152,7 @@ def read_checkpoint(path: Path, device: torch.device) -> dict[str, Any]:
     except FileNotFoundError:
         raise StateError(f"{path}: no checkpoint to resume; train without --resume first") from None
     except Exception as error:  # of torch's readers, which have no common base
-        reason = str(error).strip().partition("\n")[0] or type(error).__name__
-        raise _damaged(path, f"cannot be read as a checkpoint: {reason}") from error
+        raise _damaged(path, f"cannot be read as a checkpoint: {reading_fault(error)}") from error
     if not isinstance(state, dict):
         raise _damaged(path, f"must hold a checkpoint of gpuflow train, holds a {type(state).__name__}")
     for key, kind in _KEYS.items():

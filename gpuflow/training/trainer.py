@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -16,19 +16,22 @@ from torch import nn
 from torch.nn import functional as F
 
 from gpuflow.config import Config
+from gpuflow.engines.pytorch import build_model
 from gpuflow.errors import ConfigError, GpuflowError, LoaderError, Problem, StateError, suggest
 from gpuflow.loader.assemble import build_loader, open_whole
 from gpuflow.pipeline.rng import key64
 from gpuflow.runtime.files import locked_folder
 from gpuflow.runtime.ranks import Group, Ranks, process_group
 from gpuflow.sources import Source, has_one_class
-from gpuflow.training.checkpoint import build_model, known_models, read_checkpoint, save_checkpoint
+from gpuflow.training.checkpoint import known_models, read_checkpoint, save_checkpoint, usual_sizes
 
 __all__ = ["PassResult", "Trainer", "TrainerEvents"]
 
 _READ_SECONDS = 0.5
 _LEARNING_RATE, _PER_SAMPLES = 0.1, 256
 """The learning rate for a step of 256 samples; for others in proportion (Goyal et al., 2017)."""
+_AUXILIARY_WEIGHT = 0.3
+"""The weight of the loss of an auxiliary classifier (Szegedy et al., 2015)."""
 _STATISTICS_SAMPLES = 256
 """Training samples of a rank over which BatchNorm's statistics are recomputed after an epoch."""
 _WARM_SHARE, _WARM_STEPS, _WARM_MOST = 0.05, 100, 0.3
@@ -175,8 +178,10 @@ class Trainer:
             for parameters in self._optimizer.param_groups:
                 parameters["lr"] = self._learning_rate()
             self._seed_step()
-            logits = self._logits(replica, images)
+            logits, auxiliary = self._logits(replica, images)
             loss = F.cross_entropy(logits, labels)
+            for others in auxiliary:
+                loss = loss + _AUXILIARY_WEIGHT * F.cross_entropy(others, labels)
             self._optimizer.zero_grad(set_to_none=True)
             loss.backward()  # type: ignore[no-untyped-call]
             self._optimizer.step()
@@ -190,10 +195,14 @@ class Trainer:
         events.end_pass("train", self.epoch, totals.result(group))
         return bool(loader.state_dict()["epoch"] != self.epoch)
 
-    def _logits(self, replica: nn.Module, images: torch.Tensor) -> torch.Tensor:
-        """The model's output. Raises GpuflowError for one image, on whose 1x1 features BatchNorm cannot train."""
+    def _logits(self, replica: nn.Module, images: torch.Tensor) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
+        """The model's logits, and those of its auxiliary classifiers, which GoogLeNet and Inception v3 have.
+
+        Raises GpuflowError for one image, on whose 1x1 features BatchNorm cannot train.
+        """
         try:
-            return replica(images)  # type: ignore[no-any-return]
+            output = replica(images)
+            return (output, ()) if isinstance(output, torch.Tensor) else (output[0], output[1:])
         except ValueError as error:
             if len(images) > 1 or "more than 1 value per channel" not in str(error):
                 raise
@@ -459,9 +468,37 @@ def _require_classes(config: Config, source: Source) -> None:
 
 
 def _model(config: Config, classes: int) -> nn.Module:
+    """The model of `train.model`. Raises ConfigError unless torchvision has it, and it takes the images of train and
+    val."""
     known, name = known_models(), config.train.model
+    at, path = f"{config.path}:", ("train", "model")
     if name not in known:
         rule = "is not a torchvision classification model"
-        at = f"{config.path}:"
-        raise ConfigError([Problem(at, rule, name, suggest(name, known), ("train", "model"), "config.range")])
-    return build_model(name, classes)
+        raise ConfigError([Problem(at, rule, name, suggest(name, known), path, "config.range")])
+    model, problems = build_model(name, classes), []
+    for pipeline in ("train", "val"):
+        height, width, _ = config.programs[pipeline].result.shape if pipeline in config.programs else (None, None, 3)
+        if height is None or width is None:
+            continue
+        if fault := _size_fault(model, height, width, training=pipeline == "train"):
+            fitting = [size for size in usual_sizes(name) if not _size_fault(model, size, size, training=True)]
+            action = f"set train.size={fitting[0]}, or another size or model" if fitting else "take another model"
+            rule = f"must take the images of {pipeline}, which have {height}x{width} pixels: {fault}"
+            problems.append(Problem(at, rule, name, action, path, "config.conflict"))
+    if problems:
+        raise ConfigError(problems)
+    return model
+
+
+def _size_fault(model: nn.Module, height: int, width: int, *, training: bool) -> str:
+    """Why a model does not take images of this size; empty if it does. Runs it on tensors that have no values."""
+    weights = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    shapes = {name: torch.empty_like(value, device="meta") for name, value in weights.items()}
+    model.train(training)
+    try:
+        torch.func.functional_call(model, shapes, torch.empty(2, 3, height, width, device="meta"))
+    except (RuntimeError, ValueError, AssertionError) as error:
+        return str(error).strip().partition("\n")[0]
+    finally:
+        model.train()
+    return ""

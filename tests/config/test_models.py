@@ -91,6 +91,18 @@ BYTES = "bytes, or text with a unit such as 512MB or 2GiB"
         ("run: {max_bad: -1}", "run.max_bad must be >= 0, got -1"),
         ("run: {max_bad: 1.5}", "run.max_bad must be <= 1, got 1.5"),
         ("run: {timeout_s: 0}", "run.timeout_s must be > 0, got 0"),
+        ("run: {timeout_s: 1.0e+10}", "run.timeout_s must be <= 1,000,000, got 10000000000.0"),
+        ("run: {prefetch: 1000000000}", "run.prefetch must be <= 1,024, got 1000000000"),
+        ("run: {threads: 100000}", "run.threads must be <= 1,024, got 100000"),
+        ("train: {size: 70000}", "train.size must be <= 65,535, got 70000"),
+        (
+            "pipelines: {a: {stages: [decode, center_crop: {size: 8}], batch: {size: 100000000000000000000}}}",
+            "pipelines.a.batch.size must be <= 1,000,000, got 100000000000000000000",
+        ),
+        (
+            "serve: {stages: [decode, center_crop: {size: 8}], model: {file: m.pt, timeout_ms: 1.0e+14}}",
+            "serve.model.timeout_ms must be <= 60,000, got 100000000000000.0",
+        ),
         ("run: {memory_limit: 0}", "run.memory_limit must be >= 1, got 0"),
         ("run: {on_error: skp}", "run.on_error must be one of raise, replace, skip, got 'skp'; did you mean 'skip'?"),
         ("run: {on_error: zzz}", "run.on_error must be one of raise, replace, skip, got 'zzz'"),

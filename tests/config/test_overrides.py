@@ -102,6 +102,13 @@ def test_bad_overrides(override: str, expected: str) -> None:
     assert fault(FULL, override) == f"override {override!r}{expected}"
 
 
+def test_a_stage_that_is_only_a_name_is_entered_by_its_number() -> None:
+    config = read(FULL, "pipelines.val.stages.0.decode.max_scans=9")
+    assert config.program("val").pipeline.stages[0] == Decode(max_scans=9)
+    override = "pipelines.val.stages.0.resize.shorter=8"
+    assert fault(FULL, override).startswith(f"override '{override}': pipelines.val.stages[0] is 'decode', neither")
+
+
 def test_lists_that_hold_no_stages_are_entered_by_number() -> None:
     assert fault(with_block("pipelines: {a: {stages: [{}]}}"), "pipelines.a.stages.flip.vertical=1") == (
         "override 'pipelines.a.stages.flip.vertical=1': pipelines.a.stages has no 'flip'; it is empty"

@@ -12,7 +12,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpuflow.config import BatchSpec, read_config
+from gpuflow.config import BatchSpec, Config, read_config
 from gpuflow.errors import UNSET, ConfigError
 from gpuflow.sources import SourceSpec
 from gpuflow.stages import (
@@ -332,3 +332,43 @@ def test_arguments_of_other_types_are_named() -> None:
         read_config({"source": 1}, STAGES)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"^overrides must be a list such as \['run.threads=8'\], got a text$"):
         read_config("x.yaml", STAGES, "run.threads=8")
+
+
+# --- train.size -------------------------------------------------------------------------------------------------------
+
+
+def sizes(config: Config, name: str) -> list[object]:
+    return [stage.size for stage in config.programs[name].pipeline.stages if hasattr(stage, "size")]
+
+
+def test_train_size_is_the_size_of_every_stage_that_has_one() -> None:
+    """Also of those of `serve` that val shares with it."""
+    config = read(FULL, "train.size=32")
+    assert [sizes(config, name) for name in ("train", "val", "serve")] == [[32], [32], [32]]
+    own = "serve.stages=[decode, {resize: {shorter: 64}}, {center_crop: {size: 48}}, normalize]"
+    assert sizes(read(FULL, own, "train.size=32"), "serve") == [48]
+
+
+def test_train_size_holds_for_overridden_lists_too() -> None:
+    stages = (
+        "pipelines.train.stages=[decode, {warp_affine: {matrix: [[1, 0, 0], [0, 1, 0]]}}, {center_crop: {size: 8}}]"
+    )
+    assert sizes(read(FULL, "train.size=16", stages), "train") == [None, 16], "a warp without a size keeps the image's"
+
+
+@pytest.mark.parametrize("size", ["big", "true", "0"])
+def test_a_train_size_that_is_none_is_one_fault(size: str) -> None:
+    assert fault(FULL, f"train.size={size}").startswith(f"override 'train.size={size}': train.size must be ")
+
+
+# --- texts ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", ["a\\0b", "a\\ud800b"])
+def test_a_text_that_cannot_name_a_file_is_located(text: str) -> None:
+    expected = "source.folder must be text without NUL or lone surrogates, got "
+    assert fault(with_block(f'source: {{folder: "{text}"}}')).startswith(f"x.yaml:4: {expected}")
+
+
+def test_a_name_whose_bytes_are_no_text_is_taken() -> None:
+    assert read(with_block(r'source: {folder: "caf\udce9"}')).source.folder == "caf\udce9"

@@ -618,6 +618,44 @@ def test_a_file_that_is_no_model(name: str, content: bytes, tmp_path: Path) -> N
     assert fault(lambda: engine(path)).startswith(f"{path}: cannot be read as {what[path.suffix]}: ")
 
 
+def test_what_runs_code_when_it_is_loaded_is_refused_without_advice_to_load_it(tmp_path: Path) -> None:
+    path = tmp_path / "own.pt"
+    torch.save({"model": Path}, path)
+    assert fault(lambda: engine(path)) == (
+        f"{path}: cannot be read as a checkpoint of gpuflow train: it is damaged, or holds more than tensors and plain "
+        "values"
+    )
+
+
+class Pair(nn.Module):
+    """A model with two outputs."""
+
+    def forward(self, images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        means = images.mean(dim=(2, 3))
+        return means, means
+
+
+class OneRow(nn.Module):
+    """A model that gives one row for a whole batch."""
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return images.mean(dim=(0, 2, 3))
+
+
+@pytest.mark.parametrize(
+    ("module", "reason"),
+    [
+        (Pair(), "its output must be one tensor, logits [N, classes], got a tuple"),
+        (OneRow(), "its output must have a row for each of 1 images, got the shape [3]"),
+    ],
+    ids=["a tuple", "one row"],
+)
+def test_a_program_that_gives_no_logits(module: nn.Module, reason: str, tmp_path: Path) -> None:
+    path = save_program(tmp_path / "m.pt2", module, noise(2))
+    expected = f"{path}: fails on an image of float32 3x{SIDE}x{SIDE}: {reason}"
+    assert fault(lambda: engine(path, preprocessing="trust")) == expected
+
+
 def test_a_checkpoint_of_another_program(models: Models, tmp_path: Path) -> None:
     path = tmp_path / "own.pt"
     torch.save({"arch": "resnet18", "model": {}}, path)

@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import re
+import resource
 import tarfile
 import time
 from collections.abc import Callable, Iterator
@@ -197,6 +198,25 @@ def test_a_source_that_shrinks_between_epochs(files: list[Path], config: Path) -
         assert [len(step) for step in steps] == [4] * 6
         assert {row[1] for step in steps for row in step} == {1, 2}
         assert loader.stats()["bad_distinct"] == EACH
+
+
+def test_a_batch_takes_memory_for_the_samples_that_there_are(files: list[Path], config: Path) -> None:
+    """And says what to change where there is not enough for them."""
+    with gpuflow.load(config, "train", overrides=["pipelines.train.batch.size=1000000"]) as loader:
+        assert [len(batch.indices) for batch in loader] == [len(files)]
+    huge = ["pipelines.train.stages=[decode, {resize: {height: 12000, width: 12000}}, normalize]"]
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    with gpuflow.load(config, "train", overrides=["pipelines.train.batch.size=1000000", *huge]) as loader:
+        resource.setrlimit(resource.RLIMIT_AS, (20 << 30, hard))
+        try:
+            with pytest.raises(MemoryError) as caught:
+                next(iter(loader))
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+    assert str(caught.value) == (
+        f"not enough memory for a batch of {len(files)} samples, which needs {len(files) * 1_728_000_000:,} bytes; set "
+        "a smaller pipelines.train.batch"
+    )
 
 
 def test_an_image_that_is_too_small_for_a_crop(tmp_path: Path) -> None:

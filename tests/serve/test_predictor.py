@@ -445,6 +445,27 @@ def test_a_users_own_model_has_torchs_threads(config: Path, files: list[Path]) -
     assert set(threads) == {torch.get_num_threads()}
 
 
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        (lambda images: (images,), "fails on an image of float32 3x24x24: its output must be one tensor, logits"),
+        (lambda images: {"out": images}, "fails on an image of float32 3x24x24: its output must be one tensor, logits"),
+        (lambda images: mean_color(images)[0], "fails on an image of float32 3x24x24: its output must have a row"),
+        (lambda images: images, "must give logits [N, classes], gives 4 axes: [1, 3, 24, 24]"),
+    ],
+    ids=["a tuple", "a mapping", "one image's", "maps"],
+)
+def test_a_model_that_gives_no_logits_is_refused_when_it_is_loaded(config: Path, model: Any, reason: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        gpuflow.serve.load(config, model=model)
+    assert str(caught.value).startswith(f"model=function: {reason}")
+
+
+def test_a_name_that_no_file_can_have_is_a_bad_image(predictor: Predictor, files: list[Path]) -> None:
+    answers = predictor.predict([files[0], "a\0b"])
+    assert isinstance(answers[0], Prediction) and str(answers[1]).endswith("read: embedded null byte")
+
+
 def test_torchpipes_own_operators(tmp_path: Path, files: list[Path]) -> None:
     """As in an older deployment: OpenCV's decoder and its bilinear resize without antialiasing."""
     import cv2

@@ -87,6 +87,14 @@ def test_the_command_writes_a_page_even_of_a_source_that_fills_no_batch(
     assert "has no pipeline 'trian'; did you mean 'train'?" in wrong.err
 
 
+def test_a_pipeline_with_a_dot_in_its_name_is_shown(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file.write_text(file.read_text().replace("train:", "v1.train:"))
+    done = command_here(monkeypatch, capsys)("show", file, "--pipeline", "v1.train", "--out", tmp_path / "x.html")
+    assert (done.code, done.out) == (0, f"wrote {tmp_path / 'x.html'}: 12 samples of v1.train\n")
+
+
 def test_labels_are_written_in_words() -> None:
     classes = ("cat", "dog", "emu", "fox")
     assert _label(torch.tensor([2]), 0, classes) == "emu"

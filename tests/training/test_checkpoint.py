@@ -80,3 +80,11 @@ def test_what_could_not_be_served_is_refused_when_it_is_saved(config: Path, tmp_
                 tmp_path / "nowhere" / "x.pt", models.squeezenet1_1(num_classes=3), arch=ARCH, loader=loader
             )
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_model_whose_shapes_are_computed_is_saved(config: Path, tmp_path: Path) -> None:
+    """RegNet computes its widths with tensors, which must have values."""
+    with gpuflow.load(config, "val") as loader:
+        model = models.regnet_x_400mf(num_classes=3)
+        gpuflow.save_checkpoint(tmp_path / "own.pt", model, arch="regnet_x_400mf", loader=loader)
+    assert read_info(str(tmp_path / "own.pt")).classes == tuple(loader.classes)

@@ -14,6 +14,7 @@ import yaml
 
 from gpuflow.config import Config, read_config
 from gpuflow.config.models import SaveSpec
+from gpuflow.engines.pytorch import load_checkpoint
 from gpuflow.errors import ConfigError, GpuflowError, StateError
 from gpuflow.runtime.ranks import Group, Ranks
 from gpuflow.sources import Subset
@@ -199,6 +200,38 @@ def test_an_unknown_model_is_located(config_file: Path) -> None:
         f"{config_file}: train.model is not a torchvision classification model, got 'resnet81'; "
         "did you mean 'resnet18'?"
     )
+
+
+@pytest.mark.parametrize(
+    ("model", "size", "reason", "action"),
+    [
+        ("vit_b_16", 32, "Wrong image height! Expected 224 but got 32!", "set train.size=224"),
+        ("alexnet", 32, "", "set train.size=224"),
+        ("inception_v3", 224, "", "set train.size=299"),
+    ],
+)
+def test_images_that_the_model_does_not_take_are_located(
+    config_file: Path, model: str, size: int, reason: str, action: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Trainer(read(config_file, f"train.model={model}", f"train.size={size}"), device="cpu")
+    first = str(caught.value).splitlines()[0]
+    assert first.startswith(f"{config_file}: train.model must take the images of train, which have ")
+    assert f"{size}x{size} pixels: {reason}" in first
+    assert first.endswith(f"got '{model}'; {action}, or another size or model")
+
+
+def test_auxiliary_classifiers_are_trained_too(config_file: Path) -> None:
+    """GoogLeNet has two, whose logits stand beside its own while it trains."""
+    trainer = Trainer(read(config_file, "train.model=googlenet", "train.size=64"), device="cpu")
+    before, events = weights(trainer), Record()
+    trainer.run(events, max_steps=STEPS // 2)
+    after = weights(trainer)
+    changed = {name.partition(".")[0] for name in before if not torch.equal(before[name], after[name])}
+    assert {"fc", "aux1", "aux2"} <= changed
+    assert [name for name, _, _ in events.results] == ["train", "val"]
+    saved = load_checkpoint(str(trainer.checkpoint))[0]
+    assert same(saved.state_dict(), after)
 
 
 def test_there_must_be_a_checkpoint_to_resume(config_file: Path, tmp_path: Path) -> None:
