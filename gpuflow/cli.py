@@ -502,6 +502,8 @@ def scan(path: ConfigFile, overrides: Overrides = None) -> None:
     from gpuflow.config.record_fields import require_record_fields
     from gpuflow.config.resources import threads_of
     from gpuflow.loader.assemble import open_whole
+    from gpuflow.loader.records import target_mapper
+    from gpuflow.sources import fields_of
     from gpuflow.tools.scan import scan as findings
 
     config = _read(path, overrides)
@@ -518,6 +520,7 @@ def scan(path: ConfigFile, overrides: Overrides = None) -> None:
             program.decoder,
             threads=threads,
             record_values=program.record_values,
+            mapper=target_mapper(config, first, fields_of(source)),
             timeout_seconds=config.run.timeout_s,
             progress=lambda n: bar.update(task, advance=n),
         )

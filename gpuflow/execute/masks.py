@@ -59,7 +59,7 @@ def mask_fault(mask: Instance, size: tuple[int, int]) -> str | None:
     if isinstance(mask, Rle):
         if mask.size != size:
             return _other_size(mask.size, size)
-        if (mask.counts < 0).any() or mask.counts.sum() != size[0] * size[1]:
+        if not mask.fills:
             return f"has run lengths that do not add up to {size[0]}x{size[1]} pixels"
     elif not all(np.isfinite(outline).all() for outline in mask.outlines):
         return "must have finite coordinates"

@@ -79,6 +79,22 @@ class TargetMapper:
             for sample, reason in found.items():
                 errors[good[sample]] = reason
 
+    def check(self, records: Records, sizes: s.Ints) -> list[str | None]:
+        """For each of N samples None, or why its record is bad. sizes [N, 2]: as in `map`, which finds the same."""
+        errors = list(records.errors)
+        for sample, reason in self._faults(records.columns, sizes):
+            errors[sample] = errors[sample] or reason
+        boxes = None if self.boxes is None else records.columns[self.boxes.name]
+        for field in self.fields:
+            for i, size in enumerate(sizes.tolist()) if field.type == "mask" else ():
+                if errors[i] is None:
+                    try:
+                        rows = None if boxes is None or not field.instances else len(boxes[i])
+                        _check_masks(records.columns[field.name][i], (size[0], size[1]), rows)
+                    except ValueError as error:
+                        errors[i] = f"{field.name} {error}"
+        return errors
+
     # --- faults that are known before anything is mapped ----------------------------------------------------------
 
     def _faults(self, columns: Mapping[str, Column], sizes: s.Ints) -> Iterator[tuple[int, str]]:
@@ -176,9 +192,7 @@ class _Masks:
     def levels_of_instances(self, mask: MaskFile, kept: NDArray[np.bool_] | None) -> NDArray[np.uint8]:
         """[M, H, W] of 0 and 1, of the kept instances alone; instance i is the level i + 1. Raises ValueError."""
         result = self.levels(mask)
-        highest = int(self._decoded(mask).max(initial=0))
-        if kept is not None and highest > len(kept):
-            raise ValueError(f"has {highest} instances, and its image {len(kept)} boxes")
+        highest = _highest_level(self._decoded(mask), None if kept is None else len(kept))
         levels = 1 + (np.arange(highest) if kept is None else np.flatnonzero(kept))
         instances: NDArray[np.uint8] = (result == levels[:, None, None]).astype(np.uint8)
         return instances
@@ -188,9 +202,7 @@ class _Masks:
     ) -> NDArray[np.uint8]:
         """[M, H, W] of 0 and 1, of the kept instances alone, in `out` if that is given. Raises ValueError."""
         height, width = self.size
-        for i, mask in enumerate(masks):
-            if (fault := mask_fault(mask, (height, width))) is not None:
-                raise ValueError(f"[{i}] {fault}")
+        _check_masks(masks, (height, width))
         chosen = [mask for i, mask in enumerate(masks) if kept is None or kept[i]]
         result = np.empty((len(chosen), *self.result), np.uint8) if out is None else out
         for first in range(0, len(chosen), _BITS):  # moves this many instances at once, a bit each
@@ -206,6 +218,27 @@ class _Masks:
     def _decoded(self, mask: MaskFile | NDArray[np.uint8]) -> NDArray[np.uint8]:
         height, width = self.size
         return decode_mask(mask, (height, width))
+
+
+def _check_masks(masks: Any, size: tuple[int, int], rows: int | None = None) -> None:
+    """Raise ValueError unless a mask, or each of those of instances, belongs to an image of this size.
+
+    rows: how many boxes the image has, if the levels of a mask are its instances.
+    """
+    if isinstance(masks, list | tuple):
+        for i, mask in enumerate(masks):
+            if (fault := mask_fault(mask, size)) is not None:
+                raise ValueError(f"[{i}] {fault}")
+    else:
+        _highest_level(decode_mask(masks, size), rows)
+
+
+def _highest_level(levels: NDArray[np.uint8], rows: int | None) -> int:
+    """How many instances a mask has by its levels. Raises ValueError if these are more than `rows`."""
+    highest = int(levels.max(initial=0))
+    if rows is not None and highest > rows:
+        raise ValueError(f"has {highest} instances, and its image {rows} boxes")
+    return highest
 
 
 def _room(column: Sequence[Any], kept: Sequence[NDArray[np.bool_] | None], program: Program) -> Ragged | None:

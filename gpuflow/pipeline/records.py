@@ -101,6 +101,16 @@ class Rle:
     size: tuple[int, int]
     counts: NDArray[np.int64]
 
+    @property
+    def total(self) -> int:
+        """The sum of the run lengths, which may be more than an int64 holds."""
+        return sum(self.counts.tolist())
+
+    @property
+    def fills(self) -> bool:
+        """Whether the run lengths are at least 0 and add up to all pixels."""
+        return bool((self.counts >= 0).all()) and self.total == self.size[0] * self.size[1]
+
 
 Column = NDArray[Any] | Ragged | list[Any]
 

@@ -30,6 +30,7 @@ __all__ = ["open_coco"]
 
 _IMAGES = 4096
 """Number of images in one block."""
+_OF_ANNOTATIONS = ("bbox", "segmentation", "keypoints")
 
 
 def open_coco(spec: SourceSpec) -> FileSource:
@@ -71,6 +72,9 @@ def open_coco(spec: SourceSpec) -> FileSource:
         for name, field in declared:
             column = field.column or name
             if field.type in ("number", "text", "any"):
+                if column in _OF_ANNOTATIONS:
+                    rule = f"must not take the key {column!r} of images, because annotations have such a key, too"
+                    raise SourceError(f"{place}: field {name} {rule}; rename it in the images")
                 block[column] = _of_images(images[first : first + _IMAGES], column, place)
         builder.add(block, len(numbers))
     labels = np.fromiter((label_of[annotations[k]["category_id"]] for ks in held for k in ks), np.int64)
@@ -204,7 +208,8 @@ def _with_column(field: FieldSpec) -> FieldSpec:
 
 def _empty_keypoints(document: Mapping[str, Any], place: str) -> list[float]:
     """The keypoints of an annotation without any: as many as others have, none of them labelled."""
-    counts = {len(points) for a in document["annotations"] if isinstance(points := a.get("keypoints"), list) and points}
+    kept = (annotation.get("keypoints") for annotation in document["annotations"] if not _is_crowd(annotation))
+    counts = {len(points) for points in kept if isinstance(points, list) and points}
     if len(counts) > 1:
         raise SourceError(
             f"{place}: annotations must have equally many keypoints, got {' and '.join(map(str, sorted(counts)))} "

@@ -142,12 +142,16 @@ def _is_header(names: Sequence[str], rows: Sequence[Sequence[str]]) -> bool:
 
     A row with a path is a sample, whatever its label is. Without one, it is a header if its words are usual names of
     columns, or if a column has paths or numbers in every row below and nothing that is equal to its name. Words with a
-    slash, such as `image/path`, are no path if the paths below have extensions and the labels below are numbers.
+    slash or a dot, such as `image/path`, are no path if each part is a usual name of a column, or if the paths below
+    have extensions and the labels below are numbers.
     """
     below = [[field.strip().lower() for field in row] for row in rows if len(row) == len(names)]
     columns = list(zip(names, zip(*below, strict=True), strict=bool(below)))
     over_numbers = any(all(map(_NUMBER.fullmatch, cells)) and not _NUMBER.fullmatch(name) for name, cells in columns)
     if any(map(_FILE.match, names)):
+        words = [word for name in names for word in re.split(r"[/\\.]", name)]
+        if (_PATH_WORDS | _LABEL_WORDS).issuperset(words):
+            return True
         over_files = any(all(map(_WITH_EXTENSION.match, cells)) for _, cells in columns)
         return over_files and over_numbers and not any(map(_WITH_EXTENSION.match, names))
     if not _PATH_WORDS.isdisjoint(names) or "label" in names or _LABEL_WORDS.issuperset(names):

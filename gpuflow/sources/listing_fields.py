@@ -21,6 +21,7 @@ from gpuflow.sources.listing_text import (
     json_objects,
     load,
     parsed_json,
+    parsed_number,
     resolved,
 )
 from gpuflow.sources.paths import PathTableBuilder
@@ -191,7 +192,7 @@ def _names(text: str) -> Any:
 
 
 _LIST: tuple[Parser, str] = _list, "a list in JSON"
-_NUMBER: tuple[Parser, str] = float, "a number"
+_NUMBER: tuple[Parser, str] = parsed_number, "a number"
 _NAMES: tuple[Parser, str] = _names, "labels separated by |, or a list in JSON"
 
 

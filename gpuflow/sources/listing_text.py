@@ -26,6 +26,7 @@ __all__ = [
     "json_objects",
     "load",
     "parsed_json",
+    "parsed_number",
     "resolved",
 ]
 
@@ -119,6 +120,13 @@ def parsed_json(text: str | bytes) -> Any:
         return json.loads(text)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+
+
+def parsed_number(text: str) -> float:
+    """A number in ASCII digits, or `nan` or `inf`. Raises ValueError, also for `1_0`, which Python takes."""
+    if "_" in text or not text.isascii():
+        raise ValueError(f"no number: {text!r}")
+    return float(text)
 
 
 def json_lines(data: bytes) -> Iterator[tuple[int, bytes]]:

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpuflow.errors import SourceError, show
-from gpuflow.pipeline.records import Field, FieldType, Ragged
+from gpuflow.pipeline.records import Field, FieldType, Ragged, Rle
 from gpuflow.sources.field_spec import FieldSpec
 from gpuflow.sources.labels import Codes, resolve_labels
 from gpuflow.sources.record_table import Instances, Numbers, Objects, RecordTable, Rows, Store
@@ -353,8 +353,9 @@ class RecordBuilder:
         if lengths.ndim != 1 or lengths.dtype.kind not in "iu":
             raise self._fault(i, column, "must have counts, a list of whole numbers or a text", counts, j)
         height, width = size
-        if not reason and (lengths.min(initial=0) < 0 or int(lengths.sum()) != height * width):
-            reason = f"must have run lengths >= 0 that add up to {height} x {width}, got {int(lengths.sum())} in all"
+        runs = Rle((height, width), lengths)
+        if not reason and not runs.fills:
+            reason = f"must have run lengths >= 0 that add up to {height} x {width}, got {runs.total} in all"
         masks.add([lengths.astype(np.float64)], (height, width))
         return reason
 
@@ -420,6 +421,10 @@ def _numeric(rows: list[Any], shape: tuple[int, ...] | None) -> NDArray[np.float
     except ValueError:
         return None
     if numbers.dtype.kind not in "iuf" or (shape is not None and numbers.shape[1:] != shape):
+        return None
+    for _ in numbers.shape[1:]:
+        rows = list(chain.from_iterable(rows))
+    if bool in set(map(type, rows)):  # of which numpy makes numbers next to numbers
         return None
     return numbers.astype(np.float64)
 

@@ -21,10 +21,12 @@ __all__ = ["cache_path", "load_arrays", "save_arrays"]
 def cache_path(name: str, shards: Sequence[Shard], *asked: Any) -> str:
     """The file for these very shards, and for what was asked of them; another size or time of a shard is another file.
 
+    A file that was copied, moved or given other rights counts as another one, too.
+
     asked: values of JSON, the version of the arrays' form among them.
     """
     version, *rest = asked
-    files = [(s.path if is_remote(s.path) else os.path.abspath(s.path), s.size, s.stamp) for s in shards]
+    files = [(s.path if is_remote(s.path) else os.path.abspath(s.path), s.size, s.stamp, s.made) for s in shards]
     digest = hashlib.blake2b(json.dumps([version, files, *rest]).encode(), digest_size=16).hexdigest()
     return str(cache_folder() / f"{name}-{digest}.npz")
 

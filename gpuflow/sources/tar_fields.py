@@ -117,9 +117,10 @@ def read_fields(spec: SourceSpec, storage: Storage, shards: Sequence[Shard], ima
     others += [field.labels for _, field in declared if field.labels is not None]
     required = {column[1:] if column.startswith(".") else "json" for column in others if column != _LABEL}
     suffixes = tuple(sorted(required | {"cls", "json"} if _LABEL in others else required))
-    cache = cache_path("tar-fields", shards, SCAN_FORMAT, tuple(images), suffixes, mask_suffixes)
+    asked = tuple(images), suffixes, mask_suffixes, tuple(sorted(required))
+    cache = cache_path("tar-fields", shards, SCAN_FORMAT, *asked)
     arrays = load_arrays(cache)
-    if arrays is None:
+    if arrays is None or set(arrays) != _names_of(suffixes, mask_suffixes):
         scan = partial(samples_of, images=images, contents=suffixes, others=mask_suffixes, required=required)
         arrays = _arrays_of(storage.scan(shards, scan), suffixes, mask_suffixes)
         save_arrays(cache, arrays)
@@ -313,6 +314,11 @@ def _arrays_of(
         arrays[f"text.{suffix}"] = np.frombuffer(bytes(blob), np.uint8)
         arrays[f"text.{suffix}.ends"] = np.array(ends, np.int64)
     return arrays
+
+
+def _names_of(suffixes: Sequence[str], masks: Sequence[str]) -> set[str]:
+    """The names of `_arrays_of`."""
+    return set(_arrays_of([], suffixes, masks))
 
 
 def _check_present(members: _Members, suffix: str, held: NDArray[np.int64]) -> None:

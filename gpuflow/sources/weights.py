@@ -16,7 +16,7 @@ from gpuflow.sources.base import Source, SourceSpec, WeightsSpec
 from gpuflow.sources.field_spec import FieldSpec
 from gpuflow.sources.fingerprint import entries_of
 from gpuflow.sources.hints import missing_path
-from gpuflow.sources.listing_text import column_of, csv_rows
+from gpuflow.sources.listing_text import column_of, csv_rows, parsed_number
 from gpuflow.sources.record_source import records_of
 
 __all__ = ["read_weights"]
@@ -133,7 +133,7 @@ def _from_file(place: str, column: str | None) -> tuple[NDArray[np.float64], Seq
                 "column: NAME"
             )
         try:
-            numbers[i] = float(row[cell])
+            numbers[i] = parsed_number(row[cell])
         except (ValueError, IndexError) as fault:
             got = show(row[cell]) if cell < len(row) else "no such field"
             action = f"if it names the column, write column: {row[0]}" if column is None and not i else "correct it"

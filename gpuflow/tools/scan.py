@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from gpuflow.decode.codecs import CpuDecoder, Header, probe
 from gpuflow.decode.optional_headers import LABELS
 from gpuflow.errors import BadSampleError
+from gpuflow.execute.targets import TargetMapper
 from gpuflow.pipeline.record_values import RecordValue, values_of
 from gpuflow.pipeline.stage import Decoder
 from gpuflow.sources import Source, records_of
@@ -68,6 +69,7 @@ def scan(
     *,
     threads: int,
     record_values: Sequence[RecordValue] = (),
+    mapper: TargetMapper | None = None,
     timeout_seconds: float = 120.0,
     progress: Callable[[int], None] = lambda samples: None,
 ) -> Iterator[Finding]:
@@ -78,11 +80,12 @@ def scan(
         decoder: the decode stage whose limits count.
         threads: how many decode at once.
         record_values: what stages take from the records, which must be of their forms.
+        mapper: maps the fields of records, which must fit their images; None if there are none.
         timeout_seconds: a file that takes longer is a finding, and another thread goes on with the next one.
         progress: called with the number of samples that were finished since the last call.
     """
     starts = iter(range(0, len(source), _CHUNK))
-    scanner, waiting = _Scanner(source, decoder, threads, record_values), list[_Chunk]()
+    scanner, waiting = _Scanner(source, decoder, threads, record_values, mapper), list[_Chunk]()
     try:
         while True:
             for start in itertools.islice(starts, max(0, 2 * threads + 1 - len(waiting))):
@@ -142,8 +145,15 @@ class _Chunk:
 class _Scanner:
     """Threads that scan chunks. One that hangs is left behind, and another one takes its place."""
 
-    def __init__(self, source: Source, decoder: Decoder, threads: int, record_values: Sequence[RecordValue]) -> None:
-        self._source, self._decoder, self._record_values = source, decoder, record_values
+    def __init__(
+        self,
+        source: Source,
+        decoder: Decoder,
+        threads: int,
+        record_values: Sequence[RecordValue],
+        mapper: TargetMapper | None,
+    ) -> None:
+        self._source, self._decoder, self._record_values, self._mapper = source, decoder, record_values, mapper
         self._work: queue.SimpleQueue[_Chunk | None] = queue.SimpleQueue()
         self._threads = 0
         self._closing = False
@@ -199,42 +209,48 @@ class _Scanner:
     def _scan(self, chunk: _Chunk, decoder: CpuDecoder) -> None:
         chunk.begin("read", 0)
         payload = self._source.read(chunk.indices, lambda size: np.empty(size, np.uint8))
-        _, records = values_of(self._record_values, records_of(self._source, chunk.indices))
+        records = records_of(self._source, chunk.indices)
+        _, errors = values_of(self._record_values, records)
         for i, index in enumerate(chunk.indices):
             if not chunk.begin("decode", i) or self._closing:
                 return
-            findings = list(self._look(index, payload.errors[i], payload.sample(i), decoder))
-            reason = records[i]
+            findings, size = self._look(index, payload.errors[i], payload.sample(i), decoder)
+            reason = errors[i]
+            if reason is None and size is not None and self._mapper is not None:
+                (reason,) = self._mapper.check(records.take(np.array([i])), np.array([size], np.int64))
             if reason is not None and not any(finding.bad for finding in findings):
                 findings.append(Finding(index, self._source.path(index), "record", True, reason))
             chunk.end(findings, 1)
 
     def _look(
         self, index: int, error: str | None, data: NDArray[np.uint8], cpu_decoder: CpuDecoder
-    ) -> Iterator[Finding]:
-        """What is wrong or odd about one sample."""
+    ) -> tuple[list[Finding], tuple[int, int] | None]:
+        """What is wrong or odd about one sample, and the height and width of its image, if they are known."""
         decoder, path = self._decoder, self._source.path(index)
         if error is not None:
-            yield Finding(index, path, "unreadable", True, error)
-            return
+            return [Finding(index, path, "unreadable", True, error)], None
         try:
             if decoder.library is not None:
                 decoder.decode(data)
-                return
+                return [], None
             header = self._probe(data, decoder.formats)
             cpu_decoder.decode(data, header)
         except BadSampleError as fault:
             if fault.code == "sample.format":
-                yield self._unnamed(index, path, data, fault)
-                return
+                return [self._unnamed(index, path, data, fault)], None
             kind = "oversize" if fault.code == "sample.too_large" else "corrupt"
-            yield Finding(index, path, kind, True, fault.reason)
-        else:
-            yield from _odd(index, path, header)
+            return [Finding(index, path, kind, True, fault.reason)], None
+        return list(_odd(index, path, header)), header.upright_size
 
     def _probe(self, data: NDArray[np.uint8], formats: Collection[str]) -> Header:
         decoder = self._decoder
-        return probe(data, max_pixels=decoder.max_pixels, max_scans=decoder.max_scans, formats=formats)
+        return probe(
+            data,
+            max_pixels=decoder.max_pixels,
+            max_scans=decoder.max_scans,
+            formats=formats,
+            orientation=decoder.orientation == "apply",
+        )
 
     def _unnamed(self, index: int, path: str, data: NDArray[np.uint8], fault: BadSampleError) -> Finding:
         """A file of a format that `decode.formats` does not name; corrupt if its header is bad all the same."""

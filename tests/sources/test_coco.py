@@ -112,8 +112,8 @@ def test_the_note_counts_what_is_left_out() -> None:
 
 def test_keypoints_that_differ_in_number_matter_only_where_they_are_read() -> None:
     content = document()
-    for annotation, count in zip(content["annotations"], (1, 2), strict=False):
-        annotation["keypoints"] = [1, 2, 2] * count
+    for k, count in ((0, 1), (2, 2)):
+        content["annotations"][k]["keypoints"] = [1, 2, 2] * count
     assert len(opened(content, fields={"boxes": None})) == len(content["images"])
     assert refused(content) == (
         "instances.json: annotations must have equally many keypoints, got 3 and 6 numbers; leave the field keypoints "
@@ -130,6 +130,24 @@ def test_keypoints_with_visibility_and_annotations_without() -> None:
     assert points.values.shape == (3, 2, 3) and points.values.dtype == np.float32
     assert points[2].tolist() == [[[1, 2, 2], [0, 0, 0]]]
     assert not points[0].any()
+
+
+def test_keypoints_of_crowds_are_not_counted() -> None:
+    content = document()
+    content["annotations"][0] |= {"keypoints": [1, 2, 2, 0, 0, 0]}
+    content["annotations"][1] |= {"keypoints": [0, 0, 0]}
+    points = records_of(opened(content), [2]).columns["keypoints"]
+    assert isinstance(points, Ragged) and points[0].tolist() == [[[1, 2, 2], [0, 0, 0]]]
+
+
+def test_keys_of_images_do_not_take_the_place_of_those_of_annotations() -> None:
+    content = document()
+    for image in content["images"]:
+        image["bbox"] = [[0, 0, 5, 4]]
+    assert refused(content, fields={"boxes": None, "crop": {"type": "any", "column": "bbox"}}) == (
+        "instances.json: field crop must not take the key 'bbox' of images, because annotations have such a key, too; "
+        "rename it in the images"
+    )
 
 
 def test_a_null_is_a_key_that_is_missing() -> None:
@@ -214,6 +232,10 @@ def test_a_box_without_area_is_a_bad_record() -> None:
         ([[1, 1, 2, float("nan"), 3, 3]], "must have finite numbers"),
         ({"size": [4, 5], "counts": [3, 4]}, "must have run lengths >= 0 that add up to 4 x 5, got 7 in all"),
         ({"size": [4, 5], "counts": [-3, 23]}, "must have run lengths >= 0 that add up to 4 x 5, got 20 in all"),
+        (
+            {"size": [4, 5], "counts": [2**62, 2**62, 2**62, 2**62, 20]},
+            f"must have run lengths >= 0 that add up to 4 x 5, got {2**64 + 20} in all",
+        ),
         (
             {"size": [4, 5], "counts": "0i"},
             "must have the run lengths of COCO as counts, got the last run length is cut off",

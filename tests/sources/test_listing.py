@@ -72,6 +72,8 @@ def test_csv_with_a_header_and_other_columns(read_all: ReadAll) -> None:
         ("Path,lable", "a,dog\nb,cat\n", "paths from 'Path', labels from 'lable'"),
         ("label,path", "1,a.jpg\n0,b.jpg\n", "paths from 'path', labels from 'label'"),
         ("image/path,image/label", "x/a.jpg,1\nb.jpg,0\n", "paths from 'image/path', labels from 'image/label'"),
+        ("file.name,class", "a.jpg,dog\nb.jpg,cat\n", "paths from 'file.name', labels from 'class'"),
+        ("image/path,label", "x/a.jpg,dog\nx/b.jpg,cat\n", "paths from 'image/path', labels from 'label'"),
         ("image/label,image/path", "1,a.jpg\n0,b.jpg\n", "paths from 'image/path', labels from 'image/label'"),
     ],
 )
@@ -207,7 +209,7 @@ def test_a_name_above_numbers_alone() -> None:
     action = "correct it, or list the names in source.classes"
     fails(
         f"list.csv:1: label must be an integer like all others, got 'image/label'; {action}",
-        "image/path,image/label\nsub/a,0\nsub/b,1\n",
+        "sub/x,image/label\nsub/a,0\nsub/b,1\n",
     )
     fails(
         f"list.csv:2: label must be an integer like all others, got 'dog'; {action}",

@@ -375,6 +375,8 @@ def test_values_that_make_a_record_bad(fields: Any, values_of_row: Any, reason: 
             "mask[0] must be outlines, each a list of x and y in turn, got [1, 1, 2]; correct it",
         ),
         ({"weight": {"type": "number"}}, {"weight": "3"}, "weight must be a number, got '3'; correct it"),
+        ({"weight": {"type": "number"}}, {"weight": True}, "weight must be a number, got true; correct it"),
+        ({"boxes": {}}, {"boxes": [[True, 1, 9, 9]]}, "boxes[0] must be 4 numbers, got [True, 1, 9, 9]; correct it"),
         ({"text": {}}, {"text": 3}, "text must be text, got 3; correct it"),
         ({"label": {}}, {"label": 1.5}, "label must be an integer or a class name, got 1.5; correct it"),
         (
@@ -471,9 +473,10 @@ def test_faults_of_csv() -> None:
     assert refused_table('path,boxes,kinds\n"a.jpg,[]\n', fields=fields).startswith(
         "list.csv:2: row must be valid CSV, got: "
     )
-    assert refused_table("path,n\na.jpg,x\n", fields={"n": {"type": "number"}}) == (
-        "list.csv:2: n must be a number, got 'x'; correct it"
-    )
+    for cell in ("x", "1_0", "٣"):
+        assert refused_table(f"path,n\na.jpg,{cell}\n", fields={"n": {"type": "number"}}) == (
+            f"list.csv:2: n must be a number, got {cell!r}; correct it"
+        )
     for text in ("path,boxes,kinds\n", ""):
         assert refused_table(text, fields=fields) == "list.csv: must list at least one sample, got none; add rows"
 

@@ -274,6 +274,14 @@ def test_a_shard_of_another_size_or_time_is_indexed_again(make_tar: MakeTar, cac
     assert len(list((cache_home / "gpuflow").iterdir())) == 3
 
 
+def test_another_shard_of_the_same_size_and_time_is_indexed_again(make_tar: MakeTar) -> None:
+    """Archives are padded to 10 KiB, and programs that copy them may set the time."""
+    for first, second in ((b"0", b"1"), (b"1", b"0")):
+        Path("00.tar").write_bytes(make_tar([("x.jpg", b"x"), ("x.cls", first), ("y.jpg", b"y"), ("y.cls", second)]))
+        os.utime("00.tar", ns=(1, 1))
+        assert open_source(SourceSpec(tar="00.tar")).labels.tolist() == [int(first), int(second)]
+
+
 @pytest.mark.parametrize("damage", [b"", b"garbage", b"\x80\x04N.", None])
 def test_a_damaged_cache_is_made_again(
     damage: bytes | None, make_tar: MakeTar, cache_home: Path, read_all: ReadAll

@@ -125,6 +125,23 @@ def test_other_extensions_are_images_where_they_are_named() -> None:
         open_source(SourceSpec(tar="s.tar", fields=FIELDS))
 
 
+def test_a_cache_of_other_arrays_is_made_again(cache_home: Path, read_all: ReadAll) -> None:
+    expected = read_all(opened(two(), fields=FIELDS))
+    [cache] = (cache_home / "gpuflow").iterdir()
+    with cache.open("wb") as file:
+        np.savez(file, images=np.zeros(3, np.uint8))
+    assert read_all(open_source(SourceSpec(tar="s.tar", fields=FIELDS))) == expected
+
+
+def test_what_one_declaration_lets_pass_is_an_error_for_another() -> None:
+    """Whichever was asked for first: a .json without an image matters only where fields are read from it."""
+    members = [*two(), ("0003.json", b"{}")]
+    fields = {"label": None, "weight": {"type": "number"}}
+    for _ in range(2):
+        assert refused(members, fields=fields).startswith("s.tar/0003.json: member must have an image")
+        assert len(open_source(SourceSpec(tar="s.tar", fields={"label": None}))) == 2
+
+
 def test_samples_have_the_order_of_their_images() -> None:
     members = [("b.cls", b"0"), ("a.jpg", b"a"), ("a.cls", b"1"), ("b.jpg", b"b")]
     source = opened(members, fields={"label": None})

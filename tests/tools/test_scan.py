@@ -13,9 +13,13 @@ import pytest
 from numpy.typing import NDArray
 from PIL import Image
 
+import gpuflow
+from gpuflow.config import read_config
 from gpuflow.decode.codecs import CpuDecoder
 from gpuflow.errors import SystemFault
-from gpuflow.sources import SourceSpec, open_source
+from gpuflow.loader.assemble import open_whole
+from gpuflow.loader.records import target_mapper
+from gpuflow.sources import SourceSpec, fields_of, open_source
 from gpuflow.stages import STAGES
 from gpuflow.tools.scan import Finding, scan
 from tests.datasets import (
@@ -177,6 +181,46 @@ def test_a_bad_record_is_a_bad_sample(tmp_path: Path) -> None:
         (3, "corrupt", True),
     ]
     assert found[0].reason == f"{listing}:2: boxes[0] must have x1 < x2 and y1 < y2, got [2.0, 0.0, 1.0, 1.0]"
+
+
+def test_a_record_must_fit_its_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loader and the scan find the same."""
+    monkeypatch.chdir(tmp_path)
+    files = make_photos(tmp_path / "photos", classes=1, each=7)
+    for file in files[1:]:
+        file.write_bytes(files[0].read_bytes())
+    with Image.open(files[0]) as image:
+        width, height = image.size
+    Image.new("L", (width, height)).save("mask.png")
+    Image.new("L", (width + 1, height)).save("wide.png")
+    Path("text.png").write_text("x")
+    runs = {"size": [height, width], "counts": [height * width]}
+    sound = {"boxes": [[1, 1, 9, 9]], "levels": "mask.png", "runs": [runs], "lines": [[[1, 1, 9, 1, 9, 9]]]}
+    rows = [{"path": f"photos/{file.relative_to(tmp_path / 'photos')}", **sound} for file in files]
+    rows[1]["boxes"] = [[width, 1, width + 9, 9]]
+    rows[2]["levels"] = "wide.png"
+    rows[3]["levels"] = "text.png"
+    rows[4]["runs"] = [{"size": [height, width + 1], "counts": [height * (width + 1)]}]
+    rows[5]["lines"] = [[[1, 1, 2e6, 1, 9, 9]]]
+    Path("list.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    masks = "levels: {type: mask}, runs: {type: mask, kind: rle}, lines: {type: mask, kind: polygons}"
+    Path("x.yaml").write_text(
+        f"source: {{listing: list.jsonl, fields: {{boxes: null, {masks}}}}}\n"
+        "pipelines: {val: {stages: [decode, {resize: {height: 8, width: 8}}], on_error: skip}}\n"
+        "run: {bad_file: bad.jsonl, threads: 1}\n"
+    )
+    with (
+        gpuflow.load("x.yaml", "val") as loader,
+        pytest.warns(UserWarning, match="of 7 samples are bad"),
+    ):
+        assert [index for batch in loader for index in batch.indices.tolist()] == [0, 6]
+    config = read_config("x.yaml", STAGES)
+    source = open_whole(config)
+    mapper = target_mapper(config, "val", fields_of(source))
+    found = list(scan(source, DECODER, threads=2, mapper=mapper))  # type: ignore[arg-type]
+    listed = [json.loads(line) for line in Path("bad.jsonl").read_text().splitlines()]
+    assert {one.index: one.reason for one in found} == {row["index"]: row["reason"] for row in listed}
+    assert [(one.index, one.kind) for one in found] == [(index, "record") for index in range(1, 6)]
 
 
 def test_files_of_other_formats_say_what_would_have_them_decoded() -> None:

@@ -19,11 +19,16 @@ ReadAt = Callable[[int, int], bytes]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shard:
-    """One file that is read in ranges. `stamp` (mtime, or a server's tag) changes if the file changes."""
+    """One file that is read in ranges.
+
+    stamp: mtime, or a server's tag, which changes if the file changes. made: when a local file was put where it is, or
+    anything about it was changed; another file may have the same size and, where programs set that, the same mtime.
+    """
 
     path: str
     size: int
     stamp: str
+    made: str = ""
 
     def changed(self, size: int) -> SourceError:
         """The error for a shard that is not the one that was indexed. size: bytes that it has now."""

@@ -164,7 +164,8 @@ class LocalStorage:
             return _reason(fault)
         if S_IFMT(status.st_mode) != S_IFREG:
             return "is a directory" if S_IFMT(status.st_mode) == S_IFDIR else "not a regular file"
-        return Shard(path=path, size=status.st_size, stamp=str(status.st_mtime_ns))
+        stamp, made = str(status.st_mtime_ns), str(status.st_ctime_ns)
+        return Shard(path=path, size=status.st_size, stamp=stamp, made=made)
 
     def scan(self, shards: Sequence[Shard], scanner: Callable[[Shard, ReadAt], T]) -> Iterator[T]:
         for shard in shards:
