@@ -16,8 +16,10 @@ define install
 	$(call uv_or_pip,$(1),-e . --no-deps --no-build-isolation)
 endef
 uv_or_pip = $(1)/bin/uv pip install --python $(1)/bin/python $(2) || $(1)/bin/python -m pip install --no-compile $(2)
-# One more than there are cores: some tests wait for processes.
+# One more than there are cores: some tests wait for processes. torch's threads are not to spin for work meanwhile, which
+# would take a quarter of the processor time from the others.
 WORKERS ?= $(shell echo $$(($$(nproc) + 1)))
+PYTEST := OMP_WAIT_POLICY=passive $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test check docs bench chaos mutants test-latest test-integrations
@@ -31,7 +33,7 @@ demo: .venv/.installed  ## make sample photographs, train on them, compare loade
 	$(BIN)/gpuflow bench configs/demo.yaml --workers 1,2 --against dataloader --out plots/out
 
 test: .venv/.installed  ## run the tests, files side by side
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile -m "not integrations"
+	$(PYTEST) -m "not integrations"
 
 check: .venv/.installed  ## lint, formatting, types, which package imports which
 	$(BIN)/ruff check .

@@ -36,7 +36,8 @@ def decode_mask(mask: MaskFile | NDArray[np.uint8], size: tuple[int, int]) -> ND
         with Image.open(io.BytesIO(mask.data)) as image:
             mode, found = image.mode, image.size[::-1]
             if mode in ("L", "P", "1") and found == size:
-                return np.asarray(image, np.uint8)
+                levels = np.asarray(image, np.uint8)
+                return levels // _spread(mask.data) if mode == "L" else levels
     except UnidentifiedImageError:
         raise ValueError("must be an image file, such as PNG") from None
     except Exception as error:  # Pillow's readers raise many kinds, such as SyntaxError and DecompressionBombError
@@ -46,6 +47,13 @@ def decode_mask(mask: MaskFile | NDArray[np.uint8], size: tuple[int, int]) -> ND
     if mode not in ("L", "P", "1"):
         raise ValueError(f"must have one channel of 8 bits, got an image of mode {mode}")
     raise ValueError(_other_size(found, size))
+
+
+def _spread(data: bytes) -> int:
+    """The factor by which Pillow multiplies the gray levels of a PNG with 2 or 4 bits, to fill 8; 1 for other files."""
+    is_png = data.startswith(b"\x89PNG\r\n\x1a\n")
+    bits = data[24] if is_png and len(data) > 24 else 8  # of IHDR, the first chunk (PNG specification, 11.2.1)
+    return {2: 85, 4: 17}.get(bits, 1)
 
 
 def _other_size(got: tuple[int, ...], size: tuple[int, int]) -> str:

@@ -105,8 +105,9 @@ def _document(place: str) -> dict[str, Any]:
     """The file, with its three lists."""
     if not is_remote(place) and not os.path.exists(place):
         raise SourceError(f"source.coco must be a file, got {place!r}, which does not exist{missing_path(place)}")
+    data = open_storage(place).load(place)
     try:
-        document = parsed_json(open_storage(place).load(place))
+        document = parsed_json(data)
     except json.JSONDecodeError as fault:
         raise SourceError(f"{place}:{fault.lineno}: must be JSON, got an error: {fault.msg}; correct it") from fault
     except UnicodeDecodeError as fault:

@@ -74,6 +74,11 @@ _DECIMAL = re.compile(r"[+-]?([0-9]+\.[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")
 def _check_names(values: Sequence[str], locate: Callable[[int], str]) -> None:
     """Raise SourceError for labels that would be names, but were hardly meant as names."""
     for code, text in enumerate(values):
+        try:
+            text.encode("utf-8", "surrogateescape")  # as of a directory whose name is no text
+        except UnicodeEncodeError:
+            rule = "must be text without lone surrogates"
+            raise SourceError(f"{locate(code)}: label {rule}, got {text!r}; correct it") from None
         if _DECIMAL.fullmatch(text):
             raise SourceError(
                 f"{locate(code)}: label must be an integer or a class name, got {text!r}; write integers, or list "

@@ -181,7 +181,8 @@ def _with_column(name: str, field: FieldSpec) -> FieldSpec:
     """The field with its column, by default that of its type."""
     defaults = {"text": ".txt", "label": _LABEL}
     default = ".mask.png" if field.is_mask_file else defaults.get(str(field.type), name)
-    return replace(field, column=field.column or default)
+    column = field.column or default
+    return replace(field, column=column.lower() if column.startswith(".") else column)  # as suffixes of members are
 
 
 def _check_shared_members(declared: Sequence[tuple[str, FieldSpec]], place: str) -> None:

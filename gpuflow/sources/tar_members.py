@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import tarfile
+import warnings
 from codecs import BOM_UTF8
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -221,6 +222,10 @@ def members_of(shard: Shard, read_at: ReadAt) -> Iterator[Member]:
                 yield Member(name, start, 0, target)
     if not offset:
         raise SourceError(f"{shard.path}: must be an uncompressed tar, got an empty file; replace it")
+    warnings.warn(
+        f"{shard.path}: ends without the zeros that end a tar; if it was cut off, samples are missing: make it again",
+        stacklevel=2,
+    )
 
 
 def _require_end(shard: Shard, read_at: ReadAt, offset: int) -> None:

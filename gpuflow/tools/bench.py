@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-from gpuflow.errors import GpuflowError, did_you_mean
+from gpuflow.errors import GpuflowError, LoaderError, did_you_mean, is_system_fault
 from gpuflow.runtime.files import atomic_write
 
 __all__ = ["ARMS", "COLUMNS", "Job", "machine", "measure", "versions", "write_results"]
@@ -45,6 +45,8 @@ COLUMNS = [
     "date",
 ]
 _PROCESS_SECONDS = 600.0
+_TRIES = 100
+"""Bad samples in a row before an arm gives up."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,6 +131,18 @@ class _Samples:
         return len(self.source)
 
     def __getitem__(self, index: int) -> tuple[Any, Any]:
+        """A sample, or the next one that is no bad one: gpuflow's own loader takes another one, too."""
+        reason = ""
+        for place in range(index, index + _TRIES):
+            try:
+                return self._sample(place % len(self))
+            except Exception as error:  # Pillow's readers and transforms raise many kinds
+                if is_system_fault(error):
+                    raise
+                reason = f"{type(error).__name__}: {error}"
+        raise LoaderError(f"{_TRIES} samples in a row are bad; gpuflow scan lists them; the last one: {reason}")
+
+    def _sample(self, index: int) -> tuple[Any, Any]:
         import torch
         from PIL import Image
         from torchvision.io import ImageReadMode, decode_image

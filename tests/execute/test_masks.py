@@ -95,6 +95,7 @@ def test_run_lengths_go_down_the_columns() -> None:
         (Rle((5, 7), np.array([36])), "has run lengths that do not add up to 5x7 pixels"),
         (Rle((7, 5), np.array([35])), "has 7x5 pixels, and its image 5x7"),
         (Polygons((np.array([[0, 0], [np.inf, 1], [1, 1]]),)), "must have finite coordinates"),
+        (Rle((5, 7), np.array([2**62] * 4 + [35])), "has run lengths that do not add up to 5x7 pixels"),
         (Rle((5, 7), np.array([30, 5])), None),
         (Polygons((np.array([[0, 0], [2.0**20, 1], [1, -(2.0**20)]]),)), None),
         *(
@@ -125,6 +126,23 @@ def test_a_palettes_indices_are_the_levels() -> None:
     image = Image.fromarray(levels)
     image.putpalette(list(range(255, -1, -1)) * 3)
     np.testing.assert_array_equal(decode_mask(encoded(image), (5, 7)), levels)
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+def test_gray_levels_of_few_bits_are_what_the_file_holds(bits: int) -> None:
+    """Pillow, which decodes them, fills 8 bits."""
+    levels = (np.arange(35).reshape(5, 7) % 2**bits).astype(np.uint8)
+    rows = [np.unpackbits(row[:, None], axis=1)[:, 8 - bits :].reshape(-1) for row in levels]
+    scan = b"".join(b"\0" + np.packbits(row).tobytes() for row in rows)
+    chunks = (
+        (b"IHDR", struct.pack(">IIBBBBB", 7, 5, bits, 0, 0, 0, 0)),
+        (b"IDAT", zlib.compress(scan)),
+        (b"IEND", b""),
+    )
+    data = b"".join(
+        struct.pack(">I", len(body)) + name + body + struct.pack(">I", zlib.crc32(name + body)) for name, body in chunks
+    )
+    np.testing.assert_array_equal(decode_mask(MaskFile(b"\x89PNG\r\n\x1a\n" + data), (5, 7)), levels)
 
 
 @pytest.mark.parametrize(

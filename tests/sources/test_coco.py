@@ -335,6 +335,8 @@ def test_a_misspelt_list_a_missing_file_and_a_missing_directory() -> None:
     Path("instances.json").write_text("{\n[")
     with pytest.raises(SourceError, match=r"instances.json:2: must be JSON, got an error"):
         open_source(SourceSpec(coco="instances.json", images="images"))
+    with pytest.raises(SourceError, match=r"^images: is a directory; check that it can be read$"):
+        open_source(SourceSpec(coco="images", images="images"))
 
 
 @pytest.mark.parametrize(

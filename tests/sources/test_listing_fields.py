@@ -378,6 +378,11 @@ def test_values_that_make_a_record_bad(fields: Any, values_of_row: Any, reason: 
         ({"weight": {"type": "number"}}, {"weight": True}, "weight must be a number, got true; correct it"),
         ({"boxes": {}}, {"boxes": [[True, 1, 9, 9]]}, "boxes[0] must be 4 numbers, got [True, 1, 9, 9]; correct it"),
         ({"text": {}}, {"text": 3}, "text must be text, got 3; correct it"),
+        (
+            {"label": {}},
+            {"label": "\ud800"},
+            "label must be text without lone surrogates, got '\\ud800'; correct it",
+        ),
         ({"label": {}}, {"label": 1.5}, "label must be an integer or a class name, got 1.5; correct it"),
         (
             {"label": {"kind": "classes"}},

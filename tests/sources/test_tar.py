@@ -210,9 +210,11 @@ def test_tars_that_were_joined_as_files_are_an_error(first: Members, make_tar: M
     assert read_all(open_source(SourceSpec(tar="s.tar"))) == [b"two"]
 
 
-def test_a_shard_without_end_blocks(make_tar: MakeTar, read_all: ReadAll) -> None:
-    Path("s.tar").write_bytes(make_tar([("1.jpg", b"one"), ("1.cls", b"0")])[: 4 * 512])
-    assert read_all(open_source(SourceSpec(tar="s.tar"))) == [b"one"]
+def test_a_shard_without_end_blocks_may_have_been_cut_off(make_tar: MakeTar, read_all: ReadAll) -> None:
+    Path("s.tar").write_bytes(make_tar([("1.jpg", b"one"), ("1.cls", b"0"), ("2.jpg", b"two")])[: 4 * 512])
+    with pytest.warns(UserWarning, match=r"^s\.tar: ends without the zeros that end a tar; if it was cut off, samples"):
+        source = open_source(SourceSpec(tar="s.tar"))
+    assert read_all(source) == [b"one"]
 
 
 def test_several_shards(make_tar: MakeTar, read_all: ReadAll) -> None:
@@ -502,7 +504,7 @@ def pax_record(key: str, value: str) -> bytes:
 def test_the_size_of_an_extended_header_counts(read_all: ReadAll) -> None:
     """As tars have it for members above 8 GiB."""
     members = [pax_member("1.jpg", b"one" * 300, {"size": "900"}), pax_member("1.cls", b"0", {"size": "1"})]
-    Path("s.tar").write_bytes(b"".join(members) + make_members([("2.jpg", b"two"), ("2.cls", b"1")]))
+    Path("s.tar").write_bytes(b"".join(members) + make_members([("2.jpg", b"two"), ("2.cls", b"1")]) + bytes(1024))
     assert read_all(open_source(SourceSpec(tar="s.tar"))) == [b"one" * 300, b"two"]
 
 

@@ -98,6 +98,12 @@ def test_columns_with_a_dot_are_suffixes() -> None:
     assert not has_labels(source) and source.labels.tolist() == [0, 0]
 
 
+def test_a_suffix_has_no_upper_case() -> None:
+    """Suffixes of members are those of WebDataset, which lowers them."""
+    source = opened([*sample("a", {}), ("a.Caption", b"a cat")], fields={"text": {"column": ".Caption"}})
+    assert records_of(source, [0]).columns["text"] == ["a cat"]
+
+
 def test_several_classes_and_vectors() -> None:
     members = [*sample("a", {}, cls=b"cat|dog"), *sample("b", {}, cls=b"")]
     source = opened(members, fields={"label": {"kind": "classes"}})

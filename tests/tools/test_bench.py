@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from gpuflow.cli import main
-from gpuflow.errors import GpuflowError
+from gpuflow.errors import GpuflowError, LoaderError
 from gpuflow.tools import bench
 from tests.datasets import deadline, make_photos, write_config
 
@@ -113,6 +113,20 @@ def test_a_measurement_that_fails_shows_why(config: Path) -> None:
     with pytest.raises(GpuflowError) as caught:
         bench.measure([job(config, f"{arm}:one")], repeats=1)
     assert str(caught.value) == f"bench: {arm}:one with 1 worker(s) failed:\nno such pipeline", "and no traceback"
+
+
+def test_other_loaders_take_another_sample_for_a_bad_one(tmp_path: Path) -> None:
+    """As gpuflow's own does; where all are bad, the message says so."""
+    files = make_photos(tmp_path / "photos", classes=1, each=3)
+    stages = [{"decode": {}}, {"random_resized_crop": {"size": 24}}, {"normalize": {}}]
+    config = write_config(tmp_path / "x.yaml", tmp_path / "photos", train=stages, val=stages)
+    files[0].write_bytes(b"no image")
+    files[1].write_bytes(files[1].read_bytes()[:100])
+    samples = bench._Samples(job(config, "dataloader"), pil=True, normalize=True)
+    assert [samples[i][0].shape for i in range(3)] == [(3, 24, 24)] * 3
+    files[2].write_bytes(b"")
+    with pytest.raises(LoaderError, match=r"^100 samples in a row are bad; gpuflow scan lists them; the last one: "):
+        samples[1]
 
 
 def test_a_rate_counts_items_after_the_warm_up() -> None:
