@@ -380,9 +380,10 @@ def deadline(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def open_things() -> tuple[set[int], dict[int, str], set[str]]:
+def open_things(*, collect: bool = True) -> tuple[set[int], dict[int, str], set[str]]:
     """What a loader might leave behind in this process: threads, file descriptors, mapped files of shared memory."""
-    gc.collect()
+    if collect:
+        gc.collect()
     threads = {thread.ident or 0 for thread in threading.enumerate()}
     descriptors = {}
     for name in os.listdir("/proc/self/fd"):
@@ -402,7 +403,9 @@ def nothing_left_behind(seconds: float = 5.0) -> Iterator[None]:
     before = open_things()
     yield
     end = time.monotonic() + seconds
-    while (after := open_things()) != before and time.monotonic() < end:
+    after = open_things(collect=False)
+    while after != before and time.monotonic() < end:
+        after = open_things()
         time.sleep(0.05)
     left = [thread.name for thread in threading.enumerate() if thread.ident not in before[0]]
     assert not left, f"threads left behind: {left}"

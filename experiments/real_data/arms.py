@@ -212,21 +212,24 @@ def tune_dali(job: dict[str, Any]) -> dict[str, Any]:
 class Training:
     """A step of a torchvision model as users write it: bf16 autocast, channels_last, SGD, on the default stream.
 
-    model: a torchvision model; after `compiled_` its forward pass and its loss are compiled.
+    model: a torchvision model; after `compiled_` its forward pass and its loss are compiled, and after `graphed_` they
+        and the backward pass are replayed as CUDA graphs, too.
     """
 
     def __init__(self, model: str, meter: Meter, dtype: torch.dtype) -> None:
         import torchvision
 
         device = meter.device
-        network = getattr(torchvision.models, model.removeprefix("compiled_"))().to(device)
+        how, _, name = model.rpartition("_")
+        network = getattr(torchvision.models, name)().to(device)
         network = network.to(memory_format=torch.channels_last)
 
         def loss_of(images: Any, labels: Any) -> Any:
             with torch.autocast(device.type, torch.bfloat16):
                 return torch.nn.functional.cross_entropy(network(images), labels)
 
-        self._loss_of = torch.compile(loss_of) if model.startswith("compiled_") else loss_of
+        mode = "reduce-overhead" if how == "graphed" else None
+        self._loss_of = torch.compile(loss_of, mode=mode) if how else loss_of
         self._optimizer = torch.optim.SGD(network.parameters(), 0.1, momentum=0.9)
         images = torch.randn((meter.batch, 3, 224, 224), device=device).to(dtype)
         labels = torch.randint(0, 1000, (meter.batch,), device=device)

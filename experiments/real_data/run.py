@@ -31,8 +31,8 @@ from gpuflow.runtime.files import atomic_write
 from gpuflow.tools.bench import COLUMNS, commit, machine, spread, versions
 
 HERE = Path(__file__).parent
-TRAININGS, COMPILED = ("resnet18", "resnet50"), "compiled_resnet18"
-WORKLOADS = (*TRAININGS, COMPILED, "alone")
+TRAININGS, COMPILED, GRAPHED = ("resnet18", "resnet50"), "compiled_resnet18", "graphed_resnet18"
+WORKLOADS = (*TRAININGS, COMPILED, GRAPHED, "alone")
 COMPILED_ROWS = ("same", "web")
 ARM_PROGRAM = HERE / "arms.py"
 ARMS = ("resident", "gpuflow", "dali", "engines", "engines sorted")

@@ -380,6 +380,8 @@ class RunSpec(_Block):
             are two or more, from 10,000 samples on; and for a service where the CPU decodes, where there are more than
             four. Where a GPU decodes: the most that decode the files that it does not take; `auto`: all cores but
             three.
+        decoder_calls: how many chunks of images a GPU's decoder gets at a time; `auto`: two while the GPU waits for
+            batches most of its time. Two load more images, which slows a training whose steps are no CUDA graphs.
         prefetch: finished batches that wait for the training loop.
         on_error: what happens to a bad sample: `raise` stops, `replace` takes another one, `skip` leaves it out; by
             default `skip` in the pipeline val and `replace` in others.
@@ -395,6 +397,7 @@ class RunSpec(_Block):
     threads: Workers | Literal["auto"] = "auto"
     readers: Annotated[int, Field(ge=0, le=1024)] | Literal["auto"] = "auto"
     processes: Annotated[int, Field(ge=0, le=1024)] | Literal["auto"] = "auto"
+    decoder_calls: Annotated[int, Field(ge=1, le=2)] | Literal["auto"] = "auto"
     prefetch: Workers = 3
     on_error: OnError | None = None
     max_bad: Annotated[int, Field(ge=0)] | Annotated[float, Field(ge=0, le=1)] | None = None

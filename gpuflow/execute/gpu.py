@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, final
+from typing import Any, Literal, final
 
 import numpy as np
 import torch
@@ -220,6 +220,7 @@ class GpuRunner:
             chroma sampling up to 127 of them.
         check_threads: that check new files on the CPU, in each process that reads; 0 if the GPU checks them.
         rewrite_threads: that rewrite progressive files of one chunk, in this process or in the one that reads it.
+        decoder_calls: how many threads call nvJPEG at a time; `auto`: two while the GPU waits most of its time.
 
     Raises:
         NvjpegError: the GPU does not have the backend.
@@ -240,6 +241,7 @@ class GpuRunner:
         fill_calls: bool = True,
         check_threads: int = 0,
         rewrite_threads: int = 1,
+        decoder_calls: int | Literal["auto"] = "auto",
     ) -> None:
         self._program, self._device_stream = program, device_stream
         outputs = outputs_of(program)
@@ -250,6 +252,7 @@ class GpuRunner:
         self._calls: deque[_Call] = deque()
         self._checks = FileChecks(device_stream, check_threads)
         self.engine_images, self.cpu_images = 0, 0
+        self._decoder_calls = decoder_calls
         self._long_waits = self._settled = 0
         with device_stream.queued():
             self._decoders = NvjpegDecoderPool(device_stream, library, program.decoder.color, backend)
@@ -278,16 +281,17 @@ class GpuRunner:
         """Says for which part of its time the consumer's GPU waits for batches, 0 to 1.
 
         To be called for each batch. If it waits at all, a second decode buffer is used. If it has waited most of the
-        time for a while, more of them are, and see `NvjpegDecoderPool.set_starved`; once it has not for a longer while,
-        the memory for this is given back.
+        time for a while, or two calls were asked for, more of them are, and see `NvjpegDecoderPool.set_starved`; once
+        it has not for a longer while, the memory for this is given back.
         """
         waited_long = share > _LONG_WAIT
         self._long_waits = self._long_waits + 1 if waited_long else 0
-        self._settled = 0 if waited_long else self._settled + 1
         starved = self._long_waits >= _LONG_WAITS
-        self._decoders.set_starved(starved)
-        if share > SHORT_WAIT:
-            self._buffers.grow(BUFFERS if starved else BUFFERS_FOR_ONE_CALL)
+        two = starved if self._decoder_calls == "auto" else self._decoder_calls == 2
+        self._settled = 0 if waited_long or two else self._settled + 1
+        self._decoders.set_starved(two)
+        if two or share > SHORT_WAIT:
+            self._buffers.grow(BUFFERS if two else BUFFERS_FOR_ONE_CALL)
         if self._settled and self._settled % _SETTLED == 0:
             self._decoders.release_second()
             self._buffers.shrink(BUFFERS_FOR_ONE_CALL)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -98,6 +98,7 @@ def place_on_gpu(
     fill_calls: bool = True,
     check_threads: int = 0,
     rewrite_threads: int = 1,
+    decoder_calls: int | Literal["auto"] = "auto",
 ) -> Placement:
     """Create the runner for a program on the stream's GPU, on its engines; or say why none can run it.
 
@@ -105,7 +106,7 @@ def place_on_gpu(
     is faster where a GPU has several cores (measured in docs/gpu.md), and the training has the GPU for itself.
 
     images: the largest number of images in a chunk. Kernels decode chunks of few images in another way.
-    decode_bytes, buffers, cpu_pool, fill_calls, check_threads, rewrite_threads: see `GpuRunner`.
+    decode_bytes, buffers, cpu_pool, fill_calls, check_threads, rewrite_threads, decoder_calls: see `GpuRunner`.
     """
     found = gpu_passes_and_library(program)
     if isinstance(found, str):
@@ -131,6 +132,7 @@ def place_on_gpu(
                 fill_calls=fill_calls,
                 check_threads=check_threads,
                 rewrite_threads=rewrite_threads,
+                decoder_calls=decoder_calls,
             )
         except NvjpegError as error:
             refusals.append(f"{description}: {error}")

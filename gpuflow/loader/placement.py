@@ -54,6 +54,7 @@ def place(config: Config, name: str, device: torch.device, batch_size: int) -> P
                 fill_calls=config.run.memory_limit is None,
                 check_threads=check_threads_of(config.run),
                 rewrite_threads=threads_of(config.run),
+                decoder_calls=config.run.decoder_calls,
             )
     if backend == "gpu" and placement.gpu is None:
         keys = "decode" if isinstance(program, ViewsProgram) else "stages[0].decode"

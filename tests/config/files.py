@@ -45,8 +45,8 @@ SOURCE_KEYS = (
     "folder, listing, tar, coco, hf, mix, images, image, label, by, samples, root, classes, unite_classes, split, "
     "splits, seed, window, extensions, weights, fields, cache"
 )
-RUN_KEYS = "threads, readers, processes, prefetch, on_error, max_bad, bad_file, timeout_s, memory_limit, deterministic"
-RUN_KEYS += ", nvtx"
+RUN_KEYS = "threads, readers, processes, decoder_calls, prefetch, on_error, max_bad, bad_file, timeout_s, memory_limit"
+RUN_KEYS += ", deterministic, nvtx"
 
 
 def read(text: str, *overrides: str) -> Config:

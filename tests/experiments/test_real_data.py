@@ -337,7 +337,8 @@ def test_workloads_of_a_row(scripts: dict[str, Any]) -> None:
     arms = ("resident", "engines", "dali")
     row = run.row_of("web", run.parsed([]), arms)
     assert row.folder == Path("/dev/shm/real/web")
-    assert [row.workloads_of(arm) for arm in arms] == [run.WORKLOADS[:3], ("alone",), run.WORKLOADS]
+    trainings = (*run.TRAININGS, run.COMPILED)
+    assert [row.workloads_of(arm) for arm in arms] == [trainings, ("alone",), (*trainings, "alone")]
     assert run.row_of("sizes", run.parsed([]), arms).workloads == ("resnet18", "resnet50", "alone")
     chosen = run.row_of("mine", run.parsed(["--workloads", "alone", "compiled_resnet18"]), arms)
     assert chosen.workloads == ("compiled_resnet18", "alone")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -72,7 +72,8 @@ class FakeRunner:
     """Has the attributes of a `GpuRunner` that `set_gpu_wait` uses, and is its own decoders and buffers: records the
     calls that these receive."""
 
-    def __init__(self) -> None:
+    def __init__(self, decoder_calls: int | Literal["auto"] = "auto") -> None:
+        self._decoder_calls = decoder_calls
         self._decoders = self._buffers = self
         self._long_waits = self._settled = 0
         self.starved: list[bool] = []
@@ -101,6 +102,15 @@ def test_a_second_call_is_for_a_gpu_that_waits_most_of_its_time(share: float, st
     for _ in range(40):
         GpuRunner.set_gpu_wait(runner, share)
     assert (runner.starved[-1:], runner.grown[-1:]) == ([starved], grown)
+
+
+@pytest.mark.parametrize(("decoder_calls", "starved", "grown"), [(1, False, 2), (2, True, 3)])
+def test_the_number_of_calls_may_be_fixed(decoder_calls: int, starved: bool, grown: int) -> None:
+    runner: Any = FakeRunner(decoder_calls)
+    for share in [0.1] + [0.9] * 40 + [0.1] * 300:
+        GpuRunner.set_gpu_wait(runner, share)
+    assert set(runner.starved) == {starved} and set(runner.grown) == {grown}
+    assert bool(runner.freed) == (decoder_calls == 1)
 
 
 def test_the_first_batches_of_a_training_are_late_and_begin_no_second_call() -> None:

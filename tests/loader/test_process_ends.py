@@ -66,7 +66,8 @@ def test_ctrl_c_ends_the_process(where: str, seconds: float, delay: float, inter
         process.wait(CTRL_C_SECONDS)
     noise = process.stderr
     assert process.returncode == -signal.SIGINT
-    lines = [line for line in noise.strip().splitlines() if "a thread stays behind" not in line]  # on a busy machine
+    busy = "a thread stays behind", "RuntimeWarning: "  # what a busy machine adds: SPDL was stopped before it had begun
+    lines = [line for line in noise.strip().splitlines() if not any(text in line for text in busy)]
     assert lines[0] == "Traceback (most recent call last):"
     assert lines[-1] == "KeyboardInterrupt"
     assert noise.count("Traceback") == 1, noise
