@@ -54,6 +54,12 @@ for epoch in range(1000):
 """
 
 
+def without_what_a_busy_machine_adds(noise: str) -> list[str]:
+    """The lines of stderr without those that say that a thread, or SPDL, was too slow to end in time."""
+    slow = "a thread stays behind", "RuntimeWarning: "
+    return [line for line in noise.strip().splitlines() if not any(text in line for text in slow)]
+
+
 @pytest.mark.parametrize(
     ("where", "seconds", "delay"),
     [("first batch", 0.05, 0.0), ("body", 0.0, 0.05), ("iterating", 0.0005, 0.0), ("iterating", 0.0, 0.33)],
@@ -66,8 +72,7 @@ def test_ctrl_c_ends_the_process(where: str, seconds: float, delay: float, inter
         process.wait(CTRL_C_SECONDS)
     noise = process.stderr
     assert process.returncode == -signal.SIGINT
-    busy = "a thread stays behind", "RuntimeWarning: "  # what a busy machine adds: SPDL was stopped before it had begun
-    lines = [line for line in noise.strip().splitlines() if not any(text in line for text in busy)]
+    lines = without_what_a_busy_machine_adds(noise)
     assert lines[0] == "Traceback (most recent call last):"
     assert lines[-1] == "KeyboardInterrupt"
     assert noise.count("Traceback") == 1, noise
@@ -134,7 +139,8 @@ for batch in loader:
     pass
 """
     done = interpreter.run(code, str(config), seconds=20)
-    assert done.stderr.endswith("KeyboardInterrupt\n") and done.stderr.count("Traceback") == 1, done.stderr
+    assert without_what_a_busy_machine_adds(done.stderr)[-1] == "KeyboardInterrupt", done.stderr
+    assert done.stderr.count("Traceback") == 1, done.stderr
     assert done.returncode in (-signal.SIGINT, 1), "1 if a thread has evaluated text since then"
 
 
