@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import _thread
 import enum
 import importlib
 import io
 import json
 import os
 import shlex
+import signal
 import sys
+import threading
+import time
 import warnings
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -25,7 +30,7 @@ from gpuflow.errors import ConfigError, GpuflowError, Problem, is_system_fault
 from gpuflow.version import __version__
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from gpuflow.config import Config
     from gpuflow.loader.loader import Loader
@@ -92,7 +97,21 @@ def main() -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: file names need not be text
     warnings.formatwarning = _format_warning
+    sys.unraisablehook = partial(_interrupt_again, sys.unraisablehook)
     app()
+
+
+def _interrupt_again(report: Callable[[sys.UnraisableHookArgs], object], unraisable: sys.UnraisableHookArgs) -> None:
+    """Repeat a Ctrl-C that came in a `__del__` or a weak reference's callback: Python prints it there and goes on."""
+    if issubclass(unraisable.exc_type, KeyboardInterrupt):
+        _thread.start_new_thread(_interrupt_soon, (threading.get_ident(),))
+    else:
+        report(unraisable)
+
+
+def _interrupt_soon(thread: int) -> None:
+    time.sleep(0.01)  # until the callback has ended
+    signal.pthread_kill(thread, signal.SIGINT)
 
 
 def _format_warning(

@@ -29,6 +29,7 @@ def command_here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
 
     def run(*arguments: object) -> Done:
         monkeypatch.setattr(sys, "argv", ["gpuflow", *map(str, first), *map(str, arguments)])
+        monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)  # main replaces it
         with pytest.raises(SystemExit) as end:
             main()
         code = end.value.code

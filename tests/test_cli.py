@@ -382,6 +382,26 @@ def test_ctrl_c_in_training_exits_130(config: Path) -> None:
     assert err.endswith("interrupted\n")
 
 
+def test_ctrl_c_in_a_finalizer_is_not_lost() -> None:
+    code = """
+import time
+from gpuflow.cli import app, main
+
+class Interrupted:
+    def __del__(self):
+        raise KeyboardInterrupt
+
+@app.command()
+def wait():
+    Interrupted()
+    time.sleep(60)
+
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", code, "wait"], capture_output=True, text=True, timeout=50, check=False)
+    assert (done.returncode, done.stderr) == (130, "interrupted\n")
+
+
 # --- bench ------------------------------------------------------------------------------------------------------------
 
 
