@@ -22,7 +22,7 @@ WORKERS ?= $(shell echo $$(($$(nproc) + 1)))
 PYTEST := OMP_WAIT_POLICY=passive $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check docs bench chaos mutants test-latest test-integrations
+.PHONY: help demo test check collect docs bench chaos mutants test-latest test-integrations
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/make \1\t\2/' | expand -t 26
@@ -40,6 +40,9 @@ check: .venv/.installed  ## lint, formatting, types, which package imports which
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
+
+collect: .venv/.installed  ## import all tests once, so that the processes of `make test` find them compiled
+	@$(BIN)/python -m pytest --collect-only -qq > .venv/collected || { cat .venv/collected; exit 1; }
 
 docs: .venv/.installed  ## build the documentation into site/, strictly
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
