@@ -23,6 +23,8 @@ def problems_of(error: pydantic.ValidationError, model: type[BaseModel], data: A
 
 
 _BOUNDS = {"greater_than_equal": ("ge", ">="), "greater_than": ("gt", ">"), "less_than_equal": ("le", "<=")}
+_MAIN_KEYS = "folder", "stages", "file", "model", "size"
+"""Of source, pipelines and views, serve.model, train and batch."""
 _WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "text", type(None): "null"}
 
 
@@ -99,7 +101,17 @@ def _describe(fault: Any, model: type[BaseModel]) -> Problem:
         action = suggest(value, _choices(hint), else_all=False)
         return Problem.of(at, f"must be {type_in_words(hint)}", value, action, code="config.range")
     rule = f"must be {fault['ctx']['error'] if kind == 'value_error' else type_in_words(hint)}"
-    return Problem.of(at, rule, value, code="config.type")
+    return Problem.of(at, rule, value, _key_for(value, hint), code="config.type")
+
+
+def _key_for(value: Any, hint: Any) -> str:
+    """Where a mapping belongs and its main key was left out: the mapping with that key; empty otherwise."""
+    models = [part for part in (hint, *typing.get_args(hint)) if _is_model(part)]
+    fields = {} if isinstance(value, dict) or not models else models[0].model_fields
+    for key in _MAIN_KEYS:
+        if key in fields and not _is_model(fields[key].annotation) and fits(value, fields[key].rebuild_annotation()):
+            return f"write {{{key}: {'[...]' if isinstance(value, tuple) else value}}}"
+    return ""
 
 
 def _in_digits(number: float) -> str:

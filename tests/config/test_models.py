@@ -78,9 +78,17 @@ BYTES = "bytes, or text with a unit such as 512MB or 2GiB"
         ("pipelines: {a: {stages: 3}}", "pipelines.a.stages must be a list, got 3"),
         (
             "pipelines: {a: {stages: [decode, center_crop: {size: 8}], batch: 3}}",
-            "pipelines.a.batch must be a mapping with size, global, drop_last, got 3",
+            "pipelines.a.batch must be a mapping with size, global, drop_last, got 3; write {size: 3}",
         ),
-        ("serve: [1]", "serve must be a mapping with preset, height, width, color, stages, model, got [1]"),
+        (
+            "serve: [1]",
+            "serve must be a mapping with preset, height, width, color, stages, model, got [1]; write {stages: [...]}",
+        ),
+        ("source: photos", f"source must be a mapping with {SOURCE_KEYS}, got 'photos'; write {{folder: photos}}"),
+        (
+            "pipelines: {a: [decode]}",
+            f"pipelines.a must be a mapping with {PIPELINE_KEYS}, got ['decode']; write {{stages: [...]}}",
+        ),
         # missing
         ("source: {folder: x, cache: {size: 1GB}}", "source.cache needs the key 'dir': text"),
         ("pipelines: {a: {}}", "pipelines.a needs the key 'stages': a list, or views"),
