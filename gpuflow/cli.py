@@ -141,6 +141,14 @@ def _labelled(label: str, style: str, text: str) -> Text:
     return Text.assemble((label, style), " ", text)
 
 
+def _order_note(config: Config) -> str:
+    """What to change where a training would get the images of one class after those of another; empty otherwise."""
+    pipeline, sources = config.pipelines.get("train"), config.source.mixed or (config.source,)
+    if pipeline is None or pipeline.shuffle or not any(source.folder for source in sources):
+        return ""
+    return "pipelines.train takes one class of the folder after the other; set pipelines.train.shuffle to true"
+
+
 def _check_output(option: str, path: Path, *, folder: bool = False) -> None:
     """Check that a file, or files in a folder, can be written, before the work whose results they hold.
 
@@ -240,6 +248,8 @@ def check(path: ConfigFile, overrides: Overrides = None) -> None:
     for one in config.source.mixed or (config.source,):
         if hint := missing_source(one):
             _out.print(_labelled("note:", "yellow", f"the source is not on this machine: {hint}"))
+    if note := _order_note(config):
+        _out.print(_labelled("note:", "yellow", note))
     _out.print(_labelled("valid:", "green", str(path)))
 
 
@@ -423,6 +433,8 @@ def train(
     config = _read(path, overrides)
     trainer = Trainer(config, device=device, resume=resume, ranks=ranks)
     first, start = ranks.rank == 0, trainer.step
+    if first and (note := _order_note(config)):
+        _err.print(_labelled("note:", "yellow", note))
     with ExitStack() as stack:
         if metrics_port is not None:
             stack.enter_context(serve_metrics(trainer.loaders, port=metrics_port))

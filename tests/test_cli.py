@@ -344,6 +344,14 @@ def test_train_says_that_the_port_of_its_metrics_is_taken(gpuflow: Run, config: 
     assert f"metrics cannot be served at 127.0.0.1:{port}: " in done.err
 
 
+def test_an_order_class_by_class_is_noted(gpuflow: Run, config: Path) -> None:
+    note = "note: pipelines.train takes one class of the folder after the other; set pipelines.train.shuffle to true\n"
+    assert note not in gpuflow("check", config).out
+    assert note in gpuflow("check", config, "pipelines.train.shuffle=false").out
+    assert note not in gpuflow("train", config, "--device", "cpu", "--max-steps", 1).err
+    assert note in gpuflow("train", config, "--device", "cpu", "--max-steps", 1, "pipelines.train.shuffle=false").err
+
+
 def test_train_refuses_another_preprocessing(gpuflow: Run, config: Path) -> None:
     first = gpuflow("train", config, "--device", "cpu", "--max-steps", 1).out.split()[-1]
     done = gpuflow("train", config, "--resume", "pipelines.val.stages.resize.shorter=40")
