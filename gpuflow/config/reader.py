@@ -22,10 +22,10 @@ from gpuflow.config.models import Config, Document, Pixels, PresetKeys, SourceKe
 from gpuflow.config.overrides import Overrides
 from gpuflow.config.record_fields import declared_problems
 from gpuflow.config.stage_entries import as_tuples, make_stage
-from gpuflow.config.words import fits, problems_of
+from gpuflow.config.words import fits, meant_key, problems_of
 from gpuflow.config.yaml_file import read_yaml
 from gpuflow.decode.preset import Preset
-from gpuflow.errors import ConfigError, Key, Problem, show, suggest
+from gpuflow.errors import ConfigError, Key, Problem, show
 from gpuflow.pipeline.program import Program, fold
 from gpuflow.pipeline.records import GEOMETRIC, Field
 from gpuflow.pipeline.stage import Mixing, Pipeline, Stage
@@ -205,7 +205,7 @@ class _Reader:
         if isinstance(own.get("mix"), list):
             own["mix"] = list(own["mix"])
         for key in unknown:
-            action = suggest(key, [*SourceKeys.model_fields, *offered])
+            action = meant_key(key, [*SourceKeys.model_fields, *offered], Document)
             self._report(Problem.of((*at, key), "is not a key here", action=action, code="config.unknown_key"))
         return own, {key: block[key] for key in foreign if key in offered}, not unknown
 

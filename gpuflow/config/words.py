@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import types
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 import pydantic
 from pydantic import BaseModel, ConfigDict
 
-from gpuflow.errors import Key, Problem, suggest
+from gpuflow.errors import Key, Problem, dotted, suggest
 from gpuflow.pipeline.record_values import FromRecord
 
-__all__ = ["fits", "problems_of", "type_in_words"]
+__all__ = ["fits", "meant_key", "problems_of", "type_in_words"]
 
 
 def problems_of(error: pydantic.ValidationError, model: type[BaseModel], data: Any) -> Iterator[Problem]:
@@ -23,6 +23,7 @@ def problems_of(error: pydantic.ValidationError, model: type[BaseModel], data: A
 
 
 _BOUNDS = {"greater_than_equal": ("ge", ">="), "greater_than": ("gt", ">"), "less_than_equal": ("le", "<=")}
+_MOST_PLACES = 3
 _MAIN_KEYS = "folder", "stages", "file", "model", "size"
 """Of source, pipelines and views, serve.model, train and batch."""
 _WORDS = {int: "an integer", float: "a number", bool: "true or false", str: "text", type(None): "null"}
@@ -50,6 +51,34 @@ def type_in_words(hint: Any) -> str:
     if isinstance(hint, type) and issubclass(hint, BaseModel):
         return f"a mapping with {', '.join(field.alias or name for name, field in hint.model_fields.items())}"
     return _WORDS.get(hint, "a mapping or list")
+
+
+def meant_key(key: Key, known: Iterable[str], document: type[BaseModel]) -> str:
+    """What to do about a key where only `known` ones may stand: its place in the document, a close one, or all."""
+    places = [dotted(place) for place in _places_of(key, document)]
+    return f"write it as {' or '.join(places)}" if 1 <= len(places) <= _MOST_PLACES else suggest(key, known)
+
+
+def _places_of(key: Key, model: type[BaseModel]) -> Iterator[tuple[str, ...]]:
+    """Where a key stands in a model and those that it holds: pipelines, NAME, batch."""
+    for name, field in model.model_fields.items():
+        name = field.alias or name
+        if name == key:
+            yield (name,)
+        for way, inner in _models_in(field.annotation):
+            for place in _places_of(key, inner):
+                yield (name, *way, *place)
+
+
+def _models_in(hint: Any) -> Iterator[tuple[tuple[str, ...], type[BaseModel]]]:
+    """The models that a value of this type is or holds as values of a mapping, each with the keys that lead to it."""
+    if _is_model(hint):
+        yield (), hint
+    elif typing.get_origin(hint) is dict:
+        yield from ((("NAME", *way), model) for way, model in _models_in(typing.get_args(hint)[1]))
+    elif typing.get_origin(hint) in (typing.Union, types.UnionType):
+        for part in typing.get_args(hint):
+            yield from _models_in(part)
 
 
 def fits(value: Any, hint: Any) -> bool:
@@ -91,7 +120,7 @@ def _describe(fault: Any, model: type[BaseModel]) -> Problem:
     if kind == "extra_forbidden":
         assert parent is not None
         known = [field.alias or name for name, field in parent.model_fields.items()]
-        return Problem.of(at, "is not a key here", action=suggest(at[-1], known), code="config.unknown_key")
+        return Problem.of(at, "is not a key here", action=meant_key(at[-1], known, model), code="config.unknown_key")
     if kind == "missing":
         return Problem.of(at[:-1], f"needs the key {at[-1]!r}: {type_in_words(hint)}", code="config.missing_key")
     if kind in _BOUNDS:

@@ -89,6 +89,14 @@ BYTES = "bytes, or text with a unit such as 512MB or 2GiB"
             "pipelines: {a: [decode]}",
             f"pipelines.a must be a mapping with {PIPELINE_KEYS}, got ['decode']; write {{stages: [...]}}",
         ),
+        # of another block
+        ("source: {folder: x, threads: 2}", "source.threads is not a key here; write it as run.threads"),
+        ("lr: 3", "lr is not a key here; write it as train.lr"),
+        ("run: {shuffle: true}", "run.shuffle is not a key here; write it as pipelines.NAME.shuffle"),
+        (
+            "train: {batch: 4}",
+            "train.batch is not a key here; write it as pipelines.NAME.batch or serve.model.batch",
+        ),
         # missing
         ("source: {folder: x, cache: {size: 1GB}}", "source.cache needs the key 'dir': text"),
         ("pipelines: {a: {}}", "pipelines.a needs the key 'stages': a list, or views"),
