@@ -52,6 +52,10 @@ class _Commands(TyperGroup):
             _err.print("interrupted")
             raise typer.Exit(130) from None
         except Exception as error:
+            if not _is_fault(error) and isinstance(error.__context__, KeyboardInterrupt):
+                # One of torch's contexts, which a Ctrl-C left half closed.
+                _err.print("interrupted")
+                raise typer.Exit(130) from None
             if not _is_fault(error):
                 raise
             problems = error.problems if isinstance(error, ConfigError) else (_text_of(error),)

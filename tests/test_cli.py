@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from textwrap import indent
 
 import pytest
 import torch
@@ -390,22 +391,26 @@ def test_ctrl_c_in_training_exits_130(config: Path) -> None:
     assert err.endswith("interrupted\n")
 
 
-def test_ctrl_c_in_a_finalizer_is_not_lost() -> None:
-    code = """
-import time
-from gpuflow.cli import app, main
-
+FINALIZER = """
 class Interrupted:
     def __del__(self):
         raise KeyboardInterrupt
 
-@app.command()
-def wait():
-    Interrupted()
-    time.sleep(60)
-
-main()
+Interrupted()
+time.sleep(60)
 """
+CONTEXT = """
+try:
+    raise KeyboardInterrupt
+finally:
+    raise RuntimeError("trying to pop from empty mode stack")
+"""
+
+
+@pytest.mark.parametrize("body", [FINALIZER, CONTEXT])
+def test_ctrl_c_is_not_lost(body: str) -> None:
+    """In a finalizer, where Python prints it and goes on, and where a context that it left half closed raises."""
+    code = f"import time\nfrom gpuflow.cli import app, main\n@app.command()\ndef wait():{indent(body, '    ')}\nmain()"
     done = subprocess.run([sys.executable, "-c", code, "wait"], capture_output=True, text=True, timeout=50, check=False)
     assert (done.returncode, done.stderr) == (130, "interrupted\n")
 
