@@ -5,7 +5,7 @@ onnx       `.onnx` by onnxruntime, on its CPU or CUDA provider
 tensorrt   `.onnx` built into a TensorRT engine
 """
 
-from gpuflow.engines.base import Engine, ModelInfo, class_names, refuse_other_preprocessing
+from gpuflow.engines.base import Engine, ModelInfo, class_names, refuse_other_preprocessing, warm_up_all
 from gpuflow.engines.factory import open_engine, open_engines, read_info
 
 __all__ = [
@@ -16,4 +16,5 @@ __all__ = [
     "open_engines",
     "read_info",
     "refuse_other_preprocessing",
+    "warm_up_all",
 ]

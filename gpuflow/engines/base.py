@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from gpuflow.config import ModelSpec
-from gpuflow.errors import ConfigError, Problem, show
+from gpuflow.errors import ConfigError, GpuflowError, Problem, show
 from gpuflow.pipeline.stage import ImageSpec, Pipeline
 from gpuflow.runtime.cpu_budget import available_threads
 from gpuflow.runtime.threads import DaemonPool
@@ -24,6 +24,7 @@ __all__ = [
     "ModelInfo",
     "black_images",
     "check_batch",
+    "check_batch_sizes",
     "check_classes",
     "check_input",
     "check_logits",
@@ -35,6 +36,7 @@ __all__ = [
     "reading_fault",
     "refuse_other_preprocessing",
     "run_in_thread",
+    "warm_up_all",
 ]
 
 METADATA_KEY = "gpuflow"
@@ -219,6 +221,16 @@ def check_input(path: str, image: ImageSpec, info: ModelInfo, *, shape: Sequence
     )
 
 
+def check_batch_sizes(path: str, batch: int, *, fewest: int, most: int | None) -> None:
+    """Raise ConfigError unless a model that takes `fewest` to `most` images at a time takes 1 to `batch`."""
+    if fewest > 1:
+        takes = f"batches of {fewest}" if fewest == most else f"batches of {fewest} or more"
+        raise model_error(path, f"takes only {takes}; export it with a dynamic batch axis")
+    if most is not None and batch > most:
+        rule = f"takes at most {most} image(s) at a time, serve.model.batch is {batch}"
+        raise model_error(path, f"{rule}; set it to {most}, or export the model with a larger dynamic batch axis")
+
+
 def check_batch(images: torch.Tensor, image: ImageSpec, batch: int) -> None:
     """Raise ValueError unless these are 1 to `batch` images [N, C, H, W] with the pipeline's shape and dtype."""
     height, width, channels = image.shape
@@ -265,9 +277,9 @@ def check_classes(
     height, width, channels = image.shape
     try:
         logits = run_in_thread(lambda: engine.run(black_images(1, image, device)))
-    except (RuntimeError, ValueError, AssertionError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise model_error(path, f"fails on an image of {image.dtype} {channels}x{height}x{width}: {reason}") from error
+    except Exception as error:  # of the libraries and of a model's own code, which have no common base
+        rule = f"fails on an image of {image.dtype} {channels}x{height}x{width}: {_reason(error)}"
+        raise model_error(path, rule) from error
     if logits.ndim != 2:
         raise model_error(path, f"must give logits [N, classes], gives {logits.ndim} axes: {list(logits.shape)}")
     if classes is not None and len(classes) != logits.shape[1]:
@@ -275,6 +287,22 @@ def check_classes(
             rule = f"must name each of the {logits.shape[1]} outputs of {path}, names {len(classes)}"
             raise ConfigError([Problem("serve.model.classes", rule)])
         raise model_error(path, f"names {len(classes)} classes but gives {logits.shape[1]} logits; export it again")
+
+
+def warm_up_all(engines: Iterable[Engine], path: str) -> None:
+    """Call `warm_up` of each engine. Raises ConfigError where one cannot run the batches that it will get."""
+    for engine in engines:
+        try:
+            engine.warm_up()
+        except GpuflowError:
+            raise
+        except Exception as error:  # of the libraries and of a model's own code, which have no common base
+            rule = f"fails on batches of up to {engine.batch} images: {_reason(error)}"
+            raise model_error(path, f"{rule}; set serve.model.batch to fewer, or export the model for them") from error
+
+
+def _reason(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
 def refuse_other_preprocessing(info: ModelInfo, pipeline: Pipeline, path: str, *, force: bool, trust: bool) -> None:

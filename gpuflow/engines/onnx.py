@@ -12,6 +12,7 @@ from gpuflow.engines.base import (
     ModelInfo,
     black_images,
     check_batch,
+    check_batch_sizes,
     check_input,
     cores_per_instance,
     model_error,
@@ -60,9 +61,8 @@ class OnnxEngine:
         (entry,) = inputs
         dtype = _DTYPES.get(entry.type, entry.type)
         check_input(self._path, self._image, self.info, shape=entry.shape, dtype=dtype)
-        fixed = entry.shape[0] if isinstance(entry.shape[0], int) else None
-        if fixed is not None:
-            raise model_error(self._path, f"takes only batches of {fixed}; export it with a dynamic batch axis")
+        if isinstance(fixed := entry.shape[0], int):
+            check_batch_sizes(self._path, self.batch, fewest=fixed, most=fixed)
         return entry.name, self._session.get_outputs()[0].name
 
     def warm_up(self) -> None:

@@ -25,6 +25,7 @@ from gpuflow.engines.base import (
     ModelInfo,
     black_images,
     check_batch,
+    check_batch_sizes,
     check_input,
     check_logits,
     cores_per_instance,
@@ -56,6 +57,7 @@ EXTRA_FILE = f"{METADATA_KEY}.json"
 CHECKPOINT_VERSION = 1
 """Of the files that training writes and serving reads."""
 _MAX_SIZES = 8  # torch.compile stops compiling a function after this many variants
+_ANY_NUMBER = 1 << 31  # an exported axis without a largest size has an infinite one
 _COMPILE_SECONDS = 1800.0
 _LOG = logging.getLogger(__name__)
 
@@ -246,7 +248,7 @@ def open_all(model: ModelSpec, *, image: ImageSpec, device: torch.device) -> lis
         precision = model.precision
     else:
         info = info_of(path)
-        module = _run_in_lasting_thread(lambda: _load_program(path, image, info, device))
+        module = _run_in_lasting_thread(lambda: _load_program(model, image, info, device))
     compiled: Any = torch.compile(module, dynamic=False) if model.compile else None
     threads = cores_per_instance(model.instances) if device.type == "cpu" or model.compile else None
     return [
@@ -326,7 +328,9 @@ def _program_info(path: str) -> ModelInfo:
         return ModelInfo.from_json(archive.read(names[0]).decode() if names else None)
 
 
-def _load_program(path: str, image: ImageSpec, info: ModelInfo, device: torch.device) -> nn.Module:
+def _load_program(model: ModelSpec, image: ImageSpec, info: ModelInfo, device: torch.device) -> nn.Module:
+    path = model.file
+
     def load() -> torch.export.ExportedProgram:
         refuse_code(path)
         with warnings.catch_warnings():
@@ -343,8 +347,21 @@ def _load_program(path: str, image: ImageSpec, info: ModelInfo, device: torch.de
     example = inputs[0].meta["val"]
     shape = [side if isinstance(side, int) else None for side in example.shape]
     check_input(path, image, info, shape=shape, dtype=str(example.dtype).removeprefix("torch."))
+    fewest, most = _batch_sizes(program, example.shape[0])
+    check_batch_sizes(path, model.batch, fewest=fewest, most=most)
     if device.type != "cpu":
         from torch.export.passes import move_to_device_pass
 
         program = move_to_device_pass(program, device)
-    return program.module()
+    # Guards, which repeat the checks of the input, cannot run on several threads: instances then fail now and then.
+    return program.module(check_guards=False)
+
+
+def _batch_sizes(program: torch.export.ExportedProgram, axis: int | torch.SymInt) -> tuple[int, int | None]:
+    """The fewest and the most images that a program takes; None for any number."""
+    if isinstance(axis, int):
+        return axis, axis
+    if (found := program.range_constraints.get(axis.node.expr)) is None:
+        return 1, None
+    fewest = int(found.lower)  # 0 and 2 where the exporter named no bound; 1 is taken then, too
+    return 1 if fewest <= 2 else fewest, int(found.upper) if found.upper < _ANY_NUMBER else None

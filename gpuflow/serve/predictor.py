@@ -16,7 +16,15 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeVar, overloa
 import torch
 
 from gpuflow.config.resources import serving_processes_of, threads_of
-from gpuflow.engines import Engine, ModelInfo, class_names, open_engines, read_info, refuse_other_preprocessing
+from gpuflow.engines import (
+    Engine,
+    ModelInfo,
+    class_names,
+    open_engines,
+    read_info,
+    refuse_other_preprocessing,
+    warm_up_all,
+)
 from gpuflow.engines.base import black_images, check_classes, check_logits
 from gpuflow.errors import (
     BadSampleError,
@@ -498,7 +506,7 @@ def open_predictor(
     target = Ranks.from_environment().device(device)
     engines: Sequence[Engine] = ()
     classes: tuple[str, ...] | None = None
-    platform = None
+    platform, name = None, ""
     if preprocess_only:
         block = None
     elif model is not None:
@@ -506,7 +514,8 @@ def open_predictor(
         batch = block.batch if block is not None else DEFAULT_BATCH
         engines = [CallableEngine(model, image=program.result, device=target, batch=batch)]
         classes = class_names(block, ModelInfo()) if block is not None else None
-        check_classes(engines[0], f"model={type(model).__name__}", program.result, target, classes)
+        name = f"model={type(model).__name__}"
+        check_classes(engines[0], name, program.result, target, classes)
     else:
         assert block is not None
         info = read_info(block.file)
@@ -518,9 +527,8 @@ def open_predictor(
 
             platform = platform_of(target)
         else:
-            engines = open_engines(block, image=program.result, device=target)
-    for engine in engines:
-        engine.warm_up()
+            engines, name = open_engines(block, image=program.result, device=target), block.file
+    warm_up_all(engines, name)
     graph = chain_here(config, program, block, device=str(target), platform=platform)
     return Predictor(
         graph,

@@ -131,14 +131,13 @@ def _engines(parameters: Mapping[str, str], program: Program) -> Sequence[Engine
     if "model" not in parameters:
         return ()
     from gpuflow.config import ModelSpec
-    from gpuflow.engines import open_engines, read_info, refuse_other_preprocessing
+    from gpuflow.engines import open_engines, read_info, refuse_other_preprocessing, warm_up_all
 
     model = ModelSpec.model_validate_json(parameters["model"])
     info, trust = read_info(model.file), model.preprocessing == "trust"
     refuse_other_preprocessing(info, program.pipeline, model.file, force=model.force, trust=trust)
     engines = open_engines(model, image=program.result, device=torch.device(parameters["device"]))
-    for engine in engines:
-        engine.warm_up()
+    warm_up_all(engines, model.file)
     return engines
 
 

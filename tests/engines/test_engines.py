@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, final
@@ -16,7 +18,15 @@ import torch
 from torch import nn
 
 from gpuflow.config import ModelSpec
-from gpuflow.engines import Engine, ModelInfo, class_names, open_engines, read_info, refuse_other_preprocessing
+from gpuflow.engines import (
+    Engine,
+    ModelInfo,
+    class_names,
+    open_engines,
+    read_info,
+    refuse_other_preprocessing,
+    warm_up_all,
+)
 from gpuflow.engines.base import METADATA_KEY, black_images, cores_per_instance, noise_images, run_in_thread
 from gpuflow.engines.cuda_graphs import Captured, difference, tolerance
 from gpuflow.engines.onnx import OnnxEngine
@@ -746,6 +756,75 @@ def test_a_model_of_two_inputs_or_one_batch_size(tmp_path: Path) -> None:
     fixed = export_onnx(tmp_path / "fixed.onnx", nn.AdaptiveAvgPool2d(1), noise(2), dynamic=False)
     expected = f"{fixed}: takes only batches of 2; export it with a dynamic batch axis"
     assert fault(lambda: engine(fixed)) == expected
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch's exporter
+@pytest.mark.parametrize("suffix", ["pt2", "onnx"])
+def test_a_model_of_one_image_at_a_time_needs_batches_of_one(suffix: str, tmp_path: Path) -> None:
+    path, module = tmp_path / f"one.{suffix}", nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    if suffix == "pt2":
+        save_program(path, module, noise(1), dynamic=False)
+    else:
+        export_onnx(path, module, noise(1), dynamic=False)
+    assert fault(lambda: engine(path, batch=5)) == (
+        f"{path}: takes at most 1 image(s) at a time, serve.model.batch is 5; set it to 1, or export the model with a "
+        "larger dynamic batch axis"
+    )
+    assert engine(path, batch=1).run(noise(1)).shape == (1, 3)
+
+
+@pytest.mark.parametrize(
+    ("least", "most", "expected"),
+    [
+        (None, 8, "takes at most 8 image(s) at a time, serve.model.batch is 9; set it to 8"),
+        (3, None, "takes only batches of 3 or more; export it with a dynamic batch axis"),
+        (2, None, ""),
+    ],
+)
+def test_the_batch_axis_of_a_program_has_bounds(
+    least: int | None, most: int | None, expected: str, tmp_path: Path
+) -> None:
+    path, module = tmp_path / "m.pt2", nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    bounds = {name: value for name, value in (("min", least), ("max", most)) if value is not None}
+    shapes = ({0: torch.export.Dim("batch", **bounds)},)
+    torch.export.save(torch.export.export(module.eval(), (noise(4),), dynamic_shapes=shapes), path)
+    if expected:
+        assert fault(lambda: engine(path, batch=9)).startswith(f"{path}: {expected}")
+    else:
+        running = engine(path, batch=9)
+        assert [len(running.run(noise(count))) for count in (1, 2, 9)] == [1, 2, 9]
+
+
+class ManyAtATime(nn.Module):
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        if len(images) > 1:
+            raise RuntimeError("one image at a time")
+        return images.mean(dim=(2, 3))
+
+
+def test_a_model_that_fails_on_its_batches_is_refused_with_its_name() -> None:
+    running = TorchEngine(ManyAtATime(), image=FLOAT, batch=4, device=CPU)
+    assert fault(lambda: warm_up_all([running], "m.pt2")) == (
+        "m.pt2: fails on batches of up to 4 images: one image at a time; set serve.model.batch to fewer, or export the "
+        "model for them"
+    )
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch's exporter
+def test_instances_of_a_program_run_at_the_same_time(tmp_path: Path) -> None:
+    """They share one module; torch's guards of an exported program failed now and then where two threads ran it."""
+    path = save_program(tmp_path / "m.pt2", nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten()), noise(2))
+    running = open_engines(
+        ModelSpec(file=str(path), preprocessing="trust", batch=8, instances=2), image=FLOAT, device=CPU
+    )
+    images, interval = noise(3), sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            answers = list(pool.map(lambda n: running[n % 2].run(images), range(1000)))
+    finally:
+        sys.setswitchinterval(interval)
+    assert all(torch.equal(answer, answers[0]) for answer in answers)
 
 
 # --- what is not installed --------------------------------------------------------------------------------------------
