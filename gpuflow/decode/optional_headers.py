@@ -237,7 +237,7 @@ def _read_heif(name: str) -> Reader:
         at = inner[b"pitm"].start
         (primary,) = struct.unpack_from(">I" if view[at] else ">H", view, at + 4)
         parts = list(_boxes(view, inner[b"iprp"].start, inner[b"iprp"].end))
-        properties = [one for box in parts if box.kind == b"ipco" for one in _boxes(view, box.start, box.end)]
+        properties = _properties(view, [box for box in parts if box.kind == b"ipco"])
         chosen = _properties_of(view, [box for box in parts if box.kind == b"ipma"], primary)
         own = [properties[number - 1] for number in chosen if 0 < number <= len(properties)]
         width, height = 0, 0
@@ -269,6 +269,16 @@ def _cropped(view: memoryview, box: _Box, name: str, coded_width: int, coded_hei
 
 _CROPPED_PIXELS = 1 << 16
 """A crop to less than a quarter may remove this many pixels: what is decoded must not be far more than what is kept."""
+
+
+def _properties(view: memoryview, lists: list[_Box]) -> list[_Box]:
+    """The boxes in the boxes `ipco`, of which sound files have one."""
+    found = list[_Box]()
+    for box in lists:
+        found += _boxes(view, box.start, box.end)
+        if len(found) > _MAX_PARTS:
+            refuse(f"more than {_MAX_PARTS:,} properties of images")
+    return found
 
 
 def _properties_of(view: memoryview, lists: list[_Box], item: int) -> list[int]:
@@ -338,7 +348,7 @@ def _check_extents(view: memoryview, box: _Box) -> None:
 
 # --- JPEG 2000 --------------------------------------------------------------------------------------------------------
 
-_MAX_TILES = 10_000
+_MAX_TILES, _MAX_JP2_SEGMENTS = 10_000, 10_000
 _JP2_CHANNELS = 4
 
 
@@ -361,12 +371,17 @@ def _read_jp2(view: memoryview, orientation: bool, max_scans: int) -> Header:
     if not 0 < tiles <= _MAX_TILES:
         refuse(f"{tiles:,} tiles; a JPEG 2000 of at most {_MAX_TILES:,} is decoded")
     at += 2
-    while (marker := struct.unpack_from(">H", view, at)[0]) != 0xFF90:
+    for _ in range(_MAX_JP2_SEGMENTS):
+        (marker,) = struct.unpack_from(">H", view, at)
+        if marker == 0xFF90:
+            break
         if marker >> 8 != 0xFF:
             refuse("damaged header: no marker where one should be")
         if marker == 0xFF52:
             _check_jp2_coding(view, at, right - left, lower - upper, tiles)
         at += 2 + struct.unpack_from(">H", view, at + 2)[0]
+    else:
+        refuse(f"more than {_MAX_JP2_SEGMENTS:,} segments up to the first tile")
     seen = set[int]()
     for _ in range(_MAX_PARTS):
         if at + 2 > len(view):

@@ -1,7 +1,8 @@
 """Resamples an image, or only the part of the result that is needed, as torchvision v2 does on uint8 tensors.
 
 torch resamples the rows first, rounds to uint8, and then resamples the columns. A part of the result is computed in the
-same two passes, strip by strip, so its pixels are those of the whole result and the rest of it is never in memory.
+same two passes, strip by strip, so its pixels are those of the whole result and the rest of it is never in memory. With
+`nearest` only the pixels of the part are looked at.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ Scratch = Callable[[str, tuple[int, ...]], NDArray[np.uint8]]
 """Memory for intermediate pixels, by name and shape. Its content is undefined."""
 
 _STRIP_BYTES = 1 << 20
-"""The size of a strip, unless one line of it is larger."""
+"""The size of a strip, unless fewer lines than these are larger."""
+_STRIP_LINES, _LONG_STRIP_BYTES = 16, 1 << 25
+"""As many lines are in a strip if this size holds them, however long: torch computes the weights along a line anew for
+each strip, which takes as long as 16 lines."""
 _COLUMNS_BYTES = 1 << 26
 """The largest size of what the first pass gives. A larger one is made and used in several parts."""
 _REACH = {"nearest": 1, "bilinear": 1, "bicubic": 2}
@@ -71,6 +75,12 @@ def resample_part(
     if whole and out.flags.c_contiguous:
         resample(image, grid, interpolation, antialias, out)
         return
+    if image.shape[:2] == tuple(grid):
+        np.copyto(out, image[y : y + height, x : x + width])
+        return
+    if interpolation == "nearest":
+        _pick(image, grid, part, out)
+        return
     filters = interpolation, antialias
     rows = _rows_read(image.shape[0], grid[0], y, height, interpolation)
     step = max(1, _COLUMNS_BYTES // (image.shape[0] * channels))
@@ -78,6 +88,29 @@ def resample_part(
         count = min(step, width - left)
         columns = _across(image, rows, grid[1], (x + left, count), filters, scratch)
         _down(columns, grid[0], (y, height), filters, out[:, left : left + count], scratch)
+
+
+def _pick(
+    image: NDArray[np.uint8], grid: Sequence[int], part: tuple[int, int, int, int], out: NDArray[np.uint8]
+) -> None:
+    """As `resample_part` with `nearest`."""
+    y, x, height, width = part
+    rows = _nearest(image.shape[0], grid[0])[y : y + height]
+    columns = _nearest(image.shape[1], grid[1])[x : x + width]
+    lines = _lines(image.shape[1] * image.shape[2])
+    for top in range(0, height, lines):
+        np.copyto(out[top : top + lines], image[rows[top : top + lines]][:, columns])
+
+
+def _nearest(length: int, grid: int) -> NDArray[np.uint32]:
+    """The place in a line of `length` pixels from which torch takes each of `grid` pixels."""
+    places = np.arange(length, dtype=np.uint32).view(np.uint8).reshape(1, length, 4)
+    return resample(places, (1, grid), "nearest", False, np.empty((1, grid, 4), np.uint8)).view(np.uint32).reshape(grid)
+
+
+def _lines(line_bytes: int) -> int:
+    """How many lines of this size make a strip."""
+    return max(1, _STRIP_BYTES // line_bytes, min(_STRIP_LINES, _LONG_STRIP_BYTES // line_bytes))
 
 
 def _across(
@@ -98,7 +131,7 @@ def _across(
         return image[:, x : x + count]
     kept = scratch("columns", (height, count, channels))
     start, stop = rows
-    lines = max(1, min(_STRIP_BYTES // (grid_width * channels), stop - start))
+    lines = min(_lines(grid_width * channels), stop - start)
     strip = scratch("strip", (lines, grid_width, channels))
     for top in range(start, stop, lines):
         bottom = min(top + lines, stop)
@@ -121,7 +154,7 @@ def _down(
     if grid_height == height:
         np.copyto(out, columns[y : y + count])
         return
-    wide = max(1, min(_STRIP_BYTES // (grid_height * channels), width))
+    wide = min(_lines(grid_height * channels), width)
     for left in range(0, width, wide):
         right = min(left + wide, width)
         strip = scratch("strip", (grid_height, right - left, channels))

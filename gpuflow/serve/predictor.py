@@ -36,7 +36,7 @@ from gpuflow.errors import (
     system_fault,
 )
 from gpuflow.execute.gpu_backend import gpu_decodes
-from gpuflow.pipeline.stage import ImageSpec, Pipeline
+from gpuflow.pipeline.stage import Decoder, ImageSpec, Pipeline
 from gpuflow.runtime.ranks import Ranks
 from gpuflow.runtime.threads import use_torch_threads
 from gpuflow.serve.matrices import matrices_of, require_known_moves
@@ -118,7 +118,7 @@ class Predictor:
         classes: the names of the model's outputs.
         timeout_seconds: limit for each answer.
 
-    gives_images: whether the graph can return the model's input.
+    gives_images: whether the graph can return the model's input. formats: what `decode.formats` names.
     """
 
     def __init__(
@@ -133,6 +133,8 @@ class Predictor:
     ) -> None:
         self.image, self.pipeline = image, pipeline
         self.classes, self.preprocessing = classes, graph.preprocessing
+        first_stage = pipeline.stages[0] if pipeline is not None else None
+        self.formats = first_stage.formats if isinstance(first_stage, Decoder) else ()
         self._graph, self._timeout = graph, timeout_seconds
         self._described = [engine.describe() for engine in engines]
         first, last = (dict(node.parameters) for node in (graph.nodes[0], graph.nodes[-1]))

@@ -418,6 +418,10 @@ REFUSED: dict[str, tuple[Callable[[], bytes], str]] = {
         lambda: JP2[: COD + 6] + struct.pack(">H", 65535) + JP2[COD + 8 :],
         "65,535 layers in 1 tiles; a JPEG 2000 of at most 1,000 layers, 100,000 of all tiles, is decoded",
     ),
+    "jp2 with many segments": (
+        lambda: JP2[:COD] + b"\xff\x64\0\2" * 10_000 + JP2[COD:],
+        "more than 10,000 segments up to the first tile",
+    ),
     "avif of 60000x60000": (
         lambda: big_endian_at(data_of("avif"), data_of("avif").index(b"ispe") + 8, 60_000, 60_000),
         "60000x60000 = 3,600,000,000 pixels are more than max_pixels = 179,000,000",
@@ -426,6 +430,10 @@ REFUSED: dict[str, tuple[Callable[[], bytes], str]] = {
     "avif with many lists of properties": (
         lambda: avif(properties=box(b"ipma", struct.pack(">II", 0, 1 << 20) + bytes(3 << 20))),
         "more than 100,000 lists of properties",
+    ),
+    "avif with many properties": (
+        lambda: avif(properties=box(b"ipco", box(b"free", b"") * 60_000) * 2),
+        "more than 100,000 properties of images",
     ),
     "avif with a list of properties that ends too early": (
         lambda: avif(properties=box(b"ipma", struct.pack(">II", 0, 1 << 31)) * 9) + bytes(100),

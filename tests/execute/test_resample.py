@@ -6,6 +6,7 @@ import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -57,11 +58,32 @@ def test_a_part_equals_that_part_of_the_whole(
     with pytest.MonkeyPatch.context() as patch:
         if small:
             patch.setattr(module, "_STRIP_BYTES", 200)
+            patch.setattr(module, "_LONG_STRIP_BYTES", 200)
             patch.setattr(module, "_COLUMNS_BYTES", 500)
         out = around[1:-1, 1:-1]
         resample_part(image, grid, (y, x, rows, columns), interpolation, antialias, out, scratch)
     assert np.array_equal(out, expected[y : y + rows, x : x + columns])
     assert (around[[0, -1]] == 7).all() and (around[:, [0, -1]] == 7).all()
+
+
+@pytest.mark.parametrize("interpolation", ["nearest", "bilinear", "bicubic"])
+@pytest.mark.parametrize("size", [(2700, 1), (1, 2700)])
+def test_long_lines_are_resampled_many_at_a_time(
+    size: tuple[int, int], interpolation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch computes the weights of each call anew. One line at a time, a PNG of 90 bytes took a thread 11 s."""
+    calls = list[tuple[int, ...]]()
+
+    def counted(image: NDArray[np.uint8], *others: Any) -> NDArray[np.uint8]:
+        calls.append(image.shape)
+        return resample(image, *others)
+
+    monkeypatch.setattr(module, "resample", counted)
+    image, out = np.ones((*size, 3), np.uint8), np.empty((224, 224, 3), np.uint8)
+    grid = (256 * size[0] // min(size), 256 * size[1] // min(size))
+    resample_part(image, grid, (16, 16, 224, 224), interpolation, interpolation != "nearest", out, scratch)
+    assert (out == 1).all()
+    assert len(calls) <= 2 + 224 / 16
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------

@@ -31,7 +31,6 @@ from typing import Annotated, Any, TypeVar
 import numpy as np
 
 from gpuflow.decode.codecs import probe
-from gpuflow.decode.optional_headers import LABELS
 from gpuflow.errors import BadSampleError, DecoderError, MissingExtra, PredictorError, did_you_mean, suggest
 
 try:
@@ -247,9 +246,9 @@ class Service:
     def _pixels(self, data: bytes) -> int | BadSampleError:
         """The pixels of an image, or the error that it is too large for the limits; 0 for a header that cannot be read,
         of which the decoder says why."""
-        limits, file = self.limits, np.frombuffer(data, np.uint8)
+        limits, file, formats = self.limits, np.frombuffer(data, np.uint8), self._loading.result().formats
         try:
-            header = probe(file, max_pixels=limits.max_pixels, max_scans=limits.max_scans, formats=LABELS)
+            header = probe(file, max_pixels=limits.max_pixels, max_scans=limits.max_scans, formats=formats)
         except BadSampleError as error:
             return error if error.code == "sample.too_large" else 0
         return header.width * header.height
