@@ -56,6 +56,8 @@ from gpuflow.serve.predictor import Prediction, Predictor
 
 __all__ = ["Health", "RequestLimits", "Service", "check_origins", "create_app"]
 
+_SHORT_BYTES = 1 << 18
+"""Headers of images of this size are read in at most 20 ms, even if they are made to take long."""
 _CHECK_SECONDS, _ANSWER_SECONDS = 5.0, 10.0
 """The time between two checks of the decoders, and the limit for one of them."""
 _DISCONNECTED = 499
@@ -153,7 +155,8 @@ class Service:
         check_headers(request, self.limits)
         with self._admitted() as reservation:
             images, several = await read_images(request, self.limits, reservation)
-            futures = self._submit(images, reservation, self._loading.result().submit_all)
+            sizes = await self._sizes(images)
+            futures = self._submit(images, sizes, reservation, self._loading.result().submit_all)
             answers = await self._answers(request, futures)
         found = [self._result(answer, top_k) for answer in answers]
         bad = sum("error" in result for result in found)
@@ -183,7 +186,8 @@ class Service:
                     "no_picture",
                     "the model runs inside torchpipe, which does not return its input; set serve.model.via=python",
                 )
-            futures = self._submit(images, reservation, lambda files: [predictor.submit_image(files[0])])
+            sizes = await self._sizes(images)
+            futures = self._submit(images, sizes, reservation, lambda files: [predictor.submit_image(files[0])])
             (answer,) = await self._answers(request, futures)
         if isinstance(answer, BadSampleError):
             return JSONResponse(self._bad_image(answer), status_code=422)
@@ -226,13 +230,22 @@ class Service:
             raise refused
         return self.occupancy.admit()
 
+    async def _sizes(self, images: Sequence[bytes]) -> list[int | BadSampleError]:
+        """`_pixels` of each image. Long headers are read on another thread: this one answers all callers."""
+        if sum(map(len, images)) <= _SHORT_BYTES:
+            return [self._pixels(data) for data in images]
+        return await asyncio.to_thread(lambda: [self._pixels(data) for data in images])
+
     def _submit(
-        self, images: list[bytes], reservation: Reservation, submit: Callable[[Sequence[bytes]], Sequence[Future[T]]]
+        self,
+        images: list[bytes],
+        sizes: Sequence[int | BadSampleError],
+        reservation: Reservation,
+        submit: Callable[[Sequence[bytes]], Sequence[Future[T]]],
     ) -> list[asyncio.Future[T]]:
-        """Submit images together and empty the list: from now on only the predictor has their bytes, until it decodes
-        them."""
+        """Submit images of these sizes together and empty the list: from now on only the predictor has their bytes,
+        until it decodes them."""
         files, images[:] = tuple(images), ()
-        sizes = [self._pixels(data) for data in files]
         reservation.reserve(len(files), sum(size for size in sizes if isinstance(size, int)))
         for data in files:
             reservation.submit_one(len(data))

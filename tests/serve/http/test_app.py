@@ -6,6 +6,7 @@ import contextlib
 import gc
 import gzip
 import json
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,6 +20,7 @@ import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 from gpuflow.decode.codecs import probe
+from gpuflow.serve.http import app
 from gpuflow.serve.http.app import RequestLimits, create_app
 from gpuflow.serve.predictor import Predictor
 from gpuflow.torchpipe.graph import Graph, Node, chain
@@ -146,6 +148,27 @@ def test_no_path_and_no_url_is_read(live: Live, text: str) -> None:
     parts = {"x": (text, PHOTO)}
     assert requests.post(f"{live.url}/predict", files=parts, timeout=20).status_code == 200
     assert error(live.ask(b"", f"/predict?url={text}"))[:2] == (400, "bad_request")
+
+
+def test_long_headers_are_read_on_another_thread(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A PNG of 200,000 chunks takes 0.2 s to look through, and one thread answers all callers."""
+    threads = list[str]()
+
+    def watched(*arguments: Any, **settings: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return probe(*arguments, **settings)
+
+    monkeypatch.setattr(app, "probe", watched)
+    noise = np.random.default_rng(0).integers(0, 256, (400, 400, 3), np.uint8)
+    assert (
+        live.ask(PHOTO).status_code
+        == live.ask(png(noise)).status_code
+        == live.form(PHOTO, png(noise)).status_code
+        == 200
+    )
+    loop, first, *others = threads
+    assert first.startswith("asyncio_") and first != loop
+    assert len(others) == 2 and loop not in others
 
 
 # --- the picture ------------------------------------------------------------------------------------------------------
