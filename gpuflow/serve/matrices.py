@@ -1,18 +1,20 @@
-"""Where the points of preprocessed images are in the images that were given: for boxes that a model finds."""
+"""What the stages of `serve` do to images of given sizes: where points go, for boxes that a model finds, and how large
+images become."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gpuflow.errors import PredictorError
 from gpuflow.execute.cpu import header_of
 from gpuflow.pipeline.moves import Matrices
 from gpuflow.pipeline.stage import Decoder, Keys, Pipeline
-from gpuflow.pipeline.targets import moves_of_stages, unsaid_move
+from gpuflow.pipeline.targets import PlacedMove, moves_of_stages, unsaid_move
 
-__all__ = ["matrices_of", "require_known_moves"]
+__all__ = ["matrices_of", "most_pixels", "require_known_moves"]
 
 
 def require_known_moves(pipeline: Pipeline | None, origin: str) -> Pipeline:
@@ -37,8 +39,23 @@ def matrices_of(pipeline: Pipeline, files: Sequence[bytes]) -> Matrices:
     found = [header_of(np.frombuffer(data, np.uint8), decoder).upright_size for data in files]
     sizes = np.array(found, np.int64).reshape(-1, 2)
     total = np.broadcast_to(np.eye(3), (len(files), 3, 3)).copy()
-    parts = ((stage, occurrence) for _, stage, occurrence in pipeline.parts())
-    keys = Keys(0, 0, np.zeros(len(files), np.int64))  # nothing is drawn where a model is served
-    for placed in moves_of_stages(parts, keys, *sizes.T):
+    for placed in _moves(pipeline, sizes):
         total = total @ np.linalg.inv(placed.matrix)
     return total
+
+
+def most_pixels(pipeline: Pipeline, height: int, width: int) -> int:
+    """The most pixels that an image of this upright size has before, between or after the stages. Its own where that
+    would be more than `decode.max_pixels`: such an image is refused before it is resized."""
+    decoder = pipeline.stages[0]
+    assert isinstance(decoder, Decoder)
+    moves = _moves(pipeline, np.array([[height, width]], np.int64))
+    most = max((int(placed.after[0][0] * placed.after[1][0]) for placed in moves), default=0)
+    return max(height * width, most if most <= decoder.max_pixels else 0)
+
+
+def _moves(pipeline: Pipeline, sizes: NDArray[np.int64]) -> list[PlacedMove]:
+    """Each move of the stages on images of these sizes [N, 2]."""
+    parts = ((stage, occurrence) for _, stage, occurrence in pipeline.parts())
+    keys = Keys(0, 0, np.zeros(len(sizes), np.int64))  # nothing is drawn where a model is served
+    return moves_of_stages(parts, keys, *sizes.T)

@@ -13,6 +13,9 @@ import yaml
 
 import gpuflow.serve
 from gpuflow.errors import BadSampleError, PredictorError
+from gpuflow.serve.matrices import most_pixels
+from gpuflow.stages import CenterCrop, Decode, Resize
+from tests.running import program_of
 
 LETTERBOX = [{"letterbox": {"size": [60, 80]}}]
 RESIZE = [{"resize": {"shorter": 40}}, {"center_crop": {"size": 32}}]
@@ -119,3 +122,19 @@ def test_bad_images_and_stages_that_do_not_say(tmp_path: Path) -> None:
             with pytest.raises(PredictorError) as refused:
                 predictor.preprocess([image(50, 50)], matrices=True)
         assert place in str(refused.value) and "may move pixels without saying where to" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("size", "most"),
+    [
+        ((40, 30), 256 * 341),
+        ((2700, 1), 256 * 691_200),
+        ((1, 300), 256 * 76_800),
+        ((65_500, 1), 65_500),
+        ((600, 600), 360_000),
+    ],
+)
+def test_the_most_pixels_that_an_image_has(size: tuple[int, int], most: int) -> None:
+    """Of 1 x 65,500 pixels, decode.max_pixels lets no resized image be."""
+    pipeline = program_of(Decode(), Resize(shorter=256), CenterCrop(size=224)).pipeline
+    assert most_pixels(pipeline, *size) == most

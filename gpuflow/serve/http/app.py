@@ -51,11 +51,14 @@ from gpuflow.serve.http.body import error_content as _error
 from gpuflow.serve.http.limits import CLOSED_HERE, Occupancy, Refused, RequestLimits, Reservation
 from gpuflow.serve.http.limits import busy as _busy
 from gpuflow.serve.http.metrics import CONTENT_TYPE, ROUTES, Metrics
+from gpuflow.serve.matrices import most_pixels
 from gpuflow.serve.pictures import Pictures
 from gpuflow.serve.predictor import Prediction, Predictor
 
 __all__ = ["Health", "RequestLimits", "Service", "check_origins", "create_app"]
 
+_LONG = 16
+"""Times as long as wide, or more."""
 _SHORT_BYTES = 1 << 18
 """Headers of images of this size are read in at most 20 ms, even if they are made to take long."""
 _CHECK_SECONDS, _ANSWER_SECONDS = 5.0, 10.0
@@ -258,13 +261,16 @@ class Service:
 
     def _pixels(self, data: bytes) -> int | BadSampleError:
         """The pixels of an image, or the error that it is too large for the limits; 0 for a header that cannot be read,
-        of which the decoder says why."""
-        limits, file, formats = self.limits, np.frombuffer(data, np.uint8), self._loading.result().formats
+        of which the decoder says why. Of a long image, which a resize may enlarge a lot, the most that it ever has."""
+        limits, file, predictor = self.limits, np.frombuffer(data, np.uint8), self._loading.result()
         try:
-            header = probe(file, max_pixels=limits.max_pixels, max_scans=limits.max_scans, formats=formats)
+            header = probe(file, max_pixels=limits.max_pixels, max_scans=limits.max_scans, formats=predictor.formats)
         except BadSampleError as error:
             return error if error.code == "sample.too_large" else 0
-        return header.width * header.height
+        short, long = sorted((header.height, header.width))
+        if predictor.pipeline is not None and long > _LONG * short:
+            return most_pixels(predictor.pipeline, *header.upright_size)
+        return short * long
 
     def _answer(self, size: int | BadSampleError, submitted: Iterator[Future[T]]) -> asyncio.Future[T]:
         """What becomes of one image: the next future that the predictor gave, or its error."""

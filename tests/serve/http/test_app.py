@@ -22,6 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from gpuflow.decode.codecs import probe
 from gpuflow.serve.http import app
 from gpuflow.serve.http.app import RequestLimits, create_app
+from gpuflow.serve.matrices import most_pixels
 from gpuflow.serve.predictor import Predictor
 from gpuflow.torchpipe.graph import Graph, Node, chain
 from tests import images
@@ -407,6 +408,16 @@ def test_pixels_in_flight_are_limited() -> None:
         assert [future.result(timeout=20).status_code for future in taken] == [200, 200]
         wait(lambda: live.service.occupancy.pixels == 0)
         assert live.form(PHOTO, PHOTO).ok
+
+
+def test_a_long_image_counts_with_the_pixels_that_it_is_resized_to() -> None:
+    gate, stages = Gate(), program(VAL).pipeline
+    with served(FakeEngine(before=gate, batch=1)) as live, ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(live.ask, png(np.zeros((400, 2, 3), np.uint8)))
+        wait(lambda: live.service.occupancy.pixels > 0)
+        assert live.service.occupancy.pixels == most_pixels(stages, 400, 2) > 100 * 800
+        gate.open()
+        assert answer.result(timeout=20).ok
 
 
 def test_a_slow_client_takes_no_place_and_is_refused_in_time() -> None:
