@@ -187,7 +187,7 @@ TRAINING = {"is_training": True}
     [
         (
             TRAINING | {"interpolation": "random"},
-            "interpolation must be one of bilinear, bicubic, nearest, got 'random'",
+            "interpolation must be one of bilinear, bicubic, got 'random'",
         ),
         (TRAINING | {"auto_augment": "rand-m9"}, "auto_augment is timm's own policy, and must be None, got 'rand-m9'"),
         (TRAINING | {"re_prob": 0.1, "re_mode": "rand"}, "re_mode must be 'const' or 'pixel', got 'rand'"),

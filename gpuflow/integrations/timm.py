@@ -143,26 +143,32 @@ class TimmLoader(LoaderAdapter):
 
     def __init__(self, build: Callable[[bool], Loader], *, mixes: bool) -> None:
         super().__init__(build(mixes))
-        self._build, self._mixes, self._mixing = build, mixes, mixes
+        self._build, self._mixes, self._mixing, self._wanted = build, mixes, mixes, mixes
         self.sampler = EpochSampler(self)
 
     def __iter__(self) -> Iterator[Batch]:
+        if self.loader.upcoming_position == 0:
+            self._rebuild(mixing=self._wanted)
         return iter(self.loader)
 
     @property
     def mixup_enabled(self) -> bool:
         """Whether samples are mixed. Without FastCollateMixup they never are, and setting it changes nothing.
 
-        With false, labels stay probabilities. A change holds from the next `for` on.
+        With false, labels stay probabilities. A change holds from the next epoch on.
         """
-        return self._mixing
+        return self._wanted
 
     @mixup_enabled.setter
     def mixup_enabled(self, enabled: bool) -> None:
-        if self._mixes and enabled != self._mixing:
+        self._wanted = enabled and self._mixes
+
+    def _rebuild(self, *, mixing: bool) -> None:
+        """Make another loader if samples are to be mixed no more, or again. It ends the epoch of the former one."""
+        if mixing != self._mixing:
             epoch = self.loader.upcoming_epoch
             self.loader.close()
-            self.loader, self._mixing = self._build(enabled), enabled
+            self.loader, self._mixing = self._build(mixing), mixing
             self.loader.set_epoch(epoch)
 
     def set_epoch(self, epoch: int) -> None:
@@ -170,12 +176,14 @@ class TimmLoader(LoaderAdapter):
         self.loader.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "mixup_enabled": self._mixing}
+        return {**super().state_dict(), "mixup_enabled": self._mixing, "mixup_next": self._wanted}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `Loader.load_state_dict`."""
-        self.mixup_enabled = bool(state.get("mixup_enabled", self._mixing))
+        mixing = bool(state.get("mixup_enabled", self._wanted)) and self._mixes
+        self._rebuild(mixing=mixing)
         super().load_state_dict(state)
+        self.mixup_enabled = bool(state.get("mixup_next", mixing))
 
 
 class EpochSampler:
@@ -218,7 +226,7 @@ def _refused(given: Mapping[str, Any]) -> Iterator[Problem]:
         yield _problem("num_aug_splits", "must be 0", given["num_aug_splits"], draws)
     if given["img_dtype"] not in _DTYPES:
         yield _problem("img_dtype", "must be float32, float16 or bfloat16", str(given["img_dtype"]))
-    known = ("bilinear", "bicubic", "nearest")
+    known = ("bilinear", "bicubic")
     if given["interpolation"] not in known and not (given["no_aug"] and given["interpolation"] == "random"):
         action = "choose bilinear, as --train-interpolation bilinear"
         yield _problem("interpolation", f"must be one of {', '.join(known)}", given["interpolation"], action)

@@ -207,6 +207,15 @@ def _with_probability(stage: str) -> _Make:
     return make
 
 
+def _to_gray(reader: _Reader, given: _Given) -> list[Entry]:
+    entries = _with_probability("grayscale")(reader, given)
+    if (channels := given.get("num_output_channels", 3)) == 1 and given["p"] == 1:
+        return [Entry("torchvision", {"name": "Grayscale"}, "leaves one channel")]
+    if channels != 3:
+        reader.differs("num_output_channels", f"is {channels}", "grayscale, which leaves three channels")
+    return entries
+
+
 def _color_jitter(reader: _Reader, given: _Given) -> list[Entry]:
     names = ("brightness", "contrast", "saturation", "hue")
     reader.draws(given, *(given[name] for name in names))
@@ -251,13 +260,21 @@ def _normalize(reader: _Reader, given: _Given) -> list[Entry]:
             "normalization", "takes mean and std of each image", "normalize with the data set's mean and std"
         )
     unit = given["max_pixel_value"] / 255
-    return [normalize([x * unit for x in given["mean"]], [x * unit for x in given["std"]])]
+    mean, std = (_each_channel(reader, given[key]) for key in ("mean", "std"))
+    return [normalize([x * unit for x in mean], [x * unit for x in std])]
+
+
+def _each_channel(reader: _Reader, value: Any) -> list[float]:
+    """A number for each channel: Albumentations repeats a single one. An image has three, or one behind ToGray."""
+    numbers = [float(x) for x in (value if isinstance(value, (list, tuple)) else [value])]
+    gray = any(entry.parameters.get("name") == "Grayscale" for entry in reader.entries)
+    return numbers * (3 if len(numbers) == 1 and not gray else 1)
 
 
 def _to_float(reader: _Reader, given: _Given) -> list[Entry]:
     reader.always(given, "normalize")
     unit = (given.get("max_value") or 255) / 255
-    return [normalize(std=[unit] * 3)]
+    return [normalize([0.0] * len(std), std) for std in [_each_channel(reader, unit)]]
 
 
 _RESIZE = ("interpolation", "area_for_downscale")
@@ -272,7 +289,7 @@ _KNOWN: dict[str, tuple[tuple[str, ...], _Make]] = {
     "HorizontalFlip": ((), _flip("horizontal")),
     "VerticalFlip": ((), _flip("vertical")),
     "ColorJitter": (("brightness", "contrast", "saturation", "hue"), _color_jitter),
-    "ToGray": (("method", "num_output_channels"), _with_probability("grayscale")),
+    "ToGray": (("method", "num_output_channels"), _to_gray),
     "InvertImg": ((), _with_probability("invert")),
     "Posterize": (("num_bits",), _posterize),
     "Rotate": (("limit", "interpolation", "border_mode", "fill", "crop_border", "rotate_method"), _rotate),

@@ -69,6 +69,8 @@ _MATCHES = (
     "the levels are equal. The slow one (use_fast=False, backend='pil') resizes by Pillow, within 1 level for bilinear "
     "filters and 2 for bicubic ones. Both get three channels; gray and CMYK files are converted.",
 )
+_NEVER_NULL = ("resample", "rescale_factor", "image_mean", "image_std")
+"""Keys that transformers refuses to work with where they are null and used."""
 _EIGHT_BITS = 1 / 255
 
 
@@ -228,8 +230,13 @@ class _Reader:
                 raise self._document.error("must be a number, or height and width", key, value=value)
 
     def _get(self, key: str, default: Any) -> Any:
+        """The value of a key, or what the class takes without it. A switch that is null is off, as in transformers."""
         value = self._keys.get(key)
-        return default if value is None else value
+        if value is not None:
+            return value
+        if key in self._keys and key in _NEVER_NULL:
+            raise self._document.error("must not be null", key, action="write a value, or leave the key out")
+        return False if key in self._keys and key.startswith("do_") else default
 
     def _gap(self, key: str, rule: str, nearest: str, measured: str = "") -> None:
         self._gaps.append(gap(self._document.place(key), rule, nearest=nearest, apart=measured, path=(key,)))

@@ -145,6 +145,9 @@ class _Reader:
         """A transform for which there is a stage, at least for some of its parameters."""
         last = self._floats_from is None or self._floats_from == len(self.entries) - 1
         moves = type(transform).__name__ in _MOVES and last
+        if isinstance(found, Entry) and found.stage == "center_crop":  # which pads smaller images by 0, also of floats
+            size = found.parameters["size"]
+            moves = moves and self.least_side() >= (max(size) if isinstance(size, (list, tuple)) else size)
         self.pillow = self.pillow or (not self.tensor and type(transform).__name__ in _RESIZING)
         unfit = isinstance(found, Entry) and self._faults(found) is not None  # a number that the stage does not take
         if found is None or unfit or (self._floats_from is not None and not moves):
@@ -192,7 +195,7 @@ class _Reader:
 
     def normalize(self, transform: Any) -> None:
         """torchvision's Normalize, or a preset with its numbers."""
-        mean, std = (tuple(number(x) for x in getattr(transform, key)) for key in ("mean", "std"))
+        mean, std = (self._each_channel([number(x) for x in getattr(transform, key)]) for key in ("mean", "std"))
         if self.scaled and self._floats_from is None:
             self._scale(mean, std)
             self.mean = mean
@@ -235,9 +238,29 @@ class _Reader:
         whole = round(level)
         return whole if 0 <= whole <= 255 and (self.scaled or whole == level) else None
 
-    def _scale(self, mean: Sequence[float] = (0, 0, 0), std: Sequence[float] = (1, 1, 1)) -> None:
+    def _each_channel(self, numbers: Sequence[float]) -> tuple[float, ...]:
+        """A number for each channel: torchvision repeats a single one. An image has three, or one behind Grayscale."""
+        names = [entry.parameters.get("name") for entry in self.entries]
+        gray = "Grayscale" in names and "RGB" not in names[names.index("Grayscale") :]
+        return (*numbers,) * (3 if len(numbers) == 1 and not gray else 1)
+
+    def _scale(self, mean: Sequence[float] = (0,), std: Sequence[float] = (1,)) -> None:
         self._floats_from = len(self.entries)
+        mean, std = self._each_channel(mean), self._each_channel(std)
         self.entries.append(normalize(mean, std, dtype=self._dtype))
+
+    def least_side(self) -> int:
+        """How many pixels the shorter side of an image has here at least, as far as the entries say."""
+        for entry in reversed(self.entries):
+            given = entry.parameters
+            if entry.stage == "resize" and "max_size" not in given:
+                return min([given[key] for key in ("shorter", "height", "width") if key in given], default=1)
+            if entry.stage in ("random_resized_crop", "random_crop", "center_crop"):
+                size = given["size"]
+                return int(min(size) if isinstance(size, (list, tuple)) else size)
+            if entry.stage not in ("flip", "normalize"):
+                return 1
+        return 1
 
     def _emit(self, entry: Entry) -> None:
         """Add an entry that works on levels of 0-255: before normalize, if that stands there."""
@@ -300,7 +323,13 @@ def _filters(interpolation: str, *, antialias: bool) -> dict[str, Any]:
 def _mode(transform: Any) -> str:
     """The interpolation's name; `random` where timm draws it."""
     mode = transform.interpolation
-    return "random" if isinstance(mode, (tuple, list)) else str(getattr(mode, "value", mode))
+    if isinstance(mode, (tuple, list)):
+        return "random"
+    return _PILLOW_NUMBERS.get(mode, str(mode)) if isinstance(mode, int) else str(getattr(mode, "value", mode))
+
+
+_PILLOW_NUMBERS = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic", 4: "box", 5: "hamming"}
+"""What v2's transforms take for names of filters, too."""
 
 
 def _target(size: Any) -> dict[str, Any]:
@@ -328,8 +357,9 @@ def _sampled(reader: _Reader, stage: str, keys: dict[str, Any], t: Any) -> _Equa
         return Entry(stage, {**keys, "interpolation": "nearest"})
     if mode == "nearest-exact" and reader.tensor:
         return None
-    if mode.startswith("nearest") and (parameters := _parameters(t)) is not None:  # as Pillow's nearest
-        return Entry("torchvision", {**parameters, "interpolation": "nearest-exact"}, "as Pillow's nearest")
+    if mode.startswith("nearest") and (parameters := _parameters(t)) is not None:
+        rule = f"{type(t).__name__} takes Pillow's nearest pixels, of two that are equally near often the other one"
+        return _Nearest(Entry("torchvision", {**parameters, "interpolation": "nearest-exact"}), rule)
     entry = Entry(stage, {**keys, **_filters(mode, antialias=not reader.tensor or bool(getattr(t, "antialias", True)))})
     if unclamped:
         return _Nearest(entry, f"{type(t).__name__} resizes floats by bicubic, and does not clamp them to 0-1")
@@ -622,6 +652,8 @@ def _parameters(transform: Any) -> dict[str, Any] | None:
         value = _plain(
             _padding_of(transform) if (cls, name) == (v2.RandomCrop, "padding") else getattr(transform, name)
         )
+        if name == "interpolation" and isinstance(value, int):
+            value = _PILLOW_NUMBERS.get(value, value)
         if cls is v2.RandomErasing and name == "value" and value is None:  # as v2 keeps it
             value = "random"
         if value is _UNKNOWN:

@@ -70,6 +70,25 @@ def test_labels_are_mixed_and_stay_probabilities_once_mixing_is_off(photos: Path
     assert {batch.epoch for batch in loader} == {2}
 
 
+def test_mixing_that_is_turned_off_within_an_epoch_ends_with_it(photos: Path) -> None:
+    mixing = timm_data.FastCollateMixup(mixup_alpha=0.8, cutmix_alpha=1.0, label_smoothing=0.1, num_classes=3)
+    loader = create_loader(dataset_of(photos), 32, 4, is_training=True, collate_fn=mixing, **CPU)
+    whole, first, states = [batch.labels for batch in loader], [], []
+    loader.set_epoch(0)
+    for batch in loader:
+        loader.mixup_enabled = False
+        first.append(batch.labels)
+        states.append(loader.state_dict())
+    assert not loader.mixup_enabled
+    assert torch.equal(torch.cat(first), torch.cat(whole))
+    after = [batch.labels for batch in loader]
+    assert len(set(torch.cat(after).flatten().tolist())) == 2, "one class, smoothed"
+    other = create_loader(dataset_of(photos), 32, 4, is_training=True, collate_fn=mixing, **CPU)
+    other.load_state_dict(states[0])
+    assert torch.equal(torch.cat([batch.labels for batch in other]), torch.cat(whole[1:]))
+    assert torch.equal(torch.cat([batch.labels for batch in other]), torch.cat(after))
+
+
 def test_a_killed_run_goes_on_with_the_next_step(tmp_path: Path) -> None:
     for name in ("whole", "cut"):
         make_data(tmp_path / name)

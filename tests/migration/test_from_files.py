@@ -55,6 +55,24 @@ def read(tmp_path: Path, source: str, value: Any, name: str = "x.json") -> Impor
     return read_source(f"{source}:{tmp_path / name}", STAGES)
 
 
+def test_a_switch_of_transformers_that_is_null_is_off(tmp_path: Path) -> None:
+    clip = {"image_processor_type": "CLIPImageProcessor", "do_resize": None, "do_center_crop": None}
+    names = [name for entry in val_of(read(tmp_path, "hf", clip)) for name in entry]
+    assert names == ["normalize"]
+    with pytest.raises(ConfigError) as caught:
+        read(tmp_path, "hf", {**clip, "image_mean": None})
+    assert str(caught.value) == (
+        f"{tmp_path}/x.json:5: image_mean must not be null; write a value, or leave the key out"
+    )
+
+
+def test_albumentations_gray_of_two_channels_or_for_some_images_is_noted(tmp_path: Path) -> None:
+    for channels, p in ((2, 1), (1, 0.5)):
+        gray = {"__class_fullname__": "ToGray", "p": p, "num_output_channels": channels}
+        found = read(tmp_path, "albumentations", {"transform": gray})
+        assert len(found.gaps) == 1 and f"is {channels}" in str(found.gaps[0])
+
+
 def val_of(found: Imported) -> list[dict[str, Any]]:
     return [entry.as_yaml for entry in found.pipelines["val"] if entry.stage != "decode"]
 
@@ -294,6 +312,8 @@ def serialised(*transforms: dict[str, Any]) -> dict[str, Any]:
         ({"name": "RandomCrop", "height": 9, "width": 8}, {"random_crop": {"size": [9, 8]}}),
         ({"name": "HorizontalFlip", "p": 0.5}, {"flip": {"horizontal": 0.5}}),
         ({"name": "albumentations.ToGray", "p": 0.1}, {"grayscale": {"probability": 0.1}}),
+        ({"name": "ToGray", "p": 1, "num_output_channels": 1}, {"torchvision": {"name": "Grayscale"}}),
+        ({"name": "Normalize", "mean": 0.5, "std": 0.5, "max_pixel_value": 255.0}, HALF),
         (
             {
                 "name": "Normalize",

@@ -44,10 +44,6 @@ def texts(found: Imported) -> list[str]:
         (v2.Resize(256, max_size=300), {"resize": {"shorter": 256, "max_size": 300}}),
         (v1.Resize([256], max_size=300), {"resize": {"shorter": 256, "max_size": 300}}),
         (v2.Resize(20, InterpolationMode.BICUBIC), {"resize": {"shorter": 20, "interpolation": "bicubic"}}),
-        (
-            v1.Resize(20, InterpolationMode.NEAREST),
-            {"torchvision": {"name": "Resize", "size": 20, "interpolation": "nearest-exact"}},
-        ),
         (v1.CenterCrop(224), {"center_crop": {"size": 224}}),
         (v2.CenterCrop((20, 30)), {"center_crop": {"size": [20, 30]}}),
         (v1.RandomCrop(32, padding=4), {"random_crop": {"size": 32, "padding": 4}}),
@@ -238,6 +234,13 @@ def test_a_training_pipeline_of_v1() -> None:
     ]
 
 
+def test_pillows_nearest_is_like_no_stage() -> None:
+    found = read_transform(v1.Resize(20, v1.InterpolationMode.NEAREST), "user:transform", STAGES)
+    (text,) = texts(found)
+    assert "takes Pillow's nearest pixels, of two that are equally near often the other one; nearest: " in text
+    assert stages_of(found) == [{"torchvision": {"name": "Resize", "size": 20, "interpolation": "nearest-exact"}}]
+
+
 def test_chains_within_chains() -> None:
     found = read_transform(theirs.nested, "user:nested", STAGES)
     assert list(found.pipelines) == ["val"]
@@ -248,13 +251,29 @@ def test_chains_within_chains() -> None:
     ("transforms", "expected"),
     [
         ((v1.ToTensor(), v1.RandomHorizontalFlip(1.0)), [{"flip": {"horizontal": 1}}, ZERO_TO_ONE]),
-        ((v1.ToTensor(), v1.Normalize(*theirs.IMAGENET), v1.CenterCrop(9)), [{"center_crop": {"size": 9}}, IMAGENET]),
+        (
+            (v1.Resize(9), v1.ToTensor(), v1.Normalize(*theirs.IMAGENET), v1.CenterCrop(9)),
+            [{"resize": {"shorter": 9}}, {"center_crop": {"size": 9}}, IMAGENET],
+        ),
+        (  # an image that is smaller than the crop is padded by 0, which is no level of 0-255
+            (v1.Resize(8), v1.ToTensor(), v1.Normalize(*theirs.IMAGENET), v1.CenterCrop(9)),
+            [{"resize": {"shorter": 8}}, IMAGENET, {"torchvision": {"name": "CenterCrop", "size": [9, 9]}}],
+        ),
         ((v1.ToTensor(), v1.Resize(9)), [{"resize": {"shorter": 9}}, ZERO_TO_ONE]),
         ((v1.ToTensor(), v1.Resize(9, antialias=False)), [{"resize": {"shorter": 9, "antialias": False}}, ZERO_TO_ONE]),
         (
             (v2.ToImage(), v2.ToDtype(torch.bfloat16, scale=True), v2.Normalize([0.5], [0.25])),
-            [{"normalize": {"mean": [0.5], "std": [0.25], "dtype": "bfloat16"}}],
+            [{"normalize": {"mean": [0.5] * 3, "std": [0.25] * 3, "dtype": "bfloat16"}}],
         ),
+        (
+            (v1.Grayscale(), v1.ToTensor(), v1.Normalize([0.5], [0.25])),
+            [{"torchvision": {"name": "Grayscale"}}, {"normalize": {"mean": [0.5], "std": [0.25]}}],
+        ),
+        (
+            (v1.Grayscale(), v1.ToTensor()),
+            [{"torchvision": {"name": "Grayscale"}}, {"normalize": {"mean": [0], "std": [1]}}],
+        ),
+        ((v2.Resize(9, interpolation=3),), [{"resize": {"shorter": 9, "interpolation": "bicubic"}}]),
         (
             (*theirs.SCALED, v2.GaussianNoise(), v2.Normalize([0.5] * 3, [0.5] * 3)),
             [
