@@ -40,7 +40,7 @@ _IN_PLACE = frozenset(
     )
 )
 """The transforms that leave every pixel in its place; boxes and masks go through them unchanged."""
-_REFUSALS = (TypeError, ValueError, RuntimeError, OverflowError)
+_REFUSALS = (TypeError, ValueError, RuntimeError, OverflowError, LookupError)
 """What transforms raise for images and parameters that they cannot take."""
 _DTYPES = ("uint8", "float32", "float16", "bfloat16")
 

@@ -14,6 +14,7 @@ from gpuflow.engines.base import (
     check_batch,
     check_batch_sizes,
     check_input,
+    check_logits,
     cores_per_instance,
     model_error,
     read_model,
@@ -54,7 +55,7 @@ class OnnxEngine:
             raise model_error(path, "cannot run on onnxruntime's CUDA provider here; its log on stderr says why")
 
     def _input_and_output(self) -> tuple[str, str]:
-        """The names of the one input and the first output. Raises ConfigError unless the input takes the images."""
+        """The names of the one input and of the logits. Raises ConfigError unless the input takes the images."""
         inputs = self._session.get_inputs()
         if len(inputs) != 1:
             raise model_error(self._path, f"must take one input, images [N, C, H, W], takes {len(inputs)}")
@@ -63,7 +64,11 @@ class OnnxEngine:
         check_input(self._path, self._image, self.info, shape=entry.shape, dtype=dtype)
         if isinstance(fixed := entry.shape[0], int):
             check_batch_sizes(self._path, self.batch, fewest=fixed, most=fixed)
-        return entry.name, self._session.get_outputs()[0].name
+        names = [output.name for output in self._session.get_outputs()]
+        if len(names) != 1 and "logits" not in names:
+            rule = f"must give logits [N, classes] alone, or by the name logits, gives {', '.join(names)}"
+            raise model_error(self._path, rule)
+        return entry.name, "logits" if "logits" in names else names[0]
 
     def warm_up(self) -> None:
         for size in {1, self.batch}:
@@ -79,7 +84,7 @@ class OnnxEngine:
         images = images.contiguous()
         if self._device.type == "cpu":
             (logits,) = self._session.run([self._output], {self._input: images.numpy()})
-            return torch.from_numpy(logits).float()
+            return check_logits(torch.from_numpy(logits), len(images)).float()
         binding = self._session.io_binding()
         torch.cuda.current_stream(self._device).synchronize()  # onnxruntime uses a stream of its own
         dtype = images.new_empty(0, device="cpu").numpy().dtype
@@ -87,7 +92,7 @@ class OnnxEngine:
         binding.bind_input(self._input, "cuda", device_id, dtype, tuple(images.shape), images.data_ptr())
         binding.bind_output(self._output, "cpu")
         self._session.run_with_iobinding(binding)
-        return torch.from_numpy(binding.copy_outputs_to_cpu()[0]).float()
+        return check_logits(torch.from_numpy(binding.copy_outputs_to_cpu()[0]), len(images)).float()
 
     def describe(self) -> dict[str, Any]:
         return {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, KeysView, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -107,8 +107,24 @@ class Batch(tuple[torch.Tensor, Any]):
         if not isinstance(key, str):
             return super().__getitem__(key)
         if key not in self.fields:
-            raise KeyError(f"no field {key!r}; {suggest(key, self.fields) or 'the source declares no fields'}")
+            known = suggest(key, self.fields) if self.fields else "the source declares no fields"
+            raise KeyError(f"no field {key!r}; {known}")
         return self.fields[key]
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.fields if isinstance(key, str) else super().__contains__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """A field, or `default` where there is none of this name."""
+        return self.fields.get(key, default)
+
+    def keys(self) -> KeysView[str]:
+        """The names of the fields."""
+        return self.fields.keys()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """With fields of their own memory: those of a batch share one block, which torch.save refuses."""
+        return _restored, (_copied(tuple(self)), {**vars(self), "fields": _copied(dict(self.fields))})
 
     def targets(self, *, background: bool = True) -> list[dict[str, Any]]:
         """For each sample the dict that torchvision's detectors take: boxes, labels, masks, keypoints, image_id.
@@ -117,6 +133,25 @@ class Batch(tuple[torch.Tensor, Any]):
         are those of the field, views like everything else here.
         """
         return targets_of(self[0], self.indices, self.fields, self._schema, background=background)
+
+
+def _copied(value: Any) -> Any:
+    """Images, fields or targets, each tensor in memory of its own."""
+    match value:
+        case RaggedTensor():
+            return RaggedTensor(value.values.clone(), value.offsets.clone())
+        case torch.Tensor():
+            return value.clone()
+        case dict():
+            return {key: _copied(item) for key, item in value.items()}
+        case list() | tuple():
+            return type(value)(map(_copied, value))
+        case _:
+            return value
+
+
+def _restored(pair: tuple[Any, ...], known: dict[str, Any]) -> Batch:
+    return Batch(pair, **known)
 
 
 def targets_of(

@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -234,9 +234,9 @@ class EpochIterator(Iterator[Batch]):
         else:
             self._run.request_stop()
 
-    def __del__(self) -> None:
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:  # `sys` is None at the end
         """Does not wait: the collector may run this on a thread of the pipeline, and a Ctrl-C during it is lost."""
-        if hasattr(self, "_end") and not sys.is_finalizing():
+        if hasattr(self, "_end") and not is_finalizing():
             self.end("it was left", wait=False)
 
 

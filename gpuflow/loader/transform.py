@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import threading
 import time
@@ -152,7 +153,11 @@ class Transform:
                 field that a stage cannot use, a box outside its image, or a keypoint of no known visibility.
             LoaderTimeout: threads that took longer than run.timeout_s.
         """
-        if not hasattr(epoch, "__index__") or not 0 <= epoch < 2**63:
+        try:
+            number = operator.index(epoch)
+        except TypeError:
+            number = -1
+        if not 0 <= number < 2**63:
             raise ValueError(f"epoch must be an integer within [0, 2**63), got {show(epoch)}")
         images = images if isinstance(images, torch.Tensor) else list(images)
         self._check(images)
@@ -163,9 +168,11 @@ class Transform:
             raise ValueError(f"positions must be integers [{count}], one for each image, got {shown}")
         if (places < 0).any():
             raise ValueError(f"positions must be >= 0, got {places.min()}")
+        if (places >= 2**63).any():
+            raise ValueError(f"positions must be below 2**63, got {places.max()}")
         fields = fields or {}
         values = self._values(fields, count)
-        keys = Keys(self._seed, int(epoch), places.astype(np.int64), values=values)
+        keys = Keys(self._seed, number, places.astype(np.int64), values=values)
         if self._targets is None:
             return self._runner.run(images, keys)
         moved = self._moved(self._targets, fields, images, keys)

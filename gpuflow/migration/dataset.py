@@ -14,11 +14,12 @@ from numpy.typing import NDArray
 from torch.utils.data import Subset
 from torchvision.datasets import DatasetFolder
 
-from gpuflow.errors import ConfigError, LoaderError, Problem, is_system_fault, system_fault
+from gpuflow.errors import ConfigError, LoaderError, Problem, is_system_fault, show, system_fault
 from gpuflow.sources import Allocate, Payload, Source
 from gpuflow.sources.files import FileSource
 from gpuflow.sources.fingerprint import fingerprint
 from gpuflow.sources.paths import PathTableBuilder
+from gpuflow.sources.sample_labels import loses_digits
 from gpuflow.sources.storage import LocalStorage, Storage
 
 __all__ = ["PLACE", "DatasetSource", "bytes_loader", "files_hash", "source_of"]
@@ -149,10 +150,11 @@ class DatasetSource:
         data = _encoded(pair[0])
         label = _label(pair[1]) if len(pair) == 2 else None
         if data is None or label is None:
-            shown = ", ".join(type(part).__name__ for part in pair)
+            shown = ", ".join(show(part) if isinstance(part, float) else type(part).__name__ for part in pair)
             raise _refused(
                 f"must give (bytes, label) for each sample, and sample {index} is ({shown})",
-                action="pass loader=gpuflow.bytes_loader to ImageFolder, or return the file's bytes and a number",
+                action="pass loader=gpuflow.bytes_loader to ImageFolder, or return the file's bytes and a number that "
+                "int64 or float32 holds",
             )
         return data, label
 
@@ -172,8 +174,11 @@ def _encoded(data: Any) -> bytes | NDArray[np.uint8] | None:
 
 
 def _label(label: Any) -> NDArray[Any] | None:
-    """A number or an array of numbers as int64 or float32; None for anything else."""
+    """A number or an array of numbers as int64 or float32; None for anything else, and for numbers that they cannot
+    hold."""
     array = np.asarray(label)
     if array.dtype.kind == "f":
-        return array.astype(np.float32)
-    return array.astype(np.int64) if array.dtype.kind in "biu" else None
+        return None if loses_digits(array).any() else array.astype(np.float32)
+    if array.dtype.kind not in "biu" or (array.dtype.kind == "u" and (array > np.iinfo(np.int64).max).any()):
+        return None
+    return array.astype(np.int64)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -48,8 +49,22 @@ def read_document(path: str) -> Document:
     """
     if not Path(path).exists():
         raise _no_file(path)
-    data, lines = read_yaml(path, holds="keys")
-    return Document(path, data, lines)
+    try:
+        return Document(path, *read_yaml(path, holds="keys"))
+    except ConfigError:
+        data = _json_of(path)  # which may be indented by tabs, as YAML may not
+        if data is None:
+            raise
+        return Document(path, data, {})
+
+
+def _json_of(path: str) -> dict[str, Any] | None:
+    """The mapping that a file holds as JSON; None if it holds none."""
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return data if isinstance(data, dict) else None
 
 
 def read_toml(path: str) -> dict[str, Any]:

@@ -51,7 +51,8 @@ class Bounds:
         if self.limit is None or all(abs(number) <= self.limit for number in numbers):
             return ""
         signed = self.lowest == -self.limit
-        return f"must be within [{-self.limit:g}, {self.limit:g}]" if signed else f"must be <= {self.limit:g}"
+        limit = f"{self.limit:.9g}"
+        return f"must be within [-{limit}, {limit}]" if signed else f"must be <= {limit}"
 
     def _holds(self, number: float) -> bool:
         return (

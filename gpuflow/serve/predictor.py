@@ -174,8 +174,14 @@ class Predictor:
         return torch.stack(logits) if logits else torch.empty(0, len(self.classes or ()))
 
     def predict(self, images: Iterable[Image]) -> list[Prediction | BadSampleError]:
-        """The prediction for each image, or why it cannot be read or decoded. Raises PredictorError."""
-        answers = self._answers(images, self._submit)
+        """The prediction for each image, or why it cannot be read or decoded.
+
+        Raises PredictorError; TypeError for a single image, for which the predictor itself is called.
+        """
+        several, is_one = _several(images)
+        if is_one:
+            raise TypeError("predict takes several images, got one; put it in a list, or call the predictor itself")
+        answers = self._answers(several, self._submit)
         return list(answers)
 
     def submit(self, data: bytes) -> Future[Prediction]:

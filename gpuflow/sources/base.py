@@ -159,7 +159,7 @@ class SourceSpec:
     by: Literal["sample", "batch"] = "sample"
     samples: Annotated[int, Bounds(least=1)] | None = None
     root: str | None = None
-    classes: Annotated[int, Bounds(least=1)] | tuple[str, ...] | None = None
+    classes: Annotated[int, Bounds(least=1, limit=10_000_000)] | tuple[str, ...] | None = None
     unite_classes: bool = False
     split: Mapping[str, Fraction] | tuple[tuple[str, Fraction], ...] = ()
     splits: tuple[str, ...] = ()

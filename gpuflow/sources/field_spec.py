@@ -37,7 +37,7 @@ class FieldSpec:
     kind: Literal["class", "classes", "number", "vector", "file", "rle", "polygons"] | None = None
     format: Literal["xyxy", "xywh", "cxcywh"] | None = None
     labels: str | None = None
-    classes: Annotated[int, Bounds(least=1)] | tuple[str, ...] | None = None
+    classes: Annotated[int, Bounds(least=1, limit=10_000_000)] | tuple[str, ...] | None = None
 
     @property
     def is_mask_file(self) -> bool:

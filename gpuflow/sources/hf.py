@@ -267,7 +267,8 @@ class _Reader:
         cells = self._cells(self._image_column(image or self._spec.image))
         names = [table.shard.path for table in self._tables]
         if not declared:
-            classes, labels = self._class_labels(self._label_column(), self._spec.classes)
+            column = self._label_column()
+            classes, labels = self._labels(FieldSpec(type="label", column=column), column)
             return HfSource(cells, names, labels, classes, splits)
         label_name = next((name for name, field in declared.items() if field.type == "label"), None)
         records = self._records()
@@ -294,7 +295,7 @@ class _Reader:
             name = "image" if "image" in of_images or len(called) != 1 else called[0]
         self._check_column(name, "the column of images")
         if name not in of_images:
-            kind = self._schema.field(name).type
+            kind = self._schema.field(name).type if name in self._schema.names else "a member of a structure"
             raise SourceError(
                 f"{self._where}: the column {name!r} must hold encoded images (bytes, or the structure of datasets' "
                 f"Image), got {kind}; name another one with image: NAME ({', '.join(of_images) or 'none holds bytes'})"
@@ -321,6 +322,21 @@ class _Reader:
             raise SourceError(
                 f"{self._where}: must have {what} {column!r}, got {', '.join(names)}{near_word(column, names)}"
             )
+        if column not in names:
+            name, _, member = column.partition(".")
+            self._check_member(name, member, self._schema.field(name).type)
+
+    def _check_member(self, column: str, member: str, kind: Any) -> None:
+        """Raise SourceError unless the structures in a column, or in its lists, have this member."""
+        while member:
+            while hasattr(kind, "value_type"):
+                kind = kind.value_type
+            known = [kind.field(i).name for i in range(kind.num_fields)] if hasattr(kind, "num_fields") else []
+            first, _, member = member.partition(".")
+            if first not in known:
+                held = f"got {', '.join(known)}{near_word(first, known)}" if known else f"got {kind}"
+                raise SourceError(f"{self._where}: the column {column!r} must have the member {first!r}, {held}")
+            column, kind = f"{column}.{first}", kind.field(first).type
 
     def _class_names(self, column: str) -> Classes | None:
         """The names that `datasets` knows for the values of a column, or of the items of its lists."""

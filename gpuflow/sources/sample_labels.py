@@ -13,7 +13,13 @@ from gpuflow.errors import SourceError, show
 from gpuflow.sources.field_spec import FieldSpec
 from gpuflow.sources.record_builder import Labels, Locate
 
-__all__ = ["SampleLabels", "sample_labels"]
+__all__ = ["SampleLabels", "loses_digits", "sample_labels"]
+
+
+def loses_digits(numbers: NDArray[Any]) -> NDArray[np.bool_]:
+    """Which of these are whole numbers that float32 does not hold, such as time stamps."""
+    with np.errstate(over="ignore"):
+        return np.asarray((np.floor(numbers) == numbers) & (numbers.astype(np.float32) != numbers))
 
 
 class SampleLabels(Protocol):
@@ -117,6 +123,13 @@ class _Numbers:
         for i, value in enumerate(values):
             self._check(self._count + i, value)
         self._blocks.append(np.array(list(values), np.float32))
+        for i in np.flatnonzero(loses_digits(np.array(list(values), np.float64)))[:1]:
+            row = int(i) // self._length
+            here = self._locate.value(self._count + row, self._column)
+            raise SourceError(
+                f"{here} must have no more digits than float32 holds, got {show(values[row])}; subtract an offset, or "
+                "declare a field of type number, which is float64"
+            )
         self._count += len(values)
 
     def _check(self, i: int, value: Any) -> None:

@@ -795,6 +795,36 @@ def test_the_batch_axis_of_a_program_has_bounds(
         assert [len(running.run(noise(count))) for count in (1, 2, 9)] == [1, 2, 9]
 
 
+class Transposed(nn.Module):
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return images.mean(dim=(2, 3)).T
+
+
+class FeaturesAndLogits(nn.Module):
+    def forward(self, images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return images.amax(dim=(2, 3)), images.mean(dim=(2, 3))
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch's exporter
+def test_an_onnx_model_that_gives_no_logits_or_more_than_these(tmp_path: Path) -> None:
+    transposed = export_onnx(tmp_path / "transposed.onnx", Transposed(), noise(2), dynamic=True)
+    assert fault(lambda: engine(transposed)) == (
+        f"{transposed}: fails on an image of float32 3x{SIDE}x{SIDE}: its output must have a row for each of 1 images, "
+        "got the shape [3, 1]"
+    )
+    two = export_onnx(tmp_path / "both.onnx", FeaturesAndLogits(), noise(2), dynamic=True)
+    model = onnx.load(two)
+    features, mean = (output.name for output in model.graph.output)
+    assert fault(lambda: engine(two)) == (
+        f"{two}: must give logits [N, classes] alone, or by the name logits, gives {features}, {mean}"
+    )
+    model.graph.output[1].name = "logits"
+    for node in model.graph.node:
+        node.output[:] = ["logits" if name == mean else name for name in node.output]
+    onnx.save(model, two)
+    torch.testing.assert_close(engine(two).run(noise(2)), noise(2).mean(dim=(2, 3)))
+
+
 class ManyAtATime(nn.Module):
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         if len(images) > 1:

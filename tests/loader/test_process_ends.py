@@ -223,6 +223,13 @@ for images, labels in loader:
     assert done.stderr.splitlines()[-1] == "ValueError: mine"
 
 
+def test_a_script_that_holds_an_iterator_ends_silently(interpreter: Interpreter) -> None:
+    """At the end of the process, when the module of its class has no globals any more."""
+    code = "loader = loader_of(MemorySource.of(42), threads=2)\nbatches = iter(loader)\nnext(batches)\nprint('end')"
+    done = interpreter.run(f"from tests.datasets import *\n{code}")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "end\n", "")
+
+
 # --- forks of the user ------------------------------------------------------------------------------------------------
 
 FORKS = """

@@ -180,8 +180,11 @@ def test_an_epoch_is_a_whole_number(photos: Path, tmp_path: Path, epoch: Any, sh
             transform(random_images(1), epoch=epoch, positions=[0])
         assert str(found.value) == f"epoch must be an integer within [0, 2**63), got {shown}"
         expected = transform(random_images(1), epoch=3, positions=[0])
-        of_numpy: Any = np.int32(3)
-        assert torch.equal(transform(random_images(1), epoch=of_numpy, positions=[0]), expected)
+        others: tuple[Any, ...] = np.int32(3), torch.tensor(3)
+        for other in others:
+            assert torch.equal(transform(random_images(1), epoch=other, positions=[0]), expected)
+        with pytest.raises(ValueError, match=r"positions must be below 2\*\*63, got 9223372036854775808"):
+            transform(random_images(1), epoch=3, positions=np.array([2**63], np.uint64))
         assert len(transform(random_images(1), epoch=2**63 - 1, positions=[2**62])) == 1
 
 

@@ -66,6 +66,14 @@ def test_a_switch_of_transformers_that_is_null_is_off(tmp_path: Path) -> None:
     )
 
 
+def test_json_that_is_indented_by_tabs(tmp_path: Path) -> None:
+    vit = {"image_processor_type": "ViTImageProcessor", "do_resize": False}
+    spaces = val_of(read(tmp_path, "hf", vit))
+    assert val_of(read(tmp_path, "hf", json.dumps(vit, indent="\t"))) == spaces
+    with pytest.raises(ConfigError, match="is not valid YAML"):
+        read(tmp_path, "hf", "{\t" + json.dumps(vit))
+
+
 def test_albumentations_gray_of_two_channels_or_for_some_images_is_noted(tmp_path: Path) -> None:
     for channels, p in ((2, 1), (1, 0.5)):
         gray = {"__class_fullname__": "ToGray", "p": p, "num_output_channels": channels}

@@ -404,7 +404,8 @@ def faults(photos: ImageFolder) -> dict[str, tuple[Any, dict[str, Any], str]]:
             DataLoader(pixels),
             {},
             "dataloader.dataset must give (bytes, label) for each sample, and sample 0 is (Image, int); "
-            "pass loader=gpuflow.bytes_loader to ImageFolder, or return the file's bytes and a number",
+            "pass loader=gpuflow.bytes_loader to ImageFolder, or return the file's bytes and a number that "
+            "int64 or float32 holds",
         ),
         "transform": (
             DataLoader(changed),

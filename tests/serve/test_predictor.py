@@ -461,6 +461,13 @@ def test_a_model_that_gives_no_logits_is_refused_when_it_is_loaded(config: Path,
     assert str(caught.value).startswith(f"model=function: {reason}")
 
 
+def test_predict_takes_no_single_image(predictor: Predictor, files: list[Path]) -> None:
+    for image in (str(files[0]), files[0], files[0].read_bytes()):
+        given: Any = image
+        with pytest.raises(TypeError, match="predict takes several images, got one; put it in a list"):
+            predictor.predict(given)
+
+
 def test_a_name_that_no_file_can_have_is_a_bad_image(predictor: Predictor, files: list[Path]) -> None:
     answers = predictor.predict([files[0], "a\0b"])
     assert isinstance(answers[0], Prediction) and str(answers[1]).endswith("read: embedded null byte")

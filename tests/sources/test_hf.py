@@ -151,6 +151,30 @@ def test_numbers_that_are_no_classes(tmp_path: Path) -> None:
         open_source(SourceSpec(hf=str(path), fields=BOXES))
 
 
+@with_pyarrow
+def test_members_of_structures(tmp_path: Path) -> None:
+    path = str(write_parquet(tmp_path / "x.parquet", labelled([0, 2]), FEATURES))
+    plain = open_source(SourceSpec(hf=path, label="about.kind"))
+    assert [plain.classes[label] for label in plain.labels] == ["1", "2"]
+
+    def refused(**keys: Any) -> str:
+        with pytest.raises(SourceError) as error:
+            open_source(SourceSpec(hf=path, **keys))
+        return str(error.value)
+
+    kind = f"{path}: the column 'about' must have the member 'knd', got kind; did you mean 'kind'?"
+    assert refused(label="about.knd") == kind
+    assert refused(fields={"note": {"type": "any", "column": "about.knd"}, "image": {}}) == kind
+    assert refused(fields={"boxes": {"column": "objects.box", "labels": "objects.kind"}}) == (
+        f"{path}: the column 'objects' must have the member 'box', got bbox, kind; did you mean 'bbox'?"
+    )
+    assert refused(label="image.kind") == f"{path}: the column 'image' must have the member 'kind', got binary"
+    assert refused(image="about.kind").startswith(
+        f"{path}: the column 'about.kind' must hold encoded images (bytes, or the structure of datasets' Image), got a "
+        "member of a structure"
+    )
+
+
 # --- files ------------------------------------------------------------------------------------------------------------
 
 

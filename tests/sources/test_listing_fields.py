@@ -454,6 +454,19 @@ def test_numbers_that_are_no_float32(number: str) -> None:
     assert message.startswith("list.jsonl:1: label must be a finite number, got ")
 
 
+@pytest.mark.parametrize("kind", ["number", "vector"])
+def test_labels_with_more_digits_than_float32(kind: str) -> None:
+    def line(number: int) -> str:
+        return f'{{"path": "a.jpg", "label": {[0.1, number] if kind == "vector" else number}}}'
+
+    written = [0.1, 16777217] if kind == "vector" else 16777217
+    message = refused(line(16777216), line(16777217), fields={"label": {"kind": kind}})
+    assert message == (
+        f"list.jsonl:2: label must have no more digits than float32 holds, got {written}; subtract an offset, or "
+        "declare a field of type number, which is float64"
+    )
+
+
 def test_values_that_are_nested_too_deeply() -> None:
     deep = "[" * 100_000 + "]" * 100_000
     assert refused_table(f'path,boxes\na.jpg,"{deep}"\n', fields={"boxes": {}}).startswith(

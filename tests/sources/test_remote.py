@@ -44,6 +44,18 @@ def refused(**fields: object) -> str:
     return str(caught.value)
 
 
+def test_chained_file_systems_are_refused() -> None:
+    url = "zip://photos::memory://x.zip"
+    assert (
+        refused(folder=url) == f"{url} chains file systems by '::', which gpuflow does not read; copy the files first"
+    )
+
+
+def test_a_file_system_that_cannot_be_connected_to() -> None:
+    """fsspec's connects while it is made, and its errors have no common base."""
+    assert refused(folder="ftp://127.0.0.1:1/photos").startswith("ftp://127.0.0.1:1/photos cannot be opened: ")
+
+
 # In memory.
 
 

@@ -64,12 +64,15 @@ class RemoteStorage:
             from fsspec.core import url_to_fs
         except ImportError as absent:
             raise MissingExtra(f"reading {url}", "fsspec", "remote") from absent
+        if "::" in url:
+            raise SourceError(f"{url} chains file systems by '::', which gpuflow does not read; copy the files first")
         self._limit = RequestLimit()
         self._over_http = url.partition("://")[0] in _HTTP
         try:
             self._fs: Any = url_to_fs(url, **(_http_options() if self._over_http else {}))[0]
-        except (ImportError, ValueError) as fault:  # the protocol needs another package, or is unknown
-            raise SourceError(f"{url} cannot be opened: {fault}; check its scheme and what it needs") from fault
+        except Exception as fault:  # of the file system, which may connect here; or its package is not installed
+            reason = str(fault).strip() or type(fault).__name__
+            raise SourceError(f"{url} cannot be opened: {reason}; check its scheme and what it needs") from fault
         self._fs.invalidate_cache()  # of listings, which it shares with those that were opened before
 
     def __reduce__(self) -> NoReturn:
