@@ -791,17 +791,30 @@ def load_test(
     from gpuflow.tools.nvml import load_nvml
 
     _check_output("--out", out, folder=True)
-    counts, files, points = _counts("--clients", clients), loadtest.choose_files(data), []
+    counts, files = _counts("--clients", clients), loadtest.choose_files(data)
+    points: list[loadtest.Point] = []
+    stopped: GpuflowError | None = None
     with _bar() as bar:
         task = bar.add_task("measurements", total=len(counts), note="")
         for count in counts:
             bar.update(task, note=f"{count} client(s)")
             load = loadtest.Load(url=url, clients=count, request_batch=request_batch, seconds=seconds)
-            points.append(loadtest.measure(load, files, pids=pid))
+            try:
+                points.append(loadtest.measure(load, files, pids=pid))
+            except GpuflowError as error:
+                if not points:
+                    raise
+                stopped = error  # once what was measured is written
+                break
             bar.update(task, advance=1)
     _out.print(loadtest.render(points), soft_wrap=False)
     for note in loadtest.notes(points, gpus_asked=load_nvml() is not None):
         _out.print(note)
     results = out / "load_test.csv"
     write_results(results, loadtest.rows(points, arm=name, workload=data.name))
-    _plot("load_test", results)
+    if all(point.latency is not None for point in points):
+        _plot("load_test", results)
+    else:
+        _out.print(f"wrote {results}; without a plot, as a measurement has no answers")
+    if stopped is not None:
+        raise stopped

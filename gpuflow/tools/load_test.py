@@ -42,7 +42,7 @@ _PAUSE_SECONDS = 0.05
 _START_SECONDS, _SAMPLE_SECONDS = 60.0, 0.1
 _WORTH_MENTIONING = 0.05
 _BOUNDARY = "gpuflow-load-test-1f0c83a5"
-_BAD_IMAGE, _NO_CONNECTION, _TIMEOUT = "bad image", "connection", "timeout"
+_BAD_IMAGE, _NO_CONNECTION, _TIMEOUT, _NO_RESULTS = "bad image", "connection", "timeout", "200 without results"
 
 
 # --- values -----------------------------------------------------------------------------------------------------------
@@ -122,8 +122,9 @@ class Point:
     """The measured values for one load. A value that cannot be measured is None.
 
     qps: requests per second that were answered with status 200; images_per_s: the images in them.
-    errors: numbers of other results by HTTP status, `connection` or `timeout`; `bad image`: images of a form without a
-    prediction. cpu_percent, rss_mb: of the service: 100% for each busy core, and the highest resident memory.
+    errors: numbers of other results by HTTP status, `connection`, `timeout` or `200 without results`, for an answer to
+    a form that is not a service's; `bad image`: images of a form without a prediction. cpu_percent, rss_mb: of the
+    service: 100% for each busy core, and the highest resident memory.
     gpu_percent: of the busiest GPU. clients_cpu_percent: processor use of the clients.
     """
 
@@ -399,7 +400,11 @@ class _Client:
             return str(answer.status), 0
         if self._load.request_batch == 1:
             return None, 0
-        return None, sum("error" in result for result in json.loads(content)["results"])
+        try:
+            return None, sum("error" in result for result in json.loads(content)["results"])
+        except (ValueError, KeyError, TypeError):  # of another service, or of a proxy
+            self.reason = content.decode(errors="replace")[:500]
+            return _NO_RESULTS, 0
 
     def close(self) -> None:
         self._connection.close()

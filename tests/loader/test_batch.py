@@ -52,8 +52,10 @@ def test_a_batch_can_be_saved(way: str, batch: Any) -> None:
         found = torch.load(file, weights_only=False)
     else:
         found = pickle.loads(pickle.dumps(batch))
-    assert type(found) is Batch and (found.step, found.epoch) == (3, 1)
-    assert torch.equal(found["boxes"].values, batch["boxes"].values) and torch.equal(found["score"], batch["score"])
-    assert torch.equal(found["boxes"][1], batch["boxes"][1]) and found["note"] == ["a", "b"]
-    assert isinstance(found[1][0]["boxes"], tv_tensors.BoundingBoxes)
-    assert found[1][1]["boxes"].canvas_size == (4, 4)
+    assert type(found) is Batch
+    saved: Any = found
+    assert (saved.step, saved.epoch) == (3, 1)
+    assert torch.equal(saved["boxes"].values, batch["boxes"].values) and torch.equal(saved["score"], batch["score"])
+    assert torch.equal(saved["boxes"][1], batch["boxes"][1]) and saved["note"] == ["a", "b"]
+    assert isinstance(saved[1][0]["boxes"], tv_tensors.BoundingBoxes)
+    assert saved[1][1]["boxes"].canvas_size == (4, 4)

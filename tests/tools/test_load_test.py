@@ -319,6 +319,16 @@ def test_something_else_answers(files: tuple[str, ...]) -> None:
     assert str(caught.value) == f"{server.url}: answers 404 to {files[0]}: no such page"
 
 
+def test_answers_to_forms_that_are_no_services(files: tuple[str, ...]) -> None:
+    with scripted(lambda *_: (200, b"<html>busy</html>")) as server, pytest.raises(GpuflowError) as caught:
+        measure(short(server.url, request_batch=2), files)
+    assert str(caught.value) == f"{server.url}: answers 200 without results to {files[0]}: <html>busy</html>"
+    ok = b'{"results": [{}, {}]}'
+    with scripted(lambda number, *_: (200, b"{}" if number % 5 == 3 else ok)) as server:
+        point = measure(short(server.url, request_batch=2), files)
+    assert set(point.errors) == {"200 without results"} and point.qps > 0
+
+
 def test_a_client_process_that_fails(files: tuple[str, ...], tmp_path: Path) -> None:
     with scripted(lambda *_: OK) as server, pytest.raises(GpuflowError) as caught:
         measure(short(server.url), [*files, str(tmp_path / "gone.jpg")])
@@ -415,6 +425,25 @@ def test_the_command(
     assert list(rows[0]) == COLUMNS
     assert {row["arm"] for row in rows} == {"mine"}
     assert {row["workload"] for row in rows} == {f"photos; batch=1; clients={n}" for n in (1, 2)}
+
+
+def test_what_was_measured_is_written_when_the_service_ends(
+    photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def measured(load: Load, *_: Any, **__: Any) -> Point:
+        if load.clients > 1:
+            raise GpuflowError(f"{load.url}: no service answers")
+        return made_up(load.clients)
+
+    monkeypatch.setattr("gpuflow.tools.load_test.measure", measured)
+    arguments = ["--data", photos, "--clients", "1,2", "--out", tmp_path]
+    monkeypatch.setattr(sys, "argv", ["gpuflow", "load-test", *map(str, arguments)])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 1
+    captured = capsys.readouterr()
+    assert captured.err.endswith("error: http://127.0.0.1:8888: no service answers\n")
+    assert f"wrote {tmp_path / 'load_test.csv'}" in captured.out and (tmp_path / "load_test.png").exists()
 
 
 @pytest.mark.parametrize(

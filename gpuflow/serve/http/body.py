@@ -229,7 +229,7 @@ class BodyMiddleware:
             raise
         finally:
             self._metrics.answer(
-                scope["path"],
+                scope["path"] if scope["method"] != "OPTIONS" else "",  # a browser's question before a request
                 status=exchange.status,
                 seconds=(exchange.answered or time.perf_counter()) - begun,
                 received=exchange.received,

@@ -693,6 +693,10 @@ def test_pages_of_another_origin(live: Live) -> None:
             answer = open_to_one.ask(body, Origin=origin)
             assert (answer.status_code, answer.headers["Access-Control-Allow-Origin"]) == (status, origin)
         assert "Access-Control-Allow-Origin" not in open_to_one.ask(PHOTO, Origin="https://other.org").headers
+        counts = samples(open_to_one)
+        assert counts["gpuflow_requests_total", "/predict", "200"] == 2
+        assert counts["gpuflow_requests_total", "other", "200"] == 1, "the question before the request"
+        assert counts["gpuflow_request_seconds_count", "/predict"] == 2
     assert requests.options(f"{live.url}/predict", headers=headers, timeout=20).status_code == 405
     assert "Access-Control-Allow-Origin" not in live.ask(PHOTO, Origin=origin).headers
 
