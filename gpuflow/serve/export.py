@@ -107,6 +107,10 @@ def export_model(
     refuse_record_fields(
         config, whole.pipeline.name, "a served model gets images alone", "name stages under serve that take no field"
     )
+    if (dtype := whole.result.dtype) in ("float16", "bfloat16"):
+        rule = f"gives {dtype}, which the checkpoint's float32 weights do not take in a file"
+        action = "export with dtype: float32 in normalize, or serve the checkpoint itself"
+        raise ConfigError([Problem(f"{config.path}: the pipeline {whole.pipeline.name}", rule, action=action)])
     program, model = whole, trained
     if fold_normalize:
         program, model, info = _folded(config, whole, trained, info)

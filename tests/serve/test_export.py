@@ -205,6 +205,17 @@ def test_a_last_stage_that_cannot_be_folded(
     assert found == text.format(path=config.path)
 
 
+@pytest.mark.parametrize("folded", [False, True])
+def test_images_of_half_precision_are_not_what_a_file_takes(models: Models, folded: bool, tmp_path: Path) -> None:
+    half = [f"{block}.stages.normalize.dtype=float16" for block in ("serve", "pipelines.val")]
+    config = models.read(*half, "serve.model.force=true")
+    assert fault(lambda: export_model(config, tmp_path / "m.pt2", fold_normalize=folded)) == (
+        f"{config.path}: the pipeline serve gives float16, which the checkpoint's float32 weights do not take in a "
+        "file; export with dtype: float32 in normalize, or serve the checkpoint itself"
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
 # --- checking ---------------------------------------------------------------------------------------------------------
 
 
