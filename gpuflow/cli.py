@@ -510,6 +510,8 @@ def _counts(option: str, text: str) -> list[int]:
     counts = [int(word) if word.strip().isdecimal() else 0 for word in text.split(",")]
     if min(counts) < 1:
         raise ValueError(f"{option}: must be numbers >= 1 separated by commas, got {text!r}")
+    if len(set(counts)) < len(counts):
+        raise ValueError(f"{option}: must name each number once, got {text!r}")
     return counts
 
 

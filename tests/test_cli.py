@@ -424,6 +424,7 @@ def test_ctrl_c_is_not_lost(body: str) -> None:
         (["--against", "dataloder"], "--against: 'dataloder' is nothing to compare with; did you mean 'dataloader'?"),
         (["--workers", "1,x"], "--workers: must be numbers >= 1 separated by commas, got '1,x'"),
         (["--workers", "0"], "--workers: must be numbers >= 1 separated by commas, got '0'"),
+        (["--workers", "1,2,1"], "--workers: must name each number once, got '1,2,1'"),
     ],
 )
 def test_bench_refuses_what_it_cannot_measure(arguments: list[str], text: str, gpuflow: Run, config: Path) -> None:
