@@ -65,6 +65,7 @@ class _Reader:
         self.tensor = self.scaled = self.pillow = self.pillow_warps = False
         self.mean: tuple[float, ...] | None = None
         self._dtype, self._path = "float32", ""
+        self._least_side = 1  # of the image that comes next, as far as it is known
         self._rounds = False  # an entry rounds what are floats in torchvision
         self._floats_from: int | None = None  # the first entry that makes floats, or works on them
 
@@ -103,6 +104,7 @@ class _Reader:
         elif equal is not None:
             self._equal(transform, equal(self, transform))
         elif library == "torchvision" and name not in _REFUSED:
+            self._least_side = 1
             self.by_name(transform)
         else:
             self.refuse(transform)
@@ -145,9 +147,9 @@ class _Reader:
         """A transform for which there is a stage, at least for some of its parameters."""
         last = self._floats_from is None or self._floats_from == len(self.entries) - 1
         moves = type(transform).__name__ in _MOVES and last
-        if isinstance(found, Entry) and found.stage == "center_crop":  # which pads smaller images by 0, also of floats
-            size = found.parameters["size"]
-            moves = moves and self.least_side() >= (max(size) if isinstance(size, (list, tuple)) else size)
+        if type(transform).__name__ == "CenterCrop":  # which pads smaller images by 0, also of floats
+            moves = moves and self._least_side >= max(_sides(transform.size))
+        self._least_side = _least_side(transform, self._least_side)
         self.pillow = self.pillow or (not self.tensor and type(transform).__name__ in _RESIZING)
         unfit = isinstance(found, Entry) and self._faults(found) is not None  # a number that the stage does not take
         if found is None or unfit or (self._floats_from is not None and not moves):
@@ -249,19 +251,6 @@ class _Reader:
         mean, std = self._each_channel(mean), self._each_channel(std)
         self.entries.append(normalize(mean, std, dtype=self._dtype))
 
-    def least_side(self) -> int:
-        """How many pixels the shorter side of an image has here at least, as far as the entries say."""
-        for entry in reversed(self.entries):
-            given = entry.parameters
-            if entry.stage == "resize" and "max_size" not in given:
-                return min([given[key] for key in ("shorter", "height", "width") if key in given], default=1)
-            if entry.stage in ("random_resized_crop", "random_crop", "center_crop"):
-                size = given["size"]
-                return int(min(size) if isinstance(size, (list, tuple)) else size)
-            if entry.stage not in ("flip", "normalize"):
-                return 1
-        return 1
-
     def _emit(self, entry: Entry) -> None:
         """Add an entry that works on levels of 0-255: before normalize, if that stands there."""
         self._rounds = self._rounds or (self.scaled and entry.stage not in _EXACT)
@@ -334,8 +323,22 @@ _PILLOW_NUMBERS = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic", 4: "
 
 def _target(size: Any) -> dict[str, Any]:
     """The keys for a size: an int, or a sequence of one or two."""
-    sides = [size] if isinstance(size, int) else [int(side) for side in size]
+    sides = _sides(size)
     return {"shorter": sides[0]} if len(sides) == 1 else {"height": sides[0], "width": sides[1]}
+
+
+def _sides(size: Any) -> list[int]:
+    return [size] if isinstance(size, int) else [int(side) for side in size]
+
+
+def _least_side(transform: Any, before: int) -> int:
+    """How many pixels the shorter side has behind a transform at least. before: in front of it."""
+    name = type(transform).__name__
+    if name in _CROPS or (
+        name == "Resize" and transform.size is not None and getattr(transform, "max_size", None) is None
+    ):
+        return min(_sides(transform.size))
+    return before if name in _SAME_SIZE else 1
 
 
 def _resize(reader: _Reader, t: Any) -> _Equal:
@@ -573,6 +576,11 @@ _MOVES = ("RandomHorizontalFlip", "RandomVerticalFlip", "CenterCrop", "RandomEra
 _EXACT = ("center_crop", "flip", "pad", "random_crop", "random_erasing")
 """Stages whose results are levels of the image, so that they do not round."""
 _FLOAT_TYPES = ("float32", "float16", "bfloat16")
+_CROPS = ("CenterCrop", "RandomCrop", "RandomResizedCrop", "RandomResizedCropAndInterpolation")
+_SAME_SIZE = (
+    *("RandomHorizontalFlip", "RandomVerticalFlip", "RandomErasing", "ColorJitter", "Grayscale", "RandomGrayscale"),
+    *("GaussianBlur", "RandAugment", "TrivialAugmentWide", "AutoAugment"),
+)
 _RESIZING = ("Resize", "RandomResizedCrop", "RandomResizedCropAndInterpolation")
 _REFUSED = {
     "Lambda": "runs Python code, which a file cannot hold",

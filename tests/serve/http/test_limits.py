@@ -85,7 +85,7 @@ def test_how_much_of_a_refused_body_is_discarded(max_body_bytes: int, megabytes:
 
     limits = RequestLimits(max_body_bytes=max_body_bytes)
     app = BodyMiddleware(refuse, metrics=cast(Metrics, Silent()), limits=limits, closing=lambda: False)
-    scope = {"type": "http", "path": "/predict", "headers": [(b"transfer-encoding", b"chunked")]}
+    scope = {"type": "http", "method": "POST", "path": "/predict", "headers": [(b"transfer-encoding", b"chunked")]}
     asyncio.run(app(scope, receive, send))
     assert received == megabytes
     assert [message.get("body") for message in sent[1:]] == [b"no", b""]
