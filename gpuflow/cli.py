@@ -49,14 +49,11 @@ class _Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
-            _err.print("interrupted")
-            raise typer.Exit(130) from None
+            raise _interrupted() from None
         except Exception as error:
-            if not _is_fault(error) and isinstance(error.__context__, KeyboardInterrupt):
-                # One of torch's contexts, which a Ctrl-C left half closed.
-                _err.print("interrupted")
-                raise typer.Exit(130) from None
             if not _is_fault(error):
+                if isinstance(error.__context__, KeyboardInterrupt):  # it left one of torch's contexts half closed
+                    raise _interrupted() from None
                 raise
             problems = error.problems if isinstance(error, ConfigError) else (_text_of(error),)
             rank = os.environ.get("RANK", "")  # torchrun lets all its processes print to one terminal
@@ -103,6 +100,12 @@ def main() -> None:
     warnings.formatwarning = _format_warning
     sys.unraisablehook = partial(_interrupt_again, sys.unraisablehook)
     app()
+
+
+def _interrupted() -> typer.Exit:
+    """How a command ends after a Ctrl-C."""
+    _err.print("interrupted")
+    return typer.Exit(130)
 
 
 def _interrupt_again(report: Callable[[sys.UnraisableHookArgs], object], unraisable: sys.UnraisableHookArgs) -> None:

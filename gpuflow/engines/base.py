@@ -195,7 +195,7 @@ def reading_fault(error: Exception) -> str:
         return "it is damaged, or holds more than tensors and plain values"
     if isinstance(error, KeyError):
         return "it is damaged, or of another kind"
-    return str(error).strip().partition("\n")[0] or type(error).__name__
+    return _reason(error)
 
 
 def check_input(path: str, image: ImageSpec, info: ModelInfo, *, shape: Sequence[int | None], dtype: str) -> None:
@@ -302,6 +302,7 @@ def warm_up_all(engines: Iterable[Engine], path: str) -> None:
 
 
 def _reason(error: Exception) -> str:
+    """The first line of an exception's text, or its type where it has none."""
     return str(error).strip().partition("\n")[0] or type(error).__name__
 
 

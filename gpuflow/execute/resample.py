@@ -27,7 +27,7 @@ _STRIP_LINES, _LONG_STRIP_BYTES = 16, 1 << 25
 each strip, which takes as long as 16 lines."""
 _COLUMNS_BYTES = 1 << 26
 """The largest size of what the first pass gives. A larger one is made and used in several parts."""
-_REACH = {"nearest": 1, "bilinear": 1, "bicubic": 2}
+_REACH = {"bilinear": 1, "bicubic": 2}
 """How far from a pixel's centre a filter reads at most, in pixels of the smaller image."""
 
 

@@ -123,7 +123,7 @@ class Batch(tuple[torch.Tensor, Any]):
         return self.fields.keys()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """With fields of their own memory: those of a batch share one block, which torch.save refuses."""
+        """With copies of the tensors: the fields of a batch share one block of memory, which torch.save refuses."""
         return _restored, (_copied(tuple(self)), {**vars(self), "fields": _copied(dict(self.fields))})
 
     def targets(self, *, background: bool = True) -> list[dict[str, Any]]:
@@ -136,7 +136,7 @@ class Batch(tuple[torch.Tensor, Any]):
 
 
 def _copied(value: Any) -> Any:
-    """Images, fields or targets, each tensor in memory of its own."""
+    """A copy of images, fields or targets in which no two tensors share memory."""
     match value:
         case RaggedTensor():
             return RaggedTensor(value.values.clone(), value.offsets.clone())

@@ -11,7 +11,7 @@ from gpuflow.errors import Key, Problem
 from gpuflow.execute.warp import OPENCV_BORDERS
 from gpuflow.migration.distance import apart, picture
 from gpuflow.migration.files import Document, read_document
-from gpuflow.migration.imported import Entry, Imported, decode, gap, normalize, number, size_of
+from gpuflow.migration.imported import Entry, Imported, decode, each_channel, gap, normalize, number, size_of
 
 __all__ = ["read_albumentations"]
 
@@ -260,21 +260,20 @@ def _normalize(reader: _Reader, given: _Given) -> list[Entry]:
             "normalization", "takes mean and std of each image", "normalize with the data set's mean and std"
         )
     unit = given["max_pixel_value"] / 255
-    mean, std = (_each_channel(reader, given[key]) for key in ("mean", "std"))
+    mean, std = (_numbers(reader, given[key]) for key in ("mean", "std"))
     return [normalize([x * unit for x in mean], [x * unit for x in std])]
 
 
-def _each_channel(reader: _Reader, value: Any) -> list[float]:
-    """A number for each channel: Albumentations repeats a single one. An image has three, or one behind ToGray."""
-    numbers = [float(x) for x in (value if isinstance(value, (list, tuple)) else [value])]
-    gray = any(entry.parameters.get("name") == "Grayscale" for entry in reader.entries)
-    return numbers * (3 if len(numbers) == 1 and not gray else 1)
+def _numbers(reader: _Reader, value: Any) -> tuple[float, ...]:
+    """What Albumentations takes as one number or as a list."""
+    return each_channel([float(x) for x in (value if isinstance(value, (list, tuple)) else [value])], reader.entries)
 
 
 def _to_float(reader: _Reader, given: _Given) -> list[Entry]:
     reader.always(given, "normalize")
     unit = (given.get("max_value") or 255) / 255
-    return [normalize([0.0] * len(std), std) for std in [_each_channel(reader, unit)]]
+    std = _numbers(reader, unit)
+    return [normalize([0.0] * len(std), std)]
 
 
 _RESIZE = ("interpolation", "area_for_downscale")

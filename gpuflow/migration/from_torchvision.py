@@ -10,7 +10,17 @@ from typing import Any
 from gpuflow.config.stage_entries import make_stage
 from gpuflow.errors import Problem
 from gpuflow.migration.distance import apart
-from gpuflow.migration.imported import IMAGENET_MEAN, Entry, Imported, decode, gap, normalize, number, size_of
+from gpuflow.migration.imported import (
+    IMAGENET_MEAN,
+    Entry,
+    Imported,
+    decode,
+    each_channel,
+    gap,
+    normalize,
+    number,
+    size_of,
+)
 from gpuflow.pipeline import stage as s
 from gpuflow.pipeline.parameters import range_of
 
@@ -197,7 +207,9 @@ class _Reader:
 
     def normalize(self, transform: Any) -> None:
         """torchvision's Normalize, or a preset with its numbers."""
-        mean, std = (self._each_channel([number(x) for x in getattr(transform, key)]) for key in ("mean", "std"))
+        mean, std = (
+            each_channel([number(x) for x in getattr(transform, key)], self.entries) for key in ("mean", "std")
+        )
         if self.scaled and self._floats_from is None:
             self._scale(mean, std)
             self.mean = mean
@@ -240,15 +252,9 @@ class _Reader:
         whole = round(level)
         return whole if 0 <= whole <= 255 and (self.scaled or whole == level) else None
 
-    def _each_channel(self, numbers: Sequence[float]) -> tuple[float, ...]:
-        """A number for each channel: torchvision repeats a single one. An image has three, or one behind Grayscale."""
-        names = [entry.parameters.get("name") for entry in self.entries]
-        gray = "Grayscale" in names and "RGB" not in names[names.index("Grayscale") :]
-        return (*numbers,) * (3 if len(numbers) == 1 and not gray else 1)
-
     def _scale(self, mean: Sequence[float] = (0,), std: Sequence[float] = (1,)) -> None:
         self._floats_from = len(self.entries)
-        mean, std = self._each_channel(mean), self._each_channel(std)
+        mean, std = (each_channel(numbers, self.entries) for numbers in (mean, std))
         self.entries.append(normalize(mean, std, dtype=self._dtype))
 
     def _emit(self, entry: Entry) -> None:

@@ -17,6 +17,7 @@ __all__ = [
     "Imported",
     "PresetEntry",
     "decode",
+    "each_channel",
     "gap",
     "normalize",
     "number",
@@ -96,6 +97,16 @@ def normalize(mean: Sequence[float] = (0, 0, 0), std: Sequence[float] = (1, 1, 1
     if dtype != "float32":
         parameters["dtype"] = dtype
     return Entry("normalize", parameters)
+
+
+def each_channel(numbers: Sequence[float], entries: Sequence[Entry]) -> tuple[float, ...]:
+    """A number for each channel behind these entries; the libraries repeat a single one.
+
+    An image has three channels, or one behind torchvision's Grayscale.
+    """
+    names = [entry.parameters.get("name") for entry in entries]
+    gray = "Grayscale" in names and "RGB" not in names[names.index("Grayscale") :]
+    return (*numbers,) * (3 if len(numbers) == 1 and not gray else 1)
 
 
 def size_of(sides: float | Sequence[float]) -> int | list[int]:

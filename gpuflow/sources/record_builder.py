@@ -412,23 +412,16 @@ class _InstanceBuilder:
         )
 
 
-def _as_floats(rows: list[int], otherwise: NDArray[Any]) -> NDArray[Any]:
-    try:
-        return np.array([float(value) for value in rows])
-    except OverflowError:
-        return otherwise
-
-
 def _numeric(rows: list[Any], shape: tuple[int, ...] | None) -> NDArray[np.float64] | None:
     """Rows as float64 [len(rows), *shape], or of any one shape; None if one is of another shape or not of numbers."""
     if not rows and shape is not None:
         return np.zeros((0, *shape))
     try:
         numbers = np.array(rows)
-    except ValueError:
+        if numbers.dtype == object and set(map(type, rows)) == {int}:  # too large for integers of 64 bits
+            numbers = np.array(rows, np.float64)
+    except (ValueError, OverflowError):
         return None
-    if numbers.dtype == object and set(map(type, rows)) == {int}:  # too large for integers of 64 bits
-        numbers = _as_floats(rows, numbers)
     if numbers.dtype.kind not in "iuf" or (shape is not None and numbers.shape[1:] != shape):
         return None
     for _ in numbers.shape[1:]:

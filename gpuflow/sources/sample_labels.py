@@ -122,14 +122,15 @@ class _Numbers:
     def add(self, values: Sequence[Any]) -> None:
         for i, value in enumerate(values):
             self._check(self._count + i, value)
-        self._blocks.append(np.array(list(values), np.float32))
-        for i in np.flatnonzero(loses_digits(np.array(list(values), np.float64)))[:1]:
+        numbers = np.array(list(values), np.float64)
+        for i in np.flatnonzero(loses_digits(numbers))[:1]:
             row = int(i) // self._length
             here = self._locate.value(self._count + row, self._column)
             raise SourceError(
                 f"{here} must have no more digits than float32 holds, got {show(values[row])}; subtract an offset, or "
                 "declare a field of type number, which is float64"
             )
+        self._blocks.append(numbers.astype(np.float32))
         self._count += len(values)
 
     def _check(self, i: int, value: Any) -> None:

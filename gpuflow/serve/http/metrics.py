@@ -1,7 +1,7 @@
 """The metrics of a service, in Prometheus' text format.
 
 gpuflow_requests_total{route, status}   answers; with the status 499 requests whose connection ended before the answer,
-                                        closed by the client, or by the service as `evicted` or `unread`
+                                        closed by the client, or by the service as `evicted` or `unread`;
                                         the route of a browser's OPTIONS before a request is `other`
 gpuflow_errors_total{kind}              refused requests, closed connections, and images that cannot be decoded
 gpuflow_images_total                    images answered with predictions
